@@ -109,9 +109,15 @@ PARTS: dict[int, tuple[Step, ...]] = {
         Step("smoke triton", 60, python("bench.smoke", "triton", DEVICE)),
         Step("smoke native", 40, python("bench.smoke", "native", DEVICE)),
         Step("GEMMs", 80, python("bench.gemm_probe", "--device", DEVICE)),
-        guarded("csrc tests", 90, 60, "tests/test_cuda_gpu.py"),
-        guarded("Triton tests", 120, 60, "tests/test_triton_gpu.py", "tests/test_batch.py"),
-        guarded("linear-form tests", 100, 60, "tests/test_linear_gpu.py"),
+        guarded("csrc tests", 90, 60, "tests/kernels/test_cuda_gpu.py"),
+        guarded(
+            "Triton tests",
+            120,
+            60,
+            "tests/kernels/test_triton_gpu.py",
+            "tests/kernels/test_batch.py",
+        ),
+        guarded("linear-form tests", 100, 60, "tests/kernels/test_linear_gpu.py"),
     ),
     2: (
         BUILD,

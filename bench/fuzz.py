@@ -1,8 +1,8 @@
 """Run the long fuzz test and record its result: `python -m bench.fuzz [--seed 0]`.
 
-Runs `pytest -m full tests/test_fuzz.py`, which checks 10,000 random inputs against the float64
-reference, and writes the result to bench/results/fuzz.json. Takes minutes; returns pytest's exit
-status.
+Runs `pytest -m full tests/kernels/test_fuzz.py`, which checks 10,000 random inputs against the
+float64 reference, and writes the result to bench/results/fuzz.json. Takes minutes; returns
+pytest's exit status.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> int:
         "-q",
         "-m",
         "full",
-        "tests/test_fuzz.py",
+        "tests/kernels/test_fuzz.py",
         "-p",
         "no:cacheprovider",
         f"--timeout={LIMIT}",

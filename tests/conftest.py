@@ -44,7 +44,7 @@ def seed() -> None:
 @pytest.fixture(scope="session")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with a tiny model, tokenizer and dataset. Tests must not modify it."""
-    from .tiny import write_tiny
+    from tests.tiny import write_tiny
 
     return write_tiny(tmp_path_factory.mktemp("tiny"))
 

@@ -14,8 +14,7 @@ from typing import Any
 
 from gac.training.run_config import TrainConfig
 from gac.training.trainer import train
-
-from .tiny import digit_reward
+from tests.tiny import digit_reward
 
 
 def count_calls(config: TrainConfig) -> int:

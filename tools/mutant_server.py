@@ -39,7 +39,15 @@ MEMORY = 10 * 2**30  # bytes of data that the tests of one mutant may allocate
 COVERAGE_SECONDS = 400.0  # the tests of a file that run after this are not used
 QUICK_SECONDS = 3.0  # total time of the tests that run first
 # files that run hundreds of programs, or check many settings
-BROAD = tuple(f"tests/test_{name}.py" for name in ("attacks", "compile", "defaults", "honest"))
+BROAD = tuple(
+    f"tests/{name}.py"
+    for name in (
+        "sandbox/test_attacks",
+        "kernels/test_compile",
+        "cli/test_defaults",
+        "sandbox/test_honest",
+    )
+)
 # other texts of a test file that uses a module
 NAMED = {"gac_kernels": "gac_kernels", "sandbox": '"name": "code"'}
 FILE_SECONDS = 0.3  # estimate of the time to collect one test file

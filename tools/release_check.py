@@ -81,12 +81,12 @@ def run_tests(*arguments: str) -> str:
 
 def packages() -> str:
     """Check that the sdist and its wheel install into new environments, and that training works."""
-    return run_tests("-m", "release or slow", "tests/test_packages.py")
+    return run_tests("-m", "release or slow", "tests/project/test_packages.py")
 
 
 def imports() -> str:
     """Check that importing the kernels is quick and needs only torch; type-check a user's file."""
-    return run_tests("tests/test_light_install.py", "tests/test_typing.py")
+    return run_tests("tests/project/test_light_install.py", "tests/project/test_typing.py")
 
 
 def workflows() -> str:
@@ -106,7 +106,7 @@ def workflows() -> str:
 
 def hub() -> str:
     """Check that the package is written in the kernels hub's layout, and that its build loads."""
-    return run_tests("tests/test_hub.py")
+    return run_tests("tests/project/test_hub.py")
 
 
 def matrix() -> str:

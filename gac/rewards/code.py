@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..sandbox.pool import JudgeSpec, Pool, Program, RunResult, SandboxError
 from .base import Reward, RowOutcome
@@ -17,7 +17,8 @@ from .base import Reward, RowOutcome
 if TYPE_CHECKING:
     from ..data import Example
 
-_FENCE = re.compile(r"([ \t]*(?:(?:[-*+]|\d{1,3}[.)])[ \t]+)?)(`{3,}|~{3,})[ \t]*([^`\n]*)$")
+# Possessive quantifiers keep every pattern that sees a completion linear in its length.
+_FENCE = re.compile(r"([ \t]*+(?:(?:[-*+]|\d{1,3}[.)])[ \t]++)?)(`{3,}+|~{3,}+)([^`\n]*+)$")
 _PYTHON = re.compile(r"\W*py", re.IGNORECASE)
 _COUNTED = {"timeout": "timeouts", "stalled": "stalled", "crash": "crashes"}
 _SPARE_OUTPUT = 1 << 16  # bytes to read beyond the expected output, for trailing white space
@@ -279,32 +280,44 @@ def program_of(completion: str) -> str:
     further than the block's own belongs to its text.
     """
     last = last_python = None
-    fence: re.Match[str] | None = None
+    fence: _Fence | None = None
     block: list[str] = []
     for line in [*completion.splitlines(keepends=True), None]:
-        mark = line and _FENCE.match(line)
+        mark = line and _fence(line)
         closes = fence is not None and (not line or (mark and _closes(mark, fence)))
-        if closes or (fence and mark and mark[3].strip() and not _is_python_or_plain(fence)):
+        if closes or (fence and mark and mark.info and not _is_python_or_plain(fence)):
             assert fence is not None  # both conditions above include it
             last = "".join(block)
-            if _PYTHON.match(fence[3]):
+            if _PYTHON.match(fence.info):
                 last_python = last
             fence = None if closes else mark or None
             block = []
         elif fence is not None and line:
-            block.append(_dedented(line, len(fence[1].expandtabs())))
+            block.append(_dedented(line, fence.indent))
         elif mark:
             fence, block = mark, []
     return next(text for text in (last_python, last, completion) if text is not None)
 
 
-def _closes(mark: re.Match[str], fence: re.Match[str]) -> bool:
-    nested = len(mark[1].expandtabs()) > len(fence[1].expandtabs()) + 3
-    return not nested and not mark[3].strip() and mark[2].startswith(fence[2])
+class _Fence(NamedTuple):
+    """A line that may begin or end a code block: its indent in columns, marks and info string."""
+
+    indent: int
+    marks: str
+    info: str
 
 
-def _is_python_or_plain(fence: re.Match[str]) -> bool:
-    return not fence[3].strip() or bool(_PYTHON.match(fence[3]))
+def _fence(line: str) -> _Fence | None:
+    match = _FENCE.match(line)
+    return match and _Fence(len(match[1].expandtabs()), match[2], match[3].strip())
+
+
+def _closes(mark: _Fence, fence: _Fence) -> bool:
+    return mark.indent <= fence.indent + 3 and not mark.info and mark.marks.startswith(fence.marks)
+
+
+def _is_python_or_plain(fence: _Fence) -> bool:
+    return not fence.info or bool(_PYTHON.match(fence.info))
 
 
 def _dedented(line: str, width: int) -> str:

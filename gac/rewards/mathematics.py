@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from gac.errors import MissingExtra
 
-from .base import Reward, RowOutcome, gold_answer
+from .base import Reward, RowOutcome, gold_answer, time_limits
 from .grading_pool import GradingPool
 from .text import compile_answer_pattern, last_group
 
@@ -71,11 +71,14 @@ class MathReward(Reward):
     ) -> Sequence[RowOutcome]:
         outcomes: list[RowOutcome] = [0.0] * len(completions)
         pairs: dict[int, tuple[str, str]] = {}
-        for row, (completion, example) in enumerate(zip(completions, examples, strict=True)):
-            try:
-                pairs[row] = gold_text(gold_answer(example)), self._final_answer(completion)
-            except ValueError as error:
-                outcomes[row] = error
+        with time_limits(self.deadline) as limit:
+            for row, (completion, example) in enumerate(zip(completions, examples, strict=True)):
+                try:
+                    with limit:
+                        answer = self._final_answer(completion)
+                    pairs[row] = gold_text(gold_answer(example)), answer
+                except (ValueError, TimeoutError) as error:
+                    outcomes[row] = error
         for row, verdict in zip(pairs, self._pool.grade(list(pairs.values())), strict=True):
             outcomes[row] = self._outcome(verdict, examples[row])
         return outcomes

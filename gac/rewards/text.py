@@ -64,17 +64,17 @@ class ExactReward(RowReward):
 
 # Ordered from the strongest to the weakest evidence. The last match of the first matching pattern
 # counts. A letter without parentheses must be upper case; otherwise "the answer is a lamp" would
-# choose A.
-_LETTER = r"(?:\(([A-Za-z])\)|\**([A-Z])\b(?!['’]))"
+# choose A. Possessive quantifiers keep the patterns linear in the length of the response.
+_LETTER = r"(?:\(([A-Za-z])\)|\**+([A-Z])\b(?!['’]))"
 _CHOICE_PATTERNS = tuple(
     re.compile(pattern)
     for pattern in (
-        r"\\boxed\{\s*(?:\\(?:text|textbf|mathrm)\{)?\s*" + _LETTER,
-        r"(?i:answer|choice|option)\**\s*(?i:is|:)\s*:?\**\s*(?i:option\s+|choice\s+)?\$?"
+        r"\\boxed\{\s*+(?:\\(?:text|textbf|mathrm)\{\s*+)?" + _LETTER,
+        r"(?i:answer|choice|option)\**+\s*+(?i:is|:)\s*+:?\**+\s*+(?i:(?:option|choice)\s++)?\$?"
         + _LETTER,
-        r"^\s*" + _LETTER + r"[\s.):*$]*$",
+        r"^\s*+" + _LETTER + r"[\s.):*$]*+$",
         r"\(([A-Z])\)()",
-        r"\b([A-Z])[.)\s*]*$()",
+        r"\b([A-Z])[.)\s*]*+$()",
     )
 )
 
@@ -122,8 +122,8 @@ class FormatReward(RowReward):
     """1 if the completion matches the pattern, else 0. Needs no gold answer.
 
     Args:
-        pattern: regular expression; a dot matches line breaks too. It runs without a timeout, so
-            avoid nested quantifiers, which can take exponential time.
+        pattern: regular expression; a dot matches line breaks too. Avoid nested quantifiers, which
+            can take exponential time; only `deadline` stops them.
         full: True: the whole completion, stripped of surrounding white space, must match; False:
             any part of it.
     """

@@ -1,0 +1,183 @@
+"""The command line from a user's point of view: help, one-line errors, exit codes, reports."""
+
+import errno
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gac import cli
+from gac.config import load
+from gac.methods import METHODS
+from gac.training.run_config import TrainConfig
+from tests.waiting import wait_until
+
+ROOT = Path(cli.__file__).parents[1]
+
+
+def write_run(path: Path) -> Path:
+    path.mkdir(parents=True)
+    rows = [{"step": step, "mu": 0.5, "kl": 0.1, "reward_mean": 0.2} for step in range(1, 12)]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (path / "eval.jsonl").write_text('{"step": 11, "accuracy": 0.25}\n')
+    (path / "config.yaml").write_text("method: {name: constant}\nseed: 3\n")
+    return path
+
+
+def usage_error(capsys, *arguments) -> str:
+    """Run a command that must exit with 2; return its single line on stderr."""
+    assert cli.main(arguments) == cli.USAGE
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (error_line,) = captured.err.splitlines()
+    assert error_line.startswith("gac: ")
+    return error_line
+
+
+def test_top_help_lists_every_command(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    for command in ("train", "eval", "report", "methods", "demo", "study"):
+        assert f"\n    {command} " in text
+
+
+LARGE = {"torch", "transformers", "numpy", "matplotlib", "yaml"}
+
+
+COMMANDS = ("", "demo ", "study ", "report ", "export ", "replay ")
+
+
+@pytest.mark.parametrize("arguments", [*(f"{name}--help" for name in COMMANDS), "trian"])
+def test_help_and_usage_errors_import_no_large_package(arguments):
+    code = "import sys; from gac.cli import main\ntry: main(sys.argv[1:])\n"
+    code += "except SystemExit: print(*sys.modules, file=sys.stderr)\n"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments.split()],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    assert "usage: gac" in done.stdout + done.stderr
+    loaded = set(done.stderr.splitlines()[-1].split())
+    assert "gac.cli" in loaded and not loaded & LARGE
+
+
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_command_help_documents_every_configuration_key(capsys, command):
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    text = capsys.readouterr().out
+    keys = {"train": ["out: text = runs/gac", "optim.lr: float"], "eval": ["settings.samples: int"]}
+    for key in [*keys[command], "model.path: text"]:
+        assert f"\n{key}" in text
+    assert "--set KEY=VALUE" in text
+    undocumented = [
+        line
+        for line, following in zip(text.splitlines(), text.splitlines()[1:], strict=False)
+        if line[:1].isalpha() and " = " in line and not following.startswith("    ")
+    ]
+    assert undocumented == []
+
+
+def test_methods_lists_all_and_explains_one(capsys):
+    assert cli.main(["methods"]) == cli.OK
+    text = capsys.readouterr().out
+    for name, method in METHODS.items():
+        assert f"\n  {name} " in text
+        assert method.family in text
+    assert cli.main(["methods", "gac"]) == cli.OK
+    assert "method.ema_decay: float = 0.99\n    " in capsys.readouterr().out
+    assert "did you mean 'grpo'" in usage_error(capsys, "methods", "grop")
+
+
+def test_report_prints_the_tables_and_writes_the_page(tmp_path, capsys):
+    runs = [write_run(tmp_path / name) for name in ("one", "two")]
+    assert cli.main(["report", *map(str, runs)]) == cli.OK
+    text = capsys.readouterr().out
+    assert "25.0" in text
+    assert str(tmp_path / "report.html") in text  # the folder common to both
+    assert (tmp_path / "plots" / "overview.png").is_file()
+    assert cli.main(["report", str(tmp_path), "--out", str(tmp_path / "other")]) == cli.OK
+    assert (tmp_path / "other" / "report.html").is_file()
+
+
+def test_user_errors_are_one_line_with_a_hint(tmp_path, capsys):
+    assert "no runs found" in usage_error(capsys, "report", str(tmp_path))
+    assert "cannot be read" in usage_error(capsys, "train", str(tmp_path / "absent.yaml"))
+    config = tmp_path / "run.yaml"
+    config.write_text("stepps: 3\n")
+    line = usage_error(capsys, "train", str(config))
+    assert "run.yaml: stepps: unknown key" in line and "did you mean 'steps'" in line
+    config.write_text("steps: 3\n")
+    assert "did you mean 'lr'" in usage_error(capsys, "train", str(config), "--set", "optim.lrr=1")
+    assert "steps=0" in usage_error(capsys, "train", str(config), "--set", "steps=0")
+    assert "did you mean 'model'" in usage_error(capsys, "eval", "--set", "modle.path=x")
+
+
+def test_wrong_usage_exits_with_two(capsys):
+    for arguments in ([], ["trian"], ["train"], ["report"]):
+        with pytest.raises(SystemExit) as stop:
+            cli.main(arguments)
+        assert stop.value.code == cli.USAGE
+        assert "usage: gac" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "study"])
+def test_usage_puts_the_config_before_set(capsys, command):
+    """After --set, CONFIG.yaml would be parsed as another KEY=VALUE."""
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    usage = capsys.readouterr().out.splitlines()[0]
+    assert usage.index("CONFIG.yaml") < usage.index("--set")
+
+
+def test_set_takes_one_or_several_and_may_be_repeated(tmp_path):
+    options = cli.make_parser().parse_args(
+        ["train", "a.yaml", "--set", "steps=1", "seed=2", "--set", "method=grpo", "--no-resume"]
+    )
+    assert options.set == ["steps=1", "seed=2", "method=grpo"]
+    assert options.resume is False
+    config = load(TrainConfig, {}, options.set)
+    assert (config.steps, config.seed, config.method) == (1, 2, METHODS["grpo"]())
+
+
+def test_interrupt_exits_with_130_and_says_how_to_resume(tmp_path):
+    # the configuration is a named pipe: the command blocks on opening it, where a real SIGINT
+    # reaches it
+    pipe = tmp_path / "config.yaml"
+    os.mkfifo(pipe)
+    code = "import signal, sys; from gac.cli import main; import gac.training.run_config\n"
+    # shells start background jobs, and thus their children, with SIGINT ignored
+    code += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    code += "sys.exit(main(sys.argv[1:]))"
+    writer = []
+
+    def command_is_reading():
+        try:
+            writer.append(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+        except OSError as error:
+            assert error.errno == errno.ENXIO  # no reader yet
+        return bool(writer)
+
+    with subprocess.Popen(
+        [sys.executable, "-c", code, "train", str(pipe)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        wait_until(command_is_reading, "the command to open its configuration")
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=60)
+    os.close(writer[0])
+    assert process.returncode == cli.INTERRUPTED
+    assert re.fullmatch(r"gac: interrupted.*rerun.*resume\n", error)

@@ -1,0 +1,105 @@
+"""The documented commands, started as a user would: torchrun, accelerate launch, gac."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from gac import cli
+from gac.config import save
+from tests.tiny import metrics, tiny_config
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+ROOT = Path(__file__).resolve().parents[2]
+ACCELERATE = [
+    sys.executable,
+    "-m",
+    "accelerate.commands.launch",
+    "--num_processes=2",
+    "--multi_gpu",
+]
+ACCELERATE += ["--main_process_port=0", "--module", "gac.cli"]
+RENDEZVOUS = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+
+
+def torchrun(*options: str) -> list[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", *RENDEZVOUS]
+    return [*launcher, *options, "-m", "gac.cli"]
+
+
+def run_job(launcher: list[str], config: Path, **variables: str) -> tuple[int, str]:
+    """Run `gac train` under a launcher; return its exit code and output."""
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "MASTER_ADDR": "localhost",
+        **variables,
+    }
+    job = subprocess.Popen(
+        [*launcher, "train", str(config)],
+        env=environment,
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        output = job.communicate(timeout=180)[0]
+    finally:
+        job.terminate()  # launchers terminate their ranks
+    return job.returncode, output
+
+
+def write_config(task, tmp_path, name, **changes) -> Path:
+    path, parallel = tmp_path / f"{name}.yaml", {"mode": "fsdp", "timeout": 60}
+    save(tiny_config(task, tmp_path / name, parallel=parallel, **changes), path)
+    return path
+
+
+def test_torchrun_restarts_after_a_killed_rank_with_the_same_metrics(task, tmp_path):
+    settings = {"steps": 8, "checkpoint_every": 2, "reward": "tests.kills:reward"}
+    uninterrupted, killed = (write_config(task, tmp_path, name, **settings) for name in "ab")
+    code, output = run_job(torchrun(), uninterrupted)
+    assert code == 0, output
+    kill_at = tmp_path / "b" / "checkpoints" / "step-00000004"
+    code, output = run_job(torchrun("--max-restarts", "1"), killed, KILL_AT=str(kill_at))
+    assert code == 0, output
+    assert metrics(tmp_path / "b") == metrics(tmp_path / "a")
+    assert "resumed from" in output
+
+
+def test_without_restarts_the_job_fails_and_names_the_rank(task, tmp_path):
+    path = write_config(task, tmp_path, "run", steps=2000, eval={}, reward="tests.kills:reward")
+    start = time.monotonic()
+    kill_at = tmp_path / "run" / "checkpoints" / "step-00000004"
+    code, output = run_job(torchrun(), path, KILL_AT=str(kill_at))
+    assert code != 0 and (time.monotonic() - start) < 60  # within parallel.timeout
+    assert re.search(r"local_rank: 1\b|rank 1 is not responding", output)
+
+
+def test_accelerate_launch_export_and_replay(task, tmp_path, capsys):
+    code, output = run_job(ACCELERATE, write_config(task, tmp_path, "run", steps=2))
+    assert code == 0, output
+    record = json.loads(
+        (tmp_path / "run" / "checkpoints" / "step-00000002" / "progress.json").read_text()
+    )
+    assert record["content"]["ranks"] == 2  # not two unrelated processes
+    files = {p.name for p in (tmp_path / "run" / "checkpoints" / "step-00000002").iterdir()}
+    assert {"__0_0.distcp", "__1_0.distcp"} <= files  # each wrote its shards
+
+    assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / "plain")]) == cli.OK
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    assert cli.main(["replay", str(tmp_path / "run")]) == cli.USAGE
+    assert re.search("no saved step: .*RUN/replay", capsys.readouterr().err)

@@ -1,0 +1,72 @@
+"""Demonstrations whose data name their source: losses by source, and one alarm per source."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from gac.methods import METHODS, Observation
+from gac.models.causal_lm import load_tokenizer
+from gac.training.feed import Feed
+from gac.training.trainer import Trainer
+from tests.tiny import metrics, tiny_config, write_tiny
+
+
+def mus(method, steps):
+    """mu after each step; `steps` are lists of (source, loss), or losses without sources."""
+    state, out = method.init(), []
+    for number, batch in enumerate(steps):
+        sources = tuple(pair[0] for pair in batch if isinstance(pair, tuple)) or None
+        losses = tuple(pair[1] if isinstance(pair, tuple) else pair for pair in batch)
+        last = Observation(number + 1, demo_losses=losses or None, demo_sources=sources)
+        state, mix = method.mix(json.loads(json.dumps(state)), last)
+        out.append(mix.mu)
+    return out, state
+
+
+def test_each_source_has_its_own_alarm():
+    """Two good sources alternate; without their names, every change looks like a rise."""
+    method = METHODS["guarded-probing"]()
+    steps = [[("a", 1.0)] * 4 if n // 12 % 2 else [("b", 2.0)] * 4 for n in range(120)]
+    named, state = mus(method, steps)
+    assert named == [0.4] * 120 and method.report(state) == {"demos_suspect": 0.0}
+    unnamed, _ = mus(method, [[loss for _, loss in step] for step in steps])
+    assert 0.02 in unnamed
+
+
+def test_a_source_that_turns_bad_lowers_mu_by_its_share():
+    method = METHODS["guarded"](mu=0.4, mu_suspect=0.1)
+    steps = [[("good", 1.0), ("bad", 1.0 if n < 20 else 3.0), ("bad", 1.0)] for n in range(20)]
+    steps += [[("good", 1.0), ("bad", 3.0), ("bad", 3.0), ("good", 1.1)]] * 4
+    steps += [[], [("good", 1.0)], [("bad", 3.0)]]
+    values, state = mus(method, steps)
+    half = pytest.approx(0.25)
+    assert values[:20] == [0.4] * 20 and values[22:24] == [half, half]
+    # a skipped step changes nothing; then one source at a time
+    assert values[24:] == [half, 0.4, 0.1] and method.report(state) == {"demos_suspect": 1.0}
+    _, before = mus(method, steps[:20])
+    _, after = mus(method, steps[:24])
+    message = method.log_message(before, after)
+    assert message.startswith("source 'bad': the demonstration loss jumped to 3")
+    assert "good" not in message and method.log_message(after, after) is None
+
+
+@pytest.mark.parametrize(
+    "micro", [{}, {"micro_batch": 3}, {"micro_batch": None, "micro_tokens": 64}]
+)
+def test_losses_belong_to_their_rows(tmp_path, micro):
+    """Each row is a source of its own, so the loss of a source is that of one row."""
+    task = write_tiny(tmp_path)
+    data = {"source_field": "id", **{k: f"{task}/{k}.jsonl" for k in ("prompts", "demos")}}
+    config = tiny_config(task, tmp_path / "run", data=data, steps=1, **micro)
+    rows = Feed(config, load_tokenizer(config.model), 0, 1).demo_rows(0)
+    assert len({row.source for row in rows}) == 4
+    trainer = Trainer(config)
+    logps = [trainer.gradients.forward.row_logprobs([row])[0] for row in rows]
+    trainer.run()
+    (step,) = metrics(tmp_path / "run")
+    for row, values in zip(rows, logps, strict=True):
+        assert step[f"demo_nll/{row.source}"] == pytest.approx(-float(values.mean()), rel=1e-5)
+    assert sum(key.startswith("demo_nll/") for key in step) == 4
+    assert any(key.startswith("reward_mean/") for key in step)

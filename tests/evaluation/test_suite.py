@@ -1,0 +1,281 @@
+"""`gac eval` with several tasks: results, resuming, comparing, processes."""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import json
+import math
+import re
+
+import pytest
+
+from gac import cli
+from gac.config import ConfigError, load
+from gac.demo.task import make_tokenizer
+from gac.evaluation.during import Evaluator
+from gac.evaluation.estimates import accuracy_interval
+from gac.evaluation.suite import (
+    EvalConfig,
+    _compare,
+    flat,
+    read_samples,
+    run_suite,
+)
+from gac.evaluation.table import results_lines
+from gac.evaluation.task import Answer, EvalTask, summary
+from gac.rewards import build_reward
+from tests import ranks
+from tests.tiny import tiny_config
+
+
+def suite(task, out, **changes) -> EvalConfig:
+    data = {"prompts": str(task / "eval.jsonl")}
+    sampled = {"data": data, "samples": 4, "temperature": 1.0, "batch": 8, "max_new_tokens": 5}
+    return load(
+        EvalConfig,
+        {
+            "model": {"path": str(task / "init"), "random_init": True},
+            "reward": "tests.tiny:digit_reward",
+            "tasks": {
+                "greedy": {"data": data, "max_new_tokens": 5, "split_field": "op"},
+                "sampled": {**sampled, "pass_at": [1, 4]},
+            },
+            "out": str(out),
+            **changes,
+        },
+    )
+
+
+def test_results_follow_the_documented_format(task, tmp_path):
+    results = run_suite(suite(task, tmp_path / "e"))
+    assert results == json.loads((tmp_path / "e" / "results.json").read_text())
+    greedy, sampled = results["tasks"]["greedy"], results["tasks"]["sampled"]
+    assert (greedy["prompts"], greedy["samples"], sampled["samples"]) == (8, 1, 4)
+    assert set(greedy["splits"]) == {"+", "-"} and greedy["splits"]["+"]["prompts"] == 4
+    assert set(sampled["pass_at"]) == {"1", "4"}
+    low, high = greedy["ci95"]
+    assert low <= greedy["accuracy"] <= high
+    rows = read_samples(tmp_path / "e")
+    assert [len(rows[n]) for n in ("greedy", "sampled")] == [8, 32]
+    scores = [a.score for a in rows["sampled"]]
+    assert sampled["accuracy"] == pytest.approx(sum(scores) / 32)
+    assert sampled["truncated"] == sum(a.truncated for a in rows["sampled"]) / 32
+
+
+def test_finished_tasks_are_not_run_again(task, tmp_path):
+    config = suite(task, tmp_path / "e")
+    first = run_suite(config)
+    path = tmp_path / "e" / "results.json"
+    unfinished = json.loads(path.read_text())
+    del unfinished["tasks"]["sampled"]  # as if the run had been interrupted before this task
+    path.write_text(json.dumps(unfinished))
+    resumed = run_suite(config)
+    seconds = {n: r.pop("seconds") for n, r in first["tasks"].items()}
+    assert resumed["tasks"]["greedy"].pop("seconds") == seconds["greedy"]
+    assert resumed["tasks"]["sampled"].pop("seconds") != seconds["sampled"]
+    assert resumed["tasks"] == first["tasks"]
+    config.tasks.pop("greedy")  # its results are kept, and its settings are no longer checked
+    assert set(run_suite(config)["tasks"]) == {"greedy", "sampled"}
+
+
+def test_two_processes_match_one(task, tmp_path):
+    counted = {"reward": "tests.tiny:CountedDigits"}
+    run_suite(suite(task, tmp_path / "one", **counted))
+    ranks.run(run_suite, suite(task, tmp_path / "two", **counted), ranks=2)
+    one, two = (read_samples(tmp_path / name) for name in ("one", "two"))
+    assert one == two
+    one, two = (
+        json.loads((tmp_path / name / "results.json").read_text()) for name in ("one", "two")
+    )
+    for row in (*one["tasks"].values(), *two["tasks"].values()):
+        del row["seconds"]
+    assert one == two and one["tasks"]["sampled"]["counts"] == {"calls": 32, "never": 0}
+
+
+def test_comparison_is_paired_by_prompt(task, tmp_path):
+    run_suite(suite(task, tmp_path / "e"))
+    other = suite(
+        task, tmp_path / "f", model={"path": str(task / "init"), "random_init": True}, seed=3
+    )
+    result = run_suite(other, tmp_path / "e")["tasks"]["greedy"]["against"]
+    mine, theirs = (read_samples(tmp_path / n)["greedy"] for n in "fe")
+    gaps = [a.score - b.score for a, b in zip(mine, theirs, strict=True)]
+    assert result["prompts"] == 8 and result["difference"] == pytest.approx(sum(gaps) / 8)
+    assert result["ci95"][0] <= result["difference"] <= result["ci95"][1]
+    with pytest.raises(ConfigError, match="no samples.jsonl.gz"):
+        run_suite(other, tmp_path)
+
+
+def answer(index: int, score: float | None, split: str | None = None) -> Answer:
+    return Answer(index, f"row{index}", split, "text", 3 + index, score, index == 2)
+
+
+def test_summary_by_hand():
+    task = EvalTask(samples=2, temperature=1.0, pass_at=(1, 2))
+    rows = [
+        answer(0, 1.0),
+        answer(0, 0.0),
+        answer(1, 0.0),
+        answer(1, 0.0),
+        answer(2, 1.0),
+        answer(2, None),
+    ]
+    result = summary(rows, task)
+    assert result["accuracy"] == pytest.approx((0.5 + 0 + 1) / 3)
+    # the third prompt has one scored answer: it counts for pass@1 only
+    assert result["pass_at"] == pytest.approx({"1": 0.5, "2": 0.5})
+    assert (result["prompts"], result["dropped"]) == (3, 1)
+    assert (result["response_length"], result["truncated"]) == (4.0, 2 / 6)
+    assert result["ci95"] == list(accuracy_interval([0.5, 0.0, 1.0]))
+    beyond = summary([answer(0, 2.0), answer(1, -1.0)], EvalTask())
+    assert beyond["accuracy"] == 0.5 and beyond["ci95"] == [-1.0, 2.0]  # no Wilson interval
+    empty = summary([answer(0, None)], task)
+    assert empty["accuracy"] is None and empty["ci95"] is None and empty["dropped"] == 1
+
+
+@pytest.mark.parametrize(("prefix", "tail"), [("", ""), ("logic", "/logic")])
+def test_columns_by_hand(prefix, tail):
+    task = EvalTask(samples=2, temperature=1.0, pass_at=(2,))
+    rows = [answer(0, 1.0, "b"), answer(0, 0.0, "b"), answer(1, 0.0, "a"), answer(1, 0.0, "a")]
+    assert flat(rows, task, prefix) == {
+        f"accuracy{tail}": 0.25,
+        f"accuracy{tail}/a": 0.0,
+        f"accuracy{tail}/b": 0.5,
+        f"pass@2{tail}": 0.5,
+        f"response_length{tail}": 3.5,
+        f"truncated{tail}": 0.0,
+    }
+
+
+def test_comparison_uses_only_shared_prompts():
+    mine = [answer(1, 0.0), answer(2, 1.0), answer(2, 0.5), answer(3, None), answer(4, 1.0)]
+    theirs = [answer(0, 1.0), answer(3, 1.0), answer(2, 0.25), answer(1, 1.0)]
+    paired = {"difference": -0.25, "ci95": [-1.0, 0.5], "prompts": 2}
+    assert _compare(mine, theirs, "e") == {"results": "e", **paired}
+    one = {"difference": -1.0, "ci95": None, "prompts": 1}
+    assert _compare(mine[:1], theirs, "e") == {"results": "e", **one}
+    none = {"difference": None, "ci95": None, "prompts": 0}
+    assert _compare(mine[3:], theirs, "e") == {"results": "e", **none}
+
+
+def test_the_table_by_hand():
+    part = {"accuracy": 0.25, "ci95": None, "prompts": 3}
+    row = {"accuracy": 0.5, "ci95": [0.25, 0.75], "prompts": 4, "samples": 2, "dropped": 1}
+    row |= {"truncated": 0.125, "splits": {}}
+    against = {"difference": -0.1, "ci95": [-0.2, 0.0], "prompts": 4}
+    a = {**row, "pass_at": {"1": 0.5, "2": 1.0}, "splits": {"easy": part}}
+    b = {**row, "pass_at": {}}
+    assert results_lines({"tasks": {"a": a, "b": b}})[1:] == [
+        ["a", "50.0", "[25.0, 75.0]", "@1 50.0  @2 100.0", "4 x 2", "12.5", "1"],
+        ["  easy", "25.0", "-", "", "3", "", ""],
+        ["b", "50.0", "[25.0, 75.0]", "-", "4 x 2", "12.5", "1"],
+    ]
+    head, first, easy, second = results_lines({"tasks": {"a": a | {"against": against}, "b": b}})
+    assert head[-1] == "difference" and first[-1] == "-10.0 [-20.0, +0.0], 4 shared"
+    assert easy[3:] == ["", "3", "", "", ""] and second[-1] == "-"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"settings": {"data": {"prompts": "x.jsonl"}}}, "are both set"),
+        ({"tasks": {"a": {}}}, "tasks.a.data.prompts is missing"),
+        ({"tasks": {"a": {"samples": 2, "pass_at": [3]}}}, "pass_at=3: use"),
+        ({"tasks": {"a": {"pass_at": [0]}}}, "pass_at=0: use"),
+        ({"tasks": {"a": {"top_p": 0.0}}}, "top_p=0.0: use"),
+        ({"tasks": {"a": {"samples": 2}}}, "samples=2 at temperature=0"),
+        ({"tasks": {"a": {"sampels": 2}}}, "did you mean 'samples'"),
+        ({"tasks": {"a": {"top_p": 2.0}}}, "top_p=2.0: use a number in"),
+        ({"settings": {"every": 5}}, "settings.every and settings.tasks apply only to training"),
+        ({"settings": {"tasks": {"a": {}}}}, "settings.every and settings.tasks apply only"),
+    ],
+)
+def test_mistakes_name_the_key(task, tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        suite(task, tmp_path, **changes)
+
+
+@pytest.mark.parametrize("name", ["", " a", "a/b", "a\nb"])
+def test_invalid_task_names_are_rejected(task, tmp_path, name):
+    tasks = {name: {"data": {"prompts": str(task / "eval.jsonl")}}}
+    message = f"tasks.{name!r}: invalid task name"
+    for load_it in (
+        lambda: suite(task, tmp_path, tasks=tasks),
+        lambda: tiny_config(task, tmp_path, eval={"tasks": tasks}),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            load_it()
+
+
+def test_task_name_that_collides_with_a_split_is_rejected(task, tmp_path):
+    """Both would be logged as accuracy/NAME. Split names may contain a slash, as those of extra
+    tasks do.
+    """
+    data = {"prompts": str(task / "eval.jsonl")}
+    for split, name in (("op", "+"), (None, "+"), ("op", "train"), ("op", "seconds")):
+        overrides = {"data": data, "split_field": split, "tasks": {name: {"data": data}}}
+        settings = tiny_config(task, tmp_path, eval=overrides).eval
+        make = functools.partial(
+            Evaluator, settings, make_tokenizer(), build_reward("tests.tiny:digit_reward"), 0
+        )
+        if (split, name) == ("op", "+"):
+            with pytest.raises(ConfigError, match=r"^tasks.\+: .* split '\+' of the first task"):
+                make()
+        else:
+            make().close()
+
+
+def test_an_absent_split_field_names_the_row(task, tmp_path):
+    data = {"prompts": str(task / "eval.jsonl")}
+    tasks = {"a": {"data": data, "split_field": "kind", "max_new_tokens": 2}}
+    with pytest.raises(ConfigError, match="tasks.a: split_field='kind' is not among the fields"):
+        run_suite(suite(task, tmp_path, tasks=tasks))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"reward": "mth"}, "tasks.a: unknown reward 'mth'; did you mean 'math'"),
+        ({"data": {"prompts": "no.jsonl"}}, "tasks.a: data.prompts='no.jsonl': no such"),
+    ],
+)
+def test_loading_errors_name_the_task(task, tmp_path, change, message):
+    plain = {"data": {"prompts": str(task / "eval.jsonl")}, "max_new_tokens": 2}
+    with pytest.raises(ConfigError, match=message):
+        run_suite(suite(task, tmp_path, tasks={"a": plain | change}))
+
+
+def test_unusable_output_folder_is_rejected_early(task, tmp_path, capsys):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ConfigError, match="out=.*cannot be written"):
+        run_suite(suite(task, tmp_path / "file"))
+    assert cli.main(["eval", "--against", str(tmp_path)]) == cli.USAGE
+    assert "--against requires `tasks`" in capsys.readouterr().err
+
+
+def test_command_prints_a_table_and_keeps_the_results(task, tmp_path, capsys):
+    path = tmp_path / "suite.yaml"
+    path.write_text(
+        f"model: {{path: {task / 'init'}, random_init: true}}\n"
+        "reward: tests.tiny:digit_reward\n"
+        f"out: {tmp_path / 'out'}\n"
+        "tasks:\n"
+        "  digits:\n"
+        f"    data: {{prompts: {task / 'eval.jsonl'}}}\n"
+        "    max_new_tokens: 5\n"
+        "    split_field: op\n"
+    )
+    assert cli.main(["eval", str(path)]) == cli.OK
+    text = capsys.readouterr().out
+    assert "digits" in text and "95 % interval" in text and "  +" in text
+    assert cli.main(["eval", str(path), "--against", str(tmp_path / "out")]) == cli.OK
+    assert "+0.0 [+0.0, +0.0], 8 shared" in capsys.readouterr().out
+    with gzip.open(tmp_path / "out" / "samples.jsonl.gz", "rt") as lines:
+        row = json.loads(next(lines))
+    assert set(row) == {"task", *Answer._fields} and not math.isnan(row["score"])
+
+
+def test_partial_scores_do_not_count_as_solved():
+    task = EvalTask(samples=2, temperature=1.0, pass_at=(1,))
+    assert summary([answer(0, 0.5), answer(0, 1.0)], task)["pass_at"] == {"1": 0.5}

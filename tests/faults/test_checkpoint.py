@@ -1,0 +1,485 @@
+"""Checkpoints: atomic writes, verification, pruning, export, rejection of another run's."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import re
+import warnings
+import zlib
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from gac.config import ConfigError
+from gac.errors import CheckpointNotFound, RunError
+from gac.faults import checkpoint
+from gac.faults.checkpoint import CheckpointError
+from gac.training.export import export_run
+from gac.training.trainer import Trainer, train
+from tests.tiny import metrics, tiny_config
+
+
+def small() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A model and its optimizer after one step."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def save(folder: Path, *steps: int) -> list[Path]:
+    return [checkpoint.save(folder, step, *small(), {"note": step}) for step in steps]
+
+
+def test_save_load_round_trip(tmp_path, monkeypatch):
+    model, optimizer = small()
+    note = {"note": {10: (1, 2), 9: 3}}  # JSON has no tuples and only texts as keys
+    path = checkpoint.save(tmp_path, 7, model, optimizer, note, {"x": torch.ones(2)})
+    torch.manual_seed(1)
+    loaded_model, loaded_optimizer = small()
+    extra = {"x": torch.zeros(2)}
+    loaded_optimizer.param_groups[0]["lr"] = 0.5
+    load = checkpoint.dcp.load
+
+    def load_together(*args, no_dist, **keywords):
+        assert not no_dist  # an error on one rank is raised on all
+        return load(*args, **keywords)
+
+    monkeypatch.setattr(checkpoint.dcp, "load", load_together)
+    progress = checkpoint.load(path, loaded_model, loaded_optimizer, extra)
+    assert loaded_optimizer.param_groups[0]["lr"] == 0.1
+    assert extra["x"].tolist() == [1, 1]
+    assert (progress["step"], progress["note"]) == (7, {"10": [1, 2], "9": 3})
+    for x, y in zip(model.parameters(), loaded_model.parameters(), strict=True):
+        assert torch.equal(x, y)
+    saved, loaded = (o.state_dict()["state"] for o in (optimizer, loaded_optimizer))
+    assert all(torch.equal(saved[i][k], loaded[i][k]) for i in saved for k in saved[i])
+
+
+def test_saving_before_the_first_update_does_not_count_as_an_update(tmp_path):
+    """torch initializes AdamW's state by taking a step, which would shift the bias correction."""
+    model = torch.nn.Linear(3, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    path = checkpoint.save(tmp_path, 1, model, optimizer, {})
+    assert not optimizer.state
+    checkpoint.load(path, model, optimizer)
+    assert not optimizer.state
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def make_unreadable(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "message"),
+    [
+        ("__0_0.distcp", truncate, "bytes instead of"),
+        ("__0_0.distcp", flip, "checksum"),  # same size: only the checksum detects it
+        ("__0_0.distcp", Path.unlink, "missing"),
+        ("__0_0.distcp", make_unreadable, "Is a directory"),
+        (".metadata", truncate, "bytes instead of"),
+        ("progress.json", truncate, "cannot be read"),
+        ("progress.json", flip, "cannot be read|checksum"),
+    ],
+)
+def test_damage_is_reported_and_the_previous_checkpoint_is_used(
+    tmp_path, caplog, file, damage, message
+):
+    first, second = save(tmp_path, 10, 20)
+    damage(second / file)
+    with caplog.at_level(logging.WARNING):
+        assert checkpoint.newest(tmp_path) == first
+    assert "step-00000020 is damaged" in caplog.text and re.search(message, caplog.text)
+    # the damaged one was renamed: pruning counts only intact ones, and its name can be reused
+    assert checkpoint.list_complete(tmp_path) == [first]
+    assert (tmp_path / "damaged-00000020").is_dir()
+    assert checkpoint.newest(tmp_path) == first
+
+
+def test_a_step_that_is_damaged_twice_is_renamed_twice(tmp_path):
+    damaged = tmp_path / "damaged-00000020"
+    for number in (1, 2):
+        (path,) = save(tmp_path, 20)
+        (path / "progress.json").write_text(f"{number}")
+        assert checkpoint.newest(tmp_path) is None
+        assert (damaged / "progress.json").read_text() == f"{number}"
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", '{"content": {}}'])
+def test_progress_that_is_not_progress_cannot_be_read(tmp_path, content):
+    (tmp_path / "progress.json").write_text(content)
+    for folder in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(CheckpointError, match=r"progress.json cannot be read"):
+            checkpoint.read_progress(folder)
+
+
+def test_checksums_by_hand(tmp_path, monkeypatch):
+    assert checkpoint._checksum_of({"b": 2, "a": 1}) == zlib.crc32(b'{"a": 1, "b": 2}')
+    (tmp_path / "file").write_bytes(bytes(range(10)))
+    for block in (3, 5, 99):
+        monkeypatch.setattr(checkpoint, "BLOCK", block)
+        sums = checkpoint._checksums(tmp_path, ["file"])
+        assert sums == {"file": [10, zlib.crc32(bytes(range(10)))]}
+
+
+def as_rank(monkeypatch, rank: int) -> None:
+    """Pretend to be one of two ranks."""
+    monkeypatch.setattr(checkpoint, "rank", lambda: rank)
+    monkeypatch.setattr(checkpoint, "world_size", lambda: 2)
+
+
+def test_each_file_is_written_and_checked_by_one_rank(tmp_path, monkeypatch):
+    for name in ("__0_0.distcp", "__0_1.distcp", "__1_0.distcp", "__10_0.distcp"):
+        (tmp_path / name).touch()
+    own = []
+    for rank in (0, 1):
+        as_rank(monkeypatch, rank)
+        own.append(sorted(checkpoint._own_files(tmp_path)))
+    assert own == [[".metadata", "__0_0.distcp", "__0_1.distcp"], ["__1_0.distcp"]]
+    for step, name in enumerate(("__0_0.distcp", ".metadata")):
+        as_rank(monkeypatch, 0)
+        (path,) = save(tmp_path, step)
+        flip(path / name)
+        with pytest.raises(CheckpointError, match=f"damaged .{name} does not match its checksum"):
+            checkpoint.verify(path)
+        faults = []
+        for rank in (0, 1):
+            as_rank(monkeypatch, rank)
+            faults.append(checkpoint._fault(path))
+        assert sorted(map(bool, faults)) == [False, True]
+
+
+def test_the_files_of_all_ranks_are_recorded(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "gather", lambda sums: [sums, {"__1_0.distcp": [5, 7]}])
+    (path,) = save(tmp_path, 1)
+    files = checkpoint.read_progress(path)["files"]
+    assert files.pop("__1_0.distcp") == [5, 7]
+    assert files.keys() == {"__0_0.distcp", ".metadata"}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_renames_and_deletes_while_the_others_wait(tmp_path, monkeypatch, rank):
+    for path in save(tmp_path, 1, 2)[1:]:
+        (path / "progress.json").write_text("")
+    as_rank(monkeypatch, rank)
+    events, rename = [], Path.rename
+    monkeypatch.setattr(checkpoint, "gather", lambda x: (events.append("gather"), [None, x])[1])
+    monkeypatch.setattr(Path, "rename", lambda *paths: (events.append("rename"), rename(*paths)))
+    assert checkpoint.newest(tmp_path).name == "step-00000001"
+    # the faults of step 2, all have read it, it is renamed; the faults of step 1
+    assert events == ["gather", "gather", *["rename"] * (rank == 0), "gather", "gather"]
+    (tmp_path / ".writing-00000003").mkdir()
+    checkpoint.prune(tmp_path, 1, best=None)
+    assert (tmp_path / ".writing-00000003").exists() == (rank == 1)
+
+
+def test_weights_without_an_optimizer_round_trip(tmp_path, monkeypatch):
+    def load_here(*args, no_dist, **keywords):
+        assert no_dist  # this process does not wait for others
+        return load(*args, **keywords)
+
+    load = checkpoint.dcp.load
+    monkeypatch.setattr(checkpoint.dcp, "load", load_here)
+    model, _ = small()
+    path = tmp_path / "replay" / "weights"
+    path.mkdir(parents=True)
+    (path / "__9_0.distcp").touch()
+    checkpoint.write_weights(path, model, {"x": torch.tensor([2.0, 3.0])})
+    assert not (path / "__9_0.distcp").exists()
+    names = FileSystemReader(path).read_metadata().state_dict_metadata
+    assert {"further.x", "model.0.weight"} < names.keys()  # earlier versions use the same names
+    torch.manual_seed(1)
+    loaded, _ = small()
+    extra = {"x": torch.zeros(2)}
+    checkpoint.load_weights(path, loaded, extra)
+    assert extra["x"].tolist() == [2, 3]
+    assert all(map(torch.equal, model.parameters(), loaded.parameters()))
+    checkpoint.write_weights(tmp_path / "new" / "weights", model, {})
+    checkpoint.load_weights(tmp_path / "new" / "weights", loaded)
+    bias = {"1.bias": checkpoint.model_tensors(path)["1.bias"]}
+    assert checkpoint.read_tensors(path, bias)["1.bias"].tolist() == model[1].bias.tolist()
+
+
+def test_only_the_warning_about_one_process_is_ignored():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        importlib.reload(checkpoint)
+        for text in ("torch.distributed is disabled, or unavailable", "another"):
+            warnings.warn(text, stacklevel=1)
+    assert [str(warning.message) for warning in caught] == ["another"]
+
+
+def test_half_written_checkpoints_are_ignored(tmp_path):
+    (first,) = save(tmp_path, 10)
+    partial = tmp_path / ".writing-00000020"
+    partial.mkdir()
+    (partial / "__0_0.distcp").write_bytes(b"half")
+    (tmp_path / ".writing-00000030").touch()  # a file, which cannot be deleted like a folder
+    assert checkpoint.newest(tmp_path) == first
+    checkpoint.prune(tmp_path, 2, best=None)
+    assert not partial.exists()
+
+
+def test_a_half_written_checkpoint_is_replaced(tmp_path):
+    partial = tmp_path / ".writing-00000020"
+    partial.mkdir()
+    (partial / "__7_0.distcp").write_bytes(b"half")
+    (path,) = save(tmp_path, 20)
+    assert not partial.exists() and not (path / "__7_0.distcp").exists()
+
+
+def test_tensors_of_the_model_are_listed_without_the_optimizers(tmp_path):
+    model, optimizer = small()
+    path = checkpoint.save(tmp_path, 1, model.bfloat16(), optimizer, {})
+    meta = {name: x.to("meta") for name, x in model.state_dict().items()}
+    listed = checkpoint.model_tensors(path)
+    assert listed.keys() == meta.keys() and all(x.is_meta for x in listed.values())
+    for name, x in listed.items():
+        assert (x.shape, x.dtype) == (meta[name].shape, torch.bfloat16)
+    values = checkpoint.read_tensors(path, listed)
+    assert all(torch.equal(x, model.state_dict()[name]) for name, x in values.items())
+
+
+def test_the_cause_of_a_failed_write_is_one_line():
+    failure = CheckpointException("write", {0: (OSError("disk\nfull"), None)})
+    assert str(checkpoint._cause(failure)) == "OSError: disk"
+    failure = CheckpointException("write", {})
+    assert str(checkpoint._cause(failure)).startswith("CheckpointException: ")
+    causes = [OSError("full"), KeyError("x"), KeyboardInterrupt()]
+    failure = CheckpointException("write", {i: (x, None) for i, x in enumerate(causes[:2])})
+    assert str(checkpoint._cause(failure)) == "OSError: full"
+    failure = CheckpointException("write", {i: (x, None) for i, x in enumerate(causes)})
+    assert isinstance(checkpoint._cause(failure), KeyboardInterrupt)
+
+
+def test_a_failed_write_names_its_cause(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise CheckpointException("write", {0: (ValueError("no space"), None)})
+
+    monkeypatch.setattr(checkpoint.dcp, "save", fail)
+    with pytest.raises(CheckpointError, match=r"rank 0: ValueError: no space.; free some"):
+        save(tmp_path, 1)
+    assert not checkpoint.list_complete(tmp_path)
+
+
+def test_only_errors_of_the_system_are_explained(tmp_path, monkeypatch):
+    def fail(error: Exception) -> None:
+        raise error
+
+    disk = SimpleNamespace(free=5 * 10**12)
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda folder: disk)
+    for folder, free in ((tmp_path, "5000000.0"), (tmp_path / "missing", "nan")):
+        message = f"under {folder}, where {free} MB are free (rank 0: no disk); free some space"
+        with pytest.raises(CheckpointError, match=re.escape(message)):
+            checkpoint._on_all_ranks(lambda: fail(OSError("no disk")), folder)
+    with pytest.raises(KeyError, match="bug"):
+        checkpoint._on_all_ranks(lambda: fail(KeyError("bug")), tmp_path)
+
+
+def test_a_missing_step_is_named_with_the_available_ones(tmp_path):
+    with pytest.raises(CheckpointNotFound, match="step 3 in .*; available steps: none$"):
+        checkpoint.find(tmp_path, 3)
+    save(tmp_path, 10, 2)
+    save(tmp_path, 10)  # again, which replaces it
+    with pytest.raises(CheckpointNotFound, match="; available steps: 2, 10$"):
+        checkpoint.find(tmp_path, 3)
+    assert checkpoint.find(tmp_path, 10).name == "step-00000010"
+
+
+def test_an_interrupt_while_a_checkpoint_is_read(tmp_path, monkeypatch):
+    """torch wraps Ctrl-C in an exception of its own, which would end in a traceback."""
+    model, optimizer = small()
+    path = checkpoint.save(tmp_path, 1, model, optimizer, {})
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("torch.distributed.checkpoint.FileSystemReader.read_data", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.load(path, model, optimizer)
+
+
+def test_without_an_intact_checkpoint_the_run_starts_fresh(tmp_path):
+    truncate(save(tmp_path, 10)[0] / "progress.json")
+    assert checkpoint.newest(tmp_path) is None
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path):
+    save(tmp_path, 1, 2, 3, 4, 5)
+    checkpoint.prune(tmp_path, 2, best=2)
+    assert [p.name[-1] for p in checkpoint.list_complete(tmp_path)] == ["2", "4", "5"]
+
+
+def test_resume_from_the_checkpoint_before_a_damaged_one(task, tmp_path):
+    uninterrupted = train(tiny_config(task, tmp_path / "uninterrupted", steps=6))
+    out = train(tiny_config(task, tmp_path / "damaged", steps=6))
+    truncate(out / "checkpoints" / "step-00000006" / "__0_0.distcp")
+    resumed = Trainer(tiny_config(task, out, steps=6))
+    assert resumed.step == 4
+    resumed.run()
+    assert metrics(out) == metrics(uninterrupted)
+
+
+def logits(folder: Path) -> torch.Tensor:
+    """Logits of the exported model on a fixed input."""
+    return AutoModelForCausalLM.from_pretrained(folder)(torch.tensor([[3, 4, 5, 6]])).logits
+
+
+def test_export_loads_in_transformers(task, tmp_path):
+    run = train(tiny_config(task, tmp_path / "run"))
+    assert export_run(run, tmp_path / "last").name == "step-00000004"
+    export_run(run, tmp_path / "second", step=2)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "last")
+    ids = torch.tensor([tokenizer.encode("+1234=")])
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "last")
+    trainer = Trainer(tiny_config(task, run))
+    assert torch.equal(trainer.model.eval()(ids).logits, exported(ids).logits)
+    assert not torch.equal(logits(tmp_path / "last"), logits(tmp_path / "second"))
+    with pytest.raises(CheckpointError, match=r"step 3 .*available.*: 2, 4"):
+        export_run(run, tmp_path / "third", step=3)
+    with pytest.raises(FileExistsError, match="not empty"):
+        export_run(run, tmp_path / "last")
+
+
+def falling(completion, example):
+    """A reward that falls from one evaluation (8 prompts) to the next."""
+    calls[0] += 1
+    return 1.0 / (1 + (calls[0] - 1) // 8)
+
+
+calls = [0]
+
+
+@pytest.mark.parametrize(
+    ("every", "steps", "best"),
+    [
+        pytest.param(1, [6, 4, 2], 2, id="evaluated-more-often-than-saved"),
+        pytest.param(3, [6, 4], 6, id="only-the-last-step-is-evaluated-and-saved"),
+        pytest.param(2, [6, 4, 2], 2, id="evaluated-and-saved-together"),
+    ],
+)
+def test_the_best_is_a_checkpoint_that_can_be_exported(task, tmp_path, every, steps, best):
+    """The initial model has the highest accuracy, but no checkpoint, so it cannot be exported."""
+    calls[0] = 0
+    config = tiny_config(
+        task,
+        tmp_path / "run",
+        steps=6,
+        method={"name": "sft"},
+        checkpoint_every=2,
+        reward="tests.faults.test_checkpoint:falling",
+        eval={"data": {"prompts": str(task / "eval.jsonl")}, "max_new_tokens": 5, "every": every},
+    )
+    run = train(config)
+    names = [p.name for p in checkpoint.list_complete(run / "checkpoints")]
+    assert names == [f"step-{step:08d}" for step in reversed(steps)]
+    assert export_run(run, tmp_path / "best", step="best").name == f"step-{best:08d}"
+    path = export_run(run, tmp_path / "by-number", step=best)
+    assert checkpoint.read_progress(path)["step"] == best
+    assert torch.equal(logits(tmp_path / "best"), logits(tmp_path / "by-number"))
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["straight", "killed-before-saving"])
+def test_a_run_ends_with_its_best_weights(task, tmp_path, killed):
+    """Only steps that can be saved are evaluated; with reused rollouts these are 4, 6 and 8."""
+    evaluation = {"data": {"prompts": str(task / "eval.jsonl")}, "max_new_tokens": 5, "every": 3}
+    config = tiny_config(
+        task,
+        tmp_path / "run",
+        steps=8,
+        method={"name": "sft-best"},
+        checkpoint_every=8,
+        rollouts={"reuse": 2},
+        reward="tests.faults.test_checkpoint:falling",
+        eval=evaluation,
+        export=True,
+    )
+    calls[0] = 0
+    if killed:
+        trainer = Trainer(config)
+        trainer.save = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            trainer.run()
+        assert trainer.step == 4 and evaluated_steps(config.out) == [0, 4]
+        calls[0] = 0
+    run = train(config)
+    assert evaluated_steps(run) == [0, 4, 6, 8]
+    assert export_run(run, tmp_path / "best", step="best").name == "step-00000004"
+    assert torch.equal(logits(run / "model"), logits(tmp_path / "best"))
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
+def evaluated_steps(out):
+    """The steps at which a run was evaluated."""
+    lines = (Path(out) / "eval.jsonl").read_text().splitlines()
+    return [json.loads(line)["step"] for line in lines]
+
+
+def test_without_an_evaluation_there_is_no_best(task, tmp_path):
+    run = train(tiny_config(task, tmp_path / "run", steps=2, eval={}))
+    with pytest.raises(CheckpointError, match="best.* evaluated.* step"):
+        export_run(run, tmp_path / "best", step="best")
+
+
+def test_export_merges_adapters(task, tmp_path):
+    pytest.importorskip("peft", reason="needs the extra `lora`")
+    model = {"path": str(task / "init"), "random_init": True, "lora": {"rank": 2, "alpha": 64}}
+    run = train(tiny_config(task, tmp_path / "run", model=model, export=True))
+    trainer = Trainer(tiny_config(task, run, model=model))
+    ids = torch.tensor([[3, 4, 5, 6]])
+    torch.testing.assert_close(trainer.model.eval()(ids).logits, logits(run / "model"))
+
+
+def test_another_configuration_is_rejected_key_by_key(task, tmp_path):
+    out = train(tiny_config(task, tmp_path / "run", steps=2))
+    other = tiny_config(task, out, steps=2, seed=3, method={"name": "constant", "mu": 0.2})
+    with pytest.raises(ConfigError) as error:
+        Trainer(other)
+    lines = str(error.value).splitlines()
+    for expected in ("seed: 0 .* 3 now", "method.name: 'guarded-probing'", "method.mu: 0.4 .* 0.2"):
+        assert any(re.search(expected, line) for line in lines)
+
+
+def test_harmless_changes_are_allowed(task, tmp_path):
+    out = train(tiny_config(task, tmp_path / "run", steps=2))
+    moved = out.rename(tmp_path / "moved")
+    train(tiny_config(task, moved, steps=4, checkpoint_every=1, name="longer", micro_batch=3))
+    assert [r["step"] for r in metrics(moved)] == [1, 2, 3, 4]
+
+
+def test_run_directory_below_a_file_is_rejected_before_the_model_loads(task, tmp_path):
+    (tmp_path / "file").write_text("")
+    config = tiny_config(task, tmp_path / "file" / "run", model={"path": "/nowhere"})
+    with pytest.raises(RunError, match="out=.*Not a directory.*another `out`"):
+        Trainer(config)
+
+
+def test_insufficient_disk_space_is_rejected_before_the_first_step(task, tmp_path, monkeypatch):
+    from gac.faults import preflight
+
+    usage = preflight.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: usage._replace(free=100_000))
+    with pytest.raises(RunError, match=r"2 checkpoints .* 0.0001 GB .*keep_checkpoints"):
+        Trainer(tiny_config(task, tmp_path / "run"))

@@ -1,0 +1,357 @@
+"""Failures provoked in real runs: non-finite steps, full disks, killed and hung processes."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from gac.errors import CheckpointError, ConfigError, RunError
+from gac.faults import checkpoint
+from gac.faults.guard import Guard, GuardConfig
+from gac.methods import Observation
+from gac.methods.base import next_mix
+from gac.training.record import Logbook
+from gac.training.replay import replay
+from gac.training.trainer import Trainer, train
+from tests import ranks
+from tests.faults.test_resume import with_dropout
+from tests.tiny import digit_reward, metrics, tiny_config
+
+
+def overflowing(completion, example):
+    """Finite in float64 but not in float32: one prompt in 16 makes its step's loss inf or nan."""
+    return digit_reward(completion, example) * (1e300 if int(example.id) == 0 else 1)
+
+
+def exploding(completion, example):
+    """Large enough for an absurd gradient norm, small enough to stay finite."""
+    return digit_reward(completion, example) * (1e9 if int(example.id) == 0 else 1)
+
+
+def always_overflowing(completion, example):
+    return digit_reward(completion, example) * 1e300
+
+
+def faulty_config(task, out, reward, **changes):
+    rollouts = {"prompts": 4, "completions": 4, "max_new_tokens": 5, "advantages": "centered"}
+    return tiny_config(
+        task,
+        out,
+        reward=f"tests.faults.test_faults:{reward}",
+        rollouts=rollouts,
+        **{"steps": 8, **changes},
+    )
+
+
+def weights(trainer):
+    return [p.detach().clone() for p in trainer.model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("reward", "fault"),
+    [("overflowing", "rollout_loss is"), ("exploding", "above guards.max_norm=100000")],
+)
+def test_broken_step_is_skipped_and_replayed(task, tmp_path, monkeypatch, reward, fault):
+    observations = []
+    record = lambda *call: (observations.append(call[2]), next_mix(*call))[1]  # noqa: E731 - a spy
+    monkeypatch.setattr("gac.training.trainer.next_mix", record)
+    trainer = Trainer(faulty_config(task, tmp_path, reward))
+    before = weights(trainer)
+    while trainer.guard.skipped == 0:
+        before, state = weights(trainer), trainer.optimizer.state_dict()["state"]
+        steps = [int(s["step"]) for s in state.values()]
+        trainer._train_step()
+        trainer.step += 1
+        assert trainer.step <= 8
+    assert all(map(torch.equal, before, weights(trainer)))
+    assert steps == [int(s["step"]) for s in trainer.optimizer.state_dict()["state"].values()]
+    # the skipped step does not influence the next one
+    assert observations[-1] == Observation(trainer.step)
+
+    replayed = replay(trainer.first_skipped)
+    recorded, recomputed = replayed["recorded"], replayed["recomputed"]
+    assert fault in recorded["fault"] and recorded["step"] == trainer.step - 1
+    values = [[results[name] for name in recomputed] for results in (recorded, recomputed)]
+    torch.testing.assert_close(*map(torch.tensor, values), rtol=1e-6, atol=0, equal_nan=True)
+    if reward == "overflowing":
+        advantages = [abs(culprit["advantage"]) for culprit in replayed["culprits"]]
+        assert advantages and min(advantages) > 1e200
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param({"name": "aligned-mtl", "preference": [1.0, 0.0]}, id="a-negative-weight"),
+        pytest.param({"name": "sdmgrad"}, id="several-parts-of-each-term"),
+        pytest.param({"name": "moco"}, id="moving-averages"),
+        pytest.param({"name": "oracle", "update_every": 2}, id="measured-gradients"),
+        pytest.param({"name": "famo"}, id="weights-from-the-losses"),
+    ],
+)
+def test_replay_reproduces_the_methods_step(task, tmp_path, method):
+    """Three steps are skipped, saved and replayed; the norm is that of the combined gradient."""
+    trainer = Trainer(faulty_config(task, tmp_path, "normal", method=method, micro_batch=3))
+    for _ in range(4):
+        trainer._train_step()
+        trainer.step += 1
+    trainer.guard.config = GuardConfig(max_norm=1e-9)  # from here on, every step is skipped
+    before, state = weights(trainer), copy.deepcopy(trainer.state)
+    averages = {k: v.clone() for k, v in trainer.gradients.tracked.items()}
+    assert bool(averages) == (method["name"] == "moco") and all(v.any() for v in averages.values())
+    for _ in range(3):
+        trainer._train_step()
+        trainer.step += 1
+        assert all(map(torch.equal, before, weights(trainer)))
+    assert all(torch.equal(averages[k], v) for k, v in trainer.gradients.tracked.items())
+    if trainer.method.family == "gradient solver":
+        # `solve` had no effect; only `mix` counts the steps
+        assert {**trainer.state, "step": 0} == {**state, "step": 0}
+    saved = sorted((tmp_path / "replay").iterdir())
+    assert len(saved) == 3
+    if "preference" in method:
+        solved = [torch.load(path / "rank-0.pt")["weights"] for path in saved]
+        assert any(min(pair) < 0 for pair in solved)
+    for path in saved:
+        replayed = replay(path)
+        recorded, recomputed = replayed["recorded"], replayed["recomputed"]
+        assert recorded["grad_norm"] > 0 and replayed["culprits"] == []
+        assert recomputed["grad_norm"] == pytest.approx(recorded["grad_norm"], rel=1e-5)
+        for name in ("rollout_loss", "demo_loss"):
+            assert recomputed[name] == pytest.approx(recorded[name], rel=1e-5, abs=1e-7)
+
+
+def test_each_run_of_skipped_steps_is_replayed_with_its_own_weights(task, tmp_path):
+    """Three steps: skipped, applied, skipped. The dropout masks are replayed too."""
+    folder = with_dropout(task, tmp_path / "task")
+    model = {"path": str(folder / "init"), "random_init": True, "dropout": True}
+    optim = {"lr": 0.05, "warmup": 1}
+    trainer = Trainer(faulty_config(folder, tmp_path, "normal", model=model, optim=optim))
+    for limit in (1e-9, 1e5, 1e-9):
+        trainer.guard.config = GuardConfig(max_norm=limit)
+        trainer._train_step()
+        trainer.step += 1
+    saved = sorted((tmp_path / "replay").iterdir())
+    assert len(saved) == 2
+    for path in saved:
+        replayed = replay(path)
+        recorded, recomputed = replayed["recorded"], replayed["recomputed"]
+        for name in ("grad_norm", "rollout_loss", "demo_loss"):
+            assert recomputed[name] == pytest.approx(recorded[name], rel=1e-5, abs=1e-7)
+
+
+def normal(completion, example):
+    return digit_reward(completion, example)
+
+
+def test_training_continues_after_skipped_steps(task, tmp_path):
+    out = train(faulty_config(task, tmp_path, "overflowing"))
+    rows = metrics(out)
+    assert [r["step"] for r in rows] == list(range(1, 9))
+    assert rows[-1]["skipped"] == 2  # the prompt comes once per epoch of 4 steps
+    assert all(math.isfinite(r["mu"]) for r in rows)
+    assert rows[-1]["grad_norm"] is not None or rows[-2]["grad_norm"] is not None
+    assert len(list((out / "replay").iterdir())) == 2
+
+
+@pytest.mark.parametrize("method", ["pcgrad", "moco", "famo"])
+def test_no_state_keeps_a_broken_step(task, tmp_path, method):
+    """Inner products, moving averages of gradients and the losses for the next step are clean."""
+    out = train(faulty_config(task, tmp_path, "overflowing", method={"name": method}))
+    rows = metrics(out)
+    assert rows[-1]["skipped"] == 2 and len(rows) == 8
+    for before, row in zip([{"skipped": 0}, *rows], rows, strict=False):
+        finite = row["grad_norm"] is not None and row["rollout_loss"] is not None
+        assert finite == (row["skipped"] == before["skipped"])
+    step = min((out / "replay").iterdir())
+    assert replay(step)["culprits"]
+
+
+def test_too_many_broken_steps_stop_the_run_with_the_last_good_weights(task, tmp_path):
+    config = faulty_config(task, tmp_path, "always_overflowing", guards={"patience": 3, "keep": 2})
+    trainer = Trainer(config)
+    before = weights(trainer)
+    with pytest.raises(RunError, match=r"patience=3.* rollout_loss .* step 3 in .*gac replay"):
+        trainer.run()
+    saved = Trainer(config)
+    assert saved.step == 3 and all(map(torch.equal, before, weights(saved)))
+    assert (saved.guard.skipped, saved.guard.consecutive) == (3, 0)
+    names = sorted(p.name for p in (tmp_path / "replay").iterdir())
+    assert names == ["step-00000000", "step-00000001"]
+    # the weights did not change in between, so the second step refers to the first one's copy
+    assert not (tmp_path / "replay" / "step-00000001" / "weights").exists()
+    assert replay(tmp_path / "replay" / "step-00000001")["culprits"]
+
+
+@pytest.mark.parametrize("method", ["gac", "moco"])
+def test_ranks_agree_on_a_broken_step_and_one_process_replays_it(task, tmp_path, method):
+    """Covers moving averages too, which are stored under single-process parameter names."""
+    config = faulty_config(task, tmp_path, "overflowing", steps=4, method={"name": method})
+    ranks.run(train, config, ranks=2)
+    assert [r["skipped"] for r in metrics(tmp_path)][-1] == 1
+    (path,) = (tmp_path / "replay").iterdir()
+    assert sorted(p.name for p in path.glob("rank-*")) == ["rank-0.pt", "rank-1.pt"]
+    replayed = replay(path)
+    recorded, recomputed = replayed["recorded"], replayed["recomputed"]
+    assert replayed["culprits"] and not math.isfinite(recomputed["rollout_loss"])
+    assert recomputed["demo_loss"] == pytest.approx(recorded["demo_loss"], rel=1e-5)
+
+
+def test_replay_needs_only_the_models(task, tmp_path):
+    """Replay needs no data and no reward function and writes nothing; the saved step is enough."""
+    shutil.copytree(task, tmp_path / "task")
+    folder, guards = tmp_path / "task", {"patience": 1}
+    config = faulty_config(folder, tmp_path / "run", "always_overflowing", guards=guards)
+    with pytest.raises(RunError, match="patience=1"):
+        train(config)
+    for file in folder.glob("*.jsonl"):
+        file.unlink()
+    files = {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")}
+    assert replay(tmp_path / "run" / "replay" / "step-00000000")["culprits"]
+    assert files == {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")}
+
+
+def test_files_of_another_version_are_rejected_in_one_line(task, tmp_path):
+    config = faulty_config(task, tmp_path, "always_overflowing", guards={"patience": 1})
+    with pytest.raises(RunError, match="patience=1"):
+        train(config)
+    path = checkpoint.newest(tmp_path / "checkpoints") / checkpoint.PROGRESS
+    content = json.loads(path.read_text())["content"]
+    del content["format"]
+    path.write_text(json.dumps({"checksum": checkpoint._checksum_of(content), "content": content}))
+    with pytest.raises(ConfigError, match=r"^[^\n]*another version[^\n]*another `out`$"):
+        Trainer(config)
+    (path,) = (tmp_path / "replay").iterdir()
+    torch.save({"step": 0, "fault": "rollout_loss is inf"}, path / "rank-0.pt")
+    with pytest.raises(ConfigError, match=r"^[^\n]*step-00000000 [^\n]*another version[^\n]*$"):
+        replay(path)
+
+
+def test_files_written_before_a_rename_still_load(task, tmp_path):
+    """Loads a guard's state with the key "in_a_row", and a skipped step with an older `needs`."""
+    guard = Guard(GuardConfig())
+    guard.load_state_dict({"skipped": 3, "in_a_row": 2, "kept": 1})
+    assert guard.state_dict() == {"skipped": 3, "consecutive": 2, "kept": 1}
+    config = faulty_config(task, tmp_path, "always_overflowing", guards={"patience": 1})
+    with pytest.raises(RunError):
+        train(config)
+    (path,) = (tmp_path / "replay").iterdir()
+    saved = torch.load(path / "rank-0.pt")
+    saved["step"]["needs"] += (False,)
+    torch.save(saved, path / "rank-0.pt")
+    assert replay(path)["culprits"]
+
+
+def test_guard_checks_the_norm_and_the_losses():
+    guard = Guard(GuardConfig(max_norm=10, patience=2))
+    fine = {"rollout_loss": 0.1, "demo_loss": 0.2}
+    assert guard.judge(10.0, fine) is None and guard.fault is None
+    assert guard.judge(11.0, fine) == "grad_norm is 11, above guards.max_norm=10"
+    assert guard.judge(math.inf, fine) == "grad_norm is inf" and guard.exhausted
+    assert guard.judge(1.0, fine) is None and not guard.exhausted and guard.skipped == 2
+    assert guard.fault == "grad_norm is inf"  # the last one
+    assert guard.judge(math.nan, {**fine, "demo_loss": math.nan}) == "demo_loss is nan"
+    assert (guard.fault, guard.consecutive) == ("demo_loss is nan", 1)
+    guard.kept = 7
+    state = guard.state_dict()
+    assert state == {"skipped": 3, "consecutive": 1, "kept": 7}
+    guard.judge(-math.inf, fine)
+    assert guard.state_dict() == {"skipped": 4, "consecutive": 0, "kept": 7}  # it was exhausted
+    restored = Guard(GuardConfig())
+    assert restored.state_dict() == {"skipped": 0, "consecutive": 0, "kept": 0}
+    restored.load_state_dict(state)
+    assert restored.state_dict() == state
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A real file system of 4 MB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(disk)]
+    available = shutil.which("mount") is not None
+    if not available or subprocess.run(mount, capture_output=True, timeout=60).returncode:
+        pytest.skip("mounting a small tmpfs needs root")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True, timeout=60)
+
+
+def fill(disk: Path, leave: int) -> Path:
+    """Fill `disk` with a file, up to `leave` bytes; return the file."""
+    filler = disk / "filler"
+    with filler.open("wb") as file:
+        file.write(b"x" * (shutil.disk_usage(disk).free - leave))
+    return filler
+
+
+def test_a_full_disk_stops_the_run_without_data_loss(task, tmp_path, small_disk):
+    uninterrupted = train(tiny_config(task, tmp_path / "uninterrupted", steps=6))
+    trainer = Trainer(tiny_config(task, small_disk / "run", steps=6))
+    files = (uninterrupted / "checkpoints" / "step-00000006").iterdir()
+    filler = fill(small_disk, leave=sum(f.stat().st_size for f in files) * 3 // 2)
+    with pytest.raises(CheckpointError, match=r"where 0\.\d MB are free .* rerun the command"):
+        trainer.run()
+    assert checkpoint.newest(trainer.checkpoints) is not None
+    filler.unlink()
+    assert metrics(train(tiny_config(task, small_disk / "run", steps=6))) == metrics(uninterrupted)
+
+
+def test_a_full_disk_is_rejected_before_the_first_step(task, small_disk):
+    fill(small_disk, leave=200_000)
+    with pytest.raises(RunError, match="2 checkpoints .* GB are free.*keep_checkpoints"):
+        Trainer(tiny_config(task, small_disk / "run"))
+
+
+def test_an_unwritable_metrics_file_is_reported(tmp_path):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")  # a device that is always full
+    with pytest.raises(RunError, match=r"metrics.jsonl .No space left.*rerun the command"):
+        Logbook(tmp_path / "metrics.jsonl").append({"step": 1})
+
+
+def test_torn_last_line_is_dropped(tmp_path):
+    book = Logbook(tmp_path / "metrics.jsonl")
+    for step in (1, 2, 3):
+        book.append({"step": step, "loss": math.nan})
+    book.path.write_text(book.path.read_text()[:-5])
+    book.truncate(9)
+    assert [json.loads(line) for line in book.path.read_text().splitlines()] == [
+        {"step": 1, "loss": None},
+        {"step": 2, "loss": None},
+    ]
+
+
+def test_resuming_with_another_process_count_needs_resize(task, tmp_path):
+    config = tiny_config(task, tmp_path, steps=2)
+    ranks.run(train, config, ranks=2)
+    with pytest.raises(ConfigError, match=r"resize=False.* 2 processes but 1 .*resize=true"):
+        Trainer(config)
+    assert Trainer(tiny_config(task, tmp_path, steps=2, parallel={"resize": True})).step == 2
+
+
+def hang_rank_1(config):
+    """Rank 1 stops responding mid-run, like a machine that lost its network."""
+    trainer = Trainer(config)
+    if trainer.accelerator.process_index == 1:
+        step = trainer._train_step
+        trainer._train_step = lambda: (
+            step() if trainer.step < 2 else os.kill(os.getpid(), signal.SIGSTOP)
+        )
+    trainer.run()
+
+
+def test_a_hung_rank_fails_the_job_within_its_timeout(task, tmp_path):
+    config = tiny_config(task, tmp_path, steps=6, parallel={"timeout": 3})
+    with ranks.job(hang_rank_1, config, ranks=2) as (rank_0, rank_1):
+        failed = rank_0.result()
+        assert rank_1.kill()  # it would hang forever
+    assert re.search("rank 1 is not responding.*resume from", str(failed.error))
+    assert checkpoint.newest(tmp_path / "checkpoints").name == "step-00000002"

@@ -1,0 +1,110 @@
+"""A run that is killed and resumed, at any moment, writes the metrics of an uninterrupted run."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+
+import pytest
+
+from gac.training.trainer import train
+from tests import kills, ranks
+from tests.tiny import metrics, tiny_config
+
+RUN = {"steps": 8, "checkpoint_every": 2, "monitor_kl_every": 3}
+
+
+def run_single(work, *args):
+    """Run in a single-threaded process, because sums over several threads round differently."""
+    return ranks.run(work, *args, ranks=1)[0]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(task, tmp_path_factory):
+    """Metrics of an uninterrupted run, and its number of function calls and returns."""
+    out = tmp_path_factory.mktemp("uninterrupted")
+    calls = run_single(kills.count_calls, tiny_config(task, out, **RUN))
+    return metrics(out), calls
+
+
+def test_metrics_survive_twenty_random_kills(task, tmp_path, uninterrupted):
+    rng, config, kills_left = random.Random(0), tiny_config(task, tmp_path, **RUN), 20
+    while kills_left:
+        # early kills hit the setup; a run that finished before its kill is deleted and restarted
+        if run_single(kills.at_call, config, rng.randrange(uninterrupted[1])) is None:
+            kills_left -= 1
+        else:
+            assert metrics(tmp_path) == uninterrupted[0]
+            (tmp_path / "metrics.jsonl").unlink()
+            shutil.rmtree(tmp_path / "checkpoints")
+    run_single(train, config)
+    assert metrics(tmp_path) == uninterrupted[0]
+
+
+def test_kill_while_a_checkpoint_is_being_written(task, tmp_path, uninterrupted):
+    config = tiny_config(task, tmp_path, **RUN)
+    checkpoints = tmp_path / "checkpoints"
+    partial, final = checkpoints / ".writing-00000002", checkpoints / "step-00000002"
+    for file in ("__0_0.distcp", ".metadata.tmp", "progress.json"):
+        assert run_single(kills.at_event, config, "open", f"{partial.name}/{file}") is None
+        assert partial.exists() and not (partial / file).exists() and not final.exists()
+    assert run_single(kills.at_event, config, "os.rename", final.name) is None
+    assert (partial / "progress.json").exists() and not final.exists()
+    size = (partial / "__0_0.distcp").stat().st_size // 2
+    assert run_single(kills.at_byte, config, size) is None
+    assert (partial / "__0_0.distcp").stat().st_size == size and not final.exists()
+    run_single(train, config)  # ignores the partial checkpoint
+    assert metrics(tmp_path) == uninterrupted[0]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param(
+            {"rollouts": {"prompts": 4, "completions": 4, "max_new_tokens": 5, "reuse": 3}},
+            id="reused-rollouts",
+        ),
+        pytest.param({"dropout": True}, id="dropout"),
+        pytest.param({"method": {"name": "sft"}}, id="no-rollouts"),
+    ],
+)
+def test_resume_is_exact_with(task, tmp_path, uninterrupted, changes):
+    """Other state that must survive: old log-probs, dropout masks, the data position."""
+    changes = {**RUN, **changes}
+    folder = task
+    if changes.pop("dropout", None):
+        folder = with_dropout(task, tmp_path / "task")
+        path = str(folder / "init")
+        changes["model"] = {"path": path, "random_init": True, "dropout": True}
+    expected = metrics(run_single(train, tiny_config(folder, tmp_path / "a", **changes)))
+    # the option has an effect
+    assert expected[1]["grad_norm"] != uninterrupted[0][1]["grad_norm"]
+    config = tiny_config(folder, tmp_path / "b", **changes)
+    assert run_single(kills.at_event, config, "os.rename", "step-00000006") is None
+    assert len(metrics(tmp_path / "b")) == 6
+    run_single(train, config)
+    assert metrics(tmp_path / "b") == expected
+
+
+def with_dropout(task, folder):
+    """A copy of the task with attention dropout, so that dropout masks are sampled."""
+    shutil.copytree(task, folder)
+    path = folder / "init" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"attention_dropout": 0.2}))
+    return folder
+
+
+def test_job_resumes_exactly_after_one_rank_is_killed(task, tmp_path):
+    uninterrupted, interrupted = (
+        tiny_config(task, tmp_path / name, **RUN, parallel={"timeout": 20}) for name in "ab"
+    )
+    ranks.run(train, uninterrupted, ranks=2)
+    event = "open", "-00000006/__1_0.distcp", "1"
+    with ranks.job(kills.at_event, interrupted, *event, ranks=2) as job:
+        survivor, killed = (rank.result() for rank in job)
+    assert killed is None
+    assert re.search("rank 1 is not responding.*resume from", str(survivor.error))
+    ranks.run(train, interrupted, ranks=2)
+    assert metrics(tmp_path / "b") == metrics(tmp_path / "a")

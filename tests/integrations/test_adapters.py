@@ -1,0 +1,401 @@
+"""What the adapters for other trainers share: demonstrations, steps, checkpoints, patches."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tokenizers.processors import TemplateProcessing
+
+from gac import Mixer
+from gac.data.order import Order
+from gac.data.rows import Row
+from gac.demo.task import make_tokenizer
+from gac.integrations.demonstrations import (
+    check_columns,
+    demo_norm,
+    encode,
+    read,
+    row_of,
+    shard,
+    tokenized,
+)
+from gac.integrations.hf_trainer import StepMixin, base_model, unsupported_options
+from gac.integrations.patch import Patch
+from gac.integrations.rollouts import rollout_moments
+from gac.integrations.verl_head import apply_fused_head
+from gac.methods import GAC, METHODS, Constant
+from gac.training.probes.sketches import UnitSketches
+from gac_kernels import HeadSketch, LossSpec, TokenMoments
+from tests.integrations.test_mixer import moments
+
+PAIR = {"prompt": "1+2=", "completion": "3"}
+
+
+# --- Mixer
+
+
+def test_a_mixer_draws_in_the_order_of_its_seed() -> None:
+    mixer = Mixer(Constant(), rows=9, batch=4, seed=5)
+    assert mixer.draw() + mixer.draw() + mixer.draw() == Order(9, 5).take(12)
+    assert Mixer(Constant(), rows=9, batch=4).draw() == Order(9, 0).take(4)
+
+
+def test_observations_are_copied_and_losses_detached() -> None:
+    mixer = Mixer(Constant(mu=0.25), rows=4, batch=6)
+    given = moments(0, demo=True)
+    kept = given.totals.clone()
+    kept[2] = given.totals[2] = math.nan  # the KL of a batch without rollouts
+    mixer.observe(given)
+    torch.testing.assert_close(given.totals, kept, equal_nan=True)
+    for weigh in (mixer.weight_rollout_loss, mixer.weight_demo_loss):
+        weigh(torch.ones((), requires_grad=True))
+    assert not any(loss.requires_grad for losses in mixer._losses for loss in losses)
+    mixer.load_state_dict(mixer.state_dict())  # forgets what an interrupted step has observed
+    with pytest.raises(RuntimeError, match=r"call observe\(\)"):
+        mixer.close()
+
+
+def test_a_mixer_is_saved_in_one_file(tmp_path: Path) -> None:
+    mixer = Mixer(GAC(), rows=9, batch=6)
+    mixer.observe(moments(0, demo=True))
+    mixer.close()
+    mixer.draw()
+    mixer.save(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["gac.json"]
+    assert mixer.state_dict()["step"] == 1 and mixer.state_dict()["order"]["position"] == 6
+
+
+def test_steps_trim_as_the_method_asks_and_gather_no_needless_sketches(monkeypatch: Any) -> None:
+    monkeypatch.setattr(UnitSketches, "gathered", None)
+    logged = []
+    for name in ("gac", "gac-no-trim"):
+        mixer = Mixer(METHODS[name](), rows=9, batch=20)
+        mixer.observe(moments(0, demo=True, rows=20))
+        logged.append(mixer.close()["sft_variance"])
+    total = moments(0, demo=True, rows=20)
+    assert logged == [total.signals(trim).sft_variance for trim in (0.1, 0.0)]
+    assert logged[0] != logged[1]
+
+
+def test_alarms_read_the_unweighted_losses_of_the_demonstrations() -> None:
+    mixer = Mixer(METHODS["guarded"](), rows=4, batch=6)
+    for loss in [0.4, 0.35] * 6 + [4.0] * 2:
+        assert mixer.mu == 0.4
+        mixer.weight_demo_loss(torch.tensor(0.1))
+        seen = moments(0, demo=True)
+        mixer.observe(replace(seen, demo_nll=torch.full_like(seen.demo_nll, loss)))
+        mixer.observe(moments(0, demo=False, entropy=2.5))
+        log = mixer.close()
+        assert log["entropy"] == pytest.approx(2.5)
+    assert mixer.mu == 0
+
+
+def test_a_trainer_with_sketches_uses_new_projections_in_every_step() -> None:
+    method = METHODS["gac-gated-sketch"]()
+    mixer = Mixer(method, rows=4, batch=6, sketches=True)
+    for step in range(2):
+        size = method.needs(step).sketch
+        assert mixer.sketch == HeadSketch(size, seed=step) and size
+        mixer.observe(moments(step, demo=True))
+        mixer.close()
+    assert Mixer(GAC(), rows=4, batch=6, sketches=True).sketch is None
+    with pytest.raises(ValueError, match="needs the inner product"):
+        Mixer(METHODS["gac-gated"](), rows=4, batch=6, sketches=True)
+    for name, kind in (("sft", "demonstrations"), ("grpo", "rollouts")):
+        with pytest.raises(ValueError, match=f"controller={name} trains on only {kind}"):
+            Mixer(METHODS[name](), rows=4, batch=6)
+
+
+# --- demonstrations
+
+
+def test_the_prompt_has_the_special_tokens_the_completion_has_not() -> None:
+    words = make_tokenizer()
+    unk = words.unk_token_id
+    words._tokenizer.post_processor = TemplateProcessing(
+        single="<unk> $A", special_tokens=[("<unk>", unk)]
+    )
+    encoded = encode(PAIR, "row", words)
+    digits = words("1+2=3", add_special_tokens=False)["input_ids"]
+    assert encoded == {"ids": [unk, *digits, words.eos_token_id], "start": 5}
+
+
+def test_a_tool_call_needs_no_content() -> None:
+    words = make_tokenizer()
+    words.chat_template = (
+        "{% for m in messages %}{{ m.content or m.tool_calls[0] }}{% endfor %}"
+        "{{ '=' if add_generation_prompt }}{{ lead }}"
+    )
+    turns = [
+        {"role": "user", "content": "1"},
+        {"role": "assistant", "content": "", "tool_calls": ["=23"]},
+    ]
+    encoded = encode({"messages": turns}, "row", words)
+    assert words.decode(encoded["ids"]) == "1=23" and encoded["start"] == 2
+    with pytest.raises(ValueError, match=r"row: the completion .* has no tokens; remove"):
+        encode({"messages": [*turns[:1], turns[1] | {"tool_calls": ["="]}]}, "row", words)
+
+
+def test_columns_and_rows_of_a_data_set_are_checked() -> None:
+    words = make_tokenizer()
+    for columns in (["messages", "id"], ["id", "completion", "prompt"]):
+        check_columns("x", columns)
+    for columns in (["prompt"], ["completion"], ["message"]):
+        with pytest.raises(ValueError, match=r"x has the columns \['[a-z]*'\]: expected prompt"):
+            check_columns("x", columns)
+    data_set = pytest.importorskip("datasets").Dataset.from_list
+    rows = tokenized(data_set([PAIR | {"id": 7}, PAIR]), "x", words)
+    assert rows.column_names == ["ids", "start"] and rows[1] == encode(PAIR, "", words)
+    with pytest.raises(ValueError, match=r"^x\[1\]: the completion '' is empty"):
+        tokenized(data_set([PAIR, PAIR | {"completion": ""}]), "x", words)
+
+
+def test_demonstrations_are_read_from_files_and_folders(tmp_path: Path) -> None:
+    data = pytest.importorskip("datasets").Dataset.from_list([PAIR, PAIR | {"prompt": "2+2="}])
+    data.to_json(tmp_path / "a.jsonl")
+    data.to_parquet(tmp_path / "a.parquet")
+    data.save_to_disk(tmp_path / "a.jsonl.d")
+    for name in ("a.jsonl", "a.parquet", "a.jsonl.d"):
+        assert read(str(tmp_path / name)).to_list() == data.to_list()
+    (tmp_path / "a.csv").touch()
+    with pytest.raises(ValueError, match=r"a.csv': use a .jsonl or .parquet file, or a saved"):
+        read(str(tmp_path / "a.csv"))
+    with pytest.raises(FileNotFoundError, match=r"demo_path='.*b.jsonl' does not exist"):
+        read(str(tmp_path / "b.jsonl"))
+
+
+def test_rows_divisors_and_shards() -> None:
+    rows = [row_of({"ids": [3, 4, 5, 6][:n], "start": 1}) for n in (4, 3, 2, 1, 4)]
+    assert rows[1] == Row((3, 4, 5), 1, is_demo=True, advantage=1.0)
+    assert demo_norm(rows, LossSpec(demo_reduction="token"), 2) == (3 + 2 + 1 + 0 + 3) / 2
+    assert demo_norm(rows, LossSpec(demo_reduction="sequence"), 3) == 4 / 3
+    assert shard(rows, 1, 2) == [rows[1], rows[3]] and shard(rows, 0, 3) == [rows[0], rows[3]]
+
+
+# --- statistics of rollouts
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 1), (2, 3)])
+def test_statistics_of_scored_rollouts(shape: tuple[int, ...]) -> None:
+    """Two rollouts of 2 and 1 tokens; masked tokens do not count."""
+    logps = torch.tensor([[0.5, 0.25, 0.9], [0.8, 0.1, 0.2]]).log().requires_grad_()
+    mask = torch.tensor([[1, 2, 0], [0, 1, 0]])
+    advantages = torch.tensor([1.0, -3.0], dtype=torch.float64)
+    advantages = (advantages[:, None] if len(shape) == 2 else advantages).expand(shape)
+    entropy = torch.tensor([[1.0, 2.0, 50.0], [60.0, 6.0, 70.0]]).requires_grad_()
+    ref = logps.detach() - torch.tensor([[0.0, 1.0, 9.0], [9.0, 2.0, 9.0]])
+    out = rollout_moments(logps, mask, advantages, entropy=entropy, ref_logps=ref)
+    assert not any(x.requires_grad for x in (out.rollouts, out.demo_nll, out.totals))
+    phi = torch.tensor([0.25, 0.1875, 0.09])
+    mean = (0.21875 + 0.09) / 2
+    squares = (((phi - mean) ** 2) * torch.tensor([0.5, 0.5, 1.0])).sum().item()
+    count, s, r, ss, rr, _, between = out.rollouts.tolist()
+    assert (count, r, rr, between) == (2, -1, 8, 8)
+    assert (s, ss) == pytest.approx((mean, squares))
+    kl = sum(math.exp(-gap) + gap - 1 for gap in (0, 1, 2))
+    assert out.totals[:3].tolist() == pytest.approx([3, 0, kl])
+    assert out.totals[4].item() == pytest.approx(9)
+    plain = rollout_moments(logps, mask, advantages)
+    assert plain.totals[[2, 4]].isnan().all()
+
+
+# --- a trainer's steps
+
+
+class Host:
+    """The parts of transformers' Trainer that a mixin uses."""
+
+    def __init__(self, rank: int = 0, ranks: int = 1, micro_batches: int = 1) -> None:
+        self.accelerator = SimpleNamespace(
+            num_processes=ranks, process_index=rank, sync_gradients=False
+        )
+        self.current_gradient_accumulation_steps = micro_batches
+        self.done: list[Any] = []
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self.done.append(("saved", trial))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        self.done.append(("loaded", checkpoint))
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return f"out/{trial}"
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **keywords: Any) -> Any:
+        return (*args, keywords)
+
+
+class Stepper(StepMixin, Host):
+    """A trainer on a fake host."""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "micro_batches", "rows", "without"), [(1, 3, 5, 0), (2, 2, 7, 0), (2, 3, 2, 2)]
+)
+def test_micro_batches_share_the_demonstrations(
+    ranks: int, micro_batches: int, rows: int, without: int
+) -> None:
+    """Every demonstration is in one micro-batch of one rank; all ranks have the same number."""
+    logged, shares = [], []
+    for rank in range(ranks):
+        stepper = Stepper(rank, ranks, micro_batches)
+        stepper._metrics = {"train": {"gac/mu": []}}
+        draw, close = iter([list(range(rows)), [-1]]), iter([{"mu": 0.5}])
+        stepper.mixer = SimpleNamespace(draw=draw.__next__, close=close.__next__)
+        for micro_batch in range(micro_batches):
+            stepper.accelerator.sync_gradients = micro_batch == micro_batches - 1
+            stepper.begin_step(lambda indices: [f"row {i}" for i in indices])
+            shares.append(stepper.local_demos())
+            stepper.end_micro_batch()
+        logged.append(stepper._metrics["train"]["gac/mu"])
+        stepper.begin_step(list)
+        assert stepper.local_demos() == ([-1] if rank == 0 else [])  # a new step
+    assert logged == [[0.5]] * ranks
+    given = [row for share in shares if share is not None for row in share]
+    assert sorted(given) == [f"row {i}" for i in range(rows)]
+    assert sum(share is None for share in shares) == ranks * without
+    by_micro_batch = [shares[i::micro_batches] for i in range(micro_batches)]
+    assert all(len({share is None for share in part}) == 1 for part in by_micro_batch)
+    assert max(map(len, map(list, filter(None, shares)))) <= -(-rows // (ranks * micro_batches))
+
+
+def test_only_scores_with_gradients_are_observed() -> None:
+    stepper, observed = Stepper(), []
+    stepper.mixer = SimpleNamespace(observe=observed.append)
+    logps, entropy = torch.tensor([[-1.0, -2.0]]), torch.tensor([[3.0, 5.0]])
+    score = functools.partial(stepper._get_per_token_logps_and_entropies, logps)
+    assert score(entropy, "more", a=1) == (logps, entropy, "more", {"a": 1})
+    with torch.no_grad():
+        score(None)  # of the reference
+    mask, advantages = torch.tensor([[1, 0]]), torch.tensor([2.0])
+    stepper.observe_rollouts(mask, advantages, logps - 1)
+    (out,) = observed
+    assert isinstance(out, TokenMoments) and out.rollouts[2] == 2
+    assert out.totals[[0, 2, 4]].tolist() == pytest.approx([1, math.exp(-1), 3])
+    with pytest.raises(AssertionError):  # scored once, observed once
+        stepper.observe_rollouts(mask, advantages, None)
+
+
+@pytest.mark.parametrize("should_save", [True, False])
+def test_checkpoints_include_the_mixer(should_save: bool) -> None:
+    stepper = Stepper()
+    done = stepper.done
+    stepper.args = SimpleNamespace(should_save=should_save)
+    stepper.state = SimpleNamespace(global_step=7)
+    stepper.mixer = SimpleNamespace(
+        save=lambda folder: done.append(("mixer", folder)),
+        load=lambda folder: done.append(("mixer", folder)),
+    )
+    stepper._save_checkpoint(torch.nn.Linear(1, 1), "trial")
+    saved = [("mixer", Path("out/trial/checkpoint-7"))] if should_save else []
+    assert done == [("saved", "trial"), *saved]
+    done.clear()
+    stepper._load_optimizer_and_scheduler(None)
+    stepper._load_optimizer_and_scheduler("a")
+    stepper.args.resume_only_model = True
+    stepper._load_optimizer_and_scheduler("b")
+    assert done == [("loaded", None), ("loaded", "a"), ("mixer", "a"), ("loaded", "b")]
+
+
+def test_the_model_inside_wrappers() -> None:
+    inner = SimpleNamespace()
+    adapted = SimpleNamespace(get_base_model=lambda: inner)
+    for model in (inner, adapted):
+        accelerator = SimpleNamespace(unwrap_model={"wrapped": model}.__getitem__)
+        assert base_model(SimpleNamespace(model="wrapped", accelerator=accelerator)) is inner
+
+
+def test_reentrant_checkpointing_matters_only_if_it_is_on() -> None:
+    args = SimpleNamespace(
+        torch_compile=False,
+        gradient_checkpointing=False,
+        gradient_checkpointing_kwargs={"use_reentrant": True},
+    )
+    trainer = SimpleNamespace(
+        args=args, accelerator=SimpleNamespace(state=object()), model=object()
+    )
+    assert not any(is_set for is_set, _ in unsupported_options(trainer).values())
+
+
+# --- patches
+
+
+def test_patches_can_be_nested_and_undone_in_any_order() -> None:
+    class Owner:
+        a, b = 1, 2
+
+    first = Patch((Owner, "a", 10), (Owner, "b", 20))
+    second = Patch((Owner, "a", 10))
+    assert (Owner.a, Owner.b) == (10, 20)
+    second.undo()
+    assert (Owner.a, Owner.b) == (1, 20)
+    Owner.b = 30  # replaced by someone else: left alone
+    with pytest.raises(KeyError), first:
+        raise KeyError
+    assert (Owner.a, Owner.b) == (1, 30)
+
+
+def fake_verl(monkeypatch: Any) -> tuple[Any, list[Any]]:
+    """Modules with the names of verl's; returns verl's kernel and the calls of its function."""
+    calls: list[Any] = []
+    modules = {
+        name: ModuleType(name)
+        for name in ("verl", "verl.utils", "verl.utils.experimental", "verl.utils.kernel")
+    }
+    functional: Any = ModuleType("verl.utils.experimental.torch_functional")
+    kernel: Any = ModuleType("verl.utils.kernel.linear_cross_entropy")
+    functional.FusedLinearForPPO = type("FusedLinearForPPO", (), {"forward": None})
+    kernel.linear_cross_entropy = lambda *args: calls.append(args) or "own"
+    for module in (*modules.values(), functional, kernel):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return kernel, calls
+
+
+def test_the_head_of_verl(monkeypatch: Any) -> None:
+    kernel, calls = fake_verl(monkeypatch)
+    fused = sys.modules["verl.utils.experimental.torch_functional"].FusedLinearForPPO
+    own = kernel.linear_cross_entropy
+    draw = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(2, 3, 4, generator=draw), torch.randn(5, 4, generator=draw)
+    labels = torch.tensor([[0, 1, 2], [4, 3, 2]], dtype=torch.int32)
+    rows = (hidden @ weight.T / 0.7).log_softmax(-1)
+    logps = rows.gather(-1, labels.long()[..., None])[..., 0]
+    entropy = -(rows.exp() * rows).sum(-1)
+    patch = apply_fused_head()
+    again = apply_fused_head()
+    replaced = kernel.linear_cross_entropy
+    torch.testing.assert_close(
+        fused().forward(hidden, weight.double(), labels, temperature=0.7), (logps, entropy)
+    )
+    torch.testing.assert_close(
+        replaced(hidden, weight, labels, 0.7), (logps.flatten(), entropy.flatten())
+    )
+    plain = (hidden @ weight.T).log_softmax(-1).gather(-1, labels.long()[..., None])[..., 0]
+    torch.testing.assert_close(fused().forward(hidden, weight, labels)[0], plain)
+    torch.testing.assert_close(replaced(hidden, weight, labels)[0], plain.flatten())
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: group)
+    assert replaced(hidden, weight, labels, 0.7, "none", 1)[0].shape == (6,) and not calls
+    assert replaced(hidden, weight, labels, 0.7, "none", 2) == "own"
+    assert replaced(hidden, weight, labels, 0.7, "mean") == "own"
+    assert [call[3:] for call in calls] == [(0.7, "none", 2), (0.7, "mean", None)]
+    again.undo()
+    assert kernel.linear_cross_entropy is own and fused.forward is None
+    patch.undo()
+    assert kernel.linear_cross_entropy is own and fused.forward is None
+    monkeypatch.delitem(sys.modules, "gac.integrations.verl_fused", raising=False)
+    imported = importlib.import_module("gac.integrations.verl_fused")
+    assert sys.modules.pop(imported.__name__) and kernel.linear_cross_entropy is not own
+    imported.PATCH.undo()
+    assert kernel.linear_cross_entropy is own
+    monkeypatch.setitem(sys.modules, "verl.utils.kernel.linear_cross_entropy", None)
+    with pytest.raises(ImportError, match=r"apply_fused_head needs verl 0\.9: "):
+        apply_fused_head()

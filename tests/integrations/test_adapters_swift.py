@@ -1,0 +1,203 @@
+"""The adapter for ms-swift, against stand-ins for the few classes of swift that it extends."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from gac.methods import METHODS
+from gac_kernels import LossSpec
+from tests.integrations.stand_ins import modules
+
+
+class HostTrainer:
+    """Stand-in for swift's GRPOTrainer; its loss is that of the model's inputs."""
+
+    def _compute_loss_and_metrics(self, model: Any, model_inputs: Any, grpo_batch: Any) -> Any:
+        return model_inputs["loss"], {"metrics": "of swift"}
+
+
+class Factory:
+    """Stand-in for TrainerFactory."""
+
+    TRAINER_MAPPING: ClassVar[dict[str, str]] = {}
+
+
+@pytest.fixture
+def swift() -> Iterator[Any]:
+    contents = {
+        "swift.rlhf_trainers": {"GRPOTrainer": HostTrainer},
+        "swift.trainers.trainer_factory": {"TrainerFactory": Factory},
+        "swift.utils": {"to_device": lambda batch, device: batch | {"device": device}},
+    }
+    with modules(contents, "gac.integrations.swift"):
+        yield importlib.import_module("gac.integrations.swift")
+
+
+ROWS: list[dict[str, Any]] = [
+    {"input_ids": [3, 4, 5, 6], "labels": [-100, 4, 5, -100]},
+    {"input_ids": [7, 8], "labels": [7, 8], "loss_scale": None},
+    {"input_ids": [9, 3, 4], "labels": [-100, 3, 4]},
+    {"input_ids": [5], "labels": [5]},
+    {"input_ids": [5, 6], "labels": [-100, 6], "loss_scale": [0.0, 2.0]},
+]
+
+
+def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    length = max(len(row["input_ids"]) for row in rows)
+    ids, labels = (
+        torch.tensor([row[name] + [pad] * (length - len(row[name])) for row in rows])
+        for name, pad in (("input_ids", 0), ("labels", -100))
+    )
+    return {"input_ids": ids, "labels": labels, "attention_mask": ids > 0, "lengths": [1]}
+
+
+def make(swift: Any, *, rank: int = 0, ranks: int = 1, micro_batches: int = 1) -> Any:
+    trainer = swift.GACGRPOTrainer()
+    trainer.model = SimpleNamespace(training=True, peft_config=None)
+    trainer.chat_template = None
+    trainer.template = SimpleNamespace(
+        padding_free=False, sequence_parallel_size=1, data_collator=collate
+    )
+    trainer.is_multimodal = trainer.overlong_filter = False
+    trainer.chord_sft_dataset = ROWS[:3]
+    trainer.args = SimpleNamespace(
+        chord_sft_per_device_train_batch_size=2,
+        gradient_accumulation_steps=micro_batches,
+        gradient_checkpointing=False,
+        gradient_checkpointing_kwargs=None,
+        torch_compile=False,
+        use_liger_kernel=False,
+        seed=7,
+    )
+    trainer.current_gradient_accumulation_steps = micro_batches
+    trainer.accelerator = SimpleNamespace(
+        num_processes=ranks,
+        process_index=rank,
+        device="cpu",
+        sync_gradients=False,
+        state=None,
+    )
+    return trainer
+
+
+def test_the_trainer_is_registered(swift: Any) -> None:
+    assert Factory.TRAINER_MAPPING == {"grpo": "gac.integrations.swift.GACGRPOTrainer"}
+
+
+def test_preparing_the_demonstrations(swift: Any, monkeypatch: Any) -> None:
+    attached: list[Any] = []
+    monkeypatch.setattr(swift, "attach_head", attached.append)
+    monkeypatch.setattr(swift, "base_model", lambda trainer: trainer.model)
+    monkeypatch.delenv("GAC_METHOD", raising=False)
+    trainer = make(swift, ranks=3, micro_batches=5)
+    trainer._prepare_chord_dataset()
+    assert trainer.chord_sft_iterator is None and attached == [trainer.model]
+    mixer = trainer.mixer
+    assert (mixer.method, mixer.batch) == (METHODS["gac"](), 3 * 5 * 2)
+    assert (mixer._order.n, mixer._order.seed) == (3, 7)
+    monkeypatch.setenv("GAC_METHOD", json.dumps({"name": "constant", "mu": 0.25}))
+    trainer._prepare_chord_dataset()
+    assert trainer.mixer.mu == 0.25
+    monkeypatch.setenv("GAC_METHOD", '"gacc"')
+    with pytest.raises(ValueError, match="GAC_METHOD"):
+        trainer._prepare_chord_dataset()
+    for owner, name, value, message in (
+        (trainer, "chord_sft_dataset", [], "chord_sft_dataset is empty: set it"),
+        (trainer.args, "chord_sft_per_device_train_batch_size", None, "batch_size is not set: set"),
+        (trainer, "is_multimodal", True, "gac.integrations.swift does not support model: images"),
+        (trainer.args, "use_liger_kernel", True, "does not support use_liger_kernel: Liger's"),
+        (trainer.args, "torch_compile", True, "does not support torch_compile: set it to False"),
+        (trainer.template, "padding_free", True, "does not support padding_free: set it to False"),
+        (trainer.template, "sequence_parallel_size", 2, "sequence_parallel_size: set it to 1"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, value)
+            with pytest.raises(ValueError, match=message):
+                trainer._prepare_chord_dataset()
+    with pytest.raises(ValueError, match="chunked micro-batches .* are not supported"):
+        trainer._compute_loss_chunked()
+
+
+@pytest.mark.parametrize("overlong", [False, True])
+def test_the_loss_of_a_micro_batch(swift: Any, monkeypatch: Any, overlong: bool) -> None:
+    """Trainer divides the loss by the number of micro-batches, but not swift's own metrics."""
+    trainer = make(swift, micro_batches=4)
+    mixer: Any = swift.Mixer(METHODS["constant"](mu=0.25), rows=3, batch=2, seed=5)
+    trainer.mixer, trainer.overlong_filter = mixer, overlong
+    observed: list[Any] = []
+    monkeypatch.setattr(trainer, "observe_rollouts", lambda *call: observed.append(call))
+    monkeypatch.setattr(trainer, "_demo_loss", lambda model: torch.tensor(3.0))
+    batch = SimpleNamespace(
+        completion_mask=torch.tensor([[True, True, False], [True, True, True]]),
+        truncated_mask=torch.tensor([False, True]),
+        advantages="advantages",
+        ref_per_token_logps="ref",
+    )
+    compute, inputs = trainer._compute_loss_and_metrics, {"loss": torch.tensor(8.0)}
+    loss, metrics = compute("model", inputs, batch)
+    assert loss.item() == 0.75 * 8 + 4 * 0.25 * 3 and metrics == {"metrics": "of swift"}
+    ((mask, advantages, ref),) = observed
+    second = [False] * 3 if overlong else [True] * 3
+    assert mask.tolist() == [[True, True, False], second]
+    assert (advantages, ref) == ("advantages", "ref")
+    assert [float(x) for (x,) in mixer._losses] == [2, 3]
+    drawn = swift.Mixer(METHODS["constant"](), rows=3, batch=2, seed=5).draw()
+    assert trainer._step_demos == [ROWS[i] for i in drawn] and trainer._micro_batch == 1
+    trainer.model.training = False
+    assert compute("model", inputs, batch)[0].item() == 8 and len(observed) == 1
+
+
+def test_demonstrations_that_cannot_be_used(swift: Any) -> None:
+    trainer = make(swift)
+    trainer.chord_sft_dataset = ROWS
+    assert trainer._demonstration(1) is ROWS[1]
+    assert [swift._num_targets(row) for row in ROWS] == [2, 1, 2, 0, 1]
+    with pytest.raises(ValueError, match=r"chord_sft_dataset\[3\] has no completion tokens"):
+        trainer._demonstration(3)
+    with pytest.raises(ValueError, match="loss_scale is not supported: use --loss_scale default"):
+        trainer._demonstration(4)
+
+
+def test_the_demonstration_loss(swift: Any) -> None:
+    """Of three rows over two ranks: two on the first, one on the second, then none."""
+    for rank, expected in (
+        (0, [[4, 5, -100, -100], [3, 4, -100, -100]]),
+        (1, [[8, -100]]),
+    ):
+        trainer = make(swift, rank=rank, ranks=2)
+        trainer.mixer = SimpleNamespace(spec=LossSpec(), observe=[].append)
+        trainer._step_demos, trainer._micro_batch = ROWS[:3], 0
+        seen: dict[str, Any] = {}
+
+        def model(seen: dict[str, Any] = seen, **inputs: Any) -> Any:
+            seen.update(inputs)
+            return SimpleNamespace(loss="the loss", moments="moments")
+
+        assert trainer._demo_loss(model) == "the loss"
+        targets, spec, norm = seen.pop("request").args
+        assert targets.tolist() == expected and (spec, norm) == (LossSpec(), 5 / 2)
+        assert set(seen) == {"input_ids", "attention_mask"}
+        assert trainer.mixer.observe.__self__ == ["moments"]
+        trainer._micro_batch = 2
+        assert trainer._demo_loss(model).item() == 0 and len(trainer.mixer.observe.__self__) == 1
+        trainer._step_demos, trainer._micro_batch = ROWS[:1], 0
+        trainer._demo_loss(model)  # sharded weights need the second rank, which has no row
+        targets = seen["request"].args[0]
+        assert targets.tolist() == [[4, 5, -100, -100] if rank == 0 else [-100] * 4]
+
+
+def test_the_term_of_the_demonstrations(swift: Any) -> None:
+    calls: list[Any] = []
+    head = SimpleNamespace(loss=lambda *args, **options: calls.append((args, options)) or "out")
+    assert swift._score(torch.zeros(2, 3), "spec", 2.5, head) == "out"
+    (((targets, advantages, is_demo), options),) = calls
+    assert targets.shape == (2, 3) and advantages.tolist() == [1, 1]
+    assert is_demo.tolist() == [True, True]
+    assert options == {"mu": 1.0, "spec": "spec", "demo_norm": 2.5}

@@ -1,0 +1,72 @@
+"""Builds the CUDA row kernels with emulated threads, and batches to test them."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from gac_kernels.backends import reference
+from gac_kernels.contract import LossSpec
+from gac_kernels.inputs import BatchInputs
+from gac_kernels.tokens import Tokens, plan, with_factors
+
+SOURCES = Path(__file__).parents[2] / "csrc"
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """Compile the kernels for the CPU with emulated instructions, once per process."""
+    with tempfile.TemporaryDirectory() as folder:
+        return load(SOURCES / "cuda", Path(folder))
+
+
+def load(sources: Path, folder: Path, optimize: str = "-O2") -> ctypes.CDLL:
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs g++")
+    path = folder / "emulated.so"
+    command = [compiler, "-std=c++20", optimize, "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror"]
+    command += ["-Wno-unknown-pragmas", "-fsanitize=bounds", "-fsanitize-undefined-trap-on-error"]
+    command += ["-o", str(path), str(sources / "emulate.cpp")]
+    subprocess.run(command, check=True, timeout=300)
+    loaded = ctypes.CDLL(str(path))
+    loaded.gac_cuda_rows.restype = ctypes.c_char_p
+    loaded.gac_cuda_clusters.restype = ctypes.c_int64
+    return loaded
+
+
+def reset(loaded: ctypes.CDLL) -> None:
+    """Restore the defaults: scheduler seed 0, two clusters launched, both resident."""
+    loaded.gac_emulate_seed(0)
+    set_clusters(loaded, launched=2, resident=2)
+
+
+def set_clusters(loaded: ctypes.CDLL, launched: int, resident: int) -> None:
+    loaded.gac_emulate_clusters(ctypes.c_int64(launched), ctypes.c_int64(resident))
+
+
+def batch(logits: Tensor, spec: LossSpec, on_policy: bool = False) -> Tokens:
+    """Two sequences, a rollout and a demonstration; the second token of each has no loss.
+
+    With a correction, each token has a weight too.
+    """
+    _, rows, vocab = logits.shape
+    targets = torch.randint(vocab, (2, rows))
+    targets[:, 1] = -100
+    logps = reference.row_stats(logits.float(), targets.view(-1), spec.temperature)[0].view(2, rows)
+    old, ref = (logps + 0.3 * torch.randn(2, rows) for _ in range(2))
+    old, ref = None if on_policy else old, None if spec.kl_coef == 0 else ref
+    is_demo = torch.tensor([False, True])
+    inputs = BatchInputs(targets, torch.randn(2, rows), is_demo, 0.4, old, ref)
+    if spec.correction != "none":
+        engine = logps + 0.5 * torch.randn(2, rows)
+        inputs = inputs._replace(weights=torch.rand(2, rows), rollout_logps=engine)
+    return with_factors(plan(inputs, spec), inputs, spec)

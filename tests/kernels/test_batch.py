@@ -1,0 +1,304 @@
+"""`plan` and `reduce` of the kernel backends against their definitions in `gac_kernels.tokens`.
+
+Copied values and counts must be equal; float32 values may differ by one ulp, and float64 sums in
+their summation order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from gac_kernels import DemoWeight, LossSpec, backends, fused_gac_loss, reference
+from gac_kernels.inputs import BatchInputs
+from gac_kernels.tokens import Summary, Tokens, TokenTerms, plan, reduce
+from tests.kernels.cases import Case, build, each_case, require_backend
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+KERNELS = ("native", "triton")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shrink the Triton blocks, so that short sequences span several, as real ones do."""
+    if backends.unavailable("triton", CPU, torch.float32) is None:
+        from gac_kernels.backends.triton import launch
+
+        monkeypatch.setattr(launch, "BLOCK", 16)
+
+
+class PlanArgs(NamedTuple):
+    """The arguments of `plan`."""
+
+    inputs: BatchInputs
+    spec: LossSpec = LossSpec()
+
+    def change(self, **fields: Any) -> PlanArgs:
+        return self._replace(inputs=self.inputs._replace(**fields))
+
+
+def plan_args(case: Case) -> PlanArgs:
+    batch = build(case)
+    keywords = {k: v for k, v in batch.keywords.items() if k != "spec"}
+    inputs = BatchInputs(batch.targets, batch.advantages, batch.is_demo, **keywords)
+    return PlanArgs(inputs, case.spec)
+
+
+def terms_of(tokens: Tokens, spec: LossSpec) -> TokenTerms:
+    """Token terms as a backend would return them, for random log-probabilities."""
+    g = torch.Generator().manual_seed(1)
+    logps = -2 * torch.rand(len(tokens.live), generator=g).where(tokens.live, 0)
+    entropy = torch.rand(len(tokens.live), generator=g).where(tokens.live, 0)
+    terms = TokenTerms(*(x.detach() for x in reference.token_terms(logps, entropy, tokens, spec)))
+    clipped = (torch.arange(len(logps)) % 3 != 1) & tokens.rollout
+    return terms._replace(kl=logps.square() * tokens.rollout, clipped=clipped.float())
+
+
+def assert_close(name: str, actual: Tensor, expected: Tensor, scale: float = 1.0) -> None:
+    """Assert equality up to one float32 ulp, or 2^-40 of `scale` for float64 sums."""
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape, name
+    if expected.dtype == torch.float32:
+        tolerance = {"rtol": 2.0**-23, "atol": 2.0**-24 * scale}
+    else:
+        tolerance = {"rtol": 1e-12, "atol": 2.0**-40 * scale}
+    torch.testing.assert_close(
+        actual, expected, **tolerance, equal_nan=True, msg=lambda text: f"{name}: {text}"
+    )
+
+
+def check_plan(name: str, args: PlanArgs) -> Tokens:
+    """Check that the backend's `plan` equals the definition, and return the definition's tokens."""
+    ours, definition = backends.load(name, CPU).plan(*args), plan(*args)
+    for field in Tokens._fields:
+        actual, expected = getattr(ours, field), getattr(definition, field)
+        if field in ("weight", "scale"):
+            assert_close(field, actual, expected, scale=0.0)
+        elif isinstance(expected, Tensor):
+            assert actual.dtype == expected.dtype, field
+            assert torch.equal(actual, expected), field
+        else:
+            assert actual == expected, field
+    return definition
+
+
+def flat(summary: Summary) -> dict[str, Tensor]:
+    """Every tensor of a summary by name."""
+    scalars = {k: v for k, v in summary._asdict().items() if k != "moments"}
+    return scalars | (vars(summary.moments) if summary.moments else {})
+
+
+def check_reduce(name: str, tokens: Tokens, terms: TokenTerms, moments: bool = True) -> Summary:
+    """Check that the backend's `reduce` equals the definition and is bitwise reproducible."""
+    ours, repeated = (backends.load(name, CPU).reduce(tokens, terms, moments) for _ in range(2))
+    definition = flat(reduce(tokens, terms, moments))
+    assert flat(ours).keys() == definition.keys()
+    for field, expected in definition.items():
+        actual = flat(ours)[field]
+        assert_close(field, actual, expected)
+        assert actual.numpy().tobytes() == flat(repeated)[field].numpy().tobytes(), field
+    return ours
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@each_case
+def test_every_case(case: Case, name: str, poison: None) -> None:
+    tokens = check_plan(require_backend(name), plan_args(case))
+    summary = check_reduce(name, tokens, terms_of(tokens, case.spec))
+    assert summary.loss != 0 and summary.moments is not None and summary.moments.rollouts[3] > 0
+
+
+def padded(*shape: int, demos: tuple[int, ...]) -> PlanArgs:
+    g = torch.Generator().manual_seed(2)
+    targets = torch.randint(9, shape, generator=g)
+    targets[torch.rand(shape, generator=g) < 0.3] = -100
+    advantages = torch.randn(shape[0], generator=g)
+    return PlanArgs(BatchInputs(targets, advantages, torch.tensor(demos) > 0, mu=0.4))
+
+
+def packed(lengths: list[int]) -> PlanArgs:
+    ends = torch.tensor(lengths).cumsum(0)
+    args = padded(1, sum(lengths), demos=(0,))
+    g = torch.Generator().manual_seed(3)
+    return args.change(
+        targets=args.inputs.targets[0],
+        advantages=torch.randn(len(lengths), generator=g),
+        is_demo=torch.arange(len(lengths)) % 3 == 1,
+        cu_seqlens=torch.nn.functional.pad(ends, (1, 0)).int(),
+    )
+
+
+SMALL = padded(4, 6, demos=(0, 1, 0, 1))
+CONSTANT = LossSpec(rollout_reduction="constant", demo_reduction="constant", max_tokens=9)
+EDGES: dict[str, Callable[[], PlanArgs]] = {
+    "no rollouts, whose signals are nan": lambda: padded(2, 5, demos=(1, 1)).change(
+        ref_logps=torch.randn(2, 5)
+    ),
+    "no demonstrations": lambda: padded(2, 5, demos=(0, 0)),
+    "no loss tokens: every norm is 0": lambda: SMALL.change(targets=torch.full((4, 6), -100)),
+    "no tokens": lambda: padded(3, 0, demos=(0, 1, 0)),
+    "packed without tokens": lambda: packed([0, 0]),
+    "one token": lambda: padded(1, 1, demos=(0,)).change(targets=torch.tensor([[3]])),
+    "two tokens": lambda: padded(1, 2, demos=(0,)).change(targets=torch.tensor([[3, 4]])),
+    "empty sequences at both ends and adjacent": lambda: packed([0, 3, 0, 0, 4, 0]),
+    "sequences of several blocks": lambda: packed([50, 2, 33]),
+    "a padded row of several blocks": lambda: padded(2, 300, demos=(0, 1)),
+    "more sequences than a block": lambda: packed([1, 2, 0] * 7),
+    "mu as a tensor": lambda: SMALL.change(mu=torch.tensor(0.3)),
+    "norms from the caller": lambda: SMALL.change(rollout_norm=7, demo_norm=11.0),
+    "norms as tensors": lambda: SMALL.change(
+        rollout_norm=torch.tensor(7), demo_norm=torch.tensor(11.0, dtype=torch.float64)
+    ),
+    "a norm of 0 gives zero weight": lambda: SMALL.change(rollout_norm=0.0),
+    "constant norms from the caller": lambda: SMALL.change(rollout_norm=5)._replace(
+        spec=LossSpec(rollout_reduction="constant", max_tokens=9)
+    ),
+    "masked sequences of both kinds count": lambda: SMALL.change(
+        targets=torch.where(torch.arange(4)[:, None] < 2, -100, SMALL.inputs.targets)
+    )._replace(spec=CONSTANT),
+    "masked sequences with a role per token count": lambda: SMALL.change(
+        targets=torch.where(torch.arange(4)[:, None] < 3, -100, SMALL.inputs.targets),
+        is_demo=torch.tensor([[0] * 6, [1] * 6, [1, 0] * 3, [0, 1] * 3]).bool(),
+    )._replace(spec=CONSTANT),
+    "an empty sequence with a role per token is a rollout": lambda: (
+        packed([2, 0, 3, 0])
+        .change(is_demo=torch.tensor([0, 1, 1, 1, 0]).bool(), advantages=torch.randn(5))
+        ._replace(spec=CONSTANT)
+    ),
+    "other float dtypes": lambda: SMALL.change(
+        advantages=SMALL.inputs.advantages.double(),
+        old_logps=torch.randn(4, 6).bfloat16(),
+        ref_logps=torch.randn(4, 6).double(),
+    ),
+    "strided inputs": lambda: SMALL.change(
+        targets=SMALL.inputs.targets.repeat(1, 2)[:, ::2].contiguous().T.contiguous().T,
+        old_logps=torch.randn(6, 4).T,
+        advantages=torch.randn(8)[::2],
+        is_demo=torch.tensor([0, 1] * 4).bool()[::2],
+    ),
+    "advantages of demonstrations under SHAPED": lambda: SMALL.change(
+        advantages=torch.randn(4, 6)
+    )._replace(spec=LossSpec(demo_weight=DemoWeight.SHAPED)),
+    "nan at masked tokens": lambda: SMALL.change(
+        advantages=torch.where(SMALL.inputs.targets == -100, math.nan, torch.randn(4, 6)),
+        old_logps=torch.where(SMALL.inputs.targets == -100, math.nan, torch.randn(4, 6)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("make_args", EDGES.values(), ids=EDGES)
+def test_edges(make_args: Callable[[], PlanArgs], name: str, poison: None) -> None:
+    args = make_args()
+    tokens = check_plan(require_backend(name), args)
+    check_reduce(name, tokens, terms_of(tokens, args.spec))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("sequence", (0, 1), ids=("rollout", "demonstration"))
+def test_nan_tokens_propagate_as_in_the_definition(name: str, sequence: int) -> None:
+    tokens = plan(*SMALL)
+    terms = terms_of(tokens, SMALL.spec)
+    token = sequence * 6 + int(tokens.live.view(4, 6)[sequence].nonzero()[0, 0])
+    terms.logps[token] = terms.loss[token] = terms.entropy[token] = math.nan
+    summary = check_reduce(require_backend(name), tokens, terms)
+    assert summary.loss.isnan() and summary.demo_loss.isnan() == (sequence == 1)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_centered_sums_of_a_nearly_constant_advantage_do_not_cancel(name: str) -> None:
+    args = SMALL.change(advantages=1e4 + 1e-2 * torch.randn(4, 6))
+    tokens = plan(*args)
+    terms = terms_of(tokens, args.spec)
+    ours = check_reduce(require_backend(name), tokens, terms)
+    definition = reduce(tokens, terms, True)
+    torch.testing.assert_close(
+        ours.moments.rollouts[4], definition.moments.rollouts[4], rtol=1e-6, atol=0
+    )
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_without_moments(name: str) -> None:
+    tokens = plan(*SMALL)
+    summary = check_reduce(
+        require_backend(name), tokens, terms_of(tokens, SMALL.spec), moments=False
+    )
+    assert summary.moments is None
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_the_loss_can_be_modified_in_place(name: str) -> None:
+    """Trainers do `loss /= steps` and `loss += auxiliary`."""
+    logits = torch.randn(2, 3, 11, requires_grad=True)
+    batch: tuple[Any, ...] = (torch.tensor([[1, 2, 3]] * 2), torch.ones(2), torch.arange(2) > 0)
+    unmodified = fused_gac_loss(logits, *batch, backend=require_backend(name)).loss
+    (expected,) = torch.autograd.grad(unmodified, logits)
+    loss = fused_gac_loss(logits, *batch, backend=name).loss
+    loss /= 4
+    loss += 1
+    (grad,) = torch.autograd.grad(loss, logits)
+    torch.testing.assert_close(grad, expected / 4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pinned", [True, False])
+def test_inputs_on_the_cpu(pinned: bool) -> None:
+    """CPU inputs are copied without synchronization.
+
+    A CUDA graph can capture copies of pinned inputs, and a replay reads their new values.
+    """
+    cpu = packed([3, 0, 1300, 7]).change(mu=torch.tensor(0.3), demo_norm=torch.tensor(9.0)).inputs
+    if pinned:
+        cpu = BatchInputs(*(x.pin_memory() if isinstance(x, Tensor) else x for x in cpu))
+    inputs = cpu._replace(targets=cpu.targets.cuda())
+    triton, spec = backends.load("triton", torch.device("cuda")), LossSpec()
+    expected = triton.plan(
+        BatchInputs(*(x.cuda() if isinstance(x, Tensor) else x for x in cpu)), spec
+    )
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        tokens = triton.plan(inputs, spec)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for x, y in zip(tokens, expected, strict=True):
+        assert x is y is None or torch.equal(x, y)
+    if pinned:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            tokens = triton.plan(inputs, spec)
+        inputs.advantages.mul_(2)
+        graph.replay()
+        assert torch.equal(tokens.advantages, 2 * expected.advantages)
+
+
+@pytest.mark.gpu
+def test_cuda_graph_capture() -> None:
+    """No host synchronization; a replay on new inputs gives the results for those inputs."""
+    cpu = packed([3, 0, 1300, 7]).change(mu=torch.tensor(0.3)).inputs
+    args = PlanArgs(BatchInputs(*(x.cuda() if isinstance(x, Tensor) else x for x in cpu)))
+    targets = args.inputs.targets
+    triton = backends.load("triton", torch.device("cuda"))
+    logps = torch.zeros(len(targets), device="cuda")
+
+    def run() -> tuple[Tokens, Summary]:
+        tokens = triton.plan(*args)
+        return tokens, triton.reduce(tokens, TokenTerms(*[logps] * 5), True)
+
+    run()  # compile
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tokens, summary = run()
+    targets[1] = -100
+    logps.copy_(torch.where(targets == -100, 0.0, -torch.rand_like(logps)))
+    graph.replay()
+    expected = plan(*args)
+    for field in ("live", "lengths", "offsets", "sequence", "advantages"):
+        assert torch.equal(getattr(tokens, field), getattr(expected, field)), field
+    assert_close("weight", tokens.weight, expected.weight)
+    for field, value in flat(reduce(expected, TokenTerms(*[logps] * 5), True)).items():
+        assert_close(field, flat(summary)[field], value, scale=float(len(logps)))

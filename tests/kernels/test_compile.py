@@ -1,0 +1,450 @@
+"""torch.compile: the public functions are custom operators and cause no graph breaks."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from gac_kernels import (
+    HeadSketch,
+    LossSpec,
+    fused_gac_loss,
+    fused_linear_gac_loss,
+    linear_token_logprobs,
+    loss_from_logprobs,
+    ops,
+    token_logprobs,
+)
+from gac_kernels.contract import MORE_OUTPUTS, RATIOS
+from gac_kernels.sketch import _signs as sketch_signs
+from tests.kernels import test_options as options
+from tests.kernels.cases import BY_NAME, Batch, build, require_backend
+
+
+def all_calls(batch: Batch, mu: float | torch.Tensor):
+    """Call every public function; the first result depends on all differentiable outputs."""
+    hidden, weight, bias = batch.hidden, batch.weight, batch.bias
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    keywords = batch.keywords | {"mu": mu}
+    args = batch.targets, batch.advantages, batch.is_demo
+    out = fused_linear_gac_loss(hidden * 2, weight, *args, bias=bias, **keywords)
+    plain = fused_gac_loss(logits, *args, moments=False, **keywords)
+    logps, entropy = linear_token_logprobs(hidden, weight, batch.targets, bias=bias)
+    logps2, entropy2 = token_logprobs(logits, batch.targets, temperature=0.7)
+    extra = (logps * entropy).sum() + (logps2 - entropy2).sum()
+    return out.loss * 3 + plain.loss + extra * 0.1, out, plain
+
+
+def check_compiled(backend: str, name: str, mu: float | torch.Tensor, autocast: bool) -> None:
+    batch = build(BY_NAME[name])
+    leaves = batch.hidden, batch.weight, batch.bias
+    torch.compiler.reset()
+    compiled = torch.compile(all_calls, fullgraph=True, backend=backend)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        total, out, plain = all_calls(batch, mu)
+        total_c, out_c, plain_c = compiled(batch, mu)
+    # compiled code runs the same operators; inductor may only reorder the additions around them
+    torch.testing.assert_close(total_c, total, rtol=1e-6, atol=0)
+    grads, grads_c = torch.autograd.grad(total, leaves), torch.autograd.grad(total_c, leaves)
+    torch.testing.assert_close(grads_c, grads, rtol=1e-5, atol=1e-6)
+    assert torch.equal(out_c.logps, out.logps) and torch.equal(out_c.entropy, out.entropy)
+    assert out_c.moments.signals() == out.moments.signals()
+    assert plain_c.moments is None and not out_c.demo_loss.requires_grad
+    assert torch.equal(plain_c.rollout_loss, plain.rollout_loss)
+
+
+@pytest.mark.parametrize("name", ["entropy", "k3"])
+def test_one_graph_with_the_same_values(name: str) -> None:
+    check_compiled("aot_eager", name, 0.3, autocast=False)
+
+
+def test_mu_as_a_tensor() -> None:
+    check_compiled("aot_eager", "clip", torch.tensor(0.3), autocast=False)
+
+
+def test_autocast_dtype_reaches_the_operator() -> None:
+    check_compiled("aot_eager", "defaults", 0.3, autocast=True)
+
+
+def test_a_new_mu_does_not_recompile() -> None:
+    """The controller changes mu at every step; as a tensor, it is not a constant of the graph."""
+    batch = build(BY_NAME["defaults"])
+    counter = CompileCounterWithBackend("eager")
+    torch.compiler.reset()
+    compiled = torch.compile(all_calls, fullgraph=True, backend=counter)
+    for step in range(3):
+        mu = torch.tensor(0.3 + 0.01 * step)
+        torch.testing.assert_close(compiled(batch, mu)[0], all_calls(batch, mu)[0])
+    assert counter.frame_count == 1
+
+
+def test_no_grad_and_frozen_weight() -> None:
+    batch = build(BY_NAME["defaults"])
+    torch.compiler.reset()
+    compiled = torch.compile(all_calls, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert torch.equal(compiled(batch, 0.3)[1].loss, all_calls(batch, 0.3)[1].loss)
+    batch.weight.requires_grad_(False)
+    (grad,) = torch.autograd.grad(compiled(batch, 0.3)[0], batch.hidden)
+    (expected,) = torch.autograd.grad(all_calls(batch, 0.3)[0], batch.hidden)
+    torch.testing.assert_close(grad, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_values_are_checked_at_run_time() -> None:
+    batch = build(BY_NAME["defaults"])
+    torch.compiler.reset()
+    compiled = torch.compile(fused_gac_loss, fullgraph=True, backend="aot_eager")
+    logits = batch.logits()
+    compiled(logits, batch.targets, batch.advantages, batch.is_demo)
+    batch.targets[0, 0] = 101
+    with pytest.raises(ValueError, match=r"targets\[0, 0\] = 101"):
+        compiled(logits, batch.targets, batch.advantages, batch.is_demo)
+
+
+def test_float16_weight_gradient() -> None:
+    """The custom operator returns `inv_scale`, which unscales float16 gradients."""
+    batch = build(BY_NAME["one"], torch.float16)
+
+    def call(batch: Batch):
+        args = batch.targets, batch.advantages, batch.is_demo
+        return fused_linear_gac_loss(batch.hidden, batch.weight, *args, **batch.keywords).loss
+
+    torch.compiler.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    leaves = batch.hidden, batch.weight
+    grads = torch.autograd.grad(compiled(batch), leaves)
+    expected = torch.autograd.grad(call(batch), leaves)
+    assert [g.dtype for g in grads] == [torch.float16] * 2
+    torch.testing.assert_close(grads, expected)
+
+
+SPEC = LossSpec(kl_coef=0.1, entropy_coef=0.05, temperature=0.7)
+BACKENDS = ("native", "triton", "reference")
+
+
+def example(rows: int, width: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """A batch whose logits and hidden states have transposed rows: [T, B, X] seen as [B, T, X]."""
+    vocabulary, size = 37, 8
+
+    def leaf(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape).to(dtype).requires_grad_()
+
+    targets = torch.randint(vocabulary, (rows, width))
+    targets[0, -1] = -100
+    return {
+        "logits": leaf(width, rows, vocabulary).transpose(0, 1),
+        "hidden": leaf(width, rows, size).transpose(0, 1),
+        "weight": leaf(vocabulary, size),
+        "bias": leaf(vocabulary),
+        "logps": (torch.randn(rows, width) - 4).requires_grad_(),
+        "entropy": torch.rand(rows, width).requires_grad_(),
+        "targets": targets,
+        "advantages": torch.randn(rows),
+        "is_demo": torch.arange(rows) % 2 == 1,
+        "old_logps": torch.randn(rows, width) - 4,
+        "ref_logps": torch.randn(rows, width) - 4,
+    }
+
+
+def every_function(x: dict[str, torch.Tensor], spec: LossSpec, backend: str):
+    """Call every public function; all results as one tuple of tensors."""
+    targets, weight, bias = x["targets"], x["weight"], x["bias"]
+    args = targets, x["advantages"], x["is_demo"]
+    keywords = {"old_logps": x["old_logps"], "ref_logps": x["ref_logps"], "spec": spec}
+    scaling = {"logit_scale": 0.5, "softcap": 4.0, "backend": backend}
+    outputs = "mean_logits", "is_top1"
+    losses = (
+        fused_gac_loss(x["logits"], *args, **keywords, **scaling),
+        fused_linear_gac_loss(x["hidden"], weight, *args, bias=bias, **keywords, backend=backend),
+    )
+    if "logps" in x:
+        losses += (loss_from_logprobs(x["logps"], *args, entropy=x["entropy"], **keywords),)
+    logprobs = (
+        token_logprobs(x["logits"], targets, outputs=outputs, **scaling),
+        linear_token_logprobs(x["hidden"], weight, targets, bias=bias, backend=backend),
+    )
+    moments = (
+        x for m in (out.moments for out in losses) for x in (m.rollouts, m.demo_nll, m.totals)
+    )
+    scalars_and_tokens = (part for out in losses for part in out[:7])
+    return *scalars_and_tokens, *moments, *(part for group in logprobs for part in group)
+
+
+def gradients(results: tuple[torch.Tensor, ...], x: dict[str, torch.Tensor]) -> dict:
+    """Gradients of a sum that weighs each differentiable result differently."""
+    differentiable = [r.double().sum() for r in results if r.requires_grad]
+    total = sum(r * (i + 1) for i, r in enumerate(differentiable))
+    leaves = {name: tensor for name, tensor in x.items() if tensor.requires_grad}
+    return dict(zip(leaves, torch.autograd.grad(total, leaves.values()), strict=True))
+
+
+def check_every_function(compiled, x: dict[str, torch.Tensor], spec: LossSpec, backend: str):
+    results, expected = compiled(x, spec, backend), every_function(x, spec, backend)
+    torch.testing.assert_close(results, expected)
+    assert [r.requires_grad for r in results] == [r.requires_grad for r in expected]
+    grads, expected_grads = gradients(results, x), gradients(expected, x)
+    for name, grad in expected_grads.items():
+        # each function's gradient is rounded to the dtype before they are added
+        atol = 4 * torch.finfo(grad.dtype).eps * grad.abs().max().item()
+        torch.testing.assert_close(grads[name], grad, rtol=1e-5, atol=atol, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [
+        ("native", torch.float16),
+        ("native", torch.bfloat16),
+        ("triton", torch.float16),
+        ("triton", torch.bfloat16),
+        ("reference", torch.bfloat16),
+        ("reference", torch.float64),
+    ],
+)
+def test_every_function_equals_eager(backend: str, dtype: torch.dtype) -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(every_function, fullgraph=True, backend="aot_eager")
+    check_every_function(compiled, example(2, 3, dtype), SPEC, require_backend(backend, dtype))
+
+
+@pytest.mark.slow
+def test_every_function_with_dynamic_shapes() -> None:
+    """The graph does not depend on the backend."""
+    backend = require_backend("native")
+    torch.compiler.reset()
+    compiled = torch.compile(every_function, fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows, width in (2, 3), (3, 4):
+        check_every_function(compiled, example(rows, width), SPEC, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_dynamic_shapes_and_numbers(backend: str) -> None:
+    """The numbers of the spec are dynamic too, so they must not become text of the graph."""
+    require_backend(backend)
+
+    def loss(x: dict[str, torch.Tensor], spec: LossSpec) -> torch.Tensor:
+        args = x["targets"], x["advantages"], x["is_demo"]
+        return fused_gac_loss(
+            x["logits"], *args, ref_logps=x["ref_logps"], spec=spec, backend=backend
+        ).loss
+
+    torch.compiler.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows, width, coefficient in (2, 3, 0.1), (3, 4, 0.2):
+        x, spec = example(rows, width), replace(SPEC, kl_coef=coefficient)
+        value, expected = compiled(x, spec), loss(x, spec)
+        torch.testing.assert_close(value, expected)
+        (grad,) = torch.autograd.grad(value, x["logits"])
+        (expected_grad,) = torch.autograd.grad(expected, x["logits"])
+        torch.testing.assert_close(grad, expected_grad)
+
+
+@pytest.mark.slow
+def test_inductor_with_transposed_rows() -> None:
+    """Compiles only operators: `loss_from_logprobs` has none, and would take most of the time."""
+    backend = require_backend("native")
+    torch.compiler.reset()
+    x = example(2, 3)
+    del x["logps"], x["entropy"]
+    check_every_function(torch.compile(every_function, fullgraph=True), x, SPEC, backend)
+
+
+@pytest.mark.parametrize("form", ["logits", "linear"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_opcheck(form: str, backend: str) -> None:
+    x, linear = example(2, 3), form == "linear"
+    rows = x["hidden" if linear else "logits"]
+    head = (x["weight"], x["bias"]) if linear else (None, None)
+    targets, needs = x["targets"], [True, linear, linear]
+    scaling = 0.7, 2.0, require_backend(backend)
+    operators = torch.ops.gac_kernels
+    inputs = targets, x["advantages"], x["is_demo"], torch.tensor(0.3), x["old_logps"]
+    settings = *ops.encode(SPEC), *scaling, needs, torch.float32, None, [8, 1] if linear else []
+    optional = x["ref_logps"], *(None,) * 5
+    torch.library.opcheck(operators.loss.default, (rows, *head, *inputs, *optional, *settings))
+    gemms = torch.float32, None
+    torch.library.opcheck(
+        operators.logprobs.default, (rows, *head, targets, *scaling, *gemms, True)
+    )
+    operands = [None if y is None else y.detach() for y in (rows, *head)]
+    stats = torch.rand(4, targets.numel())
+    torch.library.opcheck(
+        operators.logprobs_backward.default,
+        (*operands, targets, stats, *scaling, *gemms, needs),
+    )
+
+
+def test_spec_encode_decode_round_trip() -> None:
+    spec = LossSpec(
+        *(None, 0.28, 3.0, 0.1, "k2", 0.01, "trust", 0.2, "constant", "sequence", 99, 0.7),
+        *("sapo", (0.5, 2.0), "sequence", "token_mask", 0.1, None, True),
+    )
+    assert ops.decode(*ops.encode(spec)) == spec
+    assert ops.decode(*ops.encode(LossSpec())) == LossSpec()
+
+
+def compiling(operators: bool = True) -> Any:
+    """Use the operators of torch.compile, without compiling anything."""
+    return mock.patch.object(torch.compiler, "is_compiling", return_value=operators)
+
+
+@settings(deadline=None, max_examples=8, derandomize=True)
+@given(options.batches())
+def test_operators(batch: options.Batch) -> None:
+    with compiling():
+        options.check_kernels(batch, require_backend("native"))
+
+
+def test_shapes_of_a_packed_batch() -> None:
+    """The operator for fake tensors gives the shapes of all results, also with frozen inputs."""
+    batch, _ = options.make(LossSpec())
+    operator, encoded = torch.ops.gac_kernels.loss.default, ops.encode(LossSpec())
+    inputs = *batch.inputs, torch.tensor(0.3), None, None, batch.keywords["cu_seqlens"]
+    for dtype, needs in (
+        (torch.float32, [True, False, True]),
+        (torch.float16, [False, True, True]),
+    ):
+        operands = [
+            x.to(dtype).detach().requires_grad_(n) for x, n in zip(batch.leaves, needs, strict=True)
+        ]
+        settings = *encoded, 0.7, None, "reference", needs, dtype, None, [4, 1]
+        arguments = (*operands, *inputs, *(None,) * 4, *settings)
+        torch.library.opcheck(operator, arguments, test_utils="test_faketensor")
+
+
+def test_shapes_of_half_precision_log_probs() -> None:
+    batch, _ = options.make(LossSpec())
+    leaves, targets = options.copies(batch.leaves, torch.bfloat16), batch.inputs[0]
+    scaling, gemms = (0.7, 2.0, "reference"), (torch.bfloat16, None)
+    operators, frozen = torch.ops.gac_kernels, [x.detach() for x in leaves]
+    for needs, more in (([True, False, True], True), ([False, True, True], False)):
+        arguments = (*leaves, targets, *scaling, *gemms, more)
+        torch.library.opcheck(operators.logprobs.default, arguments, test_utils="test_faketensor")
+        arguments = (*frozen, targets, torch.rand(4, len(targets)), *scaling, *gemms, needs)
+        torch.library.opcheck(
+            operators.logprobs_backward.default, arguments, test_utils="test_faketensor"
+        )
+
+
+def test_operators_unscale_float16_gradients_in_float32() -> None:
+    """The scaled gradient of the weight, 0.5 x 200 x 4000, exceeds float16's range."""
+    hidden, weight = torch.full((1, 200, 1), 4e3).half(), torch.zeros(2, 1).half().requires_grad_()
+    inputs = torch.zeros(1, 200).long(), torch.ones(1), torch.tensor([True])
+    spec = LossSpec(demo_weight="one")
+    with compiling():
+        fused_linear_gac_loss(hidden, weight, *inputs, mu=1.0, spec=spec).loss.backward()
+    assert weight.grad.tolist() == [[-2e3], [2e3]]
+
+
+def test_operators_check_values() -> None:
+    batch, _ = options.make(LossSpec())
+    hidden, weight, _ = batch.leaves
+    targets, *rest = batch.inputs
+    wrong = targets.clone()
+    wrong[3] = options.V
+    with compiling():
+        for changes, message in (
+            ({"weights": torch.tensor([1.0, -2.0, 0.0])}, r"weights\[1\] = -2.0"),
+            ({"cu_seqlens": torch.tensor([0, 4, 8, 11])}, "cu_seqlens ends at 11"),
+            ({"targets": wrong}, r"targets\[3\] = 13"),
+        ):
+            keywords = {"targets": targets, **batch.keywords, **changes}
+            inputs = keywords.pop("targets"), *rest
+            with pytest.raises(ValueError, match=message):
+                fused_linear_gac_loss(hidden, weight, *inputs, **keywords)
+            with pytest.raises(ValueError, match=message):
+                fused_gac_loss(hidden @ weight.T, *inputs, **keywords)
+        with pytest.raises(ValueError, match=message):
+            linear_token_logprobs(hidden, weight, wrong)
+
+
+LOSSES: dict[str, Any] = {
+    "fused": lambda x, w, batch: fused_gac_loss(x @ w.T, *batch.inputs, **batch.keywords).loss,
+    "linear": lambda x, w, batch: fused_linear_gac_loss(x, w, *batch.inputs, **batch.keywords).loss,
+    "logprobs": lambda x, w, batch: token_logprobs(x @ w.T, batch.inputs[0])[0].sum(),
+    "linear logprobs": lambda x, w, batch: linear_token_logprobs(x, w, batch.inputs[0])[0].sum(),
+}
+
+
+class Cut(torch.autograd.Function):
+    """The identity, without a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> None:
+        return None
+
+
+@pytest.mark.parametrize("operators", [False, True])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_double_backward_is_refused_and_a_missing_gradient_passed_on(
+    name: str, operators: bool
+) -> None:
+    require_backend("native")
+    batch, _ = options.make(LossSpec())
+    hidden, weight, _ = options.copies(batch.leaves, torch.float32)
+    with compiling(operators):
+        loss = LOSSES[name](hidden, weight, batch)
+    Cut.apply(loss).backward(retain_graph=True)
+    assert hidden.grad is None or not hidden.grad.any()
+    with pytest.raises(RuntimeError, match="differentiable once.*gac_kernels.reference"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
+
+
+@pytest.mark.parametrize(
+    ("backend", "ratio", "operators"),
+    [
+        *itertools.product(["native", "reference"], RATIOS, [False, True]),
+        ("triton", "token", False),
+    ],
+)
+def test_torchs_default_dtype_and_device_are_not_used(
+    backend: str, ratio: str, operators: bool
+) -> None:
+    """All results are on the device of the inputs, with the same values."""
+    require_backend(backend)
+    spec = LossSpec(ratio=ratio, correction="token_truncate", kl_coef=0.1, entropy_coef=0.1)
+    batch, logps = options.make(spec, rollout_norm=3.0, demo_norm=torch.tensor(5.0))
+    columns = {f"{name}_logps": logps + 0.1 for name in ("old", "ref", "rollout")}
+    keywords = {**batch.keywords, **columns, "weights": torch.tensor([1.0, 0.5, 2.0])}
+    more = {"outputs": MORE_OUTPUTS, "backend": backend}
+
+    def results() -> list[torch.Tensor]:
+        leaves = options.copies(batch.leaves, torch.float32)
+        logits = torch.nn.functional.linear(*leaves)
+        outs = [fused_gac_loss(logits, *batch.inputs, **keywords, backend=backend)]
+        stats = token_logprobs(logits, batch.inputs[0], **more)
+        if backend != "triton":  # the interpreter is slow
+            linear_keywords = {**keywords, "bias": leaves[2], "sketch": HeadSketch(4, 1)}
+            outs.append(
+                fused_linear_gac_loss(
+                    *leaves[:2], *batch.inputs, **linear_keywords, backend=backend
+                )
+            )
+            stats += linear_token_logprobs(*leaves[:2], batch.inputs[0], **more)
+            outs.append(loss_from_logprobs(stats[0], *batch.inputs, entropy=stats[1], **keywords))
+        parts = [x for out in outs for x in (*out[:7], *vars(out.moments).values(), out.sketch)]
+        grads = options.gradients(sum(out.loss for out in outs) + stats[-4].sum(), leaves)
+        return [*(x for x in parts if x is not None), *stats, *grads]
+
+    sketch_signs.cache_clear()
+    with compiling(operators):
+        with torch.device("meta"):
+            torch.set_default_dtype(torch.float64)
+            try:
+                actual = results()
+            finally:
+                torch.set_default_dtype(torch.float32)
+        sketch_signs.cache_clear()
+        expected = results()
+    for x, y in zip(actual, expected, strict=True):
+        assert x.dtype == y.dtype and x.device == y.device and torch.equal(x, y)

@@ -1,0 +1,445 @@
+"""The CUDA row kernels without a GPU: the real source on emulated threads, and nvcc's resource
+reports.
+
+Tolerance: 2 x the error of float32 PyTorch on the same inputs, both against float64, plus 1e-6.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import operator
+from types import ModuleType
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench import roofline
+from gac_kernels import build_cuda, inspect_cuda
+from gac_kernels.backends import cuda, reference
+from gac_kernels.contract import DemoWeight, LossSpec
+from gac_kernels.inputs import BatchInputs
+from gac_kernels.tokens import Tokens
+from tests.kernels import cuda_emulation as emulation
+from tests.kernels.cuda_emulation import batch
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
+    """Run `backends.cuda` on CPU tensors, with a fixed thread order."""
+    loaded = emulation.library()
+    monkeypatch.setattr(cuda, "library", lambda: loaded)
+    emulation.reset(loaded)
+    return loaded
+
+
+@pytest.fixture
+def force_split(monkeypatch: pytest.MonkeyPatch):
+    """Force the split of a row; small rows would otherwise always get a cluster of one block."""
+
+    def force(cluster: int, slots: int) -> None:
+        monkeypatch.setattr(cuda, "split", lambda *_, **__: cuda.Split(cluster, slots))
+
+    return force
+
+
+def to_float64(tokens: Tokens) -> Tokens:
+    wide = [x.double() if torch.is_tensor(x) and x.is_floating_point() else x for x in tokens]
+    return Tokens(*wide)
+
+
+def close(ours: Tensor, theirs: Tensor, truth: Tensor, what: str, atol: float = 1e-6) -> None:
+    assert torch.equal(ours.isnan(), truth.isnan()), f"{what}: NaNs at different positions"
+    error = (ours.double() - truth).nan_to_num(0).abs()
+    allowed = 2 * (theirs.double() - truth).nan_to_num(0).abs().max() + atol
+    worst = error.argmax()
+    assert error.max() <= allowed, (
+        f"{what}: {ours.flatten()[worst]} is not {truth.flatten()[worst]} "
+        f"(error {error.max():.2e}, allowed {allowed:.2e})"
+    )
+
+
+def check_loss(logits: Tensor, tokens: Tokens, spec: LossSpec, out: Tensor) -> None:
+    """Compare the kernels' row_loss with float32 and float64 PyTorch."""
+    like = torch.empty(logits.shape, dtype=torch.float32)
+    theirs = reference.row_loss(logits.float(), tokens, spec, like)
+    exact = torch.empty(logits.shape, dtype=torch.float64)
+    truth = reference.row_loss(logits.double(), to_float64(tokens), spec, exact)
+    rounded = like.to(out.dtype)  # the reference's gradient in the dtype of ours
+    ours = cuda.row_loss(logits, tokens, spec, out)
+    for name, a, b, c in zip(ours._fields, ours, theirs, truth, strict=True):
+        close(a, b, c, name, atol=2e-6)
+    close(out, rounded, exact, "gradient", atol=2e-6 * tokens.scale.max().item())
+    masked = tokens.targets.view(logits.shape[:2]) == -100
+    assert (out[masked] == 0).all()
+
+
+OPTIONS = {
+    "default": LossSpec(),
+    "k1, dual clip, entropy": LossSpec(
+        kl_coef=0.1, kl_estimator="k1", dual_clip=1.5, entropy_coef=0.01
+    ),
+    "k2, no clip, p": LossSpec(
+        kl_coef=0.1, kl_estimator="k2", clip_low=None, clip_high=None, demo_weight=DemoWeight.P
+    ),
+    "k3, one, hot": LossSpec(kl_coef=0.1, demo_weight=DemoWeight.ONE, temperature=1.7),
+    "shaped": LossSpec(demo_weight=DemoWeight.SHAPED),
+    "on policy": LossSpec(entropy_coef=0.01),
+    "trust": LossSpec(demo_weight=DemoWeight.TRUST, entropy_coef=0.02),
+    "cispo, weights": LossSpec(policy="cispo", clip_high=0.1, correction="token_truncate"),
+    "sapo, mask, on policy": LossSpec(
+        policy="sapo", sapo_tau=(1.0, 1.3), correction="token_mask", correction_max=1.2
+    ),
+    "reinforce, kl ratio, truncate, on policy": LossSpec(
+        policy="reinforce",
+        correction="token_truncate",
+        correction_min=0.8,
+        kl_coef=0.1,
+        kl_ratio=True,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option(kernels: ctypes.CDLL, force_split, name: str) -> None:
+    force_split(2, 3)
+    logits = 4 * torch.randn(2, 3, 3000)
+    tokens = batch(logits, OPTIONS[name], on_policy="on policy" in name)
+    check_loss(logits, tokens, OPTIONS[name], torch.empty_like(logits))
+
+
+# reason -> (dtype, gradient dtype, V, blocks, tiles)
+SHAPES = {
+    "a whole number of tiles": (torch.float32, torch.float32, 8192, 4, 2),
+    "a word with few valid logits at each end": (torch.bfloat16, torch.bfloat16, 9001, 2, 3),
+    "fewer 16-byte words than blocks": (torch.float16, torch.float16, 11, 4, 2),
+    "one logit": (torch.float32, torch.float32, 1, 2, 2),
+    "the linear form: float32 in, bfloat16 out": (torch.float32, torch.bfloat16, 5003, 2, 4),
+    "a full ring, no space to prefetch": (torch.bfloat16, torch.bfloat16, 16377, 1, 4),
+    "eight blocks": (torch.bfloat16, torch.bfloat16, 40000, 8, 3),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_shape(kernels: ctypes.CDLL, force_split, name: str) -> None:
+    dtype, out_dtype, vocab, blocks, tiles = SHAPES[name]
+    force_split(blocks, tiles)
+    logits = (3 * torch.randn(2, 3, vocab)).to(dtype)
+    out = torch.full(logits.shape, torch.nan, dtype=out_dtype)
+    check_loss(logits, batch(logits, LossSpec()), LossSpec(), out)
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.float16])
+def test_unused_dtypes_are_rejected(kernels: ctypes.CDLL, force_split, out_dtype) -> None:
+    logits = torch.randn(2, 3, 300).bfloat16()
+    tokens = batch(logits, LossSpec())
+    with pytest.raises(RuntimeError, match="gradient of the same dtype"):
+        cuda.row_loss(logits, tokens, LossSpec(), torch.empty(logits.shape, dtype=out_dtype))
+
+
+def test_rows_of_any_stride_leave_their_neighbors_unchanged(
+    kernels: ctypes.CDLL, force_split
+) -> None:
+    """logits[:, :-1, :-2] of a larger tensor: rows are unaligned, and the memory between them must
+    not change.
+    """
+    force_split(2, 3)
+    storage = torch.randn(2, 4, 2005)
+    logits = storage[:, :-1, :-2]
+    full = torch.full((2, 4, 2005), 7.0)
+    out = full[:, 1:, 1:-1]
+    check_loss(logits, batch(logits, LossSpec()), LossSpec(), out)
+    assert (full[:, 0] == 7).all() and (full[:, :, 0] == 7).all() and (full[:, :, -1] == 7).all()
+
+
+def test_in_place_gradient(kernels: ctypes.CDLL, force_split) -> None:
+    force_split(4, 2)
+    logits = torch.randn(2, 5, 3001).bfloat16()
+    tokens = batch(logits, LossSpec())
+    separate = torch.empty_like(logits)
+    first = cuda.row_loss(logits, tokens, LossSpec(), separate)
+    second = cuda.row_loss(logits, tokens, LossSpec(), logits)
+    assert torch.equal(logits, separate)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_narrower_in_place_gradient(kernels: ctypes.CDLL, force_split) -> None:
+    """The linear form on a GPU: a bfloat16 gradient in the first half of each float32 row."""
+    force_split(2, 3)
+    logits = torch.randn(2, 5, 4003)
+    tokens = batch(logits, LossSpec())
+    separate = torch.empty(logits.shape, dtype=torch.bfloat16)
+    cuda.row_loss(logits, tokens, LossSpec(), separate)
+    in_place = logits.view(torch.bfloat16)[..., :4003]
+    cuda.row_loss(logits, tokens, LossSpec(), in_place)
+    assert torch.equal(in_place, separate)
+
+
+@pytest.mark.parametrize("blocks", [1, 4])
+def test_statistics_and_their_gradient(
+    kernels: ctypes.CDLL, force_split, blocks: int, poison: None
+) -> None:
+    force_split(blocks, 4)
+    logits, targets = 3 * torch.randn(2, 4, 6007), torch.randint(6007, (8,))
+    targets[2] = -100
+    d_logps, d_entropy = torch.randn(8), torch.randn(8)
+    d_logps[3] = d_entropy[3] = 0  # such a row is not read
+    d_entropy[1], d_logps[5], d_logps[1], d_entropy[5] = 0, 0, -1, -1
+    stats = cuda.row_stats(logits, targets, 0.8)
+    truth = reference.row_stats(logits.double(), targets, 0.8)
+    theirs = reference.row_stats(logits, targets, 0.8)
+    for name, *values in zip(("logp", "entropy", "lse"), stats, theirs, truth, strict=True):
+        close(*values, name, atol=2e-6)
+    out, like = torch.empty(2, 2, 4, 6007)
+    exact = torch.empty(2, 4, 6007, dtype=torch.float64)
+    reference.row_grads(logits, targets, theirs[2], theirs[1], d_logps, d_entropy, 0.8, like)
+    wide = [x.double() for x in (truth[2], truth[1], d_logps, d_entropy)]
+    reference.row_grads(logits.double(), targets, *wide, 0.8, exact)
+    logits.view(8, -1)[[2, 3]] = torch.nan
+    cuda.row_grads(logits, targets, stats[2], stats[1], d_logps, d_entropy, 0.8, out)
+    close(out, like, exact, "gradient")
+    assert (out.view(8, -1)[[2, 3]] == 0).all()
+
+
+def test_non_finite_and_extreme_rows(kernels: ctypes.CDLL, force_split) -> None:
+    """Masked logits, a row of -inf, nan, +inf, huge logits, a masked target, targets out of range,
+    and a row of the smallest number.
+    """
+    force_split(2, 3)
+    logits = torch.randn(1, 10, 2500)
+    logits[0, 0, 100:2300] = -torch.inf
+    logits[0, 1] = -torch.inf
+    logits[0, 2, 2499] = torch.nan
+    logits[0, 3, 5] = torch.inf
+    logits[0, 4] *= 1e37
+    logits[0, 5, 7] = -torch.inf
+    logits[0, 7] = -1e4 + torch.arange(2500) / 100
+    logits[0, 8] = torch.finfo(torch.float32).min
+    targets = torch.tensor([3, 3, 3, 3, 3, 7, 2500, 2, 9, -1])
+    logps, entropy, _ = cuda.row_stats(logits, targets, 1.0)
+    defined = torch.tensor([0, 4, 5, 7])
+    truth = reference.row_stats(logits[:, defined].double(), targets[defined], 1.0)
+    assert logps[[1, 2, 3, 6, 9]].isnan().all()
+    assert -logps[8] == entropy[8] == pytest.approx(math.log(2500), rel=1e-6)
+    finite = torch.tensor([0, 3])
+    torch.testing.assert_close(
+        logps[defined][finite].double(), truth[0][finite], rtol=1e-6, atol=2e-6
+    )
+    torch.testing.assert_close(entropy[defined].double(), truth[1], rtol=1e-5, atol=2e-5)
+    assert logps[5] == -torch.inf
+    torch.testing.assert_close(logps[4].double(), truth[0][1], rtol=1e-6, atol=0)
+
+
+def test_a_target_outside_the_row_changes_no_other_row(kernels: ctypes.CDLL, force_split) -> None:
+    """Also if the last 16-byte word of the row would have room for it."""
+    force_split(1, 1)
+    logits, targets, ones = torch.randn(1, 2, 41), torch.tensor([3, 42]), torch.ones(2)
+    lse, storage = logits.logsumexp(-1)[0], torch.full((96,), 7.0)
+    out = storage[:82].view(1, 2, 41)
+    cuda.row_grads(logits, targets, lse, ones, ones, 0 * ones, 1.0, out)
+    expected = torch.nn.functional.one_hot(targets[0], 41) - logits[0, 0].softmax(-1)
+    torch.testing.assert_close(out[0, 0], expected)
+    assert (storage[82:] == 7).all()
+
+
+def test_rounding_does_not_change_the_signs_of_statistics(
+    kernels: ctypes.CDLL, force_split
+) -> None:
+    """If one token has all the mass, its log-probability and the entropy are 0."""
+    force_split(1, 1)
+    logits = torch.full((1, 64, 40), -30.0)
+    logits[0, :, 3] = torch.linspace(30, 60, 64)
+    logps, entropy, _ = cuda.row_stats(logits, torch.full((64,), 3), 0.7)
+    assert (logps <= 0).all() and (logps > -2e-6).all()
+    assert (entropy >= 0).all() and (entropy < 2e-6).all()
+
+
+def test_logits_around_the_steep_threshold(kernels: ctypes.CDLL, force_split) -> None:
+    """From log2(e) x = 65536 on, exponents are computed differently, possibly in only part of a
+    row.
+    """
+    force_split(2, 3)
+    base = torch.tensor([4e4, 45425.0, 45427.0, -45426.0, 1e6, 45426.0])
+    logits = base[:, None] + torch.randn(6, 9001)
+    logits[5] += torch.linspace(-3, 3, 9001)  # from below to above
+    logits[4, ::2] = 3.0
+    targets = torch.tensor([9000, 1, 2, 8999, 5, 4400])
+    d_logps, d_entropy = torch.randn(6), torch.randn(6)
+    # log_softmax subtracts the maximum first; the reference does not
+    log_probs = logits.double().log_softmax(-1)
+    true_entropy = -(log_probs.exp() * log_probs).sum(-1)
+    true_lse = logits[:, 0].double() - log_probs[:, 0]
+    logps, entropy, _ = cuda.row_stats(logits[None], targets, 1.0)
+    true_logps = log_probs.gather(1, targets[:, None])[:, 0]
+    torch.testing.assert_close(logps.double(), true_logps, rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(entropy.double(), true_entropy, rtol=1e-6, atol=2e-6)
+    out, exact = torch.empty(1, 6, 9001), torch.empty(1, 6, 9001, dtype=torch.float64)
+    wide = [x.double() for x in (true_lse, true_entropy, d_logps, d_entropy)]
+    reference.row_grads(logits[None].double(), targets, *wide, 1.0, exact)
+    cuda.row_grads(logits[None], targets, d_logps, d_logps, d_logps, d_entropy, 1.0, out)
+    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-7)
+
+
+def test_masked_rows_are_never_read(kernels: ctypes.CDLL, force_split) -> None:
+    force_split(2, 2)
+    logits = torch.randn(2, 3, 2000)
+    tokens = batch(logits, LossSpec())
+    clean = torch.empty_like(logits)
+    cuda.row_loss(logits, tokens, LossSpec(), clean)
+    logits[:, 1] = torch.nan
+    poisoned = torch.empty_like(logits)
+    terms = cuda.row_loss(logits, tokens, LossSpec(), poisoned)
+    assert torch.equal(clean, poisoned)
+    assert all((x.view(2, 3)[:, 1] == 0).all() for x in terms)
+
+
+def test_results_do_not_depend_on_thread_order(kernels: ctypes.CDLL, force_split) -> None:
+    """Ring buffers are much smaller than the work; schedules and copy delays vary."""
+    force_split(4, 3)
+    logits = torch.randn(2, 6, 16001).bfloat16()
+    tokens = batch(logits, LossSpec(entropy_coef=0.01))
+    results = []
+    for seed in range(4):
+        kernels.gac_emulate_seed(seed)
+        out = torch.empty_like(logits)
+        terms = cuda.row_loss(logits, tokens, LossSpec(entropy_coef=0.01), out)
+        results.append([out, *terms])
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_a_row_that_does_not_fit_is_rejected(kernels: ctypes.CDLL, force_split) -> None:
+    logits = torch.zeros(1, 1, 16384)
+    targets = torch.zeros(1, dtype=torch.int64)
+    zero = torch.zeros(1)
+    force_split(2, 4)
+    with pytest.raises(RuntimeError, match="row does not fit .*shared memory"):
+        cuda.row_grads(logits, targets, zero, zero, zero + 1, zero, 1.0, logits)
+
+
+def test_impossible_launches_are_rejected(kernels: ctypes.CDLL) -> None:
+    def reason(**fields: int) -> str:
+        huge = {"rows": 1, "per_batch": 1, "vocab": 10**9, "cluster": 1, "slots": 28, "out": 1}
+        error = kernels.gac_cuda_rows(ctypes.byref(cuda.Arguments(**(huge | fields))), None)
+        return (error or b"").decode()
+
+    assert "does not fit" in reason()
+    assert [c for c in range(17) if "cluster must" not in reason(cluster=c)] == [1, 2, 4, 8]
+    assert [s for s in range(-1, 31) if "slots must" not in reason(slots=s)] == list(range(1, 29))
+    sizes = [k for k in range(130) if "buckets" not in reason(signs=1, sketch=k)]
+    assert sizes == [4, 8, 16, 32, 64]
+    pairs = [
+        (i, o) for i in range(3) for o in range(3) if "half" not in reason(dtype=i, out_dtype=o)
+    ]
+    assert pairs == [(0, 0), (0, 1), (0, 2), (1, 1), (2, 2)]
+    assert "no sketch" in reason(dtype=1, out_dtype=1, signs=1, sketch=4)
+    masked, out = torch.tensor([-100]), torch.zeros(70000)
+    data = {"targets": masked.data_ptr(), "logits": out.data_ptr(), "out": out.data_ptr()}
+    for dtype, width, cluster, slots in ((0, 4, 4, 1), (1, 8, 1, 3), (2, 8, 2, 2)):
+        # all tiles are full if the row starts at the last logit of its first 16-byte word
+        largest = (slots * cluster * 512 - 1) * width + 1
+        split = {"dtype": dtype, "out_dtype": dtype, "cluster": cluster, "slots": slots}
+        assert reason(vocab=largest, **data, **split) == ""
+        assert "does not fit" in reason(vocab=largest + 1, **data, **split)
+
+
+def test_split_of_the_common_vocabularies() -> None:
+    bf16, f32 = torch.bfloat16, torch.float32
+    assert cuda.split(152064, bf16, keep_row=True) == (4, 14)
+    assert cuda.split(32000, bf16, keep_row=True) == (1, 14)
+    assert cuda.split(152064, f32, keep_row=True) == (8, 14)
+    assert cuda.split(262144, f32, keep_row=True) == (8, 28)
+    assert cuda.split(10**9, f32, keep_row=False).cluster == 1
+    with pytest.raises(ValueError, match="V=1000000 in torch.float32"):
+        cuda.split(1_000_000, f32, keep_row=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [90, 100])
+def test_compiled_kernels_meet_their_limits(arch: int) -> None:
+    """No spills; two blocks of 14 tiles fit on a multiprocessor, or three of 9 without a sketch; no
+    more instructions per logit than recorded; the instructions the design relies on are present.
+    """
+    if (nvcc := build_cuda.find_nvcc()) is None:
+        pytest.skip("needs nvcc")
+    counts = json.loads(roofline.COUNTS.read_text())
+    kernels = list(inspect_cuda.compile_kernels(arch))
+    assert len({(k.kernel, k.dtypes) for k in kernels}) == len(kernels) == 8
+    assert all(k.spill_stores == k.spill_loads == k.stack == 0 for k in kernels)
+    for kernel in kernels:
+        max_registers = (
+            72 if kernel.kernel == "row_kernel" else 96
+        )  # registers for the sketch's sums
+        assert kernel.registers <= max_registers and 3 * 72 * 288 <= 65536 >= 2 * 96 * 288
+        assert (kernel.shared + 1024) * 2 <= 228 * 1024 >= (cuda.shared_bytes(9) + 1024) * 3
+        name = inspect_cuda.title(kernel)
+        recorded = counts[f"sm_{arch}"][name]
+        assert all(map(operator.le, kernel.passes, recorded)), f"{name}: {kernel.passes}"
+        if roofline.nvcc_release(nvcc) == counts["nvcc"]:
+            assert list(kernel.passes) == recorded, (
+                "fewer instructions than recorded; rerun python -m bench.roofline --count"
+            )
+        for instruction in ("UBLKCP.S.G", "STAS.128", "LDS.128", "STG.E.EF."):
+            assert instruction in kernel.sass, f"{kernel.dtypes} has no {instruction}"
+
+
+def test_unavailable_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda")
+
+    def reason() -> str | None:
+        return cuda.unavailable(device, torch.float32)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert reason() == "there is no CUDA device"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "L4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
+    assert reason() == "L4 does not have compute capability 9.0 or 10.0"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
+    assert "not torch.float64" in cuda.unavailable(device, torch.float64)
+    monkeypatch.setattr(cuda, "_library_error", cuda._library_error.__wrapped__)
+    for error in (RuntimeError, OSError):
+        monkeypatch.setattr(cuda, "library", mock.Mock(side_effect=error("no compiler")))
+        assert reason() == "no compiler"
+    monkeypatch.setattr(cuda, "library", lambda: None)
+    assert reason() is None
+
+
+@pytest.mark.parametrize("inner", ["triton", "reference"])
+def test_what_the_kernels_do_not_support_runs_elsewhere(
+    inner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Softcaps, further outputs and the work per batch; by Triton if it is available."""
+    if inner == "reference":
+        monkeypatch.setattr(cuda.triton, "unavailable", lambda *_: "not installed")
+    logits, spec = 3 * torch.randn(2, 3, 40), LossSpec(kl_coef=0.1, temperature=0.7)
+    tokens = batch(logits, spec)
+    columns = tokens.targets, *torch.rand(4, 6), 0.7
+
+    def results(backend: ModuleType) -> list[Tensor]:
+        outs = torch.empty(2, *logits.shape).unbind()
+        stats = *backend.row_stats(logits, tokens.targets, 0.7, None, True), *columns[1:3]
+        capped = backend.row_stats(logits, tokens.targets, 0.7, 2.0)
+        backend.row_grads(logits, *columns, outs[0], 2.0)
+        terms = backend.row_loss(logits, tokens, spec, outs[1], None, 2.0)
+        inputs = BatchInputs(tokens.targets.view(2, 3), torch.randn(2), torch.tensor([True, False]))
+        scaled = torch.ones(3)
+        backend.scale_(scaled, torch.tensor(3.0))
+        *sums, moments = backend.reduce(tokens, terms, True)
+        planned = backend.plan(inputs, spec)
+        return [*stats, *capped, *outs, *terms, scaled, *sums, moments.rollouts, planned.scale]
+
+    rows, functions = getattr(cuda, inner), []
+    for name in ("plan", "reduce", "row_stats", "row_grads", "row_loss", "scale_"):
+        functions.append(mock.Mock(wraps=getattr(rows, name)))
+        monkeypatch.setattr(rows, name, functions[-1])
+    torch.manual_seed(0)
+    ours = results(cuda)
+    assert all(function.called for function in functions)
+    monkeypatch.undo()
+    torch.manual_seed(0)
+    for x, y in zip(ours, results(reference), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5, check_dtype=False)

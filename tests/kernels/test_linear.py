@@ -1,0 +1,422 @@
+"""The chunked LM head: values, gradients, FLOPs and memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from gac_kernels import (
+    DemoWeight,
+    LossSpec,
+    fused_linear_gac_loss,
+    linear,
+    linear_token_logprobs,
+    reference,
+)
+from tests.kernels.cases import (
+    BY_NAME,
+    Case,
+    build,
+    check,
+    check_grads,
+    check_outputs,
+    each_case,
+    hidden_grad_by_rows,
+    less_accurate,
+    require_backend,
+)
+
+each_backend = pytest.mark.parametrize("backend", ["reference", "native"])
+LEAVES = ["hidden", "weight", "bias"]
+
+
+class WorkCounter(TorchDispatchMode):
+    """Counts GEMMs and their FLOPs, and records the largest tensor that an operator allocates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gemms: Counter[str] = Counter()
+        self.flops = self.largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name in ("mm", "addmm", "addmm_"):
+            a, b = args[-2:]
+            self.gemms[name] += 1
+            self.flops += 2 * a.shape[0] * a.shape[1] * b.shape[1]
+        # an allocation, neither a view nor an out= argument
+        allocates = not any(result.alias_info for result in func._schema.returns)
+        for x in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(x, torch.Tensor) and allocates:
+                self.largest = max(self.largest, x.numel())
+        return out
+
+
+def run(call, batch, **keywords):
+    """Return the outputs, and the gradients of hidden, weight and bias."""
+    leaves = batch.hidden, batch.weight, batch.bias
+    out = call(
+        batch.hidden,
+        batch.weight,
+        batch.targets,
+        batch.advantages,
+        batch.is_demo,
+        bias=batch.bias,
+        **batch.keywords,
+        **keywords,
+    )
+    return out, torch.autograd.grad(out.loss * 4, leaves)
+
+
+def compare(case: Case, dtype: torch.dtype, backend: str) -> None:
+    require_backend(backend)
+    batch = build(case, dtype)
+    truth, d_truth = run(reference.fused_linear_gac_loss, batch.to(torch.float64))
+    same_dtype, d_same_dtype = run(reference.fused_linear_gac_loss, batch)
+    if dtype == torch.float32:
+        d_hidden, *others = d_same_dtype
+        d_hidden = less_accurate(d_hidden, hidden_grad_by_rows(batch, 3), d_truth[0])
+        d_same_dtype = (d_hidden, *others)
+    # three rows per chunk, so that every case has several chunks and a partial last one
+    chunk = 3 * 4 * case.vocabulary
+    out, d_ours = run(fused_linear_gac_loss, batch, backend=backend, chunk_bytes=chunk)
+    check_outputs(out, same_dtype, truth)
+    check_grads(LEAVES, d_ours, d_same_dtype, d_truth)
+    assert [g.dtype for g in d_ours] == [dtype] * 3
+
+
+@each_backend
+@each_case
+def test_float32(case: Case, backend: str) -> None:
+    compare(case, torch.float32, backend)
+
+
+@each_backend
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_half(dtype: torch.dtype, backend: str) -> None:
+    compare(BY_NAME["k2"], dtype, backend)
+
+
+def test_float64_equals_the_reference() -> None:
+    batch = build(BY_NAME["k3"], torch.float64)
+    truth, d_truth = run(reference.fused_linear_gac_loss, batch)
+    out, d_ours = run(fused_linear_gac_loss, batch)
+    assert out.loss.dtype == torch.float64
+    torch.testing.assert_close(out.loss, truth.loss, rtol=1e-12, atol=0)
+    torch.testing.assert_close(d_ours, d_truth, rtol=1e-10, atol=1e-12)
+
+
+@each_backend
+@pytest.mark.parametrize("name", ["entropy", "packed"])
+def test_token_logprobs(name: str, backend: str) -> None:
+    require_backend(backend)
+    batch = build(BY_NAME[name])
+    upstream = torch.randn(2, *batch.targets.shape)
+    upstream[:, 1] = 0
+
+    def run(call, x, **keywords):
+        outputs = call(x.hidden, x.weight, x.targets, bias=x.bias, temperature=0.7, **keywords)
+        leaves = x.hidden, x.weight, x.bias
+        grad_outputs = list(upstream.to(outputs[0].dtype))
+        return outputs, torch.autograd.grad(outputs, leaves, grad_outputs)
+
+    truth, d_truth = run(reference.linear_token_logprobs, batch.to(torch.float64))
+    same_dtype, d_same_dtype = run(reference.linear_token_logprobs, batch)
+    ours, d_ours = run(linear_token_logprobs, batch, backend=backend, chunk_bytes=1500)
+    for label, *values in zip(("logps", "entropy"), ours, same_dtype, truth, strict=True):
+        check(label, *values)
+    check_grads(LEAVES, d_ours, d_same_dtype, d_truth)
+
+
+def work_of(advantages, lengths=(8, 8, 8, 8), needs=(True, True), demos=(0, 0, 0, 0), **keywords):
+    """Count the work of one forward and backward pass on [4, 8] tokens, H = 24, V = 101."""
+    batch = build(Case("work", "", lengths=lengths, demos=demos))
+    batch.hidden.requires_grad_(needs[0])
+    batch.weight.requires_grad_(needs[1])
+    with WorkCounter() as work:
+        out = fused_linear_gac_loss(
+            batch.hidden,
+            batch.weight,
+            batch.targets,
+            torch.tensor(advantages),
+            batch.is_demo,
+            **keywords,
+        )
+        if out.loss.requires_grad:
+            out.loss.backward()
+    return work, batch
+
+
+NHV = 8 * 24 * 101  # for one row of the batch, whose GEMM takes 2 NHV FLOPs
+
+
+@pytest.mark.parametrize(
+    ("keywords", "units"),
+    [
+        ({"advantages": [1.0, 1, 1, 1]}, 4 * 6),
+        ({"advantages": [1.0, 1, 0, 0]}, 2 * 6 + 2 * 2),
+        ({"advantages": [0.0, 0, 0, 0]}, 4 * 2),
+        ({"advantages": [0.0, 0, 0, 0], "spec": LossSpec(entropy_coef=0.1)}, 4 * 6),
+        ({"advantages": [1.0, 1, 1, 1], "lengths": (8, 0, 8, 0)}, 2 * 6),
+        ({"advantages": [1.0, 1, 1, 1], "demos": (0, 0, 0, 1), "mu": 0.0}, 3 * 6 + 2),
+        ({"advantages": [1.0, 1, 1, 1], "demos": (0, 0, 0, 1), "mu": 1.0}, 6 + 3 * 2),
+        (
+            {
+                "advantages": [0.0, 0, 0, 0],
+                "demos": (1, 1, 1, 1),
+                "spec": LossSpec(demo_weight=DemoWeight.SHAPED),
+            },
+            4 * 2,
+        ),
+        ({"advantages": [1.0, 1, 1, 1], "needs": (True, False)}, 4 * 4),
+        ({"advantages": [1.0, 1, 1, 1], "needs": (False, True)}, 4 * 4),
+        ({"advantages": [1.0, 1, 1, 1], "needs": (False, False)}, 4 * 2),
+    ],
+    ids=[
+        "all-live",
+        "half-zero-advantage",
+        "zero-advantages",
+        "entropy-needs-all-rows",
+        "masked",
+        "mu-0",
+        "mu-1",
+        "shaped-zero-advantage",
+        "frozen-weight",
+        "frozen-hidden",
+        "no-gradient",
+    ],
+)
+def test_flops(keywords: dict, units: int) -> None:
+    """6 NHV FLOPs for rows with a gradient, 2 NHV for other live rows, 0 for masked rows."""
+    work, _ = work_of(**keywords)
+    assert work.flops == units * NHV
+
+
+def test_zero_advantages_give_zero_gradients() -> None:
+    _, batch = work_of([0.0, 0, 0, 0])
+    assert batch.hidden.grad.abs().sum() == 0 and batch.weight.grad.abs().sum() == 0
+
+
+def test_no_grad_runs_only_the_forward() -> None:
+    with torch.no_grad():
+        work, _ = work_of([1.0, 1, 1, 1])
+    assert work.flops == 4 * 2 * NHV
+
+
+def test_logprobs_recompute_only_rows_with_an_upstream_gradient() -> None:
+    batch = build(Case("work", "", lengths=(8, 8, 8, 8), demos=(0, 0, 0, 0)))
+    with WorkCounter() as work:
+        logps, _ = linear_token_logprobs(batch.hidden, batch.weight, batch.targets)
+        logps[:1].sum().backward()
+    assert work.flops == (4 * 2 + 6) * NHV
+
+
+def test_frozen_weight_gets_no_buffer() -> None:
+    work, batch = work_of([1.0, 1, 1, 1], needs=(True, False), chunk_bytes=101 * 4)
+    assert work.largest < batch.weight.numel()
+
+
+@pytest.mark.parametrize("call", ["loss", "logprobs"])
+def test_memory_does_not_grow_with_tokens(call: str) -> None:
+    """With 64 rows per chunk, no operator allocates more than [64, V], for N = 256 and 1024."""
+    largest = []
+    for tokens in (256, 1024):
+        hidden = torch.randn(1, tokens, 2, requires_grad=True)
+        weight = torch.randn(503, 2, requires_grad=True)
+        targets = torch.randint(0, 503, (1, tokens))
+        with WorkCounter() as work:
+            if call == "loss":
+                args = targets, torch.ones(1), torch.tensor([False])
+                out = fused_linear_gac_loss(hidden, weight, *args, chunk_bytes=64 * 503 * 4).loss
+            else:
+                out = linear_token_logprobs(hidden, weight, targets, chunk_bytes=64 * 503 * 4)[0]
+            out.sum().backward()
+        largest.append(work.largest)
+    assert largest == [64 * 503, 64 * 503]
+
+
+@pytest.mark.parametrize("name", ["defaults", "entropy"])
+def test_chunk_size_changes_only_rounding(name: str) -> None:
+    batch = build(BY_NAME[name])
+    single, d_single = run(fused_linear_gac_loss, batch)
+    chunked, d_chunked = run(fused_linear_gac_loss, batch, chunk_bytes=1)
+    torch.testing.assert_close(chunked.loss, single.loss, rtol=2e-6, atol=0)
+    torch.testing.assert_close(d_chunked, d_single, rtol=1e-4, atol=2e-6)
+
+
+@each_backend
+def test_masked_rows_are_never_read(
+    backend: str, poison: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This includes CUDA graph capture, which cannot read row counts and multiplies all rows."""
+    require_backend(backend)
+    batch = build(BY_NAME["packed"])
+    clean, d_clean = run(fused_linear_gac_loss, batch, backend=backend)
+    dirty = batch.hidden.detach().clone()
+    dirty[batch.targets == -100] = torch.nan
+    batch.hidden = dirty.requires_grad_()
+    out, d_ours = run(fused_linear_gac_loss, batch, backend=backend)
+    assert torch.equal(out.loss, clean.loss)
+    assert all(torch.equal(a, b) for a, b in zip(d_ours, d_clean, strict=True))
+    monkeypatch.setattr(linear, "capturing", lambda device: True)
+    out, d_ours = run(fused_linear_gac_loss, batch, backend=backend)
+    torch.testing.assert_close(out.loss, clean.loss, rtol=2e-6, atol=0)
+    torch.testing.assert_close(d_ours, d_clean, rtol=1e-4, atol=2e-6)
+    monkeypatch.setattr(linear.Projection, "gradient", None)  # without a gradient, no buffer for it
+    args = batch.hidden, batch.weight, batch.targets, batch.advantages, batch.is_demo
+    with torch.no_grad():
+        out = fused_linear_gac_loss(*args, bias=batch.bias, **batch.keywords, backend=backend)
+    torch.testing.assert_close(out.loss, clean.loss, rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize("advantage", [1.0, 0.0])
+def test_nan_hidden_gives_a_nan_loss(advantage: float) -> None:
+    batch = build(BY_NAME["defaults"])
+    with torch.no_grad():
+        batch.hidden[0, 2, 3] = torch.nan
+    batch.advantages[0] = advantage
+    assert run(fused_linear_gac_loss, batch)[0].loss.isnan()
+
+
+def test_deterministic() -> None:
+    batch = build(BY_NAME["wide"])
+    (a, d_a), (b, d_b) = (run(fused_linear_gac_loss, batch, chunk_bytes=80_000) for _ in range(2))
+    assert torch.equal(a.loss, b.loss)
+    assert all(torch.equal(x, y) for x, y in zip(d_a, d_b, strict=True))
+
+
+def test_half_weight_gradient_is_summed_in_float32() -> None:
+    """Adding 4096 chunks of 2^-9 to 1 in bfloat16 would leave 1; the true sum is 9."""
+    hidden = torch.ones(1, 4097, 1, dtype=torch.bfloat16)
+    weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
+    advantages = torch.full((1, 4097), -(2.0**-8))
+    advantages[0, 0] = -2.0
+    out = fused_linear_gac_loss(
+        hidden,
+        weight,
+        torch.zeros(1, 4097, dtype=torch.int64),
+        advantages,
+        torch.tensor([False]),
+        mu=0.0,
+        rollout_norm=1.0,
+        spec=LossSpec(rollout_reduction="token"),
+        chunk_bytes=1,
+    )
+    out.loss.backward()
+    assert weight.grad.tolist() == [[9.0], [-9.0]]
+
+
+def test_float16_gradients_of_a_long_mean_do_not_vanish() -> None:
+    """With demo_norm = 2^24, float16 gradients of order 2^-24 underflow unless they are scaled."""
+    batch = build(BY_NAME["one"], torch.float16)
+    batch.keywords |= {"demo_norm": 2.0**24, "mu": 1.0}
+    leaves = batch.hidden, batch.weight
+
+    def grads(call, x):
+        out = call(x.hidden, x.weight, x.targets, x.advantages, x.is_demo, **x.keywords)
+        return torch.autograd.grad(out.loss * 2.0**24, (x.hidden, x.weight))
+
+    truth = grads(reference.fused_linear_gac_loss, batch.to(torch.float64))
+    ours = grads(fused_linear_gac_loss, batch)
+    for grad, exact, leaf in zip(ours, truth, leaves, strict=True):
+        torch.testing.assert_close(grad.double(), exact, rtol=2e-3, atol=1e-3)
+        assert grad.dtype == leaf.dtype and exact.abs().max() > 0.1
+
+
+def test_autocast_rounds_the_operands_and_keeps_master_gradients() -> None:
+    """Operands are as in F.linear, but a float32 weight's gradient is not rounded to bfloat16."""
+    batch = build(BY_NAME["entropy"])
+    with torch.autocast("cpu", torch.bfloat16):
+        out, d_ours = run(fused_linear_gac_loss, batch)
+        logps, _ = linear_token_logprobs(batch.hidden, batch.weight, batch.targets)
+    rounded = batch.to(torch.bfloat16).to(torch.float32)
+    expected, d_expected = run(fused_linear_gac_loss, rounded)
+    assert torch.equal(out.loss, expected.loss)
+    assert all(torch.equal(a, b) for a, b in zip(d_ours, d_expected, strict=True))
+    weight_grad = d_ours[1]
+    assert weight_grad.dtype == torch.float32
+    assert not torch.equal(weight_grad, weight_grad.bfloat16().float())
+    exact = linear_token_logprobs(rounded.hidden, rounded.weight, batch.targets)[0]
+    assert torch.equal(logps, exact)
+    (expected,) = torch.autograd.grad(exact.sum(), rounded.weight)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(torch.autograd.grad(logps.sum(), batch.weight)[0], expected)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_activation_checkpointing(use_reentrant: bool) -> None:
+    batch = build(BY_NAME["entropy"])
+    args = batch.targets, batch.advantages, batch.is_demo
+
+    def forward(hidden):
+        return fused_linear_gac_loss(hidden, batch.weight, *args, **batch.keywords).loss
+
+    plain = torch.autograd.grad(forward(batch.hidden), (batch.hidden, batch.weight))
+    checkpoint(forward, batch.hidden, use_reentrant=use_reentrant).backward()
+    assert torch.equal(batch.hidden.grad, plain[0]) and torch.equal(batch.weight.grad, plain[1])
+
+
+def test_inference_mode() -> None:
+    batch = build(BY_NAME["entropy"])
+    args = batch.targets, batch.advantages, batch.is_demo
+    plain = fused_linear_gac_loss(batch.hidden, batch.weight, *args, **batch.keywords)
+    with torch.inference_mode():
+        out = fused_linear_gac_loss(batch.hidden, batch.weight, *args, **batch.keywords)
+        logps, _ = linear_token_logprobs(batch.hidden, batch.weight, batch.targets)
+    assert torch.equal(out.loss, plain.loss) and not out.loss.requires_grad
+    assert torch.equal(logps, linear_token_logprobs(batch.hidden, batch.weight, batch.targets)[0])
+
+
+def test_a_second_backward_raises_torchs_error() -> None:
+    batch = build(BY_NAME["entropy"])
+    args = batch.targets, batch.advantages, batch.is_demo
+    loss = fused_linear_gac_loss(batch.hidden, batch.weight, *args).loss
+    loss.backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()
+    loss = fused_linear_gac_loss(batch.hidden, batch.weight, *args).loss
+    (loss * 2).backward(retain_graph=True)  # scales the gradients in place
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (loss * 2).backward()
+
+
+def test_double_backward_is_refused() -> None:
+    batch = build(BY_NAME["entropy"])
+    args = batch.targets, batch.advantages, batch.is_demo
+    loss = fused_linear_gac_loss(batch.hidden, batch.weight, *args).loss
+    with pytest.raises(RuntimeError, match="differentiable once.*gac_kernels.reference"):
+        torch.autograd.grad(loss, batch.hidden, create_graph=True)
+    logps, _ = linear_token_logprobs(batch.hidden, batch.weight, batch.targets)
+    with pytest.raises(RuntimeError, match="differentiable once.*gac_kernels.reference"):
+        torch.autograd.grad(logps.sum(), batch.hidden, create_graph=True)
+
+
+def test_pytree_finds_the_tensors_in_the_output() -> None:
+    """FSDP's hooks search the output with pytree, which does not look inside dataclasses."""
+    batch = build(BY_NAME["entropy"])
+    out = fused_linear_gac_loss(
+        batch.hidden, batch.weight, batch.targets, batch.advantages, batch.is_demo
+    )
+    assert any(leaf is out.loss for leaf in torch.utils._pytree.tree_leaves(out))
+
+
+@each_backend
+def test_gradient_of_the_entropies_only(backend: str) -> None:
+    """The rows have a gradient although that of the log-probabilities is 0."""
+    require_backend(backend)
+    batch, leaves = build(BY_NAME["defaults"]), []
+    for function, keywords in (
+        (linear_token_logprobs, {"backend": backend}),
+        (reference.linear_token_logprobs, {}),
+    ):
+        leaf = batch.hidden.detach().clone().requires_grad_()
+        _, entropy = function(leaf, batch.weight, batch.targets, bias=batch.bias, **keywords)
+        entropy.sum().backward()
+        leaves.append(leaf.grad)
+    assert leaves[1].abs().max() > 0.1
+    torch.testing.assert_close(*leaves, rtol=1e-4, atol=1e-5)

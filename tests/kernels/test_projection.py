@@ -1,0 +1,326 @@
+"""The LM head's GEMMs: chunk sizes, memory, output precision and launch order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gac_kernels import fused_linear_gac_loss, linear, linear_token_logprobs, projection, reference
+from gac_kernels.backends import reference as reference_backend
+from gac_kernels.projection import GemmOptions, Projection, spans
+from tests.kernels.cases import BY_NAME, Batch, build, check_grads, check_outputs, require_backend
+from tests.kernels.emulated_gemm import Gemm, emulate
+from tests.kernels.test_linear_memory import PeakMemory
+
+HALF = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+V, H = 101, 24
+LEAVES = ["hidden", "weight", "bias"]
+
+
+def run(call, batch: Batch, **keywords):
+    """Return the outputs, and the gradients of hidden, weight and bias."""
+    leaves = batch.hidden, batch.weight, batch.bias
+    inputs = batch.targets, batch.advantages, batch.is_demo
+    options = {**batch.keywords, **keywords}
+    out = call(batch.hidden, batch.weight, *inputs, bias=batch.bias, **options)
+    return out, torch.autograd.grad(out.loss * 4, leaves)
+
+
+@HALF
+@pytest.mark.parametrize("backend", ["reference", "native"])
+def test_half_operands(
+    backend: str, dtype: torch.dtype, poison: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of logits are float32; a chunk's gradients are rounded to the operands' dtype."""
+    log = emulate(monkeypatch, dtype)
+    batch = build(BY_NAME["k2"], dtype)
+    truth, d_truth = run(reference.fused_linear_gac_loss, batch.to(torch.float64))
+    same_dtype, d_same_dtype = run(reference.fused_linear_gac_loss, batch)
+    # enough for 2 rows of float32 logits and 9 rows of gradients: several chunks of several blocks
+    chunk_bytes = (2 * 4 + 9 * 2) * V
+    out, d_ours = run(
+        fused_linear_gac_loss, batch, backend=require_backend(backend), chunk_bytes=chunk_bytes
+    )
+    assert {shape[0] for shape, _, _ in log if shape[1:] == (H, V)} == {1, 2}
+    assert max(shape[1] for shape, _, _ in log if shape[0] == V) > 2
+    check_outputs(out, same_dtype, truth)
+    # as in any half-precision backward, the gradient of the logits is rounded once for its GEMMs
+    check_grads(LEAVES, d_ours, d_same_dtype, d_truth, torch.finfo(dtype).eps)
+
+
+@HALF
+def test_half_operands_of_the_logprobs(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = build(BY_NAME["entropy"], dtype)
+
+    def grads(call, x: Batch, **keywords) -> tuple[Tensor, ...]:
+        logps, entropy = call(x.hidden, x.weight, x.targets, bias=x.bias, **keywords)
+        loss = (2 * logps - entropy.square()).mean()
+        return torch.autograd.grad(loss, (x.hidden, x.weight, x.bias))
+
+    truth = grads(reference.linear_token_logprobs, batch.to(torch.float64))
+    same_dtype = grads(reference.linear_token_logprobs, batch)
+    emulate(monkeypatch, dtype)
+    ours = grads(linear_token_logprobs, batch, chunk_bytes=26 * V)
+    check_grads(LEAVES, ours, same_dtype, truth, torch.finfo(dtype).eps)
+
+
+class HalfProducts(TorchDispatchMode):
+    """Counts the half-precision matrix products that PyTorch executes."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ in ("mm", "addmm", "addmm_", "bmm"):
+            self.count += args[-1].dtype in (torch.bfloat16, torch.float16)
+        return func(*args, **(kwargs or {}))
+
+
+def test_gemms_with_partial_sums_write_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GEMM with bfloat16 output may also keep its partial sums in bfloat16."""
+    log = emulate(monkeypatch, torch.bfloat16)
+    with HalfProducts() as products:
+        run(fused_linear_gac_loss, build(BY_NAME["k2"], torch.bfloat16), chunk_bytes=26 * V)
+    assert products.count == 0
+    assert {(V, H), (H, V)} <= {shape[1:] for shape, _, _ in log}
+    assert {out for _, out, _ in log} == {torch.float32}
+
+
+def weight_gemms(log: list[Gemm]) -> list[Gemm]:
+    return [gemm for gemm in log if gemm.shape[0] == V and gemm.shape[2] == H]
+
+
+def test_single_chunk_writes_bfloat16_weight_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several chunks, a small weight, a float32 weight and float16 need float32 instead."""
+    batch = build(BY_NAME["k2"], torch.bfloat16)
+    log = emulate(monkeypatch, torch.bfloat16)
+    via_float32, d_via_float32 = run(fused_linear_gac_loss, batch)
+    assert [gemm.out for gemm in weight_gemms(log)] == [torch.float32]
+    monkeypatch.setattr(projection, "NO_SPLIT_K", 0)
+    log.clear()
+    direct, d_direct = run(fused_linear_gac_loss, batch)
+    assert [gemm[1:] for gemm in weight_gemms(log)] == [(torch.bfloat16, False)]
+    assert torch.equal(direct.loss, via_float32.loss)
+    assert all(torch.equal(x, y) for x, y in zip(d_direct, d_via_float32, strict=True))
+    log.clear()
+    run(fused_linear_gac_loss, batch, chunk_bytes=26 * V)
+    assert len(weight_gemms(log)) > 1
+    assert {gemm.out for gemm in weight_gemms(log)} == {torch.float32}
+    with torch.autocast("cpu", torch.bfloat16):  # a float32 weight's gradient is never rounded
+        log.clear()
+        grads = run(fused_linear_gac_loss, batch.to(torch.float32))[1]
+    assert [gemm.out for gemm in weight_gemms(log)] == [torch.float32]
+    assert grads[1].dtype == torch.float32
+    log = emulate(monkeypatch, torch.float16)  # its gradients are unscaled in float32
+    run(fused_linear_gac_loss, build(BY_NAME["k2"], torch.float16))
+    assert [gemm.out for gemm in weight_gemms(log)] == [torch.float32]
+
+
+def head(
+    vocab_size: int,
+    hidden_size: int = 8,
+    dtype: torch.dtype = torch.float32,
+    chunk_bytes: int | None = None,
+) -> Projection:
+    weight = torch.empty(vocab_size, hidden_size, dtype=dtype, device="meta")
+    return Projection(weight, None, GemmOptions(dtype, chunk_bytes))
+
+
+def test_float32_chunks_have_a_single_block() -> None:
+    large = head(1000, chunk_bytes=1_100_000)
+    assert (large.block, large.chunk) == (256, 256)  # 275 rows fit: rounded down to GEMM tiles
+    assert head(1000, chunk_bytes=1).chunk == 1
+    on_cpu = Projection(torch.empty(1000, 1), None, GemmOptions(torch.float32))
+    assert on_cpu.chunk == 33536  # 128 MiB
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "hidden_size"), [(152064, 3584), (151936, 1536), (32000, 4096)]
+)
+def test_block_and_chunk_sizes_on_a_gpu(
+    vocab_size: int, hidden_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every head stays below 1 GiB, including the rows of hidden and their gradient.
+
+    For Qwen's heads, the logits GEMM fills exactly 18 waves on 132 multiprocessors, and the
+    backward GEMMs get 2304 rows.
+    """
+    emulate(monkeypatch, torch.bfloat16)
+    large = head(vocab_size, hidden_size, torch.bfloat16)
+    if vocab_size > 150_000:
+        assert (large.block, large.chunk) == (512, 2304)
+    total_bytes = 4 * large.block * vocab_size
+    total_bytes += 2 * large.chunk * (vocab_size + 2 * hidden_size)
+    budget = projection.CHUNK_BYTES["cuda"]
+    assert 0.95 * budget < total_bytes <= budget < 2**30
+    # the float32 gradient of hidden fits in the logits block
+    assert large.block * vocab_size > large.chunk * hidden_size
+    small = head(vocab_size, 8, torch.bfloat16, chunk_bytes=1)
+    assert (small.block, small.chunk) == (1, 1)
+
+
+def test_unequal_vocabulary_shards_use_the_same_chunks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    emulate(monkeypatch, torch.bfloat16)
+    options = GemmOptions(torch.bfloat16, None, vocab_size=76033)
+    shards = [torch.empty(n, 64, dtype=torch.bfloat16, device="meta") for n in (76033, 75000)]
+    sizes = {(p.chunk, p.block) for p in (Projection(x, None, options) for x in shards)}
+    assert len(sizes) == 1
+
+
+def test_spans_are_nearly_equal_multiples_of_a_tile() -> None:
+    assert [*spans(10, 530, 256)] == [slice(10, 266), slice(266, 522), slice(522, 530)]
+    assert [*spans(10, 10, 256)] == []
+    sizes = [span.stop - span.start for span in spans(0, 8192, 1536)]
+    assert sizes == [1408, 1408, 1408, 1408, 1280, 1280]  # 64 tiles in six chunks
+    sizes = [span.stop - span.start for span in spans(0, 2304, 512)]
+    assert sizes == [512, 512, 512, 384, 384]
+
+
+def test_memory_of_half_operands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peak memory is one block of logits plus one chunk of gradients.
+
+    The float32 gradient of hidden reuses the logits buffer.
+    """
+    vocab_size, hidden_size = 4001, 64
+    hidden = torch.randn(1, 130, hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(vocab_size, hidden_size, dtype=torch.bfloat16)
+    batch = torch.randint(vocab_size, (1, 130)), torch.ones(1), torch.tensor([False])
+    budget = 10 * 4 * vocab_size + 45 * 2 * (vocab_size + 2 * hidden_size)
+
+    def multiply(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> None:
+        """Multiply one row at a time, so that the emulation itself uses almost no memory."""
+        for x, y in zip(a, out, strict=True):
+            y.copy_((x[None] @ b)[0].float())
+
+    emulate(monkeypatch, torch.bfloat16)
+    monkeypatch.setattr(projection, "multiply", multiply)
+    with PeakMemory() as memory:
+        fused_linear_gac_loss(hidden, weight, *batch, chunk_bytes=budget, backend="native")
+    lower_bound = (10 * 4 + 44 * 2) * vocab_size  # the longest of three chunks has 44 rows
+    # margin for hidden's rows and gradient, and per-token vectors
+    assert lower_bound <= memory.peak <= lower_bound + 110_000
+
+
+VIEWS = {"slice", "t", "transpose", "view", "detach", "empty", "permute", "unsqueeze", "new_empty"}
+
+
+class Launches(TorchDispatchMode):
+    """Records the names of the operators in order, and of host synchronizations."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        tolist = Tensor.tolist
+
+        def recorded(x: Tensor) -> list:
+            self.names.append("sync")
+            return tolist(x)
+
+        monkeypatch.setattr(Tensor, "tolist", recorded)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_only_index_select_runs_between_sync_and_first_gemm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After the synchronization the device is idle: every launch before the GEMM adds latency."""
+    batch = build(BY_NAME["k2"])
+    leaves = batch.hidden, batch.weight
+    inputs = batch.targets, batch.advantages, batch.is_demo
+    with Launches(monkeypatch) as launches:
+        out = fused_linear_gac_loss(*leaves, *inputs, **batch.keywords)
+        forward, launches.names = launches.names, []
+        logps, _ = linear_token_logprobs(*leaves, batch.targets)
+        stats, launches.names = launches.names, []
+        logps.sum().backward()
+        backward = launches.names
+    assert out.loss.isfinite()
+    for names in (forward, stats, backward):
+        assert names.count("sync") == 1
+        sync = names.index("sync")
+        before = set(names[:sync])
+        assert {"argsort", "sort"} & before and {"zeros", "new_zeros"} & before
+        between = names[sync + 1 : names.index("mm", sync)]
+        assert [name for name in between if name not in VIEWS] == ["index_select"]
+
+
+def count_rows(log: list[Gemm]) -> int:
+    """Rows of all logits GEMMs."""
+    return sum(gemm.shape[0] for gemm in log if gemm.shape[1:] == (H, V))
+
+
+def test_first_block_is_multiplied_before_the_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This holds on a GPU. Values and gradients equal those without the early GEMM; a masked hidden
+    state of nan, whose logits may be computed early, is ignored.
+    """
+    batch = build(BY_NAME["k2"], torch.bfloat16)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    batch.hidden.data[batch.targets == -100] = torch.nan
+    results = []
+    for devices in (set(), {"cpu"}):
+        log = emulate(monkeypatch, torch.bfloat16)
+        monkeypatch.setattr(linear, "ASYNCHRONOUS", devices)
+        with Launches(monkeypatch) as launches:
+            out, grads = run(fused_linear_gac_loss, batch, chunk_bytes=26 * V)
+        results.append([count_rows(log), out.loss, out.logps, *grads])
+        assert ("mm" in launches.names[: launches.names.index("sync")]) == bool(devices)
+        logps, entropy = linear_token_logprobs(batch.hidden, batch.weight, batch.targets)
+        (grad,) = torch.autograd.grad(logps.sum() + entropy.sum(), batch.weight)
+        results[-1] += [logps, entropy, grad]
+    (rows, *values), (early_rows, *early) = results
+    assert all(torch.equal(x, y) for x, y in zip(values, early, strict=True))
+    assert early_rows == rows, "a block was multiplied twice"
+
+
+def test_a_block_launches_a_row_kernel_and_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GEMM is not counted; inputs are gathered and results scattered once for all blocks."""
+    emulate(monkeypatch, torch.bfloat16)
+    multiply, row_loss = projection.multiply, reference_backend.row_loss
+
+    def gemm(*arguments, **keywords) -> None:
+        launches.names.append("gemm")
+        with no_dispatch():
+            multiply(*arguments, **keywords)
+
+    def rows(*arguments):
+        launches.names.append("row kernel")
+        with no_dispatch():
+            return row_loss(*arguments)
+
+    monkeypatch.setattr(projection, "multiply", gemm)
+    monkeypatch.setattr(reference_backend, "row_loss", rows)
+    with Launches(monkeypatch) as launches:
+        batch = build(BY_NAME["k2"], torch.bfloat16)
+        run(fused_linear_gac_loss, batch, backend="reference", chunk_bytes=(2 * 4 + 9 * 2) * V)
+    first = launches.names.index("gemm")
+    second = launches.names.index("gemm", first + 1)
+    block = [name for name in launches.names[first + 1 : second] if name not in VIEWS]
+    assert block == ["add_", "row kernel", "stack"]  # the first adds the bias
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "hidden_size", "tokens", "rows"),
+    [(152064, 3584, 8192, 8192), (152064, 3584, 32768, 2304), (151936, 1536, 8192, 2304)],
+)
+def test_a_single_chunk_may_use_the_memory_of_the_float32_sum(
+    vocab_size: int, hidden_size: int, tokens: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This applies to Qwen2.5-7B with 8192 tokens, but not with a given budget or frozen weight."""
+    emulate(monkeypatch, torch.bfloat16)
+    large = head(vocab_size, hidden_size, torch.bfloat16)
+    assert large.chunk_rows(tokens, weight_gradient=True) == rows
+    assert large.chunk_rows(tokens, weight_gradient=False) == 2304
+    assert large.chunk_rows(1000, weight_gradient=True) == 2304  # a single chunk in any case
+    several = projection.CHUNK_BYTES["cuda"] + 4 * vocab_size * hidden_size
+    assert 4 * large.block * vocab_size + 2 * rows * (vocab_size + 2 * hidden_size) <= several
+    explicit = head(vocab_size, hidden_size, torch.bfloat16, chunk_bytes=1000 << 20)
+    assert explicit.chunk_rows(tokens, weight_gradient=True) == 2304
+    small = head(101, 24, torch.bfloat16)
+    assert small.chunk_rows(10**9, weight_gradient=True) == small.chunk

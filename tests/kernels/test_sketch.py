@@ -1,0 +1,249 @@
+"""The head sketch: projections of each sequence's gradient of the head, on every backend."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gac_kernels import HeadSketch, fused_linear_gac_loss, reference
+from gac_kernels.backends import reference as reference_backend
+from gac_kernels.backends import triton
+from gac_kernels.contract import LossSpec
+from gac_kernels.inputs import BatchInputs
+from gac_kernels.sketch import RowSketch, row_buckets
+from gac_kernels.tokens import plan
+from tests.kernels.cases import CASES, Batch, Case, build
+
+SKETCH = HeadSketch(8, seed=3)
+WIDE = Case("wide", "more than one tile of every backend", vocabulary=1531, old=0.3)
+
+
+def call(batch: Batch, function=fused_linear_gac_loss, **keywords):
+    inputs = batch.targets, batch.advantages, batch.is_demo
+    options = {**batch.keywords, **keywords}
+    return function(batch.hidden, batch.weight, *inputs, bias=batch.bias, **options)
+
+
+def norms(batch: Batch, spec: LossSpec) -> dict[str, float]:
+    """Compute the full batch's denominators, for the loss of a part of it."""
+    keywords = {k: v for k, v in batch.keywords.items() if k != "spec"}
+    inputs = BatchInputs(batch.targets, batch.advantages, batch.is_demo, **keywords)
+    tokens = plan(inputs, spec, torch.float64)
+    denominators = {}
+    for in_term, reduction, name in (
+        (~batch.is_demo, spec.rollout_reduction, "rollout_norm"),
+        (batch.is_demo, spec.demo_reduction, "demo_norm"),
+    ):
+        lengths = tokens.lengths[in_term]
+        counts = {"sequence": (lengths > 0).sum(), "token": lengths.sum(), "constant": len(lengths)}
+        denominators[name] = float(counts[reduction])
+    return denominators
+
+
+def only_sequence(batch: Batch, sequence: int) -> Batch:
+    """Mask the targets of all other sequences."""
+    cu_seqlens = batch.keywords.get("cu_seqlens")
+    targets = torch.full_like(batch.targets, -100)
+    rows = sequence if cu_seqlens is None else slice(*cu_seqlens[sequence : sequence + 2].tolist())
+    targets[rows] = batch.targets[rows]
+    return replace(batch, targets=targets)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_reference_sketch_projects_the_autograd_gradient(case):
+    batch = build(case, torch.float64)
+    sketches = call(batch, reference.fused_linear_gac_loss, sketch=SKETCH).sketch
+    vocab_projection = SKETCH.vocabulary(case.vocabulary).double()
+    hidden_projection = SKETCH.hidden(batch.hidden.shape[-1]).double()
+    denominators = norms(batch, case.spec)
+    for s, is_demo in enumerate(batch.is_demo.tolist()):
+        part = only_sequence(batch, s)
+        out = call(part, reference.fused_linear_gac_loss, mu=float(is_demo), **denominators)
+        (grad,) = torch.autograd.grad(out.loss, batch.weight)
+        expected = vocab_projection @ grad @ hidden_projection.T
+        torch.testing.assert_close(sketches[s], expected, rtol=1e-6, atol=1e-7)
+
+
+def check(case: Case, dtype: torch.dtype, backend: str, **keywords) -> None:
+    """Assert that the error against float64 is at most twice that of the same-dtype reference."""
+    batch = build(case, dtype)
+    truth = call(batch.to(torch.float64), reference.fused_linear_gac_loss, sketch=SKETCH).sketch
+    same_dtype = call(batch, reference.fused_linear_gac_loss, sketch=SKETCH).sketch
+    ours = call(batch, backend=backend, sketch=SKETCH, **keywords).sketch
+    assert ours.dtype == torch.float32 and ours.shape == (len(case.lengths), 8, 8)
+    scale = truth.abs().max().clamp(min=1e-3)
+    bound = 2 * (same_dtype.double() - truth).abs().max() + 2e-6 * scale
+    assert (ours.double() - truth).abs().max() <= bound
+
+
+@pytest.mark.parametrize("backend", ["reference", "native"])
+@pytest.mark.parametrize("case", [*CASES, WIDE], ids=lambda c: c.name)
+def test_backends_agree_with_the_definition(case, backend):
+    check(case, torch.float32, backend)
+    check(case, torch.float32, backend, chunk_bytes=4 * case.vocabulary * 3)  # 3 rows per chunk
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("backend", ["reference", "native"])
+def test_half_precision(backend, dtype):
+    check(CASES[0], dtype, backend)
+    check(WIDE, dtype, backend)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [4, 16, 64])
+def test_triton_sketch_matches_the_written_gradient(size, dtype):
+    """Sums are in float32 even if the gradient is stored in bfloat16."""
+    torch.manual_seed(1)
+    rows, vocabulary = 5, 1531
+    logits = torch.randn(1, rows, vocabulary) * 2
+    targets = torch.randint(vocabulary, (1, rows))
+    targets[0, 2] = -100
+    inputs = BatchInputs(targets, torch.tensor([1.0]), torch.tensor([False]), 0.3)
+    spec = LossSpec(entropy_coef=0.1)
+    tokens = plan(inputs, spec)
+    signs = HeadSketch(size).signs(vocabulary, torch.device("cpu"))
+    grad, expected = torch.empty_like(logits), RowSketch(signs, torch.zeros(rows, size))
+    reference_backend.row_loss(logits, tokens, spec, grad)
+    row_buckets(grad, expected)
+    signs = signs if dtype == torch.float32 else signs.to(torch.int8)
+    out, ours = torch.empty_like(logits, dtype=dtype), RowSketch(signs, torch.zeros(rows, size))
+    triton.row_loss(logits, tokens, spec, out, ours)
+    torch.testing.assert_close(ours.buckets, expected.buckets, rtol=1e-5, atol=1e-7)
+    assert ours.buckets[2].abs().sum() == 0 and ours.buckets[0].abs().sum() > 0
+
+
+@pytest.mark.parametrize("backend", ["reference", "native"])
+def test_sketch_changes_no_other_output_and_is_deterministic(backend):
+    sketched_batch, plain_batch = build(WIDE), build(WIDE)
+    sketched = call(sketched_batch, backend=backend, sketch=SKETCH)
+    plain = call(plain_batch, backend=backend)
+    assert plain.sketch is None
+    for name in ("loss", "rollout_loss", "demo_loss", "logps", "entropy"):
+        assert torch.equal(getattr(sketched, name), getattr(plain, name))
+    sketched.loss.backward()
+    plain.loss.backward()
+    assert torch.equal(sketched_batch.weight.grad, plain_batch.weight.grad)
+    assert torch.equal(sketched_batch.hidden.grad, plain_batch.hidden.grad)
+    repeated = call(build(WIDE), backend=backend, sketch=SKETCH)
+    assert torch.equal(sketched.sketch, repeated.sketch)
+    assert not sketched.sketch.requires_grad
+
+
+@pytest.mark.parametrize("trainable", ["nothing", "hidden", "weight", "bias"])
+def test_frozen_inputs_do_not_change_the_sketch(trainable):
+    batch = build(WIDE)
+    expected = call(batch, sketch=SKETCH).sketch
+    for name in ("hidden", "weight", "bias"):
+        getattr(batch, name).requires_grad_(name == trainable)
+    assert torch.equal(call(batch, sketch=SKETCH).sketch, expected)
+
+
+@pytest.mark.parametrize("mu", [0.0, 1.0, torch.tensor(0.0), torch.tensor(1.0)])
+def test_rows_with_zero_weight_have_nan_sketches(mu):
+    """Rows with zero weight are skipped; a sequence with gradient 0 has a sketch of exactly 0."""
+    batch = build(CASES[0])
+    batch.advantages[3] = 0.0  # a rollout without a gradient
+    expected = call(batch, sketch=SKETCH, mu=0.5).sketch
+    sketches = call(batch, sketch=SKETCH, mu=mu).sketch
+    zero_weight = batch.is_demo if float(mu) == 0 else ~batch.is_demo
+    zero_gradient = torch.tensor(CASES[0].lengths) == 0
+    zero_gradient[3] = True
+    assert sketches[zero_weight & ~zero_gradient].isnan().all()
+    assert (sketches[zero_gradient] == 0).all() and (expected[zero_gradient] == 0).all()
+    torch.testing.assert_close(sketches[~zero_weight], expected[~zero_weight], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("function", [reference.fused_linear_gac_loss, fused_linear_gac_loss])
+def test_masked_hidden_states_are_not_sketched(function):
+    batch = build(CASES[0])
+    expected = call(batch, function, sketch=SKETCH).sketch
+    batch.hidden.data[batch.targets == -100] = torch.nan
+    assert torch.equal(call(batch, function, sketch=SKETCH).sketch, expected)
+
+
+def test_sketch_does_not_depend_on_the_block_size(monkeypatch):
+    expected = call(build(WIDE), sketch=SKETCH).sketch
+    monkeypatch.setattr("gac_kernels.sketch.BLOCK", 4)  # sequences of up to seven tokens
+    torch.testing.assert_close(call(build(WIDE), sketch=SKETCH).sketch, expected)
+
+
+@pytest.mark.parametrize("mu", [0.0, 0.4, 1.0])
+def test_roles_per_token_give_the_same_sketches(mu):
+    batch = build(CASES[0])
+    expected = call(batch, sketch=SKETCH, mu=mu).sketch
+    batch.is_demo = batch.is_demo[:, None].expand_as(batch.targets)
+    sketches = call(batch, sketch=SKETCH, mu=mu).sketch
+    torch.testing.assert_close(sketches, expected, rtol=1e-5, atol=1e-7, equal_nan=True)
+
+
+def test_sketch_does_not_depend_on_mu():
+    a, b = (call(build(WIDE), sketch=SKETCH, mu=mu).sketch for mu in (0.2, 0.9))
+    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_inner_products_are_unbiased():
+    batch = build(CASES[0])
+    grads = []
+    for s, is_demo in enumerate(batch.is_demo.tolist()):
+        part = only_sequence(batch, s)
+        out = call(part, mu=float(is_demo), **norms(batch, CASES[0].spec))
+        grads.append(torch.autograd.grad(out.loss, batch.weight)[0].flatten())
+    truth = torch.stack(grads) @ torch.stack(grads).T
+    sketches = [call(batch, sketch=HeadSketch(16, seed)).sketch.flatten(1) for seed in range(400)]
+    products = torch.stack([sketch @ sketch.T for sketch in sketches])
+    error = products.mean(0) - truth
+    assert (error.abs() <= 4.5 * products.std(0) / 20 + 1e-9).all()  # 4.5 sigma for each entry
+    # the predicted variance is (1/k + 1/k') |G_u|^2 |G_v|^2, up to a factor
+    norm = truth.diagonal().sqrt()
+    assert (products.std(0) <= 1.5 * (2 / 16) ** 0.5 * norm[:, None] * norm + 1e-9).all()
+
+
+def test_projections_are_signs():
+    sketch = HeadSketch(16, seed=7)
+    vocab, hidden = sketch.vocabulary(1000), sketch.hidden(64)
+    assert vocab.shape == (16, 1000) and hidden.shape == (16, 64)
+    bucket, entry = vocab.nonzero().T
+    assert (vocab.abs().sum(0) == 1).all() and (bucket == entry % 16).all()
+    assert torch.equal(hidden.abs(), torch.full((16, 64), 0.25))
+    assert abs(vocab.sum()) < 150 and abs(hidden.sum()) < 35  # about 4.5 sigma
+    assert not torch.equal(vocab, HeadSketch(16, seed=8).vocabulary(1000))
+    assert torch.equal(vocab, HeadSketch(16, seed=7).vocabulary(1000))
+
+
+def test_torch_compile():
+    batch = build(CASES[0])
+    compiled = torch.compile(lambda: call(batch, sketch=SKETCH).sketch, backend="aot_eager")
+    assert torch.equal(compiled(), call(batch, sketch=SKETCH).sketch)
+
+
+def test_invalid_arguments_are_rejected():
+    with pytest.raises(ValueError, match="size=12: use one of 4, 8, 16, 32, 64"):
+        HeadSketch(12)
+    with pytest.raises(TypeError, match="seed=0.5: use an integer"):
+        HeadSketch(8, 0.5)
+    with pytest.raises(TypeError, match="sketch=5: use a gac_kernels.HeadSketch"):
+        call(build(CASES[0]), sketch=5)
+
+
+def test_both_projections_have_their_own_signs() -> None:
+    sketch, cpu = HeadSketch(4, 7), torch.device("cpu")
+    vocabulary = sketch.signs(4 * 50, cpu)
+    hidden = sketch.hidden_signs(50, cpu).flatten()
+    equal = (vocabulary == hidden).float().mean()
+    assert 0.3 < equal < 0.7
+
+
+def test_signs_come_from_the_published_hash() -> None:
+    """Stored sketches stay comparable: values of lowbias32 in plain integers."""
+
+    def lowbias32(x: int) -> int:
+        x = ((x ^ x >> 16) * 0x7FEB352D) % 2**32
+        x = ((x ^ x >> 15) * 0x846CA68B) % 2**32
+        return x ^ x >> 16
+
+    key = lowbias32(2 * 7)  # 2 seed + stream
+    expected = [1.0 - 2 * (lowbias32(i ^ key) >> 31) for i in range(200)]
+    assert HeadSketch(4, 7).signs(200, torch.device("cpu")).tolist() == expected

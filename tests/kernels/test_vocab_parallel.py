@@ -1,0 +1,169 @@
+"""The vocabulary-parallel LM head against an unsharded one."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from gac_kernels import DemoWeight, LossSpec, TokenMoments, fused_linear_gac_loss
+from gac_kernels.vocab_parallel import shard_bounds, vocab_parallel_gac_loss
+from tests import ranks
+
+pytestmark = pytest.mark.dist
+B, T, H, V = 6, 7, 16, 53  # neither 2 nor 3 divides V
+
+
+def batch(dtype=torch.float32, bias=True):
+    """Build rollouts and demonstrations of unequal length, one of them empty."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    targets = torch.randint(0, V, (B, T), generator=generator)
+    for b, length in enumerate((7, 3, 0, 5, 1, 7)):
+        targets[b, length:] = -100
+    return {
+        "hidden": (normal(B, T, H) / 4).to(dtype),
+        "weight": normal(V, H).to(dtype),
+        "bias": normal(V).to(dtype) if bias else None,
+        "targets": targets,
+        "advantages": torch.tensor([1.0, -0.5, 1.0, 0.0, 1.0, 1.0]),
+        "is_demo": torch.tensor([False, False, False, False, True, True]),
+        "old_logps": -normal(B, T).abs() - 3,
+        "ref_logps": -normal(B, T).abs() - 3,
+    }
+
+
+def evaluate(loss, hidden, weight, bias, **rest):
+    """Return the outputs, the signals and the gradients of hidden, weight and bias."""
+    leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias) if x is not None]
+    out = loss(*leaves[:2], bias=leaves[2] if bias is not None else None, **rest)
+    (2 * out.loss).backward()
+    values = [getattr(out, n).detach() for n in out._fields if n not in ("moments", "sketch")]
+    return values, out.moments.signals(), [x.grad for x in leaves]
+
+
+def run_sharded(data, settings):
+    """Evaluate the loss on this rank's shard of the head."""
+    torch.distributed.init_process_group("gloo")
+    rank, count = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    start, stop = shard_bounds(V, count, rank)
+    shard = {**data, "weight": data["weight"][start:stop]}
+    shard["bias"] = None if data["bias"] is None else data["bias"][start:stop]
+    return evaluate(vocab_parallel_gac_loss, **shard, **settings)
+
+
+def run_unsharded(data, settings):
+    """Evaluate the unsharded head in float64; in float32 it is no more accurate than shards."""
+    doubles = {
+        k: x.double() if x is not None and x.is_floating_point() else x for k, x in data.items()
+    }
+    values, signals, grads = evaluate(fused_linear_gac_loss, **doubles, **settings)
+    return [x.float() for x in values], signals, [g.float() for g in grads]
+
+
+CASES = {
+    "default": {},
+    "many-options": {
+        "spec": LossSpec(kl_coef=0.2, entropy_coef=0.1, dual_clip=2.0, temperature=0.7)
+    },
+    "shaped": {"spec": LossSpec(demo_weight=DemoWeight.SHAPED), "mu": 0.9},
+    "trust-tokens": {"spec": LossSpec(demo_weight=DemoWeight.TRUST, rollout_reduction="token")},
+    # 1 or 2 tokens per chunk, depending on the rows of a rank: all ranks must take the same
+    "uneven-chunks": {"chunk_bytes": 212},
+    "softcap": {"softcap": 2.0, "logit_scale": 0.5, "spec": LossSpec(policy="cispo")},
+    "two-passes": {"spec": LossSpec(ratio="sequence", kl_coef=0.1, kl_ratio=True)},
+}
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_sharded_head_matches_unsharded_head(count, case):
+    data, settings = batch(), CASES[case]
+    expected_values, expected_signals, (d_hidden, d_weight, d_bias) = run_unsharded(data, settings)
+    results = ranks.run(run_sharded, data, settings, ranks=count)
+    for values, signals, grads in results:
+        for actual, expected in zip(values, expected_values, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-5)
+        assert signals == pytest.approx(expected_signals, rel=1e-5)
+        torch.testing.assert_close(grads[0], d_hidden, rtol=1e-5, atol=1e-6)
+    weights, biases = zip(*(grads[1:] for _, _, grads in results), strict=True)
+    torch.testing.assert_close(torch.cat(weights), d_weight, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(torch.cat(biases), d_bias, rtol=1e-5, atol=1e-6)
+    assert d_weight.abs().max() > 1e-3
+
+
+def run_groups(data, settings):
+    """Two groups of two ranks; the second has other hidden states."""
+    torch.distributed.init_process_group("gloo")
+    groups = [torch.distributed.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    pair, rank = divmod(torch.distributed.get_rank(), 2)
+    start, stop = shard_bounds(V, 2, rank)
+    leaves = [data["hidden"] * (1 + pair), data["weight"][start:stop], data["bias"][start:stop]]
+    rest = {k: x for k, x in data.items() if k not in ("hidden", "weight", "bias")}
+    results = evaluate(vocab_parallel_gac_loss, *leaves, group=groups[pair], **rest, **settings)
+    merged = moments_of_rank(rank).all_reduce(groups[pair])
+    return *results, merged.totals.tolist()
+
+
+def moments_of_rank(rank):
+    return dataclasses.replace(TokenMoments.zeros(), totals=torch.arange(6) + 10.0 * rank)
+
+
+def test_groups_of_ranks_are_independent():
+    data, settings = batch(), {"rollout_norm": 9.0, "demo_norm": 40.0}
+    results = ranks.run(run_groups, data, settings, ranks=4)
+    for pair in (0, 1):
+        scaled = {**data, "hidden": data["hidden"] * (1 + pair)}
+        (loss, *_), _, (d_hidden, d_weight, _) = run_unsharded(scaled, settings)
+        mine = results[2 * pair : 2 * pair + 2]
+        for values, _, grads, totals in mine:
+            torch.testing.assert_close(values[0], loss, rtol=1e-5, atol=2e-5)
+            torch.testing.assert_close(grads[0], d_hidden, rtol=1e-5, atol=1e-6)
+            assert totals == [10.0, 12.0, 14.0, 16.0, 18.0, 20.0]
+        weights = torch.cat([grads[1] for _, _, grads, _ in mine])
+        torch.testing.assert_close(weights, d_weight, rtol=1e-5, atol=1e-6)
+
+
+def test_bfloat16_head():
+    data = batch(torch.bfloat16, bias=False)
+    (loss, *_), _, (d_hidden, d_weight) = evaluate(fused_linear_gac_loss, **data)
+    first, second = ranks.run(run_sharded, data, {}, ranks=2)
+    torch.testing.assert_close(first[0][0], loss, rtol=1e-5, atol=1e-6)
+    # each rank rounds its part of the sum once
+    torch.testing.assert_close(second[2][0], d_hidden, rtol=0.02, atol=1e-3)
+    gathered = torch.cat([first[2][1], second[2][1]])
+    assert gathered.dtype == torch.bfloat16
+    torch.testing.assert_close(gathered, d_weight, rtol=0.01, atol=1e-4)
+
+
+def test_masked_vocabulary_and_nonfinite_rows():
+    """A bias of -inf masks vocabulary entries; an infinite hidden state gives a nan loss."""
+    data = batch()
+    data["bias"][V - 20 :] = -torch.inf  # all entries of one of three ranks and some of another
+    data["targets"].clamp_(max=V - 21)
+    (loss, *_), _, (d_hidden, *_) = run_unsharded(data, {})
+    for values, _, grads in ranks.run(run_sharded, data, {}, ranks=3):
+        torch.testing.assert_close(values[0], loss, rtol=2e-6, atol=2e-6)
+        assert all(g.isfinite().all() for g in grads)
+        torch.testing.assert_close(grads[0], d_hidden, rtol=1e-5, atol=1e-6)
+    data["hidden"][0, 0, 0] = torch.inf
+    for values, _, _ in ranks.run(run_sharded, data, {}, ranks=2):
+        assert values[0].isnan()
+
+
+def test_out_of_range_target_is_rejected():
+    data = batch()
+    data["targets"][0, 0] = V
+    for message in ranks.errors(run_sharded, data, {}, ranks=2):
+        assert f"targets[0, 0] = {V}: use a token in" in message
+
+
+def test_shard_bounds_partition_the_vocabulary():
+    for count in (1, 2, 3, 7):
+        bounds = [shard_bounds(V, count, rank) for rank in range(count)]
+        vocab_indices = [i for start, stop in bounds for i in range(start, stop)]
+        assert vocab_indices == list(range(V))

@@ -1,0 +1,295 @@
+"""Methods with a teacher, a collection, a meta-gradient or random prefixes: numbers by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from gac.control.schedules import MixSchedule
+from gac.control.term_pair import TermPair
+from gac.data.rows import Batch
+from gac.methods import METHODS, Observation
+from gac.methods.token_loss import custom_loss
+from gac.models.causal_lm import Head
+from gac.rollouts.advantages import Credit
+from gac.rollouts.sampling import Sample
+from gac.training.trainer import Trainer
+from gac_kernels import LossOutput, LossSpec, fused_gac_loss
+from tests.tiny import tiny_config
+
+LOG2 = math.log(2)
+
+
+def one_token_rows(name: str, p: list[float], **keywords) -> tuple[LossOutput, Tensor]:
+    """The method's loss on rows of one token with probabilities `p`, and d loss / d log p."""
+    x = torch.tensor([math.log(q / (1 - q)) for q in p], requires_grad=True)
+    logits = torch.stack([x, torch.zeros_like(x)], -1)[:, None]
+    n = len(p)
+    advantages = torch.tensor(keywords.pop("advantages"))
+    targets, mu = torch.zeros(n, 1, dtype=torch.int64), keywords.pop("mu", 0.0)
+    is_demo = torch.tensor(keywords.pop("is_demo", [False] * n))
+    batch = Batch(targets, targets, advantages, is_demo, tuple(range(n)), 1)
+    loss = METHODS[name](**keywords.pop("fields", {})).loss(LossSpec())
+    norms = TermPair(demo=2.0, rollout=float(n))
+    head, reference = Head(None, logits=logits), keywords.pop("reference", None)
+    out = custom_loss(
+        loss.token, head, reference, batch, mu, None, None, loss.spec, norms, **keywords
+    )
+    (grad,) = torch.autograd.grad(out.loss, x)
+    return out, grad / (1 - torch.tensor(p))
+
+
+def test_sdar_gates_the_distillation_of_each_token() -> None:
+    """log p = -log 4; a teacher with p = 1/2, 1/8 and none: D = log 2, -log 2; 2^5 = 32."""
+    teacher = torch.tensor([0.5, 0.125, math.nan]).log()[:, None]
+    out, slope = one_token_rows(
+        "sdar", [0.25] * 3, advantages=[2.0, -1.0, 0.5], teacher_logps=teacher
+    )
+    distilled = 0.01 * (32 / 33 * LOG2 - 1 / 33 * LOG2)
+    assert out.loss.item() == pytest.approx((-2 + 1 - 0.5 + distilled) / 3, rel=1e-6)
+    expected = [-2 - 0.01 * 32 / 33, 1 - 0.01 / 33, -0.5]
+    assert (3 * slope).tolist() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("direction", "kl", "slope"),
+    [
+        ("forward", 0.5 * LOG2 + 0.5 * math.log(2 / 3), -0.25),
+        ("reverse", -0.25 * LOG2 + 0.75 * math.log(1.5), -0.1875 * math.log(3)),
+    ],
+)
+def test_asft_adds_the_kl_to_the_reference(direction: str, kl: float, slope: float) -> None:
+    """A demonstration with p = 1/4, and a reference with 1/2; the slope is that of the logit."""
+    out, slope_by_logp = one_token_rows(
+        "asft",
+        [0.25],
+        advantages=[0.0],
+        is_demo=[True],
+        mu=1.0,
+        fields={"kl_weight": 0.3, "kl_direction": direction},
+        reference=Head(None, logits=torch.zeros(1, 1, 2)),
+    )
+    assert 2 * out.loss.item() == pytest.approx(0.25 * 2 * LOG2 + 0.3 * kl, rel=1e-6)
+    assert 2 * slope_by_logp.item() * 0.75 == pytest.approx(-0.25 * 0.75 + 0.3 * slope, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "expected"),
+    [
+        ("dpo", {"beta": 0.5}, math.log(1.25)),  # -log sigmoid(2 log 2)
+        ("ipo", {"tau": 0.2}, (2.5 * LOG2 - 2.5) ** 2),
+        ("ipo", {"tau": 0.2, "normalize": False}, (4 * LOG2 - 2.5) ** 2),
+    ],
+)
+def test_preferences_by_hand(name: str, fields, expected: float) -> None:
+    """Log-ratios log 2 and 2 log 2 of the tokens of the better response, -log 2 of the other."""
+    method, targets = METHODS[name](**fields), torch.tensor([[0, 0], [0, -100]])
+    logits = torch.zeros(2, 2, 2, requires_grad=True)
+    ref = torch.log(torch.tensor([[0.25, 0.125], [1.0, 7.0]]))
+    loss = method.loss(LossSpec())
+    for rows, pairs in ((targets, 1), (targets[:1].new_full((1, 2), -100), 0)):
+        n = len(rows)
+        batch = Batch(rows, rows, torch.ones(n), torch.zeros(n, dtype=torch.bool), (0, 2)[:n], n)
+        inputs = batch, 0.0, None, ref[:n], loss.spec, TermPair(1.0, 2.0)
+        out = custom_loss(loss.token, Head(None, logits=logits[:n]), None, *inputs)
+        assert out.loss.item() == pytest.approx(pairs * expected, rel=1e-6)
+        (grad,) = torch.autograd.grad(out.loss, logits)
+        assert grad.isfinite().all() and bool(grad.any()) == bool(pairs)
+
+
+def test_srft_options_by_hand() -> None:
+    """p = 1/2 has entropy log 2; of the incorrect rollouts, with A = -1, one is below the limit."""
+    out, slope = one_token_rows(
+        "srft",
+        [0.5, 0.25, 0.5, 0.5, 0.5],
+        advantages=[3.0, -1.0, -1.0, 1.0, 0.0],
+        is_demo=[True, False, False, False, False],
+        mu=0.5,
+        fields={"shape": 0.25, "least_logp": -1.5 * LOG2},
+    )
+    demo, rollouts = 0.5 * 0.5 * LOG2 - 3 * 0.5 / 0.75, -1.5 * LOG2 - LOG2 + 0.1 * 2 * LOG2
+    assert 2 * out.loss.item() == pytest.approx(demo / 2 + rollouts / 5, rel=1e-6)
+    # d/dlog p of p / (p + c) is p c / (p + c)^2
+    expected = [-0.25 / 2 - 3 * 0.5 * 0.25 / 0.75**2 / 2, 0, 1 / 5, -0.2 / 5, 0]
+    assert (2 * slope).tolist() == pytest.approx(expected, rel=1e-6)
+
+
+def test_relift_trains_on_the_newest_unsolved_prompts_once_there_are_enough(task, tmp_path) -> None:
+    method = {"name": "relift", "buffer": 5, "correct": 2.0}  # no prompt is ever solved
+    trainer = Trainer(tiny_config(task, tmp_path, method=method, eval={}))
+    order = trainer.feed.prompt_order.take(8)
+    trainer.feed.prompt_order.position = 0
+    demos = []
+    for _ in range(2):
+        rows = trainer._sample()
+        trainer.step += 1
+        demos.append([row for row in rows if row.is_demo])
+    assert demos[0] == []
+    prompts = trainer.feed.prompts
+    expected = [prompts[i].prompt + prompts[i].demo for i in order[-5:]]
+    assert [row.ids for row in demos[1]] == expected
+    assert trainer.feed.state_dict()["collected"] == order[:3]
+    credit = METHODS["relift"](correct=0.5).credit(
+        torch.tensor([[0.5, 0.0], [1.0, 0.0]]), None, "std"
+    )
+    assert credit.demo_weight.tolist() == [1.0, 0.0]
+    assert credit.rollout_weight.tolist() == [1.0, 1.0]
+
+
+def test_amft_follows_the_slope_of_the_reward_and_the_entropy() -> None:
+    method = METHODS["amft"](warmup=1, meta_lr=10.0, entropy_lr=0.5, update_every=2)
+    assert [method.needs(t).parts for t in range(5)] == [0, 2, 0, 2, 0]
+    assert [method.needs(t).rollouts for t in range(2)] == [False, True]
+    state, mix = method.mix(method.init(), Observation(0))
+    assert mix.mu == 1.0
+    state, mix = method.mix(state, Observation(1, entropy=math.nan, lr=0.1))
+    assert mix.mu == 0.8
+    # s1, s2, r1, r2: <s1, r2> = 0.5, <r1, s2> = 0.1 and <r1, r2> = 0.4: (0.5 + 0.1) / 2 - 0.4
+    gram = torch.zeros(4, 4, dtype=torch.float64)
+    gram[0, 3], gram[2, 1], gram[2, 3] = 0.5, 0.1, 0.4
+    gram = gram + gram.T
+    state, weights = method.solve(state, gram, mix)
+    assert weights == pytest.approx((0.8, 0.2))
+    assert method.report(state) == {"reward_slope": pytest.approx(-0.1), "entropy_target": None}
+    # 10 * 0.1 * -0.1; the first entropy is the target
+    state, mix = method.mix(state, Observation(2, entropy=1.5, lr=0.1))
+    assert mix.mu == pytest.approx(0.7)
+    state, mix = method.mix(state, Observation(3, entropy=1.3, lr=0.1))  # 0.5 * 0.2
+    assert mix.mu == pytest.approx(0.8)
+    for unmeasured in (Observation(4), Observation(4, entropy=math.nan, lr=0.1)):
+        state, mix = method.mix(state, unmeasured)
+        assert mix.mu == pytest.approx(0.8)
+    assert method.mix({**state, "slope": 9.0}, Observation(5, entropy=1.5))[1] == mix  # no lr
+    assert method.mix(state, Observation(5, entropy=-9.0, lr=0.1))[1].mu == 0.95
+
+
+class Draws:
+    """A random generator with given draws."""
+
+    def __init__(self, *values: float) -> None:
+        self.values = list(values)
+
+    def random(self) -> float:
+        return self.values.pop(0)
+
+    def uniform(self, low: float, high: float) -> float:
+        return low + (high - low) * self.random()
+
+
+def test_uft_hints_are_binomial_with_a_probability_that_falls() -> None:
+    method = METHODS["uft"](low=0.1, high=0.9, hint_steps=4, pieces=3)
+    # after (t + 1) / 4 of the curriculum: 0.5 + 0.4 cos(pi / 4), 0.5, 0.5 - 0.4 cos(pi / 4), 0.1
+    for step, p in enumerate([0.5 + 0.4 * math.sqrt(0.5), 0.5, 0.5 - 0.4 * math.sqrt(0.5), 0.1]):
+        draws = Draws(p - 1e-6, p + 1e-6, p - 1e-6)
+        assert method.hint_tokens(step, 8, draws) == 5  # 2 of 3 parts of 7 tokens: 4.67
+    assert method.hint_tokens(4, 8, Draws()) == 0
+    assert method.hint_tokens(0, 1, Draws()) == 0  # only an EOS
+    assert method.hint_tokens(0, 3, Draws(0.0, 1.0)) == 1  # two tokens, two parts
+    assert METHODS["uft"](coef=0.25).mix({}, Observation(0))[1].pair == pytest.approx((0.25, 1.0))
+
+
+def test_prefix_rft_lengths_and_the_tokens_that_are_trained() -> None:
+    low = MixSchedule(peak=0.9, valley=0.1, decay=2)
+    method = METHODS["prefix-rft"](low=low, high=0.9, top=0.5)
+    lengths = [method.prefix_tokens(t, 11, Draws(0.25)) for t in (0, 1, 2, 9)]
+    assert lengths == [9, 6, 3, 3]  # 0.9, 0.5 + 0.4 / 4 and 0.1 + 0.8 / 4 of 11 tokens
+    assert METHODS["prefix-rft"](high=1.0).prefix_tokens(0, 10, Draws(1.0)) == 9
+    assert METHODS["prefix-rft"](high=0.5).prefix_tokens(0, 10, Draws(0.25)) == 5
+    # two sampled tokens and three of a prefix: of p = 0.5, 0.9 and 0.7, the entropy of 0.9 is the
+    # lowest, and ceil(0.5 * 3) = 2 tokens are trained
+    p = torch.tensor([0.2, 0.4, 0.5, 0.9, 0.7], dtype=torch.float64)
+    x = (p / (1 - p)).log().float().requires_grad_()
+    logits = torch.stack([x, torch.zeros_like(x)], -1)[None]
+    bounds = torch.tensor([0, 2, 5], dtype=torch.int32)
+    targets, advantage = torch.zeros(1, 5, dtype=torch.int64), torch.tensor([2.0, 3.0])
+    batch = Batch(
+        targets, targets, advantage, torch.tensor([False, True]), (0,), 5, cu_seqlens=bounds
+    )
+    loss = method.loss(LossSpec(max_tokens=10))
+    head, norms = Head(None, logits=logits), TermPair(1.0, 1.0)
+    out = custom_loss(loss.token, head, None, batch, 0.5, None, None, loss.spec, norms)
+    assert 2 * out.loss.item() == pytest.approx(-(2.0 + 3.0) * 2 / 10)
+    (grad,) = torch.autograd.grad(2 * out.loss, x)
+    expected = [-0.2 * 0.8, -0.2 * 0.6, -0.3 * 0.5, 0, -0.3 * 0.3]
+    assert grad.tolist() == pytest.approx(expected, rel=1e-6)
+
+
+def test_dypo_contrasts_successes_and_failures_of_one_prompt() -> None:
+    """Log-ratios log 2, 0, log 4 with A = 1, -1, -1 in one prompt; 0, 0, log 2 with -1, 1, 0 in
+    another; and a demonstration with p = 1/4, whose reference is unknown.
+    """
+    method = METHODS["dypo"](alpha=0.25, beta=2.0)
+    p = torch.tensor([0.5, 0.25, 0.8, 0.5, 0.5, 0.5, 0.25])
+    x = (p / (1 - p)).log().requires_grad_()
+    logits = torch.stack([x, torch.zeros_like(x)], -1)[:, None]
+    ref = (p / torch.tensor([2.0, 1.0, 4.0, 1.0, 1.0, 2.0, math.nan])).log()[:, None]
+    targets = torch.zeros(7, 1, dtype=torch.int64)
+    units = torch.tensor([7, 7, 7, 2, 2, 2, 5])
+    advantages = torch.tensor([1.0, -1.0, -1.0, -1.0, 1.0, 0.0, 1.0])
+    demos = torch.arange(7) == 6
+    batch = Batch(targets, targets, advantages, demos, tuple(range(7)), 1, units=units)
+    loss, head = method.loss(LossSpec()), Head(None, logits=logits)
+    norms = TermPair(demo=1.0, rollout=6.0)
+    out = custom_loss(loss.token, head, None, batch, 0.5, None, ref, loss.spec, norms)
+    # -log sigmoid(2 log 2) = log(5 / 4), -log sigmoid(-2 log 2) = log 5, -log sigmoid(0) = log 2
+    gal = [(math.log(5 / 4) + math.log(5)) / 2] * 3 + [LOG2] * 3
+    grpo = [-1.0, 1.0, 1.0, 1.0, -1.0, 0.0]
+    expected = sum(0.25 * a + 0.75 * b for a, b in zip(grpo, gal, strict=True)) / 6 + 2 * LOG2
+    assert 2 * out.loss.item() == pytest.approx(expected, rel=1e-5)
+    (grad,) = torch.autograd.grad(2 * out.loss, x)
+    slope = grad / (1 - p)
+    # a pair has the slope -2 sigmoid(-2 d): -2/5 for d = log 2, -8/5 for -log 2, -1 for 0; in a
+    # group of n rows with m pairs, it counts n / m times
+    pairs = [3 / 2 * (-2 / 5 - 8 / 5), 3 / 2 * 2 / 5, 3 / 2 * 8 / 5, 3.0, -3.0, 0.0]
+    expected = [(0.25 * a + 0.75 * b) / 6 for a, b in zip(grpo, pairs, strict=True)]
+    assert slope.tolist() == pytest.approx([*expected, -1.0], rel=1e-5)
+
+
+def test_dypo_grades_prompts_by_their_rollouts() -> None:
+    rewards = torch.tensor([[0.0, 0.0], [1.0, 0.0], [1.0, 1.0], [1.0, math.nan], [math.nan] * 2])
+    credit = METHODS["dypo"]().credit(rewards, None, "std")
+    assert credit.demo_weight.tolist() == [1.0, 0.0, 0.0, 0.0, 1.0]
+    assert credit.rollout_weight.tolist() == [0.0, 1.0, 0.0, 0.0, 0.0]
+
+
+def test_dypo_trains_whole_groups_only(task, tmp_path) -> None:
+    method = {"name": "dypo", "correct": 0.4}
+    trainer = Trainer(tiny_config(task, tmp_path, method=method, eval={}, micro_batch=5))
+    assert trainer.feed.unit == trainer.gradients.forward.micro.unit == 4
+    example, credit = trainer.feed.prompts[0], Credit(*(torch.ones(4), *torch.ones(3)))
+    kept = [Sample((), (3, 4), 1.0, False)] * 3
+    dropped = Sample((), (3, 4), math.nan, False)
+    rows = trainer.sampler._rows(example, [*kept, dropped], credit)
+    assert [row.is_demo for row in rows] == [True]
+    assert len(trainer.sampler._rows(example, [*kept, kept[0]], credit)) == 5
+
+
+def test_sdar_reserves_the_length_of_the_teachers_context(task, tmp_path) -> None:
+    trainer = Trainer(tiny_config(task, tmp_path, method={"name": "sdar"}, eval={}))
+    longest = max(2 * len(e.prompt) + len(e.demo) for e in trainer.feed.prompts)
+    assert trainer.feed.longest_row(5) == longest + 5
+    contexts = {row.context for row in trainer._sample()}
+    assert contexts <= {e.prompt + e.demo for e in trainer.feed.prompts}
+
+
+def test_echo_is_the_fused_loss_with_a_role_per_token() -> None:
+    """Two sampled tokens with A = 2, two observations with p = 1/2 and 1/4, and lambda = 0.05."""
+    p = torch.tensor([0.3, 0.5, 0.25, 0.6])
+    logits = torch.stack([(p / (1 - p)).log(), torch.zeros(4)], -1)[None]
+    observation = torch.tensor([[False, True, True, False]])
+    spec = LossSpec(demo_weight="one", rollout_reduction="token", demo_reduction="token")
+    targets, advantage = torch.zeros(1, 4, dtype=torch.int64), torch.tensor([2.0])
+    out = fused_gac_loss(logits, targets, advantage, observation, mu=0.05 / 1.05, spec=spec)
+    assert 1.05 * out.loss.item() == pytest.approx(-2.0 + 0.05 * 1.5 * LOG2, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "field"), [("amft", "meta_lr"), ("amft", "entropy_lr"), ("sdar", "coef")]
+)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_coefficients_must_be_finite(name: str, field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=rf"{field}={value}: use a finite number"):
+        METHODS[name](**{field: value})

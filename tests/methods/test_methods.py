@@ -1,0 +1,157 @@
+"""Every method trains, and an interrupted run resumes to the identical trajectory."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from gac.config import dump, load
+from gac.methods import METHODS
+from gac.training.run_config import TrainConfig
+from gac.training.trainer import Trainer
+from tests.tiny import metrics, tiny_config
+from tools.methods_table import PAGE, RESULTS, needs, page
+
+ROOT = Path(__file__).parents[2]
+# What each method requires from the trainer; every method must be listed.
+DEMOS = ("demonstrations",)
+ROLLOUTS = ("rollouts",)
+BOTH = ("rollouts", "demonstrations")
+DEMOS_OF_PROMPTS = ("rollouts", "demonstrations of the sampled prompts")
+SEPARATE_GRADIENTS = (*BOTH, "separate gradients")
+NEEDS = {
+    **dict.fromkeys(["sft", "sft-light", "dft"], DEMOS),
+    "sft-best": (*DEMOS, "best weights"),
+    "asft": (*DEMOS, "reference", "log-probs"),
+    **dict.fromkeys(["grpo", "dr-grpo", "dapo"], ROLLOUTS),
+    "gspo": (*ROLLOUTS, "log-probs"),
+    **dict.fromkeys(["dpo", "ipo"], ("rollouts of the reference", "reference", "log-probs")),
+    **dict.fromkeys(
+        [
+            "sft-then-rl",
+            "constant",
+            "guarded",
+            "guarded-probing",
+            "hpcd",
+            "wcf",
+            "chord-mu",
+            "chord-phi",
+        ],
+        BOTH,
+    ),
+    **dict.fromkeys(["chord", "reward-threshold", "rewvar-ctrl", "uncertainty", "dwa"], BOTH),
+    "kl-ctrl": (*BOTH, "reference"),
+    **dict.fromkeys(["gradnorm-ctrl", "amft"], SEPARATE_GRADIENTS),
+    **dict.fromkeys(["multitask", "luffy", "hpt", "superrl", "relift"], DEMOS_OF_PROMPTS),
+    **dict.fromkeys(["trapo", "uft"], (*DEMOS_OF_PROMPTS, "prefixes")),
+    "prefix-rft": (*DEMOS_OF_PROMPTS, "prefixes", "log-probs"),
+    "dypo": (*DEMOS_OF_PROMPTS, "reference", "log-probs"),
+    "sdar": (*DEMOS_OF_PROMPTS, "teacher", "log-probs"),
+    "srft": (*DEMOS_OF_PROMPTS, "log-probs"),
+    "gta": SEPARATE_GRADIENTS,
+    **dict.fromkeys(["mgda", "pcgrad", "cagrad", "nash-mtl", "aligned-mtl"], SEPARATE_GRADIENTS),
+    **dict.fromkeys(["sdmgrad", "moco", "gradnorm"], SEPARATE_GRADIENTS),
+    "famo": (*BOTH, "losses after the update"),
+    **dict.fromkeys([name for name in METHODS if name.startswith("gac")], (*BOTH, "reference")),
+    **dict.fromkeys(
+        ["gac-covariance", "gac-biased", "gac-biased-paper", "gac-gated", "oracle"],
+        (*SEPARATE_GRADIENTS, "reference"),
+    ),
+}
+# Methods trained for ten steps instead of four: some have a curriculum, a collection or a warm-up.
+TEN_STEPS = {"amft", "dypo", "relift", "sdar", "superrl", "uft", "prefix-rft"}
+# Settings that use every feature of a method within a short run.
+SHORT_RUN_FIELDS = {
+    "sft-light": {"epochs": 2, "patience": 9},
+    "sft-then-rl": {"sft_steps": 2},
+    "trapo": {"sizes": [1, 1, 1, 1], "trained": [0, 1, 0, 1], "below": [-1, 2, 2, 2]},
+    "hpt": {"correct": 0.4},
+    "superrl": {"correct": 0.4},
+    "uft": {"hint_steps": 3},
+    "prefix-rft": {"low": {"peak": 0.95, "valley": 0.05, "decay": 4}},
+    "dypo": {"correct": 0.4},
+    "relift": {"correct": 0.8, "buffer": 5},
+    "srft": {"correct": 0.4},
+    "gradnorm-ctrl": {"update_every": 2},
+    "amft": {"warmup": 1, "update_every": 2},
+    "kl-ctrl": {"calibration": 1},
+    "rewvar-ctrl": {"calibration": 1},
+    "dwa": {"window": 1},
+    "wcf": {"schedule": {"warmup": 2, "peak": 0.5, "valley": 0.1, "decay": 2}},
+    **{n: {"update_every": 2, "gradient_parts": 2} for n in METHODS if n.startswith("gac")},
+    "oracle": {"update_every": 2, "gradient_parts": 2},
+}
+
+
+def config_of(name: str, task, out, **changes) -> TrainConfig:
+    return tiny_config(
+        task, out, method={"name": name, **SHORT_RUN_FIELDS.get(name, {})}, **changes
+    )
+
+
+def test_every_method_declares_its_needs():
+    assert {name: needs(method()) for name, method in METHODS.items()} == NEEDS
+    for name, method in METHODS.items():
+        assert name == method.name
+        assert method.family and method.source and method.__doc__, name
+
+
+def test_methods_page_is_up_to_date():
+    study = json.loads((ROOT / RESULTS).read_text()) if (ROOT / RESULTS).exists() else None
+    text = page(study)
+    assert (ROOT / PAGE).read_text() == text, "run python -m tools.methods_table"
+    assert all(f"`{name}`" in text.split("## On the demo task")[-1] for name in METHODS)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_method_trains_and_resumes_to_the_identical_trajectory(name, task, tmp_path):
+    steps = 10 if name in TEN_STEPS else 4
+    config = config_of(
+        name, task, tmp_path / "whole", eval={}, steps=steps, checkpoint_every=steps // 2
+    )
+    assert load(TrainConfig, dump(config)) == config
+    uninterrupted = Trainer(config)
+    before = [p.detach().clone() for p in uninterrupted.model.parameters()]
+    uninterrupted.run()
+    rows = metrics(tmp_path / "whole")
+    assert [row["step"] for row in rows] == [*range(1, steps + 1)]
+    assert all(
+        math.isfinite(row["grad_norm"]) and 0 <= row["mu"] <= 1
+        for row in rows
+        if name != "aligned-mtl"
+    )
+    moved = [
+        not torch.equal(a, b) for a, b in zip(before, uninterrupted.model.parameters(), strict=True)
+    ]
+    assert any(moved) and all(p.isfinite().all() for p in uninterrupted.model.parameters())
+
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut" / "checkpoints" / f"step-{steps:08}")
+    resumed = Trainer(dataclasses.replace(config, out=str(tmp_path / "cut")))
+    assert resumed.step == steps // 2
+    resumed.run()
+    assert metrics(tmp_path / "cut") == rows
+    assert resumed.state == uninterrupted.state
+    for a, b in zip(uninterrupted.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_paper_map_references_exist():
+    text = (ROOT / "docs" / "paper_map.md").read_text()
+    tests = re.findall(r"`(tests/\w+\.py)::(\w+)`", text)
+    code = re.findall(r"`((?:gac|gac_kernels)[\w.]*):(\w+)`", text)
+    assert len(tests) > 10 and len(code) > 10
+    for path, name in tests:
+        assert f"def {name}(" in (ROOT / path).read_text(), (path, name)
+    for module, name in code:
+        assert hasattr(importlib.import_module(module), name), (module, name)
+    for name in METHODS:
+        assert f"`{name}`" in text, name

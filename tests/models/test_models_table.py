@@ -1,0 +1,75 @@
+"""The program that writes docs/models.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gac.errors import ConfigError
+from gac.models.families import families_table
+from tools import models_table
+from tools.tiny_models import families, tiny_config
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(("family", "mode"), [("llama4_text", "packed"), ("deepseek_v4", "LoRA")])
+def test_a_family_is_trained(family, mode, monkeypatch):
+    modes = {name: models_table.MODES[name] for name in ("padded", mode)}
+    monkeypatch.setattr(models_table, "MODES", modes)
+    assert models_table.try_family(family, debug=True) == dict.fromkeys(modes, "yes")
+
+
+def test_a_family_that_is_refused():
+    (reason,) = models_table.try_family("bert", debug=True).values()
+    assert reason.startswith("model type 'bert' is an encoder")
+
+
+def test_a_difference_between_modes_is_a_failure():
+    expected = {"demo_loss": 1.0, "grad_norm": 2.0}
+    assert models_table._compare("packed", {**expected, "grad_norm": 2.001}, expected) == "yes"
+    assert "FAILED: demo_loss is 1.1" in models_table._compare(
+        "packed", {**expected, "demo_loss": 1.1}, expected
+    )
+    assert models_table._compare("LoRA", {**expected, "grad_norm": 9.0}, expected) == "yes"
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gemma3_text", "deepseek_v3", "gpt2"])
+def test_tiny_configurations_are_tiny(family):
+    assert family in families()
+    text = tiny_config(family).get_text_config()
+    assert text.vocab_size <= 64 and text.num_hidden_layers <= 2
+
+
+def test_the_page_lists_what_the_run_measured():
+    results = {
+        "a": dict.fromkeys(models_table.MODES, "yes"),
+        "b": {**dict.fromkeys(models_table.MODES, "yes"), "FSDP2": "no | way"},
+        "c": {"model": "model type 'c' is an encoder"},
+        "d": {"model": "FAILED: no config"},
+    }
+    text = models_table.page(results)
+    assert "2 of 4 families train." in text
+    assert "| `b` | yes | yes | yes | yes | yes | no [1] |" in text and "[1] no | way" in text
+    refused, untested = text.partition("## Refused")[2].split("## Not tested")
+    assert "| `c` | model type 'c' is an encoder |" in refused
+    assert "| `d` | FAILED: no config |" in untested
+
+
+def test_the_command_prints_families_and_finds_that_of_a_folder(task, monkeypatch):
+    modes = ("padded", "packed", "FSDP2", "LoRA", "default", "micro-batches")
+    qwen2 = "qwen2 " + ", ".join(f"{mode}: yes" for mode in modes)
+    lines = families_table("qwen2").splitlines()
+    assert qwen2.split() == lines[0].split() and all(x.startswith("qwen2") for x in lines[:-2])
+    monkeypatch.chdir(task)
+    assert families_table("init").splitlines()[0].split() == qwen2.split()
+    with pytest.raises(ConfigError, match="NAME='a/b': no such local folder"):
+        families_table("a/b")
+    *lines, _, _ = families_table().splitlines()
+    names = [line.split()[0] for line in lines]
+    starts = {line.index(line.split(maxsplit=1)[1]) for line in lines}
+    assert names == sorted(names) and starts == {max(map(len, names)) + 2}
+    assert "refused: model type 'bert' is an encoder" in families_table()
+    with pytest.raises(ConfigError, match="NAME='none': no tested family matches"):
+        families_table("none")

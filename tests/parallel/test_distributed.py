@@ -1,0 +1,284 @@
+"""One, two and four processes compute the same losses, gradients, signals and weights."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from gac.data.rows import Row
+from gac.methods import Mix
+from gac.rollouts import engines
+from gac.training.trainer import Trainer
+from tests import ranks
+from tests.tiny import TIMING_KEYS, digit_reward, tiny_config
+
+pytestmark = pytest.mark.dist
+STEPS = 5
+
+
+def fixed_responses(model, tokenizer, prompts, *, samples, **_):
+    """Fake generation: 1 to 6 tokens that depend only on the prompt, not on the number of ranks."""
+    responses = []
+    for prompt in prompts:
+        for i in range(samples):
+            rng = random.Random(f"{prompt}/{i}")
+            responses.append(tuple(rng.randrange(3, 18) for _ in range(rng.randint(1, 6))))
+    return responses
+
+
+def full_tensor(x: torch.Tensor) -> torch.Tensor:
+    return (x.full_tensor() if isinstance(x, DTensor) else x).detach().clone()
+
+
+def train_steps(config, steps=STEPS):
+    """Train; return each step's metrics, the first step's gradients, the final weights and the
+    number of elements on this rank.
+    """
+    engines.generate = fixed_responses  # runs in its own process
+    trainer = Trainer(config)
+    grads: list[dict[str, torch.Tensor]] = []
+
+    def record(*_):
+        named = trainer.model.named_parameters()
+        grads.append(
+            {n.removeprefix("module."): full_tensor(p.grad) for n, p in named if p.requires_grad}
+        )
+
+    trainer.optimizer.register_step_pre_hook(record)
+    rows = []
+    for _ in range(steps):
+        rows.append(trainer._train_step())
+        trainer.step += 1
+    named = {n.removeprefix("module."): p for n, p in trainer.model.named_parameters()}
+    local = (p.to_local() if isinstance(p, DTensor) else p for p in named.values())
+    elements = sum(x.numel() for x in local)
+    return rows, grads[0], {n: full_tensor(p) for n, p in named.items()}, elements
+
+
+def config(task, out, **changes):
+    return tiny_config(
+        task,
+        out,
+        **{
+            "loss": {"kl_coef": 0.1, "entropy_coef": 0.01},
+            "method": {"name": "gac", "update_every": 1},
+            "data": {
+                "prompts": str(task / "prompts.jsonl"),
+                "demos": str(task / "demos.jsonl"),
+                "source_field": "id",  # so that the losses of the single rows are compared, too
+            },
+            # eps: where a gradient is 0, AdamW would scale rounding noise up to a full-size update
+            "optim": {"lr": 1e-2, "warmup": 1, "clip": 0.5, "eps": 1e-4},
+            **changes,
+        },
+    )
+
+
+@pytest.fixture(scope="module")
+def single_process(task, tmp_path_factory):
+    """Single-process results, cached by configuration."""
+    cache: dict[str, object] = {}
+
+    def get(**changes):
+        key = repr(sorted(changes.items()))
+        if key not in cache:
+            run_config = config(task, tmp_path_factory.mktemp("single"), **changes)
+            cache[key] = ranks.run(train_steps, run_config, ranks=1)[0]
+        return cache[key]
+
+    return get
+
+
+def assert_same(expected, actual):
+    """Compare two results of `train_steps`."""
+    for a, b in zip(expected[0], actual[0], strict=True):
+        assert a["skipped"] == b["skipped"] == 0 and a["tokens"] == b["tokens"]
+        for key, value in a.items():
+            if key in TIMING_KEYS:
+                continue
+            if value is not None:
+                value = pytest.approx(value, rel=2e-4, abs=2e-6, nan_ok=True)
+            assert b[key] == value, key
+    for i in (1, 2):
+        assert expected[i].keys() == actual[i].keys() and expected[i]
+        for name, x in expected[i].items():
+            torch.testing.assert_close(actual[i][name], x, rtol=1e-4, atol=3e-6, msg=name)
+
+
+FSDP = {"mode": "fsdp"}
+
+
+@pytest.mark.parametrize(
+    ("count", "parallel", "micro_batch"),
+    [
+        pytest.param(2, {}, None, id="ddp-2"),
+        pytest.param(4, {}, 3, id="ddp-4-accumulated"),
+        pytest.param(4, FSDP, None, id="fsdp-4"),
+        pytest.param(2, FSDP, 3, id="fsdp-2-accumulated"),
+        pytest.param(2, {**FSDP, "defer_reduce": True}, 3, id="fsdp-2-deferred"),
+        pytest.param(4, {**FSDP, "replicas": 2}, None, id="hsdp-2x2"),
+    ],
+)
+def test_results_do_not_depend_on_the_number_of_processes(
+    task, tmp_path, single_process, count, parallel, micro_batch
+):
+    run_config = config(task, tmp_path, parallel=parallel, micro_batch=micro_batch)
+    many = ranks.run(train_steps, run_config, ranks=count)
+    for rank in many:
+        assert_same(single_process(), rank)
+    total, local = single_process()[3], [rank[3] for rank in many]
+    shards = count // parallel.get("replicas", 1) if parallel else 1
+    assert sum(local) == total * count / shards  # the model is really sharded, without duplicates
+    assert max(local) <= 0.6 * total or not parallel
+
+
+def untied(task, folder):
+    """The same model with an untied LM head."""
+    shutil.copytree(task, folder)
+    path = folder / "init" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": False}))
+    return folder
+
+
+def half_constant(completion, example):
+    """Every second prompt has a constant reward, so its rows need no backward pass."""
+    return 1.0 if int(example.id) % 2 else digit_reward(completion, example)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "changes"),
+    [
+        pytest.param(FSDP, {"untied": True}, id="fsdp-untied-head"),
+        pytest.param(FSDP, {"lora": {"rank": 4}}, id="fsdp-adapters"),
+        pytest.param({}, {"lora": {"rank": 4}}, id="ddp-adapters"),
+        pytest.param(FSDP, {"gradient_checkpointing": True}, id="fsdp-recomputed-layers"),
+        pytest.param(FSDP, {"reuse": 2}, id="fsdp-reused-rollouts"),
+        pytest.param(FSDP, {"method": "pcgrad"}, id="fsdp-gram"),
+        pytest.param(FSDP, {"method": "pcgrad", "flat": True}, id="fsdp-gram-zero-gradient-rows"),
+        pytest.param({}, {"method": "cagrad"}, id="ddp-gram"),
+        pytest.param({**FSDP, "replicas": 2}, {"method": "mgda"}, id="hsdp-gram"),
+        pytest.param(FSDP, {"method": "moco"}, id="fsdp-tracked-gradients"),
+        pytest.param(FSDP, {"method": "famo"}, id="fsdp-loss-after-the-update"),
+    ],
+)
+def test_results_agree_across_processes_with(task, tmp_path, parallel, changes):
+    changes = dict(changes)
+    folder = untied(task, tmp_path / "task") if changes.pop("untied", None) else task
+    if changes.get("lora"):
+        pytest.importorskip("peft", reason="needs the extra `lora`")
+    rollouts = {"prompts": 4, "completions": 4, "max_new_tokens": 5, "reuse": 1}
+    rollouts["reuse"] = changes.pop("reuse", 1)
+    settings = {"rollouts": rollouts}
+    if changes.pop("flat", False):
+        settings |= {"reward": "tests.parallel.test_distributed:half_constant", "loss": {}}
+    if "method" in changes:
+        settings["method"] = {"name": changes.pop("method")}
+    settings["model"] = {"path": str(folder / "init"), "random_init": True, **changes}
+    single = ranks.run(train_steps, config(folder, tmp_path / "one", **settings), ranks=1)[0]
+    count = 2 * parallel.get("replicas", 1)
+    run_config = config(folder, tmp_path / "many", parallel=parallel, **settings)
+    for rank in ranks.run(train_steps, run_config, ranks=count):
+        assert_same(single, rank)
+
+
+def test_bfloat16_arithmetic_stays_close(task, tmp_path, single_process):
+    run_config = config(task, tmp_path, parallel=FSDP, mixed_precision="bf16")
+    rows, grads, _, _ = ranks.run(train_steps, run_config, 1, ranks=2)[0]
+    assert rows[0]["demo_loss"] == pytest.approx(single_process()[0][0]["demo_loss"], rel=0.03)
+    for name, exact in single_process()[1].items():
+        assert grads[name].dtype == torch.float32  # reduced in float32 into float32 shards
+        error = (grads[name] - exact).norm() / exact.norm()
+        assert 0 < error < 0.05, name
+
+
+OWNERS = {
+    "a rank without rows": [0] * 8,
+    "rollouts and demonstrations on different ranks": [0, 1] * 4,
+    "a rank without demonstrations": [1, 0, 0, 0, 1, 0, 0, 0],
+    "seven rows and one": [0, 0, 0, 0, 0, 0, 0, 1],
+}
+
+
+def uneven_gradients(config):
+    """Signals, losses and gradients of the same rows in each of the placements `OWNERS`."""
+    engines.generate = fixed_responses
+    trainer = Trainer(config)
+    rank, count = trainer.accelerator.process_index, trainer.accelerator.num_processes
+    rows = []
+    for i, example in enumerate(trainer.feed.prompts[:8]):
+        (response,) = fixed_responses(None, None, [example.prompt], samples=1)
+        ids = example.prompt + response
+        advantage = 0.0 if i % 2 else (-1.0) ** (i // 2) * (1 + i)
+        rows.append(Row(ids, len(example.prompt), i % 2 == 1, advantage))
+    results = {}
+    for name, owners in OWNERS.items():
+        own = [row for row, owner in zip(rows, owners, strict=True) if owner % count == rank]
+        step = trainer._assemble(own, Mix(0.4))
+        assert step.needs.kl
+        measured = trainer.gradients(step)
+        named = trainer.model.named_parameters()
+        grads = {n.removeprefix("module."): full_tensor(p.grad) for n, p in named}
+        results[name] = measured.moments.signals(), measured.losses, grads
+        trainer.optimizer.zero_grad()
+    return results
+
+
+@pytest.fixture(scope="module")
+def uneven(task, tmp_path_factory):
+    """The results in one process, and a function that returns those of each of two ranks."""
+    settings = {"micro_batch": 2, "rollouts": {"prompts": 4, "completions": 4, "max_new_tokens": 6}}
+
+    def run(count, **changes):
+        run_config = config(task, tmp_path_factory.mktemp("uneven"), **settings, **changes)
+        return ranks.run(uneven_gradients, run_config, ranks=count)
+
+    return run(1)[0], lambda mode: run(2, parallel={"mode": mode})
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_uneven_ranks_compute_the_same(uneven, mode):
+    single_process, two_processes = uneven
+    for rank in two_processes(mode):
+        for name, (signals, losses, grads) in rank.items():
+            expected = single_process[name]
+            assert signals == pytest.approx(expected[0], rel=1e-5), name
+            assert losses == pytest.approx(expected[1], rel=1e-5), name
+            for key, x in expected[2].items():
+                message = f"{name}: {key}"
+                torch.testing.assert_close(grads[key], x, rtol=1e-4, atol=1e-6, msg=message)
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4)])
+def test_checkpoint_loads_on_another_world_size(task, tmp_path, single_process, before, after):
+    run_config = config(task, tmp_path, parallel={**FSDP, "resize": True})
+    ranks.run(save_at, run_config, 3, ranks=before)
+    for rank in ranks.run(resume, run_config, ranks=after):
+        names = ("mu", "demo_loss", "rollout_loss", "grad_norm", "sft_variance")
+        for a, b in zip(single_process()[0][3:], rank[0], strict=True):
+            assert [b[n] for n in names] == pytest.approx([a[n] for n in names], rel=2e-4)
+        for name, x in single_process()[2].items():
+            torch.testing.assert_close(rank[1][name], x, rtol=1e-4, atol=3e-6, msg=name)
+
+
+def save_at(config, steps):
+    engines.generate = fixed_responses
+    trainer = Trainer(config)
+    for _ in range(steps):
+        trainer._train_step()
+        trainer.step += 1
+    trainer.save()
+
+
+def resume(config):
+    engines.generate = fixed_responses
+    trainer = Trainer(config)
+    rows = []
+    while trainer.step < STEPS:
+        rows.append(trainer._train_step())
+        trainer.step += 1
+    return rows, {n: full_tensor(p) for n, p in trainer.model.named_parameters()}

@@ -1,0 +1,156 @@
+"""Test jobs run in fresh processes, and no thread of a process group outlives its run."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from tqdm import tqdm
+from tqdm.std import TqdmDefaultWriteLock
+
+from gac.parallel import setup
+from gac.training.trainer import Trainer
+from tests import ranks
+from tests.tiny import digit_reward, tiny_config
+
+
+def origin():
+    """The parent's process id and number of threads, and whether tqdm's lock was inherited."""
+    parent = os.getppid()
+    threads = list(Path(f"/proc/{parent}/task").iterdir())
+    return parent, len(threads), hasattr(TqdmDefaultWriteLock, "mp_lock")
+
+
+def test_children_are_forks_of_a_process_without_threads_and_locks():
+    list(tqdm(range(3), disable=False))  # creates tqdm's lock in this process
+    assert TqdmDefaultWriteLock.mp_lock is not None
+    ((parent, threads, locked),) = ranks.run(origin, ranks=1)
+    assert parent != os.getpid() and threads == 1 and not locked
+    maps = Path(f"/proc/{parent}/maps").read_text()
+    assert "libtorch_cpu" in maps  # the server has already imported torch
+
+
+def test_timeout_names_the_call_and_leaves_no_process():
+    with (
+        pytest.raises(TimeoutError, match="rank 0 of pause .* 0.1 s"),
+        ranks.job(signal.pause, ranks=1) as (rank,),
+    ):
+        rank.result(timeout=0.1)
+    assert rank.process.exitcode == -signal.SIGKILL
+
+
+def last_work_seen():
+    """Whether rank 1 had done its last work when this rank went on after waiting for it."""
+    dist.init_process_group("gloo")
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 0:
+        store.set("rank 0 has finished", "")
+    else:
+        store.wait(["rank 0 has finished"], timedelta(seconds=ranks.DEADLINE))
+        sum(range(10**6))
+        store.set("rank 1 has finished", "")
+    setup.wait_for_others()
+    return store.check(["rank 1 has finished"])
+
+
+def test_ranks_that_have_finished_wait_for_the_others():
+    assert ranks.run(last_work_seen, ranks=2) == [True, True]
+
+
+def wait_for_a_rank_that_never_arrives():
+    setup.LONGEST_WAIT = 0.01
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 0:
+        setup.leave()
+    return dist.is_initialized()
+
+
+def test_nobody_waits_for_ever_or_after_an_error():
+    assert ranks.run(wait_for_a_rank_that_never_arrives, ranks=2) == [False, True]
+    assert ranks.errors(leave_after_an_error, ranks=2) == ["0", "1"]
+
+
+def leave_after_an_error():
+    """Only rank 0 leaves; it would wait for rank 1 for longer than the test's deadline."""
+    setup.LONGEST_WAIT = 10 * ranks.DEADLINE
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    try:
+        raise ValueError(rank)
+    finally:
+        if rank == 0:
+            setup.leave()
+
+
+def gloo_threads():
+    """Names of this process's threads that belong to a process group."""
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    return [name for name in names if "gloo" in name]
+
+
+def threads_during_run_and_at_exit(config):
+    """Return how the run ended, and the process group's threads during the run and at exit."""
+    during_run = []
+
+    def attempt():
+        trainer = Trainer(config)
+        during_run.extend(gloo_threads())
+        trainer.run()
+
+    try:
+        attempt()
+    except (RuntimeError, KeyboardInterrupt) as error:
+        sys.last_value = error  # as Python does with an uncaught exception
+        ended_by = type(error).__name__
+    else:
+        ended_by = None
+    atexit._run_exitfuncs()
+    return ended_by, during_run, gloo_threads()
+
+
+def overflowing_reward(completion, example):
+    return 1e300 * digit_reward(completion, example)
+
+
+def interrupting_reward(completion, example):
+    signal.raise_signal(signal.SIGINT)
+    return digit_reward(completion, example)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("reward", "end"),
+    [
+        ("tests.tiny:digit_reward", None),
+        ("tests.parallel.test_ranks:overflowing_reward", "RunError"),
+        ("tests.parallel.test_ranks:interrupting_reward", "KeyboardInterrupt"),
+    ],
+    ids=["done", "error", "interrupt"],
+)
+@pytest.mark.parametrize(
+    "parallel", [{}, {"mode": "fsdp"}, {"mode": "fsdp", "replicas": 2}], ids=["ddp", "fsdp", "hsdp"]
+)
+def test_no_thread_of_a_process_group_outlives_the_run(task, tmp_path, parallel, reward, end):
+    """Such a thread may free the last collective's tensors during interpreter shutdown, which
+    aborts the process.
+    """
+    rollouts = {"prompts": 4, "completions": 4, "max_new_tokens": 5, "advantages": "centered"}
+    config = tiny_config(
+        task,
+        tmp_path,
+        steps=2,
+        parallel=parallel,
+        reward=reward,
+        rollouts=rollouts,
+        guards={"patience": 2},
+        eval={},
+    )
+    for ended_by, during_run, at_exit in ranks.run(threads_during_run_and_at_exit, config, ranks=2):
+        assert ended_by == end
+        assert "pt_gloo_runloop" in during_run and at_exit == []

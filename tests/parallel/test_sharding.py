@@ -1,0 +1,162 @@
+"""FSDP2 with the fused loss: one gather of the head, no stale weights, the same samples."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gac.methods import Mix
+from gac.parallel import setup
+from gac.parallel.setup import ParallelConfig
+from gac.rollouts import engines
+from gac.rollouts.generation import generate
+from gac.training import forward, gradients
+from gac.training.trainer import Trainer, train
+from tests import ranks
+from tests.parallel.test_distributed import FSDP, config, fixed_responses, full_tensor
+from tests.tiny import tiny_config
+
+pytestmark = pytest.mark.dist
+
+
+class Traffic(TorchDispatchMode):
+    """Counts the elements of each kind of collective, measured on its unsharded tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements: dict[str, list[int]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            tensors = [x for x in torch.utils._pytree.tree_leaves(args) if torch.is_tensor(x)]
+            kind = func._schema.name.removeprefix("c10d::").strip("_").removesuffix("_base")
+            self.elements.setdefault(kind, []).append(max((x.numel() for x in tensors), default=0))
+        return func(*args, **(kwargs or {}))
+
+
+def traffic(run_config):
+    """Collectives of the gradient of a batch of demonstrations, and the sizes of the FSDP units."""
+    trainer = Trainer(run_config)
+    step = trainer._assemble(trainer.feed.demo_rows(0), Mix(1.0))
+    trainer.gradients(step)  # the first call installs hooks
+    trainer.optimizer.zero_grad()
+    setup.reshard(trainer.model)
+    with Traffic() as collectives:
+        trainer.gradients(step)
+    layers = [sum(p.numel() for p in m.parameters()) for m in trainer.model.model.layers]
+    total = sum(p.numel() for p in trainer.model.parameters())
+    return collectives.elements, layers, total - sum(layers)
+
+
+@pytest.mark.parametrize("defer", [False, True])
+def test_head_is_gathered_once_per_micro_batch(task, tmp_path, defer):
+    run_config = config(
+        task,
+        tmp_path,
+        loss={},
+        method={"name": "sft"},
+        demo_batch=12,
+        micro_batch=3,
+        parallel={**FSDP, "defer_reduce": defer},
+    )
+    (elements, layers, root), _ = ranks.run(traffic, run_config, ranks=2)
+    gathers, reductions = elements["allgather"], elements["reduce_scatter"]
+    large = [n for n in gathers if n > 100]  # the small ones agree on the number of micro-batches
+    root_gathers = [n for n in large if n == pytest.approx(root, rel=0.02)]  # padded to whole rows
+    assert len(root_gathers) == 2  # embedding, norm and head: one gather per micro-batch
+    # each layer: gathered for the forward and again for the backward
+    assert sum(large) == pytest.approx(2 * (root + 2 * sum(layers)), rel=0.02)
+    assert sum(reductions) == pytest.approx((1 if defer else 2) * (root + sum(layers)), rel=0.02)
+
+
+def losses(run_config, reshard):
+    """Demonstration losses before and after two updates; a forward runs between each backward and
+    its update.
+    """
+    engines.generate = fixed_responses
+    trainer = Trainer(run_config)
+    if not reshard:
+        setup.reshard = gradients.reshard = forward.reshard = lambda model: None
+    rows = trainer.feed.demo_rows(0)
+    demo_losses = []
+    for _ in range(3):
+        step = trainer._assemble(rows, Mix(1.0))
+        measured = trainer.gradients(step)
+        demo_losses.append(measured.losses.demo)
+        # without resharding, this would leave the root unit gathered
+        trainer.gradients.forward.row_logprobs(rows)
+        trainer._apply(step, measured)
+        trainer.step += 1
+    return demo_losses
+
+
+def test_no_forward_uses_weights_from_before_the_update(task, tmp_path):
+    run_config = config(task, tmp_path, loss={}, method={"name": "sft"})
+    sharded = dataclasses.replace(run_config, parallel=ParallelConfig(mode="fsdp"))
+    (single_process,) = ranks.run(losses, run_config, True, ranks=1)
+    for rank in ranks.run(losses, sharded, True, ranks=2):
+        assert rank == pytest.approx(single_process, rel=1e-5)
+    stale = ranks.run(losses, sharded, False, ranks=2)[0]
+    assert stale[0] == pytest.approx(single_process[0], rel=1e-5)
+    # the error that resharding prevents
+    assert stale[1] != pytest.approx(single_process[1], rel=1e-3)
+
+
+def greedy(run_config, prompts):
+    """Greedy responses to this rank's prompts, one per prompt."""
+    trainer = Trainer(run_config)
+    rank, count = trainer.accelerator.process_index, trainer.accelerator.num_processes
+    own_prompts = [e.prompt for e in trainer.feed.prompts][:prompts][rank::count]
+    with setup.gathered(trainer.model, run_config.parallel):
+        return generate(
+            trainer.accelerator.unwrap_model(trainer.model),
+            trainer.tokenizer,
+            own_prompts,
+            max_new_tokens=4 if rank else 12,
+            temperature=0,
+            batch=1,
+        )
+
+
+@pytest.mark.parametrize("gather", [True, False])
+def test_ranks_sample_the_responses_of_one_process(task, tmp_path, gather):
+    """Responses differ in length, and the ranks have 3 and 2 prompts; no rank may hang."""
+    single_process = ranks.run(greedy, config(task, tmp_path), 5, ranks=1)[0]
+    run_config = config(task, tmp_path, parallel={**FSDP, "gather_for_rollouts": gather})
+    first, second = ranks.run(greedy, run_config, 5, ranks=2)
+    assert (len(first), len(second)) == (3, 2)
+    assert first == single_process[0::2]
+    assert second == [a[:4] for a in single_process[1::2]]
+
+
+def test_sharded_run_end_to_end(task, tmp_path):
+    """Rollouts, evaluation of a number of prompts that 3 does not divide, checkpoints, export."""
+    run_config = tiny_config(
+        task,
+        tmp_path,
+        steps=3,
+        export=True,
+        demo_batch=6,
+        parallel={**FSDP, "resize": True},
+        rollouts={"prompts": 3, "completions": 4, "max_new_tokens": 5},
+        eval={"data": {"prompts": str(task / "eval.jsonl")}, "max_new_tokens": 5, "every": 2},
+    )
+    ranks.run(train, run_config, ranks=3)
+    trained = ranks.run(weights, run_config, ranks=1)[0]
+    from transformers import AutoModelForCausalLM
+
+    exported = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "model").named_parameters())
+    assert all(torch.equal(exported[name], x) for name, x in trained.items())
+
+
+def weights(run_config):
+    return {n: full_tensor(p) for n, p in Trainer(run_config).model.named_parameters()}
+
+
+def test_indivisible_batches_name_the_key(task, tmp_path):
+    for message in ranks.errors(Trainer, config(task, tmp_path, demo_batch=3), ranks=2):
+        assert re.search("demo_batch=3: .*multiple of .*2", message)

@@ -1,0 +1,231 @@
+"""Sharded loading: the weights equal those of a full load, and an error on one rank reaches all."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from gac.errors import ConfigError
+from gac.models import weights
+from gac.models.causal_lm import make_model
+from gac.models.pretrained import one_line_errors
+from gac.models.weights import read_model
+from gac.parallel import setup
+from gac.parallel.sharded_loading import DISABLE_ASYNC_LOAD, ShardedLoading
+from gac.rollouts import engines
+from gac.training.trainer import Trainer
+from tests import ranks
+from tests.parallel.test_distributed import FSDP, config, fixed_responses, full_tensor
+from tests.tiny import TIMING_KEYS
+
+pytestmark = pytest.mark.dist
+FILE = "model-00002-of-00004.safetensors"
+
+
+def write_base(task: Path, folder: Path, dtype: torch.dtype = torch.float32, **changes) -> Path:
+    """Copy the task and add weights of odd sizes, in several small files with an index."""
+    shutil.copytree(task, folder)
+    start = folder / "init"
+    model_config = AutoConfig.from_pretrained(start)
+    vocab_size = model_config.vocab_size + 1
+    model_config.update({"intermediate_size": 47, "vocab_size": vocab_size, **changes})
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(model_config, dtype=dtype)
+    with torch.no_grad():
+        for p in model.parameters():  # also norms and biases, which start at constants
+            p.add_(torch.randn_like(p) / 50)
+    model.generation_config.update(do_sample=True, temperature=0.7)
+    model.save_pretrained(start, max_shard_size="20KB")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base(task, tmp_path_factory):
+    return write_base(task, tmp_path_factory.mktemp("base") / "task")
+
+
+def sharded_overrides(folder: Path, **model):
+    return {"model": {"path": str(folder / "init"), **model}, "parallel": FSDP}
+
+
+def first_step(run_config, while_loading: bool):
+    """Weights, buffers and metrics of a run's first step.
+
+    The weights are sharded while loading or, as FSDP2 does, after the full model has been loaded.
+    """
+    engines.generate = fixed_responses
+    if not while_loading:
+        ShardedLoading._keep_shard = lambda *_: None
+        weights.lazy_tensors = lambda *_: None
+    trainer = Trainer(run_config)
+    parameters = dict(trainer.model.named_parameters(remove_duplicate=False))
+    assert all(isinstance(p, DTensor) for p in parameters.values())
+    tied = {n for n, p in parameters.items() if p is trainer.model.get_input_embeddings().weight}
+    before = {n: full_tensor(p) for n, p in parameters.items()}
+    before |= {n: b.clone() for n, b in trainer.model.named_buffers()}
+    if trainer.reference is not None:
+        frozen = trainer.reference.named_parameters()
+        before |= {"reference." + n: full_tensor(p) for n, p in frozen}
+        assert not any(p.requires_grad for p in trainer.reference.parameters())
+    row = {k: v for k, v in trainer._train_step().items() if k not in TIMING_KEYS}
+    model = trainer.policy
+    after = {n: full_tensor(p) for n, p in parameters.items()}
+    metadata = model.config.name_or_path, model.generation_config.temperature, model.plain_head
+    return before, row, after, sorted(tied), metadata
+
+
+def assert_bitwise(actual, expected):
+    """Compare two results of `first_step`."""
+    for a, b in ((actual[0], expected[0]), (actual[2], expected[2])):
+        assert a.keys() == b.keys()
+        assert not [n for n in a if a[n].dtype != b[n].dtype or not torch.equal(a[n], b[n])]
+    assert actual[1] == pytest.approx(expected[1], rel=0, abs=0, nan_ok=True)
+    assert actual[3:] == expected[3:]
+
+
+@pytest.mark.parametrize(
+    ("changes", "model", "count"),
+    [
+        pytest.param({}, {}, 2, id="tied"),
+        pytest.param(
+            {"tie_word_embeddings": False}, {"dtype": "bfloat16"}, 3, id="untied-bfloat16"
+        ),
+        pytest.param({}, {"lora": {"rank": 4}}, 2, id="adapters"),
+        pytest.param({"replicas": 2}, {}, 4, id="hsdp"),
+    ],
+)
+def test_sharded_loading_matches_full_loading(task, base, tmp_path, changes, model, count):
+    if model.get("lora"):
+        pytest.importorskip("peft", reason="needs the extra `lora`")
+    changes = dict(changes)
+    parallel = {**FSDP, "replicas": changes.pop("replicas", 1)}
+    folder = write_base(task, tmp_path / "task", **changes) if changes else base
+    rollouts = {"prompts": count, "completions": 2, "max_new_tokens": 4}
+    rows = {"demo_batch": 2 * count, "rollouts": rollouts}
+    overrides = {**sharded_overrides(folder, **model), "parallel": parallel, **rows}
+    results = []
+    for while_loading in (True, False):
+        run_config = config(folder, tmp_path / str(while_loading), **overrides)
+        results.append(ranks.run(first_step, run_config, while_loading, ranks=count)[0])
+    assert_bitwise(*results)
+    before, _, after, tied, metadata = results[0]
+    assert len(tied) == (1 if "tie_word_embeddings" in changes else 2)
+    assert metadata == (str(folder / "init"), 0.7, True)
+    assert any(name.endswith("inv_freq") for name in before)
+    trained = "lora_B.default.weight" if model.get("lora") else "q_proj.weight"
+    name = next(n for n in after if n.endswith(trained))
+    assert not torch.equal(before[name], after[name])  # the step updates the weights
+
+
+def bytes_held(run_config):
+    """Sizes in bytes: this rank's rows, the storage left in the model, the rank's shards, the full
+    model. Also the number of rows left after `prepare`.
+    """
+    accelerator = setup.make_accelerator(run_config.parallel, "no", (), run_config.out)
+    loading = setup.sharded_loading(accelerator, run_config.parallel)
+    model = make_model(run_config.model, 0, loading)
+    # the environment and torch's hooks have been restored
+    assert DISABLE_ASYNC_LOAD not in os.environ
+    assert torch.nn.Linear(2, 2).weight.untyped_storage().nbytes() == 16
+    rows = sum(x.untyped_storage().nbytes() for x in loading._rows.values())
+    left = sum(p.untyped_storage().nbytes() for p in model.parameters())
+    total = sum(p.numel() * p.element_size() for p in model.parameters())
+    prepared = setup.prepare(model, accelerator, run_config.parallel, "no", loading)
+    shards = sum(p.to_local().untyped_storage().nbytes() for p in prepared.parameters())
+    return rows, left, shards, total, len(loading._rows)
+
+
+def test_no_rank_ever_holds_the_full_model(base, tmp_path):
+    sizes = ranks.run(bytes_held, config(base, tmp_path, **sharded_overrides(base)), ranks=2)
+    total = sizes[0][3]
+    assert sum(rows for rows, *_ in sizes) == total
+    # shards are padded to the same number of rows
+    assert total <= sum(shards for _, _, shards, *_ in sizes) < 1.02 * total
+    assert all(rows < 0.51 * total for rows, *_ in sizes)
+    assert all(left == rows_left == 0 for _, left, _, _, rows_left in sizes)
+
+
+def delete_file(start: Path) -> None:
+    (start / FILE).unlink()
+
+
+def truncate(start: Path) -> None:
+    path = start / FILE
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def drop_tensor(start: Path) -> None:
+    rewrite(start, lambda tensors: tensors.pop("model.norm.weight", None))
+
+
+def change_shape(start: Path) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+
+    def change(tensors):
+        if name in tensors:
+            tensors[name] = torch.zeros(5, 7)
+
+    rewrite(start, change)
+
+
+def rewrite(start: Path, change) -> None:
+    for path in start.glob("*.safetensors"):
+        tensors = load_file(path)
+        change(tensors)
+        save_file(tensors, path, {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (delete_file, FILE),
+        (drop_tensor, "model.norm.weight.*: copy or download"),
+        (change_shape, r"up_proj.weight .*\[5, 7\] .*config.json implies"),
+        (truncate, "weights are corrupt .*: copy or download"),
+    ],
+)
+@pytest.mark.parametrize("lazily", [True, False])
+def test_damaged_weights_give_a_one_line_error(base, tmp_path, damage, expected, lazily):
+    shutil.copytree(base / "init", tmp_path / "init")
+    damage(tmp_path / "init")
+    path = str(tmp_path / "init")
+    with pytest.raises(ConfigError) as error, one_line_errors("model.path", path):
+        read_model("model.path", path, lazily, dtype=torch.float32)
+    message = str(error.value)
+    assert message.startswith(f"model.path={path!r}") and "\n" not in message
+    assert re.search(expected, message)
+
+
+def test_missing_file_fails_on_every_rank(base, tmp_path):
+    folder = tmp_path / "task"
+    shutil.copytree(base, folder)
+    delete_file(folder / "init")
+    run_config = config(folder, tmp_path / "run", **sharded_overrides(folder))
+    for message in ranks.errors(Trainer, run_config, ranks=2):
+        assert re.search(f"{FILE} .*: copy or download", message)
+
+
+def fail_on_rank_1(run_config):
+    """Start a run whose weights cannot be read on rank 1."""
+    accelerator = setup.make_accelerator(run_config.parallel, "no", (), run_config.out)
+    if accelerator.process_index == 1:
+
+        def broken(*_):
+            raise ConfigError("model.path: rank 1 cannot read it")
+
+        weights.lazy_tensors = broken
+    Trainer(run_config)
+
+
+def test_failure_on_one_rank_reaches_all_ranks(base, tmp_path):
+    run_config = config(base, tmp_path, **sharded_overrides(base))
+    messages = ranks.errors(fail_on_rank_1, run_config, ranks=2)
+    assert messages == ["model.path: rank 1 cannot read it"] * 2

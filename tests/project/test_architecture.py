@@ -1,0 +1,224 @@
+"""Architecture rules: layered imports, a file size limit, no machine-specific paths."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LAYERS = ("gac_kernels", "gac", "tools", "bench", "tests")  # each may import those before it
+# Packages and root modules of gac in import order: each may import those before it.
+PACKAGES = (
+    "errors",
+    "config",
+    "parallel",
+    "control",
+    "models",
+    "data",
+    "sandbox",
+    "rewards",
+    "rollouts",
+    "methods",
+    "evaluation",
+    "faults",
+    "training",
+    "train_config",
+    "integrations",
+    "report",
+    "study",
+    "demo",
+    "cli",
+)
+EXTERNAL = {  # third-party imports allowed in the kernels, which must work with any trainer
+    "gac_kernels": {"torch", "triton"},
+}
+LIMIT = 500
+
+
+def tracked(*suffixes: str) -> list[Path]:
+    """The repository's files with one of the suffixes, without those that git ignores."""
+    listing = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    if listing.returncode:
+        pytest.skip("not a git checkout")
+    paths = [ROOT / name for name in listing.stdout.splitlines()]
+    return [p for p in paths if p.suffix in suffixes and p.exists()]
+
+
+def imports(path: Path) -> set[str]:
+    """Fully qualified modules and names that a file imports.
+
+    Includes imports in functions and for type checking.
+    """
+    package = path.relative_to(ROOT).parts[:-1]
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join((*base, *([node.module] if node.module else [])))
+            names |= {f"{module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def graph(*roots: str) -> dict[str, set[str]]:
+    """Module -> the modules under `roots` that it imports or imports names from."""
+    files = {module_of(p): p for root in roots for p in sorted((ROOT / root).rglob("*.py"))}
+    edges = {}
+    for module, path in files.items():
+        names = imports(path)
+        # `from package import name`: the name is a submodule or an attribute of the package
+        targets = {n if n in files else n.rpartition(".")[0] for n in names}
+        edges[module] = (targets & files.keys()) - {module}
+    return edges
+
+
+def test_imports_flow_one_way():
+    wrong = []
+    for path in tracked(".py"):
+        layer = path.relative_to(ROOT).parts[0]
+        if layer not in LAYERS:
+            continue
+        later = set(LAYERS[LAYERS.index(layer) + 1 :])
+        tops = {name.split(".")[0] for name in imports(path)}
+        wrong += [f"{path.relative_to(ROOT)} imports {n}" for n in tops & later]
+    assert not wrong
+
+
+def test_packages_of_gac_import_one_way():
+    def package_of(module: str) -> str:
+        return module.split(".")[1]
+
+    wrong = [
+        f"{module} imports {other}"
+        for module, others in graph("gac").items()
+        for other in others
+        if "gac" not in (module, other)
+        and PACKAGES.index(package_of(other)) > PACKAGES.index(package_of(module))
+    ]
+    assert not wrong
+
+
+def test_the_root_of_gac_has_only_packages_and_three_modules():
+    modules = {path.stem for path in (ROOT / "gac").glob("*.py")}
+    assert modules == {"__init__", "cli", "errors"}
+
+
+def test_no_circular_imports():
+    edges = graph("gac_kernels", "gac", "tools", "bench")
+    done: set[str] = set()
+
+    def find_cycle(module: str, path: tuple[str, ...]) -> tuple[str, ...] | None:
+        if module in path:
+            return (*path[path.index(module) :], module)
+        if module in done:
+            return None
+        cycles = (find_cycle(other, (*path, module)) for other in sorted(edges[module]))
+        first = next(filter(None, cycles), None)
+        done.add(module)
+        return first
+
+    assert not [cycle for module in edges if (cycle := find_cycle(module, ()))]
+
+
+def test_import_graph_covers_every_kind_of_import(tmp_path, monkeypatch):
+    """Relative and absolute imports, of modules and of names, also inside functions."""
+    monkeypatch.setattr("tests.project.test_architecture.ROOT", tmp_path)
+    files = {
+        "a/__init__.py": "",
+        "a/one.py": "from .b import two\nimport a.b.three",
+        "a/b/__init__.py": "from .two import f",
+        "a/b/two.py": "def f():\n from .. import one",
+        "a/b/three.py": "from . import f\nfrom ..one import g",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_text(text)
+    assert graph("a") == {
+        "a": set(),
+        "a.one": {"a.b.two", "a.b.three"},
+        "a.b": {"a.b.two"},
+        "a.b.two": {"a.one"},
+        "a.b.three": {"a.b", "a.one"},
+    }
+
+
+def test_kernels_need_only_torch_and_triton():
+    allowed = {*sys.stdlib_module_names, "gac_kernels", *EXTERNAL["gac_kernels"]}
+    wrong = []
+    for path in (ROOT / "gac_kernels").rglob("*.py"):
+        tops = {name.split(".")[0] for name in imports(path)}
+        wrong += [f"{path.relative_to(ROOT)} imports {n}" for n in tops - allowed]
+    assert not wrong
+
+
+def test_the_trainer_never_names_a_method():
+    from gac.methods import METHODS
+    from gac_kernels.contract import REDUCTIONS
+
+    folders = [ROOT / "gac" / name for name in ("data", "rollouts", "training")]
+    allowed = set(REDUCTIONS)  # "constant" is also the name of a reduction
+    for path in [p for folder in folders for p in folder.glob("*.py")]:
+        if path.name == "run_config.py":  # names the default method
+            continue
+        strings = {
+            node.value
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        }
+        assert not strings & set(METHODS) - allowed, path
+
+
+def test_files_stay_small():
+    too_long = {
+        str(p.relative_to(ROOT)): n
+        for p in tracked(".py", ".cpp", ".cu", ".h", ".cuh")
+        if (n := len(p.read_text().splitlines())) > LIMIT
+    }
+    assert not too_long
+
+
+def test_noqa_and_type_ignore_have_a_reason():
+    """The reason follows the marker or is a comment on the line above.
+
+    The tools themselves report unused markers.
+    """
+    mark = re.compile(r"# (?:noqa|type: ignore)\b(?:: ?[A-Z0-9, ]+|\[[a-z, -]+\])(.*)")
+    without_reason = []
+    for path in tracked(".py"):
+        if path.relative_to(ROOT).parts[0] not in LAYERS or path == Path(__file__):
+            continue
+        above = ""
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            match = mark.search(line)
+            if match and not match[1].strip() and not above.lstrip().startswith("#"):
+                without_reason.append(f"{path.relative_to(ROOT)}:{number}")
+            above = line
+    assert not without_reason
+
+
+def test_no_machine_paths():
+    folders = ["/" + name + "/" for name in ("work", "farm", "root")]
+    wrong = [
+        f"{p.relative_to(ROOT)}: {folder}"
+        for p in tracked(".py", ".md", ".toml", ".yaml", ".yml", ".cpp", ".h", ".cu", ".html", "")
+        for folder in folders
+        if folder in p.read_text(errors="replace")
+    ]
+    assert not wrong

@@ -1,0 +1,120 @@
+"""A minimal install (torch, triton, numpy, PyYAML): imports, commands and errors for extras."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from gac.errors import EXTRAS, MissingExtra, explain_missing_extra
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+# Makes every package from an extra look as if it were not installed.
+BLOCKER = f"""
+import sys
+BLOCKED = {set().union(*EXTRAS.values())!r}
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in BLOCKED:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Blocker())
+"""
+IMPORTS = """
+import importlib, pkgutil
+import gac, gac_kernels, gac_kernels.inspect
+from gac import ControllerConfig, GuidedController, mu_star, mu_star_biased
+for name in ("config", "control", "data", "errors", "methods", "report", "rewards"):
+    package = importlib.import_module(f"gac.{name}")
+    for module in pkgutil.walk_packages(getattr(package, "__path__", []), f"gac.{name}."):
+        importlib.import_module(module.name)
+import gac.integrations.mixer
+for module in pkgutil.walk_packages(gac_kernels.__path__, "gac_kernels."):
+    if not module.name.startswith(("gac_kernels._native", "gac_kernels._cuda")):  # C libraries
+        importlib.import_module(module.name)
+import torch
+from gac_kernels import fused_gac_loss
+out = fused_gac_loss(torch.randn(2, 3, 7, requires_grad=True), torch.ones(2, 3, dtype=torch.long),
+                     torch.tensor([1.0, 0.0]), torch.tensor([False, True]))
+out.loss.backward()
+print(GuidedController(ControllerConfig()).update(out.moments.signals(), 0.1))
+print(*sorted({name.partition(".")[0] for name in sys.modules}))
+"""
+
+
+KERNELS = """
+import sys, time
+import torch
+before = {name.partition(".")[0] for name in sys.modules}
+start = time.process_time()  # other programs do not count
+import gac_kernels
+seconds = time.process_time() - start
+after = {name.partition(".")[0] for name in sys.modules}
+print(seconds, torch.cuda.is_initialized(), *sorted(after - before - sys.stdlib_module_names))
+"""
+
+
+def test_importing_the_kernels_is_quick_and_needs_only_torch():
+    done = [
+        subprocess.run([sys.executable, "-c", KERNELS], capture_output=True, text=True, check=True)
+        for _ in range(2)
+    ]
+    (first, *rest), (second, *again) = (run.stdout.split() for run in done)
+    assert rest == again == ["False", "gac_kernels"]  # no CUDA context, no other package
+    assert min(float(first), float(second)) < 0.3
+
+
+def run_without_extras(
+    code: str, *arguments: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", BLOCKER + code, *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_kernels_controller_and_methods_need_four_packages():
+    done = run_without_extras(IMPORTS)
+    assert done.returncode == 0, done.stderr
+    mu, loaded = done.stdout.splitlines()
+    assert 0 <= float(mu) <= 1
+    assert not set(loaded.split()) & set().union(*EXTRAS.values())
+
+
+def test_commands_without_the_extra_name_it_in_one_line():
+    command = "from gac.cli import main\nsys.exit(main(sys.argv[1:]))"
+    for arguments in (["train", str(ROOT / "examples" / "gsm8k.yaml")], ["eval", "--help"]):
+        done = run_without_extras(command, *arguments)
+        assert done.returncode == 2
+        pattern = r"gac: .*extra train \(\w+\): pip install 'gac-kernels\[train\]'\n"
+        assert re.fullmatch(pattern, done.stderr)
+    done = run_without_extras(command, "methods", "gac")
+    assert done.returncode == 0 and "method.ema_decay" in done.stdout
+
+
+def test_extras_match_pyproject():
+    def names(requirements: list[str]) -> set[str]:
+        return {re.split(r"[^\w-]", text)[0].replace("-", "_") for text in requirements}
+
+    assert names(PROJECT["dependencies"]) == {"torch", "triton", "numpy", "pyyaml"}
+    for extra, packages in EXTRAS.items():
+        listed = names(PROJECT["optional-dependencies"][extra])
+        assert listed <= packages
+        # the others are required by transformers itself
+        assert packages - listed <= {"tokenizers", "huggingface_hub"}
+
+
+def test_a_missing_package_outside_the_extras_raises_module_not_found():
+    raised = pytest.raises(MissingExtra, match=r"this needs the extra lora \(peft\): pip install")
+    with raised, explain_missing_extra("this"):
+        raise ModuleNotFoundError("No module named 'peft.utils'", name="peft.utils")
+    with pytest.raises(ModuleNotFoundError, match="no_such"), explain_missing_extra("this"):
+        import no_such  # noqa: F401 - intentionally missing

@@ -1,0 +1,106 @@
+"""Build the sdist and the wheel, install the wheel into a fresh environment, and train there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gac.config import dump
+from tests.tiny import tiny_config, write_tiny
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+INSPECT = """
+import gac, gac_kernels, sys
+from gac_kernels import build_cuda
+from gac_kernels.backends import cpu
+print(gac.__file__)
+print((build_cuda.SOURCES / "cuda" / "launch.cu").is_file())
+print(cpu.capability() if sys.argv[1] == "1" else "none")
+"""
+
+
+def run(*command: str | Path, cwd: Path, **environment: str) -> str:
+    """Run a command without the checkout on its path; return its stdout. It must succeed."""
+    clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "GAC_EXT")}
+    result = subprocess.run(
+        list(map(str, command)),
+        cwd=cwd,
+        env=clean | environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert result.returncode == 0, f"{command}\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}"
+    return result.stdout
+
+
+def build_packages(folder: Path, mode: str) -> tuple[Path, Path]:
+    """Build an sdist from the files that git does not ignore, and a wheel from only that sdist."""
+    checkout = folder / "checkout"
+    names = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if names.returncode:
+        pytest.skip("not a git checkout")
+    for name in filter(lambda n: (ROOT / n).is_file(), names.stdout.splitlines()):
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, checkout / name)
+    run(sys.executable, "-c", BUILD, folder, cwd=checkout, GAC_EXT=mode)
+    (sdist,) = folder.glob("gac_kernels-*.tar.gz")
+    pip = (sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index")
+    run(*pip, "--no-build-isolation", "--wheel-dir", folder, sdist, cwd=folder, GAC_EXT=mode)
+    (wheel,) = folder.glob("gac_kernels-*.whl")
+    return sdist, wheel
+
+
+def fresh_env(folder: Path, wheel: Path) -> Path:
+    """Create an environment with the wheel; a .pth file adds this environment's packages."""
+    run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
+    python = folder / "bin" / "python"
+    purelib = sysconfig.get_path("purelib", "venv", {"base": str(folder)})
+    # .pth files inside the added folder are not processed, which hides an editable install
+    (Path(purelib) / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    pip = (sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps")
+    run(*pip, "--no-index", "--force-reinstall", wheel, cwd=folder.parent)
+    return python
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["0", pytest.param("1", marks=pytest.mark.release)])
+def test_packages_install_and_train_outside_the_checkout(tmp_path, mode):
+    _, wheel = build_packages(tmp_path, mode)
+    *_, python_tag, abi, platform = wheel.stem.split("-")
+    assert (python_tag, abi) == ("py3", "none") and (platform == "any") == (mode == "0")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    data = {"gac/report/page.html.j2", "gac/report/page.css", "gac/models/families.json"}
+    assert data <= names
+    assert {"gac/py.typed", "gac_kernels/py.typed"} <= names
+    assert {"gac_kernels/csrc/cuda/launch.cu", "gac_kernels/csrc/token_math.h"} <= names
+    assert ("gac_kernels/_native.so" in names) == (mode == "1")
+    assert not [n for n in names if n.startswith(("tests/", "tools/", "bench/"))]
+
+    python = fresh_env(tmp_path / "fresh", wheel)
+    location, sources, capability = run(python, "-c", INSPECT, mode, cwd=tmp_path).splitlines()
+    assert Path(location).is_relative_to(tmp_path / "fresh") and sources == "True"
+    assert capability in (("none",) if mode == "0" else ("default", "avx2", "avx512"))
+
+    task = write_tiny(tmp_path / "task")
+    config = dump(tiny_config(task, tmp_path / "run", steps=2))
+    config["reward"] = {"name": "format", "pattern": "[0-9].*", "full": False}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    output = run(python.with_name("gac"), "train", tmp_path / "run.yaml", cwd=tmp_path)
+    assert "report.html" in output and (tmp_path / "run" / "report.html").is_file()
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2

@@ -1,0 +1,144 @@
+"""Evaluations in the report: extra tasks evaluated during training, and results of `gac eval`."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from gac import cli
+from gac.config import ConfigError, load
+from gac.evaluation.suite import EvalConfig, run_suite
+from gac.report import write_report
+from gac.report.groups import group_runs
+from gac.report.page import headline
+from gac.report.plots import draw_plots, evaluation_panels
+from gac.report.reading import read_run
+from gac.report.table import context_of, summarize, tables
+from gac.training.trainer import train
+from tests.tiny import tiny_config
+
+
+def write_run(path: Path, evaluations: list[dict], tasks: list[str]) -> Path:
+    path.mkdir(parents=True)
+    config = {"method": {"name": path.name}, "eval": {"tasks": {name: {} for name in tasks}}}
+    (path / "config.yaml").write_text(json.dumps(config))
+    (path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 10}\n')
+    lines = [json.dumps(row) + "\n" for row in evaluations]
+    (path / "eval.jsonl").write_text("".join(lines))
+    return path
+
+
+ROWS = [
+    {
+        "step": step,
+        "accuracy": main,
+        "accuracy/easy": main,
+        "accuracy/logic": logic,
+        "accuracy/logic/three_objects": logic,
+        "accuracy/facts": 0.5,
+    }
+    for step, main, logic in ((0, 0.2, 0.8), (10, 0.6, 0.4))
+]
+
+
+def test_each_extra_task_has_its_own_panel_and_caption(tmp_path):
+    run = read_run(write_run(tmp_path / "gac", ROWS, ["logic", "facts"]))
+    assert run.tasks == ["logic", "facts"]
+    groups = group_runs([run])
+    panels = {panel.column: panel for panel in evaluation_panels(groups)}
+    assert list(panels) == [name for name in ROWS[0] if name != "step"]
+    assert panels["accuracy/easy"].caption.startswith("The same for")
+    assert "task “logic”" in panels["accuracy/logic"].caption
+    assert "split “three_objects”" in panels["accuracy/logic/three_objects"].caption
+    files = draw_plots(groups, tmp_path / "plots")
+    assert {panel.key for panel in panels.values()} <= files.keys()
+    assert all(path.stat().st_size > 5000 for path in files.values())
+
+
+def test_table_shows_start_and_final_accuracy_of_extra_tasks(tmp_path):
+    runs = [read_run(write_run(tmp_path / "gac", ROWS, ["logic", "facts"]))]
+    accuracy, extra, *_ = tables(group_runs(runs), context_of(runs))
+    assert [c.key for c in accuracy.columns] == ["start", "final", "best", "accuracy/easy"]
+    cells = {c.key: cell[0] for c, cell in zip(extra.columns, extra.cells[0], strict=True)}
+    titles = [column.title for column in extra.columns]
+    assert titles[:2] == ["start logic %", "final logic %"]
+    facts = {"start/facts": 0.5, "accuracy/facts": 0.5}
+    assert cells == {"start/logic": 0.8, "accuracy/logic": 0.4, **facts}
+
+
+def test_run_with_only_extra_tasks(tmp_path):
+    rows = [{k: v for k, v in row.items() if k in ("step", "accuracy/logic")} for row in ROWS]
+    runs = [read_run(write_run(tmp_path / "gac", rows, ["logic"]))]
+    groups, context = group_runs(runs), context_of(runs)
+    assert math.isnan(summarize(runs[0], context)["final"])
+    assert headline(groups, context) == "Final accuracy on logic: 40.0 %."
+    assert [panel.column for panel in evaluation_panels(groups)] == ["accuracy/logic"]
+    # if another run has a final accuracy, this one counts as not evaluated
+    both = group_runs([*runs, read_run(write_run(tmp_path / "sft", ROWS, []))])
+    assert headline(both, context) == "Final accuracy: 60.0 %."
+    page = write_report([tmp_path / "gac"], tmp_path).read_text()
+    assert "Held-out accuracy: logic over optimizer steps" in page
+
+
+def test_extra_tasks_are_recorded_and_reported(task, tmp_path):
+    data = {"prompts": str(task / "eval.jsonl")}
+    reward = "tests.tiny:digit_reward"
+    other = {"data": data, "max_new_tokens": 3, "split_field": "op", "reward": reward}
+    eval_config = {"data": data, "max_new_tokens": 5, "tasks": {"other": other}}
+    run = train(tiny_config(task, tmp_path / "run", steps=1, eval=eval_config))
+    assert read_run(run).splits == ["other", "other/+", "other/-"]
+    page = write_report([run], tmp_path).read_text()
+    assert "start other %" in page and "task “other”" in page
+
+
+# --- results of gac eval
+
+
+@pytest.fixture(scope="module")
+def results(task, tmp_path_factory) -> Path:
+    """Two folders of results, the second compared with the first."""
+    out, data = tmp_path_factory.mktemp("evals"), {"prompts": str(task / "eval.jsonl")}
+    tasks = {
+        "digits": {"data": data, "max_new_tokens": 5, "split_field": "op"},
+        "<often>": {"data": data, "samples": 2, "temperature": 1.0, "max_new_tokens": 3},
+    }
+    for name, seed, against in (("base", 0, None), ("mine", 3, out / "base")):
+        model = {"path": str(task / "init"), "random_init": True}
+        reward = "tests.tiny:digit_reward"
+        settings = {"out": str(out / name), "reward": reward, "seed": seed, "tasks": tasks}
+        run_suite(load(EvalConfig, {"model": model, **settings}), against)
+    return out
+
+
+def test_a_page_of_evaluations(results, tmp_path, capsys):
+    assert cli.main(["report", str(results), "--out", str(tmp_path)]) == cli.OK
+    text = capsys.readouterr().out
+    assert text.count("95 % interval") == 2 and "8 shared" in text
+    page = (tmp_path / "report.html").read_text()
+    assert "&lt;often&gt;" in page and "<often>" not in page
+    assert page.count("<thead>") == 2 and page.count("8 shared") == 2
+    assert f"compared with {results / 'base'}." in page
+    assert page.count('<tr class=split><th scope="row">+</th>') == 2
+    assert page.count("data:image/png;base64,") == 1 and not list(tmp_path.glob("plots"))
+
+
+def test_evaluations_and_runs_share_a_page(results, tmp_path):
+    run = write_run(tmp_path / "gac", ROWS, ["logic"])
+    page = write_report([run, results / "mine"], tmp_path).read_text()
+    assert "<h2>Evaluations</h2>" in page and "Held-out accuracy: logic" in page
+    assert "<h2>Evaluations</h2>" not in write_report([run], tmp_path).read_text()
+
+
+def test_foreign_results_json_is_ignored_or_rejected(results, tmp_path):
+    run = write_run(tmp_path / "gac", ROWS, ["logic"])
+    (run / "results.json").write_text("[]")
+    assert "Evaluations" not in write_report([run], tmp_path).read_text()
+    (run / "samples.jsonl.gz").write_bytes(b"")
+    for text in ("[]", "{", "{}", '{"tasks": {"a": {}}}', '{"tasks": 1}'):
+        (run / "results.json").write_text(text)
+        message = r"results.json: not a valid gac eval result.*delete"
+        with pytest.raises(ConfigError, match=message):
+            write_report([run], tmp_path)

@@ -1,0 +1,337 @@
+"""The grading workers: when they start, what they import, and that none is left behind."""
+
+from __future__ import annotations
+
+import os
+import queue
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from gac.rewards import grading_worker
+from gac.rewards.grading_pool import GradingPool, _Worker
+from tests.waiting import wait_until
+
+HOLDS_THE_GIL = r"\boxed{9^{9^{9}}}"  # a single integer power, computed in C while holding the GIL
+
+
+def workers_of(parent):
+    """Process ids of the running grading workers that `parent` started."""
+    pids = []
+    for status in Path("/proc").glob("[0-9]*/status"):
+        try:
+            fields = dict(line.split(":\t", 1) for line in status.read_text().splitlines())
+            command = (status.parent / "cmdline").read_bytes()
+        except (OSError, ValueError):  # the process exited in the meantime
+            continue
+        running = fields["State"][0] != "Z" and b"grading_worker" in command
+        if running and int(fields["PPid"]) == parent:
+            pids.append(int(status.parent.name))
+    return pids
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/status").read_text().split("State:\t")[1][0] != "Z"
+    except OSError:
+        return False
+
+
+def cpu_ticks(pid):
+    """CPU time of a process, in hundredths of a second."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[11])
+
+
+FORK_SCRIPT = """
+import os
+from gac.rewards.grading_pool import GradingPool
+pool = GradingPool(timeout=4.0, workers=1)
+print(pool.grade([("7", "7")]), flush=True)
+with pool._lock:  # as if another thread were grading; the child has no such thread
+    child = os.fork()
+print(pool.grade([("7", "8")]), flush=True)  # the parent's worker must not answer the child
+if child:
+    os.waitpid(child, 0)
+    print(pool.grade([("7", "7")]), flush=True)
+pool.close()
+"""
+
+
+def test_a_forked_process_gets_its_own_workers():
+    command = [sys.executable, "-W", "ignore", "-c", FORK_SCRIPT]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    assert run.stdout.splitlines() == ["['right']", "['wrong']", "['wrong']", "['right']"]
+
+
+def test_workers_start_when_needed_and_end_with_close():
+    before = set(workers_of(os.getpid()))
+    pool = GradingPool(timeout=3.0, workers=2)
+    assert set(workers_of(os.getpid())) == before
+    assert pool.grade([("7", "7")]) == ["right"]
+    [worker] = set(workers_of(os.getpid())) - before  # one pair needs one worker
+    assert pool.grade([("7", "7"), ("7", "8")]) == ["right", "wrong"]
+    assert worker in workers_of(os.getpid())  # it is used again
+    pool.close()
+    assert set(workers_of(os.getpid())) == before
+    with pytest.raises(RuntimeError, match="shutdown"):
+        pool._threads.submit(print)
+    assert pool.grade([("7", "8")]) == ["wrong"]  # the pool starts new workers
+    pool.close()
+
+
+HOLDING_SCRIPT = """
+import os, signal, time
+from gac.rewards import grading_pool
+grading_pool._STOP_SECONDS = 100.0
+pool = grading_pool.GradingPool(timeout=4.0, workers=2)
+print(pool.grade([("7", "7"), ("7", "8")]), flush=True)
+child = os.fork()
+if child == 0:
+    signal.pause()  # holds the workers' pipes open
+started = time.monotonic()
+pool.close()
+print(time.monotonic() - started < 50, flush=True)
+os.kill(child, signal.SIGKILL)
+"""
+
+
+def test_a_fork_that_holds_the_pipes_does_not_keep_workers_alive():
+    command = [sys.executable, "-W", "ignore", "-c", HOLDING_SCRIPT]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    assert run.stdout.splitlines() == ["['right', 'wrong']", "True"]
+
+
+def test_a_worker_that_is_killed_while_idle_is_replaced():
+    pool = GradingPool(timeout=3.0, workers=1)
+    before = set(workers_of(os.getpid()))
+    pool.grade([("7", "7")])
+    [worker] = set(workers_of(os.getpid())) - before
+    os.kill(worker, signal.SIGKILL)
+    assert pool.grade([("7", "7"), ("7", "6")]) == ["right", "wrong"]
+    pool.close()
+
+
+def test_a_worker_loads_neither_torch_nor_this_package():
+    pool = GradingPool(timeout=3.0, workers=1)
+    before = set(workers_of(os.getpid()))
+    pool.grade([("7", "7")])
+    [worker] = set(workers_of(os.getpid())) - before
+    maps = Path(f"/proc/{worker}/maps").read_text()
+    assert "python" in maps and "torch" not in maps and "numpy" not in maps
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    ("module", "problem"),
+    [
+        ("raise ImportError('broken install')", "cannot start: broken install"),
+        (
+            "parse = verify = print('text of another package', flush=True)",
+            "text of another package",
+        ),
+        ("import os; os.write(2, b'hidden'); os._exit(3)", "exit status 3"),
+    ],
+)
+def test_a_worker_that_cannot_start_says_why(monkeypatch, tmp_path, capfd, module, problem):
+    (tmp_path / "math_verify.py").write_text(module)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    pool = GradingPool(timeout=3.0, workers=1)
+    with pytest.raises(RuntimeError, match=rf"failed to start \({problem}\)"):
+        pool.grade([("7", "7")])
+    pool.close()
+    assert capfd.readouterr().err == ""
+
+
+ORPHAN_SCRIPT = """
+import os, signal, sys
+from gac.rewards.grading_pool import GradingPool
+pool = GradingPool(timeout=4.0, workers=2)
+print(pool.grade([("7", "7"), ("7", "8")]), flush=True)
+forked = os.fork() if sys.argv[1] == "fork" else 0
+if sys.argv[1] == "fork" and forked == 0:
+    signal.pause()  # holds the workers' pipes open after the parent's death
+print(forked, flush=True)
+pool.grade([("7", sys.argv[2])] if sys.argv[2] else [("7", "7")])
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize(
+    ("mode", "completion"),
+    [("plain", ""), ("plain", HOLDS_THE_GIL), ("fork", "")],
+    ids=["idle", "in a hanging check", "idle, pipes held open by a fork"],
+)
+def test_no_worker_outlives_a_parent_that_is_killed(mode, completion):
+    parent = subprocess.Popen(
+        [sys.executable, "-c", ORPHAN_SCRIPT, mode, completion],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    forked = 0
+    try:
+        assert parent.stdout.readline() == "['right', 'wrong']\n"
+        forked = int(parent.stdout.readline())
+        workers = workers_of(parent.pid)
+        assert len(workers) == 2
+        if completion:
+            before = sum(map(cpu_ticks, workers))
+            busy = lambda: sum(map(cpu_ticks, workers)) > before + 10  # noqa: E731 - one line
+            wait_until(busy, "a worker inside a check")
+        parent.kill()
+        parent.wait(60)
+        wait_until(lambda: not any(alive(worker) for worker in workers), "the workers to exit")
+    finally:
+        if forked:
+            os.kill(forked, signal.SIGKILL)
+        parent.kill()
+        parent.stdout.close()
+
+
+def test_ctrl_c_does_not_reach_the_workers():
+    pool = GradingPool(timeout=3.0, workers=1)
+    before = set(workers_of(os.getpid()))
+    pool.grade([("7", "7")])
+    [worker] = set(workers_of(os.getpid())) - before
+    assert os.getpgid(worker) != os.getpgid(0)  # the terminal signals the foreground group
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "verdict"),
+    [(["crash", "crash", "right"], "crash"), (["crash", "right"], "right"), (["wrong"], "wrong")],
+)
+def test_a_pair_that_crashes_a_worker_is_tried_twice(verdicts, verdict):
+    idle = queue.Queue()
+    idle.put(SimpleNamespace(ask=lambda pair: verdicts.pop(0)))
+    assert GradingPool._grade_one(SimpleNamespace(_idle=idle), ("7", "8")) == verdict
+    assert not idle.empty()
+
+
+@pytest.mark.parametrize(
+    ("status", "verdict"),
+    [(-signal.SIGPROF, "timeout"), (-signal.SIGALRM, "timeout"), (-signal.SIGSEGV, "crash")],
+)
+def test_only_a_worker_stopped_by_a_timer_has_timed_out(status, verdict):
+    worker, sent = _Worker(3.0), []
+    stdin = SimpleNamespace(write=sent.append, flush=lambda: None, close=lambda: None)
+    stdout = SimpleNamespace(readline=lambda: "", close=lambda: None)
+    worker._process = SimpleNamespace(stdin=stdin, stdout=stdout, wait=lambda seconds: status)
+    assert worker.ask(("7", "x")) == verdict and worker._process is None
+    assert sent == ['["7", "x"]\n', "\n"] and worker.stop() is None
+
+
+def test_a_worker_that_does_not_stop_is_killed():
+    worker, calls = _Worker(3.0), []
+
+    def wait(seconds=None):
+        calls.append(seconds)
+        if seconds is not None:
+            raise subprocess.TimeoutExpired("worker", seconds)
+        return -9
+
+    pipe = SimpleNamespace(write=lambda text: None, close=lambda: None)
+    worker._process = SimpleNamespace(
+        stdin=pipe, stdout=pipe, wait=wait, kill=lambda: calls.append("kill")
+    )
+    assert worker.stop() == -9 and calls == [5.0, "kill", None]
+
+
+def test_ranks_of_a_node_share_its_cores(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    for cores, workers in ((10, 3), (8, 2), (2, 1), (99, 4)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, n=cores: set(range(n)))
+        assert GradingPool().workers == workers
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
+    for count, workers in ((2, 2), (None, 1)):
+        monkeypatch.setattr(os, "cpu_count", lambda count=count: count)
+        assert GradingPool().workers == workers
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [({"timeout": 0}, "timeout must be positive, got 0"), ({"workers": 0}, "workers must be at")],
+    ids=["timeout", "workers"],
+)
+def test_invalid_pool_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        GradingPool(**arguments)
+
+
+def test_workers_have_a_memory_limit():
+    pool = GradingPool(workers=1)
+    assert pool.grade([("7", "7")]) == ["right"]
+    [worker] = workers_of(os.getpid())
+    limits = Path(f"/proc/{worker}/limits").read_text().splitlines()
+    [line] = [line for line in limits if line.startswith("Max address space")]
+    assert line.split()[3] == str(4 << 30)
+    pool.close()
+
+
+def test_memory_limits_do_not_exceed_the_hard_limit():
+    assert grading_worker._capped(100, resource.RLIM_INFINITY) == 100
+    assert grading_worker._capped(100, 50) == 50 == grading_worker._capped(50, 100)
+
+
+def test_only_checks_are_timed(monkeypatch):
+    """An idle worker has no timer; each check has one for CPU time and a longer one."""
+    timers, requests = {}, [b'["7", "8"]\n', b'["7", "8"]\n', b"\n"]
+    seen = []
+    monkeypatch.setattr(signal, "setitimer", timers.__setitem__)
+    restored = []  # a parent may ignore or block the signals of the timers
+    monkeypatch.setattr(signal, "signal", lambda *call: restored.append(call))
+    monkeypatch.setattr(signal, "pthread_sigmask", lambda *call: restored.append(call))
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+    note = lambda *_: seen.append({**timers})  # noqa: E731 - one line
+    monkeypatch.setattr(grading_worker, "make_grader", lambda: note() or note)
+    monkeypatch.setattr(grading_worker, "_reply", lambda text: None)
+    wait = lambda parent: seen.append({**timers}) or parent == 5  # noqa: E731 - one line
+    monkeypatch.setattr(grading_worker, "_wait_for_request", wait)
+    lines = SimpleNamespace(readline=lambda: requests.pop(0))
+    monkeypatch.setattr(grading_worker.sys, "stdin", SimpleNamespace(buffer=lines))
+    grading_worker.main(3.0, 5)
+    on = {signal.ITIMER_PROF: 3.0, signal.ITIMER_REAL: 60.0}
+    off = dict.fromkeys(on, 0)
+    start = [{signal.ITIMER_REAL: 120.0}, {signal.ITIMER_REAL: 0}]
+    assert seen == [*start, on, off, on, off] and not requests
+    both = {signal.SIGPROF, signal.SIGALRM}
+    assert restored[2:] == [(signal.SIG_UNBLOCK, both)]
+    assert dict(restored[:2]) == dict.fromkeys(both, signal.SIG_DFL)
+
+
+def test_a_worker_waits_as_long_as_its_parent_lives(monkeypatch):
+    def wait_for_request(parent, readable):
+        polls = iter(readable)
+        poll = SimpleNamespace(select=lambda *a: (next(polls), [], []))
+        monkeypatch.setattr(grading_worker, "select", poll)
+        return grading_worker._wait_for_request(parent)
+
+    assert wait_for_request(os.getppid(), [[], [], [sys.stdin]])
+    assert not wait_for_request(-1, [[]])
+    assert wait_for_request(-1, [[sys.stdin]])  # a request that the parent has already sent
+
+
+def test_checks_have_no_time_limit_of_their_own(monkeypatch):
+    """Those of math-verify would replace the timers of the worker."""
+    limits, compared = [], []
+
+    def parse(text, parsing_timeout=5):
+        limits.append(parsing_timeout)
+        return [int(text)] if text else []
+
+    def verify(gold, answer, timeout_seconds=5):
+        limits.append(timeout_seconds)
+        compared.append((gold, answer))
+        return gold == answer
+
+    fake = SimpleNamespace(parse=parse, verify=verify)
+    monkeypatch.setitem(sys.modules, "math_verify", fake)
+    grade = grading_worker.make_grader()
+    pairs = [("7", "7"), ("7", "8"), ("", "7"), ("x", "7"), ("7", "x")]
+    assert [grade(*p) for p in pairs] == ["right", "wrong", "bad gold", "bad gold", "wrong"]
+    assert set(limits) == {None} and compared == [([7], [7]), ([7], [8])]

@@ -1,0 +1,462 @@
+"""Rewards: which completions score, which do not, and which raise an error."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import math
+import signal
+import sys
+import threading
+import time
+
+import numpy
+import pytest
+
+from gac.data import Example, read_rows
+from gac.rewards import (
+    NoisyReward,
+    Reward,
+    RewardError,
+    RewardNoise,
+    RowReward,
+    build,
+    build_reward,
+    build_rewards,
+)
+from gac.rewards.base import time_limits
+from gac.rewards.code import program_of
+from gac.rewards.combine import BatchCallableReward, SumReward
+from gac.rewards.mathematics import gold_text, text_after_marker
+from gac.rewards.text import chosen_letter
+
+
+def example(answer="7", i=0, **extra):
+    return Example(f"row{i}", (1,), "prompt", answer, None, extra)
+
+
+def score(reward, completion, answer="7", **extra):
+    [value] = reward([completion], [example(answer, **extra)])
+    return value
+
+
+# Rewards that the tests below refer to as "tests.rewards.test_rewards:...".
+
+
+def length(completion, example, scale=1.0):
+    if completion == "boom":
+        raise KeyError("no such key")
+    return len(completion) * scale
+
+
+def odd_values(completion, example):
+    values = {"nan": math.nan, "inf": -math.inf, "text": "1", "numpy": numpy.float32(2)}
+    return values.get(completion)
+
+
+def batch_length(completions, examples, scale=1.0):
+    return [length(completion, None, scale) for completion in completions]
+
+
+def short_batch(completions, examples):
+    return [0.0]
+
+
+class Doubled(RowReward):
+    def __init__(self, *, factor: float = 2.0):
+        self.factor = factor
+
+    def score(self, completion, example):
+        return self.factor * len(completion)
+
+
+# --- exact, choice, format ------------------------------------------------------------------------
+
+
+def test_exact_ignores_only_whitespace_by_default():
+    assert score(build_reward("exact"), " the  end\n", "the end") == 1.0
+    assert score(build_reward("exact"), "The end", "the end") == 0.0
+    assert score(build_reward({"name": "exact", "ignore_case": True}), "WEISS", "weiß") == 1.0
+    with pytest.raises(RewardError, match="no gold answer"):
+        score(build_reward("exact"), "x", None)
+
+
+def test_exact_with_an_answer_pattern():
+    reward = build_reward({"name": "exact", "answer_pattern": r"answer is (.+?)\.?$"})
+    assert score(reward, "So the answer is (B).", "(B)") == 1.0
+    assert score(reward, "the answer is 7\nthe answer is 8.", "8") == 1.0
+    assert score(reward, "8", "8") == 0.0
+
+
+LETTERS = {
+    "the phrase": ("I think (A) or (B). The answer is (C).", "C"),
+    "the phrase without brackets": ("Answer: D", "D"),
+    "bold": ("**Answer:** **B**", "B"),
+    "the last phrase counts": ("The answer is (A). No, the answer is (B).", "B"),
+    "boxed": (r"the answer is A? no: \boxed{\text{E}}", "E"),
+    "a lone letter": (" c) ", None),
+    "a lone capital": ("C.", "C"),
+    "the last bracketed letter": ("not (A), not (B) but (D), I am sure", "D"),
+    "at the end": ("therefore B.", "B"),
+    "an article is not a choice": ("the answer is a lamp", None),
+    "a word is not a choice": ("Answer: Because", None),
+    "a possessive is not a choice": ("Answer: A's are fine", None),
+    "an item of a list is not a choice": ("as in (b), for example", None),
+    "a small letter in brackets": ("The answer is: (d), not E.", "D"),
+    "the word option": ("My choice: option C, not D.", "C"),
+    "a choice in dollars": ("so option is $B$, not (D)", "B"),
+    "boxed in bold": (r"\boxed{ \textbf{ (d)}} The answer is (A)", "D"),
+    "boxed in roman": (r"\boxed{\mathrm{B}} or (C)", "B"),
+    "nothing": ("", None),
+}
+
+
+@pytest.mark.parametrize("case", LETTERS.values(), ids=LETTERS.keys())
+def test_chosen_letter(case):
+    assert chosen_letter(case[0]) == case[1]
+
+
+def test_choice_compares_letters_and_checks_the_gold_one():
+    reward = build_reward("choice")
+    assert score(reward, "The answer is (B).", "(B)", choices=["x", "y"]) == 1.0
+    assert score(reward, "The answer is (B).", "A") == 0.0
+    with pytest.raises(RewardError, match="'8' is not a letter"):
+        score(reward, "(B)", "8")
+    with pytest.raises(RewardError, match="gold answer C .* 2 choices"):
+        score(reward, "(B)", "C", choices=["x", "y"])
+    other = build_reward({"name": "choice", "choices_field": "options"})
+    assert score(other, "The answer is (b).", " (b). ", choices=["x"], options=["x", "y"]) == 1.0
+    with pytest.raises(RewardError, match="gold answer B .* 1 choices"):
+        score(other, "(B)", "B", choices=["x", "y"], options=["x"])
+
+
+def test_choice_agrees_with_worked_answers_whose_final_letter_is_right(data_dir):
+    rows = [row.fields for row in read_rows(str(data_dir / "traces_mmlu_pro_cot.jsonl.gz"))]
+    reward = build_reward("choice")
+    right = [score(reward, row["solution"], row["answer"]) for row in rows]
+    assert right == [1.0] * 480
+    other = [chr(ord("A") + (ord(row["answer"]) - ord("A") + 1) % 10) for row in rows]
+    assert not any(score(reward, row["solution"], o) for row, o in zip(rows, other, strict=True))
+
+
+def test_format_matches_the_whole_completion_or_a_part():
+    strict = build_reward({"name": "format", "pattern": r"<think>.*</think>.+"})
+    assert score(strict, "<think>a\nb</think> 7\n", None) == 1.0
+    assert score(strict, "so <think>a</think> 7", None) == 0.0
+    part = build_reward({"name": "format", "pattern": r"\d", "full": False})
+    assert [score(part, text) for text in ("a7b", "ab")] == [1.0, 0.0]
+
+
+# --- sums and callables ---------------------------------------------------------------------------
+
+
+def test_sum_adds_weighted_terms():
+    spec = {
+        "sum": [
+            {"reward": "math", "weight": 0.9},
+            {"reward": {"name": "format", "pattern": ".*!"}, "weight": -0.5},
+            {"reward": {"name": f"{__name__}:length", "scale": 10}, "weight": 0.01},
+            {"reward": {"sum": [{"reward": "exact"}]}},
+        ]
+    }
+    reward = build_reward(spec)
+    values = reward(["7", "7!", "8"], [example()] * 3)
+    assert values == pytest.approx([0.9 + 0.1 + 1.0, 0.9 - 0.5 + 0.2, 0.1])
+    assert reward.counts() == {"timeouts": 0, "crashes": 0}
+    reward.close()
+
+
+def test_rewards_inside_others_are_told_and_counted():
+    first, second = build_reward("exact"), build_reward("exact")
+    calls = []
+    first.set_step, first.close = calls.append, lambda: calls.append("first")
+    second.set_step, second.close = calls.append, lambda: calls.append("second")
+    first.counts, second.counts = lambda: {"a": 1, "b": 2}, lambda: {"b": 10, "c": 20}
+    inner = SumReward([(first, 1.0), (second, 1.0)])
+    inner.on_error = "drop"
+    noisy = NoisyReward(inner, RewardNoise(), seed=0)
+    noisy.set_step(7)
+    noisy.close()
+    assert calls == [0, 0, 7, 7, "first", "second"]
+    assert noisy.counts() == {"a": 1, "b": 12, "c": 20}
+    assert (noisy.name, noisy.on_error) == ("noisy sum", "drop")
+
+
+def test_noise_depends_on_the_seed_and_not_on_failures():
+    reward = build_reward(f"{__name__}:length", on_error="drop")
+    exact = NoisyReward(reward, RewardNoise(1.0, low=0.25, high=3.0), seed=0)
+    assert exact(["", "ab", "boom"], [example()] * 3) == [3.25, 1.25, None]
+
+    def noisy(seed, completions):
+        return NoisyReward(reward, RewardNoise(0.5), seed)(completions, [example()] * 64)
+
+    scores = noisy(1, ["a"] * 64)
+    assert noisy(1, ["boom", *"a" * 63]) == [None, *scores[1:]] and noisy(2, ["a"] * 64) != scores
+    for rank in (0, 3):
+        evaluation, training = build_rewards("exact", RewardNoise(0.5), 1, rank)
+        training.reward = reward
+        assert (training(["a"] * 64, [example()] * 64) == scores) == (rank == 0)
+        assert evaluation.name == "exact" and build_rewards("exact", None, 1, 0)[1].name == "exact"
+
+
+def test_row_batch_and_class_callables():
+    assert score(build_reward(f"{__name__}:length"), "abc") == 3.0
+    batch = build_reward({"name": f"{__name__}:batch_length", "batch": True, "scale": 3})
+    assert batch(["a", "bb"], [example()] * 2) == [3.0, 6.0]
+    assert batch([], []) == []
+    assert score(build_reward({"name": f"{__name__}:Doubled", "factor": 3}), "ab") == 6.0
+    assert isinstance(build_reward(f"{__name__}:Doubled"), Reward)
+
+
+def test_other_numeric_types_become_floats():
+    value = score(build_reward(f"{__name__}:odd_values"), "numpy")
+    assert value == 2.0 and type(value) is float
+
+
+# --- rows that cannot be scored -------------------------------------------------------------------
+
+UNSCORABLE = {
+    "raises": (f"{__name__}:length", "boom", "KeyError: 'no such key'"),
+    "raises in a batch": (
+        {"name": f"{__name__}:batch_length", "batch": True},
+        "boom",
+        "KeyError: 'no such key'",
+    ),
+    "nan": (f"{__name__}:odd_values", "nan", "expected a finite number, got nan"),
+    "infinite": (
+        f"{__name__}:odd_values",
+        "inf",
+        "expected a finite number, got -inf",
+    ),
+    "no number": (
+        f"{__name__}:odd_values",
+        "none",
+        "expected a number, got NoneType None",
+    ),
+    "text": (f"{__name__}:odd_values", "text", "expected a number, got str '1'"),
+    "in a sum": (
+        {"sum": [{"reward": f"{__name__}:odd_values"}]},
+        "nan",
+        "number, got nan",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNSCORABLE.values(), ids=UNSCORABLE.keys())
+def test_unscorable_row_raises_with_its_id_and_completion(case):
+    spec, completion, message = case
+    with pytest.raises(
+        RewardError, match=f"'row5': .*{message}.*; completion: '{completion}'"
+    ) as e:
+        build_reward(spec)([completion], [example(i=5)])
+    assert (e.value.example_id, e.value.completion) == ("row5", completion)
+    assert isinstance(e.value.__cause__, Exception)
+    assert "prompt" not in str(e.value)  # only if the reward ran out of time
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        f"{__name__}:length",
+        {"name": f"{__name__}:batch_length", "batch": True},
+    ],
+    ids=["row by row", "batch"],
+)
+def test_on_error_drop_skips_and_counts_only_that_row(spec, caplog):
+    reward = build_reward(spec, on_error="drop")
+    rows = [example(i=i) for i in range(4)]
+    with caplog.at_level(logging.WARNING, logger="gac.rewards.base"):
+        assert reward(["a", "boom", "ccc", "boom"], rows) == [1.0, None, 3.0, None]
+    assert reward.dropped == 2
+    [record] = caplog.records  # the first is logged, the rest are only counted
+    assert "row1" in record.message
+    mapping = {"sum": [{"reward": spec}], "on_error": "drop"}
+    assert build_reward(mapping)(["boom", "a"], rows[:2]) == [None, 1.0]
+
+
+@pytest.mark.parametrize(("error", "sizes"), [(TimeoutError, [3]), (OSError, [3, 1, 1, 1])])
+def test_a_batch_that_fails_is_retried_row_by_row_unless_it_was_late(error, sizes):
+    calls = []
+
+    def failing(completions, examples):
+        calls.append(len(completions))
+        raise error
+
+    reward = BatchCallableReward("failing", failing, {})
+    reward.on_error = "drop"
+    assert reward(["a", "b", "c"], [example()] * 3) == [None] * 3 and calls == sizes
+
+
+def test_a_batch_function_must_return_one_number_per_row():
+    spec = {"name": f"{__name__}:short_batch", "batch": True}
+    reward = build_reward(spec, on_error="drop")
+    with pytest.raises(ValueError, match="returned 1 numbers for 3 rows"):
+        reward(["a", "b", "c"], [example()] * 3)
+
+
+def test_lengths_must_agree():
+    with pytest.raises(ValueError, match="completions has 2 rows, examples has 1"):
+        build_reward("exact")(["a", "b"], [example()])
+
+
+# --- configurations -------------------------------------------------------------------------------
+
+BAD_SPECS = {
+    "an unknown name": ("maths", "unknown reward 'maths'; did you mean 'math'? Known: math,"),
+    "a name unlike any known name": ("qqq", "unknown reward 'qqq'. Known: math,"),
+    "an unknown option": ({"name": "math", "time": 1}, "no option 'time'; did you mean 'timeout'?"),
+    "an option unlike any known option": (
+        {"name": "math", "qqq": 1},
+        "has no option 'qqq'. Known: ",
+    ),
+    "a missing option": ("format", "reward 'format': missing a required argument: 'pattern'"),
+    "no name": ({"weight": 1}, "must be a name, or a mapping"),
+    "neither a name nor a mapping": (3, "must be a name, or a mapping"),
+    "a number as a name": ({"name": 3}, "unknown reward 3. Known: math,"),
+    "a name and a sum": ({"name": "math", "sum": []}, "must be a name, or a mapping"),
+    "an option of a sum": ({"sum": [], "scale": 2}, "'sum' takes no other options, got scale"),
+    "an unknown option of a class": (
+        {"name": f"{__name__}:Doubled", "fctor": 2},
+        "no option 'fctor'; did you mean 'factor'?",
+    ),
+    "an empty sum": ({"sum": []}, "sum needs at least one term"),
+    "a bare term": ({"sum": ["math"]}, "term of a sum must be"),
+    "a term without a reward": ({"sum": [{"weight": 1}]}, "term of a sum must be"),
+    "a misspelt term": ({"sum": [{"reward": "math", "wieght": 1}]}, "term of a sum must be"),
+    "an inner on_error": (
+        {"sum": [{"reward": {"name": "math", "on_error": "drop"}}]},
+        "set on_error on the outermost",
+    ),
+    "an unknown on_error": ({"name": "math", "on_error": "skip"}, "on_error must be one of"),
+    "a missing module": ("no_such_pkg.x:f", "no module 'no_such_pkg'"),
+    "a missing name": (f"{__name__}:nothing", "test_rewards has no 'nothing'"),
+    "not callable": (f"{__name__}:LETTERS", "LETTERS is not callable"),
+    "a broken pattern": ({"name": "format", "pattern": "("}, "not a valid regular expression"),
+    "a pattern without group": ({"name": "math", "answer_pattern": "x"}, "exactly one group"),
+    "two groups": ({"name": "exact", "answer_pattern": "(a)(b)"}, "exactly one group"),
+    "a broken answer pattern": ({"name": "exact", "answer_pattern": "("}, "answer_pattern '(' is"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_SPECS.values(), ids=BAD_SPECS.keys())
+def test_bad_configurations_are_refused(case):
+    spec, message = case
+    with pytest.raises(ValueError) as error:
+        build_reward(json.loads(json.dumps(spec)))
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("deadline", [0, -1.0, "5"])
+def test_deadlines_are_positive_numbers(deadline):
+    with pytest.raises(ValueError, match=f"deadline must be .* > 0 or null, got {deadline!r}"):
+        build_reward({"name": "exact", "deadline": deadline})
+    assert build_reward({"name": "exact", "deadline": None}).deadline is None
+
+
+def test_each_call_of_a_function_has_the_whole_deadline(monkeypatch):
+    timers = []
+    monkeypatch.setattr(signal, "setitimer", lambda timer, seconds: timers.append(seconds))
+    batch = {"name": f"{__name__}:batch_length", "batch": True}
+    row = {"reward": f"{__name__}:length"}
+    for spec in (
+        batch | {"deadline": 7},
+        {"sum": [{"reward": batch}, row], "deadline": 2.5},
+        batch,
+    ):
+        build_reward(spec)(["a", "b"], [example()] * 2)
+    assert timers == [7, 0] + [2.5, 0] * 3 + [600, 0]
+
+
+LENGTH = 100_000
+PIECES = [*" \t\n`~*-#$1A\u2028", "1.\t", "#### ", "```\n", "- ~~~\n", "``` `\n", "answer "]
+PIECES += ["answer is ", "answer:*", "option ", "\\boxed{", "(A) ", "1,"]
+STARTS = [
+    "",
+    "```",
+    "\t" * (LENGTH // 2) + "```\n",
+    "- ~~~",
+    "answer is",
+    "\\boxed{",
+    "A",
+    "#### 1",
+]
+
+
+@pytest.mark.parametrize("read", [program_of, chosen_letter, text_after_marker, gold_text])
+def test_reading_a_completion_takes_linear_time(read):
+    for start, piece, end in itertools.product(STARTS, PIECES, ["", "`"]):
+        text = f"{start}{piece * ((LENGTH - len(start)) // len(piece))}{end}"
+        began = time.process_time()
+        read(text)
+        assert time.process_time() - began < 1.0, (start[:9], piece, end)
+
+
+@pytest.mark.parametrize("name", ["exact", "math"])
+def test_a_pattern_of_the_user_has_a_deadline(name):
+    reward = build_reward({"name": name, "answer_pattern": "((?:a|a)*)b", "deadline": 0.2})
+    with pytest.raises(RewardError, match="no result after 0.2 s"):
+        reward(["a" * LENGTH], [example()])
+
+
+def test_without_a_time_limit_or_in_another_thread_there_is_no_alarm():
+    before = signal.getsignal(signal.SIGALRM)
+    finished = []
+
+    def run(seconds):
+        with time_limits(seconds) as limit, limit:
+            finished.append(signal.getsignal(signal.SIGALRM) is before)
+
+    run(None)
+    thread = threading.Thread(target=run, args=(5.0,))
+    thread.start()
+    thread.join(20)
+    run(5.0)
+    assert finished == [True, True, False] and signal.getsignal(signal.SIGALRM) is before
+
+
+def test_a_file_of_rewards_runs_once_unless_it_fails(tmp_path, monkeypatch):
+    (tmp_path / "other").mkdir()
+    first, second = tmp_path / "rw_once.py", tmp_path / "other" / "rw_once.py"
+    for file in (first, second):
+        file.write_text("raise OSError('not yet')")
+        with pytest.raises(ValueError, match="OSError: not yet"):
+            build_reward(f"{file}:f")
+        file.write_text("def f(completion, example): return 1.0\n")
+    loaded = [build_reward(f"{file}:f")._function for file in (first, first, second)]
+    assert loaded[0] is loaded[1] is not loaded[2]
+    # the folder of the configuration is the last of the path
+    monkeypatch.setattr(sys, "path", [*sys.path, str(first.parent), str(second.parent)])
+    assert build_reward("rw_once.py:f")._function is loaded[2]
+    monkeypatch.chdir(tmp_path)
+    assert build_reward("rw_once.py:f")._function is loaded[0]
+    with pytest.raises(ValueError, match="no file '.*/rw_once'"):
+        build_reward(f"{tmp_path}/rw_once:f")
+    (tmp_path / "rw.txt").write_text("f = print")
+    with pytest.raises(ValueError, match="rw.txt' is not a Python file"):
+        build_reward(f"{tmp_path}/rw.txt:f")
+
+
+def test_the_help_text_lists_the_options():
+    table = build.rewards_table()
+    lines = table.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert "  exact   1 if the completion equals the gold answer, else 0. Differences in" in table
+    text = " ".join(table.split())
+    assert "needs no gold answer. Options: pattern, full. code 1 if" in text.replace(
+        "Needs", "needs"
+    )
+    assert (
+        "equal to the gold answer, else 0. Options: timeout, workers, answer_pattern. exact" in text
+    )
+    indents = [len(line) - len(line.lstrip()) for line in lines[1:-1]]
+    assert set(indents) == {2, 10} and indents.count(2) == len(build.REWARDS)
+
+
+def test_a_missing_import_of_a_reward_is_not_called_a_missing_reward(tmp_path, monkeypatch):
+    (tmp_path / "needy_reward.py").write_text("import absent_dependency\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="absent_dependency"):
+        build_reward("needy_reward:score")
+    with pytest.raises(ValueError, match="no module 'absent_reward'; give its file"):
+        build_reward("absent_reward:score")

@@ -1,0 +1,131 @@
+"""`gac rewards check` lists the rows whose own solution does not earn the reward."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+
+import pytest
+
+from gac.cli import main
+from gac.config import ConfigError
+from gac.rewards import RowReward
+from gac.rewards.check import check
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
+
+GOOD = "def add(a, b):\n    return a + b\n"
+BAD = "def add(a, b):\n    return a - b\n"
+TESTS = ["assert add(1, 2) == 3", "assert add(0, 0) == 0", "assert add(-1, 1) == 0"]
+
+
+class Length(RowReward):
+    """The number of characters, up to 9."""
+
+    closed = 0
+
+    def score(self, completion, example):
+        return [0, 1, 2, 3, 4, 5, 6, 7, 8, 9][len(completion)]
+
+    def close(self):
+        Length.closed += 1
+
+
+@pytest.fixture
+def config(tmp_path):
+    rows = [
+        {"id": "good", "prompt": "add", "answer": GOOD, "tests": TESTS},
+        {"id": "wrong", "prompt": "add", "answer": BAD, "tests": TESTS},
+        {"id": "broken", "prompt": "add", "answer": GOOD, "tests": ["assert ("]},
+        {"id": "case", "prompt": "echo", "answer": "print(1)", "cases": [["", "2"]]},
+    ]
+    data = tmp_path / "rows.jsonl.gz"
+    with gzip.open(data, "wt") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    path = tmp_path / "train.yaml"
+    source = f"data: {{prompts: {data}, demo_field: answer}}\n"
+    path.write_text(f"{source}reward: code\nmodel:\n  path: none\nsteps: 5\n")
+    return path
+
+
+def test_check_names_the_rows_whose_solution_fails(config):
+    report = check(config)
+    assert report.rows == 4
+    assert [failing.row for failing in report.failing] == ["wrong", "broken", "case"]
+    wrong, broken, case = (failing.reason for failing in report.failing)
+    assert wrong.startswith("scores 0; test 1 (assert add(1, 2) == 3): AssertionError")
+    assert "test 1 is not valid Python" in broken
+    assert "wrote b'1\\n', expected b'2'" in case
+
+
+def test_check_on_the_command_line(config, capsys):
+    assert main(["rewards", "check", str(config)]) == 1
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith("wrong: scores 0") and printed[-1] == "1 of 4 rows pass"
+    assert main(["rewards", "check", str(config), "--set", "data.limit=1"]) == 0
+    assert capsys.readouterr().out == "1 of 1 rows pass\n"
+
+
+def test_check_reads_evaluation_files_and_names_what_is_missing(config, capsys):
+    data = {"prompts": str(config.parent / "rows.jsonl.gz"), "limit": 1, "demo_field": None}
+    assert check({"settings": {"data": data}, "reward": "code"}).rows == 1
+    tasks = {"own": {"data": data, "reward": "code"}, "shared": {"data": data}}
+    assert check({"tasks": tasks, "reward": "code"}).failing == ()
+    report = check({"tasks": tasks, "reward": {"name": "code", "tests_field": "none"}})
+    assert report.rows == 2 and [failing.task for failing in report.failing] == ["shared"]
+    assert main(["rewards", "check", str(config), "--set", "reward=cod"]) == 2
+    assert "unknown reward 'cod'; did you mean 'code'?" in capsys.readouterr().err
+    config.write_text("reward: code")
+    assert main(["rewards", "check", str(config)]) == 2
+    assert "has no data: set data.prompts" in capsys.readouterr().err
+
+
+def test_only_reference_solutions_are_scored(tmp_path, capsys):
+    """A row with only an answer is left out: a bare answer is not a response to the prompt."""
+    messages = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "is 2"}]
+    rows = [{"prompt": "1+2=", "answer": "3"}, {"messages": messages, "answer": "2"}]
+    data, path = tmp_path / "rows.jsonl", tmp_path / "run.yaml"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text(f"data: {{prompts: {data}}}\nreward: {{name: format, pattern: 'is .*'}}\n")
+    result = check(path)
+    assert (result.rows, result.failing) == (1, ())
+    assert main(["rewards", "check", str(path), "--set", "data.limit=1"]) == 2
+    assert "dropped: 1 without 'solution'); set data.demo_field" in capsys.readouterr().err
+
+
+def test_the_failures_of_all_tasks_are_counted(tmp_path):
+    row = {"id": "crash", "prompt": "add", "answer": "import os; os.abort()", "tests": TESTS}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    task = {"data": {"prompts": str(tmp_path / "rows.jsonl"), "demo_field": "answer"}}
+    result = check({"tasks": {"a": task, "b": task}, "reward": "code"})
+    assert [(failed.task, failed.row) for failed in result.failing] == [
+        ("a", "crash"),
+        ("b", "crash"),
+    ]
+    assert (result.rows, result.counts["crashes"]) == (2, 2)
+
+
+def test_rewards_have_a_threshold_and_are_closed(tmp_path, monkeypatch):
+    monkeypatch.setattr(Length, "closed", 0)
+    rows = [{"id": text[:4], "prompt": "p", "answer": text} for text in ("ab", "abc", "long" * 3)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"prompts": str(tmp_path / "rows.jsonl"), "demo_field": "answer"}
+    part = {"data": data, "reward": "tests.rewards.test_rewards_check:Length"}
+    result = check(part, min_reward=3)
+    assert [str(failed) for failed in result.failing] == [
+        "ab: scores 2",
+        "long: list index out of range",
+    ]
+    result = check({"tasks": {"a": part, "b": part}}, ["data.limit=1"], min_reward=2.5)
+    assert result.rows == 2 and Length.closed == 3
+    assert list(map(str, result.failing)) == ["a: ab: scores 2", "b: ab: scores 2"]
+    for wrong, message in (
+        ({"tasks": {"a": part | {"reward": "mth"}}}, "a: unknown reward 'mth'"),
+        (part | {"reward": "mth"}, "unknown reward 'mth'"),
+        ({"tasks": {"a": {"reward": "math"}}}, "tasks.a has no data"),
+        ({"reward": "math"}, "the configuration has no data"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            check(wrong)
+        assert str(error.value).startswith(message)

@@ -1,0 +1,97 @@
+"""Groups without signal, resampling, overlong responses and readable samples."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+
+from gac.rollouts import sampling
+from gac.training.trainer import Trainer
+from tests.tiny import metrics, tiny_config, write_tiny
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    return write_tiny(tmp_path_factory.mktemp("task"))
+
+
+def constant(completion, example):
+    return 1.0
+
+
+def only_additions_vary(completion, example):
+    """Every subtraction has the same reward for all its rollouts."""
+    digits = sum(c.isdigit() for c in completion) / max(len(completion), 1)
+    return digits if example.prompt_text.startswith("+") else 0.5
+
+
+def run(task, tmp_path, rollouts=None, **changes):
+    settings = {"prompts": 4, "completions": 4, "max_new_tokens": 5, **(rollouts or {})}
+    config = tiny_config(task, tmp_path / "run", rollouts=settings, eval={}, **changes)
+    trainer = Trainer(config)
+    trainer.run()
+    return metrics(tmp_path / "run")
+
+
+def test_groups_without_signal_are_counted_and_warned_about(task, tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        rows = run(task, tmp_path, reward="tests.rollouts.test_groups:constant", steps=11)
+    assert {row["groups_without_signal"] for row in rows} == {1.0}
+    assert caplog.text.count("have had the same reward for 10 steps") == 1
+
+
+def test_prompts_without_signal_are_replaced(task, tmp_path):
+    reward = "tests.rollouts.test_groups:only_additions_vary"
+    plain = run(task, tmp_path / "plain", reward=reward)
+    again = run(task, tmp_path / "again", reward=reward, rollouts={"resample": 3})
+    assert any(row["groups_without_signal"] > 0 for row in plain)
+    assert all(row["resampled_prompts"] == 0 for row in plain)
+    assert sum(row["resampled_prompts"] for row in again) > 0
+    assert [r["sampled_responses"] for r in again] == [
+        16 + 4 * row["resampled_prompts"] for row in again
+    ]
+
+
+def test_prompts_are_numbered_as_in_a_single_process(task, tmp_path, monkeypatch):
+    monkeypatch.setattr(sampling, "world_size", lambda: 3)
+    monkeypatch.setattr(sampling, "rank", lambda: 2)
+    trainer = Trainer(tiny_config(task, tmp_path, eval={}))
+    rollouts = trainer.sampler(trainer.model, trainer.feed.examples(0), 0)
+    assert [row.unit for row in rollouts.rows] == [unit for unit in (2, 5, 8, 11) for _ in range(4)]
+    assert [row.sequence for row in rollouts.rows] == list(range(16))
+    assert all(type(row.unit) is int for row in rollouts.rows)
+
+
+def test_overlong_responses(task, tmp_path):
+    plain = run(task, tmp_path / "plain", steps=1)
+    assert 0 < plain[0]["truncated"] <= 1
+    skipped = run(task, tmp_path / "skipped", steps=1, rollouts={"skip_truncated": True})
+    assert skipped[0]["reward_mean"] == plain[0]["reward_mean"]
+    assert skipped[0]["tokens"] < plain[0]["tokens"]
+    soft = run(task, tmp_path / "soft", steps=1, rollouts={"overlong_tokens": 2})
+    assert soft[0]["reward_mean"] < plain[0]["reward_mean"]
+
+
+def test_samples_of_text(task, tmp_path, caplog):
+    with caplog.at_level(logging.INFO, logger="gac"):
+        run(task, tmp_path, rollouts={"sample_every": 2, "print_samples": True})
+    lines = (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
+    entries = [json.loads(line) for line in lines]
+    assert [entry["step"] for entry in entries] == [1, 3]
+    (first, _) = entries[0]["prompts"]
+    assert len(first["responses"]) == 4 and "text" in first["responses"][0]
+    assert first["prompt"] in caplog.text
+
+
+def test_rewards_by_source(task, tmp_path):
+    sources = [
+        {"path": str(task / "prompts.jsonl"), "name": "a", "weight": 3},
+        {"path": str(task / "eval.jsonl"), "name": "b"},
+    ]
+    data = {"sources": sources, "demos": str(task / "demos.jsonl")}
+    for row in run(task, tmp_path, data=data, steps=2):
+        assert row["reward_mean"] == pytest.approx(
+            (3 * row["reward_mean/a"] + row["reward_mean/b"]) / 4
+        )

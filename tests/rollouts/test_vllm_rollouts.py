@@ -1,0 +1,355 @@
+"""Rollouts from a server with vLLM's HTTP API: a real server process with a tiny model."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import json
+import shutil
+import socket
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gac.config import ConfigError, load
+from gac.demo.task import make_tokenizer
+from gac.errors import MissingExtra, RunError
+from gac.rollouts.engines import make_engine
+from gac.rollouts.generation import SamplingParams, generate
+from gac.training.run_config import TrainConfig
+from gac.training.trainer import Trainer, train
+from tests import ranks
+from tests.rollouts.model_server import serving, weight_group
+from tests.tiny import metrics, tiny_config
+
+vllm_client = pytest.importorskip("trl.generation.vllm_client", reason="needs the extra `vllm`")
+vllm = importlib.import_module("gac.rollouts.vllm")
+PROMPTS = [(4, 5, 6), (7,) * 9, (5, 6), (4,) * 7]
+ROLLOUTS = {"prompts": 4, "completions": 2, "max_new_tokens": 5, "engine": "vllm"}
+
+
+def config(task, out, url, vllm=(), **changes):
+    rollouts = {**ROLLOUTS, "vllm": {"url": url, "timeout": 30, **dict(vllm)}}
+    return tiny_config(task, out, **{"eval": {}, "rollouts": rollouts, **changes})
+
+
+@pytest.fixture(scope="module")
+def server(task):
+    with serving(task / "init") as handle:
+        yield handle
+
+
+@pytest.fixture
+def policy(task, tmp_path):
+    """A model far from uniform, and its tokenizer."""
+    trainer = Trainer(tiny_config(task, tmp_path / "local"))
+    for p in trainer.model.parameters():
+        p.data.mul_(3 if p.dim() > 1 else 1)
+    return trainer.model.train(), trainer.tokenizer
+
+
+def engine(task, url, tokenizer, folder, **changes):
+    vllm_settings = {"url": url, "timeout": 30, **changes.pop("vllm", {})}
+    rollouts = {**ROLLOUTS, "vllm": vllm_settings, **changes}
+    settings = load(TrainConfig, {"rollouts": rollouts}).rollouts
+    if changes.get("temperature") == 1e-6:  # bypass validation: rollouts are never greedy
+        object.__setattr__(settings, "temperature", 0.0)
+    return make_engine(settings, tokenizer, served=str(task / "init"), longest=20, folder=folder)
+
+
+def test_responses_match_the_weights_last_sent(task, server, policy, tmp_path):
+    """Greedy responses before and after a weight update.
+
+    Afterwards only the weight folders of other runs remain.
+    """
+    model, tokenizer = policy
+    stop = [tokenizer.decode([15])]
+    sampler = engine(task, server.url, tokenizer, tmp_path, temperature=1e-6, stop=stop)
+    (tmp_path / f"{sampler.func.__self__.prefix}leftover").mkdir()
+    (tmp_path / "weights-others").mkdir()
+    responses = []
+    for _ in range(2):
+        expected = generate(model, tokenizer, PROMPTS, max_new_tokens=5, temperature=0, stop=stop)
+        responses.append(sampler(model)(PROMPTS, 1))
+        assert responses[-1] == expected
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
+    assert responses[0] != responses[1] and model.training
+    assert [path.name for path in tmp_path.glob("weights-*")] == ["weights-others"]
+
+
+def test_samples_follow_the_seed_and_the_policy(task, server, policy, tmp_path):
+    """Total variation distance between 600 sampled first tokens and the model's softmax."""
+    model, tokenizer = policy
+    sampler = engine(task, server.url, tokenizer, tmp_path, max_new_tokens=1, temperature=0.7)
+    sample = sampler(model)
+
+    def sample_with_seed(seed, prompts, samples):
+        torch.manual_seed(seed)
+        return sample(prompts, samples)
+
+    first = sample_with_seed(0, PROMPTS, 3)
+    assert first == sample_with_seed(0, PROMPTS, 3) != sample_with_seed(1, PROMPTS, 3)
+    samples = sample_with_seed(0, [PROMPTS[0]] * 2, 300)
+    assert samples[:300] != samples[300:]  # each prompt has its own seed, even if it is repeated
+    with torch.no_grad():
+        p = (model(torch.tensor([PROMPTS[0]])).logits[0, -1] / 0.7).softmax(-1)
+    counts = torch.bincount(torch.tensor([r[0] for r in samples]), minlength=len(p))
+    assert float((counts / len(samples) - p).abs().sum()) / 2 < 0.1
+
+
+def test_adapters_are_added_to_the_weights(task, server, tmp_path):
+    """The server gets the weights that peft would merge; the policy's stay bitwise unchanged."""
+    pytest.importorskip("peft")
+    lora = {"rank": 2, "targets": ["q_proj", "down_proj"]}
+    model = {"path": str(task / "init"), "random_init": True, "lora": lora}
+    trainer = Trainer(config(task, tmp_path / "run", server.url, model=model))
+    model = trainer.model
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            p.data.normal_(generator=torch.Generator().manual_seed(2))
+    before = copy.deepcopy(model.state_dict())
+    trainer.sampler.engine(model)  # compares the server's log-probs with the adapted model's
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    with model.disable_adapter():
+        bare = dict(vllm.Weights(model))
+    adapted = dict(vllm.Weights(model))
+    del model.base_model.model.forward  # the patched forward does not survive a copy
+    merged = dict(copy.deepcopy(model).merge_and_unload().named_parameters())
+    assert adapted.keys() == bare.keys() == merged.keys()
+    for name, x in merged.items():
+        torch.testing.assert_close(adapted[name], x)
+        assert torch.equal(bare[name], adapted[name]) != ("q_proj.w" in name or "down_" in name)
+
+
+def test_a_run_is_repeatable_and_on_policy(task, server, tmp_path):
+    """Two runs with one seed are identical. Each step sends new weights, so the ratios are 1."""
+    request_count = len(server.requests())
+    for name in "ab":
+        train(config(task, tmp_path / name, server.url, steps=3))
+    first, second = metrics(tmp_path / "a"), metrics(tmp_path / "b")
+    assert first == second and len(first) == 3
+    rows = [json.loads(line) for line in (tmp_path / "a/metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        assert row["clip_fraction"] == 0 and row["sampled_responses"] == 8
+        assert 0 < row["sampling_share"] < 1 and row["responses_per_second"] > 0
+        assert row["rollout_loss"] is not None
+    requests = server.requests()[request_count:]
+    assert requests.count("/collective_rpc") == requests.count("/reset_prefix_cache") == 6
+
+
+def test_the_log_probs_of_the_server_reach_the_loss(task, server, tmp_path, monkeypatch):
+    """Correct log-probs equal the trainer's and change nothing; wrong ones mask every rollout."""
+    trainer = Trainer(config(task, tmp_path / "run", server.url, steps=1))
+    spec = trainer.gradients.loss.spec
+    assert (spec.correction, spec.correction_max) == ("sequence_mask", 3.0)
+    rows = trainer.sampler(trainer.policy, trainer.feed.examples(trainer.step), 0).rows
+    expected = trainer.gradients.forward.row_logprobs(rows)
+    for row, logps in zip(rows, expected, strict=True):
+        torch.testing.assert_close(torch.tensor(row.engine_logps), logps, atol=1e-3, rtol=1e-3)
+    rollouts = {**ROLLOUTS, "vllm": {"url": server.url}, "correction": "none"}
+    plain = Trainer(config(task, tmp_path / "none", server.url, rollouts=rollouts))
+    assert plain.gradients.loss.spec.correction == "none"
+
+
+def test_run_resumes_exactly_with_a_new_server(task, tmp_path):
+    """The run ends with a one-line error, and resuming it matches an uninterrupted run."""
+    changes = {"steps": 3, "checkpoint_every": 1}
+    # one vocabulary check, then per step one weight check and 4 prompts
+    expected_error = pytest.raises(RunError, match="not respond.*rerun.*resume")
+    with serving(task / "init", exits_after=1 + 5 * 2 + 2) as server, expected_error:
+        train(config(task, tmp_path / "run", server.url, **changes))
+    assert len(metrics(tmp_path / "run")) == 2
+    with serving(task / "init") as server:
+        train(config(task, tmp_path / "run", server.url, **changes))
+        train(config(task, tmp_path / "uninterrupted", server.url, **changes))
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "uninterrupted")
+
+
+MISMATCHES = [
+    ({"folder": "elsewhere"}, ConfigError, "serves '.*elsewhere'.*trains '.*init'.*vllm.model"),
+    ({"max_model_len": 12}, ConfigError, "accepts 12 tokens.* --max-model-len 1[3-9]"),
+    ({"vocab_size": 12}, RunError, "Token id .. is out of vocabulary"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), MISMATCHES)
+def test_mismatched_server_is_rejected_before_training(task, tmp_path, options, error, message):
+    options = dict(options)
+    folder = tmp_path / options.pop("folder", "init")
+    shutil.copytree(task / "init", folder)
+    with serving(folder, **options) as server, pytest.raises(error, match=message):
+        served = {} if folder.name == "elsewhere" else {"model": str(folder)}
+        Trainer(config(task, tmp_path / "run", server.url, served))
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_server_under_another_name(task, tmp_path, policy):
+    with serving(task / "init", name="policy") as server:
+        sample = engine(task, server.url, policy[1], tmp_path, temperature=1e-6)(policy[0])
+        expected = generate(*policy, PROMPTS, max_new_tokens=5, temperature=0)
+        assert sample(PROMPTS, 1) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ignores_updates": True}, r"log-probs differ .* by \d.* per token.*rerun.*resume"),
+        ({"vocab_size": 60}, "/collective_rpc failed with status 500.*must match the size"),
+    ],
+)
+def test_failed_weight_update_is_an_error(task, tmp_path, policy, options, message):
+    with serving(task / "init", **options) as server, pytest.raises(RunError, match=message):
+        engine(task, server.url, policy[1], tmp_path)(policy[0])
+    assert not list(tmp_path.glob("weights-*"))
+
+
+def test_unreachable_server(task, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    with pytest.raises(RunError, match=f"vllm.url='{url}'.*not respond.*vllm serve") as error:
+        Trainer(config(task, tmp_path / "run", url))
+    assert "\n" not in str(error.value)
+    # SFT samples nothing, so it needs no server
+    Trainer(config(task, tmp_path / "sft", url, method="sft"))
+
+
+def test_a_server_that_does_not_answer_in_time(task, tmp_path):
+    """The port is open but nothing answers: two attempts, then the error."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(RunError, match="does not respond"):
+            Trainer(config(task, tmp_path / "run", url, {"timeout": 0.2}))
+
+
+def two_steps(run_config):
+    """The weights that the policy sends, the first step's metrics and the second step's error."""
+    trainer = Trainer(run_config)
+    sent = {name: x.clone() for name, x in vllm.Weights(trainer.model)}
+    row = trainer._train_step()
+    with pytest.raises(RunError) as error:
+        trainer._train_step()
+    return sent, row, str(error.value)
+
+
+@pytest.mark.dist
+def test_two_processes_with_sharded_weights(task, tmp_path):
+    """The ranks send weights and sample; all report a server that exits while one waits for it."""
+    single_process = dict(vllm.Weights(Trainer(tiny_config(task, tmp_path / "one")).model))
+    # 2 vocabulary checks (one per rank), 1 weight check (rank 0) and 4 prompts; then 1 weight check
+    # and 2 of the next 4 prompts
+    parallel = {"mode": "fsdp", "gather_for_rollouts": False}
+    with serving(task / "init", exits_after=2 + 5 + 1 + 2) as server:
+        run_config = config(task, tmp_path / "two", server.url, parallel=parallel)
+        (sent, row, error), (other_sent, other_row, other_error) = ranks.run(
+            two_steps, run_config, ranks=2
+        )
+    for weights in (sent, other_sent):
+        assert weights.keys() == single_process.keys()
+        assert all(torch.equal(x, single_process[name]) for name, x in weights.items())
+    assert row == other_row and row["sampled_responses"] == 8
+    assert error == other_error and "does not respond" in error
+
+
+def test_nccl_weight_transfer_uses_trls_requests(task, tmp_path, policy, monkeypatch):
+    """Checks TRL's requests and their order; gloo carries the values instead of NCCL."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    class Gloo:
+        def __init__(self, group, packed):
+            assert packed and group == "joined"
+
+        @staticmethod
+        def trainer_send_weights(iterator, trainer_args):
+            group = weight_group(store, 0)
+            for _, value in iterator:
+                group.broadcast(value.contiguous(), 0).wait()
+
+    monkeypatch.setattr(vllm, "is_vllm_available", lambda: True)
+    for name in ("NCCLWeightTransferEngine", "NCCLTrainerSendWeightsArgs"):
+        monkeypatch.setattr(vllm_client, name, Gloo, raising=False)
+    joined = lambda self, device: setattr(self, "communicator", "joined")  # noqa: E731 - one line
+    monkeypatch.setattr(vllm.Client, "init_communicator", joined)
+    with serving(task / "init", store=store.port) as server:
+        nccl = {"weights": "nccl"}
+        sampler = engine(task, server.url, policy[1], tmp_path, temperature=1e-6, vllm=nccl)
+        responses = sampler(policy[0])(PROMPTS, 1)
+        assert responses == generate(*policy, PROMPTS, max_new_tokens=5, temperature=0)
+        update = ["/start_weight_update", "/update_weights", "/finish_weight_update"]
+        requests = [path for path in server.requests() if "weight" in path or "cache" in path]
+        assert requests == [*update, "/reset_prefix_cache"]
+
+
+def test_requests_have_the_settings_of_the_run():
+    """Responses end at the run's stop tokens, whatever the server returns after them."""
+    requests = []
+
+    def respond(prompts, **options):
+        requests.append((prompts, options))
+        logprobs = [[[-1.0, -2.0], [-3.0]], [[-4.0, -9.0], [-5.0]]]
+        alternatives = [[[9, 5], [stop]], [[6, 8], [7]]]
+        ids = [[5, stop], [6, 7]]
+        return {"completion_ids": ids, "logprobs": logprobs, "logprob_token_ids": alternatives}
+
+    tokenizer = make_tokenizer()
+    stop = tokenizer.eos_token_id
+    server = object.__new__(vllm.Server)
+    server.tokenizer, server.vocab_size = tokenizer, 99
+    server.client = SimpleNamespace(generate=respond)
+    params = SamplingParams(3, 0.7, top_p=0.9, samples=2, stop=(tokenizer.decode([6]),))
+    responses = server._sample([(4, 5)], params)
+    assert responses == [(5, stop), (6,)]
+    assert [response.logps for response in responses] == [(-2.0, -3.0), (-4.0,)]
+    ((prompts, options),) = requests
+    assert prompts == [[4, 5]]
+    keywords = options.pop("generation_kwargs")
+    assert options == {"n": 2, "temperature": 0.7, "top_p": 0.9, "max_tokens": 3, "logprobs": 0}
+    assert sorted(keywords.pop("stop_token_ids")) == sorted([stop, 6])
+    assert keywords.keys() == {"seed", "ignore_eos"} and keywords["ignore_eos"]
+
+
+def test_an_error_becomes_one_line_of_limited_length():
+    for text, expected in (
+        ("a\n  b", "a b"),
+        ("x" * 300, "x" * 300),
+        ("x" * 301, "x" * 300 + "..."),
+    ):
+        assert vllm._short(ValueError(text)) == expected
+
+
+def test_failed_reset_of_the_prefix_cache_is_an_error():
+    for reply, fails in (({"success": False}, True), ({"success": True}, False), ({}, False)):
+        client = SimpleNamespace(post=lambda path, reply=reply: reply)
+        with pytest.raises(RuntimeError) if fails else contextlib.nullcontext():
+            vllm.Client.clear_prefix_cache(client)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"url": "localhost:8000"}, "url='localhost:8000'.*http://"),
+        ({"weights": "post"}, "weights='post': use one of disk, nccl"),
+        ({"timeout": 0}, "timeout=0.*seconds > 0"),
+    ],
+)
+def test_bad_settings(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        load(TrainConfig, {"rollouts": {"engine": "vllm", "vllm": changes}})
+
+
+def test_missing_extra_is_named(monkeypatch, policy, task, tmp_path):
+    monkeypatch.delitem(sys.modules, "gac.rollouts.vllm")
+    monkeypatch.setitem(sys.modules, "trl.generation.vllm_client", None)
+    with pytest.raises(MissingExtra, match=r"engine=vllm.*extra vllm \(trl\): pip install"):
+        engine(task, "http://localhost:1", policy[1], tmp_path)
+
+
+@pytest.mark.skipif(vllm.is_vllm_available(), reason="vllm is installed")
+def test_nccl_weights_need_vllm(task, tmp_path):
+    with pytest.raises(ConfigError, match="weights=nccl.*vllm package.*disk"):
+        Trainer(config(task, tmp_path / "run", "http://localhost:1", {"weights": "nccl"}))

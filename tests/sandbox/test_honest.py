@@ -1,0 +1,64 @@
+"""Unusual but correct programs pass: modeled on completions for MBPP, HumanEval and APPS."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from gac.data import Example
+from gac.rewards import build_reward
+from tests.sandbox import (
+    honest_classes,
+    honest_functions,
+    honest_scripts,
+    honest_tests,
+    honest_types,
+    honest_values,
+)
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
+
+# title -> why a program that passes in plain Python fails here
+UNSUPPORTED = {
+    "in place, returns a length": "arguments change in place only if the call returns None",
+    "equality with other types": "the judge compares, and knows no equality across classes",
+    "equality that ignores a cache": "the judge compares all attributes",
+}
+
+
+def functions():
+    """(title, completion, tests) of the programs with tests."""
+    for module in (honest_types, honest_classes, honest_functions, honest_values, honest_tests):
+        for entry in module.PROGRAMS.split("\n=== ")[1:]:
+            title, body = entry.split("\n", 1)
+            program, tests = body.split("\n----\n")
+            yield title, f"```python\n{program}\n```", tests.strip().split("\n\n")
+
+
+def cases():
+    """Title -> (completion, row)."""
+    rows = {title: (text, {"tests": tests}) for title, text, tests in functions()}
+    rows |= {f"script: {t}": (s, {"cases": [honest_scripts.SUM]}) for t, s in SCRIPTS.items()}
+    rows |= {f"completion: {t}": (s, {"tests": ADD}) for t, s in COMPLETIONS.items()}
+    return rows
+
+
+SCRIPTS, COMPLETIONS = honest_scripts.SCRIPTS, honest_scripts.COMPLETIONS
+ADD = ["assert add(2, 3) == 5", "assert add(-1, 1) == 0"]
+
+
+def test_unusual_programs_pass():
+    rows = cases()
+    assert len(rows) >= 150 and len(UNSUPPORTED) <= 0.05 * len(rows)
+    reward = build_reward({"name": "code", "timeout": 10, "workers": 4})
+    examples = [Example(t, (), "", None, None, row) for t, (_, row) in rows.items()]
+    completions = [completion for completion, _ in rows.values()]
+    scores = dict(zip(rows, reward(completions, examples), strict=True))
+    failing = [title for title, score in scores.items() if score != 1.0]
+    reasons = {
+        title: reward.explain(rows[title][0], Example(title, (), "", None, None, rows[title][1]))
+        for title in failing
+    }
+    assert {t: r for t, r in reasons.items() if t not in UNSUPPORTED} == {}
+    assert set(failing) == set(UNSUPPORTED)

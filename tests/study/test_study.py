@@ -1,0 +1,197 @@
+"""Studies of a few methods, seeds and steps: their runs, statistics and files."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from gac import cli
+from gac.config import ConfigError, dump, save, to_yaml
+from gac.demo import run
+from gac.study import runs
+from gac.study.arms import Arm, arm_config, parse_arm
+from gac.study.results import interval, summary
+from tests.tiny import tiny_config, write_tiny
+from tools import methods_study as study
+from tools.methods_table import page
+
+
+@pytest.mark.slow
+def test_study_runs_once_and_summarizes_its_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(run, "BASE_ACCURACY", (0.0, 1.0))
+    monkeypatch.setattr(study, "GRID", (0.3,))
+    arguments = ["--out", str(tmp_path / "runs"), "--results", str(tmp_path / "r.json")]
+    arguments += ["--methods", "constant", "dft", "luffy", "--seeds", "2", "--steps", "2"]
+    arguments += ["--base-steps", "3", "--jobs", "2"]
+    assert study.main(arguments) == 0
+    first = json.loads((tmp_path / "r.json").read_text())
+    rows = {row["name"]: row for row in first["rows"]}
+    assert list(rows) == ["dft", "constant", "luffy", "best constant in hindsight (mu=0.3)"]
+    assert rows["luffy"]["demos"] == "prompt" and rows["constant"]["demos"] == "separate"
+    finals = [
+        json.loads((tmp_path / f"runs/luffy-{seed}/eval.jsonl").read_text().splitlines()[-1])
+        for seed in (0, 1)
+    ]
+    mean = sum(final["accuracy"] for final in finals) / 2
+    assert rows["luffy"]["accuracy"][0] == pytest.approx(mean, abs=1e-4)
+    assert f"| `luffy` | same | {100 * mean:.1f} ± " in page(first)
+
+    capsys.readouterr()
+    assert study.main(arguments) == 0
+    assert " of " not in capsys.readouterr().out  # nothing was left to run
+    assert json.loads((tmp_path / "r.json").read_text()) == first
+
+
+def test_merge_keeps_other_rows_of_the_same_setting(tmp_path):
+    path, setting = tmp_path / "r.json", {"steps": 2, "seeds": 1}
+    hindsight = [{"name": f"{study.HINDSIGHT} (mu={mu})"} for mu in (0.1, 0.3)]
+    old = [{"name": "sft", "x": 1}, {"name": "gac", "x": 1}, hindsight[0]]
+    path.write_text(json.dumps({"setting": setting, "rows": old}))
+    new = [{"name": "gac", "x": 2}, {"name": "grpo"}, hindsight[1]]
+    assert study.merged(new, path, setting) == [old[0], new[1], new[0], hindsight[1]]
+    with pytest.raises(ValueError, match="same steps"):
+        study.merged(new, path, {**setting, "steps": 3})
+
+
+def test_parse_arm():
+    assert parse_arm("gac") == Arm("gac", "gac")
+    spec = "constant:mu=0.3,weight=phi"
+    assert parse_arm(spec) == Arm(spec, "constant", ("method.mu=0.3", "method.weight=phi"))
+    assert parse_arm(f"low@{spec}") == Arm("low", "constant", parse_arm(spec).changes)
+    aliases = {"low": {"name": "constant", "mu": 0.1}, "short": "constant:mu=0.2"}
+    assert parse_arm("low", aliases) == Arm("low", aliases["low"])
+    assert parse_arm("short", aliases) == Arm("short", "constant", ("method.mu=0.2",))
+    for bad in ("", "gac:mu", "@gac", "a/b@gac"):
+        with pytest.raises(ConfigError, match="methods: "):
+            parse_arm(bad)
+
+
+def test_arm_config_sets_method_seed_and_folder(tmp_path):
+    data = dump(tiny_config(write_tiny(tmp_path), tmp_path / "out"))
+    config = arm_config(data, parse_arm("low@constant:mu=0.3"), 2, ["steps=7", f"out={tmp_path}/x"])
+    assert (config.method.name, config.method.mu, config.seed) == ("constant", 0.3, 2)
+    assert (config.steps, config.name, config.out) == (7, "low", f"{tmp_path}/x/low-2")
+    changed = arm_config(data, parse_arm("low@constant:mu=0.3"), 2, ["method.mu=0.7"])
+    assert changed.method.mu == 0.7
+    with pytest.raises(ConfigError, match="low: .*nope"):
+        arm_config(data, parse_arm("low@constant:nope=1"), 0)
+
+
+def test_interval_coverage():
+    """Over 400 samples of 30 normal values; a percentile bootstrap covers slightly below 95 %."""
+    samples = np.random.default_rng(1).normal(0.3, 2.0, (400, 30))
+    intervals = [interval(row) for row in samples]
+    assert 0.90 < np.mean([low < 0.3 < high for low, high in intervals]) < 0.97
+    width = np.mean([high - low for low, high in intervals])
+    assert width == pytest.approx(2 * 1.96 * 2.0 / math.sqrt(30), rel=0.1)
+    assert interval([0.5]) is None and interval([0.5, 0.5]) == [0.5, 0.5]
+
+
+def test_differences_are_paired_by_seed():
+    finals = {"a": [0.1, 0.5, None, 0.9], "b": [0.2, 0.6, 0.3, 1.0], "none": [None] * 4}
+    rows = summary(finals, "a")
+    assert rows["b"]["against_baseline"]["difference"] == pytest.approx(0.1)
+    assert rows["b"]["against_baseline"]["ci95"] == pytest.approx([0.1, 0.1])
+    assert rows["b"]["mean"] == pytest.approx(0.525) and rows["b"]["ci95"][0] < 0.525
+    assert rows["a"]["against_baseline"]["difference"] == 0
+    assert rows["none"] == {
+        "final": [None] * 4,
+        "mean": None,
+        "ci95": None,
+        "against_baseline": {"difference": None, "ci95": None},
+    }
+
+
+class Ended:
+    """A process that ends at once, with the exit code that its run's name starts with."""
+
+    started: ClassVar[list[Ended]] = []
+
+    def __init__(self, target, args) -> None:
+        plain, *self.settings = args
+        self.name = Path(plain["out"]).name
+        self.sentinel, writer = os.pipe()
+        os.close(writer)
+
+    def start(self) -> None:
+        self.started.append(self)
+
+    def join(self, seconds=None) -> None:
+        self.exitcode = int(self.name[0])
+
+
+@pytest.mark.parametrize(
+    ("jobs", "variable", "threads"), [(2, None, 4), (3, "", 2), (20, None, 1), (2, "5", 5)]
+)
+def test_runs_share_the_cores(task, tmp_path, monkeypatch, jobs, variable, threads) -> None:
+    monkeypatch.setattr(runs, "PROCESSES", SimpleNamespace(Process=Ended))
+    monkeypatch.setattr(runs, "start_server", lambda modules: None)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr(Ended, "started", [])
+    if variable is None:
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    else:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    configs = [tiny_config(task, tmp_path / name) for name in ("0a", "3b", "0c")]
+    (tmp_path / "0a").mkdir()
+    (tmp_path / "0a/result.json").write_text(json.dumps({"config": dump(configs[0])}))
+    lines: list[str] = []
+    failed = runs.run_all(configs, jobs, discard=True, log=lines.append)
+    assert {p.name: p.settings for p in Ended.started} == {
+        "3b": [threads, True, False],
+        "0c": [threads, True, False],
+    }
+    text = f"failed: its process exited with 3; see {tmp_path}/3b/log.txt"
+    assert failed == {f"{tmp_path}/3b": text}
+    assert sorted(line.partition(" (")[0] for line in lines) == [
+        f"{tmp_path}/0c: done",
+        f"{tmp_path}/3b: {text}",
+    ]
+    assert [re.search(r"\((\d of \d), \d+ s\)$", line)[1] for line in lines] == ["1 of 2", "2 of 2"]
+
+
+@pytest.mark.slow
+def test_gac_study_reports_failures_and_resumes(tmp_path, capsys):
+    config = tiny_config(
+        write_tiny(tmp_path), tmp_path / "out", steps=2, reward="study_reward.py:digit_reward"
+    )
+    (tmp_path / "study_reward.py").write_text("from tests.tiny import digit_reward\n")
+    path = tmp_path / "run.yaml"
+    save(config, path)
+    broken = {"broken": {"name": "luffy"}}  # needs demonstrations, which are missing
+    path.write_text(path.read_text() + to_yaml({"methods": {**broken, "low": "constant:mu=0.1"}}))
+    fields = ["data.demo_field=null", "data.demos=null"]
+    study_command = ["study", str(path), "--methods"]
+    options = ["--seeds", "2", "--baseline", "dr", "--discard", "--set", *fields]
+    arguments = [*study_command, "grpo", "broken", "dr@dr-grpo", *options]
+    (tmp_path / "out/grpo-0").mkdir(parents=True)  # of a run that was stopped at its start
+    assert cli.main(arguments) == 1
+    printed = capsys.readouterr().out
+    assert f"{tmp_path}/out/broken-1: failed: ValueError: data.prompts" in printed
+    results = json.loads((tmp_path / "out/study.json").read_text())
+    assert results["methods"]["broken"]["final"] == [None, None]
+    assert sorted(results["failed"]) == [f"{tmp_path}/out/broken-{seed}" for seed in (0, 1)]
+    evals = (tmp_path / "out/grpo-1/eval.jsonl").read_text().splitlines()
+    finals = results["methods"]["grpo"]["final"]
+    assert finals[0] is not None and finals[1] == json.loads(evals[-1])["accuracy"]
+    assert results["methods"]["dr"]["against_baseline"]["difference"] == 0
+    assert not (tmp_path / "out/grpo-0/checkpoints").exists()
+    page_text = (tmp_path / "out/study.html").read_text()
+    assert "broken-0: failed" in page_text and "data:image/png" in page_text
+
+    assert cli.main([*study_command, "grpo", "dr@dr-grpo", *options]) == 0
+    assert "done" not in capsys.readouterr().out  # nothing was left to run
+    resumed = json.loads((tmp_path / "out/study.json").read_text())
+    assert resumed["methods"]["grpo"] == results["methods"]["grpo"] and resumed["failed"] == {}
+
+    assert cli.main([*study_command, "grpo", "--set", *fields, "steps=3"]) == 2
+    error = capsys.readouterr().err
+    assert re.search(r"grpo-0: .*finished run with a different steps.*delete", error)

@@ -1,0 +1,377 @@
+"""`gac study` without training: its runs, statistics, files and page."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gac import cli
+from gac.config import ConfigError, dump, save, to_yaml
+from gac.study import page, runs
+from gac.study.arms import arm_config, parse_arm, read_study
+from gac.study.results import interval, mean, row_cells, summary
+from tests.tiny import tiny_config, write_tiny
+
+FINALS = {"low": [0.1, 0.2, 0.3], "dr": [0.5, 0.6, 0.7], "high": [0.9, None, 1.0]}
+
+
+@pytest.fixture
+def study(tmp_path, monkeypatch):
+    """Run `gac study` with the accuracies in FINALS; return its configurations and study.json."""
+
+    def result(config):
+        accuracy = FINALS[config.name][config.seed]
+        return None if accuracy is None else {"final": {"accuracy": accuracy}, "seconds": 1.0}
+
+    def run(*arguments: str):
+        calls = []
+
+        def run_all(configs, jobs, discard):
+            calls.append((configs, jobs, discard))
+            return {c.out: "failed: x" for c in configs if result(c) is None}
+
+        monkeypatch.setattr(runs, "run_all", run_all)
+        monkeypatch.setattr(runs, "result", result)
+        reports = []
+        monkeypatch.setattr(
+            "gac.report.write_report", lambda r, out: reports.append(r) or out / "report.html"
+        )
+        path = tmp_path / "run.yaml"
+        save(tiny_config(write_tiny(tmp_path), tmp_path / "out", steps=2), path)
+        methods = {"low": "constant:mu=0.1", "dr": "dr-grpo", "high": "constant:mu=0.9"}
+        path.write_text(path.read_text() + to_yaml({"methods": methods}))
+        code = cli.main(["study", str(path), *arguments])
+        saved = json.loads((tmp_path / "out" / "study.json").read_text())
+        return code, *calls, saved, reports, (tmp_path / "out" / "study.html").read_text()
+
+    return run
+
+
+def test_a_study_of_all_labels(study, tmp_path, capsys) -> None:
+    code, (configs, jobs, discard), saved, reports, html = study()
+    assert (code, jobs, discard) == (1, 1, False)  # one run failed
+    # seed by seed, so that an interrupted study has compared all methods on the first seeds
+    expected = [(seed, label) for seed in range(3) for label in FINALS]
+    assert [(config.seed, config.name) for config in configs] == expected
+    assert [config.method.mu for config in configs[::3]] == [0.1] * 3
+    assert saved["setting"] == {
+        "config": "run.yaml",
+        "set": [],
+        "methods": ["low", "dr", "high"],
+        "seeds": 3,
+        "steps": dict.fromkeys(FINALS, 2),
+        "baseline": "low",
+        "command": f"gac study {tmp_path}/run.yaml --methods low dr high --seeds 3",
+    }
+    assert {label: row["final"] for label, row in saved["methods"].items()} == FINALS
+    assert list(saved["failed"]) == [f"{tmp_path}/out/high-1"]
+    assert [path.name for path in reports[0]] == [
+        Path(c.out).name for c in configs if c.name != "high" or c.seed != 1
+    ]
+    for part in (
+        '<a href="report.html">',
+        "<title>Study: run.yaml</title>",
+        '<th scope="col">method</th>',
+        "<td class=best>95.0</td>",
+        f"<li>{tmp_path}/out/high-1: failed: x</li>",
+        "The baseline is low. Accuracy is",
+        "\nbaseline: low\n",
+    ):
+        assert part in html
+    assert html.count("class=best") == 1
+    printed = capsys.readouterr().out
+    assert "+40.0 [+40.0, +40.0]" in " ".join(printed.split())
+
+
+def test_options_of_a_study(study, tmp_path) -> None:
+    options = ["--seeds", "1", "--baseline", "dr", "--jobs", "2", "--discard"]
+    options += ["--set", "steps=5", "--set", "seed=9"]
+    code, (configs, jobs, discard), saved, _, html = study("--methods", "high", "dr@grpo", *options)
+    assert (code, jobs, discard) == (0, 2, True)
+    runs = [(config.name, config.steps, config.seed) for config in configs]
+    assert runs == [("high", 5, 0), ("dr", 5, 0)]
+    assert saved["methods"]["high"]["against_baseline"]["difference"] == pytest.approx(0.4)
+    command = f"gac study {tmp_path}/run.yaml --methods high dr@grpo --seeds 1 --baseline dr"
+    setting = saved["setting"]
+    assert setting["command"] == f"{command} --set steps=5 seed=9"
+    assert (setting["methods"], setting["set"]) == (["high", "dr@grpo"], ["steps=5", "seed=9"])
+    assert setting["seeds"] == 1 and "The baseline is dr. " in html
+
+
+def test_a_study_without_results(study, monkeypatch) -> None:
+    monkeypatch.setitem(FINALS, "high", [None])
+    code, _, saved, reports, html = study("--methods", "high", "--seeds", "1")
+    assert (code, reports) == (1, []) and "Training curves" not in html
+    assert saved["methods"]["high"]["mean"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--seeds", "0"], "--seeds=0: use a number >= 1"),
+        (["--jobs", "0"], "--jobs=0: use a number >= 1"),
+        (["--baseline", "gac"], "--baseline='gac': use one of low, dr, high"),
+        (["--methods", "low", "low"], "two of low, low have the same label"),
+    ],
+)
+def test_mistakes_in_the_command(study, capsys, arguments, message) -> None:
+    with pytest.raises(FileNotFoundError):  # there is no study.json
+        study(*arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_methods_of_the_file(tmp_path, monkeypatch, capsys) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("steps: 2\nmethods: {1: gac, sft: {name: sft}}\n")
+    assert read_study(path) == ({"steps": 2}, {"1": "gac", "sft": {"name": "sft"}})
+    path.write_text("steps: 2\nmethods: [gac, sft]\n")
+    with pytest.raises(ConfigError, match=r"methods: expected `label: method` lines, got \['gac'"):
+        read_study(path)
+    path.write_text("steps: 2\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert cli.main(["study", path.name]) == cli.USAGE
+    assert "--methods: missing, and a.yaml has no key `methods`" in capsys.readouterr().err
+    assert sys.path[-1] == str(tmp_path)  # where the runs find rewards
+    with pytest.raises(ConfigError, match=r"eval.data.prompts: missing; a study"):
+        arm_config({"steps": 2}, parse_arm("gac"), 0)
+
+
+def rows(**intervals):
+    against = {name: {"against_baseline": {"ci95": ci95}} for name, ci95 in intervals.items()}
+    return {"setting": {"baseline": "base"}, "methods": against}
+
+
+def test_headline_names_the_methods_whose_interval_excludes_zero() -> None:
+    study = rows(base=[0.1, 0.2], up=[0.1, 0.2], zero=[0.0, 0.2], down=[-0.2, -0.1], one=None)
+    expected = "ahead of base: up; behind base: down."
+    assert page.headline(study) == f"Differences whose interval excludes 0: {expected}"
+    assert page.headline(rows(base=None, a=[-0.2, 0.0])).startswith("No method differs from base")
+
+
+def test_the_best_method_is_marked_and_every_seed_is_drawn(monkeypatch) -> None:
+    drawn, fields = [], {}
+
+    def plot(x, y, style, color, **options) -> None:
+        drawn.append((x, y, color))
+
+    def figure(labels, height, axis, draw) -> str:
+        assert (labels, height, axis[-1]) == ([*methods], 0.34 * len(methods) + 1.1, "%")
+        draw(SimpleNamespace(plot=plot))
+        return "a figure"
+
+    monkeypatch.setattr(page, "draw_interval", lambda axes, *interval: drawn.append(interval))
+    monkeypatch.setattr(page, "interval_figure", figure)
+    monkeypatch.setattr(page, "render_template", lambda name, **values: fields.update(values))
+    setting = {"config": "a.yaml", "baseline": "dr"}
+    finals = {"low": [0.25, 0.0], "dr": [0.5, 0.75], "high": [1.0, None]}
+    methods = summary(finals, "dr")
+    page.render({"setting": setting, "methods": methods, "failed": {}}, "page.html")
+    assert fields["rows"] == [
+        (label, row_cells(methods[label]), label == "high") for label in ("low", "dr", "high")
+    ]
+    assert (fields["figure"], fields["report"]) == ("a figure", "page.html")
+    other, baseline = page.COLORS[:2]
+    assert drawn == [
+        ([25, 0], [0, 0], other),
+        (0, 0.125, [0, 0.25], other),
+        ([50, 75], [-1, -1], baseline),
+        (-1, 0.625, [0.5, 0.75], baseline),
+        ([100], [-2], other),
+        (-2, 1.0, None, other),
+    ]
+    methods = summary({"dr": [None], "low": [None]}, "dr")  # every run failed
+    page.render({"setting": setting, "methods": methods, "failed": {}}, None)
+    assert not any(best for *_, best in fields["rows"])
+
+
+def test_cells_of_a_study() -> None:
+    methods = summary({"a": [0.0, 0.2, None], "b": [0.1, 0.4, 0.9]}, "a")
+    assert row_cells(methods["a"]) == ["2", "10.0", "[0.0, 20.0]", "+0.0", "[+0.0, +0.0]"]
+    assert row_cells(methods["b"]) == ["3", "46.7", "[10.0, 90.0]", "+15.0", "[+10.0, +20.0]"]
+    missing = summary({"a": [0.5], "b": [None]}, "a")["b"]
+    assert row_cells(missing) == ["0", "-", "-", "-", "-"]
+    assert mean([0.0, 0.0, 1.0]) == 0.333333 and interval([1 / 3] * 2) == [0.333333] * 2
+
+
+def train_run(config, train, **options) -> list:
+    """Train a run with `train`; return what that would do to the run's own process."""
+    made: list = []
+
+    def thread(**options):
+        made.append(options)
+        return SimpleNamespace(start=lambda: made.append("started"))
+
+    with pytest.MonkeyPatch.context() as patch:  # for this call only: pytest itself uses dup2
+        patch.setattr("gac.training.trainer.train", train)
+        patch.setattr("gac.report.write_report", lambda *report: made.append(report))
+        patch.setattr(threading, "Thread", thread)
+        patch.setattr(os, "dup2", lambda old, new: made.append(new))
+        patch.setattr(signal, "signal", lambda *handler: made.append(handler))
+        patch.setattr(torch, "set_num_threads", made.append)
+        runs._train(dump(config), **options)
+    return made
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_a_run_of_a_study_writes_its_result(tmp_path, flag) -> None:
+    out = tmp_path / "out"
+    config = tiny_config(write_tiny(tmp_path), out, steps=2)
+    out.mkdir()
+    (out / "log.txt").write_text("of an earlier attempt\n")
+
+    def train(config) -> None:
+        (out / "checkpoints").mkdir()
+        rows = [{"step": step, "accuracy": value} for step, value in enumerate((0.1, 0.8, 0.4))]
+        (out / "eval.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        (out / "metrics.jsonl").write_text('{"seconds": 2}\n{"seconds": 3}\n')
+
+    effects = train_run(config, train, threads=7, discard=flag, report=not flag)
+    ending = {"target": runs._exit_with_parent, "daemon": True}, "started"
+    reports = [] if flag else [([out], out)]
+    assert effects == [*ending, (signal.SIGINT, signal.SIG_IGN), 7, 1, 2, *reports]
+    assert (out / "log.txt").read_text() == "of an earlier attempt\n"
+    result = runs.result(config)
+    assert result["final"] == {"step": 2, "accuracy": 0.4} and result["seconds"] == 5
+    assert (out / "checkpoints").exists() != flag
+
+
+def test_a_failed_run_logs_its_error_last(tmp_path, capsys) -> None:
+    def train(config) -> None:
+        raise ValueError("no\nrows")
+
+    config = tiny_config(write_tiny(tmp_path), tmp_path / "out")
+    with pytest.raises(SystemExit, match=r"^ValueError: no rows$"):
+        train_run(config, train, threads=1, discard=True, report=True)
+    assert "Traceback" in capsys.readouterr().err and runs.result(config) is None
+    log = tmp_path / "log.txt"
+    log.write_bytes(b"Traceback\nValueError: \xff" + 400 * b"x" + b"\n \n")
+    assert runs._fault(log, 1) == f"failed: ValueError: \ufffd{287 * 'x'}; see {log}"
+    assert runs._fault(log, -9) == f"failed: its process exited with -9; see {log}"
+
+
+def test_an_interrupted_study_ends_its_runs(tmp_path, monkeypatch) -> None:
+    """All runs are asked to save before the first one is waited for."""
+    calls: list = []
+
+    class Process:
+        def __init__(self, target, args) -> None:
+            self.sentinel = args[0]["seed"]
+
+        def __getattr__(self, name: str):
+            return lambda *arguments: calls.append((name, self.sentinel, *arguments))
+
+    def wait(running) -> list:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runs, "PROCESSES", SimpleNamespace(Process=Process))
+    monkeypatch.setattr(runs, "start_server", calls.append)
+    monkeypatch.setattr(runs, "wait", wait)
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    task = write_tiny(tmp_path)
+    configs = [tiny_config(task, tmp_path / f"{seed}", seed=seed) for seed in (4, 5, 6)]
+    with pytest.raises(KeyboardInterrupt):
+        runs.run_all(configs, 2)
+    assert calls == [
+        ["gac.training.trainer"],
+        *(("start", 4), ("start", 5)),
+        *(("terminate", 4), ("terminate", 5)),
+        *(("join", 4, 10.0), ("kill", 4), ("join", 5, 10.0), ("kill", 5)),
+    ]
+    assert os.environ.pop("OMP_WAIT_POLICY") == "PASSIVE"
+
+
+@pytest.mark.parametrize("before", [None, "7"])
+def test_the_fork_server_starts_with_one_thread(monkeypatch, before) -> None:
+    calls: list = []
+    if before is None:
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    else:
+        monkeypatch.setenv("OMP_NUM_THREADS", before)
+    monkeypatch.setattr(runs.PROCESSES, "set_forkserver_preload", calls.append)
+    monkeypatch.setattr(
+        runs.forkserver, "ensure_running", lambda: calls.append(os.environ["OMP_NUM_THREADS"])
+    )
+    runs.start_server(["a", "b"])
+    assert calls == [["a", "b"], "1"] and os.environ.get("OMP_NUM_THREADS") == before
+
+
+def test_a_run_ends_with_its_parent(monkeypatch) -> None:
+    events: list = []
+    parent = SimpleNamespace(join=lambda: events.append("joined"))
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: parent)
+    monkeypatch.setattr(os, "_exit", events.append)
+    runs._exit_with_parent()
+    assert events == ["joined", 1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"steps": 3}, {"added": 1}, {"demo_batch": None}, {"eval": {}}, {"name": "x"}, {"seed": None}],
+)
+def test_a_result_of_other_settings_is_refused(tmp_path, change) -> None:
+    config = tiny_config(write_tiny(tmp_path), tmp_path / "out", steps=2)
+    plain = runs._settings(dump(config)) | change
+    plain = {key: value for key, value in plain.items() if value is not None or key not in change}
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "result.json").write_text(json.dumps({"config": plain}))
+    if {"name", "seed"} & set(change):  # no effect; missing in a file of an earlier version
+        assert runs.result(config) == {"config": plain}
+        return
+    with pytest.raises(ConfigError, match=f"finished run with a different {next(iter(change))};"):
+        runs.result(config)
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_runs_are_started_in_order_and_reported(tmp_path, monkeypatch, jobs) -> None:
+    """Three runs, of which the second fails; at most `jobs` at a time."""
+    running, most, lines, calls = [], [], [], []
+
+    class Process:
+        def __init__(self, target, args) -> None:
+            assert target is runs._train
+            calls.append(args)
+            self.exitcode = int(args[0]["seed"] == 1)
+
+        @property
+        def sentinel(self):
+            return self
+
+        def start(self) -> None:
+            running.append(self)
+            most.append(len(running))
+
+        def join(self) -> None:
+            running.remove(self)
+
+    monkeypatch.setattr(runs, "PROCESSES", SimpleNamespace(Process=Process))
+    monkeypatch.setattr(runs, "start_server", lambda modules: None)
+    monkeypatch.setattr(runs, "wait", lambda processes: processes[:1])
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    task = write_tiny(tmp_path)
+    configs = [tiny_config(task, tmp_path / f"run-{seed}", seed=seed) for seed in range(3)]
+    (tmp_path / "run-1").mkdir()
+    (tmp_path / "run-1" / "log.txt").write_text("Traceback\nValueError: no rows\n\n")
+    failed = runs.run_all(configs, jobs, log=lines.append)
+    log = tmp_path / "run-1" / "log.txt"
+    assert failed == {str(tmp_path / "run-1"): f"failed: ValueError: no rows; see {log}"}
+    assert max(most) == jobs and not running
+    assert [(plain["seed"], *rest) for plain, *rest in calls] == [
+        (seed, 3, False, False) for seed in range(3)
+    ]
+    assert [line.partition(" (")[2].partition(",")[0] for line in lines] == [
+        f"{done} of 3" for done in (1, 2, 3)
+    ]
+    assert lines[0].startswith(f"{tmp_path}/run-0: done")
+    assert lines[1].startswith(f"{tmp_path}/run-1: failed: ValueError")
+    log.unlink()  # a process that failed before it opened its log
+    assert "its process exited with 1" in runs.run_all(configs, jobs)[str(tmp_path / "run-1")]

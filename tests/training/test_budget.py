@@ -1,0 +1,172 @@
+"""The default micro-batches: packed rows, sized from the free memory, the same on resume."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from gac.config import load
+from gac.faults import checkpoint
+from gac.models import row_attention
+from gac.models.causal_lm import attach_head
+from gac.training import budget
+from gac.training.forward import Forward
+from gac.training.run import Run
+from gac.training.run_config import TrainConfig
+from gac.training.trainer import Trainer, train
+from tests import ranks
+from tests.tiny import metrics, tiny_config
+from tests.training.test_packing import make
+from tests.training.test_trainer import next_step
+
+CPU = SimpleNamespace(device=torch.device("cpu"), unwrap_model=lambda model: model)
+
+
+def default_config(task, out, **changes):
+    return tiny_config(task, out, micro_batch=None, eval={}, **changes)
+
+
+def test_default_packs_rows(task, tmp_path, caplog):
+    """Losses, signals and gradients agree with those of one padded forward."""
+    with caplog.at_level(logging.INFO):
+        packed = Trainer(default_config(task, tmp_path / "packed", method="gac"))
+    assert packed.gradients.forward.micro.packed and packed.config.micro_tokens == 2048
+    assert caplog.text.count("micro_tokens=2048, with packed rows (the maximum)") == 1
+    padded = Trainer(tiny_config(task, tmp_path / "padded", eval={}, method="gac"))
+    (row, actual), (other, expected) = next_step(packed), next_step(padded)
+    for x, y in zip(actual, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-6)
+    for name in ("kl", "entropy", "rollout_loss", "demo_loss", "sft_variance", "disagreement"):
+        assert row[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6)
+
+
+def test_resumed_run_keeps_its_budget(task, tmp_path, monkeypatch):
+    """A run is resumed bit for bit, although the free memory has changed."""
+    memory = {"bytes": 1.2e6}
+    monkeypatch.setattr(budget, "free_memory", lambda device: memory["bytes"])
+    whole = train(default_config(task, tmp_path / "whole"))
+    config = default_config(task, tmp_path / "resumed")
+    out = train(dataclasses.replace(config, steps=2))
+    memory["bytes"] = 1e12
+    resumed = Trainer(config)
+    assert resumed.config.micro_tokens == 64  # 0.5 (1.2e6 - 3 weights) / 6e3 bytes per token
+    resumed.run()
+    assert metrics(out) == metrics(whole)
+    for explicit in ({"micro_batch": 3}, {"micro_tokens": 96}):
+        run = SimpleNamespace(config=dataclasses.replace(config, **explicit), out=out)
+        run.checkpoints = out / "checkpoints"
+        assert Run._find_checkpoint(run, True) == checkpoint.newest(run.checkpoints)
+        assert run.config == dataclasses.replace(config, **explicit)
+
+
+def test_runs_of_earlier_versions_keep_one_forward(task, tmp_path, monkeypatch):
+    """They saved neither key, which meant one padded forward."""
+    whole = train(tiny_config(task, tmp_path / "whole", eval={}))
+    config = default_config(task, tmp_path / "resumed")
+    out = train(dataclasses.replace(config, steps=2, micro_batch=1000))
+    read = checkpoint.read_progress
+
+    def read_earlier(path):
+        progress = read(path)
+        return progress | {"config": progress["config"] | {"micro_batch": None}}
+
+    monkeypatch.setattr(checkpoint, "read_progress", read_earlier)
+    resumed = Trainer(config)
+    assert resumed.config.micro_batch == sys.maxsize
+    resumed.run()
+    assert metrics(out) == metrics(whole)
+
+
+def test_budget_holds_the_longest_rows_that_stay_together(task, tmp_path, monkeypatch):
+    monkeypatch.setattr(budget, "free_memory", lambda device: 0)
+    trainer = Trainer(default_config(task, tmp_path / "run", method="dpo"))
+    longest, unit = trainer.feed.longest_row(5), trainer.feed.unit
+    assert unit == 2 and trainer.config.micro_tokens == longest * unit
+    trainer._train_step()
+
+
+@pytest.mark.parametrize("kind", ["mamba", "eager"])
+def test_models_that_do_not_gain_from_packing_are_padded(kind, caplog):
+    """A recurrent model's rows affect each other; eager attention is quadratic in all tokens."""
+    if kind == "eager":
+        model = make("qwen3", "eager")
+    else:
+        sizes = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
+        tokens = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **tokens))
+        attach_head(model)
+    with caplog.at_level(logging.INFO, "gac"):
+        chosen = budget.choose_micro_batches(load(TrainConfig, {}), CPU, model, None, 100, 1)
+    assert (chosen.micro_batch, chosen.micro_tokens) == (20, None)
+    (message,) = [r.getMessage() for r in caplog.records if r.name.startswith("gac")]
+    assert message.startswith("micro_batch=20, with padded rows")
+
+
+def test_reference_that_cannot_be_packed_is_padded_too():
+    policy, reference = make("qwen3"), make("qwen3", "eager")
+    assert row_attention.enable(policy) and budget.packs_by_row(policy)
+    chosen = budget.choose_micro_batches(load(TrainConfig, {}), CPU, policy, reference, 100, 8)
+    assert (chosen.micro_batch, chosen.micro_tokens) == (20, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, []),  # on-policy: the ratio is 1, so no forward is needed but that of the gradient
+        ({"rollouts": {"reuse": 2}}, ["row_logprobs"]),
+        ({"loss": {"kl_coef": 0.1}}, 2 * ["reference_logprobs"]),
+        # in the first step only: rows with and without a gradient
+        ({"monitor_kl_every": 2}, 2 * ["reference_logprobs"]),
+    ],
+)
+def test_logps_are_computed_only_where_they_are_used(
+    task, tmp_path, monkeypatch, changes, expected
+):
+    """In two GRPO steps, the old and the reference log-probs."""
+    calls = []
+    for name in ("row_logprobs", "reference_logprobs"):
+        original = getattr(Forward, name)
+
+        def recorded(self, *args, name=name, original=original):
+            calls.append(name)
+            return original(self, *args)
+
+        monkeypatch.setattr(Forward, name, recorded)
+    rollouts = {"prompts": 4, "completions": 4, "max_new_tokens": 5, **changes.get("rollouts", {})}
+    changes = changes | {"rollouts": rollouts, "method": "grpo", "eval": {}, "steps": 2}
+    trainer = Trainer(tiny_config(task, tmp_path, **changes))
+    trainer.run()
+    assert calls == expected
+    assert (trainer.reference is not None) == ("reference_logprobs" in expected)
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_bytes_per_token_are_measured(layers):
+    """At least the inputs of every layer's seven matrices; not the weights; linear in the rows."""
+    model = make("qwen3", num_hidden_layers=layers, hidden_size=64, intermediate_size=256)
+    measured = budget.activation_bytes(model, 16)
+    inputs = 4 * layers * (6 * 64 + 256)
+    assert inputs < measured < 12 * inputs
+    assert math.isclose(measured, budget.activation_bytes(model, 64), rel_tol=0.1)
+
+
+def choose(task, out, rank_memory: dict[int, float]):
+    from gac.parallel import collectives
+
+    budget.free_memory = lambda device: rank_memory[collectives.rank()]
+    trainer = Trainer(default_config(task, out, parallel={"mode": "fsdp"}, steps=2))
+    trainer.run()
+    return trainer.config.micro_tokens, trainer.feed.uses_balancing
+
+
+@pytest.mark.dist
+def test_ranks_choose_the_same_budget(task, tmp_path):
+    results = ranks.run(choose, task, tmp_path / "run", {0: 1e12, 1: 1.2e6}, ranks=2)
+    assert results == [(64, True)] * 2

@@ -1,0 +1,166 @@
+"""An export equals what transformers saves for the full model, in files of bounded size, and a
+killed export loses nothing.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from gac.demo.task import make_tokenizer
+from gac.faults import checkpoint
+from gac.models.causal_lm import LoraConfig, ModelConfig, make_model
+from gac.training import export
+from gac.training.export import export_checkpoint, export_run
+from gac.training.trainer import train
+from tests import kills, ranks
+from tests.tiny import tiny_config
+
+SMALL = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+    "max_position_embeddings": 64,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+
+def save_random_checkpoint(folder, kind, config: ModelConfig, **changes):
+    """Save a checkpoint of a model with random weights; return its path and the model."""
+    AutoConfig.for_model(kind, **SMALL, **changes).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    model = make_model(config, seed=0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) / 10)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    return checkpoint.save(folder / "run", 1, model, optimizer, {}), model
+
+
+def tensors(folder):
+    weights = {}
+    for file in folder.glob("*.safetensors"):
+        weights |= load_file(file)
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "dtype"),
+    [
+        pytest.param("qwen2", {"tie_word_embeddings": True}, "bfloat16", id="tied"),
+        pytest.param("llama", {"tie_word_embeddings": False}, "float32", id="untied"),
+        pytest.param("qwen3_moe", EXPERTS, "float32", id="experts-saved-separately"),
+    ],
+)
+@pytest.mark.parametrize("file_size", [1 << 30, 1])
+def test_an_export_equals_the_full_model(tmp_path, kind, changes, dtype, file_size):
+    config = ModelConfig(path=str(tmp_path / "base"), dtype=dtype, random_init=True)
+    path, model = save_random_checkpoint(tmp_path / "base", kind, config, **changes)
+    model.__dict__.pop("forward")
+    model.save_pretrained(tmp_path / "full")
+    export_checkpoint(config, path, tmp_path / "out", file_size)
+    exported, expected = tensors(tmp_path / "out"), tensors(tmp_path / "full")
+    assert exported.keys() == expected.keys()
+    assert all(x.dtype == expected[n].dtype for n, x in exported.items())
+    assert all(torch.equal(x, expected[n]) for n, x in exported.items())
+    for name in ("config.json", "generation_config.json"):
+        texts = [(tmp_path / folder / name).read_text() for folder in ("out", "full")]
+        assert json.loads(texts[0]) == json.loads(texts[1])
+    files = {file.name for file in (tmp_path / "out").glob("*safetensors*")}
+    if file_size == 1:
+        index_name = "model.safetensors.index.json"
+        index = json.loads((tmp_path / "out" / index_name).read_text())
+        assert index["weight_map"].keys() == expected.keys()
+        assert index["metadata"]["total_size"] == sum(x.nbytes for x in expected.values())
+        weight_files = set(index["weight_map"].values())
+        assert files == {*weight_files, index_name}
+        count = len(weight_files)
+        names = {f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)}
+        assert weight_files == names
+        assert index["metadata"]["total_parameters"] == model.num_parameters()
+        # one file for each layer and for each other weight
+        assert len(weight_files) == 2 + len({n for n in expected if "layers." not in n})
+    else:
+        assert files == {"model.safetensors"}
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=model.dtype).state_dict()
+    assert all(torch.equal(x, loaded[n]) for n, x in model.state_dict().items())
+
+
+def test_adapters_are_merged_layer_by_layer(tmp_path, monkeypatch):
+    pytest.importorskip("peft", reason="needs the extra `lora`")
+    targets = ("q_proj", "down_proj", "lm_head")
+    config = ModelConfig(
+        path=str(tmp_path / "base"), random_init=True, lora=LoraConfig(rank=4, targets=targets)
+    )
+    untied = {"tie_word_embeddings": False}
+    path, model = save_random_checkpoint(tmp_path / "base", "llama", config, **untied)
+
+    def merge(own, unit, merge=export._merged):
+        merged = merge(own, unit)
+        assert all(x.is_meta for x in own.state_dict().values())  # only the result is in memory
+        return merged
+
+    monkeypatch.setattr(export, "_merged", merge)
+    export_checkpoint(config, path, tmp_path / "out", 1)
+    exported, expected = tensors(tmp_path / "out"), model.merge_and_unload().state_dict()
+    assert exported.keys() == expected.keys()
+    assert all(torch.equal(x, expected[name]) for name, x in exported.items())
+
+
+def test_adapters_of_a_saved_model_stay_adapters(tmp_path):
+    peft = pytest.importorskip("peft", reason="needs the extra `lora`")
+    AutoConfig.for_model("llama", **SMALL).save_pretrained(tmp_path / "base")
+    base = make_model(ModelConfig(path=str(tmp_path / "base"), random_init=True), seed=0)
+    base.__dict__.pop("forward")
+    base.save_pretrained(tmp_path / "base")
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    peft.get_peft_model(base, lora).save_pretrained(tmp_path / "adapters")
+    make_tokenizer().save_pretrained(tmp_path / "adapters")
+    config = ModelConfig(path=str(tmp_path / "adapters"))
+    model = make_model(config, seed=0)
+    trained = {n: p for n, p in model.named_parameters() if "lora" in n}
+    with torch.no_grad():
+        for p in trained.values():
+            p.add_(torch.randn_like(p))
+    path = checkpoint.save(tmp_path / "run", 1, model, torch.optim.AdamW(trained.values()), {})
+    export_checkpoint(config, path, tmp_path / "out")
+    exported = tensors(tmp_path / "out")
+    assert len(exported) == len(trained)
+    saved = {name.replace(".default", ""): p for name, p in trained.items()}
+    for name, x in exported.items():
+        assert torch.equal(x, saved[name.removeprefix("base_model.model.")])
+
+
+@pytest.mark.parametrize(
+    ("event", "name", "complete"),
+    [
+        pytest.param("os.rename", ".model.previous", "model", id="before-the-renames"),
+        pytest.param("os.rename", "/model", ".model.previous", id="between-the-renames"),
+        pytest.param("os.remove", "model.safetensors", "model", id="during-the-deletion"),
+    ],
+)
+def test_a_killed_export_loses_nothing(task, tmp_path, event, name, complete):
+    """A run is continued, and killed while its new export replaces the old one."""
+    short, long = (
+        tiny_config(task, tmp_path / "run", steps=steps, eval={}, export=True) for steps in (2, 4)
+    )
+    ranks.run(train, short, ranks=1)
+    assert ranks.run(kills.at_event, long, event, name, ranks=1) == [None]
+    AutoModelForCausalLM.from_pretrained(tmp_path / "run" / complete)
+    ranks.run(train, long, ranks=1)
+    assert export_run(tmp_path / "run", tmp_path / "expected").name == "step-00000004"
+    exported, expected = tensors(tmp_path / "run" / "model"), tensors(tmp_path / "expected")
+    assert exported.keys() == expected.keys()
+    assert all(torch.equal(x, expected[name]) for name, x in exported.items())
+    assert not list((tmp_path / "run").glob(".model.*"))

@@ -1,0 +1,316 @@
+"""Which prompts and demonstrations each rank gets in each step, and how long a row may be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gac.config import ConfigError
+from gac.data import Example
+from gac.data.rows import Row
+from gac.errors import DataError
+from gac.models.causal_lm import load_tokenizer
+from gac.parallel import collectives
+from gac.training import feed as feed_module
+from gac.training.feed import Feed
+from tests.tiny import tiny_config
+
+GRPO, LUFFY, SFT = "grpo", "luffy", "sft"
+
+
+def make_feed(task: Path, rank: int = 0, ranks: int = 1, **changes: Any) -> Feed:
+    config = tiny_config(task, task / "run", **changes)
+    return Feed(config, load_tokenizer(config.model), rank, ranks)
+
+
+def prompts(task: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (task / "prompts.jsonl").read_text().splitlines()]
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.mark.parametrize("sizes", [(None, None), (1000, None), (None, 60)])
+def test_ranks_share_the_batch_of_one_process(task, sizes) -> None:
+    """In turn, and also if micro-batches are sized in tokens, unless parts are compared."""
+    settings = {"demo_batch": 6, "micro_batch": sizes[0], "micro_tokens": sizes[1]}
+    single = make_feed(task, **settings)
+    ranks = [make_feed(task, rank, 2, **settings) for rank in (0, 1)]
+    for step in range(5):
+        expected = single.examples(step), single.demo_rows(step)
+        for rank, feed in enumerate(ranks):
+            assert [e.id for e in feed.examples(step)] == [e.id for e in expected[0][rank::2]]
+        rows = [feed.demo_rows(step) for feed in ranks]
+        if sizes[1]:
+            assert sorted(rows[0] + rows[1]) == sorted(expected[1])
+        else:
+            assert rows == [expected[1][0::2], expected[1][1::2]]
+    assert single.demo_rows(step)[0].advantage == 1.0
+
+
+def test_all_ranks_draw_new_prompts_in_rank_order(task, monkeypatch) -> None:
+    order = make_feed(task).prompt_order.take(16)
+    feed = make_feed(task, 1, 3, rollouts={"prompts": 3, "completions": 2}, demo_batch=3)
+    monkeypatch.setattr(collectives, "gather", lambda number: [2, number, 4])
+    ids = [example.index for _ in range(2) for example in feed.more_examples(1)]
+    assert ids == [order[2], order[9]]
+    assert [e.index for e in feed.examples(0)] == [order[15]]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "method", "tokens", "balances"),
+    [
+        (1, "gac", 60, False),
+        (2, "gac", 60, True),
+        (2, "gac", None, False),
+        (2, "pcgrad", 60, True),  # one part of each term
+        (2, "sdmgrad", 60, False),  # two parts
+    ],
+)
+def test_rows_are_moved_between_ranks_unless_parts_are_compared(
+    task, ranks, method, tokens, balances
+) -> None:
+    feed = make_feed(task, 0, ranks, method=method, micro_batch=None, micro_tokens=tokens)
+    assert feed.uses_balancing is balances
+
+
+def test_rows_of_all_ranks_are_balanced_in_units(monkeypatch) -> None:
+    rows, calls = [Row((5,), 0, True)], []
+    monkeypatch.setattr(feed_module, "assign_rows", lambda *a: calls.append(a) or ["a", "b"])
+    feed = SimpleNamespace(uses_balancing=True, ranks=2, unit=3, rank=1)
+    assert Feed._own(feed, rows) == "b" and calls == [(rows, 2, 3)]
+    monkeypatch.setattr(feed_module, "rebalance", lambda *a: calls.append(a) or "c")
+    assert Feed.balance(feed, rows) == "c" and calls[1:] == [(rows, 3)]
+    feed.uses_balancing = False
+    assert Feed.balance(feed, rows) is rows
+
+
+@pytest.mark.parametrize(("key", "value"), [("demo_batch", 3), ("rollouts", 5)])
+def test_batches_are_divisible_by_the_ranks(task, key, value) -> None:
+    name = "rollouts.prompts" if key == "rollouts" else key
+    settings = {"prompts": 5, "completions": 2} if key == "rollouts" else value
+    with pytest.raises(ValueError, match=f"^{name}={value}: use a multiple .* processes, 2$"):
+        make_feed(task, 0, 2, **{key: settings})
+    make_feed(task, **{key: settings})
+
+
+def test_a_limited_number_of_demonstrations_and_epochs(task) -> None:
+    """Two epochs over 5 demonstrations in batches of 3 are 3 whole steps."""
+    method = {"name": "sft-best", "examples": 5, "epochs": 2}
+    feed = make_feed(task, method=method, steps=9, demo_batch=3)
+    assert (feed.steps, len(feed.demos[0])) == (3, 5)
+    assert make_feed(task, method=method, steps=2, demo_batch=3).steps == 2
+    feed = make_feed(task, steps=9, demo_batch=3)
+    assert (feed.steps, len(feed.demos[0])) == (9, 12)
+
+
+def test_a_resumed_feed_continues(task) -> None:
+    first, second = make_feed(task), make_feed(task)
+    first.examples(0)
+    first.demo_rows(0)
+    state = json.loads(json.dumps(first.state_dict()))
+    seeds = {name: order["seed"] for name, order in state.items()}
+    assert seeds == {"prompt_order": 0, "demo_order": 1}  # as in earlier versions
+    second.load_state_dict(state | {"collected": [4]})
+    assert [e.id for e in second.examples(1)] == [e.id for e in first.examples(1)]
+    assert second.demo_rows(1) == first.demo_rows(1) and second.collected == [4]
+    again = make_feed(task)
+    del state["demo_order"]  # a checkpoint from before the method used demonstrations
+    second.load_state_dict(state)
+    again.load_state_dict(state)
+    assert again.demo_rows(0) == make_feed(task).demo_rows(0) and second.collected == []
+
+
+def test_the_collection_is_shared_by_the_ranks(task, monkeypatch) -> None:
+    """In the order of a single process; the newest are used once there are enough."""
+    method = {"name": "relift", "buffer": 5}
+    feed = make_feed(task, 1, 2, method=method)
+    own = [feed.prompts[0], None, feed.prompts[3]]
+    monkeypatch.setattr(collectives, "gather", lambda indices: [[5, 6], indices])
+    assert feed.collected_rows(own) == []  # 4 are not enough
+    feed.collected = [9, 8]
+    rows = feed.collected_rows([feed.prompts[0], None])
+    assert feed.collected == []
+    expected = [feed.prompts[i] for i in (8, 0)]
+    assert [r.ids for r in rows] == [e.prompt + e.demo for e in expected]
+    feed.collected = [7, 8]
+    feed.collected_rows(own)
+    assert feed.state_dict()["collected"] == [7]
+    no_collection = make_feed(task, 0, 2)
+    monkeypatch.setattr(collectives, "gather", lambda indices: pytest.fail("not needed"))
+    assert no_collection.collected_rows(own) == []
+
+
+# ---- demonstrations of the prompts
+
+
+def test_some_prompts_must_have_a_demonstration(task, tmp_path) -> None:
+    rows = prompts(task)
+    without = [{k: v for k, v in row.items() if k != "solution"} for row in rows]
+    data = {"prompts": write(tmp_path / "some.jsonl", rows[:1] + without[1:])}
+    make_feed(task, method=LUFFY, data=data)
+    data = {"prompts": write(tmp_path / "none.jsonl", without), "demo_field": "expert"}
+    with pytest.raises(ValueError, match=r"none\.jsonl.*'luffy' trains on .*'expert'"):
+        make_feed(task, method=LUFFY, data=data)
+
+
+def test_prompts_with_other_demonstrations_from_a_step_on(task, tmp_path) -> None:
+    rows = prompts(task)
+    changed = [row | {"solution": "99"} for row in rows]
+    data: dict[str, Any] = {"sources": [{"path": str(task / "prompts.jsonl"), "name": "a"}]}
+    data["demo_shifts"] = [{"step": 2, "demos": write(tmp_path / "later.jsonl", changed)}]
+    feed = make_feed(task, method=LUFFY, data=data)
+    lengths = []
+    for step in range(4):
+        examples = feed.examples(step)
+        lengths.append({len(example.demo) for example in examples})
+        assert examples == [feed.prompt_sets[step >= 2][e.index] for e in examples]
+    assert lengths[2:] == [{3}] * 2 != lengths[:2]  # two digits and EOS
+    renamed = [rows[0], rows[1] | {"prompt": rows[2]["prompt"]}, *rows[2:]]
+    for wrong in (rows[:-1], [*rows, rows[0]], renamed):
+        data["demo_shifts"][0]["demos"] = write(tmp_path / "wrong.jsonl", wrong)
+        with pytest.raises(ValueError, match=r"demo_shifts: .*wrong\.jsonl: .*'luffy'.* same prom"):
+            make_feed(task, method=LUFFY, data=data)
+
+
+def test_demonstration_sets_of_their_own_from_a_step_on(task, tmp_path) -> None:
+    rows = prompts(task)
+    later = write(tmp_path / "later.jsonl", [row | {"solution": "99"} for row in rows[:5]])
+    data = {"demos": str(task / "demos.jsonl"), "demo_shifts": [{"step": 2, "demos": later}]}
+    feed = make_feed(task, method=SFT, data=data)
+    assert list(map(len, feed.demos)) == [12, 5] and feed.orders.keys() == {"demo_order"}
+    lengths = [{r.response_tokens for r in feed.demo_rows(step)} for step in range(4)]
+    assert lengths[2:] == [{3}] * 2 != lengths[:2]
+
+
+@pytest.mark.parametrize(
+    ("data", "names"), [({}, False), ({"source_field": "op"}, True), ({"sources": True}, True)]
+)
+def test_sources_have_names_if_the_data_give_them(task, data, names) -> None:
+    path = str(task / "prompts.jsonl")
+    data = {"sources": [{"path": path}]} if "sources" in data else {"prompts": path, **data}
+    assert make_feed(task, data=data).names_sources is names
+
+
+@pytest.mark.parametrize(
+    ("method", "flags"),
+    [
+        ("grpo", {}),
+        ("sft", {"separate_demos": True}),
+        ("gac", {"separate_demos": True}),
+        ("luffy", {"trains_on_prompt_demos": True}),
+        ("sdar", {"trains_on_prompt_demos": True, "uses_teacher": True}),
+        (
+            {"name": "trapo", "sizes": [1, 1, 1, 1], "below": [-1, 2, 2, 2]},
+            {"trains_on_prompt_demos": True, "uses_prefixes": True},
+        ),
+        ({"name": "relift", "buffer": 3}, {"trains_on_prompt_demos": True, "collect": 3}),
+        ("dpo", {"unit": 2}),
+        ("dypo", {"trains_on_prompt_demos": True, "unit": 4}),
+    ],
+)
+def test_what_a_method_asks_of_the_data(task, method, flags) -> None:
+    feed = make_feed(task, method=method)
+    names = ("separate_demos", "trains_on_prompt_demos", "uses_prefixes", "uses_teacher")
+    default = {**dict.fromkeys(names, False), "collect": 0, "unit": 1}
+    assert {name: getattr(feed, name) for name in default} == default | flags
+    if "prompt_order" in feed.orders:
+        assert len(feed.examples(0)) == 4
+
+
+def test_rows_that_must_not_be_trained_on(task, tmp_path) -> None:
+    rows = prompts(task)
+    marked = write(tmp_path / "marked.jsonl", [*rows[:-1], rows[-1] | {"canary": "x"}])
+    with pytest.raises(DataError, match="canary"):
+        make_feed(task, method=GRPO, data={"prompts": marked})
+    shifts = {"demo_shifts": [{"step": 2, "demos": marked}]}
+    with pytest.raises(DataError, match="canary"):
+        make_feed(task, method=LUFFY, data={"prompts": str(task / "prompts.jsonl"), **shifts})
+
+
+# ---- the longest row
+
+
+def example(prompt: int, demo: int | None) -> Example:
+    return Example("", (1,) * prompt, "", None, None if demo is None else (2,) * demo, {})
+
+
+SETS = [[example(4, 45), example(10, None)], [example(5, 2), example(1, 40)]]
+DEMOS = [[example(35, 4), example(1, None)], [example(3, 30)]]
+
+
+@pytest.mark.parametrize(
+    ("flags", "start", "longest"),
+    [
+        ("", 10, 17),
+        ("uses_prefixes", 49, 56),
+        ("uses_teacher", 10, 60),  # 2 * 4 + 45 + 7
+        ("trains_on_prompt_demos", 10, 49),
+        ("separate_demos", 10, 39),
+    ],
+)
+def test_the_longest_row_by_hand(flags: str, start: int, longest: int) -> None:
+    names = ("uses_prefixes", "uses_teacher", "trains_on_prompt_demos", "separate_demos")
+    feed: Any = SimpleNamespace(**{name: name == flags for name in names})
+    sets = SETS if flags == "trains_on_prompt_demos" else SETS[:1]
+    feed.prompt_sets, feed.demos, feed.orders = sets, DEMOS, {"prompt_order": None}
+    feed.longest_start = lambda: Feed.longest_start(feed)
+    feed.sources = lambda: Feed.sources(feed)
+    assert feed.sources() == [*sets, *(DEMOS if flags == "separate_demos" else [])]
+    assert (feed.longest_start(), Feed.longest_row(feed, 7)) == (start, longest)
+    feed.prompt_sets = sets[::-1]
+    assert Feed.longest_row(feed, 7) == longest
+    feed.orders = {}  # without rollouts
+    assert feed.sources() == [[], *(DEMOS if flags == "separate_demos" else [])]
+    feed.uses_teacher = False
+    longest = 39 if flags == "separate_demos" else 0
+    assert (feed.longest_start(), Feed.longest_row(feed, 7)) == (0, longest)
+
+
+def test_the_budgets_of_a_run(task, monkeypatch) -> None:
+    """Rows of up to 23 tokens in units of 2; a prompt with its response has up to 17."""
+    checked: list = []
+    for name in ("tokens", "positions", "budget"):
+        monkeypatch.setattr(
+            feed_module,
+            f"check_{name}",
+            lambda *a: (
+                checked.append((*a[:-1], list(a[-1])))
+                if a[0] is config.model and len(a) == 3
+                else checked.append(a)
+            ),
+        )
+    config = tiny_config(
+        task,
+        task / "run",
+        micro_batch=None,
+        micro_tokens=90,
+        rollouts={"completions": 3, "max_new_tokens": 7, "batch_tokens": 80},
+    )
+    feed: Any = SimpleNamespace(
+        tokenizer="tokenizer",
+        unit=2,
+        sources=lambda: [["a"], ["b", "c"]],
+        longest_row=lambda response: response + 16,
+        longest_start=lambda: 10,
+    )
+    assert Feed.check_budgets(feed, config) == 17
+    assert checked == [
+        (config.model, "tokenizer", ["a", "b", "c"]),
+        ("micro_tokens", 90, 23, 2),
+        (config.model, 23),
+        ("rollouts.batch_tokens", 80, 17, 3),
+    ]
+
+
+def test_a_batch_budget_is_checked_before_training(task) -> None:
+    rollouts = {"prompts": 4, "completions": 4, "max_new_tokens": 5, "batch_tokens": 30}
+    config = tiny_config(task, task / "run", rollouts=rollouts)
+    with pytest.raises(ConfigError, match="rollouts.batch_tokens=30: 4 rows that stay together"):
+        Feed(config, load_tokenizer(config.model), 0, 1).check_budgets(config)

@@ -1,0 +1,98 @@
+"""Training on code: examples/mbpp.yaml on the real dataset, with a model small enough for a CPU."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+from gac.config import load
+from gac.data import load_demos, read_rows
+from gac.models.causal_lm import load_tokenizer
+from gac.rewards import build_reward
+from gac.rewards.check import check
+from gac.rewards.code import CodeReward
+from gac.training.run_config import TrainConfig
+from gac.training.trainer import train
+from tests.tiny import metrics, write_bpe_model
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
+EXAMPLE = Path(__file__).parents[2] / "examples" / "mbpp.yaml"
+COUNTS = {f"reward_{name}" for name in ("dropped", "timeouts", "stalled", "crashes", "no_program")}
+
+
+@pytest.fixture(scope="module")
+def model(data_dir, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    rows = [row.fields for row in read_rows(str(data_dir / "mbpp.jsonl.gz"))]
+    write_bpe_model(folder, [row["prompt"] + row["answer"] for row in rows])
+    return folder
+
+
+@pytest.fixture
+def overrides(data_dir, model, tmp_path, monkeypatch) -> list[str]:
+    monkeypatch.setenv("GAC_DATA", str(data_dir))
+    return [
+        f"out={tmp_path / 'run'}",
+        f"model.path={model}",
+        "model.random_init=true",
+        "model.dtype=float32",
+        "steps=2",
+        "rollouts.prompts=2",
+        "rollouts.completions=3",
+        "rollouts.max_new_tokens=8",
+        "demo_batch=4",
+        "data.limit=40",
+        "eval.data.limit=2",
+        "eval.max_new_tokens=4",
+        "data.max_prompt_tokens=null",
+        "export=false",
+    ]
+
+
+def test_two_steps_on_real_rows(overrides):
+    config = load(TrainConfig, EXAMPLE, overrides)
+    rows = metrics(train(config))
+    assert len(rows) == 2 and all(math.isfinite(row["grad_norm"]) for row in rows)
+    for row in rows:
+        # a random model writes no program that passes; the rows themselves are sound
+        assert row["reward_mean"] == 0 and row["reward_dropped"] == 0
+        assert row.keys() >= COUNTS
+        assert row["demo_loss"] > 0 and row["sft_variance"] > 0
+
+
+class FixedAnswers(CodeReward):
+    """A code reward that ignores the completions and grades three fixed answers per prompt."""
+
+    def outcomes(self, completions, examples):
+        texts = ["```python\n{}\n```", "```\nwhile True: pass\n```", "```\n```"]
+        answers = [texts[i % 3].format(e.answer) for i, e in enumerate(examples)]
+        return super().outcomes(answers, examples)
+
+
+def test_reward_counters_are_in_the_metrics(overrides):
+    reward = f"{{name: '{__name__}:FixedAnswers', timeout: 1, setup_field: test_setup_code}}"
+    overrides += ["steps=1", f"reward={reward}", "eval.data.prompts=null", "eval.every=0"]
+    config = load(TrainConfig, EXAMPLE, overrides)
+    (row,) = metrics(train(config))
+    assert row["reward_mean"] == pytest.approx(1 / 3) and row["rl_variance"] > 0
+    endless = (
+        row["reward_timeouts"] + row["reward_stalled"]
+    )  # which of the two depends on machine load
+    assert (endless, row["reward_no_program"], row["reward_crashes"]) == (2, 2, 0)
+
+
+def test_every_demonstration_earns_the_reward(overrides):
+    config = load(TrainConfig, EXAMPLE, overrides)
+    tokenizer = load_tokenizer(config.model)
+    demos = load_demos(config.data, tokenizer)
+    assert len(demos) == 40 and all(e.extra["split"] == "train" for e in demos)
+    texts = [tokenizer.decode(e.demo, skip_special_tokens=True) for e in demos[:20]]
+    assert build_reward(config.reward)(texts, demos[:20]) == [1.0] * 20
+
+
+def test_check_passes_on_the_example(overrides):
+    report = check(EXAMPLE, ["data.limit=5"])
+    assert (report.rows, report.failing) == (5, ())

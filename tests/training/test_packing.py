@@ -1,0 +1,335 @@
+"""Packed rows give the same losses, gradients, log-probs and statistics as padded rows."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import math
+import random
+from unittest.mock import Mock
+
+import pytest
+import torch
+from accelerate import Accelerator
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
+
+from gac.config import ConfigError, load
+from gac.data.micro import MicroBatches
+from gac.data.rows import Row, collate, count
+from gac.methods.base import Loss, Mix, StepNeeds
+from gac.models import row_attention
+from gac.models.causal_lm import Head, attach_head
+from gac.training.forward import Forward
+from gac.training.gradients import Gradients
+from gac.training.packing_check import supports_packing
+from gac.training.policy import _micro_batches
+from gac.training.probes.sampled_kl import SampledKL
+from gac.training.run_config import TrainConfig
+from gac.training.step import Rewards, Step
+from gac.training.trainer import Trainer, train
+from gac_kernels import LossSpec
+from tests.models.test_model import SMALL
+from tests.tiny import metrics, tiny_config
+
+# sliding windows much shorter than the longest rows
+MODELS = {
+    "qwen2": {},
+    "qwen3": {},
+    "llama": {},
+    "gemma": {},
+    "mistral": {"sliding_window": 4},
+    "gemma2": {"query_pre_attn_scalar": 8, "sliding_window": 4},
+    "gemma3_text": {"query_pre_attn_scalar": 8, "sliding_window": 4},
+}
+
+
+def make(kind: str, attention: str | None = None, **changes):
+    """A small random model of the given kind."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **{**SMALL, **MODELS.get(kind, {}), **changes})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    for p in model.parameters():  # freshly initialized weights give near-uniform attention
+        p.data.mul_(4 if p.dim() > 1 else 1)
+    attach_head(model)
+    return model
+
+
+def random_rows(number: int = 9, mixed: bool = False, seed: int = 0) -> list[Row]:
+    rng = random.Random(seed)
+    rows = []
+    for i in range(number):
+        ids = tuple(rng.randrange(3, 61) for _ in range(rng.choice([2, 3, 5, 9, 17])))
+        start = rng.randrange(0, len(ids))
+        demo = i % 3 == 2
+        switch = rng.randrange(start, len(ids)) if mixed and not demo else -1
+        rows.append(Row(ids, start, demo, rng.choice([-1.0, 0.0, 0.5, 2.0]), i, switch=switch))
+    return rows
+
+
+def run_step(model, rows: list[Row], micro: MicroBatches, loss: Loss):
+    """Run a step on `rows`; return its measurements, the old log-probs and the gradients by name.
+
+    The model is its own reference: the KL is 0 unless a log-prob is read from the wrong place.
+    """
+    forward = Forward(Accelerator(cpu=True), model, model, 0.7, micro, pad_token=0)
+    gradients = Gradients(forward, loss)
+    old = [x - 0.1 * torch.arange(len(x)) for x in forward.row_logprobs(rows)]
+    rewards = Rewards.of([r.advantage for r in rows])
+    step = Step(0, tuple(rows), Mix(0.3), count(rows), rewards, StepNeeds(kl=True), tuple(old), 1)
+    model.zero_grad()
+    measured = gradients(step)
+    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return measured, old, grads
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("kind", MODELS)
+def test_packed_equals_padded(kind, mixed):
+    model, rows = make(kind), random_rows(mixed=mixed)
+    assert supports_packing(model)
+    loss = Loss(LossSpec(kl_coef=0.1, entropy_coef=0.01))
+    padded = run_step(model, rows, MicroBatches(rows=4), loss)
+    assert_close(padded, run_step(model, rows, MicroBatches(tokens=24, packed=True), loss))
+    assert_close(padded, run_step(model, rows, MicroBatches(tokens=24), loss))
+
+
+def assert_close(padded, packed):
+    """Compare two results of `run_step`."""
+    (expected, expected_old, expected_grads), (measured, old, grads) = padded, packed
+    for a, b in zip(expected_old, old, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-5)
+    losses = tuple(expected.losses), tuple(measured.losses)
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-5)
+    for a, b in zip(expected.moments.signals(), measured.moments.signals(), strict=True):
+        assert a == pytest.approx(b, rel=1e-4)
+    for name in ("kl", "entropy", "clip_fraction"):
+        a, b = (float(getattr(m.moments, name)) for m in (expected, measured))
+        assert a == pytest.approx(b, rel=1e-4, abs=1e-6), name
+    assert expected_grads.keys() == grads.keys()
+    for name, grad in expected_grads.items():
+        atol = 1e-5 * float(grad.abs().max())
+        torch.testing.assert_close(grads[name], grad, rtol=1e-3, atol=atol, msg=name)
+
+
+def test_packed_through_eager_attention():
+    loss, rows = Loss(LossSpec()), random_rows()
+    padded = run_step(make("qwen3"), rows, MicroBatches(), loss)
+    packed = MicroBatches(tokens=30, packed=True)
+    assert_close(padded, run_step(make("qwen3", "eager"), rows, packed, loss))
+
+
+def varlen_attention(module, q, k, v, mask, scaling, cu_seq_lens_q=None, max_length_q=None, **_):
+    """Attention like flash attention's varlen kernels: row bounds in `cu_seq_lens_q`, no mask."""
+    if cu_seq_lens_q is None:  # the check of the LM head, which has a single row
+        cu_seq_lens_q, max_length_q = torch.tensor([0, q.shape[2]]), q.shape[2]
+    assert mask is None and max_length_q == int(cu_seq_lens_q.diff().max())
+    groups = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+    parts = [
+        torch.nn.functional.scaled_dot_product_attention(
+            *(x[:, :, a:b] for x in (q, k, v)), is_causal=True, scale=scaling
+        )
+        for a, b in itertools.pairwise(cu_seq_lens_q.tolist())
+    ]
+    return torch.cat(parts, 2).transpose(1, 2), None
+
+
+def test_packed_through_varlen_attention():
+    AttentionInterface.register("varlen_attention", varlen_attention)
+    AttentionMaskInterface.register("varlen_attention", flash_attention_mask)
+    loss, rows = Loss(LossSpec()), random_rows(mixed=True)
+    padded = run_step(make("qwen2"), rows, MicroBatches(), loss)
+    packed = MicroBatches(tokens=30, packed=True)
+    assert_close(padded, run_step(make("qwen2", "varlen_attention"), rows, packed, loss))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("kind", MODELS)
+def test_packed_row_by_row_equals_padded(kind, checkpointing, monkeypatch):
+    """No attention call spans more than one row."""
+    lengths, rows = [], random_rows(mixed=True)
+    padded = run_step(make(kind), rows, MicroBatches(), Loss(LossSpec(kl_coef=0.1)))
+    model = make(kind)
+    attend = row_attention.sdpa_attention_forward
+
+    def recording_attention(module, query, *rest, **keywords):
+        lengths.append(query.shape[2])
+        return attend(module, query, *rest, **keywords)
+
+    monkeypatch.setattr(row_attention, "sdpa_attention_forward", recording_attention)
+    if not row_attention.enable(model):
+        assert kind == "gemma2"  # only eager attention supports its soft-capped scores
+        return
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert supports_packing(model)
+    lengths.clear()
+    packed = MicroBatches(tokens=30, packed=True)
+    assert_close(padded, run_step(model.train(), rows, packed, Loss(LossSpec(kl_coef=0.1))))
+    assert max(lengths) == max(len(r.ids) for r in rows) and len(lengths) >= 2 * len(rows)
+
+
+def test_masks_are_back_after_a_packed_forward():
+    model, rows = make("mistral").eval(), random_rows()
+    padded, packed = collate(rows, 0), collate(rows, 0, packed=True)
+    inputs = {k: padded.model_inputs[k] for k in ("input_ids", "attention_mask")}
+    expected = model(**inputs).logits
+    assert row_attention.enable(model)
+    assert torch.equal(model(**inputs).logits, expected)
+    model(**packed.model_inputs, request=lambda h: h.logprobs(packed.targets)[0])
+    assert torch.equal(model(**inputs).logits, expected)
+
+
+def test_models_with_a_convolution_are_packed_only_in_float32():
+    """In lower precision, rounding could hide what a convolution leaks. Dropout is switched off."""
+    model = make("qwen2", attention_dropout=0.5)
+    model.train().model.norm.eval()
+    assert supports_packing(model) and supports_packing(model.bfloat16())
+    modes = [module.training for module in model.modules()]
+    model.unused = torch.nn.Conv1d(1, 1, 1)
+    assert not supports_packing(model) and supports_packing(model.float())
+    assert modes == [module.training for module in model.modules()][:-1]
+    assert model.model.training and not model.model.norm.training
+
+
+class Leaky(torch.nn.Module):
+    """Its logits are sums over all earlier tokens, also those of other rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(8, 8)
+
+    def forward(self, input_ids, request, **_):
+        return request(Head(None, logits=0.05 * self.embedding(input_ids).cumsum(1)))
+
+
+def test_small_leaks_between_rows_are_noticed_in_any_precision():
+    assert not supports_packing(Leaky()) and not supports_packing(Leaky().bfloat16())
+
+
+@pytest.mark.parametrize("micro", [MicroBatches(), MicroBatches(tokens=30, packed=True)])
+def test_log_probs_of_another_engine_reach_the_loss(micro):
+    """Equal log-probs change nothing; too different ones mask every rollout."""
+    model, rows = make("qwen2"), random_rows()
+    assert any(row.start == 0 and not row.is_demo for row in rows)
+    expected, old, grads = run_step(model, rows, micro, Loss(LossSpec()))
+    loss, losses = Loss(LossSpec(correction="sequence_mask", correction_max=3.0)), []
+    for gap in (0.0, 5.0):
+        known = [
+            row if row.is_demo else row._replace(engine_logps=logps(row, x - gap))
+            for row, x in zip(rows, old, strict=True)
+        ]
+        result = run_step(model, known, micro, loss)
+        losses.append(result[0].losses)
+        if gap == 0:
+            assert_close((expected, old, grads), result)
+    assert losses[1].rollout == 0 and losses[1].demo == losses[0].demo
+
+
+def logps(row: Row, values: torch.Tensor) -> tuple[float, ...]:
+    """Log-probs of all response tokens, unknown for a row's first token."""
+    return (math.nan,) * (row.response_tokens - len(values)) + tuple(values.tolist())
+
+
+def test_packing_does_not_change_a_rows_logps():
+    model, rows = make("qwen2").eval(), random_rows()
+    batch = collate(rows, 0, packed=True)
+    logps = model(**batch.model_inputs, request=lambda h: h.logprobs(batch.targets)[0]).flatten()
+    for start, row in zip(batch.starts, rows, strict=True):
+        single = collate([row], 0)
+        targets = single.targets
+        expected = model(**single.model_inputs, request=lambda h, t=targets: h.logprobs(t)[0])
+        scored = row.scored(start)
+        torch.testing.assert_close(logps[scored], expected[0][row.scored(0)], rtol=1e-5, atol=1e-5)
+        assert batch.targets[0][scored].tolist() == list(row.ids[max(row.start, 1) :])
+
+
+def test_model_that_cannot_separate_rows_is_padded_with_a_warning(caplog):
+    """A recurrent model's state carries over from one row to the next; no mask separates them."""
+    sizes = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
+    tokens = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
+    config = AutoConfig.for_model("mamba", **sizes, **tokens)
+    model = AutoModelForCausalLM.from_config(config)
+    attach_head(model)
+    assert not supports_packing(model)
+    with caplog.at_level(logging.WARNING):
+        micro = _micro_batches(load(TrainConfig, {"micro_tokens": 64}), model)
+    assert micro == MicroBatches(tokens=64, packed=False)
+    assert caplog.text.count("micro_tokens=64") == 1
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("unit", [1, 2])
+def test_micro_batches_hold_every_row_once_within_the_budget(packed, unit):
+    rows = random_rows(40, seed=3)
+    budget = 40
+    parts = MicroBatches(tokens=budget, packed=packed, unit=unit).split(rows)
+    assert sorted(r.sequence for part in parts for r in part) == list(range(40))
+    for part in parts:
+        lengths = [len(r.ids) for r in part]
+        assert (sum(lengths) if packed else len(lengths) * max(lengths)) <= budget
+        if unit == 2:
+            pairs = zip(part[::2], part[1::2], strict=True)
+            assert all(b.sequence == a.sequence + 1 for a, b in pairs)
+    if packed and unit == 1:
+        loads = [sum(len(r.ids) for r in part) for part in parts]
+        assert len(parts) == -(-sum(loads) // budget) and max(loads) - min(loads) <= 3
+    assert MicroBatches(tokens=budget, packed=packed, unit=unit).split([]) == []
+
+
+def test_row_longer_than_the_budget_is_an_error():
+    with pytest.raises(ValueError, match="micro_tokens=8: .* 17 tokens.* use 17"):
+        MicroBatches(tokens=8, packed=True).split(random_rows())
+
+
+def test_budget_is_checked_before_training(task, tmp_path):
+    with pytest.raises(ConfigError, match="micro_tokens=9: .*use .. or more"):
+        Trainer(tiny_config(task, tmp_path / "run", micro_tokens=9))
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("method", ["gac", "luffy", "dpo", "asft"])
+def test_packed_run_matches_padded_run(task, tmp_path, method):
+    """Compare every metric over two training steps."""
+    changes = {"method": method, "steps": 2, "eval": {}, "demo_batch": 6}
+    train(tiny_config(task, tmp_path / "padded", **changes))
+    packed = Trainer(tiny_config(task, tmp_path / "packed", **changes, micro_tokens=80))
+    assert packed.gradients.forward.micro.packed
+    packed.run()
+    rows = list(zip(metrics(tmp_path / "padded"), metrics(tmp_path / "packed"), strict=True))
+    assert len(rows) == 2
+    for expected, row in rows:
+        assert row.keys() == expected.keys()
+        for key, value in expected.items():
+            if isinstance(value, float):
+                value = pytest.approx(value, rel=2e-4, abs=1e-5)
+            assert row[key] == value, key
+
+
+@pytest.mark.parametrize("tokens", [None, 80])
+def test_kl_sample_of_all_rows_matches_the_moments(task, tmp_path, tokens):
+    """A smaller sample averages over its own rows, which change from step to step."""
+    runs = []
+    for kl_rows in (None, 16, 3):
+        out = tmp_path / str(kl_rows)
+        changes = {"steps": 3, "eval": {}, "optim": {"lr": 0.05, "warmup": 1, "clip": 0}}
+        kl = {"monitor_kl_every": 1, "kl_rows": kl_rows}
+        train(tiny_config(task, out, micro_tokens=tokens, **kl, **changes))
+        runs.append(metrics(out))
+    for moments, all_rows, sample in zip(*runs, strict=True):
+        assert all_rows["kl"] == pytest.approx(moments["kl"], rel=1e-4, abs=1e-7)
+        for key in ("grad_norm", "rollout_loss", "sft_variance", "entropy"):
+            assert sample[key] == pytest.approx(moments[key], rel=1e-3, abs=1e-6), key
+    assert moments["kl"] > 1e-3
+    assert sample["kl"] > 0 and sample["kl"] != moments["kl"]
+
+
+def test_kl_sample_takes_other_rows_in_each_step():
+    forward = Mock(reference_model=contextlib.nullcontext, row_logprobs=lambda rows, model: rows)
+    rows = tuple(row for row in random_rows(12) if not row.is_demo)
+    steps = [Mock(rows=rows, number=number) for number in range(len(rows))]
+    samples = [set(SampledKL(forward, step, 3).reference) for step in steps]
+    assert all(len(sample) == 3 for sample in samples)
+    assert samples[0] != samples[1] and set.union(*samples) == {row.sequence for row in rows}

@@ -1,0 +1,328 @@
+"""The training loop: recorded metrics, exact resumption, and rejected settings."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+
+from gac.control.term_pair import TermPair
+from gac.data.rows import Batch, Counts, Row, collate, count, loss_divisors
+from gac.faults import checkpoint
+from gac.methods.base import next_mix
+from gac.rollouts.advantages import group_advantages
+from gac.rollouts.generation import generate
+from gac.training.trainer import Trainer, train
+from gac_kernels import LossSpec
+from tests.tiny import metrics, tiny_config
+
+# keys of metrics.jsonl that the contract lists
+CONTROLLER_KEYS = {"mu", "mu_star", "prior", "alpha", "kl"}
+SIGNAL_KEYS = {"sft_variance", "rl_variance", "disagreement"}
+LOSS_KEYS = {"rollout_loss", "demo_loss", "entropy", "clip_fraction", "grad_norm"}
+ROLLOUT_KEYS = {"reward_mean", "response_length", "sampled_tokens", "sampled_responses"}
+TIME_KEYS = {"seconds", "sampling_seconds", "sampling_share", "responses_per_second"}
+METRIC_KEYS = {"step", "tokens"}.union(
+    CONTROLLER_KEYS, SIGNAL_KEYS, LOSS_KEYS, ROLLOUT_KEYS, TIME_KEYS
+)
+
+
+def gradients(trainer: Trainer) -> list[torch.Tensor]:
+    return [p.grad.clone() for p in trainer.model.parameters() if p.grad is not None]
+
+
+def next_gradients(trainer: Trainer) -> list[torch.Tensor]:
+    """Run the trainer's next step and return its gradients."""
+    return next_step(trainer)[1]
+
+
+def next_step(trainer: Trainer) -> tuple[dict, list[torch.Tensor]]:
+    """Run the trainer's next step and return its metrics and gradients."""
+    captured: list[torch.Tensor] = []
+    step = trainer.optimizer.step
+    trainer.optimizer.step = lambda *a, **k: (captured.extend(gradients(trainer)), step(*a, **k))
+    return trainer._train_step(), captured
+
+
+def test_run_directory_contents(task, tmp_path):
+    out = train(tiny_config(task, tmp_path / "run", export=True))
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in rows] == [1, 2, 3, 4]
+    assert set(rows[0]) >= METRIC_KEYS
+    assert (out / "config.yaml").exists() and (out / "model" / "config.json").exists()
+    evaluations = [json.loads(line) for line in (out / "eval.jsonl").read_text().splitlines()]
+    assert [e["step"] for e in evaluations] == [0, 4]  # the start model and the trained model
+    accuracies, others = {"accuracy", "accuracy/+", "accuracy/-"}, {"response_length", "truncated"}
+    assert all(set(e) == {"step", "seconds"} | accuracies | others for e in evaluations)
+    checkpoints = sorted(p.name for p in (out / "checkpoints").glob("step-*"))
+    assert checkpoints == ["step-00000002", "step-00000004"]
+    assert all(r["tokens"] > 0 and r["grad_norm"] > 0 for r in rows)
+    assert all(0 < r["sampling_seconds"] < r["seconds"] for r in rows)
+    for r in rows:
+        assert r["sampling_share"] == pytest.approx(r["sampling_seconds"] / r["seconds"])
+        assert r["sampled_responses"] == 16
+        assert r["responses_per_second"] == pytest.approx(16 / r["sampling_seconds"])
+
+
+def test_start_model_is_evaluated_once_without_side_effects(task, tmp_path):
+    """The start model is evaluated before the first step, not on resume, and training uses the same
+    random numbers with and without the evaluation.
+    """
+    evaluation = {
+        "data": {"prompts": str(task / "eval.jsonl")},
+        "max_new_tokens": 5,
+        "temperature": 1.0,
+        "every": 2,
+    }
+    config = tiny_config(task, tmp_path / "run", eval=evaluation)
+    start = Trainer(config)
+    evaluated = start.evaluator(start.model)
+    out = train(dataclasses.replace(config, steps=2))
+    train(dataclasses.replace(config, steps=4))
+    rows = [json.loads(line) for line in (out / "eval.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 2, 4]
+    assert {**evaluated, "seconds": 0, "step": 0} == {**rows[0], "seconds": 0}
+    assert metrics(out) == metrics(train(tiny_config(task, tmp_path / "without", eval={})))
+
+
+@pytest.mark.parametrize(
+    ("method", "unmeasured"),
+    [
+        pytest.param("sft", {"rollout_loss", "clip_fraction", "reward_mean"}, id="no-rollouts"),
+        pytest.param("grpo", {"demo_loss", "sft_variance"}, id="no-demonstrations"),
+        pytest.param("constant", set(), id="both"),
+    ],
+)
+def test_unmeasured_metrics_are_null(task, tmp_path, method, unmeasured):
+    out = train(tiny_config(task, tmp_path / "run", method={"name": method}, steps=2))
+    names = {"rollout_loss", "demo_loss", "clip_fraction", "reward_mean", "sft_variance"}
+    for row in metrics(out):
+        assert {name for name in names if row[name] is None} == unmeasured
+
+
+@pytest.mark.parametrize("reduction", ["sequence", "token"])
+def test_accumulation_equals_one_large_batch(task, tmp_path, reduction):
+    loss = {"rollout_reduction": reduction, "demo_reduction": reduction, "entropy_coef": 0.01}
+    changes = {"loss": loss, "method": "gac"}
+    one_batch = Trainer(tiny_config(task, tmp_path / "a", **changes))
+    accumulated = Trainer(tiny_config(task, tmp_path / "b", **changes, micro_batch=3))
+    (row, expected), (other, actual) = next_step(one_batch), next_step(accumulated)
+    assert len(expected) == len(actual) > 0
+    for x, y in zip(expected, actual, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-6)
+    signals = "sft_variance", "rl_variance", "disagreement"
+    for name in ("kl", "entropy", "reward_mean", "rollout_loss", "demo_loss", *signals):
+        assert row[name] == pytest.approx(other[name], rel=1e-4)
+
+
+def test_rows_without_signal_cost_no_backward_and_change_nothing(task, tmp_path):
+    """If every rollout has the same reward, only the demonstrations have a gradient."""
+    flat = tiny_config(
+        task,
+        tmp_path / "a",
+        reward="tests.training.test_trainer:zero_reward",
+        method={"name": "constant", "mu": 0.5},
+    )
+    trainer = Trainer(flat)
+    losses = []
+    backward = trainer.accelerator.backward
+    trainer.accelerator.backward = lambda loss: (losses.append(loss.item()), backward(loss))
+    mixed = next_gradients(trainer)
+    assert len(losses) == 1  # one micro-batch: the demonstrations
+    sft = Trainer(tiny_config(task, tmp_path / "b", method={"name": "sft"}))
+    for x, y in zip(mixed, next_gradients(sft), strict=True):
+        torch.testing.assert_close(x, 0.5 * y, rtol=1e-4, atol=1e-7)
+
+
+def zero_reward(completion: str, example: object) -> float:
+    return 0.0
+
+
+def test_old_log_probs_of_reused_rollouts_start_at_ratio_one(task, tmp_path):
+    config = tiny_config(task, tmp_path / "a", method={"name": "grpo"}, steps=4)
+    config = dataclasses.replace(config, rollouts=dataclasses.replace(config.rollouts, reuse=2))
+    once = Trainer(tiny_config(task, tmp_path / "b", method={"name": "grpo"}))
+    twice = Trainer(config)
+    for x, y in zip(next_gradients(once), next_gradients(twice), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-7)
+    first = twice.rollouts
+    twice.step += 1
+    next_gradients(twice)
+    assert twice.rollouts is first and first.old_logps
+
+
+def test_demonstrations_are_scored_at_temperature_one(task, tmp_path):
+    config = tiny_config(task, tmp_path / "a", method={"name": "sft"})
+    warm = dataclasses.replace(config.rollouts, temperature=2.0)
+    hot = dataclasses.replace(config, out=str(tmp_path / "b"), rollouts=warm)
+    for x, y in zip(next_gradients(Trainer(config)), next_gradients(Trainer(hot)), strict=True):
+        assert torch.equal(x, y)
+
+
+def test_interrupted_run_matches_an_uninterrupted_one(task, tmp_path):
+    uninterrupted = train(tiny_config(task, tmp_path / "uninterrupted", steps=6))
+    config = tiny_config(task, tmp_path / "interrupted", steps=6)
+    trainer = Trainer(config)
+    trainer.stop.requested = True  # as if Ctrl-C came during the first step
+    with pytest.raises(KeyboardInterrupt, match="step 1"):
+        trainer.run()
+    train(config)
+    assert metrics(tmp_path / "interrupted") == metrics(uninterrupted)
+
+
+def test_interrupt_waits_until_reused_rollouts_are_used_up(task, tmp_path):
+    rollouts = {"prompts": 4, "completions": 4, "max_new_tokens": 5, "reuse": 3}
+    run = {"steps": 6, "checkpoint_every": 6, "rollouts": rollouts}
+    whole = train(tiny_config(task, tmp_path / "whole", **run))
+    config = tiny_config(task, tmp_path / "cut", **run)
+    trainer = Trainer(config)
+    trainer.stop.requested = True  # as if Ctrl-C came during the first step
+    with pytest.raises(KeyboardInterrupt, match="step 3"):
+        trainer.run()
+    train(config)
+    assert metrics(tmp_path / "cut") == metrics(whole)
+
+
+def test_run_that_its_method_ended_does_not_continue(task, tmp_path):
+    method = {"name": "sft-light", "patience": 1, "decay": 0.0, "epochs": 9}
+    optim = {"lr": 0.3, "warmup": 1, "clip": 0}  # the loss rises immediately
+    config = tiny_config(task, tmp_path, method=method, optim=optim, eval={}, steps=9)
+    train(config)
+    rows = metrics(tmp_path)
+    assert len(rows) < 9
+    ended = Trainer(config)
+    weights = [p.detach().clone() for p in ended.model.parameters()]
+    ended.run()
+    assert ended.step == len(rows) and metrics(tmp_path) == rows
+    assert all(map(torch.equal, weights, ended.model.parameters()))
+
+
+def test_checkpoint_of_an_earlier_version_resumes(task, tmp_path, monkeypatch):
+    """Such a checkpoint has the observation instead of the mix, and the alignment in its state."""
+    calls = []
+    record = lambda *call: (calls.append(call), next_mix(*call))[1]  # noqa: E731 - a spy
+    monkeypatch.setattr("gac.training.trainer.next_mix", record)
+    method = {"name": "gac-gated", "gradient_parts": 2, "update_every": 2, "alarm": None}
+    config = tiny_config(task, tmp_path, method=method, steps=2)
+    trainer = Trainer(config)
+    trainer.run()
+    method, state, last = calls[-1]  # of the second step, which measured signals
+    reading, signals = method.signals.read(last.evidence, state["signals"])
+    plain = {f: getattr(last, f) for f in ("step", "kl", "entropy", "demo_loss", "reward_mean")}
+    plain |= {"signals": list(reading.signals), "corrections": None}
+    read = {"signals": signals, "read": list(reading.signals)}
+    older = {"last": plain, "method": {**state, **read, "alignment": list(reading.alignment)}}
+    load = checkpoint.load
+
+    def load_older(*args):
+        progress = load(*args)
+        assert progress.pop("mix") == list(trainer.mix)
+        return {**progress, **older}
+
+    monkeypatch.setattr(checkpoint, "load", load_older)
+    resumed = Trainer(config)
+    assert (resumed.mix, resumed.state) == (trainer.mix, trainer.state)
+
+
+def test_losses_after_the_update_use_the_ratio_to_the_sampling_policy(task, tmp_path, monkeypatch):
+    observations = []
+    record = lambda *call: (observations.append(call[2]), next_mix(*call))[1]  # noqa: E731 - a spy
+    monkeypatch.setattr("gac.training.trainer.next_mix", record)
+    optim = {"lr": 0.05, "warmup": 1, "clip": 0}
+    Trainer(tiny_config(task, tmp_path, method="famo", optim=optim))._train_step()
+    before, after = observations[-1].losses_before, observations[-1].losses_after
+    assert after.demo != before.demo
+    # without the ratio, the surrogate would not depend on the weights
+    assert abs(after.rollout - before.rollout) > 1e-3
+
+
+def test_reward_error_names_the_row(task, tmp_path):
+    with pytest.raises(ValueError, match="nan"):
+        train(tiny_config(task, tmp_path / "run", reward="tests.training.test_trainer:nan_reward"))
+
+
+def test_dropped_rewards_are_left_out(task, tmp_path):
+    reward = {"name": "tests.training.test_trainer:half_reward", "on_error": "drop"}
+    config = tiny_config(task, tmp_path / "a", steps=1, method={"name": "grpo"}, reward=reward)
+    trainer = Trainer(config)
+    trainer._train_step()
+    assert 0 < len(trainer.rollouts.rows) < 16
+    assert trainer.sampler.reward.dropped == 16 - len(trainer.rollouts.rows)
+
+
+def nan_reward(completion: str, example: object) -> float:
+    return math.nan
+
+
+def half_reward(completion: str, example: object) -> float:
+    return math.nan if completion[:1] in "01234" else float(len(completion))
+
+
+def test_mixed_precision_runs(task, tmp_path):
+    AcceleratorState._reset_state()  # accelerate fixes the precision once per process
+    try:
+        out = train(tiny_config(task, tmp_path / "run", steps=2, mixed_precision="bf16"))
+    finally:
+        AcceleratorState._reset_state()
+    assert all(math.isfinite(r["grad_norm"]) for r in metrics(out))
+
+
+def test_tensorboard_tracker_gets_the_numbers(task, tmp_path):
+    pytest.importorskip("tensorboard", reason="the extra `tensorboard` is not installed")
+    out = train(tiny_config(task, tmp_path / "run", steps=2, trackers=["tensorboard"]))
+    assert list(out.rglob("events.out.tfevents*"))
+
+
+def test_lora_run_uses_the_base_model_as_reference(task, tmp_path):
+    pytest.importorskip("peft", reason="the extra `lora` is not installed")
+    model = {"path": str(task / "init"), "random_init": True, "lora": {"rank": 2}}
+    out = train(tiny_config(task, tmp_path / "run", model=model, steps=2, method="gac"))
+    assert metrics(out)[0]["kl"] == pytest.approx(0, abs=1e-6)  # adapters start at zero
+
+
+def test_collate_scores_response_tokens_only():
+    rows = [Row((5, 6, 7, 8), 2, False, 1.5), Row((5, 9), 1, True), Row((4, 4, 4), 3, False)]
+    batch = collate(rows, pad_token=0)
+    assert batch.targets.tolist() == [[-100, 7, 8, -100], [9, -100, -100, -100], [-100] * 4]
+    assert batch.input_ids.tolist() == [[5, 6, 7, 8], [5, 9, 0, 0], [4, 4, 4, 0]]
+    assert batch.attention_mask.sum(1).tolist() == [4, 2, 3]
+    assert count(rows) == Counts(1, 2, 1, 1, rows=2, tokens=9)
+    counts = Counts(3, 30, 2, 20, rows=5, tokens=99)
+    assert loss_divisors(counts, LossSpec()) == TermPair(demo=20, rollout=3)
+    assert loss_divisors(counts, LossSpec(), pooled=True) == TermPair(demo=50, rollout=5)
+    assert collate([], 0).targets.tolist() == [[-100]]
+
+
+def test_row_and_batch_fields_do_not_shadow_tuple_attributes():
+    assert not (set(Row._fields) | set(Batch._fields)) & set(dir(tuple))
+
+
+def test_group_advantages():
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.1, 0.1, 0.1, 0.1], [math.nan, 1.0, 0.0, 0.0]])
+    centered = group_advantages(rewards.double(), "centered")
+    assert centered[0].tolist() == [0.5, -0.5, -0.5, 0.5]
+    assert centered[1].tolist() == [0.0] * 4  # exactly 0, so that these rows need no backward pass
+    assert centered[2, 0] == 0 and centered[2, 1:].sum().abs() < 1e-12
+    std = group_advantages(rewards.double(), "std")
+    assert std[0, 0] == pytest.approx(0.5 / (math.sqrt(1 / 3) + 1e-4))
+
+
+def test_generation_ignores_the_models_own_sampling_defaults(task, tmp_path):
+    """A checkpoint may set top_k or a repetition penalty, which would make sampling off-policy."""
+    trainer = Trainer(tiny_config(task, tmp_path / "run"))
+    model, prompts = trainer.model, [(4, 5, 6)] * 2
+    settings = {"max_new_tokens": 6, "temperature": 1.0, "samples": 8}
+    torch.manual_seed(0)
+    expected = generate(model, trainer.tokenizer, prompts, **settings)
+    defaults = copy.deepcopy(model.generation_config)
+    defaults.top_k, defaults.repetition_penalty = 1, 5.0
+    model.generation_config = defaults
+    torch.manual_seed(0)
+    assert generate(model, trainer.tokenizer, prompts, **settings) == expected
+    assert model.generation_config is defaults
+    assert len(set(expected)) > 4
