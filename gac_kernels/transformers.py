@@ -23,24 +23,24 @@ from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from .api import fused_linear_gac_loss, linear_token_logprobs, token_logprobs
+from .api import fused_linear_gac_loss
 from .contract import IGNORE, DemoWeight, LossSpec
 
 logger = logging.getLogger(__name__)
 HANDLE = "_gac_fused"  # the handle, in the __dict__ of the model and of the head's layers
 OWN = "_gac_own_forward"  # the original bound method there: a deep copy rebinds it to the copy
 LABELS = LossSpec(demo_weight=DemoWeight.ONE)
-# spellings of the operations that are recorded
-MULTIPLY = ("mul", "mul_", "__mul__", "__rmul__", "__imul__")
-DIVIDE = ("div", "div_", "__truediv__", "__itruediv__")
+# methods that multiply (1) or divide (-1) by a number; a trailing "_": in place
+SCALING = dict.fromkeys(("mul", "mul_", "__mul__", "__rmul__", "__imul__"), 1)
+SCALING |= dict.fromkeys(("div", "div_", "__truediv__", "__itruediv__"), -1)
 CASTS = ("float", "to", "contiguous")
 OPERATORS = [f"__{x}{name}__" for name in ("add", "sub", "mul", "truediv") for x in ("", "r", "i")]
 OPERATORS += ["__getitem__", "__setitem__", "__neg__", "__pow__", "__len__", "__lt__", "__gt__"]
-# what lazy logits answer without their values
 ATTRIBUTES = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf")
-METHODS = ("size", "dim", "numel", "is_floating_point", "register_hook", "__hash__")
-METADATA = {getattr(Tensor, name).__get__ for name in ATTRIBUTES}
-METADATA |= {getattr(Tensor, name) for name in METHODS}
+# what lazy logits answer without being computed
+METADATA = {getattr(Tensor, name).__get__ for name in ATTRIBUTES} | {
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.register_hook)
+}
 
 
 class Record:
@@ -73,11 +73,12 @@ class Record:
 
     def apply(self, name: str, *args: Any) -> Any:
         """Apply the tensor method `name`: a record if it can be recorded, otherwise a tensor."""
-        terms, cap, value = self.terms, self.cap, args[0] if args else None
+        terms, cap = self.terms, self.cap
+        value: Any = args[0] if args else None
         if self.logits is not None:
             return getattr(self.logits, name)(*map(_logits, args))
-        if name in MULTIPLY + DIVIDE and _is_number(value):
-            factor = 1 / value if name in DIVIDE else value
+        if name in SCALING and _is_number(value):
+            factor = float(value) ** SCALING[name]
             if cap is None:
                 terms = tuple((x, layer, f * factor) for x, layer, f in terms)
             else:
@@ -119,12 +120,10 @@ class Record:
 
     def precision(self) -> torch.autocast:
         """The autocast of the forward pass."""
-        enabled = self.autocast is not None
-        return torch.autocast(self.device.type, dtype=self.autocast, enabled=enabled)
+        on = self.autocast is not None
+        return torch.autocast(self.device.type, dtype=self.autocast, enabled=on)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
         method = callable(getattr(Tensor, name))
         return functools.partial(self.apply, name) if method else getattr(self.full(), name)
 
@@ -135,18 +134,15 @@ class Record:
         return func(*tree_map(_logits, args), **tree_map(_logits, kwargs or {}))
 
 
-def _operator(name: str) -> Callable[..., Any]:
-    return lambda self, *args: self.apply(name, *args)
-
-
 for _name in OPERATORS:
-    setattr(Record, _name, _operator(_name))
+    setattr(Record, _name, lambda self, *args, _name=_name: self.apply(_name, *args))
 
 
 class LazyLogits(Tensor):
     """The logits in a model's output: computed from their record when they are read."""
 
     record: Record
+    weight: Tensor
     version: int
 
     @staticmethod
@@ -155,10 +151,11 @@ class LazyLogits(Tensor):
         if record.logits is not None:
             return record.logits
         grad = record.requires_grad and torch.is_grad_enabled()
-        lazy = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined] # not in torch's stubs
+        lazy = Tensor._make_wrapper_subclass(
             cls, record.shape, dtype=record.dtype, device=record.device, requires_grad=grad
         )
-        lazy.record, lazy.version = record, record.terms[0][1].weight._version
+        lazy.record, lazy.weight = record, record.terms[0][1].weight
+        lazy.version = lazy.weight._version
         return lazy
 
     @classmethod
@@ -166,25 +163,16 @@ class LazyLogits(Tensor):
         if func in METADATA:
             return super().__torch_function__(func, types, args, kwargs or {})
         name = getattr(func, "__name__", "")
-        if name in (*MULTIPLY, *DIVIDE, *CASTS) and isinstance(args[0], LazyLogits) and not kwargs:
+        if name in (*SCALING, *CASTS) and isinstance(args[0], LazyLogits) and not kwargs:
             out = args[0].record.apply(name, *args[1:])
             return LazyLogits(out) if isinstance(out, Record) else out
         return cls.__torch_dispatch__(func, types, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override] # torch's stub requires kwargs
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return func(*tree_map(_logits, args), **tree_map(_logits, kwargs or {}))
-
-    def logprobs(self, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, ...]:
-        """Log-probability of each target [B, T], and entropy, as in `linear_token_logprobs`."""
-        linear = self.record.linear()
-        if linear is None:
-            return token_logprobs(self.record.full(), targets, temperature=temperature)
-        with self.record.precision():
-            hidden, weight, scaling = linear
-            return linear_token_logprobs(
-                hidden, weight, targets, temperature=temperature, **scaling
-            )
 
 
 class Fused:
@@ -195,18 +183,23 @@ class Fused:
         lazy: True makes the logits of calls without labels lazy, too.
     """
 
-    def __init__(self, model: nn.Module, reason: str | None = None) -> None:
-        self.model, self.reason, self.lazy = model, reason, False
-        self.reached = self.served = False  # whether a record was made, and became a loss
-        if reason:
-            logger.warning("fuse: %s keeps its own loss: %s", type(model).__name__, reason)
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.lazy = model, False
+        self.reason: str | None = None
+        self.problem: str | None = "it does not call its LM head"  # until it does
+
+    def keep(self, reason: str) -> Fused:
+        """Leave the model's own loss in place, and warn once."""
+        if self.reason is None:
+            logger.warning("fuse: %s keeps its own loss: %s", type(self.model).__name__, reason)
+        self.reason = reason
+        return self
 
     def undo(self) -> None:
         """Restore the model's own loss; a second call is a no-op."""
         for module in self.model.modules():
             if module.__dict__.pop(HANDLE, None) is not None:
-                own = module.__dict__.pop(OWN)
-                module.forward = own
+                module.forward = module.__dict__.pop(OWN)
                 module.__dict__.pop("_loss_function", None)
 
     def __enter__(self) -> Fused:
@@ -234,14 +227,13 @@ def fuse(model: nn.Module) -> Fused:
     """
     inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
     if inner is None:
-        return Fused(model, "it is not a model of transformers")
-    if HANDLE in inner.__dict__:
-        return inner.__dict__[HANDLE]
+        return Fused(model).keep("it is not a model of transformers")
     parameters = list(inspect.signature(type(inner).forward).parameters)
-    if "labels" not in parameters or inner.loss_function is not ForCausalLMLoss:
-        return Fused(inner, "it has no loss function of causal language models")
+    handle = inner.__dict__.get(HANDLE) or Fused(inner)
+    if "labels" not in parameters or inner.loss_function not in (ForCausalLMLoss, _fused_loss):
+        return handle.keep("its loss is not that of transformers' causal language models")
     if not _layers(inner):
-        return Fused(inner, "its LM head is not a linear layer")
+        return handle.keep("its LM head is not a linear layer")
     position = parameters.index("labels") - 1  # without self
 
     @functools.wraps(type(inner).forward)
@@ -250,9 +242,8 @@ def fuse(model: nn.Module) -> Fused:
         labels = args[position] if len(args) > position else keywords.get("labels")
         if labels is None and not handle.lazy:
             return own(*args, **keywords)
-        for layer in _layers(self):
-            if HANDLE not in layer.__dict__:  # the head or an adapter was added after `fuse`
-                _replace(layer, _head_forward, handle)
+        if not torch.compiler.is_compiling():  # the head, or an adapter, may be new
+            _patch_layers(self, handle)
         lazy, handle.lazy = handle.lazy, True
         try:
             out = own(*args, **keywords)
@@ -260,17 +251,12 @@ def fuse(model: nn.Module) -> Fused:
             handle.lazy = lazy
         if torch.compiler.is_compiling():
             return out
-        if labels is not None and not handle.served and handle.reason is None:
-            reached = "computes its loss from the logits" if handle.reached else "skips its LM head"
-            handle.__init__(self, f"it {reached}")
-        for name, value in out.items() if isinstance(out, dict) else enumerate(out):
-            if isinstance(value, Record):
-                out = out if isinstance(out, dict) else list(out)
-                out[name] = LazyLogits(value)
-        return tuple(out) if isinstance(out, list) else out
+        if labels is not None and handle.problem:
+            handle.keep(handle.problem)
+        return tree_map(lambda x: LazyLogits(x) if isinstance(x, Record) else x, out)
 
-    handle = Fused(inner)
     _replace(inner, forward, handle)
+    _patch_layers(inner, handle)
     inner.loss_function = _fused_loss
     return handle
 
@@ -280,13 +266,19 @@ def _layers(model: PreTrainedModel) -> list[nn.Linear]:
     head = model.get_output_embeddings()
     linear = [m for m in head.modules() if isinstance(m, nn.Linear)] if head is not None else []
     layers = [m for m in linear if type(m).forward is nn.Linear.forward]
-    rows = max((layer.weight.shape[0] for layer in layers), default=0)
+    rows = max([0, *(layer.weight.shape[0] for layer in layers)])
     return [layer for layer in layers if layer.weight.shape[0] == rows]
 
 
+def _patch_layers(model: PreTrainedModel, handle: Fused) -> None:
+    for layer in _layers(model):
+        _replace(layer, _head_forward, handle)
+
+
 def _replace(module: nn.Module, forward: Callable[..., Any], handle: Fused) -> None:
-    module.__dict__ |= {HANDLE: handle, OWN: module.forward}
-    module.forward = types.MethodType(forward, module)
+    if HANDLE not in module.__dict__:
+        module.__dict__ |= {HANDLE: handle, OWN: module.forward}
+        module.forward = types.MethodType(forward, module)
 
 
 def _head_forward(self: nn.Linear, x: Tensor) -> Any:
@@ -294,7 +286,7 @@ def _head_forward(self: nn.Linear, x: Tensor) -> Any:
     if not handle.lazy or isinstance(self.weight, DTensor):
         return self.__dict__[OWN](x)
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    handle.reached = True
+    handle.problem = "it computes its loss from the logits"
     return Record(((x, self, 1.0),), autocast)
 
 
@@ -310,10 +302,10 @@ def _fused_loss(
     """Replacement for `ForCausalLMLoss`."""
     linear = logits.linear() if isinstance(logits, Record) else None
     if linear is None:
-        logits, given = _logits(logits), (vocab_size, num_items_in_batch, ignore_index)
-        return ForCausalLMLoss(logits, labels, *given, shift_labels, **keywords)
+        given: Any = (labels, vocab_size, num_items_in_batch, ignore_index, shift_labels)
+        return ForCausalLMLoss(_logits(logits), *given, **keywords)
     hidden, weight, scaling = linear
-    logits.terms[0][1].__dict__[HANDLE].served = True
+    logits.terms[0][1].__dict__[HANDLE].problem = None
     if shift_labels is None:
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     targets = shift_labels.to(hidden.device).reshape(hidden.shape[:-1])
@@ -321,9 +313,9 @@ def _fused_loss(
     norm = (targets != IGNORE).sum() if num_items_in_batch is None else num_items_in_batch
     none = torch.zeros(len(targets), device=hidden.device)
     with logits.precision():
+        scaling |= {"demo_norm": norm, "moments": False, "spec": LABELS}
         return fused_linear_gac_loss(
-            *(hidden, weight, targets, none, none == 0),
-            **({"mu": 1.0, "spec": LABELS, "demo_norm": norm, "moments": False} | scaling),
+            hidden, weight, targets, none, none == 0, mu=1.0, **scaling
         ).loss
 
 
@@ -335,14 +327,11 @@ def _is_number(x: Any) -> bool:
 
 def _logits(x: Any) -> Any:
     """The logits of a record or of lazy logits; anything else unchanged."""
-    record = x.record if isinstance(x, LazyLogits) else x
-    if (
-        isinstance(x, LazyLogits)
-        and record.logits is None
-        and x.version != record.terms[0][1].weight._version
-    ):
+    if not isinstance(x, LazyLogits):
+        return x.full() if isinstance(x, Record) else x
+    if x.record.logits is None and x.weight._version != x.version:
         raise RuntimeError("the weights have changed: read .logits before the optimizer's step")
-    return record.full() if isinstance(record, Record) else x
+    return x.record.full()
 
 
 def _weights(layer: nn.Linear, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
