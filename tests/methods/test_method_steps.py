@@ -208,15 +208,6 @@ def test_only_the_first_rank_logs_the_message_of_a_method(caplog, monkeypatch) -
     assert caplog.messages == ["step 8: {'n': 5} {'n': 6}"]
 
 
-def test_observations_of_earlier_checkpoints() -> None:
-    plain = {"step": 3, "kl": 0.5, "signals": [1.0, 2.0, 3.0], "corrections": None}
-    assert Observation.restore(plain) == Observation(3, Signals(1.0, 2.0, 3.0), kl=0.5)
-    plain = {"step": 3, "corrections": [1.0, 2.0, 3.0, 4.0, 5.0]}
-    restored = Observation.restore(plain)
-    assert restored == Observation(3, corrections=Corrections(1.0, 2.0, 3.0, 4.0, 5.0))
-    assert isinstance(restored.corrections, Corrections)
-
-
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
@@ -241,7 +232,7 @@ def test_invalid_options_are_named(name: str, fields) -> None:
 @pytest.mark.parametrize("name", ["luffy", "prefix-rft"])
 def test_a_group_with_a_demonstration_needs_a_rollout_as_well(name: str) -> None:
     assert METHODS[name]().sampling(2)
-    with pytest.raises(ValueError, match=r"rollouts\.completions=1: use 2 or more"):
+    with pytest.raises(ValueError, match=r"rollouts\.num_generations=1: use 2 or more"):
         METHODS[name]().sampling(1)
 
 
