@@ -18,7 +18,6 @@ from torch import Tensor
 
 from gac.control.estimators import Corrections
 from gac.control.evidence import Evidence
-from gac.control.solvers import Weights
 from gac.control.term_pair import TermPair
 from gac.parallel.collectives import rank
 from gac.rollouts.advantages import Credit, group_credit
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 State = dict[str, Any]  # plain JSON types
+Weights = tuple[float, float]  # of the demonstration and the rollout gradient
 OURS = "our variants"  # family of the methods that no publication describes
 
 
