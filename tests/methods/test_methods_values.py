@@ -40,7 +40,7 @@ from tests.methods.published import (
     surrogate,
     uft,
 )
-from tests.tiny import metrics, tiny_config
+from tests.tiny import tiny_config
 
 BIASED = {
     "estimator": "biased",
@@ -164,73 +164,6 @@ def test_hinted_rows_keep_their_rollout_gradient(task, tmp_path):
     _, rows, grads, model = one_step("uft", task, tmp_path, {"coef": 0.0})
     terms = [row_terms(model, model, row) for row in rows]
     assert_close(grads, gradient(uft(terms, 0.0), model))
-
-
-REDUCTIONS = {
-    **dict.fromkeys(["dpo", "ipo", "dypo"], lambda x, rows: sum(y.mean() for y in x) / len(x)),
-    **dict.fromkeys(["srft", "sdar"], lambda x, rows: sum(y.sum() for y in x) / sum(map(len, x))),
-    "prefix-rft": lambda x, rows: constant_sum(x, len(rows)),
-}
-
-
-@pytest.mark.parametrize("name", REDUCTIONS)
-def test_penalties_are_added_to_custom_losses(name, task, tmp_path):
-    keys = {"kl_coef": 0.3, "kl_estimator": "k1", "entropy_coef": 0.2}
-    _, rows, grads, model = one_step(name, task, tmp_path, loss=keys)
-    terms = [row_terms(model, model, row) for row in rows]
-    penalties = [
-        (0.3 * (r.logp - r.ref) - 0.2 * r.entropy)[~r.demo] for r in terms if not r.row.is_demo
-    ]
-    truth = LOSSES[name](terms) + REDUCTIONS[name](penalties, terms)
-    assert_close(grads, gradient(truth, model))
-
-
-@pytest.mark.parametrize("correction", ["token_truncate", "sequence_mask"])
-def test_corrections_multiply_custom_losses(correction):
-    """Log-ratios to the engine of 0, 0.5 and -1 per token; the last row has no log-probs of it."""
-    logits = torch.randn(4, 2, 7, dtype=torch.float64, requires_grad=True)
-    targets = torch.randint(7, (4, 2))
-    logps = logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
-    gaps = torch.tensor([[0.0], [0.5], [-1.0], [math.nan]]).expand(4, 2)
-    batch = Batch(
-        targets, targets, torch.ones(4), torch.zeros(4, dtype=torch.bool), (0, 2, 4, 6), 2
-    )
-    spec = LossSpec(correction=correction, correction_max=2.0, rollout_reduction="token")
-    head, norms = Head(None, logits=logits), TermPair(1.0, 8.0)
-    out = custom_loss(
-        lambda view: view.policy_loss,
-        head,
-        None,
-        batch,
-        0.0,
-        None,
-        None,
-        spec,
-        norms,
-        engine_logps=logps.detach() - gaps,
-    )
-    factors = [1.0, math.exp(0.5), math.exp(-1), 1.0]
-    if correction == "sequence_mask":
-        factors = [1.0, 0.0, math.exp(-2), 1.0]
-    truth = -(torch.tensor(factors)[:, None] * logps).sum() / 8
-    ours, expected = (
-        torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (out.loss, truth)
-    )
-    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("name", ["constant", "sdar"])
-def test_the_observed_kl_is_k3_whatever_the_loss_uses(name, task, tmp_path):
-    seen = []
-    for estimator in ("k3", "k1"):
-        loss = {"kl_coef": 1e-9, "kl_estimator": estimator}
-        data = {"prompts": str(task / "prompts.jsonl"), "demos": str(task / "demos.jsonl")}
-        config = tiny_config(
-            task, tmp_path / estimator, method=name, data=data, loss=loss, eval={}, steps=3
-        )
-        Trainer(config).run()
-        seen.append([row["kl"] for row in metrics(tmp_path / estimator)])
-    assert seen[0][0] == 0 < seen[0][1] and seen[1] == pytest.approx(seen[0], rel=1e-3)
 
 
 @pytest.mark.parametrize("name", [n for n, f in SOLVERS.items() if f])
