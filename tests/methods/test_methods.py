@@ -31,8 +31,7 @@ NEEDS = {
     **dict.fromkeys(["sft", "sft-light", "dft"], DEMOS),
     "sft-best": (*DEMOS, "best weights"),
     "asft": (*DEMOS, "reference", "log-probs"),
-    **dict.fromkeys(["grpo", "dr-grpo", "dapo"], ROLLOUTS),
-    "gspo": (*ROLLOUTS, "log-probs"),
+    **dict.fromkeys(["grpo", "dr-grpo", "dapo", "gspo"], ROLLOUTS),
     **dict.fromkeys(["dpo", "ipo"], ("rollouts of the reference", "reference", "log-probs")),
     **dict.fromkeys(
         [
