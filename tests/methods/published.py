@@ -364,7 +364,7 @@ EXTRA = {
     "sft-then-rl": {"sft_steps": 2},
     "trapo": {"sizes": [1, 1, 1, 1], "trained": [0, 1, 1, 1], "below": [-1, 2, 2, 2]},
     "hpt": {"correct": 0.5},
-    **dict.fromkeys(["superrl", "routing"], {"correct": 0.5}),
+    **{key: {"correct": 0.5} for key in ["superrl", "routing"]},
     "amft": {"warmup": 0},
     "dypo": {"correct": 0.5},
     "relift": {"correct": 2.0, "buffer": 2},

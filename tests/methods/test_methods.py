@@ -49,7 +49,9 @@ NEEDS = {
     **dict.fromkeys(["chord", "reward-threshold", "rewvar-ctrl", "uncertainty", "dwa"], BOTH),
     "kl-ctrl": (*BOTH, "reference"),
     **dict.fromkeys(["gradnorm-ctrl", "amft"], SEPARATE_GRADIENTS),
-    **dict.fromkeys(["multitask", "luffy", "hpt", "superrl", "routing", "relift"], DEMOS_OF_PROMPTS),
+    **dict.fromkeys(
+        ["multitask", "luffy", "hpt", "superrl", "routing", "relift"], DEMOS_OF_PROMPTS
+    ),
     **dict.fromkeys(["trapo", "uft"], (*DEMOS_OF_PROMPTS, "prefixes")),
     "prefix-rft": (*DEMOS_OF_PROMPTS, "prefixes", "log-probs"),
     "dypo": (*DEMOS_OF_PROMPTS, "reference", "log-probs"),
@@ -70,7 +72,7 @@ SHORT_RUN_FIELDS = {
     "sft-then-rl": {"sft_steps": 2},
     "trapo": {"sizes": [1, 1, 1, 1], "trained": [0, 1, 0, 1], "below": [-1, 2, 2, 2]},
     "hpt": {"correct": 0.4},
-    **dict.fromkeys(["superrl", "routing"], {"correct": 0.4}),
+    **{key: {"correct": 0.4} for key in ["superrl", "routing"]},
     "uft": {"hint_steps": 3},
     "prefix-rft": {"low": {"peak": 0.95, "valley": 0.05, "decay": 4}},
     "dypo": {"correct": 0.4},
