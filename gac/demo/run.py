@@ -15,7 +15,7 @@ from pathlib import Path
 from gac.config import load
 from gac.config.types import unknown_name_message
 from gac.errors import ConfigError, RunError, writable_folder
-from gac.methods import METHODS as TABLE
+from gac.methods import all_methods
 from gac.report import results_table, write_report
 from gac.study.runs import run_all
 from gac.training.run_config import TrainConfig
@@ -37,8 +37,8 @@ def run_demo(
 ) -> int:
     """Train the base model, then each method with each seed; write the report, print its table."""
     for name in methods:
-        if name not in TABLE:
-            raise ConfigError(unknown_name_message("--methods", name, TABLE, "method"))
+        if name not in all_methods():
+            raise ConfigError(unknown_name_message("--methods", name, all_methods(), "method"))
     writable_folder("--out", out)
     started = time.perf_counter()
     jobs = jobs or min(len(os.sched_getaffinity(0)), len(methods) * len(seeds))
@@ -53,7 +53,7 @@ def run_demo(
     print(f"\n{results_table(folders)}\n")
     print(f"Total time: {time.perf_counter() - started:.0f} s.")
     print(f"Report: {page}")
-    print("Next: gac demo --methods gac constant --seeds 3, or train your own model:")
+    print("Next: gac demo --methods constant-alarm constant --seeds 3, or train your own model:")
     print("      gac train examples/gsm8k.yaml --set model.path=/path/to/a/model")
     return 0
 
@@ -146,7 +146,7 @@ def method_config(out: Path, base: Path, name: str, seed: int, steps: int) -> Tr
     others get a separate set of 256.
     """
     data = {"demos": str(out / "task" / "demos.jsonl")}
-    if TABLE[name]().sampling(completions=8).demos == "prompt":
+    if all_methods()[name]().sampling(completions=8).demos == "prompt":
         data = {"prompts": str(out / "task" / "prompts_demos.jsonl")}
     return _config(
         out,

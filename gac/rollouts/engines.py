@@ -209,8 +209,7 @@ def _generate_paged(
         return []
     stops = stop_tokens(tokenizer, params.stop)
     settings = generation_config(params, stops, tokenizer.pad_token_id)
-    # on a CPU, transformers would take most of the machine's memory: allow only what all completions
-    # need
+    # on a CPU, transformers would take most of the memory: allow only what all completions need
     on_cpu = next(model.parameters()).device.type == "cpu"
     blocks = params.num_generations * sum(
         -(-(len(prompt) + params.max_completion_length) // config.block_size) for prompt in prompts

@@ -38,7 +38,7 @@ class Rollout:
     """Added to `Example.extra` for the configured reward, e.g. the state of the environment."""
 
     def is_truncated(self, stops: Container[int], limit: int) -> bool:
-        """Whether a limit of tokens ended the completion; its last turn may be the environment's."""
+        """Whether a limit ended the completion; its last turn may be the environment's."""
         ids, mask = self.completion_ids, self.loss_mask
         if len(ids) and ids[-1] in stops:
             return False
@@ -49,8 +49,8 @@ class RolloutFunction:
     """The function `package.module:function` that samples the rollouts of a run.
 
     It is called as `function(prompts, engine)` with a list of `Example`s, in which each prompt
-    occurs `num_generations` times in a row, and returns one `Rollout` for each, in order. Completions
-    are cut at `max_completion_length` tokens.
+    occurs `num_generations` times in a row, and returns one `Rollout` for each, in order.
+    Completions are cut at `max_completion_length` tokens.
     """
 
     def __init__(self, name: str, key: str = "rollouts.function") -> None:

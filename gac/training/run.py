@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,11 @@ from gac.methods import Mix, Observation
 from gac.methods.base import StepNeeds, next_mix
 from gac.models.causal_lm import load_tokenizer, stop_tokens
 from gac.parallel import setup
-from gac.rewards import Tally, build_rewards
+from gac.rewards import Tally, build_reward
 from gac.rollouts.engines import Engine
 from gac.rollouts.sampling import Rollouts, Sampler
 from gac.training.feed import Feed
-from gac.training.run_config import TrainConfig, upgrade_config
+from gac.training.run_config import TrainConfig
 
 from .budget import choose_micro_batches
 from .fingerprint import check_fingerprint, fingerprint
@@ -87,7 +86,7 @@ class Run:
         self.gradients = make_gradients(
             config, self.accelerator, self.tokenizer, self.model, self.reference, needs
         )
-        eval_reward, reward = build_rewards(config.reward, config.reward_noise, config.seed, rank)
+        reward = build_reward(config.reward)
         self.sampler = Sampler(
             config.rollouts,
             engine,
@@ -99,14 +98,12 @@ class Run:
         )
         self.rollouts: Rollouts | None = None
         self.tally = Tally(reward)
-        self.evaluator = Evaluator(config.eval, engine, eval_reward, config.seed)
+        self.evaluator = Evaluator(config.eval, engine, reward, config.seed)
         self.step = 0
         self.state, self.mix = next_mix(self.method, self.method.init(), Observation(0))
         self.ended = False  # the method has ended the run
         self.guard, self.stop = Guard(config.guards), StopRequest()
-        self.fingerprint = fingerprint(
-            config.model, self.tokenizer, self.feed.sources(), eval_reward
-        )
+        self.fingerprint = fingerprint(config.model, self.tokenizer, self.feed.sources(), reward)
         self.best: dict[str, Any] = {}  # step and accuracy of the best checkpoint
         self.first_skipped: Path | None = None  # first of the current consecutive skipped steps
         self._open(path)
@@ -133,7 +130,6 @@ class Run:
             )
         if path:
             progress = checkpoint.read_progress(path)
-            progress = {**progress, "config": upgrade_config(progress["config"])}
             preflight.check_same_run(
                 progress, dump(self.config), self.config.parallel.allow_world_size_change
             )
@@ -142,8 +138,6 @@ class Run:
                 and self.config.max_tokens_per_micro_batch is None
             ):
                 saved = {key: progress["config"].get(key) for key in _MICRO}
-                if saved == dict.fromkeys(_MICRO):  # earlier versions: all rows in one forward
-                    saved["micro_batch_size"] = sys.maxsize
                 self.config = dataclasses.replace(self.config, **saved)
         return path
 
@@ -166,11 +160,7 @@ class Run:
         check_fingerprint(saved, self.fingerprint, self.config.ignore_input_changes)
         progress = checkpoint.load(path, self.model, self.optimizer, self.gradients.tracked)
         self.step, self.state, self.best = progress["step"], progress["method"], progress["best"]
-        if "mix" in progress:
-            self.mix = Mix(*progress["mix"])
-        else:  # earlier versions saved the observation and chose the mix in the next step
-            last = Observation.restore(progress["last"])
-            self.state, self.mix = next_mix(self.method, self.state, last)
+        self.mix = Mix(*progress["mix"])
         self.ended = progress["ended"]
         self.guard.load_state_dict(progress["guard"])
         self.feed.load_state_dict(progress)

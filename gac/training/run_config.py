@@ -3,41 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Annotated, Any
 
-from gac.config import Choice, ConfigError, dump, load
+from gac.config import Choice
 from gac.data import DataConfig
 from gac.errors import require, require_at_least, require_one_of
 from gac.evaluation.task import EvalSettings
 from gac.faults.guard import GuardConfig
-from gac.methods import METHODS, Method
+from gac.methods import METHODS, Method, all_methods
+from gac.methods.loss_keys import check_loss
 from gac.models.causal_lm import ModelConfig
 from gac.parallel.setup import ParallelConfig
-from gac.rewards.noise import RewardNoise
 from gac.rollouts.generation import RolloutConfig
 from gac.training.optim import OptimConfig
 from gac_kernels import LossSpec
-
-
-def upgrade_config(saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Upgrade a configuration saved by an earlier version; returned unchanged if that fails."""
-    method = saved.get("method")
-    if isinstance(method, Mapping):
-        if "gate" in method and "alarm" not in method:  # gates had no alarm in earlier versions
-            saved = {**saved, "method": {**method, "alarm": None}}
-        alarm = method.get("alarm")
-        if isinstance(alarm, Mapping) and "slack" not in alarm:  # for an earlier test
-            alarm = {key: value for key, value in alarm.items() if key != "threshold"}
-            saved = {**saved, "method": {**method, "alarm": alarm}}
-    try:
-        return dump(load(TrainConfig, saved))
-    except ConfigError:
-        return saved
-
-
-def _methods() -> dict[str, type[Method]]:
-    return METHODS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,17 +29,16 @@ class TrainConfig:
     """Name of the run in the report; null: the method's name."""
     model: ModelConfig = ModelConfig()
     """The model, its dtype and adapters."""
-    method: Annotated[Method, Choice(_methods, lambda method: method.family)] = METHODS[
-        "guarded-probing"
+    method: Annotated[Method, Choice(all_methods, lambda method: method.family)] = METHODS[
+        "constant-alarm"
     ]()
-    """`name` and the fields of that method, e.g. {name: constant, mu: 0.3}; see `gac methods`."""
+    """`name` and the fields of that method, e.g. {name: constant, mu: 0.3}; see `gac methods`. The
+    name of your own method is package.module:Class."""
     data: DataConfig = DataConfig()
     """Prompts for rollouts, and demonstrations."""
     reward: Any = "math"
     """How responses are scored: math, exact, choice, format, code, package.module:function, or a
-    mapping with a `run_name` and its options, or a `sum` of several."""
-    reward_noise: RewardNoise | None = None
-    """Noise on the training rewards, for experiments, e.g. {rate: 0.35, start: 64}."""
+    mapping with a `name` and its options, or a `sum` of several."""
     rollouts: RolloutConfig = RolloutConfig()
     """How responses are sampled from the policy."""
     loss: LossSpec = LossSpec()
@@ -130,6 +108,7 @@ class TrainConfig:
                 f"eval.every={self.eval.every}: there is nothing to evaluate: set "
                 "eval.data.prompts or eval.tasks, or remove eval.every"
             )
+        check_loss(self.method, self.loss, self.steps)
         self._check_groups()
         if self.rollouts.engine == "paged" and self.parallel.mode == "fsdp":
             raise ValueError(

@@ -99,7 +99,9 @@ def test_broken_step_is_skipped_and_replayed(task, tmp_path, monkeypatch, reward
         pytest.param({"name": "aligned-mtl", "preference": [1.0, 0.0]}, id="a-negative-weight"),
         pytest.param({"name": "sdmgrad"}, id="several-parts-of-each-term"),
         pytest.param({"name": "moco"}, id="moving-averages"),
-        pytest.param({"name": "oracle", "update_every": 2}, id="measured-gradients"),
+        pytest.param(
+            {"name": "gac", "signals": "gradients", "update_every": 2}, id="measured-gradients"
+        ),
         pytest.param({"name": "famo"}, id="weights-from-the-losses"),
     ],
 )
