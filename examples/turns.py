@@ -26,7 +26,7 @@ ALPHABET = "0123456+=?<>c"  # "c" calls the calculator
 
 
 def guess(prompts: Sequence[Example], engine: Any) -> list[Rollout]:
-    """Find a number from 1 to 3 in two guesses; after the first one, the environment says < or >."""
+    """Find a number from 1 to 3; after the first guess, the environment says < or >."""
     words = engine.tokenizer
     first = engine.generate([p.prompt for p in prompts], max_completion_length=1)
     hints = []
@@ -51,13 +51,13 @@ def calculate(prompts: Sequence[Example], engine: Any) -> list[Rollout]:
     words = engine.tokenizer
     first = engine.generate([p.prompt for p in prompts], max_completion_length=1)
     called = [i for i, ids in enumerate(first) if words.decode(list(ids)) == "c"]
-    results, answers = {}, {}
+    results = {}
     for i in called:
         a, b = prompts[i].prompt_text.rstrip("=").split("+")
         results[i] = tuple(words.encode(str(int(a) + int(b))))
     contexts = [prompts[i].prompt + first[i] + results[i] for i in called]
-    for i, ids in zip(called, engine.generate(contexts, max_completion_length=1), strict=True):
-        answers[i] = ids
+    second = engine.generate(contexts, max_completion_length=1)
+    answers = dict(zip(called, second, strict=True))
     rollouts = []
     for i, (prompt, ids) in enumerate(zip(prompts, first, strict=True)):
         result, answer = results.get(i, ()), answers.get(i, ())

@@ -1,7 +1,7 @@
 """Converts token lists to the tensors of one forward.
 
-Notation: B rows, T the longest row, N tokens, S sequences. A row is a prompt and its completion; only completion
-tokens have a loss. Rows are padded on the right, or packed end to end; either way
+Notation: B rows, T the longest row, N tokens, S sequences. A row is a prompt and its completion;
+only completion tokens have a loss. Rows are padded on the right, or packed end to end; either way
 `targets[t]` is the token after input t.
 """
 

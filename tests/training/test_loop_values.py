@@ -140,7 +140,7 @@ def test_what_a_step_reports(monkeypatch, number, fault, after) -> None:
     """Statistics of the sampling only in the first of two steps that use the rollouts."""
     seen: list = []
     step = Step(**{**vars(STEP), "number": number, "needs": StepNeeds(losses_after=after)})
-    rollouts = Rollouts(ROWS, [1.0], SamplingStats(responses=7, tokens=21), {"a": (3.0, 4)})
+    rollouts = Rollouts(ROWS, [1.0], SamplingStats(completions=7, tokens=21), {"a": (3.0, 4)})
     fake = SimpleNamespace(
         rollouts=rollouts,
         config=load(TrainConfig, {"rollouts": {"num_iterations": 2}}),

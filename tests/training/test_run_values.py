@@ -296,7 +296,7 @@ def test_printed_samples(caplog) -> None:
     with caplog.at_level(logging.INFO, "gac"):
         for shown in (True, False):
             config = SimpleNamespace(log_samples_every=2, print_samples=shown)
-            Record.samples(record, 7, [{"prompt": "1+1", "responses": responses}], config)
+            Record.samples(record, 7, [{"prompt": "1+1", "completions": responses}], config)
     assert caplog.messages == ["step 7: 1+1\n  [1.0] 2\n  [None] 3"] and len(texts) == 2
 
 

@@ -24,8 +24,8 @@ from tests.tiny import metrics, tiny_config
 CONTROLLER_KEYS = {"mu", "mu_star", "prior", "alpha", "kl"}
 SIGNAL_KEYS = {"sft_variance", "rl_variance", "disagreement"}
 LOSS_KEYS = {"rollout_loss", "demo_loss", "entropy", "clip_fraction", "grad_norm"}
-ROLLOUT_KEYS = {"reward_mean", "completions/mean_length", "sampled_tokens", "sampled_responses"}
-TIME_KEYS = {"seconds", "sampling_seconds", "sampling_share", "responses_per_second"}
+ROLLOUT_KEYS = {"reward_mean", "completions/mean_length", "sampled_tokens", "sampled_completions"}
+TIME_KEYS = {"seconds", "sampling_seconds", "sampling_share", "completions_per_second"}
 METRIC_KEYS = {"step", "tokens"}.union(
     CONTROLLER_KEYS, SIGNAL_KEYS, LOSS_KEYS, ROLLOUT_KEYS, TIME_KEYS
 )
@@ -64,8 +64,8 @@ def test_run_directory_contents(task, tmp_path):
     assert all(0 < r["sampling_seconds"] < r["seconds"] for r in rows)
     for r in rows:
         assert r["sampling_share"] == pytest.approx(r["sampling_seconds"] / r["seconds"])
-        assert r["sampled_responses"] == 16
-        assert r["responses_per_second"] == pytest.approx(16 / r["sampling_seconds"])
+        assert r["sampled_completions"] == 16
+        assert r["completions_per_second"] == pytest.approx(16 / r["sampling_seconds"])
 
 
 def test_start_model_is_evaluated_once_without_side_effects(task, tmp_path):
