@@ -180,7 +180,8 @@ def test_evaluations_during_training(task, monkeypatch) -> None:
 
 
 def test_tasks_run_with_one_model_and_close_their_rewards(task, monkeypatch) -> None:
-    calls = []
+    calls: list = []
+    loaded: list = []
 
     def generate(*arguments):
         calls.append(arguments)
@@ -188,7 +189,7 @@ def test_tasks_run_with_one_model_and_close_their_rewards(task, monkeypatch) -> 
 
     def load_model(*arguments):
         calls.append(arguments)
-        return SimpleNamespace(to=lambda device: MODEL)
+        return SimpleNamespace(to=lambda device: f"model on {device}")
 
     def record(name, job, run) -> None:
         assert run(job) == [answer(0, 1.0)]
@@ -197,6 +198,7 @@ def test_tasks_run_with_one_model_and_close_their_rewards(task, monkeypatch) -> 
 
     monkeypatch.setattr(suite, "load_tokenizer", lambda model: WORDS)
     monkeypatch.setattr(suite, "load_model", load_model)
+    monkeypatch.setattr(Engine, "load", lambda self, model: loaded.append(model))
     monkeypatch.setattr(suite, "generate_answers", generate)
     CLOSED.clear()
     own = EvalTask(DataConfig(prompts=str(task / "eval.jsonl"), limit=2))
@@ -204,10 +206,10 @@ def test_tasks_run_with_one_model_and_close_their_rewards(task, monkeypatch) -> 
     with pytest.raises(KeyError):
         suite._run_tasks(config, "cpu", {"a": own, "b": own, "c": own}, record)
     assert calls.pop(0) == (config.model, 5)
-    for model, words, examples, reward, eval_task, seed in calls:
-        assert (model, words, len(examples), seed) == ("model on cpu", WORDS, 2, 5)
+    for engine, examples, reward, eval_task, seed in calls:
+        assert (engine.tokenizer, len(examples), seed) == (WORDS, 2, 5)
         assert eval_task is own and reward is config.reward
-    assert len(calls) == 2 and CLOSED == ["a"] * 3
+    assert len(calls) == 2 and CLOSED == ["a"] * 3 and loaded == ["model on cpu"]
 
 
 def test_errors_of_the_model_are_errors_of_the_configuration(monkeypatch) -> None:
