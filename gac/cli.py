@@ -9,7 +9,6 @@ import argparse
 import json
 import logging
 import os
-import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -293,7 +292,9 @@ def _add_methods(commands: argparse._SubParsersAction) -> None:
         help="list the methods, or explain one",
         description="List the methods, or explain the method NAME and its keys.",
     )
-    methods.add_argument("name", nargs="?", metavar="NAME", help="method to explain")
+    methods.add_argument(
+        "name", nargs="?", metavar="NAME", help="method to explain, or package.module:Class"
+    )
     methods.set_defaults(run=_methods)
 
 
@@ -439,10 +440,9 @@ def _methods(options: argparse.Namespace) -> int:
         from gac.methods.listing import methods_table
 
         print(methods_table())
-    elif re.fullmatch(r"[a-z0-9-]+", name):
-        print(_method(name))
     else:
-        raise ConfigError(f"unknown method {name!r}; run `gac methods` for a list")
+        sys.path.append(str(Path.cwd()))  # for package.module:Class
+        print(_method(name))
     return OK
 
 
@@ -455,9 +455,9 @@ def _models(options: argparse.Namespace) -> int:
 
 def _method(name: str) -> str:
     from gac.config import choose, describe
-    from gac.methods import METHODS
+    from gac.methods import all_methods
 
-    method = type(choose(METHODS, name))
+    method = type(choose(all_methods(), name))
     keys = describe(method, "method") or "It has no hyperparameters."
     return f"{name}: {' '.join((method.__doc__ or '').split())}\n\n{keys}"
 

@@ -98,6 +98,7 @@ def fused_gac_loss(
     checks.rows("logits", logits, targets)
     inputs = complete(
         *(targets, advantages, is_demo),
+        spec=spec,
         mu=mu,
         old_logps=old_logps,
         ref_logps=ref_logps,
@@ -280,11 +281,12 @@ def fused_linear_gac_loss(
 
     The gradients are computed in the forward pass, chunk by chunk: 6 N H V FLOPs in total. This
     becomes 8 N H V if the loss depends on sums of current log-probs over a sequence: with
-    `spec.ratio="sequence"` and `old_logps`, `kl_ratio` or a correction, and with a "sequence"
-    correction without `old_logps`. Rows without a loss are skipped, rows whose gradient is known to
-    be 0 need only the forward GEMM, and a frozen weight needs no weight-gradient GEMM. Under
-    autocast the operands are rounded to its dtype; gradients of float32 weights are float32. The
-    weight must not be sharded: under FSDP, call this inside the module's forward.
+    `spec.importance_sampling_level="sequence"` and `old_logps`, `use_bias_correction_kl` or a
+    correction, and with a "sequence" correction without `old_logps`. Rows without a loss are
+    skipped, rows whose gradient is known to be 0 need only the forward GEMM, and a frozen weight
+    needs no weight-gradient GEMM. Under autocast the operands are rounded to its dtype; gradients
+    of float32 weights are float32. The weight must not be sharded: under FSDP, call this inside the
+    module's forward.
 
     Arguments not listed here, and errors, are as in `fused_gac_loss`.
 
@@ -306,6 +308,7 @@ def fused_linear_gac_loss(
     checks.rows("hidden", hidden, targets)
     inputs = complete(
         *(targets, advantages, is_demo),
+        spec=spec,
         mu=mu,
         old_logps=old_logps,
         ref_logps=ref_logps,
@@ -469,6 +472,7 @@ def loss_from_logprobs(
     checks.logprobs(logps, entropy, targets)
     inputs = complete(
         *(targets, advantages, is_demo),
+        spec=spec,
         mu=mu,
         old_logps=old_logps,
         ref_logps=ref_logps,

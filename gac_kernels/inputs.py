@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .contract import DemoWeight, LossSpec
+
 
 class Operands(NamedTuple):
     """The rows of a call, and how their distributions are computed.
@@ -95,11 +97,16 @@ class BatchInputs(NamedTuple):
         return BatchInputs(*(to_device(x) for x in self))
 
 
+def _is_shaped(spec: object) -> bool:
+    return isinstance(spec, LossSpec) and spec.demo_weight is DemoWeight.SHAPED
+
+
 def complete(
     targets: Tensor,
     advantages: Tensor | None = None,
     is_demo: Tensor | None = None,
     *,
+    spec: object = None,
     mu: float | Tensor | None = None,
     **others: Any,
 ) -> BatchInputs:
@@ -109,13 +116,22 @@ def complete(
     if there are advantages. The weight of the only term is then 1.
 
     Raises:
-        ValueError: `mu` is missing and both terms may have tokens.
+        ValueError: `mu` is missing and both terms may have tokens, or advantages are missing.
     """
     if mu is None and advantages is not None and is_demo is not None:
         raise ValueError(
             "mu is None: a batch with advantages and is_demo needs the weight of its "
             "demonstrations, in [0, 1]; omit is_demo if all tokens are rollouts"
         )
+    if advantages is None:
+        on_cpu = isinstance(is_demo, Tensor) and is_demo.device.type == "cpu"
+        readable = on_cpu and not torch.compiler.is_compiling()
+        if (readable and not is_demo.all()) or _is_shaped(spec):
+            raise ValueError(
+                "advantages is None: rollouts, and demonstrations with the weight 'shaped', "
+                "require advantages"
+            )
+        is_demo = None  # every token is a demonstration
     demos_only, cu_seqlens = advantages is None, others.get("cu_seqlens")
     packed = isinstance(cu_seqlens, Tensor) and cu_seqlens.dim() == 1
     count = len(cu_seqlens) - 1 if packed else targets.shape[0]

@@ -59,11 +59,21 @@ def fused_loss(
     if kind is Coupling.CURRENT:
         terms, *rest = _two_passes(op, tokens, spec, needs, sketch, out)
     elif kind is Coupling.NONE:  # a sequence ratio is 1 or unused
-        one_ratio = spec if spec.ratio == "token" else replace(spec, ratio="token")
+        one_ratio = (
+            spec
+            if spec.importance_sampling_level == "token"
+            else replace(spec, importance_sampling_level="token")
+        )
         terms, *rest = _one_pass(op, tokens, one_ratio, needs, sketch, out)
     else:
         # on-policy, the gradient of "clip" is -A, and that of a sequence's ratio is the mean of -A
-        plain = replace(spec, policy="clip", clip_low=None, clip_high=None, ratio="token")
+        plain = replace(
+            spec,
+            policy_loss="clip",
+            clip_low=None,
+            clip_high=None,
+            importance_sampling_level="token",
+        )
         terms, *rest = _one_pass(op, tokens.averaged(), plain, needs, sketch, out)
         terms = token_terms(terms.logps, terms.entropy, tokens, spec)
     return LossResult(op.backend.reduce(tokens, terms, moments), terms, *rest)

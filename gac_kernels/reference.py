@@ -126,7 +126,7 @@ def token_terms(logps: Tensor, entropy: Tensor, tokens: Tokens, spec: LossSpec) 
     """Apply the per-token formulas; differentiable in `logps` and `entropy` ([N] each)."""
     demo, a, on_rollout = tokens.demo, tokens.advantages, tokens.rollout
     log_ratio = logps - (logps.detach() if tokens.old is None else tokens.old)
-    if spec.ratio == "sequence":
+    if spec.importance_sampling_level == "sequence":
         log_ratio = tokens.rollout_mean(log_ratio)
     ratio = log_ratio.clamp(max=MAX_LOG_RATIO).exp()
     policy, clipped = _policy(logps, ratio, a, spec)
@@ -145,7 +145,7 @@ def token_terms(logps: Tensor, entropy: Tensor, tokens: Tokens, spec: LossSpec) 
         )
     rollout = policy - spec.entropy_coef * entropy
     if spec.kl_coef != 0:
-        rollout = rollout + spec.kl_coef * (ratio * kl if spec.kl_ratio else kl)
+        rollout = rollout + spec.kl_coef * (ratio * kl if spec.use_bias_correction_kl else kl)
     loss = torch.where(on_rollout, rollout, 0) + torch.where(tokens.live & demo, demonstration, 0)
     kl = torch.where(on_rollout, kl, 0).detach()
     return TokenTerms(logps, entropy, loss, kl, (clipped & on_rollout).to(logps.dtype))
@@ -156,7 +156,7 @@ def _policy(logps: Tensor, ratio: Tensor, a: Tensor, spec: LossSpec) -> tuple[Te
     low = -math.inf if spec.clip_low is None else 1 - spec.clip_low
     high = math.inf if spec.clip_high is None else 1 + spec.clip_high
     bounded = ratio.detach().clamp(low, high)
-    match spec.policy:
+    match spec.policy_loss:
         case "clip":
             unclipped_objective, clipped_objective = ratio * a, bounded * a
             clipped = unclipped_objective > clipped_objective
@@ -236,13 +236,13 @@ class Coupling(enum.Enum):
 
 def coupling(tokens: Tokens, spec: LossSpec) -> Coupling:
     """Determine the coupling; only CURRENT requires a pass over the logits in advance."""
-    through_ratio = spec.policy in ("clip", "sapo")
-    has_kl_ratio = spec.kl_ratio and spec.kl_coef != 0
+    through_ratio = spec.policy_loss in ("clip", "sapo")
+    has_kl_ratio = spec.use_bias_correction_kl and spec.kl_coef != 0
     if tokens.rollout_logps is not None and spec.correction.startswith("sequence"):
         return Coupling.CURRENT
-    if spec.ratio == "token":
+    if spec.importance_sampling_level == "token":
         return Coupling.NONE
-    if tokens.old is not None and (spec.policy != "reinforce" or has_kl_ratio):
+    if tokens.old is not None and (spec.policy_loss != "reinforce" or has_kl_ratio):
         return Coupling.CURRENT
     if has_kl_ratio or (through_ratio and tokens.rollout_logps is not None):
         return Coupling.CURRENT
@@ -302,7 +302,7 @@ def fused_gac_loss(
 
     roles: advantages and `is_demo`; `batch`: the other inputs of `inputs.complete`.
     """
-    inputs = complete(targets, *roles, **batch)
+    inputs = complete(targets, *roles, spec=spec, **batch)
     tokens = with_factors(plan(inputs, spec, compute_dtype(logits.dtype)), inputs, spec)
     terms = _terms(logits, tokens, spec, logit_scale, softcap)
     return loss_output(tokens, terms, targets.shape, moments)

@@ -74,6 +74,7 @@ def vocab_parallel_gac_loss(
     checks.rows("hidden", hidden, targets)
     inputs = complete(
         *(targets, advantages, is_demo),
+        spec=spec,
         mu=mu,
         old_logps=old_logps,
         ref_logps=ref_logps,

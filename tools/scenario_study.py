@@ -19,14 +19,14 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from gac.config import ConfigError, dump
-from gac.demo.scenarios import SCENARIOS, scenario_config, write_scenarios
 from gac.demo.settings import demo_fields
 from gac.study.arms import Arm, arm_config
 from gac.study.runs import run_all
 from gac.training.run_config import TrainConfig
+from tools.scenarios import SCENARIOS, scenario_config, write_scenarios
 
 STEPS = 120
-SMALLER = ("rollouts.prompts=8", "rollouts.completions=6", "demo_batch=16")
+SMALLER = ("rollouts.num_prompts=8", "rollouts.num_generations=6", "demo_batch_size=16")
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 CONSTANTS = (0.1, 0.3, 0.5, 0.7, 0.9)
 
@@ -95,20 +95,20 @@ ALARMED: dict[str, dict[str, Any]] = {
 
 FOURTH: dict[str, dict[str, Any]] = {
     **{arm: method for arm, method in FIRST.items() if arm.startswith("mu-")},
-    "guarded-probing": {"name": "guarded-probing"},
+    "constant-alarm": {"name": "constant-alarm"},
     "guarded": {"name": "guarded"},
     "gac": FIRST["gac"],
     "chord": FIRST["chord"],
     "amft": _arm("amft"),
 }
-"""Constants, `guarded-probing` (the arm that is judged), `guarded`, and other adaptive methods."""
+"""Constants, `constant-alarm` (the arm that is judged), `guarded`, and other adaptive methods."""
 
 PROMPT_DEMOS: dict[str, dict[str, Any]] = {
     name: {"name": name, **demo_fields(name, STEPS)}
     for name in ("srft", "hpt", "superrl", "dypo", "sdar", "uft")
 }
 """Methods that train on the demonstrations of the sampled prompts."""
-NAMED = {"named-sources": {"name": "guarded-probing"}}
+NAMED = {"named-sources": {"name": "constant-alarm"}}
 """The default method with an alarm for each kind of problem, as `data.source_field` names them."""
 
 MAIN = ("base", "spoil", "wrong", "noisy")
@@ -180,7 +180,7 @@ STUDIES = {
         "scenario_alarm.json",
     ),
     "fourth": Study(
-        "guarded-probing",
+        "constant-alarm",
         range(30, 40),
         (((*MAIN, *OTHER, *HARDER, *NEWEST), FOURTH), (tuple(SCENARIOS), PROMPT_DEMOS | NAMED)),
         "fourth_study",

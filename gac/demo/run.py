@@ -15,7 +15,7 @@ from pathlib import Path
 from gac.config import load
 from gac.config.types import unknown_name_message
 from gac.errors import ConfigError, RunError, writable_folder
-from gac.methods import METHODS as TABLE
+from gac.methods import all_methods
 from gac.report import results_table, write_report
 from gac.study.runs import run_all
 from gac.training.run_config import TrainConfig
@@ -37,8 +37,8 @@ def run_demo(
 ) -> int:
     """Train the base model, then each method with each seed; write the report, print its table."""
     for name in methods:
-        if name not in TABLE:
-            raise ConfigError(unknown_name_message("--methods", name, TABLE, "method"))
+        if name not in all_methods():
+            raise ConfigError(unknown_name_message("--methods", name, all_methods(), "method"))
     writable_folder("--out", out)
     started = time.perf_counter()
     jobs = jobs or min(len(os.sched_getaffinity(0)), len(methods) * len(seeds))
@@ -53,7 +53,7 @@ def run_demo(
     print(f"\n{results_table(folders)}\n")
     print(f"Total time: {time.perf_counter() - started:.0f} s.")
     print(f"Report: {page}")
-    print("Next: gac demo --methods gac constant --seeds 3, or train your own model:")
+    print("Next: gac demo --methods constant-alarm constant --seeds 3, or train your own model:")
     print("      gac train examples/gsm8k.yaml --set model.path=/path/to/a/model")
     return 0
 
@@ -100,15 +100,15 @@ def _config(out: Path, run: Path, changes: dict) -> TrainConfig:
     data = {"prompts": str(task / "prompts.jsonl"), "demo_field": "solution"}
     evaluation = {
         "data": {"prompts": str(task / "eval.jsonl")},
-        "max_new_tokens": 9,
+        "max_completion_length": 9,
         "batch": None,
         "split_field": "op",
     }
     shared = {
         "out": str(run),
         "reward": "gac.demo.task:reward",
-        "rollouts": {"prompts": 12, "completions": 8, "max_new_tokens": 9},
-        "micro_batch": 1000,  # all rows of a step in one forward, on any machine
+        "rollouts": {"num_prompts": 12, "num_generations": 8, "max_completion_length": 9},
+        "micro_batch_size": 1000,  # all rows of a step in one forward, on any machine
         "checkpoint_every": 20,
     }
     merged = {
@@ -128,10 +128,10 @@ def base_config(out: Path, run: Path, seed: int, steps: int, data: str = "base")
             "model": {"path": str(task / "init"), "random_init": True},
             "data": {"prompts": None, "demos": str(task / f"{data}.jsonl")},
             "method": {"name": "sft"},
-            "name": "base",
-            "optim": {"lr": 3e-3, "betas": [0.9, 0.99], "warmup": 10, "final": 0.0},
+            "run_name": "base",
+            "optim": {"lr": 3e-3, "betas": [0.9, 0.99], "warmup_steps": 10, "min_lr_ratio": 0.0},
             "steps": steps,
-            "demo_batch": 64,
+            "demo_batch_size": 64,
             "seed": seed,
             "checkpoint_every": 100,
             "eval": {"samples": 4, "temperature": 1.0},
@@ -146,7 +146,7 @@ def method_config(out: Path, base: Path, name: str, seed: int, steps: int) -> Tr
     others get a separate set of 256.
     """
     data = {"demos": str(out / "task" / "demos.jsonl")}
-    if TABLE[name]().sampling(completions=8).demos == "prompt":
+    if all_methods()[name]().sampling(completions=8).demos == "prompt":
         data = {"prompts": str(out / "task" / "prompts_demos.jsonl")}
     return _config(
         out,
@@ -155,9 +155,9 @@ def method_config(out: Path, base: Path, name: str, seed: int, steps: int) -> Tr
             "model": {"path": str(base)},
             "data": data,
             "method": {"name": name, **demo_fields(name, steps)},
-            "optim": {"lr": 2e-4, "betas": [0.9, 0.99], "warmup": 10},
+            "optim": {"lr": 2e-4, "betas": [0.9, 0.99], "warmup_steps": 10},
             "steps": steps,
-            "demo_batch": 32,
+            "demo_batch_size": 32,
             "seed": seed,
             "eval": {"every": 20},
             "monitor_kl_every": 10,

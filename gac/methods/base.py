@@ -18,7 +18,6 @@ from torch import Tensor
 
 from gac.control.estimators import Corrections
 from gac.control.evidence import Evidence
-from gac.control.solvers import Weights
 from gac.control.term_pair import TermPair
 from gac.parallel.collectives import rank
 from gac.rollouts.advantages import Credit, group_credit
@@ -30,6 +29,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 State = dict[str, Any]  # plain JSON types
+Weights = tuple[float, float]  # of the demonstration and the rollout gradient
+OURS = "our variants"  # family of the methods that no publication describes
 
 
 class Mix(NamedTuple):
@@ -143,15 +144,6 @@ class Observation:
             grouped.setdefault(source, []).append(loss)
         return grouped
 
-    @classmethod
-    def restore(cls, plain: dict[str, Any]) -> Observation:
-        """Rebuild an observation from its JSON form in checkpoints of earlier versions."""
-        values = dict(plain)
-        for key, kind in (("signals", Signals), ("corrections", Corrections)):
-            if values.get(key) is not None:
-                values[key] = kind(*values[key])
-        return cls(**values)
-
 
 @dataclass(frozen=True)
 class Method:
@@ -162,16 +154,20 @@ class Method:
     """
 
     name: ClassVar[str] = ""
-    """Name in the configuration: `method: NAME`."""
-    family: ClassVar[str] = ""
+    """Name in lists and logs, and in the configuration if the method is in a table of methods."""
+    family: ClassVar[str] = "installed"
     """Group in lists of methods."""
-    source: ClassVar[str] = ""
+    source: ClassVar[str] = "not published"
     """Where the formula is published."""
     cost: ClassVar[str] = "none"
     """Cost per step in addition to one forward pass over all rows and one backward pass over the
     rows that are trained on."""
     keeps_best: ClassVar[bool] = False
     """Whether the run ends with the weights of its best evaluation."""
+
+    def __init_subclass__(cls) -> None:
+        if "name" not in vars(cls):
+            cls.name = cls.__qualname__
 
     def needs(self, step: int) -> StepNeeds:
         """The inputs and measurements that step `step`, counted from 0, requires."""
@@ -191,7 +187,7 @@ class Method:
         Args:
             rewards: [Q, K] rewards of K rollouts for each of Q prompts.
             demos: [Q] rewards of the demonstrations if they are in their prompt's group, else None.
-            kind: normalization of the rewards, as in `rollouts.advantages`.
+            kind: normalization of the rewards, as in `rollouts.scale_rewards`.
         """
         return group_credit(rewards, demos, kind)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from gac.control.schedules import MixSchedule
+from gac.control.schedules import MixSchedule, ScheduleChoice
 from gac.errors import require
 from gac.rollouts.plan import Sampling, Stage
 from gac_kernels import DemoWeight, LossSpec
@@ -38,7 +38,7 @@ class PrefixRFT(Method):
     family: ClassVar[str] = "hybrid"
     source: ClassVar[str] = "arXiv 2507.01679"
 
-    low: MixSchedule = MixSchedule(peak=0.95, valley=0.05, decay=500)
+    low: ScheduleChoice = MixSchedule(peak=0.95, valley=0.05, decay=500)
     """Smallest share of the demonstration that is given, as a function of the step."""
     high: float = 0.95
     """Largest share, in [0, 1]."""
@@ -62,7 +62,7 @@ class PrefixRFT(Method):
     def sampling(self, completions: int) -> Sampling:
         if completions < 2:
             raise ValueError(
-                f"rollouts.completions={completions!r}: use 2 or more; one continues a prefix"
+                f"rollouts.num_generations={completions!r}: use 2 or more; one continues a prefix"
             )
         stages = Stage(completions - 1), Stage(1, trained=1, length=self.prefix_tokens)
         return Sampling("prompt", stages, advantages="centered")

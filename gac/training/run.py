@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,12 @@ from gac.methods import Mix, Observation
 from gac.methods.base import StepNeeds, next_mix
 from gac.models.causal_lm import load_tokenizer, stop_tokens
 from gac.parallel import setup
-from gac.rewards import Tally, build_rewards
+from gac.rewards import Tally, build_reward
 from gac.rollouts.engines import make_engine
 from gac.rollouts.generation import RolloutConfig
 from gac.rollouts.sampling import Rollouts, Sampler
 from gac.training.feed import Feed
-from gac.training.run_config import TrainConfig, upgrade_config
+from gac.training.run_config import TrainConfig
 
 from .budget import choose_micro_batches
 from .fingerprint import check_fingerprint, fingerprint
@@ -32,7 +31,7 @@ from .policy import load_policy, load_reference, loss_of, make_gradients
 from .record import Record
 
 logger = logging.getLogger(__name__)
-_MICRO = ("micro_batch", "micro_tokens")
+_MICRO = ("micro_batch_size", "max_tokens_per_micro_batch")
 
 
 class Run:
@@ -46,7 +45,7 @@ class Run:
         self.out = Path(config.out)
         self.checkpoints = self.out / "checkpoints"
         self.accelerator = setup.make_accelerator(
-            config.parallel, config.mixed_precision, config.trackers, config.out
+            config.parallel, config.mixed_precision, config.report_to, config.out
         )
         self.heartbeat = Heartbeat()
         self.record = Record(self.out, self.accelerator)
@@ -57,7 +56,7 @@ class Run:
         stop_tokens(self.tokenizer, (*config.rollouts.stop, *config.eval.stop))
         rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
         self.feed = Feed(config, self.tokenizer, rank, ranks)
-        self.plan = self.method.sampling(config.rollouts.completions)
+        self.plan = self.method.sampling(config.rollouts.num_generations)
         longest = self.feed.check_budgets(config)
         self.kl_in_loss = loss_of(config).spec.kl_coef != 0
         needs = StepNeeds.union(map(self.needs, range(config.steps)))
@@ -78,15 +77,15 @@ class Run:
             self.accelerator,
             self.model,
             self.reference,
-            self.feed.longest_row(config.rollouts.max_new_tokens),
+            self.feed.longest_row(config.rollouts.max_completion_length),
             self.feed.unit,
         )
-        self.feed.sized_in_tokens = config.micro_tokens is not None
+        self.feed.sized_in_tokens = config.max_tokens_per_micro_batch is not None
         self.optimizer = make_optimizer(self.model, config.optim)
         self.gradients = make_gradients(
             config, self.accelerator, self.tokenizer, self.model, self.reference, needs
         )
-        eval_reward, reward = build_rewards(config.reward, config.reward_noise, config.seed, rank)
+        reward = build_reward(config.reward)
         self.sampler = Sampler(
             config.rollouts,
             engine,
@@ -98,14 +97,12 @@ class Run:
         )
         self.rollouts: Rollouts | None = None
         self.tally = Tally(reward)
-        self.evaluator = Evaluator(config.eval, self.tokenizer, eval_reward, config.seed)
+        self.evaluator = Evaluator(config.eval, self.tokenizer, reward, config.seed)
         self.step = 0
         self.state, self.mix = next_mix(self.method, self.method.init(), Observation(0))
         self.ended = False  # the method has ended the run
         self.guard, self.stop = Guard(config.guards), StopRequest()
-        self.fingerprint = fingerprint(
-            config.model, self.tokenizer, self.feed.sources(), eval_reward
-        )
+        self.fingerprint = fingerprint(config.model, self.tokenizer, self.feed.sources(), reward)
         self.best: dict[str, Any] = {}  # step and accuracy of the best checkpoint
         self.first_skipped: Path | None = None  # first of the current consecutive skipped steps
         self._open(path)
@@ -132,12 +129,14 @@ class Run:
             )
         if path:
             progress = checkpoint.read_progress(path)
-            progress = {**progress, "config": upgrade_config(progress["config"])}
-            preflight.check_same_run(progress, dump(self.config), self.config.parallel.resize)
-            if self.config.micro_batch is None and self.config.micro_tokens is None:
+            preflight.check_same_run(
+                progress, dump(self.config), self.config.parallel.allow_world_size_change
+            )
+            if (
+                self.config.micro_batch_size is None
+                and self.config.max_tokens_per_micro_batch is None
+            ):
                 saved = {key: progress["config"].get(key) for key in _MICRO}
-                if saved == dict.fromkeys(_MICRO):  # earlier versions: all rows in one forward
-                    saved["micro_batch"] = sys.maxsize
                 self.config = dataclasses.replace(self.config, **saved)
         return path
 
@@ -152,19 +151,15 @@ class Run:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             save(config, self.out / "config.yaml")
         self.record.truncate(self.step if path else None)
-        if config.trackers:
+        if config.report_to:
             self.accelerator.init_trackers(self.out.name, config={"config": str(dump(config))})
 
     def _restore(self, path: Path) -> None:
         saved = checkpoint.read_progress(path).get("fingerprint")
-        check_fingerprint(saved, self.fingerprint, self.config.resume_anyway)
+        check_fingerprint(saved, self.fingerprint, self.config.ignore_input_changes)
         progress = checkpoint.load(path, self.model, self.optimizer, self.gradients.tracked)
         self.step, self.state, self.best = progress["step"], progress["method"], progress["best"]
-        if "mix" in progress:
-            self.mix = Mix(*progress["mix"])
-        else:  # earlier versions saved the observation and chose the mix in the next step
-            last = Observation.restore(progress["last"])
-            self.state, self.mix = next_mix(self.method, self.state, last)
+        self.mix = Mix(*progress["mix"])
         self.ended = progress["ended"]
         self.guard.load_state_dict(progress["guard"])
         self.feed.load_state_dict(progress)

@@ -16,6 +16,7 @@ import torch
 from tokenizers.processors import TemplateProcessing
 
 from gac import Mixer
+from gac.control.signals import ProxySignals
 from gac.data.order import Order
 from gac.data.rows import Row
 from gac.demo.task import make_tokenizer
@@ -77,8 +78,8 @@ def test_a_mixer_is_saved_in_one_file(tmp_path: Path) -> None:
 def test_steps_trim_as_the_method_asks_and_gather_no_needless_sketches(monkeypatch: Any) -> None:
     monkeypatch.setattr(UnitSketches, "gathered", None)
     logged = []
-    for name in ("gac", "gac-no-trim"):
-        mixer = Mixer(METHODS[name](), rows=9, batch=20)
+    for trim in (0.1, 0.0):
+        mixer = Mixer(GAC(signals=ProxySignals(trim)), rows=9, batch=20)
         mixer.observe(moments(0, demo=True, rows=20))
         logged.append(mixer.close()["sft_variance"])
     total = moments(0, demo=True, rows=20)

@@ -164,7 +164,7 @@ def test_unsupported_arguments_are_rejected(keywords: dict[str, Any], message: s
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["gac-paper", "gac-constant-variance", "chord-phi", "kl-ctrl"])
+@pytest.mark.parametrize("name", ["gac-paper", "constant-alarm", "chord-phi", "kl-ctrl"])
 def test_methods_that_need_only_logps_are_supported(name: str):
     mixer = Mixer(METHODS[name](), rows=9, batch=6)
     assert mixer.method.name == name

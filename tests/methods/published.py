@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from gac.data.rows import Row
-from gac.methods import METHODS
 
 TEMPERATURE = 1.3
 MAX_NEW_TOKENS = 5
@@ -231,7 +230,7 @@ LOSSES = {
     "dpo": dpo,
     "ipo": ipo,
     "constant": mixture(0.58),
-    **dict.fromkeys(["guarded", "guarded-probing"], mixture(0.4)),
+    **dict.fromkeys(["guarded", "constant-alarm"], mixture(0.4)),
     "hpcd": mixture(0.9),
     "wcf": mixture(0.0),
     "chord-mu": mixture(0.9),
@@ -255,15 +254,10 @@ LOSSES = {
     "dwa": lambda rows: nll(rows) + policy_gradient(rows),
     "famo": mixture(0.5),
     # first update: mu* = alpha_init = 0.7, m = 0.99 * 0.5 + 0.01 * 0.7, prior 0.85, capped at 0.51
-    **{name: mixture(0.51, phi) for name in METHODS if name.startswith("gac")},
-    "gac-no-phi": mixture(0.51),
-    "gac-no-cap": mixture(0.5 * 0.85 + 0.5 * 0.502, phi),
-    "gac-no-prior": mixture(0.502, phi),
-    "gac-prior-low": mixture(0.49, phi),
+    **dict.fromkeys(["gac", "gac-paper"], mixture(0.51, phi)),
     # the constant 0.7, capped at 0.15 from 0.5
     "gac-gated": mixture(0.42),
     "gac-gated-sketch": mixture(0.35),
-    "oracle": mixture(0.7, phi),
 }
 
 
@@ -346,9 +340,5 @@ EXTRA = {
     "dypo": {"correct": 0.5},
     "relift": {"correct": 2.0, "buffer": 2},
     "srft": {"correct": 0.3},
-    "oracle": {"gradient_parts": 2},
-    **{
-        name: {"gradient_parts": 2}
-        for name in ("gac-covariance", "gac-biased", "gac-biased-paper", "gac-gated")
-    },
+    "gac-gated": {"gradient_parts": 2},
 }

@@ -7,7 +7,6 @@ that masks, normalizers, temperatures and prefixes are checked too.
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 import re
 
@@ -16,11 +15,11 @@ import torch
 from torch import Tensor
 
 from gac.control.signals import GradientSignals
-from gac.control.solvers import cross_gram
 from gac.control.term_pair import TermPair
 from gac.data.rows import Batch, Row
 from gac.methods import METHODS, Mix, Observation
 from gac.methods.base import StepNeeds
+from gac.methods.gram_solver import cross_gram
 from gac.methods.token_loss import custom_loss
 from gac.models.causal_lm import Head
 from gac.training.probes.parts import GradientParts
@@ -42,6 +41,12 @@ from tests.methods.published import (
 )
 from tests.tiny import tiny_config
 
+BIASED = {
+    "estimator": "biased",
+    "signals": {"name": "gradients", "bias": True},
+    "gradient_parts": 2,
+}
+
 
 def test_every_method_has_golden_values():
     assert set(LOSSES) | set(SOLVERS) == set(METHODS)
@@ -55,14 +60,14 @@ def one_step(name: str, task, out, fields=None) -> tuple[Trainer, list[Row], lis
     of the model from before the step.
     """
     rollouts = {
-        "prompts": 6,
-        "completions": 4,
-        "max_new_tokens": MAX_NEW_TOKENS,
+        "num_prompts": 6,
+        "num_generations": 4,
+        "max_completion_length": MAX_NEW_TOKENS,
         "temperature": TEMPERATURE,
     }
     fields = EXTRA.get(name, {}) if fields is None else fields
     config = tiny_config(
-        task, out, method={"name": name, **fields}, rollouts=rollouts, eval={}, micro_batch=5
+        task, out, method={"name": name, **fields}, rollouts=rollouts, eval={}, micro_batch_size=5
     )
     trainer = Trainer(config)
     before = copy.deepcopy(trainer.model).double()
@@ -161,7 +166,7 @@ def test_gradient_source_receives_exact_inner_products(task, tmp_path, monkeypat
         "read",
         lambda self, e, s: (calls.append((e, read(self, e, s))), calls[-1][1])[1],
     )
-    _, rows, _, model = one_step("gac-biased", task, tmp_path)
+    _, rows, _, model = one_step("gac", task, tmp_path, BIASED)
     evidence, (reading, _) = calls[0]
     terms = [row_terms(model, model, row) for row in rows]
     demos, rollouts = ([r for r in terms if r.row.is_demo == kind] for kind in (True, False))
@@ -397,20 +402,21 @@ def test_sft_light_stops_on_a_plateau():
     state, mix = method.mix(state, Observation(1, demo_loss=1.0))
     assert mix.final
     assert not METHODS["sft-light"](patience=1).mix(method.init(), Observation(0))[1].final
-    older = {"average": 1.0, "best": 0.5, "since": 3}  # the state of an earlier version
-    assert method.mix(older, Observation(1))[1].final
-    state, mix = method.mix(older, Observation(1, demo_loss=0.4))
+    assert method.mix(state, Observation(1, demo_loss=math.nan)) == (state, mix)
+    state, mix = method.mix(state, Observation(1, demo_loss=0.4))
     assert not mix.final and state == {"average": 0.4, "best": 0.4, "steps_since_best": 0}
-    assert method.mix(state, Observation(1, demo_loss=math.nan)) == (state, Mix(1.0))
-    smoothed = METHODS["sft-light"](decay=0.75).mix(state, Observation(1, demo_loss=2.0))
-    assert smoothed == ({"average": 0.8, "best": 0.4, "steps_since_best": 1}, Mix(1.0))
+    smoothed = METHODS["sft-light"](decay=0.75)
+    state, mix = smoothed.mix(state, Observation(1, demo_loss=2.0))
+    assert (state, mix) == ({"average": 0.8, "best": 0.4, "steps_since_best": 1}, Mix(1.0))
+    state, mix = smoothed.mix(state, Observation(1, demo_loss=0.2))  # one lucky batch
+    assert state == {"average": pytest.approx(0.65), "best": 0.4, "steps_since_best": 2}
 
 
 def test_sft_budgets_end_after_their_epochs(task, tmp_path):
     fields = {"examples": 10, "epochs": 3}
     method = {"name": "sft-best", **fields}
     trainer = Trainer(tiny_config(task, tmp_path, method=method, eval={}, steps=100))
-    assert len(trainer.feed.demos[0]) == 10 and trainer.feed.steps == 3 * 10 // 4
+    assert len(trainer.feed.demos) == 10 and trainer.feed.steps == 3 * 10 // 4
 
 
 def test_hpt_soft_gate_weights_rollouts_and_demos(task, tmp_path):
@@ -445,36 +451,13 @@ def test_hpt_soft_and_hard_gates():
 # ---- GAC and its variants: the controller itself is tested in test_controller.py
 
 
-def gac_mu_trajectory(name: str, fields: dict, steps: int = 30) -> list[float]:
-    """mu of every step, with noisy RL, low-noise SFT and the KL on target."""
-    method = METHODS[name](**fields)
-    state, mus = method.init(), []
-    for t in range(steps):
-        observation = Observation(t, signals=Signals(0.1, 0.5, 0.4), kl=0.02)
-        state, mix = method.mix(state, observation)
-        mus.append(mix.mu)
-    return mus
-
-
-def test_gac_variants_differ_as_documented():
+def test_the_printed_algorithm_hardly_leaves_its_prior():
     mu_star = (0.7 * 0.4 + 0.5) / (0.4 + 0.1 + 0.5)
-    base = gac_mu_trajectory("gac", {})
-    assert max(abs(b - a) for a, b in itertools.pairwise(base)) <= 0.01 + 1e-12
-    assert gac_mu_trajectory("oracle", {})[0] == pytest.approx(mu_star)  # mu equals mu*
-    assert gac_mu_trajectory("gac-no-ema", {"max_step": 1.0})[0] == pytest.approx(
-        0.5 * 0.85 + 0.5 * mu_star
-    )
-    m = 0.99 * 0.5 + 0.01 * mu_star
-    assert gac_mu_trajectory("gac-no-prior", {"max_step": 1.0})[0] == pytest.approx(m)
-    assert gac_mu_trajectory("gac-no-cap", {})[0] == pytest.approx(0.5 * 0.85 + 0.5 * m)
-    low, high = gac_mu_trajectory("gac-prior-low", {}), gac_mu_trajectory("gac-prior-high", {})
-    assert low[-1] < base[-1] < high[-1]
-    printed = gac_mu_trajectory("gac-paper", {"max_step": 1.0}, 400)
-    prior = METHODS["gac"]().prior(399)
-    assert printed[-1] == pytest.approx(0.9901 * prior + 0.0099 * mu_star, abs=2e-3)
-    early = METHODS["gac-early-refresh"]()
-    assert [t for t in range(20) if early.needs(t).signals] == [0, *range(1, 20, 2)]
-    assert METHODS["gac-no-trim"]().needs(0).trim == 0.0
+    method = METHODS["gac-paper"](max_step=1.0)
+    state = method.init()
+    for t in range(400):
+        state, mix = method.mix(state, Observation(t, signals=Signals(0.1, 0.5, 0.4), kl=0.02))
+    assert mix.mu == pytest.approx(0.9901 * method.prior(399) + 0.0099 * mu_star, abs=2e-3)
 
 
 def test_kl_is_measured_whenever_alpha_is_updated():

@@ -1,4 +1,4 @@
-"""The demo's stages, settings and scenarios, without training."""
+"""The demo's stages and settings, without training."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from gac.config import ConfigError, dump
-from gac.demo import run, scenarios
+from gac.demo import run
 from gac.demo.settings import demo_fields
 from gac.errors import RunError
 from gac.methods import METHODS
 from gac.report.reading import flatten
-from gac.rewards import RewardNoise
 from gac.training.run_config import TrainConfig
 
 DEFAULTS = dict(flatten(dump(TrainConfig())))
@@ -32,17 +31,17 @@ def changed(config: TrainConfig) -> dict[str, Any]:
 
 SHARED = {
     "reward": "gac.demo.task:reward",
-    "rollouts.prompts": 12,
-    "rollouts.completions": 8,
-    "rollouts.max_new_tokens": 9,
+    "rollouts.num_prompts": 12,
+    "rollouts.num_generations": 8,
+    "rollouts.max_completion_length": 9,
     "data.demo_field": "solution",
     "eval.data.prompts": "o/task/eval.jsonl",
-    "eval.max_new_tokens": 9,
+    "eval.max_completion_length": 9,
     "eval.batch": None,
     "eval.split_field": "op",
-    "micro_batch": 1000,
+    "micro_batch_size": 1000,
     "optim.betas": [0.9, 0.99],
-    "optim.warmup": 10,
+    "optim.warmup_steps": 10,
 }
 
 
@@ -52,14 +51,14 @@ def test_settings_of_the_stages() -> None:
         SHARED
         | {
             "out": "o/base-3",
-            "name": "base",
+            "run_name": "base",
             "model.path": "o/task/init",
             "model.random_init": True,
             "data.demos": "o/task/sparse.jsonl",
             "optim.lr": 3e-3,
-            "optim.final": 0.0,
+            "optim.min_lr_ratio": 0.0,
             "steps": 50,
-            "demo_batch": 64,
+            "demo_batch_size": 64,
             "seed": 3,
             "checkpoint_every": 100,
             "eval.samples": 4,
@@ -73,7 +72,7 @@ def test_settings_of_the_stages() -> None:
         "optim.lr": 2e-4,
         "steps": 80,
         "seed": 2,
-        "demo_batch": 32,
+        "demo_batch_size": 32,
         "eval.every": 20,
         "checkpoint_every": 20,
         "monitor_kl_every": 10,
@@ -111,13 +110,10 @@ def test_durations_are_scaled_to_the_steps() -> None:
         "uft": {"hint_steps": 96},
         "prefix-rft": {"low": {"peak": 0.95, "valley": 0.05, "decay": 160}},
         "dwa": {"window": 10},
-        "gac-early-refresh": prior | {"early_steps": 20},
         "gac": prior,
         "gac-paper": prior,
-        "oracle": prior,
         "gac-gated": {},
         "gac-gated-sketch": {},
-        "gac-prior-low": {},
         "constant": {},
         "guarded": {},
     }
@@ -213,132 +209,3 @@ def test_the_demo_s_stages(tmp_path: Path, monkeypatch: Any, capsys: Any) -> Non
         run.run_demo(out, ["dft"], (0, 1))
     with pytest.raises(ConfigError, match=r"--methods.*did you mean 'grpo'"):
         run.run_demo(out, ["sft", "grop"])
-
-
-# --- scenarios
-
-
-@pytest.mark.parametrize(
-    ("name", "method", "expected"),
-    [
-        ("base", "grpo", {"data.demos": "demos"}),
-        ("wrong", "grpo", {"data.demos": "wrong"}),
-        ("turn", "grpo", {"data.demos": "plus", "data.demo_shifts": [(16, "demos")]}),
-        ("late", "luffy", {"data.prompts": "wrong", "data.demo_shifts": [(16, "demos")]}),
-        (
-            "burst",
-            "grpo",
-            {"data.demos": "demos", "data.demo_shifts": [(16, "wrong"), (20, "demos")]},
-        ),
-        (
-            "sources",
-            "luffy",
-            {
-                "data.prompts": "demos",
-                "data.demo_shifts": [
-                    (4 * i, "plus" if i in (1, 3, 5, 7, 9) else "demos") for i in range(1, 10)
-                ],
-            },
-        ),
-        (
-            "flicker",
-            "grpo",
-            {
-                "data.demos": "demos",
-                "data.demo_shifts": [
-                    (step, "wrong" if step % 4 == 0 else "demos") for step in range(16, 40, 2)
-                ],
-            },
-        ),
-        ("spoil", "grpo", {"data.demos": "demos", "data.demo_shifts": [(16, "wrong")]}),
-        ("half", "grpo", {"data.demos": "demos", "data.demo_shifts": [(16, "half")]}),
-        ("mistaken", "grpo", {"data.demos": "demos", "data.demo_shifts": [(16, "mistaken")]}),
-        ("sparse", "grpo", {"data.demos": "demos", "data.where.op": "-"}),
-        ("noisy", "grpo", {"data.demos": "demos"}),
-    ],
-)
-def test_settings_of_a_scenario(name: str, method: str, expected: dict[str, Any]) -> None:
-    config = scenarios.scenario_config(Path("o"), Path("b"), name, 40, method)
-    assert config.reward_noise == (RewardNoise(0.35, 16) if name == "noisy" else None)
-    settings = changed(run.method_config(Path("o"), Path("b"), method, 0, 40))
-    settings |= {"out": f"o/{name}", "eval.every": 10, "checkpoint_every": 10}
-    settings |= {"keep_checkpoints": 1}
-    settings["monitor_kl_every"] = 0
-    prefix = "o/task/prompts_" if method == "luffy" else "o/task/"
-
-    def file(value: str) -> str:
-        return f"{prefix}{value}.jsonl"
-
-    for key, value in expected.items():
-        if key == "data.demo_shifts":
-            settings[key] = [{"step": step, "demos": file(demos)} for step, demos in value]
-        else:
-            settings[key] = value if key == "data.where.op" else file(value)
-    actual = changed(config)
-    if name == "sparse":
-        settings["eval.data.prompts"] = "o/task/eval_minus.jsonl"
-    assert {k: v for k, v in actual.items() if not k.startswith("reward_noise")} == differing(
-        settings
-    )
-
-
-def test_a_short_run_has_no_change_before_its_first_step() -> None:
-    config = scenarios.scenario_config(Path("o"), Path("b"), "sources", 4)
-    assert [shift.step for shift in config.data.demo_shifts or ()] == [1, 2, 3, 4]
-
-
-def test_scenarios_share_their_base_models(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    calls: list[Any] = []
-
-    def write(folder: Path, seed: int) -> None:
-        calls.append((folder, seed))
-        folder.mkdir(exist_ok=True)
-        (folder / "prompts_plus.jsonl").touch()
-
-    def make_base(out: Path, steps: int, *options: Any) -> Path:
-        calls.append((out, steps, *options))
-        return Path(f"base of {options[2]} {options[0][0]}")
-
-    monkeypatch.setattr(scenarios, "write_task", write)
-    monkeypatch.setattr(scenarios, "write_scenario_data", write)
-    monkeypatch.setattr(scenarios, "make_base", make_base)
-    arguments = ["--out", str(tmp_path), "--names", "second", "sparse", "half", "wrong"]
-    arguments += ["--steps", "20", "--base-steps", "30"]
-    assert scenarios.main(arguments) == 0
-    assert calls[:2] == [(tmp_path / "task", 0)] * 2
-    assert calls[2:] == [
-        (tmp_path, 30, range(5, 10), (0.01, 0.10), "base"),
-        (tmp_path, 30, range(5), (0.0, 0.0099), "sparse"),
-        (tmp_path, 30, range(5), (0.01, 0.10), "base"),
-    ]
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.partition(".yaml: ")[0] for line in lines] == [
-        f"{tmp_path}/{name}" for name in ("second", "sparse", "half", "wrong")
-    ]
-    configs = {path.stem: path.read_text() for path in tmp_path.glob("*.yaml")}
-    bases = {"second": "base 5", "sparse": "sparse 0", "half": "base 0", "wrong": "base 0"}
-    assert {name: f"path: base of {bases[name]}\n" in text for name, text in configs.items()} == (
-        dict.fromkeys(bases, True)
-    )
-    assert "\nsteps: 20\n" in configs["half"]
-    calls.clear()
-    assert [*scenarios.write_scenarios(tmp_path, ["base"])] == ["base"]
-    assert calls == [(tmp_path, 400, range(5), (0.01, 0.10), "base")]  # the data are kept
-    monkeypatch.setattr(scenarios, "write_scenarios", lambda *given: calls.append(given) or [])
-    assert scenarios.main([]) == 0
-    assert calls[1:] == [(Path("runs/scenarios"), list(scenarios.SCENARIOS), 160, 400)]
-
-
-def test_variants_of_demonstrations() -> None:
-    """Rows without a solution keep their place; every second solution of `half` is changed."""
-    solved = [{"id": i, "solution": f"{i}.9'8.7."} for i in (9, 3, 5, 0)]
-    rows = [solved[0], {"id": "none"}, *solved[1:]]
-    variants = scenarios._variants(rows, seed=1)
-    wrong, half = variants["wrong"], variants["half"]
-    assert [row["id"] for row in wrong] == [9, "none", 3, 5, 0] and wrong[1] == rows[1]
-    changed_rows = [a != b for a, b in zip(wrong, rows, strict=True)]
-    assert changed_rows == [True, False, True, True, True]
-    assert half == [rows[0], rows[1], wrong[2], rows[3], wrong[4]]
-    mistaken = [row.get("solution") for row in variants["mistaken"]]
-    assert mistaken == ["0.9'8.7.", None, "4.9'8.7.", "6.9'8.7.", "1.9'8.7."]
-    assert scenarios._variants(rows, seed=2)["wrong"] != wrong

@@ -68,18 +68,18 @@ def test_summary_lists_regrets_over_all_scenarios(tmp_path):
     # (12 * 50 + 70) / 13 = 51.5
     row = "| `guarded` | 56.5 | +5.0 [+4.6, +5.4] | +5.0 | -35.0 (`base`) | 2 | 2 |"
     assert row in text and "| `mu-0.3` | 51.5 |  | +0.0 | +0.0 (`base`) | 0 | 2 |" in text
-    assert "`guarded-probing`" not in text  # it has no run
+    assert "`constant-alarm`" not in text  # it has no run
 
 
 def test_fourth_study_judges_margins_places_and_equal_time(tmp_path):
     fourth = STUDIES["fourth"]
     finals = known_finals(fourth, tmp_path)
-    arms = {**dict.fromkeys(results.FIXED, 0.5), "guarded-probing": 0.485, "gac": 0.49}
+    arms = {**dict.fromkeys(results.FIXED, 0.5), "constant-alarm": 0.485, "gac": 0.49}
     for scenario in fourth.scenarios:
         for arm, value in arms.items():
             finals[scenario][arm][:2] = [value, value]
-    finals["turn"]["guarded-probing"][:2] = [0.471, 0.471]
-    finals["burst"]["guarded-probing"][:2] = [0.479, 0.479]
+    finals["turn"]["constant-alarm"][:2] = [0.471, 0.471]
+    finals["burst"]["constant-alarm"][:2] = [0.479, 0.479]
     by_step = {"30": 0.1, "60": 0.2, "90": 0.3, "120": 0.5}
     course = {arm: {"0": by_step, "1": by_step} for arm in arms}
     seconds = {**{arm: {"0": 1.0, "1": 2.0} for arm in arms}, "gac": {"0": 1.2, "1": 2.6}}
@@ -87,9 +87,9 @@ def test_fourth_study_judges_margins_places_and_equal_time(tmp_path):
     text = results.page("fourth", saved)
     assert "at most 2 points below" in text and "(in `turn`, 3 points)" in text
     assert "base yes (-1.5" in text and "turn yes (-2.9" in text and "burst no (-2.1" in text
-    assert "higher average than `guarded-probing`: `mu-0.1` by +" in text and "`gac` by" in text
+    assert "higher average than `constant-alarm`: `mu-0.1` by +" in text and "`gac` by" in text
     assert "| `gac` | 2 | 1.250 [1.200, 1.300] | 30.0 at step 90; best constant 50.0 |" in text
-    assert "| `guarded-probing` | 2 | 1.000 [1.000, 1.000] | - |" in text
+    assert "| `constant-alarm` | 2 | 1.000 [1.000, 1.000] | - |" in text
 
 
 def test_each_study_tests_its_own_arm_on_its_own_seeds(tmp_path):

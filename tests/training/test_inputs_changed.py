@@ -10,8 +10,7 @@ import pytest
 
 from gac.config import ConfigError, save
 from gac.errors import CheckpointError, RunError
-from gac.rewards import build_rewards
-from gac.rewards.noise import RewardNoise
+from gac.rewards import build_reward
 from gac.training import export, fingerprint
 from gac.training.export import export_run
 from gac.training.record import Logbook
@@ -61,9 +60,9 @@ def test_a_changed_input_is_refused(half_run, change, name, monkeypatch):
         change(half_run)
         for module in [m for m in sys.modules if m.startswith("reward_rw_")]:
             monkeypatch.delitem(sys.modules, module)
-        with pytest.raises(ConfigError, match=f"the {name} changed .*resume_anyway=true"):
+        with pytest.raises(ConfigError, match=f"the {name} changed .*ignore_input_changes=true"):
             Trainer(config(half_run))
-        assert Trainer(config(half_run, resume_anyway=True)).step == 2
+        assert Trainer(config(half_run, ignore_input_changes=True)).step == 2
     finally:
         for path, content in backup.items():
             path.write_bytes(content)
@@ -137,8 +136,8 @@ def test_a_fingerprint_covers_the_functions_inside_of_rewards(tmp_path):
     for number, file in enumerate(files):
         file.write_text(REWARD.format(f"> {number}"))
     terms = [{"reward": f"{file}:reward", "weight": 0.5} for file in files]
-    for reward in build_rewards({"sum": terms}, RewardNoise(rate=0.5), 0, 0):
-        assert list(fingerprint._files(reward)) == [file.read_bytes() for file in files]
+    reward = build_reward({"sum": terms})
+    assert list(fingerprint._files(reward)) == [file.read_bytes() for file in files]
 
 
 def test_only_inputs_that_the_checkpoint_knows_are_compared():

@@ -9,29 +9,31 @@ from typing import Any, ClassVar
 from gac.control.alarm import Alarm, AlarmState, alarm_message, is_suspect
 from gac.errors import require
 
-from .base import Mix, Observation, State
+from .base import OURS, Mix, Observation, State
 from .constant import Constant
 from .preset import preset
 
 
 @dataclass(frozen=True)
-class Guarded(Constant):
-    """Constant mu; 0 after a lasting rise of the demonstration loss, until the loss falls back.
+class ConstantAlarm(Constant):
+    """Constant mu; almost 0 after a lasting rise in the demonstration loss, until it falls back.
 
-    If the data name sources (`data.source_field`), each source has its own alarm. mu is then the
-    mean over the last step's demonstrations: `mu_suspect` for those of suspect sources, else `mu`.
+    The few demonstrations that are used during an alarm are a probe: if the policy learns them
+    easily, the alarm ends. If the data name sources (`data.source_field`), each source has its own
+    alarm. mu is then the mean over the last step's demonstrations: `mu_suspect` for those of
+    suspect sources, else `mu`.
     """
 
-    name: ClassVar[str] = "guarded"
-    family: ClassVar[str] = "noise-aware"
+    name: ClassVar[str] = "constant-alarm"
+    family: ClassVar[str] = OURS
     source: ClassVar[str] = "docs/controller.md"
 
     mu: float = 0.4
     """Weight of the demonstrations while the alarm is off, in [0, 1]."""
-    mu_suspect: float = 0.0
+    mu_suspect: float = 0.02
     """Weight of the demonstrations while the alarm is on, in [0, 1]."""
     alarm: Alarm = Alarm()
-    """Detects lasting rises of the demonstration loss."""
+    """Detects lasting rises in the demonstration loss."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,10 +78,9 @@ class Guarded(Constant):
         return {"demos_suspect": state.get("suspect", float(is_suspect(state["alarm"])))}
 
 
-GuardedProbing = preset(
-    Guarded,
-    "guarded-probing",
-    "guarded that keeps a small share of suspect demonstrations: if the policy learns them easily, "
-    "they are used again.",
-    mu_suspect=0.02,
+Guarded = preset(
+    ConstantAlarm,
+    "guarded",
+    "constant-alarm without probing: an alarm ends only when the loss falls back.",
+    mu_suspect=0.0,
 )

@@ -1,8 +1,8 @@
-"""Scenarios for the demo task, one configuration each: `python -m gac.demo.scenarios`.
+"""Scenarios for the demo task, one configuration each: `python -m tools.scenarios`.
 
 Each scenario changes the demonstrations, the rewards or the base model of the scenario `base`,
 which is the demo's own setting. The command writes the data, the base models and OUT/NAME.yaml;
-then run, for example, `gac train OUT/spoil.yaml --set method=guarded-probing` or `gac study
+then run, for example, `gac train OUT/spoil.yaml --set method=constant-alarm` or `gac study
 OUT/spoil.yaml --methods ...`.
 """
 
@@ -11,23 +11,70 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gac.config import save
-from gac.data.shift import DemoShift
-from gac.rewards.noise import RewardNoise
+from gac.data import Example, Order
+from gac.demo.run import make_base, method_config
+from gac.demo.task import rows, with_demos, write_rows, write_task, wrong
+from gac.rewards import Reward, build_reward
+from gac.rewards.base import RowOutcome
 from gac.training.run_config import TrainConfig
-
-from .run import make_base, method_config
-from .task import rows, with_demos, write_rows, write_task, wrong
 
 CHANGE = 0.4  # fraction of a run after which the scenario's change takes effect
 SPARSE = 0.05  # subtractions per addition in the training data of the `sparse` base model
+
+
+class Phases(Order):
+    """Data that change during a run: rows with `from_step: n` replace all others in step n.
+
+    The sets of rows have equal sizes, and one position runs through all of them.
+    """
+
+    def __init__(self, examples: Sequence[Example], seed: int) -> None:
+        self.sets: dict[int, list[int]] = {}  # first step -> rows
+        for i, example in enumerate(examples):
+            self.sets.setdefault(example.extra.get("from_step", 0), []).append(i)
+        sizes = set(map(len, self.sets.values()))
+        if len(sizes) > 1 or 0 not in self.sets:
+            raise ValueError(f"from_step: sets of sizes {sizes} from steps {sorted(self.sets)}")
+        super().__init__(sizes.pop(), seed)
+
+    def take(self, k: int, step: int = 0) -> list[int]:
+        own = self.sets[max(start for start in self.sets if start <= step)]
+        return [own[i] for i in super().take(k)]
+
+
+class NoisyReward(Reward):
+    """A reward r of a row with the field `flip` becomes 1 - r with that probability.
+
+    Only prompts to train on have the field. The noise depends on the step, the rank and the order
+    of calls.
+    """
+
+    def __init__(self, reward: str) -> None:
+        self.reward, self.name = build_reward(reward), f"noisy {reward}"
+        self.set_step(0)
+
+    def set_step(self, step: int) -> None:
+        """Set the optimizer step that the following calls belong to."""
+        self.rng = random.Random(f"noise:{os.environ.get('RANK', 0)}:{step}")
+
+    def outcomes(
+        self, completions: Sequence[str], examples: Sequence[Example]
+    ) -> Sequence[RowOutcome]:
+        scored = zip(self.reward.outcomes(completions, examples), examples, strict=True)
+        return [self._flip(outcome, e.extra.get("flip", 0.0)) for outcome, e in scored]
+
+    def _flip(self, outcome: RowOutcome, rate: float) -> RowOutcome:
+        flips = self.rng.random() < rate
+        return outcome if isinstance(outcome, Exception) or not flips else 1 - outcome
 
 
 @dataclass(frozen=True)
@@ -168,16 +215,21 @@ def scenario_config(
 ) -> TrainConfig:
     """The configuration of scenario `name` for a run of `method` with `steps` steps."""
     scenario, change = SCENARIOS[name], int(CHANGE * steps)
-    config, task = method_config(out, base, method, 0, steps), f"{out / 'task'}/"
+    config, task = method_config(out, base, method, 0, steps), out / "task"
+    files = {0: scenario.demos}
+    if scenario.later is not None:
+        files[change] = scenario.later
+    files |= {max(round(share * steps), 1): file for share, file in scenario.shifts}
     if config.data.demos is None:  # the prompts bring their own demonstrations
-        task += "prompts_"
-        data = dataclasses.replace(config.data, prompts=f"{task}{scenario.demos}.jsonl")
+        changed = {"prompts": _phases(task, {n: f"prompts_{file}" for n, file in files.items()})}
     else:
-        data = dataclasses.replace(config.data, demos=f"{task}{scenario.demos}.jsonl")
-    files = {} if scenario.later is None else {change: scenario.later}
-    files |= {round(share * steps): file for share, file in scenario.shifts}
-    shifts = (DemoShift(n, f"{task}{file}.jsonl") for n, file in files.items() if n > 0)
-    data = dataclasses.replace(data, demo_shifts=tuple(shifts) or None)
+        changed = {"demos": _phases(task, files)}
+    if scenario.flipped:
+        noisy = {0: Path(changed.get("prompts", config.data.prompts)).stem}
+        changed["prompts"] = _phases(task, noisy | {change: noisy[0]}, scenario.flipped)
+    order = "tools.scenarios:Phases" if len(files) > 1 or scenario.flipped else None
+    data = dataclasses.replace(config.data, **changed, order=order)
+    reward = {"name": "tools.scenarios:NoisyReward", "reward": config.reward}
     evaluation = dataclasses.replace(config.eval, every=steps // 4)
     if scenario.op is not None:
         data = dataclasses.replace(data, where={"op": scenario.op})
@@ -188,18 +240,34 @@ def scenario_config(
         out=str(out / name),
         data=data,
         eval=evaluation,
-        reward_noise=RewardNoise(scenario.flipped, change) if scenario.flipped else None,
+        reward=reward if scenario.flipped else config.reward,
         monitor_kl_every=0,
         checkpoint_every=steps // 4,
         keep_checkpoints=1,
     )
 
 
+def _phases(task: Path, files: Mapping[int, str], flip: float = 0.0) -> str:
+    """The path of a file with the rows of `files`, by first step; `flip` applies after the first.
+
+    The file is written if there is more than one.
+    """
+    if len(files) == 1:
+        return str(task / f"{files[0]}.jsonl")
+    parts = [f"{file}{start or ''}" for start, file in files.items()]
+    path = task / f"{'-'.join(parts)}{'-noisy' * bool(flip)}.jsonl"
+    if task.exists() and not path.exists():
+        changes = {n: {"from_step": n} | ({"flip": flip} if n and flip else {}) for n in files}
+        sets = {n: _read(task / f"{file}.jsonl") for n, file in files.items()}
+        write_rows(path, [row | changes[n] for n, rows in sets.items() for row in rows])
+    return str(path)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the arguments and write the scenarios; returns the exit code."""
     listed = "\n".join(f"  {name:8} {s.description}" for name, s in SCENARIOS.items())
     parser = argparse.ArgumentParser(
-        prog="python -m gac.demo.scenarios",
+        prog="python -m tools.scenarios",
         description=f"{__doc__}\n\n{listed}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
