@@ -174,6 +174,14 @@ def superrl(rows: list[RowTerms]) -> Tensor:
     return policy_gradient(rows) + nll(rows)
 
 
+def routing(rows: list[RowTerms]) -> Tensor:
+    rollouts, demos = ([r for r in rows if r.row.is_demo == demo] for demo in (False, True))
+    solved = len({r.row.unit for r in rollouts})
+    share = len(demos) / (len(demos) + solved)
+    assert 0 < share < 1, "some prompts are solved, and some are not"
+    return (1 - share) * policy_gradient(rollouts) + share * nll(demos)
+
+
 def relift(rows: list[RowTerms]) -> Tensor:
     rollouts = [r for r in rows if not r.row.is_demo]
     rl = constant_sum([surrogate(r) - 0.001 * r.entropy for r in rollouts], len(rollouts))
@@ -264,6 +272,7 @@ LOSSES = {
     "srft": srft,
     "hpt": hpt,
     "superrl": superrl,
+    "routing": routing,
     "relift": relift,
     "dypo": dypo,
     "sdar": sdar,
@@ -355,7 +364,7 @@ EXTRA = {
     "sft-then-rl": {"sft_steps": 2},
     "trapo": {"sizes": [1, 1, 1, 1], "trained": [0, 1, 1, 1], "below": [-1, 2, 2, 2]},
     "hpt": {"correct": 0.5},
-    "superrl": {"correct": 0.5},
+    **{key: {"correct": 0.5} for key in ["superrl", "routing"]},
     "amft": {"warmup": 0},
     "dypo": {"correct": 0.5},
     "relift": {"correct": 2.0, "buffer": 2},

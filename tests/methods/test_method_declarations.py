@@ -22,7 +22,7 @@ PAIRS = {"from_reference": True, "pairs": True}
 SAMPLINGS = {  # for 8 rollouts per prompt
     "dr-grpo": CENTERED,
     **dict.fromkeys(["dpo", "ipo"], PAIRS),
-    **dict.fromkeys(["multitask", "superrl"], OF_PROMPTS),
+    **dict.fromkeys(["multitask", "superrl", "routing"], OF_PROMPTS),
     "luffy": {**OF_PROMPTS, **CENTERED, "stages": (Stage(7),), "demo_in_group": True},
     "srft": {**OF_PROMPTS, "advantages": "std", "demo_in_group": True},
     "hpt": {**OF_PROMPTS, **CENTERED},
