@@ -78,6 +78,7 @@ def test_the_page_runs_as_written_and_a_killed_study_resumes(folder):
     for line in "".join(text for kind, text in FENCE.findall(SECTION) if kind == "sh").splitlines():
         if line.startswith("gac study"):
             metrics = kill_after_four_steps(line, folder / "first/run")
+            before = metrics.read_text().splitlines()
         done = subprocess.run(
             command(line), env=environment(), capture_output=True, text=True, timeout=300
         )
@@ -89,8 +90,9 @@ def test_the_page_runs_as_written_and_a_killed_study_resumes(folder):
     study = json.loads((folder / "first/run/study.json").read_text())
     assert list(study["methods"]) == ["constant", "my_method:Threshold:level=0.2"]
     assert all(None not in row["final"] for row in study["methods"].values())
-    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
-    assert steps == list(range(1, 17)) and "resumed" in (metrics.parent / "log.txt").read_text()
+    rows = metrics.read_text().splitlines()
+    assert [json.loads(line)["step"] for line in rows] == list(range(1, 17))
+    assert rows[:2] == before[:2]  # with the time of each step, so they were not run again
 
 
 def test_a_broken_package_does_not_stop_the_others(folder):
