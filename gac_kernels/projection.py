@@ -31,8 +31,8 @@ NO_SPLIT_K = 1 << 24
 
 
 # Rows of a buffer start at multiples of this many elements, so that TMA and 16-byte accesses work
-# for any vocabulary; the number of rows is a multiple of the second number, so that the allocator can
-# reuse their memory although the number of tokens varies.
+# for any vocabulary; the number of rows is a multiple of the second number, so that the allocator
+# can reuse their memory although the number of tokens varies.
 ROW_MULTIPLE = {"cuda": (64, 1024)}
 
 
