@@ -198,18 +198,6 @@ def test_cells_of_a_study() -> None:
     assert mean([0.0, 0.0, 1.0]) == 0.333333 and interval([1 / 3] * 2) == [0.333333] * 2
 
 
-
-
-
-
-
-
-
-
-
-
-
-
 @pytest.mark.parametrize(
     "change",
     [
