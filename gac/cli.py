@@ -365,7 +365,7 @@ def _train(options: argparse.Namespace) -> int:
     from gac.config import load
     from gac.training.run_config import TrainConfig
 
-    _find_rewards_next_to(options.config)
+    _find_user_code(options.config)
     config = load(TrainConfig, options.config, options.set)  # validate before any slow import
     _show_log()
     from gac.parallel import setup
@@ -385,10 +385,10 @@ def _train(options: argparse.Namespace) -> int:
     return OK
 
 
-def _find_rewards_next_to(config: Path | None) -> None:
-    """Let reward modules be imported from the folder of the configuration file."""
-    if config is not None:
-        sys.path.append(str(config.parent.resolve()))
+def _find_user_code(config: Path | None) -> None:
+    from gac.config.imports import find_user_code
+
+    find_user_code(config)
 
 
 def _eval(options: argparse.Namespace) -> int:
@@ -396,7 +396,7 @@ def _eval(options: argparse.Namespace) -> int:
     from gac.evaluation.suite import EvalConfig, evaluate_single, run_suite
     from gac.evaluation.table import results_table
 
-    _find_rewards_next_to(options.config)
+    _find_user_code(options.config)
     config = load(EvalConfig, options.config or {}, options.set)
     if options.against and not config.tasks:
         raise ConfigError("--against requires `tasks`: move the data set into `tasks`")
@@ -438,7 +438,7 @@ def _check_rewards(options: argparse.Namespace) -> int:
     from gac.rewards.check import check
 
     _show_log()
-    _find_rewards_next_to(options.config)
+    _find_user_code(options.config)
     result = check(options.config, options.set, options.min_reward)
     for row in result.failing:
         print(row)
@@ -455,7 +455,7 @@ def _methods(options: argparse.Namespace) -> int:
 
         print(methods_table())
     else:
-        sys.path.append(str(Path.cwd()))  # for package.module:Class
+        _find_user_code(None)
         print(_method(name))
     return OK
 

@@ -90,7 +90,10 @@ class Loss(NamedTuple):
     spec: LossSpec
     """The fused loss; with `token`, its reductions and statistics."""
     token: Callable[[TokenView], Tensor] | None = None
-    """[N] loss of each token, differentiable through `TokenView.logps`; replaces the fused loss."""
+    """[N] loss of each token, differentiable through `TokenView.logps`; replaces the fused loss. KL
+    penalty, entropy bonus and correction of `spec` are added to it."""
+    policy: bool = False
+    """`token` uses `TokenView.policy_loss`, and so the clip and the ratio of `spec`."""
     pooled: bool = False
     """Both terms are divided by a common count over all rows."""
     reference: bool = False

@@ -10,7 +10,8 @@ from gac.data import DataConfig
 from gac.errors import require, require_at_least, require_one_of
 from gac.evaluation.task import EvalSettings
 from gac.faults.guard import GuardConfig
-from gac.methods import METHODS, Method, all_methods
+from gac.methods import DEFAULT, METHODS, Method, all_methods
+from gac.methods.loss_keys import check_loss
 from gac.models.causal_lm import ModelConfig
 from gac.parallel.setup import ParallelConfig
 from gac.rollouts.generation import RolloutConfig
@@ -29,7 +30,7 @@ class TrainConfig:
     model: ModelConfig = ModelConfig()
     """The model, its dtype and adapters."""
     method: Annotated[Method, Choice(all_methods, lambda method: method.family)] = METHODS[
-        "constant-alarm"
+        DEFAULT
     ]()
     """`name` and the fields of that method, e.g. {name: constant, mu: 0.3}; see `gac methods`. The
     name of your own method is package.module:Class."""
@@ -107,6 +108,7 @@ class TrainConfig:
                 f"eval.every={self.eval.every}: there is nothing to evaluate: set "
                 "eval.data.prompts or eval.tasks, or remove eval.every"
             )
+        check_loss(self.method, self.loss, self.steps)
         self._check_groups()
         if self.rollouts.engine == "paged" and self.parallel.mode == "fsdp":
             raise ValueError(

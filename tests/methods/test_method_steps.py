@@ -268,7 +268,7 @@ def test_states_are_plain_json_and_never_changed_in_place(name: str) -> None:
 
 
 CHANGED = {  # fields of the credit that are not those of the group
-    **dict.fromkeys(["hpt", "superrl", "dypo"], ("rollout_weight", "demo_weight")),
+    **dict.fromkeys(["hpt", "superrl", "routing", "dypo"], ("rollout_weight", "demo_weight")),
     **dict.fromkeys(["relift", "sdar"], ("demo_weight",)),
     "srft": ("rollouts",),
 }
@@ -318,4 +318,8 @@ def test_superrl_replaces_groups_without_a_reward() -> None:
     assert credit.rollout_weight.tolist() == [0.0, 1.0, 0.0]
     assert credit.demo_weight.tolist() == [1.0, 0.0, 1.0]
     assert credit.rollouts[1].tolist() == [-0.25, 0.25]
-    assert METHODS["superrl"]().mix({}, Observation(0))[1].pair == (1.0, 1.0)
+    routed = METHODS["routing"]().credit(rewards, None, "centered")
+    assert torch.allclose(routed.rollout_weight, torch.tensor([0.0, 1 / 3, 0.0]))
+    assert torch.allclose(routed.demo_weight, torch.tensor([2 / 3, 0.0, 2 / 3]))
+    for name in ("superrl", "routing"):
+        assert METHODS[name]().mix({}, Observation(0))[1].pair == (1.0, 1.0)
