@@ -39,14 +39,16 @@ OPTIONS = {
     "sequence correction": Option(
         LossSpec(correction="sequence_mask"), ("rollout_logps", "old_logps")
     ),
-    "CISPO": Option(LossSpec(policy="cispo"), ("old_logps",)),
-    "SAPO": Option(LossSpec(policy="sapo"), ("old_logps",)),
-    "REINFORCE": Option(LossSpec(policy="reinforce")),
-    "unbiased KL": Option(LossSpec(kl_coef=0.1, kl_ratio=True), ("ref_logps", "old_logps")),
-    "GSPO on-policy": Option(LossSpec(ratio="sequence")),
+    "CISPO": Option(LossSpec(policy_loss="cispo"), ("old_logps",)),
+    "SAPO": Option(LossSpec(policy_loss="sapo"), ("old_logps",)),
+    "REINFORCE": Option(LossSpec(policy_loss="reinforce")),
+    "unbiased KL": Option(
+        LossSpec(kl_coef=0.1, use_bias_correction_kl=True), ("ref_logps", "old_logps")
+    ),
+    "GSPO on-policy": Option(LossSpec(importance_sampling_level="sequence")),
     "logit scale": Option(other={"logit_scale": 0.5}),
     "softcap": Option(other={"softcap": 30.0}),
-    "GSPO": Option(LossSpec(ratio="sequence"), ("old_logps",), passes=2),
+    "GSPO": Option(LossSpec(importance_sampling_level="sequence"), ("old_logps",), passes=2),
     "sequence correction of current log-probs": Option(
         LossSpec(correction="sequence_mask", correction_max=None), ("rollout_logps",), passes=2
     ),

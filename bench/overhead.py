@@ -70,7 +70,7 @@ def clock() -> float:
 
 
 def configuration(
-    folder: Path, method: str | None, kl_rows: int | None, steps: int, times: int
+    folder: Path, method: str | None, kl_sample_size: int | None, steps: int, times: int
 ) -> TrainConfig:
     """A scaled-down examples/gsm8k.yaml on an untrained model."""
     write_task(folder / "task", seed=0)
@@ -91,11 +91,15 @@ def configuration(
             "data": data,
             "reward": "bench.overhead:random_reward",
             "steps": steps + 1,
-            "rollouts": {"prompts": 2 * times, "completions": 8, "max_new_tokens": 32 * times},
-            "demo_batch": 4 * times,
-            "micro_batch": 8,
-            "kl_rows": kl_rows,
-            "optim": {"lr": 1e-6, "warmup": 1},
+            "rollouts": {
+                "num_prompts": 2 * times,
+                "num_generations": 8,
+                "max_completion_length": 32 * times,
+            },
+            "demo_batch_size": 4 * times,
+            "micro_batch_size": 8,
+            "kl_sample_size": kl_sample_size,
+            "optim": {"lr": 1e-6, "warmup_steps": 1},
         },
     )
 
@@ -270,13 +274,16 @@ def main() -> None:
         config = configuration(
             Path(folder),
             arguments.method,
-            arguments.kl_rows,
+            arguments.kl_sample_size,
             STEPS * (arguments.cycles + 1),
             arguments.times,
         )
         cycles = measure(config, arguments.cycles)
     name = config.method.name
-    save(f"{name}, times {arguments.times}, kl_rows {arguments.kl_rows}", summary(cycles))
+    save(
+        f"{name}, times {arguments.times}, kl_sample_size {arguments.kl_sample_size}",
+        summary(cycles),
+    )
 
 
 def summary(cycles: list[CycleTimes]) -> dict[str, Any]:

@@ -244,11 +244,12 @@ def fused_linear_gac_loss(
 
     The gradients are computed in the forward pass, chunk by chunk: 6 N H V FLOPs in total. This
     becomes 8 N H V if the loss depends on sums of current log-probs over a sequence: with
-    `spec.ratio="sequence"` and `old_logps`, `kl_ratio` or a correction, and with a "sequence"
-    correction without `old_logps`. Rows without a loss are skipped, rows whose gradient is known to
-    be 0 need only the forward GEMM, and a frozen weight needs no weight-gradient GEMM. Under
-    autocast the operands are rounded to its dtype; gradients of float32 weights are float32. The
-    weight must not be sharded: under FSDP, call this inside the module's forward.
+    `spec.importance_sampling_level="sequence"` and `old_logps`, `use_bias_correction_kl` or a
+    correction, and with a "sequence" correction without `old_logps`. Rows without a loss are
+    skipped, rows whose gradient is known to be 0 need only the forward GEMM, and a frozen weight
+    needs no weight-gradient GEMM. Under autocast the operands are rounded to its dtype; gradients
+    of float32 weights are float32. The weight must not be sharded: under FSDP, call this inside the
+    module's forward.
 
     Arguments not listed here, and errors, are as in `fused_gac_loss`.
 

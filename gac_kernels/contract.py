@@ -101,14 +101,14 @@ class LossSpec:
     """Number of tokens that a "constant" reduction counts for each sequence."""
     temperature: float = 1.0
     """The logits are divided by it before the softmax."""
-    policy: str = "clip"
+    policy_loss: str = "clip"
     """The policy term of a rollout token with ratio r and advantage A: "clip" (PPO, GRPO),
     "cispo" (-clip(r) A logp with detached clip(r), arXiv 2506.13585), "sapo" (a soft clip,
     -(4 / tau) sigmoid(tau (r - 1)) A, arXiv 2511.20347) or "reinforce" (-A logp).
     """
     sapo_tau: tuple[float, float] = (1.0, 1.05)
     """tau of "sapo" where A > 0, and elsewhere."""
-    ratio: str = "token"
+    importance_sampling_level: str = "token"
     """"token": each token's own ratio. "sequence": exp of the mean log-ratio over the rollout
     tokens of the sequence (GSPO, arXiv 2507.18071).
     """
@@ -124,7 +124,7 @@ class LossSpec:
     """Lower bound of that factor, or None."""
     correction_max: float | None = 2.0
     """Upper bound of that factor, or None."""
-    kl_ratio: bool = False
+    use_bias_correction_kl: bool = False
     """Multiply the KL estimator by the ratio, differentiated: unbiased off-policy (arXiv
     2512.02556).
     """
@@ -143,11 +143,13 @@ class LossSpec:
         for name in ("rollout_reduction", "demo_reduction"):
             _choice(name, getattr(self, name), REDUCTIONS)
         _choice("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
-        _choice("policy", self.policy, POLICIES)
-        _choice("ratio", self.ratio, RATIOS)
+        _choice("policy_loss", self.policy_loss, POLICIES)
+        _choice("importance_sampling_level", self.importance_sampling_level, RATIOS)
         _choice("correction", self.correction, CORRECTIONS)
-        if not isinstance(self.kl_ratio, bool):
-            raise TypeError(f"kl_ratio={self.kl_ratio!r}: use True or False")
+        if not isinstance(self.use_bias_correction_kl, bool):
+            raise TypeError(
+                f"use_bias_correction_kl={self.use_bias_correction_kl!r}: use True or False"
+            )
         self._check_bounds()
         if self.dual_clip is not None and not 1 < self.dual_clip < math.inf:
             raise ValueError(f"dual_clip={self.dual_clip!r}: use a number > 1, or None")
@@ -167,7 +169,7 @@ class LossSpec:
             )
 
     def _check_bounds(self) -> None:
-        lowest = -1 if self.policy == "cispo" else 0  # CISPO's upper bound may be below 1
+        lowest = -1 if self.policy_loss == "cispo" else 0  # CISPO's upper bound may be below 1
         for name, least in (("clip_low", 0), ("clip_high", lowest)):
             value = getattr(self, name)
             if value is not None and not least <= value < math.inf:

@@ -84,19 +84,19 @@ _SPECS = {
         dual_clip=3.0, kl_coef=0.1, entropy_coef=0.01, demo_weight=DemoWeight.SHAPED
     ),
     "reinforce, k1, one": LossSpec(
-        policy="reinforce", kl_coef=0.1, kl_estimator="k1", demo_weight=DemoWeight.ONE
+        policy_loss="reinforce", kl_coef=0.1, kl_estimator="k1", demo_weight=DemoWeight.ONE
     ),
     "cispo, k2, p, truncated": LossSpec(
-        policy="cispo",
+        policy_loss="cispo",
         kl_coef=0.1,
         kl_estimator="k2",
         demo_weight=DemoWeight.P,
         correction="token_truncate",
     ),
     "sapo, kl ratio, trust, masked": LossSpec(
-        policy="sapo",
+        policy_loss="sapo",
         kl_coef=0.1,
-        kl_ratio=True,
+        use_bias_correction_kl=True,
         demo_weight=DemoWeight.TRUST,
         correction="token_mask",
     ),

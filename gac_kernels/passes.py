@@ -42,7 +42,11 @@ def in_passes(
     match coupling(tokens, spec):
         case Coupling.NONE:
             # a sequence ratio that is not coupled is 1 or unused
-            one_ratio = spec if spec.ratio == "token" else replace(spec, ratio="token")
+            one_ratio = (
+                spec
+                if spec.importance_sampling_level == "token"
+                else replace(spec, importance_sampling_level="token")
+            )
             result = one_pass(tokens, one_ratio)
             return result, result.terms
         case Coupling.KNOWN:

@@ -116,7 +116,7 @@ def token_terms(logps: Tensor, entropy: Tensor, tokens: Tokens, spec: LossSpec) 
         )
     rollout = policy - spec.entropy_coef * entropy
     if spec.kl_coef != 0:
-        rollout = rollout + spec.kl_coef * (ratio * kl if spec.kl_ratio else kl)
+        rollout = rollout + spec.kl_coef * (ratio * kl if spec.use_bias_correction_kl else kl)
     loss = torch.where(on_rollout, rollout, 0) + torch.where(tokens.live & demo, demonstration, 0)
     kl = torch.where(on_rollout, kl, 0).detach()
     return TokenTerms(logps, entropy, loss, kl, (clipped & on_rollout).to(logps.dtype))
@@ -126,7 +126,7 @@ def _ratio(logps: Tensor, tokens: Tokens, spec: LossSpec) -> tuple[Tensor, Tenso
     """The probability ratio to the sampling policy, and whether it is clamped (MAX_LOG_RATIO)."""
     old = logps.detach() if tokens.old is None else tokens.old
     log_ratio = logps - old
-    if spec.ratio == "sequence":
+    if spec.importance_sampling_level == "sequence":
         log_ratio = tokens.rollout_mean(log_ratio)
     return log_ratio.clamp(max=MAX_LOG_RATIO).exp(), log_ratio > MAX_LOG_RATIO
 
@@ -136,7 +136,7 @@ def _policy(logps: Tensor, ratio: Tensor, a: Tensor, spec: LossSpec) -> tuple[Te
     low = -math.inf if spec.clip_low is None else 1 - spec.clip_low
     high = math.inf if spec.clip_high is None else 1 + spec.clip_high
     bounded = ratio.detach().clamp(low, high)
-    match spec.policy:
+    match spec.policy_loss:
         case "clip":
             unclipped_objective, clipped_objective = ratio * a, bounded * a
             clipped = unclipped_objective > clipped_objective
@@ -223,7 +223,7 @@ def token_derivatives(
     zero = torch.zeros_like(logps)
 
     through_ratio, direct = zero, zero
-    match spec.policy:
+    match spec.policy_loss:
         case "clip":
             through_ratio = torch.where(clipped, 0, -weighted * a)
         case "sapo":
@@ -238,7 +238,7 @@ def token_derivatives(
             direct = -weighted * a
     if spec.kl_coef != 0 and tokens.ref is not None:
         d, kl_upstream = torch.where(tokens.rollout, tokens.ref - logps, 0), upstream * spec.kl_coef
-        if spec.kl_ratio:
+        if spec.use_bias_correction_kl:
             through_ratio = through_ratio + kl_upstream * _kl(d, spec.kl_estimator)
             kl_upstream = kl_upstream * ratio
         match spec.kl_estimator:
@@ -250,7 +250,7 @@ def token_derivatives(
                 d_kl = -kl_upstream * d.expm1()
         direct = direct + d_kl
     through_ratio = torch.where(overflows, 0, through_ratio * ratio)
-    if spec.ratio == "sequence":
+    if spec.importance_sampling_level == "sequence":
         through_ratio = tokens.rollout_mean(through_ratio)
 
     match spec.demo_weight:
@@ -292,7 +292,9 @@ def linearize(
         advantages=advantages, scale=scale, old=None, factor=None, rollout_logps=None
     )
     # on-policy, the gradient of "clip" is -A
-    return tokens, replace(spec, policy="clip", clip_low=None, clip_high=None, ratio="token")
+    return tokens, replace(
+        spec, policy_loss="clip", clip_low=None, clip_high=None, importance_sampling_level="token"
+    )
 
 
 class Coupling(enum.Enum):
@@ -305,13 +307,13 @@ class Coupling(enum.Enum):
 
 def coupling(tokens: Tokens, spec: LossSpec) -> Coupling:
     """Determine the coupling; only CURRENT requires a pass over the logits in advance."""
-    through_ratio = spec.policy in ("clip", "sapo")
-    has_kl_ratio = spec.kl_ratio and spec.kl_coef != 0
+    through_ratio = spec.policy_loss in ("clip", "sapo")
+    has_kl_ratio = spec.use_bias_correction_kl and spec.kl_coef != 0
     if tokens.rollout_logps is not None and spec.correction.startswith("sequence"):
         return Coupling.CURRENT
-    if spec.ratio == "token":
+    if spec.importance_sampling_level == "token":
         return Coupling.NONE
-    if tokens.old is not None and (spec.policy != "reinforce" or has_kl_ratio):
+    if tokens.old is not None and (spec.policy_loss != "reinforce" or has_kl_ratio):
         return Coupling.CURRENT
     if has_kl_ratio or (through_ratio and tokens.rollout_logps is not None):
         return Coupling.CURRENT

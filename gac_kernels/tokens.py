@@ -226,7 +226,7 @@ def may_have_gradient(tokens: Tokens, spec: LossSpec) -> Tensor:
 
     With a sequence ratio, a token's gradient also depends on the other tokens of its sequence.
     """
-    if spec.ratio == "sequence":
+    if spec.importance_sampling_level == "sequence":
         factor = tokens.factor
         size = (tokens.advantages if factor is None else tokens.advantages * factor).abs()
         total = tokens.rollout_sum(size).to(size.dtype)

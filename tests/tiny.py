@@ -53,16 +53,16 @@ def tiny_config(folder: Path, out: Path, **changes: Any) -> TrainConfig:
                 "demos": str(folder / "demos.jsonl"),
             },
             "reward": "tests.tiny:digit_reward",
-            "rollouts": {"prompts": 4, "completions": 4, "max_new_tokens": 5},
-            "micro_batch": 1000,  # all rows in one forward
+            "rollouts": {"num_prompts": 4, "num_generations": 4, "max_completion_length": 5},
+            "micro_batch_size": 1000,  # all rows in one forward
             "eval": {
                 "data": {"prompts": str(folder / "eval.jsonl")},
-                "max_new_tokens": 5,
+                "max_completion_length": 5,
                 "split_field": "op",
             },
-            "optim": {"lr": 1e-3, "warmup": 1, "clip": 0},
+            "optim": {"lr": 1e-3, "warmup_steps": 1, "max_grad_norm": 0},
             "steps": 4,
-            "demo_batch": 4,
+            "demo_batch_size": 4,
             "checkpoint_every": 2,
             "export": False,
             **changes,

@@ -110,7 +110,7 @@ def plan(
 def _constant(out: Path, base: Path, mu: float, seed: int, steps: int) -> TrainConfig:
     config = method_config(out, base, "constant", seed, steps)
     folder = str(out / f"constant-{mu}-{seed}")
-    return dataclasses.replace(config, method=Constant(mu=mu), out=folder, name=f"mu={mu}")
+    return dataclasses.replace(config, method=Constant(mu=mu), out=folder, run_name=f"mu={mu}")
 
 
 def summarize(runs: dict[str, list[TrainConfig]]) -> list[dict[str, Any]]:
@@ -131,7 +131,7 @@ def _statistics(configs: Sequence[TrainConfig]) -> dict[str, Any]:
         key: _mean_deviation([run["final"][name] for run in runs]) for key, name in columns.items()
     }
     seconds = _mean_deviation([run["seconds"] for run in runs])
-    method, completions = configs[0].method, configs[0].rollouts.completions
+    method, completions = configs[0].method, configs[0].rollouts.num_generations
     uses_demos = any(method.needs(step).demos for step in range(configs[0].steps))
     demos = method.sampling(completions).demos if uses_demos else "none"
     return {"demos": demos, **means, "seconds": seconds}

@@ -36,9 +36,9 @@ from tools.tiny_models import families, tiny_config
 PAGE = Path("docs/models.md")
 MODES: dict[str, dict[str, Any]] = {
     "padded": {},
-    "default": {"micro_batch": "null"},
-    "packed": {"micro_tokens": 64},
-    "micro-batches": {"micro_batch": 2},
+    "default": {"micro_batch_size": "null"},
+    "packed": {"max_tokens_per_micro_batch": 64},
+    "micro-batches": {"micro_batch_size": 2},
     "LoRA": {"model.lora.rank": 2},
     "FSDP2": {"parallel.mode": "fsdp"},
 }
@@ -144,9 +144,9 @@ def _train(folder: Path, mode: str, keys: dict[str, Any]) -> dict[str, float]:
         "method": {"name": "constant", "mu": 0.5},
         "data": {"prompts": str(folder / "data.jsonl"), "answer_field": None},
         "reward": "tools.models_table:reward",
-        "rollouts": {"prompts": 2, "completions": 4, "max_new_tokens": 6},
-        "demo_batch": 4,
-        "micro_batch": 8,
+        "rollouts": {"num_prompts": 2, "num_generations": 4, "max_completion_length": 6},
+        "demo_batch_size": 4,
+        "micro_batch_size": 8,
         "steps": 2,
         "export": False,
         "guards": {"patience": 1},

@@ -26,7 +26,7 @@ from gac.study.runs import run_all
 from gac.training.run_config import TrainConfig
 
 STEPS = 120
-SMALLER = ("rollouts.prompts=8", "rollouts.completions=6", "demo_batch=16")
+SMALLER = ("rollouts.num_prompts=8", "rollouts.num_generations=6", "demo_batch_size=16")
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 CONSTANTS = (0.1, 0.3, 0.5, 0.7, 0.9)
 

@@ -47,8 +47,8 @@ class MicroBatches:
         if longest > self.tokens:
             what = "a row" if self.unit == 1 else f"a unit of {self.unit} rows"
             raise ValueError(
-                f"micro_tokens={self.tokens}: this step has {what} with {longest} tokens, which "
-                f"must fit into one forward: use {longest} or more, or null"
+                f"max_tokens_per_micro_batch={self.tokens}: this step has {what} with {longest} "
+                f"tokens, which must fit into one forward: use {longest} or more, or null"
             )
 
     def _pack(self, units: Sequence[Unit], min_count: int) -> list[list[Unit]]:

@@ -35,10 +35,10 @@ reward: reward.py:reward
 
 # In each step: 16 prompts with 8 sampled responses each, and 32 demonstrations
 rollouts:
-  prompts: 16
-  completions: 8
-  max_new_tokens: 8
-demo_batch: 32
+  num_prompts: 16
+  num_generations: 8
+  max_completion_length: 8
+demo_batch_size: 32
 
 steps: {steps}
 optim:
@@ -49,7 +49,7 @@ eval:
   data:
     prompts: {folder}/data/eval.jsonl
   every: 50
-  max_new_tokens: 8
+  max_completion_length: 8
 checkpoint_every: 50
 """
 REWARD = '''\

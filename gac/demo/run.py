@@ -100,15 +100,15 @@ def _config(out: Path, run: Path, changes: dict) -> TrainConfig:
     data = {"prompts": str(task / "prompts.jsonl"), "demo_field": "solution"}
     evaluation = {
         "data": {"prompts": str(task / "eval.jsonl")},
-        "max_new_tokens": 9,
+        "max_completion_length": 9,
         "batch": None,
         "split_field": "op",
     }
     shared = {
         "out": str(run),
         "reward": "gac.demo.task:reward",
-        "rollouts": {"prompts": 12, "completions": 8, "max_new_tokens": 9},
-        "micro_batch": 1000,  # all rows of a step in one forward, on any machine
+        "rollouts": {"num_prompts": 12, "num_generations": 8, "max_completion_length": 9},
+        "micro_batch_size": 1000,  # all rows of a step in one forward, on any machine
         "checkpoint_every": 20,
     }
     merged = {
@@ -128,10 +128,10 @@ def base_config(out: Path, run: Path, seed: int, steps: int, data: str = "base")
             "model": {"path": str(task / "init"), "random_init": True},
             "data": {"prompts": None, "demos": str(task / f"{data}.jsonl")},
             "method": {"name": "sft"},
-            "name": "base",
-            "optim": {"lr": 3e-3, "betas": [0.9, 0.99], "warmup": 10, "final": 0.0},
+            "run_name": "base",
+            "optim": {"lr": 3e-3, "betas": [0.9, 0.99], "warmup_steps": 10, "min_lr_ratio": 0.0},
             "steps": steps,
-            "demo_batch": 64,
+            "demo_batch_size": 64,
             "seed": seed,
             "checkpoint_every": 100,
             "eval": {"samples": 4, "temperature": 1.0},
@@ -155,9 +155,9 @@ def method_config(out: Path, base: Path, name: str, seed: int, steps: int) -> Tr
             "model": {"path": str(base)},
             "data": data,
             "method": {"name": name, **demo_fields(name, steps)},
-            "optim": {"lr": 2e-4, "betas": [0.9, 0.99], "warmup": 10},
+            "optim": {"lr": 2e-4, "betas": [0.9, 0.99], "warmup_steps": 10},
             "steps": steps,
-            "demo_batch": 32,
+            "demo_batch_size": 32,
             "seed": seed,
             "eval": {"every": 20},
             "monitor_kl_every": 10,

@@ -39,7 +39,7 @@ class EvalTask:
     """Sampling temperature; 0: greedy."""
     top_p: float = 1.0
     """Nucleus sampling threshold."""
-    max_new_tokens: int = 1024
+    max_completion_length: int = 1024
     """Maximum response length in tokens."""
     stop: tuple[str, ...] = ()
     """Single-token strings that end a response, in addition to the EOS token."""
@@ -52,7 +52,7 @@ class EvalTask:
     """
 
     def __post_init__(self) -> None:
-        require_at_least(1, self, "samples", "max_new_tokens", "batch")
+        require_at_least(1, self, "samples", "max_completion_length", "batch")
         require_at_least(0, self, "temperature")
         require(0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")
         for k in self.pass_at:
@@ -135,7 +135,7 @@ def generate_answers(
                 model,
                 tokenizer,
                 [examples[i].prompt for i in part],
-                max_new_tokens=task.max_new_tokens,
+                max_completion_length=task.max_completion_length,
                 temperature=task.temperature,
                 top_p=task.top_p,
                 samples=task.samples,

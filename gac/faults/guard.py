@@ -13,18 +13,18 @@ from gac.errors import require, require_at_least
 class GuardConfig:
     """When to skip an optimizer step, and when to abort the run."""
 
-    max_norm: float = 1e5
+    skip_above_norm: float = 1e5
     """Skip a step whose gradient norm is above this or not finite."""
     patience: int = 5
     """Number of consecutive skipped steps after which the run saves a checkpoint and aborts."""
-    keep: int = 3
+    max_saved_steps: int = 3
     """Maximum number of skipped steps saved under out/replay for `gac replay`, with their weights.
     """
 
     def __post_init__(self) -> None:
-        require(self.max_norm > 0, "max_norm", self.max_norm, "a number > 0")
+        require(self.skip_above_norm > 0, "skip_above_norm", self.skip_above_norm, "a number > 0")
         require_at_least(1, self, "patience")
-        require_at_least(0, self, "keep")
+        require_at_least(0, self, "max_saved_steps")
 
 
 class Guard:
@@ -39,8 +39,9 @@ class Guard:
         """The reason to skip the step, or None. The arguments must be reduced over ranks."""
         values = {**losses, "grad_norm": norm}.items()
         fault = next((f"{name} is {x}" for name, x in values if not math.isfinite(x)), None)
-        if fault is None and norm > self.config.max_norm:
-            fault = f"grad_norm is {norm:.3g}, above guards.max_norm={self.config.max_norm:g}"
+        if fault is None and norm > self.config.skip_above_norm:
+            limit = self.config.skip_above_norm
+            fault = f"grad_norm is {norm:.3g}, above guards.skip_above_norm={limit:g}"
         self.skipped += fault is not None
         self.consecutive = self.consecutive + 1 if fault else 0
         self.fault = fault or self.fault

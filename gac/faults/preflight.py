@@ -21,21 +21,21 @@ FORMAT = 2  # checkpoint format version; incremented when older checkpoints can 
 # data is trained on
 MAY_CHANGE_ON_RESUME = {
     "out",
-    "name",
-    "resume_anyway",
+    "run_name",
+    "ignore_input_changes",
     "steps",
     "eval",
-    "micro_batch",
-    "micro_tokens",
+    "micro_batch_size",
+    "max_tokens_per_micro_batch",
     "checkpoint_every",
     "keep_checkpoints",
-    "trackers",
+    "report_to",
     "export",
     "guards",
     "parallel",
     "rollouts.vllm",
-    "rollouts.sample_every",
-    "rollouts.sample_prompts",
+    "rollouts.log_samples_every",
+    "rollouts.log_sample_prompts",
     "rollouts.print_samples",
 }
 
@@ -90,7 +90,8 @@ def check_budget(key: str, tokens: int | None, longest: int, unit: int) -> None:
         rows = "the longest row" if unit == 1 else f"{unit} rows that stay together"
         raise ConfigError(
             f"{key}={tokens}: {rows} (prompt and response) may have {need} tokens: use {need} or "
-            "more, or lower rollouts.max_new_tokens, data.max_prompt_tokens or data.max_demo_tokens"
+            "more, or lower rollouts.max_completion_length, data.max_prompt_tokens or "
+            "data.max_demo_tokens"
         )
 
 
@@ -118,9 +119,9 @@ def check_same_run(progress: Mapping[str, Any], now: Mapping[str, Any], resize: 
         )
     if saved_ranks != ranks and not resize:
         raise ConfigError(
-            f"parallel.resize=False: the checkpoint was written by {saved_ranks} processes but "
-            f"{ranks} are running, which would change the results. Start {saved_ranks} processes, "
-            "or set parallel.resize=true"
+            f"parallel.allow_world_size_change=False: the checkpoint was written by {saved_ranks} "
+            f"processes but {ranks} are running, which would change the results. Start "
+            f"{saved_ranks} processes, or set parallel.allow_world_size_change=true"
         )
 
 

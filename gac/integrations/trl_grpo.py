@@ -157,7 +157,7 @@ class FusedGRPOMixin:
         keywords["weights"] = self._weights(inputs, mask, old)
         if self.beta != 0:
             if self.args.use_bias_correction_kl:
-                spec["kl_ratio"] = True
+                spec["use_bias_correction_kl"] = True
             spec["kl_coef"] = self.beta
             keywords["ref_logps"] = inputs["ref_per_token_logps"]
         norm = self._norm(inputs, mask)
@@ -182,7 +182,7 @@ class FusedGRPOMixin:
             raise Inexpressible("top_entropy_quantile")
         spec: dict[str, Any] = {}
         if self.importance_sampling_level == "sequence":
-            spec["ratio"] = "sequence"
+            spec["importance_sampling_level"] = "sequence"
         low, high = self.epsilon_low, self.epsilon_high
         match self.loss_type:
             case "grpo" | "bnpo" | "dr_grpo" | "dapo" | "luspo":
@@ -192,12 +192,12 @@ class FusedGRPOMixin:
                         raise Inexpressible(f"delta={self.args.delta} below 1 + epsilon_high")
                     spec["dual_clip"] = self.args.delta
             case "cispo" if high >= 1:
-                spec |= {"policy": "cispo", "clip_low": None, "clip_high": high - 1}
+                spec |= {"policy_loss": "cispo", "clip_low": None, "clip_high": high - 1}
             case "sapo":
                 taus = (self.args.sapo_temperature_pos, self.args.sapo_temperature_neg)
-                spec |= {"policy": "sapo", "sapo_tau": taus}
+                spec |= {"policy_loss": "sapo", "sapo_tau": taus}
             case "vespo" if not off_policy:
-                spec["policy"] = "reinforce"
+                spec["policy_loss"] = "reinforce"
             case _:
                 raise Inexpressible(f"loss_type={self.loss_type}")
         return spec

@@ -191,7 +191,7 @@ class Method:
         Args:
             rewards: [Q, K] rewards of K rollouts for each of Q prompts.
             demos: [Q] rewards of the demonstrations if they are in their prompt's group, else None.
-            kind: normalization of the rewards, as in `rollouts.advantages`.
+            kind: normalization of the rewards, as in `rollouts.scale_rewards`.
         """
         return group_credit(rewards, demos, kind)
 

@@ -79,7 +79,9 @@ class DYPO(Method):
         """[N] loss of each token; for GAL, the loss of the token's group."""
         batch = tokens.batch
         if batch.ref is None:
-            raise ValueError("ref_logps=None: GAL needs the reference's log-probs; unset kl_rows")
+            raise ValueError(
+                "ref_logps=None: GAL needs the reference's log-probs; unset kl_sample_size"
+            )
         assert tokens.units is not None  # every batch of rows has units
         h = batch.per_sequence(torch.where(batch.rollout, tokens.logps - batch.ref, 0))
         sign = batch.per_sequence(batch.advantages).sign()

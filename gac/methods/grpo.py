@@ -79,7 +79,7 @@ class DAPO(GRPO):
 class GSPO(GRPO):
     """GRPO with one ratio per response: the geometric mean of its tokens' ratios, clipped.
 
-    The clip only takes effect if rollouts are reused (`rollouts.reuse` > 1).
+    The clip only takes effect if rollouts are reused (`rollouts.num_iterations` > 1).
     """
 
     name: ClassVar[str] = "gspo"

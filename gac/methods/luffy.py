@@ -47,7 +47,7 @@ class LUFFY(Method):
     def sampling(self, completions: int) -> Sampling:
         if completions < 2:
             raise ValueError(
-                f"rollouts.completions={completions!r}: use 2 or more; one is the demonstration"
+                f"rollouts.num_generations={completions!r}: use 2 or more; one is the demonstration"
             )
         group = (Stage(completions - 1),)
         return Sampling("prompt", group, demo_in_group=True, advantages="centered")

@@ -62,7 +62,7 @@ class PrefixRFT(Method):
     def sampling(self, completions: int) -> Sampling:
         if completions < 2:
             raise ValueError(
-                f"rollouts.completions={completions!r}: use 2 or more; one continues a prefix"
+                f"rollouts.num_generations={completions!r}: use 2 or more; one continues a prefix"
             )
         stages = Stage(completions - 1), Stage(1, trained=1, length=self.prefix_tokens)
         return Sampling("prompt", stages, advantages="centered")

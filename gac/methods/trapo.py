@@ -28,7 +28,7 @@ class TRAPO(Method):
     source: ClassVar[str] = "arXiv 2512.17636"
 
     sizes: tuple[int, ...] = (4, 2, 1, 1)
-    """Rollouts of each micro-group; their sum must be `rollouts.completions`."""
+    """Rollouts of each micro-group; their sum must be `rollouts.num_generations`."""
     prefixes: tuple[float, ...] = (0.0, 0.2, 0.5, 1.0)
     """Fraction of the demonstration given to each micro-group as a prefix."""
     below: tuple[float, ...] = (-1.0, 0.5, 0.7, 0.9)
@@ -67,7 +67,7 @@ class TRAPO(Method):
     def sampling(self, completions: int) -> Sampling:
         if sum(self.sizes) != completions:
             raise ValueError(
-                f"rollouts.completions={completions!r}: use {sum(self.sizes)}, the sum of "
+                f"rollouts.num_generations={completions!r}: use {sum(self.sizes)}, the sum of "
                 f"method.sizes={self.sizes!r}, or change the sizes"
             )
         rows = zip(self.sizes, self.prefixes, self.below, self.trained, strict=True)

@@ -52,15 +52,15 @@ class LoraConfig:
     """LoRA alpha; the adapters are scaled by alpha / rank."""
     dropout: float = 0.0
     """Dropout on the adapters' input."""
-    targets: tuple[str, ...] | str | None = ALL_LINEAR
+    target_modules: tuple[str, ...] | str | None = ALL_LINEAR
     """Modules that get adapters, as in peft: all-linear (without the LM head), a list of names, or
     a regular expression; null: peft's choice for the model, the default of earlier versions."""
 
     def __post_init__(self) -> None:
         require_at_least(1, self, "rank", "alpha")
         require(0 <= self.dropout < 1, "dropout", self.dropout, "a number in [0, 1)")
-        named = self.targets is None or len(self.targets) > 0
-        require(named, "targets", self.targets, f"{ALL_LINEAR}, or name some modules")
+        named = self.target_modules is None or len(self.target_modules) > 0
+        require(named, "target_modules", self.target_modules, f"{ALL_LINEAR}, or name some modules")
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class ModelConfig:
     """transformers' attn_implementation, e.g. sdpa or flash_attention_2; null: its default."""
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward: less memory, more time."""
-    dropout: bool = False
+    keep_dropout: bool = False
     """Keep the dropout and the router noise of the model's configuration in training. The sampled
     responses have none, so the importance ratio and the KL then contain noise."""
     lora: LoraConfig | None = None
@@ -141,7 +141,7 @@ def make_model(config: ModelConfig, seed: int, loading: ShardedLoading | None = 
                 model = read_model("model.path", config.path, loading is not None, **keywords)
     patch_forward(model)
     model = apply_training_options(model, config).train()
-    if not config.dropout:
+    if not config.keep_dropout:
         _disable_noise(model, config.lora)
     return model
 
@@ -171,13 +171,13 @@ def _training_config(config: ModelConfig) -> Any:
             for name, value in vars(part).items()
             if DROPOUT.search(name) and isinstance(value, float) and value > 0
         }
-        if noise and config.dropout:
+        if noise and config.keep_dropout:
             logger.warning(
-                "model.dropout=true: training uses %s, but sampling does not, so the importance "
-                "ratio and the KL contain noise",
+                "model.keep_dropout=true: training uses %s, but sampling does not, so the "
+                "importance ratio and the KL contain noise",
                 ", ".join(f"{name}={value:g}" for name, value in noise.items()),
             )
-        for name in noise if not config.dropout else ():
+        for name in noise if not config.keep_dropout else ():
             setattr(part, name, 0.0)
     return model_config
 
@@ -217,7 +217,11 @@ def apply_training_options(model: Any, config: ModelConfig) -> Any:
 
 def _add_lora(model: Any, config: LoraConfig) -> Any:
     peft = import_extra("peft", "model.lora")
-    targets = list(config.targets) if isinstance(config.targets, tuple) else config.targets
+    targets = (
+        list(config.target_modules)
+        if isinstance(config.target_modules, tuple)
+        else config.target_modules
+    )
     # linear layers whose output is not x W^T: routers, and one matrix per group of features
     special = [
         name
@@ -243,7 +247,7 @@ def _add_lora(model: Any, config: LoraConfig) -> Any:
             n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)
         }
         raise ConfigError(
-            f"model.lora.targets={targets!r}: {' '.join(str(error).split())[:200]}; use "
+            f"model.lora.target_modules={targets!r}: {' '.join(str(error).split())[:200]}; use "
             f"{ALL_LINEAR}, or some of {', '.join(sorted(linear))}"
         ) from error
 

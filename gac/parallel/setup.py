@@ -58,7 +58,7 @@ class ParallelConfig:
     """fsdp: reduce gradients only after the last micro-batch: less communication, but memory for
     one full gradient.
     """
-    resize: bool = False
+    allow_world_size_change: bool = False
     """Allow resuming from a checkpoint written by a different number of processes."""
     timeout: float = 1800.0
     """Timeout of a collective in seconds; the job fails if a rank does not join in time."""
@@ -78,9 +78,9 @@ def make_accelerator(
     available = {tracker.value for tracker in get_available_trackers()}
     known = sorted({*LoggerType.list()} - {"all"})
     for tracker in trackers:
-        require(tracker in known, "trackers", tracker, f"names from {', '.join(known)}")
+        require(tracker in known, "report_to", tracker, f"names from {', '.join(known)}")
         if tracker not in available:
-            raise ConfigError(f"trackers: {tracker!r} is not installed: pip install {tracker}")
+            raise ConfigError(f"report_to: {tracker!r} is not installed: pip install {tracker}")
     _join(config.timeout)
     accelerator = Accelerator(
         # otherwise accelerate does not connect the processes on machines without a GPU

@@ -67,7 +67,7 @@ def _label(run: Run) -> str:
     method = run.config.get("method")
     method_name = method.get("name") if isinstance(method, Mapping) else method
     own_seed = re.compile(rf"[-_. /]*seed[-_=]?{run.seed}(?!\d)")
-    label = run.config.get("name") or method_name or run.path.resolve().name
+    label = run.config.get("run_name") or method_name or run.path.resolve().name
     return own_seed.sub("", str(label)) or str(label)
 
 
@@ -81,7 +81,7 @@ def _unique_label(index: int, labels: Sequence[str], members: Sequence[Sequence[
     settings = [
         f"{key.split('.')[-1]}={row[position]}"
         for key, row in differences(groups).items()
-        if row[position] is not None and key != "name"
+        if row[position] is not None and key != "run_name"
     ]
     short = [text for text in settings if len(text) <= 24]  # a path would make the label too long
     suffixes = short[:2] or [members[index][0].path.resolve().name]

@@ -79,7 +79,7 @@ TRAINING = (
         "b_response_length",
         "(b) Response length",
         "tokens",
-        "response_length",
+        "completions/mean_length",
         "Mean length of the sampled responses.",
     ),
     Panel(
@@ -110,10 +110,10 @@ OPTIMIZATION = (
     Panel("grad_norm", "Gradient norm", "norm", "grad_norm", "Before clipping."),
     Panel("lr", "Learning rate", "learning rate", "lr", "After warm-up and decay.", "exact"),
     Panel(
-        "groups_without_signal",
+        "frac_reward_zero_std",
         "Groups without signal",
         "share of prompts",
-        "groups_without_signal",
+        "frac_reward_zero_std",
         "Prompts whose rollouts all have the same reward: they teach nothing in this step.",
     ),
 )

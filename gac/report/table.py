@@ -94,7 +94,7 @@ def summarize(run: Run, context: Context) -> dict[str, float]:
         "kl_area": kl_area(steps, kl),
         "kl_excess": math.nan if target is None else kl_area(steps, kl, target),
         "mu_events": events / windows if windows else math.nan,
-        "length_variance": variance(field(metrics, "response_length")),
+        "length_variance": variance(field(metrics, "completions/mean_length")),
         "tokens": total(field(metrics, "tokens")),
         "minutes": total(field(metrics, "seconds")) / 60,
     }

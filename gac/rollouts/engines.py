@@ -35,7 +35,7 @@ def make_engine(
     unless `config` sets one.
     """
     params = SamplingParams(
-        config.max_new_tokens, config.temperature, config.top_p, stop=config.stop
+        config.max_completion_length, config.temperature, config.top_p, stop=config.stop
     )
     if config.engine == "vllm":
         module = import_extra("gac.rollouts.vllm", "rollouts.engine=vllm")
@@ -51,8 +51,8 @@ def make_engine(
                 model,
                 tokenizer,
                 prompts,
-                batch=config.batch,
-                batch_tokens=config.batch_tokens,
+                batch=config.generation_batch_size,
+                batch_tokens=config.generation_batch_tokens,
                 **call_params._asdict(),
             )
 

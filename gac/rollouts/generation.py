@@ -42,12 +42,12 @@ class PagedConfig:
     """Blocks of the cache, with one page per layer each; null: chosen from the free GPU memory or,
     on a CPU, enough for all responses.
     """
-    page_size: int = 256
+    block_size: int = 256
     """Tokens per page, >= 4."""
 
     def __post_init__(self) -> None:
         require_at_least(1, self, "max_batch_tokens", "num_blocks")
-        require_at_least(4, self, "page_size")
+        require_at_least(4, self, "block_size")
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,11 @@ class VLLMConfig:
 class RolloutConfig:
     """Settings of sampling from the policy, and of the advantages."""
 
-    prompts: int = 32
+    num_prompts: int = 32
     """Prompts per optimizer step, over all ranks."""
-    completions: int = 8
+    num_generations: int = 8
     """Rollouts per prompt."""
-    max_new_tokens: int = 1024
+    max_completion_length: int = 1024
     """Maximum response length, in tokens."""
     temperature: float = 1.0
     """Sampling temperature, also used in the rollout loss."""
@@ -92,13 +92,13 @@ class RolloutConfig:
     policy in the loss."""
     stop: tuple[str, ...] = ()
     """Strings, each a single token, that end a response in addition to the EOS token."""
-    reuse: int = 1
+    num_iterations: int = 1
     """Optimizer steps per set of rollouts; above 1 the importance ratio and its clipping matter."""
-    batch: int | None = None
+    generation_batch_size: int | None = None
     """Rollouts generated at once; null: all."""
-    batch_tokens: int | None = None
-    """Token budget per generation batch, instead of `batch`: groups prompts of similar length and
-    counts each rollout as its padded prompt plus `max_new_tokens`."""
+    generation_batch_tokens: int | None = None
+    """Token budget per generation batch, instead of `generation_batch_size`: groups prompts of
+    similar length and counts each rollout as its padded prompt plus `max_completion_length`."""
     engine: str = "generate"
     """generate: static batches, each of which runs until its longest response ends; on a CPU, the
     rows that have ended are left out. paged: transformers' continuous batching, which starts a new
@@ -113,55 +113,64 @@ class RolloutConfig:
     `loss.correction`."""
     correction_max: float = 3.0
     """Largest importance factor of the correction."""
-    advantages: str = "std"
+    scale_rewards: str = "std"
     """std: (r - mean) / (std + 1e-4) in the group; centered: r - mean; batch: (r - group mean)
     / (std of the batch + 1e-4)."""
-    resample: int = 0
+    dynamic_sampling_retries: int = 0
     """Dynamic sampling (DAPO, arXiv 2503.14476): replace prompts whose rollouts all have the same
     reward, and hence no advantage, by the next prompts, at most this many times per step."""
-    skip_truncated: bool = False
-    """Overlong filtering (DAPO): responses cut off at `max_new_tokens` have no loss; their rewards
-    still count in their group."""
+    mask_truncated_completions: bool = False
+    """Overlong filtering (DAPO): responses cut off at `max_completion_length` have no loss; their
+    rewards still count in their group."""
     overlong_tokens: int | None = None
     """Soft overlong punishment (DAPO): the reward of a response falls linearly by up to
-    `overlong_penalty` over this many last tokens before `max_new_tokens`; null: none."""
+    `overlong_penalty` over this many last tokens before `max_completion_length`; null: none."""
     overlong_penalty: float = 1.0
     """Largest reduction of the reward by `overlong_tokens`."""
-    sample_every: int = 10
+    log_samples_every: int = 10
     """Steps between the entries of samples.jsonl; 0: none."""
-    sample_prompts: int = 2
+    log_sample_prompts: int = 2
     """Prompts per entry, each with all its responses and rewards."""
     print_samples: bool = False
     """Also print these samples in the terminal."""
 
     def __post_init__(self) -> None:
-        require_at_least(1, self, "prompts", "completions", "max_new_tokens", "reuse", "batch")
+        require_at_least(
+            1,
+            self,
+            "num_prompts",
+            "num_generations",
+            "max_completion_length",
+            "num_iterations",
+            "generation_batch_size",
+        )
         require(self.temperature > 0, "temperature", self.temperature, "a number > 0")
         require(0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")
         require_one_of(ENGINES, self, "engine")
-        require_one_of(ADVANTAGES, self, "advantages")
+        require_one_of(ADVANTAGES, self, "scale_rewards")
         require_one_of(CORRECTIONS, self, "correction")
         require(self.correction_max > 0, "correction_max", self.correction_max, "a number > 0")
-        minimum = self.completions * (self.max_new_tokens + 1)
+        minimum = self.num_generations * (self.max_completion_length + 1)
         if (
             self.overlong_tokens is not None
-            and not 1 <= self.overlong_tokens <= self.max_new_tokens
+            and not 1 <= self.overlong_tokens <= self.max_completion_length
         ):
             raise ValueError(
                 f"overlong_tokens={self.overlong_tokens!r}: use a number from 1 to "
-                f"max_new_tokens={self.max_new_tokens}, or null"
+                f"max_completion_length={self.max_completion_length}, or null"
             )
-        if self.batch_tokens is not None and self.batch_tokens < minimum:
+        if self.generation_batch_tokens is not None and self.generation_batch_tokens < minimum:
             raise ValueError(
-                f"batch_tokens={self.batch_tokens!r}: the {self.completions} rollouts of a prompt "
-                f"need at least {minimum} tokens: use more, or null"
+                f"generation_batch_tokens={self.generation_batch_tokens!r}: the "
+                f"{self.num_generations} rollouts of a prompt need at least {minimum} "
+                "tokens: use more, or null"
             )
 
 
 class SamplingParams(NamedTuple):
     """Sampling parameters that all engines share."""
 
-    max_new_tokens: int
+    max_completion_length: int
     temperature: float
     """0 means greedy decoding."""
     top_p: float = 1.0
@@ -302,7 +311,7 @@ def _parts(
         if not parts or len(parts[-1]) == per_call:
             parts.append([])
             # the longest prompt comes first, and the others are padded to it
-            cost = params.samples * (len(prompts[i]) + params.max_new_tokens)
+            cost = params.samples * (len(prompts[i]) + params.max_completion_length)
             per_call = max(tokens // cost, 1) if tokens else per_call
         parts[-1].append(i)
     return parts
@@ -357,7 +366,7 @@ def generation_config(
     """Settings to sample from the policy itself: no top-k, no penalties."""
     sample = params.temperature > 0
     return GenerationConfig(
-        max_new_tokens=params.max_new_tokens,
+        max_new_tokens=params.max_completion_length,
         do_sample=sample,
         temperature=params.temperature or None,
         top_p=params.top_p if sample else None,

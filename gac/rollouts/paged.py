@@ -35,12 +35,12 @@ def generate_paged(
     # need
     on_cpu = next(model.parameters()).device.type == "cpu"
     blocks = params.samples * sum(
-        -(-(len(prompt) + params.max_new_tokens) // config.page_size) for prompt in prompts
+        -(-(len(prompt) + params.max_completion_length) // config.block_size) for prompt in prompts
     )
     pages = ContinuousBatchingConfig(
         max_batch_tokens=config.max_batch_tokens or (CPU_BATCH if on_cpu else None),
         num_blocks=config.num_blocks or (blocks if on_cpu else None),
-        page_size=config.page_size,
+        block_size=config.block_size,
         seed=int(torch.randint(2**31, ())),
         auto_switch_to_flash=False,  # the same attention as in training
     )

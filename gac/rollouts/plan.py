@@ -57,7 +57,7 @@ class Sampling:
     """With demos="prompt": collect the demonstrations that `Method.credit` selects, over several
     steps, and train on this many in one step once there are enough; 0: train on them at once."""
     advantages: str | None = None
-    """Normalization of the rewards, see `group_advantages`; None: as in `rollouts.advantages`."""
+    """Normalization of the rewards, see `group_advantages`; None: `rollouts.scale_rewards`."""
     demo_tokens: int | None = None
     """Tokens at the end of a demonstration that have a loss; None: all."""
     limit_demos: int | None = None

@@ -56,9 +56,11 @@ class SamplingStats(NamedTuple):
             "sampling_seconds": seconds,
             "responses_per_second": total.responses / seconds if seconds else None,
             "reward_seconds": total.reward_seconds / world_size(),
-            "groups_without_signal": total.flat_groups / total.groups if total.groups else None,
+            "frac_reward_zero_std": total.flat_groups / total.groups if total.groups else None,
             "resampled_prompts": int(total.resampled),
-            "truncated": total.truncated / total.responses if total.responses else None,
+            "completions/clipped_ratio": total.truncated / total.responses
+            if total.responses
+            else None,
         }
 
 
@@ -92,7 +94,7 @@ class Sample(NamedTuple):
     response: tuple[int, ...]
     reward: float  # nan: dropped
     train_prefix: bool
-    truncated: bool = False  # at `max_new_tokens`, without a stop token
+    truncated: bool = False  # at `max_completion_length`, without a stop token
 
 
 def _scored(group: Sequence[Sample]) -> list[float]:
@@ -133,7 +135,7 @@ class SignalWatch:
             logger.warning(
                 "all rollouts of each prompt have had the same reward for %d steps, so they teach "
                 "nothing: check the reward on samples.jsonl, choose prompts of another difficulty, "
-                "or set rollouts.resample",
+                "or set rollouts.dynamic_sampling_retries",
                 self.without,
             )
 
@@ -180,7 +182,7 @@ class Sampler:
         """`more(n)` returns this rank's next n prompts, for resampling; all ranks call `more`."""
         self.config, self.engine, self.tokenizer, self.reward = config, engine, tokenizer, reward
         self.plan, self.credit, self.more = plan, credit, more
-        self.stages = plan.stages or (Stage(config.completions),)
+        self.stages = plan.stages or (Stage(config.num_generations),)
         self.stops = set(stop_tokens(tokenizer, config.stop))
         self.samples: list[dict[str, Any]] = []
         """The first prompts of the last step, with responses and rewards, for people to read."""
@@ -204,12 +206,12 @@ class Sampler:
         self.samples = [
             self._readable(example, group)
             for example, group in list(zip(examples, groups, strict=True))[
-                : self.config.sample_prompts
+                : self.config.log_sample_prompts
             ]
         ]
         rewards = torch.tensor([[s.reward for s in g] for g in groups], dtype=torch.float64)
         demos = self._demo_rewards(examples) if self.plan.demo_in_group else None
-        credit = self.credit(rewards, demos, self.plan.advantages or self.config.advantages)
+        credit = self.credit(rewards, demos, self.plan.advantages or self.config.scale_rewards)
         rows: list[Row] = []
         sources: dict[str, tuple[float, int]] = {}
         for i, (example, group) in enumerate(zip(examples, groups, strict=True)):
@@ -240,7 +242,7 @@ class Sampler:
         flat = [i for i, group in enumerate(groups) if is_flat(group)]
         several = sum(len(_scored(group)) > 1 for group in groups)
         self.stats = self.stats._replace(groups=several, flat_groups=len(flat))
-        for _ in range(self.config.resample if self.more is not None else 0):
+        for _ in range(self.config.dynamic_sampling_retries if self.more is not None else 0):
             if not collectives.largest([len(flat)])[0]:
                 break
             assert self.more is not None
@@ -312,7 +314,7 @@ class Sampler:
         tokens = self.config.overlong_tokens
         if tokens is None:
             return 0.0
-        over = len(response) - (self.config.max_new_tokens - tokens)
+        over = len(response) - (self.config.max_completion_length - tokens)
         return self.config.overlong_penalty * min(max(over / tokens, 0.0), 1.0)
 
     def _scores(self, responses: list[tuple[int, ...]], examples: list[Example]) -> list[float]:
@@ -343,7 +345,9 @@ class Sampler:
             switch = len(prompt) + len(sample.prefix)
             start = len(prompt) if sample.train_prefix else switch
             ids = prompt + sample.prefix + sample.response
-            skipped = math.isnan(sample.reward) or (sample.truncated and self.config.skip_truncated)
+            skipped = math.isnan(sample.reward) or (
+                sample.truncated and self.config.mask_truncated_completions
+            )
             if rollout_weight and not skipped and start < len(ids):
                 is_demo = not sample.response  # the prefix is the complete demonstration
                 row = Row(ids, start, is_demo, advantage, weight=rollout_weight, switch=switch)

@@ -124,7 +124,7 @@ class Server:
             raise ConfigError(
                 f"rollouts.vllm.url={self.config.url!r}: the server accepts {max_length} tokens, "
                 f"but a prompt with its response may have {longest}: start it with "
-                f"--max-model-len {longest}, or lower rollouts.max_new_tokens"
+                f"--max-model-len {longest}, or lower rollouts.max_completion_length"
             )
         self._probe()  # fails if a token of the tokenizer is not in the server's vocabulary
 
@@ -183,7 +183,7 @@ class Server:
                 n=params.samples,
                 temperature=params.temperature,
                 top_p=params.top_p,
-                max_tokens=params.max_new_tokens,
+                max_tokens=params.max_completion_length,
                 logprobs=0,
                 generation_kwargs=options,
             )

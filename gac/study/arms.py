@@ -74,4 +74,4 @@ def arm_config(
         raise ConfigError(f"{arm.label}: {error}") from error
     if shared.eval.data.prompts is None:
         raise ConfigError("eval.data.prompts: missing; a study compares held-out accuracies")
-    return replace(shared, name=arm.label, out=f"{shared.out}/{arm.label}-{seed}")
+    return replace(shared, run_name=arm.label, out=f"{shared.out}/{arm.label}-{seed}")

@@ -1,4 +1,4 @@
-"""Chooses the micro-batches of a run that sets neither `micro_batch` nor `micro_tokens`."""
+"""Chooses the micro-batches of a run that does not set their size."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def choose_micro_batches(
     longest: int,
     unit: int,
 ) -> TrainConfig:
-    """`config` with `micro_tokens` or `micro_batch` set, the same on all ranks.
+    """`config` with `max_tokens_per_micro_batch` or `micro_batch_size` set, the same on all ranks.
 
     Rows are packed if packed rows agree with separate ones and attention is computed row by row;
     otherwise packing would cost more than padding.
@@ -46,7 +46,7 @@ def choose_micro_batches(
         longest: tokens of the longest possible row.
         unit: number of rows that are never split.
     """
-    if config.micro_batch is not None or config.micro_tokens is not None:
+    if config.micro_batch_size is not None or config.max_tokens_per_micro_batch is not None:
         return config
     packed = all(packs_by_row(model) for model in (policy, reference) if model is not None)
     free = free_memory(accelerator.device)
@@ -60,16 +60,16 @@ def choose_micro_batches(
     reason = "the maximum" if tokens == most else f"{free / 1e9:.2g} GB are free"
     if packed:
         tokens = max(tokens, longest * unit)
-        logger.info("micro_tokens=%d, with packed rows (%s)", tokens, reason)
-        return dataclasses.replace(config, micro_tokens=tokens)
+        logger.info("max_tokens_per_micro_batch=%d, with packed rows (%s)", tokens, reason)
+        return dataclasses.replace(config, max_tokens_per_micro_batch=tokens)
     rows = max(tokens // longest, unit)
     logger.info(
-        "micro_batch=%d, with padded rows (%s): this model does not keep packed rows separate, or "
-        "does not compute their attention row by row",
+        "micro_batch_size=%d, with padded rows (%s): this model does not keep packed rows "
+        "separate, or does not compute their attention row by row",
         rows,
         reason,
     )
-    return dataclasses.replace(config, micro_batch=rows)
+    return dataclasses.replace(config, micro_batch_size=rows)
 
 
 def packs_by_row(model: nn.Module) -> bool:

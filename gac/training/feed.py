@@ -31,13 +31,16 @@ class Feed:
         self, config: TrainConfig, tokenizer: PreTrainedTokenizerBase, rank: int, ranks: int
     ) -> None:
         self.method, self.steps = config.method, config.steps
-        self.demo_batch, self.prompt_batch = config.demo_batch, config.rollouts.prompts
+        self.demo_batch_size, self.prompt_batch = (
+            config.demo_batch_size,
+            config.rollouts.num_prompts,
+        )
         self.rank, self.ranks, self.tokenizer = rank, ranks, tokenizer
         self.own = slice(rank, None, ranks)
         self.names_sources = config.data.source_field is not None or bool(config.data.sources)
         self.orders: dict[str, Order | MixedOrder | ShiftingOrder] = {}
         needs = StepNeeds.union(map(self.method.needs, range(config.steps)))
-        sampling = self.method.sampling(config.rollouts.completions)
+        sampling = self.method.sampling(config.rollouts.num_generations)
         self.demo_tokens, self.separate_demos = sampling.demo_tokens, False
         self.trains_on_prompt_demos = sampling.demos == "prompt"
         self.uses_prefixes = any(stage.has_prefix for stage in sampling.stages)
@@ -45,16 +48,16 @@ class Feed:
         self.collect = sampling.collect
         self.collected: list[int] = []  # indices of prompts with collected demonstrations
         # number of rows that stay on one rank
-        self.unit = sampling.unit(config.rollouts.completions)
+        self.unit = sampling.unit(config.rollouts.num_generations)
         # no balancing if the gradients of several parts of each rank's rows are compared
-        self.sized_in_tokens = config.micro_tokens is not None  # see `uses_balancing`
+        self.sized_in_tokens = config.max_tokens_per_micro_batch is not None  # see `uses_balancing`
         self.may_balance = ranks > 1 and needs.parts < 2
         if needs.rollouts:
             self.prompts: Sequence[Example] = load_prompts(config.data, tokenizer, training=True)
             self.prompt_sets: list[Sequence[Example]] = [self.prompts]
             self.prompt_order = prompt_order(config.data, self.prompts, config.seed)
             self.orders["prompt_order"] = self.prompt_order
-            _check_divisible("rollouts.prompts", self.prompt_batch, ranks)
+            _check_divisible("rollouts.num_prompts", self.prompt_batch, ranks)
         if not needs.demos:
             return
         shifts = config.data.demo_shifts or ()
@@ -87,13 +90,13 @@ class Feed:
                 demos if limit is None else demos[:limit] for demos in loaded
             ]
             if sampling.epochs is not None:
-                epoch_steps = max(sampling.epochs * len(self.demos[0]) // self.demo_batch, 1)
+                epoch_steps = max(sampling.epochs * len(self.demos[0]) // self.demo_batch_size, 1)
                 self.steps = min(config.steps, epoch_steps)
             self.demo_order = ShiftingOrder(
                 self.starts, list(map(len, self.demos)), config.seed + 1
             )
             self.orders["demo_order"] = self.demo_order
-            _check_divisible("demo_batch", self.demo_batch, ranks)
+            _check_divisible("demo_batch_size", self.demo_batch_size, ranks)
 
     def examples(self, step: int) -> list[Example]:
         """This rank's prompts for the next sampling; `step` must not decrease."""
@@ -113,7 +116,7 @@ class Feed:
         """This rank's demonstrations for `step`; empty if they do not come from a separate set."""
         if not (self.separate_demos and self.method.needs(step).demos):
             return []
-        indices = self.demo_order.take(step, self.demo_batch)
+        indices = self.demo_order.take(step, self.demo_batch_size)
         return self._own([demo_row(self.demos[s][i], self.demo_tokens) for s, i in indices])
 
     def collected_rows(self, examples: Sequence[Example | None]) -> list[Row]:
@@ -157,12 +160,14 @@ class Feed:
         """
         check_tokens(config.model, self.tokenizer, itertools.chain(*self.sources()))
         rollouts = config.rollouts
-        row = self.longest_row(rollouts.max_new_tokens)
-        check_budget("micro_tokens", config.micro_tokens, row, self.unit)
+        row = self.longest_row(rollouts.max_completion_length)
+        check_budget(
+            "max_tokens_per_micro_batch", config.max_tokens_per_micro_batch, row, self.unit
+        )
         check_positions(config.model, row)
-        longest = self.longest_start() + rollouts.max_new_tokens
-        tokens, unit = rollouts.batch_tokens, rollouts.completions
-        check_budget("rollouts.batch_tokens", tokens, longest, unit)
+        longest = self.longest_start() + rollouts.max_completion_length
+        tokens, unit = rollouts.generation_batch_tokens, rollouts.num_generations
+        check_budget("rollouts.generation_batch_tokens", tokens, longest, unit)
         return longest
 
     def longest_start(self) -> int:

@@ -40,17 +40,17 @@ def fingerprint(
 
 
 def check_fingerprint(
-    saved: Mapping[str, str] | None, now: Mapping[str, str], resume_anyway: bool
+    saved: Mapping[str, str] | None, now: Mapping[str, str], ignore_input_changes: bool
 ) -> None:
-    """Raise ConfigError if an input has changed, unless `resume_anyway`.
+    """Raise ConfigError if an input has changed, unless `ignore_input_changes`.
 
     saved: None in checkpoints of earlier versions.
     """
     changed = [name for name, value in (saved or {}).items() if now.get(name, value) != value]
-    if changed and not resume_anyway:
+    if changed and not ignore_input_changes:
         raise ConfigError(
             f"the {' and the '.join(changed)} changed since the checkpoint in `out` was written: "
-            "restore the old content, choose another `out`, or set resume_anyway=true"
+            "restore the old content, choose another `out`, or set ignore_input_changes=true"
         )
 
 

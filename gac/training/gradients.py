@@ -74,17 +74,21 @@ class Gradients:
     Args:
         forward: the policy and the reference.
         loss: the method's loss.
-        kl_rows: number of this rank's rollouts used to estimate the KL when it is only monitored;
-            None = all.
+        kl_sample_size: number of this rank's rollouts used to estimate the KL when it is only
+            monitored; None = all.
         averages: whether to maintain moving averages of the gradients, in `tracked`.
     """
 
     def __init__(
-        self, forward: Forward, loss: Loss, kl_rows: int | None = None, averages: bool = False
+        self,
+        forward: Forward,
+        loss: Loss,
+        kl_sample_size: int | None = None,
+        averages: bool = False,
     ) -> None:
         self.forward, self.loss = forward, loss
         self.accelerator, self.model = forward.accelerator, forward.model
-        self.kl_rows = None if loss.spec.kl_coef else kl_rows
+        self.kl_sample_size = None if loss.spec.kl_coef else kl_sample_size
         terms, named = (0, 1) if averages else (), self._trainable()
         self.tracked = {f"{i}.{n}": torch.zeros_like(p.detach()) for i in terms for n, p in named}
 
@@ -92,7 +96,11 @@ class Gradients:
         """Run the forward of all rows, and the backward of those that may have a gradient."""
         seed(step.seed)  # dropout must not depend on how many random numbers sampling used
         needs, totals, sketches = step.needs, Totals(), UnitSketches(step.needs.sketch)
-        kl = SampledKL(self.forward, step, self.kl_rows) if needs.kl and self.kl_rows else None
+        kl = (
+            SampledKL(self.forward, step, self.kl_sample_size)
+            if needs.kl and self.kl_sample_size
+            else None
+        )
         probes: list[Probe] = [totals, sketches, *([] if kl is None else [kl])]
         accumulate = partial(self._accumulate, step, probes)
         mu = 0.5 if needs.parts else step.mix.mu
@@ -183,7 +191,7 @@ class Gradients:
         weight = rows[0].weight if rows else 1.0
         norms = TermPair(*(n / self.accelerator.num_processes / weight for n in divisors))
         spec = replace(spec, temperature=1.0 if demo else self.forward.temperature)
-        measures_kl = step.needs.kl and not self.kl_rows
+        measures_kl = step.needs.kl and not self.kl_sample_size
         ref = self.forward.reference_logprobs(batch, demo) if measures_kl else None
         old = None
         if step.old_logps and rows and not demo:

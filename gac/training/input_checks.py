@@ -52,7 +52,7 @@ def check_positions(config: ModelConfig, longest: int) -> None:
         or getattr(text, "alibi", False)
     ):
         return
-    lower = "lower rollouts.max_new_tokens, data.max_prompt_tokens or data.max_demo_tokens"
+    lower = "lower rollouts.max_completion_length, data.max_prompt_tokens or data.max_demo_tokens"
     message = (
         f"model.path={config.path!r} has {positions} positions, but a prompt with its response may "
         f"have {longest} tokens: {lower}"

@@ -41,7 +41,9 @@ def observe(
         "reward_mean": rewards.mean,
         "entropy": entropy,
         "clip_fraction": clip_fraction if counts.rollouts else None,
-        "response_length": counts.rollout_tokens / counts.rollouts if counts.rollouts else None,
+        "completions/mean_length": counts.rollout_tokens / counts.rollouts
+        if counts.rollouts
+        else None,
         "grad_norm": update.norm,
         "tokens": int(counts.tokens),
         "lr": update.lr,

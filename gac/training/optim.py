@@ -22,9 +22,9 @@ class OptimConfig:
     """Peak learning rate."""
     schedule: str = "cosine"
     """After the warm-up: cosine, linear or constant."""
-    warmup: int = 10
+    warmup_steps: int = 10
     """Number of optimizer steps of linear warm-up from 0."""
-    final: float = 0.1
+    min_lr_ratio: float = 0.1
     """Final learning rate as a fraction of the peak."""
     betas: tuple[float, float] = (0.9, 0.999)
     """AdamW's beta coefficients."""
@@ -32,7 +32,7 @@ class OptimConfig:
     """AdamW's epsilon."""
     weight_decay: float = 0.0
     """AdamW's weight decay, applied to matrices only."""
-    clip: float = 1.0
+    max_grad_norm: float = 1.0
     """Maximum gradient norm; 0 disables clipping."""
 
     def __post_init__(self) -> None:
@@ -55,13 +55,13 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
 
 def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
     """Learning rate at optimizer step `step` (from 0) of `steps`."""
-    if step < config.warmup:
-        return config.lr * (step + 1) / config.warmup
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
     if config.schedule == "constant":
         return config.lr
-    done = min((step - config.warmup) / max(steps - 1 - config.warmup, 1), 1.0)
+    done = min((step - config.warmup_steps) / max(steps - 1 - config.warmup_steps, 1), 1.0)
     shape = 0.5 * (1 + math.cos(math.pi * done)) if config.schedule == "cosine" else 1 - done
-    low = config.lr * config.final
+    low = config.lr * config.min_lr_ratio
     return low + (config.lr - low) * shape
 
 

@@ -28,12 +28,12 @@ logger = logging.getLogger(__name__)
 
 
 def loss_of(config: TrainConfig) -> Loss:
-    """The run's loss; `loss.max_tokens` defaults to `rollouts.max_new_tokens`.
+    """The run's loss; `loss.max_tokens` defaults to `rollouts.max_completion_length`.
 
     With rollouts from another engine, `rollouts.correction` is applied.
     """
     rollouts = config.rollouts
-    longest = config.loss.max_tokens or rollouts.max_new_tokens
+    longest = config.loss.max_tokens or rollouts.max_completion_length
     loss = config.method.loss(dataclasses.replace(config.loss, max_tokens=longest))
     # the log-probs of a server are those at temperature 1 without truncation
     comparable = rollouts.temperature == 1 and rollouts.top_p == 1
@@ -56,7 +56,7 @@ def load_reference(config: TrainConfig, accelerator: Accelerator, kl: bool) -> n
     Always None with adapters: the reference is then the model with its adapters disabled.
     kl: whether any step computes the KL.
     """
-    sampling = config.method.sampling(config.rollouts.completions)
+    sampling = config.method.sampling(config.rollouts.num_generations)
     needed = kl or sampling.from_reference or loss_of(config).reference
     if not needed or config.model.lora is not None:
         return None
@@ -85,8 +85,10 @@ def make_gradients(
         _micro_batches(config, model, reference),
         tokenizer.pad_token_id,
     )
-    kl_rows = config.kl_rows and -(-config.kl_rows // accelerator.num_processes)
-    return Gradients(forward, loss_of(config), kl_rows, averages=needs.average > 0)
+    kl_sample_size = config.kl_sample_size and -(
+        -config.kl_sample_size // accelerator.num_processes
+    )
+    return Gradients(forward, loss_of(config), kl_sample_size, averages=needs.average > 0)
 
 
 def _check_sketch(config: TrainConfig, model: nn.Module) -> None:
@@ -104,19 +106,19 @@ def _check_sketch(config: TrainConfig, model: nn.Module) -> None:
 
 def _micro_batches(config: TrainConfig, *models: nn.Module | None) -> MicroBatches:
     """Micro-batching of the run: packed if there is a token budget and every model supports it."""
-    packed = config.micro_tokens is not None
+    packed = config.max_tokens_per_micro_batch is not None
     for model in filter(None, models):
         if packed and not _supports_packing(model):
             packed = False
             logger.warning(
-                "micro_tokens=%s: this model does not keep packed rows separate; padding rows of "
-                "similar length instead",
-                config.micro_tokens,
+                "max_tokens_per_micro_batch=%s: this model does not keep packed rows separate; "
+                "padding rows of similar length instead",
+                config.max_tokens_per_micro_batch,
             )
         reshard(model)
-    completions = config.rollouts.completions
+    completions = config.rollouts.num_generations
     unit = config.method.sampling(completions).unit(completions)
-    return MicroBatches(config.micro_batch, config.micro_tokens, packed, unit)
+    return MicroBatches(config.micro_batch_size, config.max_tokens_per_micro_batch, packed, unit)
 
 
 def _supports_packing(model: nn.Module) -> bool:
@@ -130,7 +132,7 @@ def _build_model(
     """Load the initial model on all ranks, in shards if the run is sharded, and `prepare` it."""
     loading = setup.sharded_loading(accelerator, config.parallel)
     model = run_on_all_ranks(lambda: make_model(config.model, config.seed, loading))
-    may_pack = config.micro_tokens is not None or config.micro_batch is None
+    may_pack = config.max_tokens_per_micro_batch is not None or config.micro_batch_size is None
     if may_pack and accelerator.device.type == "cpu":
         row_attention.enable(model)
     if loading is None:

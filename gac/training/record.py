@@ -83,7 +83,7 @@ class Record:
 
     def samples(self, step: int, prompts: list[dict[str, Any]], config: RolloutConfig) -> None:
         """Log a few prompts with their responses and rewards, for people to read."""
-        if not (self.accelerator.is_main_process and config.sample_every and prompts):
+        if not (self.accelerator.is_main_process and config.log_samples_every and prompts):
             return
         self.texts.append({"step": step, "prompts": prompts})
         if config.print_samples:

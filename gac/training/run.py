@@ -32,7 +32,7 @@ from .policy import load_policy, load_reference, loss_of, make_gradients
 from .record import Record
 
 logger = logging.getLogger(__name__)
-_MICRO = ("micro_batch", "micro_tokens")
+_MICRO = ("micro_batch_size", "max_tokens_per_micro_batch")
 
 
 class Run:
@@ -46,7 +46,7 @@ class Run:
         self.out = Path(config.out)
         self.checkpoints = self.out / "checkpoints"
         self.accelerator = setup.make_accelerator(
-            config.parallel, config.mixed_precision, config.trackers, config.out
+            config.parallel, config.mixed_precision, config.report_to, config.out
         )
         self.heartbeat = Heartbeat()
         self.record = Record(self.out, self.accelerator)
@@ -57,7 +57,7 @@ class Run:
         stop_tokens(self.tokenizer, (*config.rollouts.stop, *config.eval.stop))
         rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
         self.feed = Feed(config, self.tokenizer, rank, ranks)
-        self.plan = self.method.sampling(config.rollouts.completions)
+        self.plan = self.method.sampling(config.rollouts.num_generations)
         longest = self.feed.check_budgets(config)
         self.kl_in_loss = loss_of(config).spec.kl_coef != 0
         needs = StepNeeds.union(map(self.needs, range(config.steps)))
@@ -78,10 +78,10 @@ class Run:
             self.accelerator,
             self.model,
             self.reference,
-            self.feed.longest_row(config.rollouts.max_new_tokens),
+            self.feed.longest_row(config.rollouts.max_completion_length),
             self.feed.unit,
         )
-        self.feed.sized_in_tokens = config.micro_tokens is not None
+        self.feed.sized_in_tokens = config.max_tokens_per_micro_batch is not None
         self.optimizer = make_optimizer(self.model, config.optim)
         self.gradients = make_gradients(
             config, self.accelerator, self.tokenizer, self.model, self.reference, needs
@@ -133,11 +133,16 @@ class Run:
         if path:
             progress = checkpoint.read_progress(path)
             progress = {**progress, "config": upgrade_config(progress["config"])}
-            preflight.check_same_run(progress, dump(self.config), self.config.parallel.resize)
-            if self.config.micro_batch is None and self.config.micro_tokens is None:
+            preflight.check_same_run(
+                progress, dump(self.config), self.config.parallel.allow_world_size_change
+            )
+            if (
+                self.config.micro_batch_size is None
+                and self.config.max_tokens_per_micro_batch is None
+            ):
                 saved = {key: progress["config"].get(key) for key in _MICRO}
                 if saved == dict.fromkeys(_MICRO):  # earlier versions: all rows in one forward
-                    saved["micro_batch"] = sys.maxsize
+                    saved["micro_batch_size"] = sys.maxsize
                 self.config = dataclasses.replace(self.config, **saved)
         return path
 
@@ -152,12 +157,12 @@ class Run:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             save(config, self.out / "config.yaml")
         self.record.truncate(self.step if path else None)
-        if config.trackers:
+        if config.report_to:
             self.accelerator.init_trackers(self.out.name, config={"config": str(dump(config))})
 
     def _restore(self, path: Path) -> None:
         saved = checkpoint.read_progress(path).get("fingerprint")
-        check_fingerprint(saved, self.fingerprint, self.config.resume_anyway)
+        check_fingerprint(saved, self.fingerprint, self.config.ignore_input_changes)
         progress = checkpoint.load(path, self.model, self.optimizer, self.gradients.tracked)
         self.step, self.state, self.best = progress["step"], progress["method"], progress["best"]
         if "mix" in progress:

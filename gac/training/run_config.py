@@ -46,7 +46,7 @@ class TrainConfig:
 
     out: str = "runs/gac"
     """The run directory."""
-    name: str | None = None
+    run_name: str | None = None
     """Name of the run in the report; null: the method's name."""
     model: ModelConfig = ModelConfig()
     """The model, its dtype and adapters."""
@@ -58,7 +58,7 @@ class TrainConfig:
     """Prompts for rollouts, and demonstrations."""
     reward: Any = "math"
     """How responses are scored: math, exact, choice, format, code, package.module:function, or a
-    mapping with a `name` and its options, or a `sum` of several."""
+    mapping with a `run_name` and its options, or a `sum` of several."""
     reward_noise: RewardNoise | None = None
     """Noise on the training rewards, for experiments, e.g. {rate: 0.35, start: 64}."""
     rollouts: RolloutConfig = RolloutConfig()
@@ -69,28 +69,28 @@ class TrainConfig:
     """AdamW and its schedule."""
     steps: int = 800
     """Number of optimizer steps."""
-    demo_batch: int = 64
+    demo_batch_size: int = 64
     """Demonstrations per optimizer step, over all ranks."""
-    micro_batch: int | None = None
-    """Rows per forward and backward pass, padded to the longest. null: `micro_tokens` decides; if
-    both are null, packed rows or a number of padded rows are chosen from the free memory at the
-    start, logged, saved in `out`/config.yaml and kept on resume."""
-    micro_tokens: int | None = None
-    """Tokens per forward and backward pass, instead of `micro_batch`: rows are packed end to end
-    without padding, and each attends only to itself. With flash attention, or sdpa on a CPU, the
-    cost is that of the separate rows; with eager, or sdpa on a GPU, it grows with the square of
-    this number, so keep it low. null: see `micro_batch`."""
+    micro_batch_size: int | None = None
+    """Rows per forward and backward pass, padded to the longest. null: `max_tokens_per_micro_batch`
+    decides; if both are null, packed rows or a number of padded rows are chosen from the free
+    memory at the start, logged, saved in `out`/config.yaml and kept on resume."""
+    max_tokens_per_micro_batch: int | None = None
+    """Tokens per forward and backward pass, instead of `micro_batch_size`: rows are packed end to
+    end without padding, and each attends only to itself. With flash attention, or sdpa on a CPU,
+    the cost is that of the separate rows; with eager, or sdpa on a GPU, it grows with the square of
+    this number, so keep it low. null: see `micro_batch_size`."""
     eval: EvalSettings = EvalSettings()
     """Evaluation during and after training."""
     monitor_kl_every: int = 0
     """Steps between measurements of the KL to the reference policy for monitoring; 0: only when the
     method or loss needs it.
     """
-    kl_rows: int | None = None
+    kl_sample_size: int | None = None
     """Rollouts per step, over all ranks, used to estimate the KL to the reference policy when it is
     not part of the loss; null: all.
     """
-    resume_anyway: bool = False
+    ignore_input_changes: bool = False
     """Resume although the content of the data, the reward, the model or the tokenizer has changed.
     """
     checkpoint_every: int = 100
@@ -109,7 +109,7 @@ class TrainConfig:
     """Parallel training: DDP or FSDP2."""
     guards: GuardConfig = GuardConfig()
     """When to skip a step and when to abort the run."""
-    trackers: tuple[str, ...] = ()
+    report_to: tuple[str, ...] = ()
     """Experiment trackers of accelerate, e.g. [tensorboard, wandb]."""
     export: bool = True
     """Save the final model to out/model in transformers format."""
@@ -117,8 +117,12 @@ class TrainConfig:
     """Random seed of the run."""
 
     def __post_init__(self) -> None:
-        require_at_least(1, self, "steps", "demo_batch", "checkpoint_every", "keep_checkpoints")
-        require_at_least(1, self, "micro_batch", "micro_tokens", "kl_rows")
+        require_at_least(
+            1, self, "steps", "demo_batch_size", "checkpoint_every", "keep_checkpoints"
+        )
+        require_at_least(
+            1, self, "micro_batch_size", "max_tokens_per_micro_batch", "kl_sample_size"
+        )
         low = self.loss.clip_low
         require(low is None or low <= 1, "loss.clip_low", low, "a number in [0, 1], or null")
         if self.eval.every and not (self.eval.data.prompts or self.eval.tasks):
@@ -136,11 +140,11 @@ class TrainConfig:
 
     def _check_groups(self) -> None:
         """Raise ValueError if every advantage would be 0."""
-        completions = self.rollouts.completions
+        completions = self.rollouts.num_generations
         plan = self.method.sampling(completions)
         group = sum(stage.size for stage in plan.stages) or completions
         if group + plan.demo_in_group < 2 and self.method.needs(0).rollouts:
             raise ValueError(
-                f"rollouts.completions={completions}: advantages compare the rollouts of a prompt, "
-                "so a single one has advantage 0 and teaches nothing: use a number >= 2"
+                f"rollouts.num_generations={completions}: advantages compare the rollouts of a "
+                "prompt, so a single one has advantage 0 and teaches nothing: use a number >= 2"
             )

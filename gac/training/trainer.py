@@ -72,7 +72,7 @@ class Trainer(Run):
             initial=self.step,
             dynamic_ncols=True,
             disable=not self.accelerator.is_main_process,
-            desc=self.config.name or self.method.name,
+            desc=self.config.run_name or self.method.name,
         )
         bar._time = time.monotonic  # the system clock may jump
         bar.start_t = bar.last_print_t = time.monotonic()
@@ -110,7 +110,10 @@ class Trainer(Run):
             seconds = time.perf_counter() - started
             row |= {"sampling_share": row["sampling_seconds"] / seconds, "seconds": seconds}
             self.record.step(row)
-            if self.rollouts and (self.step - 1) % max(self.config.rollouts.sample_every, 1) == 0:
+            if (
+                self.rollouts
+                and (self.step - 1) % max(self.config.rollouts.log_samples_every, 1) == 0
+            ):
                 self.record.samples(self.step, self.sampler.samples, self.config.rollouts)
             _update_bar(bar, row)
             if self.guard.exhausted:
@@ -138,7 +141,7 @@ class Trainer(Run):
         last = self._done()
         accuracy = self._evaluate() if last or self._due(self.config.eval.every) else None
         better = accuracy is not None and accuracy > self.best.get("accuracy", -math.inf)
-        boundary = self.step % self.config.rollouts.reuse == 0 or last
+        boundary = self.step % self.config.rollouts.num_iterations == 0 or last
         stopping = boundary and any(collectives.largest([self.stop.requested]))  # on any rank
         due = (better and self.method.keeps_best) or self._due(self.config.checkpoint_every)
         if last or stopping or due:
@@ -169,10 +172,10 @@ class Trainer(Run):
     def _due(self, every: int) -> bool:
         """Whether a periodic action is due at this step.
 
-        Checkpoints do not contain rollouts, so with rollouts.reuse > 1 the action waits until the
-        next step samples new ones.
+        Checkpoints do not contain rollouts, so with rollouts.num_iterations > 1 the action waits
+        until the next step samples new ones.
         """
-        reuse = self.config.rollouts.reuse
+        reuse = self.config.rollouts.num_iterations
         boundary = every > 0 and self.step % reuse == 0
         return boundary and self.step // every > (self.step - reuse) // every
 
@@ -195,13 +198,13 @@ class Trainer(Run):
         rows = self.feed.demo_rows(self.step)
         if self.rollouts:
             rows = self.rollouts.rows + rows
-            if self.step % self.config.rollouts.reuse == 0:
+            if self.step % self.config.rollouts.num_iterations == 0:
                 rows += self.feed.collected_rows(self.rollouts.collected)
         return rows
 
     def _roll_out(self) -> Rollouts:
         """New rollouts, or the previous ones if they are reused in this step."""
-        reuse, initial = self.config.rollouts.reuse, self.plan.from_reference
+        reuse, initial = self.config.rollouts.num_iterations, self.plan.from_reference
         if self.rollouts is not None and self.step % reuse:
             return self.rollouts
         examples = self.feed.examples(self.step)
@@ -256,7 +259,7 @@ class Trainer(Run):
         with_gradient = [p for p in trained if p.grad is not None]
         norm = math.nan if measured.non_finite else 0.0
         if with_gradient:
-            norm = setup.to_float(clip_gradient(with_gradient, self.config.optim.clip))
+            norm = setup.to_float(clip_gradient(with_gradient, self.config.optim.max_grad_norm))
         lr = learning_rate(self.config.optim, step.number, self.feed.steps)
         set_learning_rate(self.optimizer, lr)
         losses = measured.losses
@@ -279,7 +282,7 @@ class Trainer(Run):
         needs_losses = step.needs.losses_after and update.applied
         losses_after = self.gradients.losses(step) if needs_losses else None
         row, observation = observe(step, measured, update, losses_after)
-        fresh = self.rollouts if step.number % self.config.rollouts.reuse == 0 else None
+        fresh = self.rollouts if step.number % self.config.rollouts.num_iterations == 0 else None
         row |= {
             **(fresh.stats if fresh else SamplingStats()).columns(),
             **(source_means(fresh.sources) if fresh else {}),
@@ -290,9 +293,9 @@ class Trainer(Run):
         return row, observation
 
     def _save_skipped(self, skipped: SkippedStep) -> None:
-        """Log a skipped step; save it for `gac replay` if fewer than `guards.keep` are saved."""
+        """Log a skipped step; save the first `guards.max_saved_steps` of them for `gac replay`."""
         advice = "not saved"
-        if self.guard.kept < self.config.guards.keep:
+        if self.guard.kept < self.config.guards.max_saved_steps:
             first = self.first_skipped if self.guard.consecutive > 1 else None
             path = skipped.save(self.out / "replay", self.model, self.gradients.tracked, first)
             self.first_skipped = first or path

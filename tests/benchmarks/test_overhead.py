@@ -39,7 +39,7 @@ class Clock:
 def config(tmp_path, monkeypatch):
     monkeypatch.setattr(overhead, "ROUNDS", 1)
     config = configuration(tmp_path, None, None, 8, 1)
-    rollouts = dataclasses.replace(config.rollouts, max_new_tokens=4)
+    rollouts = dataclasses.replace(config.rollouts, max_completion_length=4)
     return dataclasses.replace(config, rollouts=rollouts)
 
 

@@ -438,14 +438,3 @@ def test_a_file_overrides_the_values_of_its_base(tmp_path):
             read_yaml(tmp_path / "other.yaml")
     (tmp_path / "empty.yaml").touch()
     assert read_yaml(tmp_path / "empty.yaml") == {}
-
-
-def test_a_run_with_the_earlier_default_adapters_can_resume():
-    from gac.training.run_config import TrainConfig, upgrade_config
-
-    old = dump(load(TrainConfig, {"model": {"path": "x", "lora": {"targets": None}}}))
-    assert upgrade_config(old)["model"]["lora"]["targets"] is None
-    resumed = load(
-        TrainConfig, old | {"model": {"path": "x", "lora": {}}}, ["model.lora.targets=null"]
-    )
-    assert resumed == load(TrainConfig, old)

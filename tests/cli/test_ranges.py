@@ -106,7 +106,7 @@ CONTROL = [  # callable, interval, names of its arguments
 NUMBERS = [
     *CONTROL,
     (solver(nash_mtl, GRAM), ABOVE_ZERO, "max_norm"),
-    (GuardConfig, ABOVE_ZERO, "max_norm"),
+    (GuardConfig, ABOVE_ZERO, "skip_above_norm"),
     (lambda weight: Source("rows.jsonl", weight=weight), POSITIVE, "weight"),
     (OptimConfig, ABOVE_ZERO, "lr"),
     (RolloutConfig, ABOVE_ZERO, "temperature correction_max"),
@@ -117,11 +117,15 @@ NUMBERS = [
     (EvalTask, ABOVE_ZERO_TO_ONE, "top_p"),
     (EvalTask, AT_LEAST_ZERO, "temperature"),
     (ParallelConfig, ABOVE_ZERO, "timeout"),
-    (lambda **fields: RolloutConfig(max_new_tokens=8, **fields), "[1, 8]", "overlong_tokens"),
+    (
+        lambda **fields: RolloutConfig(max_completion_length=8, **fields),
+        "[1, 8]",
+        "overlong_tokens",
+    ),
     (lambda pass_at: EvalTask(samples=2, temperature=1, pass_at=(pass_at,)), "[1, 2]", "pass_at"),
     (LossSpec, FREE, "clip_low clip_high correction_max"),
-    (solver(LossSpec, None, policy="cispo"), "[-1, inf)", "clip_high"),
-    (solver(LossSpec, 0.25, policy="cispo"), "[-0.25, inf)", "clip_high"),
+    (solver(LossSpec, None, policy_loss="cispo"), "[-1, inf)", "clip_high"),
+    (solver(LossSpec, 0.25, policy_loss="cispo"), "[-0.25, inf)", "clip_high"),
     (solver(LossSpec, correction_max=None), FREE, "correction_min"),
     (solver(LossSpec, correction_max=0.5), "[0, 0.5]", "correction_min"),
     (LossSpec, "(1, inf)", "dual_clip"),
@@ -180,16 +184,20 @@ COUNTS = [
     (method("gac"), 2, "gradient_parts"),
     (method("kl-ctrl"), 1, "calibration"),
     (GuardConfig, 1, "patience"),
-    (GuardConfig, 0, "keep"),
+    (GuardConfig, 0, "max_saved_steps"),
     (RewardNoise, 0, "start"),
     (LoraConfig, 1, "rank alpha"),
-    (RolloutConfig, 1, "prompts completions max_new_tokens reuse batch"),
-    (TrainConfig, 1, "steps demo_batch checkpoint_every keep_checkpoints"),
-    (TrainConfig, 1, "micro_batch micro_tokens kl_rows"),
+    (
+        RolloutConfig,
+        1,
+        "num_prompts num_generations max_completion_length num_iterations generation_batch_size",
+    ),
+    (TrainConfig, 1, "steps demo_batch_size checkpoint_every keep_checkpoints"),
+    (TrainConfig, 1, "micro_batch_size max_tokens_per_micro_batch kl_sample_size"),
     (ParallelConfig, 1, "replicas"),
     (PagedConfig, 1, "max_batch_tokens num_blocks"),
-    (PagedConfig, 4, "page_size"),
-    (EvalTask, 1, "max_new_tokens batch"),
+    (PagedConfig, 4, "block_size"),
+    (EvalTask, 1, "max_completion_length batch"),
     (lambda samples: EvalTask(samples=samples, temperature=1.0), 1, "samples"),
 ]
 
@@ -241,6 +249,8 @@ def test_limits_are_ordered_and_contain_the_first_value(name: str) -> None:
 
 
 def test_a_batch_of_tokens_holds_the_rollouts_of_a_prompt() -> None:
-    RolloutConfig(completions=2, max_new_tokens=3, batch_tokens=8)
-    with pytest.raises(ValueError, match="batch_tokens=7: the 2 rollouts .* at least 8 tokens"):
-        RolloutConfig(completions=2, max_new_tokens=3, batch_tokens=7)
+    RolloutConfig(num_generations=2, max_completion_length=3, generation_batch_tokens=8)
+    with pytest.raises(
+        ValueError, match="generation_batch_tokens=7: the 2 rollouts .* at least 8 tokens"
+    ):
+        RolloutConfig(num_generations=2, max_completion_length=3, generation_batch_tokens=7)

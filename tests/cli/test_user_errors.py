@@ -86,7 +86,7 @@ INVALID = [
     ("reward=mth", "unknown reward 'mth'; did you mean 'math'?"),
     ("rollouts.stop=[abc]", "stop='abc' is 0 tokens: use a string"),
     ("method=grop", "did you mean 'grpo'?"),
-    ("trackers=[nope]", "trackers='nope': use names from aim, "),
+    ("report_to=[nope]", "report_to='nope': use names from aim, "),
     ("mixed_precision=bf17", "mixed_precision='bf17': use one of no, bf16"),
 ]
 
@@ -108,7 +108,7 @@ def test_eval(task, capsys):
     model = ["--set", f"model.path={task / 'init'}", "model.random_init=true"]
     assert "model.path is empty" in error_line(capsys, "eval")
     assert "data.prompts is not set" in error_line(capsys, "eval", *model)
-    data = [*model, "reward=tests.tiny:digit_reward", "settings.max_new_tokens=2"]
+    data = [*model, "reward=tests.tiny:digit_reward", "settings.max_completion_length=2"]
     text = error_line(capsys, "eval", *data, "settings.data.prompts=no.jsonl")
     assert "data.prompts='no.jsonl': no such file" in text
     data += [f"settings.data.prompts={task / 'eval.jsonl'}", "settings.data.limit=2"]

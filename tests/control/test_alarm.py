@@ -402,7 +402,12 @@ def test_run_detects_demonstrations_that_turn_bad(tmp_path, caplog):
     }
     method = {"name": "gac-gated", "alarm": {}, "gate": {"at_zero": 1.0, "slope": 0.0}}
     config = tiny_config(
-        task, tmp_path / "run", method=method, data=data, steps=44, optim={"lr": 3e-3, "warmup": 1}
+        task,
+        tmp_path / "run",
+        method=method,
+        data=data,
+        steps=44,
+        optim={"lr": 3e-3, "warmup_steps": 1},
     )
     Trainer(config).run()
     rows = metrics(tmp_path / "run")

@@ -227,7 +227,7 @@ def test_a_closed_gate_keeps_measuring_and_reopens(tmp_path, form) -> None:
     common = {
         "steps": 6,
         "reward": "tests.control.test_gate:likeness",
-        "rollouts": {"prompts": 8, "completions": 4, "max_new_tokens": 5},
+        "rollouts": {"num_prompts": 8, "num_generations": 4, "max_completion_length": 5},
     }
     task = write_tiny(tmp_path)
     method = {"name": "gac-gated", "max_step": 1.0, "gate": {"form": form, "decay": 0.5}}

@@ -28,7 +28,12 @@ METHOD = {"name": "gac-gated-sketch", "signals": {"size": SIZE}}
 
 
 def config(task, out, **changes):
-    rollouts = {"prompts": 4, "completions": 4, "max_new_tokens": 6, "temperature": TEMPERATURE}
+    rollouts = {
+        "num_prompts": 4,
+        "num_generations": 4,
+        "max_completion_length": 6,
+        "temperature": TEMPERATURE,
+    }
     return tiny_config(task, out, **{"method": METHOD, "rollouts": rollouts, **changes})
 
 
@@ -53,7 +58,7 @@ def fixed_rollouts(monkeypatch):
 
 @pytest.mark.parametrize("mu", [0.0, 0.3, 1.0])
 def test_units_are_sketches_of_the_true_gradient(task, tmp_path, fixed_rollouts, mu):
-    trainer, step, measured = measure(config(task, tmp_path, micro_batch=3), mu)
+    trainer, step, measured = measure(config(task, tmp_path, micro_batch_size=3), mu)
     model = copy.deepcopy(trainer.model).double()
     del model.forward  # the patched forward still calls the original model
     weight = model.get_output_embeddings().weight.detach().clone().requires_grad_()
@@ -85,9 +90,9 @@ def test_units_are_sketches_of_the_true_gradient(task, tmp_path, fixed_rollouts,
 @pytest.mark.parametrize("mu", [0.0, 0.3])
 def test_any_split_of_the_batch_gives_the_same_units(task, tmp_path, fixed_rollouts, mu):
     single = unit_sketches(config(task, tmp_path / "one"), mu)
-    splits = [unit_sketches(config(task, tmp_path / "split", micro_batch=3), mu)]
+    splits = [unit_sketches(config(task, tmp_path / "split", micro_batch_size=3), mu)]
     for mode in ("ddp", "fsdp"):
-        settings = config(task, tmp_path / mode, micro_batch=3, parallel={"mode": mode})
+        settings = config(task, tmp_path / mode, micro_batch_size=3, parallel={"mode": mode})
         splits += ranks.run(unit_sketches, settings, mu, ranks=2)
     for split in splits:
         for term, expected in zip(map(torch.tensor, split), map(torch.tensor, single), strict=True):
@@ -136,7 +141,7 @@ def test_closed_gate_keeps_measuring_and_reopens(tmp_path):
     common = {
         "steps": 6,
         "reward": "tests.control.test_gate:likeness",
-        "rollouts": {"prompts": 8, "completions": 4, "max_new_tokens": 5},
+        "rollouts": {"num_prompts": 8, "num_generations": 4, "max_completion_length": 5},
     }
     folder = write_tiny(tmp_path)
     method = {"name": "gac-gated-sketch", "max_step": 1.0, "gate": {"decay": 0.1}}

@@ -53,7 +53,8 @@ def test_a_source_that_turns_bad_lowers_mu_by_its_share():
 
 
 @pytest.mark.parametrize(
-    "micro", [{}, {"micro_batch": 3}, {"micro_batch": None, "micro_tokens": 64}]
+    "micro",
+    [{}, {"micro_batch_size": 3}, {"micro_batch_size": None, "max_tokens_per_micro_batch": 64}],
 )
 def test_losses_belong_to_their_rows(tmp_path, micro):
     """Each row is a source of its own, so the loss of a source is that of one row."""

@@ -62,7 +62,7 @@ def test_answers_by_hand(monkeypatch) -> None:
         samples=2,
         temperature=0.7,
         top_p=0.9,
-        max_new_tokens=4,
+        max_completion_length=4,
         stop=("2",),
         batch=5,
         split_field="level",
@@ -77,7 +77,13 @@ def test_answers_by_hand(monkeypatch) -> None:
         others[2],
     ]
     assert torch.equal(torch.get_rng_state(), before)
-    options = {"max_new_tokens": 4, "temperature": 0.7, "top_p": 0.9, "samples": 2, "stop": ("2",)}
+    options = {
+        "max_completion_length": 4,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "samples": 2,
+        "stop": ("2",),
+    }
     prompts = [EXAMPLES[2].prompt, EXAMPLES[3].prompt]
     first, (_, *idle) = calls
     assert first == (7 * 2**32 + 2, "model", WORDS, prompts, options)
@@ -144,7 +150,9 @@ def test_evaluations_during_training(task, monkeypatch) -> None:
     calls = []
 
     def generate(model, words, examples, reward, eval_task, seed):
-        calls.append((model, words, len(examples), reward.label, eval_task.max_new_tokens, seed))
+        calls.append(
+            (model, words, len(examples), reward.label, eval_task.max_completion_length, seed)
+        )
         return [answer(1, len(calls) / 4)]
 
     monkeypatch.setattr(during, "generate_answers", generate)
@@ -155,9 +163,11 @@ def test_evaluations_during_training(task, monkeypatch) -> None:
     more = EvalTask(
         DataConfig(prompts=prompts, limit=3),
         reward="tests.evaluation.test_eval_parts:Labeled",
-        max_new_tokens=5,
+        max_completion_length=5,
     )
-    settings = EvalSettings(DataConfig(prompts=prompts), max_new_tokens=6, tasks={"more": more})
+    settings = EvalSettings(
+        DataConfig(prompts=prompts), max_completion_length=6, tasks={"more": more}
+    )
     evaluator = Evaluator(settings, WORDS, Labeled("run"), 9)
     assert evaluator and not Evaluator(EvalSettings(), WORDS, Labeled(), 0)
     row = evaluator("model")
@@ -260,7 +270,7 @@ def steps(monkeypatch) -> list:
 
 def test_a_suite_by_hand(tmp_path, steps, monkeypatch) -> None:
     data = DataConfig(prompts="rows.jsonl")
-    both = {"a": EvalTask(data), "b": EvalTask(data, max_new_tokens=5)}
+    both = {"a": EvalTask(data), "b": EvalTask(data, max_completion_length=5)}
     first = run_suite(EvalConfig(tasks={"a": both["a"]}, out=str(tmp_path / "e")))
     config = EvalConfig(tasks=both, out=str(tmp_path / "e"))
     results = run_suite(config)

@@ -68,7 +68,7 @@ def ours(name: str, model: Path, file: Path, *changes: str) -> dict[str, tuple[s
             f"model.path={model}",
             "model.dtype=float32",
             f"tasks.{name}.data.prompts={file}",
-            f"tasks.{name}.max_new_tokens={LENGTH}",
+            f"tasks.{name}.max_completion_length={LENGTH}",
             *changes,
         ],
     )

@@ -31,14 +31,20 @@ from tests.tiny import tiny_config
 
 def suite(task, out, **changes) -> EvalConfig:
     data = {"prompts": str(task / "eval.jsonl")}
-    sampled = {"data": data, "samples": 4, "temperature": 1.0, "batch": 8, "max_new_tokens": 5}
+    sampled = {
+        "data": data,
+        "samples": 4,
+        "temperature": 1.0,
+        "batch": 8,
+        "max_completion_length": 5,
+    }
     return load(
         EvalConfig,
         {
             "model": {"path": str(task / "init"), "random_init": True},
             "reward": "tests.tiny:digit_reward",
             "tasks": {
-                "greedy": {"data": data, "max_new_tokens": 5, "split_field": "op"},
+                "greedy": {"data": data, "max_completion_length": 5, "split_field": "op"},
                 "sampled": {**sampled, "pass_at": [1, 4]},
             },
             "out": str(out),
@@ -228,7 +234,7 @@ def test_task_name_that_collides_with_a_split_is_rejected(task, tmp_path):
 
 def test_an_absent_split_field_names_the_row(task, tmp_path):
     data = {"prompts": str(task / "eval.jsonl")}
-    tasks = {"a": {"data": data, "split_field": "kind", "max_new_tokens": 2}}
+    tasks = {"a": {"data": data, "split_field": "kind", "max_completion_length": 2}}
     with pytest.raises(ConfigError, match="tasks.a: split_field='kind' is not among the fields"):
         run_suite(suite(task, tmp_path, tasks=tasks))
 
@@ -241,7 +247,7 @@ def test_an_absent_split_field_names_the_row(task, tmp_path):
     ],
 )
 def test_loading_errors_name_the_task(task, tmp_path, change, message):
-    plain = {"data": {"prompts": str(task / "eval.jsonl")}, "max_new_tokens": 2}
+    plain = {"data": {"prompts": str(task / "eval.jsonl")}, "max_completion_length": 2}
     with pytest.raises(ConfigError, match=message):
         run_suite(suite(task, tmp_path, tasks={"a": plain | change}))
 
@@ -263,7 +269,7 @@ def test_command_prints_a_table_and_keeps_the_results(task, tmp_path, capsys):
         "tasks:\n"
         "  digits:\n"
         f"    data: {{prompts: {task / 'eval.jsonl'}}}\n"
-        "    max_new_tokens: 5\n"
+        "    max_completion_length: 5\n"
         "    split_field: op\n"
     )
     assert cli.main(["eval", str(path)]) == cli.OK

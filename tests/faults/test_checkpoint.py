@@ -387,7 +387,11 @@ def test_the_best_is_a_checkpoint_that_can_be_exported(task, tmp_path, every, st
         method={"name": "sft"},
         checkpoint_every=2,
         reward="tests.faults.test_checkpoint:falling",
-        eval={"data": {"prompts": str(task / "eval.jsonl")}, "max_new_tokens": 5, "every": every},
+        eval={
+            "data": {"prompts": str(task / "eval.jsonl")},
+            "max_completion_length": 5,
+            "every": every,
+        },
     )
     run = train(config)
     names = [p.name for p in checkpoint.list_complete(run / "checkpoints")]
@@ -401,14 +405,18 @@ def test_the_best_is_a_checkpoint_that_can_be_exported(task, tmp_path, every, st
 @pytest.mark.parametrize("killed", [False, True], ids=["straight", "killed-before-saving"])
 def test_a_run_ends_with_its_best_weights(task, tmp_path, killed):
     """Only steps that can be saved are evaluated; with reused rollouts these are 4, 6 and 8."""
-    evaluation = {"data": {"prompts": str(task / "eval.jsonl")}, "max_new_tokens": 5, "every": 3}
+    evaluation = {
+        "data": {"prompts": str(task / "eval.jsonl")},
+        "max_completion_length": 5,
+        "every": 3,
+    }
     config = tiny_config(
         task,
         tmp_path / "run",
         steps=8,
         method={"name": "sft-best"},
         checkpoint_every=8,
-        rollouts={"reuse": 2},
+        rollouts={"num_iterations": 2},
         reward="tests.faults.test_checkpoint:falling",
         eval=evaluation,
         export=True,
@@ -465,7 +473,7 @@ def test_another_configuration_is_rejected_key_by_key(task, tmp_path):
 def test_harmless_changes_are_allowed(task, tmp_path):
     out = train(tiny_config(task, tmp_path / "run", steps=2))
     moved = out.rename(tmp_path / "moved")
-    train(tiny_config(task, moved, steps=4, checkpoint_every=1, name="longer", micro_batch=3))
+    train(tiny_config(task, moved, steps=4, checkpoint_every=1, name="longer", micro_batch_size=3))
     assert [r["step"] for r in metrics(moved)] == [1, 2, 3, 4]
 
 

@@ -43,7 +43,12 @@ def always_overflowing(completion, example):
 
 
 def faulty_config(task, out, reward, **changes):
-    rollouts = {"prompts": 4, "completions": 4, "max_new_tokens": 5, "advantages": "centered"}
+    rollouts = {
+        "num_prompts": 4,
+        "num_generations": 4,
+        "max_completion_length": 5,
+        "scale_rewards": "centered",
+    }
     return tiny_config(
         task,
         out,
@@ -59,7 +64,7 @@ def weights(trainer):
 
 @pytest.mark.parametrize(
     ("reward", "fault"),
-    [("overflowing", "rollout_loss is"), ("exploding", "above guards.max_norm=100000")],
+    [("overflowing", "rollout_loss is"), ("exploding", "above guards.skip_above_norm=100000")],
 )
 def test_broken_step_is_skipped_and_replayed(task, tmp_path, monkeypatch, reward, fault):
     observations = []
@@ -100,11 +105,11 @@ def test_broken_step_is_skipped_and_replayed(task, tmp_path, monkeypatch, reward
 )
 def test_replay_reproduces_the_methods_step(task, tmp_path, method):
     """Three steps are skipped, saved and replayed; the norm is that of the combined gradient."""
-    trainer = Trainer(faulty_config(task, tmp_path, "normal", method=method, micro_batch=3))
+    trainer = Trainer(faulty_config(task, tmp_path, "normal", method=method, micro_batch_size=3))
     for _ in range(4):
         trainer._train_step()
         trainer.step += 1
-    trainer.guard.config = GuardConfig(max_norm=1e-9)  # from here on, every step is skipped
+    trainer.guard.config = GuardConfig(skip_above_norm=1e-9)  # from here on, every step is skipped
     before, state = weights(trainer), copy.deepcopy(trainer.state)
     averages = {k: v.clone() for k, v in trainer.gradients.tracked.items()}
     assert bool(averages) == (method["name"] == "moco") and all(v.any() for v in averages.values())
@@ -134,10 +139,10 @@ def test_each_run_of_skipped_steps_is_replayed_with_its_own_weights(task, tmp_pa
     """Three steps: skipped, applied, skipped. The dropout masks are replayed too."""
     folder = with_dropout(task, tmp_path / "task")
     model = {"path": str(folder / "init"), "random_init": True, "dropout": True}
-    optim = {"lr": 0.05, "warmup": 1}
+    optim = {"lr": 0.05, "warmup_steps": 1}
     trainer = Trainer(faulty_config(folder, tmp_path, "normal", model=model, optim=optim))
     for limit in (1e-9, 1e5, 1e-9):
-        trainer.guard.config = GuardConfig(max_norm=limit)
+        trainer.guard.config = GuardConfig(skip_above_norm=limit)
         trainer._train_step()
         trainer.step += 1
     saved = sorted((tmp_path / "replay").iterdir())
@@ -177,7 +182,9 @@ def test_no_state_keeps_a_broken_step(task, tmp_path, method):
 
 
 def test_too_many_broken_steps_stop_the_run_with_the_last_good_weights(task, tmp_path):
-    config = faulty_config(task, tmp_path, "always_overflowing", guards={"patience": 3, "keep": 2})
+    config = faulty_config(
+        task, tmp_path, "always_overflowing", guards={"patience": 3, "max_saved_steps": 2}
+    )
     trainer = Trainer(config)
     before = weights(trainer)
     with pytest.raises(RunError, match=r"patience=3.* rollout_loss .* step 3 in .*gac replay"):
@@ -252,10 +259,10 @@ def test_files_written_before_a_rename_still_load(task, tmp_path):
 
 
 def test_guard_checks_the_norm_and_the_losses():
-    guard = Guard(GuardConfig(max_norm=10, patience=2))
+    guard = Guard(GuardConfig(skip_above_norm=10, patience=2))
     fine = {"rollout_loss": 0.1, "demo_loss": 0.2}
     assert guard.judge(10.0, fine) is None and guard.fault is None
-    assert guard.judge(11.0, fine) == "grad_norm is 11, above guards.max_norm=10"
+    assert guard.judge(11.0, fine) == "grad_norm is 11, above guards.skip_above_norm=10"
     assert guard.judge(math.inf, fine) == "grad_norm is inf" and guard.exhausted
     assert guard.judge(1.0, fine) is None and not guard.exhausted and guard.skipped == 2
     assert guard.fault == "grad_norm is inf"  # the last one
@@ -334,7 +341,12 @@ def test_resuming_with_another_process_count_needs_resize(task, tmp_path):
     ranks.run(train, config, ranks=2)
     with pytest.raises(ConfigError, match=r"resize=False.* 2 processes but 1 .*resize=true"):
         Trainer(config)
-    assert Trainer(tiny_config(task, tmp_path, steps=2, parallel={"resize": True})).step == 2
+    assert (
+        Trainer(
+            tiny_config(task, tmp_path, steps=2, parallel={"allow_world_size_change": True})
+        ).step
+        == 2
+    )
 
 
 def hang_rank_1(config):

@@ -14,11 +14,12 @@ from gac.errors import ConfigError, RunDirectoryError, RunError
 from gac.faults import preflight
 from gac.faults.preflight import check_budget, check_folder, check_same_run
 
-UNCHANGED = """data.prompts demo_batch seed evaluation steps_more exporter rollouts rollouts.prompts
-rollouts.vllms method.name loss.kl_coef micro"""
-CHANGED = """out name resume_anyway steps eval eval.every micro_batch micro_tokens checkpoint_every
-keep_checkpoints trackers export guards.patience parallel.mode rollouts.vllm.url
-rollouts.sample_every rollouts.sample_prompts rollouts.print_samples"""
+UNCHANGED = """data.prompts demo_batch_size seed evaluation steps_more exporter rollouts
+rollouts.num_prompts rollouts.vllms method.name loss.kl_coef micro"""
+CHANGED = """out run_name ignore_input_changes steps eval eval.every micro_batch_size
+max_tokens_per_micro_batch checkpoint_every keep_checkpoints report_to export guards.patience
+parallel.mode rollouts.vllm.url
+rollouts.log_samples_every rollouts.log_sample_prompts rollouts.print_samples"""
 
 
 def test_a_folder_is_probed_and_left_as_it_was(tmp_path):
@@ -67,13 +68,13 @@ def test_a_checkpoint_needs_the_weights_and_two_moments(tmp_path, monkeypatch):
 
 
 def test_budgets_by_hand():
-    check_budget("micro_tokens", None, 9, 4)
-    check_budget("micro_tokens", 36, 9, 4)
-    check_budget("micro_tokens", 9, 9, 1)
-    rest = "tokens: use {} or more, or lower rollouts.max_new_tokens"
+    check_budget("max_tokens_per_micro_batch", None, 9, 4)
+    check_budget("max_tokens_per_micro_batch", 36, 9, 4)
+    check_budget("max_tokens_per_micro_batch", 9, 9, 1)
+    rest = "tokens: use {} or more, or lower rollouts.max_completion_length"
     for key, tokens, unit, need, rows in (
-        ("micro_tokens", 35, 4, 36, "4 rows that stay together"),
-        ("rollouts.batch_tokens", 8, 1, 9, "the longest row"),
+        ("max_tokens_per_micro_batch", 35, 4, 36, "4 rows that stay together"),
+        ("rollouts.generation_batch_tokens", 8, 1, 9, "the longest row"),
     ):
         with pytest.raises(ConfigError) as caught:
             check_budget(key, tokens, 9, unit)
@@ -104,10 +105,10 @@ def test_keys_that_may_change_on_resume(key):
 
 
 def test_differences_of_two_configurations_by_hand():
-    old = {"b": {"x": [1, 2], "y": {}}, "c": None, "a": 1, "name": "first"}
+    old = {"b": {"x": [1, 2], "y": {}}, "c": None, "a": 1, "run_name": "first"}
     check_same_run(saved(old), {"b": {"x": (1, 2), "y": {}}, "a": 1}, resize=False)
     with pytest.raises(ConfigError) as caught:
-        check_same_run(saved(old), {"b": {"x": [1, 3], "y": {"z": 0}}, "name": 7}, resize=False)
+        check_same_run(saved(old), {"b": {"x": [1, 3], "y": {"z": 0}}, "run_name": 7}, resize=False)
     assert str(caught.value).splitlines()[1:] == [
         "  a: 1 in the checkpoint, 'not set' now",
         "  b.x: [1, 2] in the checkpoint, [1, 3] now",

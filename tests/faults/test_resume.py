@@ -63,7 +63,14 @@ def test_kill_while_a_checkpoint_is_being_written(task, tmp_path, uninterrupted)
     "changes",
     [
         pytest.param(
-            {"rollouts": {"prompts": 4, "completions": 4, "max_new_tokens": 5, "reuse": 3}},
+            {
+                "rollouts": {
+                    "num_prompts": 4,
+                    "num_generations": 4,
+                    "max_completion_length": 5,
+                    "num_iterations": 3,
+                }
+            },
             id="reused-rollouts",
         ),
         pytest.param({"dropout": True}, id="dropout"),

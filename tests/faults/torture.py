@@ -35,14 +35,14 @@ from tests.tiny import TIMING_KEYS, tiny_config, write_tiny
 KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     "default": (1, {}),
     "sft": (1, {"method": "sft"}),
-    "grpo, reused rollouts": (1, {"method": "grpo", "loss": {"kl_coef": 0.1}, "reuse": 2}),
-    "gated": (1, {"method": "gac-gated", "micro_tokens": 128}),
+    "grpo, reused rollouts": (1, {"method": "grpo", "loss": {"kl_coef": 0.1}, "num_iterations": 2}),
+    "gated": (1, {"method": "gac-gated", "max_tokens_per_micro_batch": 128}),
     "gradient surgery": (1, {"method": "pcgrad"}),
     "adapters": (1, {"model.lora": {"rank": 2}, "loss": {"kl_coef": 0.1}}),
-    "resampling": (1, {"resample": 2, "skip_truncated": True}),
+    "resampling": (1, {"dynamic_sampling_retries": 2, "mask_truncated_completions": True}),
     "best weights": (1, {"method": "sft-best"}),
     "early stopping": (1, {"method": {"name": "sft-light", "patience": 1}}),
-    "two ranks": (2, {"micro_batch": 2}),
+    "two ranks": (2, {"micro_batch_size": 2}),
     "two shards": (2, {"parallel": {"mode": "fsdp", "timeout": 60}}),
 }
 PHASES: dict[str, tuple[Any, str]] = {
@@ -116,14 +116,23 @@ def interrupted_run(config: TrainConfig, rank: int, phase: str, call: int, numbe
 def config_of(task: Path, kind: str, out: Path) -> Any:
     """The configuration of a run of this kind."""
     changes = dict(KINDS[kind][1])
-    rollouts = {"prompts": 4, "completions": 4, "max_new_tokens": 5, "sample_every": 2}
-    for key in ("reuse", "resample", "skip_truncated"):
+    rollouts = {
+        "num_prompts": 4,
+        "num_generations": 4,
+        "max_completion_length": 5,
+        "log_samples_every": 2,
+    }
+    for key in ("num_iterations", "dynamic_sampling_retries", "mask_truncated_completions"):
         if key in changes:
             rollouts[key] = changes.pop(key)
     model = {"path": str(task / "init"), "random_init": True}
     if "model.lora" in changes:
         model["lora"] = changes.pop("model.lora")
-    evaluation = {"data": {"prompts": str(task / "eval.jsonl")}, "max_new_tokens": 5, "every": 3}
+    evaluation = {
+        "data": {"prompts": str(task / "eval.jsonl")},
+        "max_completion_length": 5,
+        "every": 3,
+    }
     changes |= {"steps": STEPS, "checkpoint_every": EVERY, "rollouts": rollouts, "model": model}
     return tiny_config(task, out, eval=evaluation, export=True, **changes)
 

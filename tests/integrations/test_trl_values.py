@@ -250,10 +250,10 @@ def settings(**changes: Any) -> Any:
         (
             {"loss_type": "cispo", "epsilon_high": 1.0},
             True,
-            {"policy": "cispo", "clip_low": None, "clip_high": 0.0},
+            {"policy_loss": "cispo", "clip_low": None, "clip_high": 0.0},
         ),
-        ({"loss_type": "sapo"}, True, {"policy": "sapo", "sapo_tau": (1.0, 1.5)}),
-        ({"loss_type": "vespo"}, False, {"policy": "reinforce"}),
+        ({"loss_type": "sapo"}, True, {"policy_loss": "sapo", "sapo_tau": (1.0, 1.5)}),
+        ({"loss_type": "vespo"}, False, {"policy_loss": "reinforce"}),
         ({"loss_type": "vespo"}, True, "loss_type=vespo"),
         ({"top_entropy_quantile": 0.9}, False, "top_entropy_quantile"),
     ],
@@ -265,7 +265,9 @@ def test_losses_of_trl_as_settings(changes: Any, off_policy: bool, expected: Any
         return
     assert FusedGRPOTrainer._policy(settings(**changes), off_policy) == expected
     by_sequence = settings(**changes, importance_sampling_level="sequence")
-    assert FusedGRPOTrainer._policy(by_sequence, off_policy) == expected | {"ratio": "sequence"}
+    assert FusedGRPOTrainer._policy(by_sequence, off_policy) == expected | {
+        "importance_sampling_level": "sequence"
+    }
 
 
 @pytest.mark.parametrize(

@@ -42,11 +42,11 @@ def correction(spec: LossSpec, differences: Tensor) -> Tensor:
 def policy_term(spec: LossSpec, r: Tensor, logp: Tensor, a: Tensor) -> Tensor:
     low = -math.inf if spec.clip_low is None else 1 - spec.clip_low
     high = math.inf if spec.clip_high is None else 1 + spec.clip_high
-    if spec.policy == "reinforce":
+    if spec.policy_loss == "reinforce":
         return -a * logp
-    if spec.policy == "cispo":
+    if spec.policy_loss == "cispo":
         return -r.clamp(low, high).detach() * a * logp
-    if spec.policy == "sapo":
+    if spec.policy_loss == "sapo":
         tau = torch.where(a > 0, torch.tensor(spec.sapo_tau[0]).double(), spec.sapo_tau[1])
         return -(4 / tau) * torch.sigmoid(tau * (r - 1)) * a
     term = -torch.minimum(r * a, r.clamp(low, high) * a)
@@ -77,13 +77,17 @@ def rollout_tokens(
     old, ref, engine = (columns.get(k) for k in ("old_logps", "ref_logps", "rollout_logps"))
     anchor = logp.detach() if old is None else old
     log_ratio = logp - anchor
-    r = log_ratio.mean().expand_as(logp).exp() if spec.ratio == "sequence" else log_ratio.exp()
+    r = (
+        log_ratio.mean().expand_as(logp).exp()
+        if spec.importance_sampling_level == "sequence"
+        else log_ratio.exp()
+    )
     w = w if engine is None else w * correction(spec, anchor - engine)
     loss = w * policy_term(spec, r, logp, a) - spec.entropy_coef * entropy
     if spec.kl_coef:
         d = ref - logp
         kl = {"k1": -d, "k2": d * d / 2, "k3": d.exp() - d - 1}[spec.kl_estimator]
-        loss = loss + spec.kl_coef * kl * (r if spec.kl_ratio else 1)
+        loss = loss + spec.kl_coef * kl * (r if spec.use_bias_correction_kl else 1)
     return loss
 
 

@@ -412,7 +412,9 @@ def test_torchs_default_dtype_and_device_are_not_used(
 ) -> None:
     """All results are on the device of the inputs, with the same values."""
     require_backend(backend)
-    spec = LossSpec(ratio=ratio, correction="token_truncate", kl_coef=0.1, entropy_coef=0.1)
+    spec = LossSpec(
+        importance_sampling_level=ratio, correction="token_truncate", kl_coef=0.1, entropy_coef=0.1
+    )
     batch, logps = options.make(spec, rollout_norm=3.0, demo_norm=torch.tensor(5.0))
     columns = {f"{name}_logps": logps + 0.1 for name in ("old", "ref", "rollout")}
     keywords = {**batch.keywords, **columns, "weights": torch.tensor([1.0, 0.5, 2.0])}

@@ -89,16 +89,16 @@ OPTIONS = {
     "shaped": LossSpec(demo_weight=DemoWeight.SHAPED),
     "on policy": LossSpec(entropy_coef=0.01),
     "trust": LossSpec(demo_weight=DemoWeight.TRUST, entropy_coef=0.02),
-    "cispo, weights": LossSpec(policy="cispo", clip_high=0.1, correction="token_truncate"),
+    "cispo, weights": LossSpec(policy_loss="cispo", clip_high=0.1, correction="token_truncate"),
     "sapo, mask, on policy": LossSpec(
-        policy="sapo", sapo_tau=(1.0, 1.3), correction="token_mask", correction_max=1.2
+        policy_loss="sapo", sapo_tau=(1.0, 1.3), correction="token_mask", correction_max=1.2
     ),
     "reinforce, kl ratio, truncate, on policy": LossSpec(
-        policy="reinforce",
+        policy_loss="reinforce",
         correction="token_truncate",
         correction_min=0.8,
         kl_coef=0.1,
-        kl_ratio=True,
+        use_bias_correction_kl=True,
     ),
 }
 

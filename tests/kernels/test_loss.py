@@ -425,3 +425,25 @@ def test_large_advantages_do_not_overflow_float16(backend: str) -> None:
         grads.append(logits.grad.double())
     assert grads[1].abs().max() > 0.1
     torch.testing.assert_close(*grads, rtol=2e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("backend", ["native", "reference", "triton"])
+def test_weight_or_advantage_0_removes_an_impossible_token(backend: str) -> None:
+    """The token's log-probability is -inf; its loss is 0, not nan."""
+    require_backend(backend)
+    logits = torch.zeros(1, 2, 3)
+    logits[0, 0, 1] = -torch.inf
+    logits.requires_grad_()
+    targets, share = torch.tensor([[1, 2]]), torch.tensor([[0.0, 1.0]])
+    for demo, policy, weights, advantages in (
+        (True, "clip", share, torch.ones(1)),
+        (False, "reinforce", share, torch.ones(1)),
+        (False, "reinforce", None, share),
+        (False, "cispo", None, share),
+    ):
+        spec = LossSpec(policy_loss=policy, demo_weight="one")
+        arguments = logits, targets, advantages, torch.tensor([demo])
+        keywords = {"weights": weights, "old_logps": -torch.ones(1, 2), "spec": spec}
+        out = fused_gac_loss(*arguments, **keywords, backend=backend)
+        (grad,) = torch.autograd.grad(out.loss, logits)
+        assert out.loss.isfinite() and (grad[0, 0] == 0).all() and (grad[0, 1] != 0).any()

@@ -317,11 +317,18 @@ def test_a_masked_target_has_no_gradient_under_a_softcap() -> None:
 
 
 @pytest.mark.parametrize("dual_clip", (None, 1.5))
-@pytest.mark.parametrize("kl_ratio", (False, True))
+@pytest.mark.parametrize("use_bias_correction_kl", (False, True))
 @pytest.mark.parametrize("policy", POLICIES)
-def test_ratios_far_from_1(policy: str, kl_ratio: bool, dual_clip: float | None) -> None:
+def test_ratios_far_from_1(
+    policy: str, use_bias_correction_kl: bool, dual_clip: float | None
+) -> None:
     """Above exp(MAX_LOG_RATIO), the ratio is clamped, and its gradient is 0."""
-    spec = LossSpec(policy=policy, kl_coef=0.1, kl_ratio=kl_ratio, dual_clip=dual_clip)
+    spec = LossSpec(
+        policy_loss=policy,
+        kl_coef=0.1,
+        use_bias_correction_kl=use_bias_correction_kl,
+        dual_clip=dual_clip,
+    )
     data = batch(31, rows=8, length=3)
     logits, shape = data.pop("logits"), data["targets"].shape
     log_ratios = torch.tensor([60, 41, 39, 3, -3, -39, -41, -60.0])[:, None]

@@ -57,8 +57,8 @@ class Batch(NamedTuple):
 def specs(draw: st.DrawFn) -> LossSpec:
     policy = draw(st.sampled_from(POLICIES))
     return LossSpec(
-        policy=policy,
-        ratio=draw(st.sampled_from(RATIOS)),
+        policy_loss=policy,
+        importance_sampling_level=draw(st.sampled_from(RATIOS)),
         correction=draw(st.sampled_from(CORRECTIONS)),
         correction_min=draw(st.sampled_from([None, 0.5])),
         correction_max=draw(st.sampled_from([2.0, 1.2, None])),
@@ -68,7 +68,7 @@ def specs(draw: st.DrawFn) -> LossSpec:
         sapo_tau=(1.0, 1.3),
         kl_coef=draw(st.sampled_from([0.0, 0.3, 1.0])),
         kl_estimator=draw(st.sampled_from(KL_ESTIMATORS)),
-        kl_ratio=draw(st.booleans()),
+        use_bias_correction_kl=draw(st.booleans()),
         entropy_coef=draw(st.sampled_from([0.0, 0.1, 1.0])),
         demo_weight=draw(st.sampled_from(list(DemoWeight))),
         rollout_reduction=draw(st.sampled_from(REDUCTIONS)),
@@ -237,7 +237,7 @@ def test_dead_rows_are_skipped(backend: str, dead: str, monkeypatch: pytest.Monk
     spec = {
         "weight": LossSpec(),
         "correction": LossSpec(correction="sequence_mask"),
-        "sequence ratio": LossSpec(ratio="sequence"),
+        "sequence ratio": LossSpec(importance_sampling_level="sequence"),
     }[dead]
     batch, logps = make(spec)
     first, second = torch.arange(12) < 4, (torch.arange(12) >= 4) & (torch.arange(12) < 8)
@@ -266,20 +266,44 @@ def test_dead_rows_are_skipped(backend: str, dead: str, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("spec", "keywords", "passes"),
     [
-        (LossSpec(policy="cispo"), ["old_logps"], 1),
-        (LossSpec(policy="sapo", kl_coef=0.1, kl_ratio=True), ["ref_logps"], 1),
-        (LossSpec(ratio="sequence"), [], 1),
-        (LossSpec(ratio="sequence", policy="sapo", kl_coef=0.1), ["ref_logps"], 1),
+        (LossSpec(policy_loss="cispo"), ["old_logps"], 1),
+        (LossSpec(policy_loss="sapo", kl_coef=0.1, use_bias_correction_kl=True), ["ref_logps"], 1),
+        (LossSpec(importance_sampling_level="sequence"), [], 1),
+        (
+            LossSpec(importance_sampling_level="sequence", policy_loss="sapo", kl_coef=0.1),
+            ["ref_logps"],
+            1,
+        ),
         (LossSpec(correction="sequence_mask"), ["rollout_logps", "old_logps"], 1),
         (LossSpec(correction="token_mask"), ["rollout_logps"], 1),
-        (LossSpec(ratio="sequence", policy="reinforce"), ["old_logps"], 1),
-        (LossSpec(ratio="sequence", policy="cispo"), ["old_logps"], 2),
-        (LossSpec(ratio="sequence", kl_ratio=True), ["ref_logps"], 1),
-        (LossSpec(ratio="sequence", policy="cispo", correction="token_mask"), ["rollout_logps"], 1),
-        (LossSpec(ratio="sequence", correction="token_mask"), ["rollout_logps"], 2),
-        (LossSpec(ratio="sequence"), ["old_logps"], 2),
+        (LossSpec(importance_sampling_level="sequence", policy_loss="reinforce"), ["old_logps"], 1),
+        (LossSpec(importance_sampling_level="sequence", policy_loss="cispo"), ["old_logps"], 2),
+        (
+            LossSpec(importance_sampling_level="sequence", use_bias_correction_kl=True),
+            ["ref_logps"],
+            1,
+        ),
+        (
+            LossSpec(
+                importance_sampling_level="sequence", policy_loss="cispo", correction="token_mask"
+            ),
+            ["rollout_logps"],
+            1,
+        ),
+        (
+            LossSpec(importance_sampling_level="sequence", correction="token_mask"),
+            ["rollout_logps"],
+            2,
+        ),
+        (LossSpec(importance_sampling_level="sequence"), ["old_logps"], 2),
         (LossSpec(correction="sequence_truncate"), ["rollout_logps"], 2),
-        (LossSpec(ratio="sequence", kl_coef=0.1, kl_ratio=True), ["ref_logps"], 2),
+        (
+            LossSpec(
+                importance_sampling_level="sequence", kl_coef=0.1, use_bias_correction_kl=True
+            ),
+            ["ref_logps"],
+            2,
+        ),
     ],
 )
 def test_number_of_forward_passes(
@@ -306,7 +330,7 @@ def test_number_of_forward_passes(
 
 def test_without_a_gradient_a_coupled_loss_takes_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     require_backend("native")
-    batch, logps = make(LossSpec(ratio="sequence"), mu=0.0)
+    batch, logps = make(LossSpec(importance_sampling_level="sequence"), mu=0.0)
     hidden, weight, bias = batch.leaves
     logits, keywords = hidden @ weight.T + bias, {**batch.keywords, "old_logps": logps - 0.1}
     expected = fused_gac_loss(logits, *batch.inputs, **keywords, backend="reference")
@@ -323,7 +347,7 @@ def test_two_passes_synchronize_once(
 ) -> None:
     """On a GPU, the second pass uses a bound on its rows that is known before the first pass."""
     require_backend("native")
-    spec = LossSpec(ratio="token" if dead == "correction" else "sequence")
+    spec = LossSpec(importance_sampling_level="token" if dead == "correction" else "sequence")
     if dead == "correction":
         spec = LossSpec(correction="sequence_mask")
     batch, logps = make(spec)
@@ -392,28 +416,6 @@ def test_roles_of_a_sequence_given_per_token(backend: str, reduction: str) -> No
         assert_near(name, *values, 1e-7)
 
 
-@pytest.mark.parametrize("backend", ["native", "reference", "triton"])
-def test_weight_or_advantage_0_removes_an_impossible_token(backend: str) -> None:
-    """The token's log-probability is -inf; its loss is 0, not nan."""
-    require_backend(backend)
-    logits = torch.zeros(1, 2, 3)
-    logits[0, 0, 1] = -torch.inf
-    logits.requires_grad_()
-    targets, share = torch.tensor([[1, 2]]), torch.tensor([[0.0, 1.0]])
-    for demo, policy, weights, advantages in (
-        (True, "clip", share, torch.ones(1)),
-        (False, "reinforce", share, torch.ones(1)),
-        (False, "reinforce", None, share),
-        (False, "cispo", None, share),
-    ):
-        spec = LossSpec(policy=policy, demo_weight="one")
-        arguments = logits, targets, advantages, torch.tensor([demo])
-        keywords = {"weights": weights, "old_logps": -torch.ones(1, 2), "spec": spec}
-        out = fused_gac_loss(*arguments, **keywords, backend=backend)
-        (grad,) = torch.autograd.grad(out.loss, logits)
-        assert out.loss.isfinite() and (grad[0, 0] == 0).all() and (grad[0, 1] != 0).any()
-
-
 TARGETS = torch.tensor([[1, 2], [0, 1]])
 VALID = {
     "targets": TARGETS,
@@ -467,18 +469,21 @@ def test_invalid_inputs(name: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"policy": "ppo"}, "policy='ppo': use one of clip, cispo, sapo, reinforce"),
-        ({"ratio": "word"}, "ratio='word': use one of token, sequence"),
+        ({"policy_loss": "ppo"}, "policy_loss='ppo': use one of clip, cispo, sapo, reinforce"),
+        (
+            {"importance_sampling_level": "word"},
+            "importance_sampling_level='word': use one of token, sequence",
+        ),
         ({"correction": "tis"}, "correction='tis': use one of none, token_truncate"),
         ({"correction_min": 3.0}, "correction_min=3.0: use a number <= correction_max=2.0"),
         ({"correction_max": -1.0}, "correction_max=-1.0: use a number >= 0"),
         ({"correction_max": "2"}, "correction_max='2': use a number or None"),
         ({"sapo_tau": 1.0}, "sapo_tau=1.0: use two finite numbers > 0"),
         ({"sapo_tau": (1.0, 0.0)}, r"sapo_tau=\(1.0, 0.0\): use two finite numbers > 0"),
-        ({"kl_ratio": 1}, "kl_ratio=1: use True or False"),
+        ({"use_bias_correction_kl": 1}, "use_bias_correction_kl=1: use True or False"),
         ({"clip_high": -0.5}, "clip_high=-0.5: use a number >= 0"),
         (
-            {"policy": "cispo", "clip_low": 0.1, "clip_high": -0.5},
+            {"policy_loss": "cispo", "clip_low": 0.1, "clip_high": -0.5},
             "clip_low=0.1, clip_high=-0.5: use 1 - clip_low <= 1 \\+ clip_high",
         ),
     ],

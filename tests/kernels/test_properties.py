@@ -41,10 +41,10 @@ def batches(draw: st.DrawFn) -> dict:
         "rollout_logps": None if correction == "none" else logps + noise[2],
         "weights": torch.rand(rows, width, generator=g, dtype=torch.float64),
         "spec": LossSpec(
-            policy=draw(st.sampled_from(POLICIES)),
-            ratio=draw(st.sampled_from(RATIOS)),
+            policy_loss=draw(st.sampled_from(POLICIES)),
+            importance_sampling_level=draw(st.sampled_from(RATIOS)),
             correction=correction,
-            kl_ratio=draw(st.booleans()),
+            use_bias_correction_kl=draw(st.booleans()),
             kl_coef=0.1,
             entropy_coef=0.05,
             demo_weight=draw(st.sampled_from(["phi", "shaped"])),

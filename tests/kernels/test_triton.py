@@ -63,10 +63,10 @@ LOSSES = {
     "shaped: reads the demonstration's advantage": LossSpec(demo_weight=DemoWeight.SHAPED),
     "trust above and below c": LossSpec(demo_weight=DemoWeight.TRUST, demo_shape=0.3),
     "temperature": LossSpec(temperature=0.7, entropy_coef=0.1),
-    "cispo": LossSpec(policy="cispo", clip_low=None, clip_high=0.05),
-    "sapo": LossSpec(policy="sapo", sapo_tau=(1.0, 1.3)),
-    "reinforce": LossSpec(policy="reinforce"),
-    "KL times the ratio": LossSpec(kl_coef=0.2, kl_ratio=True),
+    "cispo": LossSpec(policy_loss="cispo", clip_low=None, clip_high=0.05),
+    "sapo": LossSpec(policy_loss="sapo", sapo_tau=(1.0, 1.3)),
+    "reinforce": LossSpec(policy_loss="reinforce"),
+    "KL times the ratio": LossSpec(kl_coef=0.2, use_bias_correction_kl=True),
 }
 
 
@@ -79,7 +79,7 @@ def test_each_option_of_the_loss(name: str, small_tiles: None, poison: None) -> 
     "spec",
     [
         LossSpec(correction="token_truncate", correction_min=0.9, correction_max=1.1),
-        LossSpec(correction="token_mask", correction_max=1.1, policy="cispo", kl_coef=0.1),
+        LossSpec(correction="token_mask", correction_max=1.1, policy_loss="cispo", kl_coef=0.1),
     ],
     ids=["truncate", "mask"],
 )

@@ -28,13 +28,13 @@ LOSSES: dict[str, dict[str, Any]] = {
     "dr_grpo": {**EPSILON, "rollout_reduction": "constant", "max_tokens": LONGEST},
     "luspo": {**EPSILON, "rollout_reduction": "sum"},
     "cispo": {
-        "policy": "cispo",
+        "policy_loss": "cispo",
         "clip_low": None,
         "clip_high": CISPO_BOUND - 1,
         "rollout_reduction": "token",
     },
-    "sapo": {"policy": "sapo", "rollout_reduction": "sequence", "sapo_tau": SAPO_TAU},
-    "vespo": {"policy": "reinforce", "rollout_reduction": "token"},
+    "sapo": {"policy_loss": "sapo", "rollout_reduction": "sequence", "sapo_tau": SAPO_TAU},
+    "vespo": {"policy_loss": "reinforce", "rollout_reduction": "token"},
 }
 ITEMS = 31.0  # tokens of the accumulation window, which divide "dapo", "cispo" and "vespo"
 BY_WINDOW = ("dapo", "cispo", "vespo")
@@ -43,8 +43,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "on-policy": {"old": False},
     "delta": {"delta": 1.3},
     "kl": {"beta": 0.2},
-    "unbiased kl": {"beta": 0.2, "kl_ratio": True},
-    "unbiased kl on-policy": {"beta": 0.2, "kl_ratio": True, "old": False},
+    "unbiased kl": {"beta": 0.2, "use_bias_correction_kl": True},
+    "unbiased kl on-policy": {"beta": 0.2, "use_bias_correction_kl": True, "old": False},
     "entropy bonus": {"entropy_coef": 0.1},
     "top entropies": {"quantile": 0.4, "beta": 0.2},
     "off-policy mask": {"threshold": 0.02},
@@ -66,7 +66,7 @@ def make_trainer(name: str, level: str, options: dict[str, Any]) -> GRPOTrainer:
         ),
         args=SimpleNamespace(
             delta=options.get("delta"),
-            use_bias_correction_kl=options.get("kl_ratio", False),
+            use_bias_correction_kl=options.get("use_bias_correction_kl", False),
             sapo_temperature_pos=SAPO_TAU[0],
             sapo_temperature_neg=SAPO_TAU[1],
             vespo_k_pos=2.0,
@@ -178,10 +178,10 @@ def our_loss(
     correction = "none" if name == "vespo" else options.get("correction", "none")
     spec = LossSpec(
         **LOSSES[name],
-        ratio=level,
+        importance_sampling_level=level,
         dual_clip=options.get("delta"),
         kl_coef=options.get("beta", 0.0),
-        kl_ratio=options.get("kl_ratio", False),
+        use_bias_correction_kl=options.get("use_bias_correction_kl", False),
         correction=correction,
         correction_min=options.get("correction_min"),
         correction_max=1.2,

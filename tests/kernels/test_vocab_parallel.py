@@ -74,8 +74,12 @@ CASES = {
     "trust-tokens": {"spec": LossSpec(demo_weight=DemoWeight.TRUST, rollout_reduction="token")},
     # 1 or 2 tokens per chunk, depending on the rows of a rank: all ranks must take the same
     "uneven-chunks": {"chunk_bytes": 212},
-    "softcap": {"softcap": 2.0, "logit_scale": 0.5, "spec": LossSpec(policy="cispo")},
-    "two-passes": {"spec": LossSpec(ratio="sequence", kl_coef=0.1, kl_ratio=True)},
+    "softcap": {"softcap": 2.0, "logit_scale": 0.5, "spec": LossSpec(policy_loss="cispo")},
+    "two-passes": {
+        "spec": LossSpec(
+            importance_sampling_level="sequence", kl_coef=0.1, use_bias_correction_kl=True
+        )
+    },
 }
 
 

@@ -257,7 +257,7 @@ def test_dypo_grades_prompts_by_their_rollouts() -> None:
 
 def test_dypo_trains_whole_groups_only(task, tmp_path) -> None:
     method = {"name": "dypo", "correct": 0.4}
-    trainer = Trainer(tiny_config(task, tmp_path, method=method, eval={}, micro_batch=5))
+    trainer = Trainer(tiny_config(task, tmp_path, method=method, eval={}, micro_batch_size=5))
     assert trainer.feed.unit == trainer.gradients.forward.micro.unit == 4
     example, credit = trainer.feed.prompts[0], Credit(*(torch.ones(4), *torch.ones(3)))
     kept = [Sample((), (3, 4), 1.0, False)] * 3

@@ -13,9 +13,19 @@ from gac_kernels import LossSpec
 from tests.tiny import tiny_config
 
 KEYS: dict[str, dict[str, Any]] = {
-    "gspo": {"ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4},
-    "cispo": {"policy": "cispo", "clip_low": None, "clip_high": 4.0, "rollout_reduction": "token"},
-    "sapo": {"policy": "sapo", "sapo_tau": [1.0, 1.2], "kl_coef": 0.1, "kl_ratio": True},
+    "gspo": {"importance_sampling_level": "sequence", "clip_low": 3e-4, "clip_high": 4e-4},
+    "cispo": {
+        "policy_loss": "cispo",
+        "clip_low": None,
+        "clip_high": 4.0,
+        "rollout_reduction": "token",
+    },
+    "sapo": {
+        "policy_loss": "sapo",
+        "sapo_tau": [1.0, 1.2],
+        "kl_coef": 0.1,
+        "use_bias_correction_kl": True,
+    },
 }
 
 

@@ -192,5 +192,5 @@ def test_trapo_names_invalid_groups(fields) -> None:
     name, value = next(iter(fields.items()))
     with pytest.raises(ValueError, match=re.escape(f"{name}={value!r}: use ")):
         METHODS["trapo"](**fields)
-    with pytest.raises(ValueError, match=r"rollouts\.completions=9: use 8, the sum"):
+    with pytest.raises(ValueError, match=r"rollouts\.num_generations=9: use 8, the sum"):
         METHODS["trapo"]().sampling(9)

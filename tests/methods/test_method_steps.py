@@ -241,7 +241,7 @@ def test_invalid_options_are_named(name: str, fields) -> None:
 @pytest.mark.parametrize("name", ["luffy", "prefix-rft"])
 def test_a_group_with_a_demonstration_needs_a_rollout_as_well(name: str) -> None:
     assert METHODS[name]().sampling(2)
-    with pytest.raises(ValueError, match=r"rollouts\.completions=1: use 2 or more"):
+    with pytest.raises(ValueError, match=r"rollouts\.num_generations=1: use 2 or more"):
         METHODS[name]().sampling(1)
 
 

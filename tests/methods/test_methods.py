@@ -146,7 +146,7 @@ def test_method_trains_and_resumes_to_the_identical_trajectory(name, task, tmp_p
 
 def test_paper_map_references_exist():
     text = (ROOT / "docs" / "paper_map.md").read_text()
-    tests = re.findall(r"`(tests/\w+\.py)::(\w+)`", text)
+    tests = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
     code = re.findall(r"`((?:gac|gac_kernels)[\w.]*):(\w+)`", text)
     assert len(tests) > 10 and len(code) > 10
     for path, name in tests:

@@ -31,7 +31,7 @@ METHODS = {
 @pytest.mark.parametrize("name", METHODS)
 def test_two_ranks_match_a_single_process(task, tmp_path, name, parallel):
     method = {"name": name, **METHODS[name]}
-    changes = {"method": method, "loss": {}, "micro_batch": 3, "eval": {}}
+    changes = {"method": method, "loss": {}, "micro_batch_size": 3, "eval": {}}
     single = ranks.run(train_steps, config(task, tmp_path / "1", **changes), STEPS, ranks=1)[0]
     two_rank_config = config(task, tmp_path / "2", parallel=parallel, **changes)
     for rank in ranks.run(train_steps, two_rank_config, STEPS, ranks=2):

@@ -55,14 +55,14 @@ def one_step(name: str, task, out, fields=None) -> tuple[Trainer, list[Row], lis
     of the model from before the step.
     """
     rollouts = {
-        "prompts": 6,
-        "completions": 4,
-        "max_new_tokens": MAX_NEW_TOKENS,
+        "num_prompts": 6,
+        "num_generations": 4,
+        "max_completion_length": MAX_NEW_TOKENS,
         "temperature": TEMPERATURE,
     }
     fields = EXTRA.get(name, {}) if fields is None else fields
     config = tiny_config(
-        task, out, method={"name": name, **fields}, rollouts=rollouts, eval={}, micro_batch=5
+        task, out, method={"name": name, **fields}, rollouts=rollouts, eval={}, micro_batch_size=5
     )
     trainer = Trainer(config)
     before = copy.deepcopy(trainer.model).double()

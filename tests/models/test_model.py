@@ -230,4 +230,4 @@ def test_adapters_skip_the_layers_of_mamba_that_bypass_their_forward():
     adapted = {n.split(".")[-4] for n, p in model.named_parameters() if p.requires_grad}
     assert adapted == {"in_proj", "x_proj", "dt_proj"}
     with pytest.raises(ConfigError, match="out_proj"):  # named targets are not skipped
-        _add_lora(model.unload(), LoraConfig(targets=("in_proj", "out_proj")))
+        _add_lora(model.unload(), LoraConfig(target_modules=("in_proj", "out_proj")))

@@ -182,8 +182,10 @@ def test_initial_weights_depend_only_on_the_seed(tmp_path, caplog) -> None:
     assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
     assert first.lm_head.weight.dtype == torch.bfloat16
     assert not any(module.training for module in first.modules())
-    assert all(module.training for module in load_model(replace(config, dropout=True)).modules())
-    assert "model.dropout" not in caplog.text  # there is none in its configuration
+    assert all(
+        module.training for module in load_model(replace(config, keep_dropout=True)).modules()
+    )
+    assert "model.keep_dropout" not in caplog.text  # there is none in its configuration
     meta = load_meta_model(config)
     assert {(p.dtype, p.device.type) for p in meta.parameters()} == {(torch.bfloat16, "meta")}
     assert meta.config.name_or_path == str(tmp_path)
@@ -411,7 +413,7 @@ def test_adapters_have_the_options_of_the_configuration(targets) -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **TINY))
     layer = model.model.layers[0]
     layer.mlp.gate_proj = type("ARouter", (torch.nn.Linear,), {})(16, 16)
-    config = LoraConfig(rank=3, alpha=5, dropout=0.25, targets=targets)
+    config = LoraConfig(rank=3, alpha=5, dropout=0.25, target_modules=targets)
     options = apply_training_options(model, ModelConfig(lora=config)).peft_config["default"]
     assert (options.r, options.lora_alpha, options.lora_dropout) == (3, 5, 0.25)
     assert options.task_type == "CAUSAL_LM"
@@ -426,17 +428,17 @@ def test_adapters_of_unknown_modules() -> None:
     pytest.importorskip("peft", reason="the extra `lora` is not installed")
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **TINY))
     names = "down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj"
-    message = rf"model.lora.targets=\['x'\]: Target .*; use all-linear, or some of {names}$"
+    message = rf"model.lora.target_modules=\['x'\]: Target .*; use all-linear, or some of {names}$"
     with pytest.raises(ConfigError, match=message):
-        apply_training_options(model, ModelConfig(lora=LoraConfig(targets=("x",))))
+        apply_training_options(model, ModelConfig(lora=LoraConfig(target_modules=("x",))))
 
 
 @pytest.mark.parametrize(
     ("option", "wrong", "right"),
     [
-        ("targets", (), ("q_proj",)),
-        ("targets", (), None),
-        ("targets", "", "q"),
+        ("target_modules", (), ("q_proj",)),
+        ("target_modules", (), None),
+        ("target_modules", "", "q"),
         ("dropout", 1.0, 0.99),
         ("dropout", -0.1, 0.0),
         ("rank", 0, 1),
@@ -462,7 +464,7 @@ def test_only_the_dropout_of_adapters_stays_in_training_mode(dropout, caplog) ->
 def test_dropout_is_removed_unless_requested(tmp_path, keep, caplog) -> None:
     others = dict.fromkeys(("attn_pdrop", "embd_pdrop", "summary_first_dropout"), 0.0)
     AutoConfig.for_model("gpt2", resid_pdrop=0.25, **others).save_pretrained(tmp_path)
-    config = _training_config(ModelConfig(path=str(tmp_path), dropout=keep))
+    config = _training_config(ModelConfig(path=str(tmp_path), keep_dropout=keep))
     assert (config.resid_pdrop, config.attn_pdrop) == (0.25 if keep else 0.0, 0.0)
     assert caplog.text.count("training uses resid_pdrop=0.25, but sampling") == keep
 

@@ -105,7 +105,9 @@ def test_each_group_of_rows_is_balanced_by_itself():
 def test_rows_may_have_as_many_tokens_as_a_micro_batch(unit, what):
     rows = [Row((5,) * 10, 1, False, 1.0, i) for i in range(4)]
     assert len(MicroBatches(tokens=10 * unit, unit=unit).split(rows)) == 4 // unit
-    message = f"micro_tokens={10 * unit - 1}: this step has {what} with {10 * unit} tokens"
+    message = (
+        f"max_tokens_per_micro_batch={10 * unit - 1}: this step has {what} with {10 * unit} tokens"
+    )
     with pytest.raises(ValueError, match=message):
         MicroBatches(tokens=10 * unit - 1, unit=unit).split(rows)
 
@@ -170,11 +172,18 @@ def test_results_do_not_depend_on_row_placement(task, tmp_path, method, mode):
     changes = {
         "method": method,
         "steps": 4,
-        "demo_batch": 6,
-        "rollouts": {"prompts": 4, "completions": 4, "max_new_tokens": 30, "reuse": 2},
+        "demo_batch_size": 6,
+        "rollouts": {
+            "num_prompts": 4,
+            "num_generations": 4,
+            "max_completion_length": 30,
+            "num_iterations": 2,
+        },
     }
     single = ranks.run(four_steps, config(task, tmp_path / "one", **changes), ranks=1)[0]
-    balanced = config(task, tmp_path / "two", **changes, micro_tokens=120, parallel={"mode": mode})
+    balanced = config(
+        task, tmp_path / "two", **changes, max_tokens_per_micro_batch=120, parallel={"mode": mode}
+    )
     many = ranks.run(four_steps, balanced, ranks=2)
     for rank in many:
         assert_same(single, rank)

@@ -73,7 +73,7 @@ def config(task, out, **changes):
                 "source_field": "id",  # so that the losses of the single rows are compared, too
             },
             # eps: where a gradient is 0, AdamW would scale rounding noise up to a full-size update
-            "optim": {"lr": 1e-2, "warmup": 1, "clip": 0.5, "eps": 1e-4},
+            "optim": {"lr": 1e-2, "warmup_steps": 1, "max_grad_norm": 0.5, "eps": 1e-4},
             **changes,
         },
     )
@@ -114,7 +114,7 @@ FSDP = {"mode": "fsdp"}
 
 
 @pytest.mark.parametrize(
-    ("count", "parallel", "micro_batch"),
+    ("count", "parallel", "micro_batch_size"),
     [
         pytest.param(2, {}, None, id="ddp-2"),
         pytest.param(4, {}, 3, id="ddp-4-accumulated"),
@@ -125,9 +125,9 @@ FSDP = {"mode": "fsdp"}
     ],
 )
 def test_results_do_not_depend_on_the_number_of_processes(
-    task, tmp_path, single_process, count, parallel, micro_batch
+    task, tmp_path, single_process, count, parallel, micro_batch_size
 ):
-    run_config = config(task, tmp_path, parallel=parallel, micro_batch=micro_batch)
+    run_config = config(task, tmp_path, parallel=parallel, micro_batch_size=micro_batch_size)
     many = ranks.run(train_steps, run_config, ranks=count)
     for rank in many:
         assert_same(single_process(), rank)
@@ -157,7 +157,7 @@ def half_constant(completion, example):
         pytest.param(FSDP, {"lora": {"rank": 4}}, id="fsdp-adapters"),
         pytest.param({}, {"lora": {"rank": 4}}, id="ddp-adapters"),
         pytest.param(FSDP, {"gradient_checkpointing": True}, id="fsdp-recomputed-layers"),
-        pytest.param(FSDP, {"reuse": 2}, id="fsdp-reused-rollouts"),
+        pytest.param(FSDP, {"num_iterations": 2}, id="fsdp-reused-rollouts"),
         pytest.param(FSDP, {"method": "pcgrad"}, id="fsdp-gram"),
         pytest.param(FSDP, {"method": "pcgrad", "flat": True}, id="fsdp-gram-zero-gradient-rows"),
         pytest.param({}, {"method": "cagrad"}, id="ddp-gram"),
@@ -171,8 +171,13 @@ def test_results_agree_across_processes_with(task, tmp_path, parallel, changes):
     folder = untied(task, tmp_path / "task") if changes.pop("untied", None) else task
     if changes.get("lora"):
         pytest.importorskip("peft", reason="needs the extra `lora`")
-    rollouts = {"prompts": 4, "completions": 4, "max_new_tokens": 5, "reuse": 1}
-    rollouts["reuse"] = changes.pop("reuse", 1)
+    rollouts = {
+        "num_prompts": 4,
+        "num_generations": 4,
+        "max_completion_length": 5,
+        "num_iterations": 1,
+    }
+    rollouts["num_iterations"] = changes.pop("num_iterations", 1)
     settings = {"rollouts": rollouts}
     if changes.pop("flat", False):
         settings |= {"reward": "tests.parallel.test_distributed:half_constant", "loss": {}}
@@ -231,7 +236,10 @@ def uneven_gradients(config):
 @pytest.fixture(scope="module")
 def uneven(task, tmp_path_factory):
     """The results in one process, and a function that returns those of each of two ranks."""
-    settings = {"micro_batch": 2, "rollouts": {"prompts": 4, "completions": 4, "max_new_tokens": 6}}
+    settings = {
+        "micro_batch_size": 2,
+        "rollouts": {"num_prompts": 4, "num_generations": 4, "max_completion_length": 6},
+    }
 
     def run(count, **changes):
         run_config = config(task, tmp_path_factory.mktemp("uneven"), **settings, **changes)
@@ -255,7 +263,7 @@ def test_uneven_ranks_compute_the_same(uneven, mode):
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4)])
 def test_checkpoint_loads_on_another_world_size(task, tmp_path, single_process, before, after):
-    run_config = config(task, tmp_path, parallel={**FSDP, "resize": True})
+    run_config = config(task, tmp_path, parallel={**FSDP, "allow_world_size_change": True})
     ranks.run(save_at, run_config, 3, ranks=before)
     for rank in ranks.run(resume, run_config, ranks=after):
         names = ("mu", "demo_loss", "rollout_loss", "grad_norm", "sft_variance")

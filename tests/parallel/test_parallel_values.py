@@ -134,8 +134,8 @@ def test_the_settings_of_accelerate(monkeypatch, accelerators, gpu: bool) -> Non
     ("variables", "trackers", "message"),
     [
         ({"ACCELERATE_USE_FSDP": "True"}, (), "launch without --use_fsdp"),
-        ({}, ("wandb",), "trackers: 'wandb' is not installed: pip install wandb"),
-        ({}, ("tensorboard", "all"), "trackers='all': use names from .*tensorboard"),
+        ({}, ("wandb",), "report_to: 'wandb' is not installed: pip install wandb"),
+        ({}, ("tensorboard", "all"), "report_to='all': use names from .*tensorboard"),
         ({"WORLD_SIZE": "2"}, (), "WORLD_SIZE=2, but 1 processes joined: launch with torchrun"),
         ({"RANKS": "3", "WORLD_SIZE": "3"}, (), "parallel.replicas=2: use a divisor of 3, the nu"),
     ],

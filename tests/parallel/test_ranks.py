@@ -140,7 +140,12 @@ def test_no_thread_of_a_process_group_outlives_the_run(task, tmp_path, parallel,
     """Such a thread may free the last collective's tensors during interpreter shutdown, which
     aborts the process.
     """
-    rollouts = {"prompts": 4, "completions": 4, "max_new_tokens": 5, "advantages": "centered"}
+    rollouts = {
+        "num_prompts": 4,
+        "num_generations": 4,
+        "max_completion_length": 5,
+        "scale_rewards": "centered",
+    }
     config = tiny_config(
         task,
         tmp_path,

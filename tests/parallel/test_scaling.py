@@ -51,8 +51,8 @@ def test_traffic_of_a_real_run(tmp_path, defer):
         tmp_path / "run",
         loss={},
         method={"name": "sft"},
-        demo_batch=12,
-        micro_batch=3,
+        demo_batch_size=12,
+        micro_batch_size=3,
         parallel={**FSDP, "defer_reduce": defer},
     )
     elements, layers, root = ranks.run(traffic, run_config, ranks=2)[0]

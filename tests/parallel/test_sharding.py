@@ -59,8 +59,8 @@ def test_head_is_gathered_once_per_micro_batch(task, tmp_path, defer):
         tmp_path,
         loss={},
         method={"name": "sft"},
-        demo_batch=12,
-        micro_batch=3,
+        demo_batch_size=12,
+        micro_batch_size=3,
         parallel={**FSDP, "defer_reduce": defer},
     )
     (elements, layers, root), _ = ranks.run(traffic, run_config, ranks=2)
@@ -116,7 +116,7 @@ def greedy(run_config, prompts):
             trainer.accelerator.unwrap_model(trainer.model),
             trainer.tokenizer,
             own_prompts,
-            max_new_tokens=4 if rank else 12,
+            max_completion_length=4 if rank else 12,
             temperature=0,
             batch=1,
         )
@@ -140,10 +140,14 @@ def test_sharded_run_end_to_end(task, tmp_path):
         tmp_path,
         steps=3,
         export=True,
-        demo_batch=6,
-        parallel={**FSDP, "resize": True},
-        rollouts={"prompts": 3, "completions": 4, "max_new_tokens": 5},
-        eval={"data": {"prompts": str(task / "eval.jsonl")}, "max_new_tokens": 5, "every": 2},
+        demo_batch_size=6,
+        parallel={**FSDP, "allow_world_size_change": True},
+        rollouts={"num_prompts": 3, "num_generations": 4, "max_completion_length": 5},
+        eval={
+            "data": {"prompts": str(task / "eval.jsonl")},
+            "max_completion_length": 5,
+            "every": 2,
+        },
     )
     ranks.run(train, run_config, ranks=3)
     trained = ranks.run(weights, run_config, ranks=1)[0]
@@ -158,5 +162,5 @@ def weights(run_config):
 
 
 def test_indivisible_batches_name_the_key(task, tmp_path):
-    for message in ranks.errors(Trainer, config(task, tmp_path, demo_batch=3), ranks=2):
-        assert re.search("demo_batch=3: .*multiple of .*2", message)
+    for message in ranks.errors(Trainer, config(task, tmp_path, demo_batch_size=3), ranks=2):
+        assert re.search("demo_batch_size=3: .*multiple of .*2", message)

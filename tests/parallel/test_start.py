@@ -108,8 +108,8 @@ def test_sharded_loading_matches_full_loading(task, base, tmp_path, changes, mod
     changes = dict(changes)
     parallel = {**FSDP, "replicas": changes.pop("replicas", 1)}
     folder = write_base(task, tmp_path / "task", **changes) if changes else base
-    rollouts = {"prompts": count, "completions": 2, "max_new_tokens": 4}
-    rows = {"demo_batch": 2 * count, "rollouts": rollouts}
+    rollouts = {"num_prompts": count, "num_generations": 2, "max_completion_length": 4}
+    rows = {"demo_batch_size": 2 * count, "rollouts": rollouts}
     overrides = {**sharded_overrides(folder, **model), "parallel": parallel, **rows}
     results = []
     for while_loading in (True, False):

@@ -27,7 +27,7 @@ out = fused_linear_gac_loss(
 )
 assert_type(out, LossOutput)
 assert_type(fused_gac_loss(x, x, x, x, mu=x, overwrite=True), LossOutput)
-options = LossSpec(policy="sapo", sapo_tau=(1.0, 2.0), ratio="sequence", correction="token_mask")
+options = LossSpec(policy_loss="sapo", sapo_tau=(1.0, 2.0), correction="token_mask")
 out = loss_from_logprobs(x, x, x, x, weights=x, rollout_logps=x, spec=options)
 out = fused_gac_loss(x, x, x, x, logit_scale=0.5, softcap=30.0)
 moments = out.moments

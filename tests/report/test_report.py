@@ -51,7 +51,7 @@ def write_run(path: Path, method="gac", seed=0, steps=STEPS, planned=STEPS, **se
                 "demo_loss": 1.0,
                 "reward_mean": step / 100,
                 "entropy": 1.0,
-                "response_length": 9 + step % 2,
+                "completions/mean_length": 9 + step % 2,
                 "grad_norm": 1.0,
                 "tokens": 1000,
                 "seconds": 0.6,
@@ -233,7 +233,7 @@ def test_labels_fall_back_to_the_folder_for_long_settings(tmp_path):
 
 
 def test_label_is_the_run_name_without_its_seed(tmp_path):
-    paths = [write_run(tmp_path / str(s), seed=s, name=f"mine seed{s}") for s in (1, 2)]
+    paths = [write_run(tmp_path / str(s), seed=s, run_name=f"mine seed{s}") for s in (1, 2)]
     assert [group.label for group in grouped(*paths)] == ["mine"]
 
 

@@ -86,8 +86,8 @@ def test_run_with_only_extra_tasks(tmp_path):
 def test_extra_tasks_are_recorded_and_reported(task, tmp_path):
     data = {"prompts": str(task / "eval.jsonl")}
     reward = "tests.tiny:digit_reward"
-    other = {"data": data, "max_new_tokens": 3, "split_field": "op", "reward": reward}
-    eval_config = {"data": data, "max_new_tokens": 5, "tasks": {"other": other}}
+    other = {"data": data, "max_completion_length": 3, "split_field": "op", "reward": reward}
+    eval_config = {"data": data, "max_completion_length": 5, "tasks": {"other": other}}
     run = train(tiny_config(task, tmp_path / "run", steps=1, eval=eval_config))
     assert read_run(run).splits == ["other", "other/+", "other/-"]
     page = write_report([run], tmp_path).read_text()
@@ -102,8 +102,8 @@ def results(task, tmp_path_factory) -> Path:
     """Two folders of results, the second compared with the first."""
     out, data = tmp_path_factory.mktemp("evals"), {"prompts": str(task / "eval.jsonl")}
     tasks = {
-        "digits": {"data": data, "max_new_tokens": 5, "split_field": "op"},
-        "<often>": {"data": data, "samples": 2, "temperature": 1.0, "max_new_tokens": 3},
+        "digits": {"data": data, "max_completion_length": 5, "split_field": "op"},
+        "<often>": {"data": data, "samples": 2, "temperature": 1.0, "max_completion_length": 3},
     }
     for name, seed, against in (("base", 0, None), ("mine", 3, out / "base")):
         model = {"path": str(task / "init"), "random_init": True}

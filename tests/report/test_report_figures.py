@@ -52,11 +52,11 @@ def test_a_panel_shows_bands_of_seeds_and_traces_of_single_runs() -> None:
     groups = [
         made_group(
             "seeds",
-            {"step": [1, 2, 3], "response_length": [4, 6, 8]},
-            {"step": [1, 2], "response_length": [8, 4]},
+            {"step": [1, 2, 3], "completions/mean_length": [4, 6, 8]},
+            {"step": [1, 2], "completions/mean_length": [8, 4]},
         ),
         made_group("without", {"step": [1, 2]}),
-        made_group("single", {"step": [1, 2, 3, 4], "response_length": [1, nan, 2, 3]}),
+        made_group("single", {"step": [1, 2, 3, 4], "completions/mean_length": [1, nan, 2, 3]}),
     ]
     axes = draw(plots._draw_panel, panel, groups)
     mean, trace, line = axes.lines

@@ -50,13 +50,18 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     first = {
         "kl": [0, 1, 0.5, 0, 0, 0, None],
         "mu": [0.5, 0.9, 0.52, 0.1, 0.6, 0.2, 0.6],
-        "response_length": [4, 6, 4, 6, 4, 6, 5],
+        "completions/mean_length": [4, 6, 4, 6, 4, 6, 5],
         "tokens": [1000 * step for step in range(1, 8)],
         "seconds": [30] * 7,
         "sampling_seconds": [*[14] * 6, None],
         "reward_seconds": [3] * 7,
     }
-    second = {"kl": [2] * 5, "mu": [0.3] * 5, "response_length": [3] * 5, "tokens": [400] * 5}
+    second = {
+        "kl": [2] * 5,
+        "mu": [0.3] * 5,
+        "completions/mean_length": [3] * 5,
+        "tokens": [400] * 5,
+    }
     second["seconds"] = [12] * 5
     paths = [
         write_run(
@@ -220,7 +225,9 @@ def test_the_gap_is_compared_with_the_spread_of_both_experiments(tmp_path: Path)
     half = 1 / math.sqrt(2)
     for gap, relation in ((0.06, "more than"), (0.045, "within")):
         paths = [
-            one_run(tmp_path / f"{gap}{name}{seed}", mean + sign * sd * half, seed=seed, name=name)
+            one_run(
+                tmp_path / f"{gap}{name}{seed}", mean + sign * sd * half, seed=seed, run_name=name
+            )
             for name, mean, sd in (("low", 0.5, 0.03), ("high", 0.5 + gap, 0.04))
             for seed, sign in enumerate((-1, 1))
         ]
@@ -237,21 +244,28 @@ def test_labels(tmp_path: Path) -> None:
     """Groups of the same label are told apart by at most two short settings that differ."""
     long = "/models/" + 30 * "x"
     settings: list[dict[str, Any]] = [
-        {"name": "other", "a": 1},
-        {"name": "same", "a": 1, "nested": {"b": 2, "seed": 7}, "path": long},
-        {"name": "same", "a": 1, "nested": {"b": 3, "seed": 8}, "path": long + "y", "c": 4, "d": 5},
-        {"name": "same", "a": 1, "path": long},
-        {"name": "seed7", "seed": 7, "e": 6},
-        {"name": "x/seed_7", "seed": 7, "d": "seed7 seed-7 seed71 ok"},
-        {"name": "x/seed_71", "seed": 71, "d": "seed71 seed-71 seed71 ok"},
-        {"name": "x/seed_8", "seed": 8, "d": "seed8 seed-8 seed71 ok"},
+        {"run_name": "other", "a": 1},
+        {"run_name": "same", "a": 1, "nested": {"b": 2, "seed": 7}, "path": long},
+        {
+            "run_name": "same",
+            "a": 1,
+            "nested": {"b": 3, "seed": 8},
+            "path": long + "y",
+            "c": 4,
+            "d": 5,
+        },
+        {"run_name": "same", "a": 1, "path": long},
+        {"run_name": "seed7", "seed": 7, "e": 6},
+        {"run_name": "x/seed_7", "seed": 7, "d": "seed7 seed-7 seed71 ok"},
+        {"run_name": "x/seed_71", "seed": 71, "d": "seed71 seed-71 seed71 ok"},
+        {"run_name": "x/seed_8", "seed": 8, "d": "seed8 seed-8 seed71 ok"},
         {"method": "plain", "f": 7},
         {"g": 8},
-        {"name": "y seed71", "seed": 7},
-        {"name": "s", "u": 1, "v": 2, "seed": 1},
-        {"v": 2, "name": "s", "u": 1, "seed": 2},
-        {"name": "z-seed1", "seed": 1},
-        {"name": "z_seed2", "seed": 2},
+        {"run_name": "y seed71", "seed": 7},
+        {"run_name": "s", "u": 1, "v": 2, "seed": 1},
+        {"v": 2, "run_name": "s", "u": 1, "seed": 2},
+        {"run_name": "z-seed1", "seed": 1},
+        {"run_name": "z_seed2", "seed": 2},
     ]
     paths = [one_run(tmp_path / f"run{i}", 0.5, **values) for i, values in enumerate(settings)]
     groups = group_runs([read_run(path) for path in paths])

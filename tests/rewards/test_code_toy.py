@@ -62,12 +62,12 @@ def test_training_earns_more_reward(folder, tmp_path):
             "eval.data.prompts=null",
             "eval.every=0",
             "export=false",
-            "rollouts.prompts=4",
-            "rollouts.completions=4",
+            "rollouts.num_prompts=4",
+            "rollouts.num_generations=4",
             "steps=25",
             "checkpoint_every=25",
             "optim.lr=3e-3",
-            "optim.warmup=3",
+            "optim.warmup_steps=3",
         ],
     )
     earned = [row["reward_mean"] for row in metrics(train(config))]

@@ -55,7 +55,7 @@ def test_prompts_are_padded_on_the_left_and_responses_are_in_order(monkeypatch) 
     monkeypatch.setattr(generation, "required_calls", lambda model, own: own + 1)
     model, prompts = Scripted(respond), [(4, 6), (6, 7, 8, 9), (3,)]
     model.__dict__["supports_padding"] = True
-    settings = {"max_new_tokens": 4, "temperature": 0.7, "samples": 2, "stop": ("2",)}
+    settings = {"max_completion_length": 4, "temperature": 0.7, "samples": 2, "stop": ("2",)}
     responses = generate(model, WORDS, prompts, batch=4, **settings)
     assert responses == [(i, 5) for i in (22, 23, 20, 21, 24, 25)]
     both = [[6, 7, 8, 9], [0, 0, 4, 6]], [[1] * 4, [0, 0, 1, 1]]
@@ -196,11 +196,14 @@ def test_engines_get_the_settings_of_the_run(monkeypatch) -> None:
 
     for name in ("generate", "generate_paged"):
         monkeypatch.setattr(engines, name, record)
-    common = {"max_new_tokens": 8, "temperature": 0.7, "top_p": 0.9, "stop": ("2",)}
-    batches = {"batch": 3, "batch_tokens": 99}
+    common = {"max_completion_length": 8, "temperature": 0.7, "top_p": 0.9, "stop": ("2",)}
+    batches = {"generation_batch_size": 3, "generation_batch_tokens": 99}
     params = SamplingParams(8, 0.7, 0.9, 5, ("2",))
     make_engine(RolloutConfig(**common, **batches), WORDS)("model")([(4,)], 5)
-    assert calls.pop() == (("model", WORDS, [(4,)]), {**common, **batches, "samples": 5})
+    assert calls.pop() == (
+        ("model", WORDS, [(4,)]),
+        {**common, "batch": 3, "batch_tokens": 99, "samples": 5},
+    )
     config = RolloutConfig(**common, engine="paged")
     make_engine(config, WORDS)("model")([(4,)], 5)
     assert calls.pop() == (("model", WORDS, [(4,)], params, config.paged), {})

@@ -28,25 +28,30 @@ def only_additions_vary(completion, example):
 
 
 def run(task, tmp_path, rollouts=None, **changes):
-    settings = {"prompts": 4, "completions": 4, "max_new_tokens": 5, **(rollouts or {})}
+    settings = {
+        "num_prompts": 4,
+        "num_generations": 4,
+        "max_completion_length": 5,
+        **(rollouts or {}),
+    }
     config = tiny_config(task, tmp_path / "run", rollouts=settings, eval={}, **changes)
     trainer = Trainer(config)
     trainer.run()
     return metrics(tmp_path / "run")
 
 
-def test_groups_without_signal_are_counted_and_warned_about(task, tmp_path, caplog):
+def test_frac_reward_zero_std_are_counted_and_warned_about(task, tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         rows = run(task, tmp_path, reward="tests.rollouts.test_groups:constant", steps=11)
-    assert {row["groups_without_signal"] for row in rows} == {1.0}
+    assert {row["frac_reward_zero_std"] for row in rows} == {1.0}
     assert caplog.text.count("have had the same reward for 10 steps") == 1
 
 
 def test_prompts_without_signal_are_replaced(task, tmp_path):
     reward = "tests.rollouts.test_groups:only_additions_vary"
     plain = run(task, tmp_path / "plain", reward=reward)
-    again = run(task, tmp_path / "again", reward=reward, rollouts={"resample": 3})
-    assert any(row["groups_without_signal"] > 0 for row in plain)
+    again = run(task, tmp_path / "again", reward=reward, rollouts={"dynamic_sampling_retries": 3})
+    assert any(row["frac_reward_zero_std"] > 0 for row in plain)
     assert all(row["resampled_prompts"] == 0 for row in plain)
     assert sum(row["resampled_prompts"] for row in again) > 0
     assert [r["sampled_responses"] for r in again] == [
@@ -66,8 +71,10 @@ def test_prompts_are_numbered_as_in_a_single_process(task, tmp_path, monkeypatch
 
 def test_overlong_responses(task, tmp_path):
     plain = run(task, tmp_path / "plain", steps=1)
-    assert 0 < plain[0]["truncated"] <= 1
-    skipped = run(task, tmp_path / "skipped", steps=1, rollouts={"skip_truncated": True})
+    assert 0 < plain[0]["completions/clipped_ratio"] <= 1
+    skipped = run(
+        task, tmp_path / "skipped", steps=1, rollouts={"mask_truncated_completions": True}
+    )
     assert skipped[0]["reward_mean"] == plain[0]["reward_mean"]
     assert skipped[0]["tokens"] < plain[0]["tokens"]
     soft = run(task, tmp_path / "soft", steps=1, rollouts={"overlong_tokens": 2})
@@ -76,7 +83,7 @@ def test_overlong_responses(task, tmp_path):
 
 def test_samples_of_text(task, tmp_path, caplog):
     with caplog.at_level(logging.INFO, logger="gac"):
-        run(task, tmp_path, rollouts={"sample_every": 2, "print_samples": True})
+        run(task, tmp_path, rollouts={"log_samples_every": 2, "print_samples": True})
     lines = (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
     entries = [json.loads(line) for line in lines]
     assert [entry["step"] for entry in entries] == [1, 3]

@@ -26,7 +26,7 @@ from gac.training.trainer import Trainer, train
 from tests.tiny import metrics, tiny_config
 from tools.tiny_models import tiny_config as tiny_model_config
 
-PAGES = {"max_batch_tokens": 32, "num_blocks": 64, "page_size": 8}
+PAGES = {"max_batch_tokens": 32, "num_blocks": 64, "block_size": 8}
 PROMPTS = [(4, 5, 6), (7,) * 9, (5, 6), (4,) * 7, (8, 9, 10, 11), (6,) * 9]
 
 
@@ -43,12 +43,12 @@ def sample(config, model, tokenizer, prompts, samples):
 
 
 def rollouts(**changes) -> RolloutConfig:
-    settings = {"completions": 2, "max_new_tokens": 8, **changes}
+    settings = {"num_generations": 2, "max_completion_length": 8, **changes}
     return load(TrainConfig, {"rollouts": settings}).rollouts
 
 
 def test_parts_group_similar_lengths_within_the_budget():
-    params = SamplingParams(max_new_tokens=8, temperature=1.0, samples=2)
+    params = SamplingParams(max_completion_length=8, temperature=1.0, samples=2)
     parts = _parts(PROMPTS, params, None, 68)
     assert sorted(i for part in parts for i in part) == list(range(6))
     for part in parts:
@@ -64,13 +64,15 @@ def test_parts_group_similar_lengths_within_the_budget():
 PAGED = {"engine": "paged", "paged": PAGES}
 
 
-@pytest.mark.parametrize("engine_settings", [{"batch": 4}, {"batch_tokens": 40}, PAGED])
+@pytest.mark.parametrize(
+    "engine_settings", [{"generation_batch_size": 4}, {"generation_batch_tokens": 40}, PAGED]
+)
 def test_greedy_responses_do_not_depend_on_the_engine(policy, engine_settings):
     stop = [policy[1].decode([15])]  # a token that occurs in some of the responses
     config = rollouts(**engine_settings, stop=stop)
     # bypass validation: rollouts are never greedy, but greedy responses can be compared
     object.__setattr__(config, "temperature", 0.0)
-    settings = {"max_new_tokens": 8, "temperature": 0, "stop": stop}
+    settings = {"max_completion_length": 8, "temperature": 0, "stop": stop}
     expected = [generate(*policy, [prompt], **settings)[0] for prompt in PROMPTS]
     assert sample(config, *policy, PROMPTS, 1) == expected
     assert len(set(expected)) > 3 and len(set(map(len, expected))) > 1
@@ -80,7 +82,7 @@ def test_greedy_responses_do_not_depend_on_the_engine(policy, engine_settings):
 @pytest.mark.parametrize("samples", [1, 3])
 def test_rows_that_have_ended_leave_the_batch(policy, monkeypatch, samples):
     """The responses stay the same."""
-    settings = {"max_new_tokens": 24, "temperature": 0, "stop": [policy[1].decode([15])]}
+    settings = {"max_completion_length": 24, "temperature": 0, "stop": [policy[1].decode([15])]}
     if samples > 1:
         settings |= {"temperature": 1.0, "top_p": 1e-6, "samples": samples}  # in effect greedy
     calls: list[tuple[int, int]] = []
@@ -106,7 +108,7 @@ def test_rows_that_have_ended_leave_the_batch(policy, monkeypatch, samples):
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize("engine_settings", [{"batch_tokens": 80}, PAGED])
+@pytest.mark.parametrize("engine_settings", [{"generation_batch_tokens": 80}, PAGED])
 def test_sampling_is_repeatable_and_follows_the_seed(policy, engine_settings):
     config = rollouts(**engine_settings)
 
@@ -125,7 +127,7 @@ def test_paged_samples_follow_the_policy(policy):
     """Total variation distance between 1500 sampled first tokens and the model's softmax."""
     model, tokenizer = policy
     torch.manual_seed(0)
-    config = rollouts(engine="paged", paged=PAGES, max_new_tokens=1, temperature=0.7)
+    config = rollouts(engine="paged", paged=PAGES, max_completion_length=1, temperature=0.7)
     model.generation_config.top_k = 1  # the checkpoint's generation defaults must be ignored
     samples = sample(config, model, tokenizer, [PROMPTS[0]], 1500)
     model.generation_config.top_k = None
@@ -137,14 +139,14 @@ def test_paged_samples_follow_the_policy(policy):
 
 
 def test_paged_run_is_repeatable_and_logs_sampled_tokens(task, tmp_path):
-    rollouts = {"prompts": 2, "completions": 3, "max_new_tokens": 5, **PAGED}
+    rollouts = {"num_prompts": 2, "num_generations": 3, "max_completion_length": 5, **PAGED}
     for name in "ab":
         train(tiny_config(task, tmp_path / name, steps=2, eval={}, rollouts=rollouts))
     first, second = metrics(tmp_path / "a"), metrics(tmp_path / "b")
     assert first == second
     for row in first:
         assert 6 <= row["sampled_tokens"] <= 30
-        assert row["sampled_tokens"] >= row["response_length"] * 6 - 1e-6
+        assert row["sampled_tokens"] >= row["completions/mean_length"] * 6 - 1e-6
 
 
 def test_paged_settings_and_missing_responses(policy, monkeypatch):
@@ -161,7 +163,7 @@ def test_paged_settings_and_missing_responses(policy, monkeypatch):
 
     monkeypatch.setattr(policy[0], "generate_batch", respond, raising=False)
     params = SamplingParams(4, 0.7, 0.9, samples=3, stop=(policy[1].decode([15]),))
-    for settings in ({"page_size": 8}, {**PAGES, "page_size": 4}):
+    for settings in ({"block_size": 8}, {**PAGES, "block_size": 4}):
         torch.manual_seed(1)
         responses = paged.generate_paged(*policy, PROMPTS[:3], params, PagedConfig(**settings))
         assert responses == [(20 + i, 1) for i in range(9)]
@@ -173,7 +175,7 @@ def test_paged_settings_and_missing_responses(policy, monkeypatch):
         errors[:] = left
         with pytest.raises(RunError, match=message):
             paged.generate_paged(*policy, PROMPTS[:3], params, PagedConfig())
-    sizes = [(c.max_batch_tokens, c.num_blocks, c.page_size) for *_, c in calls]
+    sizes = [(c.max_batch_tokens, c.num_blocks, c.block_size) for *_, c in calls]
     assert sizes[:3] == [(256, 12, 8), (32, 64, 4), (256, 9, 256)]
     prompts, own, pages = calls[0]
     assert prompts == [[4, 5, 6], [7] * 9, [5, 6]] and own.num_return_sequences == 3
@@ -182,13 +184,16 @@ def test_paged_settings_and_missing_responses(policy, monkeypatch):
     assert not pages.auto_switch_to_flash
 
 
-TOO_FEW_TOKENS = {"batch_tokens": 9, "completions": 2, "max_new_tokens": 8}
+TOO_FEW_TOKENS = {"generation_batch_tokens": 9, "num_generations": 2, "max_completion_length": 8}
 INVALID = [
     ({"rollouts": {"engine": "fast"}}, "engine='fast': use one of generate, paged, vllm"),
-    ({"rollouts": {"advantages": "max"}}, "advantages='max': use one of std, centered, batch"),
+    (
+        {"rollouts": {"scale_rewards": "max"}},
+        "scale_rewards='max': use one of std, centered, batch",
+    ),
     ({"rollouts": {"correction": "max"}}, "correction='max': use one of "),
-    ({"rollouts": TOO_FEW_TOKENS}, "batch_tokens=9: .* at least 18 tokens"),
-    ({"rollouts": {"paged": {"page_size": 2}}}, "page_size=2: use a number >= 4"),
+    ({"rollouts": TOO_FEW_TOKENS}, "generation_batch_tokens=9: .* at least 18 tokens"),
+    ({"rollouts": {"paged": {"block_size": 2}}}, "block_size=2: use a number >= 4"),
     ({"rollouts": {"engine": "paged"}, "parallel": {"mode": "fsdp"}}, "paged.*full model"),
 ]
 
@@ -200,8 +205,13 @@ def test_bad_settings(changes, message):
 
 
 def test_batch_tokens_below_the_longest_prompt_is_rejected(task, tmp_path):
-    rollouts = {"prompts": 4, "completions": 4, "max_new_tokens": 5, "batch_tokens": 24}
-    with pytest.raises(ConfigError, match="rollouts.batch_tokens=24: 4 rows"):
+    rollouts = {
+        "num_prompts": 4,
+        "num_generations": 4,
+        "max_completion_length": 5,
+        "generation_batch_tokens": 24,
+    }
+    with pytest.raises(ConfigError, match="rollouts.generation_batch_tokens=24: 4 rows"):
         Trainer(tiny_config(task, tmp_path / "run", rollouts=rollouts))
 
 
@@ -211,7 +221,7 @@ def test_models_that_read_the_padding_generate_prompts_of_equal_length(kind, sup
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_model_config(kind)).eval()
     prompts = [(5, 6, 7), (8, 9, 10, 11, 12), (5, 9)]
-    keywords = {"max_new_tokens": 4, "temperature": 0.0}
+    keywords = {"max_completion_length": 4, "temperature": 0.0}
     together = generate(model, make_tokenizer(), prompts, **keywords)
     assert model.supports_padding == supported and ("of equal length" in caplog.text) != supported
     assert together == [generate(model, make_tokenizer(), [p], **keywords)[0] for p in prompts]

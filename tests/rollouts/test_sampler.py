@@ -48,7 +48,12 @@ class Script:
         self.scored: list[tuple[str, str]] = []
 
     def run(self, plan: Sampling, examples: list[Example], more=None, **config: Any) -> Rollouts:
-        settings = {"max_new_tokens": 4, "stop": ("2",), "advantages": "centered", **config}
+        settings = {
+            "max_completion_length": 4,
+            "stop": ("2",),
+            "scale_rewards": "centered",
+            **config,
+        }
         rollouts = RolloutConfig(**settings)
         self.sampler = Sampler(rollouts, self.engine, WORDS, self, plan, self.credit, more)
         return self.sampler("model", examples, 7)
@@ -96,7 +101,7 @@ ONES = [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], [9.0] * 3, [0.0] * 3, [8.0] * 3
 def test_rollouts_by_hand() -> None:
     """Demonstrations are separate, so their weights are not used; the last rollout is dropped."""
     script = Script(RESPONSES, SCORES, *ONES)
-    result = script.run(Sampling(), [A, B, C], completions=2, sample_prompts=2)
+    result = script.run(Sampling(), [A, B, C], num_generations=2, log_sample_prompts=2)
     assert result.rows == [
         Row((4, 6, 4, 1), 2, False, 1.0, 0, switch=2, unit=2),
         Row((4, 6, 6, 7), 2, False, 2.0, 1, switch=2, unit=2),
@@ -123,8 +128,8 @@ def test_rollouts_by_hand() -> None:
 
 def test_truncated_rollouts_can_be_skipped_or_punished() -> None:
     script = Script(RESPONSES, SCORES, *ONES)
-    settings = {"completions": 2, "overlong_tokens": 2, "overlong_penalty": 0.5}
-    result = script.run(Sampling(), [A, B, C], skip_truncated=True, **settings)
+    settings = {"num_generations": 2, "overlong_tokens": 2, "overlong_penalty": 0.5}
+    result = script.run(Sampling(), [A, B, C], mask_truncated_completions=True, **settings)
     assert [row.advantage for row in result.rows] == [1, 3, 4, 5]
     assert result.rewards == [1.0, 0.0, 0.5, 0.5, 0.0]  # 3 of 4 tokens cost 0.25
 
@@ -135,7 +140,7 @@ def test_demonstrations_of_the_prompts_by_hand() -> None:
     credit = [[1.0], [2.0], [3.0]], [7.0, 8.0, 9.0], [2.0, 0.0, 0.0], [3.0, 5.0, 4.0]
     script = Script(responses, (1.0, 0.5, 0.0, 0.7, None), *credit)
     plan = Sampling("prompt", demo_in_group=True, teacher=True, advantages="batch", demo_tokens=1)
-    result = script.run(plan, [A, B, D], completions=1)
+    result = script.run(plan, [A, B, D], num_generations=1)
     row = Row((4, 6, 4, 1), 2, False, 1.0, 0, 2.0, 2, 2, (-1.0, -2.0), (4, 6, 7, 8, 1))
     assert result.rows == [
         row,
@@ -151,7 +156,7 @@ def test_demonstrations_of_the_prompts_by_hand() -> None:
 def test_demonstrations_are_collected_by_their_weight() -> None:
     credit = [[1.0], [2.0], [3.0]], [0.0] * 3, [1.0] * 3, [1.0, 1.0, 0.0]
     script = Script([(4, 1)] * 3, [0.0] * 3, *credit)
-    result = script.run(Sampling("prompt", collect=2), [A, B, D], completions=1)
+    result = script.run(Sampling("prompt", collect=2), [A, B, D], num_generations=1)
     assert result.collected == [A, None, None]
     assert [row.advantage for row in result.rows] == [1, 2, 3]
 
@@ -167,7 +172,7 @@ def test_stages_by_hand() -> None:
     table = [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0], [7.0, 8.0, 9.0]]
     scores = 0.5, 0.0, 0.75, 0.2, 0.3, 0.9, 0.9, 0.75, 0.75
     script = Script((*first, *second, *later), scores, table, [0.0] * 3, [1.0] * 3, [1.0] * 3)
-    result = script.run(Sampling("prompt", stages), [A, D, C], completions=3, overlong_tokens=2)
+    result = script.run(Sampling("prompt", stages), [A, D, C], num_generations=3, overlong_tokens=2)
     assert script.calls[2:] == [
         ([A.prompt, D.prompt, C.prompt], 1),
         ([(4, 6, 7, 8), (12,), (10, 3)], 2),
@@ -198,7 +203,7 @@ def test_a_complete_demonstration_needs_no_continuation() -> None:
     """Its last token is sampled instead, in step with the other ranks, and discarded."""
     stages = Stage(1, prefix=1.0), Stage(1)
     script = Script([(9, 1), (4, 1)], [0.0, 1.0], [[1.0, 2.0]], [0.0], [1.0], [1.0])
-    assert script.run(Sampling("prompt", stages), [A], completions=2).rewards == [1.0]
+    assert script.run(Sampling("prompt", stages), [A], num_generations=2).rewards == [1.0]
     assert script.calls[2:] == [([(4, 6, 7, 8)], 1), ([(4, 6)], 1)]
     assert [text for text, _ in script.scored] == ["45", "1"]
 
@@ -209,10 +214,10 @@ def test_every_prompt_needs_all_responses_and_scores(monkeypatch, responses, sco
     monkeypatch.setattr(Script, "policy", lambda self, *_: [(4, 1)] * responses)
     monkeypatch.setattr(Script, "__call__", lambda self, *_: [1.0] * scores)
     with pytest.raises(ValueError, match="zip"):
-        script.run(Sampling(), [A], completions=2)
+        script.run(Sampling(), [A], num_generations=2)
 
 
-def test_groups_without_signal_are_replaced_at_most_twice() -> None:
+def test_frac_reward_zero_std_are_replaced_at_most_twice() -> None:
     """A and C are flat; D, in the place of A, is not, and C's second replacement is flat again."""
     asked = []
 
@@ -222,7 +227,14 @@ def test_groups_without_signal_are_replaced_at_most_twice() -> None:
 
     pairs = [0.5, 0.5], [0.0, 1.0], [0.0, 0.0], [0.25, 0.75], [1.0, 1.0], [0.6, 0.6]
     script = Script([(4, 1)] * 12, [s for pair in pairs for s in pair], *ONES)
-    result = script.run(Sampling(), [A, B, C], more, completions=2, resample=2, sample_prompts=9)
+    result = script.run(
+        Sampling(),
+        [A, B, C],
+        more,
+        num_generations=2,
+        dynamic_sampling_retries=2,
+        log_sample_prompts=9,
+    )
     assert asked == [2, 1] and result.rewards == [0.25, 0.75, 0.0, 1.0, 0.6, 0.6]
     assert [sample["id"] for sample in script.sampler.samples] == ["d", "b", "f"]
     assert result.stats[:2] == (12, 24) and result.stats[4:] == (3, 2, 3, 0)
@@ -238,26 +250,26 @@ def test_ranks_resample_together(monkeypatch) -> None:
 
     monkeypatch.setattr(sampling.collectives, "largest", lambda values: [1 - len(asked)])
     script = Script([(4, 1)] * 2, [0.0, 1.0], *ONES)
-    result = script.run(Sampling(), [A], more, completions=2, resample=3)
+    result = script.run(Sampling(), [A], more, num_generations=2, dynamic_sampling_retries=3)
     assert asked == [0] and script.calls[3:] == [([], 2)] and result.stats.resampled == 0
 
 
 def test_all_flat_groups_are_replaced() -> None:
     script = Script([(4, 1)] * 2, [0.5] * 2, *ONES)
     with pytest.raises(ValueError, match="zip"):
-        script.run(Sampling(), [A], lambda count: [], completions=2, resample=1)
+        script.run(Sampling(), [A], lambda count: [], num_generations=2, dynamic_sampling_retries=1)
 
 
 def test_the_rows_of_a_pair_share_a_unit() -> None:
     assert [Sampling(groups=g, pairs=p).unit(5) for g, p in ((0, 0), (0, 1), (1, 0))] == [1, 2, 5]
     script = Script(RESPONSES, SCORES, *ONES)
-    rows = script.run(Sampling(pairs=True), [A, B, C], completions=2).rows
+    rows = script.run(Sampling(pairs=True), [A, B, C], num_generations=2).rows
     assert [(row.ids, row.advantage, row.unit, row.sequence) for row in rows] == [
         ((4, 6, 4, 1), 1.0, 2, 0),
         ((4, 6, 6, 7), -1.0, 2, 1),
     ]
     script = Script(RESPONSES[2:4], [0.5, 0.5], [[1.0, 2.0]], [9.0], [1.0], [1.0])
-    assert script.run(Sampling(pairs=True), [B], completions=2).rows == []
+    assert script.run(Sampling(pairs=True), [B], num_generations=2).rows == []
     assert script.sampler.signal.without == 1
 
 

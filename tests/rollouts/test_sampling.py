@@ -39,17 +39,17 @@ def test_columns_of_the_sampling(monkeypatch, ranks: int) -> None:
         "sampling_seconds": 2 / ranks,
         "responses_per_second": 3 * ranks,
         "reward_seconds": 0.5 / ranks,
-        "groups_without_signal": 0.25,
+        "frac_reward_zero_std": 0.25,
         "resampled_prompts": 3,
-        "truncated": 1 / 3,
+        "completions/clipped_ratio": 1 / 3,
     }
     counts = "sampled_responses", "sampled_tokens", "resampled_prompts"
     assert all(type(columns[name]) is int for name in counts)
     empty = SamplingStats().columns()
     assert {name for name, value in empty.items() if value is None} == {
         "responses_per_second",
-        "groups_without_signal",
-        "truncated",
+        "frac_reward_zero_std",
+        "completions/clipped_ratio",
     }
 
 
@@ -129,7 +129,7 @@ def test_one_rank_warns_about_truncated_sampling(monkeypatch, caplog, rank, top_
 
 def test_the_overlong_punishment_rises_linearly_to_its_maximum() -> None:
     """The last 4 of 10 tokens: 0, 1, 2 and 4 of them reduce the reward by quarters of 0.5."""
-    config = RolloutConfig(max_new_tokens=10, overlong_tokens=4, overlong_penalty=0.5)
+    config = RolloutConfig(max_completion_length=10, overlong_tokens=4, overlong_penalty=0.5)
     penalties = [
         Sampler._penalty(SimpleNamespace(config=config), (5,) * n) for n in (3, 6, 7, 8, 10)
     ]

@@ -29,7 +29,7 @@ from tests.tiny import metrics, tiny_config
 vllm_client = pytest.importorskip("trl.generation.vllm_client", reason="needs the extra `vllm`")
 vllm = importlib.import_module("gac.rollouts.vllm")
 PROMPTS = [(4, 5, 6), (7,) * 9, (5, 6), (4,) * 7]
-ROLLOUTS = {"prompts": 4, "completions": 2, "max_new_tokens": 5, "engine": "vllm"}
+ROLLOUTS = {"num_prompts": 4, "num_generations": 2, "max_completion_length": 5, "engine": "vllm"}
 
 
 def config(task, out, url, vllm=(), **changes):
@@ -73,7 +73,9 @@ def test_responses_match_the_weights_last_sent(task, server, policy, tmp_path):
     (tmp_path / "weights-others").mkdir()
     responses = []
     for _ in range(2):
-        expected = generate(model, tokenizer, PROMPTS, max_new_tokens=5, temperature=0, stop=stop)
+        expected = generate(
+            model, tokenizer, PROMPTS, max_completion_length=5, temperature=0, stop=stop
+        )
         responses.append(sampler(model)(PROMPTS, 1))
         assert responses[-1] == expected
         with torch.no_grad():
@@ -86,7 +88,9 @@ def test_responses_match_the_weights_last_sent(task, server, policy, tmp_path):
 def test_samples_follow_the_seed_and_the_policy(task, server, policy, tmp_path):
     """Total variation distance between 600 sampled first tokens and the model's softmax."""
     model, tokenizer = policy
-    sampler = engine(task, server.url, tokenizer, tmp_path, max_new_tokens=1, temperature=0.7)
+    sampler = engine(
+        task, server.url, tokenizer, tmp_path, max_completion_length=1, temperature=0.7
+    )
     sample = sampler(model)
 
     def sample_with_seed(seed, prompts, samples):
@@ -106,7 +110,7 @@ def test_samples_follow_the_seed_and_the_policy(task, server, policy, tmp_path):
 def test_adapters_are_added_to_the_weights(task, server, tmp_path):
     """The server gets the weights that peft would merge; the policy's stay bitwise unchanged."""
     pytest.importorskip("peft")
-    lora = {"rank": 2, "targets": ["q_proj", "down_proj"]}
+    lora = {"rank": 2, "target_modules": ["q_proj", "down_proj"]}
     model = {"path": str(task / "init"), "random_init": True, "lora": lora}
     trainer = Trainer(config(task, tmp_path / "run", server.url, model=model))
     model = trainer.model
@@ -192,7 +196,7 @@ def test_mismatched_server_is_rejected_before_training(task, tmp_path, options, 
 def test_a_server_under_another_name(task, tmp_path, policy):
     with serving(task / "init", name="policy") as server:
         sample = engine(task, server.url, policy[1], tmp_path, temperature=1e-6)(policy[0])
-        expected = generate(*policy, PROMPTS, max_new_tokens=5, temperature=0)
+        expected = generate(*policy, PROMPTS, max_completion_length=5, temperature=0)
         assert sample(PROMPTS, 1) == expected
 
 
@@ -279,7 +283,7 @@ def test_nccl_weight_transfer_uses_trls_requests(task, tmp_path, policy, monkeyp
         nccl = {"weights": "nccl"}
         sampler = engine(task, server.url, policy[1], tmp_path, temperature=1e-6, vllm=nccl)
         responses = sampler(policy[0])(PROMPTS, 1)
-        assert responses == generate(*policy, PROMPTS, max_new_tokens=5, temperature=0)
+        assert responses == generate(*policy, PROMPTS, max_completion_length=5, temperature=0)
         update = ["/start_weight_update", "/update_weights", "/finish_weight_update"]
         requests = [path for path in server.requests() if "weight" in path or "cache" in path]
         assert requests == [*update, "/reset_prefix_cache"]

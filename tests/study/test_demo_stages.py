@@ -32,17 +32,17 @@ def changed(config: TrainConfig) -> dict[str, Any]:
 
 SHARED = {
     "reward": "gac.demo.task:reward",
-    "rollouts.prompts": 12,
-    "rollouts.completions": 8,
-    "rollouts.max_new_tokens": 9,
+    "rollouts.num_prompts": 12,
+    "rollouts.num_generations": 8,
+    "rollouts.max_completion_length": 9,
     "data.demo_field": "solution",
     "eval.data.prompts": "o/task/eval.jsonl",
-    "eval.max_new_tokens": 9,
+    "eval.max_completion_length": 9,
     "eval.batch": None,
     "eval.split_field": "op",
-    "micro_batch": 1000,
+    "micro_batch_size": 1000,
     "optim.betas": [0.9, 0.99],
-    "optim.warmup": 10,
+    "optim.warmup_steps": 10,
 }
 
 
@@ -52,14 +52,14 @@ def test_settings_of_the_stages() -> None:
         SHARED
         | {
             "out": "o/base-3",
-            "name": "base",
+            "run_name": "base",
             "model.path": "o/task/init",
             "model.random_init": True,
             "data.demos": "o/task/sparse.jsonl",
             "optim.lr": 3e-3,
-            "optim.final": 0.0,
+            "optim.min_lr_ratio": 0.0,
             "steps": 50,
-            "demo_batch": 64,
+            "demo_batch_size": 64,
             "seed": 3,
             "checkpoint_every": 100,
             "eval.samples": 4,
@@ -73,7 +73,7 @@ def test_settings_of_the_stages() -> None:
         "optim.lr": 2e-4,
         "steps": 80,
         "seed": 2,
-        "demo_batch": 32,
+        "demo_batch_size": 32,
         "eval.every": 20,
         "checkpoint_every": 20,
         "monitor_kl_every": 10,

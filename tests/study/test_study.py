@@ -78,7 +78,7 @@ def test_arm_config_sets_method_seed_and_folder(tmp_path):
     data = dump(tiny_config(write_tiny(tmp_path), tmp_path / "out"))
     config = arm_config(data, parse_arm("low@constant:mu=0.3"), 2, ["steps=7", f"out={tmp_path}/x"])
     assert (config.method.name, config.method.mu, config.seed) == ("constant", 0.3, 2)
-    assert (config.steps, config.name, config.out) == (7, "low", f"{tmp_path}/x/low-2")
+    assert (config.steps, config.run_name, config.out) == (7, "low", f"{tmp_path}/x/low-2")
     changed = arm_config(data, parse_arm("low@constant:mu=0.3"), 2, ["method.mu=0.7"])
     assert changed.method.mu == 0.7
     with pytest.raises(ConfigError, match="low: .*nope"):

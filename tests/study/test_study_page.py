@@ -29,7 +29,7 @@ def study(tmp_path, monkeypatch):
     """Run `gac study` with the accuracies in FINALS; return its configurations and study.json."""
 
     def result(config):
-        accuracy = FINALS[config.name][config.seed]
+        accuracy = FINALS[config.run_name][config.seed]
         return None if accuracy is None else {"final": {"accuracy": accuracy}, "seconds": 1.0}
 
     def run(*arguments: str):
@@ -61,7 +61,7 @@ def test_a_study_of_all_labels(study, tmp_path, capsys) -> None:
     assert (code, jobs, discard) == (1, 1, False)  # one run failed
     # seed by seed, so that an interrupted study has compared all methods on the first seeds
     expected = [(seed, label) for seed in range(3) for label in FINALS]
-    assert [(config.seed, config.name) for config in configs] == expected
+    assert [(config.seed, config.run_name) for config in configs] == expected
     assert [config.method.mu for config in configs[::3]] == [0.1] * 3
     assert saved["setting"] == {
         "config": "run.yaml",
@@ -75,7 +75,7 @@ def test_a_study_of_all_labels(study, tmp_path, capsys) -> None:
     assert {label: row["final"] for label, row in saved["methods"].items()} == FINALS
     assert list(saved["failed"]) == [f"{tmp_path}/out/high-1"]
     assert [path.name for path in reports[0]] == [
-        Path(c.out).name for c in configs if c.name != "high" or c.seed != 1
+        Path(c.out).name for c in configs if c.run_name != "high" or c.seed != 1
     ]
     for part in (
         '<a href="report.html">',
@@ -97,7 +97,7 @@ def test_options_of_a_study(study, tmp_path) -> None:
     options += ["--set", "steps=5", "--set", "seed=9"]
     code, (configs, jobs, discard), saved, _, html = study("--methods", "high", "dr@grpo", *options)
     assert (code, jobs, discard) == (0, 2, True)
-    runs = [(config.name, config.steps, config.seed) for config in configs]
+    runs = [(config.run_name, config.steps, config.seed) for config in configs]
     assert runs == [("high", 5, 0), ("dr", 5, 0)]
     assert saved["methods"]["high"]["against_baseline"]["difference"] == pytest.approx(0.4)
     command = f"gac study {tmp_path}/run.yaml --methods high dr@grpo --seeds 1 --baseline dr"
@@ -316,7 +316,14 @@ def test_a_run_ends_with_its_parent(monkeypatch) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"steps": 3}, {"added": 1}, {"demo_batch": None}, {"eval": {}}, {"name": "x"}, {"seed": None}],
+    [
+        {"steps": 3},
+        {"added": 1},
+        {"demo_batch_size": None},
+        {"eval": {}},
+        {"run_name": "x"},
+        {"seed": None},
+    ],
 )
 def test_a_result_of_other_settings_is_refused(tmp_path, change) -> None:
     config = tiny_config(write_tiny(tmp_path), tmp_path / "out", steps=2)
@@ -324,7 +331,7 @@ def test_a_result_of_other_settings_is_refused(tmp_path, change) -> None:
     plain = {key: value for key, value in plain.items() if value is not None or key not in change}
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "result.json").write_text(json.dumps({"config": plain}))
-    if {"name", "seed"} & set(change):  # no effect; missing in a file of an earlier version
+    if {"run_name", "seed"} & set(change):  # no effect; missing in a file of an earlier version
         assert runs.result(config) == {"config": plain}
         return
     with pytest.raises(ConfigError, match=f"finished run with a different {next(iter(change))};"):

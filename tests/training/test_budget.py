@@ -30,15 +30,17 @@ CPU = SimpleNamespace(device=torch.device("cpu"), unwrap_model=lambda model: mod
 
 
 def default_config(task, out, **changes):
-    return tiny_config(task, out, micro_batch=None, eval={}, **changes)
+    return tiny_config(task, out, micro_batch_size=None, eval={}, **changes)
 
 
 def test_default_packs_rows(task, tmp_path, caplog):
     """Losses, signals and gradients agree with those of one padded forward."""
     with caplog.at_level(logging.INFO):
         packed = Trainer(default_config(task, tmp_path / "packed", method="gac"))
-    assert packed.gradients.forward.micro.packed and packed.config.micro_tokens == 2048
-    assert caplog.text.count("micro_tokens=2048, with packed rows (the maximum)") == 1
+    assert (
+        packed.gradients.forward.micro.packed and packed.config.max_tokens_per_micro_batch == 2048
+    )
+    assert caplog.text.count("max_tokens_per_micro_batch=2048, with packed rows (the maximum)") == 1
     padded = Trainer(tiny_config(task, tmp_path / "padded", eval={}, method="gac"))
     (row, actual), (other, expected) = next_step(packed), next_step(padded)
     for x, y in zip(actual, expected, strict=True):
@@ -56,10 +58,12 @@ def test_resumed_run_keeps_its_budget(task, tmp_path, monkeypatch):
     out = train(dataclasses.replace(config, steps=2))
     memory["bytes"] = 1e12
     resumed = Trainer(config)
-    assert resumed.config.micro_tokens == 64  # 0.5 (1.2e6 - 3 weights) / 6e3 bytes per token
+    assert (
+        resumed.config.max_tokens_per_micro_batch == 64
+    )  # 0.5 (1.2e6 - 3 weights) / 6e3 bytes per token
     resumed.run()
     assert metrics(out) == metrics(whole)
-    for explicit in ({"micro_batch": 3}, {"micro_tokens": 96}):
+    for explicit in ({"micro_batch_size": 3}, {"max_tokens_per_micro_batch": 96}):
         run = SimpleNamespace(config=dataclasses.replace(config, **explicit), out=out)
         run.checkpoints = out / "checkpoints"
         assert Run._find_checkpoint(run, True) == checkpoint.newest(run.checkpoints)
@@ -70,16 +74,16 @@ def test_runs_of_earlier_versions_keep_one_forward(task, tmp_path, monkeypatch):
     """They saved neither key, which meant one padded forward."""
     whole = train(tiny_config(task, tmp_path / "whole", eval={}))
     config = default_config(task, tmp_path / "resumed")
-    out = train(dataclasses.replace(config, steps=2, micro_batch=1000))
+    out = train(dataclasses.replace(config, steps=2, micro_batch_size=1000))
     read = checkpoint.read_progress
 
     def read_earlier(path):
         progress = read(path)
-        return progress | {"config": progress["config"] | {"micro_batch": None}}
+        return progress | {"config": progress["config"] | {"micro_batch_size": None}}
 
     monkeypatch.setattr(checkpoint, "read_progress", read_earlier)
     resumed = Trainer(config)
-    assert resumed.config.micro_batch == sys.maxsize
+    assert resumed.config.micro_batch_size == sys.maxsize
     resumed.run()
     assert metrics(out) == metrics(whole)
 
@@ -88,7 +92,7 @@ def test_budget_holds_the_longest_rows_that_stay_together(task, tmp_path, monkey
     monkeypatch.setattr(budget, "free_memory", lambda device: 0)
     trainer = Trainer(default_config(task, tmp_path / "run", method="dpo"))
     longest, unit = trainer.feed.longest_row(5), trainer.feed.unit
-    assert unit == 2 and trainer.config.micro_tokens == longest * unit
+    assert unit == 2 and trainer.config.max_tokens_per_micro_batch == longest * unit
     trainer._train_step()
 
 
@@ -104,23 +108,23 @@ def test_models_that_do_not_gain_from_packing_are_padded(kind, caplog):
         attach_head(model)
     with caplog.at_level(logging.INFO, "gac"):
         chosen = budget.choose_micro_batches(load(TrainConfig, {}), CPU, model, None, 100, 1)
-    assert (chosen.micro_batch, chosen.micro_tokens) == (20, None)
+    assert (chosen.micro_batch_size, chosen.max_tokens_per_micro_batch) == (20, None)
     (message,) = [r.getMessage() for r in caplog.records if r.name.startswith("gac")]
-    assert message.startswith("micro_batch=20, with padded rows")
+    assert message.startswith("micro_batch_size=20, with padded rows")
 
 
 def test_reference_that_cannot_be_packed_is_padded_too():
     policy, reference = make("qwen3"), make("qwen3", "eager")
     assert row_attention.enable(policy) and budget.packs_by_row(policy)
     chosen = budget.choose_micro_batches(load(TrainConfig, {}), CPU, policy, reference, 100, 8)
-    assert (chosen.micro_batch, chosen.micro_tokens) == (20, None)
+    assert (chosen.micro_batch_size, chosen.max_tokens_per_micro_batch) == (20, None)
 
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
         ({}, []),  # on-policy: the ratio is 1, so no forward is needed but that of the gradient
-        ({"rollouts": {"reuse": 2}}, ["row_logprobs"]),
+        ({"rollouts": {"num_iterations": 2}}, ["row_logprobs"]),
         ({"loss": {"kl_coef": 0.1}}, 2 * ["reference_logprobs"]),
         # in the first step only: rows with and without a gradient
         ({"monitor_kl_every": 2}, 2 * ["reference_logprobs"]),
@@ -139,7 +143,12 @@ def test_logps_are_computed_only_where_they_are_used(
             return original(self, *args)
 
         monkeypatch.setattr(Forward, name, recorded)
-    rollouts = {"prompts": 4, "completions": 4, "max_new_tokens": 5, **changes.get("rollouts", {})}
+    rollouts = {
+        "num_prompts": 4,
+        "num_generations": 4,
+        "max_completion_length": 5,
+        **changes.get("rollouts", {}),
+    }
     changes = changes | {"rollouts": rollouts, "method": "grpo", "eval": {}, "steps": 2}
     trainer = Trainer(tiny_config(task, tmp_path, **changes))
     trainer.run()
@@ -163,7 +172,7 @@ def choose(task, out, rank_memory: dict[int, float]):
     budget.free_memory = lambda device: rank_memory[collectives.rank()]
     trainer = Trainer(default_config(task, out, parallel={"mode": "fsdp"}, steps=2))
     trainer.run()
-    return trainer.config.micro_tokens, trainer.feed.uses_balancing
+    return trainer.config.max_tokens_per_micro_batch, trainer.feed.uses_balancing
 
 
 @pytest.mark.dist

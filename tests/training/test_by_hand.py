@@ -40,7 +40,7 @@ def test_fsdp_reduces_gradients_in_float32():
 )
 def test_the_learning_rate_rises_to_lr_and_ends_at_its_final_value(schedule, quarter):
     """Warm-up of 2 steps, the peak at step 2, half-way at step 4, the last step at `final`."""
-    config = OptimConfig(lr=1.0, warmup=2, final=0.1, schedule=schedule)
+    config = OptimConfig(lr=1.0, warmup_steps=2, min_lr_ratio=0.1, schedule=schedule)
     rates = [learning_rate(config, step, 7) for step in (0, 1, 2, 3, 4, 6, 9)]
     assert rates == pytest.approx([0.5, 1.0, 1.0, quarter, 0.55, 0.1, 0.1])
 

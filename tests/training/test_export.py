@@ -101,7 +101,9 @@ def test_adapters_are_merged_layer_by_layer(tmp_path, monkeypatch):
     pytest.importorskip("peft", reason="needs the extra `lora`")
     targets = ("q_proj", "down_proj", "lm_head")
     config = ModelConfig(
-        path=str(tmp_path / "base"), random_init=True, lora=LoraConfig(rank=4, targets=targets)
+        path=str(tmp_path / "base"),
+        random_init=True,
+        lora=LoraConfig(rank=4, target_modules=targets),
     )
     untied = {"tie_word_embeddings": False}
     path, model = save_random_checkpoint(tmp_path / "base", "llama", config, **untied)

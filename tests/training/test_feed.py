@@ -39,7 +39,11 @@ def write(path: Path, rows: list[dict[str, Any]]) -> str:
 @pytest.mark.parametrize("sizes", [(None, None), (1000, None), (None, 60)])
 def test_ranks_share_the_batch_of_one_process(task, sizes) -> None:
     """In turn, and also if micro-batches are sized in tokens, unless parts are compared."""
-    settings = {"demo_batch": 6, "micro_batch": sizes[0], "micro_tokens": sizes[1]}
+    settings = {
+        "demo_batch_size": 6,
+        "micro_batch_size": sizes[0],
+        "max_tokens_per_micro_batch": sizes[1],
+    }
     single = make_feed(task, **settings)
     ranks = [make_feed(task, rank, 2, **settings) for rank in (0, 1)]
     for step in range(5):
@@ -56,7 +60,9 @@ def test_ranks_share_the_batch_of_one_process(task, sizes) -> None:
 
 def test_all_ranks_draw_new_prompts_in_rank_order(task, monkeypatch) -> None:
     order = make_feed(task).prompt_order.take(16)
-    feed = make_feed(task, 1, 3, rollouts={"prompts": 3, "completions": 2}, demo_batch=3)
+    feed = make_feed(
+        task, 1, 3, rollouts={"num_prompts": 3, "num_generations": 2}, demo_batch_size=3
+    )
     monkeypatch.setattr(collectives, "gather", lambda number: [2, number, 4])
     ids = [example.index for _ in range(2) for example in feed.more_examples(1)]
     assert ids == [order[2], order[9]]
@@ -76,7 +82,9 @@ def test_all_ranks_draw_new_prompts_in_rank_order(task, monkeypatch) -> None:
 def test_rows_are_moved_between_ranks_unless_parts_are_compared(
     task, ranks, method, tokens, balances
 ) -> None:
-    feed = make_feed(task, 0, ranks, method=method, micro_batch=None, micro_tokens=tokens)
+    feed = make_feed(
+        task, 0, ranks, method=method, micro_batch_size=None, max_tokens_per_micro_batch=tokens
+    )
     assert feed.uses_balancing is balances
 
 
@@ -91,10 +99,10 @@ def test_rows_of_all_ranks_are_balanced_in_units(monkeypatch) -> None:
     assert Feed.balance(feed, rows) is rows
 
 
-@pytest.mark.parametrize(("key", "value"), [("demo_batch", 3), ("rollouts", 5)])
+@pytest.mark.parametrize(("key", "value"), [("demo_batch_size", 3), ("rollouts", 5)])
 def test_batches_are_divisible_by_the_ranks(task, key, value) -> None:
-    name = "rollouts.prompts" if key == "rollouts" else key
-    settings = {"prompts": 5, "completions": 2} if key == "rollouts" else value
+    name = "rollouts.num_prompts" if key == "rollouts" else key
+    settings = {"num_prompts": 5, "num_generations": 2} if key == "rollouts" else value
     with pytest.raises(ValueError, match=f"^{name}={value}: use a multiple .* processes, 2$"):
         make_feed(task, 0, 2, **{key: settings})
     make_feed(task, **{key: settings})
@@ -103,10 +111,10 @@ def test_batches_are_divisible_by_the_ranks(task, key, value) -> None:
 def test_a_limited_number_of_demonstrations_and_epochs(task) -> None:
     """Two epochs over 5 demonstrations in batches of 3 are 3 whole steps."""
     method = {"name": "sft-best", "examples": 5, "epochs": 2}
-    feed = make_feed(task, method=method, steps=9, demo_batch=3)
+    feed = make_feed(task, method=method, steps=9, demo_batch_size=3)
     assert (feed.steps, len(feed.demos[0])) == (3, 5)
-    assert make_feed(task, method=method, steps=2, demo_batch=3).steps == 2
-    feed = make_feed(task, steps=9, demo_batch=3)
+    assert make_feed(task, method=method, steps=2, demo_batch_size=3).steps == 2
+    feed = make_feed(task, steps=9, demo_batch_size=3)
     assert (feed.steps, len(feed.demos[0])) == (9, 12)
 
 
@@ -289,9 +297,9 @@ def test_the_budgets_of_a_run(task, monkeypatch) -> None:
     config = tiny_config(
         task,
         task / "run",
-        micro_batch=None,
-        micro_tokens=90,
-        rollouts={"completions": 3, "max_new_tokens": 7, "batch_tokens": 80},
+        micro_batch_size=None,
+        max_tokens_per_micro_batch=90,
+        rollouts={"num_generations": 3, "max_completion_length": 7, "generation_batch_tokens": 80},
     )
     feed: Any = SimpleNamespace(
         tokenizer="tokenizer",
@@ -303,14 +311,21 @@ def test_the_budgets_of_a_run(task, monkeypatch) -> None:
     assert Feed.check_budgets(feed, config) == 17
     assert checked == [
         (config.model, "tokenizer", ["a", "b", "c"]),
-        ("micro_tokens", 90, 23, 2),
+        ("max_tokens_per_micro_batch", 90, 23, 2),
         (config.model, 23),
-        ("rollouts.batch_tokens", 80, 17, 3),
+        ("rollouts.generation_batch_tokens", 80, 17, 3),
     ]
 
 
 def test_a_batch_budget_is_checked_before_training(task) -> None:
-    rollouts = {"prompts": 4, "completions": 4, "max_new_tokens": 5, "batch_tokens": 30}
+    rollouts = {
+        "num_prompts": 4,
+        "num_generations": 4,
+        "max_completion_length": 5,
+        "generation_batch_tokens": 30,
+    }
     config = tiny_config(task, task / "run", rollouts=rollouts)
-    with pytest.raises(ConfigError, match="rollouts.batch_tokens=30: 4 rows that stay together"):
+    with pytest.raises(
+        ConfigError, match="rollouts.generation_batch_tokens=30: 4 rows that stay together"
+    ):
         Feed(config, load_tokenizer(config.model), 0, 1).check_budgets(config)

@@ -153,7 +153,7 @@ def test_the_reference_is_a_model_or_the_policy_without_adapters() -> None:
 
 
 def make_gradients(loss: Loss, **fields: Any) -> Any:
-    return SimpleNamespace(loss=loss, kl_rows=None, accelerator=ACCELERATOR, **fields)
+    return SimpleNamespace(loss=loss, kl_sample_size=None, accelerator=ACCELERATOR, **fields)
 
 
 KINDS = {
@@ -228,8 +228,8 @@ def test_the_arguments_of_the_fused_loss(packed: bool, demo: bool) -> None:
     )
     own = make_gradients(Loss(LossSpec()), forward=passes)
     layout = lambda x: x.flatten() if packed else x  # noqa: E731 - a fake
-    for kl_rows, kl in ((None, True), (2, True), (None, False)):
-        own.kl_rows = kl_rows
+    for kl_sample_size, kl in ((None, True), (2, True), (None, False)):
+        own.kl_sample_size = kl_sample_size
         step = replace(STEP, needs=StepNeeds(sketch=8, kl=kl))
         request = Gradients._request(own, step, batch, rows, demo, 0.3, spec)
         kind, (targets, advantages, is_demo), keywords = request(FakeHead())
@@ -242,7 +242,7 @@ def test_the_arguments_of_the_fused_loss(packed: bool, demo: bool) -> None:
         assert keywords.pop("cu_seqlens") is batch.cu_seqlens
         assert keywords.pop("sketch") == HeadSketch(8, 17)
         ref = keywords.pop("ref_logps")
-        measured = kl and kl_rows is None
+        measured = kl and kl_sample_size is None
         assert (ref is not None) == measured and (
             ref is None or torch.equal(ref, layout(reference))
         )
@@ -362,9 +362,11 @@ def test_one_pass_over_the_rows(monkeypatch, grad: bool, plain: bool, sketch: in
 
 
 @pytest.mark.parametrize("parts", [0, 2])
-@pytest.mark.parametrize("kl_rows", [None, 3])
+@pytest.mark.parametrize("kl_sample_size", [None, 3])
 @pytest.mark.parametrize("measures", [True, False])
-def test_the_order_of_a_step(monkeypatch, parts: int, kl_rows: int | None, measures: bool) -> None:
+def test_the_order_of_a_step(
+    monkeypatch, parts: int, kl_sample_size: int | None, measures: bool
+) -> None:
     """Rows without a gradient first; then those with one, at once or in parts."""
     events: list = []
     rows = (row(1), row(2, True), row(3), row(4, True))
@@ -399,14 +401,14 @@ def test_the_order_of_a_step(monkeypatch, parts: int, kl_rows: int | None, measu
     own = SimpleNamespace(
         forward="forward",
         accelerator=ACCELERATOR,
-        kl_rows=kl_rows,
+        kl_sample_size=kl_sample_size,
         tracked="tracked",
         _trainable=lambda: "trainable",
         _has_gradient=lambda r, mu: r in rows[1:3] and mu == (0.5 if parts else 0.3),
         _accumulate=accumulate,
     )
     measured = Gradients.__call__(own, step)
-    uses_kl = measures and kl_rows is not None
+    uses_kl = measures and kl_sample_size is not None
     probes = [totals, sketches, *[sampled] * uses_kl]
     live = [rows[1], rows[2]]
     last = (probes, live[:1], Mix(1.0, 2.0), True, True)

@@ -29,9 +29,9 @@ def task(tmp_path_factory):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"micro_batch": 0}, "micro_batch=0: use a number >= 1"),
+        ({"micro_batch_size": 0}, "micro_batch_size=0: use a number >= 1"),
         ({"loss": {"clip_low": 2}}, r"loss.clip_low=2.*: use a number in \[0, 1\]"),
-        ({"rollouts": {"completions": 1}}, "rollouts.completions=1: .*: use a number >= 2"),
+        ({"rollouts": {"num_generations": 1}}, "rollouts.num_generations=1: .*: use a number >= 2"),
         ({"eval": {"every": 2}}, "eval.every=2: there is nothing to evaluate: set eval.data"),
         ({"method": {"name": "grpo", "mu": 0.3}}, r"method.mu: unknown key 'mu'.* none"),
         ({"model": {"lora": {"rank": 0}}}, "model.lora: rank=0: use a number >= 1"),
@@ -43,8 +43,8 @@ def test_invalid_values(task, tmp_path, changes, message):
 
 
 def test_a_tracker_that_is_not_installed(task, tmp_path):
-    with pytest.raises(ConfigError, match="trackers: 'wandb' is not installed: pip install wandb"):
-        Trainer(tiny_config(task, tmp_path, trackers=["wandb"]))
+    with pytest.raises(ConfigError, match="report_to: 'wandb' is not installed: pip install wandb"):
+        Trainer(tiny_config(task, tmp_path, report_to=["wandb"]))
 
 
 def model_with(task, tmp_path, **changes):
@@ -76,7 +76,7 @@ def test_rows_beyond_learned_positions(tmp_path):
     AutoConfig.for_model("gpt2", n_positions=8).save_pretrained(tmp_path)
     config = ModelConfig(path=str(tmp_path))
     check_positions(config, 8)
-    with pytest.raises(ConfigError, match="8 positions, but .* 9 tokens: lower rollouts.max_new"):
+    with pytest.raises(ConfigError, match="8 positions, but .* 9 tokens: lower rollouts.max_comp"):
         check_positions(config, 9)
 
 

@@ -61,9 +61,9 @@ def test_a_changed_input_is_refused(half_run, change, name, monkeypatch):
         change(half_run)
         for module in [m for m in sys.modules if m.startswith("reward_rw_")]:
             monkeypatch.delitem(sys.modules, module)
-        with pytest.raises(ConfigError, match=f"the {name} changed .*resume_anyway=true"):
+        with pytest.raises(ConfigError, match=f"the {name} changed .*ignore_input_changes=true"):
             Trainer(config(half_run))
-        assert Trainer(config(half_run, resume_anyway=True)).step == 2
+        assert Trainer(config(half_run, ignore_input_changes=True)).step == 2
     finally:
         for path, content in backup.items():
             path.write_bytes(content)

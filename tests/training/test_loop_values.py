@@ -52,7 +52,7 @@ def apply(monkeypatch, *, parts: bool, gram: float = 1.0, fault: str | None = No
     model, events = Weights(), []
     model.used.grad = torch.tensor([6.0, 8.0])
     optimizer = torch.optim.SGD(model.parameters(), lr=9.0)
-    config = {"optim": {"lr": 0.1, "warmup": 8, "clip": 5}}
+    config = {"optim": {"lr": 0.1, "warmup_steps": 8, "max_grad_norm": 5}}
     fake = SimpleNamespace(
         state={"old": 1},
         model=model,
@@ -143,7 +143,7 @@ def test_what_a_step_reports(monkeypatch, number, fault, after) -> None:
     rollouts = Rollouts(ROWS, [1.0], SamplingStats(responses=7, tokens=21), {"a": (3.0, 4)})
     fake = SimpleNamespace(
         rollouts=rollouts,
-        config=load(TrainConfig, {"rollouts": {"reuse": 2}}),
+        config=load(TrainConfig, {"rollouts": {"num_iterations": 2}}),
         gradients=SimpleNamespace(losses=lambda own: ("after", own.number)),
         guard=SimpleNamespace(skipped=5),
         tally=SimpleNamespace(new_counts=lambda: {"calls": 8}),
@@ -172,8 +172,8 @@ def test_which_skipped_steps_are_saved(main: bool, caplog) -> None:
     """At most four; consecutive ones share the weights of the first."""
     firsts: list = []
     fake = SimpleNamespace(
-        guard=Guard(GuardConfig(keep=4, patience=9)),
-        config=load(TrainConfig, {"guards": {"keep": 4}}),
+        guard=Guard(GuardConfig(max_saved_steps=4, patience=9)),
+        config=load(TrainConfig, {"guards": {"max_saved_steps": 4}}),
         first_skipped=None,
         out=Path("run"),
         model="model",
@@ -210,7 +210,7 @@ def test_the_rows_of_a_step(monkeypatch, step: int) -> None:
         step=step,
         _seed=17,
         rollouts="earlier",
-        config=load(TrainConfig, {"rollouts": {"reuse": 2}}),
+        config=load(TrainConfig, {"rollouts": {"num_iterations": 2}}),
         needs=lambda t: StepNeeds(rollouts=t != 7),
         _roll_out=lambda: rollouts,
         feed=SimpleNamespace(
@@ -243,7 +243,7 @@ def test_new_rollouts(monkeypatch, reuse, needs_after, initial, teacher) -> None
         events.append("done")
 
     monkeypatch.setattr(trainer.setup, "gathered", gathered)
-    config = load(TrainConfig, {"rollouts": {"reuse": reuse}})
+    config = load(TrainConfig, {"rollouts": {"num_iterations": reuse}})
 
     def sample(model, examples, step):
         events.append((model, examples, step))
@@ -351,7 +351,7 @@ def loop(
     fake = SimpleNamespace(
         step=start,
         rollouts=rollouts,
-        config=load(TrainConfig, {"rollouts": {"sample_every": sample_every}}),
+        config=load(TrainConfig, {"rollouts": {"log_samples_every": sample_every}}),
         sampler=SimpleNamespace(samples="samples"),
         guard=SimpleNamespace(exhausted=False),
         record=SimpleNamespace(
@@ -426,7 +426,9 @@ def runnable(monkeypatch, events: list, **changes: Any) -> Any:
     monkeypatch.setattr(trainer, "closing_reward", within)
     monkeypatch.setattr(trainer, "export_checkpoint", lambda *a: events.append(("export", *a)))
     finish = SimpleNamespace(finish=lambda: events.append("tracker"))
-    config = load(TrainConfig, {"name": changes.get("name"), "export": changes.get("export", True)})
+    config = load(
+        TrainConfig, {"run_name": changes.get("name"), "export": changes.get("export", True)}
+    )
 
     def run_loop(bar: tqdm) -> None:
         events.append(bar.disable or (bar.total, bar.n, bar.desc))

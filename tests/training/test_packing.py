@@ -255,9 +255,9 @@ def test_model_that_cannot_separate_rows_is_padded_with_a_warning(caplog):
     attach_head(model)
     assert not supports_packing(model)
     with caplog.at_level(logging.WARNING):
-        micro = _micro_batches(load(TrainConfig, {"micro_tokens": 64}), model)
+        micro = _micro_batches(load(TrainConfig, {"max_tokens_per_micro_batch": 64}), model)
     assert micro == MicroBatches(tokens=64, packed=False)
-    assert caplog.text.count("micro_tokens=64") == 1
+    assert caplog.text.count("max_tokens_per_micro_batch=64") == 1
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -280,22 +280,24 @@ def test_micro_batches_hold_every_row_once_within_the_budget(packed, unit):
 
 
 def test_row_longer_than_the_budget_is_an_error():
-    with pytest.raises(ValueError, match="micro_tokens=8: .* 17 tokens.* use 17"):
+    with pytest.raises(ValueError, match="max_tokens_per_micro_batch=8: .* 17 tokens.* use 17"):
         MicroBatches(tokens=8, packed=True).split(random_rows())
 
 
 def test_budget_is_checked_before_training(task, tmp_path):
-    with pytest.raises(ConfigError, match="micro_tokens=9: .*use .. or more"):
-        Trainer(tiny_config(task, tmp_path / "run", micro_tokens=9))
+    with pytest.raises(ConfigError, match="max_tokens_per_micro_batch=9: .*use .. or more"):
+        Trainer(tiny_config(task, tmp_path / "run", max_tokens_per_micro_batch=9))
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 @pytest.mark.parametrize("method", ["gac", "luffy", "dpo", "asft"])
 def test_packed_run_matches_padded_run(task, tmp_path, method):
     """Compare every metric over two training steps."""
-    changes = {"method": method, "steps": 2, "eval": {}, "demo_batch": 6}
+    changes = {"method": method, "steps": 2, "eval": {}, "demo_batch_size": 6}
     train(tiny_config(task, tmp_path / "padded", **changes))
-    packed = Trainer(tiny_config(task, tmp_path / "packed", **changes, micro_tokens=80))
+    packed = Trainer(
+        tiny_config(task, tmp_path / "packed", **changes, max_tokens_per_micro_batch=80)
+    )
     assert packed.gradients.forward.micro.packed
     packed.run()
     rows = list(zip(metrics(tmp_path / "padded"), metrics(tmp_path / "packed"), strict=True))
@@ -312,11 +314,15 @@ def test_packed_run_matches_padded_run(task, tmp_path, method):
 def test_kl_sample_of_all_rows_matches_the_moments(task, tmp_path, tokens):
     """A smaller sample averages over its own rows, which change from step to step."""
     runs = []
-    for kl_rows in (None, 16, 3):
-        out = tmp_path / str(kl_rows)
-        changes = {"steps": 3, "eval": {}, "optim": {"lr": 0.05, "warmup": 1, "clip": 0}}
-        kl = {"monitor_kl_every": 1, "kl_rows": kl_rows}
-        train(tiny_config(task, out, micro_tokens=tokens, **kl, **changes))
+    for kl_sample_size in (None, 16, 3):
+        out = tmp_path / str(kl_sample_size)
+        changes = {
+            "steps": 3,
+            "eval": {},
+            "optim": {"lr": 0.05, "warmup_steps": 1, "max_grad_norm": 0},
+        }
+        kl = {"monitor_kl_every": 1, "kl_sample_size": kl_sample_size}
+        train(tiny_config(task, out, max_tokens_per_micro_batch=tokens, **kl, **changes))
         runs.append(metrics(out))
     for moments, all_rows, sample in zip(*runs, strict=True):
         assert all_rows["kl"] == pytest.approx(moments["kl"], rel=1e-4, abs=1e-7)

@@ -35,7 +35,9 @@ def test_the_space_that_a_run_needs(monkeypatch, tmp_path, step, checkpoints) ->
         is_main_process=step > 0, init_trackers=lambda name, config: opened.append((name, config))
     )
     trackers = ["tensorboard"] if step == 4 else []
-    config = load(TrainConfig, {"checkpoint_every": 3, "keep_checkpoints": 2, "trackers": trackers})
+    config = load(
+        TrainConfig, {"checkpoint_every": 3, "keep_checkpoints": 2, "report_to": trackers}
+    )
     fake = SimpleNamespace(
         config=config,
         step=0,
@@ -129,16 +131,16 @@ def test_a_checkpoint_holds_the_state_of_the_run(monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("own", "saved", "used"),
     [
-        ({}, {"micro_tokens": 96}, (None, 96)),
-        ({}, {"micro_batch": 3}, (3, None)),
+        ({}, {"max_tokens_per_micro_batch": 96}, (None, 96)),
+        ({}, {"micro_batch_size": 3}, (3, None)),
         ({}, {}, (sys.maxsize, None)),
-        ({"micro_batch": 5}, {"micro_tokens": 96}, (5, None)),
-        ({"micro_tokens": 64}, {"micro_batch": 3}, (None, 64)),
+        ({"micro_batch_size": 5}, {"max_tokens_per_micro_batch": 96}, (5, None)),
+        ({"max_tokens_per_micro_batch": 64}, {"micro_batch_size": 3}, (None, 64)),
     ],
 )
 def test_a_resumed_run_keeps_its_micro_batches(monkeypatch, resize, own, saved, used) -> None:
     checked: list = []
-    config = load(TrainConfig, {"steps": 9, "parallel": {"resize": resize}, **own})
+    config = load(TrainConfig, {"steps": 9, "parallel": {"allow_world_size_change": resize}, **own})
     progress = {"config": dump(load(TrainConfig, {"steps": 8, **saved})), "ranks": 3}
     fake = SimpleNamespace(config=config, out=Path("out"), checkpoints=Path("out/checkpoints"))
     monkeypatch.setattr(run.preflight, "check_folder", lambda out: checked.append(out))
@@ -150,7 +152,14 @@ def test_a_resumed_run_keeps_its_micro_batches(monkeypatch, resize, own, saved, 
     path = Path("out/checkpoints/newest")
     assert Run._find_checkpoint(fake, True) == path
     assert checked == [Path("out"), (progress, dump(config), resize)]
-    assert (fake.config.micro_batch, fake.config.micro_tokens, fake.config.steps) == (*used, 9)
+    assert (
+        fake.config.micro_batch_size,
+        fake.config.max_tokens_per_micro_batch,
+        fake.config.steps,
+    ) == (
+        *used,
+        9,
+    )
     with pytest.raises(ValueError, match="out='out' already holds a run: resume it, or"):
         Run._find_checkpoint(fake, False)
     steps.newest, fake.config = lambda folder: None, config
@@ -165,15 +174,17 @@ def test_the_parts_of_a_run(monkeypatch) -> None:
         "model": {"path": "the-model"},
         "seed": 17,
         "steps": 3,
-        "trackers": ["wandb"],
+        "report_to": ["wandb"],
         "mixed_precision": "bf16",
         "reward_noise": {"rate": 0.5},
-        "rollouts": {"max_new_tokens": 7, "completions": 5, "stop": ["a"]},
+        "rollouts": {"max_completion_length": 7, "num_generations": 5, "stop": ["a"]},
         "eval": {"stop": ["b"]},
         "method": {"name": "constant", "mu": 0.3},
     }
-    given, resumed, chosen = (load(TrainConfig, {**settings, "micro_batch": n}) for n in (1, 2, 3))
-    chosen = replace(chosen, micro_batch=None, micro_tokens=64)
+    given, resumed, chosen = (
+        load(TrainConfig, {**settings, "micro_batch_size": n}) for n in (1, 2, 3)
+    )
+    chosen = replace(chosen, micro_batch_size=None, max_tokens_per_micro_batch=64)
     parts: dict[str, tuple] = {}
 
     def part(name: str, result: Any = None) -> None:
@@ -277,7 +288,7 @@ def test_the_parts_of_a_run(monkeypatch) -> None:
     assert (made.policy, made.plan) == (("unwrapped", "load_policy"), plan)
     assert (made.config, made.state, made.mix, made.step) == (chosen, "state", "mix", 0)
     assert (made.rollouts, made.ended, made.best, made.first_skipped) == (None, False, {}, None)
-    chosen = replace(chosen, micro_tokens=None)
+    chosen = replace(chosen, max_tokens_per_micro_batch=None)
     part("choose_micro_batches", chosen)
     resumed = replace(resumed, method=METHODS["sft"](), loss=LossSpec(kl_coef=0.1))
     given = replace(given, method=resumed.method)
@@ -303,8 +314,8 @@ def test_advantages_need_two_rewards(completions, stages, demo_in_group, rollout
         sampling=lambda n: plan if n == completions else None,
         needs=lambda step: StepNeeds(rollouts=rollouts),
     )
-    config = SimpleNamespace(method=method, rollouts=SimpleNamespace(completions=completions))
-    message = f"rollouts.completions={completions}: advantages compare .* use a number >= 2"
+    config = SimpleNamespace(method=method, rollouts=SimpleNamespace(num_generations=completions))
+    message = f"rollouts.num_generations={completions}: advantages compare .* use a number >= 2"
     with contextlib.nullcontext() if valid else pytest.raises(ValueError, match=message):
         TrainConfig._check_groups(config)
 

@@ -273,7 +273,7 @@ def test_the_files_of_a_run(tmp_path, main: bool) -> None:
     logged: list = []
     accelerator = SimpleNamespace(is_main_process=main, log=lambda *a, **k: logged.append(k))
     record = Record(tmp_path, accelerator)
-    config = SimpleNamespace(sample_every=1, print_samples=False)
+    config = SimpleNamespace(log_samples_every=1, print_samples=False)
     for step in (1, 2):
         record.step({"step": step, "kl": 0.5})
         record.evaluation({"step": step, "accuracy": 0.25})
@@ -295,7 +295,7 @@ def test_printed_samples(caplog) -> None:
     responses = [{"text": "2", "reward": 1.0}, {"text": "3", "reward": None}]
     with caplog.at_level(logging.INFO, "gac"):
         for shown in (True, False):
-            config = SimpleNamespace(sample_every=2, print_samples=shown)
+            config = SimpleNamespace(log_samples_every=2, print_samples=shown)
             Record.samples(record, 7, [{"prompt": "1+1", "responses": responses}], config)
     assert caplog.messages == ["step 7: 1+1\n  [1.0] 2\n  [None] 3"] and len(texts) == 2
 
@@ -310,7 +310,7 @@ def test_a_reference_is_loaded_only_if_it_is_used(monkeypatch, kl, sampled, in_l
     plan = SimpleNamespace(from_reference=sampled)
     method = SimpleNamespace(sampling=lambda completions: plan if completions == 5 else None)
     method.loss = lambda base: Loss(base, reference=in_loss)
-    full = load(TrainConfig, {"rollouts": {"completions": 5}})
+    full = load(TrainConfig, {"rollouts": {"num_generations": 5}})
     monkeypatch.setattr(policy, "_build_model", lambda *arguments: arguments)
     monkeypatch.setattr(policy, "loss_of", lambda own: method.loss(own.loss))
     for lora in (None, LoraConfig()):
@@ -327,10 +327,10 @@ def test_a_reference_is_loaded_only_if_it_is_used(monkeypatch, kl, sampled, in_l
     ("changes", "rows", "ranks", "own_rows"),
     [
         ({}, None, 2, None),
-        ({"kl_rows": 5}, 5, 1, 5),
-        ({"kl_rows": 5}, 5, 2, 3),
-        ({"kl_rows": 4}, 4, 2, 2),
-        ({"kl_rows": 4, "loss": {"kl_coef": 0.1}}, 4, 2, None),
+        ({"kl_sample_size": 5}, 5, 1, 5),
+        ({"kl_sample_size": 5}, 5, 2, 3),
+        ({"kl_sample_size": 4}, 4, 2, 2),
+        ({"kl_sample_size": 4, "loss": {"kl_coef": 0.1}}, 4, 2, None),
     ],
 )
 def test_the_parts_of_the_gradient(monkeypatch, changes, rows, ranks, own_rows) -> None:
@@ -345,7 +345,7 @@ def test_the_parts_of_the_gradient(monkeypatch, changes, rows, ranks, own_rows) 
         (StepNeeds(average=0.5), ["0.weight", "0.bias", "1.weight", "1.bias"]),
     ):
         made = policy.make_gradients(config, accelerator, tokenizer, model, None, needs)
-        assert made.kl_rows == own_rows and list(made.tracked) == names
+        assert made.kl_sample_size == own_rows and list(made.tracked) == names
         assert all(not x.any() and not x.requires_grad for x in made.tracked.values())
         parts = made.forward
         assert (parts.model, parts.reference, parts.temperature) == (model, None, 0.7)
@@ -377,8 +377,8 @@ def test_a_model_that_cannot_pack_is_tried_without_attention_by_row(
     ("changes", "device", "by_row"),
     [
         ({}, "cpu", True),
-        ({"micro_tokens": 64}, "cpu", True),
-        ({"micro_batch": 4}, "cpu", False),
+        ({"max_tokens_per_micro_batch": 64}, "cpu", True),
+        ({"micro_batch_size": 4}, "cpu", False),
         ({}, "cuda", False),
     ],
 )

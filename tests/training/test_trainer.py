@@ -25,7 +25,7 @@ from tests.tiny import metrics, tiny_config
 CONTROLLER_KEYS = {"mu", "mu_star", "prior", "alpha", "kl"}
 SIGNAL_KEYS = {"sft_variance", "rl_variance", "disagreement"}
 LOSS_KEYS = {"rollout_loss", "demo_loss", "entropy", "clip_fraction", "grad_norm"}
-ROLLOUT_KEYS = {"reward_mean", "response_length", "sampled_tokens", "sampled_responses"}
+ROLLOUT_KEYS = {"reward_mean", "completions/mean_length", "sampled_tokens", "sampled_responses"}
 TIME_KEYS = {"seconds", "sampling_seconds", "sampling_share", "responses_per_second"}
 METRIC_KEYS = {"step", "tokens"}.union(
     CONTROLLER_KEYS, SIGNAL_KEYS, LOSS_KEYS, ROLLOUT_KEYS, TIME_KEYS
@@ -75,7 +75,7 @@ def test_start_model_is_evaluated_once_without_side_effects(task, tmp_path):
     """
     evaluation = {
         "data": {"prompts": str(task / "eval.jsonl")},
-        "max_new_tokens": 5,
+        "max_completion_length": 5,
         "temperature": 1.0,
         "every": 2,
     }
@@ -110,7 +110,7 @@ def test_accumulation_equals_one_large_batch(task, tmp_path, reduction):
     loss = {"rollout_reduction": reduction, "demo_reduction": reduction, "entropy_coef": 0.01}
     changes = {"loss": loss, "method": "gac"}
     one_batch = Trainer(tiny_config(task, tmp_path / "a", **changes))
-    accumulated = Trainer(tiny_config(task, tmp_path / "b", **changes, micro_batch=3))
+    accumulated = Trainer(tiny_config(task, tmp_path / "b", **changes, micro_batch_size=3))
     (row, expected), (other, actual) = next_step(one_batch), next_step(accumulated)
     assert len(expected) == len(actual) > 0
     for x, y in zip(expected, actual, strict=True):
@@ -145,7 +145,9 @@ def zero_reward(completion: str, example: object) -> float:
 
 def test_old_log_probs_of_reused_rollouts_start_at_ratio_one(task, tmp_path):
     config = tiny_config(task, tmp_path / "a", method={"name": "grpo"}, steps=4)
-    config = dataclasses.replace(config, rollouts=dataclasses.replace(config.rollouts, reuse=2))
+    config = dataclasses.replace(
+        config, rollouts=dataclasses.replace(config.rollouts, num_iterations=2)
+    )
     once = Trainer(tiny_config(task, tmp_path / "b", method={"name": "grpo"}))
     twice = Trainer(config)
     for x, y in zip(next_gradients(once), next_gradients(twice), strict=True):
@@ -176,7 +178,12 @@ def test_interrupted_run_matches_an_uninterrupted_one(task, tmp_path):
 
 
 def test_interrupt_waits_until_reused_rollouts_are_used_up(task, tmp_path):
-    rollouts = {"prompts": 4, "completions": 4, "max_new_tokens": 5, "reuse": 3}
+    rollouts = {
+        "num_prompts": 4,
+        "num_generations": 4,
+        "max_completion_length": 5,
+        "num_iterations": 3,
+    }
     run = {"steps": 6, "checkpoint_every": 6, "rollouts": rollouts}
     whole = train(tiny_config(task, tmp_path / "whole", **run))
     config = tiny_config(task, tmp_path / "cut", **run)
@@ -190,7 +197,7 @@ def test_interrupt_waits_until_reused_rollouts_are_used_up(task, tmp_path):
 
 def test_run_that_its_method_ended_does_not_continue(task, tmp_path):
     method = {"name": "sft-light", "patience": 1, "decay": 0.0, "epochs": 9}
-    optim = {"lr": 0.3, "warmup": 1, "clip": 0}  # the loss rises immediately
+    optim = {"lr": 0.3, "warmup_steps": 1, "max_grad_norm": 0}  # the loss rises immediately
     config = tiny_config(task, tmp_path, method=method, optim=optim, eval={}, steps=9)
     train(config)
     rows = metrics(tmp_path)
@@ -233,7 +240,7 @@ def test_losses_after_the_update_use_the_ratio_to_the_sampling_policy(task, tmp_
     observations = []
     record = lambda *call: (observations.append(call[2]), next_mix(*call))[1]  # noqa: E731 - a spy
     monkeypatch.setattr("gac.training.trainer.next_mix", record)
-    optim = {"lr": 0.05, "warmup": 1, "clip": 0}
+    optim = {"lr": 0.05, "warmup_steps": 1, "max_grad_norm": 0}
     Trainer(tiny_config(task, tmp_path, method="famo", optim=optim))._train_step()
     before, after = observations[-1].losses_before, observations[-1].losses_after
     assert after.demo != before.demo
@@ -274,7 +281,7 @@ def test_mixed_precision_runs(task, tmp_path):
 
 def test_tensorboard_tracker_gets_the_numbers(task, tmp_path):
     pytest.importorskip("tensorboard", reason="the extra `tensorboard` is not installed")
-    out = train(tiny_config(task, tmp_path / "run", steps=2, trackers=["tensorboard"]))
+    out = train(tiny_config(task, tmp_path / "run", steps=2, report_to=["tensorboard"]))
     assert list(out.rglob("events.out.tfevents*"))
 
 
@@ -316,7 +323,7 @@ def test_generation_ignores_the_models_own_sampling_defaults(task, tmp_path):
     """A checkpoint may set top_k or a repetition penalty, which would make sampling off-policy."""
     trainer = Trainer(tiny_config(task, tmp_path / "run"))
     model, prompts = trainer.model, [(4, 5, 6)] * 2
-    settings = {"max_new_tokens": 6, "temperature": 1.0, "samples": 8}
+    settings = {"max_completion_length": 6, "temperature": 1.0, "samples": 8}
     torch.manual_seed(0)
     expected = generate(model, trainer.tokenizer, prompts, **settings)
     defaults = copy.deepcopy(model.generation_config)

@@ -78,7 +78,7 @@ def test_the_head_is_checked_before_training(task, tmp_path, monkeypatch) -> Non
 def test_one_process_records_the_samples(main: bool, every: int) -> None:
     texts: list = []
     record = SimpleNamespace(texts=texts, accelerator=SimpleNamespace(is_main_process=main))
-    config = SimpleNamespace(sample_every=every, print_samples=False)
+    config = SimpleNamespace(log_samples_every=every, print_samples=False)
     Record.samples(record, 3, [{"prompt": "1+1"}], config)
     Record.samples(record, 4, [], config)
     assert texts == ([{"step": 3, "prompts": [{"prompt": "1+1"}]}] if main and every else [])
@@ -113,11 +113,13 @@ def test_the_progress_bar_shows_what_was_measured() -> None:
     ],
 )
 def test_only_comparable_log_probs_of_a_server_are_corrected(rollouts, correction) -> None:
-    rollouts = {"engine": "vllm", "max_new_tokens": 7, "correction_max": 3.5, **rollouts}
+    rollouts = {"engine": "vllm", "max_completion_length": 7, "correction_max": 3.5, **rollouts}
     spec = policy.loss_of(load(TrainConfig, {"rollouts": rollouts})).spec
     assert (spec.correction, spec.max_tokens) == (correction, 7)
     assert (spec.correction_max == 3.5) == (correction != "none")
-    config = load(TrainConfig, {"rollouts": {"max_new_tokens": 7}, "loss": {"max_tokens": 9}})
+    config = load(
+        TrainConfig, {"rollouts": {"max_completion_length": 7}, "loss": {"max_tokens": 9}}
+    )
     assert policy.loss_of(config).spec.max_tokens == 9
 
 

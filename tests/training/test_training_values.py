@@ -63,7 +63,7 @@ def test_the_row_of_metrics_and_the_observation_of_a_step() -> None:
         "reward_mean": 0.75,
         "entropy": 0.5,
         "clip_fraction": 0.25,
-        "response_length": 4.5,
+        "completions/mean_length": 4.5,
         "grad_norm": 7.0,
         "tokens": 31,
         "lr": 0.01,
@@ -98,7 +98,7 @@ def test_the_row_of_metrics_and_the_observation_of_a_step() -> None:
         ({"rewards": Rewards.of([])}, {"kl", "reward_mean"}),
         (
             {"counts": Counts(0, 0, 3, 5, 3, 9)},
-            {"rollout_loss", "clip_fraction", "response_length"},
+            {"rollout_loss", "clip_fraction", "completions/mean_length"},
         ),
         ({"counts": Counts(2, 9, 0, 0, 2, 9)}, {"demo_loss"}),
     ],
@@ -116,9 +116,9 @@ def test_what_a_step_has_not_measured_is_missing_in_its_row(changes, missing) ->
 @pytest.mark.parametrize(("schedule", "rates"), [("constant", [1.0] * 4), ("linear", [1, 1, 0, 0])])
 def test_a_learning_rate_after_a_warmup_up_to_the_last_steps(schedule, rates) -> None:
     """Of 3 steps, 2 or 3 are warm-up; then the first other step is the last one, or too late."""
-    config = OptimConfig(lr=1.0, warmup=2, final=0.0, schedule=schedule)
+    config = OptimConfig(lr=1.0, warmup_steps=2, min_lr_ratio=0.0, schedule=schedule)
     assert [learning_rate(config, step, 4) for step in (1, 2, 3, 4)] == rates
-    config = OptimConfig(lr=0.5, warmup=3, final=0.0, schedule="linear")
+    config = OptimConfig(lr=0.5, warmup_steps=3, min_lr_ratio=0.0, schedule="linear")
     assert [learning_rate(config, step, 3) for step in (0, 2, 3, 4)] == [0.5 / 3, 0.5, 0.5, 0.0]
 
 
@@ -190,14 +190,20 @@ def test_micro_batches_by_hand(
                 config, accelerator, policy, reference, longest, unit
             )
         tokens = None if rows else packed[0]
-        assert (chosen.steps, chosen.micro_tokens, chosen.micro_batch) == (7, tokens, rows)
+        assert (chosen.steps, chosen.max_tokens_per_micro_batch, chosen.micro_batch_size) == (
+            7,
+            tokens,
+            rows,
+        )
         message = caplog.messages[-1]
-        assert message.startswith(f"micro_batch={rows}, " if rows else f"micro_tokens={tokens}, ")
+        assert message.startswith(
+            f"micro_batch_size={rows}, " if rows else f"max_tokens_per_micro_batch={tokens}, "
+        )
         assert f"({packed[1]})" in message
     assert lengths == [min(longest, 64)] * 3
 
 
-@pytest.mark.parametrize("explicit", [{"micro_batch": 3}, {"micro_tokens": 96}])
+@pytest.mark.parametrize("explicit", [{"micro_batch_size": 3}, {"max_tokens_per_micro_batch": 96}])
 def test_explicit_micro_batches_stay(explicit) -> None:
     config = load(TrainConfig, explicit)
     assert budget.choose_micro_batches(config, None, None, None, 9, 1) is config
@@ -269,7 +275,7 @@ def test_bytes_per_token_do_not_include_weights(monkeypatch) -> None:
     ],
 )
 def test_periodic_actions_wait_for_the_last_use_of_the_rollouts(every, reuse, due) -> None:
-    run = SimpleNamespace(config=load(TrainConfig, {"rollouts": {"reuse": reuse}}))
+    run = SimpleNamespace(config=load(TrainConfig, {"rollouts": {"num_iterations": reuse}}))
     dues = [run.step for run.step in range(1, 13) if Trainer._due(run, every)]
     assert dues == due
 
@@ -284,7 +290,7 @@ def decide(monkeypatch, step, accuracy=None, *, requested=False, **changes):
             "feed": SimpleNamespace(steps=12),
             "config": load(
                 TrainConfig,
-                {"checkpoint_every": 6, "rollouts": {"reuse": 2}, "method": "constant"},
+                {"checkpoint_every": 6, "rollouts": {"num_iterations": 2}, "method": "constant"},
             ),
             "method": SimpleNamespace(keeps_best=False),
             "best": {"step": 2, "accuracy": 0.5},

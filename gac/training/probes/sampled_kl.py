@@ -1,4 +1,4 @@
-"""The KL to the reference, estimated from `kl_rows` rollouts."""
+"""The KL to the reference, estimated from `kl_sample_size` rollouts."""
 
 from __future__ import annotations
 

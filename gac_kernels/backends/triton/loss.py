@@ -301,7 +301,7 @@ def loss_launch(
     """
     signs, buckets = (None, None) if sketch is None else sketch
     tile, scalars = launch.tiling(logits.shape[-1], logits.dtype), token_scalars(spec)
-    has_correction, is_sapo = tokens.rollout_logps is not None, spec.policy == "sapo"
+    has_correction, is_sapo = tokens.rollout_logps is not None, spec.policy_loss == "sapo"
     arguments = {
         "logits": logits,
         "out": out,
@@ -326,8 +326,8 @@ def loss_launch(
         "tau_negative": scalars.sapo_tau_negative if is_sapo else None,
         "correction_min": scalars.correction_min if has_correction else None,
         "correction_max": scalars.correction_max if has_correction else None,
-        "POLICY": spec.policy,
-        "KL_RATIO": spec.kl_ratio and spec.kl_coef != 0,
+        "POLICY": spec.policy_loss,
+        "KL_RATIO": spec.use_bias_correction_kl and spec.kl_coef != 0,
         "MASK_CORRECTION": has_correction and scalars.mask_correction,
         "HAS_DUAL": spec.dual_clip is not None,
         "HAS_ENTROPY": spec.entropy_coef != 0,
