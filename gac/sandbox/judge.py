@@ -7,10 +7,8 @@ program returns are never run: `eval`, `exec` and unpickling refuse whatever is 
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import builtins
-import contextlib
 import functools
 import hashlib
 import importlib
@@ -44,6 +42,7 @@ _INSPECTING = {
     "iscoroutinefunction isfunction isgenerator isgeneratorfunction ismethod signature",
     "typing": "get_type_hints",
 }
+_RECURSION = 20_000  # for nested arguments; the stack is large enough
 _PRIVATE_FIELD = re.compile(r"[.\[]_")
 
 
@@ -90,6 +89,7 @@ class _Judge:
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(int.from_bytes(seed[:4], "big"))  # type: ignore[attr-defined] # numpy's
         if guard:
+            sys.setrecursionlimit(_RECURSION)
             sys.addaudithook(self._audit)
         wanted = row.wanted(namespace)
         try:

@@ -9,9 +9,9 @@ builtin types, such as named tuples, are real local values with these methods ad
 from __future__ import annotations
 
 import functools
-import json
 import sys
 import threading
+import types
 from collections import deque
 from collections.abc import Callable, Collection, Generator
 from typing import Any
@@ -23,9 +23,9 @@ from .wire import DECODE_ERRORS, Channel, ChannelClosed, Json, WireError, decode
 
 # special attributes that are only read by Python code, as text or as plain data
 _READABLE = frozenset(
-    "__name__ __qualname__ __dict__ __annotations__ __wrapped__ __self__ __members__ __defaults__ "
-    "__kwdefaults__ __match_args__".split()
+    ["__name__", "__qualname__", "__dict__", "__annotations__", "__wrapped__", "__self__", "__members__", "__defaults__", "__kwdefaults__", "__match_args__"]
 )
+_ENDS_LOOPS = (StopIteration, StopAsyncIteration)
 _KEEP_ORIGIN = SPECIAL & {"__neg__", "__pos__", "__abs__", "__invert__", "__round__", "__enter__"}
 _KEEP_ORIGIN |= WITH_OPERAND
 
@@ -74,7 +74,7 @@ class RemoteClass(RemoteBase, type):
 class Remote(RemoteBase):
     """Proxy for an object in the solver. Base of the local classes."""
 
-    _methods_: Collection[str] = ()
+    _methods_ = ()
     _container_ = None
     _constructed_ = False
 
@@ -214,18 +214,27 @@ class RemoteException(RemoteBase):
             ask("set", self, name, value)
 
 
+_UNNAMED = {f"builtins:{k.__name__}": k for k in vars(types).values() if isinstance(k, type)}
+
+
 @functools.cache
-def _local_base(path: Json) -> type:
-    """Base of a proxy class, by "module:name" of the nearest base in the standard library."""
+def _standard(path: str) -> Any:
+    """The class of the standard library with this "module:name", or None."""
     module, _, name = path.partition(":")
-    kind = getattr(sys.modules[module], name)
-    if not isinstance(kind, type) or not is_importable(kind):
-        raise TypeError(f"{path:.80} is not a class of the standard library")
+    kind = getattr(sys.modules.get(module), name, None)
+    known = isinstance(kind, type) and is_importable(kind)
+    return kind if known else _UNNAMED.get(path)
+
+
+@functools.cache
+def _local_base(path: str) -> type:
+    """Base of a proxy class, by "module:name" of the nearest base in the standard library."""
+    kind = _standard(path)
     if kind in VALUES:
         return _VALUE_BASES[kind]
     if not issubclass(kind, BaseException):
         return Remote
-    if not issubclass(kind, Exception):
+    if not issubclass(kind, Exception) or issubclass(kind, _ENDS_LOOPS):
         kind = RemoteError
     return type(kind.__name__, (RemoteException, kind), {})
 
@@ -340,7 +349,7 @@ class SolverClient:
                 self.suppressed = None
             if not isinstance(value, Exception):
                 raise RemoteError(f"{value}")
-            if isinstance(value, StopIteration | StopAsyncIteration) and not self.expects_stop:
+            if isinstance(value, _ENDS_LOOPS) and not self.expects_stop:
                 raise RemoteError(f"{type(value).__name__}: {value}")
             raise value
         self._channel.close()
@@ -451,7 +460,7 @@ class SolverClient:
         if type(reference) is int:
             return self._classes[reference]
         if type(reference) is str:
-            return next(base for base in _local_base(reference).__mro__ if is_importable(base))
+            return _standard(reference)
         kind = self._lender[reference[0]]
         if not (isinstance(kind, type) and issubclass(kind, Exception)):
             raise TypeError("not an exception class of the tests")
@@ -513,9 +522,9 @@ def is_a(kind: type, kinds: Any) -> bool:
     if isinstance(kinds, tuple):
         return any(is_a(kind, each) for each in kinds)
     names = [name for base in kind.__mro__ for name in vars(base).get("_standard_", ())]
-    module = getattr(kinds, "__module__", "")
-    name = getattr(kinds, "__qualname__", "")
-    return f"{'program' if module == '__tests__' else module}:{name}" in names
+    if isinstance(kinds, type) and kinds.__module__ == "__tests__":
+        return f"program:{kinds.__qualname__}" in names
+    return any(issubclass(base, kinds) for base in map(_standard, names) if base)
 
 
 def _update(value: Any, new: Any) -> None:

@@ -138,9 +138,7 @@ class _Words(ast.NodeVisitor):
                 self.visit(node)
 
     def generic_visit(self, node: ast.AST) -> None:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            self.bound.add(node.name)
-        elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or (isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name):
             self.bound.add(node.name)
 
     def visit_Name(self, node: ast.Name) -> None:

@@ -163,11 +163,12 @@ class Solver:
             self._busy = kind == "callback"
             try:
                 items = [kind, value, printed, changed, self._changed_globals()]
-                nodes = encode(items, self._refer)
+                message = json.dumps([self._new_classes, encode(items, self._refer)])
             except Exception as error:  # a value that cannot be sent
-                nodes = encode(["raise", _text(error), printed, None, {}], self._refer)
-            self.channel.send(json.dumps([self._new_classes, nodes]).encode("ascii"))
+                items = ["raise", _text(error), printed, None, {}]
+                message = json.dumps([self._new_classes, encode(items, self._refer)])
             self._new_classes = []
+            self.channel.send(message.encode("ascii"))
 
     def use(self, number: int, operation: str, arguments: Any, keywords: Any) -> Any:
         """Use an object of the tests; answer the judge's requests until the result arrives."""
@@ -242,7 +243,7 @@ class Solver:
         if kind is types.CoroutineType:
             return "coroutine", [number]
         base = next((base for base in kind.__mro__ if is_builtin(base)), object)
-        return "object", [number, described] + [plain(value, base)] * (base in VALUES)
+        return "object", [number, described, *([plain(value, base)] if base in VALUES else [])]
 
     def _cause(self, error: BaseException) -> list[Any]:
         try:

@@ -28,7 +28,7 @@ from fractions import Fraction
 from typing import Any
 
 FRAME_BYTES = 64 << 20
-MAX_NODES = 1 << 22  # more are taken for a value that contains itself
+MAX_NODES = 1 << 22
 DECODE_ERRORS = (
     TypeError,
     ValueError,
@@ -144,6 +144,12 @@ _TYPES: dict[str, tuple[type, Callable[[Any], list[Any]], Callable[[list[Any]], 
     "ndarray": (type(NotImplemented), _array_parts, _read_array),
     "scalar": (type(NotImplemented), _array_parts, lambda parts: _read_array(parts)[()]),
 }
+# tag -> empty value and how to fill it, for values that several others, or itself, may contain
+_SHELLS: dict[str, tuple[Callable[[], Any], Callable[[Any, list[Any]], None]]] = {
+    "list": (list, list.extend),
+    "dict": (dict, lambda value, parts: value.update(_dict(parts))),
+    "set": (set, set.update),
+}
 _TAGS = {kind: tag for tag, (kind, _, _) in reversed(_TYPES.items())}
 
 
@@ -168,32 +174,30 @@ def encode(items: list[Any], refer: Callable[[Any], Node]) -> Json:
 
     Args:
         items: what to send.
-        refer: returns the node of a value that is not plain. A node with the tag "instance" may
-            contain itself.
+        refer: returns the node of a value that is not plain. Lists, dicts, sets and nodes with the
+            tag "instance" are sent once, and may contain themselves.
 
     Raises:
-        ValueError: a value that contains itself, or is too large.
+        ValueError: the value is too large.
     """
     nodes: list[Json] = []
     queue: list[Any] = [items]
-    instances: dict[int, int] = {}
+    sent: dict[int, int] = {}
     for number, value in enumerate(queue):  # grows
         tag = _tag(value)
-        if id(value) in instances:
-            tag, parts = "seen", [instances[id(value)]]
-        elif tag:
-            parts = _TYPES[tag][1](value)
-        else:
-            tag, parts = refer(value)
-            if tag == "instance":
-                instances[id(value)] = number
+        if id(value) in sent:
+            nodes.append(["seen", [sent[id(value)]]])
+            continue
+        tag, parts = (tag, _TYPES[tag][1](value)) if tag else refer(value)
+        if tag in _SHELLS or tag == "instance":
+            sent[id(value)] = number
         if not set(map(type, parts)) <= _INLINE:
             for index, part in enumerate(parts):
                 if type(part) not in _INLINE:
                     parts[index] = [len(queue)]
                     queue.append(part)
         if len(queue) > MAX_NODES:
-            raise ValueError("a value that contains itself, or is too large, cannot be sent")
+            raise ValueError("the value is too large to be sent")
         nodes.append([tag, parts])
     return nodes
 
@@ -211,19 +215,22 @@ def decode(nodes: Json, resolve: Callable[[str, list[Any]], Any]) -> list[Any]:
     """
     try:
         values: list[Any] = [
-            resolve(tag, parts[:1]) if tag == "instance" else None for tag, parts in nodes
+            _SHELLS[tag][0]()
+            if tag in _SHELLS
+            else (resolve(tag, parts[:1]) if tag == "instance" else None)
+            for tag, parts in nodes
         ]
-        instances = dict(enumerate(values))
         for number in reversed(range(len(nodes))):
             tag, parts = nodes[number]
             parts = [_part(part, number, values) for part in parts]
             if tag == "instance":
-                resolve(tag, [instances[number], *parts])
+                resolve(tag, [values[number], *parts])
+            elif tag in _SHELLS:
+                _SHELLS[tag][1](values[number], parts)
             elif tag == "seen":
-                values[number] = instances[parts[0]]
+                values[number] = values[parts[0]]
             else:
-                read = _TYPES[tag][2] if tag in _TYPES else None
-                values[number] = read(parts) if read else resolve(tag, parts)
+                values[number] = _TYPES[tag][2](parts) if tag in _TYPES else resolve(tag, parts)
         if type(values[0]) is not list:
             raise TypeError("not a list")
         return values[0]

@@ -387,6 +387,7 @@ def main(options: dict[str, Any]) -> None:
         os.chdir("/")
         modules.load(options["path"], options["preload"])
         event_loop.install()
+        sys.set_int_max_str_digits(0)  # so that integers of any size can be sent
         judge.inspect_remotely()
         _warm_up()
         modules.settle()

@@ -34,8 +34,8 @@ UNUSED = (
 )
 
 
-def failed(problem, *passed, suspect=""):
-    return RunResult("ended", passed or (False,), problem, suspect=suspect)
+def failed(problem, *passed):
+    return RunResult("ended", passed or (False,), problem)
 
 
 def invalid(problem):
@@ -317,11 +317,11 @@ VERDICTS: dict[str, Any] = {
     ),
     "a setup that fails": (
         (F, ["f(1)"], {"setup": "f\nraise SystemExit"}),
-        failed("setup: SystemExit", suspect="the row's setup fails"),
+        failed("setup: SystemExit"),
     ),
     "a setup that fails by the program without its name": (
         ("def f(x): raise KeyError", ["f(1)"], {"setup": "globals()['f'](1)"}),
-        failed("setup: KeyError", suspect="the row's setup fails"),
+        failed("setup: KeyError"),
     ),
     "a setup that fails without the program": (
         (F, ["f(1)"], {"setup": "raise SystemExit"}),
