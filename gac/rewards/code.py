@@ -235,7 +235,8 @@ class CodeReward(Reward):
         if not (ran.row_problem or all(ran.passed)) and task.suite.reference.strip():
             known = self._reference(task, task.suite)
             if known.problem:
-                return RowProblem(f"the row's own answer fails: {known.problem}"), ""
+                event = _COUNTED.get(ran.ending, "")
+                return RowProblem(f"the row's own answer fails: {known.problem}"), event
             if known.suite != task.suite:
                 ran = self._check(text, task, known.suite)
         if ran.row_problem:
@@ -257,7 +258,8 @@ class CodeReward(Reward):
         if suite not in self._references:
             for needed in (suite, replace(suite, returns=True)):
                 ran = self._check(suite.reference, task, needed)
-                problem = ran.row_problem or ("" if all(ran.passed) else ran.problem)
+                failed = ran.problem or f"it ended with a {ran.ending}"
+                problem = ran.row_problem or ("" if all(ran.passed) else failed)
                 if not problem:
                     break
             self._references[suite] = _Reference(suite if problem else needed, problem)
@@ -373,7 +375,7 @@ def context_of(suite: JudgeSpec, prompt: str) -> str:
         if isinstance(node, ast.Import | ast.ImportFrom | ast.ClassDef) or names & _bound(node)
     ]
     nodes += [node for node in _parsed(prompt) if suite.entry_point not in _bound(node)]
-    return "\n".join(ast.unparse(node) for node in nodes)
+    return "\n".join(dict.fromkeys(map(ast.unparse, nodes)))
 
 
 def _bound(node: ast.stmt) -> set[str]:

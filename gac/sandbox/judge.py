@@ -1,8 +1,8 @@
 """The judge process: runs a row's tests, and is the only writer of the verdict.
 
-The program runs in the solver; its names are proxies for remote objects here (`remote`). Comparisons
-therefore act on plain local values, whatever classes the program defines. Text or bytes that the
-program returns are never run: `eval`, `exec` and unpickling refuse whatever is not in the row.
+The program runs in the solver; its names are proxies for remote objects here (`remote`).
+Comparisons therefore act on plain local values, whatever classes the program defines. Text or bytes
+that the program returns are never run: `eval`, `exec` and unpickling refuse what is not in the row.
 """
 
 from __future__ import annotations
@@ -109,9 +109,10 @@ class _Judge:
             return failed | {"problem": f"the program does not define {names}"}
         namespace |= found
         client.constructors = [
-            v for n, v in found.items() if isinstance(v, RemoteClass) and row.constructs(n)
+            id(v) for n, v in found.items() if isinstance(v, RemoteClass) and row.constructs(n)
         ]
         client.trusts, client.expects_stop = row.trusts, row.expects_stop
+        client.factories = row.knows_operators
         client.prepare = self._send_patches
         variables = {name: found[name] for name in found.keys() - row.bound}
         client.on_globals = functools.partial(_follow, namespace, variables)

@@ -1,9 +1,9 @@
 """What the tests pass to the program: copies of data, and references to objects that stay behind.
 
 Functions, iterators and instances of the tests' own classes are lent: they stay in the judge, and
-the program gets proxies that can perform the operations in `operations` and nothing else. Attributes
-whose names start with an underscore cannot be reached, so the program sees neither the tests'
-globals nor their text. Everything else is pickled.
+the program gets proxies that can perform the operations in `operations` and nothing else.
+Attributes whose names start with an underscore cannot be reached, so the program sees neither the
+tests' globals nor their text. Everything else is pickled.
 """
 
 from __future__ import annotations
@@ -18,7 +18,22 @@ import types
 from collections.abc import Callable
 from typing import Any, Protocol
 
-_ARITHMETIC = ["add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod", "pow", "lshift", "rshift", "and", "or", "xor"]
+_ARITHMETIC = [
+    "add",
+    "sub",
+    "mul",
+    "matmul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "divmod",
+    "pow",
+    "lshift",
+    "rshift",
+    "and",
+    "or",
+    "xor",
+]
 COMPARISONS = ("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__")
 WITH_OPERAND = frozenset(
     [*COMPARISONS, "__contains__"]
@@ -27,7 +42,36 @@ WITH_OPERAND = frozenset(
 """Special methods that show the program a value of the tests, which may be the expected one."""
 SPECIAL = WITH_OPERAND | {
     f"__{name}__"
-    for name in ["neg", "pos", "abs", "invert", "round", "floor", "ceil", "trunc", "bool", "len", "getitem", "setitem", "delitem", "iter", "next", "reversed", "call", "str", "repr", "format", "hash", "enter", "exit", "await", "aenter", "aexit", "aiter", "anext"]
+    for name in [
+        "neg",
+        "pos",
+        "abs",
+        "invert",
+        "round",
+        "floor",
+        "ceil",
+        "trunc",
+        "bool",
+        "len",
+        "getitem",
+        "setitem",
+        "delitem",
+        "iter",
+        "next",
+        "reversed",
+        "call",
+        "str",
+        "repr",
+        "format",
+        "hash",
+        "enter",
+        "exit",
+        "await",
+        "aenter",
+        "aexit",
+        "aiter",
+        "anext",
+    ]
 }
 """Special methods that one side may call on an object of the other. Those that C code follows to
 interpret an object (`__index__`, `__float__`, `__array__` and similar) are absent on purpose.
@@ -40,7 +84,7 @@ _FUNCTIONS = (
     functools.partial,
 )
 _SHARED = (object, io.StringIO, io.BytesIO, types.SimpleNamespace)
-_SHARED_MODULES = ("queue", "_queue", "threading", "unittest.mock")
+_SHARED_MODULES = ("__tests__", "queue", "_queue", "threading", "unittest.mock")
 _COPIED = (type(...), type(NotImplemented))
 _PLAIN: dict[type, Callable[[Any], Any]] = {
     int: int.__int__,
@@ -76,9 +120,11 @@ def operations(value: Any) -> list[str] | None:
     kind = type(value)
     if kind in _COPIED or (kind in copyreg.dispatch_table and kind not in _SHARED):
         return None
-    if hasattr(kind, "__next__") and kind.__module__ != "__tests__" and kind not in _SHARED:
+    if kind in _SHARED or kind.__module__ in _SHARED_MODULES:
+        return _members(kind)
+    if hasattr(kind, "__next__"):
         return ["__next__"]
-    if kind in _SHARED or kind.__module__ in _SHARED_MODULES or not is_importable(kind):
+    if not is_importable(kind):
         return _members(kind)
     try:
         copied = not isinstance(value.__reduce_ex__(4), str)

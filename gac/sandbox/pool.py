@@ -6,6 +6,7 @@ Thread-safe; survives the server's death.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -295,10 +296,12 @@ def _files(program: Mapping[str, Any], second: Mapping[str, Any] | bytes) -> Ite
     files: list[int] = []
     try:
         for content in contents:
-            files.append(os.memfd_create("sandbox"))
+            files.append(os.memfd_create("sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
             written = 0
             while written < len(content):  # pwrite leaves the file offset at the start
                 written += os.pwrite(files[-1], content[written : written + (1 << 24)], written)
+        for file in files[:2]:  # a program could write to its input, beyond its memory limit
+            fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW)
         yield files
     except OSError as error:
         raise SandboxError(

@@ -19,11 +19,22 @@ from typing import Any
 from . import lent
 from .lent import SPECIAL, WITH_OPERAND, Lender, is_importable
 from .solver import CONTAINERS, VALUES
-from .wire import DECODE_ERRORS, Channel, ChannelClosed, Json, WireError, decode, parse
+from .wire import DECODE_ERRORS, Channel, ChannelClosed, Json, WireError, decode, is_builtin, parse
 
 # special attributes that are only read by Python code, as text or as plain data
 _READABLE = frozenset(
-    ["__name__", "__qualname__", "__dict__", "__annotations__", "__wrapped__", "__self__", "__members__", "__defaults__", "__kwdefaults__", "__match_args__"]
+    [
+        "__name__",
+        "__qualname__",
+        "__dict__",
+        "__annotations__",
+        "__wrapped__",
+        "__self__",
+        "__members__",
+        "__defaults__",
+        "__kwdefaults__",
+        "__match_args__",
+    ]
 )
 _ENDS_LOOPS = (StopIteration, StopAsyncIteration)
 _KEEP_ORIGIN = SPECIAL & {"__neg__", "__pos__", "__abs__", "__invert__", "__round__", "__enter__"}
@@ -76,7 +87,7 @@ class Remote(RemoteBase):
 
     _methods_ = ()
     _container_ = None
-    _constructed_ = False
+    _constructed_ = _factory_ = False
 
     @property
     def __dict__(self) -> Any:  # type: ignore[override] # the program's, not the proxy's
@@ -290,8 +301,10 @@ class SolverClient:
         """Why the solver no longer answers, or "". Tests that pass afterwards count as failed."""
         self.suppressed: BaseException | None = None
         """A failed assertion of the tests that the program has not let through."""
-        self.constructors: Collection[Any] = ()
-        """Classes of the program whose instances the tests construct."""
+        self.constructors: Collection[int] = ()
+        """Ids of the classes of the program whose instances the tests construct."""
+        self.factories = False
+        """Whether a method of such a class, called on the class, constructs an instance too."""
         self.trusts: Callable[[str], bool] = lambda name: True
         """Whether the row relies on this operator."""
         self.shared: dict[str, type] = {}
@@ -317,10 +330,20 @@ class SolverClient:
                     if new is not None:
                         _update(argument, new)
             if isinstance(value, Remote):
-                constructs = operation == "__call__" and arguments[0] in self.constructors
-                keeps = operation in _KEEP_ORIGIN and arguments[0]._constructed_
-                object.__setattr__(value, "_constructed_", constructs or keeps)
+                object.__setattr__(
+                    value, "_constructed_", self._constructs(operation, arguments[0])
+                )
+                if operation == "get" and self.factories and id(arguments[0]) in self.constructors:
+                    object.__setattr__(value, "_factory_", True)
             return value
+
+    def _constructs(self, operation: str, target: Any) -> bool:
+        """Whether the result counts as constructed by the tests."""
+        if operation == "__call__":
+            return id(target) in self.constructors or (
+                isinstance(target, Remote) and target._factory_
+            )
+        return operation in _KEEP_ORIGIN and target._constructed_
 
     def answer(self, request: bytes | None = None) -> tuple[Any, Any]:
         """Send `request`, if any, and return the solver's answer and the changed arguments.
@@ -438,14 +461,17 @@ class SolverClient:
         return target
 
     def _read_error(
-        self, number: int, reference: Json, text: str, cause: Any, arguments: Any = None
+        self, number: int, kind: Json, text: str, cause: Any, arguments: Any = None, state: Any = ()
     ) -> Any:
         def make() -> Any:
-            kind = self._class(reference)
-            if not issubclass(kind, Exception):
+            local = self._class(kind)
+            if not issubclass(local, Exception):
                 return RemoteError(f"{text}")
+            arguments_ = (text,) if arguments is None else arguments
             try:
-                error = type.__call__(kind, *((text,) if arguments is None else arguments))
+                error = local.__new__(local, *arguments_)
+                next(filter(is_builtin, local.__mro__)).__init__(error, *arguments_)
+                vars(error).update(state)
             except Exception:  # the arguments come from the program
                 return RemoteError(f"{text}")
             if isinstance(error, RemoteBase):
@@ -515,7 +541,7 @@ def _overridden(name: str) -> property:
 
 
 def is_a(kind: type, kinds: Any) -> bool:
-    """Whether a class derives from any of `kinds`, by the names of the bases for one of the program.
+    """Whether a class of the program derives from any of `kinds`, by the names of its bases.
 
     A class of the setup, which the program has too, counts as the program's.
     """

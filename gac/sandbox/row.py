@@ -69,6 +69,7 @@ class Row:
         self._defined = names_defined(reference) & self.used
         self._classes = {n.name: n for n in ast.walk(reference) if isinstance(n, ast.ClassDef)}
         self._operators = set(_operators(self._classes.values())) if reference.body else None
+        self.knows_operators = self._operators is not None
         self.setup_classes = {n.name for n in trees[0].body if isinstance(n, ast.ClassDef)}
         self.entries = self._defined - names_defined(trees[0])
         if self.entry_point:
@@ -138,7 +139,9 @@ class _Words(ast.NodeVisitor):
                 self.visit(node)
 
     def generic_visit(self, node: ast.AST) -> None:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or (isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or (
+            isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name
+        ):
             self.bound.add(node.name)
 
     def visit_Name(self, node: ast.Name) -> None:
@@ -263,6 +266,7 @@ def _imports(tree: ast.Module, names: set[str]) -> list[types.CodeType]:
 
 
 def describe(error: BaseException | None) -> str:
+    """Class and text of an error, at most 500 characters."""
     try:
         text = str(error)
     except Exception:  # a class of the program may define __str__

@@ -1,4 +1,4 @@
-"""The solver process: runs the model's program, then performs the operations that the judge asks for.
+"""The solver process: runs the model's program, then performs what the judge asks for.
 
 It never sees the tests, and its answers are untrusted: each is plain data or fails the test.
 """
@@ -246,15 +246,19 @@ class Solver:
         return "object", [number, described, *([plain(value, base)] if base in VALUES else [])]
 
     def _cause(self, error: BaseException) -> list[Any]:
+        """The cause, the arguments and the attributes of an error, as far as they can be sent."""
+        parts = [error.__cause__, error.args, vars(error) if is_importable(type(error)) else {}]
         try:
-            encode([error.args], self._refer)
-        except Exception:  # arguments that cannot be sent
-            return [error.__cause__]
-        return [error.__cause__, error.args]
+            encode(parts[1:], self._refer)
+        except Exception:
+            return parts[:1]
+        return parts
 
     def _class(self, kind: type) -> Json:
-        """A reference to a class: a number, text for an exception class of the standard library, or
-        [number] for a class of the tests. See `remote.SolverClient.define` for the description.
+        """A reference to a class, described before if the judge does not know it.
+
+        A number; text for an exception class of the standard library; [number] for a class of the
+        tests. See `remote.SolverClient._define` for the description.
         """
         borrowed = self._borrower.number(kind)
         if borrowed is not None:

@@ -1,11 +1,11 @@
 """Messages between the solver and the judge.
 
-The solver answers in JSON, which the judge does not trust: any bytes decode to plain values or raise
-`WireError`. Pickle could run code in the judge, so it is used in the other direction only, where
-everything may be seen (`lent`).
+The solver answers in JSON, which the judge does not trust: any bytes decode to plain values or
+raise `WireError`. Pickle could run code in the judge, so it is used in the other direction only,
+where everything may be seen (`lent`).
 
-A value is a list of nodes [tag, parts]. A part is null, a boolean, a number, a string, or [i], which
-refers to the later node i. Values of any depth are therefore written and read without recursion.
+A value is a list of nodes [tag, parts]. A part is null, a boolean, a number, a string, or [i],
+which refers to the later node i. Values of any depth are thus written and read without recursion.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ def decode(nodes: Json, resolve: Callable[[str, list[Any]], Any]) -> list[Any]:
         ]
         for number in reversed(range(len(nodes))):
             tag, parts = nodes[number]
-            parts = [_part(part, number, values) for part in parts]
+            parts = [_part(part, number, values) for part in parts[:]]  # a dict has no slices
             if tag == "instance":
                 resolve(tag, [values[number], *parts])
             elif tag in _SHELLS:
