@@ -42,7 +42,7 @@ from gac.parallel import collectives
 from gac.training.forward import Forward
 from gac.training.metrics import observe
 from gac.training.probes.sampled_kl import SampledKL
-from gac.training.run_config import TrainConfig
+from gac.train_config import TrainConfig
 from gac.training.trainer import Trainer
 from gac_kernels import TokenMoments
 

@@ -168,7 +168,7 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         default=True,
         help="resume from the last checkpoint in `out`, if there is one (default: yes)",
     )
-    train.extra_help = lambda: _keys("gac.training.run_config", "TrainConfig")
+    train.extra_help = lambda: _keys("gac.train_config", "TrainConfig")
     train.set_defaults(run=_train)
 
 
@@ -349,7 +349,7 @@ def _init(options: argparse.Namespace) -> int:
 
 def _train(options: argparse.Namespace) -> int:
     from gac.config import load
-    from gac.training.run_config import TrainConfig
+    from gac.train_config import TrainConfig
 
     _find_rewards_next_to(options.config)
     config = load(TrainConfig, options.config, options.set)  # validate before any slow import

@@ -22,7 +22,7 @@ from gac.config import ConfigError, dump
 from gac.demo.settings import demo_fields
 from gac.study.arms import Arm, arm_config
 from gac.study.runs import run_all
-from gac.training.run_config import TrainConfig
+from gac.train_config import TrainConfig
 from tools.scenarios import SCENARIOS, scenario_config, write_scenarios
 
 STEPS = 120

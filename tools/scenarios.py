@@ -25,7 +25,7 @@ from gac.demo.run import make_base, method_config
 from gac.demo.task import rows, with_demos, write_rows, write_task, wrong
 from gac.rewards import Reward, build_reward
 from gac.rewards.base import RowOutcome
-from gac.training.run_config import TrainConfig
+from gac.train_config import TrainConfig
 
 CHANGE = 0.4  # fraction of a run after which the scenario's change takes effect
 SPARSE = 0.05  # subtractions per addition in the training data of the `sparse` base model

@@ -29,7 +29,7 @@ from gac.evaluation.cells import markdown_table
 from gac.methods.base import Mix
 from gac.study.arms import Arm, arm_config
 from gac.training.gradients import Gradients
-from gac.training.run_config import TrainConfig
+from gac.train_config import TrainConfig
 from gac.training.step import Step
 from gac.training.trainer import Trainer
 from tools.scenario_study import SMALLER, STEPS, scenarios

@@ -21,7 +21,7 @@ import torch
 
 from gac.config import ConfigError, dump, load, save_text
 from gac.faults.preflight import MAY_CHANGE_ON_RESUME
-from gac.training.run_config import TrainConfig
+from gac.train_config import TrainConfig
 
 STOP_SECONDS = 10.0  # for a run to save a checkpoint when it is stopped
 PROCESSES = multiprocessing.get_context("forkserver")  # imports torch once for all runs

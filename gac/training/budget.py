@@ -16,7 +16,7 @@ from gac.data.rows import Row, collate
 from gac.models import row_attention
 from gac.parallel import collectives
 from gac.parallel.setup import reshard
-from gac.training.run_config import TrainConfig
+from gac.train_config import TrainConfig
 
 from .packing_check import supports_packing
 from .probes.parts import local

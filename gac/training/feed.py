@@ -16,7 +16,7 @@ from gac.faults.preflight import check_budget
 from gac.methods.base import StepNeeds
 from gac.parallel import collectives
 from gac.training.input_checks import check_positions, check_tokens
-from gac.training.run_config import TrainConfig
+from gac.train_config import TrainConfig
 
 
 class Feed:

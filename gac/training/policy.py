@@ -18,7 +18,7 @@ from gac.models.causal_lm import check_head, make_model
 from gac.parallel import setup
 from gac.parallel.collectives import run_on_all_ranks
 from gac.parallel.setup import reshard
-from gac.training.run_config import TrainConfig
+from gac.train_config import TrainConfig
 
 from .forward import Forward
 from .gradients import Gradients

@@ -14,7 +14,7 @@ from gac.faults import checkpoint
 from gac.models.causal_lm import load_tokenizer
 from gac.parallel import setup
 from gac.training.policy import load_policy, load_reference, make_gradients
-from gac.training.run_config import TrainConfig
+from gac.train_config import TrainConfig
 from gac.training.step import Step
 
 from . import skipped

@@ -22,7 +22,7 @@ from gac.rollouts.engines import make_engine
 from gac.rollouts.generation import RolloutConfig
 from gac.rollouts.sampling import Rollouts, Sampler
 from gac.training.feed import Feed
-from gac.training.run_config import TrainConfig
+from gac.train_config import TrainConfig
 
 from .budget import choose_micro_batches
 from .fingerprint import check_fingerprint, fingerprint

@@ -28,7 +28,7 @@ from gac.parallel.run_lock import run_lock
 from gac.rewards import closing_reward
 from gac.rollouts.sampling import Rollouts, SamplingStats, source_means
 from gac.training.export import export_checkpoint
-from gac.training.run_config import TrainConfig
+from gac.train_config import TrainConfig
 from gac.training.skipped import SkippedStep
 
 from .metrics import observe

@@ -34,7 +34,7 @@ from gac.models.causal_lm import LoraConfig
 from gac.parallel.setup import ParallelConfig
 from gac.rollouts.generation import PagedConfig, RolloutConfig, VLLMConfig
 from gac.training.optim import OptimConfig
-from gac.training.run_config import TrainConfig
+from gac.train_config import TrainConfig
 from gac_kernels import LossSpec
 
 GRAM = Gram(2.0, 0.5, 1.0)

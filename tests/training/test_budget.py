@@ -19,7 +19,7 @@ from gac.models.causal_lm import attach_head
 from gac.training import budget
 from gac.training.forward import Forward
 from gac.training.run import Run
-from gac.training.run_config import TrainConfig
+from gac.train_config import TrainConfig
 from gac.training.trainer import Trainer, train
 from tests import ranks
 from tests.tiny import metrics, tiny_config

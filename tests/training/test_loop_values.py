@@ -25,7 +25,7 @@ from gac.methods.base import Mix, StepNeeds
 from gac.parallel import collectives
 from gac.rollouts.sampling import Rollouts, SamplingStats
 from gac.training import trainer
-from gac.training.run_config import TrainConfig
+from gac.train_config import TrainConfig
 from gac.training.skipped import SkippedStep
 from gac.training.step import Measured, Rewards, Step, Update
 from gac.training.trainer import Trainer

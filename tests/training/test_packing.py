@@ -26,7 +26,7 @@ from gac.training.gradients import Gradients
 from gac.training.packing_check import supports_packing
 from gac.training.policy import _micro_batches
 from gac.training.probes.sampled_kl import SampledKL
-from gac.training.run_config import TrainConfig
+from gac.train_config import TrainConfig
 from gac.training.step import Rewards, Step
 from gac.training.trainer import Trainer, train
 from gac_kernels import LossSpec

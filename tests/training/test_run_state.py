@@ -15,7 +15,7 @@ from gac.methods.base import Mix, StepNeeds
 from gac.rollouts.plan import Sampling, Stage
 from gac.training import run, trainer
 from gac.training.run import Run
-from gac.training.run_config import TrainConfig
+from gac.train_config import TrainConfig
 from gac.training.trainer import Trainer
 
 

@@ -25,7 +25,7 @@ from gac.parallel import run_lock
 from gac.training import export, fingerprint, input_checks, policy, replay, skipped
 from gac.training.export import export_checkpoint, export_run
 from gac.training.record import Logbook, Record
-from gac.training.run_config import TrainConfig
+from gac.train_config import TrainConfig
 from gac.training.step import Rewards, Step
 
 # ---- export

@@ -22,7 +22,7 @@ from gac.training.feed import Feed
 from gac.training.metrics import observe
 from gac.training.probes.parts import GradientParts, copies
 from gac.training.record import Logbook, Record
-from gac.training.run_config import TrainConfig
+from gac.train_config import TrainConfig
 from gac.training.step import Measured, Rewards, Step, Update
 from gac.training.trainer import Trainer, _update_bar
 from gac_kernels import TokenMoments

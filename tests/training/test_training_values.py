@@ -21,7 +21,7 @@ from gac.training import budget, trainer
 from gac.training.metrics import observe
 from gac.training.optim import OptimConfig, clip_gradient, learning_rate, set_learning_rate
 from gac.training.run import Run
-from gac.training.run_config import TrainConfig
+from gac.train_config import TrainConfig
 from gac.training.step import Measured, Rewards, Step, Update
 from gac.training.trainer import Trainer
 from gac_kernels import TokenMoments
