@@ -354,17 +354,10 @@ def _train(options: argparse.Namespace) -> int:
     _find_rewards_next_to(options.config)
     config = load(TrainConfig, options.config, options.set)  # validate before any slow import
     _show_log()
-    from gac.parallel import setup
-    from gac.parallel.run_lock import run_lock
-    from gac.training.trainer import Trainer
+    from gac.training.trainer import train
 
-    with run_lock(Path(config.out)):
-        with value_errors_as(ConfigError):
-            trainer = Trainer(config, options.resume)
-        run, main_process = trainer.run(), trainer.accelerator.is_main_process
-        del trainer  # DDP's destructor needs the process group
-        setup.leave()
-    if main_process:
+    run = train(config, options.resume)
+    if os.environ.get("RANK", "0") == "0":
         from gac.report import write_report
 
         print(f"Run: {run}\nReport: {write_report([run], run)}")

@@ -17,11 +17,12 @@ import torch
 
 from gac.errors import CheckpointError, ConfigError, RunError
 from gac.faults import checkpoint
-from gac.faults.guard import Guard, GuardConfig
 from gac.methods import Observation
 from gac.methods.base import next_mix
+from gac.train_config import GuardConfig
 from gac.training.record import Logbook
 from gac.training.replay import replay
+from gac.training.step import Guard
 from gac.training.trainer import Trainer, train
 from tests import ranks
 from tests.faults.test_resume import with_dropout

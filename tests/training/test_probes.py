@@ -16,11 +16,9 @@ from gac.control.term_pair import TermPair
 from gac.data.rows import Row, collate
 from gac.methods.base import Mix, StepNeeds
 from gac.parallel import collectives
-from gac.training.gradients import Totals
-from gac.training.probes import parts as parts_module
-from gac.training.probes.parts import GradientParts
-from gac.training.probes.sampled_kl import SampledKL
-from gac.training.probes.sketches import UnitSketches
+from gac.training import probes as parts_module
+from gac.training.gradients import SampledKL, Totals
+from gac.training.probes import GradientParts, UnitSketches
 from gac_kernels import TokenMoments
 from tests.training.test_gradient_values import STEP, row
 
