@@ -85,8 +85,7 @@ class Step:
     @classmethod
     def restore(cls, plain: dict[str, Any]) -> Step:
         """Inverse of `plain`."""
-        # steps saved by earlier versions have more fields in `needs`
-        named = {key: kind(*plain[key][: len(kind._fields)]) for key, kind in _TUPLES.items()}
+        named = {key: kind(*plain[key]) for key, kind in _TUPLES.items()}
         return cls(**{**plain, **named, "rows": tuple(Row(*row) for row in plain["rows"])})
 
 
