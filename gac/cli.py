@@ -125,12 +125,26 @@ def make_parser() -> argparse.ArgumentParser:
     _add_methods(commands)
     _add_models(commands)
     _add_demo(commands)
+    doctor = commands.add_parser(
+        "doctor",
+        help="show which backends and adapters work here, and why others do not",
+        description="Print versions, devices, backends, the trainers whose versions are supported, "
+        "and a self-test of each backend against float64.",
+    )
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    doctor.set_defaults(run=_doctor)
     add_study(commands)
     for command in commands.choices.values():  # `gac --debug train` and `gac train --debug`
         command.add_argument(
             "--debug", action="store_true", default=argparse.SUPPRESS, help=DEBUG_HELP
         )
     return parser
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from gac_kernels.doctor import main as doctor
+
+    return doctor(["--json"] if options.json else [])
 
 
 def _add_init(commands: argparse._SubParsersAction) -> None:
