@@ -9,7 +9,12 @@ from gac.config import Choice
 from gac.data import DataConfig
 from gac.errors import require, require_at_least, require_one_of
 from gac.evaluation.task import EvalSettings
+<<<<<<< HEAD:gac/train_config.py
 from gac.methods import METHODS, Method, all_methods
+=======
+from gac.faults.guard import GuardConfig
+from gac.methods import DEFAULT, METHODS, Method, all_methods
+>>>>>>> main:gac/training/run_config.py
 from gac.methods.loss_keys import check_loss
 from gac.models.causal_lm import ModelConfig
 from gac.parallel.setup import ParallelConfig
@@ -74,7 +79,7 @@ class TrainConfig:
     model: ModelConfig = ModelConfig()
     """The model, its dtype and adapters."""
     method: Annotated[Method, Choice(all_methods, lambda method: method.family)] = METHODS[
-        "constant-alarm"
+        DEFAULT
     ]()
     """`name` and the fields of that method, e.g. {name: constant, mu: 0.3}; see `gac methods`. The
     name of your own method is package.module:Class."""

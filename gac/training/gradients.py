@@ -327,7 +327,18 @@ class Gradients:
             if self.loss.reference:
                 with torch.no_grad(), self.forward.reference_model() as model:
                     reference = model(**batch.model_inputs, request=lambda head: head.detached())
-            inputs = reference, batch, mu, old, ref, spec, norms, teacher, engine
+            inputs = (
+                reference,
+                batch,
+                mu,
+                old,
+                ref,
+                spec,
+                norms,
+                teacher,
+                engine,
+                self.loss.per_token,
+            )
             compute = partial(custom_loss, token)
             return lambda head: finish(compute(head, *inputs))
         targets, old, reference_logps, engine = batch.to_loss_layout(
