@@ -9,12 +9,7 @@ from gac.config import Choice
 from gac.data import DataConfig
 from gac.errors import require, require_at_least, require_one_of
 from gac.evaluation.task import EvalSettings
-<<<<<<< HEAD:gac/train_config.py
-from gac.methods import METHODS, Method, all_methods
-=======
-from gac.faults.guard import GuardConfig
 from gac.methods import DEFAULT, METHODS, Method, all_methods
->>>>>>> main:gac/training/run_config.py
 from gac.methods.loss_keys import check_loss
 from gac.models.causal_lm import ModelConfig
 from gac.parallel.setup import ParallelConfig

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from gac.training.run_config import TrainConfig
 
 from gac.config import ConfigError, load
 from gac.demo.task import make_tokenizer
+from gac.train_config import TrainConfig
 from gac.training.feed import Feed
 from tools import study_results, study_run
 from tools.study_run import CONDITIONS, Cell
