@@ -45,7 +45,7 @@ exit-check: setup  ## repeat the kill tests ten times, then check the exit codes
 torture: setup  ## kill runs of all kinds at random times for ten minutes; compare with undisturbed ones
 	$(BIN)/python -m tests.faults.torture
 
-mutants: setup  ## sample small bugs in the code and run the tests on each (hours); writes docs/mutants.md
+mutants: setup  ## sample small bugs in the code and run the tests on each (hours); writes tests/README.md
 	$(BIN)/python -c "import coverage" 2>/dev/null || $(PIP) coverage==7.17.3
 	$(BIN)/python -m tools.mutants $(MODULES)
 
@@ -55,11 +55,11 @@ test-gpu:  ## run the GPU tests with the system's python, not the .venv
 test-integrations: setup  ## test each adapter against its trainer, in a separate environment
 	$(BIN)/python -m tests.integrations.environments
 
-bench: setup  ## benchmark the CPU kernels against other libraries; writes bench/results/ and the README's tables
+bench: setup  ## benchmark the CPU kernels against other libraries; writes bench/results/ and docs/benchmarks.md
 	$(BIN)/python -m pytest bench -m "not gpu"
 	$(BIN)/python -m bench.table
 
-bench-gpu:  ## benchmark the GPU kernels against other libraries; writes bench/results/ and the README's tables
+bench-gpu:  ## benchmark the GPU kernels against other libraries; writes bench/results/ and docs/benchmarks.md
 	$(PYTHON) -m pytest bench -m gpu
 	$(PYTHON) -m bench.table
 

@@ -7,7 +7,7 @@ completions each) and completion lengths, which are forced (see forced_lengths.p
 long-tailed. Each trainer runs in its own process on one CPU thread and waits for its turn;
 CPU time is measured from the start of one step to the start of the next, including everything the
 trainer does in between. GAC runs with every key at its default that the task does not set. Results
-are written to bench/results/trainers.json, and as tables to docs/scaling.md.
+are written to bench/results/trainers.json, and as tables to docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from gac.evaluation.cells import markdown_table
+from tools.pages import BENCHMARKS, fill
 
 from .forced_lengths import COMPLETIONS, MAX_LENGTH, PROMPTS, force, schedule, write
 from .record import RESULTS, device_name
@@ -45,7 +46,6 @@ TITLES = {
     "long-tailed": "Long-tailed lengths (log-normal, median 32, longest {longest} tokens)",
     "uniform": "Equal lengths ({longest} tokens)",
 }
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "scaling.md"
 PACKAGES = ("torch", "transformers", "trl")
 LIMIT = 1800  # seconds per step and per start-up; generous for a busy machine
 
@@ -81,7 +81,7 @@ def wait_for_turn() -> None:
 
 def run_gac(folder: Path, kind: str, steps: int) -> None:
     from gac.config import load
-    from gac.training.run_config import TrainConfig
+    from gac.train_config import TrainConfig
     from gac.training.trainer import Trainer
 
     trainer = Trainer(
@@ -276,7 +276,7 @@ def ratio(theirs: list[float], ours: list[float]) -> dict[str, Any]:
 
 
 def page(lengths: dict[str, Any]) -> str:
-    """The tables of docs/scaling.md."""
+    """The tables of docs/benchmarks.md."""
     parts = []
     for kind, title in TITLES.items():
         result = lengths[kind]
@@ -328,9 +328,7 @@ def main() -> None:
     path.write_text(json.dumps({"lengths": lengths}, indent=1) + "\n")
     tables = page(lengths)
     print(tables)
-    before, rest = PAGE.read_text().split("<!-- trainers -->\n")
-    after = rest.split("<!-- /trainers -->")[1]
-    PAGE.write_text(f"{before}<!-- trainers -->\n{tables}\n<!-- /trainers -->{after}")
+    fill(BENCHMARKS, "trainers", tables)
     return None
 
 

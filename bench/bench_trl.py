@@ -15,7 +15,6 @@ import ctypes
 import importlib.util
 import json
 import logging
-import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -27,14 +26,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from tools.pages import BENCHMARKS, fill
+
 from .peak_memory import resident
 from .record import copy_out, device_name
 from .settings import DRY_RUN, RESULTS, skip, tiny
 
 TOLERANCE = 1e-4  # relative, of the whole gradient; float32 rounding is 1e-6 to 1e-5
 TRAINERS = ("GRPO", "SFT", "DPO")
-ROOT = Path(__file__).resolve().parents[1]
-PAGES = (ROOT / "README.md", ROOT / "docs" / "integrations" / "trl.md")  # show the table
 OWN, HEAD, LOSS = "TRL", "fused head", "fused loss"
 
 
@@ -209,7 +208,7 @@ def measure(trainer: str, case: Case, rounds: int, device: str) -> Iterator[dict
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """The Markdown table for the README and the docs."""
+    """The Markdown table of docs/benchmarks.md."""
     lines = [
         "| trainer | model | provider | time | speedup | memory above the start |",
         "|---|---|---|---|---|---|",
@@ -255,11 +254,7 @@ def main() -> None:
     table = markdown(rows)
     print(table)
     if options.out == RESULTS / "trl.json" and options.device == "cpu" and not DRY_RUN:
-        for page in PAGES:
-            text = page.read_text()
-            page.write_text(
-                re.sub("(?<=<!-- trl -->\\n).*?(?=<!-- /trl -->)", table + "\n", text, flags=re.S)
-            )
+        fill(BENCHMARKS, "trl", table)
 
 
 if __name__ == "__main__":

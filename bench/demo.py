@@ -10,8 +10,7 @@ from PIL import Image
 
 from gac.demo.run import METHODS
 from gac.evaluation.cells import markdown_table
-
-ROOT = Path(__file__).resolve().parents[1]
+from tools.pages import ROOT, fill
 
 
 def table(runs: Path) -> str:
@@ -22,15 +21,8 @@ def table(runs: Path) -> str:
         text = (runs / f"{method}-0" / "eval.jsonl").read_text()
         last = json.loads(text.splitlines()[-1])
         cells = [last["accuracy"], last["accuracy/+"], last["accuracy/-"]]
-        rows.append([method, *(f"{100 * x:.1f} %" for x in cells), str(last["step"])])
+        rows.append([method, *(f"{100 * x:.1f}%" for x in cells), str(last["step"])])
     return markdown_table(head.split(" | "), rows)
-
-
-def fill(readme: str, block: str, text: str) -> str:
-    """Replace the text between <!-- block --> and <!-- /block --> in the README."""
-    before, rest = readme.split(f"<!-- {block} -->")
-    _, after = rest.split(f"<!-- /{block} -->")
-    return f"{before}<!-- {block} -->\n{text}\n<!-- /{block} -->{after}"
 
 
 def main() -> None:
@@ -38,8 +30,7 @@ def main() -> None:
     picture = Image.open(runs / "plots" / "overview.png").convert("RGB")
     picture.thumbnail((1400, 1400))
     picture.quantize(128).save(ROOT / "docs" / "demo.png", optimize=True)
-    readme = ROOT / "README.md"
-    readme.write_text(fill(readme.read_text(), "demo", table(runs)))
+    fill(ROOT / "README.md", "demo", table(runs))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Generates docs/roofline.md: the bound of each kernel, and the fraction of it that a run reached.
+"""Generates bench/roofline.md: the bound of each kernel, and the fraction of it that a run reached.
 
 `python -m bench.roofline` writes the page from counts and the newest GPU results; `--count` first
 compiles the kernels (with nvcc and Triton, without a GPU) and recounts their instructions.
@@ -20,7 +20,7 @@ from .batches import HEADS, Head
 from .table import NOT_MEASURED, find, newest
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "roofline.md"
+PAGE = ROOT / "bench" / "roofline.md"
 COUNTS = Path(__file__).parent / "instructions.json"
 TOKENS = 8192
 CHUNK = 2304  # rows of a chunk of the linear form; with this head, a single chunk has all tokens:
@@ -244,7 +244,7 @@ target, 1.08 at H = 3584 and 1.15 at H = 1536. The traffic of dW (8 H V bytes fo
 
 
 def count() -> dict[str, Any]:
-    """Instructions per logit of the row kernels in docs/roofline.md; on sm_100, of csrc only."""
+    """Instructions per logit of the row kernels in bench/roofline.md; on sm_100, of csrc only."""
     import triton
 
     from gac_kernels import build_cuda, inspect, inspect_cuda

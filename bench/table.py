@@ -1,7 +1,7 @@
-"""Generates the README's tables and the roofline plot from the recorded results.
+"""Generates the tables of docs/benchmarks.md and the roofline plot from the recorded results.
 
-`python -m bench.table` prints the tables of the newest results for each device type, writes them
-between the markers in README.md, and draws docs/roofline.png if there are GPU results.
+`python -m bench.table` prints the tables of the newest results for each device type, writes them to
+docs/benchmarks.md, and draws bench/roofline.png if there are GPU results.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from gac.evaluation.cells import markdown_table
+from tools.pages import BENCHMARKS, ROOT, fill
 
 from .batches import HEADS
 from .record import RESULTS
 
-ROOT = Path(__file__).resolve().parents[1]
 NOT_MEASURED = "not measured"
 GPU_TOKENS = (2048, 8192, 32768)
-MARKERS = "<!-- results -->", "<!-- /results -->"
 WORK = "logits", "linear"
 Row = dict[str, Any]
 
@@ -115,7 +114,6 @@ def gpu_linear(rows: list[Row]) -> str:
             ours = find(rows, **common, provider="ours")
             gemms = find(rows, **common, provider="three GEMMs")
             half = find(rows, **common, provider="ours, half the rows without gradient")
-            half = half or find(rows, **common, provider="ours, half the rows dead")  # older runs
             body.append(
                 [
                     shape,
@@ -237,12 +235,9 @@ def main() -> None:
     cpu, gpu = newest("cpu"), newest("cuda")
     text = f"{cpu_table(cpu)}\n\n{gpu_table(gpu)}"
     print(text)
-    readme = ROOT / "README.md"
-    before, rest = readme.read_text().split(MARKERS[0])
-    after = rest.split(MARKERS[1])[1]
-    readme.write_text(f"{before}{MARKERS[0]}\n{text}\n{MARKERS[1]}{after}")
+    fill(BENCHMARKS, "kernels", text)
     if gpu and importlib.util.find_spec("matplotlib"):
-        roofline(gpu, ROOT / "docs" / "roofline.png")
+        roofline(gpu, ROOT / "bench" / "roofline.png")
 
 
 if __name__ == "__main__":

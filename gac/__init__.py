@@ -8,7 +8,16 @@ if TYPE_CHECKING:
     from gac.control.estimators import mu_star, mu_star_biased
     from gac.integrations.mixer import Mixer
 
-__all__ = ["ControllerConfig", "GuidedController", "Mixer", "mu_star", "mu_star_biased"]
+    __version__: str
+
+__all__ = [
+    "ControllerConfig",
+    "GuidedController",
+    "Mixer",
+    "__version__",
+    "mu_star",
+    "mu_star_biased",
+]
 
 _LAZY_MODULES = {
     "ControllerConfig": "control.controller",
@@ -21,6 +30,8 @@ _LAZY_MODULES = {
 
 def __getattr__(name: str) -> Any:
     """Import public names lazily, so that `gac --help` does not import torch."""
+    if name == "__version__":
+        return import_module("importlib.metadata").version("gac-kernels")
     if name not in _LAZY_MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f".{_LAZY_MODULES[name]}", __name__), name)

@@ -8,7 +8,6 @@ methods that were not selected are left unchanged.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import math
 import os
@@ -18,24 +17,28 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from gac.config import dump
 from gac.demo.run import make_base, method_config
+from gac.demo.settings import demo_fields
 from gac.demo.task import write_task
 from gac.methods import METHODS
-from gac.methods.constant import Constant
 from gac.report.statistics import mean_sd
+from gac.study.arms import Arm, arm_config
 from gac.study.runs import result, run_all
-from gac.training.run_config import TrainConfig
+from gac.train_config import TrainConfig
+from tools.ablations import ABLATIONS
 
 RESULTS = Path("docs") / "methods_study.json"
 GRID = (0.1, 0.3, 0.5, 0.7, 0.9)  # constant weights; the best is chosen in hindsight
 HINDSIGHT = "best constant in hindsight"
+NAMES = [*METHODS, *ABLATIONS]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the arguments, run what is missing and write the results; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tools.methods_study", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/study"), help="folder for all runs")
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
+    parser.add_argument("--methods", nargs="+", default=NAMES, choices=NAMES)
     parser.add_argument("--seeds", type=int, default=3, help="seeds per method")
     parser.add_argument("--steps", type=int, default=160, help="optimizer steps per run")
     parser.add_argument(
@@ -87,7 +90,7 @@ def merged(new: list[dict[str, Any]], path: Path, setting: dict[str, Any]) -> li
             f"have {setting}: use the same steps and seeds, run all methods, or choose another "
             "--results"
         )
-    order = [*METHODS, HINDSIGHT]
+    order = [*NAMES, HINDSIGHT]
     return sorted([*new, *kept], key=lambda row: order.index(_method(row)))
 
 
@@ -100,17 +103,14 @@ def plan(
     out: Path, base: Path, methods: Sequence[str], seeds: int, steps: int
 ) -> Iterator[tuple[str, list[TrainConfig]]]:
     """Yield each table row with its runs, one per seed."""
-    for name in methods:
-        yield name, [method_config(out, base, name, seed, steps) for seed in range(seeds)]
+    arms = {name: {"name": name, **demo_fields(name, steps)} for name in methods if name in METHODS}
+    for name in [name for name in methods if name in ABLATIONS]:
+        arms[name] = {"name": "gac", **demo_fields("gac", steps), **ABLATIONS[name]}
     if "constant" in methods:
-        for mu in GRID:
-            yield f"mu={mu}", [_constant(out, base, mu, seed, steps) for seed in range(seeds)]
-
-
-def _constant(out: Path, base: Path, mu: float, seed: int, steps: int) -> TrainConfig:
-    config = method_config(out, base, "constant", seed, steps)
-    folder = str(out / f"constant-{mu}-{seed}")
-    return dataclasses.replace(config, method=Constant(mu=mu), out=folder, run_name=f"mu={mu}")
+        arms |= {f"mu={mu}": {"name": "constant", "mu": mu} for mu in GRID}
+    for label, method in arms.items():
+        data = dump(method_config(out, base, method["name"], 0, steps)) | {"out": str(out)}
+        yield label, [arm_config(data, Arm(label, method), seed) for seed in range(seeds)]
 
 
 def summarize(runs: dict[str, list[TrainConfig]]) -> list[dict[str, Any]]:

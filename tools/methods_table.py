@@ -7,9 +7,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from gac.config import to_yaml
 from gac.evaluation.cells import markdown_table
 from gac.methods import METHODS
 from gac.methods.listing import families, needs, summary
+from tools.ablations import ABLATIONS
 
 DOCS = Path("docs")
 PAGE, RESULTS = DOCS / "methods.md", DOCS / "methods_study.json"
@@ -28,6 +30,12 @@ in `gac/methods/`, whose docstring lists the choices that the publication leaves
 is the work per step beyond one forward pass over all rows and one backward pass over the rows that
 are trained on.
 """
+VARIANTS = """\
+## Ablations of gac
+
+These settings of `gac` are not methods of their own; `tools/ablations.py` has them, and the classes
+that they name.
+"""
 STUDY = """\
 Greedy accuracy in percent on the demo task's 200 held-out problems after {steps} steps, mean and
 standard deviation over {seeds} seeds, written by `python -m tools.methods_study`. `+` can be
@@ -38,8 +46,7 @@ All methods use one learning rate, and nothing was tuned. With 100 problems of e
 single base model, differences of a few points are not meaningful. Schedules are scaled to the
 length of the run (`gac/demo/settings.py`).
 """
-# "apart" is the older name of "separate" in methods_study.json
-DEMOS = {"prompt": "same", "separate": "separate", "apart": "separate", "none": "none"}
+DEMOS = {"prompt": "same", "separate": "separate", "none": "none"}
 
 
 def main() -> int:
@@ -52,12 +59,17 @@ def main() -> int:
 def page(study: dict[str, Any] | None) -> str:
     """Render docs/methods.md; `study` is the output of `python -m tools.methods_study`."""
     parts = [INTRODUCTION]
-    for family, members in families().items():
+    for family, members in families(METHODS).items():
         rows = [
-            (f"`{m.name}`", summary(m), m.source, ", ".join(needs(m())), m.cost) for m in members
+            (f"`{name}`", summary(m), m.source, ", ".join(needs(m())), m.cost)
+            for name, m in members.items()
         ]
         head = ("name", "what it does", "source", "needs", "extra")
         parts.append(f"## {family.capitalize()}\n\n{markdown_table(head, rows)}\n")
+    rows = [
+        (f"`{label}`", f"`{to_yaml(fields, inline=True)}`") for label, fields in ABLATIONS.items()
+    ]
+    parts.append(f"{VARIANTS}\n{markdown_table(('label', 'fields of `gac`'), rows)}\n")
     if study:
         parts.append(_study(study))
     return "\n".join(parts)

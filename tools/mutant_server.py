@@ -51,7 +51,7 @@ BROAD = tuple(
 # other texts of a test file that uses a module
 NAMED = {"gac_kernels": "gac_kernels", "sandbox": '"name": "code"'}
 FILE_SECONDS = 0.3  # estimate of the time to collect one test file
-RESULTS, TRIAGE = Path("docs/mutants.jsonl"), Path("docs/mutants.json")
+RESULTS, TRIAGE = Path("tests/mutants/results.jsonl"), Path("tests/mutants/equivalent.json")
 # test file to the seconds of its tests, and to the tests of each line
 Coverage = dict[str, dict[str, Any]]
 

@@ -3,8 +3,8 @@
 Everything runs in a clone of HEAD in a temporary folder. A server that has imported torch,
 transformers and pytest forks one process per mutant, which imports the changed file and runs the
 tests that cover the changed line, fastest first, until one fails. Results are appended to
-docs/mutants.jsonl, so an interrupted run resumes; docs/mutants.json says why a survivor is
-equivalent. Writes docs/mutants.md.
+tests/mutants/results.jsonl, so an interrupted run resumes; tests/mutants/equivalent.json says why a
+survivor is equivalent. Writes the table of tests/README.md.
 """
 
 # ruff: noqa: SIM905 - a list of words
@@ -23,11 +23,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tools.mutant_server import MARKERS, Server, read_results, read_triage
+from tools.mutant_server import Server, read_results, read_triage
 from tools.native_mutants import TESTS, NativeServer
+from tools.pages import ROOT, fill
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "mutants.md"
+PAGE = ROOT / "tests" / "README.md"
 MODULES = """control methods evaluation rollouts data gac_kernels training faults rewards models
 study integrations sandbox config parallel report csrc/cpu csrc/cuda""".split()
 
@@ -77,8 +77,8 @@ def start(arguments: list[str]) -> int:
         ).returncode
 
 
-def page(records: list[dict[str, Any]], reasons: dict[str, str]) -> str:
-    """The page: a row per module, then the survivors with the reason why they are equivalent."""
+def table(records: list[dict[str, Any]], reasons: dict[str, str]) -> str:
+    """A row per module, then the survivors that are not equivalent."""
     latest = {record["key"]: record for record in records}
     rows, total = [], Counter[str]()
     seeds = sorted({record.get("seed", 0) for record in records})
@@ -100,7 +100,7 @@ def page(records: list[dict[str, Any]], reasons: dict[str, str]) -> str:
         count["left"] = len(survived - equivalent)
         total += count
         rows.append((module, count))
-    table = [
+    lines = [
         f"| {module} | {c['sampled']} |"
         + "".join(f" {c[f'first {seed}']} of {c[f'of {seed}']} |" for seed in seeds)
         + f" {c['killed']} | {c['timed out']} | {c['equivalent']} | {c['left']} | {_share(c)} |"
@@ -108,62 +108,16 @@ def page(records: list[dict[str, Any]], reasons: dict[str, str]) -> str:
     ]
     columns = ["module", "sampled", *(f"at first, seed {seed}" for seed in seeds)]
     columns += ["killed", "timed out", "equivalent", "survived", "noticed"]
-    table = [f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|", *table]
-    alive = sorted(key for key, r in latest.items() if r["outcome"] == "survived")
-    kept = [f"- `{key}`: {reasons[key]}" for key in alive if key in reasons]
-    left = [f"- `{key}`" for key in alive if key not in reasons]
-    return TEXT.format(
-        table="\n".join(table),
-        equivalent="\n".join(kept) or "None.",
-        left="\n".join(left) or "None.",
-        markers=MARKERS,
-    )
+    lines = [f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|", *lines]
+    alive = [key for key, r in latest.items() if r["outcome"] == "survived"]
+    left = [f"- survived: `{key}`" for key in sorted(alive) if key not in reasons]
+    return "\n".join([*lines, "", *left]).strip()
 
 
 def _share(count: Counter[str]) -> str:
     noticed = count["killed"] + count["timed out"]
     relevant = count["sampled"] - count["equivalent"]
-    return f"{100 * noticed / relevant:.1f} %" if relevant else ""
-
-
-TEXT = """# Mutation testing
-
-<!-- written by python -m tools.mutants; do not edit -->
-
-`make mutants` changes one expression or statement at a time, in a clone of the repository, and
-runs the tests that cover the changed line, then others of the module, until one fails. It changes
-comparisons, arithmetic, `and`/`or` and their operands, `not`, conditions, booleans, numbers (by
-one), slices (by one), `min`/`max`, `any`/`all` and `floor`/`ceil`; it swaps arguments, and omits
-keyword arguments and statements. A module's sample is the mutants with the lowest hash of the seed
-and their name.
-
-It is a script of our own because mutmut and cosmic-ray change the working tree or start a Python
-process per mutant, which needs seconds to import torch. Our script forks a process that has already
-imported torch.
-
-*At first*: noticed before tests were written for the survivors of this sample, among the mutants
-that are not equivalent. *Killed* and *timed out*: noticed now. *Noticed*: their share among the
-mutants that are not equivalent. The tests of a mutant are limited to 20 seconds; a mutant that is
-noticed only by a test beyond this limit counts as not noticed at first. Survivors were run again
-with a limit of up to 300 seconds.
-
-The tests are those that pytest selects with `-m "{markers}"`,
-without the files listed in `tools/mutant_server.py`; for csrc, those that
-`tools/native_mutants.py` lists. Not sampled: files that need a GPU (such as csrc/cuda/hopper.h and
-launch.cu) or nvcc, and the emulator that runs csrc/cuda on a CPU.
-The sample of csrc with seed 1 is not blind: some tests were written after reading its list and
-before running it.
-
-{table}
-
-## Equivalent
-
-{equivalent}
-
-## Survived
-
-{left}
-"""
+    return f"{100 * noticed / relevant:.1f}%" if relevant else ""
 
 
 def main() -> int:
@@ -177,7 +131,7 @@ def main() -> int:
     parser.add_argument(
         "--all", action="store_true", help="use all test files, not only those that name the module"
     )
-    parser.add_argument("--page", action="store_true", help="only write the page")
+    parser.add_argument("--page", action="store_true", help="only write the table")
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     parser.add_argument("--isolated", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -190,7 +144,7 @@ def main() -> int:
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # removes the clone
     status = 0 if options.page else start(sys.argv[1:])
-    PAGE.write_text(page(read_results(ROOT), read_triage(ROOT)))
+    fill(PAGE, "mutants", table(read_results(ROOT), read_triage(ROOT)))
     return status
 
 

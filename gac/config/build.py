@@ -9,6 +9,7 @@ from dataclasses import MISSING
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
+from .imports import load_object
 from .types import (
     ConfigError,
     Override,
@@ -49,10 +50,13 @@ def load(cls: type[T], source: Path | Mapping[str, Any], overrides: Sequence[str
 def choose(table: Mapping[str, type], data: Any, where: str = "method", default: Any = None) -> Any:
     """Build one of several dataclasses: `data` is a name, or a mapping with `name` and fields.
 
+    A name `package.module:Class` imports the user's own dataclass, and `package.module:function` a
+    function, which has no fields.
+
     table: name -> dataclass. where: the configuration key, for error messages. default: instance
         whose fields are replaced if `data` has no `name`. Raises ConfigError.
     """
-    if isinstance(data, tuple(table.values())):
+    if dataclasses.is_dataclass(data) or callable(data):
         return data
     if isinstance(data, str):
         data = {"name": data}
@@ -64,6 +68,14 @@ def choose(table: Mapping[str, type], data: Any, where: str = "method", default:
             raise ConfigError(f"{where}: `name` is missing; use one of {', '.join(table)}")
         return _build(type(default), fields, where, default)
     name = str(data["name"])
+    if ":" in name:
+        chosen: Any = load_object(name, where)
+        if not isinstance(chosen, type) and not fields:
+            return chosen
+        if not dataclasses.is_dataclass(chosen):
+            kind = "a class" if isinstance(chosen, type) else f"a function, without {min(fields)!r}"
+            raise ConfigError(f"{where}: {name!r} is {kind}; use a dataclass")
+        return _build(chosen, fields, where)
     if name not in table:
         raise ConfigError(unknown_name_message(join(where, "name"), name, table, "name"))
     return _build(table[name], fields, where)

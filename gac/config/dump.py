@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .types import ConfigError, choice_of
+from .imports import import_name
+from .types import Choice, ConfigError, choice_of
 from .yaml_text import to_yaml
 
 
@@ -33,14 +34,13 @@ def save_text(path: Path, text: str) -> None:
 
 def to_plain(value: Any, hint: Any = None) -> Any:
     """Convert `value` to plain YAML types; add `name` if `hint` declares a choice."""
+    choice = choice_of(hint)
+    if choice is not None and callable(value) and not dataclasses.is_dataclass(value):
+        return _name(value, choice)
     if dataclasses.is_dataclass(value):
-        choice = choice_of(hint)
-        if choice is None:
-            return dump(value)
-        names = [name for name, cls in choice.table().items() if cls is type(value)]
-        if not names:
-            raise ConfigError(f"{type(value).__name__} is not one of {', '.join(choice.table())}")
-        return {"name": names[0], **dump(value)}
+        return (
+            dump(value) if choice is None else {"name": _name(type(value), choice), **dump(value)}
+        )
     if isinstance(value, enum.Enum):
         return value.name.lower()
     if isinstance(value, Mapping):
@@ -48,3 +48,13 @@ def to_plain(value: Any, hint: Any = None) -> Any:
     if isinstance(value, list | tuple):
         return [to_plain(item) for item in value]
     return value
+
+
+def _name(value: Any, choice: Choice) -> str:
+    """The name of a class or function in a configuration."""
+    names = [name for name, cls in choice.table().items() if cls is value]
+    name = names[0] if names else import_name(value)
+    if name is None:
+        listed = ", ".join(choice.table())
+        raise ConfigError(f"{value.__name__} is not one of {listed}, and cannot be imported")
+    return name

@@ -13,12 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from gac.control.checks import finite, is_count, is_real, numbers, require
+from gac.control.checks import finite, is_count, is_real, require
 
 MAX_SOURCES = 4  # number of other sources whose level is remembered
 SCALE = 1.4  # makes the typical error a standard deviation for normal noise
 CLEAR = 1.5  # CUSUM above which the alarm ends; a batch adds at most 1, so at least two are needed
-OLDER_THRESHOLD, OLDER_MIN_JUMP = 6.0, 0.1  # minimum jump of the loss in earlier versions
 
 
 class AlarmState(NamedTuple):
@@ -50,15 +49,13 @@ class AlarmState(NamedTuple):
         return {**self._asdict(), "sources": list(self.sources)}
 
     @classmethod
-    def of(cls, plain: Mapping[str, Any] | Sequence[float]) -> AlarmState:
-        """Restore a state from `to_plain`, or from the four numbers that earlier versions saved.
+    def of(cls, plain: Mapping[str, Any]) -> AlarmState:
+        """Restore a state from `to_plain`.
 
         Raises:
             ValueError: entries are missing or unknown, or a value is not finite.
         """
-        if not isinstance(plain, Mapping):
-            return cls._of_numbers(*numbers("alarm", plain, 4))
-        wrong = sorted(set(plain) ^ set(cls._fields))
+        wrong = sorted(map(str, set(plain) ^ set(cls._fields)))
         use = "a dict from to_plain(); the keys listed here are missing or unknown"
         require(not wrong, "alarm", wrong, use)
         values: dict[str, Any] = {
@@ -68,18 +65,8 @@ class AlarmState(NamedTuple):
             values[name] = kind(values[name])
         return cls(**values, sources=tuple(finite("alarm", x) for x in plain["sources"]))
 
-    @classmethod
-    def _of_numbers(cls, level: float, square: float, count: float, raised: float) -> AlarmState:
-        """Convert a state of earlier versions: loss level, squared error, count, alarm flag."""
-        scale = math.sqrt(max(square, 0.0))
-        if not raised:  # start again: the saved average may be of another kind of loss
-            return cls(level, scale, 1, level)
-        # the reference was not kept; the alarm ended after a fall as large as a jump
-        jump = max(OLDER_THRESHOLD * scale, OLDER_MIN_JUMP * abs(level))
-        return cls(level - 2 * jump, scale, int(count), level, shifted=level, suspect=True)
 
-
-Plain = Mapping[str, Any] | Sequence[float] | None  # a state in plain JSON types; None: no state
+Plain = Mapping[str, Any] | None  # a state in plain JSON types; None: no state
 
 
 def is_suspect(plain: Plain) -> bool:

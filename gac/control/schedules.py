@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -54,35 +54,9 @@ class Prior:
         return ramp((step - self.hold) / self.decay if self.decay else 1.0, self.high, self.low)
 
 
-@dataclass(frozen=True)
-class RandomPrior:
-    """Random values, uniform in [low, high]: the paper's misspecified prior.
-
-    Depends only on the seed and the step, so resumed runs and all ranks see the same values.
-    """
-
-    low: float = 0.1
-    """Smallest value."""
-    high: float = 0.9
-    """Largest value."""
-    interval: int = 1
-    """Number of steps between draws."""
-    seed: int = 0
-    """Random seed."""
-
-    def __post_init__(self) -> None:
-        _check(self, weights=("low", "high"), counts=())
-        require(self.low <= self.high, "low", self.low, f"a number <= high={self.high!r}")
-        require(is_count(self.interval, 1), "interval", self.interval, "an integer >= 1")
-
-    def __call__(self, step: int) -> float:
-        draw = uniform("prior", self.seed, step // self.interval)
-        return self.low + (self.high - self.low) * draw
-
-
-PRIORS: dict[str, type] = {"cosine": Prior, "random": RandomPrior}
+PRIORS: dict[str, type] = {"cosine": Prior}
 """Name -> prior. A mapping without a name changes fields of the method's default prior."""
-PriorChoice = Annotated[Prior | RandomPrior, Choice(lambda: PRIORS)]
+PriorChoice = Annotated[Callable[[int], float], Choice(lambda: PRIORS)]
 
 
 @dataclass(frozen=True)
@@ -132,32 +106,13 @@ class MixSchedule:
         return cls(peak=0.9, valley=0.05, decay=200)
 
     @classmethod
-    def chord_yaml(cls) -> MixSchedule:
-        """The schedule in Trinity-RFT's examples/mix_chord/mix_chord.yaml."""
+    def wcf(cls) -> MixSchedule:
+        """Our interpretation of WCF: that of Trinity-RFT's examples/mix_chord/mix_chord.yaml."""
         return cls(peak=0.5, valley=0.02, warmup=200, decay=400)
 
-    @classmethod
-    def hpcd(cls) -> MixSchedule:
-        """HPCD, which the paper does not define; our interpretation: high peak, cosine decay."""
-        return cls.chord_mu()
 
-    @classmethod
-    def wcf(cls) -> MixSchedule:
-        """WCF, interpreted as warm-up, cosine and floor, because the paper does not define it."""
-        return cls.chord_yaml()
-
-    @classmethod
-    def qcm(cls) -> MixSchedule:
-        """QCM: constant 0.58, the only schedule that the paper defines."""
-        return cls.constant(0.58)
-
-
-def uniform(name: str, seed: int, index: int) -> float:
-    """A pseudo-random number in [0, 1) that depends only on the arguments.
-
-    It is the same on every machine and in every process.
-    """
-    return random.Random(f"{name}:{seed}:{index}").random()  # a string seed is hashed by SHA-512
+SCHEDULES: dict[str, type] = {"ramp": MixSchedule}
+ScheduleChoice = Annotated[Callable[[int], float], Choice(lambda: SCHEDULES)]
 
 
 def _check(schedule: object, weights: tuple[str, ...], counts: tuple[str, ...]) -> None:

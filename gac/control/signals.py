@@ -1,23 +1,22 @@
-"""Signal sources of the controller: the paper's proxies, degraded signals, true gradients."""
+"""Signal sources of the controller: the paper's proxies, true gradients, and a head sketch."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from gac.config import Choice
-from gac.control.checks import is_count, is_real, require
+from gac.control.checks import is_count, require
 from gac_kernels import HeadSketch
 from gac_kernels.contract import Signals
 
 from .alignment import alignment
 from .estimators import Corrections
 from .evidence import Evidence, Reading, SignalSource, Sketches, SourceNeeds, State
-from .schedules import uniform
 
 
 @dataclass(frozen=True)
@@ -108,107 +107,10 @@ class SketchSignals:
         return sketch_moments(evidence.sketches), state
 
 
-@dataclass(frozen=True)
-class DegradedSignals:
-    """Wraps another source and replaces one of its signals."""
-
-    source: Source = field(default_factory=ProxySignals)
-    """Source of the other signals."""
-
-    @property
-    def needs(self) -> SourceNeeds:
-        """Require what the wrapped source requires."""
-        return self.source.needs
-
-    def init(self) -> State:
-        """The wrapped source's state."""
-        return self.source.init()
-
-    def read(self, evidence: Evidence, state: State) -> tuple[Reading, State]:
-        """The wrapped source's reading with one value replaced."""
-        reading, state = self.source.read(evidence, state)
-        return reading._replace(signals=self.degrade(reading.signals, evidence.step)), state
-
-    def degrade(self, signals: Signals, step: int) -> Signals:
-        """Return the signals of the refresh at `step` with one value replaced."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class ConstantVariance(DegradedSignals):
-    """Wraps a source and replaces sigma_r^2 by a constant: the paper's degradation (a)."""
-
-    value: float = 1.0
-    """sigma_r^2 >= 0."""
-
-    def __post_init__(self) -> None:
-        require(is_real(self.value) and self.value >= 0, "value", self.value, "a number >= 0")
-
-    def degrade(self, signals: Signals, step: int) -> Signals:
-        """Replace the variance by the constant."""
-        return signals._replace(rl_variance=self.value)
-
-
-@dataclass(frozen=True)
-class ShuffledDisagreement(DegradedSignals):
-    """Replaces the disagreement of a source with a random recent one: the paper's degradation (b).
-
-    The values keep their distribution over the last `window` refreshes but lose their order.
-    """
-
-    window: int = 64
-    """Number of refreshes to draw from, including the current one."""
-    seed: int = 0
-    """Random seed; a draw depends only on the seed and the step."""
-
-    def __post_init__(self) -> None:
-        require(is_count(self.window, 2), "window", self.window, "an integer >= 2")
-
-    def init(self) -> State:
-        """The wrapped source's state and an empty history."""
-        return {"source": self.source.init(), "past": []}
-
-    def read(self, evidence: Evidence, state: State) -> tuple[Reading, State]:
-        """The wrapped source's reading; a random recent refresh provides its disagreement."""
-        reading, inner = self.source.read(evidence, state["source"])
-        value = reading.signals.disagreement
-        new = [value] if math.isfinite(value) else []
-        history = [*state["past"], *new][-self.window :]
-        if history:
-            value = history[int(len(history) * uniform("shuffle", self.seed, evidence.step))]
-        signals = reading.signals._replace(disagreement=value)
-        return reading._replace(signals=signals), {"source": inner, "past": history}
-
-
-@dataclass(frozen=True)
-class RandomDisagreement(DegradedSignals):
-    """Wraps a source; replaces the disagreement by uniform noise: the paper's degradation (c)."""
-
-    low: float = 0.0
-    """Smallest value."""
-    high: float = 1.0
-    """Largest value, as in the paper; the true proxy lies in [0, 4]."""
-    seed: int = 0
-    """Random seed; a draw depends only on the seed and the step."""
-
-    def __post_init__(self) -> None:
-        require(is_real(self.low) and self.low >= 0, "low", self.low, "a number >= 0")
-        high_ok = is_real(self.high) and self.high >= self.low
-        require(high_ok, "high", self.high, f"a number >= low={self.low!r}")
-
-    def degrade(self, signals: Signals, step: int) -> Signals:
-        """Replace the disagreement by a draw that depends only on the seed and the step."""
-        draw = uniform("disagreement", self.seed, step)
-        return signals._replace(disagreement=self.low + (self.high - self.low) * draw)
-
-
 SOURCES: dict[str, type] = {
     "proxy": ProxySignals,
     "gradients": GradientSignals,
     "sketch": SketchSignals,
-    "constant-variance": ConstantVariance,
-    "shuffled-disagreement": ShuffledDisagreement,
-    "random-disagreement": RandomDisagreement,
 }
 Source = Annotated[SignalSource, Choice(lambda: SOURCES)]
 

@@ -64,7 +64,6 @@ class ControllerState:
         Raises:
             ValueError: missing, unknown or non-finite entries.
         """
-        plain = {"gate": None, "alarm": None, **plain}  # earlier versions had neither
         wrong = sorted({f.name for f in fields(cls)} ^ set(plain))
         use = "a dict from to_dict(); the keys listed here are missing or unknown"
         require(not wrong, "state", wrong, use)

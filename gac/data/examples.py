@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from gac.config.imports import load_object
 from gac.errors import ConfigError, MissingData
 
 from .conversations import check_messages, render, split_conversation
 from .order import MixedOrder, Order
-from .shift import DemoShift, check_shifts
 from .source import FORMATS, DataError, SourceRow, read_rows
 from .stored import Example, Examples
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 __all__ = [
     "DataConfig",
     "DataError",
-    "DemoShift",
     "Example",
     "Examples",
     "Order",
@@ -35,6 +34,7 @@ __all__ = [
     "load_references",
     "prompt_order",
     "read_rows",
+    "row_order",
 ]
 
 logger = logging.getLogger(__name__)
@@ -73,9 +73,9 @@ class DataConfig:
     code.parquet}]; their rewards are also reported separately."""
     demos: str | None = None
     """Source of the demonstrations; null: the rows of `prompts` that have a `demo_field`."""
-    demo_shifts: tuple[DemoShift, ...] | None = None
-    """Switches to other `demos` at given steps, for experiments, e.g. [{step: 64, demos:
-    worse.jsonl}]."""
+    order: str | None = None
+    """The order in which rows are visited, e.g. a curriculum: `package.module:Class`, a subclass of
+    `gac.data.Order`, called with the examples and the seed. null: shuffled epochs."""
     prompt_field: str = "prompt"
     """Field with the question: text, or a list of messages with `role` and `content`. Without it,
     the prompt is all of `messages` before the assistant's last one."""
@@ -124,7 +124,6 @@ class DataConfig:
         names = [source.name or source.path for source in self.sources]
         if len(set(names)) < len(names):
             raise ValueError(f"sources: the names {names} are not distinct: set `name` in each")
-        check_shifts(self.demo_shifts or ())
 
 
 def _check_pattern(pattern: str | None) -> None:
@@ -190,11 +189,18 @@ def load_prompts(
 
 def prompt_order(config: DataConfig, prompts: Sequence[Example], seed: int) -> Order | MixedOrder:
     """The order in which `prompts`, loaded with `config`, are visited."""
-    if not config.sources:
-        return Order(len(prompts), seed)
+    if config.order is not None or not config.sources:
+        return row_order(config, prompts, seed)
     counts = Counter(example.source for example in prompts)
     sizes = [counts[source.name or source.path] for source in config.sources]
     return MixedOrder(sizes, [source.weight for source in config.sources], seed)
+
+
+def row_order(config: DataConfig, examples: Sequence[Example], seed: int) -> Order:
+    """The order in which the rows of one source are visited: the user's, or shuffled epochs."""
+    if config.order is None:
+        return Order(len(examples), seed)
+    return load_object(config.order, "data.order")(examples, seed)
 
 
 def load_demos(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Examples:

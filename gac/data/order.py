@@ -35,8 +35,11 @@ class Order:
         """Number of completed epochs."""
         return self.position // self.n
 
-    def take(self, k: int) -> list[int]:
-        """The next `k` row indices, continuing into the next epoch if this one ends."""
+    def take(self, k: int, step: int = 0) -> list[int]:
+        """The next `k` row indices, continuing into the next epoch if this one ends.
+
+        step: the optimizer step that uses the rows, for subclasses that depend on it.
+        """
         if k < 0:
             raise ValueError(f"k must not be negative, got {k}")
         taken: list[int] = []
@@ -95,8 +98,8 @@ class MixedOrder:
         self.shares = [weight / sum(weights) for weight in weights]
         self.orders = [Order(size, seed + i) for i, size in enumerate(sizes)]
 
-    def take(self, k: int) -> list[int]:
-        """The next `k` row indices."""
+    def take(self, k: int, step: int = 0) -> list[int]:
+        """The next `k` row indices, whatever the step."""
         return [self._next() for _ in range(k)]
 
     def _next(self) -> int:

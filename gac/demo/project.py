@@ -23,7 +23,7 @@ model:
   path: {model}
 
 # How demonstrations and rewards are combined; list: gac methods
-method: constant
+method: constant-alarm
 
 # One row per prompt, as JSON lines, CSV or parquet: `prompt`, the correct `answer` and, for
 # demonstrations, a `solution`; or `messages`, a list of messages in the chat format

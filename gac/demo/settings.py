@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from gac.methods import METHODS
+from gac.methods import all_methods
 
 
 def demo_fields(name: str, steps: int) -> dict[str, Any]:
@@ -24,11 +24,10 @@ def demo_fields(name: str, steps: int) -> dict[str, Any]:
         "wcf": {"schedule": wcf},
         **{key: {"calibration": max(steps // 8, 1)} for key in ["kl-ctrl", "rewvar-ctrl"]},
         "amft": {"warmup": steps // 16},
-        "uft": {"hint_steps": int(0.6 * steps)},
+        "uft": {"hint_steps": max(int(0.6 * steps), 1)},
         "prefix-rft": {"low": {"peak": 0.95, "valley": 0.05, "decay": steps}},
         "dwa": {"window": max(steps // 16, 1)},
-        "gac-early-refresh": {"early_steps": steps // 8},
     }
-    scheduled = any(field.name == "prior" for field in dataclasses.fields(METHODS[name]))
-    own_prior = not scheduled or name.startswith(("gac-prior", "gac-gated"))
+    scheduled = any(field.name == "prior" for field in dataclasses.fields(all_methods()[name]))
+    own_prior = not scheduled or name.startswith("gac-gated")
     return fields.get(name, {}) | ({} if own_prior else {"prior": prior})

@@ -1,9 +1,11 @@
-"""Turns Ctrl-C and SIGTERM into a request that the training loop handles between steps."""
+"""Turns Ctrl-C, SIGTERM and SIGHUP into a request that the training loop handles between steps."""
 
 from __future__ import annotations
 
 import logging
+import os
 import signal
+import sys
 import threading
 from types import FrameType, TracebackType
 from typing import Any
@@ -23,8 +25,10 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._handlers[number] = signal.signal(number, self._request)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                # nohup ignores SIGHUP
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                    self._handlers[number] = signal.signal(number, self._request)
         return self
 
     def __exit__(
@@ -38,6 +42,9 @@ class StopRequest:
     def _request(self, number: int, frame: FrameType | None) -> None:
         self.requested = True
         self._restore()
+        for stream in (sys.stdout, sys.stderr) if number == signal.SIGHUP else ():
+            if stream.isatty():  # the terminal is gone: writing to it would fail
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         logger.warning("stopping after this step; a second signal stops immediately")
 
     def _restore(self) -> None:

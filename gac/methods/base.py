@@ -18,7 +18,6 @@ from torch import Tensor
 
 from gac.control.estimators import Corrections
 from gac.control.evidence import Evidence
-from gac.control.solvers import Weights
 from gac.control.term_pair import TermPair
 from gac.parallel.collectives import rank
 from gac.rollouts.advantages import Credit, group_credit
@@ -30,6 +29,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 State = dict[str, Any]  # plain JSON types
+Weights = tuple[float, float]  # of the demonstration and the rollout gradient
+OURS = "our variants"  # family of the methods that no publication describes
 
 
 class Mix(NamedTuple):
@@ -89,11 +90,17 @@ class Loss(NamedTuple):
     spec: LossSpec
     """The fused loss; with `token`, its reductions and statistics."""
     token: Callable[[TokenView], Tensor] | None = None
-    """[N] loss of each token, differentiable through `TokenView.logps`; replaces the fused loss."""
+    """[N] loss of each token, differentiable through `TokenView.logps`; replaces the fused loss. KL
+    penalty, entropy bonus and correction of `spec` are added to it."""
+    policy: bool = False
+    """`token` uses `TokenView.policy_loss`, and so the clip and the ratio of `spec`."""
     pooled: bool = False
     """Both terms are divided by a common count over all rows."""
     reference: bool = False
     """`token` uses the LM head of the frozen initial policy."""
+    per_token: bool = False
+    """`token` is a function of each token's own log-prob, entropy and inputs, without sums over
+    sequences. The gradient then takes 6 instead of 8 N H V FLOPs."""
 
 
 @dataclass(frozen=True)
@@ -143,15 +150,6 @@ class Observation:
             grouped.setdefault(source, []).append(loss)
         return grouped
 
-    @classmethod
-    def restore(cls, plain: dict[str, Any]) -> Observation:
-        """Rebuild an observation from its JSON form in checkpoints of earlier versions."""
-        values = dict(plain)
-        for key, kind in (("signals", Signals), ("corrections", Corrections)):
-            if values.get(key) is not None:
-                values[key] = kind(*values[key])
-        return cls(**values)
-
 
 @dataclass(frozen=True)
 class Method:
@@ -162,16 +160,20 @@ class Method:
     """
 
     name: ClassVar[str] = ""
-    """Name in the configuration: `method: NAME`."""
-    family: ClassVar[str] = ""
+    """Name in lists and logs, and in the configuration if the method is in a table of methods."""
+    family: ClassVar[str] = "installed"
     """Group in lists of methods."""
-    source: ClassVar[str] = ""
+    source: ClassVar[str] = "not published"
     """Where the formula is published."""
     cost: ClassVar[str] = "none"
     """Cost per step in addition to one forward pass over all rows and one backward pass over the
     rows that are trained on."""
     keeps_best: ClassVar[bool] = False
     """Whether the run ends with the weights of its best evaluation."""
+
+    def __init_subclass__(cls) -> None:
+        if "name" not in vars(cls):
+            cls.name = cls.__qualname__
 
     def needs(self, step: int) -> StepNeeds:
         """The inputs and measurements that step `step`, counted from 0, requires."""

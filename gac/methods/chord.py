@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gac.control.schedules import MixSchedule
+from gac.control.schedules import MixSchedule, ScheduleChoice
 from gac_kernels import DemoWeight
 
 from .base import Mix, Observation, State, TokenWeighted
@@ -20,8 +20,8 @@ class CHORD(TokenWeighted):
     family: ClassVar[str] = "schedule"
     source: ClassVar[str] = "arXiv 2508.11408"
 
-    schedule: MixSchedule = MixSchedule.chord_mu()
-    """mu as a function of the step."""
+    schedule: ScheduleChoice = MixSchedule.chord_mu()
+    """mu as a function of the step: a ramp, or package.module:function."""
 
     def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
         return state, Mix(self.schedule(last.step))
@@ -33,7 +33,7 @@ class CHORDPhi(CHORD):
 
     name: ClassVar[str] = "chord-phi"
 
-    schedule: MixSchedule = MixSchedule.constant(0.1)
+    schedule: ScheduleChoice = MixSchedule.constant(0.1)
     """mu as a function of the step."""
     weight: DemoWeight = DemoWeight.PHI
     """Token weight of the demonstrations."""
@@ -56,7 +56,6 @@ HPCD = preset(
     "hpcd",
     f"High peak, cosine decay: {INTERPRETATION}.",
     source="the paper, figure 2 (HPCD; undefined)",
-    schedule=MixSchedule.hpcd(),
 )
 
 WCF = preset(

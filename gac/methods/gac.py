@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from gac.control.alarm import alarm_message, is_suspect
-from gac.control.alignment import Alignment
+from gac.control.alarm import Alarm, alarm_message, is_suspect
 from gac.control.controller import ControllerConfig, GuidedController
-from gac.control.gate import GateState
+from gac.control.gate import Gate, GateState
 from gac.control.schedules import Prior, PriorChoice
-from gac.control.signals import ProxySignals, Source
+from gac.control.signals import GradientSignals, ProxySignals, SketchSignals, Source
 from gac_kernels import DemoWeight, Signals
 
-from .base import Mix, Observation, State, StepNeeds, TokenWeighted
+from .base import OURS, Mix, Observation, State, StepNeeds, TokenWeighted
+from .preset import preset
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,12 @@ class GAC(ControllerConfig, TokenWeighted):
     cost: ClassVar[str] = "reference forward pass on the rollouts, on refresh steps"
 
     prior: PriorChoice = Prior()
-    """mu_prior(t), e.g. {name: random, low: 0.2}, or {hold: 50} to keep the kind of prior."""
+    """mu_prior(t), e.g. {hold: 50}, or package.module:function."""
     weight: DemoWeight = DemoWeight.PHI
     """Token weight of the demonstrations; one = the paper's "GAC w/o phi"."""
     signals: Source = field(default_factory=ProxySignals)
-    """Source of the signals: the paper's proxies, degraded proxies, true gradients of all
-    parameters, or a sketch of the LM head gradient.
+    """Source of the signals: the paper's proxies, true gradients of all parameters, or a sketch of
+    the LM head gradient.
     """
     gradient_parts: int = 4
     """Number of micro-batch gradients per term for `signals: gradients`, >= 2."""
@@ -57,8 +57,7 @@ class GAC(ControllerConfig, TokenWeighted):
 
     def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
         state, signals, corrections = dict(state), last.signals, last.corrections
-        pending = state.pop("alignment", None)  # in checkpoints of earlier versions
-        alignment = None if pending is None else Alignment(*pending)
+        alignment = None
         if last.evidence is not None:
             reading, state["signals"] = self.signals.read(last.evidence, state["signals"])
             signals, corrections, alignment = reading
@@ -99,3 +98,44 @@ class GAC(ControllerConfig, TokenWeighted):
         # the logged signals are the proxies; add the latest reading that this step's mu is based on
         read = Signals(*state["read"])._asdict() if state["read"] else {}
         return columns | {f"read_{name}": read.get(name) for name in Signals._fields}
+
+
+GACPaper = preset(
+    GAC,
+    "gac-paper",
+    "GAC exactly as printed in Algorithm 1; mu hardly leaves the prior.",
+    ema="literal",
+    alpha_every="step",
+    signal_decay=0.99,
+    cost="reference forward pass on the rollouts",
+)
+_GATED = {
+    "family": OURS,
+    "source": "docs/controller.md",
+    "prior": Prior.constant(0.7),
+    "prior_blend": 0.0,
+    "mu_min": 0.0,
+    "update_every": 2,
+    "max_step": 0.15,
+    "weight": DemoWeight.ONE,
+}
+GACGated = preset(
+    GAC,
+    "gac-gated",
+    "A constant mu of 0.7, scaled by a trust in [0, 1] that follows the inner product of the two "
+    "gradients.",
+    cost="reference forward pass and one gradient buffer per micro-batch, on refresh steps",
+    gate=Gate(),
+    alarm=Alarm(),
+    signals=GradientSignals(),
+    **_GATED,
+)
+GACGatedSketch = preset(
+    GAC,
+    "gac-gated-sketch",
+    "gac-gated with the inner product of the LM head gradients only, sketched in the loss.",
+    cost="reference forward pass on the rollouts, on refresh steps",
+    gate=Gate("cosine"),
+    signals=SketchSignals(),
+    **_GATED,
+)

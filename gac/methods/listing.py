@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Mapping
 
 from gac_kernels import LossSpec
 
-from . import METHODS
+from . import all_methods
 from .base import Method, StepNeeds
 
 DEMOS = {"separate": "demonstrations", "prompt": "demonstrations of the sampled prompts"}
@@ -16,25 +17,26 @@ COMPLETIONS = 8  # rollouts per prompt assumed here
 
 def methods_table() -> str:
     """Table of the methods by family: name, summary, source, needs and extra cost per step."""
-    width = max(map(len, METHODS))
+    methods = all_methods()
+    width = max(map(len, methods))
     indent = " " * (width + 4)
     lines = []
-    for family, members in families().items():
+    for family, members in families(methods).items():
         lines.append(f"{family}:")
-        for method in members:
+        for name, method in members.items():
             text = f"{summary(method)} [{method.source}] Needs: {', '.join(needs(method()))}."
             if method.cost != "none":
                 text += f" Extra: {method.cost}."
-            name = f"  {method.name:{width}}  "
-            lines.append(textwrap.fill(text, 100, initial_indent=name, subsequent_indent=indent))
+            first = f"  {name:{width}}  "
+            lines.append(textwrap.fill(text, 100, initial_indent=first, subsequent_indent=indent))
     return "\n".join(lines)
 
 
-def families() -> dict[str, list[type[Method]]]:
-    """Family -> its methods, in the order of `METHODS`."""
-    by_family: dict[str, list[type[Method]]] = {}
-    for method in METHODS.values():
-        by_family.setdefault(method.family, []).append(method)
+def families(methods: Mapping[str, type[Method]]) -> dict[str, dict[str, type[Method]]]:
+    """Family -> name -> method: the published methods, then our variants and installed ones."""
+    by_family: dict[str, dict[str, type[Method]]] = {}
+    for name, method in methods.items():
+        by_family.setdefault(method.family, {})[name] = method
     return by_family
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from gac.control.schedules import MixSchedule
+from gac.control.schedules import MixSchedule, ScheduleChoice
 from gac.errors import require
 from gac.rollouts.plan import Sampling, Stage
 from gac_kernels import DemoWeight, LossSpec
@@ -38,7 +38,7 @@ class PrefixRFT(Method):
     family: ClassVar[str] = "hybrid"
     source: ClassVar[str] = "arXiv 2507.01679"
 
-    low: MixSchedule = MixSchedule(peak=0.95, valley=0.05, decay=500)
+    low: ScheduleChoice = MixSchedule(peak=0.95, valley=0.05, decay=500)
     """Smallest share of the demonstration that is given, as a function of the step."""
     high: float = 0.95
     """Largest share, in [0, 1]."""
@@ -57,7 +57,7 @@ class PrefixRFT(Method):
             rollout_reduction="constant",
             demo_reduction="constant",
         )
-        return Loss(spec, token=self.token_loss, pooled=True)
+        return Loss(spec, token=self.token_loss, policy=True, pooled=True)
 
     def sampling(self, completions: int) -> Sampling:
         if completions < 2:

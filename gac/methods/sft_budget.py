@@ -58,8 +58,6 @@ class SFTLight(SFTBest):
 
     def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
         loss = last.demo_loss
-        if "since" in state:  # the key in checkpoints of earlier versions
-            state = {**state, "steps_since_best": state["since"]}
         if loss is None or not math.isfinite(loss):
             return state, Mix(1.0, final=state["steps_since_best"] >= self.patience)
         old, best = state["average"], state["best"]

@@ -6,8 +6,8 @@ loss of a token. Notation: N tokens, S sequences, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -17,12 +17,15 @@ from torch.utils.checkpoint import checkpoint
 from gac.control.term_pair import TermPair
 from gac.data.rows import Batch
 from gac_kernels import LossOutput, LossSpec
+from gac_kernels.contract import IGNORE
 from gac_kernels.inputs import BatchInputs
-from gac_kernels.reference import loss_output
-from gac_kernels.tokens import Tokens, TokenTerms, plan
+from gac_kernels.reference import Coupling, coupling, loss_output, token_terms
+from gac_kernels.tokens import Tokens, TokenTerms, plan, token_factor, with_factors
 
 if TYPE_CHECKING:
     from gac.models.causal_lm import Head  # needs transformers
+
+COLUMNS = Tokens._fields[: Tokens._fields.index("sequence")]  # one value per token
 
 
 class TokenView(NamedTuple):
@@ -39,6 +42,8 @@ class TokenView(NamedTuple):
     """The policy's last layer."""
     reference: Head | None
     """The reference policy's last layer, if `Loss.reference` is set."""
+    policy_loss: Tensor
+    """[N] policy-gradient loss of the rollout tokens, with the clip and the ratio of `spec`."""
     teacher: Tensor | None = None
     """[N] log-probs of the policy that sees the demonstration, nan without one; see
     `Sampling.teacher`."""
@@ -48,20 +53,6 @@ class TokenView(NamedTuple):
     def sequence_mean(self, x: Tensor) -> Tensor:
         """[N] -> [S]: the mean over each sequence's tokens, differentiable; 0 for an empty one."""
         return self.batch.per_sequence(x) / self.batch.lengths.clamp(min=1)
-
-    @property
-    def log_ratio(self) -> Tensor:
-        """[N] log-ratio to the sampling policy; on-policy it is 0 but still has a gradient."""
-        old = self.logps.detach() if self.batch.old is None else self.batch.old
-        return self.logps - old
-
-    @property
-    def policy_loss(self) -> Tensor:
-        """[N] clipped policy-gradient loss of the rollout tokens."""
-        ratio, advantage = self.log_ratio.exp(), self.batch.advantages
-        low = 0.0 if self.spec.clip_low is None else 1 - self.spec.clip_low
-        high = math.inf if self.spec.clip_high is None else 1 + self.spec.clip_high
-        return -torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
 
     def vocabulary_kl(self, forward: bool, chunk: int = 1024) -> Tensor:
         """[N] KL over the full vocabulary between policy p and reference q, in nats.
@@ -90,10 +81,17 @@ def custom_loss(
     spec: LossSpec,
     norms: TermPair,
     teacher_logps: Tensor | None = None,
+    engine_logps: Tensor | None = None,
+    per_token: bool = False,
 ) -> LossOutput:
-    """Like `Head.loss`, with `token_loss(TokenView) -> [N]` as the per-token loss."""
+    """Like `Head.loss`, with `token_loss(TokenView) -> [N]` as the per-token loss.
+
+    The KL penalty and the entropy bonus of `spec` are added on rollout tokens, and the correction
+    for `engine_logps` multiplies the method's loss there. With `per_token`, as in `Loss`, the
+    gradient takes one pass over the logits instead of two, unless `spec` couples tokens.
+    """
     targets = batch.targets
-    flat, old, ref = batch.to_loss_layout(targets, old_logps, ref_logps)
+    flat, old, ref, engine = batch.to_loss_layout(targets, old_logps, ref_logps, engine_logps)
     inputs = BatchInputs(
         flat,
         batch.advantages,
@@ -102,18 +100,74 @@ def custom_loss(
         old,
         ref,
         cu_seqlens=batch.cu_seqlens,
+        rollout_logps=engine,
         rollout_norm=norms.rollout,
         demo_norm=norms.demo,
     )
-    tokens = plan(inputs, spec)
-    logps, entropy = (x.reshape(-1) for x in head.logprobs(targets, spec.temperature))
+    tokens = with_factors(plan(inputs, spec), inputs, spec)
     teacher = None if teacher_logps is None else teacher_logps.flatten()
-    view = TokenView(logps, entropy.detach(), tokens, spec, head, reference, teacher, batch.units)
-    loss = torch.where(tokens.live, token_loss(view), 0)
-    log_ratio = torch.zeros_like(entropy) if tokens.ref is None else tokens.ref - logps.detach()
-    kl = torch.where(tokens.live & ~tokens.demo, log_ratio.exp() - log_ratio - 1, 0)
-    terms = TokenTerms(logps, entropy.detach(), loss, kl, torch.zeros_like(kl))
-    return loss_output(tokens, terms, targets.shape)
+    fixed = spec, head, reference, batch.units
+    if not per_token or head.logits is not None or coupling(tokens, spec) is not Coupling.NONE:
+        logps, entropy = (x.reshape(-1) for x in head.logprobs(targets, spec.temperature))
+        return loss_output(
+            tokens, _terms(token_loss, logps, entropy, tokens, teacher, *fixed), targets.shape
+        )
+    names = [name for name in COLUMNS if getattr(tokens, name) is not None]
+    columns = [getattr(tokens, name) for name in names] + ([] if teacher is None else [teacher])
+
+    def weighted_loss(logps: Tensor, entropy: Tensor, *columns: Tensor) -> Tensor:
+        """[M] loss of the tokens of a block, with their weight in the mixed loss."""
+        part = tokens._replace(**dict(zip(names, columns, strict=False)))
+        seen = None if teacher is None else columns[-1]
+        return part.scale * _terms(token_loss, logps, entropy, part, seen, *fixed).loss
+
+    like_targets = (x.view(targets.shape) for x in columns)
+    out = head.token_loss(targets, weighted_loss, *like_targets, temperature=spec.temperature)
+    with torch.no_grad():
+        stats = out.logps.flatten(), out.entropy.flatten()
+        terms = _terms(token_loss, *stats, tokens, teacher, *fixed)
+    return loss_output(tokens, terms, targets.shape)._replace(loss=out.loss)
+
+
+def _terms(
+    token_loss: Callable[[TokenView], Tensor],
+    logps: Tensor,
+    entropy: Tensor,
+    tokens: Tokens,
+    teacher: Tensor | None,
+    spec: LossSpec,
+    head: Head,
+    reference: Head | None,
+    units: Tensor | None,
+) -> TokenTerms:
+    """The terms of a custom loss, [N] each, differentiable in logps and entropy."""
+    plain = tokens._replace(factor=None, rollout_logps=None)
+    unpenalized = replace(spec, kl_coef=0.0, entropy_coef=0.0)
+    policy_loss = token_terms(logps, entropy, plain, unpenalized).loss
+    fixed = entropy.detach(), tokens, spec, head, reference
+    loss = token_loss(TokenView(logps, *fixed, policy_loss, teacher, units))
+    factor = token_factor(logps.detach(), tokens, spec)
+    if factor is not None:
+        loss = torch.where(tokens.rollout, factor * loss, loss)
+    # the terms of the fused loss for advantages of 0 are the penalties alone
+    without_advantages = plain._replace(advantages=torch.zeros_like(tokens.advantages))
+    penalties = token_terms(logps, entropy, without_advantages, spec)
+    if spec.kl_coef != 0 or spec.entropy_coef != 0:
+        loss = loss + torch.where(tokens.rollout, penalties.loss, 0)
+    loss = torch.where(tokens.live, loss, 0)
+    return TokenTerms(logps, entropy.detach(), loss, penalties.kl, torch.zeros_like(loss))
+
+
+def with_k3(out: LossOutput, batch: Batch, ref_logps: Tensor) -> LossOutput:
+    """Replace the KL in the statistics of a batch by the k3 estimator."""
+    assert out.moments is not None  # requested by the trainer
+    live = batch.targets != IGNORE
+    per_token = batch.is_demo.numel() == live.numel()  # otherwise all rows are of one kind
+    rollout = live & ~(batch.is_demo.view_as(live) if per_token else batch.is_demo.any())
+    gap = torch.where(rollout, ref_logps.view_as(rollout) - out.logps.view_as(rollout), 0).double()
+    totals = out.moments.totals.clone()
+    totals[2] = (gap.exp() - gap - 1).sum()
+    return out._replace(moments=replace(out.moments, totals=totals))
 
 
 def _chunk_kl(

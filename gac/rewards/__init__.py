@@ -8,7 +8,6 @@ from .build import REWARDS, build_reward, rewards_table
 from .code import CodeReward
 from .combine import SumReward
 from .mathematics import MathReward
-from .noise import NoisyReward, RewardNoise, build_rewards
 from .tally import Tally, closing_reward
 from .text import ChoiceReward, ExactReward, FormatReward
 
@@ -19,15 +18,12 @@ __all__ = [
     "ExactReward",
     "FormatReward",
     "MathReward",
-    "NoisyReward",
     "Reward",
     "RewardError",
-    "RewardNoise",
     "RowReward",
     "SumReward",
     "Tally",
     "build_reward",
-    "build_rewards",
     "closing_reward",
     "rewards_table",
 ]

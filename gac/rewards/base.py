@@ -6,9 +6,7 @@ import contextlib
 import logging
 import math
 import signal
-import sys
 import threading
-import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -18,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from gac.data import Example
 
+from gac.config.imports import explained, location
 from gac.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -116,14 +115,6 @@ class Reward(ABC):
         return None
 
 
-def location(error: Exception) -> str:
-    """` (file, line N)` of the last line of user code in the traceback, or an empty string."""
-    frames = traceback.extract_tb(error.__traceback__)
-    prefixes = (sys.prefix, sys.base_prefix, __file__.removesuffix("rewards/base.py"))
-    own = [frame for frame in frames if not frame.filename.startswith((*prefixes, "<"))]
-    return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
-
-
 @contextlib.contextmanager
 def time_limits(seconds: float | None) -> Iterator[AbstractContextManager[None]]:
     """Yields a context manager that raises TimeoutError after `seconds`, each time it is entered.
@@ -176,8 +167,8 @@ class RowReward(Reward):
         try:
             with limit:
                 return as_outcome(self.score(completion, example))
-        except Exception as error:  # user code may raise anything
-            return error
+        except (Exception, SystemExit) as error:  # user code may raise anything
+            return explained(error)
 
 
 def as_outcome(value: object) -> RowOutcome:

@@ -7,11 +7,12 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any, get_args
 
+from gac.config.imports import load_object
 from gac.config.types import did_you_mean
 
 from .base import OnError, Reward
 from .code import CodeReward
-from .combine import BatchCallableReward, CallableReward, SumReward, load_callable
+from .combine import BatchCallableReward, CallableReward, SumReward
 from .mathematics import MathReward
 from .text import ChoiceReward, ExactReward, FormatReward
 
@@ -96,7 +97,7 @@ def _build_sum(options: dict[str, Any]) -> SumReward:
 
 
 def _build_callable(name: str, options: dict[str, Any]) -> Reward:
-    function = load_callable(name)
+    function = load_object(name, "reward")
     if inspect.isclass(function) and issubclass(function, Reward):
         _check_options(name, function, options)
         return function(**options)

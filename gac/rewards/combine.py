@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import sys
-import zlib
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from .base import Reward, RowOutcome, RowReward, as_outcome, location, time_limits
+from gac.config.imports import explained
+
+from .base import Reward, RowOutcome, RowReward, as_outcome, time_limits
 
 if TYPE_CHECKING:
     from gac.data import Example
@@ -88,9 +84,9 @@ class BatchCallableReward(CallableReward):
                 values = list(self._function(list(completions), list(examples), **self._options))
         except TimeoutError as error:
             return [error] * len(completions)
-        except Exception as error:  # user code may raise anything
+        except (Exception, SystemExit) as error:  # user code may raise anything
             if len(completions) == 1:
-                return [error]
+                return [explained(error)]
             return [
                 self.outcomes([completion], [example])[0]
                 for completion, example in zip(completions, examples, strict=True)
@@ -100,57 +96,3 @@ class BatchCallableReward(CallableReward):
                 f"reward {self.name!r} returned {len(values)} numbers for {len(completions)} rows"
             )
         return [as_outcome(value) for value in values]
-
-
-def load_callable(name: str) -> Callable[..., Any]:
-    """Import the callable named `package.module:function`.
-
-    `path/file.py:function` loads a file. The path is relative to the current folder or to a folder
-    in `sys.path`, such as that of the configuration file.
-
-    Raises:
-        ValueError: no such module or file, no such name in it, or not callable.
-    """
-    module_name, _, attribute = name.rpartition(":")
-    try:
-        if module_name.endswith(".py") or "/" in module_name:
-            module = _load_file(name, module_name)
-        else:
-            module = importlib.import_module(module_name)
-        found = getattr(module, attribute)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module exists, but one of its own imports is missing
-        raise ValueError(
-            f"reward {name!r}: no module {error.name!r}; give its file as `path/file.py:function`, "
-            "or add its folder to PYTHONPATH"
-        ) from error
-    except AttributeError as error:
-        raise ValueError(f"reward {name!r}: {module_name} has no {attribute!r}") from error
-    if not callable(found):
-        raise ValueError(f"reward {name!r}: {attribute} is not callable")
-    return found
-
-
-def _load_file(name: str, path: str) -> ModuleType:
-    """Import the file of reward `name`, once."""
-    folders = [Path(), *map(Path, reversed(sys.path))]  # the configuration's folder comes last
-    file = next((file for folder in folders if (file := folder / path).is_file()), None)
-    if file is None:
-        raise ValueError(
-            f"reward {name!r}: no file {path!r} in this folder or next to the configuration file"
-        )
-    module_name = f"reward_{file.stem}_{zlib.crc32(str(file.resolve()).encode()):08x}"
-    if module_name in sys.modules:
-        return sys.modules[module_name]
-    spec = importlib.util.spec_from_file_location(module_name, file)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"reward {name!r}: {str(file)!r} is not a Python file")
-    sys.modules[module_name] = module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # user code may raise anything
-        del sys.modules[module_name]
-        problem = f"{type(error).__name__}: {error}{location(error)}"
-        raise ValueError(f"reward {name!r}: {problem}") from error
-    return module

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -10,15 +9,13 @@ from typing import Any
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from gac.data.balance import assign_rows, rebalance
-from gac.data.examples import Example, load_demos, load_prompts, prompt_order
+from gac.data.examples import Example, load_demos, load_prompts, prompt_order, row_order
 from gac.data.order import MixedOrder, Order
 from gac.data.rows import Row, demo_row
-from gac.data.shift import ShiftingOrder, set_at
-from gac.faults.preflight import check_budget
 from gac.methods.base import StepNeeds
 from gac.parallel import collectives
-from gac.training.input_checks import check_positions, check_tokens
-from gac.training.run_config import TrainConfig
+from gac.train_config import TrainConfig
+from gac.training.startup import check_budget, check_positions, check_tokens
 
 
 class Feed:
@@ -38,7 +35,7 @@ class Feed:
         self.rank, self.ranks, self.tokenizer = rank, ranks, tokenizer
         self.own = slice(rank, None, ranks)
         self.names_sources = config.data.source_field is not None or bool(config.data.sources)
-        self.orders: dict[str, Order | MixedOrder | ShiftingOrder] = {}
+        self.orders: dict[str, Order | MixedOrder] = {}
         needs = StepNeeds.union(map(self.method.needs, range(config.steps)))
         sampling = self.method.sampling(config.rollouts.num_generations)
         self.demo_tokens, self.separate_demos = sampling.demo_tokens, False
@@ -46,6 +43,7 @@ class Feed:
         self.uses_prefixes = any(stage.has_prefix for stage in sampling.stages)
         self.uses_teacher = sampling.teacher
         self.collect = sampling.collect
+        self.step = 0  # of the last sampling
         self.collected: list[int] = []  # indices of prompts with collected demonstrations
         # number of rows that stay on one rank
         self.unit = sampling.unit(config.rollouts.num_generations)
@@ -54,14 +52,11 @@ class Feed:
         self.may_balance = ranks > 1 and needs.parts < 2
         if needs.rollouts:
             self.prompts: Sequence[Example] = load_prompts(config.data, tokenizer, training=True)
-            self.prompt_sets: list[Sequence[Example]] = [self.prompts]
             self.prompt_order = prompt_order(config.data, self.prompts, config.seed)
             self.orders["prompt_order"] = self.prompt_order
             _check_divisible("rollouts.num_prompts", self.prompt_batch, ranks)
         if not needs.demos:
             return
-        shifts = config.data.demo_shifts or ()
-        self.starts = [0, *(shift.step for shift in shifts)]
         if self.trains_on_prompt_demos:
             reason = (
                 f"method {self.method.name!r} trains on the demonstrations of the sampled prompts"
@@ -72,43 +67,27 @@ class Feed:
                     f"data.prompts={config.data.prompts!r}: {reason}, but no row has the {field}; "
                     "add it or choose another method"
                 )
-            for shift in shifts:
-                data = dataclasses.replace(config.data, prompts=shift.demos, sources=())
-                self.prompt_sets.append(load_prompts(data, tokenizer, training=True))
-                pairs = itertools.zip_longest(self.prompt_sets[-1], self.prompts)
-                if any(a is None or b is None or a.prompt != b.prompt for a, b in pairs):
-                    raise ValueError(
-                        f"data.demo_shifts: {shift.demos}: {reason}, so this file must have the "
-                        "same prompts as data.prompts, in the same order"
-                    )
         if sampling.demos == "separate":
             self.separate_demos = True
-            later = [dataclasses.replace(config.data, demos=shift.demos) for shift in shifts]
-            loaded = [load_demos(data, tokenizer) for data in (config.data, *later)]
-            limit = sampling.limit_demos
-            self.demos: list[Sequence[Example]] = [
-                demos if limit is None else demos[:limit] for demos in loaded
-            ]
+            demos, limit = load_demos(config.data, tokenizer), sampling.limit_demos
+            self.demos: Sequence[Example] = demos if limit is None else demos[:limit]
             if sampling.epochs is not None:
-                epoch_steps = max(sampling.epochs * len(self.demos[0]) // self.demo_batch_size, 1)
+                epoch_steps = max(sampling.epochs * len(self.demos) // self.demo_batch_size, 1)
                 self.steps = min(config.steps, epoch_steps)
-            self.demo_order = ShiftingOrder(
-                self.starts, list(map(len, self.demos)), config.seed + 1
-            )
+            self.demo_order = row_order(config.data, self.demos, config.seed + 1)
             self.orders["demo_order"] = self.demo_order
             _check_divisible("demo_batch_size", self.demo_batch_size, ranks)
 
     def examples(self, step: int) -> list[Example]:
         """This rank's prompts for the next sampling; `step` must not decrease."""
-        if len(self.prompt_sets) > 1:
-            self.prompts = self.prompt_sets[set_at(step, self.starts)]
-        indices = self.prompt_order.take(self.prompt_batch)
+        self.step = step
+        indices = self.prompt_order.take(self.prompt_batch, step)
         return [self.prompts[i] for i in indices[self.own]]
 
     def more_examples(self, number: int) -> list[Example]:
         """This rank's next `number` prompts; every rank calls it, with its own number."""
         numbers = collectives.gather(number)
-        indices = self.prompt_order.take(sum(numbers))
+        indices = self.prompt_order.take(sum(numbers), self.step)
         before = sum(numbers[: self.rank])
         return [self.prompts[i] for i in indices[before : before + number]]
 
@@ -116,8 +95,8 @@ class Feed:
         """This rank's demonstrations for `step`; empty if they do not come from a separate set."""
         if not (self.separate_demos and self.method.needs(step).demos):
             return []
-        indices = self.demo_order.take(step, self.demo_batch_size)
-        return self._own([demo_row(self.demos[s][i], self.demo_tokens) for s, i in indices])
+        indices = self.demo_order.take(self.demo_batch_size, step)
+        return self._own([demo_row(self.demos[i], self.demo_tokens) for i in indices])
 
     def collected_rows(self, examples: Sequence[Example | None]) -> list[Row]:
         """This rank's collected demonstrations once there are enough of them, else none.
@@ -174,28 +153,22 @@ class Feed:
         """Maximum number of tokens before a response: the prompt and any demonstration prefix."""
         if "prompt_order" not in self.orders:
             return 0
-        return max(
-            len(e.prompt) + self.uses_prefixes * len(e.demo or ())
-            for e in itertools.chain(*self.prompt_sets)
-        )
+        return max(len(e.prompt) + self.uses_prefixes * len(e.demo or ()) for e in self.prompts)
 
     def longest_row(self, response: int) -> int:
         """Maximum row length in the run, with responses of at most `response` tokens."""
         lengths = [self.longest_start() + response if "prompt_order" in self.orders else 0]
         if self.uses_teacher:
-            lengths += [
-                2 * len(e.prompt) + len(e.demo or ()) + response
-                for e in itertools.chain(*self.prompt_sets)
-            ]
+            lengths += [2 * len(e.prompt) + len(e.demo or ()) + response for e in self.prompts]
         sources = self.sources()[0 if self.trains_on_prompt_demos else 1 :]
         for examples in sources:
             lengths.append(max((len(e.prompt) + len(e.demo or ()) for e in examples), default=0))
         return max(lengths)
 
     def sources(self) -> list[Sequence[Example]]:
-        """The prompts, if any are sampled, and the sets of demonstrations."""
-        prompts: list[Sequence[Example]] = self.prompt_sets if "prompt_order" in self.orders else []
-        return [*(prompts or [[]]), *(self.demos if self.separate_demos else [])]
+        """The prompts, if any are sampled, and the demonstrations of their own source, if any."""
+        prompts: Sequence[Example] = self.prompts if "prompt_order" in self.orders else []
+        return [prompts, *([self.demos] if self.separate_demos else [])]
 
     def state_dict(self) -> dict[str, Any]:
         """State in plain JSON types."""

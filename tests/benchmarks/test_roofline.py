@@ -1,4 +1,4 @@
-"""docs/roofline.md is up to date, and its tables show the measured values."""
+"""bench/roofline.md is up to date, and its tables show the measured values."""
 
 from __future__ import annotations
 

@@ -213,8 +213,12 @@ def test_round_trip_through_a_file(tmp_path):
     assert load(Config, dump(config)) == config
     assert list(path.parent.iterdir()) == [path]
     assert dump(config)["method"]["name"] == "mixed"
-    with pytest.raises(ConfigError, match="^Method is not one of sft, mixed, its-earlier-name$"):
-        dump(Config("m", method=Method()))
+
+    class Local(Method):
+        """Cannot be imported."""
+
+    with pytest.raises(ConfigError, match="^Local is not one of sft, .*, and cannot be imported$"):
+        dump(Config("m", method=Local()))
 
 
 @pytest.mark.parametrize(
@@ -396,32 +400,42 @@ def test_describe_shows_types_defaults_and_field_docs():
     assert describe(Wide, "x") == HELP_OF_WIDE
 
 
-def test_a_prior_is_chosen_by_its_name():
-    """A mapping without `name` changes the method's default prior, as in earlier versions."""
-    from gac.control.schedules import Prior, RandomPrior
+def half(step: int) -> float:
+    return 0.5
+
+
+@dataclass(frozen=True)
+class Third:
+    of: float = 1.0
+
+    def __call__(self, step: int) -> float:
+        return self.of / 3
+
+
+def test_a_prior_is_chosen_by_its_name_or_imported():
+    """A mapping without `name` changes the method's default prior."""
+    from gac.control.schedules import Prior
     from gac.train_config import TrainConfig
-    from gac.training.run_config import upgrade_config
 
-    def prior(**fields):
-        return load(TrainConfig, {"method": {"name": "gac", "prior": fields}}).method.prior
+    def prior(value, *changes):
+        config = load(TrainConfig, {"method": {"name": "gac", "prior": value}}, changes)
+        assert load(TrainConfig, dump(config)) == config
+        return config.method.prior
 
-    assert prior(name="random", low=0.2) == RandomPrior(low=0.2)
-    assert prior(name="cosine", hold=5) == prior(hold=5) == Prior(hold=5)
-    config = load(TrainConfig, {}, ["method=gac", "method.prior={name: random, interval: 3}"])
-    assert config.method.prior == RandomPrior(interval=3)
-    assert dump(config)["method"]["prior"]["name"] == "random"
-    assert load(TrainConfig, dump(config)) == config
-    with pytest.raises(ConfigError, match=r"method.prior.name: unknown name 'cosin'.*'cosine'"):
-        prior(name="cosin")
-    with pytest.raises(ConfigError, match=r"method.prior.hihg: unknown key 'hihg'.*'high'"):
-        prior(hihg=0.5)
-    with pytest.raises(ConfigError, match=r"method.prior: high=2"):
-        prior(high=2)
-    old = dump(config)
-    del old["method"]["prior"]["name"]  # as written by versions without prior names
-    old["method"]["prior"] = {"high": 0.8, "low": 0.2, "hold": 1, "decay": 9}
-    assert upgrade_config(old)["method"]["prior"] == {"name": "cosine", **old["method"]["prior"]}
-    assert upgrade_config({"removed_key": 1}) == {"removed_key": 1}
+    assert prior({"name": "cosine", "hold": 5}) == prior({"hold": 5}) == Prior(hold=5)
+    assert prior(f"{__name__}:half") is half
+    assert prior(f"{__name__}:Third", "method.prior.of=0.5") == Third(0.5)
+    for value, message in (
+        ({"name": "cosin"}, r"method.prior.name: unknown name 'cosin'.*'cosine'"),
+        ({"hihg": 0.5}, r"method.prior.hihg: unknown key 'hihg'.*'high'"),
+        ({"high": 2}, r"method.prior: high=2"),
+        (f"{__name__}:absent", rf"method.prior '{__name__}:absent': .* has no 'absent'"),
+        ("absent.py:f", r"method.prior: no file 'absent.py' in this folder"),
+        ({"name": f"{__name__}:half", "of": 1}, "is a function, without 'of'; use a dataclass"),
+        (f"{__name__}:Path", "is a class; use a dataclass"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            prior(value)
 
 
 def test_a_file_overrides_the_values_of_its_base(tmp_path):

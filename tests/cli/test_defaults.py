@@ -14,14 +14,14 @@ from gac.config import keys
 from gac.evaluation.suite import EvalConfig
 from gac.methods import METHODS
 from gac.rewards import REWARDS
-from gac.training.run_config import TrainConfig
+from gac.train_config import TrainConfig
 
 FILE = Path(__file__).with_name("defaults.txt")
 MODULES = """gac gac.control.alarm gac.control.alignment gac.control.checks gac.control.estimators
 gac.control.evidence gac.control.gate gac.control.schedules gac.control.signals
-gac.control.solvers gac.control.state gac.data.rows gac.evaluation.cells gac.evaluation.estimates
+gac.control.state gac.data.rows gac.evaluation.cells gac.evaluation.estimates
 gac.evaluation.suite gac.methods.base gac.methods.token_loss gac.models.causal_lm gac.models.head
-gac.rewards.build gac.rewards.noise gac.rollouts.generation gac.rollouts.plan gac.training.export
+gac.rewards.build gac.rollouts.generation gac.rollouts.plan gac.training.export
 gac_kernels gac_kernels.linear gac_kernels.projection gac_kernels.reference gac_kernels.sketch
 gac_kernels.tokens gac_kernels.vocab_parallel""".split()
 OTHERS = (BaseException, Enum)  # their constructors have no defaults of ours

@@ -9,37 +9,16 @@ import pytest
 from gac import ControllerConfig
 from gac.control.alarm import Alarm
 from gac.control.gate import Gate
-from gac.control.schedules import MixSchedule, RandomPrior
-from gac.control.signals import ConstantVariance, RandomDisagreement, ShuffledDisagreement
-from gac.control.solvers import (
-    DWAState,
-    FAMOState,
-    GradNormState,
-    Gram,
-    cagrad,
-    dwa_step,
-    dwa_weights,
-    famo_step,
-    gradnorm_step,
-    moco_step,
-    nash_mtl,
-    pcgrad,
-    sdmgrad,
-    uncertainty_step,
-)
+from gac.control.schedules import MixSchedule
 from gac.data.examples import Source
 from gac.evaluation.task import EvalTask
-from gac.faults.guard import GuardConfig
 from gac.methods import METHODS
 from gac.models.causal_lm import LoraConfig
 from gac.parallel.setup import ParallelConfig
-from gac.rewards.noise import RewardNoise
 from gac.rollouts.generation import PagedConfig, RolloutConfig, VLLMConfig
-from gac.training.optim import OptimConfig
-from gac.training.run_config import TrainConfig
+from gac.train_config import GuardConfig, OptimConfig, TrainConfig
 from gac_kernels import LossSpec
 
-GRAM = Gram(2.0, 0.5, 1.0)
 UNIT, BELOW_ONE, FREE, POSITIVE = "[0, 1]", "[0, 1)", "[0, inf)", "(0, inf)"
 ABOVE_ZERO_TO_ONE = "(0, 1]"
 AT_LEAST_ZERO, ABOVE_ZERO = "[0, inf]", "(0, inf]"  # inf is accepted
@@ -87,32 +66,25 @@ CONTROL = [  # callable, interval, names of its arguments
     (Alarm, BELOW_ONE, "decay"),
     (Alarm, "[0, 0.5)", "trim"),
     (lambda **fields: Alarm(slack=0.5, **fields), "(0.5, inf)", "clip"),
-    (lambda low: RandomPrior(low=low, high=1.0), UNIT, "low"),
     (lambda **fields: MixSchedule(**{"peak": 1.0, "valley": 0.0, **fields}), UNIT, "peak valley"),
     (lambda **fields: MixSchedule(1.0, 0.0, **fields), UNIT, "start"),
-    (ConstantVariance, FREE, "value"),
-    (lambda low: RandomDisagreement(low=low, high=9.0), FREE, "low"),
-    (lambda high: RandomDisagreement(low=0.5, high=high), "[0.5, inf)", "high"),
-    (solver(gradnorm_step, GradNormState(), GRAM), FREE, "lr"),
-    (solver(moco_step, (0.5, 0.5), GRAM), FREE, "lr regularization"),
-    (solver(pcgrad, GRAM), "[-1, 1]", "threshold"),
-    (solver(cagrad, GRAM), FREE, "radius"),
-    (solver(sdmgrad, GRAM), FREE, "regularization"),
-    (solver(uncertainty_step, (0.0, 0.0), (1.0, 1.0)), FREE, "lr"),
-    (solver(uncertainty_step, (0.0, 0.0), (1.0, 1.0)), POSITIVE, "bound"),
-    (solver(dwa_weights, DWAState()), POSITIVE, "temperature"),
-    (solver(famo_step, FAMOState(), (1.0, 1.0), (1.0, 1.0)), FREE, "lr decay"),
+    (method("gradnorm"), FREE, "lr"),
+    (method("pcgrad"), "[-1, 1]", "threshold"),
+    (method("cagrad"), FREE, "radius"),
+    (method("sdmgrad"), FREE, "regularization"),
+    (method("uncertainty"), FREE, "lr"),
+    (method("dwa"), POSITIVE, "temperature"),
+    (method("famo"), FREE, "lr decay"),
 ]
 NUMBERS = [
     *CONTROL,
-    (solver(nash_mtl, GRAM), ABOVE_ZERO, "max_norm"),
+    (method("nash-mtl"), ABOVE_ZERO, "max_norm"),
     (GuardConfig, ABOVE_ZERO, "skip_above_norm"),
     (lambda weight: Source("rows.jsonl", weight=weight), POSITIVE, "weight"),
     (OptimConfig, ABOVE_ZERO, "lr"),
     (RolloutConfig, ABOVE_ZERO, "temperature correction_max"),
     (RolloutConfig, ABOVE_ZERO_TO_ONE, "top_p"),
     (vllm, ABOVE_ZERO, "timeout"),
-    (RewardNoise, UNIT, "rate"),
     (LoraConfig, BELOW_ONE, "dropout"),
     (EvalTask, ABOVE_ZERO_TO_ONE, "top_p"),
     (EvalTask, AT_LEAST_ZERO, "temperature"),
@@ -166,10 +138,7 @@ CONTROL_COUNTS = [  # callable, minimum, names of its arguments
     (ControllerConfig, 0, "early_steps"),
     (Alarm, 2, "warmup"),
     (Alarm, 0, "source_steps"),
-    (RandomPrior, 1, "interval"),
     (lambda **fields: MixSchedule(1.0, 0.0, **fields), 0, "warmup hold decay"),
-    (ShuffledDisagreement, 2, "window"),
-    (solver(dwa_step, DWAState(), (1.0, 1.0)), 1, "window"),
 ]
 COUNTS = [
     *CONTROL_COUNTS,
@@ -185,7 +154,6 @@ COUNTS = [
     (method("kl-ctrl"), 1, "calibration"),
     (GuardConfig, 1, "patience"),
     (GuardConfig, 0, "max_saved_steps"),
-    (RewardNoise, 0, "start"),
     (LoraConfig, 1, "rank alpha"),
     (
         RolloutConfig,
@@ -245,7 +213,6 @@ def test_limits_are_ordered_and_contain_the_first_value(name: str) -> None:
     assert [accepts(limited, init, x) for x in (0.19, 0.2, 0.6, 0.61)] == [False, True, True, False]
     assert not accepts(limited, init, "0.3")
     assert accepts(limited, low, 0.6) and not accepts(limited, low, 0.61)
-    assert not accepts(RandomPrior, "low", 0.95)  # above the default of `high`
 
 
 def test_a_batch_of_tokens_holds_the_rollouts_of_a_prompt() -> None:

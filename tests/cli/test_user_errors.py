@@ -131,7 +131,7 @@ def test_other_commands(task, tmp_path, capsys):
         assert f"--{option}=0: use a number >= 1" in error_line(capsys, "demo", f"--{option}", "0")
     assert "did you mean 'grpo'" in error_line(capsys, "demo", "--methods", "grop")
     assert "--out=" in error_line(capsys, "demo", "--out", f"{file}/x")
-    assert "unknown method '../x'" in error_line(capsys, "methods", "../x")
+    assert "unknown name '../x'" in error_line(capsys, "methods", "../x")
 
 
 class Hub(http.server.BaseHTTPRequestHandler):

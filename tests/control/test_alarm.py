@@ -12,15 +12,14 @@ import statistics
 import pytest
 import torch
 
-from gac.config import dump
 from gac.control.alarm import Alarm, AlarmState, alarm_message, winsorized_mean
 from gac.control.alignment import Alignment
 from gac.control.controller import ControllerConfig, GuidedController
 from gac.control.gate import Gate
 from gac.control.schedules import Prior
+from gac.demo.task import write_rows
 from gac.integrations.mixer import Mixer
 from gac.methods import METHODS, Observation
-from gac.training.run_config import TrainConfig, upgrade_config
 from gac.training.trainer import Trainer
 from gac_kernels import fused_gac_loss
 from tests.tiny import metrics, tiny_config, write_tiny
@@ -294,7 +293,7 @@ def test_suspect_demos_close_the_gate_before_the_first_measurement():
     assert controller.state.gate is None and controller.trust == 0.0
 
 
-def test_state_round_trips_json_and_older_states_load():
+def test_state_round_trips_json():
     controller = controller_with_alarm()
     for loss in [*noisy(0.4, 15), 3.0, 3.1, 3.0]:
         controller.update(alignment=AGREE, demo_loss=loss)
@@ -303,40 +302,14 @@ def test_state_round_trips_json_and_older_states_load():
     assert restored.state == controller.state and restored.state.demos_suspect
     for loss in (2.9, 0.4, 0.4):
         assert restored.update(demo_loss=loss) == controller.update(demo_loss=loss)
-    plain = controller.state_dict()
-    del plain["alarm"]
-    restored.load_state_dict(plain)
-    assert restored.state.alarm is None
-    plain["alarm"] = [3.0, 0.01, 4.0, 1.0]
-    restored.load_state_dict(plain)
-    assert restored.state.demos_suspect and restored.state.alarm.shifted == 3.0
-    restored.update(demo_loss=1.5)
-    restored.update(demo_loss=1.5)  # a fall of more than 6 times 0.1 ended the older alarm
-    assert not restored.state.demos_suspect
     state = controller.state.alarm._replace(sources=(0.5, 2.0), extremes=3)
     assert repr(AlarmState.of(json.loads(json.dumps(state.to_plain())))) == repr(state)
     for wrong, message in (
-        ([1.0, 2.0], "alarm=[1.0, 2.0]: use 4 numbers"),
         ({**state.to_plain(), "new": 1.0}, "alarm=['new']: use a dict from to_plain()"),
         ({**state.to_plain(), "scale": "x"}, "alarm='x': use a finite number"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             AlarmState.of(wrong)
-
-
-@pytest.mark.parametrize(
-    ("numbers", "state"),
-    [
-        ([3.0, 0.04, 7.0, 0.0], AlarmState(3.0, 0.2, 1, 3.0)),  # warms up again
-        ([3.0, -0.04, 7.0, 0.0], AlarmState(3.0, 0.0, 1, 3.0)),
-        # the reference was two jumps lower: of 6 typical errors, or of a tenth of the level
-        ([3.0, 0.04, 7.0, 1.0], AlarmState(0.6, 0.2, 7, 3.0, shifted=3.0, suspect=True)),
-        ([-30.0, 0.04, 7.0, 1.0], AlarmState(-36.0, 0.2, 7, -30.0, shifted=-30.0, suspect=True)),
-    ],
-)
-def test_states_of_earlier_versions_by_hand(numbers: list[float], state: AlarmState) -> None:
-    loaded = AlarmState.of(numbers)
-    assert list(loaded[:-1]) == pytest.approx(list(state[:-1])) and not loaded.sources
 
 
 def test_messages_of_the_alarm() -> None:
@@ -392,13 +365,13 @@ def test_run_detects_demonstrations_that_turn_bad(tmp_path, caplog):
     """The policy learns the first demonstrations; after 40 steps they are replaced by others."""
     task = write_tiny(tmp_path)
     examples = [json.loads(line) for line in (task / "demos.jsonl").read_text().splitlines()]
-    for name, solution in (("easy", "1.1."), ("hard", "-=+=")):
-        lines = [json.dumps({**row, "solution": solution}) + "\n" for row in examples]
-        (task / f"{name}.jsonl").write_text("".join(lines))
+    sets = {"1.1.": 0, "-=+=": 40}
+    rows = [{**row, "solution": x, "from_step": n} for x, n in sets.items() for row in examples]
+    write_rows(task / "changing.jsonl", rows)
     data = {
         "prompts": str(task / "prompts.jsonl"),
-        "demos": str(task / "easy.jsonl"),
-        "demo_shifts": [{"step": 40, "demos": str(task / "hard.jsonl")}],
+        "demos": str(task / "changing.jsonl"),
+        "order": "tools.scenarios:Phases",
     }
     method = {"name": "gac-gated", "alarm": {}, "gate": {"at_zero": 1.0, "slope": 0.0}}
     config = tiny_config(
@@ -448,13 +421,3 @@ def test_guarded_works_in_the_mixer(caplog):
     restored = Mixer(METHODS["guarded"](), rows=8, batch=2)
     restored.load_state_dict(json.loads(json.dumps(mixer.state_dict())))
     assert restored.mu == 0.0
-
-
-def test_older_configs_load():
-    plain = dump(TrainConfig(method=METHODS["gac-gated"]()))
-    assert upgrade_config(plain) == plain
-    older = {"threshold": 6.0, "decay": 0.8, "warmup": 10}
-    upgraded = upgrade_config({**plain, "method": {**plain["method"], "alarm": older}})
-    assert upgraded["method"]["alarm"] == {**plain["method"]["alarm"], "decay": 0.8}
-    del plain["method"]["alarm"]
-    assert upgrade_config(plain)["method"]["alarm"] is None

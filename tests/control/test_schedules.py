@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from gac.control.schedules import MixSchedule, Prior, RandomPrior, ramp, uniform
+from gac.control.schedules import MixSchedule, Prior, ramp
 
 
 @pytest.mark.parametrize(
@@ -50,12 +50,12 @@ def test_a_ramp_ends_exactly() -> None:
         (MixSchedule.chord_mu(), 0, 0.9),  # no warm-up: starts at the peak
         (MixSchedule.chord_mu(), 100, 0.475),
         (MixSchedule.chord_mu(), 200, 0.05),
-        (MixSchedule.chord_yaml(), 0, 0.0),  # with a warm-up: starts at 0
-        (MixSchedule.chord_yaml(), 100, 0.25),
-        (MixSchedule.chord_yaml(), 200, 0.5),
-        (MixSchedule.chord_yaml(), 400, 0.26),
-        (MixSchedule.chord_yaml(), 600, 0.02),
-        (MixSchedule.qcm(), 12345, 0.58),
+        (MixSchedule.wcf(), 0, 0.0),  # with a warm-up: starts at 0
+        (MixSchedule.wcf(), 100, 0.25),
+        (MixSchedule.wcf(), 200, 0.5),
+        (MixSchedule.wcf(), 400, 0.26),
+        (MixSchedule.wcf(), 600, 0.02),
+        (MixSchedule.constant(0.58), 12345, 0.58),
         (MixSchedule(0.8, 0.2, warmup=4, hold=2, decay=4, start=0.4), 2, 0.6),
         (MixSchedule(0.8, 0.2, warmup=4, hold=2, decay=4, start=0.4), 5, 0.8),
         (MixSchedule(0.8, 0.2, warmup=4, hold=2, decay=4, start=0.4), 8, 0.5),
@@ -78,24 +78,6 @@ def test_the_prior_is_a_mix_schedule_without_warm_up() -> None:
     assert [Prior()(t) for t in range(900)] == [schedule(t) for t in range(900)]
 
 
-def test_hpcd_and_wcf_use_the_chord_schedules() -> None:
-    assert MixSchedule.hpcd() == MixSchedule.chord_mu()
-    assert MixSchedule.wcf() == MixSchedule.chord_yaml()
-
-
-def test_random_draws_depend_only_on_name_seed_and_index() -> None:
-    # resumed runs and all ranks must see the same value
-    assert uniform("prior", 0, 0) == 0.9881898122568942
-    assert uniform("prior", 0, 1) != uniform("prior", 1, 0) != uniform("shuffle", 1, 0)
-
-
-def test_random_prior_is_uniform_and_constant_within_an_interval() -> None:
-    prior = RandomPrior(low=0.25, high=0.75, interval=5, seed=3)
-    for step in (0, 4, 5, 9, 10, 2019):
-        draw = 0.25 + 0.5 * uniform("prior", 3, step // 5)
-        assert prior(step) == pytest.approx(draw, abs=1e-15)
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -103,9 +85,6 @@ def test_random_prior_is_uniform_and_constant_within_an_interval() -> None:
         (lambda: Prior(low=math.nan), "low=nan"),
         (lambda: Prior(hold=-1), "hold=-1: use an integer >= 0"),
         (lambda: Prior(decay=1.5), "decay=1.5"),
-        (lambda: RandomPrior(low=0.9, high=0.1), "low=0.9: use a number <= high=0.1"),
-        (lambda: RandomPrior(high=1.2), "high=1.2: use a number in [0, 1]"),
-        (lambda: RandomPrior(interval=0), "interval=0"),
         (lambda: MixSchedule(0.5, "0.1"), "valley='0.1'"),
         (lambda: MixSchedule(0.5, 0.1, warmup_shape="step"), "warmup_shape='step': use one of"),
         (lambda: MixSchedule(0.5, 0.1, decay_shape="step"), "decay_shape='step': use one of"),

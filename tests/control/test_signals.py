@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
 import torch
 
 from gac.control.estimators import mu_star_biased
-from gac.control.evidence import Reading, Sketches, SourceNeeds
-from gac.control.schedules import uniform
+from gac.control.evidence import Sketches, SourceNeeds
 from gac.control.signals import (
-    ConstantVariance,
-    DegradedSignals,
     Evidence,
     GradientSignals,
     ProxySignals,
-    RandomDisagreement,
-    ShuffledDisagreement,
     SketchSignals,
     bias_moments,
     gradient_moments,
     sketch_moments,
 )
-from gac_kernels import Signals, TokenMoments, fused_gac_loss
+from gac_kernels import TokenMoments, fused_gac_loss
 
 
 def moments(seed: int) -> TokenMoments:
@@ -34,79 +28,14 @@ def moments(seed: int) -> TokenMoments:
     targets = torch.randint(11, (16, 5), generator=generator)
     advantages = torch.randn(16, 5, generator=generator)
     return fused_gac_loss(
-        logits, targets, advantages, torch.arange(16) < 8, backend="reference"
+        logits, targets, advantages, torch.arange(16) < 8, backend="reference", mu=0.5
     ).moments
-
-
-def read_all(source, steps: range, state=None):
-    state = source.init() if state is None else state
-    signals = []
-    for t in steps:
-        reading, state = source.read(Evidence(t, moments(t)), state)
-        signals.append(reading.signals)
-    return signals, state
 
 
 def test_proxies_are_the_loss_statistics() -> None:
     reading, _ = ProxySignals(trim=0.2).read(Evidence(0, moments(0)), {})
     assert reading.signals == moments(0).signals(0.2) != moments(0).signals(0.0)
     assert reading.corrections is None and not any(ProxySignals().needs)
-
-
-def test_constant_variance_replaces_only_one_signal() -> None:
-    plain, _ = read_all(ProxySignals(), range(5))
-    ablated, _ = read_all(ConstantVariance(value=1.0), range(5))
-    assert ablated == [signals._replace(rl_variance=1.0) for signals in plain]
-
-
-def test_random_disagreement_is_uniform_noise_that_depends_on_the_step() -> None:
-    source = RandomDisagreement(low=0.25, high=0.75, seed=4)
-    for step, (plain, ablated) in enumerate(
-        zip(*(read_all(x, range(3))[0] for x in (ProxySignals(), source)), strict=True)
-    ):
-        noise = 0.25 + 0.5 * uniform("disagreement", 4, step)
-        assert ablated == plain._replace(disagreement=pytest.approx(noise, abs=1e-15))
-    with pytest.raises(NotImplementedError):
-        DegradedSignals().degrade(plain, 0)
-
-
-class Steps(ProxySignals):
-    """A source whose disagreement is the step."""
-
-    def read(self, evidence, state):
-        return Reading(Signals(1.0, 2.0, float(evidence.step))), state
-
-
-def test_shuffling_draws_from_the_last_refreshes() -> None:
-    """The draws of seed 1 are 0.64, 0.35, 0.89, 0.85, 0.24, 0.19, 0.51 and 0.18."""
-    source = ShuffledDisagreement(Steps(), window=3, seed=1)
-    signals, state = read_all(source, range(8))
-    assert [s.disagreement for s in signals] == [0, 0, 2, 3, 2, 3, 5, 5]
-    assert signals[0][:2] == (1.0, 2.0) and state == {"source": {}, "past": [5.0, 6.0, 7.0]}
-    nested = ShuffledDisagreement(ConstantVariance(ShuffledDisagreement(Steps())))
-    _, state = read_all(nested, range(3))
-    assert state["source"] == {"source": {}, "past": [0.0, 1.0, 2.0]}
-
-
-def test_shuffling_resumes_from_its_saved_state() -> None:
-    source = ShuffledDisagreement(window=4, seed=1)
-    uninterrupted, end = read_all(source, range(12))
-    first, state = read_all(source, range(7))
-    rest, resumed = read_all(source, range(7, 12), json.loads(json.dumps(state)))
-    assert first + rest == uninterrupted and resumed == end
-
-
-def test_nan_disagreement_is_not_stored() -> None:
-    demos_only = fused_gac_loss(
-        torch.randn(2, 3, 5),
-        torch.ones(2, 3, dtype=torch.int64),
-        torch.zeros(2),
-        torch.tensor([True, True]),
-        backend="reference",
-    ).moments
-    source = ShuffledDisagreement()
-    reading, state = source.read(Evidence(0, demos_only), source.init())
-    assert math.isnan(reading.signals.disagreement) and state["past"] == []
 
 
 def test_gradient_moments_equal_direct_computation() -> None:
@@ -144,7 +73,6 @@ def test_gradient_source_reads_the_gram_matrix() -> None:
     evidence = Evidence(0, gram=gradients @ gradients.T, sft_count=3)
     reading, _ = GradientSignals(paired=True).read(evidence, {})
     assert reading == gradient_moments(gradients @ gradients.T, 3, paired=True)
-    assert GradientSignals().needs == ConstantVariance(GradientSignals()).needs
     assert GradientSignals().needs == SourceNeeds(gram=True)
     assert GradientSignals(bias=True).needs == SourceNeeds(gram=True, bias=True)
     assert SketchSignals(8).needs == SourceNeeds(sketch=8)
@@ -224,9 +152,6 @@ def test_bias_moments_give_the_exact_optimum() -> None:
         (lambda: gradient_moments(torch.ones(3, 2), 1), "gram=(3, 2): use a square matrix"),
         (lambda: gradient_moments(torch.eye(3), 1, paired=True), "sft_count=1: use 2"),
         (lambda: bias_moments(torch.eye(3)), "gram=(3, 3): use a [4, 4] matrix"),
-        (lambda: ConstantVariance(value=-1.0), "value=-1.0"),
-        (lambda: ShuffledDisagreement(window=1), "window=1: use an integer >= 2"),
-        (lambda: RandomDisagreement(low=2.0), "high=1.0: use a number >= low=2.0"),
     ],
 )
 def test_errors_name_argument_and_value(call, message: str) -> None:

@@ -27,7 +27,7 @@ def mus(method, steps):
 
 def test_each_source_has_its_own_alarm():
     """Two good sources alternate; without their names, every change looks like a rise."""
-    method = METHODS["guarded-probing"]()
+    method = METHODS["constant-alarm"]()
     steps = [[("a", 1.0)] * 4 if n // 12 % 2 else [("b", 2.0)] * 4 for n in range(120)]
     named, state = mus(method, steps)
     assert named == [0.4] * 120 and method.report(state) == {"demos_suspect": 0.0}

@@ -12,7 +12,6 @@ from gac.data import Example
 from gac.data.balance import assign_rows, rebalance
 from gac.data.micro import MicroBatches
 from gac.data.rows import Counts, Row, collate, count, demo_row, loss_divisors
-from gac.data.shift import DemoShift, check_shifts
 from gac_kernels import LossSpec
 
 # two responses that begin with a part of a demonstration
@@ -134,11 +133,3 @@ def test_rows_are_assigned_by_hand():
 def test_exchanged_rows_are_renumbered_and_otherwise_unchanged():
     rows = [row._replace(sequence=4, ids=(200_000, *row.ids)) for row in MIXED]
     assert rebalance(rows, 1) == [row._replace(sequence=i) for i, row in enumerate(rows)]
-
-
-def test_shifts_are_after_the_first_step_and_in_order():
-    check_shifts([DemoShift(1, "x"), DemoShift(3, "y")])
-    with pytest.raises(ValueError, match="step=0: use a number >= 1; step 0 uses data.demos"):
-        DemoShift(0, "x")
-    with pytest.raises(ValueError, match=r"steps \[5, 3\] must be strictly increasing"):
-        check_shifts([DemoShift(5, "x"), DemoShift(3, "y")])

@@ -466,7 +466,7 @@ def test_another_configuration_is_rejected_key_by_key(task, tmp_path):
     with pytest.raises(ConfigError) as error:
         Trainer(other)
     lines = str(error.value).splitlines()
-    for expected in ("seed: 0 .* 3 now", "method.name: 'guarded-probing'", "method.mu: 0.4 .* 0.2"):
+    for expected in ("seed: 0 .* 3 now", "method.name: 'constant-alarm'", "method.mu: 0.4 .* 0.2"):
         assert any(re.search(expected, line) for line in lines)
 
 
@@ -485,7 +485,7 @@ def test_run_directory_below_a_file_is_rejected_before_the_model_loads(task, tmp
 
 
 def test_insufficient_disk_space_is_rejected_before_the_first_step(task, tmp_path, monkeypatch):
-    from gac.faults import preflight
+    from gac.training import startup as preflight
 
     usage = preflight.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: usage._replace(free=100_000))

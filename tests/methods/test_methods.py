@@ -15,7 +15,7 @@ import torch
 
 from gac.config import dump, load
 from gac.methods import METHODS
-from gac.training.run_config import TrainConfig
+from gac.train_config import TrainConfig
 from gac.training.trainer import Trainer
 from tests.tiny import metrics, tiny_config
 from tools.methods_table import PAGE, RESULTS, needs, page
@@ -31,15 +31,14 @@ NEEDS = {
     **dict.fromkeys(["sft", "sft-light", "dft"], DEMOS),
     "sft-best": (*DEMOS, "best weights"),
     "asft": (*DEMOS, "reference", "log-probs"),
-    **dict.fromkeys(["grpo", "dr-grpo", "dapo"], ROLLOUTS),
-    "gspo": (*ROLLOUTS, "log-probs"),
+    **dict.fromkeys(["grpo", "dr-grpo", "dapo", "gspo"], ROLLOUTS),
     **dict.fromkeys(["dpo", "ipo"], ("rollouts of the reference", "reference", "log-probs")),
     **dict.fromkeys(
         [
             "sft-then-rl",
             "constant",
             "guarded",
-            "guarded-probing",
+            "constant-alarm",
             "hpcd",
             "wcf",
             "chord-mu",
@@ -50,7 +49,9 @@ NEEDS = {
     **dict.fromkeys(["chord", "reward-threshold", "rewvar-ctrl", "uncertainty", "dwa"], BOTH),
     "kl-ctrl": (*BOTH, "reference"),
     **dict.fromkeys(["gradnorm-ctrl", "amft"], SEPARATE_GRADIENTS),
-    **dict.fromkeys(["multitask", "luffy", "hpt", "superrl", "relift"], DEMOS_OF_PROMPTS),
+    **dict.fromkeys(
+        ["multitask", "luffy", "hpt", "superrl", "routing", "relift"], DEMOS_OF_PROMPTS
+    ),
     **dict.fromkeys(["trapo", "uft"], (*DEMOS_OF_PROMPTS, "prefixes")),
     "prefix-rft": (*DEMOS_OF_PROMPTS, "prefixes", "log-probs"),
     "dypo": (*DEMOS_OF_PROMPTS, "reference", "log-probs"),
@@ -60,21 +61,18 @@ NEEDS = {
     **dict.fromkeys(["mgda", "pcgrad", "cagrad", "nash-mtl", "aligned-mtl"], SEPARATE_GRADIENTS),
     **dict.fromkeys(["sdmgrad", "moco", "gradnorm"], SEPARATE_GRADIENTS),
     "famo": (*BOTH, "losses after the update"),
-    **dict.fromkeys([name for name in METHODS if name.startswith("gac")], (*BOTH, "reference")),
-    **dict.fromkeys(
-        ["gac-covariance", "gac-biased", "gac-biased-paper", "gac-gated", "oracle"],
-        (*SEPARATE_GRADIENTS, "reference"),
-    ),
+    **dict.fromkeys(["gac", "gac-paper", "gac-gated-sketch"], (*BOTH, "reference")),
+    "gac-gated": (*SEPARATE_GRADIENTS, "reference"),
 }
 # Methods trained for ten steps instead of four: some have a curriculum, a collection or a warm-up.
-TEN_STEPS = {"amft", "dypo", "relift", "sdar", "superrl", "uft", "prefix-rft"}
+TEN_STEPS = {"amft", "dypo", "relift", "sdar", "superrl", "routing", "uft", "prefix-rft"}
 # Settings that use every feature of a method within a short run.
 SHORT_RUN_FIELDS = {
     "sft-light": {"epochs": 2, "patience": 9},
     "sft-then-rl": {"sft_steps": 2},
     "trapo": {"sizes": [1, 1, 1, 1], "trained": [0, 1, 0, 1], "below": [-1, 2, 2, 2]},
     "hpt": {"correct": 0.4},
-    "superrl": {"correct": 0.4},
+    **{key: {"correct": 0.4} for key in ["superrl", "routing"]},
     "uft": {"hint_steps": 3},
     "prefix-rft": {"low": {"peak": 0.95, "valley": 0.05, "decay": 4}},
     "dypo": {"correct": 0.4},
@@ -87,7 +85,6 @@ SHORT_RUN_FIELDS = {
     "dwa": {"window": 1},
     "wcf": {"schedule": {"warmup": 2, "peak": 0.5, "valley": 0.1, "decay": 2}},
     **{n: {"update_every": 2, "gradient_parts": 2} for n in METHODS if n.startswith("gac")},
-    "oracle": {"update_every": 2, "gradient_parts": 2},
 }
 
 

@@ -1,4 +1,4 @@
-"""Checks the formulas of docs/scaling.md against real models and real runs."""
+"""Checks the formulas of docs/benchmarks.md against real models and real runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.tiny import write_tiny
 from tools import scaling
 from tools.scaling import MODELS, Shape
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "scaling.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md"
 TINY = Shape(vocabulary=18, hidden=32, layers=2, intermediate=48, heads=4, kv_heads=2, tied=True)
 
 

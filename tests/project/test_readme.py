@@ -79,10 +79,4 @@ def test_every_link_target_exists():
 def test_readme_stays_short():
     generated = r"<!-- (\w+) -->.*?<!-- /\1 -->"
     lines = re.sub(generated, "", README, flags=re.DOTALL).splitlines()
-    assert sum(not line.startswith("|") for line in lines) < 120
-
-
-def test_trainer_table_matches_the_integrations_page():
-    page = (ROOT / "docs" / "integrations" / "README.md").read_text()
-    rows = re.findall(r"^\| \[.*", page.replace("](", "](docs/integrations/"), re.MULTILINE)
-    assert len(rows) == 4 and all(row in README for row in rows)
+    assert sum(not line.startswith("|") for line in lines) < 112

@@ -16,14 +16,11 @@ import pytest
 
 from gac.data import Example, read_rows
 from gac.rewards import (
-    NoisyReward,
     Reward,
     RewardError,
-    RewardNoise,
     RowReward,
     build,
     build_reward,
-    build_rewards,
 )
 from gac.rewards.base import time_limits
 from gac.rewards.code import program_of
@@ -174,30 +171,9 @@ def test_rewards_inside_others_are_told_and_counted():
     second.set_step, second.close = calls.append, lambda: calls.append("second")
     first.counts, second.counts = lambda: {"a": 1, "b": 2}, lambda: {"b": 10, "c": 20}
     inner = SumReward([(first, 1.0), (second, 1.0)])
-    inner.on_error = "drop"
-    noisy = NoisyReward(inner, RewardNoise(), seed=0)
-    noisy.set_step(7)
-    noisy.close()
-    assert calls == [0, 0, 7, 7, "first", "second"]
-    assert noisy.counts() == {"a": 1, "b": 12, "c": 20}
-    assert (noisy.name, noisy.on_error) == ("noisy sum", "drop")
-
-
-def test_noise_depends_on_the_seed_and_not_on_failures():
-    reward = build_reward(f"{__name__}:length", on_error="drop")
-    exact = NoisyReward(reward, RewardNoise(1.0, low=0.25, high=3.0), seed=0)
-    assert exact(["", "ab", "boom"], [example()] * 3) == [3.25, 1.25, None]
-
-    def noisy(seed, completions):
-        return NoisyReward(reward, RewardNoise(0.5), seed)(completions, [example()] * 64)
-
-    scores = noisy(1, ["a"] * 64)
-    assert noisy(1, ["boom", *"a" * 63]) == [None, *scores[1:]] and noisy(2, ["a"] * 64) != scores
-    for rank in (0, 3):
-        evaluation, training = build_rewards("exact", RewardNoise(0.5), 1, rank)
-        training.reward = reward
-        assert (training(["a"] * 64, [example()] * 64) == scores) == (rank == 0)
-        assert evaluation.name == "exact" and build_rewards("exact", None, 1, 0)[1].name == "exact"
+    inner.set_step(7)
+    inner.close()
+    assert calls == [7, 7, "first", "second"] and inner.counts() == {"a": 1, "b": 12, "c": 20}
 
 
 def test_row_batch_and_class_callables():

@@ -1,4 +1,4 @@
-"""The demo's stages, settings and scenarios, without training."""
+"""The demo's stages and settings, without training."""
 
 from __future__ import annotations
 
@@ -9,122 +9,31 @@ from typing import Any
 import pytest
 
 from gac.config import ConfigError, dump
-from gac.demo import run, scenarios
+from gac.demo import run
 from gac.demo.settings import demo_fields
 from gac.errors import RunError
 from gac.methods import METHODS
 from gac.report.reading import flatten
-from gac.rewards import RewardNoise
-from gac.training.run_config import TrainConfig
-
-DEFAULTS = dict(flatten(dump(TrainConfig())))
+from gac.train_config import TrainConfig
 
 
-def differing(settings: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in settings.items() if v != DEFAULTS.get(k, ...)}
-
-
-def changed(config: TrainConfig) -> dict[str, Any]:
-    """The settings that differ from the defaults, by dotted key, without the method's."""
-    settings = dict(flatten(dump(config)))
-    return differing({k: v for k, v in settings.items() if not k.startswith("method.")})
-
-
-SHARED = {
-    "reward": "gac.demo.task:reward",
-    "rollouts.num_prompts": 12,
-    "rollouts.num_generations": 8,
-    "rollouts.max_completion_length": 9,
-    "data.demo_field": "solution",
-    "eval.data.prompts": "o/task/eval.jsonl",
-    "eval.max_completion_length": 9,
-    "eval.batch": None,
-    "eval.split_field": "op",
-    "micro_batch_size": 1000,
-    "optim.betas": [0.9, 0.99],
-    "optim.warmup_steps": 10,
-}
-
-
-def test_settings_of_the_stages() -> None:
-    base = run.base_config(Path("o"), Path("o/base-3"), 3, 50, "sparse")
-    assert changed(base) == differing(
-        SHARED
-        | {
-            "out": "o/base-3",
-            "run_name": "base",
-            "model.path": "o/task/init",
-            "model.random_init": True,
-            "data.demos": "o/task/sparse.jsonl",
-            "optim.lr": 3e-3,
-            "optim.min_lr_ratio": 0.0,
-            "steps": 50,
-            "demo_batch_size": 64,
-            "seed": 3,
-            "checkpoint_every": 100,
-            "eval.samples": 4,
-            "eval.temperature": 1.0,
-        }
+@pytest.mark.parametrize("name", METHODS)
+def test_runs_differ_only_in_their_method_and_its_data(name: str) -> None:
+    """Durations are scaled to the steps, and every value is one that the method accepts."""
+    first, other = (
+        dict(flatten(dump(run.method_config(Path("o"), Path("b"), method, 2, 80))))
+        for method in ("grpo", name)
     )
-    assert dump(base)["method"] == dump(TrainConfig(method=METHODS["sft"]()))["method"]
-    assert changed(run.base_config(Path("o"), Path("x"), 0, 9))["data.demos"] == "o/task/base.jsonl"
-    trained = SHARED | {
-        "model.path": "b",
-        "optim.lr": 2e-4,
-        "steps": 80,
-        "seed": 2,
-        "demo_batch_size": 32,
-        "eval.every": 20,
-        "checkpoint_every": 20,
-        "monitor_kl_every": 10,
-        "export": False,
-    }
-    separate = {"data.prompts": "o/task/prompts.jsonl", "data.demos": "o/task/demos.jsonl"}
-    for name, data in (
-        ("gac", separate),
-        ("grpo", separate),
-        ("luffy", {"data.prompts": "o/task/prompts_demos.jsonl"}),
-    ):
-        config = run.method_config(Path("o"), Path("b"), name, 2, 80)
-        assert changed(config) == differing(trained | data | {"out": f"o/{name}-2"})
-        assert config.method == METHODS[name](**dict(vars(config.method)))
-    method: Any = run.method_config(Path("o"), Path("b"), "gac", 2, 80).method
-    prior = method.prior
-    assert (prior.high, prior.low, prior.hold, prior.decay) == (0.85, 0.15, 4, 80)
-
-
-def test_durations_are_scaled_to_the_steps() -> None:
-    prior = {"prior": {"high": 0.85, "low": 0.15, "hold": 8, "decay": 160}}
-    decaying = {"schedule": {"peak": 0.9, "valley": 0.05, "decay": 96}}
-    wcf = {"peak": 0.5, "valley": 0.02, "warmup": 40, "decay": 80}
-    expected: dict[str, Any] = {
-        "sft-light": {"examples": 128, "epochs": 5},
-        "sft-best": {"epochs": 20},
-        "sft-then-rl": {"sft_steps": 80},
-        "hpcd": decaying,
-        "chord-mu": decaying,
-        "chord": decaying,
-        "wcf": {"schedule": wcf},
-        "kl-ctrl": {"calibration": 20},
-        "rewvar-ctrl": {"calibration": 20},
-        "amft": {"warmup": 10},
-        "uft": {"hint_steps": 96},
-        "prefix-rft": {"low": {"peak": 0.95, "valley": 0.05, "decay": 160}},
-        "dwa": {"window": 10},
-        "gac-early-refresh": prior | {"early_steps": 20},
-        "gac": prior,
-        "gac-paper": prior,
-        "oracle": prior,
-        "gac-gated": {},
-        "gac-gated-sketch": {},
-        "gac-prior-low": {},
-        "constant": {},
-        "guarded": {},
-    }
-    assert {name: demo_fields(name, 160) for name in expected} == expected
-    assert demo_fields("dwa", 5) == {"window": 1} and demo_fields("kl-ctrl", 7) == {
-        "calibration": 1
-    }
+    changed = {k for k in first if not k.startswith("method.") and other.get(k) != first[k]}
+    assert changed <= {"out", "data.prompts", "data.demos"}
+    assert (other["out"], other["steps"], other["seed"]) == (f"o/{name}-2", 80, 2)
+    own = METHODS[name]().sampling(8).demos == "prompt"
+    assert ("data.demos" in changed) == own and own == other["data.prompts"].endswith("demos.jsonl")
+    for steps in (1, 5, 160):
+        durations = dict(flatten(demo_fields(name, steps))).items()
+        names = ("hold", "decay", "warmup", "hint_steps", "window", "calibration", "sft_steps")
+        assert all(v <= steps for k, v in durations if k.rpartition(".")[2] in names)
+        run.method_config(Path("o"), Path("b"), name, 0, steps)
 
 
 def fake_training(monkeypatch: Any, accuracies: dict[str, float]) -> list[Any]:
@@ -151,7 +60,7 @@ def fake_training(monkeypatch: Any, accuracies: dict[str, float]) -> list[Any]:
 def test_seeds_of_the_base_model_are_tried_until_one_is_accepted(
     tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
-    accuracies = {"base-0": 0.009, "base-1": 0.101, "base-2": 0.1, "few-3": 0.2, "base-4": 0.01}
+    accuracies = {"base-0": 0.009, "base-1": 0.101, "base-2": 0.1, "base-4": 0.01}
     calls = fake_training(monkeypatch, accuracies)
     assert run.make_base(tmp_path, 9) == tmp_path / "base-2" / "model"
     assert calls == [([f"{tmp_path}/base-{seed}"], 1, True) for seed in range(3)]
@@ -160,8 +69,6 @@ def test_seeds_of_the_base_model_are_tried_until_one_is_accepted(
         for seed, value in enumerate(("0.009", "0.101", "0.100"))
     ]
     assert run.make_base(tmp_path, 9, range(4, 6)) == tmp_path / "base-4" / "model"
-    few = run.make_base(tmp_path, 9, [3], (0.2, 0.3), "few")
-    assert few == tmp_path / "few-3" / "model"
     message = r"no base model reached .* in \[0.01, 0.1\] with 2 seeds; see "
     with pytest.raises(RunError, match=message + str(tmp_path)):
         run.make_base(tmp_path, 9, range(2))
@@ -213,132 +120,3 @@ def test_the_demo_s_stages(tmp_path: Path, monkeypatch: Any, capsys: Any) -> Non
         run.run_demo(out, ["dft"], (0, 1))
     with pytest.raises(ConfigError, match=r"--methods.*did you mean 'grpo'"):
         run.run_demo(out, ["sft", "grop"])
-
-
-# --- scenarios
-
-
-@pytest.mark.parametrize(
-    ("name", "method", "expected"),
-    [
-        ("base", "grpo", {"data.demos": "demos"}),
-        ("wrong", "grpo", {"data.demos": "wrong"}),
-        ("turn", "grpo", {"data.demos": "plus", "data.demo_shifts": [(16, "demos")]}),
-        ("late", "luffy", {"data.prompts": "wrong", "data.demo_shifts": [(16, "demos")]}),
-        (
-            "burst",
-            "grpo",
-            {"data.demos": "demos", "data.demo_shifts": [(16, "wrong"), (20, "demos")]},
-        ),
-        (
-            "sources",
-            "luffy",
-            {
-                "data.prompts": "demos",
-                "data.demo_shifts": [
-                    (4 * i, "plus" if i in (1, 3, 5, 7, 9) else "demos") for i in range(1, 10)
-                ],
-            },
-        ),
-        (
-            "flicker",
-            "grpo",
-            {
-                "data.demos": "demos",
-                "data.demo_shifts": [
-                    (step, "wrong" if step % 4 == 0 else "demos") for step in range(16, 40, 2)
-                ],
-            },
-        ),
-        ("spoil", "grpo", {"data.demos": "demos", "data.demo_shifts": [(16, "wrong")]}),
-        ("half", "grpo", {"data.demos": "demos", "data.demo_shifts": [(16, "half")]}),
-        ("mistaken", "grpo", {"data.demos": "demos", "data.demo_shifts": [(16, "mistaken")]}),
-        ("sparse", "grpo", {"data.demos": "demos", "data.where.op": "-"}),
-        ("noisy", "grpo", {"data.demos": "demos"}),
-    ],
-)
-def test_settings_of_a_scenario(name: str, method: str, expected: dict[str, Any]) -> None:
-    config = scenarios.scenario_config(Path("o"), Path("b"), name, 40, method)
-    assert config.reward_noise == (RewardNoise(0.35, 16) if name == "noisy" else None)
-    settings = changed(run.method_config(Path("o"), Path("b"), method, 0, 40))
-    settings |= {"out": f"o/{name}", "eval.every": 10, "checkpoint_every": 10}
-    settings |= {"keep_checkpoints": 1}
-    settings["monitor_kl_every"] = 0
-    prefix = "o/task/prompts_" if method == "luffy" else "o/task/"
-
-    def file(value: str) -> str:
-        return f"{prefix}{value}.jsonl"
-
-    for key, value in expected.items():
-        if key == "data.demo_shifts":
-            settings[key] = [{"step": step, "demos": file(demos)} for step, demos in value]
-        else:
-            settings[key] = value if key == "data.where.op" else file(value)
-    actual = changed(config)
-    if name == "sparse":
-        settings["eval.data.prompts"] = "o/task/eval_minus.jsonl"
-    assert {k: v for k, v in actual.items() if not k.startswith("reward_noise")} == differing(
-        settings
-    )
-
-
-def test_a_short_run_has_no_change_before_its_first_step() -> None:
-    config = scenarios.scenario_config(Path("o"), Path("b"), "sources", 4)
-    assert [shift.step for shift in config.data.demo_shifts or ()] == [1, 2, 3, 4]
-
-
-def test_scenarios_share_their_base_models(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    calls: list[Any] = []
-
-    def write(folder: Path, seed: int) -> None:
-        calls.append((folder, seed))
-        folder.mkdir(exist_ok=True)
-        (folder / "prompts_plus.jsonl").touch()
-
-    def make_base(out: Path, steps: int, *options: Any) -> Path:
-        calls.append((out, steps, *options))
-        return Path(f"base of {options[2]} {options[0][0]}")
-
-    monkeypatch.setattr(scenarios, "write_task", write)
-    monkeypatch.setattr(scenarios, "write_scenario_data", write)
-    monkeypatch.setattr(scenarios, "make_base", make_base)
-    arguments = ["--out", str(tmp_path), "--names", "second", "sparse", "half", "wrong"]
-    arguments += ["--steps", "20", "--base-steps", "30"]
-    assert scenarios.main(arguments) == 0
-    assert calls[:2] == [(tmp_path / "task", 0)] * 2
-    assert calls[2:] == [
-        (tmp_path, 30, range(5, 10), (0.01, 0.10), "base"),
-        (tmp_path, 30, range(5), (0.0, 0.0099), "sparse"),
-        (tmp_path, 30, range(5), (0.01, 0.10), "base"),
-    ]
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.partition(".yaml: ")[0] for line in lines] == [
-        f"{tmp_path}/{name}" for name in ("second", "sparse", "half", "wrong")
-    ]
-    configs = {path.stem: path.read_text() for path in tmp_path.glob("*.yaml")}
-    bases = {"second": "base 5", "sparse": "sparse 0", "half": "base 0", "wrong": "base 0"}
-    assert {name: f"path: base of {bases[name]}\n" in text for name, text in configs.items()} == (
-        dict.fromkeys(bases, True)
-    )
-    assert "\nsteps: 20\n" in configs["half"]
-    calls.clear()
-    assert [*scenarios.write_scenarios(tmp_path, ["base"])] == ["base"]
-    assert calls == [(tmp_path, 400, range(5), (0.01, 0.10), "base")]  # the data are kept
-    monkeypatch.setattr(scenarios, "write_scenarios", lambda *given: calls.append(given) or [])
-    assert scenarios.main([]) == 0
-    assert calls[1:] == [(Path("runs/scenarios"), list(scenarios.SCENARIOS), 160, 400)]
-
-
-def test_variants_of_demonstrations() -> None:
-    """Rows without a solution keep their place; every second solution of `half` is changed."""
-    solved = [{"id": i, "solution": f"{i}.9'8.7."} for i in (9, 3, 5, 0)]
-    rows = [solved[0], {"id": "none"}, *solved[1:]]
-    variants = scenarios._variants(rows, seed=1)
-    wrong, half = variants["wrong"], variants["half"]
-    assert [row["id"] for row in wrong] == [9, "none", 3, 5, 0] and wrong[1] == rows[1]
-    changed_rows = [a != b for a, b in zip(wrong, rows, strict=True)]
-    assert changed_rows == [True, False, True, True, True]
-    assert half == [rows[0], rows[1], wrong[2], rows[3], wrong[4]]
-    mistaken = [row.get("solution") for row in variants["mistaken"]]
-    assert mistaken == ["0.9'8.7.", None, "4.9'8.7.", "6.9'8.7.", "1.9'8.7."]
-    assert scenarios._variants(rows, seed=2)["wrong"] != wrong

@@ -69,7 +69,11 @@ def test_parse_arm():
     aliases = {"low": {"name": "constant", "mu": 0.1}, "short": "constant:mu=0.2"}
     assert parse_arm("low", aliases) == Arm("low", aliases["low"])
     assert parse_arm("short", aliases) == Arm("short", "constant", ("method.mu=0.2",))
-    for bad in ("", "gac:mu", "@gac", "a/b@gac"):
+    own = "my_method:Threshold"
+    assert parse_arm(own) == Arm(own, own)
+    changes = ("method.level=0.2", "method.prior=a:b")
+    assert parse_arm(f"x@{own}:level=0.2,prior=a:b") == Arm("x", own, changes)
+    for bad in ("", "gac:mu=1,nu", "@gac", "a/b@gac"):
         with pytest.raises(ConfigError, match="methods: "):
             parse_arm(bad)
 

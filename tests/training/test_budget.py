@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -16,10 +15,10 @@ from gac.config import load
 from gac.faults import checkpoint
 from gac.models import row_attention
 from gac.models.causal_lm import attach_head
-from gac.training import budget
-from gac.training.forward import Forward
-from gac.training.run import Run
-from gac.training.run_config import TrainConfig
+from gac.train_config import TrainConfig
+from gac.training import policy as budget
+from gac.training.gradients import Forward
+from gac.training.startup import find_checkpoint
 from gac.training.trainer import Trainer, train
 from tests import ranks
 from tests.tiny import metrics, tiny_config
@@ -64,28 +63,8 @@ def test_resumed_run_keeps_its_budget(task, tmp_path, monkeypatch):
     resumed.run()
     assert metrics(out) == metrics(whole)
     for explicit in ({"micro_batch_size": 3}, {"max_tokens_per_micro_batch": 96}):
-        run = SimpleNamespace(config=dataclasses.replace(config, **explicit), out=out)
-        run.checkpoints = out / "checkpoints"
-        assert Run._find_checkpoint(run, True) == checkpoint.newest(run.checkpoints)
-        assert run.config == dataclasses.replace(config, **explicit)
-
-
-def test_runs_of_earlier_versions_keep_one_forward(task, tmp_path, monkeypatch):
-    """They saved neither key, which meant one padded forward."""
-    whole = train(tiny_config(task, tmp_path / "whole", eval={}))
-    config = default_config(task, tmp_path / "resumed")
-    out = train(dataclasses.replace(config, steps=2, micro_batch_size=1000))
-    read = checkpoint.read_progress
-
-    def read_earlier(path):
-        progress = read(path)
-        return progress | {"config": progress["config"] | {"micro_batch_size": None}}
-
-    monkeypatch.setattr(checkpoint, "read_progress", read_earlier)
-    resumed = Trainer(config)
-    assert resumed.config.micro_batch_size == sys.maxsize
-    resumed.run()
-    assert metrics(out) == metrics(whole)
+        changed = dataclasses.replace(config, **explicit)
+        assert find_checkpoint(changed, True) == (changed, checkpoint.newest(out / "checkpoints"))
 
 
 def test_budget_holds_the_longest_rows_that_stay_together(task, tmp_path, monkeypatch):

@@ -26,7 +26,9 @@ from gac.rollouts.advantages import group_advantages
 from gac.rollouts.plan import Stage
 from gac.rollouts.sampling import Sample, _pair, _prefix
 from gac.study import runs
-from gac.training.optim import OptimConfig, learning_rate, make_optimizer
+from gac.train_config import OptimConfig
+from gac.training.policy import make_optimizer
+from gac.training.trainer import learning_rate
 
 
 def test_fsdp_reduces_gradients_in_float32():
@@ -99,33 +101,33 @@ def test_advantages_over_the_batch_use_its_sample_deviation():
 
 @pytest.fixture
 def handlers():
-    """Handlers of SIGINT and SIGTERM; background jobs ignore SIGINT."""
+    """Handlers of the three signals; background jobs ignore SIGINT."""
 
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    numbers = (signal.SIGINT, signal.SIGTERM)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = [signal.signal(number, interrupt) for number in numbers]
     yield lambda: [signal.getsignal(number) is interrupt for number in numbers]
     for number, handler in zip(numbers, before, strict=True):
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_second_signal_takes_effect_immediately(number, handlers):
     with StopRequest() as stop:
-        assert not stop.requested and handlers() == [False, False]
+        assert not stop.requested and handlers() == [False] * 3
         signal.raise_signal(number)
         assert stop.requested
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(number)
-    assert handlers() == [True, True]
+    assert handlers() == [True] * 3
 
 
 def test_without_a_signal_the_handlers_are_restored(handlers):
     with StopRequest():
         pass
-    assert handlers() == [True, True]
+    assert handlers() == [True] * 3
 
 
 def test_a_run_in_another_thread_handles_no_signals(handlers):
@@ -137,7 +139,7 @@ def test_a_run_in_another_thread_handles_no_signals(handlers):
     thread = threading.Thread(target=run)
     thread.start()
     thread.join(timeout=60)
-    assert seen == [(False, True, True)]
+    assert seen == [(False, True, True, True)]
 
 
 def test_a_checkpoint_is_flushed_to_the_disk_before_and_after_its_rename(tmp_path, monkeypatch):

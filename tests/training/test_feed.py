@@ -112,10 +112,10 @@ def test_a_limited_number_of_demonstrations_and_epochs(task) -> None:
     """Two epochs over 5 demonstrations in batches of 3 are 3 whole steps."""
     method = {"name": "sft-best", "examples": 5, "epochs": 2}
     feed = make_feed(task, method=method, steps=9, demo_batch_size=3)
-    assert (feed.steps, len(feed.demos[0])) == (3, 5)
+    assert (feed.steps, len(feed.demos)) == (3, 5)
     assert make_feed(task, method=method, steps=2, demo_batch_size=3).steps == 2
     feed = make_feed(task, steps=9, demo_batch_size=3)
-    assert (feed.steps, len(feed.demos[0])) == (9, 12)
+    assert (feed.steps, len(feed.demos)) == (9, 12)
 
 
 def test_a_resumed_feed_continues(task) -> None:
@@ -168,35 +168,6 @@ def test_some_prompts_must_have_a_demonstration(task, tmp_path) -> None:
         make_feed(task, method=LUFFY, data=data)
 
 
-def test_prompts_with_other_demonstrations_from_a_step_on(task, tmp_path) -> None:
-    rows = prompts(task)
-    changed = [row | {"solution": "99"} for row in rows]
-    data: dict[str, Any] = {"sources": [{"path": str(task / "prompts.jsonl"), "name": "a"}]}
-    data["demo_shifts"] = [{"step": 2, "demos": write(tmp_path / "later.jsonl", changed)}]
-    feed = make_feed(task, method=LUFFY, data=data)
-    lengths = []
-    for step in range(4):
-        examples = feed.examples(step)
-        lengths.append({len(example.demo) for example in examples})
-        assert examples == [feed.prompt_sets[step >= 2][e.index] for e in examples]
-    assert lengths[2:] == [{3}] * 2 != lengths[:2]  # two digits and EOS
-    renamed = [rows[0], rows[1] | {"prompt": rows[2]["prompt"]}, *rows[2:]]
-    for wrong in (rows[:-1], [*rows, rows[0]], renamed):
-        data["demo_shifts"][0]["demos"] = write(tmp_path / "wrong.jsonl", wrong)
-        with pytest.raises(ValueError, match=r"demo_shifts: .*wrong\.jsonl: .*'luffy'.* same prom"):
-            make_feed(task, method=LUFFY, data=data)
-
-
-def test_demonstration_sets_of_their_own_from_a_step_on(task, tmp_path) -> None:
-    rows = prompts(task)
-    later = write(tmp_path / "later.jsonl", [row | {"solution": "99"} for row in rows[:5]])
-    data = {"demos": str(task / "demos.jsonl"), "demo_shifts": [{"step": 2, "demos": later}]}
-    feed = make_feed(task, method=SFT, data=data)
-    assert list(map(len, feed.demos)) == [12, 5] and feed.orders.keys() == {"demo_order"}
-    lengths = [{r.response_tokens for r in feed.demo_rows(step)} for step in range(4)]
-    assert lengths[2:] == [{3}] * 2 != lengths[:2]
-
-
 @pytest.mark.parametrize(
     ("data", "names"), [({}, False), ({"source_field": "op"}, True), ({"sources": True}, True)]
 )
@@ -237,9 +208,8 @@ def test_rows_that_must_not_be_trained_on(task, tmp_path) -> None:
     marked = write(tmp_path / "marked.jsonl", [*rows[:-1], rows[-1] | {"canary": "x"}])
     with pytest.raises(DataError, match="canary"):
         make_feed(task, method=GRPO, data={"prompts": marked})
-    shifts = {"demo_shifts": [{"step": 2, "demos": marked}]}
     with pytest.raises(DataError, match="canary"):
-        make_feed(task, method=LUFFY, data={"prompts": str(task / "prompts.jsonl"), **shifts})
+        make_feed(task, data={"prompts": str(task / "prompts.jsonl"), "demos": marked})
 
 
 # ---- the longest row
@@ -249,8 +219,8 @@ def example(prompt: int, demo: int | None) -> Example:
     return Example("", (1,) * prompt, "", None, None if demo is None else (2,) * demo, {})
 
 
-SETS = [[example(4, 45), example(10, None)], [example(5, 2), example(1, 40)]]
-DEMOS = [[example(35, 4), example(1, None)], [example(3, 30)]]
+PROMPTS = [example(4, 45), example(10, None)]
+DEMOS = [example(35, 4), example(1, None), example(3, 30)]
 
 
 @pytest.mark.parametrize(
@@ -266,16 +236,13 @@ DEMOS = [[example(35, 4), example(1, None)], [example(3, 30)]]
 def test_the_longest_row_by_hand(flags: str, start: int, longest: int) -> None:
     names = ("uses_prefixes", "uses_teacher", "trains_on_prompt_demos", "separate_demos")
     feed: Any = SimpleNamespace(**{name: name == flags for name in names})
-    sets = SETS if flags == "trains_on_prompt_demos" else SETS[:1]
-    feed.prompt_sets, feed.demos, feed.orders = sets, DEMOS, {"prompt_order": None}
+    feed.prompts, feed.demos, feed.orders = PROMPTS, DEMOS, {"prompt_order": None}
     feed.longest_start = lambda: Feed.longest_start(feed)
     feed.sources = lambda: Feed.sources(feed)
-    assert feed.sources() == [*sets, *(DEMOS if flags == "separate_demos" else [])]
+    assert feed.sources() == [PROMPTS, *([DEMOS] if flags == "separate_demos" else [])]
     assert (feed.longest_start(), Feed.longest_row(feed, 7)) == (start, longest)
-    feed.prompt_sets = sets[::-1]
-    assert Feed.longest_row(feed, 7) == longest
     feed.orders = {}  # without rollouts
-    assert feed.sources() == [[], *(DEMOS if flags == "separate_demos" else [])]
+    assert feed.sources() == [[], *([DEMOS] if flags == "separate_demos" else [])]
     feed.uses_teacher = False
     longest = 39 if flags == "separate_demos" else 0
     assert (feed.longest_start(), Feed.longest_row(feed, 7)) == (0, longest)

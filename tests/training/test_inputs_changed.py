@@ -10,9 +10,9 @@ import pytest
 
 from gac.config import ConfigError, save
 from gac.errors import CheckpointError, RunError
-from gac.rewards import build_rewards
-from gac.rewards.noise import RewardNoise
-from gac.training import export, fingerprint
+from gac.rewards import build_reward
+from gac.training import export
+from gac.training import startup as fingerprint
 from gac.training.export import export_run
 from gac.training.record import Logbook
 from gac.training.trainer import Trainer
@@ -137,8 +137,8 @@ def test_a_fingerprint_covers_the_functions_inside_of_rewards(tmp_path):
     for number, file in enumerate(files):
         file.write_text(REWARD.format(f"> {number}"))
     terms = [{"reward": f"{file}:reward", "weight": 0.5} for file in files]
-    for reward in build_rewards({"sum": terms}, RewardNoise(rate=0.5), 0, 0):
-        assert list(fingerprint._files(reward)) == [file.read_bytes() for file in files]
+    reward = build_reward({"sum": terms})
+    assert list(fingerprint._files(reward)) == [file.read_bytes() for file in files]
 
 
 def test_only_inputs_that_the_checkpoint_knows_are_compared():

@@ -1,0 +1,108 @@
+"""Imports the user's own classes and functions, named `package.module:name` in a configuration."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import traceback
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from gac.errors import ConfigError
+
+OWN = f"{Path(__file__).parents[1]}/"  # frames of this package are not the user's
+_names: dict[object, str] = {}  # the name under which an object was imported
+
+
+def load_object(name: str, where: str) -> Callable[..., Any]:
+    """Import the class or function named `package.module:name`.
+
+    `path/file.py:name` loads a file. The path is relative to the current folder or to a folder in
+    `sys.path`, such as that of the configuration file.
+
+    Args:
+        name: what to import.
+        where: the configuration key, for error messages.
+
+    Raises:
+        ConfigError: no such module or file, no such name in it, or not callable.
+    """
+    module_name, _, attribute = name.rpartition(":")
+    try:
+        if module_name.endswith(".py") or "/" in module_name:
+            module = _load_file(module_name, where)
+        else:
+            module = importlib.import_module(module_name)
+        value = getattr(module, attribute)
+    except SystemExit as error:
+        raise ConfigError(f"{where} {name!r}: {explained(error)}") from error
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # the module exists, but one of its own imports is missing
+        raise ConfigError(
+            f"{where} {name!r}: no module {error.name!r}; give its file as `path/file.py:"
+            f"{attribute}`, or add its folder to PYTHONPATH"
+        ) from error
+    except AttributeError as error:
+        raise ConfigError(f"{where} {name!r}: {module_name} has no {attribute!r}") from error
+    if not callable(value):
+        raise ConfigError(f"{where} {name!r}: {attribute} is not callable")
+    _names[value] = name
+    return value
+
+
+def find_user_code(config: Path | None) -> None:
+    """Let modules be imported from the current folder and that of the configuration file."""
+    folders = [Path.cwd(), *([] if config is None else [config.parent.resolve()])]
+    sys.path += [str(folder) for folder in folders if str(folder) not in sys.path]
+
+
+def import_name(value: Any) -> str | None:
+    """The name with which `load_object` imports a class or function; None if there is none."""
+    name = f"{value.__module__}:{value.__qualname__}"
+    return _names.get(value, None if "<" in name or name.startswith("__main__:") else name)
+
+
+def _load_file(path: str, where: str) -> ModuleType:
+    """Import a file, once."""
+    folders = [Path(), *map(Path, reversed(sys.path))]  # the configuration's folder comes last
+    file = next((file for folder in folders if (file := folder / path).is_file()), None)
+    if file is None:
+        raise ConfigError(
+            f"{where}: no file {path!r} in this folder or next to the configuration file"
+        )
+    module_name = f"gac_user_{file.stem}_{zlib.crc32(str(file.resolve()).encode()):08x}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    spec = importlib.util.spec_from_file_location(module_name, file)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{where}: {str(file)!r} is not a Python file")
+    sys.modules[module_name] = module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as raised:  # user code may raise anything
+        error = explained(raised)
+        del sys.modules[module_name]
+        problem = f"{type(error).__name__}: {error}{location(error)}"
+        raise ConfigError(f"{where} {path!r}: {problem}") from error
+    return module
+
+
+def explained(error: Exception | SystemExit) -> Exception:
+    """The failure of user code as an exception; `sys.exit` must not end the run."""
+    if isinstance(error, Exception):
+        return error
+    text = f"it called sys.exit({error.code!r})"
+    return RuntimeError(text).with_traceback(error.__traceback__)
+
+
+def location(error: BaseException) -> str:
+    """` (file, line N)` of the last line of user code in the traceback, or an empty string."""
+    frames = traceback.extract_tb(error.__traceback__)
+    prefixes = (sys.prefix, sys.base_prefix, OWN, "<")
+    own = [frame for frame in frames if not frame.filename.startswith(prefixes)]
+    return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""

@@ -1,0 +1,173 @@
+"""The configuration of one training run."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any
+
+from gac.config import Choice
+from gac.data import DataConfig
+from gac.errors import require, require_at_least, require_one_of
+from gac.evaluation.task import EvalSettings
+from gac.methods import DEFAULT, METHODS, Method, all_methods
+from gac.methods.loss_keys import check_loss
+from gac.models.causal_lm import ModelConfig
+from gac.parallel.setup import ParallelConfig
+from gac.rollouts.generation import RolloutConfig
+from gac_kernels import LossSpec
+
+SCHEDULES = ("cosine", "linear", "constant")
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimConfig:
+    """Optimizer and learning-rate schedule."""
+
+    lr: float = 1e-6
+    """Peak learning rate."""
+    schedule: str = "cosine"
+    """After the warm-up: cosine, linear or constant."""
+    warmup_steps: int = 10
+    """Number of optimizer steps of linear warm-up from 0."""
+    min_lr_ratio: float = 0.1
+    """Final learning rate as a fraction of the peak."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's beta coefficients."""
+    eps: float = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: float = 0.0
+    """AdamW's weight decay, applied to matrices only."""
+    max_grad_norm: float = 1.0
+    """Maximum gradient norm; 0 disables clipping."""
+
+    def __post_init__(self) -> None:
+        require_one_of(SCHEDULES, self, "schedule")
+        require(self.lr > 0, "lr", self.lr, "a number > 0")
+
+
+@dataclasses.dataclass(frozen=True)
+class GuardConfig:
+    """When to skip an optimizer step, and when to abort the run."""
+
+    skip_above_norm: float = 1e5
+    """Skip a step whose gradient norm is above this or not finite."""
+    patience: int = 5
+    """Number of consecutive skipped steps after which the run saves a checkpoint and aborts."""
+    max_saved_steps: int = 3
+    """Maximum number of skipped steps saved under out/replay for `gac replay`, with their weights.
+    """
+
+    def __post_init__(self) -> None:
+        require(self.skip_above_norm > 0, "skip_above_norm", self.skip_above_norm, "a number > 0")
+        require_at_least(1, self, "patience")
+        require_at_least(0, self, "max_saved_steps")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """One training run. Everything is written to `out`, the only folder that resuming needs."""
+
+    out: str = "runs/gac"
+    """The run directory."""
+    run_name: str | None = None
+    """Name of the run in the report; null: the method's name."""
+    model: ModelConfig = ModelConfig()
+    """The model, its dtype and adapters."""
+    method: Annotated[Method, Choice(all_methods, lambda method: method.family)] = METHODS[
+        DEFAULT
+    ]()
+    """`name` and the fields of that method, e.g. {name: constant, mu: 0.3}; see `gac methods`. The
+    name of your own method is package.module:Class."""
+    data: DataConfig = DataConfig()
+    """Prompts for rollouts, and demonstrations."""
+    reward: Any = "math"
+    """How responses are scored: math, exact, choice, format, code, package.module:function, or a
+    mapping with a `name` and its options, or a `sum` of several."""
+    rollouts: RolloutConfig = RolloutConfig()
+    """How responses are sampled from the policy."""
+    loss: LossSpec = LossSpec()
+    """Clipping, KL, entropy and reductions; a method may override some of these."""
+    optim: OptimConfig = OptimConfig()
+    """AdamW and its schedule."""
+    steps: int = 800
+    """Number of optimizer steps."""
+    demo_batch_size: int = 64
+    """Demonstrations per optimizer step, over all ranks."""
+    micro_batch_size: int | None = None
+    """Rows per forward and backward pass, padded to the longest. null: `max_tokens_per_micro_batch`
+    decides; if both are null, packed rows or a number of padded rows are chosen from the free
+    memory at the start, logged, saved in `out`/config.yaml and kept on resume."""
+    max_tokens_per_micro_batch: int | None = None
+    """Tokens per forward and backward pass, instead of `micro_batch_size`: rows are packed end to
+    end without padding, and each attends only to itself. With flash attention, or sdpa on a CPU,
+    the cost is that of the separate rows; with eager, or sdpa on a GPU, it grows with the square of
+    this number, so keep it low. null: see `micro_batch_size`."""
+    eval: EvalSettings = EvalSettings()
+    """Evaluation during and after training."""
+    monitor_kl_every: int = 0
+    """Steps between measurements of the KL to the reference policy for monitoring; 0: only when the
+    method or loss needs it.
+    """
+    kl_sample_size: int | None = None
+    """Rollouts per step, over all ranks, used to estimate the KL to the reference policy when it is
+    not part of the loss; null: all.
+    """
+    ignore_input_changes: bool = False
+    """Resume although the content of the data, the reward, the model or the tokenizer has changed.
+    """
+    checkpoint_every: int = 100
+    """Optimizer steps between checkpoints."""
+    keep_checkpoints: int = 2
+    """Number of newest checkpoints to keep, in addition to the best one (`gac export --step best`).
+    The best is the most accurate checkpoint whose step was evaluated, so let `checkpoint_every`
+    divide `eval.every` to consider every evaluation. A method that ends with its best weights also
+    saves a checkpoint at every new best evaluation.
+    """
+    mixed_precision: str = "no"
+    """"bf16": bfloat16 arithmetic with float32 weights, through accelerate; "no": compute in the
+    weights' dtype.
+    """
+    parallel: ParallelConfig = ParallelConfig()
+    """Parallel training: DDP or FSDP2."""
+    guards: GuardConfig = GuardConfig()
+    """When to skip a step and when to abort the run."""
+    report_to: tuple[str, ...] = ()
+    """Experiment trackers of accelerate, e.g. [tensorboard, wandb]."""
+    export: bool = True
+    """Save the final model to out/model in transformers format."""
+    seed: int = 0
+    """Random seed of the run."""
+
+    def __post_init__(self) -> None:
+        require_at_least(
+            1, self, "steps", "demo_batch_size", "checkpoint_every", "keep_checkpoints"
+        )
+        require_at_least(
+            1, self, "micro_batch_size", "max_tokens_per_micro_batch", "kl_sample_size"
+        )
+        low = self.loss.clip_low
+        require(low is None or low <= 1, "loss.clip_low", low, "a number in [0, 1], or null")
+        if self.eval.every and not (self.eval.data.prompts or self.eval.tasks):
+            raise ValueError(
+                f"eval.every={self.eval.every}: there is nothing to evaluate: set "
+                "eval.data.prompts or eval.tasks, or remove eval.every"
+            )
+        check_loss(self.method, self.loss, self.steps)
+        self._check_groups()
+        if self.rollouts.engine == "paged" and self.parallel.mode == "fsdp":
+            raise ValueError(
+                "rollouts.engine='paged' needs the full model on each rank: use parallel.mode=ddp "
+                "or rollouts.engine=generate"
+            )
+        require_one_of(("no", "bf16"), self, "mixed_precision")
+
+    def _check_groups(self) -> None:
+        """Raise ValueError if every advantage would be 0."""
+        completions = self.rollouts.num_generations
+        plan = self.method.sampling(completions)
+        group = sum(stage.size for stage in plan.stages) or completions
+        if group + plan.demo_in_group < 2 and self.method.needs(0).rollouts:
+            raise ValueError(
+                f"rollouts.num_generations={completions}: advantages compare the rollouts of a "
+                "prompt, so a single one has advantage 0 and teaches nothing: use a number >= 2"
+            )
