@@ -19,6 +19,7 @@ from .remote import (
     RemoteBase,
     RemoteClass,
     RemoteError,
+    coroutine,
     local_base,
     overridden,
     standard,
