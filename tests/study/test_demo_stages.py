@@ -14,7 +14,7 @@ from gac.demo.settings import demo_fields
 from gac.errors import RunError
 from gac.methods import METHODS
 from gac.report.reading import flatten
-from gac.training.run_config import TrainConfig
+from gac.train_config import TrainConfig
 
 
 @pytest.mark.parametrize("name", METHODS)
