@@ -182,7 +182,7 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         default=True,
         help="resume from the last checkpoint in `out`, if there is one (default: yes)",
     )
-    train.extra_help = lambda: _keys("gac.training.run_config", "TrainConfig")
+    train.extra_help = lambda: _keys("gac.train_config", "TrainConfig")
     train.set_defaults(run=_train)
 
 
@@ -363,22 +363,15 @@ def _init(options: argparse.Namespace) -> int:
 
 def _train(options: argparse.Namespace) -> int:
     from gac.config import load
-    from gac.training.run_config import TrainConfig
+    from gac.train_config import TrainConfig
 
     _find_user_code(options.config)
     config = load(TrainConfig, options.config, options.set)  # validate before any slow import
     _show_log()
-    from gac.parallel import setup
-    from gac.parallel.run_lock import run_lock
-    from gac.training.trainer import Trainer
+    from gac.training.trainer import train
 
-    with run_lock(Path(config.out)):
-        with value_errors_as(ConfigError):
-            trainer = Trainer(config, options.resume)
-        run, main_process = trainer.run(), trainer.accelerator.is_main_process
-        del trainer  # DDP's destructor needs the process group
-        setup.leave()
-    if main_process:
+    run = train(config, options.resume)
+    if os.environ.get("RANK", "0") == "0":
         from gac.report import write_report
 
         print(f"Run: {run}\nReport: {write_report([run], run)}")

@@ -12,7 +12,7 @@ from typing import Any
 from gac.data import Example, Order
 from gac.demo.run import make_base, method_config
 from gac.demo.task import write_rows, write_task
-from gac.training.run_config import TrainConfig
+from gac.train_config import TrainConfig
 
 CHANGE = 0.4  # fraction of a run after which the demonstrations turn bad
 

@@ -18,7 +18,7 @@ from gac.errors import ConfigError, RunError, writable_folder
 from gac.methods import all_methods
 from gac.report import results_table, write_report
 from gac.study.runs import run_all
-from gac.training.run_config import TrainConfig
+from gac.train_config import TrainConfig
 
 from . import METHODS
 from .settings import demo_fields

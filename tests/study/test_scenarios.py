@@ -12,8 +12,8 @@ import pytest
 from gac.config import dump, load
 from gac.demo import task
 from gac.models.causal_lm import load_tokenizer
+from gac.train_config import TrainConfig
 from gac.training.feed import Feed
-from gac.training.run_config import TrainConfig
 from gac.training.trainer import Trainer
 from tests.tiny import metrics, tiny_config, write_tiny
 from tools import scenarios
