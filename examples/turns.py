@@ -19,7 +19,7 @@ from gac.config import load
 from gac.data import Example
 from gac.demo.task import make_tokenizer, model_config
 from gac.rollouts import Rollout
-from gac.training.run_config import TrainConfig
+from gac.train_config import TrainConfig
 from gac.training.trainer import train
 
 ALPHABET = "0123456+=?<>c"  # "c" calls the calculator

@@ -20,9 +20,7 @@ from gac.rollouts import Rollout
 from gac.rollouts.engines import Engine
 from gac.rollouts.function import RolloutFunction
 from gac.rollouts.generation import RolloutConfig
-from gac.training.forward import Forward
-from gac.training.gradients import Gradients
-from gac.training.probes.sampled_kl import SampledKL
+from gac.training.gradients import Forward, Gradients, SampledKL
 from gac.training.step import Rewards, Step
 from gac.training.trainer import Trainer, train
 from gac_kernels import LossSpec
