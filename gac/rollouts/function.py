@@ -15,8 +15,6 @@ from gac.errors import RunError
 if TYPE_CHECKING:
     from gac.data import Example
 
-    from .engines import Engine
-
 
 @dataclass(frozen=True)
 class Rollout:
@@ -56,7 +54,7 @@ class RolloutFunction:
     def __init__(self, name: str, key: str = "rollouts.function") -> None:
         self.where, self.function = f"{key}={name!r}", load_object(name, key)
 
-    def __call__(self, prompts: Sequence[Example], engine: Engine) -> list[Rollout]:
+    def __call__(self, prompts: Sequence[Example], engine: Any) -> list[Rollout]:
         """The rollouts, converted to tuples; `loss_mask` is () if every token has a loss.
 
         Raises:

@@ -40,8 +40,9 @@ def test_the_examples_learn(tmp_path, game: str, least: float) -> None:
     entries = (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
     completions = [c for e in entries for p in json.loads(e)["prompts"] for c in p["completions"]]
     several = [c for c in completions if "turns" in c]
-    assert several and all(len(c["text"]) == 3 for c in several)
-    assert all([learned for _, learned in c["turns"]] == [True, False, True] for c in several)
+    assert several and all(
+        [learned for _, learned in c["turns"]] == [True, False, True] for c in several
+    )
 
 
 ROWS = [  # masks with a gap, at the start and at the end
@@ -171,7 +172,7 @@ def test_ranks_call_the_engine_differently_often(task, tmp_path) -> None:
     first, second = ranks.run(
         whole_step, run_config(task, tmp_path / "run", parallel=parallel), ranks=2
     )
-    assert first == second and first["sampled_completions"] == 16
+    assert repr(first) == repr(second) and first["sampled_completions"] == 16
 
 
 def returned(prompts, engine) -> Any:

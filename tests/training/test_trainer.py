@@ -295,7 +295,7 @@ def test_generation_ignores_the_models_own_sampling_defaults(task, tmp_path):
     """A checkpoint may set top_k or a repetition penalty, which would make sampling off-policy."""
     trainer = Trainer(tiny_config(task, tmp_path / "run"))
     model, prompts = trainer.model, [(4, 5, 6)] * 2
-    settings = {"max_completion_length": 6, "temperature": 1.0, "samples": 8}
+    settings = {"max_completion_length": 6, "temperature": 1.0, "num_generations": 8}
     torch.manual_seed(0)
     expected = generate(model, trainer.tokenizer, prompts, **settings)
     defaults = copy.deepcopy(model.generation_config)
