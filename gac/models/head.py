@@ -263,8 +263,9 @@ def _patched_model(model: nn.Module) -> Any:
 
 
 def _rounding(model: nn.Module) -> float:
-    """Largest relative difference that counts as rounding."""
-    return 1e-4 if compute_dtype(model) == torch.float32 else 2e-2
+    """Largest relative difference that counts as rounding in a patched model."""
+    dtype = model.__dict__.get("compute_dtype") or model.dtype
+    return 1e-4 if dtype == torch.float32 else 2e-2
 
 
 def _check_causal(model: nn.Module, patched: Any) -> None:
@@ -276,9 +277,7 @@ def _check_causal(model: nn.Module, patched: Any) -> None:
         model(input_ids=x, use_cache=False).logits[0, :-1].float() for x in (ids, other)
     )
     scale = first.abs().max()
-    if (first - second).abs().max() > scale * (
-        2e-2 if compute_dtype(patched) != torch.float32 else 1e-4
-    ):
+    if (first - second).abs().max() > scale * _rounding(patched):
         raise ConfigError(
             f"model type {patched.config.model_type!r} is an encoder: its output for a token "
             "depends on later tokens; give a decoder-only language model"
@@ -308,9 +307,7 @@ def _verified_head(model: nn.Module, patched: Any) -> bool:
     if len(ramps) != 1 or ramps[0].shape != logits.shape:
         return False
     expected = Head(None, scaling=head_scaling(patched.config)).scaled(ramps[0].float())
-    if not torch.allclose(
-        logits, expected, rtol=1e-4 if compute_dtype(patched) == torch.float32 else 2e-2
-    ):
+    if not torch.allclose(logits, expected, rtol=_rounding(patched)):
         return False
     try:
         return bool(model(input_ids=ids, request=lambda head: head.hidden.shape[:2] == ids.shape))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import logging
 from pathlib import Path
 
@@ -71,14 +73,10 @@ def test_dropped_updates_are_measured(task: Path, tmp_path: Path, caplog) -> Non
 
 def test_the_gsm8k_recipe_trains(tmp_path: Path, monkeypatch) -> None:
     """At its own learning rate, in bfloat16; the exported model is bfloat16."""
-    rows = [
-        {"prompt": f"{a}+{a}?", "solution": f"#### {2 * a}", "answer": 2 * a} for a in range(40)
-    ]
-    from gac.demo.task import write_rows
-    from tests.tiny import digit_reward  # noqa: F401 # its path is in the configuration
-
+    rows = [{"prompt": f"{a}+1?", "solution": f"#### {a}", "answer": str(a)} for a in range(40)]
     for part in ("train", "test"):
-        write_rows(tmp_path / f"gsm8k_{part}.jsonl.gz", rows)
+        with gzip.open(tmp_path / f"gsm8k_{part}.jsonl.gz", "wt") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
     write_bpe_model(tmp_path / "model", [str(row) for row in rows])
     monkeypatch.setenv("GAC_DATA", str(tmp_path))
     overrides = [
@@ -100,9 +98,8 @@ def test_the_gsm8k_recipe_trains(tmp_path: Path, monkeypatch) -> None:
     before = {n: p.detach().clone() for n, p in trainer.policy.named_parameters() if p.dim() > 1}
     trainer.run()
     assert metrics(tmp_path / "run")[0]["kl"] == 0
-    changed = sum(
-        int((p != before[n]).sum()) for n, p in trainer.policy.named_parameters() if n in before
-    )
+    after = dict(trainer.policy.named_parameters())
+    changed = sum(int((after[name] != p).sum()) for name, p in before.items())
     assert changed > 0.9 * sum(p.numel() for p in before.values())
     exported = load_file(tmp_path / "run" / "model" / "model.safetensors")
     assert {x.dtype for x in exported.values()} == {torch.bfloat16}
