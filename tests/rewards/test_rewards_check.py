@@ -54,15 +54,38 @@ def test_check_names_the_rows_whose_solution_fails(config):
     assert report.rows == 4
     assert [failing.row for failing in report.failing] == ["wrong", "broken", "case"]
     wrong, broken, case = (failing.reason for failing in report.failing)
-    assert wrong.startswith("scores 0; test 1 (assert add(1, 2) == 3): AssertionError")
+    assert wrong.startswith(
+        "the row's own answer fails: test 1 (assert add(1, 2) == 3): AssertionError"
+    )
     assert "test 1 is not valid Python" in broken
     assert "wrote b'1\\n', expected b'2'" in case
+
+
+def test_rows_that_a_constant_passes_are_weak(tmp_path):
+    add = {"prompt": "add", "answer": GOOD}
+    rows = [
+        add | {"id": "weak", "tests": ["assert add(0, 0) == 0"]},
+        add | {"id": "any", "tests": ["add"]},
+        add | {"id": "fine", "tests": TESTS},
+        {"id": "case", "prompt": "echo", "answer": "print(int(input()))", "cases": [["1", "1"]]},
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"prompts": str(tmp_path / "rows.jsonl"), "demo_field": "answer"}
+    result = check({"data": data, "reward": "code"})
+    assert list(map(str, (*result.failing, *result.weak))) == [
+        "any: the row's own answer fails: the tests never use the program",
+        "weak: weak: a program that always returns 0 passes",
+        "case: weak: print(1) passes",
+    ]
 
 
 def test_check_on_the_command_line(config, capsys):
     assert main(["rewards", "check", str(config)]) == 1
     printed = capsys.readouterr().out.splitlines()
-    assert printed[0].startswith("wrong: scores 0") and printed[-1] == "1 of 4 rows pass"
+    assert (
+        printed[0].startswith("wrong: the row's own answer fails")
+        and printed[-1] == "1 of 4 rows pass"
+    )
     assert main(["rewards", "check", str(config), "--set", "data.limit=1"]) == 0
     assert capsys.readouterr().out == "1 of 1 rows pass\n"
 

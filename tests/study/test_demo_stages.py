@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gac.config import ConfigError, dump
+from gac.config import dump
 from gac.demo import run
 from gac.demo.settings import demo_fields
 from gac.errors import RunError
@@ -72,51 +72,3 @@ def test_seeds_of_the_base_model_are_tried_until_one_is_accepted(
     message = r"no base model reached .* in \[0.01, 0.1\] with 2 seeds; see "
     with pytest.raises(RunError, match=message + str(tmp_path)):
         run.make_base(tmp_path, 9, range(2))
-
-
-def test_the_demo_s_stages(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    calls = fake_training(monkeypatch, {})
-    written: list[Any] = []
-
-    def write_task(folder: Path, seed: int) -> None:
-        written.append(("task", folder, seed))
-        (folder / "init").mkdir(parents=True)
-        (folder / "init" / "config.json").touch()
-
-    def make_base(out: Path, steps: int) -> Path:
-        written.append((out, steps))
-        return Path("base")
-
-    def write_report(folders: list[Path], out: Path) -> str:
-        written.append(([folder.name for folder in folders], out))
-        return "the page"
-
-    monkeypatch.setattr(run, "write_task", write_task)
-    monkeypatch.setattr(run, "make_base", make_base)
-    monkeypatch.setattr(run, "write_report", write_report)
-    monkeypatch.setattr(run, "results_table", lambda folders: f"table of {len(folders)}")
-    monkeypatch.setattr(run.os, "sched_getaffinity", lambda pid: set(range(3)))
-    out = tmp_path / "demo"
-    assert run.run_demo(out, ["sft", "gac"], (0, 4), steps=30, base_steps=70) == 0
-    names = ["sft-0", "sft-4", "gac-0", "gac-4"]
-    assert calls == [([f"{out}/{name}" for name in names], 3, True)]
-    assert written == [("task", out / "task", 0), (out, 70), (names, out)]
-    printed = capsys.readouterr().out
-    assert "\ntable of 4\n" in printed and "Report: the page\n" in printed
-    assert run.run_demo(out, ["sft"]) == 0 and run.run_demo(out, ["sft"], jobs=2) == 0
-    assert calls[1:] == [([f"{out}/sft-0"], 1, True), ([f"{out}/sft-0"], 2, True)]
-    planned: list[int] = []
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            run, "run_all", lambda configs, *_, **__: planned.extend(c.steps for c in configs)
-        )
-        run.run_demo(out)
-        assert planned == [160] * len(run.METHODS)
-        run.run_demo(out, ["gac", "sft"], range(2), 30)
-    assert planned[len(run.METHODS) :] == [30] * 4
-    del written[7:]
-    assert written[3:] == [(out, 400), (["sft-0"], out)] * 2  # the data are kept
-    with pytest.raises(RunError, match=r"^.*demo/dft-1: failed: x$"):
-        run.run_demo(out, ["dft"], (0, 1))
-    with pytest.raises(ConfigError, match=r"--methods.*did you mean 'grpo'"):
-        run.run_demo(out, ["sft", "grop"])

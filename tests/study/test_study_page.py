@@ -153,42 +153,6 @@ def test_headline_names_the_methods_whose_interval_excludes_zero() -> None:
     assert page.headline(rows(base=None, a=[-0.2, 0.0])).startswith("No method differs from base")
 
 
-def test_the_best_method_is_marked_and_every_seed_is_drawn(monkeypatch) -> None:
-    drawn, fields = [], {}
-
-    def plot(x, y, style, color, **options) -> None:
-        drawn.append((x, y, color))
-
-    def figure(labels, height, axis, draw) -> str:
-        assert (labels, height, axis[-1]) == ([*methods], 0.34 * len(methods) + 1.1, "%")
-        draw(SimpleNamespace(plot=plot))
-        return "a figure"
-
-    monkeypatch.setattr(page, "draw_interval", lambda axes, *interval: drawn.append(interval))
-    monkeypatch.setattr(page, "interval_figure", figure)
-    monkeypatch.setattr(page, "render_template", lambda name, **values: fields.update(values))
-    setting = {"config": "a.yaml", "baseline": "dr"}
-    finals = {"low": [0.25, 0.0], "dr": [0.5, 0.75], "high": [1.0, None]}
-    methods = summary(finals, "dr")
-    page.render({"setting": setting, "methods": methods, "failed": {}}, "page.html")
-    assert fields["rows"] == [
-        (label, row_cells(methods[label]), label == "high") for label in ("low", "dr", "high")
-    ]
-    assert (fields["figure"], fields["report"]) == ("a figure", "page.html")
-    other, baseline = page.COLORS[:2]
-    assert drawn == [
-        ([25, 0], [0, 0], other),
-        (0, 0.125, [0, 0.25], other),
-        ([50, 75], [-1, -1], baseline),
-        (-1, 0.625, [0.5, 0.75], baseline),
-        ([100], [-2], other),
-        (-2, 1.0, None, other),
-    ]
-    methods = summary({"dr": [None], "low": [None]}, "dr")  # every run failed
-    page.render({"setting": setting, "methods": methods, "failed": {}}, None)
-    assert not any(best for *_, best in fields["rows"])
-
-
 def test_cells_of_a_study() -> None:
     methods = summary({"a": [0.0, 0.2, None], "b": [0.1, 0.4, 0.9]}, "a")
     assert row_cells(methods["a"]) == ["2", "10.0", "[0.0, 20.0]", "+0.0", "[+0.0, +0.0]"]
