@@ -31,8 +31,8 @@ from gac.demo.settings import demo_fields
 from gac.demo.task import make_tokenizer, write_rows
 from gac.faults import checkpoint
 from gac.methods import METHODS
+from gac.train_config import TrainConfig
 from gac.training.export import export_checkpoint
-from gac.training.run_config import TrainConfig
 from gac.training.trainer import train
 from tools.study_tasks import ALPHABET, TASKS, Problem, corrupt, restyle
 

@@ -20,7 +20,7 @@ from gac.data.rows import Row
 from gac.methods import CHORD, DEFAULT, GAC, METHODS, Constant, Method, Observation
 from gac.methods.base import demo_losses, next_mix
 from gac.methods.kl_ctrl import KLControl
-from gac.training.probes.sketches import UnitSketches
+from gac.training.probes import UnitSketches
 from gac_kernels import HeadSketch, LossOutput, LossSpec, TokenMoments
 
 FILE = "gac.json"

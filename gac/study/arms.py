@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gac.config import ConfigError, load, read_yaml
-from gac.training.run_config import TrainConfig
+from gac.train_config import TrainConfig
 
 HELP = (
     "NAME or package.module:Class, NAME:key=value,key.sub=value, LABEL@NAME:..., or a key of the "

@@ -37,6 +37,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import warnings
 from types import ModuleType
 
@@ -81,10 +82,22 @@ def choose(name: str, device: torch.device, dtype: torch.dtype) -> ModuleType:
         module = load(candidate, device)
         reason = module.unavailable(device, dtype)
         if reason is None:
+            _log_first_use(name_of(module), device.type)
             return module
         if dtype != torch.float64:  # only the reference computes in float64
             _warn_of_fallback(f"backend {candidate!r} cannot run: {reason}; using 'reference'")
     raise AssertionError("the reference backend runs everywhere")
+
+
+def name_of(module: ModuleType) -> str:
+    """The name of a backend's module."""
+    name = module.__name__.rpartition(".")[2]
+    return name if name in NAMES else "native"
+
+
+@functools.cache  # once per process
+def _log_first_use(name: str, kind: str) -> None:
+    logging.getLogger("gac_kernels").info("using the %s backend on %s", name, kind)
 
 
 @functools.cache  # once per reason

@@ -22,7 +22,7 @@ from gac.methods.base import StepNeeds
 from gac.methods.gram_solver import cross_gram
 from gac.methods.token_loss import custom_loss
 from gac.models.causal_lm import Head
-from gac.training.probes.parts import GradientParts
+from gac.training.probes import GradientParts
 from gac.training.trainer import Trainer
 from gac_kernels import LossSpec, Signals
 from tests.methods.published import (

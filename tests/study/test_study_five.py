@@ -11,8 +11,8 @@ import pytest
 
 from gac.config import ConfigError, load
 from gac.demo.task import make_tokenizer
+from gac.train_config import TrainConfig
 from gac.training.feed import Feed
-from gac.training.run_config import TrainConfig
 from tools import study_results, study_run
 from tools.study_run import CONDITIONS, Cell
 from tools.study_tasks import ALPHABET, TASKS, corrupt, restyle, reward
