@@ -123,10 +123,6 @@ class TrainConfig:
     divide `eval.every` to consider every evaluation. A method that ends with its best weights also
     saves a checkpoint at every new best evaluation.
     """
-    mixed_precision: str = "no"
-    """"bf16": bfloat16 arithmetic with float32 weights, through accelerate; "no": compute in the
-    weights' dtype.
-    """
     parallel: ParallelConfig = ParallelConfig()
     """Parallel training: DDP or FSDP2."""
     guards: GuardConfig = GuardConfig()
@@ -159,7 +155,6 @@ class TrainConfig:
                 "rollouts.engine='paged' needs the full model on each rank: use parallel.mode=ddp "
                 "or rollouts.engine=generate"
             )
-        require_one_of(("no", "bf16"), self, "mixed_precision")
 
     def _check_groups(self) -> None:
         """Raise ValueError if every advantage would be 0."""

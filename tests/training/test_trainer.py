@@ -9,7 +9,6 @@ import math
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 
 from gac.control.term_pair import TermPair
 from gac.data.rows import Batch, Counts, Row, collate, count, loss_divisors
@@ -240,15 +239,6 @@ def nan_reward(completion: str, example: object) -> float:
 
 def half_reward(completion: str, example: object) -> float:
     return math.nan if completion[:1] in "01234" else float(len(completion))
-
-
-def test_mixed_precision_runs(task, tmp_path):
-    AcceleratorState._reset_state()  # accelerate fixes the precision once per process
-    try:
-        out = train(tiny_config(task, tmp_path / "run", steps=2, mixed_precision="bf16"))
-    finally:
-        AcceleratorState._reset_state()
-    assert all(math.isfinite(r["grad_norm"]) for r in metrics(out))
 
 
 def test_tensorboard_tracker_gets_the_numbers(task, tmp_path):
