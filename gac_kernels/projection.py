@@ -13,12 +13,11 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .reference import compute_dtype
+from .contract import compute_dtype
 
 # Memory budget in bytes. With V = 152064, a GPU's budget is enough for 512 rows of logits and 2304
 # rows of gradients.
@@ -28,14 +27,6 @@ ALIGN = 128  # rows of a GEMM tile
 # multiprocessors, so the GEMM does not split its sums (no split-K): each float32 sum is rounded
 # only once.
 NO_SPLIT_K = 1 << 24
-
-
-class GemmOptions(NamedTuple):
-    """Operand dtype of the GEMMs, and the two numbers that determine the chunk sizes."""
-
-    dtype: torch.dtype  # that the operands are rounded to, as under autocast
-    chunk_bytes: int | None = None  # memory for logits and their gradients; None: CHUNK_BYTES
-    vocab_size: int | None = None  # determines the chunk sizes; None: rows of the weight
 
 
 class Buffer:
@@ -60,18 +51,25 @@ class Projection:
     copied once).
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, options: GemmOptions) -> None:
-        self.dtype, self.accum_dtype = options.dtype, compute_dtype(options.dtype)
-        self.gemm_dtype = operand_dtype(weight.device, options.dtype)
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        chunk_bytes: int | None = None,  # memory for logits and gradients; None: CHUNK_BYTES
+        vocab_size: int | None = None,  # determines the chunk sizes; None: rows of the weight
+    ) -> None:
+        self.dtype, self.accum_dtype = dtype, compute_dtype(dtype)
+        self.gemm_dtype = operand_dtype(weight.device, dtype)
         self.weight_dtype = weight.dtype
         self.weight = self.operand(weight)
         self.bias = None if bias is None else bias.to(self.dtype).to(self.accum_dtype)
-        budget = options.chunk_bytes or CHUNK_BYTES.get(weight.device.type, CHUNK_BYTES["cuda"])
-        vocab_size = options.vocab_size or weight.shape[0]
+        budget = chunk_bytes or CHUNK_BYTES.get(weight.device.type, CHUNK_BYTES["cuda"])
+        vocab_size = vocab_size or weight.shape[0]
         self.chunk, self.block = self._chunk_sizes(budget, vocab_size)
         self._largest_chunk = self.chunk
         weight_size = vocab_size * weight.shape[1]
-        if options.chunk_bytes is None and self.writes_rounded(weight_size):
+        if chunk_bytes is None and self.writes_rounded(weight_size):
             sums = self.accum_dtype.itemsize * weight_size
             self._largest_chunk = self._chunk_sizes(budget + sums, vocab_size, self.block)[0]
         self._logits = Buffer(weight.shape[0], self.accum_dtype, weight.device)
@@ -120,6 +118,10 @@ class Projection:
         chunk_row_bytes = self.gemm_dtype.itemsize * (vocab_size + 2 * self.weight.shape[1])
         chunk = (budget - block * row_bytes) // chunk_row_bytes
         return max(_whole_tiles(chunk), block), block
+
+    def reserve(self, rows: int) -> None:
+        """Allocate the logits of a block at once, so that a larger block never replaces it."""
+        self._logits.rows(min(rows, self.block))
 
     def operand(self, x: Tensor) -> Tensor:
         return x.to(self.dtype).to(self.gemm_dtype)

@@ -311,12 +311,9 @@ def _fused_loss(
     targets = shift_labels.to(hidden.device).reshape(hidden.shape[:-1])
     targets = torch.where(targets == ignore_index, IGNORE, targets)
     norm = (targets != IGNORE).sum() if num_items_in_batch is None else num_items_in_batch
-    none = torch.zeros(len(targets), device=hidden.device)
     with logits.precision():
         scaling |= {"demo_norm": norm, "moments": False, "spec": LABELS}
-        return fused_linear_gac_loss(
-            hidden, weight, targets, none, none == 0, mu=1.0, **scaling
-        ).loss
+        return fused_linear_gac_loss(hidden, weight, targets, **scaling).loss
 
 
 def _is_number(x: Any) -> bool:

@@ -84,4 +84,4 @@ def choose(name: str, device: torch.device, dtype: torch.dtype) -> ModuleType:
 
 @functools.cache  # once per reason
 def _warn_of_fallback(message: str) -> None:
-    warnings.warn(message, RuntimeWarning, stacklevel=4)
+    warnings.warn(message, RuntimeWarning, stacklevel=5)

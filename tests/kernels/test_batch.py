@@ -236,9 +236,9 @@ def test_the_loss_can_be_modified_in_place(name: str) -> None:
     """Trainers do `loss /= steps` and `loss += auxiliary`."""
     logits = torch.randn(2, 3, 11, requires_grad=True)
     batch: tuple[Any, ...] = (torch.tensor([[1, 2, 3]] * 2), torch.ones(2), torch.arange(2) > 0)
-    unmodified = fused_gac_loss(logits, *batch, backend=require_backend(name)).loss
+    unmodified = fused_gac_loss(logits, *batch, backend=require_backend(name), mu=0.5).loss
     (expected,) = torch.autograd.grad(unmodified, logits)
-    loss = fused_gac_loss(logits, *batch, backend=name).loss
+    loss = fused_gac_loss(logits, *batch, backend=name, mu=0.5).loss
     loss /= 4
     loss += 1
     (grad,) = torch.autograd.grad(loss, logits)

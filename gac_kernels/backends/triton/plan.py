@@ -217,9 +217,10 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
     ref = None if inputs.ref_logps is None else floats[4]
     mu = mu.to(dtype) if isinstance(mu, Tensor) else mu
     live, demo = flags
-    columns = flat, live, demo, advantages, old, ref, weight, scale, None, None, sequence
+    known = flat, live, demo, advantages, old, ref, weight, scale
     rollout_lengths = torch.where(is_demo, 0, lengths)
-    tokens = Tokens._make((*columns, offsets, lengths, rollout_lengths, is_demo, mu))
+    columns = *known, None, None, None, sequence, offsets, lengths, rollout_lengths
+    tokens = Tokens._make((*columns, is_demo, mu))
     tokens_launch(tokens, floats, inputs, spec, -(-width // launch.BLOCK)).run(device)
     return tokens
 
