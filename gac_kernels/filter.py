@@ -1,0 +1,123 @@
+"""The gradient filter: skips the vocabulary columns in which a chunk's gradient is negligible.
+
+After training, most softmax entries are tiny: a few percent of the columns carry the gradient G
+[M, V] of a chunk's logits. The backward GEMMs run on these columns only. The entries that are left
+out of a row have the same sign, so leaving them out would bias the sum over rows; they are replaced
+by the rank-one tail d q^T, where d [M] are their sums and q [V] is the distribution of their mass
+over the columns. docs/gradient_filter.md has measurements.
+
+Notation: M rows of a chunk, V vocabulary size, H hidden size, K columns kept.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+SAMPLE = 32  # rows from which the distribution of the tail is estimated
+MIN_COLUMNS = 4096  # a smaller vocabulary is not filtered: its GEMMs are too small to gain
+
+
+@dataclass(frozen=True)
+class GradientFilter:
+    """Settings of the filter of the linear functions. The loss does not depend on them."""
+
+    eps: float = 2**-12
+    """A column is kept if one of its entries is larger than eps times the root mean square, over
+    the chunk's rows, of the entry at the target. 0: exact."""
+    weight: bool = False
+    """Also filter the gradient of the weight. False: it is exact."""
+    max_columns: float = 0.5
+    """A chunk that keeps a larger share of its columns is computed exactly, in (0, 1]."""
+    max_dropped: float = 2**-6
+    """A chunk that drops a larger share of its absolute gradient is computed exactly, in [0, 1]."""
+
+    def __post_init__(self) -> None:
+        for name, low in (("eps", 0), ("max_columns", math.ulp(0)), ("max_dropped", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or not low <= value <= 1:
+                interval = "(0, 1]" if low else "[0, 1]"
+                raise ValueError(f"GradientFilter {name}={value!r}: use a number in {interval}")
+        if not isinstance(self.weight, bool):
+            raise TypeError(f"GradientFilter weight={self.weight!r}: use True or False")
+
+
+class FilterReport(NamedTuple):
+    """What the filter did in one call; 0-d float32 tensors on the device of the rows."""
+
+    kept_columns: Tensor
+    """Mean over the rows with a gradient of the share of columns kept; 1 for exact chunks."""
+    dropped_mass: Tensor
+    """Largest share of a row's absolute gradient that the tail replaced; 0 for exact chunks."""
+
+
+class Kept(NamedTuple):
+    """The part of a chunk's gradient that is multiplied, and the tail d q^T of the rest."""
+
+    columns: Tensor  # int64 [K], ascending
+    values: Tensor  # [M, K]
+    rows: Tensor  # [M]: d
+    mass: Tensor  # [V]: q
+
+
+def column_sums(grad: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
+    """The columns of grad [M, V] with an entry above `threshold` (0-d), and the sums of the rows.
+
+    Returns (hit: bool [V], sums: float32 or better [2, M]: the sum and the absolute sum of a row).
+    """
+    dtype = torch.promote_types(grad.dtype, torch.float32)
+    hit = torch.zeros(grad.shape[1], dtype=torch.bool, device=grad.device)
+    sums = torch.empty(2, len(grad), dtype=dtype, device=grad.device)
+    for i in range(0, len(grad), SAMPLE):
+        rows = slice(i, i + SAMPLE)
+        size = grad[rows].abs()
+        hit |= (size > threshold).any(0)
+        sums[:, rows] = torch.stack([x.sum(1, dtype=dtype) for x in (grad[rows], size)])
+    return hit, sums
+
+
+class ColumnFilter:
+    """Filters the chunks of one call; see `GradientFilter`."""
+
+    def __init__(self, settings: GradientFilter, weight: Tensor, backend: Any) -> None:
+        self.settings, self.weight = settings, weight
+        self.sums = getattr(backend, "column_sums", column_sums)
+        self.tails: list[tuple[Tensor, Tensor]] = []  # q [V] and d^T rows [H] of each chunk
+        self.rows, self.kept = 0, 0.0
+        self.dropped = torch.zeros((), device=weight.device)
+
+    def select(self, grad: Tensor, targets: Tensor) -> Kept | None:
+        """Choose the columns of a chunk's gradient [M, V]; None: compute the chunk exactly."""
+        rows, width = grad.shape
+        self.rows += rows
+        kept = self._select(grad, targets) if rows and width >= MIN_COLUMNS else None
+        self.kept += rows * (1.0 if kept is None else len(kept.columns) / width)
+        return kept
+
+    def _select(self, grad: Tensor, targets: Tensor) -> Kept | None:
+        settings, index = self.settings, targets[:, None]
+        at_target = grad.gather(1, index).to(torch.promote_types(grad.dtype, torch.float32))
+        hit, (total, mass) = self.sums(grad, settings.eps * at_target.square().mean().sqrt())
+        hit[targets] = True
+        columns = hit.nonzero().squeeze(1)  # on a GPU, the host waits for the chunk's row kernels
+        if settings.eps == 0 or len(columns) > settings.max_columns * len(hit):
+            return None
+        values = grad.index_select(1, columns)
+        wide = values.to(total.dtype)
+        dropped = (mass - wide.abs().sum(1)).clamp(min=0)
+        if dropped.sum() > settings.max_dropped * mass.sum():
+            return None
+        self.dropped = torch.maximum(self.dropped, (dropped / mass).nan_to_num().max().float())
+        sample = grad[:: -(-len(grad) // SAMPLE)].abs().sum(0, dtype=total.dtype)
+        sample[columns] = 0
+        share = sample / sample.sum().clamp(min=torch.finfo(sample.dtype).tiny)
+        return Kept(columns, values, total - wide.sum(1), share)
+
+    def report(self) -> Tensor:
+        """The fields of `FilterReport`, float32 [2]."""
+        share = torch.full_like(self.dropped, self.kept / max(self.rows, 1))
+        return torch.stack([share, self.dropped])
