@@ -444,6 +444,6 @@ def test_weight_or_advantage_0_removes_an_impossible_token(backend: str) -> None
         spec = LossSpec(policy_loss=policy, demo_weight="one")
         arguments = logits, targets, advantages, torch.tensor([demo])
         keywords = {"weights": weights, "old_logps": -torch.ones(1, 2), "spec": spec}
-        out = fused_gac_loss(*arguments, **keywords, backend=backend)
+        out = fused_gac_loss(*arguments, **keywords, backend=backend, mu=0.5)
         (grad,) = torch.autograd.grad(out.loss, logits)
         assert out.loss.isfinite() and (grad[0, 0] == 0).all() and (grad[0, 1] != 0).any()
