@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 SAMPLE = 32  # rows from which the distribution of the tail is estimated
-MIN_COLUMNS = 4096  # a smaller vocabulary is not filtered: its GEMMs are too small to gain
 
 
 @dataclass(frozen=True)
@@ -94,17 +93,22 @@ class ColumnFilter:
         """Choose the columns of a chunk's gradient [M, V]; None: compute the chunk exactly."""
         rows, width = grad.shape
         self.rows += rows
-        kept = self._select(grad, targets) if rows and width >= MIN_COLUMNS else None
+        kept = self._select(grad, targets) if rows and self.settings.eps else None
         self.kept += rows * (1.0 if kept is None else len(kept.columns) / width)
         return kept
 
     def _select(self, grad: Tensor, targets: Tensor) -> Kept | None:
-        settings, index = self.settings, targets[:, None]
-        at_target = grad.gather(1, index).to(torch.promote_types(grad.dtype, torch.float32))
-        hit, (total, mass) = self.sums(grad, settings.eps * at_target.square().mean().sqrt())
+        settings, most = self.settings, self.settings.max_columns * grad.shape[1]
+        at_target = grad.gather(1, targets[:, None])
+        at_target = at_target.to(torch.promote_types(grad.dtype, torch.float32))
+        threshold = settings.eps * at_target.square().mean().sqrt()
+        sample = grad[:: -(-len(grad) // SAMPLE)].abs()
+        if (sample > threshold).any(0).sum() > most:  # most exact chunks are found early
+            return None
+        hit, (total, mass) = self.sums(grad, threshold)
         hit[targets] = True
         columns = hit.nonzero().squeeze(1)  # on a GPU, the host waits for the chunk's row kernels
-        if settings.eps == 0 or len(columns) > settings.max_columns * len(hit):
+        if len(columns) > most:
             return None
         values = grad.index_select(1, columns)
         wide = values.to(total.dtype)
@@ -112,9 +116,9 @@ class ColumnFilter:
         if dropped.sum() > settings.max_dropped * mass.sum():
             return None
         self.dropped = torch.maximum(self.dropped, (dropped / mass).nan_to_num().max().float())
-        sample = grad[:: -(-len(grad) // SAMPLE)].abs().sum(0, dtype=total.dtype)
-        sample[columns] = 0
-        share = sample / sample.sum().clamp(min=torch.finfo(sample.dtype).tiny)
+        share = sample.sum(0, dtype=total.dtype)
+        share[columns] = 0
+        share /= share.sum().clamp(min=torch.finfo(share.dtype).tiny)
         return Kept(columns, values, total - wide.sum(1), share)
 
     def report(self) -> Tensor:

@@ -201,7 +201,9 @@ class Head:
         if self.needs.weight and self._d_weight is None:
             self._d_weight = self._allocate(single_chunk=False).zero_()
         if self._d_weight is not None and self.filter is not None and self.filter.tails:
-            mass, sums = (torch.stack(x).to(self._d_weight) for x in zip(*self.filter.tails))
+            mass, sums = (
+                torch.stack(x).to(self._d_weight) for x in zip(*self.filter.tails, strict=True)
+            )
             self._d_weight.addmm_(mass.T, sums)
         d_hidden = self._d_hidden if self.needs.rows else None
         return InputGradients(d_hidden, self._d_weight, self._d_bias if self.needs.bias else None)
