@@ -125,12 +125,26 @@ def make_parser() -> argparse.ArgumentParser:
     _add_methods(commands)
     _add_models(commands)
     _add_demo(commands)
+    doctor = commands.add_parser(
+        "doctor",
+        help="show which backends and adapters work here, and why others do not",
+        description="Print versions, devices, backends, the trainers whose versions are supported, "
+        "and a self-test of each backend against float64.",
+    )
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    doctor.set_defaults(run=_doctor)
     add_study(commands)
     for command in commands.choices.values():  # `gac --debug train` and `gac train --debug`
         command.add_argument(
             "--debug", action="store_true", default=argparse.SUPPRESS, help=DEBUG_HELP
         )
     return parser
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from gac_kernels.doctor import main as doctor
+
+    return doctor(["--json"] if options.json else [])
 
 
 def _add_init(commands: argparse._SubParsersAction) -> None:
@@ -168,7 +182,7 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         default=True,
         help="resume from the last checkpoint in `out`, if there is one (default: yes)",
     )
-    train.extra_help = lambda: _keys("gac.training.run_config", "TrainConfig")
+    train.extra_help = lambda: _keys("gac.train_config", "TrainConfig")
     train.set_defaults(run=_train)
 
 
@@ -349,32 +363,25 @@ def _init(options: argparse.Namespace) -> int:
 
 def _train(options: argparse.Namespace) -> int:
     from gac.config import load
-    from gac.training.run_config import TrainConfig
+    from gac.train_config import TrainConfig
 
-    _find_rewards_next_to(options.config)
+    _find_user_code(options.config)
     config = load(TrainConfig, options.config, options.set)  # validate before any slow import
     _show_log()
-    from gac.parallel import setup
-    from gac.parallel.run_lock import run_lock
-    from gac.training.trainer import Trainer
+    from gac.training.trainer import train
 
-    with run_lock(Path(config.out)):
-        with value_errors_as(ConfigError):
-            trainer = Trainer(config, options.resume)
-        run, main_process = trainer.run(), trainer.accelerator.is_main_process
-        del trainer  # DDP's destructor needs the process group
-        setup.leave()
-    if main_process:
+    run = train(config, options.resume)
+    if os.environ.get("RANK", "0") == "0":
         from gac.report import write_report
 
         print(f"Run: {run}\nReport: {write_report([run], run)}")
     return OK
 
 
-def _find_rewards_next_to(config: Path | None) -> None:
-    """Let reward modules be imported from the folder of the configuration file."""
-    if config is not None:
-        sys.path.append(str(config.parent.resolve()))
+def _find_user_code(config: Path | None) -> None:
+    from gac.config.imports import find_user_code
+
+    find_user_code(config)
 
 
 def _eval(options: argparse.Namespace) -> int:
@@ -382,7 +389,7 @@ def _eval(options: argparse.Namespace) -> int:
     from gac.evaluation.suite import EvalConfig, evaluate_single, run_suite
     from gac.evaluation.table import results_table
 
-    _find_rewards_next_to(options.config)
+    _find_user_code(options.config)
     config = load(EvalConfig, options.config or {}, options.set)
     if options.against and not config.tasks:
         raise ConfigError("--against requires `tasks`: move the data set into `tasks`")
@@ -424,7 +431,7 @@ def _check_rewards(options: argparse.Namespace) -> int:
     from gac.rewards.check import check
 
     _show_log()
-    _find_rewards_next_to(options.config)
+    _find_user_code(options.config)
     result = check(options.config, options.set, options.min_reward)
     for row in result.failing:
         print(row)
@@ -441,7 +448,7 @@ def _methods(options: argparse.Namespace) -> int:
 
         print(methods_table())
     else:
-        sys.path.append(str(Path.cwd()))  # for package.module:Class
+        _find_user_code(None)
         print(_method(name))
     return OK
 

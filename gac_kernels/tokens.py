@@ -109,8 +109,9 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
         offsets = torch.arange(rows + 1, device=device) * width
         sequence = index // max(width, 1)
     else:
-        offsets = cu_seqlens.to(torch.int64)
-        sequence = torch.searchsorted(offsets[1:], index, right=True)
+        # a GPU's values are not checked: never index out of bounds
+        offsets = cu_seqlens.to(torch.int64).clamp(0, len(flat)).cummax(0).values
+        sequence = torch.searchsorted(offsets[1:], index, right=True).clamp(max=len(offsets) - 2)
 
     def per_token(x: Tensor) -> Tensor:
         return x[sequence] if inputs.is_per_sequence(x) else x.reshape(-1)
@@ -119,7 +120,8 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
         ends = torch.nn.functional.pad(tokens.cumsum(0), (1, 0))  # exact in any order
         return ends[offsets[1:]] - ends[offsets[:-1]]
 
-    live, demo = flat != IGNORE, per_token(is_demo)
+    inside = (index >= offsets[0]) & (index < offsets[-1])  # tokens of no sequence have no loss
+    live, demo = (flat != IGNORE) & inside, per_token(is_demo) & inside
     lengths, rollout_lengths = count(live), count(live & ~demo)
     demo_lengths = lengths - rollout_lengths
     in_demo, in_rollout = is_demo, ~is_demo

@@ -283,7 +283,8 @@ def _replace(module: nn.Module, forward: Callable[..., Any], handle: Fused) -> N
 
 def _head_forward(self: nn.Linear, x: Tensor) -> Any:
     handle, kind = self.__dict__[HANDLE], x.device.type
-    if not handle.lazy or isinstance(self.weight, DTensor):
+    sharded = isinstance(self.weight, DTensor) or hasattr(self.weight, "ds_id")  # ZeRO-3
+    if not handle.lazy or sharded:
         return self.__dict__[OWN](x)
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     handle.problem = "it computes its loss from the logits"

@@ -1,8 +1,8 @@
-"""Recomputes the numbers of docs/study.md: `python -m tools.study_results`.
+"""Recomputes the numbers of the study's pages: `python -m tools.study_results`.
 
-Reads bench/results/study and writes the tables between the page's markers. With --check, only
-compares them. Intervals are 95%
-percentile intervals of a hierarchical bootstrap: tasks, then seeds within each task.
+Reads bench/results/study and writes the tables between the markers of the pages. With --check, only
+compares them. Intervals are 95% percentile intervals of a hierarchical bootstrap: tasks, then seeds
+within each task.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from tools.study_run import (
     tuning_means,
 )
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "study.md"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PAGES = ("study.md", "choose_mu.md")
 BEGIN, END = "<!-- begin: python -m tools.study_results {} -->\n\n", "\n<!-- end -->"
 RESAMPLES = 10_000
 COMPARED = ("constant-alarm", "sft-then-rl")
@@ -38,6 +39,7 @@ JUDGED = (
     ("constant-alarm", "sft-then-rl"),
     ("routing", "constant-alarm"),
 )
+WITHOUT = [condition for condition in CONDITIONS if condition != "good-then-bad"]
 EARLIER = {"first": "gate-z", "second": "gate-cosine", "third": "gate-alarm"}
 """File in bench/results/study -> the arm that was judged."""
 CHANGING = ("spoil", "half", "burst", "flicker", "mistaken")
@@ -147,9 +149,24 @@ def judged(study: Study) -> str:
         bases = study.bases(arm, other)
         for chosen in [bases, *([b] for b in bases)] if len(bases) > 1 else [bases] * bool(bases):
             cells = [study.difference(arm, other, chosen)]
+            cells.append(study.difference(arm, other, chosen, WITHOUT))
             cells += [study.difference(arm, other, chosen, [c]) for c in CONDITIONS]
             lines.append([f"`{arm}` minus `{other}`", " and ".join(chosen), *cells])
-    return markdown_table(["difference", "base", "all", *CONDITIONS], lines)
+    return markdown_table(
+        ["difference", "base", "all", "all but good-then-bad", *CONDITIONS], lines
+    )
+
+
+def by_condition(study: Study) -> str:
+    """Mean accuracy per condition over the tasks, for the bases that the main arms have."""
+    main = PHASES[0][1]
+    bases, lines = study.bases(*main), []
+    arms = [arm for arm in names() if bases and set(bases) <= set(study.bases(arm))]
+    for conditions in [*([c] for c in CONDITIONS), list(CONDITIONS)]:
+        means = {a: study.table(study.final(a), bases, conditions).mean() for a in arms}
+        cells = [f"{m:.1f}" if m < max(means.values()) else f"**{m:.1f}**" for m in means.values()]
+        lines.append([conditions[0] if len(conditions) == 1 else "mean", *cells])
+    return markdown_table(["demonstrations", *(f"`{arm}`" for arm in arms)], lines)
 
 
 def by_cell(study: Study) -> str:
@@ -183,10 +200,10 @@ def tuning(rows: Iterable[Row]) -> str:
 
 
 def earlier(folder: Path) -> str:
-    """The judged arm of each earlier study against the best single constant."""
+    """Arms of the earlier studies against the best single constant, or against another arm."""
     lines = []
     for name, arm in EARLIER.items():
-        lines.append(_against_constants(folder, name, arm, lambda scenario: True))
+        lines.append(_against(folder, name, arm, lambda scenario: True))
     kinds: dict[str, Callable[[str], bool]] = {
         "all": lambda scenario: True,
         "without `spoil`": lambda scenario: scenario != "spoil",
@@ -194,20 +211,29 @@ def earlier(folder: Path) -> str:
     }
     for kind, chosen in kinds.items():
         arms = ("constant-alarm", "named-sources")
-        lines += [_against_constants(folder, "fourth", arm, chosen, kind) for arm in arms]
-    header = ["study", "arm", "scenarios", "seeds", "accuracy", "best constant", "difference"]
+        lines += [_against(folder, "fourth", arm, chosen, kind) for arm in arms]
+    for arm, other in (("gate-alarm", "alarm-only"), ("cosine-alarm", "alarm-only")):
+        lines.append(
+            _against(folder, "third", arm, lambda scenario: True, "complete ones", [other])
+        )
+    header = ["study", "arm", "scenarios", "seeds", "accuracy", "compared with", "difference"]
     return markdown_table(header, lines)
 
 
-def _against_constants(
-    folder: Path, name: str, arm: str, chosen: Callable[[str], bool], kind: str = "complete ones"
+def _against(
+    folder: Path,
+    name: str,
+    arm: str,
+    chosen: Callable[[str], bool],
+    kind: str = "complete ones",
+    others: Sequence[str] = (),
 ) -> list[str]:
     finals = json.loads((folder / f"{name}.json").read_text())["finals"]
-    constants = [key for key in finals["base"] if key.startswith("mu-0")]
+    others = others or [key for key in finals["base"] if key.startswith("mu-0")]
     rows = [row for scenario, row in finals.items() if chosen(scenario)]
-    rows = [r for r in rows if all(None not in r.get(key, [None]) for key in [arm, *constants])]
-    means = {key: 100 * np.mean([row[key] for row in rows], 0) for key in [arm, *constants]}
-    best = max(constants, key=lambda key: means[key].mean())
+    rows = [r for r in rows if all(None not in r.get(key, [None]) for key in [arm, *others])]
+    means = {key: 100 * np.mean([row[key] for row in rows], 0) for key in [arm, *others]}
+    best = max(others, key=lambda key: means[key].mean())
     values = (means[arm] - means[best])[None]
     low, high = interval(values)
     return [
@@ -252,6 +278,7 @@ def sections(folder: Path = RESULTS) -> dict[str, str]:
         "progress": progress(study),
         "ranking": ranking(study),
         "judged": judged(study),
+        "conditions": by_condition(study),
         "cells": by_cell(study),
         "tuning": tuning(tuned),
         "earlier": earlier(folder),
@@ -259,20 +286,24 @@ def sections(folder: Path = RESULTS) -> dict[str, str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse the arguments and update or check the page; returns the exit code."""
+    """Parse the arguments and update or check the pages; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tools.study_results", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="fail if the page is out of date")
+    parser.add_argument("--check", action="store_true", help="fail if a page is out of date")
     args = parser.parse_args(argv)
-    page = PAGE.read_text()
-    for marker, text in sections().items():
-        begin = BEGIN.format(marker)
-        start = page.index(begin) + len(begin)
-        page = page[:start] + text + page[page.index(END, start) :]
-    if args.check and page != PAGE.read_text():
-        print(f"{PAGE} is out of date: run python -m tools.study_results")
-        return 1
-    PAGE.write_text(page)
-    return 0
+    parts, changed = sections(), []
+    for path in (DOCS / name for name in PAGES):
+        before = page = path.read_text()
+        for marker, text in parts.items():
+            _, begin, rest = page.partition(BEGIN.format(marker))
+            if begin:
+                page = page.removesuffix(rest) + text + rest[rest.index(END) :]
+        if page != before:
+            changed.append(path)
+            if not args.check:
+                path.write_text(page)
+    if args.check and changed:
+        print(f"{changed[0]} is out of date: run python -m tools.study_results")
+    return int(args.check and bool(changed))
 
 
 if __name__ == "__main__":

@@ -1,29 +1,26 @@
-"""The judge's proxies for objects of the program.
+"""The judge's proxies for objects of the program, and its client for the solver.
 
 Each class of the program has a local class, built from its description. Its instances ask the
-solver only for attributes and for the special methods in `operations.SPECIAL` that the class
-defines, so code written in C finds no other special methods to call. Instances of subclasses of
-immutable builtin types, such as named tuples, are real local values with these methods added.
-Equality is decided here, on plain values.
+solver only for attributes and for the special methods in `lent.SPECIAL` that the class defines, so
+code written in C finds no other special methods to call. Instances of subclasses of immutable
+builtin types, such as named tuples, are real local values with these methods added.
 """
 
 from __future__ import annotations
 
-import builtins
+import functools
 import sys
+import threading
 import types
-from collections import abc, deque
-from collections.abc import Callable, Generator
+from collections import deque
+from collections.abc import Callable, Collection, Generator
 from typing import Any
 
-from .lent import Lender
-from .operations import GENERATORS, SPECIAL, WITH_OPERAND, Effects, importable
-from .wire import Channel, ChannelClosed, Json, Node, NotPlain, WireError, decode, encode
+from . import lent
+from .lent import SPECIAL, WITH_OPERAND, Lender, is_importable
+from .solver import CONTAINERS, VALUES
+from .wire import DECODE_ERRORS, Channel, ChannelClosed, Json, WireError, decode, is_builtin, parse
 
-IMMUTABLE = {kind.__name__: kind for kind in (int, float, str, tuple, frozenset, bytes, complex)}
-_CONTAINERS = {kind.__name__: kind for kind in (list, dict, set, deque, bytearray)}
-# classes that compare like a container without being one
-_LIKE_CONTAINERS = {"UserList": list, "Mapping": dict, "Set": set}
 # special attributes that are only read by Python code, as text or as plain data
 _READABLE = frozenset(
     [
@@ -36,23 +33,20 @@ _READABLE = frozenset(
         "__members__",
         "__defaults__",
         "__kwdefaults__",
+        "__match_args__",
     ]
 )
-# classes from which those of the program may derive, for `isinstance`
-_STANDARD = {name: getattr(abc, name) for name in abc.__all__}
-_STANDARD |= {name: getattr(types, name) for name in GENERATORS.values()}
-_CHANGEABLE = tuple(_CONTAINERS.values())
 _ENDS_LOOPS = (StopIteration, StopAsyncIteration)
+_KEEP_ORIGIN = SPECIAL & {"__neg__", "__pos__", "__abs__", "__invert__", "__round__", "__enter__"}
+_KEEP_ORIGIN |= WITH_OPERAND
 
 
 class RemoteError(Exception):
-    """The program gave no valid answer, or raised an exception that has no builtin class."""
+    """The program gave no valid answer, or raised an exception that has no class in the judge."""
 
 
-class _RemoteBase:
-    """Common base of the proxies for classes and of the proxies for instances."""
-
-    _remote_: tuple[SolverClient, int]
+class RemoteBase:
+    """Base of everything that stands for something in the program."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") and name.endswith("_") and name not in _READABLE:
@@ -69,7 +63,7 @@ class _RemoteBase:
         raise TypeError("objects of the program cannot be pickled by the tests")
 
 
-class RemoteClass(_RemoteBase, type):
+class RemoteClass(RemoteBase, type):
     """Metaclass of the proxies for classes that the program defines in the solver process."""
 
     def __call__(cls, /, *arguments: Any, **keywords: Any) -> Any:
@@ -88,11 +82,12 @@ class RemoteClass(_RemoteBase, type):
         return ask("__contains__", cls, key)
 
 
-class Remote(_RemoteBase):
+class Remote(RemoteBase):
     """Proxy for an object in the solver. Base of the local classes."""
 
-    _defines_eq_ = False
-    _container_: type | None = None
+    _methods_ = ()
+    _container_ = None
+    _constructed_ = _factory_ = False
 
     @property
     def __dict__(self) -> Any:  # type: ignore[override] # the program's, not the proxy's
@@ -103,17 +98,16 @@ class Remote(_RemoteBase):
         return ask("get", self, "__doc__")
 
     def __eq__(self, other: object) -> Any:
-        if self is other:
-            return True
-        if self._container_:
-            return _contents(self) == _contents(other)
-        if not self._defines_eq_ or type(other) is not type(self):
-            return NotImplemented
-        state = ask("state", self)
-        return bool(state) and state == ask("state", other)
+        """Of two objects of the program, the program decides; contents are compared here."""
+        if self is other or self._container_:
+            return self is other or _contents(self) == _contents(other)
+        if isinstance(other, Remote):
+            defined = {*self._methods_, *other._methods_}
+            return ask("__eq__", self, other) if "__eq__" in defined else NotImplemented
+        return ask("__eq__", self, other) if _may_decide("__eq__", self) else NotImplemented
 
     def __hash__(self) -> int:
-        return hash(type(self).__name__ if self._defines_eq_ else self._remote_[1])
+        return ask("__hash__", self) if "__eq__" in self._methods_ else hash(self._remote_[1])
 
     def __dir__(self) -> Any:
         return ask("dir", self)
@@ -125,70 +119,67 @@ class Remote(_RemoteBase):
         return ask("deepcopy", self)
 
 
+def ask(operation: str, target: Any, /, *arguments: Any, **keywords: Any) -> Any:
+    """Ask the solver for an operation on a proxy's object."""
+    return target._remote_[0].ask(operation, target, *arguments, **keywords)
+
+
 def _contents(value: Any) -> Any:
     """The contents of a subclass of list, dict, set or similar, as the plain base type."""
     return ask("contents", value) if isinstance(value, Remote) and value._container_ else value
 
 
-def ask(operation: str, target: Any, /, *arguments: Any, **keywords: Any) -> Any:
-    """Ask the solver for an operation on a proxy's object."""
-    return target._remote_[0].ask(operation, target, *arguments, **keywords)
+def _may_decide(name: str, value: Any) -> bool:
+    """Whether an operator of the program may see a value of the tests.
+
+    Where the tests expect a number, operators that the program defines must not decide whether the
+    result is correct. So only an object that the tests have constructed themselves has the right.
+    """
+    return value._constructed_ and name in value._methods_ and value._remote_[0].trusts(name)
 
 
 def _delegate(name: str) -> Callable[..., Any]:
     def method(self: Any, /, *arguments: Any, **keywords: Any) -> Any:
         return ask(name, self, *arguments, **keywords)
 
-    def method_with_operand(self: Any, /, operand: Any, *others: Any) -> Any:
-        if isinstance(operand, Remote) or is_named(type(self)):
+    def with_operand(self: Any, /, operand: Any, *others: Any) -> Any:
+        if isinstance(operand, Remote) or _may_decide(name, self):
             return ask(name, self, operand, *others)
-        return _plain_operation(name, self, operand)
+        base = self._container_ or next((b for b in type(self).__mro__ if b in VALUES), None)
+        if base:
+            return getattr(base, name, _unsupported)(_contents(self), operand)
+        return operand in list(self) if name == "__contains__" else NotImplemented
 
-    return method_with_operand if name in WITH_OPERAND else method
-
-
-def is_named(kind: type) -> bool:
-    """Whether the tests name this class or a base, and may thus rely on the class's operators."""
-    return any(vars(base).get("_named_") for base in kind.__mro__)
-
-
-def _plain_operation(name: str, value: Any, operand: Any) -> Any:
-    """Perform an operation on an object whose class the tests do not name.
-
-    Where the tests expect a number, for example, operators that the program defines must not decide
-    whether the result is correct.
-    """
-    if value._container_:
-        return getattr(value._container_, name, _unsupported)(_contents(value), operand)
-    if isinstance(value, tuple(IMMUTABLE.values())):
-        return getattr(_base(type(value)), name, _unsupported)(value, operand)
-    return operand in list(value) if name == "__contains__" else NotImplemented
+    return with_operand if name in WITH_OPERAND else method
 
 
 def _unsupported(*operands: Any) -> Any:
     return NotImplemented
 
 
-def _base(kind: type) -> type:
-    return next(base for base in kind.__mro__ if base in IMMUTABLE.values())
+def _next(name: str, end: type[Exception]) -> Callable[[Remote], Any]:
+    def method(self: Remote) -> Any:
+        items = ask(name, self)
+        if not items:
+            raise end
+        return items[0]
+
+    return method
 
 
-def _next(self: Remote, name: str = "__next__", end: type[Exception] = StopIteration) -> Any:
-    items = ask(name, self)
-    if not items:
-        raise end
-    return items[0]
+def _exit(name: str) -> Callable[..., Any]:
+    def method(self: Remote, kind: object, error: BaseException | None, trace: object) -> Any:
+        suppressed = ask(name, self, error)
+        if suppressed and isinstance(error, AssertionError):
+            self._remote_[0].suppressed = error
+        return suppressed
+
+    return method
 
 
-def _exit(self: Remote, kind: object, error: BaseException | None, trace: object) -> Any:
-    return ask("__exit__", self, error)
-
-
-def _async(name: str) -> Callable[..., Any]:
+def _async(function: Callable[..., Any]) -> Callable[..., Any]:
     async def method(self: Remote, *arguments: Any) -> Any:
-        if name == "__anext__":
-            return _next(self, name, StopAsyncIteration)
-        return ask(name, self, *arguments[1:2])
+        return function(self, *arguments)
 
     return method
 
@@ -198,34 +189,69 @@ def _await(self: Remote) -> Generator[Any, None, Any]:
     yield
 
 
+async def _coroutine(client: SolverClient, number: int) -> Any:
+    return client.ask("__await__", client.object(number))
+
+
 _METHODS: dict[str, Callable[..., Any]] = {
-    **{name: _delegate(name) for name in SPECIAL},
-    "__next__": _next,
-    "__exit__": _exit,
+    **{name: _delegate(name) for name in SPECIAL - {"__eq__", "__ne__", "__hash__"}},
+    "__next__": _next("__next__", StopIteration),
+    "__exit__": _exit("__exit__"),
     "__await__": _await,
-    **{name: _async(name) for name in ("__aenter__", "__aexit__", "__anext__")},
+    "__aenter__": _async(_delegate("__aenter__")),
+    "__aexit__": _async(_exit("__aexit__")),
+    "__anext__": _async(_next("__anext__", StopAsyncIteration)),
 }
 # bases of the local classes for subclasses of immutable builtin types
-_VALUES: dict[str, type] = {
-    name: type(
-        f"Remote_{name}",
+_VALUE_BASES: dict[type, type] = {
+    kind: type(
+        f"Remote_{kind.__name__}",
         (Remote, kind),
         {"__eq__": kind.__eq__, "__hash__": kind.__hash__, "__dict__": vars(Remote)["__dict__"]},
     )
-    for name, kind in IMMUTABLE.items()
+    for kind in VALUES
 }
 
 
-class _Function(Remote):
-    # a proxy for a Python function; the class of functions is not described each time
-    __doc__ = vars(Remote)["__doc__"]
-    __annotations__ = property(lambda self: ask("get", self, "__annotations__"))
-    __call__ = _METHODS["__call__"]
-    __repr__ = _METHODS["__repr__"]
+class RemoteException(RemoteBase):
+    """Base of the proxies for exception classes that the program defines."""
+
+    __hash__ = object.__hash__
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("__"):  # Python itself sets __traceback__ and __context__
+            object.__setattr__(self, name, value)
+        else:
+            ask("set", self, name, value)
 
 
-class _Live(_RemoteBase):
-    """Base class for local copies of a list, dict or set held by an object of the program.
+_UNNAMED = {f"builtins:{k.__name__}": k for k in vars(types).values() if isinstance(k, type)}
+
+
+@functools.cache
+def _standard(path: str) -> Any:
+    """The class of the standard library with this "module:name", or None."""
+    module, _, name = path.partition(":")
+    kind = getattr(sys.modules.get(module), name, None)
+    known = isinstance(kind, type) and is_importable(kind)
+    return kind if known else _UNNAMED.get(path)
+
+
+@functools.cache
+def _local_base(path: str) -> type:
+    """Base of a proxy class, by "module:name" of the nearest base in the standard library."""
+    kind = _standard(path)
+    if kind in VALUES:
+        return _VALUE_BASES[kind]
+    if not issubclass(kind, BaseException):
+        return Remote
+    if not issubclass(kind, Exception) or issubclass(kind, _ENDS_LOOPS):
+        kind = RemoteError
+    return type(kind.__name__, (RemoteException, kind), {})
+
+
+class _Live(RemoteBase):
+    """Base of the local copies of lists, dicts and sets held by an object of the program.
 
     A change is made in the solver first and then to the copy.
     """
@@ -236,11 +262,9 @@ class _Live(_RemoteBase):
 
 
 def _changing(kind: type, name: str) -> Callable[..., Any]:
-    change_copy = getattr(kind, name)
-
     def method(self: Any, *arguments: Any, **keywords: Any) -> Any:
         ask("change", self, name, *arguments, **keywords)
-        return change_copy(self, *arguments, **keywords)
+        return getattr(kind, name)(self, *arguments, **keywords)
 
     return method
 
@@ -257,234 +281,300 @@ _LIVE: dict[type, type] = {
 
 
 class SolverClient:
-    """Client for the solver at the other end of the channel."""
+    """Client for the solver at the other end of the channel.
 
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
+    Args:
+        channel: pipes to and from the solver.
+        returns: whether changes of arguments count even if the call returns a value.
+    """
+
+    def __init__(self, channel: Channel, returns: bool = True) -> None:
+        self._channel, self._returns = channel, returns
         self._objects: dict[int, Any] = {}
         self._classes: dict[int, type] = {}
+        self._coroutines: dict[int, int] = {}
         self._lender = Lender()
+        self._turn = threading.RLock()
         self.requests = 0
         """Number of requests so far."""
         self.lost_reason = ""
         """Why the solver no longer answers, or "". Tests that pass afterwards count as failed."""
-        self.raised: Exception | None = None
-        """The latest exception raised in the solver."""
-        self.unsendable = ""
-        """Error text for a value that a test could not send, or ""."""
-        self.on_globals: Callable[[Any], None] = lambda names: None
+        self.suppressed: BaseException | None = None
+        """A failed assertion of the tests that the program has not let through."""
+        self.constructors: Collection[int] = ()
+        """Ids of the classes of the program whose instances the tests construct."""
+        self.factories = False
+        """Whether a method of such a class, called on the class, constructs an instance too."""
+        self.trusts: Callable[[str], bool] = lambda name: True
+        """Whether the row relies on this operator."""
+        self.shared: dict[str, type] = {}
+        """Classes of the setup, which the program has too: their instances are copied."""
+        self.expects_stop = False
+        """Whether the tests expect a StopIteration, which would otherwise end their loops."""
+        self.prepare: Callable[[], None] = lambda: None
+        """Called before each request."""
+        self.on_globals: Callable[[dict[str, Any]], None] = lambda names: None
         """Called with new values of the program's global variables."""
 
     def ask(self, operation: str, /, *arguments: Any, **keywords: Any) -> Any:
         """Send one request and return the answer; raises the program's exception."""
-        self.requests += 1
-        try:
-            question = [operation, encode([list(arguments), keywords], self._refer)]
-        except NotPlain as error:
-            self.unsendable = str(error)
-            raise
+        with self._turn:
+            if operation != "patch":
+                self.prepare()
+            self.requests += 1
+            request = lent.pickled((operation, arguments, keywords), self._reduce)
+            value, changed = self.answer(request)
+            if changed and (value is None or self._returns):
+                old = [*arguments[1:], *keywords.values()]
+                for argument, new in zip(old, changed, strict=True):
+                    if new is not None:
+                        _update(argument, new)
+            if isinstance(value, Remote):
+                object.__setattr__(
+                    value, "_constructed_", self._constructs(operation, arguments[0])
+                )
+                if operation == "get" and self.factories and id(arguments[0]) in self.constructors:
+                    object.__setattr__(value, "_factory_", True)
+            return value
+
+    def _constructs(self, operation: str, target: Any) -> bool:
+        """Whether the result counts as constructed by the tests."""
+        if operation == "__call__":
+            return id(target) in self.constructors or (
+                isinstance(target, Remote) and target._factory_
+            )
+        return operation in _KEEP_ORIGIN and target._constructed_
+
+    def answer(self, request: bytes | None = None) -> tuple[Any, Any]:
+        """Send `request`, if any, and return the solver's answer and the changed arguments.
+
+        The first answer, which needs no request, says whether the program ran. The solver may use
+        objects of the tests before it answers.
+        """
         if self.lost_reason:
             raise RemoteError(self.lost_reason)
-        answer = self.answer(question)
-        if type(answer) is not Effects:
-            return answer
-        if isinstance(answer.changed, list) and len(answer.changed) == 2:
-            _update([*arguments], answer.changed[0])
-            _update(keywords, answer.changed[1])
-        self.on_globals(answer.names)
-        return answer.value
-
-    def answer(self, question: Json = None) -> Any:
-        """Send `question`, if any, and return the solver's answer.
-
-        The first answer, which needs no question, says whether the program ran. The solver may call
-        functions of the tests before it answers.
-        """
         try:
-            if question is not None:
-                self._channel.send(question)
+            if request is not None:
+                self._channel.send(request)
             while True:
-                kind, content, printed = _checked(self._channel.receive())
-                sys.stdout.write(printed)
-                value = decode(content, self._resolve)
+                kind, value, changed = self._receive()
                 if kind != "callback":
                     break
-                self._channel.send(self._called(value))
+                self._channel.send(lent.pickled(self._called(value), self._reduce))
         except ChannelClosed:
             self.lost_reason = "the program exited"
         except (WireError, MemoryError) as error:
             self.lost_reason = f"invalid answer: {error}"
         else:
             if kind == "value":
-                return value
-            ends_loop = isinstance(value, _ENDS_LOOPS)
-            is_error = isinstance(value, Exception) and not ends_loop
-            self.raised = value if is_error else RemoteError(str(value))
-            raise self.raised
+                return value, changed
+            if value is self.suppressed:
+                self.suppressed = None
+            if not isinstance(value, Exception):
+                raise RemoteError(f"{value}")
+            if isinstance(value, _ENDS_LOOPS) and not self.expects_stop:
+                raise RemoteError(f"{type(value).__name__}: {value}")
+            raise value
         self._channel.close()
         raise RemoteError(self.lost_reason)
 
-    def _called(self, request: Any) -> Json:
+    def object(self, number: int) -> Any:
+        """A reference to an object of the program that has no proxy."""
+        reference = Remote()
+        object.__setattr__(reference, "_remote_", (self, number))
+        return reference
+
+    def _receive(self) -> tuple[str, Any, Any]:
+        message = parse(self._channel.receive())
+        try:
+            for description in message[0]:
+                self._define(*description)
+            kind, value, printed, changed, names = decode(message[1], self._resolve)
+            if kind not in ("value", "raise", "callback") or type(printed) is not str:
+                raise TypeError("neither a value nor an error")
+            self.on_globals(names)
+        except DECODE_ERRORS as error:
+            raise WireError(f"{error!s:.200}") from None
+        sys.stdout.write(printed)
+        return kind, value, changed
+
+    def _called(self, request: Any) -> tuple[str, Any]:
         """Perform an operation on an object of the tests at the request of the solver."""
         try:
-            number, operation, arguments, keywords = request
-            result = self._lender.perform(number, operation, arguments, keywords)
-            return ["result", encode([True, result], self._refer)]
+            return "result", self._lender.perform(*request)
         except Exception as error:  # it goes back through the program, which may handle it
-            if isinstance(error, _RemoteBase):
-                return ["result", encode([False, error], self._refer)]
-            return ["result", encode(self._lender.failure(error))]
+            if isinstance(error, AssertionError):
+                self.suppressed = error
+            return "error", error
 
-    def _refer(self, value: Any) -> Node | None:
-        kind = type(value)
-        if issubclass(kind, _RemoteBase):
-            return "object", value._remote_[1], None
-        if isinstance(value, BaseException):
-            return "error", [kind.__name__, f"{value!s:.500}"], None
-        place = importable(value)
-        if place is not None:
-            return "import", place, None
-        return self._lender.refer(value)
+    def _reduce(self, value: Any) -> Any:
+        number = (
+            value._remote_[1] if isinstance(value, RemoteBase) else self._coroutines.get(id(value))
+        )
+        return self._lender.reduce(value) if number is None else (lent.own, (number,))
 
-    def _resolve(self, tag: str, content: Json, items: list[Any] | None) -> Any:
-        if tag == "class":
-            return self._class(content)
-        if tag == "live" and items and type(items[0]) in _LIVE:
-            live = _LIVE[type(items[0])](items[0])
-            object.__setattr__(live, "_remote_", (self, content))
-            return live
-        if tag == "function" and type(content) is int:
-            if content not in self._objects:
-                self._objects[content] = function = _Function()
-                object.__setattr__(function, "_remote_", (self, content))
-            return self._objects[content]
-        if tag == "effects" and items:
-            return Effects(*items)
-        if tag == "lent":
-            return self._lender[content]
-        number, description, *text = content
-        if tag == "error":
-            return self._exception(number, description, text[0], items or [])
+    # -- objects and classes of the program --------------------------------------------------------
+
+    def _resolve(self, tag: str, parts: list[Any]) -> Any:
+        return getattr(self, f"_read_{tag}")(*parts)
+
+    def _remember(self, number: int, make: Callable[[], Any]) -> Any:
+        if type(number) is not int:
+            raise TypeError("an object of the program needs a number")
         if number not in self._objects:
-            kind = self._class(description)
-            base = _base(kind) if issubclass(kind, tuple(IMMUTABLE.values())) else object
-            value: Any = base.__new__(kind, *(items or ()))
-            object.__setattr__(value, "_remote_", (self, number))
-            self._objects[number] = value
+            self._objects[number] = make()
         return self._objects[number]
 
-    def _class(self, description: Json) -> Any:
-        """Return the proxy class for the description of a class, creating it if needed.
+    def _read_lent(self, number: int) -> Any:
+        return self._lender[number]
 
-        A description is a known number, or [number, name, nearest builtin class, descriptions of
-        the bases, special methods].
-        """
-        if type(description) is int:
-            return self._classes[description]
-        number, name, kind, bases, methods = description
-        if number not in self._classes:
-            standard = [_STANDARD[base] for base in bases if isinstance(base, str)]
-            standard += [_CONTAINERS[kind]] if kind in _CONTAINERS else []
-            parents = tuple(self._class(base) for base in bases if not isinstance(base, str))
-            base = _local_base(kind)
-            if not any(issubclass(parent, base) for parent in parents):
-                parents = (*parents, base)
-            members: dict[str, Any] = {m: _METHODS[m] for m in methods if m in _METHODS}
-            members |= {m: _overridden(m) for m in methods if not m.startswith("_")}
-            members["_defines_eq_"] = "__eq__" in methods
-            members["_container_"] = _CONTAINERS.get(kind) or _LIKE_CONTAINERS.get(kind)
-            members |= {"_remote_": (self, number), "_standard_": standard}
-            members |= {"__module__": "program", "__doc__": vars(Remote)["__doc__"]}
+    def _read_class(self, reference: Json) -> Any:
+        return self._class(reference)
+
+    def _read_live(self, number: int, value: Any) -> Any:
+        live = _LIVE[type(value)](value)
+        object.__setattr__(live, "_remote_", (self, number))
+        return live
+
+    def _read_coroutine(self, number: int) -> Any:
+        coroutine = self._remember(number, lambda: _coroutine(self, number))
+        self._coroutines[id(coroutine)] = number
+        return coroutine
+
+    def _read_object(self, number: int, reference: Json, *content: Any) -> Any:
+        def make() -> Any:
+            kind = self._class(reference)
+            base = next((base for base in kind.__mro__ if base in VALUES), object)
+            value = base.__new__(kind, *content)
+            object.__setattr__(value, "_remote_", (self, number))
+            return value
+
+        return self._remember(number, make)
+
+    def _read_instance(self, target: Any, name: str = "", state: Any = None) -> Any:
+        if not name:
+            return object.__new__(self.shared[target])
+        for key, value in state.items():
+            if key.startswith("__") and key.endswith("__"):
+                raise TypeError(f"{key} is not an attribute")
+            object.__setattr__(target, key, value)
+        return target
+
+    def _read_error(
+        self, number: int, kind: Json, text: str, cause: Any, arguments: Any = None, state: Any = ()
+    ) -> Any:
+        def make() -> Any:
+            local = self._class(kind)
+            if not issubclass(local, Exception):
+                return RemoteError(f"{text}")
+            arguments_ = (text,) if arguments is None else arguments
             try:
-                local = RemoteClass(name, parents, members)
-            except TypeError:  # bases that cannot be combined here
-                local = RemoteClass(name, (base,), members)
-            self._classes[number] = local
-        return self._classes[number]
+                error = local.__new__(local, *arguments_)
+                next(filter(is_builtin, local.__mro__)).__init__(error, *arguments_)
+                vars(error).update(state)
+            except Exception:  # the arguments come from the program
+                return RemoteError(f"{text}")
+            if isinstance(error, RemoteBase):
+                object.__setattr__(error, "_remote_", (self, number))
+            error.__cause__ = cause if isinstance(cause, BaseException) else None
+            return error
 
-    def _exception(self, number: int, description: Json, text: Json, arguments: list[Any]) -> Any:
-        if not isinstance(text, str):
-            raise TypeError("an error needs a text")
-        if isinstance(description, str):
-            kind = getattr(builtins, description, None)
-        else:
-            kind = self._class(description)
+        return self._remember(number, make)
+
+    def _class(self, reference: Json) -> Any:
+        """The local class for a reference: see `solver.Solver._class`."""
+        if type(reference) is int:
+            return self._classes[reference]
+        if type(reference) is str:
+            return _standard(reference)
+        kind = self._lender[reference[0]]
         if not (isinstance(kind, type) and issubclass(kind, Exception)):
-            return RemoteError(text)
-        if issubclass(kind, _ENDS_LOOPS):  # it would end a loop in the tests
-            return RemoteError(text)
+            raise TypeError("not an exception class of the tests")
+        return kind
+
+    def _define(
+        self,
+        number: int,
+        name: str,
+        bases: list[Json],
+        base: str,
+        container: str,
+        methods: list[str],
+        standard: list[str],
+    ) -> None:
+        """Create the proxy class for a class of the program.
+
+        Args:
+            number: its number among the program's objects.
+            name: its name.
+            bases: references to its bases that the program defines.
+            base: "module:name" of its nearest base in `builtins` or among the exceptions.
+            container: the type of its contents if objects compare by them, else "".
+            methods: the special methods that it defines, and overridden methods of `base`.
+            standard: "module:name" of all its bases, for `isinstance`.
+        """
+        last = _local_base(base)
+        parents = tuple(map(self._class, bases))
+        if not any(issubclass(parent, last) for parent in parents):
+            parents = (*parents, last)
+        members: dict[str, Any] = {m: _METHODS[m] for m in methods if m in _METHODS}
+        members |= {m: _overridden(m) for m in methods if not m.startswith("_")}
+        contents = {kind.__name__: kind for kind in CONTAINERS}.get(container)
+        members |= {"_remote_": (self, number), "_methods_": methods, "_container_": contents}
+        members |= {"_standard_": standard, "__module__": "program", "_constructed_": False}
+        members["__doc__"] = vars(Remote)["__doc__"]
         try:
-            error = type.__call__(kind, *arguments)
-        except Exception:  # the arguments come from the program
-            return RemoteError(text)
-        if isinstance(kind, RemoteClass):
-            object.__setattr__(error, "_remote_", (self, number))
-        return error
+            self._classes[number] = RemoteClass(name, parents, members)
+        except TypeError:  # bases that cannot be combined here
+            self._classes[number] = RemoteClass(name, (last,), members)
+
+
+def _overridden(name: str) -> property:
+    def get(self: Any) -> Any:
+        value = ask("get", self, name)
+        if callable(value) and not self._constructed_:
+            base = next(base for base in type(self).__mro__ if base in VALUES)
+            return getattr(base, name).__get__(self)
+        return value
+
+    return property(get)
+
+
+def is_a(kind: type, kinds: Any) -> bool:
+    """Whether a class of the program derives from any of `kinds`, by the names of its bases.
+
+    A class of the setup, which the program has too, counts as the program's.
+    """
+    if isinstance(kinds, tuple):
+        return any(is_a(kind, each) for each in kinds)
+    names = [name for base in kind.__mro__ for name in vars(base).get("_standard_", ())]
+    if isinstance(kinds, type) and kinds.__module__ == "__tests__":
+        return f"program:{kinds.__qualname__}" in names
+    return any(issubclass(base, kinds) for base in map(_standard, names) if base)
 
 
 def _update(value: Any, new: Any) -> None:
     """Update a container in place to `new`, its content after the program has changed it."""
+    numpy: Any = sys.modules.get("numpy")
     if type(value) is not type(new):
         raise RemoteError("invalid answer: an argument has changed its type")
-    if isinstance(value, dict):
+    if numpy and isinstance(value, numpy.ndarray):
+        value[...] = new
+    elif isinstance(value, dict):
         merged = {key: _merged(value.get(key), item) for key, item in new.items()}
         value.clear()
         value.update(merged)
     elif isinstance(value, set):
         value.clear()
         value.update(new)
-    else:
+    elif isinstance(value, list | deque | bytearray):
         merged_items = [*map(_merged, value, new), *list(new)[len(value) :]]
         value.clear()
         value.extend(merged_items)
 
 
 def _merged(value: Any, new: Any) -> Any:
-    if not isinstance(value, _CHANGEABLE) or type(value) is not type(new):
+    if not isinstance(value, tuple(CONTAINERS)) or type(value) is not type(new):
         return new
     _update(value, new)
     return value
-
-
-def _checked(answer: Json) -> tuple[str, Json, str]:
-    if isinstance(answer, list) and len(answer) == 3:
-        kind, _, printed = answer
-        if kind in ("value", "raise", "callback") and isinstance(printed, str):
-            return kind, answer[1], printed
-    raise WireError("neither a value nor an error")
-
-
-def _local_base(kind: Json) -> type:
-    """Base class of a proxy class; `kind`: nearest builtin base of the program's class."""
-    if kind in _VALUES:
-        return _VALUES[kind]
-    if kind in _CONTAINERS or kind in _LIKE_CONTAINERS:
-        return Remote
-    builtin = getattr(builtins, kind)
-    if not (issubclass(builtin, Exception) and not issubclass(builtin, _ENDS_LOOPS)):
-        return RemoteError if issubclass(builtin, BaseException) else Remote
-    return _EXCEPTIONS.setdefault(
-        kind, type(kind, (_RemoteException, builtin), {"__hash__": object.__hash__})
-    )
-
-
-class _RemoteException(_RemoteBase):
-    """Base class of the proxies for exception classes that the program defines."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name.startswith("__"):  # Python itself sets __traceback__ and __context__
-            object.__setattr__(self, name, value)
-        else:
-            ask("set", self, name, value)
-
-
-_EXCEPTIONS: dict[str, type] = {}
-
-
-def _overridden(name: str) -> property:
-    def get(self: Any) -> Any:
-        if is_named(type(self)):
-            return ask("get", self, name)
-        return getattr(_base(type(self)), name).__get__(self)
-
-    return property(get)

@@ -29,7 +29,7 @@ from gac.models.causal_lm import (
 )
 from gac.models.weights import has_adapters
 from gac.parallel.run_lock import run_lock
-from gac.training.run_config import TrainConfig
+from gac.train_config import TrainConfig
 
 FILE_SIZE = 1 << 30  # bytes
 NO_SHARDING = 1 << 62  # bytes; disables sharding in save_pretrained

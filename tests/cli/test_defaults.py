@@ -14,7 +14,7 @@ from gac.config import keys
 from gac.evaluation.suite import EvalConfig
 from gac.methods import METHODS
 from gac.rewards import REWARDS
-from gac.training.run_config import TrainConfig
+from gac.train_config import TrainConfig
 
 FILE = Path(__file__).with_name("defaults.txt")
 MODULES = """gac gac.control.alarm gac.control.alignment gac.control.checks gac.control.estimators

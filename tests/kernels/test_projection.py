@@ -207,7 +207,18 @@ def test_memory_of_half_operands(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lower_bound <= memory.peak <= lower_bound + 110_000
 
 
-VIEWS = {"slice", "t", "transpose", "view", "detach", "empty", "permute", "unsqueeze", "new_empty"}
+VIEWS = {
+    "alias",
+    "slice",
+    "t",
+    "transpose",
+    "view",
+    "detach",
+    "empty",
+    "permute",
+    "unsqueeze",
+    "new_empty",
+}
 
 
 class Launches(TorchDispatchMode):
@@ -298,3 +309,55 @@ def test_a_single_chunk_may_use_the_memory_of_the_float32_sum(
     assert explicit.chunk_rows(tokens, weight_gradient=True) == 2304
     small = head(101, 24, torch.bfloat16)
     assert small.chunk_rows(10**9, weight_gradient=True) == small.chunk
+
+
+def test_rows_are_aligned_and_sizes_repeat_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any vocabulary gets rows of whole 128-byte lines; the values do not change."""
+    batch = build(BY_NAME["k2"], torch.bfloat16)
+    emulate(monkeypatch, torch.bfloat16)
+    expected, d_expected = run(fused_linear_gac_loss, batch, chunk_bytes=26 * V)
+    monkeypatch.setattr(projection, "ROW_MULTIPLE", {"cpu": (64, 1024)})
+    strides, multiply = set(), projection.multiply
+
+    def recorded(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> None:
+        strides.update(x.stride(0) for x in (a, out) if x.shape[1] == V and x.stride(1) == 1)
+        multiply(a, b, out, accumulate)
+
+    monkeypatch.setattr(projection, "multiply", recorded)
+    out, d_ours = run(fused_linear_gac_loss, batch, chunk_bytes=26 * V)
+    assert strides == {128}
+    assert torch.equal(out.loss, expected.loss)
+    assert all(torch.equal(x, y) for x, y in zip(d_ours, d_expected, strict=True))
+    buffer = projection.Buffer(V, torch.float32, torch.device("cpu"))
+    sizes = {len(projection.Buffer.rows(buffer, n, 4000)._base) for n in (1, 1000, 1025, 3000)}
+    assert sizes == {1024, 2048, 3072}
+    assert (
+        len(projection.Buffer(V, torch.float32, torch.device("cpu")).rows(2304, 2304)._base) == 2304
+    )
+
+
+def test_chunks_fill_whole_waves_of_a_gpu() -> None:
+    """The hidden gradient's GEMM has a tile of 128 x 256 per multiprocessor and wave."""
+    assert projection.whole_waves(2944, 1536, 132) == 2816  # 22 x 6 tiles: one full wave
+    assert projection.whole_waves(2304, 3584, 132) == 2304
+    for rows, width in ((8192, 3584), (5000 // 128 * 128, 4096), (128, 64)):
+        best = projection.whole_waves(rows, width, 132)
+        assert best % 128 == 0 and rows * 3 // 4 <= best <= rows
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), RuntimeError("CUDA error")])
+def test_only_a_missing_gemm_falls_back_to_float32(
+    error: RuntimeError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once cached, a fallback after another error would slow all later calls down."""
+    cpu = torch.device("cpu")
+    probe = projection.has_float32_output.__wrapped__
+    with pytest.warns(RuntimeWarning, match="no GEMM with torch.bfloat16 operands"):
+        assert not probe(cpu, torch.bfloat16)
+
+    def fails(*arguments: object, **keywords: object) -> None:
+        raise error
+
+    monkeypatch.setattr(projection, "multiply", fails)
+    with pytest.raises(type(error), match=str(error)):
+        probe(cpu, torch.bfloat16)

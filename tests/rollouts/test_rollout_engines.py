@@ -21,7 +21,7 @@ from gac.rollouts.generation import (
     _parts,
     generate,
 )
-from gac.training.run_config import TrainConfig
+from gac.train_config import TrainConfig
 from gac.training.trainer import Trainer, train
 from tests.tiny import metrics, tiny_config
 from tools.tiny_models import tiny_config as tiny_model_config

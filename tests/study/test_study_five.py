@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from gac.config import load
+from gac.config import ConfigError, load
 from gac.demo.task import make_tokenizer
+from gac.train_config import TrainConfig
 from gac.training.feed import Feed
-from gac.training.run_config import TrainConfig
 from tools import study_results, study_run
 from tools.study_run import CONDITIONS, Cell
 from tools.study_tasks import ALPHABET, TASKS, corrupt, restyle, reward
@@ -109,6 +109,17 @@ def test_arms_are_reported_when_complete_and_finished_cells_are_not_run_again(tm
     cells = [(Cell(t, "mid", c, "sft", s), study_run.FIXED["mu-0.1"]) for t, c, s in keys]
     study_run.run_grid(tmp_path / "none", path, cells, "")
     assert len(study_run.finished(path)) == len(rows)
+
+
+def test_a_base_that_differs_from_the_one_of_the_finished_runs_is_an_error(tmp_path):
+    for base in study_run.BASES:
+        (tmp_path / f"sorting-{base}").mkdir()
+        (tmp_path / f"sorting-{base}" / "model.safetensors").write_bytes(base.encode())
+    study_run.check_bases(tmp_path, "sorting", tmp_path)
+    study_run.check_bases(tmp_path, "sorting", tmp_path)
+    (tmp_path / "sorting-mid" / "model.safetensors").write_bytes(b"other")
+    with pytest.raises(ConfigError, match="sorting-mid"):
+        study_run.check_bases(tmp_path, "sorting", tmp_path)
 
 
 def test_page_has_the_numbers_of_the_raw_results():
