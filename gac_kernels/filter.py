@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-SAMPLE = 32  # rows from which the distribution of the tail is estimated
+SAMPLE = 32  # rows that find most exact chunks early; also rows per step of `column_sums`
 
 
 @dataclass(frozen=True)
@@ -63,20 +63,23 @@ class Kept(NamedTuple):
     mass: Tensor  # [V]: q
 
 
-def column_sums(grad: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
-    """The columns of grad [M, V] with an entry above `threshold` (0-d), and the sums of the rows.
+def column_sums(grad: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The columns of grad [M, V] with an entry above `threshold` (0-d), and sums.
 
-    Returns (hit: bool [V], sums: float32 or better [2, M]: the sum and the absolute sum of a row).
+    Returns (hit: bool [V], the absolute sum of each column [V], the sum and the absolute sum of
+    each row [2, M]); sums are in float32 or better.
     """
     dtype = torch.promote_types(grad.dtype, torch.float32)
     hit = torch.zeros(grad.shape[1], dtype=torch.bool, device=grad.device)
     sums = torch.empty(2, len(grad), dtype=dtype, device=grad.device)
+    columns = torch.zeros(grad.shape[1], dtype=dtype, device=grad.device)
     for i in range(0, len(grad), SAMPLE):
         rows = slice(i, i + SAMPLE)
         size = grad[rows].abs()
         hit |= (size > threshold).any(0)
+        columns += size.sum(0, dtype=dtype)
         sums[:, rows] = torch.stack([x.sum(1, dtype=dtype) for x in (grad[rows], size)])
-    return hit, sums
+    return hit, columns, sums
 
 
 class ColumnFilter:
@@ -105,7 +108,7 @@ class ColumnFilter:
         sample = grad[:: -(-len(grad) // SAMPLE)].abs()
         if (sample > threshold).any(0).sum() > most:  # most exact chunks are found early
             return None
-        hit, (total, mass) = self.sums(grad, threshold)
+        hit, share, (total, mass) = self.sums(grad, threshold)
         hit[targets] = True
         columns = hit.nonzero().squeeze(1)  # on a GPU, the host waits for the chunk's row kernels
         if len(columns) > most:
@@ -116,7 +119,6 @@ class ColumnFilter:
         if dropped.sum() > settings.max_dropped * mass.sum():
             return None
         self.dropped = torch.maximum(self.dropped, (dropped / mass).nan_to_num().max().float())
-        share = sample.sum(0, dtype=total.dtype)
         share[columns] = 0
         share /= share.sum().clamp(min=torch.finfo(share.dtype).tiny)
         return Kept(columns, values, total - wide.sum(1), share)

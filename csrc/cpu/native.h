@@ -83,6 +83,7 @@ struct ColumnArguments {
   double threshold;
   bool* hit;           // [vocab], zeros: whether an entry of the column is above the threshold
   float *sum, *mass;   // [rows]: the sum and the absolute sum of each row
+  float* columns;      // [threads, vocab], zeros: absolute sums of the columns, over each thread's rows
 };
 
 }  // namespace gac

@@ -295,7 +295,8 @@ void signed_buckets(const float* row, const float* signs, int64_t width, int64_t
 }
 
 // Few entries are above the threshold, so only the runs that have one are read again.
-void columns(const float* row, int64_t width, float threshold, bool* hit, float* sum, float* mass) {
+void columns(const float* row, int64_t width, float threshold, bool* hit, float* column, float* sum,
+             float* mass) {
   constexpr int64_t kGroup = 4 * kLanes;
   Doubles totals = {}, masses = {};
   for (int64_t begin = 0; begin < width; begin += kRun) {
@@ -311,6 +312,11 @@ void columns(const float* row, int64_t width, float threshold, bool* hit, float*
         total += x;
         absolute += size;
         top = max(top, size);
+        if (j + kLanes > end) {
+          for (int64_t k = 0; k < end - j; ++k) column[j + k] += size[k];
+        } else {
+          store(column + j, load(column + j) + size);
+        }
       }
       if (max_lane(top) > threshold)
         for (int64_t j = i; j < smaller(end, i + kGroup); ++j)

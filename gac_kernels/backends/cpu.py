@@ -32,10 +32,8 @@ from ..sketch import RowSketch
 from ..tokens import Summary, Tokens, TokenTerms
 
 LIBRARY = Path(__file__).parent.parent / "_native.so"
-FUNCTIONS = tuple(
-    f"gac_{name}"
-    for name in ["plan", "reduce", "row_stats", "row_grads", "row_loss", "column_sums"]
-)
+NAMES = ("plan", "reduce", "row_stats", "row_grads", "row_loss", "column_sums")
+FUNCTIONS = tuple(f"gac_{name}" for name in NAMES)
 
 
 class Layout:
@@ -102,7 +100,7 @@ COLUMN_ARGUMENTS = Layout("""
     pointer: grad
     int: row_stride rows vocab threads
     real: threshold
-    pointer: hit sum mass
+    pointer: hit sum mass columns
 """)
 
 
@@ -317,13 +315,13 @@ def _run(
     _call(getattr(library(), function), arguments)
 
 
-def column_sums(grad: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
-    hit = torch.zeros(grad.shape[1], dtype=torch.bool)
-    sums = grad.new_empty(2, len(grad))
-    sizes = grad.stride(0), *grad.shape, torch.get_num_threads()
-    arguments = grad.data_ptr(), *sizes, threshold.item(), *_pointers((hit, *sums))
+def column_sums(grad: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    threads, hit = torch.get_num_threads(), torch.zeros(grad.shape[1], dtype=torch.bool)
+    columns, sums = grad.new_zeros(threads, grad.shape[1]), grad.new_empty(2, len(grad))
+    sizes = grad.stride(0), *grad.shape, threads
+    arguments = grad.data_ptr(), *sizes, threshold.item(), *_pointers((hit, *sums, columns))
     _call(library().gac_column_sums, COLUMN_ARGUMENTS.pack(*arguments))
-    return hit, sums
+    return hit, columns.sum(0), sums
 
 
 def scale_(tensor: Tensor, factor: Tensor) -> None:
