@@ -433,7 +433,7 @@ def _check_rewards(options: argparse.Namespace) -> int:
     _show_log()
     _find_user_code(options.config)
     result = check(options.config, options.set, options.min_reward)
-    for row in result.failing:
+    for row in (*result.failing, *result.weak):
         print(row)
     events = ", ".join(f"{count} {name}" for name, count in result.counts.items() if count)
     passed = result.rows - len(result.failing)

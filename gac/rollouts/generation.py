@@ -20,6 +20,7 @@ from gac.data.rows import token_ids
 from gac.errors import require, require_at_least, require_one_of
 from gac.models import row_attention
 from gac.models.causal_lm import stop_tokens
+from gac.models.head import autocast
 from gac.parallel.setup import in_lockstep, required_calls
 from gac_kernels.contract import CORRECTIONS
 
@@ -390,7 +391,7 @@ def sampling_mode(model: Any) -> Iterator[None]:
     for module in training:
         module.training = False
     try:
-        with row_attention.plain(model):
+        with row_attention.plain(model), autocast(model):
             yield
     finally:
         model.generation_config = defaults

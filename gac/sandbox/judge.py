@@ -21,7 +21,8 @@ import unittest
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .remote import Remote, RemoteClass, RemoteError, SolverClient, ask, is_a
+from .client import SolverClient
+from .remote import Remote, RemoteClass, RemoteError, ask, is_a
 from .row import CONVERTED, FORMATTING, Row, RowError, describe, hidden
 from .solver import VALUES
 from .wire import Channel, WireError

@@ -258,7 +258,7 @@ class Solver:
         """A reference to a class, described before if the judge does not know it.
 
         A number; text for an exception class of the standard library; [number] for a class of the
-        tests. See `remote.SolverClient._define` for the description.
+        tests. See `client.SolverClient._define` for the description.
         """
         borrowed = self._borrower.number(kind)
         if borrowed is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,7 @@ def command_line(options: argparse.Namespace, specs: Sequence[str]) -> str:
     parts += ["--seeds", str(options.seeds)]
     if options.baseline:
         parts += ["--baseline", options.baseline]
-    return " ".join([*parts, *(["--set", *options.set] if options.set else [])])
+    return shlex.join([*parts, *(["--set", *options.set] if options.set else [])])
 
 
 def write(out: Path, study: dict[str, Any], runs: Sequence[Path]) -> None:

@@ -9,11 +9,12 @@ import pytest
 from gac.data import Example
 from gac.rewards import build_reward
 
-from .fakes_rows import ROWS
-from .honest_rows import PROGRAMS
+from . import fakes_rows, fakes_rows_more, honest_rows, honest_rows_last, honest_rows_more
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 
+PROGRAMS = honest_rows.PROGRAMS + honest_rows_more.PROGRAMS + honest_rows_last.PROGRAMS
+ROWS = fakes_rows.ROWS + fakes_rows_more.ROWS
 # without the row's own answer, only constructors give objects the right to operators
 NEED_AN_ANSWER = {"a matrix class with factories"}
 

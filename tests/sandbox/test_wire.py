@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gac.sandbox import wire
+from gac.sandbox.client import SolverClient
 from gac.sandbox.judge import judge
 from gac.sandbox.lent import Lender
-from gac.sandbox.remote import SolverClient
 from gac.sandbox.wire import Channel, ChannelClosed, WireError, decode, encode, parse
 
 SCALARS = (
