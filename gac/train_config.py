@@ -129,6 +129,8 @@ class TrainConfig:
     """When to skip a step and when to abort the run."""
     report_to: tuple[str, ...] = ()
     """Experiment trackers of accelerate, e.g. [tensorboard, wandb]."""
+    project: str = "gac"
+    """Project of the run in the trackers of `report_to`."""
     export: bool = True
     """Save the final model to out/model in transformers format."""
     seed: int = 0

@@ -6,13 +6,16 @@ import contextlib
 import json
 import logging
 import math
+import secrets
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 
+from gac.config import dump
 from gac.errors import RunError
 from gac.rollouts.generation import RolloutConfig
+from gac.train_config import TrainConfig
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +77,20 @@ class Record:
             for book in (self.metrics, self.evals, self.texts):
                 book.truncate(-1 if step is None else step)
 
+    def start_trackers(self, config: TrainConfig, new: bool) -> None:
+        """Start the trackers of `report_to`; a resumed run continues its W&B run."""
+        file = self.metrics.path.with_name("tracker_id")
+        if self.accelerator.is_main_process and (new or not file.exists()):
+            file.write_text(secrets.token_hex(8))
+        name = config.run_name or self.metrics.path.parent.name
+        options: dict[str, dict[str, Any]] = {}
+        if "wandb" in config.report_to and self.accelerator.is_main_process:
+            options["wandb"] = {"name": name, "id": file.read_text(), "resume": "allow"}
+        # TensorBoard's hyperparameters are flat
+        flat = {key: json.dumps(value) for key, value in dump(config).items()}
+        nested = {*config.report_to} <= {"wandb", "trackio"}
+        self.accelerator.init_trackers(config.project, dump(config) if nested else flat, options)
+
     def step(self, row: dict[str, Any]) -> None:
         """Log the metrics of an optimizer step."""
         if self.accelerator.is_main_process:
@@ -98,6 +115,8 @@ class Record:
         """Log an evaluation; step 0 is before the first optimizer step."""
         if self.accelerator.is_main_process:
             self.evals.append(row)
+        numbers = {f"eval/{k}": v for k, v in row.items() if isinstance(v, int | float)}
+        self.accelerator.log(numbers, step=row["step"])
 
 
 def _plain(value: Any) -> Any:

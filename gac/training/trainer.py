@@ -423,7 +423,7 @@ class Trainer:
             save(config, self.out / "config.yaml")
         self.record.truncate(self.step if path else None)
         if config.report_to:
-            self.accelerator.init_trackers(self.out.name, config={"config": str(dump(config))})
+            self.record.start_trackers(config, new=path is None)
 
     def _restore(self, path: Path) -> None:
         saved = checkpoint.read_progress(path).get("fingerprint")
