@@ -9,10 +9,13 @@ from .api import (
     token_logprobs,
 )
 from .contract import DemoWeight, LossOutput, LossSpec, Signals, TokenLossOutput, TokenMoments
+from .filter import FilterReport, GradientFilter
 from .sketch import HeadSketch
 
 __all__ = [
     "DemoWeight",
+    "FilterReport",
+    "GradientFilter",
     "HeadSketch",
     "LossOutput",
     "LossSpec",
