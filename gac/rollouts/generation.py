@@ -41,7 +41,7 @@ class PagedConfig:
     """Tokens per forward; null: chosen from the free GPU memory, 256 on a CPU."""
     num_blocks: int | None = None
     """Blocks of the cache, with one page per layer each; null: chosen from the free GPU memory or,
-    on a CPU, enough for all responses.
+    on a CPU, enough for all completions.
     """
     block_size: int = 256
     """Tokens per page, >= 4."""
@@ -85,14 +85,14 @@ class RolloutConfig:
     num_generations: int = 8
     """Rollouts per prompt."""
     max_completion_length: int = 1024
-    """Maximum response length, in tokens."""
+    """Maximum completion length, in tokens, over all turns."""
     temperature: float = 1.0
     """Sampling temperature, also used in the rollout loss."""
     top_p: float = 1.0
     """Nucleus sampling; below 1 the rollouts come from a truncated distribution, not from the
     policy in the loss."""
     stop: tuple[str, ...] = ()
-    """Strings, each a single token, that end a response in addition to the EOS token."""
+    """Strings, each a single token, that end a completion in addition to the EOS token."""
     num_iterations: int = 1
     """Optimizer steps per set of rollouts; above 1 the importance ratio and its clipping matter."""
     generation_batch_size: int | None = None
@@ -100,10 +100,14 @@ class RolloutConfig:
     generation_batch_tokens: int | None = None
     """Token budget per generation batch, instead of `generation_batch_size`: groups prompts of
     similar length and counts each rollout as its padded prompt plus `max_completion_length`."""
+    function: str | None = None
+    """The run's own rollouts, e.g. several turns, tools or an environment:
+    `package.module:function`, called with a list of prompts and the engine; returns one
+    `gac.rollouts.Rollout` for each. null: one completion of each prompt."""
     engine: str = "generate"
-    """generate: static batches, each of which runs until its longest response ends; on a CPU, the
+    """generate: static batches, each of which runs until its longest completion ends; on a CPU, the
     rows that have ended are left out. paged: transformers' continuous batching, which starts a new
-    response whenever one ends. vllm: an external server (needs the extra `vllm`)."""
+    completion whenever one ends. vllm: an external server (needs the extra `vllm`)."""
     paged: PagedConfig = PagedConfig()
     """Settings of the `paged` engine."""
     vllm: VLLMConfig = VLLMConfig()
@@ -121,17 +125,17 @@ class RolloutConfig:
     """Dynamic sampling (DAPO, arXiv 2503.14476): replace prompts whose rollouts all have the same
     reward, and hence no advantage, by the next prompts, at most this many times per step."""
     mask_truncated_completions: bool = False
-    """Overlong filtering (DAPO): responses cut off at `max_completion_length` have no loss; their
+    """Overlong filtering (DAPO): completions cut off at `max_completion_length` have no loss; their
     rewards still count in their group."""
     overlong_tokens: int | None = None
-    """Soft overlong punishment (DAPO): the reward of a response falls linearly by up to
+    """Soft overlong punishment (DAPO): the reward of a completion falls linearly by up to
     `overlong_penalty` over this many last tokens before `max_completion_length`; null: none."""
     overlong_penalty: float = 1.0
     """Largest reduction of the reward by `overlong_tokens`."""
     log_samples_every: int = 10
     """Steps between the entries of samples.jsonl; 0: none."""
     log_sample_prompts: int = 2
-    """Prompts per entry, each with all its responses and rewards."""
+    """Prompts per entry, each with all its completions and rewards."""
     print_samples: bool = False
     """Also print these samples in the terminal."""
 
@@ -175,25 +179,22 @@ class SamplingParams(NamedTuple):
     temperature: float
     """0 means greedy decoding."""
     top_p: float = 1.0
-    samples: int = 1
-    """Responses per prompt."""
+    num_generations: int = 1
+    """Completions per prompt."""
     stop: Sequence[str] = ()
 
 
-class Response(tuple[int, ...]):
-    """Token ids of a response, with their log-probs in the engine that sampled them."""
+class Completion(tuple[int, ...]):
+    """Token ids of a completion, with their log-probs in the engine that sampled them."""
 
     logps: tuple[float, ...] = ()
 
     @classmethod
-    def of(cls, tokens: Sequence[int], logps: Sequence[float]) -> Response:
-        """Create a response; `logps` is cut to the length of `tokens`."""
-        response = cls(tokens)
-        response.logps = tuple(logps[: len(tokens)])
-        return response
-
-
-Responses = Sequence[tuple[int, ...]]  # token ids up to and including the stop token
+    def of(cls, tokens: Sequence[int], logps: Sequence[float]) -> Completion:
+        """Create a completion; `logps` is cut to the length of `tokens`."""
+        completion = cls(tokens)
+        completion.logps = tuple(logps[: len(tokens)])
+        return completion
 
 
 @torch.no_grad()
@@ -205,17 +206,17 @@ def generate(
     batch: int | None = None,
     batch_tokens: int | None = None,
     **keywords: Any,
-) -> Responses:
-    """Sample responses to each prompt, in order; keywords as in `SamplingParams`.
+) -> list[Completion]:
+    """Sample completions of each prompt, in order; keywords as in `SamplingParams`.
 
-    batch: responses generated at once; None: all. batch_tokens: see `RolloutConfig`.
+    batch: completions generated at once; None: all. batch_tokens: see `RolloutConfig`.
     """
     params = SamplingParams(**keywords)
     stops = stop_tokens(tokenizer, params.stop)
     pad_token: int = tokenizer.pad_token_id
     settings = generation_config(params, stops, pad_token)
     device = next(model.parameters()).device
-    responses: list[Responses] = [[] for _ in prompts]
+    completions: list[list[Completion]] = [[] for _ in prompts]
     with sampling_mode(model):
         parts = _parts(prompts, params, batch, batch_tokens)
         if not _supports_padding(model, pad_token):
@@ -230,10 +231,11 @@ def generate(
             width = ids.shape[1]
             mask = (torch.arange(width) >= torch.tensor(missing)[:, None]).long()
             rows = _continue(model, ids.to(device), mask.to(device), settings, stops)
-            new = [truncate_at_stop(row, stops) for row in rows]
+            new = [Completion(truncate_at_stop(row, stops)) for row in rows]
             for at, i in enumerate(part):
-                responses[i] = new[at * params.samples : (at + 1) * params.samples]
-    return [response for group in responses for response in group]
+                count = params.num_generations
+                completions[i] = new[at * count : (at + 1) * count]
+    return [completion for group in completions for completion in group]
 
 
 def _continue(
@@ -301,10 +303,10 @@ def _parts(
 ) -> list[list[int]]:
     """Group prompts of similar length into generation batches, longest first.
 
-    tokens: budget per batch, counting padded prompts and full-length responses; a batch has at
+    tokens: budget per batch, counting padded prompts and full-length completions; a batch has at
         least one prompt.
     """
-    per_call = max((batch or len(prompts) * params.samples) // params.samples, 1)
+    per_call = max((batch or len(prompts) * params.num_generations) // params.num_generations, 1)
     if tokens is None and per_call >= len(prompts):
         return [list(range(len(prompts)))] if prompts else []
     parts: list[list[int]] = []
@@ -312,7 +314,7 @@ def _parts(
         if not parts or len(parts[-1]) == per_call:
             parts.append([])
             # the longest prompt comes first, and the others are padded to it
-            cost = params.samples * (len(prompts[i]) + params.max_completion_length)
+            cost = params.num_generations * (len(prompts[i]) + params.max_completion_length)
             per_call = max(tokens // cost, 1) if tokens else per_call
         parts[-1].append(i)
     return parts
@@ -372,7 +374,7 @@ def generation_config(
         temperature=params.temperature or None,
         top_p=params.top_p if sample else None,
         top_k=0 if sample else None,
-        num_return_sequences=params.samples,
+        num_return_sequences=params.num_generations,
         eos_token_id=stops,
         pad_token_id=pad_token,
         use_cache=True,
