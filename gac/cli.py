@@ -12,8 +12,9 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from gac.demo import METHODS as DEMO_METHODS
 from gac.errors import (
@@ -195,7 +196,7 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
         help="`out` folder of another evaluation; adds paired differences over shared prompts",
     )
     _add_set(evaluate)
-    evaluate.extra_help = lambda: _keys("gac.evaluation.suite", "EvalConfig")
+    evaluate.extra_help = lambda: _keys("gac.evaluation.config", "EvalConfig")
     evaluate.set_defaults(run=_eval)
 
 
@@ -347,12 +348,21 @@ def _init(options: argparse.Namespace) -> int:
     return OK
 
 
-def _train(options: argparse.Namespace) -> int:
-    from gac.config import load
-    from gac.training.run_config import TrainConfig
+def _load(module: str, name: str, options: argparse.Namespace) -> Any:
+    """Read the configuration; a mistake is reported before torch is imported."""
+    from gac.config import load, read_yaml
+    from gac.config.imports import deferred
 
-    _find_rewards_next_to(options.config)
-    config = load(TrainConfig, options.config, options.set)  # validate before any slow import
+    if options.config is not None:
+        sys.path.append(str(options.config.parent.resolve()))  # rewards next to the configuration
+        read_yaml(options.config)  # fails before any import
+    with deferred("torch", "numpy"):
+        cls = getattr(import_module(module), name)
+        return load(cls, options.config or {}, options.set)
+
+
+def _train(options: argparse.Namespace) -> int:
+    config = _load("gac.training.run_config", "TrainConfig", options)
     _show_log()
     from gac.parallel import setup
     from gac.parallel.run_lock import run_lock
@@ -371,19 +381,11 @@ def _train(options: argparse.Namespace) -> int:
     return OK
 
 
-def _find_rewards_next_to(config: Path | None) -> None:
-    """Let reward modules be imported from the folder of the configuration file."""
-    if config is not None:
-        sys.path.append(str(config.parent.resolve()))
-
-
 def _eval(options: argparse.Namespace) -> int:
-    from gac.config import load
-    from gac.evaluation.suite import EvalConfig, evaluate_single, run_suite
+    config = _load("gac.evaluation.config", "EvalConfig", options)
+    from gac.evaluation.suite import evaluate_single, run_suite
     from gac.evaluation.table import results_table
 
-    _find_rewards_next_to(options.config)
-    config = load(EvalConfig, options.config or {}, options.set)
     if options.against and not config.tasks:
         raise ConfigError("--against requires `tasks`: move the data set into `tasks`")
     _show_log()
@@ -424,7 +426,7 @@ def _check_rewards(options: argparse.Namespace) -> int:
     from gac.rewards.check import check
 
     _show_log()
-    _find_rewards_next_to(options.config)
+    sys.path.append(str(options.config.parent.resolve()))
     result = check(options.config, options.set, options.min_reward)
     for row in result.failing:
         print(row)
@@ -473,8 +475,6 @@ def _demo(options: argparse.Namespace) -> int:
 
 def _keys(module: str, name: str) -> str:
     """Help text for a configuration class."""
-    from importlib import import_module
-
     from gac.config import describe
     from gac.rewards import rewards_table
 

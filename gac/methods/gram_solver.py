@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
+import torch
 
 from gac.control.solvers import Gram, Weights, with_unit_rl
 
@@ -42,7 +42,7 @@ class GramSolver(TokenWeighted):
         """The weights of a stateless solver."""
         raise NotImplementedError
 
-    def solve(self, state: State, gram: Tensor, mix: Mix) -> tuple[State, Weights | None]:
+    def solve(self, state: State, gram: torch.Tensor, mix: Mix) -> tuple[State, Weights | None]:
         pair, after = Gram.of_means(gram, len(gram) // 2), state
         if not pair.usable:
             return {**state, "skipped": state["skipped"] + 1}, None

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import Tensor
 
 from gac.rollouts.plan import Sampling
 from gac_kernels import LossSpec
@@ -93,7 +92,7 @@ class GSPO(GRPO):
     def loss(self, base: LossSpec) -> Loss:
         return Loss(replace(base, rollout_reduction="sequence"), token=self.token_loss)
 
-    def token_loss(self, tokens: TokenView) -> Tensor:
+    def token_loss(self, tokens: TokenView) -> torch.Tensor:
         """[N] loss of each token, from the ratio of its response."""
         ratio = tokens.batch.spread(tokens.sequence_mean(tokens.log_ratio).exp())
         advantage = tokens.batch.advantages

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
+import torch
 
 from gac.control.solvers import Weights, cross_gram, sdmgrad
 
@@ -42,6 +42,6 @@ class SDMGrad(GramSolver):
     def needs(self, step: int) -> StepNeeds:
         return StepNeeds(parts=2)
 
-    def solve(self, state: State, gram: Tensor, mix: Mix) -> tuple[State, Weights | None]:
+    def solve(self, state: State, gram: torch.Tensor, mix: Mix) -> tuple[State, Weights | None]:
         weights = sdmgrad(cross_gram(gram, 2), self.regularization, self.preference)
         return {**state, "skipped": state["skipped"] + (weights is None)}, weights

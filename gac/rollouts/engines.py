@@ -11,7 +11,8 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from gac.errors import import_extra
 
-from .generation import Responses, RolloutConfig, SamplingParams, generate
+from .config import RolloutConfig
+from .generation import Responses, SamplingParams, generate
 from .paged import generate_paged
 
 Policy = Callable[[Sequence[tuple[int, ...]], int], Responses]

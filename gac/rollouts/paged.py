@@ -12,7 +12,8 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from gac.errors import RunError
 from gac.models.causal_lm import stop_tokens
 
-from .generation import PagedConfig, Responses, SamplingParams, generation_config, sampling_mode
+from .config import PagedConfig
+from .generation import Responses, SamplingParams, generation_config, sampling_mode
 
 CPU_BATCH = 256  # tokens per forward on a CPU
 

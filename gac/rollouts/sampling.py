@@ -25,8 +25,8 @@ from gac.parallel import collectives
 from gac.parallel.collectives import rank, world_size
 
 from .advantages import Credit
+from .config import RolloutConfig
 from .engines import Engine, Policy
-from .generation import RolloutConfig
 from .plan import Sampling, Stage
 
 logger = logging.getLogger(__name__)

@@ -20,13 +20,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from gac.config import load
 from gac.errors import CheckpointNotFound, RunError, writable_folder
 from gac.faults import checkpoint
-from gac.models.causal_lm import (
-    ModelConfig,
-    apply_training_options,
-    load_meta_model,
-    load_model,
-    load_tokenizer,
-)
+from gac.models.causal_lm import apply_training_options, load_meta_model, load_model, load_tokenizer
+from gac.models.config import ModelConfig
 from gac.models.weights import has_adapters
 from gac.parallel.run_lock import run_lock
 from gac.training.run_config import TrainConfig

@@ -17,7 +17,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from gac.data import Example
 from gac.errors import ConfigError
-from gac.models.causal_lm import ModelConfig
+from gac.models.config import ModelConfig
 from gac.rewards import Reward
 
 ENDS = 1 << 20  # bytes to read at each end of a weights file

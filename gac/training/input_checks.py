@@ -11,7 +11,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from gac.data import Example
 from gac.errors import ConfigError
-from gac.models.causal_lm import ModelConfig
+from gac.models.config import ModelConfig
 from gac.models.weights import base_folder
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
 
 from gac.errors import require, require_one_of
 
@@ -40,7 +39,7 @@ class OptimConfig:
         require(self.lr > 0, "lr", self.lr, "a number > 0")
 
 
-def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
+def make_optimizer(model: torch.nn.Module, config: OptimConfig) -> torch.optim.AdamW:
     """AdamW over the trainable parameters; vectors (norms, biases) are not decayed."""
     matrices = [p for p in model.parameters() if p.requires_grad and p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.requires_grad and p.dim() < 2]
@@ -71,6 +70,6 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def clip_gradient(params: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+def clip_gradient(params: Iterable[torch.nn.Parameter], max_norm: float) -> torch.Tensor:
     """Clip the gradient norm to `max_norm` (0: no clipping); returns the norm before clipping."""
     return torch.nn.utils.clip_grad_norm_(params, max_norm or math.inf)

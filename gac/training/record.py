@@ -12,7 +12,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from gac.errors import RunError
-from gac.rollouts.generation import RolloutConfig
+from gac.rollouts.config import RolloutConfig
 
 logger = logging.getLogger(__name__)
 

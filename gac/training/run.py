@@ -18,8 +18,8 @@ from gac.methods.base import StepNeeds, next_mix
 from gac.models.causal_lm import load_tokenizer, stop_tokens
 from gac.parallel import setup
 from gac.rewards import Tally, build_reward
+from gac.rollouts.config import RolloutConfig
 from gac.rollouts.engines import make_engine
-from gac.rollouts.generation import RolloutConfig
 from gac.rollouts.sampling import Rollouts, Sampler
 from gac.training.feed import Feed
 from gac.training.run_config import TrainConfig

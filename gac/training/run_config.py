@@ -8,12 +8,12 @@ from typing import Annotated, Any
 from gac.config import Choice
 from gac.data import DataConfig
 from gac.errors import require, require_at_least, require_one_of
-from gac.evaluation.task import EvalSettings
+from gac.evaluation.config import EvalSettings
 from gac.faults.guard import GuardConfig
 from gac.methods import METHODS, Method, all_methods
-from gac.models.causal_lm import ModelConfig
-from gac.parallel.setup import ParallelConfig
-from gac.rollouts.generation import RolloutConfig
+from gac.models.config import ModelConfig
+from gac.parallel.config import ParallelConfig
+from gac.rollouts.config import RolloutConfig
 from gac.training.optim import OptimConfig
 from gac_kernels import LossSpec
 

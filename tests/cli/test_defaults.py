@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gac.config import keys
-from gac.evaluation.suite import EvalConfig
+from gac.evaluation.config import EvalConfig
 from gac.methods import METHODS
 from gac.rewards import REWARDS
 from gac.training.run_config import TrainConfig

@@ -27,12 +27,12 @@ from gac.control.solvers import (
     uncertainty_step,
 )
 from gac.data.examples import Source
-from gac.evaluation.task import EvalTask
+from gac.evaluation.config import EvalTask
 from gac.faults.guard import GuardConfig
 from gac.methods import METHODS
-from gac.models.causal_lm import LoraConfig
-from gac.parallel.setup import ParallelConfig
-from gac.rollouts.generation import PagedConfig, RolloutConfig, VLLMConfig
+from gac.models.config import LoraConfig
+from gac.parallel.config import ParallelConfig
+from gac.rollouts.config import PagedConfig, RolloutConfig, VLLMConfig
 from gac.training.optim import OptimConfig
 from gac.training.run_config import TrainConfig
 from gac_kernels import LossSpec

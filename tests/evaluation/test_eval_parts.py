@@ -21,10 +21,11 @@ from gac.errors import RunDirectoryError
 from gac.evaluation import during, suite
 from gac.evaluation import task as tasks
 from gac.evaluation.cells import align_columns, markdown_table
+from gac.evaluation.config import EvalConfig, EvalSettings, EvalTask
 from gac.evaluation.during import Evaluator
-from gac.evaluation.suite import EvalConfig, Job, evaluate_single, read_samples, run_suite
+from gac.evaluation.suite import Job, evaluate_single, read_samples, run_suite
 from gac.evaluation.table import results_lines
-from gac.evaluation.task import Answer, EvalSettings, EvalTask, generate_answers, split_of, summary
+from gac.evaluation.task import Answer, generate_answers, split_of, summary
 from gac.parallel.run_lock import run_lock
 from gac.rewards.base import RowReward
 

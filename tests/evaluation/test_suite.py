@@ -13,6 +13,7 @@ import pytest
 from gac import cli
 from gac.config import ConfigError, load
 from gac.demo.task import make_tokenizer
+from gac.evaluation.config import EvalTask
 from gac.evaluation.during import Evaluator
 from gac.evaluation.estimates import accuracy_interval
 from gac.evaluation.suite import (
@@ -23,7 +24,7 @@ from gac.evaluation.suite import (
     run_suite,
 )
 from gac.evaluation.table import results_lines
-from gac.evaluation.task import Answer, EvalTask, summary
+from gac.evaluation.task import Answer, summary
 from gac.rewards import build_reward
 from tests import ranks
 from tests.tiny import tiny_config

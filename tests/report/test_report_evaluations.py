@@ -10,7 +10,8 @@ import pytest
 
 from gac import cli
 from gac.config import ConfigError, load
-from gac.evaluation.suite import EvalConfig, run_suite
+from gac.evaluation.config import EvalConfig
+from gac.evaluation.suite import run_suite
 from gac.report import write_report
 from gac.report.groups import group_runs
 from gac.report.page import headline

@@ -11,11 +11,10 @@ from transformers import GenerationConfig
 
 from gac.demo.task import make_tokenizer
 from gac.rollouts import engines, generation
+from gac.rollouts.config import RolloutConfig, VLLMConfig
 from gac.rollouts.engines import make_engine
 from gac.rollouts.generation import (
-    RolloutConfig,
     SamplingParams,
-    VLLMConfig,
     _equal_lengths,
     _supports_padding,
     generate,

@@ -14,7 +14,8 @@ import pytest
 
 from gac.config import dump, load
 from gac.demo import task
-from gac.models.causal_lm import ModelConfig, load_tokenizer
+from gac.models.causal_lm import load_tokenizer
+from gac.models.config import ModelConfig
 from gac.training.feed import Feed
 from gac.training.run_config import TrainConfig
 from gac.training.trainer import Trainer

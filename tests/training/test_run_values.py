@@ -20,7 +20,7 @@ from gac.data import Example
 from gac.data.rows import Counts, Row
 from gac.errors import CheckpointNotFound, RunError
 from gac.methods.base import Loss, Mix, StepNeeds
-from gac.models.causal_lm import LoraConfig, ModelConfig
+from gac.models.config import LoraConfig, ModelConfig
 from gac.parallel import run_lock
 from gac.training import export, fingerprint, input_checks, policy, replay, skipped
 from gac.training.export import export_checkpoint, export_run

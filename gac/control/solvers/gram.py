@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from gac.control.checks import is_count, require
 
@@ -27,7 +26,7 @@ class Gram(NamedTuple):
     """<g_r, g_r>"""
 
     @classmethod
-    def of_means(cls, gram: Tensor, sft_count: int) -> Gram:
+    def of_means(cls, gram: torch.Tensor, sft_count: int) -> Gram:
         """Build from the inner products of the gradients of equal-sized micro-batches.
 
         gram: [M_s + M_r, M_s + M_r], SFT first; its blocks are averaged.
@@ -71,7 +70,7 @@ def with_unit_rl(solve: Callable[[Gram], Weights | None], gram: Gram) -> Weights
     return None if weights is None else (weights[0], weights[1] / norm)
 
 
-def cross_gram(gram: Tensor, sft_count: int) -> Cross:
+def cross_gram(gram: torch.Tensor, sft_count: int) -> Cross:
     """SDMGrad's 2 x 2 matrix of inner products of the two terms' gradients.
 
     Entry (i, j) is the inner product of term i's gradient over the first half of its micro-batches
@@ -90,7 +89,7 @@ def cross_gram(gram: Tensor, sft_count: int) -> Cross:
     return (a, b), (c, d)
 
 
-def _block_means(gram: Tensor, sft_count: int) -> tuple[float, float, float]:
+def _block_means(gram: torch.Tensor, sft_count: int) -> tuple[float, float, float]:
     inside = is_count(sft_count, 1) and sft_count < gram.shape[0]
     require(inside, "sft_count", sft_count, f"an integer in [1, {gram.shape[0] - 1}]")
     s, r = slice(None, sft_count), slice(sft_count, None)
