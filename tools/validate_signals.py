@@ -32,9 +32,11 @@ from gac.training.gradients import Gradients
 from gac.training.run_config import TrainConfig
 from gac.training.step import Step
 from gac.training.trainer import Trainer
-from tools.scenario_study import SMALLER, STEPS, scenarios
+from tools.scenarios import write_scenarios
 
 SCENARIOS = ("base", "spoil")
+STEPS = 120
+SMALLER = ("rollouts.num_prompts=8", "rollouts.num_generations=6", "demo_batch_size=16")
 PARTS = 8  # micro-batches per term for the reference gradients, one prompt each
 EVERY, TIMED = 3, 30  # steps between measurements, and between cost measurements
 REPEATS = 3  # cost measurements per step; the smallest one is used
@@ -294,7 +296,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=3, help="number of runs per scenario")
     args = parser.parse_args(argv)
     os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    plain = {name: dump(config) for name, config in scenarios(args.out).items()}
+    scenarios = write_scenarios(args.out / "scenarios", steps=STEPS)
+    plain = {name: dump(config) for name, config in scenarios.items()}
     method = Arm("mu", {"name": "constant", "mu": 0.5})
     runs = {}
     for seed in range(args.seeds):

@@ -1,4 +1,4 @@
-"""Chooses mu: controller, gate, alarm, estimators, schedules, signals and solvers.
+"""Chooses mu: controller, gate, alarm, estimators, schedules and signals.
 
 This package may import `config`.
 """

@@ -10,6 +10,7 @@ import torch
 
 from gac.config import Choice
 from gac.control.checks import is_count, require
+from gac.errors import require
 from gac_kernels.contract import Signals
 
 from .alignment import alignment
@@ -87,9 +88,7 @@ class SketchSignals:
     """Rows of both projections of `gac_kernels.HeadSketch`, which are redrawn at each refresh."""
 
     def __post_init__(self) -> None:
-        from gac_kernels import HeadSketch
-
-        HeadSketch(self.size)  # raises on an invalid size
+        require(self.size in (4, 8, 16, 32, 64), "size", self.size, "a power of two from 4 to 64")
 
     @property
     def needs(self) -> SourceNeeds:

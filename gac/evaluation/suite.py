@@ -30,7 +30,7 @@ from gac.parallel import collectives, setup
 from gac.parallel.run_lock import run_lock
 from gac.rewards import Reward, build_reward, closing_reward
 
-from .config import EvalTask
+from .config import EvalConfig, EvalTask
 from .estimates import paired_difference
 from .task import Answer, generate_answers, prompt_means, split_of, summary
 

@@ -36,6 +36,7 @@ from .prefix_rft import PrefixRFT
 from .relift import ReLIFT
 from .reward_threshold import RewardThreshold
 from .rewvar_ctrl import RewardVarianceControl
+from .routing import Routing
 from .sdar import SDAR
 from .sdmgrad import SDMGrad
 from .sft import DFT, SFT
@@ -52,7 +53,7 @@ _FAMILIES: tuple[tuple[type[Method], ...], ...] = (
     (DPO, IPO),
     (Constant, HPCD, WCF, CHORD, CHORDPhi, CHORDBoth),
     (RewardThreshold, KLControl, RewardVarianceControl, GradNormControl, AMFT),
-    (MultiTask, LUFFY, SRFT, HPT, SuperRL, DYPO, ReLIFT, SDAR, TRAPO, UFT, PrefixRFT, GTA),
+    (MultiTask, LUFFY, SRFT, HPT, SuperRL, Routing, DYPO, ReLIFT, SDAR, TRAPO, UFT, PrefixRFT, GTA),
     (MGDA, PCGrad, CAGrad, NashMTL, AlignedMTL, SDMGrad, MoCo, GradNorm),
     (Uncertainty, DWA, FAMO),
     (GAC, GACPaper),

@@ -8,10 +8,10 @@ from typing import ClassVar
 
 import torch
 
-from gac.control.solvers import Weights, cross_gram
 from gac.errors import require
 
-from .base import Mix, Observation, State, StepNeeds, TokenWeighted
+from .base import Mix, Observation, State, StepNeeds, TokenWeighted, Weights
+from .gram_solver import cross_gram
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ import torch
 
 from gac.control.estimators import Corrections
 from gac.control.evidence import Evidence
-from gac.control.solvers import Weights
 from gac.control.term_pair import TermPair
 from gac.parallel.collectives import rank
 from gac.rollouts.advantages import Credit, group_credit
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 State = dict[str, Any]  # plain JSON types
+Weights = tuple[float, float]  # of the demonstration and the rollout gradient
 OURS = "our variants"  # family of the methods that no publication describes
 
 
@@ -90,7 +90,10 @@ class Loss(NamedTuple):
     spec: LossSpec
     """The fused loss; with `token`, its reductions and statistics."""
     token: Callable[[TokenView], torch.Tensor] | None = None
-    """[N] loss of each token, differentiable through `TokenView.logps`; replaces the fused loss."""
+    """[N] loss of each token, differentiable through `TokenView.logps`; replaces the fused loss. KL
+    penalty, entropy bonus and correction of `spec` are added to it."""
+    policy: bool = False
+    """`token` uses `TokenView.policy_loss`, and so the clip and the ratio of `spec`."""
     pooled: bool = False
     """Both terms are divided by a common count over all rows."""
     reference: bool = False

@@ -58,7 +58,7 @@ class DYPO(Method):
 
     def loss(self, base: LossSpec) -> Loss:
         spec = replace(base, demo_reduction="token", rollout_reduction="sequence")
-        return Loss(spec, token=self.token_loss)
+        return Loss(spec, token=self.token_loss, policy=True)
 
     def sampling(self, completions: int) -> Sampling:
         return Sampling(demos="prompt", groups=True)

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gac.control.solvers import FAMOState, famo_step, famo_weights
-from gac.control.term_pair import TermPair
-
-from .base import Mix, Observation, State, StepNeeds
-from .loss_weights import LossWeights, from_plain, to_plain
+from .base import Mix, Observation, State, StepNeeds, Weights
+from .gram_solver import check_nonnegative
+from .loss_weights import EPSILON, LossWeights, softmax
 
 
 @dataclass(frozen=True)
 class FAMO(LossWeights):
     """Learned weights that make the logarithms of both losses fall at the same rate.
 
-    The RL loss is the surrogate minus a lower bound, and the weights of a step use the losses of
-    the previous step. `rollout_floor` must be a valid bound for the run's advantages: with K
-    rollouts per prompt, advantages that are divided by the group's standard deviation reach sqrt(K
-    - 1) in magnitude, and clipping allows 1.2 times that.
+    The weights are proportional to softmax(logits)_i / (L_i - minimum_i). The RL loss is the
+    surrogate minus a lower bound, and the weights of a step use the losses of the previous step.
+    `rollout_floor` must be a valid bound for the run's advantages: with K rollouts per prompt,
+    advantages that are divided by the group's standard deviation reach sqrt(K - 1) in magnitude,
+    and clipping allows 1.2 times that.
     """
 
     name: ClassVar[str] = "famo"
@@ -29,33 +30,50 @@ class FAMO(LossWeights):
     lr: float = 0.025
     """Step size of the logits (Adam)."""
     decay: float = 1e-3
-    """Weight decay of the logits."""
+    """Weight decay of the logits, added to their gradient."""
     rollout_floor: float = -3.2
     """Lower bound of the RL loss; losses below it are raised to it. The default is for K = 8."""
+
+    def __post_init__(self) -> None:
+        check_nonnegative(self, "lr", "decay")
 
     def needs(self, step: int) -> StepNeeds:
         return StepNeeds(losses_after=True)
 
     def init(self) -> State:
-        return {"famo": to_plain(FAMOState()), "losses": None}
+        zero = [0.0, 0.0]
+        return {"logits": zero, "first": zero, "second": zero, "steps": 0, "losses": None}
 
     def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
-        famo = from_plain(FAMOState, state["famo"])
-        if last.losses_before is not None and last.losses_after is not None:
-            before, after = self._bounded(last.losses_before), self._bounded(last.losses_after)
-            new = famo_step(famo, before, after, self._floors, lr=self.lr, decay=self.decay)
-            if new is not None:
-                famo, state = new, {"famo": to_plain(new), "losses": list(last.losses_before)}
+        before, after = last.losses_before, last.losses_after
+        if before is not None and after is not None and all(map(math.isfinite, (*before, *after))):
+            state = self._adam_step(state, self._gaps(before), self._gaps(after))
+            state["losses"] = list(before)
         if state["losses"] is None:
             return state, Mix(0.5)
-        losses = self._bounded(TermPair(*state["losses"]))
-        weights = famo_weights(famo, losses, self._floors)
-        assert weights is not None  # the losses of the state are finite
-        return state, Mix.weights(*weights)
+        z, gaps = softmax(*state["logits"]), self._gaps(state["losses"])
+        s, r = z[0] / gaps[0], z[1] / gaps[1]
+        return state, Mix.weights(s / (s + r), r / (s + r))
 
-    @property
-    def _floors(self) -> TermPair:
-        return TermPair(0.0, self.rollout_floor)
+    def _adam_step(self, state: State, old: Weights, new: Weights) -> State:
+        """One step on the logits, from the decrease of both losses on one batch."""
+        z = softmax(*state["logits"])
+        decrease = [math.log(x) - math.log(y) for x, y in zip(old, new, strict=True)]
+        mean = z[0] * decrease[0] + z[1] * decrease[1]
+        steps = state["steps"] + 1
+        rows = []
+        for i in (0, 1):
+            logit = state["logits"][i]
+            gradient = z[i] * (decrease[i] - mean) + self.decay * logit
+            first = 0.9 * state["first"][i] + 0.1 * gradient
+            second = 0.999 * state["second"][i] + 0.001 * gradient**2
+            size = math.sqrt(second / (1 - 0.999**steps)) + 1e-8
+            rows.append((logit - self.lr * first / (1 - 0.9**steps) / size, first, second))
+        logits, firsts, seconds = map(list, zip(*rows, strict=True))
+        return {**state, "logits": logits, "first": firsts, "second": seconds, "steps": steps}
 
-    def _bounded(self, losses: TermPair) -> TermPair:
-        return TermPair(*map(max, losses, self._floors))
+    def _gaps(self, losses: Sequence[float]) -> Weights:
+        """How far the losses are above their lower bounds, > 0."""
+        floors = (0.0, self.rollout_floor)
+        s, r = (max(x, low) - low + EPSILON for x, low in zip(losses, floors, strict=True))
+        return s, r

@@ -6,11 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gac.control.solvers import Gram, Weights
 from gac.errors import require
 
-from .base import Mix, Observation, State, StepNeeds
-from .gram_solver import GramSolver
+from .base import Mix, Observation, State, StepNeeds, Weights
+from .gram_solver import Gram, GramSolver
 
 
 @dataclass(frozen=True)

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
-
-import torch
+from typing import ClassVar
 
 from gac.rollouts.plan import Sampling
 from gac_kernels import LossSpec
 
 from .base import Loss, Method, Mix, Observation, State, StepNeeds
-
-if TYPE_CHECKING:
-    from gac.methods.token_loss import TokenView
 
 
 @dataclass(frozen=True)
@@ -90,11 +85,11 @@ class GSPO(GRPO):
     """The ratio is clipped above at 1 + clip_high."""
 
     def loss(self, base: LossSpec) -> Loss:
-        return Loss(replace(base, rollout_reduction="sequence"), token=self.token_loss)
-
-    def token_loss(self, tokens: TokenView) -> torch.Tensor:
-        """[N] loss of each token, from the ratio of its response."""
-        ratio = tokens.batch.spread(tokens.sequence_mean(tokens.log_ratio).exp())
-        advantage = tokens.batch.advantages
-        clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
-        return -torch.minimum(ratio * advantage, clipped * advantage)
+        spec = replace(
+            base,
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+            importance_sampling_level="sequence",
+            rollout_reduction="sequence",
+        )
+        return Loss(spec)

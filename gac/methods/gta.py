@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gac.control.solvers import Gram, Weights
 from gac.errors import require
 from gac.rollouts.plan import Sampling
 
-from .gram_solver import GramSolver
+from .base import Weights
+from .gram_solver import Gram, GramSolver
 
 
 @dataclass(frozen=True)
@@ -39,5 +39,5 @@ class GTA(GramSolver):
     def sampling(self, completions: int) -> Sampling:
         return Sampling(demo_tokens=self.guess_tokens)
 
-    def closed_form(self, gram: Gram) -> Weights | None:
+    def closed_form(self, gram: Gram) -> Weights:
         return (0.0 if gram.dot < 0 else self.sft_coef), self.rl_coef

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gac.control.solvers import Gram, Weights, moco_step
 from gac.errors import require
 
-from .base import Mix, Observation, State, StepNeeds
-from .gram_solver import GramSolver
+from .base import Mix, Observation, State, StepNeeds, Weights
+from .gram_solver import Gram, GramSolver, check_nonnegative
 
 
 @dataclass(frozen=True)
 class MoCo(GramSolver):
-    """Each update moves the loss weights by one projected step; they weight average gradients."""
+    """Each update moves the loss weights by one projected step; they weight average gradients.
+
+    The averages y <- y + rate (g - y) also give the inner products, which are divided by their
+    trace, so `lr` is dimensionless.
+    """
 
     name: ClassVar[str] = "moco"
     source: ClassVar[str] = "Fernando et al., ICLR 2023 (OpenReview dLAYGdKTi2)"
@@ -31,9 +33,8 @@ class MoCo(GramSolver):
     """rho >= 0, added to the diagonal of the inner products."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         require(0 < self.rate <= 1, "rate", self.rate, "a number in (0, 1]")
-        require(math.isfinite(self.decay) and self.decay >= 0, "decay", self.decay, "a number >= 0")
+        check_nonnegative(self, "lr", "decay", "regularization")
 
     def init(self) -> State:
         return {**super().init(), "weights": [0.5, 0.5], "step": 0}
@@ -46,6 +47,10 @@ class MoCo(GramSolver):
 
     def weights(self, state: State, gram: Gram) -> tuple[State, Weights | None]:
         lr = self.lr * (state["step"] + 1) ** -self.decay
+        a, b, c = gram.unit()
+        trace, rho = (a + c) or 1.0, self.regularization
         s, r = state["weights"]
-        weights, after = moco_step((s, r), gram, lr=lr, regularization=self.regularization)
-        return {**state, "weights": list(after)}, weights
+        v_s = s - lr * ((a / trace + rho) * s + b / trace * r)
+        v_r = r - lr * (b / trace * s + (c / trace + rho) * r)
+        share = min(max((v_s - v_r + 1) / 2, 0.0), 1.0)  # projection onto the simplex
+        return {**state, "weights": [share, 1 - share]}, (share, 1 - share)

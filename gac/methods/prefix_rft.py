@@ -56,7 +56,7 @@ class PrefixRFT(Method):
             rollout_reduction="constant",
             demo_reduction="constant",
         )
-        return Loss(spec, token=self.token_loss, pooled=True)
+        return Loss(spec, token=self.token_loss, policy=True, pooled=True)
 
     def sampling(self, completions: int) -> Sampling:
         if completions < 2:

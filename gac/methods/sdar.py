@@ -46,7 +46,7 @@ class SDAR(Method):
         require(self.beta >= 0, "beta", self.beta, "a number >= 0")
 
     def loss(self, base: LossSpec) -> Loss:
-        return Loss(replace(base, rollout_reduction="token"), token=self.token_loss)
+        return Loss(replace(base, rollout_reduction="token"), token=self.token_loss, policy=True)
 
     def sampling(self, completions: int) -> Sampling:
         return Sampling(demos="prompt", teacher=True)

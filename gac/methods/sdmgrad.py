@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
-from gac.control.solvers import Weights, cross_gram, sdmgrad
-
-from .base import Mix, State, StepNeeds
-from .gram_solver import GramSolver
+from .base import Mix, State, StepNeeds, Weights
+from .gram_solver import Cross, GramSolver, check_nonnegative, check_preference, cross_gram
 
 
 @dataclass(frozen=True)
@@ -36,12 +35,33 @@ class SDMGrad(GramSolver):
                 "unit_rl=True is not supported: the RL gradients of the two halves have different "
                 "norms; use false"
             )
-        identity = ((1.0, 0.0), (0.0, 1.0))
-        sdmgrad(identity, self.regularization, self.preference)  # raises on a value out of range
+        check_nonnegative(self, "regularization")
+        check_preference(self.preference)
 
     def needs(self, step: int) -> StepNeeds:
         return StepNeeds(parts=2)
 
+    def from_halves(self, products: Cross) -> Weights | None:
+        """The weights from the inner products of the halves; None if one is not finite.
+
+        The inner loop looks for w = (x, 1 - x) at which the two components of A (w + lambda p) are
+        equal, a linear equation in x. A noisy A may have no stable interior solution; the result is
+        then the end point that (0.5, 0.5) moves towards.
+        """
+        (a_ss, a_sr), (a_rs, a_rr) = products
+        if not all(map(math.isfinite, (a_ss, a_sr, a_rs, a_rr))):
+            return None
+        p, q = (self.regularization * part for part in self.preference)
+        rise_s, rise_r = a_ss - a_rs, a_sr - a_rr
+        at_zero, slope = rise_s * p + rise_r * (1 + q), rise_s - rise_r
+        if slope > 0:
+            x = min(max(-at_zero / slope, 0.0), 1.0)
+        else:
+            push = at_zero + 0.5 * slope
+            x = 0.5 if push == 0 else float(push < 0)
+        total = 1 + p + q
+        return (x + p) / total, (1 - x + q) / total
+
     def solve(self, state: State, gram: torch.Tensor, mix: Mix) -> tuple[State, Weights | None]:
-        weights = sdmgrad(cross_gram(gram, 2), self.regularization, self.preference)
+        weights = self.from_halves(cross_gram(gram, 2))
         return {**state, "skipped": state["skipped"] + (weights is None)}, weights

@@ -6,8 +6,8 @@ loss of a token. Notation: N tokens, S sequences, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -17,9 +17,10 @@ from torch.utils.checkpoint import checkpoint
 from gac.control.term_pair import TermPair
 from gac.data.rows import Batch
 from gac_kernels import LossOutput, LossSpec
+from gac_kernels.contract import IGNORE
 from gac_kernels.inputs import BatchInputs
-from gac_kernels.reference import loss_output
-from gac_kernels.tokens import Tokens, TokenTerms, plan
+from gac_kernels.reference import loss_output, token_terms
+from gac_kernels.tokens import Tokens, TokenTerms, plan, token_factor, with_factors
 
 if TYPE_CHECKING:
     from gac.models.causal_lm import Head  # needs transformers
@@ -39,6 +40,8 @@ class TokenView(NamedTuple):
     """The policy's last layer."""
     reference: Head | None
     """The reference policy's last layer, if `Loss.reference` is set."""
+    policy_loss: Tensor
+    """[N] policy-gradient loss of the rollout tokens, with the clip and the ratio of `spec`."""
     teacher: Tensor | None = None
     """[N] log-probs of the policy that sees the demonstration, nan without one; see
     `Sampling.teacher`."""
@@ -48,20 +51,6 @@ class TokenView(NamedTuple):
     def sequence_mean(self, x: Tensor) -> Tensor:
         """[N] -> [S]: the mean over each sequence's tokens, differentiable; 0 for an empty one."""
         return self.batch.per_sequence(x) / self.batch.lengths.clamp(min=1)
-
-    @property
-    def log_ratio(self) -> Tensor:
-        """[N] log-ratio to the sampling policy; on-policy it is 0 but still has a gradient."""
-        old = self.logps.detach() if self.batch.old is None else self.batch.old
-        return self.logps - old
-
-    @property
-    def policy_loss(self) -> Tensor:
-        """[N] clipped policy-gradient loss of the rollout tokens."""
-        ratio, advantage = self.log_ratio.exp(), self.batch.advantages
-        low = 0.0 if self.spec.clip_low is None else 1 - self.spec.clip_low
-        high = math.inf if self.spec.clip_high is None else 1 + self.spec.clip_high
-        return -torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
 
     def vocabulary_kl(self, forward: bool, chunk: int = 1024) -> Tensor:
         """[N] KL over the full vocabulary between policy p and reference q, in nats.
@@ -90,10 +79,15 @@ def custom_loss(
     spec: LossSpec,
     norms: TermPair,
     teacher_logps: Tensor | None = None,
+    engine_logps: Tensor | None = None,
 ) -> LossOutput:
-    """Like `Head.loss`, with `token_loss(TokenView) -> [N]` as the per-token loss."""
+    """Like `Head.loss`, with `token_loss(TokenView) -> [N]` as the per-token loss.
+
+    The KL penalty and the entropy bonus of `spec` are added on rollout tokens, and the correction
+    for `engine_logps` multiplies the method's loss there.
+    """
     targets = batch.targets
-    flat, old, ref = batch.to_loss_layout(targets, old_logps, ref_logps)
+    flat, old, ref, engine = batch.to_loss_layout(targets, old_logps, ref_logps, engine_logps)
     inputs = BatchInputs(
         flat,
         batch.advantages,
@@ -102,18 +96,40 @@ def custom_loss(
         old,
         ref,
         cu_seqlens=batch.cu_seqlens,
+        rollout_logps=engine,
         rollout_norm=norms.rollout,
         demo_norm=norms.demo,
     )
     tokens = plan(inputs, spec)
     logps, entropy = (x.reshape(-1) for x in head.logprobs(targets, spec.temperature))
+    unpenalized = replace(spec, kl_coef=0.0, entropy_coef=0.0)
+    policy_loss = token_terms(logps, entropy, tokens, unpenalized).loss
     teacher = None if teacher_logps is None else teacher_logps.flatten()
-    view = TokenView(logps, entropy.detach(), tokens, spec, head, reference, teacher, batch.units)
-    loss = torch.where(tokens.live, token_loss(view), 0)
-    log_ratio = torch.zeros_like(entropy) if tokens.ref is None else tokens.ref - logps.detach()
-    kl = torch.where(tokens.live & ~tokens.demo, log_ratio.exp() - log_ratio - 1, 0)
-    terms = TokenTerms(logps, entropy.detach(), loss, kl, torch.zeros_like(kl))
+    fixed = entropy.detach(), tokens, spec, head, reference
+    loss = token_loss(TokenView(logps, *fixed, policy_loss, teacher, batch.units))
+    factor = token_factor(logps.detach(), with_factors(tokens, inputs, spec), spec)
+    if factor is not None:
+        loss = torch.where(tokens.rollout, factor * loss, loss)
+    # the terms of the fused loss for advantages of 0 are the penalties alone
+    without_advantages = tokens._replace(advantages=torch.zeros_like(tokens.advantages))
+    penalties = token_terms(logps, entropy, without_advantages, spec)
+    if spec.kl_coef != 0 or spec.entropy_coef != 0:
+        loss = loss + torch.where(tokens.rollout, penalties.loss, 0)
+    loss = torch.where(tokens.live, loss, 0)
+    terms = TokenTerms(logps, entropy.detach(), loss, penalties.kl, torch.zeros_like(loss))
     return loss_output(tokens, terms, targets.shape)
+
+
+def with_k3(out: LossOutput, batch: Batch, ref_logps: Tensor) -> LossOutput:
+    """Replace the KL in the statistics of a batch by the k3 estimator."""
+    assert out.moments is not None  # requested by the trainer
+    live = batch.targets != IGNORE
+    per_token = batch.is_demo.numel() == live.numel()  # otherwise all rows are of one kind
+    rollout = live & ~(batch.is_demo.view_as(live) if per_token else batch.is_demo.any())
+    gap = torch.where(rollout, ref_logps.view_as(rollout) - out.logps.view_as(rollout), 0).double()
+    totals = out.moments.totals.clone()
+    totals[2] = (gap.exp() - gap - 1).sum()
+    return out._replace(moments=replace(out.moments, totals=totals))
 
 
 def _chunk_kl(

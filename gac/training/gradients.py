@@ -16,7 +16,7 @@ from gac.control.evidence import Evidence
 from gac.control.term_pair import TermPair
 from gac.data.rows import Batch, Row, loss_divisors
 from gac.methods.base import Loss, Mix
-from gac.methods.token_loss import custom_loss
+from gac.methods.token_loss import custom_loss, with_k3
 from gac.models.causal_lm import Head
 from gac.parallel import collectives
 from gac.parallel.setup import reshard, seed
@@ -174,13 +174,12 @@ class Gradients:
 
     def _has_gradient(self, row: Row, mu: float) -> bool:
         """Whether the gradient of `row` may be nonzero if demonstrations have the weight `mu`."""
-        spec = self.loss.spec
-        if row.is_demo or row.mixed:
-            weight, even_at_zero_advantage = mu, spec.demo_weight is not DemoWeight.SHAPED
-        else:
-            weight, even_at_zero_advantage = 1 - mu, spec.kl_coef != 0 or spec.entropy_coef != 0
-        zero = weight == 0 or not (even_at_zero_advantage or row.advantage != 0)
-        return self.loss.token is not None or not zero
+        if self.loss.token is not None:
+            return True
+        spec, advantage = self.loss.spec, row.advantage != 0
+        demo = mu != 0 and (advantage or spec.demo_weight is not DemoWeight.SHAPED)
+        rollout = mu != 1 and (advantage or spec.kl_coef != 0 or spec.entropy_coef != 0)
+        return (demo and (row.is_demo or row.mixed)) or (rollout and not row.is_demo)
 
     def _request(
         self, step: Step, batch: Batch, rows: list[Row], demo: bool, mu: float, spec: LossSpec
@@ -200,19 +199,26 @@ class Gradients:
         if step.teacher_logps and rows and not demo:
             values = [step.teacher_logps[r.sequence] for r in rows]
             teacher = scatter_logps(values, rows, batch, math.nan)
+        engine = None if spec.correction == "none" else engine_logps(rows, batch)
+
+        def finish(out: LossOutput) -> LossOutput:
+            return out if ref is None or spec.kl_estimator == "k3" else with_k3(out, batch, ref)
+
         if (token := self.loss.token) is not None:
             reference = None
             if self.loss.reference:
                 with torch.no_grad(), self.forward.reference_model() as model:
                     reference = model(**batch.model_inputs, request=lambda head: head.detached())
-            inputs = reference, batch, mu, old, ref, spec, norms, teacher
-            return lambda head: custom_loss(token, head, *inputs)
-        engine = None if spec.correction == "none" else engine_logps(rows, batch)
-        targets, old, ref, engine = batch.to_loss_layout(batch.targets, old, ref, engine)
+            inputs = reference, batch, mu, old, ref, spec, norms, teacher, engine
+            compute = partial(custom_loss, token)
+            return lambda head: finish(compute(head, *inputs))
+        targets, old, reference_logps, engine = batch.to_loss_layout(
+            batch.targets, old, ref, engine
+        )
         keywords: dict[str, Any] = {
             "mu": mu,
             "old_logps": old,
-            "ref_logps": ref,
+            "ref_logps": reference_logps,
             "rollout_logps": engine,
             "spec": spec,
             "rollout_norm": norms.rollout,
@@ -224,4 +230,4 @@ class Gradients:
             keywords["sketch"] = HeadSketch(step.needs.sketch, step.sketch_seed)
         tensors = targets, batch.advantages, batch.is_demo
         packed = batch.cu_seqlens is not None
-        return lambda head: (head.packed() if packed else head).loss(*tensors, **keywords)
+        return lambda head: finish((head.packed() if packed else head).loss(*tensors, **keywords))

@@ -35,9 +35,10 @@ def loss_of(config: TrainConfig) -> Loss:
     rollouts = config.rollouts
     longest = config.loss.max_tokens or rollouts.max_completion_length
     loss = config.method.loss(dataclasses.replace(config.loss, max_tokens=longest))
+    from_reference = config.method.sampling(rollouts.num_generations).from_reference
     # the log-probs of a server are those at temperature 1 without truncation
     comparable = rollouts.temperature == 1 and rollouts.top_p == 1
-    if rollouts.engine == "vllm" and comparable and loss.token is None:
+    if rollouts.engine == "vllm" and comparable and not from_reference:
         spec = dataclasses.replace(
             loss.spec, correction=rollouts.correction, correction_max=rollouts.correction_max
         )

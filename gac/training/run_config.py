@@ -11,6 +11,7 @@ from gac.errors import require, require_at_least, require_one_of
 from gac.evaluation.config import EvalSettings
 from gac.faults.guard import GuardConfig
 from gac.methods import METHODS, Method, all_methods
+from gac.methods.loss_keys import check_loss
 from gac.models.config import ModelConfig
 from gac.parallel.config import ParallelConfig
 from gac.rollouts.config import RolloutConfig
@@ -107,6 +108,7 @@ class TrainConfig:
                 f"eval.every={self.eval.every}: there is nothing to evaluate: set "
                 "eval.data.prompts or eval.tasks, or remove eval.every"
             )
+        check_loss(self.method, self.loss, self.steps)
         self._check_groups()
         if self.rollouts.engine == "paged" and self.parallel.mode == "fsdp":
             raise ValueError(

@@ -19,7 +19,7 @@ from gac.training.run_config import TrainConfig
 FILE = Path(__file__).with_name("defaults.txt")
 MODULES = """gac gac.control.alarm gac.control.alignment gac.control.checks gac.control.estimators
 gac.control.evidence gac.control.gate gac.control.schedules gac.control.signals
-gac.control.solvers gac.control.state gac.data.rows gac.evaluation.cells gac.evaluation.estimates
+gac.control.state gac.data.rows gac.evaluation.cells gac.evaluation.estimates
 gac.evaluation.suite gac.methods.base gac.methods.token_loss gac.models.causal_lm gac.models.head
 gac.rewards.build gac.rollouts.generation gac.rollouts.plan gac.training.export
 gac_kernels gac_kernels.linear gac_kernels.projection gac_kernels.reference gac_kernels.sketch

@@ -10,22 +10,6 @@ from gac import ControllerConfig
 from gac.control.alarm import Alarm
 from gac.control.gate import Gate
 from gac.control.schedules import MixSchedule
-from gac.control.solvers import (
-    DWAState,
-    FAMOState,
-    GradNormState,
-    Gram,
-    cagrad,
-    dwa_step,
-    dwa_weights,
-    famo_step,
-    gradnorm_step,
-    moco_step,
-    nash_mtl,
-    pcgrad,
-    sdmgrad,
-    uncertainty_step,
-)
 from gac.data.examples import Source
 from gac.evaluation.config import EvalTask
 from gac.faults.guard import GuardConfig
@@ -37,7 +21,6 @@ from gac.training.optim import OptimConfig
 from gac.training.run_config import TrainConfig
 from gac_kernels import LossSpec
 
-GRAM = Gram(2.0, 0.5, 1.0)
 UNIT, BELOW_ONE, FREE, POSITIVE = "[0, 1]", "[0, 1)", "[0, inf)", "(0, inf)"
 ABOVE_ZERO_TO_ONE = "(0, 1]"
 AT_LEAST_ZERO, ABOVE_ZERO = "[0, inf]", "(0, inf]"  # inf is accepted
@@ -87,19 +70,17 @@ CONTROL = [  # callable, interval, names of its arguments
     (lambda **fields: Alarm(slack=0.5, **fields), "(0.5, inf)", "clip"),
     (lambda **fields: MixSchedule(**{"peak": 1.0, "valley": 0.0, **fields}), UNIT, "peak valley"),
     (lambda **fields: MixSchedule(1.0, 0.0, **fields), UNIT, "start"),
-    (solver(gradnorm_step, GradNormState(), GRAM), FREE, "lr"),
-    (solver(moco_step, (0.5, 0.5), GRAM), FREE, "lr regularization"),
-    (solver(pcgrad, GRAM), "[-1, 1]", "threshold"),
-    (solver(cagrad, GRAM), FREE, "radius"),
-    (solver(sdmgrad, GRAM), FREE, "regularization"),
-    (solver(uncertainty_step, (0.0, 0.0), (1.0, 1.0)), FREE, "lr"),
-    (solver(uncertainty_step, (0.0, 0.0), (1.0, 1.0)), POSITIVE, "bound"),
-    (solver(dwa_weights, DWAState()), POSITIVE, "temperature"),
-    (solver(famo_step, FAMOState(), (1.0, 1.0), (1.0, 1.0)), FREE, "lr decay"),
+    (method("gradnorm"), FREE, "lr"),
+    (method("pcgrad"), "[-1, 1]", "threshold"),
+    (method("cagrad"), FREE, "radius"),
+    (method("sdmgrad"), FREE, "regularization"),
+    (method("uncertainty"), FREE, "lr"),
+    (method("dwa"), POSITIVE, "temperature"),
+    (method("famo"), FREE, "lr decay"),
 ]
 NUMBERS = [
     *CONTROL,
-    (solver(nash_mtl, GRAM), ABOVE_ZERO, "max_norm"),
+    (method("nash-mtl"), ABOVE_ZERO, "max_norm"),
     (GuardConfig, ABOVE_ZERO, "skip_above_norm"),
     (lambda weight: Source("rows.jsonl", weight=weight), POSITIVE, "weight"),
     (OptimConfig, ABOVE_ZERO, "lr"),
@@ -160,7 +141,6 @@ CONTROL_COUNTS = [  # callable, minimum, names of its arguments
     (Alarm, 2, "warmup"),
     (Alarm, 0, "source_steps"),
     (lambda **fields: MixSchedule(1.0, 0.0, **fields), 0, "warmup hold decay"),
-    (solver(dwa_step, DWAState(), (1.0, 1.0)), 1, "window"),
 ]
 COUNTS = [
     *CONTROL_COUNTS,

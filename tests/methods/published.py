@@ -19,8 +19,19 @@ class RowTerms(SimpleNamespace):
     """Per-token values of one row under the float64 model; see `row_terms`."""
 
 
-def row_terms(model, reference, row: Row) -> RowTerms:
-    """Evaluate the row's n loss tokens; logp, entropy and log_p are differentiable."""
+CLIPS: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(["luffy", "hpt", "relift", "trapo"], (math.inf, math.inf)),
+    "dapo": (0.2, 0.28),
+    "gspo": (3e-4, 4e-4),
+}
+"""The clip of the probability ratio; 0.2 on both sides for the other methods."""
+
+
+def row_terms(model, reference, row: Row, name: str = "", old: Tensor | None = None) -> RowTerms:
+    """Evaluate the row's n loss tokens; logp, entropy and log_p are differentiable.
+
+    old: log-probs of the sampling policy; None: on-policy.
+    """
     ids = torch.tensor([row.ids])
     start = max(row.start, 1)
     temperature = 1.0 if row.is_demo else TEMPERATURE
@@ -48,6 +59,8 @@ def row_terms(model, reference, row: Row) -> RowTerms:
         log_q=log_q.detach(),
         ref=log_q.gather(1, targets[:, None])[:, 0].detach(),
         demo=torch.arange(start, len(row.ids)) < switch,
+        old=logp.detach() if old is None else old.double(),
+        clip=CLIPS.get(name, (0.2, 0.2)),
         teacher=teacher,
     )
 
@@ -66,9 +79,9 @@ def phi(p: Tensor) -> Tensor:
 
 
 def policy_gradient(rows: list[RowTerms]) -> Tensor:
-    """On-policy GRPO: mean over responses of the token mean of -A p / p.detach()."""
+    """GRPO: mean over responses of the token mean of the clipped surrogate."""
     rows = [r for r in rows if not r.row.is_demo]
-    return -sum((r.a * (r.logp - r.logp.detach()).exp()).mean() for r in rows) / len(rows)
+    return sum(surrogate(r).mean() for r in rows) / len(rows)
 
 
 def constant_sum(parts: list[Tensor], rows: int) -> Tensor:
@@ -77,7 +90,13 @@ def constant_sum(parts: list[Tensor], rows: int) -> Tensor:
 
 
 def surrogate(r: RowTerms) -> Tensor:
-    return -r.a * (r.logp - r.logp.detach()).exp()
+    """-min(A ratio, A clip(ratio)) of each token."""
+    return clipped((r.logp - r.old).exp(), r)
+
+
+def clipped(ratio: Tensor, r: RowTerms) -> Tensor:
+    low, high = r.clip
+    return -torch.minimum(r.a * ratio, r.a * ratio.clamp(1 - low, 1 + high))
 
 
 def mixture(mu: float, weight: Callable[[Tensor], Tensor] = torch.ones_like):
@@ -98,8 +117,7 @@ def dapo(rows: list[RowTerms]) -> Tensor:
 
 
 def gspo(rows: list[RowTerms]) -> Tensor:
-    ratios = [(r.logp - r.logp.detach()).mean().exp() for r in rows]
-    return -sum(r.a * ratio for r, ratio in zip(rows, ratios, strict=True)) / len(rows)
+    return sum(clipped((r.logp - r.old).mean().exp(), r) for r in rows) / len(rows)
 
 
 def preference(rows: list[RowTerms], loss: Callable[[Tensor], Tensor], mean: bool) -> Tensor:
@@ -156,12 +174,21 @@ def superrl(rows: list[RowTerms]) -> Tensor:
     return policy_gradient(rows) + nll(rows)
 
 
+def routing(rows: list[RowTerms]) -> Tensor:
+    rollouts, demos = ([r for r in rows if r.row.is_demo == demo] for demo in (False, True))
+    solved = len({r.row.unit for r in rollouts})
+    share = len(demos) / (len(demos) + solved)
+    assert 0 < share < 1, "some prompts are solved, and some are not"
+    return (1 - share) * policy_gradient(rollouts) + share * nll(demos)
+
+
 def relift(rows: list[RowTerms]) -> Tensor:
     rollouts = [r for r in rows if not r.row.is_demo]
+    rl = constant_sum([surrogate(r) - 0.001 * r.entropy for r in rollouts], len(rollouts))
+    if len(rollouts) == len(rows):  # reused rollouts are not collected again
+        return rl
     assert len(rows) - len(rollouts) == 2, "the two newest unsolved prompts"
-    return constant_sum([surrogate(r) - 0.001 * r.entropy for r in rollouts], len(rollouts)) + nll(
-        rows
-    )
+    return rl + nll(rows)
 
 
 def dypo(rows: list[RowTerms]) -> Tensor:
@@ -198,12 +225,12 @@ def trapo(rows: list[RowTerms]) -> Tensor:
     return constant_sum(parts, len(rows))
 
 
-def uft(rows: list[RowTerms]) -> Tensor:
-    """GRPO on the sampled tokens; 0.001 times the token mean of the hints."""
+def uft(rows: list[RowTerms], coef: float = 0.001) -> Tensor:
+    """GRPO on the sampled tokens; `coef` times the token mean of the hints."""
     hints = sum(r.demo.sum() for r in rows)
     assert 0 < hints < sum(r.n for r in rows)
     rl = sum(surrogate(r)[~r.demo].mean() for r in rows) / len(rows)
-    return rl - 0.001 * sum(r.logp[r.demo].sum() for r in rows) / hints
+    return rl - coef * sum(r.logp[r.demo].sum() for r in rows) / hints
 
 
 def prefix_rft(rows: list[RowTerms]) -> Tensor:
@@ -215,7 +242,8 @@ def prefix_rft(rows: list[RowTerms]) -> Tensor:
         kept = entropy.argsort(descending=True)[: math.ceil(0.2 * r.demo.sum())]
         trained = ~r.demo
         trained[kept] = True
-        parts.append(torch.where(trained, surrogate(r), 0))
+        loss = torch.where(r.demo, -r.a * (r.logp - r.logp.detach()).exp(), surrogate(r))
+        parts.append(torch.where(trained, loss, 0))
     return constant_sum(parts, len(rows))
 
 
@@ -244,6 +272,7 @@ LOSSES = {
     "srft": srft,
     "hpt": hpt,
     "superrl": superrl,
+    "routing": routing,
     "relift": relift,
     "dypo": dypo,
     "sdar": sdar,
@@ -335,7 +364,7 @@ EXTRA = {
     "sft-then-rl": {"sft_steps": 2},
     "trapo": {"sizes": [1, 1, 1, 1], "trained": [0, 1, 1, 1], "below": [-1, 2, 2, 2]},
     "hpt": {"correct": 0.5},
-    "superrl": {"correct": 0.5},
+    **{key: {"correct": 0.5} for key in ["superrl", "routing"]},
     "amft": {"warmup": 0},
     "dypo": {"correct": 0.5},
     "relift": {"correct": 2.0, "buffer": 2},

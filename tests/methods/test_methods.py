@@ -31,8 +31,7 @@ NEEDS = {
     **dict.fromkeys(["sft", "sft-light", "dft"], DEMOS),
     "sft-best": (*DEMOS, "best weights"),
     "asft": (*DEMOS, "reference", "log-probs"),
-    **dict.fromkeys(["grpo", "dr-grpo", "dapo"], ROLLOUTS),
-    "gspo": (*ROLLOUTS, "log-probs"),
+    **dict.fromkeys(["grpo", "dr-grpo", "dapo", "gspo"], ROLLOUTS),
     **dict.fromkeys(["dpo", "ipo"], ("rollouts of the reference", "reference", "log-probs")),
     **dict.fromkeys(
         [
@@ -50,7 +49,9 @@ NEEDS = {
     **dict.fromkeys(["chord", "reward-threshold", "rewvar-ctrl", "uncertainty", "dwa"], BOTH),
     "kl-ctrl": (*BOTH, "reference"),
     **dict.fromkeys(["gradnorm-ctrl", "amft"], SEPARATE_GRADIENTS),
-    **dict.fromkeys(["multitask", "luffy", "hpt", "superrl", "relift"], DEMOS_OF_PROMPTS),
+    **dict.fromkeys(
+        ["multitask", "luffy", "hpt", "superrl", "routing", "relift"], DEMOS_OF_PROMPTS
+    ),
     **dict.fromkeys(["trapo", "uft"], (*DEMOS_OF_PROMPTS, "prefixes")),
     "prefix-rft": (*DEMOS_OF_PROMPTS, "prefixes", "log-probs"),
     "dypo": (*DEMOS_OF_PROMPTS, "reference", "log-probs"),
@@ -64,14 +65,14 @@ NEEDS = {
     "gac-gated": (*SEPARATE_GRADIENTS, "reference"),
 }
 # Methods trained for ten steps instead of four: some have a curriculum, a collection or a warm-up.
-TEN_STEPS = {"amft", "dypo", "relift", "sdar", "superrl", "uft", "prefix-rft"}
+TEN_STEPS = {"amft", "dypo", "relift", "sdar", "superrl", "routing", "uft", "prefix-rft"}
 # Settings that use every feature of a method within a short run.
 SHORT_RUN_FIELDS = {
     "sft-light": {"epochs": 2, "patience": 9},
     "sft-then-rl": {"sft_steps": 2},
     "trapo": {"sizes": [1, 1, 1, 1], "trained": [0, 1, 0, 1], "below": [-1, 2, 2, 2]},
     "hpt": {"correct": 0.4},
-    "superrl": {"correct": 0.4},
+    **{key: {"correct": 0.4} for key in ["superrl", "routing"]},
     "uft": {"hint_steps": 3},
     "prefix-rft": {"low": {"peak": 0.95, "valley": 0.05, "decay": 4}},
     "dypo": {"correct": 0.4},

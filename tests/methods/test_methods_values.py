@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from gac.control.signals import GradientSignals
-from gac.control.solvers import cross_gram
 from gac.control.term_pair import TermPair
 from gac.data.rows import Batch, Row
 from gac.methods import METHODS, Mix, Observation
 from gac.methods.base import StepNeeds
+from gac.methods.gram_solver import cross_gram
 from gac.methods.token_loss import custom_loss
 from gac.models.causal_lm import Head
 from gac.training.probes.parts import GradientParts
@@ -38,6 +38,7 @@ from tests.methods.published import (
     policy_gradient,
     row_terms,
     surrogate,
+    uft,
 )
 from tests.tiny import tiny_config
 
@@ -53,8 +54,10 @@ def test_every_method_has_golden_values():
     assert not set(LOSSES) & set(SOLVERS)
 
 
-def one_step(name: str, task, out, fields=None) -> tuple[Trainer, list[Row], list[Tensor], object]:
-    """Run one real step.
+def one_step(
+    name: str, task, out, fields=None, first: int = 0, **changes
+) -> tuple[Trainer, list[Row], list[Tensor], object]:
+    """Run one real step, after `first` others.
 
     Returns the trainer, the step's rows, the gradient passed to the optimizer, and a float64 copy
     of the model from before the step.
@@ -64,12 +67,22 @@ def one_step(name: str, task, out, fields=None) -> tuple[Trainer, list[Row], lis
         "num_generations": 4,
         "max_completion_length": MAX_NEW_TOKENS,
         "temperature": TEMPERATURE,
+        "num_iterations": first + 1,
     }
     fields = EXTRA.get(name, {}) if fields is None else fields
     config = tiny_config(
-        task, out, method={"name": name, **fields}, rollouts=rollouts, eval={}, micro_batch_size=5
+        task,
+        out,
+        method={"name": name, **fields},
+        rollouts=rollouts,
+        eval={},
+        micro_batch_size=5,
+        **changes,
     )
     trainer = Trainer(config)
+    for _ in range(first):
+        trainer._train_step()
+        trainer.step += 1
     before = copy.deepcopy(trainer.model).double()
     # the patched forwards still call the original model
     del before.forward, before.get_output_embeddings().forward
@@ -80,6 +93,7 @@ def one_step(name: str, task, out, fields=None) -> tuple[Trainer, list[Row], lis
 
     def record_rows(self, step_data):
         rows.extend(step_data.rows)
+        trainer.seen = step_data
         return call(self, step_data)
 
     def record_grads(*args, **keywords):
@@ -125,6 +139,31 @@ def test_step_gradient_matches_the_published_loss(name, task, tmp_path):
     # before the first step, the model equals the reference
     terms = [row_terms(model, model, row) for row in rows]
     assert_close(grads, gradient(LOSSES[name](terms), model))
+
+
+OFF_POLICY = ["constant", "grpo", "dr-grpo", "dapo", "gspo", "multitask", "luffy", "hpt", "superrl"]
+OFF_POLICY += ["relift", "trapo", "uft", "prefix-rft"]
+
+
+@pytest.mark.parametrize("name", OFF_POLICY)
+def test_reused_rollouts_have_the_published_ratio_and_clip(name, task, tmp_path):
+    _, rows, grads, model = step = one_step(
+        name, task, tmp_path, first=1, optim={"lr": 0.03, "warmup_steps": 0, "max_grad_norm": 0}
+    )
+    old = step[0].seen.old_logps
+    terms = [
+        row_terms(model, model, row, name, None if row.is_demo else old[row.sequence])
+        for row in rows
+    ]
+    ratios = torch.cat([(r.logp - r.old).exp()[~r.demo] for r in terms if not r.row.is_demo])
+    assert ratios.min() < 0.7 and ratios.max() > 1.3
+    assert_close(grads, gradient(LOSSES[name](terms), model))
+
+
+def test_hinted_rows_keep_their_rollout_gradient(task, tmp_path):
+    _, rows, grads, model = one_step("uft", task, tmp_path, {"coef": 0.0})
+    terms = [row_terms(model, model, row) for row in rows]
+    assert_close(grads, gradient(uft(terms, 0.0), model))
 
 
 @pytest.mark.parametrize("name", [n for n, f in SOLVERS.items() if f])
@@ -185,35 +224,6 @@ def test_gradient_source_receives_exact_inner_products(task, tmp_path, monkeypat
     bias = sft - parts[4]  # b_r is 0
     assert biases.bias_gap_sq == pytest.approx((bias @ bias).item(), rel=1e-4)
     assert biases.rl_bias_dot_d == pytest.approx(0, abs=1e-6)
-
-
-def test_gspo_clips_the_ratio_of_a_whole_response():
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(4, 5, 7, generator=generator, requires_grad=True)
-    targets = torch.randint(7, (4, 5), generator=generator)
-    targets[1, 3:] = -100
-    targets[3] = -100  # a row without a loss
-    advantages = torch.tensor([1.0, -0.5, 2.0, 1.0])
-    now = logits.double().log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
-    # mean log-ratios 0.0001 (inside the clip), -0.01 (outside, below), 0.02 (outside, above)
-    old = (now.detach() - torch.tensor([[0.0001], [-0.01], [0.02], [0.0]])).float()
-    method = METHODS["gspo"]()
-    is_demo = torch.zeros(4, dtype=torch.bool)
-    batch = Batch(targets, targets, advantages, is_demo, (0, 5, 10, 15), 5)
-    spec = method.loss(LossSpec()).spec
-    head, norms = Head(None, logits=logits), TermPair(demo=1.0, rollout=3.0)
-    out = custom_loss(method.token_loss, head, None, batch, 0.0, old, None, spec, norms)
-    lengths = torch.tensor([5, 3, 5, 1])
-    ratio = (((now - old) * (targets >= 0)).sum(1) / lengths).exp()
-    parts = torch.minimum(ratio * advantages, ratio.clamp(1 - 3e-4, 1 + 4e-4) * advantages)
-    truth = -parts[:3].mean()
-    assert out.loss.item() == pytest.approx(truth.item(), rel=1e-6)
-    ours, expected = (
-        torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (out.loss, truth)
-    )
-    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-7)
-    assert ours[0].abs().max() > 0
-    assert ours[2:].abs().max() == 0  # beyond the clip there is no gradient
 
 
 def test_kl_of_a_custom_loss_covers_the_rollouts_only():

@@ -164,7 +164,8 @@ def test_kernels_need_only_torch_and_triton():
     wrong = []
     for path in (ROOT / "gac_kernels").rglob("*.py"):
         tops = {name.split(".")[0] for name in imports(path)}
-        wrong += [f"{path.relative_to(ROOT)} imports {n}" for n in tops - allowed]
+        optional = {"transformers"} if path.name == "transformers.py" else set()  # on request only
+        wrong += [f"{path.relative_to(ROOT)} imports {n}" for n in tops - allowed - optional]
     assert not wrong
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -68,24 +67,6 @@ def test_resumed_run_keeps_its_budget(task, tmp_path, monkeypatch):
         run.checkpoints = out / "checkpoints"
         assert Run._find_checkpoint(run, True) == checkpoint.newest(run.checkpoints)
         assert run.config == dataclasses.replace(config, **explicit)
-
-
-def test_runs_of_earlier_versions_keep_one_forward(task, tmp_path, monkeypatch):
-    """They saved neither key, which meant one padded forward."""
-    whole = train(tiny_config(task, tmp_path / "whole", eval={}))
-    config = default_config(task, tmp_path / "resumed")
-    out = train(dataclasses.replace(config, steps=2, micro_batch_size=1000))
-    read = checkpoint.read_progress
-
-    def read_earlier(path):
-        progress = read(path)
-        return progress | {"config": progress["config"] | {"micro_batch_size": None}}
-
-    monkeypatch.setattr(checkpoint, "read_progress", read_earlier)
-    resumed = Trainer(config)
-    assert resumed.config.micro_batch_size == sys.maxsize
-    resumed.run()
-    assert metrics(out) == metrics(whole)
 
 
 def test_budget_holds_the_longest_rows_that_stay_together(task, tmp_path, monkeypatch):

@@ -170,7 +170,7 @@ KINDS = {
     ("spec", "mu", "live"),
     [
         ({}, 0.5, "demo, flat demo, mixed, flat mixed, rollout"),
-        ({}, 0.0, "rollout"),
+        ({}, 0.0, "mixed, rollout"),
         ({}, 1.0, "demo, flat demo, mixed, flat mixed"),
         ({"demo_weight": "shaped"}, 0.5, "demo, mixed, rollout"),
         ({"kl_coef": 0.1}, 0.5, ", ".join(KINDS)),
@@ -286,7 +286,7 @@ def test_the_arguments_of_a_custom_loss(monkeypatch, referenced: bool) -> None:
     step = replace(STEP, teacher_logps=teacher)
     for demo, rows in ((False, ROLLOUTS), (True, ROLLOUTS), (False, [])):
         Gradients._request(own, step, batch, rows, demo, 0.3, LossSpec())("head")
-        loss, head, reference, used, mu, old, ref, spec, norms, seen = received[-1]
+        loss, head, reference, used, mu, old, ref, spec, norms, seen, _ = received[-1]
         assert (loss, head, used, mu, ref) == (token, "head", batch, 0.3, None)
         assert reference is (False if referenced else None)  # without gradients
         assert spec == LossSpec(temperature=1.0 if demo else 0.7)

@@ -13,7 +13,6 @@ from accelerate.state import AcceleratorState
 
 from gac.control.term_pair import TermPair
 from gac.data.rows import Batch, Counts, Row, collate, count, loss_divisors
-from gac.faults import checkpoint
 from gac.methods.base import next_mix
 from gac.rollouts.advantages import group_advantages
 from gac.rollouts.generation import generate
@@ -207,33 +206,6 @@ def test_run_that_its_method_ended_does_not_continue(task, tmp_path):
     ended.run()
     assert ended.step == len(rows) and metrics(tmp_path) == rows
     assert all(map(torch.equal, weights, ended.model.parameters()))
-
-
-def test_checkpoint_of_an_earlier_version_resumes(task, tmp_path, monkeypatch):
-    """Such a checkpoint has the observation instead of the mix, and the alignment in its state."""
-    calls = []
-    record = lambda *call: (calls.append(call), next_mix(*call))[1]  # noqa: E731 - a spy
-    monkeypatch.setattr("gac.training.trainer.next_mix", record)
-    method = {"name": "gac-gated", "gradient_parts": 2, "update_every": 2, "alarm": None}
-    config = tiny_config(task, tmp_path, method=method, steps=2)
-    trainer = Trainer(config)
-    trainer.run()
-    method, state, last = calls[-1]  # of the second step, which measured signals
-    reading, signals = method.signals.read(last.evidence, state["signals"])
-    plain = {f: getattr(last, f) for f in ("step", "kl", "entropy", "demo_loss", "reward_mean")}
-    plain |= {"signals": list(reading.signals), "corrections": None}
-    read = {"signals": signals, "read": list(reading.signals)}
-    older = {"last": plain, "method": {**state, **read, "alignment": list(reading.alignment)}}
-    load = checkpoint.load
-
-    def load_older(*args):
-        progress = load(*args)
-        assert progress.pop("mix") == list(trainer.mix)
-        return {**progress, **older}
-
-    monkeypatch.setattr(checkpoint, "load", load_older)
-    resumed = Trainer(config)
-    assert (resumed.mix, resumed.state) == (trainer.mix, trainer.state)
 
 
 def test_losses_after_the_update_use_the_ratio_to_the_sampling_policy(task, tmp_path, monkeypatch):

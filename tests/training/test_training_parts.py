@@ -117,9 +117,9 @@ def test_only_comparable_log_probs_of_a_server_are_corrected(rollouts, correctio
     spec = policy.loss_of(load(TrainConfig, {"rollouts": rollouts})).spec
     assert (spec.correction, spec.max_tokens) == (correction, 7)
     assert (spec.correction_max == 3.5) == (correction != "none")
-    config = load(
-        TrainConfig, {"rollouts": {"max_completion_length": 7}, "loss": {"max_tokens": 9}}
-    )
+    rollouts = {"max_completion_length": 7}
+    loss = {"rollout_reduction": "constant", "max_tokens": 9}
+    config = load(TrainConfig, {"rollouts": rollouts, "loss": loss})
     assert policy.loss_of(config).spec.max_tokens == 9
 
 

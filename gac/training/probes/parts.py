@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gac.control.solvers import Weights
 from gac.data.rows import Row
-from gac.methods.base import Mix, StepNeeds
+from gac.methods.base import Mix, StepNeeds, Weights
 from gac.parallel.collectives import all_reduce_sum, world_size
 
 logger = logging.getLogger(__name__)

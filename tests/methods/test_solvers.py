@@ -3,33 +3,41 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import pytest
 import torch
 
-from gac.control.solvers import (
-    Gram,
-    aligned_mtl,
-    cagrad,
-    cross_gram,
-    mgda,
-    nash_mtl,
-    pcgrad,
-    sdmgrad,
-    with_unit_rl,
-)
+from gac.methods import METHODS, Mix
+from gac.methods.gram_solver import Gram, cross_gram
 
 GOLDEN = Gram(18.0, -22.0, 38.0)  # rows (-4, 1, 1) and (6, 1, 1)
+
+
+def solver(name, **fields):
+    """The weights of a solver for a Gram matrix; SDMGrad gets the same matrix for both halves."""
+    method = METHODS[name](**fields)
+    if name != "sdmgrad":
+        return method.closed_form
+
+    def solve(gram):
+        a, b, c = gram.unit()
+        return method.from_halves(((a, b), (b, c)))
+
+    return solve
+
+
+mgda, pcgrad, cagrad, sdmgrad = map(solver, ("mgda", "pcgrad", "cagrad", "sdmgrad"))
+halves = METHODS["sdmgrad"]().from_halves
+nash_mtl, aligned_mtl = solver("nash-mtl"), solver("aligned-mtl")
 SOLVERS = {
     "mgda": mgda,
     "pcgrad": pcgrad,
-    "pcgrad +0.2": partial(pcgrad, threshold=0.2),
+    "pcgrad +0.2": solver("pcgrad", threshold=0.2),
     "cagrad 0.5": cagrad,
-    "cagrad 1": partial(cagrad, radius=1.0),
+    "cagrad 1": solver("cagrad", radius=1.0),
     "nash": nash_mtl,
     "aligned min": aligned_mtl,
-    "aligned rmse": partial(aligned_mtl, mode="rmse"),
+    "aligned rmse": solver("aligned-mtl", mode="rmse"),
     "sdmgrad": sdmgrad,
 }
 each_solver = pytest.mark.parametrize("solve", SOLVERS.values(), ids=SOLVERS.keys())
@@ -64,12 +72,12 @@ def gains(gram: Gram, weights) -> tuple[float, float]:
         (cagrad, (0.7041, 0.5)),
         (aligned_mtl, (0.5591, 0.4083)),
         (nash_mtl, (0.41823, 0.28784)),
-        (partial(sdmgrad, regularization=0.0), (0.6, 0.4)),
+        (solver("sdmgrad", regularization=0.0), (0.6, 0.4)),
         # inner optimum x = (60 * 1.15 - 40 * 0.15) / 100 = 0.63
         (sdmgrad, ((0.63 + 0.15) / 1.3, (0.37 + 0.15) / 1.3)),
-        (partial(cagrad, rescale=1), (0.7041 / 1.25, 0.4)),
-        (partial(cagrad, rescale=2), (0.7041 / 1.5, 0.5 / 1.5)),
-        (partial(pcgrad, threshold=-0.9), (1.0, 1.0)),  # the cosine is -0.841
+        (solver("cagrad", rescale=1), (0.7041 / 1.25, 0.4)),
+        (solver("cagrad", rescale=2), (0.7041 / 1.5, 0.5 / 1.5)),
+        (solver("pcgrad", threshold=-0.9), (1.0, 1.0)),  # the cosine is -0.841
     ],
 )
 def test_golden_values(solve, expected) -> None:
@@ -78,7 +86,7 @@ def test_golden_values(solve, expected) -> None:
 
 @pytest.mark.parametrize(
     ("solve", "slack"),
-    [(mgda, 1e-7), (pcgrad, 1e-9), (nash_mtl, 1e-9), (partial(cagrad, radius=1.0), 1e-6)],
+    [(mgda, 1e-7), (pcgrad, 1e-9), (nash_mtl, 1e-9), (solver("cagrad", radius=1.0), 1e-6)],
     ids=["mgda", "pcgrad", "nash", "cagrad 1"],
 )
 def test_the_update_worsens_neither_objective(solve, slack: float) -> None:
@@ -104,7 +112,7 @@ def test_a_common_scale_changes_the_size_of_the_update_only(solve) -> None:
     for gram in random_grams(100):
         weights = solve(gram)
         scaled = solve(Gram(*(x * 2.0**40 for x in gram)))  # gradients times 2^20
-        factor = 2.0**-20 if solve is nash_mtl else 1.0  # Nash: an update of norm 1 at any scale
+        factor = 2.0**-20 if solve == nash_mtl else 1.0  # Nash: an update of norm 1 at any scale
         assert scaled == pytest.approx([w * factor for w in weights], rel=1e-12)
 
 
@@ -130,7 +138,7 @@ def test_cagrad_is_optimal_and_stays_on_its_sphere(radius: float) -> None:
     x = torch.linspace(0, 1, 20_001, dtype=torch.float64)
     for gram in random_grams(60):
         a, b, c = gram.unit()
-        s, r = cagrad(gram, radius=radius)
+        s, r = solver("cagrad", radius=radius)(gram)
         mean = gram.unit().norm_of((0.5, 0.5))
         assert gram.unit().norm_of((s - 0.5, r - 0.5)) == pytest.approx(radius * mean, rel=1e-6)
 
@@ -146,7 +154,7 @@ def test_cagrad_is_optimal_and_stays_on_its_sphere(radius: float) -> None:
 
 def test_nash_solves_its_equation_and_clips_to_the_unit_bisector() -> None:
     for gram in random_grams():
-        s, r = nash_mtl(gram, max_norm=None)
+        s, r = solver("nash-mtl", max_norm=None)(gram)
         assert s * (s * gram.sft + r * gram.dot) == pytest.approx(1, rel=1e-9)
         assert r * (s * gram.dot + r * gram.rl) == pytest.approx(1, rel=1e-9)
         clipped = nash_mtl(gram)
@@ -155,12 +163,21 @@ def test_nash_solves_its_equation_and_clips_to_the_unit_bisector() -> None:
         assert first == pytest.approx(second, rel=1e-7)
 
 
+def weights_of(name, gram, **fields):
+    """Weights of a real step with one gradient per term."""
+    a, b, c = gram
+    method = METHODS[name](**fields)
+    products = torch.tensor([[a, b], [b, c]], dtype=torch.float64)
+    return method.solve(method.init(), products, Mix(0.5))[1]
+
+
 def test_unit_rl_changes_mgda_but_not_nash() -> None:
     for gram in random_grams(50):
-        assert with_unit_rl(nash_mtl, gram) == pytest.approx(nash_mtl(gram), rel=1e-9)
-    s, r = with_unit_rl(mgda, Gram(4.0, 0.0, 9.0))  # norms 2 and 1: weights 1/5 and 4/5, over 3
+        nash = weights_of("nash-mtl", gram, unit_rl=True)
+        assert nash == pytest.approx(nash_mtl(gram), rel=1e-9)
+    s, r = weights_of("mgda", Gram(4.0, 0.0, 9.0), unit_rl=True)  # norms 2 and 1: 1/5 and 4/5
     assert (s, r) == pytest.approx((0.2, 0.8 / 3), abs=1e-15)
-    assert with_unit_rl(mgda, Gram(4.0, 0.0, 0.0)) == (0.0, 1.0)
+    assert weights_of("mgda", Gram(4.0, 0.0, 0.0), unit_rl=True) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize("mode", ["min", "rmse"])
@@ -168,7 +185,10 @@ def test_aligned_mtl_makes_the_gram_matrix_a_multiple_of_the_identity(mode: str)
     for gram in random_grams():
         a, b, c = gram.unit()
         matrix = torch.tensor([[a, b], [b, c]], dtype=torch.float64)
-        columns = [aligned_mtl(gram, mode, unit) for unit in ((1.0, 0.0), (0.0, 1.0))]
+        columns = [
+            solver("aligned-mtl", mode=mode, preference=unit)(gram)
+            for unit in ((1.0, 0.0), (0.0, 1.0))
+        ]
         balance = torch.tensor(columns, dtype=torch.float64).T
         values = torch.linalg.eigvalsh(matrix)
         scale = values[0] if mode == "min" else values.mean()
@@ -179,7 +199,7 @@ def test_aligned_mtl_makes_the_gram_matrix_a_multiple_of_the_identity(mode: str)
 
 def test_sdmgrad_without_regularization_is_mgda() -> None:
     for gram in random_grams():
-        assert sdmgrad(gram, 0.0) == pytest.approx(mgda(gram), abs=1e-12)
+        assert solver("sdmgrad", regularization=0.0)(gram) == pytest.approx(mgda(gram), abs=1e-12)
 
 
 def test_sdmgrad_matches_its_converged_inner_loop() -> None:
@@ -193,7 +213,7 @@ def test_sdmgrad_matches_its_converged_inner_loop() -> None:
             u, v = x + 0.15, 1 - x + 0.15
             x = min(max(x - 0.05 * ((ss - rs) * u + (sr - rr) * v) / 2, 0.0), 1.0)
         expected = (x + 0.15) / 1.3
-        assert sdmgrad(((ss, sr), (rs, rr)))[0] == pytest.approx(expected, abs=1e-6)
+        assert halves(((ss, sr), (rs, rr)))[0] == pytest.approx(expected, abs=1e-6)
     assert saddles > 10
 
 
@@ -233,39 +253,39 @@ def test_squared_norms_that_were_rounded_below_zero_count_as_zero() -> None:
         (cagrad, Gram(4.0, 0.0, 0.0), (0.5, 0.5)),
         (cagrad, Gram(1.0, -1.0, 1.0), (0.5, 0.5)),  # a zero mean: the ball has radius zero
         (cagrad, Gram(1.0, 1.0, 1.0), (0.75, 0.75)),
-        (partial(cagrad, radius=2.0), Gram(4.0, -2.0, 1.0), (0.0, 0.0)),
+        (solver("cagrad", radius=2.0), Gram(4.0, -2.0, 1.0), (0.0, 0.0)),
         (nash_mtl, Gram(4.0, 0.0, 0.0), (0.5, 0.0)),
         (aligned_mtl, Gram(4.0, 0.0, 0.0), (0.5, 0.0)),
         (aligned_mtl, Gram(1.0, 1.0, 1.0), (0.5, 0.5)),
         (aligned_mtl, Gram(1.0, -1.0, 1.0), (0.0, 0.0)),
         (sdmgrad, Gram(0.0, 0.0, 4.0), (1.15 / 1.3, 0.15 / 1.3)),
-        (sdmgrad, ((0.0, 0.0), (0.0, 0.0)), (0.5, 0.5)),
+        (sdmgrad, Gram(0.0, 0.0, 0.0), (0.5, 0.5)),
         # the slope is exactly 1 or -1: only one gradient gets more than its half
-        (partial(cagrad, radius=0.75), Gram(7.0, 0.0, 1.0), (0.5, 0.5 + 0.375 * math.sqrt(8))),
-        (partial(cagrad, radius=0.75), Gram(1.0, 0.0, 7.0), (0.5 + 0.375 * math.sqrt(8), 0.5)),
-        (partial(cagrad, radius=1e-8), Gram(1.0, 0.0, 1.0), (0.5 + 5e-9, 0.5 + 5e-9)),
-        (partial(cagrad, rescale=1), Gram(1.0, 1.0, 1.0), (0.6, 0.6)),
-        (partial(cagrad, rescale=2), Gram(4.0, 0.0, 0.0), (1 / 3, 1 / 3)),
+        (solver("cagrad", radius=0.75), Gram(7.0, 0.0, 1.0), (0.5, 0.5 + 0.375 * math.sqrt(8))),
+        (solver("cagrad", radius=0.75), Gram(1.0, 0.0, 7.0), (0.5 + 0.375 * math.sqrt(8), 0.5)),
+        (solver("cagrad", radius=1e-8), Gram(1.0, 0.0, 1.0), (0.5 + 5e-9, 0.5 + 5e-9)),
+        (solver("cagrad", rescale=1), Gram(1.0, 1.0, 1.0), (0.6, 0.6)),
+        (solver("cagrad", rescale=2), Gram(4.0, 0.0, 0.0), (1 / 3, 1 / 3)),
         (cagrad, Gram(0.0, 0.0, 4.0), (0.5, 0.5)),
         (cagrad, Gram(0.0, 0.0, 0.0), (0.5, 0.5)),
         (pcgrad, Gram(0.0, 0.0, 4.0), (1.0, 1.0)),
-        (partial(pcgrad, threshold=0.5), Gram(4.0, 0.0, 0.0), (1.0, 1.0)),
-        (partial(pcgrad, threshold=0.5), Gram(0.0, 0.0, 4.0), (1.0, 1.0)),
-        (partial(pcgrad, threshold=0.5), Gram(1.0, 1.0, 4.0), (1.0, 1.0)),  # at the threshold
-        (partial(pcgrad, threshold=0.75), Gram(1.0, 1.0, 4.0), (0.0, 0.75)),
+        (solver("pcgrad", threshold=0.5), Gram(4.0, 0.0, 0.0), (1.0, 1.0)),
+        (solver("pcgrad", threshold=0.5), Gram(0.0, 0.0, 4.0), (1.0, 1.0)),
+        (solver("pcgrad", threshold=0.5), Gram(1.0, 1.0, 4.0), (1.0, 1.0)),  # at the threshold
+        (solver("pcgrad", threshold=0.75), Gram(1.0, 1.0, 4.0), (0.0, 0.75)),
         (nash_mtl, Gram(0.0, 0.0, 4.0), (0.0, 0.5)),
         (nash_mtl, Gram(0.0, 0.0, 0.0), (0.5, 0.5)),
-        (partial(nash_mtl, max_norm=0.25), Gram(4.0, 0.0, 0.0), (0.125, 0.0)),
-        (partial(nash_mtl, max_norm=9.0), Gram(4.0, 0.0, 1.0), (0.5, 1.0)),  # the norm is sqrt(2)
+        (solver("nash-mtl", max_norm=0.25), Gram(4.0, 0.0, 0.0), (0.125, 0.0)),
+        (solver("nash-mtl", max_norm=9.0), Gram(4.0, 0.0, 1.0), (0.5, 1.0)),  # the norm is sqrt(2)
         (nash_mtl, Gram(1.0, -1.0, 1.0), (math.sqrt(1e7), math.sqrt(1e7))),  # cancel each other
-        (partial(aligned_mtl, preference=(0.75, 0.25)), Gram(4.0, 2.0, 1.0), (0.7, 0.35)),
-        (partial(aligned_mtl, preference=(0.75, 0.25)), Gram(4.0, -2.0, 1.0), (0.5, -0.25)),
-        (partial(aligned_mtl, preference=(0.75, 0.25)), Gram(0.0, 0.0, 0.0), (0.75, 0.25)),
+        (solver("aligned-mtl", preference=(0.75, 0.25)), Gram(4.0, 2.0, 1.0), (0.7, 0.35)),
+        (solver("aligned-mtl", preference=(0.75, 0.25)), Gram(4.0, -2.0, 1.0), (0.5, -0.25)),
+        (solver("aligned-mtl", preference=(0.75, 0.25)), Gram(0.0, 0.0, 0.0), (0.75, 0.25)),
         # without the bound on x, these are equal to MGDA's
-        (partial(sdmgrad, preference=(0.8, 0.2)), Gram(1.0, 0.9, 25.0), (1.24 / 1.3, 0.06 / 1.3)),
-        (sdmgrad, ((0.0, 2.0), (1.0, 0.0)), (0.15 / 1.3, 1.15 / 1.3)),  # saddles
-        (sdmgrad, ((0.0, 1.0), (2.0, 0.0)), (1.15 / 1.3, 0.15 / 1.3)),
-        (partial(sdmgrad, preference=(0.8, 0.2)), Gram(25.0, 0.9, 1.0), (0.24 / 1.3, 1.06 / 1.3)),
+        (solver("sdmgrad", preference=(0.8, 0.2)), Gram(1.0, 0.9, 25.0), (1.24 / 1.3, 0.06 / 1.3)),
+        (halves, ((0.0, 2.0), (1.0, 0.0)), (0.15 / 1.3, 1.15 / 1.3)),  # saddles
+        (halves, ((0.0, 1.0), (2.0, 0.0)), (1.15 / 1.3, 0.15 / 1.3)),
+        (solver("sdmgrad", preference=(0.8, 0.2)), Gram(25.0, 0.9, 1.0), (0.24 / 1.3, 1.06 / 1.3)),
     ],
 )
 def test_zero_equal_and_opposite_gradients(solve, gram, expected) -> None:
@@ -280,32 +300,35 @@ def test_extreme_sizes_give_finite_weights(solve, scale: float) -> None:
         assert all(map(math.isfinite, weights))
 
 
-@each_solver
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_non_finite_products_return_none(solve, bad: float) -> None:
+@pytest.mark.parametrize("name", ["mgda", "moco", "gradnorm", "gta"])
+def test_a_step_with_non_finite_products_is_skipped(name: str, bad: float) -> None:
     for index in range(3):
         values = [2.0, -0.5, 1.0]
         values[index] = bad
-        assert solve(Gram(*values)) is None
-        assert with_unit_rl(solve, Gram(*values)) is None
-    assert sdmgrad(((1.0, bad), (0.0, 1.0))) is None
+        for unit_rl in (False, True):
+            assert weights_of(name, Gram(*values), unit_rl=unit_rl) is None
+    assert METHODS["sdmgrad"]().from_halves(((1.0, bad), (0.0, 1.0))) is None
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: pcgrad(GOLDEN, threshold=2.0), "threshold=2.0: use a cosine in [-1, 1]"),
-        (lambda: cagrad(GOLDEN, radius=-1), "radius=-1"),
-        (lambda: cagrad(GOLDEN, rescale=3), "rescale=3: use 0, 1 or 2"),
-        (lambda: nash_mtl(GOLDEN, max_norm=0.0), "max_norm=0.0"),
-        (lambda: aligned_mtl(GOLDEN, mode="mean"), "mode='mean': use one of min, rmse"),
-        (lambda: aligned_mtl(GOLDEN, preference=(1.0, -1.0)), "preference=(1.0, -1.0)"),
-        (lambda: sdmgrad(GOLDEN, regularization=math.nan), "regularization=nan"),
-        (lambda: aligned_mtl(GOLDEN, preference=(1.0, 1.0, 1.0)), "preference=(1.0, 1.0, 1.0)"),
-        (lambda: aligned_mtl(GOLDEN, preference=("1", 1.0)), "preference=('1', 1.0): use two"),
-        (lambda: pcgrad(GOLDEN, threshold="0"), "threshold='0'"),
-        (lambda: mgda(Gram(-0.5, 0.0, 1.0)), "gram.sft=-0.5: use a squared norm, >= 0"),
-        (lambda: mgda(Gram(1.0, 0.0, -0.5)), "gram.rl=-0.5: use a squared norm, >= 0"),
+        (lambda: solver("pcgrad", threshold=2.0), "threshold=2.0: use a cosine in [-1, 1]"),
+        (lambda: solver("pcgrad", threshold="0"), "threshold='0'"),
+        (lambda: solver("cagrad", radius=-1), "radius=-1"),
+        (lambda: solver("cagrad", rescale=3), "rescale=3: use 0, 1 or 2"),
+        (lambda: solver("nash-mtl", max_norm=0.0), "max_norm=0.0"),
+        (lambda: solver("aligned-mtl", mode="mean"), "mode='mean': use one of min, rmse"),
+        (lambda: solver("aligned-mtl", preference=(1.0, -1.0)), "preference=(1.0, -1.0)"),
+        (lambda: solver("aligned-mtl", preference=(1.0, 1.0, 1.0)), "preference=(1.0, 1.0, 1.0)"),
+        (lambda: solver("sdmgrad", preference=("1", 1.0)), "preference=('1', 1.0): use two"),
+        (lambda: solver("sdmgrad", regularization=math.nan), "regularization=nan"),
+        (lambda: METHODS["gradnorm"](asymmetry="1"), "asymmetry='1'"),
+        (lambda: METHODS["moco"](lr=-1), "lr=-1"),
+        (lambda: METHODS["dwa"](window=0), "window=0: use an integer >= 1"),
+        (lambda: METHODS["dwa"](temperature=0.0), "temperature=0.0"),
+        (lambda: METHODS["famo"](decay=-1.0), "decay=-1.0: use a finite number >= 0"),
         (lambda: cross_gram(torch.eye(3), 2), "sft_count=2: use at least 2 of each"),
         (lambda: cross_gram(torch.eye(4), 1), "sft_count=1: use at least 2 of each term; there"),
         (lambda: Gram.of_means(torch.eye(3), 0), "sft_count=0: use an integer in [1, 2]"),

@@ -1,0 +1,312 @@
+"""`fuse(model)`: the same losses and gradients as transformers' own loss, without logits."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+)
+
+from gac_kernels.transformers import LazyLogits, Record, fuse
+from tests.ranks import run
+
+V = 97
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": True},
+    "qwen3": {},
+    "gemma2": {"final_logit_softcapping": 2.0, "tie_word_embeddings": True},  # logits reach 2
+    "mixtral": {"num_local_experts": 4, "output_router_logits": True},
+    "cohere": {"logit_scale": 0.3},
+    "granite": {"logits_scaling": 3.0},
+    "phi": {},  # a bias in the head
+}
+
+
+def make(family: str, **changes: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": V}
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    values = {**sizes, **heads, **special, **FAMILIES[family], **changes}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **values))
+    head = model.get_output_embeddings()
+    with torch.no_grad():
+        head.weight.mul_(10)  # confident predictions
+        if head.bias is not None:
+            head.bias.normal_()
+    return model.train()
+
+
+def batch(rows: int = 3) -> dict[str, Tensor]:
+    ids = torch.randint(3, V, (rows, 9), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[:, :3] = labels[1, 4] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def gradients(model: nn.Module, **inputs: Any) -> dict[str, Tensor]:
+    """The loss and all gradients."""
+    model.zero_grad()
+    loss = model(**inputs).loss
+    loss.backward()
+    named = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **{name: grad.clone() for name, grad in named.items()}}
+
+
+def check(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-5) -> None:
+    assert actual.keys() == expected.keys()
+    for name in expected:
+        scale = tolerance * expected[name].abs().max().item()
+        torch.testing.assert_close(actual[name], expected[name], rtol=tolerance, atol=scale)
+
+
+@pytest.fixture
+def no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail if a test computes logits."""
+
+    def full(self: Record) -> Tensor:
+        raise AssertionError("the logits were computed")
+
+    monkeypatch.setattr(Record, "full", full)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.usefixtures("no_logits")
+def test_the_loss_and_its_gradients_are_those_of_the_model(family: str) -> None:
+    model, inputs = make(family), batch()
+    shifted = nn.functional.pad(inputs["labels"], (0, 1), value=-100)[:, 1:]
+    variants: list[dict[str, Any]] = [{}, {"num_items_in_batch": torch.tensor(40)}]
+    variants += [{"shift_labels": torch.where(shifted > V // 2, shifted, -100)}]
+    if family == "llama":
+        inputs["labels"] = inputs["labels"].clamp(min=0)
+        variants += [{"ignore_index": 0}]
+    for variant in variants:
+        expected = gradients(model, **inputs, **variant)
+        with fuse(model) as handle:
+            assert fuse(model) is handle
+            check(gradients(model, **inputs, **variant), expected)
+            assert handle.reason is None and handle.problem is None
+        check(gradients(model, **inputs, **variant), expected, 0)
+
+
+def lora(model: PreTrainedModel) -> nn.Module:
+    targets = ["q_proj", "lm_head"]
+    config = LoraConfig(r=4, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM")
+    torch.manual_seed(3)
+    return get_peft_model(model, config)
+
+
+def checkpointed(model: PreTrainedModel) -> nn.Module:
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+WRAPPERS: dict[str, Callable[[Any], nn.Module]] = {
+    "lora": lora,
+    "checkpointing": checkpointed,
+    "compile": lambda model: torch.compile(model, backend="aot_eager", fullgraph=True),
+    "deepcopy": copy.deepcopy,
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("first", ["fuse", "wrap"])
+@pytest.mark.usefixtures("no_logits")
+def test_inside_wrappers(wrapper: str, first: str) -> None:
+    expected = gradients(WRAPPERS[wrapper](make("gemma2")), **batch())
+    model = make("gemma2")
+    if first == "fuse":
+        fuse(model)
+    wrapped = WRAPPERS[wrapper](model)
+    fuse(wrapped)
+    with torch.no_grad():
+        if wrapper == "deepcopy":
+            model.get_output_embeddings().weight.zero_()  # the copy has a head of its own
+    check(gradients(wrapped, **batch()), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, None])
+@pytest.mark.usefixtures("no_logits")
+def test_autocast_and_bfloat16(dtype: torch.dtype | None) -> None:
+    """The fused gradient is closer to float32 than transformers' own, which rounds the logits."""
+    exact = gradients(make("gemma2"), **batch())
+    errors = []
+    for fused in (False, True):
+        model = make("gemma2") if dtype is None else make("gemma2").to(dtype)
+        if fused:
+            fuse(model)
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype is None):
+            found = gradients(model, **batch())
+        errors.append(sum((found[name].float() - exact[name]).norm() for name in exact))
+    assert errors[1] < 1.05 * errors[0]
+
+
+def test_logits_are_computed_when_they_are_read() -> None:
+    model, inputs = make("gemma2"), batch()
+    expected = model(**inputs).logits
+    fuse(model)
+    lazy = model(**inputs).logits
+    assert isinstance(lazy, LazyLogits) and lazy.record.logits is None
+    assert (lazy.shape, lazy.dtype, lazy.requires_grad) == (expected.shape, torch.float32, True)
+    assert lazy.record.logits is None
+    torch.testing.assert_close(lazy.detach(), expected.detach(), rtol=0, atol=0)
+    torch.testing.assert_close(lazy.float() * 2, expected * 2, rtol=0, atol=0)
+    lazy[..., 3] = 7.0
+    assert (lazy[..., 3] == 7).all() and not (lazy[..., 4] == 7).any()
+    grads = [
+        torch.autograd.grad(x.sum(), model.parameters(), allow_unused=True)
+        for x in (expected.logsumexp(-1), model(**inputs).logits.logsumexp(-1))
+    ]
+    torch.testing.assert_close(*grads, rtol=0, atol=0)
+    divided = model(**inputs).logits
+    divided.div_(2.0)
+    torch.testing.assert_close(divided.record.full(), expected / 2, rtol=0, atol=0)
+    stale = model(**inputs).logits
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(2)
+    with pytest.raises(RuntimeError, match="before the optimizer's step"):
+        stale.sum()
+
+
+def test_calls_without_labels_generation_and_saving_are_unchanged(tmp_path: Path) -> None:
+    model, ids = make("gemma2").eval(), batch()["input_ids"]
+    expected, keys = model(ids).logits, list(model.state_dict())
+    generated = model.generate(ids, max_new_tokens=5, do_sample=False)
+    fuse(model)
+    assert type(model(ids).logits) is Tensor
+    torch.testing.assert_close(model(ids).logits, expected, rtol=0, atol=0)
+    assert torch.equal(model.generate(ids, max_new_tokens=5, do_sample=False), generated)
+    assert list(model.state_dict()) == keys
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(loaded(ids).logits, expected, rtol=0, atol=0)
+
+
+def test_a_model_that_cannot_be_served_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "gac_kernels"):
+        assert fuse(nn.Linear(2, 2)).reason == "it is not a model of transformers"
+        model = make("llama")
+        model.loss_function = lambda logits, labels, **_: logits.float().mean()
+        expected = gradients(model, **batch())
+        assert fuse(model).reason
+        check(gradients(model, **batch()), expected, 0)
+        assert "keeps its own loss" in caplog.text
+        caplog.clear()
+        other = make("llama")
+        own = type(other).forward
+        other.forward = lambda input_ids, labels=None: own(other, input_ids, labels=labels)
+        other.get_output_embeddings().register_forward_hook(lambda m, x, y: y + 1.0)
+        expected = gradients(other, **batch())
+        handle = fuse(other)
+        for _ in range(2):
+            check(gradients(other, **batch()), expected, 0)
+        assert handle.reason == "it computes its loss from the logits"
+        assert caplog.text.count("keeps its own loss") == 1
+
+
+class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Rows of different lengths, so that micro-batches have different numbers of labels."""
+
+    def __init__(self, count: int) -> None:
+        rows = batch(count)
+        lengths = torch.randint(3, 9, (count,), generator=torch.Generator().manual_seed(2))
+        late = torch.arange(9) > lengths[:, None]
+        self.rows = {**rows, "labels": rows["labels"].masked_fill(late, -100)}
+
+    def __len__(self) -> int:
+        return len(self.rows["input_ids"])
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: x[index] for name, x in self.rows.items()}
+
+
+def train(model: nn.Module, folder: Path, **options: Any) -> tuple[Trainer, list[dict[str, Any]]]:
+    """Train on the rows; returns the trainer and the log of each step."""
+    settings = {"max_steps": 20, "per_device_train_batch_size": 2, "learning_rate": 1e-3}
+    settings |= {"logging_steps": 1, "report_to": [], "save_strategy": "no", "use_cpu": True}
+    arguments = TrainingArguments(str(folder), **{**settings, "disable_tqdm": True, **options})
+    trainer = Trainer(model, arguments, train_dataset=Rows(24), eval_dataset=Rows(5))
+    trainer.train()
+    return trainer, [row for row in trainer.state.log_history if "grad_norm" in row]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "mixtral"])
+@pytest.mark.usefixtures("no_logits")
+def test_twenty_steps_of_trainer(family: str, tmp_path: Path) -> None:
+    """Accumulation divides by the labels of the whole step, as without `fuse`."""
+    for accumulation in (1, 3):
+        options = {"gradient_accumulation_steps": accumulation}
+        _, expected = train(make(family), tmp_path, **options)
+        model = make(family)
+        handle = fuse(model)
+        _, found = train(model, tmp_path, **options)
+        assert handle.problem is None and len(found) == 20
+        for a, b in zip(found, expected, strict=True):
+            for key in ("loss", "grad_norm"):
+                assert a[key] == pytest.approx(b[key], rel=1e-5, abs=1e-5), key
+
+
+def test_evaluation_with_trainer(tmp_path: Path) -> None:
+    found = []
+    for fused in (False, True):
+        model = make("gemma2")
+        if fused:
+            fuse(model)
+        trainer, _ = train(model, tmp_path, max_steps=1)
+        output = trainer.predict(Rows(5))
+        trainer.args.prediction_loss_only = True
+        found.append((output.predictions, trainer.evaluate()["eval_loss"], output.metrics))
+    assert found[1][0].shape == (5, 9, V)
+    torch.testing.assert_close(*(torch.from_numpy(x[0]) for x in found), rtol=1e-5, atol=1e-5)
+    assert found[1][1] == pytest.approx(found[0][1], rel=1e-6)
+    assert found[1][2]["test_loss"] == pytest.approx(found[0][1], rel=1e-6)
+
+
+def distributed(kind: str, first: str) -> tuple[dict[str, Tensor], float]:
+    """Gradients of this rank's rows, averaged over the ranks, and the loss."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    model: Any = make("gemma2", tie_word_embeddings=kind != "FSDP2 head")
+    if first == "fuse":
+        fuse(model)
+    if kind.startswith("DDP"):
+        model = DistributedDataParallel(model, find_unused_parameters=kind == "DDP unused")
+    else:
+        for layer in model.model.layers:
+            fully_shard(layer)
+        if kind == "FSDP2 head":
+            fully_shard(model.lm_head)
+        fully_shard(model, reshard_after_forward=kind != "FSDP2")
+    fuse(model)
+    inputs = {name: x[rank::2] for name, x in batch(4).items()}
+    loss = model(**inputs).loss
+    loss.backward()
+    named = ((n.removeprefix("module."), p.grad) for n, p in model.named_parameters())
+    full = {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in named}
+    return full, loss.item()
+
+
+@pytest.mark.parametrize("kind", ["DDP", "DDP unused", "FSDP2", "FSDP2 reshard", "FSDP2 head"])
+@pytest.mark.parametrize("first", ["fuse", "wrap"])
+def test_two_ranks(kind: str, first: str) -> None:
+    model = make("gemma2", tie_word_embeddings=kind != "FSDP2 head")
+    halves = [gradients(model, **{n: x[r::2] for n, x in batch(4).items()}) for r in range(2)]
+    for rank, (found, loss) in enumerate(run(distributed, kind, first, ranks=2)):
+        assert loss == pytest.approx(halves[rank].pop("loss").item(), rel=1e-5)
+        check(found, {name: (halves[0][name] + halves[1][name]) / 2 for name in found})
