@@ -2,7 +2,7 @@
 
 Each command imports its module lazily, so that `gac --help` is fast. Exit codes:
 0 success, 1 the run failed, 2 invalid command or configuration (reported in one line; `--debug` or
-GAC_DEBUG=1 also shows the traceback), 130 interrupted.
+GAC_DEBUG=1 also shows the traceback), 130 interrupted by Ctrl-C, SIGTERM or SIGHUP.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
+from gac.config.imports import deferred, location
 from gac.demo import METHODS as DEMO_METHODS
 from gac.errors import (
     FAILED,
@@ -56,6 +57,16 @@ class Parser(argparse.ArgumentParser):
         return super().format_help() + (f"\n{self.extra_help()}\n" if self.extra_help else "")
 
 
+class Version(argparse.Action):
+    """Prints the version, which is looked up only if it is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from gac import __version__
+
+        print(f"gac {__version__}")
+        parser.exit()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; argv: arguments without the program name."""
     debug = os.environ.get("GAC_DEBUG", "0") not in ("", "0")
@@ -67,7 +78,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         with explain_missing_extra("this command"):
             options = make_parser().parse_args(argv)
             debug |= options.debug
-            return options.run(options)
+            try:
+                return options.run(options)
+            except SystemExit as stop:  # from the user's own code
+                print(
+                    f"gac: the code called sys.exit({stop.code!r}){location(stop)}", file=sys.stderr
+                )
+                return FAILED
     except KeyboardInterrupt as stop:
         detail = f": {stop}" if str(stop) else ""
         print(f"gac: interrupted{detail}; rerun the command to resume", file=sys.stderr)
@@ -115,9 +132,11 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--debug", action="store_true", default=False, help=DEBUG_HELP)
+    parser.add_argument("--version", action=Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_init(commands)
     _add_train(commands)
+    _add_check(commands)
     _add_eval(commands)
     _add_export(commands)
     _add_replay(commands)
@@ -171,6 +190,18 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
     )
     train.extra_help = lambda: _keys("gac.training.run_config", "TrainConfig")
     train.set_defaults(run=_train)
+
+
+def _add_check(commands: argparse._SubParsersAction) -> None:
+    check = commands.add_parser(
+        "check",
+        help="check a configuration, its files and its reward without training",
+        description="Check what `gac train` checks before it loads the model: the configuration, "
+        "the files that it names, and the reward on the first row.",
+    )
+    check.add_argument("config", type=Path, metavar="CONFIG.yaml", help="run configuration")
+    _add_set(check)
+    check.set_defaults(run=_check)
 
 
 def _add_eval(commands: argparse._SubParsersAction) -> None:
@@ -351,7 +382,6 @@ def _init(options: argparse.Namespace) -> int:
 def _load(module: str, name: str, options: argparse.Namespace) -> Any:
     """Read the configuration; a mistake is reported before torch is imported."""
     from gac.config import load, read_yaml
-    from gac.config.imports import deferred
 
     if options.config is not None:
         sys.path.append(str(options.config.parent.resolve()))  # rewards next to the configuration
@@ -361,8 +391,32 @@ def _load(module: str, name: str, options: argparse.Namespace) -> Any:
         return load(cls, options.config or {}, options.set)
 
 
-def _train(options: argparse.Namespace) -> int:
+def _checked(options: argparse.Namespace) -> tuple[Any, list[str]]:
+    """The configuration of a run and the checks that it passed, before the model is loaded."""
     config = _load("gac.training.run_config", "TrainConfig", options)
+    with deferred("torch", "numpy"):
+        from gac.training.check import check_inputs
+    return config, check_inputs(config, options.config)
+
+
+def _check(options: argparse.Namespace) -> int:
+    config, passed = _checked(options)
+    rollouts = config.rollouts.num_prompts * config.rollouts.num_generations
+    print(
+        "\n".join(
+            [
+                *passed,
+                f"steps: {config.steps}, each with up to {rollouts} rollouts and "
+                f"{config.demo_batch_size} demonstrations",
+                "All checks passed.",
+            ]
+        )
+    )
+    return OK
+
+
+def _train(options: argparse.Namespace) -> int:
+    config, _ = _checked(options)
     _show_log()
     from gac.parallel import setup
     from gac.parallel.run_lock import run_lock
@@ -376,8 +430,9 @@ def _train(options: argparse.Namespace) -> int:
         setup.leave()
     if main_process:
         from gac.report import write_report
+        from gac.report.ending import ending
 
-        print(f"Run: {run}\nReport: {write_report([run], run)}")
+        print(f"{ending(run)}\nRun: {run}\nReport: {write_report([run], run)}")
     return OK
 
 

@@ -10,7 +10,6 @@ import torch
 
 from gac.config import Choice
 from gac.control.checks import is_count, require
-from gac.errors import require
 from gac_kernels.contract import Signals
 
 from .alignment import alignment

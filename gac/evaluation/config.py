@@ -73,6 +73,7 @@ class EvalSettings(EvalTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require_at_least(0, self, "every")
         check_names(self.tasks)
 
 

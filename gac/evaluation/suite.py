@@ -122,6 +122,8 @@ def flat(answers: Sequence[Answer], task: EvalTask, prefix: str = "") -> dict[st
     row, tail = summary(answers, task), f"/{prefix}" if prefix else ""
     return {
         f"accuracy{tail}": row["accuracy"],
+        f"ci95{tail}": row["ci95"],
+        f"prompts{tail}": row["prompts"],
         **{f"accuracy{tail}/{s}": v["accuracy"] for s, v in sorted(row["splits"].items())},
         **{f"pass@{k}{tail}": v for k, v in row["pass_at"].items()},
         f"response_length{tail}": row["response_length"],

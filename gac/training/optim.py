@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gac.errors import require, require_one_of
+from gac.errors import require, require_at_least, require_one_of
 
 SCHEDULES = ("cosine", "linear", "constant")
 
@@ -37,6 +37,9 @@ class OptimConfig:
     def __post_init__(self) -> None:
         require_one_of(SCHEDULES, self, "schedule")
         require(self.lr > 0, "lr", self.lr, "a number > 0")
+        require_at_least(0, self, "warmup_steps", "weight_decay", "max_grad_norm", "eps")
+        valid = all(0 <= beta < 1 for beta in self.betas)
+        require(valid, "betas", self.betas, "two numbers in [0, 1)")
 
 
 def make_optimizer(model: torch.nn.Module, config: OptimConfig) -> torch.optim.AdamW:

@@ -12,6 +12,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from gac.errors import RunError
+from gac.evaluation.cells import percent, percent_interval
 from gac.rollouts.config import RolloutConfig
 
 logger = logging.getLogger(__name__)
@@ -98,6 +99,12 @@ class Record:
         """Log an evaluation; step 0 is before the first optimizer step."""
         if self.accelerator.is_main_process:
             self.evals.append(row)
+            if row.get("accuracy") is not None:
+                ends = f" {percent_interval(row['ci95'])}" if row["ci95"] else ""
+                accuracy = f"{percent(row['accuracy'])}%{ends}"
+                logger.info(
+                    "step %d: accuracy %s, %d prompts", row["step"], accuracy, row["prompts"]
+                )
 
 
 def _plain(value: Any) -> Any:

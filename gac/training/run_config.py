@@ -101,6 +101,9 @@ class TrainConfig:
         require_at_least(
             1, self, "micro_batch_size", "max_tokens_per_micro_batch", "kl_sample_size"
         )
+        require_at_least(0, self, "monitor_kl_every")
+        require(bool(self.out), "out", self.out, "the name of a folder")
+        require(0 <= self.seed < 2**31, "seed", self.seed, "a whole number from 0 to 2**31 - 1")
         low = self.loss.clip_low
         require(low is None or low <= 1, "loss.clip_low", low, "a number in [0, 1], or null")
         if self.eval.every and not (self.eval.data.prompts or self.eval.tasks):

@@ -275,7 +275,7 @@ def test_command_prints_a_table_and_keeps_the_results(task, tmp_path, capsys):
     )
     assert cli.main(["eval", str(path)]) == cli.OK
     text = capsys.readouterr().out
-    assert "digits" in text and "95 % interval" in text and "  +" in text
+    assert "digits" in text and "95% interval" in text and "  +" in text
     assert cli.main(["eval", str(path), "--against", str(tmp_path / "out")]) == cli.OK
     assert "+0.0 [+0.0, +0.0], 8 shared" in capsys.readouterr().out
     with gzip.open(tmp_path / "out" / "samples.jsonl.gz", "rt") as lines:
