@@ -79,7 +79,7 @@ def test_cpu_logits(benchmark, record: Record, mapped_memory: bool) -> None:
 
     def fused(overwrite: bool) -> Callable[..., tuple[Tensor, ...]]:
         def loss(*inputs: Tensor) -> tuple[Tensor, ...]:
-            out = fused_gac_loss(*inputs, overwrite=overwrite, backend="native")
+            out = fused_gac_loss(*inputs, mu=0.5, overwrite=overwrite, backend="native")
             return out.loss, out.logps, out.entropy
 
         return loss

@@ -144,7 +144,13 @@ def test_statistics_and_controller(tokens: int, record: Record) -> None:
     extra = (times["reduce, moments=True"] - times["reduce, moments=False"]) / REPEATS
 
     out = fused_linear_gac_loss(
-        batch.hidden, batch.weight, batch.targets, batch.advantages, batch.is_demo, spec=SPEC
+        batch.hidden,
+        batch.weight,
+        batch.targets,
+        batch.advantages,
+        batch.is_demo,
+        mu=batch.mu,
+        spec=SPEC,
     )
     config = ControllerConfig()
     controller = GuidedController(config)

@@ -81,7 +81,7 @@ def wait_for_turn() -> None:
 
 def run_gac(folder: Path, kind: str, steps: int) -> None:
     from gac.config import load
-    from gac.training.run_config import TrainConfig
+    from gac.train_config import TrainConfig
     from gac.training.trainer import Trainer
 
     trainer = Trainer(

@@ -39,10 +39,9 @@ from gac.demo.task import write_task
 from gac.methods import METHODS
 from gac.methods.base import StepNeeds, next_mix
 from gac.parallel import collectives
-from gac.training.forward import Forward
-from gac.training.metrics import observe
-from gac.training.probes.sampled_kl import SampledKL
-from gac.training.run_config import TrainConfig
+from gac.train_config import TrainConfig
+from gac.training.gradients import Forward, SampledKL
+from gac.training.step import observe
 from gac.training.trainer import Trainer
 from gac_kernels import TokenMoments
 

@@ -53,11 +53,11 @@ def main(backend: str, device: str) -> None:
             torch.ones(2, device=device),
             torch.tensor([False, True], device=device),
         )
-        compare(lambda x, on, b=batch: fused_gac_loss(x, *b, backend=on), logits, backend)
+        compare(lambda x, on, b=batch: fused_gac_loss(x, *b, mu=0.5, backend=on), logits, backend)
         weight = torch.randn(vocab, 64, device=device).to(dtype) / 8
         hidden = torch.randn(2, rows, 64, device=device).to(dtype)
         compare(
-            lambda x, on, w=weight, b=batch: fused_linear_gac_loss(x, w, *b, backend=on),
+            lambda x, on, w=weight, b=batch: fused_linear_gac_loss(x, w, *b, mu=0.5, backend=on),
             hidden,
             backend,
         )

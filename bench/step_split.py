@@ -23,7 +23,7 @@ import gac.models.head
 from gac.config import load
 from gac.demo.run import method_config
 from gac.demo.task import write_task
-from gac.training.run_config import TrainConfig
+from gac.train_config import TrainConfig
 from gac.training.trainer import Trainer
 
 from .overhead import clock

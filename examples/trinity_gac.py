@@ -37,7 +37,7 @@ algorithm:
     expert_data_ratio: 0.25
     sft_dataset_name: sft_dataset
   policy_loss_fn_args:
-    method: {{name: gac}}  # gac
+    method: {{name: constant-alarm}}  # gac
     clip_range: 0.2
 buffer:
   train_batch_size: 64

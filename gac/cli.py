@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
-from gac.config.imports import deferred, location
+from gac.config.imports import deferred, find_user_code, location
 from gac.demo import METHODS as DEMO_METHODS
 from gac.errors import (
     FAILED,
@@ -145,12 +145,26 @@ def make_parser() -> argparse.ArgumentParser:
     _add_methods(commands)
     _add_models(commands)
     _add_demo(commands)
+    doctor = commands.add_parser(
+        "doctor",
+        help="show which backends and adapters work here, and why others do not",
+        description="Print versions, devices, backends, the trainers whose versions are supported, "
+        "and a self-test of each backend against float64.",
+    )
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    doctor.set_defaults(run=_doctor)
     add_study(commands)
     for command in commands.choices.values():  # `gac --debug train` and `gac train --debug`
         command.add_argument(
             "--debug", action="store_true", default=argparse.SUPPRESS, help=DEBUG_HELP
         )
     return parser
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from gac_kernels.doctor import main as doctor
+
+    return doctor(["--json"] if options.json else [])
 
 
 def _add_init(commands: argparse._SubParsersAction) -> None:
@@ -188,7 +202,7 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         default=True,
         help="resume from the last checkpoint in `out`, if there is one (default: yes)",
     )
-    train.extra_help = lambda: _keys("gac.training.run_config", "TrainConfig")
+    train.extra_help = lambda: _keys("gac.train_config", "TrainConfig")
     train.set_defaults(run=_train)
 
 
@@ -383,8 +397,8 @@ def _load(module: str, name: str, options: argparse.Namespace) -> Any:
     """Read the configuration; a mistake is reported before torch is imported."""
     from gac.config import load, read_yaml
 
+    find_user_code(options.config)
     if options.config is not None:
-        sys.path.append(str(options.config.parent.resolve()))  # rewards next to the configuration
         read_yaml(options.config)  # fails before any import
     with deferred("torch", "numpy"):
         cls = getattr(import_module(module), name)
@@ -393,7 +407,7 @@ def _load(module: str, name: str, options: argparse.Namespace) -> Any:
 
 def _checked(options: argparse.Namespace) -> tuple[Any, list[str]]:
     """The configuration of a run and the checks that it passed, before the model is loaded."""
-    config = _load("gac.training.run_config", "TrainConfig", options)
+    config = _load("gac.train_config", "TrainConfig", options)
     with deferred("torch", "numpy"):
         from gac.training.check import check_inputs
     return config, check_inputs(config, options.config)
@@ -418,17 +432,10 @@ def _check(options: argparse.Namespace) -> int:
 def _train(options: argparse.Namespace) -> int:
     config, _ = _checked(options)
     _show_log()
-    from gac.parallel import setup
-    from gac.parallel.run_lock import run_lock
-    from gac.training.trainer import Trainer
+    from gac.training.trainer import train
 
-    with run_lock(Path(config.out)):
-        with value_errors_as(ConfigError):
-            trainer = Trainer(config, options.resume)
-        run, main_process = trainer.run(), trainer.accelerator.is_main_process
-        del trainer  # DDP's destructor needs the process group
-        setup.leave()
-    if main_process:
+    run = train(config, options.resume)
+    if os.environ.get("RANK", "0") == "0":
         from gac.report import write_report
         from gac.report.ending import ending
 
@@ -498,7 +505,7 @@ def _methods(options: argparse.Namespace) -> int:
 
         print(methods_table())
     else:
-        sys.path.append(str(Path.cwd()))  # for package.module:Class
+        find_user_code(None)
         print(_method(name))
     return OK
 

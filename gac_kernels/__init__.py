@@ -7,11 +7,12 @@ if TYPE_CHECKING:
     from .api import (
         fused_gac_loss,
         fused_linear_gac_loss,
+        fused_linear_token_loss,
         linear_token_logprobs,
         loss_from_logprobs,
         token_logprobs,
     )
-    from .contract import DemoWeight, LossOutput, LossSpec, Signals, TokenMoments
+    from .contract import DemoWeight, LossOutput, LossSpec, Signals, TokenLossOutput, TokenMoments
     from .sketch import HeadSketch
 
 __all__ = [
@@ -20,9 +21,11 @@ __all__ = [
     "LossOutput",
     "LossSpec",
     "Signals",
+    "TokenLossOutput",
     "TokenMoments",
     "fused_gac_loss",
     "fused_linear_gac_loss",
+    "fused_linear_token_loss",
     "linear_token_logprobs",
     "loss_from_logprobs",
     "token_logprobs",

@@ -5,37 +5,28 @@ Notation: N tokens, V vocabulary size, H hidden size, B padded rows, T row lengt
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import backends, checks, ops, reference
-from .autograd import (
-    FusedLinearLoss,
-    FusedLoss,
-    LinearLogprobs,
-    LossTask,
-    TokenLogprobs,
-    loss_output,
-)
+from .autograd import FusedLoss, TokenLogprobs, TokenLoss, loss_output
 from .backends import reference as reference_backend
-from .contract import MORE_OUTPUTS, LossOutput, LossSpec
-from .inputs import BatchInputs
-from .linear import NeedsGrad, Scaling
-from .projection import GemmOptions
+from .contract import LossOutput, LossSpec, TokenLossOutput, compute_dtype
+from .inputs import BatchInputs, NeedsGrad, Operands, complete
 from .sketch import HeadSketch
-from .tokens import with_factors
 
 
 def fused_gac_loss(
     logits: Tensor,
     targets: Tensor,
-    advantages: Tensor,
-    is_demo: Tensor,
+    advantages: Tensor | None = None,
+    is_demo: Tensor | None = None,
     *,
-    mu: float | Tensor = 0.5,
+    mu: float | Tensor | None = None,
     old_logps: Tensor | None = None,
     ref_logps: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
@@ -44,6 +35,7 @@ def fused_gac_loss(
     demo_norm: float | Tensor | None = None,
     weights: Tensor | None = None,
     rollout_logps: Tensor | None = None,
+    temperatures: Tensor | None = None,
     moments: bool = True,
     overwrite: bool = False,
     logit_scale: float = 1.0,
@@ -60,13 +52,15 @@ def fused_gac_loss(
         targets: int64 [B, T], or packed [N]: the token that each row of logits predicts; -100 to
             ignore the position.
         advantages: [B] or [B, T]; packed: [S] or [N]. Used for rollouts, and for demonstrations
-            with the "shaped" weight.
+            with the "shaped" weight. None: every token is a demonstration.
         is_demo: bool [B]; packed: [S]. True for a demonstration, False for a rollout. With the
             shape of targets, it gives one role per token, e.g. for a rollout whose prefix is a
             demonstration; the tokens of each role in a sequence then count as a sequence of their
-            own.
-        mu: weight of the demonstrations, in [0, 1]. A 0-d tensor avoids a host synchronization.
-            Under torch.compile, pass a tensor: every new number triggers a recompilation.
+            own. None: every token is a rollout if there are advantages.
+        mu: weight of the demonstrations, in [0, 1]; required with both advantages and `is_demo`,
+            otherwise None gives the only term the weight 1. A 0-d tensor avoids a host
+            synchronization. Under torch.compile, pass a tensor: every new number triggers a
+            recompilation.
         old_logps: same shape as targets; log-probabilities under the policy that sampled the
             rollouts, None if that is the policy being trained.
         ref_logps: same shape as targets; log-probabilities under the reference policy, required if
@@ -81,6 +75,7 @@ def fused_gac_loss(
             no denominator, KL, entropy or statistic.
         rollout_logps: same shape as targets; log-probabilities from the engine that sampled the
             rollouts, required by `spec.correction`. nan: no correction for that token.
+        temperatures: float > 0, [B] or [B, T]; packed: [S] or [N]. Replaces `spec.temperature`.
         moments: False skips the statistics.
         overwrite: store the gradient in the logits' memory, which destroys the logits. No effect on
             tensors whose rows share memory (such as expanded ones), or under torch.compile, which
@@ -101,31 +96,34 @@ def fused_gac_loss(
         The paper's equations 1 to 9; GRPO, arXiv 2402.03300; CHORD, arXiv 2508.11408.
     """
     checks.rows("logits", logits, targets)
-    inputs = BatchInputs(
-        *(targets, advantages, is_demo, mu, old_logps, ref_logps, cu_seqlens),
-        *(rollout_norm, demo_norm, weights, rollout_logps),
+    inputs = complete(
+        *(targets, advantages, is_demo),
+        spec=spec,
+        mu=mu,
+        old_logps=old_logps,
+        ref_logps=ref_logps,
+        cu_seqlens=cu_seqlens,
+        rollout_norm=rollout_norm,
+        demo_norm=demo_norm,
+        weights=weights,
+        rollout_logps=rollout_logps,
+        temperatures=temperatures,
     )
     checks.batch(logits, inputs, spec)
-    scaling = fold_scaling(spec.temperature, logit_scale, softcap)
+    op = operands(logits, None, None, targets, spec.temperature, logit_scale, softcap, backend)
+    inputs, spec = fold_scale(inputs, spec, op, logit_scale)
     if torch.compiler.is_compiling():
-        options, operands = GemmOptions(logits.dtype), (logits, None, None)
-        return ops.fused_loss(operands, inputs, spec, moments, scaling, backend, options)
-    chosen = backends.choose(backend, logits.device, logits.dtype)
-    checks.values(targets, logits.shape[-1], cu_seqlens, weights)
-    if chosen is reference_backend:
-        keywords = {**inputs._asdict(), "logit_scale": logit_scale, "softcap": softcap}
-        return reference.fused_gac_loss(logits, **keywords, spec=spec, moments=moments)
-    spec = with_temperature(spec, scaling)
-    with torch.no_grad():
-        tokens = with_factors(chosen.plan(inputs, spec), inputs, spec)
-    rows = logits if logits.dim() == 3 else logits[None]
+        return ops.fused_loss(op, inputs, spec, moments)
+    checks.values(targets, logits.shape[-1], inputs)
+    if op.backend is reference_backend:
+        keywords = {**inputs._asdict(), "spec": spec, "softcap": op.softcap, "moments": moments}
+        return reference.fused_gac_loss(logits, **keywords)
     out = None
     if logits.requires_grad and torch.is_grad_enabled():
-        out = (
-            rows.detach() if overwrite and _has_distinct_elements(rows) else torch.empty_like(rows)
-        )
-    task = LossTask(tokens, spec, chosen, moments, softcap=scaling.softcap)
-    flat = FusedLoss.apply(rows, task, out)
+        reuse = overwrite and _has_distinct_elements(op.rows)
+        out = op.rows.detach() if reuse else torch.empty_like(op.rows)
+    needs = NeedsGrad(out is not None, False, False)
+    flat = FusedLoss.apply(*op[:3], op, inputs, spec, needs, moments, None, out)
     return loss_output(flat, targets.shape)
 
 
@@ -143,7 +141,7 @@ def token_logprobs(
     logits: Tensor,
     targets: Tensor,
     *,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
     outputs: Sequence[str] = (),
@@ -157,7 +155,8 @@ def token_logprobs(
     Args:
         logits: [B, T, V] or [N, V]; float32, bfloat16 or float16, rows of any stride.
         targets: int64 [B, T] or [N]; -100 gives 0 and no gradient.
-        temperature: divides the scaled logits; > 0.
+        temperature: divides the scaled logits; > 0. A tensor, [B] or like targets, gives each
+            sequence or token its own; it is not differentiated.
         logit_scale: factor of the logits, as in Cohere and Granite; > 0.
         softcap: bound of the scaled logits, as in Gemma 2; None: no bound. Infinite logits are not
             capped: -inf still masks a vocabulary entry.
@@ -174,56 +173,93 @@ def token_logprobs(
         TypeError, ValueError, RuntimeError: as for `fused_gac_loss`.
     """
     checks.rows("logits", logits, targets)
-    scaling = fold_scaling(temperature, logit_scale, softcap)
     checks.outputs(outputs)
+    op = operands(logits, None, None, targets, temperature, logit_scale, softcap, backend)
+    if op.backend is reference_backend:
+        checks.values(targets, logits.shape[-1])
+        scaling = {"temperature": op.scaling(), "softcap": op.softcap}
+        flat = reference.token_logprobs(
+            op.rows.flatten(0, 1), op.targets, **scaling, outputs=outputs
+        )
+        return tuple(x.view(targets.shape) for x in flat)
+    return _logprobs(op, targets, logits.shape[-1], outputs)
+
+
+def _logprobs(
+    op: Operands, targets: Tensor, vocabulary: int, outputs: Sequence[str]
+) -> tuple[Tensor, ...]:
+    """Compute the results of a log-prob function."""
+    more = len(outputs) > 0
     if torch.compiler.is_compiling():
-        options, operands = GemmOptions(logits.dtype), (logits, None, None)
-        flat = ops.token_logprobs(operands, targets, scaling, bool(outputs), backend, options)
-        return _named(flat, targets.shape, outputs)
-    chosen = backends.choose(backend, logits.device, logits.dtype)
-    checks.values(targets, logits.shape[-1])
-    if chosen is reference_backend:
-        return reference.token_logprobs(logits, targets, **scaling._asdict(), outputs=outputs)
-    rows = logits if logits.dim() == 3 else logits[None]
-    flat = TokenLogprobs.apply(rows, targets.reshape(-1), scaling, bool(outputs), chosen)
-    return _named(flat, targets.shape, outputs)
+        logps, entropy, *extra = ops.token_logprobs(op, more)
+    else:
+        checks.values(targets, vocabulary)
+        logps, entropy, *extra = TokenLogprobs.apply(*op[:3], op, more)
+    flat = logps, entropy, *reference.select_outputs(extra, outputs)
+    return tuple(x.view(targets.shape) for x in flat)
 
 
-def fold_scaling(temperature: float, logit_scale: float, softcap: float | None) -> Scaling:
-    """Check the arguments, and fold the logit scale into the temperature and the softcap."""
-    checks.positive("temperature", temperature)
-    checks.logit_scaling(logit_scale, softcap)
-    return Scaling(*reference.fold_scale(logit_scale, temperature, softcap))
+def operands(
+    rows: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float | Tensor,
+    logit_scale: float,
+    softcap: float | None,
+    backend: str,
+    chunk_bytes: int | None = None,
+) -> Operands:
+    """Check the arguments that all functions share, and choose the backend.
 
-
-def with_temperature(spec: LossSpec, scaling: Scaling) -> LossSpec:
-    """The spec with the logit scale folded into its temperature."""
-    if scaling.temperature == spec.temperature:
-        return spec
-    return replace(spec, temperature=scaling.temperature)
-
-
-def _named(flat: Sequence[Tensor], shape: torch.Size, outputs: Sequence[str]) -> tuple[Tensor, ...]:
-    """Select the requested outputs of a log-prob function and give them `shape`.
-
-    `flat` has logps, entropy and all MORE_OUTPUTS.
+    The logit scale is folded into the temperature and the softcap. The dtype of a head's GEMMs is
+    autocast's if autocast applies, otherwise that of the hidden states.
     """
-    logps, entropy, *extra = (x.view(shape) for x in flat)
-    named = dict(zip(MORE_OUTPUTS, extra, strict=False))
-    if "is_top1" in named:
-        named["is_top1"] = named["is_top1"] != 0
-    return logps, entropy, *(named[name] for name in outputs)
+    checks.temperature(temperature, targets)
+    checks.logit_scaling(logit_scale, softcap)
+    dtype = logits_dtype = rows.dtype
+    if weight is not None:
+        autocast = dtype != torch.float64 and torch.is_autocast_enabled(rows.device.type)
+        checks.head(weight, bias, rows, autocast)
+        if chunk_bytes is not None and chunk_bytes < 1:
+            raise ValueError(f"chunk_bytes={chunk_bytes!r}: use a number of bytes > 0, or None")
+        dtype = torch.get_autocast_dtype(rows.device.type) if autocast else dtype
+        logits_dtype = compute_dtype(dtype)
+        rows = rows.reshape(-1, rows.shape[-1])
+    elif rows.dim() == 2:
+        rows = rows[None]
+    temperatures, softcap = None, None if softcap is None else softcap / logit_scale
+    if isinstance(temperature, Tensor):
+        temperatures = reference.per_token(temperature, targets, compute_dtype(dtype)) / logit_scale
+        temperature = logit_scale
+    chosen: Any = backend
+    if not torch.compiler.is_compiling():  # an operator chooses at run time
+        chosen = backends.choose(backend, rows.device, logits_dtype)
+    numbers = temperature / logit_scale, softcap
+    flat = targets.reshape(-1)
+    return Operands(rows, weight, bias, flat, temperatures, *numbers, chosen, dtype, chunk_bytes)
+
+
+def fold_scale(
+    inputs: BatchInputs, spec: LossSpec, op: Operands, logit_scale: float
+) -> tuple[BatchInputs, LossSpec]:
+    """The batch and its spec with the logit scale folded into their temperatures."""
+    if inputs.temperatures is not None:
+        inputs = inputs._replace(temperatures=inputs.temperatures / logit_scale)
+    if op.temperature != spec.temperature:
+        spec = replace(spec, temperature=op.temperature)
+    return inputs, spec
 
 
 def fused_linear_gac_loss(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    advantages: Tensor,
-    is_demo: Tensor,
+    advantages: Tensor | None = None,
+    is_demo: Tensor | None = None,
     *,
     bias: Tensor | None = None,
-    mu: float | Tensor = 0.5,
+    mu: float | Tensor | None = None,
     old_logps: Tensor | None = None,
     ref_logps: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
@@ -232,6 +268,7 @@ def fused_linear_gac_loss(
     demo_norm: float | Tensor | None = None,
     weights: Tensor | None = None,
     rollout_logps: Tensor | None = None,
+    temperatures: Tensor | None = None,
     moments: bool = True,
     overwrite: bool = False,
     logit_scale: float = 1.0,
@@ -268,28 +305,30 @@ def fused_linear_gac_loss(
         The loss, differentiable once with respect to `hidden`, `weight` and `bias`, with its parts
         and statistics.
     """
-    options = check_head(hidden, weight, targets, bias, chunk_bytes)
-    inputs = BatchInputs(
-        *(targets, advantages, is_demo, mu, old_logps, ref_logps, cu_seqlens),
-        *(rollout_norm, demo_norm, weights, rollout_logps),
+    checks.rows("hidden", hidden, targets)
+    inputs = complete(
+        *(targets, advantages, is_demo),
+        spec=spec,
+        mu=mu,
+        old_logps=old_logps,
+        ref_logps=ref_logps,
+        cu_seqlens=cu_seqlens,
+        rollout_norm=rollout_norm,
+        demo_norm=demo_norm,
+        weights=weights,
+        rollout_logps=rollout_logps,
+        temperatures=temperatures,
     )
     checks.batch(hidden, inputs, spec)
     checks.sketch(sketch)
-    scaling = fold_scaling(spec.temperature, logit_scale, softcap)
+    scaling = spec.temperature, logit_scale, softcap
+    op = operands(hidden, weight, bias, targets, *scaling, backend, chunk_bytes)
+    inputs, spec = fold_scale(inputs, spec, op, logit_scale)
     if torch.compiler.is_compiling():
-        return ops.fused_loss(
-            (hidden, weight, bias), inputs, spec, moments, scaling, backend, options, sketch
-        )
-    accum_dtype = reference.compute_dtype(options.dtype)
-    chosen = backends.choose(backend, hidden.device, accum_dtype)
-    checks.values(targets, weight.shape[0], cu_seqlens, weights)
-    spec = with_temperature(spec, scaling)
-    with torch.no_grad():
-        tokens = with_factors(chosen.plan(inputs, spec, accum_dtype), inputs, spec)
-    task = LossTask(tokens, spec, chosen, moments, sketch, scaling.softcap)
-    needs = NeedsGrad.of(hidden, weight, bias)
-    flat_hidden = hidden.reshape(-1, hidden.shape[-1])
-    flat = FusedLinearLoss.apply(flat_hidden, weight, bias, task, needs, options)
+        return ops.fused_loss(op, inputs, spec, moments, sketch)
+    checks.values(targets, weight.shape[0], inputs)
+    needs = NeedsGrad.of(*op[:3])
+    flat = FusedLoss.apply(*op[:3], op, inputs, spec, needs, moments, sketch, None)
     return loss_output(flat, targets.shape)
 
 
@@ -299,7 +338,7 @@ def linear_token_logprobs(
     targets: Tensor,
     *,
     bias: Tensor | None = None,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
     outputs: Sequence[str] = (),
@@ -320,29 +359,89 @@ def linear_token_logprobs(
         bias: [V], or None.
         chunk_bytes: as in `fused_linear_gac_loss`.
     """
-    options = check_head(hidden, weight, targets, bias, chunk_bytes)
-    scaling = fold_scaling(temperature, logit_scale, softcap)
+    checks.rows("hidden", hidden, targets)
     checks.outputs(outputs)
-    if torch.compiler.is_compiling():
-        operands = hidden, weight, bias
-        flat = ops.token_logprobs(operands, targets, scaling, bool(outputs), backend, options)
-        return _named(flat, targets.shape, outputs)
-    chosen = backends.choose(backend, hidden.device, reference.compute_dtype(options.dtype))
+    scaling = temperature, logit_scale, softcap
+    op = operands(hidden, weight, bias, targets, *scaling, backend, chunk_bytes)
+    return _logprobs(op, targets, weight.shape[0], outputs)
+
+
+def fused_linear_token_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    token_loss: Callable[..., Tensor],
+    *inputs: Tensor,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    outputs: Sequence[str] = (),
+    chunk_bytes: int | None = None,
+    backend: str = "auto",
+) -> TokenLossOutput:
+    """Compute your own loss of each token, and its gradients, without materializing all logits.
+
+    The loss of a token may depend on its log-probability, its entropy and your own tensors. Its
+    derivatives are computed by autograd in the forward pass, block by block, so the total is
+    6 N H V FLOPs as for `fused_linear_gac_loss`. Rows whose derivatives are 0 need only the forward
+    GEMM; on a GPU, the host waits once per chunk to find them. A loss that needs sums over a
+    sequence uses `linear_token_logprobs`, at 8 N H V. Under torch.compile, the call breaks the
+    graph once, because your function runs eagerly.
+
+    Arguments and errors not listed here are as in `linear_token_logprobs`.
+
+    Args:
+        token_loss: called as token_loss(logps, entropy, *inputs, *outputs) with the M tokens of a
+            block that have a target; returns their losses, [M]. `logps` and `entropy` are float32
+            (float64 for float64 operands) and differentiable; the others are detached. It must not
+            couple tokens of different sequences or depend on which tokens share a block, and no
+            gradient flows to tensors that it captures.
+        inputs: tensors of any dtype, each like targets, cut to the same tokens.
+
+    Returns:
+        `TokenLossOutput(loss, losses, logps, entropy, *outputs)`: `loss` is the sum of the losses,
+        which you divide by a count of your choice; the others are like targets and detached.
+
+    Raises:
+        ValueError: one of `inputs` has another shape or requires a gradient, or `token_loss`
+            returns another shape.
+    """
+    checks.rows("hidden", hidden, targets)
+    checks.outputs(outputs)
+    checks.token_inputs(token_loss, inputs, targets)
+    scaling = temperature, logit_scale, softcap
+    keywords = {"outputs": outputs, "chunk_bytes": chunk_bytes, "backend": backend}
+    return _token_loss(hidden, weight, targets, token_loss, inputs, bias, scaling, **keywords)
+
+
+@torch.compiler.disable
+def _token_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    token_loss: Callable[..., Tensor],
+    inputs: Sequence[Tensor],
+    bias: Tensor | None,
+    scaling: tuple[float | Tensor, float, float | None],
+    outputs: Sequence[str],
+    chunk_bytes: int | None,
+    backend: str,
+) -> TokenLossOutput:
+    op = operands(hidden, weight, bias, targets, *scaling, backend, chunk_bytes)
     checks.values(targets, weight.shape[0])
-    flat_hidden, flat_targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    flat = LinearLogprobs.apply(
-        flat_hidden, weight, bias, flat_targets, scaling, bool(outputs), chosen, options
-    )
-    return _named(flat, targets.shape, outputs)
+    flat_inputs, needs = [x.reshape(-1) for x in inputs], NeedsGrad.of(*op[:3])
+    loss, *flat = TokenLoss.apply(*op[:3], op, token_loss, flat_inputs, outputs, needs)
+    return TokenLossOutput.named([loss, *(x.view(targets.shape) for x in flat)], outputs)
 
 
 def loss_from_logprobs(
     logps: Tensor,
     targets: Tensor,
-    advantages: Tensor,
-    is_demo: Tensor,
+    advantages: Tensor | None = None,
+    is_demo: Tensor | None = None,
     *,
-    mu: float | Tensor = 0.5,
+    mu: float | Tensor | None = None,
     entropy: Tensor | None = None,
     old_logps: Tensor | None = None,
     ref_logps: Tensor | None = None,
@@ -371,30 +470,22 @@ def loss_from_logprobs(
         statistics.
     """
     checks.logprobs(logps, entropy, targets)
-    inputs = BatchInputs(
-        *(targets, advantages, is_demo, mu, old_logps, ref_logps, cu_seqlens),
-        *(rollout_norm, demo_norm, weights, rollout_logps),
+    inputs = complete(
+        *(targets, advantages, is_demo),
+        spec=spec,
+        mu=mu,
+        old_logps=old_logps,
+        ref_logps=ref_logps,
+        cu_seqlens=cu_seqlens,
+        rollout_norm=rollout_norm,
+        demo_norm=demo_norm,
+        weights=weights,
+        rollout_logps=rollout_logps,
     )
     checks.batch(logps, inputs, spec)
     if spec.entropy_coef != 0 and entropy is None:
         raise ValueError(f"entropy is None: spec.entropy_coef={spec.entropy_coef!r} requires it")
     # torch.compile cannot trace code that reads tensor values
     if not torch.compiler.is_compiling():
-        checks.values(targets, None, cu_seqlens, weights)
+        checks.values(targets, None, inputs)
     return reference.loss_from_logprobs(logps, entropy, inputs, spec, moments)
-
-
-def check_head(
-    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, chunk_bytes: int | None
-) -> GemmOptions:
-    """Check the LM head's inputs and return the options of its GEMMs.
-
-    Their dtype is autocast's if autocast applies, otherwise that of `hidden`.
-    """
-    checks.rows("hidden", hidden, targets)
-    autocast = hidden.dtype != torch.float64 and torch.is_autocast_enabled(hidden.device.type)
-    checks.head(weight, bias, hidden, autocast)
-    if chunk_bytes is not None and chunk_bytes < 1:
-        raise ValueError(f"chunk_bytes={chunk_bytes!r}: use a number of bytes > 0, or None")
-    dtype = torch.get_autocast_dtype(hidden.device.type) if autocast else hidden.dtype
-    return GemmOptions(dtype, chunk_bytes)

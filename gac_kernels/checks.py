@@ -6,6 +6,7 @@ import itertools
 import math
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -116,12 +117,14 @@ def batch(like: Tensor, inputs: BatchInputs, spec: LossSpec) -> None:
         raise TypeError(f"is_demo has dtype {is_demo.dtype}: use bool")
     shape("is_demo", is_demo, (sequences,), tokens)
     same_device("is_demo", is_demo, like, cpu=True)
-    if inputs.weights is not None:
-        tensor("weights", inputs.weights)
-        if not inputs.weights.is_floating_point():
-            raise TypeError(f"weights has dtype {inputs.weights.dtype}: use a float dtype")
-        shape("weights", inputs.weights, (sequences,), tokens)
-        same_device("weights", inputs.weights, like, cpu=True)
+    for name in ("weights", "temperatures"):
+        value = getattr(inputs, name)
+        if value is not None:
+            tensor(name, value)
+            if not value.is_floating_point():
+                raise TypeError(f"{name} has dtype {value.dtype}: use a float dtype")
+            shape(name, value, (sequences,), tokens)
+            same_device(name, value, like, cpu=True)
     for name in ("old_logps", "ref_logps", "rollout_logps"):
         value = getattr(inputs, name)
         if value is not None:
@@ -182,11 +185,39 @@ def scalar(name: str, value: object, like: Tensor, low: float, high: float) -> N
         raise ValueError(f"{name}={value!r}: use a number in [{low}, {high}]")
 
 
-def positive(name: str, value: float) -> None:
+def positive(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name}={value!r}: use a number")
     if not 0 < value < math.inf:
         raise ValueError(f"{name}={value!r}: use a finite number > 0")
+
+
+def temperature(value: object, targets: Tensor) -> None:
+    """Check a temperature: a number > 0, or a float tensor > 0, [B] or like targets."""
+    if not isinstance(value, Tensor):
+        positive("temperature", value)
+        return
+    if not value.is_floating_point() or value.requires_grad:
+        kind = "requires a gradient" if value.requires_grad else f"has dtype {value.dtype}"
+        raise TypeError(f"temperature {kind}: use a number, or a float tensor without a gradient")
+    shape("temperature", value, targets.shape[:1], targets.shape)
+    same_device("temperature", value, targets, cpu=True)
+    if not torch.compiler.is_compiling():
+        _in_range("temperature", value, targets)
+
+
+def token_inputs(function: object, inputs: Sequence[Tensor], targets: Tensor) -> None:
+    """Check the arguments of `fused_linear_token_loss` that concern the user's function."""
+    if not callable(function):
+        raise TypeError(f"token_loss is a {type(function).__name__}: use a function")
+    for i, value in enumerate(inputs):
+        tensor(f"inputs[{i}]", value)
+        shape(f"inputs[{i}]", value, tuple(targets.shape))
+        same_device(f"inputs[{i}]", value, targets)
+        if value.requires_grad:
+            raise ValueError(
+                f"inputs[{i}] requires a gradient, which token_loss cannot give: pass it detached"
+            )
 
 
 def logit_scaling(logit_scale: float, softcap: float | None) -> None:
@@ -209,22 +240,32 @@ def sketch(value: object) -> None:
         raise TypeError(f"sketch={value!r}: use a gac_kernels.HeadSketch, or None")
 
 
-def values(
-    targets: Tensor,
-    vocabulary: int | None,
-    cu_seqlens: Tensor | None = None,
-    weights: Tensor | None = None,
-) -> None:
+def _readable(x: Tensor | None) -> bool:
+    """Whether values may be checked: on a CPU, or, if GAC_CHECK=1, anywhere."""
+    return x is not None and (x.device.type == "cpu" or os.environ.get("GAC_CHECK") == "1")
+
+
+def _in_range(name: str, value: Tensor | None, targets: Tensor, zero: bool = False) -> None:
+    """Check that values are finite and > 0 (or >= 0 if `zero`) where there is a loss."""
+    if value is None or not _readable(value):
+        return
+    bad = ~((value >= 0 if zero else value > 0) & (value < math.inf))
+    if value.shape == targets.shape and not zero:
+        bad &= (targets != IGNORE).to(bad.device)
+    if bad.any():
+        where = bad.nonzero()[0].tolist()
+        raise ValueError(
+            f"{name}{where} = {value[tuple(where)].item()}: use finite numbers >{'=' * zero} 0"
+        )
+
+
+def values(targets: Tensor, vocabulary: int | None, inputs: BatchInputs | None = None) -> None:
     """Check tensor values. On an accelerator, this is done only if GAC_CHECK=1."""
-    check_all = os.environ.get("GAC_CHECK") == "1"
-    if weights is not None and (weights.device.type == "cpu" or check_all):
-        bad = ~((weights >= 0) & (weights < math.inf))
-        if bad.any():
-            where = bad.nonzero()[0].tolist()
-            raise ValueError(
-                f"weights{where} = {weights[tuple(where)].item()}: use finite numbers >= 0"
-            )
-    if cu_seqlens is not None and (cu_seqlens.device.type == "cpu" or check_all):
+    cu_seqlens = None if inputs is None else inputs.cu_seqlens
+    if inputs is not None:
+        _in_range("weights", inputs.weights, targets, zero=True)
+        _in_range("temperatures", inputs.temperatures, targets)
+    if cu_seqlens is not None and _readable(cu_seqlens):
         ends = cu_seqlens.tolist()
         n = targets.numel()
         if ends[0] != 0:
@@ -233,7 +274,7 @@ def values(
             raise ValueError(f"cu_seqlens={ends} decreases: it must be non-decreasing")
         if ends[-1] != n:
             raise ValueError(f"cu_seqlens ends at {ends[-1]}: it must end at N = {n}")
-    if targets.numel() and (targets.device.type == "cpu" or check_all):
+    if targets.numel() and _readable(targets):
         low, high = (x.item() for x in targets.aminmax())
         limit = high + 1 if vocabulary is None else vocabulary
         if low >= 0 and high < limit:  # fast path: a single pass if every token has a loss

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import enum
+import functools
 import math
+from collections import namedtuple
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,6 +16,11 @@ IGNORE = -100  # a target with this value has no loss
 # logp - old is clamped to this value, with zero gradient above it. Otherwise the loss could leave
 # the range of float32 and become inf or nan; with the clamp, advantages up to 1e20 are safe.
 MAX_LOG_RATIO = 40.0
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of the arithmetic on inputs of `dtype`: float32 or better."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class DemoWeight(enum.Enum):
@@ -365,3 +372,28 @@ class LossOutput(NamedTuple):
     sequence's contribution to its own term (rollout or demonstration), and k is the size of both
     projections; see `HeadSketch`. None unless requested.
     """
+
+
+class TokenLossOutput(NamedTuple):
+    """Output of `fused_linear_token_loss`, followed by the requested further outputs by name."""
+
+    loss: torch.Tensor
+    """0-d: the sum of the losses; differentiable once."""
+    losses: torch.Tensor
+    """Like targets, detached: the loss of each token, 0 where there is no loss."""
+    logps: torch.Tensor
+    """Like targets, detached: log-probability of each target, 0 where there is no loss."""
+    entropy: torch.Tensor
+    """Like targets, detached: entropy of each distribution in nats, 0 where there is no loss."""
+
+    @classmethod
+    def named(cls, values: Sequence[torch.Tensor], outputs: Sequence[str]) -> TokenLossOutput:
+        """Build the output from `values`, with a field for each of `outputs` at the end."""
+        kind: Any = _output_type(tuple(outputs)) if outputs else cls
+        return kind._make(values)
+
+
+@functools.cache
+def _output_type(outputs: tuple[str, ...]) -> type:
+    """A named tuple, because FSDP's hooks find no tensors inside other classes."""
+    return namedtuple("TokenLossOutput", (*TokenLossOutput._fields, *outputs))

@@ -1,10 +1,59 @@
-"""The caller's batch, as the public functions pass it to the backends."""
+"""What the public functions pass on: the rows with their head, and the caller's batch."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+
+from .contract import DemoWeight, LossSpec
+
+
+class Operands(NamedTuple):
+    """The rows of a call, and how their distributions are computed.
+
+    It is built once by a public function and passed unchanged to autograd or to an operator of
+    `ops`, which take the fields up to `chunk_bytes` in this order, and to the loops over rows. The
+    distribution of a row with logits x is the softmax of softcap tanh(x / softcap) / temperature.
+    """
+
+    rows: Tensor  # logits [B, T, V], or hidden states [N, H] if there is a weight
+    weight: Tensor | None  # [V, H]
+    bias: Tensor | None  # [V]
+    targets: Tensor  # int64 [N]
+    temperatures: Tensor | None  # float32 or better, [N]; None: `temperature`
+    temperature: float
+    softcap: float | None  # None: no softcap
+    backend: Any  # a module of `backends`, or an object with the same functions; in `ops`, its name
+    dtype: torch.dtype  # of the logits, or that the operands of the head are rounded to
+    chunk_bytes: int | None = None  # memory for logits and gradients; None: by device
+    vocab_size: int | None = None  # determines the chunk sizes; None: rows of the weight
+
+    def scaling(self, index: Tensor | None = None) -> float | Tensor:
+        """The temperature of all rows, or of each row at `index` (None: all rows, in order)."""
+        if self.temperatures is None:
+            return self.temperature
+        return self.temperatures if index is None else self.temperatures.index_select(0, index)
+
+
+def part(x: float | Tensor, span: slice) -> float | Tensor:
+    """The rows in `span` of a value that may be the same for all rows."""
+    return x[span] if isinstance(x, Tensor) else x
+
+
+class NeedsGrad(NamedTuple):
+    """Which of rows, weight and bias need a gradient."""
+
+    rows: bool
+    weight: bool
+    bias: bool
+
+    @classmethod
+    def of(cls, *inputs: Tensor | None) -> NeedsGrad:
+        """Read `requires_grad` of each input; all False if gradients are disabled."""
+        grad_enabled = torch.is_grad_enabled()
+        return cls(*(x is not None and x.requires_grad and grad_enabled for x in inputs))
 
 
 class BatchInputs(NamedTuple):
@@ -24,6 +73,7 @@ class BatchInputs(NamedTuple):
     demo_norm: float | Tensor | None = None
     weights: Tensor | None = None  # [B], [B, T], [S] or [N]
     rollout_logps: Tensor | None = None  # like targets
+    temperatures: Tensor | None = None  # [B], [B, T], [S] or [N]; None: the temperature of the spec
 
     @property
     def sequences(self) -> int:
@@ -45,3 +95,50 @@ class BatchInputs(NamedTuple):
             return x.detach().to(device, non_blocking=True) if isinstance(x, Tensor) else x
 
         return BatchInputs(*(to_device(x) for x in self))
+
+
+def _is_shaped(spec: object) -> bool:
+    return isinstance(spec, LossSpec) and spec.demo_weight is DemoWeight.SHAPED
+
+
+def complete(
+    targets: Tensor,
+    advantages: Tensor | None = None,
+    is_demo: Tensor | None = None,
+    *,
+    spec: object = None,
+    mu: float | Tensor | None = None,
+    **others: Any,
+) -> BatchInputs:
+    """The batch, with the roles that omitted arguments imply; nothing is read from a device.
+
+    Without advantages every token is a demonstration; without `is_demo` every token is a rollout,
+    if there are advantages. The weight of the only term is then 1.
+
+    Raises:
+        ValueError: `mu` is missing and both terms may have tokens, or advantages are missing.
+    """
+    if mu is None and advantages is not None and is_demo is not None:
+        raise ValueError(
+            "mu is None: a batch with advantages and is_demo needs the weight of its "
+            "demonstrations, in [0, 1]; omit is_demo if all tokens are rollouts"
+        )
+    if advantages is None:
+        on_cpu = isinstance(is_demo, Tensor) and is_demo.device.type == "cpu"
+        readable = on_cpu and not torch.compiler.is_compiling()
+        if (readable and not is_demo.all()) or _is_shaped(spec):
+            raise ValueError(
+                "advantages is None: rollouts, and demonstrations with the weight 'shaped', "
+                "require advantages"
+            )
+        is_demo = None  # every token is a demonstration
+    demos_only, cu_seqlens = advantages is None, others.get("cu_seqlens")
+    packed = isinstance(cu_seqlens, Tensor) and cu_seqlens.dim() == 1
+    count = len(cu_seqlens) - 1 if packed else targets.shape[0]
+    if is_demo is None:
+        is_demo = torch.full((count,), demos_only, device=targets.device)
+    if advantages is None:
+        advantages = torch.zeros(count, dtype=torch.float32, device=targets.device)
+    return BatchInputs(
+        targets, advantages, is_demo, float(demos_only) if mu is None else mu, **others
+    )

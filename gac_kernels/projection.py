@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .reference import compute_dtype
+from .contract import compute_dtype
 
 # Memory budget in bytes. With V = 152064, a GPU's budget is enough for 512 rows of logits and 2304
 # rows of gradients.
@@ -30,12 +30,10 @@ ALIGN = 128  # rows of a GEMM tile
 NO_SPLIT_K = 1 << 24
 
 
-class GemmOptions(NamedTuple):
-    """Operand dtype of the GEMMs, and the two numbers that determine the chunk sizes."""
-
-    dtype: torch.dtype  # that the operands are rounded to, as under autocast
-    chunk_bytes: int | None = None  # memory for logits and their gradients; None: CHUNK_BYTES
-    vocab_size: int | None = None  # determines the chunk sizes; None: rows of the weight
+# Rows of a buffer start at multiples of this many elements, so that TMA and 16-byte accesses work
+# for any vocabulary; the number of rows is a multiple of the second number, so that the allocator
+# can reuse their memory although the number of tokens varies.
+ROW_MULTIPLE = {"cuda": (64, 1024)}
 
 
 class Buffer:
@@ -43,13 +41,17 @@ class Buffer:
 
     def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self.width, self.dtype, self.device = width, dtype, device
+        self.multiples = ROW_MULTIPLE.get(device.type, (1, 1))
         self.storage: Tensor | None = None
 
-    def rows(self, count: int) -> Tensor:
+    def rows(self, count: int, limit: int) -> Tensor:
+        """`count` rows of the buffer; it gets at most `limit` >= `count` rows."""
         if self.storage is None or len(self.storage) < count:
             self.storage = None  # free it first: old and new together would exceed the budget
-            self.storage = torch.empty(count, self.width, dtype=self.dtype, device=self.device)
-        return self.storage[:count]
+            columns, rows = self.multiples
+            size = min(_round_up(count, rows), limit), _round_up(self.width, columns)
+            self.storage = torch.empty(size, dtype=self.dtype, device=self.device)
+        return self.storage[:count, : self.width]
 
 
 class Projection:
@@ -60,18 +62,25 @@ class Projection:
     copied once).
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, options: GemmOptions) -> None:
-        self.dtype, self.accum_dtype = options.dtype, compute_dtype(options.dtype)
-        self.gemm_dtype = operand_dtype(weight.device, options.dtype)
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        chunk_bytes: int | None = None,  # memory for logits and gradients; None: CHUNK_BYTES
+        vocab_size: int | None = None,  # determines the chunk sizes; None: rows of the weight
+    ) -> None:
+        self.dtype, self.accum_dtype = dtype, compute_dtype(dtype)
+        self.gemm_dtype = operand_dtype(weight.device, dtype)
         self.weight_dtype = weight.dtype
         self.weight = self.operand(weight)
         self.bias = None if bias is None else bias.to(self.dtype).to(self.accum_dtype)
-        budget = options.chunk_bytes or CHUNK_BYTES.get(weight.device.type, CHUNK_BYTES["cuda"])
-        vocab_size = options.vocab_size or weight.shape[0]
+        budget = chunk_bytes or default_budget(weight.device)
+        vocab_size = vocab_size or weight.shape[0]
         self.chunk, self.block = self._chunk_sizes(budget, vocab_size)
         self._largest_chunk = self.chunk
         weight_size = vocab_size * weight.shape[1]
-        if options.chunk_bytes is None and self.writes_rounded(weight_size):
+        if chunk_bytes is None and self.writes_rounded(weight_size):
             sums = self.accum_dtype.itemsize * weight_size
             self._largest_chunk = self._chunk_sizes(budget + sums, vocab_size, self.block)[0]
         self._logits = Buffer(weight.shape[0], self.accum_dtype, weight.device)
@@ -118,15 +127,22 @@ class Projection:
         # about 2 rows of logits for 9 rows of gradients
         block = block or _whole_tiles(4 * budget // (13 * row_bytes))
         chunk_row_bytes = self.gemm_dtype.itemsize * (vocab_size + 2 * self.weight.shape[1])
-        chunk = (budget - block * row_bytes) // chunk_row_bytes
-        return max(_whole_tiles(chunk), block), block
+        chunk = max(_whole_tiles((budget - block * row_bytes) // chunk_row_bytes), block)
+        processors = multiprocessors(self.weight.device)
+        return max(whole_waves(chunk, self.weight.shape[1], processors), block), block
+
+    def reserve(self, rows: int) -> None:
+        """Allocate the logits of a block at once, so that a larger block never replaces it."""
+        self._logits.rows(min(rows, self.block), self.block)
 
     def operand(self, x: Tensor) -> Tensor:
         return x.to(self.dtype).to(self.gemm_dtype)
 
     def gradient(self, count: int) -> Tensor:
         """Buffer [M, V] for the gradient of a chunk's logits, in the operands' dtype."""
-        return self._gradient.rows(count)
+        return self._gradient.rows(
+            count, self.chunk if count <= self.chunk else self._largest_chunk
+        )
 
     def logits(self, rows: Tensor, gradient: Tensor | None = None) -> Tensor:
         """Project rows [M, H] to logits [M, V] in float32 or better; the next call overwrites them.
@@ -136,7 +152,7 @@ class Projection:
         """
         out = gradient
         if out is None or self.rounds:
-            out = self._logits.rows(len(rows))
+            out = self._logits.rows(len(rows), self.block)
         multiply(rows, self.weight.T, out)
         return out if self.bias is None else out.add_(self.bias)
 
@@ -174,6 +190,41 @@ def spans(start: int, stop: int, rows: int) -> Iterator[slice]:
         start += size
 
 
+def _round_up(x: int, multiple: int) -> int:
+    return -(-x // multiple) * multiple
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Number of a GPU's multiprocessors; 1 for other devices."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def default_budget(device: torch.device) -> int:
+    """`CHUNK_BYTES` of the device; more on a GPU with more than 64 GB."""
+    least = CHUNK_BYTES.get(device.type, CHUNK_BYTES["cuda"])
+    if device.type != "cuda":
+        return least
+    return max(least, torch.cuda.get_device_properties(device).total_memory // 64)
+
+
+def whole_waves(rows: int, width: int, processors: int) -> int:
+    """At most `rows`, so that a GEMM with output [rows, width] leaves few multiprocessors idle.
+
+    Its tiles of 128 x 256 run in waves of one per multiprocessor, and the last wave is often
+    partly empty. The result is at least 3/4 of `rows`.
+    """
+    columns = math.ceil(width / 256)
+
+    def busy(count: int) -> float:
+        waves = count // ALIGN * columns / processors
+        return waves / math.ceil(waves)
+
+    sizes = range(rows, max(rows * 3 // 4, ALIGN) - 1, -ALIGN)
+    return max(sizes, key=busy, default=rows)
+
+
 def _whole_tiles(rows: int) -> int:
     """Round down to whole GEMM tiles; keep a number below one tile, but return at least 1."""
     return max(rows // ALIGN * ALIGN, min(rows, ALIGN), 1)
@@ -181,23 +232,30 @@ def _whole_tiles(rows: int) -> int:
 
 def operand_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """Dtype of the GEMM operands: half precision only if a GEMM can output float32."""
-    half = device.type == "cuda" and has_float32_output(device.type, dtype)
+    half = device.type == "cuda" and has_float32_output(device, dtype)
     return dtype if half else compute_dtype(dtype)
 
 
 @functools.cache
-def has_float32_output(device_type: str, dtype: torch.dtype) -> bool:
+def has_float32_output(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether GEMMs of this dtype can output float32.
 
     CPU GEMMs cannot, nor can those of some PyTorch builds for AMD GPUs: their operands are copied
-    to float32.
+    to float32, with a warning. Other errors, such as a lack of memory, are not caught.
     """
-    operand = torch.ones(16, 16, dtype=dtype, device=device_type)
-    out = torch.zeros(16, 16, dtype=compute_dtype(dtype), device=device_type)
+    operand = torch.ones(16, 16, dtype=dtype, device=device)
+    out = torch.zeros(16, 16, dtype=compute_dtype(dtype), device=device)
     try:
         multiply(operand, operand, out)
         multiply(operand, operand, out, accumulate=True)
-    except (RuntimeError, TypeError):
+    except (NotImplementedError, TypeError) as error:
+        warnings.warn(
+            f"this build of PyTorch has no GEMM with {dtype} operands and float32 output on "
+            f"{device}, so operands are copied to float32, which is several times slower "
+            f"({str(error).split('.')[0]})",
+            RuntimeWarning,
+            stacklevel=2,
+        )
         return False
     return True
 

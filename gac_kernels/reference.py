@@ -8,29 +8,31 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from .contract import IGNORE, MAX_LOG_RATIO, MORE_OUTPUTS, DemoWeight, LossOutput, LossSpec
-from .inputs import BatchInputs
+from .contract import (
+    IGNORE,
+    MAX_LOG_RATIO,
+    MORE_OUTPUTS,
+    DemoWeight,
+    LossOutput,
+    LossSpec,
+    compute_dtype,
+)
+from .inputs import BatchInputs, complete
 from .sketch import HeadSketch, SketchFactors, per_sequence
 from .tokens import Tokens, TokenTerms, plan, reduce, token_factor, with_factors
-
-
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype of the arithmetic on inputs of `dtype`: float32 or better."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def token_logprobs(
     logits: Tensor,  # [..., V]
     targets: Tensor,  # int64 [...]; -100 = no loss
     *,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
     outputs: Sequence[str] = (),
@@ -39,6 +41,8 @@ def token_logprobs(
     live = (targets != IGNORE).reshape(-1).nonzero().squeeze(1)
     rows = logits.reshape(-1, logits.shape[-1]).index_select(0, live)
     rows, y = rows.to(compute_dtype(logits.dtype)), targets.reshape(-1).index_select(0, live)
+    if isinstance(temperature, Tensor):
+        temperature = per_token(temperature, targets, rows.dtype).index_select(0, live)
     temperature, softcap = fold_scale(logit_scale, temperature, softcap)
     logps, entropy, _, *more = row_statistics(rows, y, temperature, softcap, bool(outputs))
     zeros = torch.zeros(targets.numel(), dtype=rows.dtype, device=rows.device)
@@ -46,22 +50,42 @@ def token_logprobs(
     def spread(x: Tensor) -> Tensor:
         return zeros.to(x.dtype).index_copy(0, live, x).view(targets.shape)
 
+    return spread(logps), spread(entropy), *(spread(x) for x in select_outputs(more, outputs))
+
+
+def per_token(x: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
+    """[N] detached values of x [B] or like targets [B, T] or [N]; 1 where there is no loss."""
+    x = x.detach().to(targets.device, dtype)
+    x = x if x.shape == targets.shape else x[:, None].expand(targets.shape)
+    return torch.where(targets == IGNORE, 1, x).reshape(-1)
+
+
+def select_outputs(more: Sequence[Tensor], outputs: Sequence[str]) -> list[Tensor]:
+    """The requested ones of all MORE_OUTPUTS; `is_top1` as bool."""
     named = dict(zip(MORE_OUTPUTS, more, strict=False))
-    return spread(logps), spread(entropy), *(spread(named[name]) for name in outputs)
+    return [named[name] != 0 if name == "is_top1" else named[name] for name in outputs]
+
+
+Scale = TypeVar("Scale", float, Tensor, float | Tensor)
 
 
 def fold_scale(
-    logit_scale: float, temperature: float, softcap: float | None
-) -> tuple[float, float | None]:
+    logit_scale: float, temperature: Scale, softcap: float | None
+) -> tuple[Scale, float | None]:
     """The temperature and softcap that give the same logits without `logit_scale`."""
     return temperature / logit_scale, None if softcap is None else softcap / logit_scale
 
 
-def scale_logits(x: Tensor, temperature: float, softcap: float | None) -> Tensor:
-    """Compute softcap * tanh(x / softcap) / temperature; infinities are not capped."""
+def scale_logits(x: Tensor, temperature: float | Tensor, softcap: float | None) -> Tensor:
+    """softcap * tanh(x / softcap) / temperature of rows x [M, V]; infinities are not capped."""
     if softcap is not None:
         x = torch.where(x.isinf(), x, softcap * torch.tanh(x / softcap))
-    return x / temperature
+    return x / per_row(temperature)
+
+
+def per_row(temperature: float | Tensor) -> float | Tensor:
+    """A factor of rows [M, V]: a number, or [M, 1]."""
+    return temperature[:, None] if isinstance(temperature, Tensor) else temperature
 
 
 def cap_slope(capped: Tensor, softcap: float) -> Tensor:
@@ -71,8 +95,8 @@ def cap_slope(capped: Tensor, softcap: float) -> Tensor:
 
 def row_statistics(
     rows: Tensor,  # [M, V]
-    targets: Tensor,  # int64 [M], valid token ids
-    temperature: float,
+    targets: Tensor,  # int64 [M]; logp is nan outside [0, V)
+    temperature: float | Tensor,
     softcap: float | None = None,
     more: bool = False,
 ) -> tuple[Tensor, ...]:
@@ -84,7 +108,9 @@ def row_statistics(
     lse = z.logsumexp(-1)
     # +inf logits are an error, not a token of probability 1
     lse = torch.where(lse == math.inf, math.nan, lse)
-    logps = z.gather(-1, targets[:, None]).squeeze(-1) - lse
+    inside = (targets >= 0) & (targets < z.shape[1])
+    target = z.gather(-1, torch.where(inside, targets, 0)[:, None]).squeeze(-1)
+    logps = torch.where(inside, target, math.nan) - lse
     # a masked vocabulary entry (-inf) adds 0 log 0 = 0 to the entropy
     finite = z.masked_fill(z == -math.inf, 0)
     entropy = lse - ((z - lse[:, None]).exp() * finite).sum(-1)
@@ -99,7 +125,10 @@ def row_statistics(
 def token_terms(logps: Tensor, entropy: Tensor, tokens: Tokens, spec: LossSpec) -> TokenTerms:
     """Apply the per-token formulas; differentiable in `logps` and `entropy` ([N] each)."""
     demo, a, on_rollout = tokens.demo, tokens.advantages, tokens.rollout
-    ratio, _ = _ratio(logps, tokens, spec)
+    log_ratio = logps - (logps.detach() if tokens.old is None else tokens.old)
+    if spec.importance_sampling_level == "sequence":
+        log_ratio = tokens.rollout_mean(log_ratio)
+    ratio = log_ratio.clamp(max=MAX_LOG_RATIO).exp()
     policy, clipped = _policy(logps, ratio, a, spec)
     kl = torch.zeros_like(logps)
     if tokens.ref is not None:
@@ -122,15 +151,6 @@ def token_terms(logps: Tensor, entropy: Tensor, tokens: Tokens, spec: LossSpec) 
     return TokenTerms(logps, entropy, loss, kl, (clipped & on_rollout).to(logps.dtype))
 
 
-def _ratio(logps: Tensor, tokens: Tokens, spec: LossSpec) -> tuple[Tensor, Tensor]:
-    """The probability ratio to the sampling policy, and whether it is clamped (MAX_LOG_RATIO)."""
-    old = logps.detach() if tokens.old is None else tokens.old
-    log_ratio = logps - old
-    if spec.importance_sampling_level == "sequence":
-        log_ratio = tokens.rollout_mean(log_ratio)
-    return log_ratio.clamp(max=MAX_LOG_RATIO).exp(), log_ratio > MAX_LOG_RATIO
-
-
 def _policy(logps: Tensor, ratio: Tensor, a: Tensor, spec: LossSpec) -> tuple[Tensor, Tensor]:
     """The policy term of each token, and whether it was clipped."""
     low = -math.inf if spec.clip_low is None else 1 - spec.clip_low
@@ -147,7 +167,7 @@ def _policy(logps: Tensor, ratio: Tensor, a: Tensor, spec: LossSpec) -> tuple[Te
                 policy, clipped = torch.where(dual_clipped, limit, policy), clipped | dual_clipped
             return policy, clipped
         case "sapo":
-            tau = _sapo_tau(a, spec)
+            tau = torch.full_like(a, spec.sapo_tau[1]).masked_fill(a > 0, spec.sapo_tau[0])
             return -4 / tau * torch.sigmoid(tau * (ratio - 1)) * a, torch.zeros_like(a).bool()
         case "cispo":
             coefficient, clipped = bounded * a, bounded != ratio
@@ -155,10 +175,6 @@ def _policy(logps: Tensor, ratio: Tensor, a: Tensor, spec: LossSpec) -> tuple[Te
             coefficient, clipped = a, torch.zeros_like(a).bool()
     # 0 log 0 = 0
     return -torch.where(coefficient == 0, 0, coefficient * logps), clipped
-
-
-def _sapo_tau(a: Tensor, spec: LossSpec) -> Tensor:
-    return torch.full_like(a, spec.sapo_tau[1]).masked_fill(a > 0, spec.sapo_tau[0])
 
 
 def _kl(d: Tensor, estimator: str) -> Tensor:
@@ -193,108 +209,21 @@ def _demonstration(logps: Tensor, advantages: Tensor, spec: LossSpec) -> Tensor:
 
 def token_gradients(
     logps: Tensor, entropy: Tensor, tokens: Tokens, spec: LossSpec, need_grad: bool
-) -> tuple[TokenTerms, tuple[Tensor, Tensor] | None]:
+) -> tuple[TokenTerms, Tensor | None]:
     """Compute the detached terms and, if `need_grad`, the gradients of sum(tokens.scale * loss).
 
-    The gradients are with respect to logps and entropy, [N] each.
+    The gradients are with respect to logps and entropy, [2, N].
     """
-    with torch.no_grad():
-        terms = token_terms(logps, entropy, tokens, spec)
-        if not need_grad:
-            return terms, None
-        d_entropy = torch.where(tokens.rollout, tokens.scale * -spec.entropy_coef, 0)
-        return terms, (token_derivatives(logps, tokens, spec, tokens.scale), d_entropy)
-
-
-def token_derivatives(
-    logps: Tensor, tokens: Tokens, spec: LossSpec, upstream: Tensor | float
-) -> Tensor:
-    """Derivatives of sum(upstream * loss) with respect to logps, in closed form, [N].
-
-    They equal autograd's of `token_terms`, which is not available inside a custom operator.
-    `upstream` [N] is constant over the rollout tokens of a sequence. Tokens without a loss have no
-    meaningful value.
-    """
-    a, p, c = tokens.advantages, logps.exp(), spec.demo_shape
-    ratio, overflows = _ratio(logps, tokens, spec)
-    _, clipped = _policy(logps, ratio, a, spec)
-    factor = token_factor(logps, tokens, spec)
-    weighted = upstream * torch.ones_like(logps) if factor is None else upstream * factor
-    zero = torch.zeros_like(logps)
-
-    through_ratio, direct = zero, zero
-    match spec.policy_loss:
-        case "clip":
-            through_ratio = torch.where(clipped, 0, -weighted * a)
-        case "sapo":
-            tau = _sapo_tau(a, spec)
-            gate = torch.sigmoid(tau * (ratio - 1))
-            through_ratio = -4 * weighted * a * gate * (1 - gate)
-        case "cispo":
-            low = -math.inf if spec.clip_low is None else 1 - spec.clip_low
-            high = math.inf if spec.clip_high is None else 1 + spec.clip_high
-            direct = -weighted * ratio.clamp(low, high) * a
-        case _:
-            direct = -weighted * a
-    if spec.kl_coef != 0 and tokens.ref is not None:
-        d, kl_upstream = torch.where(tokens.rollout, tokens.ref - logps, 0), upstream * spec.kl_coef
-        if spec.use_bias_correction_kl:
-            through_ratio = through_ratio + kl_upstream * _kl(d, spec.kl_estimator)
-            kl_upstream = kl_upstream * ratio
-        match spec.kl_estimator:
-            case "k1":
-                d_kl = kl_upstream * torch.ones_like(d)
-            case "k2":
-                d_kl = -kl_upstream * d
-            case _:
-                d_kl = -kl_upstream * d.expm1()
-        direct = direct + d_kl
-    through_ratio = torch.where(overflows, 0, through_ratio * ratio)
-    if spec.importance_sampling_level == "sequence":
-        through_ratio = tokens.rollout_mean(through_ratio)
-
-    match spec.demo_weight:
-        case DemoWeight.ONE:
-            demonstration = -weighted
-        case DemoWeight.P:
-            demonstration = weighted * -p
-        case DemoWeight.PHI:
-            demonstration = weighted * (-p * (1 - p))
-        case DemoWeight.SHAPED:
-            total = p + c
-            demonstration = (weighted / total * -a - weighted * (-a * p / total / total)) * p
-        case DemoWeight.TRUST:
-            demonstration = -(weighted / p.clamp(min=c)) * p
-    return torch.where(tokens.rollout, through_ratio + direct, demonstration)
-
-
-def linearize(
-    tokens: Tokens, spec: LossSpec, logps: Tensor | None = None
-) -> tuple[Tokens, LossSpec]:
-    """Rewrite tokens and options so that the policy term has gradient -A (A: new advantages).
-
-    The total gradient stays the same. If a loss couples the tokens of a sequence, their
-    coefficients are computed here for the whole batch, so that row kernels can process each token
-    on its own. Without `logps` [N], the coefficients must not depend on them (see `coupling`), and
-    the KL is left to the row kernels.
-    """
-    without_kl = replace(spec, kl_coef=0.0)
-    if logps is None:
-        derivatives = token_derivatives(torch.zeros_like(tokens.scale), tokens, without_kl, 1.0)
-    else:
-        derivatives = token_derivatives(logps, tokens, spec, 1.0)
-        spec = without_kl
-    advantages = torch.where(tokens.demo, tokens.advantages, -derivatives)
-    scale = tokens.scale
-    if tokens.factor is not None:
-        scale = torch.where(tokens.demo, scale * tokens.factor, scale)
-    tokens = tokens._replace(
-        advantages=advantages, scale=scale, old=None, factor=None, rollout_logps=None
-    )
-    # on-policy, the gradient of "clip" is -A
-    return tokens, replace(
-        spec, policy_loss="clip", clip_low=None, clip_high=None, importance_sampling_level="token"
-    )
+    if not need_grad:
+        return token_terms(logps, entropy, tokens, spec), None
+    # autograd cannot save tensors of inference mode
+    with torch.inference_mode(False), torch.enable_grad():
+        leaves = torch.stack([logps, entropy]).requires_grad_()
+        if tokens.scale.is_inference():
+            tokens = Tokens(*(x.clone() if isinstance(x, Tensor) else x for x in tokens))
+        terms = token_terms(*leaves, tokens, spec)
+        (gradients,) = torch.autograd.grad((tokens.scale * terms.loss).sum(), leaves)
+    return TokenTerms(*(x.detach() for x in terms)), gradients
 
 
 class Coupling(enum.Enum):
@@ -362,37 +291,31 @@ def loss_output(
 def fused_gac_loss(
     logits: Tensor,
     targets: Tensor,
-    advantages: Tensor,
-    is_demo: Tensor,
-    *,
-    mu: float | Tensor = 0.5,
-    old_logps: Tensor | None = None,
-    ref_logps: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
+    *roles: Tensor | None,
     spec: LossSpec = LossSpec(),  # noqa: B008 - frozen
-    rollout_norm: float | Tensor | None = None,
-    demo_norm: float | Tensor | None = None,
-    weights: Tensor | None = None,
-    rollout_logps: Tensor | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
     moments: bool = True,
+    **batch: Any,
 ) -> LossOutput:
-    """See `gac_kernels.fused_gac_loss`; same arguments, no checks."""
-    inputs = BatchInputs(
-        *(targets, advantages, is_demo, mu, old_logps, ref_logps, cu_seqlens),
-        *(rollout_norm, demo_norm, weights, rollout_logps),
-    )
+    """See `gac_kernels.fused_gac_loss`; same arguments, no checks.
+
+    roles: advantages and `is_demo`; `batch`: the other inputs of `inputs.complete`.
+    """
+    inputs = complete(targets, *roles, spec=spec, **batch)
     tokens = with_factors(plan(inputs, spec, compute_dtype(logits.dtype)), inputs, spec)
-    logps, entropy = token_logprobs(
-        logits,
-        targets,
-        temperature=spec.temperature,
-        logit_scale=logit_scale,
-        softcap=softcap,
-    )
-    terms = token_terms(logps.view(-1), entropy.view(-1), tokens, spec)
+    terms = _terms(logits, tokens, spec, logit_scale, softcap)
     return loss_output(tokens, terms, targets.shape, moments)
+
+
+def _terms(
+    logits: Tensor, tokens: Tokens, spec: LossSpec, logit_scale: float, softcap: float | None
+) -> TokenTerms:
+    """Token terms [N] of logits, differentiable."""
+    temperature = spec.temperature if tokens.temperature is None else tokens.temperature
+    scaling = {"temperature": temperature, "logit_scale": logit_scale, "softcap": softcap}
+    logps, entropy = token_logprobs(logits.flatten(0, -2), tokens.targets, **scaling)
+    return token_terms(logps, entropy, tokens, spec)
 
 
 def linear_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -405,42 +328,37 @@ def linear_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) ->
 def fused_linear_gac_loss(
     hidden: Tensor,
     weight: Tensor,
-    *args: Tensor,
+    targets: Tensor,
+    *roles: Tensor | None,
     bias: Tensor | None = None,
     sketch: HeadSketch | None = None,
     **keywords: Any,
 ) -> LossOutput:
     """See `gac_kernels.fused_linear_gac_loss`; materializes all [N, V] logits."""
     logits = linear_logits(hidden, weight, bias)
-    out = fused_gac_loss(logits, *args, **keywords)
+    out = fused_gac_loss(logits, targets, *roles, **keywords)
     if sketch is None:
         return out
-    return out._replace(sketch=_head_sketch(sketch, hidden, logits, args, keywords))
+    rows = hidden.detach().flatten(0, -2).to(logits.dtype)
+    batch = {k: v for k, v in keywords.items() if k in BatchInputs._fields}
+    inputs, spec = complete(targets, *roles, **batch), keywords.get("spec", LossSpec())
+    tokens = with_factors(plan(inputs, spec, logits.dtype), inputs, spec)
+    scaling = keywords.get("logit_scale", 1.0), keywords.get("softcap")
+    with torch.enable_grad():
+        leaf = logits.detach().requires_grad_()
+        terms = _terms(leaf, tokens, spec, *scaling)
+        (grad,) = torch.autograd.grad((tokens.scale * terms.loss).sum(), leaf)
+    return out._replace(sketch=_head_sketch(sketch, rows, grad.flatten(0, -2), tokens, spec))
 
 
 def _head_sketch(
-    sketch: HeadSketch,
-    hidden: Tensor,
-    logits: Tensor,
-    args: tuple[Tensor, ...],
-    keywords: dict[str, Any],
+    sketch: HeadSketch, rows: Tensor, grad: Tensor, tokens: Tokens, spec: LossSpec
 ) -> Tensor:
-    """Sketch [S, k, k] from the dense gradient of the logits, with both projections as matrices."""
-    spec = keywords.get("spec", LossSpec())
-    fields = {k: v for k, v in keywords.items() if k in BatchInputs._fields}
-    inputs = BatchInputs(*args, **fields)
-    tokens = with_factors(plan(inputs, spec, compute_dtype(logits.dtype)), inputs, spec)
-    scaling = {k: v for k, v in keywords.items() if k in ("logit_scale", "softcap")}
-    leaf = logits.detach().requires_grad_()
-    with torch.enable_grad():
-        logps, entropy = token_logprobs(leaf, args[0], temperature=spec.temperature, **scaling)
-        terms = token_terms(logps.view(-1), entropy.view(-1), tokens, spec)
-        (grad,) = torch.autograd.grad((tokens.scale * terms.loss).sum(), leaf)
-    flat = grad.flatten(0, -2)
-    vocab_projection = sketch.vocabulary(flat.shape[1]).to(flat)
-    hidden_signs = sketch.hidden_signs(hidden.shape[-1], torch.device("cpu")).to(flat)
-    rows = hidden.detach().flatten(0, -2).to(flat).masked_fill(~tokens.live[:, None], 0)
-    factors = SketchFactors(flat @ vocab_projection.T, rows @ hidden_signs.T)
+    """Sketch [S, k, k] from the dense gradient [N, V], with both projections as matrices."""
+    vocab_projection = sketch.vocabulary(grad.shape[1]).to(grad)
+    hidden_signs = sketch.hidden_signs(rows.shape[1], torch.device("cpu")).to(grad)
+    rows = rows.masked_fill(~tokens.live[:, None], 0)
+    factors = SketchFactors(grad @ vocab_projection.T, rows @ hidden_signs.T)
     return per_sequence(factors, tokens, spec, None)
 
 
@@ -454,3 +372,23 @@ def linear_token_logprobs(
 ) -> tuple[Tensor, ...]:
     """See `gac_kernels.linear_token_logprobs`; materializes all [N, V] logits."""
     return token_logprobs(linear_logits(hidden, weight, bias), targets, **keywords)
+
+
+def fused_linear_token_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    token_loss: Callable[..., Tensor],
+    *inputs: Tensor,
+    outputs: Sequence[str] = (),
+    **keywords: Any,
+) -> tuple[Tensor, ...]:
+    """See `gac_kernels.fused_linear_token_loss`; materializes all [N, V] logits.
+
+    Returns (loss, losses, logps, entropy, *outputs).
+    """
+    stats = linear_token_logprobs(hidden, weight, targets, outputs=outputs, **keywords)
+    live = targets != IGNORE
+    losses = token_loss(*(x[live] for x in (*stats[:2], *inputs, *stats[2:])))
+    spread = torch.zeros_like(stats[0]).masked_scatter(live, losses.detach().to(stats[0].dtype))
+    return losses.sum(), spread, *(x.detach() for x in stats)

@@ -30,6 +30,7 @@ class Tokens(NamedTuple):
     scale: Tensor  # [N]: weight in the mixed loss, i.e. `weight` times (1 - mu) or mu
     factor: Tensor | None  # [N]: multiplies the policy term, or a demonstration's loss
     rollout_logps: Tensor | None  # [N]: for the correction of current log-probs; nan: no correction
+    temperature: Tensor | None  # [N]: of the token's logits; None: that of the spec
     sequence: Tensor  # int64 [N]: the token's sequence
     offsets: Tensor  # int64 [S + 1]: where each sequence starts
     lengths: Tensor  # int64 [S]: tokens with a loss
@@ -50,9 +51,9 @@ class Tokens(NamedTuple):
         return self._map_columns(lambda x: x[span])
 
     def _map_columns(self, function: Callable[[Tensor], Tensor]) -> Tokens:
-        columns = [None if x is None else function(x) for x in self[:10]]
+        columns = [None if x is None else function(x) for x in self[:11]]
         # mypy knows neither the length nor the types of an unpacked slice
-        return Tokens(*columns, *self[10:])  # type: ignore[arg-type, call-arg]
+        return Tokens(*columns, *self[11:])  # type: ignore[arg-type, call-arg]
 
     def spread(self, x: Tensor) -> Tensor:
         """Give each token its sequence's value: [S] -> [N]."""
@@ -70,6 +71,15 @@ class Tokens(NamedTuple):
     def rollout_sum(self, x: Tensor) -> Tensor:
         """Give each token the float64 sum of x [N] over its sequence's rollout tokens."""
         return self.spread(self.per_sequence(torch.where(self.rollout, x, 0).double()))
+
+    def averaged(self) -> Tokens:
+        """The tokens with the mean of factor times advantage over each sequence as advantage."""
+        factor = torch.ones_like(self.scale) if self.factor is None else self.factor
+        mean = self.rollout_mean(self.advantages * factor)
+        return self._replace(
+            advantages=torch.where(self.demo, self.advantages, mean),
+            factor=None if self.factor is None else torch.where(self.demo, factor, 1),
+        )
 
     def rollout_mean(self, x: Tensor) -> Tensor:
         """Like `rollout_sum`, but returns the mean, in the dtype of x."""
@@ -99,8 +109,9 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
         offsets = torch.arange(rows + 1, device=device) * width
         sequence = index // max(width, 1)
     else:
-        offsets = cu_seqlens.to(torch.int64)
-        sequence = torch.searchsorted(offsets[1:], index, right=True)
+        # a GPU's values are not checked: never index out of bounds
+        offsets = cu_seqlens.to(torch.int64).clamp(0, len(flat)).cummax(0).values
+        sequence = torch.searchsorted(offsets[1:], index, right=True).clamp(max=len(offsets) - 2)
 
     def per_token(x: Tensor) -> Tensor:
         return x[sequence] if inputs.is_per_sequence(x) else x.reshape(-1)
@@ -109,7 +120,8 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
         ends = torch.nn.functional.pad(tokens.cumsum(0), (1, 0))  # exact in any order
         return ends[offsets[1:]] - ends[offsets[:-1]]
 
-    live, demo = flat != IGNORE, per_token(is_demo)
+    inside = (index >= offsets[0]) & (index < offsets[-1])  # tokens of no sequence have no loss
+    live, demo = (flat != IGNORE) & inside, per_token(is_demo) & inside
     lengths, rollout_lengths = count(live), count(live & ~demo)
     demo_lengths = lengths - rollout_lengths
     in_demo, in_rollout = is_demo, ~is_demo
@@ -139,25 +151,31 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
     mu = mu.to(dtype) if isinstance(mu, Tensor) else mu
     demo_share = demo.to(dtype)
     scale = weight * (demo_share * mu + (1 - demo_share) * (1 - mu))
-    columns = flat, live, demo, advantages, old, ref, weight, scale, None, None, sequence
+    columns = flat, live, demo, advantages, old, ref, weight, scale, None, None, None, sequence
     return Tokens(*columns, offsets, lengths, rollout_lengths, is_demo.reshape(-1), mu)
 
 
 def with_factors(tokens: Tokens, inputs: BatchInputs, spec: LossSpec) -> Tokens:
-    """Add the factor of each token's loss, as far as it is known before the forward pass.
+    """Add the temperature of each token, and the factor of its loss as far as it is known.
 
     The factor is the caller's weight, times the correction if `old_logps` is given. Without
     `old_logps`, the tokens keep `rollout_logps`, from which `token_factor` computes the correction
     later.
     """
-    if inputs.weights is None and spec.correction == "none":
+    if inputs.weights is None and inputs.temperatures is None and spec.correction == "none":
         return tokens
     inputs = inputs.to_targets_device()
     dtype = tokens.weight.dtype
+
+    def per_token(x: Tensor, elsewhere: float) -> Tensor:
+        x = x.to(dtype)
+        x = tokens.spread(x) if inputs.is_per_sequence(x) else x.reshape(-1)
+        return torch.where(tokens.live, x, elsewhere)
+
     if inputs.weights is not None:
-        weights = inputs.weights.to(dtype)
-        weights = tokens.spread(weights) if inputs.is_per_sequence(weights) else weights.reshape(-1)
-        tokens = tokens._replace(factor=torch.where(tokens.live, weights, 0))
+        tokens = tokens._replace(factor=per_token(inputs.weights, 0.0))
+    if inputs.temperatures is not None:
+        tokens = tokens._replace(temperature=per_token(inputs.temperatures, 1.0))
     if inputs.rollout_logps is not None:
         rollout_logps = inputs.rollout_logps.reshape(-1).to(dtype)
         tokens = tokens._replace(rollout_logps=rollout_logps)
@@ -252,16 +270,22 @@ def scale_for_float16(
     if dtype != torch.float16:
         return None, tokens
     weights = tokens.scale.abs()
-    weighted_advantages = weights * tokens.advantages.abs() / spec.temperature
+    temperature = spec.temperature if tokens.temperature is None else tokens.temperature
+    weighted_advantages = weights * tokens.advantages.abs() / temperature
     if tokens.factor is not None:
         weighted_advantages = torch.maximum(weights, weighted_advantages) * tokens.factor
     if tokens.rollout_logps is not None:
         weighted_advantages = weighted_advantages * min(spec.correction_max or 1, 2**12)
     bounds = torch.maximum(weights, weighted_advantages / 2**12)
-    largest = torch.nn.functional.pad(bounds, (0, 1)).max()
-    power = torch.exp2(torch.frexp(largest).exponent.to(largest.dtype))
-    inv_scale = torch.where(largest.isfinite(), power, 1)
+    inv_scale = power_above(bounds)
     return inv_scale, tokens._replace(scale=tokens.scale / inv_scale)
+
+
+def power_above(x: Tensor) -> Tensor:
+    """The power of two just above the largest element of x >= 0; 1 if that is infinite or nan."""
+    largest = torch.nn.functional.pad(x.flatten(), (0, 1)).max()
+    power = torch.exp2(torch.frexp(largest).exponent.to(largest.dtype))
+    return torch.where(largest.isfinite(), power, 1)
 
 
 class Summary(NamedTuple):

@@ -283,7 +283,8 @@ def _replace(module: nn.Module, forward: Callable[..., Any], handle: Fused) -> N
 
 def _head_forward(self: nn.Linear, x: Tensor) -> Any:
     handle, kind = self.__dict__[HANDLE], x.device.type
-    if not handle.lazy or isinstance(self.weight, DTensor):
+    sharded = isinstance(self.weight, DTensor) or hasattr(self.weight, "ds_id")  # ZeRO-3
+    if not handle.lazy or sharded:
         return self.__dict__[OWN](x)
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     handle.problem = "it computes its loss from the logits"
@@ -311,12 +312,9 @@ def _fused_loss(
     targets = shift_labels.to(hidden.device).reshape(hidden.shape[:-1])
     targets = torch.where(targets == ignore_index, IGNORE, targets)
     norm = (targets != IGNORE).sum() if num_items_in_batch is None else num_items_in_batch
-    none = torch.zeros(len(targets), device=hidden.device)
     with logits.precision():
         scaling |= {"demo_norm": norm, "moments": False, "spec": LABELS}
-        return fused_linear_gac_loss(
-            hidden, weight, targets, none, none == 0, mu=1.0, **scaling
-        ).loss
+        return fused_linear_gac_loss(hidden, weight, targets, **scaling).loss
 
 
 def _is_number(x: Any) -> bool:

@@ -1,16 +1,15 @@
 """The fused loss with the vocabulary sharded over ranks: no rank holds [V, H] or [N, V].
 
 Rank r holds consecutive rows of the weight and computes the corresponding columns of the logits.
-For each chunk of tokens, the ranks all-reduce two small tensors: the maximum [M], then three sums
-[3, M] (of exp, of exp times logit, and the target's logit). The gradient of the hidden states, [N,
-H], is all-reduced once.
+For each block of tokens, the ranks gather three numbers per token, [3, M]: the logsumexp and the
+entropy of their part of the distribution, and the target's logit. The gradient of the hidden
+states, [N, H], is all-reduced once.
 
 Notation: N tokens, M tokens of a chunk, V vocabulary size, H hidden size, R ranks.
 """
 
 from __future__ import annotations
 
-import math
 from types import ModuleType
 from typing import Any
 
@@ -19,13 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from . import backends, checks, reference
-from .api import check_head, fold_scaling, with_temperature
-from .autograd import FusedLinearLoss, LossTask, loss_output
-from .contract import LossOutput, LossSpec
-from .inputs import BatchInputs
-from .linear import NeedsGrad
-from .tokens import Tokens, TokenTerms, with_factors
+from . import checks, reference
+from .api import fold_scale, operands
+from .autograd import FusedLoss, loss_output
+from .contract import IGNORE, LossOutput, LossSpec
+from .inputs import NeedsGrad, complete
+from .sketch import RowSketch
+from .tokens import Tokens, TokenTerms
 
 
 def shard_bounds(vocabulary: int, ranks: int, rank: int) -> tuple[int, int]:
@@ -37,12 +36,12 @@ def vocab_parallel_gac_loss(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    advantages: Tensor,
-    is_demo: Tensor,
+    advantages: Tensor | None = None,
+    is_demo: Tensor | None = None,
     *,
     group: dist.ProcessGroup | None = None,
     bias: Tensor | None = None,
-    mu: float | Tensor = 0.5,
+    mu: float | Tensor | None = None,
     old_logps: Tensor | None = None,
     ref_logps: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
@@ -51,6 +50,7 @@ def vocab_parallel_gac_loss(
     demo_norm: float | Tensor | None = None,
     weights: Tensor | None = None,
     rollout_logps: Tensor | None = None,
+    temperatures: Tensor | None = None,
     moments: bool = True,
     logit_scale: float = 1.0,
     softcap: float | None = None,
@@ -71,27 +71,31 @@ def vocab_parallel_gac_loss(
 
     Other arguments, errors and results are as in `fused_linear_gac_loss`.
     """
-    options = check_head(hidden, weight, targets, bias, chunk_bytes)
-    inputs = BatchInputs(
-        *(targets, advantages, is_demo, mu, old_logps, ref_logps, cu_seqlens),
-        *(rollout_norm, demo_norm, weights, rollout_logps),
+    checks.rows("hidden", hidden, targets)
+    inputs = complete(
+        *(targets, advantages, is_demo),
+        spec=spec,
+        mu=mu,
+        old_logps=old_logps,
+        ref_logps=ref_logps,
+        cu_seqlens=cu_seqlens,
+        rollout_norm=rollout_norm,
+        demo_norm=demo_norm,
+        weights=weights,
+        rollout_logps=rollout_logps,
+        temperatures=temperatures,
     )
     checks.batch(hidden, inputs, spec)
-    scaling = fold_scaling(spec.temperature, logit_scale, softcap)
-    spec = with_temperature(spec, scaling)
-    accum_dtype = reference.compute_dtype(options.dtype)
-    inner = backends.choose("auto", hidden.device, accum_dtype)
+    scaling = spec.temperature, logit_scale, softcap
+    op = operands(hidden, weight, bias, targets, *scaling, "auto", chunk_bytes)
+    inputs, spec = fold_scale(inputs, spec, op, logit_scale)
     sizes = _sizes(weight, group)
-    checks.values(targets, sum(sizes), cu_seqlens, weights)
-    with torch.no_grad():
-        tokens = with_factors(inner.plan(inputs, spec, accum_dtype), inputs, spec)
+    checks.values(targets, sum(sizes), inputs)
     # all ranks must use the same chunks, even if the weight rows are sharded unevenly
-    options = options._replace(vocab_size=max(sizes))
-    backend = ShardedRows(sum(sizes[: dist.get_rank(group)]), group, inner)
-    task = LossTask(tokens, spec, backend, moments, softcap=scaling.softcap)
-    needs = NeedsGrad.of(hidden, weight, bias)
-    flat_hidden = SumGradient.apply(hidden.reshape(-1, hidden.shape[-1]), group)
-    flat = FusedLinearLoss.apply(flat_hidden, weight, bias, task, needs, options)
+    rows = ShardedRows(sum(sizes[: dist.get_rank(group)]), group, op.backend)
+    flat_hidden, needs = SumGradient.apply(op.rows, group), NeedsGrad.of(*op[:3])
+    op = op._replace(rows=flat_hidden, backend=rows, vocab_size=max(sizes))
+    flat = FusedLoss.apply(*op[:3], op, inputs, spec, needs, moments, None, None)
     return loss_output(flat, targets.shape)
 
 
@@ -122,8 +126,38 @@ class ShardedRows:
     """Backend (see `backends`) for a vocabulary shard, whose first entry is `start`."""
 
     def __init__(self, start: int, group: dist.ProcessGroup | None, inner: ModuleType) -> None:
-        self.start, self.group = start, group
-        self.scale_, self.reduce = inner.scale_, inner.reduce
+        self.start, self.group, self.inner = start, group, inner
+        self.plan, self.scale_, self.reduce = inner.plan, inner.scale_, inner.reduce
+
+    def row_stats(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        temperature: float | Tensor,
+        softcap: float | None = None,
+        more: bool = False,
+    ) -> tuple[Tensor, ...]:
+        assert not more, "the vocabulary-parallel loss needs no further outputs"
+        local = self._local(targets, logits)
+        parts = self.inner.row_stats(logits, local, temperature, softcap)
+        own = torch.stack(parts)
+        own[0] = torch.where(local < 0, 0, own[0] + own[2])  # the target's logit, in nats
+        ranks = [torch.empty_like(own) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(ranks, own, group=self.group)
+        target, entropy, lse = torch.stack(ranks, 1)
+        total = lse.logsumexp(0)
+        log_share = lse - total
+        share = log_share.exp()
+        # a rank whose entries are all masked has a share of 0 and no entropy
+        mixed = torch.where(share == 0, 0, share * (entropy - log_share)).sum(0)
+        live = targets != IGNORE
+        results = target.sum(0) - total, mixed, total
+        return tuple(torch.where(live, x, 0) for x in results)
+
+    def row_grads(
+        self, logits: Tensor, targets: Tensor, *arguments: Any, sketch: None = None
+    ) -> None:
+        self.inner.row_grads(logits, self._local(targets, logits), *arguments, whole_row=False)
 
     def row_loss(
         self,
@@ -131,62 +165,19 @@ class ShardedRows:
         tokens: Tokens,
         spec: LossSpec,
         out: Tensor | None,
-        sketch: None = None,  # not supported here
+        sketch: RowSketch | None = None,  # not supported here
         softcap: float | None = None,
     ) -> TokenTerms:
-        capped = reference.scale_logits(logits[0], 1.0, softcap)
-        local, is_local = self._local(tokens.targets, capped.shape[1])
-        exps, stats = self._statistics(capped / spec.temperature, local, is_local)
-        logps, entropy, log_sum = stats
+        temperature = spec.temperature if tokens.temperature is None else tokens.temperature
+        logps, entropy, lse = self.row_stats(logits, tokens.targets, temperature, softcap)
         terms, upstream = reference.token_gradients(logps, entropy, tokens, spec, out is not None)
         if out is not None and upstream is not None:
-            d_logps, d_entropy = upstream
-            p = exps.mul_((-log_sum).exp()[:, None])
-            log_p = (p.log()).masked_fill_(p == 0, 0)
-            grad = p * (-d_logps - d_entropy * entropy)[:, None]
-            grad -= p * log_p * d_entropy[:, None]
-            grad.scatter_add_(1, local, (d_logps * is_local)[:, None])
-            if softcap is not None:
-                grad *= reference.cap_slope(capped, softcap)
-            out[0].copy_(grad / spec.temperature)
+            stats = lse, entropy, *upstream
+            self.row_grads(logits, tokens.targets, *stats, temperature, out, softcap)
         return terms
 
-    def row_stats(
-        self, logits: Tensor, targets: Tensor, temperature: float, softcap: float | None, more: bool
-    ) -> tuple[Tensor, ...]:
-        assert not more, "the vocabulary-parallel loss needs no further outputs"
-        z = reference.scale_logits(logits[0], temperature, softcap)
-        _, stats = self._statistics(z, *self._local(targets, z.shape[1]))
-        return stats
-
-    def _local(self, targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """Local column of each target [M, 1], 0 if it is not local; and whether it is local [M]."""
+    def _local(self, targets: Tensor, logits: Tensor) -> Tensor:
+        """Local column of each target, -1 if another rank has it, IGNORE without a loss."""
         local = targets - self.start
-        is_local = (local >= 0) & (local < width)
-        return torch.where(is_local, local, 0)[:, None], is_local
-
-    def _statistics(
-        self, z: Tensor, local: Tensor, is_local: Tensor
-    ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-        """Compute exp(z - max) of this rank's columns, and the statistics over all columns.
-
-        The statistics are logps, entropy and log sum exp(z - max), [M] each.
-
-        Args:
-            z: [M, V_r] of logits / temperature, overwritten.
-            local: [M, 1] of the target's local column, valid if `is_local`.
-            is_local: [M], whether this rank holds the target.
-        """
-        maximum = z.amax(1)
-        dist.all_reduce(maximum, dist.ReduceOp.MAX, group=self.group)
-        z -= maximum[:, None]
-        exps = z.exp()
-        # a masked vocabulary entry (-inf) adds 0 log 0 = 0
-        weighted = torch.where(exps == 0, 0, exps * z)
-        target = torch.where(is_local, z.gather(1, local)[:, 0], 0)
-        sums = torch.stack([exps.sum(1), weighted.sum(1), target])
-        dist.all_reduce(sums, group=self.group)
-        log_sum = sums[0].log()
-        # +inf logits are an error, not a token of probability 1
-        log_sum = torch.where(maximum == math.inf, math.nan, log_sum)
-        return exps, (sums[2] - log_sum, log_sum - sums[1] / sums[0], log_sum)
+        elsewhere = (local < 0) | (local >= logits.shape[-1])
+        return torch.where(targets == IGNORE, IGNORE, torch.where(elsewhere, -1, local))

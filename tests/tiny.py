@@ -11,7 +11,7 @@ from gac.config import load
 from gac.data import Example
 from gac.demo.task import make_tokenizer, model_config, rows, write_rows
 from gac.rewards.base import RowReward
-from gac.training.run_config import TrainConfig
+from gac.train_config import TrainConfig
 
 # keys of metrics.jsonl that measure wall-clock time
 TIMING_KEYS = (

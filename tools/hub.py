@@ -76,7 +76,7 @@ package `gac-kernels` on PyPI also has native CPU and CUDA kernels.
 from kernels import get_kernel
 
 gac_kernels = get_kernel("{repository}", version={version}, trust_remote_code=True)
-out = gac_kernels.fused_linear_gac_loss(hidden, weight, targets, advantages, is_demo)
+out = gac_kernels.fused_linear_gac_loss(hidden, weight, targets, advantages, is_demo, mu=0.5)
 out.loss.backward()
 ```
 
@@ -100,7 +100,8 @@ def test_gradient_equals_the_reference():
     gradients = []
     for backend in ("auto", "reference"):
         logits.grad = None
-        out = gac_kernels.fused_gac_loss(logits, targets, advantages, is_demo, backend=backend)
+        batch = targets, advantages, is_demo
+        out = gac_kernels.fused_gac_loss(logits, *batch, mu=0.5, backend=backend)
         out.loss.backward()
         gradients.append(logits.grad)
     torch.testing.assert_close(*gradients)

@@ -25,7 +25,7 @@ from gac.methods import METHODS
 from gac.report.statistics import mean_sd
 from gac.study.arms import Arm, arm_config
 from gac.study.runs import result, run_all
-from gac.training.run_config import TrainConfig
+from gac.train_config import TrainConfig
 from tools.ablations import ABLATIONS
 
 RESULTS = Path("docs") / "methods_study.json"

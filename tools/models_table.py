@@ -29,7 +29,7 @@ from gac.errors import UserError
 from gac.evaluation.cells import markdown_table
 from gac.models.families import RESULTS
 from gac.parallel import setup
-from gac.training.run_config import TrainConfig
+from gac.train_config import TrainConfig
 from gac.training.trainer import train
 from tools.tiny_models import families, tiny_config
 

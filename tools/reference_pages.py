@@ -17,7 +17,7 @@ from gac.config import Key, keys
 from gac.evaluation.config import EvalConfig
 from gac.methods import METHODS, Method
 from gac.methods.listing import summary
-from gac.training.run_config import TrainConfig
+from gac.train_config import TrainConfig
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import io
 import itertools
 import json
@@ -24,14 +25,14 @@ from typing import Any, NamedTuple
 import torch
 from transformers import GPT2Config
 
-from gac.config import load
+from gac.config import ConfigError, load
 from gac.data.order import Order
 from gac.demo.settings import demo_fields
 from gac.demo.task import make_tokenizer, write_rows
 from gac.faults import checkpoint
 from gac.methods import METHODS
+from gac.train_config import TrainConfig
 from gac.training.export import export_checkpoint
-from gac.training.run_config import TrainConfig
 from gac.training.trainer import train
 from tools.study_tasks import ALPHABET, TASKS, Problem, corrupt, restyle
 
@@ -261,17 +262,32 @@ def make_bases(out: Path, task: str) -> None:
             if (found := next(good, None)) is not None:
                 path = checkpoint.find(run / "checkpoints", found["step"])
                 export_checkpoint(settings.model, path, out / f"{task}-{base}")
-                save = {
-                    "task": task,
-                    "base": base,
-                    "step": found["step"],
-                    "accuracy": found["accuracy"],
-                }
-                print(json.dumps(save), flush=True)
                 missing.remove(base)
         if not missing:
             break
     shutil.rmtree(run)
+
+
+def check_bases(out: Path, task: str, results: Path) -> None:
+    """Raise ConfigError unless the task's bases are those of the finished runs, if there are any.
+
+    Training is deterministic, but another machine or version may round differently.
+    """
+    digests = {
+        f"{task}-{base}": hashlib.sha256(
+            (out / f"{task}-{base}" / "model.safetensors").read_bytes()
+        ).hexdigest()
+        for base in BASES
+    }
+    path = results / "bases.json"
+    saved = json.loads(path.read_text()) if path.exists() else {}
+    changed = [name for name, digest in digests.items() if saved.get(name, digest) != digest]
+    if changed:
+        raise ConfigError(
+            f"--results {results}: its runs used other weights of the base {changed[0]}: continue "
+            "on a machine that trains the same, or choose another folder"
+        )
+    path.write_text(json.dumps(saved | digests, indent=1) + "\n")
 
 
 def run_cell(out: Path, cell: Cell, arm: Arm) -> dict[str, Any]:
@@ -333,11 +349,15 @@ def run_grid(out: Path, path: Path, cells: Iterable[tuple[Cell, Arm]], code: str
     """Train the cells that have no line in `path` yet, and append one line for each."""
     done = {Cell(*(row[key] for key in Cell._fields)) for row in finished(path)}
     path.parent.mkdir(parents=True, exist_ok=True)
+    checked: set[str] = set()
     for cell, arm in cells:
         if cell in done:
             continue
         with contextlib.redirect_stderr(io.StringIO()):  # progress bars
-            make_bases(out, cell.task)
+            if cell.task not in checked:
+                make_bases(out, cell.task)
+                check_bases(out, cell.task, path.parent)
+                checked.add(cell.task)
             result = run_cell(out, cell, arm)
         with path.open("a") as file:
             file.write(json.dumps({**result, "code": code}) + "\n")

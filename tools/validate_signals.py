@@ -28,8 +28,8 @@ from gac.control.signals import GradientSignals, ProxySignals, SketchSignals
 from gac.evaluation.cells import markdown_table
 from gac.methods.base import Mix
 from gac.study.arms import Arm, arm_config
+from gac.train_config import TrainConfig
 from gac.training.gradients import Gradients
-from gac.training.run_config import TrainConfig
 from gac.training.step import Step
 from gac.training.trainer import Trainer
 from tools.scenarios import write_scenarios

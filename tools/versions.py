@@ -38,7 +38,7 @@ gradients = []
 for backend, dtype in (("native", torch.float32), ("reference", torch.float64)):
     leaves = [x.to(dtype, copy=True).requires_grad_() for x in (rows, weight)]
     out = gac_kernels.fused_linear_gac_loss(*leaves, targets, torch.tensor([1.0, 0.0]), is_demo,
-                                            backend=backend)
+                                            mu=0.5, backend=backend)
     out.loss.backward()
     gradients.append([x.grad.double() for x in leaves])
 for ours, expected in zip(*gradients):

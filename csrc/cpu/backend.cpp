@@ -59,15 +59,19 @@ struct Statistics {
 // The state of one thread: it reads a row, then optionally writes its gradient.
 class Worker {
  public:
-  Worker(const RowKernels& kernels, const Rows& logits, double temperature, double softcap,
-         const Rows* out)
-      : kernels_(kernels), logits_(logits), out_(out), temperature_(temperature),
-        softcap_(softcap), exp2_scale_(static_cast<float>(kLog2e / temperature)),
-        scale_error_(exp2_scale_ * temperature / kLog2e - 1) {
+  Worker(const RowKernels& kernels, const Rows& logits, const RowArguments& a, const Rows* out)
+      : kernels_(kernels), logits_(logits), out_(out), temperatures_(a.temperatures),
+        softcap_(a.softcap) {
+    set_temperature(a.temperature);
     if (softcap_ != 0) capped_ = allocate(logits.width);
     if (!out) return;
     scratch_ = allocate(kernels_.scratch(logits.width));
     stream_ = out->data != logits.data && out->count * out->width * out->item > kStreamBytes;
+  }
+
+  // Selects the temperature of row i; call it before the row's other functions.
+  void select(int64_t i) {
+    if (temperatures_) set_temperature(temperatures_[i]);
   }
 
   bool out_of_memory() const { return (out_ && !scratch_) || (softcap_ != 0 && !capped_); }
@@ -108,6 +112,15 @@ class Worker {
            !kernels_.reaches(dtype, row, target, s.sums.base);
   }
 
+  // Replaces the sums of a part of the vocabulary by those of the whole row.
+  void renormalize(Statistics& s, double lse, double entropy) const {
+    const double log_sum = lse - s.sums.base / temperature_;
+    s.logp += s.log_sum - log_sum;
+    s.log_sum = log_sum;
+    s.sums.sum = std::exp(log_sum);
+    s.entropy = entropy;
+  }
+
   void write_zero(int64_t i) const {
     if (out_) std::memset((*out_)[i], 0, out_->width * out_->item);
   }
@@ -135,6 +148,11 @@ class Worker {
   }
 
  private:
+  void set_temperature(double temperature) {
+    temperature_ = temperature;
+    exp2_scale_ = static_cast<float>(kLog2e / temperature);
+    scale_error_ = exp2_scale_ * temperature / kLog2e - 1;
+  }
   struct Source {
     Dtype dtype;
     void* row;
@@ -154,6 +172,7 @@ class Worker {
   const RowKernels& kernels_;
   const Rows& logits_;
   const Rows* out_;
+  const float* temperatures_;
   double temperature_, softcap_;
   float exp2_scale_;
   double scale_error_;
@@ -173,13 +192,14 @@ const char* for_each_row(const RowArguments& a, const F& f, const Skip& skip) {
   const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, a.vocab));
   std::atomic<bool> failed = false;
   parallel_for(a.rows, grain, a.threads, [&](int64_t begin, int64_t end) {
-    const Worker worker(*kernels, logits, a.temperature, a.softcap, a.out.data ? &out : nullptr);
+    Worker worker(*kernels, logits, a, a.out.data ? &out : nullptr);
     if (worker.out_of_memory()) {
       failed = true;
       return;
     }
     for (int64_t i = begin; i < end; ++i) {
       if (a.targets[i] != kIgnore) {
+        worker.select(i);
         f(worker, i, a.targets[i]);
       } else {
         worker.write_zero(i);
@@ -188,6 +208,13 @@ const char* for_each_row(const RowArguments& a, const F& f, const Skip& skip) {
     }
   });
   return failed ? "not enough memory for the buffer of a row" : nullptr;
+}
+
+// Sketches the gradient of row i, if requested, while it is in the cache.
+void add_buckets(const RowArguments& a, const Rows& out, const RowKernels& kernels, int64_t i) {
+  if (a.buckets)
+    kernels.buckets(reinterpret_cast<const float*>(out[i]), a.signs, a.vocab, a.size,
+                    a.buckets + i * a.size);
 }
 
 }  // namespace
@@ -218,12 +245,19 @@ const char* gac_row_stats(const gac::RowArguments* arguments) {
 const char* gac_row_grads(const gac::RowArguments* arguments) {
   using namespace gac;
   const RowArguments& a = *arguments;
+  const Rows out(a.out, a);
   return for_each_row(
       a,
       [&](const Worker& worker, int64_t i, int64_t target) {
         const float d_logp = a.d_logps[i], d_entropy = a.d_entropy[i];
         if (d_logp == 0 && d_entropy == 0) return worker.write_zero(i);
-        worker.write(i, target, worker.read(i, target, d_entropy == 0), d_logp, d_entropy);
+        Statistics s = worker.read(i, target, d_entropy == 0);
+        if (a.lse) {
+          if (s.sums.sum == 0) return worker.write_zero(i);  // masked in this part
+          worker.renormalize(s, a.lse[i], a.entropy[i]);
+        }
+        worker.write(i, target, s, d_logp, d_entropy);
+        add_buckets(a, out, worker.kernels(), i);
       },
       [](int64_t) {});
 }
@@ -247,11 +281,6 @@ const char* gac_row_loss(const gac::RowArguments* arguments) {
                   a.correction_min,
                   a.correction_max};
   const Rows out(a.out, a);
-  const auto add_buckets = [&](const RowKernels& kernels, int64_t i) {
-    if (a.buckets)  // while the row is in the cache
-      kernels.buckets(reinterpret_cast<const float*>(out[i]), a.signs, a.vocab, a.size,
-                      a.buckets + i * a.size);
-  };
   return for_each_row(
       a,
       [&](const Worker& worker, int64_t i, int64_t target) {
@@ -272,7 +301,7 @@ const char* gac_row_loss(const gac::RowArguments* arguments) {
         a.kl[i] = static_cast<float>(token.kl);
         a.clipped[i] = token.clipped;
         worker.write(i, target, s, a.scale[i] * token.d_logp, a.scale[i] * token.d_entropy);
-        add_buckets(worker.kernels(), i);
+        add_buckets(a, out, worker.kernels(), i);
       },
       [&](int64_t i) {
         a.logps[i] = a.entropy[i] = a.loss[i] = a.kl[i] = a.clipped[i] = 0;

@@ -24,8 +24,9 @@ struct RowArguments {
   int64_t rows, vocab, per_batch;  // N = B T, V and T
   int64_t threads;
   double temperature, softcap;  // softcap 0: none
+  const float* temperatures;  // [N], or null: `temperature`
   const int64_t* targets;
-  float *logps, *entropy, *lse;  // results
+  float *logps, *entropy, *lse;  // results; of `gac_row_grads`, null or those of the whole row
   float *log_sum_sq_probs, *mean_logits, *is_top1;  // further results of `gac_row_stats`
   const float *d_logps, *d_entropy;
   const bool* demo;

@@ -8,7 +8,8 @@ namespace gac {
 enum class Dtype { float32, bfloat16, float16 };
 
 // Sums over one row, with t_i = (x_i - base) exp2_scale and exp2_scale = log2(e) / temperature, so
-// that 2^t_i is the unnormalized softmax. `sum` is nan if the row has no distribution.
+// that 2^t_i is the unnormalized softmax. `sum` is nan if a logit is nan or +inf, and 0 if all are -inf:
+// neither row has a distribution.
 struct RowSums {
   float base;  // the largest logit
   double sum;  // of 2^t_i

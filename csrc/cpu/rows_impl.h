@@ -154,8 +154,6 @@ RowSums sums(const In* row, int64_t width, float exp2_scale, float* bases, float
     result.squares = add_lanes(all.squares);
     result.total = add_lanes(all.total);
   }
-  // A nan logit makes both sums nan; a row of only -inf has no distribution either.
-  if (result.sum != result.sum || result.sum == 0) result.sum = NAN;
   return result;
 }
 

@@ -93,6 +93,12 @@ def load_object(name: str, where: str) -> Callable[..., Any]:
     return value
 
 
+def find_user_code(config: Path | None) -> None:
+    """Let modules be imported from the current folder and that of the configuration file."""
+    folders = [Path.cwd(), *([] if config is None else [config.parent.resolve()])]
+    sys.path += [str(folder) for folder in folders if str(folder) not in sys.path]
+
+
 def import_name(value: Any) -> str | None:
     """The name with which `load_object` imports a class or function; None if there is none."""
     name = f"{value.__module__}:{value.__qualname__}"

@@ -18,7 +18,7 @@ from gac.errors import ConfigError, RunError, writable_folder
 from gac.methods import all_methods
 from gac.report import results_table, write_report
 from gac.study.runs import run_all
-from gac.training.run_config import TrainConfig
+from gac.train_config import TrainConfig
 
 from . import METHODS
 from .settings import demo_fields
@@ -64,24 +64,16 @@ def _train(runs: Sequence[TrainConfig], jobs: int = 1) -> None:
         raise RunError("; ".join(f"{out}: {reason}" for out, reason in failed.items()))
 
 
-def make_base(
-    out: Path,
-    steps: int,
-    seeds: Sequence[int] = range(5),
-    accepted: tuple[float, float] | None = None,
-    data: str = "base",
-) -> Path:
-    """Train a base model on the task's file `data`, unless already trained; return its folder.
+def make_base(out: Path, steps: int, seeds: Sequence[int] = range(5)) -> Path:
+    """Train a base model, unless already trained; return its folder.
 
     A base model that solves no subtractions, or many, makes the comparison uninformative, so seeds
-    are tried until its subtraction accuracy is in the interval `accepted` (None: `BASE_ACCURACY`).
-    Each accuracy is printed.
+    are tried until its subtraction accuracy is in `BASE_ACCURACY`. Each accuracy is printed.
     """
-    low, high = BASE_ACCURACY if accepted is None else accepted
+    low, high = BASE_ACCURACY
     for seed in seeds:
-        run = out / f"{data}-{seed}"
-        config = base_config(out, run, seed, steps, data)
-        _train([config])
+        run = out / f"base-{seed}"
+        _train([base_config(out, run, seed, steps)])
         last = json.loads((run / "eval.jsonl").read_text().splitlines()[-1])
         accuracy = {op: last[f"accuracy/{op}"] for op in "+-"}
         shown = ", ".join(f"{op} {value:.3f}" for op, value in accuracy.items())
@@ -118,7 +110,7 @@ def _config(out: Path, run: Path, changes: dict) -> TrainConfig:
     return load(TrainConfig, shared | changes | merged)
 
 
-def base_config(out: Path, run: Path, seed: int, steps: int, data: str = "base") -> TrainConfig:
+def base_config(out: Path, run: Path, seed: int, steps: int) -> TrainConfig:
     """Configuration of the base model's run: SFT from random weights on weak-teacher solutions."""
     task = out / "task"
     return _config(
@@ -126,7 +118,7 @@ def base_config(out: Path, run: Path, seed: int, steps: int, data: str = "base")
         run,
         {
             "model": {"path": str(task / "init"), "random_init": True},
-            "data": {"prompts": None, "demos": str(task / f"{data}.jsonl")},
+            "data": {"prompts": None, "demos": str(task / "base.jsonl")},
             "method": {"name": "sft"},
             "run_name": "base",
             "optim": {"lr": 3e-3, "betas": [0.9, 0.99], "warmup_steps": 10, "min_lr_ratio": 0.0},

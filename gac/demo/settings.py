@@ -24,7 +24,7 @@ def demo_fields(name: str, steps: int) -> dict[str, Any]:
         "wcf": {"schedule": wcf},
         **{key: {"calibration": max(steps // 8, 1)} for key in ["kl-ctrl", "rewvar-ctrl"]},
         "amft": {"warmup": steps // 16},
-        "uft": {"hint_steps": int(0.6 * steps)},
+        "uft": {"hint_steps": max(int(0.6 * steps), 1)},
         "prefix-rft": {"low": {"peak": 0.95, "valley": 0.05, "decay": steps}},
         "dwa": {"window": max(steps // 16, 1)},
     }

@@ -116,10 +116,8 @@ def rows(
     return out
 
 
-def with_demos(
-    prompts: Sequence[dict[str, Any]], seed: int, demo_op: str = "-"
-) -> list[dict[str, Any]]:
-    """The same rows, with a weak demonstration for each problem with the operation `demo_op`.
+def with_demos(prompts: Sequence[dict[str, Any]], seed: int) -> list[dict[str, Any]]:
+    """The same rows, with a weak demonstration for each subtraction.
 
     For methods that train on demonstrations of the sampled prompts.
     """
@@ -127,18 +125,8 @@ def with_demos(
     for row in prompts:
         op, digits = row["prompt"][0], row["prompt"][1:-1]
         a, b = (int(digits[i::2][::-1]) for i in (0, 1))
-        out.append(row | ({"solution": response(a, b, op, 0.3, rng)} if op == demo_op else {}))
+        out.append(row | ({"solution": response(a, b, op, 0.3, rng)} if op == "-" else {}))
     return out
-
-
-def wrong(demos: Sequence[dict[str, Any]], seed: int) -> list[dict[str, Any]]:
-    """The same demonstrations with every digit of the solution replaced by a random one."""
-    rng = random.Random(f"wrong:{seed}")
-
-    def scramble(text: str) -> str:
-        return "".join(rng.choice("0123456789") if c.isdigit() else c for c in text)
-
-    return [row | {"solution": scramble(row["solution"])} for row in demos]
 
 
 def write_task(folder: Path, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Fault tolerance: checkpoints, guards, heartbeats, preflight checks.
+"""Fault tolerance: checkpoints, heartbeats, requests to stop.
 
 This package may import `evaluation` and earlier packages.
 """

@@ -17,10 +17,10 @@ from gac.control.controller import ControllerConfig
 from gac.control.evidence import Evidence, SourceNeeds
 from gac.data.order import Order
 from gac.data.rows import Row
-from gac.methods import CHORD, GAC, Constant, Method, Observation
+from gac.methods import CHORD, DEFAULT, GAC, METHODS, Constant, Method, Observation
 from gac.methods.base import demo_losses, next_mix
 from gac.methods.kl_ctrl import KLControl
-from gac.training.probes.sketches import UnitSketches
+from gac.training.probes import UnitSketches
 from gac_kernels import HeadSketch, LossOutput, LossSpec, TokenMoments
 
 FILE = "gac.json"
@@ -44,7 +44,7 @@ class Mixer:
     Args:
         controller: a ControllerConfig, or a method of `gac.methods` that needs only
             log-probabilities: GAC (proxy signals, no gate), CHORD, Constant, Guarded or KLControl.
-            None: GAC().
+            None: the default method, a constant mu with an alarm.
         rows: number of available demonstrations.
         batch: demonstrations per optimizer step, over all ranks.
         seed: seed of the order of the demonstrations.
@@ -256,7 +256,7 @@ class Mixer:
 
 
 def resolve_method(controller: ControllerConfig | Method | None, sketches: bool = False) -> Method:
-    """Convert the controller to a Method; None gives GAC().
+    """Convert the controller to a Method; None gives the default method.
 
     `sketches` declares that the trainer measures head sketches.
 
@@ -264,7 +264,7 @@ def resolve_method(controller: ControllerConfig | Method | None, sketches: bool 
         ValueError: the controller needs more than log-probabilities.
     """
     if controller is None:
-        return GAC()
+        return METHODS[DEFAULT]()
     valid = isinstance(controller, (ControllerConfig, Method))
     require(valid, "controller", controller, "a ControllerConfig or a method of gac.methods")
     name = getattr(controller, "name", "ControllerConfig")

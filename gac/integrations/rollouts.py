@@ -27,7 +27,6 @@ def rollout_moments(
         logps,
         torch.where(trained, 0, -100),
         advantages,
-        torch.zeros(len(mask), dtype=torch.bool),
         ref_logps=ref_logps,
         entropy=entropy,
     ).moments

@@ -24,7 +24,7 @@ from torch import Tensor
 from gac.config import choose
 from gac.data.rows import Row
 from gac.integrations.mixer import Mixer
-from gac.methods import METHODS
+from gac.methods import DEFAULT, METHODS
 from gac.models.causal_lm import Head, attach_head
 from gac_kernels import LossOutput, LossSpec
 
@@ -54,7 +54,7 @@ class GACGRPOTrainer(StepMixin, GRPOTrainer):
         check_supported("gac.integrations.swift", _unsupported_options(self))
         slots = self.accelerator.num_processes * self.args.gradient_accumulation_steps
         self.mixer = Mixer(
-            choose(METHODS, json.loads(os.environ.get(METHOD_ENV, '"gac"')), METHOD_ENV),
+            choose(METHODS, json.loads(os.environ.get(METHOD_ENV, f'"{DEFAULT}"')), METHOD_ENV),
             rows=len(self.chord_sft_dataset),
             batch=slots * self.args.chord_sft_per_device_train_batch_size,
             seed=self.args.seed,

@@ -23,7 +23,7 @@ from trinity.common.experience import CustomField, Experience
 
 from gac.config import choose
 from gac.integrations.mixer import Mixer, resolve_method
-from gac.methods import METHODS
+from gac.methods import DEFAULT, METHODS
 from gac_kernels import LossSpec, loss_from_logprobs
 
 REDUCTIONS = {"token-mean": "token", "seq-mean-token-mean": "sequence"}
@@ -115,7 +115,7 @@ class GACPolicyLoss(PolicyLossFn):
     def __init__(
         self,
         backend: str = "verl",
-        method: Any = "gac",
+        method: Any = DEFAULT,
         state_dir: str | None = None,
         clip_range: float | None = 0.2,
         clip_range_low: float | None = None,
@@ -234,4 +234,4 @@ class GACPolicyLoss(PolicyLossFn):
 
     @classmethod
     def default_args(cls) -> dict[str, Any]:
-        return {"method": "gac", "clip_range": 0.2, "loss_agg_mode": "token-mean"}
+        return {"method": DEFAULT, "clip_range": 0.2, "loss_agg_mode": "token-mean"}

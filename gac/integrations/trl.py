@@ -54,7 +54,7 @@ class GACMixin(StepMixin, FusedGRPOMixin):
     Args:
         demo_dataset: a Dataset with prompt and completion (texts or messages), or messages.
         demo_batch: demonstrations per optimizer step, over all processes.
-        controller: a ControllerConfig or a method, see `gac.Mixer`; None = GAC's defaults.
+        controller: a ControllerConfig or a method, see `gac.Mixer`; None = the default method.
 
     Raises:
         TypeError: demo_dataset is not a Dataset.

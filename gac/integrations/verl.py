@@ -32,7 +32,7 @@ from verl.workers.utils.padding import no_padding_2_padding
 from gac.config import choose
 from gac.data.rows import Row
 from gac.integrations.mixer import Mixer, resolve_method
-from gac.methods import METHODS
+from gac.methods import DEFAULT, METHODS
 from gac_kernels import loss_from_logprobs
 
 from .demonstrations import demo_norm, read, row_of, shard, tokenized
@@ -56,7 +56,7 @@ class GACPolicyLoss(PolicyLossConfig):
     messages."""
     demo_batch: int = 0
     """Demonstrations per optimizer step (mini-batch), over all ranks."""
-    method: Any = field(default_factory=lambda: {"name": "gac"})
+    method: Any = field(default_factory=lambda: {"name": DEFAULT})
     """A method name, or a mapping with its name and fields; see `gac.Mixer`."""
     demo_seed: int = 0
     """Seed for the order of the demonstrations."""

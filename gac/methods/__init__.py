@@ -61,8 +61,10 @@ _FAMILIES: tuple[tuple[type[Method], ...], ...] = (
 )
 METHODS: dict[str, type[Method]] = {m.name: m for family in _FAMILIES for m in family}
 """Name in the configuration -> method."""
+DEFAULT = ConstantAlarm.name
+"""The method of `gac train`, of the adapters and of new projects, unless another is named."""
 
-__all__ = ["METHODS", "Method", "Mix", "Observation", "State", "all_methods"]
+__all__ = ["DEFAULT", "METHODS", "Method", "Mix", "Observation", "State", "all_methods"]
 logger = logging.getLogger(__name__)
 
 

@@ -98,6 +98,9 @@ class Loss(NamedTuple):
     """Both terms are divided by a common count over all rows."""
     reference: bool = False
     """`token` uses the LM head of the frozen initial policy."""
+    per_token: bool = False
+    """`token` is a function of each token's own log-prob, entropy and inputs, without sums over
+    sequences. The gradient then takes 6 instead of 8 N H V FLOPs."""
 
 
 @dataclass(frozen=True)

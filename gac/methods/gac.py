@@ -70,7 +70,7 @@ class GAC(ControllerConfig, TokenWeighted):
         return {**state, "controller": controller.state_dict()}, Mix(mu)
 
     def log_message(self, before: State, after: State) -> str | None:
-        return alarm_message(before["controller"].get("alarm"), after["controller"]["alarm"])
+        return alarm_message(before["controller"]["alarm"], after["controller"]["alarm"])
 
     def needs(self, step: int) -> StepNeeds:
         # Update t uses the measurements of step t - 1. Step 0 also measures, so that the averages

@@ -10,6 +10,7 @@ import torch
 from gac.parallel import collectives
 from gac.rollouts.advantages import Credit
 
+from .base import OURS
 from .superrl import SuperRL
 
 
@@ -23,6 +24,7 @@ class Routing(SuperRL):
     """
 
     name: ClassVar[str] = "routing"
+    family: ClassVar[str] = OURS
     source: ClassVar[str] = "the rule of arXiv 2506.01096v2 and 2509.04419, normalized by prompts"
 
     def credit(self, rewards: torch.Tensor, demos: torch.Tensor | None, kind: str) -> Credit:

@@ -46,7 +46,8 @@ class SDAR(Method):
         require(self.beta >= 0, "beta", self.beta, "a number >= 0")
 
     def loss(self, base: LossSpec) -> Loss:
-        return Loss(replace(base, rollout_reduction="token"), token=self.token_loss, policy=True)
+        spec = replace(base, rollout_reduction="token")
+        return Loss(spec, token=self.token_loss, policy=True, per_token=True)
 
     def sampling(self, completions: int) -> Sampling:
         return Sampling(demos="prompt", teacher=True)

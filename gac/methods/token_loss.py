@@ -19,11 +19,13 @@ from gac.data.rows import Batch
 from gac_kernels import LossOutput, LossSpec
 from gac_kernels.contract import IGNORE
 from gac_kernels.inputs import BatchInputs
-from gac_kernels.reference import loss_output, token_terms
+from gac_kernels.reference import Coupling, coupling, loss_output, token_terms
 from gac_kernels.tokens import Tokens, TokenTerms, plan, token_factor, with_factors
 
 if TYPE_CHECKING:
     from gac.models.causal_lm import Head  # needs transformers
+
+COLUMNS = Tokens._fields[: Tokens._fields.index("sequence")]  # one value per token
 
 
 class TokenView(NamedTuple):
@@ -80,11 +82,13 @@ def custom_loss(
     norms: TermPair,
     teacher_logps: Tensor | None = None,
     engine_logps: Tensor | None = None,
+    per_token: bool = False,
 ) -> LossOutput:
     """Like `Head.loss`, with `token_loss(TokenView) -> [N]` as the per-token loss.
 
     The KL penalty and the entropy bonus of `spec` are added on rollout tokens, and the correction
-    for `engine_logps` multiplies the method's loss there.
+    for `engine_logps` multiplies the method's loss there. With `per_token`, as in `Loss`, the
+    gradient takes one pass over the logits instead of two, unless `spec` couples tokens.
     """
     targets = batch.targets
     flat, old, ref, engine = batch.to_loss_layout(targets, old_logps, ref_logps, engine_logps)
@@ -100,24 +104,58 @@ def custom_loss(
         rollout_norm=norms.rollout,
         demo_norm=norms.demo,
     )
-    tokens = plan(inputs, spec)
-    logps, entropy = (x.reshape(-1) for x in head.logprobs(targets, spec.temperature))
-    unpenalized = replace(spec, kl_coef=0.0, entropy_coef=0.0)
-    policy_loss = token_terms(logps, entropy, tokens, unpenalized).loss
+    tokens = with_factors(plan(inputs, spec), inputs, spec)
     teacher = None if teacher_logps is None else teacher_logps.flatten()
+    fixed = spec, head, reference, batch.units
+    if not per_token or head.logits is not None or coupling(tokens, spec) is not Coupling.NONE:
+        logps, entropy = (x.reshape(-1) for x in head.logprobs(targets, spec.temperature))
+        return loss_output(
+            tokens, _terms(token_loss, logps, entropy, tokens, teacher, *fixed), targets.shape
+        )
+    names = [name for name in COLUMNS if getattr(tokens, name) is not None]
+    columns = [getattr(tokens, name) for name in names] + ([] if teacher is None else [teacher])
+
+    def weighted_loss(logps: Tensor, entropy: Tensor, *columns: Tensor) -> Tensor:
+        """[M] loss of the tokens of a block, with their weight in the mixed loss."""
+        part = tokens._replace(**dict(zip(names, columns, strict=False)))
+        seen = None if teacher is None else columns[-1]
+        return part.scale * _terms(token_loss, logps, entropy, part, seen, *fixed).loss
+
+    like_targets = (x.view(targets.shape) for x in columns)
+    out = head.token_loss(targets, weighted_loss, *like_targets, temperature=spec.temperature)
+    with torch.no_grad():
+        stats = out.logps.flatten(), out.entropy.flatten()
+        terms = _terms(token_loss, *stats, tokens, teacher, *fixed)
+    return loss_output(tokens, terms, targets.shape)._replace(loss=out.loss)
+
+
+def _terms(
+    token_loss: Callable[[TokenView], Tensor],
+    logps: Tensor,
+    entropy: Tensor,
+    tokens: Tokens,
+    teacher: Tensor | None,
+    spec: LossSpec,
+    head: Head,
+    reference: Head | None,
+    units: Tensor | None,
+) -> TokenTerms:
+    """The terms of a custom loss, [N] each, differentiable in logps and entropy."""
+    plain = tokens._replace(factor=None, rollout_logps=None)
+    unpenalized = replace(spec, kl_coef=0.0, entropy_coef=0.0)
+    policy_loss = token_terms(logps, entropy, plain, unpenalized).loss
     fixed = entropy.detach(), tokens, spec, head, reference
-    loss = token_loss(TokenView(logps, *fixed, policy_loss, teacher, batch.units))
-    factor = token_factor(logps.detach(), with_factors(tokens, inputs, spec), spec)
+    loss = token_loss(TokenView(logps, *fixed, policy_loss, teacher, units))
+    factor = token_factor(logps.detach(), tokens, spec)
     if factor is not None:
         loss = torch.where(tokens.rollout, factor * loss, loss)
     # the terms of the fused loss for advantages of 0 are the penalties alone
-    without_advantages = tokens._replace(advantages=torch.zeros_like(tokens.advantages))
+    without_advantages = plain._replace(advantages=torch.zeros_like(tokens.advantages))
     penalties = token_terms(logps, entropy, without_advantages, spec)
     if spec.kl_coef != 0 or spec.entropy_coef != 0:
         loss = loss + torch.where(tokens.rollout, penalties.loss, 0)
     loss = torch.where(tokens.live, loss, 0)
-    terms = TokenTerms(logps, entropy.detach(), loss, penalties.kl, torch.zeros_like(loss))
-    return loss_output(tokens, terms, targets.shape)
+    return TokenTerms(logps, entropy.detach(), loss, penalties.kl, torch.zeros_like(loss))
 
 
 def with_k3(out: LossOutput, batch: Batch, ref_logps: Tensor) -> LossOutput:

@@ -23,8 +23,10 @@ from gac.errors import ConfigError
 from gac.models.row_attention import without_mask
 from gac_kernels import (
     LossOutput,
+    TokenLossOutput,
     fused_gac_loss,
     fused_linear_gac_loss,
+    fused_linear_token_loss,
     linear_token_logprobs,
     token_logprobs,
 )
@@ -76,6 +78,15 @@ class Head:
         keywords = {"temperature": temperature, **self._linear_keywords()}
         logps, entropy = linear_token_logprobs(self.hidden, self.weight, targets, **keywords)
         return logps, entropy
+
+    def token_loss(
+        self, targets: Tensor, function: Callable[..., Tensor], *inputs: Tensor, temperature: float
+    ) -> TokenLossOutput:
+        """Call `gac_kernels.fused_linear_token_loss`; the head must have hidden states."""
+        assert self.hidden is not None and self.weight is not None
+        keywords = {"temperature": temperature, **self._linear_keywords()}
+        arguments = self.hidden, self.weight, targets, function
+        return fused_linear_token_loss(*arguments, *inputs, **keywords)
 
     def scaled(self, outputs: Tensor) -> Tensor:
         """Logits from the outputs of the linear layer."""

@@ -7,7 +7,7 @@ import atexit
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -113,7 +113,7 @@ class CodeReward(Reward):
         self._tests_field, self._setup_field = tests_field, setup_field
         self._entry_point_field, self._cases_field = entry_point_field, cases_field
         self._prompt_field = prompt_field
-        self._references: dict[JudgeSpec, bool] = {}
+        self._references: dict[JudgeSpec, _Reference] = {}
         self._counts = Counter(timeouts=0, stalled=0, crashes=0, no_program=0)
         self._pool = _shared_pool(workers, tuple(preload), tuple(require))
         try:
@@ -206,7 +206,13 @@ class CodeReward(Reward):
         prompt = prompt if entry_point and entry_point in definitions_of(prompt) else ""
         return TestSpec(
             JudgeSpec(
-                tuple(tests), setup or prompt, entry_point, example.answer or "", self._partial
+                tuple(tests),
+                setup or prompt,
+                entry_point,
+                example.answer or "",
+                self._partial,
+                # see `_reference`
+                returns=not (example.answer or "").strip(),
             ),
             (),
             prompt,
@@ -226,27 +232,37 @@ class CodeReward(Reward):
         if task.suite is None:
             return self._run_cases(Program(text), task.cases)
         ran = self._check(text, task, task.suite)
+        if not (ran.row_problem or all(ran.passed)) and task.suite.reference.strip():
+            known = self._reference(task, task.suite)
+            if known.problem:
+                event = _COUNTED.get(ran.ending, "")
+                return RowProblem(f"the row's own answer fails: {known.problem}"), event
+            if known.suite != task.suite:
+                ran = self._check(text, task, known.suite)
         if ran.row_problem:
             return RowProblem(ran.row_problem), ""
-        if ran.suspect and self._reference_fails(task, task.suite):
-            return RowProblem(ran.suspect), ""
         return self._score(ran.passed), _COUNTED.get(ran.ending, "")
 
     def _check(self, text: str, task: TestSpec, suite: JudgeSpec) -> RunResult:
-        program = Program(text, imports_of(suite.setup), task.prompt, suite.entry_point)
-        return self._pool.check(program, suite, *self._limits)
+        context = context_of(suite, task.prompt)
+        return self._pool.check(
+            Program(text, context, task.prompt, suite.entry_point), suite, *self._limits
+        )
 
-    def _reference_fails(self, task: TestSpec, suite: JudgeSpec) -> bool:
-        """Whether the row's reference answer fails too, which shows that the row is at fault.
+    def _reference(self, task: TestSpec, suite: JudgeSpec) -> _Reference:
+        """Run the row's own answer, which shows what the row needs, or that it is at fault.
 
         A program alone cannot show that: it may have been written to make the tests fail in this
         way.
         """
-        if not suite.reference.strip():
-            return False
         if suite not in self._references:
-            ran = self._check(suite.reference, task, suite)
-            self._references[suite] = bool(ran.suspect or ran.row_problem)
+            for needed in (suite, replace(suite, returns=True)):
+                ran = self._check(suite.reference, task, needed)
+                failed = ran.problem or f"it ended with a {ran.ending}"
+                problem = ran.row_problem or ("" if all(ran.passed) else failed)
+                if not problem:
+                    break
+            self._references[suite] = _Reference(suite if problem else needed, problem)
         return self._references[suite]
 
     def _run_cases(self, program: Program, cases: Sequence[Case]) -> tuple[RowOutcome, str]:
@@ -267,6 +283,13 @@ class CodeReward(Reward):
 
     def _score(self, passed: Sequence[bool]) -> float:
         return sum(passed) / len(passed) if self._partial else float(all(passed))
+
+
+class _Reference(NamedTuple):
+    """How to run the tests so that the row's own answer passes, or why it fails."""
+
+    suite: JudgeSpec
+    problem: str
 
 
 class RowProblem(ValueError):
@@ -337,13 +360,30 @@ def definitions_of(text: str) -> frozenset[str]:
 
 
 @lru_cache(maxsize=4096)
-def imports_of(setup: str) -> str:
-    """The top-level imports of a setup, one per line.
+def context_of(suite: JudgeSpec, prompt: str) -> str:
+    """The row's definitions that programs are written for, and may use without repeating them.
 
-    Programs are written as if these had already run.
+    These are the setup's imports and classes, what the row's own answer reads from the setup, and
+    everything in the prompt but the entry point.
     """
-    imports = (node for node in _parsed(setup) if isinstance(node, ast.Import | ast.ImportFrom))
-    return "\n".join(ast.unparse(node) for node in imports)
+    names = {
+        n.id for node in _parsed(suite.reference) for n in ast.walk(node) if isinstance(n, ast.Name)
+    }
+    nodes = [
+        node
+        for node in _parsed(suite.setup)
+        if isinstance(node, ast.Import | ast.ImportFrom | ast.ClassDef) or names & _bound(node)
+    ]
+    nodes += [node for node in _parsed(prompt) if suite.entry_point not in _bound(node)]
+    return "\n".join(dict.fromkeys(map(ast.unparse, nodes)))
+
+
+def _bound(node: ast.stmt) -> set[str]:
+    """Names of the function or class that a statement defines, or of the variables it assigns."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return {node.name}
+    targets = node.targets if isinstance(node, ast.Assign) else []
+    return {target.id for target in targets if isinstance(target, ast.Name)}
 
 
 def _parsed(text: str) -> list[ast.stmt]:

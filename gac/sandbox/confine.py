@@ -196,7 +196,7 @@ def apply_landlock(rules: int) -> None:
 # -- seccomp ---------------------------------------------------------------------------------------
 
 _ALLOW, _KILL_PROCESS = 0x7FFF0000, 0x80000000
-_EQUAL, _MASKED_EQUAL = 4, 7
+_LESS, _EQUAL, _MASKED_EQUAL = 2, 4, 7
 _BAD_ARCHITECTURE = 2  # seccomp attribute: action for syscalls of other architectures
 _OPTIMIZE = 8  # seccomp attribute: how the filter finds a syscall's rules
 
@@ -209,10 +209,10 @@ _NAMES = """
     read write readv writev pread64 pwrite64 lseek fstat close dup dup2 dup3
     poll ppoll select pselect6 _newselect
     brk munmap mremap madvise
-    futex futex_time64 set_robust_list get_robust_list rseq set_tid_address gettid
-    exit exit_group restart_syscall sched_yield sched_getaffinity
+    futex futex_time64 set_robust_list rseq set_tid_address gettid
+    exit exit_group restart_syscall sched_yield
     rt_sigaction rt_sigprocmask rt_sigreturn sigaltstack alarm setitimer getitimer
-    clock_gettime clock_getres clock_nanosleep nanosleep gettimeofday time times getrusage getcpu
+    nanosleep gettimeofday time times getrusage getcpu
     getpid getppid getuid geteuid getgid getegid getrandom
 """
 _ALLOWED = _NAMES.split()
@@ -227,6 +227,10 @@ _ALLOWED_IF = (
     # F_GETFD; F_SETOWN and F_SETSIG could signal processes of the same uid
     ("fcntl", 1, _EQUAL, 1, 0),
     ("fcntl", 1, _EQUAL, 3, 0),  # F_GETFL
+    # 0 is this thread, and a negative clock the CPU time of any process
+    ("sched_getaffinity", 0, _EQUAL, 0, 0),
+    ("get_robust_list", 0, _EQUAL, 0, 0),
+    *((f"clock_{name}", 0, _LESS, 16, 0) for name in ("gettime", "getres", "nanosleep")),
 )
 
 

@@ -1,61 +1,142 @@
-"""Objects of the tests that the program may use: functions, iterators and instances.
+"""What the tests pass to the program: copies of data, and references to objects that stay behind.
 
-They stay in the judge, and the program gets proxies. A proxy performs the operations in its
-description and nothing else. Attributes whose names start with an underscore cannot be reached, so
-the program sees neither the tests' globals nor their text.
+Functions, iterators and instances of the tests' own classes are lent: they stay in the judge, and
+the program gets proxies that can perform the operations in `operations` and nothing else.
+Attributes whose names start with an underscore cannot be reached, so the program sees neither the
+tests' globals nor their text. Everything else is pickled.
 """
 
 from __future__ import annotations
 
+import copyreg
 import functools
+import inspect
 import io
-import operator
+import pickle
+import sys
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
-from .operations import SPECIAL, nearest_builtin
-from .wire import Json, Node
-
-Ask = Callable[[int, str, Any, Any], Any]
-
-_ASYNC = ("__await__", "__aenter__", "__aexit__", "__aiter__", "__anext__")
-OPERATIONS: dict[str, Callable[..., Any]] = {
-    **{name: perform for name, perform in SPECIAL.items() if name not in _ASYNC},
-    "__eq__": operator.eq,
-    "__hash__": hash,
-    "get": getattr,
-    "set": setattr,
-    "delete": delattr,
+_ARITHMETIC = [
+    "add",
+    "sub",
+    "mul",
+    "matmul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "divmod",
+    "pow",
+    "lshift",
+    "rshift",
+    "and",
+    "or",
+    "xor",
+]
+COMPARISONS = ("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__")
+WITH_OPERAND = frozenset(
+    [*COMPARISONS, "__contains__"]
+    + [f"__{prefix}{name}__" for name in _ARITHMETIC for prefix in ("", "r", "i")]
+)
+"""Special methods that show the program a value of the tests, which may be the expected one."""
+SPECIAL = WITH_OPERAND | {
+    f"__{name}__"
+    for name in [
+        "neg",
+        "pos",
+        "abs",
+        "invert",
+        "round",
+        "floor",
+        "ceil",
+        "trunc",
+        "bool",
+        "len",
+        "getitem",
+        "setitem",
+        "delitem",
+        "iter",
+        "next",
+        "reversed",
+        "call",
+        "str",
+        "repr",
+        "format",
+        "hash",
+        "enter",
+        "exit",
+        "await",
+        "aenter",
+        "aexit",
+        "aiter",
+        "anext",
+    ]
 }
-_ATTRIBUTES = ("get", "set", "delete")
+"""Special methods that one side may call on an object of the other. Those that C code follows to
+interpret an object (`__index__`, `__float__`, `__array__` and similar) are absent on purpose.
+"""
+_ATTRIBUTES = {"get": getattr, "set": setattr, "delete": delattr}
 _FUNCTIONS = (
     types.FunctionType,
     types.MethodType,
     types.BuiltinFunctionType,
     functools.partial,
 )
-_NAMED = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, type)
-# standard-library classes whose instances tests may pass, like instances of their own classes
-_SHARED = (io.StringIO, io.BytesIO, types.SimpleNamespace)
-_PLAIN = (int, float, str, tuple, frozenset, bytes, complex, list, dict, set)
+_SHARED = (object, io.StringIO, io.BytesIO, types.SimpleNamespace)
+_SHARED_MODULES = ("__tests__", "queue", "_queue", "threading", "unittest.mock")
+_COPIED = (type(...), type(NotImplemented))
+_PLAIN: dict[type, Callable[[Any], Any]] = {
+    int: int.__int__,
+    float: float.__float__,
+    str: str.__str__,
+    bytes: bytes.__bytes__,
+    complex: complex.__complex__,
+    dict: lambda value: dict(dict.items(value)),
+}
 
 
-def _operations(value: Any) -> list[str] | None:
-    """The `OPERATIONS` that the program may use on `value`; None if it must not get `value`."""
+def plain(value: Any, kind: type) -> Any:
+    """The part of `value` that belongs to its base `kind`; overridden methods are ignored."""
+    return _PLAIN[kind](value) if kind in _PLAIN else kind(kind.__iter__(value))  # type: ignore[attr-defined] # a collection
+
+
+def lookup(kind: type, name: str) -> Any:
+    """Look up attribute `name` of a class without invoking descriptors or the metaclass."""
+    return next((vars(base)[name] for base in type.mro(kind) if name in vars(base)), None)
+
+
+def is_importable(value: Any) -> bool:
+    """Whether a class or function can be found by its module and name, as pickle does."""
+    module = sys.modules.get(getattr(value, "__module__", None) or "")
+    found = getattr(module, getattr(value, "__qualname__", ""), None)
+    return found is value and value.__module__ not in ("__tests__", "program")
+
+
+def operations(value: Any) -> list[str] | None:
+    """The operations that the program may perform on `value`; None if it gets a copy."""
+    if isinstance(value, (*_FUNCTIONS, type)):
+        return None if is_importable(value) else ["__call__"]
     kind = type(value)
-    if isinstance(value, _FUNCTIONS) or (kind is type and value.__module__ == "__tests__"):
-        return ["__call__"]
-    if kind in _SHARED or (kind.__module__ == "__tests__" and not _is_plain(kind)):
-        members: dict[str, Any] = {}
-        for base in reversed(kind.__mro__[:-1]):
-            members |= vars(base)
-        return [*_ATTRIBUTES, *(name for name in OPERATIONS if members.get(name) is not None)]
-    return ["__next__"] if hasattr(kind, "__next__") else None
+    if kind in _COPIED or (kind in copyreg.dispatch_table and kind not in _SHARED):
+        return None
+    if kind in _SHARED or kind.__module__ in _SHARED_MODULES:
+        return _members(kind)
+    if hasattr(kind, "__next__"):
+        return ["__next__"]
+    if not is_importable(kind):
+        return _members(kind)
+    try:
+        copied = not isinstance(value.__reduce_ex__(4), str)
+    except Exception:  # a lock, for example
+        copied = False
+    return None if copied else _members(kind)
 
 
-def _is_plain(kind: type) -> bool:
-    return issubclass(kind, _PLAIN) and not hasattr(kind, "_fields")
+@functools.lru_cache(maxsize=1024)
+def _members(kind: type) -> list[str]:
+    names = [name for name in SPECIAL if lookup(kind, name) not in (None, lookup(object, name))]
+    return sorted([*_ATTRIBUTES, *names])
 
 
 class Lender:
@@ -65,7 +146,7 @@ class Lender:
         self._values: list[Any] = []
         self._numbers: dict[int, int] = {}
 
-    def __getitem__(self, number: Json) -> Any:
+    def __getitem__(self, number: Any) -> Any:
         if type(number) is not int or number < 0:
             raise TypeError("a reference to one of the tests' objects must be an integer >= 0")
         return self._values[number]
@@ -77,96 +158,195 @@ class Lender:
             self._values.append(value)
         return number
 
-    def refer(self, value: Any) -> Node | None:
-        operations = _operations(value)
-        if operations is None:
-            return None
-        name = value.__name__ if isinstance(value, _NAMED) else type(value).__name__
-        return "lent", [self.keep(value), name, operations], None
+    def reduce(self, value: Any) -> Any:
+        """How to pickle `value`; NotImplemented for data, which pickle can copy by itself."""
+        kind = type(value)
+        if isinstance(value, BaseException):
+            # the text of a failed assertion could show the expected value
+            arguments = () if isinstance(value, AssertionError) else value.args
+            return borrow_error, (self.keep(value), kind, arguments)
+        allowed = operations(value)
+        if allowed is None:
+            return NotImplemented
+        if isinstance(value, type) and issubclass(value, BaseException):
+            base = next(base for base in value.__mro__ if is_importable(base))
+            return borrow_class, (self.keep(value), value.__name__, base)
+        base = next((base for base in kind.__mro__ if base in _BASES), None)
+        if base and not hasattr(kind, "_fields"):
+            return base, (plain(value, base),)
+        described = value if isinstance(value, (*_FUNCTIONS, type)) else kind
+        name = getattr(described, "__name__", "partial")
+        details = _details(value) if allowed == ["__call__"] else {}
+        return borrow, (self.keep(value), name, allowed, details)
 
     def perform(self, number: int, operation: str, arguments: list[Any], keywords: Any) -> Any:
         """Perform an operation that the program asks for."""
         value = self[number]
         # a subclass of str could lie about what it is
-        if type(operation) is not str or operation not in (_operations(value) or ()):
+        if type(operation) is not str or operation not in (operations(value) or ()):
             kind = type(value).__name__
             raise TypeError(f"this {kind} object of the tests has no operation {operation!r:.40}")
         if operation in _ATTRIBUTES:
             name, *rest = arguments
             if type(name) is not str or name.startswith("_"):
                 raise AttributeError("only public attributes of the tests' objects can be used")
-            return OPERATIONS[operation](value, name, *rest)
-        return OPERATIONS[operation](value, *arguments, **keywords)
+            return _ATTRIBUTES[operation](value, name, *rest)
+        if operation == "__next__":
+            return [item for item in [next(value, _END)] if item is not _END]
+        if operation == "__exit__":
+            [error] = arguments
+            arguments = [error and type(error), error, None]
+        if operation == "__call__":
+            return value(*arguments, **keywords)
+        return getattr(type(value), operation)(value, *arguments, **keywords)
 
-    def failure(self, error: Exception) -> list[Any]:
-        """Encode what the program may know about an exception."""
-        plain = all(type(argument) in (int, float, str, bool) for argument in error.args)
-        arguments = list(error.args) if plain else [f"{error!s:.500}"]
-        return [False, nearest_builtin(type(error)).__name__, arguments, self.keep(error)]
+
+def _details(value: Any) -> dict[str, Any]:
+    """What decorators read from a function: its text for readers, and the names of parameters."""
+    try:
+        parameters = inspect.signature(value).parameters.values()
+    except (TypeError, ValueError):
+        return {"__doc__": value.__doc__}
+    empty = inspect.Parameter.empty
+    shown = [
+        p.replace(default=empty if p.default is empty else ..., annotation=empty)
+        for p in parameters
+    ]
+    return {"__doc__": value.__doc__, "__signature__": inspect.Signature(shown)}
+
+
+_END = object()
+_BASES = {*_PLAIN, tuple, list, set, frozenset}
+
+
+# -- the solver's side -----------------------------------------------------------------------------
+
+
+class Owner(Protocol):
+    """What the functions below need of the solver."""
+
+    objects: list[Any]
+    module: types.ModuleType
+
+    def use(self, number: int, operation: str, arguments: Any, keywords: Any) -> Any: ...
 
 
 class Borrower:
-    """The solver's side: proxies by number. `ask` performs an operation in the judge."""
+    """The proxies for objects of the tests."""
 
-    def __init__(self, ask: Ask) -> None:
-        self._ask = ask
+    def __init__(self, owner: Owner) -> None:
+        self.owner = owner
         self._proxies: dict[int, Any] = {}
-        self._classes: dict[str, type] = {}
         self._numbers: dict[int, int] = {}
+        self._classes: dict[str, type] = {}
 
     def number(self, value: Any) -> int | None:
-        """The number of a proxy, or of an exception of the tests; None for other values."""
+        """The number of a proxy; None for other values."""
         return self._numbers.get(id(value))
 
-    def keep(self, number: int, proxy: Any) -> None:
-        self._proxies[number] = proxy
-        self._numbers[id(proxy)] = number
-
-    def proxy(self, number: int, name: str, operations: list[str]) -> Any:
-        """The proxy for an object of the tests."""
+    def keep(self, number: int, make: Callable[[], Any]) -> Any:
+        """The proxy with this number, made if needed."""
         if number not in self._proxies:
-            if operations == ["__call__"]:
-                proxy = self._function(number, name)
-            else:
-                key = f"{name}({','.join(operations)})"
-                if key not in self._classes:
-                    self._classes[key] = _proxy_class(name, operations)
-                proxy = self._classes[key]()
-                object.__setattr__(proxy, "_ask_", functools.partial(self._ask, number))
-            self.keep(number, proxy)
+            self._proxies[number] = proxy = make()
+            self._numbers[id(proxy)] = number
         return self._proxies[number]
 
-    def _function(self, number: int, name: str) -> Callable[..., Any]:
+    def function(self, number: int, name: str, details: dict[str, Any]) -> Any:
         def function(*arguments: Any, **keywords: Any) -> Any:
-            return self._ask(number, "__call__", arguments, keywords)
+            return self.owner.use(number, "__call__", arguments, keywords)
 
+        vars(function).update(details)
         function.__name__ = function.__qualname__ = name
+        function.__doc__ = details.get("__doc__")
         return function
 
+    def instance(self, number: int, name: str, allowed: list[str]) -> Any:
+        key = f"{name}({','.join(allowed)})"
+        if key not in self._classes:
+            members = {n: _method(n) for n in allowed if n not in _ATTRIBUTES}
+            if "get" in allowed:
+                members["__getattribute__"] = _attribute
+                members["__setattr__"], members["__delattr__"] = _method("set"), _method("delete")
+            if "__next__" in allowed:
+                members["__next__"] = _next
+                members.setdefault("__iter__", lambda self: self)
+            if "__exit__" in allowed:
+                members["__exit__"] = lambda self, kind, error, _: self._use_(
+                    "__exit__", (error,), {}
+                )
+            own = self.owner.module.__dict__.get(name)  # the program's copy of the class
+            try:
+                self._classes[key] = type(name, (own,), members)
+            except TypeError:
+                self._classes[key] = type(name, (), members)
+        proxy = object.__new__(self._classes[key])
+        object.__setattr__(proxy, "_use_", functools.partial(self.owner.use, number))
+        return proxy
 
-def _proxy_class(name: str, operations: list[str]) -> type:
-    members = {o: _method(o) for o in operations if o not in _ATTRIBUTES}
-    if "get" in operations:
-        members["__getattr__"] = _method("get")
-        members["__setattr__"] = _method("set")
-        members["__delattr__"] = _method("delete")
-    if "__next__" in operations:
-        members["__next__"] = _next
-        members.setdefault("__iter__", lambda self: self)
-    if "__exit__" in operations:
-        members["__exit__"] = lambda self, kind, error, trace: self._ask_("__exit__", (error,), {})
-    return type(name, (), members)
+
+_borrower: list[Borrower] = []
+
+
+def start(owner: Owner) -> Borrower:
+    """Let the functions that pickles refer to use `owner`, of which a process has only one."""
+    _borrower[:] = [Borrower(owner)]
+    return _borrower[0]
+
+
+def own(number: int) -> Any:
+    """An object of the program."""
+    return _borrower[0].owner.objects[number]
+
+
+def borrow(number: int, name: str, allowed: list[str], details: dict[str, Any]) -> Any:
+    """A proxy for a function or another object of the tests."""
+    make = functools.partial(_borrower[0].instance, number, name, allowed)
+    if allowed == ["__call__"]:
+        make = functools.partial(_borrower[0].function, number, name, details)
+    return _borrower[0].keep(number, make)
+
+
+def borrow_class(number: int, name: str, base: type) -> Any:
+    """A class that stands for an exception class of the tests."""
+    return _borrower[0].keep(number, lambda: type(name, (base,), {}))
+
+
+def borrow_error(number: int, kind: Any, arguments: Any) -> Any:
+    """An exception that stands for one of the tests."""
+    return _borrower[0].keep(number, lambda: kind(*arguments))
 
 
 def _method(operation: str) -> Callable[..., Any]:
     def method(self: Any, /, *arguments: Any, **keywords: Any) -> Any:
-        return self._ask_(operation, arguments, keywords)
+        return self._use_(operation, arguments, keywords)
 
     return method
 
 
+def _attribute(self: Any, name: str) -> Any:
+    if name.startswith("_"):
+        return object.__getattribute__(self, name)
+    return self._use_("get", (name,), {})
+
+
 def _next(self: Any) -> Any:
-    items = self._ask_("__next__", (), {})
+    items = self._use_("__next__", (), {})
     if not items:
         raise StopIteration
     return items[0]
+
+
+def pickled(value: Any, reduce: Callable[[Any], Any]) -> bytes:
+    """Pickle `value`; `reduce` decides about everything but numbers, text and collections."""
+    file = io.BytesIO()
+    pickler = _Pickler(file, pickle.HIGHEST_PROTOCOL)
+    pickler.reduce = reduce
+    pickler.dump(value)
+    return file.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    reduce: Callable[[Any], Any]
+
+    def reducer_override(self, value: Any) -> Any:
+        return self.reduce(value)

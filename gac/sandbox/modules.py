@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import _thread
 import builtins
+import contextlib
 import errno
 import gc
 import importlib
@@ -36,6 +37,13 @@ _NAMES = """
     statistics string stringprep struct subprocess sys tempfile textwrap threading time timeit token
     tokenize traceback types typing unicodedata unittest urllib.parse uuid warnings weakref
     xml.etree.ElementTree zlib zoneinfo _strptime
+    bdb bz2 cmd code codeop compileall concurrent.futures configparser cProfile doctest
+    email.message email.utils encodings filecmp getopt getpass gettext glob grp gzip html.entities
+    http http.cookies importlib.resources logging.handlers lzma marshal mimetypes modulefinder
+    multiprocessing netrc opcode optparse pickletools pkgutil plistlib posixpath profile pstats pty
+    pwd pyclbr quopri rlcompleter runpy shelve shutil stat symtable sysconfig tabnanny
+    tarfile tomllib trace tracemalloc tty unittest.mock unittest.async_case urllib.error
+    urllib.response wave webbrowser xml.dom.minidom xml.sax xmlrpc.client zipapp zipfile
     encodings.ascii encodings.cp1252 encodings.idna encodings.latin_1 encodings.punycode
     encodings.raw_unicode_escape encodings.unicode_escape encodings.utf_16 encodings.utf_16_be
     encodings.utf_16_le encodings.utf_32 encodings.utf_8_sig encodings.hex_codec encodings.rot_13
@@ -57,7 +65,8 @@ def load(path: Sequence[str], packages: Sequence[str]) -> None:
         ImportError: one of `packages` cannot be imported.
     """
     for name in PRELOADED:
-        importlib.import_module(name)
+        with contextlib.suppress(ImportError):  # left out of this build of Python
+            importlib.import_module(name)
     sys.path += [entry for entry in path if entry not in sys.path]
     for name in packages:
         try:
@@ -66,7 +75,12 @@ def load(path: Sequence[str], packages: Sequence[str]) -> None:
             kind = type(error).__name__
             raise ImportError(f"preload: cannot import {name} ({kind}: {error})") from error
     if "numpy" in packages:
-        for name in ("numpy.ma", "numpy.random", "numpy.testing"):  # numpy loads them lazily
+        for name in (
+            "numpy.ma",
+            "numpy.random",
+            "numpy.testing",
+            "numpy.char",
+        ):  # numpy loads them lazily
             importlib.import_module(name)
     prepare_for_programs()
     site.setquit()  # `exit` and `quit`, which -S leaves out

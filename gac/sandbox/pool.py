@@ -6,6 +6,7 @@ Thread-safe; survives the server's death.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -38,12 +39,12 @@ class Program:
     """Source to run and what may be prepended to it; see `solver.assemble`."""
 
     text: str
-    imports: str = ""
+    context: str = ""
     prompt: str = ""
     entry_point: str = ""
 
     def spec(self) -> dict[str, str]:
-        names = {"program": self.text, "imports": self.imports}
+        names = {"program": self.text, "context": self.context}
         return names | {"prompt": self.prompt, "entry_point": self.entry_point}
 
 
@@ -56,6 +57,7 @@ class JudgeSpec:
     entry_point: str = ""
     reference: str = ""
     all: bool = False
+    returns: bool = True
 
     def spec(self) -> dict[str, Any]:
         return {**vars(self), "tests": list(self.tests)}
@@ -75,8 +77,6 @@ class RunResult:
     """Description of the first failure; may contain text from the program."""
     row_problem: str = ""
     """What is wrong with the tests themselves, independently of the program."""
-    suspect: str = ""
-    """Why the tests rather than the program may be at fault; run the row's reference to decide."""
     stdout: bytes = b""
     """Standard output of a script."""
     status: int = 0
@@ -144,7 +144,7 @@ class Pool:
         if "row" in verdict:
             return RunResult(ending, row_problem=verdict["row"])
         passed, problem = tuple(verdict["passed"]), verdict.get("problem", "")
-        return RunResult(ending, passed, problem, suspect=verdict.get("suspect", ""))
+        return RunResult(ending, passed, problem)
 
     def run(
         self, program: Program, stdin: bytes, cpu_seconds: int, memory_mb: int, output_bytes: int
@@ -296,10 +296,12 @@ def _files(program: Mapping[str, Any], second: Mapping[str, Any] | bytes) -> Ite
     files: list[int] = []
     try:
         for content in contents:
-            files.append(os.memfd_create("sandbox"))
+            files.append(os.memfd_create("sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
             written = 0
             while written < len(content):  # pwrite leaves the file offset at the start
                 written += os.pwrite(files[-1], content[written : written + (1 << 24)], written)
+        for file in files[:2]:  # a program could write to its input, beyond its memory limit
+            fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW)
         yield files
     except OSError as error:
         raise SandboxError(

@@ -1,14 +1,20 @@
-"""The solver process: runs the model's program, then answers the judge's requests.
+"""The solver process: runs the model's program, then performs what the judge asks for.
 
-It never sees the tests, and its answers are untrusted: each is a plain value or fails the test.
+It never sees the tests, and its answers are untrusted: each is plain data or fails the test.
 """
 
 from __future__ import annotations
 
+import ast
+import asyncio
 import atexit
 import builtins
 import contextlib
+import copy
+import functools
 import io
+import json
+import pickle
 import re
 import sys
 import threading
@@ -17,23 +23,15 @@ from collections import UserList, deque
 from collections.abc import Mapping, Set
 from typing import Any
 
-from .lent import Borrower
-from .operations import (
-    GENERATORS,
-    OPERATIONS,
-    SPECIAL,
-    Effects,
-    Live,
-    find_import,
-    is_builtin_class,
-    live,
-    nearest_builtin,
-)
-from .wire import Channel, ChannelClosed, Json, Node, WireError, decode, encode, plain_base
+from . import lent
+from .lent import SPECIAL, is_importable, lookup, plain
+from .wire import Channel, ChannelClosed, Json, Node, WireError, encode, is_builtin
 
-_IMMUTABLE = (int, float, str, tuple, frozenset, bytes, complex)
-_CONTAINERS = (list, dict, set, deque, bytearray)
-_LIKE_CONTAINERS: tuple[type, ...] = (UserList, Mapping, Set)
+VALUES = (int, float, str, tuple, frozenset, bytes, complex)
+"""Objects of classes derived from these are values in the judge."""
+CONTAINERS: dict[type, type] = {kind: kind for kind in (list, dict, set, deque, bytearray)}
+"""Objects of classes derived from these compare by their contents, which are of the second type."""
+_LIKE_CONTAINERS: dict[type, type] = {UserList: list, Mapping: dict, Set: set}
 _MAX_CUTS = 200  # top-level lines at which to try to end a continuation
 _WATCHED = 100  # items of a global variable whose changes are noticed
 _PRINTED = 1 << 20  # characters of output to pass on per answer
@@ -41,17 +39,16 @@ _PRINTED = 1 << 20  # characters of output to pass on per answer
 
 def answer_questions(spec: Mapping[str, str], channel: Channel) -> None:
     """Run the program of `spec` (see `assemble`), then answer requests until the channel closes."""
-    module = _module("program")
-    objects = _Objects(module, channel)
-    try:
-        _run(spec, module)
-    except BaseException as error:  # including SystemExit: a program that exits has failed
-        channel.send(objects.failure(error))
-    else:
-        channel.send(objects.success(None))
+    solver = Solver(_module("program"), channel)
     with contextlib.suppress(ChannelClosed, WireError):
+        try:
+            _run(spec, solver.module)
+        except BaseException as error:  # including SystemExit: a program that exits has failed
+            solver.send("raise", error)
+        else:
+            solver.send("value", None)
         while True:
-            channel.send(objects.answer(channel.receive()))
+            solver.answer(channel.receive())
 
 
 def run_script(spec: Mapping[str, str]) -> int:
@@ -103,10 +100,10 @@ def assemble(spec: Mapping[str, str]) -> str:
 
 
 def _run(spec: Mapping[str, str], module: types.ModuleType) -> None:
-    # the imports of the row's setup, as if the program followed it
-    for line in spec.get("imports", "").splitlines():
+    # the definitions of the row, as if the program followed them
+    for node in ast.parse(spec.get("context", "")).body:
         with contextlib.suppress(Exception):  # the judge reports which import fails
-            exec(line, module.__dict__)
+            exec(compile(ast.Module([node], []), "<row>", "exec"), module.__dict__)
     exec(compile(assemble(spec), "<program>", "exec", dont_inherit=True), module.__dict__)
 
 
@@ -118,181 +115,297 @@ def _module(name: str) -> types.ModuleType:
     return module
 
 
-class _Objects:
-    """The program's objects that the judge holds references to, by number."""
+class Live(list[Any]):
+    """Marks a list, dict or set, its only item, that the judge may change."""
+
+
+class Solver:
+    """The program's module, and its objects that the judge holds references to, by number."""
 
     def __init__(self, module: types.ModuleType, channel: Channel) -> None:
-        self._module, self._channel = module, channel
-        self._objects: list[Any] = []
+        self.module, self.channel = module, channel
+        self.objects: list[Any] = []
         self._numbers: dict[int, int] = {}
+        self._new_classes: list[Json] = []
         self._described: set[int] = set()
-        self._globals: dict[str, tuple[Any, Any]] = {}
-        self._borrower = Borrower(self._use)
-        self._thread = threading.get_ident()
+        self._shared: set[str] = set()
+        self._globals: dict[str, Any] = {}
+        self._borrower = lent.start(self)
+        self._turn = threading.RLock()
+        self._busy = True
         self._output = sys.stdout = io.StringIO()
 
-    def answer(self, question: Json) -> Json:
-        """Perform one request."""
-        try:
-            operation, message = question
-            arguments, keywords = decode(message, self._resolve)
-            if operation == "names":
-                names = self._module.__dict__
-                self._globals = {n: _snapshot(names[n]) for n in arguments[0] if n in names}
-                return self.success({name: live(names[name]) for name in self._globals})
-            value = OPERATIONS[operation](*arguments, **keywords)
-            changed = value is None and self._changed_arguments(message, arguments, keywords)
-            new = self._changed_globals()
-            return self.success(Effects(value, changed, new) if changed or new else value)
-        except BaseException as error:  # the program may raise anything
-            return self.failure(error)
+    # -- requests ----------------------------------------------------------------------------------
 
-    def _changed_arguments(self, message: Json, arguments: list[Any], keywords: Any) -> Any:
-        """The arguments of a call if it has changed them in place, else None."""
-        if not any(isinstance(a, _CONTAINERS) for a in (*arguments, *keywords.values())):
+    def answer(self, request: bytes) -> None:
+        """Perform one request and send the result."""
+        self._busy = True
+        try:
+            operation, arguments, keywords = pickle.loads(request)
+            if operation == "names":
+                value, changed = self._names(*arguments), None
+            else:
+                value = _perform(operation, *arguments, **keywords)
+                changed = self._changed(request, [*arguments[1:], *keywords.values()])
+        except (ChannelClosed, WireError):
+            raise
+        except BaseException as error:  # the program may raise anything
+            self.send("raise", error)
+        else:
+            self.send("value", value, changed)
+
+    def send(self, kind: str, value: Any, changed: Any = None) -> None:
+        """Send an answer, or a "callback", which uses an object of the tests."""
+        printed = self._output.getvalue()[:_PRINTED]
+        self._output.seek(0)
+        self._output.truncate()
+        with self._turn:
+            self._busy = kind == "callback"
+            try:
+                items = [kind, value, printed, changed, self._changed_globals()]
+                message = json.dumps([self._new_classes, encode(items, self._refer)])
+            except Exception as error:  # a value that cannot be sent
+                items = ["raise", _text(error), printed, None, {}]
+                message = json.dumps([self._new_classes, encode(items, self._refer)])
+            self._new_classes = []
+            self.channel.send(message.encode("ascii"))
+
+    def use(self, number: int, operation: str, arguments: Any, keywords: Any) -> Any:
+        """Use an object of the tests; answer the judge's requests until the result arrives."""
+        with self._turn:
+            if not self._busy:
+                raise RuntimeError("objects of the tests can be used during a call only")
+            self.send("callback", [number, operation, list(arguments), keywords])
+            while True:
+                request = self.channel.receive()
+                kind, *result = pickle.loads(request)
+                if kind == "result":
+                    return result[0]
+                if kind == "error":
+                    raise result[0]
+                self.answer(request)
+                self._busy = True
+
+    def _names(self, names: list[str], shared: list[str]) -> dict[str, Any]:
+        known = self.module.__dict__
+        self._shared = set(shared)
+        self._globals = {name: _snapshot(known[name]) for name in names if name in known}
+        return {name: _live(known[name]) for name in self._globals}
+
+    def _changed(self, request: bytes, arguments: list[Any]) -> Any:
+        """The arguments that the call has changed in place, None for the others; or None."""
+        if not any(map(_is_mutable, arguments)):
             return None
-        before = decode(message, self._resolve)
-        return None if before == [arguments, keywords] else [arguments, keywords]
+        _, before, keywords = pickle.loads(request)
+        pairs = zip([*before[1:], *keywords.values()], arguments, strict=True)
+        changed = [new if _is_mutable(new) and not _same(old, new) else None for old, new in pairs]
+        return changed if any(value is not None for value in changed) else None
 
     def _changed_globals(self) -> dict[str, Any]:
         """New values of the global variables that have changed since the judge received them."""
-        new = {}
-        for name, (value, content) in self._globals.items():
-            current = self._module.__dict__.get(name)
-            if current is not value or (content is not None and _content(current) != content):
-                new[name] = live(current)
-        self._globals |= {name: _snapshot(self._module.__dict__.get(name)) for name in new}
-        return new
+        known = self.module.__dict__
+        new = {name: _snapshot(known.get(name)) for name in self._globals}
+        changed = [
+            n
+            for n, (value, text) in new.items()
+            if value is not self._globals[n][0] or text != self._globals[n][1]
+        ]
+        self._globals = new
+        return {name: _live(known.get(name)) for name in changed}
 
-    def success(self, value: Any) -> Json:
-        return ["value", self._encode(value), self._printed()]
-
-    def failure(self, error: BaseException) -> Json:
-        """Encode `error`: its class, its arguments if they can be sent, and its text."""
-        try:
-            content = self._encode(error)
-        except Exception:  # arguments that cannot be sent
-            content = encode(type(error).__name__)
-        return ["raise", content, self._printed()]
-
-    def _printed(self) -> str:
-        text = self._output.getvalue()[:_PRINTED]
-        self._output.seek(0)
-        self._output.truncate()
-        return text
-
-    def _encode(self, value: Any) -> Json:
-        self._described = set()
-        return encode(value, self._refer)
+    # -- what the judge learns about an object -----------------------------------------------------
 
     def _number(self, value: Any) -> int:
-        number = self._numbers.setdefault(id(value), len(self._objects))
-        if number == len(self._objects):
-            self._objects.append(value)  # keeps it alive so that its id is not reused
+        number = self._numbers.setdefault(id(value), len(self.objects))
+        if number == len(self.objects):
+            self.objects.append(value)  # keeps it alive so that its id is not reused
         return number
 
     def _refer(self, value: Any) -> Node:
         kind = type(value)
         borrowed = self._borrower.number(value)
         if borrowed is not None:
-            return "lent", borrowed, None
-        if issubclass(kind, type):
-            return "class", self._describe(value), None
-        if issubclass(kind, BaseException):
-            return "error", [self._number(value), self._describe(kind), _text(value)], value.args
-        if kind is types.FunctionType:
-            return "function", self._number(value), None
+            return "lent", [borrowed]
         if kind is Live:
-            return "live", self._number(value.value), [value.value]
-        if kind is Effects:
-            return "effects", None, [value.value, value.changed, value.names]
-        content = [self._number(value), self._describe(kind)]
-        if issubclass(kind, _IMMUTABLE):
-            return "value", content, [plain_base(value)]
-        return "object", content, None
-
-    def _describe(self, kind: type) -> Json:
-        """Describe a class for `SolverClient._class`; for a builtin exception, return its name."""
-        if is_builtin_class(kind) and issubclass(kind, BaseException):
-            return kind.__name__
-        number = self._number(kind)
-        if number in self._described:
-            return number
-        self._described.add(number)
-        builtin = nearest_builtin(kind)
-        container: type | None = next((b for b in _CONTAINERS if issubclass(kind, b)), None)
-        if container is None:
-            equal = _lookup(kind, "__eq__")
-            container = next((b for b in _LIKE_CONTAINERS if _lookup(b, "__eq__") is equal), None)
-        inherited = builtin if builtin in _IMMUTABLE else object
-        methods = [
-            name
-            for name in (*SPECIAL, "__eq__")
-            if _lookup(kind, name) is not _lookup(inherited, name)
-        ]
-        if builtin in _IMMUTABLE:  # methods such as `upper` that the class overrides
-            methods += [
-                name
-                for name in vars(builtin)
-                if not name.startswith("_") and _lookup(kind, name) is not _lookup(builtin, name)
+            return "live", [self._number(value[0]), value[0]]
+        if isinstance(value, type):
+            return "class", [self._class(value)]
+        if isinstance(value, BaseException):
+            return "error", [
+                self._number(value),
+                self._class(kind),
+                _text(value),
+                *self._cause(value),
             ]
-        bases = [
-            base.__name__ if base.__module__ == "collections.abc" else self._describe(base)
-            for base in kind.__bases__
-            if not is_builtin_class(base)
-        ]
-        bases += [GENERATORS[kind]] if kind in GENERATORS else []
-        return [number, kind.__name__, (container or builtin).__name__, bases, methods]
+        if kind.__name__ in self._shared and _is_record(kind):
+            return "instance", [kind.__name__, _state(value)]
+        number, described = self._number(value), self._class(kind)
+        if kind is types.CoroutineType:
+            return "coroutine", [number]
+        base = next((base for base in kind.__mro__ if is_builtin(base)), object)
+        return "object", [number, described, *([plain(value, base)] if base in VALUES else [])]
 
-    def _resolve(self, tag: str, content: Json, items: list[Any] | None) -> Any:
-        if tag == "object":
-            return self._objects[content]
-        if tag == "error":
-            name, text = content
-            kind = getattr(builtins, name, None)
-            is_error = isinstance(kind, type) and issubclass(kind, BaseException)
-            return kind(text) if is_error else Exception(text)  # type: ignore[misc] # see is_error
-        if tag == "import":
-            return find_import(*content)
-        if tag == "lent":
-            return self._borrower.proxy(*content)
-        raise TypeError(f"unknown tag {tag!r}")
+    def _cause(self, error: BaseException) -> list[Any]:
+        """The cause, the arguments and the attributes of an error, as far as they can be sent."""
+        parts = [error.__cause__, error.args, vars(error) if is_importable(type(error)) else {}]
+        try:
+            encode(parts[1:], self._refer)
+        except Exception:
+            return parts[:1]
+        return parts
 
-    def _use(self, number: int, operation: str, arguments: Any, keywords: Any) -> Any:
-        """Use an object of the tests; answer the judge's requests until the result arrives."""
-        if threading.get_ident() != self._thread:
-            raise RuntimeError("objects of the tests can be used in the main thread only")
-        request = self._encode([number, operation, arguments, keywords])
-        self._channel.send(["callback", request, self._printed()])
-        while (message := self._channel.receive())[0] != "result":
-            self._channel.send(self.answer(message))
-        succeeded, *result = decode(message[1], self._resolve)
-        if succeeded:
-            return result[0]
-        if isinstance(result[0], BaseException):  # raised by the program, inside the tests
-            raise result[0]
-        name, arguments, number = result
-        error = getattr(builtins, name)(*arguments)
-        self._borrower.keep(number, error)
-        raise error
+    def _class(self, kind: type) -> Json:
+        """A reference to a class, described before if the judge does not know it.
+
+        A number; text for an exception class of the standard library; [number] for a class of the
+        tests. See `client.SolverClient._define` for the description.
+        """
+        borrowed = self._borrower.number(kind)
+        if borrowed is not None:
+            return [borrowed]
+        if issubclass(kind, BaseException) and is_importable(kind):
+            return f"{kind.__module__}:{kind.__qualname__}"
+        number = self._number(kind)
+        if number not in self._described:
+            self._described.add(number)
+            bases = [self._class(base) for base in kind.__bases__ if not is_importable(base)]
+            self._new_classes.append([number, kind.__name__, bases, *_description(kind)])
+        return number
 
 
-def _snapshot(value: Any) -> tuple[Any, Json]:
-    """`value`, and its encoded content if `value` is a small list, dict or set of plain data."""
-    return value, _content(value) if type(value) in (list, dict, set) else None
+@functools.lru_cache(maxsize=4096)
+def _description(kind: type) -> list[Json]:
+    """The nearest base that is known to the judge, how objects compare, and special methods."""
+    known = [base for base in type.mro(kind) if is_importable(base)]
+    base = next(b for b in known if is_builtin(b) or issubclass(b, BaseException))
+    equal = lookup(kind, "__eq__")
+    same = [c for c in CONTAINERS if issubclass(kind, c)]
+    same += [like for like in _LIKE_CONTAINERS if lookup(like, "__eq__") is equal]
+    container = (CONTAINERS | _LIKE_CONTAINERS)[same[0]].__name__ if same else ""
+    inherited = base if base in VALUES else object
+    methods = [
+        name
+        for name in (*SPECIAL, *(vars(base) if base in VALUES else ()))
+        if (name in SPECIAL or not name.startswith("_"))
+        and lookup(kind, name) is not lookup(inherited, name)
+    ]
+    standard = [f"{b.__module__}:{b.__qualname__}" for b in type.mro(kind)]
+    return [f"{base.__module__}:{base.__qualname__}", container, methods, standard]
 
 
-def _content(value: Any) -> Json:
+# -- operations ------------------------------------------------------------------------------------
+
+
+def _perform(operation: str, target: Any, /, *arguments: Any, **keywords: Any) -> Any:
+    if operation in _OPERATIONS:
+        return _OPERATIONS[operation](target, *arguments, **keywords)
+    method = lookup(type(target), operation)
+    if method is None:
+        return NotImplemented
+    value = method.__get__(target, type(target))(*arguments, **keywords)
+    return _complete(value) if operation in ("__aenter__", "__aexit__") else value
+
+
+_OPERATIONS: dict[str, Any] = {
+    "get": lambda value, name: _live(getattr(value, name)),
+    "set": setattr,
+    "delete": delattr,
+    "patch": lambda module, name, value: setattr(sys.modules[module], name, value),
+    "change": lambda value, name, /, *arguments, **keywords: getattr(value, name)(
+        *arguments, **keywords
+    ),
+    "convert": lambda value, function, /, *arguments, **keywords: function(
+        value, *arguments, **keywords
+    ),
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "contents": lambda value: _contents(value),
+    "dir": dir,
+    "isinstance": isinstance,
+    "__call__": lambda function, /, *arguments, **keywords: function(*arguments, **keywords),
+    "__eq__": lambda left, right: left == right,
+    "__getitem__": lambda value, key: value[key],
+    "__next__": lambda iterator: [item for item in [next(iterator, _END)] if item is not _END],
+    "__anext__": lambda iterator: _complete(_next_items(iterator)),
+    "__await__": lambda awaitable: _complete(awaitable),
+    "__exit__": lambda manager, error: type(manager).__exit__(
+        manager, error and type(error), error, None
+    ),
+    "__aexit__": lambda manager, error: _complete(
+        type(manager).__aexit__(manager, error and type(error), error, None)
+    ),
+}
+_END = object()
+
+
+async def _awaited(awaitable: Any) -> Any:
+    return await awaitable
+
+
+async def _next_items(iterator: Any) -> list[Any]:
     try:
-        content = encode(value) if len(value) <= _WATCHED else None
-    except (ValueError, TypeError):
-        return None
-    return content if len(str(content)) <= 64 * _WATCHED else None
+        return [await type(iterator).__anext__(iterator)]
+    except StopAsyncIteration:
+        return []
 
 
-def _lookup(kind: type, name: str) -> Any:
-    """Look up attribute `name` of a class without invoking descriptors or the metaclass."""
-    return next((vars(base)[name] for base in type.mro(kind) if name in vars(base)), None)
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    return asyncio.new_event_loop()
+
+
+def _complete(awaitable: Any) -> Any:
+    """Run `awaitable` to completion.
+
+    All calls use the same event loop, because asyncio objects may be bound to a loop.
+    """
+    return _loop().run_until_complete(_awaited(awaitable))
+
+
+def _live(value: Any) -> Any:
+    """`value`, marked as `Live` if it is a list, dict or set."""
+    return Live([value]) if type(value) in (list, dict, set) else value
+
+
+def _contents(value: Any) -> Any:
+    for kind in CONTAINERS:
+        if isinstance(value, kind):
+            return plain(value, kind)
+    if isinstance(value, Mapping):
+        return dict(value.items())
+    return set(value) if isinstance(value, Set) else list(value)
+
+
+def _is_mutable(value: Any) -> bool:
+    numpy: Any = sys.modules.get("numpy")
+    return isinstance(value, (*CONTAINERS, *([numpy.ndarray] if numpy else [])))
+
+
+def _same(old: Any, new: Any) -> bool:
+    try:
+        return bool(old == new)
+    except Exception:  # arrays, or what the program defines
+        return False
+
+
+def _snapshot(value: Any) -> tuple[Any, str]:
+    """`value`, and its text if it is a small list, dict or set."""
+    small = type(value) in (list, dict, set) and len(value) <= _WATCHED
+    return value, repr(value)[: 64 * _WATCHED] if small else ""
+
+
+def _is_record(kind: type) -> bool:
+    return all(base.__module__ == "program" for base in kind.__mro__[:-1])
+
+
+def _state(value: Any) -> dict[str, Any]:
+    """The attributes of an object: its `__dict__` and slots, without properties."""
+    names: list[str] = []
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        names += [slots] if isinstance(slots, str) else slots
+    slotted = {n: getattr(value, n) for n in names if n != "__dict__" and hasattr(value, n)}
+    return {**slotted, **getattr(value, "__dict__", {})}
 
 
 def _text(error: BaseException) -> str:

@@ -1,21 +1,19 @@
-"""Wire format between processes: plain values as JSON, in frames over pipes.
+"""Messages between the solver and the judge.
 
-Nothing here trusts the other side: any bytes decode to plain values or raise `WireError`. Pickle is
-never used, because unpickling can run code.
+The solver answers in JSON, which the judge does not trust: any bytes decode to plain values or
+raise `WireError`. Pickle could run code in the judge, so it is used in the other direction only,
+where everything may be seen (`lent`).
 
-A message is [item, node, ...]. An item is null, a boolean, a number, a string or [i], a reference
-to node i. A node is [tag, content] or [tag, content, items] and refers only to nodes before it, so
-values of any depth are written and read without recursion, and shared parts stay shared.
+A value is a list of nodes [tag, parts]. A part is null, a boolean, a number, a string, or [i],
+which refers to the later node i. Values of any depth are thus written and read without recursion.
 """
 
 from __future__ import annotations
 
-import base64
 import builtins
 import contextlib
 import datetime
 import ipaddress
-import itertools
 import json
 import os
 import pathlib
@@ -24,15 +22,14 @@ import sys
 import uuid
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
 FRAME_BYTES = 64 << 20
-_SMALL_INT = 1 << 63  # larger integers are sent in hex: decimal conversion takes quadratic time
-_DTYPE = re.compile(r"[<>|](b1|[iu][1248]|f[248]|c8|c16)")  # no pointers, no user-defined types
-_DECODE_ERRORS = (
+MAX_NODES = 1 << 22
+DECODE_ERRORS = (
     TypeError,
     ValueError,
     LookupError,
@@ -44,295 +41,212 @@ _DECODE_ERRORS = (
 
 Json = Any
 """Anything that `json.dumps` accepts: None, bool, int, float, str, and lists and dicts of these."""
-Node = tuple[str, Json, "Sequence[Any] | None"]
-"""Tag, content and the values inside, if any."""
+Node = tuple[str, list[Any]]
+"""Tag and parts."""
 
 
 class WireError(ValueError):
-    """Bytes or JSON that `encode` could not have produced."""
+    """Bytes that `encode` could not have produced."""
 
 
 class ChannelClosed(Exception):
     """The other side closed its end: it exited or was killed."""
 
 
-class NotPlain(TypeError):
-    """A value that cannot be sent."""
-
-    def __init__(self, value: object) -> None:
-        super().__init__(f"cannot send a value of type {type(value).__name__} between processes")
-
-
-def encode(value: Any, refer: Callable[[Any], Node | None] | None = None) -> Json:
-    """Encode `value` as JSON.
-
-    Args:
-        value: what to send. Without `refer`, a subclass of a plain type is sent as that type.
-        refer: returns the node of a value that is not of a plain type, or None.
-
-    Raises:
-        NotPlain: not a plain value, and no node from `refer`.
-        ValueError: a value that contains itself.
-    """
-    nodes: list[Json] = []
-    finished: dict[int, tuple[Json, Any]] = {}  # keeps the values alive, so that ids stay unique
-    unfinished: set[int] = set()
-    frames: list[tuple[Any, str, Json, Iterable[Any], list[Json]]] = []
-    while True:
-        item: Json = _PENDING
-        if _is_inline(value):
-            item = value
-        elif id(value) in finished:
-            item = finished[id(value)][0]
-        else:
-            node = _plain_node(value) or (refer and refer(value))
-            if not node:
-                value = plain_base(value)
-                continue
-            tag, content, inside = node
-            if inside is None or _all_inline(inside):
-                nodes.append([tag, content] if inside is None else [tag, content, list(inside)])
-                item = [len(nodes) - 1]
-                finished[id(value)] = item, value
-            elif id(value) in unfinished:
-                raise ValueError("a value that contains itself cannot be sent")
-            else:
-                unfinished.add(id(value))
-                frames.append((value, tag, content, iter(inside), []))
-        while frames:
-            owner, tag, content, rest, items = frames[-1]
-            if item is not _PENDING:
-                items.append(item)
-                item = _PENDING
-            value = next(rest, _PENDING)  # type: ignore[call-overload] # an iterator
-            if value is not _PENDING:
-                break
-            frames.pop()
-            nodes.append([tag, content, items])
-            item = [len(nodes) - 1]
-            finished[id(owner)] = item, owner
-        else:
-            return [item, *nodes]
-
-
-def decode(
-    message: Json, resolve: Callable[[str, Json, list[Any] | None], Any] | None = None
-) -> Any:
-    """Decode a `message` written by `encode`.
-
-    Args:
-        message: parsed JSON, not trusted.
-        resolve: returns the value of a node with another tag; without it, such nodes are refused.
-
-    Raises:
-        WireError: `encode` could not have written `message`.
-    """
-    values: list[Any] = []
-
-    def read(item: Json) -> Any:
-        if isinstance(item, list):
-            [index] = item
-            if type(index) is not int or index < 0:
-                raise TypeError("a reference must hold the number of a node, an integer >= 0")
-            return values[index]
-        if isinstance(item, dict):
-            raise TypeError("unexpected object")
-        return item
-
-    try:
-        root, *nodes = message
-        for node in (message, *nodes):
-            if not isinstance(node, list):
-                raise TypeError(
-                    "a message must be an array: the root item, then one array per node"
-                )
-        for node in nodes:
-            tag, content, inside = node if len(node) == 3 else (*node, None)
-            if not isinstance(inside, list | None):
-                raise TypeError(f"the items of a {tag!r:.40} node must be an array")
-            items = None if inside is None else [read(item) for item in inside]
-            if tag in _READ_ITEMS and items is not None:
-                values.append(_READ_ITEMS[tag](items))
-            elif tag in _READ_CONTENT:
-                values.append(_READ_CONTENT[tag](content))
-            elif resolve is not None and isinstance(tag, str):
-                values.append(resolve(tag, content, items))
-            else:
-                raise TypeError(f"unknown tag {tag!r:.40}")
-        return read(root)
-    except _DECODE_ERRORS as error:
-        raise WireError(f"cannot decode a value: {type(error).__name__}: {error!s:.200}") from None
-
-
-def plain_base(value: Any) -> Any:
-    """The part of `value` that belongs to its plain base type; overridden methods are ignored.
-
-    Raises:
-        NotPlain: the class of `value` has no plain base type.
-    """
-    for kind, convert in _BASES:
-        if isinstance(value, kind):
-            return convert(value)
-    raise NotPlain(value)
-
-
-_PENDING = object()
-_INLINE = frozenset({type(None), bool, int, float, str})
-
-
-def _is_inline(value: Any) -> bool:
-    kind = type(value)
-    return kind in _INLINE and (kind is not int or -_SMALL_INT < value < _SMALL_INT)
-
-
-def _all_inline(values: Sequence[Any]) -> bool:
-    kinds = set(map(type, values))
-    if not kinds <= _INLINE:
-        return False
-    if kinds == {int}:
-        return bool(min(values) > -_SMALL_INT and max(values) < _SMALL_INT)
-    return int not in kinds or all(map(_is_inline, values))
-
-
 def _flat(value: Any) -> list[Any]:
-    return list(itertools.chain.from_iterable(dict.items(value)))
+    return [part for pair in dict.items(value) for part in pair]
 
 
-def _paired(items: list[Any]) -> list[tuple[Any, Any]]:
-    return list(zip(items[::2], items[1::2], strict=True))
+def _dict(parts: list[Any]) -> dict[Any, Any]:
+    return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
-def _is_builtin_type(value: Any) -> bool:
-    return isinstance(value, type) and vars(builtins).get(value.__name__) is value
+def _array_parts(value: Any) -> list[Any]:
+    if not _DTYPE.fullmatch(value.dtype.str):
+        raise TypeError(f"cannot send an array of {value.dtype} between processes")
+    return [value.dtype.str, value.tobytes().hex(), *value.shape]
 
 
-def _plain_node(value: Any) -> Node | None:
-    kind = type(value)
-    if kind in _ITEMS:
-        return kind.__name__, None, _ITEMS[kind](value)
-    if kind in _CONTENT:
-        return kind.__name__, _CONTENT[kind](value), None
-    if _is_builtin_type(value):
-        return "type", value.__name__, None
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None and (kind is numpy.ndarray or isinstance(value, numpy.generic)):
-        numbers = numpy.asarray(value)
-        if _DTYPE.fullmatch(numbers.dtype.str):
-            data = base64.b64encode(numbers.tobytes()).decode("ascii")
-            tag = "array" if kind is numpy.ndarray else "scalar"
-            return tag, [numbers.dtype.str, list(numbers.shape), data], None
-    return None
-
-
-def _read_array(content: Json) -> Any:
-    dtype, shape, text = content
+def _read_array(parts: list[Any]) -> Any:
+    dtype, text, *shape = parts
     if not _DTYPE.fullmatch(dtype) or not all(type(size) is int and size >= 0 for size in shape):
         raise TypeError("an array needs a known dtype and a shape")
     numpy: Any = sys.modules["numpy"]
-    data = base64.b64decode(text, validate=True)
+    data = bytearray.fromhex(text)
     if dtype == "|b1":
-        return (numpy.frombuffer(bytearray(data), "u1") != 0).reshape(shape)
-    return numpy.frombuffer(bytearray(data), dtype).reshape(shape)
+        return (numpy.frombuffer(data, "u1") != 0).reshape(shape)
+    return numpy.frombuffer(data, dtype).reshape(shape)
 
 
-def _defaultdict_items(value: Any) -> list[Any]:
-    factory = value.default_factory
-    return [factory if _is_builtin_type(factory) else None, *_flat(value)]
-
-
-def _text(content: Json) -> str:
-    if not isinstance(content, str):
-        raise TypeError(f"expected text, got {type(content).__name__}")
-    return content
-
-
-def _read_type(name: Json) -> type:
-    kind = getattr(builtins, _text(name))
+def _read_type(parts: list[Any]) -> type:
+    kind = getattr(builtins, parts[0])
     if not isinstance(kind, type):
-        raise TypeError(f"{name} is not a type")
+        raise TypeError(f"{parts[0]} is not a type")
     return kind
 
 
-# _ITEMS: type -> function that lists the values inside; _READ_ITEMS: type's name -> its inverse
-_ITEMS: dict[type, Callable[[Any], list[Any]]] = {
-    **dict.fromkeys((list, tuple, set, frozenset, deque), list),
-    **dict.fromkeys((type({}.keys()), type({}.values())), list),
-    **dict.fromkeys((dict, OrderedDict, Counter), _flat),
-    type({}.items()): lambda view: list(itertools.chain.from_iterable(view)),
-    defaultdict: _defaultdict_items,
-    array: lambda value: [value.typecode, *value],
-    slice: lambda value: [value.start, value.stop, value.step],
+_INLINE = frozenset({type(None), bool, int, float, str})
+# no pointers, no user-defined types
+_DTYPE = re.compile(r"[<>|](b1|[iu][1248]|f[248]|c8|c16|[mM]8\[\w+\]|[US]\d{1,6})")
+# tag -> type, its parts, and the inverse
+_TYPES: dict[str, tuple[type, Callable[[Any], list[Any]], Callable[[list[Any]], Any]]] = {
+    **{kind.__name__: (kind, list, kind) for kind in (list, tuple, set, frozenset, deque)},
+    "dict": (dict, _flat, _dict),
+    "OrderedDict": (OrderedDict, _flat, lambda parts: OrderedDict(_dict(parts))),
+    "Counter": (Counter, _flat, lambda parts: Counter(_dict(parts))),
+    "defaultdict": (
+        defaultdict,
+        lambda d: [d.default_factory if is_builtin(d.default_factory) else None, *_flat(d)],
+        lambda parts: defaultdict(parts[0], _dict(parts[1:])),
+    ),
+    "dict_keys": (type({}.keys()), list, lambda parts: dict.fromkeys(parts).keys()),
+    "dict_values": (type({}.values()), list, lambda parts: dict(enumerate(parts)).values()),
+    "dict_items": (
+        type({}.items()),
+        lambda items: [part for pair in items for part in pair],
+        lambda parts: _dict(parts).items(),
+    ),
+    "array": (array, lambda a: [a.typecode, *a], lambda parts: array(parts[0], parts[1:])),
+    "slice": (slice, lambda s: [s.start, s.stop, s.step], lambda parts: slice(*parts)),
+    "range": (range, lambda r: [r.start, r.stop, r.step], lambda parts: range(*parts)),
+    "complex": (complex, lambda z: [z.real, z.imag], lambda parts: complex(*parts)),
+    **{
+        kind.__name__: (kind, lambda b: [b.hex()], lambda parts, kind=kind: kind.fromhex(parts[0]))
+        for kind in (bytes, bytearray)
+    },
+    "Fraction": (Fraction, lambda f: [f.numerator, f.denominator], lambda parts: Fraction(*parts)),
+    "timedelta": (
+        datetime.timedelta,
+        lambda d: [d.days, d.seconds, d.microseconds],
+        lambda parts: datetime.timedelta(*parts),
+    ),
+    **{
+        kind.__name__: (
+            kind,
+            lambda d: [d.isoformat()],
+            lambda parts, kind=kind: kind.fromisoformat(parts[0]),
+        )
+        for kind in (datetime.datetime, datetime.date, datetime.time)
+    },
+    **{
+        kind.__name__: (kind, lambda v: [str(v)], lambda parts, kind=kind: kind(str(parts[0])))
+        for kind in (
+            Decimal,
+            uuid.UUID,
+            pathlib.PurePosixPath,
+            pathlib.PosixPath,
+            ipaddress.IPv4Address,
+            ipaddress.IPv6Address,
+        )
+    },
+    "type": (type, lambda kind: [kind.__name__], _read_type),
+    "NotImplementedType": (type(NotImplemented), lambda _: [], lambda _: NotImplemented),
+    "ndarray": (type(NotImplemented), _array_parts, _read_array),
+    "scalar": (type(NotImplemented), _array_parts, lambda parts: _read_array(parts)[()]),
 }
-_READ_ITEMS: dict[str, Callable[[list[Any]], Any]] = {
-    "list": list,
-    "tuple": tuple,
-    "set": set,
-    "frozenset": frozenset,
-    "deque": deque,
-    "dict": lambda items: dict(_paired(items)),
-    "OrderedDict": lambda items: OrderedDict(_paired(items)),
-    "Counter": lambda items: Counter(dict(_paired(items))),
-    "defaultdict": lambda items: defaultdict(items[0], _paired(items[1:])),
-    "array": lambda items: array(items[0], items[1:]),
-    "dict_keys": lambda items: dict.fromkeys(items).keys(),
-    "dict_values": lambda items: dict(enumerate(items)).values(),
-    "dict_items": lambda items: dict(_paired(items)).items(),
-    "slice": lambda items: slice(*items),
+# tag -> empty value and how to fill it, for values that several others, or itself, may contain
+_SHELLS: dict[str, tuple[Callable[[], Any], Callable[[Any, list[Any]], None]]] = {
+    "list": (list, list.extend),
+    "dict": (dict, lambda value, parts: value.update(_dict(parts))),
+    "set": (set, set.update),
 }
-# _CONTENT: type -> function that returns the content; _READ_CONTENT: type's name -> its inverse
-_CONTENT: dict[type, Callable[[Any], Json]] = {
-    int: hex,
-    bytes: bytes.hex,
-    bytearray: bytearray.hex,
-    complex: lambda z: [z.real, z.imag],
-    range: lambda r: list(map(hex, (r.start, r.stop, r.step))),
-    Decimal: str,
-    Fraction: lambda f: [hex(f.numerator), hex(f.denominator)],
-    datetime.datetime: datetime.datetime.isoformat,
-    datetime.date: datetime.date.isoformat,
-    datetime.time: datetime.time.isoformat,
-    datetime.timedelta: lambda d: [d.days, d.seconds, d.microseconds],
-    uuid.UUID: str,
-    pathlib.PurePosixPath: str,
-    pathlib.PosixPath: str,
-    **dict.fromkeys((ipaddress.IPv4Address, ipaddress.IPv6Address), str),
-}
-_READ_CONTENT: dict[str, Callable[[Json], Any]] = {
-    "int": lambda text: int(text, 16),
-    "bytes": bytes.fromhex,
-    "bytearray": bytearray.fromhex,
-    "complex": lambda parts: complex(*parts),
-    "range": lambda parts: range(*(int(part, 16) for part in parts)),
-    "Decimal": lambda text: Decimal(_text(text)),
-    "Fraction": lambda parts: Fraction(*(int(part, 16) for part in parts)),
-    "datetime": datetime.datetime.fromisoformat,
-    "date": datetime.date.fromisoformat,
-    "time": datetime.time.fromisoformat,
-    "timedelta": lambda parts: datetime.timedelta(*parts),
-    "UUID": lambda text: uuid.UUID(_text(text)),
-    "PurePosixPath": lambda text: pathlib.PurePosixPath(_text(text)),
-    "PosixPath": lambda text: pathlib.Path(_text(text)),
-    "IPv4Address": lambda text: ipaddress.IPv4Address(_text(text)),
-    "IPv6Address": lambda text: ipaddress.IPv6Address(_text(text)),
-    "type": _read_type,
-    "array": _read_array,
-    "scalar": lambda content: _read_array(content)[()],
-}
-# plain type -> conversion of an instance of a subclass
-_BASES: tuple[tuple[type, Callable[[Any], Any]], ...] = (
-    (int, lambda value: int.__add__(value, 0)),
-    (float, float.__float__),
-    (str, lambda value: str.__str__(value)),
-    (list, lambda value: list(list.__iter__(value))),
-    (tuple, lambda value: tuple(tuple.__iter__(value))),
-    (dict, lambda value: dict(dict.items(value))),
-    (set, lambda value: set(set.__iter__(value))),
-    (frozenset, lambda value: frozenset(frozenset.__iter__(value))),
-    (deque, lambda value: deque(deque.__iter__(value))),
-    (bytes, lambda value: bytes.__getitem__(value, slice(None))),
-    (bytearray, lambda value: bytearray.__getitem__(value, slice(None))),
-    (complex, lambda value: complex.__pos__(value)),
-)
+_TAGS = {kind: tag for tag, (kind, _, _) in reversed(_TYPES.items())}
+
+
+def is_builtin(value: Any) -> bool:
+    """Whether `value` is a class in `builtins`."""
+    return isinstance(value, type) and vars(builtins).get(value.__name__) is value
+
+
+def _tag(value: Any) -> str | None:
+    """The tag of a plain value, or None."""
+    kind = type(value)
+    if kind in _TAGS:
+        return _TAGS[kind] if kind is not type or is_builtin(value) else None
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is None or not isinstance(value, numpy.ndarray | numpy.generic):
+        return None
+    return "scalar" if isinstance(value, numpy.generic) else "ndarray"
+
+
+def encode(items: list[Any], refer: Callable[[Any], Node]) -> Json:
+    """Encode a list of values.
+
+    Args:
+        items: what to send.
+        refer: returns the node of a value that is not plain. Lists, dicts, sets and nodes with the
+            tag "instance" are sent once, and may contain themselves.
+
+    Raises:
+        ValueError: the value is too large.
+    """
+    nodes: list[Json] = []
+    queue: list[Any] = [items]
+    sent: dict[int, int] = {}
+    for number, value in enumerate(queue):  # grows
+        tag = _tag(value)
+        if id(value) in sent:
+            nodes.append(["seen", [sent[id(value)]]])
+            continue
+        tag, parts = (tag, _TYPES[tag][1](value)) if tag else refer(value)
+        if tag in _SHELLS or tag == "instance":
+            sent[id(value)] = number
+        if not set(map(type, parts)) <= _INLINE:
+            for index, part in enumerate(parts):
+                if type(part) not in _INLINE:
+                    parts[index] = [len(queue)]
+                    queue.append(part)
+        if len(queue) > MAX_NODES:
+            raise ValueError("the value is too large to be sent")
+        nodes.append([tag, parts])
+    return nodes
+
+
+def decode(nodes: Json, resolve: Callable[[str, list[Any]], Any]) -> list[Any]:
+    """Decode the result of `encode`, which is not trusted.
+
+    Args:
+        nodes: parsed JSON.
+        resolve: returns the value of a node that is not plain. For an "instance", it is called
+            twice: without parts for an empty one, then with it as the first part.
+
+    Raises:
+        WireError: `encode` could not have written `nodes`.
+    """
+    try:
+        values: list[Any] = [
+            _SHELLS[tag][0]()
+            if tag in _SHELLS
+            else (resolve(tag, parts[:1]) if tag == "instance" else None)
+            for tag, parts in nodes
+        ]
+        for number in reversed(range(len(nodes))):
+            tag, parts = nodes[number]
+            parts = [_part(part, number, values) for part in parts[:]]  # a dict has no slices
+            if tag == "instance":
+                resolve(tag, [values[number], *parts])
+            elif tag in _SHELLS:
+                _SHELLS[tag][1](values[number], parts)
+            elif tag == "seen":
+                values[number] = values[parts[0]]
+            else:
+                values[number] = _TYPES[tag][2](parts) if tag in _TYPES else resolve(tag, parts)
+        if type(values[0]) is not list:
+            raise TypeError("not a list")
+        return values[0]
+    except DECODE_ERRORS as error:
+        raise WireError(f"cannot decode a value: {type(error).__name__}: {error!s:.200}") from None
+
+
+def _part(part: Json, number: int, values: list[Any]) -> Any:
+    if type(part) is not list:
+        if type(part) is dict:
+            raise TypeError("unexpected object")
+        return part
+    [index] = part
+    if type(index) is not int or index <= number:
+        raise TypeError("a reference must hold the number of a later node")
+    return values[index]
 
 
 def parse(data: bytes) -> Json:
@@ -348,21 +262,20 @@ def parse(data: bytes) -> Json:
 
 
 class Channel:
-    """Frames over two pipes: a four-byte length, then JSON."""
+    """Frames over two pipes: a four-byte length, then the content."""
 
     def __init__(self, reader: int, writer: int) -> None:
         self._reader, self._writer = reader, writer
         self.ended = False
         """Whether the other side closed its end before this one did."""
 
-    def send(self, message: Json) -> None:
+    def send(self, data: bytes) -> None:
         """Write one frame.
 
         Raises:
             ChannelClosed: the other side closed its end.
             WireError: the frame is longer than `FRAME_BYTES`.
         """
-        data = json.dumps(message).encode("ascii")
         if len(data) > FRAME_BYTES:
             raise WireError(f"the message has {len(data)} bytes; the limit is {FRAME_BYTES}")
         view = memoryview(len(data).to_bytes(4, "big") + data)
@@ -373,7 +286,7 @@ class Channel:
             self.ended = True
             raise ChannelClosed from None
 
-    def receive(self) -> Json:
+    def receive(self) -> bytes:
         """Read one frame.
 
         Raises:
@@ -383,7 +296,7 @@ class Channel:
         length = int.from_bytes(self._read(4), "big")
         if length > FRAME_BYTES:
             raise WireError(f"the received message has {length} bytes; the limit is {FRAME_BYTES}")
-        return parse(self._read(length))
+        return self._read(length)
 
     def close(self) -> None:
         """Close both ends; a reader on the other side gets `ChannelClosed`."""

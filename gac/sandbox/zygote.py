@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from . import confine, event_loop, judge, library, modules, probe, solver, wire
+from . import confine, event_loop, judge, modules, probe, solver, wire
 
 COUNT_EVERY = 1.0  # seconds between counts of a shared uid's threads
 WARM_UP = 4  # runs before the first fork; more did not make programs cheaper
@@ -357,7 +357,13 @@ def _warm_up() -> None:
     Python specializes bytecode in place while it runs. If that has already happened in this
     process, its children write to fewer of the shared pages.
     """
-    spec = {"tests": ["assert f(2) == 4"], "setup": "", "entry_point": "", "reference": ""}
+    spec = {
+        "tests": ["assert f(2) == 4"],
+        "setup": "",
+        "entry_point": "",
+        "reference": "",
+        "returns": True,
+    }
     stdout = sys.stdout
     for _ in range(WARM_UP):
         questions, to_solver = os.pipe()
@@ -381,7 +387,8 @@ def main(options: dict[str, Any]) -> None:
         os.chdir("/")
         modules.load(options["path"], options["preload"])
         event_loop.install()
-        library.inspect_remotely()
+        sys.set_int_max_str_digits(0)  # so that integers of any size can be sent
+        judge.inspect_remotely()
         _warm_up()
         modules.settle()
         # if memory runs out, programs should die first; children inherit this

@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from gac.config import ConfigError, load, read_yaml
-from gac.training.run_config import TrainConfig
+from gac.train_config import TrainConfig
 
-HELP = "NAME, NAME:key=value,key.sub=value, LABEL@NAME:..., or a key of the file's `methods:`"
+HELP = (
+    "NAME or package.module:Class, NAME:key=value,key.sub=value, LABEL@NAME:..., or a key of the "
+    "file's `methods:`"
+)
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,10 @@ def parse_arm(text: str, aliases: Mapping[str, Any] | None = None) -> Arm:
         arm = parse_arm(str(alias))
         return Arm(text, arm.method, arm.changes)
     label, at, spec = text.rpartition("@")
-    name, _, settings = spec.partition(":")
+    name, *parts = spec.split(":")
+    if parts and "=" not in parts[0]:  # package.module:Class
+        name = f"{name}:{parts.pop(0)}"
+    settings = ":".join(parts)
     changes = [change for change in settings.split(",") if change]
     if not name or (at and not label) or not all("=" in change for change in changes):
         raise ConfigError(f"methods: invalid specification {text!r}; use {HELP}")

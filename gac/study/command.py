@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--methods",
         nargs="+",
         metavar="METHOD",
-        help="NAME, NAME:key=value,key.sub=value, LABEL@NAME:..., or a label of the file "
+        help="NAME or package.module:Class, NAME:key=value,key.sub=value, LABEL@NAME:..., or a "
+        "label of the file "
         "(default: all labels of the file)",
     )
     study.add_argument(
@@ -64,14 +65,14 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the study that the arguments describe; returns the exit code, 1 if a run failed."""
     from gac.config import ConfigError
+    from gac.config.imports import find_user_code
     from gac.study.arms import arm_config, parse_arm, read_study
     from gac.study.results import summary
     from gac.study.runs import result, run_all
 
     with value_errors_as(ConfigError):
         require_at_least(1, options, "seeds", "jobs", prefix="--")
-    # processes of runs inherit it, and find rewards next to the configuration
-    sys.path.append(str(options.config.parent.resolve()))
+    find_user_code(options.config)  # processes of runs inherit it
     data, aliases = read_study(options.config)
     specs = options.methods or list(aliases)
     if not specs:
@@ -111,7 +112,7 @@ def command_line(options: argparse.Namespace, specs: Sequence[str]) -> str:
     parts += ["--seeds", str(options.seeds)]
     if options.baseline:
         parts += ["--baseline", options.baseline]
-    return " ".join([*parts, *(["--set", *options.set] if options.set else [])])
+    return shlex.join([*parts, *(["--set", *options.set] if options.set else [])])
 
 
 def write(out: Path, study: dict[str, Any], runs: Sequence[Path]) -> None:

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from gac.config import ConfigError, dump, load, save_text
-from gac.faults.preflight import MAY_CHANGE_ON_RESUME
-from gac.training.run_config import TrainConfig
+from gac.train_config import TrainConfig
+from gac.training.startup import MAY_CHANGE_ON_RESUME
 
 STOP_SECONDS = 10.0  # for a run to save a checkpoint when it is stopped
 PROCESSES = multiprocessing.get_context("forkserver")  # imports torch once for all runs

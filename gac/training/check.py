@@ -11,7 +11,7 @@ from gac.data.examples import DataConfig, load_references
 from gac.data.source import SUFFIXES, read_rows
 from gac.errors import ConfigError, MissingData, UserError, value_errors_as
 from gac.rewards import build_reward
-from gac.training.run_config import TrainConfig
+from gac.train_config import TrainConfig
 
 
 def check_inputs(config: TrainConfig, file: Path | None = None) -> list[str]:

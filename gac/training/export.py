@@ -24,7 +24,7 @@ from gac.models.causal_lm import apply_training_options, load_meta_model, load_m
 from gac.models.config import ModelConfig
 from gac.models.weights import has_adapters
 from gac.parallel.run_lock import run_lock
-from gac.training.run_config import TrainConfig
+from gac.train_config import TrainConfig
 
 FILE_SIZE = 1 << 30  # bytes
 NO_SHARDING = 1 << 62  # bytes; disables sharding in save_pretrained

@@ -12,11 +12,10 @@ from gac.data.balance import assign_rows, rebalance
 from gac.data.examples import Example, load_demos, load_prompts, prompt_order, row_order
 from gac.data.order import MixedOrder, Order
 from gac.data.rows import Row, demo_row
-from gac.faults.preflight import check_budget
 from gac.methods.base import StepNeeds
 from gac.parallel import collectives
-from gac.training.input_checks import check_positions, check_tokens
-from gac.training.run_config import TrainConfig
+from gac.train_config import TrainConfig
+from gac.training.startup import check_budget, check_positions, check_tokens
 
 
 class Feed:

@@ -1,28 +1,33 @@
-"""Builds the models of a run and its `Gradients`, for training and for replay."""
+"""The models of a run and their micro-batches, for training and for replay."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import math
+import os
 from collections.abc import Callable
 
+import psutil
+import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from gac.data.micro import MicroBatches
+from gac.data.rows import Row, collate
 from gac.errors import ConfigError
 from gac.methods.base import Loss, StepNeeds
 from gac.models import row_attention
 from gac.models.causal_lm import check_head, make_model
-from gac.parallel import setup
+from gac.models.head import Head
+from gac.parallel import collectives, setup
 from gac.parallel.collectives import run_on_all_ranks
 from gac.parallel.setup import reshard
-from gac.training.run_config import TrainConfig
+from gac.train_config import OptimConfig, TrainConfig
 
-from .forward import Forward
-from .gradients import Gradients
-from .packing_check import supports_packing
+from .gradients import Forward, Gradients
+from .probes import local
 
 logger = logging.getLogger(__name__)
 
@@ -143,3 +148,162 @@ def _build_model(
         check_head(model)
         reshard(model)
     return model
+
+
+# Tokens per forward. On a CPU, more would need more memory without being faster; the number for
+# GPUs has not been measured. Fixed, so that results depend on the machine only if memory is scarce.
+MOST = {"cpu": 2048, "cuda": 16384}
+SHARE = 0.5  # of the free memory; the rest is for sampling, the loss and temporary tensors
+SAMPLE = 64  # tokens per row in the measurement of the memory per token
+
+
+def choose_micro_batches(
+    config: TrainConfig,
+    accelerator: Accelerator,
+    policy: nn.Module,
+    reference: nn.Module | None,
+    longest: int,
+    unit: int,
+) -> TrainConfig:
+    """`config` with `max_tokens_per_micro_batch` or `micro_batch_size` set, the same on all ranks.
+
+    Rows are packed if packed rows agree with separate ones and attention is computed row by row;
+    otherwise packing would cost more than padding.
+
+    Args:
+        longest: tokens of the longest possible row.
+        unit: number of rows that are never split.
+    """
+    if config.micro_batch_size is not None or config.max_tokens_per_micro_batch is not None:
+        return config
+    packed = all(packs_by_row(model) for model in (policy, reference) if model is not None)
+    free = free_memory(accelerator.device)
+    parameters = [local(p).nbytes for p in policy.parameters() if p.requires_grad]
+    free = max(free - 3 * sum(parameters), 0)  # gradients and AdamW's two moments come later
+    per_token = activation_bytes(accelerator.unwrap_model(policy), min(longest, SAMPLE))
+    fitting = -collectives.largest([-SHARE * free / per_token])[0]
+    most = MOST.get(accelerator.device.type, MOST["cuda"])
+    # a power of two, so that runs with similar memory have the same results
+    tokens = min(most, 2 ** int(math.log2(max(fitting, 1))))
+    reason = "the maximum" if tokens == most else f"{free / 1e9:.2g} GB are free"
+    if packed:
+        tokens = max(tokens, longest * unit)
+        logger.info("max_tokens_per_micro_batch=%d, with packed rows (%s)", tokens, reason)
+        return dataclasses.replace(config, max_tokens_per_micro_batch=tokens)
+    rows = max(tokens // longest, unit)
+    logger.info(
+        "micro_batch_size=%d, with padded rows (%s): this model does not keep packed rows "
+        "separate, or does not compute their attention row by row",
+        rows,
+        reason,
+    )
+    return dataclasses.replace(config, micro_batch_size=rows)
+
+
+def packs_by_row(model: nn.Module) -> bool:
+    """Whether the model supports packed rows and computes their attention row by row."""
+    if supports_packing(model):
+        reshard(model)
+        return row_attention.is_by_row(model)
+    reshard(model)
+    row_attention.disable(model)
+    return False
+
+
+def free_memory(device: torch.device) -> float:
+    """Bytes that this process may still allocate on `device`."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def activation_bytes(model: nn.Module, length: int) -> float:
+    """Bytes per token that the forward pass of rows of `length` tokens keeps for the backward."""
+    device = next(model.parameters()).device
+
+    def kept(rows: int) -> int:
+        sizes: list[int] = []
+
+        def save(x: Tensor) -> Tensor:
+            sizes.append(x.nbytes)
+            return x
+
+        batch = collate([Row((1,) * length, 1, False)] * rows, 0, device)
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(save, lambda x: x):
+            model(**batch.model_inputs, request=lambda head: head.logprobs(batch.targets))
+        reshard(model)
+        return sum(sizes)
+
+    return max((kept(2) - kept(1)) / length, 1.0)  # the difference contains no weights
+
+
+# Largest change that counts as rounding, relative to the effect of neighbors that a row can see.
+# For tiny float32 models of all families it is at most 1e-5 or, if a convolution or a recurrent
+# state passes from row to row, at least 1e-3.
+FLOAT32, LOWER_PRECISION = 1e-4, 0.05
+ROW = (1, 2, 3, 0, 1, 3, 2, 1)
+NEIGHBORS = ((2, 1, 0, 3, 3), (0, 3, 2, 2, 1))
+
+
+@torch.no_grad()
+def supports_packing(model: nn.Module) -> bool:
+    """Whether a prepared model treats each packed row as if it were the only one.
+
+    The log-probs of a row must agree, up to rounding, with those of the row alone, whichever row it
+    is packed with. Rounding is small compared to the effect of the same neighbors when the row can
+    see them, as parts of one long row. In lower precision, rounding could hide the effect of a
+    convolution, so models with a convolution are then not packed.
+    """
+    precise: list[bool] = []  # whether each forward computed in float32
+    training = [module for module in model.modules() if module.training]
+    device = next(model.parameters()).device
+
+    def row_logps(*rows: tuple[int, ...], packed: bool = True) -> Tensor:
+        batch = collate([Row(ids, 1, False) for ids in rows], 0, device, packed)
+
+        def request(head: Head) -> Tensor:
+            values = head.weight if head.logits is None else head.logits
+            assert values is not None
+            precise.append(
+                values.dtype == torch.float32 and not torch.is_autocast_enabled(device.type)
+            )
+            return head.logprobs(batch.targets)[0]
+
+        logps = model(**batch.model_inputs, request=request).flatten()
+        return logps[-len(ROW) : -1]  # only those that predict tokens of ROW from tokens of ROW
+
+    for module in training:
+        module.training = False
+    try:
+        packed = [row_logps(neighbor, ROW) for neighbor in NEIGHBORS]
+        visible = [row_logps(neighbor + ROW) for neighbor in NEIGHBORS]
+        alone = row_logps(ROW, packed=False)  # positions may be counted in another way
+    except (TypeError, ValueError, NotImplementedError):
+        return False  # the forward does not accept row bounds
+    finally:
+        for module in training:
+            module.training = True
+    effect = _distance(*visible)
+    leaks = _distance(*packed), _distance(packed[0], alone), _distance(packed[1], alone)
+    if all(precise):
+        return bool(max(leaks) <= FLOAT32 * effect)
+    convolution = any(isinstance(module, nn.Conv1d) for module in model.modules())
+    return not convolution and bool(max(leaks) <= LOWER_PRECISION * effect)
+
+
+def _distance(a: Tensor, b: Tensor) -> Tensor:
+    return (a - b).abs().max()
+
+
+def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
+    """AdamW over the trainable parameters; vectors (norms, biases) are not decayed."""
+    matrices = [p for p in model.parameters() if p.requires_grad and p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.requires_grad and p.dim() < 2]
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [g for g in groups if g["params"]], lr=config.lr, betas=config.betas, eps=config.eps
+    )

@@ -100,7 +100,7 @@ class Record:
         if self.accelerator.is_main_process:
             self.evals.append(row)
             if row.get("accuracy") is not None:
-                ends = f" {percent_interval(row['ci95'])}" if row["ci95"] else ""
+                ends = f" {percent_interval(row['ci95'])}" if row.get("ci95") else ""
                 accuracy = f"{percent(row['accuracy'])}%{ends}"
                 logger.info(
                     "step %d: accuracy %s, %d prompts", row["step"], accuracy, row["prompts"]

@@ -1,23 +1,106 @@
-"""`gac replay`: recompute a skipped step, and each of its rows separately."""
+"""`gac replay`: save a skipped step, and recompute it and each of its rows separately."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from gac.config import load
+from gac.control.term_pair import TermPair
+from gac.data.rows import Row
+from gac.errors import ConfigError
 from gac.faults import checkpoint
 from gac.models.causal_lm import load_tokenizer
 from gac.parallel import setup
+from gac.parallel.collectives import rank
+from gac.train_config import TrainConfig
 from gac.training.policy import load_policy, load_reference, make_gradients
-from gac.training.run_config import TrainConfig
 from gac.training.step import Step
 
-from . import skipped
+FORMAT = 2  # version of the files; incremented when older ones can no longer be read
+
+
+@dataclass(frozen=True)
+class SkippedStep:
+    """A step that was not applied, and the results that caused it to be skipped."""
+
+    step: Step
+    weights: TermPair | None
+    """The solver's weights of the two terms; None: the step's own mix."""
+    fault: str
+    """Why it was skipped."""
+    norm: float
+    """Gradient norm."""
+    losses: TermPair
+    """The two loss terms, reduced over all ranks."""
+
+    def save(
+        self, folder: Path, model: nn.Module, tracked: dict[str, Tensor], first: Path | None
+    ) -> Path:
+        """Write the step under `folder` and return its path. Call it on every rank.
+
+        tracked: moving averages of gradients. first: path of the first of the consecutive skipped
+            steps, which has the weights; None: this is the first.
+        """
+        path = folder / f"step-{self.step.number:08d}"
+        if first is None:
+            checkpoint.write_weights(path / "weights", model, tracked)
+        path.mkdir(exist_ok=True)
+        plain: dict[str, Any] = {
+            "format": FORMAT,
+            "step": self.step.plain(),
+            "fault": self.fault,
+            "norm": self.norm,
+            "weights": None if self.weights is None else tuple(self.weights),
+            "losses": tuple(self.losses),
+            "shares": (first or path).name,
+        }
+        torch.save(plain, path / f"rank-{rank()}.pt")
+        return path
+
+
+def load_skipped(path: Path) -> tuple[SkippedStep, Path]:
+    """The step saved at `path`, with the rows of all ranks, and the path of its weights.
+
+    Raises ConfigError if no step is saved at `path`, or if another version wrote it.
+    """
+    files = sorted(path.glob("rank-*.pt"), key=lambda p: int(p.stem.removeprefix("rank-")))
+    if not files:
+        raise ConfigError(f"{path} contains no saved step: give a folder in RUN/replay")
+    parts = [torch.load(file, weights_only=True) for file in files]
+    if parts[0].get("format") != FORMAT:
+        raise ConfigError(
+            f"{path} was written by another version of gac: replay it with that version"
+        )
+    plain = parts[0]  # all but rows and log-probs are the same on every rank
+    skipped = SkippedStep(
+        _merged([Step.restore(part["step"]) for part in parts]),
+        None if plain["weights"] is None else TermPair(*plain["weights"]),
+        plain["fault"],
+        plain["norm"],
+        TermPair(*plain["losses"]),
+    )
+    return skipped, path.parent / plain["shares"] / "weights"
+
+
+def _merged(parts: Sequence[Step]) -> Step:
+    """One step with all ranks' rows; `Row.sequence` then indexes the joined log-probs."""
+    rows: list[Row] = []
+    for part in parts:
+        shift = 1 + max((row.sequence for row in rows), default=-1)
+        rows += [row._replace(sequence=row.sequence + shift) for row in part.rows]
+    joined = {
+        name: tuple(x for part in parts for x in getattr(part, name))
+        for name in ("old_logps", "teacher_logps")
+    }
+    return dataclasses.replace(parts[0], rows=tuple(rows), **joined)
 
 
 def replay(path: Path) -> dict[str, Any]:
@@ -26,7 +109,7 @@ def replay(path: Path) -> dict[str, Any]:
     Returns the recorded values, the recomputed values, and the rows whose loss or gradient is not
     finite.
     """
-    saved, weights = skipped.load(path)
+    saved, weights = load_skipped(path)
     compute = Recomputation(load(TrainConfig, path.parents[1] / "config.yaml"), saved, weights)
     recomputed = compute(saved.step)
     per_row = [compute(dataclasses.replace(saved.step, rows=(row,))) for row in saved.step.rows]
@@ -54,7 +137,7 @@ def replay(path: Path) -> dict[str, Any]:
 class Recomputation:
     """Recomputes gradients with the weights before a skipped step; loads only the run's models."""
 
-    def __init__(self, config: TrainConfig, saved: skipped.SkippedStep, weights: Path) -> None:
+    def __init__(self, config: TrainConfig, saved: SkippedStep, weights: Path) -> None:
         needs, self.weights = saved.step.needs, saved.weights
         self.tokenizer = load_tokenizer(config.model)
         accelerator = setup.make_accelerator(

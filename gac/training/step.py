@@ -1,21 +1,26 @@
-"""One optimizer step as data: its inputs, its measurements and its outcome."""
+"""One optimizer step as data: inputs, measurements, outcome, and its row of metrics."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from gac.control.evidence import Evidence
 from gac.control.term_pair import TermPair
 from gac.data.rows import Counts, Row
-from gac.methods.base import Mix, StepNeeds
+from gac.methods import Observation
+from gac.methods.base import Mix, StepNeeds, demo_losses
+from gac.train_config import GuardConfig
 from gac_kernels import TokenMoments
 
-from .probes.parts import GradientParts
+from .probes import GradientParts
 
 
 class Rewards(NamedTuple):
@@ -80,8 +85,7 @@ class Step:
     @classmethod
     def restore(cls, plain: dict[str, Any]) -> Step:
         """Inverse of `plain`."""
-        # steps saved by earlier versions have more fields in `needs`
-        named = {key: kind(*plain[key][: len(kind._fields)]) for key, kind in _TUPLES.items()}
+        named = {key: kind(*plain[key]) for key, kind in _TUPLES.items()}
         return cls(**{**plain, **named, "rows": tuple(Row(*row) for row in plain["rows"])})
 
 
@@ -129,3 +133,95 @@ class Update(NamedTuple):
     def applied(self) -> bool:
         """Whether the optimizer step was applied."""
         return self.fault is None
+
+
+def observe(
+    step: Step, measured: Measured, update: Update, losses_after: TermPair | None = None
+) -> tuple[dict[str, Any], Observation]:
+    """The metrics row of a step, and the observation from which the method sets the next `Mix`.
+
+    losses_after: the losses of the step after the update, if the method needs them. In the row,
+        None means "not measured".
+    """
+    counts, rewards, moments, losses = step.counts, step.rewards, measured.moments, measured.losses
+    scalars = torch.stack([moments.kl, moments.entropy, moments.clip_fraction])
+    kl, entropy, clip_fraction = scalars.tolist()  # one device-to-host copy
+    kl = kl if measured.kl is None else measured.kl
+    row: dict[str, Any] = {
+        "step": step.number + 1,
+        "mu": update.mix.mu,
+        "mu_star": None,
+        "prior": None,
+        "alpha": None,
+        "kl": kl if step.needs.kl and rewards.number else None,
+        **moments.signals(step.needs.trim)._asdict(),
+        # a term without rows is 0, which is not a measurement
+        "rollout_loss": losses.rollout if counts.rollouts else None,
+        "demo_loss": losses.demo if counts.demos else None,
+        "reward_mean": rewards.mean,
+        "entropy": entropy,
+        "clip_fraction": clip_fraction if counts.rollouts else None,
+        "completions/mean_length": counts.rollout_tokens / counts.rollouts
+        if counts.rollouts
+        else None,
+        "grad_norm": update.norm,
+        "tokens": int(counts.tokens),
+        "lr": update.lr,
+    }
+    sources = measured.sources
+    if sources is not None:
+        sources = tuple(compress(sources, moments.demo_nll.isfinite().tolist()))
+    observation = Observation(
+        step.number + 1,
+        reward_variance=rewards.variance,
+        evidence=measured.evidence,
+        losses_before=losses,
+        losses_after=losses_after,
+        demo_losses=demo_losses(moments),
+        demo_sources=sources,
+        **{
+            key: row[key]
+            for key in ("kl", "entropy", "reward_mean", "rollout_loss", "demo_loss", "lr")
+        },
+    )
+    for source, values in observation.losses_by_source().items():
+        row[f"demo_nll/{source}"] = math.fsum(values) / len(values)
+    if not update.applied:  # measurements of a skipped step must not influence the next one
+        return row, Observation(step.number + 1)
+    return row, observation
+
+
+class Guard:
+    """Checks every step before the optimizer applies it, and counts the skipped ones."""
+
+    def __init__(self, config: GuardConfig) -> None:
+        self.config = config
+        self.skipped = self.consecutive = self.kept = 0
+        self.fault: str | None = None  # why the last skipped step was skipped
+
+    def judge(self, norm: float, losses: Mapping[str, float]) -> str | None:
+        """The reason to skip the step, or None. The arguments must be reduced over ranks."""
+        values = {**losses, "grad_norm": norm}.items()
+        fault = next((f"{name} is {x}" for name, x in values if not math.isfinite(x)), None)
+        if fault is None and norm > self.config.skip_above_norm:
+            limit = self.config.skip_above_norm
+            fault = f"grad_norm is {norm:.3g}, above guards.skip_above_norm={limit:g}"
+        self.skipped += fault is not None
+        self.consecutive = self.consecutive + 1 if fault else 0
+        self.fault = fault or self.fault
+        return fault
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether too many consecutive steps were skipped."""
+        return self.consecutive >= self.config.patience
+
+    def state_dict(self) -> dict[str, int]:
+        """State in plain JSON types; after an aborted run the consecutive count restarts at 0."""
+        consecutive = 0 if self.exhausted else self.consecutive
+        return {"skipped": self.skipped, "consecutive": consecutive, "kept": self.kept}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Resume from `state`."""
+        self.skipped, self.consecutive = state["skipped"], state["consecutive"]
+        self.kept = state["kept"]

@@ -14,27 +14,49 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from gac.config import dump, save
 from gac.control.term_pair import TermPair
 from gac.data.rows import Counts, Row, count
-from gac.errors import RunError, UserError
+from gac.errors import ConfigError, RunError, UserError, value_errors_as
+from gac.evaluation.during import Evaluator
 from gac.faults import checkpoint
+from gac.faults.heartbeat import Heartbeat
+from gac.faults.stopping import StopRequest
 from gac.methods import Mix, Observation
-from gac.methods.base import next_mix
+from gac.methods.base import StepNeeds, next_mix
+from gac.models.causal_lm import load_tokenizer, stop_tokens
 from gac.parallel import collectives, setup
 from gac.parallel.run_lock import run_lock
-from gac.rewards import closing_reward
-from gac.rollouts.sampling import Rollouts, SamplingStats, source_means
+from gac.rewards import Tally, build_reward, closing_reward
+from gac.rollouts.config import RolloutConfig
+from gac.rollouts.engines import make_engine
+from gac.rollouts.sampling import Rollouts, Sampler, SamplingStats, source_means
+from gac.train_config import OptimConfig, TrainConfig
 from gac.training.export import export_checkpoint
-from gac.training.run_config import TrainConfig
-from gac.training.skipped import SkippedStep
 
-from .metrics import observe
-from .optim import clip_gradient, learning_rate, set_learning_rate
-from .run import Run
-from .step import Measured, Rewards, Step, Update
+from .feed import Feed
+from .policy import (
+    choose_micro_batches,
+    load_policy,
+    load_reference,
+    loss_of,
+    make_gradients,
+    make_optimizer,
+)
+from .record import Record
+from .replay import SkippedStep
+from .startup import (
+    FORMAT,
+    check_fingerprint,
+    check_space,
+    find_checkpoint,
+    fingerprint,
+)
+from .step import Guard, Measured, Rewards, Step, Update, observe
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +84,88 @@ def train(config: TrainConfig, resume: bool = True) -> Path:
         setup.leave()
 
 
-class Trainer(Run):
-    """The training loop of a run."""
+class Trainer:
+    """A training run: its parts, restored from the last checkpoint if there is one, and the loop.
+
+    State between steps: the step, the method's state, the mix of the next step, the data positions.
+    """
+
+    @value_errors_as(ConfigError)
+    def __init__(self, config: TrainConfig, resume: bool = True) -> None:
+        self.method = config.method
+        self.out = Path(config.out)
+        self.checkpoints = self.out / "checkpoints"
+        self.accelerator = setup.make_accelerator(
+            config.parallel, config.mixed_precision, config.report_to, config.out
+        )
+        self.heartbeat = Heartbeat()
+        self.record = Record(self.out, self.accelerator)
+        config, path = find_checkpoint(config, resume)
+        self.config = config
+        self.tokenizer = load_tokenizer(config.model)
+        # fail early on invalid stop strings
+        stop_tokens(self.tokenizer, (*config.rollouts.stop, *config.eval.stop))
+        rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
+        self.feed = Feed(config, self.tokenizer, rank, ranks)
+        self.plan = self.method.sampling(config.rollouts.num_generations)
+        longest = self.feed.check_budgets(config)
+        self.kl_in_loss = loss_of(config).spec.kl_coef != 0
+        needs = StepNeeds.union(map(self.needs, range(config.steps)))
+        # without rollouts, no server is contacted
+        rollout_config = config.rollouts if needs.rollouts else RolloutConfig()
+        engine = make_engine(
+            rollout_config,
+            self.tokenizer,
+            served=config.model.path,
+            longest=longest,
+            folder=self.out,
+        )
+        self.model = load_policy(config, self.accelerator)
+        self.policy = self.accelerator.unwrap_model(self.model)
+        self.reference = load_reference(config, self.accelerator, needs.kl)
+        self.config = config = choose_micro_batches(
+            config,
+            self.accelerator,
+            self.model,
+            self.reference,
+            self.feed.longest_row(config.rollouts.max_completion_length),
+            self.feed.unit,
+        )
+        self.feed.sized_in_tokens = config.max_tokens_per_micro_batch is not None
+        self.optimizer = make_optimizer(self.model, config.optim)
+        self.gradients = make_gradients(
+            config, self.accelerator, self.tokenizer, self.model, self.reference, needs
+        )
+        reward = build_reward(config.reward)
+        self.sampler = Sampler(
+            config.rollouts,
+            engine,
+            self.tokenizer,
+            reward,
+            self.plan,
+            self.method.credit,
+            self.feed.more_examples,
+        )
+        self.rollouts: Rollouts | None = None
+        self.tally = Tally(reward)
+        self.evaluator = Evaluator(config.eval, self.tokenizer, reward, config.seed)
+        self.step = 0
+        self.state, self.mix = next_mix(self.method, self.method.init(), Observation(0))
+        self.ended = False  # the method has ended the run
+        self.guard, self.stop = Guard(config.guards), StopRequest()
+        self.fingerprint = fingerprint(config.model, self.tokenizer, self.feed.sources(), reward)
+        self.best: dict[str, Any] = {}  # step and accuracy of the best checkpoint
+        self.first_skipped: Path | None = None  # first of the current consecutive skipped steps
+        self._open(path)
+
+    def needs(self, step: int) -> StepNeeds:
+        """The method's needs for a step, plus the KL if the loss or the monitoring needs it."""
+        needs, every = self.method.needs(step), self.config.monitor_kl_every
+        monitored = needs.rollouts and every > 0 and step % every == 0
+        return needs._replace(
+            kl=self.kl_in_loss or monitored or (needs.kl and needs.rollouts),
+            sources=self.feed.names_sources and needs.demos,
+        )
 
     def run(self) -> Path:
         """Train to the last step, evaluate, export. Returns the run directory."""
@@ -259,9 +361,11 @@ class Trainer(Run):
         with_gradient = [p for p in trained if p.grad is not None]
         norm = math.nan if measured.non_finite else 0.0
         if with_gradient:
-            norm = setup.to_float(clip_gradient(with_gradient, self.config.optim.max_grad_norm))
+            limit = self.config.optim.max_grad_norm or math.inf
+            norm = setup.to_float(torch.nn.utils.clip_grad_norm_(with_gradient, limit))
         lr = learning_rate(self.config.optim, step.number, self.feed.steps)
-        set_learning_rate(self.optimizer, lr)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
         losses = measured.losses
         fault = self.guard.judge(norm, {"rollout_loss": losses.rollout, "demo_loss": losses.demo})
         if fault is None:
@@ -303,6 +407,69 @@ class Trainer(Run):
             advice = f"gac replay {path}"
         if self.accelerator.is_main_process:
             logger.warning("skipped step %d: %s (%s)", skipped.step.number, skipped.fault, advice)
+
+    # ---- the run folder
+
+    def _open(self, path: Path | None) -> None:
+        """Resume from the checkpoint at `path`, or start a fresh run, and open the logs."""
+        if path:
+            self._restore(path)
+        config = self.config
+        remaining = -(-(self.feed.steps - self.step) // config.checkpoint_every)
+        check_space(self.out, self.model, min(remaining, config.keep_checkpoints + 1))
+        if self.accelerator.is_main_process:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            save(config, self.out / "config.yaml")
+        self.record.truncate(self.step if path else None)
+        if config.report_to:
+            self.accelerator.init_trackers(self.out.name, config={"config": str(dump(config))})
+
+    def _restore(self, path: Path) -> None:
+        saved = checkpoint.read_progress(path).get("fingerprint")
+        check_fingerprint(saved, self.fingerprint, self.config.ignore_input_changes)
+        progress = checkpoint.load(path, self.model, self.optimizer, self.gradients.tracked)
+        self.step, self.state, self.best = progress["step"], progress["method"], progress["best"]
+        self.mix = Mix(*progress["mix"])
+        self.ended = progress["ended"]
+        self.guard.load_state_dict(progress["guard"])
+        self.feed.load_state_dict(progress)
+        logger.info("resumed from %s", path)
+
+    def save(self) -> None:
+        """Write a checkpoint, and delete the oldest beyond `keep_checkpoints`."""
+        progress = {
+            "method": self.state,
+            "mix": list(self.mix),
+            "ended": self.ended,
+            **self.feed.state_dict(),
+            "guard": self.guard.state_dict(),
+            "best": self.best,
+            "fingerprint": self.fingerprint,
+            "config": dump(self.config),
+            "ranks": self.accelerator.num_processes,
+            "format": FORMAT,
+        }
+        checkpoint.save(
+            self.checkpoints,
+            self.step,
+            self.model,
+            self.optimizer,
+            progress,
+            self.gradients.tracked,
+        )
+        checkpoint.prune(self.checkpoints, self.config.keep_checkpoints, self.best.get("step"))
+
+
+def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
+    """Learning rate at optimizer step `step` (from 0) of `steps`."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    done = min((step - config.warmup_steps) / max(steps - 1 - config.warmup_steps, 1), 1.0)
+    shape = 0.5 * (1 + math.cos(math.pi * done)) if config.schedule == "cosine" else 1 - done
+    low = config.lr * config.min_lr_ratio
+    return low + (config.lr - low) * shape
 
 
 def _derive_seed(*key: int | str) -> int:

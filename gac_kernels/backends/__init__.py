@@ -7,31 +7,37 @@
 `reduce(tokens, terms, moments) -> Summary`
     Sums over all tokens in float64, as defined by `tokens.reduce`, in few kernel launches.
 `row_stats(logits, targets, temperature, softcap, more) -> (logps, entropy, lse)`
-    Each is float32 [N], 0 for rows without a loss. Reads each row with a loss once. `more` adds
-    contract.MORE_OUTPUTS, also in float32.
-`row_grads(logits, targets, lse, entropy, d_logps, d_entropy, temperature, out, softcap) -> None`
+    Each is float32 [N], 0 for rows without a loss. Reads each row with a loss once. A target
+    outside [0, V) reads nothing, and its logp is nan; without finite logits, lse is -inf. `more`
+    adds contract.MORE_OUTPUTS, also in float32.
+`row_grads(logits, targets, lse, entropy, d_logps, d_entropy, temperature, out, softcap, sketch,
+whole_row) -> None`
     Writes to out [B, T, V] the gradient of the logits, given those of logps and entropy (float32
     [N] each):
     d_logp (onehot - p) / temperature - d_entropy p (log p + H) / temperature,
-    times the derivative of the softcap.
+    times the derivative of the softcap; unless `sketch` is None, also its `sketch.row_buckets`.
+    `whole_row=False`: the rows are parts of longer ones, to which `lse` and `entropy` belong.
 `row_loss(logits, tokens, spec, out, sketch, softcap) -> TokenTerms`
     Computes the statistics, the token formulas (`reference.token_terms`) and, unless `out` is
     None, the gradient of sum(tokens.scale * loss) in one call; unless `sketch` is None, also
-    `sketch.row_buckets` of the gradient.
+    `sketch.row_buckets` of the gradient. `tokens.temperature` replaces that of the spec.
 `scale_(tensor, factor) -> None`
     Multiplies in place by factor (0-d, on the tensor's device); a no-op if factor is 1.
 
-`plan` and `reduce` are not differentiable: they run under no_grad and never synchronize with a
-device. `logits` and `out` are [B, T, V] with N = B T rows of any stride and a contiguous last
-dimension; `out` may have a different float dtype from the logits, or share their storage. Rows
-whose target is -100 are never read and get an all-zero gradient, as do rows with zero coefficients.
-Row kernels use no atomics and sum in a fixed order, so results are bitwise reproducible.
+A temperature is a number, or float32 [N]. `plan` and `reduce` are not differentiable: they run
+under no_grad and never synchronize with a device. `logits` and `out` are [B, T, V] with N = B T
+rows of any stride and a contiguous last dimension; `out` may have a different float dtype from the
+logits, or be the logits themselves, but not a narrower view of their storage: parts of a row are
+still to be read. Rows whose target is -100 are never read and get an all-zero gradient, as do rows
+with zero coefficients. Row kernels use no atomics and sum in a fixed order, so results are bitwise
+reproducible.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import warnings
 from types import ModuleType
 
@@ -76,12 +82,24 @@ def choose(name: str, device: torch.device, dtype: torch.dtype) -> ModuleType:
         module = load(candidate, device)
         reason = module.unavailable(device, dtype)
         if reason is None:
+            _log_first_use(name_of(module), device.type)
             return module
         if dtype != torch.float64:  # only the reference computes in float64
             _warn_of_fallback(f"backend {candidate!r} cannot run: {reason}; using 'reference'")
     raise AssertionError("the reference backend runs everywhere")
 
 
+def name_of(module: ModuleType) -> str:
+    """The name of a backend's module."""
+    name = module.__name__.rpartition(".")[2]
+    return name if name in NAMES else "native"
+
+
+@functools.cache  # once per process
+def _log_first_use(name: str, kind: str) -> None:
+    logging.getLogger("gac_kernels").info("using the %s backend on %s", name, kind)
+
+
 @functools.cache  # once per reason
 def _warn_of_fallback(message: str) -> None:
-    warnings.warn(message, RuntimeWarning, stacklevel=4)
+    warnings.warn(message, RuntimeWarning, stacklevel=5)

@@ -17,7 +17,7 @@ import functools
 import hashlib
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,17 +49,20 @@ class Layout:
         return self._pack(*values, *self._zeros[len(values) :])
 
 
-ROW_ARGUMENTS = Layout("""
+COLUMNS = (  # arrays of a row function; null if absent
+    *("temperatures", "targets", "logps", "entropy", "lse"),
+    *("log_sum_sq_probs", "mean_logits", "is_top1", "d_logps", "d_entropy"),
+    *("demo", "advantages", "old", "ref", "scale", "factor", "rollout_logps"),
+    *("loss", "kl", "clipped", "signs", "buckets"),
+)
+ROW_ARGUMENTS = Layout(f"""
     pointer: logits
     int: dtype batch_stride row_stride
     pointer: out
     int: out_dtype out_batch_stride out_row_stride
     int: rows vocab per_batch threads
     real: temperature softcap
-    pointer: targets logps entropy lse log_sum_sq_probs mean_logits is_top1
-    pointer: d_logps d_entropy
-    pointer: demo advantages old ref scale factor rollout_logps
-    pointer: loss kl clipped signs buckets
+    pointer: {" ".join(COLUMNS)}
     int: size
     real: ratio_low ratio_high dual_clip kl_coef
     int: kl_estimator
@@ -188,7 +191,7 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
         *(0 if norm is None else ctypes.addressof(norm) for norm in norms),
     )
     _call(library().gac_plan, arguments)
-    factors = None, None  # see `with_factors`
+    factors = None, None, None  # see `with_factors`
     fields = flat, *results[:7], *factors, *results[7:], is_demo.reshape(-1), inputs.mu
     return Tokens._make(fields)
 
@@ -225,16 +228,15 @@ def reduce(tokens: Tokens, terms: TokenTerms, moments: bool) -> Summary:
 def row_stats(
     logits: Tensor,
     targets: Tensor,
-    temperature: float,
+    temperature: float | Tensor,
     softcap: float | None = None,
     more: bool = False,
 ) -> tuple[Tensor, ...]:
-    count, kind = targets.numel(), torch.float32
-    results = tuple(targets.new_empty(count, dtype=kind) for _ in range(6 if more else 3))
-    columns = _column(targets, torch.int64), *results
-    arguments = ROW_ARGUMENTS.pack(*_rows(logits, None, temperature, softcap), *_pointers(columns))
-    _call(library().gac_row_stats, arguments)
-    return results
+    count, names = targets.numel(), COLUMNS[2 : 8 if more else 5]
+    results = {name: targets.new_empty(count, dtype=torch.float32) for name in names}
+    columns = {"targets": _column(targets, torch.int64), **results}
+    _run("gac_row_stats", logits, None, temperature, softcap, columns)
+    return tuple(results.values())
 
 
 def row_grads(
@@ -244,16 +246,20 @@ def row_grads(
     entropy: Tensor,
     d_logps: Tensor,
     d_entropy: Tensor,
-    temperature: float,
+    temperature: float | Tensor,
     out: Tensor,
     softcap: float | None = None,
+    sketch: RowSketch | None = None,
+    whole_row: bool = True,
 ) -> None:
+    floats = {"d_logps": d_logps, "d_entropy": d_entropy}
     # recomputing the sums is free while the row is in cache, and more accurate than `lse` rounded
     # to float32
-    upstream = _column(d_logps, torch.float32), _column(d_entropy, torch.float32)
-    columns = _column(targets, torch.int64), *(None,) * 6, *upstream
-    arguments = ROW_ARGUMENTS.pack(*_rows(logits, out, temperature, softcap), *_pointers(columns))
-    _call(library().gac_row_grads, arguments)
+    if not whole_row:
+        floats |= {"lse": lse, "entropy": entropy}
+    columns = {name: _column(x, torch.float32) for name, x in floats.items()}
+    columns["targets"] = _column(targets, torch.int64)
+    _run("gac_row_grads", logits, out, temperature, softcap, columns, sketch)
 
 
 def row_loss(
@@ -264,24 +270,40 @@ def row_loss(
     sketch: RowSketch | None = None,
     softcap: float | None = None,
 ) -> TokenTerms:
-    logps, entropy, loss, kl, clipped = [torch.empty_like(tokens.scale) for _ in range(5)]
-    signs, buckets = (None, None) if sketch is None else sketch
-    columns = (
-        *(tokens.targets, logps, entropy, *(None,) * 6),
-        *(tokens.demo, tokens.advantages, tokens.old, tokens.ref, tokens.scale),
-        *(tokens.factor, tokens.rollout_logps),
-        *(loss, kl, clipped),
-        *(signs, buckets),
-    )
+    terms = TokenTerms(*(torch.empty_like(tokens.scale) for _ in TokenTerms._fields))
+    columns = tokens._asdict() | terms._asdict()
     temperature, *options = token_scalars(spec)
-    arguments = ROW_ARGUMENTS.pack(
-        *_rows(logits, out, temperature, softcap),
-        *_pointers(columns),
-        0 if buckets is None else buckets.shape[1],
-        *options,
-    )
-    _call(library().gac_row_loss, arguments)
-    return TokenTerms(logps, entropy, loss, kl, clipped)
+    scaling = temperature if tokens.temperature is None else tokens.temperature
+    _run("gac_row_loss", logits, out, scaling, softcap, columns, sketch, options)
+    return terms
+
+
+def _run(
+    function: str,
+    logits: Tensor,
+    out: Tensor | None,
+    temperature: float | Tensor,
+    softcap: float | None,
+    columns: dict[str, Any],  # by the names of COLUMNS
+    sketch: RowSketch | None = None,
+    options: Sequence[Any] = (),  # a TokenSpec
+) -> None:
+    """Run a function on the rows of logits, and of their gradient `out`, [B, T, V]."""
+    batch, length, width = logits.shape
+    rows = logits.data_ptr(), DTYPES.index(logits.dtype), *logits.stride()[:2]
+    out_rows: tuple[int, ...] = (0, 0, 0, 0)
+    if out is not None:
+        out_rows = out.data_ptr(), DTYPES.index(out.dtype), *out.stride()[:2]
+    sizes = batch * length, width, length, torch.get_num_threads()
+    if isinstance(temperature, Tensor):
+        columns["temperatures"], temperature = _column(temperature, torch.float32), 1.0
+    if sketch is not None:
+        columns |= sketch._asdict()
+    pointers = _pointers(columns.get(name) for name in COLUMNS)
+    size = 0 if sketch is None else sketch.buckets.shape[1]
+    scaling = temperature, softcap or 0.0
+    arguments = ROW_ARGUMENTS.pack(*rows, *out_rows, *sizes, *scaling, *pointers, size, *options)
+    _call(getattr(library(), function), arguments)
 
 
 def scale_(tensor: Tensor, factor: Tensor) -> None:
@@ -298,19 +320,6 @@ def _column(x: Any, dtype: torch.dtype) -> Any:
 
 def _pointers(tensors: Iterable[Tensor | None]) -> list[int]:
     return [0 if x is None else x.data_ptr() for x in tensors]
-
-
-def _rows(
-    logits: Tensor, out: Tensor | None, temperature: float, softcap: float | None
-) -> tuple[Any, ...]:
-    """The first fields of RowArguments: the layout of logits and out [B, T, V], and the scaling."""
-    batch, length, width = logits.shape
-    rows = logits.data_ptr(), DTYPES.index(logits.dtype), *logits.stride()[:2]
-    out_rows: tuple[int, ...] = (0, 0, 0, 0)
-    if out is not None:
-        out_rows = out.data_ptr(), DTYPES.index(out.dtype), *out.stride()[:2]
-    sizes = batch * length, width, length, torch.get_num_threads()
-    return *rows, *out_rows, *sizes, temperature, softcap or 0.0
 
 
 def _call(function: Any, arguments: bytes) -> None:

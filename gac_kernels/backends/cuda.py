@@ -146,22 +146,22 @@ def reduce(tokens: Tokens, terms: TokenTerms, moments: bool) -> Summary:
 
 
 def _batch_backend(device: torch.device) -> ModuleType:
-    """The backend that runs `plan`, `reduce` and `scale_`, and rows with a softcap."""
+    """The backend that runs `plan`, `reduce` and `scale_`, and rows with other options."""
     return reference if triton.unavailable(device, torch.float32) else triton
 
 
 def row_stats(
     logits: Tensor,
     targets: Tensor,
-    temperature: float,
+    temperature: float | Tensor,
     softcap: float | None = None,
     more: bool = False,
 ) -> tuple[Tensor, ...]:
-    if more or softcap is not None:
+    if more or softcap is not None or isinstance(temperature, Tensor):
         rows = _batch_backend(logits.device)
         return rows.row_stats(logits, targets, temperature, softcap, more)
     results = torch.empty(3, targets.numel(), dtype=torch.float32, device=logits.device)
-    _launch(_STATS, logits, None, temperature, results, {"targets": targets})
+    _launch(_STATS, logits, None, float(temperature), results, {"targets": targets})
     return results[0], results[1], results[2]
 
 
@@ -172,18 +172,21 @@ def row_grads(
     entropy: Tensor,
     d_logps: Tensor,
     d_entropy: Tensor,
-    temperature: float,
+    temperature: float | Tensor,
     out: Tensor,
     softcap: float | None = None,
+    sketch: RowSketch | None = None,
+    whole_row: bool = True,
 ) -> None:
-    if softcap is not None:
-        rows, upstream = _batch_backend(logits.device), (d_logps, d_entropy)
-        rows.row_grads(logits, targets, lse, entropy, *upstream, temperature, out, softcap)
+    per_row = isinstance(temperature, Tensor)
+    if per_row or softcap is not None or sketch is not None or not whole_row:
+        rows, options = _batch_backend(logits.device), (temperature, out, softcap, sketch)
+        rows.row_grads(logits, targets, lse, entropy, d_logps, d_entropy, *options)
         return
     # the sums are recomputed from the row in shared memory, which is more accurate than `lse`
     # rounded to float32
     columns: Columns = {"targets": targets, "d_logps": d_logps, "d_entropy": d_entropy}
-    _launch(_GRADS, logits, out, temperature, None, columns)
+    _launch(_GRADS, logits, out, float(temperature), None, columns)
 
 
 def row_loss(
@@ -194,7 +197,7 @@ def row_loss(
     sketch: RowSketch | None = None,
     softcap: float | None = None,
 ) -> TokenTerms:
-    if softcap is not None:
+    if softcap is not None or tokens.temperature is not None:
         rows = _batch_backend(logits.device)
         return rows.row_loss(logits, tokens, spec, out, sketch, softcap)
     results = torch.empty(5, tokens.targets.numel(), dtype=torch.float32, device=logits.device)

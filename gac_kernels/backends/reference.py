@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..contract import IGNORE, LossSpec
+from ..contract import IGNORE, LossSpec, compute_dtype
 from ..sketch import RowSketch, row_buckets
 from ..tokens import Tokens, TokenTerms, plan, reduce
 
@@ -20,11 +20,12 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
 def row_stats(
     logits: Tensor,
     targets: Tensor,
-    temperature: float,
+    temperature: float | Tensor,
     softcap: float | None = None,
     more: bool = False,
 ) -> tuple[Tensor, ...]:
     live, rows = _live_rows(logits, targets)
+    temperature = temperature[live] if isinstance(temperature, Tensor) else temperature
     stats = reference.row_statistics(rows, targets[live], temperature, softcap, more)
     zeros = torch.zeros(targets.shape, dtype=rows.dtype, device=rows.device)
     return tuple(zeros.index_copy(0, live, x.to(zeros.dtype)) for x in stats)
@@ -37,16 +38,21 @@ def row_grads(
     entropy: Tensor,
     d_logps: Tensor,
     d_entropy: Tensor,
-    temperature: float,
+    temperature: float | Tensor,
     out: Tensor,
     softcap: float | None = None,
+    sketch: RowSketch | None = None,
+    whole_row: bool = True,
 ) -> None:
     live, rows = _live_rows(logits, targets)
+    temperature = temperature[live, None] if isinstance(temperature, Tensor) else temperature
     capped = reference.scale_logits(rows, 1.0, softcap)
     z = capped / temperature - lse[live, None]
     p = z.exp()
     grad = -p * d_logps[live, None]
-    grad[torch.arange(len(live), device=grad.device), targets[live]] += d_logps[live]
+    inside = (targets[live] >= 0) & (targets[live] < grad.shape[1])
+    target = torch.where(inside, targets[live], 0)[:, None]
+    grad.scatter_add_(1, target, torch.where(inside, d_logps[live], 0)[:, None])
     entropy_part = p * (z.masked_fill(z == -torch.inf, 0) + entropy[live, None])
     grad -= entropy_part * d_entropy[live, None]
     if softcap is not None:
@@ -56,6 +62,8 @@ def row_grads(
     width = out.shape[1]
     if width:
         out[live // width, live % width] = (grad / temperature).to(out.dtype)
+    if sketch is not None:
+        row_buckets(out, sketch)
 
 
 def row_loss(
@@ -66,13 +74,12 @@ def row_loss(
     sketch: RowSketch | None = None,
     softcap: float | None = None,
 ) -> TokenTerms:
-    logps, entropy, lse = row_stats(logits, tokens.targets, spec.temperature, softcap)
+    temperature = spec.temperature if tokens.temperature is None else tokens.temperature
+    logps, entropy, lse = row_stats(logits, tokens.targets, temperature, softcap)
     terms, upstream = reference.token_gradients(logps, entropy, tokens, spec, out is not None)
     if out is not None and upstream is not None:
         stats = lse, entropy, *upstream
-        row_grads(logits, tokens.targets, *stats, spec.temperature, out, softcap)
-        if sketch is not None:
-            row_buckets(out, sketch)
+        row_grads(logits, tokens.targets, *stats, temperature, out, softcap, sketch)
     return terms
 
 
@@ -85,4 +92,4 @@ def _live_rows(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     live = (targets != IGNORE).nonzero().squeeze(1)
     width = logits.shape[1]
     rows = logits[live // width, live % width] if width else logits.reshape(0, logits.shape[-1])
-    return live, rows.to(reference.compute_dtype(logits.dtype))
+    return live, rows.to(compute_dtype(logits.dtype))

@@ -10,8 +10,8 @@ import pytest
 import bench.overhead as overhead
 from bench.overhead import CycleTimes, bare, configuration, measure, save, summary
 from gac.methods import METHODS
+from gac.train_config import TrainConfig
 from gac.training.gradients import Gradients
-from gac.training.run_config import TrainConfig
 from gac.training.trainer import Trainer
 from gac_kernels import TokenMoments
 

@@ -14,7 +14,7 @@ import pytest
 from gac import cli
 from gac.config import load
 from gac.methods import METHODS
-from gac.training.run_config import TrainConfig
+from gac.train_config import TrainConfig
 from tests.waiting import wait_until
 
 ROOT = Path(cli.__file__).parents[1]
@@ -155,7 +155,7 @@ def test_interrupt_exits_with_130_and_says_how_to_resume(tmp_path):
     # reaches it
     pipe = tmp_path / "config.yaml"
     os.mkfifo(pipe)
-    code = "import signal, sys; from gac.cli import main; import gac.training.run_config\n"
+    code = "import signal, sys; from gac.cli import main; import gac.train_config\n"
     # shells start background jobs, and thus their children, with SIGINT ignored
     code += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     code += "sys.exit(main(sys.argv[1:]))"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -15,8 +14,9 @@ import pytest
 
 from gac import cli
 from gac.demo import METHODS as DEMO_METHODS
+from gac.errors import ConfigError
 
-TRAINER, SUITE = "gac.training.trainer.Trainer", "gac.evaluation.suite"
+SUITE = "gac.evaluation.suite"
 
 
 @pytest.fixture(autouse=True)
@@ -43,33 +43,17 @@ def fake(monkeypatch: Any, path: str, result: Any = None) -> list[tuple[Any, ...
     return calls
 
 
-def fake_training(monkeypatch: Any, error: Exception | None, main_process: bool) -> list[Any]:
-    """Replace the trainer; returns the list of what is done. `error` is raised by the run."""
+def fake_training(monkeypatch: Any, error: Exception | None = None) -> list[Any]:
+    """Replace the training and the report; returns the list of what is done."""
     done: list[Any] = []
 
-    class Trainer:
-        accelerator = SimpleNamespace(is_main_process=main_process)
+    def train(config: Any, resume: bool) -> str:
+        done.append((config.steps, config.out, resume))
+        if error:
+            raise error
+        return "a/run"
 
-        def __init__(self, config: Any, resume: bool) -> None:
-            done.append((config.steps, resume))
-            if config.steps == 5:
-                raise ValueError("steps=5: not supported")
-
-        def run(self) -> str:
-            done.append("run")
-            if error:
-                raise error
-            return "a/run"
-
-    @contextlib.contextmanager
-    def run_lock(folder: Path) -> Any:
-        done.append(folder)
-        yield
-        done.append("unlocked")
-
-    monkeypatch.setattr(TRAINER, Trainer)
-    monkeypatch.setattr("gac.parallel.run_lock.run_lock", run_lock)
-    monkeypatch.setattr("gac.parallel.setup.leave", lambda: done.append("left"))
+    monkeypatch.setattr("gac.training.trainer.train", train)
     monkeypatch.setattr(
         "gac.report.write_report", lambda *report: done.append(report) or "a/report.html"
     )
@@ -80,29 +64,30 @@ def fake_training(monkeypatch: Any, error: Exception | None, main_process: bool)
 def test_train(tmp_path: Path, monkeypatch: Any, capsys: Any, main_process: bool) -> None:
     monkeypatch.chdir(tmp_path)
     Path("run.yaml").write_text("steps: 3\nout: here\n")
-    done = fake_training(monkeypatch, None, main_process)
+    done = fake_training(monkeypatch)
+    monkeypatch.setenv("RANK", "0")
     if not main_process:
-        os.environ["RANK"] = "1"
+        monkeypatch.setenv("RANK", "1")
     assert cli.main(["train", "run.yaml", *([] if main_process else ["--no-resume"])]) == cli.OK
     reports = [(["a/run"], "a/run")] if main_process else []
-    steps = [Path("here"), (3, main_process), "run", "left", "unlocked"]
-    assert done == [*steps, *reports]
+    assert done == [(3, "here", main_process), *reports]
     printed = "Run: a/run\nReport: a/report.html\n" if main_process else ""
     assert capsys.readouterr().out == printed
     assert sys.path[-1] == str(tmp_path)  # where rewards are found
     assert logging.getLogger("gac").isEnabledFor(logging.INFO) == main_process
 
 
-def test_errors_of_the_configuration_are_user_errors_those_of_the_run_are_not(
+def test_user_errors_of_a_run_are_one_line_and_bugs_are_not(
     tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     config = tmp_path / "run.yaml"
     config.write_text("steps: 5\n")
-    fake_training(monkeypatch, ValueError("a bug"), True)
+    fake_training(monkeypatch, ConfigError("steps=5: not supported"))
     assert cli.main(["train", str(config)]) == cli.USAGE
     assert capsys.readouterr().err == "gac: steps=5: not supported\n"
+    fake_training(monkeypatch, ValueError("a bug"))
     with pytest.raises(ValueError, match="a bug"):
-        cli.main(["train", str(config), "--set", "steps=6"])
+        cli.main(["train", str(config)])
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

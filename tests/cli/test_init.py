@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from gac import cli
 from gac.config import load
-from gac.training.run_config import TrainConfig
+from gac.train_config import TrainConfig
 
 
 def test_the_path_of_a_new_user(tmp_path, monkeypatch, capsys):

@@ -12,13 +12,11 @@ from gac.control.gate import Gate
 from gac.control.schedules import MixSchedule
 from gac.data.examples import Source
 from gac.evaluation.config import EvalTask
-from gac.faults.guard import GuardConfig
 from gac.methods import METHODS
 from gac.models.config import LoraConfig
 from gac.parallel.config import ParallelConfig
 from gac.rollouts.config import PagedConfig, RolloutConfig, VLLMConfig
-from gac.training.optim import OptimConfig
-from gac.training.run_config import TrainConfig
+from gac.train_config import GuardConfig, OptimConfig, TrainConfig
 from gac_kernels import LossSpec
 
 UNIT, BELOW_ONE, FREE, POSITIVE = "[0, 1]", "[0, 1)", "[0, inf)", "(0, inf)"

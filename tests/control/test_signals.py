@@ -28,7 +28,7 @@ def moments(seed: int) -> TokenMoments:
     targets = torch.randint(11, (16, 5), generator=generator)
     advantages = torch.randn(16, 5, generator=generator)
     return fused_gac_loss(
-        logits, targets, advantages, torch.arange(16) < 8, backend="reference"
+        logits, targets, advantages, torch.arange(16) < 8, backend="reference", mu=0.5
     ).moments
 
 

@@ -146,6 +146,10 @@ class Labeled(RowReward):
         CLOSED.append(self.label)
 
 
+def without_intervals(row):
+    return {k: v for k, v in row.items() if not k.startswith(("ci95", "prompts"))}
+
+
 def test_evaluations_during_training(task, monkeypatch) -> None:
     """The main task uses the run's reward, the other its own; both use the run's seed."""
     calls = []
@@ -173,7 +177,8 @@ def test_evaluations_during_training(task, monkeypatch) -> None:
     assert evaluator and not Evaluator(EvalSettings(), WORDS, Labeled(), 0)
     row = evaluator("model")
     assert calls == [("model", WORDS, 8, "run", 6, 9), ("model", WORDS, 3, "own", 5, 9)]
-    assert row == {
+    assert row["prompts"] == row["prompts/more"] == 1
+    assert without_intervals(row) == {
         "accuracy": 0.25,
         "response_length": 4.0,
         "truncated": 0.0,
@@ -302,7 +307,9 @@ def test_a_suite_by_hand(tmp_path, steps, monkeypatch) -> None:
 
 def test_a_single_task_by_hand(tmp_path, steps) -> None:
     settings = EvalSettings(DataConfig(prompts="rows.jsonl"))
-    assert evaluate_single(EvalConfig(settings=settings, out=str(tmp_path))) == {
+    row = evaluate_single(EvalConfig(settings=settings, out=str(tmp_path)))
+    assert row["prompts"] == 2 and row["ci95"] == pytest.approx([0.094531, 0.905469], abs=1e-6)
+    assert without_intervals(row) == {
         "accuracy": 0.5,
         "accuracy/easy": 1.0,
         "accuracy/hard": 0.0,

@@ -145,7 +145,9 @@ def test_summary_by_hand():
 def test_columns_by_hand(prefix, tail):
     task = EvalTask(samples=2, temperature=1.0, pass_at=(2,))
     rows = [answer(0, 1.0, "b"), answer(0, 0.0, "b"), answer(1, 0.0, "a"), answer(1, 0.0, "a")]
-    assert flat(rows, task, prefix) == {
+    row = flat(rows, task, prefix)
+    assert row.pop(f"prompts{tail}") == 2 and len(row.pop(f"ci95{tail}")) == 2
+    assert row == {
         f"accuracy{tail}": 0.25,
         f"accuracy{tail}/a": 0.0,
         f"accuracy{tail}/b": 0.5,

@@ -485,7 +485,7 @@ def test_run_directory_below_a_file_is_rejected_before_the_model_loads(task, tmp
 
 
 def test_insufficient_disk_space_is_rejected_before_the_first_step(task, tmp_path, monkeypatch):
-    from gac.faults import preflight
+    from gac.training import startup as preflight
 
     usage = preflight.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: usage._replace(free=100_000))

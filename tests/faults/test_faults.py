@@ -17,11 +17,12 @@ import torch
 
 from gac.errors import CheckpointError, ConfigError, RunError
 from gac.faults import checkpoint
-from gac.faults.guard import Guard, GuardConfig
 from gac.methods import Observation
 from gac.methods.base import next_mix
+from gac.train_config import GuardConfig
 from gac.training.record import Logbook
 from gac.training.replay import replay
+from gac.training.step import Guard
 from gac.training.trainer import Trainer, train
 from tests import ranks
 from tests.faults.test_resume import with_dropout
@@ -140,7 +141,7 @@ def test_replay_reproduces_the_methods_step(task, tmp_path, method):
 def test_each_run_of_skipped_steps_is_replayed_with_its_own_weights(task, tmp_path):
     """Three steps: skipped, applied, skipped. The dropout masks are replayed too."""
     folder = with_dropout(task, tmp_path / "task")
-    model = {"path": str(folder / "init"), "random_init": True, "dropout": True}
+    model = {"path": str(folder / "init"), "random_init": True, "keep_dropout": True}
     optim = {"lr": 0.05, "warmup_steps": 1}
     trainer = Trainer(faulty_config(folder, tmp_path, "normal", model=model, optim=optim))
     for limit in (1e-9, 1e5, 1e-9):
@@ -245,21 +246,6 @@ def test_files_of_another_version_are_rejected_in_one_line(task, tmp_path):
         replay(path)
 
 
-def test_files_written_before_a_rename_still_load(task, tmp_path):
-    """Loads a guard's state with the key "in_a_row", and a skipped step with an older `needs`."""
-    guard = Guard(GuardConfig())
-    guard.load_state_dict({"skipped": 3, "in_a_row": 2, "kept": 1})
-    assert guard.state_dict() == {"skipped": 3, "consecutive": 2, "kept": 1}
-    config = faulty_config(task, tmp_path, "always_overflowing", guards={"patience": 1})
-    with pytest.raises(RunError):
-        train(config)
-    (path,) = (tmp_path / "replay").iterdir()
-    saved = torch.load(path / "rank-0.pt")
-    saved["step"]["needs"] += (False,)
-    torch.save(saved, path / "rank-0.pt")
-    assert replay(path)["culprits"]
-
-
 def test_guard_checks_the_norm_and_the_losses():
     guard = Guard(GuardConfig(skip_above_norm=10, patience=2))
     fine = {"rollout_loss": 0.1, "demo_loss": 0.2}
@@ -341,7 +327,7 @@ def test_torn_last_line_is_dropped(tmp_path):
 def test_resuming_with_another_process_count_needs_resize(task, tmp_path):
     config = tiny_config(task, tmp_path, steps=2)
     ranks.run(train, config, ranks=2)
-    with pytest.raises(ConfigError, match=r"resize=False.* 2 processes but 1 .*resize=true"):
+    with pytest.raises(ConfigError, match=r"_change=False.* 2 processes but 1 .*_change=true"):
         Trainer(config)
     assert (
         Trainer(

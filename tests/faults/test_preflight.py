@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from gac.errors import ConfigError, RunDirectoryError, RunError
-from gac.faults import preflight
-from gac.faults.preflight import check_budget, check_folder, check_same_run
+from gac.training import startup as preflight
+from gac.training.startup import check_budget, check_folder, check_same_run
 
 UNCHANGED = """data.prompts demo_batch_size seed evaluation steps_more exporter rollouts
 rollouts.num_prompts rollouts.vllms method.name loss.kl_coef micro"""

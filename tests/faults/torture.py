@@ -27,8 +27,8 @@ import gac.report
 from gac.evaluation.during import Evaluator
 from gac.faults import checkpoint
 from gac.rollouts.sampling import Sampler
+from gac.train_config import TrainConfig
 from gac.training import trainer
-from gac.training.run_config import TrainConfig
 from tests import ranks
 from tests.tiny import TIMING_KEYS, tiny_config, write_tiny
 

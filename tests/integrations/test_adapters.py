@@ -34,7 +34,7 @@ from gac.integrations.patch import Patch
 from gac.integrations.rollouts import rollout_moments
 from gac.integrations.verl_head import apply_fused_head
 from gac.methods import GAC, METHODS, Constant
-from gac.training.probes.sketches import UnitSketches
+from gac.training.probes import UnitSketches
 from gac_kernels import HeadSketch, LossSpec, TokenMoments
 from tests.integrations.test_mixer import moments
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from gac.methods import METHODS
+from gac.methods import DEFAULT, METHODS
 from gac_kernels import LossSpec
 from tests.integrations.stand_ins import modules
 
@@ -100,7 +100,7 @@ def test_preparing_the_demonstrations(swift: Any, monkeypatch: Any) -> None:
     trainer._prepare_chord_dataset()
     assert trainer.chord_sft_iterator is None and attached == [trainer.model]
     mixer = trainer.mixer
-    assert (mixer.method, mixer.batch) == (METHODS["gac"](), 3 * 5 * 2)
+    assert (mixer.method, mixer.batch) == (METHODS[DEFAULT](), 3 * 5 * 2)
     assert (mixer._order.n, mixer._order.seed) == (3, 7)
     monkeypatch.setenv("GAC_METHOD", json.dumps({"name": "constant", "mu": 0.25}))
     trainer._prepare_chord_dataset()

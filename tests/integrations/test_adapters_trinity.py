@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from gac.methods import DEFAULT
 from tests.integrations.stand_ins import modules
 
 
@@ -86,7 +87,7 @@ def configuration(**changes: Any) -> Any:
     actor = {"ppo_epochs": 1, "ppo_mini_batch_size": 16}
     config = SimpleNamespace(
         algorithm=SimpleNamespace(
-            kl_loss_fn="none", entropy_loss_fn="none", policy_loss_fn_args={"method": "gac"}
+            kl_loss_fn="none", entropy_loss_fn="none", policy_loss_fn_args={"method": DEFAULT}
         ),
         trainer=SimpleNamespace(
             ulysses_sequence_parallel_size=1,
@@ -136,10 +137,10 @@ def test_the_algorithm(trinity: Any) -> None:
     check, config = trinity.GACAlgorithm.check_config, configuration()
     check(config)
     assert config.checked
-    assert config.algorithm.policy_loss_fn_args == {"method": "gac", "state_dir": "job"}
+    assert config.algorithm.policy_loss_fn_args == {"method": DEFAULT, "state_dir": "job"}
     config = configuration(algorithm__policy_loss_fn_args=None, trainer__trainer_config=None)
     check(config)
-    arguments = {"method": "gac", "clip_range": 0.2, "loss_agg_mode": "token-mean"}
+    arguments = {"method": DEFAULT, "clip_range": 0.2, "loss_agg_mode": "token-mean"}
     assert config.algorithm.policy_loss_fn_args == arguments | {"state_dir": "job"}
     config = configuration(algorithm__policy_loss_fn_args={"state_dir": "mine"})
     config.trainer.trainer_config = {"actor_rollout_ref": {"actor": None}}

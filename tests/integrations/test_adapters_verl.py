@@ -18,7 +18,7 @@ from gac import Mixer
 from gac.data.order import Order
 from gac.demo.task import make_tokenizer
 from gac.integrations.demonstrations import encode
-from gac.methods import METHODS, Constant
+from gac.methods import DEFAULT, METHODS, Constant
 from tests.integrations.stand_ins import modules
 
 
@@ -147,7 +147,7 @@ def mixture(verl: Any, options: Any, **engine: int) -> Any:
 def test_options(verl: Any, options: Any) -> None:
     assert ActorWorker.actor_worker_cls is verl.GACWorker
     defaults = verl.GACPolicyLoss(demo_path="x", demo_batch=1)
-    assert (defaults.method, defaults.demo_seed) == ({"name": "gac"}, 0)
+    assert (defaults.method, defaults.demo_seed) == ({"name": DEFAULT}, 0)
     for changes, message in (
         ({"demo_path": ""}, "policy_loss.demo_path is empty: set it to a file of"),
         ({"demo_batch": 0}, "policy_loss.demo_batch=0: use a number of demonstrations >= 1"),

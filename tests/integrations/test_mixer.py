@@ -35,6 +35,7 @@ def moments(
         torch.full((rows,), demo),
         ref_logps=logps - 0.1 if ref and not demo else None,
         entropy=None if entropy is None else torch.full_like(logps, entropy),
+        mu=0.5,
     ).moments
     assert computed is not None
     return computed

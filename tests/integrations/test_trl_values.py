@@ -24,7 +24,7 @@ from gac.integrations import trl_grpo, trl_head  # noqa: E402 - after the skip
 from gac.integrations.trl import FusedGRPOTrainer, GACMixin, _score  # noqa: E402 - after the skip
 from gac.integrations.trl_grpo import FusedLoss, Inexpressible  # noqa: E402 - after the skip
 from gac.integrations.trl_head import FusedLogProbs, head_override  # noqa: E402 - after the skip
-from gac.methods import METHODS, Constant  # noqa: E402 - after the skip
+from gac.methods import DEFAULT, METHODS, Constant  # noqa: E402 - after the skip
 
 
 class Host:
@@ -97,7 +97,7 @@ def test_demonstrations_are_formatted_with_the_options_of_the_trainer(monkeypatc
     demos = (rows, "demo_dataset", "words")
     assert calls[:2] == [(*demos, {"tools": ["t"], "chat_template": "c", "lead": 1}), "model"]
     assert calls[2] == (*demos, {"tools": None, "chat_template": None})
-    assert trainer.mixer.method == METHODS["gac"]() and trainer.mixer.batch == 2
+    assert trainer.mixer.method == METHODS[DEFAULT]() and trainer.mixer.batch == 2
     assert trainer.mixer.draw() == Order(3, 7).take(2)
 
 

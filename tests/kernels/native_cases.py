@@ -43,7 +43,7 @@ def call(
     logits = inputs.pop("logits") if logits is None else logits
     inputs.pop("logits", None)
     leaf = logits.detach().requires_grad_()
-    out = fused_gac_loss(leaf, **inputs, backend=backend, **keywords)
+    out = fused_gac_loss(leaf, **inputs, backend=backend, **keywords, mu=0.5)
     out.loss.backward()
     names = ("loss", "rollout_loss", "demo_loss", "kl", "clip_fraction", "logps", "entropy")
     return {name: getattr(out, name).detach() for name in names}, leaf.grad

@@ -236,9 +236,9 @@ def test_the_loss_can_be_modified_in_place(name: str) -> None:
     """Trainers do `loss /= steps` and `loss += auxiliary`."""
     logits = torch.randn(2, 3, 11, requires_grad=True)
     batch: tuple[Any, ...] = (torch.tensor([[1, 2, 3]] * 2), torch.ones(2), torch.arange(2) > 0)
-    unmodified = fused_gac_loss(logits, *batch, backend=require_backend(name)).loss
+    unmodified = fused_gac_loss(logits, *batch, backend=require_backend(name), mu=0.5).loss
     (expected,) = torch.autograd.grad(unmodified, logits)
-    loss = fused_gac_loss(logits, *batch, backend=name).loss
+    loss = fused_gac_loss(logits, *batch, backend=name, mu=0.5).loss
     loss /= 4
     loss += 1
     (grad,) = torch.autograd.grad(loss, logits)
@@ -302,3 +302,53 @@ def test_cuda_graph_capture() -> None:
     assert_close("weight", tokens.weight, expected.weight)
     for field, value in flat(reduce(expected, TokenTerms(*[logps] * 5), True)).items():
         assert_close(field, flat(summary)[field], value, scale=float(len(logps)))
+
+
+@pytest.mark.parametrize("name", ["reference", "triton"])
+@pytest.mark.parametrize(
+    ("ends", "lengths", "first", "last"),
+    [
+        ([0, 4, 13], [4, 6], 0, 10),
+        ([0, 4, 8], [4, 4], 0, 8),
+        ([2, 4, 10], [2, 6], 2, 10),
+        ([0, 7, 5], [7, 0], 0, 7),
+        ([-3, 4, 10], [4, 6], 0, 10),
+    ],
+)
+def test_unchecked_offsets_stay_in_bounds(
+    name: str,
+    ends: list[int],
+    lengths: list[int],
+    first: int,
+    last: int,
+    poison: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a GPU nobody reads `cu_seqlens`: nothing is written out of bounds, or left unwritten."""
+    guarded: list[torch.Tensor] = []
+
+    def allocate(*shape: int, dtype: torch.dtype, device: object) -> torch.Tensor:
+        shape = shape[0] if isinstance(shape[0], tuple) else shape
+        size = math.prod(shape)
+        guarded.append(torch.full((size + 64,), 1, dtype=dtype))
+        return guarded[-1][32 : 32 + size].fill_(fill).view(shape)
+
+    backend, fill = backends.load(require_backend(name), CPU), 0
+    inputs = BatchInputs(
+        torch.zeros(10).long(),
+        torch.arange(10.0) + 1,
+        torch.tensor([False, True]),
+        old_logps=torch.ones(10),
+        cu_seqlens=torch.tensor(ends, dtype=torch.int32),
+    )
+    monkeypatch.setattr(torch, "zeros", allocate)
+    tokens = backend.plan(inputs, LossSpec(demo_weight="shaped"))
+    monkeypatch.undo()
+    assert all((x[:32] == 1).all() and (x[-32:] == 1).all() for x in guarded)
+    assert tokens.lengths.tolist() == lengths
+    assert tokens.offsets[0] == first and tokens.offsets[-1] == last
+    inside = (torch.arange(10) >= first) & (torch.arange(10) < last)
+    assert torch.equal(tokens.live, inside)
+    for column in (tokens.weight, tokens.scale, tokens.advantages, tokens.old):
+        assert column.isfinite().all() and (column[~inside] == 0).all()
+    assert ((tokens.sequence >= 0) & (tokens.sequence < 2)).all()

@@ -102,10 +102,10 @@ def test_values_are_checked_at_run_time() -> None:
     torch.compiler.reset()
     compiled = torch.compile(fused_gac_loss, fullgraph=True, backend="aot_eager")
     logits = batch.logits()
-    compiled(logits, batch.targets, batch.advantages, batch.is_demo)
+    compiled(logits, batch.targets, batch.advantages)
     batch.targets[0, 0] = 101
     with pytest.raises(ValueError, match=r"targets\[0, 0\] = 101"):
-        compiled(logits, batch.targets, batch.advantages, batch.is_demo)
+        compiled(logits, batch.targets, batch.advantages)
 
 
 def test_float16_weight_gradient() -> None:
@@ -157,7 +157,7 @@ def every_function(x: dict[str, torch.Tensor], spec: LossSpec, backend: str):
     """Call every public function; all results as one tuple of tensors."""
     targets, weight, bias = x["targets"], x["weight"], x["bias"]
     args = targets, x["advantages"], x["is_demo"]
-    keywords = {"old_logps": x["old_logps"], "ref_logps": x["ref_logps"], "spec": spec}
+    keywords = {"old_logps": x["old_logps"], "ref_logps": x["ref_logps"], "spec": spec, "mu": 0.5}
     scaling = {"logit_scale": 0.5, "softcap": 4.0, "backend": backend}
     outputs = "mean_logits", "is_top1"
     losses = (
@@ -231,7 +231,7 @@ def test_dynamic_shapes_and_numbers(backend: str) -> None:
     def loss(x: dict[str, torch.Tensor], spec: LossSpec) -> torch.Tensor:
         args = x["targets"], x["advantages"], x["is_demo"]
         return fused_gac_loss(
-            x["logits"], *args, ref_logps=x["ref_logps"], spec=spec, backend=backend
+            x["logits"], *args, mu=0.5, ref_logps=x["ref_logps"], spec=spec, backend=backend
         ).loss
 
     torch.compiler.reset()
@@ -259,25 +259,21 @@ def test_inductor_with_transposed_rows() -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_opcheck(form: str, backend: str) -> None:
     x, linear = example(2, 3), form == "linear"
-    rows = x["hidden" if linear else "logits"]
-    head = (x["weight"], x["bias"]) if linear else (None, None)
     targets, needs = x["targets"], [True, linear, linear]
-    scaling = 0.7, 2.0, require_backend(backend)
+    operands = (x["logits"], None, None)
+    if linear:
+        operands = (x["hidden"].flatten(0, 1), x["weight"], x["bias"])
+    scaling = torch.rand(6) + 0.5, 1.0, 2.0, require_backend(backend)
+    op = *operands, targets.flatten(), *scaling, torch.float32, None
     operators = torch.ops.gac_kernels
     inputs = targets, x["advantages"], x["is_demo"], torch.tensor(0.3), x["old_logps"]
-    settings = *ops.encode(SPEC), *scaling, needs, torch.float32, None, [8, 1] if linear else []
-    optional = x["ref_logps"], *(None,) * 5
-    torch.library.opcheck(operators.loss.default, (rows, *head, *inputs, *optional, *settings))
-    gemms = torch.float32, None
-    torch.library.opcheck(
-        operators.logprobs.default, (rows, *head, targets, *scaling, *gemms, True)
-    )
-    operands = [None if y is None else y.detach() for y in (rows, *head)]
-    stats = torch.rand(4, targets.numel())
-    torch.library.opcheck(
-        operators.logprobs_backward.default,
-        (*operands, targets, stats, *scaling, *gemms, needs),
-    )
+    settings = *ops.encode(SPEC), needs, [8, 1] if linear else []
+    arguments = *op, *inputs, x["ref_logps"], *(None,) * 6, *settings
+    torch.library.opcheck(operators.loss.default, arguments)
+    torch.library.opcheck(operators.logprobs.default, (*op, True))
+    frozen = (None if y is None else y.detach() for y in operands)
+    arguments = *frozen, *op[3:], torch.rand(4, targets.numel()), needs
+    torch.library.opcheck(operators.logprobs_backward.default, arguments)
 
 
 def test_spec_encode_decode_round_trip() -> None:
@@ -302,34 +298,26 @@ def test_operators(batch: options.Batch) -> None:
 
 
 def test_shapes_of_a_packed_batch() -> None:
-    """The operator for fake tensors gives the shapes of all results, also with frozen inputs."""
+    """The operators for fake tensors give the shapes of all results, also with frozen inputs."""
     batch, _ = options.make(LossSpec())
-    operator, encoded = torch.ops.gac_kernels.loss.default, ops.encode(LossSpec())
+    operators, encoded = torch.ops.gac_kernels, ops.encode(LossSpec())
     inputs = *batch.inputs, torch.tensor(0.3), None, None, batch.keywords["cu_seqlens"]
     for dtype, needs in (
         (torch.float32, [True, False, True]),
         (torch.float16, [False, True, True]),
+        (torch.bfloat16, [True, True, False]),
     ):
         operands = [
             x.to(dtype).detach().requires_grad_(n) for x, n in zip(batch.leaves, needs, strict=True)
         ]
-        settings = *encoded, 0.7, None, "reference", needs, dtype, None, [4, 1]
-        arguments = (*operands, *inputs, *(None,) * 4, *settings)
-        torch.library.opcheck(operator, arguments, test_utils="test_faketensor")
-
-
-def test_shapes_of_half_precision_log_probs() -> None:
-    batch, _ = options.make(LossSpec())
-    leaves, targets = options.copies(batch.leaves, torch.bfloat16), batch.inputs[0]
-    scaling, gemms = (0.7, 2.0, "reference"), (torch.bfloat16, None)
-    operators, frozen = torch.ops.gac_kernels, [x.detach() for x in leaves]
-    for needs, more in (([True, False, True], True), ([False, True, True], False)):
-        arguments = (*leaves, targets, *scaling, *gemms, more)
-        torch.library.opcheck(operators.logprobs.default, arguments, test_utils="test_faketensor")
-        arguments = (*frozen, targets, torch.rand(4, len(targets)), *scaling, *gemms, needs)
-        torch.library.opcheck(
-            operators.logprobs_backward.default, arguments, test_utils="test_faketensor"
-        )
+        op = *operands, batch.inputs[0], None, 0.7, None, "reference", dtype, None
+        frozen = *(x.detach() for x in operands), *op[3:]
+        for operator, arguments in (
+            (operators.loss, (*op, *inputs, *(None,) * 5, *encoded, needs, [4, 1])),
+            (operators.logprobs, (*op, needs[0])),
+            (operators.logprobs_backward, (*frozen, torch.rand(4, 12), needs)),
+        ):
+            torch.library.opcheck(operator.default, arguments, test_utils="test_faketensor")
 
 
 def test_operators_unscale_float16_gradients_in_float32() -> None:

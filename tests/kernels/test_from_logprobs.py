@@ -220,4 +220,4 @@ def test_errors_name_the_argument(message: str, wrong: dict) -> None:
         "is_demo": torch.tensor([False, True]),
     }
     with pytest.raises((TypeError, ValueError), match=message):
-        loss_from_logprobs(**valid | wrong)
+        loss_from_logprobs(**{"mu": 0.5} | valid | wrong)

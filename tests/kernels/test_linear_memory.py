@@ -41,7 +41,7 @@ def test_logits_of_one_chunk_live_at_a_time(frozen: bool) -> None:
     weight = torch.randn(503, 64, dtype=torch.bfloat16, requires_grad=not frozen)
     batch = torch.randint(503, (1, 130)), torch.ones(1), torch.tensor([False])
     with PeakMemory() as memory:
-        fused_linear_gac_loss(hidden, weight, *batch, chunk_bytes=64 * 503 * 4)
+        fused_linear_gac_loss(hidden, weight, *batch, chunk_bytes=64 * 503 * 4, mu=0.5)
     operands = 4 * weight.numel() * (1 if frozen else 2)  # the weight in float32, its gradient
     lower_bound = operands + 44 * 503 * 4
     # slack for per-token vectors and rows of hidden
@@ -56,6 +56,6 @@ def test_a_buffer_is_freed_before_a_larger_one_is_allocated() -> None:
     targets[0, 43:] = -100
     batch = targets, torch.tensor([1.0, 0.0]), torch.tensor([False, False])
     with PeakMemory() as memory:
-        fused_linear_gac_loss(hidden, weight, *batch, chunk_bytes=64 * 503 * 4)
+        fused_linear_gac_loss(hidden, weight, *batch, chunk_bytes=64 * 503 * 4, mu=0.5)
     chunk_bytes = 64 * 503 * 4
     assert chunk_bytes <= memory.peak - hidden.nbytes <= chunk_bytes + 60_000

@@ -32,7 +32,7 @@ def batch(per_token: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def outputs(rows: list[int] | slice, per_token: bool = True) -> LossOutput:
-    return fused_gac_loss(*(x[rows] for x in batch(per_token)), backend="reference")
+    return fused_gac_loss(*(x[rows] for x in batch(per_token)), backend="reference", mu=0.5)
 
 
 def moments(rows: list[int] | slice, per_token: bool = True) -> TokenMoments:
@@ -123,7 +123,7 @@ def test_large_mean_causes_no_cancellation() -> None:
         total = TokenMoments.zeros()
         for i in range(12):
             row = (x[i : i + 1] for x in (logits, targets, advantages + shift, is_demo))
-            total = total + fused_gac_loss(*row, backend="reference").moments
+            total = total + fused_gac_loss(*row, backend="reference", mu=0.5).moments
         return total.signals()
 
     assert_same(signals(1e8), signals(0.0), rel=1e-6)
@@ -132,10 +132,12 @@ def test_large_mean_causes_no_cancellation() -> None:
 def test_constant_coefficients_have_no_z_score() -> None:
     logits, targets, advantages, is_demo = batch()
     ones = torch.ones_like(advantages)
-    out = fused_gac_loss(logits, targets, ones, is_demo, backend="reference")
+    out = fused_gac_loss(logits, targets, ones, is_demo, backend="reference", mu=0.5)
     # only from the z-scores of s; those of A are 0
     assert out.moments.signals().disagreement == 1.0
-    out = fused_gac_loss(torch.zeros_like(logits), targets, ones, is_demo, backend="reference")
+    out = fused_gac_loss(
+        torch.zeros_like(logits), targets, ones, is_demo, backend="reference", mu=0.5
+    )
     _, rl_variance, disagreement = out.moments.signals()
     assert (rl_variance, disagreement) == pytest.approx((0.0, 0.0), abs=1e-20)
 
@@ -167,7 +169,7 @@ def test_nan_row_makes_its_signals_nan() -> None:
     for row, signals in ((1, slice(0, 1)), (0, slice(2, 3))):
         poisoned = logits.clone()
         poisoned[row, 0, 0] = math.nan
-        out = fused_gac_loss(poisoned, targets, advantages, is_demo, backend="reference")
+        out = fused_gac_loss(poisoned, targets, advantages, is_demo, backend="reference", mu=0.5)
         assert all(math.isnan(x) for x in out.moments.signals(0.2)[signals])
 
 
@@ -178,7 +180,7 @@ def test_invalid_trim_is_rejected(trim: float) -> None:
 
 
 def test_moments_off() -> None:
-    out = fused_gac_loss(*batch(), moments=False, backend="reference")
+    out = fused_gac_loss(*batch(), moments=False, backend="reference", mu=0.5)
     assert out.moments is None
 
 

@@ -286,7 +286,6 @@ def test_results_are_bitwise_equal_for_any_thread_count() -> None:
     try:
         for threads in (1, 2, 2):
             torch.set_num_threads(threads)
-            assert cpu._rows(data["logits"], None, 1.0, None)[-3] == threads
             results.append(call(data, spec=SPECS["everything"]))
     finally:
         torch.set_num_threads(before)
@@ -356,9 +355,9 @@ def test_a_unit_gradient_leaves_the_saved_gradients_as_they_are(monkeypatch):
     def scale(tensor: Tensor, factor: Tensor) -> None:
         raise AssertionError("scaled")
 
-    loss = fused_gac_loss(logits, *fields, backend="native").loss
+    loss = fused_gac_loss(logits, *fields, backend="native", mu=0.5).loss
     monkeypatch.setattr(cpu, "scale_", scale)
-    loss.backward(retain_graph=True)
+    loss.backward()
     assert logits.grad.abs().max() > 0
     with pytest.raises(AssertionError, match="scaled"):
-        (2 * loss).backward()
+        (2 * fused_gac_loss(logits, *fields, backend="native", mu=0.5).loss).backward()

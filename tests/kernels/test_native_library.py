@@ -57,11 +57,11 @@ def test_each_instruction_set(instruction_set: str) -> None:
     batch = targets, torch.ones(2), torch.tensor([False, True])
     for dtype in (torch.float32, *HALF):
         rows = logits.to(dtype, copy=True).requires_grad_()
-        result = fused_gac_loss(rows, *batch, backend="native")
+        result = fused_gac_loss(rows, *batch, backend="native", mu=0.5)
         result.loss.backward()
         assert (rows.grad[0, :, 100:3000] == 0).all()
         truth = rows.detach().double().requires_grad_()
-        expected = fused_gac_loss(truth, *batch, backend="reference")
+        expected = fused_gac_loss(truth, *batch, backend="reference", mu=0.5)
         expected.loss.backward()
         assert error(result.logps, expected.logps) < 2e-6
         assert error(result.entropy, expected.entropy) < 2e-6
@@ -141,7 +141,7 @@ def test_only_the_results_are_written(
         )
         terms = cpu.row_loss(logits, tokens, LossSpec(), out, sketch)
     cpu.reduce(tokens, terms, True)
-    assert len(storages) > 25
+    assert len(storages) > 20
     assert all((s[:16] == 1).all() and (s[-16:] == 1).all() for s in storages)
 
 

@@ -18,6 +18,7 @@ from gac_kernels import (
     fused_gac_loss,
     fused_linear_gac_loss,
     linear,
+    loss,
     loss_from_logprobs,
     reference,
 )
@@ -247,14 +248,13 @@ def test_dead_rows_are_skipped(backend: str, dead: str, monkeypatch: pytest.Monk
         # the first sequence is clipped from above, the second (A < 0) from below
         "sequence ratio": {"old_logps": logps - 0.5 * first + 0.5 * second},
     }[dead]
-    counts = []
-    forward_backward = linear.forward_backward_chunks
+    counts, add = [], linear.Head._add
 
-    def counting(*args: Any) -> None:
-        counts.append(args[5])
-        forward_backward(*args)
+    def counting(self: Any, index: Tensor, *args: Any, **keywords: Any) -> None:
+        counts.append(len(index))
+        add(self, index, *args, **keywords)
 
-    monkeypatch.setattr(linear, "forward_backward_chunks", counting)
+    monkeypatch.setattr(linear.Head, "_add", counting)
     hidden, weight, bias = copies(batch.leaves, torch.float32)
     keywords = batch.keywords | extra | {"bias": bias, "backend": backend}
     fused_linear_gac_loss(hidden, weight, *batch.inputs, **keywords).loss.backward()
@@ -360,13 +360,14 @@ def test_two_passes_synchronize_once(
         batch = batch._replace(inputs=(targets, advantages, is_demo))
         extra["weights"] = weights
     rows, syncs = [], []
-    logits, read_counts = linear.Projection.logits, linear.read_counts
+    logits, read_counts = linear.Projection.logits, loss.read_counts
     monkeypatch.setattr(
         linear.Projection, "logits", lambda self, x, *a: rows.append(len(x)) or logits(self, x, *a)
     )
-    monkeypatch.setattr(linear, "read_counts", lambda *a: syncs.append(1) or read_counts(*a))
+    for module in (linear, loss):
+        monkeypatch.setattr(module, "read_counts", lambda *a: syncs.append(1) or read_counts(*a))
     for devices in (set(), {"cpu"}):
-        monkeypatch.setattr(linear, "ASYNCHRONOUS", devices)
+        monkeypatch.setattr(loss, "ASYNCHRONOUS", devices)
         hidden, weight, bias = leaves = copies(batch.leaves, torch.float32)
         keywords = batch.keywords | extra | {"bias": bias, "backend": "native"}
         out = fused_linear_gac_loss(hidden, weight, *batch.inputs, **keywords)
@@ -406,14 +407,36 @@ def test_roles_of_a_sequence_given_per_token(backend: str, reduction: str) -> No
     targets[0, 1] = -100
     is_demo = torch.tensor([False, False, True, True])
     inputs = targets, torch.randn(4, generator=g)
-    plain = fused_gac_loss(logits, *inputs, is_demo, spec=spec, backend=backend)
+    plain = fused_gac_loss(logits, *inputs, is_demo, spec=spec, backend=backend, mu=0.5)
     per_token = is_demo[:, None].expand(4, 3)
-    same = fused_gac_loss(logits, *inputs, per_token, spec=spec, backend=backend)
+    same = fused_gac_loss(logits, *inputs, per_token, spec=spec, backend=backend, mu=0.5)
     for name in ("loss", "rollout_loss", "demo_loss"):
         assert_near(name, getattr(same, name), getattr(plain, name), 1e-7)
     for name in ("rollouts", "demo_nll", "totals"):
         values = (getattr(o.moments, name).nan_to_num(-1, neginf=-2) for o in (same, plain))
         assert_near(name, *values, 1e-7)
+
+
+@pytest.mark.parametrize("backend", ["native", "reference", "triton"])
+def test_weight_or_advantage_0_removes_an_impossible_token(backend: str) -> None:
+    """The token's log-probability is -inf; its loss is 0, not nan."""
+    require_backend(backend)
+    logits = torch.zeros(1, 2, 3)
+    logits[0, 0, 1] = -torch.inf
+    logits.requires_grad_()
+    targets, share = torch.tensor([[1, 2]]), torch.tensor([[0.0, 1.0]])
+    for demo, policy, weights, advantages in (
+        (True, "clip", share, torch.ones(1)),
+        (False, "reinforce", share, torch.ones(1)),
+        (False, "reinforce", None, share),
+        (False, "cispo", None, share),
+    ):
+        spec = LossSpec(policy_loss=policy, demo_weight="one")
+        arguments = logits, targets, advantages, torch.tensor([demo])
+        keywords = {"weights": weights, "old_logps": -torch.ones(1, 2), "spec": spec}
+        out = fused_gac_loss(*arguments, **keywords, backend=backend, mu=0.5)
+        (grad,) = torch.autograd.grad(out.loss, logits)
+        assert out.loss.isfinite() and (grad[0, 0] == 0).all() and (grad[0, 1] != 0).any()
 
 
 TARGETS = torch.tensor([[1, 2], [0, 1]])
@@ -458,12 +481,12 @@ def test_invalid_inputs(name: str) -> None:
     changes, message = INVALID[name]
     keywords = VALID | changes
     with pytest.raises((ValueError, TypeError), match=message):
-        fused_gac_loss(torch.zeros(2, 2, 3), **keywords)
+        fused_gac_loss(torch.zeros(2, 2, 3), **keywords, mu=0.5)
     with pytest.raises((ValueError, TypeError), match=message):
-        fused_linear_gac_loss(torch.zeros(2, 2, 4), torch.zeros(3, 4), **keywords)
+        fused_linear_gac_loss(torch.zeros(2, 2, 4), torch.zeros(3, 4), **keywords, mu=0.5)
     if name not in ("softcap", "logit_scale"):
         with pytest.raises((ValueError, TypeError), match=message):
-            loss_from_logprobs(torch.zeros(2, 2), **keywords)
+            loss_from_logprobs(torch.zeros(2, 2), **keywords, mu=0.5)
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gac_kernels import fused_linear_gac_loss, linear, linear_token_logprobs, projection, reference
+from gac_kernels import fused_linear_gac_loss, linear_token_logprobs, projection, reference
 from gac_kernels.backends import reference as reference_backend
-from gac_kernels.projection import GemmOptions, Projection, spans
+from gac_kernels.projection import Projection, spans
 from tests.kernels.cases import BY_NAME, Batch, build, check_grads, check_outputs, require_backend
 from tests.kernels.emulated_gemm import Gemm, emulate
 from tests.kernels.test_linear_memory import PeakMemory
@@ -125,14 +125,14 @@ def head(
     chunk_bytes: int | None = None,
 ) -> Projection:
     weight = torch.empty(vocab_size, hidden_size, dtype=dtype, device="meta")
-    return Projection(weight, None, GemmOptions(dtype, chunk_bytes))
+    return Projection(weight, None, dtype, chunk_bytes)
 
 
 def test_float32_chunks_have_a_single_block() -> None:
     large = head(1000, chunk_bytes=1_100_000)
     assert (large.block, large.chunk) == (256, 256)  # 275 rows fit: rounded down to GEMM tiles
     assert head(1000, chunk_bytes=1).chunk == 1
-    on_cpu = Projection(torch.empty(1000, 1), None, GemmOptions(torch.float32))
+    on_cpu = Projection(torch.empty(1000, 1), None, torch.float32)
     assert on_cpu.chunk == 33536  # 128 MiB
 
 
@@ -165,9 +165,11 @@ def test_unequal_vocabulary_shards_use_the_same_chunks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     emulate(monkeypatch, torch.bfloat16)
-    options = GemmOptions(torch.bfloat16, None, vocab_size=76033)
     shards = [torch.empty(n, 64, dtype=torch.bfloat16, device="meta") for n in (76033, 75000)]
-    sizes = {(p.chunk, p.block) for p in (Projection(x, None, options) for x in shards)}
+    sizes = {
+        (p.chunk, p.block)
+        for p in (Projection(x, None, torch.bfloat16, None, 76033) for x in shards)
+    }
     assert len(sizes) == 1
 
 
@@ -199,13 +201,24 @@ def test_memory_of_half_operands(monkeypatch: pytest.MonkeyPatch) -> None:
     emulate(monkeypatch, torch.bfloat16)
     monkeypatch.setattr(projection, "multiply", multiply)
     with PeakMemory() as memory:
-        fused_linear_gac_loss(hidden, weight, *batch, chunk_bytes=budget, backend="native")
+        fused_linear_gac_loss(hidden, weight, *batch, chunk_bytes=budget, backend="native", mu=0.5)
     lower_bound = (10 * 4 + 44 * 2) * vocab_size  # the longest of three chunks has 44 rows
     # margin for hidden's rows and gradient, and per-token vectors
     assert lower_bound <= memory.peak <= lower_bound + 110_000
 
 
-VIEWS = {"slice", "t", "transpose", "view", "detach", "empty", "permute", "unsqueeze", "new_empty"}
+VIEWS = {
+    "alias",
+    "slice",
+    "t",
+    "transpose",
+    "view",
+    "detach",
+    "empty",
+    "permute",
+    "unsqueeze",
+    "new_empty",
+}
 
 
 class Launches(TorchDispatchMode):
@@ -249,34 +262,6 @@ def test_only_index_select_runs_between_sync_and_first_gemm(
         assert {"argsort", "sort"} & before and {"zeros", "new_zeros"} & before
         between = names[sync + 1 : names.index("mm", sync)]
         assert [name for name in between if name not in VIEWS] == ["index_select"]
-
-
-def count_rows(log: list[Gemm]) -> int:
-    """Rows of all logits GEMMs."""
-    return sum(gemm.shape[0] for gemm in log if gemm.shape[1:] == (H, V))
-
-
-def test_first_block_is_multiplied_before_the_sync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This holds on a GPU. Values and gradients equal those without the early GEMM; a masked hidden
-    state of nan, whose logits may be computed early, is ignored.
-    """
-    batch = build(BY_NAME["k2"], torch.bfloat16)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    batch.hidden.data[batch.targets == -100] = torch.nan
-    results = []
-    for devices in (set(), {"cpu"}):
-        log = emulate(monkeypatch, torch.bfloat16)
-        monkeypatch.setattr(linear, "ASYNCHRONOUS", devices)
-        with Launches(monkeypatch) as launches:
-            out, grads = run(fused_linear_gac_loss, batch, chunk_bytes=26 * V)
-        results.append([count_rows(log), out.loss, out.logps, *grads])
-        assert ("mm" in launches.names[: launches.names.index("sync")]) == bool(devices)
-        logps, entropy = linear_token_logprobs(batch.hidden, batch.weight, batch.targets)
-        (grad,) = torch.autograd.grad(logps.sum() + entropy.sum(), batch.weight)
-        results[-1] += [logps, entropy, grad]
-    (rows, *values), (early_rows, *early) = results
-    assert all(torch.equal(x, y) for x, y in zip(values, early, strict=True))
-    assert early_rows == rows, "a block was multiplied twice"
 
 
 def test_a_block_launches_a_row_kernel_and_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,3 +309,55 @@ def test_a_single_chunk_may_use_the_memory_of_the_float32_sum(
     assert explicit.chunk_rows(tokens, weight_gradient=True) == 2304
     small = head(101, 24, torch.bfloat16)
     assert small.chunk_rows(10**9, weight_gradient=True) == small.chunk
+
+
+def test_rows_are_aligned_and_sizes_repeat_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any vocabulary gets rows of whole 128-byte lines; the values do not change."""
+    batch = build(BY_NAME["k2"], torch.bfloat16)
+    emulate(monkeypatch, torch.bfloat16)
+    expected, d_expected = run(fused_linear_gac_loss, batch, chunk_bytes=26 * V)
+    monkeypatch.setattr(projection, "ROW_MULTIPLE", {"cpu": (64, 1024)})
+    strides, multiply = set(), projection.multiply
+
+    def recorded(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> None:
+        strides.update(x.stride(0) for x in (a, out) if x.shape[1] == V and x.stride(1) == 1)
+        multiply(a, b, out, accumulate)
+
+    monkeypatch.setattr(projection, "multiply", recorded)
+    out, d_ours = run(fused_linear_gac_loss, batch, chunk_bytes=26 * V)
+    assert strides == {128}
+    assert torch.equal(out.loss, expected.loss)
+    assert all(torch.equal(x, y) for x, y in zip(d_ours, d_expected, strict=True))
+    buffer = projection.Buffer(V, torch.float32, torch.device("cpu"))
+    sizes = {len(projection.Buffer.rows(buffer, n, 4000)._base) for n in (1, 1000, 1025, 3000)}
+    assert sizes == {1024, 2048, 3072}
+    assert (
+        len(projection.Buffer(V, torch.float32, torch.device("cpu")).rows(2304, 2304)._base) == 2304
+    )
+
+
+def test_chunks_fill_whole_waves_of_a_gpu() -> None:
+    """The hidden gradient's GEMM has a tile of 128 x 256 per multiprocessor and wave."""
+    assert projection.whole_waves(2944, 1536, 132) == 2816  # 22 x 6 tiles: one full wave
+    assert projection.whole_waves(2304, 3584, 132) == 2304
+    for rows, width in ((8192, 3584), (5000 // 128 * 128, 4096), (128, 64)):
+        best = projection.whole_waves(rows, width, 132)
+        assert best % 128 == 0 and rows * 3 // 4 <= best <= rows
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), RuntimeError("CUDA error")])
+def test_only_a_missing_gemm_falls_back_to_float32(
+    error: RuntimeError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once cached, a fallback after another error would slow all later calls down."""
+    cpu = torch.device("cpu")
+    probe = projection.has_float32_output.__wrapped__
+    with pytest.warns(RuntimeWarning, match="no GEMM with torch.bfloat16 operands"):
+        assert not probe(cpu, torch.bfloat16)
+
+    def fails(*arguments: object, **keywords: object) -> None:
+        raise error
+
+    monkeypatch.setattr(projection, "multiply", fails)
+    with pytest.raises(type(error), match=str(error)):
+        probe(cpu, torch.bfloat16)

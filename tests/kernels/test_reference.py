@@ -150,6 +150,7 @@ def test_reduction(name: str) -> None:
         torch.zeros(3, dtype=torch.bool),
         spec=spec,
         rollout_norm=norm,
+        mu=0.5,
     )
     assert out.rollout_loss.item() == pytest.approx(loss, rel=1e-6)
     assert out.loss.item() == pytest.approx(loss / 2, rel=1e-6) and out.demo_loss == 0
@@ -284,6 +285,7 @@ def test_an_unlikely_demonstration_with_a_reference_has_a_finite_gradient() -> N
         torch.tensor([True]),
         ref_logps=torch.zeros(1, 1),
         spec=LossSpec(kl_coef=0.1, demo_weight="one"),
+        mu=0.5,
     )
     (grad,) = torch.autograd.grad(out.loss, logits)
     assert grad.flatten().tolist() == [-0.5, 0.5]

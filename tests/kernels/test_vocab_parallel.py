@@ -40,7 +40,8 @@ def batch(dtype=torch.float32, bias=True):
 def evaluate(loss, hidden, weight, bias, **rest):
     """Return the outputs, the signals and the gradients of hidden, weight and bias."""
     leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias) if x is not None]
-    out = loss(*leaves[:2], bias=leaves[2] if bias is not None else None, **rest)
+    keywords = {"mu": 0.5, **rest}
+    out = loss(*leaves[:2], bias=leaves[2] if bias is not None else None, **keywords)
     (2 * out.loss).backward()
     values = [getattr(out, n).detach() for n in out._fields if n not in ("moments", "sketch")]
     return values, out.moments.signals(), [x.grad for x in leaves]

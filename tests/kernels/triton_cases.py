@@ -48,7 +48,7 @@ def evaluate(batch: dict[str, Any], dtype: torch.dtype | None = None, **keywords
     logits = batch.pop("logits").detach()
     logits = logits if dtype is None else logits.to(dtype)
     logits.requires_grad_()
-    out = fused_gac_loss(logits, backend=batch.pop("backend"), **batch)
+    out = fused_gac_loss(logits, backend=batch.pop("backend"), **batch, mu=0.5)
     out.loss.backward()
     return out, logits.grad
 

@@ -22,48 +22,10 @@ from gac.control.signals import ProxySignals
 from gac.control.term_pair import TermPair
 from gac.methods import METHODS, Mix, Observation
 from gac.methods.base import Method, StepNeeds, demo_losses, next_mix
-from gac.methods.dpo import Preference
 from gac.methods.gram_solver import Gram, GramSolver
 from gac.methods.loss_weights import positive_losses
-from gac.methods.rules import Rule
 from gac.rollouts.advantages import group_credit
 from gac_kernels import Signals
-
-
-def test_gradnorm_favors_the_term_that_lags() -> None:
-    """Both gradients have norm 1; the demonstration loss falls to a tenth, rewards stay."""
-    method = METHODS["gradnorm"](lr=0.1)
-    state, gram = method.init(), torch.eye(2, dtype=torch.float64)
-    state, mix = method.mix(state, Observation(1, demo_loss=2.0, reward_mean=0.0))
-    state, weights = method.solve(state, gram, mix)
-    assert weights == (1.0, 1.0)
-    state, mix = method.mix(state, Observation(2, demo_loss=0.2, reward_mean=0.0))
-    state, weights = method.solve(state, gram, mix)
-    # targets are (2 * 0.1 / 1.1)^1.5 < 1 and (2 / 1.1)^1.5 > 1 of the mean: one step of 0.1 each
-    assert weights == pytest.approx((0.9, 1.1))
-    equal = METHODS["gradnorm"](lr=0.1, asymmetry=0.0)
-    assert equal.solve(state, torch.diag(torch.tensor([4.0, 1.0]).double()), mix)[1][0] < 0.9
-
-
-def test_famo_moves_weight_to_the_loss_that_falls_more_slowly() -> None:
-    method = METHODS["famo"](lr=0.3, decay=0.0, rollout_floor=-2.0)
-    before, after = TermPair(1.0, 0.0), TermPair(0.5, -0.01)
-    step = Observation(1, losses_before=before, losses_after=after)
-    start = method.init()
-    for values in ((None, after), (before, None), (before, TermPair(0.5, math.nan))):
-        lacking = Observation(1, losses_before=values[0], losses_after=values[1])
-        assert method.mix(start, lacking) == (start, Mix(0.5))
-    state, mix = method.mix(start, step)
-    # Adam's first step has the size of lr; the weights are proportional to z_i / (L_i - floor_i)
-    assert state["logits"] == pytest.approx([-0.3, 0.3])
-    s, r = math.exp(-0.3) / 1.0, math.exp(0.3) / 2.0
-    assert mix.pair == pytest.approx((s / (s + r), r / (s + r)))
-    assert method.mix(state, Observation(2)) == (state, mix)
-    assert method.mix(state, step)[0]["logits"][0] < -0.5
-    assert replace(method, decay=9.0).mix(state, step)[0]["logits"][0] > -0.3
-    below = replace(step, losses_before=TermPair(1.0, -3.0), losses_after=TermPair(0.9, -4.0))
-    # RL losses at the floor of -2: no progress
-    assert method.mix(start, below)[0]["logits"] == pytest.approx([-0.3, 0.3])
 
 
 @dataclass(frozen=True)
@@ -110,10 +72,9 @@ def test_gac_passes_its_measurements_to_the_controller_and_reports_them() -> Non
             "demos_suspect": float(expected["alarm"]["suspect"]),
             **dict(zip(*read, strict=True)),
         }
-        del before["controller"]["alarm"]  # as in checkpoints of earlier versions
         messages.append(method.log_message(before, state))
-    assert messages[:37] == [None] * 37
-    assert all(text.startswith("the demonstration loss jumped to 2.95") for text in messages[37:])
+    (text,) = filter(None, messages)
+    assert text.startswith("the demonstration loss jumped to 2.95") and messages[37] == text
     assert method.log_message(state, state) is None
 
 
@@ -193,10 +154,6 @@ def test_only_the_first_rank_logs_the_message_of_a_method(caplog, monkeypatch) -
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
-        ("cagrad", {"rescale": 3}),
-        ("aligned-mtl", {"mode": "mean"}),
-        ("aligned-mtl", {"preference": (1.0, -1.0)}),
-        ("sdmgrad", {"preference": (1.0, -1.0)}),
         ("sdmgrad", {"unit_rl": True}),
         ("gradnorm-ctrl", {"unit_rl": True}),
         ("kl-ctrl", {"sign": 0}),
@@ -283,22 +240,6 @@ def test_advantages_are_those_of_the_group(name: str) -> None:
             assert field in CHANGED.get(name, ()) or torch.equal(value, expected[field]), field
     zeros = METHODS["sdar"]().credit(rewards, None, kind).demo_weight
     assert zeros.tolist() == [0.0, 0.0]
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda: Method().mix({}, Observation(0)),
-        lambda: GramSolver().closed_form(Gram(1.0, 0.0, 1.0)),
-        lambda: Preference().pair_loss(torch.zeros(1)),
-        lambda: Rule().measured(Observation(0)),
-        lambda: Rule().constant(1.0),
-        lambda: Rule().rule(1.0, 1.0),
-    ],
-)
-def test_base_classes_have_no_formula(call) -> None:
-    with pytest.raises(NotImplementedError):
-        call()
 
 
 @pytest.mark.parametrize("name", ["hpt", "superrl", "relift", "dypo", "srft"])

@@ -15,7 +15,7 @@ import torch
 
 from gac.config import dump, load
 from gac.methods import METHODS
-from gac.training.run_config import TrainConfig
+from gac.train_config import TrainConfig
 from gac.training.trainer import Trainer
 from tests.tiny import metrics, tiny_config
 from tools.methods_table import PAGE, RESULTS, needs, page

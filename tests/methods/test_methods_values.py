@@ -22,7 +22,7 @@ from gac.methods.base import StepNeeds
 from gac.methods.gram_solver import cross_gram
 from gac.methods.token_loss import custom_loss
 from gac.models.causal_lm import Head
-from gac.training.probes.parts import GradientParts
+from gac.training.probes import GradientParts
 from gac.training.trainer import Trainer
 from gac_kernels import LossSpec, Signals
 from tests.methods.published import (
@@ -362,7 +362,7 @@ MIXES = {
         steps(demo_loss=[None, 2.0, 1.0], reward_mean=[None, 0.5, 0.5]),
         [0.5, 0.5, math.exp(1) / (math.exp(1) + math.exp(2))],
     ),
-    "sft-then-rl": ({"sft_steps": 2}, steps(kl=[None] * 4), [1.0, 1.0, 0.0, 0.0]),
+    "sft-then-rl": ({"sft_steps": 2, "mu": 0.3}, steps(kl=[None] * 4), [1.0, 1.0, 0.3, 0.3]),
     "wcf": ({}, [Observation(t) for t in (0, 100, 200, 400, 600)], [0, 0.25, 0.5, 0.26, 0.02]),
     "hpcd": ({}, [Observation(t) for t in (0, 100, 200)], [0.9, 0.475, 0.05]),
 }

@@ -46,12 +46,12 @@ def check(model, tolerance: float = 1e-5):
     targets = torch.where(mask.bool(), ids, -100).roll(-1, 1)
     targets[:, -1] = -100
     batch = (targets, torch.tensor([1.0, -0.5, 0.0]), torch.tensor([False, False, True]))
-    out = model(input_ids=ids, attention_mask=mask, request=lambda head: head.loss(*batch))
+    out = model(input_ids=ids, attention_mask=mask, request=lambda head: head.loss(*batch, mu=0.5))
     out.loss.backward()
     grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     logits = model(input_ids=ids, attention_mask=mask).logits
-    expected = reference.fused_gac_loss(logits, *batch)
+    expected = reference.fused_gac_loss(logits, *batch, mu=0.5)
     expected.loss.backward()
     torch.testing.assert_close(out.loss, expected.loss, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(out.logps, expected.logps, rtol=1e-4, atol=1e-5)

@@ -14,7 +14,7 @@ from gac.parallel import setup
 from gac.parallel.config import ParallelConfig
 from gac.rollouts import engines
 from gac.rollouts.generation import generate
-from gac.training import forward, gradients
+from gac.training import gradients
 from gac.training.trainer import Trainer, train
 from tests import ranks
 from tests.parallel.test_distributed import FSDP, config, fixed_responses, full_tensor
@@ -80,7 +80,7 @@ def losses(run_config, reshard):
     engines.generate = fixed_responses
     trainer = Trainer(run_config)
     if not reshard:
-        setup.reshard = gradients.reshard = forward.reshard = lambda model: None
+        setup.reshard = gradients.reshard = lambda model: None
     rows = trainer.feed.demo_rows(0)
     demo_losses = []
     for _ in range(3):

@@ -17,8 +17,8 @@ from gac import cli
 from gac.config import load, parse_yaml
 from gac.data import DataConfig, load_demos, load_prompts
 from gac.demo.task import make_tokenizer
-from gac.evaluation.config import EvalConfig
-from gac.training.run_config import TrainConfig
+from gac.evaluation.suite import EvalConfig
+from gac.train_config import TrainConfig
 from tests.tiny import write_tiny
 from tools import quickstart
 

@@ -40,8 +40,8 @@ if moments is not None:
 logps, entropy = linear_token_logprobs(x, x, x, temperature=2.0)
 assert_type(mu_star(0.5, 0.1, 0.2, 0.3), float)
 
-fused_gac_loss(x, x, x)  # type: ignore[call-arg]  # is_demo is missing
-token_logprobs(x, x, temperature="hot")  # type: ignore[arg-type]  # text
+fused_gac_loss(x)  # type: ignore[call-arg]  # targets are missing
+token_logprobs(x, x, logit_scale="hot")  # type: ignore[arg-type]  # text
 fused_gac_loss(x, x, x, x, softcap="30")  # type: ignore[arg-type]  # text
 LossSpec(kl_coef=None)  # type: ignore[arg-type]  # None
 """

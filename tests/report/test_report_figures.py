@@ -117,7 +117,7 @@ def test_accuracies_and_exact_values_are_not_smoothed() -> None:
     (line,) = axes.lines
     assert line.get_ydata().tolist() == values and line.get_markevery() == (0, 2)
     assert axes.get_ylim() == (-0.03, 1.03) and "\n" in axes.title.get_text()
-    assert axes.yaxis.get_major_formatter()(0.25, 0) == "25 %"
+    assert axes.yaxis.get_major_formatter()(0.25, 0) == "25%"
     exact, smoothed = (
         draw(plots._draw_panel, panel_of(key), [group]).lines[-1] for key in ("lr", "grad_norm")
     )

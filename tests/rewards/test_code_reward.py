@@ -309,19 +309,22 @@ def test_the_judge_gets_the_fields_of_the_row():
     names = ("tests", "setup", "entry_point", "prompt")
     fields = {f"{name}_field": f"my {name}" for name in names}
     row = {"my tests": "assert f(1)", "my entry_point": "f", "answer": "def f(x): return 1"}
-    begun = "import os\nimport re as r, gc\nclass g: pass\ndef f(x):\n    'Doc.'\n"
-    setup = "from os import *\nlimit = 2\nif limit: import io\n"
-    for more, setup_sent, imports, prompt in (
-        ({"my prompt": begun}, begun, "import os\nimport re as r, gc", begun),
-        ({"my prompt": begun, "my setup": setup}, setup, "from os import *", begun),
-        ({"my prompt": "def g(x): pass", "my setup": setup}, setup, "from os import *", ""),
+    begun = "import os\nimport re as r, gc\nclass g:\n    k = 1\ndef f(x):\n    'Doc.'\n"
+    defined = begun[: begun.index("\ndef f")]
+    setup = "from os import *\nlimit = 2\nsecret = 3\nif limit: import io\n"
+    row["answer"] += "\nlimit"  # the answer reads it
+    needed = "from os import *\nlimit = 2"
+    for more, setup_sent, context, prompt in (
+        ({"my prompt": begun}, begun, defined, begun),
+        ({"my prompt": begun, "my setup": setup}, setup, f"{needed}\n{defined}", begun),
+        ({"my prompt": "def g(x): pass", "my setup": setup}, setup, needed, ""),
         ({"my prompt": "def f("}, "", "", ""),
     ):
         passed = RunResult("ended", (True,))
         reward, calls = fake(passed, **fields, timeout=2, memory_mb=99)
         assert score(reward, "p", **row, **more) == 1.0
-        suite = JudgeSpec(("assert f(1)",), setup_sent, "f", row["answer"])
-        assert calls == [(Program("p", imports, prompt, "f"), suite, 2, 99)]
+        suite = JudgeSpec(("assert f(1)",), setup_sent, "f", row["answer"], returns=False)
+        assert calls == [(Program("p", context, prompt, "f"), suite, 2, 99)]
     reward, calls = fake(RunResult("ended", (True, False, True)), partial=True)
     assert score(reward, "p", tests=["a", "b", "c"], prompt=begun) == pytest.approx(2 / 3)
     assert calls == [(Program("p"), JudgeSpec(("a", "b", "c"), all=True), 5, 512)]
@@ -333,16 +336,23 @@ def test_definitions_are_functions_and_classes_at_the_top_level():
 
 
 def test_the_reference_runs_once_per_row():
-    passed = RunResult("ended", (True,))
-    suspect = RunResult("timeout", (False,), problem="no", suspect="a test")
-    reward, calls = fake(suspect, passed, suspect, on_error="drop")
+    passed, failed = RunResult("ended", (True,)), RunResult("timeout", (False,), problem="no")
+    reward, calls = fake(failed, passed, failed, on_error="drop")
     row = example(answer="ref", tests=["t"])
     assert reward(["a", "b"], [row] * 2) == [0.0, 0.0] and reward.counts()["timeouts"] == 2
     assert [call[0].text for call in calls] == ["a", "ref", "b"]
-    for wrong in (suspect, RunResult("ended", row_problem="no")):
-        reward, _ = fake(suspect, wrong, on_error="drop")
+    reward, calls = fake(failed, failed, passed, passed)
+    assert reward(["a"], [row]) == [1.0]  # the reference passes if it may change its arguments
+    assert [(call[0].text, call[1].returns) for call in calls] == [
+        ("a", False),
+        ("ref", False),
+        ("ref", True),
+        ("a", True),
+    ]
+    for wrong in (failed, RunResult("ended", row_problem="no")):
+        reward, _ = fake(failed, wrong, wrong, on_error="drop")
         assert reward(["a"], [row]) == [None]
-    assert fake(suspect)[0].explain("a", row) == "no (timeout)"
+    assert fake(failed)[0].explain("a", row) == "no (timeout)"
     assert fake(passed)[0].explain("a", row) == "no verdict (ended)"
 
 
@@ -370,7 +380,7 @@ def test_the_reference_runs_once_per_row():
         ({"tests": TESTS, "setup": "1 / 0"}, "setup fails: ZeroDivisionError"),
         ({"tests": TESTS, "setup": "import not_here"}, "setup fails: ModuleNotFoundError"),
         ({"tests": ["import not_here\nassert add(1, 2) == 3"]}, "fails for every program"),
-        ({"tests": ["assert add(object(), 2)"]}, "cannot send a value of type object"),
+        ({"tests": ["assert add(object(), 2)"], "answer": GOOD}, "own answer fails: test 1"),
         ({"tests": ["assert ad(1, 2) == 3, add"], "answer": GOOD}, "name 'ad' is not defined"),
         ({"tests": ["assert 1 + 1 == 2"]}, "use no name from the program"),
         ({"tests": ["def check(candidate): assert candidate"]}, "use no name from the program"),
@@ -408,15 +418,15 @@ def test_a_program_that_exits_fails_tests_that_catch_everything(reward):
     assert score(reward, GOOD, tests=tests) == 1.0
 
 
-UNSENDABLE = ["assert add(1, 2) == 3", "import math\nadd(math, 2)"]
+BROKEN = ["assert add(1, 2) == 3", "assert add(1, 1) == 3"]
 
 
 def test_the_reference_shows_that_a_row_is_broken(reward):
-    assert "cannot send" in row_error(reward, GOOD, tests=UNSENDABLE, answer=GOOD)
-    assert score(reward, GOOD, tests=UNSENDABLE) == 0.0  # the program alone shows nothing
+    assert "own answer fails: test 2" in row_error(reward, GOOD, tests=BROKEN, answer=GOOD)
+    assert score(reward, GOOD, tests=BROKEN) == 0.0  # the program alone shows nothing
     setup = {"setup": "value = CONFIG['a']", "tests": ["assert add(value, 2) == 3"]}
     right = f"{GOOD}\nCONFIG = {{'a': 1}}"
-    assert "setup fails" in row_error(reward, GOOD, answer=GOOD, **setup)
+    assert "own answer fails: setup" in row_error(reward, GOOD, answer=GOOD, **setup)
     assert score(reward, GOOD, answer=right, **setup) == 0.0
     assert score(reward, right, answer=right, **setup) == 1.0
 

@@ -11,7 +11,7 @@ import pytest
 from examples import code_toy
 from gac.config import load
 from gac.rewards.check import check
-from gac.training.run_config import TrainConfig
+from gac.train_config import TrainConfig
 from gac.training.trainer import train
 from tests.tiny import metrics
 

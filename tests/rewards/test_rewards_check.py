@@ -54,7 +54,9 @@ def test_check_names_the_rows_whose_solution_fails(config):
     assert report.rows == 4
     assert [failing.row for failing in report.failing] == ["wrong", "broken", "case"]
     wrong, broken, case = (failing.reason for failing in report.failing)
-    assert wrong.startswith("scores 0; test 1 (assert add(1, 2) == 3): AssertionError")
+    assert wrong.startswith(
+        "the row's own answer fails: test 1 (assert add(1, 2) == 3): AssertionError"
+    )
     assert "test 1 is not valid Python" in broken
     assert "wrote b'1\\n', expected b'2'" in case
 
@@ -62,7 +64,10 @@ def test_check_names_the_rows_whose_solution_fails(config):
 def test_check_on_the_command_line(config, capsys):
     assert main(["rewards", "check", str(config)]) == 1
     printed = capsys.readouterr().out.splitlines()
-    assert printed[0].startswith("wrong: scores 0") and printed[-1] == "1 of 4 rows pass"
+    assert (
+        printed[0].startswith("wrong: the row's own answer fails")
+        and printed[-1] == "1 of 4 rows pass"
+    )
     assert main(["rewards", "check", str(config), "--set", "data.limit=1"]) == 0
     assert capsys.readouterr().out == "1 of 1 rows pass\n"
 

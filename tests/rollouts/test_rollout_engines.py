@@ -16,7 +16,7 @@ from gac.rollouts import generation, paged
 from gac.rollouts.config import PagedConfig, RolloutConfig
 from gac.rollouts.engines import make_engine
 from gac.rollouts.generation import SamplingParams, _parts, generate
-from gac.training.run_config import TrainConfig
+from gac.train_config import TrainConfig
 from gac.training.trainer import Trainer, train
 from tests.tiny import metrics, tiny_config
 from tools.tiny_models import tiny_config as tiny_model_config

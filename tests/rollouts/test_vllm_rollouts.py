@@ -20,7 +20,7 @@ from gac.demo.task import make_tokenizer
 from gac.errors import MissingExtra, RunError
 from gac.rollouts.engines import make_engine
 from gac.rollouts.generation import SamplingParams, generate
-from gac.training.run_config import TrainConfig
+from gac.train_config import TrainConfig
 from gac.training.trainer import Trainer, train
 from tests import ranks
 from tests.rollouts.model_server import serving, weight_group

@@ -148,13 +148,6 @@ return None
 global expected, items, case, int, isinstance, Case
 expected = items = case = int = isinstance = Case = 0
 return 0
-=== threads
-import threading
-out = []
-t = threading.Thread(target=lambda: out.append(c.a + c.b))
-t.start()
-t.join()
-return out[0]
 """
 LENT = {}
 for _entry in _BODIES.split("\n=== ")[1:]:

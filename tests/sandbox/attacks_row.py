@@ -40,10 +40,6 @@ def add(a, b): return a + b
 === a configuration that cannot be sent
 CONFIG = {"start": object()}
 def add(a, b): return a + b
-=== a configuration that contains itself
-CONFIG = {"start": 2}
-CONFIG["self"] = CONFIG
-def add(a, b): return a + b
 === a configuration of the wrong type
 CONFIG = {"start": "x"}
 def add(a, b): return a + b

@@ -274,8 +274,8 @@ SYSTEM = {
 """,
     "copying between descriptors": """
 + os.pipe()
-+ os.ftruncate(0, 10) or 1
-+ os.posix_fallocate(0, 0, 10) or 1
+  os.ftruncate(0, 10) or 1
+  os.posix_fallocate(0, 0, 10) or 1
   os.sendfile(1, 0, 0, 10)
   os.splice(0, 1, 10)
   os.copy_file_range(0, 1, 10)

@@ -444,7 +444,7 @@ assert attempt(lookup) == ["KeyError", ["k", 1]]
 
 class Own(ValueError): pass
 def own(): raise Own([1])
-assert attempt(own) == ["ValueError", ["[1]"]]
+assert attempt(own) == ["Own", [[1]]]
 try: run(own)
 except Own as error: assert error.args == ([1],)
 else: assert False

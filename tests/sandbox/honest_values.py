@@ -368,9 +368,9 @@ assert put("a", 1) == 1 and fetch("a") == 1 and LIMIT == 3
 assert reset() == 4 and get("a") is None
 === an unusual module layout
 try:
-    import numpy_that_is_missing as np
+    import numpy_that_is_missing as fast
 except ImportError:
-    np = None
+    fast = None
 import sys
 if sys.version_info >= (3, 0):
     def answer(): return 42
@@ -380,7 +380,7 @@ class answer2:
     value = answer()
 del sys
 ----
-assert answer() == 42 and answer2.value == 42 and np is None
+assert answer() == 42 and answer2.value == 42 and fast is None
 === weak references, finalizers and garbage
 import weakref, gc
 class Thing:

@@ -19,13 +19,6 @@ from tests.sandbox import (
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 
-# title -> why a program that passes in plain Python fails here
-UNSUPPORTED = {
-    "in place, returns a length": "arguments change in place only if the call returns None",
-    "equality with other types": "the judge compares, and knows no equality across classes",
-    "equality that ignores a cache": "the judge compares all attributes",
-}
-
 
 def functions():
     """(title, completion, tests) of the programs with tests."""
@@ -50,7 +43,7 @@ ADD = ["assert add(2, 3) == 5", "assert add(-1, 1) == 0"]
 
 def test_unusual_programs_pass():
     rows = cases()
-    assert len(rows) >= 150 and len(UNSUPPORTED) <= 0.05 * len(rows)
+    assert len(rows) >= 150
     reward = build_reward({"name": "code", "timeout": 10, "workers": 4})
     examples = [Example(t, (), "", None, None, row) for t, (_, row) in rows.items()]
     completions = [completion for completion, _ in rows.values()]
@@ -60,5 +53,4 @@ def test_unusual_programs_pass():
         title: reward.explain(rows[title][0], Example(title, (), "", None, None, rows[title][1]))
         for title in failing
     }
-    assert {t: r for t, r in reasons.items() if t not in UNSUPPORTED} == {}
-    assert set(failing) == set(UNSUPPORTED)
+    assert reasons == {}

@@ -17,7 +17,6 @@ ADD = "def f(x):\n  global n\n  n += x"
 EXIT = "import os\ndef f(x): os._exit(0)"
 THREE = ("assert f(1) == 1", "assert  f(1) \\\n == 2", "assert f(1) == 1")
 CATCH = "try: f(1)\nexcept BaseException: pass"
-CANNOT_SEND = "cannot send a value of type object between processes"
 EVERY = "a test fails for every program; "
 INTERPRET = "the tests would interpret data as code (compile); rewrite them"
 BIND = (
@@ -34,8 +33,8 @@ UNUSED = (
 )
 
 
-def failed(problem, *passed, suspect=""):
-    return RunResult("ended", passed or (False,), problem, suspect=suspect)
+def failed(problem, *passed):
+    return RunResult("ended", passed or (False,), problem)
 
 
 def invalid(problem):
@@ -74,14 +73,6 @@ VERDICTS: dict[str, Any] = {
         ("def f(x): raise StopIteration(5)", ["for _ in map(f, [1]): assert 0"], {}),
         failed("test 1 (for _ in map(f, [1]): assert 0): RemoteError: StopIteration: 5"),
     ),
-    "a function of the tests ends a loop": (
-        (
-            "def f(g): return g()",
-            ["def g(): raise StopIteration(7)", "for _ in map(f, [g]): assert 0"],
-            {},
-        ),
-        failed("test 2 (for _ in map(f, [g]): assert 0): RemoteError: 7", True, False),
-    ),
     "the program calls exit": (
         ("def f(x): exit(3)", ["f(1)"], {}),
         failed("test 1 (f(1)): RemoteError: SystemExit: 3"),
@@ -112,7 +103,7 @@ VERDICTS: dict[str, Any] = {
         (
             "class num:\n  def __init__(s, x): s.x = x\n  def __sub__(s, o): return s.x - o",
             ["assert num(3) - 1 == 2"],
-            {"reference": "class num: pass"},
+            {"reference": "class num:\n  def __sub__(s, o): pass"},
         ),
         PASSED,
     ),
@@ -167,14 +158,6 @@ VERDICTS: dict[str, Any] = {
         ),
     ),
     "a check without an entry point": ((F, ["def check(g): pass\nassert f(1)"], {}), PASSED),
-    "objects without attributes are equal only if they are the same": (
-        (
-            "class T:\n  def __eq__(s, o): return True\nt = T()",
-            ["assert t == t", "assert T() == T()"],
-            {},
-        ),
-        failed("test 2 (assert T() == T()): AssertionError", True, False),
-    ),
     "an operator of an object whose class the tests do not name": (
         ("class T:\n  def __sub__(s, o): return 5\ndef f(x): return T()", ["f(1) - 1"], {}),
         failed("test 1 (f(1) - 1): TypeError: unsupported operand type(s) for -: 'T' and 'int'"),
@@ -251,14 +234,12 @@ VERDICTS: dict[str, Any] = {
         (F, ["assert f(1)\nf(y)"], {"reference": F}),
         failed(
             "test 1 (assert f(1) f(y)): NameError: name 'y' is not defined",
-            suspect=f"{EVERY}'assert f(1) f(y)': NameError: name 'y' is not defined",
         ),
     ),
     "a name that nobody defines, before a request": (
         (F, ["f(y)"], {"reference": F}),
         failed(
             "test 1 (f(y)): NameError: name 'y' is not defined",
-            suspect=f"{EVERY}'f(y)': NameError: name 'y' is not defined",
         ),
     ),
     "a name without a reference": (
@@ -276,19 +257,7 @@ VERDICTS: dict[str, Any] = {
             False,
             False,
             True,
-            False,
-            suspect=f"{EVERY}'f(y)': NameError: name 'y' is not defined",
-        ),
-    ),
-    "a value that cannot be sent": (
-        (F, ["f(f(object()))"], {}),
-        invalid(f"{EVERY}'f(f(object()))': NotPlain: {CANNOT_SEND}"),
-    ),
-    "a value that cannot be sent, after a request": (
-        (F, ["assert f(1)\nf(object())"], {}),
-        failed(
-            f"test 1 (assert f(1) f(object())): NotPlain: {CANNOT_SEND}",
-            suspect=f"{EVERY}'assert f(1) f(object())': {CANNOT_SEND}",
+            True,
         ),
     ),
     "an import of the tests": (
@@ -297,10 +266,7 @@ VERDICTS: dict[str, Any] = {
     ),
     "an import of the tests, if the program is data": (
         ("f = 1", ["import absent\nf"], {}),
-        failed(
-            "test 1 (import absent f): ModuleNotFoundError: No module named 'absent'",
-            suspect=f"{EVERY}'import absent f': ModuleNotFoundError: No module named 'absent'",
-        ),
+        invalid(f"{EVERY}'import absent f': ModuleNotFoundError: No module named 'absent'"),
     ),
     "an import of the program": (
         ("def f(x): import absent", ["f(1)"], {}),
@@ -312,16 +278,15 @@ VERDICTS: dict[str, Any] = {
             f"test 1 (try: eval(f(1)) except Exception: pass): RefusedError: {INTERPRET}",
             False,
             False,
-            suspect=f"{EVERY}'try: eval(f(1)) except Exception: pass': {INTERPRET}",
         ),
     ),
     "a setup that fails": (
         (F, ["f(1)"], {"setup": "f\nraise SystemExit"}),
-        failed("setup: SystemExit", suspect="the row's setup fails"),
+        failed("setup: SystemExit"),
     ),
     "a setup that fails by the program without its name": (
         ("def f(x): raise KeyError", ["f(1)"], {"setup": "globals()['f'](1)"}),
-        failed("setup: KeyError", suspect="the row's setup fails"),
+        failed("setup: KeyError"),
     ),
     "a setup that fails without the program": (
         (F, ["f(1)"], {"setup": "raise SystemExit"}),
@@ -341,7 +306,7 @@ VERDICTS: dict[str, Any] = {
     ),
     "a name that the program need not define": (
         ("x = 1", ["try: f\nexcept NameError: pass"], {}),
-        failed("the program defines no name that the tests use"),
+        failed("the tests never use the program"),
     ),
 }
 

@@ -324,7 +324,7 @@ def test_nothing_is_written_to_disk(tmp_path):
 def test_failed_memfd_is_an_error_not_a_score(monkeypatch, pool):
     pool.start()
     full = OSError(28, "No space left on device")
-    monkeypatch.setattr(os, "memfd_create", lambda name: (_ for _ in ()).throw(full))
+    monkeypatch.setattr(os, "memfd_create", lambda name, flags: (_ for _ in ()).throw(full))
     with pytest.raises(SandboxError, match="in-memory file for a program: No space left"):
         passes(pool)
 

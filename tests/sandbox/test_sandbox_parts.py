@@ -61,9 +61,9 @@ SPEC = JudgeSpec(("a", "b"), "s", "e", "r", all=True)
         ('{"row": "no test"}', False, RunResult("ended", row_problem="no test")),
         ('{"passed": [true, true]}', False, RunResult("ended", (True, True))),
         (
-            '{"passed": [true, false], "problem": "p", "suspect": "s"}',
+            '{"passed": [true, false], "problem": "p"}',
             True,
-            RunResult("stalled", (True, False), "p", suspect="s"),
+            RunResult("stalled", (True, False), "p"),
         ),
     ],
 )
@@ -78,8 +78,9 @@ def test_the_verdict_becomes_a_result(monkeypatch, written, stalled, result):
     sandbox = Pool(workers=1)
     monkeypatch.setattr(sandbox, "_ask", ask)
     assert sandbox.check(Program("p", "i", "t", "f"), SPEC, 3, 70) == result
-    program = {"program": "p", "imports": "i", "prompt": "t", "entry_point": "f"}
+    program = {"program": "p", "context": "i", "prompt": "t", "entry_point": "f"}
     tests = {"tests": ["a", "b"], "setup": "s", "entry_point": "e", "reference": "r", "all": True}
+    tests["returns"] = True
     assert asked == [("check", program, tests, 3, 70)]
 
 

@@ -12,7 +12,7 @@ from gac.config import dump, load
 from gac.control.evidence import Evidence, Reading
 from gac.control.signals import ProxySignals
 from gac.methods import Observation
-from gac.training.run_config import TrainConfig
+from gac.train_config import TrainConfig
 from gac_kernels import Signals
 from tools.ablations import (
     ABLATIONS,

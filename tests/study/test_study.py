@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-from pathlib import Path
-from types import SimpleNamespace
-from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -16,7 +12,6 @@ import pytest
 from gac import cli
 from gac.config import ConfigError, dump, save, to_yaml
 from gac.demo import run
-from gac.study import runs
 from gac.study.arms import Arm, arm_config, parse_arm
 from gac.study.results import interval, summary
 from tests.tiny import tiny_config, write_tiny
@@ -69,7 +64,11 @@ def test_parse_arm():
     aliases = {"low": {"name": "constant", "mu": 0.1}, "short": "constant:mu=0.2"}
     assert parse_arm("low", aliases) == Arm("low", aliases["low"])
     assert parse_arm("short", aliases) == Arm("short", "constant", ("method.mu=0.2",))
-    for bad in ("", "gac:mu", "@gac", "a/b@gac"):
+    own = "my_method:Threshold"
+    assert parse_arm(own) == Arm(own, own)
+    changes = ("method.level=0.2", "method.prior=a:b")
+    assert parse_arm(f"x@{own}:level=0.2,prior=a:b") == Arm("x", own, changes)
+    for bad in ("", "gac:mu=1,nu", "@gac", "a/b@gac"):
         with pytest.raises(ConfigError, match="methods: "):
             parse_arm(bad)
 
@@ -108,54 +107,6 @@ def test_differences_are_paired_by_seed():
         "ci95": None,
         "against_baseline": {"difference": None, "ci95": None},
     }
-
-
-class Ended:
-    """A process that ends at once, with the exit code that its run's name starts with."""
-
-    started: ClassVar[list[Ended]] = []
-
-    def __init__(self, target, args) -> None:
-        plain, *self.settings = args
-        self.name = Path(plain["out"]).name
-        self.sentinel, writer = os.pipe()
-        os.close(writer)
-
-    def start(self) -> None:
-        self.started.append(self)
-
-    def join(self, seconds=None) -> None:
-        self.exitcode = int(self.name[0])
-
-
-@pytest.mark.parametrize(
-    ("jobs", "variable", "threads"), [(2, None, 4), (3, "", 2), (20, None, 1), (2, "5", 5)]
-)
-def test_runs_share_the_cores(task, tmp_path, monkeypatch, jobs, variable, threads) -> None:
-    monkeypatch.setattr(runs, "PROCESSES", SimpleNamespace(Process=Ended))
-    monkeypatch.setattr(runs, "start_server", lambda modules: None)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    monkeypatch.setattr(Ended, "started", [])
-    if variable is None:
-        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    else:
-        monkeypatch.setenv("OMP_NUM_THREADS", variable)
-    configs = [tiny_config(task, tmp_path / name) for name in ("0a", "3b", "0c")]
-    (tmp_path / "0a").mkdir()
-    (tmp_path / "0a/result.json").write_text(json.dumps({"config": dump(configs[0])}))
-    lines: list[str] = []
-    failed = runs.run_all(configs, jobs, discard=True, log=lines.append)
-    assert {p.name: p.settings for p in Ended.started} == {
-        "3b": [threads, True, False],
-        "0c": [threads, True, False],
-    }
-    text = f"failed: its process exited with 3; see {tmp_path}/3b/log.txt"
-    assert failed == {f"{tmp_path}/3b": text}
-    assert sorted(line.partition(" (")[0] for line in lines) == [
-        f"{tmp_path}/0c: done",
-        f"{tmp_path}/3b: {text}",
-    ]
-    assert [re.search(r"\((\d of \d), \d+ s\)$", line)[1] for line in lines] == ["1 of 2", "2 of 2"]
 
 
 @pytest.mark.slow

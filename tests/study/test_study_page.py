@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
-import signal
 import sys
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from gac import cli
 from gac.config import ConfigError, dump, save, to_yaml
@@ -158,42 +153,6 @@ def test_headline_names_the_methods_whose_interval_excludes_zero() -> None:
     assert page.headline(rows(base=None, a=[-0.2, 0.0])).startswith("No method differs from base")
 
 
-def test_the_best_method_is_marked_and_every_seed_is_drawn(monkeypatch) -> None:
-    drawn, fields = [], {}
-
-    def plot(x, y, style, color, **options) -> None:
-        drawn.append((x, y, color))
-
-    def figure(labels, height, axis, draw) -> str:
-        assert (labels, height, axis[-1]) == ([*methods], 0.34 * len(methods) + 1.1, "%")
-        draw(SimpleNamespace(plot=plot))
-        return "a figure"
-
-    monkeypatch.setattr(page, "draw_interval", lambda axes, *interval: drawn.append(interval))
-    monkeypatch.setattr(page, "interval_figure", figure)
-    monkeypatch.setattr(page, "render_template", lambda name, **values: fields.update(values))
-    setting = {"config": "a.yaml", "baseline": "dr"}
-    finals = {"low": [0.25, 0.0], "dr": [0.5, 0.75], "high": [1.0, None]}
-    methods = summary(finals, "dr")
-    page.render({"setting": setting, "methods": methods, "failed": {}}, "page.html")
-    assert fields["rows"] == [
-        (label, row_cells(methods[label]), label == "high") for label in ("low", "dr", "high")
-    ]
-    assert (fields["figure"], fields["report"]) == ("a figure", "page.html")
-    other, baseline = page.COLORS[:2]
-    assert drawn == [
-        ([25, 0], [0, 0], other),
-        (0, 0.125, [0, 0.25], other),
-        ([50, 75], [-1, -1], baseline),
-        (-1, 0.625, [0.5, 0.75], baseline),
-        ([100], [-2], other),
-        (-2, 1.0, None, other),
-    ]
-    methods = summary({"dr": [None], "low": [None]}, "dr")  # every run failed
-    page.render({"setting": setting, "methods": methods, "failed": {}}, None)
-    assert not any(best for *_, best in fields["rows"])
-
-
 def test_cells_of_a_study() -> None:
     methods = summary({"a": [0.0, 0.2, None], "b": [0.1, 0.4, 0.9]}, "a")
     assert row_cells(methods["a"]) == ["2", "10.0", "[0.0, 20.0]", "+0.0", "[+0.0, +0.0]"]
@@ -201,117 +160,6 @@ def test_cells_of_a_study() -> None:
     missing = summary({"a": [0.5], "b": [None]}, "a")["b"]
     assert row_cells(missing) == ["0", "-", "-", "-", "-"]
     assert mean([0.0, 0.0, 1.0]) == 0.333333 and interval([1 / 3] * 2) == [0.333333] * 2
-
-
-def train_run(config, train, **options) -> list:
-    """Train a run with `train`; return what that would do to the run's own process."""
-    made: list = []
-
-    def thread(**options):
-        made.append(options)
-        return SimpleNamespace(start=lambda: made.append("started"))
-
-    with pytest.MonkeyPatch.context() as patch:  # for this call only: pytest itself uses dup2
-        patch.setattr("gac.training.trainer.train", train)
-        patch.setattr("gac.report.write_report", lambda *report: made.append(report))
-        patch.setattr(threading, "Thread", thread)
-        patch.setattr(os, "dup2", lambda old, new: made.append(new))
-        patch.setattr(signal, "signal", lambda *handler: made.append(handler))
-        patch.setattr(torch, "set_num_threads", made.append)
-        runs._train(dump(config), **options)
-    return made
-
-
-@pytest.mark.parametrize("flag", [True, False])
-def test_a_run_of_a_study_writes_its_result(tmp_path, flag) -> None:
-    out = tmp_path / "out"
-    config = tiny_config(write_tiny(tmp_path), out, steps=2)
-    out.mkdir()
-    (out / "log.txt").write_text("of an earlier attempt\n")
-
-    def train(config) -> None:
-        (out / "checkpoints").mkdir()
-        rows = [{"step": step, "accuracy": value} for step, value in enumerate((0.1, 0.8, 0.4))]
-        (out / "eval.jsonl").write_text("\n".join(map(json.dumps, rows)))
-        (out / "metrics.jsonl").write_text('{"seconds": 2}\n{"seconds": 3}\n')
-
-    effects = train_run(config, train, threads=7, discard=flag, report=not flag)
-    ending = {"target": runs._exit_with_parent, "daemon": True}, "started"
-    reports = [] if flag else [([out], out)]
-    assert effects == [*ending, (signal.SIGINT, signal.SIG_IGN), 7, 1, 2, *reports]
-    assert (out / "log.txt").read_text() == "of an earlier attempt\n"
-    result = runs.result(config)
-    assert result["final"] == {"step": 2, "accuracy": 0.4} and result["seconds"] == 5
-    assert (out / "checkpoints").exists() != flag
-
-
-def test_a_failed_run_logs_its_error_last(tmp_path, capsys) -> None:
-    def train(config) -> None:
-        raise ValueError("no\nrows")
-
-    config = tiny_config(write_tiny(tmp_path), tmp_path / "out")
-    with pytest.raises(SystemExit, match=r"^ValueError: no rows$"):
-        train_run(config, train, threads=1, discard=True, report=True)
-    assert "Traceback" in capsys.readouterr().err and runs.result(config) is None
-    log = tmp_path / "log.txt"
-    log.write_bytes(b"Traceback\nValueError: \xff" + 400 * b"x" + b"\n \n")
-    assert runs._fault(log, 1) == f"failed: ValueError: \ufffd{287 * 'x'}; see {log}"
-    assert runs._fault(log, -9) == f"failed: its process exited with -9; see {log}"
-
-
-def test_an_interrupted_study_ends_its_runs(tmp_path, monkeypatch) -> None:
-    """All runs are asked to save before the first one is waited for."""
-    calls: list = []
-
-    class Process:
-        def __init__(self, target, args) -> None:
-            self.sentinel = args[0]["seed"]
-
-        def __getattr__(self, name: str):
-            return lambda *arguments: calls.append((name, self.sentinel, *arguments))
-
-    def wait(running) -> list:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(runs, "PROCESSES", SimpleNamespace(Process=Process))
-    monkeypatch.setattr(runs, "start_server", calls.append)
-    monkeypatch.setattr(runs, "wait", wait)
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    task = write_tiny(tmp_path)
-    configs = [tiny_config(task, tmp_path / f"{seed}", seed=seed) for seed in (4, 5, 6)]
-    with pytest.raises(KeyboardInterrupt):
-        runs.run_all(configs, 2)
-    assert calls == [
-        ["gac.training.trainer"],
-        *(("start", 4), ("start", 5)),
-        *(("terminate", 4), ("terminate", 5)),
-        *(("join", 4, 10.0), ("kill", 4), ("join", 5, 10.0), ("kill", 5)),
-    ]
-    assert os.environ.pop("OMP_WAIT_POLICY") == "PASSIVE"
-
-
-@pytest.mark.parametrize("before", [None, "7"])
-def test_the_fork_server_starts_with_one_thread(monkeypatch, before) -> None:
-    calls: list = []
-    if before is None:
-        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    else:
-        monkeypatch.setenv("OMP_NUM_THREADS", before)
-    monkeypatch.setattr(runs.PROCESSES, "set_forkserver_preload", calls.append)
-    monkeypatch.setattr(
-        runs.forkserver, "ensure_running", lambda: calls.append(os.environ["OMP_NUM_THREADS"])
-    )
-    runs.start_server(["a", "b"])
-    assert calls == [["a", "b"], "1"] and os.environ.get("OMP_NUM_THREADS") == before
-
-
-def test_a_run_ends_with_its_parent(monkeypatch) -> None:
-    events: list = []
-    parent = SimpleNamespace(join=lambda: events.append("joined"))
-    monkeypatch.setattr(multiprocessing, "parent_process", lambda: parent)
-    monkeypatch.setattr(os, "_exit", events.append)
-    runs._exit_with_parent()
-    assert events == ["joined", 1]
 
 
 @pytest.mark.parametrize(

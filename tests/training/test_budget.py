@@ -15,10 +15,10 @@ from gac.config import load
 from gac.faults import checkpoint
 from gac.models import row_attention
 from gac.models.causal_lm import attach_head
-from gac.training import budget
-from gac.training.forward import Forward
-from gac.training.run import Run
-from gac.training.run_config import TrainConfig
+from gac.train_config import TrainConfig
+from gac.training import policy as budget
+from gac.training.gradients import Forward
+from gac.training.startup import find_checkpoint
 from gac.training.trainer import Trainer, train
 from tests import ranks
 from tests.tiny import metrics, tiny_config
@@ -63,10 +63,8 @@ def test_resumed_run_keeps_its_budget(task, tmp_path, monkeypatch):
     resumed.run()
     assert metrics(out) == metrics(whole)
     for explicit in ({"micro_batch_size": 3}, {"max_tokens_per_micro_batch": 96}):
-        run = SimpleNamespace(config=dataclasses.replace(config, **explicit), out=out)
-        run.checkpoints = out / "checkpoints"
-        assert Run._find_checkpoint(run, True) == checkpoint.newest(run.checkpoints)
-        assert run.config == dataclasses.replace(config, **explicit)
+        changed = dataclasses.replace(config, **explicit)
+        assert find_checkpoint(changed, True) == (changed, checkpoint.newest(out / "checkpoints"))
 
 
 def test_budget_holds_the_longest_rows_that_stay_together(task, tmp_path, monkeypatch):

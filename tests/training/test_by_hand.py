@@ -26,7 +26,9 @@ from gac.rollouts.advantages import group_advantages
 from gac.rollouts.plan import Stage
 from gac.rollouts.sampling import Sample, _pair, _prefix
 from gac.study import runs
-from gac.training.optim import OptimConfig, learning_rate, make_optimizer
+from gac.train_config import OptimConfig
+from gac.training.policy import make_optimizer
+from gac.training.trainer import learning_rate
 
 
 def test_fsdp_reduces_gradients_in_float32():

@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 
 from gac.config import load
-from gac.training.run_config import TrainConfig
+from gac.train_config import TrainConfig
 from gac.training.trainer import train
 from tests.tiny import metrics, write_bpe_model
 

@@ -13,8 +13,8 @@ from gac.config import ConfigError
 from gac.data import Example
 from gac.models.config import ModelConfig
 from gac.rewards import RewardError, build_reward
-from gac.training import input_checks
-from gac.training.input_checks import check_positions
+from gac.training import startup as input_checks
+from gac.training.startup import check_positions
 from gac.training.trainer import Trainer
 from tests.tiny import tiny_config, write_tiny
 

@@ -11,7 +11,8 @@ import pytest
 from gac.config import ConfigError, save
 from gac.errors import CheckpointError, RunError
 from gac.rewards import build_reward
-from gac.training import export, fingerprint
+from gac.training import export
+from gac.training import startup as fingerprint
 from gac.training.export import export_run
 from gac.training.record import Logbook
 from gac.training.trainer import Trainer

@@ -14,7 +14,7 @@ from gac.models.causal_lm import load_tokenizer
 from gac.rewards import build_reward
 from gac.rewards.check import check
 from gac.rewards.code import CodeReward
-from gac.training.run_config import TrainConfig
+from gac.train_config import TrainConfig
 from gac.training.trainer import train
 from tests.tiny import metrics, write_bpe_model
 

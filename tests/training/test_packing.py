@@ -21,12 +21,9 @@ from gac.data.rows import Row, collate, count
 from gac.methods.base import Loss, Mix, StepNeeds
 from gac.models import row_attention
 from gac.models.causal_lm import Head, attach_head
-from gac.training.forward import Forward
-from gac.training.gradients import Gradients
-from gac.training.packing_check import supports_packing
-from gac.training.policy import _micro_batches
-from gac.training.probes.sampled_kl import SampledKL
-from gac.training.run_config import TrainConfig
+from gac.train_config import TrainConfig
+from gac.training.gradients import Forward, Gradients, SampledKL
+from gac.training.policy import _micro_batches, supports_packing
 from gac.training.step import Rewards, Step
 from gac.training.trainer import Trainer, train
 from gac_kernels import LossSpec

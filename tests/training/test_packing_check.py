@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gac.training import packing_check
-from gac.training.packing_check import NEIGHBORS, ROW, supports_packing
+from gac.training import policy as packing_check
+from gac.training.policy import NEIGHBORS, ROW, supports_packing
 
 
 class Model(nn.Module):

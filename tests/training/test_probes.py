@@ -13,16 +13,21 @@ import torch
 from torch import Tensor, nn
 
 from gac.control.term_pair import TermPair
-from gac.data.rows import Row, collate
+from gac.data.rows import Counts, Row, collate
 from gac.methods.base import Mix, StepNeeds
 from gac.parallel import collectives
-from gac.training.gradients import Totals
-from gac.training.probes import parts as parts_module
-from gac.training.probes.parts import GradientParts
-from gac.training.probes.sampled_kl import SampledKL
-from gac.training.probes.sketches import UnitSketches
+from gac.training import probes as parts_module
+from gac.training.gradients import SampledKL, Totals
+from gac.training.probes import GradientParts, UnitSketches
+from gac.training.step import Rewards, Step
 from gac_kernels import TokenMoments
-from tests.training.test_gradient_values import STEP, row
+
+COUNTS = Counts(rollouts=8, rollout_tokens=20, demos=6, demo_tokens=30, rows=14, tokens=99)
+STEP = Step(3, (), Mix(0.3, 4.0), COUNTS, Rewards(0, 0, 0), StepNeeds(sketch=8), (), seed=1)
+
+
+def row(length: int = 3, demo: bool = False, **fields: Any) -> Row:
+    return Row((5,) * length, 1, demo, **{"advantage": 1.0, **fields})
 
 
 def numbered(*names: str) -> list[tuple[str, nn.Parameter]]:

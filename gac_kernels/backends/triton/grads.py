@@ -7,15 +7,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...sketch import RowSketch
 from . import launch
-from .softmax import NO_LOSS, row_at, write_gradient, write_zeros
+from .softmax import NO_LOSS, row_at, row_scaling, store_buckets, write_gradient, write_zeros
 
+_COLUMNS = ("targets", "lse", "entropy", "d_logps", "d_entropy")
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit(
     do_not_specialize=["T"],
-    do_not_specialize_on_alignment=["targets", "lse", "entropy", "d_logps", "d_entropy"],
+    do_not_specialize_on_alignment=[*_COLUMNS, "temperatures"],
 )
 def grads_kernel(
     logits,  # [B, T, V]
@@ -25,17 +27,21 @@ def grads_kernel(
     entropy,  # float32 [N]
     d_logps,  # float32 [N]
     d_entropy,  # float32 [N]
+    signs,  # int8 or float32 [V] of +-1, or None: no sketch
+    buckets,  # float32 [N, SKETCH], zeros: signed sums of the gradient by index modulo SKETCH
     T,
     V,
     stride_b: tl.int64,
     stride_t: tl.int64,
     out_stride_b: tl.int64,
     out_stride_t: tl.int64,
+    temperatures,  # float32 [N], or None: those of the next two arguments
     exp2_scale,
-    softcap,  # or None
     inverse_temperature,
+    softcap,  # or None
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
+    SKETCH: tl.constexpr,
 ):
     n = tl.program_id(0).to(tl.int64)
     y = tl.load(targets + n)
@@ -44,13 +50,16 @@ def grads_kernel(
     out_row = row_at(out, n, T, out_stride_b, out_stride_t)
     if (y != NO_LOSS) & ((d_logp != 0) | (d_h != 0)):
         row = row_at(logits, n, T, stride_b, stride_t)
+        exp2_scale, inverse_temperature = row_scaling(
+            temperatures, n, exp2_scale, inverse_temperature
+        )
         nats = tl.load(lse + n)
         log2_lse = nats * LOG2E
         rounding = tl.fma(nats, LOG2E, -log2_lse)  # rounding error of the product
-        write_gradient(
+        signed = write_gradient(
             row,
             out_row,
-            None,
+            signs,
             y,
             V,
             log2_lse,
@@ -64,6 +73,8 @@ def grads_kernel(
             BLOCK,
             STAGES,
         )
+        if signs is not None:
+            store_buckets(buckets, n, signed, SKETCH)
     else:
         write_zeros(out_row, V, BLOCK)
 
@@ -75,22 +86,21 @@ def grads_launch(
     entropy: Tensor,
     d_logps: Tensor,
     d_entropy: Tensor,
-    temperature: float,
+    temperature: float | Tensor,
     out: Tensor,
     softcap: float | None = None,
+    sketch: RowSketch | None = None,
 ) -> launch.Launch:
     """The launch of `grads_kernel`, which writes the gradient of the logits to `out` [B, T, V]."""
     tile = launch.tiling(logits.shape[-1], logits.dtype)
+    columns = zip(_COLUMNS, (targets, lse, entropy, d_logps, d_entropy), strict=True)
     arguments = {
         "logits": logits,
         "out": out,
-        **launch.dense(
-            targets=targets, lse=lse, entropy=entropy, d_logps=d_logps, d_entropy=d_entropy
-        ),
+        **launch.dense(**dict(columns)),
+        **launch.sketching(sketch),
         **launch.geometry(logits, out),
-        "exp2_scale": launch.exp2_scale(temperature),
-        "softcap": softcap,
-        "inverse_temperature": 1 / temperature,
+        **launch.scaling(temperature, softcap),
         "BLOCK": tile.lanes * tile.width,
         "STAGES": tile.stages,
     }
@@ -104,9 +114,11 @@ def row_grads(
     entropy: Tensor,
     d_logps: Tensor,
     d_entropy: Tensor,
-    temperature: float,
+    temperature: float | Tensor,
     out: Tensor,
     softcap: float | None = None,
+    sketch: RowSketch | None = None,
+    whole_row: bool = True,
 ) -> None:
     columns = targets, lse, entropy, d_logps, d_entropy
-    grads_launch(logits, *columns, temperature, out, softcap).run(logits.device)
+    grads_launch(logits, *columns, temperature, out, softcap, sketch).run(logits.device)

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...sketch import RowSketch
+
 BLOCK = 512  # tokens per iteration of a per-token kernel
 
 
@@ -106,9 +108,25 @@ def dense(**vectors: Tensor | None) -> dict[str, Tensor | None]:
     return {name: None if x is None else x.contiguous() for name, x in vectors.items()}
 
 
-def exp2_scale(temperature: float) -> float:
-    """log2(e) / temperature: the factor that converts logits to base-2 exponents."""
-    return math.log2(math.e) / temperature
+def scaling(temperature: float | Tensor, softcap: float | None) -> dict[str, Any]:
+    """Kernel arguments for the temperature of all rows, or of each row, and the softcap.
+
+    exp2_scale, log2(e) / temperature, converts logits to base-2 exponents.
+    """
+    per_row, number = (temperature, 1.0) if isinstance(temperature, Tensor) else (None, temperature)
+    return {
+        "temperatures": None if per_row is None else per_row.contiguous(),
+        "exp2_scale": math.log2(math.e) / number,
+        "inverse_temperature": 1 / number,
+        "softcap": softcap,
+    }
+
+
+def sketching(sketch: RowSketch | None) -> dict[str, Any]:
+    """Kernel arguments for the sketch of the gradient."""
+    signs, buckets = sketch or (None, None)
+    size = 1 if buckets is None else buckets.shape[1]
+    return {"signs": signs, "buckets": buckets, "SKETCH": size}
 
 
 def mu_arguments(mu: float | Tensor) -> dict[str, Any]:

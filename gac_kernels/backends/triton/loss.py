@@ -14,7 +14,15 @@ from ...scalars import token_scalars
 from ...sketch import RowSketch
 from ...tokens import Tokens, TokenTerms
 from . import launch
-from .softmax import NO_LOSS, row_at, row_values, write_gradient, write_zeros
+from .softmax import (
+    NO_LOSS,
+    row_at,
+    row_scaling,
+    row_values,
+    store_buckets,
+    write_gradient,
+    write_zeros,
+)
 
 MAX_LOG_RATIO = tl.constexpr(CAP)
 _COLUMNS = (
@@ -143,7 +151,7 @@ def demo_term(logp, advantage, shape, DEMO: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=["N", "T"],
-    do_not_specialize_on_alignment=[*_COLUMNS, "terms"],
+    do_not_specialize_on_alignment=[*_COLUMNS, "terms", "temperatures"],
 )
 def loss_kernel(
     logits,  # [B, T, V]
@@ -166,9 +174,10 @@ def loss_kernel(
     stride_t: tl.int64,
     out_stride_b: tl.int64,
     out_stride_t: tl.int64,
+    temperatures,  # float32 [N], or None: those of the next two arguments
     exp2_scale,
-    softcap,  # or None, like the options below that are not used
     inverse_temperature,
+    softcap,  # or None, like the options below that are not used
     low,
     high,
     dual_clip,
@@ -204,6 +213,7 @@ def loss_kernel(
     top = 0.0
     log2_mass = 0.0
     row = row_at(logits, n, T, stride_b, stride_t)
+    exp2_scale, inverse_temperature = row_scaling(temperatures, n, exp2_scale, inverse_temperature)
     if y != NO_LOSS:
         logp, entropy, _, top, log2_mass = row_values(
             row, y, V, exp2_scale, softcap, out is not None, PEEL, L, R, STAGES
@@ -279,8 +289,7 @@ def loss_kernel(
                 STAGES,
             )
             if signs is not None:
-                sums = tl.sum(tl.reshape(signed, [L * R // SKETCH, SKETCH]), 0)
-                tl.store(buckets + n * SKETCH + tl.arange(0, SKETCH), sums)
+                store_buckets(buckets, n, signed, SKETCH)
         else:
             write_zeros(out_row, V, L * R)
 
@@ -299,23 +308,20 @@ def loss_launch(
     The kernel writes `terms` float32 [5, N] in the order of TokenTerms, and the gradient of the
     logits to `out`.
     """
-    signs, buckets = (None, None) if sketch is None else sketch
     tile, scalars = launch.tiling(logits.shape[-1], logits.dtype), token_scalars(spec)
+    temperature = spec.temperature if tokens.temperature is None else tokens.temperature
     has_correction, is_sapo = tokens.rollout_logps is not None, spec.policy_loss == "sapo"
     arguments = {
         "logits": logits,
         "out": out,
         **launch.dense(**{name: getattr(tokens, name) for name in _COLUMNS}),
         "terms": terms,
-        "signs": signs,
-        "buckets": buckets,
+        **launch.sketching(sketch),
         "N": tokens.targets.numel(),
         "out_stride_b": 0,
         "out_stride_t": 0,
         **launch.geometry(logits, out),
-        "exp2_scale": launch.exp2_scale(spec.temperature),
-        "softcap": softcap,
-        "inverse_temperature": 1 / spec.temperature,
+        **launch.scaling(temperature, softcap),
         "low": scalars.ratio_low,
         "high": scalars.ratio_high,
         "dual_clip": scalars.dual_clip,
@@ -337,7 +343,6 @@ def loss_launch(
         "R": tile.width,
         "STAGES": tile.stages,
         "PEEL": launch.unaligned(logits),
-        "SKETCH": 1 if buckets is None else buckets.shape[1],
     }
     return launch.Launch(loss_kernel, tokens.targets.numel(), arguments, tile.warps)
 

@@ -25,7 +25,7 @@ _OUTPUTS = ["offsets", "lengths", "live", "demo", "sequence", "floats"]
 
 
 @triton.jit(
-    do_not_specialize=["T", "S"],
+    do_not_specialize=["N", "T", "S"],
     do_not_specialize_on_alignment=["targets", "cu_seqlens", "offsets", "lengths"],
 )
 def lengths_kernel(
@@ -33,14 +33,18 @@ def lengths_kernel(
     cu_seqlens,  # int [S + 1], or None: sequences of T tokens
     offsets,  # int64 [S + 1]: the start of each sequence and the end of the last one
     lengths,  # int64 [S]: tokens with a loss
+    N: tl.int64,
     T: tl.int64,
     S,
     BLOCK: tl.constexpr,
 ):
     s = tl.program_id(0).to(tl.int64)
     if cu_seqlens is not None:
+        # nobody has checked these values: stay within the N tokens
         begin = tl.load(cu_seqlens + s).to(tl.int64)
+        begin = tl.where(begin < 0, 0, tl.where(begin > N, N, begin))
         end = tl.load(cu_seqlens + s + 1).to(tl.int64)
+        end = tl.where(end < begin, begin, tl.where(end > N, N, end))
     else:
         begin = s * T
         end = begin + T
@@ -207,9 +211,11 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
     flat, is_demo = targets.reshape(-1), inputs.is_demo.contiguous()
     offsets = torch.empty(sequences + 1, dtype=torch.int64, device=device)
     lengths = torch.empty(sequences, dtype=torch.int64, device=device)
-    flags = torch.empty(2, n, dtype=torch.bool, device=device)
-    sequence = torch.empty(n, dtype=torch.int64, device=device)
-    floats = torch.empty(5, n, dtype=torch.float32, device=device)
+    # packed sequences may not cover all tokens, as in a batch with padding at its end
+    allocate = torch.empty if cu_seqlens is None else torch.zeros
+    flags = allocate(2, n, dtype=torch.bool, device=device)
+    sequence = allocate(n, dtype=torch.int64, device=device)
+    floats = allocate(5, n, dtype=torch.float32, device=device)
     width = n if cu_seqlens is not None else targets.shape[1]
     lengths_launch(flat, cu_seqlens, offsets, lengths, width).run(device)
     advantages, weight, scale = floats[:3]
@@ -217,9 +223,10 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
     ref = None if inputs.ref_logps is None else floats[4]
     mu = mu.to(dtype) if isinstance(mu, Tensor) else mu
     live, demo = flags
-    columns = flat, live, demo, advantages, old, ref, weight, scale, None, None, sequence
+    known = flat, live, demo, advantages, old, ref, weight, scale
     rollout_lengths = torch.where(is_demo, 0, lengths)
-    tokens = Tokens._make((*columns, offsets, lengths, rollout_lengths, is_demo, mu))
+    columns = *known, None, None, None, sequence, offsets, lengths, rollout_lengths
+    tokens = Tokens._make((*columns, is_demo, mu))
     tokens_launch(tokens, floats, inputs, spec, -(-width // launch.BLOCK)).run(device)
     return tokens
 
@@ -236,6 +243,7 @@ def lengths_launch(
         "cu_seqlens": None if cu_seqlens is None else cu_seqlens.contiguous(),
         "offsets": offsets,
         "lengths": lengths,
+        "N": targets.numel(),
         "T": width,
         "S": lengths.numel(),
         "BLOCK": launch.BLOCK,

@@ -22,6 +22,15 @@ def row_at(pointer, n, T, stride_b, stride_t):
 
 
 @triton.jit
+def row_scaling(temperatures, n, exp2_scale, inverse_temperature):
+    """The scaling of row n, whose temperature is temperatures[n] unless that is None."""
+    if temperatures is not None:
+        inverse_temperature = 1.0 / tl.load(temperatures + n)
+        exp2_scale *= inverse_temperature
+    return exp2_scale, inverse_temperature
+
+
+@triton.jit
 def tanh(x):
     """tanh, which the interpreter lacks.
 
@@ -250,6 +259,14 @@ def write_gradient(
         if signs is not None:
             signed += gradient * tl.load(signs + offsets).to(tl.float32)
     return signed
+
+
+@triton.jit
+def store_buckets(buckets, n, signed, SKETCH: tl.constexpr):
+    """Store the sketch of row n: the sums of `signed` by index modulo SKETCH."""
+    size: tl.constexpr = signed.shape[0] // SKETCH
+    sums = tl.sum(tl.reshape(signed, [size, SKETCH]), 0)
+    tl.store(buckets + n * SKETCH + tl.arange(0, SKETCH), sums)
 
 
 @triton.jit

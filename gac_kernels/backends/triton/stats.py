@@ -17,6 +17,7 @@ from .softmax import (
     cap,
     gather,
     row_at,
+    row_scaling,
     row_values,
     statistics,
     target_logit,
@@ -55,7 +56,10 @@ def more_values(row, y, V, exp2_scale, softcap, L: tl.constexpr, R: tl.constexpr
 
 
 # Specialize on the alignment of the logits only: the [N] vectors are often slices.
-@triton.jit(do_not_specialize=["N", "T"], do_not_specialize_on_alignment=["targets", "results"])
+@triton.jit(
+    do_not_specialize=["N", "T"],
+    do_not_specialize_on_alignment=["targets", "results", "temperatures"],
+)
 def stats_kernel(
     logits,  # [B, T, V]
     targets,  # int64 [N]
@@ -65,7 +69,9 @@ def stats_kernel(
     V,
     stride_b: tl.int64,
     stride_t: tl.int64,
+    temperatures,  # float32 [N], or None: those of the next two arguments
     exp2_scale,
+    inverse_temperature,
     softcap,  # or None
     L: tl.constexpr,
     R: tl.constexpr,
@@ -83,6 +89,7 @@ def stats_kernel(
     is_top1 = 0.0
     if y != NO_LOSS:
         row = row_at(logits, n, T, stride_b, stride_t)
+        exp2_scale, _ = row_scaling(temperatures, n, exp2_scale, inverse_temperature)
         if MORE:
             logp, entropy, lse, log_square, mean, is_top1 = more_values(
                 row, y, V, exp2_scale, softcap, L, R
@@ -103,7 +110,7 @@ def stats_kernel(
 def stats_launch(
     logits: Tensor,
     targets: Tensor,
-    temperature: float,
+    temperature: float | Tensor,
     results: Tensor,
     softcap: float | None = None,
 ) -> launch.Launch:
@@ -115,8 +122,7 @@ def stats_launch(
         "results": results,
         "N": targets.numel(),
         **launch.geometry(logits),
-        "exp2_scale": launch.exp2_scale(temperature),
-        "softcap": softcap,
+        **launch.scaling(temperature, softcap),
         "L": tile.lanes,
         "R": tile.width,
         "STAGES": tile.stages,
@@ -129,7 +135,7 @@ def stats_launch(
 def row_stats(
     logits: Tensor,
     targets: Tensor,
-    temperature: float,
+    temperature: float | Tensor,
     softcap: float | None = None,
     more: bool = False,
 ) -> tuple[Tensor, ...]:

@@ -9,14 +9,61 @@ from gac.config import Choice
 from gac.data import DataConfig
 from gac.errors import require, require_at_least, require_one_of
 from gac.evaluation.config import EvalSettings
-from gac.faults.guard import GuardConfig
-from gac.methods import METHODS, Method, all_methods
+from gac.methods import DEFAULT, METHODS, Method, all_methods
 from gac.methods.loss_keys import check_loss
 from gac.models.config import ModelConfig
 from gac.parallel.config import ParallelConfig
 from gac.rollouts.config import RolloutConfig
-from gac.training.optim import OptimConfig
 from gac_kernels import LossSpec
+
+SCHEDULES = ("cosine", "linear", "constant")
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimConfig:
+    """Optimizer and learning-rate schedule."""
+
+    lr: float = 1e-6
+    """Peak learning rate."""
+    schedule: str = "cosine"
+    """After the warm-up: cosine, linear or constant."""
+    warmup_steps: int = 10
+    """Number of optimizer steps of linear warm-up from 0."""
+    min_lr_ratio: float = 0.1
+    """Final learning rate as a fraction of the peak."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's beta coefficients."""
+    eps: float = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: float = 0.0
+    """AdamW's weight decay, applied to matrices only."""
+    max_grad_norm: float = 1.0
+    """Maximum gradient norm; 0 disables clipping."""
+
+    def __post_init__(self) -> None:
+        require_one_of(SCHEDULES, self, "schedule")
+        require(self.lr > 0, "lr", self.lr, "a number > 0")
+        require_at_least(0, self, "warmup_steps", "weight_decay", "max_grad_norm", "eps")
+        valid = all(0 <= beta < 1 for beta in self.betas)
+        require(valid, "betas", self.betas, "two numbers in [0, 1)")
+
+
+@dataclasses.dataclass(frozen=True)
+class GuardConfig:
+    """When to skip an optimizer step, and when to abort the run."""
+
+    skip_above_norm: float = 1e5
+    """Skip a step whose gradient norm is above this or not finite."""
+    patience: int = 5
+    """Number of consecutive skipped steps after which the run saves a checkpoint and aborts."""
+    max_saved_steps: int = 3
+    """Maximum number of skipped steps saved under out/replay for `gac replay`, with their weights.
+    """
+
+    def __post_init__(self) -> None:
+        require(self.skip_above_norm > 0, "skip_above_norm", self.skip_above_norm, "a number > 0")
+        require_at_least(1, self, "patience")
+        require_at_least(0, self, "max_saved_steps")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +77,7 @@ class TrainConfig:
     model: ModelConfig = ModelConfig()
     """The model, its dtype and adapters."""
     method: Annotated[Method, Choice(all_methods, lambda method: method.family)] = METHODS[
-        "constant-alarm"
+        DEFAULT
     ]()
     """`name` and the fields of that method, e.g. {name: constant, mu: 0.3}; see `gac methods`. The
     name of your own method is package.module:Class."""
@@ -101,7 +148,6 @@ class TrainConfig:
         require_at_least(
             1, self, "micro_batch_size", "max_tokens_per_micro_batch", "kl_sample_size"
         )
-        require_at_least(0, self, "monitor_kl_every")
         require(bool(self.out), "out", self.out, "the name of a folder")
         require(0 <= self.seed < 2**31, "seed", self.seed, "a whole number from 0 to 2**31 - 1")
         low = self.loss.clip_low

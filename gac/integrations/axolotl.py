@@ -1,0 +1,17 @@
+"""The fused loss in Axolotl: `plugins: [gac.integrations.axolotl.GACPlugin]`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from axolotl.integrations.base import BasePlugin
+
+from gac_kernels.transformers import fuse
+
+
+class GACPlugin(BasePlugin):
+    """Axolotl calls it once the model and its adapters are loaded."""
+
+    def post_model_load(self, cfg: Any, model: Any) -> None:
+        """Let the model compute its loss without logits."""
+        fuse(model)

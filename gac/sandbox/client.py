@@ -1,0 +1,304 @@
+"""The judge's client for the solver: requests, answers, and what the answers describe."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Collection
+from typing import Any
+
+from . import lent
+from .lent import Lender
+from .remote import (
+    ENDS_LOOPS,
+    KEEP_ORIGIN,
+    LIVE,
+    METHODS,
+    Remote,
+    RemoteBase,
+    RemoteClass,
+    RemoteError,
+    coroutine,
+    local_base,
+    overridden,
+    standard,
+)
+from .solver import CONTAINERS, VALUES
+from .wire import DECODE_ERRORS, Channel, ChannelClosed, Json, WireError, decode, is_builtin, parse
+
+
+class SolverClient:
+    """Client for the solver at the other end of the channel.
+
+    Args:
+        channel: pipes to and from the solver.
+        returns: whether changes of arguments count even if the call returns a value.
+    """
+
+    def __init__(self, channel: Channel, returns: bool = True) -> None:
+        self._channel, self._returns = channel, returns
+        self._objects: dict[int, Any] = {}
+        self._classes: dict[int, type] = {}
+        self._coroutines: dict[int, int] = {}
+        self._lender = Lender()
+        self._turn = threading.RLock()
+        self.requests = 0
+        """Number of requests so far."""
+        self.lost_reason = ""
+        """Why the solver no longer answers, or "". Tests that pass afterwards count as failed."""
+        self.suppressed: BaseException | None = None
+        """A failed assertion of the tests that the program has not let through."""
+        self.constructors: Collection[int] = ()
+        """Ids of the classes of the program whose instances the tests construct."""
+        self.factories = False
+        """Whether a method of such a class, called on the class, constructs an instance too."""
+        self.trusts: Callable[[str], bool] = lambda name: True
+        """Whether the row relies on this operator."""
+        self.shared: dict[str, type] = {}
+        """Classes of the setup, which the program has too: their instances are copied."""
+        self.expects_stop = False
+        """Whether the tests expect a StopIteration, which would otherwise end their loops."""
+        self.prepare: Callable[[], None] = lambda: None
+        """Called before each request."""
+        self.on_globals: Callable[[dict[str, Any]], None] = lambda names: None
+        """Called with new values of the program's global variables."""
+
+    def ask(self, operation: str, /, *arguments: Any, **keywords: Any) -> Any:
+        """Send one request and return the answer; raises the program's exception."""
+        with self._turn:
+            if operation != "patch":
+                self.prepare()
+            self.requests += 1
+            request = lent.pickled((operation, arguments, keywords), self._reduce)
+            value, changed = self.answer(request)
+            if changed and (value is None or self._returns):
+                old = [*arguments[1:], *keywords.values()]
+                for argument, new in zip(old, changed, strict=True):
+                    if new is not None:
+                        _update(argument, new)
+            if isinstance(value, Remote):
+                object.__setattr__(
+                    value, "_constructed_", self._constructs(operation, arguments[0])
+                )
+                if operation == "get" and self.factories and id(arguments[0]) in self.constructors:
+                    object.__setattr__(value, "_factory_", True)
+            return value
+
+    def _constructs(self, operation: str, target: Any) -> bool:
+        """Whether the result counts as constructed by the tests."""
+        if operation == "__call__":
+            return id(target) in self.constructors or (
+                isinstance(target, Remote) and target._factory_
+            )
+        return operation in KEEP_ORIGIN and target._constructed_
+
+    def answer(self, request: bytes | None = None) -> tuple[Any, Any]:
+        """Send `request`, if any, and return the solver's answer and the changed arguments.
+
+        The first answer, which needs no request, says whether the program ran. The solver may use
+        objects of the tests before it answers.
+        """
+        if self.lost_reason:
+            raise RemoteError(self.lost_reason)
+        try:
+            if request is not None:
+                self._channel.send(request)
+            while True:
+                kind, value, changed = self._receive()
+                if kind != "callback":
+                    break
+                self._channel.send(lent.pickled(self._called(value), self._reduce))
+        except ChannelClosed:
+            self.lost_reason = "the program exited"
+        except (WireError, MemoryError) as error:
+            self.lost_reason = f"invalid answer: {error}"
+        else:
+            if kind == "value":
+                return value, changed
+            if value is self.suppressed:
+                self.suppressed = None
+            if not isinstance(value, Exception):
+                raise RemoteError(f"{value}")
+            if isinstance(value, ENDS_LOOPS) and not self.expects_stop:
+                raise RemoteError(f"{type(value).__name__}: {value}")
+            raise value
+        self._channel.close()
+        raise RemoteError(self.lost_reason)
+
+    def object(self, number: int) -> Any:
+        """A reference to an object of the program that has no proxy."""
+        reference = Remote()
+        object.__setattr__(reference, "_remote_", (self, number))
+        return reference
+
+    def _receive(self) -> tuple[str, Any, Any]:
+        message = parse(self._channel.receive())
+        try:
+            for description in message[0]:
+                self._define(*description)
+            kind, value, printed, changed, names = decode(message[1], self._resolve)
+            if kind not in ("value", "raise", "callback") or type(printed) is not str:
+                raise TypeError("neither a value nor an error")
+            self.on_globals(names)
+        except DECODE_ERRORS as error:
+            raise WireError(f"{error!s:.200}") from None
+        sys.stdout.write(printed)
+        return kind, value, changed
+
+    def _called(self, request: Any) -> tuple[str, Any]:
+        """Perform an operation on an object of the tests at the request of the solver."""
+        try:
+            return "result", self._lender.perform(*request)
+        except Exception as error:  # it goes back through the program, which may handle it
+            if isinstance(error, AssertionError):
+                self.suppressed = error
+            return "error", error
+
+    def _reduce(self, value: Any) -> Any:
+        number = (
+            value._remote_[1] if isinstance(value, RemoteBase) else self._coroutines.get(id(value))
+        )
+        return self._lender.reduce(value) if number is None else (lent.own, (number,))
+
+    # -- objects and classes of the program --------------------------------------------------------
+
+    def _resolve(self, tag: str, parts: list[Any]) -> Any:
+        return getattr(self, f"_read_{tag}")(*parts)
+
+    def _remember(self, number: int, make: Callable[[], Any]) -> Any:
+        if type(number) is not int:
+            raise TypeError("an object of the program needs a number")
+        if number not in self._objects:
+            self._objects[number] = make()
+        return self._objects[number]
+
+    def _read_lent(self, number: int) -> Any:
+        return self._lender[number]
+
+    def _read_class(self, reference: Json) -> Any:
+        return self._class(reference)
+
+    def _read_live(self, number: int, value: Any) -> Any:
+        live = LIVE[type(value)](value)
+        object.__setattr__(live, "_remote_", (self, number))
+        return live
+
+    def _read_coroutine(self, number: int) -> Any:
+        local = self._remember(number, lambda: coroutine(self, number))
+        self._coroutines[id(local)] = number
+        return local
+
+    def _read_object(self, number: int, reference: Json, *content: Any) -> Any:
+        def make() -> Any:
+            kind = self._class(reference)
+            base = next((base for base in kind.__mro__ if base in VALUES), object)
+            value = base.__new__(kind, *content)
+            object.__setattr__(value, "_remote_", (self, number))
+            return value
+
+        return self._remember(number, make)
+
+    def _read_instance(self, target: Any, name: str = "", state: Any = None) -> Any:
+        if not name:
+            return object.__new__(self.shared[target])
+        for key, value in state.items():
+            if key.startswith("__") and key.endswith("__"):
+                raise TypeError(f"{key} is not an attribute")
+            object.__setattr__(target, key, value)
+        return target
+
+    def _read_error(
+        self, number: int, kind: Json, text: str, cause: Any, arguments: Any = None, state: Any = ()
+    ) -> Any:
+        def make() -> Any:
+            local = self._class(kind)
+            if not issubclass(local, Exception):
+                return RemoteError(f"{text}")
+            arguments_ = (text,) if arguments is None else arguments
+            try:
+                error = local.__new__(local, *arguments_)
+                next(filter(is_builtin, local.__mro__)).__init__(error, *arguments_)
+                vars(error).update(state)
+            except Exception:  # the arguments come from the program
+                return RemoteError(f"{text}")
+            if isinstance(error, RemoteBase):
+                object.__setattr__(error, "_remote_", (self, number))
+            error.__cause__ = cause if isinstance(cause, BaseException) else None
+            return error
+
+        return self._remember(number, make)
+
+    def _class(self, reference: Json) -> Any:
+        """The local class for a reference: see `solver.Solver._class`."""
+        if type(reference) is int:
+            return self._classes[reference]
+        if type(reference) is str:
+            return standard(reference)
+        kind = self._lender[reference[0]]
+        if not (isinstance(kind, type) and issubclass(kind, Exception)):
+            raise TypeError("not an exception class of the tests")
+        return kind
+
+    def _define(
+        self,
+        number: int,
+        name: str,
+        bases: list[Json],
+        base: str,
+        container: str,
+        methods: list[str],
+        standard: list[str],
+    ) -> None:
+        """Create the proxy class for a class of the program.
+
+        Args:
+            number: its number among the program's objects.
+            name: its name.
+            bases: references to its bases that the program defines.
+            base: "module:name" of its nearest base in `builtins` or among the exceptions.
+            container: the type of its contents if objects compare by them, else "".
+            methods: the special methods that it defines, and overridden methods of `base`.
+            standard: "module:name" of all its bases, for `isinstance`.
+        """
+        last = local_base(base)
+        parents = tuple(map(self._class, bases))
+        if not any(issubclass(parent, last) for parent in parents):
+            parents = (*parents, last)
+        members: dict[str, Any] = {m: METHODS[m] for m in methods if m in METHODS}
+        members |= {m: overridden(m) for m in methods if not m.startswith("_")}
+        contents = {kind.__name__: kind for kind in CONTAINERS}.get(container)
+        members |= {"_remote_": (self, number), "_methods_": methods, "_container_": contents}
+        members |= {"_standard_": standard, "__module__": "program", "_constructed_": False}
+        members["__doc__"] = vars(Remote)["__doc__"]
+        try:
+            self._classes[number] = RemoteClass(name, parents, members)
+        except TypeError:  # bases that cannot be combined here
+            self._classes[number] = RemoteClass(name, (last,), members)
+
+
+def _update(value: Any, new: Any) -> None:
+    """Update a container in place to `new`, its content after the program has changed it."""
+    numpy: Any = sys.modules.get("numpy")
+    if type(value) is not type(new):
+        raise RemoteError("invalid answer: an argument has changed its type")
+    if numpy and isinstance(value, numpy.ndarray):
+        value[...] = new
+    elif isinstance(value, dict):
+        merged = {key: _merged(value.get(key), item) for key, item in new.items()}
+        value.clear()
+        value.update(merged)
+    elif isinstance(value, set):
+        value.clear()
+        value.update(new)
+    elif isinstance(value, list | deque | bytearray):
+        merged_items = [*map(_merged, value, new), *list(new)[len(value) :]]
+        value.clear()
+        value.extend(merged_items)
+
+
+def _merged(value: Any, new: Any) -> Any:
+    if not isinstance(value, tuple(CONTAINERS)) or type(value) is not type(new):
+        return new
+    _update(value, new)
+    return value

@@ -1,0 +1,297 @@
+"""Checks before a run starts: its folder, its inputs, and the checkpoint to resume from."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import inspect
+import json
+import logging
+import secrets
+import shutil
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import AutoConfig
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from gac.config import dump
+from gac.data import Example
+from gac.errors import ConfigError, RunDirectoryError, RunError
+from gac.faults import checkpoint
+from gac.models.config import ModelConfig
+from gac.models.weights import base_folder
+from gac.parallel import collectives
+from gac.parallel.collectives import gather, rank, run_on_all_ranks
+from gac.rewards import Reward
+from gac.train_config import TrainConfig
+
+logger = logging.getLogger(__name__)
+
+
+FORMAT = 2  # checkpoint format version; incremented when older checkpoints can no longer be resumed
+# keys of TrainConfig, with all their subkeys, that may change on resume; none of them changes which
+# data is trained on
+MICRO = ("micro_batch_size", "max_tokens_per_micro_batch")
+MAY_CHANGE_ON_RESUME = {
+    "out",
+    "run_name",
+    "ignore_input_changes",
+    "steps",
+    "eval",
+    "micro_batch_size",
+    "max_tokens_per_micro_batch",
+    "checkpoint_every",
+    "keep_checkpoints",
+    "report_to",
+    "export",
+    "guards",
+    "parallel",
+    "rollouts.vllm",
+    "rollouts.log_samples_every",
+    "rollouts.log_sample_prompts",
+    "rollouts.print_samples",
+}
+
+
+def find_checkpoint(config: TrainConfig, resume: bool) -> tuple[TrainConfig, Path | None]:
+    """The newest checkpoint of the run, if any, and its configuration; fails early.
+
+    A resumed run keeps its micro-batches, unless the configuration sets others.
+    """
+    out = Path(config.out)
+    check_folder(out)
+    path = checkpoint.newest(out / "checkpoints")
+    if path is None:
+        return config, None
+    if not resume:
+        raise ValueError(
+            f"out={str(out)!r} already holds a run: resume it, or choose another directory"
+        )
+    progress = checkpoint.read_progress(path)
+    check_same_run(progress, dump(config), config.parallel.allow_world_size_change)
+    if config.micro_batch_size is None and config.max_tokens_per_micro_batch is None:
+        saved = {key: progress["config"].get(key) for key in MICRO}
+        config = dataclasses.replace(config, **saved)
+    return config, path
+
+
+def check_folder(out: Path) -> None:
+    """Raise RunDirectoryError unless rank 0 can write a file to `out` that every rank sees."""
+    path = out / gather(f".probe-{secrets.token_hex(4)}")[0]
+
+    def fault(error: Exception) -> RunDirectoryError:
+        reason = getattr(error, "strerror", None) or error
+        return RunDirectoryError(
+            f"out={str(out)!r}: the run directory is not writable ({reason}): choose another `out`"
+        )
+
+    def write() -> None:
+        if rank() == 0:
+            out.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(b"gac")
+
+    def read() -> None:
+        if not path.exists():
+            raise RunDirectoryError(
+                f"out={str(out)!r}: rank {rank()} does not see rank 0's files: use a shared file "
+                "system for `out`"
+            )
+
+    try:
+        run_on_all_ranks(write, fault)
+        run_on_all_ranks(read)
+    finally:
+        if rank() == 0:
+            with contextlib.suppress(OSError):  # if `out` is below a file, there is nothing to do
+                path.unlink()
+
+
+def check_space(out: Path, model: nn.Module, checkpoints: int) -> None:
+    """Raise RunError unless `checkpoints` checkpoints of model and optimizer fit on the disk."""
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    moments = 2 * sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    need, free = checkpoints * (weights + moments), shutil.disk_usage(out).free
+    if free < need:
+        raise RunError(
+            f"out={str(out)!r}: {checkpoints} checkpoints of this model need {need / 1e9:.3g} GB, "
+            f"but only {free / 1e9:.3g} GB are free: free some space or lower keep_checkpoints"
+        )
+
+
+def check_budget(key: str, tokens: int | None, longest: int, unit: int) -> None:
+    """Raise ConfigError if `unit` rows of `longest` tokens exceed `tokens`, the value of `key`."""
+    need = longest * unit
+    if tokens is not None and tokens < need:
+        rows = "the longest row" if unit == 1 else f"{unit} rows that stay together"
+        raise ConfigError(
+            f"{key}={tokens}: {rows} (prompt and response) may have {need} tokens: use {need} or "
+            "more, or lower rollouts.max_completion_length, data.max_prompt_tokens or "
+            "data.max_demo_tokens"
+        )
+
+
+def check_same_run(progress: Mapping[str, Any], now: Mapping[str, Any], resize: bool) -> None:
+    """Raise ConfigError unless a run with configuration `now` may resume from `progress`.
+
+    resize: also allow a different number of processes.
+    """
+    if progress.get("format") != FORMAT:
+        raise ConfigError(
+            "the checkpoint in `out` was written by another version of gac: finish the run with "
+            "that version, or choose another `out`"
+        )
+    saved, saved_ranks, ranks = progress["config"], progress["ranks"], collectives.world_size()
+    old, new = (dict(_flat(json.loads(json.dumps(c)))) for c in (saved, now))
+    differing = [
+        f"{key}: {old.get(key, 'not set')!r} in the checkpoint, {new.get(key, 'not set')!r} now"
+        for key in sorted({*old, *new})
+        if not _may_change(key) and old.get(key) != new.get(key)
+    ]
+    if differing:
+        raise ConfigError(
+            "the checkpoint in `out` has a different configuration: restore that configuration, or "
+            "choose another `out`:\n  " + "\n  ".join(differing)
+        )
+    if saved_ranks != ranks and not resize:
+        raise ConfigError(
+            f"parallel.allow_world_size_change=False: the checkpoint was written by {saved_ranks} "
+            f"processes but {ranks} are running, which would change the results. Start "
+            f"{saved_ranks} processes, or set parallel.allow_world_size_change=true"
+        )
+
+
+def _may_change(key: str) -> bool:
+    return any(f"{key}.".startswith(f"{name}.") for name in MAY_CHANGE_ON_RESUME)
+
+
+def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of nested mappings, by dotted key."""
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _flat(inner, f"{prefix}.{key}" if prefix else key)
+    else:
+        yield prefix, value
+
+
+def check_tokens(
+    config: ModelConfig, tokenizer: PreTrainedTokenizerBase, examples: Iterable[Example]
+) -> None:
+    """Raise ConfigError if a token of the data is not in the model's vocabulary."""
+    size = _text_config(config).vocab_size
+    special = [tokenizer.eos_token_id, tokenizer.pad_token_id]
+    largest = max(special)
+    for example in examples:
+        largest = max(largest, *example.prompt, *(example.demo or ()))
+    if largest >= size:
+        key = "model.tokenizer" if config.tokenizer else "model.path"
+        name = config.tokenizer or config.path
+        token = tokenizer.convert_ids_to_tokens(largest)
+        raise ConfigError(
+            f"{key}={name!r}: the tokenizer encodes {token!r} as {largest}, but the embedding of "
+            f"model.path={config.path!r} has only {size} rows: use the model's own tokenizer, or "
+            "resize its embedding"
+        )
+
+
+def check_positions(config: ModelConfig, longest: int) -> None:
+    """Check that rows of `longest` tokens fit into the model's positions.
+
+    Raises ConfigError if the positions are learned; rotary positions beyond the trained ones only
+    get a warning.
+    """
+    text = _text_config(config)
+    positions = getattr(text, "max_position_embeddings", None)
+    if (
+        not isinstance(positions, int)
+        or positions < 1
+        or longest <= positions
+        or getattr(text, "alibi", False)
+    ):
+        return
+    lower = "lower rollouts.max_completion_length, data.max_prompt_tokens or data.max_demo_tokens"
+    message = (
+        f"model.path={config.path!r} has {positions} positions, but a prompt with its response may "
+        f"have {longest} tokens: {lower}"
+    )
+    if getattr(text, "rope_parameters", None) is None:
+        raise ConfigError(message)
+    logger.warning("%s, unless the model supports more than %d positions", message, positions)
+
+
+def _text_config(config: ModelConfig) -> Any:
+    return AutoConfig.from_pretrained(base_folder(config.path)).get_text_config(decoder=True)
+
+
+ENDS = 1 << 20  # bytes to read at each end of a weights file
+
+
+def fingerprint(
+    config: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    sources: Sequence[Sequence[Example]],
+    reward: Reward,
+) -> dict[str, str]:
+    """Map each input to a hash of its content."""
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    return {
+        "data": _hash(_content(example) for source in sources for example in source),
+        "tokenizer": _hash([repr(vocabulary).encode(), str(tokenizer.chat_template).encode()]),
+        "model": _hash(_model(Path(config.path).expanduser())),
+        "reward": _hash(_files(reward)),
+    }
+
+
+def check_fingerprint(
+    saved: Mapping[str, str] | None, now: Mapping[str, str], ignore_input_changes: bool
+) -> None:
+    """Raise ConfigError if an input has changed, unless `ignore_input_changes`.
+
+    saved: None in checkpoints of earlier versions.
+    """
+    changed = [name for name, value in (saved or {}).items() if now.get(name, value) != value]
+    if changed and not ignore_input_changes:
+        raise ConfigError(
+            f"the {' and the '.join(changed)} changed since the checkpoint in `out` was written: "
+            "restore the old content, choose another `out`, or set ignore_input_changes=true"
+        )
+
+
+def _content(example: Example) -> bytes:
+    tokens = array("q", (*example.prompt, -1, *(example.demo or ())))
+    return tokens.tobytes() + repr(example.answer).encode()
+
+
+def _model(folder: Path) -> Iterator[bytes]:
+    """Yield the configuration, and the name, size and both ends of each weights file."""
+    for path in sorted(folder.glob("*")) if folder.is_dir() else ():
+        if path.name == "config.json":
+            yield path.read_bytes()
+        elif path.suffix in (".safetensors", ".bin"):
+            size = path.stat().st_size
+            with path.open("rb") as file:
+                yield f"{path.name} {size}".encode() + file.read(ENDS)
+                file.seek(max(size - ENDS, 0))
+                yield file.read(ENDS)
+
+
+def _files(reward: Any) -> Iterator[bytes]:
+    """Yield the source files of a reward's user functions, including those of nested rewards."""
+    file = getattr(inspect.getmodule(getattr(reward, "_function", None)), "__file__", None)
+    if file is not None:
+        yield Path(file).read_bytes()
+    inner = [term for term, _ in getattr(reward, "_terms", ())]
+    inner += [reward.reward] if isinstance(getattr(reward, "reward", None), Reward) else []
+    for part in inner:
+        yield from _files(part)
+
+
+def _hash(parts: Iterable[bytes]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part + b"\0")
+    return digest.hexdigest()[:16]

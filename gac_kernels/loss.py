@@ -1,0 +1,224 @@
+"""The losses: plan the tokens, pass over the rows once or twice, reduce.
+
+Notation: N tokens, S sequences, V vocabulary size, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .contract import IGNORE, LossSpec, compute_dtype
+from .inputs import BatchInputs, NeedsGrad, Operands, part
+from .linear import ASYNCHRONOUS, Head, InputGradients, head_stats, partition_tokens, read_counts
+from .reference import Coupling, coupling, select_outputs, token_gradients, token_terms
+from .sketch import HeadSketch
+from .tokens import (
+    Summary,
+    Tokens,
+    TokenTerms,
+    has_zero_gradient,
+    may_have_gradient,
+    power_above,
+    scale_for_float16,
+    with_factors,
+)
+
+
+class LossResult(NamedTuple):
+    """Result of `fused_loss`."""
+
+    summary: Summary
+    terms: TokenTerms
+    sketch: Tensor | None  # [S, k, k]
+    grads: InputGradients  # of the mixed loss, divided by `inv_scale`
+    inv_scale: Tensor | None  # see `scale_for_float16`
+
+
+def fused_loss(
+    op: Operands,
+    inputs: BatchInputs,
+    spec: LossSpec,
+    needs: NeedsGrad,
+    moments: bool = True,
+    sketch: HeadSketch | None = None,
+    out: Tensor | None = None,  # buffer for the gradient of logits
+) -> LossResult:
+    """Compute the loss and its gradients in 6 N H V FLOPs.
+
+    Rows whose gradient is known to be 0 need only the forward GEMM. A loss that depends on sums of
+    current log-probs over sequences takes 8 N H V: these are computed first.
+    """
+    tokens = with_factors(op.backend.plan(inputs, spec, compute_dtype(op.dtype)), inputs, spec)
+    op = op._replace(temperature=spec.temperature, temperatures=tokens.temperature)
+    kind = coupling(tokens, spec)
+    if kind is Coupling.CURRENT:
+        terms, *rest = _two_passes(op, tokens, spec, needs, sketch, out)
+    elif kind is Coupling.NONE:  # a sequence ratio is 1 or unused
+        one_ratio = (
+            spec
+            if spec.importance_sampling_level == "token"
+            else replace(spec, importance_sampling_level="token")
+        )
+        terms, *rest = _one_pass(op, tokens, one_ratio, needs, sketch, out)
+    else:
+        # on-policy, the gradient of "clip" is -A, and that of a sequence's ratio is the mean of -A
+        plain = replace(
+            spec,
+            policy_loss="clip",
+            clip_low=None,
+            clip_high=None,
+            importance_sampling_level="token",
+        )
+        terms, *rest = _one_pass(op, tokens.averaged(), plain, needs, sketch, out)
+        terms = token_terms(terms.logps, terms.entropy, tokens, spec)
+    return LossResult(op.backend.reduce(tokens, terms, moments), terms, *rest)
+
+
+Pass = tuple[TokenTerms, Tensor | None, InputGradients, Tensor | None]  # terms, sketch, grads, ...
+
+
+def _one_pass(
+    op: Operands,
+    tokens: Tokens,
+    spec: LossSpec,
+    needs: NeedsGrad,
+    sketch: HeadSketch | None,
+    out: Tensor | None,
+) -> Pass:
+    """Compute the loss of tokens that do not depend on each other."""
+    inv_scale, tokens = scale_for_float16(tokens, spec, op.dtype)
+    if op.weight is None:
+        terms = op.backend.row_loss(op.rows, tokens, spec, out, None, op.softcap)
+        return terms, None, InputGradients(out, None, None), inv_scale
+    need_gradient = any(needs) or sketch is not None
+    has_gradient = torch.zeros_like(tokens.live)
+    if need_gradient:
+        has_gradient = ~has_zero_gradient(tokens, spec)
+    head = Head(op, needs, tokens.live, sketch)
+    shape = len(TokenTerms._fields), len(op.rows)
+    results = op.rows.new_zeros(shape, dtype=head.projection.accum_dtype)
+    order, counts = partition_tokens(tokens.live, has_gradient)
+    ordered, ordered_results = tokens.select(order), torch.empty_like(results)
+    gradient_rows, live_rows = read_counts(counts, len(order))
+    for block in head.blocks(order, gradient_rows if need_gradient else 0, live_rows):
+        arguments = ordered.part(block.tokens), spec, block.out, block.sketch, op.softcap
+        terms = op.backend.row_loss(block.logits, *arguments)
+        torch.stack(terms, out=ordered_results[:, block.tokens])
+    results.index_copy_(1, order[:live_rows], ordered_results[:, :live_rows])
+    sketches = head.sketches(tokens, spec, inv_scale)
+    return TokenTerms(*results), sketches, head.gradients(), inv_scale
+
+
+def _two_passes(
+    op: Operands,
+    tokens: Tokens,
+    spec: LossSpec,
+    needs: NeedsGrad,
+    sketch: HeadSketch | None,
+    out: Tensor | None,
+) -> Pass:
+    """Compute all log-probs first, then the gradient from the derivative of each."""
+    need_gradient = any(needs) or sketch is not None
+    head, scaling = None, op.scaling()
+    if op.weight is None:
+        stats = torch.stack(op.backend.row_stats(op.rows, tokens.targets, scaling, op.softcap))
+    else:
+        head = Head(op, needs, tokens.live, sketch)
+        stats, order, count = head_stats(op, head, may_have_gradient(tokens, spec))
+    logps, entropy, lse = stats
+    terms, upstream = token_gradients(logps, entropy, tokens, spec, need_gradient)
+    if upstream is None:
+        return terms, None, InputGradients(None, None, None), None
+    inv_scale = None
+    if op.dtype == torch.float16:
+        inv_scale = power_above((upstream / scaling).abs())
+        upstream = upstream / inv_scale
+    columns = torch.cat([lse[None], entropy[None], upstream])
+    if head is None:
+        op.backend.row_grads(op.rows, tokens.targets, *columns, scaling, out, op.softcap)
+        return terms, None, InputGradients(out, None, None), inv_scale
+    if order.device.type not in ASYNCHRONOUS:  # the exact number costs no synchronization
+        order, count = partition_tokens(tokens.live, (upstream != 0).any(0))
+    head.add_gradients(op, columns, order, count)
+    return terms, head.sketches(tokens, spec, inv_scale), head.gradients(), inv_scale
+
+
+class TokenLossResult(NamedTuple):
+    """Result of `token_loss`."""
+
+    losses: Tensor  # [N], 0 where there is no loss
+    stats: tuple[Tensor, ...]  # logps, entropy, and the requested outputs: [N] each
+    grads: InputGradients  # of the sum of the losses, divided by `inv_scale`
+    inv_scale: Tensor | None  # see `scale_for_float16`
+
+
+def token_loss(
+    op: Operands,
+    function: Callable[..., Tensor],  # (logps [M], entropy [M], *inputs, *outputs) -> losses [M]
+    inputs: Sequence[Tensor],  # [N] each
+    outputs: Sequence[str],  # of MORE_OUTPUTS
+    needs: NeedsGrad,
+) -> TokenLossResult:
+    """Compute a loss of each token's log-prob and entropy, and its gradients, in 6 N H V FLOPs.
+
+    The derivatives of a block's losses come from autograd on its [M] log-probs and entropies.
+    """
+    live = op.targets != IGNORE
+    head, more, inv_scale = Head(op, needs, live), len(outputs) > 0, None
+    shape = 6 if more else 3, len(op.rows)  # losses, logps, entropy and MORE_OUTPUTS
+    results = op.rows.new_zeros(shape, dtype=head.projection.accum_dtype)
+    order, counts = partition_tokens(live, live if any(needs) else torch.zeros_like(live))
+    targets, scaling, ordered = op.targets[order], op.scaling(order), torch.empty_like(results)
+    inputs, nonzero = [x[order] for x in inputs], torch.zeros_like(live)
+    gradient_rows, live_rows = read_counts(counts, len(order))
+    for block in head.blocks(order, gradient_rows if any(needs) else 0, live_rows, nonzero):
+        span = block.tokens
+        rows, temperature = (block.logits, targets[span]), part(scaling, span)
+        logps, entropy, lse, *extra = op.backend.row_stats(*rows, temperature, op.softcap, more)
+        columns = *(x[span] for x in inputs), *select_outputs(extra, outputs)
+        losses, upstream = differentiate(function, logps, entropy, columns, block.out is not None)
+        torch.stack([losses, logps, entropy, *extra], out=ordered[:, span])
+        if upstream is not None:
+            nonzero[span] = (upstream != 0).any(0)
+            if op.dtype == torch.float16:  # the scale of the first block serves all
+                if inv_scale is None:
+                    inv_scale = power_above((upstream / temperature).abs())
+                upstream = upstream / inv_scale
+            stats = lse, entropy, *upstream
+            op.backend.row_grads(*rows, *stats, temperature, block.out, op.softcap)
+    results.index_copy_(1, order[:live_rows], ordered[:, :live_rows])
+    losses, logps, entropy, *extra = torch.where(live, results, 0)
+    stats = logps, entropy, *select_outputs(extra, outputs)
+    return TokenLossResult(losses, stats, head.gradients(), inv_scale)
+
+
+def differentiate(
+    function: Callable[..., Tensor],
+    logps: Tensor,
+    entropy: Tensor,
+    columns: Sequence[Tensor],
+    need_gradient: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """The user's losses [M] and, if needed, their derivatives in logps and entropy [2, M]."""
+    with torch.enable_grad() if need_gradient else torch.no_grad():
+        leaves = [x.detach().requires_grad_(need_gradient) for x in (logps, entropy)]
+        losses = function(*leaves, *columns)
+        kind = list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+        if kind != list(logps.shape):
+            raise ValueError(
+                f"token_loss returned {kind}: return one loss per token, a tensor of shape "
+                f"{list(logps.shape)}"
+            )
+        upstream = None
+        if need_gradient:
+            upstream = torch.zeros(2, len(logps), dtype=logps.dtype, device=logps.device)
+            if losses.requires_grad:
+                parts = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
+                for column, x in zip(upstream, parts, strict=True):
+                    column += 0 if x is None else x
+    return losses.detach().to(logps.dtype), upstream

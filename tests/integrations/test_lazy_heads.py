@@ -1,0 +1,131 @@
+"""prime-rl, OpenRLHF and SkyRL: their own code with our head, against their own head.
+
+Needs their sources: set GAC_TRAINER_SOURCES to a folder with checkouts named prime-rl, OpenRLHF and
+SkyRL. Packages that need a GPU (deepspeed, flash-attn) are replaced by empty modules.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from torch import Tensor
+
+from gac.integrations import openrlhf, prime_rl, skyrl
+from gac_kernels.transformers import Record
+
+from .test_fuse import check, make
+
+SOURCES = Path(os.environ.get("GAC_TRAINER_SOURCES", "missing"))
+
+
+@pytest.fixture
+def sources(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
+    """Imports a module from a checkout without running the packages' `__init__`."""
+
+    def load(root: Path, name: str, absent: tuple[str, ...]) -> Any:
+        if not root.is_dir():
+            pytest.skip(f"no {root}: set GAC_TRAINER_SOURCES")
+        for package in absent:
+            try:
+                importlib.import_module(package)
+            except ImportError:
+                monkeypatch.setitem(sys.modules, package, MagicMock(__spec__=None))
+        parts = name.split(".")[:-1]
+        for i in range(1, len(parts) + 1):
+            package = ModuleType(".".join(parts[:i]))
+            package.__path__ = [str(root.joinpath(*parts[:i]))]
+            monkeypatch.setitem(sys.modules, package.__name__, package)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        return importlib.import_module(name)
+
+    return load
+
+
+def no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Record) -> Tensor:
+        raise AssertionError("the logits were computed")
+
+    monkeypatch.setattr(Record, "full", full)
+
+
+def test_prime_rl(sources: Any) -> None:
+    name = "prime_rl.trainer.models.layers.lm_head"
+    module = sources(
+        SOURCES / "prime-rl/src", name, ("prime_rl.utils.logger", "prime_rl.utils.vlm")
+    )
+    torch.manual_seed(0)
+    head = module.FusedOutputLinear(16, 97, chunk_size=4)
+    hidden, labels = torch.randn(2, 7, 16, requires_grad=True), torch.randint(97, (2, 7))
+    temperature, weights = torch.rand(2, 7) + 0.5, torch.randn(2, 7)
+
+    def results() -> dict[str, Tensor]:
+        out = head(hidden, labels, temperature)
+        loss = (out["logprobs"] * weights).sum()
+        grads = torch.autograd.grad(loss, (hidden, head.weight))
+        return dict(zip("lehw", (out["logprobs"], out["entropy"].detach(), *grads), strict=True))
+
+    expected = results()
+    with prime_rl.apply_fused_head():
+        check(results(), expected)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_openrlhf(sources: Any, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    absent = ("deepspeed", "openrlhf.models.ring_attn_utils", "transformers.integrations.deepspeed")
+    module = sources(SOURCES / "OpenRLHF", "openrlhf.models.actor", absent)
+    model = make("gemma2")
+    actor = module.Actor(model, temperature=temperature)
+    actor.packing_samples = False
+    ids, mask = torch.randint(3, 97, (3, 9)), torch.ones(3, 4)
+    weight = 0.1 if temperature == 1 else 0  # OpenRLHF then divides what the entropy still needs
+
+    def results() -> dict[str, Tensor]:
+        model.zero_grad()
+        with_entropy = {"return_output": True, "return_entropy": True}
+        logps, out = actor(ids, mask, torch.ones_like(ids), **with_entropy)
+        (logps.sum() + (weight * out.entropy.sum() if weight else 0)).backward()
+        grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+        return {"logps": logps.detach(), "entropy": out.entropy.detach(), **grads}
+
+    expected = results()
+    with openrlhf.apply_fused_head():
+        openrlhf.apply_fused_head()
+        no_logits(monkeypatch)
+        check(results(), expected)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_skyrl(sources: Any, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "skyrl.backends.skyrl_train.workers.model_wrapper"
+    base = "skyrl.backends.skyrl_train"
+    absent = ("flash_attn", "flash_attn.bert_padding", "loguru", "jaxtyping")
+    absent += (f"{base}.distributed.ulysses.utils", f"{base}.training_batch")
+    absent += ("flash_attn.ops.triton.cross_entropy",)
+    module = sources(SOURCES / "SkyRL", name, absent)
+    utils = importlib.import_module(f"{base}.utils.torch_utils")
+    monkeypatch.setattr(utils, "FLASH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE", False)
+    model = make("gemma2")
+    ids, mask = torch.randint(3, 97, (3, 9)), torch.ones(3, 9, dtype=torch.long)
+
+    def results() -> dict[str, Tensor]:
+        wrapper = module.HFModelWrapper(model)
+        model.zero_grad()
+        logps, out = wrapper(
+            ids, 4, mask, temperature=temperature, return_output=True, compute_entropy=True
+        )
+        (logps.sum() + 0.1 * out["entropy"].sum()).backward()
+        grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+        return {"logps": logps.detach(), "entropy": out["entropy"].detach(), **grads}
+
+    expected = results()
+    with skyrl.apply_fused_head():
+        no_logits(monkeypatch)
+        check(results(), expected)

@@ -1,0 +1,168 @@
+"""Optional advantages, roles and mu, and temperatures of sequences and tokens, in every loss."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from gac_kernels import (
+    LossSpec,
+    fused_gac_loss,
+    fused_linear_gac_loss,
+    linear_token_logprobs,
+    loss_from_logprobs,
+    reference,
+    token_logprobs,
+)
+from tests.kernels.cases import require_backend
+
+B, T, H, V = 3, 5, 4, 17
+BACKENDS = pytest.mark.parametrize("backend", ["reference", "native", "triton"])
+
+
+def data(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Hidden states, weight, targets and advantages."""
+    g = torch.Generator().manual_seed(0)
+    targets = torch.randint(V, (B, T), generator=g)
+    targets[1, 2:] = -100
+    rows = [torch.randn(*s, generator=g, dtype=torch.float64) for s in ((B, T, H), (V, H), (B,))]
+    hidden, weight, advantages = (x.to(dtype) for x in rows)
+    return hidden.requires_grad_(), weight.requires_grad_(), targets, advantages
+
+
+def loss_of(form: str, *roles: Tensor | None, backend: str = "native", **keywords):
+    """A loss's value and its gradient with respect to the hidden states."""
+    hidden, weight, targets, _ = data()
+    if form == "linear":
+        out = fused_linear_gac_loss(hidden, weight, targets, *roles, backend=backend, **keywords)
+    elif form == "logits":
+        out = fused_gac_loss(hidden @ weight.T, targets, *roles, backend=backend, **keywords)
+    else:
+        logps = token_logprobs(hidden @ weight.T, targets)[0]
+        out = loss_from_logprobs(logps, targets, *roles, **keywords)
+    return out.loss, *torch.autograd.grad(out.loss, hidden)
+
+
+@BACKENDS
+@pytest.mark.parametrize("form", ["linear", "logits", "logprobs"])
+def test_omitted_roles_give_the_only_term_the_weight_1(form: str, backend: str) -> None:
+    require_backend(backend)
+    *_, advantages = data()
+    demos, spec = torch.ones(B).bool(), LossSpec(demo_weight="one")
+    keywords = {"backend": backend, "spec": spec}
+    grpo = loss_of(form, advantages, ~demos, mu=0.0, **keywords)
+    sft = loss_of(form, torch.zeros(B), demos, mu=1.0, **keywords)
+    for expected, roles in (
+        (grpo, (advantages,)),
+        (sft, ()),
+        (sft, (None, demos)),
+    ):
+        actual = loss_of(form, *roles, **keywords)
+        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+    half = loss_of(form, advantages, mu=0.5, **keywords)
+    torch.testing.assert_close(2 * half[0], grpo[0])
+
+
+def test_a_missing_mu_or_advantage_is_an_error() -> None:
+    *_, advantages = data()
+    mixed = torch.tensor([True, False, True])
+    for form in ("linear", "logits", "logprobs"):
+        with pytest.raises(ValueError, match="mu is None: a batch with advantages and is_demo"):
+            loss_of(form, advantages, mixed)
+        with pytest.raises(ValueError, match="advantages is None: rollouts"):
+            loss_of(form, None, mixed)
+        with pytest.raises(ValueError, match="advantages is None: .*'shaped'"):
+            loss_of(form, spec=LossSpec(demo_weight="shaped"))
+
+
+def test_roles_are_decided_without_reading_the_device() -> None:
+    *_, advantages = data()
+    mixed = mock.MagicMock(spec=Tensor)
+    mixed.device.type = "cuda"
+    from gac_kernels.inputs import complete
+
+    inputs = complete(data()[2], None, mixed)
+    assert not mixed.all.called and inputs.is_demo.tolist() == [True] * B and inputs.mu == 1.0
+    assert complete(data()[2], advantages).is_demo.tolist() == [False] * B
+
+
+def scaled(temperature: Tensor) -> Tensor:
+    return temperature[:, None].expand(B, T) if temperature.dim() == 1 else temperature
+
+
+@BACKENDS
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("per_token", [False, True])
+def test_temperatures_equal_float64_autograd(
+    backend: str, softcap: float | None, per_token: bool
+) -> None:
+    """Of both losses and both log-prob functions, with a logit scale, two passes and a sketch-free
+    one.
+    """
+    require_backend(backend)
+    g = torch.Generator().manual_seed(1)
+    temperature = torch.rand(*((B, T) if per_token else (B,)), generator=g) + 0.5
+    if per_token:
+        temperature[1, 3] = torch.nan  # where there is no loss
+    roles, old = torch.tensor([True, False, False]), -torch.rand(B, T, generator=g)
+
+    def results(dtype: torch.dtype, **keywords) -> list[Tensor]:
+        hidden, weight, targets, advantages = data(dtype)
+        own = keywords.get("backend") is not None
+        x = hidden @ weight.T
+        found: list[Tensor] = []
+        for level in ("token", "sequence"):
+            spec = LossSpec(importance_sampling_level=level, entropy_coef=0.1, kl_coef=0.1)
+            batch = {"mu": 0.4, "spec": spec, "old_logps": old, "ref_logps": old, **keywords}
+            batch |= {"temperatures": temperature, "softcap": softcap, "logit_scale": 0.7}
+            inputs = targets, advantages, roles
+            losses = (
+                (fused_gac_loss if own else reference.fused_gac_loss)(x, *inputs, **batch),
+                (fused_linear_gac_loss if own else reference.fused_linear_gac_loss)(
+                    hidden, weight, *inputs, **batch
+                ),
+            )
+            for out in losses:
+                grads = torch.autograd.grad(out.loss, (hidden, weight), retain_graph=True)
+                found += [out.loss, out.logps, out.entropy, *grads]
+        scaling = {"temperature": temperature, "softcap": softcap, "logit_scale": 0.7, **keywords}
+        functions = (token_logprobs, linear_token_logprobs)
+        if not own:
+            functions = (reference.token_logprobs, reference.linear_token_logprobs)
+        for function, rows in zip(functions, ((x,), (hidden, weight)), strict=True):
+            logps, entropy = function(*rows, targets, **scaling)
+            total = logps.sum() + (entropy**2).sum()
+            found += [logps, *torch.autograd.grad(total, (hidden, weight), retain_graph=True)]
+        return found
+
+    truth = results(torch.float64)
+    by_hand = torch.distributions.Categorical(logits=_logits(temperature, softcap))
+    targets = data()[2]
+    logps = by_hand.log_prob(targets.clamp(min=0)).where(targets != -100, 0.0)
+    torch.testing.assert_close(truth[1], logps, rtol=1e-9, atol=1e-9)
+    for ours, expected in zip(results(torch.float32, backend=backend), truth, strict=True):
+        torch.testing.assert_close(ours.double(), expected, rtol=1e-4, atol=2e-5)
+
+
+def _logits(temperature: Tensor, softcap: float | None) -> Tensor:
+    hidden, weight, *_ = data(torch.float64)
+    z = 0.7 * hidden.detach() @ weight.detach().T
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    return z / scaled(temperature).nan_to_num(1.0).double()[..., None]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (torch.tensor([1.0, -1.0, 1.0]), r"temperatures\[1\] = -1.0: use finite numbers > 0"),
+        (torch.ones(2), r"temperatures has shape \[2\]: expected \[3\] or \[3, 5\]"),
+        (torch.ones(3).int(), "temperatures has dtype torch.int32"),
+    ],
+)
+def test_invalid_temperatures(value: Tensor, message: str) -> None:
+    *_, advantages = data()
+    with pytest.raises((TypeError, ValueError), match=message):
+        loss_of("linear", advantages, temperatures=value)

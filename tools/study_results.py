@@ -1,0 +1,310 @@
+"""Recomputes the numbers of the study's pages: `python -m tools.study_results`.
+
+Reads bench/results/study and writes the tables between the markers of the pages. With --check, only
+compares them. Intervals are 95% percentile intervals of a hierarchical bootstrap: tasks, then seeds
+within each task.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gac.evaluation.cells import markdown_table
+from tools.study_run import (
+    BASES,
+    CONDITIONS,
+    PHASES,
+    RESULTS,
+    SEEDS,
+    TASKS,
+    finished,
+    tuning_means,
+)
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PAGES = ("study.md", "choose_mu.md")
+BEGIN, END = "<!-- begin: python -m tools.study_results {} -->\n\n", "\n<!-- end -->"
+RESAMPLES = 10_000
+COMPARED = ("constant-alarm", "sft-then-rl")
+JUDGED = (
+    ("constant-alarm", "mu-0.4"),
+    ("constant-alarm", "sft-then-rl"),
+    ("routing", "constant-alarm"),
+)
+WITHOUT = [condition for condition in CONDITIONS if condition != "good-then-bad"]
+EARLIER = {"first": "gate-z", "second": "gate-cosine", "third": "gate-alarm"}
+"""File in bench/results/study -> the arm that was judged."""
+CHANGING = ("spoil", "half", "burst", "flicker", "mistaken")
+"""Scenarios of the fourth study in which good demonstrations turn bad in the middle of a run."""
+
+Row = dict[str, Any]
+Key = tuple[str, str, str, int]  # task, base, condition, seed
+
+
+class Study:
+    """The finished runs of the final grid."""
+
+    def __init__(self, rows: Iterable[Row]) -> None:
+        self.runs: dict[str, dict[Key, Row]] = defaultdict(dict)
+        for row in rows:
+            key = (row["task"], row["base"], row["condition"], row["seed"])
+            self.runs[row["arm"]][key] = row
+
+    def complete(self, arm: str, base: str, conditions: Sequence[str] = CONDITIONS) -> bool:
+        """Whether all of the arm's runs with this base are finished."""
+        keys = ((t, base, c, s) for t in TASKS for c in conditions for s in SEEDS)
+        return all(key in self.runs.get(arm, {}) for key in keys)
+
+    def bases(self, *arms: str) -> list[str]:
+        """The bases for which every one of `arms` is complete."""
+        return [base for base in BASES if all(self.complete(arm, base) for arm in arms)]
+
+    def table(
+        self, value: Callable[[Key], float], bases: Sequence[str], conditions: Sequence[str]
+    ) -> np.ndarray:
+        """[tasks, seeds] means of `value` over bases and conditions."""
+        return np.array(
+            [
+                [np.mean([value((t, b, c, s)) for b in bases for c in conditions]) for s in SEEDS]
+                for t in TASKS
+            ]
+        )
+
+    def final(self, arm: str) -> Callable[[Key], float]:
+        """The accuracy after the last step, in percent."""
+        return lambda key: 100 * self.runs[arm][key]["accuracy"][-1]
+
+    def difference(
+        self, arm: str, other: str, bases: Sequence[str], conditions: Sequence[str] = CONDITIONS
+    ) -> str:
+        """Mean difference of the accuracies in points, with its interval."""
+        own, others = self.final(arm), self.final(other)
+        values = self.table(lambda key: own(key) - others(key), bases, conditions)
+        low, high = interval(values)
+        return f"{values.mean():+.1f} [{low:+.1f}, {high:+.1f}]"
+
+    def at_equal_time(self, arm: str, bases: Sequence[str]) -> float:
+        """Accuracy at the last evaluation within the CPU time that `sft` takes for its run."""
+
+        def value(key: Key) -> float:
+            row, limit = self.runs[arm][key], self.runs["sft"][key]["seconds"]
+            times = [row["seconds"] * step / row["evaluated"][-1] for step in row["evaluated"]]
+            within = [a for a, t in zip(row["accuracy"], times, strict=True) if t <= limit]
+            return 100 * within[-1]
+
+        return float(self.table(value, bases, CONDITIONS).mean())
+
+
+def interval(values: np.ndarray, seed: int = 0) -> tuple[float, float]:
+    """95% interval of the mean of `values` [tasks, seeds]: resample tasks, then seeds in each."""
+    rng = np.random.default_rng(seed)
+    tasks, seeds = values.shape
+    drawn = rng.integers(tasks, size=(RESAMPLES, tasks, 1))
+    means = values[drawn, rng.integers(seeds, size=(RESAMPLES, tasks, seeds))].mean((1, 2))
+    low, high = np.percentile(means, [2.5, 97.5])
+    return float(low), float(high)
+
+
+def names() -> list[str]:
+    """All arms, in the order of the protocol."""
+    return list(dict.fromkeys(arm for _, arms in PHASES for arm in arms))
+
+
+def ranking(study: Study) -> str:
+    """One line per arm and base, the best first; arms with both bases also together."""
+    lines = []
+    for bases in [list(BASES), *([base] for base in BASES)]:
+        arms = [arm for arm in names() if set(bases) <= set(study.bases(arm, "sft", *COMPARED))]
+        means = {arm: study.table(study.final(arm), bases, CONDITIONS).mean() for arm in arms}
+        for arm in sorted(arms, key=lambda arm: -means[arm]):
+            runs = [run for key, run in study.runs[arm].items() if key[1] in bases]
+            versus = ["" if arm == o else study.difference(arm, o, bases) for o in COMPARED]
+            lines.append(
+                [
+                    " and ".join(bases),
+                    f"`{arm}`",
+                    f"{means[arm]:.1f}",
+                    *versus,
+                    f"{study.at_equal_time(arm, bases):.1f}",
+                    f"{np.mean([run['tokens'] for run in runs]) / 1000:.0f}",
+                    f"{np.mean([run['seconds'] for run in runs]):.1f}",
+                ]
+            )
+    header = ["base", "arm", "accuracy", *(f"minus `{other}`" for other in COMPARED)]
+    return markdown_table([*header, "at equal time", "1,000 tokens", "CPU seconds"], lines)
+
+
+def judged(study: Study) -> str:
+    """The three differences of the protocol, over all conditions and for each."""
+    lines = []
+    for arm, other in JUDGED:
+        bases = study.bases(arm, other)
+        for chosen in [bases, *([b] for b in bases)] if len(bases) > 1 else [bases] * bool(bases):
+            cells = [study.difference(arm, other, chosen)]
+            cells.append(study.difference(arm, other, chosen, WITHOUT))
+            cells += [study.difference(arm, other, chosen, [c]) for c in CONDITIONS]
+            lines.append([f"`{arm}` minus `{other}`", " and ".join(chosen), *cells])
+    return markdown_table(
+        ["difference", "base", "all", "all but good-then-bad", *CONDITIONS], lines
+    )
+
+
+def by_condition(study: Study) -> str:
+    """Mean accuracy per condition over the tasks, for the bases that the main arms have."""
+    main = PHASES[0][1]
+    bases, lines = study.bases(*main), []
+    arms = [arm for arm in names() if bases and set(bases) <= set(study.bases(arm))]
+    for conditions in [*([c] for c in CONDITIONS), list(CONDITIONS)]:
+        means = {a: study.table(study.final(a), bases, conditions).mean() for a in arms}
+        cells = [f"{m:.1f}" if m < max(means.values()) else f"**{m:.1f}**" for m in means.values()]
+        lines.append([conditions[0] if len(conditions) == 1 else "mean", *cells])
+    return markdown_table(["demonstrations", *(f"`{arm}`" for arm in arms)], lines)
+
+
+def by_cell(study: Study) -> str:
+    """Mean accuracy per task and condition; for both bases, weak / mid."""
+    arms = [arm for arm in names() if study.bases(arm)]
+    lines = []
+    for task in TASKS:
+        for condition in CONDITIONS:
+            cells = []
+            for arm in arms:
+                final = study.final(arm)
+                means = [
+                    f"{np.mean([final((task, base, condition, s)) for s in SEEDS]):.0f}"
+                    if base in study.bases(arm)
+                    else "-"
+                    for base in BASES
+                ]
+                cells.append(" / ".join(means))
+            lines.append([task, condition, *cells])
+    return markdown_table(["task", "demonstrations", *(f"`{arm}`" for arm in arms)], lines)
+
+
+def tuning(rows: Iterable[Row]) -> str:
+    """Mean accuracy of the candidates of every tuned arm; the best one is chosen."""
+    lines = []
+    for arm, means in tuning_means(rows).items():
+        best = max(means, key=lambda i: means[i])
+        cells = [f"{100 * m:.1f}" + (" (chosen)" if i == best else "") for i, m in means.items()]
+        lines.append([f"`{arm}`", *cells])
+    return markdown_table(["arm", "candidate 1", "candidate 2", "candidate 3"], lines)
+
+
+def earlier(folder: Path) -> str:
+    """Arms of the earlier studies against the best single constant, or against another arm."""
+    lines = []
+    for name, arm in EARLIER.items():
+        lines.append(_against(folder, name, arm, lambda scenario: True))
+    kinds: dict[str, Callable[[str], bool]] = {
+        "all": lambda scenario: True,
+        "without `spoil`": lambda scenario: scenario != "spoil",
+        "good demonstrations do not turn bad in mid-run": lambda s: s not in CHANGING,
+    }
+    for kind, chosen in kinds.items():
+        arms = ("constant-alarm", "named-sources")
+        lines += [_against(folder, "fourth", arm, chosen, kind) for arm in arms]
+    for arm, other in (("gate-alarm", "alarm-only"), ("cosine-alarm", "alarm-only")):
+        lines.append(
+            _against(folder, "third", arm, lambda scenario: True, "complete ones", [other])
+        )
+    header = ["study", "arm", "scenarios", "seeds", "accuracy", "compared with", "difference"]
+    return markdown_table(header, lines)
+
+
+def _against(
+    folder: Path,
+    name: str,
+    arm: str,
+    chosen: Callable[[str], bool],
+    kind: str = "complete ones",
+    others: Sequence[str] = (),
+) -> list[str]:
+    finals = json.loads((folder / f"{name}.json").read_text())["finals"]
+    others = others or [key for key in finals["base"] if key.startswith("mu-0")]
+    rows = [row for scenario, row in finals.items() if chosen(scenario)]
+    rows = [r for r in rows if all(None not in r.get(key, [None]) for key in [arm, *others])]
+    means = {key: 100 * np.mean([row[key] for row in rows], 0) for key in [arm, *others]}
+    best = max(others, key=lambda key: means[key].mean())
+    values = (means[arm] - means[best])[None]
+    low, high = interval(values)
+    return [
+        name,
+        f"`{arm}`",
+        f"{len(rows)}, {kind}",
+        f"{values.size}",
+        f"{means[arm].mean():.1f}",
+        f"{means[best].mean():.1f} (`{best}`)",
+        f"{values.mean():+.1f} [{low:+.1f}, {high:+.1f}]",
+    ]
+
+
+def progress(study: Study) -> str:
+    """Finished runs, base accuracies, and the arms that are not complete."""
+    runs = sum(map(len, study.runs.values()))
+    planned = sum(len(arms) for _, arms in PHASES) * len(TASKS) * len(CONDITIONS) * len(SEEDS)
+    planned -= 2 * len(TASKS) * 2 * len(SEEDS)  # sources have names in two of four conditions
+    codes = sorted({run["code"] for own in study.runs.values() for run in own.values()})
+    text = f"{runs:,} of {planned:,} runs are finished, with the code of commit {', '.join(codes)}."
+    for base in BASES:
+        missing = [arm for arm in names() if not study.complete(arm, base, _conditions(arm))]
+        if missing:
+            text += f" Not complete with `{base}`: {', '.join(f'`{arm}`' for arm in missing)}."
+    starts = {
+        (key[0], key[1]): f"{100 * run['accuracy'][0]:.0f}"
+        for own in study.runs.values()
+        for key, run in own.items()
+    }
+    shown = [f"{t} {' / '.join(starts.get((t, b), '-') for b in BASES)}" for t in TASKS]
+    return f"{text} Accuracy of the bases (weak / mid), in percent: {', '.join(shown)}.\n"
+
+
+def _conditions(arm: str) -> Sequence[str]:
+    return CONDITIONS[1:3] if arm == "named-sources" else CONDITIONS
+
+
+def sections(folder: Path = RESULTS) -> dict[str, str]:
+    """Marker -> text of every generated part of the page."""
+    study, tuned = Study(finished(folder / "final.jsonl")), finished(folder / "tuning.jsonl")
+    return {
+        "progress": progress(study),
+        "ranking": ranking(study),
+        "judged": judged(study),
+        "conditions": by_condition(study),
+        "cells": by_cell(study),
+        "tuning": tuning(tuned),
+        "earlier": earlier(folder),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the arguments and update or check the pages; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tools.study_results", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="fail if a page is out of date")
+    args = parser.parse_args(argv)
+    parts, changed = sections(), []
+    for path in (DOCS / name for name in PAGES):
+        before = page = path.read_text()
+        for marker, text in parts.items():
+            _, begin, rest = page.partition(BEGIN.format(marker))
+            if begin:
+                page = page.removesuffix(rest) + text + rest[rest.index(END) :]
+        if page != before:
+            changed.append(path)
+            if not args.check:
+                path.write_text(page)
+    if args.check and changed:
+        print(f"{changed[0]} is out of date: run python -m tools.study_results")
+    return int(args.check and bool(changed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
