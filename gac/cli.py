@@ -14,9 +14,10 @@ import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from gac.config.imports import deferred, find_user_code, location
+from gac.config import load_early
+from gac.config.imports import find_user_code, location
 from gac.demo import METHODS as DEMO_METHODS
 from gac.errors import (
     FAILED,
@@ -28,6 +29,7 @@ from gac.errors import (
     value_errors_as,
     writable_folder,
 )
+from gac.parallel.run_lock import first_to_report
 from gac.study.command import add_parser as add_study
 
 OK, INTERRUPTED = 0, 130
@@ -40,7 +42,6 @@ examples:
   gac demo                                        train and compare methods on a tiny task
   gac train examples/gsm8k.yaml --set steps=200   train, overriding one key of the file
   gac report runs/demo                            write a report on all runs in a folder
-  gac methods gac                                 explain a method and its hyperparameters
 """
 SET_HELP = (
     "override a configuration key, e.g. optim.lr=1e-5 or method=grpo; the last value of a key wins"
@@ -99,28 +100,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             traceback.print_exc()
         message, exit_code = known
-        if _first_to_report(message):
+        if first_to_report(message):
             print(f"gac: {message}", file=sys.stderr)
         return exit_code
-
-
-def _first_to_report(message: str) -> bool:
-    """Whether this process is the first of torchrun's processes to report the error."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "MASTER_PORT" not in os.environ:
-        return True
-    import datetime
-    import zlib
-
-    from torch.distributed import TCPStore
-
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    key = f"gac/error/{attempt}/{zlib.crc32(message.encode())}"
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    try:
-        store = TCPStore(address, port, timeout=datetime.timedelta(seconds=5))
-        return store.add(key, 1) == 1
-    except (RuntimeError, ValueError):  # the launcher has exited
-        return True
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -210,8 +192,6 @@ def _add_check(commands: argparse._SubParsersAction) -> None:
     check = commands.add_parser(
         "check",
         help="check a configuration, its files and its reward without training",
-        description="Check what `gac train` checks before it loads the model: the configuration, "
-        "the files that it names, and the reward on the first row.",
     )
     check.add_argument("config", type=Path, metavar="CONFIG.yaml", help="run configuration")
     _add_set(check)
@@ -393,44 +373,18 @@ def _init(options: argparse.Namespace) -> int:
     return OK
 
 
-def _load(module: str, name: str, options: argparse.Namespace) -> Any:
-    """Read the configuration; a mistake is reported before torch is imported."""
-    from gac.config import load, read_yaml
-
-    find_user_code(options.config)
-    if options.config is not None:
-        read_yaml(options.config)  # fails before any import
-    with deferred("torch", "numpy"):
-        cls = getattr(import_module(module), name)
-        return load(cls, options.config or {}, options.set)
-
-
-def _checked(options: argparse.Namespace) -> tuple[Any, list[str]]:
-    """The configuration of a run and the checks that it passed, before the model is loaded."""
-    config = _load("gac.train_config", "TrainConfig", options)
-    with deferred("torch", "numpy"):
-        from gac.training.check import check_inputs
-    return config, check_inputs(config, options.config)
-
-
 def _check(options: argparse.Namespace) -> int:
-    config, passed = _checked(options)
-    rollouts = config.rollouts.num_prompts * config.rollouts.num_generations
-    print(
-        "\n".join(
-            [
-                *passed,
-                f"steps: {config.steps}, each with up to {rollouts} rollouts and "
-                f"{config.demo_batch_size} demonstrations",
-                "All checks passed.",
-            ]
-        )
-    )
+    from gac.training.check import load_checked
+
+    config, passed = load_checked(options.config, options.set)
+    print("\n".join([*passed, f"steps: {config.steps}", "All checks passed."]))
     return OK
 
 
 def _train(options: argparse.Namespace) -> int:
-    config, _ = _checked(options)
+    from gac.training.check import load_checked
+
+    config, _ = load_checked(options.config, options.set)
     _show_log()
     from gac.training.trainer import train
 
@@ -439,12 +393,12 @@ def _train(options: argparse.Namespace) -> int:
         from gac.report import write_report
         from gac.report.ending import ending
 
-        print(f"{ending(run)}\nRun: {run}\nReport: {write_report([run], run)}")
+        print(f"{ending(Path(run))}\nRun: {run}\nReport: {write_report([run], run)}")
     return OK
 
 
 def _eval(options: argparse.Namespace) -> int:
-    config = _load("gac.evaluation.config", "EvalConfig", options)
+    config = load_early("gac.evaluation.config", "EvalConfig", options.config, options.set)
     from gac.evaluation.suite import evaluate_single, run_suite
     from gac.evaluation.table import results_table
 
@@ -488,7 +442,7 @@ def _check_rewards(options: argparse.Namespace) -> int:
     from gac.rewards.check import check
 
     _show_log()
-    sys.path.append(str(options.config.parent.resolve()))
+    find_user_code(options.config)
     result = check(options.config, options.set, options.min_reward)
     for row in result.failing:
         print(row)
@@ -506,7 +460,9 @@ def _methods(options: argparse.Namespace) -> int:
         print(methods_table())
     else:
         find_user_code(None)
-        print(_method(name))
+        from gac.methods.listing import method_page
+
+        print(method_page(name))
     return OK
 
 
@@ -515,15 +471,6 @@ def _models(options: argparse.Namespace) -> int:
 
     print(families_table(options.name))
     return OK
-
-
-def _method(name: str) -> str:
-    from gac.config import choose, describe
-    from gac.methods import all_methods
-
-    method = type(choose(all_methods(), name))
-    keys = describe(method, "method") or "It has no hyperparameters."
-    return f"{name}: {' '.join((method.__doc__ or '').split())}\n\n{keys}"
 
 
 def _demo(options: argparse.Namespace) -> int:

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from gac.config import load_early
 from gac.data.examples import DataConfig, load_references
 from gac.data.source import SUFFIXES, read_rows
 from gac.errors import ConfigError, MissingData, UserError, value_errors_as
 from gac.rewards import build_reward
-from gac.train_config import TrainConfig
+
+if TYPE_CHECKING:
+    from gac.train_config import TrainConfig
+
+
+def load_checked(file: Path, overrides: Sequence[str]) -> tuple[TrainConfig, list[str]]:
+    """The configuration of a run, and the result of `check_inputs`."""
+    config = load_early("gac.train_config", "TrainConfig", file, overrides)
+    return config, check_inputs(config, file)
 
 
 def check_inputs(config: TrainConfig, file: Path | None = None) -> list[str]:
