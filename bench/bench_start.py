@@ -85,8 +85,8 @@ def start(config: ModelConfig, accelerator: Accelerator, mode: str) -> nn.Module
     """Load the model and shard it: after loading (mode "full") or while loading ("sharded")."""
     loading = setup.sharded_loading(accelerator, SHARDED)
     if mode == "full":
-        return setup.prepare(load_model(config), accelerator, SHARDED, "no", loading)
-    return setup.prepare(make_model(config, 0, loading), accelerator, SHARDED, "no", loading)
+        return setup.prepare(load_model(config), accelerator, SHARDED, None, loading)
+    return setup.prepare(make_model(config, 0, loading), accelerator, SHARDED, None, loading)
 
 
 def export_full(config: ModelConfig, path: Path, out: Path) -> None:
@@ -174,7 +174,7 @@ def saving(job: dict[str, Any], accelerator: Accelerator) -> dict[str, Any]:
 def worker(job: dict[str, Any]) -> None:
     """Run one rank of a job."""
     torch.set_num_threads(1)
-    accelerator = setup.make_accelerator(SHARDED, "no", (), job["folder"])
+    accelerator = setup.make_accelerator(SHARDED, (), job["folder"])
     result = (saving if job["work"] == "saving" else memory)(job, accelerator)
     path = Path(job["folder"]) / f"rank-{accelerator.process_index}.json"
     path.write_text(json.dumps(result))

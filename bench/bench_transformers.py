@@ -71,13 +71,11 @@ def main() -> None:
     options = parser.parse_args()
     if options.device == "cpu":
         torch.set_num_threads(1)
-    rows = [
-        row
-        for case in tiny(CASES, TINY_CASES)
-        for row in measure(case, options.rounds, options.device)
-    ]
-    for row in rows:
-        print(json.dumps(row), flush=True)
+    rows = []
+    for case in tiny(CASES, TINY_CASES):
+        for row in measure(case, options.rounds, options.device):
+            rows.append(row)
+            print(json.dumps(row), flush=True)
     document = {"device": device_name(options.device), "torch": torch.__version__, "rows": rows}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(document, indent=1) + "\n")

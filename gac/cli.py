@@ -39,7 +39,6 @@ EXAMPLES = """\
 examples:
   gac init first                                  create a folder for a first run
   gac train first/run.yaml                        train, and write a report
-  gac demo                                        train and compare methods on a tiny task
   gac train examples/gsm8k.yaml --set steps=200   train, overriding one key of the file
   gac report runs/demo                            write a report on all runs in a folder
 """
@@ -444,7 +443,7 @@ def _check_rewards(options: argparse.Namespace) -> int:
     _show_log()
     find_user_code(options.config)
     result = check(options.config, options.set, options.min_reward)
-    for row in result.failing:
+    for row in (*result.failing, *result.weak):
         print(row)
     events = ", ".join(f"{count} {name}" for name, count in result.counts.items() if count)
     passed = result.rows - len(result.failing)

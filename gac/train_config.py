@@ -126,16 +126,14 @@ class TrainConfig:
     divide `eval.every` to consider every evaluation. A method that ends with its best weights also
     saves a checkpoint at every new best evaluation.
     """
-    mixed_precision: str = "no"
-    """"bf16": bfloat16 arithmetic with float32 weights, through accelerate; "no": compute in the
-    weights' dtype.
-    """
     parallel: ParallelConfig = ParallelConfig()
     """Parallel training: DDP or FSDP2."""
     guards: GuardConfig = GuardConfig()
     """When to skip a step and when to abort the run."""
     report_to: tuple[str, ...] = ()
     """Experiment trackers of accelerate, e.g. [tensorboard, wandb]."""
+    project: str = "gac"
+    """Project of the run in the trackers of `report_to`."""
     export: bool = True
     """Save the final model to out/model in transformers format."""
     seed: int = 0
@@ -164,7 +162,6 @@ class TrainConfig:
                 "rollouts.engine='paged' needs the full model on each rank: use parallel.mode=ddp "
                 "or rollouts.engine=generate"
             )
-        require_one_of(("no", "bf16"), self, "mixed_precision")
 
     def _check_groups(self) -> None:
         """Raise ValueError if every advantage would be 0."""

@@ -8,6 +8,7 @@ log-probability functions are unknown until the backward pass, which recomputes 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ class FusedLoss(Function):
         sketch: HeadSketch | None,
         out: Tensor | None,  # buffer for the gradient of logits
     ) -> tuple[Tensor | None, ...]:
-        with torch.autocast(rows.device.type, enabled=False):
+        with without_autocast(op):
             result = loss.fused_loss(op, inputs, spec, needs, moments, sketch, out)
         if out is not None and out.data_ptr() == rows.data_ptr():
             increment_version(rows)  # autograd must detect that saved logits have changed
@@ -80,7 +81,7 @@ class TokenLoss(Function):
         outputs: Sequence[str],
         needs: NeedsGrad,
     ) -> tuple[Tensor, ...]:
-        with torch.autocast(rows.device.type, enabled=False):
+        with without_autocast(op):
             result = loss.token_loss(op, function, inputs, outputs, needs)
         _save(ctx, op, result.grads, result.inv_scale)
         detached = result.losses, *result.stats
@@ -105,7 +106,7 @@ class TokenLogprobs(Function):
         op: Operands,
         more: bool,
     ) -> tuple[Tensor, ...]:
-        with torch.autocast(rows.device.type, enabled=False):
+        with without_autocast(op):
             logps, entropy, lse, *extra = linear.row_stats(op, more)
         ctx.save_for_backward(rows, weight, bias, lse, entropy)
         ctx.op = op._replace(rows=None, weight=None, bias=None)
@@ -120,10 +121,17 @@ class TokenLogprobs(Function):
         *operands, lse, entropy = ctx.saved_tensors
         op = ctx.op._replace(rows=operands[0], weight=operands[1], bias=operands[2])
         columns = torch.stack([lse, entropy, d_logps.to(lse.dtype), d_entropy.to(lse.dtype)])
-        with torch.autocast(op.rows.device.type, enabled=False):
+        with without_autocast(op):
             grads = linear.row_grads(op, columns, NeedsGrad(*ctx.needs_input_grad[:3]))
         dtypes = [None if x is None else x.dtype for x in operands]
         return (*cast(grads, dtypes), None, None)
+
+
+def without_autocast(op: Operands) -> AbstractContextManager[object]:
+    """Autocast is applied already: `op.dtype`. Entering a context takes longer than the check."""
+    device = op.rows.device.type
+    enabled = torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if enabled else nullcontext()
 
 
 def flatten(result: loss.LossResult) -> tuple[Tensor | None, ...]:

@@ -66,10 +66,10 @@ def page(study: dict[str, Any] | None) -> str:
         ]
         head = ("name", "what it does", "source", "needs", "extra")
         parts.append(f"## {family.capitalize()}\n\n{markdown_table(head, rows)}\n")
-    rows = [
+    settings = [
         (f"`{label}`", f"`{to_yaml(fields, inline=True)}`") for label, fields in ABLATIONS.items()
     ]
-    parts.append(f"{VARIANTS}\n{markdown_table(('label', 'fields of `gac`'), rows)}\n")
+    parts.append(f"{VARIANTS}\n{markdown_table(('label', 'fields of `gac`'), settings)}\n")
     if study:
         parts.append(_study(study))
     return "\n".join(parts)

@@ -57,10 +57,14 @@ class Study:
         for row in rows:
             key = (row["task"], row["base"], row["condition"], row["seed"])
             self.runs[row["arm"]][key] = row
+        self.seeds: Sequence[int] = SEEDS
+        base, main = PHASES[0]
+        while self.seeds and not all(self.complete(arm, base) for arm in main):
+            self.seeds = self.seeds[:-1]  # an interim report
 
     def complete(self, arm: str, base: str, conditions: Sequence[str] = CONDITIONS) -> bool:
-        """Whether all of the arm's runs with this base are finished."""
-        keys = ((t, base, c, s) for t in TASKS for c in conditions for s in SEEDS)
+        """Whether all of the arm's runs with this base and `seeds` are finished."""
+        keys = ((t, base, c, s) for t in TASKS for c in conditions for s in self.seeds)
         return all(key in self.runs.get(arm, {}) for key in keys)
 
     def bases(self, *arms: str) -> list[str]:
@@ -73,7 +77,10 @@ class Study:
         """[tasks, seeds] means of `value` over bases and conditions."""
         return np.array(
             [
-                [np.mean([value((t, b, c, s)) for b in bases for c in conditions]) for s in SEEDS]
+                [
+                    np.mean([value((t, b, c, s)) for b in bases for c in conditions])
+                    for s in self.seeds
+                ]
                 for t in TASKS
             ]
         )
@@ -125,7 +132,8 @@ def ranking(study: Study) -> str:
         arms = [arm for arm in names() if set(bases) <= set(study.bases(arm, "sft", *COMPARED))]
         means = {arm: study.table(study.final(arm), bases, CONDITIONS).mean() for arm in arms}
         for arm in sorted(arms, key=lambda arm: -means[arm]):
-            runs = [run for key, run in study.runs[arm].items() if key[1] in bases]
+            own = study.runs[arm].items()
+            runs = [run for key, run in own if key[1] in bases and key[3] in study.seeds]
             versus = ["" if arm == o else study.difference(arm, o, bases) for o in COMPARED]
             lines.append(
                 [
@@ -179,7 +187,7 @@ def by_cell(study: Study) -> str:
             for arm in arms:
                 final = study.final(arm)
                 means = [
-                    f"{np.mean([final((task, base, condition, s)) for s in SEEDS]):.0f}"
+                    f"{np.mean([final((task, base, condition, s)) for s in study.seeds]):.0f}"
                     if base in study.bases(arm)
                     else "-"
                     for base in BASES
@@ -254,6 +262,8 @@ def progress(study: Study) -> str:
     planned -= 2 * len(TASKS) * 2 * len(SEEDS)  # sources have names in two of four conditions
     codes = sorted({run["code"] for own in study.runs.values() for run in own.values()})
     text = f"{runs:,} of {planned:,} runs are finished, with the code of commit {', '.join(codes)}."
+    if study.seeds != SEEDS:
+        text += f" This is an interim report of the first {len(study.seeds)} of {len(SEEDS)} seeds."
     for base in BASES:
         missing = [arm for arm in names() if not study.complete(arm, base, _conditions(arm))]
         if missing:

@@ -170,7 +170,7 @@ def _damaged(path: Path, error: Exception) -> ConfigError:
 
 
 def _make_accelerator(config: EvalConfig) -> Accelerator:
-    return setup.make_accelerator(setup.ParallelConfig(), "no", (), config.out)
+    return setup.make_accelerator(setup.ParallelConfig(), (), config.out)
 
 
 def _run_tasks(

@@ -43,6 +43,6 @@ class NashMTL(GramSolver):
         spread = math.sqrt(max(1 + gram.cosine, OPPOSITE))
         s, r = (1 / (math.sqrt(x) * spread) if x > 0 else 0.0 for x in (gram.sft, gram.rl))
         norm = gram.norm_of((s, r))
-        limited = self.max_norm is not None and norm > 0
-        factor = min(1.0, self.max_norm / norm) if limited else 1.0
+        limit = math.inf if self.max_norm is None or norm == 0 else self.max_norm / norm
+        factor = min(1.0, limit)
         return self.scale * (s * factor), self.scale * (r * factor)

@@ -15,7 +15,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from gac.errors import ConfigError, import_extra
 from gac.models.config import ALL_LINEAR, LoraConfig, ModelConfig
-from gac.models.head import Head, attach_head, check_head, patch_forward
+from gac.models.head import Head, attach_head, check_head, patch_forward, set_compute_dtype
 from gac.models.pretrained import TOKENIZERS, WEIGHTS, check_files, check_source, one_line_errors
 from gac.models.weights import base_folder, meta_model, read_model
 from gac.parallel.sharded_loading import ShardedLoading
@@ -66,15 +66,25 @@ def load_model(config: ModelConfig, seed: int = 0) -> Any:
     return model
 
 
-def make_model(config: ModelConfig, seed: int, loading: ShardedLoading | None = None) -> Any:
+def make_model(
+    config: ModelConfig,
+    seed: int,
+    loading: ShardedLoading | None = None,
+    training: bool = False,
+) -> Any:
     """`load_model` without `check_head`.
 
+    training: with `model.master_weights`, trainable weights are float32.
     loading: keeps this rank's shard of each loaded weight; the model then holds placeholders.
     """
     check_source("model.path", config.path)
     remedy = "give a folder written by transformers' save_pretrained"
     check_files("model.path", config.path, "model", remedy, "config.json", "adapter_config.json")
-    keywords: dict[str, Any] = {"dtype": getattr(torch, config.dtype)}
+    compute = getattr(torch, config.dtype)
+    masters = training and config.master_weights and compute != torch.float32
+    # peft's adapters are float32 in any case
+    weights = torch.float32 if masters and config.lora is None else compute
+    keywords: dict[str, Any] = {"dtype": weights}
     if config.attention:
         keywords["attn_implementation"] = config.attention
     torch.manual_seed(seed)
@@ -89,6 +99,8 @@ def make_model(config: ModelConfig, seed: int, loading: ShardedLoading | None = 
             with loading or contextlib.nullcontext():
                 model = read_model("model.path", config.path, loading is not None, **keywords)
     patch_forward(model)
+    if masters:
+        set_compute_dtype(model, compute, by_autocast=loading is None)
     model = apply_training_options(model, config).train()
     if not config.keep_dropout:
         _disable_noise(model, config.lora)

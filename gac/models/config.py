@@ -40,7 +40,10 @@ class ModelConfig:
     tokenizer: str | None = None
     """Folder or name of the tokenizer; null: the model's."""
     dtype: str = "float32"
-    """Dtype of the weights: float32 or bfloat16."""
+    """Dtype of the computation and of the exported model: float32 or bfloat16."""
+    master_weights: bool = True
+    """Keep the trained weights and the optimizer's state in float32, whatever `dtype` is. false:
+    in `dtype`, which takes less memory but rounds most small updates away."""
     random_init: bool = False
     """Take only the configuration from `path` and initialize the weights randomly."""
     attention: str | None = None

@@ -11,6 +11,7 @@ import functools
 import logging
 import types
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -156,21 +157,42 @@ def patch_forward(model: PreTrainedModel) -> None:
         request: Callable[[Head], Any] | None = None,
         **keywords: Any,
     ) -> Any:
-        if request is None:
-            return original(*args, **keywords)
-        with without_mask(keywords.get("cu_seq_lens_q") is not None):
-            if not self.__dict__["plain_head"]:
-                logits = original(*args, **keywords, use_cache=False).logits
-                return request(Head(None, logits=logits))
-            hidden = _head_input(original, *args, **keywords, use_cache=False)
-        head = self.get_output_embeddings()
-        return request(Head(hidden, head.weight, head.bias, None, scaling))
+        with autocast(self):
+            if request is None:
+                return original(*args, **keywords)
+            with without_mask(keywords.get("cu_seq_lens_q") is not None):
+                if not self.__dict__["plain_head"]:
+                    logits = original(*args, **keywords, use_cache=False).logits
+                    return request(Head(None, logits=logits))
+                hidden = _head_input(original, *args, **keywords, use_cache=False)
+            head = self.get_output_embeddings()
+            return request(Head(hidden, head.weight, head.bias, None, scaling))
 
     model.forward = types.MethodType(forward, model)
     linear = type(module) is nn.Linear
     if linear:
         _patch_head(module)
     model.__dict__["plain_head"] = linear  # provisional, from the module's type only
+
+
+def autocast(model: nn.Module) -> AbstractContextManager[Any]:
+    """The precision in which a patched model computes; inside it, cast weights are cached."""
+    dtype = next((d for m in model.modules() if (d := m.__dict__.get("autocast"))), None)
+    device = next(model.parameters()).device.type
+    return nullcontext() if dtype is None else torch.autocast(device, dtype)
+
+
+def compute_dtype(model: nn.Module) -> torch.dtype:
+    """The dtype in which a patched model multiplies; its weights may have a higher precision."""
+    model = _patched_model(model)
+    return model.__dict__.get("compute_dtype") or model.dtype
+
+
+def set_compute_dtype(model: nn.Module, dtype: torch.dtype, by_autocast: bool = True) -> None:
+    """Let a patched model multiply in `dtype`; FSDP casts the weights itself, without autocast."""
+    patched = _patched_model(model)
+    patched.__dict__["compute_dtype"] = dtype
+    patched.__dict__["autocast"] = dtype if by_autocast else None
 
 
 def _patch_head(module: nn.Linear) -> None:
@@ -240,6 +262,12 @@ def _patched_model(model: nn.Module) -> Any:
     return next(m for m in model.modules() if "plain_head" in m.__dict__)
 
 
+def _rounding(model: nn.Module) -> float:
+    """Largest relative difference that counts as rounding in a patched model."""
+    dtype = model.__dict__.get("compute_dtype") or model.dtype
+    return 1e-4 if dtype == torch.float32 else 2e-2
+
+
 def _check_causal(model: nn.Module, patched: Any) -> None:
     """Raise ConfigError if the logits of a token depend on later tokens."""
     ids = torch.arange(4, device=next(model.parameters()).device)[None]
@@ -249,7 +277,7 @@ def _check_causal(model: nn.Module, patched: Any) -> None:
         model(input_ids=x, use_cache=False).logits[0, :-1].float() for x in (ids, other)
     )
     scale = first.abs().max()
-    if (first - second).abs().max() > scale * (2e-2 if patched.dtype != torch.float32 else 1e-4):
+    if (first - second).abs().max() > scale * _rounding(patched):
         raise ConfigError(
             f"model type {patched.config.model_type!r} is an encoder: its output for a token "
             "depends on later tokens; give a decoder-only language model"
@@ -279,7 +307,7 @@ def _verified_head(model: nn.Module, patched: Any) -> bool:
     if len(ramps) != 1 or ramps[0].shape != logits.shape:
         return False
     expected = Head(None, scaling=head_scaling(patched.config)).scaled(ramps[0].float())
-    if not torch.allclose(logits, expected, rtol=1e-4 if patched.dtype == torch.float32 else 2e-2):
+    if not torch.allclose(logits, expected, rtol=_rounding(patched)):
         return False
     try:
         return bool(model(input_ids=ids, request=lambda head: head.hidden.shape[:2] == ids.shape))

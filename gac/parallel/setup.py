@@ -41,9 +41,7 @@ _gathered_units: weakref.WeakSet[FSDPModule] = weakref.WeakSet()  # units inside
 _meshes: list[DeviceMesh] = []
 
 
-def make_accelerator(
-    config: ParallelConfig, precision: str, trackers: tuple[str, ...], out: str
-) -> Accelerator:
+def make_accelerator(config: ParallelConfig, trackers: tuple[str, ...], out: str) -> Accelerator:
     """Join the process group set up by torchrun or accelerate. Raises ConfigError."""
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         raise ConfigError("launch without --use_fsdp; to shard the model, set parallel.mode=fsdp")
@@ -57,8 +55,7 @@ def make_accelerator(
     accelerator = Accelerator(
         # otherwise accelerate does not connect the processes on machines without a GPU
         cpu=not torch.cuda.is_available(),
-        # fsdp uses its own mixed-precision policy instead of autocast
-        mixed_precision="no" if config.mode == "fsdp" else precision,
+        mixed_precision="no",  # `gac.models.head` sets the precision, also of the reference
         log_with=list(trackers) or None,
         project_dir=out,
     )
@@ -107,16 +104,17 @@ def prepare(
     model: nn.Module,
     accelerator: Accelerator,
     config: ParallelConfig,
-    precision: str,
+    compute: torch.dtype | None,
     loading: ShardedLoading | None,
 ) -> nn.Module:
     """Prepare the model for training: move it to the device, and shard it or wrap it in DDP.
 
+    compute: dtype in which FSDP gathers the weights; None: their own.
     loading: from `sharded_loading`, used to load this model.
     """
     if loading is None:
         return accelerator.prepare(model.to(accelerator.device))
-    model = shard(model, loading, _policy(precision), keep_root=True)
+    model = shard(model, loading, _policy(compute), keep_root=True)
     if config.defer_reduce:
         model.__dict__["no_sync"] = lambda: _deferred_reduction(model)  # used by accelerate
     return model
@@ -126,14 +124,14 @@ def prepare_frozen(
     model: nn.Module,
     accelerator: Accelerator,
     config: ParallelConfig,
-    precision: str,
+    compute: torch.dtype | None,
     loading: ShardedLoading | None,
 ) -> nn.Module:
     """Prepare a model for inference. If sharded, it is gathered only during a forward."""
     model = model.requires_grad_(False).eval()
     if loading is None:
         return model.to(accelerator.device)
-    return shard(model, loading, _policy(precision), keep_root=False)
+    return shard(model, loading, _policy(compute), keep_root=False)
 
 
 def shard(
@@ -307,9 +305,8 @@ def _mesh(accelerator: Accelerator, config: ParallelConfig) -> DeviceMesh:
     return mesh
 
 
-def _policy(precision: str) -> MixedPrecisionPolicy:
-    """FSDP's policy: bfloat16 compute if `precision` is bf16; gradients reduced in float32."""
-    compute = torch.bfloat16 if precision == "bf16" else None
+def _policy(compute: torch.dtype | None) -> MixedPrecisionPolicy:
+    """FSDP's policy: weights gathered in dtype `compute`; gradients reduced in float32."""
     return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
 
 

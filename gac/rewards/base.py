@@ -75,6 +75,10 @@ class Reward(ABC):
         """
         return ""
 
+    def trivial(self, example: Example) -> dict[str, str]:
+        """Completions that solve nothing, by description; a row that one of them passes is weak."""
+        return {}
+
     def close(self) -> None:  # noqa: B027 - most rewards hold no resources
         """Release processes and files. They are reopened on the next use."""
 

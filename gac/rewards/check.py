@@ -45,6 +45,8 @@ class CheckResult:
 
     rows: int
     failing: tuple[FailedRow, ...]
+    weak: tuple[FailedRow, ...]
+    """Rows that a completion passes which solves nothing, such as a program that returns 0."""
     counts: Mapping[str, int]
     """Event counts of the rewards, e.g. timeouts."""
 
@@ -67,6 +69,7 @@ def check(
     raw = config if isinstance(config, Mapping) else read_yaml(config)
     rows = 0
     failing: list[FailedRow] = []
+    weak: list[FailedRow] = []
     counts: dict[str, int] = {}
     for task, part in _parts(raw).items():
         task_config = load(CheckConfig, part, overrides)
@@ -85,12 +88,17 @@ def check(
                     why = reward.explain(text, example)
                     reason = f"scores {outcome:g}{'; ' if why else ''}{why}"
                     failing.append(FailedRow(task, example.id, reason))
+                elif trivial := reward.trivial(example):
+                    scores = reward.outcomes([*trivial.values()], [example] * len(trivial))
+                    passing = [name for name, s in zip(trivial, scores, strict=True) if s == 1.0]
+                    if passing:
+                        weak.append(FailedRow(task, example.id, f"weak: {passing[0]} passes"))
         finally:
             reward.close()
         rows += len(pairs)
         for name, count in reward.counts().items():
             counts[name] = counts.get(name, 0) + count
-    return CheckResult(rows, tuple(failing), counts)
+    return CheckResult(rows, tuple(failing), tuple(weak), counts)
 
 
 def _parts(raw: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

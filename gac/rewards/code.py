@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _FENCE = re.compile(r"([ \t]*+(?:(?:[-*+]|\d{1,3}[.)])[ \t]++)?)(`{3,}+|~{3,}+)([^`\n]*+)$")
 _PYTHON = re.compile(r"\W*py", re.IGNORECASE)
 _COUNTED = {"timeout": "timeouts", "stalled": "stalled", "crash": "crashes"}
+_CONSTANTS = ("None", "0", "1", "True", "False", "''", "[]")
 _SPARE_OUTPUT = 1 << 16  # bytes to read beyond the expected output, for trailing white space
 
 
@@ -167,6 +168,19 @@ class CodeReward(Reward):
                 wrote = f"wrote {ran.stdout!r:.200}, expected {case.stdout!r:.200}"
                 return f"case {number} ({case.stdin!r:.80}): {wrote} ({ran.ending}, {ran.status})"
         return ""
+
+    def trivial(self, example: Example) -> dict[str, str]:
+        """The empty program, and programs whose functions return a constant or print it."""
+        task, empty = self._task(example), {"an empty program": "pass"}
+        if task.suite is None:
+            return empty | {f"print({c})": f"print({c})" for c in _CONSTANTS}
+        names = {task.suite.entry_point} - {""} or definitions_of(task.suite.reference)
+        return empty | {
+            f"a program that always returns {c}": "\n".join(
+                f"def {name}(*a, **k): return {c}" for name in sorted(names)
+            )
+            for c in _CONSTANTS
+        }
 
     def close(self) -> None:
         """Stop the worker processes.

@@ -18,6 +18,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from gac.data.rows import token_ids
 from gac.models import row_attention
 from gac.models.causal_lm import stop_tokens
+from gac.models.head import autocast
 from gac.parallel.setup import in_lockstep, required_calls
 
 logger = logging.getLogger(__name__)
@@ -248,7 +249,7 @@ def sampling_mode(model: Any) -> Iterator[None]:
     for module in training:
         module.training = False
     try:
-        with row_attention.plain(model):
+        with row_attention.plain(model), autocast(model):
             yield
     finally:
         model.generation_config = defaults

@@ -247,23 +247,24 @@ class Weights:
             if hasattr(layer, "get_delta_weight") and not layer.disable_adapters
         }
         self.parameters = [(n, p) for n, p in inner.named_parameters() if "lora_" not in n]
-        self.device = self.parameters[0][1].device
+        self.device, dtype = self.parameters[0][1].device, inner.__dict__.get("compute_dtype")
+        self.dtypes = [dtype or p.dtype for _, p in self.parameters]
 
     @property
     def metadata(self) -> list[tuple[str, str, list[int]]]:
         """Name, dtype and shape of each weight, in order."""
         return [
-            (_plain(name), str(p.dtype).removeprefix("torch."), list(p.shape))
-            for name, p in self.parameters
+            (_plain(name), str(dtype).removeprefix("torch."), list(p.shape))
+            for (name, p), dtype in zip(self.parameters, self.dtypes, strict=True)
         ]
 
     @torch.no_grad()
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, p in self.parameters:
+        for (name, p), dtype in zip(self.parameters, self.dtypes, strict=True):
             value = _full(p.detach())
             for layer, adapter in self.adapters.get(name, ()):
                 value = value + _full(layer.get_delta_weight(adapter)).to(value.dtype)
-            yield _plain(name), value
+            yield _plain(name), value.to(dtype)
 
 
 class Client(VLLMClient):

@@ -129,7 +129,11 @@ def _save_weights(config: ModelConfig, path: Path, folder: Path, file_size: int)
     names = plain.state_dict().keys()
     part, files = folder / "part", list[Path]()
     for tensors in _chunks(config, path, file_size):
-        state = {name: x.contiguous() for name, x in tensors.items() if name in names}
+        state = {
+            name: (x.to(getattr(torch, config.dtype)) if x.is_floating_point() else x).contiguous()
+            for name, x in tensors.items()
+            if name in names
+        }
         size += sum(x.nbytes for x in state.values())
         # save_pretrained also converts names and layouts to those of the published model
         plain.save_pretrained(part, state_dict=state, max_shard_size=NO_SHARDING)

@@ -20,7 +20,7 @@ from gac.errors import ConfigError
 from gac.methods.base import Loss, StepNeeds
 from gac.models import row_attention
 from gac.models.causal_lm import check_head, make_model
-from gac.models.head import Head
+from gac.models.head import Head, compute_dtype
 from gac.parallel import collectives, setup
 from gac.parallel.collectives import run_on_all_ranks
 from gac.parallel.setup import reshard
@@ -66,7 +66,29 @@ def load_reference(config: TrainConfig, accelerator: Accelerator, kl: bool) -> n
     needed = kl or sampling.from_reference or loss_of(config).reference
     if not needed or config.model.lora is not None:
         return None
-    return _build_model(setup.prepare_frozen, config, accelerator)
+    model = _build_model(setup.prepare_frozen, config, accelerator)
+    dtype = compute_dtype(model)
+    if not setup.units(model):  # FSDP gathers in this dtype
+        for module in model.modules():  # autocast would round these weights in every forward
+            if type(module) is nn.Linear and module is not model.get_output_embeddings():
+                module.to(dtype)
+    return model
+
+
+def warn_of_rounding(model: nn.Module, lr: float) -> None:
+    """Warn of the share of AdamW's updates, of size `lr`, that the weights' dtype rounds away."""
+    lost = total = 0
+    for p in (local(p.detach()) for p in model.parameters() if p.requires_grad):
+        if p.dtype != torch.float32:
+            lost += int(((p.float() - lr).to(p.dtype) == p).sum())
+            total += p.numel()
+    if total:
+        logger.warning(
+            "model.master_weights=false: at optim.lr=%g, rounding to bfloat16 drops %.1f%% of the "
+            "updates of the weights; use master_weights=true, or a larger optim.lr",
+            lr,
+            100 * lost / total,
+        )
 
 
 def make_gradients(
@@ -137,13 +159,13 @@ def _build_model(
 ) -> nn.Module:
     """Load the initial model on all ranks, in shards if the run is sharded, and `prepare` it."""
     loading = setup.sharded_loading(accelerator, config.parallel)
-    model = run_on_all_ranks(lambda: make_model(config.model, config.seed, loading))
+    model = run_on_all_ranks(lambda: make_model(config.model, config.seed, loading, training=True))
     may_pack = config.max_tokens_per_micro_batch is not None or config.micro_batch_size is None
     if may_pack and accelerator.device.type == "cpu":
         row_attention.enable(model)
     if loading is None:
         check_head(model)
-    model = prepare(model, accelerator, config.parallel, config.mixed_precision, loading)
+    model = prepare(model, accelerator, config.parallel, compute_dtype(model), loading)
     if loading is not None:  # the check needs the weights of all ranks
         check_head(model)
         reshard(model)

@@ -6,14 +6,17 @@ import contextlib
 import json
 import logging
 import math
+import secrets
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 
+from gac.config import dump
 from gac.errors import RunError
 from gac.evaluation.cells import percent, percent_interval
 from gac.rollouts.config import RolloutConfig
+from gac.train_config import TrainConfig
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +78,20 @@ class Record:
             for book in (self.metrics, self.evals, self.texts):
                 book.truncate(-1 if step is None else step)
 
+    def start_trackers(self, config: TrainConfig, new: bool) -> None:
+        """Start the trackers of `report_to`; a resumed run continues its W&B run."""
+        file = self.metrics.path.with_name("tracker_id")
+        if self.accelerator.is_main_process and (new or not file.exists()):
+            file.write_text(secrets.token_hex(8))
+        name = config.run_name or self.metrics.path.parent.name
+        options: dict[str, dict[str, Any]] = {}
+        if "wandb" in config.report_to and self.accelerator.is_main_process:
+            options["wandb"] = {"name": name, "id": file.read_text(), "resume": "allow"}
+        # TensorBoard's hyperparameters are flat
+        flat = {key: json.dumps(value) for key, value in dump(config).items()}
+        nested = {*config.report_to} <= {"wandb", "trackio"}
+        self.accelerator.init_trackers(config.project, dump(config) if nested else flat, options)
+
     def step(self, row: dict[str, Any]) -> None:
         """Log the metrics of an optimizer step."""
         if self.accelerator.is_main_process:
@@ -103,8 +120,10 @@ class Record:
                 ends = f" {percent_interval(row['ci95'])}" if row.get("ci95") else ""
                 accuracy = f"{percent(row['accuracy'])}%{ends}"
                 logger.info(
-                    "step %d: accuracy %s, %d prompts", row["step"], accuracy, row["prompts"]
+                    "step %d: accuracy %s, %d prompts", row["step"], accuracy, row.get("prompts", 0)
                 )
+        numbers = {f"eval/{k}": v for k, v in row.items() if isinstance(v, int | float)}
+        self.accelerator.log(numbers, step=row["step"])
 
 
 def _plain(value: Any) -> Any:

@@ -140,9 +140,7 @@ class Recomputation:
     def __init__(self, config: TrainConfig, saved: SkippedStep, weights: Path) -> None:
         needs, self.weights = saved.step.needs, saved.weights
         self.tokenizer = load_tokenizer(config.model)
-        accelerator = setup.make_accelerator(
-            config.parallel, config.mixed_precision, (), config.out
-        )
+        accelerator = setup.make_accelerator(config.parallel, (), config.out)
         self.model = load_policy(config, accelerator)
         reference = load_reference(config, accelerator, kl=needs.kl)
         self.gradients = make_gradients(

@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 
 
 FORMAT = 2  # checkpoint format version; incremented when older checkpoints can no longer be resumed
-# keys of TrainConfig, with all their subkeys, that may change on resume; none of them changes which
-# data is trained on
+# keys of TrainConfig, with all their subkeys, that may change on resume: none of them changes which
+# data is trained on, and none but optim.lr the mathematics of a step
 MICRO = ("micro_batch_size", "max_tokens_per_micro_batch")
 MAY_CHANGE_ON_RESUME = {
     "out",
@@ -48,9 +48,16 @@ MAY_CHANGE_ON_RESUME = {
     "checkpoint_every",
     "keep_checkpoints",
     "report_to",
+    "project",
     "export",
     "guards",
     "parallel",
+    "model.gradient_checkpointing",
+    "optim.lr",
+    "rollouts.engine",
+    "rollouts.generation_batch_size",
+    "rollouts.generation_batch_tokens",
+    "rollouts.paged",
     "rollouts.vllm",
     "rollouts.log_samples_every",
     "rollouts.log_sample_prompts",
@@ -157,6 +164,9 @@ def check_same_run(progress: Mapping[str, Any], now: Mapping[str, Any], resize: 
             "the checkpoint in `out` has a different configuration: restore that configuration, or "
             "choose another `out`:\n  " + "\n  ".join(differing)
         )
+    before, after = old.get("optim.lr"), new.get("optim.lr")
+    if before != after and rank() == 0:
+        logger.warning("resuming with optim.lr=%s instead of %s", after, before)
     if saved_ranks != ranks and not resize:
         raise ConfigError(
             f"parallel.allow_world_size_change=False: the checkpoint was written by {saved_ranks} "

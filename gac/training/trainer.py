@@ -46,6 +46,7 @@ from .policy import (
     loss_of,
     make_gradients,
     make_optimizer,
+    warn_of_rounding,
 )
 from .record import Record
 from .replay import SkippedStep
@@ -95,9 +96,7 @@ class Trainer:
         self.method = config.method
         self.out = Path(config.out)
         self.checkpoints = self.out / "checkpoints"
-        self.accelerator = setup.make_accelerator(
-            config.parallel, config.mixed_precision, config.report_to, config.out
-        )
+        self.accelerator = setup.make_accelerator(config.parallel, config.report_to, config.out)
         self.heartbeat = Heartbeat()
         self.record = Record(self.out, self.accelerator)
         config, path = find_checkpoint(config, resume)
@@ -132,6 +131,8 @@ class Trainer:
             self.feed.unit,
         )
         self.feed.sized_in_tokens = config.max_tokens_per_micro_batch is not None
+        if self.accelerator.is_main_process:
+            warn_of_rounding(self.model, config.optim.lr)
         self.optimizer = make_optimizer(self.model, config.optim)
         self.gradients = make_gradients(
             config, self.accelerator, self.tokenizer, self.model, self.reference, needs
@@ -422,7 +423,7 @@ class Trainer:
             save(config, self.out / "config.yaml")
         self.record.truncate(self.step if path else None)
         if config.report_to:
-            self.accelerator.init_trackers(self.out.name, config={"config": str(dump(config))})
+            self.record.start_trackers(config, new=path is None)
 
     def _restore(self, path: Path) -> None:
         saved = checkpoint.read_progress(path).get("fingerprint")

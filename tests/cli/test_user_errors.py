@@ -87,7 +87,6 @@ INVALID = [
     ("rollouts.stop=[abc]", "stop='abc' is 0 tokens: use a string"),
     ("method=grop", "did you mean 'grpo'?"),
     ("report_to=[nope]", "report_to='nope': use names from aim, "),
-    ("mixed_precision=bf17", "mixed_precision='bf17': use one of no, bf16"),
 ]
 
 

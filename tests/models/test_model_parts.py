@@ -70,7 +70,9 @@ def test_a_head_and_its_logits_give_the_same_loss_and_logprobs() -> None:
             full.logprobs(targets, temperature=0.7), plain.logprobs(targets, temperature=0.7)
         )
         assert torch.equal(full.logprobs(targets)[0], full.logprobs(targets, temperature=1.0)[0])
-        losses = (h.loss(*batch, spec=LossSpec(temperature=0.7)).loss for h in (full, plain))
+        losses = (
+            h.loss(*batch, mu=0.5, spec=LossSpec(temperature=0.7)).loss for h in (full, plain)
+        )
         torch.testing.assert_close(*losses)
 
 
@@ -78,7 +80,7 @@ def test_the_gradient_of_logits_takes_their_place() -> None:
     logits = torch.randn(1, 2, 7, requires_grad=True) * 1  # not a leaf
     before = logits.detach().clone()
     batch = torch.tensor([[1, 2]]), torch.tensor([1.0]), torch.tensor([True])
-    Head(None, logits=logits).loss(*batch).loss.backward()
+    Head(None, logits=logits).loss(*batch, mu=0.5).loss.backward()
     assert not torch.equal(logits, before)
 
 

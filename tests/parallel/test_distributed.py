@@ -192,7 +192,8 @@ def test_results_agree_across_processes_with(task, tmp_path, parallel, changes):
 
 
 def test_bfloat16_arithmetic_stays_close(task, tmp_path, single_process):
-    run_config = config(task, tmp_path, parallel=FSDP, mixed_precision="bf16")
+    model = {"path": str(task / "init"), "random_init": True, "dtype": "bfloat16"}
+    run_config = config(task, tmp_path, parallel=FSDP, model=model)
     rows, grads, _, _ = ranks.run(train_steps, run_config, 1, ranks=2)[0]
     assert rows[0]["demo_loss"] == pytest.approx(single_process()[0][0]["demo_loss"], rel=0.03)
     for name, exact in single_process()[1].items():

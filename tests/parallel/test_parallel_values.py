@@ -121,12 +121,11 @@ def accelerators(monkeypatch):
 def test_the_settings_of_accelerate(monkeypatch, accelerators, gpu: bool) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "False")
-    setup.make_accelerator(ParallelConfig(timeout=7.0), "bf16", ("tensorboard",), "out")
-    setup.make_accelerator(ParallelConfig("fsdp"), "bf16", (), "out")
-    first = {"cpu": not gpu, "mixed_precision": "bf16", "log_with": ["tensorboard"]}
+    setup.make_accelerator(ParallelConfig(timeout=7.0), ("tensorboard",), "out")
+    setup.make_accelerator(ParallelConfig("fsdp"), (), "out")
+    first = {"cpu": not gpu, "mixed_precision": "no", "log_with": ["tensorboard"]}
     first["project_dir"] = "out"
-    # its autocast would come on top of FSDP's mixed precision
-    second = {**first, "mixed_precision": "no", "log_with": None}
+    second = {**first, "log_with": None}
     assert accelerators == [7.0, first, 1800.0, second]
 
 
@@ -145,7 +144,7 @@ def test_a_job_that_cannot_start(monkeypatch, accelerators, variables, trackers,
         monkeypatch.setenv(name, value)
     replicas = 2 if "RANKS" in variables else 1
     with pytest.raises(ValueError, match=f"^{message}"):
-        setup.make_accelerator(ParallelConfig(replicas=replicas), "no", trackers, "out")
+        setup.make_accelerator(ParallelConfig(replicas=replicas), trackers, "out")
     with pytest.raises(ValueError, match="mode='zero': use one of ddp, fsdp"):
         ParallelConfig("zero")
 

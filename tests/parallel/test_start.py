@@ -129,7 +129,7 @@ def bytes_held(run_config):
     """Sizes in bytes: this rank's rows, the storage left in the model, the rank's shards, the full
     model. Also the number of rows left after `prepare`.
     """
-    accelerator = setup.make_accelerator(run_config.parallel, "no", (), run_config.out)
+    accelerator = setup.make_accelerator(run_config.parallel, (), run_config.out)
     loading = setup.sharded_loading(accelerator, run_config.parallel)
     model = make_model(run_config.model, 0, loading)
     # the environment and torch's hooks have been restored
@@ -215,7 +215,7 @@ def test_missing_file_fails_on_every_rank(base, tmp_path):
 
 def fail_on_rank_1(run_config):
     """Start a run whose weights cannot be read on rank 1."""
-    accelerator = setup.make_accelerator(run_config.parallel, "no", (), run_config.out)
+    accelerator = setup.make_accelerator(run_config.parallel, (), run_config.out)
     if accelerator.process_index == 1:
 
         def broken(*_):

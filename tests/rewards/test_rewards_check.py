@@ -61,6 +61,24 @@ def test_check_names_the_rows_whose_solution_fails(config):
     assert "wrote b'1\\n', expected b'2'" in case
 
 
+def test_rows_that_a_constant_passes_are_weak(tmp_path):
+    add = {"prompt": "add", "answer": GOOD}
+    rows = [
+        add | {"id": "weak", "tests": ["assert add(0, 0) == 0"]},
+        add | {"id": "any", "tests": ["add"]},
+        add | {"id": "fine", "tests": TESTS},
+        {"id": "case", "prompt": "echo", "answer": "print(int(input()))", "cases": [["1", "1"]]},
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"prompts": str(tmp_path / "rows.jsonl"), "demo_field": "answer"}
+    result = check({"data": data, "reward": "code"})
+    assert list(map(str, (*result.failing, *result.weak))) == [
+        "any: the row's own answer fails: the tests never use the program",
+        "weak: weak: a program that always returns 0 passes",
+        "case: weak: print(1) passes",
+    ]
+
+
 def test_check_on_the_command_line(config, capsys):
     assert main(["rewards", "check", str(config)]) == 1
     printed = capsys.readouterr().out.splitlines()

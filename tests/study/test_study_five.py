@@ -98,11 +98,13 @@ def test_arms_are_reported_when_complete_and_finished_cells_are_not_run_again(tm
         dict(zip(Cell._fields, (t, "mid", c, arm, s), strict=True))
         | {"accuracy": [0.1, 0.5 + gain]}
         for t, c, s in keys
-        for arm, gain in {"sft": 0.0, "grpo": 0.1}.items()
+        for arm, gain in (dict.fromkeys(study_run.MAIN, 0.0) | {"grpo": 0.1}).items()
     ]
-    study = study_results.Study(rows[:-1])
-    assert study.bases("sft") == ["mid"] and study.bases("grpo") == []
+    last = [row for row in rows if row["arm"] == "routing" and row["seed"] == 4]
+    interim = study_results.Study(row for row in rows if row not in last[:1])
+    assert list(interim.seeds) == [0, 1, 2, 3] and interim.bases(*study_run.MAIN) == ["mid"]
     study = study_results.Study(rows)
+    assert study.seeds == study_run.SEEDS and study.bases("sft", "hpt") == []
     assert study.difference("grpo", "sft", ["mid"]) == "+10.0 [+10.0, +10.0]"
     path = tmp_path / "final.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

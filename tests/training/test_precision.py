@@ -1,0 +1,105 @@
+"""bfloat16 arithmetic: float32 master weights, an equal reference, and weights that move."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from gac.config import load
+from gac.train_config import TrainConfig
+from gac.training.trainer import Trainer
+from tests import ranks
+from tests.tiny import metrics, tiny_config, write_bpe_model, write_tiny
+
+FSDP = {"mode": "fsdp"}
+MODES = {
+    "float32": {},
+    "bfloat16": {"dtype": "bfloat16"},
+    "bfloat16 weights": {"dtype": "bfloat16", "master_weights": False},
+    "lora": {"dtype": "bfloat16", "lora": {"rank": 2}},
+}
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def make_config(task: Path, out: Path, mode: str, **changes) -> TrainConfig:
+    model = {"path": str(task / "init"), "random_init": True, **MODES[mode]}
+    return tiny_config(task, out, model=model, method="gac", loss={"kl_coef": 0.1}, **changes)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+def test_the_kl_of_equal_models_is_0(task: Path, tmp_path: Path, mode: str, packed: bool) -> None:
+    micro = {"micro_batch_size": None, "max_tokens_per_micro_batch": 64} if packed else {}
+    trainer = Trainer(make_config(task, tmp_path, mode, steps=1, **micro))
+    trainer.run()
+    assert metrics(tmp_path)[0]["kl"] == 0
+    trained = [p.dtype for p in trainer.policy.parameters() if p.requires_grad]
+    expected = torch.bfloat16 if mode == "bfloat16 weights" else torch.float32
+    assert set(trained) == {expected}
+    moments = [s["exp_avg"].dtype for s in trainer.optimizer.state.values()]
+    assert set(moments) == {expected}
+
+
+def kl_of_step_0(config: TrainConfig) -> float:
+    Trainer(config).run()
+    return metrics(Path(config.out))[0]["kl"]
+
+
+@pytest.mark.parametrize("parallel", [{}, FSDP], ids=["ddp", "fsdp"])
+def test_the_kl_of_equal_models_is_0_on_two_ranks(task: Path, tmp_path: Path, parallel) -> None:
+    config = make_config(task, tmp_path, "bfloat16", steps=1, parallel=parallel)
+    assert ranks.run(kl_of_step_0, config, ranks=2) == [0, 0]
+
+
+def test_dropped_updates_are_measured(task: Path, tmp_path: Path, caplog) -> None:
+    optim = {"lr": 1e-6}
+    with caplog.at_level(logging.WARNING):
+        Trainer(make_config(task, tmp_path / "a", "bfloat16 weights", optim=optim))
+        Trainer(make_config(task, tmp_path / "b", "bfloat16", optim=optim))
+    (line,) = [m for m in caplog.messages if "master_weights" in m]
+    share = float(line.split("drops ")[1].split("%")[0])
+    assert 90 < share <= 100
+
+
+def test_the_gsm8k_recipe_trains(tmp_path: Path, monkeypatch) -> None:
+    """At its own learning rate, in bfloat16; the exported model is bfloat16."""
+    rows = [{"prompt": f"{a}+1?", "solution": f"#### {a}", "answer": str(a)} for a in range(40)]
+    for part in ("train", "test"):
+        with gzip.open(tmp_path / f"gsm8k_{part}.jsonl.gz", "wt") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+    write_bpe_model(tmp_path / "model", [str(row) for row in rows])
+    monkeypatch.setenv("GAC_DATA", str(tmp_path))
+    overrides = [
+        f"out={tmp_path / 'run'}",
+        f"model.path={tmp_path / 'model'}",
+        "model.random_init=true",
+        "reward=tests.tiny:digit_reward",
+        "steps=20",
+        "rollouts.num_prompts=2",
+        "rollouts.num_generations=4",
+        "rollouts.max_completion_length=8",
+        "demo_batch_size=4",
+        "eval.every=0",
+        "monitor_kl_every=1",
+    ]
+    config = load(TrainConfig, Path("examples/gsm8k.yaml"), overrides)
+    assert config.model.dtype == "bfloat16"
+    trainer = Trainer(config)
+    before = {n: p.detach().clone() for n, p in trainer.policy.named_parameters() if p.dim() > 1}
+    trainer.run()
+    assert metrics(tmp_path / "run")[0]["kl"] == 0
+    after = dict(trainer.policy.named_parameters())
+    changed = sum(int((after[name] != p).sum()) for name, p in before.items())
+    assert changed > 0.9 * sum(p.numel() for p in before.values())
+    exported = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    assert {x.dtype for x in exported.values()} == {torch.bfloat16}
