@@ -162,6 +162,12 @@ class TrainConfig:
                 "rollouts.engine='paged' needs the full model on each rank: use parallel.mode=ddp "
                 "or rollouts.engine=generate"
             )
+        plan = self.method.sampling(self.rollouts.num_generations)
+        if self.rollouts.function is not None and any(stage.has_prefix for stage in plan.stages):
+            raise ValueError(
+                f"rollouts.function={self.rollouts.function!r}: the rollouts of method "
+                f"{self.method.name!r} continue a demonstration: use another method, or null"
+            )
 
     def _check_groups(self) -> None:
         """Raise ValueError if every advantage would be 0."""

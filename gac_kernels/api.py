@@ -16,6 +16,7 @@ from . import backends, checks, ops, reference
 from .autograd import FusedLoss, TokenLogprobs, TokenLoss, loss_output
 from .backends import reference as reference_backend
 from .contract import LossOutput, LossSpec, TokenLossOutput, compute_dtype
+from .filter import FilterReport, GradientFilter
 from .inputs import BatchInputs, NeedsGrad, Operands, complete
 from .sketch import HeadSketch
 
@@ -209,6 +210,7 @@ def operands(
     softcap: float | None,
     backend: str,
     chunk_bytes: int | None = None,
+    gradient_filter: GradientFilter | None = None,
 ) -> Operands:
     """Check the arguments that all functions share, and choose the backend.
 
@@ -237,7 +239,8 @@ def operands(
         chosen = backends.choose(backend, rows.device, logits_dtype)
     numbers = temperature / logit_scale, softcap
     flat = targets.reshape(-1)
-    return Operands(rows, weight, bias, flat, temperatures, *numbers, chosen, dtype, chunk_bytes)
+    arguments = rows, weight, bias, flat, temperatures, *numbers, chosen, dtype, chunk_bytes
+    return Operands(*arguments, filter=gradient_filter)
 
 
 def fold_scale(
@@ -276,6 +279,7 @@ def fused_linear_gac_loss(
     backend: str = "auto",
     chunk_bytes: int | None = None,
     sketch: HeadSketch | None = None,
+    gradient_filter: GradientFilter | None = None,
 ) -> LossOutput:
     """Compute `fused_gac_loss` of hidden @ weight.T + bias without materializing all logits.
 
@@ -300,6 +304,8 @@ def fused_linear_gac_loss(
         sketch: the projections for `LossOutput.sketch`, which is then computed even if no gradient
             is needed; None: no sketch. Sequences whose rows are skipped because mu is 0 or 1 get
             nan.
+        gradient_filter: skip the columns of the vocabulary in which the gradient is negligible; see
+            `GradientFilter` and `LossOutput.filter`. Exact under torch.compile and CUDA graphs.
 
     Returns:
         The loss, differentiable once with respect to `hidden`, `weight` and `bias`, with its parts
@@ -322,7 +328,9 @@ def fused_linear_gac_loss(
     checks.batch(hidden, inputs, spec)
     checks.sketch(sketch)
     scaling = spec.temperature, logit_scale, softcap
-    op = operands(hidden, weight, bias, targets, *scaling, backend, chunk_bytes)
+    checks.gradient_filter(gradient_filter)
+    sizes = backend, chunk_bytes, gradient_filter
+    op = operands(hidden, weight, bias, targets, *scaling, *sizes)
     inputs, spec = fold_scale(inputs, spec, op, logit_scale)
     if torch.compiler.is_compiling():
         return ops.fused_loss(op, inputs, spec, moments, sketch)
@@ -344,6 +352,7 @@ def linear_token_logprobs(
     outputs: Sequence[str] = (),
     backend: str = "auto",
     chunk_bytes: int | None = None,
+    gradient_filter: GradientFilter | None = None,
 ) -> tuple[Tensor, ...]:
     """Compute `token_logprobs` of hidden @ weight.T + bias without materializing all logits.
 
@@ -357,12 +366,14 @@ def linear_token_logprobs(
         weight: [V, H], same dtype as hidden; under autocast, any float dtype except float64.
         targets: int64 [B, T] or [N]; -100 gives 0 and no gradient.
         bias: [V], or None.
-        chunk_bytes: as in `fused_linear_gac_loss`.
+        chunk_bytes, gradient_filter: as in `fused_linear_gac_loss`, without a report.
     """
     checks.rows("hidden", hidden, targets)
     checks.outputs(outputs)
+    checks.gradient_filter(gradient_filter)
     scaling = temperature, logit_scale, softcap
-    op = operands(hidden, weight, bias, targets, *scaling, backend, chunk_bytes)
+    sizes = backend, chunk_bytes, gradient_filter
+    op = operands(hidden, weight, bias, targets, *scaling, *sizes)
     return _logprobs(op, targets, weight.shape[0], outputs)
 
 
@@ -378,6 +389,7 @@ def fused_linear_token_loss(
     softcap: float | None = None,
     outputs: Sequence[str] = (),
     chunk_bytes: int | None = None,
+    gradient_filter: GradientFilter | None = None,
     backend: str = "auto",
 ) -> TokenLossOutput:
     """Compute your own loss of each token, and its gradients, without materializing all logits.
@@ -389,7 +401,8 @@ def fused_linear_token_loss(
     sequence uses `linear_token_logprobs`, at 8 N H V. Under torch.compile, the call breaks the
     graph once, because your function runs eagerly.
 
-    Arguments and errors not listed here are as in `linear_token_logprobs`.
+    Arguments and errors not listed here are as in `fused_linear_gac_loss` and
+    `linear_token_logprobs`.
 
     Args:
         token_loss: called as token_loss(logps, entropy, *inputs, *outputs) with the M tokens of a
@@ -411,8 +424,9 @@ def fused_linear_token_loss(
     checks.outputs(outputs)
     checks.token_inputs(token_loss, inputs, targets)
     scaling = temperature, logit_scale, softcap
-    keywords = {"outputs": outputs, "chunk_bytes": chunk_bytes, "backend": backend}
-    return _token_loss(hidden, weight, targets, token_loss, inputs, bias, scaling, **keywords)
+    checks.gradient_filter(gradient_filter)
+    sizes = backend, chunk_bytes, gradient_filter
+    return _token_loss(hidden, weight, targets, token_loss, inputs, bias, scaling, outputs, sizes)
 
 
 @torch.compiler.disable
@@ -425,14 +439,17 @@ def _token_loss(
     bias: Tensor | None,
     scaling: tuple[float | Tensor, float, float | None],
     outputs: Sequence[str],
-    chunk_bytes: int | None,
-    backend: str,
+    sizes: tuple[str, int | None, GradientFilter | None],
 ) -> TokenLossOutput:
-    op = operands(hidden, weight, bias, targets, *scaling, backend, chunk_bytes)
+    op = operands(hidden, weight, bias, targets, *scaling, *sizes)
     checks.values(targets, weight.shape[0])
     flat_inputs, needs = [x.reshape(-1) for x in inputs], NeedsGrad.of(*op[:3])
     loss, *flat = TokenLoss.apply(*op[:3], op, token_loss, flat_inputs, outputs, needs)
-    return TokenLossOutput.named([loss, *(x.view(targets.shape) for x in flat)], outputs)
+    *flat, report = flat
+    values = [loss, *(x.view(targets.shape) for x in flat)]
+    if report is not None:
+        values, outputs = [*values, FilterReport(*report)], (*outputs, "filter")
+    return TokenLossOutput.named(values, outputs)
 
 
 def loss_from_logprobs(

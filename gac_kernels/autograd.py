@@ -18,6 +18,7 @@ from torch.autograd.graph import increment_version
 
 from . import linear, loss
 from .contract import LossOutput, LossSpec, TokenMoments
+from .filter import FilterReport
 from .inputs import BatchInputs, NeedsGrad, Operands
 from .linear import InputGradients
 from .sketch import HeadSketch
@@ -80,12 +81,12 @@ class TokenLoss(Function):
         inputs: Sequence[Tensor],
         outputs: Sequence[str],
         needs: NeedsGrad,
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor | None, ...]:
         with without_autocast(op):
             result = loss.token_loss(op, function, inputs, outputs, needs)
         _save(ctx, op, result.grads, result.inv_scale)
-        detached = result.losses, *result.stats
-        ctx.mark_non_differentiable(*detached)
+        detached = result.losses, *result.stats, result.report
+        ctx.mark_non_differentiable(*(x for x in detached if x is not None))
         total = result.losses.sum(dtype=torch.float64).to(result.losses.dtype)
         return total, *detached
 
@@ -135,17 +136,20 @@ def without_autocast(op: Operands) -> AbstractContextManager[object]:
 
 
 def flatten(result: loss.LossResult) -> tuple[Tensor | None, ...]:
-    """The scalars, logps, entropy, the parts of the moments, and the sketch."""
+    """The scalars, logps, entropy, the parts of the moments, the sketch and the filter's report."""
     *scalars, moments = result.summary
     parts = (None,) * 3 if moments is None else (*vars(moments).values(),)
-    return (*scalars, result.terms.logps, result.terms.entropy, *parts, result.sketch)
+    terms = result.terms.logps, result.terms.entropy
+    return (*scalars, *terms, *parts, result.sketch, result.report)
 
 
 def loss_output(flat: Sequence[Any], shape: torch.Size) -> LossOutput:
     """Build a LossOutput from the result of `flatten`; shape: that of the targets."""
-    *scalars, logps, entropy, rollouts, demo_nll, totals, sketch = flat
+    *scalars, logps, entropy, rollouts, demo_nll, totals, sketch, report = flat
     moments = None if rollouts is None else TokenMoments(rollouts, demo_nll, totals)
-    return LossOutput._make((*scalars, logps.view(shape), entropy.view(shape), moments, sketch))
+    filtered = None if report is None else FilterReport(*report)
+    tokens = logps.view(shape), entropy.view(shape)
+    return LossOutput._make((*scalars, *tokens, moments, sketch, filtered))
 
 
 def _save(ctx: Any, op: Operands, grads: InputGradients, inv_scale: Tensor | None) -> None:

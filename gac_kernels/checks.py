@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .contract import IGNORE, MORE_OUTPUTS, LossSpec
+from .filter import GradientFilter
 from .inputs import BatchInputs
 from .sketch import HeadSketch
 
@@ -238,6 +239,11 @@ def outputs(names: Sequence[str]) -> None:
 def sketch(value: object) -> None:
     if value is not None and not isinstance(value, HeadSketch):
         raise TypeError(f"sketch={value!r}: use a gac_kernels.HeadSketch, or None")
+
+
+def gradient_filter(value: object) -> None:
+    if value is not None and not isinstance(value, GradientFilter):
+        raise TypeError(f"gradient_filter={value!r}: use a gac_kernels.GradientFilter, or None")
 
 
 def _readable(x: Tensor | None) -> bool:

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .filter import FilterReport
+
 IGNORE = -100  # a target with this value has no loss
 # logp - old is clamped to this value, with zero gradient above it. Otherwise the loss could leave
 # the range of float32 and become inf or nan; with the clamp, advantages up to 1e20 are safe.
@@ -372,10 +374,15 @@ class LossOutput(NamedTuple):
     sequence's contribution to its own term (rollout or demonstration), and k is the size of both
     projections; see `HeadSketch`. None unless requested.
     """
+    filter: FilterReport | None = None
+    """What the gradient filter did; None without one."""
 
 
 class TokenLossOutput(NamedTuple):
-    """Output of `fused_linear_token_loss`, followed by the requested further outputs by name."""
+    """Output of `fused_linear_token_loss`, followed by the requested further outputs by name.
+
+    With a gradient filter, the last field is `filter`, what it did; otherwise `filter` is None.
+    """
 
     loss: torch.Tensor
     """0-d: the sum of the losses; differentiable once."""
@@ -386,8 +393,10 @@ class TokenLossOutput(NamedTuple):
     entropy: torch.Tensor
     """Like targets, detached: entropy of each distribution in nats, 0 where there is no loss."""
 
+    filter = None
+
     @classmethod
-    def named(cls, values: Sequence[torch.Tensor], outputs: Sequence[str]) -> TokenLossOutput:
+    def named(cls, values: Sequence[Any], outputs: Sequence[str]) -> TokenLossOutput:
         """Build the output from `values`, with a field for each of `outputs` at the end."""
         kind: Any = _output_type(tuple(outputs)) if outputs else cls
         return kind._make(values)
@@ -396,4 +405,7 @@ class TokenLossOutput(NamedTuple):
 @functools.cache
 def _output_type(outputs: tuple[str, ...]) -> type:
     """A named tuple, because FSDP's hooks find no tensors inside other classes."""
-    return namedtuple("TokenLossOutput", (*TokenLossOutput._fields, *outputs))
+    kind: Any = namedtuple("TokenLossOutput", (*TokenLossOutput._fields, *outputs))
+    if "filter" not in outputs:
+        kind.filter = None
+    return kind

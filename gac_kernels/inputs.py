@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .contract import DemoWeight, LossSpec
+from .filter import GradientFilter
 
 
 class Operands(NamedTuple):
@@ -29,6 +30,7 @@ class Operands(NamedTuple):
     dtype: torch.dtype  # of the logits, or that the operands of the head are rounded to
     chunk_bytes: int | None = None  # memory for logits and gradients; None: by device
     vocab_size: int | None = None  # determines the chunk sizes; None: rows of the weight
+    filter: GradientFilter | None = None
 
     def scaling(self, index: Tensor | None = None) -> float | Tensor:
         """The temperature of all rows, or of each row at `index` (None: all rows, in order)."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from . import projection
 from .contract import IGNORE, LossSpec
+from .filter import ColumnFilter, Kept
 from .inputs import NeedsGrad, Operands, part
 from .projection import Projection, spans
 from .sketch import HeadSketch, RowSketch, Sketcher, per_sequence
@@ -87,6 +88,9 @@ class Head:
         self._d_weight: Tensor | None = None  # allocated by the first chunk
         width = len(op.weight) if needs.bias else 0
         self._d_bias = self.projection.weight.new_zeros(width, dtype=self.projection.accum_dtype)
+        self._targets, self.filter = op.targets, None
+        if op.filter is not None and not capturing(op.rows.device):  # a capture reads no count
+            self.filter = ColumnFilter(op.filter, self.projection.weight, op.backend)
 
     def _gather(self, index: Tensor) -> Tensor:
         """Gather rows of hidden as a GEMM operand [M, H]."""
@@ -147,16 +151,42 @@ class Head:
         head = self.projection
         if self.sketcher is not None:
             self.sketcher.project(index, rows)
+        kept = None if self.filter is None else self.filter.select(grad, self._targets[index])
         if self.needs.rows:
-            d_rows = head.hidden_gradient(grad)
+            d_rows = head.hidden_gradient(grad) if kept is None else self._filtered_rows(kept)
             self._d_hidden.index_copy_(0, index, d_rows.to(self._d_hidden.dtype))
-        if self.needs.weight:
+        if self.needs.weight and kept is not None and self.filter.settings.weight:
+            self._add_filtered(kept, rows)
+        elif self.needs.weight:
             first = self._d_weight is None
             if self._d_weight is None:
                 self._d_weight = self._allocate(single_chunk)
             projection.multiply(grad.T, rows, self._d_weight, accumulate=not first)
         if self.needs.bias:
             self._d_bias += grad.sum(0, dtype=head.accum_dtype)
+
+    def _filtered_rows(self, kept: Kept) -> Tensor:
+        """The gradient [M, H] of a chunk's rows from the columns kept and the tail."""
+        head = self.projection
+        shape = len(kept.values), head.weight.shape[1]
+        out = torch.empty(shape, dtype=head.accum_dtype, device=head.weight.device)
+        projection.multiply(kept.values, head.weight.index_select(0, kept.columns), out)
+        tail = out.new_empty(1, shape[1])
+        projection.multiply(kept.mass.to(head.gemm_dtype)[None], head.weight, tail)
+        return out.addr_(kept.rows.to(out.dtype), tail[0])
+
+    def _add_filtered(self, kept: Kept, rows: Tensor) -> None:
+        """Add a chunk to the gradient of the weight: the columns kept now, the tail at the end."""
+        head = self.projection
+        if self._d_weight is None:
+            self._d_weight = self._allocate(single_chunk=False).zero_()
+        part = torch.empty(
+            len(kept.columns), rows.shape[1], dtype=head.accum_dtype, device=rows.device
+        )
+        projection.multiply(kept.values.T, rows, part)
+        self._d_weight.index_add_(0, kept.columns, part)
+        assert self.filter is not None
+        self.filter.tails.append((kept.mass, kept.rows @ rows.to(kept.rows.dtype)))
 
     def _allocate(self, single_chunk: bool) -> Tensor:
         """Allocate the weight's gradient [V, H]; float32 or better unless one GEMM rounds it."""
@@ -170,8 +200,17 @@ class Head:
         self.projection.release()  # first: rounding the sums needs memory too
         if self.needs.weight and self._d_weight is None:
             self._d_weight = self._allocate(single_chunk=False).zero_()
+        if self._d_weight is not None and self.filter is not None and self.filter.tails:
+            mass, sums = (
+                torch.stack(x).to(self._d_weight) for x in zip(*self.filter.tails, strict=True)
+            )
+            self._d_weight.addmm_(mass.T, sums)
         d_hidden = self._d_hidden if self.needs.rows else None
         return InputGradients(d_hidden, self._d_weight, self._d_bias if self.needs.bias else None)
+
+    def report(self) -> Tensor | None:
+        """The fields of `filter.FilterReport`, if there is a filter."""
+        return None if self.filter is None else self.filter.report()
 
     def sketches(self, tokens: Tokens, spec: LossSpec, inv_scale: Tensor | None) -> Tensor | None:
         """The sketch of each sequence's gradient, if requested."""

@@ -37,6 +37,7 @@ class LossResult(NamedTuple):
     sketch: Tensor | None  # [S, k, k]
     grads: InputGradients  # of the mixed loss, divided by `inv_scale`
     inv_scale: Tensor | None  # see `scale_for_float16`
+    report: Tensor | None  # float32 [2]: the fields of `filter.FilterReport`
 
 
 def fused_loss(
@@ -79,7 +80,8 @@ def fused_loss(
     return LossResult(op.backend.reduce(tokens, terms, moments), terms, *rest)
 
 
-Pass = tuple[TokenTerms, Tensor | None, InputGradients, Tensor | None]  # terms, sketch, grads, ...
+# the terms, and the fields of `LossResult` from `sketch` on
+Pass = tuple[TokenTerms, Tensor | None, InputGradients, Tensor | None, Tensor | None]
 
 
 def _one_pass(
@@ -94,7 +96,7 @@ def _one_pass(
     inv_scale, tokens = scale_for_float16(tokens, spec, op.dtype)
     if op.weight is None:
         terms = op.backend.row_loss(op.rows, tokens, spec, out, None, op.softcap)
-        return terms, None, InputGradients(out, None, None), inv_scale
+        return terms, None, InputGradients(out, None, None), inv_scale, None
     need_gradient = any(needs) or sketch is not None
     has_gradient = torch.zeros_like(tokens.live)
     if need_gradient:
@@ -111,7 +113,7 @@ def _one_pass(
         torch.stack(terms, out=ordered_results[:, block.tokens])
     results.index_copy_(1, order[:live_rows], ordered_results[:, :live_rows])
     sketches = head.sketches(tokens, spec, inv_scale)
-    return TokenTerms(*results), sketches, head.gradients(), inv_scale
+    return TokenTerms(*results), sketches, head.gradients(), inv_scale, head.report()
 
 
 def _two_passes(
@@ -133,7 +135,7 @@ def _two_passes(
     logps, entropy, lse = stats
     terms, upstream = token_gradients(logps, entropy, tokens, spec, need_gradient)
     if upstream is None:
-        return terms, None, InputGradients(None, None, None), None
+        return terms, None, InputGradients(None, None, None), None, None
     inv_scale = None
     if op.dtype == torch.float16:
         inv_scale = power_above((upstream / scaling).abs())
@@ -141,11 +143,12 @@ def _two_passes(
     columns = torch.cat([lse[None], entropy[None], upstream])
     if head is None:
         op.backend.row_grads(op.rows, tokens.targets, *columns, scaling, out, op.softcap)
-        return terms, None, InputGradients(out, None, None), inv_scale
+        return terms, None, InputGradients(out, None, None), inv_scale, None
     if order.device.type not in ASYNCHRONOUS:  # the exact number costs no synchronization
         order, count = partition_tokens(tokens.live, (upstream != 0).any(0))
     head.add_gradients(op, columns, order, count)
-    return terms, head.sketches(tokens, spec, inv_scale), head.gradients(), inv_scale
+    sketches = head.sketches(tokens, spec, inv_scale)
+    return terms, sketches, head.gradients(), inv_scale, head.report()
 
 
 class TokenLossResult(NamedTuple):
@@ -155,6 +158,7 @@ class TokenLossResult(NamedTuple):
     stats: tuple[Tensor, ...]  # logps, entropy, and the requested outputs: [N] each
     grads: InputGradients  # of the sum of the losses, divided by `inv_scale`
     inv_scale: Tensor | None  # see `scale_for_float16`
+    report: Tensor | None  # float32 [2]: the fields of `filter.FilterReport`
 
 
 def token_loss(
@@ -194,7 +198,7 @@ def token_loss(
     results.index_copy_(1, order[:live_rows], ordered[:, :live_rows])
     losses, logps, entropy, *extra = torch.where(live, results, 0)
     stats = logps, entropy, *select_outputs(extra, outputs)
-    return TokenLossResult(losses, stats, head.gradients(), inv_scale)
+    return TokenLossResult(losses, stats, head.gradients(), inv_scale, head.report())
 
 
 def differentiate(

@@ -101,7 +101,7 @@ def _loss(*arguments: Any) -> tuple[Tensor, ...]:
     with _eager(), torch.autocast(op.rows.device.type, enabled=False):
         arguments = op, inputs._replace(**scalars), spec, NeedsGrad(*needs), True, head_sketch, out
         result = loss.fused_loss(*arguments)
-    *values, logps, entropy, rollouts, demo_nll, totals, sketches = flatten(result)
+    *values, logps, entropy, rollouts, demo_nll, totals, sketches, _ = flatten(result)
     return (
         torch.stack(values),
         *(logps.clone(), entropy.clone(), rollouts, demo_nll, totals),
@@ -175,7 +175,8 @@ def fused_loss(
     total, *parts = scalars.unbind()
     constants = (x.detach() for x in parts)
     flat = total, *constants, logps, entropy, *(sums if moments else (None,) * 3)
-    return loss_output((*flat, None if sketch is None else sketches), inputs.targets.shape)
+    flat = *flat, None if sketch is None else sketches, None
+    return loss_output(flat, inputs.targets.shape)
 
 
 @torch.library.custom_op(

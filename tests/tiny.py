@@ -19,7 +19,7 @@ TIMING_KEYS = (
     "reward_seconds",
     "sampling_seconds",
     "sampling_share",
-    "responses_per_second",
+    "completions_per_second",
 )
 
 

@@ -307,3 +307,18 @@ const char* gac_row_loss(const gac::RowArguments* arguments) {
         a.logps[i] = a.entropy[i] = a.loss[i] = a.kl[i] = a.clipped[i] = 0;
       });
 }
+
+const char* gac_column_sums(const gac::ColumnArguments* arguments) {
+  using namespace gac;
+  const ColumnArguments& a = *arguments;
+  const RowKernels* const kernels = row_kernels();
+  if (!kernels) return "GAC_CPU_CAPABILITY names an instruction set that this processor lacks";
+  const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, a.vocab));
+  parallel_for(a.rows, grain, a.threads, [&](int64_t begin, int64_t end) {
+    float* const columns = a.columns + omp_get_thread_num() * a.vocab;
+    for (int64_t i = begin; i < end; ++i)
+      kernels->columns(a.grad + i * a.row_stride, a.vocab, static_cast<float>(a.threshold), a.hit,
+                       columns, a.sum + i, a.mass + i);
+  });
+  return nullptr;
+}

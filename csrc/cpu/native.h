@@ -77,6 +77,15 @@ struct ReduceArguments {
   int64_t has_ref;
 };
 
+struct ColumnArguments {
+  const float* grad;  // [rows, vocab]
+  int64_t row_stride, rows, vocab, threads;
+  double threshold;
+  bool* hit;           // [vocab], zeros: whether an entry of the column is above the threshold
+  float *sum, *mass;   // [rows]: the sum and the absolute sum of each row
+  float* columns;      // [threads, vocab], zeros: absolute sums of the columns, over each thread's rows
+};
+
 }  // namespace gac
 
 #define GAC_EXPORT extern "C" __attribute__((visibility("default")))
@@ -89,3 +98,4 @@ GAC_EXPORT const char* gac_reduce(const gac::ReduceArguments*);
 GAC_EXPORT const char* gac_row_stats(const gac::RowArguments*);
 GAC_EXPORT const char* gac_row_grads(const gac::RowArguments*);
 GAC_EXPORT const char* gac_row_loss(const gac::RowArguments*);
+GAC_EXPORT const char* gac_column_sums(const gac::ColumnArguments*);

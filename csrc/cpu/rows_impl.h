@@ -294,10 +294,45 @@ void signed_buckets(const float* row, const float* signs, int64_t width, int64_t
   for (int64_t j = 0; j < kBuckets; ++j) buckets[j % size] += all[j];
 }
 
+// Few entries are above the threshold, so only the runs that have one are read again.
+void columns(const float* row, int64_t width, float threshold, bool* hit, float* column, float* sum,
+             float* mass) {
+  constexpr int64_t kGroup = 4 * kLanes;
+  Doubles totals = {}, masses = {};
+  for (int64_t begin = 0; begin < width; begin += kRun) {
+    const int64_t end = smaller(width, begin + kRun);
+    Floats total = {}, absolute = {};
+    for (int64_t i = begin; i < end; i += kGroup) {
+      Floats top = {};
+      for (int64_t j = i; j < smaller(end, i + kGroup); j += kLanes) {
+        float rest[kLanes] = {};
+        if (j + kLanes > end) std::memcpy(rest, row + j, (end - j) * sizeof(float));
+        const Floats x = load(j + kLanes > end ? rest : row + j);
+        const Floats size = max(x, -x);
+        total += x;
+        absolute += size;
+        top = max(top, size);
+        if (j + kLanes > end) {
+          for (int64_t k = 0; k < end - j; ++k) column[j + k] += size[k];
+        } else {
+          store(column + j, load(column + j) + size);
+        }
+      }
+      if (max_lane(top) > threshold)
+        for (int64_t j = i; j < smaller(end, i + kGroup); ++j)
+          if (std::fabs(row[j]) > threshold) __atomic_store_n(hit + j, true, __ATOMIC_RELAXED);
+    }
+    totals += __builtin_convertvector(total, Doubles);
+    masses += __builtin_convertvector(absolute, Doubles);
+  }
+  *sum = static_cast<float>(add_lanes(totals));
+  *mass = static_cast<float>(add_lanes(masses));
+}
+
 }  // namespace
 
 extern const RowKernels kernels{GAC_ISA_NAME, get,          set,
                                 scratch_size, dispatch_sums, reaches,
-                                dispatch_cap, dispatch_gradient, signed_buckets};
+                                dispatch_cap, dispatch_gradient, signed_buckets, columns};
 
 }  // namespace gac::GAC_ISA

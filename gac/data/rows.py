@@ -1,7 +1,7 @@
 """Converts token lists to the tensors of one forward.
 
-Notation: B rows, T the longest row, N tokens, S sequences. A row is a prompt and its response; only
-response tokens have a loss. Rows are padded on the right, or packed end to end; either way
+Notation: B rows, T the longest row, N tokens, S sequences. A row is a prompt and its completion;
+only completion tokens have a loss. Rows are padded on the right, or packed end to end; either way
 `targets[t]` is the token after input t.
 """
 
@@ -23,7 +23,7 @@ from .examples import Example
 class Row(NamedTuple):
     """One training row: a prompt and a completion."""
 
-    ids: tuple[int, ...]  # prompt and response
+    ids: tuple[int, ...]  # prompt and completion
     start: int  # index in ids of the first token that has a loss
     is_demo: bool
     advantage: float = 0.0
@@ -31,25 +31,32 @@ class Row(NamedTuple):
     weight: float = 1.0  # factor of the row's loss, > 0
     switch: int = -1  # a rollout's tokens from `start` up to this index belong to a demonstration
     unit: int = -1  # id of dependent rollouts, such as those of one prompt; -1: independent
-    # log-probs of the tokens from `start` in the engine that sampled them; nan: not sampled
+    # log-probs of the loss tokens in the engine that sampled them; nan: not sampled
     engine_logps: tuple[float, ...] = ()
     context: tuple[int, ...] = ()  # tokens that only the teacher sees, before `ids`; (): no teacher
     source: str = ""  # a demonstration's source, if the data name sources
+    # whether each token from `start` >= 1 has a loss; (): all do. The others are only read, such as
+    # tool results
+    mask: tuple[bool, ...] = ()
 
     @property
-    def response_tokens(self) -> int:
-        return len(self.ids) - self.start
+    def loss_tokens(self) -> int:
+        """Number of tokens that have a loss."""
+        return sum(self.mask) if self.mask else len(self.ids) - self.start
 
     @property
     def demo_tokens(self) -> int:
         """Number of demonstration tokens that have a loss."""
         if self.is_demo:
-            return self.response_tokens
+            return self.loss_tokens
         return max(self.switch - self.start, 0)
 
-    def scored(self, offset: int) -> slice:
+    def scored(self, offset: int) -> slice | torch.Tensor:
         """Positions that predict the row's loss tokens, for a row that starts at `offset`."""
-        return slice(offset + max(self.start, 1) - 1, offset + len(self.ids) - 1)
+        first = offset + max(self.start, 1) - 1
+        if self.mask:
+            return torch.tensor(self.mask).nonzero().flatten() + first
+        return slice(first, offset + len(self.ids) - 1)
 
     @property
     def mixed(self) -> bool:
@@ -132,6 +139,10 @@ def collate(
         ids = token_ids(padded).reshape(len(rows), width)
         positions, first, ends = np.arange(width)[None], first[:, None], lengths[:, None]
     scored = (positions >= first - 1) & (positions < ends - 1)
+    for i, row in enumerate(rows):
+        if row.mask:
+            part = slice(starts[i] + row.start - 1, starts[i] + len(row.ids) - 1)
+            scored.reshape(-1)[part] &= np.array(row.mask)
     targets = np.where(scored, np.roll(ids, -1), -100)
     advantages = torch.tensor([row.advantage for row in rows])
     is_demo = torch.tensor([row.is_demo for row in rows])
@@ -179,13 +190,13 @@ class Counts(NamedTuple):
 def count(rows: Sequence[Row]) -> Counts:
     """Counts of this rank's rows; sum them over ranks for the global counts."""
     demo = [row.demo_tokens for row in rows]
-    rollout = [row.response_tokens - tokens for row, tokens in zip(rows, demo, strict=True)]
+    rollout = [row.loss_tokens - tokens for row, tokens in zip(rows, demo, strict=True)]
     return Counts(
         sum(n > 0 for n in rollout),
         sum(rollout),
         sum(n > 0 for n in demo),
         sum(demo),
-        sum(row.response_tokens > 0 for row in rows),
+        sum(row.loss_tokens > 0 for row in rows),
         sum(len(row.ids) for row in rows),
     )
 

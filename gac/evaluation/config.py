@@ -43,6 +43,9 @@ class EvalTask:
     """Responses per generation batch; null: all. Batches are distributed over processes."""
     split_field: str | None = None
     """Row field to split results by: accuracy is also reported for each of its values."""
+    function: str | None = None
+    """The task's own rollouts, as `rollouts.function`; null: `rollouts.function` in training, and
+    one completion of each prompt in `gac eval`."""
     pass_at: tuple[int, ...] = ()
     """Values of k for pass@k, at most `samples`. A response is correct if its score is at least 1.
     """

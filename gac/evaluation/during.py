@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from gac.errors import ConfigError
 from gac.rewards import Reward
+from gac.rollouts.engines import Engine
 
 from .config import EvalSettings
 from .suite import Job, flat, load_jobs
@@ -22,18 +22,16 @@ class Evaluator:
 
     Args:
         settings: the tasks.
-        tokenizer: the model's tokenizer.
+        engine: samples the answers.
         reward: the run's reward, used for tasks that do not set their own.
         seed: sampling seed.
     """
 
-    def __init__(
-        self, settings: EvalSettings, tokenizer: PreTrainedTokenizerBase, reward: Reward, seed: int
-    ) -> None:
+    def __init__(self, settings: EvalSettings, engine: Engine, reward: Reward, seed: int) -> None:
         tasks = {"": settings, **settings.tasks} if settings.data.prompts else settings.tasks
-        self.jobs = load_jobs(tasks, tokenizer, reward)
+        self.jobs = load_jobs(tasks, engine.tokenizer, reward)
         _check_column_names(self.jobs)
-        self.tokenizer, self.seed = tokenizer, seed
+        self.engine, self.seed = engine, seed
 
     def __bool__(self) -> bool:
         return bool(self.jobs)
@@ -45,10 +43,9 @@ class Evaluator:
         """
         started = time.perf_counter()
         row: dict[str, Any] = {}
+        self.engine.load(model)
         for name, job in self.jobs.items():
-            answers = generate_answers(
-                model, self.tokenizer, job.examples, job.reward, job.task, self.seed
-            )
+            answers = generate_answers(self.engine, job.examples, job.reward, job.task, self.seed)
             row |= flat(answers, job.task, name)
         return {**row, "seconds": time.perf_counter() - started}
 

@@ -29,6 +29,8 @@ from gac.models.causal_lm import load_model, load_tokenizer
 from gac.parallel import collectives, setup
 from gac.parallel.run_lock import run_lock
 from gac.rewards import Reward, build_reward, closing_reward
+from gac.rollouts.config import RolloutConfig
+from gac.rollouts.engines import Engine
 
 from .config import EvalConfig, EvalTask
 from .estimates import paired_difference
@@ -183,10 +185,11 @@ def _run_tasks(
     with value_errors_as(ConfigError):
         tokenizer = load_tokenizer(config.model)
         jobs = load_jobs(tasks, tokenizer, config.reward)
-        model = load_model(config.model, config.seed).to(device)
+        engine = Engine(RolloutConfig(), tokenizer)
+    engine.load(load_model(config.model, config.seed).to(device))
 
     def run(job: Job) -> list[Answer]:
-        return generate_answers(model, tokenizer, job.examples, job.reward, job.task, config.seed)
+        return generate_answers(engine, job.examples, job.reward, job.task, config.seed)
 
     with contextlib.ExitStack() as rewards:
         for job in jobs.values():

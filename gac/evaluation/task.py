@@ -11,15 +11,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from gac.data import Example
 from gac.errors import ConfigError
 from gac.models.causal_lm import stop_tokens
 from gac.parallel.collectives import gather, rank, world_size
-from gac.parallel.setup import required_calls
-from gac.rollouts.generation import generate
+from gac.rollouts.engines import Engine, score
+from gac.rollouts.function import Rollout, RolloutFunction
+from gac.rollouts.generation import SamplingParams
 
 from .config import EvalTask
 from .estimates import accuracy_interval, bootstrap_interval, pass_at_k
@@ -42,56 +41,48 @@ class Answer(NamedTuple):
 
 
 def generate_answers(
-    model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    examples: Sequence[Example],
-    reward: Any,
-    task: EvalTask,
-    seed: int,
+    engine: Engine, examples: Sequence[Example], reward: Any, task: EvalTask, seed: int
 ) -> list[Answer]:
     """Generate and score Q x K answers, in the order of the examples; returned on every rank.
 
     Each batch has its own seed, so the answers do not depend on the number of processes. The global
     RNG state is left unchanged.
     """
+    function = engine.function
+    if task.function is not None:
+        function = RolloutFunction(task.function, "function")
+    params = SamplingParams(
+        task.max_completion_length, task.temperature, task.top_p, stop=task.stop
+    )
+    engine = engine.replace(params, function)
     per_call = max((task.batch or len(examples) * task.samples) // task.samples, 1)
     starts = range(0, len(examples), per_call)
-    own_starts = starts[rank() :: world_size()]
     owners: list[int] = []
-    responses: list[tuple[int, ...]] = []
-    with torch.random.fork_rng():
-        for turn in range(required_calls(model, len(own_starts))):
-            # with sharded weights, every call needs all ranks, even those that have finished their
-            # batches
-            start = own_starts[turn] if turn < len(own_starts) else len(examples)
+
+    def sample() -> list[Rollout]:
+        rollouts: list[Rollout] = []
+        for start in starts[rank() :: world_size()]:
             part = range(start, min(start + per_call, len(examples)))
             torch.manual_seed((seed << 32) + start)
-            responses += generate(
-                model,
-                tokenizer,
-                [examples[i].prompt for i in part],
-                max_completion_length=task.max_completion_length,
-                temperature=task.temperature,
-                top_p=task.top_p,
-                samples=task.samples,
-                stop=task.stop,
-            )
-            owners += [i for i in part for _ in range(task.samples)]
-    # one by one: a rank may have no responses, and an empty batch would decode to one empty string
-    texts = [str(tokenizer.decode(list(r), skip_special_tokens=True)) for r in responses]
-    scores = reward(texts, [examples[i] for i in owners])
-    stops = set(stop_tokens(tokenizer, task.stop))
+            rollouts += engine.sample_rollouts([examples[i] for i in part], task.samples)
+            owners.extend(i for i in part for _ in range(task.samples))
+        return rollouts
+
+    with torch.random.fork_rng():
+        rollouts = engine.independently(sample)
+    texts, scores = score(reward, engine.tokenizer, [examples[i] for i in owners], rollouts)
+    stops = set(stop_tokens(engine.tokenizer, task.stop))
     answers = [
         Answer(
             i,
             examples[i].id,
             split_of(task, examples[i]),
             text,
-            len(tokens),
-            score,
-            not tokens or tokens[-1] not in stops,
+            len(rollout.completion_ids),
+            value,
+            rollout.is_truncated(stops, task.max_completion_length),
         )
-        for i, text, tokens, score in zip(owners, texts, responses, scores, strict=True)
+        for i, text, rollout, value in zip(owners, texts, rollouts, scores, strict=True)
     ]
     every_rank = [a for rank_answers in gather(answers) for a in rank_answers]
     return sorted(every_rank, key=lambda a: a.number)

@@ -2,3 +2,7 @@
 
 This package may import `rewards` and earlier packages.
 """
+
+from .function import Rollout
+
+__all__ = ["Rollout"]

@@ -20,7 +20,7 @@ class PagedConfig:
     """Tokens per forward; null: chosen from the free GPU memory, 256 on a CPU."""
     num_blocks: int | None = None
     """Blocks of the cache, with one page per layer each; null: chosen from the free GPU memory or,
-    on a CPU, enough for all responses.
+    on a CPU, enough for all completions.
     """
     block_size: int = 256
     """Tokens per page, >= 4."""
@@ -64,14 +64,14 @@ class RolloutConfig:
     num_generations: int = 8
     """Rollouts per prompt."""
     max_completion_length: int = 1024
-    """Maximum response length, in tokens."""
+    """Maximum completion length, in tokens, over all turns."""
     temperature: float = 1.0
     """Sampling temperature, also used in the rollout loss."""
     top_p: float = 1.0
     """Nucleus sampling; below 1 the rollouts come from a truncated distribution, not from the
     policy in the loss."""
     stop: tuple[str, ...] = ()
-    """Strings, each a single token, that end a response in addition to the EOS token."""
+    """Strings, each a single token, that end a completion in addition to the EOS token."""
     num_iterations: int = 1
     """Optimizer steps per set of rollouts; above 1 the importance ratio and its clipping matter."""
     generation_batch_size: int | None = None
@@ -79,10 +79,14 @@ class RolloutConfig:
     generation_batch_tokens: int | None = None
     """Token budget per generation batch, instead of `generation_batch_size`: groups prompts of
     similar length and counts each rollout as its padded prompt plus `max_completion_length`."""
+    function: str | None = None
+    """The run's own rollouts, e.g. several turns, tools or an environment:
+    `package.module:function`, called with a list of prompts and the engine; returns one
+    `gac.rollouts.Rollout` for each. null: one completion of each prompt."""
     engine: str = "generate"
-    """generate: static batches, each of which runs until its longest response ends; on a CPU, the
+    """generate: static batches, each of which runs until its longest completion ends; on a CPU, the
     rows that have ended are left out. paged: transformers' continuous batching, which starts a new
-    response whenever one ends. vllm: an external server (needs the extra `vllm`)."""
+    completion whenever one ends. vllm: an external server (needs the extra `vllm`)."""
     paged: PagedConfig = PagedConfig()
     """Settings of the `paged` engine."""
     vllm: VLLMConfig = VLLMConfig()
@@ -100,17 +104,17 @@ class RolloutConfig:
     """Dynamic sampling (DAPO, arXiv 2503.14476): replace prompts whose rollouts all have the same
     reward, and hence no advantage, by the next prompts, at most this many times per step."""
     mask_truncated_completions: bool = False
-    """Overlong filtering (DAPO): responses cut off at `max_completion_length` have no loss; their
+    """Overlong filtering (DAPO): completions cut off at `max_completion_length` have no loss; their
     rewards still count in their group."""
     overlong_tokens: int | None = None
-    """Soft overlong punishment (DAPO): the reward of a response falls linearly by up to
+    """Soft overlong punishment (DAPO): the reward of a completion falls linearly by up to
     `overlong_penalty` over this many last tokens before `max_completion_length`; null: none."""
     overlong_penalty: float = 1.0
     """Largest reduction of the reward by `overlong_tokens`."""
     log_samples_every: int = 10
     """Steps between the entries of samples.jsonl; 0: none."""
     log_sample_prompts: int = 2
-    """Prompts per entry, each with all its responses and rewards."""
+    """Prompts per entry, each with all its completions and rewards."""
     print_samples: bool = False
     """Also print these samples in the terminal."""
 

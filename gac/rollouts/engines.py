@@ -1,62 +1,232 @@
-"""Rollout engines behind a common interface."""
+"""The rollout engine of a run: static batches, continuous batching, or a vLLM server."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
+from transformers import ContinuousBatchingConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from gac.errors import import_extra
+from gac.errors import RunError, UserError, import_extra
+from gac.models.causal_lm import stop_tokens
+from gac.parallel import collectives
 
-from .config import RolloutConfig
-from .generation import Responses, SamplingParams, generate
-from .paged import generate_paged
+from .config import PagedConfig, RolloutConfig
+from .function import Rollout, RolloutFunction
+from .generation import Completion, SamplingParams, generate, generation_config, sampling_mode
 
-Policy = Callable[[Sequence[tuple[int, ...]], int], Responses]
-"""policy(prompts, samples): `samples` responses per prompt, in order."""
-Engine = Callable[[Any], Policy]
-"""engine(model): a `Policy` with the model's current weights. Call both on every rank."""
+if TYPE_CHECKING:
+    from gac.data import Example
+
+CPU_BATCH = 256  # tokens per forward on a CPU
+Result = TypeVar("Result")
 
 
-def make_engine(
-    config: RolloutConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    served: str = "",
-    longest: int = 0,
-    folder: Path | None = None,
-) -> Engine:
-    """Create the engine selected by `config`.
+class Engine:
+    """Samples from the model that was loaded last, with the engine selected by `config`.
 
-    For a server, which is contacted immediately: `served` is the model that it must serve,
-    `longest` the maximum length of prompt plus response, and `folder` the folder for its weights
-    unless `config` sets one.
+    A server is contacted immediately.
+
+    Args:
+        config: the `rollouts` section of the configuration.
+        tokenizer: the model's tokenizer.
+        served: the model that a server must serve.
+        longest: maximum length of a prompt with its completion.
+        folder: folder for a server's weights, unless `config` sets one.
     """
-    params = SamplingParams(
-        config.max_completion_length, config.temperature, config.top_p, stop=config.stop
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        served: str = "",
+        longest: int = 0,
+        folder: Path | None = None,
+    ) -> None:
+        self.config, self.tokenizer = config, tokenizer
+        self.params = SamplingParams(
+            config.max_completion_length, config.temperature, config.top_p, stop=config.stop
+        )
+        self.function = None if config.function is None else RolloutFunction(config.function)
+        self.vocab_size = len(tokenizer)  # until the first `load`; the model's may be larger
+        self._model: Any = None
+        self._server: Any = None
+        self._independent = False
+        if config.engine == "vllm":
+            module = import_extra("gac.rollouts.vllm", "rollouts.engine=vllm")
+            self._server = module.Server(config.vllm, tokenizer, served, longest, folder)
+
+    def load(self, model: Any) -> Engine:
+        """Sample with the current weights of `model` from now on. Call it on every rank."""
+        self._model = model
+        self.vocab_size = model.get_input_embeddings().weight.shape[0]
+        if self._server is not None:
+            self._server.load(model)
+        return self
+
+    def replace(self, params: SamplingParams, function: RolloutFunction | None) -> Engine:
+        """The same engine with other parameters and another function."""
+        other = copy.copy(self)
+        other.params, other.function = params, function
+        return other
+
+    def generate(
+        self, prompt_ids: Sequence[Sequence[int]], num_generations: int = 1, **changes: Any
+    ) -> list[Completion]:
+        """Sample `num_generations` completions of each prompt, in order.
+
+        Args:
+            prompt_ids: token ids of each prompt.
+            num_generations: completions per prompt.
+            changes: replace the run's `max_completion_length`, `temperature`, `top_p` or `stop`.
+
+        Returns:
+            Token ids up to and including the stop token. `.logps` are their log-probs if a server
+            sampled them, else ().
+        """
+        params = self.params._replace(num_generations=num_generations, **changes)
+        if self._independent:
+            collectives.largest([1.0])  # ranks that have finished sample with this one
+        return self._sample([tuple(prompt) for prompt in prompt_ids], params)
+
+    def roll_out(self, examples: Sequence[Example], num_generations: int) -> list[Rollout]:
+        """`num_generations` rollouts of each example, in order. Call it on every rank."""
+        if self.function is None:
+            return self.sample_rollouts(examples, num_generations)
+        return self.independently(lambda: self.sample_rollouts(examples, num_generations))
+
+    def sample_rollouts(self, examples: Sequence[Example], num_generations: int) -> list[Rollout]:
+        """`roll_out` inside `independently`."""
+        owners = [example for example in examples for _ in range(num_generations)]
+        if self.function is not None:
+            return self.function(owners, self) if owners else []
+        completions = self.generate([e.prompt for e in examples], num_generations)
+        return [
+            Rollout(example.prompt, tuple(completion), (), completion.logps or None)
+            for example, completion in zip(owners, completions, strict=True)
+        ]
+
+    def independently(self, work: Callable[[], Result]) -> Result:
+        """Run `work`, which may call `generate` a different number of times on each rank.
+
+        Sampling from sharded weights or a server needs all ranks, so those that have finished take
+        part in the other ranks' calls without prompts. An error on one rank is raised on all.
+        """
+
+        def joined() -> Result:
+            with self._joining():
+                return work()
+
+        return collectives.run_on_all_ranks(joined)
+
+    @contextlib.contextmanager
+    def _joining(self) -> Iterator[None]:
+        self._independent, errors = True, []
+        try:
+            yield
+        finally:
+            self._independent = False
+            while collectives.largest([0.0])[0]:
+                try:
+                    self._sample([], self.params)
+                except UserError as error:  # raised on all ranks
+                    errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def _sample(self, prompts: list[tuple[int, ...]], params: SamplingParams) -> list[Completion]:
+        if self._server is not None:
+            return self._server.generate(prompts, params)
+        if self.config.engine == "paged":
+            return _generate_paged(self._model, self.tokenizer, prompts, params, self.config.paged)
+        return generate(
+            self._model,
+            self.tokenizer,
+            prompts,
+            batch=self.config.generation_batch_size,
+            batch_tokens=self.config.generation_batch_tokens,
+            **params._asdict(),
+        )
+
+
+def score(
+    reward: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    examples: Sequence[Example],
+    rollouts: Sequence[Rollout],
+) -> tuple[list[str], list[float | None]]:
+    """Texts and rewards of the rollouts of `examples`, one each; a reward is None if dropped.
+
+    The configured `reward` scores the rollouts that have no reward of their own.
+    """
+    # one by one: an empty batch would decode to one empty string
+    texts = [
+        str(tokenizer.decode(list(r.completion_ids), skip_special_tokens=True)) for r in rollouts
+    ]
+    scores = [None if r.reward is None else float(r.reward) for r in rollouts]
+    rows = [i for i, s in enumerate(scores) if s is None]
+    extended = [
+        replace(examples[i], extra={**examples[i].extra, **rollouts[i].extra})
+        if rollouts[i].extra
+        else examples[i]
+        for i in rows
+    ]
+    if rows:
+        values = reward([texts[i] for i in rows], extended)
+        for i, value in zip(rows, values, strict=True):
+            scores[i] = value
+    return texts, scores
+
+
+@torch.no_grad()
+def _generate_paged(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[tuple[int, ...]],
+    params: SamplingParams,
+    config: PagedConfig,
+) -> list[Completion]:
+    """Sample with transformers' continuous batching, in which no rollout waits for the longest.
+
+    This rank must have the full model. The seed is drawn from torch's generator. Raises RunError if
+    a completion is missing.
+    """
+    if not prompts:
+        return []
+    stops = stop_tokens(tokenizer, params.stop)
+    settings = generation_config(params, stops, tokenizer.pad_token_id)
+    # on a CPU, transformers would take most of the memory: allow only what all completions need
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    blocks = params.num_generations * sum(
+        -(-(len(prompt) + params.max_completion_length) // config.block_size) for prompt in prompts
     )
-    if config.engine == "vllm":
-        module = import_extra("gac.rollouts.vllm", "rollouts.engine=vllm")
-        server = module.Server(config.vllm, tokenizer, served, longest, folder)
-        return functools.partial(server.load, params=params)
-
-    def engine(model: Any) -> Policy:
-        def policy(prompts: Sequence[tuple[int, ...]], samples: int) -> Responses:
-            call_params = params._replace(samples=samples)
-            if config.engine == "paged":
-                return generate_paged(model, tokenizer, prompts, call_params, config.paged)
-            return generate(
-                model,
-                tokenizer,
-                prompts,
-                batch=config.generation_batch_size,
-                batch_tokens=config.generation_batch_tokens,
-                **call_params._asdict(),
-            )
-
-        return policy
-
-    return engine
+    pages = ContinuousBatchingConfig(
+        max_batch_tokens=config.max_batch_tokens or (CPU_BATCH if on_cpu else None),
+        num_blocks=config.num_blocks or (blocks if on_cpu else None),
+        block_size=config.block_size,
+        seed=int(torch.randint(2**31, ())),
+        auto_switch_to_flash=False,  # the same attention as in training
+    )
+    with sampling_mode(model):
+        results = model.generate_batch(
+            [list(p) for p in prompts], generation_config=settings, continuous_batching_config=pages
+        )
+    errors = [r.error for r in results.values() if r.error is not None]
+    expected = len(prompts) * params.num_generations
+    if errors or len(results) != expected:
+        count = len(results) - len(errors)
+        cause = f" ({errors[0]})" if errors else ""
+        raise RunError(
+            f"rollouts.engine=paged: only {count} of {expected} completions were generated{cause}: "
+            "lower rollouts.paged.max_batch_tokens or num_blocks, or use rollouts.engine=generate; "
+            "then rerun the command to resume from the last checkpoint"
+        )
+    # results are in prompt order; within a request, the child samples precede their parent
+    return [Completion(r.generated_tokens) for r in results.values()]

@@ -33,25 +33,22 @@ class SamplingParams(NamedTuple):
     temperature: float
     """0 means greedy decoding."""
     top_p: float = 1.0
-    samples: int = 1
-    """Responses per prompt."""
+    num_generations: int = 1
+    """Completions per prompt."""
     stop: Sequence[str] = ()
 
 
-class Response(tuple[int, ...]):
-    """Token ids of a response, with their log-probs in the engine that sampled them."""
+class Completion(tuple[int, ...]):
+    """Token ids of a completion, with their log-probs in the engine that sampled them."""
 
     logps: tuple[float, ...] = ()
 
     @classmethod
-    def of(cls, tokens: Sequence[int], logps: Sequence[float]) -> Response:
-        """Create a response; `logps` is cut to the length of `tokens`."""
-        response = cls(tokens)
-        response.logps = tuple(logps[: len(tokens)])
-        return response
-
-
-Responses = Sequence[tuple[int, ...]]  # token ids up to and including the stop token
+    def of(cls, tokens: Sequence[int], logps: Sequence[float]) -> Completion:
+        """Create a completion; `logps` is cut to the length of `tokens`."""
+        completion = cls(tokens)
+        completion.logps = tuple(logps[: len(tokens)])
+        return completion
 
 
 @torch.no_grad()
@@ -63,17 +60,17 @@ def generate(
     batch: int | None = None,
     batch_tokens: int | None = None,
     **keywords: Any,
-) -> Responses:
-    """Sample responses to each prompt, in order; keywords as in `SamplingParams`.
+) -> list[Completion]:
+    """Sample completions of each prompt, in order; keywords as in `SamplingParams`.
 
-    batch: responses generated at once; None: all. batch_tokens: see `RolloutConfig`.
+    batch: completions generated at once; None: all. batch_tokens: see `RolloutConfig`.
     """
     params = SamplingParams(**keywords)
     stops = stop_tokens(tokenizer, params.stop)
     pad_token: int = tokenizer.pad_token_id
     settings = generation_config(params, stops, pad_token)
     device = next(model.parameters()).device
-    responses: list[Responses] = [[] for _ in prompts]
+    completions: list[list[Completion]] = [[] for _ in prompts]
     with sampling_mode(model):
         parts = _parts(prompts, params, batch, batch_tokens)
         if not _supports_padding(model, pad_token):
@@ -88,10 +85,11 @@ def generate(
             width = ids.shape[1]
             mask = (torch.arange(width) >= torch.tensor(missing)[:, None]).long()
             rows = _continue(model, ids.to(device), mask.to(device), settings, stops)
-            new = [truncate_at_stop(row, stops) for row in rows]
+            new = [Completion(truncate_at_stop(row, stops)) for row in rows]
             for at, i in enumerate(part):
-                responses[i] = new[at * params.samples : (at + 1) * params.samples]
-    return [response for group in responses for response in group]
+                count = params.num_generations
+                completions[i] = new[at * count : (at + 1) * count]
+    return [completion for group in completions for completion in group]
 
 
 def _continue(
@@ -159,10 +157,10 @@ def _parts(
 ) -> list[list[int]]:
     """Group prompts of similar length into generation batches, longest first.
 
-    tokens: budget per batch, counting padded prompts and full-length responses; a batch has at
+    tokens: budget per batch, counting padded prompts and full-length completions; a batch has at
         least one prompt.
     """
-    per_call = max((batch or len(prompts) * params.samples) // params.samples, 1)
+    per_call = max((batch or len(prompts) * params.num_generations) // params.num_generations, 1)
     if tokens is None and per_call >= len(prompts):
         return [list(range(len(prompts)))] if prompts else []
     parts: list[list[int]] = []
@@ -170,7 +168,7 @@ def _parts(
         if not parts or len(parts[-1]) == per_call:
             parts.append([])
             # the longest prompt comes first, and the others are padded to it
-            cost = params.samples * (len(prompts[i]) + params.max_completion_length)
+            cost = params.num_generations * (len(prompts[i]) + params.max_completion_length)
             per_call = max(tokens // cost, 1) if tokens else per_call
         parts[-1].append(i)
     return parts
@@ -230,7 +228,7 @@ def generation_config(
         temperature=params.temperature or None,
         top_p=params.top_p if sample else None,
         top_k=0 if sample else None,
-        num_return_sequences=params.samples,
+        num_return_sequences=params.num_generations,
         eos_token_id=stops,
         pad_token_id=pad_token,
         use_cache=True,

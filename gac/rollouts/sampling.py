@@ -1,17 +1,18 @@
-"""The rollouts of one step: prompts, responses, rewards, advantages, training rows.
+"""The rollouts of one step: prompts, completions, rewards, advantages, training rows.
 
 Notation: Q prompts, K rollouts per prompt.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import operator
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,8 @@ from gac.parallel.collectives import rank, world_size
 
 from .advantages import Credit
 from .config import RolloutConfig
-from .engines import Engine, Policy
+from .engines import Engine, score
+from .function import Rollout
 from .plan import Sampling, Stage
 
 logger = logging.getLogger(__name__)
@@ -36,14 +38,14 @@ Crediting = Callable[[Tensor, Tensor | None, str], Credit]  # see `group_credit`
 class SamplingStats(NamedTuple):
     """Amount and duration of this rank's sampling."""
 
-    responses: int = 0
-    tokens: int = 0  # of all responses
+    completions: int = 0
+    tokens: int = 0  # sampled, of all completions
     seconds: float = 0.0  # excluding reward computation
     reward_seconds: float = 0.0
     groups: int = 0  # prompts with at least two scored rollouts
     flat_groups: int = 0  # groups whose rewards are all equal, before any resampling
     resampled: int = 0  # prompts that were replaced
-    truncated: int = 0  # responses without a stop token
+    truncated: int = 0  # completions without a stop token
 
     def columns(self) -> dict[str, Any]:
         """Metrics columns: totals over all ranks, and the mean time per rank."""
@@ -51,15 +53,15 @@ class SamplingStats(NamedTuple):
         total = SamplingStats(*sums)
         seconds = total.seconds / world_size()
         return {
-            "sampled_responses": int(total.responses),
+            "sampled_completions": int(total.completions),
             "sampled_tokens": int(total.tokens),
             "sampling_seconds": seconds,
-            "responses_per_second": total.responses / seconds if seconds else None,
+            "completions_per_second": total.completions / seconds if seconds else None,
             "reward_seconds": total.reward_seconds / world_size(),
             "frac_reward_zero_std": total.flat_groups / total.groups if total.groups else None,
             "resampled_prompts": int(total.resampled),
-            "completions/clipped_ratio": total.truncated / total.responses
-            if total.responses
+            "completions/clipped_ratio": total.truncated / total.completions
+            if total.completions
             else None,
         }
 
@@ -77,7 +79,7 @@ class Rollouts:
     sources: dict[str, tuple[float, int]] = field(default_factory=dict)
     """Sum and number of the rewards of each of several data sources."""
     old_logps: list[Tensor] = field(default_factory=list)
-    """Log-probs of the sampling policy, one tensor of response tokens per row; empty: on-policy."""
+    """Log-probs of the sampling policy, one tensor of loss tokens per row; empty: on-policy."""
     teacher_logps: list[Tensor] = field(default_factory=list)
     """Like `old_logps`, but of the policy that sees `Row.context`; nan without a context, and empty
     if not measured.
@@ -88,18 +90,21 @@ class Rollouts:
 
 
 class Sample(NamedTuple):
-    """One rollout of one prompt."""
+    """One rollout of one prompt, with its reward."""
 
-    prefix: tuple[int, ...]  # demonstration tokens given before the response
-    response: tuple[int, ...]
+    prompt: tuple[int, ...]
+    prefix: tuple[int, ...]  # demonstration tokens given before the completion
+    completion: tuple[int, ...]
     reward: float  # nan: dropped
     train_prefix: bool
     truncated: bool = False  # at `max_completion_length`, without a stop token
+    mask: tuple[bool, ...] = ()  # see `Row.mask`; without the prefix
+    logps: tuple[float, ...] = ()  # of `completion` in the engine, if known
 
 
 def _scored(group: Sequence[Sample]) -> list[float]:
-    """Rewards of the samples of a group that have a response and were not dropped."""
-    return [s.reward for s in group if s.response and not math.isnan(s.reward)]
+    """Rewards of the samples of a group that have a completion and were not dropped."""
+    return [s.reward for s in group if s.completion and not math.isnan(s.reward)]
 
 
 def source_means(sources: dict[str, tuple[float, int]]) -> dict[str, float]:
@@ -145,9 +150,8 @@ def engine_logps(rows: Sequence[Row], batch: Batch) -> Tensor:
     if not rows:
         return torch.full_like(batch.targets, math.nan, dtype=torch.float32)
     logps = [
-        torch.tensor(row.engine_logps or [math.nan] * row.response_tokens)[
-            -len(row.ids[max(row.start, 1) :]) :
-        ]
+        # no position predicts a row's first token
+        torch.tensor(row.engine_logps or [math.nan] * row.loss_tokens)[row.start == 0 :]
         for row in rows
     ]
     return scatter_logps(logps, rows, batch, math.nan)
@@ -156,9 +160,9 @@ def engine_logps(rows: Sequence[Row], batch: Batch) -> Tensor:
 def scatter_logps(
     logps: Sequence[Tensor], rows: Sequence[Row], batch: Batch, other: float = 0.0
 ) -> Tensor:
-    """Scatter each row's response log-probs into a tensor shaped like `batch.targets`.
+    """Scatter each row's log-probs into a tensor shaped like `batch.targets`.
 
-    other: value of the positions that predict no response token.
+    other: value of the positions that predict no loss token.
     """
     out = torch.full((batch.targets.numel(),), other)
     for offset, row, values in zip(batch.starts, rows, logps, strict=True):
@@ -185,7 +189,7 @@ class Sampler:
         self.stages = plan.stages or (Stage(config.num_generations),)
         self.stops = set(stop_tokens(tokenizer, config.stop))
         self.samples: list[dict[str, Any]] = []
-        """The first prompts of the last step, with responses and rewards, for people to read."""
+        """The first prompts of the last step, with completions and rewards, for people to read."""
         self.signal = SignalWatch()
         if config.top_p < 1 and rank() == 0:
             logger.warning(
@@ -200,9 +204,9 @@ class Sampler:
         self.step = step
         self.reward.set_step(step)
         began = time.perf_counter()
-        policy = self.engine(model)
+        self.engine.load(model)
         self.stats = SamplingStats(seconds=time.perf_counter() - began)
-        examples, groups = self._groups(policy, list(examples))
+        examples, groups = self._groups(list(examples))
         self.samples = [
             self._readable(example, group)
             for example, group in list(zip(examples, groups, strict=True))[
@@ -216,7 +220,7 @@ class Sampler:
         sources: dict[str, tuple[float, int]] = {}
         for i, (example, group) in enumerate(zip(examples, groups, strict=True)):
             if self.plan.pairs:
-                own = _pair(example, group)
+                own = _pair(group)
             else:
                 own = self._rows(example, group, Credit(*(values[i] for values in credit)))
             # numbered as in a single process, so that ids are unique across ranks
@@ -234,11 +238,9 @@ class Sampler:
             rollouts.collected = [e if weight and e.demo else None for e, weight in weights]
         return rollouts
 
-    def _groups(
-        self, policy: Policy, examples: list[Example]
-    ) -> tuple[list[Example], list[list[Sample]]]:
+    def _groups(self, examples: list[Example]) -> tuple[list[Example], list[list[Sample]]]:
         """Sample all groups, then replace groups without signal by groups of new prompts."""
-        groups = self._sample_all(policy, examples)
+        groups = self._sample_all(examples)
         flat = [i for i, group in enumerate(groups) if is_flat(group)]
         several = sum(len(_scored(group)) > 1 for group in groups)
         self.stats = self.stats._replace(groups=several, flat_groups=len(flat))
@@ -247,89 +249,107 @@ class Sampler:
                 break
             assert self.more is not None
             new = list(self.more(len(flat)))
-            for i, example, group in zip(flat, new, self._sample_all(policy, new), strict=True):
+            for i, example, group in zip(flat, new, self._sample_all(new), strict=True):
                 examples[i], groups[i] = example, group
             self.stats = self.stats._replace(resampled=self.stats.resampled + len(new))
             flat = [i for i in flat if is_flat(groups[i])]
         return examples, groups
 
-    def _sample_all(self, policy: Policy, examples: Sequence[Example]) -> list[list[Sample]]:
+    def _sample_all(self, examples: Sequence[Example]) -> list[list[Sample]]:
         groups: list[list[Sample]] = [[] for _ in examples]
         for stage in self.stages:
-            self._sample(policy, examples, stage, groups)
+            self._sample(examples, stage, groups)
         return groups
 
     def _readable(self, example: Example, group: Sequence[Sample]) -> dict[str, Any]:
-        responses = [list(sample.prefix + sample.response) for sample in group]
-        texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
-        demo = example.demo
+        def text(tokens: Sequence[int]) -> str:
+            return self.tokenizer.decode(list(tokens), skip_special_tokens=True)
+
         return {
             "id": example.id,
             "prompt": example.prompt_text,
-            "responses": [
+            "completions": [
                 {
-                    "text": text,
+                    "text": text(sample.prefix + sample.completion),
                     "reward": None if math.isnan(sample.reward) else sample.reward,
                     "truncated": sample.truncated,
+                    **({"turns": _turns(sample, text)} if sample.mask else {}),
                 }
-                for text, sample in zip(texts, group, strict=True)
+                for sample in group
             ],
-            "demonstration": demo and self.tokenizer.decode(list(demo), skip_special_tokens=True),
+            "demonstration": example.demo and text(example.demo),
         }
 
     def _sample(
-        self, policy: Policy, examples: Sequence[Example], stage: Stage, groups: list[list[Sample]]
+        self, examples: Sequence[Example], stage: Stage, groups: list[list[Sample]]
     ) -> None:
         """Sample one stage and append it to each prompt's group."""
         pairs = zip(examples, groups, strict=True)
         prefixes = [_prefix(example, group, stage, self.step) for example, group in pairs]
         # a complete demonstration needs no continuation; one is sampled anyway, so that every rank
         # samples the same number of prompts, and then discarded
-        complete = [p == e.demo for p, e in zip(prefixes, examples, strict=True)]
+        complete = [bool(p) and p == e.demo for p, e in zip(prefixes, examples, strict=True)]
         starts = [
-            example.prompt + (prefix[:-1] if done else prefix)
+            replace(example, prompt=example.prompt + (prefix[:-1] if done else prefix))
+            if prefix
+            else example
             for example, prefix, done in zip(examples, prefixes, complete, strict=True)
         ]
         began = time.perf_counter()
-        responses = policy(starts, stage.size)
-        stage_stats = SamplingStats(
-            len(responses), sum(map(len, responses)), time.perf_counter() - began
-        )
-        owners = [q for q in range(len(examples)) for _ in range(stage.size)]
-        responses = [() if complete[q] else r for q, r in zip(owners, responses, strict=True)]
-        full = [prefixes[q] + r for q, r in zip(owners, responses, strict=True)]
-        truncated = [bool(r) and r[-1] not in self.stops for r in responses]
-        began = time.perf_counter()
-        scores = self._scores(full, [examples[q] for q in owners])
-        scores = [s - self._penalty(r) for s, r in zip(scores, responses, strict=True)]
+        rollouts = self.engine.roll_out(starts, stage.size)
         seconds = time.perf_counter() - began
-        stage_stats = stage_stats._replace(reward_seconds=seconds, truncated=sum(truncated))
-        self.stats = SamplingStats(*map(operator.add, self.stats, stage_stats))
-        for i, (q, response, score) in enumerate(zip(owners, responses, scores, strict=True)):
-            train_prefix = i % stage.size >= stage.size - stage.trained
-            groups[q].append(Sample(prefixes[q], response, score, train_prefix, truncated[i]))
+        owners = [q for q in range(len(examples)) for _ in range(stage.size)]
+        full = [
+            replace(
+                rollout,
+                completion_ids=prefixes[q] + (() if complete[q] else rollout.completion_ids),
+            )
+            if prefixes[q]
+            else rollout
+            for q, rollout in zip(owners, rollouts, strict=True)
+        ]
+        began = time.perf_counter()
+        scores = self._scores([examples[q] for q in owners], full)
+        reward_seconds = time.perf_counter() - began
+        tokens, truncated, limit = 0, 0, self.config.max_completion_length
+        for i, (q, rollout, reward) in enumerate(zip(owners, rollouts, scores, strict=True)):
+            tokens += sum(rollout.loss_mask) or len(rollout.completion_ids)
+            completion = () if complete[q] else tuple(rollout.completion_ids)
+            sample = Sample(
+                examples[q].prompt if prefixes[q] else tuple(rollout.prompt_ids),
+                prefixes[q],
+                completion,
+                reward - self._penalty(completion),
+                i % stage.size >= stage.size - stage.trained,
+                bool(completion) and rollout.is_truncated(self.stops, limit),
+                () if complete[q] else tuple(map(bool, rollout.loss_mask)),
+                tuple(rollout.logps or ()),
+            )
+            truncated += sample.truncated
+            groups[q].append(sample)
+        sampled = SamplingStats(len(rollouts), tokens, seconds, reward_seconds, truncated=truncated)
+        self.stats = SamplingStats(*map(operator.add, self.stats, sampled))
 
-    def _penalty(self, response: tuple[int, ...]) -> float:
+    def _penalty(self, completion: tuple[int, ...]) -> float:
         """Soft overlong punishment: grows from 0 in the last `overlong_tokens` before the limit."""
         tokens = self.config.overlong_tokens
         if tokens is None:
             return 0.0
-        over = len(response) - (self.config.max_completion_length - tokens)
+        over = len(completion) - (self.config.max_completion_length - tokens)
         return self.config.overlong_penalty * min(max(over / tokens, 0.0), 1.0)
 
-    def _scores(self, responses: list[tuple[int, ...]], examples: list[Example]) -> list[float]:
-        """One reward per response; nan if the response was dropped."""
-        if not responses:  # an empty batch would decode to one empty string
-            return []
-        texts = self.tokenizer.batch_decode([list(r) for r in responses], skip_special_tokens=True)
-        return [math.nan if s is None else s for s in self.reward(texts, examples)]
+    def _scores(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> list[float]:
+        """One reward per rollout; nan if it was dropped."""
+        _, scores = score(self.reward, self.tokenizer, examples, rollouts)
+        return [math.nan if s is None else s for s in scores]
 
     def _demo_rewards(self, examples: Sequence[Example]) -> Tensor:
         """[Q] rewards of the prompts' own demonstrations; nan where there is none to score."""
         out = torch.full((len(examples),), math.nan, dtype=torch.float64)
-        own = {q: e.demo for q, e in enumerate(examples) if e.demo is not None}
-        scores = self._scores(list(own.values()), [examples[q] for q in own])
-        out[list(own)] = torch.tensor(scores, dtype=out.dtype)
+        own = [q for q, e in enumerate(examples) if e.demo is not None]
+        demos = [Rollout(examples[q].prompt, examples[q].demo or (), ()) for q in own]
+        scores = self._scores([examples[q] for q in own], demos)
+        out[own] = torch.tensor(scores, dtype=out.dtype)
         return out
 
     def _rows(self, example: Example, group: list[Sample], credit: Credit) -> list[Row]:
@@ -337,25 +357,18 @@ class Sampler:
 
         credit: the credit of this prompt, without the dimension [Q].
         """
-        prompt, rows = example.prompt, []
+        rows = []
         rollout_weight, demo_weight = credit.rollout_weight.item(), credit.demo_weight.item()
         if self.plan.demos != "prompt" or example.demo is None:
             rollout_weight, demo_weight = 1.0, 0.0
         for sample, advantage in zip(group, credit.rollouts.tolist(), strict=True):
-            switch = len(prompt) + len(sample.prefix)
-            start = len(prompt) if sample.train_prefix else switch
-            ids = prompt + sample.prefix + sample.response
+            row = _row(sample, advantage)._replace(weight=rollout_weight)
             skipped = math.isnan(sample.reward) or (
                 sample.truncated and self.config.mask_truncated_completions
             )
-            if rollout_weight and not skipped and start < len(ids):
-                is_demo = not sample.response  # the prefix is the complete demonstration
-                row = Row(ids, start, is_demo, advantage, weight=rollout_weight, switch=switch)
-                logps = getattr(sample.response, "logps", ())
-                if logps:
-                    row = row._replace(engine_logps=(math.nan,) * (switch - start) + logps)
+            if rollout_weight and not skipped and row.loss_tokens:
                 if self.plan.teacher and example.demo is not None:
-                    row = row._replace(context=prompt + example.demo)
+                    row = row._replace(context=example.prompt + example.demo)
                 rows.append(row)
         if self.plan.groups and len(rows) < len(group):
             rows = []
@@ -379,14 +392,35 @@ def _prefix(example: Example, group: Sequence[Sample], stage: Stage, step: int) 
     return example.demo[: stage.length(step, len(example.demo), rng)]
 
 
-def _pair(example: Example, group: list[Sample]) -> list[Row]:
-    """Rows of the best and the worst response, if their rewards differ; ties go to the first."""
+def _row(sample: Sample, advantage: float) -> Row:
+    """The training row of a sample."""
+    switch = len(sample.prompt) + len(sample.prefix)
+    start = len(sample.prompt) if sample.train_prefix else switch
+    mask = (True,) * (switch - start) + sample.mask if sample.mask else ()
+    own = sample.mask or (True,) * len(sample.logps)
+    logps = tuple(itertools.compress(sample.logps, own))
+    return Row(
+        sample.prompt + sample.prefix + sample.completion,
+        start,
+        not sample.completion,  # then the prefix is the complete demonstration
+        advantage,
+        switch=switch,
+        engine_logps=(math.nan,) * (switch - start) + logps if logps else (),
+        mask=mask,
+    )
+
+
+def _turns(sample: Sample, text: Callable[[Sequence[int]], str]) -> list[list[Any]]:
+    """[text, whether it has a loss] of each turn of a rollout."""
+    pairs = zip(sample.completion, sample.mask, strict=True)
+    turns = itertools.groupby(pairs, key=operator.itemgetter(1))
+    return [[text([token for token, _ in turn]), learned] for learned, turn in turns]
+
+
+def _pair(group: list[Sample]) -> list[Row]:
+    """Rows of the best and the worst rollout, if their rewards differ; ties go to the first."""
     scored = [s for s in group if not math.isnan(s.reward)]
     if len({s.reward for s in scored}) < 2:
         return []
     best, worst = (pick(scored, key=lambda s: s.reward) for pick in (max, min))
-    start = len(example.prompt)
-    return [
-        Row(example.prompt + sample.response, start, False, sign)
-        for sample, sign in ((best, 1.0), (worst, -1.0))
-    ]
+    return [_row(best, 1.0), _row(worst, -1.0)]

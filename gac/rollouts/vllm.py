@@ -26,18 +26,18 @@ from gac.models.causal_lm import stop_tokens
 from gac.parallel.collectives import gather, rank, run_on_all_ranks
 
 from .config import VLLMConfig
-from .generation import Response, Responses, SamplingParams, sampling_mode, truncate_at_stop
+from .generation import Completion, SamplingParams, sampling_mode, truncate_at_stop
 
 MAX_CONCURRENT = 64  # concurrent requests per rank; the server batches them
 MAX_FILE_BYTES = 2**30  # bytes per file of weights
-PROBE = 8  # length in tokens of the prompt and of the response with which each update is checked
+PROBE = 8  # length in tokens of the prompt and of the completion with which each update is checked
 LOGPROB_TOLERANCE = 0.5  # nats per token; tolerates a server that rounds to bfloat16
 
 
 class Server:
     """Connection to a running `vllm serve`. Call every method on every rank.
 
-    Each rank requests the responses to its own prompts; rank 0 sends the weights. An error on one
+    Each rank requests the completions of its own prompts; rank 0 sends the weights. An error on one
     rank is raised on all. Each prompt has its own seed, drawn from torch's generator, so a resumed
     run is as reproducible as the server. The trainer computes all log-probs with its own weights;
     the server's are used only to check each update.
@@ -50,7 +50,7 @@ class Server:
         config: the server's settings.
         tokenizer: the trainer's tokenizer.
         model: the model that the server must serve.
-        longest: maximum length of prompt plus response.
+        longest: maximum length of prompt plus completion.
         folder: folder for the weights unless `config` sets one.
 
     Raises:
@@ -79,8 +79,8 @@ class Server:
         self.client = Client(config.url, config.timeout)
         self._on_all_ranks(lambda: self._check(config.model or model, longest))
 
-    def load(self, model: Any, params: SamplingParams) -> Callable[..., Responses]:
-        """Send the weights of `model` to the server; returns the `Policy` that samples from it."""
+    def load(self, model: Any) -> None:
+        """Send the weights of `model` to the server, and check that it uses them."""
         weights = Weights(model)
         iterator = iter(weights)
         send = self._send_by_disk if self.config.weights == "disk" else self._send_by_nccl
@@ -98,11 +98,11 @@ class Server:
         probe = self._on_all_ranks(lambda: self._probe() if rank() == 0 else None)
         self._compare(model, *gather(probe)[0])
 
-        def policy(prompts: Sequence[tuple[int, ...]], samples: int) -> Responses:
-            call_params = params._replace(samples=samples)
-            return self._on_all_ranks(lambda: self._sample(prompts, call_params))
-
-        return policy
+    def generate(
+        self, prompts: Sequence[tuple[int, ...]], params: SamplingParams
+    ) -> list[Completion]:
+        """Sample completions of this rank's prompts, in order."""
+        return self._on_all_ranks(lambda: self._sample(prompts, params))
 
     def _check(self, name: str, longest: int) -> None:
         served = self.client.served()
@@ -117,7 +117,7 @@ class Server:
         if max_length is not None and max_length < longest:
             raise ConfigError(
                 f"rollouts.vllm.url={self.config.url!r}: the server accepts {max_length} tokens, "
-                f"but a prompt with its response may have {longest}: start it with "
+                f"but a prompt with its completion may have {longest}: start it with "
                 f"--max-model-len {longest}, or lower rollouts.max_completion_length"
             )
         self._probe()  # fails if a token of the tokenizer is not in the server's vocabulary
@@ -165,38 +165,42 @@ class Server:
                 "model; fix this and rerun the command to resume"
             )
 
-    def _sample(self, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> Responses:
+    def _sample(
+        self, prompts: Sequence[tuple[int, ...]], params: SamplingParams
+    ) -> list[Completion]:
         stops = stop_tokens(self.tokenizer, params.stop)
         seeds = torch.randint(2**31, (len(prompts),)).tolist()
 
-        def sample_prompt(prompt: tuple[int, ...], seed: int) -> list[Response]:
+        def sample_prompt(prompt: tuple[int, ...], seed: int) -> list[Completion]:
             # use the run's stop tokens and ignore the server's own EOS tokens
             options = {"seed": seed, "stop_token_ids": stops, "ignore_eos": True}
             output: dict[str, Any] = self.client.generate(
                 [list(prompt)],
-                n=params.samples,
+                n=params.num_generations,
                 temperature=params.temperature,
                 top_p=params.top_p,
                 max_tokens=params.max_completion_length,
                 logprobs=0,
                 generation_kwargs=options,
             )
-            responses = output["completion_ids"]
-            if len(responses) != params.samples or not all(responses):
-                count = sum(map(bool, responses))
-                raise ValueError(f"received only {count} of {params.samples} responses to a prompt")
-            for response in responses:
-                self._check_vocabulary(response)
+            completions = output["completion_ids"]
+            if len(completions) != params.num_generations or not all(completions):
+                count = sum(map(bool, completions))
+                raise ValueError(
+                    f"received only {count} of {params.num_generations} completions to a prompt"
+                )
+            for completion in completions:
+                self._check_vocabulary(completion)
             return [
-                Response.of(truncate_at_stop(response, stops), _sampled(response, ids, logps))
-                for response, ids, logps in zip(
-                    responses, output["logprob_token_ids"], output["logprobs"], strict=True
+                Completion.of(truncate_at_stop(completion, stops), _sampled(completion, ids, logps))
+                for completion, ids, logps in zip(
+                    completions, output["logprob_token_ids"], output["logprobs"], strict=True
                 )
             ]
 
         with ThreadPoolExecutor(MAX_CONCURRENT) as pool:  # after an error, `map` cancels the rest
             groups = list(pool.map(sample_prompt, prompts, seeds))
-        return [response for group in groups for response in group]
+        return [completion for group in groups for completion in group]
 
     def _send_by_disk(self, weights: Weights, iterator: Iterator[tuple[str, Tensor]]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -317,10 +321,10 @@ class _TimeoutAdapter(HTTPAdapter):
 
 
 def _sampled(
-    response: Sequence[int], ids: Sequence[list[int]], logps: Sequence[list[float]]
+    completion: Sequence[int], ids: Sequence[list[int]], logps: Sequence[list[float]]
 ) -> list[float]:
     """Select each sampled token's log-prob; `logps[i]` are the log-probs of tokens `ids[i]`."""
-    steps = zip(response, ids, logps, strict=True)
+    steps = zip(completion, ids, logps, strict=True)
     return [values[own.index(token)] for token, own, values in steps]
 
 

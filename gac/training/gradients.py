@@ -74,7 +74,7 @@ class Forward:
 
     @torch.no_grad()
     def row_logprobs(self, rows: Sequence[Row], model: nn.Module | None = None) -> list[Tensor]:
-        """Log-probs of each row's response tokens, in the order of `rows`, on the CPU.
+        """Log-probs of each row's loss tokens, in the order of `rows`, on the CPU.
 
         model: None = the policy.
         """

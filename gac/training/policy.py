@@ -35,7 +35,8 @@ logger = logging.getLogger(__name__)
 def loss_of(config: TrainConfig) -> Loss:
     """The run's loss; `loss.max_tokens` defaults to `rollouts.max_completion_length`.
 
-    With rollouts from another engine, `rollouts.correction` is applied.
+    With rollouts from another engine, or a function that may return its log-probs,
+    `rollouts.correction` is applied.
     """
     rollouts = config.rollouts
     longest = config.loss.max_tokens or rollouts.max_completion_length
@@ -43,7 +44,8 @@ def loss_of(config: TrainConfig) -> Loss:
     from_reference = config.method.sampling(rollouts.num_generations).from_reference
     # the log-probs of a server are those at temperature 1 without truncation
     comparable = rollouts.temperature == 1 and rollouts.top_p == 1
-    if rollouts.engine == "vllm" and comparable and not from_reference:
+    elsewhere = rollouts.engine == "vllm" or rollouts.function is not None
+    if elsewhere and comparable and not from_reference:
         spec = dataclasses.replace(
             loss.spec, correction=rollouts.correction, correction_max=rollouts.correction_max
         )

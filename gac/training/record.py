@@ -100,17 +100,14 @@ class Record:
         self.accelerator.log(numbers, step=row["step"])
 
     def samples(self, step: int, prompts: list[dict[str, Any]], config: RolloutConfig) -> None:
-        """Log a few prompts with their responses and rewards, for people to read."""
+        """Log a few prompts with their completions and rewards, for people to read."""
         if not (self.accelerator.is_main_process and config.log_samples_every and prompts):
             return
         self.texts.append({"step": step, "prompts": prompts})
         if config.print_samples:
             for prompt in prompts:
-                responses = [
-                    f"  [{response['reward']}] {response['text']}"
-                    for response in prompt["responses"]
-                ]
-                logger.info("step %d: %s\n%s", step, prompt["prompt"], "\n".join(responses))
+                completions = [f"  [{c['reward']}] {c['text']}" for c in prompt["completions"]]
+                logger.info("step %d: %s\n%s", step, prompt["prompt"], "\n".join(completions))
 
     def evaluation(self, row: dict[str, Any]) -> None:
         """Log an evaluation; step 0 is before the first optimizer step."""

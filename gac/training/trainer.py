@@ -7,6 +7,7 @@ one. The trainer does not depend on any particular method; see `methods/base.py`
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import logging
 import math
@@ -32,8 +33,7 @@ from gac.models.causal_lm import load_tokenizer, stop_tokens
 from gac.parallel import collectives, setup
 from gac.parallel.run_lock import run_lock
 from gac.rewards import Tally, build_reward, closing_reward
-from gac.rollouts.config import RolloutConfig
-from gac.rollouts.engines import make_engine
+from gac.rollouts.engines import Engine
 from gac.rollouts.sampling import Rollouts, Sampler, SamplingStats, source_means
 from gac.train_config import OptimConfig, TrainConfig
 from gac.training.export import export_checkpoint
@@ -111,8 +111,10 @@ class Trainer:
         self.kl_in_loss = loss_of(config).spec.kl_coef != 0
         needs = StepNeeds.union(map(self.needs, range(config.steps)))
         # without rollouts, no server is contacted
-        rollout_config = config.rollouts if needs.rollouts else RolloutConfig()
-        engine = make_engine(
+        rollout_config = config.rollouts
+        if not needs.rollouts:
+            rollout_config = dataclasses.replace(rollout_config, engine="generate")
+        engine = Engine(
             rollout_config,
             self.tokenizer,
             served=config.model.path,
@@ -149,7 +151,7 @@ class Trainer:
         )
         self.rollouts: Rollouts | None = None
         self.tally = Tally(reward)
-        self.evaluator = Evaluator(config.eval, self.tokenizer, reward, config.seed)
+        self.evaluator = Evaluator(config.eval, engine, reward, config.seed)
         self.step = 0
         self.state, self.mix = next_mix(self.method, self.method.init(), Observation(0))
         self.ended = False  # the method has ended the run

@@ -32,7 +32,8 @@ from ..sketch import RowSketch
 from ..tokens import Summary, Tokens, TokenTerms
 
 LIBRARY = Path(__file__).parent.parent / "_native.so"
-FUNCTIONS = ("gac_plan", "gac_reduce", "gac_row_stats", "gac_row_grads", "gac_row_loss")
+NAMES = ("plan", "reduce", "row_stats", "row_grads", "row_loss", "column_sums")
+FUNCTIONS = tuple(f"gac_{name}" for name in NAMES)
 
 
 class Layout:
@@ -92,6 +93,14 @@ REDUCE_ARGUMENTS = Layout("""
     int: tokens sequences
     real: mu
     int: has_ref
+""")
+
+
+COLUMN_ARGUMENTS = Layout("""
+    pointer: grad
+    int: row_stride rows vocab threads
+    real: threshold
+    pointer: hit sum mass columns
 """)
 
 
@@ -304,6 +313,15 @@ def _run(
     scaling = temperature, softcap or 0.0
     arguments = ROW_ARGUMENTS.pack(*rows, *out_rows, *sizes, *scaling, *pointers, size, *options)
     _call(getattr(library(), function), arguments)
+
+
+def column_sums(grad: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    threads, hit = torch.get_num_threads(), torch.zeros(grad.shape[1], dtype=torch.bool)
+    columns, sums = grad.new_zeros(threads, grad.shape[1]), grad.new_empty(2, len(grad))
+    sizes = grad.stride(0), *grad.shape, threads
+    arguments = grad.data_ptr(), *sizes, threshold.item(), *_pointers((hit, *sums, columns))
+    _call(library().gac_column_sums, COLUMN_ARGUMENTS.pack(*arguments))
+    return hit, columns.sum(0), sums
 
 
 def scale_(tensor: Tensor, factor: Tensor) -> None:

@@ -32,7 +32,7 @@ def test_the_path_of_a_new_user(tmp_path, monkeypatch, capsys):
     assert cli.main(["export", "first/run", "first/one", "--step", "1"]) == cli.OK
     page = (tmp_path / "first" / "run" / "report.html").read_text()
     entry = json.loads((tmp_path / "first" / "run" / "samples.jsonl").read_text())
-    assert len(entry["prompts"][0]["responses"]) == 8
+    assert len(entry["prompts"][0]["completions"]) == 8
     assert "<h2>Samples</h2>" in page and entry["prompts"][0]["prompt"] in page
     capsys.readouterr()
     assert cli.main(["init", "first"]) == cli.USAGE

@@ -63,7 +63,7 @@ def test_units_are_sketches_of_the_true_gradient(task, tmp_path, fixed_rollouts,
     del model.forward  # the patched forward still calls the original model
     weight = model.get_output_embeddings().weight.detach().clone().requires_grad_()
     demos = [r for r in step.rows if r.is_demo]
-    tokens = sum(r.response_tokens for r in demos)
+    tokens = sum(r.loss_tokens for r in demos)
     truth: dict[tuple, torch.Tensor] = {}
     for i, row in enumerate(step.rows):
         ids = torch.tensor([row.ids])

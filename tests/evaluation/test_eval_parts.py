@@ -28,6 +28,9 @@ from gac.evaluation.table import results_lines
 from gac.evaluation.task import Answer, generate_answers, split_of, summary
 from gac.parallel.run_lock import run_lock
 from gac.rewards.base import RowReward
+from gac.rollouts.config import RolloutConfig
+from gac.rollouts.engines import Engine
+from gac.rollouts.generation import Completion, SamplingParams
 
 WORDS = make_tokenizer()  # <pad>, <eos> and <unk> are 0 to 2; the digits are 3 to 12
 EXAMPLES = [
@@ -41,23 +44,22 @@ def answer(index: int, score: float | None, split: str | None = None) -> Answer:
 
 
 def test_answers_by_hand(monkeypatch) -> None:
-    """Rank 1 of 2 has the second of three batches, then joins a call that rank 0 still needs."""
+    """Rank 1 of 2 has the second of three batches."""
     calls = []
     responses = [(12, 1), (3, 1, 4), (), (1, 1, 9, 5)]  # "9", "01", "", "62"
 
-    def generate(model, words, prompts, **options):
-        calls.append((torch.initial_seed(), model, words, prompts, options))
-        return responses[: 2 * len(prompts)]
+    class Recorded(Engine):
+        def generate(self, prompts, number):
+            calls.append((torch.initial_seed(), self.params, prompts, number))
+            return list(map(Completion, responses))
 
     def reward(texts, examples):
         assert texts == ["9", "01", "", "62"] and examples == [EXAMPLES[i] for i in (2, 2, 3, 3)]
         return [0.5, 0.25, None, 1.0]
 
     others = [answer(0, 1.0), answer(0, 0.5), answer(4, 0.0)]
-    monkeypatch.setattr(tasks, "generate", generate)
     monkeypatch.setattr(tasks, "rank", lambda: 1)
     monkeypatch.setattr(tasks, "world_size", lambda: 2)
-    monkeypatch.setattr(tasks, "required_calls", lambda model, own: own + 1)
     monkeypatch.setattr(tasks, "gather", lambda own: [others, own])
     task = EvalTask(
         samples=2,
@@ -69,7 +71,8 @@ def test_answers_by_hand(monkeypatch) -> None:
         split_field="level",
     )
     before = torch.get_rng_state()
-    assert generate_answers("model", WORDS, EXAMPLES, reward, task, 7) == [
+    engine = Recorded(RolloutConfig(), WORDS)
+    assert generate_answers(engine, EXAMPLES, reward, task, 7) == [
         *others[:2],
         Answer(2, "row2", "0", "9", 2, 0.5, False),
         Answer(2, "row2", "0", "01", 3, 0.25, True),
@@ -78,19 +81,10 @@ def test_answers_by_hand(monkeypatch) -> None:
         others[2],
     ]
     assert torch.equal(torch.get_rng_state(), before)
-    options = {
-        "max_completion_length": 4,
-        "temperature": 0.7,
-        "top_p": 0.9,
-        "samples": 2,
-        "stop": ("2",),
-    }
     prompts = [EXAMPLES[2].prompt, EXAMPLES[3].prompt]
-    first, (_, *idle) = calls
-    assert first == (7 * 2**32 + 2, "model", WORDS, prompts, options)
-    assert idle == ["model", WORDS, [], options]
+    assert calls == [(7 * 2**32 + 2, SamplingParams(4, 0.7, 0.9, stop=("2",)), prompts, 2)]
     with pytest.raises(ValueError, match="zip"):  # a score is missing
-        generate_answers("model", WORDS, EXAMPLES, lambda *_: [0.5], task, 7)
+        generate_answers(engine, EXAMPLES, lambda *_: [0.5], task, 7)
 
 
 @pytest.mark.parametrize(
@@ -101,15 +95,14 @@ def test_batches_have_their_own_seeds_and_at_least_one_prompt(
 ) -> None:
     calls = []
 
-    def generate(model, words, prompts, **options):
-        calls.append((len(prompts), torch.initial_seed()))
-        return [(3, 1)] * len(prompts) * samples
+    class Recorded(Engine):
+        def generate(self, prompts, number):
+            calls.append((len(prompts), torch.initial_seed()))
+            return [Completion((3, 1))] * len(prompts) * number
 
-    monkeypatch.setattr(tasks, "generate", generate)
-    monkeypatch.setattr(tasks, "required_calls", lambda model, own: own)
     task = EvalTask(batch=batch, samples=samples, temperature=1.0)
     answers = generate_answers(
-        "model", WORDS, EXAMPLES, lambda texts, _: range(len(texts)), task, 0
+        Recorded(RolloutConfig(), WORDS), EXAMPLES, lambda texts, _: range(len(texts)), task, 0
     )
     assert [a.score for a in answers] == list(range(5 * samples))  # in the order of generation
     assert [size for size, _ in calls] == sizes
@@ -154,10 +147,8 @@ def test_evaluations_during_training(task, monkeypatch) -> None:
     """The main task uses the run's reward, the other its own; both use the run's seed."""
     calls = []
 
-    def generate(model, words, examples, reward, eval_task, seed):
-        calls.append(
-            (model, words, len(examples), reward.label, eval_task.max_completion_length, seed)
-        )
+    def generate(engine, examples, reward, eval_task, seed):
+        calls.append((len(examples), reward.label, eval_task.max_completion_length, seed))
         return [answer(1, len(calls) / 4)]
 
     monkeypatch.setattr(during, "generate_answers", generate)
@@ -173,12 +164,13 @@ def test_evaluations_during_training(task, monkeypatch) -> None:
     settings = EvalSettings(
         DataConfig(prompts=prompts), max_completion_length=6, tasks={"more": more}
     )
-    evaluator = Evaluator(settings, WORDS, Labeled("run"), 9)
-    assert evaluator and not Evaluator(EvalSettings(), WORDS, Labeled(), 0)
+    loaded = []
+    engine = SimpleNamespace(tokenizer=WORDS, load=loaded.append)
+    evaluator = Evaluator(settings, engine, Labeled("run"), 9)
+    assert evaluator and not Evaluator(EvalSettings(), engine, Labeled(), 0)
     row = evaluator("model")
-    assert calls == [("model", WORDS, 8, "run", 6, 9), ("model", WORDS, 3, "own", 5, 9)]
-    assert row["prompts"] == row["prompts/more"] == 1
-    assert without_intervals(row) == {
+    assert loaded == ["model"] and calls == [(8, "run", 6, 9), (3, "own", 5, 9)]
+    assert row == {
         "accuracy": 0.25,
         "response_length": 4.0,
         "truncated": 0.0,
@@ -190,11 +182,12 @@ def test_evaluations_during_training(task, monkeypatch) -> None:
     evaluator.close()
     assert CLOSED == ["run", "own"]
     only_more = replace(settings, data=DataConfig())
-    assert list(Evaluator(only_more, WORDS, Labeled(), 0).jobs) == ["more"]
+    assert list(Evaluator(only_more, engine, Labeled(), 0).jobs) == ["more"]
 
 
 def test_tasks_run_with_one_model_and_close_their_rewards(task, monkeypatch) -> None:
-    calls = []
+    calls: list = []
+    loaded: list = []
 
     def generate(*arguments):
         calls.append(arguments)
@@ -211,6 +204,7 @@ def test_tasks_run_with_one_model_and_close_their_rewards(task, monkeypatch) -> 
 
     monkeypatch.setattr(suite, "load_tokenizer", lambda model: WORDS)
     monkeypatch.setattr(suite, "load_model", load_model)
+    monkeypatch.setattr(Engine, "load", lambda self, model: loaded.append(model))
     monkeypatch.setattr(suite, "generate_answers", generate)
     CLOSED.clear()
     own = EvalTask(DataConfig(prompts=str(task / "eval.jsonl"), limit=2))
@@ -218,10 +212,10 @@ def test_tasks_run_with_one_model_and_close_their_rewards(task, monkeypatch) -> 
     with pytest.raises(KeyError):
         suite._run_tasks(config, "cpu", {"a": own, "b": own, "c": own}, record)
     assert calls.pop(0) == (config.model, 5)
-    for model, words, examples, reward, eval_task, seed in calls:
-        assert (model, words, len(examples), seed) == ("model on cpu", WORDS, 2, 5)
+    for engine, examples, reward, eval_task, seed in calls:
+        assert (engine.tokenizer, len(examples), seed) == (WORDS, 2, 5)
         assert eval_task is own and reward is config.reward
-    assert len(calls) == 2 and CLOSED == ["a"] * 3
+    assert len(calls) == 2 and CLOSED == ["a"] * 3 and loaded == ["model on cpu"]
 
 
 def test_errors_of_the_model_are_errors_of_the_configuration(monkeypatch) -> None:

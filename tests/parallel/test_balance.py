@@ -10,6 +10,7 @@ from gac.data.balance import assign_rows
 from gac.data.micro import MicroBatches
 from gac.data.rows import Row
 from gac.rollouts import engines
+from gac.rollouts.generation import Completion
 from gac.training.trainer import Trainer
 from tests import ranks
 from tests.parallel.test_distributed import assert_same, config, full_tensor
@@ -112,14 +113,14 @@ def test_rows_may_have_as_many_tokens_as_a_micro_batch(unit, what):
         MicroBatches(tokens=10 * unit - 1, unit=unit).split(rows)
 
 
-def long_tailed_responses(model, tokenizer, prompts, *, samples, **_):
+def long_tailed_responses(model, tokenizer, prompts, *, num_generations, **_):
     """Fake generation that depends only on the prompt: 30 tokens, or 1 to 3 for half of them."""
     responses = []
     for prompt in prompts:
-        for i in range(samples):
+        for i in range(num_generations):
             rng = random.Random(f"{prompt}/{i}")
             length = rng.choice([1, 2, 3] if sum(prompt) % 2 else [30])
-            responses.append(tuple(rng.randrange(3, 18) for _ in range(length)))
+            responses.append(Completion(rng.randrange(3, 18) for _ in range(length)))
     return responses
 
 

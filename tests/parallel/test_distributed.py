@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from gac.data.rows import Row
 from gac.methods import Mix
 from gac.rollouts import engines
+from gac.rollouts.generation import Completion
 from gac.training.trainer import Trainer
 from tests import ranks
 from tests.tiny import TIMING_KEYS, digit_reward, tiny_config
@@ -21,13 +22,13 @@ pytestmark = pytest.mark.dist
 STEPS = 5
 
 
-def fixed_responses(model, tokenizer, prompts, *, samples, **_):
+def fixed_responses(model, tokenizer, prompts, *, num_generations, **_):
     """Fake generation: 1 to 6 tokens that depend only on the prompt, not on the number of ranks."""
     responses = []
     for prompt in prompts:
-        for i in range(samples):
+        for i in range(num_generations):
             rng = random.Random(f"{prompt}/{i}")
-            responses.append(tuple(rng.randrange(3, 18) for _ in range(rng.randint(1, 6))))
+            responses.append(Completion(rng.randrange(3, 18) for _ in range(rng.randint(1, 6))))
     return responses
 
 
@@ -217,7 +218,7 @@ def uneven_gradients(config):
     rank, count = trainer.accelerator.process_index, trainer.accelerator.num_processes
     rows = []
     for i, example in enumerate(trainer.feed.prompts[:8]):
-        (response,) = fixed_responses(None, None, [example.prompt], samples=1)
+        (response,) = fixed_responses(None, None, [example.prompt], num_generations=1)
         ids = example.prompt + response
         advantage = 0.0 if i % 2 else (-1.0) ** (i // 2) * (1 + i)
         rows.append(Row(ids, len(example.prompt), i % 2 == 1, advantage))

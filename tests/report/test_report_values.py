@@ -336,7 +336,7 @@ def test_the_page_of_two_groups(groups: list[Group], tmp_path: Path) -> None:
         {"text": "2", "reward": 0.12345, "truncated": False},
         {"text": "3<", "reward": None, "truncated": True},
     ]
-    prompts = [{"prompt": "1+1=", "responses": responses, "demonstration": "two"}]
+    prompts = [{"prompt": "1+1=", "completions": responses, "demonstration": "two"}]
     write_lines(path / "samples.jsonl", [{"step": s, "prompts": prompts} for s in (1, 2)])
     text = page.render(group_runs([read_run(path)]), context_of([]), {})
     assert text.count('<td>0.123</td><td class="text">2</td>') == 2

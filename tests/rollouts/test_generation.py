@@ -10,9 +10,7 @@ from torch import nn
 from transformers import GenerationConfig
 
 from gac.demo.task import make_tokenizer
-from gac.rollouts import engines, generation
-from gac.rollouts.config import RolloutConfig, VLLMConfig
-from gac.rollouts.engines import make_engine
+from gac.rollouts import generation
 from gac.rollouts.generation import (
     SamplingParams,
     _equal_lengths,
@@ -54,7 +52,12 @@ def test_prompts_are_padded_on_the_left_and_responses_are_in_order(monkeypatch) 
     monkeypatch.setattr(generation, "required_calls", lambda model, own: own + 1)
     model, prompts = Scripted(respond), [(4, 6), (6, 7, 8, 9), (3,)]
     model.__dict__["supports_padding"] = True
-    settings = {"max_completion_length": 4, "temperature": 0.7, "samples": 2, "stop": ("2",)}
+    settings = {
+        "max_completion_length": 4,
+        "temperature": 0.7,
+        "num_generations": 2,
+        "stop": ("2",),
+    }
     responses = generate(model, WORDS, prompts, batch=4, **settings)
     assert responses == [(i, 5) for i in (22, 23, 20, 21, 24, 25)]
     both = [[6, 7, 8, 9], [0, 0, 4, 6]], [[1] * 4, [0, 0, 1, 1]]
@@ -104,7 +107,7 @@ def test_a_batch_shrinks_whenever_half_of_its_rows_have_ended(
     monkeypatch.setattr(generation, "SHRINK_AFTER", 2)
     monkeypatch.setattr(generation, "in_lockstep", lambda model: False)
     ids = torch.tensor([[0, 13], [0, 2], [9, 7], [9, 2]])
-    params = SamplingParams(limit, 1.0, samples=samples)
+    params = SamplingParams(limit, 1.0, num_generations=samples)
     rows = generation._continue(
         SimpleNamespace(generate=count_down),
         ids,
@@ -184,35 +187,3 @@ def test_sampling_changes_the_model_only_for_a_while() -> None:
         raise KeyError
     assert model.training and model.inner.training and not model.kept.training
     assert model.generation_config == "own"
-
-
-def test_engines_get_the_settings_of_the_run(monkeypatch) -> None:
-    calls = []
-
-    def record(*arguments, **keywords):
-        calls.append((arguments, keywords))
-        return SimpleNamespace(load=record)
-
-    for name in ("generate", "generate_paged"):
-        monkeypatch.setattr(engines, name, record)
-    common = {"max_completion_length": 8, "temperature": 0.7, "top_p": 0.9, "stop": ("2",)}
-    batches = {"generation_batch_size": 3, "generation_batch_tokens": 99}
-    params = SamplingParams(8, 0.7, 0.9, 5, ("2",))
-    make_engine(RolloutConfig(**common, **batches), WORDS)("model")([(4,)], 5)
-    assert calls.pop() == (
-        ("model", WORDS, [(4,)]),
-        {**common, "batch": 3, "batch_tokens": 99, "samples": 5},
-    )
-    config = RolloutConfig(**common, engine="paged")
-    make_engine(config, WORDS)("model")([(4,)], 5)
-    assert calls.pop() == (("model", WORDS, [(4,)], params, config.paged), {})
-    monkeypatch.setattr(engines, "import_extra", lambda *names: SimpleNamespace(Server=record))
-    vllm = VLLMConfig(timeout=3)
-    engine = make_engine(RolloutConfig(**common, engine="vllm", vllm=vllm), WORDS, served="m")
-    make_engine(
-        RolloutConfig(**common, engine="vllm"), WORDS, served="n", longest=7, folder="there"
-    )
-    assert calls[0] == ((vllm, WORDS, "m", 0, None), {})
-    assert calls[1] == ((VLLMConfig(), WORDS, "n", 7, "there"), {})
-    engine("model")
-    assert calls[2] == (("model",), {"params": params._replace(samples=1)})

@@ -54,7 +54,7 @@ def test_prompts_without_signal_are_replaced(task, tmp_path):
     assert any(row["frac_reward_zero_std"] > 0 for row in plain)
     assert all(row["resampled_prompts"] == 0 for row in plain)
     assert sum(row["resampled_prompts"] for row in again) > 0
-    assert [r["sampled_responses"] for r in again] == [
+    assert [r["sampled_completions"] for r in again] == [
         16 + 4 * row["resampled_prompts"] for row in again
     ]
 
@@ -88,7 +88,7 @@ def test_samples_of_text(task, tmp_path, caplog):
     entries = [json.loads(line) for line in lines]
     assert [entry["step"] for entry in entries] == [1, 3]
     (first, _) = entries[0]["prompts"]
-    assert len(first["responses"]) == 4 and "text" in first["responses"][0]
+    assert len(first["completions"]) == 4 and "text" in first["completions"][0]
     assert first["prompt"] in caplog.text
 
 

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 from gac.config import ConfigError, load
 from gac.demo.task import make_tokenizer
 from gac.errors import RunError
-from gac.rollouts import generation, paged
+from gac.rollouts import generation
 from gac.rollouts.config import PagedConfig, RolloutConfig
-from gac.rollouts.engines import make_engine
+from gac.rollouts.engines import Engine, _generate_paged
 from gac.rollouts.generation import SamplingParams, _parts, generate
 from gac.train_config import TrainConfig
 from gac.training.trainer import Trainer, train
@@ -34,7 +34,7 @@ def policy(task, tmp_path_factory):
 
 
 def sample(config, model, tokenizer, prompts, samples):
-    return make_engine(config, tokenizer)(model)(prompts, samples)
+    return Engine(config, tokenizer).load(model).generate(prompts, samples)
 
 
 def rollouts(**changes) -> RolloutConfig:
@@ -43,7 +43,7 @@ def rollouts(**changes) -> RolloutConfig:
 
 
 def test_parts_group_similar_lengths_within_the_budget():
-    params = SamplingParams(max_completion_length=8, temperature=1.0, samples=2)
+    params = SamplingParams(max_completion_length=8, temperature=1.0, num_generations=2)
     parts = _parts(PROMPTS, params, None, 68)
     assert sorted(i for part in parts for i in part) == list(range(6))
     for part in parts:
@@ -79,7 +79,11 @@ def test_rows_that_have_ended_leave_the_batch(policy, monkeypatch, samples):
     """The responses stay the same."""
     settings = {"max_completion_length": 24, "temperature": 0, "stop": [policy[1].decode([15])]}
     if samples > 1:
-        settings |= {"temperature": 1.0, "top_p": 1e-6, "samples": samples}  # in effect greedy
+        settings |= {
+            "temperature": 1.0,
+            "top_p": 1e-6,
+            "num_generations": samples,
+        }  # in effect greedy
     calls: list[tuple[int, int]] = []
     original = policy[0].generate
 
@@ -157,19 +161,19 @@ def test_paged_settings_and_missing_responses(policy, monkeypatch):
         }
 
     monkeypatch.setattr(policy[0], "generate_batch", respond, raising=False)
-    params = SamplingParams(4, 0.7, 0.9, samples=3, stop=(policy[1].decode([15]),))
+    params = SamplingParams(4, 0.7, 0.9, num_generations=3, stop=(policy[1].decode([15]),))
     for settings in ({"block_size": 8}, {**PAGES, "block_size": 4}):
         torch.manual_seed(1)
-        responses = paged.generate_paged(*policy, PROMPTS[:3], params, PagedConfig(**settings))
+        responses = _generate_paged(*policy, PROMPTS[:3], params, PagedConfig(**settings))
         assert responses == [(20 + i, 1) for i in range(9)]
     for left, message in (
-        ([None, "full", None], r"2 of 9 responses were generated \(full\): lower .*rerun"),
-        ([*[None] * 8, "full"], r"8 of 9 responses were generated \(full\): lower"),
-        ([None] * 8, "8 of 9 responses were generated: lower"),
+        ([None, "full", None], r"2 of 9 completions were generated \(full\): lower .*rerun"),
+        ([*[None] * 8, "full"], r"8 of 9 completions were generated \(full\): lower"),
+        ([None] * 8, "8 of 9 completions were generated: lower"),
     ):
         errors[:] = left
         with pytest.raises(RunError, match=message):
-            paged.generate_paged(*policy, PROMPTS[:3], params, PagedConfig())
+            _generate_paged(*policy, PROMPTS[:3], params, PagedConfig())
     sizes = [(c.max_batch_tokens, c.num_blocks, c.block_size) for *_, c in calls]
     assert sizes[:3] == [(256, 12, 8), (32, 64, 4), (256, 9, 256)]
     prompts, own, pages = calls[0]

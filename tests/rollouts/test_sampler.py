@@ -16,10 +16,10 @@ import torch
 from gac.data import Example
 from gac.data.rows import Row, demo_row
 from gac.demo.task import make_tokenizer
-from gac.rollouts import sampling
+from gac.rollouts import Rollout, sampling
 from gac.rollouts.advantages import Credit
 from gac.rollouts.config import RolloutConfig
-from gac.rollouts.generation import Response
+from gac.rollouts.generation import Completion
 from gac.rollouts.plan import Sampling, Stage
 from gac.rollouts.sampling import (
     Rollouts,
@@ -56,16 +56,19 @@ class Script:
             **config,
         }
         rollouts = RolloutConfig(**settings)
-        self.sampler = Sampler(rollouts, self.engine, WORDS, self, plan, self.credit, more)
+        self.sampler = Sampler(rollouts, self, WORDS, self, plan, self.credit, more)
         return self.sampler("model", examples, 7)
 
-    def engine(self, model: Any) -> Any:
+    def load(self, model: Any) -> None:
         self.calls.append(model)
-        return self.policy
 
-    def policy(self, prompts: Any, samples: int) -> list[Any]:
-        self.calls.append((list(prompts), samples))
-        return [next(self.responses) for _ in range(len(prompts) * samples)]
+    def roll_out(self, examples: list[Example], number: int) -> list[Rollout]:
+        self.calls.append(([e.prompt for e in examples], number))
+        return [self.rollout(example) for example in examples for _ in range(number)]
+
+    def rollout(self, example: Example) -> Rollout:
+        tokens = next(self.responses)
+        return Rollout(example.prompt, tuple(tokens), (), getattr(tokens, "logps", ()))
 
     def set_step(self, step: int) -> None:
         self.calls.append(step)
@@ -121,7 +124,7 @@ def test_rollouts_by_hand() -> None:
     first, second = script.sampler.samples
     assert (first["id"], first["prompt"], first["demonstration"]) == ("a", "13", "45")
     assert (second["id"], second["demonstration"]) == ("b", None)
-    assert first["responses"] == [
+    assert first["completions"] == [
         {"text": "1", "reward": 1.0, "truncated": False},
         {"text": "34", "reward": 0.0, "truncated": True},
     ]
@@ -137,7 +140,7 @@ def test_truncated_rollouts_can_be_skipped_or_punished() -> None:
 
 def test_demonstrations_of_the_prompts_by_hand() -> None:
     """They share the group of their prompt; B has none, and the rollout of D has weight 0."""
-    responses = Response.of((4, 1), (-1.0, -2.0)), (6, 1), (7, 1)
+    responses = Completion.of((4, 1), (-1.0, -2.0)), (6, 1), (7, 1)
     credit = [[1.0], [2.0], [3.0]], [7.0, 8.0, 9.0], [2.0, 0.0, 0.0], [3.0, 5.0, 4.0]
     script = Script(responses, (1.0, 0.5, 0.0, 0.7, None), *credit)
     plan = Sampling("prompt", demo_in_group=True, teacher=True, advantages="batch", demo_tokens=1)
@@ -168,7 +171,7 @@ def test_stages_by_hand() -> None:
     """
     stages = Stage(1), Stage(2, prefix=0.5, below=0.6, trained=1)
     first = (4, 1), (6, 1), (3, 1)
-    second = Response.of((9, 1), (-1.0, -2.0)), Response.of((3, 1), (-3.0, -4.0))
+    second = Completion.of((9, 1), (-1.0, -2.0)), Completion.of((3, 1), (-3.0, -4.0))
     later = (7, 7), (8, 8), (10, 1), (11, 4)
     table = [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0], [7.0, 8.0, 9.0]]
     scores = 0.5, 0.0, 0.75, 0.2, 0.3, 0.9, 0.9, 0.75, 0.75
@@ -193,7 +196,7 @@ def test_stages_by_hand() -> None:
     assert same(result.rows, expected)
     assert result.rewards == [0.5, 0.2, 0.3, 0.0, 0.75, 0.75, 0.75]
     assert result.stats[:2] == (9, 18) and result.stats[4:] == (2, 1, 0, 1)
-    assert script.sampler.samples[1]["responses"][1] == {
+    assert script.sampler.samples[1]["completions"][1] == {
         "text": "",
         "reward": 0.9,
         "truncated": False,
@@ -212,7 +215,8 @@ def test_a_complete_demonstration_needs_no_continuation() -> None:
 @pytest.mark.parametrize(("responses", "scores"), [(1, 2), (2, 1)])
 def test_every_prompt_needs_all_responses_and_scores(monkeypatch, responses, scores) -> None:
     script = Script([], [], *ONES)
-    monkeypatch.setattr(Script, "policy", lambda self, *_: [(4, 1)] * responses)
+    sampled = [Rollout(A.prompt, (4, 1), ())] * responses
+    monkeypatch.setattr(Script, "roll_out", lambda self, *_: sampled)
     monkeypatch.setattr(Script, "__call__", lambda self, *_: [1.0] * scores)
     with pytest.raises(ValueError, match="zip"):
         script.run(Sampling(), [A], num_generations=2)
@@ -289,7 +293,7 @@ def test_random_prefixes_depend_on_the_step_and_the_prompt() -> None:
 
 
 def test_only_responses_of_the_policy_make_a_group() -> None:
-    complete, own = Sample((7,), (), 0.0, True), Sample((), (4,), 1.0, False)
+    complete, own = Sample((), (7,), (), 0.0, True), Sample((), (), (4,), 1.0, False)
     assert not is_flat([complete, own]) and is_flat([complete, own, own])
 
 

@@ -12,7 +12,7 @@ import torch
 from gac.data.examples import Example
 from gac.data.rows import Row, collate
 from gac.demo.task import make_tokenizer
-from gac.rollouts import sampling
+from gac.rollouts import Rollout, sampling
 from gac.rollouts.advantages import group_advantages, group_credit
 from gac.rollouts.config import RolloutConfig
 from gac.rollouts.plan import Sampling
@@ -34,20 +34,20 @@ def test_columns_of_the_sampling(monkeypatch, ranks: int) -> None:
     stats = SamplingStats(6, 24, 2.0, 0.5, groups=4, flat_groups=1, resampled=3, truncated=2)
     columns = stats.columns()
     assert columns == {
-        "sampled_responses": 6,
+        "sampled_completions": 6,
         "sampled_tokens": 24,
         "sampling_seconds": 2 / ranks,
-        "responses_per_second": 3 * ranks,
+        "completions_per_second": 3 * ranks,
         "reward_seconds": 0.5 / ranks,
         "frac_reward_zero_std": 0.25,
         "resampled_prompts": 3,
         "completions/clipped_ratio": 1 / 3,
     }
-    counts = "sampled_responses", "sampled_tokens", "resampled_prompts"
+    counts = "sampled_completions", "sampled_tokens", "resampled_prompts"
     assert all(type(columns[name]) is int for name in counts)
     empty = SamplingStats().columns()
     assert {name for name, value in empty.items() if value is None} == {
-        "responses_per_second",
+        "completions_per_second",
         "frac_reward_zero_std",
         "completions/clipped_ratio",
     }
@@ -57,11 +57,14 @@ def test_samples_are_recorded_with_their_text_and_reward() -> None:
     words = make_tokenizer()
     prompt, answer = (tuple(words.encode(text)) for text in ("1+2=", "3"))
     example = Example("row", prompt, "1+2=", "3", answer, {})
-    group = [Sample(answer, (), 1.0, True, False), Sample((), answer, math.nan, False, True)]
+    group = [
+        Sample(prompt, answer, (), 1.0, True),
+        Sample(prompt, (), answer, math.nan, False, True),
+    ]
     record = Sampler._readable(SimpleNamespace(tokenizer=words), example, group)
     text = words.decode(list(answer), skip_special_tokens=True)
     assert record["id"] == "row" and record["demonstration"] == text
-    assert record["responses"] == [
+    assert record["completions"] == [
         {"text": text, "reward": 1.0, "truncated": False},
         {"text": text, "reward": None, "truncated": True},
     ]
@@ -69,7 +72,7 @@ def test_samples_are_recorded_with_their_text_and_reward() -> None:
 
 def test_groups_of_equal_rewards_are_flat() -> None:
     def group(*rewards: float) -> list[Sample]:
-        return [Sample((), (5,), reward, False) for reward in rewards]
+        return [Sample((), (), (5,), reward, False) for reward in rewards]
 
     assert is_flat(group(0.5, 0.5)) and is_flat(group(0.5, math.nan, 0.5))
     assert not is_flat(group(0.5, 0.4)) and not is_flat(group(0.5, math.nan)) and not is_flat([])
@@ -108,8 +111,8 @@ def test_one_scored_response_has_no_advantage() -> None:
 
 
 def test_rewards_of_demonstrations_belong_to_their_prompts() -> None:
-    def scores(responses: list[tuple[int, ...]], examples: list[Example]) -> list[float]:
-        return [float(response[0]) for response in responses]
+    def scores(examples: list[Example], rollouts: list[Rollout]) -> list[float]:
+        return [float(rollout.completion_ids[0]) for rollout in rollouts]
 
     examples = [Example("", (), "", None, demo, {}) for demo in (None, (7,), None, (8,))]
     rewards = Sampler._demo_rewards(SimpleNamespace(_scores=scores), examples)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from gac.config import ConfigError, load
 from gac.demo.task import make_tokenizer
 from gac.errors import MissingExtra, RunError
-from gac.rollouts.engines import make_engine
+from gac.rollouts.engines import Engine
 from gac.rollouts.generation import SamplingParams, generate
 from gac.train_config import TrainConfig
 from gac.training.trainer import Trainer, train
@@ -58,7 +58,7 @@ def engine(task, url, tokenizer, folder, **changes):
     settings = load(TrainConfig, {"rollouts": rollouts}).rollouts
     if changes.get("temperature") == 1e-6:  # bypass validation: rollouts are never greedy
         object.__setattr__(settings, "temperature", 0.0)
-    return make_engine(settings, tokenizer, served=str(task / "init"), longest=20, folder=folder)
+    return Engine(settings, tokenizer, served=str(task / "init"), longest=20, folder=folder)
 
 
 def test_responses_match_the_weights_last_sent(task, server, policy, tmp_path):
@@ -69,14 +69,14 @@ def test_responses_match_the_weights_last_sent(task, server, policy, tmp_path):
     model, tokenizer = policy
     stop = [tokenizer.decode([15])]
     sampler = engine(task, server.url, tokenizer, tmp_path, temperature=1e-6, stop=stop)
-    (tmp_path / f"{sampler.func.__self__.prefix}leftover").mkdir()
+    (tmp_path / f"{sampler._server.prefix}leftover").mkdir()
     (tmp_path / "weights-others").mkdir()
     responses = []
     for _ in range(2):
         expected = generate(
             model, tokenizer, PROMPTS, max_completion_length=5, temperature=0, stop=stop
         )
-        responses.append(sampler(model)(PROMPTS, 1))
+        responses.append(sampler.load(model).generate(PROMPTS))
         assert responses[-1] == expected
         with torch.no_grad():
             for p in model.parameters():
@@ -91,7 +91,7 @@ def test_samples_follow_the_seed_and_the_policy(task, server, policy, tmp_path):
     sampler = engine(
         task, server.url, tokenizer, tmp_path, max_completion_length=1, temperature=0.7
     )
-    sample = sampler(model)
+    sample = sampler.load(model).generate
 
     def sample_with_seed(seed, prompts, samples):
         torch.manual_seed(seed)
@@ -118,7 +118,7 @@ def test_adapters_are_added_to_the_weights(task, server, tmp_path):
         if "lora_B" in name:
             p.data.normal_(generator=torch.Generator().manual_seed(2))
     before = copy.deepcopy(model.state_dict())
-    trainer.sampler.engine(model)  # compares the server's log-probs with the adapted model's
+    trainer.sampler.engine.load(model)  # compares the server's log-probs with the adapted model's
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
     with model.disable_adapter():
         bare = dict(vllm.Weights(model))
@@ -140,8 +140,8 @@ def test_a_run_is_repeatable_and_on_policy(task, server, tmp_path):
     assert first == second and len(first) == 3
     rows = [json.loads(line) for line in (tmp_path / "a/metrics.jsonl").read_text().splitlines()]
     for row in rows:
-        assert row["clip_fraction"] == 0 and row["sampled_responses"] == 8
-        assert 0 < row["sampling_share"] < 1 and row["responses_per_second"] > 0
+        assert row["clip_fraction"] == 0 and row["sampled_completions"] == 8
+        assert 0 < row["sampling_share"] < 1 and row["completions_per_second"] > 0
         assert row["rollout_loss"] is not None
     requests = server.requests()[request_count:]
     assert requests.count("/collective_rpc") == requests.count("/reset_prefix_cache") == 6
@@ -195,7 +195,9 @@ def test_mismatched_server_is_rejected_before_training(task, tmp_path, options, 
 
 def test_a_server_under_another_name(task, tmp_path, policy):
     with serving(task / "init", name="policy") as server:
-        sample = engine(task, server.url, policy[1], tmp_path, temperature=1e-6)(policy[0])
+        sample = (
+            engine(task, server.url, policy[1], tmp_path, temperature=1e-6).load(policy[0]).generate
+        )
         expected = generate(*policy, PROMPTS, max_completion_length=5, temperature=0)
         assert sample(PROMPTS, 1) == expected
 
@@ -209,7 +211,7 @@ def test_a_server_under_another_name(task, tmp_path, policy):
 )
 def test_failed_weight_update_is_an_error(task, tmp_path, policy, options, message):
     with serving(task / "init", **options) as server, pytest.raises(RunError, match=message):
-        engine(task, server.url, policy[1], tmp_path)(policy[0])
+        engine(task, server.url, policy[1], tmp_path).load(policy[0])
     assert not list(tmp_path.glob("weights-*"))
 
 
@@ -256,7 +258,7 @@ def test_two_processes_with_sharded_weights(task, tmp_path):
     for weights in (sent, other_sent):
         assert weights.keys() == single_process.keys()
         assert all(torch.equal(x, single_process[name]) for name, x in weights.items())
-    assert row == other_row and row["sampled_responses"] == 8
+    assert row == other_row and row["sampled_completions"] == 8
     assert error == other_error and "does not respond" in error
 
 
@@ -282,7 +284,7 @@ def test_nccl_weight_transfer_uses_trls_requests(task, tmp_path, policy, monkeyp
     with serving(task / "init", store=store.port) as server:
         nccl = {"weights": "nccl"}
         sampler = engine(task, server.url, policy[1], tmp_path, temperature=1e-6, vllm=nccl)
-        responses = sampler(policy[0])(PROMPTS, 1)
+        responses = sampler.load(policy[0]).generate(PROMPTS)
         assert responses == generate(*policy, PROMPTS, max_completion_length=5, temperature=0)
         update = ["/start_weight_update", "/update_weights", "/finish_weight_update"]
         requests = [path for path in server.requests() if "weight" in path or "cache" in path]
@@ -305,7 +307,7 @@ def test_requests_have_the_settings_of_the_run():
     server = object.__new__(vllm.Server)
     server.tokenizer, server.vocab_size = tokenizer, 99
     server.client = SimpleNamespace(generate=respond)
-    params = SamplingParams(3, 0.7, top_p=0.9, samples=2, stop=(tokenizer.decode([6]),))
+    params = SamplingParams(3, 0.7, top_p=0.9, num_generations=2, stop=(tokenizer.decode([6]),))
     responses = server._sample([(4, 5)], params)
     assert responses == [(5, stop), (6,)]
     assert [response.logps for response in responses] == [(-2.0, -3.0), (-4.0,)]

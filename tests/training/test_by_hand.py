@@ -71,8 +71,11 @@ def test_a_share_of_a_short_demonstration_is_rounded_up():
 
 def test_a_pair_is_the_first_best_and_the_first_worst_response():
     def pair(*rewards):
-        group = [Sample((), (10 + i,), reward, False) for i, reward in enumerate(rewards)]
-        return [(row.ids, row.start, row.is_demo, row.advantage) for row in _pair(example(), group)]
+        group = [
+            Sample(example().prompt, (), (10 + i,), reward, False)
+            for i, reward in enumerate(rewards)
+        ]
+        return [(row.ids, row.start, row.is_demo, row.advantage) for row in _pair(group)]
 
     expected = [((4, 12), 1, False, 1.0), ((4, 13), 1, False, -1.0)]
     assert pair(math.nan, 0.5, 1.0, 0.0, 0.0, 1.0) == expected
@@ -80,7 +83,7 @@ def test_a_pair_is_the_first_best_and_the_first_worst_response():
 
 
 def test_a_prefix_is_given_while_the_mean_reward_is_below_its_threshold():
-    group = [Sample((), (1,), reward, False) for reward in (0.2, 0.6, math.nan)]
+    group = [Sample((), (), (1,), reward, False) for reward in (0.2, 0.6, math.nan)]
     for below, prefix in ((0.4, ()), (0.41, (5, 6, 7))):
         assert _prefix(example(), group, Stage(1, prefix=1.0, below=below), 0) == prefix
 

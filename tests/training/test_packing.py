@@ -227,7 +227,7 @@ def test_log_probs_of_another_engine_reach_the_loss(micro):
 
 def logps(row: Row, values: torch.Tensor) -> tuple[float, ...]:
     """Log-probs of all response tokens, unknown for a row's first token."""
-    return (math.nan,) * (row.response_tokens - len(values)) + tuple(values.tolist())
+    return (math.nan,) * (row.loss_tokens - len(values)) + tuple(values.tolist())
 
 
 def test_packing_does_not_change_a_rows_logps():

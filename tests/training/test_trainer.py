@@ -23,8 +23,8 @@ from tests.tiny import metrics, tiny_config
 CONTROLLER_KEYS = {"mu", "mu_star", "prior", "alpha", "kl"}
 SIGNAL_KEYS = {"sft_variance", "rl_variance", "disagreement"}
 LOSS_KEYS = {"rollout_loss", "demo_loss", "entropy", "clip_fraction", "grad_norm"}
-ROLLOUT_KEYS = {"reward_mean", "completions/mean_length", "sampled_tokens", "sampled_responses"}
-TIME_KEYS = {"seconds", "sampling_seconds", "sampling_share", "responses_per_second"}
+ROLLOUT_KEYS = {"reward_mean", "completions/mean_length", "sampled_tokens", "sampled_completions"}
+TIME_KEYS = {"seconds", "sampling_seconds", "sampling_share", "completions_per_second"}
 METRIC_KEYS = {"step", "tokens"}.union(
     CONTROLLER_KEYS, SIGNAL_KEYS, LOSS_KEYS, ROLLOUT_KEYS, TIME_KEYS
 )
@@ -63,8 +63,8 @@ def test_run_directory_contents(task, tmp_path):
     assert all(0 < r["sampling_seconds"] < r["seconds"] for r in rows)
     for r in rows:
         assert r["sampling_share"] == pytest.approx(r["sampling_seconds"] / r["seconds"])
-        assert r["sampled_responses"] == 16
-        assert r["responses_per_second"] == pytest.approx(16 / r["sampling_seconds"])
+        assert r["sampled_completions"] == 16
+        assert r["completions_per_second"] == pytest.approx(16 / r["sampling_seconds"])
 
 
 def test_start_model_is_evaluated_once_without_side_effects(task, tmp_path):
@@ -294,7 +294,7 @@ def test_generation_ignores_the_models_own_sampling_defaults(task, tmp_path):
     """A checkpoint may set top_k or a repetition penalty, which would make sampling off-policy."""
     trainer = Trainer(tiny_config(task, tmp_path / "run"))
     model, prompts = trainer.model, [(4, 5, 6)] * 2
-    settings = {"max_completion_length": 6, "temperature": 1.0, "samples": 8}
+    settings = {"max_completion_length": 6, "temperature": 1.0, "num_generations": 8}
     torch.manual_seed(0)
     expected = generate(model, trainer.tokenizer, prompts, **settings)
     defaults = copy.deepcopy(model.generation_config)
