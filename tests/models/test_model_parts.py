@@ -70,9 +70,8 @@ def test_a_head_and_its_logits_give_the_same_loss_and_logprobs() -> None:
             full.logprobs(targets, temperature=0.7), plain.logprobs(targets, temperature=0.7)
         )
         assert torch.equal(full.logprobs(targets)[0], full.logprobs(targets, temperature=1.0)[0])
-        losses = (
-            h.loss(*batch, mu=0.5, spec=LossSpec(temperature=0.7)).loss for h in (full, plain)
-        )
+        warm = {"mu": 0.5, "spec": LossSpec(temperature=0.7)}
+        losses = (h.loss(*batch, **warm).loss for h in (full, plain))
         torch.testing.assert_close(*losses)
 
 
