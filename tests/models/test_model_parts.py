@@ -18,8 +18,6 @@ from gac.demo.task import make_tokenizer
 from gac.errors import ConfigError
 from gac.models import head, pretrained, row_attention
 from gac.models.causal_lm import (
-    LoraConfig,
-    ModelConfig,
     _disable_noise,
     _training_config,
     apply_training_options,
@@ -28,6 +26,7 @@ from gac.models.causal_lm import (
     load_tokenizer,
     stop_tokens,
 )
+from gac.models.config import LoraConfig, ModelConfig
 from gac.models.head import Head
 from gac.models.pretrained import check_files, check_source, one_line_errors
 from gac.models.weights import _check, base_folder, lazy_tensors, read_model
