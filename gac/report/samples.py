@@ -46,7 +46,7 @@ def time_shares(run: Run) -> str:
         return ""
     sampling, rewards = _sum(run, "sampling_seconds"), _sum(run, "reward_seconds")
     parts = {"sampling": sampling, "rewards": rewards, "training": total - sampling - rewards}
-    shares = ", ".join(f"{name} {100 * value / total:.0f} %" for name, value in parts.items())
+    shares = ", ".join(f"{name} {100 * value / total:.0f}%" for name, value in parts.items())
     return f"{total / len(run.metrics['seconds']):.3g} s per step: {shares}"
 
 

@@ -72,7 +72,8 @@ def test_train(tmp_path: Path, monkeypatch: Any, capsys: Any, main_process: bool
     reports = [(["a/run"], "a/run")] if main_process else []
     assert done == [(3, "here", main_process), *reports]
     printed = "Run: a/run\nReport: a/report.html\n" if main_process else ""
-    assert capsys.readouterr().out == printed
+    out = capsys.readouterr().out
+    assert out.endswith(printed) and ("next: gac report a/run" in out) == main_process
     assert sys.path[-1] == str(tmp_path)  # where rewards are found
     assert logging.getLogger("gac").isEnabledFor(logging.INFO) == main_process
 

@@ -10,14 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from gac.errors import ConfigError
 from gac.models import row_attention
-from gac.models.causal_lm import (
-    LoraConfig,
-    ModelConfig,
-    _add_lora,
-    apply_training_options,
-    attach_head,
-    check_head,
-)
+from gac.models.causal_lm import _add_lora, apply_training_options, attach_head, check_head
+from gac.models.config import LoraConfig, ModelConfig
 from gac.models.head import head_scaling
 from gac.models.pretrained import check_files
 from gac_kernels import reference

@@ -10,7 +10,8 @@ import pytest
 
 from gac import cli
 from gac.config import ConfigError, load
-from gac.evaluation.suite import EvalConfig, run_suite
+from gac.evaluation.config import EvalConfig
+from gac.evaluation.suite import run_suite
 from gac.report import write_report
 from gac.report.groups import group_runs
 from gac.report.page import headline
@@ -116,7 +117,7 @@ def results(task, tmp_path_factory) -> Path:
 def test_a_page_of_evaluations(results, tmp_path, capsys):
     assert cli.main(["report", str(results), "--out", str(tmp_path)]) == cli.OK
     text = capsys.readouterr().out
-    assert text.count("95 % interval") == 2 and "8 shared" in text
+    assert text.count("95% interval") == 2 and "8 shared" in text
     page = (tmp_path / "report.html").read_text()
     assert "&lt;often&gt;" in page and "<often>" not in page
     assert page.count("<thead>") == 2 and page.count("8 shared") == 2

@@ -184,9 +184,9 @@ def test_texts_of_the_page(
         )
     ]
     assert [row["state"] for row in rows] == [
-        "7 steps; 30 s per step: sampling 40 %, rewards 10 %, training 50 %",
+        "7 steps; 30 s per step: sampling 40%, rewards 10%, training 50%",
         "5 steps of 7 (unfinished or still running); 2 unreadable line(s) skipped; "
-        "12 s per step: sampling 0 %, rewards 0 %, training 100 %",
+        "12 s per step: sampling 0%, rewards 0%, training 100%",
         "3 steps",
     ]
     assert rows[2]["config"].split() == ["steps:", "3", "model:", "tiny", "method:", "sft"]

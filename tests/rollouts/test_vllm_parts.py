@@ -23,7 +23,8 @@ from torch import nn
 from gac.config import ConfigError
 from gac.demo.task import make_tokenizer
 from gac.errors import RunError
-from gac.rollouts.generation import SamplingParams, VLLMConfig
+from gac.rollouts.config import VLLMConfig
+from gac.rollouts.generation import SamplingParams
 
 pytest.importorskip("trl.generation.vllm_client", reason="needs the extra `vllm`")
 vllm = importlib.import_module("gac.rollouts.vllm")
