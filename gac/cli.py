@@ -266,7 +266,7 @@ def _add_report(commands: argparse._SubParsersAction) -> None:
         "report",
         help="write a report with plots and tables for one or more runs",
         description="Write report.html (a single file that works offline) and plots/*.png, and "
-        "print the tables. Runs that differ only in their seed are grouped; runs may be unfinished.",
+        "print the tables. Runs that differ only in their seed are grouped; runs need not be over.",
     )
     report.add_argument(
         "runs",
