@@ -115,9 +115,9 @@ def tables(groups: Sequence[Group], context: Context) -> list[Table]:
     tasks = list(dict.fromkeys(task for group in groups for task in group.tasks))
     # splits of additional tasks are only plotted
     main_splits = [s for s in splits if s.partition("/")[0] not in tasks]
-    by_split = [Column(f"accuracy/{name}", f"final {name}%", 100, 1) for name in main_splits]
+    by_split = [Column(f"accuracy/{name}", f"final {name} %", 100, 1) for name in main_splits]
     by_task = [
-        Column(f"{key}/{name}", f"{when} {name}%", 100, 1)
+        Column(f"{key}/{name}", f"{when} {name} %", 100, 1)
         for name in tasks
         for key, when in (("start", "start"), ("accuracy", "final"))
     ]
