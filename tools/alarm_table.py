@@ -57,7 +57,7 @@ def _autocorrelated(rng: Generator, share: float = 0.5) -> Losses:
 
 
 T = np.arange(STEPS, dtype=np.float64)
-SECOND = T // 60% 2  # 1 while a second source of demonstrations is read
+SECOND = T // 60 % 2  # 1 while a second source of demonstrations is read
 LATE = slice(500, None)
 BURST = slice(50, 70)
 NONE = slice(0, 0)
@@ -163,9 +163,7 @@ def table(seeds: int) -> str:
         delays = [r.delay for r in results if r.delay is not None]
         delay = f"{max(delays)} steps" if delays else ""
         label = name if number < ISSUED else f"*{name}*"
-        rows.append(
-            (label, f"{np.mean(wrong):.2f}%", f"{max(wrong):.1f}%", f"{alarms:.2f}", delay)
-        )
+        rows.append((label, f"{np.mean(wrong):.2f}%", f"{max(wrong):.1f}%", f"{alarms:.2f}", delay))
     return markdown_table(head.split(" | "), rows) + "\n"
 
 
