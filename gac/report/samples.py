@@ -40,7 +40,7 @@ def samples(groups: Sequence[Group]) -> list[dict[str, Any]]:
 
 
 def time_shares(run: Run) -> str:
-    """How a run's time is divided, e.g. `sampling 60 %, rewards 5 %, training 35 %`."""
+    """How a run's time is divided, e.g. `sampling 60%, rewards 5%, training 35%`."""
     total = _sum(run, "seconds")
     if not total:
         return ""

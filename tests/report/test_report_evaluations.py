@@ -75,11 +75,11 @@ def test_run_with_only_extra_tasks(tmp_path):
     runs = [read_run(write_run(tmp_path / "gac", rows, ["logic"]))]
     groups, context = group_runs(runs), context_of(runs)
     assert math.isnan(summarize(runs[0], context)["final"])
-    assert headline(groups, context) == "Final accuracy on logic: 40.0 %."
+    assert headline(groups, context) == "Final accuracy on logic: 40.0%."
     assert [panel.column for panel in evaluation_panels(groups)] == ["accuracy/logic"]
     # if another run has a final accuracy, this one counts as not evaluated
     both = group_runs([*runs, read_run(write_run(tmp_path / "sft", ROWS, []))])
-    assert headline(both, context) == "Final accuracy: 60.0 %."
+    assert headline(both, context) == "Final accuracy: 60.0%."
     page = write_report([tmp_path / "gac"], tmp_path).read_text()
     assert "Held-out accuracy: logic over optimizer steps" in page
 

@@ -71,7 +71,7 @@ def test_a_panel_shows_bands_of_seeds_and_traces_of_single_runs() -> None:
     assert (axes.get_title(loc="left") or axes.get_title()) == panel.title
     assert (axes.get_ylabel(), axes.get_xlabel()) == ("tokens", "optimizer step")
     assert all(tick == int(tick) for tick in axes.get_xticks())
-    # all smoothed lines and the middle 98% of the trace, 1.02 to 2.98, and 6 % of the height
+    # all smoothed lines and the middle 98% of the trace, 1.02 to 2.98, and 6% of the height
     assert axes.get_ylim() == pytest.approx((1 - 0.06 * 7, 8 + 0.06 * 7))
     axes = draw(plots._metric, panel, groups[2], 1, 3.0)
     assert points(axes.lines[0]) == [(1, 1), (3, 2), (4, 3)]
