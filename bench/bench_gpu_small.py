@@ -159,8 +159,8 @@ def test_statistics_and_controller(tokens: int, record: Record) -> None:
     update = (refresh + (config.update_every - 1) * plain) / config.update_every
     print(
         f"\n{tokens} tokens: moments {extra:.4f} ms, controller {update:.4f} ms per step (refresh "
-        f"{refresh:.4f}), {100 * (extra + update) / times['loss']:.2f} % of the loss "
-        f"(target 0.1 %)"
+        f"{refresh:.4f}), {100 * (extra + update) / times['loss']:.2f}% of the loss "
+        f"(target 0.1%)"
     )
     for name, ms in (
         ("loss", times["loss"]),

@@ -36,9 +36,10 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from gac.demo.task import make_tokenizer
 from gac.faults import checkpoint
-from gac.models.causal_lm import ModelConfig, check_head, load_model, load_tokenizer, make_model
+from gac.models.causal_lm import check_head, load_model, load_tokenizer, make_model
+from gac.models.config import ModelConfig
 from gac.parallel import setup
-from gac.parallel.setup import ParallelConfig
+from gac.parallel.config import ParallelConfig
 from gac.training.export import export_checkpoint
 
 from .peak_memory import resident

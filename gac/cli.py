@@ -2,7 +2,7 @@
 
 Each command imports its module lazily, so that `gac --help` is fast. Exit codes:
 0 success, 1 the run failed, 2 invalid command or configuration (reported in one line; `--debug` or
-GAC_DEBUG=1 also shows the traceback), 130 interrupted.
+GAC_DEBUG=1 also shows the traceback), 130 interrupted by Ctrl-C, SIGTERM or SIGHUP.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Literal
 
@@ -26,6 +27,7 @@ from gac.errors import (
     value_errors_as,
     writable_folder,
 )
+from gac.parallel.run_lock import first_to_report
 from gac.study.command import add_parser as add_study
 
 OK, INTERRUPTED = 0, 130
@@ -35,10 +37,7 @@ EXAMPLES = """\
 examples:
   gac init first                                  create a folder for a first run
   gac train first/run.yaml                        train, and write a report
-  gac demo                                        train and compare methods on a tiny task
   gac train examples/gsm8k.yaml --set steps=200   train, overriding one key of the file
-  gac report runs/demo                            write a report on all runs in a folder
-  gac methods gac                                 explain a method and its hyperparameters
 """
 SET_HELP = (
     "override a configuration key, e.g. optim.lr=1e-5 or method=grpo; the last value of a key wins"
@@ -55,6 +54,16 @@ class Parser(argparse.ArgumentParser):
         return super().format_help() + (f"\n{self.extra_help()}\n" if self.extra_help else "")
 
 
+class Version(argparse.Action):
+    """Prints the version, which is looked up only if it is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from gac import __version__
+
+        print(f"gac {__version__}")
+        parser.exit()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; argv: arguments without the program name."""
     debug = os.environ.get("GAC_DEBUG", "0") not in ("", "0")
@@ -66,7 +75,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         with explain_missing_extra("this command"):
             options = make_parser().parse_args(argv)
             debug |= options.debug
-            return options.run(options)
+            try:
+                return options.run(options)
+            except SystemExit as stop:  # from the user's own code
+                from gac.config.imports import location
+
+                print(
+                    f"gac: the code called sys.exit({stop.code!r}){location(stop)}", file=sys.stderr
+                )
+                return FAILED
     except KeyboardInterrupt as stop:
         detail = f": {stop}" if str(stop) else ""
         print(f"gac: interrupted{detail}; rerun the command to resume", file=sys.stderr)
@@ -81,28 +98,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             traceback.print_exc()
         message, exit_code = known
-        if _first_to_report(message):
+        if first_to_report(message):
             print(f"gac: {message}", file=sys.stderr)
         return exit_code
-
-
-def _first_to_report(message: str) -> bool:
-    """Whether this process is the first of torchrun's processes to report the error."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "MASTER_PORT" not in os.environ:
-        return True
-    import datetime
-    import zlib
-
-    from torch.distributed import TCPStore
-
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    key = f"gac/error/{attempt}/{zlib.crc32(message.encode())}"
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    try:
-        store = TCPStore(address, port, timeout=datetime.timedelta(seconds=5))
-        return store.add(key, 1) == 1
-    except (RuntimeError, ValueError):  # the launcher has exited
-        return True
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -114,9 +112,11 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--debug", action="store_true", default=False, help=DEBUG_HELP)
+    parser.add_argument("--version", action=Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_init(commands)
     _add_train(commands)
+    _add_check(commands)
     _add_eval(commands)
     _add_export(commands)
     _add_replay(commands)
@@ -186,6 +186,16 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
     train.set_defaults(run=_train)
 
 
+def _add_check(commands: argparse._SubParsersAction) -> None:
+    check = commands.add_parser(
+        "check",
+        help="check a configuration, its files and its reward without training",
+    )
+    check.add_argument("config", type=Path, metavar="CONFIG.yaml", help="run configuration")
+    _add_set(check)
+    check.set_defaults(run=_check)
+
+
 def _add_eval(commands: argparse._SubParsersAction) -> None:
     evaluate = commands.add_parser(
         "eval",
@@ -209,7 +219,7 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
         help="`out` folder of another evaluation; adds paired differences over shared prompts",
     )
     _add_set(evaluate)
-    evaluate.extra_help = lambda: _keys("gac.evaluation.suite", "EvalConfig")
+    evaluate.extra_help = lambda: _keys("gac.evaluation.config", "EvalConfig")
     evaluate.set_defaults(run=_eval)
 
 
@@ -256,8 +266,7 @@ def _add_report(commands: argparse._SubParsersAction) -> None:
         "report",
         help="write a report with plots and tables for one or more runs",
         description="Write report.html (a single file that works offline) and plots/*.png, and "
-        "print the tables. Runs that differ only in their seed are grouped; unfinished runs are "
-        "shown up to their last step.",
+        "print the tables. Runs that differ only in their seed are grouped; runs need not be over.",
     )
     report.add_argument(
         "runs",
@@ -361,45 +370,44 @@ def _init(options: argparse.Namespace) -> int:
     return OK
 
 
-def _train(options: argparse.Namespace) -> int:
-    from gac.config import load
-    from gac.train_config import TrainConfig
+def _check(options: argparse.Namespace) -> int:
+    from gac.training.check import load_checked
 
-    _find_user_code(options.config)
-    config = load(TrainConfig, options.config, options.set)  # validate before any slow import
+    config, passed = load_checked(options.config, options.set)
+    print("\n".join([*passed, f"steps: {config.steps}", "All checks passed."]))
+    return OK
+
+
+def _train(options: argparse.Namespace) -> int:
+    from gac.training.check import load_checked
+
+    config, _ = load_checked(options.config, options.set)
     _show_log()
     from gac.training.trainer import train
 
     run = train(config, options.resume)
     if os.environ.get("RANK", "0") == "0":
         from gac.report import write_report
+        from gac.report.ending import ending
 
-        print(f"Run: {run}\nReport: {write_report([run], run)}")
+        print(f"{ending(Path(run))}\nRun: {run}\nReport: {write_report([run], run)}")
     return OK
 
 
-def _find_user_code(config: Path | None) -> None:
-    from gac.config.imports import find_user_code
-
-    find_user_code(config)
-
-
 def _eval(options: argparse.Namespace) -> int:
-    from gac.config import load
-    from gac.evaluation.suite import EvalConfig, evaluate_single, run_suite
+    from gac.config import load_early
+
+    config = load_early("gac.evaluation.config", "EvalConfig", options.config, options.set)
+    from gac.evaluation.suite import evaluate_single, run_suite
     from gac.evaluation.table import results_table
 
-    _find_user_code(options.config)
-    config = load(EvalConfig, options.config or {}, options.set)
     if options.against and not config.tasks:
         raise ConfigError("--against requires `tasks`: move the data set into `tasks`")
     _show_log()
-    if config.tasks:
-        text = results_table(run_suite(config, options.against))
-    else:
-        text = json.dumps(evaluate_single(config), indent=2)
+    against = options.against
+    result = run_suite(config, against) if config.tasks else evaluate_single(config)
     if os.environ.get("RANK", "0") == "0":
-        print(text)
+        print(results_table(result) if config.tasks else json.dumps(result, indent=2))
     return OK
 
 
@@ -428,10 +436,11 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _check_rewards(options: argparse.Namespace) -> int:
+    from gac.config.imports import find_user_code
     from gac.rewards.check import check
 
     _show_log()
-    _find_user_code(options.config)
+    find_user_code(options.config)
     result = check(options.config, options.set, options.min_reward)
     for row in (*result.failing, *result.weak):
         print(row)
@@ -442,14 +451,18 @@ def _check_rewards(options: argparse.Namespace) -> int:
 
 
 def _methods(options: argparse.Namespace) -> int:
+    from gac.config.imports import find_user_code
+
     name = options.name
     if name is None:
         from gac.methods.listing import methods_table
 
         print(methods_table())
     else:
-        _find_user_code(None)
-        print(_method(name))
+        find_user_code(None)
+        from gac.methods.listing import method_page
+
+        print(method_page(name))
     return OK
 
 
@@ -460,28 +473,16 @@ def _models(options: argparse.Namespace) -> int:
     return OK
 
 
-def _method(name: str) -> str:
-    from gac.config import choose, describe
-    from gac.methods import all_methods
-
-    method = type(choose(all_methods(), name))
-    keys = describe(method, "method") or "It has no hyperparameters."
-    return f"{name}: {' '.join((method.__doc__ or '').split())}\n\n{keys}"
-
-
 def _demo(options: argparse.Namespace) -> int:
-    with value_errors_as(ConfigError):
-        require_at_least(1, options, "seeds", "steps", "jobs", prefix="--")
     from gac.demo.run import run_demo
 
-    seeds = range(options.seeds)
-    return run_demo(options.out, options.methods, seeds, options.steps, options.jobs)
+    with value_errors_as(ConfigError):
+        require_at_least(1, options, "seeds", "steps", "jobs", prefix="--")
+    return run_demo(options.out, options.methods, range(options.seeds), options.steps, options.jobs)
 
 
 def _keys(module: str, name: str) -> str:
     """Help text for a configuration class."""
-    from importlib import import_module
-
     from gac.config import describe
     from gac.rewards import rewards_table
 

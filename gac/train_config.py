@@ -8,12 +8,12 @@ from typing import Annotated, Any
 from gac.config import Choice
 from gac.data import DataConfig
 from gac.errors import require, require_at_least, require_one_of
-from gac.evaluation.task import EvalSettings
+from gac.evaluation.config import EvalSettings
 from gac.methods import DEFAULT, METHODS, Method, all_methods
 from gac.methods.loss_keys import check_loss
-from gac.models.causal_lm import ModelConfig
-from gac.parallel.setup import ParallelConfig
-from gac.rollouts.generation import RolloutConfig
+from gac.models.config import ModelConfig
+from gac.parallel.config import ParallelConfig
+from gac.rollouts.config import RolloutConfig
 from gac_kernels import LossSpec
 
 SCHEDULES = ("cosine", "linear", "constant")
@@ -43,6 +43,9 @@ class OptimConfig:
     def __post_init__(self) -> None:
         require_one_of(SCHEDULES, self, "schedule")
         require(self.lr > 0, "lr", self.lr, "a number > 0")
+        require_at_least(0, self, "warmup_steps", "weight_decay", "max_grad_norm", "eps")
+        valid = all(0 <= beta < 1 for beta in self.betas)
+        require(valid, "betas", self.betas, "two numbers in [0, 1)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +146,8 @@ class TrainConfig:
         require_at_least(
             1, self, "micro_batch_size", "max_tokens_per_micro_batch", "kl_sample_size"
         )
+        require(bool(self.out), "out", self.out, "the name of a folder")
+        require(0 <= self.seed < 2**31, "seed", self.seed, "a whole number from 0 to 2**31 - 1")
         low = self.loss.clip_low
         require(low is None or low <= 1, "loss.clip_low", low, "a number in [0, 1], or null")
         if self.eval.every and not (self.eval.data.prompts or self.eval.tasks):

@@ -11,8 +11,6 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, cast
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from .filter import FilterReport
 
@@ -226,15 +224,15 @@ class TokenMoments:
     Each rollout token has w = 1 / (tokens of its sequence), s = phi(p_t) and r = A_t.
     """
 
-    rollouts: Tensor
+    rollouts: torch.Tensor
     """float64 [7]: n non-empty rollouts, mean s, mean r, then the centered sums
     sum w (s - mean s)^2, sum w (r - mean r)^2, sum w (s - mean s)(r - mean r), and
     sum over rollouts of (mean_t A_t - mean r)^2."""
-    demo_nll: Tensor
+    demo_nll: torch.Tensor
     """float64 [S]: each demonstration's mean negative log-likelihood. -inf, an impossible value,
     marks rollouts and empty demonstrations; nan marks a demonstration with a nan log-probability.
     """
-    totals: Tensor
+    totals: torch.Tensor
     """float64 [6]: rollout tokens, demonstration tokens, sum of the KL estimator, clipped tokens,
     sum of the entropy over rollout tokens, sum of the entropy over demonstration tokens."""
 
@@ -269,22 +267,25 @@ class TokenMoments:
         """Copy the moments to another device."""
         return TokenMoments(*(getattr(self, f.name).to(device) for f in fields(self)))
 
-    def all_reduce(self, group: dist.ProcessGroup | None = None) -> TokenMoments:
+    def all_reduce(self, group: torch.distributed.ProcessGroup | None = None) -> TokenMoments:
         """Merge the moments of all ranks of `group`; a no-op without a process group.
 
         The result is the same on each rank, bit for bit.
         """
-        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
+        if (
+            not (torch.distributed.is_available() and torch.distributed.is_initialized())
+            or torch.distributed.get_world_size(group) == 1
+        ):
             return self
-        ranks = dist.get_world_size(group)
+        ranks = torch.distributed.get_world_size(group)
         size = torch.tensor([self.demo_nll.numel()], device=self.demo_nll.device)
         sizes = [torch.zeros_like(size) for _ in range(ranks)]
-        dist.all_gather(sizes, size, group=group)
+        torch.distributed.all_gather(sizes, size, group=group)
         longest = max(int(s) for s in sizes)
         local = torch.cat([self.rollouts, self.totals, self.demo_nll])
         local = torch.nn.functional.pad(local, (0, 13 + longest - local.numel()), value=-math.inf)
         gathered = [torch.empty_like(local) for _ in range(ranks)]
-        dist.all_gather(gathered, local, group=group)
+        torch.distributed.all_gather(gathered, local, group=group)
         return TokenMoments.merged([TokenMoments(row[:7], row[13:], row[7:13]) for row in gathered])
 
     def signals(self, trim: float = 0.1) -> Signals:
@@ -309,27 +310,27 @@ class TokenMoments:
         return Signals(sft, aa / n, has_s + has_r - 2.0 * rho)
 
     @property
-    def rollout_tokens(self) -> Tensor:
+    def rollout_tokens(self) -> torch.Tensor:
         """0-d: number of rollout tokens that have a loss."""
         return self.totals[0]
 
     @property
-    def demo_tokens(self) -> Tensor:
+    def demo_tokens(self) -> torch.Tensor:
         """0-d: number of demonstration tokens that have a loss."""
         return self.totals[1]
 
     @property
-    def kl(self) -> Tensor:
+    def kl(self) -> torch.Tensor:
         """0-d: mean KL estimator per rollout token, nats; nan without rollouts or reference."""
         return self.totals[2] / self.totals[0]
 
     @property
-    def clip_fraction(self) -> Tensor:
+    def clip_fraction(self) -> torch.Tensor:
         """0-d: fraction of rollout tokens whose gradient was removed by clipping."""
         return self.totals[3] / self.totals[0].clamp(min=1)
 
     @property
-    def entropy(self) -> Tensor:
+    def entropy(self) -> torch.Tensor:
         """0-d: mean entropy per rollout token, nats; nan without rollouts."""
         return self.totals[4] / self.totals[0]
 
@@ -352,23 +353,23 @@ class LossOutput(NamedTuple):
 
     # a named tuple, because FSDP's hooks find no tensors inside dataclasses
 
-    loss: Tensor
+    loss: torch.Tensor
     """(1 - mu) rollout_loss + mu demo_loss; differentiable once."""
-    rollout_loss: Tensor
+    rollout_loss: torch.Tensor
     """The reduced rollout term, 0 without rollouts."""
-    demo_loss: Tensor
+    demo_loss: torch.Tensor
     """The reduced demonstration term, 0 without demonstrations."""
-    kl: Tensor
+    kl: torch.Tensor
     """Mean KL estimator per rollout token; nan without `ref_logps` or without rollouts."""
-    clip_fraction: Tensor
+    clip_fraction: torch.Tensor
     """Fraction of rollout tokens whose gradient was removed by clipping."""
-    logps: Tensor
+    logps: torch.Tensor
     """float32, like targets: log-probability of each target, 0 where there is no loss."""
-    entropy: Tensor
+    entropy: torch.Tensor
     """float32, like targets: entropy of each distribution in nats, 0 where there is no loss."""
     moments: TokenMoments | None
     """Sufficient statistics for the controller; None if `moments=False`."""
-    sketch: Tensor | None = None
+    sketch: torch.Tensor | None = None
     """float32 [S, k, k]: R G S^T for each sequence. G is the gradient of the head weight from the
     sequence's contribution to its own term (rollout or demonstration), and k is the size of both
     projections; see `HeadSketch`. None unless requested.
@@ -383,13 +384,13 @@ class TokenLossOutput(NamedTuple):
     With a gradient filter, the last field is `filter`, what it did; otherwise `filter` is None.
     """
 
-    loss: Tensor
+    loss: torch.Tensor
     """0-d: the sum of the losses; differentiable once."""
-    losses: Tensor
+    losses: torch.Tensor
     """Like targets, detached: the loss of each token, 0 where there is no loss."""
-    logps: Tensor
+    logps: torch.Tensor
     """Like targets, detached: log-probability of each target, 0 where there is no loss."""
-    entropy: Tensor
+    entropy: torch.Tensor
     """Like targets, detached: entropy of each distribution in nats, 0 where there is no loss."""
 
     @property

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 SAMPLE = 32  # rows that find most exact chunks early; also rows per step of `column_sums`
 
@@ -48,22 +47,24 @@ class GradientFilter:
 class FilterReport(NamedTuple):
     """What the filter did in one call; 0-d float32 tensors on the device of the rows."""
 
-    kept_columns: Tensor
+    kept_columns: torch.Tensor
     """Mean over the rows with a gradient of the share of columns kept; 1 for exact chunks."""
-    dropped_mass: Tensor
+    dropped_mass: torch.Tensor
     """Largest share of a row's absolute gradient that the tail replaced; 0 for exact chunks."""
 
 
 class Kept(NamedTuple):
     """The part of a chunk's gradient that is multiplied, and the tail d q^T of the rest."""
 
-    columns: Tensor  # int64 [K], ascending
-    values: Tensor  # [M, K]
-    rows: Tensor  # [M]: d
-    mass: Tensor  # [V]: q
+    columns: torch.Tensor  # int64 [K], ascending
+    values: torch.Tensor  # [M, K]
+    rows: torch.Tensor  # [M]: d
+    mass: torch.Tensor  # [V]: q
 
 
-def column_sums(grad: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def column_sums(
+    grad: torch.Tensor, threshold: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The columns of grad [M, V] with an entry above `threshold` (0-d), and sums.
 
     Returns (hit: bool [V], the absolute sum of each column [V], the sum and the absolute sum of
@@ -85,14 +86,16 @@ def column_sums(grad: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor, Tensor
 class ColumnFilter:
     """Filters the chunks of one call; see `GradientFilter`."""
 
-    def __init__(self, settings: GradientFilter, weight: Tensor, backend: Any) -> None:
+    def __init__(self, settings: GradientFilter, weight: torch.Tensor, backend: Any) -> None:
         self.settings, self.weight = settings, weight
         self.sums = getattr(backend, "column_sums", column_sums)
-        self.tails: list[tuple[Tensor, Tensor]] = []  # q [V] and d^T rows [H] of each chunk
+        self.tails: list[
+            tuple[torch.Tensor, torch.Tensor]
+        ] = []  # q [V] and d^T rows [H] of each chunk
         self.rows, self.kept = 0, 0.0
         self.dropped = torch.zeros((), device=weight.device)
 
-    def select(self, grad: Tensor, targets: Tensor) -> Kept | None:
+    def select(self, grad: torch.Tensor, targets: torch.Tensor) -> Kept | None:
         """Choose the columns of a chunk's gradient [M, V]; None: compute the chunk exactly."""
         rows, width = grad.shape
         self.rows += rows
@@ -100,7 +103,7 @@ class ColumnFilter:
         self.kept += rows * (1.0 if kept is None else len(kept.columns) / width)
         return kept
 
-    def _select(self, grad: Tensor, targets: Tensor) -> Kept | None:
+    def _select(self, grad: torch.Tensor, targets: torch.Tensor) -> Kept | None:
         settings, most = self.settings, self.settings.max_columns * grad.shape[1]
         at_target = grad.gather(1, targets[:, None])
         at_target = at_target.to(torch.promote_types(grad.dtype, torch.float32))
@@ -123,7 +126,7 @@ class ColumnFilter:
         share /= share.sum().clamp(min=torch.finfo(share.dtype).tiny)
         return Kept(columns, values, total - wide.sum(1), share)
 
-    def report(self) -> Tensor:
+    def report(self) -> torch.Tensor:
         """The fields of `FilterReport`, float32 [2]."""
         share = torch.full_like(self.dropped, self.kept / max(self.rows, 1))
         return torch.stack([share, self.dropped])

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from gac.cli import make_parser
 from gac.config import Key, keys
-from gac.evaluation.suite import EvalConfig
+from gac.evaluation.config import EvalConfig
 from gac.methods import METHODS, Method
 from gac.methods.listing import summary
 from gac.train_config import TrainConfig

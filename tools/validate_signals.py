@@ -240,7 +240,7 @@ def correlations(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def costs(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Extra CPU time of a measured step in percent of a plain one: median and 95 % interval."""
+    """Extra CPU time of a measured step in percent of a plain one: median and 95% interval."""
     rows = [row for run in runs.values() for row in run["costs"] if math.isfinite(row["rest"])]
     results = {}
     for name in ("sketch", "gradients"):
@@ -273,10 +273,10 @@ def tables(study: dict[str, Any]) -> str:
         table = markdown_table(head, rows)
         parts.append(f"## {scenario.capitalize()}, {VIEWS[view]}\n\n{table}\n")
     rows = [
-        [f"`{name}`", f"{cost['percent']:.2f} %", f"[{cost['ci95'][0]:.2f}, {cost['ci95'][1]:.2f}]"]
+        [f"`{name}`", f"{cost['percent']:.2f}%", f"[{cost['ci95'][0]:.2f}, {cost['ci95'][1]:.2f}]"]
         for name, cost in study["cost"].items()
     ]
-    table = markdown_table(("source", "extra time per step", "95 % interval"), rows)
+    table = markdown_table(("source", "extra time per step", "95% interval"), rows)
     parts.append(f"## Cost of a measuring step\n\n{table}\n")
     return "\n".join(parts)
 

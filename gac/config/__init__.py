@@ -3,7 +3,7 @@
 This package may import `errors`.
 """
 
-from .build import choose, load
+from .build import choose, load, load_early
 from .dump import dump, save, save_text
 from .help import Key, describe, keys
 from .types import Choice, ConfigError
@@ -19,6 +19,7 @@ __all__ = [
     "dump",
     "keys",
     "load",
+    "load_early",
     "parse_yaml",
     "read_yaml",
     "save",

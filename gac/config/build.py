@@ -6,10 +6,11 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
-from .imports import load_object
+from .imports import deferred, find_user_code, load_object
 from .types import (
     ConfigError,
     Override,
@@ -197,3 +198,12 @@ def _field_default(field: dataclasses.Field) -> Any:
     if field.default is not MISSING:
         return field.default
     return None if field.default_factory is MISSING else field.default_factory()
+
+
+def load_early(module: str, name: str, file: Path | None, overrides: Sequence[str]) -> Any:
+    """`load` the class `name` of `module`; a mistake is reported before torch is imported."""
+    find_user_code(file)
+    if file is not None:
+        read_yaml(file)  # fails before any import
+    with deferred("torch", "numpy"):
+        return load(getattr(import_module(module), name), file or {}, overrides)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from torch import Tensor
+import torch
 
 
 class Alignment(NamedTuple):
@@ -35,7 +35,7 @@ class Alignment(NamedTuple):
         return Alignment(self.inner / size, self.inner_variance / size / size, 1.0, 1.0, 1.0, 1.0)
 
 
-def alignment(gram: Tensor, sft_count: int) -> Alignment:
+def alignment(gram: torch.Tensor, sft_count: int) -> Alignment:
     """Estimate the alignment from inner products of independent micro-batch gradients of each term.
 
     Args:
@@ -60,7 +60,7 @@ def alignment(gram: Tensor, sft_count: int) -> Alignment:
     )
 
 
-def _square_of_mean(cross: Tensor) -> float:
+def _square_of_mean(cross: torch.Tensor) -> float:
     """Mean of C_ij C_kl over i != k and j != l, by inclusion-exclusion; nan if there are none."""
     rows, columns = cross.shape
     total = cross.sum() ** 2 + cross.square().sum()
@@ -68,7 +68,7 @@ def _square_of_mean(cross: Tensor) -> float:
     return ((total - shared) / (rows * (rows - 1) * columns * (columns - 1))).item()
 
 
-def _off_diagonal(block: Tensor) -> float:
+def _off_diagonal(block: torch.Tensor) -> float:
     """Mean of <x_i, x_j> over i != j; nan if there are none."""
     count = len(block)
     return ((block.sum() - block.diagonal().sum()) / (count * (count - 1))).item()

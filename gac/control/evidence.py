@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol
 
-from torch import Tensor
+import torch
 
 from gac_kernels.contract import Signals, TokenMoments
 
@@ -41,9 +41,9 @@ class Sketches(NamedTuple):
     rollouts of a prompt.
     """
 
-    demos: Tensor
+    demos: torch.Tensor
     """float64 [n, k k]."""
-    rollouts: Tensor
+    rollouts: torch.Tensor
     """float64 [n, k k]."""
 
 
@@ -54,11 +54,11 @@ class Evidence(NamedTuple):
     """Number of optimizer steps done so far."""
     moments: TokenMoments | None = None
     """Statistics of the step's tokens."""
-    gram: Tensor | None = None
+    gram: torch.Tensor | None = None
     """[M_s + M_r, M_s + M_r] inner products of micro-batch gradients, SFT first; float64."""
     sft_count: int = 0
     """M_s, the number of SFT micro-batches in `gram`."""
-    bias_gram: Tensor | None = None
+    bias_gram: torch.Tensor | None = None
     """[4, 4] inner products as in `bias_moments`."""
     sketches: Sketches | None = None
     """Sketches of every unit in the step."""

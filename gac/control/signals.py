@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import torch
-from torch import Tensor
 
 from gac.config import Choice
 from gac.control.checks import is_count, require
-from gac_kernels import HeadSketch
 from gac_kernels.contract import Signals
 
 from .alignment import alignment
@@ -89,7 +87,7 @@ class SketchSignals:
     """Rows of both projections of `gac_kernels.HeadSketch`, which are redrawn at each refresh."""
 
     def __post_init__(self) -> None:
-        HeadSketch(self.size)  # raises on an invalid size
+        require(self.size in (4, 8, 16, 32, 64), "size", self.size, "a power of two from 4 to 64")
 
     @property
     def needs(self) -> SourceNeeds:
@@ -115,7 +113,7 @@ SOURCES: dict[str, type] = {
 Source = Annotated[SignalSource, Choice(lambda: SOURCES)]
 
 
-def gradient_moments(gram: Tensor, sft_count: int, *, paired: bool = False) -> Reading:
+def gradient_moments(gram: torch.Tensor, sft_count: int, *, paired: bool = False) -> Reading:
     """Unbiased moments of the two mean gradients from the Gram matrix of their micro-batches.
 
     Let xbar be the mean of M gradients x_i. Then tr Var(xbar) = sum |x_i - xbar|^2 / (M (M - 1)),
@@ -159,7 +157,7 @@ def sketch_moments(sketches: Sketches) -> Reading:
     return gradient_moments(units @ units.T, len(sides[0]))
 
 
-def bias_moments(gram: Tensor, covariance: float = 0.0) -> Corrections:
+def bias_moments(gram: torch.Tensor, covariance: float = 0.0) -> Corrections:
     """The bias terms of `mu_star_biased`, from a 4 x 4 Gram matrix of mean gradients.
 
     Args:
@@ -176,7 +174,7 @@ def bias_moments(gram: Tensor, covariance: float = 0.0) -> Corrections:
     return Corrections(covariance, *((x @ gram @ y).item() for x, y in pairs))
 
 
-def _variance_of_mean(block: Tensor) -> float:
+def _variance_of_mean(block: torch.Tensor) -> float:
     """Estimate tr Cov(mean x, mean y) from <x_i, y_j> [M, M] of M paired draws; nan for M < 2."""
     count = block.shape[0]
     if count < 2:
@@ -184,7 +182,7 @@ def _variance_of_mean(block: Tensor) -> float:
     return (block.diagonal().mean() - block.mean()).item() / (count - 1)
 
 
-def _checked_gram(gram: Tensor, sft_count: int) -> tuple[Tensor, int]:
+def _checked_gram(gram: torch.Tensor, sft_count: int) -> tuple[torch.Tensor, int]:
     gram = torch.as_tensor(gram, dtype=torch.float64)
     square = gram.ndim == 2 and gram.shape[0] == gram.shape[1]
     require(square, "gram", tuple(gram.shape), "a square matrix [M_s + M_r, M_s + M_r]")

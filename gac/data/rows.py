@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from gac.control.term_pair import TermPair
 from gac_kernels import LossSpec
@@ -52,7 +51,7 @@ class Row(NamedTuple):
             return self.loss_tokens
         return max(self.switch - self.start, 0)
 
-    def scored(self, offset: int) -> slice | Tensor:
+    def scored(self, offset: int) -> slice | torch.Tensor:
         """Positions that predict the row's loss tokens, for a row that starts at `offset`."""
         first = offset + max(self.start, 1) - 1
         if self.mask:
@@ -76,17 +75,23 @@ class Batch(NamedTuple):
     The S sequences are the rows, or two per row in a batch of mixed rows.
     """
 
-    input_ids: Tensor  # int64
-    targets: Tensor  # int64, shaped like input_ids: the next token if it has a loss, else -100
-    advantages: Tensor  # float32 [S], on the CPU
-    is_demo: Tensor  # bool [S], on the CPU
+    input_ids: torch.Tensor  # int64
+    targets: (
+        torch.Tensor
+    )  # int64, shaped like input_ids: the next token if it has a loss, else -100
+    advantages: torch.Tensor  # float32 [S], on the CPU
+    is_demo: torch.Tensor  # bool [S], on the CPU
     starts: tuple[int, ...]  # offset of each row in the flattened tokens
     longest: int  # length of the longest row
-    attention_mask: Tensor | None = None  # int64 [B, T]; padded batches only
-    position_ids: Tensor | None = None  # int64 [1, N], from 0 in each row; packed batches only
-    row_bounds: Tensor | None = None  # int32 [rows + 1]; packed batches only
-    cu_seqlens: Tensor | None = None  # int32 [S + 1]; None if the sequences are the padded rows
-    units: Tensor | None = None  # int64 [S], on the CPU: `Row.unit` of each sequence
+    attention_mask: torch.Tensor | None = None  # int64 [B, T]; padded batches only
+    position_ids: torch.Tensor | None = (
+        None  # int64 [1, N], from 0 in each row; packed batches only
+    )
+    row_bounds: torch.Tensor | None = None  # int32 [rows + 1]; packed batches only
+    cu_seqlens: torch.Tensor | None = (
+        None  # int32 [S + 1]; None if the sequences are the padded rows
+    )
+    units: torch.Tensor | None = None  # int64 [S], on the CPU: `Row.unit` of each sequence
 
     @property
     def model_inputs(self) -> dict[str, Any]:
@@ -104,7 +109,7 @@ class Batch(NamedTuple):
             "max_length_k": self.longest,
         }
 
-    def to_loss_layout(self, *like_targets: Tensor | None) -> Iterator[Any]:
+    def to_loss_layout(self, *like_targets: torch.Tensor | None) -> Iterator[Any]:
         """Yield each tensor in the layout that the loss expects for this batch."""
         for x in like_targets:
             yield x if x is None or self.cu_seqlens is None else x.flatten()
@@ -150,10 +155,10 @@ def collate(
         advantages, units = (x.repeat_interleave(2) for x in (advantages, units))
         is_demo = torch.tensor([True, False]).repeat(len(rows))
 
-    def to_device(x: np.ndarray) -> Tensor:
+    def to_device(x: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(x).to(device)
 
-    def to_bounds(bounds: tuple[int, ...] | None) -> Tensor | None:
+    def to_bounds(bounds: tuple[int, ...] | None) -> torch.Tensor | None:
         return None if bounds is None else to_device(np.array(bounds, np.int32))
 
     return Batch(

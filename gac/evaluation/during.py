@@ -12,8 +12,9 @@ from gac.errors import ConfigError
 from gac.rewards import Reward
 from gac.rollouts.engines import Engine
 
+from .config import EvalSettings
 from .suite import Job, flat, load_jobs
-from .task import EvalSettings, generate_answers, split_of
+from .task import generate_answers, split_of
 
 
 class Evaluator:

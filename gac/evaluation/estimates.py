@@ -17,7 +17,7 @@ BOOTSTRAP_RESAMPLES = 10_000
 
 
 class Difference(NamedTuple):
-    """A mean paired difference and its 95 % interval."""
+    """A mean paired difference and its 95% interval."""
 
     difference: float
     ci95: tuple[float, float]
@@ -44,7 +44,7 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 
 def accuracy_interval(means: Sequence[float]) -> tuple[float, float]:
-    """95 % Wilson interval of the mean score over prompts.
+    """95% Wilson interval of the mean score over prompts.
 
     The effective sample size is n p (1 - p) / variance, but at least n. It equals n for one binary
     sample per prompt or equal means, and grows with the number of samples per prompt.
@@ -78,7 +78,7 @@ def accuracy_interval(means: Sequence[float]) -> tuple[float, float]:
 
 
 def bootstrap_interval(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
-    """95 % percentile bootstrap interval of the mean; (nan, nan) for fewer than two values."""
+    """95% percentile bootstrap interval of the mean; (nan, nan) for fewer than two values."""
     data = np.asarray(values)
     if len(data) < 2:
         return math.nan, math.nan
@@ -94,7 +94,7 @@ def bootstrap_interval(values: Sequence[float], seed: int = 0) -> tuple[float, f
 
 
 def paired_difference(first: Sequence[float], second: Sequence[float]) -> Difference:
-    """Mean of first - second over pairs (prompts, or seeds), with its 95 % bootstrap interval.
+    """Mean of first - second over pairs (prompts, or seeds), with its 95% bootstrap interval.
 
     Raises:
         ValueError: the two differ in length.

@@ -16,7 +16,6 @@ import math
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,61 +25,20 @@ from accelerate import Accelerator
 from gac.config import dump, save_text
 from gac.data import Examples, load_prompts
 from gac.errors import ConfigError, value_errors_as, writable_folder
-from gac.models.causal_lm import ModelConfig, load_model, load_tokenizer
+from gac.models.causal_lm import load_model, load_tokenizer
 from gac.parallel import collectives, setup
 from gac.parallel.run_lock import run_lock
 from gac.rewards import Reward, build_reward, closing_reward
+from gac.rollouts.config import RolloutConfig
 from gac.rollouts.engines import Engine
-from gac.rollouts.generation import RolloutConfig
 
+from .config import EvalConfig, EvalTask
 from .estimates import paired_difference
-from .task import (
-    Answer,
-    EvalSettings,
-    EvalTask,
-    check_names,
-    generate_answers,
-    prompt_means,
-    split_of,
-    summary,
-)
+from .task import Answer, generate_answers, prompt_means, split_of, summary
 
 logger = logging.getLogger(__name__)
 RESULTS, SAMPLES = "results.json", "samples.jsonl.gz"
 DAMAGE = ValueError, KeyError, TypeError, AttributeError  # raised by a file that is not ours
-
-
-@dataclass(frozen=True)
-class EvalConfig:
-    """Configuration of `gac eval`: a model and its tasks."""
-
-    model: ModelConfig = ModelConfig()
-    """The model to evaluate."""
-    settings: EvalSettings = EvalSettings()
-    """A single task; its accuracies are printed as one JSON object."""
-    tasks: Mapping[str, EvalTask] = field(default_factory=dict)
-    """Several tasks by name, each with `data`, `reward`, `samples`, `temperature` and so on."""
-    reward: Any = "math"
-    """Default reward for tasks that do not set one; same format as in training."""
-    out: str = "evals"
-    """Output folder for the results and answers of `tasks`. Finished tasks are not rerun."""
-    seed: int = 0
-    """Sampling seed."""
-
-    def __post_init__(self) -> None:
-        if self.tasks and self.settings.data.prompts:
-            raise ValueError("tasks and settings.data.prompts are both set: set only one of them")
-        check_names(self.tasks)
-        for name, task in self.tasks.items():
-            if not task.data.prompts:
-                raise ValueError(
-                    f"tasks.{name}.data.prompts is missing: set it to a file or data set"
-                )
-        if self.settings.every or self.settings.tasks:
-            raise ValueError(
-                "settings.every and settings.tasks apply only to training: remove them; `tasks` "
-                "defines the tasks of an evaluation"
-            )
 
 
 class Job(NamedTuple):
@@ -166,6 +124,8 @@ def flat(answers: Sequence[Answer], task: EvalTask, prefix: str = "") -> dict[st
     row, tail = summary(answers, task), f"/{prefix}" if prefix else ""
     return {
         f"accuracy{tail}": row["accuracy"],
+        f"ci95{tail}": row["ci95"],
+        f"prompts{tail}": row["prompts"],
         **{f"accuracy{tail}/{s}": v["accuracy"] for s, v in sorted(row["splits"].items())},
         **{f"pass@{k}{tail}": v for k, v in row["pass_at"].items()},
         f"response_length{tail}": row["response_length"],

@@ -7,7 +7,7 @@ from typing import Any
 
 from gac.evaluation.cells import align_columns, percent, percent_interval
 
-HEAD = ("task", "accuracy", "95 % interval", "pass@k", "prompts x samples", "truncated", "dropped")
+HEAD = ("task", "accuracy", "95% interval", "pass@k", "prompts x samples", "truncated", "dropped")
 
 
 def results_table(results: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
+import torch
 
 from gac.errors import require
 
@@ -81,7 +81,7 @@ class AMFT(TokenWeighted):
             mu = min(max(mu, self.mu_min), self.mu_max)
         return {"mu": mu, "target": target, "slope": None}, Mix(mu)
 
-    def solve(self, state: State, gram: Tensor, mix: Mix) -> tuple[State, Weights | None]:
+    def solve(self, state: State, gram: torch.Tensor, mix: Mix) -> tuple[State, Weights | None]:
         (_, sr), (rs, rr) = cross_gram(gram, 2)
         return {**state, "slope": (sr + rs) / 2 - rr}, mix.pair
 

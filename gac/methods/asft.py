@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from torch import Tensor
+import torch
 
 from gac_kernels import LossSpec
 
@@ -38,7 +38,7 @@ class ASFT(Method):
     def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
         return state, Mix(1.0)
 
-    def token_loss(self, tokens: TokenView) -> Tensor:
+    def token_loss(self, tokens: TokenView) -> torch.Tensor:
         """[N] loss of each token."""
         weighted = -tokens.logps * tokens.logps.detach().exp()
         return weighted + self.kl_weight * tokens.vocabulary_kl(self.kl_direction == "forward")

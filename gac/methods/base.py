@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from torch import Tensor
+import torch
 
 from gac.control.estimators import Corrections
 from gac.control.evidence import Evidence
@@ -89,7 +89,7 @@ class Loss(NamedTuple):
 
     spec: LossSpec
     """The fused loss; with `token`, its reductions and statistics."""
-    token: Callable[[TokenView], Tensor] | None = None
+    token: Callable[[TokenView], torch.Tensor] | None = None
     """[N] loss of each token, differentiable through `TokenView.logps`; replaces the fused loss. KL
     penalty, entropy bonus and correction of `spec` are added to it."""
     policy: bool = False
@@ -187,7 +187,7 @@ class Method:
         """The loss that the method minimizes; `base` is the `loss` section of the configuration."""
         return Loss(base)
 
-    def credit(self, rewards: Tensor, demos: Tensor | None, kind: str) -> Credit:
+    def credit(self, rewards: torch.Tensor, demos: torch.Tensor | None, kind: str) -> Credit:
         """Advantages and row weights from rewards.
 
         Args:
@@ -219,7 +219,7 @@ class Method:
         """Log message for a state change made by `mix`, or None."""
         return None
 
-    def solve(self, state: State, gram: Tensor, mix: Mix) -> tuple[State, Weights | None]:
+    def solve(self, state: State, gram: torch.Tensor, mix: Mix) -> tuple[State, Weights | None]:
         """Change the weights once both gradients are known; called if `StepNeeds.parts` is set.
 
         Args:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import Tensor
 
 from gac.errors import require
 from gac.rollouts.plan import Sampling
@@ -42,7 +41,7 @@ class Preference(Method):
     def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
         return state, Mix(0.0)
 
-    def token_loss(self, tokens: TokenView) -> Tensor:
+    def token_loss(self, tokens: TokenView) -> torch.Tensor:
         """[N] loss of each token: the loss of the pair that contains the token."""
         batch = tokens.batch
         if batch.ref is None:
@@ -53,11 +52,11 @@ class Preference(Method):
         loss = self.pair_loss(ratios[0::2] - ratios[1::2])
         return batch.spread(loss.repeat_interleave(2))
 
-    def sequence_ratios(self, tokens: TokenView, ratios: Tensor) -> Tensor:
+    def sequence_ratios(self, tokens: TokenView, ratios: torch.Tensor) -> torch.Tensor:
         """Log-ratio of each response to the reference, [N] -> [S]."""
         return tokens.batch.per_sequence(ratios)
 
-    def pair_loss(self, h: Tensor) -> Tensor:
+    def pair_loss(self, h: torch.Tensor) -> torch.Tensor:
         """Loss [S / 2] of each pair from the difference of its two log-ratios."""
         raise NotImplementedError
 
@@ -79,7 +78,7 @@ class DPO(Preference):
     def __post_init__(self) -> None:
         require(self.beta > 0, "beta", self.beta, "a number > 0")
 
-    def pair_loss(self, h: Tensor) -> Tensor:
+    def pair_loss(self, h: torch.Tensor) -> torch.Tensor:
         return -torch.nn.functional.logsigmoid(self.beta * h)
 
 
@@ -98,10 +97,10 @@ class IPO(Preference):
     def __post_init__(self) -> None:
         require(self.tau > 0, "tau", self.tau, "a number > 0")
 
-    def sequence_ratios(self, tokens: TokenView, ratios: Tensor) -> Tensor:
+    def sequence_ratios(self, tokens: TokenView, ratios: torch.Tensor) -> torch.Tensor:
         if self.normalize:
             return tokens.sequence_mean(ratios)
         return super().sequence_ratios(tokens, ratios)
 
-    def pair_loss(self, h: Tensor) -> Tensor:
+    def pair_loss(self, h: torch.Tensor) -> torch.Tensor:
         return (h - 1 / (2 * self.tau)) ** 2

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import Tensor
 
 from gac.errors import require
 from gac.rollouts.advantages import Credit
@@ -64,7 +63,7 @@ class DYPO(Method):
     def sampling(self, completions: int) -> Sampling:
         return Sampling(demos="prompt", groups=True)
 
-    def credit(self, rewards: Tensor, demos: Tensor | None, kind: str) -> Credit:
+    def credit(self, rewards: torch.Tensor, demos: torch.Tensor | None, kind: str) -> Credit:
         successes = (rewards > self.correct).sum(1)
         failures = (rewards <= self.correct).sum(1)  # nan, a dropped rollout, is neither
         mid = ((successes > 0) & (failures > 0)).to(rewards.dtype)
@@ -75,7 +74,7 @@ class DYPO(Method):
     def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
         return state, Mix.weights(self.sft_coef, 1.0)
 
-    def token_loss(self, tokens: TokenView) -> Tensor:
+    def token_loss(self, tokens: TokenView) -> torch.Tensor:
         """[N] loss of each token; for GAL, the loss of the token's group."""
         batch = tokens.batch
         if batch.ref is None:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
 
 from gac.control.checks import is_count, is_real, require
 
@@ -33,7 +32,7 @@ class Gram(NamedTuple):
     """<g_r, g_r>"""
 
     @classmethod
-    def of_means(cls, gram: Tensor, sft_count: int) -> Gram:
+    def of_means(cls, gram: torch.Tensor, sft_count: int) -> Gram:
         """Build from the inner products of the gradients of equal-sized micro-batches.
 
         gram: [M_s + M_r, M_s + M_r], SFT first; its blocks are averaged.
@@ -62,7 +61,7 @@ class Gram(NamedTuple):
         return math.sqrt(max(s * s * self.sft + 2 * s * r * self.dot + r * r * self.rl, 0.0))
 
 
-def cross_gram(gram: Tensor, sft_count: int) -> Cross:
+def cross_gram(gram: torch.Tensor, sft_count: int) -> Cross:
     """SDMGrad's 2 x 2 matrix of inner products of the two terms' gradients.
 
     Entry (i, j) is the inner product of term i's gradient over the first half of its micro-batches
@@ -121,7 +120,7 @@ class GramSolver(TokenWeighted):
         """The weights of a stateless solver; None skips the step. `gram` is finite."""
         raise NotImplementedError
 
-    def solve(self, state: State, gram: Tensor, mix: Mix) -> tuple[State, Weights | None]:
+    def solve(self, state: State, gram: torch.Tensor, mix: Mix) -> tuple[State, Weights | None]:
         pair, after, weights = Gram.of_means(gram, len(gram) // 2), state, None
         if not all(map(math.isfinite, pair)):
             return {**state, "skipped": state["skipped"] + 1}, None

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from gac.errors import require
 from gac.rollouts.advantages import Credit
@@ -63,7 +62,7 @@ class HPT(Method):
     def sampling(self, completions: int) -> Sampling:
         return Sampling(demos="prompt", advantages="centered")
 
-    def credit(self, rewards: Tensor, demos: Tensor | None, kind: str) -> Credit:
+    def credit(self, rewards: torch.Tensor, demos: torch.Tensor | None, kind: str) -> Credit:
         num_correct = (rewards > self.correct).sum(1)
         if self.table is None:
             sft = (num_correct <= self.switch).to(rewards.dtype)

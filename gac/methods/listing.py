@@ -62,3 +62,13 @@ def needs(method: Method) -> tuple[str, ...]:
         "best weights": method.keeps_best,
     }
     return tuple(name for name, needed in declared.items() if needed)
+
+
+def method_page(name: str) -> str:
+    """The description of a method and its keys."""
+    from gac.config import choose, describe
+    from gac.methods import all_methods
+
+    method = type(choose(all_methods(), name))
+    keys = describe(method, "method") or "It has no hyperparameters."
+    return f"{name}: {' '.join((method.__doc__ or '').split())}\n\n{keys}"

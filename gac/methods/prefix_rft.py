@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import Tensor
 
 from gac.control.schedules import MixSchedule, ScheduleChoice
 from gac.errors import require
@@ -75,7 +74,7 @@ class PrefixRFT(Method):
     def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
         return state, Mix.weights(1.0, 1.0)
 
-    def token_loss(self, tokens: TokenView) -> Tensor:
+    def token_loss(self, tokens: TokenView) -> torch.Tensor:
         """[N] loss of each token."""
         batch = tokens.batch
         prefix = batch.live & batch.demo

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from torch import Tensor
+import torch
 
 from gac.errors import require
 from gac.rollouts.advantages import Credit
@@ -60,7 +60,7 @@ class ReLIFT(Method):
     def sampling(self, completions: int) -> Sampling:
         return Sampling(demos="prompt", advantages="centered", collect=self.buffer)
 
-    def credit(self, rewards: Tensor, demos: Tensor | None, kind: str) -> Credit:
+    def credit(self, rewards: torch.Tensor, demos: torch.Tensor | None, kind: str) -> Credit:
         solved = (rewards > self.correct).any(1).to(rewards.dtype)  # nan: a dropped rollout
         return super().credit(rewards, demos, kind)._replace(demo_weight=1 - solved)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
+import torch
 
 from gac.parallel import collectives
 from gac.rollouts.advantages import Credit
@@ -27,7 +27,7 @@ class Routing(SuperRL):
     family: ClassVar[str] = OURS
     source: ClassVar[str] = "the rule of arXiv 2506.01096v2 and 2509.04419, normalized by prompts"
 
-    def credit(self, rewards: Tensor, demos: Tensor | None, kind: str) -> Credit:
+    def credit(self, rewards: torch.Tensor, demos: torch.Tensor | None, kind: str) -> Credit:
         credit = super().credit(rewards, demos, kind)
         unsolved, prompts = collectives.total([credit.demo_weight.sum().item(), len(rewards)])
         share = unsolved / prompts

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import Tensor
 
 from gac.errors import require
 from gac.rollouts.advantages import Credit
@@ -53,14 +52,14 @@ class SDAR(Method):
     def sampling(self, completions: int) -> Sampling:
         return Sampling(demos="prompt", teacher=True)
 
-    def credit(self, rewards: Tensor, demos: Tensor | None, kind: str) -> Credit:
+    def credit(self, rewards: torch.Tensor, demos: torch.Tensor | None, kind: str) -> Credit:
         credit = super().credit(rewards, demos, kind)
         return credit._replace(demo_weight=torch.zeros_like(credit.demo_weight))
 
     def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
         return state, Mix(0.0)
 
-    def token_loss(self, tokens: TokenView) -> Tensor:
+    def token_loss(self, tokens: TokenView) -> torch.Tensor:
         """[N] loss of each token."""
         if tokens.teacher is None:  # a batch without rollouts, so no token has a loss
             return tokens.logps

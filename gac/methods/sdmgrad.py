@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
+import torch
 
 from .base import Mix, State, StepNeeds, Weights
 from .gram_solver import Cross, GramSolver, check_nonnegative, check_preference, cross_gram
@@ -62,6 +62,6 @@ class SDMGrad(GramSolver):
         total = 1 + p + q
         return (x + p) / total, (1 - x + q) / total
 
-    def solve(self, state: State, gram: Tensor, mix: Mix) -> tuple[State, Weights | None]:
+    def solve(self, state: State, gram: torch.Tensor, mix: Mix) -> tuple[State, Weights | None]:
         weights = self.from_halves(cross_gram(gram, 2))
         return {**state, "skipped": state["skipped"] + (weights is None)}, weights

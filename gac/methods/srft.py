@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import Tensor
 
 from gac.rollouts.advantages import Credit
 from gac.rollouts.plan import Sampling
@@ -54,7 +53,7 @@ class SRFT(Method):
     def sampling(self, completions: int) -> Sampling:
         return Sampling(demos="prompt", demo_in_group=True, advantages="std")
 
-    def credit(self, rewards: Tensor, demos: Tensor | None, kind: str) -> Credit:
+    def credit(self, rewards: torch.Tensor, demos: torch.Tensor | None, kind: str) -> Credit:
         signs = torch.where(rewards > self.correct, 1.0, -1.0)
         signs = torch.where(rewards.isnan(), 0.0, signs).double()
         return super().credit(rewards, demos, kind)._replace(rollouts=signs)
@@ -62,7 +61,7 @@ class SRFT(Method):
     def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
         return state, Mix.weights(1.0, 1.0)
 
-    def token_loss(self, tokens: TokenView) -> Tensor:
+    def token_loss(self, tokens: TokenView) -> torch.Tensor:
         """[N] loss of each token."""
         batch, logps = tokens.batch, tokens.logps
         entropy = batch.spread(tokens.sequence_mean(tokens.entropy))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
+import torch
 
 from gac.rollouts.advantages import Credit
 from gac.rollouts.plan import Sampling
@@ -33,7 +33,7 @@ class SuperRL(TokenWeighted):
     def sampling(self, completions: int) -> Sampling:
         return Sampling(demos="prompt")
 
-    def credit(self, rewards: Tensor, demos: Tensor | None, kind: str) -> Credit:
+    def credit(self, rewards: torch.Tensor, demos: torch.Tensor | None, kind: str) -> Credit:
         solved = (rewards > self.correct).any(1).to(rewards.dtype)  # nan: a dropped rollout
         credit = super().credit(rewards, demos, kind)
         return credit._replace(rollout_weight=solved, demo_weight=1 - solved)

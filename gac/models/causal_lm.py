@@ -6,7 +6,6 @@ import contextlib
 import logging
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +13,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from gac.errors import ConfigError, import_extra, require, require_at_least, require_one_of
+from gac.errors import ConfigError, import_extra
+from gac.models.config import ALL_LINEAR, LoraConfig, ModelConfig
 from gac.models.head import Head, attach_head, check_head, patch_forward, set_compute_dtype
 from gac.models.pretrained import TOKENIZERS, WEIGHTS, check_files, check_source, one_line_errors
 from gac.models.weights import base_folder, meta_model, read_model
@@ -22,8 +22,6 @@ from gac.parallel.sharded_loading import ShardedLoading
 
 __all__ = [
     "Head",
-    "LoraConfig",
-    "ModelConfig",
     "apply_training_options",
     "attach_head",
     "check_head",
@@ -35,61 +33,9 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DROPOUT = re.compile(r"dropout|_pdrop|layerdrop")  # in keys of a model's configuration
-ALL_LINEAR = "all-linear"
 # families in which peft accepts no adapters on `out_proj` and `conv1d`
 MAMBA = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
-
-
-@dataclass(frozen=True)
-class LoraConfig:
-    """Low-rank adapters through peft (needs the extra `lora`)."""
-
-    rank: int = 16
-    """Rank of the adapters."""
-    alpha: int = 32
-    """LoRA alpha; the adapters are scaled by alpha / rank."""
-    dropout: float = 0.0
-    """Dropout on the adapters' input."""
-    target_modules: tuple[str, ...] | str | None = ALL_LINEAR
-    """Modules that get adapters, as in peft: all-linear (without the LM head), a list of names, or
-    a regular expression; null: peft's choice for the model, the default of earlier versions."""
-
-    def __post_init__(self) -> None:
-        require_at_least(1, self, "rank", "alpha")
-        require(0 <= self.dropout < 1, "dropout", self.dropout, "a number in [0, 1)")
-        named = self.target_modules is None or len(self.target_modules) > 0
-        require(named, "target_modules", self.target_modules, f"{ALL_LINEAR}, or name some modules")
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """The model to train, and how to load it."""
-
-    path: str = ""
-    """A folder with a transformers model, or the name of one on the Hub."""
-    tokenizer: str | None = None
-    """Folder or name of the tokenizer; null: the model's."""
-    dtype: str = "float32"
-    """Dtype of the computation and of the exported model: float32 or bfloat16."""
-    master_weights: bool = True
-    """Keep the trained weights and the optimizer's state in float32, whatever `dtype` is. false:
-    in `dtype`, which takes less memory but rounds most small updates away."""
-    random_init: bool = False
-    """Take only the configuration from `path` and initialize the weights randomly."""
-    attention: str | None = None
-    """transformers' attn_implementation, e.g. sdpa or flash_attention_2; null: its default."""
-    gradient_checkpointing: bool = False
-    """Recompute each layer in the backward: less memory, more time."""
-    keep_dropout: bool = False
-    """Keep the dropout and the router noise of the model's configuration in training. The sampled
-    responses have none, so the importance ratio and the KL then contain noise."""
-    lora: LoraConfig | None = None
-    """Train adapters only; null: all weights."""
-
-    def __post_init__(self) -> None:
-        require_one_of(DTYPES, self, "dtype")
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
@@ -134,7 +80,7 @@ def make_model(
     check_source("model.path", config.path)
     remedy = "give a folder written by transformers' save_pretrained"
     check_files("model.path", config.path, "model", remedy, "config.json", "adapter_config.json")
-    compute = DTYPES[config.dtype]
+    compute = getattr(torch, config.dtype)
     masters = training and config.master_weights and compute != torch.float32
     # peft's adapters are float32 in any case
     weights = torch.float32 if masters and config.lora is None else compute
@@ -217,7 +163,7 @@ def _disable_noise(model: nn.Module, lora: LoraConfig | None) -> None:
 
 def load_meta_model(config: ModelConfig) -> Any:
     """The model on the meta device: without weight values or adapters."""
-    return meta_model(config.path, dtype=DTYPES[config.dtype])
+    return meta_model(config.path, dtype=getattr(torch, config.dtype))
 
 
 def apply_training_options(model: Any, config: ModelConfig) -> Any:

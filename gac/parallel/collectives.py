@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from gac.errors import UserError
 
@@ -21,20 +19,20 @@ Result = TypeVar("Result")
 
 def rank() -> int:
     """The rank of this process; 0 without a process group."""
-    return dist.get_rank() if dist.is_initialized() else 0
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
 
 def world_size() -> int:
     """The world size; 1 without a process group."""
-    return dist.get_world_size() if dist.is_initialized() else 1
+    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
 
 def gather(value: Any) -> list[Any]:
     """Gather every rank's `value` (pickled) in rank order; also a barrier."""
-    if not dist.is_initialized():
+    if not torch.distributed.is_initialized():
         return [value]
     values: list[Any] = [None] * world_size()
-    dist.all_gather_object(values, value)
+    torch.distributed.all_gather_object(values, value)
     return values
 
 
@@ -83,10 +81,10 @@ def largest(values: Sequence[float]) -> list[float]:
     return [max(column) for column in zip(*_table(values), strict=True)]
 
 
-def all_reduce_sum(tensor: Tensor) -> Tensor:
+def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
     """Sum `tensor` over ranks, in place; returns it."""
-    if dist.is_initialized():
-        dist.all_reduce(tensor)
+    if torch.distributed.is_initialized():
+        torch.distributed.all_reduce(tensor)
     return tensor
 
 
@@ -95,8 +93,8 @@ def _table(values: Sequence[float]) -> list[list[float]]:
     if world_size() == 1:
         return [list(map(float, values))]
     row = torch.tensor(values, dtype=torch.float64)
-    has_cpu_backend = "cpu:" in str(dist.get_backend_config())
+    has_cpu_backend = "cpu:" in str(torch.distributed.get_backend_config())
     row = row if has_cpu_backend else row.cuda()
     rows = [torch.empty_like(row) for _ in range(world_size())]
-    dist.all_gather(rows, row)
+    torch.distributed.all_gather(rows, row)
     return torch.stack(rows).tolist()

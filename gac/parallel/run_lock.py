@@ -75,3 +75,22 @@ def _holder(text: bytes) -> str:
         return f"process {holder['process']} on host {holder['host']}"
     except (ValueError, KeyError, TypeError):  # it has not written its name yet
         return "another process"
+
+
+def first_to_report(message: str) -> bool:
+    """Whether this process is the first of torchrun's processes to report the error."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "MASTER_PORT" not in os.environ:
+        return True
+    import datetime
+    import zlib
+
+    from torch.distributed import TCPStore
+
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    key = f"gac/error/{attempt}/{zlib.crc32(message.encode())}"
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        store = TCPStore(address, port, timeout=datetime.timedelta(seconds=5))
+        return store.add(key, 1) == 1
+    except (RuntimeError, ValueError):  # the launcher has exited
+        return True

@@ -17,7 +17,6 @@ import traceback
 import weakref
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -31,42 +30,15 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 
-from gac.errors import ConfigError, require, require_at_least, require_one_of
+from gac.errors import ConfigError, require
 
 from .collectives import largest
+from .config import ParallelConfig
 from .sharded_loading import ShardedLoading
 
-MODES = ("ddp", "fsdp")
 LONGEST_WAIT = 60.0  # seconds that a rank that has finished waits for the others before it exits
 _gathered_units: weakref.WeakSet[FSDPModule] = weakref.WeakSet()  # units inside `gathered`
 _meshes: list[DeviceMesh] = []
-
-
-@dataclass(frozen=True)
-class ParallelConfig:
-    """How several processes divide the work; ignored with a single process."""
-
-    mode: str = "ddp"
-    """ddp: every rank holds the model; fsdp: weights, gradients and moments are sharded (FSDP2)."""
-    replicas: int = 1
-    """fsdp: copies of the sharded model (HSDP), e.g. the number of nodes; 1 = one shard group."""
-    gather_for_rollouts: bool = True
-    """fsdp: keep the full weights gathered on every rank during sampling; false: gather layer by
-    layer.
-    """
-    defer_reduce: bool = False
-    """fsdp: reduce gradients only after the last micro-batch: less communication, but memory for
-    one full gradient.
-    """
-    allow_world_size_change: bool = False
-    """Allow resuming from a checkpoint written by a different number of processes."""
-    timeout: float = 1800.0
-    """Timeout of a collective in seconds; the job fails if a rank does not join in time."""
-
-    def __post_init__(self) -> None:
-        require_one_of(MODES, self, "mode")
-        require_at_least(1, self, "replicas")
-        require(self.timeout > 0, "timeout", self.timeout, "seconds > 0")
 
 
 def make_accelerator(config: ParallelConfig, trackers: tuple[str, ...], out: str) -> Accelerator:

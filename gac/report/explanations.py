@@ -9,7 +9,7 @@ HOW_TO_READ = (
     "spans the lowest to the highest seed, over the steps that all of them have completed.",
     "In the panels (a) to (d) and (f) to (h) the bold line is smoothed (exponential average over a "
     "twelfth of the longest run); the faint trace behind a single run shows the recorded values. "
-    "Their vertical axes cover the middle 98 % of the recorded values, so isolated spikes may be "
+    "Their vertical axes cover the middle 98% of the recorded values, so isolated spikes may be "
     "cut off. μ and the held-out accuracies are not smoothed.",
     "Start with the table and the held-out accuracy: they show which experiment is better. The "
     "training panels show how training progressed; the mixing panels show what the controller "

@@ -96,11 +96,11 @@ def headline(groups: Sequence[Group], context: Context) -> str:
         return "None of these runs has been evaluated yet."
     (best, sd), leader = scored[0]
     if len(scored) == 1:
-        return f"Final accuracy{where}: {write_cell((best, sd), FINAL)} %.{start}"
+        return f"Final accuracy{where}: {write_cell((best, sd), FINAL)}%.{start}"
     (second, second_sd), runner_up = scored[1]
     text = (
-        f"Highest final accuracy{where}: {leader.label} with {write_cell((best, sd), FINAL)} %, "
-        f"{100 * (best - second):.1f} points above {runner_up.label} ({100 * second:.1f} %). "
+        f"Highest final accuracy{where}: {leader.label} with {write_cell((best, sd), FINAL)}%, "
+        f"{100 * (best - second):.1f} points above {runner_up.label} ({100 * second:.1f}%). "
     )
     if not (math.isfinite(sd) and math.isfinite(second_sd)):
         return text + "Without several seeds for each, a small gap is not evidence." + start
@@ -114,7 +114,7 @@ def _start_sentence(groups: Sequence[Group], context: Context) -> str:
     """A sentence on the accuracy before training, if all runs agree on it."""
     known = [summarize(run, context)["start"] for group in groups for run in group.runs]
     texts = {write_cell((value, math.nan), FINAL) for value in known}
-    return f" The initial model has {texts.pop()} %." if len(texts) == 1 and known[0] >= 0 else ""
+    return f" The initial model has {texts.pop()}%." if len(texts) == 1 and known[0] >= 0 else ""
 
 
 def _title(groups: Sequence[Group]) -> str:

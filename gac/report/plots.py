@@ -256,7 +256,7 @@ def _draw_panel(axes: Any, panel: Panel, groups: Sequence[Group]) -> None:
     else:
         _fit_height(axes, panel, groups, span)
     if panel.kind == "accuracy":
-        axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f}%")
 
 
 def _metric(axes: Any, panel: Panel, group: Group, index: int, span: float) -> None:
@@ -306,7 +306,7 @@ def _line(axes: Any, label: str, curves: Sequence, index: int, markers: int = 7)
 
 
 def _fit_height(axes: Any, panel: Panel, groups: Sequence[Group], span: float) -> None:
-    """Scale the y-axis to show all smoothed lines and the middle 98 % of the raw traces."""
+    """Scale the y-axis to show all smoothed lines and the middle 98% of the raw traces."""
     curves = [_curves(group, panel) for group in groups]
     lines = [values for curve in curves for _, values in _smoothed(curve, span)]
     raw = [values for curve in curves if len(curve) == 1 for _, values in curve]

@@ -40,13 +40,13 @@ def samples(groups: Sequence[Group]) -> list[dict[str, Any]]:
 
 
 def time_shares(run: Run) -> str:
-    """How a run's time is divided, e.g. `sampling 60 %, rewards 5 %, training 35 %`."""
+    """How a run's time is divided, e.g. `sampling 60%, rewards 5%, training 35%`."""
     total = _sum(run, "seconds")
     if not total:
         return ""
     sampling, rewards = _sum(run, "sampling_seconds"), _sum(run, "reward_seconds")
     parts = {"sampling": sampling, "rewards": rewards, "training": total - sampling - rewards}
-    shares = ", ".join(f"{name} {100 * value / total:.0f} %" for name, value in parts.items())
+    shares = ", ".join(f"{name} {100 * value / total:.0f}%" for name, value in parts.items())
     return f"{total / len(run.metrics['seconds']):.3g} s per step: {shares}"
 
 

@@ -8,12 +8,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
-
-ADVANTAGES = ("std", "centered", "batch")
 
 
-def group_advantages(rewards: Tensor, kind: str) -> Tensor:
+def group_advantages(rewards: torch.Tensor, kind: str) -> torch.Tensor:
     """[Q, K] rewards -> [Q, K] advantages; nan marks a dropped rollout, which gets 0.
 
     kind: "std" is (r - mean) / (std + 1e-4) in the group (arXiv 2402.03300), "centered" is
@@ -39,17 +36,17 @@ def group_advantages(rewards: Tensor, kind: str) -> Tensor:
 class Credit(NamedTuple):
     """Advantages and loss weights for the rollouts and demonstrations of Q prompts."""
 
-    rollouts: Tensor
+    rollouts: torch.Tensor
     """[Q, K] advantages."""
-    demos: Tensor
+    demos: torch.Tensor
     """[Q] advantages of the prompts' own demonstrations."""
-    rollout_weight: Tensor
+    rollout_weight: torch.Tensor
     """[Q] loss weights of each prompt's rollouts, used if it has a demonstration; 0 drops them."""
-    demo_weight: Tensor
+    demo_weight: torch.Tensor
     """[Q] loss weights of each prompt's demonstration; 0 drops it."""
 
 
-def group_credit(rewards: Tensor, demos: Tensor | None, kind: str) -> Credit:
+def group_credit(rewards: torch.Tensor, demos: torch.Tensor | None, kind: str) -> Credit:
     """Group-relative advantages of `rewards` [Q, K]; every row has weight 1.
 
     demos: [Q] rewards of demonstrations that belong to their prompt's group (nan: no

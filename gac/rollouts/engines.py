@@ -17,16 +17,9 @@ from gac.errors import RunError, UserError, import_extra
 from gac.models.causal_lm import stop_tokens
 from gac.parallel import collectives
 
+from .config import PagedConfig, RolloutConfig
 from .function import Rollout, RolloutFunction
-from .generation import (
-    Completion,
-    PagedConfig,
-    RolloutConfig,
-    SamplingParams,
-    generate,
-    generation_config,
-    sampling_mode,
-)
+from .generation import Completion, SamplingParams, generate, generation_config, sampling_mode
 
 if TYPE_CHECKING:
     from gac.data import Example

@@ -26,9 +26,9 @@ from gac.parallel import collectives
 from gac.parallel.collectives import rank, world_size
 
 from .advantages import Credit
+from .config import RolloutConfig
 from .engines import Engine, score
 from .function import Rollout
-from .generation import RolloutConfig
 from .plan import Sampling, Stage
 
 logger = logging.getLogger(__name__)

@@ -25,13 +25,8 @@ from gac.errors import ConfigError, RunError, UserError
 from gac.models.causal_lm import stop_tokens
 from gac.parallel.collectives import gather, rank, run_on_all_ranks
 
-from .generation import (
-    Completion,
-    SamplingParams,
-    VLLMConfig,
-    sampling_mode,
-    truncate_at_stop,
-)
+from .config import VLLMConfig
+from .generation import Completion, SamplingParams, sampling_mode, truncate_at_stop
 
 MAX_CONCURRENT = 64  # concurrent requests per rank; the server batches them
 MAX_FILE_BYTES = 2**30  # bytes per file of weights

@@ -128,6 +128,6 @@ def write(out: Path, study: dict[str, Any], runs: Sequence[Path]) -> None:
 
 def table(study: dict[str, Any]) -> str:
     """The comparison as a text table, in percent."""
-    lines = [["method", "seeds", "accuracy", "95 %", "difference", "95 %"]]
+    lines = [["method", "seeds", "accuracy", "95%", "difference", "95%"]]
     lines += [[label, *row_cells(row)] for label, row in study["methods"].items()]
     return align_columns(lines)

@@ -20,14 +20,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from gac.config import load
 from gac.errors import CheckpointNotFound, RunError, writable_folder
 from gac.faults import checkpoint
-from gac.models.causal_lm import (
-    DTYPES,
-    ModelConfig,
-    apply_training_options,
-    load_meta_model,
-    load_model,
-    load_tokenizer,
-)
+from gac.models.causal_lm import apply_training_options, load_meta_model, load_model, load_tokenizer
+from gac.models.config import ModelConfig
 from gac.models.weights import has_adapters
 from gac.parallel.run_lock import run_lock
 from gac.train_config import TrainConfig
@@ -136,7 +130,7 @@ def _save_weights(config: ModelConfig, path: Path, folder: Path, file_size: int)
     part, files = folder / "part", list[Path]()
     for tensors in _chunks(config, path, file_size):
         state = {
-            name: (x.to(DTYPES[config.dtype]) if x.is_floating_point() else x).contiguous()
+            name: (x.to(getattr(torch, config.dtype)) if x.is_floating_point() else x).contiguous()
             for name, x in tensors.items()
             if name in names
         }

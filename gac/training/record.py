@@ -14,7 +14,8 @@ from accelerate import Accelerator
 
 from gac.config import dump
 from gac.errors import RunError
-from gac.rollouts.generation import RolloutConfig
+from gac.evaluation.cells import percent, percent_interval
+from gac.rollouts.config import RolloutConfig
 from gac.train_config import TrainConfig
 
 logger = logging.getLogger(__name__)
@@ -112,6 +113,12 @@ class Record:
         """Log an evaluation; step 0 is before the first optimizer step."""
         if self.accelerator.is_main_process:
             self.evals.append(row)
+            if row.get("accuracy") is not None:
+                ends = f" {percent_interval(row['ci95'])}" if row.get("ci95") else ""
+                accuracy = f"{percent(row['accuracy'])}%{ends}"
+                logger.info(
+                    "step %d: accuracy %s, %d prompts", row["step"], accuracy, row.get("prompts", 0)
+                )
         numbers = {f"eval/{k}": v for k, v in row.items() if isinstance(v, int | float)}
         self.accelerator.log(numbers, step=row["step"])
 

@@ -72,7 +72,8 @@ def test_train(tmp_path: Path, monkeypatch: Any, capsys: Any, main_process: bool
     reports = [(["a/run"], "a/run")] if main_process else []
     assert done == [(3, "here", main_process), *reports]
     printed = "Run: a/run\nReport: a/report.html\n" if main_process else ""
-    assert capsys.readouterr().out == printed
+    out = capsys.readouterr().out
+    assert out.endswith(printed) and ("next: gac report a/run" in out) == main_process
     assert sys.path[-1] == str(tmp_path)  # where rewards are found
     assert logging.getLogger("gac").isEnabledFor(logging.INFO) == main_process
 
@@ -148,7 +149,9 @@ def test_report(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
 
 def test_rewards_check(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     config = str(tmp_path / "a.yaml")
-    result = SimpleNamespace(rows=5, failing=["row 3"], counts={"timeouts": 2, "other": 0, "x": 1})
+    result = SimpleNamespace(
+        rows=5, failing=["row 3"], weak=[], counts={"timeouts": 2, "other": 0, "x": 1}
+    )
     calls = fake(monkeypatch, "gac.rewards.check.check", result)
     assert cli.main(["rewards", "check", config]) == cli.FAILED
     assert capsys.readouterr().out == "row 3\n4 of 5 rows pass (2 timeouts, 1 x)\n"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gac.config import keys
-from gac.evaluation.suite import EvalConfig
+from gac.evaluation.config import EvalConfig
 from gac.methods import METHODS
 from gac.rewards import REWARDS
 from gac.train_config import TrainConfig

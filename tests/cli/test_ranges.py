@@ -11,11 +11,11 @@ from gac.control.alarm import Alarm
 from gac.control.gate import Gate
 from gac.control.schedules import MixSchedule
 from gac.data.examples import Source
-from gac.evaluation.task import EvalTask
+from gac.evaluation.config import EvalTask
 from gac.methods import METHODS
-from gac.models.causal_lm import LoraConfig
-from gac.parallel.setup import ParallelConfig
-from gac.rollouts.generation import PagedConfig, RolloutConfig, VLLMConfig
+from gac.models.config import LoraConfig
+from gac.parallel.config import ParallelConfig
+from gac.rollouts.config import PagedConfig, RolloutConfig, VLLMConfig
 from gac.train_config import GuardConfig, OptimConfig, TrainConfig
 from gac_kernels import LossSpec
 

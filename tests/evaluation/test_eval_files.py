@@ -12,7 +12,7 @@ import pytest
 from gac.config import load
 from gac.data import load_prompts
 from gac.demo.task import make_tokenizer
-from gac.evaluation.suite import EvalConfig
+from gac.evaluation.config import EvalConfig
 from gac.rewards import build_reward
 
 FILES = sorted((Path(__file__).resolve().parents[2] / "examples" / "eval").glob("*.yaml"))

@@ -21,14 +21,16 @@ from gac.errors import RunDirectoryError
 from gac.evaluation import during, suite
 from gac.evaluation import task as tasks
 from gac.evaluation.cells import align_columns, markdown_table
+from gac.evaluation.config import EvalConfig, EvalSettings, EvalTask
 from gac.evaluation.during import Evaluator
-from gac.evaluation.suite import EvalConfig, Job, evaluate_single, read_samples, run_suite
+from gac.evaluation.suite import Job, evaluate_single, read_samples, run_suite
 from gac.evaluation.table import results_lines
-from gac.evaluation.task import Answer, EvalSettings, EvalTask, generate_answers, split_of, summary
+from gac.evaluation.task import Answer, generate_answers, split_of, summary
 from gac.parallel.run_lock import run_lock
 from gac.rewards.base import RowReward
+from gac.rollouts.config import RolloutConfig
 from gac.rollouts.engines import Engine
-from gac.rollouts.generation import Completion, RolloutConfig, SamplingParams
+from gac.rollouts.generation import Completion, SamplingParams
 
 WORDS = make_tokenizer()  # <pad>, <eos> and <unk> are 0 to 2; the digits are 3 to 12
 EXAMPLES = [
@@ -137,6 +139,10 @@ class Labeled(RowReward):
         CLOSED.append(self.label)
 
 
+def without_intervals(row):
+    return {k: v for k, v in row.items() if not k.startswith(("ci95", "prompts"))}
+
+
 def test_evaluations_during_training(task, monkeypatch) -> None:
     """The main task uses the run's reward, the other its own; both use the run's seed."""
     calls = []
@@ -164,7 +170,8 @@ def test_evaluations_during_training(task, monkeypatch) -> None:
     assert evaluator and not Evaluator(EvalSettings(), engine, Labeled(), 0)
     row = evaluator("model")
     assert loaded == ["model"] and calls == [(8, "run", 6, 9), (3, "own", 5, 9)]
-    assert row == {
+    assert row["prompts"] == row["prompts/more"] == 1
+    assert without_intervals(row) == {
         "accuracy": 0.25,
         "response_length": 4.0,
         "truncated": 0.0,
@@ -295,7 +302,9 @@ def test_a_suite_by_hand(tmp_path, steps, monkeypatch) -> None:
 
 def test_a_single_task_by_hand(tmp_path, steps) -> None:
     settings = EvalSettings(DataConfig(prompts="rows.jsonl"))
-    assert evaluate_single(EvalConfig(settings=settings, out=str(tmp_path))) == {
+    row = evaluate_single(EvalConfig(settings=settings, out=str(tmp_path)))
+    assert row["prompts"] == 2 and row["ci95"] == pytest.approx([0.094531, 0.905469], abs=1e-6)
+    assert without_intervals(row) == {
         "accuracy": 0.5,
         "accuracy/easy": 1.0,
         "accuracy/hard": 0.0,

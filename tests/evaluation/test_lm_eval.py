@@ -18,7 +18,8 @@ import pytest
 from gac import cli
 from gac.config import load
 from gac.data import read_rows
-from gac.evaluation.suite import EvalConfig, read_samples, run_suite
+from gac.evaluation.config import EvalConfig
+from gac.evaluation.suite import read_samples, run_suite
 from gac.training.trainer import train
 from tests.tiny import tiny_config, write_bpe_model
 

@@ -13,6 +13,7 @@ import pytest
 from gac import cli
 from gac.config import ConfigError, load
 from gac.demo.task import make_tokenizer
+from gac.evaluation.config import EvalTask
 from gac.evaluation.during import Evaluator
 from gac.evaluation.estimates import accuracy_interval
 from gac.evaluation.suite import (
@@ -23,7 +24,7 @@ from gac.evaluation.suite import (
     run_suite,
 )
 from gac.evaluation.table import results_lines
-from gac.evaluation.task import Answer, EvalTask, summary
+from gac.evaluation.task import Answer, summary
 from gac.rewards import build_reward
 from tests import ranks
 from tests.tiny import tiny_config
@@ -144,7 +145,9 @@ def test_summary_by_hand():
 def test_columns_by_hand(prefix, tail):
     task = EvalTask(samples=2, temperature=1.0, pass_at=(2,))
     rows = [answer(0, 1.0, "b"), answer(0, 0.0, "b"), answer(1, 0.0, "a"), answer(1, 0.0, "a")]
-    assert flat(rows, task, prefix) == {
+    row = flat(rows, task, prefix)
+    assert row.pop(f"prompts{tail}") == 2 and len(row.pop(f"ci95{tail}")) == 2
+    assert row == {
         f"accuracy{tail}": 0.25,
         f"accuracy{tail}/a": 0.0,
         f"accuracy{tail}/b": 0.5,
@@ -274,7 +277,7 @@ def test_command_prints_a_table_and_keeps_the_results(task, tmp_path, capsys):
     )
     assert cli.main(["eval", str(path)]) == cli.OK
     text = capsys.readouterr().out
-    assert "digits" in text and "95 % interval" in text and "  +" in text
+    assert "digits" in text and "95% interval" in text and "  +" in text
     assert cli.main(["eval", str(path), "--against", str(tmp_path / "out")]) == cli.OK
     assert "+0.0 [+0.0, +0.0], 8 shared" in capsys.readouterr().out
     with gzip.open(tmp_path / "out" / "samples.jsonl.gz", "rt") as lines:

@@ -10,14 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from gac.errors import ConfigError
 from gac.models import row_attention
-from gac.models.causal_lm import (
-    LoraConfig,
-    ModelConfig,
-    _add_lora,
-    apply_training_options,
-    attach_head,
-    check_head,
-)
+from gac.models.causal_lm import _add_lora, apply_training_options, attach_head, check_head
+from gac.models.config import LoraConfig, ModelConfig
 from gac.models.head import head_scaling
 from gac.models.pretrained import check_files
 from gac_kernels import reference
@@ -106,10 +100,10 @@ def test_scale_and_softcap_are_read_from_the_configuration(kind):
 
 @pytest.mark.parametrize(("dtype", "recognized"), [(torch.float32, False), (torch.bfloat16, True)])
 def test_the_tolerance_of_the_head_follows_its_precision(dtype, recognized):
-    """In bfloat16, rounding may change the logits by 0.4 %."""
+    """In bfloat16, rounding may change the logits by 0.4%."""
     model = make("gemma2", query_pre_attn_scalar=8, final_logit_softcapping=300.0).to(dtype)
     assert attach_head(model)
-    assert check_head_of(model, softcap=1e4) == recognized  # at most 0.03 % off
+    assert check_head_of(model, softcap=1e4) == recognized  # at most 0.03% off
 
 
 def test_a_name_on_the_hub_is_not_a_folder_without_files(tmp_path):

@@ -18,8 +18,6 @@ from gac.demo.task import make_tokenizer
 from gac.errors import ConfigError
 from gac.models import head, pretrained, row_attention
 from gac.models.causal_lm import (
-    LoraConfig,
-    ModelConfig,
     _disable_noise,
     _training_config,
     apply_training_options,
@@ -28,6 +26,7 @@ from gac.models.causal_lm import (
     load_tokenizer,
     stop_tokens,
 )
+from gac.models.config import LoraConfig, ModelConfig
 from gac.models.head import Head
 from gac.models.pretrained import check_files, check_source, one_line_errors
 from gac.models.weights import _check, base_folder, lazy_tensors, read_model
@@ -71,9 +70,8 @@ def test_a_head_and_its_logits_give_the_same_loss_and_logprobs() -> None:
             full.logprobs(targets, temperature=0.7), plain.logprobs(targets, temperature=0.7)
         )
         assert torch.equal(full.logprobs(targets)[0], full.logprobs(targets, temperature=1.0)[0])
-        losses = (
-            h.loss(*batch, mu=0.5, spec=LossSpec(temperature=0.7)).loss for h in (full, plain)
-        )
+        warm = {"mu": 0.5, "spec": LossSpec(temperature=0.7)}
+        losses = (h.loss(*batch, **warm).loss for h in (full, plain))
         torch.testing.assert_close(*losses)
 
 

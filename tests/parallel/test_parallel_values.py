@@ -19,7 +19,7 @@ import torch
 
 from gac.errors import RunDirectoryError, UserError
 from gac.parallel import collectives, run_lock, setup
-from gac.parallel.setup import ParallelConfig
+from gac.parallel.config import ParallelConfig
 
 # ---- collectives
 

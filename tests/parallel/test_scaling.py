@@ -9,7 +9,8 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from gac.parallel import setup
-from gac.parallel.setup import ParallelConfig, prepare
+from gac.parallel.config import ParallelConfig
+from gac.parallel.setup import prepare
 from gac_kernels import TokenMoments
 from tests import ranks
 from tests.parallel.test_distributed import FSDP, config

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gac.methods import Mix
 from gac.parallel import setup
-from gac.parallel.setup import ParallelConfig
+from gac.parallel.config import ParallelConfig
 from gac.rollouts import engines
 from gac.rollouts.generation import generate
 from gac.training import gradients

@@ -13,7 +13,7 @@ from torch import nn
 
 from gac.errors import ConfigError
 from gac.parallel import setup
-from gac.parallel.setup import ParallelConfig
+from gac.parallel.config import ParallelConfig
 from gac.parallel.sharded_loading import DISABLE_ASYNC_LOAD, ShardedLoading
 
 

@@ -279,7 +279,7 @@ def test_headline_names_the_leader_and_the_seed_spread(tmp_path):
         (path / "eval.jsonl").write_text('{"step": 40, "accuracy": 0.5}\n')
     groups = grouped(*behind, *ahead)
     text = headline(groups, context_of([run for group in groups for run in group.runs]))
-    assert "gac with 55.0 ± 7.1 %, 5.0 points above sft (50.0 %)" in text
+    assert "gac with 55.0 ± 7.1%, 5.0 points above sft (50.0%)" in text
     assert "within the spread over seeds" in text
     single = grouped(behind[0], ahead[0])
     assert "Without several seeds" in headline(single, context_of([]))
@@ -300,7 +300,7 @@ def test_start_model_is_a_baseline_not_a_result(tmp_path):
     assert "start accuracy %" in results_table([better_start])
     (group,) = grouped(better_start)
     text = headline([group], context_of([run]))
-    assert re.search(r"50\.0 %\. The initial model .*90\.0 %", text)
+    assert re.search(r"50\.0%\. The initial model .*90\.0%", text)
     (steps, values), *_ = plots._curves(group, evaluation_panels([group])[0])
     assert (steps[0], values[0]) == (0, 0.9)  # the curve begins at the initial model
 

@@ -10,7 +10,8 @@ import pytest
 
 from gac import cli
 from gac.config import ConfigError, load
-from gac.evaluation.suite import EvalConfig, run_suite
+from gac.evaluation.config import EvalConfig
+from gac.evaluation.suite import run_suite
 from gac.report import write_report
 from gac.report.groups import group_runs
 from gac.report.page import headline
@@ -74,11 +75,11 @@ def test_run_with_only_extra_tasks(tmp_path):
     runs = [read_run(write_run(tmp_path / "gac", rows, ["logic"]))]
     groups, context = group_runs(runs), context_of(runs)
     assert math.isnan(summarize(runs[0], context)["final"])
-    assert headline(groups, context) == "Final accuracy on logic: 40.0 %."
+    assert headline(groups, context) == "Final accuracy on logic: 40.0%."
     assert [panel.column for panel in evaluation_panels(groups)] == ["accuracy/logic"]
     # if another run has a final accuracy, this one counts as not evaluated
     both = group_runs([*runs, read_run(write_run(tmp_path / "sft", ROWS, []))])
-    assert headline(both, context) == "Final accuracy: 60.0 %."
+    assert headline(both, context) == "Final accuracy: 60.0%."
     page = write_report([tmp_path / "gac"], tmp_path).read_text()
     assert "Held-out accuracy: logic over optimizer steps" in page
 
@@ -116,7 +117,7 @@ def results(task, tmp_path_factory) -> Path:
 def test_a_page_of_evaluations(results, tmp_path, capsys):
     assert cli.main(["report", str(results), "--out", str(tmp_path)]) == cli.OK
     text = capsys.readouterr().out
-    assert text.count("95 % interval") == 2 and "8 shared" in text
+    assert text.count("95% interval") == 2 and "8 shared" in text
     page = (tmp_path / "report.html").read_text()
     assert "&lt;often&gt;" in page and "<often>" not in page
     assert page.count("<thead>") == 2 and page.count("8 shared") == 2

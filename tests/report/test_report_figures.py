@@ -71,7 +71,7 @@ def test_a_panel_shows_bands_of_seeds_and_traces_of_single_runs() -> None:
     assert (axes.get_title(loc="left") or axes.get_title()) == panel.title
     assert (axes.get_ylabel(), axes.get_xlabel()) == ("tokens", "optimizer step")
     assert all(tick == int(tick) for tick in axes.get_xticks())
-    # all smoothed lines and the middle 98 % of the trace, 1.02 to 2.98, and 6 % of the height
+    # all smoothed lines and the middle 98% of the trace, 1.02 to 2.98, and 6% of the height
     assert axes.get_ylim() == pytest.approx((1 - 0.06 * 7, 8 + 0.06 * 7))
     axes = draw(plots._metric, panel, groups[2], 1, 3.0)
     assert points(axes.lines[0]) == [(1, 1), (3, 2), (4, 3)]
@@ -117,7 +117,7 @@ def test_accuracies_and_exact_values_are_not_smoothed() -> None:
     (line,) = axes.lines
     assert line.get_ydata().tolist() == values and line.get_markevery() == (0, 2)
     assert axes.get_ylim() == (-0.03, 1.03) and "\n" in axes.title.get_text()
-    assert axes.yaxis.get_major_formatter()(0.25, 0) == "25 %"
+    assert axes.yaxis.get_major_formatter()(0.25, 0) == "25%"
     exact, smoothed = (
         draw(plots._draw_panel, panel_of(key), [group]).lines[-1] for key in ("lr", "grad_norm")
     )
@@ -212,7 +212,7 @@ def test_each_folder_is_found_once(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.undo()
     assert find_folders(folders) == [run, other] and find_folders([other, run]) == [run, other]
     tables = results_table(folders)
-    assert tables.count("95 % interval") == 2 and tables.count("tokens (thousands)") == 1
+    assert tables.count("95% interval") == 2 and tables.count("tokens (thousands)") == 1
     assert results_table([run, run]).splitlines()[2].split()[:2] == ["a", "1"]
     with pytest.raises(FileNotFoundError, match="no runs found"):
         find_folders([run, tmp_path / "none"])

@@ -139,11 +139,11 @@ def test_texts_of_the_page(
     context = context_of([run for group in groups for run in group.runs])
     assert context == Context(2, 0.5)
     assert page.headline(groups, context) == (
-        "Highest final accuracy: gac with 60.0 ± 28.3 %, 10.0 points above sft (50.0 %). "
+        "Highest final accuracy: gac with 60.0 ± 28.3%, 10.0 points above sft (50.0%). "
         "Without several seeds for each, a small gap is not evidence."
     )
     assert page.headline(groups[:1], context) == (
-        "Final accuracy: 60.0 ± 28.3 %. The initial model has 10.0 %."
+        "Final accuracy: 60.0 ± 28.3%. The initial model has 10.0%."
     )
     monkeypatch.setattr(page, "PACKAGES", ("no-such-package", "torch"))
     *facts, (generated, versions) = page._facts(groups)
@@ -184,9 +184,9 @@ def test_texts_of_the_page(
         )
     ]
     assert [row["state"] for row in rows] == [
-        "7 steps; 30 s per step: sampling 40 %, rewards 10 %, training 50 %",
+        "7 steps; 30 s per step: sampling 40%, rewards 10%, training 50%",
         "5 steps of 7 (unfinished or still running); 2 unreadable line(s) skipped; "
-        "12 s per step: sampling 0 %, rewards 0 %, training 100 %",
+        "12 s per step: sampling 0%, rewards 0%, training 100%",
         "3 steps",
     ]
     assert rows[2]["config"].split() == ["steps:", "3", "model:", "tiny", "method:", "sft"]
@@ -233,7 +233,7 @@ def test_the_gap_is_compared_with_the_spread_of_both_experiments(tmp_path: Path)
         ]
         groups = group_runs([read_run(path) for path in paths])
         text = page.headline(groups, context_of([]))
-        assert f"high with {50 + 100 * gap:.1f} ± 4.0 %, {100 * gap:.1f} points above low" in text
+        assert f"high with {50 + 100 * gap:.1f} ± 4.0%, {100 * gap:.1f} points above low" in text
         assert f"That is {relation} the spread over seeds" in text and text.endswith(" is 5.0.")
         for some in (paths[1:], paths[:3]):  # one run of the lower, of the higher
             text = page.headline(group_runs([read_run(path) for path in some]), context_of([]))

@@ -17,9 +17,9 @@ from gac.data.rows import Row, collate, count
 from gac.errors import ConfigError, RunError
 from gac.methods.base import Loss, Mix, StepNeeds
 from gac.rollouts import Rollout
+from gac.rollouts.config import RolloutConfig
 from gac.rollouts.engines import Engine
 from gac.rollouts.function import RolloutFunction
-from gac.rollouts.generation import RolloutConfig
 from gac.training.gradients import Forward, Gradients, SampledKL
 from gac.training.step import Rewards, Step
 from gac.training.trainer import Trainer, train

@@ -13,14 +13,9 @@ from gac.config import ConfigError, load
 from gac.demo.task import make_tokenizer
 from gac.errors import RunError
 from gac.rollouts import generation
+from gac.rollouts.config import PagedConfig, RolloutConfig
 from gac.rollouts.engines import Engine, _generate_paged
-from gac.rollouts.generation import (
-    PagedConfig,
-    RolloutConfig,
-    SamplingParams,
-    _parts,
-    generate,
-)
+from gac.rollouts.generation import SamplingParams, _parts, generate
 from gac.train_config import TrainConfig
 from gac.training.trainer import Trainer, train
 from tests.tiny import metrics, tiny_config

@@ -14,7 +14,7 @@ from gac.data.rows import Row, collate
 from gac.demo.task import make_tokenizer
 from gac.rollouts import Rollout, sampling
 from gac.rollouts.advantages import group_advantages, group_credit
-from gac.rollouts.generation import RolloutConfig
+from gac.rollouts.config import RolloutConfig
 from gac.rollouts.plan import Sampling
 from gac.rollouts.sampling import (
     Sample,

@@ -23,7 +23,8 @@ from torch import nn
 from gac.config import ConfigError
 from gac.demo.task import make_tokenizer
 from gac.errors import RunError
-from gac.rollouts.generation import SamplingParams, VLLMConfig
+from gac.rollouts.config import VLLMConfig
+from gac.rollouts.generation import SamplingParams
 
 pytest.importorskip("trl.generation.vllm_client", reason="needs the extra `vllm`")
 vllm = importlib.import_module("gac.rollouts.vllm")
@@ -190,15 +191,15 @@ def test_only_rank_0_sends_and_probes(make, monkeypatch, rank, way) -> None:
     monkeypatch.setattr(server, "_compare", lambda *arguments: compared.append(arguments))
     monkeypatch.setattr(server, "_sample", lambda *arguments: arguments)
     server.client.calls.clear()
-    policy = server.load("model", SamplingParams(4, 0.7))
+    server.load("model")
     assert sent == [("weights", reading)] * (1 - rank) and read == [0, 1, 2]
     assert len(server.client.calls) == 1 - rank
     assert compared == [("model", *probe)]
-    assert policy([(4,)], 3) == ([(4,)], SamplingParams(4, 0.7, samples=3))
+    assert server.generate([(4,)], "params") == ([(4,)], "params")
     reading = map(read.append, range(3, 6))
     monkeypatch.setattr(server, f"_send_by_{way}", lambda *arguments: [][0])
     with pytest.raises(RunError) if rank == 0 else contextlib.nullcontext():
-        server.load("model", SamplingParams(4, 0.7))
+        server.load("model")
     assert read == [0, 1, 2, 3, 4, 5]  # also after an error
 
 
@@ -213,10 +214,10 @@ def test_each_prompt_has_a_seed(make) -> None:
 
 def test_missing_responses_are_an_error(make) -> None:
     server = make()
-    params = SamplingParams(4, 0.7, samples=2)
+    params = SamplingParams(4, 0.7, num_generations=2)
     for ids, count in (([[3]], 1), ([[3], []], 1), ([[3]] * 3, 3)):
         server.client.reply = REPLY | {"completion_ids": ids}
-        with pytest.raises(ValueError, match=f"received only {count} of 2 responses"):
+        with pytest.raises(ValueError, match=f"received only {count} of 2 completions"):
             server._sample([(4,)], params)
     two = {"completion_ids": [[3, 1]] * 2}
     for incomplete in (two, {**two, "logprobs": [[[-1.0]]] * 2, "logprob_token_ids": [[[3]]] * 2}):

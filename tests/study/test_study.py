@@ -85,7 +85,7 @@ def test_arm_config_sets_method_seed_and_folder(tmp_path):
 
 
 def test_interval_coverage():
-    """Over 400 samples of 30 normal values; a percentile bootstrap covers slightly below 95 %."""
+    """Over 400 samples of 30 normal values; a percentile bootstrap covers slightly below 95%."""
     samples = np.random.default_rng(1).normal(0.3, 2.0, (400, 30))
     intervals = [interval(row) for row in samples]
     assert 0.90 < np.mean([low < 0.3 < high for low, high in intervals]) < 0.97

@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from gac.demo.task import make_tokenizer
 from gac.faults import checkpoint
-from gac.models.causal_lm import LoraConfig, ModelConfig, make_model
+from gac.models.causal_lm import make_model
+from gac.models.config import LoraConfig, ModelConfig
 from gac.training import export
 from gac.training.export import export_checkpoint, export_run
 from gac.training.trainer import train

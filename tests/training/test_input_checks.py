@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from gac.config import ConfigError
 from gac.data import Example
-from gac.models.causal_lm import ModelConfig
+from gac.models.config import ModelConfig
 from gac.rewards import RewardError, build_reward
 from gac.training import startup as input_checks
 from gac.training.startup import check_positions

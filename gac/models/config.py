@@ -1,0 +1,60 @@
+"""The keys of `model`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gac.errors import require, require_at_least, require_one_of
+
+DTYPES = ("float32", "bfloat16")
+ALL_LINEAR = "all-linear"
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters through peft (needs the extra `lora`)."""
+
+    rank: int = 16
+    """Rank of the adapters."""
+    alpha: int = 32
+    """LoRA alpha; the adapters are scaled by alpha / rank."""
+    dropout: float = 0.0
+    """Dropout on the adapters' input."""
+    target_modules: tuple[str, ...] | str | None = ALL_LINEAR
+    """Modules that get adapters, as in peft: all-linear (without the LM head), a list of names, or
+    a regular expression; null: peft's choice for the model, the default of earlier versions."""
+
+    def __post_init__(self) -> None:
+        require_at_least(1, self, "rank", "alpha")
+        require(0 <= self.dropout < 1, "dropout", self.dropout, "a number in [0, 1)")
+        named = self.target_modules is None or len(self.target_modules) > 0
+        require(named, "target_modules", self.target_modules, f"{ALL_LINEAR}, or name some modules")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The model to train, and how to load it."""
+
+    path: str = ""
+    """A folder with a transformers model, or the name of one on the Hub."""
+    tokenizer: str | None = None
+    """Folder or name of the tokenizer; null: the model's."""
+    dtype: str = "float32"
+    """Dtype of the computation and of the exported model: float32 or bfloat16."""
+    master_weights: bool = True
+    """Keep the trained weights and the optimizer's state in float32, whatever `dtype` is. false:
+    in `dtype`, which takes less memory but rounds most small updates away."""
+    random_init: bool = False
+    """Take only the configuration from `path` and initialize the weights randomly."""
+    attention: str | None = None
+    """transformers' attn_implementation, e.g. sdpa or flash_attention_2; null: its default."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in the backward: less memory, more time."""
+    keep_dropout: bool = False
+    """Keep the dropout and the router noise of the model's configuration in training. The sampled
+    responses have none, so the importance ratio and the KL then contain noise."""
+    lora: LoraConfig | None = None
+    """Train adapters only; null: all weights."""
+
+    def __post_init__(self) -> None:
+        require_one_of(DTYPES, self, "dtype")

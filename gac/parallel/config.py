@@ -1,0 +1,36 @@
+"""The keys of `parallel`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gac.errors import require, require_at_least, require_one_of
+
+MODES = ("ddp", "fsdp")
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How several processes divide the work; ignored with a single process."""
+
+    mode: str = "ddp"
+    """ddp: every rank holds the model; fsdp: weights, gradients and moments are sharded (FSDP2)."""
+    replicas: int = 1
+    """fsdp: copies of the sharded model (HSDP), e.g. the number of nodes; 1 = one shard group."""
+    gather_for_rollouts: bool = True
+    """fsdp: keep the full weights gathered on every rank during sampling; false: gather layer by
+    layer.
+    """
+    defer_reduce: bool = False
+    """fsdp: reduce gradients only after the last micro-batch: less communication, but memory for
+    one full gradient.
+    """
+    allow_world_size_change: bool = False
+    """Allow resuming from a checkpoint written by a different number of processes."""
+    timeout: float = 1800.0
+    """Timeout of a collective in seconds; the job fails if a rank does not join in time."""
+
+    def __post_init__(self) -> None:
+        require_one_of(MODES, self, "mode")
+        require_at_least(1, self, "replicas")
+        require(self.timeout > 0, "timeout", self.timeout, "seconds > 0")

@@ -1,0 +1,56 @@
+"""The last lines of `gac train`: what the run achieved, where it is, and the next command."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from pathlib import Path
+from typing import Any
+
+from gac.evaluation.cells import percent, percent_interval
+
+from .reading import read_run
+from .samples import time_shares
+
+GAP = 0.1  # excess of the training reward over the held-out interval that counts as overfitting
+
+
+def ending(folder: Path) -> str:
+    """Accuracy before, best and after with intervals; time; model; overfitting; next command."""
+    path = folder / "eval.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    rows = [row for row in rows if row.get("accuracy") is not None]
+    run = read_run(folder)
+    lines = []
+    if rows:
+        best = max(rows, key=lambda row: row["accuracy"])
+        lines.append(
+            f"accuracy: {_accuracy(rows[0])} before, {_accuracy(best)} best (step {best['step']}), "
+            f"{_accuracy(rows[-1])} after ({rows[-1]['prompts']} prompts)"
+        )
+    else:
+        lines.append("accuracy: not measured; set eval.data.prompts")
+    minutes = float(sum(run.metrics.get("seconds", ()))) / 60
+    lines.append(f"time: {minutes:.1f} min in {run.steps_done} steps; {time_shares(run)}")
+    lines.append(f"model: {folder / 'model'}" if (folder / "model").is_dir() else f"run: {folder}")
+    if rows:
+        lines.append(_overfitting(rows[-1], run.metrics.get("reward_mean", ())))
+    lines.append(f"next: gac report {shlex.quote(str(folder))}")
+    return "\n".join(lines)
+
+
+def _accuracy(row: dict[str, Any]) -> str:
+    ends = row.get("ci95")
+    interval = f" {percent_interval(ends)}" if ends else ""
+    return f"{percent(row['accuracy'])}%{interval}"
+
+
+def _overfitting(row: dict[str, Any], rewards: Any) -> str:
+    """Compare the reward on the training prompts in the last steps with the held-out accuracy."""
+    recent = [float(value) for value in rewards[-20:] if math.isfinite(value)]
+    if not recent or not row.get("ci95"):
+        return "overfitting: unknown; the run has no rewards or no interval"
+    reward = sum(recent) / len(recent)
+    verdict = "yes" if reward > row["ci95"][1] + GAP else "no sign of it"
+    return f"overfitting: {verdict}; reward {percent(reward)}% on the training prompts at the end"

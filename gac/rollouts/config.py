@@ -1,0 +1,151 @@
+"""The keys of `rollouts`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gac.errors import require, require_at_least, require_one_of
+from gac_kernels.contract import CORRECTIONS
+
+ENGINES = ("generate", "paged", "vllm")
+WEIGHTS = ("disk", "nccl")
+ADVANTAGES = ("std", "centered", "batch")
+
+
+@dataclass(frozen=True)
+class PagedConfig:
+    """Settings of the cache of the `paged` engine."""
+
+    max_batch_tokens: int | None = None
+    """Tokens per forward; null: chosen from the free GPU memory, 256 on a CPU."""
+    num_blocks: int | None = None
+    """Blocks of the cache, with one page per layer each; null: chosen from the free GPU memory or,
+    on a CPU, enough for all completions.
+    """
+    block_size: int = 256
+    """Tokens per page, >= 4."""
+
+    def __post_init__(self) -> None:
+        require_at_least(1, self, "max_batch_tokens", "num_blocks")
+        require_at_least(4, self, "block_size")
+
+
+@dataclass(frozen=True)
+class VLLMConfig:
+    """Settings of the `vllm` engine's server, which is started separately from the trainer."""
+
+    url: str = "http://localhost:8000"
+    """Base URL of the server."""
+    model: str | None = None
+    """Name or folder of the served model, as the server reports it; null: `model.path`."""
+    weights: str = "disk"
+    """How the server receives the weights before each sampling. disk: through a folder shared with
+    the trainer. nccl: by TRL's transfer between GPUs, which needs vllm in the trainer's environment
+    too."""
+    folder: str | None = None
+    """disk: the shared folder, under the same path for both, e.g. in /dev/shm; null: in the run
+    directory."""
+    timeout: float = 600.0
+    """Request timeout in seconds."""
+
+    def __post_init__(self) -> None:
+        is_url = self.url.startswith(("http://", "https://"))
+        require(is_url, "url", self.url, "a URL that begins with http:// or https://")
+        require_one_of(WEIGHTS, self, "weights")
+        require(self.timeout > 0, "timeout", self.timeout, "a number of seconds > 0")
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """Settings of sampling from the policy, and of the advantages."""
+
+    num_prompts: int = 32
+    """Prompts per optimizer step, over all ranks."""
+    num_generations: int = 8
+    """Rollouts per prompt."""
+    max_completion_length: int = 1024
+    """Maximum completion length, in tokens, over all turns."""
+    temperature: float = 1.0
+    """Sampling temperature, also used in the rollout loss."""
+    top_p: float = 1.0
+    """Nucleus sampling; below 1 the rollouts come from a truncated distribution, not from the
+    policy in the loss."""
+    stop: tuple[str, ...] = ()
+    """Strings, each a single token, that end a completion in addition to the EOS token."""
+    num_iterations: int = 1
+    """Optimizer steps per set of rollouts; above 1 the importance ratio and its clipping matter."""
+    generation_batch_size: int | None = None
+    """Rollouts generated at once; null: all."""
+    generation_batch_tokens: int | None = None
+    """Token budget per generation batch, instead of `generation_batch_size`: groups prompts of
+    similar length and counts each rollout as its padded prompt plus `max_completion_length`."""
+    function: str | None = None
+    """The run's own rollouts, e.g. several turns, tools or an environment:
+    `package.module:function`, called with a list of prompts and the engine; returns one
+    `gac.rollouts.Rollout` for each. null: one completion of each prompt."""
+    engine: str = "generate"
+    """generate: static batches, each of which runs until its longest completion ends; on a CPU, the
+    rows that have ended are left out. paged: transformers' continuous batching, which starts a new
+    completion whenever one ends. vllm: an external server (needs the extra `vllm`)."""
+    paged: PagedConfig = PagedConfig()
+    """Settings of the `paged` engine."""
+    vllm: VLLMConfig = VLLMConfig()
+    """Settings of the `vllm` engine."""
+    correction: str = "sequence_mask"
+    """Importance correction of rollouts from another engine (vllm), whose log-probs differ from the
+    trainer's: token_truncate, token_mask, sequence_truncate, sequence_mask or none; see
+    `loss.correction`."""
+    correction_max: float = 3.0
+    """Largest importance factor of the correction."""
+    scale_rewards: str = "std"
+    """std: (r - mean) / (std + 1e-4) in the group; centered: r - mean; batch: (r - group mean)
+    / (std of the batch + 1e-4)."""
+    dynamic_sampling_retries: int = 0
+    """Dynamic sampling (DAPO, arXiv 2503.14476): replace prompts whose rollouts all have the same
+    reward, and hence no advantage, by the next prompts, at most this many times per step."""
+    mask_truncated_completions: bool = False
+    """Overlong filtering (DAPO): completions cut off at `max_completion_length` have no loss; their
+    rewards still count in their group."""
+    overlong_tokens: int | None = None
+    """Soft overlong punishment (DAPO): the reward of a completion falls linearly by up to
+    `overlong_penalty` over this many last tokens before `max_completion_length`; null: none."""
+    overlong_penalty: float = 1.0
+    """Largest reduction of the reward by `overlong_tokens`."""
+    log_samples_every: int = 10
+    """Steps between the entries of samples.jsonl; 0: none."""
+    log_sample_prompts: int = 2
+    """Prompts per entry, each with all its completions and rewards."""
+    print_samples: bool = False
+    """Also print these samples in the terminal."""
+
+    def __post_init__(self) -> None:
+        require_at_least(
+            1,
+            self,
+            "num_prompts",
+            "num_generations",
+            "max_completion_length",
+            "num_iterations",
+            "generation_batch_size",
+        )
+        require(self.temperature > 0, "temperature", self.temperature, "a number > 0")
+        require(0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")
+        require_one_of(ENGINES, self, "engine")
+        require_one_of(ADVANTAGES, self, "scale_rewards")
+        require_one_of(CORRECTIONS, self, "correction")
+        require(self.correction_max > 0, "correction_max", self.correction_max, "a number > 0")
+        minimum = self.num_generations * (self.max_completion_length + 1)
+        if (
+            self.overlong_tokens is not None
+            and not 1 <= self.overlong_tokens <= self.max_completion_length
+        ):
+            raise ValueError(
+                f"overlong_tokens={self.overlong_tokens!r}: use a number from 1 to "
+                f"max_completion_length={self.max_completion_length}, or null"
+            )
+        if self.generation_batch_tokens is not None and self.generation_batch_tokens < minimum:
+            raise ValueError(
+                f"generation_batch_tokens={self.generation_batch_tokens!r}: the "
+                f"{self.num_generations} rollouts of a prompt need at least {minimum} "
+                "tokens: use more, or null"
+            )
