@@ -16,8 +16,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Literal
 
-from gac.config import load_early
-from gac.config.imports import find_user_code, location
 from gac.demo import METHODS as DEMO_METHODS
 from gac.errors import (
     FAILED,
@@ -40,7 +38,6 @@ examples:
   gac init first                                  create a folder for a first run
   gac train first/run.yaml                        train, and write a report
   gac train examples/gsm8k.yaml --set steps=200   train, overriding one key of the file
-  gac report runs/demo                            write a report on all runs in a folder
 """
 SET_HELP = (
     "override a configuration key, e.g. optim.lr=1e-5 or method=grpo; the last value of a key wins"
@@ -81,6 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             try:
                 return options.run(options)
             except SystemExit as stop:  # from the user's own code
+                from gac.config.imports import location
+
                 print(
                     f"gac: the code called sys.exit({stop.code!r}){location(stop)}", file=sys.stderr
                 )
@@ -267,8 +266,7 @@ def _add_report(commands: argparse._SubParsersAction) -> None:
         "report",
         help="write a report with plots and tables for one or more runs",
         description="Write report.html (a single file that works offline) and plots/*.png, and "
-        "print the tables. Runs that differ only in their seed are grouped; unfinished runs are "
-        "shown up to their last step.",
+        "print the tables. Runs that differ only in their seed are grouped; runs need not be over.",
     )
     report.add_argument(
         "runs",
@@ -397,6 +395,8 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _eval(options: argparse.Namespace) -> int:
+    from gac.config import load_early
+
     config = load_early("gac.evaluation.config", "EvalConfig", options.config, options.set)
     from gac.evaluation.suite import evaluate_single, run_suite
     from gac.evaluation.table import results_table
@@ -404,12 +404,10 @@ def _eval(options: argparse.Namespace) -> int:
     if options.against and not config.tasks:
         raise ConfigError("--against requires `tasks`: move the data set into `tasks`")
     _show_log()
-    if config.tasks:
-        text = results_table(run_suite(config, options.against))
-    else:
-        text = json.dumps(evaluate_single(config), indent=2)
+    against = options.against
+    result = run_suite(config, against) if config.tasks else evaluate_single(config)
     if os.environ.get("RANK", "0") == "0":
-        print(text)
+        print(results_table(result) if config.tasks else json.dumps(result, indent=2))
     return OK
 
 
@@ -438,6 +436,7 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _check_rewards(options: argparse.Namespace) -> int:
+    from gac.config.imports import find_user_code
     from gac.rewards.check import check
 
     _show_log()
@@ -452,6 +451,8 @@ def _check_rewards(options: argparse.Namespace) -> int:
 
 
 def _methods(options: argparse.Namespace) -> int:
+    from gac.config.imports import find_user_code
+
     name = options.name
     if name is None:
         from gac.methods.listing import methods_table
@@ -473,12 +474,11 @@ def _models(options: argparse.Namespace) -> int:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    with value_errors_as(ConfigError):
-        require_at_least(1, options, "seeds", "steps", "jobs", prefix="--")
     from gac.demo.run import run_demo
 
-    seeds = range(options.seeds)
-    return run_demo(options.out, options.methods, seeds, options.steps, options.jobs)
+    with value_errors_as(ConfigError):
+        require_at_least(1, options, "seeds", "steps", "jobs", prefix="--")
+    return run_demo(options.out, options.methods, range(options.seeds), options.steps, options.jobs)
 
 
 def _keys(module: str, name: str) -> str:

@@ -149,7 +149,9 @@ def test_report(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
 
 def test_rewards_check(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     config = str(tmp_path / "a.yaml")
-    result = SimpleNamespace(rows=5, failing=["row 3"], counts={"timeouts": 2, "other": 0, "x": 1})
+    result = SimpleNamespace(
+        rows=5, failing=["row 3"], weak=[], counts={"timeouts": 2, "other": 0, "x": 1}
+    )
     calls = fake(monkeypatch, "gac.rewards.check.check", result)
     assert cli.main(["rewards", "check", config]) == cli.FAILED
     assert capsys.readouterr().out == "row 3\n4 of 5 rows pass (2 timeouts, 1 x)\n"

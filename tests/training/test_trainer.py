@@ -56,6 +56,7 @@ def test_run_directory_contents(task, tmp_path):
     evaluations = [json.loads(line) for line in (out / "eval.jsonl").read_text().splitlines()]
     assert [e["step"] for e in evaluations] == [0, 4]  # the start model and the trained model
     accuracies, others = {"accuracy", "accuracy/+", "accuracy/-"}, {"response_length", "truncated"}
+    others |= {"ci95", "prompts"}
     assert all(set(e) == {"step", "seconds"} | accuracies | others for e in evaluations)
     checkpoints = sorted(p.name for p in (out / "checkpoints").glob("step-*"))
     assert checkpoints == ["step-00000002", "step-00000004"]
