@@ -178,9 +178,12 @@ def token_logprobs(
     op = operands(logits, None, None, targets, temperature, logit_scale, softcap, backend)
     if op.backend is reference_backend:
         checks.values(targets, logits.shape[-1])
-        scaling = {"temperature": op.scaling(), "softcap": op.softcap}
         flat = reference.token_logprobs(
-            op.rows.flatten(0, 1), op.targets, **scaling, outputs=outputs
+            op.rows.flatten(0, 1),
+            op.targets,
+            temperature=op.scaling(),
+            softcap=op.softcap,
+            outputs=outputs,
         )
         return tuple(x.view(targets.shape) for x in flat)
     return _logprobs(op, targets, logits.shape[-1], outputs)

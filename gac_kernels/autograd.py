@@ -110,7 +110,7 @@ class TokenLogprobs(Function):
         with without_autocast(op):
             logps, entropy, lse, *extra = linear.row_stats(op, more)
         ctx.save_for_backward(rows, weight, bias, lse, entropy)
-        ctx.op = op._replace(rows=None, weight=None, bias=None)
+        ctx.op = op._replace(rows=None, weight=None, bias=None)  # type: ignore[arg-type] # saved
         ctx.mark_non_differentiable(*extra)
         return logps, entropy, *extra
 
@@ -135,7 +135,7 @@ def without_autocast(op: Operands) -> AbstractContextManager[object]:
     return torch.autocast(device, enabled=False) if enabled else nullcontext()
 
 
-def flatten(result: loss.LossResult) -> tuple[Tensor | None, ...]:
+def flatten(result: loss.LossResult) -> tuple[Any, ...]:
     """The scalars, logps, entropy, the parts of the moments, the sketch and the filter's report."""
     *scalars, moments = result.summary
     parts = (None,) * 3 if moments is None else (*vars(moments).values(),)

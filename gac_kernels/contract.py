@@ -8,7 +8,7 @@ import math
 from collections import namedtuple
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -393,7 +393,10 @@ class TokenLossOutput(NamedTuple):
     entropy: torch.Tensor
     """Like targets, detached: entropy of each distribution in nats, 0 where there is no loss."""
 
-    filter = None
+    @property
+    def filter(self) -> FilterReport | None:
+        """What the gradient filter did; None without one."""
+        return None
 
     @classmethod
     def named(cls, values: Sequence[Any], outputs: Sequence[str]) -> TokenLossOutput:
@@ -405,7 +408,7 @@ class TokenLossOutput(NamedTuple):
 @functools.cache
 def _output_type(outputs: tuple[str, ...]) -> type:
     """A named tuple, because FSDP's hooks find no tensors inside other classes."""
-    kind: Any = namedtuple("TokenLossOutput", (*TokenLossOutput._fields, *outputs))
+    kind = cast("Any", namedtuple("TokenLossOutput", (*TokenLossOutput._fields, *outputs)))
     if "filter" not in outputs:
         kind.filter = None
     return kind

@@ -75,8 +75,8 @@ def self_test(backend: str, device: torch.device) -> str:
             grads += [torch.cat([g.flatten() for g in torch.autograd.grad(out.loss, (x, w))])]
         except Exception as error:  # whatever is wrong with this installation
             return f"FAILED: {type(error).__name__}: {str(error).splitlines()[0][:100]}"
-    error = ((grads[1] - grads[0]).norm() / grads[0].norm()).item()
-    return f"{'passed' if error < TOLERANCE else 'FAILED'}: relative error {error:.1e}"
+    relative = ((grads[1] - grads[0]).norm() / grads[0].norm()).item()
+    return f"{'passed' if relative < TOLERANCE else 'FAILED'}: relative error {relative:.1e}"
 
 
 def _devices() -> dict[str, str]:

@@ -126,17 +126,21 @@ def complete(
             "demonstrations, in [0, 1]; omit is_demo if all tokens are rollouts"
         )
     if advantages is None:
-        on_cpu = isinstance(is_demo, Tensor) and is_demo.device.type == "cpu"
-        readable = on_cpu and not torch.compiler.is_compiling()
-        if (readable and not is_demo.all()) or _is_shaped(spec):
+        has_rollouts = (
+            isinstance(is_demo, Tensor)
+            and is_demo.device.type == "cpu"
+            and not torch.compiler.is_compiling()
+            and not is_demo.all()
+        )
+        if has_rollouts or _is_shaped(spec):
             raise ValueError(
                 "advantages is None: rollouts, and demonstrations with the weight 'shaped', "
                 "require advantages"
             )
         is_demo = None  # every token is a demonstration
-    demos_only, cu_seqlens = advantages is None, others.get("cu_seqlens")
-    packed = isinstance(cu_seqlens, Tensor) and cu_seqlens.dim() == 1
-    count = len(cu_seqlens) - 1 if packed else targets.shape[0]
+    demos_only, cu_seqlens, count = advantages is None, others.get("cu_seqlens"), targets.shape[0]
+    if isinstance(cu_seqlens, Tensor) and cu_seqlens.dim() == 1:  # packed
+        count = len(cu_seqlens) - 1
     if is_demo is None:
         is_demo = torch.full((count,), demos_only, device=targets.device)
     if advantages is None:

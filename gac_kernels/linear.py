@@ -155,7 +155,8 @@ class Head:
         if self.needs.rows:
             d_rows = head.hidden_gradient(grad) if kept is None else self._filtered_rows(kept)
             self._d_hidden.index_copy_(0, index, d_rows.to(self._d_hidden.dtype))
-        if self.needs.weight and kept is not None and self.filter.settings.weight:
+        filters_weight = self.filter is not None and self.filter.settings.weight
+        if self.needs.weight and kept is not None and filters_weight:
             self._add_filtered(kept, rows)
         elif self.needs.weight:
             first = self._d_weight is None

@@ -58,14 +58,14 @@ def fused_loss(
     op = op._replace(temperature=spec.temperature, temperatures=tokens.temperature)
     kind = coupling(tokens, spec)
     if kind is Coupling.CURRENT:
-        terms, *rest = _two_passes(op, tokens, spec, needs, sketch, out)
+        passed = _two_passes(op, tokens, spec, needs, sketch, out)
     elif kind is Coupling.NONE:  # a sequence ratio is 1 or unused
         one_ratio = (
             spec
             if spec.importance_sampling_level == "token"
             else replace(spec, importance_sampling_level="token")
         )
-        terms, *rest = _one_pass(op, tokens, one_ratio, needs, sketch, out)
+        passed = _one_pass(op, tokens, one_ratio, needs, sketch, out)
     else:
         # on-policy, the gradient of "clip" is -A, and that of a sequence's ratio is the mean of -A
         plain = replace(
@@ -75,9 +75,10 @@ def fused_loss(
             clip_high=None,
             importance_sampling_level="token",
         )
-        terms, *rest = _one_pass(op, tokens.averaged(), plain, needs, sketch, out)
-        terms = token_terms(terms.logps, terms.entropy, tokens, spec)
-    return LossResult(op.backend.reduce(tokens, terms, moments), terms, *rest)
+        passed = _one_pass(op, tokens.averaged(), plain, needs, sketch, out)
+        logps, entropy, *_ = passed[0]
+        passed = token_terms(logps, entropy, tokens, spec), *passed[1:]
+    return LossResult(op.backend.reduce(tokens, passed[0], moments), *passed)
 
 
 # the terms, and the fields of `LossResult` from `sketch` on
@@ -145,7 +146,8 @@ def _two_passes(
         op.backend.row_grads(op.rows, tokens.targets, *columns, scaling, out, op.softcap)
         return terms, None, InputGradients(out, None, None), inv_scale, None
     if order.device.type not in ASYNCHRONOUS:  # the exact number costs no synchronization
-        order, count = partition_tokens(tokens.live, (upstream != 0).any(0))
+        order, counts = partition_tokens(tokens.live, (upstream != 0).any(0))
+        count, _ = read_counts(counts, len(order))
     head.add_gradients(op, columns, order, count)
     sketches = head.sketches(tokens, spec, inv_scale)
     return terms, sketches, head.gradients(), inv_scale, head.report()

@@ -220,8 +220,9 @@ def token_gradients(
     with torch.inference_mode(False), torch.enable_grad():
         leaves = torch.stack([logps, entropy]).requires_grad_()
         if tokens.scale.is_inference():
-            tokens = Tokens(*(x.clone() if isinstance(x, Tensor) else x for x in tokens))
-        terms = token_terms(*leaves, tokens, spec)
+            tokens = Tokens._make(x.clone() if isinstance(x, Tensor) else x for x in tokens)
+        logps, entropy = leaves
+        terms = token_terms(logps, entropy, tokens, spec)
         (gradients,) = torch.autograd.grad((tokens.scale * terms.loss).sum(), leaves)
     return TokenTerms(*(x.detach() for x in terms)), gradients
 
@@ -313,8 +314,13 @@ def _terms(
 ) -> TokenTerms:
     """Token terms [N] of logits, differentiable."""
     temperature = spec.temperature if tokens.temperature is None else tokens.temperature
-    scaling = {"temperature": temperature, "logit_scale": logit_scale, "softcap": softcap}
-    logps, entropy = token_logprobs(logits.flatten(0, -2), tokens.targets, **scaling)
+    logps, entropy = token_logprobs(
+        logits.flatten(0, -2),
+        tokens.targets,
+        temperature=temperature,
+        logit_scale=logit_scale,
+        softcap=softcap,
+    )
     return token_terms(logps, entropy, tokens, spec)
 
 

@@ -56,6 +56,8 @@ class Record:
         ops: tensor methods, with arguments, that lead from the first layer's output to the logits.
     """
 
+    entropy: Tensor  # set by an integration that computes it together with the log-probs
+
     def __init__(
         self,
         terms: tuple[tuple[Tensor, nn.Linear, float], ...],

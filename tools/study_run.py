@@ -366,8 +366,9 @@ def run_grid(out: Path, path: Path, cells: Iterable[tuple[Cell, Arm]], code: str
 def tuning_cells() -> Iterator[tuple[Cell, Arm]]:
     """Every candidate on the tuning cells."""
     for arm, candidates in CANDIDATES.items():
-        for where, (i, candidate) in itertools.product(TUNING_CELLS, enumerate(candidates)):
-            yield Cell(*where, f"{arm}/{i}", TUNING_SEED), candidate
+        pairs = itertools.product(TUNING_CELLS, enumerate(candidates))
+        for (task, base, condition), (i, candidate) in pairs:
+            yield Cell(task, base, condition, f"{arm}/{i}", TUNING_SEED), candidate
 
 
 def tuning_means(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[int, float]]:

@@ -30,5 +30,8 @@ def apply_fused_head() -> Patch:
     Raises:
         ImportError: OpenRLHF is not installed, or its version has no such functions.
     """
-    functions = {"log_probs_from_logits": _log_probs, "compute_entropy": _entropy}
-    return lazy_head("openrlhf.models.actor", "Actor", functions)
+    return lazy_head(
+        "openrlhf.models.actor",
+        "Actor",
+        {"log_probs_from_logits": _log_probs, "compute_entropy": _entropy},
+    )

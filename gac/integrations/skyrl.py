@@ -38,6 +38,8 @@ def apply_fused_head() -> Patch:
     Raises:
         ImportError: SkyRL is not installed, or its version has no such functions.
     """
-    functions = {"logprobs_from_logits": _log_probs, "chunked_entropy_from_logits": _entropy}
-    module = "skyrl.backends.skyrl_train.workers.model_wrapper"
-    return lazy_head(module, "HFModelWrapper", functions)
+    return lazy_head(
+        "skyrl.backends.skyrl_train.workers.model_wrapper",
+        "HFModelWrapper",
+        {"logprobs_from_logits": _log_probs, "chunked_entropy_from_logits": _entropy},
+    )

@@ -124,8 +124,8 @@ def custom_loss(
     like_targets = (x.view(targets.shape) for x in columns)
     out = head.token_loss(targets, weighted_loss, *like_targets, temperature=spec.temperature)
     with torch.no_grad():
-        stats = out.logps.flatten(), out.entropy.flatten()
-        terms = _terms(token_loss, *stats, tokens, teacher, *fixed)
+        logps, entropy = out.logps.flatten(), out.entropy.flatten()
+        terms = _terms(token_loss, logps, entropy, tokens, teacher, *fixed)
     return loss_output(tokens, terms, targets.shape)._replace(loss=out.loss)
 
 

@@ -184,8 +184,8 @@ def autocast(model: nn.Module) -> AbstractContextManager[Any]:
 
 def compute_dtype(model: nn.Module) -> torch.dtype:
     """The dtype in which a patched model multiplies; its weights may have a higher precision."""
-    model = _patched_model(model)
-    return model.__dict__.get("compute_dtype") or model.dtype
+    patched = _patched_model(model)
+    return patched.__dict__.get("compute_dtype") or patched.dtype
 
 
 def set_compute_dtype(model: nn.Module, dtype: torch.dtype, by_autocast: bool = True) -> None:

@@ -13,7 +13,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -263,7 +263,7 @@ class Sampler:
 
     def _readable(self, example: Example, group: Sequence[Sample]) -> dict[str, Any]:
         def text(tokens: Sequence[int]) -> str:
-            return self.tokenizer.decode(list(tokens), skip_special_tokens=True)
+            return cast("str", self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
         return {
             "id": example.id,
@@ -302,7 +302,7 @@ class Sampler:
         full = [
             replace(
                 rollout,
-                completion_ids=prefixes[q] + (() if complete[q] else rollout.completion_ids),
+                completion_ids=prefixes[q] + (() if complete[q] else tuple(rollout.completion_ids)),
             )
             if prefixes[q]
             else rollout

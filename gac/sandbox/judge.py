@@ -88,7 +88,7 @@ class _Judge:
         seed = hashlib.sha256(repr(spec).encode()).digest()
         random.seed(seed)  # the same in every run, and unknown to the program
         if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(int.from_bytes(seed[:4], "big"))  # type: ignore[attr-defined] # numpy's
+            sys.modules["numpy"].random.seed(int.from_bytes(seed[:4], "big"))
         if guard:
             sys.setrecursionlimit(_RECURSION)
             sys.addaudithook(self._audit)
@@ -278,7 +278,7 @@ def inspect_remotely() -> None:
         for name in names.split():
             setattr(module, name, _asking(getattr(module, name)))
     # the judge calls the tests itself
-    unittest.main = lambda *arguments, **options: None  # type: ignore[assignment, misc] # a class
+    unittest.main = lambda *arguments, **options: None  # type: ignore[assignment] # a class
 
 
 def _asking(function: Callable[..., Any]) -> Callable[..., Any]:

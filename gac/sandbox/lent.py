@@ -76,7 +76,7 @@ SPECIAL = WITH_OPERAND | {
 """Special methods that one side may call on an object of the other. Those that C code follows to
 interpret an object (`__index__`, `__float__`, `__array__` and similar) are absent on purpose.
 """
-_ATTRIBUTES = {"get": getattr, "set": setattr, "delete": delattr}
+_ATTRIBUTES: dict[str, Callable[..., Any]] = {"get": getattr, "set": setattr, "delete": delattr}
 _FUNCTIONS = (
     types.FunctionType,
     types.MethodType,
@@ -117,7 +117,7 @@ def operations(value: Any) -> list[str] | None:
     """The operations that the program may perform on `value`; None if it gets a copy."""
     if isinstance(value, (*_FUNCTIONS, type)):
         return None if is_importable(value) else ["__call__"]
-    kind = type(value)
+    kind: type = type(value)
     if kind in _COPIED or (kind in copyreg.dispatch_table and kind not in _SHARED):
         return None
     if kind in _SHARED or kind.__module__ in _SHARED_MODULES:
@@ -171,9 +171,9 @@ class Lender:
         if isinstance(value, type) and issubclass(value, BaseException):
             base = next(base for base in value.__mro__ if is_importable(base))
             return borrow_class, (self.keep(value), value.__name__, base)
-        base = next((base for base in kind.__mro__ if base in _BASES), None)
-        if base and not hasattr(kind, "_fields"):
-            return base, (plain(value, base),)
+        data = next((base for base in kind.__mro__ if base in _BASES), None)
+        if data and not hasattr(kind, "_fields"):
+            return data, (plain(value, data),)
         described = value if isinstance(value, (*_FUNCTIONS, type)) else kind
         name = getattr(described, "__name__", "partial")
         details = _details(value) if allowed == ["__call__"] else {}
@@ -274,12 +274,12 @@ class Borrower:
                 members["__exit__"] = lambda self, kind, error, _: self._use_(
                     "__exit__", (error,), {}
                 )
-            own = self.owner.module.__dict__.get(name)  # the program's copy of the class
+            own: Any = self.owner.module.__dict__.get(name)  # the program's copy of the class
             try:
                 self._classes[key] = type(name, (own,), members)
             except TypeError:
                 self._classes[key] = type(name, (), members)
-        proxy = object.__new__(self._classes[key])
+        proxy: Any = object.__new__(self._classes[key])
         object.__setattr__(proxy, "_use_", functools.partial(self.owner.use, number))
         return proxy
 

@@ -98,7 +98,7 @@ class Remote(RemoteBase):
         if self is other or self._container_:
             return self is other or _contents(self) == _contents(other)
         if isinstance(other, Remote):
-            defined = {*self._methods_, *other._methods_}
+            defined: set[str] = {*self._methods_, *other._methods_}
             return ask("__eq__", self, other) if "__eq__" in defined else NotImplemented
         return ask("__eq__", self, other) if _may_decide("__eq__", self) else NotImplemented
 

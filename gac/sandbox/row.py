@@ -28,6 +28,14 @@ _HELPERS = {
     "assert_almost_equal": "numpy.testing:assert_almost_equal",
     "assert_array_equal": "numpy.testing:assert_array_equal",
 }
+_NAMED = (
+    ast.FunctionDef,
+    ast.AsyncFunctionDef,
+    ast.ClassDef,
+    ast.ExceptHandler,
+    ast.MatchAs,
+    ast.MatchStar,
+)
 _SYNTAX = (SyntaxError, ValueError, MemoryError, RecursionError)
 
 
@@ -79,7 +87,9 @@ class Row:
     def names(self) -> dict[str, Any]:
         """The tests' initial global variables, without those of the program."""
         loaded = self.used - self._called  # a name that the tests call is not the name of a module
-        names = {n: sys.modules[n] for n in loaded & sys.stdlib_module_names if n in sys.modules}
+        names: dict[str, Any] = {
+            n: sys.modules[n] for n in loaded & sys.stdlib_module_names if n in sys.modules
+        }
         for name in _HELPERS.keys() & self.used:
             module, _, attribute = _HELPERS[name].partition(":")
             if module in sys.modules:
@@ -139,9 +149,7 @@ class _Words(ast.NodeVisitor):
                 self.visit(node)
 
     def generic_visit(self, node: ast.AST) -> None:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or (
-            isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name
-        ):
+        if isinstance(node, _NAMED) and node.name:
             self.bound.add(node.name)
 
     def visit_Name(self, node: ast.Name) -> None:

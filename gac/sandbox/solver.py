@@ -335,7 +335,7 @@ _OPERATIONS: dict[str, Any] = {
         type(manager).__aexit__(manager, error and type(error), error, None)
     ),
 }
-_END = object()
+_END: Any = object()
 
 
 async def _awaited(awaitable: Any) -> Any:

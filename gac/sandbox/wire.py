@@ -61,6 +61,10 @@ def _dict(parts: list[Any]) -> dict[Any, Any]:
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
+def _from_text(read: Callable[[str], Any]) -> Callable[[list[Any]], Any]:
+    return lambda parts: read(str(parts[0]))
+
+
 def _array_parts(value: Any) -> list[Any]:
     if not _DTYPE.fullmatch(value.dtype.str):
         raise TypeError(f"cannot send an array of {value.dtype} between processes")
@@ -111,7 +115,7 @@ _TYPES: dict[str, tuple[type, Callable[[Any], list[Any]], Callable[[list[Any]], 
     "range": (range, lambda r: [r.start, r.stop, r.step], lambda parts: range(*parts)),
     "complex": (complex, lambda z: [z.real, z.imag], lambda parts: complex(*parts)),
     **{
-        kind.__name__: (kind, lambda b: [b.hex()], lambda parts, kind=kind: kind.fromhex(parts[0]))
+        kind.__name__: (kind, lambda b: [b.hex()], _from_text(kind.fromhex))
         for kind in (bytes, bytearray)
     },
     "Fraction": (Fraction, lambda f: [f.numerator, f.denominator], lambda parts: Fraction(*parts)),
@@ -121,15 +125,11 @@ _TYPES: dict[str, tuple[type, Callable[[Any], list[Any]], Callable[[list[Any]], 
         lambda parts: datetime.timedelta(*parts),
     ),
     **{
-        kind.__name__: (
-            kind,
-            lambda d: [d.isoformat()],
-            lambda parts, kind=kind: kind.fromisoformat(parts[0]),
-        )
+        kind.__name__: (kind, lambda d: [d.isoformat()], _from_text(kind.fromisoformat))
         for kind in (datetime.datetime, datetime.date, datetime.time)
     },
     **{
-        kind.__name__: (kind, lambda v: [str(v)], lambda parts, kind=kind: kind(str(parts[0])))
+        kind.__name__: (kind, lambda v: [str(v)], _from_text(kind))
         for kind in (
             Decimal,
             uuid.UUID,

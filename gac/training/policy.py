@@ -7,6 +7,7 @@ import logging
 import math
 import os
 from collections.abc import Callable
+from typing import Any
 
 import psutil
 import torch
@@ -68,7 +69,7 @@ def load_reference(config: TrainConfig, accelerator: Accelerator, kl: bool) -> n
     needed = kl or sampling.from_reference or loss_of(config).reference
     if not needed or config.model.lora is not None:
         return None
-    model = _build_model(setup.prepare_frozen, config, accelerator)
+    model: Any = _build_model(setup.prepare_frozen, config, accelerator)
     dtype = compute_dtype(model)
     if not setup.units(model):  # FSDP gathers in this dtype
         for module in model.modules():  # autocast would round these weights in every forward

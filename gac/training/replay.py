@@ -96,7 +96,7 @@ def _merged(parts: Sequence[Step]) -> Step:
     for part in parts:
         shift = 1 + max((row.sequence for row in rows), default=-1)
         rows += [row._replace(sequence=row.sequence + shift) for row in part.rows]
-    joined = {
+    joined: dict[str, Any] = {
         name: tuple(x for part in parts for x in getattr(part, name))
         for name in ("old_logps", "teacher_logps")
     }

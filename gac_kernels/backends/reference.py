@@ -78,8 +78,8 @@ def row_loss(
     logps, entropy, lse = row_stats(logits, tokens.targets, temperature, softcap)
     terms, upstream = reference.token_gradients(logps, entropy, tokens, spec, out is not None)
     if out is not None and upstream is not None:
-        stats = lse, entropy, *upstream
-        row_grads(logits, tokens.targets, *stats, temperature, out, softcap, sketch)
+        columns = lse, entropy, upstream[0], upstream[1]
+        row_grads(logits, tokens.targets, *columns, temperature, out, softcap, sketch)
     return terms
 
 
