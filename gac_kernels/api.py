@@ -408,7 +408,7 @@ def fused_linear_token_loss(
     `linear_token_logprobs`.
 
     Args:
-        token_loss: called as token_loss(logps, entropy, *inputs, *outputs) with the M tokens of a
+        token_loss: called as `token_loss(logps, entropy, *inputs, *outputs)` with the M tokens of a
             block that have a target; returns their losses, [M]. `logps` and `entropy` are float32
             (float64 for float64 operands) and differentiable; the others are detached. It must not
             couple tokens of different sequences or depend on which tokens share a block, and no

@@ -7,6 +7,8 @@ import gzip
 import json
 import math
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -222,11 +224,12 @@ def test_task_name_that_collides_with_a_split_is_rejected(task, tmp_path):
     tasks do.
     """
     data = {"prompts": str(task / "eval.jsonl")}
+    engine: Any = SimpleNamespace(tokenizer=make_tokenizer())
     for split, name in (("op", "+"), (None, "+"), ("op", "train"), ("op", "seconds")):
         overrides = {"data": data, "split_field": split, "tasks": {name: {"data": data}}}
         settings = tiny_config(task, tmp_path, eval=overrides).eval
         make = functools.partial(
-            Evaluator, settings, make_tokenizer(), build_reward("tests.tiny:digit_reward"), 0
+            Evaluator, settings, engine, build_reward("tests.tiny:digit_reward"), 0
         )
         if (split, name) == ("op", "+"):
             with pytest.raises(ConfigError, match=r"^tasks.\+: .* split '\+' of the first task"):
