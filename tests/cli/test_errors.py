@@ -226,6 +226,33 @@ def test_invalid_specification(name: str) -> None:
         LossSpec(**{name: SPECS[name]})
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"policy_loss": "ppo"}, "policy_loss='ppo': use one of clip, cispo, sapo, reinforce"),
+        (
+            {"importance_sampling_level": "word"},
+            "importance_sampling_level='word': use one of token, sequence",
+        ),
+        ({"correction": "tis"}, "correction='tis': use one of none, token_truncate"),
+        ({"correction_min": 3.0}, "correction_min=3.0: use a number <= correction_max=2.0"),
+        ({"correction_max": -1.0}, "correction_max=-1.0: use a number >= 0"),
+        ({"correction_max": "2"}, "correction_max='2': use a number or None"),
+        ({"sapo_tau": 1.0}, "sapo_tau=1.0: use two finite numbers > 0"),
+        ({"sapo_tau": (1.0, 0.0)}, r"sapo_tau=\(1.0, 0.0\): use two finite numbers > 0"),
+        ({"use_bias_correction_kl": 1}, "use_bias_correction_kl=1: use True or False"),
+        ({"clip_high": -0.5}, "clip_high=-0.5: use a number >= 0"),
+        (
+            {"policy_loss": "cispo", "clip_low": 0.1, "clip_high": -0.5},
+            "clip_low=0.1, clip_high=-0.5: use 1 - clip_low <= 1 \\+ clip_high",
+        ),
+    ],
+)
+def test_invalid_options(options: dict, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        LossSpec(**options)
+
+
 @pytest.mark.parametrize("name", ["clip_low", "dual_clip", "kl_coef", "max_tokens", "temperature"])
 def test_a_string_is_not_a_number(name: str) -> None:
     with pytest.raises(TypeError, match=f"{name}='0.5': use a number"):
