@@ -432,7 +432,7 @@ def fused_linear_token_loss(
     return _token_loss(hidden, weight, targets, token_loss, inputs, bias, scaling, outputs, sizes)
 
 
-@torch.compiler.disable
+@torch._disable_dynamo  # unlike torch.compiler.disable, imports no compiler until it is called
 def _token_loss(
     hidden: Tensor,
     weight: Tensor,
