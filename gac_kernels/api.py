@@ -6,7 +6,6 @@ Notation: N tokens, V vocabulary size, H hidden size, B padded rows, T row lengt
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from .autograd import FusedLoss, TokenLogprobs, TokenLoss, loss_output
 from .backends import reference as reference_backend
 from .contract import LossOutput, LossSpec, TokenLossOutput, compute_dtype
 from .filter import FilterReport, GradientFilter
-from .inputs import BatchInputs, NeedsGrad, Operands, complete
+from .inputs import NeedsGrad, Operands, complete, fold_scale
 from .sketch import HeadSketch
 
 
@@ -246,17 +245,6 @@ def operands(
     return Operands(*arguments, filter=gradient_filter)
 
 
-def fold_scale(
-    inputs: BatchInputs, spec: LossSpec, op: Operands, logit_scale: float
-) -> tuple[BatchInputs, LossSpec]:
-    """The batch and its spec with the logit scale folded into their temperatures."""
-    if inputs.temperatures is not None:
-        inputs = inputs._replace(temperatures=inputs.temperatures / logit_scale)
-    if op.temperature != spec.temperature:
-        spec = replace(spec, temperature=op.temperature)
-    return inputs, spec
-
-
 def fused_linear_gac_loss(
     hidden: Tensor,
     weight: Tensor,
@@ -432,7 +420,7 @@ def fused_linear_token_loss(
     return _token_loss(hidden, weight, targets, token_loss, inputs, bias, scaling, outputs, sizes)
 
 
-@torch.compiler.disable
+@torch._disable_dynamo  # unlike torch.compiler.disable, imports no compiler until it is called
 def _token_loss(
     hidden: Tensor,
     weight: Tensor,

@@ -161,7 +161,7 @@ class LossSpec:
         if self.dual_clip is not None and not 1 < self.dual_clip < math.inf:
             raise ValueError(f"dual_clip={self.dual_clip!r}: use a number > 1, or None")
         for name in ("kl_coef", "entropy_coef"):
-            if not abs(getattr(self, name)) < math.inf:  # `isfinite` breaks a compiled graph
+            if not -math.inf < getattr(self, name) < math.inf:  # torch.compile traces no isfinite
                 raise ValueError(f"{name}={getattr(self, name)!r}: use a finite number")
         if not 0 < self.temperature < math.inf:
             raise ValueError(f"temperature={self.temperature!r}: use a finite number > 0")

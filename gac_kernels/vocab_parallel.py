@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.autograd import Function
 
 from . import checks, reference
-from .api import fold_scale, operands
+from .api import operands
 from .autograd import FusedLoss, loss_output
 from .contract import IGNORE, LossOutput, LossSpec
-from .inputs import NeedsGrad, complete
+from .inputs import NeedsGrad, complete, fold_scale
 from .sketch import RowSketch
 from .tokens import Tokens, TokenTerms
 

@@ -27,6 +27,7 @@ def padded() -> dict:
         "targets": torch.randint(0, V, (3, 4)),
         "advantages": torch.ones(3),
         "is_demo": torch.tensor([True, False, False]),
+        "mu": 0.5,
     }
 
 
@@ -37,6 +38,7 @@ def packed() -> dict:
         "targets": torch.randint(0, V, (12,)),
         "advantages": torch.ones(2),
         "is_demo": torch.tensor([True, False]),
+        "mu": 0.5,
         "cu_seqlens": torch.tensor([0, 5, 12], dtype=torch.int32),
     }
 
@@ -140,6 +142,7 @@ PADDED = {
         {"spec": LossSpec(kl_coef=0.1)},
     ),
     "spec is a dict": (TypeError, "spec is a dict", {"spec": {}}),
+    "mu is missing": (ValueError, "mu is None: .*weight of its demonstrations", {"mu": None}),
     "mu above 1": (ValueError, r"mu=1.5: use a number in \[0, 1\]", {"mu": 1.5}),
     "mu below 0": (ValueError, "mu=-0.1", {"mu": -0.1}),
     "mu is nan": (ValueError, "mu=nan", {"mu": math.nan}),
@@ -196,7 +199,7 @@ def test_cu_seqlens(name: str) -> None:
 def test_a_packed_batch_may_be_empty() -> None:
     nothing = torch.zeros(0)
     out = fused_gac_loss(
-        torch.zeros(0, V), nothing.long(), nothing, nothing > 0, cu_seqlens=int32(0)
+        torch.zeros(0, V), nothing.long(), nothing, nothing > 0, mu=0.5, cu_seqlens=int32(0)
     )
     assert out.loss == 0 and len(out.moments.demo_nll) == 0
 
@@ -221,6 +224,33 @@ SPECS = {
 def test_invalid_specification(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}={SPECS[name]!r}"):
         LossSpec(**{name: SPECS[name]})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"policy_loss": "ppo"}, "policy_loss='ppo': use one of clip, cispo, sapo, reinforce"),
+        (
+            {"importance_sampling_level": "word"},
+            "importance_sampling_level='word': use one of token, sequence",
+        ),
+        ({"correction": "tis"}, "correction='tis': use one of none, token_truncate"),
+        ({"correction_min": 3.0}, "correction_min=3.0: use a number <= correction_max=2.0"),
+        ({"correction_max": -1.0}, "correction_max=-1.0: use a number >= 0"),
+        ({"correction_max": "2"}, "correction_max='2': use a number or None"),
+        ({"sapo_tau": 1.0}, "sapo_tau=1.0: use two finite numbers > 0"),
+        ({"sapo_tau": (1.0, 0.0)}, r"sapo_tau=\(1.0, 0.0\): use two finite numbers > 0"),
+        ({"use_bias_correction_kl": 1}, "use_bias_correction_kl=1: use True or False"),
+        ({"clip_high": -0.5}, "clip_high=-0.5: use a number >= 0"),
+        (
+            {"policy_loss": "cispo", "clip_low": 0.1, "clip_high": -0.5},
+            "clip_low=0.1, clip_high=-0.5: use 1 - clip_low <= 1 \\+ clip_high",
+        ),
+    ],
+)
+def test_invalid_options(options: dict, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        LossSpec(**options)
 
 
 @pytest.mark.parametrize("name", ["clip_low", "dual_clip", "kl_coef", "max_tokens", "temperature"])
@@ -309,7 +339,7 @@ def test_linear(name: str) -> None:
         fused_linear_gac_loss(**(arguments | changes))
     with pytest.raises(error, match=match):
         changed = arguments | changes
-        del changed["advantages"], changed["is_demo"]
+        del changed["advantages"], changed["is_demo"], changed["mu"]
         linear_token_logprobs(**changed)
 
 
@@ -341,17 +371,19 @@ def test_small_inputs_may_be_on_the_cpu() -> None:
 
 def test_values_on_an_accelerator_are_read_only_on_request(monkeypatch) -> None:
     """A meta tensor has no values: reading them raises an error."""
-    targets, ends = torch.zeros(2).long(), torch.tensor([0, 2])
-    for columns in (
-        {"targets": targets.to("meta")},
-        {"targets": targets, "cu_seqlens": ends.to("meta")},
-        {"targets": targets, "weights": torch.ones(2, device="meta")},
+    targets, two = torch.zeros(2).long(), torch.ones(2)
+    inputs = BatchInputs(targets, two, two > 0)
+    for device, column in (
+        ("meta", {}),
+        ("cpu", {"cu_seqlens": torch.tensor([0, 2], device="meta")}),
+        ("cpu", {"weights": torch.ones(2, device="meta")}),
     ):
+        arguments = targets.to(device), 3, inputs._replace(**column)
         monkeypatch.delenv("GAC_CHECK", raising=False)
-        checks.values(vocabulary=3, **columns)
+        checks.values(*arguments)
         monkeypatch.setenv("GAC_CHECK", "1")
         with pytest.raises((RuntimeError, NotImplementedError)):
-            checks.values(vocabulary=3, **columns)
+            checks.values(*arguments)
 
 
 def test_a_vocabulary_of_one_token_needs_no_contiguous_logits() -> None:
@@ -376,4 +408,4 @@ def test_sharded_tensors_are_refused() -> None:
 def test_a_nan_norm_tensor_gives_a_nan_loss() -> None:
     """Tensor values are not checked; a nan must not silently become 0."""
     assert fused_gac_loss(**padded(), rollout_norm=torch.tensor(math.nan)).loss.isnan()
-    assert fused_gac_loss(**padded(), mu=torch.tensor(math.nan)).loss.isnan()
+    assert fused_gac_loss(**padded() | {"mu": torch.tensor(math.nan)}).loss.isnan()

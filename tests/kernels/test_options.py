@@ -487,30 +487,3 @@ def test_invalid_inputs(name: str) -> None:
     if name not in ("softcap", "logit_scale"):
         with pytest.raises((ValueError, TypeError), match=message):
             loss_from_logprobs(torch.zeros(2, 2), **keywords, mu=0.5)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"policy_loss": "ppo"}, "policy_loss='ppo': use one of clip, cispo, sapo, reinforce"),
-        (
-            {"importance_sampling_level": "word"},
-            "importance_sampling_level='word': use one of token, sequence",
-        ),
-        ({"correction": "tis"}, "correction='tis': use one of none, token_truncate"),
-        ({"correction_min": 3.0}, "correction_min=3.0: use a number <= correction_max=2.0"),
-        ({"correction_max": -1.0}, "correction_max=-1.0: use a number >= 0"),
-        ({"correction_max": "2"}, "correction_max='2': use a number or None"),
-        ({"sapo_tau": 1.0}, "sapo_tau=1.0: use two finite numbers > 0"),
-        ({"sapo_tau": (1.0, 0.0)}, r"sapo_tau=\(1.0, 0.0\): use two finite numbers > 0"),
-        ({"use_bias_correction_kl": 1}, "use_bias_correction_kl=1: use True or False"),
-        ({"clip_high": -0.5}, "clip_high=-0.5: use a number >= 0"),
-        (
-            {"policy_loss": "cispo", "clip_low": 0.1, "clip_high": -0.5},
-            "clip_low=0.1, clip_high=-0.5: use 1 - clip_low <= 1 \\+ clip_high",
-        ),
-    ],
-)
-def test_invalid_specification(options: dict, message: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=message):
-        LossSpec(**options)
