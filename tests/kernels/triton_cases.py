@@ -44,11 +44,11 @@ def make_batch(
 
 def evaluate(batch: dict[str, Any], dtype: torch.dtype | None = None, **keywords: Any) -> Any:
     """Return the outputs and the gradient; `dtype` converts the logits, exactly if it is wider."""
-    batch = dict(batch, **keywords)
+    batch = {"mu": 0.5, **batch, **keywords}
     logits = batch.pop("logits").detach()
     logits = logits if dtype is None else logits.to(dtype)
     logits.requires_grad_()
-    out = fused_gac_loss(logits, backend=batch.pop("backend"), **batch, mu=0.5)
+    out = fused_gac_loss(logits, backend=batch.pop("backend"), **batch)
     out.loss.backward()
     return out, logits.grad
 

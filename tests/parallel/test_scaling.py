@@ -115,5 +115,5 @@ def test_page_table_is_up_to_date():
 
 def test_prepare_does_not_shard_on_one_process(tmp_path):
     accelerator = setup.make_accelerator(ParallelConfig(mode="fsdp"), (), str(tmp_path))
-    model = prepare(torch.nn.Linear(2, 2), accelerator, ParallelConfig(mode="fsdp"), "no", None)
+    model = prepare(torch.nn.Linear(2, 2), accelerator, ParallelConfig(mode="fsdp"), None, None)
     assert type(model.weight.data) is torch.Tensor and not setup.units(model)

@@ -128,17 +128,17 @@ def test_a_trained_and_a_frozen_model(monkeypatch, units, defer) -> None:
     accelerator = SimpleNamespace(device="meta", prepare=lambda model: ("ddp", model))
     config = ParallelConfig(defer_reduce=defer)
     root.weight = nn.Parameter(torch.zeros(2))
-    trained = setup.prepare(root, accelerator, config, "bf16", "loading")
+    trained = setup.prepare(root, accelerator, config, torch.bfloat16, "loading")
     assert trained is root and root.training and ("no_sync" in root.__dict__) == defer
     if defer:
         with root.no_sync():
             assert events == ["root sync False"]
-    frozen = setup.prepare_frozen(root, accelerator, config, "no", "loading")
+    frozen = setup.prepare_frozen(root, accelerator, config, None, "loading")
     assert frozen is root and not root.training and not root.weight.requires_grad
     assert calls == [("loading", torch.bfloat16, True), ("loading", None, False)]
     for prepare, frozen in ((setup.prepare, False), (setup.prepare_frozen, True)):
         model = nn.Linear(2, 1)
-        prepared = prepare(model, accelerator, config, "no", None)
+        prepared = prepare(model, accelerator, config, None, None)
         assert prepared is model if frozen else prepared == ("ddp", model)
         assert model.weight.is_meta and model.training == (not frozen)
         assert model.weight.requires_grad == (not frozen)

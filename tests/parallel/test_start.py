@@ -138,7 +138,7 @@ def bytes_held(run_config):
     rows = sum(x.untyped_storage().nbytes() for x in loading._rows.values())
     left = sum(p.untyped_storage().nbytes() for p in model.parameters())
     total = sum(p.numel() * p.element_size() for p in model.parameters())
-    prepared = setup.prepare(model, accelerator, run_config.parallel, "no", loading)
+    prepared = setup.prepare(model, accelerator, run_config.parallel, None, loading)
     shards = sum(p.to_local().untyped_storage().nbytes() for p in prepared.parameters())
     return rows, left, shards, total, len(loading._rows)
 
