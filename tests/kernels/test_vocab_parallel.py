@@ -43,7 +43,7 @@ def evaluate(loss, hidden, weight, bias, **rest):
     keywords = {"mu": 0.5, **rest}
     out = loss(*leaves[:2], bias=leaves[2] if bias is not None else None, **keywords)
     (2 * out.loss).backward()
-    values = [getattr(out, n).detach() for n in out._fields if n not in ("moments", "sketch")]
+    values = [x.detach() for x in out if isinstance(x, torch.Tensor)]
     return values, out.moments.signals(), [x.grad for x in leaves]
 
 
