@@ -84,7 +84,7 @@ def test_resume_is_exact_with(task, tmp_path, uninterrupted, changes):
     if changes.pop("dropout", None):
         folder = with_dropout(task, tmp_path / "task")
         path = str(folder / "init")
-        changes["model"] = {"path": path, "random_init": True, "dropout": True}
+        changes["model"] = {"path": path, "random_init": True, "keep_dropout": True}
     expected = metrics(run_single(train, tiny_config(folder, tmp_path / "a", **changes)))
     # the option has an effect
     assert expected[1]["grad_norm"] != uninterrupted[0][1]["grad_norm"]
