@@ -473,7 +473,9 @@ def test_another_configuration_is_rejected_key_by_key(task, tmp_path):
 def test_harmless_changes_are_allowed(task, tmp_path):
     out = train(tiny_config(task, tmp_path / "run", steps=2))
     moved = out.rename(tmp_path / "moved")
-    train(tiny_config(task, moved, steps=4, checkpoint_every=1, run_name="longer", micro_batch_size=3))
+    train(
+        tiny_config(task, moved, steps=4, checkpoint_every=1, run_name="longer", micro_batch_size=3)
+    )
     assert [r["step"] for r in metrics(moved)] == [1, 2, 3, 4]
 
 
