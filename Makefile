@@ -25,7 +25,7 @@ $(STAMP): requirements/lock.txt requirements/peers.txt pyproject.toml setup.py $
 ext: setup  ## rebuild the native kernels; fail on errors
 	GAC_EXT=1 $(BIN)/python setup.py -q build_ext --inplace
 
-demo: setup  ## train a tiny model with five methods and compare them
+demo: setup  ## train a tiny model with six methods and compare them
 	$(BIN)/gac demo
 
 test: setup  ## run all tests that do not need a GPU
