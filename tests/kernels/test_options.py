@@ -417,28 +417,6 @@ def test_roles_of_a_sequence_given_per_token(backend: str, reduction: str) -> No
         assert_near(name, *values, 1e-7)
 
 
-@pytest.mark.parametrize("backend", ["native", "reference", "triton"])
-def test_weight_or_advantage_0_removes_an_impossible_token(backend: str) -> None:
-    """The token's log-probability is -inf; its loss is 0, not nan."""
-    require_backend(backend)
-    logits = torch.zeros(1, 2, 3)
-    logits[0, 0, 1] = -torch.inf
-    logits.requires_grad_()
-    targets, share = torch.tensor([[1, 2]]), torch.tensor([[0.0, 1.0]])
-    for demo, policy, weights, advantages in (
-        (True, "clip", share, torch.ones(1)),
-        (False, "reinforce", share, torch.ones(1)),
-        (False, "reinforce", None, share),
-        (False, "cispo", None, share),
-    ):
-        spec = LossSpec(policy_loss=policy, demo_weight="one")
-        arguments = logits, targets, advantages, torch.tensor([demo])
-        keywords = {"weights": weights, "old_logps": -torch.ones(1, 2), "spec": spec}
-        out = fused_gac_loss(*arguments, **keywords, backend=backend, mu=0.5)
-        (grad,) = torch.autograd.grad(out.loss, logits)
-        assert out.loss.isfinite() and (grad[0, 0] == 0).all() and (grad[0, 1] != 0).any()
-
-
 TARGETS = torch.tensor([[1, 2], [0, 1]])
 VALID = {
     "targets": TARGETS,
