@@ -130,13 +130,25 @@ class SignalWatch:
 
     def __init__(self) -> None:
         self.without, self.warned = 0, False
+        self.lowest, self.highest = math.inf, -math.inf
 
-    def update(self, stats: SamplingStats) -> None:
+    def update(self, stats: SamplingStats, rewards: Sequence[float] = ()) -> None:
         """Update the count with the statistics of one sampling; warn when it reaches `PATIENCE`."""
+        self.lowest = min((self.lowest, *rewards))
+        self.highest = max((self.highest, *rewards))
+        solved = self.lowest < self.highest and min(rewards, default=self.lowest) == self.highest
         silent = stats.groups > 0 and stats.flat_groups == stats.groups
         self.without = self.without + 1 if silent else 0
         if self.without >= self.PATIENCE and not self.warned and rank() == 0:
             self.warned = True
+            if solved:
+                logger.warning(
+                    "all rollouts have earned the highest reward, %g, for %d steps: the training "
+                    "prompts are solved; stop here or choose harder ones",
+                    self.highest,
+                    self.without,
+                )
+                return
             logger.warning(
                 "all rollouts of each prompt have had the same reward for %d steps, so they teach "
                 "nothing: check the reward on samples.jsonl, choose prompts of another difficulty, "
@@ -230,8 +242,8 @@ class Sampler:
                 total, number = sources.get(example.source, (0.0, 0))
                 scored = _scored(group)
                 sources[example.source] = (total + sum(scored), number + len(scored))
-        self.signal.update(self.stats)
         all_scored = [reward for group in groups for reward in _scored(group)]
+        self.signal.update(self.stats, all_scored)
         rollouts = Rollouts(rows, all_scored, self.stats, sources)
         if self.plan.collect:
             weights = zip(examples, credit.demo_weight.tolist(), strict=True)

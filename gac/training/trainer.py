@@ -177,7 +177,7 @@ class Trainer:
             initial=self.step,
             dynamic_ncols=True,
             disable=not self.accelerator.is_main_process,
-            bar_format="{n_fmt}/{total_fmt} |{bar:10}|{postfix} ETA {remaining}",
+            bar_format="{n_fmt}/{total_fmt} |{bar:10}| {desc} ETA {remaining}",
         )
         bar._time = time.monotonic  # the system clock may jump
         bar.start_t = bar.last_print_t = time.monotonic()
@@ -485,6 +485,6 @@ def _update_bar(bar: tqdm, row: dict[str, Any]) -> None:
     """Advance the progress bar by one step and show some of its metrics."""
     names = {"reward": "reward_mean", "demo": "demo_loss", "KL": "kl", "mu": "mu"}
     values = {name: row[k] for name, k in names.items()}
-    texts = {k: f"{v:.3g}" for k, v in values.items() if v is not None and not math.isnan(v)}
-    bar.set_postfix(texts, refresh=False)
+    texts = [f"{k}={v:.3g}" for k, v in values.items() if v is not None and not math.isnan(v)]
+    bar.set_description_str(", ".join(texts), refresh=False)
     bar.update()

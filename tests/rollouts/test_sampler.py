@@ -318,3 +318,12 @@ def test_one_rank_warns_once_after_ten_samplings_without_signal(monkeypatch, cap
         watch.update(silent)
         assert len(caplog.records) == (count >= 10 and rank == 0)
     assert ("for 10 steps" in caplog.text) == (rank == 0)
+
+
+def test_solved_prompts_are_not_blamed_on_the_reward(caplog) -> None:
+    watch, silent = SignalWatch(), SamplingStats(groups=1, flat_groups=1)
+    watch.update(SamplingStats(groups=1), [0.0, 1.0])
+    for _ in range(11):
+        watch.update(silent, [1.0, 1.0])
+    (record,) = caplog.records
+    assert "highest reward, 1, for 10 steps" in record.getMessage()
