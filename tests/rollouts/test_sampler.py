@@ -320,7 +320,8 @@ def test_one_rank_warns_once_after_ten_samplings_without_signal(monkeypatch, cap
     assert ("for 10 steps" in caplog.text) == (rank == 0)
 
 
-def test_solved_prompts_are_not_blamed_on_the_reward(caplog) -> None:
+def test_solved_prompts_are_not_blamed_on_the_reward(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(sampling, "rank", lambda: 0)
     watch, silent = SignalWatch(), SamplingStats(groups=1, flat_groups=1)
     watch.update(SamplingStats(groups=1), [0.0, 1.0])
     for _ in range(11):
