@@ -1,4 +1,4 @@
-"""Detects changed demonstrations by a lasting rise of their loss.
+"""Detects a change in the demonstrations from a lasting rise in their loss.
 
 When demonstrations turn bad, the policy loses what it learned from the good ones within about ten
 steps, before averages of noisy gradients show the change. The loss shows it immediately. The test
