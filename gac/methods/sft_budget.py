@@ -1,4 +1,4 @@
-"""SFT-light and SFT-best: SFT on a fixed number of demonstrations and epochs."""
+"""SFT-light and SFT-best: SFT on a fixed number of demonstrations for a fixed number of epochs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SFTBest(SFT):
     examples: int = 5000
     """Number of demonstrations, taken from the start of the set."""
     epochs: int = 3
-    """Passes over them; the run then ends even if `steps` remain."""
+    """Number of passes over them. The run ends after the last, even if `steps` is not reached."""
 
     def __post_init__(self) -> None:
         require_at_least(1, self, "examples", "epochs")
@@ -47,7 +47,7 @@ class SFTLight(SFTBest):
     examples: int = 1000
     """Number of demonstrations, taken from the start of the set."""
     epochs: int = 1
-    """Passes over them; the run then ends even if `steps` remain."""
+    """Number of passes over them. The run ends after the last, even if `steps` is not reached."""
     patience: int = 5
     """Number of steps without a lower average loss before training stops."""
     decay: float = 0.7

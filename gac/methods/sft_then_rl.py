@@ -22,7 +22,7 @@ class SFTThenRL(TokenWeighted):
     source: ClassVar[str] = "the paper, section 4.1 (SFT-best + RL)"
 
     sft_steps: int = 400
-    """Steps of SFT."""
+    """Number of SFT steps before RL starts."""
     mu: float = 0.0
     """Weight of the demonstrations afterwards, in [0, 1]."""
 
