@@ -16,18 +16,18 @@ from torch import Tensor, nn
 
 pytest.importorskip("trl")
 
-import gac.integrations.trl_grpo  # noqa: E402 - after the skip
-import gac.models.head  # noqa: E402 - after the skip
-import gac_kernels.transformers  # noqa: E402 - after the skip
-from gac.integrations.trl import FusedGRPOTrainer, GACTrainer  # noqa: E402 - after the skip
-from gac.rollouts import engines  # noqa: E402 - after the skip
-from gac.training.trainer import Trainer  # noqa: E402 - after the skip
-from tests import ranks as processes  # noqa: E402 - after the skip
-from tests.integrations import test_fuse, trl_task  # noqa: E402 - after the skip
-from tests.integrations.plain import relative_error  # noqa: E402 - after the skip
-from tests.integrations.tiny import write_model  # noqa: E402 - after the skip
-from tests.parallel.test_distributed import fixed_responses  # noqa: E402 - after the skip
-from tests.tiny import tiny_config, write_tiny  # noqa: E402 - after the skip
+import gac.integrations.trl_grpo
+import gac.models.head
+import gac_kernels.transformers
+from gac.integrations.trl import FusedGRPOTrainer, GACTrainer
+from gac.rollouts import engines
+from gac.training.trainer import Trainer
+from tests import ranks as processes
+from tests.integrations import test_fuse, trl_task
+from tests.integrations.plain import relative_error
+from tests.integrations.tiny import write_model
+from tests.parallel.test_distributed import fixed_responses
+from tests.tiny import tiny_config, write_tiny
 
 ROWS = 16
 Gradient = dict[str, Tensor]
@@ -65,8 +65,12 @@ def transformers_trainer(folder: Path, micro_batches: int, ranks: int) -> Run:
     gac_kernels.transformers.fuse(model)
     arguments = TrainingArguments(
         str(folder),
-        **{"max_steps": 1, "max_grad_norm": 0.0, "use_cpu": True, "report_to": []},
-        **{"save_strategy": "no", "disable_tqdm": True},
+        max_steps=1,
+        max_grad_norm=0.0,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
         per_device_train_batch_size=ROWS // (micro_batches * ranks),
         gradient_accumulation_steps=micro_batches,
     )
@@ -82,8 +86,10 @@ def rollouts(rank: int, ranks: int) -> dict[str, Tensor]:
     lengths = torch.randint(1, 7, (ROWS, 1), generator=draw)
     mask = (torch.arange(6) < lengths).long()
     tensors = {
-        **{"prompt_ids": prompts, "prompt_mask": torch.ones_like(prompts)},
-        **{"completion_ids": completions, "completion_mask": mask},
+        "prompt_ids": prompts,
+        "prompt_mask": torch.ones_like(prompts),
+        "completion_ids": completions,
+        "completion_mask": mask,
         "advantages": torch.randn(ROWS, generator=draw),
     }
     own = {name: x[rank::ranks] for name, x in tensors.items()}
