@@ -273,7 +273,7 @@ def test_errors_name_the_key_the_value_and_what_to_do(data, overrides, parts):
 
 
 def test_a_missing_key_is_named():
-    with pytest.raises(ConfigError, match="model: missing"):
+    with pytest.raises(ConfigError, match="model is required"):
         load(Config, {})
 
 
