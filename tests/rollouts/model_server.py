@@ -138,6 +138,7 @@ class State:
         with self.lock:
             self.requests.append(path)
             handlers = {
+                "/health": lambda _: {},
                 "/v1/models": self.models,
                 "/v1/completions": self.completion,
                 "/collective_rpc": self.reload,
