@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +12,12 @@ import torch
 from torch import Tensor
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from gac.data.rows import Row
 from gac.integrations.mixer import Mixer
+from gac.models.causal_lm import Head
+from gac_kernels import HeadSketch, LossOutput, LossSpec
 
+from .demonstrations import demo_norm
 from .rollouts import rollout_moments
 
 if TYPE_CHECKING:
@@ -53,6 +59,25 @@ class StepMixin(Trainer):
                 self._metrics["train"][f"gac/{name}"].append(value)
             self._step_demos = None
 
+    def score_demos(
+        self, model: torch.nn.Module, inputs: dict[str, Tensor], targets: Tensor, rows: list[Row]
+    ) -> LossOutput:
+        """Compute this rank's demonstration term of the micro-batch and observe its statistics.
+
+        Summing over micro-batches and averaging over ranks gives the step's loss.
+
+        Args:
+            model: the policy, possibly wrapped, with `attach_head`.
+            inputs: arguments of the model.
+            targets: int64 [B, T], shifted; -100 = no loss.
+            rows: all demonstrations of the step; only their numbers of tokens are read.
+        """
+        norm = demo_norm(rows, self.mixer.spec, self.accelerator.num_processes)
+        settings = self.mixer.spec, norm, self.mixer.sketch
+        out = model(**inputs, request=functools.partial(_score, targets, *settings))
+        self.mixer.observe(out.moments)
+        return out
+
     def observe_rollouts(self, mask: Tensor, advantages: Tensor, ref: Tensor | None) -> None:
         """Give the mixer the statistics of the last scored rollouts; see `rollout_moments`."""
         assert self._rollout_scores is not None
@@ -77,6 +102,22 @@ class StepMixin(Trainer):
         # swift can load only the weights from a checkpoint and otherwise start fresh
         if checkpoint is not None and not getattr(self.args, "resume_only_model", False):
             self.mixer.load(checkpoint)
+
+
+def _score(
+    targets: Tensor, spec: LossSpec, norm: float, sketch: HeadSketch | None, head: Head
+) -> LossOutput:
+    """Compute the demonstration term from hidden states, inside the model's own forward."""
+    if (
+        head.hidden is not None
+        and head.weight is not None
+        and not torch.is_autocast_enabled(head.hidden.device.type)
+    ):
+        # with TRL's cast_lm_head_to_fp32, the head has higher precision than the hidden states
+        head = replace(head, hidden=head.hidden.to(head.weight.dtype))
+    ones = torch.ones(len(targets))
+    rest = {"mu": 1.0, "spec": spec, "demo_norm": norm, "sketch": sketch}
+    return head.loss(targets, ones, ones.bool(), **rest)
 
 
 def base_model(trainer: Any) -> Any:
@@ -111,10 +152,3 @@ def unsupported_options(trainer: Any) -> dict[str, tuple[bool, str]]:
             "reentrant checkpointing allows one forward per backward: set use_reentrant to False",
         ),
     }
-
-
-def check_supported(trainer: str, options: dict[str, tuple[bool, str]]) -> None:
-    """Raise ValueError, naming `trainer`, for the first unsupported option that is set."""
-    for option, (is_set, fix) in options.items():
-        if is_set:
-            raise ValueError(f"{trainer} does not support {option}: {fix}")

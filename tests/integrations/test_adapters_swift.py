@@ -172,7 +172,7 @@ def test_the_demonstration_loss(swift: Any) -> None:
         (1, [[8, -100]]),
     ):
         trainer = make(swift, rank=rank, ranks=2)
-        trainer.mixer = SimpleNamespace(spec=LossSpec(), observe=[].append)
+        trainer.mixer = SimpleNamespace(spec=LossSpec(), observe=[].append, sketch=None)
         trainer._step_demos, trainer._micro_batch = ROWS[:3], 0
         seen: dict[str, Any] = {}
 
@@ -181,8 +181,8 @@ def test_the_demonstration_loss(swift: Any) -> None:
             return SimpleNamespace(loss="the loss", moments="moments")
 
         assert trainer._demo_loss(model) == "the loss"
-        targets, spec, norm = seen.pop("request").args
-        assert targets.tolist() == expected and (spec, norm) == (LossSpec(), 5 / 2)
+        targets, spec, norm, sketch = seen.pop("request").args
+        assert targets.tolist() == expected and (spec, norm, sketch) == (LossSpec(), 5 / 2, None)
         assert set(seen) == {"input_ids", "attention_mask"}
         assert trainer.mixer.observe.__self__ == ["moments"]
         trainer._micro_batch = 2
@@ -191,13 +191,3 @@ def test_the_demonstration_loss(swift: Any) -> None:
         trainer._demo_loss(model)  # sharded weights need the second rank, which has no row
         targets = seen["request"].args[0]
         assert targets.tolist() == [[4, 5, -100, -100] if rank == 0 else [-100] * 4]
-
-
-def test_the_term_of_the_demonstrations(swift: Any) -> None:
-    calls: list[Any] = []
-    head = SimpleNamespace(loss=lambda *args, **options: calls.append((args, options)) or "out")
-    assert swift._score(torch.zeros(2, 3), "spec", 2.5, head) == "out"
-    (((targets, advantages, is_demo), options),) = calls
-    assert targets.shape == (2, 3) and advantages.tolist() == [1, 1]
-    assert is_demo.tolist() == [True, True]
-    assert options == {"mu": 1.0, "spec": "spec", "demo_norm": 2.5}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,32 +13,35 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-trl = pytest.importorskip("trl")
+from gac.integrations.trl_head import missing_hook
+
+if missing_hook():
+    pytest.skip("this TRL has no fused head", allow_module_level=True)
 
 from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
+from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer
+from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 from trl.generation import vllm_client, vllm_generation
-from trl.trainer import grpo_trainer
 
-from gac.integrations.trl import FusedGRPOTrainer, GACTrainer
-from gac.integrations.trl_head import missing_hook
+from gac.integrations import trl_head
+from gac.integrations.trl import FusedGRPOTrainer, GACTrainer, apply_fused_head
 from gac.methods import Constant
 from tests.integrations import trl_hub
 from tests.integrations.plain import relative_error
 from tests.integrations.trl_task import GradientRecorder
 from tests.rollouts.model_server import serving
 
-pytestmark = pytest.mark.skipif(missing_hook() is not None, reason="this TRL has no fused head")
 PROMPT = [{"role": "user", "content": "Simple is better"}]
 CALL = '<tool_call>\n{{"name": "{}", "arguments": {{"step": {}}}}}\n</tool_call>'
+TIMES = {"step_time", "train_runtime", "num_tokens"}
 # first completions of each group of three: a call, a call of an unknown tool, an answer
 FIRST = (CALL.format("increment", 2), CALL.format("decrement", 1), "better than complex")
 
 
 def increment(step: int) -> int:
-    """
-    Adds one.
+    """Adds one.
 
     Args:
         step: A number.
@@ -55,8 +59,7 @@ class Counter:
         self.count = 0
 
     def increment(self, step: int) -> int:
-        """
-        Adds to the counter.
+        """Adds to the counter.
 
         Args:
             step: What to add.
@@ -71,7 +74,9 @@ class Counter:
 def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
     """Random completions; every third token comes from the environment."""
     rng, tokenizer = random.Random(0), trainer.processing_class
-    ids = [tokenizer.apply_chat_template(p, add_generation_prompt=True)["input_ids"] for p in prompts]
+    ids = [
+        tokenizer.apply_chat_template(p, add_generation_prompt=True)["input_ids"] for p in prompts
+    ]
     completions = [[rng.randrange(5, 200) for _ in range(rng.randint(3, 9))] for _ in prompts]
     return {
         "prompt_ids": ids,
@@ -111,7 +116,7 @@ def speak(tokenizer: Any) -> Callable[..., Tensor]:
 @pytest.fixture
 def server(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A real HTTP server; only vLLM's transport of weights, NCCL, is replaced by a file."""
-    for module in (vllm_client, vllm_generation, grpo_trainer):
+    for module in (vllm_client, vllm_generation):
         monkeypatch.setattr(module, "is_vllm_available", lambda: True)
     client: Any = vllm_client.VLLMClient
 
@@ -124,7 +129,6 @@ def server(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setattr(client, "init_communicator", lambda *_, **__: None)
     monkeypatch.setattr(client, "update_named_params", send)
     monkeypatch.setattr(client, "reset_prefix_cache", lambda self: None)
-    monkeypatch.setattr(client, "close_communicator", lambda self: None, raising=False)
     with serving(folder) as handle:
         yield handle
 
@@ -195,9 +199,72 @@ def test_the_step_is_that_of_trl(
         assert trainer.rollout_out is not None  # one pass, no fallback
         assert relative_error(gradient, expected) < 3e-6, kind
         found = trainer.state.log_history[0]
-        names = {name for name in logged if "time" not in name and name != "num_tokens"}
-        for name in names:
+        for name in logged.keys() - TIMES:
             assert found[name] == pytest.approx(logged[name], rel=1e-5, abs=1e-6), name
     if mode == "vLLM server":
         paths = request.getfixturevalue("server").requests()
         assert paths.count("/v1/completions") == paths.count("/collective_rpc") == 3
+
+
+class Worker:
+    """Rollouts for AsyncGRPOTrainer, and the transfer of weights to nowhere."""
+
+    def __init__(self) -> None:
+        self.rollout_buffer: Any = queue.Queue()
+        self.metrics_queue: Any = queue.Queue()
+        rng = random.Random(0)
+        for i in range(60):
+            ids = [rng.randrange(5, 200) for _ in range(rng.randint(3, 9))]
+            sample = {"prompt": [], "completion": [], "input_ids": [5, 6, 7, *ids]}
+            sample |= {"completion_mask": [0] * 3 + [1] * len(ids), "advantage": i % 3 - 1.0}
+            sample |= {"old_log_probs": [0.0] * 3 + [-6.0] * len(ids), "model_version": 0}
+            self.rollout_buffer.put(RolloutSample(**sample, group_id=i // 3, metrics={}))
+
+    def send_weights(self, iterator: Iterator[Any]) -> None:
+        list(iterator)
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_: None  # start, stop, pause, resume, ...
+
+
+def test_async_grpo_uses_our_head(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # of a CUDA device, for TRL's utilization metric
+    monkeypatch.setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda *_: None)
+    calls = []
+    own = trl_head._log_probs
+    monkeypatch.setattr(trl_head, "_log_probs", lambda *x: calls.append(1) or own(*x))
+
+    def gradient() -> dict[str, Tensor]:
+        recorder = GradientRecorder()
+        trainer = AsyncGRPOTrainer(
+            model=str(folder),
+            reward_funcs=lambda completions, **_: [0.0] * len(completions),
+            args=AsyncGRPOConfig(
+                str(tmp_path),
+                per_device_train_batch_size=6,
+                token_budget=0,  # a fixed number of rows
+                num_generations=3,
+                max_steps=1,
+                max_grad_norm=0.0,
+                save_strategy="no",
+                report_to=[],
+                use_cpu=True,
+                bf16=False,
+                disable_tqdm=True,
+            ),
+            train_dataset=Dataset.from_list([{"prompt": PROMPT}] * 6),
+            processing_class=AutoTokenizer.from_pretrained(folder),
+            callbacks=[recorder],
+            rollout_worker=Worker(),
+            weight_transfer=Worker(),
+        )
+        trainer.train()
+        return recorder.gradients[0]
+
+    expected = gradient()
+    assert not calls
+    with apply_fused_head():
+        assert relative_error(gradient(), expected) < 3e-6
+    assert calls

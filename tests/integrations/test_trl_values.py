@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +20,8 @@ from gac import Mixer  # noqa: E402 - after the skip
 from gac.data.order import Order  # noqa: E402 - after the skip
 from gac.integrations import trl as gac_trl  # noqa: E402 - after the skip
 from gac.integrations import trl_grpo, trl_head  # noqa: E402 - after the skip
-from gac.integrations.trl import FusedGRPOTrainer, GACMixin, _score  # noqa: E402 - after the skip
+from gac.integrations.hf_trainer import _score  # noqa: E402 - after the skip
+from gac.integrations.trl import FusedGRPOTrainer, GACMixin  # noqa: E402 - after the skip
 from gac.integrations.trl_grpo import FusedLoss, Inexpressible  # noqa: E402 - after the skip
 from gac.integrations.trl_head import FusedLogProbs, head_override  # noqa: E402 - after the skip
 from gac.methods import DEFAULT, METHODS, Constant  # noqa: E402 - after the skip
@@ -172,11 +172,14 @@ def test_the_head_s_precision_is_that_of_its_weight() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Head, "loss", loss)
-        terms: Any = SimpleNamespace(targets="t", advantages="a", is_demo="d")
-        _score(terms, "spec", 4.0, "sketch", head)
-        _score(terms, "spec", 4.0, "sketch", Head(hidden=None, logits=rows))
+        for given in (head, Head(hidden=None, logits=rows)):
+            _score(torch.zeros(1, 2), "spec", 4.0, "sketch", given)
     options = {"mu": 1.0, "spec": "spec", "demo_norm": 4.0, "sketch": "sketch"}
-    assert losses == [(dtype, ("t", "a", "d"), options) for dtype in (torch.float32, None)]
+    for (dtype, (_, advantages, is_demo), found), expected in zip(
+        losses, (torch.float32, None), strict=True
+    ):
+        assert (dtype, found) == (expected, options)
+        assert advantages.tolist() == [1] and is_demo.tolist() == [True]
 
 
 def test_the_head_computes_in_the_dtype_of_autocast() -> None:
@@ -201,13 +204,7 @@ def test_the_head_computes_in_the_dtype_of_autocast() -> None:
     assert logps.tolist() == pytest.approx([-math.log(3)] * 2)
 
 
-def test_a_trl_of_unknown_version(monkeypatch: Any) -> None:
-    def version(name: str) -> str:
-        raise PackageNotFoundError(name)
-
-    monkeypatch.setattr(trl_head, "version", version)
-    monkeypatch.delattr(trl_head.trl_utils(), trl_head.HOOK)
-    assert str(trl_head.missing_hook()).startswith("trl==unknown: its trainers have no fused LM")
+def test_without_trl(monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, "trl.trainer.utils", None)
     assert trl_head.missing_hook() == "apply_fused_head needs TRL: pip install 'gac-kernels[trl]'"
 
