@@ -20,7 +20,7 @@ from gac.errors import RunError
 from gac.faults import checkpoint
 from gac.faults.stopping import StopRequest
 from gac.integrations.demonstrations import encode
-from gac.methods.sft_budget import SFTBest
+from gac.methods.sft import SFTBest
 from gac.parallel.setup import _policy
 from gac.rollouts.advantages import group_advantages
 from gac.rollouts.plan import Stage

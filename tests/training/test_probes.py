@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gac.control.term_pair import TermPair
-from gac.data.rows import Counts, Row, collate
+from gac.data.rows import Counts, Row, TermPair, collate
 from gac.methods.base import Mix, StepNeeds
 from gac.parallel import collectives
 from gac.training import probes as parts_module
