@@ -14,7 +14,7 @@ from typing import ClassVar, Literal, NamedTuple
 
 import torch
 
-from gac.control.checks import is_count, is_real, require
+from gac.errors import is_count, is_real, require
 
 from .base import Mix, Observation, State, StepNeeds, TokenWeighted, Weights
 
