@@ -30,7 +30,7 @@ class DegradedSignals:
         return self.source.needs
 
     def init(self) -> State:
-        """The wrapped source's state."""
+        """The initial state of the wrapped source."""
         return self.source.init()
 
     def read(self, evidence: Evidence, state: State) -> tuple[Reading, State]:

@@ -127,7 +127,7 @@ class ControllerConfig:
     mu_init: float = 0.5
     """mu before the first update, and m_0."""
     mu_min: float = 0.02
-    """Smallest mu."""
+    """Lower bound of mu."""
     mu_max: float = 0.98
     """Largest mu."""
     alpha_init: float = 0.7

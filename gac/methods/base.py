@@ -128,7 +128,7 @@ class Observation:
     rollout_loss: float | None = None
     """The reduced rollout term."""
     demo_loss: float | None = None
-    """The reduced demonstration term."""
+    """Demonstration loss after reduction over tokens, before weighting by mu."""
     corrections: Corrections | None = None
     """Covariance and biases of the two gradients, with `signals`."""
     evidence: Evidence | None = None

@@ -42,7 +42,7 @@ class ConstantAlarm(Constant):
 
     name: ClassVar[str] = "constant-alarm"
     family: ClassVar[str] = OURS
-    source: ClassVar[str] = "docs/controller.md"
+    source: ClassVar[str] = "docs/alarm.md"
 
     mu: float = 0.4
     """Weight of the demonstrations while the alarm is off, in [0, 1]."""

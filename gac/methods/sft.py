@@ -53,7 +53,7 @@ class SFTBest(SFT):
     examples: int = 5000
     """Number of demonstrations, taken from the start of the set."""
     epochs: int = 3
-    """Passes over them; the run then ends even if `steps` remain."""
+    """Number of passes over them. The run ends after the last, even if `steps` is not reached."""
 
     def __post_init__(self) -> None:
         require_at_least(1, self, "examples", "epochs")
@@ -76,7 +76,7 @@ class SFTLight(SFTBest):
     examples: int = 1000
     """Number of demonstrations, taken from the start of the set."""
     epochs: int = 1
-    """Passes over them; the run then ends even if `steps` remain."""
+    """Number of passes over them. The run ends after the last, even if `steps` is not reached."""
     patience: int = 5
     """Number of steps without a lower average loss before training stops."""
     decay: float = 0.7
@@ -138,7 +138,7 @@ class SFTThenRL(TokenWeighted):
     source: ClassVar[str] = "the paper, section 4.1 (SFT-best + RL)"
 
     sft_steps: int = 400
-    """Steps of SFT."""
+    """Number of SFT steps before RL starts."""
     mu: float = 0.0
     """Weight of the demonstrations afterwards, in [0, 1]."""
 

@@ -374,7 +374,7 @@ class MoCo(GramSolver):
     decay: float = 0.5
     """`rate` and `lr` decay as (step + 1)^-decay."""
     regularization: float = 0.0
-    """rho >= 0, added to the diagonal of the inner products."""
+    """rho >= 0, added to the diagonal of the Gram matrix."""
 
     def __post_init__(self) -> None:
         require(0 < self.rate <= 1, "rate", self.rate, "a number in (0, 1]")

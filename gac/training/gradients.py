@@ -89,7 +89,7 @@ class Forward:
         return [by_sequence[row.sequence] for row in rows]
 
     def teacher_logprobs(self, rows: Sequence[Row]) -> list[Tensor]:
-        """Like `row_logprobs`, but the policy also sees each row's context; nan without one."""
+        """Like `row_logprobs`, with each row's `context` prepended; nan for rows without one."""
         seen = [
             row._replace(ids=row.context + row.ids, start=row.start + len(row.context), switch=-1)
             for row in rows

@@ -61,7 +61,7 @@ def controller_with_alarm(**changes) -> GuidedController:
 
 @pytest.mark.parametrize("name", STREAMS)
 def test_stream(name):
-    """Means of five draws; the table in docs/controller.md also has the worst of 200."""
+    """Means of five draws; the table in docs/alarm.md also has the worst of 200."""
     stream = STREAMS[name]
     results = [run(stream, seed) for seed in range(1000, 1005)]
     assert statistics.mean(r.wrong for r in results) <= stream.limit
