@@ -17,8 +17,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from gac.control.signals import Evidence
-from gac.data.micro import MicroBatches
-from gac.data.rows import Batch, Row, TermPair, collate, loss_divisors
+from gac.data.rows import Batch, MicroBatches, Row, TermPair, collate, loss_divisors
 from gac.methods.base import Loss, Mix
 from gac.methods.token_loss import custom_loss, with_k3
 from gac.models.causal_lm import Head

@@ -15,8 +15,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from gac.data.micro import MicroBatches
-from gac.data.rows import Row, collate
+from gac.data.rows import MicroBatches, Row, collate
 from gac.errors import ConfigError
 from gac.methods.base import Loss, StepNeeds
 from gac.models import row_attention

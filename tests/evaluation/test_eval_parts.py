@@ -18,13 +18,11 @@ from gac.config import ConfigError
 from gac.data import DataConfig, Example
 from gac.demo.task import make_tokenizer
 from gac.errors import RunDirectoryError
-from gac.evaluation import during, suite
+from gac.evaluation import suite
 from gac.evaluation import task as tasks
-from gac.evaluation.cells import align_columns, markdown_table
 from gac.evaluation.config import EvalConfig, EvalSettings, EvalTask
-from gac.evaluation.during import Evaluator
-from gac.evaluation.suite import Job, evaluate_single, read_samples, run_suite
-from gac.evaluation.table import results_lines
+from gac.evaluation.suite import Evaluator, Job, evaluate_single, read_samples, run_suite
+from gac.evaluation.table import align_columns, markdown_table, results_lines
 from gac.evaluation.task import Answer, generate_answers, split_of, summary
 from gac.parallel.run_lock import run_lock
 from gac.rewards.base import RowReward
@@ -151,9 +149,9 @@ def test_evaluations_during_training(task, monkeypatch) -> None:
         calls.append((len(examples), reward.label, eval_task.max_completion_length, seed))
         return [answer(1, len(calls) / 4)]
 
-    monkeypatch.setattr(during, "generate_answers", generate)
+    monkeypatch.setattr(suite, "generate_answers", generate)
     clock = iter((10.0, 12.5))
-    monkeypatch.setattr(during, "time", SimpleNamespace(perf_counter=clock.__next__))
+    monkeypatch.setattr(suite, "time", SimpleNamespace(perf_counter=clock.__next__))
     CLOSED.clear()
     prompts = str(task / "eval.jsonl")
     more = EvalTask(

@@ -10,8 +10,8 @@ from datetime import timedelta
 
 import pytest
 
-from gac.faults import heartbeat
-from gac.faults.heartbeat import DEAD_AFTER, INTERVAL, WARN_AFTER, Heartbeat
+from gac.faults import processes
+from gac.faults.processes import DEAD_AFTER, INTERVAL, WARN_AFTER, Heartbeat
 
 
 class Store(dict):
@@ -51,13 +51,13 @@ class Thread:
 def last_rank(monkeypatch):
     """The heartbeat of rank 2 of 3, its clock, and a function that runs it for some intervals."""
     clock = [100.0]
-    monkeypatch.setattr(heartbeat, "world_size", lambda: 3)
-    monkeypatch.setattr(heartbeat, "rank", lambda: 2)
-    monkeypatch.setattr(heartbeat.dist, "TCPStore", Store)
-    monkeypatch.setattr(heartbeat.threading, "Thread", Thread)
+    monkeypatch.setattr(processes, "world_size", lambda: 3)
+    monkeypatch.setattr(processes, "rank", lambda: 2)
+    monkeypatch.setattr(processes.dist, "TCPStore", Store)
+    monkeypatch.setattr(processes.threading, "Thread", Thread)
     at_exit: list = []
-    monkeypatch.setattr(heartbeat.atexit, "register", at_exit.append)
-    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(processes.atexit, "register", at_exit.append)
+    monkeypatch.setattr(processes.time, "monotonic", lambda: clock[0])
     monkeypatch.setenv("MASTER_ADDR", "host")
     monkeypatch.setenv("MASTER_PORT", "77")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
@@ -92,7 +92,7 @@ def last_rank(monkeypatch):
         clock[0] += seconds
         run(1)
 
-    monkeypatch.setattr(heartbeat.time, "sleep", sleep)
+    monkeypatch.setattr(processes.time, "sleep", sleep)
     return beat, run, clock
 
 

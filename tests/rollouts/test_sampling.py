@@ -13,9 +13,8 @@ from gac.data.examples import Example
 from gac.data.rows import Row, collate
 from gac.demo.task import make_tokenizer
 from gac.rollouts import Rollout, sampling
-from gac.rollouts.advantages import group_advantages, group_credit
 from gac.rollouts.config import RolloutConfig
-from gac.rollouts.plan import Sampling
+from gac.rollouts.plan import Sampling, group_advantages, group_credit
 from gac.rollouts.sampling import (
     Sample,
     Sampler,

@@ -18,12 +18,11 @@ from gac.data import Example
 from gac.demo.task import make_tokenizer
 from gac.errors import RunError
 from gac.faults import checkpoint
-from gac.faults.stopping import StopRequest
+from gac.faults.processes import StopRequest
 from gac.integrations.demonstrations import encode
 from gac.methods.sft import SFTBest
 from gac.parallel.setup import _policy
-from gac.rollouts.advantages import group_advantages
-from gac.rollouts.plan import Stage
+from gac.rollouts.plan import Stage, group_advantages
 from gac.rollouts.sampling import Sample, _pair, _prefix
 from gac.study import runs
 from gac.train_config import OptimConfig
