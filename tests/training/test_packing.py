@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import math
@@ -327,3 +328,15 @@ def test_kl_sample_of_all_rows_matches_the_moments(task, tmp_path, tokens):
             assert sample[key] == pytest.approx(moments[key], rel=1e-3, abs=1e-6), key
     assert moments["kl"] > 1e-3
     assert sample["kl"] > 0 and sample["kl"] != moments["kl"]
+
+
+@pytest.mark.parametrize("error", [TypeError, ValueError, NotImplementedError, KeyError])
+def test_a_forward_without_row_bounds_is_not_packed(error):
+    class Refuses(Leaky):
+        def forward(self, **_):
+            raise error
+
+    model = Refuses()
+    with pytest.raises(KeyError) if error is KeyError else contextlib.nullcontext():
+        assert not supports_packing(model)
+    assert model.training
