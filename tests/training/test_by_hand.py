@@ -17,7 +17,7 @@ from gac.demo.task import make_tokenizer
 from gac.faults import checkpoint
 from gac.faults.stopping import StopRequest
 from gac.integrations.demonstrations import encode
-from gac.methods.sft_budget import SFTBest
+from gac.methods.sft import SFTBest
 from gac.study import runs
 from gac.train_config import OptimConfig
 from gac.training.policy import make_optimizer

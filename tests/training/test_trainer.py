@@ -10,8 +10,7 @@ import math
 import pytest
 import torch
 
-from gac.control.term_pair import TermPair
-from gac.data.rows import Batch, Counts, Row, collate, count, loss_divisors
+from gac.data.rows import Batch, Counts, Row, TermPair, collate, count, loss_divisors
 from gac.methods.base import next_mix
 from gac.rollouts.advantages import group_advantages
 from gac.rollouts.generation import generate
