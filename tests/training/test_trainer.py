@@ -103,21 +103,6 @@ def test_unmeasured_metrics_are_null(task, tmp_path, method, unmeasured):
         assert {name for name in names if row[name] is None} == unmeasured
 
 
-@pytest.mark.parametrize("reduction", ["sequence", "token"])
-def test_accumulation_equals_one_large_batch(task, tmp_path, reduction):
-    loss = {"rollout_reduction": reduction, "demo_reduction": reduction, "entropy_coef": 0.01}
-    changes = {"loss": loss, "method": "gac"}
-    one_batch = Trainer(tiny_config(task, tmp_path / "a", **changes))
-    accumulated = Trainer(tiny_config(task, tmp_path / "b", **changes, micro_batch_size=3))
-    (row, expected), (other, actual) = next_step(one_batch), next_step(accumulated)
-    assert len(expected) == len(actual) > 0
-    for x, y in zip(expected, actual, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-6)
-    signals = "sft_variance", "rl_variance", "disagreement"
-    for name in ("kl", "entropy", "reward_mean", "rollout_loss", "demo_loss", *signals):
-        assert row[name] == pytest.approx(other[name], rel=1e-4)
-
-
 def test_rows_without_signal_cost_no_backward_and_change_nothing(task, tmp_path):
     """If every rollout has the same reward, only the demonstrations have a gradient."""
     flat = tiny_config(
