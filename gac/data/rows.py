@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from gac.control.term_pair import TermPair
 from gac_kernels import LossSpec
 
 from .examples import Example
@@ -174,6 +173,15 @@ def collate(
         cu_seqlens=to_bounds(bounds),
         units=units,
     )
+
+
+class TermPair(NamedTuple):
+    """One value per loss term, e.g. a loss, a weight or a divisor."""
+
+    demo: float
+    """Value of the demonstration term (SFT)."""
+    rollout: float
+    """Value of the rollout term (RL)."""
 
 
 class Counts(NamedTuple):

@@ -20,9 +20,9 @@ from torch import Tensor
 from transformers import ProcessorMixin
 from trl import GRPOTrainer
 
-from gac.control.checks import is_count, require
 from gac.control.controller import ControllerConfig
 from gac.data.rows import Batch, collate
+from gac.errors import is_count, require
 from gac.integrations.mixer import Mixer
 from gac.methods import Method
 from gac.models.causal_lm import Head, attach_head

@@ -26,7 +26,7 @@ class Inexpressible(Exception):
 
 @dataclass
 class FusedLoss:
-    """One call of the fused loss inside TRL's head, and its result.
+    """One call of the fused GRPO loss inside TRL's head: its inputs and, afterwards, its result.
 
     B rollouts of at most K completion tokens.
     """

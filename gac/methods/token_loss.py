@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from gac.control.term_pair import TermPair
-from gac.data.rows import Batch
+from gac.data.rows import Batch, TermPair
 from gac_kernels import LossOutput, LossSpec
 from gac_kernels.contract import IGNORE
 from gac_kernels.inputs import BatchInputs

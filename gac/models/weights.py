@@ -16,6 +16,7 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from gac.errors import ConfigError
 
+SAFE_ADAPTERS = "adapter_model.safetensors"
 # makes `cached_file` return None instead of raising; `from_pretrained` reports the error
 RETURN_NONE: dict[str, Any] = {
     "_raise_exceptions_for_missing_entries": False,
@@ -34,6 +35,19 @@ def base_folder(path: str) -> str:
     if adapters is None:
         return path
     return json.loads(Path(adapters).read_text())["base_model_name_or_path"] or path
+
+
+def check_safetensors(key: str, path: str) -> None:
+    """Raise ConfigError if a model, or the base of its adapters, has no safetensors files."""
+    adapters = has_adapters(path)
+    names = (SAFE_ADAPTERS,) if adapters else (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
+    if all(cached_file(path, name, **RETURN_NONE) is None for name in names):
+        raise ConfigError(
+            f"{key}={path!r} has no {names[0]}, and model.safetensors_only=true refuses pickled "
+            "weights: convert them to safetensors, or set model.safetensors_only=false"
+        )
+    if adapters:
+        check_safetensors(key, base_folder(path))
 
 
 def meta_model(path: str, **keywords: Any) -> Any:

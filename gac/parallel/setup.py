@@ -137,7 +137,7 @@ def prepare_frozen(
 def shard(
     model: nn.Module, loading: ShardedLoading, policy: MixedPrecisionPolicy, keep_root: bool
 ) -> nn.Module:
-    """Apply `fully_shard` in place to each layer, and to the rest (embedding, last norm, head).
+    """Shard in place: `fully_shard` on each layer, then on the root (embedding, norm, head).
 
     Args:
         keep_root: keep the rest gathered from forward to backward.
@@ -181,7 +181,7 @@ def leave() -> None:
 
 
 def wait_for_others() -> None:
-    """Return when every rank has called this, or after LONGEST_WAIT.
+    """Wait until every rank has called this, at most LONGEST_WAIT seconds.
 
     With gloo, a rank that exits can reset a connection from which another rank still reads the
     result of the last collective. The store, unlike a collective, is not affected.

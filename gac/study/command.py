@@ -107,7 +107,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def command_line(options: argparse.Namespace, specs: Sequence[str]) -> str:
-    """The command line that reproduces this study."""
+    """The command line that reproduces this study, quoted for a shell."""
     parts = ["gac", "study", str(options.config), "--methods", *specs]
     parts += ["--seeds", str(options.seeds)]
     if options.baseline:

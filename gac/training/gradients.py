@@ -16,10 +16,9 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from gac.control.evidence import Evidence
-from gac.control.term_pair import TermPair
+from gac.control.signals import Evidence
 from gac.data.micro import MicroBatches
-from gac.data.rows import Batch, Row, collate, loss_divisors
+from gac.data.rows import Batch, Row, TermPair, collate, loss_divisors
 from gac.methods.base import Loss, Mix
 from gac.methods.token_loss import custom_loss, with_k3
 from gac.models.causal_lm import Head
@@ -90,7 +89,7 @@ class Forward:
         return [by_sequence[row.sequence] for row in rows]
 
     def teacher_logprobs(self, rows: Sequence[Row]) -> list[Tensor]:
-        """Like `row_logprobs`, but the policy also sees each row's context; nan without one."""
+        """Like `row_logprobs`, with each row's `context` prepended; nan for rows without one."""
         seen = [
             row._replace(ids=row.context + row.ids, start=row.start + len(row.context), switch=-1)
             for row in rows

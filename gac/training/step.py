@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gac.control.evidence import Evidence
-from gac.control.term_pair import TermPair
-from gac.data.rows import Counts, Row
+from gac.control.signals import Evidence
+from gac.data.rows import Counts, Row, TermPair
 from gac.methods import Observation
 from gac.methods.base import Mix, StepNeeds, demo_losses
 from gac.train_config import GuardConfig

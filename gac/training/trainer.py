@@ -20,8 +20,7 @@ from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from gac.config import dump, save
-from gac.control.term_pair import TermPair
-from gac.data.rows import Counts, Row, count
+from gac.data.rows import Counts, Row, TermPair, count
 from gac.errors import ConfigError, RunError, UserError, value_errors_as
 from gac.evaluation.during import Evaluator
 from gac.faults import checkpoint

@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gac.control.term_pair import TermPair
 from gac.data import Example
 from gac.data.balance import assign_rows, rebalance
 from gac.data.micro import MicroBatches
-from gac.data.rows import Counts, Row, collate, count, demo_row, loss_divisors
+from gac.data.rows import Counts, Row, TermPair, collate, count, demo_row, loss_divisors
 from gac_kernels import LossSpec
 
 # two responses that begin with a part of a demonstration

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from gac.control.schedules import MixSchedule
-from gac.control.term_pair import TermPair
-from gac.data.rows import Batch
+from gac.data.rows import Batch, TermPair
 from gac.methods import METHODS, Observation
 from gac.methods.token_loss import custom_loss
 from gac.models.causal_lm import Head
