@@ -9,6 +9,7 @@ import socket
 
 import pytest
 
+from gac.faults import processes
 from gac.faults.processes import Heartbeat
 from gac.parallel.collectives import gather, rank
 from gac.parallel.config import ParallelConfig
