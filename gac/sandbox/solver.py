@@ -79,11 +79,11 @@ def run_script(spec: Mapping[str, str]) -> int:
 def assemble(spec: Mapping[str, str]) -> str:
     """The text to run: the program, or the prompt with the program as its continuation.
 
-    `spec` has "program" and may have "entry_point" and "prompt", code that the program continues
+    `spec` has "text" and may have "entry_point" and "prompt", code that the program continues
     if it does not define the entry point itself. A continuation ends before its first top-level
     statement, because such data sets were created with models that stopped there.
     """
-    program, name, prompt = (spec.get(key, "") for key in ("program", "entry_point", "prompt"))
+    program, name, prompt = (spec.get(key, "") for key in ("text", "entry_point", "prompt"))
     defines = rf"^(?:(?:async\s+)?def|class)\s+{re.escape(name)}\b|^{re.escape(name)}\s*[:=]"
     if not name or not prompt or re.search(defines, program, re.MULTILINE):
         return program

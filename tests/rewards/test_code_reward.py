@@ -93,9 +93,9 @@ PROMPT = 'import math\n\ndef area(r):\n    """The area."""\n'
     ids=["body", "statement after", "definition after", "text in column 0", "whole", "lambda"],
 )
 def test_a_program_without_the_entry_point_continues_the_prompt(program, text):
-    assert assemble({"program": program, "entry_point": "area", "prompt": PROMPT}) == text
+    assert assemble({"text": program, "entry_point": "area", "prompt": PROMPT}) == text
     for whole in ({"entry_point": "area"}, {"prompt": PROMPT}):
-        assert assemble({"program": program} | whole) == program  # nothing to continue
+        assert assemble({"text": program} | whole) == program  # nothing to continue
 
 
 # --- verdicts -------------------------------------------------------------------------------------
