@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from . import server
+from .row import JudgeSpec, Program, RowError, compile_row
 from .server import LAYERS, Layers, SandboxError, Server
 
 __all__ = ["LAYERS", "JudgeSpec", "Layers", "Pool", "Program", "RunResult", "SandboxError"]
@@ -32,28 +33,6 @@ PAUSE_SECONDS = 0.2
 CPU_LIMIT_TOLERANCE = 0.5
 
 Ending = Literal["ended", "timeout", "stalled", "crash"]
-
-
-@dataclass(frozen=True)
-class Program:
-    """Source to run and what may be prepended to it; see `solver.assemble`."""
-
-    text: str
-    context: str = ""
-    prompt: str = ""
-    entry_point: str = ""
-
-
-@dataclass(frozen=True)
-class JudgeSpec:
-    """Input for the judge; see `judge.judge`."""
-
-    tests: tuple[str, ...]
-    setup: str = ""
-    entry_point: str = ""
-    reference: str = ""
-    all: bool = False
-    returns: bool = True
 
 
 @dataclass(frozen=True)
@@ -123,7 +102,11 @@ class Pool:
         Raises:
             SandboxError: no program can be run.
         """
-        with _files(program, _json(tests)) as files:
+        try:
+            row = compile_row(tests)
+        except RowError as error:
+            return RunResult("ended", row_problem=str(error))
+        with _files(program, row) as files:
             ends = self._ask("check", files, cpu_seconds, memory_mb)
             written = os.pread(files[2], 1 << 24, 0)
         failed = (False,) * len(tests.tests)
@@ -278,7 +261,7 @@ def _files(program: Program, given: bytes) -> Iterator[list[int]]:
     """Memory files: the program, what its judge or it reads, and an empty one for results."""
     files: list[int] = []
     try:
-        for content in (_json(program), given, b""):
+        for content in (json.dumps(vars(program)).encode(), given, b""):
             files.append(os.memfd_create("sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
             written = 0
             while written < len(content):  # pwrite leaves the file offset at the start
@@ -293,10 +276,6 @@ def _files(program: Program, given: bytes) -> Iterator[list[int]]:
     finally:
         for file in files:
             os.close(file)
-
-
-def _json(spec: Program | JudgeSpec) -> bytes:
-    return json.dumps(vars(spec)).encode("ascii")
 
 
 def _ending(ends: Mapping[str, Any], cpu_seconds: int) -> Ending:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from . import confine, judge, modules, probe, solver, wire
+from .row import JudgeSpec, compile_row
 
 COUNT_EVERY = 1.0  # seconds between counts of a shared uid's threads
 WARM_UP = 4  # runs before the first fork; more did not make programs cheaper
@@ -208,18 +209,18 @@ class Zygote:
 
         def run_solver() -> None:
             channel = wire.Channel(to_solver[0], to_judge[1])
-            solver.answer_questions(_read_json(program), channel)
+            solver.answer_questions(json.loads(_read(program)), channel)
 
         def run_judge() -> int:
             channel = wire.Channel(to_judge[0], to_solver[1])
-            os.write(result, json.dumps(judge.judge(_read_json(given), channel)).encode())
+            os.write(result, json.dumps(judge.judge(_read(given), channel)).encode())
             return SOLVER_ENDED if channel.ended else 0
 
         pids: list[int] = []
         pipes: list[int] = []
         try:
             if request["kind"] == "script":
-                script = lambda: solver.run_script(_read_json(program))  # noqa: E731
+                script = lambda: solver.run_script(json.loads(_read(program)))  # noqa: E731
                 pids.append(child(script, program, stdin=given, stdout=result))
             else:
                 to_solver, to_judge = os.pipe(), os.pipe()
@@ -304,13 +305,10 @@ def _seconds_without_core(pid: int) -> float:
         return 0.0
 
 
-def _read_json(file: int) -> Any:
-    """Read JSON from a memfd. This moves the shared file offset, which the trainer watches."""
-    parts = []
-    while part := os.read(file, 1 << 20):
-        parts.append(part)
-    os.close(file)
-    return json.loads(b"".join(parts))
+def _read(file: int) -> bytes:
+    """Read a memfd. This moves the shared file offset, which the trainer watches."""
+    with os.fdopen(file, "rb", buffering=0) as stream:
+        return stream.read()
 
 
 def _reply(file: int, message: dict[str, Any]) -> None:
@@ -333,13 +331,7 @@ def _warm_up() -> None:
     Python specializes bytecode in place while it runs. If that has already happened in this
     process, its children write to fewer of the shared pages.
     """
-    spec = {
-        "tests": ["assert f(2) == 4"],
-        "setup": "",
-        "entry_point": "",
-        "reference": "",
-        "returns": True,
-    }
+    row = compile_row(JudgeSpec(("assert f(2) == 4",)))
     stdout = sys.stdout
     for _ in range(WARM_UP):
         questions, to_solver = os.pipe()
@@ -348,7 +340,7 @@ def _warm_up() -> None:
         program = {"text": "def f(x): return 2 * x"}
         thread = threading.Thread(target=solver.answer_questions, args=(program, channel))
         thread.start()
-        judge.judge({**spec, "all": False}, wire.Channel(answers, to_solver), guard=False)
+        judge.judge(row, wire.Channel(answers, to_solver), guard=False)
         thread.join()
         channel.close()
     sys.stdout = stdout

@@ -23,6 +23,7 @@ if sys.platform != "linux":
 
 from gac.sandbox import confine, pool, probe, server, zygote
 from gac.sandbox.pool import JudgeSpec, Pool, Program, RunResult, SandboxError
+from gac.sandbox.row import compile_row
 from gac.sandbox.server import Layers, Server
 from gac.sandbox.zygote import Job, Zygote
 
@@ -66,20 +67,17 @@ SPEC = JudgeSpec(("a", "b"), "s", "e", "r", all=True)
     ],
 )
 def test_the_verdict_becomes_a_result(monkeypatch, written, stalled, result):
-    asked = []
-
     def ask(kind, files, *limits):
-        asked.append((kind, *[json.loads(os.pread(file, 999, 0)) for file in files[:2]], *limits))
+        assert (kind, *limits) == ("check", 3, 70)
+        assert json.loads(os.pread(files[0], 999, 0)) == vars(program) | {"context": ["i"]}
+        assert os.pread(files[1], 9999, 0) == compile_row(SPEC)
         os.pwrite(files[2], written.encode(), 0)
         return {"ends": [[0, 0.1]], "stalled": stalled}
 
     sandbox = Pool(workers=1)
     monkeypatch.setattr(sandbox, "_ask", ask)
-    assert sandbox.check(Program("p", "i", "t", "f"), SPEC, 3, 70) == result
-    program = {"text": "p", "context": "i", "prompt": "t", "entry_point": "f"}
-    tests = {"tests": ["a", "b"], "setup": "s", "entry_point": "e", "reference": "r", "all": True}
-    tests["returns"] = True
-    assert asked == [("check", program, tests, 3, 70)]
+    program = Program("p", ("i",), "t", "f")
+    assert sandbox.check(program, SPEC, 3, 70) == result
 
 
 def test_a_script_gets_all_its_input_and_a_part_of_its_output_is_read():

@@ -18,6 +18,7 @@ from gac.sandbox import wire
 from gac.sandbox.client import SolverClient
 from gac.sandbox.judge import judge
 from gac.sandbox.lent import Lender
+from gac.sandbox.row import JudgeSpec, compile_row
 from gac.sandbox.wire import Channel, ChannelClosed, WireError, decode, encode, parse
 
 SCALARS = (
@@ -282,14 +283,9 @@ def answered(kind, value, *nodes, classes=()):
 CLASS = [0, "function", [], "builtins:object", "", ["__call__"], []]
 NAMES = answered("value", None)
 NAMES += answered("value", [1], ["dict", ["f", [2]]], ["object", [1, 0]], classes=[CLASS])
-SPEC = {
-    "tests": ["assert f(2) == 4", "assert list(f(3)) == [9]", "try: f(1)\nexcept Exception: pass"],
-    "setup": "",
-    "entry_point": "",
-    "reference": "",
-    "all": True,
-    "returns": True,
-}
+SPEC = JudgeSpec(
+    ("assert f(2) == 4", "assert list(f(3)) == [9]", "try: f(1)\nexcept Exception: pass"), all=True
+)
 
 
 def judged(spec, answers):
@@ -298,7 +294,7 @@ def judged(spec, answers):
     questions, asked = os.pipe()
     os.write(writer, NAMES + answers)
     os.close(writer)
-    verdict = judge(spec, Channel(reader, asked), guard=False)
+    verdict = judge(compile_row(spec), Channel(reader, asked), guard=False)
     os.close(questions)
     return verdict
 
@@ -321,9 +317,9 @@ def test_judge_gives_a_verdict_for_any_solver_output(answer):
 
 def test_an_error_that_would_end_a_loop_becomes_another_one():
     """The solver claims that the iteration has ended, which would skip the rest of the test."""
-    tests = ["for x in iter(f, None): break", "for i in map(f, [1]): assert 0"]
+    tests = ("for x in iter(f, None): break", "for i in map(f, [1]): assert 0")
     error = answered("raise", [1], ["error", [2, "builtins:StopIteration", "no", None]])
-    verdict = judged({**SPEC, "tests": tests}, 2 * error)
+    verdict = judged(JudgeSpec(tests, all=True), 2 * error)
     assert verdict["passed"] == [False, False] and "StopIteration: no" in verdict["problem"]
 
 
