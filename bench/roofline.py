@@ -12,7 +12,7 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gac.evaluation.cells import markdown_table
+from gac.evaluation.table import markdown_table
 from gac_kernels import projection
 
 from .batches import HEADS, Head
