@@ -57,7 +57,7 @@ class VLLMConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """Settings of sampling from the policy, and of the advantages."""
+    """How rollouts are sampled, how advantages are computed, and which samples are logged."""
 
     num_prompts: int = 32
     """Prompts per optimizer step, over all ranks."""
@@ -96,7 +96,7 @@ class RolloutConfig:
     trainer's: token_truncate, token_mask, sequence_truncate, sequence_mask or none; see
     `loss.correction`."""
     correction_max: float = 3.0
-    """Largest importance factor of the correction."""
+    """Upper bound of the importance factor: `*_mask` drops what is above, `*_truncate` caps it."""
     scale_rewards: str = "std"
     """std: (r - mean) / (std + 1e-4) in the group; centered: r - mean; batch: (r - group mean)
     / (std of the batch + 1e-4)."""
