@@ -30,7 +30,7 @@ EXTRAS = {
         "tqdm",
     },
     "lora": {"peft"},
-    "hub": {"datasets"},
+    "hub": {"datasets", "pyarrow"},
     "vllm": {"trl", "requests"},
 }
 """Extra in pyproject.toml -> the packages that it installs."""

@@ -11,8 +11,7 @@ from accelerate import Accelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gac.data.micro import MicroBatches
-from gac.data.rows import Row, count
+from gac.data.rows import MicroBatches, Row, count
 from gac.methods.base import Loss, Mix, StepNeeds
 from gac.training.gradients import Forward, Gradients, SampledKL
 from gac.training.step import Measured, Rewards, Step

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from gac.data.rows import Batch, Counts, Row, TermPair, collate, count, loss_divisors
 from gac.methods.base import next_mix
-from gac.rollouts.advantages import group_advantages
 from gac.rollouts.generation import generate
+from gac.rollouts.plan import group_advantages
 from gac.training.trainer import Trainer, train
 from gac_kernels import LossSpec
 from tests.tiny import metrics, tiny_config
