@@ -16,8 +16,11 @@ from hypothesis import Phase, settings
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# The same examples in every run. A failing example is not made smaller: that takes minutes.
-settings.register_profile("gac", derandomize=True, phases=(Phase.explicit, Phase.generate))
+# The same examples in every run. A failing example is not made smaller, which takes minutes; the
+# deadline is that of the test.
+settings.register_profile(
+    "gac", derandomize=True, deadline=None, phases=(Phase.explicit, Phase.generate)
+)
 settings.load_profile("gac")
 
 

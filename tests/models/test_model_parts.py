@@ -28,8 +28,14 @@ from gac.models.causal_lm import (
 )
 from gac.models.config import LoraConfig, ModelConfig
 from gac.models.head import Head
-from gac.models.pretrained import check_files, check_source, one_line_errors
-from gac.models.weights import base_folder, lazy_tensors, read_model
+from gac.models.pretrained import (
+    base_folder,
+    check_files,
+    check_source,
+    lazy_tensors,
+    one_line_errors,
+    read_model,
+)
 from gac_kernels import LossSpec
 
 TINY = {
@@ -163,7 +169,7 @@ def test_weights_in_one_file_are_read_lazily(tmp_path, monkeypatch) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     assert lazy_tensors("model.path", path) is None
     (tmp_path / "adapter_config.json").unlink()
-    monkeypatch.setattr("gac.models.weights.lazy_tensors", None)  # not called
+    monkeypatch.setattr("gac.models.pretrained.lazy_tensors", None)  # not called
     read_model("model.path", path, False)
 
 

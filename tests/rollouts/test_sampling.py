@@ -11,9 +11,8 @@ import torch
 from gac.data.rows import Row, collate
 from gac.demo.task import make_tokenizer
 from gac.rollouts import sampling
-from gac.rollouts.advantages import group_advantages, group_credit
 from gac.rollouts.config import RolloutConfig
-from gac.rollouts.plan import Sampling
+from gac.rollouts.plan import Sampling, group_advantages, group_credit
 from gac.rollouts.sampling import (
     Sampler,
     SamplingStats,

@@ -16,8 +16,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
 
 from gac.config import ConfigError, load
-from gac.data.micro import MicroBatches
-from gac.data.rows import Row, collate, count
+from gac.data.rows import MicroBatches, Row, collate, count
 from gac.methods.base import Loss, Mix, StepNeeds
 from gac.models import row_attention
 from gac.models.causal_lm import Head, attach_head
