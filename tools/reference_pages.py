@@ -15,8 +15,8 @@ from pathlib import Path
 
 from gac.cli import make_parser
 from gac.config import Key, keys
-from gac.evaluation.cells import markdown_table
 from gac.evaluation.config import EvalConfig
+from gac.evaluation.table import markdown_table
 from gac.methods import METHODS, Method
 from gac.methods.listing import summary
 from gac.train_config import TrainConfig
