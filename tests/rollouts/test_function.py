@@ -15,6 +15,7 @@ from examples import turns
 from gac.data.rows import MicroBatches, Row, collate, count
 from gac.errors import ConfigError, RunError
 from gac.methods.base import Loss, Mix, StepNeeds
+from gac.models.causal_lm import run_head
 from gac.rollouts import Rollout
 from gac.rollouts.config import RolloutConfig
 from gac.rollouts.engines import Engine, RolloutFunction
@@ -84,7 +85,7 @@ def test_masked_tokens_have_no_loss(micro, reduction) -> None:
     for row in ROWS:
         mask = torch.tensor(row.mask or [True] * row.loss_tokens)
         batch = collate([row._replace(mask=())], 0)
-        values = model(**batch.model_inputs, request=lambda head, b=batch: head.logprobs(b.targets))
+        values = run_head(model, **batch.model_inputs).logprobs(batch.targets)
         logps, entropy = (x.flatten()[row.start - 1 : len(row.ids) - 1][mask] for x in values)
         per_token = -row.advantage * logps - 0.1 * entropy
         losses.append(per_token.mean() if reduction == "sequence" else per_token.sum())
