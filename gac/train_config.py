@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any
 
-from gac.config import Choice
+from gac.config import Choice, check_effects, setting
 from gac.data import DataConfig
 from gac.errors import require, require_at_least, require_one_of
 from gac.evaluation.config import EvalSettings
@@ -23,7 +23,7 @@ SCHEDULES = ("cosine", "linear", "constant")
 class OptimConfig:
     """Optimizer and learning-rate schedule."""
 
-    lr: float = 1e-6
+    lr: float = setting(1e-6, may_change=True)
     """Peak learning rate."""
     schedule: str = "cosine"
     """After the warm-up: cosine, linear or constant."""
@@ -70,9 +70,9 @@ class GuardConfig:
 class TrainConfig:
     """One training run. Everything is written to `out`, the only folder that resuming needs."""
 
-    out: str = "runs/gac"
+    out: str = setting("runs/gac", may_change=True)
     """The run directory."""
-    run_name: str | None = None
+    run_name: str | None = setting(None, may_change=True)
     """Name of the run in the report; null: the method's name."""
     model: ModelConfig = ModelConfig()
     """The model, its dtype and adapters."""
@@ -92,20 +92,20 @@ class TrainConfig:
     """Clipping, KL, entropy and reductions; a method may override some of these."""
     optim: OptimConfig = OptimConfig()
     """AdamW and its schedule."""
-    steps: int = 800
+    steps: int = setting(800, may_change=True)
     """Number of optimizer steps."""
     demo_batch_size: int = 64
     """Demonstrations per optimizer step, over all ranks."""
-    micro_batch_size: int | None = None
+    micro_batch_size: int | None = setting(None, may_change=True)
     """Rows per forward and backward pass, padded to the longest. null: `max_tokens_per_micro_batch`
     decides; if both are null, packed rows or a number of padded rows are chosen from the free
     memory at the start, logged, saved in `out`/config.yaml and kept on resume."""
-    max_tokens_per_micro_batch: int | None = None
+    max_tokens_per_micro_batch: int | None = setting(None, may_change=True)
     """Tokens per forward and backward pass, instead of `micro_batch_size`: rows are packed end to
     end without padding, and each attends only to itself. With flash attention, or sdpa on a CPU,
     the cost is that of the separate rows; with eager, or sdpa on a GPU, it grows with the square of
     this number, so keep it low. null: see `micro_batch_size`."""
-    eval: EvalSettings = EvalSettings()
+    eval: EvalSettings = setting(EvalSettings(), may_change=True)
     """Evaluation during and after training."""
     monitor_kl_every: int = 0
     """Steps between measurements of the KL to the reference policy for monitoring; 0: only when the
@@ -115,31 +115,32 @@ class TrainConfig:
     """Rollouts per step, over all ranks, used to estimate the KL to the reference policy when it is
     not part of the loss; null: all.
     """
-    ignore_input_changes: bool = False
+    ignore_input_changes: bool = setting(False, may_change=True)
     """Resume although the content of the data, the reward, the model or the tokenizer has changed.
     """
-    checkpoint_every: int = 100
+    checkpoint_every: int = setting(100, may_change=True)
     """Optimizer steps between checkpoints."""
-    keep_checkpoints: int = 2
+    keep_checkpoints: int = setting(2, may_change=True)
     """Number of newest checkpoints to keep, in addition to the best one (`gac export --step best`).
     The best is the most accurate checkpoint whose step was evaluated, so let `checkpoint_every`
     divide `eval.every` to consider every evaluation. A method that ends with its best weights also
     saves a checkpoint at every new best evaluation.
     """
-    parallel: ParallelConfig = ParallelConfig()
+    parallel: ParallelConfig = setting(ParallelConfig(), may_change=True)
     """Parallel training: DDP or FSDP2."""
-    guards: GuardConfig = GuardConfig()
+    guards: GuardConfig = setting(GuardConfig(), may_change=True)
     """When to skip a step and when to abort the run."""
-    report_to: tuple[str, ...] = ()
+    report_to: tuple[str, ...] = setting((), may_change=True)
     """Experiment trackers of accelerate, e.g. [tensorboard, wandb]."""
-    project: str = "gac"
+    project: str = setting("gac", only_with="report_to", may_change=True)
     """Project of the run in the trackers of `report_to`."""
-    export: bool = True
+    export: bool = setting(True, may_change=True)
     """Save the final model to out/model in transformers format."""
     seed: int = 0
     """Random seed of the run."""
 
     def __post_init__(self) -> None:
+        check_effects(self)
         require_at_least(
             1, self, "steps", "demo_batch_size", "checkpoint_every", "keep_checkpoints"
         )

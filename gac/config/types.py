@@ -4,7 +4,7 @@ import difflib
 import enum
 import types
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin
 
 from gac.errors import ConfigError
@@ -27,6 +27,43 @@ class Choice:
     """Returns name -> dataclass; a function, so that the table can be imported lazily."""
     family: Callable[[type], str] = lambda cls: "names"
     """Returns the heading under which the help lists a class."""
+
+
+def setting(default: Any, *, only_with: str = "", may_change: bool = False) -> Any:
+    """A field of a configuration.
+
+    Args:
+        default: the value if the key is absent.
+        only_with: when the key has an effect: "a=x or b" means if the field `a` of the same class
+            is x, or `b` is set. See `check_effects`.
+        may_change: whether a run may resume with another value of the key, or of its subkeys.
+    """
+    return field(default=default, metadata={"only_with": only_with, "may_change": may_change})
+
+
+def check_effects(config: Any, prefix: str = "", missing: str = "") -> None:
+    """Raise ValueError for a key that is set although what it needs for an effect is not.
+
+    config: a dataclass; its `setting`s are checked, also those of nested dataclasses.
+    prefix: prepended to the names of its keys. missing: what a key around `config` needs.
+    """
+    for item in fields(config):
+        key, value = f"{prefix}{item.name}", getattr(config, item.name)
+        needs = item.metadata.get("only_with", "")
+        lacks = missing
+        if needs and not any(_holds(config, *need.split("=")) for need in needs.split(" or ")):
+            lacks = prefix + needs.replace(" or ", f" or {prefix}")
+        if is_dataclass(value):
+            check_effects(value, f"{key}.", lacks)
+        elif lacks and value != item.default:
+            raise ValueError(
+                f"{key}={value!r} has no effect without {lacks}: remove one key or set the other"
+            )
+
+
+def _holds(config: Any, name: str, text: str | None = None) -> bool:
+    value = getattr(config, name)
+    return bool(value) if text is None else value == text
 
 
 class Override(str):

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from gac.config import check_effects, setting
 from gac.data import DataConfig
 from gac.errors import require, require_at_least
 from gac.models.config import ModelConfig
@@ -33,7 +34,7 @@ class EvalTask:
     """Responses per prompt; accuracy is their mean (avg@k)."""
     temperature: float = 0.0
     """Sampling temperature; 0: greedy."""
-    top_p: float = 1.0
+    top_p: float = setting(1.0, only_with="temperature")
     """Nucleus sampling threshold."""
     max_completion_length: int = 1024
     """Maximum response length in tokens."""
@@ -51,6 +52,10 @@ class EvalTask:
     """
 
     def __post_init__(self) -> None:
+        check_effects(self)
+        for name in ("demos", "demo_template", "max_demo_tokens", "order"):
+            use = "null: an evaluation reads all prompts in their order, and no demonstrations"
+            require(getattr(self.data, name) is None, f"data.{name}", getattr(self.data, name), use)
         require_at_least(1, self, "samples", "max_completion_length", "batch")
         require_at_least(0, self, "temperature")
         require(0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")
