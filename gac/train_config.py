@@ -10,6 +10,7 @@ from gac.data import DataConfig
 from gac.errors import require, require_at_least, require_one_of
 from gac.evaluation.config import EvalSettings
 from gac.methods import DEFAULT, METHODS, Method, all_methods
+from gac.methods.base import Loss, StepNeeds
 from gac.methods.loss_keys import check_loss
 from gac.models.config import ModelConfig
 from gac.parallel.config import ParallelConfig
@@ -156,7 +157,12 @@ class TrainConfig:
                 f"eval.every={self.eval.every}: there is nothing to evaluate: set "
                 "eval.data.prompts or eval.tasks, or remove eval.every"
             )
-        check_loss(self.method, self.loss, self.steps)
+        loss, needs = loss_of(self), StepNeeds.union(map(self.method.needs, range(self.steps)))
+        check_loss(self.method, self.loss, loss, needs)
+        in_loss = loss.spec.kl_coef != 0
+        if self.kl_sample_size and (in_loss or not (self.monitor_kl_every or needs.kl)):
+            why = "with loss.kl_coef" if in_loss else "without monitor_kl_every"
+            raise ValueError(f"kl_sample_size={self.kl_sample_size} has no effect {why}: remove it")
         self._check_groups()
         if self.rollouts.engine == "paged" and self.parallel.mode == "fsdp":
             raise ValueError(
@@ -164,6 +170,13 @@ class TrainConfig:
                 "or rollouts.engine=generate"
             )
         plan = self.method.sampling(self.rollouts.num_generations)
+        for name in ("correction", "correction_max"):
+            value = getattr(self.rollouts, name)
+            if plan.from_reference and value != getattr(RolloutConfig(), name):
+                raise ValueError(
+                    f"rollouts.{name}={value!r} has no effect on method {self.method.name!r}, "
+                    "whose rollouts come from the reference model: remove the key"
+                )
         if self.rollouts.function is not None and any(stage.has_prefix for stage in plan.stages):
             raise ValueError(
                 f"rollouts.function={self.rollouts.function!r}: the rollouts of method "
@@ -180,3 +193,24 @@ class TrainConfig:
                 f"rollouts.num_generations={completions}: advantages compare the rollouts of a "
                 "prompt, so a single one has advantage 0 and teaches nothing: use a number >= 2"
             )
+
+
+def loss_of(config: TrainConfig) -> Loss:
+    """The run's loss; `loss.max_tokens` defaults to `rollouts.max_completion_length`.
+
+    With rollouts from another engine, or a function that may return its log-probs,
+    `rollouts.correction` is applied.
+    """
+    rollouts = config.rollouts
+    longest = config.loss.max_tokens or rollouts.max_completion_length
+    loss = config.method.loss(dataclasses.replace(config.loss, max_tokens=longest))
+    from_reference = config.method.sampling(rollouts.num_generations).from_reference
+    # the log-probs of a server are those at temperature 1 without truncation
+    comparable = rollouts.temperature == 1 and rollouts.top_p == 1
+    elsewhere = rollouts.engine == "vllm" or rollouts.function is not None
+    if elsewhere and comparable and not from_reference:
+        spec = dataclasses.replace(
+            loss.spec, correction=rollouts.correction, correction_max=rollouts.correction_max
+        )
+        loss = loss._replace(spec=spec)
+    return loss

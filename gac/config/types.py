@@ -34,8 +34,8 @@ def setting(default: Any, *, only_with: str = "", may_change: bool = False) -> A
 
     Args:
         default: the value if the key is absent.
-        only_with: when the key has an effect: "a=x or b" means if the field `a` of the same class
-            is x, or `b` is set. See `check_effects`.
+        only_with: when the key has an effect: "a=x or b, c" means if the field `a` of the same
+            class is x or `b` is set, and `c` is set. See `check_effects`.
         may_change: whether a run may resume with another value of the key, or of its subkeys.
     """
     return field(default=default, metadata={"only_with": only_with, "may_change": may_change})
@@ -48,22 +48,21 @@ def check_effects(config: Any, prefix: str = "", missing: str = "") -> None:
     prefix: prepended to the names of its keys. missing: what a key around `config` needs.
     """
     for item in fields(config):
-        key, value = f"{prefix}{item.name}", getattr(config, item.name)
-        needs = item.metadata.get("only_with", "")
-        lacks = missing
-        if needs and not any(_holds(config, *need.split("=")) for need in needs.split(" or ")):
-            lacks = prefix + needs.replace(" or ", f" or {prefix}")
+        key, value, lacks = f"{prefix}{item.name}", getattr(config, item.name), missing
+        for need in filter(None, item.metadata.get("only_with", "").split(", ")):
+            if not any(_holds(config, *choice.split("=")) for choice in need.split(" or ")):
+                lacks = prefix + need.replace(" or ", f" or {prefix}")
         if is_dataclass(value):
             check_effects(value, f"{key}.", lacks)
         elif lacks and value != item.default:
             raise ValueError(
-                f"{key}={value!r} has no effect without {lacks}: remove one key or set the other"
+                f"{key}={value!r} has no effect without {lacks}: remove the key, or set that"
             )
 
 
 def _holds(config: Any, name: str, text: str | None = None) -> bool:
     value = getattr(config, name)
-    return bool(value) if text is None else value == text
+    return bool(value) if text is None else str(value) == text
 
 
 class Override(str):

@@ -389,10 +389,10 @@ def _prompt_text(config: DataConfig, tokenizer: PreTrainedTokenizerBase, row: So
         text = _fill(config.template, row, {**_printable(config, row), "prompt": text})
     if not config.chat:
         if config.system is not None:
-            raise ValueError(f"system is {config.system!r} but chat is false: set chat: true")
+            raise ValueError(f"data.system={config.system!r}: a text prompt needs data.chat=true")
         return text
     if not tokenizer.chat_template:
-        raise ValueError("chat is true but the tokenizer has no chat template: set template")
+        raise ValueError("data.chat=true: the tokenizer has no chat template: set data.template")
     turns = [{"role": "user", "content": text}]
     if config.system is not None:
         turns.insert(0, {"role": "system", "content": config.system})

@@ -53,9 +53,17 @@ class EvalTask:
 
     def __post_init__(self) -> None:
         check_effects(self)
-        for name in ("demos", "demo_template", "max_demo_tokens", "order"):
-            use = "null: an evaluation reads all prompts in their order, and no demonstrations"
-            require(getattr(self.data, name) is None, f"data.{name}", getattr(self.data, name), use)
+        use = "the default: an evaluation reads the rows of data.prompts in their order"
+        for name in (
+            "sources",
+            "demos",
+            "demo_template",
+            "max_demo_tokens",
+            "order",
+            "source_field",
+        ):
+            value = getattr(self.data, name)
+            require(value == getattr(DataConfig(), name), f"data.{name}", value, use)
         require_at_least(1, self, "samples", "max_completion_length", "batch")
         require_at_least(0, self, "temperature")
         require(0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")

@@ -92,11 +92,15 @@ class RolloutConfig:
     """Settings of the `paged` engine."""
     vllm: VLLMConfig = setting(VLLMConfig(), only_with="engine=vllm", may_change=True)
     """Settings of the `vllm` engine."""
-    correction: str = setting("sequence_mask", only_with="engine=vllm or function")
+    correction: str = setting(
+        "sequence_mask", only_with="engine=vllm or function, temperature=1.0, top_p=1.0"
+    )
     """Importance correction of rollouts from another engine (vllm), whose log-probs differ from the
     trainer's: token_truncate, token_mask, sequence_truncate, sequence_mask or none; see
     `loss.correction`."""
-    correction_max: float = setting(3.0, only_with="engine=vllm or function")
+    correction_max: float = setting(
+        3.0, only_with="engine=vllm or function, temperature=1.0, top_p=1.0"
+    )
     """Largest importance factor of the correction."""
     scale_rewards: str = "std"
     """std: (r - mean) / (std + 1e-4) in the group; centered: r - mean; batch: (r - group mean)
