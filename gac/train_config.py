@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any
 
-from gac.config import Choice, check_effects, setting
+from gac.config import Choice, check_effects, require_default, setting
 from gac.data import DataConfig
 from gac.errors import require, require_at_least, require_one_of
 from gac.evaluation.config import EvalSettings
@@ -157,12 +157,7 @@ class TrainConfig:
                 f"eval.every={self.eval.every}: there is nothing to evaluate: set "
                 "eval.data.prompts or eval.tasks, or remove eval.every"
             )
-        loss, needs = loss_of(self), StepNeeds.union(map(self.method.needs, range(self.steps)))
-        check_loss(self.method, self.loss, loss, needs)
-        in_loss = loss.spec.kl_coef != 0
-        if self.kl_sample_size and (in_loss or not (self.monitor_kl_every or needs.kl)):
-            why = "with loss.kl_coef" if in_loss else "without monitor_kl_every"
-            raise ValueError(f"kl_sample_size={self.kl_sample_size} has no effect {why}: remove it")
+        self._check_effects()
         self._check_groups()
         if self.rollouts.engine == "paged" and self.parallel.mode == "fsdp":
             raise ValueError(
@@ -170,18 +165,28 @@ class TrainConfig:
                 "or rollouts.engine=generate"
             )
         plan = self.method.sampling(self.rollouts.num_generations)
-        for name in ("correction", "correction_max"):
-            value = getattr(self.rollouts, name)
-            if plan.from_reference and value != getattr(RolloutConfig(), name):
-                raise ValueError(
-                    f"rollouts.{name}={value!r} has no effect on method {self.method.name!r}, "
-                    "whose rollouts come from the reference model: remove the key"
-                )
         if self.rollouts.function is not None and any(stage.has_prefix for stage in plan.stages):
             raise ValueError(
                 f"rollouts.function={self.rollouts.function!r}: the rollouts of method "
                 f"{self.method.name!r} continue a demonstration: use another method, or null"
             )
+
+    def _check_effects(self) -> None:
+        """Raise ValueError if a key has no effect on the method."""
+        method, rollouts, loss = self.method, self.rollouts, loss_of(self)
+        needs = StepNeeds.union(map(method.needs, range(self.steps)))
+        plan = method.sampling(rollouts.num_generations)
+        check_loss(method, self.loss, loss, needs, plan)
+        unused = ["correction", "correction_max"] if plan.from_reference else []
+        unused += ["scale_rewards"] if plan.pairs or plan.advantages else []
+        unused += ["mask_truncated_completions"] if plan.pairs else []
+        for name in unused:
+            require_default(rollouts, name, f"rollouts.{name}", f"on method {method.name!r}")
+        in_loss = loss.spec.kl_coef != 0 or (loss.token is not None and needs.kl)
+        measured = needs.rollouts and (needs.kl or self.monitor_kl_every)
+        if in_loss or not measured:
+            why = "if the loss contains the KL" if in_loss else "without monitor_kl_every"
+            require_default(self, "kl_sample_size", "kl_sample_size", why)
 
     def _check_groups(self) -> None:
         """Raise ValueError if every advantage would be 0."""

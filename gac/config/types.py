@@ -54,10 +54,15 @@ def check_effects(config: Any, prefix: str = "", missing: str = "") -> None:
                 lacks = prefix + need.replace(" or ", f" or {prefix}")
         if is_dataclass(value):
             check_effects(value, f"{key}.", lacks)
-        elif lacks and value != item.default:
-            raise ValueError(
-                f"{key}={value!r} has no effect without {lacks}: remove the key, or set that"
-            )
+        elif lacks:
+            require_default(config, item.name, key, f"without {lacks}")
+
+
+def require_default(config: Any, name: str, key: str, why: str) -> None:
+    """Raise ValueError unless the field `name`, the configuration's `key`, has its default."""
+    value, default = getattr(config, name), type(config).__dataclass_fields__[name].default
+    if value != default:
+        raise ValueError(f"{key}={value!r} has no effect {why}: remove the key")
 
 
 def _holds(config: Any, name: str, text: str | None = None) -> bool:

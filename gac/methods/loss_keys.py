@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import fields
 
+from gac.config import require_default
+from gac.rollouts.plan import Sampling
 from gac_kernels import DemoWeight, LossSpec
 
 from .base import Loss, Method, StepNeeds
@@ -18,11 +20,13 @@ DEMOS = {"demo_weight", "demo_shape", "demo_reduction"}
 ELSEWHERE = {name: f"rollouts.{name}" for name in ("temperature", "correction", "correction_max")}
 
 
-def check_loss(method: Method, base: LossSpec, loss: Loss, needs: StepNeeds) -> None:
+def check_loss(
+    method: Method, base: LossSpec, loss: Loss, needs: StepNeeds, plan: Sampling
+) -> None:
     """Raise ValueError if `base`, the `loss` section of a run, has a key without effect.
 
     That is a key that `method` sets itself or does not use, or that acts only with another key.
-    loss: the run's loss. needs: the union of the method's needs in all steps.
+    loss: the run's loss. needs: the union of the method's needs in all steps. plan: its sampling.
     """
     spec, default = loss.spec, LossSpec()
     reductions = spec.rollout_reduction, spec.demo_reduction
@@ -37,8 +41,9 @@ def check_loss(method: Method, base: LossSpec, loss: Loss, needs: StepNeeds) -> 
         "max_tokens": ("constant" in reductions, "a constant reduction"),
     }
     unused = set() if needs.rollouts else set(ROLLOUTS)
-    unused |= set() if needs.demos else DEMOS
-    unused |= POLICY if loss.token is not None and not loss.policy else set()
+    unused |= set() if needs.demos and not plan.teacher else DEMOS
+    if loss.token is not None:
+        unused |= {"demo_weight", "demo_shape"} | (set() if loss.policy else POLICY)
     for field in fields(LossSpec):
         name, used, given = field.name, getattr(spec, field.name), getattr(base, field.name)
         if given == getattr(default, name):
@@ -51,12 +56,7 @@ def check_loss(method: Method, base: LossSpec, loss: Loss, needs: StepNeeds) -> 
             raise ValueError(
                 f"loss.{name}={given!r}: method {method.name!r} sets it to {used!r}; {advice}"
             )
-        if name in unused:
-            raise ValueError(
-                f"loss.{name}={given!r} has no effect on method {method.name!r}: remove the key"
-            )
         holds, need = needed.get(name, (True, ""))
-        if not holds:
-            raise ValueError(
-                f"loss.{name}={given!r} has no effect without {need}: remove the key, or set that"
-            )
+        if name in unused or not holds:
+            why = f"on method {method.name!r}" if name in unused else f"without {need}"
+            require_default(base, name, f"loss.{name}", why)

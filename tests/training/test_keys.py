@@ -59,9 +59,9 @@ VALUES: dict[str, Any] = {  # of the keys whose type does not suggest another va
     "model.lora": {"rank": 2},
     "model.lora.target_modules": ["q_proj"],
     "reward": "exact",
-    "rollouts.stop": ["1"],
+    "rollouts.stop": [*"0123456789"],
     "rollouts.generation_batch_tokens": 40,
-    "rollouts.function": f"{HERE}:echo",
+    "rollouts.function": f"{HERE}:two_tokens",
     "rollouts.engine": "paged",
     "rollouts.vllm.url": "http://127.0.0.1:1",
     "rollouts.vllm.model": "other",
@@ -75,7 +75,7 @@ VALUES: dict[str, Any] = {  # of the keys whose type does not suggest another va
     "rollouts.log_sample_prompts": 1,
     "loss.dual_clip": 1.01,
     "loss.kl_estimator": "k1",
-    "loss.demo_weight": "shaped",
+    "loss.demo_weight": "trust",
     "loss.rollout_reduction": "sum",
     "loss.demo_reduction": "sum",
     "loss.policy_loss": "cispo",
@@ -123,7 +123,10 @@ WITH: dict[str, dict[str, Any]] = {  # other keys that a key needs to have an ef
     "loss.correction_min": {"rollouts.function": f"{HERE}:echo"},
     "kl_sample_size": {"monitor_kl_every": 1},
     "eval.data.sources": {"eval.data.prompts": None},
-    "eval.data.choices_field": {"eval.data.template": "{prompt}{options}", "eval.temperature": 1},
+    "eval.data.choices_field": {
+        "eval.data.template": "{prompt}{options}",
+        "model.tokenizer": "other",
+    },
     "eval.data.chat": {"model.tokenizer": "other"},
     "eval.data.system": {"model.tokenizer": "other", "eval.data.chat": True},
     "eval.samples": {"eval.temperature": 1},
@@ -136,7 +139,11 @@ IN_RUN: dict[str, dict[str, Any]] = {  # keys that act only if something happens
     "eval.every": {"rollouts.num_iterations": 1},  # at steps that sample new rollouts
     "checkpoint_every": {"rollouts.num_iterations": 1},
     "keep_checkpoints": {"rollouts.num_iterations": 1, "checkpoint_every": 1},
-    "rollouts.dynamic_sampling_retries": {"rollouts.temperature": 0.1},  # equal rewards
+    "rollouts.dynamic_sampling_retries": {
+        "rollouts.temperature": 0.01,
+        "rollouts.num_generations": 3,
+    },  # equal rewards
+    "loss.dual_clip": {"optim.lr": 1.0},
     "guards.patience": SKIPS,
     "guards.max_saved_steps": SKIPS,
 }
