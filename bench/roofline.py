@@ -9,12 +9,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
-import subprocess
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gac.evaluation.cells import markdown_table
+from gac.evaluation.table import markdown_table
+from gac_kernels import projection
 
 from .batches import HEADS, Head
 from .table import NOT_MEASURED, find, newest
@@ -23,23 +22,27 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "bench" / "roofline.md"
 COUNTS = Path(__file__).parent / "instructions.json"
 TOKENS = 8192
-CHUNK = 2304  # rows of a chunk of the linear form; with this head, a single chunk has all tokens:
-SINGLE_CHUNK = "Qwen2.5-7B"
 SHAPES = ("Qwen2.5-1.5B", "Qwen2.5-7B")
 
 
 class Limits(NamedTuple):
-    """Peak rates of one device."""
+    """Peak rates of one device, and its memory."""
 
     bytes: float  # per second
     flops: float  # per second, bfloat16 into float32
     instructions: float  # thread instructions per second
+    memory: int  # bytes
 
 
-# 132 multiprocessors each issue 4 x 32 thread instructions per clock; at 1.83 GHz, 4096 FLOPs per
-# multiprocessor and clock give the data sheet's 989 TFLOP/s.
-H200 = Limits(4.8e12, 989e12, 132 * 4 * 32 * 1.83e9)
-ASSUMED = H200._replace(bytes=4.3e12, flops=790e12)
+PROCESSORS = 132
+# Each multiprocessor issues 4 x 32 thread instructions per clock; at 1.83 GHz, 4096 FLOPs per
+# multiprocessor and clock give the data sheets' 989 TFLOP/s.
+_HOPPER = 989e12, PROCESSORS * 4 * 32 * 1.83e9
+DEVICES = {
+    "H100": Limits(3.35e12, *_HOPPER, memory=80 * 10**9),
+    "H200": Limits(4.8e12, *_HOPPER, memory=141 * 10**9),
+}
+ACHIEVABLE = 0.9, 0.8  # assumed shares of the memory bandwidth and of the FLOPs
 
 
 class Kernel(NamedTuple):
@@ -132,11 +135,22 @@ def bound(kernel: Kernel, head: Head, counts: dict[str, Any], limits: Limits) ->
     )
 
 
-def given_logits(counts: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+def chunks(head: Head, limits: Limits) -> int:
+    """Number of chunks in which the linear form processes all tokens."""
+    budget = projection.default_budget("cuda", limits.memory)
+    sizes = head.vocab, head.hidden, (4, 2), PROCESSORS
+    several, block = projection.chunk_sizes(budget, *sizes)
+    # a single chunk may use the memory of the float32 sums that it does not need
+    budget += 4 * head.hidden * head.vocab
+    single, _ = projection.chunk_sizes(budget, *sizes, block)
+    return 1 if single >= TOKENS else -(-TOKENS // several)
+
+
+def given_logits(counts: dict[str, Any], rows: list[dict[str, Any]], limits: Limits) -> str:
     body = []
     for shape in SHAPES:
         for kernel in GIVEN_LOGITS:
-            limit = bound(kernel, HEADS[shape], counts, H200)
+            limit = bound(kernel, HEADS[shape], counts, limits)
             run = find(rows, work="logits", shape=shape, tokens=TOKENS, provider=kernel.provider)
             body.append(
                 [
@@ -148,29 +162,29 @@ def given_logits(counts: dict[str, Any], rows: list[dict[str, Any]]) -> str:
                     f"{limit.memory:.2f}",
                     f"{limit.issue:.2f}",
                     limit.name,
-                    f"{bound(kernel, HEADS[shape], counts, ASSUMED).ms:.2f}",
+                    f"{bound(kernel, HEADS[shape], counts, achievable(limits)).ms:.2f}",
                     f"{limit.ms / run['ms']:.0%}" if run else NOT_MEASURED,
                 ]
             )
     head = (
         "head | kernel | bytes per logit | FLOPs | instructions | ms, memory | ms, issue"
-        " | bound | ms at 4.3 TB/s | fraction of the bound reached"
+        " | bound | ms, achievable | fraction of the bound reached"
     )
     return markdown_table(head.split(" | "), body)
 
 
-def linear_form(counts: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+def linear_form(counts: dict[str, Any], rows: list[dict[str, Any]], limits: Limits) -> str:
     body = []
     for shape in SHAPES:
         head = HEADS[shape]
         for kernel in LINEAR_FORM:
             flops = GEMM_FLOPS[kernel.task] * TOKENS * head.hidden * head.vocab
-            limit = bound(kernel, head, counts, H200)
-            assumed = bound(kernel, head, counts, ASSUMED)
-            chunks = -(-TOKENS // CHUNK)
-            item_bytes = 2 if shape == SINGLE_CHUNK else 8 * chunks
-            sums = item_bytes * head.hidden * head.vocab if kernel.task == "loss" else 0
-            gemm_ms = 1e3 * flops / H200.flops
+            limit = bound(kernel, head, counts, limits)
+            rates = achievable(limits)
+            slower = bound(kernel, head, counts, rates)
+            count = chunks(head, limits)
+            traffic = (2 if count == 1 else 8 * count) * head.hidden * head.vocab
+            gemm_ms = 1e3 * flops / limits.flops
             run = find(rows, work="linear", shape=shape, tokens=TOKENS, provider=kernel.provider)
             body.append(
                 [
@@ -182,72 +196,87 @@ def linear_form(counts: dict[str, Any], rows: list[dict[str, Any]]) -> str:
                     f"{instructions(kernel, counts):.1f}",
                     f"{limit.ms:.2f}",
                     limit.name,
-                    f"{1e3 * sums / H200.bytes:.2f}",
+                    str(count) if kernel.task == "loss" else "",
+                    f"{1e3 * traffic / limits.bytes:.2f}" if kernel.task == "loss" else "",
                     f"{1 + limit.ms / gemm_ms:.3f}",
-                    f"{1 + assumed.ms / (1e3 * flops / ASSUMED.flops):.3f}",
+                    f"{1 + slower.ms / (1e3 * flops / rates.flops):.3f}",
                     f"{(gemm_ms + limit.ms) / run['ms']:.0%}" if run else NOT_MEASURED,
                 ]
             )
     head = (
         "head | row kernel | TFLOP | ms, GEMMs | bytes per logit | instructions | ms, row kernel"
-        " | bound of the row kernel | ms, dW traffic | time / GEMMs | at 4.3 TB/s, 790 TFLOP/s"
+        " | bound of the row kernel | chunks | ms, dW traffic | time / GEMMs | achievable"
         " | fraction of the bound reached"
     )
-    rows = [row if row[8] != "0.00" else [*row[:8], "", *row[9:]] for row in body]
-    return markdown_table(head.split(" | "), rows)
+    return markdown_table(head.split(" | "), body)
+
+
+def achievable(limits: Limits) -> Limits:
+    bandwidth, flops = ACHIEVABLE
+    return limits._replace(bytes=bandwidth * limits.bytes, flops=flops * limits.flops)
+
+
+def section(name: str, counts: dict[str, Any], document: dict[str, Any] | None) -> str:
+    """The tables of one device, with the measurements if they were made on it."""
+    limits = DEVICES[name]
+    measured = document if document and name in document["device"] else None
+    source = (
+        f"Runs: {measured['device']}, {measured['date']}."
+        if measured
+        else f"Runs: {NOT_MEASURED}; run `python3 -m bench.first_run`."
+    )
+    rows = measured["rows"] if measured else []
+    return f"""## {name}
+
+{limits.bytes / 1e12:.2f} TB/s, {limits.flops / 1e12:.0f} TFLOP/s. {source}
+
+Given logits, bfloat16:
+
+{given_logits(counts, rows, limits)}
+
+Linear form, bfloat16:
+
+{linear_form(counts, rows, limits)}
+"""
 
 
 def page(counts: dict[str, Any], document: dict[str, Any] | None) -> str:
-    rows = document["rows"] if document else []
-    issue = f"{H200.instructions / 1e12:.1f} T thread instructions/s"
-    source = (
-        f"Runs: {document['device']}, {document['date']}."
-        if document
-        else f"Runs: {NOT_MEASURED}; run part 2 of `python3 -m bench.first_run`."
-    )
+    issue = f"{DEVICES['H100'].instructions / 1e12:.1f} T thread instructions/s"
+    bandwidth, flops = ACHIEVABLE
+    sections = "\n".join(section(name, counts, document) for name in DEVICES)
     return f"""# Roofline
 
 Generated by `python -m bench.roofline`; do not edit. All figures are for {TOKENS} tokens. Bytes and
 FLOPs follow from the algorithm; instructions are thread instructions per logit in the sm_90 machine
 code (`bench/instructions.json`: nvcc {counts["nvcc"]}, Triton {counts["triton"]}).
-{source}
 
-## Limits
+| limit | H100 SXM | H200 | source |
+|---|---|---|---|
+| memory | 3.35 TB/s | 4.8 TB/s | NVIDIA data sheets |
+| bfloat16 GEMMs | 989 TFLOP/s | 989 TFLOP/s | the same: 1979 with sparsity, half that without |
+| instructions | {issue} | the same | NVIDIA H100 white paper, see below |
 
-| limit of an H200 | | source |
-|---|---|---|
-| memory | 4.8 TB/s | NVIDIA H200 data sheet |
-| bfloat16 GEMMs | 989 TFLOP/s | the same data sheet: 1979 with sparsity, half that without |
-| instructions | {issue} | NVIDIA H100 white paper, see below |
+The instruction limit is {PROCESSORS} multiprocessors x 4 schedulers x 32 threads x 1.83 GHz, the
+clock at which 4096 FLOPs per multiprocessor and clock give 989 TFLOP/s. "Achievable" assumes
+{bandwidth:.0%} of the bandwidth and {flops:.0%} of the FLOPs; nothing of that was measured here.
 
-The instruction limit is 132 multiprocessors x 4 schedulers x 32 threads x 1.83 GHz, the clock at
-which 4096 FLOPs per multiprocessor and clock give 989 TFLOP/s. Columns with "at" use 4.3 TB/s and
-790 TFLOP/s instead: assumed achievable rates, not measured here.
+Given logits, `stats` computes log-probs and entropy, `grads` their gradient, `loss` the loss and
+its gradient in one call. Triton reads a row twice; L2 hits in the second pass are not counted.
 
-## Given logits, bfloat16
+In the linear form, the row kernels read a chunk's logits in float32 and write their gradient in
+bfloat16; `stats` runs one GEMM, `loss` three. "time / GEMMs" is the total time relative to the
+GEMMs if nothing overlaps: a lower bound for the target, 1.08 at H = 3584 and 1.15 at H = 1536. The
+traffic of dW (8 H V bytes for each of several chunks, 2 H V for a single one) overlaps with the
+GEMM that causes it.
 
-`stats` computes log-probs and entropy, `grads` their gradient, `loss` the loss and its gradient in
-one call. Triton reads a row twice; L2 hits in the second pass are not taken into account.
-
-{given_logits(counts, rows)}
-
-## Linear form, bfloat16
-
-The row kernels read a chunk's logits in float32 and write their gradient in bfloat16.
-"time / GEMMs" is the total time relative to the GEMMs if nothing overlaps: a lower bound for the
-target, 1.08 at H = 3584 and 1.15 at H = 1536. The traffic of dW (8 H V bytes for each chunk of
-{CHUNK} rows, or 2 H V for a single chunk, at H = 3584) overlaps with the GEMM that causes it.
-`stats` runs one GEMM, `loss` three.
-
-{linear_form(counts, rows)}
-"""
+{sections}"""
 
 
 def count() -> dict[str, Any]:
     """Instructions per logit of the row kernels in bench/roofline.md; on sm_100, of csrc only."""
     import triton
 
-    from gac_kernels import build_cuda, inspect, inspect_cuda
+    from gac_kernels import build_cuda, inspect
 
     nvcc = build_cuda.find_nvcc()
     if nvcc is None:
@@ -255,32 +284,24 @@ def count() -> dict[str, Any]:
             "counting instructions requires nvcc: put it on the PATH or set CUDA_HOME"
         )
     counts: dict[str, Any] = {
-        "nvcc": nvcc_release(nvcc),
+        "nvcc": ".".join(map(str, build_cuda.release(nvcc))),
         "triton": triton.__version__,
         "sm_90": {},
         "sm_100": {},
     }
-    for arch in (90, 100):
-        for kernel in inspect_cuda.compile_kernels(arch):
-            counts[f"sm_{arch}"][inspect_cuda.title(kernel)] = list(kernel.passes)
+    reports = [report for arch in ("90", "100") for report in inspect.compile_cuda(arch)]
     keys = {kernel.count for kernel in (*GIVEN_LOGITS, *LINEAR_FORM)}
-    for configuration in inspect.triton_configurations():
-        name = f"{configuration.launch.kernel.__name__} {configuration.name}"
-        if name in keys:
-            report = inspect.compile_triton(configuration, "90")
-            counts["sm_90"][name] = [report.sums, report.gradient]
+    for name, launch in inspect.triton_configurations():
+        if f"{launch.kernel.__name__} {name}" in keys:
+            reports.append(inspect.compile_triton((name, launch), "90"))
+    for report in reports:
+        counts[report.arch][f"{report.kernel} {report.config}"] = [report.sums, report.gradient]
     for arch in ("sm_90", "sm_100"):  # JSON has no nan, which marks a kernel without that pass
         counts[arch] = {
             name: [None if math.isnan(x) else x for x in passes]
             for name, passes in counts[arch].items()
         }
     return counts
-
-
-def nvcc_release(nvcc: str) -> str:
-    """The release of nvcc, such as "13.0"."""
-    output = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True)
-    return re.search(r"release ([\d.]+)", output.stdout)[1]
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -216,7 +216,7 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
         "--against",
         type=Path,
         metavar="RESULTS",
-        help="`out` folder of another evaluation; adds paired differences over shared prompts",
+        help="`out` folder of an earlier evaluation; adds the paired difference on shared prompts",
     )
     _add_set(evaluate)
     evaluate.extra_help = lambda: _keys("gac.evaluation.config", "EvalConfig")

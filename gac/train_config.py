@@ -15,7 +15,7 @@ from gac.methods.loss_keys import check_loss
 from gac.models.config import ModelConfig
 from gac.parallel.config import ParallelConfig
 from gac.rollouts.config import RolloutConfig
-from gac_kernels import LossSpec
+from gac_kernels import GradientFilter, LossSpec
 
 SCHEDULES = ("cosine", "linear", "constant")
 
@@ -68,6 +68,15 @@ class GuardConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class LossConfig(LossSpec):
+    """Options of the loss and of its gradient."""
+
+    gradient_filter: GradientFilter | None = None
+    """Skip the vocabulary columns in which the gradient is negligible; see docs/gradient_filter.md.
+    {} uses the defaults; null: the gradient is exact."""
+
+
+@dataclasses.dataclass(frozen=True)
 class TrainConfig:
     """One training run. Everything is written to `out`, the only folder that resuming needs."""
 
@@ -89,7 +98,7 @@ class TrainConfig:
     mapping with a `name` and its options, or a `sum` of several."""
     rollouts: RolloutConfig = RolloutConfig()
     """How responses are sampled from the policy."""
-    loss: LossSpec = LossSpec()
+    loss: LossConfig = LossConfig()
     """Clipping, KL, entropy and reductions; a method may override some of these."""
     optim: OptimConfig = OptimConfig()
     """AdamW and its schedule."""

@@ -3,8 +3,9 @@
 By default the library is built for the GPUs of this machine or, if it has none, for all supported
 GPUs; `--arch 90a` builds for a GPU in another machine. The library has a plain C interface and its
 own copy of the CUDA runtime, so it needs no torch headers and works with every torch version. Its
-file name contains a hash of its sources and flags: changed sources are rebuilt, and a stale library
-is never loaded. nvcc may come from the CUDA toolkit or from pip:
+file name contains a hash of its sources and flags and the CUDA major version: changed sources are
+rebuilt, and neither a stale library nor one that is newer than the driver is loaded. nvcc may come
+from the CUDA toolkit or from pip; one of the same major version as torch's CUDA is preferred:
 
     python -m pip install "nvidia-cuda-nvcc==13.0.*" "nvidia-cuda-crt==13.0.*"
     python -m pip install "nvidia-nvvm==13.0.*" "nvidia-cuda-runtime==13.0.*"
@@ -14,10 +15,12 @@ is never loaded. nvcc may come from the CUDA toolkit or from pip:
 from __future__ import annotations
 
 import argparse
+import ctypes
 import functools
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -41,14 +44,39 @@ class NoCompilerError(RuntimeError):
 
 
 def find_nvcc() -> str | None:
-    """Find nvcc in CUDA_HOME, on the PATH, in /usr/local/cuda or among pip's packages."""
+    """Find nvcc in CUDA_HOME, on the PATH, in /usr/local/cuda or among pip's packages.
+
+    The first one with the major version of torch's CUDA, otherwise the first one.
+    """
     home = os.environ.get("CUDA_HOME")
     candidates = [f"{home}/bin/nvcc"] if home else []
     candidates += ["nvcc", "/usr/local/cuda/bin/nvcc"]
     spec = importlib.util.find_spec("nvidia")
     for folder in spec.submodule_search_locations or () if spec else ():
         candidates += map(str, sorted(Path(folder).glob("cu*/bin/nvcc"), reverse=True))
-    return next(filter(None, map(shutil.which, candidates)), None)
+    found = [nvcc for nvcc in map(shutil.which, candidates) if nvcc]
+    if torch.version.cuda:
+        major = int(torch.version.cuda.partition(".")[0])
+        found.sort(key=lambda nvcc: release(nvcc)[0] != major)
+    return next(iter(found), None)
+
+
+def release(nvcc: str) -> tuple[int, int]:
+    """The release of nvcc, such as (13, 0); (0, 0) if it names none."""
+    output = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
+    major, minor = re.search(r"release (\d+)\.(\d+)|$", output).groups("0")
+    return int(major), int(minor)
+
+
+def driver_major() -> int | None:
+    """Major version of the newest CUDA that the driver supports; None without a driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    version = ctypes.c_int()
+    driver.cuDriverGetVersion(ctypes.byref(version))  # 12080 for CUDA 12.8
+    return version.value // 1000
 
 
 def architectures() -> tuple[str, ...]:
@@ -69,28 +97,28 @@ def _digest() -> str:
     return digest.hexdigest()[:12]
 
 
-def library_path(targets: Sequence[str] | None = None) -> Path:
-    """Path of a library of the current sources for these architectures, built or not.
+def find_library(targets: Sequence[str] | None = None) -> Path | None:
+    """A library of the current sources for these architectures and this driver, if one was built.
 
     targets: architectures; default: `architectures()`. A library built for additional ones is used
     too.
     """
-    wanted = architectures() if targets is None else targets
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gac"
-    for folder in (PACKAGE, cache):
-        for path in sorted(folder.glob(f"_cuda-{_digest()}-*.so")):
-            if set(wanted) <= set(path.stem.split("-")[2:]):
+    wanted, driver = set(architectures() if targets is None else targets), driver_major()
+    for folder in (PACKAGE, _cache()):
+        for path in sorted(folder.glob(f"_cuda-{_digest()}-cu*-*.so")):
+            _, _, cuda, *built = path.stem.split("-")
+            if wanted <= {*built} and (driver is None or int(cuda.removeprefix("cu")) <= driver):
                 return path
-    name = f"_cuda-{_digest()}-{'-'.join(wanted)}.so"
-    # the cache if the package directory is not writable
-    return (PACKAGE if os.access(PACKAGE, os.W_OK) else cache) / name
+    return None
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gac"
 
 
 def compile_source(*options: str) -> str:
     """Run nvcc on launch.cu and return its output. Raises RuntimeError if it fails."""
-    nvcc = find_nvcc()
-    if nvcc is None:
-        raise NoCompilerError("nvcc was not found: put it on the PATH or set CUDA_HOME")
+    nvcc = _nvcc()
     source = SOURCES / "cuda" / "launch.cu"
     if not source.exists():
         raise RuntimeError(f"{source} does not exist: reinstall gac")
@@ -99,6 +127,20 @@ def compile_source(*options: str) -> str:
     if result.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{result.stderr}")
     return result.stdout + result.stderr
+
+
+def _nvcc() -> str:
+    """The compiler. Raises RuntimeError if there is none or the driver is too old for it."""
+    nvcc, driver = find_nvcc(), driver_major()
+    if nvcc is None:
+        raise NoCompilerError("nvcc was not found: put it on the PATH or set CUDA_HOME")
+    major, _ = release(nvcc)
+    if driver is not None and major > driver:
+        raise RuntimeError(
+            f"{nvcc} builds for CUDA {major}, but the driver supports CUDA {driver}: set CUDA_HOME "
+            f"to CUDA {driver}, or update the driver"
+        )
+    return nvcc
 
 
 def _pip_library(nvcc: Path) -> list[str]:
@@ -113,9 +155,11 @@ def build(targets: Sequence[str] | None = None) -> Path:
     targets: architectures such as "90a"; default: `architectures()`.
     """
     wanted = architectures() if targets is None else targets
-    path = library_path(wanted)
-    if path.exists():
+    if path := find_library(wanted):
         return path
+    name = f"_cuda-{_digest()}-cu{release(_nvcc())[0]}-{'-'.join(wanted)}.so"
+    # the cache if the package directory is not writable
+    path = (PACKAGE if os.access(PACKAGE, os.W_OK) else _cache()) / name
     path.parent.mkdir(parents=True, exist_ok=True)
     # with this suffix, git ignores the folder if it is left behind by a killed process
     with tempfile.TemporaryDirectory(dir=path.parent, suffix=".so") as folder:

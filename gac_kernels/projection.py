@@ -20,9 +20,10 @@ from torch import Tensor
 
 from .contract import compute_dtype
 
-# Memory budget in bytes. With V = 152064, a GPU's budget is enough for 512 rows of logits and 2304
-# rows of gradients.
+# Memory budget in bytes; more on a GPU with more than 64 GB. With V = 152064, a GPU's budget is
+# enough for 512 rows of logits and 2304 rows of gradients.
 CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 1000 << 20}
+GPU_SHARE = 64  # one 64th of a GPU's memory
 ALIGN = 128  # rows of a GEMM tile
 # With at least this many elements, a weight gradient has more GEMM tiles than a GPU has
 # multiprocessors, so the GEMM does not split its sums (no split-K): each float32 sum is rounded
@@ -75,14 +76,17 @@ class Projection:
         self.weight_dtype = weight.dtype
         self.weight = self.operand(weight)
         self.bias = None if bias is None else bias.to(self.dtype).to(self.accum_dtype)
-        budget = chunk_bytes or default_budget(weight.device)
+        memory, processors = gpu_size(weight.device)
+        budget = chunk_bytes or default_budget(weight.device.type, memory)
         vocab_size = vocab_size or weight.shape[0]
-        self.chunk, self.block = self._chunk_sizes(budget, vocab_size)
+        item_bytes = self.accum_dtype.itemsize, self.gemm_dtype.itemsize
+        sizes = vocab_size, weight.shape[1], item_bytes, processors
+        self.chunk, self.block = chunk_sizes(budget, *sizes)
         self._largest_chunk = self.chunk
         weight_size = vocab_size * weight.shape[1]
         if chunk_bytes is None and self.writes_rounded(weight_size):
-            sums = self.accum_dtype.itemsize * weight_size
-            self._largest_chunk = self._chunk_sizes(budget + sums, vocab_size, self.block)[0]
+            budget += self.accum_dtype.itemsize * weight_size
+            self._largest_chunk = chunk_sizes(budget, *sizes, self.block)[0]
         self._logits = Buffer(weight.shape[0], self.accum_dtype, weight.device)
         self._gradient = self._logits
         if self.rounds:
@@ -107,29 +111,8 @@ class Projection:
         Several chunks need a float32 buffer to sum the gradient of the weight. A single chunk does
         not, and may use that memory for more rows.
         """
-        return (
-            count if weight_gradient and self.chunk < count <= self._largest_chunk else self.chunk
-        )
-
-    def _chunk_sizes(
-        self, budget: int, vocab_size: int, block: int | None = None
-    ) -> tuple[int, int]:
-        """Choose the rows per chunk and the rows per block for a memory budget in bytes.
-
-        Without rounding, the gradient overwrites the logits, so a chunk is a single block.
-        With rounding, the budget also includes the rows of hidden and their gradient, because a
-        small vocabulary has long chunks.
-        """
-        row_bytes = self.accum_dtype.itemsize * vocab_size
-        if not self.rounds:
-            rows = _whole_tiles(budget // row_bytes)
-            return rows, rows
-        # about 2 rows of logits for 9 rows of gradients
-        block = block or _whole_tiles(4 * budget // (13 * row_bytes))
-        chunk_row_bytes = self.gemm_dtype.itemsize * (vocab_size + 2 * self.weight.shape[1])
-        chunk = max(_whole_tiles((budget - block * row_bytes) // chunk_row_bytes), block)
-        processors = multiprocessors(self.weight.device)
-        return max(whole_waves(chunk, self.weight.shape[1], processors), block), block
+        single = weight_gradient and self.chunk < count <= self._largest_chunk
+        return count if single else self.chunk
 
     def reserve(self, rows: int) -> None:
         """Allocate the logits of a block at once, so that a larger block never replaces it."""
@@ -194,19 +177,43 @@ def _round_up(x: int, multiple: int) -> int:
     return -(-x // multiple) * multiple
 
 
-def multiprocessors(device: torch.device) -> int:
-    """Number of a GPU's multiprocessors; 1 for other devices."""
+def gpu_size(device: torch.device) -> tuple[int, int]:
+    """A GPU's memory in bytes and its number of multiprocessors; (0, 1) for other devices."""
     if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
+        return 0, 1
+    properties = torch.cuda.get_device_properties(device)
+    return properties.total_memory, properties.multi_processor_count
 
 
-def default_budget(device: torch.device) -> int:
-    """`CHUNK_BYTES` of the device; more on a GPU with more than 64 GB."""
-    least = CHUNK_BYTES.get(device.type, CHUNK_BYTES["cuda"])
-    if device.type != "cuda":
-        return least
-    return max(least, torch.cuda.get_device_properties(device).total_memory // 64)
+def default_budget(kind: str, memory: int) -> int:
+    """`CHUNK_BYTES` of a device type; more on a GPU with more than 64 GB of memory."""
+    return max(CHUNK_BYTES.get(kind, CHUNK_BYTES["cuda"]), memory // GPU_SHARE)
+
+
+def chunk_sizes(
+    budget: int,  # bytes
+    vocab_size: int,
+    width: int,  # H
+    item_bytes: tuple[int, int],  # of a logit, and of its gradient as a GEMM operand
+    processors: int,
+    block: int | None = None,
+) -> tuple[int, int]:
+    """Choose the rows per chunk and the rows per block (unless given) for a memory budget.
+
+    Without rounding, the gradient overwrites the logits, so a chunk is a single block. With
+    rounding, the budget also includes the rows of hidden and their gradient, because a small
+    vocabulary has long chunks.
+    """
+    logit_bytes, gradient_bytes = item_bytes
+    row_bytes = logit_bytes * vocab_size
+    if logit_bytes == gradient_bytes:
+        rows = _whole_tiles(budget // row_bytes)
+        return rows, rows
+    # about 2 rows of logits for 9 rows of gradients
+    block = block or _whole_tiles(4 * budget // (13 * row_bytes))
+    chunk_row_bytes = gradient_bytes * (vocab_size + 2 * width)
+    chunk = max(_whole_tiles((budget - block * row_bytes) // chunk_row_bytes), block)
+    return max(whole_waves(chunk, width, processors), block), block
 
 
 def whole_waves(rows: int, width: int, processors: int) -> int:

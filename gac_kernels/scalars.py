@@ -86,7 +86,7 @@ def plan_scalars(spec: LossSpec) -> PlanScalars:
 
 
 def encode(spec: LossSpec) -> tuple[str, list[float]]:
-    """Encode a spec for `decode`: a string, and the numbers, where None becomes nan.
+    """Encode `spec` as a string and a list of floats (None becomes nan); `decode` is the inverse.
 
     Dynamo can trace f-strings, except those of numbers that it treats as dynamic.
     """

@@ -66,7 +66,7 @@ class HeadSketch:
         return self.hidden_signs(width, torch.device("cpu")) * self.size**-0.5
 
     def signs(self, width: int, device: torch.device) -> Tensor:
-        """The only nonzero entry, +-1, of each column of R: float32 [width]."""
+        """float32 [width]: the +1 or -1 in each column of R, its only nonzero entry."""
         return _signs(width, self.seed, _VOCABULARY, device)
 
     def hidden_signs(self, width: int, device: torch.device) -> Tensor:
@@ -82,7 +82,7 @@ class RowSketch(NamedTuple):
 
 
 class SketchFactors(NamedTuple):
-    """The projected factors of each token's outer product; 0 if the token has no gradient."""
+    """Both factors of each token's sketched head gradient (an outer product); 0 without one."""
 
     vocabulary: Tensor  # [N, k]: R g_n
     hidden: Tensor  # [N, k]: S h_n times sqrt(k)

@@ -10,10 +10,15 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+from hypothesis import Phase, settings
 
 # Triton decides at import whether kernels are interpreted, so this precedes every triton import.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# The same examples in every run. A failing example is not made smaller: that takes minutes.
+settings.register_profile("gac", derandomize=True, phases=(Phase.explicit, Phase.generate))
+settings.load_profile("gac")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

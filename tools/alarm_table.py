@@ -1,6 +1,6 @@
 """Tests the alarm on artificial loss streams: `python -m tools.alarm_table [--seeds N]`.
 
-Writes the table in docs/controller.md. A step counts as wrong if the alarm is on for correct
+Writes the table in docs/alarm.md. A step counts as wrong if the alarm is on for correct
 demonstrations, or off for wrong ones. Unless stated otherwise, losses have mean 1 and normal noise
 of 5%, and a stream has 1,000 steps.
 """
@@ -18,10 +18,10 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from gac.control.alarm import Alarm, AlarmState
-from gac.evaluation.cells import markdown_table
+from gac.evaluation.table import markdown_table
 
 STEPS = 1000
-PAGE = Path("docs/controller.md")
+PAGE = Path("docs/alarm.md")
 MARKS = ("<!-- begin: python -m tools.alarm_table -->\n", "<!-- end -->\n")
 Losses = NDArray[np.float64]  # [steps], or [steps, batch] for the loss of each demonstration
 

@@ -1,7 +1,8 @@
 """Trains a tiny model of every family of transformers; writes docs/models.md and its data.
 
 `python -m tools.models_table [FAMILY ...]` builds a random model of each causal language model of
-the installed transformers and trains it for two steps in every mode.
+the installed transformers, trains it for two steps in every mode, and compares its own loss with
+that of `fuse`. A run that was interrupted continues where it stopped.
 """
 
 from __future__ import annotations
@@ -14,26 +15,32 @@ import signal
 import tempfile
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import transformers
+from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from gac.config import load
 from gac.data import Example
 from gac.demo.task import make_tokenizer, write_rows
 from gac.errors import UserError
-from gac.evaluation.cells import markdown_table
+from gac.evaluation.table import markdown_table
 from gac.models.families import RESULTS
 from gac.parallel import setup
 from gac.train_config import TrainConfig
 from gac.training.trainer import train
+from gac_kernels.transformers import fuse
 from tools.tiny_models import families, tiny_config
 
 PAGE = Path("docs/models.md")
+PART = RESULTS.with_suffix(".part")  # results of an unfinished run
 MODES: dict[str, dict[str, Any]] = {
     "padded": {},
     "default": {"micro_batch_size": "null"},
@@ -43,6 +50,10 @@ MODES: dict[str, dict[str, Any]] = {
     "FSDP2": {"parallel.mode": "fsdp"},
 }
 FALLBACK = "padding rows"  # part of the warning about a model that cannot be packed
+FUSE, FUSED, FALLS_BACK, NOT_REACHED = "fuse", "fused", "exact fallback", "not reached"
+SHOWN = ("yes", "padded", FUSED, FALLS_BACK, NOT_REACHED)  # in the table; else in a note
+FUSE_TOLERANCE = 1e-4  # relative difference of the gradient of a parameter
+NEGLIGIBLE = 1e-6  # share of the whole gradient; below, a difference is measured against this
 SECONDS = 200  # limit of a mode
 TOLERANCE = 2e-3  # relative difference of losses and gradient norms between modes
 INTRODUCTION = """\
@@ -59,7 +70,14 @@ rows to a relative {tolerance:g} (LoRA has its own gradients). *padded*: packed 
 supported, so rows of similar length are padded instead. *no*: see the note below the table.
 Models that are refused get one line at the start that gives the reason.
 
-{trained} of {total} families train.
+The column *fuse* is `model(labels=...)` with [`fuse`](integrations/transformers.md): *fused*: the
+loss is computed without logits; *exact fallback*: the model computes its own loss from the logits;
+*not reached*: it does not call its head. In all three, the loss and the gradient of every parameter
+agree with those without `fuse` to a relative {fuse:g}. Some gradients are 0 but for rounding, such
+as those of the biases of attention's keys, so the difference is relative to at least {negligible:g}
+of the whole gradient.
+
+{trained} of {total} families train. With `fuse`, {fused}.
 """
 UNTESTED = """\
 The program could not make a tiny model of these families that loads and generates here.
@@ -76,15 +94,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("families", nargs="*", metavar="FAMILY", help="model types; default: all")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    parser.add_argument("--only-fuse", action="store_true", help="update only the column fuse")
     options = parser.parse_args(argv)
     warnings.simplefilter("ignore")
+    logging.getLogger("gac_kernels").setLevel(logging.ERROR)  # fuse says which models it leaves
     signal.signal(signal.SIGALRM, _out_of_time)
-    results = json.loads(RESULTS.read_text()) if options.families and RESULTS.exists() else {}
+    results = json.loads(RESULTS.read_text()) if options.families or options.only_fuse else {}
+    done = json.loads(PART.read_text()) if PART.exists() else {}
     for family in options.families or families():
-        results[family] = try_family(family, options.debug)
-        print(family, json.dumps(results[family]), flush=True)
+        if family not in done:
+            known = results.get(family) if options.only_fuse else None
+            modes = known or try_family(family, options.debug)
+            done[family] = modes | {FUSE: try_fuse(family)}
+            print(family, json.dumps(done[family]), flush=True)
+            PART.write_text(json.dumps(done))
+    results |= done
     RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
     PAGE.write_text(page(results))
+    PART.unlink()
     return int(any(v.startswith("FAILED") for modes in results.values() for v in modes.values()))
 
 
@@ -93,7 +120,7 @@ def try_family(family: str, debug: bool) -> dict[str, str]:
     try:
         config = tiny_config(family)
     except Exception as error:  # the family's own configuration class raises anything
-        return {"configuration": f"no tiny configuration: {_line(error)}"}
+        return {"model": f"no tiny configuration: {_line(error)}"}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         config.save_pretrained(folder / "model")
@@ -121,6 +148,37 @@ def try_family(family: str, debug: bool) -> dict[str, str]:
             if mode == "padded" and results[mode] != "yes":
                 return {"model": results[mode]}
     return results
+
+
+def try_fuse(family: str) -> str:
+    """What `fuse` does with a tiny model: FUSED, FALLS_BACK, NOT_REACHED, or why none of them."""
+    try:
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(tiny_config(family)).eval()  # without dropout
+        ids = torch.randint(3, 60, (2, 12), generator=torch.Generator().manual_seed(0))
+        labels = torch.where(torch.arange(12) < 4, -100, ids)
+        expected = _gradients(model, ids, labels)
+    except Exception as error:  # of the model, without `fuse`
+        return f"does not run: {_line(error)}"
+    handle = fuse(model)
+    found = _gradients(model, ids, labels)
+    whole = math.hypot(*(grad.norm().item() for grad in expected.values()))
+    for name, grad in expected.items():
+        off = (found[name] - grad).norm() / max(grad.norm().item(), NEGLIGIBLE * whole)
+        if off > FUSE_TOLERANCE:
+            return f"FAILED: {name} is off by {off:.2g}"
+    if handle.reason is None:
+        return FUSED
+    return NOT_REACHED if "does not call" in handle.reason else FALLS_BACK
+
+
+def _gradients(model: Any, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """The loss and the gradient of every parameter, in float64."""
+    model.zero_grad()
+    loss = model(input_ids=ids, labels=labels).loss
+    loss.backward()
+    named = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {name: x.detach().double() for name, x in {"loss": loss, **named}.items()}
 
 
 def _out_of_time(number: int, frame: object) -> None:
@@ -201,26 +259,27 @@ def _line(error: Exception) -> str:
 def page(results: dict[str, dict[str, str]]) -> str:
     """Render docs/models.md."""
     trained = {family: modes for family, modes in results.items() if "padded" in modes}
+    kinds = Counter(modes[FUSE].partition(":")[0] for modes in results.values())
     text = INTRODUCTION.format(
         version=transformers.__version__,
         tolerance=TOLERANCE,
         trained=len(trained),
         total=len(results),
+        fuse=FUSE_TOLERANCE,
+        negligible=NEGLIGIBLE,
+        fused=", ".join(f"{n} {kind}" for kind, n in kinds.most_common()),
     )
-    head = ("family", *MODES)
+    columns = (*MODES, FUSE)
+    head = ("family", *columns)
     notes: dict[str, int] = {}
     rows = []
     for family, modes in trained.items():
         cells = [
-            v if v in ("yes", "padded") else f"no [{notes.setdefault(v, len(notes) + 1)}]"
-            for v in (modes[mode] for mode in MODES)
+            v if v in SHOWN else f"no [{notes.setdefault(v, len(notes) + 1)}]"
+            for v in (modes[mode] for mode in columns)
         ]
         rows.append((f"`{family}`", *cells))
-    others = {
-        family: next(iter(modes.values()))
-        for family, modes in results.items()
-        if family not in trained
-    }
+    others = {family: modes["model"] for family, modes in results.items() if family not in trained}
     refused, untested = (
         [(f"`{f}`", reason) for f, reason in others.items() if reason.startswith("model type") == x]
         for x in (True, False)

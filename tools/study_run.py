@@ -268,26 +268,20 @@ def make_bases(out: Path, task: str) -> None:
     shutil.rmtree(run)
 
 
-def check_bases(out: Path, task: str, results: Path) -> None:
-    """Raise ConfigError unless the task's bases are those of the finished runs, if there are any.
+def check_base(out: Path, base: str, results: Path) -> None:
+    """Raise ConfigError unless the weights of `base` are those of its finished runs, if any.
 
     Training is deterministic, but another machine or version may round differently.
     """
-    digests = {
-        f"{task}-{base}": hashlib.sha256(
-            (out / f"{task}-{base}" / "model.safetensors").read_bytes()
-        ).hexdigest()
-        for base in BASES
-    }
+    digest = hashlib.sha256((out / base / "model.safetensors").read_bytes()).hexdigest()
     path = results / "bases.json"
     saved = json.loads(path.read_text()) if path.exists() else {}
-    changed = [name for name, digest in digests.items() if saved.get(name, digest) != digest]
-    if changed:
+    if saved.get(base, digest) != digest:
         raise ConfigError(
-            f"--results {results}: its runs used other weights of the base {changed[0]}: continue "
-            "on a machine that trains the same, or choose another folder"
+            f"--results {results}: its runs used other weights of the base {base}: continue on a "
+            "machine that trains the same, choose another folder, or leave it out with --bases"
         )
-    path.write_text(json.dumps(saved | digests, indent=1) + "\n")
+    path.write_text(json.dumps(saved | {base: digest}, indent=1) + "\n")
 
 
 def run_cell(out: Path, cell: Cell, arm: Arm) -> dict[str, Any]:
@@ -354,10 +348,11 @@ def run_grid(out: Path, path: Path, cells: Iterable[tuple[Cell, Arm]], code: str
         if cell in done:
             continue
         with contextlib.redirect_stderr(io.StringIO()):  # progress bars
-            if cell.task not in checked:
+            base = f"{cell.task}-{cell.base}"
+            if base not in checked:
                 make_bases(out, cell.task)
-                check_bases(out, cell.task, path.parent)
-                checked.add(cell.task)
+                check_base(out, base, path.parent)
+                checked.add(base)
             result = run_cell(out, cell, arm)
         with path.open("a") as file:
             file.write(json.dumps({**result, "code": code}) + "\n")
@@ -407,12 +402,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("grid", choices=("tuning", "final"))
     parser.add_argument("--out", type=Path, default=Path("runs/study"), help="folder for the runs")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the results")
+    parser.add_argument(
+        "--bases", nargs="+", choices=BASES, default=list(BASES), help="all if absent"
+    )
     parser.add_argument("--code", default="", help="commit of the code, saved with each result")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     args.out.mkdir(parents=True, exist_ok=True)
     cells = tuning_cells() if args.grid == "tuning" else final_cells(args.results)
+    cells = (pair for pair in cells if pair[0].base in args.bases)
     run_grid(args.out, args.results / f"{args.grid}.jsonl", cells, args.code)
     return 0
 

@@ -112,7 +112,9 @@ def _build(cls: Any, data: Any, where: str, default: Any = None) -> Any:
     if isinstance(data, cls):
         return data
     if not isinstance(data, Mapping):
-        raise ConfigError(f"{where}: expected a mapping of {cls.__name__}, got {short_repr(data)}")
+        raise ConfigError(
+            f"{where}: expected a mapping like {{key: value}}, got {short_repr(data)}"
+        )
     fields = {field.name: field for field in dataclasses.fields(cls)}
     hints = typing.get_type_hints(cls, include_extras=True)
     values = {}
@@ -124,7 +126,7 @@ def _build(cls: Any, data: Any, where: str, default: Any = None) -> Any:
     required = [n for n, f in fields.items() if f.default is f.default_factory is MISSING]
     missing = [name for name in required if name not in values]
     if missing and default is None:
-        raise ConfigError(f"{join(where, missing[0])}: missing; it has no default ({cls.__name__})")
+        raise ConfigError(f"{join(where, missing[0])} is required")
     try:
         return cls(**values) if default is None else dataclasses.replace(default, **values)
     except (TypeError, ValueError) as error:  # raised by the dataclass's own validation

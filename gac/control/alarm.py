@@ -1,9 +1,9 @@
-"""Detects changed demonstrations by a lasting rise of their loss.
+"""Detects a change in the demonstrations from a lasting rise in their loss.
 
 When demonstrations turn bad, the policy loses what it learned from the good ones within about ten
 steps, before averages of noisy gradients show the change. The loss shows it immediately. The test
 is a one-sided CUSUM (Page, Continuous inspection schemes, Biometrika 1954) of winsorized forecast
-errors, so that a single outlier cannot raise the alarm; docs/controller.md has the formulas.
+errors, so that a single outlier cannot raise the alarm; docs/alarm.md has the formulas.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from gac.control.checks import finite, is_count, is_real, require
+from gac.errors import finite, is_count, is_real, require
 
 MAX_SOURCES = 4  # number of other sources whose level is remembered
 SCALE = 1.4  # makes the typical error a standard deviation for normal noise

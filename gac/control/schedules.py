@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from gac.config import Choice
-from gac.control.checks import is_count, is_real, require
+from gac.errors import is_count, is_real, require
 
 SHAPES = ("linear", "cosine")
 
@@ -38,7 +38,7 @@ class Prior:
     hold: int = 200
     """Steps at `high`."""
     decay: int = 600
-    """Steps of the cosine from `high` to `low`."""
+    """Length of the cosine decay from `high` to `low`, in steps."""
 
     def __post_init__(self) -> None:
         _check(self, weights=("high", "low"), counts=("hold", "decay"))
@@ -70,7 +70,7 @@ class MixSchedule:
     warmup: int = 0
     """Steps from `start` to `peak`; 0: the schedule starts at `peak`."""
     hold: int = 0
-    """Steps at `peak`."""
+    """Number of steps at `peak`."""
     decay: int = 0
     """Steps from `peak` to `valley`."""
     start: float = 0.0

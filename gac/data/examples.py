@@ -16,7 +16,7 @@ from gac.config import setting
 from gac.config.imports import load_object
 from gac.errors import ConfigError, MissingData
 
-from .conversations import check_messages, render, split_conversation
+from .conversations import calls_tools, demonstration, render, split_conversation
 from .order import MixedOrder, Order
 from .source import FORMATS, DataError, SourceRow, read_rows
 from .stored import Example, Examples
@@ -185,7 +185,7 @@ def load_prompts(
     if training:
         rows = _without_canaries(rows)
     examples = _encode(config, tokenizer, rows, dropped, answers=True)
-    return _store(config.prompts, examples, dropped)
+    return _store(config.prompts, "prompts", examples, dropped)
 
 
 def prompt_order(config: DataConfig, prompts: Sequence[Example], seed: int) -> Order | MixedOrder:
@@ -236,7 +236,7 @@ def load_demos(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Exampl
             )
         rows = itertools.chain([first], rows)
     examples = _encode(config, tokenizer, _without_canaries(rows), dropped, answers=False)
-    return _store(source, (example for example in examples if example.demo), dropped)
+    return _store(source, "demonstrations", (e for e in examples if e.demo), dropped)
 
 
 def load_references(config: DataConfig) -> list[tuple[Example, str]]:
@@ -255,15 +255,17 @@ def load_references(config: DataConfig) -> list[tuple[Example, str]]:
     references = []
     for row in _select(config, "prompts", config.prompts, dropped):
         answer = _answer(config, row, required=False)
-        demo = row.text(config.demo_field, required=False) if config.demo_field else answer
+        demo = answer
+        if config.demo_field is not None:
+            calls = calls_tools(row.fields.get(config.demo_field))  # needs a tokenizer
+            demo = None if calls else row.text(config.demo_field, required=False)
         if demo is None:
             dropped[f"without {config.demo_field or 'an answer'!r}"] += 1
             continue
         name = row.text(config.id_field, required=False) or row.location
         prompt = row.fields.get(config.prompt_field)
         if isinstance(prompt, list):
-            messages = check_messages(row, config.prompt_field)
-            prompt = "\n".join(message["content"] for message in messages)
+            prompt = "\n".join(message["content"] for message in prompt)
         else:
             prompt = row.text(config.prompt_field) or ""
         references.append((Example(name, (), prompt, answer, None, dict(row.fields)), demo))
@@ -334,7 +336,7 @@ def _encode_chunk(
     answers: bool,
 ) -> list[Example]:
     """Render every row as text, then tokenize prompts and demonstrations in one call each."""
-    demo_texts = [_demo_text(config, row, required=not answers) for row in rows]
+    demo_texts = [_demo_text(config, tokenizer, row, required=not answers) for row in rows]
     texts = [_prompt_text(config, tokenizer, row) for row in rows]
     # A chat template adds its own special tokens; a plain prompt gets the tokenizer's (BOS).
     chat = [config.chat or isinstance(row.fields[config.prompt_field], list) for row in rows]
@@ -378,10 +380,7 @@ def _tokenize(
 
 
 def _prompt_text(config: DataConfig, tokenizer: PreTrainedTokenizerBase, row: SourceRow) -> str:
-    if isinstance(row.fields.get(config.prompt_field), list):
-        messages = [*check_messages(row, config.prompt_field)]
-        if config.system is not None and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": config.system})
+    if messages := _messages(config, row):
         return render(tokenizer, row, messages, config.prompt_field)
     text = row.text(config.prompt_field, key="prompt_field")
     assert text is not None  # `row.text` raises if the field is missing
@@ -399,9 +398,22 @@ def _prompt_text(config: DataConfig, tokenizer: PreTrainedTokenizerBase, row: So
     return render(tokenizer, row, turns, config.prompt_field)
 
 
-def _demo_text(config: DataConfig, row: SourceRow, *, required: bool) -> str | None:
+def _messages(config: DataConfig, row: SourceRow) -> list[Any]:
+    """The messages of a conversation, with the system prompt; empty for a prompt that is text."""
+    messages = row.fields.get(config.prompt_field)
+    if not isinstance(messages, list):
+        return []
+    system = config.system is not None and messages[0]["role"] != "system"
+    return [*([{"role": "system", "content": config.system}] if system else []), *messages]
+
+
+def _demo_text(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, row: SourceRow, *, required: bool
+) -> str | None:
     if config.demo_field is None:
         return None
+    if calls_tools(message := row.fields.get(config.demo_field)):
+        return demonstration(tokenizer, row, _messages(config, row), message, config.demo_field)
     text = row.text(config.demo_field, required=required, key="demo_field")
     if text is None or config.demo_template is None:
         return text
@@ -456,10 +468,10 @@ def _apply_limits(config: DataConfig, example: Example, dropped: Counter[str]) -
     return example
 
 
-def _store(source: str, items: Iterator[Example], dropped: Counter[str]) -> Examples:
+def _store(source: str, kind: str, items: Iterator[Example], dropped: Counter[str]) -> Examples:
     examples = Examples(items, dropped)
     reasons = "; ".join(f"{count} {reason}" for reason, count in dropped.items()) or "nothing"
     if not examples:
         raise ValueError(f"{source}: no rows left (dropped: {reasons})")
-    logger.info("%s: kept %d rows; dropped: %s", source, len(examples), reasons)
+    logger.info("%s: %d %s; dropped: %s", source, len(examples), kind, reasons)
     return examples

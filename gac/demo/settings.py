@@ -9,7 +9,7 @@ from gac.methods import all_methods
 
 
 def demo_fields(name: str, steps: int) -> dict[str, Any]:
-    """Fields of method `name`, with durations scaled to a run of `steps` steps.
+    """Overrides for method `name`: schedule lengths scaled to `steps` optimizer steps.
 
     The published durations assume about 800 steps.
     """

@@ -98,7 +98,7 @@ class EvalConfig:
     """Configuration of `gac eval`: a model and its tasks."""
 
     model: ModelConfig = ModelConfig()
-    """The model to evaluate."""
+    """The model under evaluation and how to load it."""
     settings: EvalSettings = EvalSettings()
     """A single task; its accuracies are printed as one JSON object."""
     tasks: Mapping[str, EvalTask] = field(default_factory=dict)

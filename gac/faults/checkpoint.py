@@ -15,10 +15,14 @@ import json
 import logging
 import math
 import os
+import pickle
 import shutil
 import warnings
 import zlib
 from collections.abc import Callable
+from dataclasses import is_dataclass
+from enum import EnumType
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +30,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_state_dict,
@@ -43,6 +49,9 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 MODEL = "model."  # prefix of the model's tensor names
 EXTRA = "further"  # key of `extra_tensors`; unchanged, so that older checkpoints load
 PROGRESS = "progress.json"  # written last: a folder without it is not a checkpoint
+INDEX = ".metadata"
+PLAIN = (("torch", "Size"), ("torch.serialization", "_get_layout"))
+PATHS = ("PosixPath", "WindowsPath")
 BLOCK = 1 << 24  # bytes read at once for a checksum
 
 
@@ -122,7 +131,7 @@ def load_weights(
 
 def model_tensors(path: Path) -> dict[str, Tensor]:
     """The model's tensors in a checkpoint, by name, on the meta device (without values)."""
-    stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    stored = _reader(path).read_metadata().state_dict_metadata
     return {
         name.removeprefix(MODEL): torch.empty(
             entry.size, dtype=entry.properties.dtype, device="meta"
@@ -261,9 +270,39 @@ def _write(state: dict[str, Any], path: Path) -> None:
 
 def _read(state: dict[str, Any], path: Path, no_dist: bool = False) -> None:
     try:
-        dcp.load(state, checkpoint_id=path, no_dist=no_dist)
+        dcp.load(state, storage_reader=_reader(path), planner=_Planner(), no_dist=no_dist)
     except CheckpointException as error:
         raise _cause(error) from error
+
+
+def _reader(path: Path) -> dcp.FileSystemReader:
+    """torch's reader, which unpickles the index, after a check that this runs no code."""
+    with (path / INDEX).open("rb") as file:
+        _Index(file).load()
+    return dcp.FileSystemReader(path)
+
+
+class _Index(pickle.Unpickler):
+    """Unpickles the index of a checkpoint, and refuses everything that is not part of one."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module.startswith("torch.distributed.checkpoint.") and name.isidentifier():
+            found = super().find_class(module, name)
+            if is_dataclass(found) or isinstance(found, EnumType):
+                return found
+        plain = (module, name) in PLAIN or (module.startswith("pathlib") and name in PATHS)
+        if plain or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise CheckpointError(f"the checkpoint's index refers to {module}.{name}: do not load it")
+
+
+class _Planner(DefaultLoadPlanner):
+    """Unpickles only plain values and tensors."""
+
+    def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
+        torch.load(value, weights_only=True)  # raises; torch's method reads it without a check
+        value.seek(0)
+        super().load_bytes(read_item, value)
 
 
 def _publish(temporary: Path, final: Path, content: dict[str, Any]) -> None:
@@ -283,7 +322,7 @@ def _publish(temporary: Path, final: Path, content: dict[str, Any]) -> None:
 def _own_files(path: Path) -> list[str]:
     """The files that this rank wrote; for rank 0 also the index."""
     names = [p.name for p in path.glob(f"__{rank()}_*.distcp")]
-    return [*names, ".metadata"] if rank() == 0 else names
+    return [*names, INDEX] if rank() == 0 else names
 
 
 def _checksums(path: Path, names: list[str]) -> dict[str, list[int]]:

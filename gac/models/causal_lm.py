@@ -16,9 +16,18 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from gac.errors import ConfigError, import_extra
 from gac.models.config import ALL_LINEAR, LoraConfig, ModelConfig
 from gac.models.head import Head, attach_head, check_head, patch_forward, set_compute_dtype
-from gac.models.pretrained import TOKENIZERS, WEIGHTS, check_files, check_source, one_line_errors
-from gac.models.weights import base_folder, meta_model, read_model
-from gac.parallel.sharded_loading import ShardedLoading
+from gac.models.pretrained import (
+    TOKENIZERS,
+    WEIGHTS,
+    base_folder,
+    check_files,
+    check_safetensors,
+    check_source,
+    meta_model,
+    one_line_errors,
+    read_model,
+)
+from gac.parallel.setup import ShardedLoading
 
 __all__ = [
     "Head",
@@ -93,6 +102,8 @@ def make_model(
         check_files("model.path", config.path, "weights", remedy, *WEIGHTS)
     with one_line_errors("model.path", config.path):
         keywords["config"] = _training_config(config)
+        if config.safetensors_only and not config.random_init:
+            check_safetensors("model.path", config.path)
         if config.random_init:
             model = AutoModelForCausalLM.from_config(**keywords)
         else:

@@ -45,6 +45,8 @@ class ModelConfig:
     master_weights: bool = setting(True, only_with="dtype=bfloat16")
     """Keep the trained weights and the optimizer's state in float32, whatever `dtype` is. false:
     in `dtype`, which takes less memory but rounds most small updates away."""
+    safetensors_only: bool = True
+    """Refuse weights in pickle files (.bin). false: they are read with torch's `weights_only`."""
     random_init: bool = False
     """Take only the configuration from `path` and initialize the weights randomly."""
     attention: str | None = None

@@ -49,5 +49,5 @@ def _summary(modes: dict[str, str]) -> str:
     if "padded" in modes:
         order = sorted(modes, key=lambda mode: (mode != "padded", mode != "packed", mode))
         return ", ".join(f"{mode}: {modes[mode]}" for mode in order)
-    (reason,) = modes.values()
+    reason = modes["model"]
     return f"refused: {reason}" if reason.startswith("model type") else f"not tested: {reason}"

@@ -13,7 +13,7 @@ import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from transformers.modeling_utils import PreTrainedModel
 from gac.errors import ConfigError
 from gac.models.row_attention import without_mask
 from gac_kernels import (
+    GradientFilter,
     LossOutput,
     TokenLossOutput,
     fused_gac_loss,
@@ -50,6 +51,7 @@ class Head:
     logits: Tensor | None = None  # [B, T, V]; for a model whose head is not linear
     scaling: tuple[float, float | None] = (1.0, None)
     """Scale and softcap of the logits; see `head_scaling`."""
+    gradient_filter: GradientFilter | None = None
 
     def loss(self, targets: Tensor, *batch: Tensor, **keywords: Any) -> LossOutput:
         """Call `gac_kernels.fused_linear_gac_loss` with this head and the given arguments."""
@@ -62,13 +64,13 @@ class Head:
     def packed(self) -> Head:
         """This head with dimensions B and T flattened into one, for the loss's packed layout."""
         flat = [None if x is None else x.flatten(0, 1) for x in (self.hidden, self.logits)]
-        return Head(flat[0], self.weight, self.bias, flat[1], self.scaling)
+        return replace(self, hidden=flat[0], logits=flat[1])
 
     def detached(self) -> Head:
         """A detached copy, which stays valid after the forward, although FSDP frees the weights."""
-        parts = (self.hidden, self.weight, self.bias, self.logits)
-        hidden, weight, bias, logits = (None if x is None else x.detach().clone() for x in parts)
-        return Head(hidden, weight, bias, logits, self.scaling)
+        parts = {name: getattr(self, name) for name in ("hidden", "weight", "bias", "logits")}
+        copies = {name: None if x is None else x.detach().clone() for name, x in parts.items()}
+        return replace(self, **copies)
 
     def logprobs(self, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """Log-probability of each target [B, T] and entropy, both differentiable."""
@@ -97,7 +99,12 @@ class Head:
 
     def _linear_keywords(self) -> dict[str, Any]:
         scale, softcap = self.scaling
-        return {"bias": self.bias, "logit_scale": scale, "softcap": softcap}
+        return {
+            "bias": self.bias,
+            "logit_scale": scale,
+            "softcap": softcap,
+            "gradient_filter": self.gradient_filter,
+        }
 
 
 def head_scaling(config: Any) -> tuple[float, float | None]:
@@ -166,7 +173,8 @@ def patch_forward(model: PreTrainedModel) -> None:
                     return request(Head(None, logits=logits))
                 hidden = _head_input(original, *args, **keywords, use_cache=False)
             head = self.get_output_embeddings()
-            return request(Head(hidden, head.weight, head.bias, None, scaling))
+            columns = self.__dict__.get("gradient_filter")
+            return request(Head(hidden, head.weight, head.bias, None, scaling, columns))
 
     model.forward = types.MethodType(forward, model)
     linear = type(module) is nn.Linear
@@ -193,6 +201,20 @@ def set_compute_dtype(model: nn.Module, dtype: torch.dtype, by_autocast: bool = 
     patched = _patched_model(model)
     patched.__dict__["compute_dtype"] = dtype
     patched.__dict__["autocast"] = dtype if by_autocast else None
+
+
+def set_gradient_filter(model: nn.Module, gradient_filter: GradientFilter | None) -> None:
+    """Let the losses of a patched model filter their gradient.
+
+    Raises ConfigError if the model does not have a plain linear head.
+    """
+    patched = _patched_model(model)
+    if gradient_filter is not None and not patched.plain_head:
+        raise ConfigError(
+            f"gradient_filter={gradient_filter!r}: {type(patched).__name__} does not have a plain "
+            "linear head; remove the key"
+        )
+    patched.__dict__["gradient_filter"] = gradient_filter
 
 
 def _patch_head(module: nn.Linear) -> None:

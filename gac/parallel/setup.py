@@ -18,6 +18,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
+from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -29,12 +30,107 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from gac.errors import ConfigError, require
 
 from .collectives import largest
 from .config import ParallelConfig
-from .sharded_loading import ShardedLoading
+
+DISABLE_ASYNC_LOAD = (
+    "HF_DEACTIVATE_ASYNC_LOAD"  # otherwise transformers' threads prefetch without limit
+)
+
+
+class ShardedLoading:
+    """This rank's rows (dimension 0) of every weight of a model, divided as in FSDP2.
+
+    mesh: its dimension "shard" is the group over which the model is sharded. device: where the rows
+        are kept.
+    """
+
+    def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
+        self.mesh, self.device = mesh, device
+        shards = mesh["shard"]
+        self._rank, self._ranks = shards.get_local_rank(), shards.size()
+        self._rows: dict[nn.Parameter, Tensor] = {}  # keyed by placeholder
+        self._placeholders: dict[str, nn.Parameter] = {}  # by name, from `to_meta` to `fill`
+
+    def __enter__(self) -> ShardedLoading:
+        self._before = os.environ.get(DISABLE_ASYNC_LOAD)
+        os.environ[DISABLE_ASYNC_LOAD] = "1"
+        # torch uses the hook's return value, although its type says None
+        self._hook = register_module_parameter_registration_hook(self._keep_shard)  # type: ignore[arg-type]
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._hook.remove()
+        del os.environ[DISABLE_ASYNC_LOAD]
+        if self._before is not None:
+            os.environ[DISABLE_ASYNC_LOAD] = self._before
+
+    def _keep_shard(self, module: nn.Module, name: str, param: nn.Parameter) -> nn.Parameter | None:
+        """Registration hook of torch: keep this rank's rows of a loaded `param`.
+
+        Returns the placeholder to register instead of it.
+        """
+        # transformers marks loaded weights; those in no file are initialized later, unsharded
+        if param in self._rows or not (param.ndim and getattr(param, "_is_hf_initialized", False)):
+            return None
+        rows_per_rank = -(-param.shape[0] // self._ranks)
+        rows = param.detach()[rows_per_rank * self._rank : rows_per_rank * (self._rank + 1)]
+        # still on the CPU, so that adapters are created there too
+        placeholder = nn.Parameter(torch.empty_like(param), requires_grad=param.requires_grad)
+        placeholder.untyped_storage().resize_(0)
+        placeholder.__dict__.update(param.__dict__)
+        self._rows[placeholder] = rows.to(self.device, copy=True)
+        return placeholder
+
+    def to_meta(self, model: nn.Module) -> None:
+        """Replace the placeholders with meta parameters, so that the model can be sharded.
+
+        Meta parameters have no storage, so nothing can read or move the missing values.
+        """
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        self._placeholders = {name: p for name, p in parameters.items() if p in self._rows}
+        on_meta = {
+            p: nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+            for p in self._placeholders.values()
+        }
+        for module in model.modules():
+            for name, param in module._parameters.items():
+                if param in on_meta:
+                    module._parameters[name] = on_meta[param]
+
+    def fill(self, model: nn.Module) -> None:
+        """Move the loaded rows into `model`, which was sharded after `to_meta`."""
+        sharded = dict(model.named_parameters())  # tied weights under their first name
+        filled: dict[nn.Parameter, nn.Parameter] = {}
+        for name, placeholder in self._placeholders.items():
+            if placeholder not in filled:  # tied weights stay one parameter
+                filled[placeholder] = _with_rows(sharded[name], self._rows.pop(placeholder))
+        state = {name: filled[placeholder] for name, placeholder in self._placeholders.items()}
+        model.load_state_dict(state, strict=False, assign=True)
+        self._placeholders.clear()
+
+
+def _with_rows(param: Tensor, rows: Tensor) -> nn.Parameter:
+    """A sharded parameter like `param` whose local shard is `rows`."""
+    assert isinstance(param, DTensor)
+    sharded = DTensor.from_local(
+        rows,
+        param.device_mesh,
+        param.placements,
+        shape=param.shape,
+        stride=param.stride(),
+    )
+    return nn.Parameter(sharded, requires_grad=param.requires_grad)
+
 
 LONGEST_WAIT = 60.0  # seconds that a rank that has finished waits for the others before it exits
 _gathered_units: weakref.WeakSet[FSDPModule] = weakref.WeakSet()  # units inside `gathered`
@@ -137,7 +233,7 @@ def prepare_frozen(
 def shard(
     model: nn.Module, loading: ShardedLoading, policy: MixedPrecisionPolicy, keep_root: bool
 ) -> nn.Module:
-    """Apply `fully_shard` in place to each layer, and to the rest (embedding, last norm, head).
+    """Shard in place: `fully_shard` on each layer, then on the root (embedding, norm, head).
 
     Args:
         keep_root: keep the rest gathered from forward to backward.
@@ -181,7 +277,7 @@ def leave() -> None:
 
 
 def wait_for_others() -> None:
-    """Return when every rank has called this, or after LONGEST_WAIT.
+    """Wait until every rank has called this, at most LONGEST_WAIT seconds.
 
     With gloo, a rank that exits can reset a connection from which another rank still reads the
     result of the last collective. The store, unlike a collective, is not affected.

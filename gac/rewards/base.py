@@ -27,7 +27,7 @@ RowOutcome = float | Exception
 
 
 class RewardError(UserError, ValueError):
-    """Raised when a row cannot be scored: the reward raised or returned a non-finite number."""
+    """A row cannot be scored: the reward raised, timed out or returned a non-finite number."""
 
     def __init__(self, problem: str, reward: str, example_id: str, completion: str) -> None:
         super().__init__(

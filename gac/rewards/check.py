@@ -102,7 +102,7 @@ def check(
 
 
 def _parts(raw: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Task name -> values for `CheckConfig`; the name is "" for a single task."""
+    """Split a configuration into tasks: name ("" for a single task) -> fields of `CheckConfig`."""
     tasks = raw.get("tasks")
     if isinstance(tasks, Mapping):
         shared = {"reward": raw["reward"]} if "reward" in raw else {}

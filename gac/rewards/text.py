@@ -114,7 +114,7 @@ class ChoiceReward(RowReward):
         letter = wanted[1].upper()
         choices = example.extra.get(self._field)
         if choices is not None and string.ascii_uppercase.index(letter) >= len(choices):
-            raise ValueError(f"the gold answer {letter} is out of range for {len(choices)} choices")
+            raise ValueError(f"the answer {letter} is not one of the {len(choices)} choices")
         return float(chosen_letter(completion) == letter)
 
 

@@ -58,7 +58,7 @@ class VLLMConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """Settings of sampling from the policy, and of the advantages."""
+    """How rollouts are sampled, how advantages are computed, and which samples are logged."""
 
     num_prompts: int = 32
     """Prompts per optimizer step, over all ranks."""
@@ -101,7 +101,7 @@ class RolloutConfig:
     correction_max: float = setting(
         3.0, only_with="engine=vllm or function, temperature=1.0, top_p=1.0"
     )
-    """Largest importance factor of the correction."""
+    """Upper bound of the importance factor: `*_mask` drops what is above, `*_truncate` caps it."""
     scale_rewards: str = "std"
     """std: (r - mean) / (std + 1e-4) in the group; centered: r - mean; batch: (r - group mean)
     / (std of the batch + 1e-4)."""

@@ -25,11 +25,9 @@ from gac.models.causal_lm import stop_tokens
 from gac.parallel import collectives
 from gac.parallel.collectives import rank, world_size
 
-from .advantages import Credit
 from .config import RolloutConfig
 from .engines import Engine, score
-from .function import Rollout
-from .plan import Sampling, Stage
+from .plan import Credit, Rollout, Sampling, Stage
 
 logger = logging.getLogger(__name__)
 Crediting = Callable[[Tensor, Tensor | None, str], Credit]  # see `group_credit`

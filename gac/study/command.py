@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gac.errors import require_at_least, value_errors_as
-from gac.evaluation.cells import align_columns
+from gac.evaluation.table import align_columns
 from gac.study.results import row_cells
 
 SET_HELP = "override a configuration key in every run, e.g. steps=200; the last value of a key wins"
@@ -107,7 +107,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def command_line(options: argparse.Namespace, specs: Sequence[str]) -> str:
-    """The command line that reproduces this study."""
+    """The command line that reproduces this study, quoted for a shell."""
     parts = ["gac", "study", str(options.config), "--methods", *specs]
     parts += ["--seeds", str(options.seeds)]
     if options.baseline:

@@ -16,17 +16,15 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from gac.control.evidence import Evidence
-from gac.control.term_pair import TermPair
-from gac.data.micro import MicroBatches
-from gac.data.rows import Batch, Row, collate, loss_divisors
+from gac.control.signals import Evidence
+from gac.data.rows import Batch, MicroBatches, Row, TermPair, collate, loss_divisors
 from gac.methods.base import Loss, Mix
 from gac.methods.token_loss import custom_loss, with_k3
 from gac.models.causal_lm import Head
 from gac.parallel import collectives
 from gac.parallel.setup import reshard, seed
 from gac.rollouts.sampling import engine_logps, scatter_logps
-from gac_kernels import DemoWeight, HeadSketch, LossOutput, LossSpec, TokenMoments
+from gac_kernels import DemoWeight, FilterReport, HeadSketch, LossOutput, LossSpec, TokenMoments
 
 from .probes import GradientParts, UnitSketches
 from .step import Measured, Step
@@ -90,7 +88,7 @@ class Forward:
         return [by_sequence[row.sequence] for row in rows]
 
     def teacher_logprobs(self, rows: Sequence[Row]) -> list[Tensor]:
-        """Like `row_logprobs`, but the policy also sees each row's context; nan without one."""
+        """Like `row_logprobs`, with each row's `context` prepended; nan for rows without one."""
         seen = [
             row._replace(ids=row.context + row.ids, start=row.start + len(row.context), switch=-1)
             for row in rows
@@ -155,6 +153,7 @@ class Totals:
         self.terms: list[Tensor] = []  # [demo loss, rollout loss]
         self.parts: list[TokenMoments] = []
         self.rows: list[Sequence[Row]] = []  # of each part
+        self.filters: list[FilterReport] = []
 
     def add(self, batch: Batch, rows: Sequence[Row], out: LossOutput) -> None:
         """Add a micro-batch."""
@@ -162,6 +161,8 @@ class Totals:
         self.rows.append(rows)
         self.terms.append(torch.stack([out.demo_loss, out.rollout_loss]))
         self.parts.append(out.moments)
+        if out.filter is not None and out.loss.requires_grad:
+            self.filters.append(out.filter)
 
     def losses(self) -> TermPair:
         """The two loss terms, reduced over all ranks."""
@@ -171,6 +172,13 @@ class Totals:
     def moments(self, device: torch.device) -> TokenMoments:
         """The statistics of all ranks; a rank without rows contributes zeros on `device`."""
         return TokenMoments.merged(self.parts or [TokenMoments.zeros(device)]).all_reduce()
+
+    def filter(self) -> dict[str, float]:
+        """The means of the micro-batches' `FilterReport` over all ranks; {} without a filter."""
+        if not self.filters:
+            return {}
+        means = torch.tensor(self.filters).double().mean(0).tolist()
+        return dict(zip(FilterReport._fields, collectives.mean(means), strict=True))
 
     def sources(self) -> tuple[str, ...]:
         """The source of each entry of `moments().demo_nll`. All ranks must call this method."""
@@ -238,7 +246,8 @@ class Gradients:
             evidence = Evidence(step.number, moments, gram, needs.parts, bias_gram, gathered)
         mean_kl = None if kl is None else kl.mean()
         sources = totals.sources() if needs.sources else None
-        return Measured(losses, moments, mean_kl, parts, gram, evidence, sources)
+        measured = losses, moments, mean_kl, parts, gram, evidence, sources
+        return Measured(*measured, totals.filter())
 
     def losses(self, step: Step) -> TermPair:
         """The two loss terms of `step` under the current weights, without gradients."""

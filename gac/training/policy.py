@@ -15,13 +15,12 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from gac.data.micro import MicroBatches
-from gac.data.rows import Row, collate
+from gac.data.rows import MicroBatches, Row, collate
 from gac.errors import ConfigError
 from gac.methods.base import StepNeeds
 from gac.models import row_attention
 from gac.models.causal_lm import check_head, make_model
-from gac.models.head import Head, compute_dtype
+from gac.models.head import Head, compute_dtype, set_gradient_filter
 from gac.parallel import collectives, setup
 from gac.parallel.collectives import run_on_all_ranks
 from gac.parallel.setup import reshard
@@ -87,6 +86,7 @@ def make_gradients(
     """
     if needs.sketch:
         _check_sketch(config, accelerator.unwrap_model(model))
+    set_gradient_filter(model, config.loss.gradient_filter)
     forward = Forward(
         accelerator,
         model,

@@ -25,7 +25,7 @@ from gac.data import Example
 from gac.errors import ConfigError, RunDirectoryError, RunError
 from gac.faults import checkpoint
 from gac.models.config import ModelConfig
-from gac.models.weights import base_folder
+from gac.models.pretrained import base_folder
 from gac.parallel import collectives
 from gac.parallel.collectives import gather, rank, run_on_all_ranks
 from gac.rewards import Reward

@@ -20,13 +20,11 @@ from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from gac.config import dump, save
-from gac.control.term_pair import TermPair
-from gac.data.rows import Counts, Row, count
+from gac.data.rows import Counts, Row, TermPair, count
 from gac.errors import ConfigError, RunError, UserError, value_errors_as
-from gac.evaluation.during import Evaluator
+from gac.evaluation.suite import Evaluator
 from gac.faults import checkpoint
-from gac.faults.heartbeat import Heartbeat
-from gac.faults.stopping import StopRequest
+from gac.faults.processes import Heartbeat, StopRequest
 from gac.methods import Mix, Observation
 from gac.methods.base import StepNeeds, next_mix
 from gac.models.causal_lm import load_tokenizer, stop_tokens

@@ -134,7 +134,7 @@ def library() -> ctypes.CDLL:
             getattr(loaded, name).restype = ctypes.c_char_p
         header = (build_cuda.SOURCES / "cpu" / "native.h").read_bytes()
         if loaded.gac_interface().decode() != hashlib.sha256(header).hexdigest():
-            raise OSError("the library was built from other sources")
+            raise OSError("it was built from other sources")
     except (OSError, AttributeError) as error:
         raise OSError(
             f"{LIBRARY.name} failed to load; rebuild it with GAC_EXT=1 ({error})"

@@ -37,11 +37,13 @@ def environment(**variables: str) -> dict[str, str]:
     return {**inherited, **variables}
 
 
-def test_every_part_fits_in_ten_minutes() -> None:
-    assert list(first_run.PARTS) == [1, 2, 3, 4, 5] and first_run.PART_SECONDS <= 565
-    for steps in first_run.PARTS.values():
-        assert sum(step.seconds for step in steps) <= first_run.PART_SECONDS
-        assert len({step.name for step in steps}) == len(steps)
+def test_every_part_fits_in_ten_minutes_and_all_in_25() -> None:
+    assert first_run.PART_SECONDS <= 565 and first_run.TOTAL_SECONDS <= 25 * 60
+    steps = [step for part in first_run.PARTS.values() for step in part]
+    assert sum(step.seconds for step in steps) <= first_run.TOTAL_SECONDS
+    assert len({step.name for step in steps}) == len(steps)
+    for part in first_run.PARTS.values():
+        assert sum(step.seconds for step in part) <= first_run.PART_SECONDS
 
 
 def test_modules_and_files_of_the_steps_exist() -> None:
@@ -56,14 +58,14 @@ def test_modules_and_files_of_the_steps_exist() -> None:
 
 
 def test_the_first_steps_answer_most() -> None:
-    """GEMMs and our own losses precede other libraries, and every block size is probed."""
+    """GEMMs and our own loss precede other libraries, and every block size is probed."""
     names = [[step.name for step in steps] for steps in first_run.PARTS.values()]
-    assert "GEMMs" in names[0] and "linear, 7B" in names[1] and "peers" in names[2][0]
+    assert {"GEMMs", "linear, 7B"} <= {*names[0]} and "linear peers, 7B" in names[1]
     assert {512, 2048} <= set(gemm_probe.ROWS[:2])
 
 
 def test_parts_are_listed_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    assert first_run.main(["--part", "5", "--list"]) == 0
+    assert first_run.main(["--part", "3", "--list"]) == 0
     assert "compute-sanitizer --tool memcheck" in capsys.readouterr().out
 
 
@@ -245,9 +247,9 @@ def test_a_run_out_of_time_reports_what_is_missing(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.full
 def test_dry_run_of_a_part(tmp_path: Path) -> None:
-    """Part 5 has no tests, needs tools that are missing here, and traces the linear loss."""
+    """The last part needs tools that are missing here, and traces the linear loss."""
     result = subprocess.run(
-        [*FIRST_RUN, "--part", "5", "--dry-run"],
+        [*FIRST_RUN, "--part", "3", "--dry-run"],
         capture_output=True,
         text=True,
         timeout=300,
@@ -256,5 +258,5 @@ def test_dry_run_of_a_part(tmp_path: Path) -> None:
         check=False,
     )
     assert result.returncode == 0, result.stdout
-    lines = (tmp_path / "part-5-summary.txt").read_text().splitlines()
-    assert len(lines) == len(first_run.PARTS[5]) and "trace, 7B: done" in "\n".join(lines)
+    lines = (tmp_path / "part-3-summary.txt").read_text().splitlines()
+    assert len(lines) == len(first_run.PARTS[3]) and "trace, 7B: done" in "\n".join(lines)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from bench import roofline, table
 
 
@@ -20,27 +22,47 @@ def test_unmeasured_cells_say_not_measured() -> None:
     text = roofline.page(counts(), None)
     tables = [line for line in text.splitlines() if line.startswith("| Qwen")]
     kernels = len(roofline.GIVEN_LOGITS) + len(roofline.LINEAR_FORM)
-    assert len(tables) == len(roofline.SHAPES) * kernels
+    assert len(tables) == len(roofline.DEVICES) * len(roofline.SHAPES) * kernels
     assert all(line.endswith("| not measured |") for line in tables)
 
 
-def test_share_is_bound_divided_by_time() -> None:
+@pytest.mark.parametrize(("device", "rate"), [("H100", 3.35e12), ("H200", 4.8e12)])
+def test_share_is_bound_divided_by_time(device: str, rate: float) -> None:
+    """A measurement is compared with the limits of its own device."""
     common = {"shape": "Qwen2.5-7B", "tokens": roofline.TOKENS}
     csrc = next(k for k in roofline.GIVEN_LOGITS if (k.name, k.task) == ("csrc", "loss"))
     head = roofline.HEADS["Qwen2.5-7B"]
-    bound = roofline.bound(csrc, head, counts(), roofline.H200)
-    # 8192 rows of 152064 logits, two bytes read and two written, at 4.8 TB/s
-    assert abs(bound.memory - 1e3 * 8192 * 152064 * 4 / 4.8e12) < 1e-9
+    bound = roofline.bound(csrc, head, counts(), roofline.DEVICES[device])
+    # 8192 rows of 152064 logits, two bytes read and two written
+    assert abs(bound.memory - 1e3 * 8192 * 152064 * 4 / rate) < 1e-9
     assert bound.ms == max(bound.memory, bound.issue)
     rows = [
         {**common, "work": "logits", "provider": "ours, csrc", "ms": 2 * bound.ms},
-        {**common, "work": "linear", "provider": "ours", "ms": 40.0},
+        {**common, "work": "linear", "provider": "ours", "ms": 60.0},
     ]
-    text = roofline.page(counts(), {"device": "Some GPU", "date": "2026-01-02", "rows": rows})
+    document = {"device": f"NVIDIA {device} 80GB HBM3", "date": "2026-01-02", "rows": rows}
+    text = roofline.section(device, counts(), document)
     lines = {tuple(line.split("|")[1:3]): line for line in text.splitlines() if "| Qwen" in line}
     # `lines` has the line of the linear form, which has no measurement
     assert lines[" Qwen2.5-7B ", " csrc loss "].count("not measured") == 1
     assert "| 50% |" in text
     gemm_ms = 1e3 * 6 * 8192 * 3584 * 152064 / 989e12
-    share = (gemm_ms + 1e3 * 8192 * 152064 * 10 / 4.8e12) / 40
+    share = (gemm_ms + 1e3 * 8192 * 152064 * 10 / rate) / 60
     assert f"| {share:.0%} |" in text
+    (other,) = roofline.DEVICES.keys() - {device}
+    assert "%" not in roofline.section(other, counts(), document)
+
+
+def test_traffic_of_the_weight_gradient_follows_from_the_chunks() -> None:
+    """The library's own chunk sizes: more memory, fewer chunks; one chunk writes bfloat16 once."""
+    small, large = (roofline.HEADS[name] for name in ("Qwen2.5-1.5B", "Qwen2.5-7B"))
+    counted = {
+        (name, head.hidden): roofline.chunks(head, limits)
+        for name, limits in roofline.DEVICES.items()
+        for head in (small, large)
+    }
+    assert counted["H100", 3584] == 1 and counted["H200", 1536] < counted["H100", 1536]
+    lines = roofline.section("H100", counts(), None).splitlines()
+    (row,) = (line for line in lines if "1.5B | Triton loss | 11.5 |" in line)
+    traffic = 8 * counted["H100", 1536] * 1536 * 151936
+    assert f" {counted['H100', 1536]} | {1e3 * traffic / 3.35e12:.2f} |" in row

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from gac.control.alarm import Alarm, AlarmState, alarm_message, winsorized_mean
-from gac.control.alignment import Alignment
 from gac.control.controller import ControllerConfig, GuidedController
 from gac.control.gate import Gate
 from gac.control.schedules import Prior
+from gac.control.signals import Alignment
 from gac.demo.task import write_rows
 from gac.integrations.mixer import Mixer
 from gac.methods import METHODS, Observation
@@ -61,7 +61,7 @@ def controller_with_alarm(**changes) -> GuidedController:
 
 @pytest.mark.parametrize("name", STREAMS)
 def test_stream(name):
-    """Means of five draws; the table in docs/controller.md also has the worst of 200."""
+    """Means of five draws; the table in docs/alarm.md also has the worst of 200."""
     stream = STREAMS[name]
     results = [run(stream, seed) for seed in range(1000, 1005)]
     assert statistics.mean(r.wrong for r in results) <= stream.limit

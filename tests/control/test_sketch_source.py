@@ -9,8 +9,7 @@ import math
 import pytest
 import torch
 
-from gac.control.evidence import Sketches
-from gac.control.signals import sketch_moments
+from gac.control.signals import Sketches, sketch_moments
 from gac.errors import ConfigError
 from gac.methods import METHODS, Mix, Observation
 from gac.methods.base import Loss, next_mix

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,35 @@ import torch
 
 from bench import settings
 from gac_kernels import build_cuda
+from gac_kernels.backends import cuda
+
+NVCC = """\
+#!/bin/sh
+[ "$1" = --version ] && { echo "Cuda compilation tools, release RELEASE, V1"; exit 0; }
+echo "$@"
+echo warning >&2
+while [ $# -gt 0 ]; do [ "$1" = -o ] && : > "$2"; shift; done
+exit CODE
+"""
+
+
+def write_nvcc(path: Path, release: str, code: int = 0) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(NVCC.replace("RELEASE", release).replace("CODE", str(code)))
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def fake_nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An nvcc in CUDA_HOME that writes an empty library, and one on the PATH that fails."""
+    monkeypatch.setattr(build_cuda, "PACKAGE", tmp_path / "package")
+    write_nvcc(tmp_path / "cuda" / "bin" / "nvcc", "13.0")
+    write_nvcc(tmp_path / "path" / "nvcc", "13.0", code=3)
+    (tmp_path / "package").mkdir()
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    monkeypatch.setenv("PATH", f"{tmp_path / 'path'}:/usr/bin:/bin")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path
 
 
 def test_a_missing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,10 +50,9 @@ def test_a_missing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_library_is_built_for_the_gpus_that_are_present(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake_nvcc: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A library for more architectures, or one built before, is used as it is."""
-    monkeypatch.setattr(build_cuda, "PACKAGE", tmp_path)
     assert build_cuda.architectures() == ("90a", "100"), "without a GPU: all"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
@@ -39,24 +69,62 @@ def test_the_library_is_built_for_the_gpus_that_are_present(
     monkeypatch.setattr(build_cuda, "compile_source", compile_source)
     path = build_cuda.build()
     assert path.name.endswith("-90a.so") and sum("-gencode" in o for o in options) == 1
-    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+    assert [p.name for p in (fake_nvcc / "package").iterdir()] == [path.name]
     options.clear()
     assert build_cuda.build() == path and not options
     assert build_cuda.build(("100", "90a")).name.endswith("-100-90a.so")
-    assert build_cuda.library_path(("100",)).name.endswith("-100-90a.so")
+    library = build_cuda.find_library(("100",))
+    assert library is not None and library.name.endswith("-100-90a.so")
 
 
-def test_nvcc_of_pip_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for version in ("cu12", "cu13"):
-        nvcc = tmp_path / "nvidia" / version / "bin" / "nvcc"
-        nvcc.parent.mkdir(parents=True)
-        nvcc.write_text("")
-        nvcc.chmod(0o755)
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "missing"))
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.syspath_prepend(tmp_path)
-    found = build_cuda.find_nvcc()
-    assert found == str(nvcc) or Path("/usr/local/cuda/bin/nvcc").exists()
+def test_nvcc_has_the_cuda_version_of_torch(
+    fake_nvcc: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the compilers in pip's packages and elsewhere; without such a version, the first one."""
+    packages = {major: fake_nvcc / "nvidia" / f"cu{major}" / "bin" / "nvcc" for major in (11, 12)}
+    for major, nvcc in packages.items():
+        write_nvcc(nvcc, f"{major}.8")
+    monkeypatch.syspath_prepend(fake_nvcc)
+    for version, found in (
+        ("11.8", packages[11]),
+        ("12.4", packages[12]),
+        ("13.0", fake_nvcc / "cuda" / "bin" / "nvcc"),
+        ("14.0", fake_nvcc / "cuda" / "bin" / "nvcc"),
+        (None, fake_nvcc / "cuda" / "bin" / "nvcc"),
+    ):
+        monkeypatch.setattr(torch.version, "cuda", version)
+        assert build_cuda.find_nvcc() == str(found)
+
+
+def test_a_driver_older_than_the_compiler_is_an_error_that_names_both(
+    fake_nvcc: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library contains a CUDA runtime, which older drivers refuse."""
+    built = build_cuda.build(["90a"])
+    assert "-cu13-" in built.name
+    monkeypatch.setattr(build_cuda, "driver_major", lambda: 12)
+    assert build_cuda.find_library(["90a"]) is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    cuda.library.cache_clear()
+    cuda._library_error.cache_clear()
+    reason = cuda.unavailable(torch.device("cuda"), torch.bfloat16)
+    assert reason is not None and "builds for CUDA 13, but the driver supports CUDA 12" in reason
+    cuda._library_error.cache_clear()
+    write_nvcc(fake_nvcc / "cuda" / "bin" / "nvcc", "12.9")
+    assert "-cu12-" in build_cuda.build(["90a"]).name
+
+
+def test_the_version_of_the_driver_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, library = tmp_path / "driver.c", tmp_path / "libcuda.so.1"
+    source.write_text("int cuDriverGetVersion(int *v) { *v = 12080; return 0; }")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+    load = ctypes.CDLL
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: load(str(tmp_path / name)))
+    assert build_cuda.driver_major() == 12
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: load(str(tmp_path / "none" / name)))
+    assert build_cuda.driver_major() is None
 
 
 def test_a_missing_compiler_is_no_error_of_the_build(
@@ -64,33 +132,11 @@ def test_a_missing_compiler_is_no_error_of_the_build(
 ) -> None:
     monkeypatch.setattr(build_cuda, "find_nvcc", lambda: None)
     monkeypatch.setattr(build_cuda, "PACKAGE", tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(SystemExit) as error:
         build_cuda.main(["--arch", "90a"])
     assert error.value.code == build_cuda.NO_COMPILER == settings.SKIPPED
     assert capsys.readouterr().out.startswith("skipped: nvcc was not found")
-
-
-NVCC = """\
-#!/bin/sh
-echo "$@"
-echo warning >&2
-while [ $# -gt 0 ]; do [ "$1" = -o ] && : > "$2"; shift; done
-exit CODE
-"""
-
-
-@pytest.fixture
-def fake_nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An nvcc in CUDA_HOME that writes an empty library, and one on the PATH that fails."""
-    monkeypatch.setattr(build_cuda, "PACKAGE", tmp_path / "package")
-    for folder, code in ((tmp_path / "cuda" / "bin", "0"), (tmp_path / "path", "3")):
-        folder.mkdir(parents=True)
-        (folder / "nvcc").write_text(NVCC.replace("CODE", code))
-        (folder / "nvcc").chmod(0o755)
-    (tmp_path / "package").mkdir()
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
-    monkeypatch.setenv("PATH", str(tmp_path / "path"))
-    return tmp_path
 
 
 def test_output_and_errors_of_the_compiler(
@@ -128,10 +174,9 @@ def test_another_library_is_built_if_a_source_changes_and_the_cache_is_used_if_n
     assert len({*paths}) == 3 and paths[3] == paths[2] and all(p.exists() for p in paths)
     monkeypatch.setattr(build_cuda, "FLAGS", (*build_cuda.FLAGS, "-g"))
     build_cuda._digest.cache_clear()
-    assert build_cuda.library_path(["90a"]) not in paths
+    assert build_cuda.find_library(["90a"]) is None
     package, access = build_cuda.PACKAGE, os.access
     monkeypatch.setattr(os, "access", lambda path, mode: path != package and access(path, mode))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(fake_nvcc / "cache"))
     path = build_cuda.build(["100"])
     assert path.parent == fake_nvcc / "cache" / "gac" and path.exists()
     assert build_cuda.build(["100"]) == path

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bench.smoke import unavailable_reason
-from gac_kernels import LossSpec, fused_linear_gac_loss, reference
+from gac_kernels import LossSpec, fused_linear_gac_loss, projection, reference
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
@@ -69,7 +69,9 @@ def test_values_and_gradients(backend: str, dtype: torch.dtype) -> None:
 
 
 def test_extra_memory_is_bounded() -> None:
-    """At most 1 GiB beyond the inputs, the gradients and the float32 sum of weight gradients."""
+    """At most the budget and 3% beyond the inputs, the gradients and the float32 sum of weight
+    gradients.
+    """
     batch = make(8192, 1024, 151936, torch.bfloat16)
     run(fused_linear_gac_loss, batch)
     torch.cuda.synchronize()
@@ -78,7 +80,8 @@ def test_extra_memory_is_bounded() -> None:
     grads = run(fused_linear_gac_loss, batch)[1]
     peak = torch.cuda.max_memory_allocated() - before
     extra = peak - 4 * batch["weight"].numel() - sum(g.nbytes for g in grads)
-    assert extra <= 2**30, f"{extra / 2**20:.0f} MiB"
+    budget = projection.default_budget("cuda", projection.gpu_size(DEVICE)[0])
+    assert extra <= 1.03 * budget, f"{extra / 2**20:.0f} MiB"
 
 
 def test_a_single_chunk_gradient_is_rounded_once() -> None:

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from gac.control.term_pair import TermPair
-from gac.data.rows import Batch
+from gac.data.rows import Batch, TermPair
 from gac.methods import METHODS
 from gac.methods.loss_keys import check_loss
 from gac.methods.token_loss import custom_loss

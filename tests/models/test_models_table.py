@@ -26,6 +26,14 @@ def test_a_family_that_is_refused():
     assert reason.startswith("model type 'bert' is an encoder")
 
 
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("gemma2", "fused"), ("bert", "fused"), ("bart", "exact fallback"), ("blt", "does not run")],
+)
+def test_what_fuse_does_with_a_family(family, kind):
+    assert models_table.try_fuse(family).startswith(kind)
+
+
 def test_a_difference_between_modes_is_a_failure():
     expected = {"demo_loss": 1.0, "grad_norm": 2.0}
     assert models_table._compare("packed", {**expected, "grad_norm": 2.001}, expected) == "yes"
@@ -43,23 +51,26 @@ def test_tiny_configurations_are_tiny(family):
 
 
 def test_the_page_lists_what_the_run_measured():
+    modes = dict.fromkeys(models_table.MODES, "yes") | {"fuse": "fused"}
     results = {
-        "a": dict.fromkeys(models_table.MODES, "yes"),
-        "b": {**dict.fromkeys(models_table.MODES, "yes"), "FSDP2": "no | way"},
-        "c": {"model": "model type 'c' is an encoder"},
-        "d": {"model": "FAILED: no config"},
+        "a": modes,
+        "b": {**modes, "FSDP2": "no | way"},
+        "c": {"model": "model type 'c' is an encoder", "fuse": "exact fallback"},
+        "d": {"model": "FAILED: no config", "fuse": "does not run: why"},
     }
     text = models_table.page(results)
-    assert "2 of 4 families train." in text
-    assert "| `b` | yes | yes | yes | yes | yes | no [1] |" in text and "[1] no | way" in text
+    assert "2 of 4 families train. With `fuse`, 2 fused, 1 exact fallback, 1 does not run." in text
+    assert "| `b` | yes | yes | yes | yes | yes | no [1] | fused |" in text
+    assert "[1] no | way" in text
     refused, untested = text.partition("## Refused")[2].split("## Not tested")
     assert "| `c` | model type 'c' is an encoder |" in refused
     assert "| `d` | FAILED: no config |" in untested
 
 
 def test_the_command_prints_families_and_finds_that_of_a_folder(task, monkeypatch):
-    modes = ("padded", "packed", "FSDP2", "LoRA", "default", "micro-batches")
-    qwen2 = "qwen2 " + ", ".join(f"{mode}: yes" for mode in modes)
+    modes = ("padded", "packed", "FSDP2", "LoRA", "default", "fuse", "micro-batches")
+    results = ", ".join(f"{mode}: {'fused' if mode == 'fuse' else 'yes'}" for mode in modes)
+    qwen2 = f"qwen2 {results}"
     lines = families_table("qwen2").splitlines()
     assert qwen2.split() == lines[0].split() and all(x.startswith("qwen2") for x in lines[:-2])
     monkeypatch.chdir(task)

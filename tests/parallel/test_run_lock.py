@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -60,3 +63,53 @@ def test_commands_report_a_locked_folder_in_one_line(holder, tmp_path, capsys, c
     assert len(lines) == 1
     assert str(tmp_path) in lines[0]
     assert str(holder.pid) in lines[0]
+
+
+def test_a_lock_names_its_holder_also_over_an_earlier_longer_name(tmp_path):
+    path = tmp_path / "runs" / LOCK_FILE
+    for text in ("", "x" * 999):
+        if text:
+            path.write_text(text)
+        with run_lock(path.parent):
+            holder = json.loads(path.read_text())
+            assert holder == {"host": socket.gethostname(), "process": os.getpid()}
+            with pytest.raises(RunDirectoryError, match=f"in use by process {os.getpid()} on host"):
+                run_lock(path.parent).__enter__()
+
+
+@pytest.mark.parametrize("text", ["", "{", "{}", "3"])
+def test_a_holder_that_has_not_written_its_name(tmp_path, monkeypatch, text):
+    path = tmp_path / LOCK_FILE
+    path.write_text(text)
+    with path.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(RunDirectoryError, match="in use by another process; wait until it"):
+            run_lock(tmp_path).__enter__()
+        monkeypatch.setenv("RANK", "1")
+        with run_lock(tmp_path):  # rank 0 holds it for the job
+            pass
+
+
+def test_a_folder_that_cannot_be_locked(tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").touch()
+    with run_lock(tmp_path / "file" / "run"):  # the command reports it
+        pass
+    mask = os.umask(0o002)  # as on a shared file system
+    try:
+        with run_lock(tmp_path):
+            assert (tmp_path / LOCK_FILE).stat().st_mode & 0o777 == 0o664
+    finally:
+        os.umask(mask)
+
+    numbers = iter([errno.EIO, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP])
+
+    def flock(*_: Any) -> None:
+        raise OSError(next(numbers), "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(OSError, match="no locks"):
+        run_lock(tmp_path).__enter__()
+    for _ in range(4):
+        caplog.clear()
+        with run_lock(tmp_path):
+            assert "does not support locks" in caplog.text

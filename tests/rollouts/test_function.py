@@ -12,14 +12,12 @@ import torch
 from accelerate import Accelerator
 
 from examples import turns
-from gac.data.micro import MicroBatches
-from gac.data.rows import Row, collate, count
+from gac.data.rows import MicroBatches, Row, collate, count
 from gac.errors import ConfigError, RunError
 from gac.methods.base import Loss, Mix, StepNeeds
 from gac.rollouts import Rollout
 from gac.rollouts.config import RolloutConfig
-from gac.rollouts.engines import Engine
-from gac.rollouts.function import RolloutFunction
+from gac.rollouts.engines import Engine, RolloutFunction
 from gac.training.gradients import Forward, Gradients, SampledKL
 from gac.training.step import Rewards, Step
 from gac.training.trainer import Trainer, train

@@ -17,10 +17,9 @@ from gac.data import Example
 from gac.data.rows import Row, demo_row
 from gac.demo.task import make_tokenizer
 from gac.rollouts import Rollout, sampling
-from gac.rollouts.advantages import Credit
 from gac.rollouts.config import RolloutConfig
 from gac.rollouts.generation import Completion
-from gac.rollouts.plan import Sampling, Stage
+from gac.rollouts.plan import Credit, Sampling, Stage
 from gac.rollouts.sampling import (
     Rollouts,
     Sample,

@@ -114,14 +114,14 @@ def test_arms_are_reported_when_complete_and_finished_cells_are_not_run_again(tm
 
 
 def test_a_base_that_differs_from_the_one_of_the_finished_runs_is_an_error(tmp_path):
-    for base in study_run.BASES:
-        (tmp_path / f"sorting-{base}").mkdir()
-        (tmp_path / f"sorting-{base}" / "model.safetensors").write_bytes(base.encode())
-    study_run.check_bases(tmp_path, "sorting", tmp_path)
-    study_run.check_bases(tmp_path, "sorting", tmp_path)
+    for base in ("sorting-weak", "sorting-mid", "sorting-mid"):  # the second finds its own digest
+        (tmp_path / base).mkdir(exist_ok=True)
+        (tmp_path / base / "model.safetensors").write_bytes(base.encode())
+        study_run.check_base(tmp_path, base, tmp_path)
     (tmp_path / "sorting-mid" / "model.safetensors").write_bytes(b"other")
     with pytest.raises(ConfigError, match="sorting-mid"):
-        study_run.check_bases(tmp_path, "sorting", tmp_path)
+        study_run.check_base(tmp_path, "sorting-mid", tmp_path)
+    study_run.check_base(tmp_path, "sorting-weak", tmp_path)
 
 
 def test_page_has_the_numbers_of_the_raw_results():

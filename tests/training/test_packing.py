@@ -6,8 +6,8 @@ import contextlib
 import itertools
 import logging
 import math
+import operator
 import random
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,13 +16,12 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
 
 from gac.config import ConfigError, load
-from gac.data.micro import MicroBatches
-from gac.data.rows import Row, collate, count
+from gac.data.rows import MicroBatches, Row, collate, count
 from gac.methods.base import Loss, Mix, StepNeeds
 from gac.models import row_attention
 from gac.models.causal_lm import Head, attach_head
 from gac.train_config import TrainConfig
-from gac.training.gradients import Forward, Gradients, SampledKL
+from gac.training.gradients import Forward, Gradients
 from gac.training.policy import _micro_batches, supports_packing
 from gac.training.step import Rewards, Step
 from gac.training.trainer import Trainer, train
@@ -72,7 +71,8 @@ def run_step(model, rows: list[Row], micro: MicroBatches, loss: Loss):
     """
     forward = Forward(Accelerator(cpu=True), model, model, 0.7, micro, pad_token=0)
     gradients = Gradients(forward, loss)
-    old = [x - 0.1 * torch.arange(len(x)) for x in forward.row_logprobs(rows)]
+    by_number = sorted(rows, key=operator.attrgetter("sequence"))
+    old = [x - 0.1 * torch.arange(len(x)) for x in forward.row_logprobs(by_number)]
     rewards = Rewards.of([r.advantage for r in rows])
     step = Step(0, tuple(rows), Mix(0.3), count(rows), rewards, StepNeeds(kl=True), tuple(old), 1)
     model.zero_grad()
@@ -329,10 +329,13 @@ def test_kl_sample_of_all_rows_matches_the_moments(task, tmp_path, tokens):
     assert sample["kl"] > 0 and sample["kl"] != moments["kl"]
 
 
-def test_kl_sample_takes_other_rows_in_each_step():
-    forward = Mock(reference_model=contextlib.nullcontext, row_logprobs=lambda rows, model: rows)
-    rows = tuple(row for row in random_rows(12) if not row.is_demo)
-    steps = [Mock(rows=rows, number=number) for number in range(len(rows))]
-    samples = [set(SampledKL(forward, step, 3).reference) for step in steps]
-    assert all(len(sample) == 3 for sample in samples)
-    assert samples[0] != samples[1] and set.union(*samples) == {row.sequence for row in rows}
+@pytest.mark.parametrize("error", [TypeError, ValueError, NotImplementedError, KeyError])
+def test_a_forward_without_row_bounds_is_not_packed(error):
+    class Refuses(Leaky):
+        def forward(self, **_):
+            raise error
+
+    model = Refuses()
+    with pytest.raises(KeyError) if error is KeyError else contextlib.nullcontext():
+        assert not supports_packing(model)
+    assert model.training

@@ -1,0 +1,133 @@
+"""Nothing is unpickled from a path that a user or a hub names, except plain values and tensors."""
+
+from __future__ import annotations
+
+import ast
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from gac.errors import ConfigError, UserError
+from gac.faults import checkpoint
+from gac.models.causal_lm import load_model
+from gac.models.config import ModelConfig
+from gac.training.replay import load_skipped
+from tests.integrations.tiny import write_model
+
+ROOT = Path(__file__).parents[2]
+# pickles of this process and of the sandbox's
+OWN = {"gac/data/stored.py": 1, "gac/sandbox/solver.py": 3}
+
+
+class Code:
+    """Its pickle creates a folder when it is loaded."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return Path.mkdir, (self.folder,)
+
+
+def weights(folder: Path, code: Code, only: bool) -> Callable[[], Any]:
+    write_model(folder)
+    (folder / "model.safetensors").unlink()
+    torch.save({"model.norm.weight": code}, folder / "pytorch_model.bin")
+    return lambda: load_model(ModelConfig(path=str(folder), safetensors_only=only))
+
+
+def adapters(folder: Path, code: Code, only: bool) -> Callable[[], Any]:
+    write_model(folder / "base")
+    base = AutoModelForCausalLM.from_pretrained(folder / "base")
+    lora = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+    get_peft_model(base, lora).save_pretrained(folder)
+    (folder / "adapter_model.safetensors").unlink()
+    torch.save({"x": code}, folder / "adapter_model.bin")
+    return lambda: load_model(ModelConfig(path=str(folder), safetensors_only=only))
+
+
+def index(folder: Path, code: Code) -> Callable[[], Any]:
+    model = torch.nn.Linear(2, 2)
+    path = checkpoint.save(folder, 1, model, torch.optim.AdamW(model.parameters()), {})
+    (path / checkpoint.INDEX).write_bytes(pickle.dumps(code))
+    return lambda: checkpoint.model_tensors(path)
+
+
+def values(folder: Path, code: Code) -> Callable[[], Any]:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.param_groups[0]["note"] = code
+    path = checkpoint.save(folder, 1, model, optimizer, {})
+    optimizer.param_groups[0]["note"] = 0
+    return lambda: checkpoint.load(path, model, optimizer)
+
+
+def replay(folder: Path, code: Code) -> Callable[[], Any]:
+    folder.mkdir()
+    torch.save(code, folder / "rank-0.pt")
+    return lambda: load_skipped(folder)
+
+
+CASES: dict[str, Callable[[Path, Code], Callable[[], Any]]] = {
+    "weights, refused": lambda folder, code: weights(folder, code, True),
+    "weights, read as values": lambda folder, code: weights(folder, code, False),
+    "adapters, refused": lambda folder, code: adapters(folder, code, True),
+    "adapters, read as values": lambda folder, code: adapters(folder, code, False),
+    "index of a checkpoint": index,
+    "values in a checkpoint": values,
+    "skipped step": replay,
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_pickle_with_code_is_refused(case: str, tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    load = CASES[case](tmp_path / "files", Code(ran))
+    expected = (UserError, OSError, pickle.UnpicklingError)
+    with pytest.raises(expected) as raised:
+        load()
+    assert not ran.exists()
+    if "refused" in case:
+        assert "model.safetensors_only=false" in str(raised.value)
+
+
+def test_plain_weights_in_a_pickle_need_the_key(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(expected, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=r"has no model.safetensors, and model.safetensors_only"):
+        load_model(ModelConfig(path=str(tmp_path)))
+    loaded = load_model(ModelConfig(path=str(tmp_path), safetensors_only=False)).state_dict()
+    assert all(torch.equal(x, loaded[name]) for name, x in expected.items())
+
+
+@pytest.mark.parametrize(
+    "name", ["os.system", "torch.hub.load", "torch.distributed.checkpoint.filesystem.os.mkdir"]
+)
+def test_an_index_may_refer_to_its_own_classes_only(name: str) -> None:
+    module, _, function = name.rpartition(".")
+    if module.endswith(".os"):
+        module, function = module.removesuffix(".os"), "os.mkdir"
+    text = f"\x80\x04\x8c{chr(len(module))}{module}\x8c{chr(len(function))}{function}\x93."
+    with pytest.raises(UserError, match="do not load it"):
+        checkpoint._Index(io.BytesIO(text.encode("latin1"))).load()
+
+
+def test_no_other_code_unpickles() -> None:
+    found: dict[str, int] = {}
+    for path in [*ROOT.glob("gac/**/*.py"), *ROOT.glob("gac_kernels/**/*.py")]:
+        for call in ast.walk(ast.parse(path.read_text())):
+            name = ast.unparse(call.func) if isinstance(call, ast.Call) else ""
+            safe = name == "torch.load" and "weights_only=True" in ast.unparse(call)
+            if name in ("pickle.load", "pickle.loads", "torch.load") and not safe:
+                place = path.relative_to(ROOT).as_posix()
+                found[place] = found.get(place, 0) + 1
+    assert found == OWN

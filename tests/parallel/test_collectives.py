@@ -1,0 +1,163 @@
+"""Collectives in one and in three real processes, joining a job, and what can be sharded."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from gac.errors import ConfigError, UserError
+from gac.parallel import collectives, setup
+from gac.parallel.config import ParallelConfig
+from tests import ranks
+
+
+def numbers(out: str) -> tuple[Any, ...]:
+    """Every collective, of values that float32 cannot hold."""
+    setup.make_accelerator(ParallelConfig(timeout=20.0), (), out)
+    rank = collectives.rank()
+    own = [1 + 2.0**-30 * rank, 3.0 * rank]
+    return (
+        collectives.total(own),
+        collectives.mean(own),
+        collectives.largest([*own, -rank]),
+        collectives.gather({"rank": rank}),
+        collectives.total_counts({"a": 2, f"b{rank % 2}": rank}),
+        collectives.all_reduce_sum(torch.tensor([2.0, rank])).tolist(),
+    )
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_all_ranks_get_the_same_float64_numbers(tmp_path, count: int) -> None:
+    everyone = range(count)
+    total = [count + 2.0**-30 * sum(everyone), 3.0 * sum(everyone)]
+    expected = (
+        total,
+        [x / count for x in total],
+        [1 + 2.0**-30 * everyone[-1], 3.0 * everyone[-1], 0.0],
+        [{"rank": rank} for rank in everyone],
+        {"a": 2 * count, "b0": 2 if count == 3 else 0} | ({"b1": 1} if count == 3 else {}),
+        [2.0 * count, sum(everyone)],
+    )
+    assert ranks.run(numbers, str(tmp_path), ranks=count) == [expected] * count
+
+
+FAILURES = [
+    ({}, False, ["returned 7"] * 2),
+    ({1: UserError("x")}, False, ["x because of None"] * 2),
+    ({0: UserError("x"), 1: UserError("y")}, True, [f"{x} because of None" for x in "xy"]),
+    (
+        {0: OSError("disk")},
+        True,
+        [f"explained disk because of {cause}" for cause in ("OSError('disk')", None)],
+    ),
+]
+
+
+def seven_unless(error: Exception | None) -> int:
+    if error is not None:
+        raise error
+    return 7
+
+
+def fail(out: str) -> list[str]:
+    """How `run_on_all_ranks` ends on this rank, for each of `FAILURES`."""
+    setup.make_accelerator(ParallelConfig(timeout=20.0), (), out)
+    ends = []
+    for failing, explained, _ in FAILURES:
+        work = partial(seven_unless, failing.get(collectives.rank()))
+        explain = (lambda error: UserError(f"explained {error}")) if explained else None
+        try:
+            ends.append(f"returned {collectives.run_on_all_ranks(work, explain)}")
+        except UserError as error:
+            ends.append(f"{error} because of {error.__cause__!r}")
+    return ends
+
+
+def test_an_error_of_one_rank_is_an_error_of_all(tmp_path) -> None:
+    ends = zip(*ranks.run(fail, str(tmp_path), ranks=2), strict=True)
+    assert list(map(list, ends)) == [expected for *_, expected in FAILURES]
+
+
+@pytest.mark.parametrize(
+    ("variables", "trackers", "message"),
+    [
+        ({"ACCELERATE_USE_FSDP": "True"}, (), "launch without --use_fsdp"),
+        ({}, ("wandb",), "report_to: 'wandb' is not installed: pip install wandb"),
+        ({}, ("all",), "report_to='all': use names from .*tensorboard"),
+        ({}, (), "parallel.replicas=2: use a divisor of 1, the number of ranks"),
+    ],
+)
+def test_a_job_that_cannot_start(monkeypatch, tmp_path, variables, trackers, message) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"^{message}"):
+        setup.make_accelerator(ParallelConfig(replicas=2), trackers, str(tmp_path))
+
+
+class Layer(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+
+
+class Nested(nn.Module):
+    """A layer that contains a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.weight = Layer(), nn.Parameter(torch.zeros(2))
+
+
+class Family(nn.Module):
+    def __init__(self, layers: list[nn.Module], names: list[str] | None = None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.others = nn.ModuleList([nn.Identity()])
+        self._no_split_modules = names
+
+
+def sharded_units(out: str) -> list[Any]:
+    """For each model: the names of its units and whether all is sharded; or the error."""
+    config = ParallelConfig("fsdp")
+    accelerator = setup.make_accelerator(config, (), out)
+    tied = Family([Layer(), Layer()])
+    tied.layers[1].weight = tied.layers[0].weight
+    models = (
+        Family([Layer(), Layer()]),
+        Family([Nested(), Layer()], ["Nested", "Layer"]),
+        Family([Nested(), Layer()], ["Nested"]),
+        tied,
+        nn.Sequential(nn.Linear(2, 2)),
+    )
+    results: list[Any] = []
+    for model in models:
+        loading = setup.sharded_loading(accelerator, config)
+        try:
+            model = setup.prepare_frozen(model, accelerator, config, None, loading)
+        except ConfigError as error:
+            results.append(str(error))
+            continue
+        units = {unit: name for name, unit in model.named_modules()}
+        sharded = all(isinstance(p, DTensor) for p in model.parameters())
+        results.append(([units[unit] for unit in setup.units(model)], sharded))
+    return results
+
+
+@pytest.mark.dist
+def test_the_outermost_layers_and_the_rest_are_sharded(tmp_path) -> None:
+    *sharded, tied, without = ranks.run(sharded_units, str(tmp_path), ranks=2)[0]
+    layers = ["layers.0", "layers.1"]
+    assert sharded == [(["", *layers], True), (["", *layers], True), (["", layers[0]], True)]
+    assert tied.startswith("parallel.mode='fsdp': the layers of Family share weights")
+    assert "Sequential could not be sharded (layers [], 0 unsharded parameters []" in without
+
+
+def test_a_seed_repeats_the_random_numbers() -> None:
+    setup.seed(17)
+    first = torch.rand(3)
+    torch.manual_seed(17)
+    assert torch.equal(torch.rand(3), first)
