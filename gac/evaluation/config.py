@@ -52,6 +52,15 @@ class EvalTask:
     """
 
     def __post_init__(self) -> None:
+        require_at_least(1, self, "samples", "max_completion_length", "batch")
+        require_at_least(0, self, "temperature")
+        require(0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")
+        for k in self.pass_at:
+            require(1 <= k <= self.samples, "pass_at", k, f"1 to samples={self.samples}")
+        if self.samples > 1 and self.temperature == 0:
+            raise ValueError(
+                f"samples={self.samples} at temperature=0 would all be equal: set temperature > 0"
+            )
         check_effects(self)
         use = "the default: an evaluation reads the rows of data.prompts in their order"
         for name in (
@@ -64,15 +73,6 @@ class EvalTask:
         ):
             value = getattr(self.data, name)
             require(value == getattr(DataConfig(), name), f"data.{name}", value, use)
-        require_at_least(1, self, "samples", "max_completion_length", "batch")
-        require_at_least(0, self, "temperature")
-        require(0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")
-        for k in self.pass_at:
-            require(1 <= k <= self.samples, "pass_at", k, f"1 to samples={self.samples}")
-        if self.samples > 1 and self.temperature == 0:
-            raise ValueError(
-                f"samples={self.samples} at temperature=0 would all be equal: set temperature > 0"
-            )
 
 
 @dataclass(frozen=True)

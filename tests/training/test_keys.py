@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from gac.rollouts import Rollout
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from gac.config import load
@@ -25,6 +24,7 @@ from gac.demo.task import make_tokenizer
 from gac.errors import UserError
 from gac.methods import DEFAULT, METHODS
 from gac.models.config import LoraConfig
+from gac.rollouts import Rollout
 from gac.train_config import TrainConfig
 from gac.training.trainer import Trainer
 from gac_kernels import GradientFilter
