@@ -15,7 +15,14 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from gac.errors import ConfigError, import_extra
 from gac.models.config import ALL_LINEAR, LoraConfig, ModelConfig
-from gac.models.head import Head, attach_head, check_head, patch_forward, set_compute_dtype
+from gac.models.head import (
+    Head,
+    attach_head,
+    check_head,
+    patch_forward,
+    run_head,
+    set_compute_dtype,
+)
 from gac.models.pretrained import (
     TOKENIZERS,
     WEIGHTS,
@@ -38,6 +45,7 @@ __all__ = [
     "load_model",
     "load_tokenizer",
     "make_model",
+    "run_head",
     "stop_tokens",
 ]
 

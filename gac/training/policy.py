@@ -20,7 +20,7 @@ from gac.errors import ConfigError
 from gac.methods.base import StepNeeds
 from gac.models import row_attention
 from gac.models.causal_lm import check_head, make_model
-from gac.models.head import Head, compute_dtype, set_gradient_filter
+from gac.models.head import compute_dtype, run_head, set_gradient_filter
 from gac.parallel import collectives, setup
 from gac.parallel.collectives import run_on_all_ranks
 from gac.parallel.setup import reshard
@@ -235,7 +235,7 @@ def activation_bytes(model: nn.Module, length: int) -> float:
 
         batch = collate([Row((1,) * length, 1, False)] * rows, 0, device)
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(save, lambda x: x):
-            model(**batch.model_inputs, request=lambda head: head.logprobs(batch.targets))
+            run_head(model, **batch.model_inputs).logprobs(batch.targets)
         reshard(model)
         return sum(sizes)
 
@@ -265,16 +265,11 @@ def supports_packing(model: nn.Module) -> bool:
 
     def row_logps(*rows: tuple[int, ...], packed: bool = True) -> Tensor:
         batch = collate([Row(ids, 1, False) for ids in rows], 0, device, packed)
-
-        def request(head: Head) -> Tensor:
-            values = head.weight if head.logits is None else head.logits
-            assert values is not None
-            precise.append(
-                values.dtype == torch.float32 and not torch.is_autocast_enabled(device.type)
-            )
-            return head.logprobs(batch.targets)[0]
-
-        logps = model(**batch.model_inputs, request=request).flatten()
+        head = run_head(model, **batch.model_inputs)
+        values = head.weight if head.logits is None else head.logits
+        assert values is not None
+        precise.append(values.dtype == torch.float32 and head.autocast is None)
+        logps = head.logprobs(batch.targets)[0].flatten()
         return logps[-len(ROW) : -1]  # only those that predict tokens of ROW from tokens of ROW
 
     for module in training:

@@ -32,7 +32,7 @@ from gac.parallel import collectives, setup
 from gac.parallel.run_lock import run_lock
 from gac.rewards import Tally, build_reward, closing_reward
 from gac.rollouts.engines import Engine
-from gac.rollouts.sampling import Rollouts, Sampler, SamplingStats, source_means
+from gac.rollouts.sampling import Rollouts, Sampler, SamplingStats, mean_columns
 from gac.train_config import OptimConfig, TrainConfig, loss_of
 from gac.training.export import export_checkpoint
 
@@ -210,7 +210,11 @@ class Trainer:
             row = self._train_step()
             self.step += 1
             seconds = time.perf_counter() - started
-            row |= {"sampling_share": row["sampling_seconds"] / seconds, "seconds": seconds}
+            row |= {
+                "sampling_share": row["sampling_seconds"] / seconds,
+                "tokens_per_second": row["tokens"] / seconds,
+                "seconds": seconds,
+            }
             self.record.step(row)
             if (
                 self.rollouts
@@ -389,7 +393,7 @@ class Trainer:
         fresh = self.rollouts if step.number % self.config.rollouts.num_iterations == 0 else None
         row |= {
             **(fresh.stats if fresh else SamplingStats()).columns(),
-            **(source_means(fresh.sources) if fresh else {}),
+            **(mean_columns(fresh.means) if fresh else {}),
             "skipped": self.guard.skipped,
             **self.tally.new_counts(),
             **self.method.report(self.state),
