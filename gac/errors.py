@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from typing import SupportsFloat
 
 FAILED, USAGE = 1, 2
 EXTRAS = {
@@ -28,7 +30,7 @@ EXTRAS = {
         "tqdm",
     },
     "lora": {"peft"},
-    "hub": {"datasets"},
+    "hub": {"datasets", "pyarrow"},
     "vllm": {"trl", "requests"},
 }
 """Extra in pyproject.toml -> the packages that it installs."""
@@ -98,6 +100,29 @@ def require_one_of(valid: Collection[str], owner: object, name: str) -> None:
     """`require` that the named attribute of `owner` is one of `valid`."""
     value = getattr(owner, name)
     require(value in valid, name, value, f"one of {', '.join(valid)}")
+
+
+def is_real(value: object) -> bool:
+    """Whether `value` is a finite Python number; bool does not count."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_count(value: object, minimum: int = 0) -> bool:
+    """Whether `value` is an integer >= `minimum`; bool does not count."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
+
+
+def finite(name: str, value: SupportsFloat) -> float:
+    """Convert a Python number or 0-d array to a float; raise ValueError if it is not finite."""
+    number = math.nan if isinstance(value, str) else float(value)
+    require(math.isfinite(number), name, value, "a finite number")
+    return number
+
+
+def numbers(name: str, values: Sequence[SupportsFloat], count: int) -> list[float]:
+    """Convert `values` to floats; raise ValueError unless they are `count` finite numbers."""
+    require(len(values) == count, name, values, f"{count} numbers, or None")
+    return [finite(name, value) for value in values]
 
 
 def writable_folder(key: str, path: Path) -> Path:

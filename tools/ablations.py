@@ -12,9 +12,8 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from gac.control.checks import is_count, is_real, require
-from gac.control.evidence import Evidence, Reading, SourceNeeds, State
-from gac.control.signals import ProxySignals, Source
+from gac.control.signals import Evidence, ProxySignals, Reading, Source, SourceNeeds, State
+from gac.errors import is_count, is_real, require
 from gac_kernels import Signals
 
 

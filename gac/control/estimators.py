@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from gac.control.checks import finite, require
+from gac.errors import finite, require
 
 
 class Corrections(NamedTuple):

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gac.control.checks import is_real, numbers, require
+from gac.errors import is_real, numbers, require
 
-from .alignment import Alignment
+from .signals import Alignment
 
 FORMS = {"cosine": (0.5, 2.5), "mean_cosine": (0.6, 3.0), "z": (1.0, 0.5)}
 """Form -> (trust at a measure of 0, slope of the trust per unit of the measure)."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from gac.config import Choice
-from gac.control.checks import is_count, is_real, require
+from gac.errors import is_count, is_real, require
 
 SHAPES = ("linear", "cosine")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -19,7 +21,8 @@ def split_conversation(row: SourceRow, prompt_field: str, demo_field: str | None
     """Return the row with `prompt_field` and `demo_field` filled from `messages` or `completion`.
 
     The last message of `messages`, if it is the assistant's, is the demonstration; the messages
-    before it are the prompt. Fields that the row has are not replaced.
+    before it are the prompt. Fields that the row has are not replaced. A demonstration that calls
+    tools remains a message, which `demonstration` renders.
     """
     fields = dict(row.fields)
     if fields.get(prompt_field) is None and fields.get(MESSAGES) is not None:
@@ -27,45 +30,103 @@ def split_conversation(row: SourceRow, prompt_field: str, demo_field: str | None
         answered = messages[-1]["role"] == "assistant" and len(messages) > 1
         fields[prompt_field] = messages[:-1] if answered else messages
         if answered and demo_field is not None:
-            fields.setdefault(demo_field, messages[-1]["content"])
+            fields.setdefault(demo_field, [messages[-1]])
+    elif isinstance(fields.get(prompt_field), list):
+        fields[prompt_field] = check_messages(row, prompt_field)
     if demo_field is not None and fields.get(demo_field) is None and COMPLETION in fields:
         fields[demo_field] = fields.get(COMPLETION)
     if demo_field is not None and isinstance(fields.get(demo_field), list):
         messages = check_messages(replace(row, fields=fields), demo_field)
         if len(messages) != 1 or messages[0]["role"] != "assistant":
             row.fail(demo_field, "expected one assistant message")
-        fields[demo_field] = messages[0]["content"]
+        message = messages[0]
+        fields[demo_field] = message if calls_tools(message) else message["content"]
     return replace(row, fields=fields)
 
 
-def check_messages(row: SourceRow, field: str) -> Sequence[Message]:
-    """The field's list of messages; raises DataError unless each has a role and text."""
+def calls_tools(message: object) -> bool:
+    """Whether `message` is an assistant's message with tool calls."""
+    return isinstance(message, Mapping) and bool(message.get("tool_calls"))
+
+
+def check_messages(row: SourceRow, field: str) -> list[Message]:
+    """The field's messages, with text as their content; raises DataError if one is invalid."""
     messages = row.fields[field]
     if not isinstance(messages, list) or not messages:
         row.fail(field, f"expected a list of messages, found {messages!r:.60}")
-    for number, message in enumerate(messages, start=1):
-        valid = isinstance(message, Mapping) and isinstance(message.get("content"), str)
-        if not valid or not isinstance(message.get("role"), str):
-            row.fail(
-                field, f"message {number} needs `role` and `content`, both text: {message!r:.60}"
-            )
-    return messages
+    return [_plain(row, field, *numbered) for numbered in enumerate(messages, start=1)]
+
+
+def _plain(row: SourceRow, field: str, number: int, message: Any) -> Message:
+    """The message with its text parts joined, and the arguments of its tool calls as mappings."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        row.fail(field, f"message {number} needs a `role` and `content`: {message!r:.60}")
+    content = message.get("content")
+    if isinstance(content, list):
+        kinds = [part.get("type") if isinstance(part, Mapping) else part for part in content]
+        if other := [kind for kind in kinds if kind != "text"]:
+            row.fail(field, f"message {number} has a part of type {other[0]!r}: use text only")
+        content = "".join(part["text"] for part in content)
+    if content is None and calls_tools(message):
+        content = ""
+    if not isinstance(content, str):
+        row.fail(field, f"message {number} needs `content` as text: {message!r:.60}")
+    result = {**message, "content": content}
+    if calls_tools(message):
+        result["tool_calls"] = [_decoded(call) for call in message["tool_calls"]]
+    return result
+
+
+def _decoded(call: Any) -> Any:
+    """A tool call as chat templates expect it: OpenAI's format has the arguments as JSON text."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    with contextlib.suppress(json.JSONDecodeError):  # then the text is the best there is
+        return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+    return call
 
 
 def render(
-    tokenizer: PreTrainedTokenizerBase, row: SourceRow, messages: Sequence[Message], field: str
+    tokenizer: PreTrainedTokenizerBase,
+    row: SourceRow,
+    messages: Sequence[Message],
+    field: str,
+    *,
+    answered: bool = False,
 ) -> str:
-    """The prompt of a conversation in the tokenizer's chat template."""
+    """A conversation in the tokenizer's chat template, up to the start of the next response.
+
+    answered: the last message is the response. A system message that the template refuses becomes
+    the start of the first user message. A field `tools` of the row is passed to the template.
+    """
     if not tokenizer.chat_template:
         row.fail(
             field,
             "a conversation needs a chat template, which the tokenizer does not have: set "
             "model.tokenizer to one that does, or give the prompt as text and set data.template",
         )
+    options: Any = {"tools": row.fields.get("tools"), "add_generation_prompt": not answered}
     try:
-        text = tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
-        )
+        return str(tokenizer.apply_chat_template([*messages], tokenize=False, **options))
     except Exception as error:  # templates raise errors of their own, e.g. for unknown roles
+        if [message["role"] for message in messages[:2]] == ["system", "user"]:
+            first, second, *rest = messages
+            merged = {**second, "content": f"{first['content']}\n\n{second['content']}"}
+            return render(tokenizer, row, [merged, *rest], field, answered=answered)
         row.fail(field, f"the chat template rejects it ({' '.join(str(error).split())[:200]})")
-    return str(text)
+
+
+def demonstration(
+    tokenizer: PreTrainedTokenizerBase,
+    row: SourceRow,
+    messages: Sequence[Message],
+    message: Message,
+    field: str,
+) -> str:
+    """The text, without EOS, that the chat template writes for the response `message`."""
+    prompt = render(tokenizer, row, messages, field)
+    text = render(tokenizer, row, [*messages, message], field, answered=True)
+    if not text.startswith(prompt):
+        row.fail(field, "the chat template writes the prompt differently before a tool call")
+    return text[len(prompt) :].strip().removesuffix(str(tokenizer.eos_token))

@@ -12,10 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from gac.config import setting
 from gac.config.imports import load_object
 from gac.errors import ConfigError, MissingData
 
-from .conversations import check_messages, render, split_conversation
+from .conversations import calls_tools, demonstration, render, split_conversation
 from .order import MixedOrder, Order
 from .source import FORMATS, DataError, SourceRow, read_rows
 from .stored import Example, Examples
@@ -81,7 +82,7 @@ class DataConfig:
     the prompt is all of `messages` before the assistant's last one."""
     answer_field: str | None = "answer"
     """Field with the gold answer, required in every row of `prompts`; null: no answers."""
-    answer_pattern: str | None = None
+    answer_pattern: str | None = setting(None, only_with="answer_field")
     """Regular expression with one group: the answer is that group's last match in the field."""
     demo_field: str | None = "solution"
     """Field with the expert response; without it, `completion` or the assistant's last message in
@@ -91,14 +92,14 @@ class DataConfig:
     source_field: str | None = None
     """Field with the name of the row's source, for example a dataset or a task: rewards and
     demonstration losses are also reported by source, and `guarded` has an alarm for each source."""
-    choices_field: str = "choices"
+    choices_field: str = setting("choices", only_with="template")
     """Field with the options of a multiple-choice question; `template` writes them as (A), (B)."""
     where: Mapping[str, Any] = field(default_factory=dict)
     """Keep the rows whose field has this value, or one of a list of values, e.g. {split: train}."""
     template: str | None = None
     """Template of the prompt, with `{prompt}` and, optionally, other fields of the row; `{{` is a
     literal brace."""
-    demo_template: str | None = None
+    demo_template: str | None = setting(None, only_with="demo_field")
     """Template of the expert response, with `{demo}` and, optionally, other fields of the row."""
     chat: bool = False
     """Format the prompt as a user turn with the tokenizer's chat template."""
@@ -106,7 +107,7 @@ class DataConfig:
     """System prompt for text prompts (requires `chat`), and for messages that contain none."""
     max_prompt_tokens: int | None = None
     """Drop rows with longer prompts, and count them."""
-    max_demo_tokens: int | None = None
+    max_demo_tokens: int | None = setting(None, only_with="demo_field")
     """Drop longer demonstrations (including EOS), and count them."""
     limit: int | None = None
     """Maximum number of rows, counted after `where`."""
@@ -184,7 +185,7 @@ def load_prompts(
     if training:
         rows = _without_canaries(rows)
     examples = _encode(config, tokenizer, rows, dropped, answers=True)
-    return _store(config.prompts, examples, dropped)
+    return _store(config.prompts, "prompts", examples, dropped)
 
 
 def prompt_order(config: DataConfig, prompts: Sequence[Example], seed: int) -> Order | MixedOrder:
@@ -235,7 +236,7 @@ def load_demos(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Exampl
             )
         rows = itertools.chain([first], rows)
     examples = _encode(config, tokenizer, _without_canaries(rows), dropped, answers=False)
-    return _store(source, (example for example in examples if example.demo), dropped)
+    return _store(source, "demonstrations", (e for e in examples if e.demo), dropped)
 
 
 def load_references(config: DataConfig) -> list[tuple[Example, str]]:
@@ -254,15 +255,17 @@ def load_references(config: DataConfig) -> list[tuple[Example, str]]:
     references = []
     for row in _select(config, "prompts", config.prompts, dropped):
         answer = _answer(config, row, required=False)
-        demo = row.text(config.demo_field, required=False) if config.demo_field else answer
+        demo = answer
+        if config.demo_field is not None:
+            calls = calls_tools(row.fields.get(config.demo_field))  # needs a tokenizer
+            demo = None if calls else row.text(config.demo_field, required=False)
         if demo is None:
             dropped[f"without {config.demo_field or 'an answer'!r}"] += 1
             continue
         name = row.text(config.id_field, required=False) or row.location
         prompt = row.fields.get(config.prompt_field)
         if isinstance(prompt, list):
-            messages = check_messages(row, config.prompt_field)
-            prompt = "\n".join(message["content"] for message in messages)
+            prompt = "\n".join(message["content"] for message in prompt)
         else:
             prompt = row.text(config.prompt_field) or ""
         references.append((Example(name, (), prompt, answer, None, dict(row.fields)), demo))
@@ -333,7 +336,7 @@ def _encode_chunk(
     answers: bool,
 ) -> list[Example]:
     """Render every row as text, then tokenize prompts and demonstrations in one call each."""
-    demo_texts = [_demo_text(config, row, required=not answers) for row in rows]
+    demo_texts = [_demo_text(config, tokenizer, row, required=not answers) for row in rows]
     texts = [_prompt_text(config, tokenizer, row) for row in rows]
     # A chat template adds its own special tokens; a plain prompt gets the tokenizer's (BOS).
     chat = [config.chat or isinstance(row.fields[config.prompt_field], list) for row in rows]
@@ -377,10 +380,7 @@ def _tokenize(
 
 
 def _prompt_text(config: DataConfig, tokenizer: PreTrainedTokenizerBase, row: SourceRow) -> str:
-    if isinstance(row.fields.get(config.prompt_field), list):
-        messages = [*check_messages(row, config.prompt_field)]
-        if config.system is not None and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": config.system})
+    if messages := _messages(config, row):
         return render(tokenizer, row, messages, config.prompt_field)
     text = row.text(config.prompt_field, key="prompt_field")
     assert text is not None  # `row.text` raises if the field is missing
@@ -388,19 +388,32 @@ def _prompt_text(config: DataConfig, tokenizer: PreTrainedTokenizerBase, row: So
         text = _fill(config.template, row, {**_printable(config, row), "prompt": text})
     if not config.chat:
         if config.system is not None:
-            raise ValueError(f"system is {config.system!r} but chat is false: set chat: true")
+            raise ValueError(f"data.system={config.system!r}: a text prompt needs data.chat=true")
         return text
     if not tokenizer.chat_template:
-        raise ValueError("chat is true but the tokenizer has no chat template: set template")
+        raise ValueError("data.chat=true: the tokenizer has no chat template: set data.template")
     turns = [{"role": "user", "content": text}]
     if config.system is not None:
         turns.insert(0, {"role": "system", "content": config.system})
     return render(tokenizer, row, turns, config.prompt_field)
 
 
-def _demo_text(config: DataConfig, row: SourceRow, *, required: bool) -> str | None:
+def _messages(config: DataConfig, row: SourceRow) -> list[Any]:
+    """The messages of a conversation, with the system prompt; empty for a prompt that is text."""
+    messages = row.fields.get(config.prompt_field)
+    if not isinstance(messages, list):
+        return []
+    system = config.system is not None and messages[0]["role"] != "system"
+    return [*([{"role": "system", "content": config.system}] if system else []), *messages]
+
+
+def _demo_text(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, row: SourceRow, *, required: bool
+) -> str | None:
     if config.demo_field is None:
         return None
+    if calls_tools(message := row.fields.get(config.demo_field)):
+        return demonstration(tokenizer, row, _messages(config, row), message, config.demo_field)
     text = row.text(config.demo_field, required=required, key="demo_field")
     if text is None or config.demo_template is None:
         return text
@@ -455,10 +468,10 @@ def _apply_limits(config: DataConfig, example: Example, dropped: Counter[str]) -
     return example
 
 
-def _store(source: str, items: Iterator[Example], dropped: Counter[str]) -> Examples:
+def _store(source: str, kind: str, items: Iterator[Example], dropped: Counter[str]) -> Examples:
     examples = Examples(items, dropped)
     reasons = "; ".join(f"{count} {reason}" for reason, count in dropped.items()) or "nothing"
     if not examples:
         raise ValueError(f"{source}: no rows left (dropped: {reasons})")
-    logger.info("%s: kept %d rows; dropped: %s", source, len(examples), reasons)
+    logger.info("%s: %d %s; dropped: %s", source, len(examples), kind, reasons)
     return examples

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import bz2
 import csv
 import gzip
+import io
 import json
+import lzma
+import math
 import os
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from gac.errors import DataError, MissingData, import_extra
 
 TABLES = {".parquet": "parquet", ".arrow": "arrow"}  # suffix -> builder of `datasets`
-SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".gz", *TABLES)
+TEXTS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+SUFFIXES = (*TEXTS, *COMPRESSED, *TABLES)
 FORMATS = "a .jsonl, .json, .csv, .parquet or .arrow file"
 
 
@@ -58,6 +64,8 @@ class SourceRow:
         if value is None:
             return None
         if isinstance(value, int | float) and not isinstance(value, bool):
+            if not math.isfinite(value):
+                self.fail(field, f"is {value}: use a finite number, or null")
             return str(value)
         if not isinstance(value, str):
             self.fail(field, f"expected text, found {type(value).__name__} {value!r:.60}")
@@ -70,10 +78,10 @@ def read_rows(source: str) -> Iterator[SourceRow]:
     """Yield the rows of `source`, lazily and in order.
 
     `source` is a file, a folder or a dataset on the Hub. A file ends in `.parquet` or `.arrow`, or
-    in `.jsonl`, `.json`, `.csv` or `.tsv`, optionally followed by `.gz`. A folder contains a saved
-    Hugging Face dataset or data files: `folder`, or `folder:split` if it has several splits. A
-    dataset on the Hub is `owner/name`, `owner/name:split` or `owner/name:configuration:split`. `~`
-    and `$NAME` are expanded.
+    in `.jsonl`, `.json`, `.csv` or `.tsv`, optionally followed by `.gz`, `.bz2`, `.xz` or `.zst`
+    (which needs pyarrow). A folder contains a saved Hugging Face dataset or data files: `folder`,
+    or `folder:split` if it has several splits. A dataset on the Hub is `owner/name`,
+    `owner/name:split` or `owner/name:configuration:split`. `~` and `$NAME` are expanded.
 
     Raises:
         MissingData: a path that does not exist.
@@ -94,8 +102,9 @@ def read_rows(source: str) -> Iterator[SourceRow]:
 
 
 def _read_file(path: Path) -> Iterator[SourceRow]:
-    """Yield the file's rows; raise DataError if it is compressed and corrupt."""
-    suffix = Path(path.name.removesuffix(".gz")).suffix
+    """Yield the file's rows; raise DataError if it cannot be decompressed or decoded."""
+    name = Path(path.name)
+    suffix = Path(name.stem).suffix if name.suffix in COMPRESSED else name.suffix
     try:
         if suffix in TABLES:
             yield from _read_table(path, TABLES[suffix])
@@ -103,10 +112,35 @@ def _read_file(path: Path) -> Iterator[SourceRow]:
             yield from _read_csv(path, "," if suffix == ".csv" else "\t")
         elif suffix == ".json":
             yield from _read_json(path)
-        else:
+        elif suffix in TEXTS:
             yield from _read_lines(path)
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        else:
+            raise DataError(
+                f"{path}: the format {suffix!r} is not supported: use {FORMATS} (save a "
+                "spreadsheet as .csv, unpack an archive)"
+            )
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not valid UTF-8 ({error}): save it as UTF-8") from error
+    except (EOFError, OSError, lzma.LZMAError, zlib.error) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
         raise DataError(f"{path}: the compressed file is corrupt or truncated ({error})") from error
+
+
+def _open(path: Path) -> IO[bytes]:
+    """Open a file; its first bytes, not its name, tell whether it is compressed."""
+    with path.open("rb") as file:
+        start = file.read(4)
+    if start == b"\x28\xb5\x2f\xfd":
+        pyarrow = import_extra("pyarrow", f"reading {path.name}")
+        return io.BufferedReader(pyarrow.input_stream(path, "zstd"))
+    openers = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zX": lzma.open}
+    opener = next((openers[magic] for magic in openers if start.startswith(magic)), open)
+    return opener(path, "rb")
+
+
+def _text(path: Path) -> IO[str]:
+    return io.TextIOWrapper(_open(path), encoding="utf-8-sig", newline="")
 
 
 def _read_table(path: Path, kind: str) -> Iterator[SourceRow]:
@@ -120,37 +154,40 @@ def _read_table(path: Path, kind: str) -> Iterator[SourceRow]:
 
 
 def _read_csv(path: Path, separator: str) -> Iterator[SourceRow]:
-    """Read a CSV file: every field is text, and an empty field is null."""
-    opener: Any = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf-8-sig", newline="") as lines:
-        rows = csv.DictReader(lines, delimiter=separator, strict=True)
+    """Read a CSV file: every field is text, and an empty field is null.
+
+    If the header has blanks after its separators, they are dropped in all lines.
+    """
+    with _text(path) as lines:
+        header = lines.readline()
+        options: Any = {"delimiter": separator, "skipinitialspace": f"{separator} " in header}
+        names = [name.strip() for name in next(csv.reader([header], **options), [])]
+        rows = csv.DictReader(lines, names, strict=True, **options)
+        if len(set(names)) < len(names):
+            raise DataError(f"{path}, line 1: two columns have the same name: {', '.join(names)}")
         try:
             for number, row in enumerate(rows, start=2):  # the header is line 1
                 if None in row or None in row.values():
-                    expected = len(rows.fieldnames or ())
                     raise DataError(
-                        f"{path}, row {number}: the number of fields differs from the {expected} "
+                        f"{path}, row {number}: the number of fields differs from the {len(names)} "
                         "in the header: quote fields that contain separators"
                     )
                 fields = {name: value or None for name, value in row.items()}
                 yield SourceRow(fields, str(path), number)
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise DataError(f"{path}: not valid UTF-8 CSV ({error})") from error
+        except csv.Error as error:
+            raise DataError(f"{path}: not valid CSV ({error})") from error
 
 
 def _read_json(path: Path) -> Iterator[SourceRow]:
     """Read a list of objects, an object with such a list as its only value, or JSON lines."""
-    opener: Any = gzip.open if path.suffix == ".gz" else open
     try:
-        with opener(path, "rt", encoding="utf-8") as file:
+        with _text(path) as file:
             rows = json.load(file)
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":  # a second line
             yield from _read_lines(path)
             return
         raise DataError(f"{path}, line {error.lineno}: not valid JSON ({error.msg})") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not valid UTF-8 ({error})") from error
     if isinstance(rows, dict) and len(rows) == 1:
         (value,) = rows.values()
         rows = value if isinstance(value, list) else rows
@@ -163,14 +200,13 @@ def _read_json(path: Path) -> Iterator[SourceRow]:
 
 
 def _read_lines(path: Path) -> Iterator[SourceRow]:
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rb") as lines:
+    with _open(path) as lines:
         for number, line in enumerate(lines, start=1):
             location = f"{path}, line {number}"
             if not line.strip():
-                raise DataError(f"{location}: the line is empty; delete it")
+                continue
             try:
-                fields = json.loads(line.decode("utf-8"))
+                fields = json.loads(line.decode("utf-8-sig"))
             except (UnicodeDecodeError, json.JSONDecodeError) as error:
                 raise DataError(f"{location}: not valid UTF-8 JSON ({error})") from error
             if not isinstance(fields, dict):

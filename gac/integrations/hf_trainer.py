@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +13,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from gac.data.rows import Row
 from gac.integrations.mixer import Mixer
-from gac.models.causal_lm import Head
-from gac_kernels import HeadSketch, LossOutput, LossSpec
+from gac.models.causal_lm import run_head
+from gac_kernels import LossOutput
 
 from .demonstrations import demo_norm
 from .rollouts import rollout_moments
@@ -72,9 +71,14 @@ class StepMixin(Trainer):
             targets: int64 [B, T], shifted; -100 = no loss.
             rows: all demonstrations of the step; only their numbers of tokens are read.
         """
-        norm = demo_norm(rows, self.mixer.spec, self.accelerator.num_processes)
-        settings = self.mixer.spec, norm, self.mixer.sketch
-        out = model(**inputs, request=functools.partial(_score, targets, *settings))
+        head = run_head(model, **inputs)
+        if head.hidden is not None and head.weight is not None and head.autocast is None:
+            # with TRL's cast_lm_head_to_fp32, the head has higher precision than the hidden states
+            head = replace(head, hidden=head.hidden.to(head.weight.dtype))
+        ones, spec = torch.ones(len(targets)), self.mixer.spec
+        norm = demo_norm(rows, spec, self.accelerator.num_processes)
+        batch = targets, ones, ones.bool()
+        out = head.loss(*batch, mu=1.0, spec=spec, demo_norm=norm, sketch=self.mixer.sketch)
         self.mixer.observe(out.moments)
         return out
 
@@ -102,22 +106,6 @@ class StepMixin(Trainer):
         # swift can load only the weights from a checkpoint and otherwise start fresh
         if checkpoint is not None and not getattr(self.args, "resume_only_model", False):
             self.mixer.load(checkpoint)
-
-
-def _score(
-    targets: Tensor, spec: LossSpec, norm: float, sketch: HeadSketch | None, head: Head
-) -> LossOutput:
-    """Compute the demonstration term from hidden states, inside the model's own forward."""
-    if (
-        head.hidden is not None
-        and head.weight is not None
-        and not torch.is_autocast_enabled(head.hidden.device.type)
-    ):
-        # with TRL's cast_lm_head_to_fp32, the head has higher precision than the hidden states
-        head = replace(head, hidden=head.hidden.to(head.weight.dtype))
-    ones = torch.ones(len(targets))
-    rest = {"mu": 1.0, "spec": spec, "demo_norm": norm, "sketch": sketch}
-    return head.loss(targets, ones, ones.bool(), **rest)
 
 
 def base_model(trainer: Any) -> Any:

@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gac.control.checks import is_count, require
 from gac.control.controller import ControllerConfig
-from gac.control.evidence import Evidence, SourceNeeds
+from gac.control.signals import Evidence, SourceNeeds
 from gac.data.order import Order
 from gac.data.rows import Row
+from gac.errors import is_count, require
 from gac.methods import CHORD, DEFAULT, GAC, METHODS, Constant, Method, Observation
 from gac.methods.base import demo_losses, next_mix
-from gac.methods.kl_ctrl import KLControl
+from gac.methods.rules import KLControl
 from gac.training.probes import UnitSketches
 from gac_kernels import HeadSketch, LossOutput, LossSpec, TokenMoments
 

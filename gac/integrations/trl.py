@@ -18,12 +18,13 @@ from torch import Tensor
 from transformers import ProcessorMixin
 from trl import GRPOTrainer
 
-from gac.control.checks import is_count, require
 from gac.control.controller import ControllerConfig
 from gac.data.rows import collate
+from gac.errors import is_count, require
 from gac.integrations.mixer import Mixer, refuse
 from gac.methods import Method
 from gac.models.causal_lm import attach_head
+from gac.models.head import set_gradient_filter
 from gac_kernels import LossOutput
 
 from .demonstrations import row_of, tokenized
@@ -91,6 +92,8 @@ class GACMixin(StepMixin, FusedGRPOMixin):
         with self.accelerator.main_process_first():
             self._demos = tokenized(demo_dataset, "demo_dataset", self.processing_class, template)
         attach_head(base_model(self))
+        if self.gradient_filter is not None:
+            set_gradient_filter(base_model(self), self.gradient_filter)
         if self.beta == 0:
             logger.warning(
                 "beta=0.0: without a reference model, the KL is unknown and alpha stays constant; "

@@ -1,4 +1,4 @@
-"""Every method, one file each, and the interface between methods and the trainer.
+"""Every method, a file per family, and the interface between methods and the trainer.
 
 This package may import `rollouts` and earlier packages.
 """
@@ -7,46 +7,19 @@ import functools
 import logging
 from importlib.metadata import entry_points
 
-from .aligned_mtl import AlignedMTL
-from .amft import AMFT
-from .asft import ASFT
 from .base import Method, Mix, Observation, State
-from .cagrad import CAGrad
 from .chord import CHORD, HPCD, WCF, CHORDBoth, CHORDPhi
-from .constant import Constant
-from .constant_alarm import ConstantAlarm, Guarded
+from .constant import Constant, ConstantAlarm, Guarded
 from .dpo import DPO, IPO
-from .dwa import DWA
-from .dypo import DYPO
-from .famo import FAMO
 from .gac import GAC, GACGated, GACGatedSketch, GACPaper
-from .gradnorm import GradNorm
-from .gradnorm_ctrl import GradNormControl
+from .groups import DYPO, GTA, LUFFY, SDAR, SRFT
 from .grpo import DAPO, GRPO, GSPO, DrGRPO
-from .gta import GTA
-from .hpt import HPT
-from .kl_ctrl import KLControl
-from .luffy import LUFFY
-from .mgda import MGDA
-from .moco import MoCo
-from .multitask import MultiTask
-from .nash_mtl import NashMTL
-from .pcgrad import PCGrad
-from .prefix_rft import PrefixRFT
-from .relift import ReLIFT
-from .reward_threshold import RewardThreshold
-from .rewvar_ctrl import RewardVarianceControl
-from .routing import Routing
-from .sdar import SDAR
-from .sdmgrad import SDMGrad
-from .sft import DFT, SFT
-from .sft_budget import SFTBest, SFTLight
-from .sft_then_rl import SFTThenRL
-from .srft import SRFT
-from .superrl import SuperRL
-from .trapo import TRAPO
-from .uft import UFT
-from .uncertainty import Uncertainty
+from .loss_weights import DWA, FAMO, GradNorm, Uncertainty
+from .prefixes import TRAPO, UFT, PrefixRFT
+from .routing import HPT, MultiTask, ReLIFT, Routing, SuperRL
+from .rules import AMFT, GradNormControl, KLControl, RewardThreshold, RewardVarianceControl
+from .sft import ASFT, DFT, SFT, SFTBest, SFTLight, SFTThenRL
+from .solvers import MGDA, AlignedMTL, CAGrad, MoCo, NashMTL, PCGrad, SDMGrad
 
 _FAMILIES: tuple[tuple[type[Method], ...], ...] = (
     (SFT, SFTLight, SFTBest, DFT, ASFT, GRPO, DrGRPO, DAPO, GSPO, SFTThenRL),

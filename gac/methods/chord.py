@@ -8,8 +8,7 @@ from typing import ClassVar
 from gac.control.schedules import MixSchedule, ScheduleChoice
 from gac_kernels import DemoWeight
 
-from .base import Mix, Observation, State, TokenWeighted
-from .preset import preset
+from .base import Mix, Observation, State, TokenWeighted, preset
 
 
 @dataclass(frozen=True)

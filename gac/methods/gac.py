@@ -12,8 +12,7 @@ from gac.control.schedules import Prior, PriorChoice
 from gac.control.signals import GradientSignals, ProxySignals, SketchSignals, Source
 from gac_kernels import DemoWeight, Signals
 
-from .base import OURS, Mix, Observation, State, StepNeeds, TokenWeighted
-from .preset import preset
+from .base import OURS, Mix, Observation, State, StepNeeds, TokenWeighted, preset
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,4 @@
-"""Base class of rules, which compute mu from one measured quantity and a calibrated constant.
-
-The paper does not give the constants. Here the first steps use a fixed mu, and the constant is
-chosen so that the rule gives this mu at the mean measurement.
-"""
+"""Rules: mu as a function of one or two measured quantities."""
 
 from __future__ import annotations
 
@@ -10,9 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
+
 from gac.errors import require
 
-from .base import Mix, Observation, State, TokenWeighted
+from .base import Mix, Observation, State, StepNeeds, TokenWeighted, Weights
+from .solvers import Gram, GramSolver, cross_gram
 
 
 @dataclass(frozen=True)
@@ -67,3 +66,179 @@ class Rule(TokenWeighted):
         constant = self.constant(state["sum"] / state["count"])
         mu = min(max(self.rule(value, constant), self.mu_min), self.mu_max)
         return {**state, "mu": mu}, Mix(mu)
+
+
+@dataclass(frozen=True)
+class RewardThreshold(TokenWeighted):
+    """mu = threshold - mean reward of the previous step, clipped to [0, 1]."""
+
+    name: ClassVar[str] = "reward-threshold"
+    family: ClassVar[str] = "rule"
+    source: ClassVar[str] = "arXiv 2508.11408, appendix B.1"
+
+    threshold: float = 0.5
+    """Mean reward at or above which demonstrations get no weight; the publication tries 0.5 and
+    0.7.
+    """
+
+    def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
+        return state, Mix(min(max(self.threshold - (last.reward_mean or 0.0), 0.0), 1.0))
+
+
+MIN_KL = 1e-6  # nats; lower bound of the mean KL, for a policy equal to the reference
+
+
+@dataclass(frozen=True)
+class KLControl(Rule):
+    """mu = 1 - KL / kappa; with sign -1, mu = KL / kappa, the direction of GAC's own KL loop."""
+
+    name: ClassVar[str] = "kl-ctrl"
+    cost: ClassVar[str] = "reference forward pass on the rollouts"
+
+    def needs(self, step: int) -> StepNeeds:
+        return StepNeeds(kl=True)
+
+    def measured(self, last: Observation) -> float | None:
+        return last.kl
+
+    def constant(self, mean: float) -> float:
+        return max(mean, MIN_KL) / (1 - self.mu_init if self.sign == 1 else self.mu_init)
+
+    def rule(self, value: float, constant: float) -> float:
+        share = value / constant
+        return 1 - share if self.sign == 1 else share
+
+
+MIN_VARIANCE = 1e-6  # squared reward; avoids division by zero when all rewards are equal
+
+
+@dataclass(frozen=True)
+class RewardVarianceControl(Rule):
+    """mu = c / Var(R) over the batch's rewards; with sign -1, mu = c Var(R)."""
+
+    name: ClassVar[str] = "rewvar-ctrl"
+
+    def measured(self, last: Observation) -> float | None:
+        return last.reward_variance
+
+    def constant(self, mean: float) -> float:
+        scale = max(mean, 0.0) + MIN_VARIANCE
+        return self.mu_init * scale if self.sign == 1 else self.mu_init / scale
+
+    def rule(self, value: float, constant: float) -> float:
+        scale = max(value, 0.0) + MIN_VARIANCE
+        return constant / scale if self.sign == 1 else constant * scale
+
+
+@dataclass(frozen=True)
+class GradNormControl(GramSolver):
+    """mu = |g_s| / (|g_s| + |g_r|), measured every `update_every` steps.
+
+    This favors the larger gradient, the opposite of balancing; set `invert` to balance.
+    """
+
+    name: ClassVar[str] = "gradnorm-ctrl"
+    family: ClassVar[str] = "rule"
+    source: ClassVar[str] = "the paper, appendix I (rule-based controllers)"
+    cost: ClassVar[str] = "second gradient buffer, on measurement steps"
+
+    update_every: int = 10
+    """Steps between measurements; mu is constant in between."""
+    invert: bool = False
+    """Use mu = |g_r| / (|g_s| + |g_r|) instead."""
+
+    def __post_init__(self) -> None:
+        require(self.update_every >= 1, "update_every", self.update_every, "a number >= 1")
+        if self.unit_rl:
+            raise ValueError("unit_rl=True: use false; this rule compares the gradient norms")
+
+    def init(self) -> State:
+        return {**super().init(), "mu": 0.5}
+
+    def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
+        return state, Mix(state["mu"])
+
+    def needs(self, step: int) -> StepNeeds:
+        return StepNeeds(parts=int(step % self.update_every == 0))
+
+    def weights(self, state: State, gram: Gram) -> tuple[State, Weights | None]:
+        sft, rl = math.sqrt(gram.sft), math.sqrt(gram.rl)
+        if sft + rl > 0:
+            mu = (rl if self.invert else sft) / (sft + rl)
+            state = {**state, "mu": mu}
+        return state, Mix(state["mu"]).pair
+
+
+@dataclass(frozen=True)
+class AMFT(TokenWeighted):
+    """After a warm-up with SFT only, mu += meta_lr dU/dmu + entropy_lr (H* - H), clipped.
+
+    U is the expected reward after a step of plain gradient descent with this mu. Its derivative is
+    lr <g_v, g_s - g_r>. Here g_s and g_r are the gradients of the two losses, and g_v is the
+    gradient of the RL loss on other prompts: a batch is split in two halves, and the result is
+    averaged over both ways to assign them. dU/dmu is measured every `update_every` steps. H is the
+    mean entropy of the rollouts at every step; H* is its value at the first step with rollouts.
+
+    The released code uses PPO with a value head, takes H* from the demonstrations, and uses the
+    cross-entropy of a validation set instead of the reward; there, the sign of dU/dmu is reversed.
+    With the learning rates of that code, the product meta_lr lr is 1e-10, so the entropy determines
+    mu.
+    """
+
+    name: ClassVar[str] = "amft"
+    family: ClassVar[str] = "rule"
+    source: ClassVar[str] = "arXiv 2508.06944v1 and its code"
+    cost: ClassVar[str] = "second gradient buffer, on measurement steps"
+
+    warmup: int = 50
+    """Steps with demonstrations only, at the start."""
+    mu_init: float = 0.8
+    """mu of the first step after the warm-up."""
+    mu_min: float = 0.05
+    """Smallest mu after the warm-up."""
+    mu_max: float = 0.95
+    """Largest mu after the warm-up."""
+    meta_lr: float = 1e-4
+    """Step size of the meta-gradient."""
+    entropy_lr: float = 5e-4
+    """Step size of the entropy term, in 1 / nats."""
+    update_every: int = 20
+    """Steps between measurements of the meta-gradient."""
+
+    def __post_init__(self) -> None:
+        require(self.warmup >= 0, "warmup", self.warmup, "a number >= 0")
+        require(self.update_every >= 1, "update_every", self.update_every, "a number >= 1")
+        for name in ("meta_lr", "entropy_lr"):
+            value = getattr(self, name)
+            require(math.isfinite(value), name, value, "a finite number")
+        if not 0 <= self.mu_min <= self.mu_init <= self.mu_max <= 1:
+            raise ValueError(
+                f"mu_min={self.mu_min!r}, mu_init={self.mu_init!r}, mu_max={self.mu_max!r}: "
+                "use 0 <= mu_min <= mu_init <= mu_max <= 1"
+            )
+
+    def needs(self, step: int) -> StepNeeds:
+        if step < self.warmup:
+            return StepNeeds(rollouts=False)
+        return StepNeeds(parts=2 * ((step - self.warmup) % self.update_every == 0))
+
+    def init(self) -> State:
+        return {"mu": self.mu_init, "target": None, "slope": None}
+
+    def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
+        if last.step < self.warmup:
+            return state, Mix(1.0)
+        mu, entropy = state["mu"], last.entropy
+        target, slope, lr = state["target"], state["slope"] or 0.0, last.lr or 0.0
+        if entropy is not None and math.isfinite(entropy):
+            target = entropy if target is None else target
+            mu += self.meta_lr * lr * slope + self.entropy_lr * (target - entropy)
+            mu = min(max(mu, self.mu_min), self.mu_max)
+        return {"mu": mu, "target": target, "slope": None}, Mix(mu)
+
+    def solve(self, state: State, gram: torch.Tensor, mix: Mix) -> tuple[State, Weights | None]:
+        (_, sr), (rs, rr) = cross_gram(gram, 2)
+        return {**state, "slope": (sr + rs) / 2 - rr}, mix.pair
+
+    def report(self, state: State) -> dict[str, float | None]:
+        return {"reward_slope": state["slope"], "entropy_target": state["target"]}

@@ -1,14 +1,21 @@
-"""SFT: demonstrations only, with the token weights of its variants."""
+"""Methods that train on demonstrations only, or first."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from gac_kernels import DemoWeight
+import torch
 
-from .base import Mix, Observation, State, StepNeeds, TokenWeighted
-from .preset import preset
+from gac.errors import require, require_at_least
+from gac.rollouts.plan import Sampling
+from gac_kernels import DemoWeight, LossSpec
+
+from .base import Loss, Method, Mix, Observation, State, StepNeeds, TokenWeighted, preset
+
+if TYPE_CHECKING:
+    from gac.methods.token_loss import TokenView
 
 
 @dataclass(frozen=True)
@@ -33,3 +40,115 @@ DFT = preset(
     source="arXiv 2508.05629",
     weight=DemoWeight.P,
 )
+
+
+@dataclass(frozen=True)
+class SFTBest(SFT):
+    """SFT for three epochs on 5000 demonstrations; keeps the weights of the best evaluation."""
+
+    name: ClassVar[str] = "sft-best"
+    source: ClassVar[str] = "the paper, appendix H (SFT variants)"
+    keeps_best: ClassVar[bool] = True
+
+    examples: int = 5000
+    """Number of demonstrations, taken from the start of the set."""
+    epochs: int = 3
+    """Number of passes over them. The run ends after the last, even if `steps` is not reached."""
+
+    def __post_init__(self) -> None:
+        require_at_least(1, self, "examples", "epochs")
+
+    def sampling(self, completions: int) -> Sampling:
+        return Sampling(limit_demos=self.examples, epochs=self.epochs)
+
+
+@dataclass(frozen=True)
+class SFTLight(SFTBest):
+    """SFT for one epoch on 1000 demonstrations, stopped early when the loss stops falling.
+
+    In a single epoch every batch is unseen, so its loss before the update is a validation loss.
+    Training stops when the moving average of this loss has not fallen for `patience` steps.
+    """
+
+    name: ClassVar[str] = "sft-light"
+    keeps_best: ClassVar[bool] = False
+
+    examples: int = 1000
+    """Number of demonstrations, taken from the start of the set."""
+    epochs: int = 1
+    """Number of passes over them. The run ends after the last, even if `steps` is not reached."""
+    patience: int = 5
+    """Number of steps without a lower average loss before training stops."""
+    decay: float = 0.7
+    """Decay of the moving average of the loss, per step."""
+
+    def init(self) -> State:
+        return {"average": None, "best": None, "steps_since_best": 0}
+
+    def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
+        loss = last.demo_loss
+        if loss is None or not math.isfinite(loss):
+            return state, Mix(1.0, final=state["steps_since_best"] >= self.patience)
+        old, best = state["average"], state["best"]
+        average = loss if old is None else self.decay * old + (1 - self.decay) * loss
+        better = best is None or average < best
+        steps = 0 if better else state["steps_since_best"] + 1
+        new = {"average": average, "best": average if better else best, "steps_since_best": steps}
+        return new, Mix(1.0, final=steps >= self.patience)
+
+
+@dataclass(frozen=True)
+class ASFT(Method):
+    """Weights demonstration tokens by p; penalizes the full-vocabulary KL to the initial policy."""
+
+    name: ClassVar[str] = "asft"
+    family: ClassVar[str] = "single signal"
+    source: ClassVar[str] = "arXiv 2509.23753"
+    cost: ClassVar[str] = "reference forward pass on the demonstrations, full-vocabulary KL"
+
+    kl_weight: float = 0.1
+    """Weight of the KL; the default of the released code."""
+    kl_direction: Literal["forward", "reverse"] = "forward"
+    """forward: KL(reference || policy), as in the released code; reverse: as in the publication."""
+
+    def needs(self, step: int) -> StepNeeds:
+        return StepNeeds(rollouts=False)
+
+    def loss(self, base: LossSpec) -> Loss:
+        return Loss(base, token=self.token_loss, reference=True)
+
+    def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
+        return state, Mix(1.0)
+
+    def token_loss(self, tokens: TokenView) -> torch.Tensor:
+        """[N] loss of each token."""
+        weighted = -tokens.logps * tokens.logps.detach().exp()
+        return weighted + self.kl_weight * tokens.vocabulary_kl(self.kl_direction == "forward")
+
+
+@dataclass(frozen=True)
+class SFTThenRL(TokenWeighted):
+    """Only demonstrations for some steps, then rollouts, with or without demonstrations.
+
+    The optimizer keeps its state.
+    """
+
+    name: ClassVar[str] = "sft-then-rl"
+    family: ClassVar[str] = "single signal"
+    source: ClassVar[str] = "the paper, section 4.1 (SFT-best + RL)"
+
+    sft_steps: int = 400
+    """Number of SFT steps before RL starts."""
+    mu: float = 0.0
+    """Weight of the demonstrations afterwards, in [0, 1]."""
+
+    def __post_init__(self) -> None:
+        require(self.sft_steps >= 0, "sft_steps", self.sft_steps, "a number >= 0")
+        require(0 <= self.mu <= 1, "mu", self.mu, "a number in [0, 1]")
+
+    def needs(self, step: int) -> StepNeeds:
+        sft = step < self.sft_steps
+        return StepNeeds(rollouts=not sft, demos=sft or self.mu > 0)
+
+    def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
+        return state, Mix(1.0 if last.step < self.sft_steps else self.mu)

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from gac.control.term_pair import TermPair
-from gac.data.rows import Batch
+from gac.data.rows import Batch, TermPair
 from gac_kernels import LossOutput, LossSpec
 from gac_kernels.contract import IGNORE
 from gac_kernels.inputs import BatchInputs
@@ -126,7 +125,7 @@ def custom_loss(
     with torch.no_grad():
         logps, entropy = out.logps.flatten(), out.entropy.flatten()
         terms = _terms(token_loss, logps, entropy, tokens, teacher, *fixed)
-    return loss_output(tokens, terms, targets.shape)._replace(loss=out.loss)
+    return loss_output(tokens, terms, targets.shape)._replace(loss=out.loss, filter=out.filter)
 
 
 def _terms(

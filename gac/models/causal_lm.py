@@ -15,10 +15,26 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from gac.errors import ConfigError, import_extra
 from gac.models.config import ALL_LINEAR, LoraConfig, ModelConfig
-from gac.models.head import Head, attach_head, check_head, patch_forward, set_compute_dtype
-from gac.models.pretrained import TOKENIZERS, WEIGHTS, check_files, check_source, one_line_errors
-from gac.models.weights import base_folder, check_safetensors, meta_model, read_model
-from gac.parallel.sharded_loading import ShardedLoading
+from gac.models.head import (
+    Head,
+    attach_head,
+    check_head,
+    patch_forward,
+    run_head,
+    set_compute_dtype,
+)
+from gac.models.pretrained import (
+    TOKENIZERS,
+    WEIGHTS,
+    base_folder,
+    check_files,
+    check_safetensors,
+    check_source,
+    meta_model,
+    one_line_errors,
+    read_model,
+)
+from gac.parallel.setup import ShardedLoading
 
 __all__ = [
     "Head",
@@ -29,6 +45,7 @@ __all__ = [
     "load_model",
     "load_tokenizer",
     "make_model",
+    "run_head",
     "stop_tokens",
 ]
 

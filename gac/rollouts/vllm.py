@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import tempfile
 import zlib
@@ -323,9 +324,13 @@ class _TimeoutAdapter(HTTPAdapter):
 def _sampled(
     completion: Sequence[int], ids: Sequence[list[int]], logps: Sequence[list[float]]
 ) -> list[float]:
-    """Select each sampled token's log-prob; `logps[i]` are the log-probs of tokens `ids[i]`."""
+    """Select each sampled token's log-prob; `logps[i]` are the log-probs of tokens `ids[i]`.
+
+    TRL's client reports a nan of the server as None.
+    """
     steps = zip(completion, ids, logps, strict=True)
-    return [values[own.index(token)] for token, own, values in steps]
+    sampled = [values[own.index(token)] for token, own, values in steps]
+    return [math.nan if logp is None else logp for logp in sampled]
 
 
 def _files(weights: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:

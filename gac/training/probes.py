@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gac.control.evidence import Sketches
+from gac.control.signals import Sketches
 from gac.data.rows import Batch, Row
 from gac.methods.base import Mix, StepNeeds, Weights
 from gac.parallel import collectives

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gac.config import load
-from gac.control.term_pair import TermPair
-from gac.data.rows import Row
+from gac.data.rows import Row, TermPair
 from gac.errors import ConfigError
 from gac.faults import checkpoint
 from gac.models.causal_lm import load_tokenizer

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from gac.control.alarm import Alarm, AlarmState, alarm_message, winsorized_mean
-from gac.control.alignment import Alignment
 from gac.control.controller import ControllerConfig, GuidedController
 from gac.control.gate import Gate
 from gac.control.schedules import Prior
+from gac.control.signals import Alignment
 from gac.demo.task import write_rows
 from gac.integrations.mixer import Mixer
 from gac.methods import METHODS, Observation

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from gac.control.alignment import Alignment, alignment
 from gac.control.controller import ControllerConfig, GuidedController
 from gac.control.gate import Gate, GateState
 from gac.control.schedules import Prior
+from gac.control.signals import Alignment, alignment
 from gac.methods import METHODS, Observation
 from gac.methods.base import next_mix
 from gac.training.trainer import Trainer

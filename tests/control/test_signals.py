@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from gac.control.estimators import mu_star_biased
-from gac.control.evidence import Sketches, SourceNeeds
 from gac.control.signals import (
     Evidence,
     GradientSignals,
     ProxySignals,
+    Sketches,
     SketchSignals,
+    SourceNeeds,
     bias_moments,
     gradient_moments,
     sketch_moments,

@@ -260,7 +260,7 @@ def test_long_rows_are_dropped_counted_and_logged_once(tmp_path, tokenizer, capl
         "demonstration longer than 8 tokens": 2,
     }
     [record] = caplog.records
-    assert "kept 6 rows" in record.message and "3 prompt longer than 7" in record.message
+    assert ": 6 prompts; dropped" in record.message and "3 prompt longer than 7" in record.message
     assert [len(e.demo) for e in load_demos(config, tokenizer)] == [8, 7, 6, 5]
 
 
@@ -278,7 +278,6 @@ BAD_LINES = {
     "not JSON": ('{"prompt": ', "line 2: not valid .*JSON"),
     "not UTF-8": (b'{"prompt": "\xff"}', "line 2: not valid UTF-8"),
     "not an object": ("[1]", "line 2: expected an object, found list"),
-    "an empty line": ("", "line 2: the line is empty"),
     "a missing prompt": (
         '{"answer": "1"}',
         "line 2, field 'prompt': is missing; .*fields are answer",
@@ -287,7 +286,7 @@ BAD_LINES = {
     "a blank prompt": ('{"prompt": " ", "answer": "1"}', "line 2, field 'prompt': is empty"),
     "a list as prompt": (
         '{"prompt": [1], "answer": "1"}',
-        "line 2, field 'prompt': message 1 needs `role` and `content`, both text: 1",
+        "line 2, field 'prompt': message 1 needs a `role` and `content`: 1",
     ),
     "a boolean as answer": (
         '{"prompt": "p", "answer": true}',

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import bz2
 import csv
 import gzip
 import json
+import lzma
+import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +26,7 @@ ROWS = [
     {"prompt": f"+{i}1=", "answer": f"{i}.", "solution": f"{i}.0", "note": note}
     for i, note in enumerate(("\u00fc,\t;", None, '"x"\r\ny', "z"))
 ]
+OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
     "{% if add_generation_prompt %}a:{% endif %}"
@@ -52,9 +56,9 @@ def write(path: Path) -> str:
             table.save_to_disk(path.with_suffix(""))
             (path.with_suffix("") / "data-00000-of-00001.arrow").rename(path)
         return str(path)
-    opener = gzip.open if path.suffix == ".gz" else open
-    encoding = "utf-8" if "json" in path.name else "utf-8-sig"  # as spreadsheet programs write
-    with opener(path, "wt", newline="", encoding=encoding) as file:
+    opener = OPENERS.get(path.suffix, open)
+    # with a byte order mark, as spreadsheet programs write
+    with opener(path, "wt", newline="", encoding="utf-8-sig") as file:
         if ".json" in path.suffixes:
             json.dump(ROWS, file, indent=1)
         elif ".ndjson" in path.suffixes:
@@ -76,7 +80,17 @@ def cache(tmp_path, monkeypatch) -> Path:
 
 @pytest.mark.parametrize(
     "name",
-    ["a.json", "a.json.gz", "a.ndjson", "a.csv", "a.csv.gz", "a.tsv", "a.parquet", "a.arrow"],
+    [
+        "a.json",
+        "a.json.gz",
+        "a.ndjson.bz2",
+        "a.ndjson",
+        "a.csv",
+        "a.csv.gz",
+        "a.tsv.xz",
+        "a.parquet",
+        "a.arrow",
+    ],
 )
 def test_every_format_gives_the_same_rows(tmp_path, name, cache):
     rows = list(read_rows(write(tmp_path / name)))
@@ -84,6 +98,30 @@ def test_every_format_gives_the_same_rows(tmp_path, name, cache):
     first = 2 if ".csv" in name or ".tsv" in name else 1  # after the header
     assert [row.number for row in rows] == list(range(first, first + 4))
     assert not list(cache.rglob("*.arrow"))  # read in place
+
+
+def test_compression_is_recognized_by_content(tmp_path):
+    """Whatever the name says; Zstandard with pyarrow."""
+    pyarrow = pytest.importorskip("pyarrow", reason="needs the extra `hub`")
+    lines = "".join(json.dumps(row) + "\n\n" for row in ROWS).encode()  # with empty lines
+    with pyarrow.output_stream(tmp_path / "a.jsonl.zst", "zstd") as file:
+        file.write(lines)
+    (tmp_path / "b.jsonl").write_bytes(gzip.compress(lines))
+    (tmp_path / "c.jsonl.gz").write_bytes(lines)
+    for path in tmp_path.iterdir():
+        rows = list(read_rows(str(path)))
+        assert [dict(row.fields) for row in rows] == ROWS
+        assert [row.number for row in rows] == [1, 3, 5, 7]
+
+
+def test_blanks_after_the_separators_of_a_header(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text('prompt, answer\n1+1, "2, or two"\n')
+    (row,) = read_rows(str(path))
+    assert row.fields == {"prompt": "1+1", "answer": "2, or two"}
+    path.write_text("prompt,answer\n1+1, 2\n")  # a part of the text
+    (row,) = read_rows(str(path))
+    assert row.fields == {"prompt": "1+1", "answer": " 2"}
 
 
 def test_a_folder_of_data_files(tmp_path, cache, monkeypatch):
@@ -169,10 +207,13 @@ def test_a_json_object_with_one_list(tmp_path):
             b"\x1f\x8b\x08\x00",
             "a.json.gz: the compressed file is corrupt or truncated",
         ),
-        ("a.csv.gz", "a,b", "a.csv.gz: the compressed file is corrupt"),
+        ("a.csv.xz", b"\xfd7zXZ", "a.csv.xz: the compressed file is corrupt"),
+        ("a.json.zst", b"\x28\xb5\x2f\xfd\x00", "a.json.zst: the compressed file is corrupt"),
+        ("a.xlsx", b"PK\x03\x04", r"a.xlsx: the format '.xlsx' is not supported: .*as .csv"),
+        ("a.csv", "a,b,a\n", "a.csv, line 1: two columns have the same name"),
         ("a.jsonl.gz", GZIP + b"\xff" * 9, "a.jsonl.gz: the compressed file is corrupt"),
-        ("a.csv", b"a,b\n1,\xff\n", "a.csv: not valid UTF-8 CSV"),
-        ("a.csv", 'a,b\n1,"2\n', "a.csv: not valid UTF-8 CSV"),
+        ("a.csv", b"a,b\n1,\xff\n", "a.csv: not valid UTF-8"),
+        ("a.csv", 'a,b\n1,"2\n', "a.csv: not valid CSV"),
         ("a.csv", "prompt,answer\n1\n", "a.csv, row 2: the number of fields differs from the 2"),
         ("a.csv", "prompt,answer\n1,2,3\n", "a.csv, row 2: the number of fields differs from"),
         ("a.parquet", "x", "a.parquet: not a valid parquet file"),
@@ -202,6 +243,7 @@ SYSTEM = {"role": "system", "content": "0"}
         {"prompt": [USER], "completion": [ASSISTANT]},
         {"prompt": [USER], "completion": "2"},
         {"prompt": [USER], "solution": "2"},
+        {"messages": [{**USER, "content": [{"type": "text", "text": "1+1"}]}, ASSISTANT]},
         # fields are not replaced
         {"messages": [USER, {**ASSISTANT, "content": "7"}], "solution": "2"},
         {"prompt": [USER], "completion": "7", "solution": "2"},
@@ -226,8 +268,10 @@ def test_conversations(tmp_path, chat_tokenizer, row):
     [
         ({"prompt": []}, "field 'prompt': expected a list of messages"),
         ({"messages": 5}, "field 'messages': expected a list of messages, found 5"),
-        ({"prompt": [{"role": "user"}]}, "message 1 needs `role` and `content`"),
-        ({"prompt": [USER, {"content": "1"}]}, "message 2 needs `role` and `content`"),
+        ({"prompt": [{"role": "user"}]}, "message 1 needs `content` as text"),
+        ({"prompt": [USER, {"content": "1"}]}, "message 2 needs a `role` and `content`"),
+        ({"prompt": [{**USER, "content": None}]}, "message 1 needs `content` as text"),
+        ({"prompt": [{**USER, "content": [{"type": "image"}]}]}, "a part of type 'image'"),
         ({"prompt": [USER], "completion": [USER]}, "one assistant message"),
         ({"prompt": [USER], "completion": [ASSISTANT] * 2}, "one assistant message"),
     ],
@@ -236,6 +280,37 @@ def test_invalid_conversations(tmp_path, chat_tokenizer, row, message):
     config = DataConfig(prompts=conversation(tmp_path, row), answer_field=None)
     with pytest.raises(DataError, match=message):
         load_prompts(config, chat_tokenizer)
+
+
+CALL = {"function": {"name": "add", "arguments": '{"a": 1}'}}
+TOOLS = (
+    "{% for t in tools or [] %}{{ t.name }};{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('refused') }}{% endif %}"
+    "{{ m.role[0] }}:{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.arguments.a }}{% endfor %}={% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+def test_tool_calls_and_a_refused_system_message(tmp_path, chat_tokenizer):
+    """A call is a demonstration in the template's own words; arguments may be JSON text."""
+    chat_tokenizer.chat_template = TOOLS
+    call, result = {"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "content": "2"}
+    rows = [
+        {
+            "messages": [USER, {**call, "content": None}, result, ASSISTANT],
+            "tools": [{"name": "0"}],
+        },
+        {"messages": [SYSTEM, USER, call]},
+    ]
+    config = DataConfig(prompts=conversation(tmp_path, *rows), answer_field=None)
+    demos = load_demos(config, chat_tokenizer)
+    assert [demo.prompt_text for demo in demos] == ["0;u:1+1=a:1=t:2=a:", "u:0\n\n1+1=a:"]
+    assert [chat_tokenizer.decode(demo.demo) for demo in demos] == ["2<eos>", "1=<eos>"]
+    assert [text for _, text in load_references(config)] == ["2"]  # without a tokenizer
+    chat_tokenizer.chat_template = "{{ messages | length }}"
+    with pytest.raises(DataError, match="writes the prompt differently"):
+        load_demos(config, chat_tokenizer)
 
 
 def test_a_conversation_needs_a_chat_template(tmp_path, tokenizer, chat_tokenizer):
@@ -319,6 +394,9 @@ def test_numbers_are_text_and_missing_fields_list_the_others():
     ):
         with pytest.raises(DataError, match=f"^rows, line 3, field '{field}': {message}$"):
             row.get(field, key=key)
+    for number in (math.nan, math.inf):
+        with pytest.raises(DataError, match=f"is {number}: use a finite number"):
+            SourceRow({"a": number}, "rows", 1).text("a")
     with pytest.raises(DataError, match="fields are none$"):
         SourceRow({}, "rows", 1).get("a")
 

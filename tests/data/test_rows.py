@@ -7,11 +7,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gac.control.term_pair import TermPair
 from gac.data import Example
-from gac.data.balance import assign_rows, rebalance
-from gac.data.micro import MicroBatches
-from gac.data.rows import Counts, Row, collate, count, demo_row, loss_divisors
+from gac.data.rows import (
+    Counts,
+    MicroBatches,
+    Row,
+    TermPair,
+    assign_rows,
+    collate,
+    count,
+    demo_row,
+    loss_divisors,
+    rebalance,
+)
 from gac_kernels import LossSpec
 
 # two responses that begin with a part of a demonstration

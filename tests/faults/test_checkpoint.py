@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 import re
-import warnings
-import zlib
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,8 +17,12 @@ from gac.config import ConfigError
 from gac.errors import CheckpointNotFound, RunError
 from gac.faults import checkpoint
 from gac.faults.checkpoint import CheckpointError
+from gac.parallel.collectives import gather, rank
+from gac.parallel.config import ParallelConfig
+from gac.parallel.setup import make_accelerator
 from gac.training.export import export_run
 from gac.training.trainer import Trainer, train
+from tests import ranks
 from tests.tiny import metrics, tiny_config
 
 
@@ -39,7 +39,7 @@ def save(folder: Path, *steps: int) -> list[Path]:
     return [checkpoint.save(folder, step, *small(), {"note": step}) for step in steps]
 
 
-def test_save_load_round_trip(tmp_path, monkeypatch):
+def test_save_load_round_trip(tmp_path):
     model, optimizer = small()
     note = {"note": {10: (1, 2), 9: 3}}  # JSON has no tuples and only texts as keys
     path = checkpoint.save(tmp_path, 7, model, optimizer, note, {"x": torch.ones(2)})
@@ -47,13 +47,6 @@ def test_save_load_round_trip(tmp_path, monkeypatch):
     loaded_model, loaded_optimizer = small()
     extra = {"x": torch.zeros(2)}
     loaded_optimizer.param_groups[0]["lr"] = 0.5
-    load = checkpoint.dcp.load
-
-    def load_together(*args, no_dist, **keywords):
-        assert not no_dist  # an error on one rank is raised on all
-        return load(*args, **keywords)
-
-    monkeypatch.setattr(checkpoint.dcp, "load", load_together)
     progress = checkpoint.load(path, loaded_model, loaded_optimizer, extra)
     assert loaded_optimizer.param_groups[0]["lr"] == 0.1
     assert extra["x"].tolist() == [1, 1]
@@ -132,73 +125,7 @@ def test_progress_that_is_not_progress_cannot_be_read(tmp_path, content):
             checkpoint.read_progress(folder)
 
 
-def test_checksums_by_hand(tmp_path, monkeypatch):
-    assert checkpoint._checksum_of({"b": 2, "a": 1}) == zlib.crc32(b'{"a": 1, "b": 2}')
-    (tmp_path / "file").write_bytes(bytes(range(10)))
-    for block in (3, 5, 99):
-        monkeypatch.setattr(checkpoint, "BLOCK", block)
-        sums = checkpoint._checksums(tmp_path, ["file"])
-        assert sums == {"file": [10, zlib.crc32(bytes(range(10)))]}
-
-
-def as_rank(monkeypatch, rank: int) -> None:
-    """Pretend to be one of two ranks."""
-    monkeypatch.setattr(checkpoint, "rank", lambda: rank)
-    monkeypatch.setattr(checkpoint, "world_size", lambda: 2)
-
-
-def test_each_file_is_written_and_checked_by_one_rank(tmp_path, monkeypatch):
-    for name in ("__0_0.distcp", "__0_1.distcp", "__1_0.distcp", "__10_0.distcp"):
-        (tmp_path / name).touch()
-    own = []
-    for rank in (0, 1):
-        as_rank(monkeypatch, rank)
-        own.append(sorted(checkpoint._own_files(tmp_path)))
-    assert own == [[".metadata", "__0_0.distcp", "__0_1.distcp"], ["__1_0.distcp"]]
-    for step, name in enumerate(("__0_0.distcp", ".metadata")):
-        as_rank(monkeypatch, 0)
-        (path,) = save(tmp_path, step)
-        flip(path / name)
-        with pytest.raises(CheckpointError, match=f"damaged .{name} does not match its checksum"):
-            checkpoint.verify(path)
-        faults = []
-        for rank in (0, 1):
-            as_rank(monkeypatch, rank)
-            faults.append(checkpoint._fault(path))
-        assert sorted(map(bool, faults)) == [False, True]
-
-
-def test_the_files_of_all_ranks_are_recorded(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "gather", lambda sums: [sums, {"__1_0.distcp": [5, 7]}])
-    (path,) = save(tmp_path, 1)
-    files = checkpoint.read_progress(path)["files"]
-    assert files.pop("__1_0.distcp") == [5, 7]
-    assert files.keys() == {"__0_0.distcp", ".metadata"}
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_rank_0_renames_and_deletes_while_the_others_wait(tmp_path, monkeypatch, rank):
-    for path in save(tmp_path, 1, 2)[1:]:
-        (path / "progress.json").write_text("")
-    as_rank(monkeypatch, rank)
-    events, rename = [], Path.rename
-    monkeypatch.setattr(checkpoint, "gather", lambda x: (events.append("gather"), [None, x])[1])
-    monkeypatch.setattr(Path, "rename", lambda *paths: (events.append("rename"), rename(*paths)))
-    assert checkpoint.newest(tmp_path).name == "step-00000001"
-    # the faults of step 2, all have read it, it is renamed; the faults of step 1
-    assert events == ["gather", "gather", *["rename"] * (rank == 0), "gather", "gather"]
-    (tmp_path / ".writing-00000003").mkdir()
-    checkpoint.prune(tmp_path, 1, best=None)
-    assert (tmp_path / ".writing-00000003").exists() == (rank == 1)
-
-
-def test_weights_without_an_optimizer_round_trip(tmp_path, monkeypatch):
-    def load_here(*args, no_dist, **keywords):
-        assert no_dist  # this process does not wait for others
-        return load(*args, **keywords)
-
-    load = checkpoint.dcp.load
-    monkeypatch.setattr(checkpoint.dcp, "load", load_here)
+def test_weights_without_an_optimizer_round_trip(tmp_path):
     model, _ = small()
     path = tmp_path / "replay" / "weights"
     path.mkdir(parents=True)
@@ -217,15 +144,6 @@ def test_weights_without_an_optimizer_round_trip(tmp_path, monkeypatch):
     checkpoint.load_weights(tmp_path / "new" / "weights", loaded)
     bias = {"1.bias": checkpoint.model_tensors(path)["1.bias"]}
     assert checkpoint.read_tensors(path, bias)["1.bias"].tolist() == model[1].bias.tolist()
-
-
-def test_only_the_warning_about_one_process_is_ignored():
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        importlib.reload(checkpoint)
-        for text in ("torch.distributed is disabled, or unavailable", "another"):
-            warnings.warn(text, stacklevel=1)
-    assert [str(warning.message) for warning in caught] == ["another"]
 
 
 def test_half_written_checkpoints_are_ignored(tmp_path):
@@ -259,18 +177,6 @@ def test_tensors_of_the_model_are_listed_without_the_optimizers(tmp_path):
     assert all(torch.equal(x, model.state_dict()[name]) for name, x in values.items())
 
 
-def test_the_cause_of_a_failed_write_is_one_line():
-    failure = CheckpointException("write", {0: (OSError("disk\nfull"), None)})
-    assert str(checkpoint._cause(failure)) == "OSError: disk"
-    failure = CheckpointException("write", {})
-    assert str(checkpoint._cause(failure)).startswith("CheckpointException: ")
-    causes = [OSError("full"), KeyError("x"), KeyboardInterrupt()]
-    failure = CheckpointException("write", {i: (x, None) for i, x in enumerate(causes[:2])})
-    assert str(checkpoint._cause(failure)) == "OSError: full"
-    failure = CheckpointException("write", {i: (x, None) for i, x in enumerate(causes)})
-    assert isinstance(checkpoint._cause(failure), KeyboardInterrupt)
-
-
 def test_a_failed_write_names_its_cause(tmp_path, monkeypatch):
     def fail(*_, **__):
         raise CheckpointException("write", {0: (ValueError("no space"), None)})
@@ -279,20 +185,6 @@ def test_a_failed_write_names_its_cause(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match=r"rank 0: ValueError: no space.; free some"):
         save(tmp_path, 1)
     assert not checkpoint.list_complete(tmp_path)
-
-
-def test_only_errors_of_the_system_are_explained(tmp_path, monkeypatch):
-    def fail(error: Exception) -> None:
-        raise error
-
-    disk = SimpleNamespace(free=5 * 10**12)
-    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda folder: disk)
-    for folder, free in ((tmp_path, "5000000.0"), (tmp_path / "missing", "nan")):
-        message = f"under {folder}, where {free} MB are free (rank 0: no disk); free some space"
-        with pytest.raises(CheckpointError, match=re.escape(message)):
-            checkpoint._on_all_ranks(lambda: fail(OSError("no disk")), folder)
-    with pytest.raises(KeyError, match="bug"):
-        checkpoint._on_all_ranks(lambda: fail(KeyError("bug")), tmp_path)
 
 
 def test_a_missing_step_is_named_with_the_available_ones(tmp_path):
@@ -493,3 +385,25 @@ def test_insufficient_disk_space_is_rejected_before_the_first_step(task, tmp_pat
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: usage._replace(free=100_000))
     with pytest.raises(RunError, match=r"2 checkpoints .* 0.0001 GB .*keep_checkpoints"):
         Trainer(tiny_config(task, tmp_path / "run"))
+
+
+def damage_of_one_rank(folder: Path) -> tuple[list[str], str, list[str]]:
+    """The files of a checkpoint, the newest intact one, and what is left in the folder."""
+    make_accelerator(ParallelConfig(timeout=20.0), (), str(folder))
+    _, second = save(folder, 1, 2)
+    if rank() == 1:
+        flip(second / "__1_0.distcp")
+        (folder / ".writing-00000003").mkdir()
+    gather(None)
+    files = sorted(checkpoint.read_progress(second)["files"])
+    gather(None)
+    newest = checkpoint.newest(folder).name
+    checkpoint.prune(folder, 1, best=None)
+    gather(None)
+    return files, newest, sorted(path.name for path in folder.iterdir())
+
+
+def test_all_ranks_fall_back_if_one_ranks_file_is_damaged(tmp_path):
+    files = [".metadata", "__0_0.distcp", "__1_0.distcp"]
+    expected = files, "step-00000001", ["damaged-00000002", "step-00000001"]
+    assert ranks.run(damage_of_one_rank, tmp_path, ranks=2) == [expected] * 2

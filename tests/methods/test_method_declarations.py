@@ -10,10 +10,9 @@ from dataclasses import FrozenInstanceError, replace
 import pytest
 
 from gac.methods import METHODS
-from gac.methods.base import StepNeeds
+from gac.methods.base import StepNeeds, preset
 from gac.methods.constant import Constant
 from gac.methods.listing import methods_table
-from gac.methods.preset import preset
 from gac.rollouts.plan import Sampling, Stage
 from gac_kernels import DemoWeight, LossSpec
 

@@ -13,18 +13,16 @@ import pytest
 import torch
 
 from gac.control.alarm import Alarm
-from gac.control.alignment import Alignment
 from gac.control.controller import ControllerConfig, GuidedController
 from gac.control.estimators import Corrections
-from gac.control.evidence import Evidence, Reading, SourceNeeds
 from gac.control.gate import Gate
-from gac.control.signals import ProxySignals
-from gac.control.term_pair import TermPair
+from gac.control.signals import Alignment, Evidence, ProxySignals, Reading, SourceNeeds
+from gac.data.rows import TermPair
 from gac.methods import METHODS, Mix, Observation
 from gac.methods.base import Method, StepNeeds, demo_losses, next_mix
-from gac.methods.gram_solver import Gram, GramSolver
 from gac.methods.loss_weights import positive_losses
-from gac.rollouts.advantages import group_credit
+from gac.methods.solvers import Gram, GramSolver
+from gac.rollouts.plan import group_credit
 from gac_kernels import Signals
 
 

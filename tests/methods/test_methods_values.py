@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from gac.control.signals import GradientSignals
-from gac.control.term_pair import TermPair
-from gac.data.rows import Batch, Row
+from gac.data.rows import Batch, Row, TermPair
 from gac.methods import METHODS, Mix, Observation
 from gac.methods.base import StepNeeds
-from gac.methods.gram_solver import cross_gram
+from gac.methods.solvers import cross_gram
 from gac.methods.token_loss import custom_loss
 from gac.models.causal_lm import Head
 from gac.training.probes import GradientParts

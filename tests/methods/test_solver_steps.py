@@ -9,9 +9,9 @@ import math
 import pytest
 import torch
 
-from gac.control.term_pair import TermPair
+from gac.data.rows import TermPair
 from gac.methods import METHODS, Observation
-from gac.methods.gram_solver import Gram
+from gac.methods.solvers import Gram
 
 
 def losses(count: int) -> list[tuple[float, float]]:

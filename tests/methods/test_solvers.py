@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gac.methods import METHODS, Mix
-from gac.methods.gram_solver import Gram, cross_gram
+from gac.methods.solvers import Gram, cross_gram
 
 GOLDEN = Gram(18.0, -22.0, 38.0)  # rows (-4, 1, 1) and (6, 1, 1)
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import queue
-import resource
 import signal
 import subprocess
 import sys
@@ -14,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from gac.rewards import grading_worker
-from gac.rewards.grading_pool import GradingPool, _Worker
+from gac.rewards.grading_pool import GradingPool
 from tests.waiting import wait_until
 
 HOLDS_THE_GIL = r"\boxed{9^{9^{9}}}"  # a single integer power, computed in C while holding the GIL
@@ -201,46 +199,6 @@ def test_ctrl_c_does_not_reach_the_workers():
     pool.close()
 
 
-@pytest.mark.parametrize(
-    ("verdicts", "verdict"),
-    [(["crash", "crash", "right"], "crash"), (["crash", "right"], "right"), (["wrong"], "wrong")],
-)
-def test_a_pair_that_crashes_a_worker_is_tried_twice(verdicts, verdict):
-    idle = queue.Queue()
-    idle.put(SimpleNamespace(ask=lambda pair: verdicts.pop(0)))
-    assert GradingPool._grade_one(SimpleNamespace(_idle=idle), ("7", "8")) == verdict
-    assert not idle.empty()
-
-
-@pytest.mark.parametrize(
-    ("status", "verdict"),
-    [(-signal.SIGPROF, "timeout"), (-signal.SIGALRM, "timeout"), (-signal.SIGSEGV, "crash")],
-)
-def test_only_a_worker_stopped_by_a_timer_has_timed_out(status, verdict):
-    worker, sent = _Worker(3.0), []
-    stdin = SimpleNamespace(write=sent.append, flush=lambda: None, close=lambda: None)
-    stdout = SimpleNamespace(readline=lambda: "", close=lambda: None)
-    worker._process = SimpleNamespace(stdin=stdin, stdout=stdout, wait=lambda seconds: status)
-    assert worker.ask(("7", "x")) == verdict and worker._process is None
-    assert sent == ['["7", "x"]\n', "\n"] and worker.stop() is None
-
-
-def test_a_worker_that_does_not_stop_is_killed():
-    worker, calls = _Worker(3.0), []
-
-    def wait(seconds=None):
-        calls.append(seconds)
-        if seconds is not None:
-            raise subprocess.TimeoutExpired("worker", seconds)
-        return -9
-
-    pipe = SimpleNamespace(write=lambda text: None, close=lambda: None)
-    worker._process = SimpleNamespace(
-        stdin=pipe, stdout=pipe, wait=wait, kill=lambda: calls.append("kill")
-    )
-    assert worker.stop() == -9 and calls == [5.0, "kill", None]
-
-
 def test_ranks_of_a_node_share_its_cores(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     for cores, workers in ((10, 3), (8, 2), (2, 1), (99, 4)):
@@ -273,49 +231,6 @@ def test_workers_have_a_memory_limit():
     pool.close()
 
 
-def test_memory_limits_do_not_exceed_the_hard_limit():
-    assert grading_worker._capped(100, resource.RLIM_INFINITY) == 100
-    assert grading_worker._capped(100, 50) == 50 == grading_worker._capped(50, 100)
-
-
-def test_only_checks_are_timed(monkeypatch):
-    """An idle worker has no timer; each check has one for CPU time and a longer one."""
-    timers, requests = {}, [b'["7", "8"]\n', b'["7", "8"]\n', b"\n"]
-    seen = []
-    monkeypatch.setattr(signal, "setitimer", timers.__setitem__)
-    restored = []  # a parent may ignore or block the signals of the timers
-    monkeypatch.setattr(signal, "signal", lambda *call: restored.append(call))
-    monkeypatch.setattr(signal, "pthread_sigmask", lambda *call: restored.append(call))
-    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
-    note = lambda *_: seen.append({**timers})  # noqa: E731 - one line
-    monkeypatch.setattr(grading_worker, "make_grader", lambda: note() or note)
-    monkeypatch.setattr(grading_worker, "_reply", lambda text: None)
-    wait = lambda parent: seen.append({**timers}) or parent == 5  # noqa: E731 - one line
-    monkeypatch.setattr(grading_worker, "_wait_for_request", wait)
-    lines = SimpleNamespace(readline=lambda: requests.pop(0))
-    monkeypatch.setattr(grading_worker.sys, "stdin", SimpleNamespace(buffer=lines))
-    grading_worker.main(3.0, 5)
-    on = {signal.ITIMER_PROF: 3.0, signal.ITIMER_REAL: 60.0}
-    off = dict.fromkeys(on, 0)
-    start = [{signal.ITIMER_REAL: 120.0}, {signal.ITIMER_REAL: 0}]
-    assert seen == [*start, on, off, on, off] and not requests
-    both = {signal.SIGPROF, signal.SIGALRM}
-    assert restored[2:] == [(signal.SIG_UNBLOCK, both)]
-    assert dict(restored[:2]) == dict.fromkeys(both, signal.SIG_DFL)
-
-
-def test_a_worker_waits_as_long_as_its_parent_lives(monkeypatch):
-    def wait_for_request(parent, readable):
-        polls = iter(readable)
-        poll = SimpleNamespace(select=lambda *a: (next(polls), [], []))
-        monkeypatch.setattr(grading_worker, "select", poll)
-        return grading_worker._wait_for_request(parent)
-
-    assert wait_for_request(os.getppid(), [[], [], [sys.stdin]])
-    assert not wait_for_request(-1, [[]])
-    assert wait_for_request(-1, [[sys.stdin]])  # a request that the parent has already sent
-
-
 def test_checks_have_no_time_limit_of_their_own(monkeypatch):
     """Those of math-verify would replace the timers of the worker."""
     limits, compared = [], []
@@ -335,3 +250,31 @@ def test_checks_have_no_time_limit_of_their_own(monkeypatch):
     pairs = [("7", "7"), ("7", "8"), ("", "7"), ("x", "7"), ("7", "x")]
     assert [grade(*p) for p in pairs] == ["right", "wrong", "bad gold", "bad gold", "wrong"]
     assert set(limits) == {None} and compared == [([7], [7]), ([7], [8])]
+
+
+MISBEHAVES = """
+import os, pathlib, signal
+
+def parse(text, parsing_timeout):
+    if text == "always" or text == "once" and not pathlib.Path(os.environ["SEEN"]).exists():
+        pathlib.Path(os.environ["SEEN"]).touch()
+        os.kill(os.getpid(), signal.SIGSEGV)
+    while text == "spin":
+        pass
+    return [text]
+
+def verify(gold, answer, timeout_seconds):
+    return gold == answer
+"""
+
+
+def test_a_pair_that_crashes_a_worker_is_tried_twice_and_a_slow_one_is_stopped(
+    monkeypatch, tmp_path
+):
+    (tmp_path / "math_verify.py").write_text(MISBEHAVES)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("SEEN", str(tmp_path / "seen"))
+    pool = GradingPool(timeout=0.2, workers=1)
+    pairs = [("once", "once"), ("7", "always"), ("7", "spin"), ("7", "7"), ("7", "8")]
+    assert pool.grade(pairs) == ["right", "crash", "timeout", "right", "wrong"]
+    pool.close()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import threading
 from collections.abc import Iterator
@@ -40,6 +41,9 @@ class Serving:
     """Vocabulary size, if it should differ from the model's."""
     ignores_updates: bool = False
     """Confirm weight updates but keep the old weights."""
+    fault: str = ""
+    """"reset": the prefix cache cannot be reset; "nan": log-probs are nan; "empty": responses are;
+    "token": tokens are beyond the vocabulary."""
     exits_after: int | None = None
     """Exit at the next completion request after this many have been answered."""
     store: int | None = None
@@ -131,7 +135,7 @@ class State:
         config.vocab_size = options.vocab_size or config.vocab_size
         torch.manual_seed(99)
         self.model = AutoModelForCausalLM.from_config(config).eval()
-        self.updating = False
+        self.updating, self.folders = False, set()
 
     def answer(self, path: str, body: Any) -> tuple[int, Any]:
         """Return (HTTP status, JSON body)."""
@@ -170,15 +174,19 @@ class State:
         return {"vllm_config": {"model_config": {"logprobs_mode": "raw_logprobs"}}}
 
     def reset(self, _: Any) -> Any:
-        return {"success": True}
+        return {"success": self.options.fault != "reset"}
 
     def reload(self, body: Any) -> Any:
         from safetensors.torch import load_file
 
         if body["method"] != "reload_weights":
             raise AttributeError(body["method"])
+        folder = Path(body["kwargs"]["weights_path"])
+        assert folder.stat().st_mode & 0o777 == 0o755  # a server may run as another user
+        assert folder not in self.folders  # vLLM may cache by path
+        self.folders.add(folder)
         weights: dict[str, torch.Tensor] = {}
-        files = sorted(Path(body["kwargs"]["weights_path"]).glob("*.safetensors"))
+        files = sorted(folder.glob("*.safetensors"))
         for file in files:
             weights |= load_file(file)
         self.load(weights)
@@ -250,6 +258,12 @@ class State:
                 if token in body.get("stop_token_ids", []):
                     break
             response = ids[len(prompt) :]
+            if self.options.fault == "empty":
+                response, logps = [], []
+            if self.options.fault == "token":
+                response[0] += size
+            if self.options.fault == "nan":
+                logps[0] = math.nan
             choice = {"token_ids": response, "prompt_token_ids": prompt, "logprobs": None}
             if body["logprobs"] is not None:
                 names = [f"token_id:{t}" for t in response]

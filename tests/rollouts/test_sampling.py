@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import math
 import statistics
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from gac.data.examples import Example
 from gac.data.rows import Row, collate
 from gac.demo.task import make_tokenizer
-from gac.rollouts import Rollout, sampling
-from gac.rollouts.advantages import group_advantages, group_credit
+from gac.rollouts import sampling
 from gac.rollouts.config import RolloutConfig
-from gac.rollouts.plan import Sampling
+from gac.rollouts.plan import Sampling, group_advantages, group_credit
 from gac.rollouts.sampling import (
-    Sample,
     Sampler,
     SamplingStats,
     engine_logps,
-    is_flat,
     scatter_logps,
 )
 
@@ -31,7 +26,9 @@ def test_columns_of_the_sampling(monkeypatch, ranks: int) -> None:
     """Counts are totals over the ranks; times are means, because the ranks work in parallel."""
     monkeypatch.setattr(sampling, "world_size", lambda: ranks)
     assert set(SamplingStats()) == {0}
-    stats = SamplingStats(6, 24, 2.0, 0.5, groups=4, flat_groups=1, resampled=3, truncated=2)
+    stats = SamplingStats(
+        6, 24, 2.0, 0.5, groups=4, flat_groups=1, solved=2, unsolved=1, resampled=3, truncated=2
+    )
     columns = stats.columns()
     assert columns == {
         "sampled_completions": 6,
@@ -40,6 +37,8 @@ def test_columns_of_the_sampling(monkeypatch, ranks: int) -> None:
         "completions_per_second": 3 * ranks,
         "reward_seconds": 0.5 / ranks,
         "frac_reward_zero_std": 0.25,
+        "frac_solved": 0.5,
+        "frac_unsolved": 0.25,
         "resampled_prompts": 3,
         "completions/clipped_ratio": 1 / 3,
     }
@@ -49,33 +48,10 @@ def test_columns_of_the_sampling(monkeypatch, ranks: int) -> None:
     assert {name for name, value in empty.items() if value is None} == {
         "completions_per_second",
         "frac_reward_zero_std",
+        "frac_solved",
+        "frac_unsolved",
         "completions/clipped_ratio",
     }
-
-
-def test_samples_are_recorded_with_their_text_and_reward() -> None:
-    words = make_tokenizer()
-    prompt, answer = (tuple(words.encode(text)) for text in ("1+2=", "3"))
-    example = Example("row", prompt, "1+2=", "3", answer, {})
-    group = [
-        Sample(prompt, answer, (), 1.0, True),
-        Sample(prompt, (), answer, math.nan, False, True),
-    ]
-    record = Sampler._readable(SimpleNamespace(tokenizer=words), example, group)
-    text = words.decode(list(answer), skip_special_tokens=True)
-    assert record["id"] == "row" and record["demonstration"] == text
-    assert record["completions"] == [
-        {"text": text, "reward": 1.0, "truncated": False},
-        {"text": text, "reward": None, "truncated": True},
-    ]
-
-
-def test_groups_of_equal_rewards_are_flat() -> None:
-    def group(*rewards: float) -> list[Sample]:
-        return [Sample((), (), (5,), reward, False) for reward in rewards]
-
-    assert is_flat(group(0.5, 0.5)) and is_flat(group(0.5, math.nan, 0.5))
-    assert not is_flat(group(0.5, 0.4)) and not is_flat(group(0.5, math.nan)) and not is_flat([])
 
 
 def test_advantages_and_credit_by_hand() -> None:
@@ -110,17 +86,6 @@ def test_one_scored_response_has_no_advantage() -> None:
         assert group_advantages(rewards, kind).tolist() == [[0.0, 0.0]]
 
 
-def test_rewards_of_demonstrations_belong_to_their_prompts() -> None:
-    def scores(examples: list[Example], rollouts: list[Rollout]) -> list[float]:
-        return [float(rollout.completion_ids[0]) for rollout in rollouts]
-
-    examples = [Example("", (), "", None, demo, {}) for demo in (None, (7,), None, (8,))]
-    rewards = Sampler._demo_rewards(SimpleNamespace(_scores=scores), examples)
-    assert rewards.nan_to_num(-1).tolist() == [-1, 7, -1, 8]
-    none = Sampler._demo_rewards(SimpleNamespace(_scores=scores), examples[:1])
-    assert none.isnan().tolist() == [True]
-
-
 @pytest.mark.parametrize(
     ("rank", "top_p", "warns"), [(0, 0.9, True), (1, 0.9, False), (0, 1, False)]
 )
@@ -128,15 +93,6 @@ def test_one_rank_warns_about_truncated_sampling(monkeypatch, caplog, rank, top_
     monkeypatch.setattr(sampling, "rank", lambda: rank)
     Sampler(RolloutConfig(top_p=top_p), None, make_tokenizer(), None, Sampling(), group_credit)
     assert ("rollouts.top_p=" in caplog.text) == warns
-
-
-def test_the_overlong_punishment_rises_linearly_to_its_maximum() -> None:
-    """The last 4 of 10 tokens: 0, 1, 2 and 4 of them reduce the reward by quarters of 0.5."""
-    config = RolloutConfig(max_completion_length=10, overlong_tokens=4, overlong_penalty=0.5)
-    penalties = [
-        Sampler._penalty(SimpleNamespace(config=config), (5,) * n) for n in (3, 6, 7, 8, 10)
-    ]
-    assert penalties == [0, 0, 0.125, 0.25, 0.5]
 
 
 def test_log_probs_are_placed_at_the_positions_that_predict_their_tokens() -> None:

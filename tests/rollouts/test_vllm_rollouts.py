@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import importlib
 import json
 import shutil
 import socket
 import sys
-from types import SimpleNamespace
+import threading
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from gac.config import ConfigError, load
-from gac.demo.task import make_tokenizer
 from gac.errors import MissingExtra, RunError
 from gac.rollouts.engines import Engine
-from gac.rollouts.generation import SamplingParams, generate
+from gac.rollouts.generation import generate
 from gac.train_config import TrainConfig
 from gac.training.trainer import Trainer, train
 from tests import ranks
@@ -61,7 +59,7 @@ def engine(task, url, tokenizer, folder, **changes):
     return Engine(settings, tokenizer, served=str(task / "init"), longest=20, folder=folder)
 
 
-def test_responses_match_the_weights_last_sent(task, server, policy, tmp_path):
+def test_responses_match_the_weights_last_sent(task, server, policy, tmp_path, monkeypatch):
     """Greedy responses before and after a weight update.
 
     Afterwards only the weight folders of other runs remain.
@@ -71,6 +69,7 @@ def test_responses_match_the_weights_last_sent(task, server, policy, tmp_path):
     sampler = engine(task, server.url, tokenizer, tmp_path, temperature=1e-6, stop=stop)
     (tmp_path / f"{sampler._server.prefix}leftover").mkdir()
     (tmp_path / "weights-others").mkdir()
+    monkeypatch.setattr(vllm, "MAX_FILE_BYTES", 10_000)  # several files of weights
     responses = []
     for _ in range(2):
         expected = generate(
@@ -105,6 +104,8 @@ def test_samples_follow_the_seed_and_the_policy(task, server, policy, tmp_path):
         p = (model(torch.tensor([PROMPTS[0]])).logits[0, -1] / 0.7).softmax(-1)
     counts = torch.bincount(torch.tensor([r[0] for r in samples]), minlength=len(p))
     assert float((counts / len(samples) - p).abs().sum()) / 2 < 0.1
+    narrow = engine(task, server.url, tokenizer, tmp_path, max_completion_length=1, top_p=1e-6)
+    assert set(narrow.load(model).generate([PROMPTS[0]], 20)) == {(int(p.argmax()),)}
 
 
 def test_adapters_are_added_to_the_weights(task, server, tmp_path):
@@ -207,12 +208,23 @@ def test_a_server_under_another_name(task, tmp_path, policy):
     [
         ({"ignores_updates": True}, r"log-probs differ .* by \d.* per token.*rerun.*resume"),
         ({"vocab_size": 60}, "/collective_rpc failed with status 500.*must match the size"),
+        ({"fault": "reset"}, "/reset_prefix_cache failed"),
+        ({"fault": "nan"}, "log-probs differ from the trainer's by nan"),
+        ({"fault": "token"}, r"sampled token \d+, but the model's vocabulary has \d+ tokens"),
     ],
 )
 def test_failed_weight_update_is_an_error(task, tmp_path, policy, options, message):
     with serving(task / "init", **options) as server, pytest.raises(RunError, match=message):
         engine(task, server.url, policy[1], tmp_path).load(policy[0])
     assert not list(tmp_path.glob("weights-*"))
+
+
+def test_missing_responses_are_an_error(task, tmp_path, policy):
+    with (
+        serving(task / "init", fault="empty") as server,
+        pytest.raises(RunError, match="received only 0 of 1 completions"),
+    ):
+        engine(task, server.url, policy[1], tmp_path).generate(PROMPTS)
 
 
 def test_unreachable_server(task, tmp_path):
@@ -291,50 +303,6 @@ def test_nccl_weight_transfer_uses_trls_requests(task, tmp_path, policy, monkeyp
         assert requests == [*update, "/reset_prefix_cache"]
 
 
-def test_requests_have_the_settings_of_the_run():
-    """Responses end at the run's stop tokens, whatever the server returns after them."""
-    requests = []
-
-    def respond(prompts, **options):
-        requests.append((prompts, options))
-        logprobs = [[[-1.0, -2.0], [-3.0]], [[-4.0, -9.0], [-5.0]]]
-        alternatives = [[[9, 5], [stop]], [[6, 8], [7]]]
-        ids = [[5, stop], [6, 7]]
-        return {"completion_ids": ids, "logprobs": logprobs, "logprob_token_ids": alternatives}
-
-    tokenizer = make_tokenizer()
-    stop = tokenizer.eos_token_id
-    server = object.__new__(vllm.Server)
-    server.tokenizer, server.vocab_size = tokenizer, 99
-    server.client = SimpleNamespace(generate=respond)
-    params = SamplingParams(3, 0.7, top_p=0.9, num_generations=2, stop=(tokenizer.decode([6]),))
-    responses = server._sample([(4, 5)], params)
-    assert responses == [(5, stop), (6,)]
-    assert [response.logps for response in responses] == [(-2.0, -3.0), (-4.0,)]
-    ((prompts, options),) = requests
-    assert prompts == [[4, 5]]
-    keywords = options.pop("generation_kwargs")
-    assert options == {"n": 2, "temperature": 0.7, "top_p": 0.9, "max_tokens": 3, "logprobs": 0}
-    assert sorted(keywords.pop("stop_token_ids")) == sorted([stop, 6])
-    assert keywords.keys() == {"seed", "ignore_eos"} and keywords["ignore_eos"]
-
-
-def test_an_error_becomes_one_line_of_limited_length():
-    for text, expected in (
-        ("a\n  b", "a b"),
-        ("x" * 300, "x" * 300),
-        ("x" * 301, "x" * 300 + "..."),
-    ):
-        assert vllm._short(ValueError(text)) == expected
-
-
-def test_failed_reset_of_the_prefix_cache_is_an_error():
-    for reply, fails in (({"success": False}, True), ({"success": True}, False), ({}, False)):
-        client = SimpleNamespace(post=lambda path, reply=reply: reply)
-        with pytest.raises(RuntimeError) if fails else contextlib.nullcontext():
-            vllm.Client.clear_prefix_cache(client)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -359,3 +327,41 @@ def test_missing_extra_is_named(monkeypatch, policy, task, tmp_path):
 def test_nccl_weights_need_vllm(task, tmp_path):
     with pytest.raises(ConfigError, match="weights=nccl.*vllm package.*disk"):
         Trainer(config(task, tmp_path / "run", "http://localhost:1", {"weights": "nccl"}))
+
+
+def replies(*texts: str):
+    """The URL of a server in this process that sends these replies, and the requests it got."""
+    listener, received = socket.create_server(("127.0.0.1", 0)), []
+    listener.settimeout(20)
+
+    def serve() -> None:
+        with listener:
+            for text in texts:
+                connection, _ = listener.accept()
+                with connection:
+                    connection.settimeout(20)
+                    received.append(connection.recv(4096).decode().split("\r\n")[0])
+                    status, _, body = text.partition(" ")
+                    if status:
+                        head = f"HTTP/1.1 {status} x\r\nContent-Length: {len(body)}\r\n\r\n"
+                        connection.sendall((head + body).encode())
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    return f"http://127.0.0.1:{listener.getsockname()[1]}", received, thread
+
+
+MODELS = '{"data": [{"id": "first"}, {"id": "second"}]}'
+
+
+@pytest.mark.parametrize("failure", ["502 ", "503 ", ""])
+def test_a_failed_request_is_sent_again(failure) -> None:
+    """An empty reply closes the connection without an answer."""
+    url, received, thread = replies(failure, f"200 {MODELS}", failure, "200 ", "500 broken")
+    client = vllm.Client(f"{url}/", 20)
+    assert client.served() == {"id": "first"} and client.model == "first"
+    assert client.post("sleep", {"level": 1}) == {}
+    with pytest.raises(RuntimeError, match="/sleep failed with status 500: broken"):
+        client.post("sleep")
+    thread.join(20)
+    assert received == ["GET /v1/models HTTP/1.1"] * 2 + ["POST /sleep HTTP/1.1"] * 3

@@ -9,8 +9,7 @@ import math
 import pytest
 
 from gac.config import dump, load
-from gac.control.evidence import Evidence, Reading
-from gac.control.signals import ProxySignals
+from gac.control.signals import Evidence, ProxySignals, Reading
 from gac.methods import Observation
 from gac.train_config import TrainConfig
 from gac_kernels import Signals

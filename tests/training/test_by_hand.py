@@ -11,30 +11,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from torch import nn
 
-from gac.data import Example
 from gac.demo.task import make_tokenizer
-from gac.errors import RunError
 from gac.faults import checkpoint
-from gac.faults.stopping import StopRequest
+from gac.faults.processes import StopRequest
 from gac.integrations.demonstrations import encode
-from gac.methods.sft_budget import SFTBest
-from gac.parallel.setup import _policy
-from gac.rollouts.advantages import group_advantages
-from gac.rollouts.plan import Stage
-from gac.rollouts.sampling import Sample, _pair, _prefix
+from gac.methods.sft import SFTBest
 from gac.study import runs
 from gac.train_config import OptimConfig
 from gac.training.policy import make_optimizer
 from gac.training.trainer import learning_rate
-
-
-def test_fsdp_reduces_gradients_in_float32():
-    for compute in (torch.bfloat16, None):
-        policy = _policy(compute)
-        assert (policy.param_dtype, policy.reduce_dtype) == (compute, torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -58,48 +45,6 @@ def test_only_matrices_are_decayed():
     assert [p.dim() for p in matrices["params"]] == [2]
     assert [p.dim() for p in vectors["params"]] == [1, 1, 1]  # a bias, and a norm's two vectors
     assert len(make_optimizer(nn.Linear(2, 2, bias=False), config).param_groups) == 1
-
-
-def example(demo=(5, 6, 7)):
-    return Example("0", (4,), "a", "b", demo, {})
-
-
-def test_a_share_of_a_short_demonstration_is_rounded_up():
-    assert _prefix(example(), [], Stage(1, prefix=0.2), 0) == (5,)  # 0.6 tokens
-    assert _prefix(example(), [], Stage(1, prefix=0.5), 0) == (5, 6)  # 1.5 tokens
-
-
-def test_a_pair_is_the_first_best_and_the_first_worst_response():
-    def pair(*rewards):
-        group = [
-            Sample(example().prompt, (), (10 + i,), reward, False)
-            for i, reward in enumerate(rewards)
-        ]
-        return [(row.ids, row.start, row.is_demo, row.advantage) for row in _pair(group)]
-
-    expected = [((4, 12), 1, False, 1.0), ((4, 13), 1, False, -1.0)]
-    assert pair(math.nan, 0.5, 1.0, 0.0, 0.0, 1.0) == expected
-    assert pair() == pair(math.nan, math.nan) == pair(0.5, math.nan, 0.5) == []
-
-
-def test_a_prefix_is_given_while_the_mean_reward_is_below_its_threshold():
-    group = [Sample((), (), (1,), reward, False) for reward in (0.2, 0.6, math.nan)]
-    for below, prefix in ((0.4, ()), (0.41, (5, 6, 7))):
-        assert _prefix(example(), group, Stage(1, prefix=1.0, below=below), 0) == prefix
-
-
-@pytest.mark.parametrize("kind", ["std", "centered", "batch"])
-def test_equal_rewards_have_advantages_of_exactly_0(kind):
-    """The mean of three times 0.7 is not exactly 0.7 in float64."""
-    rewards = torch.tensor([[0.7, 0.7, 0.7], [0.0, 1.0, 0.0]], dtype=torch.float64)
-    assert (0.7 + 0.7 + 0.7) / 3 != 0.7
-    assert group_advantages(rewards, kind)[0].tolist() == [0.0] * 3
-
-
-def test_advantages_over_the_batch_use_its_sample_deviation():
-    """Rewards 0, 1, 1, 1: group means 0.5 and 1, batch variance 0.75 / 3 = 0.25."""
-    advantages = group_advantages(torch.tensor([[0.0, 1.0], [1.0, 1.0]]).double(), "batch")
-    assert advantages.flatten().tolist() == pytest.approx([-0.5 / 0.5001, 0.5 / 0.5001, 0, 0])
 
 
 @pytest.fixture
@@ -194,29 +139,3 @@ def test_a_demonstration_of_several_turns_ends_at_its_last_eos():
     )
     assert encoded["start"] == 1
     assert tokenizer.decode(encoded["ids"]) == "01<eos>.23<eos>"
-
-
-def test_unknown_log_probs_of_a_server_are_rejected():
-    vllm = pytest.importorskip("gac.rollouts.vllm", reason="needs the extra `vllm`")
-    server = object.__new__(vllm.Server)
-    server.config = SimpleNamespace(url="http://server")
-    model = tiny_policy()
-    ids = list(range(2 * vllm.PROBE))
-    with torch.no_grad():
-        logits = model(input_ids=torch.tensor([ids])).logits[0, vllm.PROBE - 1 : -1]
-    logps = (
-        logits.log_softmax(-1).gather(1, torch.tensor(ids[vllm.PROBE :])[:, None])[:, 0].tolist()
-    )
-    server._compare(model, ids, logps)
-    with pytest.raises(RunError, match="differ from the trainer's by nan"):
-        server._compare(model, ids, [math.nan, *logps[1:]])
-    with pytest.raises(RunError, match="sampled token 32, but the model's vocabulary has 32 tok"):
-        server._compare(model, [*ids[:-1], 32], logps)
-
-
-def tiny_policy():
-    from transformers import AutoModelForCausalLM
-
-    from gac.demo.task import model_config
-
-    return AutoModelForCausalLM.from_config(model_config(32, 0, 1)).eval()

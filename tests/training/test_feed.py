@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from gac.config import ConfigError
-from gac.data import Example
-from gac.data.rows import Row
 from gac.errors import DataError
 from gac.models.causal_lm import load_tokenizer
 from gac.parallel import collectives
-from gac.training import feed as feed_module
 from gac.training.feed import Feed
 from tests.tiny import tiny_config
 
@@ -86,17 +81,6 @@ def test_rows_are_moved_between_ranks_unless_parts_are_compared(
         task, 0, ranks, method=method, micro_batch_size=None, max_tokens_per_micro_batch=tokens
     )
     assert feed.uses_balancing is balances
-
-
-def test_rows_of_all_ranks_are_balanced_in_units(monkeypatch) -> None:
-    rows, calls = [Row((5,), 0, True)], []
-    monkeypatch.setattr(feed_module, "assign_rows", lambda *a: calls.append(a) or ["a", "b"])
-    feed = SimpleNamespace(uses_balancing=True, ranks=2, unit=3, rank=1)
-    assert Feed._own(feed, rows) == "b" and calls == [(rows, 2, 3)]
-    monkeypatch.setattr(feed_module, "rebalance", lambda *a: calls.append(a) or "c")
-    assert Feed.balance(feed, rows) == "c" and calls[1:] == [(rows, 3)]
-    feed.uses_balancing = False
-    assert Feed.balance(feed, rows) is rows
 
 
 @pytest.mark.parametrize(("key", "value"), [("demo_batch_size", 3), ("rollouts", 5)])
@@ -215,84 +199,27 @@ def test_rows_that_must_not_be_trained_on(task, tmp_path) -> None:
 # ---- the longest row
 
 
-def example(prompt: int, demo: int | None) -> Example:
-    return Example("", (1,) * prompt, "", None, None if demo is None else (2,) * demo, {})
-
-
-PROMPTS = [example(4, 45), example(10, None)]
-DEMOS = [example(35, 4), example(1, None), example(3, 30)]
+def row(number: int, prompt: int, demo: int) -> dict[str, Any]:
+    """A row whose prompt and demonstration, with its EOS token, have these numbers of tokens."""
+    solution = {"solution": "2" * (demo - 1)} if demo else {}
+    return {"id": f"{number}", "prompt": "1" * prompt, "answer": "1", **solution}
 
 
 @pytest.mark.parametrize(
-    ("flags", "start", "longest"),
+    ("method", "start", "longest"),
     [
-        ("", 10, 17),
-        ("uses_prefixes", 49, 56),
-        ("uses_teacher", 10, 60),  # 2 * 4 + 45 + 7
-        ("trains_on_prompt_demos", 10, 49),
-        ("separate_demos", 10, 39),
+        (GRPO, 10, 17),
+        ({"name": "trapo", "sizes": [1, 1, 1, 1], "below": [-1, 2, 2, 2]}, 49, 56),
+        ("sdar", 10, 60),  # 2 * 4 + 45 + 7
+        (LUFFY, 10, 49),
+        ("gac", 10, 39),
+        (SFT, 0, 39),
     ],
 )
-def test_the_longest_row_by_hand(flags: str, start: int, longest: int) -> None:
-    names = ("uses_prefixes", "uses_teacher", "trains_on_prompt_demos", "separate_demos")
-    feed: Any = SimpleNamespace(**{name: name == flags for name in names})
-    feed.prompts, feed.demos, feed.orders = PROMPTS, DEMOS, {"prompt_order": None}
-    feed.longest_start = lambda: Feed.longest_start(feed)
-    feed.sources = lambda: Feed.sources(feed)
-    assert feed.sources() == [PROMPTS, *([DEMOS] if flags == "separate_demos" else [])]
-    assert (feed.longest_start(), Feed.longest_row(feed, 7)) == (start, longest)
-    feed.orders = {}  # without rollouts
-    assert feed.sources() == [[], *([DEMOS] if flags == "separate_demos" else [])]
-    feed.uses_teacher = False
-    longest = 39 if flags == "separate_demos" else 0
-    assert (feed.longest_start(), Feed.longest_row(feed, 7)) == (0, longest)
-
-
-def test_the_budgets_of_a_run(task, monkeypatch) -> None:
-    """Rows of up to 23 tokens in units of 2; a prompt with its response has up to 17."""
-    checked: list = []
-    for name in ("tokens", "positions", "budget"):
-        monkeypatch.setattr(
-            feed_module,
-            f"check_{name}",
-            lambda *a: (
-                checked.append((*a[:-1], list(a[-1])))
-                if a[0] is config.model and len(a) == 3
-                else checked.append(a)
-            ),
-        )
-    config = tiny_config(
-        task,
-        task / "run",
-        micro_batch_size=None,
-        max_tokens_per_micro_batch=90,
-        rollouts={"num_generations": 3, "max_completion_length": 7, "generation_batch_tokens": 80},
-    )
-    feed: Any = SimpleNamespace(
-        tokenizer="tokenizer",
-        unit=2,
-        sources=lambda: [["a"], ["b", "c"]],
-        longest_row=lambda response: response + 16,
-        longest_start=lambda: 10,
-    )
-    assert Feed.check_budgets(feed, config) == 17
-    assert checked == [
-        (config.model, "tokenizer", ["a", "b", "c"]),
-        ("max_tokens_per_micro_batch", 90, 23, 2),
-        (config.model, 23),
-        ("rollouts.generation_batch_tokens", 80, 17, 3),
-    ]
-
-
-def test_a_batch_budget_is_checked_before_training(task) -> None:
-    rollouts = {
-        "num_prompts": 4,
-        "num_generations": 4,
-        "max_completion_length": 5,
-        "generation_batch_tokens": 30,
-    }
-    config = tiny_config(task, task / "run", rollouts=rollouts)
-    with pytest.raises(
-        ConfigError, match="rollouts.generation_batch_tokens=30: 4 rows that stay together"
-    ):
-        Feed(config, load_tokenizer(config.model), 0, 1).check_budgets(config)
+def test_the_longest_row_by_hand(task, tmp_path, method, start: int, longest: int) -> None:
+    prompts = write(tmp_path / "prompts.jsonl", [row(0, 4, 45), row(1, 10, 0)])
+    demos = write(tmp_path / "demos.jsonl", [row(0, 35, 4), row(1, 3, 30)])
+    data = {"prompts": prompts, "demos": demos} if method in ("gac", SFT) else {"prompts": prompts}
+    settings = {"num_prompts": 2, "num_generations": 4, "max_completion_length": 7}
+    feed = make_feed(task, method=method, data=data, demo_batch_size=2, rollouts=settings)
+    assert (feed.longest_start(), feed.longest_row(7)) == (start, longest)

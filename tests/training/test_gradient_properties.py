@@ -1,0 +1,145 @@
+"""What the gradient of a step does not depend on, and what it is linear in, for random rows."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from accelerate import Accelerator
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gac.data.rows import MicroBatches, Row, count
+from gac.methods.base import Loss, Mix, StepNeeds
+from gac.training.gradients import Forward, Gradients, SampledKL
+from gac.training.step import Measured, Rewards, Step
+from gac_kernels import DemoWeight, LossSpec
+from tests.training.test_packing import assert_close, make, run_step
+
+MODEL = make("qwen2", num_hidden_layers=1)
+ADVANTAGES = st.sampled_from([-1.5, -0.25, 0.0, 0.5, 2.0])
+
+
+@st.composite
+def batches(draw: st.DrawFn, mixed: bool = True) -> list[Row]:
+    """Two to five rows of each kind, with gradients of both kinds; some rollouts have a prefix."""
+    rows = []
+    for demo in draw(st.permutations([False, False, True, True, *draw(st.lists(st.booleans()))])):
+        if len(rows) == 10:
+            break
+        ids = tuple(draw(st.lists(st.integers(3, 60), min_size=2, max_size=12)))
+        start = draw(st.integers(0, len(ids) - 2))
+        switch = draw(st.integers(start, len(ids) - 1)) if mixed and not demo else -1
+        rows.append(Row(ids, start, demo, draw(ADVANTAGES), len(rows), switch=switch))
+    last = max(i for i, row in enumerate(rows) if not row.is_demo)
+    rows[last] = rows[last]._replace(advantage=1.25)
+    return rows
+
+
+MICRO = st.one_of(
+    st.integers(1, 6).map(lambda n: MicroBatches(rows=n)),
+    st.builds(MicroBatches, tokens=st.integers(12, 60), packed=st.booleans()),
+)
+LOSSES = st.builds(
+    LossSpec,
+    kl_coef=st.sampled_from([0.0, 0.1]),
+    entropy_coef=st.sampled_from([0.0, 0.01]),
+    rollout_reduction=st.sampled_from(["sequence", "token"]),
+    demo_reduction=st.sampled_from(["sequence", "token"]),
+    demo_weight=st.sampled_from(DemoWeight),
+).map(Loss)
+
+
+@settings(max_examples=20)
+@given(batches(), MICRO, LOSSES, st.randoms())
+def test_order_micro_batches_and_packing_change_nothing(rows, micro, loss, rng) -> None:
+    expected = run_step(MODEL, rows, MicroBatches(rows=len(rows)), loss)
+    rng.shuffle(rows)
+    assert_close(expected, run_step(MODEL, rows, micro, loss))
+
+
+def gradient(rows: list[Row], mix: Mix, loss: Loss, counted: list[Row], **needs):
+    """Measurements of a step on `rows`, as a part of the rows `counted`, and its gradient."""
+    forward = Forward(Accelerator(cpu=True), MODEL, MODEL, 0.7, MicroBatches(rows=3), pad_token=0)
+    rewards = Rewards.of([row.advantage for row in rows])
+    step = Step(0, tuple(rows), mix, count(counted), rewards, StepNeeds(**needs), (), seed=1)
+    MODEL.zero_grad()
+    measured = Gradients(forward, loss, averages="average" in needs)(step)
+    return measured, flat_gradient()
+
+
+def flat_gradient() -> torch.Tensor:
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in MODEL.parameters()]
+    return torch.cat([x.flatten() for x in grads]).double()
+
+
+@settings(max_examples=10)
+@given(batches(mixed=False), st.floats(0.25, 4), st.floats(0.1, 0.9))
+def test_the_gradient_is_linear_in_the_advantages_and_the_weights(rows, factor, mu) -> None:
+    loss = Loss(LossSpec())
+
+    def scaled(by: float, mix: Mix) -> torch.Tensor:
+        new = [row._replace(advantage=by * row.advantage) for row in rows]
+        return gradient(new, mix, loss, rows)[1]
+
+    demo, rollout = scaled(1.0, Mix(1.0)), scaled(1.0, Mix(0.0))
+    assert rollout.any() and demo.any()
+    expected = mu * demo + (1 - mu) * factor * rollout
+    close(scaled(factor, Mix(mu)), expected)
+    close(scaled(factor, Mix(mu, 3.0)), 3 * expected)
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))
+
+
+@settings(max_examples=10)
+@given(batches(mixed=False), st.integers(1, 3), st.floats(0.1, 4), st.floats(0.1, 4))
+def test_gradients_of_the_parts_of_each_term(rows, number, demo_weight, rollout_weight) -> None:
+    """Their inner products, weighted sums and moving averages; the bias of phi and of clipping."""
+    loss = Loss(LossSpec(demo_weight=DemoWeight.PHI))
+    parts, plain = [], []
+    for demo in (True, False):
+        term = [row for row in rows if row.is_demo == demo]
+        for i in range(number):
+            part = term[len(term) * i // number : len(term) * (i + 1) // number]
+            parts.append(gradient(part, Mix(float(demo), number), loss, rows)[1])
+        spec = replace(loss.spec, demo_weight=DemoWeight.ONE, clip_low=None, clip_high=None)
+        plain.append(gradient(term, Mix(float(demo)), Loss(spec), rows)[1])
+    means = [sum(own) / number for own in (parts[:number], parts[number:])]
+
+    def measure(**needs) -> Measured:
+        return gradient(rows, Mix(0.4), loss, rows, parts=number, **needs)[0]
+
+    measured = measure(bias=True, signals=True)
+    close(measured.gram, inner_products(parts))
+    close(measured.evidence.bias_gram, inner_products([*means, *plain]))
+    pair = demo_weight, rollout_weight
+    assert measured.parts.combine_pair(pair, Mix(0.4)) == Mix.weights(*pair)
+    close(flat_gradient(), demo_weight * means[0] + rollout_weight * means[1])
+    if number == 1:  # the moving averages start at 0
+        close(measure(average=0.25).gram, inner_products(parts) / 16)
+    unused = measure()
+    assert unused.parts.combine_pair((0.0, 0.0), Mix(0.4)) == Mix(0.4, 0.0)
+    # a gradient of zeros would still move AdamW, whose moments are not 0
+    assert all(p.grad is None for p in MODEL.parameters())
+
+
+def inner_products(vectors: list[torch.Tensor]) -> torch.Tensor:
+    table = torch.stack(vectors)
+    return table @ table.T
+
+
+@pytest.mark.parametrize("chosen", [3, 99])
+def test_the_sampled_kl_takes_other_rollouts_in_each_step(chosen: int) -> None:
+    rows = tuple(Row((5, 6, 7 + i), 1, i % 3 == 2, 1.0, i) for i in range(12))
+    rollouts = {row.sequence for row in rows if not row.is_demo}
+    forward = Forward(Accelerator(cpu=True), MODEL, MODEL, 0.7, MicroBatches(), pad_token=0)
+    step = Step(0, rows, Mix(0.5), count(rows), Rewards(0, 0, 0), StepNeeds(kl=True), (), seed=1)
+    numbered = [replace(step, number=number) for number in range(len(rollouts))]
+    samples = [set(SampledKL(forward, own, chosen).reference) for own in numbered]
+    assert {len(sample) for sample in samples} == {min(chosen, len(rollouts))}
+    assert set.union(*samples) == rollouts
+    assert all((a != b) == (chosen == 3) for a, b in itertools.pairwise(samples))
