@@ -190,8 +190,8 @@ def test_the_demonstration_loss(swift: Any, monkeypatch: Any) -> None:
         targets, advantages, is_demo = seen["batch"]
         assert targets.tolist() == expected and advantages.tolist() == [1] * len(targets)
         assert is_demo.tolist() == [True] * len(targets)
-        options = {"mu": 1.0, "spec": LossSpec(), "demo_norm": 5 / 2, "sketch": None}
-        assert seen["options"] == options
+        wanted = {"mu": 1.0, "spec": LossSpec(), "demo_norm": 5 / 2, "sketch": None}
+        assert seen["options"] == wanted
         assert seen["inputs"] == {"input_ids", "attention_mask"}
         assert trainer.mixer.observe.__self__ == ["moments"]
         trainer._micro_batch = 2
