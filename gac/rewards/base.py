@@ -8,17 +8,18 @@ import math
 import signal
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from numbers import Real
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from gac.config.imports import explained, location
+from gac.errors import UserError
 
 if TYPE_CHECKING:
     from gac.data import Example
 
-from gac.config.imports import explained, location
-from gac.errors import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -200,3 +201,137 @@ def gold_answer(example: Example) -> str:
     if example.answer is None:
         raise ValueError("the row has no gold answer; set answer_field to the field that holds it")
     return example.answer
+
+
+class SumReward(Reward):
+    """Weighted sum of rewards. A row fails if any term cannot score it."""
+
+    name = "sum"
+
+    def __init__(self, terms: Sequence[tuple[Reward, float]]) -> None:
+        if not terms:
+            raise ValueError("sum needs at least one term {reward: ..., weight: ...}")
+        self._terms = tuple(terms)
+        names = [reward.name for reward, _ in terms]
+        self._names = [
+            name if names.count(name) == 1 else f"{name}-{names[:i].count(name) + 1}"
+            for i, name in enumerate(names)
+        ]
+
+    def outcomes(
+        self, completions: Sequence[str], examples: Sequence[Example]
+    ) -> Sequence[RowOutcome]:
+        for reward, _ in self._terms:
+            reward.deadline = self.deadline
+        columns = [reward.outcomes(completions, examples) for reward, _ in self._terms]
+        self.terms = {
+            name: [math.nan if isinstance(v, Exception) else v for v in map(as_outcome, column)]
+            for name, column in zip(self._names, columns, strict=True)
+        }
+        return [self._add(row) for row in zip(*columns, strict=True)]
+
+    def set_step(self, step: int) -> None:
+        for reward, _ in self._terms:
+            reward.set_step(step)
+
+    def counts(self) -> dict[str, int]:
+        """The terms' counts, summed by name."""
+        total: dict[str, int] = {}
+        for reward, _ in self._terms:
+            for name, count in reward.counts().items():
+                total[name] = total.get(name, 0) + count
+        return total
+
+    def close(self) -> None:
+        for reward, _ in self._terms:
+            reward.close()
+
+    def _add(self, outcomes: Sequence[RowOutcome]) -> RowOutcome:
+        total = 0.0
+        for outcome, (_, weight) in zip(outcomes, self._terms, strict=True):
+            value = as_outcome(outcome)
+            if isinstance(value, Exception):
+                return value
+            total += weight * value
+        return total
+
+
+class CallableReward(RowReward):
+    """Calls `function(completion, example, **options) -> number` on each row."""
+
+    def __init__(self, name: str, function: Callable[..., Any], options: dict[str, Any]) -> None:
+        self.name = name
+        self._function, self._options = function, options
+
+    def score(self, completion: str, example: Example) -> float:
+        return self._function(completion, example, **self._options)
+
+
+class BatchCallableReward(CallableReward):
+    """Calls `function(completions, examples, **options) -> numbers` on whole batches.
+
+    If a batch raises, its rows are retried one at a time to isolate the failing ones.
+    """
+
+    def outcomes(
+        self, completions: Sequence[str], examples: Sequence[Example]
+    ) -> Sequence[RowOutcome]:
+        if not completions:
+            return []
+        try:
+            with time_limits(self.deadline) as limit, limit:
+                values = list(self._function(list(completions), list(examples), **self._options))
+        except TimeoutError as error:
+            return [error] * len(completions)
+        except (Exception, SystemExit) as error:  # user code may raise anything
+            if len(completions) == 1:
+                return [explained(error)]
+            return [
+                self.outcomes([completion], [example])[0]
+                for completion, example in zip(completions, examples, strict=True)
+            ]
+        if len(values) != len(completions):
+            raise ValueError(
+                f"reward {self.name!r} returned {len(values)} numbers for {len(completions)} rows"
+            )
+        return [as_outcome(value) for value in values]
+
+
+class Tally:
+    """Counts a reward's events over all ranks."""
+
+    def __init__(self, reward: Reward) -> None:
+        self.reward = reward
+        self._reported = event_counts(reward)
+
+    def new_counts(self) -> dict[str, int]:
+        """New events over all ranks since the last call: `reward_dropped`, `reward_<name>`, ...
+
+        Collective: every rank must call it. Events during an evaluation are reported with the next
+        step.
+        """
+        now = event_counts(self.reward)
+        since = {name: count - self._reported.get(name, 0) for name, count in now.items()}
+        self._reported = now
+        from gac.parallel.collectives import total_counts  # imports torch
+
+        return {f"reward_{name}": count for name, count in total_counts(since).items()}
+
+
+def event_counts(reward: Reward) -> dict[str, int]:
+    """This process's cumulative counts, including dropped rows."""
+    return {"dropped": reward.dropped, **reward.counts()}
+
+
+@contextlib.contextmanager
+def closing_reward(reward: Reward) -> Iterator[None]:
+    """Context manager that logs this process's counts and closes the reward on exit."""
+    try:
+        yield
+    finally:
+        try:
+            nonzero = [f"{n} {name}" for name, n in event_counts(reward).items() if n]
+            if nonzero:
+                logger.warning("reward %s: %s in this process", reward.name, ", ".join(nonzero))
+        finally:
+            reward.close()

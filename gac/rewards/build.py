@@ -10,9 +10,8 @@ from typing import Any, get_args
 from gac.config.imports import load_object
 from gac.config.types import did_you_mean
 
-from .base import OnError, Reward
+from .base import BatchCallableReward, CallableReward, OnError, Reward, SumReward
 from .code import CodeReward
-from .combine import BatchCallableReward, CallableReward, SumReward
 from .mathematics import MathReward
 from .text import ChoiceReward, ExactReward, FormatReward
 

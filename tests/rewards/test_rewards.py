@@ -22,9 +22,8 @@ from gac.rewards import (
     build,
     build_reward,
 )
-from gac.rewards.base import time_limits
+from gac.rewards.base import BatchCallableReward, SumReward, time_limits
 from gac.rewards.code import program_of
-from gac.rewards.combine import BatchCallableReward, SumReward
 from gac.rewards.mathematics import gold_text, text_after_marker
 from gac.rewards.text import chosen_letter
 
