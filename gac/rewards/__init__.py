@@ -3,9 +3,10 @@
 This package may import `sandbox` and earlier packages.
 """
 
-from .base import Reward, RewardError, RowReward, SumReward, Tally, closing_reward
+from .base import Reward, RewardError, RowReward, Tally, closing_reward
 from .build import REWARDS, build_reward, rewards_table
 from .code import CodeReward
+from .combine import SumReward
 from .mathematics import MathReward
 from .text import ChoiceReward, ExactReward, FormatReward
 

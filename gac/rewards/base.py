@@ -8,11 +8,11 @@ import math
 import signal
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from numbers import Real
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from gac.config.imports import explained, location
 from gac.errors import UserError
@@ -201,100 +201,6 @@ def gold_answer(example: Example) -> str:
     if example.answer is None:
         raise ValueError("the row has no gold answer; set answer_field to the field that holds it")
     return example.answer
-
-
-class SumReward(Reward):
-    """Weighted sum of rewards. A row fails if any term cannot score it."""
-
-    name = "sum"
-
-    def __init__(self, terms: Sequence[tuple[Reward, float]]) -> None:
-        if not terms:
-            raise ValueError("sum needs at least one term {reward: ..., weight: ...}")
-        self._terms = tuple(terms)
-        names = [reward.name for reward, _ in terms]
-        self._names = [
-            name if names.count(name) == 1 else f"{name}-{names[:i].count(name) + 1}"
-            for i, name in enumerate(names)
-        ]
-
-    def outcomes(
-        self, completions: Sequence[str], examples: Sequence[Example]
-    ) -> Sequence[RowOutcome]:
-        for reward, _ in self._terms:
-            reward.deadline = self.deadline
-        columns = [reward.outcomes(completions, examples) for reward, _ in self._terms]
-        self.terms = {
-            name: [math.nan if isinstance(v, Exception) else v for v in map(as_outcome, column)]
-            for name, column in zip(self._names, columns, strict=True)
-        }
-        return [self._add(row) for row in zip(*columns, strict=True)]
-
-    def set_step(self, step: int) -> None:
-        for reward, _ in self._terms:
-            reward.set_step(step)
-
-    def counts(self) -> dict[str, int]:
-        """The terms' counts, summed by name."""
-        total: dict[str, int] = {}
-        for reward, _ in self._terms:
-            for name, count in reward.counts().items():
-                total[name] = total.get(name, 0) + count
-        return total
-
-    def close(self) -> None:
-        for reward, _ in self._terms:
-            reward.close()
-
-    def _add(self, outcomes: Sequence[RowOutcome]) -> RowOutcome:
-        total = 0.0
-        for outcome, (_, weight) in zip(outcomes, self._terms, strict=True):
-            value = as_outcome(outcome)
-            if isinstance(value, Exception):
-                return value
-            total += weight * value
-        return total
-
-
-class CallableReward(RowReward):
-    """Calls `function(completion, example, **options) -> number` on each row."""
-
-    def __init__(self, name: str, function: Callable[..., Any], options: dict[str, Any]) -> None:
-        self.name = name
-        self._function, self._options = function, options
-
-    def score(self, completion: str, example: Example) -> float:
-        return self._function(completion, example, **self._options)
-
-
-class BatchCallableReward(CallableReward):
-    """Calls `function(completions, examples, **options) -> numbers` on whole batches.
-
-    If a batch raises, its rows are retried one at a time to isolate the failing ones.
-    """
-
-    def outcomes(
-        self, completions: Sequence[str], examples: Sequence[Example]
-    ) -> Sequence[RowOutcome]:
-        if not completions:
-            return []
-        try:
-            with time_limits(self.deadline) as limit, limit:
-                values = list(self._function(list(completions), list(examples), **self._options))
-        except TimeoutError as error:
-            return [error] * len(completions)
-        except (Exception, SystemExit) as error:  # user code may raise anything
-            if len(completions) == 1:
-                return [explained(error)]
-            return [
-                self.outcomes([completion], [example])[0]
-                for completion, example in zip(completions, examples, strict=True)
-            ]
-        if len(values) != len(completions):
-            raise ValueError(
-                f"reward {self.name!r} returned {len(values)} numbers for {len(completions)} rows"
-            )
-        return [as_outcome(value) for value in values]
 
 
 class Tally:

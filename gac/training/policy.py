@@ -17,7 +17,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from gac.data.rows import MicroBatches, Row, collate
 from gac.errors import ConfigError
-from gac.methods.base import Loss, StepNeeds
+from gac.methods.base import StepNeeds
 from gac.models.causal_lm import check_head, make_model
 from gac.models.head import (
     attends_by_row,
@@ -30,33 +30,12 @@ from gac.models.head import (
 from gac.parallel import collectives, setup
 from gac.parallel.collectives import run_on_all_ranks
 from gac.parallel.setup import reshard
-from gac.train_config import OptimConfig, TrainConfig
+from gac.train_config import OptimConfig, TrainConfig, loss_of
 
 from .gradients import Forward, Gradients
 from .probes import local
 
 logger = logging.getLogger(__name__)
-
-
-def loss_of(config: TrainConfig) -> Loss:
-    """The run's loss; `loss.max_tokens` defaults to `rollouts.max_completion_length`.
-
-    With rollouts from another engine, or a function that may return its log-probs,
-    `rollouts.correction` is applied.
-    """
-    rollouts = config.rollouts
-    longest = config.loss.max_tokens or rollouts.max_completion_length
-    loss = config.method.loss(dataclasses.replace(config.loss, max_tokens=longest))
-    from_reference = config.method.sampling(rollouts.num_generations).from_reference
-    # the log-probs of a server are those at temperature 1 without truncation
-    comparable = rollouts.temperature == 1 and rollouts.top_p == 1
-    elsewhere = rollouts.engine == "vllm" or rollouts.function is not None
-    if elsewhere and comparable and not from_reference:
-        spec = dataclasses.replace(
-            loss.spec, correction=rollouts.correction, correction_max=rollouts.correction_max
-        )
-        loss = loss._replace(spec=spec)
-    return loss
 
 
 def load_policy(config: TrainConfig, accelerator: Accelerator) -> nn.Module:

@@ -34,7 +34,7 @@ from gac.rewards import Tally, build_reward, closing_reward
 from gac.rollouts.engines import Engine
 from gac.rollouts.generation import stop_tokens
 from gac.rollouts.sampling import Rollouts, Sampler, SamplingStats, mean_columns
-from gac.train_config import OptimConfig, TrainConfig
+from gac.train_config import OptimConfig, TrainConfig, loss_of
 from gac.training.export import export_checkpoint
 
 from .feed import Feed
@@ -42,7 +42,6 @@ from .policy import (
     choose_micro_batches,
     load_policy,
     load_reference,
-    loss_of,
     make_gradients,
     make_optimizer,
     warn_of_rounding,
