@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from gac.config import load
 from gac.faults import checkpoint
-from gac.models import row_attention
+from gac.models import head
 from gac.models.causal_lm import attach_head
 from gac.train_config import TrainConfig
 from gac.training import policy as budget
@@ -86,7 +86,7 @@ def test_models_that_do_not_gain_from_packing_are_padded(kind, caplog):
 
 def test_reference_that_cannot_be_packed_is_padded_too():
     policy, reference = make("qwen3"), make("qwen3", "eager")
-    assert row_attention.enable(policy) and budget.packs_by_row(policy)
+    assert head.enable_row_attention(policy) and budget.packs_by_row(policy)
     chosen = budget.choose_micro_batches(load(TrainConfig, {}), CPU, policy, reference, 100, 8)
     assert (chosen.micro_batch_size, chosen.max_tokens_per_micro_batch) == (20, None)
 

@@ -18,7 +18,7 @@ from transformers.masking_utils import AttentionMaskInterface, flash_attention_m
 from gac.config import ConfigError, load
 from gac.data.rows import MicroBatches, Row, collate, count
 from gac.methods.base import Loss, Mix, StepNeeds
-from gac.models import row_attention
+from gac.models import head
 from gac.models.causal_lm import attach_head, run_head
 from gac.train_config import TrainConfig
 from gac.training.gradients import Forward, Gradients
@@ -149,14 +149,14 @@ def test_packed_row_by_row_equals_padded(kind, checkpointing, monkeypatch):
     lengths, rows = [], random_rows(mixed=True)
     padded = run_step(make(kind), rows, MicroBatches(), Loss(LossSpec(kl_coef=0.1)))
     model = make(kind)
-    attend = row_attention.sdpa_attention_forward
+    attend = head.sdpa_attention_forward
 
     def recording_attention(module, query, *rest, **keywords):
         lengths.append(query.shape[2])
         return attend(module, query, *rest, **keywords)
 
-    monkeypatch.setattr(row_attention, "sdpa_attention_forward", recording_attention)
-    if not row_attention.enable(model):
+    monkeypatch.setattr(head, "sdpa_attention_forward", recording_attention)
+    if not head.enable_row_attention(model):
         assert kind == "gemma2"  # only eager attention supports its soft-capped scores
         return
     if checkpointing:
@@ -173,7 +173,7 @@ def test_masks_are_back_after_a_packed_forward():
     padded, packed = collate(rows, 0), collate(rows, 0, packed=True)
     inputs = {k: padded.model_inputs[k] for k in ("input_ids", "attention_mask")}
     expected = model(**inputs).logits
-    assert row_attention.enable(model)
+    assert head.enable_row_attention(model)
     assert torch.equal(model(**inputs).logits, expected)
     run_head(model, **packed.model_inputs).logprobs(packed.targets)
     assert torch.equal(model(**inputs).logits, expected)
