@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -215,9 +216,13 @@ class Worker:
         rng = random.Random(0)
         for i in range(60):
             ids = [rng.randrange(5, 200) for _ in range(rng.randint(3, 9))]
-            sample = {"prompt": [], "completion": [], "input_ids": [5, 6, 7, *ids]}
-            sample |= {"completion_mask": [0] * 3 + [1] * len(ids), "advantage": i % 3 - 1.0}
-            sample |= {"old_log_probs": [0.0] * 3 + [-6.0] * len(ids), "model_version": 0}
+            arrays = {
+                "input_ids": [5, 6, 7, *ids],
+                "completion_mask": [0] * 3 + [1] * len(ids),
+                "old_log_probs": [0.0] * 3 + [-6.0] * len(ids),
+            }
+            sample: dict[str, Any] = {name: np.array(x) for name, x in arrays.items()}
+            sample |= {"prompt": [], "completion": [], "advantage": i % 3 - 1.0, "model_version": 0}
             self.rollout_buffer.put(RolloutSample(**sample, group_id=i // 3, metrics={}))
 
     def send_weights(self, iterator: Iterator[Any]) -> None:
