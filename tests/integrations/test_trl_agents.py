@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import queue
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -22,12 +20,9 @@ if missing_hook():
 from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
-from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer
-from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 from trl.generation import vllm_client, vllm_generation
 
-from gac.integrations import trl_head
-from gac.integrations.trl import FusedGRPOTrainer, GACTrainer, apply_fused_head
+from gac.integrations.trl import FusedGRPOTrainer, GACTrainer
 from gac.methods import Constant
 from tests.integrations import trl_hub
 from tests.integrations.plain import relative_error
@@ -205,71 +200,3 @@ def test_the_step_is_that_of_trl(
     if mode == "vLLM server":
         paths = request.getfixturevalue("server").requests()
         assert paths.count("/v1/completions") == paths.count("/collective_rpc") == 3
-
-
-class Worker:
-    """Rollouts for AsyncGRPOTrainer, and the transfer of weights to nowhere."""
-
-    def __init__(self) -> None:
-        self.rollout_buffer: Any = queue.Queue()
-        self.metrics_queue: Any = queue.Queue()
-        rng = random.Random(0)
-        for i in range(60):
-            ids = [rng.randrange(5, 200) for _ in range(rng.randint(3, 9))]
-            arrays = {
-                "input_ids": [5, 6, 7, *ids],
-                "completion_mask": [0] * 3 + [1] * len(ids),
-                "old_log_probs": [0.0] * 3 + [-6.0] * len(ids),
-            }
-            sample: dict[str, Any] = {name: np.array(x) for name, x in arrays.items()}
-            sample |= {"prompt": [], "completion": [], "advantage": i % 3 - 1.0, "model_version": 0}
-            self.rollout_buffer.put(RolloutSample(**sample, group_id=i // 3, metrics={}))
-
-    def send_weights(self, iterator: Iterator[Any]) -> None:
-        list(iterator)
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *_: None  # start, stop, pause, resume, ...
-
-
-def test_async_grpo_uses_our_head(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # of a CUDA device, for TRL's utilization metric
-    monkeypatch.setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda *_: None)
-    calls = []
-    own = trl_head._log_probs
-    monkeypatch.setattr(trl_head, "_log_probs", lambda *x: calls.append(1) or own(*x))
-
-    def gradient() -> dict[str, Tensor]:
-        recorder = GradientRecorder()
-        trainer = AsyncGRPOTrainer(
-            model=str(folder),
-            reward_funcs=lambda completions, **_: [0.0] * len(completions),
-            args=AsyncGRPOConfig(
-                str(tmp_path),
-                per_device_train_batch_size=6,
-                token_budget=0,  # a fixed number of rows
-                num_generations=3,
-                max_steps=1,
-                max_grad_norm=0.0,
-                save_strategy="no",
-                report_to=[],
-                use_cpu=True,
-                bf16=False,
-                disable_tqdm=True,
-            ),
-            train_dataset=Dataset.from_list([{"prompt": PROMPT}] * 6),
-            processing_class=AutoTokenizer.from_pretrained(folder),
-            callbacks=[recorder],
-            rollout_worker=Worker(),
-            weight_transfer=Worker(),
-        )
-        trainer.train()
-        return recorder.gradients[0]
-
-    expected = gradient()
-    assert not calls
-    with apply_fused_head():
-        assert relative_error(gradient(), expected) < 3e-6
-    assert calls
