@@ -33,11 +33,12 @@ class SolverClient:
 
     Args:
         channel: pipes to and from the solver.
-        returns: whether changes of arguments count even if the call returns a value.
+        row: see `row.compile_row`.
+        namespace: the global variables of the tests.
     """
 
-    def __init__(self, channel: Channel, returns: bool = True) -> None:
-        self._channel, self._returns = channel, returns
+    def __init__(self, channel: Channel, row: Any, namespace: dict[str, Any]) -> None:
+        self._channel, self._row, self._namespace = channel, row, namespace
         self._objects: dict[int, Any] = {}
         self._classes: dict[int, type] = {}
         self._coroutines: dict[int, int] = {}
@@ -51,28 +52,29 @@ class SolverClient:
         """A failed assertion of the tests that the program has not let through."""
         self.constructors: Collection[int] = ()
         """Ids of the classes of the program whose instances the tests construct."""
-        self.factories = False
-        """Whether a method of such a class, called on the class, constructs an instance too."""
-        self.trusts: Callable[[str], bool] = lambda name: True
-        """Whether the row relies on this operator."""
         self.shared: dict[str, type] = {}
         """Classes of the setup, which the program has too: their instances are copied."""
-        self.expects_stop = False
-        """Whether the tests expect a StopIteration, which would otherwise end their loops."""
-        self.prepare: Callable[[], None] = lambda: None
-        """Called before each request."""
-        self.on_globals: Callable[[dict[str, Any]], None] = lambda names: None
-        """Called with new values of the program's global variables."""
+        self.variables: dict[str, Any] = {}
+        """Global variables of the program that the tests have, too."""
+        self._patched = {
+            (module, name): getattr(sys.modules[module], name, None)
+            for module, name in row.patches
+            if module in sys.modules
+        }
+
+    def trusts(self, name: str) -> bool:
+        """Whether the row relies on this operator."""
+        return not self._row.has_answer or name in self._row.operators
 
     def ask(self, operation: str, /, *arguments: Any, **keywords: Any) -> Any:
         """Send one request and return the answer; raises the program's exception."""
         with self._turn:
             if operation != "patch":
-                self.prepare()
+                self._send_patches()
             self.requests += 1
             request = lent.pickled((operation, arguments, keywords), self._reduce)
             value, changed = self.answer(request)
-            if changed and (value is None or self._returns):
+            if changed and (value is None or self._row.returns):
                 old = [*arguments[1:], *keywords.values()]
                 for argument, new in zip(old, changed, strict=True):
                     if new is not None:
@@ -81,9 +83,18 @@ class SolverClient:
                 object.__setattr__(
                     value, "_constructed_", self._constructs(operation, arguments[0])
                 )
-                if operation == "get" and self.factories and id(arguments[0]) in self.constructors:
-                    object.__setattr__(value, "_factory_", True)
+                # a method of such a class, called on the class, constructs an instance too
+                if operation == "get" and id(arguments[0]) in self.constructors:
+                    object.__setattr__(value, "_factory_", self._row.has_answer)
             return value
+
+    def _send_patches(self) -> None:
+        """Make the changes that the tests have made to modules in the solver too."""
+        for (module, name), known in list(self._patched.items()):
+            current = getattr(sys.modules[module], name, None)
+            if current is not known:
+                self._patched[module, name] = current
+                self.ask("patch", module, name, current)
 
     def _constructs(self, operation: str, target: Any) -> bool:
         """Whether the result counts as constructed by the tests."""
@@ -120,7 +131,7 @@ class SolverClient:
                 self.suppressed = None
             if not isinstance(value, Exception):
                 raise RemoteError(f"{value}")
-            if isinstance(value, ENDS_LOOPS) and not self.expects_stop:
+            if isinstance(value, ENDS_LOOPS) and not self._row.expects_stop:
                 raise RemoteError(f"{type(value).__name__}: {value}")
             raise value
         self._channel.close()
@@ -140,7 +151,10 @@ class SolverClient:
             kind, value, printed, changed, names = decode(message[1], self._resolve)
             if kind not in ("value", "raise", "callback") or type(printed) is not str:
                 raise TypeError("neither a value nor an error")
-            self.on_globals(names)
+            for name in names.keys() & self.variables.keys():
+                # a name that the tests have bound keeps its value
+                if self._namespace.get(name) is self.variables[name]:
+                    self._namespace[name] = self.variables[name] = names[name]
         except DECODE_ERRORS as error:
             raise WireError(f"{error!s:.200}") from None
         sys.stdout.write(printed)

@@ -8,6 +8,7 @@ import math
 import os
 from array import array as typed_array
 from fractions import Fraction
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -331,7 +332,8 @@ def test_numbers_in_other_bases_and_arrays_round_trip(value):
 
 
 def test_a_class_whose_bases_cannot_be_combined_gets_one_of_them():
-    client = SolverClient(Channel(*os.pipe()))
+    row = SimpleNamespace(patches=[])
+    client = SolverClient(Channel(*os.pipe()), row, {})
     for number, (name, bases) in enumerate({"int": [], "str": [], "Both": [0, 1]}.items()):
         base = f"builtins:{name.replace('Both', 'str')}"
         client._define(number, name, bases, base, "", [], [])
