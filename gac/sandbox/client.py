@@ -137,12 +137,6 @@ class SolverClient:
         self._channel.close()
         raise RemoteError(self.lost_reason)
 
-    def object(self, number: int) -> Any:
-        """A reference to an object of the program that has no proxy."""
-        reference = Remote()
-        object.__setattr__(reference, "_remote_", (self, number))
-        return reference
-
     def _receive(self) -> tuple[str, Any, Any]:
         message = parse(self._channel.receive())
         try:
@@ -190,22 +184,21 @@ class SolverClient:
     def _read_lent(self, number: int) -> Any:
         return self._lender[number]
 
-    def _read_class(self, reference: Json) -> Any:
-        return self._class(reference)
-
     def _read_live(self, number: int, value: Any) -> Any:
         live = LIVE[type(value)](value)
         object.__setattr__(live, "_remote_", (self, number))
         return live
 
     def _read_coroutine(self, number: int) -> Any:
-        local = self._remember(number, lambda: coroutine(self, number))
+        reference = Remote()
+        object.__setattr__(reference, "_remote_", (self, number))
+        local = self._remember(number, lambda: coroutine(reference))
         self._coroutines[id(local)] = number
         return local
 
     def _read_object(self, number: int, reference: Json, *content: Any) -> Any:
         def make() -> Any:
-            kind = self._class(reference)
+            kind = self._read_class(reference)
             base = next((base for base in kind.__mro__ if base in VALUES), object)
             value = base.__new__(kind, *content)
             object.__setattr__(value, "_remote_", (self, number))
@@ -226,7 +219,7 @@ class SolverClient:
         self, number: int, kind: Json, text: str, cause: Any, arguments: Any = None, state: Any = ()
     ) -> Any:
         def make() -> Any:
-            local = self._class(kind)
+            local = self._read_class(kind)
             if not issubclass(local, Exception):
                 return RemoteError(f"{text}")
             arguments_ = (text,) if arguments is None else arguments
@@ -243,7 +236,7 @@ class SolverClient:
 
         return self._remember(number, make)
 
-    def _class(self, reference: Json) -> Any:
+    def _read_class(self, reference: Json) -> Any:
         """The local class for a reference: see `solver.Solver._class`."""
         if type(reference) is int:
             return self._classes[reference]
@@ -276,7 +269,7 @@ class SolverClient:
             standard: "module:name" of all its bases, for `isinstance`.
         """
         last = local_base(base)
-        parents = tuple(map(self._class, bases))
+        parents = tuple(map(self._read_class, bases))
         if not any(issubclass(parent, last) for parent in parents):
             parents = (*parents, last)
         members: dict[str, Any] = {m: METHODS[m] for m in methods if m in METHODS}

@@ -164,9 +164,9 @@ def _await(self: Remote) -> Generator[Any, None, Any]:
     yield
 
 
-async def coroutine(client: Any, number: int) -> Any:
+async def coroutine(reference: Remote) -> Any:
     """A local coroutine that runs one of the program."""
-    return client.ask("__await__", client.object(number))
+    return ask("__await__", reference)
 
 
 METHODS: dict[str, Callable[..., Any]] = {

@@ -337,7 +337,7 @@ def test_a_class_whose_bases_cannot_be_combined_gets_one_of_them():
     for number, (name, bases) in enumerate({"int": [], "str": [], "Both": [0, 1]}.items()):
         base = f"builtins:{name.replace('Both', 'str')}"
         client._define(number, name, bases, base, "", [], [])
-    both = client._class(2)
+    both = client._read_class(2)
     assert both.__mro__[0] is both and issubclass(both, str) and not issubclass(both, int)
     assert type.__repr__(both) == "<class 'program.Both'>"
 
@@ -345,7 +345,7 @@ def test_a_class_whose_bases_cannot_be_combined_gets_one_of_them():
 @pytest.mark.parametrize("number", [True, -1, 1.0, "0", None])
 def test_an_object_of_the_tests_is_referred_to_by_its_number_only(number):
     lender = Lender()
-    assert [lender[lender.keep(value)] for value in (len, abs, len)] == [len, abs, len]
+    assert [lender[lender.number(value)] for value in (len, abs, len)] == [len, abs, len]
     with pytest.raises(TypeError, match="must be an integer >= 0"):
         lender[number]
 
