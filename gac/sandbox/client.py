@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 from collections import deque
@@ -25,7 +26,7 @@ from .remote import (
     standard,
 )
 from .solver import CONTAINERS, VALUES
-from .wire import DECODE_ERRORS, Channel, ChannelClosed, Json, WireError, decode, is_builtin, parse
+from .wire import DECODE_ERRORS, Channel, ChannelClosed, Json, WireError, decode, is_builtin
 
 
 class SolverClient:
@@ -138,11 +139,12 @@ class SolverClient:
         raise RemoteError(self.lost_reason)
 
     def _receive(self) -> tuple[str, Any, Any]:
-        message = parse(self._channel.receive())
+        message = self._channel.receive()
         try:
-            for description in message[0]:
+            classes, nodes = json.loads(message)
+            for description in classes:
                 self._define(*description)
-            kind, value, printed, changed, names = decode(message[1], self._resolve)
+            kind, value, printed, changed, names = decode(nodes, self._resolve)
             if kind not in ("value", "raise", "callback") or type(printed) is not str:
                 raise TypeError("neither a value nor an error")
             for name in names.keys() & self.variables.keys():
@@ -284,28 +286,24 @@ class SolverClient:
             self._classes[number] = RemoteClass(name, (last,), members)
 
 
-def _update(value: Any, new: Any) -> None:
+def _update(value: Any, new: Any) -> Any:
     """Update a container in place to `new`, its content after the program has changed it."""
     numpy: Any = sys.modules.get("numpy")
     if type(value) is not type(new):
         raise RemoteError("invalid answer: an argument has changed its type")
     if numpy and isinstance(value, numpy.ndarray):
         value[...] = new
-    elif isinstance(value, dict):
-        merged = {key: _merged(value.get(key), item) for key, item in new.items()}
-        value.clear()
-        value.update(merged)
-    elif isinstance(value, set):
-        value.clear()
-        value.update(new)
-    elif isinstance(value, list | deque | bytearray):
-        merged_items = [*map(_merged, value, new), *list(new)[len(value) :]]
-        value.clear()
-        value.extend(merged_items)
+        return value
+    if isinstance(value, dict):
+        new = {key: _merged(value.get(key), item) for key, item in new.items()}
+    elif isinstance(value, list | deque):
+        new = [*map(_merged, value, new), *list(new)[len(value) :]]
+    value.clear()
+    (value.update if isinstance(value, dict | set) else value.extend)(new)
+    return value
 
 
 def _merged(value: Any, new: Any) -> Any:
-    if not isinstance(value, tuple(CONTAINERS)) or type(value) is not type(new):
-        return new
-    _update(value, new)
-    return value
+    """The value of an item: the tests' own container, updated, if it is one."""
+    same = isinstance(value, tuple(CONTAINERS)) and type(value) is type(new)
+    return _update(value, new) if same else new
