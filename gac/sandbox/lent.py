@@ -80,6 +80,7 @@ SPECIAL = WITH_OPERAND | {
 interpret an object (`__index__`, `__float__`, `__array__` and similar) are absent on purpose.
 """
 _ATTRIBUTES = ("get", "set", "delete")
+_END = object()
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "get": getattr,
     "set": setattr,
@@ -91,7 +92,6 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     ),
 }
 """Operations that are not methods with the same name and arguments."""
-_END = object()
 _FUNCTIONS = (
     types.FunctionType,
     types.MethodType,

@@ -82,9 +82,9 @@ class Remote(RemoteBase):
     _constructed_ = _factory_ = False
 
     # the program's, not the proxy's
-    __dict__ = property(lambda self: ask("get", self, "__dict__"))  # type: ignore[assignment]
-    __doc__ = property(lambda self: ask("get", self, "__doc__"))  # type: ignore[assignment]
-    __dir__, __copy__ = _asking("dir"), _asking("copy")  # type: ignore[assignment]
+    __dict__ = property(lambda self: ask("get", self, "__dict__"))
+    __doc__ = property(lambda self: ask("get", self, "__doc__"))
+    __dir__, __copy__ = _asking("dir"), _asking("copy")
 
     def __eq__(self, other: object) -> Any:
         """Of two objects of the program, the program decides; contents are compared here."""

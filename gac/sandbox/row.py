@@ -182,8 +182,8 @@ class _Words:
                     self.attributes |= _first_two(args)
                 case ast.Call(_, args):
                     self.attributes |= _first_two(args)
-                case _ if name := isinstance(node, _NAMED) and node.name:
-                    self.bound.add(name)
+                case _ if isinstance(node, _NAMED) and node.name:
+                    self.bound.add(node.name)
 
 
 def _first_two(arguments: list[ast.expr]) -> set[tuple[str, str]]:
