@@ -42,7 +42,10 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         require_one_of(SCHEDULES, self, "schedule")
-        require(self.lr > 0, "lr", self.lr, "a number > 0")
+        require(0 < self.lr <= 1, "lr", self.lr, "a number in (0, 1]")
+        require(
+            0 <= self.min_lr_ratio <= 1, "min_lr_ratio", self.min_lr_ratio, "a number in [0, 1]"
+        )
         require_at_least(0, self, "warmup_steps", "weight_decay", "max_grad_norm", "eps")
         valid = all(0 <= beta < 1 for beta in self.betas)
         require(valid, "betas", self.betas, "two numbers in [0, 1)")
@@ -146,6 +149,7 @@ class TrainConfig:
         require_at_least(
             1, self, "micro_batch_size", "max_tokens_per_micro_batch", "kl_sample_size"
         )
+        require_at_least(0, self, "monitor_kl_every")
         require(bool(self.out), "out", self.out, "the name of a folder")
         require(0 <= self.seed < 2**31, "seed", self.seed, "a whole number from 0 to 2**31 - 1")
         low = self.loss.clip_low

@@ -12,27 +12,54 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gac.errors import ConfigError, UserError
+from gac.models.config import ModelConfig
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 WEIGHTS = ("model.safetensors", "model*.safetensors*", "pytorch_model*.bin*", "adapter_model*")
 TOKENIZERS = ("tokenizer.json", "*token*", "*vocab*", "*.model", "*.spm", "tekken.json")
 
 
-def check_source(key: str, name: str, example: str = "./base") -> None:
-    """Raise ConfigError unless `name` is a folder or an accessible model on the Hub."""
+def check_source(key: str, name: str, *, ask_hub: bool = True) -> None:
+    """Raise ConfigError unless `name` is a folder or an accessible model on the Hub.
+
+    ask_hub: if False, only the form of a name on the Hub is checked.
+    """
     if not name:
         raise ConfigError(
             f"{key} is empty: give a folder with a transformers model, or the name of one on the "
-            f"Hub, e.g. {key}={example}"
+            f"Hub, e.g. {key}=./base"
         )
     path = Path(name).expanduser()
+    if (path / "metrics.jsonl").is_file():
+        raise ConfigError(f"{key}={name!r} is a run: give its model, {path / 'model'}")
     if path.is_dir():
         return
     if path.exists():
         raise ConfigError(f"{key}={name!r} is a file: give the folder of a transformers model")
     if name.startswith((".", "/", "~")) or not HUB_NAME.fullmatch(name):
         raise ConfigError(f"{key}={name!r}: no such folder")
-    _check_hub(key, name)
+    if ask_hub:
+        _check_hub(key, name)
+
+
+def check_tokenizer(config: ModelConfig, *, ask_hub: bool = True) -> tuple[str, str]:
+    """Check the source of the tokenizer; returns its key and name."""
+    key = "model.tokenizer" if config.tokenizer else "model.path"
+    name = config.tokenizer or config.path
+    check_source(key, name, ask_hub=ask_hub)
+    remedy = "set model.tokenizer to a folder with one, or its name on the Hub"
+    check_files(key, name, "tokenizer", remedy, *TOKENIZERS)
+    return key, name
+
+
+def check_model(config: ModelConfig, *, ask_hub: bool = True) -> None:
+    """Check the source of the model and, unless `random_init`, of its weights."""
+    check_source("model.path", config.path, ask_hub=ask_hub)
+    remedy = "give a folder written by transformers' save_pretrained"
+    check_files("model.path", config.path, "model", remedy, "config.json", "adapter_config.json")
+    if not config.random_init:
+        remedy = "give a folder with weights, or set model.random_init=true"
+        check_files("model.path", config.path, "weights", remedy, *WEIGHTS)
 
 
 def _check_hub(key: str, name: str) -> None:
