@@ -43,9 +43,8 @@ class OptimConfig:
     def __post_init__(self) -> None:
         require_one_of(SCHEDULES, self, "schedule")
         require(0 < self.lr <= 1, "lr", self.lr, "a number in (0, 1]")
-        require(
-            0 <= self.min_lr_ratio <= 1, "min_lr_ratio", self.min_lr_ratio, "a number in [0, 1]"
-        )
+        low = self.min_lr_ratio
+        require(0 <= low <= 1, "min_lr_ratio", low, "a number in [0, 1]")
         require_at_least(0, self, "warmup_steps", "weight_decay", "max_grad_norm", "eps")
         valid = all(0 <= beta < 1 for beta in self.betas)
         require(valid, "betas", self.betas, "two numbers in [0, 1)")

@@ -97,7 +97,7 @@ def _check_data(key: str, data: DataConfig, file: Path | None) -> list[str]:
 
 
 def _score_first_row(config: Any, key: str, data: DataConfig, reward: Reward) -> list[str]:
-    """Check the fields of the first row, and score its demonstration or, to evaluate, its answer."""
+    """Check the fields of the first row; score its demonstration or, to evaluate, its answer."""
     first = data.prompts or next((source.path for source in data.sources), None)
     if first is None or not _path(first).is_file():
         return []
@@ -166,8 +166,8 @@ def _model_line(model: ModelConfig) -> str:
     if model.lora is None:  # weight, gradient and AdamW's two moments
         width = 16 if model.master_weights else 4 * width
     return (
-        f"model.path: {count / 1e6:.3g} million parameters; training takes {count * width / 1e9:.2g}"
-        " GB for weights, gradients and AdamW, and more for activations"
+        f"model.path: {count / 1e6:.3g} million parameters; training takes "
+        f"{count * width / 1e9:.2g} GB for weights, gradients and AdamW, more for activations"
     )
 
 

@@ -12,6 +12,7 @@ import hashlib
 import logging
 import math
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,13 @@ class Trainer:
             raise
         except RuntimeError as error:
             message = self.heartbeat.dead_rank_message()
+            if isinstance(error, torch.OutOfMemoryError) or "t allocate memory" in str(error):
+                longest = self.feed.longest_row(self.config.rollouts.max_completion_length)
+                raise RunError(
+                    f"out of memory in step {self.step + 1}: rows have up to {longest} tokens: "
+                    "lower data.max_prompt_tokens, data.max_demo_tokens, "
+                    "rollouts.max_completion_length or max_tokens_per_micro_batch"
+                ) from error
             if message is None:
                 raise
             advice = f"restart the job to resume from {self.checkpoints}"
@@ -207,6 +215,13 @@ class Trainer:
     def _loop(self, bar: tqdm) -> None:
         if self.step == 0:
             self._evaluate()  # the initial model
+        elif self._done():
+            logger.info(
+                "the run is finished: %d of %d steps; to train on, raise `steps`; to start anew, "
+                "choose another `out`",
+                self.step,
+                self.feed.steps,
+            )
         while not self._done():
             started = time.perf_counter()
             row = self._train_step()
@@ -229,7 +244,8 @@ class Trainer:
 
         Returns the step's row of `metrics.jsonl`.
         """
-        rows = self._sample()  # B_r, with rewards and advantages, and B_s
+        with self._kept():
+            rows = self._sample()  # B_r, with rewards and advantages, and B_s
         step = self._assemble(rows, self.mix)
         measured = self.gradients(step)  # of (1 - mu_t) L_RL + mu_t L_SFT
         update = self._apply(step, measured)  # theta_t
@@ -243,7 +259,8 @@ class Trainer:
     def _checkpoint(self) -> None:
         """Evaluate and save if due; after a stop request, save and raise KeyboardInterrupt."""
         last = self._done()
-        accuracy = self._evaluate() if last or self._due(self.config.eval.every) else None
+        with self._kept():
+            accuracy = self._evaluate() if last or self._due(self.config.eval.every) else None
         better = accuracy is not None and accuracy > self.best.get("accuracy", -math.inf)
         boundary = self.step % self.config.rollouts.num_iterations == 0 or last
         stopping = boundary and any(collectives.largest([self.stop.requested]))  # on any rank
@@ -254,6 +271,22 @@ class Trainer:
             self.save()
         if stopping and not last:
             raise KeyboardInterrupt(f"saved step {self.step} in {self.checkpoints}")
+
+    @contextlib.contextmanager
+    def _kept(self) -> Iterator[None]:
+        """Save a checkpoint if the user's code ends the run in this context, in a single process.
+
+        Nothing in the context may change the weights; positions in the data are restored.
+        """
+        positions = self.feed.state_dict()
+        try:
+            yield
+        except (UserError, SystemExit, KeyboardInterrupt):
+            if self.step and not self.stop.requested and self.accelerator.num_processes == 1:
+                self.feed.load_state_dict(positions)
+                self.save()
+                logger.warning("saved step %d in %s", self.step, self.checkpoints)
+            raise
 
     def _done(self) -> bool:
         return self.step >= self.feed.steps or self.ended
