@@ -158,6 +158,8 @@ class TrainConfig:
                 f"eval.every={self.eval.every}: there is nothing to evaluate: set "
                 "eval.data.prompts or eval.tasks, or remove eval.every"
             )
+        if not dataclasses.is_dataclass(self.method):
+            raise ValueError("method: a function cannot be a method: use a subclass of Method")
         check_loss(self.method, self.loss, self.steps)
         self._check_groups()
         if self.rollouts.engine == "paged" and self.parallel.mode == "fsdp":
