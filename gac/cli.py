@@ -272,8 +272,13 @@ def _add_report(commands: argparse._SubParsersAction) -> None:
     report = commands.add_parser(
         "report",
         help="write a report with plots and tables for one or more runs",
-        description="Write report.html (a single file that works offline) and plots/*.png, and "
+        description="Write report.html (a single file that works offline) and plots/, and "
         "print the tables. Runs that differ only in their seed are grouped; runs need not be over.",
+    )
+    report.add_argument(
+        "--watch",
+        action="store_true",
+        help="serve the report on this machine and reload it while the runs go on",
     )
     report.add_argument(
         "runs",
@@ -437,6 +442,10 @@ def _report(options: argparse.Namespace) -> int:
     from gac.report import find_folders, results_table, write_report
 
     folders = find_folders(options.runs)
+    if options.watch:
+        from gac.report.watch import serve
+
+        return serve(folders)
     out = options.out or Path(os.path.commonpath([folder.resolve() for folder in folders]))
     page = write_report(folders, writable_folder("--out", out))
     print(f"{results_table(folders)}\n\nReport: {page}")

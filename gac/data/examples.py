@@ -260,15 +260,15 @@ def load_references(config: DataConfig, *, answers: bool = False) -> list[tuple[
         if config.demo_field is not None:
             calls = calls_tools(row.fields.get(config.demo_field))  # needs a tokenizer
             demo = None if calls else row.text(config.demo_field, required=False)
-        if demo is None:
-            dropped[f"without {config.demo_field or 'an answer'!r}"] += 1
-            continue
         name = row.text(config.id_field, required=False) or row.location
         prompt = row.fields.get(config.prompt_field)
         if isinstance(prompt, list):
             prompt = "\n".join(message["content"] for message in prompt)
         else:
             prompt = _templated(config, row)
+        if demo is None:
+            dropped[f"without {config.demo_field or 'an answer'!r}"] += 1
+            continue
         references.append((Example(name, (), prompt, answer, None, dict(row.fields)), demo))
     if not references:
         reasons = "; ".join(f"{count} {reason}" for reason, count in dropped.items()) or "nothing"
