@@ -23,8 +23,10 @@ from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from . import checks
 from .api import fused_linear_gac_loss
 from .contract import IGNORE, DemoWeight, LossSpec
+from .filter import FilterReport, GradientFilter
 
 logger = logging.getLogger(__name__)
 HANDLE = "_gac_fused"  # the handle, in the __dict__ of the model and of the head's layers
@@ -73,12 +75,12 @@ class Record:
         self.dtype = dtypes[-1] if dtypes else autocast or hidden.dtype
         self.requires_grad = any(x.requires_grad or y.weight.requires_grad for x, y, _ in terms)
 
-    def apply(self, name: str, *args: Any) -> Any:
+    def apply(self, name: str, *args: Any, **keywords: Any) -> Any:
         """Apply the tensor method `name`: a record if it can be recorded, otherwise a tensor."""
         terms, cap = self.terms, self.cap
         value: Any = args[0] if args else None
-        if self.logits is not None:
-            return getattr(self.logits, name)(*map(_logits, args))
+        if self.logits is not None or keywords:
+            return getattr(self.full(), name)(*map(_logits, args), **keywords)
         if name in SCALING and _is_number(value):
             factor = float(value) ** SCALING[name]
             if cap is None:
@@ -183,7 +185,12 @@ class Fused:
     Attributes:
         reason: why the model keeps its own loss; None if it does not, as far as known.
         lazy: True makes the logits of calls without labels lazy, too.
+        filter: the gradient filter of the losses.
+        report: what it did in the last loss.
     """
+
+    filter: GradientFilter | None = None
+    report: FilterReport | None = None
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.lazy = model, False
@@ -211,7 +218,7 @@ class Fused:
         self.undo()
 
 
-def fuse(model: nn.Module) -> Fused:
+def fuse(model: nn.Module, gradient_filter: GradientFilter | None = None) -> Fused:
     """Let a causal language model of transformers compute its loss without logits.
 
     Afterwards `model(input_ids, labels=labels).loss` is the fused loss, with `num_items_in_batch`,
@@ -223,6 +230,7 @@ def fuse(model: nn.Module) -> Fused:
 
     Args:
         model: a model of transformers, possibly inside wrappers.
+        gradient_filter: as in `fused_linear_gac_loss`; the handle's `report` says what it did.
 
     Returns:
         A handle with `undo`, which is also a context manager; a second call returns the same one.
@@ -231,7 +239,9 @@ def fuse(model: nn.Module) -> Fused:
     if inner is None:
         return Fused(model).keep("it is not a model of transformers")
     parameters = list(inspect.signature(type(inner).forward).parameters)
+    checks.gradient_filter(gradient_filter)
     handle = inner.__dict__.get(HANDLE) or Fused(inner)
+    handle.filter = gradient_filter
     if "labels" not in parameters or inner.loss_function not in (ForCausalLMLoss, _fused_loss):
         return handle.keep("its loss is not that of transformers' causal language models")
     if not _layers(inner):
@@ -308,7 +318,8 @@ def _fused_loss(
         given: Any = (labels, vocab_size, num_items_in_batch, ignore_index, shift_labels)
         return ForCausalLMLoss(_logits(logits), *given, **keywords)
     hidden, weight, scaling = linear
-    logits.terms[0][1].__dict__[HANDLE].problem = None
+    handle = logits.terms[0][1].__dict__[HANDLE]
+    handle.problem = None
     if shift_labels is None:
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     targets = shift_labels.to(hidden.device).reshape(hidden.shape[:-1])
@@ -316,7 +327,10 @@ def _fused_loss(
     norm = (targets != IGNORE).sum() if num_items_in_batch is None else num_items_in_batch
     with logits.precision():
         scaling |= {"demo_norm": norm, "moments": False, "spec": LABELS}
-        return fused_linear_gac_loss(hidden, weight, targets, **scaling).loss
+        scaling["gradient_filter"] = handle.filter
+        out = fused_linear_gac_loss(hidden, weight, targets, **scaling)
+        handle.report = out.filter
+        return out.loss
 
 
 def _is_number(x: Any) -> bool:

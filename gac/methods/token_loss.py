@@ -125,7 +125,7 @@ def custom_loss(
     with torch.no_grad():
         logps, entropy = out.logps.flatten(), out.entropy.flatten()
         terms = _terms(token_loss, logps, entropy, tokens, teacher, *fixed)
-    return loss_output(tokens, terms, targets.shape)._replace(loss=out.loss)
+    return loss_output(tokens, terms, targets.shape)._replace(loss=out.loss, filter=out.filter)
 
 
 def _terms(

@@ -15,10 +15,17 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from gac.errors import ConfigError, import_extra
 from gac.models.config import ALL_LINEAR, LoraConfig, ModelConfig
-from gac.models.head import Head, attach_head, check_head, patch_forward, set_compute_dtype
-from gac.models.pretrained import check_model, check_tokenizer, one_line_errors
-from gac.models.weights import base_folder, check_safetensors, meta_model, read_model
-from gac.parallel.sharded_loading import ShardedLoading
+from gac.models.head import (
+    Head,
+    attach_head,
+    check_head,
+    patch_forward,
+    run_head,
+    set_compute_dtype,
+)
+from gac.models.pretrained import base_folder, check_safetensors, meta_model, read_model
+from gac.models.source import check_model, check_tokenizer, one_line_errors
+from gac.parallel.setup import ShardedLoading
 
 __all__ = [
     "Head",
@@ -29,6 +36,7 @@ __all__ = [
     "load_model",
     "load_tokenizer",
     "make_model",
+    "run_head",
     "stop_tokens",
 ]
 

@@ -1,133 +1,159 @@
-"""Checks `model.path` before transformers loads it: a local folder, or a model on the Hub.
-
-transformers reports every problem as an OSError of several paragraphs; here each gets one line that
-names the key and says what to do.
-"""
+"""Reads the weights of a model from safetensors files, one tensor at a time."""
 
 from __future__ import annotations
 
 import contextlib
-import re
-from collections.abc import Iterator
+import json
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from gac.errors import ConfigError, UserError
-from gac.models.config import ModelConfig
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-WEIGHTS = ("model.safetensors", "model*.safetensors*", "pytorch_model*.bin*", "adapter_model*")
-TOKENIZERS = ("tokenizer.json", "*token*", "*vocab*", "*.model", "*.spm", "tekken.json")
+from gac.errors import ConfigError
+
+SAFE_ADAPTERS = "adapter_model.safetensors"
+# makes `cached_file` return None instead of raising; `from_pretrained` reports the error
+RETURN_NONE: dict[str, Any] = {
+    "_raise_exceptions_for_missing_entries": False,
+    "_raise_exceptions_for_connection_errors": False,
+}
 
 
-def check_source(key: str, name: str, *, ask_hub: bool = True) -> None:
-    """Raise ConfigError unless `name` is a folder or an accessible model on the Hub.
+def has_adapters(path: str) -> bool:
+    """Whether `path` contains adapters, whose base model may be elsewhere."""
+    return cached_file(path, "adapter_config.json", **RETURN_NONE) is not None
 
-    ask_hub: if False, only the form of a name on the Hub is checked.
-    """
-    if not name:
+
+def base_folder(path: str) -> str:
+    """The folder or name of the full model: `path`, or the base model of the adapters in it."""
+    adapters = cached_file(path, "adapter_config.json", **RETURN_NONE)
+    if adapters is None:
+        return path
+    return json.loads(Path(adapters).read_text())["base_model_name_or_path"] or path
+
+
+def check_safetensors(key: str, path: str) -> None:
+    """Raise ConfigError if a model, or the base of its adapters, has no safetensors files."""
+    adapters = has_adapters(path)
+    names = (SAFE_ADAPTERS,) if adapters else (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
+    if all(cached_file(path, name, **RETURN_NONE) is None for name in names):
         raise ConfigError(
-            f"{key} is empty: give a folder with a transformers model, or the name of one on the "
-            f"Hub, e.g. {key}=./base"
+            f"{key}={path!r} has no {names[0]}, and model.safetensors_only=true refuses pickled "
+            "weights: convert them to safetensors, or set model.safetensors_only=false"
         )
-    path = Path(name).expanduser()
-    if (path / "metrics.jsonl").is_file():
-        raise ConfigError(f"{key}={name!r} is a run: give its model, {path / 'model'}")
-    if path.is_dir():
-        return
-    if path.exists():
-        raise ConfigError(f"{key}={name!r} is a file: give the folder of a transformers model")
-    if name.startswith((".", "/", "~")) or not HUB_NAME.fullmatch(name):
-        raise ConfigError(f"{key}={name!r}: no such folder")
-    if ask_hub:
-        _check_hub(key, name)
+    if adapters:
+        check_safetensors(key, base_folder(path))
 
 
-def check_tokenizer(config: ModelConfig, *, ask_hub: bool = True) -> tuple[str, str]:
-    """Check the source of the tokenizer; returns its key and name."""
-    key = "model.tokenizer" if config.tokenizer else "model.path"
-    name = config.tokenizer or config.path
-    check_source(key, name, ask_hub=ask_hub)
-    remedy = "set model.tokenizer to a folder with one, or its name on the Hub"
-    check_files(key, name, "tokenizer", remedy, *TOKENIZERS)
-    return key, name
+def meta_model(path: str, **keywords: Any) -> Any:
+    """The model configured by `path`, entirely on the meta device.
 
-
-def check_model(config: ModelConfig, *, ask_hub: bool = True) -> None:
-    """Check the source of the model and, unless `random_init`, of its weights."""
-    check_source("model.path", config.path, ask_hub=ask_hub)
-    remedy = "give a folder written by transformers' save_pretrained"
-    check_files("model.path", config.path, "model", remedy, "config.json", "adapter_config.json")
-    if not config.random_init:
-        remedy = "give a folder with weights, or set model.random_init=true"
-        check_files("model.path", config.path, "weights", remedy, *WEIGHTS)
-
-
-def _check_hub(key: str, name: str) -> None:
-    from huggingface_hub import auth_check, constants, errors, try_to_load_from_cache
-
-    missing = f"{key}={name!r}: no such local folder, and"
-    try:
-        cached = [
-            try_to_load_from_cache(name, file) for file in ("config.json", "tokenizer_config.json")
-        ]
-    except errors.HFValidationError:
-        raise ConfigError(f"{missing} {name!r} is not a valid Hub name") from None
-    if any(isinstance(file, str) for file in cached):
-        return
-    if constants.HF_HUB_OFFLINE:
-        raise ConfigError(
-            f"{missing} HF_HUB_OFFLINE forbids access to the Hub: give a folder, or unset "
-            "HF_HUB_OFFLINE"
-        )
-    try:
-        auth_check(name)
-    except errors.GatedRepoError:
-        raise ConfigError(
-            f"{key}={name!r} is a gated model: accept its terms at {constants.ENDPOINT}/{name}, "
-            "then log in with `hf auth login` or set HF_TOKEN"
-        ) from None
-    except errors.RepositoryNotFoundError:
-        raise ConfigError(
-            f"{missing} no model of that name on the Hub; if it is private, log in with "
-            "`hf auth login` or set HF_TOKEN"
-        ) from None
-    except errors.HfHubHTTPError:
-        pass  # a mirror that does not support auth_check; loading reports any problem
-    except Exception as error:  # the Hub's HTTP client decides which, if there is no network
-        raise ConfigError(
-            f"{missing} {constants.ENDPOINT} cannot be reached ({_first_sentence(error)}): give "
-            "the folder of a model that is already on this machine"
-        ) from error
-
-
-def check_files(key: str, name: str, kind: str, remedy: str, *files: str) -> None:
-    """Raise ConfigError if `name` is a folder in which no file matches `files`.
-
-    kind: what the files contain, for the message. remedy: what to do, for the message.
+    keywords: passed to transformers' `from_config`.
     """
-    path = Path(name).expanduser()
-    if path.is_dir() and not any(any(path.glob(file)) for file in files):
-        raise ConfigError(f"{key}={name!r}: the folder has no {kind} ({files[0]}): {remedy}")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), **keywords)
+    return add_pretrained_metadata(model, path)
 
 
-@contextlib.contextmanager
-def one_line_errors(key: str, name: str) -> Iterator[None]:
-    """Turn transformers' loading errors into a one-line ConfigError that names the key."""
-    try:
-        yield
-    except UserError:  # already a one-line error
-        raise
-    except (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError) as error:
-        raise ConfigError(f"{key}={name!r} cannot be loaded: {_first_sentence(error)}") from error
-    except Exception as error:  # SafetensorError; safetensors is imported only with the weights
-        if type(error).__name__ != "SafetensorError":
-            raise
+def add_pretrained_metadata(model: Any, path: str) -> Any:
+    """Set the attributes that `from_pretrained` reads from `path` in addition to the weights."""
+    model.config.name_or_path = path
+    with contextlib.suppress(OSError):  # without the file, keep the defaults of the configuration
+        model.generation_config = GenerationConfig.from_pretrained(path)
+    return model
+
+
+def read_model(key: str, path: str, lazily: bool, **keywords: Any) -> Any:
+    """transformers' `from_pretrained`, but a missing weight or a wrong shape is an error.
+
+    lazily: read each tensor only when it is set in the model; ignored if there are no
+        safetensors files. keywords: passed to `from_pretrained`.
+    """
+    tensors = lazy_tensors(key, path) if lazily else None
+    # report a wrong shape in the loading info instead of a long error message
+    keywords |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    if tensors is None:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(path, **keywords)
+    else:
+        keywords.setdefault("config", AutoConfig.from_pretrained(path))
+        model_class = type(meta_model(path))
+        loaded = model_class.from_pretrained(None, state_dict=tensors, **keywords)
+        add_pretrained_metadata(loaded[0], path)
+    model, loading_info = loaded
+    _check_loaded(key, path, loading_info)
+    return model
+
+
+def _check_loaded(key: str, path: str, loading_info: dict[str, Any]) -> None:
+    """Raise ConfigError for missing or mismatched weights."""
+    mismatched = sorted(loading_info["mismatched_keys"])
+    if mismatched:
+        name, shape, expected = mismatched[0]
         raise ConfigError(
-            f"{key}={name!r}: the weights are corrupt ({error}): copy or download them again"
-        ) from error
+            f"{key}={path!r}: {name} has shape {list(shape)} in the weights, but config.json "
+            f"implies {list(expected)}: use the weights and the config.json of the same model"
+        )
+    missing = sorted(loading_info["missing_keys"])
+    if missing:
+        more = f" and {len(missing) - 1} more" if missing[1:] else ""
+        raise ConfigError(
+            f"{key}={path!r}: the weights do not contain {missing[0]}{more}: copy or download them "
+            "again, or give a causal language model"
+        )
 
 
-def _first_sentence(error: BaseException) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    sentence, end, _ = text.partition(". ")
-    return (sentence + end.strip())[:300]
+@dataclass(frozen=True)
+class LazyTensor:
+    """A tensor that is read from its file when it is indexed.
+
+    Indexing is the only operation that transformers' loader needs.
+
+    The file is memory-mapped separately for each tensor, so its pages are released with the tensor.
+    """
+
+    file: str
+    name: str
+
+    def __getitem__(self, index: Any) -> Tensor:
+        from safetensors import safe_open
+
+        with safe_open(self.file, framework="pt") as file:
+            return file.get_slice(self.name)[index]
+
+
+def lazy_tensors(key: str, path: str) -> dict[str, LazyTensor] | None:
+    """All tensors in a model's safetensors files, by name; None if there are no such files.
+
+    Raises ConfigError if a file listed in the index is missing.
+    """
+    from safetensors import safe_open
+
+    files = _files(path)
+    if files is None:
+        return None
+    for file in files:
+        if not Path(file).is_file():
+            raise ConfigError(
+                f"{key}={path!r}: {Path(file).name} is listed in the weights' index but missing: "
+                "copy or download it again"
+            )
+    tensors = {}
+    for name in files:
+        with safe_open(name, framework="pt") as file:
+            names = file.keys()  # not a mapping: iterating over `file` itself is not supported
+            tensors.update({tensor: LazyTensor(name, tensor) for tensor in names})
+    return tensors
+
+
+def _files(path: str) -> list[str] | None:
+    if has_adapters(path):
+        return None
+    if single := cached_file(path, SAFE_WEIGHTS_NAME, **RETURN_NONE):
+        return [single]
+    index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, **RETURN_NONE)
+    return get_checkpoint_shard_files(path, index)[0] if index else None

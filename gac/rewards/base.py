@@ -8,9 +8,10 @@ import math
 import signal
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from numbers import Real
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ class Reward(ABC):
     """
     dropped = 0
     """Rows dropped so far."""
+    terms: Mapping[str, Sequence[float]] = MappingProxyType({})
+    """Name -> unweighted values in the last call (nan: failed), for rewards that add up others."""
     deadline: float | None = 600.0
     """Seconds after which a call of `score` or of a user's function fails; None: no deadline."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,11 @@ class SumReward(Reward):
         if not terms:
             raise ValueError("sum needs at least one term {reward: ..., weight: ...}")
         self._terms = tuple(terms)
+        names = [reward.name for reward, _ in terms]
+        self._names = [
+            name if names.count(name) == 1 else f"{name}-{names[:i].count(name) + 1}"
+            for i, name in enumerate(names)
+        ]
 
     def outcomes(
         self, completions: Sequence[str], examples: Sequence[Example]
@@ -29,6 +35,10 @@ class SumReward(Reward):
         for reward, _ in self._terms:
             reward.deadline = self.deadline
         columns = [reward.outcomes(completions, examples) for reward, _ in self._terms]
+        self.terms = {
+            name: [math.nan if isinstance(v, Exception) else v for v in map(as_outcome, column)]
+            for name, column in zip(self._names, columns, strict=True)
+        }
         return [self._add(row) for row in zip(*columns, strict=True)]
 
     def set_step(self, step: int) -> None:

@@ -23,7 +23,7 @@ from gac.errors import (
     value_errors_as,
 )
 from gac.models.config import ModelConfig
-from gac.models.pretrained import check_model, check_tokenizer
+from gac.models.source import check_model, check_tokenizer
 from gac.rewards import Reward, build_reward
 
 

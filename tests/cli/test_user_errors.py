@@ -10,7 +10,7 @@ import pytest
 
 from gac import cli
 from gac.errors import ConfigError, RunError, user_message, value_errors_as
-from gac.models.pretrained import check_source
+from gac.models.source import check_source
 from tests.tiny import write_tiny
 
 

@@ -23,6 +23,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from gac_kernels import GradientFilter
 from gac_kernels.transformers import LazyLogits, Record, fuse
 from tests.ranks import run
 
@@ -103,6 +104,18 @@ def test_the_loss_and_its_gradients_are_those_of_the_model(family: str) -> None:
             check(gradients(model, **inputs, **variant), expected)
             assert handle.reason is None and handle.problem is None
         check(gradients(model, **inputs, **variant), expected, 0)
+
+
+def test_the_gradient_is_filtered_on_request() -> None:
+    model, inputs = make("llama"), batch()
+    expected = gradients(model, **inputs)
+    for eps in (0.0, 0.1):
+        with fuse(model, GradientFilter(eps, max_dropped=1.0)) as handle:
+            filtered = gradients(model, **inputs)
+            assert handle.report is not None and (handle.report.kept_columns < 1) == (eps > 0)
+        check(filtered, expected, 0.3 if eps else 1e-5)
+    with pytest.raises(TypeError, match="gradient_filter=0.1: use a gac_kernels.GradientFilter"):
+        fuse(model, 0.1)  # type: ignore[arg-type]
 
 
 def lora(model: PreTrainedModel) -> nn.Module:

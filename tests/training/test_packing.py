@@ -16,11 +16,10 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
 
 from gac.config import ConfigError, load
-from gac.data.micro import MicroBatches
-from gac.data.rows import Row, collate, count
+from gac.data.rows import MicroBatches, Row, collate, count
 from gac.methods.base import Loss, Mix, StepNeeds
 from gac.models import row_attention
-from gac.models.causal_lm import Head, attach_head
+from gac.models.causal_lm import attach_head, run_head
 from gac.train_config import TrainConfig
 from gac.training.gradients import Forward, Gradients
 from gac.training.policy import _micro_batches, supports_packing
@@ -176,7 +175,7 @@ def test_masks_are_back_after_a_packed_forward():
     expected = model(**inputs).logits
     assert row_attention.enable(model)
     assert torch.equal(model(**inputs).logits, expected)
-    model(**packed.model_inputs, request=lambda h: h.logprobs(packed.targets)[0])
+    run_head(model, **packed.model_inputs).logprobs(packed.targets)
     assert torch.equal(model(**inputs).logits, expected)
 
 
@@ -199,8 +198,8 @@ class Leaky(torch.nn.Module):
         super().__init__()
         self.embedding = torch.nn.Embedding(8, 8)
 
-    def forward(self, input_ids, request, **_):
-        return request(Head(None, logits=0.05 * self.embedding(input_ids).cumsum(1)))
+    def forward(self, input_ids, until_head, **_):
+        return 0.05 * self.embedding(input_ids).cumsum(1), None, None
 
 
 def test_small_leaks_between_rows_are_noticed_in_any_precision():
@@ -234,11 +233,10 @@ def logps(row: Row, values: torch.Tensor) -> tuple[float, ...]:
 def test_packing_does_not_change_a_rows_logps():
     model, rows = make("qwen2").eval(), random_rows()
     batch = collate(rows, 0, packed=True)
-    logps = model(**batch.model_inputs, request=lambda h: h.logprobs(batch.targets)[0]).flatten()
+    logps = run_head(model, **batch.model_inputs).logprobs(batch.targets)[0].flatten()
     for start, row in zip(batch.starts, rows, strict=True):
         single = collate([row], 0)
-        targets = single.targets
-        expected = model(**single.model_inputs, request=lambda h, t=targets: h.logprobs(t)[0])
+        expected = run_head(model, **single.model_inputs).logprobs(single.targets)[0]
         scored = row.scored(start)
         torch.testing.assert_close(logps[scored], expected[0][row.scored(0)], rtol=1e-5, atol=1e-5)
         assert batch.targets[0][scored].tolist() == list(row.ids[max(row.start, 1) :])

@@ -1,0 +1,34 @@
+"""`loss.gradient_filter` in a training run."""
+
+from __future__ import annotations
+
+import pytest
+
+from gac.errors import ConfigError
+from gac.training.trainer import Trainer
+from tests.tiny import metrics, tiny_config
+
+REPORT = "kept_columns", "dropped_mass"
+
+
+def test_a_run_filters_its_gradient_and_reports_it(task, tmp_path) -> None:
+    runs = {}
+    for name, settings in (
+        ("exact", None),
+        ("eps 0", {"eps": 0}),
+        ("filtered", {"eps": 0.3, "max_columns": 1.0, "max_dropped": 1.0}),
+    ):
+        changes = {"loss": {"gradient_filter": settings}, "steps": 2}
+        Trainer(tiny_config(task, tmp_path / name, **changes)).run()
+        runs[name] = metrics(tmp_path / name)
+    for exact, same, filtered in zip(*runs.values(), strict=True):
+        assert not {*REPORT} & {*exact} and [same[x] for x in REPORT] == [1, 0]
+        assert all(same[x] == exact[x] for x in ("grad_norm", "rollout_loss", "demo_loss"))
+        assert 0 < filtered["kept_columns"] < 1 and 0 < filtered["dropped_mass"] < 1
+    assert filtered["grad_norm"] != exact["grad_norm"]
+
+
+def test_settings_are_checked(task, tmp_path) -> None:
+    message = r"loss\.gradient_filter: GradientFilter eps=2\.0: use a number in \[0, 1\]"
+    with pytest.raises(ConfigError, match=message):
+        tiny_config(task, tmp_path, loss={"gradient_filter": {"eps": 2.0}})
