@@ -11,6 +11,8 @@ import dataclasses
 import hashlib
 import logging
 import math
+import shutil
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -174,8 +176,8 @@ class Trainer:
             total=self.feed.steps,
             initial=self.step,
             dynamic_ncols=True,
-            disable=not self.accelerator.is_main_process,
-            bar_format="{n_fmt}/{total_fmt} |{bar:10}| {desc} ETA {remaining}",
+            disable=not self.accelerator.is_main_process or not sys.stderr.isatty(),
+            bar_format="{n_fmt}/{total_fmt} |{bar:10}| {desc}",
         )
         bar._time = time.monotonic  # the system clock may jump
         bar.start_t = bar.last_print_t = time.monotonic()
@@ -236,10 +238,27 @@ class Trainer:
                 and (self.step - 1) % max(self.config.rollouts.log_samples_every, 1) == 0
             ):
                 self.record.samples(self.step, self.sampler.samples, self.config.rollouts)
-            _update_bar(bar, row)
+            self._show(bar, row)
             if self.guard.exhausted:
                 self._abort()
             self._checkpoint()
+
+    def _show(self, bar: tqdm, row: dict[str, Any]) -> None:
+        """Show a step's metrics that fit next to the bar; without a terminal, a line at times."""
+        names = {"reward": "reward_mean", "demo": "demo_loss", "KL": "kl", "mu": "mu"}
+        values = {name: row[k] for name, k in names.items()}
+        texts = [f"{k}={v:.3g}" for k, v in values.items() if v is not None and not math.isnan(v)]
+        if bar.disable:
+            if self.step % max(self.feed.steps // 10, 1) == 0:
+                logger.info("step %d of %d: %s", self.step, self.feed.steps, ", ".join(texts))
+            return
+        bar.update()
+        if rate := bar.format_dict["rate"]:
+            texts.append(f"ETA {bar.format_interval((bar.total - bar.n) / rate)}")
+        room = shutil.get_terminal_size().columns - len(f"{bar.n}/{bar.total} |{'#' * 10}|  ")
+        while len(texts) > 1 and len(", ".join(texts)) > room:
+            texts.pop()  # the least important
+        bar.set_description_str(", ".join(texts), refresh=False)
 
     def _train_step(self) -> dict[str, Any]:
         """One iteration of the paper's Algorithm 1; the method chose mu_t after step t - 1.
@@ -513,12 +532,3 @@ def _derive_seed(*key: int | str) -> int:
     """A seed that depends only on `key`."""
     digest = hashlib.sha256(":".join(map(str, key)).encode()).digest()
     return int.from_bytes(digest[:7], "big")
-
-
-def _update_bar(bar: tqdm, row: dict[str, Any]) -> None:
-    """Advance the progress bar by one step and show some of its metrics."""
-    names = {"reward": "reward_mean", "demo": "demo_loss", "KL": "kl", "mu": "mu"}
-    values = {name: row[k] for name, k in names.items()}
-    texts = [f"{k}={v:.3g}" for k, v in values.items() if v is not None and not math.isnan(v)]
-    bar.set_description_str(", ".join(texts), refresh=False)
-    bar.update()
