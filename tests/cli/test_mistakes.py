@@ -192,17 +192,17 @@ COMMANDS = {
     "eval --set model.path=first/model settings.data.prompts=none.jsonl": "settings.data.prompts='",
     "report nowhere": "nowhere: no runs found",
     "report run --out a-file": "--out='a-file' cannot be written (File exists)",
-    "export first out": "RUN='first' is not a run directory: it has no config.yaml",
     "export run out --step last": "expected a step number or 'best', got 'last'",
     "init first": "DIR='first' is not empty: choose a new folder",
     "init a-file/x": "DIR='a-file/x' cannot be written (Not a directory)",
+}
+LATE = {  # answered with torch, most of them before the model is loaded
+    "export first out": "RUN='first' is not a run directory: it has no config.yaml",
     "methods ../x": "unknown name '../x'",
     "demo --jobs 0": "--jobs=0: use a number >= 1",
     "demo --methods grop": "did you mean 'grpo'?",
     "demo --out a-file/x": "--out='a-file/x' cannot be written",
     "rewards check first/run.yaml --set reward=mth": "unknown reward 'mth'",
-}
-LATE = {  # answered with torch, most of them before the model is loaded
     "replay run": "run contains no saved step: give a folder in RUN/replay",
     "export run out": "no intact checkpoint",
     "study first/run.yaml": "--methods: missing",
