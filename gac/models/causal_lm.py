@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,7 +36,6 @@ __all__ = [
     "load_tokenizer",
     "make_model",
     "run_head",
-    "stop_tokens",
 ]
 
 logger = logging.getLogger(__name__)
@@ -218,16 +216,3 @@ def _add_lora(model: Any, config: LoraConfig) -> Any:
             f"model.lora.target_modules={targets!r}: {' '.join(str(error).split())[:200]}; use "
             f"{ALL_LINEAR}, or some of {', '.join(sorted(linear))}"
         ) from error
-
-
-def stop_tokens(tokenizer: PreTrainedTokenizerBase, extra: Sequence[str] = ()) -> list[int]:
-    """Token ids that end a response: EOS, and each string in `extra`, which must be one token."""
-    ids = [tokenizer.eos_token_id]
-    for text in extra:
-        tokens = tokenizer.encode(text, add_special_tokens=False)
-        if len(tokens) != 1:
-            raise ConfigError(
-                f"stop={text!r} is {len(tokens)} tokens: use a string that is a single token"
-            )
-        ids.append(tokens[0])
-    return ids
