@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from gac.errors import ConfigError, import_extra
@@ -41,6 +41,7 @@ __all__ = [
     "apply_training_options",
     "attach_head",
     "check_head",
+    "end_of_turn",
     "load_meta_model",
     "load_model",
     "load_tokenizer",
@@ -56,7 +57,10 @@ MAMBA = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load the tokenizer; EOS becomes its padding token if it has none."""
+    """Load the tokenizer, with the end tokens of the model's generation config as `model_stops`.
+
+    EOS becomes its padding token if it has none.
+    """
     key = "model.tokenizer" if config.tokenizer else "model.path"
     name = config.tokenizer or config.path
     check_source(key, name)
@@ -68,6 +72,9 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         raise ConfigError(f"{key}={name!r}: the tokenizer has no EOS token: set its eos_token")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    with contextlib.suppress(OSError):  # a model without a generation config
+        ends = GenerationConfig.from_pretrained(base_folder(config.path)).eos_token_id
+        tokenizer.model_stops = [ends] if isinstance(ends, int) else ends or []
     return tokenizer
 
 
@@ -232,9 +239,29 @@ def _add_lora(model: Any, config: LoraConfig) -> Any:
         ) from error
 
 
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The token with which the chat template ends the assistant's turn; EOS if there is none."""
+    eos: int = tokenizer.eos_token_id
+    if not getattr(tokenizer, "chat_template", None):
+        return eos
+    turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+    try:
+        text = str(tokenizer.apply_chat_template(turns, tokenize=False))
+    except Exception:  # templates raise errors of their own; `render` reports them
+        return eos
+    _, found, rest = text.rpartition("answer")
+    after = tokenizer(rest, add_special_tokens=False)["input_ids"] if found else []
+    return next((token for token in after if token in tokenizer.all_special_ids), eos)
+
+
 def stop_tokens(tokenizer: PreTrainedTokenizerBase, extra: Sequence[str] = ()) -> list[int]:
-    """Token ids that end a response: EOS, and each string in `extra`, which must be one token."""
-    ids = [tokenizer.eos_token_id]
+    """Token ids that end a response.
+
+    They are EOS, the end of a turn in the chat template, those of the model's generation config (of
+    a tokenizer from `load_tokenizer`), and each string in `extra`, which must be one token.
+    """
+    known = getattr(tokenizer, "model_stops", [])
+    ids = [*dict.fromkeys([tokenizer.eos_token_id, end_of_turn(tokenizer), *known])]
     for text in extra:
         tokens = tokenizer.encode(text, add_special_tokens=False)
         if len(tokens) != 1:

@@ -24,6 +24,7 @@ from gac.config import dump
 from gac.data import Example
 from gac.errors import ConfigError, RunDirectoryError, RunError
 from gac.faults import checkpoint
+from gac.models.causal_lm import stop_tokens
 from gac.models.config import ModelConfig
 from gac.models.pretrained import base_folder
 from gac.parallel import collectives
@@ -179,8 +180,7 @@ def check_tokens(
 ) -> None:
     """Raise ConfigError if a token of the data is not in the model's vocabulary."""
     size = _text_config(config).vocab_size
-    special = [tokenizer.eos_token_id, tokenizer.pad_token_id]
-    largest = max(special)
+    largest = max(*stop_tokens(tokenizer), tokenizer.pad_token_id)
     for example in examples:
         largest = max(largest, *example.prompt, *(example.demo or ()))
     if largest >= size:
