@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -47,7 +46,6 @@ __all__ = [
     "load_tokenizer",
     "make_model",
     "run_head",
-    "stop_tokens",
 ]
 
 logger = logging.getLogger(__name__)
@@ -252,21 +250,3 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int:
     _, found, rest = text.rpartition("answer")
     after = tokenizer(rest, add_special_tokens=False)["input_ids"] if found else []
     return next((token for token in after if token in tokenizer.all_special_ids), eos)
-
-
-def stop_tokens(tokenizer: PreTrainedTokenizerBase, extra: Sequence[str] = ()) -> list[int]:
-    """Token ids that end a response.
-
-    They are EOS, the end of a turn in the chat template, those of the model's generation config (of
-    a tokenizer from `load_tokenizer`), and each string in `extra`, which must be one token.
-    """
-    known = getattr(tokenizer, "model_stops", [])
-    ids = [*dict.fromkeys([tokenizer.eos_token_id, end_of_turn(tokenizer), *known])]
-    for text in extra:
-        tokens = tokenizer.encode(text, add_special_tokens=False)
-        if len(tokens) != 1:
-            raise ConfigError(
-                f"stop={text!r} is {len(tokens)} tokens: use a string that is a single token"
-            )
-        ids.append(tokens[0])
-    return ids

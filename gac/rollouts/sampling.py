@@ -21,12 +21,12 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from gac.data import Example
 from gac.data.rows import Batch, Row, demo_row
-from gac.models.causal_lm import stop_tokens
 from gac.parallel import collectives
 from gac.parallel.collectives import rank, world_size
 
 from .config import RolloutConfig
 from .engines import Engine, score
+from .generation import stop_tokens
 from .plan import Credit, Rollout, Sampling, Stage
 
 logger = logging.getLogger(__name__)

@@ -228,13 +228,14 @@ class Gradients:
     def __call__(self, step: Step) -> Measured:
         """Run the forward of all rows, and the backward of those that may have a gradient."""
         seed(step.seed)  # dropout must not depend on how many random numbers sampling used
-        needs, totals, sketches = step.needs, Totals(), UnitSketches(step.needs.sketch)
+        needs, totals = step.needs, Totals()
+        sketches = UnitSketches(needs.sketch) if needs.sketch else None
         kl = (
             SampledKL(self.forward, step, self.kl_sample_size)
             if needs.kl and self.kl_sample_size
             else None
         )
-        probes: list[Probe] = [totals, sketches, *([] if kl is None else [kl])]
+        probes: list[Probe] = [totals, *filter(None, (sketches, kl))]
         accumulate = partial(self._accumulate, step, probes)
         mu = 0.5 if needs.parts else step.mix.mu
         live = [row for row in step.rows if self._has_gradient(row, mu)]
@@ -249,7 +250,7 @@ class Gradients:
             accumulate(live, step.mix)
         losses, moments, evidence = totals.losses(), totals.moments(self.accelerator.device), None
         if needs.signals:
-            gathered = sketches.gathered() if needs.sketch else None
+            gathered = None if sketches is None else sketches.gathered()
             evidence = Evidence(step.number, moments, gram, needs.parts, bias_gram, gathered)
         mean_kl = None if kl is None else kl.mean()
         sources = totals.sources() if needs.sources else None

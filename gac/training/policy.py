@@ -18,9 +18,15 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from gac.data.rows import MicroBatches, Row, collate
 from gac.errors import ConfigError
 from gac.methods.base import StepNeeds
-from gac.models import row_attention
 from gac.models.causal_lm import check_head, make_model
-from gac.models.head import compute_dtype, run_head, set_gradient_filter
+from gac.models.head import (
+    attends_by_row,
+    compute_dtype,
+    disable_row_attention,
+    enable_row_attention,
+    run_head,
+    set_gradient_filter,
+)
 from gac.parallel import collectives, setup
 from gac.parallel.collectives import run_on_all_ranks
 from gac.parallel.setup import reshard
@@ -133,7 +139,7 @@ def _micro_batches(config: TrainConfig, *models: nn.Module | None) -> MicroBatch
 
 def _supports_packing(model: nn.Module) -> bool:
     """Whether the model supports packing; if not, falls back to PyTorch's SDPA and tests again."""
-    return supports_packing(model) or (row_attention.disable(model) and supports_packing(model))
+    return supports_packing(model) or (disable_row_attention(model) and supports_packing(model))
 
 
 def _build_model(
@@ -144,7 +150,7 @@ def _build_model(
     model = run_on_all_ranks(lambda: make_model(config.model, config.seed, loading, training=True))
     may_pack = config.max_tokens_per_micro_batch is not None or config.micro_batch_size is None
     if may_pack and accelerator.device.type == "cpu":
-        row_attention.enable(model)
+        enable_row_attention(model)
     if loading is None:
         check_head(model)
     model = prepare(model, accelerator, config.parallel, compute_dtype(model), loading)
@@ -208,9 +214,9 @@ def packs_by_row(model: nn.Module) -> bool:
     """Whether the model supports packed rows and computes their attention row by row."""
     if supports_packing(model):
         reshard(model)
-        return row_attention.is_by_row(model)
+        return attends_by_row(model)
     reshard(model)
-    row_attention.disable(model)
+    disable_row_attention(model)
     return False
 
 

@@ -24,12 +24,12 @@ from gac.config import dump
 from gac.data import Example
 from gac.errors import ConfigError, RunDirectoryError, RunError
 from gac.faults import checkpoint
-from gac.models.causal_lm import stop_tokens
 from gac.models.config import ModelConfig
 from gac.models.pretrained import base_folder
 from gac.parallel import collectives
 from gac.parallel.collectives import gather, rank, run_on_all_ranks
 from gac.rewards import Reward
+from gac.rollouts.generation import stop_tokens
 from gac.train_config import TrainConfig
 
 logger = logging.getLogger(__name__)

@@ -27,11 +27,12 @@ from gac.faults import checkpoint
 from gac.faults.processes import Heartbeat, StopRequest
 from gac.methods import Mix, Observation
 from gac.methods.base import StepNeeds, next_mix
-from gac.models.causal_lm import load_tokenizer, stop_tokens
+from gac.models.causal_lm import load_tokenizer
 from gac.parallel import collectives, setup
 from gac.parallel.run_lock import run_lock
 from gac.rewards import Tally, build_reward, closing_reward
 from gac.rollouts.engines import Engine
+from gac.rollouts.generation import stop_tokens
 from gac.rollouts.sampling import Rollouts, Sampler, SamplingStats, mean_columns
 from gac.train_config import OptimConfig, TrainConfig, loss_of
 from gac.training.export import export_checkpoint

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from gac.errors import ConfigError
-from gac.models import row_attention
+from gac.models import head
 from gac.models.causal_lm import (
     _add_lora,
     apply_training_options,
@@ -182,7 +182,7 @@ def test_lora_trains_adapters_only(checkpointing):
     attach_head(model)
     options = ModelConfig(lora=LoraConfig(rank=2), gradient_checkpointing=checkpointing)
     model = apply_training_options(model, options).train()
-    assert row_attention.enable(model)
+    assert head.enable_row_attention(model)
     check(model)
     names = [n for n, p in model.named_parameters() if p.grad is not None]
     assert names and all("lora" in n for n in names)

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from gac.demo.task import make_tokenizer
 from gac.errors import ConfigError
-from gac.models import head, pretrained, row_attention
+from gac.models import head, pretrained
 from gac.models.causal_lm import (
     _disable_noise,
     _training_config,
@@ -24,7 +24,6 @@ from gac.models.causal_lm import (
     load_meta_model,
     load_model,
     load_tokenizer,
-    stop_tokens,
 )
 from gac.models.config import LoraConfig, ModelConfig
 from gac.models.head import Head
@@ -36,6 +35,7 @@ from gac.models.pretrained import (
     one_line_errors,
     read_model,
 )
+from gac.rollouts.generation import stop_tokens
 from gac_kernels import LossSpec
 
 TINY = {
@@ -261,24 +261,24 @@ def test_loading_errors_of_transformers_become_one_line(error, text) -> None:
 def test_row_attention_is_restored_after_a_plain_block() -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **TINY))
     for enabled in (False, True):
-        assert not enabled or row_attention.enable(model)
+        assert not enabled or head.enable_row_attention(model)
         before = model.config._attn_implementation
-        with row_attention.plain(model):
+        with head.without_row_attention(model):
             assert model.config._attn_implementation == "sdpa"
         assert model.config._attn_implementation == before
-        assert (before == row_attention.NAME) == enabled
+        assert (before == head.ROW_ATTENTION) == enabled
 
 
 def test_errors_in_a_forward_leave_no_traces() -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **TINY))
-    assert head.attach_head(model) and row_attention.enable(model)
+    assert head.attach_head(model) and head.enable_row_attention(model)
     bounds = {"cu_seq_lens_q": torch.tensor([0, 1]), "attention_mask": None}
     with pytest.raises(IndexError):
         head.run_head(model, input_ids=torch.tensor([[TINY["vocab_size"]]]), **bounds)
-    with pytest.raises(KeyError), row_attention.plain(model):
+    with pytest.raises(KeyError), head.without_row_attention(model):
         raise KeyError
-    assert model.config._attn_implementation == row_attention.NAME
-    assert not head._recording.get() and not row_attention._unmasked.get()
+    assert model.config._attn_implementation == head.ROW_ATTENTION
+    assert not head._recording.get() and not head._unmasked.get()
 
 
 @pytest.mark.parametrize(
@@ -287,14 +287,14 @@ def test_errors_in_a_forward_leave_no_traces() -> None:
         ("layer_types", ["full_attention", "chunked_attention"]),
         ("attention_chunk_size", 4),
         ("_attn_implementation", "eager"),
-        ("_attn_implementation", row_attention.NAME),
+        ("_attn_implementation", head.ROW_ATTENTION),
     ],
 )
 def test_row_attention_is_not_enabled_for_other_kinds_of_attention(name, value) -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **TINY))
     setattr(model.config, name, value)
     before = model.config._attn_implementation
-    assert not row_attention.enable(model)
+    assert not head.enable_row_attention(model)
     assert model.config._attn_implementation == before
 
 

@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from gac.data.rows import Batch, Counts, Row, TermPair, collate, count, loss_divisors
 from gac.methods.base import next_mix
 from gac.rollouts.generation import generate
-from gac.rollouts.plan import group_advantages
 from gac.training.trainer import Trainer, train
 from gac_kernels import LossSpec
 from tests.tiny import metrics, tiny_config
@@ -274,16 +273,6 @@ def test_collate_scores_response_tokens_only():
 
 def test_row_and_batch_fields_do_not_shadow_tuple_attributes():
     assert not (set(Row._fields) | set(Batch._fields)) & set(dir(tuple))
-
-
-def test_group_advantages():
-    rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.1, 0.1, 0.1, 0.1], [math.nan, 1.0, 0.0, 0.0]])
-    centered = group_advantages(rewards.double(), "centered")
-    assert centered[0].tolist() == [0.5, -0.5, -0.5, 0.5]
-    assert centered[1].tolist() == [0.0] * 4  # exactly 0, so that these rows need no backward pass
-    assert centered[2, 0] == 0 and centered[2, 1:].sum().abs() < 1e-12
-    std = group_advantages(rewards.double(), "std")
-    assert std[0, 0] == pytest.approx(0.5 / (math.sqrt(1 / 3) + 1e-4))
 
 
 def test_generation_ignores_the_models_own_sampling_defaults(task, tmp_path):
