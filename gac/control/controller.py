@@ -353,6 +353,8 @@ class GuidedController:
     """
 
     def __init__(self, config: ControllerConfig | None = None) -> None:
+        if not isinstance(config, ControllerConfig | None):
+            raise TypeError(f"config is a {type(config).__name__}: use ControllerConfig(...)")
         self.config = ControllerConfig() if config is None else config
         self.state = initial_state(self.config)
 
@@ -384,6 +386,8 @@ class GuidedController:
         Returns:
             mu, the weight of the demonstrations, in [mu_min, mu_max].
         """
+        if not isinstance(signals, Signals | None):
+            raise TypeError(f"signals is a {type(signals).__name__}: use moments.signals()")
         measured = (signals, kl, corrections, alignment, demo_loss, demo_losses)
         self.state = step(self.config, self.state, *measured)
         return self.state.mu
