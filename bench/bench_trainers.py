@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from gac.evaluation.cells import markdown_table
+from gac.evaluation.table import markdown_table
 from tools.pages import BENCHMARKS, fill
 
 from .forced_lengths import COMPLETIONS, MAX_LENGTH, PROMPTS, force, schedule, write

@@ -9,7 +9,7 @@ from pathlib import Path
 from PIL import Image
 
 from gac.demo.run import METHODS
-from gac.evaluation.cells import markdown_table
+from gac.evaluation.table import markdown_table
 from tools.pages import ROOT, fill
 
 

@@ -12,7 +12,7 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gac.evaluation.cells import markdown_table
+from gac.evaluation.table import markdown_table
 from gac_kernels import projection
 
 from .batches import HEADS, Head
@@ -276,7 +276,7 @@ def count() -> dict[str, Any]:
     """Instructions per logit of the row kernels in bench/roofline.md; on sm_100, of csrc only."""
     import triton
 
-    from gac_kernels import build_cuda, inspect, inspect_cuda
+    from gac_kernels import build_cuda, inspect
 
     nvcc = build_cuda.find_nvcc()
     if nvcc is None:
@@ -289,15 +289,13 @@ def count() -> dict[str, Any]:
         "sm_90": {},
         "sm_100": {},
     }
-    for arch in (90, 100):
-        for kernel in inspect_cuda.compile_kernels(arch):
-            counts[f"sm_{arch}"][inspect_cuda.title(kernel)] = list(kernel.passes)
+    reports = [report for arch in ("90", "100") for report in inspect.compile_cuda(arch)]
     keys = {kernel.count for kernel in (*GIVEN_LOGITS, *LINEAR_FORM)}
-    for configuration in inspect.triton_configurations():
-        name = f"{configuration.launch.kernel.__name__} {configuration.name}"
-        if name in keys:
-            report = inspect.compile_triton(configuration, "90")
-            counts["sm_90"][name] = [report.sums, report.gradient]
+    for name, launch in inspect.triton_configurations():
+        if f"{launch.kernel.__name__} {name}" in keys:
+            reports.append(inspect.compile_triton((name, launch), "90"))
+    for report in reports:
+        counts[report.arch][f"{report.kernel} {report.config}"] = [report.sums, report.gradient]
     for arch in ("sm_90", "sm_100"):  # JSON has no nan, which marks a kernel without that pass
         counts[arch] = {
             name: [None if math.isnan(x) else x for x in passes]

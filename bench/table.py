@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from gac.evaluation.cells import markdown_table
+from gac.evaluation.table import markdown_table
 from tools.pages import BENCHMARKS, ROOT, fill
 
 from .batches import HEADS

@@ -18,7 +18,8 @@ import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -27,9 +28,10 @@ from .contract import DemoWeight, LossSpec
 from .inputs import BatchInputs
 from .inspect_sass import passes
 from .sketch import RowSketch
-from .tokens import Tokens, TokenTerms, plan
+from .tokens import Tokens, plan
 
 ARCHITECTURES = ("80", "90", "100")
+VOCAB = 152064  # of a launch of the CUDA kernels, which determines their shared memory
 INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/.*;", re.MULTILINE)
 WIDE_ACCESS = re.compile(r"(?:LDG|STG)\.E\S*\.128")
 AMD_INSTRUCTION = re.compile(r"^\s+(?:[sv]|ds|buffer|global|flat)_\w+", re.MULTILINE)
@@ -44,10 +46,8 @@ class Report(NamedTuple):
     arch: str
     registers: int
     """Registers per thread."""
-    spill_stores: int
-    """Bytes stored by spills, per thread."""
-    spill_loads: int
-    """Bytes loaded by spills, per thread."""
+    spills: int
+    """Bytes stored and loaded by spills, per thread."""
     stack: int
     """Stack size in bytes per thread."""
     shared: int
@@ -61,14 +61,12 @@ class Report(NamedTuple):
     """The same for the second pass."""
     seconds: float
     """Time to compile, in seconds."""
+    assembly: str
+    """The machine code."""
 
 
-class Configuration(NamedTuple):
-    """A named kernel launch to compile; `launch` is a `backends.triton.launch.Launch`."""
-
-    name: str
-    launch: Any
-
+# A name and a `backends.triton.launch.Launch` to compile.
+Configuration = tuple[str, Any]
 
 # Large, medium and small vocabularies cover the tilings; 50257 covers unaligned rows.
 _ROWS = (
@@ -114,11 +112,10 @@ def triton_configurations() -> Iterator[Configuration]:
         tokens = _meta_tokens(ref=False)
         row = logits.new_empty(8, dtype=torch.float32)
         name = f"V={vocab} {str(dtype).removeprefix('torch.')}"
-        yield Configuration(name, stats_launch(logits, tokens.targets, 1.0, row.expand(3, 8)))
-        yield Configuration(
-            name, grads_launch(logits, tokens.targets, row, row, row, row, 1.0, logits)
-        )
-        yield Configuration(name, scale_launch(logits, row[0], 1))
+        yield name, stats_launch(logits, tokens.targets, 1.0, row.expand(3, 8))
+        columns = tokens.targets, row, row, row, row
+        yield name, grads_launch(logits, *columns, 1.0, logits)
+        yield name, scale_launch(logits, row[0], 1)
         yield _loss_configuration(name, "default", logits, logits, tokens)
     logits = torch.empty(2, 4, 151936, dtype=torch.bfloat16, device="meta")
     yield _loss_configuration("no gradient", "default", logits, None, _meta_tokens(ref=False))
@@ -153,9 +150,9 @@ def _softcap_configurations() -> Iterator[Configuration]:
     row = logits.new_empty(8, dtype=torch.float32)
     for suffix, results in (("", row.expand(3, 8)), (", more", row.expand(6, 8))):
         launch = stats_launch(logits, tokens.targets, 1.0, results, softcap)
-        yield Configuration(name + suffix, launch)
+        yield name + suffix, launch
     columns = tokens.targets, row, row, row, row
-    yield Configuration(name, grads_launch(logits, *columns, 1.0, logits, softcap))
+    yield name, grads_launch(logits, *columns, 1.0, logits, softcap)
     yield _loss_configuration(name, "all options", logits, logits, tokens, softcap=softcap)
 
 
@@ -172,7 +169,7 @@ def _loss_configuration(
 
     terms = torch.empty(5, 8, device="meta")
     launch = loss_launch(logits, tokens, _SPECS[spec], out, terms, sketch, softcap)
-    return Configuration(f"{name}, {spec}", launch)
+    return f"{name}, {spec}", launch
 
 
 def _inputs(ref: bool) -> BatchInputs:
@@ -190,14 +187,11 @@ def _meta_tokens(ref: bool) -> Tokens:
 
 
 def batch_configurations() -> Iterator[Configuration]:
-    """The per-token and per-sequence kernels, with all optional inputs."""
+    """The kernels that plan the tokens, with all optional inputs."""
     from .backends.triton.plan import lengths_launch, tokens_launch
-    from .backends.triton.reduce import merge_launch, sequence_launch
-    from .contract import TokenMoments
 
     spec = LossSpec(demo_weight=DemoWeight.SHAPED, rollout_reduction="constant", max_tokens=9)
     floats = torch.empty(5, 8, device="meta")
-    sums = torch.empty(9, 2, dtype=torch.float64, device="meta")
     for mu, cu_seqlens, name in (
         (0.5, None, "padded"),
         (floats[0, 0], torch.empty(3, dtype=torch.int32, device="meta"), "packed, mu a tensor"),
@@ -206,13 +200,8 @@ def batch_configurations() -> Iterator[Configuration]:
         inputs = BatchInputs(
             tokens.targets, floats[0], tokens.is_demo, mu, floats[0], floats[0], demo_norm=3
         )
-        launches = (
-            lengths_launch(tokens.targets, cu_seqlens, tokens.offsets, tokens.lengths, 4),
-            tokens_launch(tokens, floats, inputs, spec, 1),
-            sequence_launch(tokens, TokenTerms(*floats), sums, TokenMoments(*sums[:3])),
-            merge_launch(tokens, sums, floats[0], floats[0], TokenMoments(*sums[:3])),
-        )
-        yield from (Configuration(name, launch) for launch in launches)
+        yield name, lengths_launch(tokens.targets, cu_seqlens, tokens.offsets, tokens.lengths, 4)
+        yield name, tokens_launch(tokens, floats, inputs, spec, 1)
 
 
 def compile_triton(configuration: Configuration, arch: str) -> Report:
@@ -226,7 +215,7 @@ def compile_triton(configuration: Configuration, arch: str) -> Report:
 
     from .backends.triton.launch import launch_warps
 
-    launch = configuration.launch
+    name, launch = configuration
     signature, constants, attributes = _specialize(launch)
     source = ASTSource(launch.kernel, signature, constants, attributes)
     amd = arch.startswith("gfx")
@@ -242,59 +231,72 @@ def compile_triton(configuration: Configuration, arch: str) -> Report:
     start = time.perf_counter()
     with contextlib.redirect_stdout(io.StringIO()) as log:
         compiled = triton.compile(source, target=target, options=options)
-    seconds = time.perf_counter() - start
+    seconds, shared = time.perf_counter() - start, compiled.metadata.shared
+    title = launch.kernel.__name__, name
     if amd:
-        return _amd_report(configuration, arch, compiled, seconds)
-    sass = _disassemble(compiled.asm["cubin"])
-    counts = passes(sass)  # counts are per exponential; with a softcap, a logit has two
-    exponentials = 1 if launch.arguments.get("softcap") is None else 2
+        return _amd_report(*title, arch, compiled.asm["amdgcn"], shared, seconds)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(compiled.asm["cubin"])
+        sass = _disassemble(file.name)
+    exponentials = 1 if launch.arguments.get("softcap") is None else 2  # per logit
+    return _report(*title, arch, log.getvalue(), sass, shared, seconds, exponentials)
+
+
+def _report(
+    kernel: str,
+    config: str,
+    arch: str,
+    log: str,  # of ptxas
+    sass: str,
+    shared: int,
+    seconds: float,
+    exponentials: int = 1,
+) -> Report:
+    counts = passes(sass)  # per exponential
     return Report(
-        kernel=launch.kernel.__name__,
-        config=configuration.name,
+        kernel=kernel,
+        config=config,
         arch=f"sm_{arch}",
-        registers=_number(r"Used (\d+) registers", log.getvalue()),
-        spill_stores=_number(r"(\d+) bytes spill stores", log.getvalue()),
-        spill_loads=_number(r"(\d+) bytes spill loads", log.getvalue()),
-        stack=_number(r"(\d+) bytes stack frame", log.getvalue()),
-        shared=compiled.metadata.shared,
+        registers=_number(r"Used (\d+) registers", log),
+        spills=sum(_number(rf"(\d+) bytes spill {x}", log) for x in ("stores", "loads")),
+        stack=_number(r"(\d+) bytes stack frame", log),
+        shared=shared,
         instructions=len(INSTRUCTION.findall(sass)),
         wide_accesses=len(WIDE_ACCESS.findall(sass)),
         sums=exponentials * counts.sums,
         gradient=exponentials * counts.gradient,
         seconds=seconds,
+        assembly=sass,
     )
 
 
-def _amd_report(configuration: Configuration, arch: str, compiled: Any, seconds: float) -> Report:
+def _amd_report(
+    kernel: str, config: str, arch: str, assembly: str, shared: int, seconds: float
+) -> Report:
     """Read the statistics from the assembly of an AMD GPU; a spilled register takes four bytes."""
-    assembly = compiled.asm["amdgcn"]
-    spilled = 4 * _number(r"\.vgpr_spill_count:\s+(\d+)", assembly)
-    spilled += 4 * _number(r"\.sgpr_spill_count:\s+(\d+)", assembly)
+    spilled = sum(_number(rf"\.{x}gpr_spill_count:\s+(\d+)", assembly) for x in "vs")
     return Report(
-        kernel=configuration.launch.kernel.__name__,
-        config=configuration.name,
+        kernel=kernel,
+        config=config,
         arch=arch,
         registers=_number(r"\.vgpr_count:\s+(\d+)", assembly),
-        spill_stores=spilled,
-        spill_loads=spilled,
+        spills=2 * 4 * spilled,
         stack=_number(r"\.private_segment_fixed_size:\s+(\d+)", assembly),
-        shared=compiled.metadata.shared,
+        shared=shared,
         instructions=len(AMD_INSTRUCTION.findall(assembly)),
         wide_accesses=len(AMD_WIDE_ACCESS.findall(assembly)),
         sums=math.nan,
         gradient=math.nan,
         seconds=seconds,
+        assembly=assembly,
     )
 
 
-def _disassemble(cubin: bytes) -> str:
+def _disassemble(cubin: str) -> str:
     import triton
 
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
-        return subprocess.run(command, capture_output=True, check=True, text=True).stdout
+    command = [triton.knobs.nvidia.nvdisasm.path, "-c", cubin]
+    return subprocess.run(command, capture_output=True, check=True, text=True).stdout
 
 
 def _specialize(launch: Any) -> tuple[dict[str, str], dict[str, Any], dict[Any, Any]]:
@@ -339,55 +341,73 @@ def _number(pattern: str, log: str) -> int:
     return int(match[1])
 
 
-def triton_reports(architectures: tuple[str, ...]) -> Iterator[Report]:
-    """Compile the Triton kernels for each architecture."""
-    for configuration in (*triton_configurations(), *batch_configurations()):
-        for arch in architectures:
-            yield compile_triton(configuration, arch)
+def compile_cuda(arch: str) -> Iterator[Report]:
+    """Compile the kernels of csrc/cuda; thread-block clusters need compute capability 9.0.
 
-
-def cuda_reports(architectures: tuple[str, ...]) -> Iterator[Report]:
-    """Compile the kernels of csrc/cuda for each architecture, if nvcc is found.
-
-    Thread-block clusters need compute capability 9.0.
+    Raises RuntimeError if nvcc is missing or fails.
     """
-    from . import build_cuda, inspect_cuda
+    from . import build_cuda
+    from .backends import cuda
 
-    if build_cuda.find_nvcc() is None:
+    suffix = "90a" if arch == "90" else arch
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = f"{folder}/kernels.cubin"
+        target = f"-gencode=arch=compute_{suffix},code=sm_{suffix}"
+        log = build_cuda.compile_source(target, "-cubin", "-Xptxas", "-v", "-o", cubin)
+        sass = _disassemble(cubin)
+    functions = re.split(r"^\.text\.(\w+):$", sass, flags=re.MULTILINE)
+    logs = re.split(r"Compiling entry function '(\w+)'", log)
+    compiled = dict(zip(logs[1::2], logs[2::2], strict=True))
+    seconds = (time.perf_counter() - start) / len(compiled)
+    for symbol, text in zip(functions[1::2], functions[2::2], strict=True):
+        kernel, dtypes = _signature(symbol)
+        config = " to ".join(str(t).removeprefix("torch.") for t in dtypes)
+        shared = cuda.shared_bytes(cuda.split(VOCAB, dtypes[0], keep_row=True).slots)
+        yield _report(kernel, config, arch, compiled[symbol], text, shared, seconds)
+
+
+_TYPES = {"f": torch.float32, "13__nv_bfloat16": torch.bfloat16, "6__half": torch.float16}
+
+
+def _signature(symbol: str) -> tuple[str, list[torch.dtype]]:
+    """Kernel name and dtypes from a mangled name.
+
+    For example from `_ZN...10row_kernelIf13__nv_bfloat16EEvT_...`.
+    """
+    match = re.search(r"\d(row_kernel|sketch_kernel)I(\w+?)EE?v", symbol)
+    if match is None:
+        raise RuntimeError(f"unknown kernel in the output of nvcc: {symbol}")
+    dtypes: list[torch.dtype] = []
+    for letters in re.findall(r"13__nv_bfloat16|6__half|f|S\d*_", match[2]):
+        dtypes.append(_TYPES.get(letters) or dtypes[0])  # S_ repeats the first type
+    return match[1], dtypes
+
+
+def reports(source: str, architectures: list[str]) -> Iterator[Report]:
+    """Compile the kernels of a source, "triton" or "cuda", for each architecture that it supports.
+
+    The CUDA kernels are skipped without nvcc.
+    """
+    from . import build_cuda
+
+    if source == "triton":
+        for configuration in (*triton_configurations(), *batch_configurations()):
+            for arch in architectures:
+                yield compile_triton(configuration, arch)
+    elif build_cuda.find_nvcc() is None:
         print("nvcc not found: skipping the kernels of csrc/cuda")
-        return
-    for arch in (int(a) for a in architectures if a.isdigit() and int(a) >= 90):
-        for kernel in inspect_cuda.compile_kernels(arch):
-            dtypes = " to ".join(str(t).removeprefix("torch.") for t in kernel.dtypes)
-            yield Report(
-                kernel=kernel.kernel,
-                config=f"V={inspect_cuda.VOCAB} {dtypes}",
-                arch=f"sm_{arch}",
-                registers=kernel.registers,
-                spill_stores=kernel.spill_stores,
-                spill_loads=kernel.spill_loads,
-                stack=kernel.stack,
-                shared=kernel.shared,
-                instructions=len(INSTRUCTION.findall(kernel.sass)),
-                wide_accesses=len(WIDE_ACCESS.findall(kernel.sass)),
-                sums=kernel.passes.sums,
-                gradient=kernel.passes.gradient,
-                seconds=kernel.seconds,
-            )
+    else:
+        for arch in architectures:
+            if arch.isdigit() and int(arch) >= 90:
+                yield from compile_cuda(arch)
 
 
-SOURCES: dict[str, Callable[[tuple[str, ...]], Iterator[Report]]] = {
-    "triton": triton_reports,
-    "cuda": cuda_reports,
-}
-"""Report sources; add a line here to include another set of kernels."""
-
-
-def table(reports: list[Report]) -> str:
-    """The reports as aligned text."""
-    head = tuple(field.replace("_", " ") for field in Report._fields)
-    rows = [head, *(tuple(_text(x) for x in report) for report in reports)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+def table(found: list[Report]) -> str:
+    """The reports as aligned text, without the machine code."""
+    head = [field.replace("_", " ") for field in Report._fields[:-1]]
+    rows = [head, *([_text(x) for x in report[:-1]] for report in found)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(
             cell.ljust(width) if i < 3 else cell.rjust(width)
@@ -411,7 +431,8 @@ def main(arguments: list[str] | None = None) -> None:
         default=ARCHITECTURES,
         help="compute capability times 10, or names of AMD GPUs such as gfx942",
     )
-    parser.add_argument("--source", nargs="+", choices=sorted(SOURCES), default=sorted(SOURCES))
+    sources = "cuda", "triton"
+    parser.add_argument("--source", nargs="+", choices=sources, default=sources)
     options = parser.parse_args(arguments)
     for arch in options.arch:
         if not re.fullmatch(r"\d{2,3}|gfx\w{3,4}", arch):
@@ -419,10 +440,9 @@ def main(arguments: list[str] | None = None) -> None:
     interpret = os.environ.get("TRITON_INTERPRET", "0")
     if interpret != "0" and "triton" in options.source:
         parser.error(f"TRITON_INTERPRET={interpret}: unset it; an interpreter compiles nothing")
-    reports = [r for source in options.source for r in SOURCES[source](tuple(options.arch))]
-    print(table(reports))
-    spilled = sum(r.spill_stores + r.spill_loads > 0 for r in reports)
-    print(f"\n{len(reports)} kernels compiled, {spilled} with spills")
+    found = [report for source in options.source for report in reports(source, options.arch)]
+    print(table(found))
+    print(f"\n{len(found)} kernels compiled, {sum(x.spills > 0 for x in found)} with spills")
 
 
 if __name__ == "__main__":

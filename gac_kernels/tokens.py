@@ -39,8 +39,8 @@ class Tokens(NamedTuple):
     mu: float | Tensor
 
     def per_sequence(self, x: Tensor) -> Tensor:
-        """Sum over each sequence in a fixed order: [N] -> [S]."""
-        return torch.segment_reduce(x, "sum", offsets=self.offsets, initial=0)
+        """Sum over each sequence in a fixed order: [N] -> [S], or [N, X] -> [S, X]."""
+        return torch.segment_reduce(x, "sum", offsets=self.offsets, axis=0, initial=0)
 
     def select(self, index: Tensor) -> Tokens:
         """Select the tokens at `index` [M], with only the fields that row kernels use."""
@@ -303,51 +303,32 @@ def reduce(tokens: Tokens, terms: TokenTerms, moments: bool) -> Summary:
     """Reduce token terms to the outputs, with float64 sums in a fixed order."""
     weighted_loss = (tokens.weight * terms.loss).double()
     terms = TokenTerms(*(x.detach() for x in terms))
-    zero = torch.zeros((), dtype=torch.float64, device=weighted_loss.device)
-    rollout_loss = torch.where(tokens.demo, zero, weighted_loss).sum()
-    demo_loss = torch.where(tokens.demo, weighted_loss, zero).sum()
-    mu = tokens.mu
-    loss = (1 - mu) * rollout_loss + mu * demo_loss
-    totals = _totals(tokens, terms)
+    roles = torch.stack([tokens.rollout, tokens.live & tokens.demo])
+    rollout_loss, demo_loss = torch.where(roles, weighted_loss, 0).sum(1)
+    loss = (1 - tokens.mu) * rollout_loss + tokens.mu * demo_loss
+    columns = *roles, terms.kl, terms.clipped, *torch.where(roles, terms.entropy, 0)
+    totals = torch.stack(columns).sum(1, dtype=torch.float64)
+    if tokens.ref is None:
+        totals[2].fill_(math.nan)
     kl, clip_fraction = totals[2] / totals[0], totals[3] / totals[0].clamp(min=1)
     scalars = loss, rollout_loss, demo_loss, kl, clip_fraction
     statistics = _moments(tokens, terms, totals) if moments else None
     return Summary._make((*(x.to(terms.loss.dtype) for x in scalars), statistics))
 
 
-def _totals(tokens: Tokens, terms: TokenTerms) -> Tensor:
-    """Compute `TokenMoments.totals`."""
-    rollout, demo = tokens.rollout, tokens.live & tokens.demo
-    zero = torch.zeros_like(terms.entropy)
-    columns = [
-        rollout,
-        demo,
-        terms.kl,
-        terms.clipped,
-        torch.where(rollout, terms.entropy, zero),
-        torch.where(demo, terms.entropy, zero),
-    ]
-    totals = torch.stack([c.sum(dtype=torch.float64) for c in columns])
-    if tokens.ref is None:
-        totals[2].fill_(math.nan)
-    return totals
-
-
 def _moments(tokens: Tokens, terms: TokenTerms, totals: Tensor) -> TokenMoments:
     """Compute the TokenMoments of a batch from its terms and totals."""
-    logps = terms.logps.double()
-    zero = torch.zeros_like(logps)
-    demo_lengths = tokens.lengths - tokens.rollout_lengths
-    demo_sums = tokens.per_sequence(torch.where(tokens.demo, logps, zero))
-    nll = torch.where(demo_lengths > 0, -demo_sums / demo_lengths.clamp(min=1), -math.inf)
-
-    rollouts, length = tokens.rollout_lengths > 0, tokens.rollout_lengths.clamp(min=1).double()
-    n = rollouts.sum(dtype=torch.float64)
-    w = torch.where(tokens.rollout, tokens.spread(torch.where(rollouts, 1 / length, 0)), zero)
+    logps, rollouts = terms.logps.double(), tokens.rollout_lengths > 0
+    n, length = rollouts.sum(dtype=torch.float64), tokens.rollout_lengths.double()
+    weight = torch.where(tokens.rollout, 1 / tokens.spread(length), 0)
     p = logps.exp()
-    s, r = p * (1 - p), tokens.advantages.double()
-    mean_s, mean_r = (w * s).sum() / n.clamp(min=1), (w * r).sum() / n.clamp(min=1)
-    ds, dr = s - mean_s, r - mean_r
-    means = torch.where(rollouts, tokens.per_sequence(w * r) - mean_r, 0)
-    sums = [(w * ds * ds).sum(), (w * dr * dr).sum(), (w * ds * dr).sum(), (means * means).sum()]
-    return TokenMoments(torch.stack([n, mean_s, mean_r, *sums]), nll, totals)
+    values = torch.stack([p * (1 - p), tokens.advantages.double()])  # s and r
+    mean = values @ weight / n.clamp(min=1)
+    centered = values - mean[:, None]
+    (ss, sr), (_, rr) = (weight * centered) @ centered.T
+    columns = torch.where(tokens.demo, logps, 0), weight * values[1]
+    demo_logps, rollout_mean = tokens.per_sequence(torch.stack(columns, 1)).T
+    between = torch.where(rollouts, rollout_mean - mean[1], 0).square().sum()
+    demo_lengths = tokens.lengths - tokens.rollout_lengths
+    nll = torch.where(demo_lengths > 0, -demo_logps / demo_lengths, -math.inf)
+    return TokenMoments(torch.stack([n, *mean, ss, rr, sr, between]), nll, totals)

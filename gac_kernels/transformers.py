@@ -75,12 +75,12 @@ class Record:
         self.dtype = dtypes[-1] if dtypes else autocast or hidden.dtype
         self.requires_grad = any(x.requires_grad or y.weight.requires_grad for x, y, _ in terms)
 
-    def apply(self, name: str, *args: Any) -> Any:
+    def apply(self, name: str, *args: Any, **keywords: Any) -> Any:
         """Apply the tensor method `name`: a record if it can be recorded, otherwise a tensor."""
         terms, cap = self.terms, self.cap
         value: Any = args[0] if args else None
-        if self.logits is not None:
-            return getattr(self.logits, name)(*map(_logits, args))
+        if self.logits is not None or keywords:
+            return getattr(self.full(), name)(*map(_logits, args), **keywords)
         if name in SCALING and _is_number(value):
             factor = float(value) ** SCALING[name]
             if cap is None:

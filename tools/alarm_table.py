@@ -18,7 +18,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from gac.control.alarm import Alarm, AlarmState
-from gac.evaluation.cells import markdown_table
+from gac.evaluation.table import markdown_table
 
 STEPS = 1000
 PAGE = Path("docs/alarm.md")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gac.config import to_yaml
-from gac.evaluation.cells import markdown_table
+from gac.evaluation.table import markdown_table
 from gac.methods import METHODS
 from gac.methods.listing import families, needs, summary
 from tools.ablations import ABLATIONS

@@ -31,7 +31,7 @@ from gac.config import load
 from gac.data import Example
 from gac.demo.task import make_tokenizer, write_rows
 from gac.errors import UserError
-from gac.evaluation.cells import markdown_table
+from gac.evaluation.table import markdown_table
 from gac.models.families import RESULTS
 from gac.parallel import setup
 from gac.train_config import TrainConfig

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gac.evaluation.cells import markdown_table
+from gac.evaluation.table import markdown_table
 
 MASTER, COMPUTE = 4, 2  # bytes of a float32 shard and of a bfloat16 operand
 

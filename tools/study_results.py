@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from gac.evaluation.cells import markdown_table
+from gac.evaluation.table import markdown_table
 from tools.study_run import (
     BASES,
     CONDITIONS,

@@ -24,7 +24,7 @@ import numpy as np
 
 from gac.config import dump
 from gac.control.signals import GradientSignals, ProxySignals, Reading, SketchSignals
-from gac.evaluation.cells import markdown_table
+from gac.evaluation.table import markdown_table
 from gac.methods.base import Mix
 from gac.study.arms import Arm, arm_config
 from gac.train_config import TrainConfig

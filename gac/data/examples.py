@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from gac.config import setting
 from gac.config.imports import load_object
 from gac.errors import ConfigError, MissingData
 
@@ -81,7 +82,7 @@ class DataConfig:
     the prompt is all of `messages` before the assistant's last one."""
     answer_field: str | None = "answer"
     """Field with the gold answer, required in every row of `prompts`; null: no answers."""
-    answer_pattern: str | None = None
+    answer_pattern: str | None = setting(None, only_with="answer_field")
     """Regular expression with one group: the answer is that group's last match in the field."""
     demo_field: str | None = "solution"
     """Field with the expert response; without it, `completion` or the assistant's last message in
@@ -91,14 +92,14 @@ class DataConfig:
     source_field: str | None = None
     """Field with the name of the row's source, for example a dataset or a task: rewards and
     demonstration losses are also reported by source, and `guarded` has an alarm for each source."""
-    choices_field: str = "choices"
+    choices_field: str = setting("choices", only_with="template")
     """Field with the options of a multiple-choice question; `template` writes them as (A), (B)."""
     where: Mapping[str, Any] = field(default_factory=dict)
     """Keep the rows whose field has this value, or one of a list of values, e.g. {split: train}."""
     template: str | None = None
     """Template of the prompt, with `{prompt}` and, optionally, other fields of the row; `{{` is a
     literal brace."""
-    demo_template: str | None = None
+    demo_template: str | None = setting(None, only_with="demo_field")
     """Template of the expert response, with `{demo}` and, optionally, other fields of the row."""
     chat: bool = False
     """Format the prompt as a user turn with the tokenizer's chat template."""
@@ -106,7 +107,7 @@ class DataConfig:
     """System prompt for text prompts (requires `chat`), and for messages that contain none."""
     max_prompt_tokens: int | None = None
     """Drop rows with longer prompts, and count them."""
-    max_demo_tokens: int | None = None
+    max_demo_tokens: int | None = setting(None, only_with="demo_field")
     """Drop longer demonstrations (including EOS), and count them."""
     limit: int | None = None
     """Maximum number of rows, counted after `where`."""
@@ -387,10 +388,10 @@ def _prompt_text(config: DataConfig, tokenizer: PreTrainedTokenizerBase, row: So
         text = _fill(config.template, row, {**_printable(config, row), "prompt": text})
     if not config.chat:
         if config.system is not None:
-            raise ValueError(f"system is {config.system!r} but chat is false: set chat: true")
+            raise ValueError(f"data.system={config.system!r}: a text prompt needs data.chat=true")
         return text
     if not tokenizer.chat_template:
-        raise ValueError("chat is true but the tokenizer has no chat template: set template")
+        raise ValueError("data.chat=true: the tokenizer has no chat template: set data.template")
     turns = [{"role": "user", "content": text}]
     if config.system is not None:
         turns.insert(0, {"role": "system", "content": config.system})

@@ -10,7 +10,6 @@ replacing swift's CHORD. docs/integrations/swift.md lists unsupported options.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 from typing import Any
@@ -25,8 +24,7 @@ from gac.config import choose
 from gac.data.rows import Row
 from gac.integrations.mixer import Mixer
 from gac.methods import DEFAULT, METHODS
-from gac.models.causal_lm import Head, attach_head
-from gac_kernels import LossOutput, LossSpec
+from gac.models.causal_lm import attach_head, run_head
 
 from .demonstrations import demo_norm
 from .hf_trainer import StepMixin, base_model, check_supported, unsupported_options
@@ -113,7 +111,9 @@ class GACGRPOTrainer(StepMixin, GRPOTrainer):
         norm = demo_norm(counts, spec, self.accelerator.num_processes)
         names = {"input_ids", "attention_mask", "position_ids"} & set(batch)
         inputs = {name: batch[name] for name in names}
-        out = model(**inputs, request=functools.partial(_score, targets, spec, norm))
+        ones = torch.ones(len(targets))
+        batch = targets, ones, ones.bool()
+        out = run_head(model, **inputs).loss(*batch, mu=1.0, spec=spec, demo_norm=norm)
         self.mixer.observe(out.moments)
         return out.loss
 
@@ -121,12 +121,6 @@ class GACGRPOTrainer(StepMixin, GRPOTrainer):
 def _num_targets(row: dict[str, Any]) -> int:
     """Number of tokens with a loss in an encoded row; the first token has no loss."""
     return sum(label != -100 for label in row["labels"][1:])
-
-
-def _score(targets: Tensor, spec: LossSpec, norm: float, head: Head) -> LossOutput:
-    """Compute the demonstration term from hidden states, inside the model's own forward."""
-    ones = torch.ones(len(targets))
-    return head.loss(targets, ones, ones.bool(), mu=1.0, spec=spec, demo_norm=norm)
 
 
 def _unsupported_options(trainer: Any) -> dict[str, tuple[bool, str]]:

@@ -7,7 +7,6 @@ options.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ from gac.data.rows import Batch, collate
 from gac.errors import is_count, require
 from gac.integrations.mixer import Mixer
 from gac.methods import Method
-from gac.models.causal_lm import Head, attach_head
+from gac.models.causal_lm import Head, attach_head, run_head
 from gac.models.head import set_gradient_filter
 from gac_kernels import HeadSketch, LossOutput, LossSpec
 
@@ -135,8 +134,8 @@ class GACMixin(StepMixin, FusedGRPOMixin):
         pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         batch = collate(rows, pad, device)
         norm = demo_norm(self._step_demos, spec, self.accelerator.num_processes)
-        score = functools.partial(_score, batch, spec, norm, self.mixer.sketch)
-        out = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, request=score)
+        head = run_head(model, input_ids=batch.input_ids, attention_mask=batch.attention_mask)
+        out = _score(batch, spec, norm, self.mixer.sketch, head)
         self.mixer.observe(out.moments)
         if self.mixer.sketch is not None:
             self._observe_sketches([-1] * len(rows), is_demo=True, out=out)
@@ -167,12 +166,8 @@ class GACTrainer(GACMixin, GRPOTrainer):
 def _score(
     batch: Batch, spec: LossSpec, norm: float, sketch: HeadSketch | None, head: Head
 ) -> LossOutput:
-    """Compute the demonstration term from hidden states, inside the model's own forward."""
-    if (
-        head.hidden is not None
-        and head.weight is not None
-        and not torch.is_autocast_enabled(head.hidden.device.type)
-    ):
+    """Compute the demonstration term."""
+    if head.hidden is not None and head.weight is not None and head.autocast is None:
         # with cast_lm_head_to_fp32, the head has higher precision than the hidden states
         head = replace(head, hidden=head.hidden.to(head.weight.dtype))
     return head.loss(

@@ -21,8 +21,7 @@ from gac.control.estimators import Corrections
 from gac.control.signals import Evidence
 from gac.data.rows import TermPair
 from gac.parallel.collectives import rank
-from gac.rollouts.advantages import Credit, group_credit
-from gac.rollouts.plan import Sampling
+from gac.rollouts.plan import Credit, Sampling, group_credit
 from gac_kernels import DemoWeight, LossSpec, Signals, TokenMoments
 
 if TYPE_CHECKING:

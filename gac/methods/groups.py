@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from gac.errors import require
-from gac.rollouts.advantages import Credit
-from gac.rollouts.plan import Sampling, Stage
+from gac.rollouts.plan import Credit, Sampling, Stage
 from gac_kernels import DemoWeight, LossSpec
 
 from .base import Loss, Method, Mix, Observation, State, StepNeeds, Weights

@@ -9,8 +9,7 @@ import torch
 
 from gac.errors import require
 from gac.parallel import collectives
-from gac.rollouts.advantages import Credit
-from gac.rollouts.plan import Sampling
+from gac.rollouts.plan import Credit, Sampling
 from gac_kernels import DemoWeight, LossSpec
 
 from .base import OURS, Loss, Method, Mix, Observation, State, TokenWeighted

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,10 +14,26 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from gac.errors import ConfigError, import_extra
 from gac.models.config import ALL_LINEAR, LoraConfig, ModelConfig
-from gac.models.head import Head, attach_head, check_head, patch_forward, set_compute_dtype
-from gac.models.pretrained import TOKENIZERS, WEIGHTS, check_files, check_source, one_line_errors
-from gac.models.weights import base_folder, check_safetensors, meta_model, read_model
-from gac.parallel.sharded_loading import ShardedLoading
+from gac.models.head import (
+    Head,
+    attach_head,
+    check_head,
+    patch_forward,
+    run_head,
+    set_compute_dtype,
+)
+from gac.models.pretrained import (
+    TOKENIZERS,
+    WEIGHTS,
+    base_folder,
+    check_files,
+    check_safetensors,
+    check_source,
+    meta_model,
+    one_line_errors,
+    read_model,
+)
+from gac.parallel.setup import ShardedLoading
 
 __all__ = [
     "Head",
@@ -29,7 +44,7 @@ __all__ = [
     "load_model",
     "load_tokenizer",
     "make_model",
-    "stop_tokens",
+    "run_head",
 ]
 
 logger = logging.getLogger(__name__)
@@ -213,16 +228,3 @@ def _add_lora(model: Any, config: LoraConfig) -> Any:
             f"model.lora.target_modules={targets!r}: {' '.join(str(error).split())[:200]}; use "
             f"{ALL_LINEAR}, or some of {', '.join(sorted(linear))}"
         ) from error
-
-
-def stop_tokens(tokenizer: PreTrainedTokenizerBase, extra: Sequence[str] = ()) -> list[int]:
-    """Token ids that end a response: EOS, and each string in `extra`, which must be one token."""
-    ids = [tokenizer.eos_token_id]
-    for text in extra:
-        tokens = tokenizer.encode(text, add_special_tokens=False)
-        if len(tokens) != 1:
-            raise ConfigError(
-                f"stop={text!r} is {len(tokens)} tokens: use a string that is a single token"
-            )
-        ids.append(tokens[0])
-    return ids

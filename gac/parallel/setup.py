@@ -2,8 +2,8 @@
 
 accelerate provides the device, the collectives and DDP. Sharding calls torch's `fully_shard`
 directly, on CPUs and GPUs, because accelerate silently ignores its FSDP flag on CPUs. The root unit
-holds the embedding and the head. It stays gathered from forward to backward, so that the loss
-inside the forward can use the head's weight with a single gather.
+holds the embedding and the head. It stays gathered after a forward, so that the loss can use the
+head's weight with a single gather.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
+from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -29,12 +30,107 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from gac.errors import ConfigError, require
 
 from .collectives import largest
 from .config import ParallelConfig
-from .sharded_loading import ShardedLoading
+
+DISABLE_ASYNC_LOAD = (
+    "HF_DEACTIVATE_ASYNC_LOAD"  # otherwise transformers' threads prefetch without limit
+)
+
+
+class ShardedLoading:
+    """This rank's rows (dimension 0) of every weight of a model, divided as in FSDP2.
+
+    mesh: its dimension "shard" is the group over which the model is sharded. device: where the rows
+        are kept.
+    """
+
+    def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
+        self.mesh, self.device = mesh, device
+        shards = mesh["shard"]
+        self._rank, self._ranks = shards.get_local_rank(), shards.size()
+        self._rows: dict[nn.Parameter, Tensor] = {}  # keyed by placeholder
+        self._placeholders: dict[str, nn.Parameter] = {}  # by name, from `to_meta` to `fill`
+
+    def __enter__(self) -> ShardedLoading:
+        self._before = os.environ.get(DISABLE_ASYNC_LOAD)
+        os.environ[DISABLE_ASYNC_LOAD] = "1"
+        # torch uses the hook's return value, although its type says None
+        self._hook = register_module_parameter_registration_hook(self._keep_shard)  # type: ignore[arg-type]
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._hook.remove()
+        del os.environ[DISABLE_ASYNC_LOAD]
+        if self._before is not None:
+            os.environ[DISABLE_ASYNC_LOAD] = self._before
+
+    def _keep_shard(self, module: nn.Module, name: str, param: nn.Parameter) -> nn.Parameter | None:
+        """Registration hook of torch: keep this rank's rows of a loaded `param`.
+
+        Returns the placeholder to register instead of it.
+        """
+        # transformers marks loaded weights; those in no file are initialized later, unsharded
+        if param in self._rows or not (param.ndim and getattr(param, "_is_hf_initialized", False)):
+            return None
+        rows_per_rank = -(-param.shape[0] // self._ranks)
+        rows = param.detach()[rows_per_rank * self._rank : rows_per_rank * (self._rank + 1)]
+        # still on the CPU, so that adapters are created there too
+        placeholder = nn.Parameter(torch.empty_like(param), requires_grad=param.requires_grad)
+        placeholder.untyped_storage().resize_(0)
+        placeholder.__dict__.update(param.__dict__)
+        self._rows[placeholder] = rows.to(self.device, copy=True)
+        return placeholder
+
+    def to_meta(self, model: nn.Module) -> None:
+        """Replace the placeholders with meta parameters, so that the model can be sharded.
+
+        Meta parameters have no storage, so nothing can read or move the missing values.
+        """
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        self._placeholders = {name: p for name, p in parameters.items() if p in self._rows}
+        on_meta = {
+            p: nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+            for p in self._placeholders.values()
+        }
+        for module in model.modules():
+            for name, param in module._parameters.items():
+                if param in on_meta:
+                    module._parameters[name] = on_meta[param]
+
+    def fill(self, model: nn.Module) -> None:
+        """Move the loaded rows into `model`, which was sharded after `to_meta`."""
+        sharded = dict(model.named_parameters())  # tied weights under their first name
+        filled: dict[nn.Parameter, nn.Parameter] = {}
+        for name, placeholder in self._placeholders.items():
+            if placeholder not in filled:  # tied weights stay one parameter
+                filled[placeholder] = _with_rows(sharded[name], self._rows.pop(placeholder))
+        state = {name: filled[placeholder] for name, placeholder in self._placeholders.items()}
+        model.load_state_dict(state, strict=False, assign=True)
+        self._placeholders.clear()
+
+
+def _with_rows(param: Tensor, rows: Tensor) -> nn.Parameter:
+    """A sharded parameter like `param` whose local shard is `rows`."""
+    assert isinstance(param, DTensor)
+    sharded = DTensor.from_local(
+        rows,
+        param.device_mesh,
+        param.placements,
+        shape=param.shape,
+        stride=param.stride(),
+    )
+    return nn.Parameter(sharded, requires_grad=param.requires_grad)
+
 
 LONGEST_WAIT = 60.0  # seconds that a rank that has finished waits for the others before it exits
 _gathered_units: weakref.WeakSet[FSDPModule] = weakref.WeakSet()  # units inside `gathered`
@@ -114,7 +210,7 @@ def prepare(
     """
     if loading is None:
         return accelerator.prepare(model.to(accelerator.device))
-    model = shard(model, loading, _policy(compute), keep_root=True)
+    model = shard(model, loading, compute)
     if config.defer_reduce:
         model.__dict__["no_sync"] = lambda: _deferred_reduction(model)  # used by accelerate
     return model
@@ -127,20 +223,18 @@ def prepare_frozen(
     compute: torch.dtype | None,
     loading: ShardedLoading | None,
 ) -> nn.Module:
-    """Prepare a model for inference. If sharded, it is gathered only during a forward."""
+    """Prepare a model for inference."""
     model = model.requires_grad_(False).eval()
     if loading is None:
         return model.to(accelerator.device)
-    return shard(model, loading, _policy(compute), keep_root=False)
+    return shard(model, loading, compute)
 
 
-def shard(
-    model: nn.Module, loading: ShardedLoading, policy: MixedPrecisionPolicy, keep_root: bool
-) -> nn.Module:
+def shard(model: nn.Module, loading: ShardedLoading, compute: torch.dtype | None) -> nn.Module:
     """Shard in place: `fully_shard` on each layer, then on the root (embedding, norm, head).
 
-    Args:
-        keep_root: keep the rest gathered from forward to backward.
+    Weights are gathered in dtype `compute` (None: their own), and gradients reduced in float32. The
+    root stays gathered until the end of the backward, or until `reshard`.
 
     Raises:
         ConfigError: a parameter was left unsharded.
@@ -158,10 +252,11 @@ def shard(
             f"parallel.mode='fsdp': the layers of {type(model).__name__} share weights, which "
             "cannot be sharded layer by layer: use parallel.mode=ddp"
         )
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     loading.to_meta(model)
     for layer in layers:
         fully_shard(layer, mesh=loading.mesh, mp_policy=policy, reshard_after_forward=True)
-    fully_shard(model, mesh=loading.mesh, mp_policy=policy, reshard_after_forward=not keep_root)
+    fully_shard(model, mesh=loading.mesh, mp_policy=policy, reshard_after_forward=False)
     unsharded = [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]
     if unsharded or not layers:
         raise ConfigError(
@@ -303,11 +398,6 @@ def _mesh(accelerator: Accelerator, config: ParallelConfig) -> DeviceMesh:
         mesh = init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
     _meshes.append(mesh)
     return mesh
-
-
-def _policy(compute: torch.dtype | None) -> MixedPrecisionPolicy:
-    """FSDP's policy: weights gathered in dtype `compute`; gradients reduced in float32."""
-    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
 
 
 @contextlib.contextmanager

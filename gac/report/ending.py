@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from gac.evaluation.cells import percent, percent_interval
+from gac.evaluation.table import percent, percent_interval
 
 from .reading import read_run
 from .samples import time_shares

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gac.evaluation.cells import align_columns
+from gac.evaluation.table import align_columns
 
 from .groups import Group, group_runs
 from .reading import Columns, Run, shared_setting

@@ -12,7 +12,7 @@ from gac.config.types import did_you_mean
 
 from .base import OnError, Reward
 from .code import CodeReward
-from .combine import BatchCallableReward, CallableReward, SumReward
+from .combine import BatchCallableReward, CallableReward, ConcurrentReward, SumReward
 from .mathematics import MathReward
 from .text import ChoiceReward, ExactReward, FormatReward
 
@@ -33,8 +33,9 @@ def build_reward(spec: str | Mapping[str, Any], *, on_error: OnError = "raise") 
         spec: a name of `REWARDS`; `package.module:function`; or a mapping: `{"name": name, option:
             value, ...}`, or `{"sum": [{"reward": spec, "weight": 1.0}, ...]}`. A function is called
             with (completion, example) and the options, or with lists of both if `batch: true`. A
-            `Reward` subclass is constructed with the options. The outermost mapping may also set
-            `on_error`, and `deadline`: seconds after which a call of a function fails.
+            coroutine function, or any with `concurrency: N` or `retries: N`, is called for N (16)
+            rows at once. A `Reward` subclass is constructed with the options. The outermost mapping
+            may also set `on_error`, and `deadline`: seconds after which a call of a function fails.
         on_error: how to handle rows that cannot be scored, "raise" or "drop".
 
     Raises:
@@ -101,6 +102,9 @@ def _build_callable(name: str, options: dict[str, Any]) -> Reward:
     if inspect.isclass(function) and issubclass(function, Reward):
         _check_options(name, function, options)
         return function(**options)
+    if inspect.iscoroutinefunction(function) or {"concurrency", "retries"} & options.keys():
+        concurrency, retries = options.pop("concurrency", 16), options.pop("retries", 0)
+        return ConcurrentReward(name, function, options, concurrency, retries)
     batch = options.pop("batch", False)
     return (BatchCallableReward if batch else CallableReward)(name, function, options)
 

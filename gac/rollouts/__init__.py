@@ -3,6 +3,6 @@
 This package may import `rewards` and earlier packages.
 """
 
-from .function import Rollout
+from .plan import Rollout
 
 __all__ = ["Rollout"]

@@ -7,10 +7,12 @@ restriction raises `OSError` if it fails.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import functools
 import os
+import re
 import resource
 import signal
 import struct
@@ -126,32 +128,15 @@ def set_capabilities(capabilities: int) -> None:
     _call("capset", header, struct.pack("=6I", capabilities, capabilities, 0, 0, 0, 0))
 
 
-def tasks_of(uid: int) -> int:
-    """Count the threads that run under `uid`, as far as /proc shows."""
-    mine = [fields["Threads"] for fields in map(_status, _processes()) if fields.get("Uid") == uid]
-    return sum(mine)
-
-
-def threads_of(pid: int) -> int:
-    """Count the threads of a process; 0 if it has exited."""
-    return _status(f"/proc/{pid}").get("Threads", 0)
-
-
-def _status(process: str) -> dict[str, int]:
-    """The real uid and the number of threads of a process; empty if it has exited."""
-    try:
-        lines = Path(process, "status").read_text().splitlines()
-    except OSError:
-        return {}
-    pairs = (line.split()[:2] for line in lines if line.startswith(("Uid:", "Threads:")))
-    return {name.rstrip(":"): int(value) for name, value in pairs}
-
-
-def _processes() -> list[str]:
-    try:
-        return [str(entry) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-    except OSError:
-        return []
+def threads_of(uid: int) -> dict[int, int]:
+    """Pid -> number of threads of the processes of `uid`, as far as /proc shows them."""
+    threads = {}
+    for status in Path("/proc").glob("[0-9]*/status"):
+        with contextlib.suppress(OSError):  # it has exited
+            fields = dict(re.findall(r"^(Uid|Threads):\s+(\d+)", status.read_text(), re.MULTILINE))
+            if fields["Uid"] == str(uid):
+                threads[int(status.parent.name)] = int(fields["Threads"])
+    return threads
 
 
 # -- Landlock --------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ It never sees the tests, and its answers are untrusted: each is plain data or fa
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import atexit
 import builtins
@@ -37,7 +36,7 @@ _WATCHED = 100  # items of a global variable whose changes are noticed
 _PRINTED = 1 << 20  # characters of output to pass on per answer
 
 
-def answer_questions(spec: Mapping[str, str], channel: Channel) -> None:
+def answer_questions(spec: Mapping[str, Any], channel: Channel) -> None:
     """Run the program of `spec` (see `assemble`), then answer requests until the channel closes."""
     solver = Solver(_module("program"), channel)
     with contextlib.suppress(ChannelClosed, WireError):
@@ -51,7 +50,7 @@ def answer_questions(spec: Mapping[str, str], channel: Channel) -> None:
             solver.answer(channel.receive())
 
 
-def run_script(spec: Mapping[str, str]) -> int:
+def run_script(spec: Mapping[str, Any]) -> int:
     """Run the program of `spec` as the main module, on standard input and output.
 
     Returns:
@@ -76,14 +75,14 @@ def run_script(spec: Mapping[str, str]) -> int:
     return status
 
 
-def assemble(spec: Mapping[str, str]) -> str:
+def assemble(spec: Mapping[str, Any]) -> str:
     """The text to run: the program, or the prompt with the program as its continuation.
 
-    `spec` has "program" and may have "entry_point" and "prompt", code that the program continues
+    `spec` has "text" and may have "entry_point" and "prompt", code that the program continues
     if it does not define the entry point itself. A continuation ends before its first top-level
     statement, because such data sets were created with models that stopped there.
     """
-    program, name, prompt = (spec.get(key, "") for key in ("program", "entry_point", "prompt"))
+    program, name, prompt = (spec.get(key, "") for key in ("text", "entry_point", "prompt"))
     defines = rf"^(?:(?:async\s+)?def|class)\s+{re.escape(name)}\b|^{re.escape(name)}\s*[:=]"
     if not name or not prompt or re.search(defines, program, re.MULTILINE):
         return program
@@ -99,11 +98,11 @@ def assemble(spec: Mapping[str, str]) -> str:
     return prompt + program
 
 
-def _run(spec: Mapping[str, str], module: types.ModuleType) -> None:
+def _run(spec: Mapping[str, Any], module: types.ModuleType) -> None:
     # the definitions of the row, as if the program followed them
-    for node in ast.parse(spec.get("context", "")).body:
+    for text in spec.get("context", ()):
         with contextlib.suppress(Exception):  # the judge reports which import fails
-            exec(compile(ast.Module([node], []), "<row>", "exec"), module.__dict__)
+            exec(compile(text, "<row>", "exec", dont_inherit=True), module.__dict__)
     exec(compile(assemble(spec), "<program>", "exec", dont_inherit=True), module.__dict__)
 
 

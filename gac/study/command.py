@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gac.errors import require_at_least, value_errors_as
-from gac.evaluation.cells import align_columns
+from gac.evaluation.table import align_columns
 from gac.study.results import row_cells
 
 SET_HELP = "override a configuration key in every run, e.g. steps=200; the last value of a key wins"

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gac.evaluation.cells import percent, percent_interval
+from gac.evaluation.table import percent, percent_interval
 
 Finals = Mapping[str, Sequence[float | None]]
 """Label -> final accuracy of each seed; None if the run is missing or failed."""

@@ -22,7 +22,7 @@ from gac.errors import CheckpointNotFound, RunError, writable_folder
 from gac.faults import checkpoint
 from gac.models.causal_lm import apply_training_options, load_meta_model, load_model, load_tokenizer
 from gac.models.config import ModelConfig
-from gac.models.weights import has_adapters
+from gac.models.pretrained import has_adapters
 from gac.parallel.run_lock import run_lock
 from gac.train_config import TrainConfig
 

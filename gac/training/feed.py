@@ -8,10 +8,9 @@ from typing import Any
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from gac.data.balance import assign_rows, rebalance
 from gac.data.examples import Example, load_demos, load_prompts, prompt_order, row_order
 from gac.data.order import MixedOrder, Order
-from gac.data.rows import Row, demo_row
+from gac.data.rows import Row, assign_rows, demo_row, rebalance
 from gac.methods.base import StepNeeds
 from gac.parallel import collectives
 from gac.train_config import TrainConfig

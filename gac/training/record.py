@@ -14,7 +14,7 @@ from accelerate import Accelerator
 
 from gac.config import dump
 from gac.errors import RunError
-from gac.evaluation.cells import percent, percent_interval
+from gac.evaluation.table import percent, percent_interval
 from gac.rollouts.config import RolloutConfig
 from gac.train_config import TrainConfig
 

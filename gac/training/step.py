@@ -145,8 +145,10 @@ def observe(
         None means "not measured".
     """
     counts, rewards, moments, losses = step.counts, step.rewards, measured.moments, measured.losses
-    scalars = torch.stack([moments.kl, moments.entropy, moments.clip_fraction])
-    kl, entropy, clip_fraction = scalars.tolist()  # one device-to-host copy
+    scalars = torch.stack(
+        [moments.kl, moments.entropy, moments.totals[5] / moments.totals[1], moments.clip_fraction]
+    )
+    kl, entropy, demo_entropy, clip_fraction = scalars.tolist()  # one device-to-host copy
     kl = kl if measured.kl is None else measured.kl
     row: dict[str, Any] = {
         "step": step.number + 1,
@@ -161,6 +163,7 @@ def observe(
         "demo_loss": losses.demo if counts.demos else None,
         "reward_mean": rewards.mean,
         "entropy": entropy,
+        "demo_entropy": demo_entropy,
         "clip_fraction": clip_fraction if counts.rollouts else None,
         "completions/mean_length": counts.rollout_tokens / counts.rollouts
         if counts.rollouts

@@ -22,19 +22,19 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from gac.config import dump, save
 from gac.data.rows import Counts, Row, TermPair, count
 from gac.errors import ConfigError, RunError, UserError, value_errors_as
-from gac.evaluation.during import Evaluator
+from gac.evaluation.suite import Evaluator
 from gac.faults import checkpoint
-from gac.faults.heartbeat import Heartbeat
-from gac.faults.stopping import StopRequest
+from gac.faults.processes import Heartbeat, StopRequest
 from gac.methods import Mix, Observation
 from gac.methods.base import StepNeeds, next_mix
-from gac.models.causal_lm import load_tokenizer, stop_tokens
+from gac.models.causal_lm import load_tokenizer
 from gac.parallel import collectives, setup
 from gac.parallel.run_lock import run_lock
 from gac.rewards import Tally, build_reward, closing_reward
 from gac.rollouts.engines import Engine
-from gac.rollouts.sampling import Rollouts, Sampler, SamplingStats, source_means
-from gac.train_config import OptimConfig, TrainConfig
+from gac.rollouts.generation import stop_tokens
+from gac.rollouts.sampling import Rollouts, Sampler, SamplingStats, mean_columns
+from gac.train_config import OptimConfig, TrainConfig, loss_of
 from gac.training.export import export_checkpoint
 
 from .feed import Feed
@@ -42,7 +42,6 @@ from .policy import (
     choose_micro_batches,
     load_policy,
     load_reference,
-    loss_of,
     make_gradients,
     make_optimizer,
     warn_of_rounding,
@@ -212,7 +211,11 @@ class Trainer:
             row = self._train_step()
             self.step += 1
             seconds = time.perf_counter() - started
-            row |= {"sampling_share": row["sampling_seconds"] / seconds, "seconds": seconds}
+            row |= {
+                "sampling_share": row["sampling_seconds"] / seconds,
+                "tokens_per_second": row["tokens"] / seconds,
+                "seconds": seconds,
+            }
             self.record.step(row)
             if (
                 self.rollouts
@@ -391,7 +394,7 @@ class Trainer:
         fresh = self.rollouts if step.number % self.config.rollouts.num_iterations == 0 else None
         row |= {
             **(fresh.stats if fresh else SamplingStats()).columns(),
-            **(source_means(fresh.sources) if fresh else {}),
+            **(mean_columns(fresh.means) if fresh else {}),
             "skipped": self.guard.skipped,
             **self.tally.new_counts(),
             **self.method.report(self.state),

@@ -5,7 +5,7 @@
 `plan(inputs, spec, dtype) -> Tokens`
     Computes the per-token values, as defined by `tokens.plan`, in few kernel launches.
 `reduce(tokens, terms, moments) -> Summary`
-    Sums over all tokens in float64, as defined by `tokens.reduce`, in few kernel launches.
+    Sums over all tokens in float64, as defined by `tokens.reduce`.
 `row_stats(logits, targets, temperature, softcap, more) -> (logps, entropy, lse)`
     Each is float32 [N], 0 for rows without a loss. Reads each row with a loss once. A target
     outside [0, V) reads nothing, and its logp is nan; without finite logits, lse is -inf. `more`

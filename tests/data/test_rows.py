@@ -8,9 +8,18 @@ import pytest
 import torch
 
 from gac.data import Example
-from gac.data.balance import assign_rows, rebalance
-from gac.data.micro import MicroBatches
-from gac.data.rows import Counts, Row, TermPair, collate, count, demo_row, loss_divisors
+from gac.data.rows import (
+    Counts,
+    MicroBatches,
+    Row,
+    TermPair,
+    assign_rows,
+    collate,
+    count,
+    demo_row,
+    loss_divisors,
+    rebalance,
+)
 from gac_kernels import LossSpec
 
 # two responses that begin with a part of a demonstration

@@ -11,10 +11,9 @@ import pytest
 from gac.config import ConfigError
 from gac.data import Example
 from gac.evaluation import suite
-from gac.evaluation.cells import align_columns, markdown_table
 from gac.evaluation.config import EvalConfig, EvalTask
 from gac.evaluation.suite import read_samples
-from gac.evaluation.table import results_lines
+from gac.evaluation.table import align_columns, markdown_table, results_lines
 from gac.evaluation.task import Answer, split_of, summary
 from gac.rewards.base import RowReward
 from gac.training.trainer import Trainer

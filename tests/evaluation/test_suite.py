@@ -16,10 +16,10 @@ from gac import cli
 from gac.config import ConfigError, load
 from gac.demo.task import make_tokenizer
 from gac.evaluation.config import EvalTask
-from gac.evaluation.during import Evaluator
 from gac.evaluation.estimates import accuracy_interval
 from gac.evaluation.suite import (
     EvalConfig,
+    Evaluator,
     _compare,
     flat,
     read_samples,

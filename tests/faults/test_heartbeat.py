@@ -9,8 +9,8 @@ import socket
 
 import pytest
 
-from gac.faults import heartbeat
-from gac.faults.heartbeat import Heartbeat
+from gac.faults import processes
+from gac.faults.processes import Heartbeat
 from gac.parallel.collectives import gather, rank
 from gac.parallel.config import ParallelConfig
 from gac.parallel.setup import make_accelerator
@@ -20,11 +20,11 @@ from tests.waiting import wait_until
 
 def watch(out: str) -> tuple[str | None, str | None, list[str]]:
     """What rank 0 hears of rank 1 before and after its last heartbeat, and its warnings."""
-    heartbeat.INTERVAL, heartbeat.DEAD_AFTER, heartbeat.WARN_AFTER = 0.02, 1.0, 0.5
+    processes.INTERVAL, processes.DEAD_AFTER, processes.WARN_AFTER = 0.02, 1.0, 0.5
     warnings: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())
-    heartbeat.logger.addHandler(handler)
+    processes.logger.addHandler(handler)
     make_accelerator(ParallelConfig(timeout=20.0), (), out)
     beat = Heartbeat()
     gather(None)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 import gac.report
-from gac.evaluation.during import Evaluator
+from gac.evaluation.suite import Evaluator
 from gac.faults import checkpoint
 from gac.rollouts.sampling import Sampler
 from gac.train_config import TrainConfig

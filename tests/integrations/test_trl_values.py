@@ -141,23 +141,21 @@ def test_the_demonstration_loss_of_a_micro_batch(monkeypatch: Any, sketched: boo
     seen: dict[str, Any] = {}
     out = SimpleNamespace(loss=torch.tensor(4.0), moments="moments")
 
-    def model(**inputs: Any) -> Any:
-        seen.update(inputs)
-        return out
-
+    monkeypatch.setattr(gac_trl, "run_head", lambda model, **inputs: seen.update(inputs))
+    monkeypatch.setattr(gac_trl, "_score", lambda *args: seen.update(args=args) or out)
     calls: list[Any] = []
     monkeypatch.setattr(trainer.mixer, "observe", calls.append)
     monkeypatch.setattr(trainer.mixer, "observe_sketches", lambda *call: calls.append(call))
-    assert GACMixin._demo_loss(trainer, model) is out.loss
+    assert GACMixin._demo_loss(trainer, None) is out.loss
     assert seen["input_ids"].tolist() == [[6, 7]]
-    _, spec, norm, sketch = seen["request"].args
+    _, spec, norm, sketch, _ = seen["args"]
     assert (spec, norm, sketch) == (trainer.mixer.spec, 4 / 2, trainer.mixer.sketch)
     assert calls == ["moments", *([([-1], True, out)] if sketched else [])]
     trainer.accelerator.process_index = 0
-    GACMixin._demo_loss(trainer, model)
+    GACMixin._demo_loss(trainer, None)
     assert seen["input_ids"].tolist() == [[3, 4, 5], [8, 9, 1]]
     trainer._micro_batch = 2
-    assert GACMixin._demo_loss(trainer, model).item() == 0
+    assert GACMixin._demo_loss(trainer, None).item() == 0
 
 
 def test_the_head_s_precision_is_that_of_its_weight() -> None:

@@ -20,10 +20,10 @@ kernels = {}
 configurations = (*inspect.triton_configurations(), *inspect.batch_configurations())
 for i, configuration in enumerate(configurations):
     architectures = [inspect.ARCHITECTURES[i % 3]]
-    if kernels.setdefault(configuration.launch.kernel.__name__, i) == i:
+    if kernels.setdefault(configuration[1].kernel.__name__, i) == i:
         architectures.append("gfx942")
     for arch in architectures:
-        reports.append(inspect.compile_triton(configuration, arch)._asdict())
+        reports.append(inspect.compile_triton(configuration, arch)._replace(assembly="")._asdict())
 print(json.dumps(reports))
 """
 
@@ -91,15 +91,13 @@ def test_no_shipped_kernel_spills(reports: list[dict[str, Any]]) -> None:
         *ROW_KERNELS,
         "lengths_kernel",
         "tokens_kernel",
-        "sequence_kernel",
-        "merge_kernel",
     }
     assert {r["kernel"] for r in reports} == kernels
     assert {r["kernel"] for r in reports if r["arch"] == "gfx942"} == kernels
     for report in reports:
         # a thread of an AMD GPU has up to 256 VGPRs if its program has 512 threads
         registers = 256 if report["arch"] == "gfx942" else 128
-        assert report["spill_stores"] == report["spill_loads"] == report["stack"] == 0, report
+        assert report["spills"] == report["stack"] == 0, report
         assert 0 < report["registers"] <= registers and report["instructions"] > 100, report
 
 

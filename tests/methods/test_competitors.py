@@ -13,7 +13,7 @@ from gac.data.rows import Batch, TermPair
 from gac.methods import METHODS, Observation
 from gac.methods.token_loss import custom_loss
 from gac.models.causal_lm import Head
-from gac.rollouts.advantages import Credit
+from gac.rollouts.plan import Credit
 from gac.rollouts.sampling import Sample
 from gac.training.trainer import Trainer
 from gac_kernels import LossOutput, LossSpec, fused_gac_loss

@@ -22,7 +22,7 @@ from gac.methods import METHODS, Mix, Observation
 from gac.methods.base import Method, StepNeeds, demo_losses, next_mix
 from gac.methods.loss_weights import positive_losses
 from gac.methods.solvers import Gram, GramSolver
-from gac.rollouts.advantages import group_credit
+from gac.rollouts.plan import group_credit
 from gac_kernels import Signals
 
 

@@ -6,9 +6,7 @@ import random
 
 import pytest
 
-from gac.data.balance import assign_rows
-from gac.data.micro import MicroBatches
-from gac.data.rows import Row
+from gac.data.rows import MicroBatches, Row, assign_rows
 from gac.rollouts import engines
 from gac.rollouts.generation import Completion
 from gac.training.trainer import Trainer

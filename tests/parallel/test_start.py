@@ -14,12 +14,11 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from gac.errors import ConfigError
-from gac.models import weights
+from gac.models import pretrained
 from gac.models.causal_lm import make_model
-from gac.models.pretrained import one_line_errors
-from gac.models.weights import read_model
+from gac.models.pretrained import one_line_errors, read_model
 from gac.parallel import setup
-from gac.parallel.sharded_loading import DISABLE_ASYNC_LOAD, ShardedLoading
+from gac.parallel.setup import DISABLE_ASYNC_LOAD, ShardedLoading
 from gac.rollouts import engines
 from gac.training.trainer import Trainer
 from tests import ranks
@@ -64,7 +63,7 @@ def first_step(run_config, while_loading: bool):
     engines.generate = fixed_responses
     if not while_loading:
         ShardedLoading._keep_shard = lambda *_: None
-        weights.lazy_tensors = lambda *_: None
+        pretrained.lazy_tensors = lambda *_: None
     trainer = Trainer(run_config)
     parameters = dict(trainer.model.named_parameters(remove_duplicate=False))
     assert all(isinstance(p, DTensor) for p in parameters.values())
@@ -221,7 +220,7 @@ def fail_on_rank_1(run_config):
         def broken(*_):
             raise ConfigError("model.path: rank 1 cannot read it")
 
-        weights.lazy_tensors = broken
+        pretrained.lazy_tensors = broken
     Trainer(run_config)
 
 

@@ -18,6 +18,7 @@ from gac.sandbox import wire
 from gac.sandbox.client import SolverClient
 from gac.sandbox.judge import judge
 from gac.sandbox.lent import Lender
+from gac.sandbox.row import JudgeSpec, compile_row
 from gac.sandbox.wire import Channel, ChannelClosed, WireError, decode, encode, parse
 
 SCALARS = (
@@ -251,37 +252,23 @@ def test_hostile_values_are_refused(message):
 # --- frames ---------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def pipe():
+@pytest.mark.parametrize(
+    "written",
+    [b"\x00\x00\x00\x09[1", ((64 << 20) + 1).to_bytes(4, "big")],
+    ids=["torn", "too long"],
+)
+def test_frames_keep_their_boundaries_until_one_is_invalid(written):
     reader, writer = os.pipe()
-    yield reader, writer
-    for end in (reader, writer):
-        try:
-            os.close(end)
-        except OSError:
-            continue
-
-
-def test_frame_boundaries_are_preserved(pipe):
-    channel = Channel(*pipe)
+    channel = Channel(reader, os.dup(writer))
     for message in (b"call", b"", b"x" * 10_000):
         channel.send(message)
         assert channel.receive() == message
-
-
-def test_closed_pipe_raises_ended(pipe):
-    reader, writer = pipe
-    os.write(writer, b"\x00\x00\x00\x09[1")
+    os.write(writer, written)
     os.close(writer)
+    channel._writer.close()
     with pytest.raises(ChannelClosed):
-        Channel(reader, writer).receive()
-
-
-def test_oversized_frame_is_rejected_without_reading(pipe):
-    reader, writer = pipe
-    os.write(writer, ((64 << 20) + 1).to_bytes(4, "big"))
-    with pytest.raises(WireError, match="67108865 bytes; the limit is 67108864"):
-        Channel(reader, writer).receive()
+        channel.receive()
+    channel.close()
 
 
 def framed(data):
@@ -296,14 +283,9 @@ def answered(kind, value, *nodes, classes=()):
 CLASS = [0, "function", [], "builtins:object", "", ["__call__"], []]
 NAMES = answered("value", None)
 NAMES += answered("value", [1], ["dict", ["f", [2]]], ["object", [1, 0]], classes=[CLASS])
-SPEC = {
-    "tests": ["assert f(2) == 4", "assert list(f(3)) == [9]", "try: f(1)\nexcept Exception: pass"],
-    "setup": "",
-    "entry_point": "",
-    "reference": "",
-    "all": True,
-    "returns": True,
-}
+SPEC = JudgeSpec(
+    ("assert f(2) == 4", "assert list(f(3)) == [9]", "try: f(1)\nexcept Exception: pass"), all=True
+)
 
 
 def judged(spec, answers):
@@ -312,7 +294,7 @@ def judged(spec, answers):
     questions, asked = os.pipe()
     os.write(writer, NAMES + answers)
     os.close(writer)
-    verdict = judge(spec, Channel(reader, asked), guard=False)
+    verdict = judge(compile_row(spec), Channel(reader, asked), guard=False)
     os.close(questions)
     return verdict
 
@@ -335,9 +317,9 @@ def test_judge_gives_a_verdict_for_any_solver_output(answer):
 
 def test_an_error_that_would_end_a_loop_becomes_another_one():
     """The solver claims that the iteration has ended, which would skip the rest of the test."""
-    tests = ["for x in iter(f, None): break", "for i in map(f, [1]): assert 0"]
+    tests = ("for x in iter(f, None): break", "for i in map(f, [1]): assert 0")
     error = answered("raise", [1], ["error", [2, "builtins:StopIteration", "no", None]])
-    verdict = judged({**SPEC, "tests": tests}, 2 * error)
+    verdict = judged(JudgeSpec(tests, all=True), 2 * error)
     assert verdict["passed"] == [False, False] and "StopIteration: no" in verdict["problem"]
 
 
@@ -349,7 +331,7 @@ def test_numbers_in_other_bases_and_arrays_round_trip(value):
 
 
 def test_a_class_whose_bases_cannot_be_combined_gets_one_of_them():
-    client = SolverClient(Channel(-1, -1))
+    client = SolverClient(Channel(*os.pipe()))
     for number, (name, bases) in enumerate({"int": [], "str": [], "Both": [0, 1]}.items()):
         base = f"builtins:{name.replace('Both', 'str')}"
         client._define(number, name, bases, base, "", [], [])
@@ -367,9 +349,10 @@ def test_an_object_of_the_tests_is_referred_to_by_its_number_only(number):
 
 
 def test_a_frame_of_exactly_the_limit_is_received(monkeypatch) -> None:
-    reader, writer = os.pipe()
-    channel = Channel(reader, writer)
+    channel = Channel(*os.pipe())
     monkeypatch.setattr(wire, "FRAME_BYTES", 8)
     channel.send(b"12345678")
     assert channel.receive() == b"12345678"
+    with pytest.raises(WireError, match="9 bytes; the limit is 8"):
+        channel.send(b"123456789")
     channel.close()

@@ -15,7 +15,7 @@ from torch import nn
 
 from gac.demo.task import make_tokenizer
 from gac.faults import checkpoint
-from gac.faults.stopping import StopRequest
+from gac.faults.processes import StopRequest
 from gac.integrations.demonstrations import encode
 from gac.methods.sft import SFTBest
 from gac.study import runs

@@ -12,6 +12,7 @@ from importlib.metadata import version
 import torch
 
 from ...scalars import DTYPES
+from ...tokens import reduce
 
 _INSTALLED = importlib.util.find_spec("triton") is not None
 if _INSTALLED:
@@ -20,7 +21,6 @@ if _INSTALLED:
     from .grads import row_grads
     from .loss import loss_kernel, row_loss
     from .plan import plan
-    from .reduce import reduce
     from .scale import scale_
     from .stats import row_stats
 

@@ -127,9 +127,3 @@ def sketching(sketch: RowSketch | None) -> dict[str, Any]:
     signs, buckets = sketch or (None, None)
     size = 1 if buckets is None else buckets.shape[1]
     return {"signs": signs, "buckets": buckets, "SKETCH": size}
-
-
-def mu_arguments(mu: float | Tensor) -> dict[str, Any]:
-    """Kernel arguments for mu; a tensor is passed by pointer, without synchronizing the host."""
-    pointer, number = (mu, 0.0) if isinstance(mu, Tensor) else (None, float(mu))
-    return {"mu": pointer, "mu_number": number, "one_minus_mu_number": 1 - number}

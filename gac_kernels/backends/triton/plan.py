@@ -260,6 +260,7 @@ def tokens_launch(
     blocks: number of blocks of the longest possible sequence.
     """
     programs = min(blocks, _SHARED)
+    mu, mu_number = _number(tokens.mu)
     rollout_norm, rollout_number = _number(inputs.rollout_norm)
     demo_norm, demo_number = _number(inputs.demo_norm)
     scalars = plan_scalars(spec)
@@ -269,7 +270,9 @@ def tokens_launch(
         "is_demo": tokens.is_demo,
         "old": _flat(inputs.old_logps),
         "ref": _flat(inputs.ref_logps),
-        **launch.mu_arguments(tokens.mu),
+        "mu": mu,
+        "mu_number": mu_number,
+        "one_minus_mu_number": 1 - mu_number,
         "rollout_norm": rollout_norm,
         "demo_norm": demo_norm,
         "offsets": tokens.offsets,
