@@ -147,9 +147,9 @@ def test_the_error_of_the_weight_averages_out(backend, rows) -> None:
     assert torch.equal(d_hidden, gradients(operands, LOSE, **keywords)[1])
     assert torch.equal(draws[0], draws[1])
     mean = torch.stack(draws[1:]).mean(0)
-    for columns in (slice(0, 100), slice(100, V)):  # frequent and rare tokens
-        one = distance(draws[0][columns], d_weight[columns])
-        assert 1e-5 < one < 0.2 and distance(mean[columns], d_weight[columns]) < 0.6 * one
+    assert distance(draws[0][:100], d_weight[:100]) < 1e-4  # frequent tokens
+    error, of_mean = (distance(x[100:], d_weight[100:]) for x in (draws[0], mean))
+    assert 1e-5 < error < 0.2 and of_mean < 0.6 * error
 
 
 @BACKENDS
