@@ -22,17 +22,8 @@ from gac.models.head import (
     run_head,
     set_compute_dtype,
 )
-from gac.models.pretrained import (
-    TOKENIZERS,
-    WEIGHTS,
-    base_folder,
-    check_files,
-    check_safetensors,
-    check_source,
-    meta_model,
-    one_line_errors,
-    read_model,
-)
+from gac.models.pretrained import base_folder, check_safetensors, meta_model, read_model
+from gac.models.source import check_model, check_tokenizer, one_line_errors
 from gac.parallel.setup import ShardedLoading
 
 __all__ = [
@@ -55,11 +46,7 @@ MAMBA = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     """Load the tokenizer; EOS becomes its padding token if it has none."""
-    key = "model.tokenizer" if config.tokenizer else "model.path"
-    name = config.tokenizer or config.path
-    check_source(key, name)
-    remedy = "set model.tokenizer to a folder with one, or its name on the Hub"
-    check_files(key, name, "tokenizer", remedy, *TOKENIZERS)
+    key, name = check_tokenizer(config)
     with one_line_errors(key, name):
         tokenizer = AutoTokenizer.from_pretrained(name)
     if tokenizer.eos_token_id is None:
@@ -92,9 +79,7 @@ def make_model(
     training: with `model.master_weights`, trainable weights are float32.
     loading: keeps this rank's shard of each loaded weight; the model then holds placeholders.
     """
-    check_source("model.path", config.path)
-    remedy = "give a folder written by transformers' save_pretrained"
-    check_files("model.path", config.path, "model", remedy, "config.json", "adapter_config.json")
+    check_model(config)
     compute = getattr(torch, config.dtype)
     masters = training and config.master_weights and compute != torch.float32
     # peft's adapters are float32 in any case
@@ -103,9 +88,6 @@ def make_model(
     if config.attention:
         keywords["attn_implementation"] = config.attention
     torch.manual_seed(seed)
-    if not config.random_init:
-        remedy = "give a folder with weights, or set model.random_init=true"
-        check_files("model.path", config.path, "weights", remedy, *WEIGHTS)
     with one_line_errors("model.path", config.path):
         keywords["config"] = _training_config(config)
         if config.safetensors_only and not config.random_init:
@@ -115,6 +97,12 @@ def make_model(
         else:
             with loading or contextlib.nullcontext():
                 model = read_model("model.path", config.path, loading is not None, **keywords)
+            for name, weight in model.named_parameters() if loading is None else ():
+                if not weight.isfinite().all():
+                    raise ConfigError(
+                        f"model.path={config.path!r}: the weight {name} contains nan or inf: copy "
+                        "or download the model again"
+                    )
     patch_forward(model)
     if masters:
         set_compute_dtype(model, compute, by_autocast=loading is None)
