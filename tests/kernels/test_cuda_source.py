@@ -20,10 +20,20 @@ from torch import Tensor
 from bench import roofline
 from gac_kernels import build_cuda, inspect
 from gac_kernels.backends import cuda, reference
-from gac_kernels.contract import LossSpec
+from gac_kernels.contract import DemoWeight, LossSpec
 from gac_kernels.inputs import BatchInputs
 from gac_kernels.tokens import Tokens
+from tests.kernels import cuda_emulation as emulation
 from tests.kernels.cuda_emulation import batch
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
+    """Run `backends.cuda` on CPU tensors, with a fixed thread order."""
+    loaded = emulation.library()
+    monkeypatch.setattr(cuda, "library", lambda: loaded)
+    emulation.reset(loaded)
+    return loaded
 
 
 @pytest.fixture
@@ -65,6 +75,40 @@ def check_loss(logits: Tensor, tokens: Tokens, spec: LossSpec, out: Tensor) -> N
     close(out, rounded, exact, "gradient", atol=2e-6 * tokens.scale.max().item())
     masked = tokens.targets.view(logits.shape[:2]) == -100
     assert (out[masked] == 0).all()
+
+
+OPTIONS = {
+    "default": LossSpec(),
+    "k1, dual clip, entropy": LossSpec(
+        kl_coef=0.1, kl_estimator="k1", dual_clip=1.5, entropy_coef=0.01
+    ),
+    "k2, no clip, p": LossSpec(
+        kl_coef=0.1, kl_estimator="k2", clip_low=None, clip_high=None, demo_weight=DemoWeight.P
+    ),
+    "k3, one, hot": LossSpec(kl_coef=0.1, demo_weight=DemoWeight.ONE, temperature=1.7),
+    "shaped": LossSpec(demo_weight=DemoWeight.SHAPED),
+    "on policy": LossSpec(entropy_coef=0.01),
+    "trust": LossSpec(demo_weight=DemoWeight.TRUST, entropy_coef=0.02),
+    "cispo, weights": LossSpec(policy_loss="cispo", clip_high=0.1, correction="token_truncate"),
+    "sapo, mask, on policy": LossSpec(
+        policy_loss="sapo", sapo_tau=(1.0, 1.3), correction="token_mask", correction_max=1.2
+    ),
+    "reinforce, kl ratio, truncate, on policy": LossSpec(
+        policy_loss="reinforce",
+        correction="token_truncate",
+        correction_min=0.8,
+        kl_coef=0.1,
+        use_bias_correction_kl=True,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option(kernels: ctypes.CDLL, force_split, name: str) -> None:
+    force_split(2, 3)
+    logits = 4 * torch.randn(2, 3, 3000)
+    tokens = batch(logits, OPTIONS[name], on_policy="on policy" in name)
+    check_loss(logits, tokens, OPTIONS[name], torch.empty_like(logits))
 
 
 # reason -> (dtype, gradient dtype, V, blocks, tiles)
@@ -109,6 +153,17 @@ def test_rows_of_any_stride_leave_their_neighbors_unchanged(
     out = full[:, 1:, 1:-1]
     check_loss(logits, batch(logits, LossSpec()), LossSpec(), out)
     assert (full[:, 0] == 7).all() and (full[:, :, 0] == 7).all() and (full[:, :, -1] == 7).all()
+
+
+def test_in_place_gradient(kernels: ctypes.CDLL, force_split) -> None:
+    force_split(4, 2)
+    logits = torch.randn(2, 5, 3001).bfloat16()
+    tokens = batch(logits, LossSpec())
+    separate = torch.empty_like(logits)
+    first = cuda.row_loss(logits, tokens, LossSpec(), separate)
+    second = cuda.row_loss(logits, tokens, LossSpec(), logits)
+    assert torch.equal(logits, separate)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("blocks", [1, 4])
@@ -214,6 +269,19 @@ def test_logits_around_the_steep_threshold(kernels: ctypes.CDLL, force_split) ->
     reference.row_grads(logits[None].double(), targets, *wide, 1.0, exact)
     cuda.row_grads(logits[None], targets, d_logps, d_logps, d_logps, d_entropy, 1.0, out)
     torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-7)
+
+
+def test_masked_rows_are_never_read(kernels: ctypes.CDLL, force_split) -> None:
+    force_split(2, 2)
+    logits = torch.randn(2, 3, 2000)
+    tokens = batch(logits, LossSpec())
+    clean = torch.empty_like(logits)
+    cuda.row_loss(logits, tokens, LossSpec(), clean)
+    logits[:, 1] = torch.nan
+    poisoned = torch.empty_like(logits)
+    terms = cuda.row_loss(logits, tokens, LossSpec(), poisoned)
+    assert torch.equal(clean, poisoned)
+    assert all((x.view(2, 3)[:, 1] == 0).all() for x in terms)
 
 
 def test_results_do_not_depend_on_thread_order(kernels: ctypes.CDLL, force_split) -> None:

@@ -18,9 +18,7 @@ from tests.kernels.cases import (
     each_case,
 )
 
-each_backend = pytest.mark.parametrize(
-    "backend", ["reference", "native", "triton", "cuda"], indirect=True
-)
+each_backend = pytest.mark.parametrize("backend", ["reference", "native", "triton"], indirect=True)
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
@@ -114,8 +112,7 @@ STRIDED = {
 }
 
 
-# the CUDA kernels' order of summation depends on the address; test_cuda_source.py has their test
-@pytest.mark.parametrize("backend", ["reference", "native", "triton"], indirect=True)
+@each_backend
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("name", STRIDED)
 def test_strided_rows(name: str, overwrite: bool, backend: str) -> None:
