@@ -83,7 +83,7 @@ def test_overwrite_reuses_the_logits_storage(name: str, backend: str) -> None:
     batch = build(BY_NAME[name])
     logits = batch.logits() * 1
     _, (grad,) = loss_and_grad(fused_gac_loss, logits, batch, backend=backend, overwrite=True)
-    assert grad.data_ptr() == logits.data_ptr()
+    assert (grad.data_ptr() == logits.data_ptr()) == (backend != "reference")
 
 
 @each_backend
@@ -407,7 +407,7 @@ def test_float16_gradients_of_a_long_mean_do_not_vanish(backend: str) -> None:
     torch.testing.assert_close(ours.double(), truth, rtol=2e-3, atol=1e-6)
 
 
-@each_backend
+@pytest.mark.parametrize("backend", ["native", "triton"], indirect=True)
 def test_overwritten_logits_cannot_be_used_by_another_backward(backend: str) -> None:
     """Without the error, other operations that saved the logits would read gradients instead."""
     batch = build(BY_NAME["defaults"])
