@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any
 
-from gac.config import Choice
+from gac.config import Choice, check_effects, require_default, setting
 from gac.data import DataConfig
 from gac.errors import require, require_at_least, require_one_of
 from gac.evaluation.config import EvalSettings
 from gac.methods import DEFAULT, METHODS, Method, all_methods
+from gac.methods.base import Loss, StepNeeds
 from gac.methods.loss_keys import check_loss
 from gac.models.config import ModelConfig
 from gac.parallel.config import ParallelConfig
@@ -23,7 +24,7 @@ SCHEDULES = ("cosine", "linear", "constant")
 class OptimConfig:
     """Optimizer and learning-rate schedule."""
 
-    lr: float = 1e-6
+    lr: float = setting(1e-6, may_change=True)
     """Peak learning rate."""
     schedule: str = "cosine"
     """After the warm-up: cosine, linear or constant."""
@@ -42,7 +43,9 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         require_one_of(SCHEDULES, self, "schedule")
-        require(self.lr > 0, "lr", self.lr, "a number > 0")
+        require(0 < self.lr <= 1, "lr", self.lr, "a number in (0, 1]")
+        low = self.min_lr_ratio
+        require(0 <= low <= 1, "min_lr_ratio", low, "a number in [0, 1]")
         require_at_least(0, self, "warmup_steps", "weight_decay", "max_grad_norm", "eps")
         valid = all(0 <= beta < 1 for beta in self.betas)
         require(valid, "betas", self.betas, "two numbers in [0, 1)")
@@ -79,9 +82,9 @@ class LossConfig(LossSpec):
 class TrainConfig:
     """One training run. Everything is written to `out`, the only folder that resuming needs."""
 
-    out: str = "runs/gac"
+    out: str = setting("runs/gac", may_change=True)
     """The run directory."""
-    run_name: str | None = None
+    run_name: str | None = setting(None, may_change=True)
     """Name of the run in the report; null: the method's name."""
     model: ModelConfig = ModelConfig()
     """The model, its dtype and adapters."""
@@ -101,20 +104,20 @@ class TrainConfig:
     """Clipping, KL, entropy and reductions; a method may override some of these."""
     optim: OptimConfig = OptimConfig()
     """AdamW and its schedule."""
-    steps: int = 800
+    steps: int = setting(800, may_change=True)
     """Number of optimizer steps."""
     demo_batch_size: int = 64
     """Demonstrations per optimizer step, over all ranks."""
-    micro_batch_size: int | None = None
+    micro_batch_size: int | None = setting(None, may_change=True)
     """Rows per forward and backward pass, padded to the longest. null: `max_tokens_per_micro_batch`
     decides; if both are null, packed rows or a number of padded rows are chosen from the free
     memory at the start, logged, saved in `out`/config.yaml and kept on resume."""
-    max_tokens_per_micro_batch: int | None = None
+    max_tokens_per_micro_batch: int | None = setting(None, may_change=True)
     """Tokens per forward and backward pass, instead of `micro_batch_size`: rows are packed end to
     end without padding, and each attends only to itself. With flash attention, or sdpa on a CPU,
     the cost is that of the separate rows; with eager, or sdpa on a GPU, it grows with the square of
     this number, so keep it low. null: see `micro_batch_size`."""
-    eval: EvalSettings = EvalSettings()
+    eval: EvalSettings = setting(EvalSettings(), may_change=True)
     """Evaluation during and after training."""
     monitor_kl_every: int = 0
     """Steps between measurements of the KL to the reference policy for monitoring; 0: only when the
@@ -124,37 +127,39 @@ class TrainConfig:
     """Rollouts per step, over all ranks, used to estimate the KL to the reference policy when it is
     not part of the loss; null: all.
     """
-    ignore_input_changes: bool = False
+    ignore_input_changes: bool = setting(False, may_change=True)
     """Resume although the content of the data, the reward, the model or the tokenizer has changed.
     """
-    checkpoint_every: int = 100
+    checkpoint_every: int = setting(100, may_change=True)
     """Optimizer steps between checkpoints."""
-    keep_checkpoints: int = 2
+    keep_checkpoints: int = setting(2, may_change=True)
     """Number of newest checkpoints to keep, in addition to the best one (`gac export --step best`).
     The best is the most accurate checkpoint whose step was evaluated, so let `checkpoint_every`
     divide `eval.every` to consider every evaluation. A method that ends with its best weights also
     saves a checkpoint at every new best evaluation.
     """
-    parallel: ParallelConfig = ParallelConfig()
+    parallel: ParallelConfig = setting(ParallelConfig(), may_change=True)
     """Parallel training: DDP or FSDP2."""
-    guards: GuardConfig = GuardConfig()
+    guards: GuardConfig = setting(GuardConfig(), may_change=True)
     """When to skip a step and when to abort the run."""
-    report_to: tuple[str, ...] = ()
+    report_to: tuple[str, ...] = setting((), may_change=True)
     """Experiment trackers of accelerate, e.g. [tensorboard, wandb]."""
-    project: str = "gac"
+    project: str = setting("gac", only_with="report_to", may_change=True)
     """Project of the run in the trackers of `report_to`."""
-    export: bool = True
+    export: bool = setting(True, may_change=True)
     """Save the final model to out/model in transformers format."""
     seed: int = 0
     """Random seed of the run."""
 
     def __post_init__(self) -> None:
+        check_effects(self)
         require_at_least(
             1, self, "steps", "demo_batch_size", "checkpoint_every", "keep_checkpoints"
         )
         require_at_least(
             1, self, "micro_batch_size", "max_tokens_per_micro_batch", "kl_sample_size"
         )
+        require_at_least(0, self, "monitor_kl_every")
         require(bool(self.out), "out", self.out, "the name of a folder")
         require(0 <= self.seed < 2**31, "seed", self.seed, "a whole number from 0 to 2**31 - 1")
         low = self.loss.clip_low
@@ -164,7 +169,9 @@ class TrainConfig:
                 f"eval.every={self.eval.every}: there is nothing to evaluate: set "
                 "eval.data.prompts or eval.tasks, or remove eval.every"
             )
-        check_loss(self.method, self.loss, self.steps)
+        if not dataclasses.is_dataclass(self.method):
+            raise ValueError("method: a function cannot be a method: use a subclass of Method")
+        self._check_effects()
         self._check_groups()
         if self.rollouts.engine == "paged" and self.parallel.mode == "fsdp":
             raise ValueError(
@@ -178,6 +185,23 @@ class TrainConfig:
                 f"{self.method.name!r} continue a demonstration: use another method, or null"
             )
 
+    def _check_effects(self) -> None:
+        """Raise ValueError if a key has no effect on the method."""
+        method, rollouts, loss = self.method, self.rollouts, loss_of(self)
+        needs = StepNeeds.union(map(method.needs, range(self.steps)))
+        plan = method.sampling(rollouts.num_generations)
+        check_loss(method, self.loss, loss, needs, plan)
+        unused = ["correction", "correction_max"] if plan.from_reference else []
+        unused += ["scale_rewards"] if plan.pairs or plan.advantages else []
+        unused += ["mask_truncated_completions"] if plan.pairs else []
+        for name in unused:
+            require_default(rollouts, name, f"rollouts.{name}", f"on method {method.name!r}")
+        in_loss = loss.spec.kl_coef != 0 or (loss.token is not None and needs.kl)
+        measured = needs.rollouts and (needs.kl or self.monitor_kl_every)
+        if in_loss or not measured:
+            why = "if the loss contains the KL" if in_loss else "without monitor_kl_every"
+            require_default(self, "kl_sample_size", "kl_sample_size", why)
+
     def _check_groups(self) -> None:
         """Raise ValueError if every advantage would be 0."""
         completions = self.rollouts.num_generations
@@ -188,3 +212,24 @@ class TrainConfig:
                 f"rollouts.num_generations={completions}: advantages compare the rollouts of a "
                 "prompt, so a single one has advantage 0 and teaches nothing: use a number >= 2"
             )
+
+
+def loss_of(config: TrainConfig) -> Loss:
+    """The run's loss; `loss.max_tokens` defaults to `rollouts.max_completion_length`.
+
+    With rollouts from another engine, or a function that may return its log-probs,
+    `rollouts.correction` is applied.
+    """
+    rollouts = config.rollouts
+    longest = config.loss.max_tokens or rollouts.max_completion_length
+    loss = config.method.loss(dataclasses.replace(config.loss, max_tokens=longest))
+    from_reference = config.method.sampling(rollouts.num_generations).from_reference
+    # the log-probs of a server are those at temperature 1 without truncation
+    comparable = rollouts.temperature == 1 and rollouts.top_p == 1
+    elsewhere = rollouts.engine == "vllm" or rollouts.function is not None
+    if elsewhere and comparable and not from_reference:
+        spec = dataclasses.replace(
+            loss.spec, correction=rollouts.correction, correction_max=rollouts.correction_max
+        )
+        loss = loss._replace(spec=spec)
+    return loss

@@ -14,6 +14,7 @@ import inspect
 import logging
 import types
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -75,12 +76,12 @@ class Record:
         self.dtype = dtypes[-1] if dtypes else autocast or hidden.dtype
         self.requires_grad = any(x.requires_grad or y.weight.requires_grad for x, y, _ in terms)
 
-    def apply(self, name: str, *args: Any) -> Any:
+    def apply(self, name: str, *args: Any, **keywords: Any) -> Any:
         """Apply the tensor method `name`: a record if it can be recorded, otherwise a tensor."""
         terms, cap = self.terms, self.cap
         value: Any = args[0] if args else None
-        if self.logits is not None:
-            return getattr(self.logits, name)(*map(_logits, args))
+        if self.logits is not None or keywords:
+            return getattr(self.full(), name)(*map(_logits, args), **keywords)
         if name in SCALING and _is_number(value):
             factor = float(value) ** SCALING[name]
             if cap is None:
@@ -179,7 +180,7 @@ class LazyLogits(Tensor):
         return func(*tree_map(_logits, args), **tree_map(_logits, kwargs or {}))
 
 
-class Fused:
+class Fused(AbstractContextManager["Fused"]):
     """Handle of `fuse`; as a context manager, it restores the model's own loss at the end.
 
     Attributes:
@@ -210,9 +211,6 @@ class Fused:
             if module.__dict__.pop(HANDLE, None) is not None:
                 module.forward = module.__dict__.pop(OWN)
                 module.__dict__.pop("_loss_function", None)
-
-    def __enter__(self) -> Fused:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.undo()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import random
 import sys
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -16,8 +18,11 @@ from hypothesis import Phase, settings
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# The same examples in every run. A failing example is not made smaller: that takes minutes.
-settings.register_profile("gac", derandomize=True, phases=(Phase.explicit, Phase.generate))
+# The same examples in every run. A failing example is not made smaller, which takes minutes; the
+# deadline is that of the test.
+settings.register_profile(
+    "gac", derandomize=True, deadline=None, phases=(Phase.explicit, Phase.generate)
+)
 settings.load_profile("gac")
 
 
@@ -30,6 +35,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Set the deadline of a test: longer if it is slow, or while the machine is overloaded."""
+    deadline = 600 if item.get_closest_marker("slow") else 30
+    load = os.getloadavg()[0] / (os.cpu_count() or 1)
+    item.add_marker(pytest.mark.timeout(deadline * max(load, 1.0)))
+    return (yield)
 
 
 def pytest_collection_finish() -> None:

@@ -20,6 +20,7 @@ TIMING_KEYS = (
     "sampling_seconds",
     "sampling_share",
     "completions_per_second",
+    "tokens_per_second",
 )
 
 

@@ -1,6 +1,7 @@
 """Generates the reference pages of the documentation site: `python -m tools.reference_pages`.
 
-docs/reference/cli.md lists the help of every command, docs/reference/configuration.md every key.
+docs/reference/cli.md lists the help of every command, docs/reference/configuration.md every key,
+docs/metrics.md every column of metrics.jsonl and eval.jsonl.
 """
 
 from __future__ import annotations
@@ -15,19 +16,40 @@ from pathlib import Path
 from gac.cli import make_parser
 from gac.config import Key, keys
 from gac.evaluation.config import EvalConfig
+from gac.evaluation.table import markdown_table
 from gac.methods import METHODS, Method
 from gac.methods.listing import summary
 from gac.train_config import TrainConfig
+from gac.training.columns import EVALUATION, METRICS
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
 
 
 def main() -> int:
-    """Write both pages."""
+    """Write the pages."""
     os.environ["COLUMNS"] = "80"  # argparse wraps its help at this width, which fits the page
     (FOLDER / "cli.md").write_text(cli_page())
     (FOLDER / "configuration.md").write_text(configuration_page())
+    (FOLDER.parent / "metrics.md").write_text(metrics_page())
     return 0
+
+
+def metrics_page() -> str:
+    """Every column of metrics.jsonl and eval.jsonl."""
+    parts = [
+        "# Metrics\n\n<!-- written by python -m tools.reference_pages; do not edit -->\n",
+        "A run has one line per optimizer step in `metrics.jsonl`, and one per evaluation in "
+        "`eval.jsonl`. Trackers\n(`report_to`) get the same names, those of evaluations after "
+        "`eval/`. A value that was not measured is null.\nCapital letters stand for names; a "
+        "method of your own can add columns (`Method.report`).\n",
+    ]
+    for file, columns in (("metrics.jsonl", METRICS), ("eval.jsonl", EVALUATION)):
+        rows = [
+            (f"`{name}`", c.unit, c.meaning, f"`gac.{c.source}`") for name, c in columns.items()
+        ]
+        table = markdown_table(("column", "unit", "meaning", "computed in"), rows)
+        parts.append(f"## {file}\n\n{table}\n")
+    return "\n".join(parts)
 
 
 def cli_page() -> str:

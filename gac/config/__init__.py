@@ -6,7 +6,7 @@ This package may import `errors`.
 from .build import choose, load, load_early
 from .dump import dump, save, save_text
 from .help import Key, describe, keys
-from .types import Choice, ConfigError
+from .types import Choice, ConfigError, check_effects, require_default, setting
 from .yaml_text import YamlError, parse_yaml, read_yaml, to_yaml
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "ConfigError",
     "Key",
     "YamlError",
+    "check_effects",
     "choose",
     "describe",
     "dump",
@@ -22,7 +23,9 @@ __all__ = [
     "load_early",
     "parse_yaml",
     "read_yaml",
+    "require_default",
     "save",
     "save_text",
+    "setting",
     "to_yaml",
 ]

@@ -4,7 +4,7 @@ import difflib
 import enum
 import types
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin
 
 from gac.errors import ConfigError
@@ -27,6 +27,47 @@ class Choice:
     """Returns name -> dataclass; a function, so that the table can be imported lazily."""
     family: Callable[[type], str] = lambda cls: "names"
     """Returns the heading under which the help lists a class."""
+
+
+def setting(default: Any, *, only_with: str = "", may_change: bool = False) -> Any:
+    """A field of a configuration.
+
+    Args:
+        default: the value if the key is absent.
+        only_with: when the key has an effect: "a=x or b, c" means if the field `a` of the same
+            class is x or `b` is set, and `c` is set. See `check_effects`.
+        may_change: whether a run may resume with another value of the key, or of its subkeys.
+    """
+    return field(default=default, metadata={"only_with": only_with, "may_change": may_change})
+
+
+def check_effects(config: Any, prefix: str = "", missing: str = "") -> None:
+    """Raise ValueError for a key that is set although what it needs for an effect is not.
+
+    config: a dataclass; its `setting`s are checked, also those of nested dataclasses.
+    prefix: prepended to the names of its keys. missing: what a key around `config` needs.
+    """
+    for item in fields(config):
+        key, value, lacks = f"{prefix}{item.name}", getattr(config, item.name), missing
+        for need in filter(None, item.metadata.get("only_with", "").split(", ")):
+            if not any(_holds(config, *choice.split("=")) for choice in need.split(" or ")):
+                lacks = prefix + need.replace(" or ", f" or {prefix}")
+        if is_dataclass(value):
+            check_effects(value, f"{key}.", lacks)
+        elif lacks:
+            require_default(config, item.name, key, f"without {lacks}")
+
+
+def require_default(config: Any, name: str, key: str, why: str) -> None:
+    """Raise ValueError unless the field `name`, the configuration's `key`, has its default."""
+    value, default = getattr(config, name), type(config).__dataclass_fields__[name].default
+    if value != default:
+        raise ValueError(f"{key}={value!r} has no effect {why}: remove the key")
+
+
+def _holds(config: Any, name: str, text: str | None = None) -> bool:
+    value = getattr(config, name)
+    return bool(value) if text is None else str(value) == text
 
 
 class Override(str):

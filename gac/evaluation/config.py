@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from gac.config import check_effects, setting
 from gac.data import DataConfig
 from gac.errors import require, require_at_least
 from gac.models.config import ModelConfig
@@ -33,7 +34,7 @@ class EvalTask:
     """Responses per prompt; accuracy is their mean (avg@k)."""
     temperature: float = 0.0
     """Sampling temperature; 0: greedy."""
-    top_p: float = 1.0
+    top_p: float = setting(1.0, only_with="temperature")
     """Nucleus sampling threshold."""
     max_completion_length: int = 1024
     """Maximum response length in tokens."""
@@ -60,6 +61,18 @@ class EvalTask:
             raise ValueError(
                 f"samples={self.samples} at temperature=0 would all be equal: set temperature > 0"
             )
+        check_effects(self)
+        use = "the default: an evaluation reads the rows of data.prompts in their order"
+        for name in (
+            "sources",
+            "demos",
+            "demo_template",
+            "max_demo_tokens",
+            "order",
+            "source_field",
+        ):
+            value = getattr(self.data, name)
+            require(value == getattr(DataConfig(), name), f"data.{name}", value, use)
 
 
 @dataclass(frozen=True)

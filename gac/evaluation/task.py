@@ -14,10 +14,9 @@ import torch
 
 from gac.data import Example
 from gac.errors import ConfigError
-from gac.models.causal_lm import stop_tokens
 from gac.parallel.collectives import gather, rank, world_size
 from gac.rollouts.engines import Engine, RolloutFunction, score
-from gac.rollouts.generation import SamplingParams
+from gac.rollouts.generation import SamplingParams, stop_tokens
 from gac.rollouts.plan import Rollout
 
 from .config import EvalTask

@@ -2,35 +2,50 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 
-from gac_kernels import LossSpec
+from gac.config import require_default
+from gac.rollouts.plan import Sampling
+from gac_kernels import DemoWeight, LossSpec
 
-from .base import Method, StepNeeds
+from .base import Loss, Method, StepNeeds
 
-POLICY = {"clip_low", "clip_high", "dual_clip", "policy_loss", "importance_sampling_level"}
-POLICY |= {"sapo_tau"}
-ROLLOUTS = POLICY | {"kl_coef", "kl_estimator", "use_bias_correction_kl", "entropy_coef"}
+CLIP = {"clip_low", "clip_high"}
+POLICY = CLIP | {"dual_clip", "policy_loss", "importance_sampling_level", "sapo_tau"}
+PENALTY = {"kl_estimator", "use_bias_correction_kl"}
+ROLLOUTS = POLICY | PENALTY | {"kl_coef", "entropy_coef"}
 ROLLOUTS |= {"rollout_reduction", "correction_min"}
+SHAPED = DemoWeight.SHAPED, DemoWeight.TRUST
 DEMOS = {"demo_weight", "demo_shape", "demo_reduction"}
 ELSEWHERE = {name: f"rollouts.{name}" for name in ("temperature", "correction", "correction_max")}
 
 
-def check_loss(method: Method, base: LossSpec, steps: int) -> None:
-    """Raise ValueError if `base`, the `loss` of a run of `steps` steps, has a key without effect.
+def check_loss(
+    method: Method, base: LossSpec, loss: Loss, needs: StepNeeds, plan: Sampling
+) -> None:
+    """Raise ValueError if `base`, the `loss` section of a run, has a key without effect.
 
-    That is a key that `method` sets itself or does not use.
+    That is a key that `method` sets itself or does not use, or that acts only with another key.
+    loss: the run's loss. needs: the union of the method's needs in all steps. plan: its sampling.
     """
-    loss, default = method.loss(replace(base, max_tokens=base.max_tokens or 1)), LossSpec()
-    needs = StepNeeds.union(map(method.needs, range(steps)))
+    spec, default = loss.spec, LossSpec()
+    reductions = spec.rollout_reduction, spec.demo_reduction
+    needed = {
+        **dict.fromkeys(CLIP, (spec.policy_loss in ("clip", "cispo"), "policy_loss=clip or cispo")),
+        "dual_clip": (spec.policy_loss == "clip", "policy_loss=clip"),
+        "sapo_tau": (spec.policy_loss == "sapo", "policy_loss=sapo"),
+        "importance_sampling_level": (spec.policy_loss != "reinforce", "a policy_loss with ratios"),
+        **dict.fromkeys(PENALTY, (spec.kl_coef != 0, "kl_coef")),
+        "demo_shape": (spec.demo_weight in SHAPED, "demo_weight=shaped or trust"),
+        "correction_min": (spec.correction != "none", "rollouts.correction"),
+        "max_tokens": ("constant" in reductions, "a constant reduction"),
+    }
     unused = set() if needs.rollouts else set(ROLLOUTS)
-    unused |= set() if needs.demos else DEMOS
-    unused |= POLICY if loss.token is not None and not loss.policy else set()
-    if "constant" not in (loss.spec.rollout_reduction, loss.spec.demo_reduction):
-        unused.add("max_tokens")
+    unused |= set() if needs.demos and not plan.teacher else DEMOS
+    if loss.token is not None:
+        unused |= {"demo_weight", "demo_shape"} | (set() if loss.policy else POLICY)
     for field in fields(LossSpec):
-        name, used = field.name, getattr(loss.spec, field.name)
-        given = getattr(base, name)
+        name, used, given = field.name, getattr(spec, field.name), getattr(base, field.name)
         if given == getattr(default, name):
             continue
         own = {"demo_weight": "weight", "demo_shape": "shape"}.get(name, name)
@@ -41,7 +56,7 @@ def check_loss(method: Method, base: LossSpec, steps: int) -> None:
             raise ValueError(
                 f"loss.{name}={given!r}: method {method.name!r} sets it to {used!r}; {advice}"
             )
-        if name in unused:
-            raise ValueError(
-                f"loss.{name}={given!r} has no effect on method {method.name!r}: remove the key"
-            )
+        holds, need = needed.get(name, (True, ""))
+        if name in unused or not holds:
+            why = f"on method {method.name!r}" if name in unused else f"without {need}"
+            require_default(base, name, f"loss.{name}", why)

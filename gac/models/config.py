@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gac.config import setting
 from gac.errors import require, require_at_least, require_one_of
 
 DTYPES = ("float32", "bfloat16")
@@ -41,7 +42,7 @@ class ModelConfig:
     """Folder or name of the tokenizer; null: the model's."""
     dtype: str = "float32"
     """Dtype of the computation and of the exported model: float32 or bfloat16."""
-    master_weights: bool = True
+    master_weights: bool = setting(True, only_with="dtype=bfloat16")
     """Keep the trained weights and the optimizer's state in float32, whatever `dtype` is. false:
     in `dtype`, which takes less memory but rounds most small updates away."""
     safetensors_only: bool = True
@@ -50,7 +51,7 @@ class ModelConfig:
     """Take only the configuration from `path` and initialize the weights randomly."""
     attention: str | None = None
     """transformers' attn_implementation, e.g. sdpa or flash_attention_2; null: its default."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool = setting(False, may_change=True)
     """Recompute each layer in the backward: less memory, more time."""
     keep_dropout: bool = False
     """Keep the dropout and the router noise of the model's configuration in training. The sampled

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gac.config import setting
 from gac.errors import require, require_at_least, require_one_of
 
 MODES = ("ddp", "fsdp")
@@ -15,13 +16,13 @@ class ParallelConfig:
 
     mode: str = "ddp"
     """ddp: every rank holds the model; fsdp: weights, gradients and moments are sharded (FSDP2)."""
-    replicas: int = 1
+    replicas: int = setting(1, only_with="mode=fsdp")
     """fsdp: copies of the sharded model (HSDP), e.g. the number of nodes; 1 = one shard group."""
-    gather_for_rollouts: bool = True
+    gather_for_rollouts: bool = setting(True, only_with="mode=fsdp")
     """fsdp: keep the full weights gathered on every rank during sampling; false: gather layer by
     layer.
     """
-    defer_reduce: bool = False
+    defer_reduce: bool = setting(False, only_with="mode=fsdp")
     """fsdp: reduce gradients only after the last micro-batch: less communication, but memory for
     one full gradient.
     """

@@ -2,8 +2,8 @@
 
 accelerate provides the device, the collectives and DDP. Sharding calls torch's `fully_shard`
 directly, on CPUs and GPUs, because accelerate silently ignores its FSDP flag on CPUs. The root unit
-holds the embedding and the head. It stays gathered from forward to backward, so that the loss
-inside the forward can use the head's weight with a single gather.
+holds the embedding and the head. It stays gathered after a forward, so that the loss can use the
+head's weight with a single gather.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ def prepare(
     """
     if loading is None:
         return accelerator.prepare(model.to(accelerator.device))
-    model = shard(model, loading, _policy(compute), keep_root=True)
+    model = shard(model, loading, compute)
     if config.defer_reduce:
         model.__dict__["no_sync"] = lambda: _deferred_reduction(model)  # used by accelerate
     return model
@@ -223,20 +223,18 @@ def prepare_frozen(
     compute: torch.dtype | None,
     loading: ShardedLoading | None,
 ) -> nn.Module:
-    """Prepare a model for inference. If sharded, it is gathered only during a forward."""
+    """Prepare a model for inference."""
     model = model.requires_grad_(False).eval()
     if loading is None:
         return model.to(accelerator.device)
-    return shard(model, loading, _policy(compute), keep_root=False)
+    return shard(model, loading, compute)
 
 
-def shard(
-    model: nn.Module, loading: ShardedLoading, policy: MixedPrecisionPolicy, keep_root: bool
-) -> nn.Module:
+def shard(model: nn.Module, loading: ShardedLoading, compute: torch.dtype | None) -> nn.Module:
     """Shard in place: `fully_shard` on each layer, then on the root (embedding, norm, head).
 
-    Args:
-        keep_root: keep the rest gathered from forward to backward.
+    Weights are gathered in dtype `compute` (None: their own), and gradients reduced in float32. The
+    root stays gathered until the end of the backward, or until `reshard`.
 
     Raises:
         ConfigError: a parameter was left unsharded.
@@ -254,10 +252,11 @@ def shard(
             f"parallel.mode='fsdp': the layers of {type(model).__name__} share weights, which "
             "cannot be sharded layer by layer: use parallel.mode=ddp"
         )
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     loading.to_meta(model)
     for layer in layers:
         fully_shard(layer, mesh=loading.mesh, mp_policy=policy, reshard_after_forward=True)
-    fully_shard(model, mesh=loading.mesh, mp_policy=policy, reshard_after_forward=not keep_root)
+    fully_shard(model, mesh=loading.mesh, mp_policy=policy, reshard_after_forward=False)
     unsharded = [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]
     if unsharded or not layers:
         raise ConfigError(
@@ -399,11 +398,6 @@ def _mesh(accelerator: Accelerator, config: ParallelConfig) -> DeviceMesh:
         mesh = init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
     _meshes.append(mesh)
     return mesh
-
-
-def _policy(compute: torch.dtype | None) -> MixedPrecisionPolicy:
-    """FSDP's policy: weights gathered in dtype `compute`; gradients reduced in float32."""
-    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
 
 
 @contextlib.contextmanager

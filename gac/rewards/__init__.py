@@ -3,12 +3,11 @@
 This package may import `sandbox` and earlier packages.
 """
 
-from .base import Reward, RewardError, RowReward
+from .base import Reward, RewardError, RowReward, Tally, closing_reward
 from .build import REWARDS, build_reward, rewards_table
 from .code import CodeReward
 from .combine import SumReward
 from .mathematics import MathReward
-from .tally import Tally, closing_reward
 from .text import ChoiceReward, ExactReward, FormatReward
 
 __all__ = [

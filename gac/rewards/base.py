@@ -8,16 +8,18 @@ import math
 import signal
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from numbers import Real
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
+
+from gac.config.imports import explained, location
+from gac.errors import UserError
 
 if TYPE_CHECKING:
     from gac.data import Example
 
-from gac.config.imports import explained, location
-from gac.errors import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +54,8 @@ class Reward(ABC):
     """
     dropped = 0
     """Rows dropped so far."""
+    terms: Mapping[str, Sequence[float]] = MappingProxyType({})
+    """Name -> unweighted values in the last call (nan: failed), for rewards that add up others."""
     deadline: float | None = 600.0
     """Seconds after which a call of `score` or of a user's function fails; None: no deadline."""
 
@@ -197,3 +201,43 @@ def gold_answer(example: Example) -> str:
     if example.answer is None:
         raise ValueError("the row has no gold answer; set answer_field to the field that holds it")
     return example.answer
+
+
+class Tally:
+    """Counts a reward's events over all ranks."""
+
+    def __init__(self, reward: Reward) -> None:
+        self.reward = reward
+        self._reported = event_counts(reward)
+
+    def new_counts(self) -> dict[str, int]:
+        """New events over all ranks since the last call: `reward_dropped`, `reward_<name>`, ...
+
+        Collective: every rank must call it. Events during an evaluation are reported with the next
+        step.
+        """
+        now = event_counts(self.reward)
+        since = {name: count - self._reported.get(name, 0) for name, count in now.items()}
+        self._reported = now
+        from gac.parallel.collectives import total_counts  # imports torch
+
+        return {f"reward_{name}": count for name, count in total_counts(since).items()}
+
+
+def event_counts(reward: Reward) -> dict[str, int]:
+    """This process's cumulative counts, including dropped rows."""
+    return {"dropped": reward.dropped, **reward.counts()}
+
+
+@contextlib.contextmanager
+def closing_reward(reward: Reward) -> Iterator[None]:
+    """Context manager that logs this process's counts and closes the reward on exit."""
+    try:
+        yield
+    finally:
+        try:
+            nonzero = [f"{n} {name}" for name, n in event_counts(reward).items() if n]
+            if nonzero:
+                logger.warning("reward %s: %s in this process", reward.name, ", ".join(nonzero))
+        finally:
+            reward.close()

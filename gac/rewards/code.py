@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import ast
 import atexit
 import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..sandbox.pool import JudgeSpec, Pool, Program, RunResult, SandboxError
+from ..sandbox.row import context_of, names_defined, parse
 from .base import Reward, RowOutcome
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ class CodeReward(Reward):
         task, empty = self._task(example), {"an empty program": "pass"}
         if task.suite is None:
             return empty | {f"print({c})": f"print({c})" for c in _CONSTANTS}
-        names = {task.suite.entry_point} - {""} or definitions_of(task.suite.reference)
+        names = {task.suite.entry_point} - {""} or names_defined(parse(task.suite.reference).body)
         return empty | {
             f"a program that always returns {c}": "\n".join(
                 f"def {name}(*a, **k): return {c}" for name in sorted(names)
@@ -217,7 +217,7 @@ class CodeReward(Reward):
             )
         setup = self._text(example, self._setup_field)
         prompt = self._text(example, self._prompt_field)
-        prompt = prompt if entry_point and entry_point in definitions_of(prompt) else ""
+        prompt = prompt if entry_point in names_defined(parse(prompt).body) else ""
         return TestSpec(
             JudgeSpec(
                 tuple(tests),
@@ -363,52 +363,6 @@ def _dedented(line: str, width: int) -> str:
         return line
     expanded = line.expandtabs() if line[:1] == "\t" else line
     return expanded[min(width, len(expanded) - len(expanded.lstrip(" "))) :]
-
-
-@lru_cache(maxsize=4096)
-def definitions_of(text: str) -> frozenset[str]:
-    """Names of the functions and classes at the top level of `text`; empty if it is invalid."""
-    body = _parsed(text)
-    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-    return frozenset(node.name for node in body if isinstance(node, kinds))
-
-
-@lru_cache(maxsize=4096)
-def context_of(suite: JudgeSpec, prompt: str) -> str:
-    """The row's definitions that programs are written for, and may use without repeating them.
-
-    These are the setup's imports and classes, what the row's own answer reads from the setup, and
-    everything in the prompt but the entry point.
-    """
-    names = {
-        n.id for node in _parsed(suite.reference) for n in ast.walk(node) if isinstance(n, ast.Name)
-    }
-    nodes = [
-        node
-        for node in _parsed(suite.setup)
-        if isinstance(node, ast.Import | ast.ImportFrom | ast.ClassDef) or names & _bound(node)
-    ]
-    nodes += [node for node in _parsed(prompt) if suite.entry_point not in _bound(node)]
-    return "\n".join(dict.fromkeys(map(ast.unparse, nodes)))
-
-
-def _bound(node: ast.stmt) -> set[str]:
-    """Names of the function or class that a statement defines, or of the variables it assigns."""
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        return {node.name}
-    targets = node.targets if isinstance(node, ast.Assign) else []
-    return {target.id for target in targets if isinstance(target, ast.Name)}
-
-
-def _parsed(text: str) -> list[ast.stmt]:
-    """Parse the statements of a row's text.
-
-    Never pass a completion: parsing untrusted code can crash this process.
-    """
-    try:
-        return ast.parse(text).body
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
-        return []
 
 
 def _field(example: Example, name: str) -> Any:

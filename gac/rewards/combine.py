@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import inspect
+import math
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from gac.config.imports import explained
@@ -22,6 +28,11 @@ class SumReward(Reward):
         if not terms:
             raise ValueError("sum needs at least one term {reward: ..., weight: ...}")
         self._terms = tuple(terms)
+        names = [reward.name for reward, _ in terms]
+        self._names = [
+            name if names.count(name) == 1 else f"{name}-{names[:i].count(name) + 1}"
+            for i, name in enumerate(names)
+        ]
 
     def outcomes(
         self, completions: Sequence[str], examples: Sequence[Example]
@@ -29,6 +40,10 @@ class SumReward(Reward):
         for reward, _ in self._terms:
             reward.deadline = self.deadline
         columns = [reward.outcomes(completions, examples) for reward, _ in self._terms]
+        self.terms = {
+            name: [math.nan if isinstance(v, Exception) else v for v in map(as_outcome, column)]
+            for name, column in zip(self._names, columns, strict=True)
+        }
         return [self._add(row) for row in zip(*columns, strict=True)]
 
     def set_step(self, step: int) -> None:
@@ -66,6 +81,75 @@ class CallableReward(RowReward):
 
     def score(self, completion: str, example: Example) -> float:
         return self._function(completion, example, **self._options)
+
+
+class ConcurrentReward(CallableReward):
+    """Scores up to `concurrency` rows at once, for judges over a network.
+
+    A coroutine function runs in one event loop; each call of another function has a thread. A row
+    that fails is tried `retries` more times, first after 1 s, then after 2, 4, ...
+    """
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        options: dict[str, Any],
+        concurrency: int,
+        retries: int,
+    ) -> None:
+        super().__init__(name, function, options)
+        for key, value, low in (("concurrency", concurrency, 1), ("retries", retries, 0)):
+            if not isinstance(value, int) or value < low:
+                raise ValueError(f"{key} must be a whole number >= {low}, got {value!r}")
+        self._concurrency, self._retries = concurrency, retries
+
+    def outcomes(
+        self, completions: Sequence[str], examples: Sequence[Example]
+    ) -> Sequence[RowOutcome]:
+        # in a thread of its own: the caller may have a running event loop, as a notebook has
+        return _daemon(
+            asyncio.run, self._all(list(zip(completions, examples, strict=True)))
+        ).result()
+
+    async def _all(self, rows: Sequence[tuple[str, Example]]) -> list[RowOutcome]:
+        free = asyncio.Semaphore(self._concurrency)
+        return await asyncio.gather(*(self._one(free, *row) for row in rows))
+
+    async def _one(self, free: asyncio.Semaphore, completion: str, example: Example) -> RowOutcome:
+        async with free:
+            for attempt in range(self._retries + 1):
+                if attempt:
+                    await asyncio.sleep(2.0 ** (attempt - 1))
+                try:
+                    if inspect.iscoroutinefunction(self._function):
+                        call = self._function(completion, example, **self._options)
+                    else:
+                        score = functools.partial(self._function, **self._options)
+                        call = asyncio.wrap_future(_daemon(score, completion, example))
+                    outcome = as_outcome(await asyncio.wait_for(call, self.deadline))
+                except TimeoutError:
+                    outcome = TimeoutError(f"no result after {self.deadline:g} s (key `deadline`)")
+                except (Exception, SystemExit) as error:  # user code may raise anything
+                    outcome = explained(error)
+                if not isinstance(outcome, Exception):
+                    break
+        return outcome
+
+
+def _daemon(function: Callable[..., Any], *args: Any) -> Future[Any]:
+    """Call `function` in a thread that does not keep the process alive if it hangs."""
+    future: Future[Any] = Future()
+
+    def work() -> None:
+        future.set_running_or_notify_cancel()  # from here on it cannot be cancelled
+        try:
+            future.set_result(function(*args))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return future
 
 
 class BatchCallableReward(CallableReward):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gac.config import setting
 from gac.errors import require, require_at_least, require_one_of
 from gac_kernels.contract import CORRECTIONS
 
@@ -74,28 +75,32 @@ class RolloutConfig:
     """Strings, each a single token, that end a completion in addition to the EOS token."""
     num_iterations: int = 1
     """Optimizer steps per set of rollouts; above 1 the importance ratio and its clipping matter."""
-    generation_batch_size: int | None = None
+    generation_batch_size: int | None = setting(None, may_change=True)
     """Rollouts generated at once; null: all."""
-    generation_batch_tokens: int | None = None
+    generation_batch_tokens: int | None = setting(None, may_change=True)
     """Token budget per generation batch, instead of `generation_batch_size`: groups prompts of
     similar length and counts each rollout as its padded prompt plus `max_completion_length`."""
     function: str | None = None
     """The run's own rollouts, e.g. several turns, tools or an environment:
     `package.module:function`, called with a list of prompts and the engine; returns one
     `gac.rollouts.Rollout` for each. null: one completion of each prompt."""
-    engine: str = "generate"
+    engine: str = setting("generate", may_change=True)
     """generate: static batches, each of which runs until its longest completion ends; on a CPU, the
     rows that have ended are left out. paged: transformers' continuous batching, which starts a new
     completion whenever one ends. vllm: an external server (needs the extra `vllm`)."""
-    paged: PagedConfig = PagedConfig()
+    paged: PagedConfig = setting(PagedConfig(), only_with="engine=paged", may_change=True)
     """Settings of the `paged` engine."""
-    vllm: VLLMConfig = VLLMConfig()
+    vllm: VLLMConfig = setting(VLLMConfig(), only_with="engine=vllm", may_change=True)
     """Settings of the `vllm` engine."""
-    correction: str = "sequence_mask"
+    correction: str = setting(
+        "sequence_mask", only_with="engine=vllm or function, temperature=1.0, top_p=1.0"
+    )
     """Importance correction of rollouts from another engine (vllm), whose log-probs differ from the
     trainer's: token_truncate, token_mask, sequence_truncate, sequence_mask or none; see
     `loss.correction`."""
-    correction_max: float = 3.0
+    correction_max: float = setting(
+        3.0, only_with="engine=vllm or function, temperature=1.0, top_p=1.0"
+    )
     """Upper bound of the importance factor: `*_mask` drops what is above, `*_truncate` caps it."""
     scale_rewards: str = "std"
     """std: (r - mean) / (std + 1e-4) in the group; centered: r - mean; batch: (r - group mean)
@@ -109,13 +114,13 @@ class RolloutConfig:
     overlong_tokens: int | None = None
     """Soft overlong punishment (DAPO): the reward of a completion falls linearly by up to
     `overlong_penalty` over this many last tokens before `max_completion_length`; null: none."""
-    overlong_penalty: float = 1.0
+    overlong_penalty: float = setting(1.0, only_with="overlong_tokens")
     """Largest reduction of the reward by `overlong_tokens`."""
-    log_samples_every: int = 10
+    log_samples_every: int = setting(10, may_change=True)
     """Steps between the entries of samples.jsonl; 0: none."""
-    log_sample_prompts: int = 2
+    log_sample_prompts: int = setting(2, only_with="log_samples_every", may_change=True)
     """Prompts per entry, each with all its completions and rewards."""
-    print_samples: bool = False
+    print_samples: bool = setting(False, only_with="log_samples_every", may_change=True)
     """Also print these samples in the terminal."""
 
     def __post_init__(self) -> None:
@@ -128,6 +133,7 @@ class RolloutConfig:
             "num_iterations",
             "generation_batch_size",
         )
+        require_at_least(0, self, "log_samples_every", "log_sample_prompts")
         require(self.temperature > 0, "temperature", self.temperature, "a number > 0")
         require(0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")
         require_one_of(ENGINES, self, "engine")

@@ -18,11 +18,17 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from gac.config.imports import load_object, location
 from gac.errors import RunError, UserError, import_extra
-from gac.models.causal_lm import stop_tokens
 from gac.parallel import collectives
 
 from .config import PagedConfig, RolloutConfig
-from .generation import Completion, SamplingParams, generate, generation_config, sampling_mode
+from .generation import (
+    Completion,
+    SamplingParams,
+    generate,
+    generation_config,
+    sampling_mode,
+    stop_tokens,
+)
 from .plan import Rollout
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from gac.data.rows import token_ids
-from gac.models import row_attention
-from gac.models.causal_lm import stop_tokens
-from gac.models.head import autocast
+from gac.errors import ConfigError
+from gac.models.causal_lm import end_of_turn
+from gac.models.head import autocast, without_row_attention
 from gac.parallel.setup import in_lockstep, required_calls
 
 logger = logging.getLogger(__name__)
@@ -247,7 +247,7 @@ def sampling_mode(model: Any) -> Iterator[None]:
     for module in training:
         module.training = False
     try:
-        with row_attention.plain(model), autocast(model):
+        with without_row_attention(model), autocast(model):
             yield
     finally:
         model.generation_config = defaults
@@ -259,3 +259,21 @@ def truncate_at_stop(tokens: Sequence[int], stops: Sequence[int]) -> tuple[int, 
     """`tokens` up to and including the first stop token."""
     ends = [tokens.index(stop) + 1 for stop in stops if stop in tokens]
     return tuple(tokens[: min(ends, default=None)])
+
+
+def stop_tokens(tokenizer: PreTrainedTokenizerBase, extra: Sequence[str] = ()) -> list[int]:
+    """Token ids that end a response.
+
+    They are EOS, the end of a turn in the chat template, those of the model's generation config (of
+    a tokenizer from `load_tokenizer`), and each string in `extra`, which must be one token.
+    """
+    known = getattr(tokenizer, "model_stops", [])
+    ids = [*dict.fromkeys([tokenizer.eos_token_id, end_of_turn(tokenizer), *known])]
+    for text in extra:
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        if len(tokens) != 1:
+            raise ConfigError(
+                f"stop={text!r} is {len(tokens)} tokens: use a string that is a single token"
+            )
+        ids.append(tokens[0])
+    return ids

@@ -21,12 +21,12 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from gac.data import Example
 from gac.data.rows import Batch, Row, demo_row
-from gac.models.causal_lm import stop_tokens
 from gac.parallel import collectives
 from gac.parallel.collectives import rank, world_size
 
 from .config import RolloutConfig
 from .engines import Engine, score
+from .generation import stop_tokens
 from .plan import Credit, Rollout, Sampling, Stage
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,8 @@ class SamplingStats(NamedTuple):
     flat_groups: int = 0  # groups whose rewards are all equal, before any resampling
     resampled: int = 0  # prompts that were replaced
     truncated: int = 0  # completions without a stop token
+    solved: int = 0  # groups in which every reward is at least 1
+    unsolved: int = 0  # groups in which no reward is
 
     def columns(self) -> dict[str, Any]:
         """Metrics columns: totals over all ranks, and the mean time per rank."""
@@ -56,7 +58,14 @@ class SamplingStats(NamedTuple):
             "sampling_seconds": seconds,
             "completions_per_second": total.completions / seconds if seconds else None,
             "reward_seconds": total.reward_seconds / world_size(),
-            "frac_reward_zero_std": total.flat_groups / total.groups if total.groups else None,
+            **{
+                name: number / total.groups if total.groups else None
+                for name, number in (
+                    ("frac_reward_zero_std", total.flat_groups),
+                    ("frac_solved", total.solved),
+                    ("frac_unsolved", total.unsolved),
+                )
+            },
             "resampled_prompts": int(total.resampled),
             "completions/clipped_ratio": total.truncated / total.completions
             if total.completions
@@ -74,8 +83,8 @@ class Rollouts:
     """Rewards of all scored rollouts, including those that are not trained on."""
     stats: SamplingStats
     """Amount and duration of the sampling."""
-    sources: dict[str, tuple[float, int]] = field(default_factory=dict)
-    """Sum and number of the rewards of each of several data sources."""
+    means: collectives.Sums = field(default_factory=dict)
+    """Metrics column -> sum and number: the mean reward of each data source, and of each term."""
     old_logps: list[Tensor] = field(default_factory=list)
     """Log-probs of the sampling policy, one tensor of loss tokens per row; empty: on-policy."""
     teacher_logps: list[Tensor] = field(default_factory=list)
@@ -103,16 +112,6 @@ class Sample(NamedTuple):
 def _scored(group: Sequence[Sample]) -> list[float]:
     """Rewards of the samples of a group that have a completion and were not dropped."""
     return [s.reward for s in group if s.completion and not math.isnan(s.reward)]
-
-
-def source_means(sources: dict[str, tuple[float, int]]) -> dict[str, float]:
-    """Metrics column `reward_mean/NAME` of each data source, over all ranks."""
-    totals: dict[str, tuple[float, int]] = {}
-    for own in collectives.gather(sources):
-        for name, (reward, number) in own.items():
-            before = totals.get(name, (0.0, 0))
-            totals[name] = before[0] + reward, before[1] + number
-    return {f"reward_mean/{name}": s / n for name, (s, n) in sorted(totals.items()) if n}
 
 
 def is_flat(group: Sequence[Sample]) -> bool:
@@ -216,6 +215,7 @@ class Sampler:
         began = time.perf_counter()
         self.engine.load(model)
         self.stats = SamplingStats(seconds=time.perf_counter() - began)
+        self.means: collectives.Sums = {}
         examples, groups = self._groups(list(examples))
         self.samples = [
             self._readable(example, group)
@@ -227,7 +227,6 @@ class Sampler:
         demos = self._demo_rewards(examples) if self.plan.demo_in_group else None
         credit = self.credit(rewards, demos, self.plan.advantages or self.config.scale_rewards)
         rows: list[Row] = []
-        sources: dict[str, tuple[float, int]] = {}
         for i, (example, group) in enumerate(zip(examples, groups, strict=True)):
             if self.plan.pairs:
                 own = _pair(group)
@@ -237,12 +236,12 @@ class Sampler:
             unit = i * world_size() + rank()
             rows += [row._replace(unit=unit, sequence=n) for n, row in enumerate(own, len(rows))]
             if example.source:
-                total, number = sources.get(example.source, (0.0, 0))
                 scored = _scored(group)
-                sources[example.source] = (total + sum(scored), number + len(scored))
+                column = f"reward_mean/{example.source}"
+                collectives.add_sums(self.means, {column: (sum(scored), len(scored))})
         all_scored = [reward for group in groups for reward in _scored(group)]
         self.signal.update(self.stats, all_scored)
-        rollouts = Rollouts(rows, all_scored, self.stats, sources)
+        rollouts = Rollouts(rows, all_scored, self.stats, self.means)
         if self.plan.collect:
             weights = zip(examples, credit.demo_weight.tolist(), strict=True)
             rollouts.collected = [e if weight and e.demo else None for e, weight in weights]
@@ -252,8 +251,13 @@ class Sampler:
         """Sample all groups, then replace groups without signal by groups of new prompts."""
         groups = self._sample_all(examples)
         flat = [i for i, group in enumerate(groups) if is_flat(group)]
-        several = sum(len(_scored(group)) > 1 for group in groups)
-        self.stats = self.stats._replace(groups=several, flat_groups=len(flat))
+        several = [rewards for group in groups if len(rewards := _scored(group)) > 1]
+        self.stats = self.stats._replace(
+            groups=len(several),
+            flat_groups=len(flat),
+            solved=sum(min(rewards) >= 1 for rewards in several),
+            unsolved=sum(max(rewards) < 1 for rewards in several),
+        )
         for _ in range(self.config.dynamic_sampling_retries if self.more is not None else 0):
             if not collectives.largest([len(flat)])[0]:
                 break
@@ -319,8 +323,12 @@ class Sampler:
             for q, rollout in zip(owners, rollouts, strict=True)
         ]
         began = time.perf_counter()
+        self.reward.terms = {}
         scores = self._scores([examples[q] for q in owners], full)
         reward_seconds = time.perf_counter() - began
+        for name, values in self.reward.terms.items():
+            known = [value for value in values if not math.isnan(value)]
+            collectives.add_sums(self.means, {f"reward/{name}": (math.fsum(known), len(known))})
         tokens, truncated, limit = 0, 0, self.config.max_completion_length
         for i, (q, rollout, reward) in enumerate(zip(owners, rollouts, scores, strict=True)):
             tokens += sum(rollout.loss_mask) or len(rollout.completion_ids)

@@ -23,11 +23,10 @@ from trl.import_utils import is_vllm_available
 from urllib3.util.retry import Retry
 
 from gac.errors import ConfigError, RunError, UserError
-from gac.models.causal_lm import stop_tokens
 from gac.parallel.collectives import gather, rank, run_on_all_ranks
 
 from .config import VLLMConfig
-from .generation import Completion, SamplingParams, sampling_mode, truncate_at_stop
+from .generation import Completion, SamplingParams, sampling_mode, stop_tokens, truncate_at_stop
 
 MAX_CONCURRENT = 64  # concurrent requests per rank; the server batches them
 MAX_FILE_BYTES = 2**30  # bytes per file of weights

@@ -7,14 +7,19 @@ restriction raises `OSError` if it fails.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
+import fcntl
 import functools
+import json
 import os
+import re
 import resource
 import signal
+import socket
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,32 +131,15 @@ def set_capabilities(capabilities: int) -> None:
     _call("capset", header, struct.pack("=6I", capabilities, capabilities, 0, 0, 0, 0))
 
 
-def tasks_of(uid: int) -> int:
-    """Count the threads that run under `uid`, as far as /proc shows."""
-    mine = [fields["Threads"] for fields in map(_status, _processes()) if fields.get("Uid") == uid]
-    return sum(mine)
-
-
-def threads_of(pid: int) -> int:
-    """Count the threads of a process; 0 if it has exited."""
-    return _status(f"/proc/{pid}").get("Threads", 0)
-
-
-def _status(process: str) -> dict[str, int]:
-    """The real uid and the number of threads of a process; empty if it has exited."""
-    try:
-        lines = Path(process, "status").read_text().splitlines()
-    except OSError:
-        return {}
-    pairs = (line.split()[:2] for line in lines if line.startswith(("Uid:", "Threads:")))
-    return {name.rstrip(":"): int(value) for name, value in pairs}
-
-
-def _processes() -> list[str]:
-    try:
-        return [str(entry) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-    except OSError:
-        return []
+def threads_of(uid: int) -> dict[int, int]:
+    """Pid -> number of threads of the processes of `uid`, as far as /proc shows them."""
+    threads = {}
+    for status in Path("/proc").glob("[0-9]*/status"):
+        with contextlib.suppress(OSError):  # it has exited
+            fields = dict(re.findall(r"^(Uid|Threads):\s+(\d+)", status.read_text(), re.MULTILINE))
+            if fields["Uid"] == str(uid):
+                threads[int(status.parent.name)] = int(fields["Threads"])
+    return threads
 
 
 # -- Landlock --------------------------------------------------------------------------------------
@@ -312,3 +300,79 @@ def install_filter(program: bytes) -> None:
     """Install the filter from `compile_filter` in this process. It cannot be removed."""
     header, _ = filter_header(program)
     _prctl(_PR_SET_SECCOMP, 2, header)
+
+
+# -- the probe -------------------------------------------------------------------------------------
+
+_PROBE_SECONDS = 5
+_PROBE_MEMORY = 1 << 28
+# Neither Landlock nor the uid forbids any of these, so each refusal comes from seccomp.
+_ATTEMPTS: dict[str, Callable[[], object]] = {
+    "stat": lambda: os.stat("/"),  # noqa: PTH116 - the syscall itself is under test
+    "pipe": os.pipe,
+    "fork": lambda: os.waitpid(os.fork() or os._exit(0), 0),
+    "socketpair": socket.socketpair,
+    "memfd_create": lambda: os.memfd_create("probe"),
+    "kill": lambda: os.kill(os.getpid(), 0),
+    "fcntl(F_SETOWN)": lambda: fcntl.fcntl(0, fcntl.F_SETOWN, os.getpid()),
+    "uname": os.uname,
+    "getcwd": os.getcwd,
+}
+_MIN_WORKING = 5  # attempts that must succeed unconfined; an outer sandbox may refuse some
+
+
+def verify_confinement(
+    fork: Callable[[Callable[[], int]], int], confine: Callable[[Sequence[int], int, int], None]
+) -> None:
+    """Check that forbidden calls fail in a confined child, and work in one that is not confined.
+
+    Args:
+        fork: starts a child that runs a function and exits with its return value; returns the pid.
+        confine: confines the child; takes the descriptors to keep, CPU seconds and bytes of memory.
+
+    Raises:
+        OSError: a forbidden call succeeded, or the probe was inconclusive; the message says which.
+    """
+    possible = [name for name, outcome in _outcomes(fork, None).items() if outcome == "done"]
+    if len(possible) < _MIN_WORKING:
+        names = ", ".join(possible) or "none"
+        raise OSError(
+            errno.EPERM,
+            f"the probe is inconclusive: without any confinement, only these calls work: {names}",
+        )
+    outcomes = _outcomes(fork, confine)
+    allowed = [name for name in possible if outcomes[name] != "EPERM"]
+    if allowed:
+        raise OSError(errno.EPERM, f"the seccomp filter does not block {', '.join(allowed)}")
+
+
+def _outcomes(fork: Callable[[Callable[[], int]], int], confine: Any) -> dict[str, str]:
+    """The outcome of each attempt in a child."""
+    reader, writer = os.pipe()
+
+    def body() -> int:
+        try:
+            if confine:
+                confine([writer], _PROBE_SECONDS, _PROBE_MEMORY)
+            found: Any = {name: _outcome(attempt) for name, attempt in _ATTEMPTS.items()}
+        except OSError as error:
+            found = str(error)
+        return os.write(writer, json.dumps(found).encode()) and 0
+
+    pid = fork(body)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as file:
+        answer = file.read()
+    _, status = os.waitpid(pid, 0)
+    outcomes = json.loads(answer) if answer else f"wait status {status}"
+    if isinstance(outcomes, str):
+        raise OSError(errno.EPERM, f"a confined process cannot run here ({outcomes})")
+    return outcomes
+
+
+def _outcome(attempt: Callable[[], object]) -> str:
+    try:
+        attempt()
+    except OSError as error:
+        return errno.errorcode.get(error.errno or 0, str(error))
+    return "done"

@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import contextlib
 import functools
-import hashlib
 import importlib
 import inspect
+import marshal
 import random
 import re
 import sys
 import types
 import unittest
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from .client import SolverClient
 from .remote import Remote, RemoteClass, RemoteError, ask, is_a
-from .row import CONVERTED, FORMATTING, Row, RowError, describe, hidden
+from .row import CONVERTED, FORMATTING, RowError, describe, hidden
 from .solver import VALUES
 from .wire import Channel, WireError
 
@@ -51,16 +52,16 @@ class RefusedError(Exception):
     """Raised if the tests would execute text or bytes that may come from the program."""
 
 
-def judge(spec: Mapping[str, Any], channel: Channel, guard: bool = True) -> Verdict:
-    """Run the tests of `spec` against the solver at the other end of `channel`.
+def judge(row: bytes, channel: Channel, guard: bool = True) -> Verdict:
+    """Run the tests of a row against the solver at the other end of `channel`.
 
-    `spec`: "tests", a list of sources; "setup", source that runs before them; "entry_point", a
-    name, or "" to use the names that "reference", the source of a solution, defines; "all", whether
-    to continue after a failure; "returns", whether a call that returns a value may change its
-    arguments. `guard`: refuse to run text from the program; cannot be undone in this process.
+    Args:
+        row: see `row.compile_row`.
+        channel: pipes to and from the solver; closed at the end.
+        guard: refuse to run text from the program; cannot be undone in this process.
     """
     try:
-        return _Judge(Row(spec), SolverClient(channel, spec["returns"])).verdict(spec, guard)
+        return _Judge(types.SimpleNamespace(**marshal.loads(row)), channel).verdict(guard)
     except RowError as error:
         return {"row": str(error)}
     finally:
@@ -70,29 +71,31 @@ def judge(spec: Mapping[str, Any], channel: Channel, guard: bool = True) -> Verd
 class _Judge:
     """The tests of one row and the process that runs the program."""
 
-    def __init__(self, row: Row, client: SolverClient) -> None:
-        self._row, self._client = row, client
-        self._refused = ""
-        self._called: set[int] = set()
+    def __init__(self, row: types.SimpleNamespace, channel: Channel) -> None:
         module = types.ModuleType("__tests__")
         sys.modules["__tests__"] = module
-        self._namespace = module.__dict__
-        self._namespace |= row.names() | {"isinstance": _isinstance, "issubclass": _issubclass}
+        self._row, self._namespace = row, vars(module)
+        self._client = SolverClient(channel, row, self._namespace)
+        self._refused = ""
+        self._called: set[int] = set()
+        self._namespace |= {"__builtins__": builtins}
+        for statement in row.imports:
+            with contextlib.suppress(Exception):  # a module that is not preloaded
+                exec(statement, self._namespace)
+        self._namespace |= {"isinstance": _isinstance, "issubclass": _issubclass}
         self._namespace |= {hidden(kind.__name__): _conversion(kind) for kind in CONVERTED}
         self._namespace |= {hidden(name): self._formatting(name) for name in FORMATTING}
-        self._patched = {place: _current(*place) for place in row.patches}
 
-    def verdict(self, spec: Mapping[str, Any], guard: bool) -> Verdict:
+    def verdict(self, guard: bool) -> Verdict:
         row, client, namespace = self._row, self._client, self._namespace
-        failed: Verdict = {"passed": [False] * len(row.codes)}
-        seed = hashlib.sha256(repr(spec).encode()).digest()
-        random.seed(seed)  # the same in every run, and unknown to the program
+        failed: Verdict = {"passed": [False] * len(row.tests)}
+        random.seed(row.seed)
         if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(int.from_bytes(seed[:4], "big"))
+            sys.modules["numpy"].random.seed(int.from_bytes(row.seed[:4], "big"))
         if guard:
             sys.setrecursionlimit(_RECURSION)
             sys.addaudithook(self._audit)
-        wanted = row.wanted(namespace)
+        wanted = row.entries | (row.free - namespace.keys())
         try:
             client.answer()
             found = client.ask("names", sorted(wanted), sorted(row.setup_classes))
@@ -110,13 +113,9 @@ class _Judge:
             return failed | {"problem": f"the program does not define {names}"}
         namespace |= found
         client.constructors = [
-            id(v) for n, v in found.items() if isinstance(v, RemoteClass) and row.constructs(n)
+            id(v) for n, v in found.items() if isinstance(v, RemoteClass) and n in row.constructed
         ]
-        client.trusts, client.expects_stop = row.trusts, row.expects_stop
-        client.factories = row.knows_operators
-        client.prepare = self._send_patches
-        variables = {name: found[name] for name in found.keys() - row.bound}
-        client.on_globals = functools.partial(_follow, namespace, variables)
+        client.variables = {name: found[name] for name in found.keys() - row.bound}
         start = client.requests
         try:
             exec(row.setup, namespace)
@@ -130,7 +129,7 @@ class _Judge:
         namespace |= {name: found[name] for name in row.entries if name in found}
         passed: list[bool] = []
         problem = ""
-        for text, code in row.codes:
+        for text, code in row.tests:
             if problem and not row.all:
                 break
             failure = self._failure_of(code)
@@ -142,7 +141,7 @@ class _Judge:
                         f"a test fails for every program; {shown!r}: {describe(failure)}"
                     )
                 problem = problem or f"test {len(passed)} ({shown}): {describe(failure)}"
-        passed += [False] * (len(row.codes) - len(passed))
+        passed += [False] * (len(row.tests) - len(passed))
         proxies = all(isinstance(value, Remote | RemoteClass) for value in found.values())
         if all(passed) and proxies and client.requests == start:
             if wanted <= row.bound:
@@ -191,15 +190,6 @@ class _Judge:
                     if inspect.iscoroutine(outcome):
                         asyncio.run(outcome)
 
-    def _send_patches(self) -> None:
-        """Make the changes that the tests have made to modules in the solver too."""
-        for place, known in list(self._patched.items()):
-            current = _current(*place)
-            if current is not known:
-                self._patched[place] = current
-                module, name = place
-                self._client.ask("patch", module, name, current)
-
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event == "compile":
             source = arguments[0]
@@ -227,17 +217,6 @@ class _Judge:
             return getattr(template, method)(*arguments, **keywords)
 
         return call
-
-
-def _follow(namespace: dict[str, Any], found: dict[str, Any], new: Any) -> None:
-    """Copy changed global variables of the program, except names that the tests have bound."""
-    for name in new.keys() & found.keys():
-        if namespace.get(name) is found[name]:
-            namespace[name] = found[name] = new[name]
-
-
-def _current(module: str, name: str) -> Any:
-    return getattr(sys.modules[module], name, None)
 
 
 def _isinstance(value: object, kinds: Any) -> bool:

@@ -6,17 +6,20 @@ All are loaded before the first fork, because programs cannot open files.
 from __future__ import annotations
 
 import _thread
+import asyncio
+import atexit
 import builtins
 import contextlib
 import errno
-import gc
 import importlib
 import io
 import os
 import resource
+import selectors
 import site
 import sys
 import threading
+from asyncio import unix_events
 from collections.abc import Sequence
 from typing import Any
 
@@ -75,29 +78,19 @@ def load(path: Sequence[str], packages: Sequence[str]) -> None:
             kind = type(error).__name__
             raise ImportError(f"preload: cannot import {name} ({kind}: {error})") from error
     if "numpy" in packages:
-        for name in (
-            "numpy.ma",
-            "numpy.random",
-            "numpy.testing",
-            "numpy.char",
-        ):  # numpy loads them lazily
-            importlib.import_module(name)
+        for name in ("ma", "random", "testing", "char"):  # numpy loads them lazily
+            importlib.import_module(f"numpy.{name}")
     prepare_for_programs()
+    for name in ("_UnixDefaultEventLoopPolicy", "_DefaultEventLoopPolicy"):  # up to 3.13, from 3.14
+        policy = getattr(unix_events, name, None)
+        if policy is not None:
+            policy._loop_factory = EventLoop
+    atexit._clear()  # of the modules: nothing of theirs is left to do, and it takes time
     site.setquit()  # `exit` and `quit`, which -S leaves out
     sys.path.clear()
     sys.path_importer_cache.clear()
     sys.argv[:] = [""]
     os.environ.clear()
-
-
-def settle() -> None:
-    """Arrange memory so that children of this process write to few of the shared pages.
-
-    The garbage collector has been off until now, because collections during the imports find
-    nearly nothing and are a tenth of the start-up time.
-    """
-    gc.freeze()  # otherwise a collection in a child would write to every page and so copy it
-    gc.enable()
 
 
 def prepare_for_programs() -> None:
@@ -128,21 +121,16 @@ def prepare_for_programs() -> None:
     builtins.open = io.open = open_stream
 
 
-def limit_stacks(memory_bytes: int) -> None:
-    """Limit the stack of each thread to a quarter of the memory.
+def adapt(memory_bytes: int) -> None:
+    """Adapt functions to the limits of this process. Call this before confining it.
 
-    Programs ask for far more stack than they use, and the memory limit counts address space.
+    The stack of each thread is limited to a quarter of the memory: programs ask for far more than
+    they use, and the memory limit counts address space. `os.fstat(0)` and `os.fstat(1)`, which
+    programs use to get the size of their input, return what they return now: glibc's `fstat` uses a
+    system call that also takes paths, which the filter refuses.
     """
     _largest_stack[0] = max(memory_bytes // 4, _STACK_BYTES)
     _set_stack_size(_STACK_BYTES)
-
-
-def remember_sizes() -> None:
-    """Let programs call `os.fstat(0)` and `os.fstat(1)`, e.g. to get the size of their input.
-
-    glibc's `fstat` uses a system call that also takes paths, which the filter refuses. Call this
-    before confining the process.
-    """
     stats = {0: os.fstat(0), 1: os.fstat(1)}
 
     def fstat(fd: int) -> os.stat_result:
@@ -151,3 +139,39 @@ def remember_sizes() -> None:
         return stats[fd]
 
     os.fstat = fstat
+
+
+# -- asyncio ---------------------------------------------------------------------------------------
+
+
+class _NoFiles(selectors._BaseSelectorImpl):
+    """A selector without files: it waits until the timeout or until another thread wakes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wake = threading.Event()
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        self.wake.wait(timeout)
+        self.wake.clear()
+        return []
+
+
+class EventLoop(asyncio.SelectorEventLoop):
+    """Runs coroutines, timers and threads without sockets and `epoll`, which the filter refuses.
+
+    Connections, pipes and subprocesses fail.
+    """
+
+    def __init__(self) -> None:
+        self._no_files = _NoFiles()
+        super().__init__(self._no_files)
+
+    def _make_self_pipe(self) -> None:
+        self._internal_fds = 0
+
+    def _close_self_pipe(self) -> None:
+        pass
+
+    def _write_to_self(self) -> None:
+        self._no_files.wake.set()

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from . import server
+from .row import JudgeSpec, Program, RowError, compile_row
 from .server import LAYERS, Layers, SandboxError, Server
 
 __all__ = ["LAYERS", "JudgeSpec", "Layers", "Pool", "Program", "RunResult", "SandboxError"]
@@ -32,35 +33,6 @@ PAUSE_SECONDS = 0.2
 CPU_LIMIT_TOLERANCE = 0.5
 
 Ending = Literal["ended", "timeout", "stalled", "crash"]
-
-
-@dataclass(frozen=True)
-class Program:
-    """Source to run and what may be prepended to it; see `solver.assemble`."""
-
-    text: str
-    context: str = ""
-    prompt: str = ""
-    entry_point: str = ""
-
-    def spec(self) -> dict[str, str]:
-        names = {"program": self.text, "context": self.context}
-        return names | {"prompt": self.prompt, "entry_point": self.entry_point}
-
-
-@dataclass(frozen=True)
-class JudgeSpec:
-    """Input for the judge; see `judge.judge`."""
-
-    tests: tuple[str, ...]
-    setup: str = ""
-    entry_point: str = ""
-    reference: str = ""
-    all: bool = False
-    returns: bool = True
-
-    def spec(self) -> dict[str, Any]:
-        return {**vars(self), "tests": list(self.tests)}
 
 
 @dataclass(frozen=True)
@@ -111,10 +83,8 @@ class Pool:
         self.workers = workers or _default_workers()
         self.preload, self.require = tuple(preload), tuple(require)
         self._memory = _MemoryBudget(_memory_bytes() // 2 // _ranks())
-        self._lock = threading.Lock()
-        self._server: Server | None = None
-        self._threads: ThreadPoolExecutor | None = None
-        self._owner = 0
+        self._reset()
+        os.register_at_fork(after_in_child=self._reset)
 
     def start(self) -> Layers:
         """Start the fork server if needed and return its protection layers.
@@ -132,7 +102,11 @@ class Pool:
         Raises:
             SandboxError: no program can be run.
         """
-        with _files(program.spec(), tests.spec()) as files:
+        try:
+            row = compile_row(tests)
+        except RowError as error:
+            return RunResult("ended", row_problem=str(error))
+        with _files(program, row) as files:
             ends = self._ask("check", files, cpu_seconds, memory_mb)
             written = os.pread(files[2], 1 << 24, 0)
         failed = (False,) * len(tests.tests)
@@ -154,44 +128,35 @@ class Pool:
         Raises:
             SandboxError: no program can be run.
         """
-        with _files(program.spec(), stdin) as files:
+        with _files(program, stdin) as files:
             ends = self._ask("script", files, cpu_seconds, memory_mb)
             stdout = os.pread(files[2], output_bytes, 0)
-        status = os.waitstatus_to_exitcode(int(ends["main"][0]))
+        status = os.waitstatus_to_exitcode(ends["ends"][0][0])
         return RunResult(_ending(ends, cpu_seconds), stdout=stdout, status=status)
 
     def map(self, function: Any, items: Sequence[Any]) -> list[Any]:
         """Apply `function` to every item, at most `workers` at a time."""
-        with self._lock:
-            if self._threads is None or self._owner != os.getpid():
-                self._reset()
-            assert self._threads is not None  # set by `_reset`
-            futures = [self._threads.submit(function, item) for item in items]
-        return [future.result() for future in futures]
+        return list(self._threads.map(function, items))
 
     def close(self) -> None:
         """Stop all processes; the next use starts new ones."""
         with self._lock:
-            mine = self._owner == os.getpid()
             threads, server_ = self._threads, self._server
-            self._threads = self._server = None
-        if mine and threads is not None:
-            threads.shutdown(cancel_futures=True)
-        if mine and server_ is not None:
+            self._reset()
+        threads.shutdown(cancel_futures=True)
+        if server_ is not None:
             server_.stop()
 
     # ---------------------------------------------------------------------------------------------
 
     def _reset(self) -> None:
-        """Create fresh state on first use and after a fork."""
+        """Create fresh state; a fork of this process gets its own too."""
+        self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(self.workers)
-        self._server = None
-        self._owner = os.getpid()
+        self._server: Server | None = None
 
     def _current(self) -> Server:
         with self._lock:
-            if self._owner != os.getpid():
-                self._reset()
             if self._server is None:
                 self._server = self._start()
             return self._server
@@ -237,7 +202,9 @@ class Pool:
         for attempt in range(ATTEMPTS):
             if attempt:
                 time.sleep(PAUSE_SECONDS * 4 ** (attempt - 1))
-                _rewind(files)
+                for file in files:
+                    os.lseek(file, 0, os.SEEK_SET)
+                os.ftruncate(files[2], 0)
             current = self._current()
             ends = current.ask(request, files)
             if ends is None:
@@ -290,12 +257,11 @@ def _was_read(file: int) -> bool:
 
 
 @contextlib.contextmanager
-def _files(program: Mapping[str, Any], second: Mapping[str, Any] | bytes) -> Iterator[list[int]]:
-    """Memory files: the program, the tests or the standard input, and an empty one for results."""
-    contents = [_text(program), second if isinstance(second, bytes) else _text(second), b""]
+def _files(program: Program, given: bytes) -> Iterator[list[int]]:
+    """Memory files: the program, what its judge or it reads, and an empty one for results."""
     files: list[int] = []
     try:
-        for content in contents:
+        for content in (json.dumps(vars(program)).encode(), given, b""):
             files.append(os.memfd_create("sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
             written = 0
             while written < len(content):  # pwrite leaves the file offset at the start
@@ -312,27 +278,13 @@ def _files(program: Mapping[str, Any], second: Mapping[str, Any] | bytes) -> Ite
             os.close(file)
 
 
-def _text(spec: Mapping[str, Any]) -> bytes:
-    return json.dumps(spec).encode("ascii")
-
-
-def _rewind(files: Sequence[int]) -> None:
-    for file in files:
-        os.lseek(file, 0, os.SEEK_SET)
-    os.ftruncate(files[2], 0)
-
-
 def _ending(ends: Mapping[str, Any], cpu_seconds: int) -> Ending:
     if ends["stalled"]:
         return "stalled"
-    for name in ("helper", "main"):
-        status, seconds = ends.get(name, (0, 0.0))
-        number = os.WTERMSIG(int(status)) if os.WIFSIGNALED(int(status)) else 0
-        if number == signal.SIGKILL and seconds >= cpu_seconds * CPU_LIMIT_TOLERANCE:
-            return "timeout"
-        if number:
-            return "crash"
-    return "ended"
+    killed = [(os.WTERMSIG(s), seconds) for s, seconds in ends["ends"] if os.WIFSIGNALED(s)]
+    if any(n == signal.SIGKILL and s >= cpu_seconds * CPU_LIMIT_TOLERANCE for n, s in killed):
+        return "timeout"
+    return "crash" if killed else "ended"
 
 
 def _ranks() -> int:

@@ -1,32 +1,37 @@
-"""What the judge knows about a row before it runs anything: names, operators and imports."""
+"""What is known about a row before anything runs: its code, names, operators and imports.
+
+The trainer compiles a row once, so that the judges of its programs need not.
+"""
 
 from __future__ import annotations
 
 import ast
 import builtins
-import contextlib
+import hashlib
+import marshal
 import sys
-import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
-from .lent import COMPARISONS
+from .lent import COMPARISONS, WITH_OPERAND
 
 CONVERTED = (int, float, complex, bytes)
 """Classes whose calls in tests convert objects of the program in the solver."""
 FORMATTING = ("format", "format_map")
 # helpers that tests use without an import, which must not come from the program
 _HELPERS = {
-    "np": "numpy",
-    "numpy": "numpy",
-    "pd": "pandas",
-    "pytest": "pytest",
-    "approx": "pytest:approx",
-    "isclose": "math:isclose",
-    "allclose": "numpy:allclose",
-    "assert_allclose": "numpy.testing:assert_allclose",
-    "assert_almost_equal": "numpy.testing:assert_almost_equal",
-    "assert_array_equal": "numpy.testing:assert_array_equal",
+    "np": "import numpy as np",
+    "numpy": "import numpy",
+    "pd": "import pandas as pd",
+    "pytest": "import pytest",
+    "approx": "from pytest import approx",
+    "isclose": "from math import isclose",
+    "allclose": "from numpy import allclose",
+    "assert_allclose": "from numpy.testing import assert_allclose",
+    "assert_almost_equal": "from numpy.testing import assert_almost_equal",
+    "assert_array_equal": "from numpy.testing import assert_array_equal",
 }
 _NAMED = (
     ast.FunctionDef,
@@ -43,78 +48,94 @@ class RowError(Exception):
     """Raised if the row itself is invalid, whatever the program does."""
 
 
-class Row:
-    """The compiled tests of a row.
+@dataclass(frozen=True)
+class Program:
+    """Source to run and what may be prepended to it; see `solver.assemble`."""
 
-    Attributes:
-        setup, codes: the code of the setup; the text and the code of each test.
-        entries: names that the program must define.
-        used, used_in_setup, bound, constants: names that setup and tests read, that the setup
-            reads, that they bind; the strings they contain.
-        patches: (module, attribute) pairs that the tests may replace.
-        expects_stop: whether they mention StopIteration.
+    text: str
+    context: tuple[str, ...] = ()
+    """Statements that run before it, if they can."""
+    prompt: str = ""
+    entry_point: str = ""
+
+
+@dataclass(frozen=True)
+class JudgeSpec:
+    """The tests of a row."""
+
+    tests: tuple[str, ...]
+    setup: str = ""
+    """Source that runs before them."""
+    entry_point: str = ""
+    """The name under test, or "" for the names that `reference` defines."""
+    reference: str = ""
+    """Source of a solution, or ""."""
+    all: bool = False
+    """Whether to continue after a failure."""
+    returns: bool = True
+    """Whether a call that returns a value may change its arguments."""
+
+
+@lru_cache(maxsize=4096)
+def compile_row(spec: JudgeSpec) -> bytes:
+    """What the judge needs to know about a row, in the format of `marshal`.
+
+    Raises:
+        RowError: the setup or a test is not valid Python.
     """
-
-    def __init__(self, spec: Mapping[str, Any]) -> None:
-        self.all, self.entry_point = spec["all"], spec["entry_point"]
-        tests = append_check_call(spec["tests"], self.entry_point)
-        names = ["setup", *(f"test {n}" for n in range(1, len(tests) + 1))]
-        texts = [spec["setup"], *tests]
-        trees = list(map(_parsed, names, texts))
-        self.used_in_setup = _Words(trees[:1]).read
-        words = _Words(trees)
-        self.used, self.bound, self.constants = words.read, words.bound, words.constants
-        self._called = words.called
-        # what the program prints reaches sys.stdout anyway
-        changed = words.attributes - {("sys", "stdout")}
-        self.patches = [place for place in changed if place[0] in sys.modules]
-        self.expects_stop = "StopIteration" in self.used or "StopAsyncIteration" in self.used
-        converted = {kind.__name__ for kind in CONVERTED} & self._called - self.bound
-        rewritten = map(_Calls(converted).visit, trees)
-        self.setup, *codes = map(_compiled, names, rewritten)
-        self.codes = list(zip(tests, codes, strict=True))
-        reference = parse(spec["reference"])
-        self._defined = names_defined(reference) & self.used
-        self._classes = {n.name: n for n in ast.walk(reference) if isinstance(n, ast.ClassDef)}
-        self._operators = set(_operators(self._classes.values())) if reference.body else None
-        self.knows_operators = self._operators is not None
-        self.setup_classes = {n.name for n in trees[0].body if isinstance(n, ast.ClassDef)}
-        self.entries = self._defined - names_defined(trees[0])
-        if self.entry_point:
-            self.entries = {self.entry_point}
-        self._imports = _imports(reference, self.used - self.bound - self.entries)
-
-    def names(self) -> dict[str, Any]:
-        """The tests' initial global variables, without those of the program."""
-        loaded = self.used - self._called  # a name that the tests call is not the name of a module
-        names: dict[str, Any] = {
-            n: sys.modules[n] for n in loaded & sys.stdlib_module_names if n in sys.modules
-        }
-        for name in _HELPERS.keys() & self.used:
-            module, _, attribute = _HELPERS[name].partition(":")
-            if module in sys.modules:
-                helper = sys.modules[module]
-                names[name] = getattr(helper, attribute) if attribute else helper
-        names |= {"__builtins__": builtins, "__name__": "__tests__"}
-        for statement in self._imports:  # of the reference, so that the program cannot choose them
-            with contextlib.suppress(Exception):
-                exec(statement, names)
-        return names
-
-    def wanted(self, known: Mapping[str, Any]) -> set[str]:
-        """Names that the tests need of the program: those in `entries`, and all unknown ones."""
-        free = self.used - known.keys() - vars(builtins).keys() - (_HELPERS.keys() - self._defined)
-        return self.entries | free
-
-    def constructs(self, name: str) -> bool:
-        """Whether a class of the program with this name is one that the tests construct."""
-        if name in self._defined:
-            return name in self._classes
-        return name.lstrip("_")[:1].isupper()
-
-    def trusts(self, name: str) -> bool:
-        """Whether the tests need this operator of the program: one that the reference defines."""
-        return self._operators is None or _group(name) in self._operators
+    tests = _with_check_call(spec.tests, spec.entry_point)
+    places = ["setup", *(f"test {n}" for n in range(1, len(tests) + 1))]
+    texts = [spec.setup, *tests]
+    trees = [_valid(p, t, ast.parse, t) for p, t in zip(places, texts, strict=True)]
+    words, setup_words = _Words(trees), _Words(trees[:1])
+    reference = parse(spec.reference)
+    classes = [node for node in ast.walk(reference) if isinstance(node, ast.ClassDef)]
+    defined = names_defined(reference.body) & words.read
+    entries = {spec.entry_point} if spec.entry_point else defined - names_defined(trees[0].body)
+    free = words.read - vars(builtins).keys() - (_HELPERS.keys() - defined)
+    # a name that the tests call is not the name of a module
+    imports = [f"import {n}" for n in (words.read - words.called) & sys.stdlib_module_names]
+    imports += [_HELPERS[n] for n in _HELPERS.keys() & words.read]
+    # those of the answer, so that the program cannot choose them
+    imports += [
+        ast.unparse(n) for n in reference.body if isinstance(n, ast.Import | ast.ImportFrom)
+    ]
+    converted = {kind.__name__ for kind in CONVERTED} & words.called - words.bound
+    operators = {name for node in classes for name in _operators(node)}
+    setup, *codes = [
+        _valid(p, t, compile, _Calls(converted).visit(tree), f"<{p}>", "exec", 0, True)
+        for p, t, tree in zip(places, texts, trees, strict=True)
+    ]
+    row = {
+        "imports": [compile(text, "<import>", "exec", 0, True) for text in imports],
+        "setup": setup,
+        "tests": list(zip(tests, codes, strict=True)),  # the text and the code of each
+        "all": spec.all,
+        "returns": spec.returns,
+        # of random numbers: the same in every run, and unknown to the program
+        "seed": hashlib.sha256(repr(spec).encode()).digest(),
+        "entry_point": spec.entry_point,
+        "entries": entries,  # names that the program must define
+        "free": free,  # names that it may define
+        # classes of the program that the tests construct, judging by their names
+        "constructed": {
+            n
+            for n in entries | free
+            if (n in {c.name for c in classes} if n in defined else n.lstrip("_")[:1].isupper())
+        },
+        # those that the answer defines, and that the tests may need of the program
+        "operators": {n for n in WITH_OPERAND if _group(n) in operators},
+        "has_answer": bool(reference.body),
+        "setup_classes": {n.name for n in trees[0].body if isinstance(n, ast.ClassDef)},
+        "used": words.read,
+        "used_in_setup": setup_words.read,
+        "bound": words.bound,
+        "constants": words.constants,
+        # attributes of modules that the tests may replace
+        "patches": words.attributes - {("sys", "stdout")},  # its content reaches the tests anyway
+        "expects_stop": bool(words.read & {"StopIteration", "StopAsyncIteration"}),
+    }
+    return marshal.dumps(row)
 
 
 def _group(name: str) -> str:
@@ -127,56 +148,50 @@ def _group(name: str) -> str:
     )
 
 
-def _operators(classes: Any) -> Iterator[str]:
-    """The groups of the operators that classes define."""
-    for node in classes:
-        yield from (_group(name) for name in names_defined(node))
-        if node.decorator_list:  # dataclass, total_ordering
-            yield from ("eq", "lt")
+def _operators(node: ast.ClassDef) -> set[str]:
+    """The groups of the operators that a class defines."""
+    decorated = {"eq", "lt"} if node.decorator_list else set()  # dataclass, total_ordering
+    return decorated | set(map(_group, names_defined(node.body)))
 
 
-class _Words(ast.NodeVisitor):
+class _Words:
     """The names that sources read, bind and call, their strings, and attributes of modules."""
 
-    def __init__(self, trees: list[ast.Module]) -> None:
+    def __init__(self, trees: Sequence[ast.Module]) -> None:
         self.read: set[str] = set()
         self.bound: set[str] = set()
-        self.constants: set[str] = set()
         self.called: set[str] = set()
+        self.constants: set[str] = set()
         self.attributes: set[tuple[str, str]] = set()
-        for tree in trees:
-            for node in ast.walk(tree):
-                self.visit(node)
+        for node in (node for tree in trees for node in ast.walk(tree)):
+            match node:
+                case ast.Name(name, ast.Load()):
+                    self.read.add(name)
+                case ast.Name(name) | ast.arg(name):
+                    self.bound.add(name)
+                case ast.alias(name, alias):
+                    self.bound.add((alias or name).split(".")[0])
+                case ast.Constant(str(text)):
+                    self.constants.add(text.strip())
+                    module, _, name = text.rpartition(".")  # as in patch("builtins.input")
+                    self.attributes.add((module, name))
+                case ast.Attribute(ast.Name(module), name, ast.Store() | ast.Del()):
+                    self.attributes.add((module, name))
+                case ast.Call(ast.Name(name), args):
+                    self.called.add(name)
+                    self.attributes |= _first_two(args)
+                case ast.Call(_, args):
+                    self.attributes |= _first_two(args)
+                case _ if isinstance(node, _NAMED) and node.name:
+                    self.bound.add(node.name)
 
-    def generic_visit(self, node: ast.AST) -> None:
-        if isinstance(node, _NAMED) and node.name:
-            self.bound.add(node.name)
 
-    def visit_Name(self, node: ast.Name) -> None:
-        (self.read if isinstance(node.ctx, ast.Load) else self.bound).add(node.id)
-
-    def visit_Call(self, node: ast.Call) -> None:
-        if isinstance(node.func, ast.Name):
-            self.called.add(node.func.id)
-        match node.args:
-            case [ast.Name(module), ast.Constant(str(name)), *_]:  # patch.object and setattr
-                self.attributes.add((module, name))
-
-    def visit_Constant(self, node: ast.Constant) -> None:
-        if isinstance(node.value, str):
-            self.constants.add(node.value.strip())
-            module, _, name = node.value.rpartition(".")
-            self.attributes.add((module, name))
-
-    def visit_Attribute(self, node: ast.Attribute) -> None:
-        if isinstance(node.value, ast.Name) and not isinstance(node.ctx, ast.Load):
-            self.attributes.add((node.value.id, node.attr))
-
-    def visit_alias(self, node: ast.alias) -> None:
-        self.bound.add((node.asname or node.name).split(".")[0])
-
-    def visit_arg(self, node: ast.arg) -> None:
-        self.bound.add(node.arg)
+def _first_two(arguments: list[ast.expr]) -> set[tuple[str, str]]:
+    """The attribute that patch.object(module, name) and setattr(module, name, value) change."""
+    match arguments:
+        case [ast.Name(module), ast.Constant(str(name)), *_]:
+            return {(module, name)}
+    return set()
 
 
 class _Calls(ast.NodeTransformer):
@@ -205,34 +220,28 @@ def hidden(name: str) -> str:
     return f"{name}()"
 
 
-def _parsed(place: str, text: str) -> ast.Module:
+def _valid(place: str, text: str, function: Callable[..., Any], *arguments: Any) -> Any:
     try:
-        return ast.parse(text)
+        return function(*arguments)
     except _SYNTAX as error:
         raise RowError(
             f"the row's {place} is not valid Python: {describe(error)}; {text!r:.200}"
         ) from None
 
 
-def _compiled(place: str, tree: ast.Module) -> types.CodeType:
-    try:
-        return compile(tree, f"<{place}>", "exec", dont_inherit=True)
-    except _SYNTAX as error:
-        raise RowError(f"the row's {place} is not valid Python: {describe(error)}") from None
-
-
 def parse(text: str) -> ast.Module:
-    """Parse a program; return an empty module if it is not valid Python."""
+    """Parse a row's text; return an empty module if it is not valid Python.
+
+    Never pass a completion: parsing untrusted code can crash this process.
+    """
     try:
         return ast.parse(text)
     except _SYNTAX:
         return ast.Module([], [])
 
 
-def append_check_call(tests: list[str], entry_point: str) -> list[str]:
+def _with_check_call(tests: Sequence[str], entry_point: str) -> list[str]:
     """Append `check(entry_point)` to each test that defines `check`, unless some test calls it."""
-    if not entry_point:
-        return tests
     trees = list(map(parse, tests))
     outside = [n for tree in trees for n in tree.body if not isinstance(n, ast.FunctionDef)]
     called = any(
@@ -240,16 +249,18 @@ def append_check_call(tests: list[str], entry_point: str) -> list[str]:
     )
     return [
         f"{text}\n\ncheck({entry_point})\n"
-        if not called and any(isinstance(n, ast.FunctionDef) and n.name == "check" for n in t.body)
+        if entry_point
+        and not called
+        and any(isinstance(n, ast.FunctionDef) and n.name == "check" for n in t.body)
         else text
         for text, t in zip(tests, trees, strict=True)
     ]
 
 
-def names_defined(tree: ast.Module) -> set[str]:
-    """Names that a program binds at its top level, apart from its imports."""
+def names_defined(body: Iterable[ast.stmt]) -> set[str]:
+    """Names that statements at the top level bind, apart from imports."""
     names: set[str] = set()
-    for node in tree.body:
+    for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Assign | ast.AnnAssign):
@@ -259,18 +270,22 @@ def names_defined(tree: ast.Module) -> set[str]:
     return names
 
 
-def _imports(tree: ast.Module, names: set[str]) -> list[types.CodeType]:
-    """The top-level imports of a program that bind one of `names`."""
-    codes = []
-    for node in tree.body:
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            for alias in node.names:
-                bound = (alias.asname or alias.name).split(".")[0]
-                if bound in names or alias.name == "*":
-                    single = type(node)(**{**dict(ast.iter_fields(node)), "names": [alias]})
-                    tree_of_one = ast.Module([ast.copy_location(single, node)], [])
-                    codes.append(compile(tree_of_one, "<reference>", "exec", dont_inherit=True))
-    return codes
+@lru_cache(maxsize=4096)
+def context_of(spec: JudgeSpec, prompt: str) -> tuple[str, ...]:
+    """The row's definitions that programs are written for, and may use without repeating them.
+
+    These are the setup's imports and classes, what the row's own answer reads from the setup, and
+    everything in the prompt but the entry point.
+    """
+    read = _Words([parse(spec.reference)]).read
+    nodes: list[ast.stmt] = [
+        node
+        for node in parse(spec.setup).body
+        if isinstance(node, ast.Import | ast.ImportFrom | ast.ClassDef)
+        or read & names_defined([node])
+    ]
+    nodes += [n for n in parse(prompt).body if spec.entry_point not in names_defined([n])]
+    return tuple(dict.fromkeys(map(ast.unparse, nodes)))
 
 
 def describe(error: BaseException | None) -> str:

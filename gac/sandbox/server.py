@@ -30,7 +30,7 @@ WALL_MARGIN = 30.0  # seconds beyond the server's own wall-clock limit
 # The server loads this folder as a standalone package, because importing `gac` would load torch.
 START = """
 import gc, sys
-gc.disable()  # see `modules.settle`
+gc.disable()  # until `zygote.main` enables it
 sys.modules["ssl"] = None  # asyncio works without it, and it is large
 sys.path.append(sys.argv[1])
 from sandbox.zygote import main
@@ -58,9 +58,9 @@ class SandboxError(RuntimeError):
 class Layers:
     """The layers that protect this machine from the programs."""
 
-    active: Mapping[str, str]
+    active: dict[str, str]
     """Layer name -> description for the log."""
-    missing: Mapping[str, str]
+    missing: dict[str, str]
     """Layer name -> why it is unavailable."""
 
     def __str__(self) -> str:
@@ -120,8 +120,7 @@ class Server:
             self._process.kill()
         report: dict[str, Any] = json.loads(greeting) if greeting else {"refused": None}
         if "refused" not in report:
-            active = {"limits": "limits", **report["layers"]}
-            return Layers(active, report["missing"])
+            return Layers({"limits": "limits", **report["layers"]}, report["missing"])
         self._process.wait()
         lines = os.pread(errors, 1 << 16, 0).decode(errors="replace").split("\n")
         last = next((line for line in reversed(lines) if line.strip()), "no error output")
@@ -131,9 +130,9 @@ class Server:
         """Send a request and return its result (see `zygote`), or None if the server died."""
         reader, writer = os.pipe()
         try:
+            wall = WALL_PER_CPU_SECOND * request["cpu_seconds"]
+            limits = {"wall_seconds": wall, "most_seconds": STARVATION_FACTOR * wall}
             try:
-                wall = WALL_PER_CPU_SECOND * request["cpu_seconds"]
-                limits = {"wall_seconds": wall, "most_seconds": STARVATION_FACTOR * wall}
                 message = json.dumps({**request, **limits}).encode()
                 socket.send_fds(self._control, [message], [writer, *files])
             except OSError:  # the server is gone; another thread may have closed the socket
@@ -183,13 +182,11 @@ def start(preload: Sequence[str]) -> Server:
             server = Server(preload, namespaces=[str(bwrap), *arguments])
         except SandboxError as error:
             problem = str(error)
-            continue
-        server.layers = Layers(
-            {**server.layers.active, "namespaces": "namespaces"}, server.layers.missing
-        )
-        return server
+        else:
+            server.layers.active["namespaces"] = "namespaces"
+            return server
     server = Server(preload, namespaces=None)
-    server.layers = Layers(server.layers.active, {**server.layers.missing, "namespaces": problem})
+    server.layers.missing["namespaces"] = problem
     return server
 
 

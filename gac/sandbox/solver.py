@@ -5,7 +5,6 @@ It never sees the tests, and its answers are untrusted: each is plain data or fa
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import atexit
 import builtins
@@ -37,7 +36,7 @@ _WATCHED = 100  # items of a global variable whose changes are noticed
 _PRINTED = 1 << 20  # characters of output to pass on per answer
 
 
-def answer_questions(spec: Mapping[str, str], channel: Channel) -> None:
+def answer_questions(spec: Mapping[str, Any], channel: Channel) -> None:
     """Run the program of `spec` (see `assemble`), then answer requests until the channel closes."""
     solver = Solver(_module("program"), channel)
     with contextlib.suppress(ChannelClosed, WireError):
@@ -51,7 +50,7 @@ def answer_questions(spec: Mapping[str, str], channel: Channel) -> None:
             solver.answer(channel.receive())
 
 
-def run_script(spec: Mapping[str, str]) -> int:
+def run_script(spec: Mapping[str, Any]) -> int:
     """Run the program of `spec` as the main module, on standard input and output.
 
     Returns:
@@ -76,14 +75,14 @@ def run_script(spec: Mapping[str, str]) -> int:
     return status
 
 
-def assemble(spec: Mapping[str, str]) -> str:
+def assemble(spec: Mapping[str, Any]) -> str:
     """The text to run: the program, or the prompt with the program as its continuation.
 
-    `spec` has "program" and may have "entry_point" and "prompt", code that the program continues
+    `spec` has "text" and may have "entry_point" and "prompt", code that the program continues
     if it does not define the entry point itself. A continuation ends before its first top-level
     statement, because such data sets were created with models that stopped there.
     """
-    program, name, prompt = (spec.get(key, "") for key in ("program", "entry_point", "prompt"))
+    program, name, prompt = (spec.get(key, "") for key in ("text", "entry_point", "prompt"))
     defines = rf"^(?:(?:async\s+)?def|class)\s+{re.escape(name)}\b|^{re.escape(name)}\s*[:=]"
     if not name or not prompt or re.search(defines, program, re.MULTILINE):
         return program
@@ -99,11 +98,11 @@ def assemble(spec: Mapping[str, str]) -> str:
     return prompt + program
 
 
-def _run(spec: Mapping[str, str], module: types.ModuleType) -> None:
+def _run(spec: Mapping[str, Any], module: types.ModuleType) -> None:
     # the definitions of the row, as if the program followed them
-    for node in ast.parse(spec.get("context", "")).body:
+    for text in spec.get("context", ()):
         with contextlib.suppress(Exception):  # the judge reports which import fails
-            exec(compile(ast.Module([node], []), "<row>", "exec"), module.__dict__)
+            exec(compile(text, "<row>", "exec", dont_inherit=True), module.__dict__)
     exec(compile(assemble(spec), "<program>", "exec", dont_inherit=True), module.__dict__)
 
 
@@ -124,13 +123,12 @@ class Solver:
 
     def __init__(self, module: types.ModuleType, channel: Channel) -> None:
         self.module, self.channel = module, channel
-        self.objects: list[Any] = []
-        self._numbers: dict[int, int] = {}
+        self.objects = lent.Table()
         self._new_classes: list[Json] = []
         self._described: set[int] = set()
         self._shared: set[str] = set()
         self._globals: dict[str, Any] = {}
-        self._borrower = lent.start(self)
+        self._borrower = lent.Borrower(self)
         self._turn = threading.RLock()
         self._busy = True
         self._output = sys.stdout = io.StringIO()
@@ -215,31 +213,25 @@ class Solver:
 
     # -- what the judge learns about an object -----------------------------------------------------
 
-    def _number(self, value: Any) -> int:
-        number = self._numbers.setdefault(id(value), len(self.objects))
-        if number == len(self.objects):
-            self.objects.append(value)  # keeps it alive so that its id is not reused
-        return number
-
     def _refer(self, value: Any) -> Node:
         kind = type(value)
         borrowed = self._borrower.number(value)
         if borrowed is not None:
             return "lent", [borrowed]
         if kind is Live:
-            return "live", [self._number(value[0]), value[0]]
+            return "live", [self.objects.number(value[0]), value[0]]
         if isinstance(value, type):
             return "class", [self._class(value)]
         if isinstance(value, BaseException):
             return "error", [
-                self._number(value),
+                self.objects.number(value),
                 self._class(kind),
                 _text(value),
                 *self._cause(value),
             ]
         if kind.__name__ in self._shared and _is_record(kind):
             return "instance", [kind.__name__, _state(value)]
-        number, described = self._number(value), self._class(kind)
+        number, described = self.objects.number(value), self._class(kind)
         if kind is types.CoroutineType:
             return "coroutine", [number]
         base = next((base for base in kind.__mro__ if is_builtin(base)), object)
@@ -265,7 +257,7 @@ class Solver:
             return [borrowed]
         if issubclass(kind, BaseException) and is_importable(kind):
             return f"{kind.__module__}:{kind.__qualname__}"
-        number = self._number(kind)
+        number = self.objects.number(kind)
         if number not in self._described:
             self._described.add(number)
             bases = [self._class(base) for base in kind.__bases__ if not is_importable(base)]
@@ -307,9 +299,8 @@ def _perform(operation: str, target: Any, /, *arguments: Any, **keywords: Any) -
 
 
 _OPERATIONS: dict[str, Any] = {
+    **lent.OPERATIONS,
     "get": lambda value, name: _live(getattr(value, name)),
-    "set": setattr,
-    "delete": delattr,
     "patch": lambda module, name, value: setattr(sys.modules[module], name, value),
     "change": lambda value, name, /, *arguments, **keywords: getattr(value, name)(
         *arguments, **keywords
@@ -322,20 +313,14 @@ _OPERATIONS: dict[str, Any] = {
     "contents": lambda value: _contents(value),
     "dir": dir,
     "isinstance": isinstance,
-    "__call__": lambda function, /, *arguments, **keywords: function(*arguments, **keywords),
     "__eq__": lambda left, right: left == right,
     "__getitem__": lambda value, key: value[key],
-    "__next__": lambda iterator: [item for item in [next(iterator, _END)] if item is not _END],
     "__anext__": lambda iterator: _complete(_next_items(iterator)),
     "__await__": lambda awaitable: _complete(awaitable),
-    "__exit__": lambda manager, error: type(manager).__exit__(
-        manager, error and type(error), error, None
-    ),
     "__aexit__": lambda manager, error: _complete(
         type(manager).__aexit__(manager, error and type(error), error, None)
     ),
 }
-_END: Any = object()
 
 
 async def _awaited(awaitable: Any) -> Any:

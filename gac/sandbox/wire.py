@@ -14,17 +14,16 @@ import builtins
 import contextlib
 import datetime
 import ipaddress
-import json
-import os
 import pathlib
 import re
 import sys
 import uuid
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from decimal import Decimal
 from fractions import Fraction
+from multiprocessing.connection import Connection
 from typing import Any
 
 FRAME_BYTES = 64 << 20
@@ -249,23 +248,12 @@ def _part(part: Json, number: int, values: list[Any]) -> Any:
     return values[index]
 
 
-def parse(data: bytes) -> Json:
-    """Parse JSON in UTF-8.
-
-    Raises:
-        WireError: invalid JSON.
-    """
-    try:
-        return json.loads(data.decode("utf-8"))
-    except (ValueError, RecursionError, MemoryError) as error:
-        raise WireError(f"not JSON: {error!s:.200}") from None
-
-
 class Channel:
     """Frames over two pipes: a four-byte length, then the content."""
 
     def __init__(self, reader: int, writer: int) -> None:
-        self._reader, self._writer = reader, writer
+        self._reader = Connection(reader, writable=False)
+        self._writer = Connection(writer, readable=False)
         self.ended = False
         """Whether the other side closed its end before this one did."""
 
@@ -278,39 +266,27 @@ class Channel:
         """
         if len(data) > FRAME_BYTES:
             raise WireError(f"the message has {len(data)} bytes; the limit is {FRAME_BYTES}")
-        view = memoryview(len(data).to_bytes(4, "big") + data)
-        try:
-            while view:
-                view = view[os.write(self._writer, view) :]
-        except BrokenPipeError:
-            self.ended = True
-            raise ChannelClosed from None
+        with self._noticing():
+            self._writer.send_bytes(data)
 
     def receive(self) -> bytes:
         """Read one frame.
 
         Raises:
-            ChannelClosed: the other side closed its end.
-            WireError: not a frame.
+            ChannelClosed: the other side closed its end, or its frame is longer than `FRAME_BYTES`.
         """
-        length = int.from_bytes(self._read(4), "big")
-        if length > FRAME_BYTES:
-            raise WireError(f"the received message has {length} bytes; the limit is {FRAME_BYTES}")
-        return self._read(length)
+        with self._noticing():
+            return self._reader.recv_bytes(FRAME_BYTES)
 
     def close(self) -> None:
         """Close both ends; a reader on the other side gets `ChannelClosed`."""
-        for end in (self._reader, self._writer):
-            with contextlib.suppress(OSError):
-                os.close(end)
+        self._reader.close()
+        self._writer.close()
 
-    def _read(self, length: int) -> bytes:
-        parts = []
-        while length > 0:
-            part = os.read(self._reader, min(length, 1 << 20))
-            if not part:
-                self.ended = True
-                raise ChannelClosed
-            parts.append(part)
-            length -= len(part)
-        return b"".join(parts)
+    @contextlib.contextmanager
+    def _noticing(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, EOFError):
+            self.ended = True
+            raise ChannelClosed from None

@@ -9,6 +9,7 @@ their contents.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import random
@@ -24,7 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from . import confine, event_loop, judge, modules, probe, solver, wire
+from . import confine, judge, modules, solver, wire
+from .row import JudgeSpec, compile_row
 
 COUNT_EVERY = 1.0  # seconds between counts of a shared uid's threads
 WARM_UP = 4  # runs before the first fork; more did not make programs cheaper
@@ -42,14 +44,12 @@ class Job:
     """Wall-clock limit in seconds, not counting time spent waiting for a core."""
     max_wall_seconds: float
     """Hard wall-clock limit in seconds."""
-    main: int
-    """The process whose exit completes the job."""
-    helper: int | None = None
-    """The solver process of a judge."""
-    ends: dict[str, list[float]] = field(default_factory=dict)
-    """"main", "helper" -> [wait status, CPU seconds]; status 0 for a helper that was killed when no
-    longer needed.
-    """
+    pids: list[int]
+    """The process whose exit completes the job comes last."""
+    ends: dict[int, tuple[int, float]] = field(default_factory=dict)
+    """Pid -> wait status, CPU seconds."""
+    finished: bool = False
+    """Whether the last process has exited, so that the others are no longer needed."""
     stalled: bool = False
 
     def __post_init__(self) -> None:
@@ -58,8 +58,7 @@ class Job:
 
     def running(self) -> list[int]:
         """Pids of the job's processes that are not reaped yet; the kernel cannot reuse them."""
-        pids = {"main": self.main, "helper": self.helper}
-        return [pid for name, pid in pids.items() if pid and name not in self.ends]
+        return [pid for pid in self.pids if pid not in self.ends]
 
     def overdue(self, now: float) -> bool:
         """Whether the job's time is up, not counting the time that it waited for a core."""
@@ -73,12 +72,13 @@ class Job:
         for pid in self.running():
             os.kill(pid, signal.SIGKILL)
 
-    def kill_if_crowded(self) -> None:
-        """Kill the job if one of its processes has too many threads.
-
-        The kernel's limit is per uid, so it does not bound a single job if jobs share a uid.
-        """
-        if any(confine.threads_of(pid) > confine.THREADS for pid in self.running()):
+    def end(self, pid: int, status: int, seconds: float) -> None:
+        """Record that a process has ended."""
+        if self.finished and status == signal.SIGKILL:
+            status = 0  # it was killed because it was no longer needed
+        self.ends[pid] = status, seconds
+        if pid == self.pids[-1] and os.waitstatus_to_exitcode(status) != SOLVER_ENDED:
+            self.finished = True
             self.kill()
 
 
@@ -99,7 +99,7 @@ class Zygote:
         self.filter = b""
         self.uids: range | None = None
         self.uid_of: dict[int, int] = {}
-        self.counted = 0.0, 0
+        self.counted, self.others = 0.0, 0
         self.jobs: dict[int, Job] = {}
 
     # -- confinement -------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ class Zygote:
 
     # -- children ----------------------------------------------------------------------------------
 
-    def fork(self, body: Callable[[], int]) -> int:
+    def fork(self, body: Callable[[], int | None]) -> int:
         """Fork a child that runs `body` and exits with its return value; returns the pid."""
         uid = self._next_uid()
         parent = os.getpid()
@@ -164,79 +164,77 @@ class Zygote:
             if self.uids is not None:
                 confine.switch_to_uid(uid)
             confine.exit_with_parent(parent)
-            status = body()
+            status = body() or 0
         finally:
             os._exit(status)
 
     def _next_uid(self) -> int:
-        """A uid for the next child: one of its own, or the server's if uids cannot be changed."""
+        """A uid for the next child: one of its own, or the server's if uids cannot be changed.
+
+        The kernel's limit on threads is per uid. If children share one, those with too many threads
+        are killed here.
+        """
         if self.uids is not None:
             used = set(self.uid_of.values())
             return next(uid for uid in self.uids[1:] if uid not in used)
-        if self.counted[0] < time.monotonic():
-            for job in self.jobs.values():
-                job.kill_if_crowded()
-            others = confine.tasks_of(os.getuid()) - sum(map(confine.threads_of, self.uid_of))
-            self.counted = time.monotonic() + COUNT_EVERY, others
+        if self.counted < time.monotonic():
+            self.counted = time.monotonic() + COUNT_EVERY
+            threads = confine.threads_of(os.getuid())
+            for pid in self.uid_of:
+                if threads.pop(pid, 0) > confine.THREADS:
+                    os.kill(pid, signal.SIGKILL)
+            self.others = sum(threads.values())
         return os.getuid()
 
     def _max_tasks(self) -> int:
         """RLIMIT_NPROC for a child: the maximum number of threads of its uid."""
         if self.uids is not None:
             return confine.THREADS
-        return self.counted[1] + SPARE_TASKS + (len(self.uid_of) + 1) * confine.THREADS
+        return self.others + SPARE_TASKS + (len(self.uid_of) + 1) * confine.THREADS
 
     def start(self, request: dict[str, Any], files: list[int]) -> Job:
         """Fork the processes for a request; `files` are its descriptors, the reply pipe first."""
-        cpu, memory = request["cpu_seconds"], request["memory_bytes"]
-        times = request["wall_seconds"], request["most_seconds"]
-        reply, program, *others = files
-        if request["kind"] == "script":
-            stdin, stdout = others
+        reply, program, given, result = files
+        memory = request["memory_bytes"]
 
-            def script() -> int:
-                self._redirect(stdin, stdout)
-                modules.remember_sizes()
-                modules.limit_stacks(memory)
-                self.confine([program], cpu, memory)
-                return solver.run_script(_read_json(program))
+        def child(body: Callable[[], int | None], *kept: int, **streams: int) -> int:
+            def run() -> int | None:
+                for number, name in enumerate(("stdin", "stdout", "stderr")):
+                    os.dup2(streams.get(name, self.null), number)
+                modules.adapt(memory)
+                self.confine(kept, request["cpu_seconds"], memory)
+                return body()
 
-            return Job(reply, *times, main=self.fork(script))
+            return self.fork(run)
 
-        tests, verdict = others
-        to_solver, to_judge = os.pipe(), os.pipe()
-
-        def answer() -> int:
-            self._redirect(self.null, self.null)
-            modules.limit_stacks(memory)
-            self.confine([program, to_solver[0], to_judge[1]], cpu, memory)
+        def run_solver() -> None:
             channel = wire.Channel(to_solver[0], to_judge[1])
-            solver.answer_questions(_read_json(program), channel)
-            return 0
+            solver.answer_questions(json.loads(_read(program)), channel)
 
         def run_judge() -> int:
-            self._redirect(self.null, self.null)
-            self.confine([tests, verdict, to_judge[0], to_solver[1]], cpu, memory)
             channel = wire.Channel(to_judge[0], to_solver[1])
-            result = judge.judge(_read_json(tests), channel)
-            os.write(verdict, json.dumps(result).encode())
+            os.write(result, json.dumps(judge.judge(_read(given), channel)).encode())
             return SOLVER_ENDED if channel.ended else 0
 
+        pids: list[int] = []
+        pipes: list[int] = []
         try:
-            helper = self.fork(answer)
-            try:
-                return Job(reply, *times, main=self.fork(run_judge), helper=helper)
-            except OSError:
-                os.kill(helper, signal.SIGKILL)
-                raise
+            if request["kind"] == "script":
+                script = lambda: solver.run_script(json.loads(_read(program)))  # noqa: E731
+                pids.append(child(script, program, stdin=given, stdout=result))
+            else:
+                to_solver, to_judge = os.pipe(), os.pipe()
+                pipes += [*to_solver, *to_judge]
+                pids.append(child(run_solver, program, to_solver[0], to_judge[1]))
+                pids.append(child(run_judge, given, result, to_judge[0], to_solver[1]))
+        except OSError:
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+            raise
         finally:
-            for end in (*to_solver, *to_judge):
+            for end in pipes:
                 os.close(end)
-
-    def _redirect(self, stdin: int, stdout: int) -> None:
-        os.dup2(stdin, 0)
-        os.dup2(stdout, 1)
-        os.dup2(self.null, 2)
+        return Job(reply, request["wall_seconds"], request["most_seconds"], pids)
 
     # -- serving -----------------------------------------------------------------------------------
 
@@ -274,9 +272,7 @@ class Zygote:
         except OSError as error:  # no process or no pipe: the machine is at fault, not the program
             _reply(files[0], {"failed": f"cannot start a process: {error.strerror}"})
         else:
-            self.jobs[job.main] = job
-            if job.helper:
-                self.jobs[job.helper] = job
+            self.jobs |= dict.fromkeys(job.pids, job)
         for number in files[1:]:
             os.close(number)
         return True
@@ -286,31 +282,12 @@ class Zygote:
             pid, status, usage = os.wait4(-1, os.WNOHANG)
             if not pid:
                 return
-            job = self._ended(pid, status, usage)
-            if job is None:
-                continue
-            if pid == job.main and job.helper and "helper" not in job.ends:
-                if not job.stalled and os.waitstatus_to_exitcode(status) == SOLVER_ENDED:
-                    continue  # the solver's exit, which gives the reason, follows
-                self._end_helper(job, job.helper)
-            if len(job.ends) == 1 + (job.helper is not None):
-                _reply(job.reply, {**job.ends, "stalled": job.stalled})
-
-    def _end_helper(self, job: Job, helper: int) -> None:
-        """Kill the helper and record status 0; if it has already exited, record its exit status."""
-        pid, status, usage = os.wait4(helper, os.WNOHANG)
-        if not pid:
-            os.kill(helper, signal.SIGKILL)
-            _, _, usage = os.wait4(helper, 0)
-        self._ended(helper, status if pid else 0, usage)
-
-    def _ended(self, pid: int, status: int, usage: resource.struct_rusage) -> Job | None:
-        job = self.jobs.pop(pid, None)
-        self.uid_of.pop(pid, None)
-        if job is not None:
-            name = "main" if pid == job.main else "helper"
-            job.ends[name] = [status, usage.ru_utime + usage.ru_stime]
-        return job
+            self.uid_of.pop(pid, None)
+            job = self.jobs.pop(pid, None)
+            if job is not None:  # else it is the orphan of a process that has exited
+                job.end(pid, status, usage.ru_utime + usage.ru_stime)
+                if not job.running():
+                    _reply(job.reply, {"ends": list(job.ends.values()), "stalled": job.stalled})
 
     def _stop_stalled(self) -> None:
         now = time.monotonic()
@@ -328,13 +305,10 @@ def _seconds_without_core(pid: int) -> float:
         return 0.0
 
 
-def _read_json(file: int) -> Any:
-    """Read JSON from a memfd. This moves the shared file offset, which the trainer watches."""
-    parts = []
-    while part := os.read(file, 1 << 20):
-        parts.append(part)
-    os.close(file)
-    return json.loads(b"".join(parts))
+def _read(file: int) -> bytes:
+    """Read a memfd. This moves the shared file offset, which the trainer watches."""
+    with os.fdopen(file, "rb", buffering=0) as stream:
+        return stream.read()
 
 
 def _reply(file: int, message: dict[str, Any]) -> None:
@@ -357,22 +331,16 @@ def _warm_up() -> None:
     Python specializes bytecode in place while it runs. If that has already happened in this
     process, its children write to fewer of the shared pages.
     """
-    spec = {
-        "tests": ["assert f(2) == 4"],
-        "setup": "",
-        "entry_point": "",
-        "reference": "",
-        "returns": True,
-    }
+    row = compile_row(JudgeSpec(("assert f(2) == 4",)))
     stdout = sys.stdout
     for _ in range(WARM_UP):
         questions, to_solver = os.pipe()
         answers, to_judge = os.pipe()
         channel = wire.Channel(questions, to_judge)
-        program = {"program": "def f(x): return 2 * x"}
+        program = {"text": "def f(x): return 2 * x"}
         thread = threading.Thread(target=solver.answer_questions, args=(program, channel))
         thread.start()
-        judge.judge({**spec, "all": False}, wire.Channel(answers, to_solver), guard=False)
+        judge.judge(row, wire.Channel(answers, to_solver), guard=False)
         thread.join()
         channel.close()
     sys.stdout = stdout
@@ -386,17 +354,19 @@ def main(options: dict[str, Any]) -> None:
     try:
         os.chdir("/")
         modules.load(options["path"], options["preload"])
-        event_loop.install()
         sys.set_int_max_str_digits(0)  # so that integers of any size can be sent
         judge.inspect_remotely()
         _warm_up()
-        modules.settle()
+        # otherwise a collection in a child would write to every page and so copy it; collections
+        # during the imports would find nearly nothing
+        gc.freeze()
+        gc.enable()
         # if memory runs out, programs should die first; children inherit this
         with contextlib.suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text("1000")
         zygote = Zygote(control, options["user"])
         zygote.prepare()
-        probe.verify_confinement(zygote.fork, zygote.confine)
+        confine.verify_confinement(zygote.fork, zygote.confine)
         zygote.uid_of.clear()
     except (OSError, ImportError) as error:
         control.send(json.dumps({"refused": str(error)}).encode())

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +20,7 @@ from gac.control.signals import Evidence
 from gac.data.rows import Batch, MicroBatches, Row, TermPair, collate, loss_divisors
 from gac.methods.base import Loss, Mix
 from gac.methods.token_loss import custom_loss, with_k3
-from gac.models.causal_lm import Head
+from gac.models.head import Head, run_head
 from gac.parallel import collectives
 from gac.parallel.setup import reshard, seed
 from gac.rollouts.sampling import engine_logps, scatter_logps
@@ -29,6 +29,7 @@ from gac_kernels import DemoWeight, FilterReport, HeadSketch, LossOutput, LossSp
 from .probes import GradientParts, UnitSketches
 from .step import Measured, Step
 
+LOGPS = "old_logps", "ref_logps", "rollout_logps"  # of the fused loss
 _kind = operator.attrgetter("kind")
 
 
@@ -80,7 +81,7 @@ class Forward:
         by_sequence: dict[int, Tensor] = {}
         for _, micro in self.schedule(rows):
             batch = self.collate(micro)
-            logps = model(**batch.model_inputs, request=self._logprobs(batch)).cpu().flatten()
+            logps = self._logprobs(model, batch).cpu().flatten()
             # without rows, the batch still has one dummy row
             for start, row in zip(batch.starts, micro, strict=False):
                 by_sequence[row.sequence] = logps[row.scored(start)].clone()
@@ -112,11 +113,17 @@ class Forward:
         if demo:
             return torch.zeros(batch.targets.shape, device=batch.targets.device)
         with self.reference_model() as model:
-            return model(**batch.model_inputs, request=self._logprobs(batch))
+            return self._logprobs(model, batch)
 
-    def _logprobs(self, batch: Batch) -> Callable[[Head], Tensor]:
-        """Function that computes the targets' log-probs from the head."""
-        return lambda head: head.logprobs(batch.targets, self.temperature)[0]
+    def _logprobs(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Log-probs of the targets, of the same shape."""
+        return run_head(model, **batch.model_inputs).logprobs(batch.targets, self.temperature)[0]
+
+    @torch.no_grad()
+    def reference_head(self, batch: Batch) -> Head:
+        """The reference's last layer, valid until it is resharded."""
+        with self.reference_model() as model:
+            return run_head(model, **batch.model_inputs)
 
 
 class SampledKL:
@@ -153,7 +160,7 @@ class Totals:
         self.terms: list[Tensor] = []  # [demo loss, rollout loss]
         self.parts: list[TokenMoments] = []
         self.rows: list[Sequence[Row]] = []  # of each part
-        self.filters: list[FilterReport] = []
+        self.sums: collectives.Sums = {}
 
     def add(self, batch: Batch, rows: Sequence[Row], out: LossOutput) -> None:
         """Add a micro-batch."""
@@ -162,7 +169,13 @@ class Totals:
         self.terms.append(torch.stack([out.demo_loss, out.rollout_loss]))
         self.parts.append(out.moments)
         if out.filter is not None and out.loss.requires_grad:
-            self.filters.append(out.filter)
+            values = zip(FilterReport._fields, map(float, out.filter), strict=True)
+            collectives.add_sums(self.sums, {name: (value, 1) for name, value in values})
+        if any(row.engine_logps for row in rows):
+            gap = out.logps - engine_logps(rows, batch)
+            gap = gap[gap.isfinite()].double()
+            kl = (gap.exp() - gap - 1).sum()  # the engine sampled, so this is KL(engine || policy)
+            collectives.add_sums(self.sums, {"sampling/mismatch_kl": (kl.item(), len(gap))})
 
     def losses(self) -> TermPair:
         """The two loss terms, reduced over all ranks."""
@@ -173,12 +186,9 @@ class Totals:
         """The statistics of all ranks; a rank without rows contributes zeros on `device`."""
         return TokenMoments.merged(self.parts or [TokenMoments.zeros(device)]).all_reduce()
 
-    def filter(self) -> dict[str, float]:
-        """The means of the micro-batches' `FilterReport` over all ranks; {} without a filter."""
-        if not self.filters:
-            return {}
-        means = torch.tensor(self.filters).double().mean(0).tolist()
-        return dict(zip(FilterReport._fields, collectives.mean(means), strict=True))
+    def columns(self) -> dict[str, float]:
+        """Metrics of the gradient filter and of the engine's log-probs, if there are any."""
+        return collectives.mean_columns(self.sums)
 
     def sources(self) -> tuple[str, ...]:
         """The source of each entry of `moments().demo_nll`. All ranks must call this method."""
@@ -221,13 +231,14 @@ class Gradients:
     def __call__(self, step: Step) -> Measured:
         """Run the forward of all rows, and the backward of those that may have a gradient."""
         seed(step.seed)  # dropout must not depend on how many random numbers sampling used
-        needs, totals, sketches = step.needs, Totals(), UnitSketches(step.needs.sketch)
+        needs, totals = step.needs, Totals()
+        sketches = UnitSketches(needs.sketch) if needs.sketch else None
         kl = (
             SampledKL(self.forward, step, self.kl_sample_size)
             if needs.kl and self.kl_sample_size
             else None
         )
-        probes: list[Probe] = [totals, sketches, *([] if kl is None else [kl])]
+        probes: list[Probe] = [totals, *filter(None, (sketches, kl))]
         accumulate = partial(self._accumulate, step, probes)
         mu = 0.5 if needs.parts else step.mix.mu
         live = [row for row in step.rows if self._has_gradient(row, mu)]
@@ -242,12 +253,12 @@ class Gradients:
             accumulate(live, step.mix)
         losses, moments, evidence = totals.losses(), totals.moments(self.accelerator.device), None
         if needs.signals:
-            gathered = sketches.gathered() if needs.sketch else None
+            gathered = None if sketches is None else sketches.gathered()
             evidence = Evidence(step.number, moments, gram, needs.parts, bias_gram, gathered)
         mean_kl = None if kl is None else kl.mean()
         sources = totals.sources() if needs.sources else None
         measured = losses, moments, mean_kl, parts, gram, evidence, sources
-        return Measured(*measured, totals.filter())
+        return Measured(*measured, totals.columns())
 
     def losses(self, step: Step) -> TermPair:
         """The two loss terms of `step` under the current weights, without gradients."""
@@ -281,18 +292,19 @@ class Gradients:
             batch = self.forward.collate(micro)
             # rows without a gradient are still sketched, with their own term at full weight
             mu = float(demo) if step.needs.sketch and not grad else mix.mu
-            request = self._request(step, batch, micro, demo, mu, spec)
             # the last backward reduces the gradients over ranks
             accumulating = grad and i < len(schedule) - 1
             sync = self.accelerator.no_sync(self.model) if accumulating else nullcontext()
             with torch.set_grad_enabled(grad), sync:
-                out = self.model(**batch.model_inputs, request=request)
+                out = self._loss(step, batch, micro, demo, mu, spec)
                 if grad:
                     self.accelerator.backward(out.loss * mix.scale)
             for probe in () if plain else probes:
                 probe.add(batch, micro, out)
         if not grad:  # only a backward reshards by itself
             reshard(self.model)
+        if self.forward.reference is not None:
+            reshard(self.forward.reference)
 
     def _trainable(self) -> list[tuple[str, nn.Parameter]]:
         """Trainable parameters under their unwrapped names, without DDP's prefix."""
@@ -308,10 +320,10 @@ class Gradients:
         rollout = mu != 1 and (advantage or spec.kl_coef != 0 or spec.entropy_coef != 0)
         return (demo and (row.is_demo or row.mixed)) or (rollout and not row.is_demo)
 
-    def _request(
+    def _loss(
         self, step: Step, batch: Batch, rows: list[Row], demo: bool, mu: float, spec: LossSpec
-    ) -> Callable[[Head], LossOutput]:
-        """Return a function of the head that computes the weighted loss of micro-batch `rows`."""
+    ) -> LossOutput:
+        """The weighted loss of micro-batch `rows`, whose tensors are `batch`."""
         # gradients are averaged over ranks, so each rank divides by the global count / world size
         divisors = loss_divisors(step.counts, spec, self.loss.pooled)
         weight = rows[0].weight if rows else 1.0
@@ -319,53 +331,33 @@ class Gradients:
         spec = replace(spec, temperature=1.0 if demo else self.forward.temperature)
         measures_kl = step.needs.kl and not self.kl_sample_size
         ref = self.forward.reference_logprobs(batch, demo) if measures_kl else None
-        old = None
+        old = teacher = None
         if step.old_logps and rows and not demo:
             old = scatter_logps([step.old_logps[r.sequence] for r in rows], rows, batch)
-        teacher = None
         if step.teacher_logps and rows and not demo:
             values = [step.teacher_logps[r.sequence] for r in rows]
             teacher = scatter_logps(values, rows, batch, math.nan)
         engine = None if spec.correction == "none" else engine_logps(rows, batch)
-
-        def finish(out: LossOutput) -> LossOutput:
-            return out if ref is None or spec.kl_estimator == "k3" else with_k3(out, batch, ref)
-
-        if (token := self.loss.token) is not None:
-            reference = None
-            if self.loss.reference:
-                with torch.no_grad(), self.forward.reference_model() as model:
-                    reference = model(**batch.model_inputs, request=lambda head: head.detached())
-            inputs = (
-                reference,
-                batch,
-                mu,
-                old,
-                ref,
-                spec,
-                norms,
-                teacher,
-                engine,
-                self.loss.per_token,
+        reference = self.forward.reference_head(batch) if self.loss.reference else None
+        head = run_head(self.model, **batch.model_inputs)
+        if self.loss.token is not None:
+            known = old, ref, spec, norms, teacher, engine, self.loss.per_token
+            out = custom_loss(self.loss.token, head, reference, batch, mu, *known)
+        else:
+            targets, *logps = batch.to_loss_layout(batch.targets, old, ref, engine)
+            keywords: dict[str, Any] = dict(zip(LOGPS, logps, strict=True))
+            one_sequence_per_row = len(batch.is_demo) == len(batch.starts)
+            if step.needs.sketch and one_sequence_per_row:
+                keywords["sketch"] = HeadSketch(step.needs.sketch, step.sketch_seed)
+            out = head.loss(
+                targets,
+                batch.advantages,
+                batch.is_demo,
+                mu=mu,
+                spec=spec,
+                rollout_norm=norms.rollout,
+                demo_norm=norms.demo,
+                cu_seqlens=batch.cu_seqlens,
+                **keywords,
             )
-            compute = partial(custom_loss, token)
-            return lambda head: finish(compute(head, *inputs))
-        targets, old, reference_logps, engine = batch.to_loss_layout(
-            batch.targets, old, ref, engine
-        )
-        keywords: dict[str, Any] = {
-            "mu": mu,
-            "old_logps": old,
-            "ref_logps": reference_logps,
-            "rollout_logps": engine,
-            "spec": spec,
-            "rollout_norm": norms.rollout,
-            "demo_norm": norms.demo,
-            "cu_seqlens": batch.cu_seqlens,
-        }
-        one_sequence_per_row = len(batch.is_demo) == len(batch.starts)
-        if step.needs.sketch and one_sequence_per_row:
-            keywords["sketch"] = HeadSketch(step.needs.sketch, step.sketch_seed)
-        tensors = targets, batch.advantages, batch.is_demo
-        packed = batch.cu_seqlens is not None
-        return lambda head: finish((head.packed() if packed else head).loss(*tensors, **keywords))
+        return out if ref is None or spec.kl_estimator == "k3" else with_k3(out, batch, ref)

@@ -17,40 +17,25 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from gac.data.rows import MicroBatches, Row, collate
 from gac.errors import ConfigError
-from gac.methods.base import Loss, StepNeeds
-from gac.models import row_attention
+from gac.methods.base import StepNeeds
 from gac.models.causal_lm import check_head, make_model
-from gac.models.head import Head, compute_dtype, set_gradient_filter
+from gac.models.head import (
+    attends_by_row,
+    compute_dtype,
+    disable_row_attention,
+    enable_row_attention,
+    run_head,
+    set_gradient_filter,
+)
 from gac.parallel import collectives, setup
 from gac.parallel.collectives import run_on_all_ranks
 from gac.parallel.setup import reshard
-from gac.train_config import OptimConfig, TrainConfig
+from gac.train_config import OptimConfig, TrainConfig, loss_of
 
 from .gradients import Forward, Gradients
 from .probes import local
 
 logger = logging.getLogger(__name__)
-
-
-def loss_of(config: TrainConfig) -> Loss:
-    """The run's loss; `loss.max_tokens` defaults to `rollouts.max_completion_length`.
-
-    With rollouts from another engine, or a function that may return its log-probs,
-    `rollouts.correction` is applied.
-    """
-    rollouts = config.rollouts
-    longest = config.loss.max_tokens or rollouts.max_completion_length
-    loss = config.method.loss(dataclasses.replace(config.loss, max_tokens=longest))
-    from_reference = config.method.sampling(rollouts.num_generations).from_reference
-    # the log-probs of a server are those at temperature 1 without truncation
-    comparable = rollouts.temperature == 1 and rollouts.top_p == 1
-    elsewhere = rollouts.engine == "vllm" or rollouts.function is not None
-    if elsewhere and comparable and not from_reference:
-        spec = dataclasses.replace(
-            loss.spec, correction=rollouts.correction, correction_max=rollouts.correction_max
-        )
-        loss = loss._replace(spec=spec)
-    return loss
 
 
 def load_policy(config: TrainConfig, accelerator: Accelerator) -> nn.Module:
@@ -154,7 +139,7 @@ def _micro_batches(config: TrainConfig, *models: nn.Module | None) -> MicroBatch
 
 def _supports_packing(model: nn.Module) -> bool:
     """Whether the model supports packing; if not, falls back to PyTorch's SDPA and tests again."""
-    return supports_packing(model) or (row_attention.disable(model) and supports_packing(model))
+    return supports_packing(model) or (disable_row_attention(model) and supports_packing(model))
 
 
 def _build_model(
@@ -165,7 +150,7 @@ def _build_model(
     model = run_on_all_ranks(lambda: make_model(config.model, config.seed, loading, training=True))
     may_pack = config.max_tokens_per_micro_batch is not None or config.micro_batch_size is None
     if may_pack and accelerator.device.type == "cpu":
-        row_attention.enable(model)
+        enable_row_attention(model)
     if loading is None:
         check_head(model)
     model = prepare(model, accelerator, config.parallel, compute_dtype(model), loading)
@@ -229,9 +214,9 @@ def packs_by_row(model: nn.Module) -> bool:
     """Whether the model supports packed rows and computes their attention row by row."""
     if supports_packing(model):
         reshard(model)
-        return row_attention.is_by_row(model)
+        return attends_by_row(model)
     reshard(model)
-    row_attention.disable(model)
+    disable_row_attention(model)
     return False
 
 
@@ -256,7 +241,7 @@ def activation_bytes(model: nn.Module, length: int) -> float:
 
         batch = collate([Row((1,) * length, 1, False)] * rows, 0, device)
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(save, lambda x: x):
-            model(**batch.model_inputs, request=lambda head: head.logprobs(batch.targets))
+            run_head(model, **batch.model_inputs).logprobs(batch.targets)
         reshard(model)
         return sum(sizes)
 
@@ -286,16 +271,11 @@ def supports_packing(model: nn.Module) -> bool:
 
     def row_logps(*rows: tuple[int, ...], packed: bool = True) -> Tensor:
         batch = collate([Row(ids, 1, False) for ids in rows], 0, device, packed)
-
-        def request(head: Head) -> Tensor:
-            values = head.weight if head.logits is None else head.logits
-            assert values is not None
-            precise.append(
-                values.dtype == torch.float32 and not torch.is_autocast_enabled(device.type)
-            )
-            return head.logprobs(batch.targets)[0]
-
-        logps = model(**batch.model_inputs, request=request).flatten()
+        head = run_head(model, **batch.model_inputs)
+        values = head.weight if head.logits is None else head.logits
+        assert values is not None
+        precise.append(values.dtype == torch.float32 and head.autocast is None)
+        logps = head.logprobs(batch.targets)[0].flatten()
         return logps[-len(ROW) : -1]  # only those that predict tokens of ROW from tokens of ROW
 
     for module in training:

@@ -10,6 +10,7 @@ import json
 import logging
 import secrets
 import shutil
+import typing
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,41 +29,27 @@ from gac.models.pretrained import base_folder
 from gac.parallel import collectives
 from gac.parallel.collectives import gather, rank, run_on_all_ranks
 from gac.rewards import Reward
+from gac.rollouts.generation import stop_tokens
 from gac.train_config import TrainConfig
 
 logger = logging.getLogger(__name__)
 
 
 FORMAT = 2  # checkpoint format version; incremented when older checkpoints can no longer be resumed
-# keys of TrainConfig, with all their subkeys, that may change on resume: none of them changes which
-# data is trained on, and none but optim.lr the mathematics of a step
 MICRO = ("micro_batch_size", "max_tokens_per_micro_batch")
-MAY_CHANGE_ON_RESUME = {
-    "out",
-    "run_name",
-    "ignore_input_changes",
-    "steps",
-    "eval",
-    "micro_batch_size",
-    "max_tokens_per_micro_batch",
-    "checkpoint_every",
-    "keep_checkpoints",
-    "report_to",
-    "project",
-    "export",
-    "guards",
-    "parallel",
-    "model.gradient_checkpointing",
-    "optim.lr",
-    "rollouts.engine",
-    "rollouts.generation_batch_size",
-    "rollouts.generation_batch_tokens",
-    "rollouts.paged",
-    "rollouts.vllm",
-    "rollouts.log_samples_every",
-    "rollouts.log_sample_prompts",
-    "rollouts.print_samples",
-}
+
+
+def changeable(cls: Any, prefix: str = "") -> Iterator[str]:
+    """The keys of the dataclass `cls`, with all their subkeys, that may change on resume."""
+    for name, hint in typing.get_type_hints(cls).items():
+        field = cls.__dataclass_fields__[name]
+        if field.metadata.get("may_change"):
+            yield f"{prefix}{name}"
+        elif dataclasses.is_dataclass(hint):
+            yield from changeable(hint, f"{prefix}{name}.")
+
+
+MAY_CHANGE_ON_RESUME = {*changeable(TrainConfig)}
 
 
 def find_checkpoint(config: TrainConfig, resume: bool) -> tuple[TrainConfig, Path | None]:
@@ -193,8 +180,7 @@ def check_tokens(
 ) -> None:
     """Raise ConfigError if a token of the data is not in the model's vocabulary."""
     size = _text_config(config).vocab_size
-    special = [tokenizer.eos_token_id, tokenizer.pad_token_id]
-    largest = max(special)
+    largest = max(*stop_tokens(tokenizer), tokenizer.pad_token_id)
     for example in examples:
         largest = max(largest, *example.prompt, *(example.demo or ()))
     if largest >= size:

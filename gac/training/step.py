@@ -109,8 +109,8 @@ class Measured:
     """Input of the signal source, if `StepNeeds.signals` is set."""
     sources: tuple[str, ...] | None = None
     """The source of each entry of `moments.demo_nll`, if `StepNeeds.sources` is set."""
-    filter: Mapping[str, float] = field(default_factory=dict)
-    """What the gradient filter did: mean `kept_columns` and `dropped_mass`; {} without one."""
+    columns: Mapping[str, float] = field(default_factory=dict)
+    """Further columns of metrics.jsonl."""
 
     @property
     def non_finite(self) -> bool:
@@ -145,8 +145,10 @@ def observe(
         None means "not measured".
     """
     counts, rewards, moments, losses = step.counts, step.rewards, measured.moments, measured.losses
-    scalars = torch.stack([moments.kl, moments.entropy, moments.clip_fraction])
-    kl, entropy, clip_fraction = scalars.tolist()  # one device-to-host copy
+    scalars = torch.stack(
+        [moments.kl, moments.entropy, moments.totals[5] / moments.totals[1], moments.clip_fraction]
+    )
+    kl, entropy, demo_entropy, clip_fraction = scalars.tolist()  # one device-to-host copy
     kl = kl if measured.kl is None else measured.kl
     row: dict[str, Any] = {
         "step": step.number + 1,
@@ -161,6 +163,7 @@ def observe(
         "demo_loss": losses.demo if counts.demos else None,
         "reward_mean": rewards.mean,
         "entropy": entropy,
+        "demo_entropy": demo_entropy,
         "clip_fraction": clip_fraction if counts.rollouts else None,
         "completions/mean_length": counts.rollout_tokens / counts.rollouts
         if counts.rollouts
@@ -168,7 +171,7 @@ def observe(
         "grad_norm": update.norm,
         "tokens": int(counts.tokens),
         "lr": update.lr,
-        **measured.filter,
+        **measured.columns,
     }
     sources = measured.sources
     if sources is not None:

@@ -86,7 +86,7 @@ NUMBERS = [
     (RolloutConfig, ABOVE_ZERO_TO_ONE, "top_p"),
     (vllm, ABOVE_ZERO, "timeout"),
     (LoraConfig, BELOW_ONE, "dropout"),
-    (EvalTask, ABOVE_ZERO_TO_ONE, "top_p"),
+    (lambda top_p: EvalTask(top_p=top_p, temperature=1), ABOVE_ZERO_TO_ONE, "top_p"),
     (EvalTask, AT_LEAST_ZERO, "temperature"),
     (ParallelConfig, ABOVE_ZERO, "timeout"),
     (
@@ -161,7 +161,8 @@ COUNTS = [
         "num_prompts num_generations max_completion_length num_iterations generation_batch_size",
     ),
     (TrainConfig, 1, "steps demo_batch_size checkpoint_every keep_checkpoints"),
-    (TrainConfig, 1, "micro_batch_size max_tokens_per_micro_batch kl_sample_size"),
+    (TrainConfig, 1, "micro_batch_size max_tokens_per_micro_batch"),
+    (lambda **fields: TrainConfig(monitor_kl_every=1, **fields), 1, "kl_sample_size"),
     (ParallelConfig, 1, "replicas"),
     (PagedConfig, 1, "max_batch_tokens num_blocks"),
     (PagedConfig, 4, "block_size"),

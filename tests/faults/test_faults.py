@@ -202,6 +202,19 @@ def test_too_many_broken_steps_stop_the_run_with_the_last_good_weights(task, tmp
     assert replay(tmp_path / "replay" / "step-00000001")["culprits"]
 
 
+def test_one_process_replays_the_teacher_of_every_rank(task, tmp_path):
+    """The rows of rank 1 are numbered after those of rank 0, also in the teacher's log-probs."""
+    guards = {"skip_above_norm": 1e-9}
+    config = faulty_config(task, tmp_path, "normal", steps=1, method="sdar", guards=guards)
+    ranks.run(train, config, ranks=2)
+    (path,) = (tmp_path / "replay").iterdir()
+    replayed = replay(path)
+    recorded, recomputed = replayed["recorded"], replayed["recomputed"]
+    assert recorded["rollout_loss"] != 0
+    for name in ("grad_norm", "rollout_loss", "demo_loss"):
+        assert recomputed[name] == pytest.approx(recorded[name], rel=1e-5)
+
+
 @pytest.mark.parametrize("method", ["gac", "moco"])
 def test_ranks_agree_on_a_broken_step_and_one_process_replays_it(task, tmp_path, method):
     """Covers moving averages too, which are stored under single-process parameter names."""

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from gac.integrations import hf_trainer
 from gac.methods import DEFAULT, METHODS
 from gac_kernels import LossSpec
 from tests.integrations.stand_ins import modules
@@ -165,39 +166,37 @@ def test_demonstrations_that_cannot_be_used(swift: Any) -> None:
         trainer._demonstration(4)
 
 
-def test_the_demonstration_loss(swift: Any) -> None:
+def test_the_demonstration_loss(swift: Any, monkeypatch: Any) -> None:
     """Of three rows over two ranks: two on the first, one on the second, then none."""
     for rank, expected in (
         (0, [[4, 5, -100, -100], [3, 4, -100, -100]]),
         (1, [[8, -100]]),
     ):
         trainer = make(swift, rank=rank, ranks=2)
-        trainer.mixer = SimpleNamespace(spec=LossSpec(), observe=[].append)
+        trainer.mixer = SimpleNamespace(spec=LossSpec(), observe=[].append, sketch=None)
         trainer._step_demos, trainer._micro_batch = ROWS[:3], 0
         seen: dict[str, Any] = {}
 
-        def model(seen: dict[str, Any] = seen, **inputs: Any) -> Any:
-            seen.update(inputs)
-            return SimpleNamespace(loss="the loss", moments="moments")
+        def run_head(model: Any, seen: dict[str, Any] = seen, **inputs: Any) -> Any:
+            def loss(*batch: Any, **options: Any) -> Any:
+                seen.update(batch=batch, options=options)
+                return SimpleNamespace(loss="the loss", moments="moments")
 
-        assert trainer._demo_loss(model) == "the loss"
-        targets, spec, norm = seen.pop("request").args
-        assert targets.tolist() == expected and (spec, norm) == (LossSpec(), 5 / 2)
-        assert set(seen) == {"input_ids", "attention_mask"}
+            seen.update(inputs=set(inputs))
+            return SimpleNamespace(loss=loss, hidden=None)
+
+        monkeypatch.setattr(hf_trainer, "run_head", run_head)
+        assert trainer._demo_loss(None) == "the loss"
+        targets, advantages, is_demo = seen["batch"]
+        assert targets.tolist() == expected and advantages.tolist() == [1] * len(targets)
+        assert is_demo.tolist() == [True] * len(targets)
+        wanted = {"mu": 1.0, "spec": LossSpec(), "demo_norm": 5 / 2, "sketch": None}
+        assert seen["options"] == wanted
+        assert seen["inputs"] == {"input_ids", "attention_mask"}
         assert trainer.mixer.observe.__self__ == ["moments"]
         trainer._micro_batch = 2
-        assert trainer._demo_loss(model).item() == 0 and len(trainer.mixer.observe.__self__) == 1
+        assert trainer._demo_loss(None).item() == 0 and len(trainer.mixer.observe.__self__) == 1
         trainer._step_demos, trainer._micro_batch = ROWS[:1], 0
-        trainer._demo_loss(model)  # sharded weights need the second rank, which has no row
-        targets = seen["request"].args[0]
+        trainer._demo_loss(None)  # sharded weights need the second rank, which has no row
+        targets = seen["batch"][0]
         assert targets.tolist() == [[4, 5, -100, -100] if rank == 0 else [-100] * 4]
-
-
-def test_the_term_of_the_demonstrations(swift: Any) -> None:
-    calls: list[Any] = []
-    head = SimpleNamespace(loss=lambda *args, **options: calls.append((args, options)) or "out")
-    assert swift._score(torch.zeros(2, 3), "spec", 2.5, head) == "out"
-    (((targets, advantages, is_demo), options),) = calls
-    assert targets.shape == (2, 3) and advantages.tolist() == [1, 1]
-    assert is_demo.tolist() == [True, True]
-    assert options == {"mu": 1.0, "spec": "spec", "demo_norm": 2.5}

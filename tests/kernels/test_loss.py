@@ -333,6 +333,17 @@ def test_extreme_ratios_are_clamped(gap: float, advantage: float, backend: str) 
 
 
 @each_backend
+@pytest.mark.parametrize("gap", [39.0, 41.0])
+def test_a_clamped_ratio_weighs_the_kl_like_a_constant(gap: float, backend: str) -> None:
+    require_backend(backend)
+    logits, batch, keywords = unlikely_token(old=gap, ref=2.0)
+    keywords["spec"] = LossSpec(kl_coef=0.1, use_bias_correction_kl=True)
+    _, truth = loss_and_logits_grad(logits, batch, keywords, "reference")
+    _, grad = loss_and_logits_grad(logits.float(), batch, keywords, backend)
+    torch.testing.assert_close(grad.double(), truth, rtol=1e-4, atol=1e-2)
+
+
+@each_backend
 @pytest.mark.parametrize("coefficient", [0.1, 0.0])
 def test_a_k3_overflow_makes_loss_and_gradient_non_finite(coefficient: float, backend: str) -> None:
     """But not if the KL is only reported."""

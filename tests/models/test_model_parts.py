@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from gac.demo.task import make_tokenizer
 from gac.errors import ConfigError
-from gac.models import head, pretrained, row_attention
+from gac.models import head, pretrained
 from gac.models.causal_lm import (
     _disable_noise,
     _training_config,
@@ -24,18 +24,12 @@ from gac.models.causal_lm import (
     load_meta_model,
     load_model,
     load_tokenizer,
-    stop_tokens,
 )
 from gac.models.config import LoraConfig, ModelConfig
 from gac.models.head import Head
-from gac.models.pretrained import (
-    base_folder,
-    check_files,
-    check_source,
-    lazy_tensors,
-    one_line_errors,
-    read_model,
-)
+from gac.models.pretrained import base_folder, lazy_tensors, read_model
+from gac.models.source import check_files, check_source, one_line_errors
+from gac.rollouts.generation import stop_tokens
 from gac_kernels import LossSpec
 
 TINY = {
@@ -48,37 +42,22 @@ TINY = {
 }
 
 
-def test_packed_heads_keep_their_parts_in_place() -> None:
-    hidden, weight, bias = torch.zeros(2, 3, 4), torch.zeros(7, 4), torch.zeros(7)
-    packed = Head(hidden, weight, bias).packed()
-    assert packed.hidden.shape == (6, 4) and packed.logits is None
-    assert packed.weight is weight and packed.bias is bias
-    packed = Head(None, logits=torch.zeros(2, 3, 7), scaling=(2.0, 3.0)).packed()
-    assert packed.logits.shape == (6, 7) and packed.hidden is None and packed.bias is None
-    assert packed.scaling == (2.0, 3.0)
-
-
 def test_a_head_and_its_logits_give_the_same_loss_and_logprobs() -> None:
     generator = torch.Generator().manual_seed(0)
     hidden, weight, bias = (torch.randn(s, generator=generator) for s in ((2, 3, 4), (7, 4), (7,)))
     plain = Head(hidden, weight.requires_grad_(), bias, scaling=(2.0, 3.0))
-    copy = plain.detached()
-    assert copy.scaling == (2.0, 3.0) and not copy.weight.requires_grad
-    for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
-        copied = getattr(copy, name)
-        assert torch.equal(copied, tensor) and copied.data_ptr() != tensor.data_ptr()
     logits = 3 * torch.tanh(2 * (hidden @ weight.T + bias) / 3)
     assert torch.equal(logits, plain.scaled(hidden @ weight.T + bias))
     targets = torch.tensor([[1, 2, -100], [6, 0, 3]])
     batch = (targets, torch.tensor([1.0, -0.5]), torch.tensor([False, True]))
-    for full in (Head(None, logits=logits), Head(None, logits=logits).detached()):
-        torch.testing.assert_close(
-            full.logprobs(targets, temperature=0.7), plain.logprobs(targets, temperature=0.7)
-        )
-        assert torch.equal(full.logprobs(targets)[0], full.logprobs(targets, temperature=1.0)[0])
-        warm = {"mu": 0.5, "spec": LossSpec(temperature=0.7)}
-        losses = (h.loss(*batch, **warm).loss for h in (full, plain))
-        torch.testing.assert_close(*losses)
+    full = Head(None, logits=logits)
+    torch.testing.assert_close(
+        full.logprobs(targets, temperature=0.7), plain.logprobs(targets, temperature=0.7)
+    )
+    assert torch.equal(full.logprobs(targets)[0], full.logprobs(targets, temperature=1.0)[0])
+    warm = {"mu": 0.5, "spec": LossSpec(temperature=0.7)}
+    losses = (h.loss(*batch, **warm).loss for h in (full, plain))
+    torch.testing.assert_close(*losses)
 
 
 def test_the_gradient_of_logits_takes_their_place() -> None:
@@ -97,7 +76,7 @@ def test_the_forward_of_a_loss_keeps_no_cache(plain) -> None:
     used: list = []
     model.model.register_forward_hook(lambda *a: used.append(a[-1].past_key_values))
     ids = torch.tensor([[3, 4]])
-    parts = model(ids, request=lambda found: found)
+    parts = head.run_head(model, input_ids=ids)
     assert (parts.hidden is None, parts.logits is None) == (not plain, plain)
     assert used == [None] and model(input_ids=ids).past_key_values is not None
 
@@ -276,24 +255,24 @@ def test_loading_errors_of_transformers_become_one_line(error, text) -> None:
 def test_row_attention_is_restored_after_a_plain_block() -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **TINY))
     for enabled in (False, True):
-        assert not enabled or row_attention.enable(model)
+        assert not enabled or head.enable_row_attention(model)
         before = model.config._attn_implementation
-        with row_attention.plain(model):
+        with head.without_row_attention(model):
             assert model.config._attn_implementation == "sdpa"
         assert model.config._attn_implementation == before
-        assert (before == row_attention.NAME) == enabled
+        assert (before == head.ROW_ATTENTION) == enabled
 
 
 def test_errors_in_a_forward_leave_no_traces() -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **TINY))
-    assert head.attach_head(model) and row_attention.enable(model)
+    assert head.attach_head(model) and head.enable_row_attention(model)
     bounds = {"cu_seq_lens_q": torch.tensor([0, 1]), "attention_mask": None}
     with pytest.raises(IndexError):
-        model(input_ids=torch.tensor([[TINY["vocab_size"]]]), **bounds, request=lambda _: None)
-    with pytest.raises(KeyError), row_attention.plain(model):
+        head.run_head(model, input_ids=torch.tensor([[TINY["vocab_size"]]]), **bounds)
+    with pytest.raises(KeyError), head.without_row_attention(model):
         raise KeyError
-    assert model.config._attn_implementation == row_attention.NAME
-    assert head._in_head.get() is None and not row_attention._unmasked.get()
+    assert model.config._attn_implementation == head.ROW_ATTENTION
+    assert not head._recording.get() and not head._unmasked.get()
 
 
 @pytest.mark.parametrize(
@@ -302,14 +281,14 @@ def test_errors_in_a_forward_leave_no_traces() -> None:
         ("layer_types", ["full_attention", "chunked_attention"]),
         ("attention_chunk_size", 4),
         ("_attn_implementation", "eager"),
-        ("_attn_implementation", row_attention.NAME),
+        ("_attn_implementation", head.ROW_ATTENTION),
     ],
 )
 def test_row_attention_is_not_enabled_for_other_kinds_of_attention(name, value) -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **TINY))
     setattr(model.config, name, value)
     before = model.config._attn_implementation
-    assert not row_attention.enable(model)
+    assert not head.enable_row_attention(model)
     assert model.config._attn_implementation == before
 
 

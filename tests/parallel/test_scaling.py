@@ -6,21 +6,52 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from gac.methods import Mix
 from gac.parallel import setup
 from gac.parallel.config import ParallelConfig
 from gac.parallel.setup import prepare
+from gac.training.trainer import Trainer
 from gac_kernels import TokenMoments
 from tests import ranks
 from tests.parallel.test_distributed import FSDP, config
-from tests.parallel.test_sharding import Traffic, traffic
 from tests.tiny import write_tiny
 from tools import scaling
 from tools.scaling import MODELS, Shape
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md"
 TINY = Shape(vocabulary=18, hidden=32, layers=2, intermediate=48, heads=4, kv_heads=2, tied=True)
+
+
+class Traffic(TorchDispatchMode):
+    """Counts the elements of each kind of collective, measured on its unsharded tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements: dict[str, list[int]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            tensors = [x for x in torch.utils._pytree.tree_leaves(args) if torch.is_tensor(x)]
+            kind = func._schema.name.removeprefix("c10d::").strip("_").removesuffix("_base")
+            self.elements.setdefault(kind, []).append(max((x.numel() for x in tensors), default=0))
+        return func(*args, **(kwargs or {}))
+
+
+def traffic(run_config):
+    """Collectives of the gradient of a batch of demonstrations, and the sizes of the FSDP units."""
+    trainer = Trainer(run_config)
+    step = trainer._assemble(trainer.feed.demo_rows(0), Mix(1.0))
+    trainer.gradients(step)  # the first call installs hooks
+    trainer.optimizer.zero_grad()
+    setup.reshard(trainer.model)
+    with Traffic() as collectives:
+        trainer.gradients(step)
+    layers = [sum(p.numel() for p in m.parameters()) for m in trainer.model.model.layers]
+    total = sum(p.numel() for p in trainer.model.parameters())
+    return collectives.elements, layers, total - sum(layers)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -44,7 +75,9 @@ def test_parameter_counts_match_the_real_model(name):
 @pytest.mark.dist
 @pytest.mark.parametrize("defer", [False, True])
 def test_traffic_of_a_real_run(tmp_path, defer):
-    """Two micro-batches per rank; FSDP pads each parameter so that every rank holds whole rows."""
+    """Two micro-batches per rank: each gathers the head once, and each layer twice, for the forward
+    and for the backward. FSDP pads each parameter so that every rank holds whole rows.
+    """
     (tmp_path / "task").mkdir()
     task = write_tiny(tmp_path / "task")
     run_config = config(
@@ -66,8 +99,6 @@ def test_traffic_of_a_real_run(tmp_path, defer):
 
 def state_bytes(run_config):
     """Bytes of weights, optimizer moments and reference that a rank holds after a step."""
-    from gac.training.trainer import Trainer
-
     trainer = Trainer(run_config)
     trainer._train_step()
     setup.reshard(trainer.model)

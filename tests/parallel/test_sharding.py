@@ -1,4 +1,4 @@
-"""FSDP2 with the fused loss: one gather of the head, no stale weights, the same samples."""
+"""FSDP2 with the fused loss: no stale weights, the same samples."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gac.methods import Mix
 from gac.parallel import setup
@@ -21,56 +20,6 @@ from tests.parallel.test_distributed import FSDP, config, fixed_responses, full_
 from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.dist
-
-
-class Traffic(TorchDispatchMode):
-    """Counts the elements of each kind of collective, measured on its unsharded tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements: dict[str, list[int]] = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d":
-            tensors = [x for x in torch.utils._pytree.tree_leaves(args) if torch.is_tensor(x)]
-            kind = func._schema.name.removeprefix("c10d::").strip("_").removesuffix("_base")
-            self.elements.setdefault(kind, []).append(max((x.numel() for x in tensors), default=0))
-        return func(*args, **(kwargs or {}))
-
-
-def traffic(run_config):
-    """Collectives of the gradient of a batch of demonstrations, and the sizes of the FSDP units."""
-    trainer = Trainer(run_config)
-    step = trainer._assemble(trainer.feed.demo_rows(0), Mix(1.0))
-    trainer.gradients(step)  # the first call installs hooks
-    trainer.optimizer.zero_grad()
-    setup.reshard(trainer.model)
-    with Traffic() as collectives:
-        trainer.gradients(step)
-    layers = [sum(p.numel() for p in m.parameters()) for m in trainer.model.model.layers]
-    total = sum(p.numel() for p in trainer.model.parameters())
-    return collectives.elements, layers, total - sum(layers)
-
-
-@pytest.mark.parametrize("defer", [False, True])
-def test_head_is_gathered_once_per_micro_batch(task, tmp_path, defer):
-    run_config = config(
-        task,
-        tmp_path,
-        loss={},
-        method={"name": "sft"},
-        demo_batch_size=12,
-        micro_batch_size=3,
-        parallel={**FSDP, "defer_reduce": defer},
-    )
-    (elements, layers, root), _ = ranks.run(traffic, run_config, ranks=2)
-    gathers, reductions = elements["allgather"], elements["reduce_scatter"]
-    large = [n for n in gathers if n > 100]  # the small ones agree on the number of micro-batches
-    root_gathers = [n for n in large if n == pytest.approx(root, rel=0.02)]  # padded to whole rows
-    assert len(root_gathers) == 2  # embedding, norm and head: one gather per micro-batch
-    # each layer: gathered for the forward and again for the backward
-    assert sum(large) == pytest.approx(2 * (root + 2 * sum(layers)), rel=0.02)
-    assert sum(reductions) == pytest.approx((1 if defer else 2) * (root + sum(layers)), rel=0.02)
 
 
 def losses(run_config, reshard):

@@ -93,9 +93,9 @@ PROMPT = 'import math\n\ndef area(r):\n    """The area."""\n'
     ids=["body", "statement after", "definition after", "text in column 0", "whole", "lambda"],
 )
 def test_a_program_without_the_entry_point_continues_the_prompt(program, text):
-    assert assemble({"program": program, "entry_point": "area", "prompt": PROMPT}) == text
+    assert assemble({"text": program, "entry_point": "area", "prompt": PROMPT}) == text
     for whole in ({"entry_point": "area"}, {"prompt": PROMPT}):
-        assert assemble({"program": program} | whole) == program  # nothing to continue
+        assert assemble({"text": program} | whole) == program  # nothing to continue
 
 
 # --- verdicts -------------------------------------------------------------------------------------
@@ -310,15 +310,15 @@ def test_the_judge_gets_the_fields_of_the_row():
     fields = {f"{name}_field": f"my {name}" for name in names}
     row = {"my tests": "assert f(1)", "my entry_point": "f", "answer": "def f(x): return 1"}
     begun = "import os\nimport re as r, gc\nclass g:\n    k = 1\ndef f(x):\n    'Doc.'\n"
-    defined = begun[: begun.index("\ndef f")]
+    defined = ("import os", "import re as r, gc", "class g:\n    k = 1")
     setup = "from os import *\nlimit = 2\nsecret = 3\nif limit: import io\n"
     row["answer"] += "\nlimit"  # the answer reads it
-    needed = "from os import *\nlimit = 2"
+    needed = ("from os import *", "limit = 2")
     for more, setup_sent, context, prompt in (
         ({"my prompt": begun}, begun, defined, begun),
-        ({"my prompt": begun, "my setup": setup}, setup, f"{needed}\n{defined}", begun),
+        ({"my prompt": begun, "my setup": setup}, setup, needed + defined, begun),
         ({"my prompt": "def g(x): pass", "my setup": setup}, setup, needed, ""),
-        ({"my prompt": "def f("}, "", "", ""),
+        ({"my prompt": "def f("}, "", (), ""),
     ):
         passed = RunResult("ended", (True,))
         reward, calls = fake(passed, **fields, timeout=2, memory_mb=99)
@@ -328,11 +328,6 @@ def test_the_judge_gets_the_fields_of_the_row():
     reward, calls = fake(RunResult("ended", (True, False, True)), partial=True)
     assert score(reward, "p", tests=["a", "b", "c"], prompt=begun) == pytest.approx(2 / 3)
     assert calls == [(Program("p"), JudgeSpec(("a", "b", "c"), all=True), 5, 512)]
-
-
-def test_definitions_are_functions_and_classes_at_the_top_level():
-    text = "def f(): \n  def inner(): pass\nasync def g(): pass\nclass C: pass\nx = 1"
-    assert code.definitions_of(text) == {"f", "g", "C"} and code.definitions_of("def") == set()
 
 
 def test_the_reference_runs_once_per_row():

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from gac.rewards import Reward, RewardError
-from gac.rewards.tally import Tally, closing_reward
+from gac.rewards.base import Tally, closing_reward
 from gac.training.trainer import train
 from tests.tiny import metrics, tiny_config
 

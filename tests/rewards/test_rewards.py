@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import logging
@@ -120,11 +121,11 @@ def test_choice_compares_letters_and_checks_the_gold_one():
     assert score(reward, "The answer is (B).", "A") == 0.0
     with pytest.raises(RewardError, match="'8' is not a letter"):
         score(reward, "(B)", "8")
-    with pytest.raises(RewardError, match="gold answer C .* 2 choices"):
+    with pytest.raises(RewardError, match="the answer C is not one of the 2 choices"):
         score(reward, "(B)", "C", choices=["x", "y"])
     other = build_reward({"name": "choice", "choices_field": "options"})
     assert score(other, "The answer is (b).", " (b). ", choices=["x"], options=["x", "y"]) == 1.0
-    with pytest.raises(RewardError, match="gold answer B .* 1 choices"):
+    with pytest.raises(RewardError, match="the answer B is not one of the 1 choices"):
         score(other, "(B)", "B", choices=["x", "y"], options=["x"])
 
 
@@ -185,6 +186,52 @@ def test_row_batch_and_class_callables():
     assert isinstance(build_reward(f"{__name__}:Doubled"), Reward)
 
 
+TOGETHER = threading.Barrier(3, timeout=20)
+ATTEMPTS: list[str] = []
+
+
+def wait_in_thread(completion, example):
+    """Return only when three rows are being scored."""
+    TOGETHER.wait()
+    return len(completion)
+
+
+async def wait_in_loop(completion, example):
+    """The same in an event loop: the last of three rows lets the others go on."""
+    ATTEMPTS.append(completion)
+    while len(ATTEMPTS) % 3:
+        await asyncio.sleep(0)
+    return len(completion)
+
+
+@pytest.mark.parametrize("function", [wait_in_thread, wait_in_loop])
+def test_rows_are_scored_at_once(function):
+    spec = {"name": f"{__name__}:{function.__name__}", "concurrency": 3}
+    completions = ["a", "bb", "ccc", "d", "ee", "fff"]
+    assert build_reward(spec)(completions, [example()] * 6) == [1.0, 2.0, 3.0] * 2
+    with pytest.raises(ValueError, match="concurrency must be a whole number >= 1, got 0"):
+        build_reward({**spec, "concurrency": 0})
+
+
+def fails_once(completion, example):
+    ATTEMPTS.append(completion)
+    if ATTEMPTS.count(completion) == 1:
+        raise OSError("service is busy")
+    return 1.0
+
+
+def never(completion, example):
+    threading.Event().wait()
+
+
+def test_retries_and_the_deadline_of_a_concurrent_reward():
+    ATTEMPTS.clear()
+    assert score(build_reward({"name": f"{__name__}:fails_once", "retries": 1}), "x") == 1.0
+    assert ATTEMPTS == ["x", "x"]
+    with pytest.raises(RewardError, match=r"no result after 0.05 s \(key `deadline`\)"):
+        score(build_reward({"name": f"{__name__}:never", "retries": 0, "deadline": 0.05}), "x")
+
+
 def test_other_numeric_types_become_floats():
     value = score(build_reward(f"{__name__}:odd_values"), "numpy")
     assert value == 2.0 and type(value) is float
@@ -194,6 +241,11 @@ def test_other_numeric_types_become_floats():
 
 UNSCORABLE = {
     "raises": (f"{__name__}:length", "boom", "KeyError: 'no such key'"),
+    "raises in a thread": (
+        {"name": f"{__name__}:length", "concurrency": 2},
+        "boom",
+        "KeyError: 'no such key'",
+    ),
     "raises in a batch": (
         {"name": f"{__name__}:batch_length", "batch": True},
         "boom",
@@ -236,8 +288,9 @@ def test_unscorable_row_raises_with_its_id_and_completion(case):
     [
         f"{__name__}:length",
         {"name": f"{__name__}:batch_length", "batch": True},
+        {"name": f"{__name__}:length", "concurrency": 2},
     ],
-    ids=["row by row", "batch"],
+    ids=["row by row", "batch", "concurrent"],
 )
 def test_on_error_drop_skips_and_counts_only_that_row(spec, caplog):
     reward = build_reward(spec, on_error="drop")

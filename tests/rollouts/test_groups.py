@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+from pathlib import Path
 
 import pytest
 
 from gac.rollouts import sampling
+from gac.training.columns import EVALUATION, METRICS
 from gac.training.trainer import Trainer
-from tests.tiny import metrics, tiny_config, write_tiny
+from tests.tiny import digit_reward, metrics, tiny_config, write_tiny
+from tools.reference_pages import metrics_page
 
 
 @pytest.fixture(scope="module")
@@ -102,3 +106,49 @@ def test_rewards_by_source(task, tmp_path):
         assert row["reward_mean"] == pytest.approx(
             (3 * row["reward_mean/a"] + row["reward_mean/b"]) / 4
         )
+
+
+def whole(completion, example):
+    """1 for about half of the completions."""
+    return float(sum(map(ord, completion)) % 2)
+
+
+def test_terms_of_the_reward_and_solved_prompts(task, tmp_path):
+    terms = [
+        {"reward": "tests.tiny:digit_reward", "weight": 0.5},
+        {"reward": "tests.rollouts.test_groups:whole", "weight": 2.0},
+        {"reward": "tests.rollouts.test_groups:whole", "weight": -0.5},
+    ]
+    rollouts = {"num_generations": 2, "log_sample_prompts": 4, "log_samples_every": 1}
+    rows = run(task, tmp_path, reward={"sum": terms}, rollouts=rollouts)
+    samples = (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
+    for row, line in zip(rows, map(json.loads, samples), strict=True):
+        groups = [[c["reward"] for c in p["completions"]] for p in line["prompts"]]
+        assert row["frac_solved"] == sum(min(group) >= 1 for group in groups) / 4
+        assert row["frac_unsolved"] == sum(max(group) < 1 for group in groups) / 4
+        texts = [c["text"] for p in line["prompts"] for c in p["completions"]]
+        names = ("tests.tiny:digit_reward", *(f"{whole.__module__}:whole-{n}" for n in (1, 2)))
+        for name, reward in zip(names, (digit_reward, whole, whole), strict=True):
+            mean = sum(reward(text, None) for text in texts) / 8
+            assert row[f"reward/{name}"] == pytest.approx(mean)
+    assert len({row["frac_unsolved"] for row in rows}) > 1
+
+
+METHODS_WITH_COLUMNS = [
+    "constant-alarm",
+    "amft",
+    "mgda",
+    {"name": "gac-gated", "update_every": 1},
+]
+
+
+@pytest.mark.parametrize("method", METHODS_WITH_COLUMNS, ids=str)
+def test_every_column_is_documented(task, tmp_path, method):
+    trainer = Trainer(tiny_config(task, tmp_path / "run", method=method, steps=2))
+    trainer.run()
+    for file, columns in (("metrics", METRICS), ("eval", EVALUATION)):
+        known = "|".join(re.sub("[A-Z]{4,}", ".+", re.escape(name)) for name in columns)
+        for line in (tmp_path / "run" / f"{file}.jsonl").read_text().splitlines():
+            assert [name for name in json.loads(line) if not re.fullmatch(known, name)] == []
+    root = Path(__file__).resolve().parents[2]
+    assert (root / "docs" / "metrics.md").read_text() == metrics_page()

@@ -28,7 +28,6 @@ from gac.rollouts.sampling import (
     SignalWatch,
     _prefix,
     is_flat,
-    source_means,
 )
 
 WORDS = make_tokenizer()  # <eos> is 1, "2" is 5
@@ -112,9 +111,13 @@ def test_rollouts_by_hand() -> None:
         Row((9, 8, 5), 1, False, 4.0, 3, switch=1, unit=5),
         Row((10, 3, 3, 3, 1), 2, False, 5.0, 4, switch=2, unit=8),
     ]
-    assert result.rewards == [1.0, 0.0, 0.5, 0.5, 0.25] and result.sources == {"x": (1.25, 3)}
+    assert result.rewards == [1.0, 0.0, 0.5, 0.5, 0.25] and result.means == {
+        "reward_mean/x": (1.25, 3)
+    }
     # the engine took 4 - 1 and 16 - 9 seconds, the reward 36 - 25
-    assert result.stats == SamplingStats(6, 14, 10, 11, groups=2, flat_groups=1, truncated=2)
+    assert result.stats == SamplingStats(
+        6, 14, 10, 11, groups=2, flat_groups=1, unsolved=1, truncated=2
+    )
     assert result.old_logps == result.teacher_logps == result.collected == []
     assert script.calls == [7, "model", ([A.prompt, B.prompt, C.prompt], 2)]
     texts = zip(("1", "34", "2", "52", "00", "6666"), "aabbcc", strict=True)
@@ -194,7 +197,7 @@ def test_stages_by_hand() -> None:
     ]
     assert same(result.rows, expected)
     assert result.rewards == [0.5, 0.2, 0.3, 0.0, 0.75, 0.75, 0.75]
-    assert result.stats[:2] == (9, 18) and result.stats[4:] == (2, 1, 0, 1)
+    assert result.stats[:2] == (9, 18) and result.stats[4:8] == (2, 1, 0, 1)
     assert script.sampler.samples[1]["completions"][1] == {
         "text": "",
         "reward": 0.9,
@@ -241,7 +244,7 @@ def test_frac_reward_zero_std_are_replaced_at_most_twice() -> None:
     )
     assert asked == [2, 1] and result.rewards == [0.25, 0.75, 0.0, 1.0, 0.6, 0.6]
     assert [sample["id"] for sample in script.sampler.samples] == ["d", "b", "f"]
-    assert result.stats[:2] == (12, 24) and result.stats[4:] == (3, 2, 3, 0)
+    assert result.stats[:2] == (12, 24) and result.stats[4:8] == (3, 2, 3, 0)
     assert script.calls[3:] == [([D.prompt, A.prompt], 2), ([B.prompt], 2)]
 
 
@@ -294,14 +297,6 @@ def test_random_prefixes_depend_on_the_step_and_the_prompt() -> None:
 def test_only_responses_of_the_policy_make_a_group() -> None:
     complete, own = Sample((), (7,), (), 0.0, True), Sample((), (), (4,), 1.0, False)
     assert not is_flat([complete, own]) and is_flat([complete, own, own])
-
-
-def test_mean_rewards_of_the_sources_of_all_ranks(monkeypatch) -> None:
-    own, other = {"y": (3.0, 4), "x": (1.0, 2), "none": (0.0, 0)}, {"x": (2.0, 3), "w": (5.0, 5)}
-    monkeypatch.setattr(sampling.collectives, "gather", lambda values: [values, other])
-    means = source_means(own)
-    expected = {"reward_mean/w": 1, "reward_mean/x": 0.6, "reward_mean/y": 0.75}
-    assert list(means.items()) == list(expected.items())
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -26,7 +26,9 @@ def test_columns_of_the_sampling(monkeypatch, ranks: int) -> None:
     """Counts are totals over the ranks; times are means, because the ranks work in parallel."""
     monkeypatch.setattr(sampling, "world_size", lambda: ranks)
     assert set(SamplingStats()) == {0}
-    stats = SamplingStats(6, 24, 2.0, 0.5, groups=4, flat_groups=1, resampled=3, truncated=2)
+    stats = SamplingStats(
+        6, 24, 2.0, 0.5, groups=4, flat_groups=1, solved=2, unsolved=1, resampled=3, truncated=2
+    )
     columns = stats.columns()
     assert columns == {
         "sampled_completions": 6,
@@ -35,6 +37,8 @@ def test_columns_of_the_sampling(monkeypatch, ranks: int) -> None:
         "completions_per_second": 3 * ranks,
         "reward_seconds": 0.5 / ranks,
         "frac_reward_zero_std": 0.25,
+        "frac_solved": 0.5,
+        "frac_unsolved": 0.25,
         "resampled_prompts": 3,
         "completions/clipped_ratio": 1 / 3,
     }
@@ -44,6 +48,8 @@ def test_columns_of_the_sampling(monkeypatch, ranks: int) -> None:
     assert {name for name, value in empty.items() if value is None} == {
         "completions_per_second",
         "frac_reward_zero_std",
+        "frac_solved",
+        "frac_unsolved",
         "completions/clipped_ratio",
     }
 

@@ -296,7 +296,7 @@ VERDICTS: dict[str, Any] = {
         (F, ["f(1)"], {"setup": "return 1"}),
         invalid(
             "the row's setup is not valid Python: SyntaxError: 'return' outside function "
-            "(<setup>, line 1)"
+            "(<setup>, line 1); 'return 1'"
         ),
     ),
     "tests without the program": ((F, ["assert 1", "assert 2"], {}), invalid(UNUSED)),

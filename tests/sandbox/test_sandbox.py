@@ -7,7 +7,6 @@ from __future__ import annotations
 import logging
 import os
 import random
-import resource
 import shutil
 import struct
 import subprocess
@@ -391,12 +390,6 @@ def test_the_server_waits_until_the_next_deadline():
     assert wait(60, -30) == 0  # a negative time would mean without end
     assert wait(stalled=5) is None
     assert _seconds_without_core(-1) == 0  # such as a process that has exited
-
-
-def test_the_uid_of_a_process_that_ended_is_free():
-    server = SimpleNamespace(uids=range(100, 104), uid_of={7: 101, 8: 102, 9: 103}, jobs={})
-    Zygote._ended(server, 8, 0, resource.getrusage(resource.RUSAGE_SELF))
-    assert Zygote._next_uid(server) == 102
 
 
 def test_uids_of_servers_are_unused_and_rarely_the_same():

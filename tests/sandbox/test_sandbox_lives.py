@@ -82,7 +82,7 @@ def test_failed_fork_is_an_error_not_a_score(monkeypatch):
         monkeypatch,
         "from sandbox import zygote\n"
         "def full(self, body): raise OSError(11, 'Resource temporarily unavailable')\n"
-        "import sandbox.probe; sandbox.probe.verify_confinement = lambda *a: None\n"
+        "import sandbox.confine; sandbox.confine.verify_confinement = lambda *a: None\n"
         "zygote.Zygote.fork = full",
     )
     pool = Pool(workers=1)
@@ -105,8 +105,8 @@ def verify_confinement(*a): wire.Channel.__init__ = fail
 
 @pytest.mark.parametrize("patch", [NO_FILTER, NO_JUDGE], ids=["both processes", "the judge"])
 def test_a_child_that_cannot_start_is_an_error_not_a_score(monkeypatch, patch):
-    imports = "from sandbox import zygote, confine, probe, wire\n"
-    patch_server(monkeypatch, f"{imports}{patch}\nprobe.verify_confinement = verify_confinement")
+    imports = "from sandbox import zygote, confine, wire\n"
+    patch_server(monkeypatch, f"{imports}{patch}\nconfine.verify_confinement = verify_confinement")
     pool = Pool(workers=1)
     with pytest.raises(SandboxError, match="exited before reading its input"):
         passes(pool)
@@ -370,7 +370,7 @@ def test_the_sandbox_imports_the_standard_library_only():
         "import sys\nsys.path.append(sys.argv[1])\n"
         "import sandbox.zygote, sandbox.pool\n"
         "outside = {n.split('.')[0] for n in sys.modules} - sys.stdlib_module_names\n"
-        "print(sorted(n for n in outside if n not in ('sandbox', '__main__')))"
+        "print(sorted(n for n in outside if n not in ('sandbox', '__main__', '__mp_main__')))"
     )
     package = str(Path(server.__file__).parent.parent)
     run = subprocess.run(

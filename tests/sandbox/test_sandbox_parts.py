@@ -10,7 +10,6 @@ import logging
 import os
 import resource
 import signal
-import socket
 import sys
 import threading
 import time
@@ -22,32 +21,32 @@ import pytest
 if sys.platform != "linux":
     pytest.skip("the sandbox needs Linux", allow_module_level=True)
 
-from gac.sandbox import confine, event_loop, modules, pool, probe, server, zygote
+from gac.sandbox import confine, pool, server, zygote
 from gac.sandbox.pool import JudgeSpec, Pool, Program, RunResult, SandboxError
+from gac.sandbox.row import compile_row
 from gac.sandbox.server import Layers, Server
 from gac.sandbox.zygote import Job, Zygote
 
 # --- pool -----------------------------------------------------------------------------------------
 
-KILLED, ABORTED = float(signal.SIGKILL), float(signal.SIGABRT)  # wait statuses
+KILLED, ABORTED = int(signal.SIGKILL), int(signal.SIGABRT)  # wait statuses
 
 
 @pytest.mark.parametrize(
     ("ends", "ending"),
     [
-        ({"main": [0, 9]}, "ended"),
-        ({"main": [3 << 8, 9], "helper": [1 << 8, 9]}, "ended"),
-        ({"main": [KILLED, 2.0]}, "timeout"),
-        ({"main": [KILLED, 1.9]}, "crash"),  # killed for its memory, for example
-        ({"main": [ABORTED, 9]}, "crash"),
-        ({"main": [ABORTED, 0], "helper": [KILLED, 2.0]}, "timeout"),
-        ({"main": [KILLED, 9], "helper": [ABORTED, 9]}, "crash"),
-        ({"main": [KILLED, 9], "helper": [0, 0]}, "timeout"),
+        ([[0, 9]], "ended"),
+        ([[3 << 8, 9], [1 << 8, 9]], "ended"),
+        ([[KILLED, 2.0]], "timeout"),
+        ([[KILLED, 1.9]], "crash"),  # killed for its memory, for example
+        ([[ABORTED, 9]], "crash"),
+        ([[ABORTED, 0], [KILLED, 2.0]], "timeout"),
+        ([[0, 0], [KILLED, 9]], "timeout"),
     ],
 )
 def test_the_ending_follows_from_signals_and_cpu_time(ends, ending):
-    assert pool._ending({**ends, "stalled": False}, cpu_seconds=4) == ending
-    assert pool._ending({**ends, "stalled": True}, cpu_seconds=4) == "stalled"
+    assert pool._ending({"ends": ends, "stalled": False}, cpu_seconds=4) == ending
+    assert pool._ending({"ends": ends, "stalled": True}, cpu_seconds=4) == "stalled"
 
 
 SPEC = JudgeSpec(("a", "b"), "s", "e", "r", all=True)
@@ -68,36 +67,26 @@ SPEC = JudgeSpec(("a", "b"), "s", "e", "r", all=True)
     ],
 )
 def test_the_verdict_becomes_a_result(monkeypatch, written, stalled, result):
-    asked = []
-
     def ask(kind, files, *limits):
-        asked.append((kind, *[json.loads(os.pread(file, 999, 0)) for file in files[:2]], *limits))
+        assert (kind, *limits) == ("check", 3, 70)
+        assert json.loads(os.pread(files[0], 999, 0)) == vars(program) | {"context": ["i"]}
+        assert os.pread(files[1], 9999, 0) == compile_row(SPEC)
         os.pwrite(files[2], written.encode(), 0)
-        return {"main": [0, 0.1], "stalled": stalled}
+        return {"ends": [[0, 0.1]], "stalled": stalled}
 
     sandbox = Pool(workers=1)
     monkeypatch.setattr(sandbox, "_ask", ask)
-    assert sandbox.check(Program("p", "i", "t", "f"), SPEC, 3, 70) == result
-    program = {"program": "p", "context": "i", "prompt": "t", "entry_point": "f"}
-    tests = {"tests": ["a", "b"], "setup": "s", "entry_point": "e", "reference": "r", "all": True}
-    tests["returns"] = True
-    assert asked == [("check", program, tests, 3, 70)]
+    program = Program("p", ("i",), "t", "f")
+    assert sandbox.check(program, SPEC, 3, 70) == result
 
 
-def test_a_script_gets_all_its_input_and_a_part_of_its_output_is_read(monkeypatch):
+def test_a_script_gets_all_its_input_and_a_part_of_its_output_is_read():
     stdin = bytes(range(256)) * (65 << 10)  # more than one write
-
-    def ask(kind, files, *limits):
-        assert (kind, *limits) == ("script", 3, 70)
-        assert os.pread(files[1], len(stdin) + 1, 0) == stdin
-        assert [os.lseek(file, 0, os.SEEK_CUR) for file in files] == [0, 0, 0]
-        os.pwrite(files[2], b"12345", 0)
-        return {"main": [7 << 8, 0.1], "stalled": False}
-
+    text = "import sys\ndata = sys.stdin.buffer.read()\nprint(len(data), sum(data))\nexit(7)"
     sandbox = Pool(workers=1)
-    monkeypatch.setattr(sandbox, "_ask", ask)
-    result = sandbox.run(Program("p"), stdin, 3, 70, 4)
-    assert result == RunResult("ended", stdout=b"1234", status=7)
+    result = sandbox.run(Program(text), stdin, 9, 256, 8)
+    assert result == RunResult("ended", stdout=b"17039360", status=7)
+    sandbox.close()
 
 
 def test_memory_is_reserved_for_each_process(monkeypatch):
@@ -122,49 +111,35 @@ def test_the_memory_of_a_container_is_its_limit(monkeypatch):
         assert pool._memory_bytes() == size
 
 
-def test_a_request_is_sent_at_most_three_times(monkeypatch):
+@pytest.mark.parametrize(("kind", "needed"), [("check", 2), ("script", 1)])
+def test_a_request_is_sent_at_most_three_times(monkeypatch, kind, needed):
     pauses, sent, dead = [], [], []
 
     def ask(request, files):
         sent.append(request)
         position = [os.lseek(file, 0, os.SEEK_CUR) for file in files]
         assert (position, os.fstat(files[2]).st_size) == ([0, 0, 0], 0)
-        for file in files[: len(sent)]:  # the second and third time, two files are read
+        for file in files[:read]:
             os.read(file, 1)
         os.write(files[2], b"partial")
-        answers = [None, {"failed": "full"}, {"main": [0, 0], "stalled": False}]
-        return answers[len(sent) - 1]
+        return [None, {"failed": "full"}, {"ends": [], "stalled": False}][len(sent) - 1]
 
     sandbox = Pool(workers=1)
     monkeypatch.setattr(pool, "time", SimpleNamespace(sleep=pauses.append))
     monkeypatch.setattr(sandbox, "_current", lambda: SimpleNamespace(ask=ask))
     monkeypatch.setattr(sandbox, "_discard", dead.append)
-    request = {"kind": "check", "cpu_seconds": 3, "memory_bytes": 7 << 20}
-    with pool._files({}, {}) as files:
-        assert sandbox._try("check", files, 3, 7) == {"main": [0, 0], "stalled": False}
+    request = {"kind": kind, "cpu_seconds": 3, "memory_bytes": 7 << 20}
+    with pool._files(Program(""), b"{}") as files:
+        read = needed
+        assert sandbox._try(kind, files, 3, 7) == {"ends": [], "stalled": False}
     assert sent == [request] * 3 and pauses == [0.2, 0.8] and len(dead) == 1
-
-
-@pytest.mark.parametrize(
-    ("kind", "read", "problem"),
-    [("check", 1, "before reading its input"), ("check", 2, ""), ("script", 1, "")],
-)
-def test_the_processes_must_have_read_their_files(monkeypatch, kind, read, problem):
-    requests = []
-
-    def ask(request, files):
-        requests.append(request)
-        for file in files[:read]:
-            os.read(file, 1)
-        return {"main": [0, 0], "stalled": False}
-
-    sandbox = Pool(workers=1)
-    monkeypatch.setattr(pool, "time", SimpleNamespace(sleep=lambda seconds: None))
-    monkeypatch.setattr(sandbox, "_current", lambda: SimpleNamespace(ask=ask))
-    expected = pytest.raises(SandboxError, match=problem) if problem else contextlib.nullcontext()
-    with pool._files({}, {}) as files, expected:
-        assert sandbox._try(kind, files, 3, 7)
-    assert len(requests) == (3 if problem else 1)
+    sent.clear()
+    with (
+        pool._files(Program(""), b"{}") as files,
+        pytest.raises(SandboxError, match="before reading its input"),
+    ):
+        read = needed - 1  # a process exited before it read its file
+        sandbox._try(kind, files, 3, 7)
 
 
 class FakeServer:
@@ -203,29 +178,6 @@ def test_servers_are_started_replaced_and_stopped(monkeypatch, caplog):
 
 
 # --- the client of a server -----------------------------------------------------------------------
-
-
-def test_a_request_carries_its_limits_and_descriptors():
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    before = len(list(Path("/proc/self/fd").iterdir()))
-    waits = []
-
-    def wait(reader, seconds):
-        message, files, _, _ = socket.recv_fds(theirs, 1 << 16, 8)
-        os.write(files[0], b"reply")
-        waits.append((json.loads(message), os.read(reader, 99), len(files), seconds))
-        for file in files:
-            os.close(file)
-
-    client = SimpleNamespace(_control=ours, _wait=wait)
-    request = {"kind": "check", "cpu_seconds": 3}
-    Server.ask(client, request, [0, 1, 2])
-    limits = {"wall_seconds": 12, "most_seconds": 120}
-    assert waits == [({**request, **limits}, b"reply", 4, 150)]
-    theirs.close()
-    assert Server.ask(client, request, [0, 1, 2]) is None and len(waits) == 1
-    assert len(list(Path("/proc/self/fd").iterdir())) == before - 1
-    ours.close()
 
 
 @pytest.mark.parametrize(
@@ -279,45 +231,32 @@ def test_namespaces_hide_everything_that_is_not_needed(monkeypatch, uid):
 
 
 def test_waiting_for_a_core_extends_a_deadline_up_to_a_limit(monkeypatch):
-    job = Job(0, 4.0, 40.0, main=11, helper=12)
+    job = Job(0, 4.0, 40.0, [12, 11])
     start = job.started
-    assert job.deadline == start + 4 and job.running() == [11, 12]
+    assert job.deadline == start + 4 and job.running() == [12, 11]
     waited = {11: 1.0, 12: 0.5}
     monkeypatch.setattr(zygote, "_seconds_without_core", waited.__getitem__)
     assert not job.overdue(start + 3.9) and job.deadline == start + 4
     assert not job.overdue(start + 5) and job.deadline == start + 5.5
-    job.ends["helper"] = [0, 0.0]
+    job.end(12, 0, 0.0)
     assert job.running() == [11] and job.overdue(start + 5.6)  # 4 + 1
     waited[11] = 100.0
     assert not job.overdue(start + 39) and job.deadline == start + 40
     assert job.overdue(start + 40)
 
 
-def test_a_job_with_too_many_threads_is_killed(monkeypatch):
-    killed, threads = [], {11: 64, 12: 64}
+def test_threads_of_a_shared_uid_are_counted_once_a_second(monkeypatch):
+    counts, killed, now = {1: 40, 2: 3, 7: 64, 8: 65}, [], [1000.0]
+    monkeypatch.setattr(confine, "threads_of", lambda uid: dict(counts) if uid == 5 else {})
+    monkeypatch.setattr(os, "getuid", lambda: 5)
     monkeypatch.setattr(os, "kill", lambda *call: killed.append(call))
-    monkeypatch.setattr(confine, "threads_of", threads.__getitem__)
-    job = Job(0, 4.0, 40.0, main=11, helper=12)
-    job.kill_if_crowded()
-    assert not killed
-    threads[12] = 65
-    job.kill_if_crowded()
-    assert killed == [(11, signal.SIGKILL), (12, signal.SIGKILL)]
-
-
-def test_threads_of_other_processes_are_counted_once_a_second(monkeypatch):
-    tasks, checked = [50], []
-    job = SimpleNamespace(kill_if_crowded=lambda: checked.append(1))
-    monkeypatch.setattr(confine, "tasks_of", lambda uid: tasks[0] * (uid == os.getuid()))
-    monkeypatch.setattr(confine, "threads_of", {7: 3, 8: 4}.__getitem__)
-    now = [1000.0]
     monkeypatch.setattr(zygote, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    state = SimpleNamespace(uids=None, uid_of={7: 0, 8: 0}, jobs={7: job}, counted=(0.0, 0))
-    for now[0], others in ((1000.0, 43), (1000.5, 43), (1001.5, 93)):
-        assert Zygote._next_uid(state) == os.getuid()
+    state = SimpleNamespace(uids=None, uid_of={7: 5, 8: 5}, counted=0.0)
+    for now[0], others in ((1000.0, 43), (1000.5, 43), (1001.5, 143)):
+        assert Zygote._next_uid(state) == 5
         assert Zygote._max_tasks(state) == others + 256 + 3 * 64
-        tasks[0] = 100
-    assert len(checked) == 2
+        counts[1] = 140
+    assert killed == 2 * [(8, signal.SIGKILL)]
     assert Zygote._max_tasks(SimpleNamespace(uids=range(3))) == 64
 
 
@@ -359,28 +298,27 @@ def test_a_solver_does_not_outlive_a_judge_that_cannot_start(monkeypatch):
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-def test_cpu_time_is_that_of_the_program_and_of_the_kernel():
-    job = Job(0, 4.0, 40.0, main=11, helper=12)
-    state = SimpleNamespace(jobs={11: job, 12: job}, uid_of={})
-    usage = SimpleNamespace(ru_utime=1.5, ru_stime=0.25)
-    Zygote._ended(state, 12, 3, usage)
-    Zygote._ended(state, 11, 4, usage)
-    assert job.ends == {"helper": [3, 1.75], "main": [4, 1.75]}
-    assert Zygote._ended(state, 99, 0, usage) is None
+def test_a_job_ends_with_its_last_process(monkeypatch):
+    """A solver that the server kills because it is no longer needed has not crashed."""
+    killed = []
+    monkeypatch.setattr(os, "kill", lambda *call: killed.append(call))
+    job = Job(0, 4.0, 40.0, [12, 11])
+    job.end(11, 0, 1.75)
+    job.end(12, signal.SIGKILL, 3.0)
+    assert killed == [(12, signal.SIGKILL)]
+    assert job.ends == {11: (0, 1.75), 12: (0, 3.0)} and not job.running()
+    job = Job(0, 4.0, 40.0, [12, 11])
+    job.end(11, zygote.SOLVER_ENDED << 8, 1.0)  # the solver's exit, which gives the reason, follows
+    job.end(12, signal.SIGKILL, 5.0)
+    assert job.ends[12] == (signal.SIGKILL, 5.0) and len(killed) == 1
 
 
 def test_what_the_kernel_reports_about_processes(monkeypatch, tmp_path):
     size = int(Path("/proc/self/status").read_text().split("VmSize:")[1].split()[0]) << 10
     assert abs(zygote._address_space() - size) < size / 20
-    assert confine.threads_of(os.getpid()) == len(list(Path("/proc/self/task").iterdir()))
-    assert confine.threads_of(-1) == 0
-    assert str(Path("/proc", str(os.getpid()))) in confine._processes()
-    for name, uid, threads in (("1", 5, 3), ("2", 6, 10), ("3", 5, 4)):
-        (tmp_path / name).mkdir()
-        lines = f"Name:\tx\nUid:\t{uid}\t7\t8\t9\nGid:\t5\t5\nThreads:\t{threads}\nCpus:\t1\n"
-        (tmp_path / name / "status").write_text(lines)
-    monkeypatch.setattr(confine, "_processes", lambda: [str(tmp_path / n) for n in "1234"])
-    assert (confine.tasks_of(5), confine.tasks_of(6), confine.tasks_of(7)) == (7, 10, 0)
+    running = len(list(Path("/proc/self/task").iterdir()))
+    assert confine.threads_of(os.getuid())[os.getpid()] == running
+    assert confine.threads_of(-1) == {}
     monkeypatch.setattr(zygote.Path, "read_text", lambda path: "5 2500000000 7\n")
     assert zygote._seconds_without_core(1) == 2.5
 
@@ -403,23 +341,6 @@ def test_limits_do_not_exceed_the_hard_ones(monkeypatch):
     }
 
 
-@pytest.mark.parametrize(("megabytes", "largest"), [(256, 64 << 20), (4, 2 << 20)])
-def test_threads_get_at_most_a_quarter_of_the_memory(monkeypatch, megabytes, largest):
-    sizes = []
-    monkeypatch.setattr(modules, "_set_stack_size", sizes.append)
-    monkeypatch.setattr(modules, "_largest_stack", [0])
-    modules.limit_stacks(megabytes << 20)
-    assert modules._largest_stack == [largest] and sizes == [2 << 20]
-
-
-def test_the_event_loop_waits_until_it_is_woken():
-    selector = event_loop._NoFiles()
-    selector.wake.set()
-    assert selector.select(None) == [] and not selector.wake.is_set()
-    started = time.monotonic()
-    assert selector.select(0.02) == [] and time.monotonic() - started >= 0.02
-
-
 # --- the probe ------------------------------------------------------------------------------------
 
 
@@ -427,20 +348,20 @@ def refuse():
     raise PermissionError(1, "Operation not permitted")
 
 
+def fork(body):
+    if pid := os.fork():
+        return pid
+    os._exit(body())
+
+
 @pytest.mark.parametrize("working", [4, 5])
 def test_a_probe_needs_attempts_that_work_without_confinement(monkeypatch, working):
     attempts = {f"call {i}": lambda: None for i in range(working)} | {"other": refuse}
-    monkeypatch.setattr(probe, "_ATTEMPTS", attempts)
-
-    def fork(body):
-        if pid := os.fork():
-            return pid
-        os._exit(3)  # dies before it answers
-
+    monkeypatch.setattr(confine, "_ATTEMPTS", attempts)
     names = ", ".join(list(attempts)[:-1])
     message = f"only these calls work: {names}$" if working < 5 else r"\(wait status 768\)"
-    with pytest.raises(OSError, match=message):
-        probe.verify_confinement(fork, lambda *arguments: None)
+    with pytest.raises(OSError, match=message):  # the confined child dies before it answers
+        confine.verify_confinement(fork, lambda *arguments: os._exit(3))
 
 
 def test_the_probe_accepts_refusals_only(monkeypatch):
@@ -459,14 +380,9 @@ def test_the_probe_accepts_refusals_only(monkeypatch):
         assert (len(kept), cpu_seconds, memory_bytes) == (1, 5, 1 << 28)
         confined.set()
 
-    def fork(body):
-        if pid := os.fork():
-            return pid
-        os._exit(body())
-
     attempts = {name: lambda name=name: attempt(name) for name in [*"abcde", "impossible"]}
-    monkeypatch.setattr(probe, "_ATTEMPTS", attempts)
+    monkeypatch.setattr(confine, "_ATTEMPTS", attempts)
     with pytest.raises(OSError, match="does not block b, d$"):
-        probe.verify_confinement(fork, confine_child)
+        confine.verify_confinement(fork, confine_child)
     allowed.clear()
-    probe.verify_confinement(fork, confine_child)
+    confine.verify_confinement(fork, confine_child)

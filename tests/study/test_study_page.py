@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -184,49 +183,3 @@ def test_a_result_of_other_settings_is_refused(tmp_path, change) -> None:
         return
     with pytest.raises(ConfigError, match=f"finished run with a different {next(iter(change))};"):
         runs.result(config)
-
-
-@pytest.mark.parametrize("jobs", [1, 2])
-def test_runs_are_started_in_order_and_reported(tmp_path, monkeypatch, jobs) -> None:
-    """Three runs, of which the second fails; at most `jobs` at a time."""
-    running, most, lines, calls = [], [], [], []
-
-    class Process:
-        def __init__(self, target, args) -> None:
-            assert target is runs._train
-            calls.append(args)
-            self.exitcode = int(args[0]["seed"] == 1)
-
-        @property
-        def sentinel(self):
-            return self
-
-        def start(self) -> None:
-            running.append(self)
-            most.append(len(running))
-
-        def join(self) -> None:
-            running.remove(self)
-
-    monkeypatch.setattr(runs, "PROCESSES", SimpleNamespace(Process=Process))
-    monkeypatch.setattr(runs, "start_server", lambda modules: None)
-    monkeypatch.setattr(runs, "wait", lambda processes: processes[:1])
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    task = write_tiny(tmp_path)
-    configs = [tiny_config(task, tmp_path / f"run-{seed}", seed=seed) for seed in range(3)]
-    (tmp_path / "run-1").mkdir()
-    (tmp_path / "run-1" / "log.txt").write_text("Traceback\nValueError: no rows\n\n")
-    failed = runs.run_all(configs, jobs, log=lines.append)
-    log = tmp_path / "run-1" / "log.txt"
-    assert failed == {str(tmp_path / "run-1"): f"failed: ValueError: no rows; see {log}"}
-    assert max(most) == jobs and not running
-    assert [(plain["seed"], *rest) for plain, *rest in calls] == [
-        (seed, 3, False, False) for seed in range(3)
-    ]
-    assert [line.partition(" (")[2].partition(",")[0] for line in lines] == [
-        f"{done} of 3" for done in (1, 2, 3)
-    ]
-    assert lines[0].startswith(f"{tmp_path}/run-0: done")
-    assert lines[1].startswith(f"{tmp_path}/run-1: failed: ValueError")
-    log.unlink()  # a process that failed before it opened its log
-    assert "its process exited with 1" in runs.run_all(configs, jobs)[str(tmp_path / "run-1")]

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from gac.config import ConfigError
 from gac.errors import DataError
 from gac.models.causal_lm import load_tokenizer
 from gac.parallel import collectives
@@ -224,17 +223,3 @@ def test_the_longest_row_by_hand(task, tmp_path, method, start: int, longest: in
     settings = {"num_prompts": 2, "num_generations": 4, "max_completion_length": 7}
     feed = make_feed(task, method=method, data=data, demo_batch_size=2, rollouts=settings)
     assert (feed.longest_start(), feed.longest_row(7)) == (start, longest)
-
-
-def test_a_batch_budget_is_checked_before_training(task) -> None:
-    rollouts = {
-        "num_prompts": 4,
-        "num_generations": 4,
-        "max_completion_length": 5,
-        "generation_batch_tokens": 30,
-    }
-    config = tiny_config(task, task / "run", rollouts=rollouts)
-    with pytest.raises(
-        ConfigError, match="rollouts.generation_batch_tokens=30: 4 rows that stay together"
-    ):
-        Feed(config, load_tokenizer(config.model), 0, 1).check_budgets(config)

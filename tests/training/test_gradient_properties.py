@@ -52,7 +52,7 @@ LOSSES = st.builds(
 ).map(Loss)
 
 
-@settings(max_examples=25, deadline=20_000)
+@settings(max_examples=20)
 @given(batches(), MICRO, LOSSES, st.randoms())
 def test_order_micro_batches_and_packing_change_nothing(rows, micro, loss, rng) -> None:
     expected = run_step(MODEL, rows, MicroBatches(rows=len(rows)), loss)
@@ -75,7 +75,7 @@ def flat_gradient() -> torch.Tensor:
     return torch.cat([x.flatten() for x in grads]).double()
 
 
-@settings(max_examples=15, deadline=20_000)
+@settings(max_examples=10)
 @given(batches(mixed=False), st.floats(0.25, 4), st.floats(0.1, 0.9))
 def test_the_gradient_is_linear_in_the_advantages_and_the_weights(rows, factor, mu) -> None:
     loss = Loss(LossSpec())
@@ -95,7 +95,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))
 
 
-@settings(max_examples=15, deadline=20_000)
+@settings(max_examples=10)
 @given(batches(mixed=False), st.integers(1, 3), st.floats(0.1, 4), st.floats(0.1, 4))
 def test_gradients_of_the_parts_of_each_term(rows, number, demo_weight, rollout_weight) -> None:
     """Their inner products, weighted sums and moving averages; the bias of phi and of clipping."""

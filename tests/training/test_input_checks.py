@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
-from types import SimpleNamespace
 
 import pytest
 from transformers import AutoConfig
@@ -13,7 +11,6 @@ from gac.config import ConfigError
 from gac.data import Example
 from gac.models.config import ModelConfig
 from gac.rewards import RewardError, build_reward
-from gac.training import startup as input_checks
 from gac.training.startup import check_positions
 from gac.training.trainer import Trainer
 from tests.tiny import tiny_config, write_tiny
@@ -40,11 +37,6 @@ def task(tmp_path_factory):
 def test_invalid_values(task, tmp_path, changes, message):
     with pytest.raises(ConfigError, match=message):
         tiny_config(task, tmp_path, **changes)
-
-
-def test_a_tracker_that_is_not_installed(task, tmp_path):
-    with pytest.raises(ConfigError, match="report_to: 'wandb' is not installed: pip install wandb"):
-        Trainer(tiny_config(task, tmp_path, report_to=["wandb"]))
 
 
 def model_with(task, tmp_path, **changes):
@@ -80,15 +72,6 @@ def test_rows_beyond_learned_positions(tmp_path):
         check_positions(config, 9)
 
 
-def test_the_configuration_of_a_models_text_part(monkeypatch) -> None:
-    """Adapters have the configuration of their base model."""
-    monkeypatch.setattr(input_checks, "base_folder", lambda path: f"base of {path}")
-    text = SimpleNamespace(get_text_config=lambda decoder: ("text", decoder))
-    configs = SimpleNamespace(from_pretrained={"base of a": text}.get)
-    monkeypatch.setattr(input_checks, "AutoConfig", configs)
-    assert input_checks._text_config(ModelConfig(path="a")) == ("text", True)
-
-
 def test_evaluations_need_data_or_tasks(task, tmp_path):
     tasks = {"a": {"data": {"prompts": str(task / "eval.jsonl")}}}
     assert tiny_config(task, tmp_path, eval={"every": 2, "tasks": tasks}).eval.every == 2
@@ -104,7 +87,7 @@ def broken(completion, example):
     return 1 / 0
 
 def slow(completion, example):
-    time.sleep(30)
+    time.sleep(10_000)
 """
 
 
@@ -127,7 +110,5 @@ def test_a_reward_in_a_file(tmp_path, monkeypatch):
 def test_a_reward_that_hangs(tmp_path):
     (tmp_path / "hangs.py").write_text(REWARD)
     reward = build_reward({"name": f"{tmp_path}/hangs.py:slow", "deadline": 0.2})
-    started = time.monotonic()
     with pytest.raises(RewardError, match=r"no result after 0\.2 s .*line 10.*prompt: 'what\?'"):
         reward(["x"], [EXAMPLE])
-    assert time.monotonic() - started < 5

@@ -18,8 +18,8 @@ from transformers.masking_utils import AttentionMaskInterface, flash_attention_m
 from gac.config import ConfigError, load
 from gac.data.rows import MicroBatches, Row, collate, count
 from gac.methods.base import Loss, Mix, StepNeeds
-from gac.models import row_attention
-from gac.models.causal_lm import Head, attach_head
+from gac.models import head
+from gac.models.causal_lm import attach_head, run_head
 from gac.train_config import TrainConfig
 from gac.training.gradients import Forward, Gradients
 from gac.training.policy import _micro_batches, supports_packing
@@ -149,14 +149,14 @@ def test_packed_row_by_row_equals_padded(kind, checkpointing, monkeypatch):
     lengths, rows = [], random_rows(mixed=True)
     padded = run_step(make(kind), rows, MicroBatches(), Loss(LossSpec(kl_coef=0.1)))
     model = make(kind)
-    attend = row_attention.sdpa_attention_forward
+    attend = head.sdpa_attention_forward
 
     def recording_attention(module, query, *rest, **keywords):
         lengths.append(query.shape[2])
         return attend(module, query, *rest, **keywords)
 
-    monkeypatch.setattr(row_attention, "sdpa_attention_forward", recording_attention)
-    if not row_attention.enable(model):
+    monkeypatch.setattr(head, "sdpa_attention_forward", recording_attention)
+    if not head.enable_row_attention(model):
         assert kind == "gemma2"  # only eager attention supports its soft-capped scores
         return
     if checkpointing:
@@ -173,9 +173,9 @@ def test_masks_are_back_after_a_packed_forward():
     padded, packed = collate(rows, 0), collate(rows, 0, packed=True)
     inputs = {k: padded.model_inputs[k] for k in ("input_ids", "attention_mask")}
     expected = model(**inputs).logits
-    assert row_attention.enable(model)
+    assert head.enable_row_attention(model)
     assert torch.equal(model(**inputs).logits, expected)
-    model(**packed.model_inputs, request=lambda h: h.logprobs(packed.targets)[0])
+    run_head(model, **packed.model_inputs).logprobs(packed.targets)
     assert torch.equal(model(**inputs).logits, expected)
 
 
@@ -198,8 +198,8 @@ class Leaky(torch.nn.Module):
         super().__init__()
         self.embedding = torch.nn.Embedding(8, 8)
 
-    def forward(self, input_ids, request, **_):
-        return request(Head(None, logits=0.05 * self.embedding(input_ids).cumsum(1)))
+    def forward(self, input_ids, until_head, **_):
+        return 0.05 * self.embedding(input_ids).cumsum(1), None, None
 
 
 def test_small_leaks_between_rows_are_noticed_in_any_precision():
@@ -228,19 +228,6 @@ def test_log_probs_of_another_engine_reach_the_loss(micro):
 def logps(row: Row, values: torch.Tensor) -> tuple[float, ...]:
     """Log-probs of all response tokens, unknown for a row's first token."""
     return (math.nan,) * (row.loss_tokens - len(values)) + tuple(values.tolist())
-
-
-def test_packing_does_not_change_a_rows_logps():
-    model, rows = make("qwen2").eval(), random_rows()
-    batch = collate(rows, 0, packed=True)
-    logps = model(**batch.model_inputs, request=lambda h: h.logprobs(batch.targets)[0]).flatten()
-    for start, row in zip(batch.starts, rows, strict=True):
-        single = collate([row], 0)
-        targets = single.targets
-        expected = model(**single.model_inputs, request=lambda h, t=targets: h.logprobs(t)[0])
-        scored = row.scored(start)
-        torch.testing.assert_close(logps[scored], expected[0][row.scored(0)], rtol=1e-5, atol=1e-5)
-        assert batch.targets[0][scored].tolist() == list(row.ids[max(row.start, 1) :])
 
 
 def test_model_that_cannot_separate_rows_is_padded_with_a_warning(caplog):
@@ -274,11 +261,6 @@ def test_micro_batches_hold_every_row_once_within_the_budget(packed, unit):
         loads = [sum(len(r.ids) for r in part) for part in parts]
         assert len(parts) == -(-sum(loads) // budget) and max(loads) - min(loads) <= 3
     assert MicroBatches(tokens=budget, packed=packed, unit=unit).split([]) == []
-
-
-def test_row_longer_than_the_budget_is_an_error():
-    with pytest.raises(ValueError, match="max_tokens_per_micro_batch=8: .* 17 tokens.* use 17"):
-        MicroBatches(tokens=8, packed=True).split(random_rows())
 
 
 def test_budget_is_checked_before_training(task, tmp_path):

@@ -84,12 +84,13 @@ def test_the_gsm8k_recipe_trains(tmp_path: Path, monkeypatch) -> None:
         f"model.path={tmp_path / 'model'}",
         "model.random_init=true",
         "reward=tests.tiny:digit_reward",
-        "steps=20",
+        "steps=12",
         "rollouts.num_prompts=2",
         "rollouts.num_generations=4",
         "rollouts.max_completion_length=8",
         "demo_batch_size=4",
         "eval.every=0",
+        "eval.max_completion_length=8",
         "monitor_kl_every=1",
     ]
     config = load(TrainConfig, Path("examples/gsm8k.yaml"), overrides)

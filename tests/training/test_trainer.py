@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import json
 import math
+import tempfile
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gac.data.rows import Batch, Counts, Row, TermPair, collate, count, loss_divisors
 from gac.methods.base import next_mix
 from gac.rollouts.generation import generate
-from gac.rollouts.plan import group_advantages
 from gac.training.trainer import Trainer, train
 from gac_kernels import LossSpec
 from tests.tiny import metrics, tiny_config
@@ -149,33 +155,37 @@ def test_demonstrations_are_scored_at_temperature_one(task, tmp_path):
         assert torch.equal(x, y)
 
 
-def test_interrupted_run_matches_an_uninterrupted_one(task, tmp_path):
-    uninterrupted = train(tiny_config(task, tmp_path / "uninterrupted", steps=6))
-    config = tiny_config(task, tmp_path / "interrupted", steps=6)
-    trainer = Trainer(config)
-    trainer.stop.requested = True  # as if Ctrl-C came during the first step
-    with pytest.raises(KeyboardInterrupt, match="step 1"):
-        trainer.run()
-    train(config)
-    assert metrics(tmp_path / "interrupted") == metrics(uninterrupted)
+REUSED = {"num_prompts": 4, "num_generations": 4, "max_completion_length": 5, "num_iterations": 3}
+RESUMED: dict[str, dict[str, Any]] = {
+    "gate, alarm and sketches": {"method": {"name": "gac-gated-sketch", "update_every": 2}},
+    "moving averages": {"method": "moco"},
+    "collected demonstrations": {"method": {"name": "relift", "buffer": 3}},
+    "reused rollouts": {"rollouts": REUSED},
+}
 
 
-def test_interrupt_waits_until_reused_rollouts_are_used_up(task, tmp_path):
-    rollouts = {
-        "num_prompts": 4,
-        "num_generations": 4,
-        "max_completion_length": 5,
-        "num_iterations": 3,
-    }
-    run = {"steps": 6, "checkpoint_every": 6, "rollouts": rollouts}
-    whole = train(tiny_config(task, tmp_path / "whole", **run))
-    config = tiny_config(task, tmp_path / "cut", **run)
-    trainer = Trainer(config)
-    trainer.stop.requested = True  # as if Ctrl-C came during the first step
-    with pytest.raises(KeyboardInterrupt, match="step 3"):
-        trainer.run()
-    train(config)
-    assert metrics(tmp_path / "cut") == metrics(whole)
+@functools.cache
+def uninterrupted(task: Path, kind: str) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        return metrics(train(tiny_config(task, Path(folder), steps=6, eval={}, **RESUMED[kind])))
+
+
+@settings(max_examples=6)
+@given(st.sampled_from([*RESUMED]), st.integers(1, 5))
+def test_a_run_interrupted_in_any_step_continues_exactly(task, kind, stop):
+    """It stops when reused rollouts are used up."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = tiny_config(task, Path(folder), steps=6, eval={}, **RESUMED[kind])
+        trainer = Trainer(config)
+
+        def interrupt(*_: object) -> None:
+            trainer.stop.requested = trainer.step + 1 >= stop  # as if Ctrl-C came during this step
+
+        trainer.optimizer.register_step_pre_hook(interrupt)
+        end = 3 * math.ceil(stop / 3) if kind == "reused rollouts" else stop
+        with pytest.raises(KeyboardInterrupt, match=f"step {end}") if end < 6 else nullcontext():
+            trainer.run()
+        assert metrics(train(config)) == uninterrupted(task, kind)
 
 
 def test_run_that_its_method_ended_does_not_continue(task, tmp_path):
@@ -263,16 +273,6 @@ def test_collate_scores_response_tokens_only():
 
 def test_row_and_batch_fields_do_not_shadow_tuple_attributes():
     assert not (set(Row._fields) | set(Batch._fields)) & set(dir(tuple))
-
-
-def test_group_advantages():
-    rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.1, 0.1, 0.1, 0.1], [math.nan, 1.0, 0.0, 0.0]])
-    centered = group_advantages(rewards.double(), "centered")
-    assert centered[0].tolist() == [0.5, -0.5, -0.5, 0.5]
-    assert centered[1].tolist() == [0.0] * 4  # exactly 0, so that these rows need no backward pass
-    assert centered[2, 0] == 0 and centered[2, 1:].sum().abs() < 1e-12
-    std = group_advantages(rewards.double(), "std")
-    assert std[0, 0] == pytest.approx(0.5 / (math.sqrt(1 / 3) + 1e-4))
 
 
 def test_generation_ignores_the_models_own_sampling_defaults(task, tmp_path):

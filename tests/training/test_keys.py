@@ -1,0 +1,353 @@
+"""Every key of the configuration changes what a run does, or is refused by name."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+import json
+import os
+import typing
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from gac.config import load
+from gac.data import Order
+from gac.demo.task import make_tokenizer
+from gac.errors import UserError
+from gac.methods import DEFAULT, METHODS
+from gac.models.config import LoraConfig
+from gac.rollouts import Rollout
+from gac.train_config import TrainConfig
+from gac.training.trainer import Trainer
+from gac_kernels import GradientFilter
+from tests.tiny import metrics, write_tiny
+
+HERE = __name__
+FILTER = {"eps": 1, "max_columns": 1, "max_dropped": 1}
+SAMPLED = {"eval.samples": 2, "eval.temperature": 1}
+DATA: dict[str, Any] = {  # of data.* and of eval.data.*
+    "sources": [{"path": "prompts.jsonl", "name": "a"}, {"path": "eval.jsonl", "name": "b"}],
+    "order": f"{HERE}:Backwards",
+    "prompts": "demos.jsonl",
+    "demos": "eval.jsonl",
+    "prompt_field": "other",
+    "answer_field": "other",
+    "answer_pattern": "^(.)",
+    "demo_field": "other",
+    "id_field": "op",
+    "source_field": "op",
+    "choices_field": "options",
+    "where": {"op": "-"},
+    "template": "{prompt}=",
+    "demo_template": "{demo}0",
+    "system": "1",
+    "max_prompt_tokens": 9,
+    "max_demo_tokens": 8,
+    "limit": 3,
+}
+VALUES: dict[str, Any] = {  # of the keys whose type does not suggest another value
+    **{f"data.{key}": value for key, value in DATA.items()},
+    **{f"eval.data.{key}": value for key, value in DATA.items()},
+    "run_name": "other",
+    "model.path": "other",
+    "model.tokenizer": "other",
+    "model.dtype": "bfloat16",
+    "model.attention": "eager",
+    "model.lora": {"rank": 2},
+    "model.lora.target_modules": ["q_proj"],
+    "reward": "exact",
+    "rollouts.stop": [*"0123456789"],
+    "rollouts.generation_batch_tokens": 40,
+    "rollouts.function": f"{HERE}:two_tokens",
+    "rollouts.engine": "paged",
+    "rollouts.vllm.url": "http://127.0.0.1:1",
+    "rollouts.vllm.model": "other",
+    "rollouts.vllm.weights": "nccl",
+    "rollouts.vllm.folder": "other",
+    "rollouts.correction": "token_truncate",
+    "rollouts.scale_rewards": "centered",
+    "rollouts.overlong_tokens": 4,
+    "rollouts.num_iterations": 1,
+    "rollouts.log_samples_every": 0,
+    "rollouts.log_sample_prompts": 1,
+    "loss.dual_clip": 1.01,
+    "loss.kl_estimator": "k1",
+    "loss.demo_weight": "trust",
+    "loss.rollout_reduction": "sum",
+    "loss.demo_reduction": "sum",
+    "loss.policy_loss": "cispo",
+    "loss.sapo_tau": [2.0, 3.0],
+    "loss.importance_sampling_level": "sequence",
+    "loss.correction": "token_mask",
+    "loss.correction_min": 0.9,
+    "loss.gradient_filter": FILTER,
+    "optim.schedule": "constant",
+    "optim.betas": [0.5, 0.5],
+    "max_tokens_per_micro_batch": 40,
+    "eval.reward": "exact",
+    "eval.stop": [*"0123456789"],
+    "eval.split_field": "op",
+    "eval.function": f"{HERE}:two_tokens",
+    "eval.pass_at": [2],
+    "eval.tasks": {"more": {"data": {"prompts": "eval.jsonl"}, "max_completion_length": 2}},
+    "eval.every": 1,
+    "guards.skip_above_norm": 1e-9,
+    "parallel.mode": "fsdp",
+    "report_to": ["tensorboard"],
+    "project": "other",
+    "checkpoint_every": 1,
+    "keep_checkpoints": 1,
+    "guards.patience": 1,
+    "guards.max_saved_steps": 0,
+}
+WITH: dict[str, dict[str, Any]] = {  # other keys that a key needs to have an effect
+    "model.master_weights": {"model.dtype": "bfloat16"},
+    **{f"model.lora.{f.name}": {"model.lora": {"rank": 2}} for f in dataclasses.fields(LoraConfig)},
+    "data.sources": {"data.prompts": None},
+    "data.choices_field": {"data.template": "{prompt}{options}"},
+    "data.chat": {"model.tokenizer": "other"},
+    "data.system": {"model.tokenizer": "other", "data.chat": True},
+    "rollouts.correction": {"rollouts.function": f"{HERE}:echo"},
+    "rollouts.correction_max": {
+        "rollouts.function": f"{HERE}:echo",
+        "rollouts.correction": "token_truncate",
+    },
+    "rollouts.overlong_penalty": {"rollouts.overlong_tokens": 4},
+    **{f"loss.{key}": {"loss.kl_coef": 0.1} for key in ("kl_estimator", "use_bias_correction_kl")},
+    "loss.demo_shape": {"method": {"name": "constant-alarm", "weight": "shaped"}},
+    "loss.sapo_tau": {"loss.policy_loss": "sapo"},
+    "loss.max_tokens": {"loss.rollout_reduction": "constant"},
+    "loss.correction_min": {"rollouts.function": f"{HERE}:echo"},
+    "eval.data.sources": {"eval.data.prompts": None},
+    "eval.data.choices_field": {
+        "eval.data.template": "{prompt}{options}",
+        "model.tokenizer": "other",
+    },
+    "eval.data.chat": {"model.tokenizer": "other"},
+    "eval.data.system": {"model.tokenizer": "other", "eval.data.chat": True},
+    "eval.samples": {"eval.temperature": 1},
+    "eval.top_p": SAMPLED,
+    "eval.pass_at": SAMPLED,
+    "project": {"report_to": ["tensorboard"]},
+}
+SKIPS = {"guards.skip_above_norm": 1e-9}
+IN_RUN: dict[str, dict[str, Any]] = {  # keys that act only if something happens in the run
+    "eval.every": {"rollouts.num_iterations": 1},  # at steps that sample new rollouts
+    "checkpoint_every": {"rollouts.num_iterations": 1},
+    "keep_checkpoints": {"rollouts.num_iterations": 1, "checkpoint_every": 1},
+    "rollouts.dynamic_sampling_retries": {"reward": "exact"},  # all are 0
+    "kl_sample_size": {"monitor_kl_every": 1},
+    "loss.dual_clip": {"rollouts.num_generations": 6},
+    **{
+        f"loss.gradient_filter.{f.name}": {"loss.gradient_filter": FILTER}
+        for f in dataclasses.fields(GradientFilter)
+    },
+    "guards.patience": SKIPS,
+    "guards.max_saved_steps": SKIPS,
+}
+EXCEPTIONS = {  # keys that need not act in this run, and why
+    "out": "a path",
+    "run_name": "the run's name in reports and trackers",
+    "model.gradient_checkpointing": "less memory, equal results",
+    "rollouts.print_samples": "writes to the terminal only",
+    "eval.data.demo_field": "`gac rewards check` reads the reference solutions",
+    "eval.data.id_field": "names rows in errors and in the answers of `gac eval`",
+    "eval.batch": "less memory, equal results",
+    "ignore_input_changes": "acts on resume",
+    "parallel.allow_world_size_change": "acts on resume",
+    "parallel.mode": "acts with several processes",
+    "parallel.timeout": "acts when a process hangs",
+}
+
+
+def reward(completion: str, example: Any) -> float:
+    """Differs between similar completions, and between answers; 0 for half of them."""
+    value = zlib.crc32(f"{completion} {example.answer}".encode()) % 200
+    return max(value - 100, 0) / 100
+
+
+class Backwards(Order):
+    """Rows from the last to the first."""
+
+    def __init__(self, rows: Any, seed: int) -> None:
+        super().__init__(len(rows), seed)
+
+    def _permute(self, epoch: int) -> Any:
+        return sorted(super()._permute(epoch), reverse=True)
+
+
+def echo(prompts: Any, engine: Any) -> list[Rollout]:
+    """The engine's completions, with log-probs that another engine might have given them."""
+    completions = engine.generate([example.prompt for example in prompts])
+    return [
+        Rollout(e.prompt, c, [1] * len(c), [-2.0 - 0.3 * i for i in range(len(c))])
+        for e, c in zip(prompts, completions, strict=True)
+    ]
+
+
+def two_tokens(prompts: Any, engine: Any) -> list[Rollout]:
+    """Completions of two tokens."""
+    completions = engine.generate([e.prompt for e in prompts], max_completion_length=2)
+    return [Rollout(e.prompt, c, [1] * len(c)) for e, c in zip(prompts, completions, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The current folder: two models with weights, and rows with all fields."""
+    folder = write_tiny(tmp_path_factory.mktemp("keys"), prompts=8, demos=8)
+    for name in ("prompts.jsonl", "demos.jsonl", "eval.jsonl"):
+        rows = [json.loads(line) for line in (folder / name).read_text().splitlines()]
+        for i, row in enumerate(rows):
+            row["prompt"] = row["prompt"][: 9 + i % 2]
+            row |= {"solution": row["answer"][: 8 - i % 2], "other": row["prompt"][1:5]}
+            row |= {"options": ["1", "2"], "choices": ["3", "4"]}
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / name).write_text(text)
+    (folder / "other.jsonl").write_text(text)
+    for name in ("init", "other"):
+        config = AutoConfig.from_pretrained(folder / "init")
+        config.num_hidden_layers, config.layer_types = 1, config.layer_types[:1]
+        config.attention_dropout = 0.1
+        config.hidden_size = {"init": 32, "other": 16}[name]
+        torch.manual_seed(1)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
+    tokenizer = make_tokenizer("9876543210+-=.'()")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}+{% endfor %}"
+    tokenizer.save_pretrained(folder / "other")
+    before = Path.cwd()
+    os.chdir(folder)
+    yield folder
+    os.chdir(before)
+
+
+BASE = {
+    "model.path": "init",
+    "data.prompts": "prompts.jsonl",
+    "data.demos": "demos.jsonl",
+    "reward": f"{HERE}:reward",
+    "rollouts.num_prompts": 3,
+    "rollouts.num_generations": 2,
+    "rollouts.max_completion_length": 5,
+    "rollouts.num_iterations": 2,
+    "optim.lr": 0.05,
+    "optim.warmup_steps": 0,
+    "steps": 2,
+    "demo_batch_size": 2,
+    "micro_batch_size": 3,
+    "export": False,
+}
+EVAL = {"eval.data.prompts": "eval.jsonl", "eval.max_completion_length": 5}
+
+
+def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The keys of a configuration and their defaults; those of methods have their own tests."""
+    hints = typing.get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        key, value = f"{prefix}{field.name}", getattr(config, field.name)
+        kinds = typing.get_args(hints[field.name])
+        optional = [kind for kind in kinds if is_dataclass(kind) and type(None) in kinds]
+        if not is_dataclass(value):
+            yield key, value
+        if key != "method" and (optional or is_dataclass(value)):
+            yield from leaves(optional[0]() if optional else value, f"{key}.")
+
+
+def other(key: str, value: Any) -> Any:
+    """A value of the key that differs from the default."""
+    if key in VALUES:
+        return VALUES[key]
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return value + 1
+    return 0.5 * value or 0.5 if isinstance(value, float) else 2
+
+
+OUTCOMES: dict[str, Any] = {}
+
+
+def outcome(keys: Mapping[str, Any]) -> Any:
+    """What a run with these keys did, or its error as text."""
+    text = json.dumps(keys)
+    if text not in OUTCOMES:
+        out = Path("runs") / hashlib.md5(text.encode()).hexdigest()
+        nested: dict[str, Any] = {"out": str(out)}
+        for key, value in keys.items():
+            *parents, last = key.split(".")
+            node = nested
+            for parent in parents:
+                node = node.setdefault(parent, {})
+            node[last] = copy.deepcopy(value)
+        try:
+            trainer = Trainer(load(TrainConfig, nested))
+            trainer.run()
+        except UserError as error:
+            OUTCOMES[text] = str(error)
+        else:
+            weights = [p.tolist() for p in trainer.policy.parameters()]
+            evals = (
+                [
+                    {k: v for k, v in json.loads(line).items() if "second" not in k}
+                    for line in (out / "eval.jsonl").read_text().splitlines()
+                ]
+                if (out / "eval.jsonl").exists()
+                else []
+            )
+            samples = (
+                (out / "samples.jsonl").read_text() if (out / "samples.jsonl").exists() else ""
+            )
+            files = sorted(
+                str(p.relative_to(out)) for p in out.rglob("*") if "tfevents" not in p.name
+            )
+            OUTCOMES[text] = [repr(metrics(out)), repr(weights), evals, samples, files]
+    return OUTCOMES[text]
+
+
+def problem(key: str, keys: Mapping[str, Any], value: Any) -> str | None:
+    """Why the key fails the test if it is added to `keys`; None if it passes."""
+    base, changed = outcome(keys), outcome({**keys, key: value})
+    if isinstance(changed, str):
+        named = key.rpartition(".")[2] in changed or isinstance(base, str)
+        return None if named else f"{key}: the error does not name it: {changed}"
+    return f"{key}={value} has no effect" if changed == base else None
+
+
+KINDS = {  # a representative of each kind of method
+    "constant-alarm": "the default: both terms, fused",
+    "grpo": "rollouts only",
+    "dpo": "pairs from the reference",
+    "luffy": "the demonstration is in its prompt's group",
+    "prefix-rft": "rollouts continue a demonstration; own token loss",
+    "sdar": "a teacher; own token loss with the policy loss",
+    "asft": "demonstrations only; own token loss with the reference's head",
+    "mgda": "several gradients",
+}
+OF_THE_METHOD = "rollouts.", "loss.", "kl_sample_size"  # the other keys are read by no method
+OF_THE_ENGINE = ("engine", "paged", "vllm", "generation_batch", "log_")
+
+
+@pytest.mark.parametrize("method", KINDS)
+def test_every_key_acts_or_is_refused(folder: Path, method: str) -> None:
+    problems = []
+    for key, default in leaves(TrainConfig()):
+        if key in EXCEPTIONS or not (method == DEFAULT or key.startswith(OF_THE_METHOD)):
+            continue
+        if key.startswith("rollouts.") and method != DEFAULT:
+            sampled = METHODS[method]().needs(0).rollouts  # else ignored: a file compares methods
+            if not sampled or key.removeprefix("rollouts.").startswith(OF_THE_ENGINE):
+                continue
+        keys = {"method": method, **BASE, **(EVAL if key.startswith("eval.") else {})}
+        keys |= IN_RUN.get(key, {})
+        problems += [
+            problem(key, {**keys, **needed}, other(key, keys.get(key, default)))
+            for needed in ({}, WITH.get(key, {}))
+        ]
+    assert not [*filter(None, problems)]
