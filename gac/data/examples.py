@@ -338,6 +338,8 @@ def _encode_chunk(
     answers: bool,
 ) -> list[Example]:
     """Render every row as text, then tokenize prompts and demonstrations in one call each."""
+    from gac.models.causal_lm import end_of_turn  # not for checks without a tokenizer
+
     demo_texts = [_demo_text(config, tokenizer, row, required=not answers) for row in rows]
     texts = [_prompt_text(config, tokenizer, row) for row in rows]
     # A chat template adds its own special tokens; a plain prompt gets the tokenizer's (BOS).
@@ -348,11 +350,13 @@ def _encode_chunk(
     }
     prompts = [next(encodings[kind]) for kind in chat]
     present = [text for text in demo_texts if text is not None]
-    if present and tokenizer.eos_token_id is None:
+    ends = {False: tokenizer.eos_token_id, True: end_of_turn(tokenizer)}
+    if present and None in ends.values():
         raise ValueError("the tokenizer has no EOS token, which demonstrations need at their end")
     encoded = iter(_tokenize(tokenizer, present, special=False))
     examples = []
-    for row, text, prompt, demo_text in zip(rows, texts, prompts, demo_texts, strict=True):
+    columns = zip(rows, texts, prompts, demo_texts, chat, strict=True)
+    for row, text, prompt, demo_text, kind in columns:
         if not prompt:
             row.fail(config.prompt_field, f"the tokenizer produces no tokens for {text!r:.60}")
         examples.append(
@@ -361,7 +365,7 @@ def _encode_chunk(
                 prompt=tuple(prompt),
                 prompt_text=text,
                 answer=_answer(config, row, required=answers),
-                demo=None if demo_text is None else (*next(encoded), tokenizer.eos_token_id),
+                demo=None if demo_text is None else (*next(encoded), ends[kind]),
                 extra=dict(row.fields),
                 source=row.text(config.source_field, key="source_field") or ""
                 if config.source_field

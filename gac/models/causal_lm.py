@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from gac.errors import ConfigError, import_extra
@@ -31,6 +31,7 @@ __all__ = [
     "apply_training_options",
     "attach_head",
     "check_head",
+    "end_of_turn",
     "load_meta_model",
     "load_model",
     "load_tokenizer",
@@ -45,7 +46,10 @@ MAMBA = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load the tokenizer; EOS becomes its padding token if it has none."""
+    """Load the tokenizer, with the end tokens of the model's generation config as `model_stops`.
+
+    EOS becomes its padding token if it has none.
+    """
     key, name = check_tokenizer(config)
     with one_line_errors(key, name):
         tokenizer = AutoTokenizer.from_pretrained(name)
@@ -53,6 +57,9 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         raise ConfigError(f"{key}={name!r}: the tokenizer has no EOS token: set its eos_token")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    with contextlib.suppress(OSError):  # a model without a generation config
+        ends = GenerationConfig.from_pretrained(base_folder(config.path)).eos_token_id
+        tokenizer.model_stops = [ends] if isinstance(ends, int) else ends or []
     return tokenizer
 
 
@@ -216,3 +223,18 @@ def _add_lora(model: Any, config: LoraConfig) -> Any:
             f"model.lora.target_modules={targets!r}: {' '.join(str(error).split())[:200]}; use "
             f"{ALL_LINEAR}, or some of {', '.join(sorted(linear))}"
         ) from error
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The token with which the chat template ends the assistant's turn; EOS if there is none."""
+    eos: int = tokenizer.eos_token_id
+    if not getattr(tokenizer, "chat_template", None):
+        return eos
+    turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+    try:
+        text = str(tokenizer.apply_chat_template(turns, tokenize=False))
+    except Exception:  # templates raise errors of their own; `render` reports them
+        return eos
+    _, found, rest = text.rpartition("answer")
+    after = tokenizer(rest, add_special_tokens=False)["input_ids"] if found else []
+    return next((token for token in after if token in tokenizer.all_special_ids), eos)

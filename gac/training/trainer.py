@@ -36,7 +36,7 @@ from gac.parallel.run_lock import run_lock
 from gac.rewards import Tally, build_reward, closing_reward
 from gac.rollouts.engines import Engine
 from gac.rollouts.generation import stop_tokens
-from gac.rollouts.sampling import Rollouts, Sampler, SamplingStats, mean_columns
+from gac.rollouts.sampling import Rollouts, Sampler, SamplingStats
 from gac.train_config import OptimConfig, TrainConfig, loss_of
 from gac.training.export import export_checkpoint
 
@@ -446,7 +446,7 @@ class Trainer:
         fresh = self.rollouts if step.number % self.config.rollouts.num_iterations == 0 else None
         row |= {
             **(fresh.stats if fresh else SamplingStats()).columns(),
-            **(mean_columns(fresh.means) if fresh else {}),
+            **(collectives.mean_columns(fresh.means) if fresh else {}),
             "skipped": self.guard.skipped,
             **self.tally.new_counts(),
             **self.method.report(self.state),
