@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NoReturn
 
 from gac.demo import METHODS as DEMO_METHODS
 from gac.errors import (
@@ -50,6 +50,11 @@ class Parser(argparse.ArgumentParser):
 
     extra_help: Callable[[], str] | None = None
 
+    def error(self, message: str) -> NoReturn:
+        if "unrecognized" in message:
+            message += "; to override a key of a configuration: --set KEY=VALUE"
+        super().error(message)
+
     def format_help(self) -> str:
         return super().format_help() + (f"\n{self.extra_help()}\n" if self.extra_help else "")
 
@@ -84,8 +89,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                     f"gac: the code called sys.exit({stop.code!r}){location(stop)}", file=sys.stderr
                 )
                 return FAILED
-    except KeyboardInterrupt as stop:
-        detail = f": {stop}" if str(stop) else ""
+    except KeyboardInterrupt as stop:  # by the user, or by the user's own code
+        from gac.config.imports import location
+
+        detail = f": {stop}" if str(stop) else location(stop)
         print(f"gac: interrupted{detail}; rerun the command to resume", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # `gac methods | head`
@@ -228,7 +235,7 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
         "export",
         help="export a checkpoint's model as a transformers folder",
         description="Write a folder that transformers' from_pretrained can load, regardless of how "
-        "many processes trained the model. Adapters are merged into the model.",
+        "many processes trained the model.",
     )
     export.add_argument("source", type=Path, metavar="RUN", help="a run directory")
     export.add_argument("out", type=Path, metavar="OUT", help="a new folder")
@@ -238,6 +245,11 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
         metavar="N|best",
         help="checkpoint to export: its step, or 'best' for the highest evaluation accuracy "
         "(default: the last intact checkpoint)",
+    )
+    export.add_argument(
+        "--adapters",
+        action="store_true",
+        help="write only the adapters of model.lora, as peft does (default: merge them)",
     )
     export.set_defaults(run=_export)
 
@@ -265,8 +277,13 @@ def _add_report(commands: argparse._SubParsersAction) -> None:
     report = commands.add_parser(
         "report",
         help="write a report with plots and tables for one or more runs",
-        description="Write report.html (a single file that works offline) and plots/*.png, and "
+        description="Write report.html (a single file that works offline) and plots/, and "
         "print the tables. Runs that differ only in their seed are grouped; runs need not be over.",
+    )
+    report.add_argument(
+        "--watch",
+        action="store_true",
+        help="serve the report on this machine and reload it while the runs go on",
     )
     report.add_argument(
         "runs",
@@ -373,15 +390,15 @@ def _init(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> int:
     from gac.training.check import load_checked
 
-    config, passed = load_checked(options.config, options.set)
-    print("\n".join([*passed, f"steps: {config.steps}", "All checks passed."]))
+    _, passed = load_checked("gac.train_config:TrainConfig", options.config, options.set)
+    print("\n".join([*passed, "All checks passed."]))
     return OK
 
 
 def _train(options: argparse.Namespace) -> int:
     from gac.training.check import load_checked
 
-    config, _ = load_checked(options.config, options.set)
+    config, _ = load_checked("gac.train_config:TrainConfig", options.config, options.set)
     _show_log()
     from gac.training.trainer import train
 
@@ -395,9 +412,10 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _eval(options: argparse.Namespace) -> int:
-    from gac.config import load_early
+    from gac.training.check import load_checked
 
-    config = load_early("gac.evaluation.config", "EvalConfig", options.config, options.set)
+    name = "gac.evaluation.config:EvalConfig"
+    config, _ = load_checked(name, options.config, options.set)
     from gac.evaluation.suite import evaluate_single, run_suite
     from gac.evaluation.table import results_table
 
@@ -414,7 +432,8 @@ def _eval(options: argparse.Namespace) -> int:
 def _export(options: argparse.Namespace) -> int:
     from gac.training.export import export_run
 
-    print(f"{export_run(options.source, options.out, options.step)} -> {options.out}")
+    path = export_run(options.source, options.out, options.step, options.adapters)
+    print(f"{path} -> {options.out}")
     return OK
 
 
@@ -429,6 +448,10 @@ def _report(options: argparse.Namespace) -> int:
     from gac.report import find_folders, results_table, write_report
 
     folders = find_folders(options.runs)
+    if options.watch:
+        from gac.report.watch import serve
+
+        return serve(folders)
     out = options.out or Path(os.path.commonpath([folder.resolve() for folder in folders]))
     page = write_report(folders, writable_folder("--out", out))
     print(f"{results_table(folders)}\n\nReport: {page}")

@@ -10,7 +10,7 @@ import contextlib
 import errno
 import math
 import tempfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -110,6 +110,13 @@ def is_real(value: object) -> bool:
 def is_count(value: object, minimum: int = 0) -> bool:
     """Whether `value` is an integer >= `minimum`; bool does not count."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
+
+
+def require_numbers(owner: object, use: str, valid: Callable[[float], bool], *names: str) -> None:
+    """`require` that each named attribute of `owner` is a finite number that is `valid`."""
+    for name in names:
+        value = getattr(owner, name)
+        require(is_real(value) and valid(value), name, value, use)
 
 
 def finite(name: str, value: SupportsFloat) -> float:

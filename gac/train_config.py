@@ -43,7 +43,9 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         require_one_of(SCHEDULES, self, "schedule")
-        require(self.lr > 0, "lr", self.lr, "a number > 0")
+        require(0 < self.lr <= 1, "lr", self.lr, "a number in (0, 1]")
+        low = self.min_lr_ratio
+        require(0 <= low <= 1, "min_lr_ratio", low, "a number in [0, 1]")
         require_at_least(0, self, "warmup_steps", "weight_decay", "max_grad_norm", "eps")
         valid = all(0 <= beta < 1 for beta in self.betas)
         require(valid, "betas", self.betas, "two numbers in [0, 1)")
@@ -157,6 +159,7 @@ class TrainConfig:
         require_at_least(
             1, self, "micro_batch_size", "max_tokens_per_micro_batch", "kl_sample_size"
         )
+        require_at_least(0, self, "monitor_kl_every")
         require(bool(self.out), "out", self.out, "the name of a folder")
         require(0 <= self.seed < 2**31, "seed", self.seed, "a whole number from 0 to 2**31 - 1")
         low = self.loss.clip_low
@@ -166,6 +169,8 @@ class TrainConfig:
                 f"eval.every={self.eval.every}: there is nothing to evaluate: set "
                 "eval.data.prompts or eval.tasks, or remove eval.every"
             )
+        if not dataclasses.is_dataclass(self.method):
+            raise ValueError("method: a function cannot be a method: use a subclass of Method")
         self._check_effects()
         self._check_groups()
         if self.rollouts.engine == "paged" and self.parallel.mode == "fsdp":

@@ -179,6 +179,8 @@ def scalar(name: str, value: object, like: Tensor, low: float, high: float) -> N
     if isinstance(value, Tensor):
         if value.dim() != 0:
             raise ValueError(f"{name} has shape {list(value.shape)}: use a number or a 0-d tensor")
+        if value.requires_grad:
+            raise ValueError(f"{name} requires a gradient, which the loss has not: detach it")
         same_device(name, value, like, cpu=True)
     elif isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name}={value!r}: use a number or a 0-d tensor")

@@ -4,7 +4,8 @@ After training, most softmax entries are tiny: a few percent of the columns carr
 [M, V] of a chunk's logits. The backward GEMMs run on these columns only. The entries that are left
 out of a row have the same sign, so leaving them out would bias the sum over rows; they are replaced
 by the rank-one tail d q^T, where d [M] are their sums and q [V] is the distribution of their mass
-over the columns. docs/gradient_filter.md has measurements.
+over the columns. For the gradient of the weight, whose tiny rows an optimizer such as Adam scales
+up, they are replaced by those of a sample of rows. docs/gradient_filter.md has measurements.
 
 Notation: M rows of a chunk, V vocabulary size, H hidden size, K columns kept.
 """
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 SAMPLE = 32  # rows that find most exact chunks early; also rows per step of `column_sums`
+SAMPLED = 3 / 8  # of the rows, for what is dropped from the gradient of the weight
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,8 @@ class GradientFilter:
     """A column is kept if one of its entries is larger than eps times the root mean square, over
     the chunk's rows, of the entry at the target. 0: exact."""
     weight: bool = False
-    """Also filter the gradient of the weight. False: it is exact."""
+    """Also filter the gradient of the weight: what is dropped is estimated, without bias, from
+    3/8 of the rows, drawn with PyTorch's default generator. False: it is exact."""
     max_columns: float = 0.5
     """A chunk that keeps a larger share of its columns is computed exactly, in (0, 1]."""
     max_dropped: float = 2**-6
@@ -54,12 +57,13 @@ class FilterReport(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """The part of a chunk's gradient that is multiplied, and the tail d q^T of the rest."""
+    """The part of a chunk's gradient that is multiplied, and sums of the rest."""
 
     columns: torch.Tensor  # int64 [K], ascending
     values: torch.Tensor  # [M, K]
-    rows: torch.Tensor  # [M]: d
-    mass: torch.Tensor  # [V]: q
+    sums: torch.Tensor  # [M]: d
+    mass: torch.Tensor  # [M]: their absolute sums
+    distribution: torch.Tensor  # [V]: q
 
 
 def column_sums(
@@ -83,15 +87,29 @@ def column_sums(
     return hit, columns, sums
 
 
+def sample_factors(mass: torch.Tensor) -> torch.Tensor:
+    """Sample `SAMPLED` of the rows by their `mass` [M]: 1 / probability of a row, 0 if not drawn.
+
+    Rows with so much mass that their probability would be above 1 are certain; the others are drawn
+    by systematic sampling.
+    """
+    mass, order = mass.double().sort(descending=True)
+    left = math.ceil(SAMPLED * len(mass)) - torch.arange(len(mass), device=mass.device)
+    certain = (mass * left >= mass.sum() + mass - mass.cumsum(0)) & (mass > 0)
+    others = mass.masked_fill(certain, 0)
+    share = others / others.sum().clamp(min=torch.finfo(mass.dtype).tiny)
+    probability = torch.where(certain, 1.0, share * (left[0] - certain.sum()))
+    end = probability.cumsum(0) + torch.rand((), dtype=mass.dtype, device=mass.device)
+    drawn = end.floor() > (end - probability).floor()
+    return torch.empty_like(mass).index_copy_(0, order, torch.where(drawn, 1 / probability, 0))
+
+
 class ColumnFilter:
     """Filters the chunks of one call; see `GradientFilter`."""
 
     def __init__(self, settings: GradientFilter, weight: torch.Tensor, backend: Any) -> None:
         self.settings, self.weight = settings, weight
         self.sums = getattr(backend, "column_sums", column_sums)
-        self.tails: list[
-            tuple[torch.Tensor, torch.Tensor]
-        ] = []  # q [V] and d^T rows [H] of each chunk
         self.rows, self.kept = 0, 0.0
         self.dropped = torch.zeros((), device=weight.device)
 
@@ -124,7 +142,7 @@ class ColumnFilter:
         self.dropped = torch.maximum(self.dropped, (dropped / mass).nan_to_num().max().float())
         share[columns] = 0
         share /= share.sum().clamp(min=torch.finfo(share.dtype).tiny)
-        return Kept(columns, values, total - wide.sum(1), share)
+        return Kept(columns, values, total - wide.sum(1), dropped, share)
 
     def report(self) -> torch.Tensor:
         """The fields of `FilterReport`, float32 [2]."""

@@ -8,7 +8,7 @@ Notation: N tokens, V vocabulary size, H hidden size, M rows of a chunk or block
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import projection
 from .contract import IGNORE, LossSpec
-from .filter import ColumnFilter, Kept
+from .filter import ColumnFilter, Kept, sample_factors
 from .inputs import NeedsGrad, Operands, part
 from .projection import Projection, spans
 from .sketch import HeadSketch, RowSketch, Sketcher, per_sequence
@@ -155,16 +155,21 @@ class Head:
         if self.needs.rows:
             d_rows = head.hidden_gradient(grad) if kept is None else self._filtered_rows(kept)
             self._d_hidden.index_copy_(0, index, d_rows.to(self._d_hidden.dtype))
-        filters_weight = self.filter is not None and self.filter.settings.weight
-        if self.needs.weight and kept is not None and filters_weight:
-            self._add_filtered(kept, rows)
-        elif self.needs.weight:
-            first = self._d_weight is None
-            if self._d_weight is None:
-                self._d_weight = self._allocate(single_chunk)
-            projection.multiply(grad.T, rows, self._d_weight, accumulate=not first)
         if self.needs.bias:
             self._d_bias += grad.sum(0, dtype=head.accum_dtype)
+        if self.needs.weight:
+            if kept is not None and self.filter is not None and self.filter.settings.weight:
+                self._add_filtered(kept, rows, grad)
+            else:
+                self._add_weight(rows, grad, single_chunk)
+
+    def _add_weight(self, rows: Tensor, grad: Tensor, single_chunk: bool) -> Tensor:
+        """Add rows [M, H] with the logits' gradient [M, V] to the gradient of the weight."""
+        first = self._d_weight is None
+        if self._d_weight is None:
+            self._d_weight = self._allocate(single_chunk)
+        projection.multiply(grad.T, rows, self._d_weight, accumulate=not first)
+        return self._d_weight
 
     def _filtered_rows(self, kept: Kept) -> Tensor:
         """The gradient [M, H] of a chunk's rows from the columns kept and the tail."""
@@ -173,21 +178,22 @@ class Head:
         out = torch.empty(shape, dtype=head.accum_dtype, device=head.weight.device)
         projection.multiply(kept.values, head.weight.index_select(0, kept.columns), out)
         tail = out.new_empty(1, shape[1])
-        projection.multiply(kept.mass.to(head.gemm_dtype)[None], head.weight, tail)
-        return out.addr_(kept.rows.to(out.dtype), tail[0])
+        projection.multiply(kept.distribution.to(head.gemm_dtype)[None], head.weight, tail)
+        return out.addr_(kept.sums.to(out.dtype), tail[0])
 
-    def _add_filtered(self, kept: Kept, rows: Tensor) -> None:
-        """Add a chunk to the gradient of the weight: the columns kept now, the tail at the end."""
-        head = self.projection
-        if self._d_weight is None:
-            self._d_weight = self._allocate(single_chunk=False).zero_()
-        part = torch.empty(
-            len(kept.columns), rows.shape[1], dtype=head.accum_dtype, device=rows.device
-        )
+    def _add_filtered(self, kept: Kept, rows: Tensor, grad: Tensor) -> None:
+        """Add a chunk to the gradient of the weight; overwrites `grad`.
+
+        The columns kept take part with all rows, the others with a sample of rows.
+        """
+        factors = sample_factors(kept.mass)
+        factors, sampled, grad = compact(factors != 0, factors, rows, grad)
+        grad.index_fill_(1, kept.columns, 0)
+        sampled = sampled * factors[:, None].to(rows.dtype)
+        d_weight = self._add_weight(sampled, grad, single_chunk=False)
+        part = d_weight.new_empty(len(kept.columns), rows.shape[1])
         projection.multiply(kept.values.T, rows, part)
-        self._d_weight.index_add_(0, kept.columns, part)
-        assert self.filter is not None
-        self.filter.tails.append((kept.mass, kept.rows @ rows.to(kept.rows.dtype)))
+        d_weight.index_add_(0, kept.columns, part)
 
     def _allocate(self, single_chunk: bool) -> Tensor:
         """Allocate the weight's gradient [V, H]; float32 or better unless one GEMM rounds it."""
@@ -201,11 +207,6 @@ class Head:
         self.projection.release()  # first: rounding the sums needs memory too
         if self.needs.weight and self._d_weight is None:
             self._d_weight = self._allocate(single_chunk=False).zero_()
-        if self._d_weight is not None and self.filter is not None and self.filter.tails:
-            mass, sums = (
-                torch.stack(x).to(self._d_weight) for x in zip(*self.filter.tails, strict=True)
-            )
-            self._d_weight.addmm_(mass.T, sums)
         d_hidden = self._d_hidden if self.needs.rows else None
         return InputGradients(d_hidden, self._d_weight, self._d_bias if self.needs.bias else None)
 
@@ -240,14 +241,13 @@ def compact(
     return index[kept], rows[kept], grad[:count]
 
 
-def row_stats(op: Operands, more: bool = False) -> Tensor:
-    """Compute logps, entropy and lse, and MORE_OUTPUTS if `more`: [3 or 6, N], 2 N H V FLOPs."""
+def row_stats(op: Operands, more: bool = False) -> Sequence[Tensor]:
+    """Compute logps, entropy and lse, and MORE_OUTPUTS if `more`: [N] each, 2 N H V FLOPs."""
     if op.weight is None:
-        stats = op.backend.row_stats(op.rows, op.targets, op.scaling(), op.softcap, more)
-        return torch.stack(stats)
+        return op.backend.row_stats(op.rows, op.targets, op.scaling(), op.softcap, more)
     live = op.targets != IGNORE
     head = Head(op, NeedsGrad(False, False, False), live)
-    return head_stats(op, head, torch.zeros_like(live), more)[0]
+    return head_stats(op, head, torch.zeros_like(live), more)[0].unbind()
 
 
 def head_stats(
@@ -265,10 +265,12 @@ def head_stats(
     return stats, order, gradient_rows
 
 
-def row_grads(op: Operands, columns: Tensor, needs: NeedsGrad) -> InputGradients:
+def row_grads(op: Operands, columns: Sequence[Tensor], needs: NeedsGrad) -> InputGradients:
     """Compute the gradients of the operands from recomputed logits: 6 N H V FLOPs.
 
-    Rows whose upstream gradients are 0 are skipped. For `columns` see `Head.add_gradients`.
+    Rows whose upstream gradients are 0 are skipped.
+
+    columns: lse, entropy, and the upstream gradients of logps and entropy, [N] each.
     """
     if op.weight is None:
         out = torch.empty(op.rows.shape, dtype=op.rows.dtype, device=op.rows.device)
@@ -276,6 +278,6 @@ def row_grads(op: Operands, columns: Tensor, needs: NeedsGrad) -> InputGradients
         return InputGradients(out, None, None)
     live = op.targets != IGNORE
     head = Head(op, needs, live)
-    order, counts = partition_tokens(live, live & (columns[2:] != 0).any(0))
-    head.add_gradients(op, columns, order, counts)
+    order, counts = partition_tokens(live, live & ((columns[2] != 0) | (columns[3] != 0)))
+    head.add_gradients(op, torch.stack(tuple(columns)), order, counts)
     return head.gradients()

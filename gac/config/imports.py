@@ -70,6 +70,8 @@ def load_object(name: str, where: str) -> Callable[..., Any]:
     """
     end_deferral()  # the user's code may do what stand-ins cannot, such as `import torch.nn`
     module_name, _, attribute = name.rpartition(":")
+    if not module_name:
+        raise ConfigError(f"{where}={name!r}: use package.module:name or path/file.py:name")
     try:
         if module_name.endswith(".py") or "/" in module_name:
             module = _load_file(module_name, where)

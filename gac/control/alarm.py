@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from gac.errors import finite, is_count, is_real, require
+from gac.errors import finite, is_count, require, require_numbers
 
 MAX_SOURCES = 4  # number of other sources whose level is remembered
 SCALE = 1.4  # makes the typical error a standard deviation for normal noise
@@ -126,20 +126,13 @@ class Alarm:
     """
 
     def __post_init__(self) -> None:
-        for name in ("threshold", "min_scale"):
-            value = getattr(self, name)
-            require(is_real(value) and value > 0, name, value, "a number > 0")
-        slack_ok = is_real(self.slack) and self.slack >= 0
-        require(slack_ok, "slack", self.slack, "a number >= 0")
-        clip_ok = is_real(self.clip) and self.clip > self.slack
-        require(clip_ok, "clip", self.clip, f"a number > slack={self.slack!r}")
-        decay_ok = is_real(self.decay) and 0 <= self.decay < 1
-        require(decay_ok, "decay", self.decay, "a number in [0, 1)")
-        require(is_count(self.warmup, 2), "warmup", self.warmup, "an integer >= 2")
-        trim_ok = is_real(self.trim) and 0 <= self.trim < 0.5
-        require(trim_ok, "trim", self.trim, "a number in [0, 0.5)")
-        steps = self.source_steps
-        require(is_count(steps), "source_steps", steps, "an integer >= 0")
+        require_numbers(self, "a number > 0", lambda x: x > 0, "threshold", "min_scale")
+        require_numbers(self, "a number >= 0", lambda x: x >= 0, "slack")
+        require_numbers(self, f"a number > slack={self.slack!r}", lambda x: x > self.slack, "clip")
+        require_numbers(self, "a number in [0, 1)", lambda x: 0 <= x < 1, "decay")
+        require_numbers(self, "an integer >= 2", lambda x: is_count(x, 2), "warmup")
+        require_numbers(self, "a number in [0, 0.5)", lambda x: 0 <= x < 0.5, "trim")
+        require_numbers(self, "an integer >= 0", is_count, "source_steps")
 
     def update(
         self,

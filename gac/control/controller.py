@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from gac.errors import finite, is_count, is_real, numbers, require
+from gac.errors import finite, is_count, is_real, numbers, require, require_numbers, require_one_of
 from gac_kernels.contract import Signals
 
 from .alarm import Alarm, AlarmState
@@ -164,39 +164,34 @@ class ControllerConfig:
     """
 
     def __post_init__(self) -> None:
-        for name in ("ema_decay", "signal_decay", "kl_decay"):
-            value = getattr(self, name)
-            require(is_real(value) and 0 <= value < 1, name, value, "a number in [0, 1)")
-        for name in ("prior_blend", "mu_min", "mu_max", "alpha_min", "alpha_max"):
-            value = getattr(self, name)
-            require(is_real(value) and 0 <= value <= 1, name, value, "a number in [0, 1]")
-        for name in ("max_step", "kl_up", "kl_down", "kl_hysteresis"):
-            value = getattr(self, name)
-            require(is_real(value) and value >= 0, name, value, "a finite number >= 0")
+        decays = "ema_decay", "signal_decay", "kl_decay"
+        shares = "prior_blend", "mu_min", "mu_max", "alpha_min", "alpha_max"
+        gains = "max_step", "kl_up", "kl_down", "kl_hysteresis"
+        require_numbers(self, "a number in [0, 1)", lambda x: 0 <= x < 1, *decays)
+        require_numbers(self, "a number in [0, 1]", lambda x: 0 <= x <= 1, *shares)
+        require_numbers(self, "a finite number >= 0", lambda x: x >= 0, *gains)
         for part in ("mu", "alpha"):
             low, high = getattr(self, f"{part}_min"), getattr(self, f"{part}_max")
             init = getattr(self, f"{part}_init")
             require(low <= high, f"{part}_min", low, f"a number <= {part}_max={high!r}")
             inside = is_real(init) and low <= init <= high
             require(inside, f"{part}_init", init, f"a number in [{low}, {high}]")
-        kl_target_ok = is_real(self.kl_target) and self.kl_target > 0
-        require(kl_target_ok, "kl_target", self.kl_target, "a finite number > 0")
+        require_numbers(self, "a finite number > 0", lambda x: x > 0, "kl_target")
         require(self.kl_sign in (1, -1), "kl_sign", self.kl_sign, "1 or -1")
-        every, early = self.update_every, self.early_update_every
-        require(is_count(every, 1), "update_every", every, "an integer >= 1")
+        require_numbers(self, "an integer >= 1", lambda x: is_count(x, 1), "update_every")
+        early = self.early_update_every
         early_ok = early is None or is_count(early, 1)
         require(early_ok, "early_update_every", early, "an integer >= 1, or None")
-        require(is_count(self.early_steps), "early_steps", self.early_steps, "an integer >= 0")
+        require_numbers(self, "an integer >= 0", is_count, "early_steps")
         require(callable(self.prior), "prior", self.prior, "a callable step -> mu")
         # the printed EMA averages the applied mu, so a closed gate could never reopen
         literal_ema_with_gate = self.gate is not None and self.ema == "literal"
         require(not literal_ema_with_gate, "ema", self.ema, "state or none with a gate")
         alarm_without_gate = self.alarm is not None and self.gate is None
         require(not alarm_without_gate, "alarm", self.alarm, "null, or set a gate as well")
-        choices = {"ema": EMAS, "alpha_every": ("refresh", "step"), "estimator": ESTIMATORS}
-        for name, valid in choices.items():
-            value = getattr(self, name)
-            require(value in valid, name, value, f"one of {', '.join(valid)}")
+        require_one_of(EMAS, self, "ema")
+        require_one_of(("refresh", "step"), self, "alpha_every")
+        require_one_of(ESTIMATORS, self, "estimator")
 
     @classmethod
     def paper(cls, **changes: Any) -> ControllerConfig:
@@ -353,6 +348,8 @@ class GuidedController:
     """
 
     def __init__(self, config: ControllerConfig | None = None) -> None:
+        if not isinstance(config, ControllerConfig | None):
+            raise TypeError(f"config is a {type(config).__name__}: use ControllerConfig(...)")
         self.config = ControllerConfig() if config is None else config
         self.state = initial_state(self.config)
 
@@ -384,6 +381,8 @@ class GuidedController:
         Returns:
             mu, the weight of the demonstrations, in [mu_min, mu_max].
         """
+        if not isinstance(signals, Signals | None):
+            raise TypeError(f"signals is a {type(signals).__name__}: use moments.signals()")
         measured = (signals, kl, corrections, alignment, demo_loss, demo_losses)
         self.state = step(self.config, self.state, *measured)
         return self.state.mu

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gac.errors import is_real, numbers, require
+from gac.errors import is_real, numbers, require, require_numbers, require_one_of
 
 from .signals import Alignment
 
@@ -83,14 +83,12 @@ class Gate:
     """Changes of the trust smaller than this are ignored, except changes to 0 or 1; in [0, 1]."""
 
     def __post_init__(self) -> None:
-        require(self.form in FORMS, "form", self.form, f"one of {', '.join(FORMS)}")
+        require_one_of(FORMS, self, "form")
         at_zero, slope = self.coefficients
         require(is_real(at_zero) and 0 <= at_zero <= 1, "at_zero", at_zero, "a number in [0, 1]")
         require(is_real(slope) and slope >= 0, "slope", slope, "a finite number >= 0")
-        decay_ok = is_real(self.decay) and 0 <= self.decay < 1
-        require(decay_ok, "decay", self.decay, "a number in [0, 1)")
-        inside = is_real(self.hysteresis) and 0 <= self.hysteresis <= 1
-        require(inside, "hysteresis", self.hysteresis, "a number in [0, 1]")
+        require_numbers(self, "a number in [0, 1)", lambda x: 0 <= x < 1, "decay")
+        require_numbers(self, "a number in [0, 1]", lambda x: 0 <= x <= 1, "hysteresis")
 
     @property
     def coefficients(self) -> tuple[float, float]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from gac.config import Choice
-from gac.errors import is_count, is_real, require
+from gac.errors import is_count, require_numbers, require_one_of
 
 SHAPES = ("linear", "cosine")
 
@@ -82,9 +82,8 @@ class MixSchedule:
 
     def __post_init__(self) -> None:
         _check(self, weights=("peak", "valley", "start"), counts=("warmup", "hold", "decay"))
-        for name in ("warmup_shape", "decay_shape"):
-            shape = getattr(self, name)
-            require(shape in SHAPES, name, shape, f"one of {', '.join(SHAPES)}")
+        require_one_of(SHAPES, self, "warmup_shape")
+        require_one_of(SHAPES, self, "decay_shape")
 
     def __call__(self, step: int) -> float:
         if step < self.warmup:
@@ -116,9 +115,5 @@ ScheduleChoice = Annotated[Callable[[int], float], Choice(lambda: SCHEDULES)]
 
 
 def _check(schedule: object, weights: tuple[str, ...], counts: tuple[str, ...]) -> None:
-    for name in weights:
-        value = getattr(schedule, name)
-        require(is_real(value) and 0 <= value <= 1, name, value, "a number in [0, 1]")
-    for name in counts:
-        value = getattr(schedule, name)
-        require(is_count(value), name, value, "an integer >= 0")
+    require_numbers(schedule, "a number in [0, 1]", lambda x: 0 <= x <= 1, *weights)
+    require_numbers(schedule, "an integer >= 0", is_count, *counts)

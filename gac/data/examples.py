@@ -239,11 +239,13 @@ def load_demos(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Exampl
     return _store(source, "demonstrations", (e for e in examples if e.demo), dropped)
 
 
-def load_references(config: DataConfig) -> list[tuple[Example, str]]:
+def load_references(config: DataConfig, *, answers: bool = False) -> list[tuple[Example, str]]:
     """Load the rows of `config.prompts`, each with its reference solution.
 
     That is the field `demo_field` or, if that is None, the answer. Needs no tokenizer: the examples
     have no token ids, and conversations no template. Rows without a solution are left out.
+
+    answers: every row needs an answer, as in training.
 
     Raises:
         DataError: an invalid row; the message gives file, line and field.
@@ -254,20 +256,20 @@ def load_references(config: DataConfig) -> list[tuple[Example, str]]:
     dropped: Counter[str] = Counter()
     references = []
     for row in _select(config, "prompts", config.prompts, dropped):
-        answer = _answer(config, row, required=False)
+        answer = _answer(config, row, required=answers)
         demo = answer
         if config.demo_field is not None:
             calls = calls_tools(row.fields.get(config.demo_field))  # needs a tokenizer
             demo = None if calls else row.text(config.demo_field, required=False)
-        if demo is None:
-            dropped[f"without {config.demo_field or 'an answer'!r}"] += 1
-            continue
         name = row.text(config.id_field, required=False) or row.location
         prompt = row.fields.get(config.prompt_field)
         if isinstance(prompt, list):
             prompt = "\n".join(message["content"] for message in prompt)
         else:
-            prompt = row.text(config.prompt_field) or ""
+            prompt = _templated(config, row)
+        if demo is None:
+            dropped[f"without {config.demo_field or 'an answer'!r}"] += 1
+            continue
         references.append((Example(name, (), prompt, answer, None, dict(row.fields)), demo))
     if not references:
         reasons = "; ".join(f"{count} {reason}" for reason, count in dropped.items()) or "nothing"
@@ -336,6 +338,8 @@ def _encode_chunk(
     answers: bool,
 ) -> list[Example]:
     """Render every row as text, then tokenize prompts and demonstrations in one call each."""
+    from gac.models.causal_lm import end_of_turn  # not for checks without a tokenizer
+
     demo_texts = [_demo_text(config, tokenizer, row, required=not answers) for row in rows]
     texts = [_prompt_text(config, tokenizer, row) for row in rows]
     # A chat template adds its own special tokens; a plain prompt gets the tokenizer's (BOS).
@@ -346,11 +350,13 @@ def _encode_chunk(
     }
     prompts = [next(encodings[kind]) for kind in chat]
     present = [text for text in demo_texts if text is not None]
-    if present and tokenizer.eos_token_id is None:
+    ends = {False: tokenizer.eos_token_id, True: end_of_turn(tokenizer)}
+    if present and None in ends.values():
         raise ValueError("the tokenizer has no EOS token, which demonstrations need at their end")
     encoded = iter(_tokenize(tokenizer, present, special=False))
     examples = []
-    for row, text, prompt, demo_text in zip(rows, texts, prompts, demo_texts, strict=True):
+    columns = zip(rows, texts, prompts, demo_texts, chat, strict=True)
+    for row, text, prompt, demo_text, kind in columns:
         if not prompt:
             row.fail(config.prompt_field, f"the tokenizer produces no tokens for {text!r:.60}")
         examples.append(
@@ -359,7 +365,7 @@ def _encode_chunk(
                 prompt=tuple(prompt),
                 prompt_text=text,
                 answer=_answer(config, row, required=answers),
-                demo=None if demo_text is None else (*next(encoded), tokenizer.eos_token_id),
+                demo=None if demo_text is None else (*next(encoded), ends[kind]),
                 extra=dict(row.fields),
                 source=row.text(config.source_field, key="source_field") or ""
                 if config.source_field
@@ -382,10 +388,7 @@ def _tokenize(
 def _prompt_text(config: DataConfig, tokenizer: PreTrainedTokenizerBase, row: SourceRow) -> str:
     if messages := _messages(config, row):
         return render(tokenizer, row, messages, config.prompt_field)
-    text = row.text(config.prompt_field, key="prompt_field")
-    assert text is not None  # `row.text` raises if the field is missing
-    if config.template is not None:
-        text = _fill(config.template, row, {**_printable(config, row), "prompt": text})
+    text = _templated(config, row)
     if not config.chat:
         if config.system is not None:
             raise ValueError(f"data.system={config.system!r}: a text prompt needs data.chat=true")
@@ -396,6 +399,15 @@ def _prompt_text(config: DataConfig, tokenizer: PreTrainedTokenizerBase, row: So
     if config.system is not None:
         turns.insert(0, {"role": "system", "content": config.system})
     return render(tokenizer, row, turns, config.prompt_field)
+
+
+def _templated(config: DataConfig, row: SourceRow) -> str:
+    """The prompt of a row without messages, in the template."""
+    text = row.text(config.prompt_field, key="prompt_field")
+    assert text is not None  # `row.text` raises if the field is missing
+    if config.template is None:
+        return text
+    return _fill(config.template, row, {**_printable(config, row), "prompt": text})
 
 
 def _messages(config: DataConfig, row: SourceRow) -> list[Any]:
@@ -441,6 +453,8 @@ def _fill(template: str, row: SourceRow, values: Mapping[str, Any]) -> str:
         return template.format_map(values)
     except KeyError as error:
         row.fail(str(error.args[0]), f"is missing, but the template {template!r:.80} uses it")
+    except (AttributeError, IndexError, ValueError) as error:  # {x.y}, {0}, {x:d}
+        raise ConfigError(f"the template {template!r:.80} cannot be filled: {error}") from error
 
 
 def _answer(config: DataConfig, row: SourceRow, *, required: bool) -> str | None:

@@ -27,7 +27,7 @@ class Example:
     answer: str | None
     """The gold answer, for rewards."""
     demo: tuple[int, ...] | None
-    """Token ids of the expert response, ending with EOS."""
+    """Token ids of the expert response, ending with EOS or the chat template's end of turn."""
     extra: Mapping[str, Any]
     """All fields of the row as read, the raw prompt included, for rewards."""
     source: str = ""

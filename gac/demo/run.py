@@ -147,6 +147,7 @@ def method_config(out: Path, base: Path, name: str, seed: int, steps: int) -> Tr
             "model": {"path": str(base)},
             "data": data,
             "method": {"name": name, **demo_fields(name, steps)},
+            "run_name": name,
             "optim": {"lr": 2e-4, "betas": [0.9, 0.99], "warmup_steps": 10},
             "steps": steps,
             "demo_batch_size": 32,

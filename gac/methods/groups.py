@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from gac.errors import require
+from gac.errors import require, require_numbers
 from gac.rollouts.plan import Credit, Sampling, Stage
 from gac_kernels import DemoWeight, LossSpec
 
@@ -154,8 +154,7 @@ class DYPO(Method):
 
     def __post_init__(self) -> None:
         require(0 <= self.alpha <= 1, "alpha", self.alpha, "a number in [0, 1]")
-        require(self.beta > 0, "beta", self.beta, "a number > 0")
-        require(self.sft_coef > 0, "sft_coef", self.sft_coef, "a number > 0")
+        require_numbers(self, "a number > 0", lambda x: x > 0, "beta", "sft_coef")
 
     def needs(self, step: int) -> StepNeeds:
         return StepNeeds(kl=True)

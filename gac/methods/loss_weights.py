@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from gac.data.rows import TermPair
-from gac.errors import is_count, is_real, require
+from gac.errors import is_count, is_real, require, require_numbers
 
 from .base import Mix, Observation, State, StepNeeds, TokenWeighted, Weights
 from .solvers import Gram, GramSolver, check_nonnegative
@@ -94,8 +94,7 @@ class DWA(LossWeights):
     """Number of steps per window; the publication uses an epoch."""
 
     def __post_init__(self) -> None:
-        ok = is_real(self.temperature) and self.temperature > 0
-        require(ok, "temperature", self.temperature, "a number > 0")
+        require_numbers(self, "a number > 0", lambda x: x > 0, "temperature")
         require(is_count(self.window, 1), "window", self.window, "an integer >= 1")
 
     def init(self) -> State:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from gac.control.schedules import MixSchedule, ScheduleChoice
-from gac.errors import require
+from gac.errors import require, require_at_least, require_numbers
 from gac.rollouts.plan import Sampling, Stage
 from gac_kernels import DemoWeight, LossSpec
 
@@ -50,10 +50,8 @@ class UFT(Method):
 
     def __post_init__(self) -> None:
         require(self.coef >= 0, "coef", self.coef, "a number >= 0")
-        require(0 <= self.low <= 1, "low", self.low, "a number in [0, 1]")
-        require(0 <= self.high <= 1, "high", self.high, "a number in [0, 1]")
-        require(self.hint_steps >= 1, "hint_steps", self.hint_steps, "a number >= 1")
-        require(self.pieces >= 1, "pieces", self.pieces, "a number >= 1")
+        require_numbers(self, "a number in [0, 1]", lambda x: 0 <= x <= 1, "low", "high")
+        require_at_least(1, self, "hint_steps", "pieces")
 
     def loss(self, base: LossSpec) -> Loss:
         return Loss(replace(base, demo_weight=self.weight, demo_reduction="token"))
@@ -169,8 +167,7 @@ class PrefixRFT(Method):
     """Share of a prefix's tokens that are trained on, in [0, 1]."""
 
     def __post_init__(self) -> None:
-        require(0 <= self.high <= 1, "high", self.high, "a number in [0, 1]")
-        require(0 <= self.top <= 1, "top", self.top, "a number in [0, 1]")
+        require_numbers(self, "a number in [0, 1]", lambda x: 0 <= x <= 1, "high", "top")
 
     def loss(self, base: LossSpec) -> Loss:
         # SHAPED only makes the prefixes' advantages available; the loss is `token_loss`

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from gac.errors import require
+from gac.errors import require, require_numbers
 
 from .base import Mix, Observation, State, StepNeeds, TokenWeighted, Weights
 from .solvers import Gram, GramSolver, cross_gram
@@ -208,9 +208,7 @@ class AMFT(TokenWeighted):
     def __post_init__(self) -> None:
         require(self.warmup >= 0, "warmup", self.warmup, "a number >= 0")
         require(self.update_every >= 1, "update_every", self.update_every, "a number >= 1")
-        for name in ("meta_lr", "entropy_lr"):
-            value = getattr(self, name)
-            require(math.isfinite(value), name, value, "a finite number")
+        require_numbers(self, "a finite number", math.isfinite, "meta_lr", "entropy_lr")
         if not 0 <= self.mu_min <= self.mu_init <= self.mu_max <= 1:
             raise ValueError(
                 f"mu_min={self.mu_min!r}, mu_init={self.mu_init!r}, mu_max={self.mu_max!r}: "

@@ -14,7 +14,7 @@ from typing import ClassVar, Literal, NamedTuple
 
 import torch
 
-from gac.errors import is_count, is_real, require
+from gac.errors import is_count, is_real, require, require_numbers, require_one_of
 
 from .base import Mix, Observation, State, StepNeeds, TokenWeighted, Weights
 
@@ -82,9 +82,7 @@ def cross_gram(gram: torch.Tensor, sft_count: int) -> Cross:
 
 def check_nonnegative(method: object, *names: str) -> None:
     """Raise ValueError unless the fields are finite numbers >= 0."""
-    for name in names:
-        value = getattr(method, name)
-        require(is_real(value) and value >= 0, name, value, "a finite number >= 0")
+    require_numbers(method, "a finite number >= 0", lambda x: x >= 0, *names)
 
 
 def check_preference(preference: tuple[float, float]) -> None:
@@ -166,8 +164,7 @@ class PCGrad(GramSolver):
     """The cosine below which gradients conflict, in [-1, 1]; the paper tries -0.2, 0 and 0.2."""
 
     def __post_init__(self) -> None:
-        inside = is_real(self.threshold) and -1 <= self.threshold <= 1
-        require(inside, "threshold", self.threshold, "a cosine in [-1, 1]")
+        require_numbers(self, "a cosine in [-1, 1]", lambda x: -1 <= x <= 1, "threshold")
 
     def closed_form(self, gram: Gram) -> Weights:
         if gram.cosine >= self.threshold or gram.sft == 0 or gram.rl == 0:
@@ -279,7 +276,7 @@ class AlignedMTL(GramSolver):
     """Shares of SFT and RL, >= 0."""
 
     def __post_init__(self) -> None:
-        require(self.mode in ("min", "rmse"), "mode", self.mode, "one of min, rmse")
+        require_one_of(("min", "rmse"), self, "mode")
         check_preference(self.preference)
 
     def closed_form(self, gram: Gram) -> Weights:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from gac.errors import ConfigError, import_extra
@@ -22,17 +22,8 @@ from gac.models.head import (
     run_head,
     set_compute_dtype,
 )
-from gac.models.pretrained import (
-    TOKENIZERS,
-    WEIGHTS,
-    base_folder,
-    check_files,
-    check_safetensors,
-    check_source,
-    meta_model,
-    one_line_errors,
-    read_model,
-)
+from gac.models.pretrained import base_folder, check_safetensors, meta_model, read_model
+from gac.models.source import check_model, check_tokenizer, one_line_errors
 from gac.parallel.setup import ShardedLoading
 
 __all__ = [
@@ -40,6 +31,7 @@ __all__ = [
     "apply_training_options",
     "attach_head",
     "check_head",
+    "end_of_turn",
     "load_meta_model",
     "load_model",
     "load_tokenizer",
@@ -54,18 +46,20 @@ MAMBA = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load the tokenizer; EOS becomes its padding token if it has none."""
-    key = "model.tokenizer" if config.tokenizer else "model.path"
-    name = config.tokenizer or config.path
-    check_source(key, name)
-    remedy = "set model.tokenizer to a folder with one, or its name on the Hub"
-    check_files(key, name, "tokenizer", remedy, *TOKENIZERS)
+    """Load the tokenizer, with the end tokens of the model's generation config as `model_stops`.
+
+    EOS becomes its padding token if it has none.
+    """
+    key, name = check_tokenizer(config)
     with one_line_errors(key, name):
         tokenizer = AutoTokenizer.from_pretrained(name)
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"{key}={name!r}: the tokenizer has no EOS token: set its eos_token")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    with contextlib.suppress(OSError):  # a model without a generation config
+        ends = GenerationConfig.from_pretrained(base_folder(config.path)).eos_token_id
+        tokenizer.model_stops = [ends] if isinstance(ends, int) else ends or []
     return tokenizer
 
 
@@ -92,9 +86,7 @@ def make_model(
     training: with `model.master_weights`, trainable weights are float32.
     loading: keeps this rank's shard of each loaded weight; the model then holds placeholders.
     """
-    check_source("model.path", config.path)
-    remedy = "give a folder written by transformers' save_pretrained"
-    check_files("model.path", config.path, "model", remedy, "config.json", "adapter_config.json")
+    check_model(config)
     compute = getattr(torch, config.dtype)
     masters = training and config.master_weights and compute != torch.float32
     # peft's adapters are float32 in any case
@@ -103,9 +95,6 @@ def make_model(
     if config.attention:
         keywords["attn_implementation"] = config.attention
     torch.manual_seed(seed)
-    if not config.random_init:
-        remedy = "give a folder with weights, or set model.random_init=true"
-        check_files("model.path", config.path, "weights", remedy, *WEIGHTS)
     with one_line_errors("model.path", config.path):
         keywords["config"] = _training_config(config)
         if config.safetensors_only and not config.random_init:
@@ -115,6 +104,12 @@ def make_model(
         else:
             with loading or contextlib.nullcontext():
                 model = read_model("model.path", config.path, loading is not None, **keywords)
+            for name, weight in model.named_parameters() if loading is None else ():
+                if not weight.isfinite().all():
+                    raise ConfigError(
+                        f"model.path={config.path!r}: the weight {name} contains nan or inf: copy "
+                        "or download the model again"
+                    )
     patch_forward(model)
     if masters:
         set_compute_dtype(model, compute, by_autocast=loading is None)
@@ -228,3 +223,18 @@ def _add_lora(model: Any, config: LoraConfig) -> Any:
             f"model.lora.target_modules={targets!r}: {' '.join(str(error).split())[:200]}; use "
             f"{ALL_LINEAR}, or some of {', '.join(sorted(linear))}"
         ) from error
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The token with which the chat template ends the assistant's turn; EOS if there is none."""
+    eos: int = tokenizer.eos_token_id
+    if not getattr(tokenizer, "chat_template", None):
+        return eos
+    turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+    try:
+        text = str(tokenizer.apply_chat_template(turns, tokenize=False))
+    except Exception:  # templates raise errors of their own; `render` reports them
+        return eos
+    _, found, rest = text.rpartition("answer")
+    after = tokenizer(rest, add_special_tokens=False)["input_ids"] if found else []
+    return next((token for token in after if token in tokenizer.all_special_ids), eos)

@@ -38,7 +38,7 @@ def families_table(name: str | None = None) -> str:
 def _family(path: str) -> str:
     from transformers import AutoConfig
 
-    from .pretrained import check_source, one_line_errors
+    from .source import check_source, one_line_errors
 
     check_source("NAME", path)
     with one_line_errors("NAME", path):

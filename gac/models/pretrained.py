@@ -1,15 +1,9 @@
-"""Finds a model's files and reads its weights: a local folder, or a model on the Hub.
-
-transformers reports every problem as an OSError of several paragraphs; here each gets one line that
-names the key and says what to do. Weights are read from safetensors files one tensor at a time.
-"""
+"""Reads the weights of a model from safetensors files, one tensor at a time."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,100 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
-from gac.errors import ConfigError, UserError
-
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-WEIGHTS = ("model.safetensors", "model*.safetensors*", "pytorch_model*.bin*", "adapter_model*")
-TOKENIZERS = ("tokenizer.json", "*token*", "*vocab*", "*.model", "*.spm", "tekken.json")
-
-
-def check_source(key: str, name: str, example: str = "./base") -> None:
-    """Raise ConfigError unless `name` is a folder or an accessible model on the Hub."""
-    if not name:
-        raise ConfigError(
-            f"{key} is empty: give a folder with a transformers model, or the name of one on the "
-            f"Hub, e.g. {key}={example}"
-        )
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return
-    if path.exists():
-        raise ConfigError(f"{key}={name!r} is a file: give the folder of a transformers model")
-    if name.startswith((".", "/", "~")) or not HUB_NAME.fullmatch(name):
-        raise ConfigError(f"{key}={name!r}: no such folder")
-    _check_hub(key, name)
-
-
-def _check_hub(key: str, name: str) -> None:
-    from huggingface_hub import auth_check, constants, errors, try_to_load_from_cache
-
-    missing = f"{key}={name!r}: no such local folder, and"
-    try:
-        cached = [
-            try_to_load_from_cache(name, file) for file in ("config.json", "tokenizer_config.json")
-        ]
-    except errors.HFValidationError:
-        raise ConfigError(f"{missing} {name!r} is not a valid Hub name") from None
-    if any(isinstance(file, str) for file in cached):
-        return
-    if constants.HF_HUB_OFFLINE:
-        raise ConfigError(
-            f"{missing} HF_HUB_OFFLINE forbids access to the Hub: give a folder, or unset "
-            "HF_HUB_OFFLINE"
-        )
-    try:
-        auth_check(name)
-    except errors.GatedRepoError:
-        raise ConfigError(
-            f"{key}={name!r} is a gated model: accept its terms at {constants.ENDPOINT}/{name}, "
-            "then log in with `hf auth login` or set HF_TOKEN"
-        ) from None
-    except errors.RepositoryNotFoundError:
-        raise ConfigError(
-            f"{missing} no model of that name on the Hub; if it is private, log in with "
-            "`hf auth login` or set HF_TOKEN"
-        ) from None
-    except errors.HfHubHTTPError:
-        pass  # a mirror that does not support auth_check; loading reports any problem
-    except Exception as error:  # the Hub's HTTP client decides which, if there is no network
-        raise ConfigError(
-            f"{missing} {constants.ENDPOINT} cannot be reached ({_first_sentence(error)}): give "
-            "the folder of a model that is already on this machine"
-        ) from error
-
-
-def check_files(key: str, name: str, kind: str, remedy: str, *files: str) -> None:
-    """Raise ConfigError if `name` is a folder in which no file matches `files`.
-
-    kind: what the files contain, for the message. remedy: what to do, for the message.
-    """
-    path = Path(name).expanduser()
-    if path.is_dir() and not any(any(path.glob(file)) for file in files):
-        raise ConfigError(f"{key}={name!r}: the folder has no {kind} ({files[0]}): {remedy}")
-
-
-@contextlib.contextmanager
-def one_line_errors(key: str, name: str) -> Iterator[None]:
-    """Turn transformers' loading errors into a one-line ConfigError that names the key."""
-    try:
-        yield
-    except UserError:  # already a one-line error
-        raise
-    except (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError) as error:
-        raise ConfigError(f"{key}={name!r} cannot be loaded: {_first_sentence(error)}") from error
-    except Exception as error:  # SafetensorError; safetensors is imported only with the weights
-        if type(error).__name__ != "SafetensorError":
-            raise
-        raise ConfigError(
-            f"{key}={name!r}: the weights are corrupt ({error}): copy or download them again"
-        ) from error
-
-
-def _first_sentence(error: BaseException) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    sentence, end, _ = text.partition(". ")
-    return (sentence + end.strip())[:300]
-
+from gac.errors import ConfigError
 
 SAFE_ADAPTERS = "adapter_model.safetensors"
 # makes `cached_file` return None instead of raising; `from_pretrained` reports the error

@@ -76,6 +76,25 @@ def total_counts(counts: Mapping[str, int]) -> dict[str, int]:
     return dict(total)
 
 
+Sums = dict[str, tuple[float, int]]
+"""Metrics column -> sum and number of its values."""
+
+
+def add_sums(totals: Sums, more: Mapping[str, tuple[float, int]]) -> None:
+    """Add `more` to `totals` in place."""
+    for name, (value, number) in more.items():
+        before = totals.get(name, (0.0, 0))
+        totals[name] = before[0] + value, before[1] + number
+
+
+def mean_columns(sums: Sums) -> dict[str, float]:
+    """Means over all ranks; a column may be missing on some of them."""
+    totals: Sums = {}
+    for own in gather(sums):
+        add_sums(totals, own)
+    return {name: value / n for name, (value, n) in sorted(totals.items()) if n}
+
+
 def largest(values: Sequence[float]) -> list[float]:
     """Element-wise maximum over ranks."""
     return [max(column) for column in zip(*_table(values), strict=True)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import io
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -72,7 +71,7 @@ def sections(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
 
 
 def draw(evaluations: Sequence[Evaluation]) -> str:
-    """Draw each task's accuracy with its interval, one color per folder; returns a base64 PNG."""
+    """Draw each task's accuracy with its interval, one color per folder; returns its URL."""
     from .plots import COLORS, MARKERS
 
     tasks = list(dict.fromkeys(name for e in evaluations for name in e.results["tasks"]))
@@ -97,14 +96,14 @@ def draw(evaluations: Sequence[Evaluation]) -> str:
 def interval_figure(
     labels: Sequence[str], height: float, axis: str, draw: Callable[[Any], None]
 ) -> str:
-    """A base64 PNG with one row per label; `draw(axes)` plots percentages in the rows.
+    """The URL of a figure with one row per label; `draw(axes)` plots percentages in the rows.
 
     height: of the figure, in inches.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    from .plots import DPI, STYLE
+    from .plots import DPI, STYLE, embedded, save
 
     with rc_context(STYLE):
         figure = Figure(figsize=(7.2, height), dpi=DPI, layout="constrained")
@@ -117,8 +116,8 @@ def interval_figure(
         axes.grid(visible=True, axis="x")
         axes.set_xlabel(axis)
         buffer = io.BytesIO()
-        figure.savefig(buffer, format="png")
-    return base64.b64encode(buffer.getvalue()).decode("ascii")
+        save(figure, buffer)
+    return embedded(buffer.getvalue())
 
 
 def draw_interval(

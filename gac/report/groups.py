@@ -1,8 +1,9 @@
 """Groups runs that differ only in their seed under one label."""
 
+import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,8 @@ from .reading import Run, flatten
 
 # Keys in which repetitions of an experiment may differ.
 REPETITION_KEYS = ("seed", "out")
+# Keys without which accuracies cannot be compared.
+COMPARABLE = r"model\.path|data\.(prompts|demos|sources)|eval\.data\..*|eval\.tasks\..*"
 
 
 @dataclass(frozen=True)
@@ -35,15 +38,15 @@ class Group:
 def group_runs(runs: Sequence[Run]) -> list[Group]:
     """Group runs by their configuration without the seed, in order of first appearance.
 
-    A run without a configuration forms its own group. The label is the run's `name` or its
-    method's; groups with the same label are distinguished by the settings in which they differ.
+    A run without a configuration forms its own group. The label is the run's `run_name` or its
+    folder, with at most two settings in which the groups differ.
     """
     groups: dict[str, list[Run]] = {}
     for run in runs:
         key = json.dumps(_identity(run), sort_keys=True, default=str)
         groups.setdefault(key if run.config else str(run.path), []).append(run)
     members = list(groups.values())
-    labels = [_label(group[0]) for group in members]
+    labels = [_label(group) for group in members]
     unique = [_unique_label(i, labels, members) for i in range(len(members))]
     return [Group(label, tuple(group)) for label, group in zip(unique, members, strict=True)]
 
@@ -63,26 +66,38 @@ def _identity(run: Run) -> dict[str, Any]:
     return {k: own_seed.sub(r"\1*", v) if isinstance(v, str) else v for k, v in leaves}
 
 
-def _label(run: Run) -> str:
-    method = run.config.get("method")
-    method_name = method.get("name") if isinstance(method, Mapping) else method
-    own_seed = re.compile(rf"[-_. /]*seed[-_=]?{run.seed}(?!\d)")
-    label = run.config.get("run_name") or method_name or run.path.resolve().name
-    return own_seed.sub("", str(label)) or str(label)
+def caution(groups: Sequence[Group]) -> str:
+    """A sentence if the runs differ in their data or their initial model; else empty."""
+    keys = [key for key in differences(groups) if re.fullmatch(COMPARABLE, key)]
+    if not keys:
+        return ""
+    return f"These runs differ in {', '.join(keys)}: their accuracies do not rank their methods. "
+
+
+def _label(runs: Sequence[Run]) -> str:
+    """The name of the runs, without their seed, or what the names of their folders share."""
+    names = [run.path.resolve().name for run in runs]
+    shared = zip(*names, strict=False)
+    folder = "".join(c[0] for c in itertools.takewhile(lambda c: len({*c}) == 1, shared))
+    own_seed = re.compile(rf"[-_. /]*seed[-_=]?{runs[0].seed}(?!\d)")
+    label = str(runs[0].config.get("run_name") or folder.rstrip("-_. ") or names[0])
+    return own_seed.sub("", label) or label
 
 
 def _unique_label(index: int, labels: Sequence[str], members: Sequence[Sequence[Run]]) -> str:
-    """A group's label, with the settings that distinguish it from groups of the same label."""
-    same_label = [i for i, label in enumerate(labels) if label == labels[index]]
-    if len(same_label) == 1:
-        return labels[index]
-    groups = [Group(labels[i], tuple(members[i])) for i in same_label]
-    position = same_label.index(index)
+    """A group's label, with settings that distinguish it from those of the same or without name."""
+    others = [i for i, label in enumerate(labels) if label == labels[index]]
+    clash, run = len(others) > 1, members[index][0]
+    if not clash and not run.config.get("run_name"):
+        others = list(range(len(labels)))
+    position = others.index(index)
     settings = [
-        f"{key.split('.')[-1]}={row[position]}"
-        for key, row in differences(groups).items()
+        f"{key.removesuffix('.name').split('.')[-1]}={row[position]}"
+        for key, row in differences([Group("", tuple(members[i])) for i in others]).items()
         if row[position] is not None and key != "run_name"
     ]
     short = [text for text in settings if len(text) <= 24]  # a path would make the label too long
-    suffixes = short[:2] or [members[index][0].path.resolve().name]
-    return f"{labels[index]} ({', '.join(suffixes)})"
+    folder = run.path.resolve()
+    unlike = folder.parent.name if folder.name == labels[index] else folder.name
+    suffixes = short[:2] or ([unlike] if clash else [])
+    return f"{labels[index]} ({', '.join(suffixes)})" if suffixes else labels[index]

@@ -1,6 +1,5 @@
 """The HTML report: one self-contained file that needs no network and no JavaScript."""
 
-import base64
 import math
 import platform
 from collections.abc import Mapping, Sequence
@@ -14,8 +13,17 @@ from gac.errors import import_extra
 
 from .evaluations import Evaluation, draw, sections
 from .explanations import HOW_TO_READ, SYMBOLS, definitions
-from .groups import Group, differences
-from .plots import COLORS, DASHES, MIXING, OPTIMIZATION, TRAINING, Panel, evaluation_panels
+from .groups import Group, caution, differences
+from .plots import (
+    COLORS,
+    DASHES,
+    MIXING,
+    OPTIMIZATION,
+    TRAINING,
+    Panel,
+    embedded,
+    evaluation_panels,
+)
 from .reading import Run
 from .samples import samples, time_shares
 from .statistics import mean_sd
@@ -30,7 +38,7 @@ def render(
     plots: Mapping[str, Path],
     evaluations: Sequence[Evaluation] = (),
 ) -> str:
-    """Render the whole page; plots: panel key -> PNG, which is embedded in the page."""
+    """Render the whole page; plots: panel key -> SVG, which is embedded in the page."""
     panels = {
         "Held-out accuracy": evaluation_panels(groups),
         "Training": TRAINING,
@@ -98,7 +106,7 @@ def headline(groups: Sequence[Group], context: Context) -> str:
     if len(scored) == 1:
         return f"Final accuracy{where}: {write_cell((best, sd), FINAL)}%.{start}"
     (second, second_sd), runner_up = scored[1]
-    text = (
+    text = caution(groups) + (
         f"Highest final accuracy{where}: {leader.label} with {write_cell((best, sd), FINAL)}%, "
         f"{100 * (best - second):.1f} points above {runner_up.label} ({100 * second:.1f}%). "
     )
@@ -204,12 +212,12 @@ def _cell(cell: tuple[float, float], column: Column, best: bool) -> dict[str, An
 
 
 def _figures(panels: Sequence[Panel], plots: Mapping[str, Path]) -> dict[str, Any]:
-    """The panels with a plot, as base64 PNGs, and the titles of those without."""
+    """The panels with a plot, embedded in the page, and the titles of those without."""
     shown = [
         {
             "title": panel.title,
             "caption": panel.caption,
-            "data": base64.b64encode(plots[panel.key].read_bytes()).decode("ascii"),
+            "url": embedded(plots[panel.key].read_bytes()),
         }
         for panel in panels
         if panel.key in plots

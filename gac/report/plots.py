@@ -3,6 +3,7 @@
 Figures are drawn without pyplot, to avoid GUI backends and global state.
 """
 
+import base64
 import math
 import textwrap
 from collections.abc import Callable, Sequence
@@ -45,6 +46,7 @@ STYLE: Any = {
     "xtick.direction": "out",
     "legend.frameon": False,
     "savefig.facecolor": "white",
+    "svg.hashsalt": "gac",  # the same file for the same run
 }
 
 
@@ -53,7 +55,7 @@ class Panel:
     """One figure of the page."""
 
     key: str
-    """File name without .png."""
+    """File name without .svg."""
     title: str
     axis: str
     """Label of the vertical axis."""
@@ -194,7 +196,7 @@ def has_data(panel: Panel, groups: Sequence[Group]) -> bool:
 
 
 def draw_plots(groups: Sequence[Group], out: Path) -> dict[str, Path]:
-    """Write one PNG per panel with data; returns panel key -> file.
+    """Write one SVG per panel with data; returns panel key -> file.
 
     overview.png shows all but the optimization panels and the accuracies of splits and tasks.
     """
@@ -223,7 +225,7 @@ def _draw_single(panel: Panel, groups: Sequence[Group], out: Path) -> Path:
     axes = figure.subplots()
     _draw_panel(axes, panel, groups)
     _legend(figure, axes)
-    return _write(figure, out / f"{panel.key}.png")
+    return _write(figure, out / f"{panel.key}.svg")
 
 
 def _draw_overview(panels: Sequence[Panel], groups: Sequence[Group], path: Path) -> Path:
@@ -358,5 +360,16 @@ def _legend(figure: Any, axes: Any, groups: Sequence[Group] | None = None) -> No
 
 def _write(figure: Any, path: Path) -> Path:
     partial = path.with_suffix(".partial")
-    figure.savefig(partial, format="png")
+    save(figure, partial, path.suffix[1:])
     return partial.replace(path)
+
+
+def save(figure: Any, file: Any, kind: str = "svg") -> None:
+    """Write a figure to a path or an open file; an SVG does not contain the date."""
+    options = {"metadata": {"Date": None, "Creator": None}} if kind == "svg" else {}
+    figure.savefig(file, format=kind, **options)
+
+
+def embedded(svg: bytes) -> str:
+    """The URL of an image that the page itself contains."""
+    return f"data:image/svg+xml;base64,{base64.b64encode(svg).decode('ascii')}"

@@ -8,7 +8,7 @@ import numpy as np
 
 from gac.evaluation.table import align_columns
 
-from .groups import Group, group_runs
+from .groups import Group, caution, group_runs
 from .reading import Columns, Run, shared_setting
 from .statistics import final_and_best, kl_area, large_mu_events, mean_sd, total, variance
 
@@ -165,7 +165,8 @@ def progress(group: Group) -> str:
 def runs_table(runs: Sequence[Run]) -> str:
     """The tables as aligned plain text for a terminal."""
     groups = group_runs(runs)
-    return "\n\n".join(_aligned(table, groups) for table in tables(groups, context_of(runs)))
+    texts = [_aligned(table, groups) for table in tables(groups, context_of(runs))]
+    return "\n\n".join([*texts, *filter(None, [caution(groups).strip()])])
 
 
 def _aligned(table: Table, groups: Sequence[Group]) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import math
 import textwrap
 from collections.abc import Mapping
 from typing import Any, get_args
 
 from gac.config.imports import load_object
 from gac.config.types import did_you_mean
+from gac.errors import require
 
 from .base import OnError, Reward
 from .code import CodeReward
@@ -78,8 +80,7 @@ def _build(spec: str | Mapping[str, Any]) -> Reward:
         raise ValueError(
             f"unknown reward {name!r}{hint} Known: {', '.join(REWARDS)}, or package.module:function"
         )
-    _check_options(name, REWARDS[name], options)
-    return REWARDS[name](**options)
+    return _construct(name, REWARDS[name], options)
 
 
 def _build_sum(options: dict[str, Any]) -> SumReward:
@@ -93,15 +94,17 @@ def _build_sum(options: dict[str, Any]) -> SumReward:
             raise ValueError(
                 f"each term of a sum must be {{reward: ..., weight: ...}}, got {term!r}"
             )
-        built.append((_build(term["reward"]), float(term.get("weight", 1.0))))
+        weight = term.get("weight", 1.0)
+        valid = isinstance(weight, int | float) and math.isfinite(weight)
+        require(valid, "weight", weight, "a finite number in each term of the sum")
+        built.append((_build(term["reward"]), weight))
     return SumReward(built)
 
 
 def _build_callable(name: str, options: dict[str, Any]) -> Reward:
     function = load_object(name, "reward")
     if inspect.isclass(function) and issubclass(function, Reward):
-        _check_options(name, function, options)
-        return function(**options)
+        return _construct(name, function, options)
     if inspect.iscoroutinefunction(function) or {"concurrency", "retries"} & options.keys():
         concurrency, retries = options.pop("concurrency", 16), options.pop("retries", 0)
         return ConcurrentReward(name, function, options, concurrency, retries)
@@ -109,16 +112,16 @@ def _build_callable(name: str, options: dict[str, Any]) -> Reward:
     return (BatchCallableReward if batch else CallableReward)(name, function, options)
 
 
-def _check_options(name: str, reward: type[Reward], options: Mapping[str, Any]) -> None:
+def _construct(name: str, reward: type[Reward], options: Mapping[str, Any]) -> Reward:
     known = list(inspect.signature(reward).parameters)
     for key in options:
         if key not in known:
             hint = did_you_mean(key, known) or "."
             raise ValueError(f"reward {name!r} has no option {key!r}{hint} Known: {known}")
     try:
-        inspect.signature(reward).bind(**options)
-    except TypeError as error:
-        raise ValueError(f"reward {name!r}: {error}; options: {known}") from error
+        return reward(**options)
+    except TypeError as error:  # a missing option, or a value of another type
+        raise ValueError(f"reward {name!r} with {dict(options)}: {error}") from error
 
 
 def rewards_table() -> str:

@@ -133,6 +133,7 @@ class RolloutConfig:
             "num_iterations",
             "generation_batch_size",
         )
+        require_at_least(0, self, "log_samples_every", "log_sample_prompts")
         require(self.temperature > 0, "temperature", self.temperature, "a number > 0")
         require(0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")
         require_one_of(ENGINES, self, "engine")

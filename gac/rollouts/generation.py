@@ -17,6 +17,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from gac.data.rows import token_ids
 from gac.errors import ConfigError
+from gac.models.causal_lm import end_of_turn
 from gac.models.head import autocast, without_row_attention
 from gac.parallel.setup import in_lockstep, required_calls
 
@@ -261,8 +262,13 @@ def truncate_at_stop(tokens: Sequence[int], stops: Sequence[int]) -> tuple[int, 
 
 
 def stop_tokens(tokenizer: PreTrainedTokenizerBase, extra: Sequence[str] = ()) -> list[int]:
-    """Token ids that end a response: EOS, and each string in `extra`, which must be one token."""
-    ids = [tokenizer.eos_token_id]
+    """Token ids that end a response.
+
+    They are EOS, the end of a turn in the chat template, those of the model's generation config (of
+    a tokenizer from `load_tokenizer`), and each string in `extra`, which must be one token.
+    """
+    known = getattr(tokenizer, "model_stops", [])
+    ids = [*dict.fromkeys([tokenizer.eos_token_id, end_of_turn(tokenizer), *known])]
     for text in extra:
         tokens = tokenizer.encode(text, add_special_tokens=False)
         if len(tokens) != 1:

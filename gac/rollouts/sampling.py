@@ -11,7 +11,7 @@ import math
 import operator
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
 
@@ -83,7 +83,7 @@ class Rollouts:
     """Rewards of all scored rollouts, including those that are not trained on."""
     stats: SamplingStats
     """Amount and duration of the sampling."""
-    means: dict[str, tuple[float, int]] = field(default_factory=dict)
+    means: collectives.Sums = field(default_factory=dict)
     """Metrics column -> sum and number: the mean reward of each data source, and of each term."""
     old_logps: list[Tensor] = field(default_factory=list)
     """Log-probs of the sampling policy, one tensor of loss tokens per row; empty: on-policy."""
@@ -112,20 +112,6 @@ class Sample(NamedTuple):
 def _scored(group: Sequence[Sample]) -> list[float]:
     """Rewards of the samples of a group that have a completion and were not dropped."""
     return [s.reward for s in group if s.completion and not math.isnan(s.reward)]
-
-
-def mean_columns(means: dict[str, tuple[float, int]]) -> dict[str, float]:
-    """The columns of `Rollouts.means`, over all ranks."""
-    totals: dict[str, tuple[float, int]] = {}
-    for own in collectives.gather(means):
-        _add_means(totals, own)
-    return {name: s / n for name, (s, n) in sorted(totals.items()) if n}
-
-
-def _add_means(totals: dict[str, tuple[float, int]], more: Mapping[str, tuple[float, int]]) -> None:
-    for name, (value, number) in more.items():
-        before = totals.get(name, (0.0, 0))
-        totals[name] = before[0] + value, before[1] + number
 
 
 def is_flat(group: Sequence[Sample]) -> bool:
@@ -229,7 +215,7 @@ class Sampler:
         began = time.perf_counter()
         self.engine.load(model)
         self.stats = SamplingStats(seconds=time.perf_counter() - began)
-        self.means: dict[str, tuple[float, int]] = {}
+        self.means: collectives.Sums = {}
         examples, groups = self._groups(list(examples))
         self.samples = [
             self._readable(example, group)
@@ -252,7 +238,7 @@ class Sampler:
             if example.source:
                 scored = _scored(group)
                 column = f"reward_mean/{example.source}"
-                _add_means(self.means, {column: (sum(scored), len(scored))})
+                collectives.add_sums(self.means, {column: (sum(scored), len(scored))})
         all_scored = [reward for group in groups for reward in _scored(group)]
         self.signal.update(self.stats, all_scored)
         rollouts = Rollouts(rows, all_scored, self.stats, self.means)
@@ -342,7 +328,7 @@ class Sampler:
         reward_seconds = time.perf_counter() - began
         for name, values in self.reward.terms.items():
             known = [value for value in values if not math.isnan(value)]
-            _add_means(self.means, {f"reward/{name}": (math.fsum(known), len(known))})
+            collectives.add_sums(self.means, {f"reward/{name}": (math.fsum(known), len(known))})
         tokens, truncated, limit = 0, 0, self.config.max_completion_length
         for i, (q, rollout, reward) in enumerate(zip(owners, rollouts, scores, strict=True)):
             tokens += sum(rollout.loss_mask) or len(rollout.completion_ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 from collections import deque
@@ -25,7 +26,7 @@ from .remote import (
     standard,
 )
 from .solver import CONTAINERS, VALUES
-from .wire import DECODE_ERRORS, Channel, ChannelClosed, Json, WireError, decode, is_builtin, parse
+from .wire import DECODE_ERRORS, Channel, ChannelClosed, Json, WireError, decode, is_builtin
 
 
 class SolverClient:
@@ -33,11 +34,12 @@ class SolverClient:
 
     Args:
         channel: pipes to and from the solver.
-        returns: whether changes of arguments count even if the call returns a value.
+        row: see `row.compile_row`.
+        namespace: the global variables of the tests.
     """
 
-    def __init__(self, channel: Channel, returns: bool = True) -> None:
-        self._channel, self._returns = channel, returns
+    def __init__(self, channel: Channel, row: Any, namespace: dict[str, Any]) -> None:
+        self._channel, self._row, self._namespace = channel, row, namespace
         self._objects: dict[int, Any] = {}
         self._classes: dict[int, type] = {}
         self._coroutines: dict[int, int] = {}
@@ -51,28 +53,29 @@ class SolverClient:
         """A failed assertion of the tests that the program has not let through."""
         self.constructors: Collection[int] = ()
         """Ids of the classes of the program whose instances the tests construct."""
-        self.factories = False
-        """Whether a method of such a class, called on the class, constructs an instance too."""
-        self.trusts: Callable[[str], bool] = lambda name: True
-        """Whether the row relies on this operator."""
         self.shared: dict[str, type] = {}
         """Classes of the setup, which the program has too: their instances are copied."""
-        self.expects_stop = False
-        """Whether the tests expect a StopIteration, which would otherwise end their loops."""
-        self.prepare: Callable[[], None] = lambda: None
-        """Called before each request."""
-        self.on_globals: Callable[[dict[str, Any]], None] = lambda names: None
-        """Called with new values of the program's global variables."""
+        self.variables: dict[str, Any] = {}
+        """Global variables of the program that the tests have, too."""
+        self._patched = {
+            (module, name): getattr(sys.modules[module], name, None)
+            for module, name in row.patches
+            if module in sys.modules
+        }
+
+    def trusts(self, name: str) -> bool:
+        """Whether the row relies on this operator."""
+        return not self._row.has_answer or name in self._row.operators
 
     def ask(self, operation: str, /, *arguments: Any, **keywords: Any) -> Any:
         """Send one request and return the answer; raises the program's exception."""
         with self._turn:
             if operation != "patch":
-                self.prepare()
+                self._send_patches()
             self.requests += 1
             request = lent.pickled((operation, arguments, keywords), self._reduce)
             value, changed = self.answer(request)
-            if changed and (value is None or self._returns):
+            if changed and (value is None or self._row.returns):
                 old = [*arguments[1:], *keywords.values()]
                 for argument, new in zip(old, changed, strict=True):
                     if new is not None:
@@ -81,9 +84,18 @@ class SolverClient:
                 object.__setattr__(
                     value, "_constructed_", self._constructs(operation, arguments[0])
                 )
-                if operation == "get" and self.factories and id(arguments[0]) in self.constructors:
-                    object.__setattr__(value, "_factory_", True)
+                # a method of such a class, called on the class, constructs an instance too
+                if operation == "get" and id(arguments[0]) in self.constructors:
+                    object.__setattr__(value, "_factory_", self._row.has_answer)
             return value
+
+    def _send_patches(self) -> None:
+        """Make the changes that the tests have made to modules in the solver too."""
+        for (module, name), known in list(self._patched.items()):
+            current = getattr(sys.modules[module], name, None)
+            if current is not known:
+                self._patched[module, name] = current
+                self.ask("patch", module, name, current)
 
     def _constructs(self, operation: str, target: Any) -> bool:
         """Whether the result counts as constructed by the tests."""
@@ -120,27 +132,25 @@ class SolverClient:
                 self.suppressed = None
             if not isinstance(value, Exception):
                 raise RemoteError(f"{value}")
-            if isinstance(value, ENDS_LOOPS) and not self.expects_stop:
+            if isinstance(value, ENDS_LOOPS) and not self._row.expects_stop:
                 raise RemoteError(f"{type(value).__name__}: {value}")
             raise value
         self._channel.close()
         raise RemoteError(self.lost_reason)
 
-    def object(self, number: int) -> Any:
-        """A reference to an object of the program that has no proxy."""
-        reference = Remote()
-        object.__setattr__(reference, "_remote_", (self, number))
-        return reference
-
     def _receive(self) -> tuple[str, Any, Any]:
-        message = parse(self._channel.receive())
+        message = self._channel.receive()
         try:
-            for description in message[0]:
+            classes, nodes = json.loads(message)
+            for description in classes:
                 self._define(*description)
-            kind, value, printed, changed, names = decode(message[1], self._resolve)
+            kind, value, printed, changed, names = decode(nodes, self._resolve)
             if kind not in ("value", "raise", "callback") or type(printed) is not str:
                 raise TypeError("neither a value nor an error")
-            self.on_globals(names)
+            for name in names.keys() & self.variables.keys():
+                # a name that the tests have bound keeps its value
+                if self._namespace.get(name) is self.variables[name]:
+                    self._namespace[name] = self.variables[name] = names[name]
         except DECODE_ERRORS as error:
             raise WireError(f"{error!s:.200}") from None
         sys.stdout.write(printed)
@@ -176,22 +186,21 @@ class SolverClient:
     def _read_lent(self, number: int) -> Any:
         return self._lender[number]
 
-    def _read_class(self, reference: Json) -> Any:
-        return self._class(reference)
-
     def _read_live(self, number: int, value: Any) -> Any:
         live = LIVE[type(value)](value)
         object.__setattr__(live, "_remote_", (self, number))
         return live
 
     def _read_coroutine(self, number: int) -> Any:
-        local = self._remember(number, lambda: coroutine(self, number))
+        reference = Remote()
+        object.__setattr__(reference, "_remote_", (self, number))
+        local = self._remember(number, lambda: coroutine(reference))
         self._coroutines[id(local)] = number
         return local
 
     def _read_object(self, number: int, reference: Json, *content: Any) -> Any:
         def make() -> Any:
-            kind = self._class(reference)
+            kind = self._read_class(reference)
             base = next((base for base in kind.__mro__ if base in VALUES), object)
             value = base.__new__(kind, *content)
             object.__setattr__(value, "_remote_", (self, number))
@@ -212,7 +221,7 @@ class SolverClient:
         self, number: int, kind: Json, text: str, cause: Any, arguments: Any = None, state: Any = ()
     ) -> Any:
         def make() -> Any:
-            local = self._class(kind)
+            local = self._read_class(kind)
             if not issubclass(local, Exception):
                 return RemoteError(f"{text}")
             arguments_ = (text,) if arguments is None else arguments
@@ -229,7 +238,7 @@ class SolverClient:
 
         return self._remember(number, make)
 
-    def _class(self, reference: Json) -> Any:
+    def _read_class(self, reference: Json) -> Any:
         """The local class for a reference: see `solver.Solver._class`."""
         if type(reference) is int:
             return self._classes[reference]
@@ -262,7 +271,7 @@ class SolverClient:
             standard: "module:name" of all its bases, for `isinstance`.
         """
         last = local_base(base)
-        parents = tuple(map(self._class, bases))
+        parents = tuple(map(self._read_class, bases))
         if not any(issubclass(parent, last) for parent in parents):
             parents = (*parents, last)
         members: dict[str, Any] = {m: METHODS[m] for m in methods if m in METHODS}
@@ -277,28 +286,24 @@ class SolverClient:
             self._classes[number] = RemoteClass(name, (last,), members)
 
 
-def _update(value: Any, new: Any) -> None:
+def _update(value: Any, new: Any) -> Any:
     """Update a container in place to `new`, its content after the program has changed it."""
     numpy: Any = sys.modules.get("numpy")
     if type(value) is not type(new):
         raise RemoteError("invalid answer: an argument has changed its type")
     if numpy and isinstance(value, numpy.ndarray):
         value[...] = new
-    elif isinstance(value, dict):
-        merged = {key: _merged(value.get(key), item) for key, item in new.items()}
-        value.clear()
-        value.update(merged)
-    elif isinstance(value, set):
-        value.clear()
-        value.update(new)
-    elif isinstance(value, list | deque | bytearray):
-        merged_items = [*map(_merged, value, new), *list(new)[len(value) :]]
-        value.clear()
-        value.extend(merged_items)
+        return value
+    if isinstance(value, dict):
+        new = {key: _merged(value.get(key), item) for key, item in new.items()}
+    elif isinstance(value, list | deque):
+        new = [*map(_merged, value, new), *list(new)[len(value) :]]
+    value.clear()
+    (value.update if isinstance(value, dict | set) else value.extend)(new)
+    return value
 
 
 def _merged(value: Any, new: Any) -> Any:
-    if not isinstance(value, tuple(CONTAINERS)) or type(value) is not type(new):
-        return new
-    _update(value, new)
-    return value
+    """The value of an item: the tests' own container, updated, if it is one."""
+    same = isinstance(value, tuple(CONTAINERS)) and type(value) is type(new)
+    return _update(value, new) if same else new

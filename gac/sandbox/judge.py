@@ -72,12 +72,12 @@ class _Judge:
     """The tests of one row and the process that runs the program."""
 
     def __init__(self, row: types.SimpleNamespace, channel: Channel) -> None:
-        self._row, self._client = row, SolverClient(channel, row.returns)
-        self._refused = ""
-        self._called: set[int] = set()
         module = types.ModuleType("__tests__")
         sys.modules["__tests__"] = module
-        self._namespace = module.__dict__
+        self._row, self._namespace = row, vars(module)
+        self._client = SolverClient(channel, row, self._namespace)
+        self._refused = ""
+        self._called: set[int] = set()
         self._namespace |= {"__builtins__": builtins}
         for statement in row.imports:
             with contextlib.suppress(Exception):  # a module that is not preloaded
@@ -85,9 +85,6 @@ class _Judge:
         self._namespace |= {"isinstance": _isinstance, "issubclass": _issubclass}
         self._namespace |= {hidden(kind.__name__): _conversion(kind) for kind in CONVERTED}
         self._namespace |= {hidden(name): self._formatting(name) for name in FORMATTING}
-        self._patched = {
-            place: _current(*place) for place in row.patches if place[0] in sys.modules
-        }
 
     def verdict(self, guard: bool) -> Verdict:
         row, client, namespace = self._row, self._client, self._namespace
@@ -118,11 +115,7 @@ class _Judge:
         client.constructors = [
             id(v) for n, v in found.items() if isinstance(v, RemoteClass) and n in row.constructed
         ]
-        client.trusts = lambda name: not row.has_answer or name in row.operators
-        client.factories, client.expects_stop = row.has_answer, row.expects_stop
-        client.prepare = self._send_patches
-        variables = {name: found[name] for name in found.keys() - row.bound}
-        client.on_globals = functools.partial(_follow, namespace, variables)
+        client.variables = {name: found[name] for name in found.keys() - row.bound}
         start = client.requests
         try:
             exec(row.setup, namespace)
@@ -197,15 +190,6 @@ class _Judge:
                     if inspect.iscoroutine(outcome):
                         asyncio.run(outcome)
 
-    def _send_patches(self) -> None:
-        """Make the changes that the tests have made to modules in the solver too."""
-        for place, known in list(self._patched.items()):
-            current = _current(*place)
-            if current is not known:
-                self._patched[place] = current
-                module, name = place
-                self._client.ask("patch", module, name, current)
-
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event == "compile":
             source = arguments[0]
@@ -233,17 +217,6 @@ class _Judge:
             return getattr(template, method)(*arguments, **keywords)
 
         return call
-
-
-def _follow(namespace: dict[str, Any], found: dict[str, Any], new: Any) -> None:
-    """Copy changed global variables of the program, except names that the tests have bound."""
-    for name in new.keys() & found.keys():
-        if namespace.get(name) is found[name]:
-            namespace[name] = found[name] = new[name]
-
-
-def _current(module: str, name: str) -> Any:
-    return getattr(sys.modules[module], name, None)
 
 
 def _isinstance(value: object, kinds: Any) -> bool:

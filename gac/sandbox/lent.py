@@ -16,7 +16,10 @@ import pickle
 import sys
 import types
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .solver import Solver
 
 _ARITHMETIC = [
     "add",
@@ -76,7 +79,19 @@ SPECIAL = WITH_OPERAND | {
 """Special methods that one side may call on an object of the other. Those that C code follows to
 interpret an object (`__index__`, `__float__`, `__array__` and similar) are absent on purpose.
 """
-_ATTRIBUTES: dict[str, Callable[..., Any]] = {"get": getattr, "set": setattr, "delete": delattr}
+_ATTRIBUTES = ("get", "set", "delete")
+_END = object()
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    "get": getattr,
+    "set": setattr,
+    "delete": delattr,
+    "__call__": lambda function, /, *arguments, **keywords: function(*arguments, **keywords),
+    "__next__": lambda iterator: [item for item in [next(iterator, _END)] if item is not _END],
+    "__exit__": lambda manager, error: type(manager).__exit__(
+        manager, error and type(error), error, None
+    ),
+}
+"""Operations that are not methods with the same name and arguments."""
 _FUNCTIONS = (
     types.FunctionType,
     types.MethodType,
@@ -139,8 +154,8 @@ def _members(kind: type) -> list[str]:
     return sorted([*_ATTRIBUTES, *names])
 
 
-class Lender:
-    """The judge's side: the objects that the program has proxies for, by number."""
+class Table:
+    """Objects by number, kept alive so that their ids are not reused."""
 
     def __init__(self) -> None:
         self._values: list[Any] = []
@@ -148,15 +163,19 @@ class Lender:
 
     def __getitem__(self, number: Any) -> Any:
         if type(number) is not int or number < 0:
-            raise TypeError("a reference to one of the tests' objects must be an integer >= 0")
+            raise TypeError("a reference to an object must be an integer >= 0")
         return self._values[number]
 
-    def keep(self, value: Any) -> int:
-        """Keep `value` alive, so that its id is not reused, and return its number."""
+    def number(self, value: Any) -> int:
+        """The number of `value`, which is added if it is new."""
         number = self._numbers.setdefault(id(value), len(self._values))
         if number == len(self._values):
             self._values.append(value)
         return number
+
+
+class Lender(Table):
+    """The judge's side: the objects that the program has proxies for."""
 
     def reduce(self, value: Any) -> Any:
         """How to pickle `value`; NotImplemented for data, which pickle can copy by itself."""
@@ -164,20 +183,20 @@ class Lender:
         if isinstance(value, BaseException):
             # the text of a failed assertion could show the expected value
             arguments = () if isinstance(value, AssertionError) else value.args
-            return borrow_error, (self.keep(value), kind, arguments)
+            return borrow_error, (self.number(value), kind, arguments)
         allowed = operations(value)
         if allowed is None:
             return NotImplemented
         if isinstance(value, type) and issubclass(value, BaseException):
             base = next(base for base in value.__mro__ if is_importable(base))
-            return borrow_class, (self.keep(value), value.__name__, base)
+            return borrow_class, (self.number(value), value.__name__, base)
         data = next((base for base in kind.__mro__ if base in _BASES), None)
         if data and not hasattr(kind, "_fields"):
             return data, (plain(value, data),)
         described = value if isinstance(value, (*_FUNCTIONS, type)) else kind
         name = getattr(described, "__name__", "partial")
         details = _details(value) if allowed == ["__call__"] else {}
-        return borrow, (self.keep(value), name, allowed, details)
+        return borrow, (self.number(value), name, allowed, details)
 
     def perform(self, number: int, operation: str, arguments: list[Any], keywords: Any) -> Any:
         """Perform an operation that the program asks for."""
@@ -186,19 +205,12 @@ class Lender:
         if type(operation) is not str or operation not in (operations(value) or ()):
             kind = type(value).__name__
             raise TypeError(f"this {kind} object of the tests has no operation {operation!r:.40}")
-        if operation in _ATTRIBUTES:
-            name, *rest = arguments
-            if type(name) is not str or name.startswith("_"):
-                raise AttributeError("only public attributes of the tests' objects can be used")
-            return _ATTRIBUTES[operation](value, name, *rest)
-        if operation == "__next__":
-            return [item for item in [next(value, _END)] if item is not _END]
-        if operation == "__exit__":
-            [error] = arguments
-            arguments = [error and type(error), error, None]
-        if operation == "__call__":
-            return value(*arguments, **keywords)
-        return getattr(type(value), operation)(value, *arguments, **keywords)
+        if operation in _ATTRIBUTES and (
+            type(arguments[0]) is not str or arguments[0].startswith("_")
+        ):
+            raise AttributeError("only public attributes of the tests' objects can be used")
+        method = OPERATIONS.get(operation) or getattr(type(value), operation)
+        return method(value, *arguments, **keywords)
 
 
 def _details(value: Any) -> dict[str, Any]:
@@ -215,26 +227,17 @@ def _details(value: Any) -> dict[str, Any]:
     return {"__doc__": value.__doc__, "__signature__": inspect.Signature(shown)}
 
 
-_END = object()
 _BASES = {*_PLAIN, tuple, list, set, frozenset}
 
 
 # -- the solver's side -----------------------------------------------------------------------------
 
 
-class Owner(Protocol):
-    """What the functions below need of the solver."""
-
-    objects: list[Any]
-    module: types.ModuleType
-
-    def use(self, number: int, operation: str, arguments: Any, keywords: Any) -> Any: ...
-
-
 class Borrower:
     """The proxies for objects of the tests."""
 
-    def __init__(self, owner: Owner) -> None:
+    def __init__(self, owner: Solver) -> None:
+        _borrower[:] = [self]
         self.owner = owner
         self._proxies: dict[int, Any] = {}
         self._numbers: dict[int, int] = {}
@@ -284,13 +287,8 @@ class Borrower:
         return proxy
 
 
+# the functions that pickles refer to use the only one of the process
 _borrower: list[Borrower] = []
-
-
-def start(owner: Owner) -> Borrower:
-    """Let the functions that pickles refer to use `owner`, of which a process has only one."""
-    _borrower[:] = [Borrower(owner)]
-    return _borrower[0]
 
 
 def own(number: int) -> Any:

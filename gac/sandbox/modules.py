@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import _thread
 import asyncio
+import atexit
 import builtins
 import contextlib
 import errno
@@ -77,18 +78,14 @@ def load(path: Sequence[str], packages: Sequence[str]) -> None:
             kind = type(error).__name__
             raise ImportError(f"preload: cannot import {name} ({kind}: {error})") from error
     if "numpy" in packages:
-        for name in (
-            "numpy.ma",
-            "numpy.random",
-            "numpy.testing",
-            "numpy.char",
-        ):  # numpy loads them lazily
-            importlib.import_module(name)
+        for name in ("ma", "random", "testing", "char"):  # numpy loads them lazily
+            importlib.import_module(f"numpy.{name}")
     prepare_for_programs()
     for name in ("_UnixDefaultEventLoopPolicy", "_DefaultEventLoopPolicy"):  # up to 3.13, from 3.14
         policy = getattr(unix_events, name, None)
         if policy is not None:
             policy._loop_factory = EventLoop
+    atexit._clear()  # of the modules: nothing of theirs is left to do, and it takes time
     site.setquit()  # `exit` and `quit`, which -S leaves out
     sys.path.clear()
     sys.path_importer_cache.clear()

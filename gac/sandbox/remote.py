@@ -41,19 +41,27 @@ class RemoteError(Exception):
     """The program gave no valid answer, or raised an exception that has no class in the judge."""
 
 
+def ask(operation: str, target: Any, /, *arguments: Any, **keywords: Any) -> Any:
+    """Ask the solver for an operation on a proxy's object."""
+    return target._remote_[0].ask(operation, target, *arguments, **keywords)
+
+
+def _asking(operation: str) -> Callable[..., Any]:
+    def method(self: Any, /, *arguments: Any, **keywords: Any) -> Any:
+        return ask(operation, self, *arguments, **keywords)
+
+    return method
+
+
 class RemoteBase:
     """Base of everything that stands for something in the program."""
+
+    __setattr__, __delattr__ = _asking("set"), _asking("delete")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") and name.endswith("_") and name not in _READABLE:
             raise AttributeError(f"{name} cannot be read from the program's objects in the sandbox")
         return ask("get", self, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        ask("set", self, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        ask("delete", self, name)
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise TypeError("objects of the program cannot be pickled by the tests")
@@ -62,20 +70,8 @@ class RemoteBase:
 class RemoteClass(RemoteBase, type):
     """Metaclass of the proxies for classes that the program defines in the solver process."""
 
-    def __call__(cls, /, *arguments: Any, **keywords: Any) -> Any:
-        return ask("__call__", cls, *arguments, **keywords)
-
-    def __iter__(cls) -> Any:
-        return ask("__iter__", cls)
-
-    def __len__(cls) -> int:
-        return ask("__len__", cls)
-
-    def __getitem__(cls, key: Any) -> Any:
-        return ask("__getitem__", cls, key)
-
-    def __contains__(cls, key: Any) -> Any:
-        return ask("__contains__", cls, key)
+    __call__, __iter__, __len__ = _asking("__call__"), _asking("__iter__"), _asking("__len__")
+    __getitem__, __contains__ = _asking("__getitem__"), _asking("__contains__")
 
 
 class Remote(RemoteBase):
@@ -85,13 +81,10 @@ class Remote(RemoteBase):
     _container_ = None
     _constructed_ = _factory_ = False
 
-    @property
-    def __dict__(self) -> Any:  # type: ignore[override] # the program's, not the proxy's
-        return ask("get", self, "__dict__")
-
-    @property
-    def __doc__(self) -> Any:  # type: ignore[override] # the program's, not the proxy's
-        return ask("get", self, "__doc__")
+    # the program's, not the proxy's
+    __dict__ = property(lambda self: ask("get", self, "__dict__"))
+    __doc__ = property(lambda self: ask("get", self, "__doc__"))
+    __dir__, __copy__ = _asking("dir"), _asking("copy")
 
     def __eq__(self, other: object) -> Any:
         """Of two objects of the program, the program decides; contents are compared here."""
@@ -105,19 +98,8 @@ class Remote(RemoteBase):
     def __hash__(self) -> int:
         return ask("__hash__", self) if "__eq__" in self._methods_ else hash(self._remote_[1])
 
-    def __dir__(self) -> Any:
-        return ask("dir", self)
-
-    def __copy__(self) -> Any:
-        return ask("copy", self)
-
     def __deepcopy__(self, memo: object) -> Any:
         return ask("deepcopy", self)
-
-
-def ask(operation: str, target: Any, /, *arguments: Any, **keywords: Any) -> Any:
-    """Ask the solver for an operation on a proxy's object."""
-    return target._remote_[0].ask(operation, target, *arguments, **keywords)
 
 
 def _contents(value: Any) -> Any:
@@ -135,9 +117,6 @@ def _may_decide(name: str, value: Any) -> bool:
 
 
 def _delegate(name: str) -> Callable[..., Any]:
-    def method(self: Any, /, *arguments: Any, **keywords: Any) -> Any:
-        return ask(name, self, *arguments, **keywords)
-
     def with_operand(self: Any, /, operand: Any, *others: Any) -> Any:
         if isinstance(operand, Remote) or _may_decide(name, self):
             return ask(name, self, operand, *others)
@@ -146,7 +125,7 @@ def _delegate(name: str) -> Callable[..., Any]:
             return getattr(base, name, _unsupported)(_contents(self), operand)
         return operand in list(self) if name == "__contains__" else NotImplemented
 
-    return with_operand if name in WITH_OPERAND else method
+    return with_operand if name in WITH_OPERAND else _asking(name)
 
 
 def _unsupported(*operands: Any) -> Any:
@@ -185,9 +164,9 @@ def _await(self: Remote) -> Generator[Any, None, Any]:
     yield
 
 
-async def coroutine(client: Any, number: int) -> Any:
+async def coroutine(reference: Remote) -> Any:
     """A local coroutine that runs one of the program."""
-    return client.ask("__await__", client.object(number))
+    return ask("__await__", reference)
 
 
 METHODS: dict[str, Callable[..., Any]] = {

@@ -154,48 +154,44 @@ def _operators(node: ast.ClassDef) -> set[str]:
     return decorated | set(map(_group, names_defined(node.body)))
 
 
-class _Words(ast.NodeVisitor):
+class _Words:
     """The names that sources read, bind and call, their strings, and attributes of modules."""
 
-    def __init__(self, trees: list[ast.Module]) -> None:
+    def __init__(self, trees: Sequence[ast.Module]) -> None:
         self.read: set[str] = set()
         self.bound: set[str] = set()
-        self.constants: set[str] = set()
         self.called: set[str] = set()
+        self.constants: set[str] = set()
         self.attributes: set[tuple[str, str]] = set()
-        for tree in trees:
-            for node in ast.walk(tree):
-                self.visit(node)
+        for node in (node for tree in trees for node in ast.walk(tree)):
+            match node:
+                case ast.Name(name, ast.Load()):
+                    self.read.add(name)
+                case ast.Name(name) | ast.arg(name):
+                    self.bound.add(name)
+                case ast.alias(name, alias):
+                    self.bound.add((alias or name).split(".")[0])
+                case ast.Constant(str(text)):
+                    self.constants.add(text.strip())
+                    module, _, name = text.rpartition(".")  # as in patch("builtins.input")
+                    self.attributes.add((module, name))
+                case ast.Attribute(ast.Name(module), name, ast.Store() | ast.Del()):
+                    self.attributes.add((module, name))
+                case ast.Call(ast.Name(name), args):
+                    self.called.add(name)
+                    self.attributes |= _first_two(args)
+                case ast.Call(_, args):
+                    self.attributes |= _first_two(args)
+                case _ if isinstance(node, _NAMED) and node.name:
+                    self.bound.add(node.name)
 
-    def generic_visit(self, node: ast.AST) -> None:
-        if isinstance(node, _NAMED) and node.name:
-            self.bound.add(node.name)
 
-    def visit_Name(self, node: ast.Name) -> None:
-        (self.read if isinstance(node.ctx, ast.Load) else self.bound).add(node.id)
-
-    def visit_Call(self, node: ast.Call) -> None:
-        if isinstance(node.func, ast.Name):
-            self.called.add(node.func.id)
-        match node.args:
-            case [ast.Name(module), ast.Constant(str(name)), *_]:  # patch.object and setattr
-                self.attributes.add((module, name))
-
-    def visit_Constant(self, node: ast.Constant) -> None:
-        if isinstance(node.value, str):
-            self.constants.add(node.value.strip())
-            module, _, name = node.value.rpartition(".")
-            self.attributes.add((module, name))
-
-    def visit_Attribute(self, node: ast.Attribute) -> None:
-        if isinstance(node.value, ast.Name) and not isinstance(node.ctx, ast.Load):
-            self.attributes.add((node.value.id, node.attr))
-
-    def visit_alias(self, node: ast.alias) -> None:
-        self.bound.add((node.asname or node.name).split(".")[0])
-
-    def visit_arg(self, node: ast.arg) -> None:
-        self.bound.add(node.arg)
+def _first_two(arguments: list[ast.expr]) -> set[tuple[str, str]]:
+    """The attribute that patch.object(module, name) and setattr(module, name, value) change."""
+    match arguments:
+        case [ast.Name(module), ast.Constant(str(name)), *_]:
+            return {(module, name)}
+    return set()
 
 
 class _Calls(ast.NodeTransformer):

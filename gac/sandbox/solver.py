@@ -123,13 +123,12 @@ class Solver:
 
     def __init__(self, module: types.ModuleType, channel: Channel) -> None:
         self.module, self.channel = module, channel
-        self.objects: list[Any] = []
-        self._numbers: dict[int, int] = {}
+        self.objects = lent.Table()
         self._new_classes: list[Json] = []
         self._described: set[int] = set()
         self._shared: set[str] = set()
         self._globals: dict[str, Any] = {}
-        self._borrower = lent.start(self)
+        self._borrower = lent.Borrower(self)
         self._turn = threading.RLock()
         self._busy = True
         self._output = sys.stdout = io.StringIO()
@@ -214,31 +213,25 @@ class Solver:
 
     # -- what the judge learns about an object -----------------------------------------------------
 
-    def _number(self, value: Any) -> int:
-        number = self._numbers.setdefault(id(value), len(self.objects))
-        if number == len(self.objects):
-            self.objects.append(value)  # keeps it alive so that its id is not reused
-        return number
-
     def _refer(self, value: Any) -> Node:
         kind = type(value)
         borrowed = self._borrower.number(value)
         if borrowed is not None:
             return "lent", [borrowed]
         if kind is Live:
-            return "live", [self._number(value[0]), value[0]]
+            return "live", [self.objects.number(value[0]), value[0]]
         if isinstance(value, type):
             return "class", [self._class(value)]
         if isinstance(value, BaseException):
             return "error", [
-                self._number(value),
+                self.objects.number(value),
                 self._class(kind),
                 _text(value),
                 *self._cause(value),
             ]
         if kind.__name__ in self._shared and _is_record(kind):
             return "instance", [kind.__name__, _state(value)]
-        number, described = self._number(value), self._class(kind)
+        number, described = self.objects.number(value), self._class(kind)
         if kind is types.CoroutineType:
             return "coroutine", [number]
         base = next((base for base in kind.__mro__ if is_builtin(base)), object)
@@ -264,7 +257,7 @@ class Solver:
             return [borrowed]
         if issubclass(kind, BaseException) and is_importable(kind):
             return f"{kind.__module__}:{kind.__qualname__}"
-        number = self._number(kind)
+        number = self.objects.number(kind)
         if number not in self._described:
             self._described.add(number)
             bases = [self._class(base) for base in kind.__bases__ if not is_importable(base)]
@@ -306,9 +299,8 @@ def _perform(operation: str, target: Any, /, *arguments: Any, **keywords: Any) -
 
 
 _OPERATIONS: dict[str, Any] = {
+    **lent.OPERATIONS,
     "get": lambda value, name: _live(getattr(value, name)),
-    "set": setattr,
-    "delete": delattr,
     "patch": lambda module, name, value: setattr(sys.modules[module], name, value),
     "change": lambda value, name, /, *arguments, **keywords: getattr(value, name)(
         *arguments, **keywords
@@ -321,20 +313,14 @@ _OPERATIONS: dict[str, Any] = {
     "contents": lambda value: _contents(value),
     "dir": dir,
     "isinstance": isinstance,
-    "__call__": lambda function, /, *arguments, **keywords: function(*arguments, **keywords),
     "__eq__": lambda left, right: left == right,
     "__getitem__": lambda value, key: value[key],
-    "__next__": lambda iterator: [item for item in [next(iterator, _END)] if item is not _END],
     "__anext__": lambda iterator: _complete(_next_items(iterator)),
     "__await__": lambda awaitable: _complete(awaitable),
-    "__exit__": lambda manager, error: type(manager).__exit__(
-        manager, error and type(error), error, None
-    ),
     "__aexit__": lambda manager, error: _complete(
         type(manager).__aexit__(manager, error and type(error), error, None)
     ),
 }
-_END: Any = object()
 
 
 async def _awaited(awaitable: Any) -> Any:

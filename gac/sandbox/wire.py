@@ -14,7 +14,6 @@ import builtins
 import contextlib
 import datetime
 import ipaddress
-import json
 import pathlib
 import re
 import sys
@@ -247,18 +246,6 @@ def _part(part: Json, number: int, values: list[Any]) -> Any:
     if type(index) is not int or index <= number:
         raise TypeError("a reference must hold the number of a later node")
     return values[index]
-
-
-def parse(data: bytes) -> Json:
-    """Parse JSON in UTF-8.
-
-    Raises:
-        WireError: invalid JSON.
-    """
-    try:
-        return json.loads(data.decode("utf-8"))
-    except (ValueError, RecursionError, MemoryError) as error:
-        raise WireError(f"not JSON: {error!s:.200}") from None
 
 
 class Channel:

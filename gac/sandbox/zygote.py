@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from . import confine, judge, modules, probe, solver, wire
+from . import confine, judge, modules, solver, wire
 from .row import JudgeSpec, compile_row
 
 COUNT_EVERY = 1.0  # seconds between counts of a shared uid's threads
@@ -366,7 +366,7 @@ def main(options: dict[str, Any]) -> None:
             Path("/proc/self/oom_score_adj").write_text("1000")
         zygote = Zygote(control, options["user"])
         zygote.prepare()
-        probe.verify_confinement(zygote.fork, zygote.confine)
+        confine.verify_confinement(zygote.fork, zygote.confine)
         zygote.uid_of.clear()
     except (OSError, ImportError) as error:
         control.send(json.dumps({"refused": str(error)}).encode())

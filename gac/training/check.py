@@ -1,76 +1,184 @@
-"""Checks of a run's files and reward that need neither torch nor the model."""
+"""Checks of a run's files, packages and user code that need neither torch nor the model."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from gac.config import load_early
+from gac.config.imports import load_object
 from gac.data.examples import DataConfig, load_references
-from gac.data.source import SUFFIXES, read_rows
-from gac.errors import ConfigError, MissingData, UserError, value_errors_as
-from gac.rewards import build_reward
+from gac.data.source import FORMATS, SUFFIXES, read_rows
+from gac.errors import (
+    ConfigError,
+    MissingData,
+    UserError,
+    explain_missing_extra,
+    value_errors_as,
+)
+from gac.models.config import ModelConfig
+from gac.models.source import check_model, check_tokenizer
+from gac.rewards import Reward, build_reward
 
-if TYPE_CHECKING:
-    from gac.train_config import TrainConfig
 
-
-def load_checked(file: Path, overrides: Sequence[str]) -> tuple[TrainConfig, list[str]]:
-    """The configuration of a run, and the result of `check_inputs`."""
-    config = load_early("gac.train_config", "TrainConfig", file, overrides)
-    return config, check_inputs(config, file)
-
-
-def check_inputs(config: TrainConfig, file: Path | None = None) -> list[str]:
-    """Check that the files exist and can be read, and that the reward can score the first row.
+def load_checked(name: str, file: Path | None, overrides: Sequence[str]) -> tuple[Any, list[str]]:
+    """Load the configuration class `name` and check what it names, before torch is imported.
 
     Args:
-        config: the run.
-        file: the configuration file, for the error message about a path that is relative to it.
+        name: `gac.train_config:TrainConfig` or `gac.evaluation.config:EvalConfig`.
+        file: the configuration file.
+        overrides: `key=value` texts.
 
     Returns:
-        One line for each passed check.
+        The configuration, and one line for each passed check.
 
     Raises:
         UserError: a check failed; the message names the key.
     """
+    config = load_early(*name.split(":"), file, overrides)
+    _check_path("model.path", config.model.path, file)
+    check_tokenizer(config.model, ask_hub=False)
+    check_model(config.model, ask_hub=False)
+    passed = [_model_line(config.model)]
+    for key, data, reward in _parts(config):
+        passed += _check_data(key, data, file)
+        with value_errors_as(ConfigError, key.replace("data", "reward") if "." in key else ""):
+            built = build_reward(config.reward if reward is None else reward)
+        try:
+            passed += _score_first_row(config, key, data, built)
+        finally:
+            built.close()
+    if hasattr(config, "rollouts"):
+        passed.append(_check_training(config))
+    return config, passed
+
+
+def _parts(config: Any) -> Iterator[tuple[str, DataConfig, Any]]:
+    """The key of each data set, its value, and its reward (None: that of the configuration)."""
+    training = hasattr(config, "eval")
+    main = config.eval if training else config.settings
+    name, prefix = ("eval.data", "eval.") if training else ("settings.data", "")
+    tasks = main.tasks if training else config.tasks
+    if training:
+        yield "data", config.data, None
+    if main.data.prompts or main.data.sources or not (training or tasks):
+        yield name, main.data, main.reward
+    for label, task in tasks.items():
+        yield f"{prefix}tasks.{label}.data", task.data, task.reward
+
+
+def _check_data(key: str, data: DataConfig, file: Path | None) -> list[str]:
+    """Read each file of a data set once."""
+    sources = {"prompts": data.prompts, "demos": data.demos}
+    sources |= {f"sources[{i}].path": source.path for i, source in enumerate(data.sources)}
+    if not any(sources.values()):
+        raise ConfigError(
+            f"{key}.prompts is not set: give {FORMATS}, a folder or 'owner/name:split'"
+        )
     passed = []
-    for key, source in {"model.path": config.model.path, **dict(_sources(config))}.items():
-        _check_folder(key, source, file)
-        if key != "model.path" and (path := Path(os.path.expandvars(source)).expanduser()).exists():
-            rows = sum(1 for _ in read_rows(source)) if path.is_file() else 0
-            passed.append(f"{key}: {rows or 'a folder of'} rows")
-    with value_errors_as(ConfigError):
-        reward = build_reward(config.reward)
+    for name, source in sources.items():
+        if source is None:
+            continue
+        _check_path(f"{key}.{name}", source, file)
+        if _path(source).is_file():
+            rows = sum(1 for _ in read_rows(source))
+            if not rows:
+                raise ConfigError(f"{key}.{name}={source!r}: the file has no rows")
+            passed.append(f"{key}.{name}: {rows} rows")
+        else:
+            _require("datasets", f"{key}.{name}={source!r}")
+    return passed
+
+
+def _score_first_row(config: Any, key: str, data: DataConfig, reward: Reward) -> list[str]:
+    """Check the fields of the first row; score its demonstration or, to evaluate, its answer."""
+    first = data.prompts or next((source.path for source in data.sources), None)
+    if first is None or not _path(first).is_file():
+        return []
+    training = key == "data"
+    answers = not training or any(config.method.needs(i).rollouts for i in (0, config.steps - 1))
+    row = replace(data, prompts=first, sources=(), limit=1)
     try:
-        example, solution = load_references(replace(config.data, limit=1))[0]
-    except (UserError, ValueError):  # no demonstration in the first row, or a source on the Hub
-        return [*passed, "reward: imported"]
-    try:
-        [score] = reward([solution], [example])
-    finally:
-        reward.close()
-    return [*passed, f"reward: {score} for the demonstration of the first row"]
+        references = load_references(
+            row if training else replace(row, demo_field=None), answers=answers
+        )
+    except UserError:
+        raise
+    except ValueError:  # the first row has no demonstration
+        return ["reward: imported"]
+    ((example, solution),) = references
+    [score] = reward([solution], [example])
+    return [f"reward: {score} for the demonstration of the first row"] if training else []
 
 
-def _sources(config: TrainConfig) -> Iterator[tuple[str, str]]:
-    """The key and the value of each data source."""
-    parts: dict[str, DataConfig] = {"data": config.data, "eval.data": config.eval.data}
-    parts |= {f"eval.tasks.{name}.data": task.data for name, task in config.eval.tasks.items()}
-    for key, data in parts.items():
-        named = {"prompts": data.prompts, "demos": data.demos}
-        named |= {f"sources[{i}].path": source.path for i, source in enumerate(data.sources)}
-        yield from ((f"{key}.{name}", value) for name, value in named.items() if value is not None)
+def _check_training(config: Any) -> str:
+    """Import the user's functions, look for optional packages; returns the size of the run."""
+    functions = {
+        "rollouts.function": config.rollouts.function,
+        "eval.function": config.eval.function,
+        "data.order": config.data.order,
+    }
+    for key, name in functions.items():
+        if name is not None:
+            load_object(name, key)
+    if config.model.lora is not None:
+        _require("peft", "model.lora")
+    if config.rollouts.engine == "vllm":
+        _require("trl", "rollouts.engine=vllm")
+    rollouts, demos = config.rollouts, config.demo_batch_size
+    responses = rollouts.num_prompts * rollouts.num_generations
+    tokens = responses * rollouts.max_completion_length
+    return (
+        f"steps: {config.steps}, each with {responses} responses (at most {tokens:,} tokens) and "
+        f"{demos} demonstrations, if the method uses them"
+    )
 
 
-def _check_folder(key: str, value: str, file: Path | None) -> None:
+def _require(package: str, purpose: str) -> None:
+    with explain_missing_extra(purpose):
+        if importlib.util.find_spec(package) is None:
+            raise ModuleNotFoundError(name=package)
+
+
+def _model_line(model: ModelConfig) -> str:
+    """The number of parameters in the weights files, and the memory that they need in training."""
+    count = 0
+    for path in _path(model.path).glob("*.safetensors"):
+        with path.open("rb") as file:  # the size of a JSON header, and the header
+            size = int.from_bytes(file.read(8), "little")
+            try:
+                header = json.loads(file.read(min(size, path.stat().st_size)))
+            except ValueError as error:
+                raise ConfigError(
+                    f"model.path={model.path!r}: the weights are corrupt ({path.name}): copy or "
+                    "download them again"
+                ) from error
+        count += sum(math.prod(x["shape"]) for n, x in header.items() if n != "__metadata__")
+    if not count:
+        return f"model.path: {model.path}"
+    width = 4 if model.dtype == "float32" else 2
+    if model.lora is None:  # weight, gradient and AdamW's two moments
+        width = 16 if model.master_weights else 4 * width
+    return (
+        f"model.path: {count / 1e6:.3g} million parameters; training takes "
+        f"{count * width / 1e9:.2g} GB for weights, gradients and AdamW, more for activations"
+    )
+
+
+def _path(source: str) -> Path:
+    return Path(os.path.expandvars(source)).expanduser()
+
+
+def _check_path(key: str, value: str, file: Path | None) -> None:
     """Raise MissingData for a file that does not exist, or exists only near the configuration."""
-    expanded = os.path.expandvars(value)
-    path = Path(expanded).expanduser()
-    if not value or path.exists() or Path(expanded.partition(":")[0]).expanduser().is_dir():
+    path = _path(value)
+    if not value or path.exists() or _path(value.partition(":")[0]).is_dir():
         return
     near = file.resolve().parents[:3] if file else ()
     folder = next((f for f in near if not path.is_absolute() and (f / path).exists()), None)
@@ -79,5 +187,7 @@ def _check_folder(key: str, value: str, file: Path | None) -> None:
             f"{key}={value!r}: no such file or folder here; it exists in {folder}: paths are "
             f"relative to the folder in which gac runs, so run the command in {folder}"
         )
+    if "://" in value:
+        raise MissingData(f"{key}={value!r}: URLs are not read: download the file")
     if key != "model.path" and "$" not in value and value.endswith(SUFFIXES):
         raise MissingData(f"{key}={value!r}: no such file or folder")

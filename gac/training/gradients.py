@@ -160,7 +160,7 @@ class Totals:
         self.terms: list[Tensor] = []  # [demo loss, rollout loss]
         self.parts: list[TokenMoments] = []
         self.rows: list[Sequence[Row]] = []  # of each part
-        self.filters: list[FilterReport] = []
+        self.sums: collectives.Sums = {}
 
     def add(self, batch: Batch, rows: Sequence[Row], out: LossOutput) -> None:
         """Add a micro-batch."""
@@ -169,7 +169,13 @@ class Totals:
         self.terms.append(torch.stack([out.demo_loss, out.rollout_loss]))
         self.parts.append(out.moments)
         if out.filter is not None and out.loss.requires_grad:
-            self.filters.append(out.filter)
+            values = zip(FilterReport._fields, map(float, out.filter), strict=True)
+            collectives.add_sums(self.sums, {name: (value, 1) for name, value in values})
+        if any(row.engine_logps for row in rows):
+            gap = out.logps - engine_logps(rows, batch)
+            gap = gap[gap.isfinite()].double()
+            kl = (gap.exp() - gap - 1).sum()  # the engine sampled, so this is KL(engine || policy)
+            collectives.add_sums(self.sums, {"sampling/mismatch_kl": (kl.item(), len(gap))})
 
     def losses(self) -> TermPair:
         """The two loss terms, reduced over all ranks."""
@@ -180,12 +186,9 @@ class Totals:
         """The statistics of all ranks; a rank without rows contributes zeros on `device`."""
         return TokenMoments.merged(self.parts or [TokenMoments.zeros(device)]).all_reduce()
 
-    def filter(self) -> dict[str, float]:
-        """The means of the micro-batches' `FilterReport` over all ranks; {} without a filter."""
-        if not self.filters:
-            return {}
-        means = torch.tensor(self.filters).double().mean(0).tolist()
-        return dict(zip(FilterReport._fields, collectives.mean(means), strict=True))
+    def columns(self) -> dict[str, float]:
+        """Metrics of the gradient filter and of the engine's log-probs, if there are any."""
+        return collectives.mean_columns(self.sums)
 
     def sources(self) -> tuple[str, ...]:
         """The source of each entry of `moments().demo_nll`. All ranks must call this method."""
@@ -255,7 +258,7 @@ class Gradients:
         mean_kl = None if kl is None else kl.mean()
         sources = totals.sources() if needs.sources else None
         measured = losses, moments, mean_kl, parts, gram, evidence, sources
-        return Measured(*measured, totals.filter())
+        return Measured(*measured, totals.columns())
 
     def losses(self, step: Step) -> TermPair:
         """The two loss terms of `step` under the current weights, without gradients."""

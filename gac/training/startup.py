@@ -29,6 +29,7 @@ from gac.models.pretrained import base_folder
 from gac.parallel import collectives
 from gac.parallel.collectives import gather, rank, run_on_all_ranks
 from gac.rewards import Reward
+from gac.rollouts.generation import stop_tokens
 from gac.train_config import TrainConfig
 
 logger = logging.getLogger(__name__)
@@ -179,8 +180,7 @@ def check_tokens(
 ) -> None:
     """Raise ConfigError if a token of the data is not in the model's vocabulary."""
     size = _text_config(config).vocab_size
-    special = [tokenizer.eos_token_id, tokenizer.pad_token_id]
-    largest = max(special)
+    largest = max(*stop_tokens(tokenizer), tokenizer.pad_token_id)
     for example in examples:
         largest = max(largest, *example.prompt, *(example.demo or ()))
     if largest >= size:

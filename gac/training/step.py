@@ -109,8 +109,8 @@ class Measured:
     """Input of the signal source, if `StepNeeds.signals` is set."""
     sources: tuple[str, ...] | None = None
     """The source of each entry of `moments.demo_nll`, if `StepNeeds.sources` is set."""
-    filter: Mapping[str, float] = field(default_factory=dict)
-    """What the gradient filter did: mean `kept_columns` and `dropped_mass`; {} without one."""
+    columns: Mapping[str, float] = field(default_factory=dict)
+    """Further columns of metrics.jsonl."""
 
     @property
     def non_finite(self) -> bool:
@@ -171,7 +171,7 @@ def observe(
         "grad_norm": update.norm,
         "tokens": int(counts.tokens),
         "lr": update.lr,
-        **measured.filter,
+        **measured.columns,
     }
     sources = measured.sources
     if sources is not None:

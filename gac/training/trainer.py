@@ -11,7 +11,10 @@ import dataclasses
 import hashlib
 import logging
 import math
+import shutil
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +36,7 @@ from gac.parallel.run_lock import run_lock
 from gac.rewards import Tally, build_reward, closing_reward
 from gac.rollouts.engines import Engine
 from gac.rollouts.generation import stop_tokens
-from gac.rollouts.sampling import Rollouts, Sampler, SamplingStats, mean_columns
+from gac.rollouts.sampling import Rollouts, Sampler, SamplingStats
 from gac.train_config import OptimConfig, TrainConfig, loss_of
 from gac.training.export import export_checkpoint
 
@@ -174,8 +177,8 @@ class Trainer:
             total=self.feed.steps,
             initial=self.step,
             dynamic_ncols=True,
-            disable=not self.accelerator.is_main_process,
-            bar_format="{n_fmt}/{total_fmt} |{bar:10}| {desc} ETA {remaining}",
+            disable=not self.accelerator.is_main_process or not sys.stderr.isatty(),
+            bar_format="{n_fmt}/{total_fmt} |{bar:10}| {desc}",
         )
         bar._time = time.monotonic  # the system clock may jump
         bar.start_t = bar.last_print_t = time.monotonic()
@@ -192,6 +195,13 @@ class Trainer:
             raise
         except RuntimeError as error:
             message = self.heartbeat.dead_rank_message()
+            if isinstance(error, torch.OutOfMemoryError) or "t allocate memory" in str(error):
+                longest = self.feed.longest_row(self.config.rollouts.max_completion_length)
+                raise RunError(
+                    f"out of memory in step {self.step + 1}: rows have up to {longest} tokens: "
+                    "lower data.max_prompt_tokens, data.max_demo_tokens, "
+                    "rollouts.max_completion_length or max_tokens_per_micro_batch"
+                ) from error
             if message is None:
                 raise
             advice = f"restart the job to resume from {self.checkpoints}"
@@ -206,6 +216,13 @@ class Trainer:
     def _loop(self, bar: tqdm) -> None:
         if self.step == 0:
             self._evaluate()  # the initial model
+        elif self._done():
+            logger.info(
+                "the run is finished: %d of %d steps; to train on, raise `steps`; to start anew, "
+                "choose another `out`",
+                self.step,
+                self.feed.steps,
+            )
         while not self._done():
             started = time.perf_counter()
             row = self._train_step()
@@ -222,17 +239,35 @@ class Trainer:
                 and (self.step - 1) % max(self.config.rollouts.log_samples_every, 1) == 0
             ):
                 self.record.samples(self.step, self.sampler.samples, self.config.rollouts)
-            _update_bar(bar, row)
+            self._show(bar, row)
             if self.guard.exhausted:
                 self._abort()
             self._checkpoint()
+
+    def _show(self, bar: tqdm, row: dict[str, Any]) -> None:
+        """Show a step's metrics that fit next to the bar; without a terminal, a line at times."""
+        names = {"reward": "reward_mean", "demo": "demo_loss", "KL": "kl", "mu": "mu"}
+        values = {name: row[k] for name, k in names.items()}
+        texts = [f"{k}={v:.3g}" for k, v in values.items() if v is not None and not math.isnan(v)]
+        if bar.disable:
+            if self.step % max(self.feed.steps // 10, 1) == 0:
+                logger.info("step %d of %d: %s", self.step, self.feed.steps, ", ".join(texts))
+            return
+        bar.update()
+        if rate := bar.format_dict["rate"]:
+            texts.append(f"ETA {bar.format_interval((bar.total - bar.n) / rate)}")
+        room = shutil.get_terminal_size().columns - len(f"{bar.n}/{bar.total} |{'#' * 10}|  ")
+        while len(texts) > 1 and len(", ".join(texts)) > room:
+            texts.pop()  # the least important
+        bar.set_description_str(", ".join(texts), refresh=False)
 
     def _train_step(self) -> dict[str, Any]:
         """One iteration of the paper's Algorithm 1; the method chose mu_t after step t - 1.
 
         Returns the step's row of `metrics.jsonl`.
         """
-        rows = self._sample()  # B_r, with rewards and advantages, and B_s
+        with self._kept():
+            rows = self._sample()  # B_r, with rewards and advantages, and B_s
         step = self._assemble(rows, self.mix)
         measured = self.gradients(step)  # of (1 - mu_t) L_RL + mu_t L_SFT
         update = self._apply(step, measured)  # theta_t
@@ -246,7 +281,8 @@ class Trainer:
     def _checkpoint(self) -> None:
         """Evaluate and save if due; after a stop request, save and raise KeyboardInterrupt."""
         last = self._done()
-        accuracy = self._evaluate() if last or self._due(self.config.eval.every) else None
+        with self._kept():
+            accuracy = self._evaluate() if last or self._due(self.config.eval.every) else None
         better = accuracy is not None and accuracy > self.best.get("accuracy", -math.inf)
         boundary = self.step % self.config.rollouts.num_iterations == 0 or last
         stopping = boundary and any(collectives.largest([self.stop.requested]))  # on any rank
@@ -257,6 +293,22 @@ class Trainer:
             self.save()
         if stopping and not last:
             raise KeyboardInterrupt(f"saved step {self.step} in {self.checkpoints}")
+
+    @contextlib.contextmanager
+    def _kept(self) -> Iterator[None]:
+        """Save a checkpoint if the user's code ends the run in this context, in a single process.
+
+        Nothing in the context may change the weights; positions in the data are restored.
+        """
+        positions = self.feed.state_dict()
+        try:
+            yield
+        except (UserError, SystemExit, KeyboardInterrupt):
+            if self.step and not self.stop.requested and self.accelerator.num_processes == 1:
+                self.feed.load_state_dict(positions)
+                self.save()
+                logger.warning("saved step %d in %s", self.step, self.checkpoints)
+            raise
 
     def _done(self) -> bool:
         return self.step >= self.feed.steps or self.ended
@@ -394,7 +446,7 @@ class Trainer:
         fresh = self.rollouts if step.number % self.config.rollouts.num_iterations == 0 else None
         row |= {
             **(fresh.stats if fresh else SamplingStats()).columns(),
-            **(mean_columns(fresh.means) if fresh else {}),
+            **(collectives.mean_columns(fresh.means) if fresh else {}),
             "skipped": self.guard.skipped,
             **self.tally.new_counts(),
             **self.method.report(self.state),
@@ -481,12 +533,3 @@ def _derive_seed(*key: int | str) -> int:
     """A seed that depends only on `key`."""
     digest = hashlib.sha256(":".join(map(str, key)).encode()).digest()
     return int.from_bytes(digest[:7], "big")
-
-
-def _update_bar(bar: tqdm, row: dict[str, Any]) -> None:
-    """Advance the progress bar by one step and show some of its metrics."""
-    names = {"reward": "reward_mean", "demo": "demo_loss", "KL": "kl", "mu": "mu"}
-    values = {name: row[k] for name, k in names.items()}
-    texts = [f"{k}={v:.3g}" for k, v in values.items() if v is not None and not math.isnan(v)]
-    bar.set_description_str(", ".join(texts), refresh=False)
-    bar.update()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from gac import cli
+from gac.config import load_early
 from gac.demo import METHODS as DEMO_METHODS
 from gac.errors import ConfigError
 
@@ -43,6 +44,10 @@ def fake(monkeypatch: Any, path: str, result: Any = None) -> list[tuple[Any, ...
     return calls
 
 
+def load_unchecked(name: str, *arguments: Any) -> tuple[Any, list[str]]:
+    return load_early(*name.split(":"), *arguments), []
+
+
 def fake_training(monkeypatch: Any, error: Exception | None = None) -> list[Any]:
     """Replace the training and the report; returns the list of what is done."""
     done: list[Any] = []
@@ -53,6 +58,7 @@ def fake_training(monkeypatch: Any, error: Exception | None = None) -> list[Any]
             raise error
         return "a/run"
 
+    monkeypatch.setattr("gac.training.check.load_checked", load_unchecked)
     monkeypatch.setattr("gac.training.trainer.train", train)
     monkeypatch.setattr(
         "gac.report.write_report", lambda *report: done.append(report) or "a/report.html"
@@ -95,6 +101,7 @@ def test_user_errors_of_a_run_are_one_line_and_bugs_are_not(
 def test_eval(tmp_path: Path, monkeypatch: Any, capsys: Any, rank: str) -> None:
     os.environ["RANK"] = rank
     run_suite = fake(monkeypatch, f"{SUITE}.run_suite", "results")
+    monkeypatch.setattr("gac.training.check.load_checked", load_unchecked)
     evaluate = fake(monkeypatch, f"{SUITE}.evaluate_single", {"accuracy": 0.5})
     monkeypatch.setattr("gac.evaluation.table.results_table", lambda results: f"table of {results}")
     assert cli.main(["eval", "--set", "model.path=x", "--set", "seed=4"]) == cli.OK

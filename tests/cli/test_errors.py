@@ -73,6 +73,11 @@ PADDED = {
         r"logits has strides \(4, 1, 12\)",
         {"logits": torch.zeros(V, 3, 4).permute(1, 2, 0)},
     ),
+    "learnable mu": (
+        ValueError,
+        "mu requires a gradient, which the loss has not",
+        {"mu": torch.tensor(0.5, requires_grad=True)},
+    ),
     "targets is not a tensor": (TypeError, "targets is a list", {"targets": [[1]]}),
     "targets of another shape": (
         ValueError,

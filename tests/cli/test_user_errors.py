@@ -1,12 +1,8 @@
-"""Every user error is one line that names the key and says what to do."""
+"""Errors of the Hub, tracebacks, exit codes; see also test_mistakes.py."""
 
 from __future__ import annotations
 
 import http.server
-import os
-import shutil
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -14,26 +10,13 @@ import pytest
 
 from gac import cli
 from gac.errors import ConfigError, RunError, user_message, value_errors_as
-from gac.models.pretrained import check_source
+from gac.models.source import check_source
 from tests.tiny import write_tiny
-
-ROOT = Path(cli.__file__).parents[1]
-GSM8K = str(ROOT / "examples" / "gsm8k.yaml")
 
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory) -> Path:
-    folder = write_tiny(tmp_path_factory.mktemp("task"))
-    (folder / "torn.jsonl").write_text('{"prompt": "1"\n')
-    (folder / "named.jsonl").write_text('{"question": "1", "answer": "2"}\n')
-    (folder / "truncated.jsonl.gz").write_bytes(b"\x1f\x8b\x08\x00")
-    (folder / "a-file").write_text("x")
-    (folder / "empty").mkdir()
-    (folder / "no-tokenizer").mkdir()
-    shutil.copy(folder / "init" / "config.json", folder / "no-tokenizer")
-    shutil.copytree(folder / "init", folder / "corrupt")
-    (folder / "corrupt" / "model.safetensors").write_bytes(b"not a header")
-    return folder
+    return write_tiny(tmp_path_factory.mktemp("task"))
 
 
 def error_line(capsys, *arguments: str, code: int = cli.USAGE) -> str:
@@ -60,77 +43,6 @@ def train_command(task: Path, tmp_path: Path, *changes: str) -> list[str]:
     config = tmp_path / "run.yaml"
     config.write_text("")
     return ["train", str(config), "--set", *(f"{k}={v}" for k, v in valid.items()), *changes]
-
-
-INVALID = [
-    ("model.path=", "model.path is empty: give a folder"),
-    ("model.path={task}/nowhere", "model.path='{task}/nowhere': no such folder"),
-    ("model.path=a/b/c", "model.path='a/b/c': no such folder"),
-    ("model.path={task}/a-file", "is a file: give the folder"),
-    ("model.path={task}/empty", "has no tokenizer (tokenizer.json): set model.tokenizer"),
-    ("model.path={task}/no-tokenizer", "has no tokenizer (tokenizer.json): set"),
-    ("model.tokenizer={task}/empty", "model.tokenizer='{task}/empty': the folder has no"),
-    ("model.random_init=false", "has no weights (model.safetensors): give a folder"),
-    ("model.attention=nonsense", "cannot be loaded: Specified `attn_implementation"),
-    ("data.prompts=null", "data.prompts is not set: give a .jsonl, .json"),
-    ("data.prompts=no.jsonl", "data.prompts='no.jsonl': no such file"),
-    ("data.prompts=$NO_FOLDER/no.jsonl", "data.prompts='$NO_FOLDER/no.jsonl': $NO_FOLDER is not"),
-    ("data.demos=no.jsonl", "data.demos='no.jsonl': no such file"),
-    ("data.prompts={task}/torn.jsonl", "torn.jsonl, line 1: not valid"),
-    ("data.prompts={task}/truncated.jsonl.gz", "the compressed file is corrupt or truncated"),
-    ("data.prompts={task}/named.jsonl", "fields are answer, question: set prompt_field"),
-    ("data.demos={task}/named.jsonl", "field 'solution': is missing; "),
-    ("data.answer_field=gold", "set answer_field (null: no answers)"),
-    ("data.answer_pattern=((", "answer_pattern='((' is not a valid regular expression"),
-    ("out={task}/a-file/run", "out='{task}/a-file/run'"),
-    ("reward=mth", "unknown reward 'mth'; did you mean 'math'?"),
-    ("rollouts.stop=[abc]", "stop='abc' is 0 tokens: use a string"),
-    ("method=grop", "did you mean 'grpo'?"),
-    ("report_to=[nope]", "report_to='nope': use names from aim, "),
-]
-
-
-@pytest.mark.parametrize(("change", "message"), INVALID)
-def test_train(task, tmp_path, capsys, change, message):
-    text = error_line(capsys, *train_command(task, tmp_path, change.format(task=task)))
-    assert message.format(task=task) in text
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
-def test_corrupt_weights(task, tmp_path, capsys):
-    changes = [f"model.path={task / 'corrupt'}", "model.random_init=false"]
-    text = error_line(capsys, *train_command(task, tmp_path, *changes))
-    assert "the weights are corrupt" in text and "download them again" in text
-
-
-def test_eval(task, capsys):
-    model = ["--set", f"model.path={task / 'init'}", "model.random_init=true"]
-    assert "model.path is empty" in error_line(capsys, "eval")
-    assert "data.prompts is not set" in error_line(capsys, "eval", *model)
-    data = [*model, "reward=tests.tiny:digit_reward", "settings.max_completion_length=2"]
-    text = error_line(capsys, "eval", *data, "settings.data.prompts=no.jsonl")
-    assert "data.prompts='no.jsonl': no such file" in text
-    data += [f"settings.data.prompts={task / 'eval.jsonl'}", "settings.data.limit=2"]
-    text = error_line(capsys, "eval", *data, "settings.split_field=kind")
-    assert "split_field='kind'" in text and "'0'" in text and "id, " in text
-
-
-def test_other_commands(task, tmp_path, capsys):
-    file = str(task / "a-file")
-    export = ["export", str(tmp_path), str(tmp_path / "out")]
-    assert "has no config.yaml" in error_line(capsys, *export)
-    (tmp_path / "config.yaml").write_text("steps: 1\n")
-    assert "no intact checkpoint" in error_line(capsys, *export)
-    assert "saved step" in error_line(capsys, "replay", str(tmp_path))
-    assert "no runs found" in error_line(capsys, "report", str(tmp_path))
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    text = error_line(capsys, "report", str(tmp_path), "--out", file)
-    assert "cannot be written (File exists)" in text and "--out=" in text
-    for option in ("jobs", "steps", "seeds"):
-        assert f"--{option}=0: use a number >= 1" in error_line(capsys, "demo", f"--{option}", "0")
-    assert "did you mean 'grpo'" in error_line(capsys, "demo", "--methods", "grop")
-    assert "--out=" in error_line(capsys, "demo", "--out", f"{file}/x")
-    assert "unknown name '../x'" in error_line(capsys, "methods", "../x")
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
@@ -173,24 +85,6 @@ def test_hub_models(task, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     text = error_line(capsys, *train_command(task, tmp_path, "model.path=firm/model"))
     assert "HF_HUB_OFFLINE forbids" in text
-
-
-def shell(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "gac.cli", *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
-def test_missing_model_path_from_the_shell(tmp_path):
-    """From the shell: one line and exit code 2."""
-    done = shell("train", GSM8K, "--set", f"out={tmp_path}")
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("gac: model.path is empty: give a folder")
-    assert done.stderr.count("\n") == 1
 
 
 def test_internal_errors_keep_their_traceback(tmp_path, monkeypatch):

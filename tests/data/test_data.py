@@ -144,9 +144,9 @@ def test_chat_uses_the_tokenizers_template_and_adds_no_second_bos(tmp_path, toke
     assert example.prompt_text == "[system]Be brief.[user]0+1=?[assistant]"
     assert tokenizer.decode(example.prompt) == example.prompt_text
     bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="</s>")
-    with pytest.raises(ValueError, match="the tokenizer has no chat template: set template"):
+    with pytest.raises(ValueError, match="the tokenizer has no chat template: set data.template"):
         load_prompts(config, bare)
-    with pytest.raises(ValueError, match="system is 'Be brief.' but chat is false"):
+    with pytest.raises(ValueError, match="data.system=.Be brief.*needs data.chat=true"):
         load_prompts(replace(config, chat=False), tokenizer)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -131,20 +132,24 @@ def test_eps_0_flat_rows_and_many_columns_are_exact(backend) -> None:
 
 
 @BACKENDS
-def test_the_weight_is_filtered_only_on_request(backend) -> None:
+@pytest.mark.parametrize("rows", [None, 64])  # of a chunk: all, or a third
+def test_the_error_of_the_weight_averages_out(backend, rows) -> None:
     require_backend(backend)
-    operands = peaked()
-    _, _, d_weight = gradients(operands, None, backend=backend)
-    settings = GradientFilter(eps=LOSE.eps, max_dropped=0.5, weight=True)
-    for chunk_bytes in (None, 64 * V * 4):  # one chunk, and several
-        keywords = {"backend": backend, "chunk_bytes": chunk_bytes}
-        _, rows, weight = gradients(operands, settings, **keywords)
-        assert 1e-5 < distance(weight, d_weight) < 0.1
-        change = (weight - d_weight).sum(0)  # 0, because the sums of the rows of G are kept
-        assert change.norm() < 1e-5 * d_weight.norm()
-        assert torch.equal(rows, gradients(operands, LOSE, **keywords)[1])
-    again = gradients(operands, settings, **keywords)[2]
-    assert torch.equal(again, weight)
+    operands, chunk_bytes = peaked(), rows and rows * V * 4
+    keywords = {"backend": backend, "chunk_bytes": chunk_bytes}
+    _, _, d_weight = gradients(operands, None, **keywords)
+    settings = replace(LOSE, weight=True)
+    draws = []
+    for seed in (0, 0, *range(1, 9)):
+        torch.manual_seed(seed)
+        _, d_hidden, drawn = gradients(operands, settings, **keywords)
+        draws.append(drawn)
+    assert torch.equal(d_hidden, gradients(operands, LOSE, **keywords)[1])
+    assert torch.equal(draws[0], draws[1])
+    mean = torch.stack(draws[1:]).mean(0)
+    assert distance(draws[0][:100], d_weight[:100]) < 1e-4  # frequent tokens
+    error, of_mean = (distance(x[100:], d_weight[100:]) for x in (draws[0], mean))
+    assert 1e-5 < error < 0.2 and of_mean < 0.6 * error
 
 
 @BACKENDS

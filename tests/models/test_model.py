@@ -18,7 +18,7 @@ from gac.models.causal_lm import (
     run_head,
 )
 from gac.models.config import LoraConfig, ModelConfig
-from gac.models.pretrained import check_files
+from gac.models.source import check_files
 from gac_kernels import reference
 
 SMALL = {

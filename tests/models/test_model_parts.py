@@ -27,14 +27,8 @@ from gac.models.causal_lm import (
 )
 from gac.models.config import LoraConfig, ModelConfig
 from gac.models.head import Head
-from gac.models.pretrained import (
-    base_folder,
-    check_files,
-    check_source,
-    lazy_tensors,
-    one_line_errors,
-    read_model,
-)
+from gac.models.pretrained import base_folder, lazy_tensors, read_model
+from gac.models.source import check_files, check_source, one_line_errors
 from gac.rollouts.generation import stop_tokens
 from gac_kernels import LossSpec
 

@@ -16,7 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from gac.errors import ConfigError
 from gac.models import pretrained
 from gac.models.causal_lm import make_model
-from gac.models.pretrained import one_line_errors, read_model
+from gac.models.pretrained import read_model
+from gac.models.source import one_line_errors
 from gac.parallel import setup
 from gac.parallel.setup import DISABLE_ASYNC_LOAD, ShardedLoading
 from gac.rollouts import engines

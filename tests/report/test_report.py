@@ -2,7 +2,11 @@
 
 import json
 import math
+import os
 import re
+import threading
+import urllib.error
+import urllib.request
 import warnings
 from html.parser import HTMLParser
 from pathlib import Path
@@ -11,7 +15,7 @@ import numpy as np
 import pytest
 
 from gac.report import find_runs, plots, results_table, write_report
-from gac.report.groups import differences, group_runs
+from gac.report.groups import caution, differences, group_runs
 from gac.report.page import headline
 from gac.report.plots import evaluation_panels, smoothing_span
 from gac.report.reading import read_columns, read_run, shared_setting
@@ -26,6 +30,7 @@ from gac.report.statistics import (
     variance,
 )
 from gac.report.table import Column, context_of, summarize, write_cell
+from gac.report.watch import make_server
 
 STEPS = 40
 
@@ -212,7 +217,10 @@ def test_runs_that_differ_only_by_seed_and_folder_are_one_group(tmp_path):
     paths = [write_run(tmp_path / f"gac-{s}", seed=s, data=data.format(s)) for s in (0, 1)]
     other = write_run(tmp_path / "grpo", method="grpo", data="task/seed0/demos.jsonl")
     groups = grouped(paths[0], other, paths[1])
-    assert [(group.label, group.seeds) for group in groups] == [("gac", [0, 1]), ("grpo", [0])]
+    assert [(group.label, group.seeds) for group in groups] == [
+        ("gac (method=gac)", [0, 1]),
+        ("grpo (method=grpo)", [0]),
+    ]
 
 
 def test_different_settings_make_separate_labelled_groups(tmp_path):
@@ -220,7 +228,7 @@ def test_different_settings_make_separate_labelled_groups(tmp_path):
         write_run(tmp_path / "a", seed=0, optim={"lr": 1e-3}),
         write_run(tmp_path / "b", seed=1, optim={"lr": 1e-4}),
     )
-    assert [group.label for group in groups] == ["gac (lr=0.001)", "gac (lr=0.0001)"]
+    assert [group.label for group in groups] == ["a (lr=0.001)", "b (lr=0.0001)"]
     assert differences(groups) == {"optim.lr": [1e-3, 1e-4]}
 
 
@@ -229,7 +237,8 @@ def test_labels_fall_back_to_the_folder_for_long_settings(tmp_path):
         write_run(tmp_path / "first", model={"path": "/models/" + "a" * 40}),
         write_run(tmp_path / "second", model={"path": "/models/" + "b" * 40}),
     )
-    assert [group.label for group in groups] == ["gac (first)", "gac (second)"]
+    assert [group.label for group in groups] == ["first", "second"]
+    assert caution(groups).startswith("These runs differ in model.path: ")
 
 
 def test_label_is_the_run_name_without_its_seed(tmp_path):
@@ -279,7 +288,7 @@ def test_headline_names_the_leader_and_the_seed_spread(tmp_path):
         (path / "eval.jsonl").write_text('{"step": 40, "accuracy": 0.5}\n')
     groups = grouped(*behind, *ahead)
     text = headline(groups, context_of([run for group in groups for run in group.runs]))
-    assert "gac with 55.0 ± 7.1%, 5.0 points above sft (50.0%)" in text
+    assert "a (method=gac) with 55.0 ± 7.1%, 5.0 points above b (method=sft) (50.0%)" in text
     assert "within the spread over seeds" in text
     single = grouped(behind[0], ahead[0])
     assert "Without several seeds" in headline(single, context_of([]))
@@ -324,7 +333,7 @@ def test_unmeasured_terms_are_listed_not_plotted_as_zero(tmp_path):
     (path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     text = write_report([path], tmp_path).read_text()
     assert "Not recorded: (a) Rollout accuracy, (d) Policy loss." in text
-    assert not (tmp_path / "plots" / "d_policy_loss.png").exists()
+    assert not (tmp_path / "plots" / "d_policy_loss.svg").exists()
 
 
 # --- the page
@@ -380,7 +389,7 @@ def test_page_is_self_contained(report):
         "(g) RL variance σᵣ²",
         "(h) Disagreement Δg̃²",
     ]
-    assert all(link.startswith("data:image/png;base64,") for link in page.links)
+    assert all(link.startswith("data:image/svg+xml;base64,") for link in page.links)
     assert not re.search(r"https?://|@import|url\(", report.read_text())
 
 
@@ -395,17 +404,35 @@ def test_the_page_says_what_is_missing_unfinished_or_skipped(report):
     assert "&lt;script&gt;" in text and "<script" not in text  # settings are text, not markup
 
 
-def test_plots_are_png_files_next_to_the_page(report):
-    names = {path.name for path in (report.parent / "plots").iterdir()}
-    accuracies = {"accuracy.png", "accuracy_1_+.png", "accuracy_2_-.png"}
-    assert names >= {"overview.png", "e_mu.png"} | accuracies
-    assert all(name.endswith(".png") for name in names)
-    from matplotlib.image import imread
+def test_plots_are_files_next_to_the_page(report):
+    plots = report.parent / "plots"
+    names = {path.name for path in plots.iterdir()}
+    accuracies = {"accuracy.svg", "accuracy_1_+.svg", "accuracy_2_-.svg"}
+    assert names >= {"overview.png", "e_mu.svg"} | accuracies
+    mu = (plots / "e_mu.svg").read_text()
+    assert "stroke: #0072b2" in mu and "dc:date" not in mu  # the first group's line, no date
 
-    pixels = imread(report.parent / "plots" / "e_mu.png")[..., :3]
-    assert pixels.shape[1] > 700
-    blue = np.abs(pixels - np.array([0, 0x72, 0xB2]) / 255).max(-1) < 0.02
-    assert blue.sum() > 500  # the first group's line is there
+
+def test_a_watched_report_follows_the_run(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text('{"step": 1, "mu": 0.5}\n')
+    (run / "eval.jsonl").write_text('{"step": 1, "accuracy": 0.5}\n')
+    with make_server([run], tmp_path / "out", 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}/"
+        pages = []
+        for _ in range(2):
+            with urllib.request.urlopen(address, timeout=600) as answer:
+                assert answer.headers["Refresh"] == "10"
+                pages.append(answer.read().decode())
+            with (run / "eval.jsonl").open("a") as file:
+                file.write('{"step": 99, "accuracy": 0.0625}\n')
+            os.utime(run / "eval.jsonl", (2e9, 2e9))
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(f"{address}config.yaml", timeout=120)
+        server.shutdown()
+    assert ["6.2%" in page for page in pages] == [False, True]
 
 
 def test_terminal_table_is_aligned_and_complete(report):

@@ -123,7 +123,7 @@ def test_a_page_of_evaluations(results, tmp_path, capsys):
     assert page.count("<thead>") == 2 and page.count("8 shared") == 2
     assert f"compared with {results / 'base'}." in page
     assert page.count('<tr class=split><th scope="row">+</th>') == 2
-    assert page.count("data:image/png;base64,") == 1 and not list(tmp_path.glob("plots"))
+    assert page.count("data:image/svg+xml;base64,") == 1 and not list(tmp_path.glob("plots"))
 
 
 def test_evaluations_and_runs_share_a_page(results, tmp_path):

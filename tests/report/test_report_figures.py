@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import math
 from pathlib import Path
@@ -158,8 +157,10 @@ def test_the_figures_of_a_report(tmp_path: Path, monkeypatch: Any) -> None:
     vars(recorded.runs[0]).update(splits=["+"], tasks=[])
     files = plots.draw_plots([recorded], tmp_path)
     names = ["accuracy", "accuracy_1_+", "c_entropy", "lr", "e_mu"]
-    assert files == {name: tmp_path / f"{name}.png" for name in [*names, "overview"]}
-    assert [drawn[f"{n}.png"].get_size_inches().tolist() for n in names] == [
+    assert files == {name: tmp_path / f"{name}.svg" for name in names} | {
+        "overview": tmp_path / "overview.png"
+    }
+    assert [drawn[f"{n}.svg"].get_size_inches().tolist() for n in names] == [
         list(plots.SMALL if n.startswith("accuracy") else plots.SIZE) for n in names
     ]
     overview = drawn["overview.png"]
@@ -268,7 +269,7 @@ def test_evaluations_are_drawn_side_by_side(monkeypatch: Any) -> None:
 
 
 def test_a_figure_of_nearly_equal_values_is_not_magnified(monkeypatch: Any) -> None:
-    monkeypatch.setattr(Figure, "savefig", lambda figure, file, **options: file.write(b"png"))
+    monkeypatch.setattr(Figure, "savefig", lambda figure, file, **options: file.write(b"svg"))
     kept: list[Any] = []
 
     def draw_axes(low: float, high: float) -> Any:
@@ -277,7 +278,7 @@ def test_a_figure_of_nearly_equal_values_is_not_magnified(monkeypatch: Any) -> N
             kept.append(axes)
 
         image = evaluations.interval_figure(["a", "b"], 1.5, "accuracy, %", drawing)
-        assert base64.b64decode(image) == b"png"
+        assert image == "data:image/svg+xml;base64,c3Zn"
         return kept[-1]
 
     assert draw_axes(40, 40.5).get_xlim() == (39, 41.5)

@@ -151,6 +151,9 @@ def test_a_run_is_repeatable_and_on_policy(task, server, tmp_path):
 def test_the_log_probs_of_the_server_reach_the_loss(task, server, tmp_path, monkeypatch):
     """Correct log-probs equal the trainer's and change nothing; wrong ones mask every rollout."""
     trainer = Trainer(config(task, tmp_path / "run", server.url, steps=1))
+    trainer.run()
+    [row] = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert 0 < row["sampling/mismatch_kl"] < 1e-5
     spec = trainer.gradients.loss.spec
     assert (spec.correction, spec.correction_max) == ("sequence_mask", 3.0)
     rows = trainer.sampler(trainer.policy, trainer.feed.examples(trainer.step), 0).rows

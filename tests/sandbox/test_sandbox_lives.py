@@ -82,7 +82,7 @@ def test_failed_fork_is_an_error_not_a_score(monkeypatch):
         monkeypatch,
         "from sandbox import zygote\n"
         "def full(self, body): raise OSError(11, 'Resource temporarily unavailable')\n"
-        "import sandbox.probe; sandbox.probe.verify_confinement = lambda *a: None\n"
+        "import sandbox.confine; sandbox.confine.verify_confinement = lambda *a: None\n"
         "zygote.Zygote.fork = full",
     )
     pool = Pool(workers=1)
@@ -105,8 +105,8 @@ def verify_confinement(*a): wire.Channel.__init__ = fail
 
 @pytest.mark.parametrize("patch", [NO_FILTER, NO_JUDGE], ids=["both processes", "the judge"])
 def test_a_child_that_cannot_start_is_an_error_not_a_score(monkeypatch, patch):
-    imports = "from sandbox import zygote, confine, probe, wire\n"
-    patch_server(monkeypatch, f"{imports}{patch}\nprobe.verify_confinement = verify_confinement")
+    imports = "from sandbox import zygote, confine, wire\n"
+    patch_server(monkeypatch, f"{imports}{patch}\nconfine.verify_confinement = verify_confinement")
     pool = Pool(workers=1)
     with pytest.raises(SandboxError, match="exited before reading its input"):
         passes(pool)

@@ -21,7 +21,7 @@ import pytest
 if sys.platform != "linux":
     pytest.skip("the sandbox needs Linux", allow_module_level=True)
 
-from gac.sandbox import confine, pool, probe, server, zygote
+from gac.sandbox import confine, pool, server, zygote
 from gac.sandbox.pool import JudgeSpec, Pool, Program, RunResult, SandboxError
 from gac.sandbox.row import compile_row
 from gac.sandbox.server import Layers, Server
@@ -357,11 +357,11 @@ def fork(body):
 @pytest.mark.parametrize("working", [4, 5])
 def test_a_probe_needs_attempts_that_work_without_confinement(monkeypatch, working):
     attempts = {f"call {i}": lambda: None for i in range(working)} | {"other": refuse}
-    monkeypatch.setattr(probe, "_ATTEMPTS", attempts)
+    monkeypatch.setattr(confine, "_ATTEMPTS", attempts)
     names = ", ".join(list(attempts)[:-1])
     message = f"only these calls work: {names}$" if working < 5 else r"\(wait status 768\)"
     with pytest.raises(OSError, match=message):  # the confined child dies before it answers
-        probe.verify_confinement(fork, lambda *arguments: os._exit(3))
+        confine.verify_confinement(fork, lambda *arguments: os._exit(3))
 
 
 def test_the_probe_accepts_refusals_only(monkeypatch):
@@ -381,8 +381,8 @@ def test_the_probe_accepts_refusals_only(monkeypatch):
         confined.set()
 
     attempts = {name: lambda name=name: attempt(name) for name in [*"abcde", "impossible"]}
-    monkeypatch.setattr(probe, "_ATTEMPTS", attempts)
+    monkeypatch.setattr(confine, "_ATTEMPTS", attempts)
     with pytest.raises(OSError, match="does not block b, d$"):
-        probe.verify_confinement(fork, confine_child)
+        confine.verify_confinement(fork, confine_child)
     allowed.clear()
-    probe.verify_confinement(fork, confine_child)
+    confine.verify_confinement(fork, confine_child)

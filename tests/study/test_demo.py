@@ -76,7 +76,7 @@ def test_a_demo_that_is_killed_finishes_and_then_has_nothing_to_do(tmp_path, mon
     assert "gac-0: done" in last.stdout
     for folder in (tmp_path, tmp_path / "gac-0"):  # the report of all runs, and that of one run
         assert (folder / "report.html").stat().st_size > 100_000
-        assert list((folder / "plots").glob("*.png"))
+        assert list((folder / "plots").glob("*.svg"))
 
     monkeypatch.setattr(run, "BASE_ACCURACY", (0.0, 1.0))
     assert run.run_demo(tmp_path, ["sft", "gac"], steps=6, base_steps=12, jobs=2) == 0

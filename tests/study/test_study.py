@@ -136,7 +136,7 @@ def test_gac_study_reports_failures_and_resumes(tmp_path, capsys):
     assert results["methods"]["dr"]["against_baseline"]["difference"] == 0
     assert not (tmp_path / "out/grpo-0/checkpoints").exists()
     page_text = (tmp_path / "out/study.html").read_text()
-    assert "broken-0: failed" in page_text and "data:image/png" in page_text
+    assert "broken-0: failed" in page_text and "data:image/svg+xml" in page_text
 
     assert cli.main([*study_command, "grpo", "dr@dr-grpo", *options]) == 0
     assert "done" not in capsys.readouterr().out  # nothing was left to run

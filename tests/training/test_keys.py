@@ -107,7 +107,6 @@ VALUES: dict[str, Any] = {  # of the keys whose type does not suggest another va
     "keep_checkpoints": 1,
     "guards.patience": 1,
     "guards.max_saved_steps": 0,
-    "export": True,
 }
 WITH: dict[str, dict[str, Any]] = {  # other keys that a key needs to have an effect
     "model.master_weights": {"model.dtype": "bfloat16"},
@@ -348,7 +347,7 @@ def test_every_key_acts_or_is_refused(folder: Path, method: str) -> None:
         keys = {"method": method, **BASE, **(EVAL if key.startswith("eval.") else {})}
         keys |= IN_RUN.get(key, {})
         problems += [
-            problem(key, {**keys, **needed}, other(key, default))
+            problem(key, {**keys, **needed}, other(key, keys.get(key, default)))
             for needed in ({}, WITH.get(key, {}))
         ]
     assert not [*filter(None, problems)]

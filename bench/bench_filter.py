@@ -1,0 +1,293 @@
+"""The gradient filter on a CPU: time over the GEMMs, errors, and the effect on training.
+
+`python -m bench.bench_filter [time] [errors] [training]`: all parts without arguments. The logits
+are those of `bench.filter_model`, scaled to a given entropy. Times are the CPU time of one thread,
+which other processes disturb less than the wall time.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gac_kernels import (
+    GradientFilter,
+    LossOutput,
+    LossSpec,
+    fused_gac_loss,
+    fused_linear_gac_loss,
+)
+
+from .filter_model import LENGTH, Text, text
+from .linear_losses import SPEC
+from .record import Record
+from .settings import tiny
+from .timing import gemm_step
+
+SIZES = tiny(((1024, 512), (256, 768)), ((16, 24),))  # tokens, hidden size
+ENTROPIES, ROUNDS = (0.5, 1.0, 2.5), tiny(2, 1)  # nats
+TRAINING_STEPS, TRAINING_TOKENS, TRAINING_LR = tiny(200, 2), tiny(128, 8), 5e-5
+HIDDEN_ONLY, BOTH = GradientFilter(), GradientFilter(weight=True)
+SFT = LossSpec(demo_weight="one")
+# provider: the GEMMs that its time is divided by, and the most at entropies up to 1 nat
+TARGETS = {
+    "exact": ("three GEMMs", None),
+    "hidden filtered": ("three GEMMs", 0.8),
+    "both filtered": ("three GEMMs", 0.6),
+    "frozen head, filtered": ("two GEMMs", 0.75),
+}
+
+
+class Rows(NamedTuple):
+    """Rows of a head, half of them rollouts and half demonstrations, in alternation."""
+
+    hidden: Tensor  # [B, T, H]
+    weight: Tensor  # [V, H]
+    targets: Tensor  # [B, T]: sampled in rollouts, the text in demonstrations
+    advantages: Tensor  # [B]
+    is_demo: Tensor  # [B]
+
+    def gradients(
+        self, settings: GradientFilter | None, frozen: bool = False
+    ) -> tuple[LossOutput, tuple[Tensor, ...]]:
+        """The output, and the gradients of hidden and, unless it is frozen, of weight."""
+        hidden, weight = (x.detach().requires_grad_() for x in self[:2])
+        inputs = [hidden] if frozen else [hidden, weight]
+        keywords: dict[str, Any] = {"mu": 0.5, "spec": SPEC, "gradient_filter": settings}
+        head = weight.detach() if frozen else weight
+        out = fused_linear_gac_loss(hidden, head, *self[2:], **keywords)
+        return out, torch.autograd.grad(out.loss, inputs)
+
+
+def entropy(logits: Tensor) -> float:
+    log_probs = logits.log_softmax(-1)
+    return float(-(log_probs.exp() * log_probs).sum(-1).mean())
+
+
+def scale_for(data: Text, nats: float) -> float:
+    """The factor of the logits that gives this mean entropy."""
+    logits = data.hidden[:: len(data.hidden) // tiny(128, 8)] @ data.weight.T
+    low, high = 0.5, 16.0
+    for _ in range(12):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if entropy(middle * logits) > nats else (low, middle)
+    return low
+
+
+def make_rows(data: Text, tokens: int, size: int, nats: float) -> Rows:
+    """The first rows, rotated into `size` hidden units, with logits of a mean entropy."""
+    draw = torch.Generator().manual_seed(0)
+    width = data.weight.shape[1]
+    rotation = torch.linalg.qr(torch.randn(size, width, generator=draw))[0].T
+    hidden = scale_for(data, nats) * data.hidden[:tokens]
+    sampled = (hidden @ data.weight.T).softmax(-1).multinomial(1, generator=draw)[:, 0]
+    sequences = tokens // LENGTH
+    is_demo = torch.arange(sequences) % 2 == 1
+    targets = torch.where(is_demo.repeat_interleave(LENGTH), data.targets[:tokens], sampled)
+    return Rows(
+        (hidden @ rotation).view(sequences, LENGTH, size),
+        data.weight @ rotation,
+        targets.view(sequences, LENGTH),
+        torch.randn(sequences, generator=draw),
+        is_demo,
+    )
+
+
+def cpu_times(steps: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+    """The least CPU time of each step in milliseconds, in alternation."""
+    best = dict.fromkeys(steps, math.inf)
+    for _ in range(ROUNDS):
+        for name, step in steps.items():
+            start = time.process_time()
+            step()
+            best[name] = min(best[name], 1e3 * (time.process_time() - start))
+    return best
+
+
+def measure_time(data: Text, record: Record) -> None:
+    for tokens, size in SIZES:
+        for nats in ENTROPIES:
+            rows = make_rows(data, tokens, size, nats)
+            shape = f"H={size} V={len(data.weight)} float32"
+            hidden, weight = rows.hidden.flatten(0, 1), rows.weight
+            logits, d_hidden = torch.empty(tokens, len(weight)), torch.empty_like(hidden)
+
+            def two_gemms(x: Any = hidden, w: Any = weight, z: Any = logits, d: Any = d_hidden):
+                torch.mm(x, w.T, out=z)
+                torch.mm(z, w, out=d)
+
+            times = cpu_times(
+                {
+                    "two GEMMs": two_gemms,
+                    "three GEMMs": gemm_step(rows.hidden, weight),
+                    "exact": partial(rows.gradients, None),
+                    "hidden filtered": partial(rows.gradients, HIDDEN_ONLY),
+                    "both filtered": partial(rows.gradients, BOTH),
+                    "frozen head, filtered": partial(rows.gradients, HIDDEN_ONLY, frozen=True),
+                }
+            )
+            report = rows.gradients(HIDDEN_ONLY, frozen=True)[0]
+            kept, measured = float(report.filter.kept_columns), float(report.entropy.mean())
+            print(f"{tokens} tokens, {shape}, {measured:.2f} nats, {kept:.1%} of the columns kept")
+            for name, (gemms, target) in TARGETS.items():
+                ratio = times[name] / times[gemms]
+                limit = f", target {target}" if target and nats <= 1 else ""
+                print(f"  {name:24} {ratio:.2f} of the {gemms}{limit}", flush=True)
+                record.add(
+                    device="cpu",
+                    work="filter time",
+                    shape=shape,
+                    tokens=tokens,
+                    case=f"{nats} nats",
+                    provider=name,
+                    ms=times[name],
+                    ratio=ratio,
+                    gemms=gemms,
+                    entropy=measured,
+                    kept_columns=kept,
+                )
+    print("CCE's filter: not run, it is in a Triton kernel and needs a GPU")
+
+
+def bfloat16(x: Tensor) -> Tensor:
+    return x.bfloat16().float()
+
+
+def rounded_gradients(hidden: Tensor, weight: Tensor, d_logits: Callable[[Tensor], Tensor]) -> Any:
+    """Gradients of hidden and weight with every operand and result rounded to bfloat16."""
+    hidden, weight = bfloat16(hidden), bfloat16(weight)
+    grad = bfloat16(d_logits(bfloat16(hidden @ weight.T)))
+    return bfloat16(grad @ weight), bfloat16(grad.T @ hidden)
+
+
+def measure_errors(data: Text, record: Record) -> None:
+    """Relative errors of the gradient of hidden: of its rows, and of their sum over the rows."""
+    tokens, size = SIZES[0]
+    for nats in ENTROPIES:
+        rows = make_rows(data, tokens, size, nats)
+        _, (exact, d_weight) = rows.gradients(None)
+
+        def d_logits(logits: Tensor, rows: Rows = rows) -> Tensor:
+            leaf = logits.view(*rows.targets.shape, -1).requires_grad_()
+            loss = fused_gac_loss(leaf, *rows[2:], mu=0.5, spec=SPEC).loss
+            return torch.autograd.grad(loss, leaf)[0].flatten(0, 1)
+
+        plain = GradientFilter(weight=True)
+        results = {
+            "bfloat16 rounding": rounded_gradients(
+                rows.hidden.flatten(0, 1), rows.weight, d_logits
+            ),
+            "filtered": rows.gradients(plain)[1],
+        }
+        for name, (hidden, weight) in results.items():
+            pairs = {
+                "rows": (hidden.view_as(exact), exact),
+                "sum": (hidden.view_as(exact).sum((0, 1)), exact.sum((0, 1))),
+                "weight": (weight, d_weight),
+            }
+            errors = {key: float((x - y).norm() / y.norm()) for key, (x, y) in pairs.items()}
+            each = (weight - d_weight).norm(dim=1) / d_weight.norm(dim=1).clamp(min=1e-30)
+            errors["rows of weight"] = float(each.median())
+            print(f"{nats} nats, {name}: " + ", ".join(f"{k} {v:.1e}" for k, v in errors.items()))
+            record.add(
+                device="cpu",
+                work="filter errors",
+                shape=f"H={size} V={len(data.weight)} float32",
+                tokens=tokens,
+                case=f"{nats} nats",
+                provider=name,
+                **errors,
+            )
+
+
+def measure_training(data: Text, record: Record) -> None:
+    """Distance of the weights from the exact run over the distance traveled: SFT with AdamW.
+
+    Trained are the head and a square matrix before it, which receives the gradient of hidden.
+    """
+    nats = 1.0
+    inputs = scale_for(data, nats) * data.hidden
+    size = inputs.shape[1]
+    draw = torch.Generator().manual_seed(0)
+
+    def ours(settings: GradientFilter | None, hidden: Tensor, weight: Tensor, targets: Tensor):
+        leaves = [hidden.requires_grad_(), weight.detach().requires_grad_()]
+        keywords: dict[str, Any] = {"spec": SFT, "gradient_filter": settings}
+        out = fused_linear_gac_loss(leaves[0][None], leaves[1], targets[None], **keywords)
+        return torch.autograd.grad(out.loss, leaves)
+
+    def rounded(hidden: Tensor, weight: Tensor, targets: Tensor):
+        def d_logits(logits: Tensor) -> Tensor:
+            grad = logits.softmax(-1)
+            grad[torch.arange(len(targets)), targets] -= 1
+            return grad / len(targets)
+
+        return rounded_gradients(hidden, weight, d_logits)
+
+    runs = {
+        "exact": partial(ours, None),
+        "bfloat16 rounding": rounded,
+        "hidden filtered": partial(ours, HIDDEN_ONLY),
+        "both filtered": partial(ours, BOTH),
+    }
+    start = [data.weight, torch.eye(size)]
+    weights = {name: [x.clone().requires_grad_() for x in start] for name in runs}
+    optimizers = {
+        name: torch.optim.AdamW(x, lr=TRAINING_LR, weight_decay=0, fused=True)
+        for name, x in weights.items()
+    }
+    for step in range(1, TRAINING_STEPS + 1):
+        chosen = torch.randint(len(inputs), (TRAINING_TOKENS,), generator=draw)
+        x, targets = inputs[chosen], data.targets[chosen]
+        for name, gradients in runs.items():
+            head, matrix = weights[name]
+            d_hidden, head.grad = gradients((x @ matrix).detach(), head.detach(), targets)
+            matrix.grad = x.T @ d_hidden
+            optimizers[name].step()
+        if step % (TRAINING_STEPS // 10 or 1) == 0:
+            report_distances(weights, start, f"{step} steps at first {nats} nats", record)
+
+
+def report_distances(
+    weights: dict[str, list[Tensor]], start: list[Tensor], case: str, record: Record
+) -> None:
+    exact = [x.detach() for x in weights["exact"]]
+    for name, values in weights.items():
+        head, before = (
+            float((x.detach() - y).norm() / (y - z).norm())
+            for x, y, z in zip(values, exact, start, strict=True)
+        )
+        print(f"{case}, {name}: head {head:.4f}, before it {before:.4f}", flush=True)
+        record.add(
+            device="cpu",
+            work="filter training",
+            shape=f"H={len(exact[1])} V={len(exact[0])} float32",
+            tokens=TRAINING_TOKENS,
+            case=case,
+            provider=name,
+            head=head,
+            before=before,
+        )
+    record.save()
+
+
+def main(parts: list[str]) -> None:
+    torch.set_num_threads(1)
+    data = text()
+    for name in parts or PARTS:
+        record = Record()
+        PARTS[name](data, record)
+        record.save()
+
+
+PARTS = {"time": measure_time, "errors": measure_errors, "training": measure_training}
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

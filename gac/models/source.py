@@ -1,0 +1,133 @@
+"""Checks `model.path` before transformers loads it: a local folder, or a model on the Hub.
+
+transformers reports every problem as an OSError of several paragraphs; here each gets one line that
+names the key and says what to do. Imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from gac.errors import ConfigError, UserError
+from gac.models.config import ModelConfig
+
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+WEIGHTS = ("model.safetensors", "model*.safetensors*", "pytorch_model*.bin*", "adapter_model*")
+TOKENIZERS = ("tokenizer.json", "*token*", "*vocab*", "*.model", "*.spm", "tekken.json")
+
+
+def check_source(key: str, name: str, *, ask_hub: bool = True) -> None:
+    """Raise ConfigError unless `name` is a folder or an accessible model on the Hub.
+
+    ask_hub: if False, only the form of a name on the Hub is checked.
+    """
+    if not name:
+        raise ConfigError(
+            f"{key} is empty: give a folder with a transformers model, or the name of one on the "
+            f"Hub, e.g. {key}=./base"
+        )
+    path = Path(name).expanduser()
+    if (path / "metrics.jsonl").is_file():
+        raise ConfigError(f"{key}={name!r} is a run: give its model, {path / 'model'}")
+    if path.is_dir():
+        return
+    if path.exists():
+        raise ConfigError(f"{key}={name!r} is a file: give the folder of a transformers model")
+    if name.startswith((".", "/", "~")) or not HUB_NAME.fullmatch(name):
+        raise ConfigError(f"{key}={name!r}: no such folder")
+    if ask_hub:
+        _check_hub(key, name)
+
+
+def check_tokenizer(config: ModelConfig, *, ask_hub: bool = True) -> tuple[str, str]:
+    """Check the source of the tokenizer; returns its key and name."""
+    key = "model.tokenizer" if config.tokenizer else "model.path"
+    name = config.tokenizer or config.path
+    check_source(key, name, ask_hub=ask_hub)
+    remedy = "set model.tokenizer to a folder with one, or its name on the Hub"
+    check_files(key, name, "tokenizer", remedy, *TOKENIZERS)
+    return key, name
+
+
+def check_model(config: ModelConfig, *, ask_hub: bool = True) -> None:
+    """Check the source of the model and, unless `random_init`, of its weights."""
+    check_source("model.path", config.path, ask_hub=ask_hub)
+    remedy = "give a folder written by transformers' save_pretrained"
+    check_files("model.path", config.path, "model", remedy, "config.json", "adapter_config.json")
+    if not config.random_init:
+        remedy = "give a folder with weights, or set model.random_init=true"
+        check_files("model.path", config.path, "weights", remedy, *WEIGHTS)
+
+
+def _check_hub(key: str, name: str) -> None:
+    from huggingface_hub import auth_check, constants, errors, try_to_load_from_cache
+
+    missing = f"{key}={name!r}: no such local folder, and"
+    try:
+        cached = [
+            try_to_load_from_cache(name, file) for file in ("config.json", "tokenizer_config.json")
+        ]
+    except errors.HFValidationError:
+        raise ConfigError(f"{missing} {name!r} is not a valid Hub name") from None
+    if any(isinstance(file, str) for file in cached):
+        return
+    if constants.HF_HUB_OFFLINE:
+        raise ConfigError(
+            f"{missing} HF_HUB_OFFLINE forbids access to the Hub: give a folder, or unset "
+            "HF_HUB_OFFLINE"
+        )
+    try:
+        auth_check(name)
+    except errors.GatedRepoError:
+        raise ConfigError(
+            f"{key}={name!r} is a gated model: accept its terms at {constants.ENDPOINT}/{name}, "
+            "then log in with `hf auth login` or set HF_TOKEN"
+        ) from None
+    except errors.RepositoryNotFoundError:
+        raise ConfigError(
+            f"{missing} no model of that name on the Hub; if it is private, log in with "
+            "`hf auth login` or set HF_TOKEN"
+        ) from None
+    except errors.HfHubHTTPError:
+        pass  # a mirror that does not support auth_check; loading reports any problem
+    except Exception as error:  # the Hub's HTTP client decides which, if there is no network
+        raise ConfigError(
+            f"{missing} {constants.ENDPOINT} cannot be reached ({_first_sentence(error)}): give "
+            "the folder of a model that is already on this machine"
+        ) from error
+
+
+def check_files(key: str, name: str, kind: str, remedy: str, *files: str) -> None:
+    """Raise ConfigError if `name` is a folder in which no file matches `files`.
+
+    kind: what the files contain, for the message. remedy: what to do, for the message.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir() and not any(any(path.glob(file)) for file in files):
+        raise ConfigError(f"{key}={name!r}: the folder has no {kind} ({files[0]}): {remedy}")
+
+
+@contextlib.contextmanager
+def one_line_errors(key: str, name: str) -> Iterator[None]:
+    """Turn transformers' loading errors into a one-line ConfigError that names the key."""
+    try:
+        yield
+    except UserError:  # already a one-line error
+        raise
+    except (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError) as error:
+        raise ConfigError(f"{key}={name!r} cannot be loaded: {_first_sentence(error)}") from error
+    except Exception as error:  # SafetensorError; safetensors is imported only with the weights
+        if type(error).__name__ != "SafetensorError":
+            raise
+        raise ConfigError(
+            f"{key}={name!r}: the weights are corrupt ({error}): copy or download them again"
+        ) from error
+
+
+def _first_sentence(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    sentence, end, _ = text.partition(". ")
+    return (sentence + end.strip())[:300]

@@ -1,0 +1,311 @@
+"""Mistakes and their answers: one line that names the key, the value and what to do.
+
+All run in one process. Those in `EARLY` are answered before torch is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from gac.demo.project import create_project
+
+PROGRAM = """
+import contextlib, io, json, os, shutil, sys, traceback
+from gac import cli
+
+def run(arguments):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = cli.main(arguments)
+        except SystemExit as stop:
+            code = stop.code
+        except BaseException:
+            code = traceback.format_exc()
+    return [code, out.getvalue(), err.getvalue(), "torch" in sys.modules]
+
+print(json.dumps([run(arguments) for arguments in json.load(sys.stdin)]), file=sys.__stdout__)
+"""
+
+ROW = {"prompt": "1+1=", "answer": "2", "solution": "2"}
+USER = {"role": "user", "content": "1+1="}
+
+
+def lines(*rows: object) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def reward(body: str) -> str:
+    return f"def reward(completion, example):\n    {body}\n"
+
+
+FILES = {
+    "a-file": "x",
+    "tab.yaml": "steps: 3\n\tx: 1\n",
+    "twice.yaml": "steps: 3\nsteps: 4\n",
+    "list.yaml": "- a\n",
+    "latin.yaml": b"out: caf\xe9\n",
+    "torn.jsonl": '{"prompt": "1"\n',
+    "empty.jsonl": "",
+    "list.jsonl": "[1]\n",
+    "named.jsonl": lines({"question": "1", "answer": "2"}),
+    "null.jsonl": lines({**ROW, "answer": None}),
+    "nan.jsonl": '{"prompt": "1", "answer": NaN}\n',
+    "blank.jsonl": lines({**ROW, "prompt": " "}),
+    "utf16.jsonl": lines(ROW).encode("utf-16"),
+    "image.jsonl": lines({"messages": [{**USER, "content": [{"type": "image"}]}], "answer": "2"}),
+    "chat.jsonl": lines({"messages": [USER, {**USER, "role": "assistant"}], "answer": "2"}),
+    "short.csv": "prompt,answer\n1\n",
+    "twice.csv": "prompt,prompt\n1,2\n",
+    "latin.csv": b"prompt,answer\ncaf\xe9,2\n",
+    "cut.jsonl.gz": b"\x1f\x8b\x08\x00",
+    "sheet.xlsx": b"PK\x03\x04",
+    "long.jsonl": lines({**ROW, "prompt": 5000 * "1+"}),
+    "exits.py": reward("exit(3)"),
+    "interrupts.py": reward("raise KeyboardInterrupt"),
+    "quits.py": "exit(4)\n",
+    "syntax.py": "def reward(completion, example)\n",
+    "imports.py": "import nothing_like_it\n",
+    "nothing.py": reward("pass"),
+    "text.py": reward("return 'good'"),
+    "nan.py": reward("return float('nan')"),
+    "key.py": reward("return example.extra['gold']"),
+    "narrow.py": "def reward(completion):\n    return 1\n",
+    "plays.py": "def exits(prompts, engine):\n    exit(5)\n"
+    "def fails(prompts, engine):\n    return prompts[0].extra['gold']\n",
+}
+
+TRAIN = {  # value of --set -> answer
+    "stpes=3": "stpes: unknown key 'stpes'; did you mean 'steps'?",
+    "steps": "override 'steps': expected key=value",
+    "steps=0": "steps=0: use a number >= 1",
+    "steps=1.5": "steps: expected a whole number, got 1.5",
+    "seed=1180591620717411303424": "seed=1180591620717411303424: use a whole number",
+    "out=": "out='': use the name of a folder",
+    "export=maybe": "export: expected true or false, got 'maybe'",
+    "optim=adamw": "optim: expected a mapping like {key: value}, got 'adamw'",
+    "optim.lrr=1": "did you mean 'lr'?",
+    "optim.lr=0": "lr=0.0: use a number in (0, 1]",
+    "optim.lr=100": "lr=100.0: use a number in (0, 1]",
+    "optim.lr=1e-5x": "optim.lr: expected a number, got '1e-5x'",
+    "optim.betas=[0.9]": "optim.betas: expected 2 values, got [0.9]",
+    "optim.betas=[0.9,1.2]": "betas=(0.9, 1.2): use two numbers in [0, 1)",
+    "optim.warmup_steps=-5": "warmup_steps=-5: use a number >= 0",
+    "optim.min_lr_ratio=2": "min_lr_ratio=2.0: use a number in [0, 1]",
+    "optim.schedule=cosin": "schedule='cosin': use one of cosine, linear, constant",
+    "method=grop": "did you mean 'grpo'?",
+    "method=null": "method: expected a name or a mapping with `name`",
+    "method=json:dumps": "method: a function cannot be a method",
+    "method=nowhere:Method": "no module 'nowhere'; give its file",
+    "method.mu=2": "mu=2.0: use a number in [0, 1]",
+    "method.nu=1": "method.nu: unknown key 'nu'; did you mean 'mu'?",
+    "model.path=": "model.path is empty: give a folder",
+    "model.path=first": "has no tokenizer (tokenizer.json): set model.tokenizer",
+    "model.path=./nowhere": "model.path='./nowhere': no such folder",
+    "model.path=a/b/c": "model.path='a/b/c': no such folder",
+    "model.path=a-file": "model.path='a-file' is a file: give the folder",
+    "model.path=bare": "model.path='bare': the folder has no weights (model.safetensors): give",
+    "model.path=corrupt": "model.path='corrupt': the weights are corrupt (model.safetensors)",
+    "model.path=run": "model.path='run' is a run: give its model, run/model",
+    "model.tokenizer=first/data": "model.tokenizer='first/data': the folder has no tokenizer",
+    "model.dtype=fp16": "dtype='fp16': use one of float32, bfloat16",
+    "model.lora.rank=0": "rank=0: use a number >= 1",
+    "data.prompts=": "data.prompts is not set: give a .jsonl, .json",
+    "data.prompts=none.jsonl": "data.prompts='none.jsonl': no such file or folder",
+    "data.prompts=s3://a/b.jsonl": "URLs are not read: download the file",
+    "data.prompts=torn.jsonl": "torn.jsonl, line 1: not valid",
+    "data.prompts=empty.jsonl": "data.prompts='empty.jsonl': the file has no rows",
+    "data.prompts=list.jsonl": "list.jsonl, line 1: expected an object, found list",
+    "data.prompts=named.jsonl": "fields are answer, question: set prompt_field",
+    "data.prompts=null.jsonl": "field 'answer': is null; ",
+    "data.prompts=nan.jsonl": "field 'answer': is nan: use a finite number",
+    "data.prompts=blank.jsonl": "field 'prompt': is empty",
+    "data.prompts=utf16.jsonl": "utf16.jsonl, line 1: not valid UTF-8",
+    "data.prompts=image.jsonl": "message 1 has a part of type 'image': use text only",
+    "data.prompts=short.csv": "short.csv, row 2: the number of fields differs from the 2",
+    "data.prompts=twice.csv": "twice.csv, line 1: two columns have the same name",
+    "data.prompts=latin.csv": "latin.csv: not valid UTF-8",
+    "data.prompts=cut.jsonl.gz": "the compressed file is corrupt or truncated",
+    "data.prompts=sheet.xlsx": "the format '.xlsx' is not supported: use",
+    "data.demos=none.jsonl": "data.demos='none.jsonl': no such file or folder",
+    "data.demos=torn.jsonl": "torn.jsonl, line 1: not valid",
+    "data.sources=[{path: a.jsonl}]": "give either prompts or sources, not both",
+    "data.answer_field=gold": "set answer_field (null: no answers)",
+    "data.answer_pattern=((": "answer_pattern='((' is not a valid regular expression",
+    "data.answer_pattern=(zzz)": "answer_pattern '(zzz)' does not match",
+    "data.template={prompt}{unit}": "field 'unit': is missing, but the template",
+    "data.template={prompt}{0}": "the template '{prompt}{0}' cannot be filled",
+    "data.where={split: train}": "field 'split': is missing; the row's fields are answer, prompt",
+    "data.limit=0": "limit must be at least 1 or null, got 0",
+    "data.order=shuffled": "data.order='shuffled': use package.module:name",
+    "reward=mth": "unknown reward 'mth'; did you mean 'math'?",
+    "reward=reward.py:nothing": "reward.py has no 'nothing'",
+    "reward=none.py:reward": "no file 'none.py' in this folder or next to the configuration",
+    "reward=reward.py:test_reward": "TypeError: test_reward() takes 0 positional arguments",
+    "reward=narrow.py:reward": "reward() takes 1 positional argument but 2 were given",
+    "reward=exits.py:reward": "it called sys.exit(3)",
+    "reward=quits.py:reward": "it called sys.exit(4)",
+    "reward=interrupts.py:reward": "interrupted (",
+    "reward=syntax.py:reward": "SyntaxError: expected ':'",
+    "reward=imports.py:reward": "No module named 'nothing_like_it'",
+    "reward=nothing.py:reward": "expected a number, got NoneType",
+    "reward=text.py:reward": "expected a number, got str 'good'",
+    "reward=nan.py:reward": "expected a finite number, got nan",
+    "reward=key.py:reward": "KeyError: 'gold'",
+    "reward={name: math, timeout: fast}": "reward 'math' with {'timeout': 'fast'}: ",
+    "reward={name: format}": "missing 1 required positional argument: 'pattern'",
+    "reward={name: reward.py:reward, deadline: soon}": "deadline must be a number of seconds > 0",
+    "reward={sum: [{reward: math, weight: a}]}": "weight='a': use a finite number",
+    "reward={sum: [{reward: math, weight: .nan}]}": "weight=nan: use a finite number",
+    "rollouts.num_generations=1": "a single one has advantage 0 and teaches nothing",
+    "rollouts.temperature=0": "temperature=0.0: use a number > 0",
+    "rollouts.log_samples_every=-1": "log_samples_every=-1: use a number >= 0",
+    "rollouts.engine=vlm": "engine='vlm': use one of generate, paged, vllm",
+    "rollouts.function=none.py:play": "rollouts.function: no file 'none.py'",
+    "monitor_kl_every=-1": "monitor_kl_every=-1: use a number >= 0",
+    "eval.every=-1": "every=-1: use a number >= 0",
+    "eval.samples=4": "samples=4 at temperature=0 would all be equal: set temperature > 0",
+    "eval.reward=mth": "eval.reward: unknown reward 'mth'",
+    "eval.data.prompts=none.jsonl": "eval.data.prompts='none.jsonl': no such file or folder",
+    "eval.data.prompts=null": "eval.every=50: there is nothing to evaluate: set eval.data.prompts",
+    "eval.tasks={a: {}}": "eval.tasks.a.data.prompts is not set",
+    "eval.tasks={a/b: {}}": "tasks.'a/b': invalid task name",
+}
+COMMANDS = {
+    "train": "the following arguments are required: CONFIG.yaml",
+    "train none.yaml": "none.yaml: cannot be read (No such file or directory)",
+    "train tab.yaml": "tab.yaml: not valid YAML",
+    "train twice.yaml": "duplicate key 'steps'",
+    "train list.yaml": "list.yaml: expected `key: value` lines, got ['a']",
+    "train latin.yaml": "latin.yaml: not valid YAML",
+    "train first/run.yaml steps=3": "unrecognized arguments: steps=3; to override a key",
+    "train first/run.yaml --steps 3": "unrecognized arguments: --steps 3; to override a key",
+    "trian": "invalid choice: 'trian'",
+    "eval": "model.path is empty",
+    "eval --set modle.path=x": "did you mean 'model'?",
+    "eval --set model.path=first/model": "settings.data.prompts is not set",
+    "eval --set model.path=first/model settings.data.prompts=none.jsonl": "settings.data.prompts='",
+    "report nowhere": "nowhere: no runs found",
+    "report run --out a-file": "--out='a-file' cannot be written (File exists)",
+    "export run out --step last": "expected a step number or 'best', got 'last'",
+    "init first": "DIR='first' is not empty: choose a new folder",
+    "init a-file/x": "DIR='a-file/x' cannot be written (Not a directory)",
+}
+LATE = {  # answered with torch, most of them before the model is loaded
+    "export first out": "RUN='first' is not a run directory: it has no config.yaml",
+    "methods ../x": "unknown name '../x'",
+    "demo --jobs 0": "--jobs=0: use a number >= 1",
+    "demo --methods grop": "did you mean 'grpo'?",
+    "demo --out a-file/x": "--out='a-file/x' cannot be written",
+    "rewards check first/run.yaml --set reward=mth": "unknown reward 'mth'",
+    "replay run": "run contains no saved step: give a folder in RUN/replay",
+    "export run out": "no intact checkpoint",
+    "study first/run.yaml": "--methods: missing",
+    "study first/run.yaml --methods grop": "grop: method.name: unknown name 'grop'",
+    "study first/run.yaml --methods grpo grpo": "two of grpo, grpo have the same label",
+}
+LATE_TRAIN = {
+    "out=a-file/run": "out='a-file/run'",
+    "data.system=Calculate.": "system is 'Calculate.' but chat is false: set chat: true",
+    "data.chat=true": "the tokenizer has no chat template: set template",
+    "data.prompts=chat.jsonl": "a conversation needs a chat template, which the tokenizer does not",
+    "data.where={answer: 99}": "no rows left (dropped: 80 excluded by where)",
+    "data.max_prompt_tokens=1": "no rows left (dropped: 80 prompt longer than 1 tokens)",
+    "data.demo_field=essay": "has the demonstration field 'essay': set demo_field",
+    "data.source_field=set": "field 'set': is missing; the row's fields are",
+    "model.attention=nonsense": "cannot be loaded: Specified `attn_implementation",
+    "model.path=nan": "model.path='nan': the weight model.norm.weight contains nan or inf",
+    "rollouts.stop=[abc]": "stop='abc' is 3 tokens: use a string",
+    "rollouts.engine=vllm": "rollouts.vllm.url",
+    "max_tokens_per_micro_batch=1": "the longest row (prompt and response) may have",
+    "report_to=[nope]": "report_to='nope': use names from aim, ",
+    "eval.split_field=kind": "split_field='kind'",
+    "rollouts.function=plays.py:exits": "the code called sys.exit(5) (",
+    "rollouts.function=plays.py:fails": "KeyError: 'gold'",
+}
+
+
+def train(change: str) -> list[str]:
+    return ["train", "first/run.yaml", "--set", "steps=1", "out=o", change]
+
+
+EARLY = [*map(train, TRAIN), *map(str.split, COMMANDS)]
+ARGUMENTS = [*EARLY, *map(train, LATE_TRAIN), *map(str.split, LATE)]
+ANSWERS = [answer for part in (TRAIN, COMMANDS, LATE_TRAIN, LATE) for answer in part.values()]
+
+
+def run(folder, *commands: list[str]) -> list[list]:
+    """[exit code, stdout, stderr, whether torch is imported] of each command, in one process."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        cwd=folder,
+        input=json.dumps(commands),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path_factory.mktemp("new")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        create_project(folder.relative_to(folder) / "first")
+    for name, content in FILES.items():
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    model = folder / "first" / "model"
+    for name in ("bare", "corrupt", "nan"):
+        shutil.copytree(model, folder / name)
+    (folder / "bare" / "model.safetensors").unlink()
+    (folder / "corrupt" / "model.safetensors").write_bytes(b"not a header")
+    weights = load_file(model / "model.safetensors")
+    weights["model.norm.weight"][0] = float("nan")
+    save_file(weights, folder / "nan" / "model.safetensors", {"format": "pt"})
+    (folder / "run").mkdir()
+    (folder / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
+    (folder / "run" / "config.yaml").write_text("steps: 1\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(project) -> list[list]:
+    return run(project, *ARGUMENTS)
+
+
+@pytest.mark.parametrize("number", range(len(ARGUMENTS)), ids=lambda n: " ".join(ARGUMENTS[n][-2:]))
+def test_a_mistake_has_a_one_line_answer(results, number):
+    code, out, err, torch = results[number]
+    assert code in (1, 2, 130), code
+    *rest, last = err.splitlines()
+    assert ANSWERS[number] in last and last.startswith("gac"), err
+    assert "Traceback" not in err
+    if number < len(EARLY):
+        assert not torch and out == ""
+        assert not rest or rest[0].startswith("usage: ")
+
+
+def test_paths_that_exist_next_to_the_configuration(project):
+    ((code, _, err, _),) = run(project / "first", ["train", "run.yaml"])
+    assert code == 2 and f"run the command in {project}\n" in err
+
+
+def test_check_trains_nothing(project):
+    ((code, out, _, torch),) = run(project, ["check", "first/run.yaml"])
+    assert code == 0 and not torch and out.endswith("\nAll checks passed.\n")
+    for line in (
+        "model.path: 0.315 million parameters; training takes 0.005 GB",
+        "data.prompts: 80 rows\n",
+        "reward: 1.0 for the demonstration of the first row\n",
+        "steps: 200, each with 128 responses (at most 1,024 tokens) and 32 demonstrations",
+    ):
+        assert line in out

@@ -1,0 +1,64 @@
+"""Responses and demonstrations end as the chat template and the model's generation config say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from gac.data import DataConfig, load_demos
+from gac.demo.task import make_tokenizer, model_config
+from gac.models.causal_lm import load_model, load_tokenizer
+from gac.models.config import ModelConfig
+from gac.rollouts.generation import generate
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LLAMA3 = (
+    "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+    "{{ m.content | trim }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "special"),
+    [
+        (CHATML, ["<|im_end|>", "<|im_start|>", "<|endoftext|>"]),
+        (LLAMA3, ["<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>"]),
+    ],
+    ids=["ChatML", "Llama 3"],
+)
+def test_turns_end_as_the_template_ends_them(
+    template: str, special: list[str], tmp_path: Path
+) -> None:
+    tokenizer = make_tokenizer("questionarwf \n")
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(tmp_path)
+    turn, other = (tokenizer.convert_tokens_to_ids(name) for name in (special[0], special[-1]))
+    eos = tokenizer.eos_token_id
+    model_config(len(tokenizer), tokenizer.pad_token_id, eos).save_pretrained(tmp_path)
+    GenerationConfig(eos_token_id=[turn, other]).save_pretrained(tmp_path)
+    config = ModelConfig(path=str(tmp_path), random_init=True)
+    tokenizer = load_tokenizer(config)
+
+    row = {"prompt": "question", "answer": "aa", "solution": "answer"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    data = {"prompts": str(tmp_path / "rows.jsonl")}
+    words = tuple(tokenizer("answer", add_special_tokens=False)["input_ids"])
+    for chat, end in ((True, turn), (False, eos)):
+        (example,) = load_demos(DataConfig(**data, chat=chat), tokenizer)
+        assert example.demo == (*words, end)
+
+    torch.manual_seed(0)
+    keywords = {"max_completion_length": 60, "temperature": 1.0, "num_generations": 200}
+    completions = generate(load_model(config), tokenizer, [(words[0],)], **keywords)
+    last = {completion[-1] for completion in completions if len(completion) < 60}
+    assert last == {eos, turn, other}
+    assert not last & {token for completion in completions for token in completion[:-1]}
