@@ -235,7 +235,7 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
         "export",
         help="export a checkpoint's model as a transformers folder",
         description="Write a folder that transformers' from_pretrained can load, regardless of how "
-        "many processes trained the model. Adapters are merged into the model.",
+        "many processes trained the model.",
     )
     export.add_argument("source", type=Path, metavar="RUN", help="a run directory")
     export.add_argument("out", type=Path, metavar="OUT", help="a new folder")
@@ -245,6 +245,11 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
         metavar="N|best",
         help="checkpoint to export: its step, or 'best' for the highest evaluation accuracy "
         "(default: the last intact checkpoint)",
+    )
+    export.add_argument(
+        "--adapters",
+        action="store_true",
+        help="write only the adapters of model.lora, as peft does (default: merge them)",
     )
     export.set_defaults(run=_export)
 
@@ -427,7 +432,8 @@ def _eval(options: argparse.Namespace) -> int:
 def _export(options: argparse.Namespace) -> int:
     from gac.training.export import export_run
 
-    print(f"{export_run(options.source, options.out, options.step)} -> {options.out}")
+    path = export_run(options.source, options.out, options.step, options.adapters)
+    print(f"{path} -> {options.out}")
     return OK
 
 

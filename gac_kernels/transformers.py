@@ -14,6 +14,7 @@ import inspect
 import logging
 import types
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -179,7 +180,7 @@ class LazyLogits(Tensor):
         return func(*tree_map(_logits, args), **tree_map(_logits, kwargs or {}))
 
 
-class Fused:
+class Fused(AbstractContextManager["Fused"]):
     """Handle of `fuse`; as a context manager, it restores the model's own loss at the end.
 
     Attributes:
@@ -210,9 +211,6 @@ class Fused:
             if module.__dict__.pop(HANDLE, None) is not None:
                 module.forward = module.__dict__.pop(OWN)
                 module.__dict__.pop("_loss_function", None)
-
-    def __enter__(self) -> Fused:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.undo()

@@ -153,8 +153,3 @@ def row_of(encoded: Mapping[str, Any]) -> Row:
 def demo_norm(rows: Sequence[Row], spec: LossSpec, ranks: int) -> float:
     """Divisor of the loss of a step's demonstrations; gradients are later averaged over `ranks`."""
     return loss_divisors(count(rows), spec).demo / ranks
-
-
-def shard(rows: Sequence[Row], rank: int, ranks: int) -> list[Row]:
-    """The rows of one rank: every `ranks`-th row, starting at index `rank`."""
-    return list(rows[rank::ranks])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +11,12 @@ import torch
 from torch import Tensor
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from gac.data.rows import Row
 from gac.integrations.mixer import Mixer
+from gac.models.causal_lm import run_head
+from gac_kernels import LossOutput
 
+from .demonstrations import demo_norm
 from .rollouts import rollout_moments
 
 if TYPE_CHECKING:
@@ -52,6 +57,30 @@ class StepMixin(Trainer):
             for name, value in self.mixer.close().items():
                 self._metrics["train"][f"gac/{name}"].append(value)
             self._step_demos = None
+
+    def score_demos(
+        self, model: torch.nn.Module, inputs: dict[str, Tensor], targets: Tensor, rows: list[Row]
+    ) -> LossOutput:
+        """Compute this rank's demonstration term of the micro-batch and observe its statistics.
+
+        Summing over micro-batches and averaging over ranks gives the step's loss.
+
+        Args:
+            model: the policy, possibly wrapped, with `attach_head`.
+            inputs: arguments of the model.
+            targets: int64 [B, T], shifted; -100 = no loss.
+            rows: all demonstrations of the step; only their numbers of tokens are read.
+        """
+        head = run_head(model, **inputs)
+        if head.hidden is not None and head.weight is not None and head.autocast is None:
+            # with TRL's cast_lm_head_to_fp32, the head has higher precision than the hidden states
+            head = replace(head, hidden=head.hidden.to(head.weight.dtype))
+        ones, spec = torch.ones(len(targets)), self.mixer.spec
+        norm = demo_norm(rows, spec, self.accelerator.num_processes)
+        batch = targets, ones, ones.bool()
+        out = head.loss(*batch, mu=1.0, spec=spec, demo_norm=norm, sketch=self.mixer.sketch)
+        self.mixer.observe(out.moments)
+        return out
 
     def observe_rollouts(self, mask: Tensor, advantages: Tensor, ref: Tensor | None) -> None:
         """Give the mixer the statistics of the last scored rollouts; see `rollout_moments`."""
@@ -111,10 +140,3 @@ def unsupported_options(trainer: Any) -> dict[str, tuple[bool, str]]:
             "reentrant checkpointing allows one forward per backward: set use_reentrant to False",
         ),
     }
-
-
-def check_supported(trainer: str, options: dict[str, tuple[bool, str]]) -> None:
-    """Raise ValueError, naming `trainer`, for the first unsupported option that is set."""
-    for option, (is_set, fix) in options.items():
-        if is_set:
-            raise ValueError(f"{trainer} does not support {option}: {fix}")

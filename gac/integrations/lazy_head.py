@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from gac_kernels import linear_token_logprobs, token_logprobs
 from gac_kernels.transformers import LazyLogits, fuse
 
-from .patch import Patch
+from .patch import Patch, original, supported
 
 
 def logprobs(logits: LazyLogits, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, ...]:
@@ -41,39 +40,28 @@ def lazy_head(
     Raises:
         ImportError: the installed version has no such names.
     """
-    try:
-        module = import_module(module_name)
-        wrapper, own = getattr(module, model_class), {x: getattr(module, x) for x in functions}
-    except (ImportError, AttributeError) as error:
-        raise ImportError(
-            f"apply_fused_head: no support for the installed version: {error}"
-        ) from error
-    patches = [(wrapper, "forward", _lazy_forward(wrapper.forward))]
-    patches += [(module, name, _replacement(own[name], new)) for name, new in functions.items()]
+    module = supported(module_name, model_class, *functions)
+    wrapper = getattr(module, model_class)
+    patches = [(wrapper, "forward", _lazy_forward(original(wrapper, "forward")))]
+    patches += [(module, x, _replacement(original(module, x), new)) for x, new in functions.items()]
     return Patch(*patches)
 
 
+@functools.cache  # so that a second patch is a no-op
 def _lazy_forward(own: Any) -> Callable[..., Any]:
-    if hasattr(own, "gac_own"):  # a second call is a no-op
-        return own
-
     @functools.wraps(own)
     def forward(self: Any, *args: Any, **keywords: Any) -> Any:
         fuse(self.model).lazy = True
         return own(self, *args, **keywords)
 
-    forward.gac_own = own  # type: ignore[attr-defined] # a mark
     return forward
 
 
+@functools.cache
 def _replacement(own: Any, new: Callable[..., Any]) -> Callable[..., Any]:
-    if hasattr(own, "gac_own"):
-        return own
-
     @functools.wraps(own)
     @torch.compiler.disable
     def function(logits: Tensor, *args: Any, **keywords: Any) -> Any:
         return (new if isinstance(logits, LazyLogits) else own)(logits, *args, **keywords)
 
-    function.gac_own = own  # type: ignore[attr-defined] # a mark
     return function

@@ -290,6 +290,16 @@ def resolve_method(controller: ControllerConfig | Method | None, sketches: bool 
     return controller if isinstance(controller, Method) else GAC(**vars(controller))
 
 
+def refuse(trainer: str, options: dict[str, tuple[bool, str]]) -> None:
+    """Raise ValueError, naming `trainer`, for the first option that is set.
+
+    options: name -> (whether it is set, the fix).
+    """
+    for option, (is_set, fix) in options.items():
+        if is_set:
+            raise ValueError(f"{trainer} does not support {option}: {fix}")
+
+
 def _missing_inputs(controller: ControllerConfig, sketches: bool) -> str:
     """Describe the inputs that `controller` needs but other trainers lack; "" if there are none."""
     signals = getattr(controller, "signals", None)  # a plain ControllerConfig uses the proxies

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-
 from torch import Tensor
 
 from gac_kernels import linear_token_logprobs
 
-from .patch import Patch
+from .patch import Patch, supported
 
 
 class FusedLogProbs:
@@ -35,9 +33,5 @@ def apply_fused_head() -> Patch:
         ImportError: prime-rl is not installed, or its version has no such function.
     """
     name = "_SequenceChunkedLogProbEntropyFn"
-    try:
-        module = import_module("prime_rl.trainer.models.layers.lm_head")
-        getattr(module, name)
-    except (ImportError, AttributeError) as error:
-        raise ImportError(f"apply_fused_head needs prime-rl 0.7 or later: {error}") from error
+    module = supported("prime_rl.trainer.models.layers.lm_head", name)
     return Patch((module, name, FusedLogProbs))

@@ -22,12 +22,11 @@ from torch import Tensor
 
 from gac.config import choose
 from gac.data.rows import Row
-from gac.integrations.mixer import Mixer
+from gac.integrations.mixer import Mixer, refuse
 from gac.methods import DEFAULT, METHODS
-from gac.models.causal_lm import attach_head, run_head
+from gac.models.causal_lm import attach_head
 
-from .demonstrations import demo_norm
-from .hf_trainer import StepMixin, base_model, check_supported, unsupported_options
+from .hf_trainer import StepMixin, base_model, unsupported_options
 
 METHOD_ENV = "GAC_METHOD"  # an environment variable: swift's command line cannot be extended
 
@@ -49,7 +48,7 @@ class GACGRPOTrainer(StepMixin, GRPOTrainer):
                 "chord_sft_per_device_train_batch_size is not set: set it to the number of "
                 "demonstrations per process and micro-batch"
             )
-        check_supported("gac.integrations.swift", _unsupported_options(self))
+        refuse("gac.integrations.swift", _unsupported_options(self))
         slots = self.accelerator.num_processes * self.args.gradient_accumulation_steps
         self.mixer = Mixer(
             choose(METHODS, json.loads(os.environ.get(METHOD_ENV, f'"{DEFAULT}"')), METHOD_ENV),
@@ -93,29 +92,20 @@ class GACGRPOTrainer(StepMixin, GRPOTrainer):
         return row
 
     def _demo_loss(self, model: torch.nn.Module) -> Tensor:
-        """This rank's demonstration loss for the micro-batch.
-
-        Summing over micro-batches and averaging over ranks gives the step's loss.
-        """
+        """This rank's demonstration loss for the micro-batch; see `score_demos`."""
         rows, device = self.local_demos(), self.accelerator.device
         if rows is None:
             return torch.zeros((), device=device)
         # every rank runs a forward; a rank without rows uses one with all targets masked
         batch = to_device(self.template.data_collator(rows or self._step_demos[:1]), device)
-        labels, spec = batch.pop("labels"), self.mixer.spec
-        targets = labels.roll(-1, 1)
+        targets = batch.pop("labels").roll(-1, 1)
         targets[:, -1] = -100
         if not rows:
             targets = torch.full_like(targets, -100)
         counts = [Row((0,) * _num_targets(row), 0, True) for row in self._step_demos]
-        norm = demo_norm(counts, spec, self.accelerator.num_processes)
         names = {"input_ids", "attention_mask", "position_ids"} & set(batch)
         inputs = {name: batch[name] for name in names}
-        ones = torch.ones(len(targets))
-        batch = targets, ones, ones.bool()
-        out = run_head(model, **inputs).loss(*batch, mu=1.0, spec=spec, demo_norm=norm)
-        self.mixer.observe(out.moments)
-        return out.loss
+        return self.score_demos(model, inputs, targets, counts).loss
 
 
 def _num_targets(row: dict[str, Any]) -> int:

@@ -22,7 +22,7 @@ from trinity.algorithm.sample_strategy.mix_sample_strategy import MixSampleStrat
 from trinity.common.experience import CustomField, Experience
 
 from gac.config import choose
-from gac.integrations.mixer import Mixer, resolve_method
+from gac.integrations.mixer import Mixer, refuse, resolve_method
 from gac.methods import DEFAULT, METHODS
 from gac_kernels import LossSpec, loss_from_logprobs
 
@@ -60,9 +60,11 @@ class GACAlgorithm(MIXCHORDAlgorithm):
                 config.buffer.train_batch_size,
             ),
         }
-        for name, (value, use) in supported.items():
-            if value not in (None, use):
-                raise ValueError(f"GACAlgorithm does not support {name}={value!r}: use {use!r}")
+        options = {
+            f"{name}={value!r}": (value not in (None, use), f"use {use!r}")
+            for name, (value, use) in supported.items()
+        }
+        refuse("GACAlgorithm", options)
         if algorithm.policy_loss_fn_args is None:
             algorithm.policy_loss_fn_args = GACPolicyLoss.default_args()
         algorithm.policy_loss_fn_args.setdefault("state_dir", config.checkpoint_job_dir)

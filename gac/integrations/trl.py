@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,16 +19,16 @@ from transformers import ProcessorMixin
 from trl import GRPOTrainer
 
 from gac.control.controller import ControllerConfig
-from gac.data.rows import Batch, collate
+from gac.data.rows import collate
 from gac.errors import is_count, require
-from gac.integrations.mixer import Mixer
+from gac.integrations.mixer import Mixer, refuse
 from gac.methods import Method
-from gac.models.causal_lm import Head, attach_head, run_head
+from gac.models.causal_lm import attach_head
 from gac.models.head import set_gradient_filter
-from gac_kernels import HeadSketch, LossOutput, LossSpec
+from gac_kernels import LossOutput
 
-from .demonstrations import demo_norm, row_of, tokenized
-from .hf_trainer import StepMixin, base_model, check_supported, unsupported_options
+from .demonstrations import row_of, tokenized
+from .hf_trainer import StepMixin, base_model, unsupported_options
 from .trl_grpo import FusedGRPOMixin, FusedGRPOTrainer, FusedLoss
 from .trl_head import apply_fused_head
 
@@ -77,7 +76,7 @@ class GACMixin(StepMixin, FusedGRPOMixin):
             is_count(demo_batch, 1), "demo_batch", demo_batch, "a number of demonstrations >= 1"
         )
         super().__init__(*args, **keywords)
-        check_supported("GACTrainer", _unsupported_options(self))
+        refuse("GACTrainer", _unsupported_options(self))
         self.mixer = Mixer(
             controller,
             rows=len(demo_dataset),
@@ -123,20 +122,15 @@ class GACMixin(StepMixin, FusedGRPOMixin):
         return loss
 
     def _demo_loss(self, model: torch.nn.Module) -> Tensor:
-        """This rank's demonstration loss for the micro-batch.
-
-        Summing over micro-batches and averaging over ranks gives the step's loss.
-        """
+        """This rank's demonstration loss for the micro-batch; see `score_demos`."""
         rows, device = self.local_demos(), self.accelerator.device
         if rows is None:
             return torch.zeros((), device=device)
-        tokenizer, spec = self.processing_class, self.mixer.spec
+        tokenizer = self.processing_class
         pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         batch = collate(rows, pad, device)
-        norm = demo_norm(self._step_demos, spec, self.accelerator.num_processes)
-        head = run_head(model, input_ids=batch.input_ids, attention_mask=batch.attention_mask)
-        out = _score(batch, spec, norm, self.mixer.sketch, head)
-        self.mixer.observe(out.moments)
+        inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+        out = self.score_demos(model, inputs, batch.targets, self._step_demos)
         if self.mixer.sketch is not None:
             self._observe_sketches([-1] * len(rows), is_demo=True, out=out)
         return out.loss
@@ -163,24 +157,6 @@ class GACTrainer(GACMixin, GRPOTrainer):
     """GRPOTrainer with adaptively weighted demonstrations; see GACMixin."""
 
 
-def _score(
-    batch: Batch, spec: LossSpec, norm: float, sketch: HeadSketch | None, head: Head
-) -> LossOutput:
-    """Compute the demonstration term."""
-    if head.hidden is not None and head.weight is not None and head.autocast is None:
-        # with cast_lm_head_to_fp32, the head has higher precision than the hidden states
-        head = replace(head, hidden=head.hidden.to(head.weight.dtype))
-    return head.loss(
-        batch.targets,
-        batch.advantages,
-        batch.is_demo,
-        mu=1.0,
-        spec=spec,
-        demo_norm=norm,
-        sketch=sketch,
-    )
-
-
 def _unsupported_options(trainer: Any) -> dict[str, tuple[bool, str]]:
     """Unsupported options: name -> (whether it is set, the fix)."""
     options = unsupported_options(trainer)
@@ -189,10 +165,6 @@ def _unsupported_options(trainer: Any) -> dict[str, tuple[bool, str]]:
         "processing_class": (
             isinstance(trainer.processing_class, ProcessorMixin),
             "images are not supported: use a text model",
-        ),
-        "use_liger_kernel": (
-            getattr(trainer, "use_liger_kernel", False),
-            "Liger's loss does not return log-probabilities: set it to False",
         ),
         "router_aux_loss_coef": (
             getattr(trainer, "aux_loss_enabled", False),

@@ -10,7 +10,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import torch
@@ -180,11 +180,8 @@ def trl_utils() -> Any:
     except ModuleNotFoundError as error:
         raise ImportError("apply_fused_head needs TRL: pip install 'gac-kernels[trl]'") from error
     if not (hasattr(utils, HOOK) and hasattr(utils, "add_fused_lm_head")):
-        try:
-            installed = version("trl")
-        except PackageNotFoundError:
-            installed = "unknown"
         raise ImportError(
-            f"trl=={installed}: its trainers have no fused LM head to replace; use TRL {SUPPORTED}"
+            f"trl=={version('trl')}: its trainers have no fused LM head to replace; "
+            f"use TRL {SUPPORTED}"
         )
     return utils

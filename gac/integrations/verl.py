@@ -31,11 +31,11 @@ from verl.workers.utils.padding import no_padding_2_padding
 
 from gac.config import choose
 from gac.data.rows import Row
-from gac.integrations.mixer import Mixer, resolve_method
+from gac.integrations.mixer import Mixer, refuse, resolve_method
 from gac.methods import DEFAULT, METHODS
 from gac_kernels import loss_from_logprobs
 
-from .demonstrations import demo_norm, read, row_of, shard, tokenized
+from .demonstrations import demo_norm, read, row_of, tokenized
 from .rollouts import rollout_moments
 from .verl_head import apply_fused_head
 
@@ -175,7 +175,7 @@ class Mixture:
         ranks = self.engine.get_data_parallel_size()
         demos = [row_of(row) for row in self.demos.select(self.mixer.draw())]
         self.norm = demo_norm(demos, self.mixer.spec, ranks)
-        rows = shard(demos, self.engine.get_data_parallel_rank(), ranks)
+        rows = demos[self.engine.get_data_parallel_rank() :: ranks]
         count = -(-len(demos) // ranks)
         size = min(tu.get(data, "micro_batch_size_per_gpu", default=None) or count, count)
         # every rank runs the same number of forwards: pad with one-token rows without a loss
@@ -224,6 +224,5 @@ def check_supported(engine: Any, model: Any) -> None:
         "model.processor": (model.processor is not None, "an image processor", "a text model"),
         "mtp.enable": (model.mtp is not None and model.mtp.enable, True, "False"),
     }
-    for name, (is_set, value, use) in unsupported_options.items():
-        if is_set:
-            raise ValueError(f"GACPolicyLoss does not support {name}={value}: use {use}")
+    options = unsupported_options.items()
+    refuse("GACPolicyLoss", {f"{k}={value}": (x, f"use {use}") for k, (x, value, use) in options})

@@ -5,7 +5,8 @@ In verl, `use_fused_kernels=True` selects one of two functions. `apply_fused_hea
 
 from __future__ import annotations
 
-from importlib import import_module
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from gac_kernels import linear_token_logprobs
 
-from .patch import Patch
+from .patch import Patch, original, supported
 
 
 def _log_probs(
@@ -49,14 +50,18 @@ def apply_fused_head() -> Patch:
     Raises:
         ImportError: verl is not installed, or its version has no such functions.
     """
-    try:
-        from verl.utils.experimental.torch_functional import FusedLinearForPPO
+    torch_functional = supported("verl.utils.experimental.torch_functional", "FusedLinearForPPO")
+    kernel, name = "verl.utils.kernel.linear_cross_entropy", "linear_cross_entropy"
+    module = supported(kernel, name)
+    return Patch(
+        (torch_functional.FusedLinearForPPO, "forward", _linear_forward),
+        (module, name, _kernel(original(module, name))),
+    )
 
-        kernel = import_module("verl.utils.kernel.linear_cross_entropy")
-    except ImportError as error:
-        raise ImportError(f"apply_fused_head needs verl 0.9: {error}") from error
-    current: Any = kernel.linear_cross_entropy
-    own = getattr(current, "original", current)
+
+@functools.cache  # so that a second patch is a no-op
+def _kernel(own: Any) -> Callable[..., Any]:
+    """Replacement for verl's Triton kernel; returns flat outputs, as that kernel does."""
 
     def linear_cross_entropy(
         hidden: Tensor,
@@ -66,16 +71,10 @@ def apply_fused_head() -> Patch:
         reduction: str = "none",
         dist_process_group: dist.ProcessGroup | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Replacement for verl's Triton kernel; returns flat outputs, as that kernel does."""
         sharded = dist_process_group is not None and dist.get_world_size(dist_process_group) > 1
         if sharded or reduction.lower() != "none":
             return own(hidden, weight, labels, temperature, reduction, dist_process_group)
         flat = hidden.reshape(-1, hidden.shape[-1])
         return _log_probs(flat, weight, labels.reshape(-1), temperature)
 
-    linear_cross_entropy.original = own  # type: ignore[attr-defined] # for a second call
-    kernel_function = linear_cross_entropy if current is own else current
-    return Patch(
-        (FusedLinearForPPO, "forward", _linear_forward),
-        (kernel, "linear_cross_entropy", kernel_function),
-    )
+    return linear_cross_entropy

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from gac.config import load
-from gac.errors import CheckpointNotFound, RunError, writable_folder
+from gac.errors import CheckpointNotFound, ConfigError, RunError, writable_folder
 from gac.faults import checkpoint
 from gac.models.causal_lm import apply_training_options, load_meta_model, load_model, load_tokenizer
 from gac.models.config import ModelConfig
@@ -30,22 +30,24 @@ FILE_SIZE = 1 << 30  # bytes
 NO_SHARDING = 1 << 62  # bytes; disables sharding in save_pretrained
 
 
-def export_run(run: Path, out: Path, step: int | Literal["best"] | None = None) -> Path:
+def export_run(
+    run: Path, out: Path, step: int | Literal["best"] | None = None, adapters: bool = False
+) -> Path:
     """Export the model of a run to a folder for `from_pretrained`, as `gac export` does.
-
-    Adapters are merged into the model.
 
     Args:
         run: a run directory.
         out: a new or empty folder.
         step: step of the checkpoint; "best": the one with the highest evaluation accuracy; None:
             the newest intact one.
+        adapters: write the adapters alone, as peft does; False: merge them into the model.
 
     Returns:
         The checkpoint that was read.
 
     Raises:
         CheckpointNotFound: the checkpoint does not exist.
+        ConfigError: `adapters`, but the run trained all weights.
         FileExistsError: `out` is not empty.
         RunDirectoryError: a process trains in `run` or exports from it.
     """
@@ -55,8 +57,13 @@ def export_run(run: Path, out: Path, step: int | Literal["best"] | None = None) 
         path = _choose(run / "checkpoints", step)
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise FileExistsError(f"OUT={str(out)!r} is not empty: choose a new folder")
+        config = load(TrainConfig, run / "config.yaml").model
+        if adapters and config.lora is None:
+            raise ConfigError(
+                f"--adapters: {run} trained all weights (model.lora is null): omit it"
+            )
         writable_folder("OUT", out)
-        export_checkpoint(load(TrainConfig, run / "config.yaml").model, path, out)
+        export_checkpoint(config, path, out, adapters=adapters)
     return path
 
 
@@ -77,7 +84,11 @@ def _choose(folder: Path, step: int | Literal["best"] | None) -> Path:
 
 
 def export_checkpoint(
-    config: ModelConfig, path: Path, out: Path, file_size: int = FILE_SIZE
+    config: ModelConfig,
+    path: Path,
+    out: Path,
+    file_size: int = FILE_SIZE,
+    adapters: bool = False,
 ) -> None:
     """Export the checkpoint at `path`, then replace `out` with the complete export.
 
@@ -94,7 +105,9 @@ def export_checkpoint(
     shutil.rmtree(temporary, ignore_errors=True)
     shutil.rmtree(previous, ignore_errors=True)
     try:
-        if has_adapters(config.path):
+        if adapters:
+            _save_trained_adapters(config, path, temporary)
+        elif has_adapters(config.path):
             _save_adapters(config, path, temporary)
         else:
             _save_weights(config, path, temporary, file_size)
@@ -110,6 +123,16 @@ def export_checkpoint(
         out.rename(previous)
     temporary.rename(out)
     shutil.rmtree(previous, ignore_errors=True)
+
+
+def _save_trained_adapters(config: ModelConfig, path: Path, folder: Path) -> None:
+    """Write the adapters of `model.lora` alone, as peft does; only they are read."""
+    model = apply_training_options(load_meta_model(config), config)
+    stored = checkpoint.model_tensors(path)
+    names = {name for name, p in model.named_parameters() if p.requires_grad}
+    tensors = checkpoint.read_tensors(path, {name: stored[name] for name in names})
+    model.peft_config["default"].base_model_name_or_path = config.path
+    model.save_pretrained(folder, state_dict=tensors, save_embedding_layers=False)
 
 
 def _save_adapters(config: ModelConfig, path: Path, folder: Path) -> None:

@@ -108,11 +108,12 @@ def write_table(results: dict[str, dict[str, int]]) -> None:
         "| TRL | our head and fused loss | tests passed | skipped | failed |",
         "|---|---|---|---|---|",
     ]
-    lines += [
-        f"| {name.removeprefix('trl-')} | {'yes' if has_fused_head(name) else 'no'} "
-        f"| {count['passed']} | {count['skipped']} | {count['failed']} |"
-        for name, count in results.items()
-    ]
+    versions: dict[str, list[str]] = {}  # by result
+    for name, count in results.items():
+        head = "yes" if has_fused_head(name) else "no"
+        row = f"| {head} | {count['passed']} | {count['skipped']} | {count['failed']} |"
+        versions.setdefault(row, []).append(name.removeprefix("trl-"))
+    lines += [f"| {', '.join(names)} {row}" for row, names in versions.items()]
     table = "\n".join(lines) + "\n"
     pattern = "(?<=<!-- trl versions -->\\n).*?(?=<!-- /trl versions -->)"
     PAGE.write_text(re.sub(pattern, table, PAGE.read_text(), flags=re.S))

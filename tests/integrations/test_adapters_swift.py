@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from gac.integrations import hf_trainer
 from gac.methods import DEFAULT, METHODS
 from gac_kernels import LossSpec
 from tests.integrations.stand_ins import modules
@@ -172,7 +173,7 @@ def test_the_demonstration_loss(swift: Any, monkeypatch: Any) -> None:
         (1, [[8, -100]]),
     ):
         trainer = make(swift, rank=rank, ranks=2)
-        trainer.mixer = SimpleNamespace(spec=LossSpec(), observe=[].append)
+        trainer.mixer = SimpleNamespace(spec=LossSpec(), observe=[].append, sketch=None)
         trainer._step_demos, trainer._micro_batch = ROWS[:3], 0
         seen: dict[str, Any] = {}
 
@@ -182,14 +183,15 @@ def test_the_demonstration_loss(swift: Any, monkeypatch: Any) -> None:
                 return SimpleNamespace(loss="the loss", moments="moments")
 
             seen.update(inputs=set(inputs))
-            return SimpleNamespace(loss=loss)
+            return SimpleNamespace(loss=loss, hidden=None)
 
-        monkeypatch.setattr(swift, "run_head", run_head)
+        monkeypatch.setattr(hf_trainer, "run_head", run_head)
         assert trainer._demo_loss(None) == "the loss"
         targets, advantages, is_demo = seen["batch"]
         assert targets.tolist() == expected and advantages.tolist() == [1] * len(targets)
         assert is_demo.tolist() == [True] * len(targets)
-        assert seen["options"] == {"mu": 1.0, "spec": LossSpec(), "demo_norm": 5 / 2}
+        wanted = {"mu": 1.0, "spec": LossSpec(), "demo_norm": 5 / 2, "sketch": None}
+        assert seen["options"] == wanted
         assert seen["inputs"] == {"input_ids", "attention_mask"}
         assert trainer.mixer.observe.__self__ == ["moments"]
         trainer._micro_batch = 2

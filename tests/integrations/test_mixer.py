@@ -17,7 +17,8 @@ from gac.control.schedules import MixSchedule
 from gac.control.signals import GradientSignals
 from gac.demo.task import make_tokenizer
 from gac.integrations.demonstrations import encode
-from gac.integrations.hf_trainer import check_supported, unsupported_options
+from gac.integrations.hf_trainer import unsupported_options
+from gac.integrations.mixer import refuse
 from gac.methods import CHORD, GAC, METHODS, Constant
 from gac_kernels import LossSpec, TokenMoments, loss_from_logprobs
 from tests import ranks
@@ -262,7 +263,7 @@ def test_unsupported_options_of_a_trainer(changes: dict[str, Any], option: str |
     assert [name for name, (is_set, _) in options.items() if is_set] == ([option] if option else [])
     if option:
         with pytest.raises(ValueError, match=f"GACTrainer does not support {option}: "):
-            check_supported("GACTrainer", options)
+            refuse("GACTrainer", options)
 
 
 def test_a_text_completion_ends_with_one_eos() -> None:

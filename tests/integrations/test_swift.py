@@ -103,7 +103,7 @@ def test_unsupported_options_are_rejected(folder: Path, tmp_path: Path, monkeypa
     message = r"chord_sft_dataset\[0\] has no completion tokens: remove the row"
     assert_rejected(message, demos="unanswered.jsonl")
     trainer = swift_task.trainers[-1]
-    gac_swift.check_supported("swift", gac_swift._unsupported_options(trainer))
+    gac_swift.refuse("swift", gac_swift._unsupported_options(trainer))
     for owner, name, value in (
         (trainer, "is_multimodal", True),
         (trainer.args, "use_liger_kernel", True),
@@ -114,7 +114,7 @@ def test_unsupported_options_are_rejected(folder: Path, tmp_path: Path, monkeypa
             patch.setattr(owner, name, value)
             option = "model" if owner is trainer else name
             with pytest.raises(ValueError, match=f"swift does not support {option}: "):
-                gac_swift.check_supported("swift", gac_swift._unsupported_options(trainer))
+                gac_swift.refuse("swift", gac_swift._unsupported_options(trainer))
     assert_rejected("loss_scale.*: use .*default", "--loss_scale", "hermes")
     for name in ("luffy", "gac-gated", "gac-gated-sketch"):
         monkeypatch.setenv("GAC_METHOD", f'"{name}"')

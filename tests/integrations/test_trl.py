@@ -351,26 +351,25 @@ def test_unsupported_models_and_parallelism_are_rejected(
 ):
     from accelerate import ParallelismConfig
 
-    from gac.integrations.hf_trainer import check_supported
+    from gac.integrations.mixer import refuse
     from gac.integrations.trl import _unsupported_options
 
     trainer, _ = trl_task.make_trainer(model, tmp_path)
     with pytest.raises(ValueError, match="images"):
         trainer._compute_loss(trainer.model, {"pixel_values": torch.zeros(1)})
-    check_supported("GACTrainer", _unsupported_options(trainer))
+    refuse("GACTrainer", _unsupported_options(trainer))
     state = type(trainer.accelerator.state)
     zero3 = property(lambda _: SimpleNamespace(zero_stage=3))
     tensor = property(lambda _: ParallelismConfig(tp_size=2))
     for owner, name, value, option in (
         (trainer, "aux_loss_enabled", True, "router_aux_loss_coef"),
-        (trainer, "use_liger_kernel", True, "use_liger_kernel"),
         (state, "deepspeed_plugin", zero3, "deepspeed: ZeRO-3"),
         (type(trainer.accelerator), "parallelism_config", tensor, "parallelism_config"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, value, raising=False)
             with pytest.raises(ValueError, match=f"GACTrainer does not support {option}"):
-                check_supported("GACTrainer", _unsupported_options(trainer))
+                refuse("GACTrainer", _unsupported_options(trainer))
 
 
 @pytest.mark.skipif(missing_hook() is None, reason="for TRL versions without a fused head")

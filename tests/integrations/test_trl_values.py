@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,12 +18,17 @@ from trl import GRPOTrainer  # noqa: E402 - after the skip
 
 from gac import Mixer  # noqa: E402 - after the skip
 from gac.data.order import Order  # noqa: E402 - after the skip
+from gac.integrations import (  # noqa: E402 - after the skip
+    hf_trainer,
+    trl_grpo,
+    trl_head,
+)
 from gac.integrations import trl as gac_trl  # noqa: E402 - after the skip
-from gac.integrations import trl_grpo, trl_head  # noqa: E402 - after the skip
-from gac.integrations.trl import FusedGRPOTrainer, GACMixin, _score  # noqa: E402 - after the skip
+from gac.integrations.trl import FusedGRPOTrainer, GACMixin  # noqa: E402 - after the skip
 from gac.integrations.trl_grpo import FusedLoss, Inexpressible  # noqa: E402 - after the skip
 from gac.integrations.trl_head import FusedLogProbs, head_override  # noqa: E402 - after the skip
 from gac.methods import DEFAULT, METHODS, Constant  # noqa: E402 - after the skip
+from gac.models.causal_lm import Head  # noqa: E402 - after the skip
 
 
 class Host:
@@ -141,40 +145,31 @@ def test_the_demonstration_loss_of_a_micro_batch(monkeypatch: Any, sketched: boo
     seen: dict[str, Any] = {}
     out = SimpleNamespace(loss=torch.tensor(4.0), moments="moments")
 
-    monkeypatch.setattr(gac_trl, "run_head", lambda model, **inputs: seen.update(inputs))
-    monkeypatch.setattr(gac_trl, "_score", lambda *args: seen.update(args=args) or out)
+    def run_head(model: Any, **inputs: Any) -> Head:
+        seen.update(inputs)
+        hidden = torch.ones(*inputs["input_ids"].shape, 2, dtype=torch.bfloat16)
+        return Head(hidden=hidden, weight=torch.ones(3, 2))
+
+    def loss(self: Head, targets: Any, *_: Any, **options: Any) -> Any:
+        assert self.hidden is not None and self.hidden.dtype == torch.float32  # the weight's
+        seen.update(options=options)
+        return out
+
+    monkeypatch.setattr(hf_trainer, "run_head", run_head)
+    monkeypatch.setattr(Head, "loss", loss)
     calls: list[Any] = []
     monkeypatch.setattr(trainer.mixer, "observe", calls.append)
     monkeypatch.setattr(trainer.mixer, "observe_sketches", lambda *call: calls.append(call))
     assert GACMixin._demo_loss(trainer, None) is out.loss
     assert seen["input_ids"].tolist() == [[6, 7]]
-    _, spec, norm, sketch, _ = seen["args"]
-    assert (spec, norm, sketch) == (trainer.mixer.spec, 4 / 2, trainer.mixer.sketch)
+    expected = {"spec": trainer.mixer.spec, "demo_norm": 4 / 2, "sketch": trainer.mixer.sketch}
+    assert seen["options"] == {"mu": 1.0, **expected}
     assert calls == ["moments", *([([-1], True, out)] if sketched else [])]
     trainer.accelerator.process_index = 0
     GACMixin._demo_loss(trainer, None)
     assert seen["input_ids"].tolist() == [[3, 4, 5], [8, 9, 1]]
     trainer._micro_batch = 2
     assert GACMixin._demo_loss(trainer, None).item() == 0
-
-
-def test_the_head_s_precision_is_that_of_its_weight() -> None:
-    from gac.models.causal_lm import Head
-
-    rows = torch.tensor([[1.0, 2.0]], dtype=torch.bfloat16)
-    head: Any = Head(hidden=rows, weight=torch.ones(3, 2))
-    losses: list[Any] = []
-
-    def loss(self: Any, *args: Any, **options: Any) -> None:
-        losses.append((getattr(self.hidden, "dtype", None), args, options))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Head, "loss", loss)
-        terms: Any = SimpleNamespace(targets="t", advantages="a", is_demo="d")
-        _score(terms, "spec", 4.0, "sketch", head)
-        _score(terms, "spec", 4.0, "sketch", Head(hidden=None, logits=rows))
-    options = {"mu": 1.0, "spec": "spec", "demo_norm": 4.0, "sketch": "sketch"}
-    assert losses == [(dtype, ("t", "a", "d"), options) for dtype in (torch.float32, None)]
 
 
 def test_the_head_computes_in_the_dtype_of_autocast() -> None:
@@ -199,13 +194,7 @@ def test_the_head_computes_in_the_dtype_of_autocast() -> None:
     assert logps.tolist() == pytest.approx([-math.log(3)] * 2)
 
 
-def test_a_trl_of_unknown_version(monkeypatch: Any) -> None:
-    def version(name: str) -> str:
-        raise PackageNotFoundError(name)
-
-    monkeypatch.setattr(trl_head, "version", version)
-    monkeypatch.delattr(trl_head.trl_utils(), trl_head.HOOK)
-    assert str(trl_head.missing_hook()).startswith("trl==unknown: its trainers have no fused LM")
+def test_without_trl(monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, "trl.trainer.utils", None)
     assert trl_head.missing_hook() == "apply_fused_head needs TRL: pip install 'gac-kernels[trl]'"
 

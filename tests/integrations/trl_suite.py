@@ -180,11 +180,9 @@ def markdown(rows: list[dict[str, Any]]) -> str:
                 for r in rows
             ),
             "",
-            "Tests that were deselected, or that also fail with TRL's own head, and why:",
-            "",
-            "| reason | tests |",
-            "|---|---|",
-            *(f"| {reason} | {count} |" for reason, count in reasons.most_common()),
+            "Deselected, or failing with TRL's own head, too: "
+            + ", ".join(f"{reason} ({count})" for reason, count in reasons.most_common())
+            + ".",
         ]
     )
 

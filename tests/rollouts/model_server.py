@@ -142,6 +142,8 @@ class State:
         with self.lock:
             self.requests.append(path)
             handlers = {
+                "/health": lambda _: {},
+                "/server_info?config_format=json": self.info,
                 "/v1/models": self.models,
                 "/v1/completions": self.completion,
                 "/collective_rpc": self.reload,
@@ -167,6 +169,9 @@ class State:
             "max_model_len": self.options.max_model_len,
         }
         return {"object": "list", "data": [card]}
+
+    def info(self, _: Any) -> Any:
+        return {"vllm_config": {"model_config": {"logprobs_mode": "raw_logprobs"}}}
 
     def reset(self, _: Any) -> Any:
         return {"success": self.options.fault != "reset"}

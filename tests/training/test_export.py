@@ -99,7 +99,7 @@ def test_an_export_equals_the_full_model(tmp_path, kind, changes, dtype, file_si
 
 
 def test_adapters_are_merged_layer_by_layer(tmp_path, monkeypatch):
-    pytest.importorskip("peft", reason="needs the extra `lora`")
+    peft = pytest.importorskip("peft", reason="needs the extra `lora`")
     targets = ("q_proj", "down_proj", "lm_head")
     config = ModelConfig(
         path=str(tmp_path / "base"),
@@ -116,6 +116,12 @@ def test_adapters_are_merged_layer_by_layer(tmp_path, monkeypatch):
 
     monkeypatch.setattr(export, "_merged", merge)
     export_checkpoint(config, path, tmp_path / "out", 1)
+    export_checkpoint(config, path, tmp_path / "adapters", adapters=True)
+    base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "base"))
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapters").state_dict()
+    assert loaded.keys() == model.state_dict().keys()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert trained and all(torch.equal(loaded[name], p) for name, p in trained.items())
     exported, expected = tensors(tmp_path / "out"), model.merge_and_unload().state_dict()
     assert exported.keys() == expected.keys()
     assert all(torch.equal(x, expected[name]) for name, x in exported.items())

@@ -1,0 +1,202 @@
+"""TRL's tools, environments, rollout functions and vLLM server, with our loss in its trainers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from gac.integrations.trl_head import missing_hook
+
+if missing_hook():
+    pytest.skip("this TRL has no fused head", allow_module_level=True)
+
+from datasets import Dataset
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from trl import GRPOConfig, GRPOTrainer
+from trl.generation import vllm_client, vllm_generation
+
+from gac.integrations.trl import FusedGRPOTrainer, GACTrainer
+from gac.methods import Constant
+from tests.integrations import trl_hub
+from tests.integrations.plain import relative_error
+from tests.integrations.trl_task import GradientRecorder
+from tests.rollouts.model_server import serving
+
+PROMPT = [{"role": "user", "content": "Simple is better"}]
+CALL = '<tool_call>\n{{"name": "{}", "arguments": {{"step": {}}}}}\n</tool_call>'
+TIMES = {"step_time", "train_runtime", "num_tokens"}
+# first completions of each group of three: a call, a call of an unknown tool, an answer
+FIRST = (CALL.format("increment", 2), CALL.format("decrement", 1), "better than complex")
+
+
+def increment(step: int) -> int:
+    """Adds one.
+
+    Args:
+        step: A number.
+
+    Returns:
+        The number plus one.
+    """
+    return step + 1
+
+
+class Counter:
+    """An environment whose state is changed by the model's calls."""
+
+    def reset(self, **_: Any) -> None:
+        self.count = 0
+
+    def increment(self, step: int) -> int:
+        """Adds to the counter.
+
+        Args:
+            step: What to add.
+
+        Returns:
+            The counter.
+        """
+        self.count += step
+        return self.count
+
+
+def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+    """Random completions; every third token comes from the environment."""
+    rng, tokenizer = random.Random(0), trainer.processing_class
+    ids = [
+        tokenizer.apply_chat_template(p, add_generation_prompt=True)["input_ids"] for p in prompts
+    ]
+    completions = [[rng.randrange(5, 200) for _ in range(rng.randint(3, 9))] for _ in prompts]
+    return {
+        "prompt_ids": ids,
+        "completion_ids": completions,
+        "logprobs": [[-1.0] * len(x) for x in completions],
+        "env_mask": [[int(i % 3 != 2) for i in range(len(x))] for x in completions],
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3 whose chat template can render tool calls."""
+    path, tokenizer = tmp_path_factory.mktemp("model"), trl_hub.make_tokenizer("qwen3")
+    tokens = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    config = AutoConfig.for_model("qwen3", **trl_hub.SIZES, vocab_size=len(tokenizer), **tokens)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def speak(tokenizer: Any) -> Callable[..., Tensor]:
+    """A `generate` that says FIRST in the first turn and "Done" in the next one."""
+    spoken: list[int] = []
+
+    def generate(input_ids: Tensor, **_: Any) -> Tensor:
+        texts = ["Done"] * len(input_ids) if spoken else [*FIRST] * (len(input_ids) // len(FIRST))
+        spoken.append(len(texts))
+        ids = [tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] for text in texts]
+        width = max(map(len, ids))
+        padded = [x + [tokenizer.pad_token_id] * (width - len(x)) for x in ids]
+        return torch.cat([input_ids, torch.tensor(padded)], 1)
+
+    return generate
+
+
+@pytest.fixture
+def server(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A real HTTP server; only vLLM's transport of weights, NCCL, is replaced by a file."""
+    for module in (vllm_client, vllm_generation):
+        monkeypatch.setattr(module, "is_vllm_available", lambda: True)
+    client: Any = vllm_client.VLLMClient
+
+    def send(self: Any, metadata: Any, parameters: Iterator[tuple[str, Tensor]]) -> None:
+        weights = {name: x.detach().clone() for name, x in parameters}
+        save_file(weights, tmp_path / "model.safetensors")
+        update = {"method": "reload_weights", "kwargs": {"weights_path": str(tmp_path)}}
+        self._post(f"{self.base_url}/collective_rpc", json=update)
+
+    monkeypatch.setattr(client, "init_communicator", lambda *_, **__: None)
+    monkeypatch.setattr(client, "update_named_params", send)
+    monkeypatch.setattr(client, "reset_prefix_cache", lambda self: None)
+    with serving(folder) as handle:
+        yield handle
+
+
+def step(kind: type[GRPOTrainer], folder: Path, out: Path, mode: str, url: str = "") -> Any:
+    """One optimizer step; returns the trainer and its gradient."""
+    options: dict[str, Any] = {"max_completion_length": 8}
+    keywords: dict[str, Any] = {}
+    if mode == "vLLM server":
+        fixed = {"seed": 3, "ignore_eos": True}
+        options |= {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url}
+        options |= {"generation_kwargs": fixed, "vllm_importance_sampling_correction": True}
+    elif mode == "rollout_func":
+        keywords["rollout_func"] = rollout
+    elif mode == "tools":
+        keywords["tools"] = [increment]
+    else:
+        keywords["environment_factory"] = Counter
+    if mode in ("tools", "environment_factory"):
+        options["max_completion_length"] = 200
+    if issubclass(kind, GACTrainer):
+        answer = [{"role": "assistant", "content": "than complex"}]
+        demos = Dataset.from_list([{"prompt": PROMPT, "completion": answer}] * 2)
+        keywords |= {"demo_dataset": demos, "demo_batch": 2, "controller": Constant(mu=0.0)}
+    recorder, tokenizer = GradientRecorder(), AutoTokenizer.from_pretrained(folder)
+    trainer = kind(
+        model=AutoModelForCausalLM.from_pretrained(folder),
+        reward_funcs=lambda completions, **_: [float(i % 3 == 0) for i in range(len(completions))],
+        args=GRPOConfig(
+            str(out),
+            per_device_train_batch_size=6,
+            num_generations=3,
+            max_steps=1,
+            max_grad_norm=0.0,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            use_cpu=True,
+            bf16=False,
+            disable_tqdm=True,
+            **options,
+        ),
+        train_dataset=Dataset.from_list([{"prompt": PROMPT}] * 6),
+        processing_class=tokenizer,
+        callbacks=[recorder],
+        **keywords,
+    )
+    if mode in ("tools", "environment_factory"):
+        trainer.model.generate = speak(tokenizer)
+    trainer.train()
+    return trainer, recorder.gradients[0]
+
+
+@pytest.mark.parametrize("mode", ["tools", "environment_factory", "rollout_func", "vLLM server"])
+@pytest.mark.filterwarnings("ignore:You are using:UserWarning")
+def test_the_step_is_that_of_trl(
+    mode: str, folder: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Gradient and metrics equal GRPOTrainer's; tokens of tools and environments have no loss."""
+    url = request.getfixturevalue("server").url if mode == "vLLM server" else ""
+    own, expected = step(GRPOTrainer, folder, tmp_path, mode, url)
+    logged = own.state.log_history[0]
+    if mode in ("tools", "environment_factory"):
+        assert logged["tools/call_frequency"] == pytest.approx(2 / 3)
+        assert logged["tools/failure_frequency"] == pytest.approx(1 / 2)
+    for kind in (FusedGRPOTrainer, GACTrainer):
+        trainer, gradient = step(kind, folder, tmp_path, mode, url)
+        assert trainer.rollout_out is not None  # one pass, no fallback
+        assert relative_error(gradient, expected) < 3e-6, kind
+        found = trainer.state.log_history[0]
+        for name in logged.keys() - TIMES:
+            assert found[name] == pytest.approx(logged[name], rel=1e-5, abs=1e-6), name
+    if mode == "vLLM server":
+        paths = request.getfixturevalue("server").requests()
+        assert paths.count("/v1/completions") == paths.count("/collective_rpc") == 3
