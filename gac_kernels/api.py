@@ -13,6 +13,7 @@ from torch import Tensor
 
 from . import backends, checks, ops, reference
 from .autograd import FusedLoss, TokenLogprobs, TokenLoss, loss_output
+from .backends import reference as reference_backend
 from .contract import LossOutput, LossSpec, TokenLossOutput, compute_dtype
 from .filter import FilterReport, GradientFilter
 from .inputs import NeedsGrad, Operands, complete, fold_scale
@@ -114,6 +115,9 @@ def fused_gac_loss(
     if torch.compiler.is_compiling():
         return ops.fused_loss(op, inputs, spec, moments)
     checks.values(targets, logits.shape[-1], inputs)
+    if op.backend is reference_backend:
+        keywords = {**inputs._asdict(), "spec": spec, "softcap": op.softcap, "moments": moments}
+        return reference.fused_gac_loss(logits, **keywords)
     out = None
     if logits.requires_grad and torch.is_grad_enabled():
         reuse = overwrite and _has_distinct_elements(op.rows)
@@ -171,6 +175,16 @@ def token_logprobs(
     checks.rows("logits", logits, targets)
     checks.outputs(outputs)
     op = operands(logits, None, None, targets, temperature, logit_scale, softcap, backend)
+    if op.backend is reference_backend:
+        checks.values(targets, logits.shape[-1])
+        flat = reference.token_logprobs(
+            op.rows.flatten(0, 1),
+            op.targets,
+            temperature=op.scaling(),
+            softcap=op.softcap,
+            outputs=outputs,
+        )
+        return tuple(x.view(targets.shape) for x in flat)
     return _logprobs(op, targets, logits.shape[-1], outputs)
 
 

@@ -8,7 +8,7 @@ Notation: N tokens, V vocabulary size, H hidden size, M rows of a chunk or block
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -241,14 +241,13 @@ def compact(
     return index[kept], rows[kept], grad[:count]
 
 
-def row_stats(op: Operands, more: bool = False) -> Tensor:
-    """Compute logps, entropy and lse, and MORE_OUTPUTS if `more`: [3 or 6, N], 2 N H V FLOPs."""
+def row_stats(op: Operands, more: bool = False) -> Sequence[Tensor]:
+    """Compute logps, entropy and lse, and MORE_OUTPUTS if `more`: [N] each, 2 N H V FLOPs."""
     if op.weight is None:
-        stats = op.backend.row_stats(op.rows, op.targets, op.scaling(), op.softcap, more)
-        return torch.stack(stats)
+        return op.backend.row_stats(op.rows, op.targets, op.scaling(), op.softcap, more)
     live = op.targets != IGNORE
     head = Head(op, NeedsGrad(False, False, False), live)
-    return head_stats(op, head, torch.zeros_like(live), more)[0]
+    return head_stats(op, head, torch.zeros_like(live), more)[0].unbind()
 
 
 def head_stats(
@@ -266,10 +265,12 @@ def head_stats(
     return stats, order, gradient_rows
 
 
-def row_grads(op: Operands, columns: Tensor, needs: NeedsGrad) -> InputGradients:
+def row_grads(op: Operands, columns: Sequence[Tensor], needs: NeedsGrad) -> InputGradients:
     """Compute the gradients of the operands from recomputed logits: 6 N H V FLOPs.
 
-    Rows whose upstream gradients are 0 are skipped. For `columns` see `Head.add_gradients`.
+    Rows whose upstream gradients are 0 are skipped.
+
+    columns: lse, entropy, and the upstream gradients of logps and entropy, [N] each.
     """
     if op.weight is None:
         out = torch.empty(op.rows.shape, dtype=op.rows.dtype, device=op.rows.device)
@@ -277,6 +278,6 @@ def row_grads(op: Operands, columns: Tensor, needs: NeedsGrad) -> InputGradients
         return InputGradients(out, None, None)
     live = op.targets != IGNORE
     head = Head(op, needs, live)
-    order, counts = partition_tokens(live, live & (columns[2:] != 0).any(0))
-    head.add_gradients(op, columns, order, counts)
+    order, counts = partition_tokens(live, live & ((columns[2] != 0) | (columns[3] != 0)))
+    head.add_gradients(op, torch.stack(tuple(columns)), order, counts)
     return head.gradients()

@@ -145,6 +145,7 @@ def _backward_loss(ctx: Any, d_scalars: Tensor | None, *_: Tensor | None) -> tup
         return (None,) * ctx.arguments
     inv_scale, *grads = ctx.saved_tensors
     factor = d_scalars[0] * inv_scale
+    # inductor multiplies in place: nothing else uses the saved gradients
     scaled = [
         (g * factor).to(dtype) if need else None
         for g, need, dtype in zip(grads, ctx.needs, ctx.dtypes, strict=True)
@@ -189,7 +190,7 @@ def _logprobs(*arguments: Any) -> Tensor:
     op = _unpack(arguments[:_OPERANDS])
     checks.values(op.targets, _vocabulary(op))
     with torch.autocast(op.rows.device.type, enabled=False):
-        return linear.row_stats(op, arguments[-1])
+        return torch.stack(tuple(linear.row_stats(op, arguments[-1])))
 
 
 @_logprobs.register_fake
@@ -210,7 +211,7 @@ def _(*arguments):
 def _logprobs_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     op, (columns, needs) = _unpack(arguments[:_OPERANDS]), arguments[_OPERANDS:]
     with torch.autocast(op.rows.device.type, enabled=False):
-        grads = linear.row_grads(op, columns, NeedsGrad(*needs))
+        grads = linear.row_grads(op, columns.unbind(), NeedsGrad(*needs))
     d_rows, d_weight, d_bias = _or_empty(grads, op, _dtypes(op))
     return d_rows, d_weight, d_bias
 

@@ -99,6 +99,8 @@ def test_damage_is_reported_and_the_previous_checkpoint_is_used(
 ):
     first, second = save(tmp_path, 10, 20)
     damage(second / file)
+    with pytest.raises(CheckpointError, match=r"step-00000020 is damaged \(.*choose another check"):
+        checkpoint.verify(second)
     with caplog.at_level(logging.WARNING):
         assert checkpoint.newest(tmp_path) == first
     assert "step-00000020 is damaged" in caplog.text and re.search(message, caplog.text)

@@ -152,6 +152,19 @@ CASES = [
         demos=(0, 1, 0),
     ),
     Case("tiny", "a vocabulary smaller than one SIMD vector", vocabulary=3),
+    Case("one entry", "a vocabulary of one entry", vocabulary=1),
+    Case("one tile", "exactly one of Triton's tiles in these tests", vocabulary=64),
+    Case("a tile and one", "one entry more", LossSpec(entropy_coef=0.1), vocabulary=65),
+    Case("cispo", "CISPO", LossSpec(policy_loss="cispo", clip_high=0.05), old=0.3),
+    Case("sapo", "both temperatures", LossSpec(policy_loss="sapo", sapo_tau=(1.0, 1.3)), old=0.3),
+    Case("reinforce", "REINFORCE", LossSpec(policy_loss="reinforce"), old=0.3),
+    Case(
+        "kl-ratio",
+        "the KL times the ratio",
+        LossSpec(kl_coef=0.2, use_bias_correction_kl=True),
+        old=0.3,
+        ref=0.3,
+    ),
 ]
 BY_NAME = {case.name: case for case in CASES}
 each_case = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])

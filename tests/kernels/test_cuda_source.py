@@ -166,18 +166,6 @@ def test_in_place_gradient(kernels: ctypes.CDLL, force_split) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_narrower_in_place_gradient(kernels: ctypes.CDLL, force_split) -> None:
-    """The linear form on a GPU: a bfloat16 gradient in the first half of each float32 row."""
-    force_split(2, 3)
-    logits = torch.randn(2, 5, 4003)
-    tokens = batch(logits, LossSpec())
-    separate = torch.empty(logits.shape, dtype=torch.bfloat16)
-    cuda.row_loss(logits, tokens, LossSpec(), separate)
-    in_place = logits.view(torch.bfloat16)[..., :4003]
-    cuda.row_loss(logits, tokens, LossSpec(), in_place)
-    assert torch.equal(in_place, separate)
-
-
 @pytest.mark.parametrize("blocks", [1, 4])
 def test_statistics_and_their_gradient(
     kernels: ctypes.CDLL, force_split, blocks: int, poison: None

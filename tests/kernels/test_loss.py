@@ -16,10 +16,10 @@ from tests.kernels.cases import (
     check_grads,
     check_outputs,
     each_case,
-    require_backend,
 )
 
-each_backend = pytest.mark.parametrize("backend", ["reference", "native", "triton"])
+each_backend = pytest.mark.parametrize("backend", ["reference", "native", "triton"], indirect=True)
+each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
 def loss_and_grad(call, logits, batch, **keywords):
@@ -29,7 +29,6 @@ def loss_and_grad(call, logits, batch, **keywords):
 
 
 def compare(case: Case, dtype: torch.dtype, backend: str, **keywords) -> None:
-    require_backend(backend, dtype)
     batch = build(case, dtype)
     logits = batch.logits()
     doubles = logits.detach().double().requires_grad_()
@@ -63,10 +62,9 @@ def test_half(name: str, dtype: torch.dtype, backend: str) -> None:
 
 
 @each_backend
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@each_dtype
 def test_upstream_factor(dtype: torch.dtype, backend: str) -> None:
     """The gradient is scaled by any upstream gradient, up to rounding."""
-    require_backend(backend, dtype)
     batch = build(BY_NAME["clip"], dtype)
     args = batch.targets, batch.advantages, batch.is_demo
 
@@ -82,17 +80,15 @@ def test_upstream_factor(dtype: torch.dtype, backend: str) -> None:
 @pytest.mark.parametrize("name", ["entropy", "packed"])
 def test_overwrite_reuses_the_logits_storage(name: str, backend: str) -> None:
     compare(BY_NAME[name], torch.float32, backend, overwrite=True)
-    if backend != "reference":
-        batch = build(BY_NAME[name])
-        logits = batch.logits() * 1
-        _, (grad,) = loss_and_grad(fused_gac_loss, logits, batch, backend=backend, overwrite=True)
-        assert grad.data_ptr() == logits.data_ptr()
+    batch = build(BY_NAME[name])
+    logits = batch.logits() * 1
+    _, (grad,) = loss_and_grad(fused_gac_loss, logits, batch, backend=backend, overwrite=True)
+    assert (grad.data_ptr() == logits.data_ptr()) == (backend != "reference")
 
 
 @each_backend
 def test_overwrite_skips_rows_that_share_memory(backend: str) -> None:
     """The rows of an expanded tensor, or overlapping windows, have separate gradients."""
-    require_backend(backend)
     batch = build(BY_NAME["clip"])
     row = batch.logits().detach()[:, :1].requires_grad_()
     wide = torch.nn.functional.pad(row.detach()[:, 0], (0, 12)).requires_grad_()
@@ -109,25 +105,34 @@ def test_overwrite_skips_rows_that_share_memory(backend: str) -> None:
         assert torch.equal(grad(True), grad(False))
 
 
+STRIDED = {
+    "slice": lambda x: x[:6, :7, :101],
+    "every other row": lambda x: x[:12:2, 1:14:2, 7:108],
+    "time major": lambda x: x[:7, :6, :101].transpose(0, 1),
+}
+
+
 @each_backend
-def test_strided_rows(backend: str) -> None:
-    """The logits are a view of a larger buffer, as after the usual shift; the rest is nan."""
-    require_backend(backend)
-    batch = build(BY_NAME["clip"])
-    logits = batch.logits()
-    buffer = torch.full((logits.shape[0], logits.shape[1] + 1, 130), torch.nan)
-    buffer[:, :-1, :101] = logits.detach()
-    view = buffer[:, :-1, :101].requires_grad_()
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("name", STRIDED)
+def test_strided_rows(name: str, overwrite: bool, backend: str) -> None:
+    """The logits are a view of a larger buffer, whose rest is neither read nor written."""
+    batch, view = build(BY_NAME["clip"]), STRIDED[name]
+    logits, buffer = batch.logits(), torch.full((14, 14, 130), torch.nan)
+    view(buffer).copy_(logits.detach())
     plain, (d_plain,) = loss_and_grad(fused_gac_loss, logits, batch, backend=backend)
-    out, (d_ours,) = loss_and_grad(fused_gac_loss, view, batch, backend=backend)
+    rows, options = view(buffer).requires_grad_(), {"backend": backend, "overwrite": overwrite}
+    out, (d_ours,) = loss_and_grad(fused_gac_loss, rows, batch, **options)
     assert torch.equal(out.loss, plain.loss) and torch.equal(d_ours, d_plain)
+    view(buffer).detach().fill_(torch.nan)
+    assert buffer.isnan().all()
 
 
 @each_backend
+@each_dtype
 @pytest.mark.parametrize("name", ["entropy", "packed", "masked-vocab"])
-def test_token_logprobs(name: str, backend: str) -> None:
+def test_token_logprobs(name: str, dtype: torch.dtype, backend: str) -> None:
     """Both outputs are differentiable; a row with zero upstream gradient gets a zero gradient."""
-    require_backend(backend)
     case = BY_NAME[name]
     batch = build(case)
     logits = batch.logits()
@@ -149,24 +154,50 @@ def test_token_logprobs(name: str, backend: str) -> None:
 
 
 @each_backend
+@pytest.mark.parametrize("place", [0, 50, 100, slice(None)], ids=["first", "middle", "last", "row"])
 @pytest.mark.parametrize(
     ("bad", "softcap"), [(torch.nan, None), (torch.inf, None), (torch.inf, 3.0)]
 )
-def test_bad_logits_give_a_nan_loss(bad: float, softcap: float | None, backend: str) -> None:
-    require_backend(backend)
+def test_bad_logits_give_a_nan_loss(bad: float, softcap: float | None, place, backend: str) -> None:
+    """As does a row of -inf only."""
     batch = build(BY_NAME["defaults"])
     logits = batch.logits().detach()
-    logits[0, 1, 50] = bad
+    logits[0, 1, place] = -torch.inf if isinstance(place, slice) else bad
     for factor in (1.0, 0.0):  # with advantage 0, the row has no gradient but is still read
         batch.advantages[0] *= factor
         fields = batch.targets, batch.advantages, batch.is_demo
         out = fused_gac_loss(logits, *fields, backend=backend, softcap=softcap, mu=0.5)
-        assert out.loss.isnan()
+        assert out.loss.isnan() and out.logps[0, 1].isnan() and out.logps[0, 0].isfinite()
+
+
+@each_backend
+def test_a_target_outside_the_vocabulary_is_nan_and_not_read(backend: str) -> None:
+    targets = torch.tensor([8, -1, 2**40, 2])
+    rows = backends.load(backend, targets.device)
+    logps, entropy, lse, *_, is_top1 = rows.row_stats(
+        torch.zeros(1, 4, 8), targets, 1.0, None, True
+    )
+    assert logps[:3].isnan().all() and not is_top1[:3].any()
+    torch.testing.assert_close(torch.stack([-logps[3], entropy[3], lse[3]]), lse[:3])
+
+
+@each_backend
+def test_entropy_gradient_with_an_impossible_target(backend: str) -> None:
+    """A target of probability 0 adds 0 log 0 = 0 to the entropy, and its gradient is 0."""
+    logits = torch.tensor([[[-torch.inf, 0.5, 1.0, -1.0]]])
+    grads = []
+    for dtype, name in ((torch.float32, backend), (torch.float64, None)):
+        leaf = logits.to(dtype).detach().clone().requires_grad_()
+        call = reference.token_logprobs if name is None else token_logprobs
+        _, entropy = call(leaf, torch.zeros(1, 1).long(), **({"backend": name} if name else {}))
+        entropy.sum().backward()
+        grads.append(leaf.grad.double())
+    assert grads[0][0, 0, 0] == 0 and grads[1].abs().max() > 0.1
+    torch.testing.assert_close(*grads, rtol=1e-6, atol=1e-7)
 
 
 @each_backend
 def test_masked_rows_are_never_read(backend: str, poison: None) -> None:
-    require_backend(backend)
     batch = build(BY_NAME["entropy"])
     clean = batch.logits()
     dirty = clean.detach().clone()
@@ -182,7 +213,6 @@ def test_masked_rows_are_never_read(backend: str, poison: None) -> None:
 @each_backend
 def test_only_rows_without_an_upstream_gradient_get_zeros(backend: str) -> None:
     """Even if their logits are nan."""
-    require_backend(backend)
     logits, targets = torch.randn(1, 6, 5), torch.tensor([1, 2, 3, 4, 0, -100])
     logits[0, 0] = torch.nan
     d_logps, d_entropy = torch.tensor([[0.0, 1, -1, 0, 0, 1], [0.0, 0, 0, 1, -1, 1]])
@@ -197,7 +227,6 @@ def test_only_rows_without_an_upstream_gradient_get_zeros(backend: str) -> None:
 def test_coefficients_of_exactly_1_are_not_skipped(
     advantage: float, bonus: float, backend: str
 ) -> None:
-    require_backend(backend)
     logits, targets = torch.randn(2, 2, 5), torch.randint(5, (2, 2))
     inputs = targets, torch.tensor([advantage, -advantage]), torch.zeros(2).bool()
     keywords = {"mu": 0.0, "rollout_norm": 1.0}
@@ -210,7 +239,6 @@ def test_coefficients_of_exactly_1_are_not_skipped(
 
 @each_backend
 def test_deterministic(backend: str) -> None:
-    require_backend(backend)
     batch = build(BY_NAME["wide"])
     logits = batch.logits()
     runs = [loss_and_grad(fused_gac_loss, logits, batch, backend=backend) for _ in range(2)]
@@ -232,7 +260,6 @@ EDGES = {
 @pytest.mark.parametrize("name", EDGES)
 def test_edges(name: str, backend: str) -> None:
     """A term without tokens is exactly 0; a batch without tokens has loss 0 and gradient 0."""
-    require_backend(backend)
     shape, demos = EDGES[name]
     logits = torch.randn(*shape, 11, requires_grad=True)
     targets = torch.randint(0, 11, shape)
@@ -254,7 +281,6 @@ def test_edges(name: str, backend: str) -> None:
 @each_backend
 @pytest.mark.parametrize("mu", [0.0, 1.0, torch.tensor(0.0), torch.tensor(1.0)])
 def test_mu_of_0_or_1_removes_a_term(mu: float | torch.Tensor, backend: str) -> None:
-    require_backend(backend)
     batch = build(BY_NAME["defaults"])
     logits = batch.logits()
     batch.keywords["mu"] = mu
@@ -272,7 +298,6 @@ def test_float16_gradients_of_large_advantages_do_not_overflow(backend: str) -> 
     It is 12,000 (advantage) / 0.05 (temperature) / 2 (1 - p) = 120,000; divided by 30 (tokens times
     norm), the result is 4,000.
     """
-    require_backend(backend, torch.float16)
     logits = torch.zeros(1, 2, 2, dtype=torch.float16, requires_grad=True)
     targets, spec = torch.tensor([[1, 1]]), LossSpec(temperature=0.05)
     out = fused_gac_loss(
@@ -296,7 +321,6 @@ def test_float16_gradients_of_large_advantages_do_not_overflow(backend: str) -> 
 @pytest.mark.parametrize("gap", [39.0, 41.0, 90.0, 1e4])
 def test_extreme_ratios_are_clamped(gap: float, advantage: float, backend: str) -> None:
     """Ratios are clamped to e^40, with zero gradient above that, in every dtype and backend."""
-    require_backend(backend)
     logits, batch, keywords = unlikely_token(old=gap)
     batch[1][:] = advantage
     keywords["spec"] = LossSpec(clip_low=None, clip_high=None)
@@ -311,7 +335,6 @@ def test_extreme_ratios_are_clamped(gap: float, advantage: float, backend: str) 
 @each_backend
 @pytest.mark.parametrize("gap", [39.0, 41.0])
 def test_a_clamped_ratio_weighs_the_kl_like_a_constant(gap: float, backend: str) -> None:
-    require_backend(backend)
     logits, batch, keywords = unlikely_token(old=gap, ref=2.0)
     keywords["spec"] = LossSpec(kl_coef=0.1, use_bias_correction_kl=True)
     _, truth = loss_and_logits_grad(logits, batch, keywords, "reference")
@@ -323,7 +346,6 @@ def test_a_clamped_ratio_weighs_the_kl_like_a_constant(gap: float, backend: str)
 @pytest.mark.parametrize("coefficient", [0.1, 0.0])
 def test_a_k3_overflow_makes_loss_and_gradient_non_finite(coefficient: float, backend: str) -> None:
     """But not if the KL is only reported."""
-    require_backend(backend)
     logits, batch, keywords = unlikely_token(ref=100.0)
     keywords["spec"] = LossSpec(kl_coef=coefficient)
     out, grad = loss_and_logits_grad(logits.float(), batch, keywords, backend)
@@ -331,10 +353,9 @@ def test_a_k3_overflow_makes_loss_and_gradient_non_finite(coefficient: float, ba
     assert grad.isfinite().all() == (coefficient == 0)
 
 
-@pytest.mark.parametrize("backend", ["reference", "native"])
+@each_backend
 def test_the_ratio_to_the_log_probs_of_the_same_logits_is_exactly_1(backend: str) -> None:
     """The previous call's outputs are old and reference log-probs; neither bound leaves a gap."""
-    require_backend(backend)
     batch = build(BY_NAME["entropy"])
     spec = LossSpec(clip_low=0.0, clip_high=0.0, temperature=0.7)
     args = batch.logits(), batch.targets, batch.advantages, batch.is_demo
@@ -371,7 +392,6 @@ def loss_and_logits_grad(logits, batch, keywords, backend):
 
 @each_backend
 def test_zero_advantages_give_zero_loss_and_gradient(backend: str) -> None:
-    require_backend(backend)
     batch = build(Case("rollouts", "", demos=(0,) * 6))
     logits = batch.logits()
     batch.advantages.zero_()
@@ -379,10 +399,9 @@ def test_zero_advantages_give_zero_loss_and_gradient(backend: str) -> None:
     assert out.loss == 0 and (grad == 0).all()
 
 
-@pytest.mark.parametrize("backend", ["native", "triton"])
+@each_backend
 def test_float16_gradients_of_a_long_mean_do_not_vanish(backend: str) -> None:
     """With demo_norm = 2^24, float16 gradients of order 2^-24 underflow unless they are scaled."""
-    require_backend(backend, torch.float16)
     logits = torch.randn(2, 3, 11, dtype=torch.float16, requires_grad=True)
     targets, is_demo = torch.randint(0, 11, (2, 3)), torch.tensor([True, True])
     spec = LossSpec(demo_weight="one")
@@ -398,10 +417,9 @@ def test_float16_gradients_of_a_long_mean_do_not_vanish(backend: str) -> None:
     torch.testing.assert_close(ours.double(), truth, rtol=2e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("backend", ["native", "triton"])
+@pytest.mark.parametrize("backend", ["native", "triton"], indirect=True)
 def test_overwritten_logits_cannot_be_used_by_another_backward(backend: str) -> None:
     """Without the error, other operations that saved the logits would read gradients instead."""
-    require_backend(backend)
     batch = build(BY_NAME["defaults"])
     logits = batch.logits() * 1
     squares = logits.square()  # saves the logits
@@ -411,10 +429,9 @@ def test_overwritten_logits_cannot_be_used_by_another_backward(backend: str) -> 
         squares.sum().backward()
 
 
-@pytest.mark.parametrize("backend", ["native", "triton"])
+@each_backend
 def test_a_second_backward_is_rejected(backend: str) -> None:
     """The first backward scales the saved gradient in place; a second one would scale it twice."""
-    require_backend(backend)
     batch = build(BY_NAME["defaults"])
     args = batch.targets, batch.advantages, batch.is_demo
     loss = 3 * fused_gac_loss(batch.logits(), *args, **batch.keywords, backend=backend).loss
@@ -423,9 +440,8 @@ def test_a_second_backward_is_rejected(backend: str) -> None:
         loss.backward()
 
 
-@pytest.mark.parametrize("backend", ["native", "triton"])
+@each_backend
 def test_large_advantages_do_not_overflow_float16(backend: str) -> None:
-    require_backend(backend)
     batch = build(BY_NAME["defaults"], torch.float16)
     grads = []
     for dtype, name in ((torch.float16, backend), (torch.float64, "reference")):
@@ -441,7 +457,6 @@ def test_large_advantages_do_not_overflow_float16(backend: str) -> None:
 @pytest.mark.parametrize("backend", ["native", "reference", "triton"])
 def test_weight_or_advantage_0_removes_an_impossible_token(backend: str) -> None:
     """The token's log-probability is -inf; its loss is 0, not nan."""
-    require_backend(backend)
     logits = torch.zeros(1, 2, 3)
     logits[0, 0, 1] = -torch.inf
     logits.requires_grad_()

@@ -14,20 +14,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from gac_kernels import DemoWeight, LossSpec, fused_gac_loss, reference, token_logprobs
+from gac_kernels import LossSpec, fused_gac_loss, token_logprobs
 from gac_kernels.backends import triton as backend
 from gac_kernels.backends.triton import launch
 from gac_kernels.inputs import BatchInputs
 from gac_kernels.tokens import plan as reference_plan
 from tests.kernels.triton_cases import (
     DEVICE,
-    FIELDS,
     PER_TOKEN,
     check,
-    error,
-    evaluate,
     make_batch,
-    scale_of,
 )
 
 pytestmark = [
@@ -38,58 +34,6 @@ pytestmark = [
     # Some cases test arithmetic on inf and nan, which triggers warnings in the interpreter's NumPy.
     pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),
 ]
-
-
-@pytest.fixture
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shrink the tiles, so that a vocabulary of a few hundred entries spans several, as real ones
-    do.
-    """
-    tile = launch.Tiling(lanes=32, width=4, warps=1, stages=3)
-    monkeypatch.setattr(launch, "tiling", lambda vocab, dtype: tile)
-
-
-LOSSES = {
-    "defaults": LossSpec(),
-    "no clip: the bounds are infinite": LossSpec(clip_low=None, clip_high=None),
-    "narrow clip: removes gradients": LossSpec(clip_low=0.01, clip_high=0.02),
-    "dual clip: bounds a negative advantage": LossSpec(dual_clip=1.1, clip_high=None),
-    "k1": LossSpec(kl_coef=0.2, kl_estimator="k1"),
-    "k2": LossSpec(kl_coef=0.2, kl_estimator="k2"),
-    "k3": LossSpec(kl_coef=0.2, kl_estimator="k3"),
-    "entropy bonus: a second gradient term": LossSpec(entropy_coef=0.1),
-    "cross-entropy weight": LossSpec(demo_weight=DemoWeight.ONE),
-    "p weight": LossSpec(demo_weight=DemoWeight.P),
-    "shaped: reads the demonstration's advantage": LossSpec(demo_weight=DemoWeight.SHAPED),
-    "trust above and below c": LossSpec(demo_weight=DemoWeight.TRUST, demo_shape=0.3),
-    "temperature": LossSpec(temperature=0.7, entropy_coef=0.1),
-    "cispo": LossSpec(policy_loss="cispo", clip_low=None, clip_high=0.05),
-    "sapo": LossSpec(policy_loss="sapo", sapo_tau=(1.0, 1.3)),
-    "reinforce": LossSpec(policy_loss="reinforce"),
-    "KL times the ratio": LossSpec(kl_coef=0.2, use_bias_correction_kl=True),
-}
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_each_option_of_the_loss(name: str, small_tiles: None, poison: None) -> None:
-    check(make_batch(), spec=LOSSES[name])
-
-
-@pytest.mark.parametrize(
-    "spec",
-    [
-        LossSpec(correction="token_truncate", correction_min=0.9, correction_max=1.1),
-        LossSpec(correction="token_mask", correction_max=1.1, policy_loss="cispo", kl_coef=0.1),
-    ],
-    ids=["truncate", "mask"],
-)
-def test_weights_and_a_correction_of_current_logps(spec: LossSpec, small_tiles: None) -> None:
-    batch = make_batch()
-    weights = torch.tensor([[1.5, 0.5], [0.0, 2.0], [0.0, 1.0]], device=DEVICE)
-    rollout_logps = batch["old_logps"].clone()
-    rollout_logps[2, 1] = torch.nan
-    columns = {"old_logps": None, "rollout_logps": rollout_logps, "weights": weights}
-    check(batch | columns, spec=spec)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -104,49 +48,6 @@ def test_softcap(softcap: float, dtype: torch.dtype, small_tiles: None, poison: 
     check(batch, spec=LossSpec(entropy_coef=0.1, temperature=0.8), softcap=softcap, logit_scale=2.0)
 
 
-# Smaller than a tile, exactly one tile, one tile plus one entry, and a single entry.
-@pytest.mark.parametrize("vocab", [11, 128, 129, 1])
-def test_vocabulary_of_any_size(vocab: int, small_tiles: None, poison: None) -> None:
-    check(make_batch(vocab=vocab), spec=LossSpec(entropy_coef=0.1))
-
-
-def test_default_tile(poison: None) -> None:
-    check(make_batch(vocab=1500))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision_is_computed_in_float32(
-    dtype: torch.dtype, small_tiles: None, poison: None
-) -> None:
-    check(make_batch(dtype=dtype), spec=LossSpec(kl_coef=0.1, entropy_coef=0.1))
-
-
-def test_on_policy_ratio_is_one_and_keeps_its_gradient(small_tiles: None) -> None:
-    batch = make_batch()
-    del batch["old_logps"], batch["ref_logps"]
-    check(batch)
-
-
-def test_per_token_advantages(small_tiles: None) -> None:
-    check(dict(make_batch(), advantages=torch.randn(3, 2, device=DEVICE)))
-
-
-def test_packed_sequences_with_an_empty_one(small_tiles: None) -> None:
-    batch = make_batch()
-    for name in PER_TOKEN:
-        batch[name] = batch[name].flatten(0, 1)
-    batch["cu_seqlens"] = torch.tensor([0, 2, 2, 6], dtype=torch.int32, device=DEVICE)
-    check(batch, spec=LossSpec(kl_coef=0.1))
-
-
-def test_rows_of_any_stride(small_tiles: None, poison: None) -> None:
-    batch = make_batch()
-    wide = torch.full((5, 4, 400), torch.nan, device=DEVICE)
-    rows = wide[::2, 1::2, 7:308]
-    rows.copy_(batch["logits"])
-    check(dict(batch, logits=rows))
-
-
 def test_packed_vectors_with_a_stride(small_tiles: None) -> None:
     """The vectors have stride 2, but the kernels assume contiguous ones."""
     batch = make_batch()
@@ -156,18 +57,6 @@ def test_packed_vectors_with_a_stride(small_tiles: None) -> None:
         batch[name] = torch.stack([batch[name], torch.zeros_like(batch[name])], 1)[:, 0]
     batch["cu_seqlens"] = torch.tensor([0, 2, 4, 6], dtype=torch.int32, device=DEVICE)
     check(batch, spec=LossSpec(kl_coef=0.1))
-
-
-def test_overwrite_writes_only_to_the_logits(small_tiles: None) -> None:
-    batch = make_batch()
-    _, expected = evaluate(batch, backend="triton")
-    leaf = batch.pop("logits").requires_grad_()
-    wide = torch.nn.functional.pad(leaf, (3, 2), value=7.0)
-    rows = wide[..., 3:-2]
-    fused_gac_loss(rows, backend="triton", overwrite=True, **batch).loss.backward()
-    assert torch.equal(leaf.grad, expected)
-    assert torch.equal(wide[..., 3:-2], expected)
-    assert (wide[..., :3] == 7).all() and (wide[..., -2:] == 7).all()
 
 
 @pytest.mark.parametrize("vocab", [7, 128, 256, 301], ids=["no tile", "one", "two", "and a tail"])
@@ -188,29 +77,6 @@ def test_gradient_in_a_narrower_dtype(vocab: int, small_tiles: None, poison: Non
     assert (wide[..., vocab:] == 7).all()
 
 
-def test_batches_without_tokens_or_without_a_loss(small_tiles: None) -> None:
-    batch = make_batch()
-    batch["targets"] = torch.full_like(batch["targets"], -100)
-    batch["logits"] = torch.full_like(batch["logits"], torch.nan)  # never read into the loss
-    for case in (batch, {k: v[:, :0] if k in PER_TOKEN else v for k, v in batch.items()}):
-        out, grad = evaluate(case, backend="triton")
-        assert out.loss == 0 and not grad.any()
-
-
-def test_one_token(small_tiles: None) -> None:
-    check(make_batch(rows=1, width=2))
-
-
-def test_zero_weight_rows_have_zero_gradient_but_statistics(small_tiles: None) -> None:
-    """With advantage 0, no KL and a term of weight 0, the gradient is zero, but the statistics are
-    still computed.
-    """
-    batch = make_batch()
-    batch["advantages"] = torch.zeros(3, device=DEVICE)
-    out, grad = evaluate(batch, backend="triton", mu=0.0)
-    assert not grad.any() and out.logps[0, 0] != 0 and out.entropy[1, 0] > 0
-
-
 def test_masked_vocabulary(small_tiles: None) -> None:
     """Full tiles of -inf before, between and after the finite logits; 0 log 0 counts as 0 in the
     entropy.
@@ -225,75 +91,6 @@ def test_masked_vocabulary(small_tiles: None) -> None:
     batch["logits"] = batch["logits"].masked_fill(masked, -torch.inf)
     batch["targets"] = torch.where(batch["targets"] < 0, -100, 145)
     check(batch, spec=LossSpec(entropy_coef=0.1), ref_logps=None)
-
-
-def test_fully_masked_row_is_nan(small_tiles: None) -> None:
-    batch = make_batch()
-    batch["logits"][1, 0] = -torch.inf
-    out, _ = evaluate(batch, backend="triton")
-    assert out.loss.isnan() and out.logps[1, 0].isnan() and out.logps[1, 1].isfinite()
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("index", [0, 200, 300], ids=["first", "middle", "tail"])
-def test_bad_logits_make_a_nan_loss(value: float, index: int, small_tiles: None) -> None:
-    batch = make_batch()
-    batch["logits"][2, 1, index] = value
-    out, _ = evaluate(batch, backend="triton")
-    assert out.loss.isnan() and out.logps[2, 1].isnan()
-    assert out.logps[2, 0].isfinite() and out.demo_loss.isfinite()
-
-
-def test_bad_logits_of_a_row_without_loss_are_not_read(small_tiles: None) -> None:
-    batch = make_batch()
-    batch["logits"][0, 1] = torch.nan
-    out, grad = evaluate(batch, backend="triton")
-    assert out.loss.isfinite() and not grad[0, 1].any()
-
-
-@pytest.mark.parametrize("target", [301, -1, 2**40])
-def test_out_of_range_target_is_nan_and_reads_nothing(target: int, small_tiles: None) -> None:
-    batch = make_batch()
-    targets = batch["targets"].flatten()
-    targets[2] = target
-    logps, entropy, _ = backend.row_stats(batch["logits"], targets, 1.0)
-    assert logps[2].isnan() and entropy.isfinite().all() and logps[3:].isfinite().all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_log_probabilities_and_entropy_are_differentiable(
-    dtype: torch.dtype, small_tiles: None, poison: None
-) -> None:
-    batch = make_batch(dtype=dtype)
-    weights = torch.randn(2, 3, 2, device=DEVICE)
-    weights[:, 1, 0] = 0  # a row with zero gradient
-
-    def run(logits: Tensor, name: str) -> tuple[Tensor, ...]:
-        logits = logits.detach().requires_grad_()
-        targets = batch["targets"]
-        if name == "triton":
-            results = token_logprobs(logits, targets, temperature=0.8, backend=name)
-        else:
-            results = reference.token_logprobs(logits, targets, temperature=0.8)
-        sum((w * r).sum() for w, r in zip(weights, results, strict=True)).backward()
-        return *results, logits.grad
-
-    results = run(batch["logits"], "triton")
-    plain = run(batch["logits"], "reference")
-    truth = run(batch["logits"].double(), "reference")
-    for value, baseline, exact in zip(results, plain, truth, strict=True):
-        assert error(value, exact) <= 2 * error(baseline, exact) + 1e-6 * scale_of(exact)
-
-
-def test_results_are_bitwise_reproducible() -> None:
-    batch = make_batch(vocab=1500)
-    spec = LossSpec(kl_coef=0.1, entropy_coef=0.1)
-    (first, first_grad), (second, second_grad) = (
-        evaluate(batch, backend="triton", spec=spec) for _ in range(2)
-    )
-    for name in FIELDS:
-        assert torch.equal(getattr(first, name), getattr(second, name)), name
-    assert torch.equal(first_grad, second_grad)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="maps host memory")
@@ -404,25 +201,6 @@ def test_gpus_below_capability_8_are_not_used(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
     monkeypatch.setattr(torch.version, "hip", "7.1")  # AMD numbers its GPUs differently
     assert backend.unavailable(torch.device("cuda"), torch.float32) is None
-
-
-def test_a_rollout_far_from_its_sampling_policy_has_no_gradient() -> None:
-    """With a ratio of e^50 and a negative advantage, nothing else bounds the gradient."""
-    logits = torch.full((1, 1, 5), -50.0, device=DEVICE)
-    logits[..., 2] = 50.0
-    one = torch.ones(1, device=DEVICE)
-    batch = {
-        "logits": logits,
-        "targets": torch.full((1, 1), 2, device=DEVICE),
-        "advantages": -one,
-        "is_demo": one == 0,
-        "old_logps": torch.full((1, 1), -50.0, device=DEVICE),
-    }
-    out, grad = evaluate(batch, backend="triton")
-    assert out.loss.isfinite() and (grad == 0).all()
-    near = torch.zeros(1, 1, 5, device=DEVICE)
-    _, grad = evaluate(dict(batch, logits=near, old_logps=near[..., 0] - 31), backend="triton")
-    assert (grad != 0).any()
 
 
 @pytest.mark.parametrize(("dtype", "offset"), [(torch.float32, 1), (torch.bfloat16, 3)])

@@ -288,7 +288,7 @@ def test_headline_names_the_leader_and_the_seed_spread(tmp_path):
         (path / "eval.jsonl").write_text('{"step": 40, "accuracy": 0.5}\n')
     groups = grouped(*behind, *ahead)
     text = headline(groups, context_of([run for group in groups for run in group.runs]))
-    assert "gac with 55.0 ± 7.1%, 5.0 points above sft (50.0%)" in text
+    assert "a (method=gac) with 55.0 ± 7.1%, 5.0 points above b (method=sft) (50.0%)" in text
     assert "within the spread over seeds" in text
     single = grouped(behind[0], ahead[0])
     assert "Without several seeds" in headline(single, context_of([]))
@@ -414,13 +414,16 @@ def test_plots_are_files_next_to_the_page(report):
 
 
 def test_a_watched_report_follows_the_run(tmp_path):
-    run = write_run(tmp_path / "run")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text('{"step": 1, "mu": 0.5}\n')
+    (run / "eval.jsonl").write_text('{"step": 1, "accuracy": 0.5}\n')
     with make_server([run], tmp_path / "out", 0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}/"
         pages = []
         for _ in range(2):
-            with urllib.request.urlopen(address, timeout=120) as answer:
+            with urllib.request.urlopen(address, timeout=600) as answer:
                 assert answer.headers["Refresh"] == "10"
                 pages.append(answer.read().decode())
             with (run / "eval.jsonl").open("a") as file:

@@ -157,6 +157,7 @@ EXCEPTIONS = {  # keys that need not act in this run, and why
     "out": "a path",
     "run_name": "the run's name in reports and trackers",
     "model.gradient_checkpointing": "less memory, equal results",
+    "model.safetensors_only": "acts on models with pickled weights",
     "rollouts.print_samples": "writes to the terminal only",
     "eval.data.demo_field": "`gac rewards check` reads the reference solutions",
     "eval.data.id_field": "names rows in errors and in the answers of `gac eval`",
