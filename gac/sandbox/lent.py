@@ -16,10 +16,7 @@ import pickle
 import sys
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from .solver import Solver
+from typing import Any
 
 _ARITHMETIC = [
     "add",
@@ -236,7 +233,7 @@ _BASES = {*_PLAIN, tuple, list, set, frozenset}
 class Borrower:
     """The proxies for objects of the tests."""
 
-    def __init__(self, owner: Solver) -> None:
+    def __init__(self, owner: Any) -> None:
         _borrower[:] = [self]
         self.owner = owner
         self._proxies: dict[int, Any] = {}

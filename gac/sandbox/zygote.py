@@ -207,6 +207,9 @@ class Zygote:
 
             return self.fork(run)
 
+        def run_script() -> int:
+            return solver.run_script(json.loads(_read(program)))
+
         def run_solver() -> None:
             channel = wire.Channel(to_solver[0], to_judge[1])
             solver.answer_questions(json.loads(_read(program)), channel)
@@ -220,8 +223,7 @@ class Zygote:
         pipes: list[int] = []
         try:
             if request["kind"] == "script":
-                script = lambda: solver.run_script(json.loads(_read(program)))  # noqa: E731
-                pids.append(child(script, program, stdin=given, stdout=result))
+                pids.append(child(run_script, program, stdin=given, stdout=result))
             else:
                 to_solver, to_judge = os.pipe(), os.pipe()
                 pipes += [*to_solver, *to_judge]

@@ -43,6 +43,7 @@ def load_checked(name: str, file: Path | None, overrides: Sequence[str]) -> tupl
     """
     module, _, class_name = name.partition(":")
     config = load_early(module, class_name, file, overrides)
+    _require("transformers", "this command")
     _check_path("model.path", config.model.path, file)
     check_tokenizer(config.model, ask_hub=False)
     check_model(config.model, ask_hub=False)

@@ -7,10 +7,12 @@ import json
 import logging
 import math
 import secrets
+import shutil
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from tqdm.auto import tqdm
 
 from gac.config import dump
 from gac.errors import RunError
@@ -125,3 +127,21 @@ class Record:
 
 def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def show(bar: tqdm, row: dict[str, Any]) -> None:
+    """Show a step's metrics that fit next to the bar; without a terminal, a line at times."""
+    names = {"reward": "reward_mean", "demo": "demo_loss", "KL": "kl", "mu": "mu"}
+    values = {name: row[k] for name, k in names.items()}
+    texts = [f"{k}={v:.3g}" for k, v in values.items() if v is not None and not math.isnan(v)]
+    if bar.disable:
+        if row["step"] % max(bar.total // 10, 1) == 0:
+            logger.info("step %d of %d: %s", row["step"], bar.total, ", ".join(texts))
+        return
+    bar.update()
+    if rate := bar.format_dict["rate"]:
+        texts.append(f"ETA {bar.format_interval((bar.total - bar.n) / rate)}")
+    room = shutil.get_terminal_size().columns - len(f"{bar.n}/{bar.total} |{'#' * 10}|  ")
+    while len(texts) > 1 and len(", ".join(texts)) > room:
+        texts.pop()  # the least important
+    bar.set_description_str(", ".join(texts), refresh=False)

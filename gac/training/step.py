@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from gac.control.signals import Evidence
 from gac.data.rows import Counts, Row, TermPair
 from gac.methods import Observation
 from gac.methods.base import Mix, StepNeeds, demo_losses
-from gac.train_config import GuardConfig
+from gac.train_config import GuardConfig, OptimConfig
 from gac_kernels import TokenMoments
 
 from .probes import GradientParts
@@ -230,3 +231,21 @@ class Guard:
         """Resume from `state`."""
         self.skipped, self.consecutive = state["skipped"], state["consecutive"]
         self.kept = state["kept"]
+
+
+def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
+    """Learning rate at optimizer step `step` (from 0) of `steps`."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    done = min((step - config.warmup_steps) / max(steps - 1 - config.warmup_steps, 1), 1.0)
+    shape = 0.5 * (1 + math.cos(math.pi * done)) if config.schedule == "cosine" else 1 - done
+    low = config.lr * config.min_lr_ratio
+    return low + (config.lr - low) * shape
+
+
+def derive_seed(*key: int | str) -> int:
+    """A seed that depends only on `key`."""
+    digest = hashlib.sha256(":".join(map(str, key)).encode()).digest()
+    return int.from_bytes(digest[:7], "big")

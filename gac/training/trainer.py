@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import logging
 import math
-import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -37,7 +35,7 @@ from gac.rewards import Tally, build_reward, closing_reward
 from gac.rollouts.engines import Engine
 from gac.rollouts.generation import stop_tokens
 from gac.rollouts.sampling import Rollouts, Sampler, SamplingStats
-from gac.train_config import OptimConfig, TrainConfig, loss_of
+from gac.train_config import TrainConfig, loss_of
 from gac.training.export import export_checkpoint
 
 from .feed import Feed
@@ -49,16 +47,19 @@ from .policy import (
     make_optimizer,
     warn_of_rounding,
 )
-from .record import Record
+from .record import Record, show
 from .replay import SkippedStep
-from .startup import (
-    FORMAT,
-    check_fingerprint,
-    check_space,
-    find_checkpoint,
-    fingerprint,
+from .startup import FORMAT, check_fingerprint, check_space, find_checkpoint, fingerprint
+from .step import (
+    Guard,
+    Measured,
+    Rewards,
+    Step,
+    Update,
+    derive_seed,
+    learning_rate,
+    observe,
 )
-from .step import Guard, Measured, Rewards, Step, Update, observe
 
 logger = logging.getLogger(__name__)
 
@@ -234,32 +235,13 @@ class Trainer:
                 "seconds": seconds,
             }
             self.record.step(row)
-            if (
-                self.rollouts
-                and (self.step - 1) % max(self.config.rollouts.log_samples_every, 1) == 0
-            ):
+            every = max(self.config.rollouts.log_samples_every, 1)
+            if self.rollouts and (self.step - 1) % every == 0:
                 self.record.samples(self.step, self.sampler.samples, self.config.rollouts)
-            self._show(bar, row)
+            show(bar, row)
             if self.guard.exhausted:
                 self._abort()
             self._checkpoint()
-
-    def _show(self, bar: tqdm, row: dict[str, Any]) -> None:
-        """Show a step's metrics that fit next to the bar; without a terminal, a line at times."""
-        names = {"reward": "reward_mean", "demo": "demo_loss", "KL": "kl", "mu": "mu"}
-        values = {name: row[k] for name, k in names.items()}
-        texts = [f"{k}={v:.3g}" for k, v in values.items() if v is not None and not math.isnan(v)]
-        if bar.disable:
-            if self.step % max(self.feed.steps // 10, 1) == 0:
-                logger.info("step %d of %d: %s", self.step, self.feed.steps, ", ".join(texts))
-            return
-        bar.update()
-        if rate := bar.format_dict["rate"]:
-            texts.append(f"ETA {bar.format_interval((bar.total - bar.n) / rate)}")
-        room = shutil.get_terminal_size().columns - len(f"{bar.n}/{bar.total} |{'#' * 10}|  ")
-        while len(texts) > 1 and len(", ".join(texts)) > room:
-            texts.pop()  # the least important
-        bar.set_description_str(", ".join(texts), refresh=False)
 
     def _train_step(self) -> dict[str, Any]:
         """One iteration of the paper's Algorithm 1; the method chose mu_t after step t - 1.
@@ -397,14 +379,14 @@ class Trainer:
             self.needs(self.step),
             tuple(self.rollouts.old_logps if self.rollouts else ()),
             self._seed + 1,
-            _derive_seed(self.config.seed, self.step, "sketch"),
+            derive_seed(self.config.seed, self.step, "sketch"),
             tuple(self.rollouts.teacher_logps if self.rollouts else ()),
         )
 
     @property
     def _seed(self) -> int:
         """This rank's RNG seed for the step."""
-        return _derive_seed(self.config.seed, self.step, self.accelerator.process_index)
+        return derive_seed(self.config.seed, self.step, self.accelerator.process_index)
 
     def _apply(self, step: Step, measured: Measured) -> Update:
         """Update the weights and the method state, or skip the step and leave both unchanged."""
@@ -515,21 +497,3 @@ class Trainer:
             self.gradients.tracked,
         )
         checkpoint.prune(self.checkpoints, self.config.keep_checkpoints, self.best.get("step"))
-
-
-def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
-    """Learning rate at optimizer step `step` (from 0) of `steps`."""
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    if config.schedule == "constant":
-        return config.lr
-    done = min((step - config.warmup_steps) / max(steps - 1 - config.warmup_steps, 1), 1.0)
-    shape = 0.5 * (1 + math.cos(math.pi * done)) if config.schedule == "cosine" else 1 - done
-    low = config.lr * config.min_lr_ratio
-    return low + (config.lr - low) * shape
-
-
-def _derive_seed(*key: int | str) -> int:
-    """A seed that depends only on `key`."""
-    digest = hashlib.sha256(":".join(map(str, key)).encode()).digest()
-    return int.from_bytes(digest[:7], "big")

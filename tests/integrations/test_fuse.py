@@ -115,7 +115,7 @@ def test_the_gradient_is_filtered_on_request() -> None:
             assert handle.report is not None and (handle.report.kept_columns < 1) == (eps > 0)
         check(filtered, expected, 0.3 if eps else 1e-5)
     with pytest.raises(TypeError, match="gradient_filter=0.1: use a gac_kernels.GradientFilter"):
-        fuse(model, 0.1)  # type: ignore[arg-type]
+        fuse(model, 0.1)  # type: ignore[arg-type]  # the wrong type is tested
 
 
 def lora(model: PreTrainedModel) -> nn.Module:
