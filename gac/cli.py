@@ -16,15 +16,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Literal, NoReturn
 
-from gac.demo import METHODS as DEMO_METHODS
+from gac.demo.command import add_parser as add_demo
 from gac.errors import (
     FAILED,
     USAGE,
     ConfigError,
     explain_missing_extra,
-    require_at_least,
     user_message,
-    value_errors_as,
     writable_folder,
 )
 from gac.parallel.run_lock import first_to_report
@@ -131,7 +129,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_rewards(commands)
     _add_methods(commands)
     _add_models(commands)
-    _add_demo(commands)
+    add_demo(commands)
     doctor = commands.add_parser(
         "doctor",
         help="show which backends and adapters work here, and why others do not",
@@ -354,24 +352,6 @@ def _add_models(commands: argparse._SubParsersAction) -> None:
     models.set_defaults(run=_models)
 
 
-def _add_demo(commands: argparse._SubParsersAction) -> None:
-    demo = commands.add_parser(
-        "demo",
-        help="train a tiny model with several methods and compare them",
-        description="Train a tiny base model, post-train it with several methods and compare them. "
-        "Finished runs are skipped; interrupted runs resume.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    demo.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for all runs")
-    demo.add_argument("--methods", nargs="+", default=list(DEMO_METHODS), help="see `gac methods`")
-    demo.add_argument("--seeds", type=int, default=1, help="seeds per method")
-    demo.add_argument("--steps", type=int, default=160, help="optimizer steps per method")
-    demo.add_argument(
-        "--jobs", type=int, default=None, help="number of parallel runs (default: one per core)"
-    )
-    demo.set_defaults(run=_demo)
-
-
 def _add_set(parser: argparse.ArgumentParser) -> None:
     # extend, so that both `--set a=1 b=2` and `--set a=1 --set b=2` work
     parser.add_argument(
@@ -494,14 +474,6 @@ def _models(options: argparse.Namespace) -> int:
 
     print(families_table(options.name))
     return OK
-
-
-def _demo(options: argparse.Namespace) -> int:
-    from gac.demo.run import run_demo
-
-    with value_errors_as(ConfigError):
-        require_at_least(1, options, "seeds", "steps", "jobs", prefix="--")
-    return run_demo(options.out, options.methods, range(options.seeds), options.steps, options.jobs)
 
 
 def _keys(module: str, name: str) -> str:

@@ -42,6 +42,7 @@ def load_checked(name: str, file: Path | None, overrides: Sequence[str]) -> tupl
         UserError: a check failed; the message names the key.
     """
     config = load_early(*name.split(":"), file, overrides)
+    _require("transformers", "this command")
     _check_path("model.path", config.model.path, file)
     check_tokenizer(config.model, ask_hub=False)
     check_model(config.model, ask_hub=False)

@@ -66,7 +66,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     paths = [
         write_run(
             root / "gac-0",
-            gac | {"seed": 0},
+            gac | {"seed": 0, "run_name": "gac-seed0"},
             first,
             [
                 {"step": 0, "accuracy": 0.1, "accuracy/+": 0.25},
@@ -76,13 +76,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         ),
         write_run(
             root / "gac-1",
-            gac | {"seed": 1},
+            gac | {"seed": 1, "run_name": "gac-seed1"},
             second,
             [{"step": 0, "accuracy": 0.1}, {"step": 5, "accuracy": 0.8, "accuracy/+": 0.25}],
         ),
         write_run(
             root / "sft",
-            {"steps": 3, "model": "tiny", "method": "sft"},
+            {"steps": 3, "model": {"path": "tiny"}, "method": "sft", "run_name": "sft"},
             {"tokens": [1_234_567] * 3},
             [{"step": 3, "accuracy": 0.5}],
         ),
@@ -169,11 +169,10 @@ def test_texts_of_the_page(
     assert page._title([*groups, groups[0]]) == "Comparison: gac, sft and gac"
     assert page._differences(groups) == [
         ("steps", ["7", "3"]),
-        ("model.path", ["tiny", "–"]),
         ("method.name", ["gac", "–"]),
         ("controller.update_every", ["2", "–"]),
         ("controller.kl_target", ["0.5", "–"]),
-        ("model", ["–", "tiny"]),
+        ("run_name", ["gac-seed*", "sft"]),
         ("method", ["–", "sft"]),
     ]
     rows = page._runs(groups)
@@ -189,7 +188,7 @@ def test_texts_of_the_page(
         "12 s per step: sampling 0%, rewards 0%, training 100%",
         "3 steps",
     ]
-    assert rows[2]["config"].split() == ["steps:", "3", "model:", "tiny", "method:", "sft"]
+    assert rows[2]["config"].splitlines()[:3] == ["steps: 3", "model:", "  path: tiny"]
 
 
 def test_only_the_best_accuracies_are_marked(groups: list[Group]) -> None:
