@@ -237,4 +237,5 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int:
         return eos
     _, found, rest = text.rpartition("answer")
     after = tokenizer(rest, add_special_tokens=False)["input_ids"] if found else []
-    return next((token for token in after if token in tokenizer.all_special_ids), eos)
+    ends = {*tokenizer.all_special_ids} - {tokenizer.unk_token_id}
+    return next((token for token in after if token in ends), eos)

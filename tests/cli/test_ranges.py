@@ -129,7 +129,7 @@ METHOD_NUMBERS = [
     ("sdar", AT_LEAST_ZERO, "beta"),
     ("sdar", "(-inf, inf)", "coef"),
     ("dypo", UNIT, "alpha"),
-    ("dypo", ABOVE_ZERO, "beta sft_coef"),
+    ("dypo", POSITIVE, "beta sft_coef"),
     ("amft", "(-inf, inf)", "meta_lr entropy_lr"),
 ]
 NUMBERS += [(method(name), interval, names) for name, interval, names in METHOD_NUMBERS]

@@ -13,6 +13,7 @@ from gac.data.rows import Batch, TermPair
 from gac.methods.token_loss import custom_loss
 from gac.models import head
 from gac.models.head import Head
+from gac.train_config import LossConfig
 from gac.training.trainer import Trainer
 from gac_kernels import LossSpec
 from tests.methods.published import LOSSES, constant_sum, row_terms
@@ -41,7 +42,7 @@ def test_a_step_minimizes_the_configured_loss(
     name: str, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tiny_config(task, tmp_path, method={"name": "constant"}, loss=KEYS[name], steps=1)
-    assert config.loss == LossSpec(**KEYS[name])
+    assert config.loss == LossConfig(**KEYS[name])
     specs, fused = [], head.fused_linear_gac_loss
 
     def record(*args: Any, **keywords: Any) -> Any:
