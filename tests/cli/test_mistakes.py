@@ -211,8 +211,8 @@ LATE = {  # answered with torch, most of them before the model is loaded
 }
 LATE_TRAIN = {
     "out=a-file/run": "out='a-file/run'",
-    "data.system=Calculate.": "system is 'Calculate.' but chat is false: set chat: true",
-    "data.chat=true": "the tokenizer has no chat template: set template",
+    "data.system=Calculate.": "data.system='Calculate.': a text prompt needs data.chat=true",
+    "data.chat=true": "data.chat=true: the tokenizer has no chat template: set data.template",
     "data.prompts=chat.jsonl": "a conversation needs a chat template, which the tokenizer does not",
     "data.where={answer: 99}": "no rows left (dropped: 80 excluded by where)",
     "data.max_prompt_tokens=1": "no rows left (dropped: 80 prompt longer than 1 tokens)",
