@@ -64,8 +64,8 @@ def find_nvcc() -> str | None:
 def release(nvcc: str) -> tuple[int, int]:
     """The release of nvcc, such as (13, 0); (0, 0) if it names none."""
     output = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
-    major, minor = re.search(r"release (\d+)\.(\d+)|$", output).groups("0")
-    return int(major), int(minor)
+    found = re.search(r"release (\d+)\.(\d+)", output)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def driver_major() -> int | None:

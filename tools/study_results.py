@@ -40,6 +40,8 @@ JUDGED = (
     ("routing", "constant-alarm"),
 )
 WITHOUT = [condition for condition in CONDITIONS if condition != "good-then-bad"]
+NAMED = ("partly-wrong", "good-then-bad")
+"""Conditions in which `named-sources` names the sources."""
 EARLIER = {"first": "gate-z", "second": "gate-cosine", "third": "gate-alarm"}
 """File in bench/results/study -> the arm that was judged."""
 CHANGING = ("spoil", "half", "burst", "flicker", "mistaken")
@@ -151,7 +153,7 @@ def ranking(study: Study) -> str:
 
 
 def judged(study: Study) -> str:
-    """The three differences of the protocol, over all conditions and for each."""
+    """The differences of the protocol, and that of `named-sources` where sources have names."""
     lines = []
     for arm, other in JUDGED:
         bases = study.bases(arm, other)
@@ -160,6 +162,13 @@ def judged(study: Study) -> str:
             cells.append(study.difference(arm, other, chosen, WITHOUT))
             cells += [study.difference(arm, other, chosen, [c]) for c in CONDITIONS]
             lines.append([f"`{arm}` minus `{other}`", " and ".join(chosen), *cells])
+    arm, other = "named-sources", "constant-alarm"
+    for base in BASES:
+        if study.complete(arm, base, NAMED) and study.complete(other, base):
+            cells = [
+                study.difference(arm, other, [base], [c]) if c in NAMED else "" for c in CONDITIONS
+            ]
+            lines.append([f"`{arm}` minus `{other}`", base, "", "", *cells])
     return markdown_table(
         ["difference", "base", "all", "all but good-then-bad", *CONDITIONS], lines
     )

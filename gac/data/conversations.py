@@ -6,7 +6,7 @@ import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from .source import SourceRow
 
@@ -44,7 +44,7 @@ def split_conversation(row: SourceRow, prompt_field: str, demo_field: str | None
     return replace(row, fields=fields)
 
 
-def calls_tools(message: object) -> bool:
+def calls_tools(message: object) -> TypeGuard[Message]:
     """Whether `message` is an assistant's message with tool calls."""
     return isinstance(message, Mapping) and bool(message.get("tool_calls"))
 
@@ -106,9 +106,10 @@ def render(
             "a conversation needs a chat template, which the tokenizer does not have: set "
             "model.tokenizer to one that does, or give the prompt as text and set data.template",
         )
+    chat: list[Any] = [*messages]  # transformers' annotation leaves out tool calls
     options: Any = {"tools": row.fields.get("tools"), "add_generation_prompt": not answered}
     try:
-        return str(tokenizer.apply_chat_template([*messages], tokenize=False, **options))
+        return str(tokenizer.apply_chat_template(chat, tokenize=False, **options))
     except Exception as error:  # templates raise errors of their own, e.g. for unknown roles
         if [message["role"] for message in messages[:2]] == ["system", "user"]:
             first, second, *rest = messages

@@ -11,7 +11,7 @@ import lzma
 import math
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -134,7 +134,11 @@ def _open(path: Path) -> IO[bytes]:
     if start == b"\x28\xb5\x2f\xfd":
         pyarrow = import_extra("pyarrow", f"reading {path.name}")
         return io.BufferedReader(pyarrow.input_stream(path, "zstd"))
-    openers = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zX": lzma.open}
+    openers: dict[bytes, Callable[..., Any]] = {
+        b"\x1f\x8b": gzip.open,
+        b"BZh": bz2.open,
+        b"\xfd7zX": lzma.open,
+    }
     opener = next((openers[magic] for magic in openers if start.startswith(magic)), open)
     return opener(path, "rb")
 

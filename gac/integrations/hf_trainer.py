@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,7 +59,11 @@ class StepMixin(Trainer):
             self._step_demos = None
 
     def score_demos(
-        self, model: torch.nn.Module, inputs: dict[str, Tensor], targets: Tensor, rows: list[Row]
+        self,
+        model: torch.nn.Module,
+        inputs: Mapping[str, Tensor | None],
+        targets: Tensor,
+        rows: list[Row],
     ) -> LossOutput:
         """Compute this rank's demonstration term of the micro-batch and observe its statistics.
 

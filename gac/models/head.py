@@ -179,15 +179,17 @@ class Head:
     def logprobs(self, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """Log-probability of each target [B, T] and entropy, both differentiable."""
         if self.logits is not None:
-            return token_logprobs(self.logits, targets, temperature=temperature)[:2]
+            logps, entropy = token_logprobs(self.logits, targets, temperature=temperature)
+            return logps, entropy
         return self._linear(linear_token_logprobs, targets, temperature=temperature)[:2]
 
     def token_loss(
         self, targets: Tensor, function: Callable[..., Tensor], *inputs: Tensor, temperature: float
     ) -> TokenLossOutput:
         """Call `gac_kernels.fused_linear_token_loss`; the head must have hidden states."""
-        arguments = targets, function, *inputs
-        return self._linear(fused_linear_token_loss, *arguments, temperature=temperature)
+        return self._linear(
+            fused_linear_token_loss, targets, function, *inputs, temperature=temperature
+        )
 
     def scaled(self, outputs: Tensor) -> Tensor:
         """Logits from the outputs of the linear layer."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import tempfile
 from collections.abc import Sequence
@@ -20,10 +21,9 @@ def serve(folders: Sequence[Path], port: int = 0) -> int:
     """
     with tempfile.TemporaryDirectory() as out, make_server(folders, Path(out), port) as server:
         print(f"http://127.0.0.1:{server.server_port} (Ctrl-C ends)", flush=True)
-        try:
+        with contextlib.suppress(KeyboardInterrupt):
             server.serve_forever()
-        except KeyboardInterrupt:
-            return 0
+    return 0
 
 
 def make_server(folders: Sequence[Path], out: Path, port: int) -> http.server.HTTPServer:

@@ -41,7 +41,8 @@ def load_checked(name: str, file: Path | None, overrides: Sequence[str]) -> tupl
     Raises:
         UserError: a check failed; the message names the key.
     """
-    config = load_early(*name.split(":"), file, overrides)
+    module, _, class_name = name.partition(":")
+    config = load_early(module, class_name, file, overrides)
     _require("transformers", "this command")
     _check_path("model.path", config.model.path, file)
     check_tokenizer(config.model, ask_hub=False)

@@ -238,7 +238,8 @@ class Gradients:
             if needs.kl and self.kl_sample_size
             else None
         )
-        probes: list[Probe] = [totals, *filter(None, (sketches, kl))]
+        requested: list[Probe | None] = [sketches, kl]
+        probes: list[Probe] = [totals, *(probe for probe in requested if probe)]
         accumulate = partial(self._accumulate, step, probes)
         mu = 0.5 if needs.parts else step.mix.mu
         live = [row for row in step.rows if self._has_gradient(row, mu)]

@@ -81,7 +81,7 @@ NUMBERS = [
     (method("nash-mtl"), ABOVE_ZERO, "max_norm"),
     (GuardConfig, ABOVE_ZERO, "skip_above_norm"),
     (lambda weight: Source("rows.jsonl", weight=weight), POSITIVE, "weight"),
-    (OptimConfig, ABOVE_ZERO, "lr"),
+    (OptimConfig, ABOVE_ZERO_TO_ONE, "lr"),
     (RolloutConfig, ABOVE_ZERO, "temperature correction_max"),
     (RolloutConfig, ABOVE_ZERO_TO_ONE, "top_p"),
     (vllm, ABOVE_ZERO, "timeout"),
