@@ -262,7 +262,7 @@ def test_unusable_output_folder_is_rejected_early(task, tmp_path, capsys):
     (tmp_path / "file").write_text("x")
     with pytest.raises(ConfigError, match="out=.*cannot be written"):
         run_suite(suite(task, tmp_path / "file"))
-    given = [f"model.path={task / 'init'}", f"data.prompts={task / 'eval.jsonl'}"]
+    given = [f"model.path={task / 'init'}", f"settings.data.prompts={task / 'eval.jsonl'}"]
     given += ["reward=tests.tiny:digit_reward", f"out={tmp_path / 'out'}"]
     assert cli.main(["eval", "--against", str(tmp_path), "--set", *given]) == cli.USAGE
     assert "--against requires `tasks`" in capsys.readouterr().err
