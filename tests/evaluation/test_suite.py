@@ -263,7 +263,7 @@ def test_unusable_output_folder_is_rejected_early(task, tmp_path, capsys):
     with pytest.raises(ConfigError, match="out=.*cannot be written"):
         run_suite(suite(task, tmp_path / "file"))
     given = [f"model.path={task / 'init'}", f"settings.data.prompts={task / 'eval.jsonl'}"]
-    given += ["reward=tests.tiny:digit_reward", f"out={tmp_path / 'out'}"]
+    given += ["model.random_init=true", "reward=tests.tiny:digit_reward", f"out={tmp_path / 'out'}"]
     assert cli.main(["eval", "--against", str(tmp_path), "--set", *given]) == cli.USAGE
     assert "--against requires `tasks`" in capsys.readouterr().err
 
