@@ -119,9 +119,10 @@ def _construct(name: str, reward: type[Reward], options: Mapping[str, Any]) -> R
             hint = did_you_mean(key, known) or "."
             raise ValueError(f"reward {name!r} has no option {key!r}{hint} Known: {known}")
     try:
+        inspect.signature(reward).bind(**options)  # names a missing option
         return reward(**options)
-    except TypeError as error:  # a missing option, or a value of another type
-        raise ValueError(f"reward {name!r} with {dict(options)}: {error}") from error
+    except TypeError as error:
+        raise ValueError(f"reward {name!r}: {error}; given: {dict(options)}") from error
 
 
 def rewards_table() -> str:

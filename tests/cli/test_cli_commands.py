@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -122,12 +123,17 @@ def test_eval(tmp_path: Path, monkeypatch: Any, capsys: Any, rank: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "step"), [([], None), (["--step", "12"], 12), (["--step", "best"], "best")]
+    ("options", "expected"),
+    [
+        ([], (None, False)),
+        (["--step", "12"], (12, False)),
+        (["--step", "best", "--adapters"], ("best", True)),
+    ],
 )
-def test_export(monkeypatch: Any, capsys: Any, options: list[str], step: Any) -> None:
+def test_export(monkeypatch: Any, capsys: Any, options: list[str], expected: Any) -> None:
     calls = fake(monkeypatch, "gac.training.export.export_run", "a/checkpoint")
     assert cli.main(["export", "a", "b", *options]) == cli.OK
-    assert calls == [(Path("a"), Path("b"), step)]
+    assert calls == [(Path("a"), Path("b"), *expected)]
     assert capsys.readouterr().out == "a/checkpoint -> b\n"
     with pytest.raises(SystemExit):
         cli.main(["export", "a", "b", "--step", "last"])
@@ -218,11 +224,12 @@ def test_tracebacks(capsys: Any, variable: str | None, arguments: list[str], sho
 
 
 def test_interrupts_and_closed_pipes(monkeypatch: Any, capsys: Any) -> None:
-    for message, detail in (((), ""), (("saved step 3",), ": saved step 3")):
+    place = rf" \({re.escape(__file__)}, line \d+\)"  # of the function that `fake` returns
+    for message, detail in (((), place), (("saved step 3",), ": saved step 3")):
         fake(monkeypatch, "gac.methods.listing.methods_table", KeyboardInterrupt(*message))
         assert cli.main(["methods"]) == cli.INTERRUPTED == 130
         expected = f"gac: interrupted{detail}; rerun the command to resume\n"
-        assert capsys.readouterr().err == expected
+        assert re.fullmatch(expected, capsys.readouterr().err)
     fake(monkeypatch, "gac.methods.listing.methods_table", BrokenPipeError())
     reader, writer = os.pipe()
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(fileno=lambda: writer))

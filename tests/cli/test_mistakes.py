@@ -157,8 +157,8 @@ TRAIN = {  # value of --set -> answer
     "reward=text.py:reward": "expected a number, got str 'good'",
     "reward=nan.py:reward": "expected a finite number, got nan",
     "reward=key.py:reward": "KeyError: 'gold'",
-    "reward={name: math, timeout: fast}": "reward 'math' with {'timeout': 'fast'}: ",
-    "reward={name: format}": "missing 1 required positional argument: 'pattern'",
+    "reward={name: math, timeout: fast}": "reward 'math': ",
+    "reward={name: format}": "missing a required argument: 'pattern'",
     "reward={name: reward.py:reward, deadline: soon}": "deadline must be a number of seconds > 0",
     "reward={sum: [{reward: math, weight: a}]}": "weight='a': use a finite number",
     "reward={sum: [{reward: math, weight: .nan}]}": "weight=nan: use a finite number",
@@ -211,8 +211,8 @@ LATE = {  # answered with torch, most of them before the model is loaded
 }
 LATE_TRAIN = {
     "out=a-file/run": "out='a-file/run'",
-    "data.system=Calculate.": "system is 'Calculate.' but chat is false: set chat: true",
-    "data.chat=true": "the tokenizer has no chat template: set template",
+    "data.system=Calculate.": "data.system='Calculate.': a text prompt needs data.chat=true",
+    "data.chat=true": "data.chat=true: the tokenizer has no chat template: set data.template",
     "data.prompts=chat.jsonl": "a conversation needs a chat template, which the tokenizer does not",
     "data.where={answer: 99}": "no rows left (dropped: 80 excluded by where)",
     "data.max_prompt_tokens=1": "no rows left (dropped: 80 prompt longer than 1 tokens)",

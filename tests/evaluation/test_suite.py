@@ -262,7 +262,9 @@ def test_unusable_output_folder_is_rejected_early(task, tmp_path, capsys):
     (tmp_path / "file").write_text("x")
     with pytest.raises(ConfigError, match="out=.*cannot be written"):
         run_suite(suite(task, tmp_path / "file"))
-    assert cli.main(["eval", "--against", str(tmp_path)]) == cli.USAGE
+    given = [f"model.path={task / 'init'}", f"settings.data.prompts={task / 'eval.jsonl'}"]
+    given += ["model.random_init=true", "reward=tests.tiny:digit_reward", f"out={tmp_path / 'out'}"]
+    assert cli.main(["eval", "--against", str(tmp_path), "--set", *given]) == cli.USAGE
     assert "--against requires `tasks`" in capsys.readouterr().err
 
 

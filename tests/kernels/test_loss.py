@@ -429,7 +429,7 @@ def test_overwritten_logits_cannot_be_used_by_another_backward(backend: str) -> 
         squares.sum().backward()
 
 
-@each_backend
+@pytest.mark.parametrize("backend", ["native", "triton"], indirect=True)
 def test_a_second_backward_is_rejected(backend: str) -> None:
     """The first backward scales the saved gradient in place; a second one would scale it twice."""
     batch = build(BY_NAME["defaults"])
