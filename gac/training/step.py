@@ -164,7 +164,7 @@ def observe(
         "demo_loss": losses.demo if counts.demos else None,
         "reward_mean": rewards.mean,
         "entropy": entropy,
-        "demo_entropy": demo_entropy,
+        "demo_entropy": demo_entropy if counts.demos else None,
         "clip_fraction": clip_fraction if counts.rollouts else None,
         "completions/mean_length": counts.rollout_tokens / counts.rollouts
         if counts.rollouts

@@ -49,17 +49,15 @@ from .policy import (
 )
 from .record import Record, show
 from .replay import SkippedStep
-from .startup import FORMAT, check_fingerprint, check_space, find_checkpoint, fingerprint
-from .step import (
-    Guard,
-    Measured,
-    Rewards,
-    Step,
-    Update,
-    derive_seed,
-    learning_rate,
-    observe,
+from .startup import (
+    FORMAT,
+    check_fingerprint,
+    check_space,
+    check_tokens,
+    find_checkpoint,
+    fingerprint,
 )
+from .step import Guard, Measured, Rewards, Step, Update, derive_seed, learning_rate, observe
 
 logger = logging.getLogger(__name__)
 
@@ -154,6 +152,8 @@ class Trainer:
         self.rollouts: Rollouts | None = None
         self.tally = Tally(reward)
         self.evaluator = Evaluator(config.eval, engine, reward, config.seed)
+        jobs = self.evaluator.jobs.values()
+        check_tokens(config.model, self.tokenizer, (e for job in jobs for e in job.examples))
         self.step = 0
         self.state, self.mix = next_mix(self.method, self.method.init(), Observation(0))
         self.ended = False  # the method has ended the run

@@ -52,7 +52,7 @@ def test_a_second_process_is_refused_until_the_first_is_killed(holder, tmp_path)
 @pytest.mark.parametrize("command", ["train", "eval", "export"])
 def test_commands_report_a_locked_folder_in_one_line(holder, tmp_path, capsys, command):
     run = tmp_path / "config.yaml"
-    run.write_text("reward: exact")
+    run.write_text("{reward: exact, model: {path: x, random_init: true}}")
     arguments = {
         "train": ["train", str(run), "--set", f"out={tmp_path}", "data.prompts=x"],
         "eval": ["eval", "--set", f"out={tmp_path}", "model.path=x", "tasks.a.data.prompts=x"],
