@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from gac.demo.task import make_tokenizer
 from gac.errors import ConfigError
-from gac.models import head, pretrained
+from gac.models import head, pretrained, source
 from gac.models.causal_lm import (
     _disable_noise,
     _training_config,
@@ -187,12 +187,12 @@ def test_padding_uses_the_eos_token_only_if_there_is_no_other(tmp_path) -> None:
     ("patterns", "names"),
     [
         (
-            pretrained.WEIGHTS,
+            source.WEIGHTS,
             """model.safetensors model-00001-of-00002.safetensors pytorch_model.bin
             pytorch_model-00001-of-00002.bin adapter_model.safetensors""",
         ),
         (
-            pretrained.TOKENIZERS,
+            source.TOKENIZERS,
             "tokenizer.json tokenizer_config.json vocab.txt merged_vocab.json sp.model source.spm "
             "tekken.json",
         ),

@@ -120,6 +120,7 @@ WITH: dict[str, dict[str, Any]] = {  # other keys that a key needs to have an ef
         "rollouts.function": f"{HERE}:echo",
         "rollouts.correction": "token_truncate",
     },
+    "rollouts.dynamic_sampling_retries": {"reward": "exact"},  # every rollout earns 0
     "rollouts.overlong_penalty": {"rollouts.overlong_tokens": 4},
     **{f"loss.{key}": {"loss.kl_coef": 0.1} for key in ("kl_estimator", "use_bias_correction_kl")},
     "loss.demo_shape": {"method": {"name": "constant-alarm", "weight": "shaped"}},
@@ -216,7 +217,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     for name in ("init", "other"):
         config = AutoConfig.from_pretrained(folder / "init")
         config.num_hidden_layers, config.layer_types = 1, config.layer_types[:1]
-        config.attention_dropout = 0.1
+        config.attention_dropout, config.vocab_size = 0.1, 20  # the other tokenizer has 20 tokens
         config.hidden_size = {"init": 32, "other": 16}[name]
         torch.manual_seed(1)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
