@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from gac.demo.task import make_tokenizer
 from gac.errors import ConfigError
-from gac.models import head, pretrained, source
+from gac.models import head, source
 from gac.models.causal_lm import (
     _disable_noise,
     _training_config,
@@ -211,7 +211,7 @@ def test_files_of_every_kind_are_recognized(tmp_path, patterns, names) -> None:
 
 @pytest.mark.parametrize("name", ["./no", "../no", "~/no", "/no", "a/b/c"])
 def test_paths_are_not_looked_up_on_the_hub(name, monkeypatch) -> None:
-    monkeypatch.setattr(pretrained, "_check_hub", lambda *_: None)
+    monkeypatch.setattr(source, "_check_hub", lambda *_: None)
     with pytest.raises(ConfigError, match=f"model.path='{name}': no such folder"):
         check_source("model.path", name)
     check_source("model.path", "owner/name")
