@@ -120,7 +120,6 @@ WITH: dict[str, dict[str, Any]] = {  # other keys that a key needs to have an ef
         "rollouts.function": f"{HERE}:echo",
         "rollouts.correction": "token_truncate",
     },
-    "rollouts.dynamic_sampling_retries": {"reward": "exact"},  # every rollout earns 0
     "rollouts.overlong_penalty": {"rollouts.overlong_tokens": 4},
     **{f"loss.{key}": {"loss.kl_coef": 0.1} for key in ("kl_estimator", "use_bias_correction_kl")},
     "loss.demo_shape": {"method": {"name": "constant-alarm", "weight": "shaped"}},
@@ -144,7 +143,10 @@ IN_RUN: dict[str, dict[str, Any]] = {  # keys that act only if something happens
     "eval.every": {"rollouts.num_iterations": 1},  # at steps that sample new rollouts
     "checkpoint_every": {"rollouts.num_iterations": 1},
     "keep_checkpoints": {"rollouts.num_iterations": 1, "checkpoint_every": 1},
-    "rollouts.dynamic_sampling_retries": {"reward": "exact"},  # all are 0
+    "rollouts.dynamic_sampling_retries": {
+        "reward": "exact",
+        "rollouts.num_generations": 3,
+    },  # all are 0
     "kl_sample_size": {"monitor_kl_every": 1},
     "loss.dual_clip": {"rollouts.num_generations": 6},
     **{
