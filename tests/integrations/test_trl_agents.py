@@ -118,8 +118,11 @@ def server(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
 
     def send(self: Any, metadata: Any, parameters: Iterator[tuple[str, Tensor]]) -> None:
         weights = {name: x.detach().clone() for name, x in parameters}
-        save_file(weights, tmp_path / "model.safetensors")
-        update = {"method": "reload_weights", "kwargs": {"weights_path": str(tmp_path)}}
+        update_folder = tmp_path / f"update-{len(list(tmp_path.glob('update-*')))}"
+        update_folder.mkdir()
+        update_folder.chmod(0o755)
+        save_file(weights, update_folder / "model.safetensors")
+        update = {"method": "reload_weights", "kwargs": {"weights_path": str(update_folder)}}
         self._post(f"{self.base_url}/collective_rpc", json=update)
 
     monkeypatch.setattr(client, "init_communicator", lambda *_, **__: None)
