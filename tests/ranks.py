@@ -17,6 +17,7 @@ import pickle
 import random
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -40,6 +41,7 @@ class Failed:
 
     def __init__(self, error: BaseException) -> None:
         self.error, self.trace = error, traceback.format_exc()
+        self.time = time.monotonic()
 
 
 class Rank:
@@ -103,9 +105,10 @@ def run(work: Callable[..., Any], *args: Any, ranks: int, timeout: float = DEADL
         results = [rank.result(timeout) for rank in started]
         for rank in started:
             rank.process.join(5)
-    for result in results:
-        if isinstance(result, Failed):
-            raise AssertionError(result.trace) from result.error
+    failed = [result for result in results if isinstance(result, Failed)]
+    if failed:  # the others lost their connection to the first
+        first = min(failed, key=lambda result: result.time)
+        raise AssertionError(first.trace) from first.error
     return results
 
 

@@ -270,7 +270,8 @@ def progress(study: Study) -> str:
     planned = sum(len(arms) for _, arms in PHASES) * len(TASKS) * len(CONDITIONS) * len(SEEDS)
     planned -= 2 * len(TASKS) * 2 * len(SEEDS)  # sources have names in two of four conditions
     codes = sorted({run["code"] for own in study.runs.values() for run in own.values()})
-    text = f"{runs:,} of {planned:,} runs are finished, with the code of {' and '.join(codes)}."
+    text = f"{runs:,} of {planned:,} runs are finished, with the code of commits "
+    text += f"{' and '.join(codes)}."
     if study.seeds != SEEDS:
         text += f" This is an interim report of the first {len(study.seeds)} of {len(SEEDS)} seeds."
     for base in BASES:

@@ -123,6 +123,11 @@ class Reward(ABC):
         return None
 
 
+def late(seconds: float | None) -> TimeoutError:
+    """The error of a call that took longer than the reward's deadline."""
+    return TimeoutError(f"no result after {seconds:g} s (key `deadline` of the reward)")
+
+
 @contextlib.contextmanager
 def time_limits(seconds: float | None) -> Iterator[AbstractContextManager[None]]:
     """Yields a context manager that raises TimeoutError after `seconds`, each time it is entered.
@@ -134,7 +139,7 @@ def time_limits(seconds: float | None) -> Iterator[AbstractContextManager[None]]
         return
 
     def stop(number: int, frame: object) -> None:
-        raise TimeoutError(f"no result after {seconds:g} s (key `deadline` of the reward)")
+        raise late(seconds)
 
     previous = signal.signal(signal.SIGALRM, stop)
     try:

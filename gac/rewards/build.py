@@ -106,6 +106,11 @@ def _build_callable(name: str, options: dict[str, Any]) -> Reward:
     if inspect.isclass(function) and issubclass(function, Reward):
         return _construct(name, function, options)
     if inspect.iscoroutinefunction(function) or {"concurrency", "retries"} & options.keys():
+        if "batch" in options:
+            raise ValueError(
+                f"reward {name!r}: batch scores all rows in one call: remove it, or remove "
+                "concurrency and retries"
+            )
         concurrency, retries = options.pop("concurrency", 16), options.pop("retries", 0)
         return ConcurrentReward(name, function, options, concurrency, retries)
     batch = options.pop("batch", False)

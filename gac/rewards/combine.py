@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from gac.config.imports import explained
 
-from .base import Reward, RowOutcome, RowReward, as_outcome, time_limits
+from .base import Reward, RowOutcome, RowReward, as_outcome, late, time_limits
 
 if TYPE_CHECKING:
     from gac.data import Example
@@ -121,15 +121,17 @@ class ConcurrentReward(CallableReward):
             for attempt in range(self._retries + 1):
                 if attempt:
                     await asyncio.sleep(2.0 ** (attempt - 1))
+                limit = asyncio.timeout(self.deadline)
                 try:
-                    if inspect.iscoroutinefunction(self._function):
-                        call = self._function(completion, example, **self._options)
-                    else:
-                        score = functools.partial(self._function, **self._options)
-                        call = asyncio.wrap_future(_daemon(score, completion, example))
-                    outcome = as_outcome(await asyncio.wait_for(call, self.deadline))
-                except TimeoutError:
-                    outcome = TimeoutError(f"no result after {self.deadline:g} s (key `deadline`)")
+                    async with limit:
+                        if inspect.iscoroutinefunction(self._function):
+                            call = self._function(completion, example, **self._options)
+                        else:
+                            score = functools.partial(self._function, **self._options)
+                            call = asyncio.wrap_future(_daemon(score, completion, example))
+                        outcome = as_outcome(await call)
+                except TimeoutError as error:  # of ours, or of the user's own client
+                    outcome = late(self.deadline) if limit.expired() else explained(error)
                 except (Exception, SystemExit) as error:  # user code may raise anything
                     outcome = explained(error)
                 if not isinstance(outcome, Exception):

@@ -10,6 +10,7 @@ import builtins
 import hashlib
 import marshal
 import sys
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -33,6 +34,8 @@ _HELPERS = {
     "assert_almost_equal": "from numpy.testing import assert_almost_equal",
     "assert_array_equal": "from numpy.testing import assert_array_equal",
 }
+# one thread at a time: https://github.com/python/cpython/issues/106905
+_PARSER = threading.RLock()
 _NAMED = (
     ast.FunctionDef,
     ast.AsyncFunctionDef,
@@ -76,13 +79,18 @@ class JudgeSpec:
     """Whether a call that returns a value may change its arguments."""
 
 
-@lru_cache(maxsize=4096)
 def compile_row(spec: JudgeSpec) -> bytes:
     """What the judge needs to know about a row, in the format of `marshal`.
 
     Raises:
         RowError: the setup or a test is not valid Python.
     """
+    with _PARSER:
+        return _compile_row(spec)
+
+
+@lru_cache(maxsize=4096)
+def _compile_row(spec: JudgeSpec) -> bytes:
     tests = _with_check_call(spec.tests, spec.entry_point)
     places = ["setup", *(f"test {n}" for n in range(1, len(tests) + 1))]
     texts = [spec.setup, *tests]
@@ -235,7 +243,8 @@ def parse(text: str) -> ast.Module:
     Never pass a completion: parsing untrusted code can crash this process.
     """
     try:
-        return ast.parse(text)
+        with _PARSER:
+            return ast.parse(text)
     except _SYNTAX:
         return ast.Module([], [])
 

@@ -197,9 +197,10 @@ def wait_in_thread(completion, example):
 
 
 async def wait_in_loop(completion, example):
-    """The same in an event loop: the last of three rows lets the others go on."""
+    """The same in an event loop."""
     ATTEMPTS.append(completion)
-    while len(ATTEMPTS) % 3:
+    wanted = -(-len(ATTEMPTS) // 3) * 3
+    while len(ATTEMPTS) < wanted:
         await asyncio.sleep(0)
     return len(completion)
 
@@ -208,6 +209,7 @@ async def wait_in_loop(completion, example):
 def test_rows_are_scored_at_once(function):
     spec = {"name": f"{__name__}:{function.__name__}", "concurrency": 3}
     completions = ["a", "bb", "ccc", "d", "ee", "fff"]
+    ATTEMPTS.clear()
     assert build_reward(spec)(completions, [example()] * 6) == [1.0, 2.0, 3.0] * 2
     with pytest.raises(ValueError, match="concurrency must be a whole number >= 1, got 0"):
         build_reward({**spec, "concurrency": 0})
@@ -224,11 +226,26 @@ def never(completion, example):
     threading.Event().wait()
 
 
+async def exits(completion, example):
+    raise SystemExit("no key for the service")
+
+
+async def times_out(completion, example):
+    raise TimeoutError("the service is down")
+
+
 def test_retries_and_the_deadline_of_a_concurrent_reward():
+    for function, message in ((exits, "no key for the service"), (times_out, "service is down")):
+        with pytest.raises(RewardError, match=message):
+            score(build_reward({"name": f"{__name__}:{function.__name__}"}), "x")
+    with pytest.raises(ValueError, match="batch scores all rows in one call"):
+        build_reward({"name": f"{__name__}:exits", "batch": True})
     ATTEMPTS.clear()
     assert score(build_reward({"name": f"{__name__}:fails_once", "retries": 1}), "x") == 1.0
     assert ATTEMPTS == ["x", "x"]
-    with pytest.raises(RewardError, match=r"no result after 0.05 s \(key `deadline`\)"):
+    with pytest.raises(
+        RewardError, match=r"no result after 0.05 s \(key `deadline` of the reward\)"
+    ):
         score(build_reward({"name": f"{__name__}:never", "retries": 0, "deadline": 0.05}), "x")
 
 
