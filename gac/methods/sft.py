@@ -53,7 +53,8 @@ class SFTBest(SFT):
     examples: int = 5000
     """Number of demonstrations, taken from the start of the set."""
     epochs: int = 3
-    """Number of passes over them. The run ends after the last, even if `steps` is not reached."""
+    """Number of passes over these examples. The run ends after the last one, even if `steps` is not
+    reached."""
 
     def __post_init__(self) -> None:
         require_at_least(1, self, "examples", "epochs")
@@ -76,7 +77,8 @@ class SFTLight(SFTBest):
     examples: int = 1000
     """Number of demonstrations, taken from the start of the set."""
     epochs: int = 1
-    """Number of passes over them. The run ends after the last, even if `steps` is not reached."""
+    """Number of passes over these examples. The run ends after the last one, even if `steps` is not
+    reached."""
     patience: int = 5
     """Number of steps without a lower average loss before training stops."""
     decay: float = 0.7
