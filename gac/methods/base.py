@@ -117,7 +117,8 @@ class Observation:
     `Mixer` pass `evidence` instead.
     """
     kl: float | None = None
-    """Mean k3 KL to the reference policy per rollout token, nats."""
+    """Mean KL to the reference policy per rollout token, nats, by `loss.kl_estimator`; always k3 if
+    `kl_sample_size` is set."""
     entropy: float | None = None
     """Mean entropy per rollout token, nats."""
     reward_mean: float | None = None

@@ -44,8 +44,8 @@ class GAC(
             )
         if self.gate is not None and not self.signals.needs.has_alignment:
             raise ValueError(
-                "gate: these signals do not include the inner product of the two gradients; "
-                "set signals: gradients or sketch"
+                "method.gate needs the inner product of the two gradients: set "
+                "method.signals=gradients or method.signals=sketch"
             )
 
     def init(self) -> State:

@@ -131,7 +131,7 @@ class DYPO(
 
     Each term is the mean over its own prompts, and the terms are added; the publication's mean over
     all prompts also weights them by the shares of unsolved and partly solved prompts. The
-    publication gives no value of `sft_coef`. Its several teachers become rows of the data set with
+    publication gives no value of `sft_coef`. Its several teachers become rows of the dataset with
     the same prompt. Its KL term is not implemented, and a prompt with a dropped rollout is not
     trained by RL.
     """

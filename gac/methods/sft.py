@@ -45,7 +45,8 @@ class SFTBest(SFT, name="sft-best", source="the paper, appendix H (SFT variants)
     examples: int = 5000
     """Number of demonstrations, taken from the start of the set."""
     epochs: int = 3
-    """Number of passes over them. The run ends after the last, even if `steps` is not reached."""
+    """Number of passes over these examples. The run ends after the last one, even if `steps` is not
+    reached."""
 
     def __post_init__(self) -> None:
         require_at_least(1, self, "examples", "epochs")
@@ -65,7 +66,8 @@ class SFTLight(SFTBest, name="sft-light", keeps_best=False):
     examples: int = 1000
     """Number of demonstrations, taken from the start of the set."""
     epochs: int = 1
-    """Number of passes over them. The run ends after the last, even if `steps` is not reached."""
+    """Number of passes over these examples. The run ends after the last one, even if `steps` is not
+    reached."""
     patience: int = 5
     """Number of steps without a lower average loss before training stops."""
     decay: float = 0.7
