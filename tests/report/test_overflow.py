@@ -56,7 +56,13 @@ def overflows(root: Path, pages: list[str]) -> dict[str, list]:
         ("127.0.0.1", 0), functools.partial(Quiet, directory=root)
     )
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    options = "--headless --no-sandbox --disable-gpu --virtual-time-budget=20000 --dump-dom".split()
+    options = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--virtual-time-budget=20000",
+        "--dump-dom",
+    ]
     try:
         with tempfile.TemporaryDirectory() as profile:
             text = subprocess.run(
