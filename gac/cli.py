@@ -312,7 +312,7 @@ def _add_rewards(commands: argparse._SubParsersAction) -> None:
         "check",
         help="score each row's reference solution and list the rows that fail",
         description="Score each row's reference solution with the configured reward and list the "
-        "rows that fail: a model cannot be expected to pass these.",
+        "rows that fail. No model can be expected to pass those rows.",
     )
     check.add_argument(
         "config", type=Path, metavar="CONFIG.yaml", help="a train or eval configuration"
@@ -403,7 +403,7 @@ def _eval(options: argparse.Namespace) -> int:
     from gac.evaluation.table import results_table
 
     if options.against and not config.tasks:
-        raise ConfigError("--against requires `tasks`: move the data set into `tasks`")
+        raise ConfigError("--against requires `tasks`: move the dataset into `tasks`")
     _show_log()
     against = options.against
     result = run_suite(config, against) if config.tasks else evaluate_single(config)

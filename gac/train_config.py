@@ -85,7 +85,7 @@ class TrainConfig:
     out: str = setting("runs/gac", may_change=True)
     """The run directory."""
     run_name: str | None = setting(None, may_change=True)
-    """Name of the run in the report; null: the method's name."""
+    """Name of the run in the report; null: the run folder's name."""
     model: ModelConfig = ModelConfig()
     """The model, its dtype and adapters."""
     method: Annotated[Method, Choice(all_methods, lambda method: method.family)] = METHODS[

@@ -42,7 +42,7 @@ class AlarmState(NamedTuple):
     suspect: bool = False
     """Whether the alarm is on: the demonstrations are assumed to be wrong."""
     sources: tuple[float, ...] = ()
-    """Relative rise of the loss in each long alarm, which may be due to another good source."""
+    """Relative rise in the loss in each long alarm, which may be due to another good source."""
 
     def to_plain(self) -> dict[str, Any]:
         """The state in plain JSON types."""

@@ -159,7 +159,7 @@ class ControllerConfig:
     gate: Gate | None = None
     """Optional gate, which multiplies the blend by its trust; null: mu follows the blend."""
     alarm: Alarm | None = None
-    """Closes the gate immediately after a lasting rise of the demonstration loss, until rewards
+    """Closes the gate immediately after a lasting rise in the demonstration loss, until rewards
     confirm the demonstrations or the loss returns; null: no alarm.
     """
 

@@ -81,7 +81,7 @@ class DataConfig:
     """Field with the question: text, or a list of messages with `role` and `content`. Without it,
     the prompt is all of `messages` before the assistant's last one."""
     answer_field: str | None = "answer"
-    """Field with the gold answer, required in every row of `prompts`; null: no answers."""
+    """Field with the reference answer, required in every row of `prompts`; null: no answers."""
     answer_pattern: str | None = setting(None, only_with="answer_field")
     """Regular expression with one group: the answer is that group's last match in the field."""
     demo_field: str | None = "solution"
@@ -153,7 +153,10 @@ def _check_template(name: str, template: str | None, needed: str) -> None:
 def load_prompts(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, training: bool = False
 ) -> Examples:
-    """Load the rows of `config.prompts`; `demo` is set for rows that have `config.demo_field`.
+    """Load the rows of `config.prompts`.
+
+    `demo` is set for rows with a demonstration: `config.demo_field`, `completion`, or the last
+    message if it is the assistant's.
 
     Args:
         config: the data source and its format.

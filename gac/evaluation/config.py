@@ -24,10 +24,10 @@ def check_names(tasks: Iterable[str]) -> None:
 
 @dataclass(frozen=True)
 class EvalTask:
-    """A data set, its generation settings and its reward."""
+    """A dataset, its generation settings and its reward."""
 
     data: DataConfig = DataConfig()
-    """Prompts and gold answers. If `data.prompts` is null, nothing is evaluated."""
+    """Prompts and reference answers. If `data.prompts` is null, nothing is evaluated."""
     reward: Any = None
     """A name, a mapping or package.module:function; null: the configuration's top-level reward."""
     samples: int = 1
@@ -117,7 +117,7 @@ class EvalConfig:
         for name, task in self.tasks.items():
             if not task.data.prompts:
                 raise ValueError(
-                    f"tasks.{name}.data.prompts is missing: set it to a file or data set"
+                    f"tasks.{name}.data.prompts is missing: set it to a file or dataset"
                 )
         if self.settings.every or self.settings.tasks:
             raise ValueError(

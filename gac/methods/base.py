@@ -117,7 +117,8 @@ class Observation:
     `Mixer` pass `evidence` instead.
     """
     kl: float | None = None
-    """Mean k3 KL to the reference policy per rollout token, nats."""
+    """Mean KL to the reference policy per rollout token, nats, by `loss.kl_estimator`; always k3 if
+    `kl_sample_size` is set."""
     entropy: float | None = None
     """Mean entropy per rollout token, nats."""
     reward_mean: float | None = None
@@ -171,9 +172,20 @@ class Method:
     keeps_best: ClassVar[bool] = False
     """Whether the run ends with the weights of its best evaluation."""
 
-    def __init_subclass__(cls) -> None:
-        if "name" not in vars(cls):
-            cls.name = cls.__qualname__
+    def __init_subclass__(
+        cls,
+        name: str | None = None,
+        family: str | None = None,
+        source: str | None = None,
+        cost: str | None = None,
+        keeps_best: bool | None = None,
+    ) -> None:
+        """Set the attributes above, as in `class Mine(Method, source="arXiv 2402.03300")`."""
+        default = vars(cls).get("name", cls.__qualname__)
+        given = {"name": name or default, "family": family, "source": source, "cost": cost}
+        for key, value in {**given, "keeps_best": keeps_best}.items():
+            if value is not None:
+                setattr(cls, key, value)
 
     def needs(self, step: int) -> StepNeeds:
         """The inputs and measurements that step `step`, counted from 0, requires."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from gac.control.alarm import Alarm, AlarmState, alarm_message, is_suspect
 from gac.errors import require
@@ -13,12 +13,10 @@ from .base import OURS, Mix, Observation, State, TokenWeighted, preset
 
 
 @dataclass(frozen=True)
-class Constant(TokenWeighted):
+class Constant(
+    TokenWeighted, name="constant", family="schedule", source="the paper, appendix K (QCM)"
+):
     """The same mu at every step; the paper's QCM is mu = 0.58."""
-
-    name: ClassVar[str] = "constant"
-    family: ClassVar[str] = "schedule"
-    source: ClassVar[str] = "the paper, appendix K (QCM)"
 
     mu: float = 0.58
     """Weight of the demonstrations, in [0, 1]."""
@@ -31,7 +29,7 @@ class Constant(TokenWeighted):
 
 
 @dataclass(frozen=True)
-class ConstantAlarm(Constant):
+class ConstantAlarm(Constant, name="constant-alarm", family=OURS, source="docs/alarm.md"):
     """Constant mu; almost 0 after a lasting rise in the demonstration loss, until it falls back.
 
     The few demonstrations that are used during an alarm are a probe: if the policy learns them
@@ -39,10 +37,6 @@ class ConstantAlarm(Constant):
     alarm. mu is then the mean over the last step's demonstrations: `mu_suspect` for those of
     suspect sources, else `mu`.
     """
-
-    name: ClassVar[str] = "constant-alarm"
-    family: ClassVar[str] = OURS
-    source: ClassVar[str] = "docs/alarm.md"
 
     mu: float = 0.4
     """Weight of the demonstrations while the alarm is off, in [0, 1]."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,15 +18,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Preference(Method):
+class Preference(Method, family="preference", cost="reference forward pass on the pairs"):
     """Trains the policy to prefer a prompt's best response over its worst.
 
     Responses are sampled from the reference policy; the published methods use a fixed dataset
     instead. Prompts whose responses all get the same reward are skipped.
     """
-
-    family: ClassVar[str] = "preference"
-    cost: ClassVar[str] = "reference forward pass on the pairs"
 
     def needs(self, step: int) -> StepNeeds:
         return StepNeeds(demos=False, kl=True)
@@ -62,15 +59,12 @@ class Preference(Method):
 
 
 @dataclass(frozen=True)
-class DPO(Preference):
+class DPO(Preference, name="dpo", source="arXiv 2305.18290, equation 7"):
     """Trains the policy to prefer a prompt's best response over its worst: -log sigmoid(beta h).
 
     h is the difference of the two log-ratios to the reference, summed over tokens. The responses
     are sampled from the reference policy.
     """
-
-    name: ClassVar[str] = "dpo"
-    source: ClassVar[str] = "arXiv 2305.18290, equation 7"
 
     beta: float = 0.1
     """Strength of the pull towards the reference policy, > 0."""
@@ -83,11 +77,8 @@ class DPO(Preference):
 
 
 @dataclass(frozen=True)
-class IPO(Preference):
+class IPO(Preference, name="ipo", source="arXiv 2310.12036, equation 17"):
     """DPO with another loss: the squared distance of h (see `dpo`) from 1 / (2 tau)."""
-
-    name: ClassVar[str] = "ipo"
-    source: ClassVar[str] = "arXiv 2310.12036, equation 17"
 
     tau: float = 0.5
     """The target difference of the log-ratios is 1 / (2 tau) nats, tau > 0."""

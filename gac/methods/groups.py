@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,17 +20,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class LUFFY(Method):
+class LUFFY(Method, name="luffy", family="hybrid", source="arXiv 2504.14945"):
     """Each group has K - 1 rollouts and the prompt's demonstration, whose loss is -A p / (p + c).
 
     As in the released training script, the baseline is the mean reward of the whole group,
     advantages are not divided by the standard deviation, and nothing is clipped. The sum of all
     token losses is divided by rows times `loss.max_tokens`.
     """
-
-    name: ClassVar[str] = "luffy"
-    family: ClassVar[str] = "hybrid"
-    source: ClassVar[str] = "arXiv 2504.14945"
 
     shape: float = 0.1
     """c of the shaped probability p / (p + c), the publication's gamma."""
@@ -65,17 +61,13 @@ class LUFFY(Method):
 
 
 @dataclass(frozen=True)
-class SRFT(Method):
+class SRFT(Method, name="srft", family="hybrid", source="arXiv 2506.19767, equations 5 to 13"):
     """Demonstrations: entropy-weighted cross-entropy plus policy gradient; rollouts: signed log p.
 
     H is the mean token entropy of a response. The loss is 0.5 exp(-H) (-log p) - A p for
     demonstrations, 0.1 exp(H) (-log p) for correct rollouts and log p for incorrect ones. It is
     averaged over the tokens of each term.
     """
-
-    name: ClassVar[str] = "srft"
-    family: ClassVar[str] = "hybrid"
-    source: ClassVar[str] = "arXiv 2506.19767, equations 5 to 13"
 
     sft_scale: float = 0.5
     """Factor of exp(-H) in the SFT weight."""
@@ -123,7 +115,13 @@ class SRFT(Method):
 
 
 @dataclass(frozen=True)
-class DYPO(Method):
+class DYPO(
+    Method,
+    name="dypo",
+    family="hybrid",
+    source="arXiv 2604.08926, equations 20 to 24",
+    cost="reference forward pass on the rollouts",
+):
     """SFT if all rollouts fail, nothing if all succeed, else alpha GRPO + (1 - alpha) GAL.
 
     GAL, the group alignment loss, is the mean of -log sigmoid(beta (h_i - h_j)) over the pairs of a
@@ -133,15 +131,10 @@ class DYPO(Method):
 
     Each term is the mean over its own prompts, and the terms are added; the publication's mean over
     all prompts also weights them by the shares of unsolved and partly solved prompts. The
-    publication gives no value of `sft_coef`. Its several teachers become rows of the data set with
+    publication gives no value of `sft_coef`. Its several teachers become rows of the dataset with
     the same prompt. Its KL term is not implemented, and a prompt with a dropped rollout is not
     trained by RL.
     """
-
-    name: ClassVar[str] = "dypo"
-    family: ClassVar[str] = "hybrid"
-    source: ClassVar[str] = "arXiv 2604.08926, equations 20 to 24"
-    cost: ClassVar[str] = "reference forward pass on the rollouts"
 
     alpha: float = 0.5
     """Share of GRPO in the RL loss, in [0, 1]."""
@@ -198,7 +191,13 @@ class DYPO(Method):
 
 
 @dataclass(frozen=True)
-class SDAR(Method):
+class SDAR(
+    Method,
+    name="sdar",
+    family="hybrid",
+    source="arXiv 2605.15155 and its code",
+    cost="forward pass on the rollouts with the demonstration before them",
+):
     """GRPO plus coef sigmoid(beta D) D on rollout tokens; D is the teacher's log-prob minus log p.
 
     The teacher is the policy itself before the update, with privileged information before the
@@ -208,11 +207,6 @@ class SDAR(Method):
     Prompts without a demonstration are trained by RL only. The released scripts add a KL term of
     0.001 and a penalty for invalid actions, which are not implemented.
     """
-
-    name: ClassVar[str] = "sdar"
-    family: ClassVar[str] = "hybrid"
-    source: ClassVar[str] = "arXiv 2605.15155 and its code"
-    cost: ClassVar[str] = "forward pass on the rollouts with the demonstration before them"
 
     coef: float = 0.01
     """Weight of the distillation; 0.01 in the released scripts."""
@@ -247,17 +241,13 @@ class SDAR(Method):
 
 
 @dataclass(frozen=True)
-class GTA(GramSolver):
+class GTA(GramSolver, name="gta", family="hybrid", source="arXiv 2509.12108"):
     """The weighted sum of the two gradients, or only the RL gradient if their cosine is negative.
 
     In the publication, the policy first writes a guess, which is trained by SFT, and the rest is
     trained by RL. Free text has no guess; our adaptation trains the last `guess_tokens` tokens of a
     demonstration by SFT.
     """
-
-    name: ClassVar[str] = "gta"
-    family: ClassVar[str] = "hybrid"
-    source: ClassVar[str] = "arXiv 2509.12108"
 
     sft_coef: float = 1.0
     """Weight of the SFT gradient."""

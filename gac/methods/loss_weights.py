@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from gac.data.rows import TermPair
 from gac.errors import is_count, is_real, require, require_numbers
@@ -38,24 +37,19 @@ def softmax(x: float, y: float) -> Weights:
 
 
 @dataclass(frozen=True)
-class LossWeights(TokenWeighted):
+class LossWeights(TokenWeighted, family="loss weighting"):
     """Weights from the history of the two losses."""
-
-    family: ClassVar[str] = "loss weighting"
 
 
 BOUND = 6.0  # largest |s|, in case a loss reaches 0
 
 
 @dataclass(frozen=True)
-class Uncertainty(LossWeights):
+class Uncertainty(LossWeights, name="uncertainty", source="arXiv 1705.07115"):
     """Weights exp(-s) / 2 with learned log-variances s, whose fixed point is exp(s) = loss.
 
     Each step is one gradient step on s for the sum of exp(-s_i) L_i / 2 + s_i / 2.
     """
-
-    name: ClassVar[str] = "uncertainty"
-    source: ClassVar[str] = "arXiv 1705.07115"
 
     lr: float = 0.025
     """Step size of s."""
@@ -79,14 +73,11 @@ class Uncertainty(LossWeights):
 
 
 @dataclass(frozen=True)
-class DWA(LossWeights):
+class DWA(LossWeights, name="dwa", source="arXiv 1803.10704"):
     """Softmax weights from the ratio of each loss's last two window means, newer over older.
 
     w_i = 2 softmax(newer / older / temperature); 1 until two windows are complete.
     """
-
-    name: ClassVar[str] = "dwa"
-    source: ClassVar[str] = "arXiv 1803.10704"
 
     temperature: float = 2.0
     """Softmax temperature, > 0; the paper tries 1, 2 and 4."""
@@ -120,7 +111,12 @@ class DWA(LossWeights):
 
 
 @dataclass(frozen=True)
-class FAMO(LossWeights):
+class FAMO(
+    LossWeights,
+    name="famo",
+    source="arXiv 2306.03792",
+    cost="forward pass over every row before and after the update",
+):
     """Learned weights that make the logarithms of both losses fall at the same rate.
 
     The weights are proportional to softmax(logits)_i / (L_i - minimum_i). The RL loss is the
@@ -129,10 +125,6 @@ class FAMO(LossWeights):
     advantages that are divided by the group's standard deviation reach sqrt(K - 1) in magnitude,
     and clipping allows 1.2 times that.
     """
-
-    name: ClassVar[str] = "famo"
-    source: ClassVar[str] = "arXiv 2306.03792"
-    cost: ClassVar[str] = "forward pass over every row before and after the update"
 
     lr: float = 0.025
     """Step size of the logits (Adam)."""
@@ -190,16 +182,13 @@ MIN_WEIGHT = 1e-3  # lower bound of the weights: a weight of 0 could never recov
 
 
 @dataclass(frozen=True)
-class GradNorm(GramSolver):
+class GradNorm(GramSolver, name="gradnorm", source="arXiv 1711.02257"):
     """Learned weights that give each weighted gradient a target norm, larger if its loss fell less.
 
     The weights w, whose sum is 2, move towards w_i |g_i| = mean(w |g|) r_i^asymmetry, where r_i is
     the relative loss L_i / L_i(0) over its mean; for RL the loss is 1 - mean reward. The update
     uses only the sign of the error, so mu jitters by about `lr`.
     """
-
-    name: ClassVar[str] = "gradnorm"
-    source: ClassVar[str] = "arXiv 1711.02257"
 
     asymmetry: float = 1.5
     """The publication's alpha; 0 makes the norms equal."""

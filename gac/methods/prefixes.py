@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class UFT(Method):
+class UFT(Method, name="uft", family="hybrid", source="arXiv 2505.16984 and its code"):
     """GRPO on rollouts after a random hint, plus coef times the mean cross-entropy of hint tokens.
 
     The hint is the first j of `pieces` equal parts of the demonstration without its EOS. At step t,
@@ -30,10 +30,6 @@ class UFT(Method):
     released code cuts it into at most five, here by tokens. All rollouts of a prompt have the same
     hint. The published KL term is `loss.kl_coef`, 0.001 in the released code.
     """
-
-    name: ClassVar[str] = "uft"
-    family: ClassVar[str] = "hybrid"
-    source: ClassVar[str] = "arXiv 2505.16984 and its code"
 
     coef: float = 0.001
     """Weight of the hints' cross-entropy, >= 0."""
@@ -75,7 +71,7 @@ class UFT(Method):
 
 
 @dataclass(frozen=True)
-class TRAPO(Method):
+class TRAPO(Method, name="trapo", family="hybrid", source="arXiv 2512.17636"):
     """Micro-groups of rollouts; after low rewards, the next group continues a demonstration prefix.
 
     Prefix tokens are trained by trust-region SFT with loss -p / max(p, c). The policy's own tokens
@@ -83,10 +79,6 @@ class TRAPO(Method):
     divided by `loss.max_tokens`. Prefixes may end at any token rather than at a paragraph, and all
     micro-groups use the same demonstration.
     """
-
-    name: ClassVar[str] = "trapo"
-    family: ClassVar[str] = "hybrid"
-    source: ClassVar[str] = "arXiv 2512.17636"
 
     sizes: tuple[int, ...] = (4, 2, 1, 1)
     """Rollouts of each micro-group; their sum must be `rollouts.num_generations`."""
@@ -143,7 +135,7 @@ class TRAPO(Method):
 
 
 @dataclass(frozen=True)
-class PrefixRFT(Method):
+class PrefixRFT(Method, name="prefix-rft", family="hybrid", source="arXiv 2507.01679"):
     """Dr. GRPO; one of K rollouts continues a prefix, whose highest-entropy tokens are trained too.
 
     The prefix is the first floor(l T) of the demonstration's T tokens, at most T - 1, with l
@@ -154,10 +146,6 @@ class PrefixRFT(Method):
     update on the same rollouts, which is 1 here. The released code has further options for the
     prefix's advantage, a dual clip of 3 and an entropy bonus of 0.001, which are not implemented.
     """
-
-    name: ClassVar[str] = "prefix-rft"
-    family: ClassVar[str] = "hybrid"
-    source: ClassVar[str] = "arXiv 2507.01679"
 
     low: ScheduleChoice = MixSchedule(peak=0.95, valley=0.05, decay=500)
     """Smallest share of the demonstration that is given, as a function of the step."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 
@@ -16,12 +15,13 @@ from .base import OURS, Loss, Method, Mix, Observation, State, TokenWeighted
 
 
 @dataclass(frozen=True)
-class MultiTask(TokenWeighted):
+class MultiTask(
+    TokenWeighted,
+    name="multitask",
+    family="hybrid",
+    source="arXiv 2504.14945, baseline RL w/ SFT loss",
+):
     """The RL loss plus a constant times the SFT loss of the same prompts' demonstrations."""
-
-    name: ClassVar[str] = "multitask"
-    family: ClassVar[str] = "hybrid"
-    source: ClassVar[str] = "arXiv 2504.14945, baseline RL w/ SFT loss"
 
     sft_coef: float = 1.0
     """Factor of the SFT loss, >= 0."""
@@ -40,7 +40,7 @@ class MultiTask(TokenWeighted):
 
 
 @dataclass(frozen=True)
-class SuperRL(TokenWeighted):
+class SuperRL(TokenWeighted, name="superrl", family="hybrid", source="arXiv 2506.01096v2"):
     """Prompts whose rollouts all have reward 0 are trained only on their demonstration.
 
     Every other prompt is trained by RL: loss = sum over prompts of L_SFT where max_k r_k <= 0, else
@@ -48,10 +48,6 @@ class SuperRL(TokenWeighted):
     The publication leaves open how the two sums are normalized: here each term is the mean over its
     own rows, and the terms are added. HPT is the same rule with another RL loss.
     """
-
-    name: ClassVar[str] = "superrl"
-    family: ClassVar[str] = "hybrid"
-    source: ClassVar[str] = "arXiv 2506.01096v2"
 
     correct: float = 0.0
     """A prompt is trained by RL if the reward of any rollout is above this."""
@@ -69,17 +65,18 @@ class SuperRL(TokenWeighted):
 
 
 @dataclass(frozen=True)
-class Routing(SuperRL):
+class Routing(
+    SuperRL,
+    name="routing",
+    family=OURS,
+    source="the rule of arXiv 2506.01096v2 and 2509.04419, normalized by prompts",
+):
     """superrl with each prompt weighted equally, so that mu is the share of unsolved prompts.
 
     With U of Q prompts unsolved, on all ranks: loss = U/Q mean(L_SFT over the unsolved) + (1 - U/Q)
     mean(L_RL over the others). `superrl` adds the two means, so that a single unsolved
     prompt weighs as much as all others together. Prompts without a demonstration have weight 1.
     """
-
-    name: ClassVar[str] = "routing"
-    family: ClassVar[str] = OURS
-    source: ClassVar[str] = "the rule of arXiv 2506.01096v2 and 2509.04419, normalized by prompts"
 
     def credit(self, rewards: torch.Tensor, demos: torch.Tensor | None, kind: str) -> Credit:
         credit = super().credit(rewards, demos, kind)
@@ -92,16 +89,12 @@ class Routing(SuperRL):
 
 
 @dataclass(frozen=True)
-class HPT(Method):
+class HPT(Method, name="hpt", family="hybrid", source="arXiv 2509.04419"):
     """Prompts with at most `switch` correct rollouts are trained only on their demonstration.
 
     RL follows the released code: centered advantages, no clipping, sums divided by
     `loss.max_tokens`. Its rule to skip updates with a gradient norm above 80 is not implemented.
     """
-
-    name: ClassVar[str] = "hpt"
-    family: ClassVar[str] = "hybrid"
-    source: ClassVar[str] = "arXiv 2509.04419"
 
     switch: int = 0
     """Largest number of correct rollouts at which a prompt is trained by SFT."""
@@ -153,7 +146,7 @@ class HPT(Method):
 
 
 @dataclass(frozen=True)
-class ReLIFT(Method):
+class ReLIFT(Method, name="relift", family="hybrid", source="arXiv 2506.07527 and its code"):
     """RL on all prompts; SFT on `buffer` unsolved prompts whenever that many have been collected.
 
     A prompt is unsolved if the reward of every rollout is at most `correct`. The newest `buffer`
@@ -162,10 +155,6 @@ class ReLIFT(Method):
     a separate SFT update with its own optimizer after the RL update; here one update uses the sum
     of both gradients. The entropy bonus covers the rollouts only.
     """
-
-    name: ClassVar[str] = "relift"
-    family: ClassVar[str] = "hybrid"
-    source: ClassVar[str] = "arXiv 2506.07527 and its code"
 
     buffer: int = 128
     """Number of unsolved prompts that are trained on together."""

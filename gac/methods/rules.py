@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -15,11 +14,8 @@ from .solvers import Gram, GramSolver, cross_gram
 
 
 @dataclass(frozen=True)
-class Rule(TokenWeighted):
+class Rule(TokenWeighted, family="rule", source="the paper, appendix I (rule-based controllers)"):
     """A method whose mu is a function of one quantity measured during training."""
-
-    family: ClassVar[str] = "rule"
-    source: ClassVar[str] = "the paper, appendix I (rule-based controllers)"
 
     sign: int = 1
     """1: the printed rule; -1: the opposite direction."""
@@ -69,12 +65,10 @@ class Rule(TokenWeighted):
 
 
 @dataclass(frozen=True)
-class RewardThreshold(TokenWeighted):
+class RewardThreshold(
+    TokenWeighted, name="reward-threshold", family="rule", source="arXiv 2508.11408, appendix B.1"
+):
     """mu = threshold - mean reward of the previous step, clipped to [0, 1]."""
-
-    name: ClassVar[str] = "reward-threshold"
-    family: ClassVar[str] = "rule"
-    source: ClassVar[str] = "arXiv 2508.11408, appendix B.1"
 
     threshold: float = 0.5
     """Mean reward at or above which demonstrations get no weight; the publication tries 0.5 and
@@ -89,11 +83,8 @@ MIN_KL = 1e-6  # nats; lower bound of the mean KL, for a policy equal to the ref
 
 
 @dataclass(frozen=True)
-class KLControl(Rule):
+class KLControl(Rule, name="kl-ctrl", cost="reference forward pass on the rollouts"):
     """mu = 1 - KL / kappa; with sign -1, mu = KL / kappa, the direction of GAC's own KL loop."""
-
-    name: ClassVar[str] = "kl-ctrl"
-    cost: ClassVar[str] = "reference forward pass on the rollouts"
 
     def needs(self, step: int) -> StepNeeds:
         return StepNeeds(kl=True)
@@ -113,10 +104,8 @@ MIN_VARIANCE = 1e-6  # squared reward; avoids division by zero when all rewards 
 
 
 @dataclass(frozen=True)
-class RewardVarianceControl(Rule):
+class RewardVarianceControl(Rule, name="rewvar-ctrl"):
     """mu = c / Var(R) over the batch's rewards; with sign -1, mu = c Var(R)."""
-
-    name: ClassVar[str] = "rewvar-ctrl"
 
     def measured(self, last: Observation) -> float | None:
         return last.reward_variance
@@ -131,16 +120,17 @@ class RewardVarianceControl(Rule):
 
 
 @dataclass(frozen=True)
-class GradNormControl(GramSolver):
+class GradNormControl(
+    GramSolver,
+    name="gradnorm-ctrl",
+    family="rule",
+    source="the paper, appendix I (rule-based controllers)",
+    cost="second gradient buffer, on measurement steps",
+):
     """mu = |g_s| / (|g_s| + |g_r|), measured every `update_every` steps.
 
     This favors the larger gradient, the opposite of balancing; set `invert` to balance.
     """
-
-    name: ClassVar[str] = "gradnorm-ctrl"
-    family: ClassVar[str] = "rule"
-    source: ClassVar[str] = "the paper, appendix I (rule-based controllers)"
-    cost: ClassVar[str] = "second gradient buffer, on measurement steps"
 
     update_every: int = 10
     """Steps between measurements; mu is constant in between."""
@@ -170,7 +160,13 @@ class GradNormControl(GramSolver):
 
 
 @dataclass(frozen=True)
-class AMFT(TokenWeighted):
+class AMFT(
+    TokenWeighted,
+    name="amft",
+    family="rule",
+    source="arXiv 2508.06944v1 and its code",
+    cost="second gradient buffer, on measurement steps",
+):
     """After a warm-up with SFT only, mu += meta_lr dU/dmu + entropy_lr (H* - H), clipped.
 
     U is the expected reward after a step of plain gradient descent with this mu. Its derivative is
@@ -184,11 +180,6 @@ class AMFT(TokenWeighted):
     With the learning rates of that code, the product meta_lr lr is 1e-10, so the entropy determines
     mu.
     """
-
-    name: ClassVar[str] = "amft"
-    family: ClassVar[str] = "rule"
-    source: ClassVar[str] = "arXiv 2508.06944v1 and its code"
-    cost: ClassVar[str] = "second gradient buffer, on measurement steps"
 
     warmup: int = 50
     """Steps with demonstrations only, at the start."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -92,11 +92,8 @@ def check_preference(preference: tuple[float, float]) -> None:
 
 
 @dataclass(frozen=True)
-class GramSolver(TokenWeighted):
+class GramSolver(TokenWeighted, family="gradient solver", cost="second gradient buffer"):
     """Weights the two gradients by a function of their inner products."""
-
-    family: ClassVar[str] = "gradient solver"
-    cost: ClassVar[str] = "second gradient buffer"
 
     unit_rl: bool = False
     """Divide the RL gradient by its norm first, as the paper's baselines do."""
@@ -136,15 +133,12 @@ class GramSolver(TokenWeighted):
 
 
 @dataclass(frozen=True)
-class MGDA(GramSolver):
+class MGDA(GramSolver, name="mgda", source="arXiv 1810.04650"):
     """The shortest convex combination of the two gradients, which descends on both terms.
 
     Frank-Wolfe finds it in one step for two objectives, so the paper's number of iterations has no
     effect. A zero gradient gets all the weight: the point is Pareto-stationary.
     """
-
-    name: ClassVar[str] = "mgda"
-    source: ClassVar[str] = "arXiv 1810.04650"
 
     def closed_form(self, gram: Gram) -> Weights:
         a, b, c = gram.unit()
@@ -154,11 +148,8 @@ class MGDA(GramSolver):
 
 
 @dataclass(frozen=True)
-class PCGrad(GramSolver):
+class PCGrad(GramSolver, name="pcgrad", source="arXiv 2001.06782"):
     """Sum of the gradients; if they conflict, each first loses its component along the other."""
-
-    name: ClassVar[str] = "pcgrad"
-    source: ClassVar[str] = "arXiv 2001.06782"
 
     threshold: float = 0.0
     """The cosine below which gradients conflict, in [-1, 1]; the paper tries -0.2, 0 and 0.2."""
@@ -177,16 +168,13 @@ CANCELLED = 1e-7  # relative norm below which gradients cancel, in float32
 
 
 @dataclass(frozen=True)
-class CAGrad(GramSolver):
+class CAGrad(GramSolver, name="cagrad", source="arXiv 2110.14048"):
     """The direction with the best worst-case descent within a ball around the mean gradient.
 
     Minimizes g_w . g_0 + radius |g_0| |g_w| over g_w = x g_s + (1 - x) g_r, with the mean gradient
     g_0. If g_w vanishes (one gradient is zero, or opposite gradients cancel within the radius), no
     direction descends on both; the weights are then (0.5, 0.5) if one gradient is zero, else 0.
     """
-
-    name: ClassVar[str] = "cagrad"
-    source: ClassVar[str] = "arXiv 2110.14048"
 
     radius: float = 0.5
     """Radius of the ball in units of the mean gradient's norm, >= 0: the publication's c."""
@@ -222,7 +210,7 @@ OPPOSITE = 1e-7  # 1 + cosine below this is float32 rounding error
 
 
 @dataclass(frozen=True)
-class NashMTL(GramSolver):
+class NashMTL(GramSolver, name="nash-mtl", source="arXiv 2202.01017"):
     """The Nash bargaining solution: an update along the bisector of the two gradients.
 
     G w = 1 / w is solved exactly, w_i = 1 / (|g_i| sqrt(1 + cos)), so the paper's number of inner
@@ -230,9 +218,6 @@ class NashMTL(GramSolver):
     solution; the weights stay bounded and the update goes to zero. A zero gradient gets weight 0,
     and the other gradient is normalized.
     """
-
-    name: ClassVar[str] = "nash-mtl"
-    source: ClassVar[str] = "arXiv 2202.01017"
 
     max_norm: float | None = 1.0
     """Largest norm of the update, as published; null: no limit, and the norm is sqrt(2)."""
@@ -259,16 +244,13 @@ PARALLEL = 1e-12  # 1 - cosine^2 below this: the Gram matrix has rank 1
 
 
 @dataclass(frozen=True)
-class AlignedMTL(GramSolver):
+class AlignedMTL(GramSolver, name="aligned-mtl", source="arXiv 2305.19000"):
     """Preference-weighted sum of the gradients after their principal components are equalized.
 
     w = sqrt(scale) G^(-1/2) preference. With parallel gradients or one zero gradient, only the
     component along their common direction remains; two zero gradients give the preference. Weights
     may be negative, so an update may raise one of the two losses.
     """
-
-    name: ClassVar[str] = "aligned-mtl"
-    source: ClassVar[str] = "arXiv 2305.19000"
 
     mode: Literal["min", "rmse"] = "min"
     """Common scale of the components: the smallest eigenvalue of G (min) or their mean (rmse)."""
@@ -298,16 +280,14 @@ class AlignedMTL(GramSolver):
 
 
 @dataclass(frozen=True)
-class SDMGrad(GramSolver):
+class SDMGrad(
+    GramSolver, name="sdmgrad", source="arXiv 2305.18409", cost="three more gradient buffers"
+):
     """MGDA whose inner products come from two independent halves of the batch.
 
     The publication draws three batches per step; here the halves give the weights and their mean
     gives the direction, without an extra backward pass. The inner loop is solved exactly.
     """
-
-    name: ClassVar[str] = "sdmgrad"
-    source: ClassVar[str] = "arXiv 2305.18409"
-    cost: ClassVar[str] = "three more gradient buffers"
 
     regularization: float = 0.3
     """Pull towards the preference, >= 0; 0 is MGDA."""
@@ -353,16 +333,17 @@ class SDMGrad(GramSolver):
 
 
 @dataclass(frozen=True)
-class MoCo(GramSolver):
+class MoCo(
+    GramSolver,
+    name="moco",
+    source="Fernando et al., ICLR 2023 (OpenReview dLAYGdKTi2)",
+    cost="four extra gradient buffers, two of them kept between steps",
+):
     """Each update moves the loss weights by one projected step; they weight average gradients.
 
     The averages y <- y + rate (g - y) also give the inner products, which are divided by their
     trace, so `lr` is dimensionless.
     """
-
-    name: ClassVar[str] = "moco"
-    source: ClassVar[str] = "Fernando et al., ICLR 2023 (OpenReview dLAYGdKTi2)"
-    cost: ClassVar[str] = "four extra gradient buffers, two of them kept between steps"
 
     rate: float = 0.1
     """beta in (0, 1]: y <- y + beta (g - y)."""

@@ -112,8 +112,8 @@ class RolloutConfig:
     """Overlong filtering (DAPO): completions cut off at `max_completion_length` have no loss; their
     rewards still count in their group."""
     overlong_tokens: int | None = None
-    """Soft overlong punishment (DAPO): the reward of a completion falls linearly by up to
-    `overlong_penalty` over this many last tokens before `max_completion_length`; null: none."""
+    """Soft overlong punishment (DAPO): over the last `overlong_tokens` tokens before
+    `max_completion_length`, the reward falls linearly by up to `overlong_penalty`; null: off."""
     overlong_penalty: float = setting(1.0, only_with="overlong_tokens")
     """Largest reduction of the reward by `overlong_tokens`."""
     log_samples_every: int = setting(10, may_change=True)

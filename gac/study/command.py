@@ -32,7 +32,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "config",
         type=Path,
         metavar="CONFIG.yaml",
-        help="configuration file, as for `gac train`; its key `methods:` may map labels to methods",
+        help="run configuration, as for `gac train`; may also contain `methods:`, a mapping from "
+        "label to method",
     )
     study.add_argument(
         "--methods",

@@ -170,7 +170,7 @@ class Feed:
         return {**state, "collected": self.collected} if self.collect else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from `state`; entries of `orders` that are not in it start from the beginning."""
+        """Restore the positions from `state`; orders that are not in it start at the beginning."""
         for name, order in self.orders.items():
             if name in state:
                 order.load_state_dict(state[name])
