@@ -284,6 +284,9 @@ def _add_report(commands: argparse._SubParsersAction) -> None:
         help="serve the report on this machine and reload it while the runs go on",
     )
     report.add_argument(
+        "--port", type=int, default=0, help="serve it on this port (default: any free port)"
+    )
+    report.add_argument(
         "runs",
         type=Path,
         nargs="+",
@@ -427,11 +430,11 @@ def _replay(options: argparse.Namespace) -> int:
 def _report(options: argparse.Namespace) -> int:
     from gac.report import find_folders, results_table, write_report
 
-    folders = find_folders(options.runs)
-    if options.watch:
+    if options.watch or options.port:
         from gac.report.watch import serve
 
-        return serve(folders)
+        return serve(options.runs, options.port)
+    folders = find_folders(options.runs)
     out = options.out or Path(os.path.commonpath([folder.resolve() for folder in folders]))
     page = write_report(folders, writable_folder("--out", out))
     print(f"{results_table(folders)}\n\nReport: {page}")

@@ -116,14 +116,16 @@ class TrainConfig(Checked):
     demo_batch_size: Count = 64
     """Demonstrations per optimizer step, over all ranks."""
     micro_batch_size: Count | None = setting(None, may_change=True)
-    """Rows per forward and backward pass, padded to the longest. null: `max_tokens_per_micro_batch`
-    decides; if both are null, packed rows or a number of padded rows are chosen from the free
-    memory at the start, logged, saved in `out`/config.yaml and kept on resume."""
+    """Rows per forward and backward pass, padded to the longest, instead of
+    `max_tokens_per_micro_batch`."""
     max_tokens_per_micro_batch: Count | None = setting(None, may_change=True)
-    """Tokens per forward and backward pass, instead of `micro_batch_size`: rows are packed end to
-    end without padding, and each attends only to itself. With flash attention, or sdpa on a CPU,
-    the cost is that of the separate rows; with eager, or sdpa on a GPU, it grows with the square of
-    this number, so keep it low. null: see `micro_batch_size`."""
+    """Tokens per forward and backward pass, with any padding: rows are grouped by length, and one
+    with more tokens is alone. null: if `micro_batch_size` is null too, chosen from the free memory
+    at the start, logged, saved in `out`/config.yaml and kept on resume."""
+    packing: bool | None = setting(None, may_change=True)
+    """Whether the rows of `max_tokens_per_micro_batch` are packed end to end without padding, each
+    attending only to itself. null: where that costs no more attention than separate rows, i.e. with
+    flash attention, or sdpa on a CPU; elsewhere the cost grows with the square of the budget."""
     eval: EvalSettings = setting(EvalSettings(), may_change=True)
     """Evaluation during and after training."""
     monitor_kl_every: Natural = 0
@@ -161,6 +163,9 @@ class TrainConfig(Checked):
     def __post_init__(self) -> None:
         check_effects(self)
         super().__post_init__()
+        if self.micro_batch_size is not None:
+            for name in ("max_tokens_per_micro_batch", "packing"):
+                require_default(self, name, name, "with micro_batch_size")
         require(bool(self.out), "out", self.out, "the name of a folder")
         require(0 <= self.seed < 2**31, "seed", self.seed, "a whole number from 0 to 2**31 - 1")
         low = self.loss.clip_low

@@ -222,7 +222,6 @@ LATE_TRAIN = {
     "model.path=nan": "model.path='nan': the weight model.norm.weight contains nan or inf",
     "rollouts.stop=[abc]": "stop='abc' is 3 tokens: use a string",
     "rollouts.engine=vllm": "rollouts.vllm.url",
-    "max_tokens_per_micro_batch=1": "the longest row (prompt and response) may have",
     "report_to=[nope]": "report_to='nope': use names from aim, ",
     "eval.split_field=kind": "split_field='kind'",
     "rollouts.function=plays.py:exits": "the code called sys.exit(5) (",
