@@ -6,7 +6,7 @@ import functools
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from gac.errors import ConfigError, is_count, is_real, require
 
@@ -30,8 +30,7 @@ class Choice:
     """Returns the heading under which the help lists a class."""
 
 
-@dataclass(frozen=True)
-class Range:
+class Range(NamedTuple):
     """The valid values of a number, as part of a field's annotation; see `Checked`."""
 
     use: str
