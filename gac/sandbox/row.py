@@ -301,7 +301,7 @@ def describe(error: BaseException | None) -> str:
     """Class and text of an error, at most 500 characters."""
     try:
         text = str(error)
-    except Exception:  # a class of the program may define __str__
+    except BaseException:  # a class of the program may define __str__
         text = ""
     described = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return described[:500].encode("utf-8", "backslashreplace").decode()
