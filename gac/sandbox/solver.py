@@ -216,7 +216,7 @@ class Solver:
 
     def _refer(self, value: Any) -> Node:
         kind = type(value)
-        borrowed = self._borrower.number(value)
+        borrowed = self._borrower.numbers.get(id(value))
         if borrowed is not None:
             return "lent", [borrowed]
         if kind is Live:
@@ -254,7 +254,7 @@ class Solver:
         A number; text for an exception class of the standard library; [number] for a class of the
         tests. See `client.SolverClient._define` for the description.
         """
-        borrowed = self._borrower.number(kind)
+        borrowed = self._borrower.numbers.get(id(kind))
         if borrowed is not None:
             return [borrowed]
         if issubclass(kind, BaseException) and is_importable(kind):
