@@ -219,15 +219,15 @@ def local_base(path: str) -> type:
     return type(kind.__name__, (RemoteException, kind), {})
 
 
-class _Live(RemoteBase):
-    """Base of the local copies of lists, dicts and sets held by an object of the program.
+def _live(kind: type, changes: str) -> type:
+    """Class of the local copies of lists, dicts or sets held by an object of the program.
 
     A change is made in the solver first and then to the copy.
     """
-
-    def __reduce_ex__(self, protocol: object) -> Any:  # copying and pickling give plain values
-        kind = next(base for base in LIVE if isinstance(self, base))
-        return kind, (kind(self),)
+    members: dict[str, Any] = {name: _changing(kind, name) for name in changes.split()}
+    # copying and pickling give plain values
+    members["__reduce_ex__"] = lambda self, protocol: (kind, (kind(self),))
+    return type(kind.__name__, (RemoteBase, kind), members)
 
 
 def _changing(kind: type, name: str) -> Callable[..., Any]:
@@ -243,10 +243,7 @@ _CHANGES = {
     dict: "update pop popitem clear setdefault __setitem__ __delitem__ __ior__",
     set: "add discard remove pop clear update __ior__ __iand__ __isub__ __ixor__",
 }
-LIVE: dict[type, type] = {
-    kind: type(kind.__name__, (_Live, kind), {n: _changing(kind, n) for n in names.split()})
-    for kind, names in _CHANGES.items()
-}
+LIVE: dict[type, type] = {kind: _live(kind, changes) for kind, changes in _CHANGES.items()}
 
 
 def overridden(name: str) -> property:

@@ -310,9 +310,9 @@ _OPERATIONS: dict[str, Any] = {
     "change": lambda value, name, /, *arguments, **keywords: getattr(value, name)(
         *arguments, **keywords
     ),
-    "convert": lambda value, function, /, *arguments, **keywords: function(
-        value, *arguments, **keywords
-    ),
+    "convert": lambda value, module, name, /, *arguments, **keywords: getattr(
+        sys.modules[module], name
+    )(value, *arguments, **keywords),
     "copy": copy.copy,
     "deepcopy": copy.deepcopy,
     "contents": lambda value: _contents(value),
@@ -326,10 +326,6 @@ _OPERATIONS: dict[str, Any] = {
         type(manager).__aexit__(manager, error and type(error), error, None)
     ),
 }
-
-
-async def _awaited(awaitable: Any) -> Any:
-    return await awaitable
 
 
 async def _next_items(iterator: Any) -> list[Any]:
@@ -349,7 +345,7 @@ def _complete(awaitable: Any) -> Any:
 
     All calls use the same event loop, because asyncio objects may be bound to a loop.
     """
-    return _loop().run_until_complete(_awaited(awaitable))
+    return _loop().run_until_complete(awaitable)
 
 
 def _live(value: Any) -> Any:
