@@ -284,6 +284,9 @@ def _add_report(commands: argparse._SubParsersAction) -> None:
         help="serve the report on this machine and reload it while the runs go on",
     )
     report.add_argument(
+        "--port", type=int, default=0, help="serve it on this port (default: any free port)"
+    )
+    report.add_argument(
         "runs",
         type=Path,
         nargs="+",
@@ -309,7 +312,7 @@ def _add_rewards(commands: argparse._SubParsersAction) -> None:
         "check",
         help="score each row's reference solution and list the rows that fail",
         description="Score each row's reference solution with the configured reward and list the "
-        "rows that fail: a model cannot be expected to pass these.",
+        "rows that fail. No model can be expected to pass those rows.",
     )
     check.add_argument(
         "config", type=Path, metavar="CONFIG.yaml", help="a train or eval configuration"
@@ -400,7 +403,7 @@ def _eval(options: argparse.Namespace) -> int:
     from gac.evaluation.table import results_table
 
     if options.against and not config.tasks:
-        raise ConfigError("--against requires `tasks`: move the data set into `tasks`")
+        raise ConfigError("--against requires `tasks`: move the dataset into `tasks`")
     _show_log()
     against = options.against
     result = run_suite(config, against) if config.tasks else evaluate_single(config)
@@ -427,11 +430,11 @@ def _replay(options: argparse.Namespace) -> int:
 def _report(options: argparse.Namespace) -> int:
     from gac.report import find_folders, results_table, write_report
 
-    folders = find_folders(options.runs)
-    if options.watch:
+    if options.watch or options.port:
         from gac.report.watch import serve
 
-        return serve(folders)
+        return serve(options.runs, options.port)
+    folders = find_folders(options.runs)
     out = options.out or Path(os.path.commonpath([folder.resolve() for folder in folders]))
     page = write_report(folders, writable_folder("--out", out))
     print(f"{results_table(folders)}\n\nReport: {page}")

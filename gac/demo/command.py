@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from gac.errors import ConfigError, require_at_least, value_errors_as
+from gac.errors import require_counts
 
 from . import METHODS
 
@@ -30,6 +30,5 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 def _run(options: argparse.Namespace) -> int:
     from .run import run_demo
 
-    with value_errors_as(ConfigError):
-        require_at_least(1, options, "seeds", "steps", "jobs", prefix="--")
+    require_counts(options, "seeds", "steps", "jobs")
     return run_demo(options.out, options.methods, range(options.seeds), options.steps, options.jobs)

@@ -81,7 +81,7 @@ def assemble(spec: Mapping[str, Any]) -> str:
 
     `spec` has "text" and may have "entry_point" and "prompt", code that the program continues
     if it does not define the entry point itself. A continuation ends before its first top-level
-    statement, because such data sets were created with models that stopped there.
+    statement, because such datasets were created with models that stopped there.
     """
     program, name, prompt = (spec.get(key, "") for key in ("text", "entry_point", "prompt"))
     defines = rf"^(?:(?:async\s+)?def|class)\s+{re.escape(name)}\b|^{re.escape(name)}\s*[:=]"

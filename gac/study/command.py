@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gac.errors import require_at_least, value_errors_as
+from gac.errors import require_counts
 from gac.evaluation.table import align_columns
 from gac.study.results import row_cells
 
@@ -32,7 +32,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "config",
         type=Path,
         metavar="CONFIG.yaml",
-        help="configuration file, as for `gac train`; its key `methods:` may map labels to methods",
+        help="run configuration, as for `gac train`; may also contain `methods:`, a mapping from "
+        "label to method",
     )
     study.add_argument(
         "--methods",
@@ -70,8 +71,7 @@ def run(options: argparse.Namespace) -> int:
     from gac.study.results import summary
     from gac.study.runs import result, run_all
 
-    with value_errors_as(ConfigError):
-        require_at_least(1, options, "seeds", "jobs", prefix="--")
+    require_counts(options, "seeds", "jobs")
     find_user_code(options.config)  # processes of runs inherit it
     data, aliases = read_study(options.config)
     specs = options.methods or list(aliases)
