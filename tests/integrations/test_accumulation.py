@@ -46,7 +46,7 @@ def own_trainer(folder: Path, micro_batches: int, ranks: int) -> Run:
     engines.generate = fixed_responses  # runs in its own process
     size = 2 * ROWS // (micro_batches * ranks)
     changes = {"micro_batch_size": size, "demo_batch_size": ROWS}
-    trainer = Trainer(tiny_config(folder, folder / f"{micro_batches}", **changes))
+    trainer = Trainer(tiny_config(folder, folder / f"{ranks}-{micro_batches}", **changes))
     gradients: list[Gradient] = []
 
     def record(*_: object) -> None:
@@ -109,7 +109,6 @@ def trl(kind: Any, folder: Path, micro_batches: int, ranks: int) -> Run:
         "gradient_accumulation_steps": micro_batches,
         "num_generations": 2,
     }
-    write_model(folder / "model")
     trainer, recorder = trl_task.make_trainer(folder / "model", folder, GivenRollouts, **options)
     return Run(trainer.model, trainer.train, recorder.gradients)
 
@@ -169,12 +168,10 @@ def gradients(name: str, folder: Path, ranks: int) -> dict[tuple[str, int], Grad
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_micro_batches_and_ranks_do_not_change_the_gradient(name: str, tmp_path: Path) -> None:
-    folders = [tmp_path / f"{ranks}" for ranks in (1, 2)]
-    for folder in folders:
-        folder.mkdir()
-        write_tiny(folder, demos=ROWS)
-    (alone,) = processes.run(gradients, name, folders[0], 1, ranks=1)
-    together = processes.run(gradients, name, folders[1], 2, ranks=2)
+    write_tiny(tmp_path, demos=ROWS)
+    write_model(tmp_path / "model")  # before the ranks read it
+    (alone,) = processes.run(gradients, name, tmp_path, 1, ranks=1)
+    together = processes.run(gradients, name, tmp_path, 2, ranks=2)
     expected = alone["", 1]
     for found in (alone, *together):
         for (bug, count), gradient in found.items():
