@@ -115,7 +115,14 @@ def triton_configurations() -> Iterator[Configuration]:
         if _SPECS[spec].correction != "none":
             tokens = tokens._replace(factor=tokens.scale, rollout_logps=tokens.scale)
         yield _loss_configuration("V=151936 bfloat16", spec, logits, logits, tokens)
-    yield from _softcap_configurations()
+    # with a softcap: the row kernels, and the statistics with and without MORE_OUTPUTS
+    targets, row = _meta_tokens(ref=True).targets, logits.new_empty(8, dtype=torch.float32)
+    name, softcap = "V=151936 bfloat16, softcap", 30.0
+    for suffix, results in (("", row.expand(3, 8)), (", more", row.expand(6, 8))):
+        yield name + suffix, stats_launch(logits, targets, 1.0, results, softcap)
+    yield name, grads_launch(logits, targets, row, row, row, row, 1.0, logits, softcap)
+    tokens = _meta_tokens(ref=True)
+    yield _loss_configuration(name, "all options", logits, logits, tokens, softcap=softcap)
     wide = torch.empty(2, 4, 151936, dtype=torch.float32, device="meta")
     yield _loss_configuration(
         "V=151936 float32 to bfloat16", "default", wide, logits, _meta_tokens(ref=False)
@@ -129,22 +136,6 @@ def triton_configurations() -> Iterator[Configuration]:
         _meta_tokens(ref=False),
         sketch,
     )
-
-
-def _softcap_configurations() -> Iterator[Configuration]:
-    """Yield the row kernels with a softcap (statistics kernel: with and without MORE_OUTPUTS)."""
-    from .backends.triton.grads import grads_launch
-    from .backends.triton.stats import stats_launch
-
-    logits = torch.empty(2, 4, 151936, dtype=torch.bfloat16, device="meta")
-    tokens, name, softcap = _meta_tokens(ref=True), "V=151936 bfloat16, softcap", 30.0
-    row = logits.new_empty(8, dtype=torch.float32)
-    for suffix, results in (("", row.expand(3, 8)), (", more", row.expand(6, 8))):
-        launch = stats_launch(logits, tokens.targets, 1.0, results, softcap)
-        yield name + suffix, launch
-    columns = tokens.targets, row, row, row, row
-    yield name, grads_launch(logits, *columns, 1.0, logits, softcap)
-    yield _loss_configuration(name, "all options", logits, logits, tokens, softcap=softcap)
 
 
 def _loss_configuration(
@@ -163,18 +154,13 @@ def _loss_configuration(
     return f"{name}, {spec}", launch
 
 
-def _inputs(ref: bool) -> BatchInputs:
-    """A batch of 2 x 4 tokens."""
+def _meta_tokens(ref: bool) -> Tokens:
+    """2 x 4 tokens on the meta device."""
     targets, is_demo = torch.zeros(2, 4, dtype=torch.int64), torch.tensor([False, True])
     logps = torch.zeros(2, 4)
-    return BatchInputs(targets, torch.zeros(2), is_demo, 0.5, logps, logps if ref else None)
-
-
-def _meta_tokens(ref: bool) -> Tokens:
-    """The tokens of `_inputs`, on the meta device."""
-    tokens = plan(_inputs(ref), LossSpec())
+    inputs = BatchInputs(targets, torch.zeros(2), is_demo, 0.5, logps, logps if ref else None)
     move = lambda x: x.to("meta") if isinstance(x, torch.Tensor) else x  # noqa: E731 - one line
-    return Tokens(*(move(x) for x in tokens))
+    return Tokens(*map(move, plan(inputs, LossSpec())))
 
 
 def batch_configurations() -> Iterator[Configuration]:
