@@ -7,8 +7,8 @@ the overhead is their difference as a fraction of a full step, including samplin
 every kernel, collective and host second of the method. The cost of the statistics is the
 difference between the loss's forward pass with and without them, in alternation. Lengths and batch
 sizes are those of examples/gsm8k.yaml divided by 16 and multiplied by --times; the head has the
-same share of the model's weights as in a 1.5B model (15 %). On a CPU, CPU time is measured. Writes
-bench/results/overhead.json; the last line is `overhead X.XX % [low, high]`, with a 95 % interval.
+same share of the model's weights as in a 1.5B model (15%). On a CPU, CPU time is measured. Writes
+bench/results/overhead.json; the last line is `overhead X.XX % [low, high]`, with a 95% interval.
 """
 
 from __future__ import annotations

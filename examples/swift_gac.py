@@ -38,7 +38,7 @@ class CorrectFraction(ORM):
 
 
 def write(folder: Path) -> None:
-    """Write the model, and write both data sets as single-turn conversations."""
+    """Write the model, and write both datasets as single-turn conversations."""
     toy.write(folder)
     demos = [json.loads(line) for line in (folder / "demos.jsonl").read_text().splitlines()]
     files = {

@@ -25,7 +25,7 @@ e.g. `gac train run.yaml --set method=cagrad method.radius=0.8`; `gac methods NA
 All methods share the trainer, the data, the loss kernels and the evaluation. Each is a small class
 in `gac/methods/`, whose docstring lists the choices that the publication leaves open.
 
-**Needs** lists what the trainer must provide: `demonstrations` are a separate data set;
+**Needs** lists what the trainer must provide: `demonstrations` are a separate dataset;
 `demonstrations of the sampled prompts` come from the prompts' rows (`data.demo_field`). **Extra**
 is the work per step beyond one forward pass over all rows and one backward pass over the rows that
 are trained on.

@@ -24,7 +24,7 @@ class Order:
 
     def __init__(self, n: int, seed: int) -> None:
         if n < 1:
-            raise ValueError(f"n must be at least 1, got {n}: there are no rows to order")
+            raise ValueError(f"the dataset is empty (n={n}): at least one row is needed")
         self.n, self.seed = n, seed
         self.position = 0
         """Number of rows taken so far, over all epochs."""
@@ -61,16 +61,16 @@ class Order:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from `state`.
+        """Restore the position from `state`.
 
         Raises:
             ValueError: the state belongs to another order (rows or seed differ).
         """
-        for name in ("n", "seed"):
-            if state[name] != getattr(self, name):
+        for name, key in (("number of rows", "n"), ("seed", "seed")):
+            if state[key] != getattr(self, key):
                 raise ValueError(
-                    f"{name} is {getattr(self, name)} in this run and {state[name]} in the saved "
-                    "order: resume with the same data and seed, or start a new run"
+                    f"the {name} is {getattr(self, key)}, but the checkpoint was saved with "
+                    f"{state[key]}: resume with the same data and seed, or use another `out`"
                 )
         self.position = int(state["position"])
         self._permutation = self._permute(self.epoch)
@@ -113,7 +113,7 @@ class MixedOrder:
         return {"sources": [order.state_dict() for order in self.orders]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from `state`. Raises ValueError if it belongs to other sources."""
+        """Restore the positions from `state`. Raises ValueError if it belongs to other sources."""
         states = state.get("sources", ())
         if len(states) != len(self.orders):
             raise ValueError(

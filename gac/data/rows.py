@@ -242,14 +242,15 @@ class MicroBatches:
     rows: int | None = None
     """Rows per micro-batch if `tokens` is None; None: all."""
     tokens: int | None = None
-    """Tokens per micro-batch, including padding unless the rows are packed."""
+    """Tokens per micro-batch, including padding unless the rows are packed. A unit with more tokens
+    is a micro-batch of its own."""
     packed: bool = False
     """Concatenate the rows instead of padding them; requires `tokens`."""
     unit: int = 1
     """Number of consecutive rows that are never split across micro-batches."""
 
     def split(self, rows: Sequence[Row], min_count: int = 1) -> list[list[Row]]:
-        """Split `rows` into micro-batches. Raises ValueError if a unit exceeds `tokens`.
+        """Split `rows` into micro-batches.
 
         min_count: with packing, the minimum number of micro-batches, if there are enough units.
         """
@@ -257,23 +258,14 @@ class MicroBatches:
             size = max(self.rows // self.unit, 1) * self.unit if self.rows else max(len(rows), 1)
             return [list(rows[i : i + size]) for i in range(0, len(rows), size)]
         units = [rows[i : i + self.unit] for i in range(0, len(rows), self.unit)]
-        self._check(units)
         parts = self._pack(units, min_count) if self.packed else self._fill(units)
         return [[row for unit in part for row in unit] for part in parts]
 
     def _cost(self, unit: Unit) -> int:
-        lengths = [len(row.ids) for row in unit]
-        return sum(lengths) if self.packed else len(lengths) * max(lengths)
-
-    def _check(self, units: Sequence[Unit]) -> None:
+        """Tokens of a unit; one that exceeds the budget uses it up, so that it stays alone."""
         assert self.tokens is not None
-        longest = max(map(self._cost, units), default=0)
-        if longest > self.tokens:
-            what = "a row" if self.unit == 1 else f"a unit of {self.unit} rows"
-            raise ValueError(
-                f"max_tokens_per_micro_batch={self.tokens}: this step has {what} with {longest} "
-                f"tokens, which must fit into one forward: use {longest} or more, or null"
-            )
+        lengths = [len(row.ids) for row in unit]
+        return min(sum(lengths) if self.packed else len(lengths) * max(lengths), self.tokens)
 
     def _pack(self, units: Sequence[Unit], min_count: int) -> list[list[Unit]]:
         """Distribute the units over few parts with similar numbers of tokens.

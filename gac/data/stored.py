@@ -1,4 +1,4 @@
-"""Keeps examples in a temporary file, so that a data set may be larger than the memory."""
+"""Keeps examples in a temporary file, so that a dataset may be larger than the memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Example:
     prompt_text: str
     """The text of `prompt`."""
     answer: str | None
-    """The gold answer, for rewards."""
+    """The reference answer, for rewards."""
     demo: tuple[int, ...] | None
     """Token ids of the expert response, ending with EOS or the chat template's end of turn."""
     extra: Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""Tokenizes a data set of expert answers, formatting prompts as the trainer does."""
+"""Tokenizes a dataset of expert answers, formatting prompts as the trainer does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COLUMNS = ({"prompt", "completion"}, {"messages"})
 
 
 def check_columns(name: str, columns: Sequence[str]) -> None:
-    """Raise ValueError unless these are the columns of a demonstration data set."""
+    """Raise ValueError unless these are the columns of a demonstration dataset."""
     if not any(required <= set(columns) for required in COLUMNS):
         raise ValueError(
             f"{name} has the columns {sorted(columns)}: expected prompt and completion, or messages"
@@ -73,7 +73,9 @@ def _conversation(
     """Tokenize a conversation: return the ids before the last assistant message, and its ids."""
     role = completion[-1].get("role")
     if role != "assistant":
-        raise ValueError(f"{location}: the last message has role {role!r}, expected 'assistant'")
+        raise ValueError(
+            f"{location}: the last message must come from the assistant, but its role is {role!r}"
+        )
     if not completion[-1].get("content") and not completion[-1].get("tool_calls"):
         raise ValueError(f"{location}: the last message has no content; remove the row")
     keywords = {"tokenize": True, "return_dict": True, **template}
@@ -137,7 +139,7 @@ def read(path: str) -> Any:
 
     readers = {".jsonl": Dataset.from_json, ".parquet": Dataset.from_parquet}
     if not Path(path).exists():
-        raise FileNotFoundError(f"demo_path={path!r} does not exist; use the path of a data set")
+        raise FileNotFoundError(f"demo_path={path!r} does not exist; use the path of a dataset")
     if Path(path).is_dir():
         return load_from_disk(path)
     if Path(path).suffix not in readers:

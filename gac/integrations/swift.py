@@ -42,7 +42,7 @@ class GACGRPOTrainer(StepMixin, GRPOTrainer):
     def _prepare_chord_dataset(self) -> None:
         self.chord_sft_iterator = None  # disables swift's own CHORD loss
         if not self.chord_sft_dataset:
-            raise ValueError("chord_sft_dataset is empty: set it to a data set of demonstrations")
+            raise ValueError("chord_sft_dataset is empty: set it to a dataset of demonstrations")
         if not self.args.chord_sft_per_device_train_batch_size:
             raise ValueError(
                 "chord_sft_per_device_train_batch_size is not set: set it to the number of "

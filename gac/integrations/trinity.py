@@ -90,9 +90,7 @@ def count_rows(rows: list[Experience]) -> None:
         expert = row.info["is_expert"]
         tokens = int(row.action_mask.sum())
         if expert and tokens == 0:
-            raise ValueError(
-                "a demonstration has no completion tokens: remove it from the data set"
-            )
+            raise ValueError("a demonstration has no completion tokens: remove it from the dataset")
         counts["demos" if expert else "rollouts"] += tokens > 0
         counts["demo_tokens" if expert else "rollout_tokens"] += tokens
     counts["rows"] = len(rows)

@@ -4,34 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
+from gac.config import Share
 from gac.control.alarm import Alarm, AlarmState, alarm_message, is_suspect
-from gac.errors import require
 
 from .base import OURS, Mix, Observation, State, TokenWeighted, preset
 
 
 @dataclass(frozen=True)
-class Constant(TokenWeighted):
+class Constant(
+    TokenWeighted, name="constant", family="schedule", source="the paper, appendix K (QCM)"
+):
     """The same mu at every step; the paper's QCM is mu = 0.58."""
 
-    name: ClassVar[str] = "constant"
-    family: ClassVar[str] = "schedule"
-    source: ClassVar[str] = "the paper, appendix K (QCM)"
-
-    mu: float = 0.58
+    mu: Share = 0.58
     """Weight of the demonstrations, in [0, 1]."""
-
-    def __post_init__(self) -> None:
-        require(0 <= self.mu <= 1, "mu", self.mu, "a number in [0, 1]")
 
     def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
         return state, Mix(self.mu)
 
 
 @dataclass(frozen=True)
-class ConstantAlarm(Constant):
+class ConstantAlarm(Constant, name="constant-alarm", family=OURS, source="docs/alarm.md"):
     """Constant mu; almost 0 after a lasting rise in the demonstration loss, until it falls back.
 
     The few demonstrations that are used during an alarm are a probe: if the policy learns them
@@ -40,20 +35,12 @@ class ConstantAlarm(Constant):
     suspect sources, else `mu`.
     """
 
-    name: ClassVar[str] = "constant-alarm"
-    family: ClassVar[str] = OURS
-    source: ClassVar[str] = "docs/alarm.md"
-
-    mu: float = 0.4
+    mu: Share = 0.4
     """Weight of the demonstrations while the alarm is off, in [0, 1]."""
-    mu_suspect: float = 0.02
+    mu_suspect: Share = 0.02
     """Weight of the demonstrations while the alarm is on, in [0, 1]."""
     alarm: Alarm = Alarm()
     """Detects lasting rises in the demonstration loss."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(0 <= self.mu_suspect <= 1, "mu_suspect", self.mu_suspect, "a number in [0, 1]")
 
     def init(self) -> State:
         return {"alarm": None}

@@ -142,5 +142,8 @@ def _read(folder: Path) -> Evaluation:
         evaluation = Evaluation(folder, results)
         results_lines(results), evaluation.model, evaluation.baselines
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path}: not a valid gac eval result ({error!r}); delete it") from error
+        raise ConfigError(
+            f"{path} is not a valid `gac eval` result ({error!r}): move it away or rerun the "
+            "evaluation"
+        ) from error
     return evaluation

@@ -198,13 +198,13 @@ def as_outcome(value: object) -> RowOutcome:
 
 
 def gold_answer(example: Example) -> str:
-    """The example's gold answer.
+    """The example's reference answer.
 
     Raises:
-        ValueError: the example has no gold answer.
+        ValueError: the example has no reference answer.
     """
     if example.answer is None:
-        raise ValueError("the row has no gold answer; set answer_field to the field that holds it")
+        raise ValueError("the row has no reference answer; set answer_field to the field with it")
     return example.answer
 
 

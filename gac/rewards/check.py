@@ -1,4 +1,4 @@
-"""Checks a data set by scoring its reference solutions with its own reward."""
+"""Checks a dataset by scoring its reference solutions with its own reward."""
 
 from __future__ import annotations
 

@@ -179,6 +179,7 @@ class BatchCallableReward(CallableReward):
             ]
         if len(values) != len(completions):
             raise ValueError(
-                f"reward {self.name!r} returned {len(values)} numbers for {len(completions)} rows"
+                f"reward {self.name!r} returned {len(values)} scores for {len(completions)} "
+                "completions"
             )
         return [as_outcome(value) for value in values]

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 AnswerPair = tuple[str, str]
-"""Gold answer and model answer, as text for math-verify."""
+"""Reference answer and model answer, as text for math-verify."""
 
 _SCRIPT = Path(__file__).with_name("grading_worker.py")
 _TIMEOUT_STATUSES = {-signal.SIGPROF, -signal.SIGALRM}

@@ -83,7 +83,7 @@ def make_grader() -> Any:
     """Return a function (gold, answer) -> "right", "wrong" or "bad gold" that uses math-verify."""
     from math_verify import parse, verify
 
-    @lru_cache(maxsize=4096)  # all rollouts of a prompt share their gold answer
+    @lru_cache(maxsize=4096)  # all rollouts of a prompt share their reference answer
     def parse_gold(text: str) -> Any:
         return parse(text, parsing_timeout=None)
 

@@ -1,4 +1,4 @@
-"""The math reward: compares the final answer with the gold answer, using math-verify."""
+"""The math reward: compares the final answer with the reference answer, using math-verify."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def _shared_pool(timeout: float, workers: int | None) -> GradingPool:
 
 
 class MathReward(Reward):
-    """1 if the completion's final answer is mathematically equal to the gold answer, else 0.
+    """1 if the completion's final answer is mathematically equal to the reference answer, else 0.
 
     The final answer is the text after the last `####` (a bare number, or the last line). Without
     one, it is what math-verify extracts from the completion: a boxed expression, "the answer is
     ...", or the last number or formula. Checks run in worker processes. One that exceeds `timeout`
-    is stopped, scores 0 and is counted. A gold answer that math-verify cannot parse is an error in
-    the row.
+    is stopped, scores 0 and is counted. A reference answer that math-verify cannot parse is an
+    error in the row.
 
     Args:
         timeout: CPU-time limit per check, in seconds.
@@ -101,7 +101,7 @@ class MathReward(Reward):
 
     def _outcome(self, verdict: str, example: Example) -> RowOutcome:
         if verdict == "bad gold":
-            return ValueError(f"math-verify cannot parse the gold answer {example.answer!r}")
+            return ValueError(f"math-verify cannot parse the reference answer {example.answer!r}")
         if verdict in ("timeout", "crash"):
             self._counts["timeouts" if verdict == "timeout" else "crashes"] += 1
         return float(verdict == "right")
@@ -123,7 +123,7 @@ def text_after_marker(text: str) -> str | None:
 
 
 def gold_text(answer: str) -> str:
-    """Format a gold answer for math-verify.
+    """Format a reference answer for math-verify.
 
     Takes the text after `####`, if any, and boxes it unless it already has LaTeX delimiters.
     """

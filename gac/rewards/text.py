@@ -38,7 +38,7 @@ def compile_answer_pattern(pattern: str | None) -> re.Pattern[str] | None:
 
 
 class ExactReward(RowReward):
-    """1 if the completion equals the gold answer, else 0. Differences in white space are ignored.
+    """1 if the completion equals the reference answer, else 0. White space does not matter.
 
     Args:
         ignore_case: ignore case when comparing.
@@ -93,9 +93,9 @@ def chosen_letter(text: str) -> str | None:
 
 
 class ChoiceReward(RowReward):
-    """1 if the response chooses the gold letter, else 0 (see `chosen_letter`).
+    """1 if the response chooses the right letter, else 0 (see `chosen_letter`).
 
-    The gold answer is a letter, "C" or "(C)". If the row lists its choices, a gold letter beyond
+    The reference answer is a letter, "C" or "(C)". If the row lists its choices, a letter beyond
     the last one is an error.
 
     Args:
@@ -110,7 +110,7 @@ class ChoiceReward(RowReward):
     def score(self, completion: str, example: Example) -> float:
         wanted = re.fullmatch(r"\s*\(?([A-Za-z])\)?[.:]?\s*", gold_answer(example))
         if wanted is None:
-            raise ValueError(f"the gold answer {example.answer!r} is not a letter like C or (C)")
+            raise ValueError(f"the reference answer {example.answer!r} is not a letter like C")
         letter = wanted[1].upper()
         choices = example.extra.get(self._field)
         if choices is not None and string.ascii_uppercase.index(letter) >= len(choices):
@@ -119,7 +119,7 @@ class ChoiceReward(RowReward):
 
 
 class FormatReward(RowReward):
-    """1 if the completion matches the pattern, else 0. Needs no gold answer.
+    """1 if the completion matches the pattern, else 0. Needs no reference answer.
 
     Args:
         pattern: regular expression; a dot matches line breaks too. Avoid nested quantifiers, which

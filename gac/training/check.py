@@ -62,7 +62,7 @@ def load_checked(name: str, file: Path | None, overrides: Sequence[str]) -> tupl
 
 
 def _parts(config: Any) -> Iterator[tuple[str, DataConfig, Any]]:
-    """The key of each data set, its value, and its reward (None: that of the configuration)."""
+    """The key of each dataset, its value, and its reward (None: that of the configuration)."""
     training = hasattr(config, "eval")
     main = config.eval if training else config.settings
     name, prefix = ("eval.data", "eval.") if training else ("settings.data", "")
@@ -76,7 +76,7 @@ def _parts(config: Any) -> Iterator[tuple[str, DataConfig, Any]]:
 
 
 def _check_data(key: str, data: DataConfig, file: Path | None) -> list[str]:
-    """Read each file of a data set once."""
+    """Read each file of a dataset once."""
     sources = {"prompts": data.prompts, "demos": data.demos}
     sources |= {f"sources[{i}].path": source.path for i, source in enumerate(data.sources)}
     if not any(sources.values()):

@@ -131,21 +131,16 @@ class Feed:
         return rebalance(rollouts, self.unit) if self.uses_balancing else rollouts
 
     def check_budgets(self, config: TrainConfig) -> int:
-        """Check the token budgets; return the maximum length of a prompt with its response.
+        """Check the rows' tokens; return the maximum length of a prompt with its response.
 
-        Raises ConfigError if a row of the run may exceed a token budget or the model's positions,
-        or has a token that is not in the model's vocabulary.
+        Raises ConfigError if a row of the run may exceed the budget of generation or the model's
+        positions, or has a token that is not in the model's vocabulary.
         """
         check_tokens(config.model, self.tokenizer, itertools.chain(*self.sources()))
         rollouts = config.rollouts
-        row = self.longest_row(rollouts.max_completion_length)
-        check_budget(
-            "max_tokens_per_micro_batch", config.max_tokens_per_micro_batch, row, self.unit
-        )
-        check_positions(config.model, row)
+        check_positions(config.model, self.longest_row(rollouts.max_completion_length))
         longest = self.longest_start() + rollouts.max_completion_length
-        tokens, unit = rollouts.generation_batch_tokens, rollouts.num_generations
-        check_budget("rollouts.generation_batch_tokens", tokens, longest, unit)
+        check_budget(rollouts.generation_batch_tokens, longest, rollouts.num_generations)
         return longest
 
     def longest_start(self) -> int:
@@ -175,7 +170,7 @@ class Feed:
         return {**state, "collected": self.collected} if self.collect else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from `state`; entries of `orders` that are not in it start from the beginning."""
+        """Restore the positions from `state`; orders that are not in it start at the beginning."""
         for name, order in self.orders.items():
             if name in state:
                 order.load_state_dict(state[name])

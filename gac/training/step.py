@@ -228,7 +228,7 @@ class Guard:
         return {"skipped": self.skipped, "consecutive": consecutive, "kept": self.kept}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Resume from `state`."""
+        """Restore the counts from `state`."""
         self.skipped, self.consecutive = state["skipped"], state["consecutive"]
         self.kept = state["kept"]
 

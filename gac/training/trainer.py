@@ -128,9 +128,7 @@ class Trainer:
             config,
             self.accelerator,
             self.model,
-            self.reference,
             self.feed.longest_row(config.rollouts.max_completion_length),
-            self.feed.unit,
         )
         self.feed.sized_in_tokens = config.max_tokens_per_micro_batch is not None
         if self.accelerator.is_main_process:

@@ -196,7 +196,7 @@ def test_a_step_by_hand(before: AlarmState, loss: float, changes: dict) -> None:
 
 
 def test_sizes_are_relative_to_the_absolute_level():
-    """A rise of 3 % from a level of -10 is small."""
+    """A 3% rise from a level of -10 is small."""
     assert changes([-10.0] * 40 + [-9.7] * 40) == []
     assert changes([-10.0] * 40 + [-6.0] * 3) == [41]
     assert changes([0.0] * 40 + [1.0] * 3) == [41]

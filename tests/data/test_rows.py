@@ -116,6 +116,10 @@ def test_the_end_of_a_demonstration_may_have_the_loss(tokens, start):
         # 18 tokens in three rows do not fit into two parts of 11
         ({"tokens": 11, "packed": True}, [6, 6, 6], [[0], [1], [2]]),
         ({"tokens": 10, "packed": True, "unit": 2}, [1, 2, 3, 4], [[0, 1, 2, 3]]),
+        # a unit with more tokens than the budget is alone, and the others keep their limit
+        ({"tokens": 4}, [2, 5, 2, 9], [[1], [3], [0, 2]]),
+        ({"tokens": 4, "unit": 2}, [1, 1, 9, 1, 1, 1], [[2, 3], [0, 1, 4, 5]]),
+        ({"tokens": 4, "packed": True}, [2, 5, 2, 9], [[1], [3], [0, 2]]),
     ],
 )
 def test_micro_batches_by_hand(options, lengths, parts):

@@ -83,7 +83,7 @@ def test_wilson_covers_the_truth(prompts, samples, mean, min_coverage):
 
 
 def test_bootstrap_of_binary_values_is_binomial():
-    """15 of 60: the number in a resample is 9 at the 2.5 % quantile and 22 at the 97.5 % one."""
+    """15 of 60: the number in a resample is 9 at the 2.5% quantile and 22 at the 97.5% one."""
     assert bootstrap_interval([0.0] * 45 + [1.0] * 15) == (9 / 60, 22 / 60)
 
 

@@ -41,12 +41,18 @@ class Run(NamedTuple):
     gradients: list[Gradient]  # one, after `train`
 
 
-def own_trainer(folder: Path, micro_batches: int, ranks: int) -> Run:
-    """`gac train`, with as many demonstrations as rollouts."""
+def own_trainer(folder: Path, micro_batches: int, ranks: int, **budget: Any) -> Run:
+    """`gac train`, with as many demonstrations as rollouts.
+
+    budget: of tokens, for two micro-batches or more.
+    """
     engines.generate = fixed_responses  # runs in its own process
-    size = 2 * ROWS // (micro_batches * ranks)
-    changes = {"micro_batch_size": size, "demo_batch_size": ROWS}
+    size = {"micro_batch_size": 2 * ROWS // (micro_batches * ranks)}
+    if budget and micro_batches > 1:  # 40 tokens, or 10: less than most rows have
+        size = {"max_tokens_per_micro_batch": 70 - 15 * micro_batches, **budget}
+    changes = {**size, "demo_batch_size": ROWS}
     trainer = Trainer(tiny_config(folder, folder / f"{ranks}-{micro_batches}", **changes))
+    assert trainer.gradients.forward.micro.packed == (size.get("packing") is True)
     gradients: list[Gradient] = []
 
     def record(*_: object) -> None:
@@ -115,6 +121,8 @@ def trl(kind: Any, folder: Path, micro_batches: int, ranks: int) -> Run:
 
 TRAINERS: dict[str, Callable[[Path, int, int], Run]] = {
     "gac train": own_trainer,
+    "gac train, padded": lambda *arguments: own_trainer(*arguments, packing=False),
+    "gac train, packed": lambda *arguments: own_trainer(*arguments, packing=True),
     "transformers.Trainer, fuse": transformers_trainer,
     "FusedGRPOTrainer": lambda *arguments: trl(FusedGRPOTrainer, *arguments),
     "GACTrainer": lambda *arguments: trl(GACTrainer, *arguments),

@@ -122,7 +122,7 @@ def test_state_of_another_run_is_rejected(tmp_path: Path):
         mixer.load(tmp_path)
     with pytest.raises(ValueError, match="'gac'.* 'constant': resume with the same controller"):
         Mixer(Constant(), rows=9, batch=6).load_state_dict(saved)
-    with pytest.raises(ValueError, match="n is 8 .* 9 .*: resume with"):
+    with pytest.raises(ValueError, match="number of rows is 8, .* 9: resume"):
         Mixer(GAC(), rows=8, batch=6).load_state_dict(saved)
     with pytest.raises(ValueError, match=r"state=\['mix'\]"):
         mixer.load_state_dict({k: v for k, v in saved.items() if k != "mix"})
@@ -132,7 +132,7 @@ def test_state_of_another_run_is_rejected(tmp_path: Path):
     ("keywords", "message"),
     [
         ({"batch": 0}, "batch=0: use a number of demonstrations >= 1"),
-        ({"rows": 0}, "n must be at least 1, got 0"),
+        ({"rows": 0}, "the dataset is empty"),
         ({"controller": "gac"}, "controller='gac': use a ControllerConfig or a method"),
         (
             {"controller": METHODS["mgda"]()},
@@ -309,7 +309,7 @@ ASKED = {"role": "user", "content": "1+2="}
 @pytest.mark.parametrize(
     ("template", "row", "message"),
     [
-        (CHAT, {"messages": [ASKED]}, "row 7: the last message has role 'user', expected"),
+        (CHAT, {"messages": [ASKED]}, "row 7: the last message .* but its role is 'user'"),
         (CHAT, {"messages": [ASKED, {"role": "assistant", "content": ""}]}, "no content; remove"),
         (CHAT, {"messages": []}, "the completion .* is empty; remove the row"),
         (CHAT, {"prompt": "1", "completion": ""}, "the completion '' is empty"),

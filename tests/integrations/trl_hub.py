@@ -1,4 +1,4 @@
-"""Tiny local models and data sets under the names that TRL's tests load from the hub."""
+"""Tiny local models and datasets under the names that TRL's tests load from the hub."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def load_dataset(
         "toolcall": {"tools": json.dumps([TOOL])},
     }.get(name.removeprefix(f"{ORGANIZATION}/"))
     if extra is None or kind is None:
-        pytest.skip(f"the data set {name} is on the hub only")
+        pytest.skip(f"the dataset {name} is on the hub only")
     if extra:
         kind = f"conversational_{kind}"
     tables = datasets.DatasetDict(

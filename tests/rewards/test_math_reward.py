@@ -69,9 +69,9 @@ def test_math_answer_pattern_disables_other_matching():
 
 
 def test_math_gold_without_mathematics_raises(math_reward):
-    with pytest.raises(RewardError, match=r"'row0'.*gold answer '\$ \$'"):
+    with pytest.raises(RewardError, match=r"'row0'.*reference answer '\$ \$'"):
         score(math_reward, "7", "$ $")
-    with pytest.raises(RewardError, match="no gold answer; set answer_field"):
+    with pytest.raises(RewardError, match="no reference answer; set answer_field"):
         score(math_reward, "7", None)
 
 

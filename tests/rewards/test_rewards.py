@@ -76,7 +76,7 @@ def test_exact_ignores_only_whitespace_by_default():
     assert score(build_reward("exact"), " the  end\n", "the end") == 1.0
     assert score(build_reward("exact"), "The end", "the end") == 0.0
     assert score(build_reward({"name": "exact", "ignore_case": True}), "WEISS", "weiß") == 1.0
-    with pytest.raises(RewardError, match="no gold answer"):
+    with pytest.raises(RewardError, match="no reference answer"):
         score(build_reward("exact"), "x", None)
 
 
@@ -337,7 +337,7 @@ def test_a_batch_that_fails_is_retried_row_by_row_unless_it_was_late(error, size
 def test_a_batch_function_must_return_one_number_per_row():
     spec = {"name": f"{__name__}:short_batch", "batch": True}
     reward = build_reward(spec, on_error="drop")
-    with pytest.raises(ValueError, match="returned 1 numbers for 3 rows"):
+    with pytest.raises(ValueError, match="returned 1 scores for 3 completions"):
         reward(["a", "b", "c"], [example()] * 3)
 
 
@@ -487,14 +487,12 @@ def test_the_help_text_lists_the_options():
     table = build.rewards_table()
     lines = table.splitlines()
     assert max(map(len, lines)) <= 100
-    assert "  exact   1 if the completion equals the gold answer, else 0. Differences in" in table
+    assert "  exact   1 if the completion equals the reference answer, else 0. White space" in table
     text = " ".join(table.split())
-    assert "needs no gold answer. Options: pattern, full. code 1 if" in text.replace(
+    assert "needs no reference answer. Options: pattern, full. code 1 if" in text.replace(
         "Needs", "needs"
     )
-    assert (
-        "equal to the gold answer, else 0. Options: timeout, workers, answer_pattern. exact" in text
-    )
+    assert "reference answer, else 0. Options: timeout, workers, answer_pattern. exact" in text
     indents = [len(line) - len(line.lstrip()) for line in lines[1:-1]]
     assert set(indents) == {2, 10} and indents.count(2) == len(build.REWARDS)
 
