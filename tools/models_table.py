@@ -45,7 +45,7 @@ PART = RESULTS.with_suffix(".part")  # results of an unfinished run
 MODES: dict[str, dict[str, Any]] = {
     "padded": {},
     "default": {"micro_batch_size": "null"},
-    "packed": {"max_tokens_per_micro_batch": 64},
+    "packed": {"micro_batch_size": "null", "max_tokens_per_micro_batch": 64, "packing": "true"},
     "micro-batches": {"micro_batch_size": 2},
     "LoRA": {"model.lora.rank": 2},
     "FSDP2": {"parallel.mode": "fsdp"},

@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA, PAGE = ROOT / "docs" / "versions.json", ROOT / "docs" / "versions.md"
-# the functions of logits and of the linear layer on each backend, and both compiled
-TESTS = [f"tests/test_{name}.py" for name in ("loss", "linear", "compile")]
+# the losses of logits, of the linear layer and of the user on each backend, and all compiled
+TESTS = [f"tests/kernels/test_{name}.py" for name in ("loss", "linear", "token_loss", "compile")]
 LIGHT = """
 import sys, torch, gac_kernels
 assert not {"yaml", "transformers"} & set(sys.modules)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 
+from gac.config import Checked
 from gac.control.estimators import Corrections
 from gac.control.signals import Evidence
 from gac.data.rows import TermPair
@@ -153,10 +154,11 @@ class Observation:
 
 
 @dataclass(frozen=True)
-class Method:
+class Method(Checked):
     """Base class of the methods that combine SFT and RL.
 
-    Fields of a subclass are its hyperparameters and become configuration keys. State is a mapping
+    Fields of a subclass are its hyperparameters and become configuration keys, with the ranges of
+    their annotations, such as `gac.config.Share`. State is a mapping
     of plain JSON types that is passed in and returned, so that checkpoints can save it.
     """
 
@@ -172,9 +174,20 @@ class Method:
     keeps_best: ClassVar[bool] = False
     """Whether the run ends with the weights of its best evaluation."""
 
-    def __init_subclass__(cls) -> None:
-        if "name" not in vars(cls):
-            cls.name = cls.__qualname__
+    def __init_subclass__(
+        cls,
+        name: str | None = None,
+        family: str | None = None,
+        source: str | None = None,
+        cost: str | None = None,
+        keeps_best: bool | None = None,
+    ) -> None:
+        """Set the attributes above, as in `class Mine(Method, source="arXiv 2402.03300")`."""
+        default = vars(cls).get("name", cls.__qualname__)
+        given = {"name": name or default, "family": family, "source": source, "cost": cost}
+        for key, value in {**given, "keeps_best": keeps_best}.items():
+            if value is not None:
+                setattr(cls, key, value)
 
     def needs(self, step: int) -> StepNeeds:
         """The inputs and measurements that step `step`, counted from 0, requires."""
@@ -240,6 +253,14 @@ class Method:
         state: the state with which the step ran, so the columns explain the step's own mu.
         """
         return {}
+
+
+@dataclass(frozen=True)
+class Sum(Method, family="hybrid"):
+    """Base class of the methods that add the two terms, the SFT loss times `sft_coef` if given."""
+
+    def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
+        return state, Mix.weights(getattr(self, "sft_coef", 1.0), 1.0)
 
 
 @dataclass(frozen=True)

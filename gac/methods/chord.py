@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from gac.control.schedules import MixSchedule, ScheduleChoice
 from gac_kernels import DemoWeight
@@ -12,12 +11,8 @@ from .base import Mix, Observation, State, TokenWeighted, preset
 
 
 @dataclass(frozen=True)
-class CHORD(TokenWeighted):
+class CHORD(TokenWeighted, name="chord-mu", family="schedule", source="arXiv 2508.11408"):
     """mu follows a schedule; `weight` is the demonstrations' token weight. Defaults: CHORD-mu."""
-
-    name: ClassVar[str] = "chord-mu"
-    family: ClassVar[str] = "schedule"
-    source: ClassVar[str] = "arXiv 2508.11408"
 
     schedule: ScheduleChoice = MixSchedule.chord_mu()
     """mu as a function of the step: a ramp, or package.module:function."""
@@ -27,10 +22,8 @@ class CHORD(TokenWeighted):
 
 
 @dataclass(frozen=True)
-class CHORDPhi(CHORD):
+class CHORDPhi(CHORD, name="chord-phi"):
     """Constant mu = 0.1 with phi(p) = p (1 - p): the published CHORD-phi."""
-
-    name: ClassVar[str] = "chord-phi"
 
     schedule: ScheduleChoice = MixSchedule.constant(0.1)
     """mu as a function of the step."""
@@ -39,10 +32,8 @@ class CHORDPhi(CHORD):
 
 
 @dataclass(frozen=True)
-class CHORDBoth(CHORD):
+class CHORDBoth(CHORD, name="chord"):
     """The schedule combined with phi, called CHORD in the paper's tables."""
-
-    name: ClassVar[str] = "chord"
 
     weight: DemoWeight = DemoWeight.PHI
     """Token weight of the demonstrations."""

@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
-from gac.control.alarm import Alarm, AlarmState, alarm_message, is_suspect
-from gac.errors import require
+from gac.config import Share
+from gac.control.alarm import Alarm, alarm_message, is_suspect
 
 from .base import OURS, Mix, Observation, State, TokenWeighted, preset
 
 
 @dataclass(frozen=True)
-class Constant(TokenWeighted):
+class Constant(
+    TokenWeighted, name="constant", family="schedule", source="the paper, appendix K (QCM)"
+):
     """The same mu at every step; the paper's QCM is mu = 0.58."""
 
-    name: ClassVar[str] = "constant"
-    family: ClassVar[str] = "schedule"
-    source: ClassVar[str] = "the paper, appendix K (QCM)"
-
-    mu: float = 0.58
+    mu: Share = 0.58
     """Weight of the demonstrations, in [0, 1]."""
-
-    def __post_init__(self) -> None:
-        require(0 <= self.mu <= 1, "mu", self.mu, "a number in [0, 1]")
 
     def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
         return state, Mix(self.mu)
 
 
 @dataclass(frozen=True)
-class ConstantAlarm(Constant):
+class ConstantAlarm(Constant, name="constant-alarm", family=OURS, source="docs/alarm.md"):
     """Constant mu; almost 0 after a lasting rise in the demonstration loss, until it falls back.
 
     The few demonstrations that are used during an alarm are a probe: if the policy learns them
@@ -40,20 +33,12 @@ class ConstantAlarm(Constant):
     suspect sources, else `mu`.
     """
 
-    name: ClassVar[str] = "constant-alarm"
-    family: ClassVar[str] = OURS
-    source: ClassVar[str] = "docs/alarm.md"
-
-    mu: float = 0.4
+    mu: Share = 0.4
     """Weight of the demonstrations while the alarm is off, in [0, 1]."""
-    mu_suspect: float = 0.02
+    mu_suspect: Share = 0.02
     """Weight of the demonstrations while the alarm is on, in [0, 1]."""
     alarm: Alarm = Alarm()
     """Detects lasting rises in the demonstration loss."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(0 <= self.mu_suspect <= 1, "mu_suspect", self.mu_suspect, "a number in [0, 1]")
 
     def init(self) -> State:
         return {"alarm": None}
@@ -61,23 +46,15 @@ class ConstantAlarm(Constant):
     def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
         by_source, alarms = last.losses_by_source(), dict(state.get("sources", {}))
         for source, losses in by_source.items():
-            alarms[source] = self._update(alarms.get(source), None, losses)
+            alarms[source] = self.alarm.update_plain(alarms.get(source), None, losses)
         if by_source:
             suspect = [len(own) for source, own in by_source.items() if is_suspect(alarms[source])]
             share = sum(suspect) / sum(map(len, by_source.values()))
             return {"alarm": None, "sources": alarms, "suspect": share}, self._mix(share)
         if alarms:  # a skipped step
             return state, self._mix(state["suspect"])
-        alarm = self._update(state["alarm"], last.demo_loss, last.demo_losses)
+        alarm = self.alarm.update_plain(state["alarm"], last.demo_loss, last.demo_losses)
         return {"alarm": alarm}, self._mix(float(is_suspect(alarm)))
-
-    def _update(
-        self, plain: Any, loss: float | None, losses: Sequence[float] | None
-    ) -> dict[str, Any] | None:
-        """The alarm's state after a step, in plain JSON types."""
-        before = None if plain is None else AlarmState.of(plain)
-        after, _ = self.alarm.update(before, loss, losses)
-        return None if after is None else after.to_plain()
 
     def _mix(self, share: float) -> Mix:
         """The mix if `share` of the last demonstrations came from suspect sources."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 
-from gac.errors import require
+from gac.config import Positive
 from gac.rollouts.plan import Sampling
 from gac_kernels import LossSpec
 
@@ -18,15 +18,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Preference(Method):
+class Preference(Method, family="preference", cost="reference forward pass on the pairs"):
     """Trains the policy to prefer a prompt's best response over its worst.
 
     Responses are sampled from the reference policy; the published methods use a fixed dataset
     instead. Prompts whose responses all get the same reward are skipped.
     """
-
-    family: ClassVar[str] = "preference"
-    cost: ClassVar[str] = "reference forward pass on the pairs"
 
     def needs(self, step: int) -> StepNeeds:
         return StepNeeds(demos=False, kl=True)
@@ -62,40 +59,28 @@ class Preference(Method):
 
 
 @dataclass(frozen=True)
-class DPO(Preference):
+class DPO(Preference, name="dpo", source="arXiv 2305.18290, equation 7"):
     """Trains the policy to prefer a prompt's best response over its worst: -log sigmoid(beta h).
 
     h is the difference of the two log-ratios to the reference, summed over tokens. The responses
     are sampled from the reference policy.
     """
 
-    name: ClassVar[str] = "dpo"
-    source: ClassVar[str] = "arXiv 2305.18290, equation 7"
-
-    beta: float = 0.1
+    beta: Positive = 0.1
     """Strength of the pull towards the reference policy, > 0."""
-
-    def __post_init__(self) -> None:
-        require(self.beta > 0, "beta", self.beta, "a number > 0")
 
     def pair_loss(self, h: torch.Tensor) -> torch.Tensor:
         return -torch.nn.functional.logsigmoid(self.beta * h)
 
 
 @dataclass(frozen=True)
-class IPO(Preference):
+class IPO(Preference, name="ipo", source="arXiv 2310.12036, equation 17"):
     """DPO with another loss: the squared distance of h (see `dpo`) from 1 / (2 tau)."""
 
-    name: ClassVar[str] = "ipo"
-    source: ClassVar[str] = "arXiv 2310.12036, equation 17"
-
-    tau: float = 0.5
+    tau: Positive = 0.5
     """The target difference of the log-ratios is 1 / (2 tau) nats, tau > 0."""
     normalize: bool = True
     """Divide each log-ratio by its response length, as common libraries do; published: sums."""
-
-    def __post_init__(self) -> None:
-        require(self.tau > 0, "tau", self.tau, "a number > 0")
 
     def sequence_ratios(self, tokens: TokenView, ratios: torch.Tensor) -> torch.Tensor:
         if self.normalize:

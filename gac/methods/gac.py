@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from gac.control.alarm import Alarm, alarm_message, is_suspect
 from gac.control.controller import ControllerConfig, GuidedController
@@ -16,13 +15,15 @@ from .base import OURS, Mix, Observation, State, StepNeeds, TokenWeighted, prese
 
 
 @dataclass(frozen=True)
-class GAC(ControllerConfig, TokenWeighted):
+class GAC(
+    ControllerConfig,
+    TokenWeighted,
+    name="gac",
+    family="noise-aware",
+    source="the paper, section 3 and Algorithm 1",
+    cost="reference forward pass on the rollouts, on refresh steps",
+):
     """The guided adaptive controller; most fields are those of `ControllerConfig`."""
-
-    name: ClassVar[str] = "gac"
-    family: ClassVar[str] = "noise-aware"
-    source: ClassVar[str] = "the paper, section 3 and Algorithm 1"
-    cost: ClassVar[str] = "reference forward pass on the rollouts, on refresh steps"
 
     prior: PriorChoice = Prior()
     """mu_prior(t), e.g. {hold: 50}, or package.module:function."""

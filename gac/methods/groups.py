@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 
-from gac.errors import require, require_numbers
+from gac.config import NonNegative, Number, Positive, Share
 from gac.rollouts.plan import Credit, Sampling, Stage
 from gac_kernels import DemoWeight, LossSpec
 
-from .base import Loss, Method, Mix, Observation, State, StepNeeds, Weights
+from .base import Loss, Method, Mix, Observation, State, StepNeeds, Sum, Weights
 from .solvers import Gram, GramSolver
 
 if TYPE_CHECKING:
@@ -20,17 +19,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class LUFFY(Method):
+class LUFFY(Sum, name="luffy", source="arXiv 2504.14945"):
     """Each group has K - 1 rollouts and the prompt's demonstration, whose loss is -A p / (p + c).
 
     As in the released training script, the baseline is the mean reward of the whole group,
     advantages are not divided by the standard deviation, and nothing is clipped. The sum of all
     token losses is divided by rows times `loss.max_tokens`.
     """
-
-    name: ClassVar[str] = "luffy"
-    family: ClassVar[str] = "hybrid"
-    source: ClassVar[str] = "arXiv 2504.14945"
 
     shape: float = 0.1
     """c of the shaped probability p / (p + c), the publication's gamma."""
@@ -60,22 +55,15 @@ class LUFFY(Method):
         group = (Stage(completions - 1),)
         return Sampling("prompt", group, demo_in_group=True, advantages="centered")
 
-    def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
-        return state, Mix.weights(1.0, 1.0)
-
 
 @dataclass(frozen=True)
-class SRFT(Method):
+class SRFT(Sum, name="srft", source="arXiv 2506.19767, equations 5 to 13"):
     """Demonstrations: entropy-weighted cross-entropy plus policy gradient; rollouts: signed log p.
 
     H is the mean token entropy of a response. The loss is 0.5 exp(-H) (-log p) - A p for
     demonstrations, 0.1 exp(H) (-log p) for correct rollouts and log p for incorrect ones. It is
     averaged over the tokens of each term.
     """
-
-    name: ClassVar[str] = "srft"
-    family: ClassVar[str] = "hybrid"
-    source: ClassVar[str] = "arXiv 2506.19767, equations 5 to 13"
 
     sft_scale: float = 0.5
     """Factor of exp(-H) in the SFT weight."""
@@ -105,9 +93,6 @@ class SRFT(Method):
         signs = torch.where(rewards.isnan(), 0.0, signs).double()
         return super().credit(rewards, demos, kind)._replace(rollouts=signs)
 
-    def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
-        return state, Mix.weights(1.0, 1.0)
-
     def token_loss(self, tokens: TokenView) -> torch.Tensor:
         """[N] loss of each token."""
         batch, logps = tokens.batch, tokens.logps
@@ -123,7 +108,12 @@ class SRFT(Method):
 
 
 @dataclass(frozen=True)
-class DYPO(Method):
+class DYPO(
+    Sum,
+    name="dypo",
+    source="arXiv 2604.08926, equations 20 to 24",
+    cost="reference forward pass on the rollouts",
+):
     """SFT if all rollouts fail, nothing if all succeed, else alpha GRPO + (1 - alpha) GAL.
 
     GAL, the group alignment loss, is the mean of -log sigmoid(beta (h_i - h_j)) over the pairs of a
@@ -138,23 +128,14 @@ class DYPO(Method):
     trained by RL.
     """
 
-    name: ClassVar[str] = "dypo"
-    family: ClassVar[str] = "hybrid"
-    source: ClassVar[str] = "arXiv 2604.08926, equations 20 to 24"
-    cost: ClassVar[str] = "reference forward pass on the rollouts"
-
-    alpha: float = 0.5
+    alpha: Share = 0.5
     """Share of GRPO in the RL loss, in [0, 1]."""
-    beta: float = 1.0
+    beta: Positive = 1.0
     """Factor of the log-ratios in GAL, > 0."""
-    sft_coef: float = 1.0
+    sft_coef: Positive = 1.0
     """Factor of the SFT loss, > 0; the publication's gamma."""
     correct: float = 0.5
     """A rollout succeeds if its reward is above this."""
-
-    def __post_init__(self) -> None:
-        require(0 <= self.alpha <= 1, "alpha", self.alpha, "a number in [0, 1]")
-        require_numbers(self, "a number > 0", lambda x: x > 0, "beta", "sft_coef")
 
     def needs(self, step: int) -> StepNeeds:
         return StepNeeds(kl=True)
@@ -173,9 +154,6 @@ class DYPO(Method):
         hard = (successes == 0).to(rewards.dtype)
         credit = super().credit(rewards, demos, kind)
         return credit._replace(rollout_weight=mid, demo_weight=hard)
-
-    def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
-        return state, Mix.weights(self.sft_coef, 1.0)
 
     def token_loss(self, tokens: TokenView) -> torch.Tensor:
         """[N] loss of each token; for GAL, the loss of the token's group."""
@@ -198,7 +176,13 @@ class DYPO(Method):
 
 
 @dataclass(frozen=True)
-class SDAR(Method):
+class SDAR(
+    Method,
+    name="sdar",
+    family="hybrid",
+    source="arXiv 2605.15155 and its code",
+    cost="forward pass on the rollouts with the demonstration before them",
+):
     """GRPO plus coef sigmoid(beta D) D on rollout tokens; D is the teacher's log-prob minus log p.
 
     The teacher is the policy itself before the update, with privileged information before the
@@ -209,19 +193,10 @@ class SDAR(Method):
     0.001 and a penalty for invalid actions, which are not implemented.
     """
 
-    name: ClassVar[str] = "sdar"
-    family: ClassVar[str] = "hybrid"
-    source: ClassVar[str] = "arXiv 2605.15155 and its code"
-    cost: ClassVar[str] = "forward pass on the rollouts with the demonstration before them"
-
-    coef: float = 0.01
+    coef: Number = 0.01
     """Weight of the distillation; 0.01 in the released scripts."""
-    beta: float = 5.0
+    beta: NonNegative = 5.0
     """Sharpness of the gate, >= 0; 0: a constant gate of 1/2."""
-
-    def __post_init__(self) -> None:
-        require(math.isfinite(self.coef), "coef", self.coef, "a finite number")
-        require(self.beta >= 0, "beta", self.beta, "a number >= 0")
 
     def loss(self, base: LossSpec) -> Loss:
         spec = replace(base, rollout_reduction="token")
@@ -247,7 +222,7 @@ class SDAR(Method):
 
 
 @dataclass(frozen=True)
-class GTA(GramSolver):
+class GTA(GramSolver, name="gta", family="hybrid", source="arXiv 2509.12108"):
     """The weighted sum of the two gradients, or only the RL gradient if their cosine is negative.
 
     In the publication, the policy first writes a guess, which is trained by SFT, and the rest is
@@ -255,20 +230,12 @@ class GTA(GramSolver):
     demonstration by SFT.
     """
 
-    name: ClassVar[str] = "gta"
-    family: ClassVar[str] = "hybrid"
-    source: ClassVar[str] = "arXiv 2509.12108"
-
-    sft_coef: float = 1.0
+    sft_coef: NonNegative = 1.0
     """Weight of the SFT gradient."""
-    rl_coef: float = 1.0
+    rl_coef: Positive = 1.0
     """Weight of the RL gradient, > 0."""
     guess_tokens: int | None = None
     """Number of tokens at the end of a demonstration that SFT trains on; null: all."""
-
-    def __post_init__(self) -> None:
-        require(self.sft_coef >= 0, "sft_coef", self.sft_coef, "a number >= 0")
-        require(self.rl_coef > 0, "rl_coef", self.rl_coef, "a number > 0")
 
     def sampling(self, completions: int) -> Sampling:
         return Sampling(demo_tokens=self.guess_tokens)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from gac.rollouts.plan import Sampling
 from gac_kernels import LossSpec
@@ -12,12 +11,8 @@ from .base import Loss, Method, Mix, Observation, State, StepNeeds
 
 
 @dataclass(frozen=True)
-class GRPO(Method):
+class GRPO(Method, name="grpo", family="single signal", source="arXiv 2402.03300"):
     """The clipped policy gradient with group-relative advantages; no demonstrations."""
-
-    name: ClassVar[str] = "grpo"
-    family: ClassVar[str] = "single signal"
-    source: ClassVar[str] = "arXiv 2402.03300"
 
     def needs(self, step: int) -> StepNeeds:
         return StepNeeds(demos=False)
@@ -27,14 +22,11 @@ class GRPO(Method):
 
 
 @dataclass(frozen=True)
-class DrGRPO(GRPO):
+class DrGRPO(GRPO, name="dr-grpo", source="arXiv 2503.20783"):
     """GRPO without normalization by the group's standard deviation or the response length.
 
     Every response counts as `loss.max_tokens` tokens (default: the maximum completion length).
     """
-
-    name: ClassVar[str] = "dr-grpo"
-    source: ClassVar[str] = "arXiv 2503.20783"
 
     def loss(self, base: LossSpec) -> Loss:
         return Loss(replace(base, rollout_reduction="constant"))
@@ -44,14 +36,11 @@ class DrGRPO(GRPO):
 
 
 @dataclass(frozen=True)
-class DAPO(GRPO):
+class DAPO(GRPO, name="dapo", source="arXiv 2503.14476"):
     """GRPO with a higher upper clip, no KL, and a mean over all tokens.
 
     Groups with equal rewards have no gradient, but they are not resampled as in the publication.
     """
-
-    name: ClassVar[str] = "dapo"
-    source: ClassVar[str] = "arXiv 2503.14476"
 
     clip_low: float = 0.2
     """The ratio is clipped below at 1 - clip_low."""
@@ -70,14 +59,11 @@ class DAPO(GRPO):
 
 
 @dataclass(frozen=True)
-class GSPO(GRPO):
+class GSPO(GRPO, name="gspo", source="arXiv 2507.18071, equations 5 to 7"):
     """GRPO with one ratio per response: the geometric mean of its tokens' ratios, clipped.
 
     The clip only takes effect if rollouts are reused (`rollouts.num_iterations` > 1).
     """
-
-    name: ClassVar[str] = "gspo"
-    source: ClassVar[str] = "arXiv 2507.18071, equations 5 to 7"
 
     clip_low: float = 3e-4
     """The ratio is clipped below at 1 - clip_low."""

@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
-from gac.errors import require, require_numbers
+from gac.config import Count, Natural, Number
+from gac.errors import require
 
 from .base import Mix, Observation, State, StepNeeds, TokenWeighted, Weights
 from .solvers import Gram, GramSolver, cross_gram
 
 
-@dataclass(frozen=True)
-class Rule(TokenWeighted):
-    """A method whose mu is a function of one quantity measured during training."""
+def check_limits(mu_min: float, mu_init: float, mu_max: float) -> None:
+    """Raise ValueError unless the limits of mu are in [0, 1] and contain its first value."""
+    if not 0 <= mu_min <= mu_init <= mu_max <= 1:
+        raise ValueError(
+            f"mu_min={mu_min!r}, mu_init={mu_init!r}, mu_max={mu_max!r}: "
+            "use 0 <= mu_min <= mu_init <= mu_max <= 1"
+        )
 
-    family: ClassVar[str] = "rule"
-    source: ClassVar[str] = "the paper, appendix I (rule-based controllers)"
+
+@dataclass(frozen=True)
+class Rule(TokenWeighted, family="rule", source="the paper, appendix I (rule-based controllers)"):
+    """A method whose mu is a function of one quantity measured during training."""
 
     sign: int = 1
     """1: the printed rule; -1: the opposite direction."""
-    calibration: int = 50
+    calibration: Count = 50
     """Steps at `mu_init` used to calibrate the rule's constant."""
     mu_init: float = 0.58
     """mu during calibration, and the rule's value at the mean measurement."""
@@ -33,13 +39,9 @@ class Rule(TokenWeighted):
     """Largest mu afterwards."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(self.sign in (1, -1), "sign", self.sign, "1 or -1")
-        require(self.calibration >= 1, "calibration", self.calibration, "a number >= 1")
-        if not 0 <= self.mu_min <= self.mu_init <= self.mu_max <= 1:
-            raise ValueError(
-                f"mu_min={self.mu_min!r}, mu_init={self.mu_init!r}, mu_max={self.mu_max!r}: "
-                "use 0 <= mu_min <= mu_init <= mu_max <= 1"
-            )
+        check_limits(self.mu_min, self.mu_init, self.mu_max)
 
     def measured(self, last: Observation) -> float | None:
         """The measured quantity that drives the rule; None if not measured."""
@@ -69,12 +71,10 @@ class Rule(TokenWeighted):
 
 
 @dataclass(frozen=True)
-class RewardThreshold(TokenWeighted):
+class RewardThreshold(
+    TokenWeighted, name="reward-threshold", family="rule", source="arXiv 2508.11408, appendix B.1"
+):
     """mu = threshold - mean reward of the previous step, clipped to [0, 1]."""
-
-    name: ClassVar[str] = "reward-threshold"
-    family: ClassVar[str] = "rule"
-    source: ClassVar[str] = "arXiv 2508.11408, appendix B.1"
 
     threshold: float = 0.5
     """Mean reward at or above which demonstrations get no weight; the publication tries 0.5 and
@@ -89,11 +89,8 @@ MIN_KL = 1e-6  # nats; lower bound of the mean KL, for a policy equal to the ref
 
 
 @dataclass(frozen=True)
-class KLControl(Rule):
+class KLControl(Rule, name="kl-ctrl", cost="reference forward pass on the rollouts"):
     """mu = 1 - KL / kappa; with sign -1, mu = KL / kappa, the direction of GAC's own KL loop."""
-
-    name: ClassVar[str] = "kl-ctrl"
-    cost: ClassVar[str] = "reference forward pass on the rollouts"
 
     def needs(self, step: int) -> StepNeeds:
         return StepNeeds(kl=True)
@@ -113,10 +110,8 @@ MIN_VARIANCE = 1e-6  # squared reward; avoids division by zero when all rewards 
 
 
 @dataclass(frozen=True)
-class RewardVarianceControl(Rule):
+class RewardVarianceControl(Rule, name="rewvar-ctrl"):
     """mu = c / Var(R) over the batch's rewards; with sign -1, mu = c Var(R)."""
-
-    name: ClassVar[str] = "rewvar-ctrl"
 
     def measured(self, last: Observation) -> float | None:
         return last.reward_variance
@@ -131,24 +126,25 @@ class RewardVarianceControl(Rule):
 
 
 @dataclass(frozen=True)
-class GradNormControl(GramSolver):
+class GradNormControl(
+    GramSolver,
+    name="gradnorm-ctrl",
+    family="rule",
+    source="the paper, appendix I (rule-based controllers)",
+    cost="second gradient buffer, on measurement steps",
+):
     """mu = |g_s| / (|g_s| + |g_r|), measured every `update_every` steps.
 
     This favors the larger gradient, the opposite of balancing; set `invert` to balance.
     """
 
-    name: ClassVar[str] = "gradnorm-ctrl"
-    family: ClassVar[str] = "rule"
-    source: ClassVar[str] = "the paper, appendix I (rule-based controllers)"
-    cost: ClassVar[str] = "second gradient buffer, on measurement steps"
-
-    update_every: int = 10
+    update_every: Count = 10
     """Steps between measurements; mu is constant in between."""
     invert: bool = False
     """Use mu = |g_r| / (|g_s| + |g_r|) instead."""
 
     def __post_init__(self) -> None:
-        require(self.update_every >= 1, "update_every", self.update_every, "a number >= 1")
+        super().__post_init__()
         if self.unit_rl:
             raise ValueError("unit_rl=True: use false; this rule compares the gradient norms")
 
@@ -170,7 +166,13 @@ class GradNormControl(GramSolver):
 
 
 @dataclass(frozen=True)
-class AMFT(TokenWeighted):
+class AMFT(
+    TokenWeighted,
+    name="amft",
+    family="rule",
+    source="arXiv 2508.06944v1 and its code",
+    cost="second gradient buffer, on measurement steps",
+):
     """After a warm-up with SFT only, mu += meta_lr dU/dmu + entropy_lr (H* - H), clipped.
 
     U is the expected reward after a step of plain gradient descent with this mu. Its derivative is
@@ -185,12 +187,7 @@ class AMFT(TokenWeighted):
     mu.
     """
 
-    name: ClassVar[str] = "amft"
-    family: ClassVar[str] = "rule"
-    source: ClassVar[str] = "arXiv 2508.06944v1 and its code"
-    cost: ClassVar[str] = "second gradient buffer, on measurement steps"
-
-    warmup: int = 50
+    warmup: Natural = 50
     """Steps with demonstrations only, at the start."""
     mu_init: float = 0.8
     """mu of the first step after the warm-up."""
@@ -198,22 +195,16 @@ class AMFT(TokenWeighted):
     """Smallest mu after the warm-up."""
     mu_max: float = 0.95
     """Largest mu after the warm-up."""
-    meta_lr: float = 1e-4
+    meta_lr: Number = 1e-4
     """Step size of the meta-gradient."""
-    entropy_lr: float = 5e-4
+    entropy_lr: Number = 5e-4
     """Step size of the entropy term, in 1 / nats."""
-    update_every: int = 20
+    update_every: Count = 20
     """Steps between measurements of the meta-gradient."""
 
     def __post_init__(self) -> None:
-        require(self.warmup >= 0, "warmup", self.warmup, "a number >= 0")
-        require(self.update_every >= 1, "update_every", self.update_every, "a number >= 1")
-        require_numbers(self, "a finite number", math.isfinite, "meta_lr", "entropy_lr")
-        if not 0 <= self.mu_min <= self.mu_init <= self.mu_max <= 1:
-            raise ValueError(
-                f"mu_min={self.mu_min!r}, mu_init={self.mu_init!r}, mu_max={self.mu_max!r}: "
-                "use 0 <= mu_min <= mu_init <= mu_max <= 1"
-            )
+        super().__post_init__()
+        check_limits(self.mu_min, self.mu_init, self.mu_max)
 
     def needs(self, step: int) -> StepNeeds:
         if step < self.warmup:

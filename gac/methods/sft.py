@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from gac.errors import require, require_at_least
+from gac.config import Count, Natural, Share
 from gac.rollouts.plan import Sampling
 from gac_kernels import DemoWeight, LossSpec
 
@@ -19,12 +19,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class SFT(TokenWeighted):
+class SFT(TokenWeighted, name="sft", family="single signal", source="the paper, section 4.1"):
     """Cross-entropy on the demonstrations; no rollouts."""
-
-    name: ClassVar[str] = "sft"
-    family: ClassVar[str] = "single signal"
-    source: ClassVar[str] = "the paper, section 4.1"
 
     def needs(self, step: int) -> StepNeeds:
         return StepNeeds(rollouts=False)
@@ -43,40 +39,30 @@ DFT = preset(
 
 
 @dataclass(frozen=True)
-class SFTBest(SFT):
+class SFTBest(SFT, name="sft-best", source="the paper, appendix H (SFT variants)", keeps_best=True):
     """SFT for three epochs on 5000 demonstrations; keeps the weights of the best evaluation."""
 
-    name: ClassVar[str] = "sft-best"
-    source: ClassVar[str] = "the paper, appendix H (SFT variants)"
-    keeps_best: ClassVar[bool] = True
-
-    examples: int = 5000
+    examples: Count = 5000
     """Number of demonstrations, taken from the start of the set."""
-    epochs: int = 3
+    epochs: Count = 3
     """Number of passes over these examples. The run ends after the last one, even if `steps` is not
     reached."""
-
-    def __post_init__(self) -> None:
-        require_at_least(1, self, "examples", "epochs")
 
     def sampling(self, completions: int) -> Sampling:
         return Sampling(limit_demos=self.examples, epochs=self.epochs)
 
 
 @dataclass(frozen=True)
-class SFTLight(SFTBest):
+class SFTLight(SFTBest, name="sft-light", keeps_best=False):
     """SFT for one epoch on 1000 demonstrations, stopped early when the loss stops falling.
 
     In a single epoch every batch is unseen, so its loss before the update is a validation loss.
     Training stops when the moving average of this loss has not fallen for `patience` steps.
     """
 
-    name: ClassVar[str] = "sft-light"
-    keeps_best: ClassVar[bool] = False
-
-    examples: int = 1000
+    examples: Count = 1000
     """Number of demonstrations, taken from the start of the set."""
-    epochs: int = 1
+    epochs: Count = 1
     """Number of passes over these examples. The run ends after the last one, even if `steps` is not
     reached."""
     patience: int = 5
@@ -100,13 +86,14 @@ class SFTLight(SFTBest):
 
 
 @dataclass(frozen=True)
-class ASFT(Method):
+class ASFT(
+    Method,
+    name="asft",
+    family="single signal",
+    source="arXiv 2509.23753",
+    cost="reference forward pass on the demonstrations, full-vocabulary KL",
+):
     """Weights demonstration tokens by p; penalizes the full-vocabulary KL to the initial policy."""
-
-    name: ClassVar[str] = "asft"
-    family: ClassVar[str] = "single signal"
-    source: ClassVar[str] = "arXiv 2509.23753"
-    cost: ClassVar[str] = "reference forward pass on the demonstrations, full-vocabulary KL"
 
     kl_weight: float = 0.1
     """Weight of the KL; the default of the released code."""
@@ -129,24 +116,21 @@ class ASFT(Method):
 
 
 @dataclass(frozen=True)
-class SFTThenRL(TokenWeighted):
+class SFTThenRL(
+    TokenWeighted,
+    name="sft-then-rl",
+    family="single signal",
+    source="the paper, section 4.1 (SFT-best + RL)",
+):
     """Only demonstrations for some steps, then rollouts, with or without demonstrations.
 
     The optimizer keeps its state.
     """
 
-    name: ClassVar[str] = "sft-then-rl"
-    family: ClassVar[str] = "single signal"
-    source: ClassVar[str] = "the paper, section 4.1 (SFT-best + RL)"
-
-    sft_steps: int = 400
+    sft_steps: Natural = 400
     """Number of SFT steps before RL starts."""
-    mu: float = 0.0
+    mu: Share = 0.0
     """Weight of the demonstrations afterwards, in [0, 1]."""
-
-    def __post_init__(self) -> None:
-        require(self.sft_steps >= 0, "sft_steps", self.sft_steps, "a number >= 0")
-        require(0 <= self.mu <= 1, "mu", self.mu, "a number in [0, 1]")
 
     def needs(self, step: int) -> StepNeeds:
         sft = step < self.sft_steps

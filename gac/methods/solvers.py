@@ -10,11 +10,12 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 
-from gac.errors import is_count, is_real, require, require_numbers, require_one_of
+from gac.config import NonNegative, Positive, PositiveShare, Range
+from gac.errors import is_count, is_real, require, require_one_of
 
 from .base import Mix, Observation, State, StepNeeds, TokenWeighted, Weights
 
@@ -80,11 +81,6 @@ def cross_gram(gram: torch.Tensor, sft_count: int) -> Cross:
     return (a, b), (c, d)
 
 
-def check_nonnegative(method: object, *names: str) -> None:
-    """Raise ValueError unless the fields are finite numbers >= 0."""
-    require_numbers(method, "a finite number >= 0", lambda x: x >= 0, *names)
-
-
 def check_preference(preference: tuple[float, float]) -> None:
     """Raise ValueError unless the shares of SFT and RL are valid."""
     ok = len(preference) == 2 and all(is_real(part) and part >= 0 for part in preference)
@@ -92,11 +88,8 @@ def check_preference(preference: tuple[float, float]) -> None:
 
 
 @dataclass(frozen=True)
-class GramSolver(TokenWeighted):
+class GramSolver(TokenWeighted, family="gradient solver", cost="second gradient buffer"):
     """Weights the two gradients by a function of their inner products."""
-
-    family: ClassVar[str] = "gradient solver"
-    cost: ClassVar[str] = "second gradient buffer"
 
     unit_rl: bool = False
     """Divide the RL gradient by its norm first, as the paper's baselines do."""
@@ -136,15 +129,12 @@ class GramSolver(TokenWeighted):
 
 
 @dataclass(frozen=True)
-class MGDA(GramSolver):
+class MGDA(GramSolver, name="mgda", source="arXiv 1810.04650"):
     """The shortest convex combination of the two gradients, which descends on both terms.
 
     Frank-Wolfe finds it in one step for two objectives, so the paper's number of iterations has no
     effect. A zero gradient gets all the weight: the point is Pareto-stationary.
     """
-
-    name: ClassVar[str] = "mgda"
-    source: ClassVar[str] = "arXiv 1810.04650"
 
     def closed_form(self, gram: Gram) -> Weights:
         a, b, c = gram.unit()
@@ -154,17 +144,11 @@ class MGDA(GramSolver):
 
 
 @dataclass(frozen=True)
-class PCGrad(GramSolver):
+class PCGrad(GramSolver, name="pcgrad", source="arXiv 2001.06782"):
     """Sum of the gradients; if they conflict, each first loses its component along the other."""
 
-    name: ClassVar[str] = "pcgrad"
-    source: ClassVar[str] = "arXiv 2001.06782"
-
-    threshold: float = 0.0
+    threshold: Annotated[float, Range("a cosine in [-1, 1]", lambda x: -1 <= x <= 1)] = 0.0
     """The cosine below which gradients conflict, in [-1, 1]; the paper tries -0.2, 0 and 0.2."""
-
-    def __post_init__(self) -> None:
-        require_numbers(self, "a cosine in [-1, 1]", lambda x: -1 <= x <= 1, "threshold")
 
     def closed_form(self, gram: Gram) -> Weights:
         if gram.cosine >= self.threshold or gram.sft == 0 or gram.rl == 0:
@@ -177,7 +161,7 @@ CANCELLED = 1e-7  # relative norm below which gradients cancel, in float32
 
 
 @dataclass(frozen=True)
-class CAGrad(GramSolver):
+class CAGrad(GramSolver, name="cagrad", source="arXiv 2110.14048"):
     """The direction with the best worst-case descent within a ball around the mean gradient.
 
     Minimizes g_w . g_0 + radius |g_0| |g_w| over g_w = x g_s + (1 - x) g_r, with the mean gradient
@@ -185,16 +169,13 @@ class CAGrad(GramSolver):
     direction descends on both; the weights are then (0.5, 0.5) if one gradient is zero, else 0.
     """
 
-    name: ClassVar[str] = "cagrad"
-    source: ClassVar[str] = "arXiv 2110.14048"
-
-    radius: float = 0.5
+    radius: NonNegative = 0.5
     """Radius of the ball in units of the mean gradient's norm, >= 0: the publication's c."""
     rescale: int = 0
     """0: none; 1: divide by 1 + radius^2; 2: by 1 + radius."""
 
     def __post_init__(self) -> None:
-        check_nonnegative(self, "radius")
+        super().__post_init__()
         require(self.rescale in (0, 1, 2), "rescale", self.rescale, "0, 1 or 2")
 
     def closed_form(self, gram: Gram) -> Weights:
@@ -222,7 +203,7 @@ OPPOSITE = 1e-7  # 1 + cosine below this is float32 rounding error
 
 
 @dataclass(frozen=True)
-class NashMTL(GramSolver):
+class NashMTL(GramSolver, name="nash-mtl", source="arXiv 2202.01017"):
     """The Nash bargaining solution: an update along the bisector of the two gradients.
 
     G w = 1 / w is solved exactly, w_i = 1 / (|g_i| sqrt(1 + cos)), so the paper's number of inner
@@ -231,18 +212,10 @@ class NashMTL(GramSolver):
     and the other gradient is normalized.
     """
 
-    name: ClassVar[str] = "nash-mtl"
-    source: ClassVar[str] = "arXiv 2202.01017"
-
-    max_norm: float | None = 1.0
+    max_norm: Positive | None = 1.0
     """Largest norm of the update, as published; null: no limit, and the norm is sqrt(2)."""
-    scale: float = 1.0
+    scale: Positive = 1.0
     """Scale of the update, the paper's "lr scale"; has almost no effect with AdamW."""
-
-    def __post_init__(self) -> None:
-        ok = self.max_norm is None or self.max_norm > 0
-        require(ok, "max_norm", self.max_norm, "a number > 0, or None")
-        require(self.scale > 0, "scale", self.scale, "a number > 0")
 
     def closed_form(self, gram: Gram) -> Weights:
         if gram.sft == 0 and gram.rl == 0:
@@ -259,16 +232,13 @@ PARALLEL = 1e-12  # 1 - cosine^2 below this: the Gram matrix has rank 1
 
 
 @dataclass(frozen=True)
-class AlignedMTL(GramSolver):
+class AlignedMTL(GramSolver, name="aligned-mtl", source="arXiv 2305.19000"):
     """Preference-weighted sum of the gradients after their principal components are equalized.
 
     w = sqrt(scale) G^(-1/2) preference. With parallel gradients or one zero gradient, only the
     component along their common direction remains; two zero gradients give the preference. Weights
     may be negative, so an update may raise one of the two losses.
     """
-
-    name: ClassVar[str] = "aligned-mtl"
-    source: ClassVar[str] = "arXiv 2305.19000"
 
     mode: Literal["min", "rmse"] = "min"
     """Common scale of the components: the smallest eigenvalue of G (min) or their mean (rmse)."""
@@ -298,18 +268,16 @@ class AlignedMTL(GramSolver):
 
 
 @dataclass(frozen=True)
-class SDMGrad(GramSolver):
+class SDMGrad(
+    GramSolver, name="sdmgrad", source="arXiv 2305.18409", cost="three more gradient buffers"
+):
     """MGDA whose inner products come from two independent halves of the batch.
 
     The publication draws three batches per step; here the halves give the weights and their mean
     gives the direction, without an extra backward pass. The inner loop is solved exactly.
     """
 
-    name: ClassVar[str] = "sdmgrad"
-    source: ClassVar[str] = "arXiv 2305.18409"
-    cost: ClassVar[str] = "three more gradient buffers"
-
-    regularization: float = 0.3
+    regularization: NonNegative = 0.3
     """Pull towards the preference, >= 0; 0 is MGDA."""
     preference: tuple[float, float] = (0.5, 0.5)
     """Shares of SFT and RL, >= 0."""
@@ -320,7 +288,7 @@ class SDMGrad(GramSolver):
                 "unit_rl=True is not supported: the RL gradients of the two halves have different "
                 "norms; use false"
             )
-        check_nonnegative(self, "regularization")
+        super().__post_init__()
         check_preference(self.preference)
 
     def needs(self, step: int) -> StepNeeds:
@@ -353,29 +321,26 @@ class SDMGrad(GramSolver):
 
 
 @dataclass(frozen=True)
-class MoCo(GramSolver):
+class MoCo(
+    GramSolver,
+    name="moco",
+    source="Fernando et al., ICLR 2023 (OpenReview dLAYGdKTi2)",
+    cost="four extra gradient buffers, two of them kept between steps",
+):
     """Each update moves the loss weights by one projected step; they weight average gradients.
 
     The averages y <- y + rate (g - y) also give the inner products, which are divided by their
     trace, so `lr` is dimensionless.
     """
 
-    name: ClassVar[str] = "moco"
-    source: ClassVar[str] = "Fernando et al., ICLR 2023 (OpenReview dLAYGdKTi2)"
-    cost: ClassVar[str] = "four extra gradient buffers, two of them kept between steps"
-
-    rate: float = 0.1
+    rate: PositiveShare = 0.1
     """beta in (0, 1]: y <- y + beta (g - y)."""
-    lr: float = 0.1
+    lr: NonNegative = 0.1
     """Step size of the weights, for inner products divided by their trace."""
-    decay: float = 0.5
+    decay: NonNegative = 0.5
     """`rate` and `lr` decay as (step + 1)^-decay."""
-    regularization: float = 0.0
+    regularization: NonNegative = 0.0
     """rho >= 0, added to the diagonal of the Gram matrix."""
-
-    def __post_init__(self) -> None:
-        require(0 < self.rate <= 1, "rate", self.rate, "a number in (0, 1]")
-        check_nonnegative(self, "lr", "decay", "regularization")
 
     def init(self) -> State:
         return {**super().init(), "weights": [0.5, 0.5], "step": 0}

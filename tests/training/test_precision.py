@@ -1,21 +1,17 @@
-"""bfloat16 arithmetic: float32 master weights, an equal reference, and weights that move."""
+"""bfloat16 arithmetic: float32 master weights, and an equal reference."""
 
 from __future__ import annotations
 
-import gzip
-import json
 import logging
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from gac.config import load
 from gac.train_config import TrainConfig
 from gac.training.trainer import Trainer
 from tests import ranks
-from tests.tiny import metrics, tiny_config, write_bpe_model, write_tiny
+from tests.tiny import metrics, tiny_config, write_tiny
 
 FSDP = {"mode": "fsdp"}
 MODES = {
@@ -69,38 +65,3 @@ def test_dropped_updates_are_measured(task: Path, tmp_path: Path, caplog) -> Non
     (line,) = [m for m in caplog.messages if "master_weights" in m]
     share = float(line.split("drops ")[1].split("%")[0])
     assert 90 < share <= 100
-
-
-def test_the_gsm8k_recipe_trains(tmp_path: Path, monkeypatch) -> None:
-    """At its own learning rate, in bfloat16; the exported model is bfloat16."""
-    rows = [{"prompt": f"{a}+1?", "solution": f"#### {a}", "answer": str(a)} for a in range(40)]
-    for part in ("train", "test"):
-        with gzip.open(tmp_path / f"gsm8k_{part}.jsonl.gz", "wt") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
-    write_bpe_model(tmp_path / "model", [str(row) for row in rows])
-    monkeypatch.setenv("GAC_DATA", str(tmp_path))
-    overrides = [
-        f"out={tmp_path / 'run'}",
-        f"model.path={tmp_path / 'model'}",
-        "model.random_init=true",
-        "reward=tests.tiny:digit_reward",
-        "steps=12",
-        "rollouts.num_prompts=2",
-        "rollouts.num_generations=4",
-        "rollouts.max_completion_length=8",
-        "demo_batch_size=4",
-        "eval.every=0",
-        "eval.max_completion_length=8",
-        "monitor_kl_every=1",
-    ]
-    config = load(TrainConfig, Path("examples/gsm8k.yaml"), overrides)
-    assert config.model.dtype == "bfloat16"
-    trainer = Trainer(config)
-    before = {n: p.detach().clone() for n, p in trainer.policy.named_parameters() if p.dim() > 1}
-    trainer.run()
-    assert metrics(tmp_path / "run")[0]["kl"] == 0
-    after = dict(trainer.policy.named_parameters())
-    changed = sum(int((after[name] != p).sum()) for name, p in before.items())
-    assert changed > 0.9 * sum(p.numel() for p in before.values())
-    exported = load_file(tmp_path / "run" / "model" / "model.safetensors")
-    assert {x.dtype for x in exported.values()} == {torch.bfloat16}

@@ -1,0 +1,92 @@
+"""Every recipe trains: at its own optimizer settings, the weights move and accuracy rises."""
+
+from __future__ import annotations
+
+import json
+import re
+import string
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from gac.config import load
+from gac.demo.task import make_tokenizer, model_config
+from gac.train_config import TrainConfig
+from gac.training.trainer import Trainer
+from tests.tiny import metrics
+
+ROOT = Path(__file__).parents[2]
+BLOCK = re.compile(r"^```yaml\n(.*?)^```", re.MULTILINE | re.DOTALL)
+PAGES = {
+    f"{page}-{i}": text
+    for page in ("train", "start")
+    for i, text in enumerate(BLOCK.findall((ROOT / "docs" / f"{page}.md").read_text()))
+}
+RECIPES = [*sorted(p.name for p in (ROOT / "examples").glob("*.yaml")), *PAGES]
+TEXT = string.digits + "+= "
+
+
+def write_rows(path: Path, data: Any) -> Path:
+    """Sums, with the fields that the configuration `data` names."""
+    templates = [t for t in (data.template, data.demo_template) if t]
+    named = {part[1] for t in templates for part in string.Formatter().parse(t) if part[1]}
+    rows = []
+    for a in range(64):
+        row = dict.fromkeys(named, "0")
+        row |= {data.prompt_field: f"{a}+1=", data.answer_field: f"{a + 1}"}
+        row |= {data.demo_field: f"{a}+1={a + 1}"} if data.demo_field else {}
+        row |= {
+            key: value if isinstance(value, str) else value[0] for key, value in data.where.items()
+        }
+        rows.append(json.dumps(row) + "\n")
+    path.write_text("".join(rows))
+    return path
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_weights_move(name: str, tmp_path: Path) -> None:
+    """Three steps change nearly every weight of a tiny model; the KL of step 0 is 0."""
+    file = tmp_path / "recipe.yaml"
+    file.write_text(PAGES.get(name, ""))
+    file = file if name in PAGES else ROOT / "examples" / name
+    recipe = load(TrainConfig, file, [])
+    text = TEXT + "".join(
+        {*(recipe.data.template or ""), *(recipe.data.demo_template or "")} - {*TEXT}
+    )
+    tokenizer = make_tokenizer(text)
+    tokenizer.save_pretrained(tmp_path / "model")
+    tiny = model_config(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id)
+    tiny.hidden_size, tiny.intermediate_size, tiny.num_hidden_layers = 32, 48, 2
+    tiny.layer_types, tiny.max_position_embeddings = None, 512
+    tiny.save_pretrained(tmp_path / "model")
+    rows = write_rows(tmp_path / "rows.jsonl", recipe.data)
+    config = load(
+        TrainConfig,
+        file,
+        [
+            f"out={tmp_path / 'run'}",
+            f"model.path={tmp_path / 'model'}",
+            "model.random_init=true",
+            f"data.prompts={rows}",
+            "data.demos=null",
+            "eval.data.prompts=null",
+            "eval.every=0",
+            "reward=tests.tiny:digit_reward",
+            "steps=3",
+            "rollouts.num_prompts=4",
+            "rollouts.max_completion_length=4",
+            "monitor_kl_every=3",
+        ],
+    )
+    trainer = Trainer(config)
+    before = {n: p.detach().clone() for n, p in trainer.policy.named_parameters() if p.dim() > 1}
+    trainer.run()
+    assert metrics(tmp_path / "run")[0]["kl"] == 0
+    after = dict(trainer.policy.named_parameters())
+    changed = sum(int((after[name] != p).sum()) for name, p in before.items())
+    assert changed > 0.9 * sum(p.numel() for p in before.values())
+    exported = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    assert {x.dtype for x in exported.values()} == {getattr(torch, config.model.dtype)}
