@@ -276,7 +276,9 @@ class CodeReward(Reward):
             for needed in (suite, replace(suite, returns=True)):
                 ran = self._check(suite.reference, task, needed)
                 failed = ran.problem or f"it ended with a {ran.ending}"
-                problem = ran.row_problem or ("" if all(ran.passed) else failed)
+                # how long a program takes depends on the machine: being slow shows nothing
+                good = all(ran.passed) or ran.ending in ("timeout", "stalled")
+                problem = ran.row_problem or ("" if good else failed)
                 if not problem:
                     break
             self._references[suite] = _Reference(suite if problem else needed, problem)
