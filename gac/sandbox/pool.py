@@ -212,7 +212,9 @@ class Pool:
                 self._discard(current)
             elif "failed" in ends:
                 problem = ends["failed"]
-            elif not all(_was_read(file) for file in files[: 2 if kind == "check" else 1]):
+            elif not all(  # both processes share the offset of a file
+                os.lseek(file, 0, os.SEEK_CUR) for file in files[: 2 if kind == "check" else 1]
+            ):
                 problem = f"a process exited before reading its input ({ends})"
             else:
                 return ends
@@ -249,11 +251,6 @@ def _memory_bytes() -> int:
         with contextlib.suppress(OSError, ValueError):  # not in a cgroup, or "max"
             sizes.append(int(Path("/sys/fs/cgroup", name).read_text()))
     return min(sizes)
-
-
-def _was_read(file: int) -> bool:
-    """Whether the confined process has read from `file`; both processes share its offset."""
-    return os.lseek(file, 0, os.SEEK_CUR) > 0
 
 
 @contextlib.contextmanager
