@@ -106,9 +106,10 @@ def run(work: Callable[..., Any], *args: Any, ranks: int, timeout: float = DEADL
         for rank in started:
             rank.process.join(5)
     failed = [result for result in results if isinstance(result, Failed)]
-    if failed:  # the others lost their connection to the first
+    if failed:  # the others lost their connection to the first, or to one that a signal ended
         first = min(failed, key=lambda result: result.time)
-        raise AssertionError(first.trace) from first.error
+        ended = [f"{r.name}: exit code {r.process.exitcode}" for r in started if r.process.exitcode]
+        raise AssertionError("\n".join([*ended, first.trace])) from first.error
     return results
 
 

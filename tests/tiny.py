@@ -55,7 +55,8 @@ def tiny_config(folder: Path, out: Path, **changes: Any) -> TrainConfig:
             },
             "reward": "tests.tiny:digit_reward",
             "rollouts": {"num_prompts": 4, "num_generations": 4, "max_completion_length": 5},
-            "micro_batch_size": 1000,  # all rows in one forward
+            # all rows in one forward
+            "micro_batch_size": None if "max_tokens_per_micro_batch" in changes else 1000,
             "eval": {
                 "data": {"prompts": str(folder / "eval.jsonl")},
                 "max_completion_length": 5,

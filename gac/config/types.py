@@ -2,12 +2,13 @@
 
 import difflib
 import enum
+import functools
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from gac.errors import ConfigError
+from gac.errors import ConfigError, is_count, is_real, require
 
 from .yaml_text import YamlError, parse_yaml
 
@@ -27,6 +28,48 @@ class Choice:
     """Returns name -> dataclass; a function, so that the table can be imported lazily."""
     family: Callable[[type], str] = lambda cls: "names"
     """Returns the heading under which the help lists a class."""
+
+
+class Range(NamedTuple):
+    """The valid values of a number, as part of a field's annotation; see `Checked`."""
+
+    use: str
+    """How an error describes them."""
+    valid: Callable[[float], bool] = lambda x: True
+
+
+Number = Annotated[float, Range("a finite number")]
+NonNegative = Annotated[float, Range("a number >= 0", lambda x: x >= 0)]
+Positive = Annotated[float, Range("a number > 0", lambda x: x > 0)]
+Share = Annotated[float, Range("a number in [0, 1]", lambda x: 0 <= x <= 1)]
+PositiveShare = Annotated[float, Range("a number in (0, 1]", lambda x: 0 < x <= 1)]
+Decay = Annotated[float, Range("a number in [0, 1)", lambda x: 0 <= x < 1)]
+Natural = Annotated[int, Range("an integer >= 0", is_count)]
+Count = Annotated[int, Range("an integer >= 1", functools.partial(is_count, minimum=1))]
+
+
+class Checked:
+    """Base class of dataclasses whose numbers must be finite and in the `Range` of their field."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a number outside of its range; None is left to the type."""
+        cls: Any = type(self)  # mypy does not see that a class can be hashed
+        for name, interval in _ranges(cls):
+            value = getattr(self, name)
+            ok = value is None or (is_real(value) and interval.valid(value))
+            require(ok, name, value, interval.use)
+
+
+@functools.cache
+def _ranges(cls: Any) -> list[tuple[str, Range]]:
+    """Each range in the annotations of `cls`, with the name of its field."""
+    return [
+        (name, extra)
+        for name, hint in get_type_hints(cls, include_extras=True).items()
+        for part in (hint, *get_args(hint))
+        for extra in getattr(part, "__metadata__", ())
+        if isinstance(extra, Range)
+    ]
 
 
 def setting(default: Any, *, only_with: str = "", may_change: bool = False) -> Any:
@@ -82,6 +125,8 @@ def choice_of(hint: Any) -> Choice | None:
 def type_name(hint: Any) -> str:
     """Format an annotation for the help: `float | null`, `list of int`, `a | b`."""
     origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return type_name(args[0])
     if origin in (Union, types.UnionType):
         return " | ".join(map(type_name, args))
     if origin is Literal:

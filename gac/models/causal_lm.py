@@ -130,6 +130,13 @@ def _training_config(config: ModelConfig) -> Any:
             f"model.path={config.path!r}: model type {model_config.model_type!r} is not a causal "
             "language model, the only kind that this trainer supports; give a decoder-only model"
         )
+    quantized = getattr(model_config, "quantization_config", None)
+    if quantized is not None:
+        raise ConfigError(
+            f"model.path={config.path!r}: the weights are quantized "
+            f"({quantized.get('quant_method')}), and QLoRA is not supported: give the "
+            "unquantized model, with model.lora and dtype: bfloat16 to save memory"
+        )
     parts = {id(part): part for part in (model_config, model_config.get_text_config(decoder=True))}
     for part in parts.values():
         if getattr(part, "output_router_logits", False):

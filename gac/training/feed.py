@@ -92,7 +92,7 @@ class Feed:
 
     def demo_rows(self, step: int) -> list[Row]:
         """This rank's demonstrations for `step`; empty if they do not come from a separate set."""
-        if not (self.separate_demos and self.method.needs(step).demos):
+        if not self.separate_demos:
             return []
         indices = self.demo_order.take(self.demo_batch_size, step)
         return self._own([demo_row(self.demos[i], self.demo_tokens) for i in indices])
@@ -131,21 +131,16 @@ class Feed:
         return rebalance(rollouts, self.unit) if self.uses_balancing else rollouts
 
     def check_budgets(self, config: TrainConfig) -> int:
-        """Check the token budgets; return the maximum length of a prompt with its response.
+        """Check the rows' tokens; return the maximum length of a prompt with its response.
 
-        Raises ConfigError if a row of the run may exceed a token budget or the model's positions,
-        or has a token that is not in the model's vocabulary.
+        Raises ConfigError if a row of the run may exceed the budget of generation or the model's
+        positions, or has a token that is not in the model's vocabulary.
         """
         check_tokens(config.model, self.tokenizer, itertools.chain(*self.sources()))
         rollouts = config.rollouts
-        row = self.longest_row(rollouts.max_completion_length)
-        check_budget(
-            "max_tokens_per_micro_batch", config.max_tokens_per_micro_batch, row, self.unit
-        )
-        check_positions(config.model, row)
+        check_positions(config.model, self.longest_row(rollouts.max_completion_length))
         longest = self.longest_start() + rollouts.max_completion_length
-        tokens, unit = rollouts.generation_batch_tokens, rollouts.num_generations
-        check_budget("rollouts.generation_batch_tokens", tokens, longest, unit)
+        check_budget(rollouts.generation_batch_tokens, longest, rollouts.num_generations)
         return longest
 
     def longest_start(self) -> int:

@@ -121,25 +121,29 @@ def _check_sketch(config: TrainConfig, model: nn.Module) -> None:
 
 
 def _micro_batches(config: TrainConfig, *models: nn.Module | None) -> MicroBatches:
-    """Micro-batching of the run: packed if there is a token budget and every model supports it."""
-    packed = config.max_tokens_per_micro_batch is not None
-    for model in filter(None, models):
-        if packed and not _supports_packing(model):
-            packed = False
-            logger.warning(
-                "max_tokens_per_micro_batch=%s: this model does not keep packed rows separate; "
-                "padding rows of similar length instead",
-                config.max_tokens_per_micro_batch,
-            )
-        reshard(model)
-    completions = config.rollouts.num_generations
+    """Micro-batching of the run: packed if `packing` allows it and every model supports it."""
+    completions, tokens = config.rollouts.num_generations, config.max_tokens_per_micro_batch
     unit = config.method.sampling(completions).unit(completions)
-    return MicroBatches(config.micro_batch_size, config.max_tokens_per_micro_batch, packed, unit)
+    packed = tokens is not None and config.packing is not False
+    packed = packed and all(_packs(model, config.packing) for model in models if model is not None)
+    if tokens is not None:
+        logger.info("micro-batches: %s rows", "packed" if packed else "padded")
+    if config.packing and not packed:
+        logger.warning(
+            "packing=true: this model does not keep packed rows separate; padding rows of similar "
+            "length instead"
+        )
+    return MicroBatches(config.micro_batch_size, tokens, packed, unit)
 
 
-def _supports_packing(model: nn.Module) -> bool:
-    """Whether the model supports packing; if not, falls back to PyTorch's SDPA and tests again."""
-    return supports_packing(model) or (disable_row_attention(model) and supports_packing(model))
+def _packs(model: nn.Module, forced: bool | None) -> bool:
+    """Whether the model supports packing and attends row by row, or is `forced` to pack.
+
+    A model that attends row by row, but not to packed rows, gets PyTorch's SDPA back.
+    """
+    packs = supports_packing(model) or (disable_row_attention(model) and supports_packing(model))
+    reshard(model)
+    return packs and (bool(forced) or attends_by_row(model))
 
 
 def _build_model(
@@ -148,8 +152,7 @@ def _build_model(
     """Load the initial model on all ranks, in shards if the run is sharded, and `prepare` it."""
     loading = setup.sharded_loading(accelerator, config.parallel)
     model = run_on_all_ranks(lambda: make_model(config.model, config.seed, loading, training=True))
-    may_pack = config.max_tokens_per_micro_batch is not None or config.micro_batch_size is None
-    if may_pack and accelerator.device.type == "cpu":
+    if config.micro_batch_size is None and accelerator.device.type == "cpu":
         enable_row_attention(model)
     if loading is None:
         check_head(model)
@@ -168,56 +171,33 @@ SAMPLE = 64  # tokens per row in the measurement of the memory per token
 
 
 def choose_micro_batches(
-    config: TrainConfig,
-    accelerator: Accelerator,
-    policy: nn.Module,
-    reference: nn.Module | None,
-    longest: int,
-    unit: int,
+    config: TrainConfig, accelerator: Accelerator, policy: nn.Module, longest: int
 ) -> TrainConfig:
     """`config` with `max_tokens_per_micro_batch` or `micro_batch_size` set, the same on all ranks.
 
-    Rows are packed if packed rows agree with separate ones and attention is computed row by row;
-    otherwise packing would cost more than padding.
-
-    Args:
-        longest: tokens of the longest possible row.
-        unit: number of rows that are never split.
+    longest: tokens of the longest possible row.
     """
-    if config.micro_batch_size is not None or config.max_tokens_per_micro_batch is not None:
-        return config
-    packed = all(packs_by_row(model) for model in (policy, reference) if model is not None)
-    free = free_memory(accelerator.device)
-    parameters = [local(p).nbytes for p in policy.parameters() if p.requires_grad]
-    free = max(free - 3 * sum(parameters), 0)  # gradients and AdamW's two moments come later
-    per_token = activation_bytes(accelerator.unwrap_model(policy), min(longest, SAMPLE))
-    fitting = -collectives.largest([-SHARE * free / per_token])[0]
-    most = MOST.get(accelerator.device.type, MOST["cuda"])
-    # a power of two, so that runs with similar memory have the same results
-    tokens = min(most, 2 ** int(math.log2(max(fitting, 1))))
-    reason = "the maximum" if tokens == most else f"{free / 1e9:.2g} GB are free"
-    if packed:
-        tokens = max(tokens, longest * unit)
-        logger.info("max_tokens_per_micro_batch=%d, with packed rows (%s)", tokens, reason)
-        return dataclasses.replace(config, max_tokens_per_micro_batch=tokens)
-    rows = max(tokens // longest, unit)
-    logger.info(
-        "micro_batch_size=%d, with padded rows (%s): this model does not keep packed rows "
-        "separate, or does not compute their attention row by row",
-        rows,
-        reason,
-    )
-    return dataclasses.replace(config, micro_batch_size=rows)
-
-
-def packs_by_row(model: nn.Module) -> bool:
-    """Whether the model supports packed rows and computes their attention row by row."""
-    if supports_packing(model):
-        reshard(model)
-        return attends_by_row(model)
-    reshard(model)
-    disable_row_attention(model)
-    return False
+    tokens = config.max_tokens_per_micro_batch
+    if tokens is None and config.micro_batch_size is None:
+        free = free_memory(accelerator.device)
+        parameters = [local(p).nbytes for p in policy.parameters() if p.requires_grad]
+        free = max(free - 3 * sum(parameters), 0)  # gradients and AdamW's two moments come later
+        per_token = activation_bytes(accelerator.unwrap_model(policy), min(longest, SAMPLE))
+        fitting = -collectives.largest([-SHARE * free / per_token])[0]
+        most = MOST.get(accelerator.device.type, MOST["cuda"])
+        # a power of two, so that runs with similar memory have the same results
+        tokens = min(most, 2 ** int(math.log2(max(fitting, 1))))
+        reason = "the maximum" if tokens == most else f"{free / 1e9:.2g} GB are free"
+        logger.info("max_tokens_per_micro_batch=%d (%s)", tokens, reason)
+        config = dataclasses.replace(config, max_tokens_per_micro_batch=tokens)
+    if tokens is not None and tokens < longest:
+        logger.warning(
+            "max_tokens_per_micro_batch=%d: rows may have up to %d tokens; a longer row is a "
+            "micro-batch of its own and needs more memory",
+            tokens,
+            longest,
+        )
+    return config
 
 
 def free_memory(device: torch.device) -> float:

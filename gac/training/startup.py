@@ -117,15 +117,14 @@ def check_space(out: Path, model: nn.Module, checkpoints: int) -> None:
         )
 
 
-def check_budget(key: str, tokens: int | None, longest: int, unit: int) -> None:
-    """Raise ConfigError if `unit` rows of `longest` tokens exceed `tokens`, the value of `key`."""
-    need = longest * unit
+def check_budget(tokens: int | None, longest: int, rollouts: int) -> None:
+    """Raise ConfigError if a prompt's `rollouts` of `longest` tokens exceed the budget `tokens`."""
+    need = longest * rollouts
     if tokens is not None and tokens < need:
-        rows = "the longest row" if unit == 1 else f"{unit} rows that stay together"
         raise ConfigError(
-            f"{key}={tokens}: {rows} (prompt and response) may have {need} tokens: use {need} or "
-            "more, or lower rollouts.max_completion_length, data.max_prompt_tokens or "
-            "data.max_demo_tokens"
+            f"rollouts.generation_batch_tokens={tokens}: the {rollouts} rollouts of a prompt may "
+            f"have {need} tokens: use {need} or more, or lower rollouts.max_completion_length or "
+            "data.max_prompt_tokens"
         )
 
 

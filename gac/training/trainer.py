@@ -128,9 +128,7 @@ class Trainer:
             config,
             self.accelerator,
             self.model,
-            self.reference,
             self.feed.longest_row(config.rollouts.max_completion_length),
-            self.feed.unit,
         )
         self.feed.sized_in_tokens = config.max_tokens_per_micro_batch is not None
         if self.accelerator.is_main_process:
@@ -335,8 +333,9 @@ class Trainer:
     def _sample(self) -> list[Row]:
         """This rank's rollouts and demonstrations."""
         setup.seed(self._seed)
-        self.rollouts = self._roll_out() if self.needs(self.step).rollouts else None
-        rows = self.feed.demo_rows(self.step)
+        needs = self.needs(self.step)
+        self.rollouts = self._roll_out() if needs.rollouts else None
+        rows = self.feed.demo_rows(self.step) if needs.demos else []
         if self.rollouts:
             rows = self.rollouts.rows + rows
             if self.step % self.config.rollouts.num_iterations == 0:

@@ -41,12 +41,18 @@ class Run(NamedTuple):
     gradients: list[Gradient]  # one, after `train`
 
 
-def own_trainer(folder: Path, micro_batches: int, ranks: int) -> Run:
-    """`gac train`, with as many demonstrations as rollouts."""
+def own_trainer(folder: Path, micro_batches: int, ranks: int, **budget: Any) -> Run:
+    """`gac train`, with as many demonstrations as rollouts.
+
+    budget: of tokens, for two micro-batches or more.
+    """
     engines.generate = fixed_responses  # runs in its own process
-    size = 2 * ROWS // (micro_batches * ranks)
-    changes = {"micro_batch_size": size, "demo_batch_size": ROWS}
-    trainer = Trainer(tiny_config(folder, folder / f"{micro_batches}", **changes))
+    size = {"micro_batch_size": 2 * ROWS // (micro_batches * ranks)}
+    if budget and micro_batches > 1:  # 40 tokens, or 10: less than most rows have
+        size = {"max_tokens_per_micro_batch": 70 - 15 * micro_batches, **budget}
+    changes = {**size, "demo_batch_size": ROWS}
+    trainer = Trainer(tiny_config(folder, folder / f"{ranks}-{micro_batches}", **changes))
+    assert trainer.gradients.forward.micro.packed == (size.get("packing") is True)
     gradients: list[Gradient] = []
 
     def record(*_: object) -> None:
@@ -109,13 +115,14 @@ def trl(kind: Any, folder: Path, micro_batches: int, ranks: int) -> Run:
         "gradient_accumulation_steps": micro_batches,
         "num_generations": 2,
     }
-    write_model(folder / "model")
     trainer, recorder = trl_task.make_trainer(folder / "model", folder, GivenRollouts, **options)
     return Run(trainer.model, trainer.train, recorder.gradients)
 
 
 TRAINERS: dict[str, Callable[[Path, int, int], Run]] = {
     "gac train": own_trainer,
+    "gac train, padded": lambda *arguments: own_trainer(*arguments, packing=False),
+    "gac train, packed": lambda *arguments: own_trainer(*arguments, packing=True),
     "transformers.Trainer, fuse": transformers_trainer,
     "FusedGRPOTrainer": lambda *arguments: trl(FusedGRPOTrainer, *arguments),
     "GACTrainer": lambda *arguments: trl(GACTrainer, *arguments),
@@ -169,12 +176,10 @@ def gradients(name: str, folder: Path, ranks: int) -> dict[tuple[str, int], Grad
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_micro_batches_and_ranks_do_not_change_the_gradient(name: str, tmp_path: Path) -> None:
-    folders = [tmp_path / f"{ranks}" for ranks in (1, 2)]
-    for folder in folders:
-        folder.mkdir()
-        write_tiny(folder, demos=ROWS)
-    (alone,) = processes.run(gradients, name, folders[0], 1, ranks=1)
-    together = processes.run(gradients, name, folders[1], 2, ranks=2)
+    write_tiny(tmp_path, demos=ROWS)
+    write_model(tmp_path / "model")  # before the ranks read it
+    (alone,) = processes.run(gradients, name, tmp_path, 1, ranks=1)
+    together = processes.run(gradients, name, tmp_path, 2, ranks=2)
     expected = alone["", 1]
     for found in (alone, *together):
         for (bug, count), gradient in found.items():

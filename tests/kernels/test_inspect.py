@@ -14,6 +14,7 @@ pytest.importorskip("triton", reason="needs triton")
 
 _CODE = """
 import json
+from bench.sass import per_logit
 from gac_kernels import inspect
 reports = []
 kernels = {}
@@ -23,7 +24,9 @@ for i, configuration in enumerate(configurations):
     if kernels.setdefault(configuration[1].kernel.__name__, i) == i:
         architectures.append("gfx942")
     for arch in architectures:
-        reports.append(inspect.compile_triton(configuration, arch)._replace(assembly="")._asdict())
+        report = inspect.compile_triton(configuration, arch)
+        counts = {} if arch == "gfx942" else per_logit(report)._asdict()
+        reports.append(report._replace(assembly="")._asdict() | counts)
 print(json.dumps(reports))
 """
 
@@ -164,7 +167,7 @@ LOOPS = """
 
 def test_passes_are_the_cheapest_loops() -> None:
     """Code that a branch skips is not counted; a predicated exponential is not a logit."""
-    from gac_kernels.inspect_sass import passes
+    from bench.sass import passes
 
     assert passes(LOOPS) == (9 / 4, 6 / 4)
 

@@ -164,6 +164,12 @@ def test_only_causal_models_are_trained(tmp_path) -> None:
     AutoConfig.for_model("t5").save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="model type 't5' is not a causal language model"):
         _training_config(ModelConfig(path=str(tmp_path)))
+    quantized = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    AutoConfig.for_model("llama", quantization_config=quantized).save_pretrained(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"quantized \(bitsandbytes\), and QLoRA is not supported"
+    ):
+        _training_config(ModelConfig(path=str(tmp_path)))
 
 
 def test_padding_uses_the_eos_token_only_if_there_is_no_other(tmp_path) -> None:

@@ -100,17 +100,6 @@ def test_each_group_of_rows_is_balanced_by_itself():
     ]
 
 
-@pytest.mark.parametrize(("unit", "what"), [(1, "a row"), (2, "a unit of 2 rows")])
-def test_rows_may_have_as_many_tokens_as_a_micro_batch(unit, what):
-    rows = [Row((5,) * 10, 1, False, 1.0, i) for i in range(4)]
-    assert len(MicroBatches(tokens=10 * unit, unit=unit).split(rows)) == 4 // unit
-    message = (
-        f"max_tokens_per_micro_batch={10 * unit - 1}: this step has {what} with {10 * unit} tokens"
-    )
-    with pytest.raises(ValueError, match=message):
-        MicroBatches(tokens=10 * unit - 1, unit=unit).split(rows)
-
-
 def long_tailed_responses(model, tokenizer, prompts, *, num_generations, **_):
     """Fake generation that depends only on the prompt: 30 tokens, or 1 to 3 for half of them."""
     responses = []

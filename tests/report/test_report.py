@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import socket
 import threading
 import urllib.error
 import urllib.request
@@ -14,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gac.errors import ConfigError
 from gac.report import find_runs, plots, results_table, write_report
 from gac.report.groups import caution, differences, group_runs
 from gac.report.page import headline
@@ -30,7 +32,7 @@ from gac.report.statistics import (
     variance,
 )
 from gac.report.table import Column, context_of, summarize, write_cell
-from gac.report.watch import make_server
+from gac.report.watch import make_server, serve
 
 STEPS = 40
 
@@ -413,26 +415,39 @@ def test_plots_are_files_next_to_the_page(report):
     assert "stroke: #0072b2" in mu and "dc:date" not in mu  # the first group's line, no date
 
 
-def test_a_watched_report_follows_the_run(tmp_path):
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "metrics.jsonl").write_text('{"step": 1, "mu": 0.5}\n')
-    (run / "eval.jsonl").write_text('{"step": 1, "accuracy": 0.5}\n')
-    with make_server([run], tmp_path / "out", 0) as server:
+def test_a_watched_report_follows_the_runs(tmp_path):
+    """From an empty folder to a second run, with a connection that sends nothing."""
+    runs = tmp_path / "runs"
+
+    def write(name: str, accuracy: float, number: int) -> None:
+        (runs / name).mkdir(exist_ok=True)
+        (runs / name / "metrics.jsonl").write_text('{"step": 1, "mu": 0.5}\n')
+        with (runs / name / "eval.jsonl").open("a") as file:
+            file.write(f'{{"step": {number}, "accuracy": {accuracy}}}\n')
+        os.utime(runs / name / "eval.jsonl", (2e9 + number, 2e9 + number))
+
+    with pytest.raises(ConfigError, match="runs: no such folder"):
+        serve([runs])
+    runs.mkdir()
+    with make_server([runs], tmp_path / "out", 0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}/"
+        with pytest.raises(ConfigError, match=f"--port {server.server_port}: .* already in use"):
+            make_server([runs], tmp_path / "out", server.server_port)
         pages = []
-        for _ in range(2):
-            with urllib.request.urlopen(address, timeout=600) as answer:
-                assert answer.headers["Refresh"] == "10"
-                pages.append(answer.read().decode())
-            with (run / "eval.jsonl").open("a") as file:
-                file.write('{"step": 99, "accuracy": 0.0625}\n')
-            os.utime(run / "eval.jsonl", (2e9, 2e9))
+        with socket.create_connection(("127.0.0.1", server.server_port)):
+            for change in ("", ("first", 0.5, 1), ("first", 0.0625, 2), ("second", 0.9375, 3)):
+                if change:
+                    write(*change)
+                with urllib.request.urlopen(address, timeout=600) as answer:
+                    assert answer.headers["Refresh"] == "10"
+                    pages.append(answer.read().decode())
         with pytest.raises(urllib.error.HTTPError, match="404"):
             urllib.request.urlopen(f"{address}config.yaml", timeout=120)
         server.shutdown()
-    assert ["6.2%" in page for page in pages] == [False, True]
+    assert pages[0].startswith(f"<p>Waiting: {runs}: no runs found")
+    shown = [[number in page for number in ("50.0%", "6.2%", "93.8%")] for page in pages[1:]]
+    assert shown[0] == [True, False, False] and shown[1][1:] == [True, False] and shown[2][2]
 
 
 def test_terminal_table_is_aligned_and_complete(report):

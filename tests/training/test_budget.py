@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from types import SimpleNamespace
 
 import pytest
-import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from gac.config import load
+from gac.data.rows import MicroBatches
 from gac.faults import checkpoint
 from gac.models import head
 from gac.models.causal_lm import attach_head
@@ -24,8 +23,6 @@ from tests import ranks
 from tests.tiny import metrics, tiny_config
 from tests.training.test_packing import make
 
-CPU = SimpleNamespace(device=torch.device("cpu"), unwrap_model=lambda model: model)
-
 
 def default_config(task, out, **changes):
     return tiny_config(task, out, micro_batch_size=None, eval={}, **changes)
@@ -37,7 +34,8 @@ def test_default_packs_rows(task, tmp_path, caplog):
     assert (
         packed.gradients.forward.micro.packed and packed.config.max_tokens_per_micro_batch == 2048
     )
-    assert caplog.text.count("max_tokens_per_micro_batch=2048, with packed rows (the maximum)") == 1
+    for line in ("max_tokens_per_micro_batch=2048 (the maximum)", "micro-batches: packed rows"):
+        assert caplog.text.count(line) == 1
 
 
 def test_resumed_run_keeps_its_budget(task, tmp_path, monkeypatch):
@@ -59,11 +57,12 @@ def test_resumed_run_keeps_its_budget(task, tmp_path, monkeypatch):
         assert find_checkpoint(changed, True) == (changed, checkpoint.newest(out / "checkpoints"))
 
 
-def test_budget_holds_the_longest_rows_that_stay_together(task, tmp_path, monkeypatch):
+def test_rows_that_exceed_a_small_budget_are_trained_alone(task, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(budget, "free_memory", lambda device: 0)
     trainer = Trainer(default_config(task, tmp_path / "run", method="dpo"))
-    longest, unit = trainer.feed.longest_row(5), trainer.feed.unit
-    assert unit == 2 and trainer.config.max_tokens_per_micro_batch == longest * unit
+    assert trainer.feed.unit == 2 and trainer.config.max_tokens_per_micro_batch == 1
+    longest = trainer.feed.longest_row(5)
+    assert f"max_tokens_per_micro_batch=1: rows may have up to {longest} tokens" in caplog.text
     trainer._train_step()
 
 
@@ -78,17 +77,19 @@ def test_models_that_do_not_gain_from_packing_are_padded(kind, caplog):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **tokens))
         attach_head(model)
     with caplog.at_level(logging.INFO, "gac"):
-        chosen = budget.choose_micro_batches(load(TrainConfig, {}), CPU, model, None, 100, 1)
-    assert (chosen.micro_batch_size, chosen.max_tokens_per_micro_batch) == (20, None)
+        config = load(TrainConfig, {"max_tokens_per_micro_batch": 64})
+        assert budget._micro_batches(config, model) == MicroBatches(tokens=64, packed=False)
     (message,) = [r.getMessage() for r in caplog.records if r.name.startswith("gac")]
-    assert message.startswith("micro_batch_size=20, with padded rows")
+    assert message == "micro-batches: padded rows"
 
 
 def test_reference_that_cannot_be_packed_is_padded_too():
     policy, reference = make("qwen3"), make("qwen3", "eager")
-    assert head.enable_row_attention(policy) and budget.packs_by_row(policy)
-    chosen = budget.choose_micro_batches(load(TrainConfig, {}), CPU, policy, reference, 100, 8)
-    assert (chosen.micro_batch_size, chosen.max_tokens_per_micro_batch) == (20, None)
+    config = load(TrainConfig, {"max_tokens_per_micro_batch": 64})
+    assert head.enable_row_attention(policy) and budget._micro_batches(config, policy).packed
+    assert not budget._micro_batches(config, policy, reference).packed
+    forced = dataclasses.replace(config, packing=True)
+    assert budget._micro_batches(forced, policy, reference).packed
 
 
 @pytest.mark.parametrize(

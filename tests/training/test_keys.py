@@ -68,7 +68,7 @@ VALUES: dict[str, Any] = {  # of the keys whose type does not suggest another va
     "rollouts.generation_batch_tokens": 40,
     "rollouts.function": f"{HERE}:two_tokens",
     "rollouts.engine": "paged",
-    "rollouts.vllm.url": "http://127.0.0.1:1",
+    "rollouts.vllm.urls": ["http://127.0.0.1:1"],
     "rollouts.vllm.model": "other",
     "rollouts.vllm.weights": "nccl",
     "rollouts.vllm.folder": "other",
@@ -92,6 +92,7 @@ VALUES: dict[str, Any] = {  # of the keys whose type does not suggest another va
     "optim.schedule": "constant",
     "optim.betas": [0.5, 0.5],
     "max_tokens_per_micro_batch": 40,
+    "packing": False,
     "eval.reward": "exact",
     "eval.stop": [*"0123456789"],
     "eval.split_field": "op",
@@ -148,6 +149,8 @@ IN_RUN: dict[str, dict[str, Any]] = {  # keys that act only if something happens
         "rollouts.num_generations": 3,
     },  # all are 0
     "kl_sample_size": {"monitor_kl_every": 1},
+    "max_tokens_per_micro_batch": {"micro_batch_size": None},
+    "packing": {"micro_batch_size": None, "max_tokens_per_micro_batch": 40},
     "loss.dual_clip": {"rollouts.num_generations": 6},
     **{
         f"loss.gradient_filter.{f.name}": {"loss.gradient_filter": FILTER}
