@@ -41,7 +41,7 @@ def run(command: str, folder: str) -> str:
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, SIZE)
     arguments = ["timeout", str(SECONDS), sys.executable, "-m", "gac.cli", *command.split()]
     environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "NO_COLOR")}
-    environment |= {"PYTHONPATH": os.getcwd(), "TERM": "xterm"}
+    environment |= {"PYTHONPATH": str(Path.cwd()), "TERM": "xterm"}
     streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
     with subprocess.Popen(arguments, cwd=folder, env=environment, **streams) as process:
         os.close(theirs)
