@@ -424,6 +424,8 @@ def test_the_reference_shows_that_a_row_is_broken(reward):
     assert "own answer fails: setup" in row_error(reward, GOOD, answer=GOOD, **setup)
     assert score(reward, GOOD, answer=right, **setup) == 0.0
     assert score(reward, right, answer=right, **setup) == 1.0
+    endless = "def add(a, b):\n  while True: pass"  # slow, which shows nothing about the row
+    assert score(reward, f"{GOOD} + 1", tests=BROKEN, answer=endless) == 0.0
 
 
 def test_rows_that_run_the_programs_text_are_refused(reward):
