@@ -1,6 +1,6 @@
 """Runs each adapter's tests against the real package, in a separate environment.
 
-    python -m tests.integrations.environments [NAME ...]
+    python -m tools.environments [NAME ...]
 
 Each file in requirements/integrations defines one environment; its name starts with the package
 name. Each line of trl.txt defines one too: the project's own packages with another TRL, such as
@@ -22,7 +22,7 @@ import venv
 from pathlib import Path
 from xml.etree import ElementTree
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 ENVIRONMENTS = ROOT / ".venv/integrations"
 PAGE = ROOT / "docs/integrations/trl.md"
 FILES = {path.stem: path for path in sorted((ROOT / "requirements/integrations").glob("*.txt"))}
@@ -96,6 +96,7 @@ def run(name: str) -> dict[str, int]:
 
 
 def has_fused_head(name: str) -> bool:
+    """Whether TRL in this environment has a head that we can replace."""
     env = {**os.environ, "PYTHONPATH": f"{ENVIRONMENTS / name}{os.pathsep}{ROOT}"}
     command = [sys.executable, "-W", "ignore", "-c", HOOK]
     output = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
@@ -120,6 +121,7 @@ def write_table(results: dict[str, dict[str, int]]) -> None:
 
 
 def main(names: list[str]) -> int:
+    """Test the environments of these names, or all."""
     known = [*TRL, *FILES]
     unknown = sorted(set(names) - set(known))
     if unknown:
