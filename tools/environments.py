@@ -50,9 +50,9 @@ def build(name: str) -> tuple[Path, Path | None]:
     if stamp.is_file() and stamp.read_text() == digest:
         return python, packages
     print(f"building {folder}", flush=True)
-    pip = [python, "-m", "pip", "install", "-q", "--no-deps"]
+    pip = [str(python), "-m", "pip", "install", "-q", "--no-deps"]
     if packages is not None:
-        subprocess.run([*pip, "--upgrade", "--target", folder, *pins], check=True)
+        subprocess.run([*pip, "--upgrade", "--target", str(folder), *pins], check=True)
     else:
         venv.create(folder, clear=True, with_pip=True)
         torch = next(line for line in pins if line.startswith("torch=="))
@@ -83,8 +83,8 @@ def run(name: str) -> dict[str, int]:
     tests = sorted((ROOT / "tests/integrations").glob(f"test_{package}*.py"))
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [python, "-m", "pytest", "-q", "-W", "ignore", f"--junitxml={report}", *tests]
-        code = subprocess.run(command, cwd=ROOT, env=env, check=False).returncode
+        command = [python, "-m", "pytest", "-q", "-W", "ignore", f"--junitxml={report}"]
+        code = subprocess.run([*command, *tests], cwd=ROOT, env=env, check=False).returncode
         if not report.is_file():
             return {"passed": 0, "skipped": 0, "failed": 1}
         suite = ElementTree.parse(report).getroot()[0]
