@@ -83,7 +83,7 @@ def run(name: str) -> dict[str, int]:
     tests = sorted((ROOT / "tests/integrations").glob(f"test_{package}*.py"))
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [python, "-m", "pytest", "-q", "-W", "ignore", f"--junitxml={report}"]
+        command = [str(python), "-m", "pytest", "-q", "-W", "ignore", f"--junitxml={report}"]
         code = subprocess.run([*command, *tests], cwd=ROOT, env=env, check=False).returncode
         if not report.is_file():
             return {"passed": 0, "skipped": 0, "failed": 1}

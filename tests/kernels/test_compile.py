@@ -169,7 +169,7 @@ def test_autocast_no_grad_a_frozen_weight_and_another_mu() -> None:
 
 @pytest.mark.slow(reason="compiles every function")
 def test_every_function_with_dynamic_shapes_and_numbers() -> None:
-    """The graph does not depend on the backend. The numbers of the spec must not become its text."""
+    """The graph depends on neither the backend nor the numbers of the spec."""
     backend = require_backend("native")
     torch.compiler.reset()
     compiled = torch.compile(every_function, fullgraph=True, backend="aot_eager", dynamic=True)
