@@ -73,19 +73,19 @@ Plain = Mapping[str, Any] | None  # a state in plain JSON types; None: no state
 
 def is_suspect(plain: Plain) -> bool:
     """Whether the alarm is on, given its serialized state."""
-    return plain is not None and AlarmState.of(plain).suspect
+    return plain is not None and bool(plain["suspect"])
 
 
 def alarm_message(before: Plain, after: Plain) -> str | None:
     """Log message if the alarm was raised or cleared, else None."""
     if after is None or is_suspect(before) == is_suspect(after):
         return None
-    new = AlarmState.of(after)
-    if not new.suspect:
-        return f"the demonstration loss fell to {new.level:.3g}: demonstrations are used again"
+    if not is_suspect(after):
+        level = after["level"]
+        return f"the demonstration loss fell to {level:.3g}: demonstrations are used again"
     return (
-        f"the demonstration loss jumped to {new.shifted:.3g}: the demonstrations are assumed to be "
-        "wrong and are ignored; if they are correct, use a method without an alarm, such as "
+        f"the demonstration loss jumped to {after['shifted']:.3g}: the demonstrations are assumed "
+        "to be wrong and are ignored; if they are correct, use a method without an alarm, such as "
         "constant"
     )
 
@@ -153,6 +153,16 @@ class Alarm(Checked):
         if state is None:
             return AlarmState(loss, 0.0, 1, loss), False
         return (self._while_on if state.suspect else self._while_off)(state, loss)
+
+    def update_plain(
+        self, plain: Plain, loss: float | None, losses: Sequence[float] | None
+    ) -> dict[str, Any] | None:
+        """`update` of a state from `AlarmState.to_plain`, in the same plain JSON types."""
+        state = None
+        if plain is not None:
+            state = AlarmState(**{**plain, "sources": tuple(plain["sources"])})
+        after, _ = self.update(state, loss, losses)
+        return None if after is None else after.to_plain()
 
     def _typical_error(self, state: AlarmState) -> float:
         smallest = self.min_scale * abs(state.level)

@@ -30,27 +30,30 @@ class PagedConfig(Checked):
 
 @dataclass(frozen=True)
 class VLLMConfig(Checked):
-    """Settings of the `vllm` engine's server, which is started separately from the trainer."""
+    """Settings of the `vllm` engine's servers, which are started separately from the trainer."""
 
-    url: str = "http://localhost:8000"
-    """Base URL of the server."""
+    urls: tuple[str, ...] = ("http://localhost:8000",)
+    """Base URL of each server. They share the prompts equally."""
     model: str | None = None
-    """Name or folder of the served model, as the server reports it; null: `model.path`."""
+    """Name or folder of the served model, as the servers report it; null: `model.path`."""
     weights: str = "disk"
-    """How the server receives the weights before each sampling. disk: through a folder shared with
-    the trainer. nccl: by TRL's transfer between GPUs, which needs vllm in the trainer's environment
-    too."""
+    """How the servers receive the weights before each sampling. disk: through a folder shared with
+    the trainer. nccl: by TRL's transfer between GPUs, to a single server, which needs vllm in the
+    trainer's environment too."""
     folder: str | None = None
-    """disk: the shared folder, under the same path for both, e.g. in /dev/shm; null: in the run
+    """disk: the shared folder, under the same path for all, e.g. in /dev/shm; null: in the run
     directory."""
     timeout: Positive = 600.0
     """Request timeout in seconds."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        is_url = self.url.startswith(("http://", "https://"))
-        require(is_url, "url", self.url, "a URL that begins with http:// or https://")
+        valid = all(url.startswith(("http://", "https://")) for url in self.urls)
+        use = "a list of URLs that begin with http:// or https://"
+        require(bool(self.urls) and valid, "urls", list(self.urls), use)
         require_one_of(WEIGHTS, self, "weights")
+        single = self.weights == "disk" or len(self.urls) == 1
+        require(single, "weights", self.weights, "disk, because there are several urls")
 
 
 @dataclass(frozen=True)

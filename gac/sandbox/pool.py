@@ -80,7 +80,7 @@ class Pool:
         unknown = [name for name in require if name not in LAYERS]
         if unknown:
             raise ValueError(f"require must be among {', '.join(LAYERS)}; got {', '.join(unknown)}")
-        self.workers = workers or _default_workers()
+        self.workers = workers or default_workers()
         self.preload, self.require = tuple(preload), tuple(require)
         self._memory = _MemoryBudget(_memory_bytes() // 2 // _ranks())
         self._reset()
@@ -288,7 +288,8 @@ def _ranks() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def _default_workers() -> int:
+def default_workers() -> int:
+    """The available cores, divided by the ranks on this machine."""
     has_affinity = hasattr(os, "sched_getaffinity")  # not on macOS
     cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     return max(1, cores // _ranks())

@@ -221,7 +221,7 @@ LATE_TRAIN = {
     "model.attention=nonsense": "cannot be loaded: Specified `attn_implementation",
     "model.path=nan": "model.path='nan': the weight model.norm.weight contains nan or inf",
     "rollouts.stop=[abc]": "stop='abc' is 3 tokens: use a string",
-    "rollouts.engine=vllm": "rollouts.vllm.url",
+    "rollouts.engine=vllm": "rollouts.vllm.urls",
     "report_to=[nope]": "report_to='nope': use names from aim, ",
     "eval.split_field=kind": "split_field='kind'",
     "rollouts.function=plays.py:exits": "the code called sys.exit(5) (",
