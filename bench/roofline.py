@@ -276,6 +276,7 @@ def count() -> dict[str, Any]:
     """Instructions per logit of the row kernels in bench/roofline.md; on sm_100, of csrc only."""
     import triton
 
+    from bench.sass import per_logit
     from gac_kernels import build_cuda, inspect
 
     nvcc = build_cuda.find_nvcc()
@@ -295,7 +296,7 @@ def count() -> dict[str, Any]:
         if f"{launch.kernel.__name__} {name}" in keys:
             reports.append(inspect.compile_triton((name, launch), "90"))
     for report in reports:
-        counts[report.arch][f"{report.kernel} {report.config}"] = [report.sums, report.gradient]
+        counts[report.arch][f"{report.kernel} {report.config}"] = [*per_logit(report)]
     for arch in ("sm_90", "sm_100"):  # JSON has no nan, which marks a kernel without that pass
         counts[arch] = {
             name: [None if math.isnan(x) else x for x in passes]

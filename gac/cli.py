@@ -11,22 +11,24 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Any, Literal
 
-from gac.demo.command import add_parser as add_demo
+from gac.commands import COMMANDS, Parser, Version, argument, command
+from gac.demo import METHODS as DEMO_METHODS
 from gac.errors import (
     FAILED,
     USAGE,
     ConfigError,
     explain_missing_extra,
+    require_counts,
     user_message,
     writable_folder,
 )
 from gac.parallel.run_lock import first_to_report
-from gac.study.command import add_parser as add_study
 
 OK, INTERRUPTED = 0, 130
 __all__ = ["FAILED", "INTERRUPTED", "OK", "USAGE", "main", "make_parser"]
@@ -41,30 +43,6 @@ SET_HELP = (
     "override a configuration key, e.g. optim.lr=1e-5 or method=grpo; the last value of a key wins"
 )
 DEBUG_HELP = "show tracebacks for errors; same as GAC_DEBUG=1"
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser that appends lazily generated text to its help."""
-
-    extra_help: Callable[[], str] | None = None
-
-    def error(self, message: str) -> NoReturn:
-        if "unrecognized" in message:
-            message += "; to override a key of a configuration: --set KEY=VALUE"
-        super().error(message)
-
-    def format_help(self) -> str:
-        return super().format_help() + (f"\n{self.extra_help()}\n" if self.extra_help else "")
-
-
-class Version(argparse.Action):
-    """Prints the version, which is looked up only if it is asked for."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from gac import __version__
-
-        print(f"gac {__version__}")
-        parser.exit()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -118,250 +96,38 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--debug", action="store_true", default=False, help=DEBUG_HELP)
     parser.add_argument("--version", action=Version, nargs=0, help="print the version and exit")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    _add_init(commands)
-    _add_train(commands)
-    _add_check(commands)
-    _add_eval(commands)
-    _add_export(commands)
-    _add_replay(commands)
-    _add_report(commands)
-    _add_rewards(commands)
-    _add_methods(commands)
-    _add_models(commands)
-    add_demo(commands)
-    doctor = commands.add_parser(
-        "doctor",
-        help="show which backends and adapters work here, and why others do not",
-        description="Print versions, devices, backends, the trainers whose versions are supported, "
-        "and a self-test of each backend against float64.",
-    )
-    doctor.add_argument("--json", action="store_true", help="print JSON")
-    doctor.set_defaults(run=_doctor)
-    add_study(commands)
-    for command in commands.choices.values():  # `gac --debug train` and `gac train --debug`
-        command.add_argument(
+    options: dict[str, Any] = {"title": "commands", "metavar": "COMMAND", "required": True}
+    groups = {"": parser.add_subparsers(**options)}
+    for name, (run, arguments, keys, texts) in COMMANDS.items():
+        group, _, last = name.rpartition(" ")
+        added = groups[group].add_parser(last, **texts)
+        for names, settings in arguments:
+            added.add_argument(*names, **settings)
+        added.extra_help = partial(_keys, keys) if keys else None
+        added.set_defaults(run=run)
+        if run is None:
+            groups[name] = added.add_subparsers(**options)
+    for added in groups[""].choices.values():  # `gac --debug train` and `gac train --debug`
+        added.add_argument(
             "--debug", action="store_true", default=argparse.SUPPRESS, help=DEBUG_HELP
         )
     return parser
 
 
-def _doctor(options: argparse.Namespace) -> int:
-    from gac_kernels.doctor import main as doctor
-
-    return doctor(["--json"] if options.json else [])
+# extend, so that both `--set a=1 b=2` and `--set a=1 --set b=2` work
+SET = argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help=SET_HELP)
 
 
-def _add_init(commands: argparse._SubParsersAction) -> None:
-    init = commands.add_parser(
-        "init",
-        help="create a folder with everything for a first run",
-        description="Write DIR/run.yaml with comments, data, a reward with a test and a tiny "
-        "model. Nothing is downloaded. Then run `gac train DIR/run.yaml`.",
-    )
-    init.add_argument("folder", type=Path, metavar="DIR", help="a new folder")
-    init.add_argument(
+@command(
+    "init",
+    argument("folder", type=Path, metavar="DIR", help="a new folder"),
+    argument(
         "--model", metavar="NAME", help="folder or Hub name of a model, instead of a tiny one"
-    )
-    init.set_defaults(run=_init)
-
-
-def _add_train(commands: argparse._SubParsersAction) -> None:
-    train = commands.add_parser(
-        "train",
-        usage="%(prog)s CONFIG.yaml [--set KEY=VALUE ...] [--resume | --no-resume]",
-        help="train a model from a configuration file",
-        description="Train a model. All output, including a report, goes to the run directory "
-        "`out`. Rerun the same command to resume an interrupted run from its last checkpoint.",
-    )
-    train.add_argument(
-        "config",
-        type=Path,
-        metavar="CONFIG.yaml",
-        help="run configuration; its keys are listed below",
-    )
-    _add_set(train)
-    train.add_argument(
-        "--resume",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="resume from the last checkpoint in `out`, if there is one (default: yes)",
-    )
-    train.extra_help = lambda: _keys("gac.train_config", "TrainConfig")
-    train.set_defaults(run=_train)
-
-
-def _add_check(commands: argparse._SubParsersAction) -> None:
-    check = commands.add_parser(
-        "check",
-        help="check a configuration, its files and its reward without training",
-    )
-    check.add_argument("config", type=Path, metavar="CONFIG.yaml", help="run configuration")
-    _add_set(check)
-    check.set_defaults(run=_check)
-
-
-def _add_eval(commands: argparse._SubParsersAction) -> None:
-    evaluate = commands.add_parser(
-        "eval",
-        usage="%(prog)s [CONFIG.yaml] [--set KEY=VALUE ...]",
-        help="measure a model's accuracy on held-out prompts",
-        description="Generate and score a model's responses to prompts. The result of a single "
-        "task (key `settings`) is printed as a JSON object. The results of several tasks (`tasks`) "
-        "are saved to `out`, with all responses, and printed as a table.",
-    )
-    evaluate.add_argument(
-        "config",
-        type=Path,
-        nargs="?",
-        metavar="CONFIG.yaml",
-        help="evaluation configuration (optional); its keys are listed below",
-    )
-    evaluate.add_argument(
-        "--against",
-        type=Path,
-        metavar="RESULTS",
-        help="`out` folder of an earlier evaluation; adds the paired difference on shared prompts",
-    )
-    _add_set(evaluate)
-    evaluate.extra_help = lambda: _keys("gac.evaluation.config", "EvalConfig")
-    evaluate.set_defaults(run=_eval)
-
-
-def _add_export(commands: argparse._SubParsersAction) -> None:
-    export = commands.add_parser(
-        "export",
-        help="export a checkpoint's model as a transformers folder",
-        description="Write a folder that transformers' from_pretrained can load, regardless of how "
-        "many processes trained the model.",
-    )
-    export.add_argument("source", type=Path, metavar="RUN", help="a run directory")
-    export.add_argument("out", type=Path, metavar="OUT", help="a new folder")
-    export.add_argument(
-        "--step",
-        type=_step,
-        metavar="N|best",
-        help="checkpoint to export: its step, or 'best' for the highest evaluation accuracy "
-        "(default: the last intact checkpoint)",
-    )
-    export.add_argument(
-        "--adapters",
-        action="store_true",
-        help="write only the adapters of model.lora, as peft does (default: merge them)",
-    )
-    export.set_defaults(run=_export)
-
-
-def _step(text: str) -> int | Literal["best"]:
-    try:
-        return "best" if text == "best" else int(text)
-    except ValueError:
-        message = f"expected a step number or 'best', got {text!r}"
-        raise argparse.ArgumentTypeError(message) from None
-
-
-def _add_replay(commands: argparse._SubParsersAction) -> None:
-    replay = commands.add_parser(
-        "replay",
-        help="recompute a skipped step and list the rows that caused it",
-        description="Steps with a non-finite or too large loss or gradient are skipped and saved "
-        "under RUN/replay. Print the recorded values, the recomputed values and the rows at fault.",
-    )
-    replay.add_argument("step", type=Path, metavar="RUN/replay/step-N", help="a saved step")
-    replay.set_defaults(run=_replay)
-
-
-def _add_report(commands: argparse._SubParsersAction) -> None:
-    report = commands.add_parser(
-        "report",
-        help="write a report with plots and tables for one or more runs",
-        description="Write report.html (a single file that works offline) and plots/, and "
-        "print the tables. Runs that differ only in their seed are grouped; runs need not be over.",
-    )
-    report.add_argument(
-        "--watch",
-        action="store_true",
-        help="serve the report on this machine and reload it while the runs go on",
-    )
-    report.add_argument(
-        "--port", type=int, default=0, help="serve it on this port (default: any free port)"
-    )
-    report.add_argument(
-        "runs",
-        type=Path,
-        nargs="+",
-        metavar="RUN",
-        help="a run directory, the `out` folder of gac eval, or a folder that contains these",
-    )
-    report.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="output folder (default: the common parent folder of the runs)",
-    )
-    report.set_defaults(run=_report)
-
-
-def _add_rewards(commands: argparse._SubParsersAction) -> None:
-    rewards = commands.add_parser(
-        "rewards",
-        help="check a dataset's reference solutions against its reward",
-        description="Test rewards without a model.",
-    )
-    check = rewards.add_subparsers(title="commands", metavar="COMMAND", required=True).add_parser(
-        "check",
-        help="score each row's reference solution and list the rows that fail",
-        description="Score each row's reference solution with the configured reward and list the "
-        "rows that fail. No model can be expected to pass those rows.",
-    )
-    check.add_argument(
-        "config", type=Path, metavar="CONFIG.yaml", help="a train or eval configuration"
-    )
-    check.add_argument(
-        "--min-reward",
-        type=float,
-        default=1.0,
-        help="minimum reward of a passing solution (default: 1)",
-    )
-    _add_set(check)
-    check.set_defaults(run=_check_rewards)
-
-
-def _add_methods(commands: argparse._SubParsersAction) -> None:
-    methods = commands.add_parser(
-        "methods",
-        help="list the methods, or explain one",
-        description="List the methods, or explain the method NAME and its keys.",
-    )
-    methods.add_argument(
-        "name", nargs="?", metavar="NAME", help="method to explain, or package.module:Class"
-    )
-    methods.set_defaults(run=_methods)
-
-
-def _add_models(commands: argparse._SubParsersAction) -> None:
-    models = commands.add_parser(
-        "models",
-        help="list the tested model families",
-        description="List the families of transformers and how each was tested: trained in every "
-        "mode, or refused with a reason.",
-    )
-    models.add_argument(
-        "name",
-        nargs="?",
-        metavar="NAME",
-        help="part of a family's name, or a folder or Hub name of a model (OWNER/NAME)",
-    )
-    models.set_defaults(run=_models)
-
-
-def _add_set(parser: argparse.ArgumentParser) -> None:
-    # extend, so that both `--set a=1 b=2` and `--set a=1 --set b=2` work
-    parser.add_argument(
-        "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help=SET_HELP
-    )
-
-
+    ),
+    help="create a folder with everything for a first run",
+    description="Write DIR/run.yaml with comments, data, a reward with a test and a tiny "
+    "model. Nothing is downloaded. Then run `gac train DIR/run.yaml`.",
+)
 def _init(options: argparse.Namespace) -> int:
     from gac.demo.project import create_project
 
@@ -370,14 +136,27 @@ def _init(options: argparse.Namespace) -> int:
     return OK
 
 
-def _check(options: argparse.Namespace) -> int:
-    from gac.training.check import load_checked
-
-    _, passed = load_checked("gac.train_config:TrainConfig", options.config, options.set)
-    print("\n".join([*passed, "All checks passed."]))
-    return OK
-
-
+@command(
+    "train",
+    argument(
+        "config",
+        type=Path,
+        metavar="CONFIG.yaml",
+        help="run configuration; its keys are listed below",
+    ),
+    SET,
+    argument(
+        "--resume",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="resume from the last checkpoint in `out`, if there is one (default: yes)",
+    ),
+    keys="gac.train_config:TrainConfig",
+    usage="%(prog)s CONFIG.yaml [--set KEY=VALUE ...] [--resume | --no-resume]",
+    help="train a model from a configuration file",
+    description="Train a model. All output, including a report, goes to the run directory "
+    "`out`. Rerun the same command to resume an interrupted run from its last checkpoint.",
+)
 def _train(options: argparse.Namespace) -> int:
     from gac.training.check import load_checked
 
@@ -394,6 +173,43 @@ def _train(options: argparse.Namespace) -> int:
     return OK
 
 
+@command(
+    "check",
+    argument("config", type=Path, metavar="CONFIG.yaml", help="run configuration"),
+    SET,
+    help="check a configuration, its files and its reward without training",
+)
+def _check(options: argparse.Namespace) -> int:
+    from gac.training.check import load_checked
+
+    _, passed = load_checked("gac.train_config:TrainConfig", options.config, options.set)
+    print("\n".join([*passed, "All checks passed."]))
+    return OK
+
+
+@command(
+    "eval",
+    argument(
+        "config",
+        type=Path,
+        nargs="?",
+        metavar="CONFIG.yaml",
+        help="evaluation configuration (optional); its keys are listed below",
+    ),
+    argument(
+        "--against",
+        type=Path,
+        metavar="RESULTS",
+        help="`out` folder of an earlier evaluation; adds the paired difference on shared prompts",
+    ),
+    SET,
+    keys="gac.evaluation.config:EvalConfig",
+    usage="%(prog)s [CONFIG.yaml] [--set KEY=VALUE ...]",
+    help="measure a model's accuracy on held-out prompts",
+    description="Generate and score a model's responses to prompts. The result of a single "
+    "task (key `settings`) is printed as a JSON object. The results of several tasks (`tasks`) "
+    "are saved to `out`, with all responses, and printed as a table.",
+)
 def _eval(options: argparse.Namespace) -> int:
     from gac.training.check import load_checked
 
@@ -412,6 +228,34 @@ def _eval(options: argparse.Namespace) -> int:
     return OK
 
 
+def _step(text: str) -> int | Literal["best"]:
+    try:
+        return "best" if text == "best" else int(text)
+    except ValueError:
+        message = f"expected a step number or 'best', got {text!r}"
+        raise argparse.ArgumentTypeError(message) from None
+
+
+@command(
+    "export",
+    argument("source", type=Path, metavar="RUN", help="a run directory"),
+    argument("out", type=Path, metavar="OUT", help="a new folder"),
+    argument(
+        "--step",
+        type=_step,
+        metavar="N|best",
+        help="checkpoint to export: its step, or 'best' for the highest evaluation accuracy "
+        "(default: the last intact checkpoint)",
+    ),
+    argument(
+        "--adapters",
+        action="store_true",
+        help="write only the adapters of model.lora, as peft does (default: merge them)",
+    ),
+    help="export a checkpoint's model as a transformers folder",
+    description="Write a folder that transformers' from_pretrained can load, regardless of how "
+    "many processes trained the model.",
+)
 def _export(options: argparse.Namespace) -> int:
     from gac.training.export import export_run
 
@@ -420,6 +264,13 @@ def _export(options: argparse.Namespace) -> int:
     return OK
 
 
+@command(
+    "replay",
+    argument("step", type=Path, metavar="RUN/replay/step-N", help="a saved step"),
+    help="recompute a skipped step and list the rows that caused it",
+    description="Steps with a non-finite or too large loss or gradient are skipped and saved "
+    "under RUN/replay. Print the recorded values, the recomputed values and the rows at fault.",
+)
 def _replay(options: argparse.Namespace) -> int:
     from gac.training.replay import replay
 
@@ -427,6 +278,31 @@ def _replay(options: argparse.Namespace) -> int:
     return OK
 
 
+@command(
+    "report",
+    argument(
+        "--watch",
+        action="store_true",
+        help="serve the report on this machine and reload it while the runs go on",
+    ),
+    argument("--port", type=int, default=0, help="serve it on this port (default: any free port)"),
+    argument(
+        "runs",
+        type=Path,
+        nargs="+",
+        metavar="RUN",
+        help="a run directory, the `out` folder of gac eval, or a folder that contains these",
+    ),
+    argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="output folder (default: the common parent folder of the runs)",
+    ),
+    help="write a report with plots and tables for one or more runs",
+    description="Write report.html (a single file that works offline) and plots/, and "
+    "print the tables. Runs that differ only in their seed are grouped; runs need not be over.",
+)
 def _report(options: argparse.Namespace) -> int:
     from gac.report import find_folders, results_table, write_report
 
@@ -441,6 +317,31 @@ def _report(options: argparse.Namespace) -> int:
     return OK
 
 
+COMMANDS["rewards"] = (
+    None,
+    (),
+    "",
+    {
+        "help": "check a dataset's reference solutions against its reward",
+        "description": "Test rewards without a model.",
+    },
+)
+
+
+@command(
+    "rewards check",
+    argument("config", type=Path, metavar="CONFIG.yaml", help="a train or eval configuration"),
+    argument(
+        "--min-reward",
+        type=float,
+        default=1.0,
+        help="minimum reward of a passing solution (default: 1)",
+    ),
+    SET,
+    help="score each row's reference solution and list the rows that fail",
+    description="Score each row's reference solution with the configured reward and list the "
+    "rows that fail. No model can be expected to pass those rows.",
+)
 def _check_rewards(options: argparse.Namespace) -> int:
     from gac.config.imports import find_user_code
     from gac.rewards.check import check
@@ -456,6 +357,12 @@ def _check_rewards(options: argparse.Namespace) -> int:
     return FAILED if result.failing else OK
 
 
+@command(
+    "methods",
+    argument("name", nargs="?", metavar="NAME", help="method to explain, or package.module:Class"),
+    help="list the methods, or explain one",
+    description="List the methods, or explain the method NAME and its keys.",
+)
 def _methods(options: argparse.Namespace) -> int:
     from gac.config.imports import find_user_code
 
@@ -472,6 +379,18 @@ def _methods(options: argparse.Namespace) -> int:
     return OK
 
 
+@command(
+    "models",
+    argument(
+        "name",
+        nargs="?",
+        metavar="NAME",
+        help="part of a family's name, or a folder or Hub name of a model (OWNER/NAME)",
+    ),
+    help="list the tested model families",
+    description="List the families of transformers and how each was tested: trained in every "
+    "mode, or refused with a reason.",
+)
 def _models(options: argparse.Namespace) -> int:
     from gac.models.families import families_table
 
@@ -479,12 +398,89 @@ def _models(options: argparse.Namespace) -> int:
     return OK
 
 
-def _keys(module: str, name: str) -> str:
+@command(
+    "demo",
+    argument("--out", type=Path, default=Path("runs/demo"), help="folder for all runs"),
+    argument("--methods", nargs="+", default=list(DEMO_METHODS), help="see `gac methods`"),
+    argument("--seeds", type=int, default=1, help="seeds per method"),
+    argument("--steps", type=int, default=160, help="optimizer steps per method"),
+    argument(
+        "--jobs", type=int, default=None, help="number of parallel runs (default: one per core)"
+    ),
+    help="train a tiny model with several methods and compare them",
+    description="Train a tiny base model, post-train it with several methods and compare them. "
+    "Finished runs are skipped; interrupted runs resume.",
+    formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+)
+def _demo(options: argparse.Namespace) -> int:
+    from gac.demo.run import run_demo
+
+    require_counts(options, "seeds", "steps", "jobs")
+    return run_demo(options.out, options.methods, range(options.seeds), options.steps, options.jobs)
+
+
+@command(
+    "doctor",
+    argument("--json", action="store_true", help="print JSON"),
+    help="show which backends and adapters work here, and why others do not",
+    description="Print versions, devices, backends, the trainers whose versions are supported, "
+    "and a self-test of each backend against float64.",
+)
+def _doctor(options: argparse.Namespace) -> int:
+    from gac_kernels.doctor import main as doctor
+
+    return doctor(["--json"] if options.json else [])
+
+
+@command(
+    "study",
+    argument(
+        "config",
+        type=Path,
+        metavar="CONFIG.yaml",
+        help="run configuration, as for `gac train`; may also contain `methods:`, a mapping from "
+        "label to method",
+    ),
+    argument(
+        "--methods",
+        nargs="+",
+        metavar="METHOD",
+        help="NAME or package.module:Class, NAME:key=value,key.sub=value, LABEL@NAME:..., or a "
+        "label of the file "
+        "(default: all labels of the file)",
+    ),
+    argument("--seeds", type=int, default=3, metavar="N", help="run seeds 0 to N - 1 (default: 3)"),
+    argument(
+        "--baseline",
+        metavar="NAME",
+        help="label of the method to compare the others with (default: the first)",
+    ),
+    SET,
+    argument(
+        "--jobs", type=int, default=1, metavar="J", help="number of parallel runs (default: 1)"
+    ),
+    argument("--discard", action="store_true", help="delete the checkpoints of finished runs"),
+    usage="%(prog)s CONFIG.yaml --methods A B ... [--seeds N] [--baseline NAME] "
+    "[--set KEY=VALUE ...] [--jobs J]",
+    help="compare methods over seeds, with intervals",
+    description="Run every method with every seed, each run in its own folder under the "
+    "configuration's `out`, then write study.json and study.html there. Finished runs are "
+    "kept, so you can interrupt the command and rerun it, also with more seeds or methods; a "
+    "failed run is reported and does not stop the others.",
+)
+def _study(options: argparse.Namespace) -> int:
+    from gac.study.command import run
+
+    return run(options)
+
+
+def _keys(name: str) -> str:
     """Help text for a configuration class."""
     from gac.config import describe
     from gac.rewards import rewards_table
 
-    keys = describe(getattr(import_module(module), name))
+    module, _, class_name = name.partition(":")
+    keys = describe(getattr(import_module(module), class_name))
     return f"configuration keys:\n\n{keys}\n\n{rewards_table()}"
 
 

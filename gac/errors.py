@@ -10,7 +10,7 @@ import contextlib
 import errno
 import math
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -88,18 +88,12 @@ def require(ok: bool, name: str, value: object, use: str) -> None:
         raise ValueError(f"{name}={value!r}: use {use}")
 
 
-def require_at_least(minimum: int, owner: object, *names: str, prefix: str = "") -> None:
-    """`require` that each named attribute of `owner` is None or a number >= `minimum`."""
+def require_counts(options: object, *names: str) -> None:
+    """Raise ConfigError unless each named option of a command is None or at least 1."""
     for name in names:
-        value = getattr(owner, name)
-        valid = value is None or value >= minimum
-        require(valid, f"{prefix}{name}", value, f"a number >= {minimum}")
-
-
-def require_one_of(valid: Collection[str], owner: object, name: str) -> None:
-    """`require` that the named attribute of `owner` is one of `valid`."""
-    value = getattr(owner, name)
-    require(value in valid, name, value, f"one of {', '.join(valid)}")
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name}={value!r}: use a number >= 1")
 
 
 def is_real(value: object) -> bool:
@@ -110,13 +104,6 @@ def is_real(value: object) -> bool:
 def is_count(value: object, minimum: int = 0) -> bool:
     """Whether `value` is an integer >= `minimum`; bool does not count."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
-
-
-def require_numbers(owner: object, use: str, valid: Callable[[float], bool], *names: str) -> None:
-    """`require` that each named attribute of `owner` is a finite number that is `valid`."""
-    for name in names:
-        value = getattr(owner, name)
-        require(is_real(value) and valid(value), name, value, use)
 
 
 def finite(name: str, value: SupportsFloat) -> float:

@@ -5,9 +5,22 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any
 
-from gac.config import Choice, check_effects, require_default, setting
+from gac.config import (
+    Checked,
+    Choice,
+    Count,
+    Natural,
+    NonNegative,
+    PositiveShare,
+    Share,
+    Valid,
+    check_effects,
+    one_of,
+    require_default,
+    setting,
+)
 from gac.data import DataConfig
-from gac.errors import require, require_at_least, require_one_of
+from gac.errors import require
 from gac.evaluation.config import EvalSettings
 from gac.methods import DEFAULT, METHODS, Method, all_methods
 from gac.methods.base import Loss, StepNeeds
@@ -17,56 +30,43 @@ from gac.parallel.config import ParallelConfig
 from gac.rollouts.config import RolloutConfig
 from gac_kernels import GradientFilter, LossSpec
 
-SCHEDULES = ("cosine", "linear", "constant")
+SEED = Valid("a whole number from 0 to 2**31 - 1", lambda x: 0 <= x < 2**31)
+BETAS = Valid("two numbers in [0, 1)", lambda betas: all(0 <= beta < 1 for beta in betas))
 
 
 @dataclasses.dataclass(frozen=True)
-class OptimConfig:
+class OptimConfig(Checked):
     """Optimizer and learning-rate schedule."""
 
-    lr: float = setting(1e-6, may_change=True)
+    lr: PositiveShare = setting(1e-6, may_change=True)
     """Peak learning rate."""
-    schedule: str = "cosine"
+    schedule: Annotated[str, one_of("cosine", "linear", "constant")] = "cosine"
     """After the warm-up: cosine, linear or constant."""
-    warmup_steps: int = 10
+    warmup_steps: Natural = 10
     """Number of optimizer steps of linear warm-up from 0."""
-    min_lr_ratio: float = 0.1
+    min_lr_ratio: Share = 0.1
     """Final learning rate as a fraction of the peak."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: Annotated[tuple[float, float], BETAS] = (0.9, 0.999)
     """AdamW's beta coefficients."""
-    eps: float = 1e-8
+    eps: NonNegative = 1e-8
     """AdamW's epsilon."""
-    weight_decay: float = 0.0
+    weight_decay: NonNegative = 0.0
     """AdamW's weight decay, applied to matrices only."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: NonNegative = 1.0
     """Maximum gradient norm; 0 disables clipping."""
-
-    def __post_init__(self) -> None:
-        require_one_of(SCHEDULES, self, "schedule")
-        require(0 < self.lr <= 1, "lr", self.lr, "a number in (0, 1]")
-        low = self.min_lr_ratio
-        require(0 <= low <= 1, "min_lr_ratio", low, "a number in [0, 1]")
-        require_at_least(0, self, "warmup_steps", "weight_decay", "max_grad_norm", "eps")
-        valid = all(0 <= beta < 1 for beta in self.betas)
-        require(valid, "betas", self.betas, "two numbers in [0, 1)")
 
 
 @dataclasses.dataclass(frozen=True)
-class GuardConfig:
+class GuardConfig(Checked):
     """When to skip an optimizer step, and when to abort the run."""
 
-    skip_above_norm: float = 1e5
+    skip_above_norm: Annotated[float, Valid("a number > 0", lambda x: x > 0)] = 1e5
     """Skip a step whose gradient norm is above this or not finite."""
-    patience: int = 5
+    patience: Count = 5
     """Number of consecutive skipped steps after which the run saves a checkpoint and aborts."""
-    max_saved_steps: int = 3
+    max_saved_steps: Natural = 3
     """Maximum number of skipped steps saved under out/replay for `gac replay`, with their weights.
     """
-
-    def __post_init__(self) -> None:
-        require(self.skip_above_norm > 0, "skip_above_norm", self.skip_above_norm, "a number > 0")
-        require_at_least(1, self, "patience")
-        require_at_least(0, self, "max_saved_steps")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,10 +79,10 @@ class LossConfig(LossSpec):
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(Checked):
     """One training run. Everything is written to `out`, the only folder that resuming needs."""
 
-    out: str = setting("runs/gac", may_change=True)
+    out: Annotated[str, Valid("the name of a folder", bool)] = setting("runs/gac", may_change=True)
     """The run directory."""
     run_name: str | None = setting(None, may_change=True)
     """Name of the run in the report; null: the run folder's name."""
@@ -104,14 +104,14 @@ class TrainConfig:
     """Clipping, KL, entropy and reductions; a method may override some of these."""
     optim: OptimConfig = OptimConfig()
     """AdamW and its schedule."""
-    steps: int = setting(800, may_change=True)
+    steps: Count = setting(800, may_change=True)
     """Number of optimizer steps."""
-    demo_batch_size: int = 64
+    demo_batch_size: Count = 64
     """Demonstrations per optimizer step, over all ranks."""
-    micro_batch_size: int | None = setting(None, may_change=True)
+    micro_batch_size: Count | None = setting(None, may_change=True)
     """Rows per forward and backward pass, padded to the longest, instead of
     `max_tokens_per_micro_batch`."""
-    max_tokens_per_micro_batch: int | None = setting(None, may_change=True)
+    max_tokens_per_micro_batch: Count | None = setting(None, may_change=True)
     """Tokens per forward and backward pass, with any padding: rows are grouped by length, and one
     with more tokens is alone. null: if `micro_batch_size` is null too, chosen from the free memory
     at the start, logged, saved in `out`/config.yaml and kept on resume."""
@@ -121,20 +121,20 @@ class TrainConfig:
     flash attention, or sdpa on a CPU; elsewhere the cost grows with the square of the budget."""
     eval: EvalSettings = setting(EvalSettings(), may_change=True)
     """Evaluation during and after training."""
-    monitor_kl_every: int = 0
+    monitor_kl_every: Natural = 0
     """Steps between measurements of the KL to the reference policy for monitoring; 0: only when the
     method or loss needs it.
     """
-    kl_sample_size: int | None = None
+    kl_sample_size: Count | None = None
     """Rollouts per step, over all ranks, used to estimate the KL to the reference policy when it is
     not part of the loss; null: all.
     """
     ignore_input_changes: bool = setting(False, may_change=True)
     """Resume although the content of the data, the reward, the model or the tokenizer has changed.
     """
-    checkpoint_every: int = setting(100, may_change=True)
+    checkpoint_every: Count = setting(100, may_change=True)
     """Optimizer steps between checkpoints."""
-    keep_checkpoints: int = setting(2, may_change=True)
+    keep_checkpoints: Count = setting(2, may_change=True)
     """Number of newest checkpoints to keep, in addition to the best one (`gac export --step best`).
     The best is the most accurate checkpoint whose step was evaluated, so let `checkpoint_every`
     divide `eval.every` to consider every evaluation. A method that ends with its best weights also
@@ -150,23 +150,15 @@ class TrainConfig:
     """Project of the run in the trackers of `report_to`."""
     export: bool = setting(True, may_change=True)
     """Save the final model to out/model in transformers format."""
-    seed: int = 0
+    seed: Annotated[int, SEED] = 0
     """Random seed of the run."""
 
     def __post_init__(self) -> None:
         check_effects(self)
-        require_at_least(
-            1, self, "steps", "demo_batch_size", "checkpoint_every", "keep_checkpoints"
-        )
-        require_at_least(
-            1, self, "micro_batch_size", "max_tokens_per_micro_batch", "kl_sample_size"
-        )
-        require_at_least(0, self, "monitor_kl_every")
+        super().__post_init__()
         if self.micro_batch_size is not None:
             for name in ("max_tokens_per_micro_batch", "packing"):
                 require_default(self, name, name, "with micro_batch_size")
-        require(bool(self.out), "out", self.out, "the name of a folder")
-        require(0 <= self.seed < 2**31, "seed", self.seed, "a whole number from 0 to 2**31 - 1")
         low = self.loss.clip_low
         require(low is None or low <= 1, "loss.clip_low", low, "a number in [0, 1], or null")
         if self.eval.every and not (self.eval.data.prompts or self.eval.tasks):

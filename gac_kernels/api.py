@@ -220,11 +220,14 @@ def operands(
     autocast's if autocast applies, otherwise that of the hidden states.
     """
     checks.temperature(temperature, targets)
-    checks.logit_scaling(logit_scale, softcap)
+    checks.positive("logit_scale", logit_scale)
+    if softcap is not None:
+        checks.positive("softcap", softcap)
     dtype = logits_dtype = rows.dtype
     if weight is not None:
         autocast = dtype != torch.float64 and torch.is_autocast_enabled(rows.device.type)
         checks.head(weight, bias, rows, autocast)
+        checks.optional("gradient_filter", gradient_filter, GradientFilter)
         if chunk_bytes is not None and chunk_bytes < 1:
             raise ValueError(f"chunk_bytes={chunk_bytes!r}: use a number of bytes > 0, or None")
         dtype = torch.get_autocast_dtype(rows.device.type) if autocast else dtype
@@ -317,9 +320,8 @@ def fused_linear_gac_loss(
         temperatures=temperatures,
     )
     checks.batch(hidden, inputs, spec)
-    checks.sketch(sketch)
+    checks.optional("sketch", sketch, HeadSketch)
     scaling = spec.temperature, logit_scale, softcap
-    checks.gradient_filter(gradient_filter)
     sizes = backend, chunk_bytes, gradient_filter
     op = operands(hidden, weight, bias, targets, *scaling, *sizes)
     inputs, spec = fold_scale(inputs, spec, op, logit_scale)
@@ -361,7 +363,6 @@ def linear_token_logprobs(
     """
     checks.rows("hidden", hidden, targets)
     checks.outputs(outputs)
-    checks.gradient_filter(gradient_filter)
     scaling = temperature, logit_scale, softcap
     sizes = backend, chunk_bytes, gradient_filter
     op = operands(hidden, weight, bias, targets, *scaling, *sizes)
@@ -415,7 +416,6 @@ def fused_linear_token_loss(
     checks.outputs(outputs)
     checks.token_inputs(token_loss, inputs, targets)
     scaling = temperature, logit_scale, softcap
-    checks.gradient_filter(gradient_filter)
     sizes = backend, chunk_bytes, gradient_filter
     return _token_loss(hidden, weight, targets, token_loss, inputs, bias, scaling, outputs, sizes)
 

@@ -122,7 +122,10 @@ def compile_source(*options: str) -> str:
     source = SOURCES / "cuda" / "launch.cu"
     if not source.exists():
         raise RuntimeError(f"{source} does not exist: reinstall gac")
-    command = [nvcc, *FLAGS, *_pip_library(Path(nvcc)), *options, str(source)]
+    # a CUDA runtime from pip is in lib instead of lib64
+    folder = Path(nvcc).resolve().parents[1] / "lib"
+    library = [f"-L{folder}"] if (folder / "libcudart_static.a").exists() else []
+    command = [nvcc, *FLAGS, *library, *options, str(source)]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{result.stderr}")
@@ -141,12 +144,6 @@ def _nvcc() -> str:
             f"to CUDA {driver}, or update the driver"
         )
     return nvcc
-
-
-def _pip_library(nvcc: Path) -> list[str]:
-    """Linker option for a pip-installed CUDA runtime, which is in lib instead of lib64."""
-    libraries = nvcc.resolve().parents[1] / "lib"
-    return [f"-L{libraries}"] if (libraries / "libcudart_static.a").exists() else []
 
 
 def build(targets: Sequence[str] | None = None) -> Path:

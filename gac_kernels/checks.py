@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from .contract import IGNORE, MORE_OUTPUTS, LossSpec
-from .filter import GradientFilter
 from .inputs import BatchInputs
-from .sketch import HeadSketch
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -50,9 +48,9 @@ def logprobs(logps: Tensor, entropy: Tensor | None, targets: Tensor) -> None:
         raise TypeError(f"targets has dtype {targets.dtype}: use int64")
     if targets.dim() not in (1, 2):
         raise ValueError(f"targets has shape {tuple(targets.shape)}: use [B, T] or packed [N]")
-    per_token("logps", logps, targets)
+    floats("logps", logps, targets, targets.shape)
     if entropy is not None:
-        per_token("entropy", entropy, targets)
+        floats("entropy", entropy, targets, targets.shape)
 
 
 def tensor(name: str, value: object) -> None:
@@ -107,29 +105,19 @@ def batch(like: Tensor, inputs: BatchInputs, spec: LossSpec) -> None:
         raise TypeError(f"spec is a {type(spec).__name__}: use a LossSpec")
     sequences = _sequences(like, inputs.targets, inputs.cu_seqlens)
     tokens = tuple(inputs.targets.shape)
-    advantages, is_demo = inputs.advantages, inputs.is_demo
-    tensor("advantages", advantages)
-    if not advantages.is_floating_point():
-        raise TypeError(f"advantages has dtype {advantages.dtype}: use a float dtype")
-    shape("advantages", advantages, (sequences,), tokens)
-    same_device("advantages", advantages, like, cpu=True)
+    floats("advantages", inputs.advantages, like, (sequences,), tokens, cpu=True)
+    is_demo = inputs.is_demo
     tensor("is_demo", is_demo)
     if is_demo.dtype != torch.bool:
         raise TypeError(f"is_demo has dtype {is_demo.dtype}: use bool")
     shape("is_demo", is_demo, (sequences,), tokens)
     same_device("is_demo", is_demo, like, cpu=True)
     for name in ("weights", "temperatures"):
-        value = getattr(inputs, name)
-        if value is not None:
-            tensor(name, value)
-            if not value.is_floating_point():
-                raise TypeError(f"{name} has dtype {value.dtype}: use a float dtype")
-            shape(name, value, (sequences,), tokens)
-            same_device(name, value, like, cpu=True)
+        if (value := getattr(inputs, name)) is not None:
+            floats(name, value, like, (sequences,), tokens, cpu=True)
     for name in ("old_logps", "ref_logps", "rollout_logps"):
-        value = getattr(inputs, name)
-        if value is not None:
-            per_token(name, value, inputs.targets)
+        if (value := getattr(inputs, name)) is not None:
+            floats(name, value, inputs.targets, tokens)
     if spec.kl_coef != 0 and inputs.ref_logps is None:
         raise ValueError(f"ref_logps is None: spec.kl_coef={spec.kl_coef!r} requires it")
     if (spec.correction == "none") != (inputs.rollout_logps is None):
@@ -140,8 +128,7 @@ def batch(like: Tensor, inputs: BatchInputs, spec: LossSpec) -> None:
         )
     scalar("mu", inputs.mu, like, 0, 1)
     for name in ("rollout_norm", "demo_norm"):
-        norm = getattr(inputs, name)
-        if norm is not None:
+        if (norm := getattr(inputs, name)) is not None:
             scalar(name, norm, like, 0, math.inf)
 
 
@@ -165,13 +152,18 @@ def _sequences(like: Tensor, targets: Tensor, cu_seqlens: Tensor | None) -> int:
     return cu_seqlens.numel() - 1
 
 
-def per_token(name: str, value: Tensor, targets: Tensor) -> None:
-    """Check that `value` is a float tensor with the shape of targets."""
+def floats(
+    name: str, value: Tensor, like: Tensor, *shapes: tuple[int, ...], cpu: bool = False
+) -> None:
+    """Check that `value` is a float tensor of one of these shapes on the device of `like`.
+
+    cpu: it may be on a CPU, too.
+    """
     tensor(name, value)
     if not value.is_floating_point():
         raise TypeError(f"{name} has dtype {value.dtype}: use a float dtype")
-    shape(name, value, tuple(targets.shape))
-    same_device(name, value, targets)
+    shape(name, value, *shapes)
+    same_device(name, value, like, cpu)
 
 
 def scalar(name: str, value: object, like: Tensor, low: float, high: float) -> None:
@@ -223,12 +215,6 @@ def token_inputs(function: object, inputs: Sequence[Tensor], targets: Tensor) ->
             )
 
 
-def logit_scaling(logit_scale: float, softcap: float | None) -> None:
-    positive("logit_scale", logit_scale)
-    if softcap is not None:
-        positive("softcap", softcap)
-
-
 def outputs(names: Sequence[str]) -> None:
     """Check the requested outputs of a log-probability function."""
     for name in (names,) if isinstance(names, str) else names:
@@ -238,14 +224,10 @@ def outputs(names: Sequence[str]) -> None:
             )
 
 
-def sketch(value: object) -> None:
-    if value is not None and not isinstance(value, HeadSketch):
-        raise TypeError(f"sketch={value!r}: use a gac_kernels.HeadSketch, or None")
-
-
-def gradient_filter(value: object) -> None:
-    if value is not None and not isinstance(value, GradientFilter):
-        raise TypeError(f"gradient_filter={value!r}: use a gac_kernels.GradientFilter, or None")
+def optional(name: str, value: object, kind: type) -> None:
+    """Check that `value` is None or of a class of this package."""
+    if value is not None and not isinstance(value, kind):
+        raise TypeError(f"{name}={value!r}: use a gac_kernels.{kind.__name__}, or None")
 
 
 def _readable(x: Tensor | None) -> bool:

@@ -51,6 +51,15 @@ POLICIES = ("clip", "cispo", "sapo", "reinforce")
 RATIOS = ("token", "sequence")
 CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 KL_ESTIMATORS = ("k1", "k2", "k3")
+# The named options of LossSpec and their values.
+CHOICES = {
+    "rollout_reduction": REDUCTIONS,
+    "demo_reduction": REDUCTIONS,
+    "kl_estimator": KL_ESTIMATORS,
+    "policy_loss": POLICIES,
+    "importance_sampling_level": RATIOS,
+    "correction": CORRECTIONS,
+}
 # The numeric fields of LossSpec, and whether each may be None.
 NUMBERS = {
     "clip_low": True,
@@ -147,12 +156,9 @@ class LossSpec:
             value = getattr(self, name)
             if not isinstance(value, (int, float)) and not (optional and value is None):
                 raise TypeError(f"{name}={value!r}: use a number{' or None' * optional}")
-        for name in ("rollout_reduction", "demo_reduction"):
-            _choice(name, getattr(self, name), REDUCTIONS)
-        _choice("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
-        _choice("policy_loss", self.policy_loss, POLICIES)
-        _choice("importance_sampling_level", self.importance_sampling_level, RATIOS)
-        _choice("correction", self.correction, CORRECTIONS)
+        for name, valid in CHOICES.items():
+            if getattr(self, name) not in valid:
+                raise ValueError(f"{name}={getattr(self, name)!r}: use one of {', '.join(valid)}")
         if not isinstance(self.use_bias_correction_kl, bool):
             raise TypeError(
                 f"use_bias_correction_kl={self.use_bias_correction_kl!r}: use True or False"
@@ -163,10 +169,9 @@ class LossSpec:
         for name in ("kl_coef", "entropy_coef"):
             if not -math.inf < getattr(self, name) < math.inf:  # torch.compile traces no isfinite
                 raise ValueError(f"{name}={getattr(self, name)!r}: use a finite number")
-        if not 0 < self.temperature < math.inf:
-            raise ValueError(f"temperature={self.temperature!r}: use a finite number > 0")
-        if not 0 < self.demo_shape < math.inf:
-            raise ValueError(f"demo_shape={self.demo_shape!r}: use a finite number > 0")
+        for name in ("temperature", "demo_shape"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)!r}: use a finite number > 0")
         constant = "constant" in (self.rollout_reduction, self.demo_reduction)
         if self.max_tokens is None and not constant:
             return
@@ -176,20 +181,17 @@ class LossSpec:
             )
 
     def _check_bounds(self) -> None:
-        lowest = -1 if self.policy_loss == "cispo" else 0  # CISPO's upper bound may be below 1
-        for name, least in (("clip_low", 0), ("clip_high", lowest)):
-            value = getattr(self, name)
+        # CISPO's upper bound may be below 1
+        lowest = {"clip_high": -1 if self.policy_loss == "cispo" else 0}
+        for name in ("clip_low", "clip_high", "correction_min", "correction_max"):
+            value, least = getattr(self, name), lowest.get(name, 0)
             if value is not None and not least <= value < math.inf:
-                raise ValueError(f"{name}={value!r}: use a number >= {least}, or None for no clip")
+                raise ValueError(f"{name}={value!r}: use a number >= {least}, or None for no bound")
         low, high = self.clip_low, self.clip_high
         if low is not None and high is not None and -low > high:
             raise ValueError(
                 f"clip_low={low!r}, clip_high={high!r}: use 1 - clip_low <= 1 + clip_high"
             )
-        for name in ("correction_min", "correction_max"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < math.inf:
-                raise ValueError(f"{name}={value!r}: use a number >= 0, or None for no bound")
         low, high = self.correction_min, self.correction_max
         if low is not None and high is not None and low > high:
             raise ValueError(f"correction_min={low!r}: use a number <= correction_max={high!r}")
@@ -198,11 +200,6 @@ class LossSpec:
         if len(taus) != 2 or not numbers:
             raise ValueError(f"sapo_tau={self.sapo_tau!r}: use two finite numbers > 0")
         object.__setattr__(self, "sapo_tau", taus)
-
-
-def _choice(name: str, value: object, valid: tuple[str, ...]) -> None:
-    if value not in valid:
-        raise ValueError(f"{name}={value!r}: use one of {', '.join(valid)}")
 
 
 class Signals(NamedTuple):

@@ -100,10 +100,6 @@ class BatchInputs(NamedTuple):
         return BatchInputs(*(to_device(x) for x in self))
 
 
-def _is_shaped(spec: object) -> bool:
-    return isinstance(spec, LossSpec) and spec.demo_weight is DemoWeight.SHAPED
-
-
 def complete(
     targets: Tensor,
     advantages: Tensor | None = None,
@@ -133,7 +129,8 @@ def complete(
             and not torch.compiler.is_compiling()
             and not is_demo.all()
         )
-        if has_rollouts or _is_shaped(spec):
+        is_shaped = isinstance(spec, LossSpec) and spec.demo_weight is DemoWeight.SHAPED
+        if has_rollouts or is_shaped:
             raise ValueError(
                 "advantages is None: rollouts, and demonstrations with the weight 'shaped', "
                 "require advantages"

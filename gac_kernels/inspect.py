@@ -1,10 +1,8 @@
 """Compiler statistics of every shipped kernel; no GPU is needed.
 
 `python -m gac_kernels.inspect` compiles each kernel for sm_80, sm_90 and sm_100 and prints
-registers, spilled bytes, stack, shared memory and instruction counts: in total, and per logit for
-the pass that sums a row and the pass that writes its gradient. With `--arch gfx942 gfx950`, it
-compiles the Triton kernels for AMD GPUs, where registers are VGPRs and shared memory is LDS;
-instructions per logit are counted only for NVIDIA GPUs.
+registers, spilled bytes, stack, shared memory and instruction counts. With `--arch gfx942 gfx950`,
+it compiles the Triton kernels for AMD GPUs, where registers are VGPRs and shared memory is LDS.
 """
 
 from __future__ import annotations
@@ -12,12 +10,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import math
 import os
 import re
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +22,6 @@ import torch
 
 from .contract import DemoWeight, LossSpec
 from .inputs import BatchInputs
-from .inspect_sass import passes
 from .sketch import RowSketch
 from .tokens import Tokens, plan
 
@@ -55,12 +50,8 @@ class Report(NamedTuple):
     instructions: int
     wide_accesses: int
     """Number of global loads and stores of 16 bytes per thread."""
-    sums: float
-    """Instructions per thread and logit in the hot loop of the first pass; nan if there is none."""
-    gradient: float
-    """The same for the second pass."""
-    seconds: float
-    """Time to compile, in seconds."""
+    exponentials: int
+    """Per logit, in each pass over a row: one, or two with a softcap."""
     assembly: str
     """The machine code."""
 
@@ -124,7 +115,14 @@ def triton_configurations() -> Iterator[Configuration]:
         if _SPECS[spec].correction != "none":
             tokens = tokens._replace(factor=tokens.scale, rollout_logps=tokens.scale)
         yield _loss_configuration("V=151936 bfloat16", spec, logits, logits, tokens)
-    yield from _softcap_configurations()
+    # with a softcap: the row kernels, and the statistics with and without MORE_OUTPUTS
+    targets, row = _meta_tokens(ref=True).targets, logits.new_empty(8, dtype=torch.float32)
+    name, softcap = "V=151936 bfloat16, softcap", 30.0
+    for suffix, results in (("", row.expand(3, 8)), (", more", row.expand(6, 8))):
+        yield name + suffix, stats_launch(logits, targets, 1.0, results, softcap)
+    yield name, grads_launch(logits, targets, row, row, row, row, 1.0, logits, softcap)
+    tokens = _meta_tokens(ref=True)
+    yield _loss_configuration(name, "all options", logits, logits, tokens, softcap=softcap)
     wide = torch.empty(2, 4, 151936, dtype=torch.float32, device="meta")
     yield _loss_configuration(
         "V=151936 float32 to bfloat16", "default", wide, logits, _meta_tokens(ref=False)
@@ -138,22 +136,6 @@ def triton_configurations() -> Iterator[Configuration]:
         _meta_tokens(ref=False),
         sketch,
     )
-
-
-def _softcap_configurations() -> Iterator[Configuration]:
-    """Yield the row kernels with a softcap (statistics kernel: with and without MORE_OUTPUTS)."""
-    from .backends.triton.grads import grads_launch
-    from .backends.triton.stats import stats_launch
-
-    logits = torch.empty(2, 4, 151936, dtype=torch.bfloat16, device="meta")
-    tokens, name, softcap = _meta_tokens(ref=True), "V=151936 bfloat16, softcap", 30.0
-    row = logits.new_empty(8, dtype=torch.float32)
-    for suffix, results in (("", row.expand(3, 8)), (", more", row.expand(6, 8))):
-        launch = stats_launch(logits, tokens.targets, 1.0, results, softcap)
-        yield name + suffix, launch
-    columns = tokens.targets, row, row, row, row
-    yield name, grads_launch(logits, *columns, 1.0, logits, softcap)
-    yield _loss_configuration(name, "all options", logits, logits, tokens, softcap=softcap)
 
 
 def _loss_configuration(
@@ -172,18 +154,13 @@ def _loss_configuration(
     return f"{name}, {spec}", launch
 
 
-def _inputs(ref: bool) -> BatchInputs:
-    """A batch of 2 x 4 tokens."""
+def _meta_tokens(ref: bool) -> Tokens:
+    """2 x 4 tokens on the meta device."""
     targets, is_demo = torch.zeros(2, 4, dtype=torch.int64), torch.tensor([False, True])
     logps = torch.zeros(2, 4)
-    return BatchInputs(targets, torch.zeros(2), is_demo, 0.5, logps, logps if ref else None)
-
-
-def _meta_tokens(ref: bool) -> Tokens:
-    """The tokens of `_inputs`, on the meta device."""
-    tokens = plan(_inputs(ref), LossSpec())
+    inputs = BatchInputs(targets, torch.zeros(2), is_demo, 0.5, logps, logps if ref else None)
     move = lambda x: x.to("meta") if isinstance(x, torch.Tensor) else x  # noqa: E731 - one line
-    return Tokens(*(move(x) for x in tokens))
+    return Tokens(*map(move, plan(inputs, LossSpec())))
 
 
 def batch_configurations() -> Iterator[Configuration]:
@@ -228,18 +205,16 @@ def compile_triton(configuration: Configuration, arch: str) -> Report:
     }
     triton.knobs.compilation.always_compile = True  # a cached kernel leaves no ptxas log
     triton.knobs.nvidia.dump_ptxas_log = True
-    start = time.perf_counter()
     with contextlib.redirect_stdout(io.StringIO()) as log:
         compiled = triton.compile(source, target=target, options=options)
-    seconds, shared = time.perf_counter() - start, compiled.metadata.shared
-    title = launch.kernel.__name__, name
+    title, shared = (launch.kernel.__name__, name), compiled.metadata.shared
     if amd:
-        return _amd_report(*title, arch, compiled.asm["amdgcn"], shared, seconds)
+        return _amd_report(*title, arch, compiled.asm["amdgcn"], shared)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(compiled.asm["cubin"])
         sass = _disassemble(file.name)
-    exponentials = 1 if launch.arguments.get("softcap") is None else 2  # per logit
-    return _report(*title, arch, log.getvalue(), sass, shared, seconds, exponentials)
+    exponentials = 1 if launch.arguments.get("softcap") is None else 2
+    return _report(*title, arch, log.getvalue(), sass, shared, exponentials)
 
 
 def _report(
@@ -249,10 +224,8 @@ def _report(
     log: str,  # of ptxas
     sass: str,
     shared: int,
-    seconds: float,
     exponentials: int = 1,
 ) -> Report:
-    counts = passes(sass)  # per exponential
     return Report(
         kernel=kernel,
         config=config,
@@ -263,16 +236,12 @@ def _report(
         shared=shared,
         instructions=len(INSTRUCTION.findall(sass)),
         wide_accesses=len(WIDE_ACCESS.findall(sass)),
-        sums=exponentials * counts.sums,
-        gradient=exponentials * counts.gradient,
-        seconds=seconds,
+        exponentials=exponentials,
         assembly=sass,
     )
 
 
-def _amd_report(
-    kernel: str, config: str, arch: str, assembly: str, shared: int, seconds: float
-) -> Report:
+def _amd_report(kernel: str, config: str, arch: str, assembly: str, shared: int) -> Report:
     """Read the statistics from the assembly of an AMD GPU; a spilled register takes four bytes."""
     spilled = sum(_number(rf"\.{x}gpr_spill_count:\s+(\d+)", assembly) for x in "vs")
     return Report(
@@ -285,9 +254,7 @@ def _amd_report(
         shared=shared,
         instructions=len(AMD_INSTRUCTION.findall(assembly)),
         wide_accesses=len(AMD_WIDE_ACCESS.findall(assembly)),
-        sums=math.nan,
-        gradient=math.nan,
-        seconds=seconds,
+        exponentials=1,
         assembly=assembly,
     )
 
@@ -350,7 +317,6 @@ def compile_cuda(arch: str) -> Iterator[Report]:
     from .backends import cuda
 
     suffix = "90a" if arch == "90" else arch
-    start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         cubin = f"{folder}/kernels.cubin"
         target = f"-gencode=arch=compute_{suffix},code=sm_{suffix}"
@@ -359,12 +325,11 @@ def compile_cuda(arch: str) -> Iterator[Report]:
     functions = re.split(r"^\.text\.(\w+):$", sass, flags=re.MULTILINE)
     logs = re.split(r"Compiling entry function '(\w+)'", log)
     compiled = dict(zip(logs[1::2], logs[2::2], strict=True))
-    seconds = (time.perf_counter() - start) / len(compiled)
     for symbol, text in zip(functions[1::2], functions[2::2], strict=True):
         kernel, dtypes = _signature(symbol)
         config = " to ".join(str(t).removeprefix("torch.") for t in dtypes)
         shared = cuda.shared_bytes(cuda.split(VOCAB, dtypes[0], keep_row=True).slots)
-        yield _report(kernel, config, arch, compiled[symbol], text, shared, seconds)
+        yield _report(kernel, config, arch, compiled[symbol], text, shared)
 
 
 _TYPES = {"f": torch.float32, "13__nv_bfloat16": torch.bfloat16, "6__half": torch.float16}
@@ -406,7 +371,7 @@ def reports(source: str, architectures: list[str]) -> Iterator[Report]:
 def table(found: list[Report]) -> str:
     """The reports as aligned text, without the machine code."""
     head = [field.replace("_", " ") for field in Report._fields[:-1]]
-    rows = [head, *([_text(x) for x in report[:-1]] for report in found)]
+    rows = [head, *(list(map(str, report[:-1])) for report in found)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(
@@ -415,12 +380,6 @@ def table(found: list[Report]) -> str:
         ).rstrip()
         for row in rows
     )
-
-
-def _text(value: str | int | float) -> str:
-    if isinstance(value, float):
-        return "" if math.isnan(value) else f"{value:.1f}"
-    return str(value)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -6,8 +6,7 @@ read tensor values run inside it, at run time.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,15 +27,10 @@ _SCHEMA = (
     "(Tensor rows, Tensor? weight, Tensor? bias, Tensor targets, Tensor? temperatures, "
     "float temperature, float? softcap, str backend, ScalarType dtype, int? chunk_bytes, "
 )
-_C = torch._C
-_KEYS = _C._dispatch_tls_local_include_set(), _C._dispatch_tls_local_exclude_set()
-
-
-@contextlib.contextmanager
-def _eager() -> Iterator[None]:
-    """Run the body of an operator as eager code runs: autograd may record operations."""
-    with _C._ForceDispatchKeyGuard(*_KEYS), torch.no_grad():
-        yield
+_KEYS = (
+    torch._C._dispatch_tls_local_include_set(),
+    torch._C._dispatch_tls_local_exclude_set(),
+)
 
 
 def _unpack(arguments: Sequence[Any]) -> Operands:
@@ -98,7 +92,8 @@ def _loss(*arguments: Any) -> tuple[Tensor, ...]:
     spec = replace(decode(text, numbers), temperature=op.temperature)
     out = op.rows.new_empty(op.rows.shape) if op.weight is None and needs[0] else None
     head_sketch = HeadSketch(*sketch) if sketch else None
-    with _eager(), torch.autocast(op.rows.device.type, enabled=False):
+    eager = torch._C._ForceDispatchKeyGuard(*_KEYS)  # as in eager code, autograd may record
+    with eager, torch.no_grad(), torch.autocast(op.rows.device.type, enabled=False):
         arguments = op, inputs._replace(**scalars), spec, NeedsGrad(*needs), True, head_sketch, out
         result = loss.fused_loss(*arguments)
     *values, logps, entropy, rollouts, demo_nll, totals, sketches, _ = flatten(result)

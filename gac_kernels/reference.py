@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,8 +43,10 @@ def token_logprobs(
     rows, y = rows.to(compute_dtype(logits.dtype)), targets.reshape(-1).index_select(0, live)
     if isinstance(temperature, Tensor):
         temperature = per_token(temperature, targets, rows.dtype).index_select(0, live)
-    temperature, softcap = fold_scale(logit_scale, temperature, softcap)
-    logps, entropy, _, *more = row_statistics(rows, y, temperature, softcap, bool(outputs))
+    cap = None if softcap is None else softcap / logit_scale
+    logps, entropy, _, *more = row_statistics(
+        rows, y, temperature / logit_scale, cap, len(outputs) > 0
+    )
     zeros = torch.zeros(targets.numel(), dtype=rows.dtype, device=rows.device)
 
     def spread(x: Tensor) -> Tensor:
@@ -64,16 +66,6 @@ def select_outputs(more: Sequence[Tensor], outputs: Sequence[str]) -> list[Tenso
     """The requested ones of all MORE_OUTPUTS; `is_top1` as bool."""
     named = dict(zip(MORE_OUTPUTS, more, strict=False))
     return [named[name] != 0 if name == "is_top1" else named[name] for name in outputs]
-
-
-Scale = TypeVar("Scale", float, Tensor, float | Tensor)
-
-
-def fold_scale(
-    logit_scale: float, temperature: Scale, softcap: float | None
-) -> tuple[Scale, float | None]:
-    """The temperature and softcap that give the same logits without `logit_scale`."""
-    return temperature / logit_scale, None if softcap is None else softcap / logit_scale
 
 
 def scale_logits(x: Tensor, temperature: float | Tensor, softcap: float | None) -> Tensor:

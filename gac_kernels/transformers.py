@@ -237,7 +237,7 @@ def fuse(model: nn.Module, gradient_filter: GradientFilter | None = None) -> Fus
     if inner is None:
         return Fused(model).keep("it is not a model of transformers")
     parameters = list(inspect.signature(type(inner).forward).parameters)
-    checks.gradient_filter(gradient_filter)
+    checks.optional("gradient_filter", gradient_filter, GradientFilter)
     handle = inner.__dict__.get(HANDLE) or Fused(inner)
     handle.filter = gradient_filter
     if "labels" not in parameters or inner.loss_function not in (ForCausalLMLoss, _fused_loss):

@@ -18,9 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from . import checks, reference
+from . import checks
 from .api import operands
 from .autograd import FusedLoss, loss_output
+from .backends.reference import loss_in_two_calls
 from .contract import IGNORE, LossOutput, LossSpec
 from .inputs import NeedsGrad, complete, fold_scale
 from .sketch import RowSketch
@@ -155,7 +156,7 @@ class ShardedRows:
         return tuple(torch.where(live, x, 0) for x in results)
 
     def row_grads(
-        self, logits: Tensor, targets: Tensor, *arguments: Any, sketch: None = None
+        self, logits: Tensor, targets: Tensor, *arguments: Any, sketch: RowSketch | None = None
     ) -> None:
         self.inner.row_grads(logits, self._local(targets, logits), *arguments, whole_row=False)
 
@@ -168,13 +169,8 @@ class ShardedRows:
         sketch: RowSketch | None = None,  # not supported here
         softcap: float | None = None,
     ) -> TokenTerms:
-        temperature = spec.temperature if tokens.temperature is None else tokens.temperature
-        logps, entropy, lse = self.row_stats(logits, tokens.targets, temperature, softcap)
-        terms, upstream = reference.token_gradients(logps, entropy, tokens, spec, out is not None)
-        if out is not None and upstream is not None:
-            stats = lse, entropy, *upstream
-            self.row_grads(logits, tokens.targets, *stats, temperature, out, softcap)
-        return terms
+        calls = self.row_stats, self.row_grads
+        return loss_in_two_calls(*calls, logits, tokens, spec, out, sketch, softcap)
 
     def _local(self, targets: Tensor, logits: Tensor) -> Tensor:
         """Local column of each target, -1 if another rank has it, IGNORE without a loss."""

@@ -58,7 +58,7 @@ class Rank:
             return pickle.loads(self._pipe.recv_bytes())
         except EOFError:
             self.process.join(DEADLINE)
-            if self.process.exitcode >= 0:
+            if (self.process.exitcode or 0) >= 0:
                 raise RuntimeError(f"{self.name} exited without a result") from None
             return None
 
@@ -94,8 +94,8 @@ def job(work: Callable[..., Any], *args: Any, ranks: int) -> Iterator[list[Rank]
                 started.append(Rank(f"rank {rank} of {work.__name__}", process, receiver))
             yield started
         finally:
-            for process in started:
-                process.kill()
+            for running in started:
+                running.kill()
             sys.stderr.write(output.read())
 
 
@@ -106,9 +106,10 @@ def run(work: Callable[..., Any], *args: Any, ranks: int, timeout: float = DEADL
         for rank in started:
             rank.process.join(5)
     failed = [result for result in results if isinstance(result, Failed)]
-    if failed:  # the others lost their connection to the first
+    if failed:  # the others lost their connection to the first, or to one that a signal ended
         first = min(failed, key=lambda result: result.time)
-        raise AssertionError(first.trace) from first.error
+        ended = [f"{r.name}: exit code {r.process.exitcode}" for r in started if r.process.exitcode]
+        raise AssertionError("\n".join([*ended, first.trace])) from first.error
     return results
 
 

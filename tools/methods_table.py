@@ -34,7 +34,7 @@ VARIANTS = """\
 ## Ablations of gac
 
 These settings of `gac` are not methods of their own; `tools/ablations.py` has them, and the classes
-that they name.
+that they name. The results are from the same runs as those above.
 """
 STUDY = """\
 Greedy accuracy in percent on the demo task's 200 held-out problems after {steps} steps, mean and
@@ -46,52 +46,49 @@ All methods use one learning rate, and nothing was tuned. With 100 problems of e
 single base model, differences of a few points are not meaningful. Schedules are scaled to the
 length of the run (`gac/demo/settings.py`).
 """
+MEASURES = ("all", "+", "-", "training time (s)")
 DEMOS = {"prompt": "same", "separate": "separate", "none": "none"}
 
 
 def main() -> int:
     """Write docs/methods.md below the current directory."""
-    PAGE.write_text(page(json.loads(RESULTS.read_text()) if RESULTS.exists() else None))
+    PAGE.write_text(page(json.loads(RESULTS.read_text())))
     print(f"wrote {PAGE}")
     return 0
 
 
-def page(study: dict[str, Any] | None) -> str:
+def page(study: dict[str, Any]) -> str:
     """Render docs/methods.md; `study` is the output of `python -m tools.methods_study`."""
-    parts = [INTRODUCTION]
+    rows = []
     for family, members in families(METHODS).items():
-        rows = [
+        rows.append((f"**{family.capitalize()}**", "", "", "", ""))
+        rows += [
             (f"`{name}`", summary(m), m.source, ", ".join(needs(m())), m.cost)
             for name, m in members.items()
         ]
-        head = ("name", "what it does", "source", "needs", "extra")
-        parts.append(f"## {family.capitalize()}\n\n{markdown_table(head, rows)}\n")
+    head = ("name", "what it does", "source", "needs", "extra")
+    parts = [f"{INTRODUCTION}\n{markdown_table(head, rows)}\n"]
+    setting, measured = study["setting"], {row["name"]: _cells(row) for row in study["rows"]}
+    text = STUDY.format(steps=setting["steps"], seeds=setting["seeds"])
+    results = [(f"`{name}`", *row) for name, row in measured.items() if name not in ABLATIONS]
+    missing = [f"`{name}`" for name in METHODS if name not in measured]
+    note = f"\nNot measured: {', '.join(missing)}.\n" if missing else ""
+    head = ("method", "demonstrations", *MEASURES)
+    parts.append(f"## On the demo task\n\n{text}\n{markdown_table(head, results)}\n{note}")
     settings = [
-        (f"`{label}`", f"`{to_yaml(fields, inline=True)}`") for label, fields in ABLATIONS.items()
+        (f"`{label}`", f"`{to_yaml(fields, inline=True)}`", *measured[label][1:])
+        for label, fields in ABLATIONS.items()
     ]
-    parts.append(f"{VARIANTS}\n{markdown_table(('label', 'fields of `gac`'), settings)}\n")
-    if study:
-        parts.append(_study(study))
+    head = ("label", "fields of `gac`", *MEASURES)
+    parts.append(f"{VARIANTS}\n{markdown_table(head, settings)}\n")
     return "\n".join(parts)
 
 
-def _study(study: dict[str, Any]) -> str:
-    setting = study["setting"]
-    text = STUDY.format(steps=setting["steps"], seeds=setting["seeds"])
-    rows = []
-    for row in study["rows"]:
-        cells = [
-            f"{100 * row[key][0]:.1f} ± {100 * row[key][1]:.1f}" for key in ("accuracy", *"+-")
-        ]
-        data = DEMOS[row["demos"]]
-        seconds = "not measured" if row["seconds"] is None else f"{row['seconds'][0]:.0f}"
-        rows.append((f"`{row['name']}`", data, *cells, seconds))
-    head = ("method", "demonstrations", "all", "+", "-", "training time (s)")
-    missing = [
-        f"`{name}`" for name in METHODS if name not in {row["name"] for row in study["rows"]}
-    ]
-    note = f"\nNot measured: {', '.join(missing)}.\n" if missing else ""
-    return f"## On the demo task\n\n{text}\n\n{markdown_table(head, rows)}\n{note}"
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    """The demonstrations and MEASURES of a row of the study."""
+    shares = [f"{100 * row[key][0]:.1f} ± {100 * row[key][1]:.1f}" for key in ("accuracy", *"+-")]
+    seconds = "not measured" if row["seconds"] is None else f"{row['seconds'][0]:.0f}"
+    return DEMOS[row["demos"]], *shares, seconds
 
 
 if __name__ == "__main__":

@@ -13,10 +13,11 @@ import logging
 import math
 import signal
 import tempfile
+import textwrap
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,13 @@ MODES: dict[str, dict[str, Any]] = {
 }
 FALLBACK = "padding rows"  # part of the warning about a model that cannot be packed
 FUSE, FUSED, FALLS_BACK, NOT_REACHED = "fuse", "fused", "exact fallback", "not reached"
-SHOWN = ("yes", "padded", FUSED, FALLS_BACK, NOT_REACHED)  # in the table; else in a note
+UNPACKED = "rows are padded"
+REASONS = {
+    "padded": UNPACKED,
+    FALLS_BACK: "computes its own loss from the logits, so `fuse` leaves it unchanged",
+    NOT_REACHED: "does not call its LM head, so `fuse` leaves it unchanged",
+    "does not run": "its own loss of `labels` fails here without `fuse`, so there is no comparison",
+}
 FUSE_TOLERANCE = 1e-4  # relative difference of the gradient of a parameter
 NEGLIGIBLE = 1e-6  # share of the whole gradient; below, a difference is measured against this
 SECONDS = 200  # limit of a mode
@@ -63,24 +70,39 @@ INTRODUCTION = """\
 
 A tiny random model of every causal language model in transformers {version}, trained for two steps
 on rollouts and demonstrations: with its rows padded, as the default divides them, packed, in
-micro-batches of two rows, with LoRA adapters, and sharded by FSDP2 (one process).
+micro-batches of two rows, with LoRA adapters, and sharded by FSDP2 (one process). A family passes
+if the losses and gradient norms of the first step agree with those of the padded rows to a relative
+{tolerance:g} (LoRA has its own gradients). {trained} of {total} families train. `gac models NAME`
+prints the result of each mode for one family, or for the folder of a model.
 
-*yes*: it trains, and the losses and gradient norms of the first step agree with those of the padded
-rows to a relative {tolerance:g} (LoRA has its own gradients). *padded*: packed rows are not
-supported, so rows of similar length are padded instead. *no*: see the note below the table.
-Models that are refused get one line at the start that gives the reason.
+[`fuse`](integrations/transformers.md) computes the loss of `model(labels=...)` without logits. The
+loss and the gradient of every parameter must agree with those without `fuse` to a relative
+{fuse:g} (a gradient that is 0 but for rounding: to {negligible:g} of the whole). Of all families,
+{fused}.
+"""
+WHOLE = """\
+## Everything works
 
-The column *fuse* is `model(labels=...)` with [`fuse`](integrations/transformers.md): *fused*: the
-loss is computed without logits; *exact fallback*: the model computes its own loss from the logits;
-*not reached*: it does not call its head. In all three, the loss and the gradient of every parameter
-agree with those without `fuse` to a relative {fuse:g}. Some gradients are 0 but for rounding, such
-as those of the biases of attention's keys, so the difference is relative to at least {negligible:g}
-of the whole gradient.
+They train in all modes, and `fuse` computes their loss:
+"""
+PADDED = """\
+## Without packing
 
-{trained} of {total} families train. With `fuse`, {fused}.
+As above, but their rows cannot be packed: rows of similar length are padded instead.
+"""
+EXCEPTIONS = """\
+## Exceptions
+"""
+REFUSED = """\
+## Refused
+
+Encoders, whose output for a token depends on later tokens. One line at the start says so:
 """
 UNTESTED = """\
-The program could not make a tiny model of these families that loads and generates here.
+## Not tested
+
+The program could not make a tiny model of these families that loads and generates here;
+`gac models NAME` prints the error:
 """
 
 
@@ -258,9 +280,12 @@ def _line(error: Exception) -> str:
 
 def page(results: dict[str, dict[str, str]]) -> str:
     """Render docs/models.md."""
-    trained = {family: modes for family, modes in results.items() if "padded" in modes}
     kinds = Counter(modes[FUSE].partition(":")[0] for modes in results.values())
-    text = INTRODUCTION.format(
+    trained = {family: modes for family, modes in results.items() if "padded" in modes}
+    differ = {f: _exceptions(modes) for f, modes in trained.items()}
+    others = {family: modes["model"] for family, modes in results.items() if family not in trained}
+    refused = [f for f, reason in others.items() if reason.startswith("model type")]
+    introduction = INTRODUCTION.format(
         version=transformers.__version__,
         tolerance=TOLERANCE,
         trained=len(trained),
@@ -269,26 +294,34 @@ def page(results: dict[str, dict[str, str]]) -> str:
         negligible=NEGLIGIBLE,
         fused=", ".join(f"{n} {kind}" for kind, n in kinds.most_common()),
     )
-    columns = (*MODES, FUSE)
-    head = ("family", *columns)
-    notes: dict[str, int] = {}
-    rows = []
-    for family, modes in trained.items():
-        cells = [
-            v if v in SHOWN else f"no [{notes.setdefault(v, len(notes) + 1)}]"
-            for v in (modes[mode] for mode in columns)
-        ]
-        rows.append((f"`{family}`", *cells))
-    others = {family: modes["model"] for family, modes in results.items() if family not in trained}
-    refused, untested = (
-        [(f"`{f}`", reason) for f, reason in others.items() if reason.startswith("model type") == x]
-        for x in (True, False)
-    )
-    parts = [text, markdown_table(head, rows) + "\n"]
-    parts += [f"[{number}] {reason}\n" for reason, number in notes.items()]
-    parts += ["## Refused\n", markdown_table(("family", "reason"), refused) + "\n"]
-    parts += [f"## Not tested\n\n{UNTESTED}", markdown_table(("family", "reason"), untested) + "\n"]
+    exceptions = [(f"`{f}`", "; ".join(x)) for f, x in differ.items() if x not in ([], [UNPACKED])]
+    parts = [
+        introduction,
+        WHOLE,
+        _listed(family for family, x in differ.items() if not x),
+        PADDED,
+        _listed(family for family, x in differ.items() if x == [UNPACKED]),
+        EXCEPTIONS,
+        markdown_table(("family", "differences"), exceptions) + "\n",
+        REFUSED,
+        _listed(refused),
+        UNTESTED,
+        _listed(family for family in others if family not in refused),
+    ]
     return "\n".join(parts)
+
+
+def _exceptions(modes: dict[str, str]) -> list[str]:
+    """What does not work as it does for most families."""
+    return [
+        REASONS.get(result.partition(":")[0], f"{mode}: {result}")
+        for mode, result in sorted(modes.items())
+        if result not in ("yes", FUSED)
+    ]
+
+
+def _listed(families: Iterable[str]) -> str:
+    return textwrap.fill(", ".join(f"`{f}`" for f in families), 118, break_on_hyphens=False) + "\n"
 
 
 if __name__ == "__main__":

@@ -6,13 +6,41 @@ This package may import `errors`.
 from .build import choose, load, load_early
 from .dump import dump, save, save_text
 from .help import Key, describe, keys
-from .types import Choice, ConfigError, check_effects, require_default, setting
+from .types import (
+    Checked,
+    Choice,
+    ConfigError,
+    Count,
+    Decay,
+    Natural,
+    NonNegative,
+    Number,
+    Positive,
+    PositiveShare,
+    Share,
+    Valid,
+    check_effects,
+    number,
+    one_of,
+    require_default,
+    setting,
+)
 from .yaml_text import YamlError, parse_yaml, read_yaml, to_yaml
 
 __all__ = [
+    "Checked",
     "Choice",
     "ConfigError",
+    "Count",
+    "Decay",
     "Key",
+    "Natural",
+    "NonNegative",
+    "Number",
+    "Positive",
+    "PositiveShare",
+    "Share",
+    "Valid",
     "YamlError",
     "check_effects",
     "choose",
@@ -21,6 +49,8 @@ __all__ = [
     "keys",
     "load",
     "load_early",
+    "number",
+    "one_of",
     "parse_yaml",
     "read_yaml",
     "require_default",

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from .imports import deferred, find_user_code, load_object
 from .types import (
@@ -140,6 +140,8 @@ def _convert(hint: Any, value: Any, where: str, default: Any = None) -> Any:
         if isinstance(value, Override):
             value = parse_value(value, where)
         return choose(choice.table(), value, where, default)
+    if origin is Annotated:
+        return _convert(args[0], value, where, default)
     if origin in (Union, types.UnionType):
         return _convert_union(args, value, where, default)
     if dataclasses.is_dataclass(hint):

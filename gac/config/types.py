@@ -2,12 +2,13 @@
 
 import difflib
 import enum
+import functools
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from gac.errors import ConfigError
+from gac.errors import ConfigError, is_count, is_real, require
 
 from .yaml_text import YamlError, parse_yaml
 
@@ -27,6 +28,57 @@ class Choice:
     """Returns name -> dataclass; a function, so that the table can be imported lazily."""
     family: Callable[[type], str] = lambda cls: "names"
     """Returns the heading under which the help lists a class."""
+
+
+class Valid(NamedTuple):
+    """The valid values of a field, as part of its annotation; see `Checked`."""
+
+    use: str
+    """How an error describes them."""
+    accepts: Callable[[Any], bool]
+
+
+def number(use: str, accepts: Callable[[float], bool] = lambda x: True) -> Valid:
+    """Finite numbers that `accepts` accepts."""
+    return Valid(use, lambda x: is_real(x) and accepts(x))
+
+
+def one_of(*values: Any) -> Valid:
+    """One of some values."""
+    return Valid(f"one of {', '.join(map(str, values))}", lambda x: x in values)
+
+
+Number = Annotated[float, number("a finite number")]
+NonNegative = Annotated[float, number("a number >= 0", lambda x: x >= 0)]
+Positive = Annotated[float, number("a number > 0", lambda x: x > 0)]
+Share = Annotated[float, number("a number in [0, 1]", lambda x: 0 <= x <= 1)]
+PositiveShare = Annotated[float, number("a number in (0, 1]", lambda x: 0 < x <= 1)]
+Decay = Annotated[float, number("a number in [0, 1)", lambda x: 0 <= x < 1)]
+Natural = Annotated[int, Valid("an integer >= 0", is_count)]
+Count = Annotated[int, Valid("an integer >= 1", functools.partial(is_count, minimum=1))]
+
+
+class Checked:
+    """Base class of dataclasses whose values must be valid by the annotations of their fields."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a value that is not valid; None is left to the type."""
+        cls: Any = type(self)  # mypy does not see that a class can be hashed
+        for name, valid in _conditions(cls):
+            value = getattr(self, name)
+            require(value is None or valid.accepts(value), name, value, valid.use)
+
+
+@functools.cache
+def _conditions(cls: Any) -> list[tuple[str, Valid]]:
+    """Each condition in the annotations of `cls`, with the name of its field."""
+    return [
+        (name, extra)
+        for name, hint in get_type_hints(cls, include_extras=True).items()
+        for part in (hint, *get_args(hint))
+        for extra in getattr(part, "__metadata__", ())
+        if isinstance(extra, Valid)
+    ]
 
 
 def setting(default: Any, *, only_with: str = "", may_change: bool = False) -> Any:
@@ -82,6 +134,8 @@ def choice_of(hint: Any) -> Choice | None:
 def type_name(hint: Any) -> str:
     """Format an annotation for the help: `float | null`, `list of int`, `a | b`."""
     origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return type_name(args[0])
     if origin in (Union, types.UnionType):
         return " | ".join(map(type_name, args))
     if origin is Literal:

@@ -11,9 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Annotated, Any, NamedTuple
 
-from gac.errors import finite, is_count, require, require_numbers
+from gac.config import Checked, Decay, Natural, NonNegative, Number, Positive, Valid, number
+from gac.errors import finite, is_count, require
 
 MAX_SOURCES = 4  # number of other sources whose level is remembered
 SCALE = 1.4  # makes the typical error a standard deviation for normal noise
@@ -71,68 +73,63 @@ Plain = Mapping[str, Any] | None  # a state in plain JSON types; None: no state
 
 def is_suspect(plain: Plain) -> bool:
     """Whether the alarm is on, given its serialized state."""
-    return plain is not None and AlarmState.of(plain).suspect
+    return plain is not None and bool(plain["suspect"])
 
 
 def alarm_message(before: Plain, after: Plain) -> str | None:
     """Log message if the alarm was raised or cleared, else None."""
     if after is None or is_suspect(before) == is_suspect(after):
         return None
-    new = AlarmState.of(after)
-    if not new.suspect:
-        return f"the demonstration loss fell to {new.level:.3g}: demonstrations are used again"
+    if not is_suspect(after):
+        level = after["level"]
+        return f"the demonstration loss fell to {level:.3g}: demonstrations are used again"
     return (
-        f"the demonstration loss jumped to {new.shifted:.3g}: the demonstrations are assumed to be "
-        "wrong and are ignored; if they are correct, use a method without an alarm, such as "
+        f"the demonstration loss jumped to {after['shifted']:.3g}: the demonstrations are assumed "
+        "to be wrong and are ignored; if they are correct, use a method without an alarm, such as "
         "constant"
     )
 
 
 @dataclass(frozen=True)
-class Alarm:
+class Alarm(Checked):
     """Raises an alarm when the demonstration loss rises lastingly; clears it when the loss returns.
 
     Losses that are None or not finite are ignored.
     """
 
-    threshold: float = 4.9
+    threshold: Positive = 4.9
     """The alarm is raised when the CUSUM of the forecast errors exceeds this, > 0. With the
     default, two extreme batches in a row raise it, and a single one does not.
     """
-    slack: float = 1.5
+    slack: NonNegative = 1.5
     """Forecast error, in typical errors, that leaves the CUSUM unchanged, >= 0; smaller errors
     lower it.
     """
-    clip: float = 4.0
+    clip: Number = 4.0
     """Forecast errors are winsorized at this many typical errors, > slack. A batch beyond it does
     not change the reference.
     """
-    decay: float = 0.9
+    decay: Decay = 0.9
     """Per-step EMA decay of the level and the typical error, in [0, 1)."""
-    warmup: int = 10
+    warmup: Annotated[int, Valid("an integer >= 2", partial(is_count, minimum=2))] = 10
     """Number of initial losses that only update the averages, >= 2."""
-    min_scale: float = 0.05
+    min_scale: Positive = 0.05
     """Smallest typical error, relative to the level, > 0. Without it, any drift would count as a
     rise with large batches, whose noise is low.
     """
-    trim: float = 0.2
+    trim: Annotated[float, number("a number in [0, 0.5)", lambda x: 0 <= x < 0.5)] = 0.2
     """Fraction of the demonstrations of a batch that is winsorized at each end before their losses
     are averaged, in [0, 0.5).
     """
-    source_steps: int = 30
+    source_steps: Natural = 30
     """An alarm that lasts at least this many steps and ends by itself is assumed to be due to a
     second source of good demonstrations. Once the losses have been normal for as many steps, a rise
     to the level of that source raises no alarm. 0: every rise raises an alarm.
     """
 
     def __post_init__(self) -> None:
-        require_numbers(self, "a number > 0", lambda x: x > 0, "threshold", "min_scale")
-        require_numbers(self, "a number >= 0", lambda x: x >= 0, "slack")
-        require_numbers(self, f"a number > slack={self.slack!r}", lambda x: x > self.slack, "clip")
-        require_numbers(self, "a number in [0, 1)", lambda x: 0 <= x < 1, "decay")
-        require_numbers(self, "an integer >= 2", lambda x: is_count(x, 2), "warmup")
-        require_numbers(self, "a number in [0, 0.5)", lambda x: 0 <= x < 0.5, "trim")
-        require_numbers(self, "an integer >= 0", is_count, "source_steps")
+        super().__post_init__()
+        require(self.clip > self.slack, "clip", self.clip, f"a number > slack={self.slack!r}")
 
     def update(
         self,
@@ -156,6 +153,16 @@ class Alarm:
         if state is None:
             return AlarmState(loss, 0.0, 1, loss), False
         return (self._while_on if state.suspect else self._while_off)(state, loss)
+
+    def update_plain(
+        self, plain: Plain, loss: float | None, losses: Sequence[float] | None
+    ) -> dict[str, Any] | None:
+        """`update` of a state from `AlarmState.to_plain`, in the same plain JSON types."""
+        state = None
+        if plain is not None:
+            state = AlarmState(**{**plain, "sources": tuple(plain["sources"])})
+        after, _ = self.update(state, loss, losses)
+        return None if after is None else after.to_plain()
 
     def _typical_error(self, state: AlarmState) -> float:
         smallest = self.min_scale * abs(state.level)

@@ -9,9 +9,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Annotated, Any
 
-from gac.errors import finite, is_count, is_real, numbers, require, require_numbers, require_one_of
+from gac.config import (
+    Checked,
+    Count,
+    Decay,
+    Natural,
+    NonNegative,
+    Number,
+    Positive,
+    Share,
+    Valid,
+    one_of,
+)
+from gac.errors import finite, is_count, numbers, require
 from gac_kernels.contract import Signals
 
 from .alarm import Alarm, AlarmState
@@ -90,12 +102,11 @@ class ControllerState:
         return cls(**values)
 
 
-EMAS = ("state", "literal", "none")
-ESTIMATORS = ("independent", "correlated", "biased", "biased_paper")
+ESTIMATOR = one_of("independent", "correlated", "biased", "biased_paper")
 
 
 @dataclass(frozen=True)
-class ControllerConfig:
+class ControllerConfig(Checked):
     """Options of the controller; `paper()` returns those of Algorithm 1 as printed.
 
     Raises:
@@ -105,52 +116,52 @@ class ControllerConfig:
         The paper's Algorithm 1 and equations 3 to 13; see docs/controller.md.
     """
 
-    ema: str = "state"
+    ema: Annotated[str, one_of("state", "literal", "none")] = "state"
     """How mu* is averaged. "state": m_t = beta m_{t-1} + (1 - beta) mu*, then blended with the
     prior. "literal": beta mu_{t-1} + (1 - beta) mu*, as Algorithm 1 is printed. "none": no
     averaging."""
-    ema_decay: float = 0.99
+    ema_decay: Decay = 0.99
     """Decay beta of that average, in [0, 1)."""
-    prior_blend: float = 0.5
+    prior_blend: Share = 0.5
     """lambda in [0, 1]: share of the adaptive weight; 1: no prior, 0: only the prior."""
-    max_step: float = 0.01
+    max_step: NonNegative = 0.01
     """c-bar >= 0: largest change of mu per step; 1: no cap."""
-    update_every: int = 10
+    update_every: Count = 10
     """f_mu: optimizer steps between refreshes of the signals."""
-    early_update_every: int | None = None
+    early_update_every: Count | None = None
     """f_mu during the first `early_steps` steps (the paper tried 2); null: same as `update_every`.
     """
-    early_steps: int = 100
+    early_steps: Natural = 100
     """Number of steps that use `early_update_every`."""
-    signal_decay: float = 0.9
+    signal_decay: Decay = 0.9
     """EMA decay of the signals per refresh, in [0, 1); 0 keeps only the newest value."""
-    mu_init: float = 0.5
+    mu_init: Number = 0.5
     """mu before the first update, and m_0."""
-    mu_min: float = 0.02
+    mu_min: Share = 0.02
     """Lower bound of mu."""
-    mu_max: float = 0.98
+    mu_max: Share = 0.98
     """Largest mu."""
-    alpha_init: float = 0.7
+    alpha_init: Number = 0.7
     """Target share of the SFT gradient before the first KL measurement."""
-    alpha_min: float = 0.1
+    alpha_min: Share = 0.1
     """Smallest alpha. The update is multiplicative, so an alpha of 0 stays 0."""
-    alpha_max: float = 0.95
+    alpha_max: Share = 0.95
     """Largest alpha."""
-    kl_target: float = 0.02
+    kl_target: Positive = 0.02
     """KL_tgt > 0: target KL to the reference policy, in nats per token."""
-    kl_up: float = 0.2
+    kl_up: NonNegative = 0.2
     """eta_up >= 0: gain of the alpha update while the KL is above its target band."""
-    kl_down: float = 0.3
+    kl_down: NonNegative = 0.3
     """eta_down >= 0: gain of the alpha update while the KL is below its target band."""
-    kl_hysteresis: float = 0.1
+    kl_hysteresis: NonNegative = 0.1
     """h >= 0: alpha is not updated while KL / KL_tgt is in [1 - h, 1 + h]."""
-    kl_decay: float = 0.9
+    kl_decay: Decay = 0.9
     """EMA decay of the KL, in [0, 1); the average starts at the first value."""
-    kl_sign: int = 1
+    kl_sign: Annotated[int, Valid("1 or -1", (1, -1).__contains__)] = 1
     """+1: a high KL raises the SFT share, as printed; -1: a high KL lowers it."""
-    alpha_every: str = "refresh"
+    alpha_every: Annotated[str, one_of("refresh", "step")] = "refresh"
     """When alpha is updated: on "refresh" steps, or on every "step"."""
-    estimator: str = "independent"
+    estimator: Annotated[str, ESTIMATOR] = "independent"
     """Formula for mu*: equation 3 ("independent"), equation 4 ("correlated"), the exact optimum for
     biased gradients ("biased"), or equation 5 with b_r as g-bar ("biased_paper").
     """
@@ -164,34 +175,18 @@ class ControllerConfig:
     """
 
     def __post_init__(self) -> None:
-        decays = "ema_decay", "signal_decay", "kl_decay"
-        shares = "prior_blend", "mu_min", "mu_max", "alpha_min", "alpha_max"
-        gains = "max_step", "kl_up", "kl_down", "kl_hysteresis"
-        require_numbers(self, "a number in [0, 1)", lambda x: 0 <= x < 1, *decays)
-        require_numbers(self, "a number in [0, 1]", lambda x: 0 <= x <= 1, *shares)
-        require_numbers(self, "a finite number >= 0", lambda x: x >= 0, *gains)
+        super().__post_init__()
         for part in ("mu", "alpha"):
             low, high = getattr(self, f"{part}_min"), getattr(self, f"{part}_max")
             init = getattr(self, f"{part}_init")
             require(low <= high, f"{part}_min", low, f"a number <= {part}_max={high!r}")
-            inside = is_real(init) and low <= init <= high
-            require(inside, f"{part}_init", init, f"a number in [{low}, {high}]")
-        require_numbers(self, "a finite number > 0", lambda x: x > 0, "kl_target")
-        require(self.kl_sign in (1, -1), "kl_sign", self.kl_sign, "1 or -1")
-        require_numbers(self, "an integer >= 1", lambda x: is_count(x, 1), "update_every")
-        early = self.early_update_every
-        early_ok = early is None or is_count(early, 1)
-        require(early_ok, "early_update_every", early, "an integer >= 1, or None")
-        require_numbers(self, "an integer >= 0", is_count, "early_steps")
+            require(low <= init <= high, f"{part}_init", init, f"a number in [{low}, {high}]")
         require(callable(self.prior), "prior", self.prior, "a callable step -> mu")
         # the printed EMA averages the applied mu, so a closed gate could never reopen
         literal_ema_with_gate = self.gate is not None and self.ema == "literal"
         require(not literal_ema_with_gate, "ema", self.ema, "state or none with a gate")
         alarm_without_gate = self.alarm is not None and self.gate is None
         require(not alarm_without_gate, "alarm", self.alarm, "null, or set a gate as well")
-        require_one_of(EMAS, self, "ema")
-        require_one_of(("refresh", "step"), self, "alpha_every")
-        require_one_of(ESTIMATORS, self, "estimator")
 
     @classmethod
     def paper(cls, **changes: Any) -> ControllerConfig:

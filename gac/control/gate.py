@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
-from gac.errors import is_real, numbers, require, require_numbers, require_one_of
+from gac.config import Checked, Decay, NonNegative, Share, one_of
+from gac.errors import numbers
 
 from .signals import Alignment
 
@@ -61,34 +62,26 @@ class GateState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Gate:
+class Gate(Checked):
     """Lowers mu when the demonstration gradient opposes the reward gradient.
 
     mu = proposal * trust with trust = clip(at_zero + slope * measure, 0, 1). Unknown values (nan)
     change nothing. Before the first measurement, the measure counts as 0.
     """
 
-    form: str = "mean_cosine"
+    form: Annotated[str, one_of(*FORMS)] = "mean_cosine"
     """The measure: "cosine", the cosine of the two gradients, from averaged noise-corrected
     products; "mean_cosine", the average cosine of the measured gradients; or "z", the inner product
     in standard errors.
     """
-    at_zero: float | None = None
+    at_zero: Share | None = None
     """Trust at a measure of 0, in [0, 1]; null: the default of the form."""
-    slope: float | None = None
+    slope: NonNegative | None = None
     """Slope of the trust per unit of the measure, >= 0; null: the default of the form."""
-    decay: float = 0.85
+    decay: Decay = 0.85
     """EMA decay of the measurements per refresh, in [0, 1); the EMA starts at the first value."""
-    hysteresis: float = 0.0
+    hysteresis: Share = 0.0
     """Changes of the trust smaller than this are ignored, except changes to 0 or 1; in [0, 1]."""
-
-    def __post_init__(self) -> None:
-        require_one_of(FORMS, self, "form")
-        at_zero, slope = self.coefficients
-        require(is_real(at_zero) and 0 <= at_zero <= 1, "at_zero", at_zero, "a number in [0, 1]")
-        require(is_real(slope) and slope >= 0, "slope", slope, "a finite number >= 0")
-        require_numbers(self, "a number in [0, 1)", lambda x: 0 <= x < 1, "decay")
-        require_numbers(self, "a number in [0, 1]", lambda x: 0 <= x <= 1, "hysteresis")
 
     @property
     def coefficients(self) -> tuple[float, float]:

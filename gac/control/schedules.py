@@ -7,10 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
 
-from gac.config import Choice
-from gac.errors import is_count, require_numbers, require_one_of
+from gac.config import Checked, Choice, Natural, Share, one_of
 
-SHAPES = ("linear", "cosine")
+Shape = Annotated[str, one_of("linear", "cosine")]
 
 
 def ramp(fraction: float, start: float, end: float, shape: str = "cosine") -> float:
@@ -24,24 +23,21 @@ def ramp(fraction: float, start: float, end: float, shape: str = "cosine") -> fl
 
 
 @dataclass(frozen=True)
-class Prior:
+class Prior(Checked):
     """The controller's prior: hold, cosine decay, hold.
 
     The paper's text gives no numbers; the defaults follow its figure (about 0.85 for 200 steps,
     about 0.15 after 800).
     """
 
-    high: float = 0.85
+    high: Share = 0.85
     """Value of the first `hold` steps."""
-    low: float = 0.15
+    low: Share = 0.15
     """Value from step `hold + decay` on."""
-    hold: int = 200
+    hold: Natural = 200
     """Steps at `high`."""
-    decay: int = 600
+    decay: Natural = 600
     """Length of the cosine decay from `high` to `low`, in steps."""
-
-    def __post_init__(self) -> None:
-        _check(self, weights=("high", "low"), counts=("hold", "decay"))
 
     @classmethod
     def constant(cls, value: float) -> Prior:
@@ -60,30 +56,25 @@ PriorChoice = Annotated[Callable[[int], float], Choice(lambda: PRIORS)]
 
 
 @dataclass(frozen=True)
-class MixSchedule:
+class MixSchedule(Checked):
     """Warm-up from `start` to `peak`, hold, decay to `valley`, hold."""
 
-    peak: float
+    peak: Share
     """Value after the warm-up."""
-    valley: float
+    valley: Share
     """Value after the decay."""
-    warmup: int = 0
+    warmup: Natural = 0
     """Steps from `start` to `peak`; 0: the schedule starts at `peak`."""
-    hold: int = 0
+    hold: Natural = 0
     """Number of steps at `peak`."""
-    decay: int = 0
+    decay: Natural = 0
     """Steps from `peak` to `valley`."""
-    start: float = 0.0
+    start: Share = 0.0
     """Value at step 0 if there is a warm-up."""
-    warmup_shape: str = "linear"
+    warmup_shape: Shape = "linear"
     """"linear" or "cosine"."""
-    decay_shape: str = "cosine"
+    decay_shape: Shape = "cosine"
     """"linear" or "cosine"."""
-
-    def __post_init__(self) -> None:
-        _check(self, weights=("peak", "valley", "start"), counts=("warmup", "hold", "decay"))
-        require_one_of(SHAPES, self, "warmup_shape")
-        require_one_of(SHAPES, self, "decay_shape")
 
     def __call__(self, step: int) -> float:
         if step < self.warmup:
@@ -112,8 +103,3 @@ class MixSchedule:
 
 SCHEDULES: dict[str, type] = {"ramp": MixSchedule}
 ScheduleChoice = Annotated[Callable[[int], float], Choice(lambda: SCHEDULES)]
-
-
-def _check(schedule: object, weights: tuple[str, ...], counts: tuple[str, ...]) -> None:
-    require_numbers(schedule, "a number in [0, 1]", lambda x: 0 <= x <= 1, *weights)
-    require_numbers(schedule, "an integer >= 0", is_count, *counts)

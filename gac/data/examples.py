@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from gac.config import setting
+from gac.config import Checked, Count, Positive, setting
 from gac.config.imports import load_object
 from gac.errors import ConfigError, MissingData
 
@@ -43,23 +43,19 @@ CHUNK = 1000  # rows that are tokenized at once and in memory at the same time
 
 
 @dataclass(frozen=True)
-class Source:
+class Source(Checked):
     """One of several sources of prompts."""
 
     path: str
     """Location of its rows, in the format of `data.prompts`."""
     name: str = ""
     """Name in the metrics and in `Example.source`; empty: the path."""
-    weight: float = 1.0
+    weight: Positive = 1.0
     """Share of the sampled prompts, relative to the other sources."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.weight < float("inf"):
-            raise ValueError(f"weight={self.weight!r}: use a number > 0")
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(Checked):
     """Data sources, and how their rows are formatted as prompts.
 
     A source is a file (.jsonl, .json, .csv, .parquet, .arrow), the folder of a saved Hugging Face
@@ -105,18 +101,15 @@ class DataConfig:
     """Format the prompt as a user turn with the tokenizer's chat template."""
     system: str | None = None
     """System prompt for text prompts (requires `chat`), and for messages that contain none."""
-    max_prompt_tokens: int | None = None
+    max_prompt_tokens: Count | None = None
     """Drop rows with longer prompts, and count them."""
-    max_demo_tokens: int | None = setting(None, only_with="demo_field")
+    max_demo_tokens: Count | None = setting(None, only_with="demo_field")
     """Drop longer demonstrations (including EOS), and count them."""
-    limit: int | None = None
+    limit: Count | None = None
     """Maximum number of rows, counted after `where`."""
 
     def __post_init__(self) -> None:
-        for name in ("max_prompt_tokens", "max_demo_tokens", "limit"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1 or null, got {value}")
+        super().__post_init__()
         for name, needed in (("template", "prompt"), ("demo_template", "demo")):
             _check_template(name, getattr(self, name), needed)
         _check_pattern(self.answer_pattern)

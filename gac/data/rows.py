@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import operator
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -78,39 +79,15 @@ class Batch(NamedTuple):
     The S sequences are the rows, or two per row in a batch of mixed rows.
     """
 
-    input_ids: torch.Tensor  # int64
-    targets: (
-        torch.Tensor
-    )  # int64, shaped like input_ids: the next token if it has a loss, else -100
+    model_inputs: dict[str, Any]
+    """Arguments of the model's forward; if packed, the positions restart at 0 in each row."""
+    targets: torch.Tensor
+    """int64, shaped like the input: the next token if it has a loss, else -100."""
     advantages: torch.Tensor  # float32 [S], on the CPU
     is_demo: torch.Tensor  # bool [S], on the CPU
     starts: tuple[int, ...]  # offset of each row in the flattened tokens
-    longest: int  # length of the longest row
-    attention_mask: torch.Tensor | None = None  # int64 [B, T]; padded batches only
-    position_ids: torch.Tensor | None = (
-        None  # int64 [1, N], from 0 in each row; packed batches only
-    )
-    row_bounds: torch.Tensor | None = None  # int32 [rows + 1]; packed batches only
-    cu_seqlens: torch.Tensor | None = (
-        None  # int32 [S + 1]; None if the sequences are the padded rows
-    )
-    units: torch.Tensor | None = None  # int64 [S], on the CPU: `Row.unit` of each sequence
-
-    @property
-    def model_inputs(self) -> dict[str, Any]:
-        """Arguments of the model's forward; if packed, the positions restart at 0 in each row."""
-        if self.position_ids is None:
-            return {"input_ids": self.input_ids, "attention_mask": self.attention_mask}
-        return {
-            "input_ids": self.input_ids,
-            "position_ids": self.position_ids,
-            "attention_mask": None,
-            # flash attention would derive these from the positions in every layer
-            "cu_seq_lens_q": self.row_bounds,
-            "cu_seq_lens_k": self.row_bounds,
-            "max_length_q": self.longest,
-            "max_length_k": self.longest,
-        }
+    units: torch.Tensor  # int64 [S], on the CPU: `Row.unit` of each sequence
+    cu_seqlens: torch.Tensor | None  # int32 [S + 1]; None if the sequences are the padded rows
 
     def to_loss_layout(self, *like_targets: torch.Tensor | None) -> Iterator[Any]:
         """Yield each tensor in the layout that the loss expects for this batch."""
@@ -164,19 +141,16 @@ def collate(
     def to_bounds(bounds: tuple[int, ...] | None) -> torch.Tensor | None:
         return None if bounds is None else to_device(np.array(bounds, np.int32))
 
-    return Batch(
-        to_device(ids),
-        to_device(targets),
-        advantages,
-        is_demo,
-        starts[:-1],
-        width,
-        attention_mask=None if packed else to_device((positions < ends).astype(np.int64)),
-        position_ids=to_device(positions) if packed else None,
-        row_bounds=to_bounds(starts) if packed else None,
-        cu_seqlens=to_bounds(bounds),
-        units=units,
-    )
+    inputs: dict[str, Any] = {"input_ids": to_device(ids), "attention_mask": None}
+    if packed:
+        inputs["position_ids"] = to_device(positions)
+        # flash attention would derive these from the positions in every layer
+        inputs |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), to_bounds(starts))
+        inputs |= dict.fromkeys(("max_length_q", "max_length_k"), width)
+    else:
+        inputs["attention_mask"] = to_device((positions < ends).astype(np.int64))
+    tensors = to_device(targets), advantages, is_demo
+    return Batch(inputs, *tensors, starts[:-1], units, to_bounds(bounds))
 
 
 class TermPair(NamedTuple):
@@ -232,6 +206,17 @@ def demo_row(example: Example, tokens: int | None = None) -> Row:
     return Row(ids, len(ids) - with_loss, True, 1.0, source=example.source)
 
 
+class MicroBatch(NamedTuple):
+    """Rows of one kind that pass through the model together; possibly none on this rank."""
+
+    rows: list[Row]
+    batch: Batch
+    demo: bool
+    last: bool
+    """Whether it is the last one of its rows."""
+
+
+_kind = operator.attrgetter("kind")
 Unit = Sequence[Row]  # consecutive rows that are never split
 
 
@@ -248,6 +233,29 @@ class MicroBatches:
     """Concatenate the rows instead of padding them; requires `tokens`."""
     unit: int = 1
     """Number of consecutive rows that are never split across micro-batches."""
+
+    def batches(
+        self, rows: Sequence[Row], pad_token: int, device: torch.device
+    ) -> Iterator[MicroBatch]:
+        """Yield the micro-batches of `rows`, each of rows of one kind.
+
+        Every rank gets the same sequence of demonstration and rollout micro-batches, some of them
+        empty, because each forward of the policy or the reference may be a collective.
+        """
+        kinds: dict[bool, list[list[Row]]] = {False: [], True: []}
+        for (demo, *_), group in itertools.groupby(sorted(rows, key=_kind), _kind):
+            kinds[demo].append(list(group))
+        splits = {demo: [*itertools.chain(*map(self.split, kinds[demo]))] for demo in kinds}
+        counts = collectives.largest([len(parts) for parts in splits.values()])
+        parts: list[tuple[bool, list[Row]]] = []
+        for (demo, own), count in zip(splits.items(), map(int, counts), strict=True):
+            if len(kinds[demo]) == 1:
+                # smaller micro-batches instead of empty ones
+                own = self.split(kinds[demo][0], count)
+            parts += [(demo, part) for part in own + [[]] * (count - len(own))]
+        for number, (demo, part) in enumerate(parts, 1):
+            batch = collate(part, pad_token, device, self.packed)
+            yield MicroBatch(part, batch, demo, number == len(parts))
 
     def split(self, rows: Sequence[Row], min_count: int = 1) -> list[list[Row]]:
         """Split `rows` into micro-batches.

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gac.config import check_effects, setting
+from gac.config import Checked, Count, Natural, NonNegative, PositiveShare, check_effects, setting
 from gac.data import DataConfig
-from gac.errors import require, require_at_least
+from gac.errors import require
 from gac.models.config import ModelConfig
 
 
@@ -23,24 +23,24 @@ def check_names(tasks: Iterable[str]) -> None:
 
 
 @dataclass(frozen=True)
-class EvalTask:
+class EvalTask(Checked):
     """A dataset, its generation settings and its reward."""
 
     data: DataConfig = DataConfig()
     """Prompts and reference answers. If `data.prompts` is null, nothing is evaluated."""
     reward: Any = None
     """A name, a mapping or package.module:function; null: the configuration's top-level reward."""
-    samples: int = 1
+    samples: Count = 1
     """Responses per prompt; accuracy is their mean (avg@k)."""
-    temperature: float = 0.0
+    temperature: NonNegative = 0.0
     """Sampling temperature; 0: greedy."""
-    top_p: float = setting(1.0, only_with="temperature")
+    top_p: PositiveShare = setting(1.0, only_with="temperature")
     """Nucleus sampling threshold."""
-    max_completion_length: int = 1024
+    max_completion_length: Count = 1024
     """Maximum response length in tokens."""
     stop: tuple[str, ...] = ()
     """Single-token strings that end a response, in addition to the EOS token."""
-    batch: int | None = 64
+    batch: Count | None = 64
     """Responses per generation batch; null: all. Batches are distributed over processes."""
     split_field: str | None = None
     """Row field to split results by: accuracy is also reported for each of its values."""
@@ -52,9 +52,7 @@ class EvalTask:
     """
 
     def __post_init__(self) -> None:
-        require_at_least(1, self, "samples", "max_completion_length", "batch")
-        require_at_least(0, self, "temperature")
-        require(0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")
+        super().__post_init__()
         for k in self.pass_at:
             require(1 <= k <= self.samples, "pass_at", k, f"1 to samples={self.samples}")
         if self.samples > 1 and self.temperature == 0:
@@ -79,7 +77,7 @@ class EvalTask:
 class EvalSettings(EvalTask):
     """Settings of the evaluation during training."""
 
-    every: int = 0
+    every: Natural = 0
     """Optimizer steps between evaluations; 0: evaluate only before the first step (recorded as step
     0) and after the last.
     """
@@ -89,7 +87,6 @@ class EvalSettings(EvalTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_at_least(0, self, "every")
         check_names(self.tasks)
 
 

@@ -129,8 +129,7 @@ class GACMixin(StepMixin, FusedGRPOMixin):
         tokenizer = self.processing_class
         pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         batch = collate(rows, pad, device)
-        inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
-        out = self.score_demos(model, inputs, batch.targets, self._step_demos)
+        out = self.score_demos(model, batch.model_inputs, batch.targets, self._step_demos)
         if self.mixer.sketch is not None:
             self._observe_sketches([-1] * len(rows), is_demo=True, out=out)
         return out.loss

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 
+from gac.config import Checked
 from gac.control.estimators import Corrections
 from gac.control.signals import Evidence
 from gac.data.rows import TermPair
@@ -153,10 +154,11 @@ class Observation:
 
 
 @dataclass(frozen=True)
-class Method:
+class Method(Checked):
     """Base class of the methods that combine SFT and RL.
 
-    Fields of a subclass are its hyperparameters and become configuration keys. State is a mapping
+    Fields of a subclass are its hyperparameters and become configuration keys, with the ranges of
+    their annotations, such as `gac.config.Share`. State is a mapping
     of plain JSON types that is passed in and returned, so that checkpoints can save it.
     """
 
@@ -251,6 +253,14 @@ class Method:
         state: the state with which the step ran, so the columns explain the step's own mu.
         """
         return {}
+
+
+@dataclass(frozen=True)
+class Sum(Method, family="hybrid"):
+    """Base class of the methods that add the two terms, the SFT loss times `sft_coef` if given."""
+
+    def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
+        return state, Mix.weights(getattr(self, "sft_coef", 1.0), 1.0)
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from gac.control.alarm import Alarm, AlarmState, alarm_message, is_suspect
-from gac.errors import require
+from gac.config import Share
+from gac.control.alarm import Alarm, alarm_message, is_suspect
 
 from .base import OURS, Mix, Observation, State, TokenWeighted, preset
 
@@ -18,11 +16,8 @@ class Constant(
 ):
     """The same mu at every step; the paper's QCM is mu = 0.58."""
 
-    mu: float = 0.58
+    mu: Share = 0.58
     """Weight of the demonstrations, in [0, 1]."""
-
-    def __post_init__(self) -> None:
-        require(0 <= self.mu <= 1, "mu", self.mu, "a number in [0, 1]")
 
     def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
         return state, Mix(self.mu)
@@ -38,16 +33,12 @@ class ConstantAlarm(Constant, name="constant-alarm", family=OURS, source="docs/a
     suspect sources, else `mu`.
     """
 
-    mu: float = 0.4
+    mu: Share = 0.4
     """Weight of the demonstrations while the alarm is off, in [0, 1]."""
-    mu_suspect: float = 0.02
+    mu_suspect: Share = 0.02
     """Weight of the demonstrations while the alarm is on, in [0, 1]."""
     alarm: Alarm = Alarm()
     """Detects lasting rises in the demonstration loss."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(0 <= self.mu_suspect <= 1, "mu_suspect", self.mu_suspect, "a number in [0, 1]")
 
     def init(self) -> State:
         return {"alarm": None}
@@ -55,23 +46,15 @@ class ConstantAlarm(Constant, name="constant-alarm", family=OURS, source="docs/a
     def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
         by_source, alarms = last.losses_by_source(), dict(state.get("sources", {}))
         for source, losses in by_source.items():
-            alarms[source] = self._update(alarms.get(source), None, losses)
+            alarms[source] = self.alarm.update_plain(alarms.get(source), None, losses)
         if by_source:
             suspect = [len(own) for source, own in by_source.items() if is_suspect(alarms[source])]
             share = sum(suspect) / sum(map(len, by_source.values()))
             return {"alarm": None, "sources": alarms, "suspect": share}, self._mix(share)
         if alarms:  # a skipped step
             return state, self._mix(state["suspect"])
-        alarm = self._update(state["alarm"], last.demo_loss, last.demo_losses)
+        alarm = self.alarm.update_plain(state["alarm"], last.demo_loss, last.demo_losses)
         return {"alarm": alarm}, self._mix(float(is_suspect(alarm)))
-
-    def _update(
-        self, plain: Any, loss: float | None, losses: Sequence[float] | None
-    ) -> dict[str, Any] | None:
-        """The alarm's state after a step, in plain JSON types."""
-        before = None if plain is None else AlarmState.of(plain)
-        after, _ = self.alarm.update(before, loss, losses)
-        return None if after is None else after.to_plain()
 
     def _mix(self, share: float) -> Mix:
         """The mix if `share` of the last demonstrations came from suspect sources."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gac.errors import require
+from gac.config import Positive
 from gac.rollouts.plan import Sampling
 from gac_kernels import LossSpec
 
@@ -66,11 +66,8 @@ class DPO(Preference, name="dpo", source="arXiv 2305.18290, equation 7"):
     are sampled from the reference policy.
     """
 
-    beta: float = 0.1
+    beta: Positive = 0.1
     """Strength of the pull towards the reference policy, > 0."""
-
-    def __post_init__(self) -> None:
-        require(self.beta > 0, "beta", self.beta, "a number > 0")
 
     def pair_loss(self, h: torch.Tensor) -> torch.Tensor:
         return -torch.nn.functional.logsigmoid(self.beta * h)
@@ -80,13 +77,10 @@ class DPO(Preference, name="dpo", source="arXiv 2305.18290, equation 7"):
 class IPO(Preference, name="ipo", source="arXiv 2310.12036, equation 17"):
     """DPO with another loss: the squared distance of h (see `dpo`) from 1 / (2 tau)."""
 
-    tau: float = 0.5
+    tau: Positive = 0.5
     """The target difference of the log-ratios is 1 / (2 tau) nats, tau > 0."""
     normalize: bool = True
     """Divide each log-ratio by its response length, as common libraries do; published: sums."""
-
-    def __post_init__(self) -> None:
-        require(self.tau > 0, "tau", self.tau, "a number > 0")
 
     def sequence_ratios(self, tokens: TokenView, ratios: torch.Tensor) -> torch.Tensor:
         if self.normalize:

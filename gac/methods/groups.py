@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from gac.errors import require, require_numbers
+from gac.config import NonNegative, Number, Positive, Share
 from gac.rollouts.plan import Credit, Sampling, Stage
 from gac_kernels import DemoWeight, LossSpec
 
-from .base import Loss, Method, Mix, Observation, State, StepNeeds, Weights
+from .base import Loss, Method, Mix, Observation, State, StepNeeds, Sum, Weights
 from .solvers import Gram, GramSolver
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class LUFFY(Method, name="luffy", family="hybrid", source="arXiv 2504.14945"):
+class LUFFY(Sum, name="luffy", source="arXiv 2504.14945"):
     """Each group has K - 1 rollouts and the prompt's demonstration, whose loss is -A p / (p + c).
 
     As in the released training script, the baseline is the mean reward of the whole group,
@@ -56,12 +55,9 @@ class LUFFY(Method, name="luffy", family="hybrid", source="arXiv 2504.14945"):
         group = (Stage(completions - 1),)
         return Sampling("prompt", group, demo_in_group=True, advantages="centered")
 
-    def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
-        return state, Mix.weights(1.0, 1.0)
-
 
 @dataclass(frozen=True)
-class SRFT(Method, name="srft", family="hybrid", source="arXiv 2506.19767, equations 5 to 13"):
+class SRFT(Sum, name="srft", source="arXiv 2506.19767, equations 5 to 13"):
     """Demonstrations: entropy-weighted cross-entropy plus policy gradient; rollouts: signed log p.
 
     H is the mean token entropy of a response. The loss is 0.5 exp(-H) (-log p) - A p for
@@ -97,9 +93,6 @@ class SRFT(Method, name="srft", family="hybrid", source="arXiv 2506.19767, equat
         signs = torch.where(rewards.isnan(), 0.0, signs).double()
         return super().credit(rewards, demos, kind)._replace(rollouts=signs)
 
-    def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
-        return state, Mix.weights(1.0, 1.0)
-
     def token_loss(self, tokens: TokenView) -> torch.Tensor:
         """[N] loss of each token."""
         batch, logps = tokens.batch, tokens.logps
@@ -116,9 +109,8 @@ class SRFT(Method, name="srft", family="hybrid", source="arXiv 2506.19767, equat
 
 @dataclass(frozen=True)
 class DYPO(
-    Method,
+    Sum,
     name="dypo",
-    family="hybrid",
     source="arXiv 2604.08926, equations 20 to 24",
     cost="reference forward pass on the rollouts",
 ):
@@ -136,18 +128,14 @@ class DYPO(
     trained by RL.
     """
 
-    alpha: float = 0.5
+    alpha: Share = 0.5
     """Share of GRPO in the RL loss, in [0, 1]."""
-    beta: float = 1.0
+    beta: Positive = 1.0
     """Factor of the log-ratios in GAL, > 0."""
-    sft_coef: float = 1.0
+    sft_coef: Positive = 1.0
     """Factor of the SFT loss, > 0; the publication's gamma."""
     correct: float = 0.5
     """A rollout succeeds if its reward is above this."""
-
-    def __post_init__(self) -> None:
-        require(0 <= self.alpha <= 1, "alpha", self.alpha, "a number in [0, 1]")
-        require_numbers(self, "a number > 0", lambda x: x > 0, "beta", "sft_coef")
 
     def needs(self, step: int) -> StepNeeds:
         return StepNeeds(kl=True)
@@ -166,9 +154,6 @@ class DYPO(
         hard = (successes == 0).to(rewards.dtype)
         credit = super().credit(rewards, demos, kind)
         return credit._replace(rollout_weight=mid, demo_weight=hard)
-
-    def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
-        return state, Mix.weights(self.sft_coef, 1.0)
 
     def token_loss(self, tokens: TokenView) -> torch.Tensor:
         """[N] loss of each token; for GAL, the loss of the token's group."""
@@ -208,14 +193,10 @@ class SDAR(
     0.001 and a penalty for invalid actions, which are not implemented.
     """
 
-    coef: float = 0.01
+    coef: Number = 0.01
     """Weight of the distillation; 0.01 in the released scripts."""
-    beta: float = 5.0
+    beta: NonNegative = 5.0
     """Sharpness of the gate, >= 0; 0: a constant gate of 1/2."""
-
-    def __post_init__(self) -> None:
-        require(math.isfinite(self.coef), "coef", self.coef, "a finite number")
-        require(self.beta >= 0, "beta", self.beta, "a number >= 0")
 
     def loss(self, base: LossSpec) -> Loss:
         spec = replace(base, rollout_reduction="token")
@@ -249,16 +230,12 @@ class GTA(GramSolver, name="gta", family="hybrid", source="arXiv 2509.12108"):
     demonstration by SFT.
     """
 
-    sft_coef: float = 1.0
+    sft_coef: NonNegative = 1.0
     """Weight of the SFT gradient."""
-    rl_coef: float = 1.0
+    rl_coef: Positive = 1.0
     """Weight of the RL gradient, > 0."""
     guess_tokens: int | None = None
     """Number of tokens at the end of a demonstration that SFT trains on; null: all."""
-
-    def __post_init__(self) -> None:
-        require(self.sft_coef >= 0, "sft_coef", self.sft_coef, "a number >= 0")
-        require(self.rl_coef > 0, "rl_coef", self.rl_coef, "a number > 0")
 
     def sampling(self, completions: int) -> Sampling:
         return Sampling(demo_tokens=self.guess_tokens)

@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gac.config import Count, NonNegative, Number, Positive
 from gac.data.rows import TermPair
-from gac.errors import is_count, is_real, require, require_numbers
 
 from .base import Mix, Observation, State, StepNeeds, TokenWeighted, Weights
-from .solvers import Gram, GramSolver, check_nonnegative
+from .solvers import Gram, GramSolver
 
 MIN_LOSS = 1e-3  # lower bound of a loss, so that ratios are finite
 EPSILON = 1e-8  # avoids division by a loss of exactly 0
@@ -51,11 +51,8 @@ class Uncertainty(LossWeights, name="uncertainty", source="arXiv 1705.07115"):
     Each step is one gradient step on s for the sum of exp(-s_i) L_i / 2 + s_i / 2.
     """
 
-    lr: float = 0.025
+    lr: NonNegative = 0.025
     """Step size of s."""
-
-    def __post_init__(self) -> None:
-        check_nonnegative(self, "lr")
 
     def init(self) -> State:
         return {"log_variances": [0.0, 0.0]}
@@ -79,14 +76,10 @@ class DWA(LossWeights, name="dwa", source="arXiv 1803.10704"):
     w_i = 2 softmax(newer / older / temperature); 1 until two windows are complete.
     """
 
-    temperature: float = 2.0
+    temperature: Positive = 2.0
     """Softmax temperature, > 0; the paper tries 1, 2 and 4."""
-    window: int = 25
+    window: Count = 25
     """Number of steps per window; the publication uses an epoch."""
-
-    def __post_init__(self) -> None:
-        require_numbers(self, "a number > 0", lambda x: x > 0, "temperature")
-        require(is_count(self.window, 1), "window", self.window, "an integer >= 1")
 
     def init(self) -> State:
         return {"sums": [0.0, 0.0], "steps": 0, "newer": None, "older": None}
@@ -126,15 +119,12 @@ class FAMO(
     and clipping allows 1.2 times that.
     """
 
-    lr: float = 0.025
+    lr: NonNegative = 0.025
     """Step size of the logits (Adam)."""
-    decay: float = 1e-3
+    decay: NonNegative = 1e-3
     """Weight decay of the logits, added to their gradient."""
     rollout_floor: float = -3.2
     """Lower bound of the RL loss; losses below it are raised to it. The default is for K = 8."""
-
-    def __post_init__(self) -> None:
-        check_nonnegative(self, "lr", "decay")
 
     def needs(self, step: int) -> StepNeeds:
         return StepNeeds(losses_after=True)
@@ -190,14 +180,10 @@ class GradNorm(GramSolver, name="gradnorm", source="arXiv 1711.02257"):
     uses only the sign of the error, so mu jitters by about `lr`.
     """
 
-    asymmetry: float = 1.5
+    asymmetry: Number = 1.5
     """The publication's alpha; 0 makes the norms equal."""
-    lr: float = 0.025
+    lr: NonNegative = 0.025
     """Step size of a weight, in units of its gradient norm over the mean norm."""
-
-    def __post_init__(self) -> None:
-        check_nonnegative(self, "lr")
-        require(is_real(self.asymmetry), "asymmetry", self.asymmetry, "a finite number")
 
     def init(self) -> State:
         return {**super().init(), "weights": [1.0, 1.0], "initial": None, "losses": None}

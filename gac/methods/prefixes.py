@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from gac.config import Count, NonNegative, Share
 from gac.control.schedules import MixSchedule, ScheduleChoice
-from gac.errors import require, require_at_least, require_numbers
+from gac.errors import require
 from gac.rollouts.plan import Sampling, Stage
 from gac_kernels import DemoWeight, LossSpec
 
-from .base import Loss, Method, Mix, Observation, State
+from .base import Loss, Method, Mix, Observation, State, Sum
 
 if TYPE_CHECKING:
     from gac.methods.token_loss import TokenView
@@ -31,23 +32,18 @@ class UFT(Method, name="uft", family="hybrid", source="arXiv 2505.16984 and its 
     hint. The published KL term is `loss.kl_coef`, 0.001 in the released code.
     """
 
-    coef: float = 0.001
+    coef: NonNegative = 0.001
     """Weight of the hints' cross-entropy, >= 0."""
-    low: float = 0.05
+    low: Share = 0.05
     """Probability of each part at the end of the curriculum, in [0, 1]."""
-    high: float = 0.95
+    high: Share = 0.95
     """Probability of each part at its start, in [0, 1]."""
-    hint_steps: int = 300
+    hint_steps: Count = 300
     """Steps with hints; the released code trains for 500 steps in total."""
-    pieces: int = 5
+    pieces: Count = 5
     """Number of parts of a demonstration."""
     weight: DemoWeight = DemoWeight.ONE
     """Token weight of the hints."""
-
-    def __post_init__(self) -> None:
-        require(self.coef >= 0, "coef", self.coef, "a number >= 0")
-        require_numbers(self, "a number in [0, 1]", lambda x: 0 <= x <= 1, "low", "high")
-        require_at_least(1, self, "hint_steps", "pieces")
 
     def loss(self, base: LossSpec) -> Loss:
         return Loss(replace(base, demo_weight=self.weight, demo_reduction="token"))
@@ -71,7 +67,7 @@ class UFT(Method, name="uft", family="hybrid", source="arXiv 2505.16984 and its 
 
 
 @dataclass(frozen=True)
-class TRAPO(Method, name="trapo", family="hybrid", source="arXiv 2512.17636"):
+class TRAPO(Sum, name="trapo", source="arXiv 2512.17636"):
     """Micro-groups of rollouts; after low rewards, the next group continues a demonstration prefix.
 
     Prefix tokens are trained by trust-region SFT with loss -p / max(p, c). The policy's own tokens
@@ -92,6 +88,7 @@ class TRAPO(Method, name="trapo", family="hybrid", source="arXiv 2512.17636"):
     """c of the trust-region SFT, the publication's alpha."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         counts = {len(self.sizes), len(self.prefixes), len(self.below), len(self.trained)}
         if len(counts) != 1 or not self.sizes or min(self.sizes) < 1:
             raise ValueError(
@@ -130,12 +127,9 @@ class TRAPO(Method, name="trapo", family="hybrid", source="arXiv 2512.17636"):
         ]
         return Sampling("prompt", tuple(stages), advantages="centered")
 
-    def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
-        return state, Mix.weights(1.0, 1.0)
-
 
 @dataclass(frozen=True)
-class PrefixRFT(Method, name="prefix-rft", family="hybrid", source="arXiv 2507.01679"):
+class PrefixRFT(Sum, name="prefix-rft", source="arXiv 2507.01679"):
     """Dr. GRPO; one of K rollouts continues a prefix, whose highest-entropy tokens are trained too.
 
     The prefix is the first floor(l T) of the demonstration's T tokens, at most T - 1, with l
@@ -149,13 +143,10 @@ class PrefixRFT(Method, name="prefix-rft", family="hybrid", source="arXiv 2507.0
 
     low: ScheduleChoice = MixSchedule(peak=0.95, valley=0.05, decay=500)
     """Smallest share of the demonstration that is given, as a function of the step."""
-    high: float = 0.95
+    high: Share = 0.95
     """Largest share, in [0, 1]."""
-    top: float = 0.2
+    top: Share = 0.2
     """Share of a prefix's tokens that are trained on, in [0, 1]."""
-
-    def __post_init__(self) -> None:
-        require_numbers(self, "a number in [0, 1]", lambda x: 0 <= x <= 1, "high", "top")
 
     def loss(self, base: LossSpec) -> Loss:
         # SHAPED only makes the prefixes' advantages available; the loss is `token_loss`
@@ -179,9 +170,6 @@ class PrefixRFT(Method, name="prefix-rft", family="hybrid", source="arXiv 2507.0
         """Length of the prefix of a demonstration of `tokens` tokens; see `Stage.length`."""
         share = rng.uniform(min(self.low(step), self.high), self.high)
         return min(math.floor(share * tokens), tokens - 1)
-
-    def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
-        return state, Mix.weights(1.0, 1.0)
 
     def token_loss(self, tokens: TokenView) -> torch.Tensor:
         """[N] loss of each token."""

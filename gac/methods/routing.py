@@ -6,28 +6,25 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from gac.errors import require
+from gac.config import Count, NonNegative, Positive
 from gac.parallel import collectives
 from gac.rollouts.plan import Credit, Sampling
 from gac_kernels import DemoWeight, LossSpec
 
-from .base import OURS, Loss, Method, Mix, Observation, State, TokenWeighted
+from .base import OURS, Loss, Sum, TokenWeighted
 
 
 @dataclass(frozen=True)
 class MultiTask(
+    Sum,
     TokenWeighted,
     name="multitask",
-    family="hybrid",
     source="arXiv 2504.14945, baseline RL w/ SFT loss",
 ):
     """The RL loss plus a constant times the SFT loss of the same prompts' demonstrations."""
 
-    sft_coef: float = 1.0
+    sft_coef: NonNegative = 1.0
     """Factor of the SFT loss, >= 0."""
-
-    def __post_init__(self) -> None:
-        require(self.sft_coef >= 0, "sft_coef", self.sft_coef, "a number >= 0")
 
     def loss(self, base: LossSpec) -> Loss:
         return super().loss(replace(base, demo_reduction="token"))
@@ -35,12 +32,9 @@ class MultiTask(
     def sampling(self, completions: int) -> Sampling:
         return Sampling(demos="prompt")
 
-    def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
-        return state, Mix.weights(self.sft_coef, 1.0)
-
 
 @dataclass(frozen=True)
-class SuperRL(TokenWeighted, name="superrl", family="hybrid", source="arXiv 2506.01096v2"):
+class SuperRL(Sum, TokenWeighted, name="superrl", source="arXiv 2506.01096v2"):
     """Prompts whose rollouts all have reward 0 are trained only on their demonstration.
 
     Every other prompt is trained by RL: loss = sum over prompts of L_SFT where max_k r_k <= 0, else
@@ -59,9 +53,6 @@ class SuperRL(TokenWeighted, name="superrl", family="hybrid", source="arXiv 2506
         solved = (rewards > self.correct).any(1).to(rewards.dtype)  # nan: a dropped rollout
         credit = super().credit(rewards, demos, kind)
         return credit._replace(rollout_weight=solved, demo_weight=1 - solved)
-
-    def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
-        return state, Mix.weights(1.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -89,32 +80,18 @@ class Routing(
 
 
 @dataclass(frozen=True)
-class HPT(Method, name="hpt", family="hybrid", source="arXiv 2509.04419"):
-    """Prompts with at most `switch` correct rollouts are trained only on their demonstration.
+class Unclipped(Sum):
+    """RL as in the released code of HPT and ReLIFT, plus `sft_coef` times SFT.
 
-    RL follows the released code: centered advantages, no clipping, sums divided by
-    `loss.max_tokens`. Its rule to skip updates with a gradient norm above 80 is not implemented.
+    Advantages are centered, nothing is clipped, and sums are divided by `loss.max_tokens`.
     """
 
-    switch: int = 0
-    """Largest number of correct rollouts at which a prompt is trained by SFT."""
-    correct: float = 0.5
-    """A rollout is correct if its reward is above this."""
-    sft_coef: float = 1.0
-    """Factor of the SFT loss, > 0; the publication uses 0.3 for a 1.5B model."""
-    table: tuple[float, ...] | None = None
-    """Soft gate: SFT weight in [0, 1] of a prompt with 0, 1, ..., K correct rollouts; its RL weight
-    is 1 minus that. null: the hard gate.
-    """
+    sft_coef: Positive = 1.0
+    """Factor of the SFT loss, > 0; HPT uses 0.3 for a 1.5B model."""
     entropy_coef: float = 0.001
     """Weight of the entropy bonus on rollouts."""
     weight: DemoWeight = DemoWeight.ONE
     """Token weight of the demonstrations."""
-
-    def __post_init__(self) -> None:
-        require(self.sft_coef > 0, "sft_coef", self.sft_coef, "a number > 0")
-        if self.table is not None and not (self.table and all(0 <= x <= 1 for x in self.table)):
-            raise ValueError(f"table={self.table!r}: use numbers in [0, 1], or null")
 
     def loss(self, base: LossSpec) -> Loss:
         spec = replace(
@@ -131,6 +108,29 @@ class HPT(Method, name="hpt", family="hybrid", source="arXiv 2509.04419"):
     def sampling(self, completions: int) -> Sampling:
         return Sampling(demos="prompt", advantages="centered")
 
+
+@dataclass(frozen=True)
+class HPT(Unclipped, name="hpt", source="arXiv 2509.04419"):
+    """Prompts with at most `switch` correct rollouts are trained only on their demonstration.
+
+    RL follows the released code: centered advantages, no clipping, sums divided by
+    `loss.max_tokens`. Its rule to skip updates with a gradient norm above 80 is not implemented.
+    """
+
+    switch: int = 0
+    """Largest number of correct rollouts at which a prompt is trained by SFT."""
+    correct: float = 0.5
+    """A rollout is correct if its reward is above this."""
+    table: tuple[float, ...] | None = None
+    """Soft gate: SFT weight in [0, 1] of a prompt with 0, 1, ..., K correct rollouts; its RL weight
+    is 1 minus that. null: the hard gate.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.table is not None and not (self.table and all(0 <= x <= 1 for x in self.table)):
+            raise ValueError(f"table={self.table!r}: use numbers in [0, 1], or null")
+
     def credit(self, rewards: torch.Tensor, demos: torch.Tensor | None, kind: str) -> Credit:
         num_correct = (rewards > self.correct).sum(1)
         if self.table is None:
@@ -141,12 +141,9 @@ class HPT(Method, name="hpt", family="hybrid", source="arXiv 2509.04419"):
         credit = super().credit(rewards, demos, kind)
         return credit._replace(rollout_weight=1 - sft, demo_weight=sft)
 
-    def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
-        return state, Mix.weights(self.sft_coef, 1.0)
-
 
 @dataclass(frozen=True)
-class ReLIFT(Method, name="relift", family="hybrid", source="arXiv 2506.07527 and its code"):
+class ReLIFT(Unclipped, name="relift", source="arXiv 2506.07527 and its code"):
     """RL on all prompts; SFT on `buffer` unsolved prompts whenever that many have been collected.
 
     A prompt is unsolved if the reward of every rollout is at most `correct`. The newest `buffer`
@@ -156,39 +153,14 @@ class ReLIFT(Method, name="relift", family="hybrid", source="arXiv 2506.07527 an
     of both gradients. The entropy bonus covers the rollouts only.
     """
 
-    buffer: int = 128
+    buffer: Count = 128
     """Number of unsolved prompts that are trained on together."""
     correct: float = 0.0
     """A prompt is unsolved if no rollout has a reward above this."""
-    sft_coef: float = 1.0
-    """Factor of the SFT loss, > 0."""
-    entropy_coef: float = 0.001
-    """Weight of the entropy bonus on rollouts."""
-    weight: DemoWeight = DemoWeight.ONE
-    """Token weight of the demonstrations."""
-
-    def __post_init__(self) -> None:
-        require(self.buffer >= 1, "buffer", self.buffer, "a number >= 1")
-        require(self.sft_coef > 0, "sft_coef", self.sft_coef, "a number > 0")
-
-    def loss(self, base: LossSpec) -> Loss:
-        spec = replace(
-            base,
-            demo_weight=self.weight,
-            demo_reduction="token",
-            clip_low=None,
-            clip_high=None,
-            entropy_coef=self.entropy_coef,
-            rollout_reduction="constant",
-        )
-        return Loss(spec)
 
     def sampling(self, completions: int) -> Sampling:
-        return Sampling(demos="prompt", advantages="centered", collect=self.buffer)
+        return replace(super().sampling(completions), collect=self.buffer)
 
     def credit(self, rewards: torch.Tensor, demos: torch.Tensor | None, kind: str) -> Credit:
         solved = (rewards > self.correct).any(1).to(rewards.dtype)  # nan: a dropped rollout
         return super().credit(rewards, demos, kind)._replace(demo_weight=1 - solved)
-
-    def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
-        return state, Mix.weights(self.sft_coef, 1.0)

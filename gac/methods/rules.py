@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 
-from gac.errors import require, require_numbers
+from gac.config import Count, Natural, Number, Valid
 
 from .base import Mix, Observation, State, StepNeeds, TokenWeighted, Weights
 from .solvers import Gram, GramSolver, cross_gram
+
+
+def check_limits(mu_min: float, mu_init: float, mu_max: float) -> None:
+    """Raise ValueError unless the limits of mu are in [0, 1] and contain its first value."""
+    if not 0 <= mu_min <= mu_init <= mu_max <= 1:
+        raise ValueError(
+            f"mu_min={mu_min!r}, mu_init={mu_init!r}, mu_max={mu_max!r}: "
+            "use 0 <= mu_min <= mu_init <= mu_max <= 1"
+        )
 
 
 @dataclass(frozen=True)
 class Rule(TokenWeighted, family="rule", source="the paper, appendix I (rule-based controllers)"):
     """A method whose mu is a function of one quantity measured during training."""
 
-    sign: int = 1
+    sign: Annotated[int, Valid("1 or -1", (1, -1).__contains__)] = 1
     """1: the printed rule; -1: the opposite direction."""
-    calibration: int = 50
+    calibration: Count = 50
     """Steps at `mu_init` used to calibrate the rule's constant."""
     mu_init: float = 0.58
     """mu during calibration, and the rule's value at the mean measurement."""
@@ -29,13 +39,8 @@ class Rule(TokenWeighted, family="rule", source="the paper, appendix I (rule-bas
     """Largest mu afterwards."""
 
     def __post_init__(self) -> None:
-        require(self.sign in (1, -1), "sign", self.sign, "1 or -1")
-        require(self.calibration >= 1, "calibration", self.calibration, "a number >= 1")
-        if not 0 <= self.mu_min <= self.mu_init <= self.mu_max <= 1:
-            raise ValueError(
-                f"mu_min={self.mu_min!r}, mu_init={self.mu_init!r}, mu_max={self.mu_max!r}: "
-                "use 0 <= mu_min <= mu_init <= mu_max <= 1"
-            )
+        super().__post_init__()
+        check_limits(self.mu_min, self.mu_init, self.mu_max)
 
     def measured(self, last: Observation) -> float | None:
         """The measured quantity that drives the rule; None if not measured."""
@@ -132,13 +137,13 @@ class GradNormControl(
     This favors the larger gradient, the opposite of balancing; set `invert` to balance.
     """
 
-    update_every: int = 10
+    update_every: Count = 10
     """Steps between measurements; mu is constant in between."""
     invert: bool = False
     """Use mu = |g_r| / (|g_s| + |g_r|) instead."""
 
     def __post_init__(self) -> None:
-        require(self.update_every >= 1, "update_every", self.update_every, "a number >= 1")
+        super().__post_init__()
         if self.unit_rl:
             raise ValueError("unit_rl=True: use false; this rule compares the gradient norms")
 
@@ -181,7 +186,7 @@ class AMFT(
     mu.
     """
 
-    warmup: int = 50
+    warmup: Natural = 50
     """Steps with demonstrations only, at the start."""
     mu_init: float = 0.8
     """mu of the first step after the warm-up."""
@@ -189,22 +194,16 @@ class AMFT(
     """Smallest mu after the warm-up."""
     mu_max: float = 0.95
     """Largest mu after the warm-up."""
-    meta_lr: float = 1e-4
+    meta_lr: Number = 1e-4
     """Step size of the meta-gradient."""
-    entropy_lr: float = 5e-4
+    entropy_lr: Number = 5e-4
     """Step size of the entropy term, in 1 / nats."""
-    update_every: int = 20
+    update_every: Count = 20
     """Steps between measurements of the meta-gradient."""
 
     def __post_init__(self) -> None:
-        require(self.warmup >= 0, "warmup", self.warmup, "a number >= 0")
-        require(self.update_every >= 1, "update_every", self.update_every, "a number >= 1")
-        require_numbers(self, "a finite number", math.isfinite, "meta_lr", "entropy_lr")
-        if not 0 <= self.mu_min <= self.mu_init <= self.mu_max <= 1:
-            raise ValueError(
-                f"mu_min={self.mu_min!r}, mu_init={self.mu_init!r}, mu_max={self.mu_max!r}: "
-                "use 0 <= mu_min <= mu_init <= mu_max <= 1"
-            )
+        super().__post_init__()
+        check_limits(self.mu_min, self.mu_init, self.mu_max)
 
     def needs(self, step: int) -> StepNeeds:
         if step < self.warmup:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from gac.errors import require, require_at_least
+from gac.config import Count, Natural, Share
 from gac.rollouts.plan import Sampling
 from gac_kernels import DemoWeight, LossSpec
 
@@ -42,14 +42,11 @@ DFT = preset(
 class SFTBest(SFT, name="sft-best", source="the paper, appendix H (SFT variants)", keeps_best=True):
     """SFT for three epochs on 5000 demonstrations; keeps the weights of the best evaluation."""
 
-    examples: int = 5000
+    examples: Count = 5000
     """Number of demonstrations, taken from the start of the set."""
-    epochs: int = 3
+    epochs: Count = 3
     """Number of passes over these examples. The run ends after the last one, even if `steps` is not
     reached."""
-
-    def __post_init__(self) -> None:
-        require_at_least(1, self, "examples", "epochs")
 
     def sampling(self, completions: int) -> Sampling:
         return Sampling(limit_demos=self.examples, epochs=self.epochs)
@@ -63,9 +60,9 @@ class SFTLight(SFTBest, name="sft-light", keeps_best=False):
     Training stops when the moving average of this loss has not fallen for `patience` steps.
     """
 
-    examples: int = 1000
+    examples: Count = 1000
     """Number of demonstrations, taken from the start of the set."""
-    epochs: int = 1
+    epochs: Count = 1
     """Number of passes over these examples. The run ends after the last one, even if `steps` is not
     reached."""
     patience: int = 5
@@ -130,14 +127,10 @@ class SFTThenRL(
     The optimizer keeps its state.
     """
 
-    sft_steps: int = 400
+    sft_steps: Natural = 400
     """Number of SFT steps before RL starts."""
-    mu: float = 0.0
+    mu: Share = 0.0
     """Weight of the demonstrations afterwards, in [0, 1]."""
-
-    def __post_init__(self) -> None:
-        require(self.sft_steps >= 0, "sft_steps", self.sft_steps, "a number >= 0")
-        require(0 <= self.mu <= 1, "mu", self.mu, "a number in [0, 1]")
 
     def needs(self, step: int) -> StepNeeds:
         sft = step < self.sft_steps

@@ -10,11 +10,12 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 
-from gac.errors import is_count, is_real, require, require_numbers, require_one_of
+from gac.config import NonNegative, Positive, PositiveShare, Valid, number, one_of
+from gac.errors import is_count, is_real, require
 
 from .base import Mix, Observation, State, StepNeeds, TokenWeighted, Weights
 
@@ -80,15 +81,12 @@ def cross_gram(gram: torch.Tensor, sft_count: int) -> Cross:
     return (a, b), (c, d)
 
 
-def check_nonnegative(method: object, *names: str) -> None:
-    """Raise ValueError unless the fields are finite numbers >= 0."""
-    require_numbers(method, "a finite number >= 0", lambda x: x >= 0, *names)
-
-
-def check_preference(preference: tuple[float, float]) -> None:
-    """Raise ValueError unless the shares of SFT and RL are valid."""
-    ok = len(preference) == 2 and all(is_real(part) and part >= 0 for part in preference)
-    require(ok, "preference", preference, "two finite numbers >= 0")
+Preference = Annotated[
+    tuple[float, float],
+    Valid(
+        "two finite numbers >= 0", lambda x: len(x) == 2 and all(is_real(y) and y >= 0 for y in x)
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -151,11 +149,8 @@ class MGDA(GramSolver, name="mgda", source="arXiv 1810.04650"):
 class PCGrad(GramSolver, name="pcgrad", source="arXiv 2001.06782"):
     """Sum of the gradients; if they conflict, each first loses its component along the other."""
 
-    threshold: float = 0.0
+    threshold: Annotated[float, number("a cosine in [-1, 1]", lambda x: -1 <= x <= 1)] = 0.0
     """The cosine below which gradients conflict, in [-1, 1]; the paper tries -0.2, 0 and 0.2."""
-
-    def __post_init__(self) -> None:
-        require_numbers(self, "a cosine in [-1, 1]", lambda x: -1 <= x <= 1, "threshold")
 
     def closed_form(self, gram: Gram) -> Weights:
         if gram.cosine >= self.threshold or gram.sft == 0 or gram.rl == 0:
@@ -176,14 +171,10 @@ class CAGrad(GramSolver, name="cagrad", source="arXiv 2110.14048"):
     direction descends on both; the weights are then (0.5, 0.5) if one gradient is zero, else 0.
     """
 
-    radius: float = 0.5
+    radius: NonNegative = 0.5
     """Radius of the ball in units of the mean gradient's norm, >= 0: the publication's c."""
-    rescale: int = 0
+    rescale: Annotated[int, one_of(0, 1, 2)] = 0
     """0: none; 1: divide by 1 + radius^2; 2: by 1 + radius."""
-
-    def __post_init__(self) -> None:
-        check_nonnegative(self, "radius")
-        require(self.rescale in (0, 1, 2), "rescale", self.rescale, "0, 1 or 2")
 
     def closed_form(self, gram: Gram) -> Weights:
         a, b, c = gram.unit()
@@ -219,15 +210,10 @@ class NashMTL(GramSolver, name="nash-mtl", source="arXiv 2202.01017"):
     and the other gradient is normalized.
     """
 
-    max_norm: float | None = 1.0
+    max_norm: Positive | None = 1.0
     """Largest norm of the update, as published; null: no limit, and the norm is sqrt(2)."""
-    scale: float = 1.0
+    scale: Positive = 1.0
     """Scale of the update, the paper's "lr scale"; has almost no effect with AdamW."""
-
-    def __post_init__(self) -> None:
-        ok = self.max_norm is None or self.max_norm > 0
-        require(ok, "max_norm", self.max_norm, "a number > 0, or None")
-        require(self.scale > 0, "scale", self.scale, "a number > 0")
 
     def closed_form(self, gram: Gram) -> Weights:
         if gram.sft == 0 and gram.rl == 0:
@@ -252,14 +238,10 @@ class AlignedMTL(GramSolver, name="aligned-mtl", source="arXiv 2305.19000"):
     may be negative, so an update may raise one of the two losses.
     """
 
-    mode: Literal["min", "rmse"] = "min"
+    mode: Annotated[str, one_of("min", "rmse")] = "min"
     """Common scale of the components: the smallest eigenvalue of G (min) or their mean (rmse)."""
-    preference: tuple[float, float] = (0.5, 0.5)
+    preference: Preference = (0.5, 0.5)
     """Shares of SFT and RL, >= 0."""
-
-    def __post_init__(self) -> None:
-        require_one_of(("min", "rmse"), self, "mode")
-        check_preference(self.preference)
 
     def closed_form(self, gram: Gram) -> Weights:
         p, q = self.preference
@@ -289,9 +271,9 @@ class SDMGrad(
     gives the direction, without an extra backward pass. The inner loop is solved exactly.
     """
 
-    regularization: float = 0.3
+    regularization: NonNegative = 0.3
     """Pull towards the preference, >= 0; 0 is MGDA."""
-    preference: tuple[float, float] = (0.5, 0.5)
+    preference: Preference = (0.5, 0.5)
     """Shares of SFT and RL, >= 0."""
 
     def __post_init__(self) -> None:
@@ -300,8 +282,7 @@ class SDMGrad(
                 "unit_rl=True is not supported: the RL gradients of the two halves have different "
                 "norms; use false"
             )
-        check_nonnegative(self, "regularization")
-        check_preference(self.preference)
+        super().__post_init__()
 
     def needs(self, step: int) -> StepNeeds:
         return StepNeeds(parts=2)
@@ -345,18 +326,14 @@ class MoCo(
     trace, so `lr` is dimensionless.
     """
 
-    rate: float = 0.1
+    rate: PositiveShare = 0.1
     """beta in (0, 1]: y <- y + beta (g - y)."""
-    lr: float = 0.1
+    lr: NonNegative = 0.1
     """Step size of the weights, for inner products divided by their trace."""
-    decay: float = 0.5
+    decay: NonNegative = 0.5
     """`rate` and `lr` decay as (step + 1)^-decay."""
-    regularization: float = 0.0
+    regularization: NonNegative = 0.0
     """rho >= 0, added to the diagonal of the Gram matrix."""
-
-    def __post_init__(self) -> None:
-        require(0 < self.rate <= 1, "rate", self.rate, "a number in (0, 1]")
-        check_nonnegative(self, "lr", "decay", "regularization")
 
     def init(self) -> State:
         return {**super().init(), "weights": [0.5, 0.5], "step": 0}

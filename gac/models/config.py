@@ -3,44 +3,43 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from gac.config import setting
-from gac.errors import require, require_at_least, require_one_of
+from gac.config import Checked, Count, Decay, one_of, setting
+from gac.errors import require
 
-DTYPES = ("float32", "bfloat16")
 ALL_LINEAR = "all-linear"
 
 
 @dataclass(frozen=True)
-class LoraConfig:
+class LoraConfig(Checked):
     """Low-rank adapters through peft (needs the extra `lora`)."""
 
-    rank: int = 16
+    rank: Count = 16
     """Rank of the adapters."""
-    alpha: int = 32
+    alpha: Count = 32
     """LoRA alpha; the adapters are scaled by alpha / rank."""
-    dropout: float = 0.0
+    dropout: Decay = 0.0
     """Dropout on the adapters' input."""
     target_modules: tuple[str, ...] | str | None = ALL_LINEAR
     """Modules that get adapters, as in peft: all-linear (without the LM head), a list of names, or
     a regular expression; null: peft's choice for the model, the default of earlier versions."""
 
     def __post_init__(self) -> None:
-        require_at_least(1, self, "rank", "alpha")
-        require(0 <= self.dropout < 1, "dropout", self.dropout, "a number in [0, 1)")
+        super().__post_init__()
         named = self.target_modules is None or len(self.target_modules) > 0
         require(named, "target_modules", self.target_modules, f"{ALL_LINEAR}, or name some modules")
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Checked):
     """The model to train, and how to load it."""
 
     path: str = ""
     """A folder with a transformers model, or the name of one on the Hub."""
     tokenizer: str | None = None
     """Folder or name of the tokenizer; null: the model's."""
-    dtype: str = "float32"
+    dtype: Annotated[str, one_of("float32", "bfloat16")] = "float32"
     """Dtype of the computation and of the exported model: float32 or bfloat16."""
     master_weights: bool = setting(True, only_with="dtype=bfloat16")
     """Keep the trained weights and the optimizer's state in float32, whatever `dtype` is. false:
@@ -58,6 +57,3 @@ class ModelConfig:
     responses have none, so the importance ratio and the KL then contain noise."""
     lora: LoraConfig | None = None
     """Train adapters only; null: all weights."""
-
-    def __post_init__(self) -> None:
-        require_one_of(DTYPES, self, "dtype")

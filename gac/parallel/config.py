@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from gac.config import setting
-from gac.errors import require, require_at_least, require_one_of
-
-MODES = ("ddp", "fsdp")
+from gac.config import Checked, Count, Positive, one_of, setting
 
 
 @dataclass(frozen=True)
-class ParallelConfig:
+class ParallelConfig(Checked):
     """How several processes divide the work; ignored with a single process."""
 
-    mode: str = "ddp"
+    mode: Annotated[str, one_of("ddp", "fsdp")] = "ddp"
     """ddp: every rank holds the model; fsdp: weights, gradients and moments are sharded (FSDP2)."""
-    replicas: int = setting(1, only_with="mode=fsdp")
+    replicas: Count = setting(1, only_with="mode=fsdp")
     """fsdp: copies of the sharded model (HSDP), e.g. the number of nodes; 1 = one shard group."""
     gather_for_rollouts: bool = setting(True, only_with="mode=fsdp")
     """fsdp: keep the full weights gathered on every rank during sampling; false: gather layer by
@@ -28,10 +26,5 @@ class ParallelConfig:
     """
     allow_world_size_change: bool = False
     """Allow resuming from a checkpoint written by a different number of processes."""
-    timeout: float = 1800.0
+    timeout: Positive = 1800.0
     """Timeout of a collective in seconds; the job fails if a rank does not join in time."""
-
-    def __post_init__(self) -> None:
-        require_one_of(MODES, self, "mode")
-        require_at_least(1, self, "replicas")
-        require(self.timeout > 0, "timeout", self.timeout, "seconds > 0")

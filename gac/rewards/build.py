@@ -44,18 +44,14 @@ def build_reward(spec: str | Mapping[str, Any], *, on_error: OnError = "raise") 
         ValueError: unknown name or option (the message suggests the closest match), or invalid
             value.
     """
-    if isinstance(spec, Mapping) and "on_error" in spec:
-        on_error = spec["on_error"]
-        spec = {key: value for key, value in spec.items() if key != "on_error"}
-    deadline: Any = Reward.deadline
-    if isinstance(spec, Mapping) and "deadline" in spec:
-        deadline = spec["deadline"]
-        spec = {key: value for key, value in spec.items() if key != "deadline"}
-        if deadline is not None and not (isinstance(deadline, int | float) and deadline > 0):
-            raise ValueError(f"deadline must be a number of seconds > 0 or null, got {deadline!r}")
+    options: dict[str, Any] = dict(spec) if isinstance(spec, Mapping) else {}
+    on_error = options.pop("on_error", on_error)
+    deadline = options.pop("deadline", Reward.deadline)
+    if deadline is not None and not (isinstance(deadline, int | float) and deadline > 0):
+        raise ValueError(f"deadline must be a number of seconds > 0 or null, got {deadline!r}")
     if on_error not in get_args(OnError):
         raise ValueError(f"on_error must be one of {get_args(OnError)}, got {on_error!r}")
-    reward = _build(spec)
+    reward = _build(options or spec)
     reward.on_error, reward.deadline = on_error, deadline
     return reward
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +71,7 @@ def check(
     rows = 0
     failing: list[FailedRow] = []
     weak: list[FailedRow] = []
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     for task, part in _parts(raw).items():
         task_config = load(CheckConfig, part, overrides)
         try:
@@ -96,8 +97,7 @@ def check(
         finally:
             reward.close()
         rows += len(pairs)
-        for name, count in reward.counts().items():
-            counts[name] = counts.get(name, 0) + count
+        counts.update(reward.counts())
     return CheckResult(rows, tuple(failing), tuple(weak), counts)
 
 

@@ -207,7 +207,10 @@ class CodeReward(Reward):
         if cases is not None:
             return TestSpec(None, _cases(self._cases_field, cases), "")
         tests = [tests] if isinstance(tests, str) else tests
-        if not isinstance(tests, list | tuple) or not tests or not all(map(_is_code, tests)):
+        good = isinstance(tests, list | tuple) and all(
+            isinstance(test, str) and test.strip() for test in tests
+        )
+        if not tests or not good:
             expected = "a non-empty list of Python statements"
             raise ValueError(f"{self._tests_field!r} must be {expected}, got {tests!r:.80}")
         entry_point = self._text(example, self._entry_point_field)
@@ -273,7 +276,9 @@ class CodeReward(Reward):
             for needed in (suite, replace(suite, returns=True)):
                 ran = self._check(suite.reference, task, needed)
                 failed = ran.problem or f"it ended with a {ran.ending}"
-                problem = ran.row_problem or ("" if all(ran.passed) else failed)
+                # how long a program takes depends on the machine: being slow shows nothing
+                good = all(ran.passed) or ran.ending in ("timeout", "stalled")
+                problem = ran.row_problem or ("" if good else failed)
                 if not problem:
                     break
             self._references[suite] = _Reference(suite if problem else needed, problem)
@@ -322,8 +327,9 @@ def program_of(completion: str) -> str:
     for line in [*completion.splitlines(keepends=True), None]:
         mark = line and _fence(line)
         closes = fence is not None and (not line or (mark and _closes(mark, fence)))
-        if closes or (fence and mark and mark.info and not _is_python_or_plain(fence)):
-            assert fence is not None  # both conditions above include it
+        # a new block begins inside one of another language, whose end is missing
+        begins = fence and mark and mark.info and fence.info and not _PYTHON.match(fence.info)
+        if fence is not None and (closes or begins):
             last = "".join(block)
             if _PYTHON.match(fence.info):
                 last_python = last
@@ -353,10 +359,6 @@ def _closes(mark: _Fence, fence: _Fence) -> bool:
     return mark.indent <= fence.indent + 3 and not mark.info and mark.marks.startswith(fence.marks)
 
 
-def _is_python_or_plain(fence: _Fence) -> bool:
-    return not fence.info or bool(_PYTHON.match(fence.info))
-
-
 def _dedented(line: str, width: int) -> str:
     """Remove at most `width` leading columns of white space."""
     if not width:
@@ -368,10 +370,6 @@ def _dedented(line: str, width: int) -> str:
 def _field(example: Example, name: str) -> Any:
     value = example.extra.get(name)
     return None if value == "" or value == [] else value
-
-
-def _is_code(value: object) -> bool:
-    return isinstance(value, str) and bool(value.strip())
 
 
 def _cases(field: str, value: object) -> tuple[Case, ...]:

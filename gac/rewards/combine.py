@@ -7,6 +7,7 @@ import functools
 import inspect
 import math
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
@@ -52,11 +53,10 @@ class SumReward(Reward):
 
     def counts(self) -> dict[str, int]:
         """The terms' counts, summed by name."""
-        total: dict[str, int] = {}
+        total: Counter[str] = Counter()
         for reward, _ in self._terms:
-            for name, count in reward.counts().items():
-                total[name] = total.get(name, 0) + count
-        return total
+            total.update(reward.counts())
+        return dict(total)
 
     def close(self) -> None:
         for reward, _ in self._terms:

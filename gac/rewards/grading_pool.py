@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from ..sandbox.pool import default_workers
+
 AnswerPair = tuple[str, str]
 """Reference answer and model answer, as text for math-verify."""
 
@@ -45,7 +47,7 @@ class GradingPool:
         if workers is not None and workers < 1:
             raise ValueError(f"workers must be at least 1, got {workers}")
         self.timeout = timeout
-        self.workers = workers or _default_workers()
+        self.workers = workers or min(4, default_workers())
         self._lock = threading.Lock()
         # pid of the process that created the threads and workers below
         self._owner: int | None = None
@@ -166,11 +168,3 @@ def _unlock() -> None:
 
 
 os.register_at_fork(after_in_child=_unlock)
-
-
-def _default_workers() -> int:
-    # macOS has no CPU affinity
-    has_affinity = hasattr(os, "sched_getaffinity")
-    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, min(4, cores // ranks))

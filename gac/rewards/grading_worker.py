@@ -39,7 +39,10 @@ def main(timeout: float, parent: int) -> None:
     signal.setitimer(signal.ITIMER_REAL, STARTUP_SECONDS)
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     with contextlib.suppress(ValueError, OSError):  # not supported on macOS
-        resource.setrlimit(resource.RLIMIT_AS, (_capped(MEMORY_BYTES, hard), hard))
+        resource.setrlimit(
+            resource.RLIMIT_AS,
+            (MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard), hard),
+        )
     try:
         grade = make_grader()
     except ImportError as error:
@@ -57,10 +60,6 @@ def main(timeout: float, parent: int) -> None:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         _reply(verdict)
-
-
-def _capped(limit: int, hard: int) -> int:
-    return limit if hard == resource.RLIM_INFINITY else min(limit, hard)
 
 
 def _wait_for_request(parent: int) -> bool:

@@ -3,79 +3,76 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from gac.config import setting
-from gac.errors import require, require_at_least, require_one_of
+from gac.config import Checked, Count, Natural, Positive, PositiveShare, number, one_of, setting
+from gac.errors import require
 from gac_kernels.contract import CORRECTIONS
 
-ENGINES = ("generate", "paged", "vllm")
-WEIGHTS = ("disk", "nccl")
-ADVANTAGES = ("std", "centered", "batch")
+ENGINE = one_of("generate", "paged", "vllm")
 
 
 @dataclass(frozen=True)
-class PagedConfig:
+class PagedConfig(Checked):
     """Settings of the cache of the `paged` engine."""
 
-    max_batch_tokens: int | None = None
+    max_batch_tokens: Count | None = None
     """Tokens per forward; null: chosen from the free GPU memory, 256 on a CPU."""
-    num_blocks: int | None = None
+    num_blocks: Count | None = None
     """Blocks of the cache, with one page per layer each; null: chosen from the free GPU memory or,
     on a CPU, enough for all completions.
     """
-    block_size: int = 256
+    block_size: Annotated[int, number("an integer >= 4", lambda x: x >= 4)] = 256
     """Tokens per page, >= 4."""
-
-    def __post_init__(self) -> None:
-        require_at_least(1, self, "max_batch_tokens", "num_blocks")
-        require_at_least(4, self, "block_size")
 
 
 @dataclass(frozen=True)
-class VLLMConfig:
-    """Settings of the `vllm` engine's server, which is started separately from the trainer."""
+class VLLMConfig(Checked):
+    """Settings of the `vllm` engine's servers, which are started separately from the trainer."""
 
-    url: str = "http://localhost:8000"
-    """Base URL of the server."""
+    urls: tuple[str, ...] = ("http://localhost:8000",)
+    """Base URL of each server. They share the prompts equally."""
     model: str | None = None
-    """Name or folder of the served model, as the server reports it; null: `model.path`."""
-    weights: str = "disk"
-    """How the server receives the weights before each sampling. disk: through a folder shared with
-    the trainer. nccl: by TRL's transfer between GPUs, which needs vllm in the trainer's environment
-    too."""
+    """Name or folder of the served model, as the servers report it; null: `model.path`."""
+    weights: Annotated[str, one_of("disk", "nccl")] = "disk"
+    """How the servers receive the weights before each sampling. disk: through a folder shared with
+    the trainer. nccl: by TRL's transfer between GPUs, to a single server, which needs vllm in the
+    trainer's environment too."""
     folder: str | None = None
-    """disk: the shared folder, under the same path for both, e.g. in /dev/shm; null: in the run
+    """disk: the shared folder, under the same path for all, e.g. in /dev/shm; null: in the run
     directory."""
-    timeout: float = 600.0
+    timeout: Positive = 600.0
     """Request timeout in seconds."""
 
     def __post_init__(self) -> None:
-        is_url = self.url.startswith(("http://", "https://"))
-        require(is_url, "url", self.url, "a URL that begins with http:// or https://")
-        require_one_of(WEIGHTS, self, "weights")
-        require(self.timeout > 0, "timeout", self.timeout, "a number of seconds > 0")
+        super().__post_init__()
+        valid = all(url.startswith(("http://", "https://")) for url in self.urls)
+        use = "a list of URLs that begin with http:// or https://"
+        require(bool(self.urls) and valid, "urls", list(self.urls), use)
+        single = self.weights == "disk" or len(self.urls) == 1
+        require(single, "weights", self.weights, "disk, because there are several urls")
 
 
 @dataclass(frozen=True)
-class RolloutConfig:
+class RolloutConfig(Checked):
     """How rollouts are sampled, how advantages are computed, and which samples are logged."""
 
-    num_prompts: int = 32
+    num_prompts: Count = 32
     """Prompts per optimizer step, over all ranks."""
-    num_generations: int = 8
+    num_generations: Count = 8
     """Rollouts per prompt."""
-    max_completion_length: int = 1024
+    max_completion_length: Count = 1024
     """Maximum completion length, in tokens, over all turns."""
-    temperature: float = 1.0
+    temperature: Positive = 1.0
     """Sampling temperature, also used in the rollout loss."""
-    top_p: float = 1.0
+    top_p: PositiveShare = 1.0
     """Nucleus sampling; below 1 the rollouts come from a truncated distribution, not from the
     policy in the loss."""
     stop: tuple[str, ...] = ()
     """Strings, each a single token, that end a completion in addition to the EOS token."""
-    num_iterations: int = 1
+    num_iterations: Count = 1
     """Optimizer steps per set of rollouts; above 1 the importance ratio and its clipping matter."""
-    generation_batch_size: int | None = setting(None, may_change=True)
+    generation_batch_size: Count | None = setting(None, may_change=True)
     """Rollouts generated at once; null: all."""
     generation_batch_tokens: int | None = setting(None, may_change=True)
     """Token budget per generation batch, instead of `generation_batch_size`: groups prompts of
@@ -84,7 +81,9 @@ class RolloutConfig:
     """The run's own rollouts, e.g. several turns, tools or an environment:
     `package.module:function`, called with a list of prompts and the engine; returns one
     `gac.rollouts.Rollout` for each. null: one completion of each prompt."""
-    engine: str = setting("generate", may_change=True)
+    engine: Annotated[str, one_of("generate", "paged", "vllm")] = setting(
+        "generate", may_change=True
+    )
     """generate: static batches, each of which runs until its longest completion ends; on a CPU, the
     rows that have ended are left out. paged: transformers' continuous batching, which starts a new
     completion whenever one ends. vllm: an external server (needs the extra `vllm`)."""
@@ -92,17 +91,17 @@ class RolloutConfig:
     """Settings of the `paged` engine."""
     vllm: VLLMConfig = setting(VLLMConfig(), only_with="engine=vllm", may_change=True)
     """Settings of the `vllm` engine."""
-    correction: str = setting(
+    correction: Annotated[str, one_of(*CORRECTIONS)] = setting(
         "sequence_mask", only_with="engine=vllm or function, temperature=1.0, top_p=1.0"
     )
     """Importance correction of rollouts from another engine (vllm), whose log-probs differ from the
     trainer's: token_truncate, token_mask, sequence_truncate, sequence_mask or none; see
     `loss.correction`."""
-    correction_max: float = setting(
+    correction_max: Positive = setting(
         3.0, only_with="engine=vllm or function, temperature=1.0, top_p=1.0"
     )
     """Upper bound of the importance factor: `*_mask` drops what is above, `*_truncate` caps it."""
-    scale_rewards: str = "std"
+    scale_rewards: Annotated[str, one_of("std", "centered", "batch")] = "std"
     """std: (r - mean) / (std + 1e-4) in the group; centered: r - mean; batch: (r - group mean)
     / (std of the batch + 1e-4)."""
     dynamic_sampling_retries: int = 0
@@ -116,30 +115,15 @@ class RolloutConfig:
     `max_completion_length`, the reward falls linearly by up to `overlong_penalty`; null: off."""
     overlong_penalty: float = setting(1.0, only_with="overlong_tokens")
     """Largest reduction of the reward by `overlong_tokens`."""
-    log_samples_every: int = setting(10, may_change=True)
+    log_samples_every: Natural = setting(10, may_change=True)
     """Steps between the entries of samples.jsonl; 0: none."""
-    log_sample_prompts: int = setting(2, only_with="log_samples_every", may_change=True)
+    log_sample_prompts: Natural = setting(2, only_with="log_samples_every", may_change=True)
     """Prompts per entry, each with all its completions and rewards."""
     print_samples: bool = setting(False, only_with="log_samples_every", may_change=True)
     """Also print these samples in the terminal."""
 
     def __post_init__(self) -> None:
-        require_at_least(
-            1,
-            self,
-            "num_prompts",
-            "num_generations",
-            "max_completion_length",
-            "num_iterations",
-            "generation_batch_size",
-        )
-        require_at_least(0, self, "log_samples_every", "log_sample_prompts")
-        require(self.temperature > 0, "temperature", self.temperature, "a number > 0")
-        require(0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")
-        require_one_of(ENGINES, self, "engine")
-        require_one_of(ADVANTAGES, self, "scale_rewards")
-        require_one_of(CORRECTIONS, self, "correction")
-        require(self.correction_max > 0, "correction_max", self.correction_max, "a number > 0")
+        super().__post_init__()
         minimum = self.num_generations * (self.max_completion_length + 1)
         if (
             self.overlong_tokens is not None

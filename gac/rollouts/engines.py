@@ -162,7 +162,7 @@ class Engine:
         self._independent = False
         if config.engine == "vllm":
             module = import_extra("gac.rollouts.vllm", "rollouts.engine=vllm")
-            self._server = module.Server(config.vllm, tokenizer, served, longest, folder)
+            self._server = module.Servers(config.vllm, tokenizer, served, longest, folder)
 
     def load(self, model: Any) -> Engine:
         """Sample with the current weights of `model` from now on. Call it on every rank."""

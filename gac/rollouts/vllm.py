@@ -1,12 +1,13 @@
-"""Sampling with a vLLM server, which gets the trainer's weights through TRL's client."""
+"""Sampling with vLLM servers, which get the trainer's weights through TRL's client."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import shutil
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,40 +23,42 @@ from trl.generation.vllm_client import VLLMClient
 from trl.import_utils import is_vllm_available
 from urllib3.util.retry import Retry
 
-from gac.errors import ConfigError, RunError, UserError
+from gac.errors import ConfigError, RunError
 from gac.parallel.collectives import gather, rank, run_on_all_ranks
 
 from .config import VLLMConfig
 from .generation import Completion, SamplingParams, sampling_mode, stop_tokens, truncate_at_stop
 
-MAX_CONCURRENT = 64  # concurrent requests per rank; the server batches them
+MAX_CONCURRENT = 64  # concurrent requests per rank and server, which batches them
 MAX_FILE_BYTES = 2**30  # bytes per file of weights
 PROBE = 8  # length in tokens of the prompt and of the completion with which each update is checked
 LOGPROB_TOLERANCE = 0.5  # nats per token; tolerates a server that rounds to bfloat16
 
 
-class Server:
-    """Connection to a running `vllm serve`. Call every method on every rank.
+class Servers:
+    """Connections to one or more running `vllm serve`. Call every method on every rank.
 
-    Each rank requests the completions of its own prompts; rank 0 sends the weights. An error on one
-    rank is raised on all. Each prompt has its own seed, drawn from torch's generator, so a resumed
-    run is as reproducible as the server. The trainer computes all log-probs with its own weights;
-    the server's are used only to check each update.
+    Each rank requests the completions of its own prompts, from the servers in turn; rank 0 sends
+    the weights. An error names its server; one on one rank is raised on all. Each prompt has its
+    own seed, drawn from torch's generator, so a resumed run is as reproducible as the servers. The
+    trainer computes all log-probs with its own weights; the servers' are used to check each update
+    and for `rollouts.correction`.
 
-    Tested on CPUs with `weights="disk"`, on one and two processes, against a mock HTTP server that
-    answers these requests with the trainer's model. Not tested: vLLM itself (the requests follow
-    0.31.0), anything on a GPU, and `weights="nccl"` beyond the requests that TRL's client sends.
+    Tested on CPUs with `weights="disk"`, on one and two processes, against one and two mock HTTP
+    servers that answer these requests with the trainer's model. Not tested: vLLM itself (the
+    requests follow 0.31.0), anything on a GPU, and `weights="nccl"` beyond the requests that TRL's
+    client sends.
 
     Args:
-        config: the server's settings.
+        config: the servers' settings.
         tokenizer: the trainer's tokenizer.
-        model: the model that the server must serve.
+        model: the model that the servers must serve.
         longest: maximum length of prompt plus completion.
         folder: folder for the weights unless `config` sets one.
 
     Raises:
-        RunError: the server does not respond.
-        ConfigError: the server has another model or too short a maximum length.
+        RunError: a server does not respond.
+        ConfigError: a server has another model or too short a maximum length.
     """
 
     def __init__(
@@ -76,11 +79,16 @@ class Server:
         self.folder = Path(config.folder or run).absolute()
         self.prefix = f"weights-{zlib.crc32(str(run).encode()):08x}-"  # unique to this run
         self.vocab_size = len(tokenizer)  # until the first `load`; the model's may be larger
-        self.client = Client(config.url, config.timeout)
-        self._on_all_ranks(lambda: self._check(config.model or model, longest))
+        self.clients = [Client(url, config.timeout) for url in config.urls]
+
+        def check() -> None:
+            for client in self.clients:
+                self._check(client, config.model or model, longest)
+
+        run_on_all_ranks(check)
 
     def load(self, model: Any) -> None:
-        """Send the weights of `model` to the server, and check that it uses them."""
+        """Send the weights of `model` to the servers, and check that they use them."""
         weights = Weights(model)
         iterator = iter(weights)
         send = self._send_by_disk if self.config.weights == "disk" else self._send_by_nccl
@@ -94,55 +102,59 @@ class Server:
                 for _ in iterator:
                     pass
 
-        self._on_all_ranks(send_weights)
-        probe = self._on_all_ranks(lambda: self._probe() if rank() == 0 else None)
-        self._compare(model, *gather(probe)[0])
+        run_on_all_ranks(send_weights)
+        clients = self.clients if rank() == 0 else []
+        probes = run_on_all_ranks(lambda: [self._probe(client) for client in clients])
+        for client, probe in zip(self.clients, gather(probes)[0], strict=True):
+            self._compare(client, model, *probe)
 
     def generate(
         self, prompts: Sequence[tuple[int, ...]], params: SamplingParams
     ) -> list[Completion]:
         """Sample completions of this rank's prompts, in order."""
-        return self._on_all_ranks(lambda: self._sample(prompts, params))
+        return run_on_all_ranks(lambda: self._sample(prompts, params))
 
-    def _check(self, name: str, longest: int) -> None:
-        served = self.client.served()
+    def _check(self, client: Client, name: str, longest: int) -> None:
+        with client.named():
+            served = client.served()
         names = [served["id"], served.get("root")]
         if name not in names and Path(name).absolute() not in [Path(n) for n in names if n]:
             raise ConfigError(
-                f"rollouts.vllm.url={self.config.url!r}: the server serves {names[0]!r}, but the "
+                f"{client.name}: the server serves {names[0]!r}, but the "
                 f"run trains {name!r}: start the server with that model, or set "
                 "rollouts.vllm.model to the name it reports"
             )
         max_length = served.get("max_model_len")
         if max_length is not None and max_length < longest:
             raise ConfigError(
-                f"rollouts.vllm.url={self.config.url!r}: the server accepts {max_length} tokens, "
+                f"{client.name}: the server accepts {max_length} tokens, "
                 f"but a prompt with its completion may have {longest}: start it with "
                 f"--max-model-len {longest}, or lower rollouts.max_completion_length"
             )
-        self._probe()  # fails if a token of the tokenizer is not in the server's vocabulary
+        self._probe(client)  # fails if a token of the tokenizer is not in its vocabulary
 
-    def _probe(self) -> tuple[list[int], list[float]]:
+    def _probe(self, client: Client) -> tuple[list[int], list[float]]:
         """Sample from a prompt that spans the vocabulary; return all ids and the sampled logps."""
         last = len(self.tokenizer) - 1
         prompt = [last * (i + 1) // PROBE for i in range(PROBE)]
-        output: dict[str, Any] = self.client.generate(
-            [prompt],
-            max_tokens=PROBE,
-            logprobs=0,
-            generation_kwargs={"seed": 0, "ignore_eos": True},
-        )
+        options = {"seed": 0, "ignore_eos": True}
+        with client.named():
+            output: dict[str, Any] = client.generate(
+                [prompt], max_tokens=PROBE, logprobs=0, generation_kwargs=options
+            )
         response = output["completion_ids"][0]
         ids, logps = output["logprob_token_ids"][0], output["logprobs"][0]
         return prompt + response, _sampled(response, ids, logps)
 
-    def _compare(self, model: Any, ids: list[int], server_logps: list[float]) -> None:
-        """Compare the server's log-probs with those of `model`.
+    def _compare(
+        self, client: Client, model: Any, ids: list[int], server_logps: list[float]
+    ) -> None:
+        """Compare a server's log-probs with those of `model`.
 
         Call it on every rank: the forward may gather weights.
         """
         self.vocab_size = model.get_input_embeddings().weight.shape[0]
-        self._check_vocabulary(ids)
+        self._check_vocabulary(client, ids)
         tokens = torch.tensor([ids], device=next(model.parameters()).device)
         with torch.no_grad(), sampling_mode(model):
             logits = model(input_ids=tokens).logits[:, PROBE - 1 : -1]
@@ -151,16 +163,16 @@ class Server:
         gap = float((logps - torch.tensor(server_logps)).abs().mean())
         if not gap < LOGPROB_TOLERANCE:
             raise RunError(
-                f"rollouts.vllm.url={self.config.url!r}: after the update the server's log-probs "
+                f"{client.name}: after the update the server's log-probs "
                 f"differ from the trainer's by {gap:.2g} nats per token: the server must run the "
                 "trained model without quantization and load each weight update; fix this and "
                 "rerun the command to resume"
             )
 
-    def _check_vocabulary(self, tokens: Sequence[int]) -> None:
+    def _check_vocabulary(self, client: Client, tokens: Sequence[int]) -> None:
         if max(tokens) >= self.vocab_size:
             raise RunError(
-                f"rollouts.vllm.url={self.config.url!r}: the server sampled token {max(tokens)}, "
+                f"{client.name}: the server sampled token {max(tokens)}, "
                 f"but the model's vocabulary has {self.vocab_size} tokens: the server runs another "
                 "model; fix this and rerun the command to resume"
             )
@@ -171,26 +183,28 @@ class Server:
         stops = stop_tokens(self.tokenizer, params.stop)
         seeds = torch.randint(2**31, (len(prompts),)).tolist()
 
-        def sample_prompt(prompt: tuple[int, ...], seed: int) -> list[Completion]:
+        def sample_prompt(number: int, prompt: tuple[int, ...], seed: int) -> list[Completion]:
             # use the run's stop tokens and ignore the server's own EOS tokens
             options = {"seed": seed, "stop_token_ids": stops, "ignore_eos": True}
-            output: dict[str, Any] = self.client.generate(
-                [list(prompt)],
-                n=params.num_generations,
-                temperature=params.temperature,
-                top_p=params.top_p,
-                max_tokens=params.max_completion_length,
-                logprobs=0,
-                generation_kwargs=options,
-            )
-            completions = output["completion_ids"]
-            if len(completions) != params.num_generations or not all(completions):
-                count = sum(map(bool, completions))
-                raise ValueError(
-                    f"received only {count} of {params.num_generations} completions to a prompt"
+            client = self.clients[(rank() + number) % len(self.clients)]
+            with client.named():
+                output: dict[str, Any] = client.generate(
+                    [list(prompt)],
+                    n=params.num_generations,
+                    temperature=params.temperature,
+                    top_p=params.top_p,
+                    max_tokens=params.max_completion_length,
+                    logprobs=0,
+                    generation_kwargs=options,
                 )
+                completions = output["completion_ids"]
+                if len(completions) != params.num_generations or not all(completions):
+                    count = sum(map(bool, completions))
+                    raise ValueError(
+                        f"received only {count} of {params.num_generations} completions to a prompt"
+                    )
             for completion in completions:
-                self._check_vocabulary(completion)
+                self._check_vocabulary(client, completion)
             return [
                 Completion.of(truncate_at_stop(completion, stops), _sampled(completion, ids, logps))
                 for completion, ids, logps in zip(
@@ -198,8 +212,9 @@ class Server:
                 )
             ]
 
-        with ThreadPoolExecutor(MAX_CONCURRENT) as pool:  # after an error, `map` cancels the rest
-            groups = list(pool.map(sample_prompt, prompts, seeds))
+        # after an error, `map` cancels the rest
+        with ThreadPoolExecutor(MAX_CONCURRENT * len(self.clients)) as pool:
+            groups = list(pool.map(sample_prompt, range(len(prompts)), prompts, seeds))
         return [completion for group in groups for completion in group]
 
     def _send_by_disk(self, weights: Weights, iterator: Iterator[tuple[str, Tensor]]) -> None:
@@ -208,33 +223,29 @@ class Server:
             shutil.rmtree(leftover, ignore_errors=True)
         # a new name each time, because the server may cache by path
         folder = Path(tempfile.mkdtemp(dir=self.folder, prefix=self.prefix))
+        payload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+
+        def reload(client: Client) -> None:
+            with client.named():
+                client.post("collective_rpc", payload)
+                client.clear_prefix_cache()
+
         try:
-            folder.chmod(0o755)  # the server may run as another user
+            folder.chmod(0o755)  # the servers may run as another user
             for i, part in enumerate(_files(iterator)):
                 save_file(part, folder / f"model-{i:05}.safetensors")
-            payload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-            self.client.post("collective_rpc", payload)
+            with ThreadPoolExecutor(len(self.clients)) as pool:
+                list(pool.map(reload, self.clients))
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-        self.client.clear_prefix_cache()
 
     def _send_by_nccl(self, weights: Weights, iterator: Iterator[tuple[str, Tensor]]) -> None:
-        if self.client.communicator is None:
-            self.client.init_communicator(weights.device)
-        self.client.update_named_params(weights.metadata, iterator)
-        self.client.clear_prefix_cache()
-
-    def _on_all_ranks(self, work: Callable[[], Any]) -> Any:
-        """Run `work` and return its result. If it fails on any rank, raise that error on all."""
-
-        def explain(error: Exception) -> UserError:
-            return RunError(
-                f"rollouts.vllm.url={self.config.url!r}: {_short(error)}: check that the server is "
-                "running and serves this model (VLLM_SERVER_DEV_MODE=1 vllm serve ...), then rerun "
-                "the command to resume from the last checkpoint"
-            )
-
-        return run_on_all_ranks(work, explain)
+        (client,) = self.clients
+        with client.named():
+            if client.communicator is None:
+                client.init_communicator(weights.device)
+            client.update_named_params(weights.metadata, iterator)
+            client.clear_prefix_cache()
 
 
 class Weights:
@@ -285,8 +296,20 @@ class Client(VLLMClient):
         adapter = _TimeoutAdapter(timeout, max_retries=retries, pool_maxsize=MAX_CONCURRENT)
         for scheme in ("http://", "https://"):
             self.session.mount(scheme, adapter)
-        self.base_url = url.rstrip("/")
+        self.base_url, self.name = url.rstrip("/"), f"rollouts.vllm.urls: {url}"
         self.group_port, self.communicator, self._updating_weights = 51216, None, False
+
+    @contextlib.contextmanager
+    def named(self) -> Iterator[None]:
+        """Errors in the block become RunErrors that name the server."""
+        try:
+            yield
+        except Exception as error:
+            raise RunError(
+                f"{self.name}: {_short(error)}: check that the server is running and serves this "
+                "model (VLLM_SERVER_DEV_MODE=1 vllm serve ...), then rerun the command to resume "
+                "from the last checkpoint"
+            ) from error
 
     def served(self) -> dict[str, Any]:
         """The server's description of its first model, which is the base of any others."""

@@ -25,8 +25,8 @@ from .remote import (
     overridden,
     standard,
 )
-from .solver import CONTAINERS, VALUES
-from .wire import DECODE_ERRORS, Channel, ChannelClosed, Json, WireError, decode, is_builtin
+from .solver import CONTAINERS, VALUES, is_mutable
+from .wire import DECODE_ERRORS, Channel, ChannelClosed, Json, decode, is_builtin
 
 
 class SolverClient:
@@ -39,7 +39,7 @@ class SolverClient:
     """
 
     def __init__(self, channel: Channel, row: Any, namespace: dict[str, Any]) -> None:
-        self._channel, self._row, self._namespace = channel, row, namespace
+        self._channel, self.row, self._namespace = channel, row, namespace
         self._objects: dict[int, Any] = {}
         self._classes: dict[int, type] = {}
         self._coroutines: dict[int, int] = {}
@@ -63,10 +63,6 @@ class SolverClient:
             if module in sys.modules
         }
 
-    def trusts(self, name: str) -> bool:
-        """Whether the row relies on this operator."""
-        return not self._row.has_answer or name in self._row.operators
-
     def ask(self, operation: str, /, *arguments: Any, **keywords: Any) -> Any:
         """Send one request and return the answer; raises the program's exception."""
         with self._turn:
@@ -75,18 +71,22 @@ class SolverClient:
             self.requests += 1
             request = lent.pickled((operation, arguments, keywords), self._reduce)
             value, changed = self.answer(request)
-            if changed and (value is None or self._row.returns):
+            if changed and (value is None or self.row.returns):
                 old = [*arguments[1:], *keywords.values()]
                 for argument, new in zip(old, changed, strict=True):
-                    if new is not None:
-                        _update(argument, new)
+                    _updated(argument, new)
             if isinstance(value, Remote):
-                object.__setattr__(
-                    value, "_constructed_", self._constructs(operation, arguments[0])
-                )
+                target = arguments[0]
                 # a method of such a class, called on the class, constructs an instance too
-                if operation == "get" and id(arguments[0]) in self.constructors:
-                    object.__setattr__(value, "_factory_", self._row.has_answer)
+                if operation == "get" and id(target) in self.constructors:
+                    object.__setattr__(value, "_factory_", self.row.has_answer)
+                constructed = (
+                    target._constructed_
+                    if operation in KEEP_ORIGIN
+                    else operation == "__call__"
+                    and (id(target) in self.constructors or target._factory_)
+                )
+                object.__setattr__(value, "_constructed_", constructed)
             return value
 
     def _send_patches(self) -> None:
@@ -96,14 +96,6 @@ class SolverClient:
             if current is not known:
                 self._patched[module, name] = current
                 self.ask("patch", module, name, current)
-
-    def _constructs(self, operation: str, target: Any) -> bool:
-        """Whether the result counts as constructed by the tests."""
-        if operation == "__call__":
-            return id(target) in self.constructors or (
-                isinstance(target, Remote) and target._factory_
-            )
-        return operation in KEEP_ORIGIN and target._constructed_
 
     def answer(self, request: bytes | None = None) -> tuple[Any, Any]:
         """Send `request`, if any, and return the solver's answer and the changed arguments.
@@ -117,14 +109,14 @@ class SolverClient:
             if request is not None:
                 self._channel.send(request)
             while True:
-                kind, value, changed = self._receive()
+                kind, value, changed = self._read(self._channel.receive())
                 if kind != "callback":
                     break
                 self._channel.send(lent.pickled(self._called(value), self._reduce))
         except ChannelClosed:
             self.lost_reason = "the program exited"
-        except (WireError, MemoryError) as error:
-            self.lost_reason = f"invalid answer: {error}"
+        except DECODE_ERRORS as error:
+            self.lost_reason = f"invalid answer: {error!s:.200}"
         else:
             if kind == "value":
                 return value, changed
@@ -132,27 +124,23 @@ class SolverClient:
                 self.suppressed = None
             if not isinstance(value, Exception):
                 raise RemoteError(f"{value}")
-            if isinstance(value, ENDS_LOOPS) and not self._row.expects_stop:
+            if isinstance(value, ENDS_LOOPS) and not self.row.expects_stop:
                 raise RemoteError(f"{type(value).__name__}: {value}")
             raise value
         self._channel.close()
         raise RemoteError(self.lost_reason)
 
-    def _receive(self) -> tuple[str, Any, Any]:
-        message = self._channel.receive()
-        try:
-            classes, nodes = json.loads(message)
-            for description in classes:
-                self._define(*description)
-            kind, value, printed, changed, names = decode(nodes, self._resolve)
-            if kind not in ("value", "raise", "callback") or type(printed) is not str:
-                raise TypeError("neither a value nor an error")
-            for name in names.keys() & self.variables.keys():
-                # a name that the tests have bound keeps its value
-                if self._namespace.get(name) is self.variables[name]:
-                    self._namespace[name] = self.variables[name] = names[name]
-        except DECODE_ERRORS as error:
-            raise WireError(f"{error!s:.200}") from None
+    def _read(self, message: bytes) -> tuple[str, Any, Any]:
+        classes, nodes = json.loads(message)
+        for description in classes:
+            self._define(*description)
+        kind, value, printed, changed, names = decode(nodes, self._resolve)
+        if kind not in ("value", "raise", "callback") or type(printed) is not str:
+            raise TypeError("neither a value nor an error")
+        for name in names.keys() & self.variables.keys():
+            # a name that the tests have bound keeps its value
+            if self._namespace.get(name) is self.variables[name]:
+                self._namespace[name] = self.variables[name] = names[name]
         sys.stdout.write(printed)
         return kind, value, changed
 
@@ -276,34 +264,31 @@ class SolverClient:
             parents = (*parents, last)
         members: dict[str, Any] = {m: METHODS[m] for m in methods if m in METHODS}
         members |= {m: overridden(m) for m in methods if not m.startswith("_")}
-        contents = {kind.__name__: kind for kind in CONTAINERS}.get(container)
-        members |= {"_remote_": (self, number), "_methods_": methods, "_container_": contents}
-        members |= {"_standard_": standard, "__module__": "program", "_constructed_": False}
-        members["__doc__"] = vars(Remote)["__doc__"]
+        members |= {
+            "_remote_": (self, number),
+            "_methods_": methods,
+            "_container_": {kind.__name__: kind for kind in CONTAINERS}.get(container),
+            "_standard_": standard,
+            "__module__": "program",
+            "__doc__": vars(Remote)["__doc__"],
+        }
         try:
             self._classes[number] = RemoteClass(name, parents, members)
         except TypeError:  # bases that cannot be combined here
             self._classes[number] = RemoteClass(name, (last,), members)
 
 
-def _update(value: Any, new: Any) -> Any:
-    """Update a container in place to `new`, its content after the program has changed it."""
-    numpy: Any = sys.modules.get("numpy")
-    if type(value) is not type(new):
-        raise RemoteError("invalid answer: an argument has changed its type")
-    if numpy and isinstance(value, numpy.ndarray):
+def _updated(value: Any, new: Any) -> Any:
+    """What stands for `new` in the judge: the tests' own container with new content, or `new`."""
+    if type(value) is not type(new) or not is_mutable(value):
+        return new
+    if type(value).__module__ == "numpy":
         value[...] = new
         return value
     if isinstance(value, dict):
-        new = {key: _merged(value.get(key), item) for key, item in new.items()}
+        new = {key: _updated(value.get(key), item) for key, item in new.items()}
     elif isinstance(value, list | deque):
-        new = [*map(_merged, value, new), *list(new)[len(value) :]]
+        new = [*map(_updated, value, new), *list(new)[len(value) :]]
     value.clear()
     (value.update if isinstance(value, dict | set) else value.extend)(new)
     return value
-
-
-def _merged(value: Any, new: Any) -> Any:
-    """The value of an item: the tests' own container, updated, if it is one."""
-    same = isinstance(value, tuple(CONTAINERS)) and type(value) is type(new)
-    return _update(value, new) if same else new

@@ -161,13 +161,10 @@ def landlock_rules() -> int:
     """
     abi = landlock_abi()
     files = (1 << (13 + (abi >= 2) + (abi >= 3) + (abi >= 5))) - 1
-    attributes = struct.pack("=Q", files)
-    if abi >= 4:
-        attributes += struct.pack("=Q", 0b11)  # TCP: bind, connect
-    if abi >= 6:
-        attributes += struct.pack("=Q", 0b11)  # abstract sockets, signals
-    size = ctypes.c_size_t(len(attributes))
-    return _call("syscall", _LANDLOCK_CREATE_RULESET, attributes, size, 0)
+    tcp, scopes = 0b11 * (abi >= 4), 0b11 * (abi >= 6)  # bind, connect; abstract sockets, signals
+    # a kernel accepts fields that it does not know if they are 0
+    attributes = struct.pack("=3Q", files, tcp, scopes)
+    return _call("syscall", _LANDLOCK_CREATE_RULESET, attributes, ctypes.c_size_t(24), 0)
 
 
 def no_new_privileges() -> None:
@@ -183,16 +180,10 @@ def apply_landlock(rules: int) -> None:
 
 # -- seccomp ---------------------------------------------------------------------------------------
 
-_ALLOW, _KILL_PROCESS = 0x7FFF0000, 0x80000000
+_ALLOW, _ERRNO, _KILL_PROCESS = 0x7FFF0000, 0x00050000, 0x80000000
 _LESS, _EQUAL, _MASKED_EQUAL = 2, 4, 7
 _BAD_ARCHITECTURE = 2  # seccomp attribute: action for syscalls of other architectures
 _OPTIMIZE = 8  # seccomp attribute: how the filter finds a syscall's rules
-
-
-def _errno_action(code: int) -> int:
-    return 0x00050000 | code
-
-
 _NAMES = """
     read write readv writev pread64 pwrite64 lseek fstat close dup dup2 dup3
     poll ppoll select pselect6 _newselect
@@ -207,18 +198,23 @@ _ALLOWED = _NAMES.split()
 # the exact clone flags that glibc and musl use to start a thread
 _THREAD_FLAGS = (0x3D0F00, 0x7D0F00)
 _PROT_EXEC = 4
-# (syscall, argument, comparison, mask or value, value): conditions under which a syscall is allowed
-_ALLOWED_IF = (
-    *(("clone", 0, _EQUAL, flags, 0) for flags in _THREAD_FLAGS),
-    ("mmap", 2, _MASKED_EQUAL, _PROT_EXEC, 0),
-    ("mprotect", 2, _MASKED_EQUAL, _PROT_EXEC, 0),
+# action, syscall, conditions that must all hold: argument, comparison, mask or value, value
+_RULES: tuple[tuple[Any, ...], ...] = (
+    *((_ALLOW, "clone", (0, _EQUAL, flags, 0)) for flags in _THREAD_FLAGS),
+    (_ALLOW, "mmap", (2, _MASKED_EQUAL, _PROT_EXEC, 0)),
+    (_ALLOW, "mprotect", (2, _MASKED_EQUAL, _PROT_EXEC, 0)),
     # F_GETFD; F_SETOWN and F_SETSIG could signal processes of the same uid
-    ("fcntl", 1, _EQUAL, 1, 0),
-    ("fcntl", 1, _EQUAL, 3, 0),  # F_GETFL
+    (_ALLOW, "fcntl", (1, _EQUAL, 1, 0)),
+    (_ALLOW, "fcntl", (1, _EQUAL, 3, 0)),  # F_GETFL
     # 0 is this thread, and a negative clock the CPU time of any process
-    ("sched_getaffinity", 0, _EQUAL, 0, 0),
-    ("get_robust_list", 0, _EQUAL, 0, 0),
-    *((f"clock_{name}", 0, _LESS, 16, 0) for name in ("gettime", "getres", "nanosleep")),
+    (_ALLOW, "sched_getaffinity", (0, _EQUAL, 0, 0)),
+    (_ALLOW, "get_robust_list", (0, _EQUAL, 0, 0)),
+    *((_ALLOW, f"clock_{name}", (0, _LESS, 16, 0)) for name in ("gettime", "getres", "nanosleep")),
+    # read-only, and only for this process
+    (_ALLOW, "prlimit64", (0, _EQUAL, 0, 0), (2, _EQUAL, 0, 0)),
+    # clone3 passes its flags through a pointer, which a filter cannot follow; ENOSYS makes libc
+    # fall back to clone
+    (_ERRNO | errno.ENOSYS, "clone3"),
 )
 
 
@@ -242,23 +238,22 @@ def compile_filter() -> bytes:
     except OSError as error:
         raise OSError(errno.ENOENT, f"{error}; on Debian: apt install libseccomp2") from None
     library.seccomp_init.restype = ctypes.c_void_p
-    context = ctypes.c_void_p(library.seccomp_init(_errno_action(errno.EPERM)))
+    context = ctypes.c_void_p(library.seccomp_init(_ERRNO | errno.EPERM))
     if not context:
         raise OSError(errno.ENOMEM, "seccomp_init failed")
     try:
         _check(library.seccomp_attr_set(context, _BAD_ARCHITECTURE, _KILL_PROCESS), "attribute")
         # a binary search instead of a list; libseccomp before 2.5 has no such option
         library.seccomp_attr_set(context, _OPTIMIZE, 2)
-        for name in _ALLOWED:
-            _rule(library, context, _ALLOW, name)
-        for name, *comparison in _ALLOWED_IF:
-            _rule(library, context, _ALLOW, name, _Comparison(*comparison))
-        limits = _Comparison(0, _EQUAL, 0, 0), _Comparison(2, _EQUAL, 0, 0)
-        # read-only, and only for this process
-        _rule(library, context, _ALLOW, "prlimit64", *limits)
-        # clone3 passes its flags through a pointer, which a filter cannot follow; ENOSYS makes libc
-        # fall back to clone
-        _rule(library, context, _errno_action(errno.ENOSYS), "clone3")
+        for action, name, *conditions in [*((_ALLOW, name) for name in _ALLOWED), *_RULES]:
+            call = library.seccomp_syscall_resolve_name(name.encode())
+            if call < 0:  # not a syscall on this architecture
+                continue
+            ifs = (_Comparison * len(conditions))(*conditions)
+            code = library.seccomp_rule_add_array(
+                context, ctypes.c_uint32(action), call, len(conditions), ifs
+            )
+            _check(code, name)
         file = os.memfd_create("filter")
         try:
             _check(library.seccomp_export_bpf(context, file), "export")
@@ -267,17 +262,6 @@ def compile_filter() -> bytes:
             os.close(file)
     finally:
         library.seccomp_release(context)
-
-
-def _rule(
-    library: ctypes.CDLL, context: ctypes.c_void_p, action: int, name: str, *ifs: _Comparison
-) -> None:
-    call = library.seccomp_syscall_resolve_name(name.encode())
-    if call < 0:  # not a syscall on this architecture
-        return
-    array = (_Comparison * len(ifs))(*ifs)
-    code = library.seccomp_rule_add_array(context, ctypes.c_uint32(action), call, len(ifs), array)
-    _check(code, name)
 
 
 def _check(code: int, what: str) -> None:

@@ -25,7 +25,6 @@ from typing import Any
 from .client import SolverClient
 from .remote import Remote, RemoteClass, RemoteError, ask, is_a
 from .row import CONVERTED, FORMATTING, RowError, describe, hidden
-from .solver import VALUES
 from .wire import Channel, WireError
 
 Verdict = dict[str, Any]
@@ -83,7 +82,7 @@ class _Judge:
             with contextlib.suppress(Exception):  # a module that is not preloaded
                 exec(statement, self._namespace)
         self._namespace |= {"isinstance": _isinstance, "issubclass": _issubclass}
-        self._namespace |= {hidden(kind.__name__): _conversion(kind) for kind in CONVERTED}
+        self._namespace |= {hidden(kind.__name__): _asking(kind) for kind in CONVERTED}
         self._namespace |= {hidden(name): self._formatting(name) for name in FORMATTING}
 
     def verdict(self, guard: bool) -> Verdict:
@@ -235,21 +234,6 @@ def _issubclass(kind: type, kinds: Any) -> bool:
     return issubclass(kind, kinds) or (isinstance(kind, RemoteClass) and is_a(kind, kinds))
 
 
-def _conversion(kind: type) -> Callable[..., Any]:
-    """Replacement for the builtin `kind`, e.g. `int`, that converts proxies in the solver."""
-
-    def convert(*arguments: Any, **keywords: Any) -> Any:
-        value = arguments[0] if len(arguments) == 1 and not keywords else None
-        if not isinstance(value, Remote) or isinstance(value, VALUES):
-            return kind(*arguments, **keywords)
-        converted = ask("convert", value, kind)
-        if type(converted) is not kind:
-            raise TypeError(f"__{kind.__name__}__ returned {type(converted).__name__}")
-        return converted
-
-    return convert
-
-
 def inspect_remotely() -> None:
     """Make the functions in `_INSPECTING` ask the solver about the program's objects."""
     for module_name, names in _INSPECTING.items():
@@ -261,11 +245,13 @@ def inspect_remotely() -> None:
 
 
 def _asking(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, called in the solver if its first argument belongs to the program."""
+
     @functools.wraps(function)
     def asking(*arguments: Any, **keywords: Any) -> Any:
         if arguments and isinstance(arguments[0], Remote | RemoteClass):
-            return ask("convert", arguments[0], asking, *arguments[1:], **keywords)
+            path = function.__module__, function.__name__
+            return ask("convert", arguments[0], *path, *arguments[1:], **keywords)
         return function(*arguments, **keywords)
 
-    del asking.__wrapped__
     return asking

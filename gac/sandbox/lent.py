@@ -8,6 +8,7 @@ tests' globals nor their text. Everything else is pickled.
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import functools
 import inspect
@@ -97,7 +98,6 @@ _FUNCTIONS = (
 )
 _SHARED = (object, io.StringIO, io.BytesIO, types.SimpleNamespace)
 _SHARED_MODULES = ("__tests__", "queue", "_queue", "threading", "unittest.mock")
-_COPIED = (type(...), type(NotImplemented))
 _PLAIN: dict[type, Callable[[Any], Any]] = {
     int: int.__int__,
     float: float.__float__,
@@ -130,19 +130,16 @@ def operations(value: Any) -> list[str] | None:
     if isinstance(value, (*_FUNCTIONS, type)):
         return None if is_importable(value) else ["__call__"]
     kind: type = type(value)
-    if kind in _COPIED or (kind in copyreg.dispatch_table and kind not in _SHARED):
-        return None
     if kind in _SHARED or kind.__module__ in _SHARED_MODULES:
         return _members(kind)
     if hasattr(kind, "__next__"):
         return ["__next__"]
-    if not is_importable(kind):
-        return _members(kind)
-    try:
-        copied = not isinstance(value.__reduce_ex__(4), str)
-    except Exception:  # a lock, for example
-        copied = False
-    return None if copied else _members(kind)
+    if is_importable(kind):
+        with contextlib.suppress(Exception):  # a lock, for example, cannot be copied
+            if kind not in copyreg.dispatch_table:
+                value.__reduce_ex__(4)
+            return None
+    return _members(kind)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -180,20 +177,21 @@ class Lender(Table):
         if isinstance(value, BaseException):
             # the text of a failed assertion could show the expected value
             arguments = () if isinstance(value, AssertionError) else value.args
-            return borrow_error, (self.number(value), kind, arguments)
+            return borrow, (self.number(value), kind, *arguments)
         allowed = operations(value)
         if allowed is None:
             return NotImplemented
         if isinstance(value, type) and issubclass(value, BaseException):
             base = next(base for base in value.__mro__ if is_importable(base))
-            return borrow_class, (self.number(value), value.__name__, base)
+            return borrow, (self.number(value), type, value.__name__, (base,), {})
         data = next((base for base in kind.__mro__ if base in _BASES), None)
         if data and not hasattr(kind, "_fields"):
             return data, (plain(value, data),)
         described = value if isinstance(value, (*_FUNCTIONS, type)) else kind
-        name = getattr(described, "__name__", "partial")
-        details = _details(value) if allowed == ["__call__"] else {}
-        return borrow, (self.number(value), name, allowed, details)
+        number, name = self.number(value), getattr(described, "__name__", "partial")
+        if allowed == ["__call__"]:
+            return borrow, (number, function, number, name, _details(value))
+        return borrow, (number, instance, number, name, allowed)
 
     def perform(self, number: int, operation: str, arguments: list[Any], keywords: Any) -> Any:
         """Perform an operation that the program asks for."""
@@ -236,52 +234,10 @@ class Borrower:
     def __init__(self, owner: Any) -> None:
         _borrower[:] = [self]
         self.owner = owner
-        self._proxies: dict[int, Any] = {}
-        self._numbers: dict[int, int] = {}
-        self._classes: dict[str, type] = {}
-
-    def number(self, value: Any) -> int | None:
-        """The number of a proxy; None for other values."""
-        return self._numbers.get(id(value))
-
-    def keep(self, number: int, make: Callable[[], Any]) -> Any:
-        """The proxy with this number, made if needed."""
-        if number not in self._proxies:
-            self._proxies[number] = proxy = make()
-            self._numbers[id(proxy)] = number
-        return self._proxies[number]
-
-    def function(self, number: int, name: str, details: dict[str, Any]) -> Any:
-        def function(*arguments: Any, **keywords: Any) -> Any:
-            return self.owner.use(number, "__call__", arguments, keywords)
-
-        vars(function).update(details)
-        function.__name__ = function.__qualname__ = name
-        function.__doc__ = details.get("__doc__")
-        return function
-
-    def instance(self, number: int, name: str, allowed: list[str]) -> Any:
-        key = f"{name}({','.join(allowed)})"
-        if key not in self._classes:
-            members = {n: _method(n) for n in allowed if n not in _ATTRIBUTES}
-            if "get" in allowed:
-                members["__getattribute__"] = _attribute
-                members["__setattr__"], members["__delattr__"] = _method("set"), _method("delete")
-            if "__next__" in allowed:
-                members["__next__"] = _next
-                members.setdefault("__iter__", lambda self: self)
-            if "__exit__" in allowed:
-                members["__exit__"] = lambda self, kind, error, _: self._use_(
-                    "__exit__", (error,), {}
-                )
-            own: Any = self.owner.module.__dict__.get(name)  # the program's copy of the class
-            try:
-                self._classes[key] = type(name, (own,), members)
-            except TypeError:
-                self._classes[key] = type(name, (), members)
-        proxy: Any = object.__new__(self._classes[key])
-        object.__setattr__(proxy, "_use_", functools.partial(self.owner.use, number))
-        return proxy
+        self.proxies: dict[int, Any] = {}
+        self.numbers: dict[int, int] = {}
+        """Number by the id of a proxy."""
+        self.classes: dict[str, type] = {}
 
 
 # the functions that pickles refer to use the only one of the process
@@ -293,29 +249,52 @@ def own(number: int) -> Any:
     return _borrower[0].owner.objects[number]
 
 
-def borrow(number: int, name: str, allowed: list[str], details: dict[str, Any]) -> Any:
-    """A proxy for a function or another object of the tests."""
-    make = functools.partial(_borrower[0].instance, number, name, allowed)
-    if allowed == ["__call__"]:
-        make = functools.partial(_borrower[0].function, number, name, details)
-    return _borrower[0].keep(number, make)
+def borrow(number: int, make: Callable[..., Any], *arguments: Any) -> Any:
+    """The proxy for an object of the tests, made if needed."""
+    borrower = _borrower[0]
+    if number not in borrower.proxies:
+        borrower.proxies[number] = proxy = make(*arguments)
+        borrower.numbers[id(proxy)] = number
+    return borrower.proxies[number]
 
 
-def borrow_class(number: int, name: str, base: type) -> Any:
-    """A class that stands for an exception class of the tests."""
-    return _borrower[0].keep(number, lambda: type(name, (base,), {}))
+def function(number: int, name: str, details: dict[str, Any]) -> Any:
+    """A proxy for a function."""
+    use = functools.partial(_borrower[0].owner.use, number, "__call__")
+
+    def proxy(*arguments: Any, **keywords: Any) -> Any:
+        return use(arguments, keywords)
+
+    vars(proxy).update(details)
+    proxy.__name__ = proxy.__qualname__ = name
+    proxy.__doc__ = details.get("__doc__")
+    return proxy
 
 
-def borrow_error(number: int, kind: Any, arguments: Any) -> Any:
-    """An exception that stands for one of the tests."""
-    return _borrower[0].keep(number, lambda: kind(*arguments))
+def instance(number: int, name: str, allowed: list[str]) -> Any:
+    """A proxy for another object."""
+    owner, classes = _borrower[0].owner, _borrower[0].classes
+    key = f"{name}({','.join(allowed)})"
+    if key not in classes:
+        members = {"__iter__": lambda self: self} if "__next__" in allowed else {}
+        members |= dict(_METHODS.get(operation) or _method(operation) for operation in allowed)
+        try:
+            # the program's copy of the class
+            classes[key] = type(name, (vars(owner.module).get(name),), members)
+        except TypeError:
+            classes[key] = type(name, (), members)
+    proxy: Any = object.__new__(classes[key])
+    object.__setattr__(proxy, "_use_", functools.partial(owner.use, number))
+    return proxy
 
 
-def _method(operation: str) -> Callable[..., Any]:
+def _method(operation: str, name: str = "") -> tuple[str, Callable[..., Any]]:
+    """The name of a special method, and a function that asks for `operation`."""
+
     def method(self: Any, /, *arguments: Any, **keywords: Any) -> Any:
         return self._use_(operation, arguments, keywords)
 
-    return method
+    return name or operation, method
 
 
 def _attribute(self: Any, name: str) -> Any:
@@ -325,23 +304,28 @@ def _attribute(self: Any, name: str) -> Any:
 
 
 def _next(self: Any) -> Any:
-    items = self._use_("__next__", (), {})
-    if not items:
-        raise StopIteration
-    return items[0]
+    for item in self._use_("__next__", (), {}):
+        return item
+    raise StopIteration
+
+
+_METHODS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "get": ("__getattribute__", _attribute),
+    "set": _method("set", "__setattr__"),
+    "delete": _method("delete", "__delattr__"),
+    "__next__": ("__next__", _next),
+    "__exit__": ("__exit__", lambda self, kind, error, _: self._use_("__exit__", (error,), {})),
+}
+
+
+class _Pickler(pickle.Pickler):
+    """A pickler that can be given a `reducer_override`."""
 
 
 def pickled(value: Any, reduce: Callable[[Any], Any]) -> bytes:
     """Pickle `value`; `reduce` decides about everything but numbers, text and collections."""
     file = io.BytesIO()
-    pickler = _Pickler(file, pickle.HIGHEST_PROTOCOL)
-    pickler.reduce = reduce
+    pickler: Any = _Pickler(file, pickle.HIGHEST_PROTOCOL)
+    pickler.reducer_override = reduce
     pickler.dump(value)
     return file.getvalue()
-
-
-class _Pickler(pickle.Pickler):
-    reduce: Callable[[Any], Any]
-
-    def reducer_override(self, value: Any) -> Any:
-        return self.reduce(value)

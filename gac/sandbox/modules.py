@@ -80,7 +80,7 @@ def load(path: Sequence[str], packages: Sequence[str]) -> None:
     if "numpy" in packages:
         for name in ("ma", "random", "testing", "char"):  # numpy loads them lazily
             importlib.import_module(f"numpy.{name}")
-    prepare_for_programs()
+    _replace_functions()
     for name in ("_UnixDefaultEventLoopPolicy", "_DefaultEventLoopPolicy"):  # up to 3.13, from 3.14
         policy = getattr(unix_events, name, None)
         if policy is not None:
@@ -93,11 +93,8 @@ def load(path: Sequence[str], packages: Sequence[str]) -> None:
     os.environ.clear()
 
 
-def prepare_for_programs() -> None:
-    """Open the standard streams and replace functions that rely on blocked system calls.
-
-    Done once, before the first fork.
-    """
+def _replace_functions() -> None:
+    """Open the standard streams and replace functions that rely on blocked system calls."""
     sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, "r", closefd=False)), "utf-8")
     sys.stdout = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w", closefd=False)), "utf-8")
     # as Python itself sets them at startup

@@ -80,7 +80,7 @@ class Pool:
         unknown = [name for name in require if name not in LAYERS]
         if unknown:
             raise ValueError(f"require must be among {', '.join(LAYERS)}; got {', '.join(unknown)}")
-        self.workers = workers or _default_workers()
+        self.workers = workers or default_workers()
         self.preload, self.require = tuple(preload), tuple(require)
         self._memory = _MemoryBudget(_memory_bytes() // 2 // _ranks())
         self._reset()
@@ -212,7 +212,9 @@ class Pool:
                 self._discard(current)
             elif "failed" in ends:
                 problem = ends["failed"]
-            elif not all(_was_read(file) for file in files[: 2 if kind == "check" else 1]):
+            elif not all(  # both processes share the offset of a file
+                os.lseek(file, 0, os.SEEK_CUR) for file in files[: 2 if kind == "check" else 1]
+            ):
                 problem = f"a process exited before reading its input ({ends})"
             else:
                 return ends
@@ -251,11 +253,6 @@ def _memory_bytes() -> int:
     return min(sizes)
 
 
-def _was_read(file: int) -> bool:
-    """Whether the confined process has read from `file`; both processes share its offset."""
-    return os.lseek(file, 0, os.SEEK_CUR) > 0
-
-
 @contextlib.contextmanager
 def _files(program: Program, given: bytes) -> Iterator[list[int]]:
     """Memory files: the program, what its judge or it reads, and an empty one for results."""
@@ -291,7 +288,8 @@ def _ranks() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def _default_workers() -> int:
+def default_workers() -> int:
+    """The available cores, divided by the ranks on this machine."""
     has_affinity = hasattr(os, "sched_getaffinity")  # not on macOS
     cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     return max(1, cores // _ranks())

@@ -35,7 +35,7 @@ _HELPERS = {
     "assert_array_equal": "from numpy.testing import assert_array_equal",
 }
 # one thread at a time: https://github.com/python/cpython/issues/106905
-_PARSER = threading.RLock()
+_PARSER = threading.Lock()
 _NAMED = (
     ast.FunctionDef,
     ast.AsyncFunctionDef,
@@ -79,18 +79,13 @@ class JudgeSpec:
     """Whether a call that returns a value may change its arguments."""
 
 
+@lru_cache(maxsize=4096)
 def compile_row(spec: JudgeSpec) -> bytes:
     """What the judge needs to know about a row, in the format of `marshal`.
 
     Raises:
         RowError: the setup or a test is not valid Python.
     """
-    with _PARSER:
-        return _compile_row(spec)
-
-
-@lru_cache(maxsize=4096)
-def _compile_row(spec: JudgeSpec) -> bytes:
     tests = _with_check_call(spec.tests, spec.entry_point)
     places = ["setup", *(f"test {n}" for n in range(1, len(tests) + 1))]
     texts = [spec.setup, *tests]
@@ -185,21 +180,14 @@ class _Words:
                     self.attributes.add((module, name))
                 case ast.Attribute(ast.Name(module), name, ast.Store() | ast.Del()):
                     self.attributes.add((module, name))
-                case ast.Call(ast.Name(name), args):
-                    self.called.add(name)
-                    self.attributes |= _first_two(args)
-                case ast.Call(_, args):
-                    self.attributes |= _first_two(args)
+                case ast.Call(function, args):
+                    if isinstance(function, ast.Name):
+                        self.called.add(function.id)
+                    match args:  # as in patch.object(module, name) and setattr(module, name, value)
+                        case [ast.Name(module), ast.Constant(str(name)), *_]:
+                            self.attributes.add((module, name))
                 case _ if isinstance(node, _NAMED) and node.name:
                     self.bound.add(node.name)
-
-
-def _first_two(arguments: list[ast.expr]) -> set[tuple[str, str]]:
-    """The attribute that patch.object(module, name) and setattr(module, name, value) change."""
-    match arguments:
-        case [ast.Name(module), ast.Constant(str(name)), *_]:
-            return {(module, name)}
-    return set()
 
 
 class _Calls(ast.NodeTransformer):
@@ -230,7 +218,8 @@ def hidden(name: str) -> str:
 
 def _valid(place: str, text: str, function: Callable[..., Any], *arguments: Any) -> Any:
     try:
-        return function(*arguments)
+        with _PARSER:
+            return function(*arguments)
     except _SYNTAX as error:
         raise RowError(
             f"the row's {place} is not valid Python: {describe(error)}; {text!r:.200}"
@@ -301,7 +290,7 @@ def describe(error: BaseException | None) -> str:
     """Class and text of an error, at most 500 characters."""
     try:
         text = str(error)
-    except Exception:  # a class of the program may define __str__
+    except BaseException:  # a class of the program may define __str__
         text = ""
     described = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return described[:500].encode("utf-8", "backslashreplace").decode()

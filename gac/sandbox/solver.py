@@ -24,6 +24,7 @@ from typing import Any
 
 from . import lent
 from .lent import SPECIAL, is_importable, lookup, plain
+from .row import describe
 from .wire import Channel, ChannelClosed, Json, Node, WireError, encode, is_builtin
 
 VALUES = (int, float, str, tuple, frozenset, bytes, complex)
@@ -163,7 +164,7 @@ class Solver:
                 items = [kind, value, printed, changed, self._changed_globals()]
                 message = json.dumps([self._new_classes, encode(items, self._refer)])
             except Exception as error:  # a value that cannot be sent
-                items = ["raise", _text(error), printed, None, {}]
+                items = ["raise", describe(error), printed, None, {}]
                 message = json.dumps([self._new_classes, encode(items, self._refer)])
             self._new_classes = []
             self.channel.send(message.encode("ascii"))
@@ -192,11 +193,11 @@ class Solver:
 
     def _changed(self, request: bytes, arguments: list[Any]) -> Any:
         """The arguments that the call has changed in place, None for the others; or None."""
-        if not any(map(_is_mutable, arguments)):
+        if not any(map(is_mutable, arguments)):
             return None
         _, before, keywords = pickle.loads(request)
         pairs = zip([*before[1:], *keywords.values()], arguments, strict=True)
-        changed = [new if _is_mutable(new) and not _same(old, new) else None for old, new in pairs]
+        changed = [new if is_mutable(new) and not _same(old, new) else None for old, new in pairs]
         return changed if any(value is not None for value in changed) else None
 
     def _changed_globals(self) -> dict[str, Any]:
@@ -215,21 +216,22 @@ class Solver:
 
     def _refer(self, value: Any) -> Node:
         kind = type(value)
-        borrowed = self._borrower.number(value)
+        borrowed = self._borrower.numbers.get(id(value))
         if borrowed is not None:
             return "lent", [borrowed]
         if kind is Live:
             return "live", [self.objects.number(value[0]), value[0]]
         if isinstance(value, type):
-            return "class", [self._class(value)]
+            return "class", [_path(value) if is_builtin(value) else self._class(value)]
         if isinstance(value, BaseException):
             return "error", [
                 self.objects.number(value),
                 self._class(kind),
-                _text(value),
+                describe(value),
                 *self._cause(value),
             ]
-        if kind.__name__ in self._shared and _is_record(kind):
+        records = kind.__name__ in self._shared
+        if records and all(base.__module__ == "program" for base in kind.__mro__[:-1]):
             return "instance", [kind.__name__, _state(value)]
         number, described = self.objects.number(value), self._class(kind)
         if kind is types.CoroutineType:
@@ -252,11 +254,11 @@ class Solver:
         A number; text for an exception class of the standard library; [number] for a class of the
         tests. See `client.SolverClient._define` for the description.
         """
-        borrowed = self._borrower.number(kind)
+        borrowed = self._borrower.numbers.get(id(kind))
         if borrowed is not None:
             return [borrowed]
         if issubclass(kind, BaseException) and is_importable(kind):
-            return f"{kind.__module__}:{kind.__qualname__}"
+            return _path(kind)
         number = self.objects.number(kind)
         if number not in self._described:
             self._described.add(number)
@@ -281,8 +283,11 @@ def _description(kind: type) -> list[Json]:
         if (name in SPECIAL or not name.startswith("_"))
         and lookup(kind, name) is not lookup(inherited, name)
     ]
-    standard = [f"{b.__module__}:{b.__qualname__}" for b in type.mro(kind)]
-    return [f"{base.__module__}:{base.__qualname__}", container, methods, standard]
+    return [_path(base), container, methods, list(map(_path, type.mro(kind)))]
+
+
+def _path(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
 
 
 # -- operations ------------------------------------------------------------------------------------
@@ -305,9 +310,9 @@ _OPERATIONS: dict[str, Any] = {
     "change": lambda value, name, /, *arguments, **keywords: getattr(value, name)(
         *arguments, **keywords
     ),
-    "convert": lambda value, function, /, *arguments, **keywords: function(
-        value, *arguments, **keywords
-    ),
+    "convert": lambda value, module, name, /, *arguments, **keywords: getattr(
+        sys.modules[module], name
+    )(value, *arguments, **keywords),
     "copy": copy.copy,
     "deepcopy": copy.deepcopy,
     "contents": lambda value: _contents(value),
@@ -321,10 +326,6 @@ _OPERATIONS: dict[str, Any] = {
         type(manager).__aexit__(manager, error and type(error), error, None)
     ),
 }
-
-
-async def _awaited(awaitable: Any) -> Any:
-    return await awaitable
 
 
 async def _next_items(iterator: Any) -> list[Any]:
@@ -344,7 +345,7 @@ def _complete(awaitable: Any) -> Any:
 
     All calls use the same event loop, because asyncio objects may be bound to a loop.
     """
-    return _loop().run_until_complete(_awaited(awaitable))
+    return _loop().run_until_complete(awaitable)
 
 
 def _live(value: Any) -> Any:
@@ -361,7 +362,8 @@ def _contents(value: Any) -> Any:
     return set(value) if isinstance(value, Set) else list(value)
 
 
-def _is_mutable(value: Any) -> bool:
+def is_mutable(value: Any) -> bool:
+    """Whether `value` is a container or an array."""
     numpy: Any = sys.modules.get("numpy")
     return isinstance(value, (*CONTAINERS, *([numpy.ndarray] if numpy else [])))
 
@@ -379,22 +381,8 @@ def _snapshot(value: Any) -> tuple[Any, str]:
     return value, repr(value)[: 64 * _WATCHED] if small else ""
 
 
-def _is_record(kind: type) -> bool:
-    return all(base.__module__ == "program" for base in kind.__mro__[:-1])
-
-
 def _state(value: Any) -> dict[str, Any]:
     """The attributes of an object: its `__dict__` and slots, without properties."""
-    names: list[str] = []
-    for kind in type(value).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        names += [slots] if isinstance(slots, str) else slots
-    slotted = {n: getattr(value, n) for n in names if n != "__dict__" and hasattr(value, n)}
-    return {**slotted, **getattr(value, "__dict__", {})}
-
-
-def _text(error: BaseException) -> str:
-    try:
-        return f"{type(error).__name__}: {error}"[:1000]
-    except BaseException:  # the program may define __str__
-        return type(error).__name__
+    state = object.__getstate__(value)
+    parts = state if isinstance(state, tuple) else (state,)
+    return {name: part[name] for part in parts if part for name in part}

@@ -1,8 +1,8 @@
 """Messages between the solver and the judge.
 
 The solver answers in JSON, which the judge does not trust: any bytes decode to plain values or
-raise `WireError`. Pickle could run code in the judge, so it is used in the other direction only,
-where everything may be seen (`lent`).
+raise one of `DECODE_ERRORS`. Pickle could run code in the judge, so it is used in the other
+direction only, where everything may be seen (`lent`).
 
 A value is a list of nodes [tag, parts]. A part is null, a boolean, a number, a string, or [i],
 which refers to the later node i. Values of any depth are thus written and read without recursion.
@@ -11,7 +11,6 @@ which refers to the later node i. Values of any depth are thus written and read 
 from __future__ import annotations
 
 import builtins
-import contextlib
 import datetime
 import ipaddress
 import pathlib
@@ -20,7 +19,7 @@ import sys
 import uuid
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
 from multiprocessing.connection import Connection
@@ -37,6 +36,7 @@ DECODE_ERRORS = (
     RecursionError,
     MemoryError,
 )
+"""What decoding bytes that `encode` could not have produced may raise."""
 
 Json = Any
 """Anything that `json.dumps` accepts: None, bool, int, float, str, and lists and dicts of these."""
@@ -45,7 +45,7 @@ Node = tuple[str, list[Any]]
 
 
 class WireError(ValueError):
-    """Bytes that `encode` could not have produced."""
+    """A message that cannot be sent."""
 
 
 class ChannelClosed(Exception):
@@ -79,13 +79,6 @@ def _read_array(parts: list[Any]) -> Any:
     if dtype == "|b1":
         return (numpy.frombuffer(data, "u1") != 0).reshape(shape)
     return numpy.frombuffer(data, dtype).reshape(shape)
-
-
-def _read_type(parts: list[Any]) -> type:
-    kind = getattr(builtins, parts[0])
-    if not isinstance(kind, type):
-        raise TypeError(f"{parts[0]} is not a type")
-    return kind
 
 
 _INLINE = frozenset({type(None), bool, int, float, str})
@@ -138,7 +131,6 @@ _TYPES: dict[str, tuple[type, Callable[[Any], list[Any]], Callable[[list[Any]], 
             ipaddress.IPv6Address,
         )
     },
-    "type": (type, lambda kind: [kind.__name__], _read_type),
     "NotImplementedType": (type(NotImplemented), lambda _: [], lambda _: NotImplemented),
     "ndarray": (type(NotImplemented), _array_parts, _read_array),
     "scalar": (type(NotImplemented), _array_parts, lambda parts: _read_array(parts)[()]),
@@ -161,7 +153,7 @@ def _tag(value: Any) -> str | None:
     """The tag of a plain value, or None."""
     kind = type(value)
     if kind in _TAGS:
-        return _TAGS[kind] if kind is not type or is_builtin(value) else None
+        return _TAGS[kind]
     numpy: Any = sys.modules.get("numpy")
     if numpy is None or not isinstance(value, numpy.ndarray | numpy.generic):
         return None
@@ -209,32 +201,28 @@ def decode(nodes: Json, resolve: Callable[[str, list[Any]], Any]) -> list[Any]:
         resolve: returns the value of a node that is not plain. For an "instance", it is called
             twice: without parts for an empty one, then with it as the first part.
 
-    Raises:
-        WireError: `encode` could not have written `nodes`.
+    Raises one of `DECODE_ERRORS` if `encode` could not have written `nodes`.
     """
-    try:
-        values: list[Any] = [
-            _SHELLS[tag][0]()
-            if tag in _SHELLS
-            else (resolve(tag, parts[:1]) if tag == "instance" else None)
-            for tag, parts in nodes
-        ]
-        for number in reversed(range(len(nodes))):
-            tag, parts = nodes[number]
-            parts = [_part(part, number, values) for part in parts[:]]  # a dict has no slices
-            if tag == "instance":
-                resolve(tag, [values[number], *parts])
-            elif tag in _SHELLS:
-                _SHELLS[tag][1](values[number], parts)
-            elif tag == "seen":
-                values[number] = values[parts[0]]
-            else:
-                values[number] = _TYPES[tag][2](parts) if tag in _TYPES else resolve(tag, parts)
-        if type(values[0]) is not list:
-            raise TypeError("not a list")
-        return values[0]
-    except DECODE_ERRORS as error:
-        raise WireError(f"cannot decode a value: {type(error).__name__}: {error!s:.200}") from None
+    values: list[Any] = [
+        _SHELLS[tag][0]()
+        if tag in _SHELLS
+        else (resolve(tag, parts[:1]) if tag == "instance" else None)
+        for tag, parts in nodes
+    ]
+    for number in reversed(range(len(nodes))):
+        tag, parts = nodes[number]
+        parts = [_part(part, number, values) for part in parts[:]]  # a dict has no slices
+        if tag == "instance":
+            resolve(tag, [values[number], *parts])
+        elif tag in _SHELLS:
+            _SHELLS[tag][1](values[number], parts)
+        elif tag == "seen":
+            values[number] = values[parts[0]]
+        else:
+            values[number] = _TYPES[tag][2](parts) if tag in _TYPES else resolve(tag, parts)
+    if type(values[0]) is not list:
+        raise TypeError("not a list")
+    return values[0]
 
 
 def _part(part: Json, number: int, values: list[Any]) -> Any:
@@ -266,8 +254,7 @@ class Channel:
         """
         if len(data) > FRAME_BYTES:
             raise WireError(f"the message has {len(data)} bytes; the limit is {FRAME_BYTES}")
-        with self._noticing():
-            self._writer.send_bytes(data)
+        self._noticing_end(self._writer.send_bytes, data)
 
     def receive(self) -> bytes:
         """Read one frame.
@@ -275,18 +262,16 @@ class Channel:
         Raises:
             ChannelClosed: the other side closed its end, or its frame is longer than `FRAME_BYTES`.
         """
-        with self._noticing():
-            return self._reader.recv_bytes(FRAME_BYTES)
+        return self._noticing_end(self._reader.recv_bytes, FRAME_BYTES)
 
     def close(self) -> None:
         """Close both ends; a reader on the other side gets `ChannelClosed`."""
         self._reader.close()
         self._writer.close()
 
-    @contextlib.contextmanager
-    def _noticing(self) -> Iterator[None]:
+    def _noticing_end(self, function: Callable[[Any], Any], argument: object) -> Any:
         try:
-            yield
+            return function(argument)
         except (OSError, EOFError):
             self.ended = True
             raise ChannelClosed from None

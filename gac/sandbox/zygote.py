@@ -109,16 +109,13 @@ class Zygote:
         self.filter = confine.compile_filter()
         confine.filter_header(self.filter)
         self.layers["seccomp"] = "seccomp"
-        self._try("landlock", self._prepare_landlock)
-        self._try("uid", self._prepare_uid)
+        for layer, take in (("landlock", self._prepare_landlock), ("uid", self._prepare_uid)):
+            try:
+                self.layers[layer] = take()
+            except OSError as error:
+                self.missing[layer] = error.strerror or str(error)
         confine.set_capabilities(0 if self.uids is None else confine.CAN_SWITCH)
         confine.no_new_privileges()
-
-    def _try(self, layer: str, take: Callable[[], str]) -> None:
-        try:
-            self.layers[layer] = take()
-        except OSError as error:
-            self.missing[layer] = error.strerror or str(error)
 
     def _prepare_landlock(self) -> str:
         self.rules = confine.landlock_rules()
@@ -321,10 +318,7 @@ def _reply(file: int, message: dict[str, Any]) -> None:
 
 def _address_space() -> int:
     """Size in bytes of this process's address space, which its children inherit."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    except OSError:
-        return 1 << 30
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
 def _warm_up() -> None:

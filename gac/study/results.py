@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gac.evaluation.estimates import bootstrap_interval
 from gac.evaluation.table import percent, percent_interval
 
 Finals = Mapping[str, Sequence[float | None]]
@@ -17,8 +18,6 @@ def interval(values: Sequence[float]) -> list[float] | None:
 
     With few seeds such intervals are somewhat too narrow.
     """
-    from gac.evaluation.estimates import bootstrap_interval  # imports numpy: not for `gac --help`
-
     if len(values) < 2:
         return None
     return [round(end, 6) for end in bootstrap_interval(values)]

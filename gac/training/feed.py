@@ -92,7 +92,7 @@ class Feed:
 
     def demo_rows(self, step: int) -> list[Row]:
         """This rank's demonstrations for `step`; empty if they do not come from a separate set."""
-        if not (self.separate_demos and self.method.needs(step).demos):
+        if not self.separate_demos:
             return []
         indices = self.demo_order.take(self.demo_batch_size, step)
         return self._own([demo_row(self.demos[i], self.demo_tokens) for i in indices])

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
-import operator
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -17,7 +15,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from gac.control.signals import Evidence
-from gac.data.rows import Batch, MicroBatches, Row, TermPair, collate, loss_divisors
+from gac.data.rows import Batch, MicroBatch, MicroBatches, Row, TermPair, loss_divisors
 from gac.methods.base import Loss, Mix
 from gac.methods.token_loss import custom_loss, with_k3
 from gac.models.head import Head, run_head
@@ -30,7 +28,6 @@ from .probes import GradientParts, UnitSketches
 from .step import Measured, Step
 
 LOGPS = "old_logps", "ref_logps", "rollout_logps"  # of the fused loss
-_kind = operator.attrgetter("kind")
 
 
 @dataclass(frozen=True)
@@ -48,28 +45,9 @@ class Forward:
     """How rows of one kind are grouped into micro-batches, packed or padded."""
     pad_token: int
 
-    def schedule(self, rows: Sequence[Row]) -> list[tuple[bool, list[Row]]]:
-        """Split `rows` into micro-batches of one kind each, as (is_demo, rows).
-
-        Every rank gets the same sequence of demonstration and rollout micro-batches, some of them
-        empty, because each forward of the policy or the reference may be a collective.
-        """
-        kinds: dict[bool, list[list[Row]]] = {False: [], True: []}
-        for (demo, *_), group in itertools.groupby(sorted(rows, key=_kind), _kind):
-            kinds[demo].append(list(group))
-        splits = {demo: [*itertools.chain(*map(self.micro.split, kinds[demo]))] for demo in kinds}
-        counts = collectives.largest([len(parts) for parts in splits.values()])
-        micro_batches: list[tuple[bool, list[Row]]] = []
-        for (demo, parts), count in zip(splits.items(), map(int, counts), strict=True):
-            if len(kinds[demo]) == 1:
-                # smaller micro-batches instead of empty ones
-                parts = self.micro.split(kinds[demo][0], count)
-            micro_batches += [(demo, part) for part in parts + [[]] * (count - len(parts))]
-        return micro_batches
-
-    def collate(self, rows: Sequence[Row]) -> Batch:
-        """The tensors of one forward pass."""
-        return collate(rows, self.pad_token, self.accelerator.device, self.micro.packed)
+    def batches(self, rows: Sequence[Row]) -> Iterator[MicroBatch]:
+        """The micro-batches of `rows`, on the device."""
+        return self.micro.batches(rows, self.pad_token, self.accelerator.device)
 
     @torch.no_grad()
     def row_logprobs(self, rows: Sequence[Row], model: nn.Module | None = None) -> list[Tensor]:
@@ -79,8 +57,7 @@ class Forward:
         """
         model = self.model if model is None else model
         by_sequence: dict[int, Tensor] = {}
-        for _, micro in self.schedule(rows):
-            batch = self.collate(micro)
+        for micro, batch, _, _ in self.batches(rows):
             logps = self._logprobs(model, batch).cpu().flatten()
             # without rows, the batch still has one dummy row
             for start, row in zip(batch.starts, micro, strict=False):
@@ -288,14 +265,11 @@ class Gradients:
             spec = replace(
                 spec, demo_weight=DemoWeight.ONE, clip_low=None, clip_high=None, dual_clip=None
             )
-        schedule = self.forward.schedule(rows)
-        for i, (demo, micro) in enumerate(schedule):
-            batch = self.forward.collate(micro)
+        for micro, batch, demo, last in self.forward.batches(rows):
             # rows without a gradient are still sketched, with their own term at full weight
             mu = float(demo) if step.needs.sketch and not grad else mix.mu
             # the last backward reduces the gradients over ranks
-            accumulating = grad and i < len(schedule) - 1
-            sync = self.accelerator.no_sync(self.model) if accumulating else nullcontext()
+            sync = self.accelerator.no_sync(self.model) if grad and not last else nullcontext()
             with torch.set_grad_enabled(grad), sync:
                 out = self._loss(step, batch, micro, demo, mu, spec)
                 if grad:

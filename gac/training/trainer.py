@@ -333,8 +333,9 @@ class Trainer:
     def _sample(self) -> list[Row]:
         """This rank's rollouts and demonstrations."""
         setup.seed(self._seed)
-        self.rollouts = self._roll_out() if self.needs(self.step).rollouts else None
-        rows = self.feed.demo_rows(self.step)
+        needs = self.needs(self.step)
+        self.rollouts = self._roll_out() if needs.rollouts else None
+        rows = self.feed.demo_rows(self.step) if needs.demos else []
         if self.rollouts:
             rows = self.rollouts.rows + rows
             if self.step % self.config.rollouts.num_iterations == 0:

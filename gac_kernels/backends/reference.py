@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -74,12 +76,26 @@ def row_loss(
     sketch: RowSketch | None = None,
     softcap: float | None = None,
 ) -> TokenTerms:
+    return loss_in_two_calls(row_stats, row_grads, logits, tokens, spec, out, sketch, softcap)
+
+
+def loss_in_two_calls(
+    row_stats: Callable[..., tuple[Tensor, ...]],
+    row_grads: Callable[..., None],
+    logits: Tensor,
+    tokens: Tokens,
+    spec: LossSpec,
+    out: Tensor | None,
+    sketch: RowSketch | None,
+    softcap: float | None,
+) -> TokenTerms:
+    """`row_loss` by the other two row functions of a backend."""
     temperature = spec.temperature if tokens.temperature is None else tokens.temperature
     logps, entropy, lse = row_stats(logits, tokens.targets, temperature, softcap)
     terms, upstream = reference.token_gradients(logps, entropy, tokens, spec, out is not None)
     if out is not None and upstream is not None:
         columns = lse, entropy, upstream[0], upstream[1]
-        row_grads(logits, tokens.targets, *columns, temperature, out, softcap, sketch)
+        row_grads(logits, tokens.targets, *columns, temperature, out, softcap, sketch=sketch)
     return terms
 
 

@@ -21,7 +21,6 @@ from gac_kernels import LossSpec
 
 UNIT, BELOW_ONE, FREE, POSITIVE = "[0, 1]", "[0, 1)", "[0, inf)", "(0, inf)"
 ABOVE_ZERO_TO_ONE = "(0, 1]"
-AT_LEAST_ZERO, ABOVE_ZERO = "[0, inf]", "(0, inf]"  # inf is accepted
 VALUES = (-math.inf, -1.0, -1e-9, 0, 1e-9, 0.5, 1 - 1e-9, 1, 1 + 1e-9, 2.0, math.inf, math.nan)
 
 
@@ -78,17 +77,17 @@ CONTROL = [  # callable, interval, names of its arguments
 ]
 NUMBERS = [
     *CONTROL,
-    (method("nash-mtl"), ABOVE_ZERO, "max_norm"),
-    (GuardConfig, ABOVE_ZERO, "skip_above_norm"),
+    (method("nash-mtl"), POSITIVE, "max_norm"),
+    (GuardConfig, "(0, inf]", "skip_above_norm"),
     (lambda weight: Source("rows.jsonl", weight=weight), POSITIVE, "weight"),
     (OptimConfig, ABOVE_ZERO_TO_ONE, "lr"),
-    (RolloutConfig, ABOVE_ZERO, "temperature correction_max"),
+    (RolloutConfig, POSITIVE, "temperature correction_max"),
     (RolloutConfig, ABOVE_ZERO_TO_ONE, "top_p"),
-    (vllm, ABOVE_ZERO, "timeout"),
+    (vllm, POSITIVE, "timeout"),
     (LoraConfig, BELOW_ONE, "dropout"),
     (lambda top_p: EvalTask(top_p=top_p, temperature=1), ABOVE_ZERO_TO_ONE, "top_p"),
-    (EvalTask, AT_LEAST_ZERO, "temperature"),
-    (ParallelConfig, ABOVE_ZERO, "timeout"),
+    (EvalTask, FREE, "temperature"),
+    (ParallelConfig, POSITIVE, "timeout"),
     (
         lambda **fields: RolloutConfig(max_completion_length=8, **fields),
         "[1, 8]",
@@ -106,27 +105,27 @@ NUMBERS = [
 ]
 METHOD_NUMBERS = [
     ("constant", UNIT, "mu"),
-    ("dpo", ABOVE_ZERO, "beta"),
-    ("ipo", ABOVE_ZERO, "tau"),
-    ("uft", AT_LEAST_ZERO, "coef"),
+    ("dpo", POSITIVE, "beta"),
+    ("ipo", POSITIVE, "tau"),
+    ("uft", FREE, "coef"),
     ("uft", UNIT, "low high"),
     ("moco", ABOVE_ZERO_TO_ONE, "rate"),
     ("moco", FREE, "decay lr regularization"),
     ("gradnorm", FREE, "lr"),
-    ("nash-mtl", ABOVE_ZERO, "scale max_norm"),
+    ("nash-mtl", POSITIVE, "scale max_norm"),
     ("pcgrad", "[-1, 1]", "threshold"),
     ("cagrad", FREE, "radius"),
     ("sdmgrad", FREE, "regularization"),
     ("dwa", POSITIVE, "temperature"),
-    ("gta", AT_LEAST_ZERO, "sft_coef"),
-    ("gta", ABOVE_ZERO, "rl_coef"),
+    ("gta", FREE, "sft_coef"),
+    ("gta", POSITIVE, "rl_coef"),
     ("guarded", UNIT, "mu mu_suspect"),
     ("gac", UNIT, "prior_blend"),
     ("prefix-rft", UNIT, "high top"),
-    ("relift", ABOVE_ZERO, "sft_coef"),
-    ("hpt", ABOVE_ZERO, "sft_coef"),
-    ("multitask", AT_LEAST_ZERO, "sft_coef"),
-    ("sdar", AT_LEAST_ZERO, "beta"),
+    ("relift", POSITIVE, "sft_coef"),
+    ("hpt", POSITIVE, "sft_coef"),
+    ("multitask", FREE, "sft_coef"),
+    ("sdar", FREE, "beta"),
     ("sdar", "(-inf, inf)", "coef"),
     ("dypo", UNIT, "alpha"),
     ("dypo", POSITIVE, "beta sft_coef"),

@@ -35,23 +35,21 @@ def test_a_mixed_row_is_two_sequences(packed):
     ids, targets = [[1, 2, 3, 4, 5], [6, 7, 8]], [[2, 3, 4, 5, -100], [7, 8, -100]]
     if packed:
         ids, targets = [[*ids[0], *ids[1]]], [[*targets[0], *targets[1]]]
-        assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2]]
-        assert (batch.row_bounds.tolist(), batch.row_bounds.dtype) == ([0, 5, 8], torch.int32)
-        assert batch.attention_mask is None and batch.model_inputs["attention_mask"] is None
+        assert batch.model_inputs["position_ids"].tolist() == [[0, 1, 2, 3, 4, 0, 1, 2]]
+        assert batch.model_inputs["attention_mask"] is None
         for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
-            assert batch.model_inputs[name] is batch.row_bounds
+            bounds = batch.model_inputs[name]
+            assert (bounds.tolist(), bounds.dtype) == ([0, 5, 8], torch.int32)
         assert (batch.model_inputs["max_length_q"], batch.model_inputs["max_length_k"]) == (5, 5)
-        assert batch.model_inputs["position_ids"] is batch.position_ids
     else:
         ids[1] += [99, 99]
         targets[1] += [-100, -100]
         assert batch.model_inputs.keys() == {"input_ids", "attention_mask"}
         mask = batch.model_inputs["attention_mask"]
         assert (mask.tolist(), mask.dtype) == ([[1] * 5, [1, 1, 1, 0, 0]], torch.int64)
-        assert batch.row_bounds is None and batch.position_ids is None
     assert batch.model_inputs["input_ids"].tolist() == ids
     assert (batch.targets.tolist(), batch.targets.dtype) == (targets, torch.int64)
-    assert (batch.starts, batch.longest) == ((0, 5), 5)
+    assert batch.starts == (0, 5)
     # the position before a token predicts it
     assert batch.cu_seqlens.tolist() == [0, 2, 5, 6, 8 if packed else 10]
     assert batch.cu_seqlens.dtype == torch.int32

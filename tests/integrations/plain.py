@@ -11,10 +11,13 @@ from torch import Tensor
 from gac.data.rows import Row, collate
 
 
-def logprobs(model: Any, ids: Tensor, mask: Tensor, temperature: float = 1.0) -> Tensor:
+def logprobs(
+    model: Any, input_ids: Tensor, attention_mask: Tensor, temperature: float = 1.0
+) -> Tensor:
     """[B, T - 1]: log-probability of each token after the first."""
-    logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1].float() / temperature
-    return logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+    logits = model(input_ids=input_ids, attention_mask=attention_mask).logits[:, :-1].float()
+    logits = logits / temperature
+    return logits.log_softmax(-1).gather(-1, input_ids[:, 1:, None]).squeeze(-1)
 
 
 def demo_term(model: Any, rows: Sequence[Row], *, phi: bool) -> Tensor:
@@ -22,7 +25,7 @@ def demo_term(model: Any, rows: Sequence[Row], *, phi: bool) -> Tensor:
     total, tokens = torch.zeros(()), 0
     for row in rows:
         batch = collate([row], 0)
-        logps = logprobs(model, batch.input_ids, batch.attention_mask)[:, row.start - 1 :]
+        logps = logprobs(model, **batch.model_inputs)[:, row.start - 1 :]
         p = logps.detach().exp()
         total = total - ((p * (1 - p) if phi else 1.0) * logps).sum()
         tokens += logps.numel()

@@ -51,7 +51,7 @@ def own_trainer(folder: Path, micro_batches: int, ranks: int, **budget: Any) -> 
     if budget and micro_batches > 1:  # 40 tokens, or 10: less than most rows have
         size = {"max_tokens_per_micro_batch": 70 - 15 * micro_batches, **budget}
     changes = {**size, "demo_batch_size": ROWS}
-    trainer = Trainer(tiny_config(folder, folder / f"{micro_batches}", **changes))
+    trainer = Trainer(tiny_config(folder, folder / f"{ranks}-{micro_batches}", **changes))
     assert trainer.gradients.forward.micro.packed == (size.get("packing") is True)
     gradients: list[Gradient] = []
 
@@ -115,7 +115,6 @@ def trl(kind: Any, folder: Path, micro_batches: int, ranks: int) -> Run:
         "gradient_accumulation_steps": micro_batches,
         "num_generations": 2,
     }
-    write_model(folder / "model")
     trainer, recorder = trl_task.make_trainer(folder / "model", folder, GivenRollouts, **options)
     return Run(trainer.model, trainer.train, recorder.gradients)
 
@@ -177,12 +176,10 @@ def gradients(name: str, folder: Path, ranks: int) -> dict[tuple[str, int], Grad
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_micro_batches_and_ranks_do_not_change_the_gradient(name: str, tmp_path: Path) -> None:
-    folders = [tmp_path / f"{ranks}" for ranks in (1, 2)]
-    for folder in folders:
-        folder.mkdir()
-        write_tiny(folder, demos=ROWS)
-    (alone,) = processes.run(gradients, name, folders[0], 1, ranks=1)
-    together = processes.run(gradients, name, folders[1], 2, ranks=2)
+    write_tiny(tmp_path, demos=ROWS)
+    write_model(tmp_path / "model")  # before the ranks read it
+    (alone,) = processes.run(gradients, name, tmp_path, 1, ranks=1)
+    together = processes.run(gradients, name, tmp_path, 2, ranks=2)
     expected = alone["", 1]
     for found in (alone, *together):
         for (bug, count), gradient in found.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -54,17 +55,18 @@ def test_the_page_lists_what_the_run_measured():
     modes = dict.fromkeys(models_table.MODES, "yes") | {"fuse": "fused"}
     results = {
         "a": modes,
-        "b": {**modes, "FSDP2": "no | way"},
+        "b": {**modes, "FSDP2": "no | way", "packed": "padded"},
         "c": {"model": "model type 'c' is an encoder", "fuse": "exact fallback"},
         "d": {"model": "FAILED: no config", "fuse": "does not run: why"},
+        "e": {**modes, "packed": "padded"},
     }
     text = models_table.page(results)
-    assert "2 of 4 families train. With `fuse`, 2 fused, 1 exact fallback, 1 does not run." in text
-    assert "| `b` | yes | yes | yes | yes | yes | no [1] | fused |" in text
-    assert "[1] no | way" in text
-    refused, untested = text.partition("## Refused")[2].split("## Not tested")
-    assert "| `c` | model type 'c' is an encoder |" in refused
-    assert "| `d` | FAILED: no config |" in untested
+    assert "3 of 5 families train." in text
+    assert "3 fused, 1 exact fallback, 1 does not run." in text
+    sections = dict(part.split("\n\n", 1) for part in text.split("## ")[1:])
+    named = {name: re.findall("`(.)`", section) for name, section in sections.items()}
+    assert list(named.values()) == [["a"], ["e"], ["b"], ["c"], ["d"]]
+    assert "way; rows are padded" in sections["Exceptions"]
 
 
 def test_the_command_prints_families_and_finds_that_of_a_folder(task, monkeypatch):

@@ -31,7 +31,7 @@ ROLLOUTS = {"num_prompts": 4, "num_generations": 2, "max_completion_length": 5, 
 
 
 def config(task, out, url, vllm=(), **changes):
-    rollouts = {**ROLLOUTS, "vllm": {"url": url, "timeout": 30, **dict(vllm)}}
+    rollouts = {**ROLLOUTS, "vllm": {"urls": [url], "timeout": 30, **dict(vllm)}}
     return tiny_config(task, out, **{"eval": {}, "rollouts": rollouts, **changes})
 
 
@@ -51,7 +51,7 @@ def policy(task, tmp_path):
 
 
 def engine(task, url, tokenizer, folder, **changes):
-    vllm_settings = {"url": url, "timeout": 30, **changes.pop("vllm", {})}
+    vllm_settings = {"urls": [url], "timeout": 30, **changes.pop("vllm", {})}
     rollouts = {**ROLLOUTS, "vllm": vllm_settings, **changes}
     settings = load(TrainConfig, {"rollouts": rollouts}).rollouts
     if changes.get("temperature") == 1e-6:  # bypass validation: rollouts are never greedy
@@ -160,7 +160,7 @@ def test_the_log_probs_of_the_server_reach_the_loss(task, server, tmp_path, monk
     expected = trainer.gradients.forward.row_logprobs(rows)
     for row, logps in zip(rows, expected, strict=True):
         torch.testing.assert_close(torch.tensor(row.engine_logps), logps, atol=1e-3, rtol=1e-3)
-    rollouts = {**ROLLOUTS, "vllm": {"url": server.url}, "correction": "none"}
+    rollouts = {**ROLLOUTS, "vllm": {"urls": [server.url]}, "correction": "none"}
     plain = Trainer(config(task, tmp_path / "none", server.url, rollouts=rollouts))
     assert plain.gradients.loss.spec.correction == "none"
 
@@ -197,13 +197,21 @@ def test_mismatched_server_is_rejected_before_training(task, tmp_path, options, 
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_a_server_under_another_name(task, tmp_path, policy):
-    with serving(task / "init", name="policy") as server:
-        sample = (
-            engine(task, server.url, policy[1], tmp_path, temperature=1e-6).load(policy[0]).generate
-        )
+def test_two_servers_share_the_prompts(task, server, tmp_path, policy):
+    """One of them serves the model under another name, and dies."""
+    with serving(task / "init", name="policy") as other:
+        servers, urls = [server, other], {"urls": [server.url, other.url]}
+        two = engine(task, server.url, policy[1], tmp_path, temperature=1e-6, vllm=urls)
+        two.load(policy[0])
+        before = [len(s.requests()) for s in servers]
         expected = generate(*policy, PROMPTS, max_completion_length=5, temperature=0)
-        assert sample(PROMPTS, 1) == expected
+        assert two.generate(PROMPTS) == expected
+        assert [len(s.requests()) - n for s, n in zip(servers, before, strict=True)] == [2, 2]
+        other.kill()
+        for call in (lambda: two.generate(PROMPTS), lambda: two.load(policy[0])):
+            with pytest.raises(RunError, match=f"^rollouts.vllm.urls: {other.url}: .*not respond"):
+                call()
+    assert not list(tmp_path.glob("weights-*"))
 
 
 @pytest.mark.parametrize(
@@ -233,7 +241,7 @@ def test_missing_responses_are_an_error(task, tmp_path, policy):
 def test_unreachable_server(task, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as closed:
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"
-    with pytest.raises(RunError, match=f"vllm.url='{url}'.*not respond.*vllm serve") as error:
+    with pytest.raises(RunError, match=f"vllm.urls: {url}: .*not respond.*vllm serve") as error:
         Trainer(config(task, tmp_path / "run", url))
     assert "\n" not in str(error.value)
     # SFT samples nothing, so it needs no server
@@ -309,7 +317,9 @@ def test_nccl_weight_transfer_uses_trls_requests(task, tmp_path, policy, monkeyp
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"url": "localhost:8000"}, "url='localhost:8000'.*http://"),
+        ({"urls": ["localhost:8000"]}, "urls=.'localhost:8000'.*http://"),
+        ({"urls": []}, "urls=.*http://"),
+        ({"urls": ["http://a", "http://b"], "weights": "nccl"}, "weights='nccl': use disk"),
         ({"weights": "post"}, "weights='post': use one of disk, nccl"),
         ({"timeout": 0}, "timeout=0.*seconds > 0"),
     ],

@@ -11,10 +11,10 @@ import json
 # the items after "value" in the first node, further nodes, class definitions
 _ANSWERS = r"""
 [true] [] []
-[[1]] [["type", ["int"]]] []
-[[1]] [["type", ["object"]]] []
-[[1]] [["type", ["eval"]]] []
-[[1]] [["type", ["__import__"]]] []
+[[1]] [["class", ["builtins:int"]]] []
+[[1]] [["class", ["builtins:object"]]] []
+[[1]] [["class", ["builtins:eval"]]] []
+[[1]] [["class", ["builtins:__import__"]]] []
 [[1]] [["object", [7, 0]]] []
 [[1]] [["object", [true, 1]]] [[1, "int", [], "builtins:int", "", [], []]]
 [[1]] [["object", ["7", 1, 5]]] [[1, "int", [], "builtins:int", "", [], []]]

@@ -350,7 +350,7 @@ def test_landlock_handles_every_access_that_the_kernel_knows(monkeypatch, abi, r
 
     monkeypatch.setattr(confine, "_call", call)
     assert confine.landlock_rules() == 33
-    attributes = struct.pack("=Q", 2**rights - 1) + struct.pack("=Q", 3) * others
+    attributes = struct.pack("=3Q", 2**rights - 1, 3 * (others > 0), 3 * (others > 1))
     assert rulesets == [(attributes, len(attributes), 0)]
 
 

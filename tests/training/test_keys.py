@@ -68,7 +68,7 @@ VALUES: dict[str, Any] = {  # of the keys whose type does not suggest another va
     "rollouts.generation_batch_tokens": 40,
     "rollouts.function": f"{HERE}:two_tokens",
     "rollouts.engine": "paged",
-    "rollouts.vllm.url": "http://127.0.0.1:1",
+    "rollouts.vllm.urls": ["http://127.0.0.1:1"],
     "rollouts.vllm.model": "other",
     "rollouts.vllm.weights": "nccl",
     "rollouts.vllm.folder": "other",

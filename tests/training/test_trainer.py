@@ -262,8 +262,8 @@ def test_collate_scores_response_tokens_only():
     rows = [Row((5, 6, 7, 8), 2, False, 1.5), Row((5, 9), 1, True), Row((4, 4, 4), 3, False)]
     batch = collate(rows, pad_token=0)
     assert batch.targets.tolist() == [[-100, 7, 8, -100], [9, -100, -100, -100], [-100] * 4]
-    assert batch.input_ids.tolist() == [[5, 6, 7, 8], [5, 9, 0, 0], [4, 4, 4, 0]]
-    assert batch.attention_mask.sum(1).tolist() == [4, 2, 3]
+    assert batch.model_inputs["input_ids"].tolist() == [[5, 6, 7, 8], [5, 9, 0, 0], [4, 4, 4, 0]]
+    assert batch.model_inputs["attention_mask"].sum(1).tolist() == [4, 2, 3]
     assert count(rows) == Counts(1, 2, 1, 1, rows=2, tokens=9)
     counts = Counts(3, 30, 2, 20, rows=5, tokens=99)
     assert loss_divisors(counts, LossSpec()) == TermPair(demo=20, rollout=3)

@@ -13,6 +13,8 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from gac_kernels.inspect import Report
+
 _LABEL = re.compile(r"^(\.L_\w+):")
 _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:(@!?U?P\w+)\s+)?([\w.]+)([^;]*);")
 _TARGET = re.compile(r"`\((\.L_\w+)\)")
@@ -40,8 +42,13 @@ class Passes(NamedTuple):
     gradient: float
 
 
+def per_logit(report: Report) -> Passes:
+    """The instructions of a compiled row kernel's passes."""
+    return Passes(*(report.exponentials * count for count in passes(report.assembly)))
+
+
 def passes(sass: str) -> Passes:
-    """Count the instructions of a row kernel's passes: one computes sums, one stores the gradient.
+    """Instructions per exponential of a row kernel's passes: one computes sums, one the gradient.
 
     If a loop exists with and without an entropy bonus, the cheaper version is counted.
     """
@@ -56,7 +63,7 @@ def passes(sass: str) -> Passes:
 
 
 def _cycles(blocks: list[Block], start: int, stores: bool) -> Iterator[float]:
-    """Costs of the loops through block `start`, in instructions per logit."""
+    """Costs of the loops through block `start`, in instructions per exponential."""
     first = blocks[start]
     if first.stores and not stores:
         return
