@@ -44,13 +44,13 @@ steps: {steps}
 optim:
   lr: {rate}
 
-# Evaluation on held-out prompts: before training, every 50 steps and at the end
+# Evaluation on held-out prompts: before training, every 10 steps and at the end
 eval:
   data:
     prompts: {folder}/data/eval.jsonl
-  every: 50
+  every: 10
   max_completion_length: 8
-checkpoint_every: 50
+checkpoint_every: 10
 """
 REWARD = '''\
 """The reward of run.yaml. Test it with: python {folder}/reward.py"""
@@ -67,10 +67,10 @@ def reward(completion, example):
 
 def test_reward():
     class Example:
-        answer = "12"
+        answer = "137"
 
-    assert reward("12", Example) == reward(" 12\\n", Example) == 1.0
-    assert reward("13", Example) == reward("", Example) == 0.0
+    assert reward("137", Example) == reward(" 137\\n", Example) == 1.0
+    assert reward("173", Example) == reward("", Example) == 0.0
 
 
 if __name__ == "__main__":
@@ -88,11 +88,12 @@ def create_project(folder: Path, model: str | None = None) -> None:
         raise ConfigError(f"DIR={str(folder)!r} is not empty: choose a new folder")
     writable_folder("DIR", folder)
     (folder / "data").mkdir()
-    sums = [(a, b) for a in range(10) for b in range(10)]
-    random.Random(0).shuffle(sums)
-    for name, part in (("eval", sums[:20]), ("train", sums[20:])):
+    numbers = random.Random(0).sample([f"{i:03}" for i in range(1000)], 500)
+    for name, part in (("eval", numbers[:100]), ("train", numbers[100:])):
+        answers = {digits: "".join(sorted(digits)) for digits in part}
         rows = [
-            {"prompt": f"{a}+{b}=", "answer": f"{a + b}", "solution": f"{a + b}"} for a, b in part
+            {"prompt": f"sort {digits}: ", "answer": answer, "solution": answer}
+            for digits, answer in answers.items()
         ]
         save_text(folder / "data" / f"{name}.jsonl", "".join(json.dumps(r) + "\n" for r in rows))
     save_text(folder / "reward.py", REWARD.replace("{folder}", str(folder)))
@@ -103,7 +104,7 @@ def create_project(folder: Path, model: str | None = None) -> None:
         "folder": folder,
         "model": f"{folder}/model" if tiny else model,
         "note": "\n# This one is tiny and untrained" if tiny else "",
-        "steps": 200 if tiny else 100,
+        "steps": 30 if tiny else 100,
         "rate": "3.0e-3" if tiny else "1.0e-6",
     }
     save_text(folder / "run.yaml", RUN.format(**values))

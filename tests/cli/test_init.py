@@ -14,26 +14,18 @@ from gac.config import load
 from gac.train_config import TrainConfig
 
 
-def test_the_path_of_a_new_user(tmp_path, monkeypatch, capsys):
+def test_a_new_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["init", "first"]) == cli.OK
     settings = yaml.safe_load((tmp_path / "first" / "run.yaml").read_text())
     assert settings["model"] == {"path": "first/model"}
-    assert (settings["steps"], settings["optim"]) == (200, {"lr": 3e-3})
+    assert (settings["steps"], settings["optim"]) == (30, {"lr": 3e-3})
     assert "# This one is tiny and untrained\n" in (tmp_path / "first" / "run.yaml").read_text()
     tokenizer = AutoTokenizer.from_pretrained("first/model")
     assert len(tokenizer) == 98 and tokenizer.decode(range(3)) == "<pad><eos><unk>"
     ids = tokenizer(" aZ ~1")["input_ids"]
     assert len(ids) == 6 and tokenizer.decode(ids) == " aZ ~1"
     subprocess.run([sys.executable, "first/reward.py"], check=True, timeout=60)
-    short = ["steps=2", "eval.every=0", "checkpoint_every=1"]
-    assert cli.main(["train", "first/run.yaml", "--set", *short]) == cli.OK
-    assert cli.main(["report", "first"]) == cli.OK
-    assert cli.main(["export", "first/run", "first/one", "--step", "1"]) == cli.OK
-    page = (tmp_path / "first" / "run" / "report.html").read_text()
-    entry = json.loads((tmp_path / "first" / "run" / "samples.jsonl").read_text())
-    assert len(entry["prompts"][0]["completions"]) == 8
-    assert "<h2>Samples</h2>" in page and entry["prompts"][0]["prompt"] in page
     capsys.readouterr()
     assert cli.main(["init", "first"]) == cli.USAGE
     assert "is not empty: choose a new folder" in capsys.readouterr().err
@@ -52,9 +44,10 @@ def test_a_real_model(tmp_path):
         [json.loads(line) for line in (tmp_path / "x" / "data" / name).read_text().splitlines()]
         for name in ("eval.jsonl", "train.jsonl")
     )
-    assert (len(evals), len(train)) == (20, 80) and evals[0]["prompt"] != "0+0="
-    sums = {f"{a}+{b}=": f"{a + b}" for a in range(10) for b in range(10)}
-    assert {row["prompt"]: row["answer"] for row in [*evals, *train]} == sums
+    assert (len(evals), len(train)) == (100, 400)
+    assert len({row["prompt"] for row in [*evals, *train]}) == 500
+    for row in [*evals, *train]:
+        assert row["answer"] == "".join(sorted(row["prompt"][5:8]))
     assert all(row["solution"] == row["answer"] for row in train)
 
 

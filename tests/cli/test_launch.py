@@ -17,7 +17,7 @@ from gac import cli
 from gac.config import save
 from tests.tiny import metrics, tiny_config
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = [pytest.mark.dist, pytest.mark.slow(reason="launchers start interpreters")]
 ROOT = Path(__file__).resolve().parents[2]
 ACCELERATE = [
     sys.executable,
