@@ -40,10 +40,10 @@ test-versions: setup  ## test one wheel on old and new versions of Python and to
 exit-check: setup  ## repeat the kill tests ten times, then check the exit codes of 100 jobs (half an hour)
 	for i in 1 2 3 4 5 6 7 8 9 10; do \
 	  $(BIN)/python -m pytest -q tests/parallel/test_ranks.py tests/faults/test_resume.py || exit 1; done
-	$(BIN)/python -m tests.faults.exit_codes --runs 100
+	$(BIN)/python -m tools.exit_codes --runs 100
 
 torture: setup  ## kill runs of all kinds at random times for ten minutes; compare with undisturbed ones
-	$(BIN)/python -m tests.faults.torture
+	$(BIN)/python -m tools.torture
 
 mutants: setup  ## sample small bugs in the code and run the tests on each (hours); writes tests/README.md
 	$(BIN)/python -c "import coverage" 2>/dev/null || $(PIP) coverage==7.17.3
@@ -53,7 +53,7 @@ test-gpu:  ## run the GPU tests with the system's python, not the .venv
 	$(PYTHON) -m pytest -m gpu tests/kernels/test_*_gpu.py tests/kernels/test_batch.py
 
 test-integrations: setup  ## test each adapter against its trainer, in a separate environment
-	$(BIN)/python -m tests.integrations.environments
+	$(BIN)/python -m tools.environments
 
 bench: setup  ## benchmark the CPU kernels against other libraries; writes bench/results/ and docs/benchmarks.md
 	$(BIN)/python -m pytest bench -m "not gpu"

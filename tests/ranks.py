@@ -58,7 +58,7 @@ class Rank:
             return pickle.loads(self._pipe.recv_bytes())
         except EOFError:
             self.process.join(DEADLINE)
-            if self.process.exitcode >= 0:
+            if (self.process.exitcode or 0) >= 0:
                 raise RuntimeError(f"{self.name} exited without a result") from None
             return None
 
@@ -94,8 +94,8 @@ def job(work: Callable[..., Any], *args: Any, ranks: int) -> Iterator[list[Rank]
                 started.append(Rank(f"rank {rank} of {work.__name__}", process, receiver))
             yield started
         finally:
-            for process in started:
-                process.kill()
+            for running in started:
+                running.kill()
             sys.stderr.write(output.read())
 
 

@@ -245,7 +245,7 @@ def test_a_run_out_of_time_reports_what_is_missing(monkeypatch: pytest.MonkeyPat
     assert outcome.hung == ["a::b"] and outcome.incomplete
 
 
-@pytest.mark.full
+@pytest.mark.full(reason="traces the linear loss in another process")
 def test_dry_run_of_a_part(tmp_path: Path) -> None:
     """The last part needs tools that are missing here, and traces the linear loss."""
     result = subprocess.run(

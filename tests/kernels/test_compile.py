@@ -28,75 +28,6 @@ from tests.kernels import test_options as options
 from tests.kernels.cases import BY_NAME, Batch, build, require_backend
 
 
-def all_calls(batch: Batch, mu: float | torch.Tensor):
-    """Call every public function; the first result depends on all differentiable outputs."""
-    hidden, weight, bias = batch.hidden, batch.weight, batch.bias
-    logits = torch.nn.functional.linear(hidden, weight, bias)
-    keywords = batch.keywords | {"mu": mu}
-    args = batch.targets, batch.advantages, batch.is_demo
-    out = fused_linear_gac_loss(hidden * 2, weight, *args, bias=bias, **keywords)
-    plain = fused_gac_loss(logits, *args, moments=False, **keywords)
-    logps, entropy = linear_token_logprobs(hidden, weight, batch.targets, bias=bias)
-    logps2, entropy2 = token_logprobs(logits, batch.targets, temperature=0.7)
-    extra = (logps * entropy).sum() + (logps2 - entropy2).sum()
-    return out.loss * 3 + plain.loss + extra * 0.1, out, plain
-
-
-def check_compiled(backend: str, name: str, mu: float | torch.Tensor, autocast: bool) -> None:
-    batch = build(BY_NAME[name])
-    leaves = batch.hidden, batch.weight, batch.bias
-    torch.compiler.reset()
-    compiled = torch.compile(all_calls, fullgraph=True, backend=backend)
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        total, out, plain = all_calls(batch, mu)
-        total_c, out_c, plain_c = compiled(batch, mu)
-    # compiled code runs the same operators; inductor may only reorder the additions around them
-    torch.testing.assert_close(total_c, total, rtol=1e-6, atol=0)
-    grads, grads_c = torch.autograd.grad(total, leaves), torch.autograd.grad(total_c, leaves)
-    torch.testing.assert_close(grads_c, grads, rtol=1e-5, atol=1e-6)
-    assert torch.equal(out_c.logps, out.logps) and torch.equal(out_c.entropy, out.entropy)
-    assert out_c.moments.signals() == out.moments.signals()
-    assert plain_c.moments is None and not out_c.demo_loss.requires_grad
-    assert torch.equal(plain_c.rollout_loss, plain.rollout_loss)
-
-
-@pytest.mark.parametrize("name", ["entropy", "k3"])
-def test_one_graph_with_the_same_values(name: str) -> None:
-    check_compiled("aot_eager", name, 0.3, autocast=False)
-
-
-def test_mu_as_a_tensor() -> None:
-    check_compiled("aot_eager", "clip", torch.tensor(0.3), autocast=False)
-
-
-def test_autocast_dtype_reaches_the_operator() -> None:
-    check_compiled("aot_eager", "defaults", 0.3, autocast=True)
-
-
-def test_a_new_mu_does_not_recompile() -> None:
-    """The controller changes mu at every step; as a tensor, it is not a constant of the graph."""
-    batch = build(BY_NAME["defaults"])
-    counter = CompileCounterWithBackend("eager")
-    torch.compiler.reset()
-    compiled = torch.compile(all_calls, fullgraph=True, backend=counter)
-    for step in range(3):
-        mu = torch.tensor(0.3 + 0.01 * step)
-        torch.testing.assert_close(compiled(batch, mu)[0], all_calls(batch, mu)[0])
-    assert counter.frame_count == 1
-
-
-def test_no_grad_and_frozen_weight() -> None:
-    batch = build(BY_NAME["defaults"])
-    torch.compiler.reset()
-    compiled = torch.compile(all_calls, fullgraph=True, backend="aot_eager")
-    with torch.no_grad():
-        assert torch.equal(compiled(batch, 0.3)[1].loss, all_calls(batch, 0.3)[1].loss)
-    batch.weight.requires_grad_(False)
-    (grad,) = torch.autograd.grad(compiled(batch, 0.3)[0], batch.hidden)
-    (expected,) = torch.autograd.grad(all_calls(batch, 0.3)[0], batch.hidden)
-    torch.testing.assert_close(grad, expected, rtol=1e-5, atol=1e-6)
-
-
 def test_values_are_checked_at_run_time() -> None:
     batch = build(BY_NAME["defaults"])
     torch.compiler.reset()
@@ -114,7 +45,10 @@ def test_float16_weight_gradient() -> None:
 
     def call(batch: Batch):
         args = batch.targets, batch.advantages, batch.is_demo
-        return fused_linear_gac_loss(batch.hidden, batch.weight, *args, **batch.keywords).loss
+        keywords = {**batch.keywords, "moments": False}
+        out = fused_linear_gac_loss(batch.hidden, batch.weight, *args, **keywords)
+        assert out.moments is None and not out.demo_loss.requires_grad
+        return out.loss
 
     torch.compiler.reset()
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
@@ -150,6 +84,7 @@ def example(rows: int, width: int, dtype: torch.dtype = torch.float32) -> dict[s
         "is_demo": torch.arange(rows) % 2 == 1,
         "old_logps": torch.randn(rows, width) - 4,
         "ref_logps": torch.randn(rows, width) - 4,
+        "mu": torch.tensor(0.3),
     }
 
 
@@ -157,7 +92,7 @@ def every_function(x: dict[str, torch.Tensor], spec: LossSpec, backend: str):
     """Call every public function; all results as one tuple of tensors."""
     targets, weight, bias = x["targets"], x["weight"], x["bias"]
     args = targets, x["advantages"], x["is_demo"]
-    keywords = {"old_logps": x["old_logps"], "ref_logps": x["ref_logps"], "spec": spec, "mu": 0.5}
+    keywords = {name: x[name] for name in ("old_logps", "ref_logps", "mu")} | {"spec": spec}
     scaling = {"logit_scale": 0.5, "softcap": 4.0, "backend": backend}
     outputs = "mean_logits", "is_top1"
     losses = (
@@ -213,39 +148,37 @@ def test_every_function_equals_eager(backend: str, dtype: torch.dtype) -> None:
     check_every_function(compiled, example(2, 3, dtype), SPEC, require_backend(backend, dtype))
 
 
-@pytest.mark.slow
-def test_every_function_with_dynamic_shapes() -> None:
-    """The graph does not depend on the backend."""
+def test_autocast_no_grad_a_frozen_weight_and_another_mu() -> None:
+    """The controller changes mu at every step; as a tensor, it is not a constant of the graph."""
+    backend, x = require_backend("native"), example(2, 3)
+    counter = CompileCounterWithBackend("aot_eager")
+    torch.compiler.reset()
+    compiled = torch.compile(every_function, fullgraph=True, backend=counter)
+    for mu in (0.3, 0.31, 0.4):
+        x["mu"] = torch.tensor(mu)
+        check_every_function(compiled, x, SPEC, backend)
+    assert counter.frame_count == 1
+    with torch.autocast("cpu", torch.bfloat16):
+        check_every_function(compiled, x, SPEC, backend)
+    with torch.no_grad():
+        results = compiled(x, SPEC, backend), every_function(x, SPEC, backend)
+        torch.testing.assert_close(*results)
+    x["weight"].requires_grad_(False)
+    check_every_function(compiled, x, SPEC, backend)
+
+
+@pytest.mark.slow(reason="compiles every function")
+def test_every_function_with_dynamic_shapes_and_numbers() -> None:
+    """The graph depends on neither the backend nor the numbers of the spec."""
     backend = require_backend("native")
     torch.compiler.reset()
     compiled = torch.compile(every_function, fullgraph=True, backend="aot_eager", dynamic=True)
-    for rows, width in (2, 3), (3, 4):
-        check_every_function(compiled, example(rows, width), SPEC, backend)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_dynamic_shapes_and_numbers(backend: str) -> None:
-    """The numbers of the spec are dynamic too, so they must not become text of the graph."""
-    require_backend(backend)
-
-    def loss(x: dict[str, torch.Tensor], spec: LossSpec) -> torch.Tensor:
-        args = x["targets"], x["advantages"], x["is_demo"]
-        return fused_gac_loss(
-            x["logits"], *args, mu=0.5, ref_logps=x["ref_logps"], spec=spec, backend=backend
-        ).loss
-
-    torch.compiler.reset()
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=True)
     for rows, width, coefficient in (2, 3, 0.1), (3, 4, 0.2):
-        x, spec = example(rows, width), replace(SPEC, kl_coef=coefficient)
-        value, expected = compiled(x, spec), loss(x, spec)
-        torch.testing.assert_close(value, expected)
-        (grad,) = torch.autograd.grad(value, x["logits"])
-        (expected_grad,) = torch.autograd.grad(expected, x["logits"])
-        torch.testing.assert_close(grad, expected_grad)
+        spec = replace(SPEC, kl_coef=coefficient)
+        check_every_function(compiled, example(rows, width), spec, backend)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="compiles every function")
 def test_inductor_with_transposed_rows() -> None:
     """Compiles only operators: `loss_from_logprobs` has none, and would take most of the time."""
     backend = require_backend("native")

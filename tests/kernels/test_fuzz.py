@@ -261,7 +261,7 @@ def check_linear(call: Input, width: int, biased: bool) -> None:
         check_in_range(f"gradient of {name}", *grads, size, 4 * torch.finfo(dtype).eps)
 
 
-@pytest.mark.full
+@pytest.mark.full(reason="10,000 inputs")
 @exhaustive
 @given(inputs(), st.sampled_from([torch.nan, torch.inf]), st.integers(1, 10**6), st.booleans())
 def test_ten_thousand_inputs(call: Input, value: float, where: int, biased: bool) -> None:

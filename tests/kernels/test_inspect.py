@@ -87,7 +87,7 @@ def reports() -> list[dict[str, Any]]:
     return json.loads(result.stdout)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="compiles every Triton kernel")
 def test_no_shipped_kernel_spills(reports: list[dict[str, Any]]) -> None:
     assert {r["arch"] for r in reports} == {"sm_80", "sm_90", "sm_100", "gfx942"}
     kernels = {
@@ -104,7 +104,7 @@ def test_no_shipped_kernel_spills(reports: list[dict[str, Any]]) -> None:
         assert 0 < report["registers"] <= registers and report["instructions"] > 100, report
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="compiles every Triton kernel")
 def test_aligned_rows_move_in_16_byte_accesses(reports: list[dict[str, Any]]) -> None:
     for report in (r for r in reports if r["kernel"] in ROW_KERNELS):
         # scale_kernel treats a contiguous tensor as flat, so row alignment does not matter
@@ -112,7 +112,7 @@ def test_aligned_rows_move_in_16_byte_accesses(reports: list[dict[str, Any]]) ->
         assert (report["wide_accesses"] > 0) == aligned, report
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="compiles every Triton kernel")
 def test_two_programs_share_a_multiprocessor(reports: list[dict[str, Any]]) -> None:
     """Twice a program's shared memory fits on sm_80 (163 KiB); with the signs of a sketch, on sm_90
     and later (227 KiB).
@@ -122,7 +122,7 @@ def test_two_programs_share_a_multiprocessor(reports: list[dict[str, Any]]) -> N
         assert 2 * (report["shared"] + 1024) <= size * 1024, report
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="compiles every Triton kernel")
 def test_instructions_per_logit_are_counted(reports: list[dict[str, Any]]) -> None:
     """The lower bounds are the arithmetic per logit: 6 instructions for its sums, 4 for its
     gradient. A softcap takes as many again.

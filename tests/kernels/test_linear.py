@@ -21,7 +21,6 @@ from tests.kernels.cases import (
     BY_NAME,
     Case,
     build,
-    check,
     check_grads,
     check_outputs,
     each_case,
@@ -100,37 +99,6 @@ def test_float32(case: Case, backend: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 def test_half(dtype: torch.dtype, backend: str) -> None:
     compare(BY_NAME["k2"], dtype, backend)
-
-
-def test_float64_equals_the_reference() -> None:
-    batch = build(BY_NAME["k3"], torch.float64)
-    truth, d_truth = run(reference.fused_linear_gac_loss, batch)
-    out, d_ours = run(fused_linear_gac_loss, batch)
-    assert out.loss.dtype == torch.float64
-    torch.testing.assert_close(out.loss, truth.loss, rtol=1e-12, atol=0)
-    torch.testing.assert_close(d_ours, d_truth, rtol=1e-10, atol=1e-12)
-
-
-@each_backend
-@pytest.mark.parametrize("name", ["entropy", "packed"])
-def test_token_logprobs(name: str, backend: str) -> None:
-    require_backend(backend)
-    batch = build(BY_NAME[name])
-    upstream = torch.randn(2, *batch.targets.shape)
-    upstream[:, 1] = 0
-
-    def run(call, x, **keywords):
-        outputs = call(x.hidden, x.weight, x.targets, bias=x.bias, temperature=0.7, **keywords)
-        leaves = x.hidden, x.weight, x.bias
-        grad_outputs = list(upstream.to(outputs[0].dtype))
-        return outputs, torch.autograd.grad(outputs, leaves, grad_outputs)
-
-    truth, d_truth = run(reference.linear_token_logprobs, batch.to(torch.float64))
-    same_dtype, d_same_dtype = run(reference.linear_token_logprobs, batch)
-    ours, d_ours = run(linear_token_logprobs, batch, backend=backend, chunk_bytes=1500)
-    for label, *values in zip(("logps", "entropy"), ours, same_dtype, truth, strict=True):
-        check(label, *values)
-    check_grads(LEAVES, d_ours, d_same_dtype, d_truth)
 
 
 def work_of(advantages, lengths=(8, 8, 8, 8), needs=(True, True), demos=(0, 0, 0, 0), **keywords):
@@ -240,15 +208,6 @@ def test_memory_does_not_grow_with_tokens(call: str) -> None:
             out.sum().backward()
         largest.append(work.largest)
     assert largest == [64 * 503, 64 * 503]
-
-
-@pytest.mark.parametrize("name", ["defaults", "entropy"])
-def test_chunk_size_changes_only_rounding(name: str) -> None:
-    batch = build(BY_NAME[name])
-    single, d_single = run(fused_linear_gac_loss, batch)
-    chunked, d_chunked = run(fused_linear_gac_loss, batch, chunk_bytes=1)
-    torch.testing.assert_close(chunked.loss, single.loss, rtol=2e-6, atol=0)
-    torch.testing.assert_close(d_chunked, d_single, rtol=1e-4, atol=2e-6)
 
 
 @each_backend
@@ -405,20 +364,3 @@ def test_pytree_finds_the_tensors_in_the_output() -> None:
         batch.hidden, batch.weight, batch.targets, batch.advantages, batch.is_demo, mu=0.5
     )
     assert any(leaf is out.loss for leaf in torch.utils._pytree.tree_leaves(out))
-
-
-@each_backend
-def test_gradient_of_the_entropies_only(backend: str) -> None:
-    """The rows have a gradient although that of the log-probabilities is 0."""
-    require_backend(backend)
-    batch, leaves = build(BY_NAME["defaults"]), []
-    for function, keywords in (
-        (linear_token_logprobs, {"backend": backend}),
-        (reference.linear_token_logprobs, {}),
-    ):
-        leaf = batch.hidden.detach().clone().requires_grad_()
-        _, entropy = function(leaf, batch.weight, batch.targets, bias=batch.bias, **keywords)
-        entropy.sum().backward()
-        leaves.append(leaf.grad)
-    assert leaves[1].abs().max() > 0.1
-    torch.testing.assert_close(*leaves, rtol=1e-4, atol=1e-5)

@@ -62,21 +62,6 @@ def test_half(name: str, dtype: torch.dtype, backend: str) -> None:
 
 
 @each_backend
-@each_dtype
-def test_upstream_factor(dtype: torch.dtype, backend: str) -> None:
-    """The gradient is scaled by any upstream gradient, up to rounding."""
-    batch = build(BY_NAME["clip"], dtype)
-    args = batch.targets, batch.advantages, batch.is_demo
-
-    def grad(factor: float) -> torch.Tensor:
-        logits = batch.logits()
-        out = fused_gac_loss(logits, *args, **batch.keywords, backend=backend)
-        return torch.autograd.grad(out.loss * factor, logits)[0]
-
-    torch.testing.assert_close(grad(3.0), grad(1.0) * 3, rtol=4 * torch.finfo(dtype).eps, atol=0)
-
-
-@each_backend
 @pytest.mark.parametrize("name", ["entropy", "packed"])
 def test_overwrite_reuses_the_logits_storage(name: str, backend: str) -> None:
     compare(BY_NAME[name], torch.float32, backend, overwrite=True)
@@ -160,13 +145,11 @@ def test_token_logprobs(name: str, dtype: torch.dtype, backend: str) -> None:
 )
 def test_bad_logits_give_a_nan_loss(bad: float, softcap: float | None, place, backend: str) -> None:
     """As does a row of -inf only."""
-    batch = build(BY_NAME["defaults"])
-    logits = batch.logits().detach()
+    logits, targets = torch.randn(1, 2, 101), torch.tensor([[1, 3]])
     logits[0, 1, place] = -torch.inf if isinstance(place, slice) else bad
-    for factor in (1.0, 0.0):  # with advantage 0, the row has no gradient but is still read
-        batch.advantages[0] *= factor
-        fields = batch.targets, batch.advantages, batch.is_demo
-        out = fused_gac_loss(logits, *fields, backend=backend, softcap=softcap, mu=0.5)
+    for advantage in (1.0, 0.0):  # with advantage 0, the row has no gradient but is still read
+        advantages = torch.full((1, 2), advantage)
+        out = fused_gac_loss(logits, targets, advantages, softcap=softcap, backend=backend)
         assert out.loss.isnan() and out.logps[0, 1].isnan() and out.logps[0, 0].isfinite()
 
 
@@ -427,31 +410,6 @@ def test_overwritten_logits_cannot_be_used_by_another_backward(backend: str) -> 
     fused_gac_loss(logits, *args, **batch.keywords, backend=backend, overwrite=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         squares.sum().backward()
-
-
-@pytest.mark.parametrize("backend", ["native", "triton"], indirect=True)
-def test_a_second_backward_is_rejected(backend: str) -> None:
-    """The first backward scales the saved gradient in place; a second one would scale it twice."""
-    batch = build(BY_NAME["defaults"])
-    args = batch.targets, batch.advantages, batch.is_demo
-    loss = 3 * fused_gac_loss(batch.logits(), *args, **batch.keywords, backend=backend).loss
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="a second backward .* is not possible"):
-        loss.backward()
-
-
-@each_backend
-def test_large_advantages_do_not_overflow_float16(backend: str) -> None:
-    batch = build(BY_NAME["defaults"], torch.float16)
-    grads = []
-    for dtype, name in ((torch.float16, backend), (torch.float64, "reference")):
-        logits = batch.logits().detach().to(dtype).requires_grad_()
-        args = batch.targets, 1e5 * batch.advantages, batch.is_demo
-        loss = fused_gac_loss(logits, *args, **batch.keywords, backend=name).loss
-        (1e-4 * loss).backward()  # its own gradient fits into float16
-        grads.append(logits.grad.double())
-    assert grads[1].abs().max() > 0.1
-    torch.testing.assert_close(*grads, rtol=2e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("backend", ["native", "reference", "triton"])

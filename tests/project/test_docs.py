@@ -146,7 +146,7 @@ def test_docstrings_have_one_style(location):
             assert set(named) <= set(inspect.signature(function).parameters), text
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="runs the code of the pages")
 def test_the_quickstart_notebook_runs():
     """Its cells match tools.quickstart, which generates it, and run in one session."""
     pyplot = pytest.importorskip("matplotlib.pyplot")

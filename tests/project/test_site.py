@@ -51,7 +51,7 @@ class Page(HTMLParser):
         self.targets |= {values[k] for k in ("href", "src") if values.get(k)}
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="builds the site")
 def test_link_targets_and_anchors_exist(site):
     pages = {path: Page(path) for path in site.rglob("*.html")}
     assert len(pages) > 20
@@ -70,7 +70,7 @@ def test_link_targets_and_anchors_exist(site):
     assert not broken
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="builds the site")
 @pytest.mark.skipif(BROWSER is None, reason="chromium is not installed")
 def test_every_page_fits_a_phone_and_logs_no_error(site, tmp_path):
     """Starts the browser once, with all pages as iframes of a single page."""

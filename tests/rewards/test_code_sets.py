@@ -39,8 +39,8 @@ def test_references_pass(data_dir, name):
     assert grade(name, pairs) == [1.0] * 20
 
 
-@pytest.mark.slow
-@pytest.mark.full
+@pytest.mark.slow(reason="grades a data set")
+@pytest.mark.full(reason="grades a whole data set")
 @pytest.mark.parametrize("name", SETS)
 def test_all_references_pass(data_dir, name):
     pairs = references(data_dir, name)
@@ -115,8 +115,8 @@ def test_mutants_fail_as_under_plain_exec(data_dir, name, kind):
     assert ours.count(0.0) >= 8  # the other programs contain no such operator
 
 
-@pytest.mark.slow
-@pytest.mark.full
+@pytest.mark.slow(reason="grades a data set")
+@pytest.mark.full(reason="grades a whole data set")
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("kind", [Wrong, Swapped], ids=lambda kind: kind.__name__)
 def test_all_mutants_fail_as_under_plain_exec(data_dir, name, kind):

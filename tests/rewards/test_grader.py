@@ -16,7 +16,7 @@ import pytest
 from gac.data import Example, read_rows
 from gac.rewards import build_reward
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(reason="starts graders")
 
 
 def load(path):

@@ -72,7 +72,7 @@ def kill_after_four_steps(line: str, out: Path) -> Path:
     return metrics
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="trains")
 def test_the_page_runs_as_written_and_a_killed_study_resumes(folder):
     outputs = {}
     for line in "".join(text for kind, text in FENCE.findall(SECTION) if kind == "sh").splitlines():

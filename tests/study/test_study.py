@@ -19,7 +19,7 @@ from tools import methods_study as study
 from tools.methods_table import page
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="trains several methods")
 def test_study_runs_once_and_summarizes_its_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(run, "BASE_ACCURACY", (0.0, 1.0))
     monkeypatch.setattr(study, "GRID", (0.3,))
@@ -109,7 +109,7 @@ def test_differences_are_paired_by_seed():
     }
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="trains several methods")
 def test_gac_study_reports_failures_and_resumes(tmp_path, capsys):
     config = tiny_config(
         write_tiny(tmp_path), tmp_path / "out", steps=2, reward="study_reward.py:digit_reward"

@@ -1,6 +1,6 @@
 """Run a tiny two-process job many times and count its exit codes.
 
-`python -m tests.faults.exit_codes --runs 100`: torchrun, FSDP2 on CPUs, two steps. A finished job
+`python -m tools.exit_codes --runs 100`: torchrun, FSDP2 on CPUs, two steps. A finished job
 must exit with code 0 every time, because torchrun restarts the whole job if one rank dies during
 shutdown.
 """
@@ -19,13 +19,14 @@ from pathlib import Path
 from gac.config import save
 from tests.tiny import tiny_config, write_tiny
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 OPTIONS = "--nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint localhost:0"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", *OPTIONS.split()]
 DEADLINE = 300  # timeout of one job, in seconds
 
 
 def main() -> int:
+    """Run the jobs; return 1 if one has another exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--mode", default="fsdp", help="parallel.mode")

@@ -1,6 +1,6 @@
 """Runs each adapter's tests against the real package, in a separate environment.
 
-    python -m tests.integrations.environments [NAME ...]
+    python -m tools.environments [NAME ...]
 
 Each file in requirements/integrations defines one environment; its name starts with the package
 name. Each line of trl.txt defines one too: the project's own packages with another TRL, such as
@@ -22,7 +22,7 @@ import venv
 from pathlib import Path
 from xml.etree import ElementTree
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 ENVIRONMENTS = ROOT / ".venv/integrations"
 PAGE = ROOT / "docs/integrations/trl.md"
 FILES = {path.stem: path for path in sorted((ROOT / "requirements/integrations").glob("*.txt"))}
@@ -50,9 +50,9 @@ def build(name: str) -> tuple[Path, Path | None]:
     if stamp.is_file() and stamp.read_text() == digest:
         return python, packages
     print(f"building {folder}", flush=True)
-    pip = [python, "-m", "pip", "install", "-q", "--no-deps"]
+    pip = [str(python), "-m", "pip", "install", "-q", "--no-deps"]
     if packages is not None:
-        subprocess.run([*pip, "--upgrade", "--target", folder, *pins], check=True)
+        subprocess.run([*pip, "--upgrade", "--target", str(folder), *pins], check=True)
     else:
         venv.create(folder, clear=True, with_pip=True)
         torch = next(line for line in pins if line.startswith("torch=="))
@@ -83,8 +83,8 @@ def run(name: str) -> dict[str, int]:
     tests = sorted((ROOT / "tests/integrations").glob(f"test_{package}*.py"))
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [python, "-m", "pytest", "-q", "-W", "ignore", f"--junitxml={report}", *tests]
-        code = subprocess.run(command, cwd=ROOT, env=env, check=False).returncode
+        command = [str(python), "-m", "pytest", "-q", "-W", "ignore", f"--junitxml={report}"]
+        code = subprocess.run([*command, *tests], cwd=ROOT, env=env, check=False).returncode
         if not report.is_file():
             return {"passed": 0, "skipped": 0, "failed": 1}
         suite = ElementTree.parse(report).getroot()[0]
@@ -96,6 +96,7 @@ def run(name: str) -> dict[str, int]:
 
 
 def has_fused_head(name: str) -> bool:
+    """Whether TRL in this environment has a head that we can replace."""
     env = {**os.environ, "PYTHONPATH": f"{ENVIRONMENTS / name}{os.pathsep}{ROOT}"}
     command = [sys.executable, "-W", "ignore", "-c", HOOK]
     output = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
@@ -120,6 +121,7 @@ def write_table(results: dict[str, dict[str, int]]) -> None:
 
 
 def main(names: list[str]) -> int:
+    """Test the environments of these names, or all."""
     known = [*TRL, *FILES]
     unknown = sorted(set(names) - set(known))
     if unknown:
