@@ -10,7 +10,7 @@ import contextlib
 import errno
 import math
 import tempfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -94,12 +94,6 @@ def require_counts(options: object, *names: str) -> None:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name}={value!r}: use a number >= 1")
-
-
-def require_one_of(valid: Collection[str], owner: object, name: str) -> None:
-    """`require` that the named attribute of `owner` is one of `valid`."""
-    value = getattr(owner, name)
-    require(value in valid, name, value, f"one of {', '.join(valid)}")
 
 
 def is_real(value: object) -> bool:

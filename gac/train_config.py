@@ -13,12 +13,14 @@ from gac.config import (
     NonNegative,
     PositiveShare,
     Share,
+    Valid,
     check_effects,
+    one_of,
     require_default,
     setting,
 )
 from gac.data import DataConfig
-from gac.errors import require, require_one_of
+from gac.errors import require
 from gac.evaluation.config import EvalSettings
 from gac.methods import DEFAULT, METHODS, Method, all_methods
 from gac.methods.base import Loss, StepNeeds
@@ -28,7 +30,8 @@ from gac.parallel.config import ParallelConfig
 from gac.rollouts.config import RolloutConfig
 from gac_kernels import GradientFilter, LossSpec
 
-SCHEDULES = ("cosine", "linear", "constant")
+SEED = Valid("a whole number from 0 to 2**31 - 1", lambda x: 0 <= x < 2**31)
+BETAS = Valid("two numbers in [0, 1)", lambda betas: all(0 <= beta < 1 for beta in betas))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,13 +40,13 @@ class OptimConfig(Checked):
 
     lr: PositiveShare = setting(1e-6, may_change=True)
     """Peak learning rate."""
-    schedule: str = "cosine"
+    schedule: Annotated[str, one_of("cosine", "linear", "constant")] = "cosine"
     """After the warm-up: cosine, linear or constant."""
     warmup_steps: Natural = 10
     """Number of optimizer steps of linear warm-up from 0."""
     min_lr_ratio: Share = 0.1
     """Final learning rate as a fraction of the peak."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: Annotated[tuple[float, float], BETAS] = (0.9, 0.999)
     """AdamW's beta coefficients."""
     eps: NonNegative = 1e-8
     """AdamW's epsilon."""
@@ -52,28 +55,18 @@ class OptimConfig(Checked):
     max_grad_norm: NonNegative = 1.0
     """Maximum gradient norm; 0 disables clipping."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_one_of(SCHEDULES, self, "schedule")
-        valid = all(0 <= beta < 1 for beta in self.betas)
-        require(valid, "betas", self.betas, "two numbers in [0, 1)")
-
 
 @dataclasses.dataclass(frozen=True)
 class GuardConfig(Checked):
     """When to skip an optimizer step, and when to abort the run."""
 
-    skip_above_norm: float = 1e5
+    skip_above_norm: Annotated[float, Valid("a number > 0", lambda x: x > 0)] = 1e5
     """Skip a step whose gradient norm is above this or not finite."""
     patience: Count = 5
     """Number of consecutive skipped steps after which the run saves a checkpoint and aborts."""
     max_saved_steps: Natural = 3
     """Maximum number of skipped steps saved under out/replay for `gac replay`, with their weights.
     """
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.skip_above_norm > 0, "skip_above_norm", self.skip_above_norm, "a number > 0")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +82,7 @@ class LossConfig(LossSpec):
 class TrainConfig(Checked):
     """One training run. Everything is written to `out`, the only folder that resuming needs."""
 
-    out: str = setting("runs/gac", may_change=True)
+    out: Annotated[str, Valid("the name of a folder", bool)] = setting("runs/gac", may_change=True)
     """The run directory."""
     run_name: str | None = setting(None, may_change=True)
     """Name of the run in the report; null: the run folder's name."""
@@ -157,7 +150,7 @@ class TrainConfig(Checked):
     """Project of the run in the trackers of `report_to`."""
     export: bool = setting(True, may_change=True)
     """Save the final model to out/model in transformers format."""
-    seed: int = 0
+    seed: Annotated[int, SEED] = 0
     """Random seed of the run."""
 
     def __post_init__(self) -> None:
@@ -166,8 +159,6 @@ class TrainConfig(Checked):
         if self.micro_batch_size is not None:
             for name in ("max_tokens_per_micro_batch", "packing"):
                 require_default(self, name, name, "with micro_batch_size")
-        require(bool(self.out), "out", self.out, "the name of a folder")
-        require(0 <= self.seed < 2**31, "seed", self.seed, "a whole number from 0 to 2**31 - 1")
         low = self.loss.clip_low
         require(low is None or low <= 1, "loss.clip_low", low, "a number in [0, 1], or null")
         if self.eval.every and not (self.eval.data.prompts or self.eval.tasks):

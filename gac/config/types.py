@@ -30,45 +30,54 @@ class Choice:
     """Returns the heading under which the help lists a class."""
 
 
-class Range(NamedTuple):
-    """The valid values of a number, as part of a field's annotation; see `Checked`."""
+class Valid(NamedTuple):
+    """The valid values of a field, as part of its annotation; see `Checked`."""
 
     use: str
     """How an error describes them."""
-    valid: Callable[[float], bool] = lambda x: True
+    accepts: Callable[[Any], bool]
 
 
-Number = Annotated[float, Range("a finite number")]
-NonNegative = Annotated[float, Range("a number >= 0", lambda x: x >= 0)]
-Positive = Annotated[float, Range("a number > 0", lambda x: x > 0)]
-Share = Annotated[float, Range("a number in [0, 1]", lambda x: 0 <= x <= 1)]
-PositiveShare = Annotated[float, Range("a number in (0, 1]", lambda x: 0 < x <= 1)]
-Decay = Annotated[float, Range("a number in [0, 1)", lambda x: 0 <= x < 1)]
-Natural = Annotated[int, Range("an integer >= 0", is_count)]
-Count = Annotated[int, Range("an integer >= 1", functools.partial(is_count, minimum=1))]
+def number(use: str, accepts: Callable[[float], bool] = lambda x: True) -> Valid:
+    """Finite numbers that `accepts` accepts."""
+    return Valid(use, lambda x: is_real(x) and accepts(x))
+
+
+def one_of(*values: Any) -> Valid:
+    """One of some values."""
+    return Valid(f"one of {', '.join(map(str, values))}", lambda x: x in values)
+
+
+Number = Annotated[float, number("a finite number")]
+NonNegative = Annotated[float, number("a number >= 0", lambda x: x >= 0)]
+Positive = Annotated[float, number("a number > 0", lambda x: x > 0)]
+Share = Annotated[float, number("a number in [0, 1]", lambda x: 0 <= x <= 1)]
+PositiveShare = Annotated[float, number("a number in (0, 1]", lambda x: 0 < x <= 1)]
+Decay = Annotated[float, number("a number in [0, 1)", lambda x: 0 <= x < 1)]
+Natural = Annotated[int, Valid("an integer >= 0", is_count)]
+Count = Annotated[int, Valid("an integer >= 1", functools.partial(is_count, minimum=1))]
 
 
 class Checked:
-    """Base class of dataclasses whose numbers must be finite and in the `Range` of their field."""
+    """Base class of dataclasses whose values must be valid by the annotations of their fields."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a number outside of its range; None is left to the type."""
+        """Raise ValueError for a value that is not valid; None is left to the type."""
         cls: Any = type(self)  # mypy does not see that a class can be hashed
-        for name, interval in _ranges(cls):
+        for name, valid in _conditions(cls):
             value = getattr(self, name)
-            ok = value is None or (is_real(value) and interval.valid(value))
-            require(ok, name, value, interval.use)
+            require(value is None or valid.accepts(value), name, value, valid.use)
 
 
 @functools.cache
-def _ranges(cls: Any) -> list[tuple[str, Range]]:
-    """Each range in the annotations of `cls`, with the name of its field."""
+def _conditions(cls: Any) -> list[tuple[str, Valid]]:
+    """Each condition in the annotations of `cls`, with the name of its field."""
     return [
         (name, extra)
         for name, hint in get_type_hints(cls, include_extras=True).items()
         for part in (hint, *get_args(hint))
         for extra in getattr(part, "__metadata__", ())
-        if isinstance(extra, Range)
+        if isinstance(extra, Valid)
     ]
 
 

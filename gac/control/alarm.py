@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, NamedTuple
 
-from gac.config import Checked, Decay, Natural, NonNegative, Number, Positive, Range
+from gac.config import Checked, Decay, Natural, NonNegative, Number, Positive, Valid, number
 from gac.errors import finite, is_count, require
 
 MAX_SOURCES = 4  # number of other sources whose level is remembered
@@ -111,13 +111,13 @@ class Alarm(Checked):
     """
     decay: Decay = 0.9
     """Per-step EMA decay of the level and the typical error, in [0, 1)."""
-    warmup: Annotated[int, Range("an integer >= 2", partial(is_count, minimum=2))] = 10
+    warmup: Annotated[int, Valid("an integer >= 2", partial(is_count, minimum=2))] = 10
     """Number of initial losses that only update the averages, >= 2."""
     min_scale: Positive = 0.05
     """Smallest typical error, relative to the level, > 0. Without it, any drift would count as a
     rise with large batches, whose noise is low.
     """
-    trim: Annotated[float, Range("a number in [0, 0.5)", lambda x: 0 <= x < 0.5)] = 0.2
+    trim: Annotated[float, number("a number in [0, 0.5)", lambda x: 0 <= x < 0.5)] = 0.2
     """Fraction of the demonstrations of a batch that is winsorized at each end before their losses
     are averaged, in [0, 0.5).
     """

@@ -9,10 +9,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Annotated, Any
 
-from gac.config import Checked, Count, Decay, Natural, NonNegative, Number, Positive, Share
-from gac.errors import finite, is_count, numbers, require, require_one_of
+from gac.config import (
+    Checked,
+    Count,
+    Decay,
+    Natural,
+    NonNegative,
+    Number,
+    Positive,
+    Share,
+    Valid,
+    one_of,
+)
+from gac.errors import finite, is_count, numbers, require
 from gac_kernels.contract import Signals
 
 from .alarm import Alarm, AlarmState
@@ -91,8 +102,7 @@ class ControllerState:
         return cls(**values)
 
 
-EMAS = ("state", "literal", "none")
-ESTIMATORS = ("independent", "correlated", "biased", "biased_paper")
+ESTIMATOR = one_of("independent", "correlated", "biased", "biased_paper")
 
 
 @dataclass(frozen=True)
@@ -106,7 +116,7 @@ class ControllerConfig(Checked):
         The paper's Algorithm 1 and equations 3 to 13; see docs/controller.md.
     """
 
-    ema: str = "state"
+    ema: Annotated[str, one_of("state", "literal", "none")] = "state"
     """How mu* is averaged. "state": m_t = beta m_{t-1} + (1 - beta) mu*, then blended with the
     prior. "literal": beta mu_{t-1} + (1 - beta) mu*, as Algorithm 1 is printed. "none": no
     averaging."""
@@ -147,11 +157,11 @@ class ControllerConfig(Checked):
     """h >= 0: alpha is not updated while KL / KL_tgt is in [1 - h, 1 + h]."""
     kl_decay: Decay = 0.9
     """EMA decay of the KL, in [0, 1); the average starts at the first value."""
-    kl_sign: int = 1
+    kl_sign: Annotated[int, Valid("1 or -1", (1, -1).__contains__)] = 1
     """+1: a high KL raises the SFT share, as printed; -1: a high KL lowers it."""
-    alpha_every: str = "refresh"
+    alpha_every: Annotated[str, one_of("refresh", "step")] = "refresh"
     """When alpha is updated: on "refresh" steps, or on every "step"."""
-    estimator: str = "independent"
+    estimator: Annotated[str, ESTIMATOR] = "independent"
     """Formula for mu*: equation 3 ("independent"), equation 4 ("correlated"), the exact optimum for
     biased gradients ("biased"), or equation 5 with b_r as g-bar ("biased_paper").
     """
@@ -171,16 +181,12 @@ class ControllerConfig(Checked):
             init = getattr(self, f"{part}_init")
             require(low <= high, f"{part}_min", low, f"a number <= {part}_max={high!r}")
             require(low <= init <= high, f"{part}_init", init, f"a number in [{low}, {high}]")
-        require(self.kl_sign in (1, -1), "kl_sign", self.kl_sign, "1 or -1")
         require(callable(self.prior), "prior", self.prior, "a callable step -> mu")
         # the printed EMA averages the applied mu, so a closed gate could never reopen
         literal_ema_with_gate = self.gate is not None and self.ema == "literal"
         require(not literal_ema_with_gate, "ema", self.ema, "state or none with a gate")
         alarm_without_gate = self.alarm is not None and self.gate is None
         require(not alarm_without_gate, "alarm", self.alarm, "null, or set a gate as well")
-        require_one_of(EMAS, self, "ema")
-        require_one_of(("refresh", "step"), self, "alpha_every")
-        require_one_of(ESTIMATORS, self, "estimator")
 
     @classmethod
     def paper(cls, **changes: Any) -> ControllerConfig:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
-from gac.config import Checked, Decay, NonNegative, Share
-from gac.errors import numbers, require_one_of
+from gac.config import Checked, Decay, NonNegative, Share, one_of
+from gac.errors import numbers
 
 from .signals import Alignment
 
@@ -69,7 +69,7 @@ class Gate(Checked):
     change nothing. Before the first measurement, the measure counts as 0.
     """
 
-    form: str = "mean_cosine"
+    form: Annotated[str, one_of(*FORMS)] = "mean_cosine"
     """The measure: "cosine", the cosine of the two gradients, from averaged noise-corrected
     products; "mean_cosine", the average cosine of the measured gradients; or "z", the inner product
     in standard errors.
@@ -82,10 +82,6 @@ class Gate(Checked):
     """EMA decay of the measurements per refresh, in [0, 1); the EMA starts at the first value."""
     hysteresis: Share = 0.0
     """Changes of the trust smaller than this are ignored, except changes to 0 or 1; in [0, 1]."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_one_of(FORMS, self, "form")
 
     @property
     def coefficients(self) -> tuple[float, float]:

@@ -7,10 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
 
-from gac.config import Checked, Choice, Natural, Share
-from gac.errors import require_one_of
+from gac.config import Checked, Choice, Natural, Share, one_of
 
-SHAPES = ("linear", "cosine")
+Shape = Annotated[str, one_of("linear", "cosine")]
 
 
 def ramp(fraction: float, start: float, end: float, shape: str = "cosine") -> float:
@@ -72,15 +71,10 @@ class MixSchedule(Checked):
     """Steps from `peak` to `valley`."""
     start: Share = 0.0
     """Value at step 0 if there is a warm-up."""
-    warmup_shape: str = "linear"
+    warmup_shape: Shape = "linear"
     """"linear" or "cosine"."""
-    decay_shape: str = "cosine"
+    decay_shape: Shape = "cosine"
     """"linear" or "cosine"."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_one_of(SHAPES, self, "warmup_shape")
-        require_one_of(SHAPES, self, "decay_shape")
 
     def __call__(self, step: int) -> float:
         if step < self.warmup:

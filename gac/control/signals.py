@@ -12,7 +12,7 @@ from typing import Annotated, Any, NamedTuple, Protocol
 
 import torch
 
-from gac.config import Choice
+from gac.config import Checked, Choice, Valid
 from gac.errors import is_count, require
 from gac_kernels.contract import Signals, TokenMoments
 
@@ -214,19 +214,19 @@ class GradientSignals:
         return reading._replace(signals=signals, corrections=corrections), state
 
 
+SIZE = Valid("a power of two from 4 to 64", (4, 8, 16, 32, 64).__contains__)
+
+
 @dataclass(frozen=True)
-class SketchSignals:
+class SketchSignals(Checked):
     """The quantities in equation 3 for the LM head weight, from a gradient sketch of every unit.
 
     A unit is a demonstration, or all rollouts of a prompt, because advantages within a group
     depend on each other. No extra gradient buffer is needed.
     """
 
-    size: int = 16
+    size: Annotated[int, SIZE] = 16
     """Rows of both projections of `gac_kernels.HeadSketch`, which are redrawn at each refresh."""
-
-    def __post_init__(self) -> None:
-        require(self.size in (4, 8, 16, 32, 64), "size", self.size, "a power of two from 4 to 64")
 
     @property
     def needs(self) -> SourceNeeds:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 
-from gac.config import Count, Natural, Number
-from gac.errors import require
+from gac.config import Count, Natural, Number, Valid
 
 from .base import Mix, Observation, State, StepNeeds, TokenWeighted, Weights
 from .solvers import Gram, GramSolver, cross_gram
@@ -27,7 +27,7 @@ def check_limits(mu_min: float, mu_init: float, mu_max: float) -> None:
 class Rule(TokenWeighted, family="rule", source="the paper, appendix I (rule-based controllers)"):
     """A method whose mu is a function of one quantity measured during training."""
 
-    sign: int = 1
+    sign: Annotated[int, Valid("1 or -1", (1, -1).__contains__)] = 1
     """1: the printed rule; -1: the opposite direction."""
     calibration: Count = 50
     """Steps at `mu_init` used to calibrate the rule's constant."""
@@ -40,7 +40,6 @@ class Rule(TokenWeighted, family="rule", source="the paper, appendix I (rule-bas
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.sign in (1, -1), "sign", self.sign, "1 or -1")
         check_limits(self.mu_min, self.mu_init, self.mu_max)
 
     def measured(self, last: Observation) -> float | None:

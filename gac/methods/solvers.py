@@ -10,12 +10,12 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 
-from gac.config import NonNegative, Positive, PositiveShare, Range
-from gac.errors import is_count, is_real, require, require_one_of
+from gac.config import NonNegative, Positive, PositiveShare, Valid, number, one_of
+from gac.errors import is_count, is_real, require
 
 from .base import Mix, Observation, State, StepNeeds, TokenWeighted, Weights
 
@@ -81,10 +81,12 @@ def cross_gram(gram: torch.Tensor, sft_count: int) -> Cross:
     return (a, b), (c, d)
 
 
-def check_preference(preference: tuple[float, float]) -> None:
-    """Raise ValueError unless the shares of SFT and RL are valid."""
-    ok = len(preference) == 2 and all(is_real(part) and part >= 0 for part in preference)
-    require(ok, "preference", preference, "two finite numbers >= 0")
+Preference = Annotated[
+    tuple[float, float],
+    Valid(
+        "two finite numbers >= 0", lambda x: len(x) == 2 and all(is_real(y) and y >= 0 for y in x)
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,7 @@ class MGDA(GramSolver, name="mgda", source="arXiv 1810.04650"):
 class PCGrad(GramSolver, name="pcgrad", source="arXiv 2001.06782"):
     """Sum of the gradients; if they conflict, each first loses its component along the other."""
 
-    threshold: Annotated[float, Range("a cosine in [-1, 1]", lambda x: -1 <= x <= 1)] = 0.0
+    threshold: Annotated[float, number("a cosine in [-1, 1]", lambda x: -1 <= x <= 1)] = 0.0
     """The cosine below which gradients conflict, in [-1, 1]; the paper tries -0.2, 0 and 0.2."""
 
     def closed_form(self, gram: Gram) -> Weights:
@@ -171,12 +173,8 @@ class CAGrad(GramSolver, name="cagrad", source="arXiv 2110.14048"):
 
     radius: NonNegative = 0.5
     """Radius of the ball in units of the mean gradient's norm, >= 0: the publication's c."""
-    rescale: int = 0
+    rescale: Annotated[int, one_of(0, 1, 2)] = 0
     """0: none; 1: divide by 1 + radius^2; 2: by 1 + radius."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.rescale in (0, 1, 2), "rescale", self.rescale, "0, 1 or 2")
 
     def closed_form(self, gram: Gram) -> Weights:
         a, b, c = gram.unit()
@@ -240,14 +238,10 @@ class AlignedMTL(GramSolver, name="aligned-mtl", source="arXiv 2305.19000"):
     may be negative, so an update may raise one of the two losses.
     """
 
-    mode: Literal["min", "rmse"] = "min"
+    mode: Annotated[str, one_of("min", "rmse")] = "min"
     """Common scale of the components: the smallest eigenvalue of G (min) or their mean (rmse)."""
-    preference: tuple[float, float] = (0.5, 0.5)
+    preference: Preference = (0.5, 0.5)
     """Shares of SFT and RL, >= 0."""
-
-    def __post_init__(self) -> None:
-        require_one_of(("min", "rmse"), self, "mode")
-        check_preference(self.preference)
 
     def closed_form(self, gram: Gram) -> Weights:
         p, q = self.preference
@@ -279,7 +273,7 @@ class SDMGrad(
 
     regularization: NonNegative = 0.3
     """Pull towards the preference, >= 0; 0 is MGDA."""
-    preference: tuple[float, float] = (0.5, 0.5)
+    preference: Preference = (0.5, 0.5)
     """Shares of SFT and RL, >= 0."""
 
     def __post_init__(self) -> None:
@@ -289,7 +283,6 @@ class SDMGrad(
                 "norms; use false"
             )
         super().__post_init__()
-        check_preference(self.preference)
 
     def needs(self, step: int) -> StepNeeds:
         return StepNeeds(parts=2)

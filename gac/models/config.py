@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from gac.config import Checked, Count, Decay, setting
-from gac.errors import require, require_one_of
+from gac.config import Checked, Count, Decay, one_of, setting
+from gac.errors import require
 
-DTYPES = ("float32", "bfloat16")
 ALL_LINEAR = "all-linear"
 
 
@@ -32,14 +32,14 @@ class LoraConfig(Checked):
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Checked):
     """The model to train, and how to load it."""
 
     path: str = ""
     """A folder with a transformers model, or the name of one on the Hub."""
     tokenizer: str | None = None
     """Folder or name of the tokenizer; null: the model's."""
-    dtype: str = "float32"
+    dtype: Annotated[str, one_of("float32", "bfloat16")] = "float32"
     """Dtype of the computation and of the exported model: float32 or bfloat16."""
     master_weights: bool = setting(True, only_with="dtype=bfloat16")
     """Keep the trained weights and the optimizer's state in float32, whatever `dtype` is. false:
@@ -57,6 +57,3 @@ class ModelConfig:
     responses have none, so the importance ratio and the KL then contain noise."""
     lora: LoraConfig | None = None
     """Train adapters only; null: all weights."""
-
-    def __post_init__(self) -> None:
-        require_one_of(DTYPES, self, "dtype")

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from gac.config import Checked, Count, Positive, setting
-from gac.errors import require_one_of
-
-MODES = ("ddp", "fsdp")
+from gac.config import Checked, Count, Positive, one_of, setting
 
 
 @dataclass(frozen=True)
 class ParallelConfig(Checked):
     """How several processes divide the work; ignored with a single process."""
 
-    mode: str = "ddp"
+    mode: Annotated[str, one_of("ddp", "fsdp")] = "ddp"
     """ddp: every rank holds the model; fsdp: weights, gradients and moments are sharded (FSDP2)."""
     replicas: Count = setting(1, only_with="mode=fsdp")
     """fsdp: copies of the sharded model (HSDP), e.g. the number of nodes; 1 = one shard group."""
@@ -30,7 +28,3 @@ class ParallelConfig(Checked):
     """Allow resuming from a checkpoint written by a different number of processes."""
     timeout: Positive = 1800.0
     """Timeout of a collective in seconds; the job fails if a rank does not join in time."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_one_of(MODES, self, "mode")

@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from gac.config import Checked, Count, Natural, Positive, PositiveShare, Range, setting
-from gac.errors import require, require_one_of
+from gac.config import Checked, Count, Natural, Positive, PositiveShare, number, one_of, setting
+from gac.errors import require
 from gac_kernels.contract import CORRECTIONS
 
-ENGINES = ("generate", "paged", "vllm")
-WEIGHTS = ("disk", "nccl")
-ADVANTAGES = ("std", "centered", "batch")
+ENGINE = one_of("generate", "paged", "vllm")
 
 
 @dataclass(frozen=True)
@@ -24,7 +22,7 @@ class PagedConfig(Checked):
     """Blocks of the cache, with one page per layer each; null: chosen from the free GPU memory or,
     on a CPU, enough for all completions.
     """
-    block_size: Annotated[int, Range("an integer >= 4", lambda x: x >= 4)] = 256
+    block_size: Annotated[int, number("an integer >= 4", lambda x: x >= 4)] = 256
     """Tokens per page, >= 4."""
 
 
@@ -36,7 +34,7 @@ class VLLMConfig(Checked):
     """Base URL of each server. They share the prompts equally."""
     model: str | None = None
     """Name or folder of the served model, as the servers report it; null: `model.path`."""
-    weights: str = "disk"
+    weights: Annotated[str, one_of("disk", "nccl")] = "disk"
     """How the servers receive the weights before each sampling. disk: through a folder shared with
     the trainer. nccl: by TRL's transfer between GPUs, to a single server, which needs vllm in the
     trainer's environment too."""
@@ -51,7 +49,6 @@ class VLLMConfig(Checked):
         valid = all(url.startswith(("http://", "https://")) for url in self.urls)
         use = "a list of URLs that begin with http:// or https://"
         require(bool(self.urls) and valid, "urls", list(self.urls), use)
-        require_one_of(WEIGHTS, self, "weights")
         single = self.weights == "disk" or len(self.urls) == 1
         require(single, "weights", self.weights, "disk, because there are several urls")
 
@@ -84,7 +81,9 @@ class RolloutConfig(Checked):
     """The run's own rollouts, e.g. several turns, tools or an environment:
     `package.module:function`, called with a list of prompts and the engine; returns one
     `gac.rollouts.Rollout` for each. null: one completion of each prompt."""
-    engine: str = setting("generate", may_change=True)
+    engine: Annotated[str, one_of("generate", "paged", "vllm")] = setting(
+        "generate", may_change=True
+    )
     """generate: static batches, each of which runs until its longest completion ends; on a CPU, the
     rows that have ended are left out. paged: transformers' continuous batching, which starts a new
     completion whenever one ends. vllm: an external server (needs the extra `vllm`)."""
@@ -92,7 +91,7 @@ class RolloutConfig(Checked):
     """Settings of the `paged` engine."""
     vllm: VLLMConfig = setting(VLLMConfig(), only_with="engine=vllm", may_change=True)
     """Settings of the `vllm` engine."""
-    correction: str = setting(
+    correction: Annotated[str, one_of(*CORRECTIONS)] = setting(
         "sequence_mask", only_with="engine=vllm or function, temperature=1.0, top_p=1.0"
     )
     """Importance correction of rollouts from another engine (vllm), whose log-probs differ from the
@@ -102,7 +101,7 @@ class RolloutConfig(Checked):
         3.0, only_with="engine=vllm or function, temperature=1.0, top_p=1.0"
     )
     """Upper bound of the importance factor: `*_mask` drops what is above, `*_truncate` caps it."""
-    scale_rewards: str = "std"
+    scale_rewards: Annotated[str, one_of("std", "centered", "batch")] = "std"
     """std: (r - mean) / (std + 1e-4) in the group; centered: r - mean; batch: (r - group mean)
     / (std of the batch + 1e-4)."""
     dynamic_sampling_retries: int = 0
@@ -125,9 +124,6 @@ class RolloutConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_one_of(ENGINES, self, "engine")
-        require_one_of(ADVANTAGES, self, "scale_rewards")
-        require_one_of(CORRECTIONS, self, "correction")
         minimum = self.num_generations * (self.max_completion_length + 1)
         if (
             self.overlong_tokens is not None

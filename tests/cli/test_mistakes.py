@@ -141,7 +141,7 @@ TRAIN = {  # value of --set -> answer
     "data.template={prompt}{unit}": "field 'unit': is missing, but the template",
     "data.template={prompt}{0}": "the template '{prompt}{0}' cannot be filled",
     "data.where={split: train}": "field 'split': is missing; the row's fields are answer, prompt",
-    "data.limit=0": "limit must be at least 1 or null, got 0",
+    "data.limit=0": "limit=0: use an integer >= 1",
     "data.order=shuffled": "data.order='shuffled': use package.module:name",
     "reward=mth": "unknown reward 'mth'; did you mean 'math'?",
     "reward=reward.py:nothing": "reward.py has no 'nothing'",

@@ -192,7 +192,7 @@ INVALID = [
     ),
     ({"rollouts": {"correction": "max"}}, "correction='max': use one of "),
     ({"rollouts": TOO_FEW_TOKENS}, "generation_batch_tokens=9: .* at least 18 tokens"),
-    ({"rollouts": {"paged": {"block_size": 2}}}, "block_size=2: use a number >= 4"),
+    ({"rollouts": {"paged": {"block_size": 2}}}, "block_size=2: use an integer >= 4"),
     ({"rollouts": {"engine": "paged"}, "parallel": {"mode": "fsdp"}}, "paged.*full model"),
 ]
 
