@@ -66,7 +66,7 @@ def page(study: dict[str, Any]) -> str:
             (f"`{name}`", summary(m), m.source, ", ".join(describe_needs(m())), m.cost)
             for name, m in members.items()
         ]
-    head = ("name", "what it does", "source", "needs", "extra")
+    head: tuple[str, ...] = ("name", "what it does", "source", "needs", "extra")
     parts = [f"{INTRODUCTION}\n{markdown_table(head, rows)}\n"]
     setting, measured = study["setting"], {row["name"]: _cells(row) for row in study["rows"]}
     text = STUDY.format(steps=setting["steps"], seeds=setting["seeds"])
