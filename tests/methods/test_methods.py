@@ -15,10 +15,11 @@ import torch
 
 from gac.config import dump, load
 from gac.methods import METHODS
+from gac.methods.listing import describe_needs
 from gac.train_config import TrainConfig
 from gac.training.trainer import Trainer
 from tests.tiny import metrics, tiny_config
-from tools.methods_table import PAGE, RESULTS, needs, page
+from tools.methods_table import PAGE, RESULTS, page
 
 ROOT = Path(__file__).parents[2]
 # What each method requires from the trainer; every method must be listed.
@@ -95,7 +96,7 @@ def config_of(name: str, task, out, **changes) -> TrainConfig:
 
 
 def test_every_method_declares_its_needs():
-    assert {name: needs(method()) for name, method in METHODS.items()} == NEEDS
+    assert {name: describe_needs(method()) for name, method in METHODS.items()} == NEEDS
     for name, method in METHODS.items():
         assert name == method.name
         assert method.family and method.source and method.__doc__, name
