@@ -11,7 +11,7 @@ import pytest
 from gac import cli
 from gac.config import ConfigError, dump, save, to_yaml
 from gac.study import page, runs
-from gac.study.arms import arm_config, parse_arm, read_study
+from gac.study.command import arm_config, parse_arm, read_study
 from gac.study.results import interval, mean, row_cells, summary
 from tests.tiny import tiny_config, write_tiny
 
