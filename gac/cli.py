@@ -241,7 +241,7 @@ def _step(text: str) -> int | Literal["best"]:
     argument("source", type=Path, metavar="RUN", help="a run directory"),
     argument("out", type=Path, metavar="OUT", help="a new folder"),
     argument(
-        "--step",
+        "--checkpoint",
         type=_step,
         metavar="N|best",
         help="checkpoint to export: its step, or 'best' for the highest evaluation accuracy "
@@ -259,7 +259,7 @@ def _step(text: str) -> int | Literal["best"]:
 def _export(options: argparse.Namespace) -> int:
     from gac.training.export import export_run
 
-    path = export_run(options.source, options.out, options.step, options.adapters)
+    path = export_run(options.source, options.out, options.checkpoint, options.adapters)
     print(f"{path} -> {options.out}")
     return OK
 

@@ -135,10 +135,10 @@ class TrainConfig(Checked):
     checkpoint_every: Count = setting(100, may_change=True)
     """Optimizer steps between checkpoints."""
     keep_checkpoints: Count = setting(2, may_change=True)
-    """Number of newest checkpoints to keep, in addition to the best one (`gac export --step best`).
-    The best is the most accurate checkpoint whose step was evaluated, so let `checkpoint_every`
-    divide `eval.every` to consider every evaluation. A method that ends with its best weights also
-    saves a checkpoint at every new best evaluation.
+    """Number of newest checkpoints to keep, in addition to the best one (`gac export --checkpoint
+    best`). The best is the most accurate checkpoint whose step was evaluated, so let
+    `checkpoint_every` divide `eval.every` to consider every evaluation. A method that ends with its
+    best weights also saves a checkpoint at every new best evaluation.
     """
     parallel: ParallelConfig = setting(ParallelConfig(), may_change=True)
     """Parallel training: DDP or FSDP2."""

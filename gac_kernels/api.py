@@ -241,7 +241,7 @@ def operands(
         temperature = logit_scale
     chosen: Any = backend
     if not torch.compiler.is_compiling():  # an operator chooses at run time
-        chosen = backends.choose(backend, rows.device, logits_dtype)
+        chosen = backends.select_backend(backend, rows.device, logits_dtype)
     numbers = temperature / logit_scale, softcap
     flat = targets.reshape(-1)
     arguments = rows, weight, bias, flat, temperatures, *numbers, chosen, dtype, chunk_bytes

@@ -54,7 +54,7 @@ def report() -> dict[str, dict[str, str]]:
             if reasons[torch.float32] is None:
                 sections["self-test"][f"{name} on {kind}"] = self_test(name, device)
         with warnings.catch_warnings(action="ignore"):  # it repeats the reasons
-            chosen = {str(x)[6:]: backends.choose("auto", device, x) for x in DTYPES}
+            chosen = {str(x)[6:]: backends.select_backend("auto", device, x) for x in DTYPES}
         used = {dtype: backends.name_of(module) for dtype, module in chosen.items()}
         sections["backends"][f"auto on {kind}"] = ", ".join(f"{y} for {x}" for x, y in used.items())
     return sections

@@ -37,7 +37,7 @@ def _unpack(arguments: Sequence[Any]) -> Operands:
     """The operands of a running operator, with its backend."""
     op = Operands(*arguments)
     dtype = op.dtype if op.weight is None else compute_dtype(op.dtype)
-    return op._replace(backend=backends.choose(op.backend, op.rows.device, dtype))
+    return op._replace(backend=backends.select_backend(op.backend, op.rows.device, dtype))
 
 
 def _vocabulary(op: Operands) -> int:

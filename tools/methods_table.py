@@ -10,7 +10,7 @@ from typing import Any
 from gac.config import to_yaml
 from gac.evaluation.table import markdown_table
 from gac.methods import METHODS
-from gac.methods.listing import families, needs, summary
+from gac.methods.listing import describe_needs, families, summary
 from tools.ablations import ABLATIONS
 
 DOCS = Path("docs")
@@ -63,7 +63,7 @@ def page(study: dict[str, Any]) -> str:
     for family, members in families(METHODS).items():
         rows.append((f"**{family.capitalize()}**", "", "", "", ""))
         rows += [
-            (f"`{name}`", summary(m), m.source, ", ".join(needs(m())), m.cost)
+            (f"`{name}`", summary(m), m.source, ", ".join(describe_needs(m())), m.cost)
             for name, m in members.items()
         ]
     head: tuple[str, ...] = ("name", "what it does", "source", "needs", "extra")

@@ -99,7 +99,7 @@ class SourceNeeds(NamedTuple):
     """`Evidence.sketches` of this size; 0: none."""
 
     @property
-    def has_alignment(self) -> bool:
+    def provides_alignment(self) -> bool:
         """Whether the source also estimates the inner product of the two gradients."""
         return self.gram or self.sketch > 0
 

@@ -22,6 +22,7 @@ TABLES = {".parquet": "parquet", ".arrow": "arrow"}  # suffix -> builder of `dat
 TEXTS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 SUFFIXES = (*TEXTS, *COMPRESSED, *TABLES)
+CHUNK = 1 << 16  # characters of a JSON list that are read at once
 FORMATS = "a .jsonl, .json, .csv, .parquet or .arrow file"
 
 
@@ -184,23 +185,58 @@ def _read_csv(path: Path, separator: str) -> Iterator[SourceRow]:
 
 def _read_json(path: Path) -> Iterator[SourceRow]:
     """Read a list of objects, an object with such a list as its only value, or JSON lines."""
-    try:
-        with _text(path) as file:
-            rows = json.load(file)
-    except json.JSONDecodeError as error:
-        if error.msg == "Extra data":  # a second line
-            yield from _read_lines(path)
-            return
-        raise DataError(f"{path}, line {error.lineno}: not valid JSON ({error.msg})") from error
-    if isinstance(rows, dict) and len(rows) == 1:
-        (value,) = rows.values()
-        rows = value if isinstance(value, list) else rows
-    for number, fields in enumerate(rows if isinstance(rows, list) else [rows], start=1):
+    with _text(path) as file:
+        first = next((c for c in iter(lambda: file.read(1), "") if not c.isspace()), "")
+    rows: Any = _items(path)
+    if first != "[":
+        try:
+            with _text(path) as file:
+                rows = [json.load(file)]
+        except json.JSONDecodeError as error:
+            if error.msg == "Extra data":  # a second line
+                yield from _read_lines(path)
+                return
+            raise DataError(f"{path}, line {error.lineno}: not valid JSON ({error.msg})") from error
+        values = [*rows[0].values()] if isinstance(rows[0], dict) else []
+        if len(values) == 1 and isinstance(values[0], list):
+            rows = values[0]
+    for number, fields in enumerate(rows, start=1):
         if not isinstance(fields, dict):
             raise DataError(
                 f"{path}, row {number}: expected an object, found {type(fields).__name__}"
             )
         yield SourceRow(fields, str(path), number)
+
+
+def _items(path: Path) -> Iterator[Any]:
+    """Yield the items of the file's JSON list without keeping the list in memory."""
+    decode, space = json.JSONDecoder().raw_decode, json.decoder.WHITESPACE.match
+    text, at, line, mark = "", 0, 1, "["
+    with _text(path) as file:
+        while mark != "]":
+            try:
+                start = space(text, at).end()
+                if text[start] != mark:
+                    raise json.JSONDecodeError(f"expected {mark!r} or ']'", text, start)
+                start = space(text, start + 1).end()
+                if mark == "[" and text[start] == "]":
+                    return
+                item, end = decode(text, start)
+                end = space(text, end).end()
+                mark = "]" if text[end] == "]" else ","
+            except (IndexError, json.JSONDecodeError) as error:  # wrong, or not read to the end
+                chunk = file.read(max(CHUNK, len(text) - at))
+                if not chunk:
+                    line += text.count("\n", 0, getattr(error, "pos", len(text)))
+                    problem = getattr(error, "msg", "the list has no end")
+                    raise DataError(f"{path}, line {line}: not valid JSON ({problem})") from error
+                line += text.count("\n", 0, at)
+                text, at = text[at:] + chunk, 0
+            else:
+                yield item
+                at = end
+        if (text[at + 1 :] + file.read()).strip():
+            raise DataError(f"{path}: not valid JSON (text after the list)")
 
 
 def _read_lines(path: Path) -> Iterator[SourceRow]:

@@ -42,7 +42,7 @@ class GAC(
             raise ValueError(
                 f"gradient_parts={self.gradient_parts!r}: use 2 or more, to estimate a variance"
             )
-        if self.gate is not None and not self.signals.needs.has_alignment:
+        if self.gate is not None and not self.signals.needs.provides_alignment:
             raise ValueError(
                 "method.gate needs the inner product of the two gradients: set "
                 "method.signals=gradients or method.signals=sketch"

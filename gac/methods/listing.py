@@ -24,7 +24,9 @@ def methods_table() -> str:
     for family, members in families(methods).items():
         lines.append(f"{family}:")
         for name, method in members.items():
-            text = f"{summary(method)} [{method.source}] Needs: {', '.join(needs(method()))}."
+            text = (
+                f"{summary(method)} [{method.source}] Needs: {', '.join(describe_needs(method()))}."
+            )
             if method.cost != "none":
                 text += f" Extra: {method.cost}."
             first = f"  {name:{width}}  "
@@ -45,7 +47,7 @@ def summary(method: type[Method]) -> str:
     return " ".join(str(method.__doc__).split("\n\n")[0].split())
 
 
-def needs(method: Method) -> tuple[str, ...]:
+def describe_needs(method: Method) -> tuple[str, ...]:
     """The inputs that the method requires, derived from its declarations."""
     required = StepNeeds.union(map(method.needs, range(STEPS)))
     sampling, loss = method.sampling(COMPLETIONS), method.loss(LossSpec(max_tokens=1))

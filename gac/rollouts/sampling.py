@@ -120,7 +120,7 @@ def is_flat(group: Sequence[Sample]) -> bool:
     return len(rewards) > 1 and min(rewards) == max(rewards)
 
 
-class SignalWatch:
+class EqualRewardWarning:
     """Warns once if rewards were equal within every group for `PATIENCE` consecutive samplings."""
 
     PATIENCE = 10
@@ -199,7 +199,7 @@ class Sampler:
         self.stops = set(stop_tokens(tokenizer, config.stop))
         self.samples: list[dict[str, Any]] = []
         """The first prompts of the last step, with completions and rewards, for people to read."""
-        self.signal = SignalWatch()
+        self.equal_rewards = EqualRewardWarning()
         if config.top_p < 1 and rank() == 0:
             logger.warning(
                 "rollouts.top_p=%g: rollouts come from a truncated distribution, but the loss uses "
@@ -240,7 +240,7 @@ class Sampler:
                 column = f"reward_mean/{example.source}"
                 collectives.add_sums(self.means, {column: (sum(scored), len(scored))})
         all_scored = [reward for group in groups for reward in _scored(group)]
-        self.signal.update(self.stats, all_scored)
+        self.equal_rewards.update(self.stats, all_scored)
         rollouts = Rollouts(rows, all_scored, self.stats, self.means)
         if self.plan.collect:
             weights = zip(examples, credit.demo_weight.tolist(), strict=True)

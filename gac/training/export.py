@@ -78,7 +78,7 @@ def _choose(folder: Path, step: int | Literal["best"] | None) -> Path:
     best = checkpoint.read_progress(newest).get("best")
     if not best:
         raise CheckpointNotFound(
-            f"step='best': no checkpoint in {folder} was evaluated; give the number of a step"
+            f"checkpoint 'best': no checkpoint in {folder} was evaluated; give the number of a step"
         )
     return checkpoint.find(folder, best["step"])
 

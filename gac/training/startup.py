@@ -21,6 +21,7 @@ from transformers import AutoConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from gac.config import dump
+from gac.config.imports import load_object
 from gac.data import Example
 from gac.errors import ConfigError, RunDirectoryError, RunError
 from gac.faults import checkpoint
@@ -226,18 +227,20 @@ ENDS = 1 << 20  # bytes to read at each end of a weights file
 
 
 def fingerprint(
-    config: ModelConfig,
+    config: TrainConfig,
     tokenizer: PreTrainedTokenizerBase,
     sources: Sequence[Sequence[Example]],
     reward: Reward,
 ) -> dict[str, str]:
     """Map each input to a hash of its content."""
     vocabulary = sorted(tokenizer.get_vocab().items())
+    code = {"rollouts.function": config.rollouts.function, "data.order": config.data.order}
     return {
         "data": _hash(_content(example) for source in sources for example in source),
         "tokenizer": _hash([repr(vocabulary).encode(), str(tokenizer.chat_template).encode()]),
-        "model": _hash(_model(Path(config.path).expanduser())),
+        "model": _hash(_model(Path(config.model.path).expanduser())),
         "reward": _hash(_files(reward)),
+        **{key: _hash(_file(load_object(name, key))) for key, name in code.items() if name},
     }
 
 
@@ -274,11 +277,16 @@ def _model(folder: Path) -> Iterator[bytes]:
                 yield file.read(ENDS)
 
 
-def _files(reward: Any) -> Iterator[bytes]:
-    """Yield the source files of a reward's user functions, including those of nested rewards."""
-    file = getattr(inspect.getmodule(getattr(reward, "_function", None)), "__file__", None)
+def _file(code: Any) -> Iterator[bytes]:
+    """Yield the source file of a user's function or class."""
+    file = getattr(inspect.getmodule(code), "__file__", None)
     if file is not None:
         yield Path(file).read_bytes()
+
+
+def _files(reward: Any) -> Iterator[bytes]:
+    """Yield the source files of a reward's user functions, including those of nested rewards."""
+    yield from _file(getattr(reward, "_function", None))
     inner = [term for term, _ in getattr(reward, "_terms", ())]
     inner += [reward.reward] if isinstance(getattr(reward, "reward", None), Reward) else []
     for part in inner:

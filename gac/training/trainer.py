@@ -156,7 +156,7 @@ class Trainer:
         self.state, self.mix = next_mix(self.method, self.method.init(), Observation(0))
         self.ended = False  # the method has ended the run
         self.guard, self.stop = Guard(config.guards), StopRequest()
-        self.fingerprint = fingerprint(config.model, self.tokenizer, self.feed.sources(), reward)
+        self.fingerprint = fingerprint(config, self.tokenizer, self.feed.sources(), reward)
         self.best: dict[str, Any] = {}  # step and accuracy of the best checkpoint
         self.first_skipped: Path | None = None  # first of the current consecutive skipped steps
         self._open(path)

@@ -67,7 +67,7 @@ def unavailable(name: str, device: torch.device, dtype: torch.dtype) -> str | No
     return load(name, device).unavailable(device, dtype)
 
 
-def choose(name: str, device: torch.device, dtype: torch.dtype) -> ModuleType:
+def select_backend(name: str, device: torch.device, dtype: torch.dtype) -> ModuleType:
     """Choose the backend that runs on `device` for inputs of `dtype`.
 
     Raises:

@@ -126,8 +126,8 @@ def test_eval(tmp_path: Path, monkeypatch: Any, capsys: Any, rank: str) -> None:
     ("options", "expected"),
     [
         ([], (None, False)),
-        (["--step", "12"], (12, False)),
-        (["--step", "best", "--adapters"], ("best", True)),
+        (["--checkpoint", "12"], (12, False)),
+        (["--checkpoint", "best", "--adapters"], ("best", True)),
     ],
 )
 def test_export(monkeypatch: Any, capsys: Any, options: list[str], expected: Any) -> None:
@@ -136,7 +136,7 @@ def test_export(monkeypatch: Any, capsys: Any, options: list[str], expected: Any
     assert calls == [(Path("a"), Path("b"), *expected)]
     assert capsys.readouterr().out == "a/checkpoint -> b\n"
     with pytest.raises(SystemExit):
-        cli.main(["export", "a", "b", "--step", "last"])
+        cli.main(["export", "a", "b", "--checkpoint", "last"])
     assert "expected a step number or 'best', got 'last'" in capsys.readouterr().err
 
 

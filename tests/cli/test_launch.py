@@ -103,3 +103,23 @@ def test_accelerate_launch_export_and_replay(task, tmp_path, capsys):
     assert all(torch.isfinite(p).all() for p in model.parameters())
     assert cli.main(["replay", str(tmp_path / "run")]) == cli.USAGE
     assert re.search("no saved step: .*RUN/replay", capsys.readouterr().err)
+
+
+def test_the_slurm_script_starts_a_valid_command(task, tmp_path, capsys):
+    """`srun` and `scontrol` are replaced by programs that print; `gac check` reads the command."""
+    script = ROOT / "examples" / "slurm.sh"
+    for name, line in (("srun", 'echo "$@"'), ("scontrol", "echo node-a; echo node-b")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node-[a-b]", "SLURM_NNODES": "2"}
+    environment = os.environ | slurm | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    config = tmp_path / "run.yaml"
+    save(tiny_config(task, tmp_path / "run"), config)
+    command = ["bash", script, config, "--set", "steps=3"]
+    printed = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=60, check=True
+    ).stdout.split()
+    assert "--rdzv-endpoint=node-a:29500" in printed and "--nnodes=2" in printed
+    arguments = printed[printed.index("train") + 1 :]
+    assert cli.main(["check", *arguments]) == 0
+    assert "steps: 3, each with" in capsys.readouterr().out

@@ -192,7 +192,7 @@ COMMANDS = {
     "eval --set model.path=first/model settings.data.prompts=none.jsonl": "settings.data.prompts='",
     "report nowhere": "nowhere: no runs found",
     "report run --out a-file": "--out='a-file' cannot be written (File exists)",
-    "export run out --step last": "expected a step number or 'best', got 'last'",
+    "export run out --checkpoint last": "expected a step number or 'best', got 'last'",
     "init first": "DIR='first' is not empty: choose a new folder",
     "init a-file/x": "DIR='a-file/x' cannot be written (Not a directory)",
 }

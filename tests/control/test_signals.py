@@ -78,7 +78,7 @@ def test_gradient_source_reads_the_gram_matrix() -> None:
     assert GradientSignals(bias=True).needs == SourceNeeds(gram=True, bias=True)
     assert SketchSignals(8).needs == SourceNeeds(sketch=8)
     needs = [SourceNeeds(bias=True), SourceNeeds(gram=True), SourceNeeds(sketch=1)]
-    assert [source.has_alignment for source in needs] == [False, True, True]
+    assert [source.provides_alignment for source in needs] == [False, True, True]
 
 
 def test_moments_are_computed_in_float64() -> None:

@@ -195,12 +195,25 @@ def test_a_json_object_with_one_list(tmp_path):
     assert len(list(read_rows(str(tmp_path / "data.json")))) == len(ROWS)
 
 
+@pytest.mark.parametrize("characters", [1, 2, 7, 100])
+def test_a_json_list_is_read_in_parts_of_any_size(tmp_path, monkeypatch, characters):
+    monkeypatch.setattr("gac.data.source.CHUNK", characters)
+    for rows in ([], ROWS, [{"prompt": 'é ],[{"', "n": [1.25, {"m": None}]}] * 3):
+        for indent in (None, 2):
+            (tmp_path / "a.json").write_text(f" {json.dumps(rows, indent=indent)}\n")
+            assert [row.fields for row in read_rows(str(tmp_path / "a.json"))] == rows
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
         ("a.json", "[{}, 1]", "a.json, row 2: expected an object, found int"),
         ("a.json", "1", "a.json, row 1: expected an object, found int"),
         ("a.json", "\n[{]", "a.json, line 2: not valid JSON"),
+        ("a.json", "[{}\n{}]", "a.json, line 2: not valid JSON"),
+        ("a.json", "[{},]", "a.json, line 1: not valid JSON"),
+        ("a.json", "[{}", "a.json, line 1: not valid JSON"),
+        ("a.json", "[{}] 1", "a.json: not valid JSON"),
         ("a.json", b"\xff", "a.json: not valid UTF-8"),
         (
             "a.json.gz",

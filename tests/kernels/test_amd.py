@@ -33,9 +33,9 @@ def rocm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_rocm_is_not_mistaken_for_hopper(rocm: None) -> None:
     assert "thread-block clusters" in cuda.unavailable(CUDA, torch.bfloat16)
     assert triton.unavailable(CUDA, torch.bfloat16) is None
-    assert backends.choose("auto", CUDA, torch.bfloat16) is triton
+    assert backends.select_backend("auto", CUDA, torch.bfloat16) is triton
     with pytest.raises(RuntimeError, match="backend='native' cannot run here: .*AMD"):
-        backends.choose("native", CUDA, torch.bfloat16)
+        backends.select_backend("native", CUDA, torch.bfloat16)
     assert build_cuda.architectures() == ("90a", "100"), "no device to build for"
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
@@ -137,35 +135,6 @@ def test_half_precision_is_computed_in_float32(dtype: torch.dtype) -> None:
     assert ours.loss.dtype == torch.float32 and torch.equal(ours.loss, exact.loss)
     grads = torch.autograd.grad(ours.loss, half) + torch.autograd.grad(exact.loss, wide)
     assert grads[0].dtype == dtype and torch.equal(grads[0], grads[1].to(dtype))
-
-
-def test_batches_without_loss_tokens() -> None:
-    batch, logps, _ = leaves("defaults")
-    for targets in (torch.full_like(batch.targets, -100), batch.targets[:, :0]):
-        leaf = logps[:, : targets.shape[1]].detach().requires_grad_()
-        out = call(replace(batch, targets=targets), leaf)
-        (grad,) = torch.autograd.grad(out.loss, leaf)
-        assert out.loss == 0 and not grad.any() and out.moments.rollouts[0] == 0
-    out = call(replace(batch, is_demo=torch.ones_like(batch.is_demo)), logps)
-    assert out.rollout_loss == 0 and out.demo_loss != 0
-
-
-def test_micro_batches_with_norms_add_up() -> None:
-    batch, logps, _ = leaves("defaults")
-    norms = {"rollout_norm": 3.0, "demo_norm": torch.tensor(9.0)}
-    full = call(batch, logps, **norms)
-    parts = []
-    for rows in (slice(0, 2), slice(2, 6)):
-        part = replace(
-            batch,
-            targets=batch.targets[rows],
-            advantages=batch.advantages[rows],
-            is_demo=batch.is_demo[rows],
-        )
-        parts.append(call(part, logps[rows], **norms))
-    torch.testing.assert_close(parts[0].loss + parts[1].loss, full.loss)
-    signals = (parts[0].moments + parts[1].moments).signals()
-    assert signals == pytest.approx(full.moments.signals(), rel=1e-12)
 
 
 def test_moments_are_optional() -> None:

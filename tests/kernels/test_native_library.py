@@ -212,8 +212,10 @@ def test_fallback_is_reported_once(monkeypatch) -> None:
     with pytest.warns(RuntimeWarning, match="native.*not built.*reference") as warned:
         token_logprobs(torch.zeros(1, 1, 4), torch.zeros(1, 1).long())
     assert warned[0].filename == __file__  # the caller's line
-    assert backends.choose("auto", CPU, torch.float32) is backends.load("reference", CPU)
+    assert backends.select_backend("auto", CPU, torch.float32) is backends.load("reference", CPU)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        backends.choose("auto", CPU, torch.float32)
-        assert backends.choose("auto", CPU, torch.float64) is backends.load("reference", CPU)
+        backends.select_backend("auto", CPU, torch.float32)
+        assert backends.select_backend("auto", CPU, torch.float64) is backends.load(
+            "reference", CPU
+        )

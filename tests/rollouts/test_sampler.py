@@ -21,11 +21,11 @@ from gac.rollouts.config import RolloutConfig
 from gac.rollouts.generation import Completion
 from gac.rollouts.plan import Credit, Sampling, Stage
 from gac.rollouts.sampling import (
+    EqualRewardWarning,
     Rollouts,
     Sample,
     Sampler,
     SamplingStats,
-    SignalWatch,
     _prefix,
     is_flat,
 )
@@ -277,7 +277,7 @@ def test_the_rows_of_a_pair_share_a_unit() -> None:
     ]
     script = Script(RESPONSES[2:4], [0.5, 0.5], [[1.0, 2.0]], [9.0], [1.0], [1.0])
     assert script.run(Sampling(pairs=True), [B], num_generations=2).rows == []
-    assert script.sampler.signal.without == 1
+    assert script.sampler.equal_rewards.without == 1
 
 
 def test_random_prefixes_depend_on_the_step_and_the_prompt() -> None:
@@ -303,7 +303,7 @@ def test_only_responses_of_the_policy_make_a_group() -> None:
 def test_one_rank_warns_once_after_ten_samplings_without_signal(monkeypatch, caplog, rank) -> None:
     monkeypatch.setattr(sampling, "rank", lambda: rank)
     caplog.set_level(logging.WARNING)
-    watch, silent = SignalWatch(), SamplingStats(groups=1, flat_groups=1)
+    watch, silent = EqualRewardWarning(), SamplingStats(groups=1, flat_groups=1)
     for stats in (SamplingStats(groups=2, flat_groups=1), SamplingStats()):
         for _ in range(9):
             watch.update(silent)
@@ -316,7 +316,7 @@ def test_one_rank_warns_once_after_ten_samplings_without_signal(monkeypatch, cap
 
 def test_solved_prompts_are_not_blamed_on_the_reward(monkeypatch, caplog) -> None:
     monkeypatch.setattr(sampling, "rank", lambda: 0)
-    watch, silent = SignalWatch(), SamplingStats(groups=1, flat_groups=1)
+    watch, silent = EqualRewardWarning(), SamplingStats(groups=1, flat_groups=1)
     watch.update(SamplingStats(groups=1), [0.0, 1.0])
     for _ in range(11):
         watch.update(silent, [1.0, 1.0])

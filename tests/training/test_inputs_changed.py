@@ -8,9 +8,11 @@ import sys
 
 import pytest
 
-from gac.config import ConfigError, save
+from gac.config import ConfigError, load, save
+from gac.demo.task import make_tokenizer
 from gac.errors import CheckpointError, RunError
 from gac.rewards import build_reward
+from gac.train_config import TrainConfig
 from gac.training import export
 from gac.training import startup as fingerprint
 from gac.training.export import export_run
@@ -139,6 +141,15 @@ def test_a_fingerprint_covers_the_functions_inside_of_rewards(tmp_path):
     terms = [{"reward": f"{file}:reward", "weight": 0.5} for file in files]
     reward = build_reward({"sum": terms})
     assert list(fingerprint._files(reward)) == [file.read_bytes() for file in files]
+
+
+def test_a_fingerprint_covers_the_functions_of_the_configuration(tmp_path):
+    (tmp_path / "own.py").write_text("def own(): ...\n")
+    own = f"{tmp_path / 'own.py'}:own"
+    config = load(TrainConfig, {"data": {"order": own}, "rollouts": {"function": own}})
+    now = fingerprint.fingerprint(config, make_tokenizer(), [], build_reward("exact"))
+    content = fingerprint._hash([(tmp_path / "own.py").read_bytes()])
+    assert now["data.order"] == now["rollouts.function"] == content
 
 
 def test_only_inputs_that_the_checkpoint_knows_are_compared():
