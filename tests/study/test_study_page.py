@@ -33,11 +33,12 @@ def study(tmp_path, monkeypatch):
             calls.append((configs, jobs, discard))
             return {c.out: "failed: x" for c in configs if result(c) is None}
 
-        monkeypatch.setattr(runs, "run_all", run_all)
-        monkeypatch.setattr(runs, "result", result)
+        monkeypatch.setattr("gac.study.command.run_all", run_all)
+        monkeypatch.setattr("gac.study.command.result", result)
         reports = []
         monkeypatch.setattr(
-            "gac.report.write_report", lambda r, out: reports.append(r) or out / "report.html"
+            "gac.study.command.write_report",
+            lambda r, out: reports.append(r) or out / "report.html",
         )
         path = tmp_path / "run.yaml"
         save(tiny_config(write_tiny(tmp_path), tmp_path / "out", steps=2), path)
