@@ -92,7 +92,7 @@ def force(model: Any, kind: str) -> None:
         ids, settings = keywords["input_ids"], keywords["generation_config"]
         if settings.return_dict_in_generate:  # a check of the model, not a step
             return original(*args, **keywords)
-        before = MAX_LENGTH[kind] - settings.max_completion_length
+        before = MAX_LENGTH[kind] - settings.max_new_tokens
         prompt = ids.shape[1] - before
         if before:  # the rows that have not ended continue
             lengths = [length for length in lengths if length > before]

@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from gac.config import dump
-from gac.demo.run import make_base, method_config
-from gac.demo.settings import demo_fields
+from gac.demo.run import demo_fields, make_base, method_config
 from gac.demo.task import write_task
 from gac.methods import METHODS
 from gac.report.statistics import mean_sd
-from gac.study.arms import Arm, arm_config
+from gac.study.command import Arm, arm_config
 from gac.study.runs import result, run_all
 from gac.train_config import TrainConfig
 from tools.ablations import ABLATIONS

@@ -44,7 +44,7 @@ forgotten with probability 0.3). Methods marked *same* had such a demonstration 
 subtraction among the prompts, the others 256 separate ones, so the two groups saw different data.
 All methods use one learning rate, and nothing was tuned. With 100 problems of each kind and a
 single base model, differences of a few points are not meaningful. Schedules are scaled to the
-length of the run (`gac/demo/settings.py`).
+length of the run (`gac/demo/run.py`).
 """
 MEASURES = ("all", "+", "-", "training time (s)")
 DEMOS = {"prompt": "same", "separate": "separate", "none": "none"}

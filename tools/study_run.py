@@ -27,7 +27,7 @@ from transformers import GPT2Config
 
 from gac.config import ConfigError, load
 from gac.data.order import Order
-from gac.demo.settings import demo_fields
+from gac.demo.run import demo_fields
 from gac.demo.task import make_tokenizer, write_rows
 from gac.faults import checkpoint
 from gac.methods import METHODS

@@ -26,7 +26,7 @@ from gac.config import dump
 from gac.control.signals import GradientSignals, ProxySignals, Reading, SketchSignals
 from gac.evaluation.table import markdown_table
 from gac.methods.base import Mix
-from gac.study.arms import Arm, arm_config
+from gac.study.command import Arm, arm_config
 from gac.train_config import TrainConfig
 from gac.training.gradients import Gradients
 from gac.training.step import Step

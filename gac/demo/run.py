@@ -6,11 +6,13 @@ interrupted ones resume from their checkpoint.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from gac.config import load
 from gac.config.types import unknown_name_message
@@ -21,7 +23,6 @@ from gac.study.runs import run_all
 from gac.train_config import TrainConfig
 
 from . import METHODS
-from .settings import demo_fields
 from .task import write_task
 
 BASE_ACCURACY = (0.01, 0.10)  # accepted subtraction accuracy of the base model: low, but not zero
@@ -157,3 +158,28 @@ def method_config(out: Path, base: Path, name: str, seed: int, steps: int) -> Tr
             "export": False,
         },
     )
+
+
+def demo_fields(name: str, steps: int) -> dict[str, Any]:
+    """Overrides for method `name`: schedule lengths scaled to `steps` optimizer steps.
+
+    The published durations assume about 800 steps.
+    """
+    prior = {"high": 0.85, "low": 0.15, "hold": steps // 20, "decay": steps}
+    decaying = {"peak": 0.9, "valley": 0.05, "decay": int(0.6 * steps)}
+    wcf = {"peak": 0.5, "valley": 0.02, "warmup": steps // 4, "decay": steps // 2}
+    fields: dict[str, dict[str, Any]] = {
+        "sft-light": {"examples": 128, "epochs": 5},  # the task has 256 demonstrations in all
+        "sft-best": {"epochs": 20},
+        "sft-then-rl": {"sft_steps": steps // 2},
+        **{key: {"schedule": decaying} for key in ["hpcd", "chord-mu", "chord"]},
+        "wcf": {"schedule": wcf},
+        **{key: {"calibration": max(steps // 8, 1)} for key in ["kl-ctrl", "rewvar-ctrl"]},
+        "amft": {"warmup": steps // 16},
+        "uft": {"hint_steps": max(int(0.6 * steps), 1)},
+        "prefix-rft": {"low": {"peak": 0.95, "valley": 0.05, "decay": steps}},
+        "dwa": {"window": max(steps // 16, 1)},
+    }
+    scheduled = any(field.name == "prior" for field in dataclasses.fields(all_methods()[name]))
+    own_prior = not scheduled or name.startswith("gac-gated")
+    return fields.get(name, {}) | ({} if own_prior else {"prior": prior})

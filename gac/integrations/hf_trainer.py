@@ -12,12 +12,11 @@ from torch import Tensor
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from gac.data.rows import Row
-from gac.integrations.mixer import Mixer
+from gac.integrations.mixer import Mixer, rollout_moments
 from gac.models.causal_lm import run_head
 from gac_kernels import LossOutput
 
 from .demonstrations import demo_norm
-from .rollouts import rollout_moments
 
 if TYPE_CHECKING:
     from typing import Any as Trainer  # for type checkers: the mixin uses attributes of its host

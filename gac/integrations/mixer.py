@@ -21,7 +21,7 @@ from gac.methods import CHORD, DEFAULT, GAC, METHODS, Constant, Method, Observat
 from gac.methods.base import demo_losses, next_mix
 from gac.methods.rules import KLControl
 from gac.training.probes import UnitSketches
-from gac_kernels import HeadSketch, LossOutput, LossSpec, TokenMoments
+from gac_kernels import HeadSketch, LossOutput, LossSpec, TokenMoments, loss_from_logprobs
 
 FILE = "gac.json"
 
@@ -313,3 +313,29 @@ def _missing_inputs(controller: ControllerConfig, sketches: bool) -> str:
     if needs == SourceNeeds():
         return ""
     return f"gradients for signals={signals!r}"
+
+
+def rollout_moments(
+    logps: Tensor,  # [B, T]: token log-probabilities under the policy
+    mask: Tensor,  # [B, T]: nonzero for tokens that are trained on
+    advantages: Tensor,  # [B], [B, 1] or [B, T]
+    *,
+    entropy: Tensor | None = None,  # [B, T], nats
+    ref_logps: Tensor | None = None,  # [B, T]: token log-probabilities under the reference policy
+) -> TokenMoments:
+    """Compute the controller's statistics of a batch of rollouts, without gradients.
+
+    Without `entropy` or `ref_logps`, the corresponding moments are nan ("not measured").
+    """
+    trained = mask != 0
+    if advantages.dim() == 2:
+        advantages = advantages.expand(mask.shape)
+    moments = loss_from_logprobs(
+        logps,
+        torch.where(trained, 0, -100),
+        advantages,
+        ref_logps=ref_logps,
+        entropy=entropy,
+    ).moments
+    assert moments is not None
+    return moments

@@ -31,12 +31,11 @@ from verl.workers.utils.padding import no_padding_2_padding
 
 from gac.config import choose
 from gac.data.rows import Row
-from gac.integrations.mixer import Mixer, refuse, resolve_method
+from gac.integrations.mixer import Mixer, refuse, resolve_method, rollout_moments
 from gac.methods import DEFAULT, METHODS
 from gac_kernels import loss_from_logprobs
 
 from .demonstrations import demo_norm, read, row_of, tokenized
-from .rollouts import rollout_moments
 from .verl_head import apply_fused_head
 
 __all__ = ["GACPolicyLoss", "GACWorker", "apply_fused_head"]

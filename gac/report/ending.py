@@ -10,8 +10,7 @@ from typing import Any
 
 from gac.evaluation.table import percent, percent_interval
 
-from .reading import read_run
-from .samples import time_shares
+from .reading import read_run, time_shares
 
 GAP = 0.1  # excess of the training reward over the held-out interval that counts as overfitting
 

@@ -1,5 +1,7 @@
 """Reads run directories as numeric columns, including those of killed or running trainers."""
 
+from __future__ import annotations
+
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -136,3 +138,18 @@ def _rows(path: Path) -> Iterator[Mapping[str, Any] | None]:
 def _number(value: Any) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number else math.nan
+
+
+def time_shares(run: Run) -> str:
+    """How a run's time is divided, e.g. `sampling 60%, rewards 5%, training 35%`."""
+    total = _sum(run, "seconds")
+    if not total:
+        return ""
+    sampling, rewards = _sum(run, "sampling_seconds"), _sum(run, "reward_seconds")
+    parts = {"sampling": sampling, "rewards": rewards, "training": total - sampling - rewards}
+    shares = ", ".join(f"{name} {100 * value / total:.0f}%" for name, value in parts.items())
+    return f"{total / len(run.metrics['seconds']):.3g} s per step: {shares}"
+
+
+def _sum(run: Run, name: str) -> float:
+    return float(np.nansum(run.metrics.get(name, np.zeros(1))))

@@ -35,7 +35,7 @@ def gate(**fields):
 
 
 def vllm(**fields):
-    return VLLMConfig(url="http://localhost:8000", **fields)
+    return VLLMConfig(**fields)
 
 
 def solver(function, *arguments, **fixed):

@@ -324,8 +324,8 @@ def test_settings_that_a_row_cannot_satisfy_name_row_and_field(tmp_path, tokeniz
 
 BAD_SETTINGS = {
     "a limit of zero": ({"limit": 0}, "limit=0: use an integer >= 1"),
-    "prompts of 0 tokens": ({"max_prompt_tokens": 0}, "max_prompt_tokens must be at least 1"),
-    "demos of 0 tokens": ({"max_demo_tokens": 0}, "max_demo_tokens must be at least 1"),
+    "prompts of 0 tokens": ({"max_prompt_tokens": 0}, "max_prompt_tokens=0: use an integer >= 1"),
+    "demos of 0 tokens": ({"max_demo_tokens": 0}, "max_demo_tokens=0: use an integer >= 1"),
     "no {demo}": ({"demo_template": "{prompt}"}, r"demo_template must contain \{demo\}"),
     "no {prompt}": ({"template": "Q:"}, r"template must contain \{prompt\}, got 'Q:'"),
     "a lone brace": ({"template": "{prompt} {"}, r"template: .* write \{\{ for a literal brace"),

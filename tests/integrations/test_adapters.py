@@ -29,8 +29,8 @@ from gac.integrations.demonstrations import (
     tokenized,
 )
 from gac.integrations.hf_trainer import StepMixin, base_model, unsupported_options
+from gac.integrations.mixer import rollout_moments
 from gac.integrations.patch import Patch
-from gac.integrations.rollouts import rollout_moments
 from gac.integrations.verl_head import apply_fused_head
 from gac.methods import GAC, METHODS, Constant
 from gac.training.probes import UnitSketches

@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._inductor.utils import run_fw_bw_and_get_code
 
 from gac_kernels import (
     HeadSketch,
@@ -187,17 +186,6 @@ def test_inductor_with_transposed_rows() -> None:
     x = example(2, 3)
     del x["logps"], x["entropy"]
     check_every_function(torch.compile(every_function, fullgraph=True), x, SPEC, backend)
-
-
-def test_the_compiled_backward_scales_the_gradients_in_place() -> None:
-    """A copy of the weight's gradient would take as much memory again."""
-    x = example(2, 3)
-    arguments = x["hidden"], x["weight"], x["targets"], x["advantages"]
-    torch.compiler.reset()
-    compiled = torch.compile(lambda: 2 * fused_linear_gac_loss(*arguments).loss, fullgraph=True)
-    _, (_, backward) = run_fw_bw_and_get_code(compiled)
-    assert "(37, 8)" in backward and "empty_strided_cpu((37, 8)" not in backward
-    assert x["weight"].grad.abs().sum() > 0
 
 
 @pytest.mark.parametrize("form", ["logits", "linear"])

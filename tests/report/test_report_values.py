@@ -15,8 +15,8 @@ import torch
 
 from gac.report import page, plots, results_table
 from gac.report.groups import Group, differences, group_runs
-from gac.report.reading import read_run, shared_setting
-from gac.report.samples import read_samples, samples, time_shares
+from gac.report.page import read_samples, samples
+from gac.report.reading import read_run, shared_setting, time_shares
 from gac.report.statistics import band, smooth
 from gac.report.table import Column, Context, context_of, write_cell
 

@@ -10,7 +10,7 @@ import pytest
 
 from gac.config import dump
 from gac.demo import run
-from gac.demo.settings import demo_fields
+from gac.demo.run import demo_fields
 from gac.errors import RunError
 from gac.methods import METHODS
 from gac.report.reading import flatten

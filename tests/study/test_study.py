@@ -12,7 +12,7 @@ import pytest
 from gac import cli
 from gac.config import ConfigError, dump, save, to_yaml
 from gac.demo import run
-from gac.study.arms import Arm, arm_config, parse_arm
+from gac.study.command import Arm, arm_config, parse_arm
 from gac.study.results import interval, summary
 from tests.tiny import tiny_config, write_tiny
 from tools import methods_study as study

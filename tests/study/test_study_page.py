@@ -11,7 +11,7 @@ import pytest
 from gac import cli
 from gac.config import ConfigError, dump, save, to_yaml
 from gac.study import page, runs
-from gac.study.arms import arm_config, parse_arm, read_study
+from gac.study.command import arm_config, parse_arm, read_study
 from gac.study.results import interval, mean, row_cells, summary
 from tests.tiny import tiny_config, write_tiny
 
@@ -33,11 +33,12 @@ def study(tmp_path, monkeypatch):
             calls.append((configs, jobs, discard))
             return {c.out: "failed: x" for c in configs if result(c) is None}
 
-        monkeypatch.setattr(runs, "run_all", run_all)
-        monkeypatch.setattr(runs, "result", result)
+        monkeypatch.setattr("gac.study.command.run_all", run_all)
+        monkeypatch.setattr("gac.study.command.result", result)
         reports = []
         monkeypatch.setattr(
-            "gac.report.write_report", lambda r, out: reports.append(r) or out / "report.html"
+            "gac.study.command.write_report",
+            lambda r, out: reports.append(r) or out / "report.html",
         )
         path = tmp_path / "run.yaml"
         save(tiny_config(write_tiny(tmp_path), tmp_path / "out", steps=2), path)
