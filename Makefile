@@ -43,7 +43,7 @@ exit-check: setup  ## repeat the kill tests ten times, then check the exit codes
 	$(BIN)/python -m tools.exit_codes --runs 100
 
 torture: setup  ## kill runs of all kinds at random times for ten minutes; compare with undisturbed ones
-	$(BIN)/python -m tools.torture
+	$(BIN)/python -m tests.faults.torture
 
 mutants: setup  ## sample small bugs in the code and run the tests on each (hours); writes tests/README.md
 	$(BIN)/python -c "import coverage" 2>/dev/null || $(PIP) coverage==7.17.3

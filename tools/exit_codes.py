@@ -16,12 +16,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from gac.config import save
-from tests.tiny import tiny_config, write_tiny
-
 ROOT = Path(__file__).resolve().parents[1]
 OPTIONS = "--nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint localhost:0"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", *OPTIONS.split()]
+GAC = [sys.executable, "-m", "gac.cli"]
 DEADLINE = 300  # timeout of one job, in seconds
 
 
@@ -34,7 +32,8 @@ def main() -> int:
     codes: collections.Counter[int] = collections.Counter()
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as name:
-        task = write_tiny(Path(name))
+        task = Path(name)
+        subprocess.run([*GAC, "init", str(task / "task")], check=True, timeout=DEADLINE)
         for number in range(1, options.runs + 1):
             code, output = run_job(task, number, options.mode)
             codes[code] += 1
@@ -48,14 +47,11 @@ def main() -> int:
 
 def run_job(task: Path, number: int, mode: str) -> tuple[int, str]:
     """Run a job; return its exit code and output."""
-    file = task / f"{number}.yaml"
-    config = tiny_config(
-        task, task / str(number), steps=2, eval={}, parallel={"mode": mode, "timeout": 60}
-    )
-    save(config, file)
+    changes = ["steps=2", f"out=run-{number}", f"parallel.mode={mode}", "parallel.timeout=60"]
+    settings = [part for change in changes for part in ("--set", change)]
     done = subprocess.run(
-        [*TORCHRUN, "-m", "gac.cli", "train", str(file)],
-        cwd=ROOT,
+        [*TORCHRUN, "-m", "gac.cli", "train", "run.yaml", *settings],
+        cwd=task / "task",
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         timeout=DEADLINE,
         text=True,

@@ -42,8 +42,9 @@ def run(command: str, folder: str) -> str:
     arguments = ["timeout", str(SECONDS), sys.executable, "-m", "gac.cli", *command.split()]
     environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "NO_COLOR")}
     environment |= {"PYTHONPATH": str(Path.cwd()), "TERM": "xterm"}
-    streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
-    with subprocess.Popen(arguments, cwd=folder, env=environment, **streams) as process:
+    with subprocess.Popen(
+        arguments, cwd=folder, env=environment, stdin=theirs, stdout=theirs, stderr=theirs
+    ) as process:
         os.close(theirs)
         output = b""
         try:

@@ -10,6 +10,7 @@ import json
 import lzma
 import math
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -210,7 +211,7 @@ def _read_json(path: Path) -> Iterator[SourceRow]:
 
 def _items(path: Path) -> Iterator[Any]:
     """Yield the items of the file's JSON list without keeping the list in memory."""
-    decode, space = json.JSONDecoder().raw_decode, json.decoder.WHITESPACE.match
+    decode, space = json.JSONDecoder().raw_decode, re.compile(r"[ \t\n\r]*").match
     text, at, line, mark = "", 0, 1, "["
     with _text(path) as file:
         while mark != "]":

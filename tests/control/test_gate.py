@@ -204,7 +204,7 @@ def test_state_round_trips_json() -> None:
 
 
 def test_a_gate_needs_the_inner_product_of_the_gradients() -> None:
-    with pytest.raises(ValueError, match="set signals: gradients"):
+    with pytest.raises(ValueError, match="set method.signals=gradients"):
         METHODS["gac"](gate=Gate())
 
 

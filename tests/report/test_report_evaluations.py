@@ -140,6 +140,6 @@ def test_foreign_results_json_is_ignored_or_rejected(results, tmp_path):
     (run / "samples.jsonl.gz").write_bytes(b"")
     for text in ("[]", "{", "{}", '{"tasks": {"a": {}}}', '{"tasks": 1}'):
         (run / "results.json").write_text(text)
-        message = r"results.json: not a valid gac eval result.*delete"
+        message = r"results.json is not a valid `gac eval` result .*: move it away"
         with pytest.raises(ConfigError, match=message):
             write_report([run], tmp_path)

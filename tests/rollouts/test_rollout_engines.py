@@ -210,7 +210,7 @@ def test_batch_tokens_below_the_longest_prompt_is_rejected(task, tmp_path):
         "max_completion_length": 5,
         "generation_batch_tokens": 24,
     }
-    with pytest.raises(ConfigError, match="rollouts.generation_batch_tokens=24: 4 rows"):
+    with pytest.raises(ConfigError, match="rollouts.generation_batch_tokens=24: the 4 rollouts"):
         Trainer(tiny_config(task, tmp_path / "run", rollouts=rollouts))
 
 

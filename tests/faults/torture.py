@@ -1,6 +1,6 @@
 """Kill runs of many kinds at random times; each must end exactly like an undisturbed run.
 
-`make torture`, or `python -m tools.torture --minutes 10 --seed 0`: every trial picks a kind
+`make torture`, or `python -m tests.faults.torture --minutes 10 --seed 0`: every trial picks a kind
 of run and kills it until it ends: SIGKILL, SIGTERM or SIGINT, at a random time or after a random
 number of function calls within a phase of the run. Metrics, evaluations, samples, the last
 checkpoint and the exported model are then compared with those of an undisturbed run.
