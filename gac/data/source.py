@@ -211,7 +211,8 @@ def _read_json(path: Path) -> Iterator[SourceRow]:
 
 def _items(path: Path) -> Iterator[Any]:
     """Yield the items of the file's JSON list without keeping the list in memory."""
-    decode, space = json.JSONDecoder().raw_decode, re.compile(r"[ \t\n\r]*").match
+    decode = json.JSONDecoder().raw_decode
+    space: Any = re.compile(r"[ \t\n\r]*").match  # of any text
     text, at, line, mark = "", 0, 1, "["
     with _text(path) as file:
         while mark != "]":
