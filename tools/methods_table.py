@@ -78,6 +78,7 @@ def page(study: dict[str, Any]) -> str:
     settings = [
         (f"`{label}`", f"`{to_yaml(fields, inline=True)}`", *measured[label][1:])
         for label, fields in ABLATIONS.items()
+        if label in measured
     ]
     head = ("label", "fields of `gac`", *MEASURES)
     parts.append(f"{VARIANTS}\n{markdown_table(head, settings)}\n")

@@ -172,7 +172,7 @@ TRAIN = {  # value of --set -> answer
     "eval.samples=4": "samples=4 at temperature=0 would all be equal: set temperature > 0",
     "eval.reward=mth": "eval.reward: unknown reward 'mth'",
     "eval.data.prompts=none.jsonl": "eval.data.prompts='none.jsonl': no such file or folder",
-    "eval.data.prompts=null": "eval.every=50: there is nothing to evaluate: set eval.data.prompts",
+    "eval.data.prompts=null": "eval.every=10: there is nothing to evaluate: set eval.data.prompts",
     "eval.tasks={a: {}}": "eval.tasks.a.data.prompts is not set",
     "eval.tasks={a/b: {}}": "tasks.'a/b': invalid task name",
 }
@@ -214,8 +214,8 @@ LATE_TRAIN = {
     "data.system=Calculate.": "data.system='Calculate.': a text prompt needs data.chat=true",
     "data.chat=true": "data.chat=true: the tokenizer has no chat template: set data.template",
     "data.prompts=chat.jsonl": "a conversation needs a chat template, which the tokenizer does not",
-    "data.where={answer: 99}": "no rows left (dropped: 80 excluded by where)",
-    "data.max_prompt_tokens=1": "no rows left (dropped: 80 prompt longer than 1 tokens)",
+    "data.where={answer: 99}": "no rows left (dropped: 400 excluded by where)",
+    "data.max_prompt_tokens=1": "no rows left (dropped: 400 prompt longer than 1 tokens)",
     "data.demo_field=essay": "has the demonstration field 'essay': set demo_field",
     "data.source_field=set": "field 'set': is missing; the row's fields are",
     "model.attention=nonsense": "cannot be loaded: Specified `attn_implementation",
@@ -303,7 +303,7 @@ def test_check_trains_nothing(project):
     assert code == 0 and not torch and out.endswith("\nAll checks passed.\n")
     for line in (
         "model.path: 0.315 million parameters; training takes 0.005 GB",
-        "data.prompts: 80 rows\n",
+        "data.prompts: 400 rows\n",
         "reward: 1.0 for the demonstration of the first row\n",
         "steps: 200, each with 128 responses (at most 1,024 tokens) and 32 demonstrations",
     ):

@@ -76,5 +76,5 @@ def test_the_first_use_logs_its_backend_once(caplog: pytest.LogCaptureFixture) -
     backends._log_first_use.cache_clear()
     with caplog.at_level(logging.INFO, "gac_kernels"):
         for _ in range(3):
-            module = backends.choose("auto", torch.device("cpu"), torch.float32)
+            module = backends.select_backend("auto", torch.device("cpu"), torch.float32)
     assert caplog.messages == [f"using the {backends.name_of(module)} backend on cpu"]

@@ -304,7 +304,10 @@ def test_demonstrations_are_formatted_like_the_prompts(
             r"demo_dataset\[1\].*''.*remove the row",
         ),
         ([{"prompt": "", "completion": "2"}], r"demo_dataset\[0\].*''.*use a non-empty prompt"),
-        ([{"messages": [{"role": "user", "content": "1"}]}], "role 'user', expected 'assistant'"),
+        (
+            [{"messages": [{"role": "user", "content": "1"}]}],
+            "must come from the assistant, but its role is 'user'",
+        ),
     ],
 )
 def test_bad_demonstrations_are_named(model: Path, tmp_path: Path, rows: Any, message: str):

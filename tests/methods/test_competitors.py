@@ -31,7 +31,7 @@ def one_token_rows(name: str, p: list[float], **keywords) -> tuple[LossOutput, T
     advantages = torch.tensor(keywords.pop("advantages"))
     targets, mu = torch.zeros(n, 1, dtype=torch.int64), keywords.pop("mu", 0.0)
     is_demo = torch.tensor(keywords.pop("is_demo", [False] * n))
-    batch = Batch(targets, targets, advantages, is_demo, tuple(range(n)), 1)
+    batch = Batch({}, targets, advantages, is_demo, tuple(range(n)), torch.tensor([]), None)
     loss = METHODS[name](**keywords.pop("fields", {})).loss(LossSpec())
     norms = TermPair(demo=2.0, rollout=float(n))
     head, reference = Head(None, logits=logits), keywords.pop("reference", None)
@@ -92,7 +92,15 @@ def test_preferences_by_hand(name: str, fields, expected: float) -> None:
     loss = method.loss(LossSpec())
     for rows, pairs in ((targets, 1), (targets[:1].new_full((1, 2), -100), 0)):
         n = len(rows)
-        batch = Batch(rows, rows, torch.ones(n), torch.zeros(n, dtype=torch.bool), (0, 2)[:n], n)
+        batch = Batch(
+            {},
+            rows,
+            torch.ones(n),
+            torch.zeros(n, dtype=torch.bool),
+            (0, 2)[:n],
+            torch.tensor([]),
+            None,
+        )
         inputs = batch, 0.0, None, ref[:n], loss.spec, TermPair(1.0, 2.0)
         out = custom_loss(loss.token, Head(None, logits=logits[:n]), None, *inputs)
         assert out.loss.item() == pytest.approx(pairs * expected, rel=1e-6)
@@ -206,7 +214,7 @@ def test_prefix_rft_lengths_and_the_tokens_that_are_trained() -> None:
     bounds = torch.tensor([0, 2, 5], dtype=torch.int32)
     targets, advantage = torch.zeros(1, 5, dtype=torch.int64), torch.tensor([2.0, 3.0])
     batch = Batch(
-        targets, targets, advantage, torch.tensor([False, True]), (0,), 5, cu_seqlens=bounds
+        {}, targets, advantage, torch.tensor([False, True]), (0,), torch.tensor([]), bounds
     )
     loss = method.loss(LossSpec(max_tokens=10))
     head, norms = Head(None, logits=logits), TermPair(1.0, 1.0)
@@ -230,7 +238,7 @@ def test_dypo_contrasts_successes_and_failures_of_one_prompt() -> None:
     units = torch.tensor([7, 7, 7, 2, 2, 2, 5])
     advantages = torch.tensor([1.0, -1.0, -1.0, -1.0, 1.0, 0.0, 1.0])
     demos = torch.arange(7) == 6
-    batch = Batch(targets, targets, advantages, demos, tuple(range(7)), 1, units=units)
+    batch = Batch({}, targets, advantages, demos, tuple(range(7)), units, None)
     loss, head = method.loss(LossSpec()), Head(None, logits=logits)
     norms = TermPair(demo=1.0, rollout=6.0)
     out = custom_loss(loss.token, head, None, batch, 0.5, None, ref, loss.spec, norms)
@@ -303,7 +311,9 @@ def test_sdar_takes_one_pass_over_the_logits(changes: dict, monkeypatch) -> None
     targets = torch.randint(11, (3, 4), generator=g)
     targets[1, 2:] = -100
     teacher = torch.where(normal(3, 4) > 0, -normal(3, 4).abs(), math.nan)
-    batch = Batch(targets, targets, normal(3), torch.zeros(3, dtype=torch.bool), (0, 1, 2), 3)
+    batch = Batch(
+        {}, targets, normal(3), torch.zeros(3, dtype=torch.bool), (0, 1, 2), torch.tensor([]), None
+    )
     loss = METHODS["sdar"]().loss(LossSpec(temperature=0.8, **changes))
     leaves = normal(3, 4, 5), normal(11, 5)
     old, ref = -normal(3, 4).abs(), -normal(3, 4).abs()

@@ -85,7 +85,13 @@ def test_corrections_multiply_custom_losses(correction):
     logps = logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
     gaps = torch.tensor([[0.0], [0.5], [-1.0], [math.nan]]).expand(4, 2)
     batch = Batch(
-        targets, targets, torch.ones(4), torch.zeros(4, dtype=torch.bool), (0, 2, 4, 6), 2
+        {},
+        targets,
+        torch.ones(4),
+        torch.zeros(4, dtype=torch.bool),
+        (0, 2, 4, 6),
+        torch.tensor([]),
+        None,
     )
     spec = LossSpec(correction=correction, correction_max=2.0, rollout_reduction="token")
     head, norms = Head(None, logits=logits), TermPair(1.0, 8.0)

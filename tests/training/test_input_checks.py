@@ -26,12 +26,12 @@ def task(tmp_path_factory):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"micro_batch_size": 0}, "micro_batch_size=0: use a number >= 1"),
+        ({"micro_batch_size": 0}, "micro_batch_size=0: use an integer >= 1"),
         ({"loss": {"clip_low": 2}}, r"loss.clip_low=2.*: use a number in \[0, 1\]"),
         ({"rollouts": {"num_generations": 1}}, "rollouts.num_generations=1: .*: use a number >= 2"),
         ({"eval": {"every": 2}}, "eval.every=2: there is nothing to evaluate: set eval.data"),
         ({"method": {"name": "grpo", "mu": 0.3}}, r"method.mu: unknown key 'mu'.* none"),
-        ({"model": {"lora": {"rank": 0}}}, "model.lora: rank=0: use a number >= 1"),
+        ({"model": {"lora": {"rank": 0}}}, "model.lora: rank=0: use an integer >= 1"),
     ],
 )
 def test_invalid_values(task, tmp_path, changes, message):
