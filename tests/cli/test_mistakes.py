@@ -305,6 +305,6 @@ def test_check_trains_nothing(project):
         "model.path: 0.315 million parameters; training takes 0.005 GB",
         "data.prompts: 400 rows\n",
         "reward: 1.0 for the demonstration of the first row\n",
-        "steps: 200, each with 128 responses (at most 1,024 tokens) and 32 demonstrations",
+        "steps: 30, each with 128 responses (at most 1,024 tokens) and 32 demonstrations",
     ):
         assert line in out
