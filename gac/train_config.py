@@ -176,7 +176,7 @@ class TrainConfig(Checked):
                 "or rollouts.engine=generate"
             )
         plan = self.method.sampling(self.rollouts.num_generations)
-        if self.rollouts.function is not None and any(stage.has_prefix for stage in plan.stages):
+        if self.rollouts.function is not None and plan.has_prefix:
             raise ValueError(
                 f"rollouts.function={self.rollouts.function!r}: the rollouts of method "
                 f"{self.method.name!r} continue a demonstration: use another method, or null"
