@@ -127,7 +127,7 @@ class Observation:
     reward_variance: float | None = None
     """Population variance of the rewards over the batch."""
     rollout_loss: float | None = None
-    """The reduced rollout term."""
+    """Rollout loss after reduction over tokens, before weighting by 1 - mu."""
     demo_loss: float | None = None
     """Demonstration loss after reduction over tokens, before weighting by mu."""
     corrections: Corrections | None = None

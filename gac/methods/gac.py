@@ -34,7 +34,7 @@ class GAC(
     the LM head gradient.
     """
     gradient_parts: int = 4
-    """Number of micro-batch gradients per term for `signals: gradients`, >= 2."""
+    """Number of micro-batch gradients per term for `signals=gradients`, >= 2."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -203,7 +203,7 @@ def test_missing_or_invalid_library_is_reported(tmp_path, monkeypatch) -> None:
     other.write_text("// other sources")
     monkeypatch.setattr(cpu, "LIBRARY", built)
     monkeypatch.setattr(cpu.build_cuda, "SOURCES", tmp_path)
-    assert re.search("failed to load.* rebuild.*other sources", reason())
+    assert re.search("failed to load.*different version of the sources.* GAC_EXT=1", reason())
 
 
 def test_fallback_is_reported_once(monkeypatch) -> None:
