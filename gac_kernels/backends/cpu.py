@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from .. import build_cuda
-from ..contract import LossSpec, TokenMoments
+from ..contract import REDUCTIONS, DemoWeight, LossSpec, TokenMoments
 from ..inputs import BatchInputs
-from ..scalars import DTYPES, plan_scalars, token_scalars
+from ..scalars import DTYPES, token_scalars
 from ..sketch import RowSketch
 from ..tokens import Summary, Tokens, TokenTerms
 
@@ -196,7 +196,10 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
         inputs.is_per_sequence(inputs.advantages),
         not inputs.is_per_sequence(is_demo),
         inputs.mu,
-        *plan_scalars(spec),
+        spec.demo_weight is DemoWeight.SHAPED,
+        REDUCTIONS.index(spec.rollout_reduction),
+        REDUCTIONS.index(spec.demo_reduction),
+        spec.max_tokens or 1.0,
         *(0 if norm is None else ctypes.addressof(norm) for norm in norms),
     )
     _call(library().gac_plan, arguments)
@@ -281,7 +284,7 @@ def row_loss(
 ) -> TokenTerms:
     terms = TokenTerms(*(torch.empty_like(tokens.scale) for _ in TokenTerms._fields))
     columns = tokens._asdict() | terms._asdict()
-    temperature, *options = token_scalars(spec)
+    temperature, *options = token_scalars(spec).values()
     scaling = temperature if tokens.temperature is None else tokens.temperature
     _run("gac_row_loss", logits, out, scaling, softcap, columns, sketch, options)
     return terms
