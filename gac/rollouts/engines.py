@@ -18,6 +18,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from gac.config.imports import load_object, location
 from gac.errors import RunError, UserError, import_extra
+from gac.models.head import sampling_mode
 from gac.parallel import collectives
 
 from .config import PagedConfig, RolloutConfig
@@ -26,7 +27,6 @@ from .generation import (
     SamplingParams,
     generate,
     generation_config,
-    sampling_mode,
     stop_tokens,
 )
 from .plan import Rollout
