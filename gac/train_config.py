@@ -31,6 +31,7 @@ from gac.rollouts.config import RolloutConfig
 from gac_kernels import GradientFilter, LossSpec
 
 SEED = Valid("a whole number from 0 to 2**31 - 1", lambda x: 0 <= x < 2**31)
+STEPS = Valid("an integer from 1 to 1,000,000", lambda x: 1 <= x <= 1_000_000)
 BETAS = Valid("two numbers in [0, 1)", lambda betas: all(0 <= beta < 1 for beta in betas))
 
 
@@ -104,7 +105,7 @@ class TrainConfig(Checked):
     """Clipping, KL, entropy and reductions; a method may override some of these."""
     optim: OptimConfig = OptimConfig()
     """AdamW and its schedule."""
-    steps: Count = setting(800, may_change=True)
+    steps: Annotated[int, STEPS] = setting(800, may_change=True)
     """Number of optimizer steps."""
     demo_batch_size: Count = 64
     """Demonstrations per optimizer step, over all ranks."""
@@ -122,9 +123,8 @@ class TrainConfig(Checked):
     eval: EvalSettings = setting(EvalSettings(), may_change=True)
     """Evaluation during and after training."""
     monitor_kl_every: Natural = 0
-    """Steps between measurements of the KL to the reference policy for monitoring; 0: only when the
-    method or loss needs it.
-    """
+    """Number of steps between measurements of the KL to the reference policy for monitoring; 0:
+    only when the method or the loss needs it."""
     kl_sample_size: Count | None = None
     """Rollouts per step, over all ranks, used to estimate the KL to the reference policy when it is
     not part of the loss; null: all.
@@ -161,6 +161,7 @@ class TrainConfig(Checked):
                 require_default(self, name, name, "with micro_batch_size")
         low = self.loss.clip_low
         require(low is None or low <= 1, "loss.clip_low", low, "a number in [0, 1], or null")
+        require(self.loss.kl_coef >= 0, "loss.kl_coef", self.loss.kl_coef, "a number >= 0")
         if self.eval.every and not (self.eval.data.prompts or self.eval.tasks):
             raise ValueError(
                 f"eval.every={self.eval.every}: there is nothing to evaluate: set "
@@ -176,7 +177,7 @@ class TrainConfig(Checked):
                 "or rollouts.engine=generate"
             )
         plan = self.method.sampling(self.rollouts.num_generations)
-        if self.rollouts.function is not None and any(stage.has_prefix for stage in plan.stages):
+        if self.rollouts.function is not None and plan.has_prefix:
             raise ValueError(
                 f"rollouts.function={self.rollouts.function!r}: the rollouts of method "
                 f"{self.method.name!r} continue a demonstration: use another method, or null"

@@ -114,7 +114,8 @@ def require_default(config: Any, name: str, key: str, why: str) -> None:
     """Raise ValueError unless the field `name`, the configuration's `key`, has its default."""
     value, default = getattr(config, name), type(config).__dataclass_fields__[name].default
     if value != default:
-        raise ValueError(f"{key}={value!r} has no effect {why}: remove the key")
+        shown = value.value if isinstance(value, enum.Enum) else value
+        raise ValueError(f"{key}={shown!r} has no effect {why}: remove the key")
 
 
 def _holds(config: Any, name: str, text: str | None = None) -> bool:
@@ -155,7 +156,7 @@ def type_name(hint: Any) -> str:
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:
     """`; did you mean 'x'?` with the closest valid name, or an empty string."""
-    matches = difflib.get_close_matches(name, list(valid), cutoff=0.5)
+    matches = difflib.get_close_matches(name.lower(), list(valid), cutoff=0.5)
     return f"; did you mean {matches[0]!r}?" if matches else ""
 
 

@@ -75,7 +75,7 @@ def read_yaml(path: Path, is_base: bool = False) -> dict[str, Any]:
         data = parse_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
-    except (YamlError, UnicodeDecodeError) as error:
+    except (YamlError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid YAML: {error}") from error
     if not isinstance(data, dict | None):
         raise ConfigError(f"{path}: expected `key: value` lines, got {data!r:.60}")

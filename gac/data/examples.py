@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import re
 import string
 from collections import Counter
@@ -18,7 +17,7 @@ from gac.errors import ConfigError, MissingData
 
 from .conversations import calls_tools, demonstration, render, split_conversation
 from .order import MixedOrder, Order
-from .source import FORMATS, DataError, SourceRow, read_rows
+from .source import FORMATS, DataError, SourceRow, read_rows, why_missing
 from .stored import Example, Examples
 
 if TYPE_CHECKING:
@@ -284,9 +283,7 @@ def _select(
     try:
         rows = read_rows(source)
     except MissingData as error:
-        unset = re.findall(r"\$\w+", os.path.expandvars(source))
-        problem = f"{unset[0]} is not set" if unset else "no such file or folder"
-        raise MissingData(f"data.{key}={source!r}: {problem}") from error
+        raise MissingData(f"data.{key}={source!r}: {why_missing(source)}") from error
     for row in rows:
         passes = True
         for name, value in config.where.items():

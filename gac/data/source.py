@@ -23,6 +23,8 @@ TABLES = {".parquet": "parquet", ".arrow": "arrow"}  # suffix -> builder of `dat
 TEXTS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 SUFFIXES = (*TEXTS, *COMPRESSED, *TABLES)
+# owner/name[:configuration][:split], or name[:configuration]:split
+HUB = re.compile(r"\w[\w.-]*(/[\w.-]+(:[^:]+){0,2}|(:[^:]+){1,2})")
 CHUNK = 1 << 16  # characters of a JSON list that are read at once
 FORMATS = "a .jsonl, .json, .csv, .parquet or .arrow file"
 
@@ -73,6 +75,8 @@ class SourceRow:
             self.fail(field, f"expected text, found {type(value).__name__} {value!r:.60}")
         if not value.strip():
             self.fail(field, "is empty")
+        if re.search("[\ud800-\udfff]", value):
+            self.fail(field, "has half of a surrogate pair, which is no character: remove it")
         return value
 
 
@@ -98,9 +102,19 @@ def read_rows(source: str) -> Iterator[SourceRow]:
     folder, _, split = source.partition(":")
     if folder and Path(folder).expanduser().is_dir():
         return _read_saved(Path(folder).expanduser(), split)
-    if source.endswith(SUFFIXES) or source.startswith(("/", ".", "~", "$")):
-        raise MissingData(f"data source {source!r}: no such file or folder")
+    if problem := why_missing(source):
+        raise MissingData(f"data source {source!r}: {problem}")
     return _read_hub(source)
+
+
+def why_missing(source: str) -> str:
+    """Why there is no data under a name that is no path here; empty if it may be on the Hub."""
+    unset = re.findall(r"\$\w+", os.path.expandvars(source))
+    if unset:
+        return f"{unset[0]} is not set"
+    if HUB.fullmatch(source) and not source.endswith(SUFFIXES):
+        return ""
+    return "no such file or folder, and not a dataset of the Hub, owner/name:split"
 
 
 def _read_file(path: Path) -> Iterator[SourceRow]:
@@ -249,7 +263,7 @@ def _read_lines(path: Path) -> Iterator[SourceRow]:
                 continue
             try:
                 fields = json.loads(line.decode("utf-8-sig"))
-            except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
                 raise DataError(f"{location}: not valid UTF-8 JSON ({error})") from error
             if not isinstance(fields, dict):
                 raise DataError(f"{location}: expected an object, found {type(fields).__name__}")
@@ -293,14 +307,7 @@ def _read_folder(folder: Path) -> Any:
 
 def _read_hub(source: str) -> Iterator[SourceRow]:
     name, *rest = source.split(":")
-    if not rest and "/" in name:
-        rest = ["train"]
-    if len(rest) not in (1, 2) or not all([name, *rest]):
-        raise ValueError(
-            f"data source {source!r}: no such file, and not a Hub dataset 'name:split' or "
-            "'name:configuration:split'"
-        )
-    *configuration, split = rest
+    *configuration, split = rest or ["train"]
     datasets = _datasets()
     try:
         table = datasets.load_dataset(name, *configuration, split=split)

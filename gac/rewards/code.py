@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..errors import is_count
 from ..sandbox.pool import JudgeSpec, Pool, Program, RunResult, SandboxError
 from ..sandbox.row import context_of, names_defined, parse
 from .base import Reward, RowOutcome
@@ -104,12 +105,12 @@ class CodeReward(Reward):
         prompt_field: str = "prompt",
     ) -> None:
         for option, value, least in (("timeout", timeout, 1), ("memory_mb", memory_mb, 64)):
-            if isinstance(value, bool) or value != int(value) or value < least:
+            if not is_count(value, least):
                 raise ValueError(f"{option} must be an integer >= {least}, got {value!r}")
         for option, names in (("preload", preload), ("require", require)):
             if isinstance(names, str) or not all(isinstance(name, str) for name in names):
                 raise ValueError(f"{option} must be a list of names, got {names!r}")
-        self._limits = int(timeout), int(memory_mb)
+        self._limits = timeout, memory_mb
         self._partial = partial
         self._tests_field, self._setup_field = tests_field, setup_field
         self._entry_point_field, self._cases_field = entry_point_field, cases_field

@@ -5,7 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from gac.config import Checked, Count, Natural, Positive, PositiveShare, number, one_of, setting
+from gac.config import (
+    Checked,
+    Count,
+    Natural,
+    NonNegative,
+    Positive,
+    PositiveShare,
+    number,
+    one_of,
+    require_default,
+    setting,
+)
 from gac.errors import require
 from gac_kernels.contract import CORRECTIONS
 
@@ -104,7 +115,7 @@ class RolloutConfig(Checked):
     scale_rewards: Annotated[str, one_of("std", "centered", "batch")] = "std"
     """std: (r - mean) / (std + 1e-4) in the group; centered: r - mean; batch: (r - group mean)
     / (std of the batch + 1e-4)."""
-    dynamic_sampling_retries: int = 0
+    dynamic_sampling_retries: Natural = 0
     """Dynamic sampling (DAPO, arXiv 2503.14476): replace prompts whose rollouts all have the same
     reward, and hence no advantage, by the next prompts, at most this many times per step."""
     mask_truncated_completions: bool = False
@@ -113,10 +124,10 @@ class RolloutConfig(Checked):
     overlong_tokens: int | None = None
     """Soft overlong punishment (DAPO): over the last `overlong_tokens` tokens before
     `max_completion_length`, the reward falls linearly by up to `overlong_penalty`; null: off."""
-    overlong_penalty: float = setting(1.0, only_with="overlong_tokens")
+    overlong_penalty: NonNegative = setting(1.0, only_with="overlong_tokens")
     """Largest reduction of the reward by `overlong_tokens`."""
     log_samples_every: Natural = setting(10, may_change=True)
-    """Steps between the entries of samples.jsonl; 0: none."""
+    """Number of steps between the entries of samples.jsonl; 0: no entries."""
     log_sample_prompts: Natural = setting(2, only_with="log_samples_every", may_change=True)
     """Prompts per entry, each with all its completions and rewards."""
     print_samples: bool = setting(False, only_with="log_samples_every", may_change=True)
@@ -133,9 +144,12 @@ class RolloutConfig(Checked):
                 f"overlong_tokens={self.overlong_tokens!r}: use a number from 1 to "
                 f"max_completion_length={self.max_completion_length}, or null"
             )
-        if self.generation_batch_tokens is not None and self.generation_batch_tokens < minimum:
-            raise ValueError(
-                f"generation_batch_tokens={self.generation_batch_tokens!r}: the "
-                f"{self.num_generations} rollouts of a prompt need at least {minimum} "
-                "tokens: use more, or null"
-            )
+        if self.generation_batch_tokens is not None:
+            size = "generation_batch_size"
+            require_default(self, size, size, "with generation_batch_tokens")
+            if self.generation_batch_tokens < minimum:
+                raise ValueError(
+                    f"generation_batch_tokens={self.generation_batch_tokens!r}: the "
+                    f"{self.num_generations} rollouts of a prompt need at least {minimum} "
+                    "tokens: use more, or null"
+                )

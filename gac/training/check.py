@@ -14,7 +14,7 @@ from typing import Any
 from gac.config import load_early
 from gac.config.imports import load_object
 from gac.data.examples import DataConfig, load_references
-from gac.data.source import FORMATS, SUFFIXES, read_rows
+from gac.data.source import FORMATS, read_rows, why_missing
 from gac.errors import (
     ConfigError,
     MissingData,
@@ -120,7 +120,13 @@ def _score_first_row(config: Any, key: str, data: DataConfig, reward: Reward) ->
 
 
 def _check_training(config: Any) -> str:
-    """Import the user's functions, look for optional packages; returns the size of the run."""
+    """Check `out`, the user's functions and optional packages; returns the size of the run."""
+    out = Path(config.out).absolute()
+    existing = next(folder for folder in (out, *out.parents) if folder.exists())
+    if not (existing.is_dir() and os.access(existing, os.W_OK)):
+        raise ConfigError(f"out={config.out!r} cannot be written: choose another folder")
+    if (out / "config.json").is_file():
+        raise ConfigError(f"out={config.out!r} is the folder of a model: choose another folder")
     functions = {
         "rollouts.function": config.rollouts.function,
         "eval.function": config.eval.function,
@@ -191,5 +197,5 @@ def _check_path(key: str, value: str, file: Path | None) -> None:
         )
     if "://" in value:
         raise MissingData(f"{key}={value!r}: URLs are not read: download the file")
-    if key != "model.path" and "$" not in value and value.endswith(SUFFIXES):
-        raise MissingData(f"{key}={value!r}: no such file or folder")
+    if key != "model.path" and (problem := why_missing(value)):
+        raise MissingData(f"{key}={value!r}: {problem}")

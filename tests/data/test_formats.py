@@ -375,14 +375,14 @@ def test_mixed_order_takes_from_the_source_that_is_furthest_behind():
 
 @pytest.mark.parametrize("source", ["", "name", "owner/name:", ":train", "a/b:c:d:e"])
 def test_names_that_the_hub_cannot_have(source):
-    with pytest.raises(ValueError, match="no such file, and not a Hub dataset 'name:split' or"):
+    with pytest.raises(ValueError, match="no such file or folder, and not a dataset of the Hub"):
         read_rows(source)
 
 
 @pytest.mark.parametrize("source", ["/no/rows", "./rows", "~/rows", "$NO_FOLDER/rows", "rows.tsv"])
 def test_paths_are_not_looked_up_on_the_hub(source, monkeypatch):
     monkeypatch.delenv("NO_FOLDER", raising=False)
-    with pytest.raises(MissingData, match="no such file or folder"):
+    with pytest.raises(MissingData, match=r"no such file or folder|\$NO_FOLDER is not set"):
         read_rows(source)
 
 
