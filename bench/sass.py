@@ -43,8 +43,9 @@ class Passes(NamedTuple):
 
 
 def per_logit(report: Report) -> Passes:
-    """The instructions of a compiled row kernel's passes."""
-    return Passes(*(report.exponentials * count for count in passes(report.assembly)))
+    """The instructions of a compiled row kernel's passes; a softcap takes a second exponential."""
+    exponentials = 2 if "softcap" in report.config else 1
+    return Passes(*(exponentials * count for count in passes(report.assembly)))
 
 
 def passes(sass: str) -> Passes:

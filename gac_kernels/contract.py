@@ -73,6 +73,14 @@ NUMBERS = {
     "correction_min": True,
     "correction_max": True,
 }
+# The fields that are finite and above a bound, and what to use.
+ABOVE = {
+    "dual_clip": (1, "a number > 1, or None"),
+    "kl_coef": (-math.inf, "a finite number"),
+    "entropy_coef": (-math.inf, "a finite number"),
+    "temperature": (0, "a finite number > 0"),
+    "demo_shape": (0, "a finite number > 0"),
+}
 
 
 @dataclass(frozen=True)
@@ -164,18 +172,12 @@ class LossSpec:
                 f"use_bias_correction_kl={self.use_bias_correction_kl!r}: use True or False"
             )
         self._check_bounds()
-        if self.dual_clip is not None and not 1 < self.dual_clip < math.inf:
-            raise ValueError(f"dual_clip={self.dual_clip!r}: use a number > 1, or None")
-        for name in ("kl_coef", "entropy_coef"):
-            if not -math.inf < getattr(self, name) < math.inf:  # torch.compile traces no isfinite
-                raise ValueError(f"{name}={getattr(self, name)!r}: use a finite number")
-        for name in ("temperature", "demo_shape"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name}={getattr(self, name)!r}: use a finite number > 0")
+        for name, (low, wanted) in ABOVE.items():
+            value = getattr(self, name)  # torch.compile traces no isfinite
+            if value is not None and not low < value < math.inf:
+                raise ValueError(f"{name}={value!r}: use {wanted}")
         constant = "constant" in (self.rollout_reduction, self.demo_reduction)
-        if self.max_tokens is None and not constant:
-            return
-        if self.max_tokens is None or not 0 < self.max_tokens < math.inf:
+        if (constant or self.max_tokens is not None) and not 0 < (self.max_tokens or 0) < math.inf:
             raise ValueError(
                 f"max_tokens={self.max_tokens!r}: a 'constant' reduction requires a number > 0"
             )

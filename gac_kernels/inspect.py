@@ -14,8 +14,9 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,10 +28,6 @@ from .tokens import Tokens, plan
 
 ARCHITECTURES = ("80", "90", "100")
 VOCAB = 152064  # of a launch of the CUDA kernels, which determines their shared memory
-INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/.*;", re.MULTILINE)
-WIDE_ACCESS = re.compile(r"(?:LDG|STG)\.E\S*\.128")
-AMD_INSTRUCTION = re.compile(r"^\s+(?:[sv]|ds|buffer|global|flat)_\w+", re.MULTILINE)
-AMD_WIDE_ACCESS = re.compile(r"\b(?:global|buffer)_(?:load|store)_dwordx4")
 
 
 class Report(NamedTuple):
@@ -50,11 +47,33 @@ class Report(NamedTuple):
     instructions: int
     wide_accesses: int
     """Number of global loads and stores of 16 bytes per thread."""
-    exponentials: int
-    """Per logit, in each pass over a row: one, or two with a softcap."""
     assembly: str
     """The machine code."""
 
+
+# Patterns of the numbers in the compiler's log, which are added, and of the machine code.
+NVIDIA = (
+    {
+        "registers": r"Used (\d+) registers",
+        "spills": r"(\d+) bytes spill (?:stores|loads)",
+        "stack": r"(\d+) bytes stack frame",
+    },
+    {
+        "instructions": r"^\s*/\*[0-9a-f]{4,}\*/.*;",
+        "wide_accesses": r"(?:LDG|STG)\.E\S*\.128",
+    },
+)
+AMD = (
+    {
+        "registers": r"\.vgpr_count:\s+(\d+)",
+        "spills": r"\.[vs]gpr_spill_count:\s+(\d+)",  # in registers
+        "stack": r"\.private_segment_fixed_size:\s+(\d+)",
+    },
+    {
+        "instructions": r"^\s+(?:[sv]|ds|buffer|global|flat)_\w+",
+        "wide_accesses": r"\b(?:global|buffer)_(?:load|store)_dwordx4",
+    },
+)
 
 # A name and a `backends.triton.launch.Launch` to compile.
 Configuration = tuple[str, Any]
@@ -94,91 +113,65 @@ _SPECS = {
 
 def triton_configurations() -> Iterator[Configuration]:
     """Yield every Triton kernel in every tiling, and the loss kernel for each of `_SPECS`."""
-    from .backends.triton.grads import grads_launch
-    from .backends.triton.scale import scale_launch
-    from .backends.triton.stats import stats_launch
+    from .backends import triton
 
+    plain, full = meta_tokens(ref=False), meta_tokens(ref=True)
+    column = torch.empty(8, device="meta")
+    stats, columns = (plain.targets, 1.0), (plain.targets, column, column, column, column, 1.0)
+    default, everything = _SPECS["default"], _SPECS["all options"]
     for vocab, dtype in _ROWS:
         logits = torch.empty(2, 4, vocab, dtype=dtype, device="meta")
-        tokens = _meta_tokens(ref=False)
-        row = logits.new_empty(8, dtype=torch.float32)
         name = f"V={vocab} {str(dtype).removeprefix('torch.')}"
-        yield name, stats_launch(logits, tokens.targets, 1.0, row.expand(3, 8))
-        columns = tokens.targets, row, row, row, row
-        yield name, grads_launch(logits, *columns, 1.0, logits)
-        yield name, scale_launch(logits, row[0], 1)
-        yield _loss_configuration(name, "default", logits, logits, tokens)
+        yield from launches(name, triton.row_stats, logits, *stats)
+        yield from launches(name, triton.row_grads, logits, *columns, logits)
+        yield from launches(name, triton.scale_, logits, column[0])
+        yield from launches(f"{name}, default", triton.row_loss, logits, plain, default, logits)
     logits = torch.empty(2, 4, 151936, dtype=torch.bfloat16, device="meta")
-    yield _loss_configuration("no gradient", "default", logits, None, _meta_tokens(ref=False))
-    for spec in list(_SPECS)[1:]:
-        tokens = _meta_tokens(ref=_SPECS[spec].kl_coef != 0)
-        if _SPECS[spec].correction != "none":
+    yield from launches("no gradient, default", triton.row_loss, logits, plain, default, None)
+    name, softcap = "V=151936 bfloat16", 30.0
+    for title, spec in list(_SPECS.items())[1:]:
+        tokens = full if spec.kl_coef != 0 else plain
+        if spec.correction != "none":
             tokens = tokens._replace(factor=tokens.scale, rollout_logps=tokens.scale)
-        yield _loss_configuration("V=151936 bfloat16", spec, logits, logits, tokens)
-    # with a softcap: the row kernels, and the statistics with and without MORE_OUTPUTS
-    targets, row = _meta_tokens(ref=True).targets, logits.new_empty(8, dtype=torch.float32)
-    name, softcap = "V=151936 bfloat16, softcap", 30.0
-    for suffix, results in (("", row.expand(3, 8)), (", more", row.expand(6, 8))):
-        yield name + suffix, stats_launch(logits, targets, 1.0, results, softcap)
-    yield name, grads_launch(logits, targets, row, row, row, row, 1.0, logits, softcap)
-    tokens = _meta_tokens(ref=True)
-    yield _loss_configuration(name, "all options", logits, logits, tokens, softcap=softcap)
-    wide = torch.empty(2, 4, 151936, dtype=torch.float32, device="meta")
-    yield _loss_configuration(
-        "V=151936 float32 to bfloat16", "default", wide, logits, _meta_tokens(ref=False)
-    )
+        yield from launches(f"{name}, {title}", triton.row_loss, logits, tokens, spec, logits)
+    name += ", softcap"
+    for suffix, more in (("", False), (", more", True)):
+        yield from launches(name + suffix, triton.row_stats, logits, *stats, softcap, more)
+    yield from launches(name, triton.row_grads, logits, *columns, logits, softcap)
+    loss = logits, full, everything, logits, None, softcap
+    yield from launches(f"{name}, all options", triton.row_loss, *loss)
+    wide = logits.float()
     sketch = RowSketch(wide[0, 0].to(torch.int8), torch.empty(8, 16, device="meta"))
-    yield _loss_configuration(
-        "V=151936 float32 to bfloat16, sketch",
-        "default",
-        wide,
-        logits,
-        _meta_tokens(ref=False),
-        sketch,
-    )
-
-
-def _loss_configuration(
-    name: str,
-    spec: str,
-    logits: torch.Tensor,
-    out: torch.Tensor | None,
-    tokens: Tokens,
-    sketch: RowSketch | None = None,
-    softcap: float | None = None,
-) -> Configuration:
-    from .backends.triton.loss import loss_launch
-
-    terms = torch.empty(5, 8, device="meta")
-    launch = loss_launch(logits, tokens, _SPECS[spec], out, terms, sketch, softcap)
-    return f"{name}, {spec}", launch
-
-
-def _meta_tokens(ref: bool) -> Tokens:
-    """2 x 4 tokens on the meta device."""
-    targets, is_demo = torch.zeros(2, 4, dtype=torch.int64), torch.tensor([False, True])
-    logps = torch.zeros(2, 4)
-    inputs = BatchInputs(targets, torch.zeros(2), is_demo, 0.5, logps, logps if ref else None)
-    move = lambda x: x.to("meta") if isinstance(x, torch.Tensor) else x  # noqa: E731 - one line
-    return Tokens(*map(move, plan(inputs, LossSpec())))
-
-
-def batch_configurations() -> Iterator[Configuration]:
-    """The kernels that plan the tokens, with all optional inputs."""
-    from .backends.triton.plan import lengths_launch, tokens_launch
-
+    for title, buffers in (("", None), ("sketch, ", sketch)):
+        title = f"V=151936 float32 to bfloat16, {title}default"
+        yield from launches(title, triton.row_loss, wide, plain, default, logits, buffers)
     spec = LossSpec(demo_weight=DemoWeight.SHAPED, rollout_reduction="constant", max_tokens=9)
-    floats = torch.empty(5, 8, device="meta")
-    for mu, cu_seqlens, name in (
-        (0.5, None, "padded"),
-        (floats[0, 0], torch.empty(3, dtype=torch.int32, device="meta"), "packed, mu a tensor"),
-    ):
-        tokens = _meta_tokens(ref=True)._replace(mu=mu)
-        inputs = BatchInputs(
-            tokens.targets, floats[0], tokens.is_demo, mu, floats[0], floats[0], demo_norm=3
-        )
-        yield name, lengths_launch(tokens.targets, cu_seqlens, tokens.offsets, tokens.lengths, 4)
-        yield name, tokens_launch(tokens, floats, inputs, spec, 1)
+    inputs = meta_inputs(ref=True)._replace(demo_norm=3)
+    yield from launches("padded", triton.plan, inputs, spec)
+    packed = {"targets": plain.targets, "cu_seqlens": plain.offsets.int(), "mu": column[0]}
+    yield from launches("packed, mu a tensor", triton.plan, inputs._replace(**packed), spec)
+
+
+def launches(
+    name: str, function: Callable[..., object], *arguments: Any
+) -> Iterator[Configuration]:
+    """The launches of a function of the Triton backend, called with tensors on the meta device."""
+    from .backends.triton.launch import recorded
+
+    recorded.clear()
+    function(*arguments)
+    yield from ((name, launch) for launch in tuple(recorded))
+
+
+def meta_inputs(ref: bool) -> BatchInputs:
+    """2 x 4 tokens on the meta device, with reference log-probs if `ref`."""
+    logps = torch.empty(2, 4, device="meta")
+    roles = logps[:, 0], logps[:, 0] > 0
+    return BatchInputs(logps.long(), *roles, 0.5, logps, logps if ref else None)
+
+
+def meta_tokens(ref: bool) -> Tokens:
+    return plan(meta_inputs(ref), LossSpec())
 
 
 def compile_triton(configuration: Configuration, arch: str) -> Report:
@@ -188,75 +181,54 @@ def compile_triton(configuration: Configuration, arch: str) -> Report:
     """
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     from .backends.triton.launch import launch_warps
 
     name, launch = configuration
-    signature, constants, attributes = _specialize(launch)
-    source = ASTSource(launch.kernel, signature, constants, attributes)
     amd = arch.startswith("gfx")
     # AMD's data-center GPUs, gfx9, have 64 threads per warp
     target = GPUTarget("hip", arch, 64 if arch.startswith("gfx9") else 32)
     target = target if amd else GPUTarget("cuda", int(arch), 32)
-    options = {
-        "num_warps": launch_warps(launch.warps, target.warp_size),
-        "enable_fp_fusion": True,
-    }
+    device = object()  # a new one, because Triton caches kernels by device
+    driver = SimpleNamespace(
+        get_current_target=lambda: target,
+        get_current_device=lambda: device,
+        get_current_stream=lambda device: None,
+    )
+    triton.runtime.driver.set_active(driver)
     triton.knobs.compilation.always_compile = True  # a cached kernel leaves no ptxas log
     triton.knobs.nvidia.dump_ptxas_log = True
+    options = {"num_warps": launch_warps(launch.warps, target.warp_size), "enable_fp_fusion": True}
     with contextlib.redirect_stdout(io.StringIO()) as log:
-        compiled = triton.compile(source, target=target, options=options)
+        compiled = launch.kernel.warmup(**launch.arguments, **options, grid=(1,))
     title, shared = (launch.kernel.__name__, name), compiled.metadata.shared
     if amd:
-        return _amd_report(*title, arch, compiled.asm["amdgcn"], shared)
+        assembly = compiled.asm["amdgcn"]
+        found = _report(*title, arch, assembly, assembly, shared, AMD)
+        return found._replace(spills=2 * 4 * found.spills)  # four bytes, stored and loaded
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(compiled.asm["cubin"])
         sass = _disassemble(file.name)
-    exponentials = 1 if launch.arguments.get("softcap") is None else 2
-    return _report(*title, arch, log.getvalue(), sass, shared, exponentials)
+    return _report(*title, f"sm_{arch}", log.getvalue(), sass, shared)
 
 
 def _report(
     kernel: str,
     config: str,
     arch: str,
-    log: str,  # of ptxas
-    sass: str,
+    log: str,
+    assembly: str,
     shared: int,
-    exponentials: int = 1,
+    patterns: tuple[Mapping[str, str], Mapping[str, str]] = NVIDIA,
 ) -> Report:
-    return Report(
-        kernel=kernel,
-        config=config,
-        arch=f"sm_{arch}",
-        registers=_number(r"Used (\d+) registers", log),
-        spills=sum(_number(rf"(\d+) bytes spill {x}", log) for x in ("stores", "loads")),
-        stack=_number(r"(\d+) bytes stack frame", log),
-        shared=shared,
-        instructions=len(INSTRUCTION.findall(sass)),
-        wide_accesses=len(WIDE_ACCESS.findall(sass)),
-        exponentials=exponentials,
-        assembly=sass,
-    )
-
-
-def _amd_report(kernel: str, config: str, arch: str, assembly: str, shared: int) -> Report:
-    """Read the statistics from the assembly of an AMD GPU; a spilled register takes four bytes."""
-    spilled = sum(_number(rf"\.{x}gpr_spill_count:\s+(\d+)", assembly) for x in "vs")
-    return Report(
-        kernel=kernel,
-        config=config,
-        arch=arch,
-        registers=_number(r"\.vgpr_count:\s+(\d+)", assembly),
-        spills=2 * 4 * spilled,
-        stack=_number(r"\.private_segment_fixed_size:\s+(\d+)", assembly),
-        shared=shared,
-        instructions=len(AMD_INSTRUCTION.findall(assembly)),
-        wide_accesses=len(AMD_WIDE_ACCESS.findall(assembly)),
-        exponentials=1,
-        assembly=assembly,
-    )
+    in_log, in_code = patterns
+    numbers = {name: len(re.findall(x, assembly, re.MULTILINE)) for name, x in in_code.items()}
+    for name, pattern in in_log.items():
+        found = re.findall(pattern, log)
+        if not found:
+            raise RuntimeError(f"no match for {pattern!r} in the compiler log:\n{log}")
+        numbers[name] = sum(map(int, found))
+    return Report(kernel, config, arch, shared=shared, assembly=assembly, **numbers)
 
 
 def _disassemble(cubin: str) -> str:
@@ -264,48 +236,6 @@ def _disassemble(cubin: str) -> str:
 
     command = [triton.knobs.nvidia.nvdisasm.path, "-c", cubin]
     return subprocess.run(command, capture_output=True, check=True, text=True).stdout
-
-
-def _specialize(launch: Any) -> tuple[dict[str, str], dict[str, Any], dict[Any, Any]]:
-    """Triton's view of the arguments: types, constants, and which are divisible by 16."""
-    signature: dict[str, str] = {}
-    constants: dict[str, Any] = {}
-    attributes: dict[Any, Any] = {}
-    for parameter in launch.kernel.params:
-        name, value = parameter.name, launch.arguments[parameter.name]
-        if parameter.is_constexpr or value is None:
-            signature[name], constants[name] = "constexpr", value
-            continue
-        aligned = not parameter.do_not_specialize_on_alignment
-        if isinstance(value, torch.Tensor):
-            signature[name] = "*" + _POINTEES[value.dtype]
-        elif isinstance(value, float):
-            signature[name], aligned = "fp32", False
-        else:
-            signature[name] = parameter.annotation_type or "i32"
-            aligned = value % 16 == 0 and not parameter.do_not_specialize
-        if aligned:
-            attributes[(parameter.num,)] = [["tt.divisibility", 16]]
-    return signature, constants, attributes
-
-
-_POINTEES = {
-    torch.float64: "fp64",
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.int8: "i8",
-    torch.float16: "fp16",
-    torch.int64: "i64",
-    torch.int32: "i32",
-    torch.bool: "i1",
-}
-
-
-def _number(pattern: str, log: str) -> int:
-    match = re.search(pattern, log)
-    if match is None:
-        raise RuntimeError(f"no match for {pattern!r} in the compiler log:\n{log}")
-    return int(match[1])
 
 
 def compile_cuda(arch: str) -> Iterator[Report]:
@@ -329,7 +259,7 @@ def compile_cuda(arch: str) -> Iterator[Report]:
         kernel, dtypes = _signature(symbol)
         config = " to ".join(str(t).removeprefix("torch.") for t in dtypes)
         shared = cuda.shared_bytes(cuda.split(VOCAB, dtypes[0], keep_row=True).slots)
-        yield _report(kernel, config, arch, compiled[symbol], text, shared)
+        yield _report(kernel, config, f"sm_{arch}", compiled[symbol], text, shared)
 
 
 _TYPES = {"f": torch.float32, "13__nv_bfloat16": torch.bfloat16, "6__half": torch.float16}
@@ -357,7 +287,7 @@ def reports(source: str, architectures: list[str]) -> Iterator[Report]:
     from . import build_cuda
 
     if source == "triton":
-        for configuration in (*triton_configurations(), *batch_configurations()):
+        for configuration in triton_configurations():
             for arch in architectures:
                 yield compile_triton(configuration, arch)
     elif build_cuda.find_nvcc() is None:

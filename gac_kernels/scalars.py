@@ -9,11 +9,11 @@ import ast
 import math
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from .contract import KL_ESTIMATORS, NUMBERS, POLICIES, REDUCTIONS, DemoWeight, LossSpec
+from .contract import KL_ESTIMATORS, NUMBERS, POLICIES, DemoWeight, LossSpec
 
 # dtypes that the kernels support; C++ refers to them by index
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -23,66 +23,26 @@ _TEXTS = tuple(
 )
 
 
-class TokenScalars(NamedTuple):
-    """Scalars of the per-token formulas; all but the first are in csrc/cpu/native.h's order."""
-
-    temperature: float
-    ratio_low: float
-    ratio_high: float
-    dual_clip: float
-    kl_coef: float
-    kl_estimator: int
-    entropy_coef: float
-    demo_weight: int
-    demo_shape: float
-    policy: int
-    sapo_tau_positive: float
-    sapo_tau_negative: float
-    kl_ratio: bool
-    mask_correction: bool
-    correction_min: float
-    correction_max: float
-
-
-class PlanScalars(NamedTuple):
-    """Scalars of the token weights, in the order of csrc/cpu/native.h."""
-
-    shaped: bool
-    rollout_reduction: int
-    demo_reduction: int
-    max_tokens: float
-
-
-def token_scalars(spec: LossSpec) -> TokenScalars:
-    """Encode the options of the per-token formulas."""
-    return TokenScalars(
-        temperature=float(spec.temperature),
-        ratio_low=-math.inf if spec.clip_low is None else 1 - spec.clip_low,
-        ratio_high=math.inf if spec.clip_high is None else 1 + spec.clip_high,
-        dual_clip=math.inf if spec.dual_clip is None else float(spec.dual_clip),
-        kl_coef=float(spec.kl_coef),
-        kl_estimator=KL_ESTIMATORS.index(spec.kl_estimator),
-        entropy_coef=float(spec.entropy_coef),
-        demo_weight=_DEMO_WEIGHTS.index(spec.demo_weight),
-        demo_shape=float(spec.demo_shape),
-        policy=POLICIES.index(spec.policy_loss),
-        sapo_tau_positive=float(spec.sapo_tau[0]),
-        sapo_tau_negative=float(spec.sapo_tau[1]),
-        kl_ratio=spec.use_bias_correction_kl,
-        mask_correction=spec.correction.endswith("mask"),
-        correction_min=float(spec.correction_min or 0),
-        correction_max=math.inf if spec.correction_max is None else float(spec.correction_max),
-    )
-
-
-def plan_scalars(spec: LossSpec) -> PlanScalars:
-    """Encode the options of the token weights."""
-    return PlanScalars(
-        shaped=spec.demo_weight is DemoWeight.SHAPED,
-        rollout_reduction=REDUCTIONS.index(spec.rollout_reduction),
-        demo_reduction=REDUCTIONS.index(spec.demo_reduction),
-        max_tokens=float(spec.max_tokens or 1),
-    )
+def token_scalars(spec: LossSpec) -> dict[str, float]:
+    """Encode the options of the per-token formulas; all but the first are in native.h's order."""
+    return {
+        "temperature": float(spec.temperature),
+        "ratio_low": -math.inf if spec.clip_low is None else 1 - spec.clip_low,
+        "ratio_high": math.inf if spec.clip_high is None else 1 + spec.clip_high,
+        "dual_clip": math.inf if spec.dual_clip is None else float(spec.dual_clip),
+        "kl_coef": float(spec.kl_coef),
+        "kl_estimator": KL_ESTIMATORS.index(spec.kl_estimator),
+        "entropy_coef": float(spec.entropy_coef),
+        "demo_weight": _DEMO_WEIGHTS.index(spec.demo_weight),
+        "demo_shape": float(spec.demo_shape),
+        "policy": POLICIES.index(spec.policy_loss),
+        "sapo_tau_positive": float(spec.sapo_tau[0]),
+        "sapo_tau_negative": float(spec.sapo_tau[1]),
+        "kl_ratio": spec.use_bias_correction_kl,
+        "mask_correction": spec.correction.endswith("mask"),
+        "correction_min": float(spec.correction_min or 0),
+        "correction_max": math.inf if spec.correction_max is None else float(spec.correction_max),
+    }
 
 
 def encode(spec: LossSpec) -> tuple[str, list[float]]:

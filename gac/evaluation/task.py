@@ -15,9 +15,10 @@ import torch
 from gac.data import Example
 from gac.errors import ConfigError
 from gac.parallel.collectives import gather, rank, world_size
-from gac.rollouts.engines import Engine, RolloutFunction, score
+from gac.rollouts.engines import Engine, RolloutFunction
 from gac.rollouts.generation import SamplingParams, stop_tokens
 from gac.rollouts.plan import Rollout
+from gac.rollouts.sampling import score
 
 from .config import EvalTask
 from .estimates import accuracy_interval, bootstrap_interval, pass_at_k

@@ -12,7 +12,7 @@ import functools
 import json
 import logging
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, make_dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
@@ -130,7 +130,7 @@ class Observation:
     reward_variance: float | None = None
     """Population variance of the rewards over the batch."""
     rollout_loss: float | None = None
-    """The reduced rollout term."""
+    """Rollout loss after reduction over tokens, before weighting by 1 - mu."""
     demo_loss: float | None = None
     """Demonstration loss after reduction over tokens, before weighting by mu."""
     corrections: Corrections | None = None
@@ -145,15 +145,8 @@ class Observation:
     """Mean negative log-likelihood per token of each demonstration of the step, where finite."""
     lr: float | None = None
     """Learning rate of the step."""
-    demo_sources: tuple[str, ...] | None = None
-    """The source of each of `demo_losses`, if the data name sources."""
-
-    def losses_by_source(self) -> dict[str, list[float]]:
-        """The `demo_losses` of each source; empty if the data name no sources."""
-        grouped: dict[str, list[float]] = {}
-        for source, loss in zip(self.demo_sources or (), self.demo_losses or (), strict=False):
-            grouped.setdefault(source, []).append(loss)
-        return grouped
+    losses_by_source: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """The `demo_losses` of each source; empty if the data name no sources."""
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class ConstantAlarm(Constant, name="constant-alarm", family=OURS, source="docs/a
         return {"alarm": None}
 
     def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
-        by_source, alarms = last.losses_by_source(), dict(state.get("sources", {}))
+        by_source, alarms = last.losses_by_source, dict(state.get("sources", {}))
         for source, losses in by_source.items():
             alarms[source] = self.alarm.update_plain(alarms.get(source), None, losses)
         if by_source:

@@ -55,7 +55,7 @@ def describe_needs(method: Method) -> tuple[str, ...]:
     declared = {
         sampled: required.rollouts,
         DEMOS[sampling.demos]: required.demos,
-        "prefixes": any(stage.has_prefix for stage in sampling.stages),
+        "prefixes": sampling.has_prefix,
         "separate gradients": required.parts > 0,
         "teacher": sampling.teacher,
         "reference": required.kl or loss.reference,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import math
 import os
 import sys
 import traceback
@@ -34,7 +35,6 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from gac.errors import ConfigError, require
 
-from .collectives import largest
 from .config import ParallelConfig
 
 DISABLE_ASYNC_LOAD = (
@@ -376,17 +376,21 @@ def in_lockstep(model: nn.Module) -> bool:
     return any(unit not in _gathered_units for unit in units(model))
 
 
-def required_calls(model: nn.Module, needed: int) -> int:
-    """Number of model calls that this rank must make to get `needed` results.
+def clip_gradient(
+    model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | None
+) -> float:
+    """Clip the gradient of the optimizer's weights to `max_norm`, unless it is None or 0.
 
-    In lockstep, this is the maximum over ranks.
+    Returns:
+        The norm before clipping; 0 without a gradient.
     """
-    return int(largest([needed])[0]) if in_lockstep(model) else needed
-
-
-def to_float(value: Tensor) -> float:
-    """A 0-d tensor or DTensor as a float."""
-    return float(value.full_tensor() if isinstance(value, DTensor) else value)
+    reshard(model)  # gathered parameters are different objects, without gradients
+    trained = (p for group in optimizer.param_groups for p in group["params"])
+    with_gradient = [p for p in trained if p.grad is not None]
+    if not with_gradient:
+        return 0.0
+    norm = nn.utils.clip_grad_norm_(with_gradient, max_norm or math.inf)
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
 def _mesh(accelerator: Accelerator, config: ParallelConfig) -> DeviceMesh:

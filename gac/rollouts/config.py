@@ -127,7 +127,7 @@ class RolloutConfig(Checked):
     overlong_penalty: NonNegative = setting(1.0, only_with="overlong_tokens")
     """Largest reduction of the reward by `overlong_tokens`."""
     log_samples_every: Natural = setting(10, may_change=True)
-    """Steps between the entries of samples.jsonl; 0: none."""
+    """Number of steps between the entries of samples.jsonl; 0: no entries."""
     log_sample_prompts: Natural = setting(2, only_with="log_samples_every", may_change=True)
     """Prompts per entry, each with all its completions and rewards."""
     print_samples: bool = setting(False, only_with="log_samples_every", may_change=True)

@@ -18,6 +18,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from gac.config.imports import load_object, user_code
 from gac.errors import RunError, UserError, import_extra
+from gac.models.head import sampling_mode
 from gac.parallel import collectives
 
 from .config import PagedConfig, RolloutConfig
@@ -26,7 +27,6 @@ from .generation import (
     SamplingParams,
     generate,
     generation_config,
-    sampling_mode,
     stop_tokens,
 )
 from .plan import Rollout
@@ -250,35 +250,6 @@ class Engine:
             batch_tokens=self.config.generation_batch_tokens,
             **params._asdict(),
         )
-
-
-def score(
-    reward: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    examples: Sequence[Example],
-    rollouts: Sequence[Rollout],
-) -> tuple[list[str], list[float | None]]:
-    """Texts and rewards of the rollouts of `examples`, one each; a reward is None if dropped.
-
-    The configured `reward` scores the rollouts that have no reward of their own.
-    """
-    # one by one: an empty batch would decode to one empty string
-    texts = [
-        str(tokenizer.decode(list(r.completion_ids), skip_special_tokens=True)) for r in rollouts
-    ]
-    scores = [None if r.reward is None else float(r.reward) for r in rollouts]
-    rows = [i for i, s in enumerate(scores) if s is None]
-    extended = [
-        replace(examples[i], extra={**examples[i].extra, **rollouts[i].extra})
-        if rollouts[i].extra
-        else examples[i]
-        for i in rows
-    ]
-    if rows:
-        values = reward([texts[i] for i in rows], extended)
-        for i, value in zip(rows, values, strict=True):
-            scores[i] = value
-    return texts, scores
 
 
 @torch.no_grad()

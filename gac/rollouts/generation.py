@@ -5,10 +5,9 @@ Notation: Q prompts, K rollouts per prompt.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +17,9 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from gac.data.rows import token_ids
 from gac.errors import ConfigError
 from gac.models.causal_lm import end_of_turn
-from gac.models.head import autocast, without_row_attention
-from gac.parallel.setup import in_lockstep, required_calls
+from gac.models.head import sampling_mode
+from gac.parallel.collectives import largest
+from gac.parallel.setup import in_lockstep
 
 logger = logging.getLogger(__name__)
 ROUNDING = 0.05  # largest change by padding, relative to the effect of other tokens
@@ -75,16 +75,17 @@ def generate(
         parts = _parts(prompts, params, batch, batch_tokens)
         if not _supports_padding(model, pad_token):
             parts = [part for mixed in parts for part in _equal_lengths(prompts, mixed)]
-        idle = required_calls(model, len(parts)) - len(parts)
-        for part in parts + [[]] * idle:
+        lockstep = in_lockstep(model)
+        calls = int(largest([len(parts)])[0]) if lockstep else len(parts)  # equal on all ranks
+        for part in parts + [[]] * (calls - len(parts)):
             texts = [prompts[i] for i in part] or [(stops[0],)]
             missing = [max(map(len, texts)) - len(prompt) for prompt in texts]
             # left padding, because generation continues at the end
-            padded = ((pad_token,) * n + prompt for n, prompt in zip(missing, texts, strict=True))
+            padded = [(pad_token,) * n + prompt for n, prompt in zip(missing, texts, strict=True)]
             ids = torch.from_numpy(token_ids(padded)).view(len(texts), -1)
             width = ids.shape[1]
             mask = (torch.arange(width) >= torch.tensor(missing)[:, None]).long()
-            rows = _continue(model, ids.to(device), mask.to(device), settings, stops)
+            rows = _continue(model, ids.to(device), mask.to(device), settings, stops, lockstep)
             new = [Completion(truncate_at_stop(row, stops)) for row in rows]
             for at, i in enumerate(part):
                 count = params.num_generations
@@ -98,13 +99,14 @@ def _continue(
     mask: torch.Tensor,
     settings: GenerationConfig,
     stops: Sequence[int],
+    lockstep: bool,
 ) -> list[list[int]]:
     """The new tokens of each sample, at least up to its first stop token.
 
     On a CPU, the time of a step grows with the number of rows. So whenever half of the rows have
     ended, only the others continue, in a new batch that reads their tokens again.
     """
-    shrinks = ids.device.type == "cpu" and not in_lockstep(model)
+    shrinks = ids.device.type == "cpu" and not lockstep
     new: list[list[int]] = []
     live: list[int] = []
     while True:
@@ -114,7 +116,7 @@ def _continue(
             attention_mask=mask,
             generation_config=settings,
             stopping_criteria=StoppingCriteriaList([ended] if shrinks else []),
-            synced_gpus=in_lockstep(model),
+            synced_gpus=lockstep,
         )
         tokens = out[:, width:].tolist()
         if not new:
@@ -233,26 +235,6 @@ def generation_config(
         pad_token_id=pad_token,
         use_cache=True,
     )
-
-
-@contextlib.contextmanager
-def sampling_mode(model: Any) -> Iterator[None]:
-    """Context for sampling: eval mode, PyTorch's attention, a default GenerationConfig.
-
-    Every engine supports PyTorch's attention. The model's generation defaults would be off-policy.
-    """
-    # switch only modules in training mode, so that modules kept in eval mode stay there afterwards
-    training = [module for module in model.modules() if module.training]
-    defaults, model.generation_config = model.generation_config, GenerationConfig()
-    for module in training:
-        module.training = False
-    try:
-        with without_row_attention(model), autocast(model):
-            yield
-    finally:
-        model.generation_config = defaults
-        for module in training:
-            module.training = True
 
 
 def truncate_at_stop(tokens: Sequence[int], stops: Sequence[int]) -> tuple[int, ...]:

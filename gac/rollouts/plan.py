@@ -57,11 +57,6 @@ class Stage(NamedTuple):
     """Used instead of `prefix`: length(step, tokens, rng) returns the number of prefix tokens for a
     demonstration of `tokens` tokens. The stage's rollouts of one prompt share the prefix."""
 
-    @property
-    def has_prefix(self) -> bool:
-        """Whether rollouts may continue a prefix of a demonstration."""
-        return self.prefix > 0 or self.length is not None
-
 
 @dataclass(frozen=True)
 class Sampling:
@@ -96,6 +91,11 @@ class Sampling:
     """Use only this many demonstrations, from the start of the set; None: all."""
     epochs: int | None = None
     """End the run after this many passes over the demonstrations; None: no such limit."""
+
+    @property
+    def has_prefix(self) -> bool:
+        """Whether rollouts may continue a prefix of a demonstration."""
+        return any(stage.prefix > 0 or stage.length is not None for stage in self.stages)
 
     def unit(self, completions: int) -> int:
         """Number of rollouts that must share a micro-batch; `completions`: rollouts per prompt."""

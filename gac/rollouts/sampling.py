@@ -25,7 +25,7 @@ from gac.parallel import collectives
 from gac.parallel.collectives import rank, world_size
 
 from .config import RolloutConfig
-from .engines import Engine, score
+from .engines import Engine
 from .generation import stop_tokens
 from .plan import Credit, Rollout, Sampling, Stage
 
@@ -47,28 +47,26 @@ class SamplingStats(NamedTuple):
     solved: int = 0  # groups in which every reward is at least 1
     unsolved: int = 0  # groups in which no reward is
 
-    def columns(self) -> dict[str, Any]:
-        """Metrics columns: totals over all ranks, and the mean time per rank."""
-        sums: list[Any] = collectives.total(self)
-        total = SamplingStats(*sums)
-        seconds = total.seconds / world_size()
+    def columns(self, ranks: int = 1) -> dict[str, Any]:
+        """Metrics columns, if these are the totals of `ranks` ranks; times are means per rank."""
+        seconds = self.seconds / ranks
         return {
-            "sampled_completions": int(total.completions),
-            "sampled_tokens": int(total.tokens),
+            "sampled_completions": int(self.completions),
+            "sampled_tokens": int(self.tokens),
             "sampling_seconds": seconds,
-            "completions_per_second": total.completions / seconds if seconds else None,
-            "reward_seconds": total.reward_seconds / world_size(),
+            "completions_per_second": self.completions / seconds if seconds else None,
+            "reward_seconds": self.reward_seconds / ranks,
             **{
-                name: number / total.groups if total.groups else None
+                name: number / self.groups if self.groups else None
                 for name, number in (
-                    ("frac_reward_zero_std", total.flat_groups),
-                    ("frac_solved", total.solved),
-                    ("frac_unsolved", total.unsolved),
+                    ("frac_reward_zero_std", self.flat_groups),
+                    ("frac_solved", self.solved),
+                    ("frac_unsolved", self.unsolved),
                 )
             },
-            "resampled_prompts": int(total.resampled),
-            "completions/clipped_ratio": total.truncated / total.completions
-            if total.completions
+            "resampled_prompts": int(self.resampled),
+            "completions/clipped_ratio": self.truncated / self.completions
+            if self.completions
             else None,
         }
 
@@ -81,8 +79,8 @@ class Rollouts:
     """Training rows; `Row.sequence` is the index in this list."""
     rewards: list[float]
     """Rewards of all scored rollouts, including those that are not trained on."""
-    stats: SamplingStats
-    """Amount and duration of the sampling."""
+    columns: dict[str, Any] = field(default_factory=dict)
+    """Metrics columns of the sampling, over all ranks."""
     means: collectives.Sums = field(default_factory=dict)
     """Metrics column -> sum and number: the mean reward of each data source, and of each term."""
     old_logps: list[Tensor] = field(default_factory=list)
@@ -179,6 +177,35 @@ def scatter_logps(
     return out.view(batch.targets.shape).to(batch.targets.device)
 
 
+def score(
+    reward: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    examples: Sequence[Example],
+    rollouts: Sequence[Rollout],
+) -> tuple[list[str], list[float | None]]:
+    """Texts and rewards of the rollouts of `examples`, one each; a reward is None if dropped.
+
+    The configured `reward` scores the rollouts that have no reward of their own.
+    """
+    # one by one: an empty batch would decode to one empty string
+    texts = [
+        str(tokenizer.decode(list(r.completion_ids), skip_special_tokens=True)) for r in rollouts
+    ]
+    scores = [None if r.reward is None else float(r.reward) for r in rollouts]
+    rows = [i for i, s in enumerate(scores) if s is None]
+    extended = [
+        replace(examples[i], extra={**examples[i].extra, **rollouts[i].extra})
+        if rollouts[i].extra
+        else examples[i]
+        for i in rows
+    ]
+    if rows:
+        values = reward([texts[i] for i in rows], extended)
+        for i, value in zip(rows, values, strict=True):
+            scores[i] = value
+    return texts, scores
+
+
 class Sampler:
     """Samples rollouts as the method's plan says, scores them and turns them into training rows."""
 
@@ -196,11 +223,12 @@ class Sampler:
         self.config, self.engine, self.tokenizer, self.reward = config, engine, tokenizer, reward
         self.plan, self.credit, self.more = plan, credit, more
         self.stages = plan.stages or (Stage(config.num_generations),)
+        self.rank, self.ranks, self.has_prefix = rank(), world_size(), plan.has_prefix
         self.stops = set(stop_tokens(tokenizer, config.stop))
         self.samples: list[dict[str, Any]] = []
         """The first prompts of the last step, with completions and rewards, for people to read."""
         self.equal_rewards = EqualRewardWarning()
-        if config.top_p < 1 and rank() == 0:
+        if config.top_p < 1 and self.rank == 0:
             logger.warning(
                 "rollouts.top_p=%g: rollouts come from a truncated distribution, but the loss uses "
                 "the probabilities of the full distribution, so the gradient and the importance "
@@ -233,7 +261,7 @@ class Sampler:
             else:
                 own = self._rows(example, group, Credit(*(values[i] for values in credit)))
             # numbered as in a single process, so that ids are unique across ranks
-            unit = i * world_size() + rank()
+            unit = i * self.ranks + self.rank
             rows += [row._replace(unit=unit, sequence=n) for n, row in enumerate(own, len(rows))]
             if example.source:
                 scored = _scored(group)
@@ -241,7 +269,9 @@ class Sampler:
                 collectives.add_sums(self.means, {column: (sum(scored), len(scored))})
         all_scored = [reward for group in groups for reward in _scored(group)]
         self.equal_rewards.update(self.stats, all_scored)
-        rollouts = Rollouts(rows, all_scored, self.stats, self.means)
+        sums: list[Any] = collectives.total(self.stats)
+        columns = SamplingStats(*sums).columns(self.ranks)
+        rollouts = Rollouts(rows, all_scored, columns, self.means)
         if self.plan.collect:
             weights = zip(examples, credit.demo_weight.tolist(), strict=True)
             rollouts.collected = [e if weight and e.demo else None for e, weight in weights]
@@ -391,8 +421,7 @@ class Sampler:
         if self.plan.groups and len(rows) < len(group):
             rows = []
         # prefixes already contain the demonstration
-        included = any(stage.has_prefix for stage in self.stages)
-        if demo_weight and not included and not self.plan.collect:
+        if demo_weight and not self.has_prefix and not self.plan.collect:
             row = demo_row(example, self.plan.demo_tokens)
             rows.append(row._replace(advantage=credit.demos.item(), weight=demo_weight))
         return rows

@@ -10,7 +10,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from gac.data.examples import Example, load_demos, load_prompts, prompt_order, row_order
 from gac.data.order import MixedOrder, Order
-from gac.data.rows import Row, assign_rows, demo_row, rebalance
+from gac.data.rows import Row, assign_rows, demo_row
 from gac.methods.base import StepNeeds
 from gac.parallel import collectives
 from gac.train_config import TrainConfig
@@ -21,6 +21,7 @@ class Feed:
     """The data of a run on one of `ranks` processes, with the position in each of `orders`.
 
     steps: number of optimizer steps of the run, after the method's limit on epochs.
+    balances: whether rows are moved between ranks, so that each has as many tokens.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class Feed:
         sampling = self.method.sampling(config.rollouts.num_generations)
         self.demo_tokens, self.separate_demos = sampling.demo_tokens, False
         self.trains_on_prompt_demos = sampling.demos == "prompt"
-        self.uses_prefixes = any(stage.has_prefix for stage in sampling.stages)
+        self.uses_prefixes = sampling.has_prefix
         self.uses_teacher = sampling.teacher
         self.collect = sampling.collect
         self.step = 0  # of the last sampling
@@ -47,8 +48,8 @@ class Feed:
         # number of rows that stay on one rank
         self.unit = sampling.unit(config.rollouts.num_generations)
         # no balancing if the gradients of several parts of each rank's rows are compared
-        self.sized_in_tokens = config.max_tokens_per_micro_batch is not None  # see `uses_balancing`
         self.may_balance = ranks > 1 and needs.parts < 2
+        self.balances = config.max_tokens_per_micro_batch is not None and self.may_balance
         if needs.rollouts:
             self.prompts: Sequence[Example] = load_prompts(config.data, tokenizer, training=True)
             self.prompt_order = prompt_order(config.data, self.prompts, config.seed)
@@ -80,55 +81,44 @@ class Feed:
     def examples(self, step: int) -> list[Example]:
         """This rank's prompts for the next sampling; `step` must not decrease."""
         self.step = step
-        indices = self.prompt_order.take(self.prompt_batch, step)
-        return [self.prompts[i] for i in indices[self.own]]
+        return self._next(self.prompt_order, self.prompts, self.prompt_batch, step)[self.own]
 
     def more_examples(self, number: int) -> list[Example]:
         """This rank's next `number` prompts; every rank calls it, with its own number."""
         numbers = collectives.gather(number)
-        indices = self.prompt_order.take(sum(numbers), self.step)
         before = sum(numbers[: self.rank])
-        return [self.prompts[i] for i in indices[before : before + number]]
+        examples = self._next(self.prompt_order, self.prompts, sum(numbers), self.step)
+        return examples[before : before + number]
 
-    def demo_rows(self, step: int) -> list[Row]:
-        """This rank's demonstrations for `step`; empty if they do not come from a separate set."""
-        if not self.separate_demos:
-            return []
-        indices = self.demo_order.take(self.demo_batch_size, step)
-        return self._own([demo_row(self.demos[i], self.demo_tokens) for i in indices])
+    def demo_rows(self, step: int, collected: Sequence[Example | None] = ()) -> list[Row]:
+        """This rank's demonstrations for `step`, from the separate set or from the collection.
 
-    def collected_rows(self, examples: Sequence[Example | None]) -> list[Row]:
-        """This rank's collected demonstrations once there are enough of them, else none.
-
-        examples: see `Rollouts.collected`; added to the collection first. Every rank calls it.
+        collected: see `Rollouts.collected`; added to the collection first. Every rank calls it.
         """
-        if not self.collect:
-            return []
+        if self.separate_demos:
+            examples = self._next(self.demo_order, self.demos, self.demo_batch_size, step)
+        else:
+            examples = self._collected(collected) if collected else []
+        rows = [demo_row(example, self.demo_tokens) for example in examples]
+        if self.balances:
+            return assign_rows(rows, self.ranks, self.unit)[self.rank]
+        return rows[self.own]
+
+    def _next(
+        self, order: Order | MixedOrder, source: Sequence[Example], number: int, step: int
+    ) -> list[Example]:
+        """The next `number` examples of `source`, the same on every rank."""
+        return [source[i] for i in order.take(number, step)]
+
+    def _collected(self, examples: Sequence[Example | None]) -> list[Example]:
+        """The newest examples of the collection once there are enough of them, else none."""
         by_rank = collectives.gather([e and e.index for e in examples])
         turns = itertools.zip_longest(*by_rank)  # the order of a single process
         self.collected += [i for turn in turns for i in turn if i is not None]
         if len(self.collected) < self.collect:
             return []
         newest, self.collected = self.collected[-self.collect :], self.collected[: -self.collect]
-        return self._own([demo_row(self.prompts[i], self.demo_tokens) for i in newest])
-
-    def _own(self, rows: list[Row]) -> list[Row]:
-        """Select this rank's part of `rows`; every rank passes the same rows."""
-        if self.uses_balancing:
-            return assign_rows(rows, self.ranks, self.unit)[self.rank]
-        return rows[self.own]
-
-    @property
-    def uses_balancing(self) -> bool:
-        """Whether rows are moved between ranks."""
-        return self.sized_in_tokens and self.may_balance
-
-    def balance(self, rollouts: list[Row]) -> list[Row]:
-        """Rebalance the rollouts across ranks by tokens; returns this rank's.
-
-        Does nothing unless micro-batches are sized in tokens.
-        """
-        return rebalance(rollouts, self.unit) if self.uses_balancing else rollouts
+        return [self.prompts[i] for i in newest]
 
     def check_budgets(self, config: TrainConfig) -> int:
         """Check the rows' tokens; return the maximum length of a prompt with its response.

@@ -137,7 +137,7 @@ class Totals:
         self.terms: list[Tensor] = []  # [demo loss, rollout loss]
         self.parts: list[TokenMoments] = []
         self.rows: list[Sequence[Row]] = []  # of each part
-        self.sums: collectives.Sums = {}
+        self.sums: collectives.Sums = {}  # of the gradient filter and the engine's log-probs
 
     def add(self, batch: Batch, rows: Sequence[Row], out: LossOutput) -> None:
         """Add a micro-batch."""
@@ -162,10 +162,6 @@ class Totals:
     def moments(self, device: torch.device) -> TokenMoments:
         """The statistics of all ranks; a rank without rows contributes zeros on `device`."""
         return TokenMoments.merged(self.parts or [TokenMoments.zeros(device)]).all_reduce()
-
-    def columns(self) -> dict[str, float]:
-        """Metrics of the gradient filter and of the engine's log-probs, if there are any."""
-        return collectives.mean_columns(self.sums)
 
     def sources(self) -> tuple[str, ...]:
         """The source of each entry of `moments().demo_nll`. All ranks must call this method."""
@@ -236,7 +232,7 @@ class Gradients:
         mean_kl = None if kl is None else kl.mean()
         sources = totals.sources() if needs.sources else None
         measured = losses, moments, mean_kl, parts, gram, evidence, sources
-        return Measured(*measured, totals.columns())
+        return Measured(*measured, totals.sums)
 
     def losses(self, step: Step) -> TermPair:
         """The two loss terms of `step` under the current weights, without gradients."""

@@ -7,7 +7,6 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,8 @@ from gac.control.signals import Evidence
 from gac.data.rows import Counts, Row, TermPair
 from gac.methods import Observation
 from gac.methods.base import Mix, StepNeeds, demo_losses
-from gac.train_config import GuardConfig, OptimConfig
+from gac.parallel.collectives import Sums
+from gac.train_config import GuardConfig
 from gac_kernels import TokenMoments
 
 from .probes import GradientParts
@@ -94,7 +94,10 @@ _TUPLES: dict[str, Any] = {"mix": Mix, "counts": Counts, "rewards": Rewards, "ne
 
 @dataclass(frozen=True)
 class Measured:
-    """Results of a step's forward and backward passes; the same on all ranks, except `parts`."""
+    """Results of a step's forward and backward passes.
+
+    All are the same on all ranks, except `parts` and `means`.
+    """
 
     losses: TermPair
     """The two loss terms, reduced over all ranks."""
@@ -110,13 +113,8 @@ class Measured:
     """Input of the signal source, if `StepNeeds.signals` is set."""
     sources: tuple[str, ...] | None = None
     """The source of each entry of `moments.demo_nll`, if `StepNeeds.sources` is set."""
-    columns: Mapping[str, float] = field(default_factory=dict)
-    """Further columns of metrics.jsonl."""
-
-    @property
-    def non_finite(self) -> bool:
-        """Whether `gram` has an entry that is not finite, which the solver cannot handle."""
-        return self.gram is not None and not bool(self.gram.isfinite().all())
+    means: Sums = field(default_factory=dict)
+    """Metrics column -> sum and number of its values on this rank."""
 
 
 class Update(NamedTuple):
@@ -172,11 +170,12 @@ def observe(
         "grad_norm": update.norm,
         "tokens": int(counts.tokens),
         "lr": update.lr,
-        **measured.columns,
     }
-    sources = measured.sources
-    if sources is not None:
-        sources = tuple(compress(sources, moments.demo_nll.isfinite().tolist()))
+    by_source: dict[str, list[float]] = {}
+    for source, loss in zip(measured.sources or (), moments.demo_nll.tolist(), strict=False):
+        if math.isfinite(loss):
+            by_source.setdefault(source, []).append(loss)
+    row |= {f"demo_nll/{name}": math.fsum(own) / len(own) for name, own in by_source.items()}
     observation = Observation(
         step.number + 1,
         reward_variance=rewards.variance,
@@ -184,14 +183,12 @@ def observe(
         losses_before=losses,
         losses_after=losses_after,
         demo_losses=demo_losses(moments),
-        demo_sources=sources,
+        losses_by_source=by_source,
         **{
             key: row[key]
             for key in ("kl", "entropy", "reward_mean", "rollout_loss", "demo_loss", "lr")
         },
     )
-    for source, values in observation.losses_by_source().items():
-        row[f"demo_nll/{source}"] = math.fsum(values) / len(values)
     if not update.applied:  # measurements of a skipped step must not influence the next one
         return row, Observation(step.number + 1)
     return row, observation
@@ -231,18 +228,6 @@ class Guard:
         """Restore the counts from `state`."""
         self.skipped, self.consecutive = state["skipped"], state["consecutive"]
         self.kept = state["kept"]
-
-
-def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
-    """Learning rate at optimizer step `step` (from 0) of `steps`."""
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    if config.schedule == "constant":
-        return config.lr
-    done = min((step - config.warmup_steps) / max(steps - 1 - config.warmup_steps, 1), 1.0)
-    shape = 0.5 * (1 + math.cos(math.pi * done)) if config.schedule == "cosine" else 1 - done
-    low = config.lr * config.min_lr_ratio
-    return low + (config.lr - low) * shape
 
 
 def derive_seed(*key: int | str) -> int:

@@ -21,7 +21,7 @@ from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from gac.config import dump, save
-from gac.data.rows import Counts, Row, TermPair, count
+from gac.data.rows import Counts, Row, TermPair, count, rebalance
 from gac.errors import ConfigError, RunError, UserError, value_errors_as
 from gac.evaluation.suite import Evaluator
 from gac.faults import checkpoint
@@ -35,7 +35,7 @@ from gac.rewards import Tally, build_reward, closing_reward
 from gac.rollouts.engines import Engine
 from gac.rollouts.generation import stop_tokens
 from gac.rollouts.sampling import Rollouts, Sampler, SamplingStats
-from gac.train_config import TrainConfig, loss_of
+from gac.train_config import OptimConfig, TrainConfig, loss_of
 from gac.training.export import export_checkpoint
 
 from .feed import Feed
@@ -57,7 +57,7 @@ from .startup import (
     find_checkpoint,
     fingerprint,
 )
-from .step import Guard, Measured, Rewards, Step, Update, derive_seed, learning_rate, observe
+from .step import Guard, Measured, Rewards, Step, Update, derive_seed, observe
 
 logger = logging.getLogger(__name__)
 
@@ -102,8 +102,7 @@ class Trainer:
         config, path = find_checkpoint(config, resume)
         self.config = config
         self.tokenizer = load_tokenizer(config.model)
-        # fail early on invalid stop strings
-        stop_tokens(self.tokenizer, (*config.rollouts.stop, *config.eval.stop))
+        stop_tokens(self.tokenizer, (*config.rollouts.stop, *config.eval.stop))  # fails early
         rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
         self.feed = Feed(config, self.tokenizer, rank, ranks)
         self.plan = self.method.sampling(config.rollouts.num_generations)
@@ -130,7 +129,7 @@ class Trainer:
             self.model,
             self.feed.longest_row(config.rollouts.max_completion_length),
         )
-        self.feed.sized_in_tokens = config.max_tokens_per_micro_batch is not None
+        self.feed.balances = bool(config.max_tokens_per_micro_batch) and self.feed.may_balance
         if self.accelerator.is_main_process:
             warn_of_rounding(self.model, config.optim.lr)
         self.optimizer = make_optimizer(self.model, config.optim)
@@ -207,7 +206,9 @@ class Trainer:
             raise RunError(f"{message}; {advice}") from error
         self.heartbeat.stop()
         if self.config.export and self.accelerator.is_main_process:
-            export_checkpoint(self.config.model, self._exported_checkpoint(), self.out / "model")
+            best = self.best.get("step") if self.method.keeps_best else None
+            path = checkpoint.find(self.checkpoints, self.step if best is None else best)
+            export_checkpoint(self.config.model, path, self.out / "model")
         for tracker in self.accelerator.trackers:
             tracker.finish()
         return self.out
@@ -293,11 +294,6 @@ class Trainer:
     def _done(self) -> bool:
         return self.step >= self.feed.steps or self.ended
 
-    def _exported_checkpoint(self) -> Path:
-        """The checkpoint to export: the best one if the method keeps it, otherwise the last."""
-        best = self.best.get("step") if self.method.keeps_best else None
-        return checkpoint.find(self.checkpoints, self.step if best is None else best)
-
     def _abort(self) -> None:
         """Save a checkpoint and abort, after too many consecutive skipped steps."""
         self.save()
@@ -335,12 +331,10 @@ class Trainer:
         setup.seed(self._seed)
         needs = self.needs(self.step)
         self.rollouts = self._roll_out() if needs.rollouts else None
-        rows = self.feed.demo_rows(self.step) if needs.demos else []
-        if self.rollouts:
-            rows = self.rollouts.rows + rows
-            if self.step % self.config.rollouts.num_iterations == 0:
-                rows += self.feed.collected_rows(self.rollouts.collected)
-        return rows
+        fresh = self.rollouts is not None and self.step % self.config.rollouts.num_iterations == 0
+        collected = self.rollouts.collected if self.rollouts and fresh else ()
+        demos = self.feed.demo_rows(self.step, collected) if needs.demos else []
+        return self.rollouts.rows + demos if self.rollouts else demos
 
     def _roll_out(self) -> Rollouts:
         """New rollouts, or the previous ones if they are reused in this step."""
@@ -356,7 +350,8 @@ class Trainer:
         ):
             unwrapped = self.policy if model is self.model else model
             rollouts = self.sampler(unwrapped, examples, self.step)
-        rollouts.rows = self.feed.balance(rollouts.rows)
+        if self.feed.balances:
+            rollouts.rows = rebalance(rollouts.rows, self.feed.unit)
         if (reuse > 1 or self.needs(self.step).losses_after) and not initial:
             rollouts.old_logps = self.gradients.forward.row_logprobs(rollouts.rows)
         if self.plan.teacher:
@@ -390,17 +385,13 @@ class Trainer:
     def _apply(self, step: Step, measured: Measured) -> Update:
         """Update the weights and the method state, or skip the step and leave both unchanged."""
         state, weights, mix = self.state, None, step.mix
+        finite = measured.gram is None or bool(measured.gram.isfinite().all())
         if measured.parts and measured.gram is not None:
-            if not measured.non_finite:
+            if finite:
                 state, weights = self.method.solve(state, measured.gram, mix)
             mix = measured.parts.combine_pair(weights, mix)
-        setup.reshard(self.model)  # gathered parameters are different objects, without gradients
-        trained = (p for group in self.optimizer.param_groups for p in group["params"])
-        with_gradient = [p for p in trained if p.grad is not None]
-        norm = math.nan if measured.non_finite else 0.0
-        if with_gradient:
-            limit = self.config.optim.max_grad_norm or math.inf
-            norm = setup.to_float(torch.nn.utils.clip_grad_norm_(with_gradient, limit))
+        norm = setup.clip_gradient(self.model, self.optimizer, self.config.optim.max_grad_norm)
+        norm = norm if finite else math.nan
         lr = learning_rate(self.config.optim, step.number, self.feed.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -408,8 +399,7 @@ class Trainer:
         fault = self.guard.judge(norm, {"rollout_loss": losses.rollout, "demo_loss": losses.demo})
         if fault is None:
             self.state = state
-            if with_gradient:
-                self.optimizer.step()
+            self.optimizer.step()
             self.gradients.tracked |= measured.parts.averages if measured.parts else {}
         else:
             solved = None if weights is None else TermPair(*weights)
@@ -421,13 +411,13 @@ class Trainer:
         self, step: Step, measured: Measured, update: Update
     ) -> tuple[dict[str, Any], Observation]:
         """Return the step's metrics row and the observation for the method."""
-        needs_losses = step.needs.losses_after and update.applied
-        losses_after = self.gradients.losses(step) if needs_losses else None
-        row, observation = observe(step, measured, update, losses_after)
+        again = step.needs.losses_after and update.applied
+        after = self.gradients.losses(step) if again else None
+        row, observation = observe(step, measured, update, after)
         fresh = self.rollouts if step.number % self.config.rollouts.num_iterations == 0 else None
         row |= {
-            **(fresh.stats if fresh else SamplingStats()).columns(),
-            **(collectives.mean_columns(fresh.means) if fresh else {}),
+            **(fresh.columns if fresh else SamplingStats().columns()),
+            **collectives.mean_columns({**measured.means, **(fresh.means if fresh else {})}),
             "skipped": self.guard.skipped,
             **self.tally.new_counts(),
             **self.method.report(self.state),
@@ -496,3 +486,15 @@ class Trainer:
             self.gradients.tracked,
         )
         checkpoint.prune(self.checkpoints, self.config.keep_checkpoints, self.best.get("step"))
+
+
+def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
+    """Learning rate at optimizer step `step` (from 0) of `steps`."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    done = min((step - config.warmup_steps) / max(steps - 1 - config.warmup_steps, 1), 1.0)
+    shape = 0.5 * (1 + math.cos(math.pi * done)) if config.schedule == "cosine" else 1 - done
+    low = config.lr * config.min_lr_ratio
+    return low + (config.lr - low) * shape

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from .. import build_cuda
-from ..contract import LossSpec, TokenMoments
+from ..contract import REDUCTIONS, DemoWeight, LossSpec, TokenMoments
 from ..inputs import BatchInputs
-from ..scalars import DTYPES, plan_scalars, token_scalars
+from ..scalars import DTYPES, token_scalars
 from ..sketch import RowSketch
 from ..tokens import Summary, Tokens, TokenTerms
 
@@ -126,7 +126,7 @@ def library() -> ctypes.CDLL:
         ValueError: GAC_CPU_CAPABILITY names an unknown or unsupported instruction set.
     """
     if not LIBRARY.exists():
-        raise OSError("the extension is not built; reinstall with GAC_EXT=1 and a C++ compiler")
+        raise OSError("the extension is not built; run `GAC_EXT=1 pip install .`")
     try:
         loaded = ctypes.CDLL(str(LIBRARY))
         functions = [getattr(loaded, name) for name in FUNCTIONS]
@@ -134,10 +134,10 @@ def library() -> ctypes.CDLL:
             getattr(loaded, name).restype = ctypes.c_char_p
         header = (build_cuda.SOURCES / "cpu" / "native.h").read_bytes()
         if loaded.gac_interface().decode() != hashlib.sha256(header).hexdigest():
-            raise OSError("it was built from other sources")
+            raise OSError("it was built from a different version of the sources")
     except (OSError, AttributeError) as error:
         raise OSError(
-            f"{LIBRARY.name} failed to load; rebuild it with GAC_EXT=1 ({error})"
+            f"{LIBRARY.name} failed to load ({error}); run `GAC_EXT=1 pip install .`"
         ) from error
     for function in functions:
         function.restype, function.argtypes = ctypes.c_char_p, [ctypes.c_char_p]
@@ -196,7 +196,10 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
         inputs.is_per_sequence(inputs.advantages),
         not inputs.is_per_sequence(is_demo),
         inputs.mu,
-        *plan_scalars(spec),
+        spec.demo_weight is DemoWeight.SHAPED,
+        REDUCTIONS.index(spec.rollout_reduction),
+        REDUCTIONS.index(spec.demo_reduction),
+        spec.max_tokens or 1.0,
         *(0 if norm is None else ctypes.addressof(norm) for norm in norms),
     )
     _call(library().gac_plan, arguments)
@@ -281,7 +284,7 @@ def row_loss(
 ) -> TokenTerms:
     terms = TokenTerms(*(torch.empty_like(tokens.scale) for _ in TokenTerms._fields))
     columns = tokens._asdict() | terms._asdict()
-    temperature, *options = token_scalars(spec)
+    temperature, *options = token_scalars(spec).values()
     scaling = temperature if tokens.temperature is None else tokens.temperature
     _run("gac_row_loss", logits, out, scaling, softcap, columns, sketch, options)
     return terms

@@ -225,7 +225,7 @@ def _launch(
     # order
     tensors = {name: None if x is None else x.contiguous() for name, x in columns.items()}
     tensors |= {"logits": logits, "out": out, "results": results}
-    scalars = {} if spec is None else token_scalars(spec)._asdict()
+    scalars = {} if spec is None else token_scalars(spec)
     options = {name: scalars[name] for name, *_ in Arguments._fields_ if name in scalars}
     row_split = split(logits.shape[2], logits.dtype, keep_row=out is not None)
     if sketch is not None:

@@ -17,9 +17,10 @@ def mus(method, steps):
     """mu after each step; `steps` are lists of (source, loss), or losses without sources."""
     state, out = method.init(), []
     for number, batch in enumerate(steps):
-        sources = tuple(pair[0] for pair in batch if isinstance(pair, tuple)) or None
-        losses = tuple(pair[1] if isinstance(pair, tuple) else pair for pair in batch)
-        last = Observation(number + 1, demo_losses=losses or None, demo_sources=sources)
+        sources, losses = {}, tuple(pair[1] if isinstance(pair, tuple) else pair for pair in batch)
+        for source, loss in (pair for pair in batch if isinstance(pair, tuple)):
+            sources.setdefault(source, []).append(loss)
+        last = Observation(number + 1, demo_losses=losses or None, losses_by_source=sources)
         state, mix = method.mix(json.loads(json.dumps(state)), last)
         out.append(mix.mu)
     return out, state

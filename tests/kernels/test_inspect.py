@@ -18,8 +18,7 @@ from bench.sass import per_logit
 from gac_kernels import inspect
 reports = []
 kernels = {}
-configurations = (*inspect.triton_configurations(), *inspect.batch_configurations())
-for i, configuration in enumerate(configurations):
+for i, configuration in enumerate(inspect.triton_configurations()):
     architectures = [inspect.ARCHITECTURES[i % 3]]
     if kernels.setdefault(configuration[1].kernel.__name__, i) == i:
         architectures.append("gfx942")
@@ -36,7 +35,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 from gac_kernels import LossSpec, inspect
-from gac_kernels.backends.triton import grads, loss, scale, stats
+from gac_kernels.backends import triton
 
 backend = make_backend(GPUTarget("cuda", 90, 32))
 
@@ -48,20 +47,20 @@ def key(launch):
 keys = {}
 for dtype in (torch.float32, torch.bfloat16):
     for shape in SHAPES:
-        out = torch.empty(*shape, dtype=dtype)
-        logits = torch.empty(*shape)
-        n = shape[0] * shape[1]
-        row, targets = torch.zeros(n), torch.zeros(n, dtype=torch.int64)
-        tokens = inspect._meta_tokens(ref=False)._replace(
+        out = torch.empty(*shape, dtype=dtype, device="meta")
+        logits, row = out.float(), out[..., 0].flatten().float()
+        targets = row.long()
+        tokens = inspect.meta_tokens(ref=False)._replace(
             targets=targets, demo=targets > 0, advantages=row, old=row, scale=row)
-        launches = (
-            stats.stats_launch(logits, targets, 1.0, row.expand(3, n)),
-            grads.grads_launch(logits, targets, row, row, row, row, 1.0, out),
-            loss.loss_launch(logits, tokens, LossSpec(), out, row.expand(5, n)),
-            loss.loss_launch(logits, tokens, LossSpec(), None, row.expand(5, n)),
-            scale.scale_launch(out, row[0], 1),
+        calls = (
+            (triton.row_stats, logits, targets, 1.0),
+            (triton.row_grads, logits, targets, row, row, row, row, 1.0, out),
+            (triton.row_loss, logits, tokens, LossSpec(), out),
+            (triton.row_loss, logits, tokens, LossSpec(), None),
+            (triton.scale_, out, row[0]),
         )
-        for i, launch in enumerate(launches):
+        for i, call in enumerate(calls):
+            (_, launch), = inspect.launches("", *call)
             keys.setdefault(f"{launch.kernel.__name__} {i} {dtype}", set()).add(key(launch))
 print(json.dumps({name: len(different) for name, different in keys.items()}))
 """

@@ -208,7 +208,7 @@ def test_states_are_plain_json_and_never_changed_in_place(name: str) -> None:
             step, *moments[:1], 0.03, 1.5 - 0.01 * step, 0.4, 0.2, -0.5, 1.0, moments[1]
         )
         last = replace(last, losses_before=losses[0], losses_after=losses[1], demo_losses=losses[2])
-        last = replace(last, lr=0.1, demo_sources=("a", "b") if step > 30 else None)
+        last = replace(last, lr=0.1, losses_by_source={"a": [0.8], "b": [1.2]} if step > 30 else {})
         before = copy.deepcopy(state)
         after, mix = method.mix(state, last if step else Observation(0))
         assert state == before

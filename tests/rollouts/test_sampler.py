@@ -115,7 +115,7 @@ def test_rollouts_by_hand() -> None:
         "reward_mean/x": (1.25, 3)
     }
     # the engine took 4 - 1 and 16 - 9 seconds, the reward 36 - 25
-    assert result.stats == SamplingStats(
+    assert script.sampler.stats == SamplingStats(
         6, 14, 10, 11, groups=2, flat_groups=1, unsolved=1, truncated=2
     )
     assert result.old_logps == result.teacher_logps == result.collected == []
@@ -197,7 +197,7 @@ def test_stages_by_hand() -> None:
     ]
     assert same(result.rows, expected)
     assert result.rewards == [0.5, 0.2, 0.3, 0.0, 0.75, 0.75, 0.75]
-    assert result.stats[:2] == (9, 18) and result.stats[4:8] == (2, 1, 0, 1)
+    assert script.sampler.stats[:2] == (9, 18) and script.sampler.stats[4:8] == (2, 1, 0, 1)
     assert script.sampler.samples[1]["completions"][1] == {
         "text": "",
         "reward": 0.9,
@@ -244,7 +244,7 @@ def test_frac_reward_zero_std_are_replaced_at_most_twice() -> None:
     )
     assert asked == [2, 1] and result.rewards == [0.25, 0.75, 0.0, 1.0, 0.6, 0.6]
     assert [sample["id"] for sample in script.sampler.samples] == ["d", "b", "f"]
-    assert result.stats[:2] == (12, 24) and result.stats[4:8] == (3, 2, 3, 0)
+    assert script.sampler.stats[:2] == (12, 24) and script.sampler.stats[4:8] == (3, 2, 3, 0)
     assert script.calls[3:] == [([D.prompt, A.prompt], 2), ([B.prompt], 2)]
 
 
@@ -257,8 +257,8 @@ def test_ranks_resample_together(monkeypatch) -> None:
 
     monkeypatch.setattr(sampling.collectives, "largest", lambda values: [1 - len(asked)])
     script = Script([(4, 1)] * 2, [0.0, 1.0], *ONES)
-    result = script.run(Sampling(), [A], more, num_generations=2, dynamic_sampling_retries=3)
-    assert asked == [0] and script.calls[3:] == [([], 2)] and result.stats.resampled == 0
+    script.run(Sampling(), [A], more, num_generations=2, dynamic_sampling_retries=3)
+    assert asked == [0] and script.calls[3:] == [([], 2)] and script.sampler.stats.resampled == 0
 
 
 def test_all_flat_groups_are_replaced() -> None:
@@ -288,7 +288,8 @@ def test_random_prefixes_depend_on_the_step_and_the_prompt() -> None:
         return 2
 
     stage = Stage(1, length=length)
-    assert stage.has_prefix and not Stage(1).has_prefix and Stage(1, prefix=0.1).has_prefix
+    plans = [Sampling(stages=stages) for stages in ((stage,), (Stage(1),), (Stage(1, prefix=0.1),))]
+    assert [plan.has_prefix for plan in plans] == [True, False, True]
     assert _prefix(A, [], stage, 5) == (7, 8)
     assert _prefix(B, [], stage, 5) == _prefix(A, [], Stage(1), 5) == ()
     assert drawn == [(5, 3, random.Random("5:a").random())]

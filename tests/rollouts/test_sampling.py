@@ -22,14 +22,13 @@ from gac.rollouts.sampling import (
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_columns_of_the_sampling(monkeypatch, ranks: int) -> None:
+def test_columns_of_the_sampling(ranks: int) -> None:
     """Counts are totals over the ranks; times are means, because the ranks work in parallel."""
-    monkeypatch.setattr(sampling, "world_size", lambda: ranks)
     assert set(SamplingStats()) == {0}
     stats = SamplingStats(
         6, 24, 2.0, 0.5, groups=4, flat_groups=1, solved=2, unsolved=1, resampled=3, truncated=2
     )
-    columns = stats.columns()
+    columns = stats.columns(ranks)
     assert columns == {
         "sampled_completions": 6,
         "sampled_tokens": 24,

@@ -144,7 +144,7 @@ def choose(task, out, rank_memory: dict[int, float]):
     budget.free_memory = lambda device: rank_memory[collectives.rank()]
     trainer = Trainer(default_config(task, out, parallel={"mode": "fsdp"}, steps=2))
     trainer.run()
-    return trainer.config.max_tokens_per_micro_batch, trainer.feed.uses_balancing
+    return trainer.config.max_tokens_per_micro_batch, trainer.feed.balances
 
 
 @pytest.mark.dist

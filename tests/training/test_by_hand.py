@@ -21,7 +21,7 @@ from gac.methods.sft import SFTBest
 from gac.study import runs
 from gac.train_config import OptimConfig
 from gac.training.policy import make_optimizer
-from gac.training.step import learning_rate
+from gac.training.trainer import learning_rate
 
 
 @pytest.mark.parametrize(

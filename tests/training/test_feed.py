@@ -78,7 +78,7 @@ def test_rows_are_moved_between_ranks_unless_parts_are_compared(
     feed = make_feed(
         task, 0, ranks, method=method, micro_batch_size=None, max_tokens_per_micro_batch=tokens
     )
-    assert feed.uses_balancing is balances
+    assert feed.balances is balances
 
 
 @pytest.mark.parametrize(("key", "value"), [("demo_batch_size", 3), ("rollouts", 5)])
@@ -106,7 +106,7 @@ def test_a_resumed_feed_continues(task) -> None:
     first.demo_rows(0)
     state = json.loads(json.dumps(first.state_dict()))
     seeds = {name: order["seed"] for name, order in state.items()}
-    assert seeds == {"prompt_order": 0, "demo_order": 1}  # as in earlier versions
+    assert seeds == {"prompt_order": 0, "demo_order": 1}
     second.load_state_dict(state | {"collected": [4]})
     assert [e.id for e in second.examples(1)] == [e.id for e in first.examples(1)]
     assert second.demo_rows(1) == first.demo_rows(1) and second.collected == [4]
@@ -123,18 +123,18 @@ def test_the_collection_is_shared_by_the_ranks(task, monkeypatch) -> None:
     feed = make_feed(task, 1, 2, method=method)
     own = [feed.prompts[0], None, feed.prompts[3]]
     monkeypatch.setattr(collectives, "gather", lambda indices: [[5, 6], indices])
-    assert feed.collected_rows(own) == []  # 4 are not enough
+    assert feed.demo_rows(0, own) == []  # 4 are not enough
     feed.collected = [9, 8]
-    rows = feed.collected_rows([feed.prompts[0], None])
+    rows = feed.demo_rows(1, [feed.prompts[0], None])
     assert feed.collected == []
     expected = [feed.prompts[i] for i in (8, 0)]
     assert [r.ids for r in rows] == [e.prompt + e.demo for e in expected]
     feed.collected = [7, 8]
-    feed.collected_rows(own)
+    feed.demo_rows(2, own)
     assert feed.state_dict()["collected"] == [7]
     no_collection = make_feed(task, 0, 2)
     monkeypatch.setattr(collectives, "gather", lambda indices: pytest.fail("not needed"))
-    assert no_collection.collected_rows(own) == []
+    assert len(no_collection.demo_rows(0, own)) == 2
 
 
 # ---- demonstrations of the prompts

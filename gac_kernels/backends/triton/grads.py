@@ -79,34 +79,6 @@ def grads_kernel(
         write_zeros(out_row, V, BLOCK)
 
 
-def grads_launch(
-    logits: Tensor,
-    targets: Tensor,
-    lse: Tensor,
-    entropy: Tensor,
-    d_logps: Tensor,
-    d_entropy: Tensor,
-    temperature: float | Tensor,
-    out: Tensor,
-    softcap: float | None = None,
-    sketch: RowSketch | None = None,
-) -> launch.Launch:
-    """The launch of `grads_kernel`, which writes the gradient of the logits to `out` [B, T, V]."""
-    tile = launch.tiling(logits.shape[-1], logits.dtype)
-    columns = zip(_COLUMNS, (targets, lse, entropy, d_logps, d_entropy), strict=True)
-    arguments = {
-        "logits": logits,
-        "out": out,
-        **launch.dense(**dict(columns)),
-        **launch.sketching(sketch),
-        **launch.geometry(logits, out),
-        **launch.scaling(temperature, softcap),
-        "BLOCK": tile.lanes * tile.width,
-        "STAGES": tile.stages,
-    }
-    return launch.Launch(grads_kernel, targets.numel(), arguments, tile.warps)
-
-
 def row_grads(
     logits: Tensor,
     targets: Tensor,
@@ -120,5 +92,16 @@ def row_grads(
     sketch: RowSketch | None = None,
     whole_row: bool = True,
 ) -> None:
-    columns = targets, lse, entropy, d_logps, d_entropy
-    grads_launch(logits, *columns, temperature, out, softcap, sketch).run(logits.device)
+    tile = launch.tiling(logits.shape[-1], logits.dtype)
+    columns = zip(_COLUMNS, (targets, lse, entropy, d_logps, d_entropy), strict=True)
+    arguments = {
+        "logits": logits,
+        "out": out,
+        **launch.dense(**dict(columns)),
+        **launch.sketching(sketch),
+        **launch.geometry(logits, out),
+        **launch.scaling(temperature, softcap),
+        "BLOCK": tile.lanes * tile.width,
+        "STAGES": tile.stages,
+    }
+    launch.Launch(grads_kernel, targets.numel(), arguments, tile.warps).run(logits.device)

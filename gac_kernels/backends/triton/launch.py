@@ -46,6 +46,9 @@ def tiling(vocab: int, dtype: torch.dtype) -> Tiling:
     return Tiling(128, width, 4, 3)
 
 
+recorded: list[Launch] = []  # the launches on the meta device, for `gac_kernels.inspect`
+
+
 class Launch(NamedTuple):
     """A kernel and its launch arguments."""
 
@@ -57,7 +60,9 @@ class Launch(NamedTuple):
 
     def run(self, device: torch.device) -> None:
         """Launch on the current stream of `device`; asynchronous."""
-        if not self.programs:
+        if device.type == "meta":
+            recorded.append(self)
+        if device.type == "meta" or not self.programs:
             return
         warps = launch_warps(self.warps, warp_size(device))
         with torch.cuda.device(device if device.type == "cuda" else -1):

@@ -294,20 +294,16 @@ def loss_kernel(
             write_zeros(out_row, V, L * R)
 
 
-def loss_launch(
+def row_loss(
     logits: Tensor,
     tokens: Tokens,
     spec: LossSpec,
     out: Tensor | None,
-    terms: Tensor,
     sketch: RowSketch | None = None,
     softcap: float | None = None,
-) -> launch.Launch:
-    """The launch of `loss_kernel`.
-
-    The kernel writes `terms` float32 [5, N] in the order of TokenTerms, and the gradient of the
-    logits to `out`.
-    """
+) -> TokenTerms:
+    count = tokens.targets.numel()
+    terms = torch.empty(5, count, dtype=torch.float32, device=logits.device)
     tile, scalars = launch.tiling(logits.shape[-1], logits.dtype), token_scalars(spec)
     temperature = spec.temperature if tokens.temperature is None else tokens.temperature
     has_correction, is_sapo = tokens.rollout_logps is not None, spec.policy_loss == "sapo"
@@ -317,24 +313,24 @@ def loss_launch(
         **launch.dense(**{name: getattr(tokens, name) for name in _COLUMNS}),
         "terms": terms,
         **launch.sketching(sketch),
-        "N": tokens.targets.numel(),
+        "N": count,
         "out_stride_b": 0,
         "out_stride_t": 0,
         **launch.geometry(logits, out),
         **launch.scaling(temperature, softcap),
-        "low": scalars.ratio_low,
-        "high": scalars.ratio_high,
-        "dual_clip": scalars.dual_clip,
-        "kl_coef": scalars.kl_coef,
-        "entropy_coef": scalars.entropy_coef,
-        "demo_shape": scalars.demo_shape,
-        "tau_positive": scalars.sapo_tau_positive if is_sapo else None,
-        "tau_negative": scalars.sapo_tau_negative if is_sapo else None,
-        "correction_min": scalars.correction_min if has_correction else None,
-        "correction_max": scalars.correction_max if has_correction else None,
+        "low": scalars["ratio_low"],
+        "high": scalars["ratio_high"],
+        "dual_clip": scalars["dual_clip"],
+        "kl_coef": scalars["kl_coef"],
+        "entropy_coef": scalars["entropy_coef"],
+        "demo_shape": scalars["demo_shape"],
+        "tau_positive": scalars["sapo_tau_positive"] if is_sapo else None,
+        "tau_negative": scalars["sapo_tau_negative"] if is_sapo else None,
+        "correction_min": scalars["correction_min"] if has_correction else None,
+        "correction_max": scalars["correction_max"] if has_correction else None,
         "POLICY": spec.policy_loss,
         "KL_RATIO": spec.use_bias_correction_kl and spec.kl_coef != 0,
-        "MASK_CORRECTION": has_correction and scalars.mask_correction,
+        "MASK_CORRECTION": has_correction and scalars["mask_correction"],
         "HAS_DUAL": spec.dual_clip is not None,
         "HAS_ENTROPY": spec.entropy_coef != 0,
         "KL": spec.kl_estimator,
@@ -344,17 +340,5 @@ def loss_launch(
         "STAGES": tile.stages,
         "PEEL": launch.unaligned(logits),
     }
-    return launch.Launch(loss_kernel, tokens.targets.numel(), arguments, tile.warps)
-
-
-def row_loss(
-    logits: Tensor,
-    tokens: Tokens,
-    spec: LossSpec,
-    out: Tensor | None,
-    sketch: RowSketch | None = None,
-    softcap: float | None = None,
-) -> TokenTerms:
-    terms = torch.empty(5, tokens.targets.numel(), dtype=torch.float32, device=logits.device)
-    loss_launch(logits, tokens, spec, out, terms, sketch, softcap).run(logits.device)
-    return TokenTerms(terms[0], terms[1], terms[2], terms[3], terms[4])
+    launch.Launch(loss_kernel, count, arguments, tile.warps).run(logits.device)
+    return TokenTerms(*terms)

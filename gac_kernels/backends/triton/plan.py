@@ -9,9 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...contract import LossSpec
+from ...contract import DemoWeight, LossSpec
 from ...inputs import BatchInputs
-from ...scalars import plan_scalars
 from ...tokens import Tokens
 from .. import reference
 from . import launch
@@ -208,7 +207,7 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
     device, n, sequences = targets.device, targets.numel(), inputs.sequences
     if n == 0 or not inputs.is_per_sequence(inputs.is_demo):
         return reference.plan(inputs, spec, dtype)
-    flat, is_demo = targets.reshape(-1), inputs.is_demo.contiguous()
+    flat, is_demo = targets.reshape(-1).contiguous(), inputs.is_demo.contiguous()
     offsets = torch.empty(sequences + 1, dtype=torch.int64, device=device)
     lengths = torch.empty(sequences, dtype=torch.int64, device=device)
     # packed sequences may not cover all tokens, as in a batch with padding at its end
@@ -217,7 +216,17 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
     sequence = allocate(n, dtype=torch.int64, device=device)
     floats = allocate(5, n, dtype=torch.float32, device=device)
     width = n if cu_seqlens is not None else targets.shape[1]
-    lengths_launch(flat, cu_seqlens, offsets, lengths, width).run(device)
+    layout = {
+        "targets": flat,
+        "cu_seqlens": None if cu_seqlens is None else cu_seqlens.contiguous(),
+        "offsets": offsets,
+        "lengths": lengths,
+        "N": n,
+        "T": width,  # of padded sequences
+        "S": sequences,
+        "BLOCK": launch.BLOCK,
+    }
+    launch.Launch(lengths_kernel, sequences, layout, _WARPS).run(device)
     advantages, weight, scale = floats[:3]
     old = None if inputs.old_logps is None else floats[3]
     ref = None if inputs.ref_logps is None else floats[4]
@@ -227,75 +236,43 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
     rollout_lengths = torch.where(is_demo, 0, lengths)
     columns = *known, None, None, None, sequence, offsets, lengths, rollout_lengths
     tokens = Tokens._make((*columns, is_demo, mu))
-    tokens_launch(tokens, floats, inputs, spec, -(-width // launch.BLOCK)).run(device)
-    return tokens
-
-
-def lengths_launch(
-    targets: Tensor, cu_seqlens: Tensor | None, offsets: Tensor, lengths: Tensor, width: int
-) -> launch.Launch:
-    """The launch of `lengths_kernel`, which writes `offsets` and `lengths`.
-
-    width: tokens per padded sequence.
-    """
-    arguments = {
-        "targets": targets.contiguous(),
-        "cu_seqlens": None if cu_seqlens is None else cu_seqlens.contiguous(),
-        "offsets": offsets,
-        "lengths": lengths,
-        "N": targets.numel(),
-        "T": width,
-        "S": lengths.numel(),
-        "BLOCK": launch.BLOCK,
-    }
-    return launch.Launch(lengths_kernel, lengths.numel(), arguments, _WARPS)
-
-
-def tokens_launch(
-    tokens: Tokens, floats: Tensor, inputs: BatchInputs, spec: LossSpec, blocks: int
-) -> launch.Launch:
-    """The launch of `tokens_kernel`, which fills the per-token fields of `tokens`.
-
-    Its inputs include `targets`, `is_demo`, `offsets` and `lengths` of `tokens`.
-    blocks: number of blocks of the longest possible sequence.
-    """
-    programs = min(blocks, _SHARED)
-    mu, mu_number = _number(tokens.mu)
+    programs = min(-(-width // launch.BLOCK), _SHARED)
+    mu_tensor, mu_number = _number(mu)
     rollout_norm, rollout_number = _number(inputs.rollout_norm)
     demo_norm, demo_number = _number(inputs.demo_norm)
-    scalars = plan_scalars(spec)
     arguments = {
-        "targets": tokens.targets.contiguous(),
+        "targets": flat,
         "advantages": _flat(inputs.advantages),
-        "is_demo": tokens.is_demo,
+        "is_demo": is_demo,
         "old": _flat(inputs.old_logps),
         "ref": _flat(inputs.ref_logps),
-        "mu": mu,
+        "mu": mu_tensor,
         "mu_number": mu_number,
         "one_minus_mu_number": 1 - mu_number,
         "rollout_norm": rollout_norm,
         "demo_norm": demo_norm,
-        "offsets": tokens.offsets,
-        "lengths": tokens.lengths,
-        "live": tokens.live,
-        "demo": tokens.demo,
-        "sequence": tokens.sequence,
+        "offsets": offsets,
+        "lengths": lengths,
+        "live": live,
+        "demo": demo,
+        "sequence": sequence,
         "floats": floats,
-        "N": tokens.live.numel(),
-        "S": tokens.is_demo.numel(),
+        "N": n,
+        "S": sequences,
         "P": programs,
         "rollout_number": rollout_number,
         "demo_number": demo_number,
-        "max_tokens": scalars.max_tokens,
+        "max_tokens": float(spec.max_tokens or 1),
         "PER_SEQUENCE": inputs.is_per_sequence(inputs.advantages),
-        "SHAPED": scalars.shaped,
+        "SHAPED": spec.demo_weight is DemoWeight.SHAPED,
         "ROLLOUT": spec.rollout_reduction,
         "DEMO": spec.demo_reduction,
         "ROLLOUT_FROM_BATCH": inputs.rollout_norm is None,
         "DEMO_FROM_BATCH": inputs.demo_norm is None,
         "BLOCK": launch.BLOCK,
     }
-    return launch.Launch(tokens_kernel, tokens.is_demo.numel() * programs, arguments, _WARPS)
+    launch.Launch(tokens_kernel, sequences * programs, arguments, _WARPS).run(device)
+    return tokens
 
 
 def _flat(x: Tensor | None) -> Tensor | None:

@@ -38,11 +38,14 @@ def scale_kernel(
                 )
 
 
-def scale_launch(tensor: Tensor, factor: Tensor, programs: int) -> launch.Launch:
-    """The launch of `scale_kernel` for a contiguous tensor or a strided [B, T, V] one."""
-    rows = tensor.view(1, 1, -1) if tensor.is_contiguous() else tensor
+def scale_(tensor: Tensor, factor: Tensor) -> None:
+    flat = tensor.is_contiguous()
+    if not flat and (tensor.dim() != 3 or tensor.stride(-1) != 1):
+        tensor.mul_(factor)
+        return
+    rows = tensor.view(1, 1, -1) if flat else tensor
     geometry = launch.geometry(rows)
-    if rows is not tensor:
+    if flat:
         geometry["stride_t"] = 0  # a single row: keep its length out of the specialization
     arguments = {
         "tensor": rows,
@@ -51,15 +54,9 @@ def scale_launch(tensor: Tensor, factor: Tensor, programs: int) -> launch.Launch
         **geometry,
         "BLOCK": 4096,
     }
-    return launch.Launch(scale_kernel, programs if tensor.numel() else 0, arguments, 8)
-
-
-def scale_(tensor: Tensor, factor: Tensor) -> None:
-    if not tensor.is_contiguous() and (tensor.dim() != 3 or tensor.stride(-1) != 1):
-        tensor.mul_(factor)
-        return
     programs = 4
     if tensor.is_cuda:
         properties = torch.cuda.get_device_properties(tensor.device)
         programs = 8 * properties.multi_processor_count
-    scale_launch(tensor, factor, programs).run(tensor.device)
+    programs = programs if tensor.numel() else 0
+    launch.Launch(scale_kernel, programs, arguments, 8).run(tensor.device)

@@ -107,31 +107,6 @@ def stats_kernel(
         tl.store(results + 5 * N + n, is_top1)
 
 
-def stats_launch(
-    logits: Tensor,
-    targets: Tensor,
-    temperature: float | Tensor,
-    results: Tensor,
-    softcap: float | None = None,
-) -> launch.Launch:
-    """The launch of `stats_kernel`, which writes `results` float32 [3 or 6, N]."""
-    tile = launch.tiling(logits.shape[-1], logits.dtype)
-    arguments = {
-        "logits": logits,
-        **launch.dense(targets=targets),
-        "results": results,
-        "N": targets.numel(),
-        **launch.geometry(logits),
-        **launch.scaling(temperature, softcap),
-        "L": tile.lanes,
-        "R": tile.width,
-        "STAGES": tile.stages,
-        "PEEL": launch.unaligned(logits),
-        "MORE": len(results) > 3,
-    }
-    return launch.Launch(stats_kernel, targets.numel(), arguments, tile.warps)
-
-
 def row_stats(
     logits: Tensor,
     targets: Tensor,
@@ -139,7 +114,20 @@ def row_stats(
     softcap: float | None = None,
     more: bool = False,
 ) -> tuple[Tensor, ...]:
-    rows = 6 if more else 3
-    results = torch.empty(rows, targets.numel(), dtype=torch.float32, device=logits.device)
-    stats_launch(logits, targets, temperature, results, softcap).run(logits.device)
+    tile, count = launch.tiling(logits.shape[-1], logits.dtype), targets.numel()
+    results = torch.empty(6 if more else 3, count, dtype=torch.float32, device=logits.device)
+    arguments = {
+        "logits": logits,
+        **launch.dense(targets=targets),
+        "results": results,
+        "N": count,
+        **launch.geometry(logits),
+        **launch.scaling(temperature, softcap),
+        "L": tile.lanes,
+        "R": tile.width,
+        "STAGES": tile.stages,
+        "PEEL": launch.unaligned(logits),
+        "MORE": more,
+    }
+    launch.Launch(stats_kernel, count, arguments, tile.warps).run(logits.device)
     return results.unbind()
