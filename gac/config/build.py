@@ -120,6 +120,10 @@ def _build(cls: Any, data: Any, where: str, default: Any = None) -> Any:
     values = {}
     for key, value in data.items():
         if key not in fields:
+            for name, field in fields.items():  # as `lr` instead of `optim.lr`
+                if key in getattr(field.default, "__dataclass_fields__", ()):
+                    inner = join(where, f"{name}.{key}")
+                    raise ConfigError(f"{join(where, key)}: unknown key; did you mean {inner!r}?")
             raise ConfigError(unknown_name_message(join(where, key), key, fields, "key"))
         inherited = _field_default(fields[key]) if default is None else getattr(default, key)
         values[key] = _convert(hints[key], value, join(where, key), inherited)

@@ -95,6 +95,8 @@ class Own(Method):
 
 TRAIN = {  # value of --set -> answer
     "stpes=3": "stpes: unknown key 'stpes'; did you mean 'steps'?",
+    "lr=1e-5": "lr: unknown key; did you mean 'optim.lr'?",
+    "prompts=first/data/train.jsonl": "prompts: unknown key; did you mean 'data.prompts'?",
     "steps": "override 'steps': expected key=value",
     "steps=0": "steps=0: use an integer from 1 to 1,000,000",
     "steps=99999999999999999999": "steps=99999999999999999999: use an integer from 1 to 1,000,000",
