@@ -123,9 +123,8 @@ class TrainConfig(Checked):
     eval: EvalSettings = setting(EvalSettings(), may_change=True)
     """Evaluation during and after training."""
     monitor_kl_every: Natural = 0
-    """Steps between measurements of the KL to the reference policy for monitoring; 0: only when the
-    method or loss needs it.
-    """
+    """Number of steps between measurements of the KL to the reference policy for monitoring; 0:
+    only when the method or the loss needs it."""
     kl_sample_size: Count | None = None
     """Rollouts per step, over all ranks, used to estimate the KL to the reference policy when it is
     not part of the loss; null: all.

@@ -40,7 +40,7 @@ class AlarmState(NamedTuple):
     suspect demonstrations.
     """
     extremes: int = 0
-    """Number of losses in that mean."""
+    """Number of losses in the mean `shifted`."""
     suspect: bool = False
     """Whether the alarm is on: the demonstrations are assumed to be wrong."""
     sources: tuple[float, ...] = ()

@@ -140,13 +140,13 @@ class ControllerConfig(Checked):
     mu_min: Share = 0.02
     """Lower bound of mu."""
     mu_max: Share = 0.98
-    """Largest mu."""
+    """Upper bound of mu."""
     alpha_init: Number = 0.7
     """Target share of the SFT gradient before the first KL measurement."""
     alpha_min: Share = 0.1
-    """Smallest alpha. The update is multiplicative, so an alpha of 0 stays 0."""
+    """Lower bound of alpha. The update is multiplicative, so an alpha of 0 stays 0."""
     alpha_max: Share = 0.95
-    """Largest alpha."""
+    """Upper bound of alpha."""
     kl_target: Positive = 0.02
     """KL_tgt > 0: target KL to the reference policy, in nats per token."""
     kl_up: NonNegative = 0.2

@@ -35,7 +35,7 @@ class Prior(Checked):
     low: Share = 0.15
     """Value from step `hold + decay` on."""
     hold: Natural = 200
-    """Steps at `high`."""
+    """Number of steps at `high`."""
     decay: Natural = 600
     """Length of the cosine decay from `high` to `low`, in steps."""
 
@@ -64,11 +64,11 @@ class MixSchedule(Checked):
     valley: Share
     """Value after the decay."""
     warmup: Natural = 0
-    """Steps from `start` to `peak`; 0: the schedule starts at `peak`."""
+    """Number of steps from `start` to `peak`; 0: the schedule starts at `peak`."""
     hold: Natural = 0
     """Number of steps at `peak`."""
     decay: Natural = 0
-    """Steps from `peak` to `valley`."""
+    """Number of steps from `peak` to `valley`."""
     start: Share = 0.0
     """Value at step 0 if there is a warm-up."""
     warmup_shape: Shape = "linear"

@@ -35,7 +35,7 @@ class EvalTask(Checked):
     temperature: NonNegative = 0.0
     """Sampling temperature; 0: greedy."""
     top_p: PositiveShare = setting(1.0, only_with="temperature")
-    """Nucleus sampling threshold."""
+    """Sample from the most likely tokens whose probabilities add up to this (nucleus sampling)."""
     max_completion_length: Count = 1024
     """Maximum response length in tokens."""
     stop: tuple[str, ...] = ()

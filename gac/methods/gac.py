@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from gac.control.alarm import Alarm, alarm_message, is_suspect
-from gac.control.controller import ControllerConfig, GuidedController
+from gac.control.controller import ControllerConfig, ControllerState, initial_state, step
 from gac.control.gate import Gate, GateState
 from gac.control.schedules import Prior, PriorChoice
 from gac.control.signals import GradientSignals, ProxySignals, SketchSignals, Source
@@ -34,7 +34,7 @@ class GAC(
     the LM head gradient.
     """
     gradient_parts: int = 4
-    """Number of micro-batch gradients per term for `signals: gradients`, >= 2."""
+    """Number of micro-batch gradients per term for `signals=gradients`, >= 2."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -50,7 +50,7 @@ class GAC(
 
     def init(self) -> State:
         return {
-            "controller": GuidedController(self).state_dict(),
+            "controller": initial_state(self).to_dict(),
             "signals": self.signals.init(),
             "read": None,
         }
@@ -62,12 +62,9 @@ class GAC(
             reading, state["signals"] = self.signals.read(last.evidence, state["signals"])
             signals, corrections, alignment = reading
             state["read"] = list(signals)
-        controller = GuidedController(self)
-        controller.load_state_dict(state["controller"])
-        mu = controller.update(
-            signals, last.kl, corrections, alignment, last.demo_loss, last.demo_losses
-        )
-        return {**state, "controller": controller.state_dict()}, Mix(mu)
+        measured = signals, last.kl, corrections, alignment, last.demo_loss, last.demo_losses
+        controller = step(self, ControllerState.from_dict(state["controller"]), *measured)
+        return {**state, "controller": controller.to_dict()}, Mix(controller.mu)
 
     def log_message(self, before: State, after: State) -> str | None:
         return alarm_message(before["controller"]["alarm"], after["controller"]["alarm"])

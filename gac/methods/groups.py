@@ -152,8 +152,7 @@ class DYPO(
         failures = (rewards <= self.correct).sum(1)  # nan, a dropped rollout, is neither
         mid = ((successes > 0) & (failures > 0)).to(rewards.dtype)
         hard = (successes == 0).to(rewards.dtype)
-        credit = super().credit(rewards, demos, kind)
-        return credit._replace(rollout_weight=mid, demo_weight=hard)
+        return super().credit(rewards, demos, kind)._replace(rollout_weight=mid, demo_weight=hard)
 
     def token_loss(self, tokens: TokenView) -> torch.Tensor:
         """[N] loss of each token; for GAL, the loss of the token's group."""
@@ -206,8 +205,7 @@ class SDAR(
         return Sampling(demos="prompt", teacher=True)
 
     def credit(self, rewards: torch.Tensor, demos: torch.Tensor | None, kind: str) -> Credit:
-        credit = super().credit(rewards, demos, kind)
-        return credit._replace(demo_weight=torch.zeros_like(credit.demo_weight))
+        return super().credit(rewards, demos, kind)._replace(demo_weight=torch.zeros(len(rewards)))
 
     def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
         return state, Mix(0.0)

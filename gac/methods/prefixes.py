@@ -39,7 +39,7 @@ class UFT(Method, name="uft", family="hybrid", source="arXiv 2505.16984 and its 
     high: Share = 0.95
     """Probability of each part at its start, in [0, 1]."""
     hint_steps: Count = 300
-    """Steps with hints; the released code trains for 500 steps in total."""
+    """Number of steps with hints; the released code trains for 500 steps in total."""
     pieces: Count = 5
     """Number of parts of a demonstration."""
     weight: DemoWeight = DemoWeight.ONE
@@ -144,7 +144,7 @@ class PrefixRFT(Sum, name="prefix-rft", source="arXiv 2507.01679"):
     low: ScheduleChoice = MixSchedule(peak=0.95, valley=0.05, decay=500)
     """Smallest share of the demonstration that is given, as a function of the step."""
     high: Share = 0.95
-    """Largest share, in [0, 1]."""
+    """Largest share of the demonstration that is given, in [0, 1]."""
     top: Share = 0.2
     """Share of a prefix's tokens that are trained on, in [0, 1]."""
 

@@ -51,8 +51,8 @@ class SuperRL(Sum, TokenWeighted, name="superrl", source="arXiv 2506.01096v2"):
 
     def credit(self, rewards: torch.Tensor, demos: torch.Tensor | None, kind: str) -> Credit:
         solved = (rewards > self.correct).any(1).to(rewards.dtype)  # nan: a dropped rollout
-        credit = super().credit(rewards, demos, kind)
-        return credit._replace(rollout_weight=solved, demo_weight=1 - solved)
+        weights = {"rollout_weight": solved, "demo_weight": 1 - solved}
+        return super().credit(rewards, demos, kind)._replace(**weights)
 
 
 @dataclass(frozen=True)

@@ -30,13 +30,13 @@ class Rule(TokenWeighted, family="rule", source="the paper, appendix I (rule-bas
     sign: Annotated[int, Valid("1 or -1", (1, -1).__contains__)] = 1
     """1: the printed rule; -1: the opposite direction."""
     calibration: Count = 50
-    """Steps at `mu_init` used to calibrate the rule's constant."""
+    """Number of steps at `mu_init` that calibrate the rule's constant."""
     mu_init: float = 0.58
     """mu during calibration, and the rule's value at the mean measurement."""
     mu_min: float = 0.02
-    """Smallest mu afterwards."""
+    """Lower bound of mu after the calibration."""
     mu_max: float = 0.98
-    """Largest mu afterwards."""
+    """Upper bound of mu after the calibration."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -138,7 +138,7 @@ class GradNormControl(
     """
 
     update_every: Count = 10
-    """Steps between measurements; mu is constant in between."""
+    """Number of steps between measurements; mu is constant in between."""
     invert: bool = False
     """Use mu = |g_r| / (|g_s| + |g_r|) instead."""
 
@@ -187,19 +187,19 @@ class AMFT(
     """
 
     warmup: Natural = 50
-    """Steps with demonstrations only, at the start."""
+    """Number of steps at the start that use demonstrations only."""
     mu_init: float = 0.8
     """mu of the first step after the warm-up."""
     mu_min: float = 0.05
-    """Smallest mu after the warm-up."""
+    """Lower bound of mu after the warm-up."""
     mu_max: float = 0.95
-    """Largest mu after the warm-up."""
+    """Upper bound of mu after the warm-up."""
     meta_lr: Number = 1e-4
     """Step size of the meta-gradient."""
     entropy_lr: Number = 5e-4
     """Step size of the entropy term, in 1 / nats."""
     update_every: Count = 20
-    """Steps between measurements of the meta-gradient."""
+    """Number of steps between measurements of the meta-gradient."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

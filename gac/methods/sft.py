@@ -19,14 +19,19 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class SFT(TokenWeighted, name="sft", family="single signal", source="the paper, section 4.1"):
-    """Cross-entropy on the demonstrations; no rollouts."""
+class DemosOnly(Method, family="single signal"):
+    """Base class of the methods without rollouts."""
 
     def needs(self, step: int) -> StepNeeds:
         return StepNeeds(rollouts=False)
 
     def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
         return state, Mix(1.0)
+
+
+@dataclass(frozen=True)
+class SFT(DemosOnly, TokenWeighted, name="sft", source="the paper, section 4.1"):
+    """Cross-entropy on the demonstrations; no rollouts."""
 
 
 DFT = preset(
@@ -87,9 +92,8 @@ class SFTLight(SFTBest, name="sft-light", keeps_best=False):
 
 @dataclass(frozen=True)
 class ASFT(
-    Method,
+    DemosOnly,
     name="asft",
-    family="single signal",
     source="arXiv 2509.23753",
     cost="reference forward pass on the demonstrations, full-vocabulary KL",
 ):
@@ -100,14 +104,8 @@ class ASFT(
     kl_direction: Literal["forward", "reverse"] = "forward"
     """forward: KL(reference || policy), as in the released code; reverse: as in the publication."""
 
-    def needs(self, step: int) -> StepNeeds:
-        return StepNeeds(rollouts=False)
-
     def loss(self, base: LossSpec) -> Loss:
         return Loss(base, token=self.token_loss, reference=True)
-
-    def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
-        return state, Mix(1.0)
 
     def token_loss(self, tokens: TokenView) -> torch.Tensor:
         """[N] loss of each token."""

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, GenerationConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import PreTrainedModel
@@ -282,6 +282,26 @@ def autocast(model: nn.Module) -> AbstractContextManager[Any]:
     dtype = next((d for m in model.modules() if (d := m.__dict__.get("autocast"))), None)
     device = next(model.parameters()).device.type
     return nullcontext() if dtype is None else torch.autocast(device, dtype)
+
+
+@contextlib.contextmanager
+def sampling_mode(model: Any) -> Iterator[None]:
+    """Context for sampling: eval mode, PyTorch's attention, a default GenerationConfig.
+
+    Every engine supports PyTorch's attention. The model's generation defaults would be off-policy.
+    """
+    # switch only modules in training mode, so that modules kept in eval mode stay there afterwards
+    training = [module for module in model.modules() if module.training]
+    defaults, model.generation_config = model.generation_config, GenerationConfig()
+    for module in training:
+        module.training = False
+    try:
+        with without_row_attention(model), autocast(model):
+            yield
+    finally:
+        model.generation_config = defaults
+        for module in training:
+            module.training = True
 
 
 def compute_dtype(model: nn.Module) -> torch.dtype:

@@ -5,10 +5,9 @@ Notation: Q prompts, K rollouts per prompt.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from gac.data.rows import token_ids
 from gac.errors import ConfigError
 from gac.models.causal_lm import end_of_turn
-from gac.models.head import autocast, without_row_attention
+from gac.models.head import sampling_mode
 from gac.parallel.collectives import largest
 from gac.parallel.setup import in_lockstep
 
@@ -236,26 +235,6 @@ def generation_config(
         pad_token_id=pad_token,
         use_cache=True,
     )
-
-
-@contextlib.contextmanager
-def sampling_mode(model: Any) -> Iterator[None]:
-    """Context for sampling: eval mode, PyTorch's attention, a default GenerationConfig.
-
-    Every engine supports PyTorch's attention. The model's generation defaults would be off-policy.
-    """
-    # switch only modules in training mode, so that modules kept in eval mode stay there afterwards
-    training = [module for module in model.modules() if module.training]
-    defaults, model.generation_config = model.generation_config, GenerationConfig()
-    for module in training:
-        module.training = False
-    try:
-        with without_row_attention(model), autocast(model):
-            yield
-    finally:
-        model.generation_config = defaults
-        for module in training:
-            module.training = True
 
 
 def truncate_at_stop(tokens: Sequence[int], stops: Sequence[int]) -> tuple[int, ...]:

@@ -24,10 +24,11 @@ from trl.import_utils import is_vllm_available
 from urllib3.util.retry import Retry
 
 from gac.errors import ConfigError, RunError
+from gac.models.head import sampling_mode
 from gac.parallel.collectives import gather, rank, run_on_all_ranks
 
 from .config import VLLMConfig
-from .generation import Completion, SamplingParams, sampling_mode, stop_tokens, truncate_at_stop
+from .generation import Completion, SamplingParams, stop_tokens, truncate_at_stop
 
 MAX_CONCURRENT = 64  # concurrent requests per rank and server, which batches them
 MAX_FILE_BYTES = 2**30  # bytes per file of weights

@@ -228,39 +228,27 @@ _BASES = {*_PLAIN, tuple, list, set, frozenset}
 # -- the solver's side -----------------------------------------------------------------------------
 
 
-class Borrower:
-    """The proxies for objects of the tests."""
-
-    def __init__(self, owner: Any) -> None:
-        _borrower[:] = [self]
-        self.owner = owner
-        self.proxies: dict[int, Any] = {}
-        self.numbers: dict[int, int] = {}
-        """Number by the id of a proxy."""
-        self.classes: dict[str, type] = {}
-
-
-# the functions that pickles refer to use the only one of the process
-_borrower: list[Borrower] = []
+# the `Solver` of this process, for the functions that pickles refer to
+borrower: list[Any] = []
 
 
 def own(number: int) -> Any:
     """An object of the program."""
-    return _borrower[0].owner.objects[number]
+    return borrower[0].objects[number]
 
 
 def borrow(number: int, make: Callable[..., Any], *arguments: Any) -> Any:
     """The proxy for an object of the tests, made if needed."""
-    borrower = _borrower[0]
-    if number not in borrower.proxies:
-        borrower.proxies[number] = proxy = make(*arguments)
-        borrower.numbers[id(proxy)] = number
-    return borrower.proxies[number]
+    solver = borrower[0]
+    if number not in solver.proxies:
+        solver.proxies[number] = proxy = make(*arguments)
+        solver.proxy_numbers[id(proxy)] = number
+    return solver.proxies[number]
 
 
 def function(number: int, name: str, details: dict[str, Any]) -> Any:
     """A proxy for a function."""
-    use = functools.partial(_borrower[0].owner.use, number, "__call__")
+    use = functools.partial(borrower[0].use, number, "__call__")
 
     def proxy(*arguments: Any, **keywords: Any) -> Any:
         return use(arguments, keywords)
@@ -273,18 +261,19 @@ def function(number: int, name: str, details: dict[str, Any]) -> Any:
 
 def instance(number: int, name: str, allowed: list[str]) -> Any:
     """A proxy for another object."""
-    owner, classes = _borrower[0].owner, _borrower[0].classes
+    solver = borrower[0]
+    classes = solver.proxy_classes
     key = f"{name}({','.join(allowed)})"
     if key not in classes:
         members = {"__iter__": lambda self: self} if "__next__" in allowed else {}
         members |= dict(_METHODS.get(operation) or _method(operation) for operation in allowed)
         try:
             # the program's copy of the class
-            classes[key] = type(name, (vars(owner.module).get(name),), members)
+            classes[key] = type(name, (vars(solver.module).get(name),), members)
         except TypeError:
             classes[key] = type(name, (), members)
     proxy: Any = object.__new__(classes[key])
-    object.__setattr__(proxy, "_use_", functools.partial(owner.use, number))
+    object.__setattr__(proxy, "_use_", functools.partial(solver.use, number))
     return proxy
 
 

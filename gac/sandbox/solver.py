@@ -33,7 +33,6 @@ CONTAINERS: dict[type, type] = {kind: kind for kind in (list, dict, set, deque, 
 """Objects of classes derived from these compare by their contents, which are of the second type."""
 _LIKE_CONTAINERS: dict[type, type] = {UserList: list, Mapping: dict, Set: set}
 _MAX_CUTS = 200  # top-level lines at which to try to end a continuation
-_WATCHED = 100  # items of a global variable whose changes are noticed
 _PRINTED = 1 << 20  # characters of output to pass on per answer
 
 
@@ -127,9 +126,12 @@ class Solver:
         self.objects = lent.Table()
         self._new_classes: list[Json] = []
         self._described: set[int] = set()
-        self._shared: set[str] = set()
-        self._globals: dict[str, Any] = {}
-        self._borrower = lent.Borrower(self)
+        lent.borrower[:] = [self]
+        self.proxies: dict[int, Any] = {}
+        """Proxies for objects of the tests."""
+        self.proxy_numbers: dict[int, int] = {}
+        """Number by the id of a proxy."""
+        self.proxy_classes: dict[str, type] = {}
         self._turn = threading.RLock()
         self._busy = True
         self._output = sys.stdout = io.StringIO()
@@ -141,11 +143,8 @@ class Solver:
         self._busy = True
         try:
             operation, arguments, keywords = pickle.loads(request)
-            if operation == "names":
-                value, changed = self._names(*arguments), None
-            else:
-                value = _perform(operation, *arguments, **keywords)
-                changed = self._changed(request, [*arguments[1:], *keywords.values()])
+            value = _perform(operation, *arguments, **keywords)
+            changed = self._changed(request, [*arguments[1:], *keywords.values()])
         except (ChannelClosed, WireError):
             raise
         except BaseException as error:  # the program may raise anything
@@ -161,10 +160,10 @@ class Solver:
         with self._turn:
             self._busy = kind == "callback"
             try:
-                items = [kind, value, printed, changed, self._changed_globals()]
+                items = [kind, value, printed, changed]
                 message = json.dumps([self._new_classes, encode(items, self._refer)])
             except Exception as error:  # a value that cannot be sent
-                items = ["raise", describe(error), printed, None, {}]
+                items = ["raise", describe(error), printed, None]
                 message = json.dumps([self._new_classes, encode(items, self._refer)])
             self._new_classes = []
             self.channel.send(message.encode("ascii"))
@@ -185,12 +184,6 @@ class Solver:
                 self.answer(request)
                 self._busy = True
 
-    def _names(self, names: list[str], shared: list[str]) -> dict[str, Any]:
-        known = self.module.__dict__
-        self._shared = set(shared)
-        self._globals = {name: _snapshot(known[name]) for name in names if name in known}
-        return {name: _live(known[name]) for name in self._globals}
-
     def _changed(self, request: bytes, arguments: list[Any]) -> Any:
         """The arguments that the call has changed in place, None for the others; or None."""
         if not any(map(is_mutable, arguments)):
@@ -200,23 +193,11 @@ class Solver:
         changed = [new if is_mutable(new) and not _same(old, new) else None for old, new in pairs]
         return changed if any(value is not None for value in changed) else None
 
-    def _changed_globals(self) -> dict[str, Any]:
-        """New values of the global variables that have changed since the judge received them."""
-        known = self.module.__dict__
-        new = {name: _snapshot(known.get(name)) for name in self._globals}
-        changed = [
-            n
-            for n, (value, text) in new.items()
-            if value is not self._globals[n][0] or text != self._globals[n][1]
-        ]
-        self._globals = new
-        return {name: _live(known.get(name)) for name in changed}
-
     # -- what the judge learns about an object -----------------------------------------------------
 
     def _refer(self, value: Any) -> Node:
         kind = type(value)
-        borrowed = self._borrower.numbers.get(id(value))
+        borrowed = self.proxy_numbers.get(id(value))
         if borrowed is not None:
             return "lent", [borrowed]
         if kind is Live:
@@ -230,7 +211,7 @@ class Solver:
                 describe(value),
                 *self._cause(value),
             ]
-        records = kind.__name__ in self._shared
+        records = kind.__name__ in _shared_classes
         if records and all(base.__module__ == "program" for base in kind.__mro__[:-1]):
             return "instance", [kind.__name__, _state(value)]
         number, described = self.objects.number(value), self._class(kind)
@@ -254,7 +235,7 @@ class Solver:
         A number; text for an exception class of the standard library; [number] for a class of the
         tests. See `client.SolverClient._define` for the description.
         """
-        borrowed = self._borrower.numbers.get(id(kind))
+        borrowed = self.proxy_numbers.get(id(kind))
         if borrowed is not None:
             return [borrowed]
         if issubclass(kind, BaseException) and is_importable(kind):
@@ -303,8 +284,11 @@ def _perform(operation: str, target: Any, /, *arguments: Any, **keywords: Any) -
     return _complete(value) if operation in ("__aenter__", "__aexit__") else value
 
 
+_shared_classes: set[str] = set()  # of the setup, whose instances are copied
 _OPERATIONS: dict[str, Any] = {
     **lent.OPERATIONS,
+    "share": _shared_classes.update,
+    "find": lambda name: _live(vars(sys.modules["program"])[name]),
     "get": lambda value, name: _live(getattr(value, name)),
     "patch": lambda module, name, value: setattr(sys.modules[module], name, value),
     "change": lambda value, name, /, *arguments, **keywords: getattr(value, name)(
@@ -373,12 +357,6 @@ def _same(old: Any, new: Any) -> bool:
         return bool(old == new)
     except Exception:  # arrays, or what the program defines
         return False
-
-
-def _snapshot(value: Any) -> tuple[Any, str]:
-    """`value`, and its text if it is a small list, dict or set."""
-    small = type(value) in (list, dict, set) and len(value) <= _WATCHED
-    return value, repr(value)[: 64 * _WATCHED] if small else ""
 
 
 def _state(value: Any) -> dict[str, Any]:

@@ -108,16 +108,13 @@ def make_gradients(
 
 
 def _check_sketch(config: TrainConfig, model: nn.Module) -> None:
+    missing = None
     if loss_of(config).token is not None:
-        raise ConfigError(
-            f"signals: sketch requires the fused loss, which method {config.method.name!r} does "
-            "not use; set method.signals: gradients"
-        )
-    if not model.plain_head:
-        raise ConfigError(
-            f"signals: sketch requires a plain linear head, which {type(model).__name__} does not "
-            "have; set method.signals: gradients"
-        )
+        missing = f"the fused loss, which method {config.method.name!r} does not use"
+    elif not model.plain_head:
+        missing = f"a plain linear head, which {type(model).__name__} does not have"
+    if missing is not None:
+        raise ConfigError(f"method.signals=sketch requires {missing}: use method.signals=gradients")
 
 
 def _micro_batches(config: TrainConfig, *models: nn.Module | None) -> MicroBatches:

@@ -126,7 +126,7 @@ def library() -> ctypes.CDLL:
         ValueError: GAC_CPU_CAPABILITY names an unknown or unsupported instruction set.
     """
     if not LIBRARY.exists():
-        raise OSError("the extension is not built; reinstall with GAC_EXT=1 and a C++ compiler")
+        raise OSError("the extension is not built; run `GAC_EXT=1 pip install .`")
     try:
         loaded = ctypes.CDLL(str(LIBRARY))
         functions = [getattr(loaded, name) for name in FUNCTIONS]
@@ -134,10 +134,10 @@ def library() -> ctypes.CDLL:
             getattr(loaded, name).restype = ctypes.c_char_p
         header = (build_cuda.SOURCES / "cpu" / "native.h").read_bytes()
         if loaded.gac_interface().decode() != hashlib.sha256(header).hexdigest():
-            raise OSError("it was built from other sources")
+            raise OSError("it was built from a different version of the sources")
     except (OSError, AttributeError) as error:
         raise OSError(
-            f"{LIBRARY.name} failed to load; rebuild it with GAC_EXT=1 ({error})"
+            f"{LIBRARY.name} failed to load ({error}); run `GAC_EXT=1 pip install .`"
         ) from error
     for function in functions:
         function.restype, function.argtypes = ctypes.c_char_p, [ctypes.c_char_p]

@@ -165,9 +165,9 @@ def test_a_loss_or_a_head_that_cannot_be_sketched_is_rejected(task, tmp_path, mo
     settings = config(task, tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr("gac.models.head.Record.linear", lambda self: None)
-        with pytest.raises(ConfigError, match="signals: sketch .* set method.signals"):
+        with pytest.raises(ConfigError, match="method.signals=sketch .*use method.signals"):
             Trainer(settings)
     unfused = Loss(settings.loss, token=lambda view: -view.logps)
     monkeypatch.setattr(METHODS["gac-gated-sketch"], "loss", lambda self, base: unfused)
-    with pytest.raises(ConfigError, match="signals: sketch .* fused loss.* set method.signals"):
+    with pytest.raises(ConfigError, match="method.signals=sketch .*fused loss.*use method.signals"):
         Trainer(settings)

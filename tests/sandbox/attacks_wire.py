@@ -86,13 +86,12 @@ def _message(line: str) -> str:
         parts.append(part)
         place = end + 1
     value, nodes, classes = parts
-    names = ["dict", []]
-    root = ["list", ["value", *value, "", None, [len(nodes) + 1]]]
-    return json.dumps([classes, [root, *nodes, names]])
+    root = ["list", ["value", *value, "", None]]
+    return json.dumps([classes, [root, *nodes]])
 
 
 MESSAGES = [_message(line) for line in _ANSWERS.strip().splitlines()]
 MESSAGES += ["", "5", "null", "[]", "[[], []]", "{}", "[", "[5, 5]", '[[], [["list", []]]]']
-MESSAGES += ['[[], [["list", ["callback", 0, "", null, null]]]]', '[[], [["dict", []]]]']
-MESSAGES += ['[[], [["list", ["other", 5, "", null, {}]]]]', '[[5], [["list", []]]]', "NaN"]
-MESSAGES += ["[" * 100_000, '[[], [["list", ["value", 5, 5, null, [1]]], ["dict", []]]]']
+MESSAGES += ['[[], [["list", ["callback", 0, "", null]]]]', '[[], [["dict", []]]]']
+MESSAGES += ['[[], [["list", ["other", 5, "", null]]]]', '[[5], [["list", []]]]', "NaN"]
+MESSAGES += ["[" * 100_000, '[[], [["list", ["value", 5, 5, null]]]]']
