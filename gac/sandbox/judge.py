@@ -168,11 +168,11 @@ class _Judge:
                 unittest.defaultTestLoader.loadTestsFromTestCase(value).run(result)
                 for _, report in result.failures + result.errors:
                     raise AssertionError(report.strip().splitlines()[-1])
-            elif (
-                isinstance(value, types.FunctionType)
-                and name.startswith("test")
-                and name not in self._row.used
-            ):
+            elif not isinstance(value, types.FunctionType) or name in self._row.used:
+                continue
+            elif name == "check" and self._row.entry_point:
+                exec(self._row.check, self._namespace)
+            elif name.startswith("test"):
                 parameters = inspect.signature(value).parameters.values()
                 if all(
                     p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)

@@ -205,12 +205,10 @@ class Solver:
         if isinstance(value, type):
             return "class", [_path(value) if is_builtin(value) else self._class(value)]
         if isinstance(value, BaseException):
-            return "error", [
-                self.objects.number(value),
-                self._class(kind),
-                describe(value),
-                *self._cause(value),
-            ]
+            state = vars(value) if is_importable(kind) else {}
+            text, cause = describe(value), value.__cause__
+            parts = [self.objects.number(value), self._class(kind), text, cause, value.args, state]
+            return "error", parts
         records = kind.__name__ in _shared_classes
         if records and all(base.__module__ == "program" for base in kind.__mro__[:-1]):
             return "instance", [kind.__name__, _state(value)]
@@ -219,15 +217,6 @@ class Solver:
             return "coroutine", [number]
         base = next((base for base in kind.__mro__ if is_builtin(base)), object)
         return "object", [number, described, *([plain(value, base)] if base in VALUES else [])]
-
-    def _cause(self, error: BaseException) -> list[Any]:
-        """The cause, the arguments and the attributes of an error, as far as they can be sent."""
-        parts = [error.__cause__, error.args, vars(error) if is_importable(type(error)) else {}]
-        try:
-            encode(parts[1:], self._refer)
-        except Exception:
-            return parts[:1]
-        return parts
 
     def _class(self, kind: type) -> Json:
         """A reference to a class, described before if the judge does not know it.
