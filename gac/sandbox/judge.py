@@ -29,7 +29,7 @@ from .wire import Channel
 
 Verdict = dict[str, Any]
 """Keys: "passed", a bool per test; "problem", text of the first failure. If the row is invalid for
-every program, the only key is "row", the reason.
+every program, the only key is "row_problem", the reason.
 """
 
 # events of `sys.audit` that only happen where data is interpreted as code, objects or addresses
@@ -62,7 +62,7 @@ def judge(row: bytes, channel: Channel, guard: bool = True) -> Verdict:
     try:
         return _Judge(types.SimpleNamespace(**marshal.loads(row)), channel).verdict(guard)
     except RowError as error:
-        return {"row": str(error)}
+        return {"row_problem": str(error)}
     finally:
         channel.close()
 

@@ -44,7 +44,6 @@ _NAMED = (
     ast.MatchAs,
     ast.MatchStar,
 )
-_SYNTAX = (SyntaxError, ValueError, MemoryError, RecursionError)
 
 
 class RowError(Exception):
@@ -224,7 +223,7 @@ def _valid(place: str, text: str, function: Callable[..., Any], *arguments: Any)
     try:
         with _PARSER:
             return function(*arguments)
-    except _SYNTAX as error:
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         raise RowError(
             f"the row's {place} is not valid Python: {describe(error)}; {text!r:.200}"
         ) from None
@@ -236,10 +235,10 @@ def parse(text: str) -> ast.Module:
     Never pass a completion: parsing untrusted code can crash this process.
     """
     try:
-        with _PARSER:
-            return ast.parse(text)
-    except _SYNTAX:
+        tree: ast.Module = _valid("text", text, ast.parse, text)
+    except RowError:
         return ast.Module([], [])
+    return tree
 
 
 def names_defined(body: Iterable[ast.stmt]) -> set[str]:

@@ -157,6 +157,7 @@ class Zygote:
         try:
             random.seed(0)  # Python reseeds it after a fork, but verdicts must be reproducible
             signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             if self.uids is not None:
                 confine.switch_to_uid(uid)
             confine.exit_with_parent(parent)
