@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from gac.errors import ConfigError
+from gac.errors import ConfigError, RunError, UserError
 
 OWN = f"{Path(__file__).parents[1]}/"  # frames of this package are not the user's
 _names: dict[object, str] = {}  # the name under which an object was imported
@@ -123,12 +123,11 @@ def _load_file(path: str, where: str) -> ModuleType:
         raise ConfigError(f"{where}: {str(file)!r} is not a Python file")
     sys.modules[module_name] = module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as raised:  # user code may raise anything
-        error = explained(raised)
+        with user_code(f"{where} {path!r}", ConfigError):
+            spec.loader.exec_module(module)
+    except ConfigError:
         del sys.modules[module_name]
-        problem = f"{type(error).__name__}: {error}{location(error)}"
-        raise ConfigError(f"{where} {path!r}: {problem}") from error
+        raise
     return module
 
 
@@ -138,6 +137,19 @@ def explained(error: Exception | SystemExit) -> Exception:
         return error
     text = f"it called sys.exit({error.code!r})"
     return RuntimeError(text).with_traceback(error.__traceback__)
+
+
+@contextlib.contextmanager
+def user_code(where: str, kind: type[UserError] = RunError) -> Iterator[None]:
+    """Turn an exception of the user's own code into a UserError with its file and line."""
+    try:
+        yield
+    except UserError:  # of this package, which the code called
+        raise
+    except (Exception, SystemExit) as raised:  # user code may raise anything
+        error = explained(raised)
+        problem = f"{type(error).__name__}: {error}{location(error)}"
+        raise kind(f"{where}: {problem}") from error
 
 
 def location(error: BaseException) -> str:

@@ -114,8 +114,9 @@ def require_default(config: Any, name: str, key: str, why: str) -> None:
     """Raise ValueError unless the field `name`, the configuration's `key`, has its default."""
     value, default = getattr(config, name), type(config).__dataclass_fields__[name].default
     if value != default:
-        shown = value.value if isinstance(value, enum.Enum) else value
-        raise ValueError(f"{key}={shown!r} has no effect {why}: remove the key")
+        raise ValueError(
+            f"{key}={getattr(value, 'value', value)!r} has no effect {why}: remove the key"
+        )
 
 
 def _holds(config: Any, name: str, text: str | None = None) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from gac.config import Checked, Count, Positive, setting
-from gac.config.imports import load_object
+from gac.config.imports import load_object, user_code
 from gac.errors import ConfigError, MissingData
 
 from .conversations import calls_tools, demonstration, render, split_conversation
@@ -196,7 +196,8 @@ def row_order(config: DataConfig, examples: Sequence[Example], seed: int) -> Ord
     """The order in which the rows of one source are visited: the user's, or shuffled epochs."""
     if config.order is None:
         return Order(len(examples), seed)
-    return load_object(config.order, "data.order")(examples, seed)
+    with user_code(f"data.order={config.order!r}"):
+        return load_object(config.order, "data.order")(examples, seed)
 
 
 def load_demos(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Examples:

@@ -9,6 +9,7 @@ checkpoints. Notation: N tokens, Q prompts, K rollouts per prompt.
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,9 +19,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 import torch
 
 from gac.config import Checked
+from gac.config.imports import user_code
 from gac.control.estimators import Corrections
 from gac.control.signals import Evidence
 from gac.data.rows import TermPair
+from gac.errors import require
 from gac.parallel.collectives import rank
 from gac.rollouts.plan import Credit, Sampling, group_credit
 from gac_kernels import DemoWeight, LossSpec, Signals, TokenMoments
@@ -273,8 +276,19 @@ def demo_losses(moments: TokenMoments) -> tuple[float, ...] | None:
 
 
 def next_mix(method: Method, state: State, last: Observation) -> tuple[State, Mix]:
-    """Return the result of `method.mix`; rank 0 logs the method's message, if there is one."""
-    after, mix = method.mix(state, last)
+    """Return the result of `method.mix`; rank 0 logs the method's message, if there is one.
+
+    Raises RunError if a method from outside of this package fails or returns something else.
+    """
+    if type(method).__module__.startswith("gac."):
+        after, mix = method.mix(state, last)
+    else:
+        with user_code(f"method {type(method).__qualname__!r}"):
+            after, mix = method.mix(state, last)
+            json.dumps(after)  # checkpoints contain it
+            require(
+                isinstance(mix, Mix) and 0 <= mix.mu <= 1, "mix", mix, "Mix(mu) with mu in [0, 1]"
+            )
     message = method.log_message(state, after)
     if message is not None and rank() == 0:
         logger.warning("step %d: %s", last.step + 1, message)

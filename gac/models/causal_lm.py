@@ -222,7 +222,7 @@ def _add_lora(model: Any, config: LoraConfig) -> Any:
                 task_type="CAUSAL_LM",
             ),
         )
-    except ValueError as error:
+    except (ValueError, re.error) as error:
         linear = {
             n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)
         }

@@ -12,7 +12,7 @@ from gac.config import save_text
 from .evaluations import Evaluation, evaluations_table, find_evaluations
 from .groups import group_runs
 from .reading import find_runs, read_run
-from .table import context_of, runs_table
+from .table import runs_table, window_of
 
 __all__ = ["find_folders", "find_runs", "results_table", "write_report"]
 
@@ -40,7 +40,7 @@ def write_report(runs: Sequence[Path], out: Path) -> Path:
         loaded = [read_run(path) for path in run_folders]
         groups = group_runs(loaded)
         plots = draw_plots(groups, out / "plots")
-        text = render(groups, context_of(loaded), plots, evaluations)
+        text = render(groups, window_of(loaded), plots, evaluations)
     else:
         text = render_evaluations(evaluations)
     save_text(page, text)

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from gac.evaluation.table import percent, percent_interval
 
-from .reading import read_run, time_shares
+from .reading import read_lines, read_run, time_shares
 
 GAP = 0.1  # excess of the training reward over the held-out interval that counts as overfitting
 
 
 def ending(folder: Path) -> str:
     """Accuracy before, best and after with intervals; time; model; overfitting; next command."""
-    path = folder / "eval.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
-    rows = [row for row in rows if row.get("accuracy") is not None]
+    evaluations = read_lines(folder / "eval.jsonl")
+    rows = [row for row in evaluations if row and row.get("accuracy") is not None]
     run = read_run(folder)
     lines = []
     if rows:
@@ -39,15 +38,17 @@ def ending(folder: Path) -> str:
     return "\n".join(lines)
 
 
-def _accuracy(row: dict[str, Any]) -> str:
+def _accuracy(row: Mapping[str, Any]) -> str:
     ends = row.get("ci95")
     interval = f" {percent_interval(ends)}" if ends else ""
     return f"{percent(row['accuracy'])}%{interval}"
 
 
-def _overfitting(row: dict[str, Any], rewards: Any) -> str:
-    """Compare the reward on the training prompts in the last steps with the held-out accuracy."""
-    recent = [float(value) for value in rewards[-20:] if math.isfinite(value)]
+def _overfitting(row: Mapping[str, Any], rewards: Any) -> str:
+    """Compare the reward in the last fifth of the steps with the held-out accuracy."""
+    recent = [
+        float(value) for value in rewards[-max(1, len(rewards) // 5) :] if math.isfinite(value)
+    ]
     if not recent or not row.get("ci95"):
         return "overfitting: unknown; the run has no rewards or no interval"
     reward = sum(recent) / len(recent)

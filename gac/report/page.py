@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import platform
 from collections.abc import Mapping, Sequence
@@ -26,16 +25,16 @@ from .plots import (
     embedded,
     evaluation_panels,
 )
-from .reading import Run, time_shares
-from .statistics import LARGE_CHANGE, mean_sd
-from .table import FINAL, Column, Context, Table, progress, summarize, tables, write_cell
+from .reading import Run, read_lines, time_shares
+from .statistics import LARGE_CHANGE
+from .table import FINAL, Table, cell, progress, summarize, tables, write_cell
 
 PACKAGES = ("gac", "torch", "transformers", "accelerate", "numpy")
 
 
 def render(
     groups: Sequence[Group],
-    context: Context,
+    window: int,
     plots: Mapping[str, Path],
     evaluations: Sequence[Evaluation] = (),
 ) -> str:
@@ -51,14 +50,14 @@ def render(
         groups=groups,
         title=_title(groups),
         facts=_facts(groups),
-        headline=headline(groups, context),
-        tables=[_table(table, groups) for table in tables(groups, context)],
+        headline=headline(groups, window),
+        tables=[_table(table, groups) for table in tables(groups, window)],
         note=_note(groups),
         figures=[(name, _figures(section, plots)) for name, section in panels.items()],
         samples=samples(groups),
         how_to_read=HOW_TO_READ,
         symbols=SYMBOLS,
-        definitions=definitions(context),
+        definitions=definitions(window),
         differences=_differences(groups),
         runs=_runs(groups),
         evaluations=sections(evaluations),
@@ -90,40 +89,41 @@ def render_template(template: str, **values: Any) -> str:
     return environment.get_template(template).render(**values)
 
 
-def headline(groups: Sequence[Group], context: Context) -> str:
+def headline(groups: Sequence[Group], window: int) -> str:
     """Summarize the result and its uncertainty in one or two sentences."""
-    summaries = [[summarize(run, context) for run in group.runs] for group in groups]
+    summaries = [[summarize(run, window) for run in group.runs] for group in groups]
     tasks = list(dict.fromkeys(task for group in groups for task in group.tasks))
-    key, where, start = "final", "", _start_sentence(groups, context)
+    key, where, start = "final", "", _start_sentence(groups, window)
     if tasks and all(math.isnan(run["final"]) for group in summaries for run in group):
         key, where = f"accuracy/{tasks[0]}", f" on {tasks[0]}"
-    accuracies = [[run.get(key, math.nan) for run in group] for group in summaries]
-    scored = [(mean_sd(values), group) for values, group in zip(accuracies, groups, strict=True)]
-    scored = [item for item in scored if math.isfinite(item[0][0])]
-    scored.sort(key=lambda item: -item[0][0])
+    cells = [(cell(runs, key), group) for runs, group in zip(summaries, groups, strict=True)]
+    known = (item for item in cells if math.isfinite(item[0][0]))
+    scored = sorted(known, key=lambda item: -item[0][0])
     if not scored:
         return "None of these runs has been evaluated yet."
-    (best, sd), leader = scored[0]
-    if len(scored) == 1:
-        return f"Final accuracy{where}: {write_cell((best, sd), FINAL)}%.{start}"
-    (second, second_sd), runner_up = scored[1]
+    (first, leader), *others = scored
+    if not others:
+        return f"Final accuracy{where}: {write_cell(first, FINAL, '%')}.{start}"
+    (second, *_), runner_up = others[0]
+    gap = first[0] - second
     text = caution(groups) + (
-        f"Highest final accuracy{where}: {leader.label} with {write_cell((best, sd), FINAL)}%, "
-        f"{100 * (best - second):.1f} points above {runner_up.label} ({100 * second:.1f}%). "
+        f"Highest final accuracy{where}: {leader.label} with {write_cell(first, FINAL, '%')}, "
+        f"{100 * gap:.1f} points above {runner_up.label} ({100 * second:.1f}%). "
     )
-    if not (math.isfinite(sd) and math.isfinite(second_sd)):
+    # a cell with two ends of an interval is of a single run
+    spread = math.hypot(*(c[1] if len(c) == 2 else math.nan for c, _ in scored[:2]))
+    if math.isnan(spread):
         return text + "Without several seeds for each, a small gap is not evidence." + start
-    spread = math.hypot(sd, second_sd)
-    relation = "more than" if best - second > spread else "within"
+    relation = "more than" if gap > spread else "within"
     text += f"That is {relation} the spread over seeds: the combined standard deviation is "
     return f"{text}{100 * spread:.1f}.{start}"
 
 
-def _start_sentence(groups: Sequence[Group], context: Context) -> str:
+def _start_sentence(groups: Sequence[Group], window: int) -> str:
     """A sentence on the accuracy before training, if all runs agree on it."""
-    known = [summarize(run, context)["start"] for group in groups for run in group.runs]
-    texts = {write_cell((value, math.nan), FINAL) for value in known}
-    return f" The initial model has {texts.pop()}%." if len(texts) == 1 and known[0] >= 0 else ""
+    known = [cell([summarize(run, window)], "start") for group in groups for run in group.runs]
+    texts = {write_cell(start, FINAL, "%") for start in known}
+    return f" The initial model has {texts.pop()}." if len(texts) == 1 and known[0][0] >= 0 else ""
 
 
 def _title(groups: Sequence[Group]) -> str:
@@ -139,7 +139,10 @@ def _facts(groups: Sequence[Group]) -> list[tuple[str, str]]:
     seeds = sorted({seed for group in groups for seed in group.seeds})
     models = dict.fromkeys(filter(None, map(_model, runs)))
     modified = [f.stat().st_mtime for r in runs for f in r.path.glob("*.jsonl")]
-    facts = [("Runs", str(len(runs))), ("Seeds", ", ".join(map(str, seeds)) or "not recorded")]
+    facts = [
+        ("Runs", str(len(runs))),
+        ("Seeds" if len(seeds) > 1 else "Seed", ", ".join(map(str, seeds)) or "not recorded"),
+    ]
     if len(models) == 1:
         facts.append(("Model", next(iter(models))))
     if modified:
@@ -165,12 +168,10 @@ def _versions() -> str:
 
 def _note(groups: Sequence[Group]) -> str:
     """Notes below the tables."""
-    repeated = any(len(group.runs) > 1 for group in groups)
-    note = "± is the standard deviation over seeds. " if repeated else ""
     lengths = {run.steps_done for group in groups for run in group.runs}
-    if len(lengths) > 1:
-        note += "Runs have different lengths; areas and sums of shorter runs cover fewer steps. "
-    return note
+    note = "± is the standard deviation over seeds, brackets are the 95% interval of one run. "
+    shorter = "Runs have different lengths; areas and sums of shorter runs cover fewer steps. "
+    return note + (shorter if len(lengths) > 1 else "")
 
 
 def _table(table: Table, groups: Sequence[Group]) -> dict[str, Any]:
@@ -186,8 +187,7 @@ def _table(table: Table, groups: Sequence[Group]) -> dict[str, Any]:
                 "color": COLORS[index % len(COLORS)],
                 "dashes": dashes or "none",
                 "cells": [
-                    _cell(cell, column, best=len(groups) > 1 and _is_best(table, i, cell))
-                    for i, (cell, column) in enumerate(zip(cells, table.columns, strict=True))
+                    _cell(table, index, cell, len(groups) > 1) for index, cell in enumerate(cells)
                 ],
             }
         )
@@ -195,21 +195,14 @@ def _table(table: Table, groups: Sequence[Group]) -> dict[str, Any]:
     return {"columns": columns, "rows": rows}
 
 
-def _is_best(table: Table, index: int, cell: tuple[float, float]) -> bool:
-    """Whether a cell has the highest accuracy in its column."""
+def _cell(table: Table, index: int, cell: tuple[float, ...], compared: bool) -> dict[str, Any]:
+    """A cell's texts, and whether it has the highest accuracy in its column."""
+    column, cells = table.columns[index], [row[index][0] for row in table.cells]
+    mean, _, spread = write_cell(cell, column).partition(" ")
     # other columns have no clear best
-    if not table.columns[index].key.startswith(("final", "best", "accuracy/")):
-        return False
-    return cell[0] == max((row[index][0] for row in table.cells), key=_finite_or_lowest)
-
-
-def _finite_or_lowest(value: float) -> float:
-    return value if math.isfinite(value) else -math.inf
-
-
-def _cell(cell: tuple[float, float], column: Column, best: bool) -> dict[str, Any]:
-    mean, _, sd = write_cell(cell, column).partition(" ± ")
-    return {"mean": mean, "sd": sd, "best": best}
+    is_accuracy = column.key.startswith(("final", "best", "accuracy/"))
+    best = compared and is_accuracy and cell[0] == max(x for x in cells if x >= 0)
+    return {"mean": mean, "spread": spread, "best": best}
 
 
 def _figures(panels: Sequence[Panel], plots: Mapping[str, Path]) -> dict[str, Any]:
@@ -260,14 +253,7 @@ def _differences(groups: Sequence[Group]) -> list[tuple[str, list[str]]]:
 
 def read_samples(folder: Path) -> list[dict[str, Any]]:
     """The entries of samples.jsonl that the report shows, oldest first."""
-    path = folder / "samples.jsonl"
-    entries: dict[int, dict[str, Any]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
-        try:
-            entry = json.loads(line)
-            entries[entry["step"]] = entry
-        except (json.JSONDecodeError, KeyError, TypeError):  # the last line of a killed run
-            continue
+    entries = {row["step"]: row for row in read_lines(folder / "samples.jsonl") if row}
     rows = [entries[step] for step in sorted(entries)]
     chosen = sorted({0, len(rows) // 2, len(rows) - 1}) if rows else []
     return [rows[i] for i in chosen]
@@ -286,10 +272,11 @@ HOW_TO_READ = (
     "Each color, line style and marker stands for one experiment throughout the page. "
     "Runs that differ only in their seed form one experiment: the line is their mean, and the band "
     "spans the lowest to the highest seed, over the steps that all of them have completed.",
-    "In the panels (a) to (d) and (f) to (h) the bold line is smoothed (exponential average over a "
-    "twelfth of the longest run); the faint trace behind a single run shows the recorded values. "
-    "Their vertical axes cover the middle 98% of the recorded values, so isolated spikes may be "
-    "cut off. μ and the held-out accuracies are not smoothed.",
+    "Below the accuracies, except for μ and the learning rate, the bold line is smoothed "
+    "(exponential average over a twelfth of the longest run); the faint trace behind a single run "
+    "shows the recorded values. The vertical axes cover the middle 98% of these, so isolated "
+    "spikes may be cut off. The bars of the held-out accuracy of a single run are its 95% "
+    "intervals.",
     "Start with the table and the held-out accuracy: they show which experiment is better. The "
     "training panels show how training progressed; the mixing panels show what the controller "
     "measured and did. A gap smaller than the ± next to the numbers is not evidence.",
@@ -308,10 +295,9 @@ SYMBOLS = (
 )
 
 
-def definitions(context: Context) -> list[tuple[str, str]]:
+def definitions(window: int) -> list[tuple[str, str]]:
     """Definitions of the table columns, as (name, definition) pairs."""
-    window, target = context.window, context.kl_target
-    entries = [
+    return [
         ("start accuracy", "held-out accuracy of the model before the first optimizer step"),
         (
             "final, best accuracy",
@@ -323,13 +309,6 @@ def definitions(context: Context) -> list[tuple[str, str]]:
             "area under the KL curve over optimizer steps (trapezoid rule): small when the "
             "policy stays near its reference; unit: nats per token × steps",
         ),
-    ]
-    if target is not None:
-        entries.append(
-            ("KL area above target", f"the part of that area above the target of {target:g}")
-        )
-    return [
-        *entries,
         (
             "large μ changes",
             f"fraction of consecutive controller intervals ({window} steps each) over which μ "
@@ -344,4 +323,5 @@ def definitions(context: Context) -> list[tuple[str, str]]:
             "evaluation and loading",
         ),
         ("±", "sample standard deviation over seeds; absent for a single seed"),
+        ("[low, high]", "95% interval of the accuracy of a single run, over its prompts"),
     ]

@@ -71,29 +71,29 @@ class Panel:
 
 TRAINING = (
     Panel(
-        "a_rollout_accuracy",
-        "(a) Rollout accuracy",
+        "reward",
+        "Reward",
         "mean reward",
         "reward_mean",
         "Mean reward of the sampled responses; with rewards of 0 and 1 this is their accuracy.",
     ),
     Panel(
-        "b_response_length",
-        "(b) Response length",
+        "response_length",
+        "Response length",
         "tokens",
         "completions/mean_length",
         "Mean length of the sampled responses.",
     ),
     Panel(
-        "c_entropy",
-        "(c) Entropy",
+        "entropy",
+        "Entropy",
         "nats per token",
         "entropy",
         "Mean entropy of the policy's next-token distribution; near 0 the policy does not explore.",
     ),
     Panel(
-        "d_policy_loss",
-        "(d) Policy loss",
+        "policy_loss",
+        "Policy loss",
         "loss",
         "rollout_loss",
         "The policy-gradient term only. Large swings indicate instability. Its level says little: "
@@ -121,30 +121,30 @@ OPTIMIZATION = (
 )
 MIXING = (
     Panel(
-        "e_mu",
-        "(e) Mixing weight μ",
+        "mu",
+        "Mixing weight μ",
         "weight of the SFT term",
         "mu",
         "μ bold, its prior schedule dotted, the closed-form target μ* as faint dots.",
         "mu",
     ),
     Panel(
-        "f_sft_variance",
-        "(f) SFT variance σₛ²",
+        "sft_variance",
+        "SFT variance σₛ²",
         "nats²",
         "sft_variance",
         "Trimmed variance of the demonstrations' mean negative log-likelihood.",
     ),
     Panel(
-        "g_rl_variance",
-        "(g) RL variance σᵣ²",
+        "rl_variance",
+        "RL variance σᵣ²",
         "advantage²",
         "rl_variance",
         "Variance of the rollouts' advantages.",
     ),
     Panel(
-        "h_disagreement",
-        "(h) Disagreement Δg̃²",
+        "disagreement",
+        "Disagreement Δg̃²",
         "squared z-score",
         "disagreement",
         "Distance between the two per-token signals; 2 means that they are uncorrelated.",
@@ -224,7 +224,7 @@ def _draw_single(panel: Panel, groups: Sequence[Group], out: Path) -> Path:
     figure = Figure(figsize=size, dpi=DPI, layout="constrained")
     axes = figure.subplots()
     _draw_panel(axes, panel, groups)
-    _legend(figure, axes)
+    _legend(figure, groups)
     return _write(figure, out / f"{panel.key}.svg")
 
 
@@ -239,7 +239,7 @@ def _draw_overview(panels: Sequence[Panel], groups: Sequence[Group], path: Path)
         _draw_panel(axes, panel, groups)
     for axes in grid[len(panels) :]:
         axes.set_axis_off()
-    _legend(figure, grid[0], groups)
+    _legend(figure, groups)
     return _write(figure, path)
 
 
@@ -270,18 +270,20 @@ def _metric(axes: Any, panel: Panel, group: Group, index: int, span: float) -> N
 
 def _mu(axes: Any, panel: Panel, group: Group, index: int, span: float) -> None:
     color = group_style(index)["color"]
-    for column in ("prior", "mu_star"):
-        curves = _curves(group, panel, column)
-        steps, mean, _, _ = band(curves)
-        if column == "prior":
-            axes.plot(steps, mean, color=color, linestyle=":", linewidth=1.3)
-        else:
-            axes.plot(steps, mean, ".", color=color, alpha=0.35, markersize=3, markeredgewidth=0)
+    dots: Any = {"linestyle": "", "marker": ".", "markersize": 3, "markeredgewidth": 0}
+    styles = {"prior": {"linestyle": ":", "linewidth": 1.3}, "mu_star": {"alpha": 0.35, **dots}}
+    for column, style in styles.items():
+        steps, mean, _, _ = band(_curves(group, panel, column))
+        axes.plot(steps, mean, color=color, **style)
     _line(axes, group.label, _curves(group, panel), index)
 
 
 def _accuracy(axes: Any, panel: Panel, group: Group, index: int, span: float) -> None:
-    _line(axes, group.label, _curves(group, panel), index, markers=24)
+    curves = _curves(group, panel)
+    _line(axes, group.label, curves, index, markers=24)
+    ends = [_curves(group, panel, end) for end in ("low", "high")]
+    if panel.column == "accuracy" and len(curves) == 1 and all(ends):
+        axes.vlines(*ends[0][0], ends[1][0][1], color=group_style(index)["color"], alpha=0.55)
 
 
 def _line(axes: Any, label: str, curves: Sequence, index: int, markers: int = 7) -> None:
@@ -335,16 +337,17 @@ def smoothing_span(groups: Sequence[Group]) -> float:
     return max(1.0, max(run.steps_done for group in groups for run in group.runs) / 12)
 
 
-def _legend(figure: Any, axes: Any, groups: Sequence[Group] | None = None) -> None:
+def _legend(figure: Any, groups: Sequence[Group]) -> None:
+    """Name the groups below the figure, unless there is only one."""
     from matplotlib.lines import Line2D
 
-    handles, labels = axes.get_legend_handles_labels()
-    if groups is not None:  # the first panel may lack some runs
-        labels = [group.label for group in groups]
-        handles = [
-            Line2D([], [], linewidth=2, markersize=5, markeredgecolor="white", **group_style(i))
-            for i in range(len(groups))
-        ]
+    if len(groups) == 1:
+        return
+    labels = [group.label for group in groups]
+    handles = [
+        Line2D([], [], linewidth=2, markersize=5, markeredgecolor="white", **group_style(i))
+        for i in range(len(groups))
+    ]
     characters = 12 * figure.get_figwidth()  # that fit side by side at this font size
     label_width = max(map(len, labels)) + 9  # 9 for the line sample before each label
     columns = max(1, int(characters / label_width))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,8 @@ class Run:
     metrics: Columns
     """One row per optimizer step; `tokens` and `seconds` are per step."""
     evals: Columns
-    """One row per evaluation: accuracy, accuracy/<split>, response_length."""
+    """One row per evaluation: accuracy, accuracy/<split>, prompts, and the ends of its 95%
+    interval, `low` and `high`."""
     unreadable: int
     """Number of unreadable lines. A killed run leaves at most one, at the end of each file."""
 
@@ -92,13 +93,14 @@ def read_columns(path: Path) -> tuple[dict[str, np.ndarray], int]:
     """
     rows: list[Mapping[str, Any]] = []
     unreadable = 0
-    for row in _rows(path):
+    for row in read_lines(path):
         if row is None:
             unreadable += 1
             continue
         while rows and rows[-1]["step"] >= row["step"]:
             rows.pop()
-        rows.append(row)
+        ends = row["ci95"] if isinstance(row.get("ci95"), list) else ()
+        rows.append({**row, **dict(zip(("low", "high"), ends, strict=False))})
     names = dict.fromkeys(["step", *(name for row in rows for name in row)])
     columns = {name: np.array([_number(row.get(name)) for row in rows]) for name in names}
     is_number = {name: name == "step" or np.isfinite(c).any() for name, c in columns.items()}
@@ -114,14 +116,7 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{key}", value
 
 
-def shared_setting(runs: Sequence[Run], name: str) -> float | None:
-    """The number under a key at any depth, if all runs that have the key agree; else None."""
-    leaves = (leaf for run in runs for leaf in flatten(run.config))
-    values = {v for key, v in leaves if key.split(".")[-1] == name and isinstance(v, int | float)}
-    return values.pop() if len(values) == 1 else None
-
-
-def _rows(path: Path) -> Iterator[Mapping[str, Any] | None]:
+def read_lines(path: Path) -> Iterator[Mapping[str, Any] | None]:
     """Yield each non-empty line as a dict; None if the line is not an object with a finite step."""
     if not path.is_file():
         return
@@ -142,14 +137,10 @@ def _number(value: Any) -> float:
 
 def time_shares(run: Run) -> str:
     """How a run's time is divided, e.g. `sampling 60%, rewards 5%, training 35%`."""
-    total = _sum(run, "seconds")
+    names = ("seconds", "sampling_seconds", "reward_seconds")
+    total, sampling, rewards = (float(np.nansum(run.metrics.get(name, 0.0))) for name in names)
     if not total:
         return ""
-    sampling, rewards = _sum(run, "sampling_seconds"), _sum(run, "reward_seconds")
     parts = {"sampling": sampling, "rewards": rewards, "training": total - sampling - rewards}
     shares = ", ".join(f"{name} {100 * value / total:.0f}%" for name, value in parts.items())
     return f"{total / len(run.metrics['seconds']):.3g} s per step: {shares}"
-
-
-def _sum(run: Run, name: str) -> float:
-    return float(np.nansum(run.metrics.get(name, np.zeros(1))))

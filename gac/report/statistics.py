@@ -30,14 +30,12 @@ def smooth(values: np.ndarray, span: float) -> np.ndarray:
     return result
 
 
-def kl_area(steps: np.ndarray, kl: np.ndarray, floor: float | None = None) -> float:
+def kl_area(steps: np.ndarray, kl: np.ndarray) -> float:
     """Area under the KL curve over optimizer steps by the trapezoid rule; unit: nats x steps.
 
     Args:
         steps: [n] optimizer steps.
         kl: [n] KL at these steps, nats; non-finite values are ignored.
-        floor: count only the part of the piecewise linear curve above this value, with exact
-            crossing points.
 
     Returns:
         The area; nan if no KL is finite.
@@ -48,15 +46,7 @@ def kl_area(steps: np.ndarray, kl: np.ndarray, floor: float | None = None) -> fl
     steps, kl = finite(steps, kl)
     if not len(kl):
         return math.nan
-    width, left, right = np.diff(steps), kl[:-1], kl[1:]
-    if floor is None:
-        return float(np.sum(width * (left + right) / 2))
-    left, right = left - floor, right - floor
-    low, high = np.minimum(left, right), np.maximum(left, right)
-    crossing = (low < 0) & (high > 0)
-    triangle = high**2 / (2 * np.where(crossing, high - low, 1.0))
-    area = np.where(crossing, triangle, np.maximum(left, 0) / 2 + np.maximum(right, 0) / 2)
-    return float(np.sum(width * area))
+    return float(np.trapezoid(kl, steps))
 
 
 def large_mu_events(

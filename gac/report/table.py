@@ -1,7 +1,7 @@
 """The results tables: one row per group, mean and standard deviation over its seeds."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,19 +9,10 @@ import numpy as np
 from gac.evaluation.table import align_columns
 
 from .groups import Group, caution, group_runs
-from .reading import Columns, Run, shared_setting
+from .reading import Columns, Run, flatten
 from .statistics import final_and_best, kl_area, large_mu_events, mean_sd, total, variance
 
 DEFAULT_WINDOW = 10  # the controller's default update_every
-
-
-@dataclass(frozen=True)
-class Context:
-    """Settings that all rows share, so that their numbers can be compared."""
-
-    window: int
-    """Length of a controller interval in steps."""
-    kl_target: float | None
 
 
 @dataclass(frozen=True)
@@ -44,31 +35,34 @@ ACCURACY = (
 )
 STABILITY = (
     Column("kl_area", "KL area"),
-    Column("kl_excess", "KL area above target"),
     Column("mu_events", "large μ changes %", 100, 1),
     Column("length_variance", "length variance"),
     Column("tokens", "tokens (thousands)", 1e-3, 0),
-    Column("minutes", "minutes"),
+    Column("minutes", "minutes", 1, 1),
 )
 
 
 @dataclass(frozen=True)
 class Table:
-    """One block of results: cells[group][column] is (mean, sd)."""
+    """One block of results.
+
+    cells[group][column] is (mean, sd over seeds) or, for a single run, (value, low, high), if the
+    95% interval is known.
+    """
 
     title: str
     columns: Sequence[Column]
-    cells: Sequence[Sequence[tuple[float, float]]]
+    cells: Sequence[Sequence[tuple[float, ...]]]
 
 
-def context_of(runs: Sequence[Run]) -> Context:
-    """The page's controller interval and KL target; the target is None if the runs differ in it."""
-    window = shared_setting(runs, "update_every")
-    target = shared_setting(runs, "kl_target")
-    return Context(int(window) if window else DEFAULT_WINDOW, target)
+def window_of(runs: Sequence[Run]) -> int:
+    """Steps of a controller interval: `update_every`, if the runs that have it agree."""
+    leaves = (leaf for run in runs for leaf in flatten(run.config))
+    values = {v for k, v in leaves if k.split(".")[-1] == "update_every" and isinstance(v, int)}
+    return values.pop() if len(values) == 1 else DEFAULT_WINDOW
 
 
-def summarize(run: Run, context: Context) -> dict[str, float]:
+def summarize(run: Run, window: int) -> dict[str, float]:
     """Column key -> value for one run; nan if the run did not record the data for it.
 
     In addition to the column keys, `accuracy/<split>` is the final accuracy on each split and
@@ -79,8 +73,7 @@ def summarize(run: Run, context: Context) -> dict[str, float]:
     trained = run.evals["step"] > 0
     before, evals = ({k: v[rows] for k, v in run.evals.items()} for rows in (~trained, trained))
     final, best, _ = final_and_best(evals["step"], field(evals, "accuracy"))
-    kl, target = field(metrics, "kl"), context.kl_target
-    events, windows = large_mu_events(steps, field(metrics, "mu"), context.window)
+    events, windows = large_mu_events(steps, field(metrics, "mu"), window)
 
     def last(rows: Columns, name: str) -> float:
         return final_and_best(rows["step"], field(rows, name))[0]
@@ -88,11 +81,13 @@ def summarize(run: Run, context: Context) -> dict[str, float]:
     by_name = {f"accuracy/{split}": last(evals, f"accuracy/{split}") for split in run.splits}
     by_name |= {f"start/{task}": last(before, f"accuracy/{task}") for task in run.tasks}
     return by_name | {
+        **{f"start_{end}": last(before, end) for end in ("low", "high")},
+        **{f"final_{end}": last(evals, end) for end in ("low", "high")},
+        "prompts": last(evals, "prompts"),
         "start": last(before, "accuracy"),
         "final": final,
         "best": best,
-        "kl_area": kl_area(steps, kl),
-        "kl_excess": math.nan if target is None else kl_area(steps, kl, target),
+        "kl_area": kl_area(steps, field(metrics, "kl")),
         "mu_events": events / windows if windows else math.nan,
         "length_variance": variance(field(metrics, "completions/mean_length")),
         "tokens": total(field(metrics, "tokens")),
@@ -105,24 +100,26 @@ def field(columns: Columns, name: str) -> np.ndarray:
     return columns[name] if name in columns else np.full(len(columns["step"]), math.nan)
 
 
-def tables(groups: Sequence[Group], context: Context) -> list[Table]:
+def tables(groups: Sequence[Group], window: int) -> list[Table]:
     """Tables for accuracy (overall and per split), additional tasks, and stability and cost.
 
     Columns without numbers are omitted.
     """
-    summaries = [[summarize(run, context) for run in group.runs] for group in groups]
+    summaries = [[summarize(run, window) for run in group.runs] for group in groups]
     splits = list(dict.fromkeys(split for group in groups for split in group.splits))
     tasks = list(dict.fromkeys(task for group in groups for task in group.tasks))
     # splits of additional tasks are only plotted
     main_splits = [s for s in splits if s.partition("/")[0] not in tasks]
     by_split = [Column(f"accuracy/{name}", f"final {name} %", 100, 1) for name in main_splits]
+    prompts = {run["prompts"] for runs in summaries for run in runs if run["prompts"] > 0}
+    number = f" ({prompts.pop():.0f} prompts)" if len(prompts) == 1 else ""
     by_task = [
         Column(f"{key}/{name}", f"{when} {name} %", 100, 1)
         for name in tasks
         for key, when in (("start", "start"), ("accuracy", "final"))
     ]
     blocks = (
-        ("Accuracy", (*ACCURACY, *by_split)),
+        (f"Accuracy{number}", (*ACCURACY, *by_split)),
         ("Additional tasks", by_task),
         ("Stability and cost", STABILITY),
     )
@@ -133,25 +130,32 @@ def tables(groups: Sequence[Group], context: Context) -> list[Table]:
             for column in columns
             if any(math.isfinite(run.get(column.key, math.nan)) for s in summaries for run in s)
         ]
-        rows = [
-            [mean_sd([run.get(column.key, math.nan) for run in runs]) for column in known]
-            for runs in summaries
-        ]
+        rows = [[cell(runs, column.key) for column in known] for runs in summaries]
         if known:
             result.append(Table(title, known, rows))
     return result
 
 
-def write_cell(cell: tuple[float, float], column: Column) -> str:
-    """`mean ± sd` with equal decimals; only the mean for a single seed; a dash for a nan mean."""
-    mean, sd = cell[0] * column.scale, cell[1] * column.scale
+def cell(runs: Sequence[Mapping[str, float]], key: str) -> tuple[float, ...]:
+    """The cell of a `Table` for the summaries of a group's runs."""
+    ends = [runs[0].get(f"{key}_{end}", math.nan) for end in ("low", "high")]
+    if len(runs) == 1 and math.isfinite(ends[0]):
+        return runs[0][key], *ends
+    return mean_sd([run.get(key, math.nan) for run in runs])
+
+
+def write_cell(cell: tuple[float, ...], column: Column, unit: str = "") -> str:
+    """`mean ± sd` or `value [low, high]` with equal decimals; a dash for nan."""
+    mean, *spread = (value * column.scale for value in cell)
     if not math.isfinite(mean):
         return "–"
     decimals = column.decimals
     if decimals is None:
         decimals = min(6, max(0, 2 - math.floor(math.log10(abs(mean))))) if mean else 0
     text = f"{mean:,.{decimals}f}"
-    return f"{text} ± {sd:,.{decimals}f}" if math.isfinite(sd) else text
+    if len(spread) == 2:
+        return f"{text}{unit} [{spread[0]:.{decimals}f}, {spread[1]:.{decimals}f}]"
+    return (f"{text} ± {spread[0]:,.{decimals}f}" if math.isfinite(spread[0]) else text) + unit
 
 
 def progress(group: Group) -> str:
@@ -165,7 +169,7 @@ def progress(group: Group) -> str:
 def runs_table(runs: Sequence[Run]) -> str:
     """The tables as aligned plain text for a terminal."""
     groups = group_runs(runs)
-    texts = [_aligned(table, groups) for table in tables(groups, context_of(runs))]
+    texts = [_aligned(table, groups) for table in tables(groups, window_of(runs))]
     return "\n\n".join([*texts, *filter(None, [caution(groups).strip()])])
 
 

@@ -136,14 +136,12 @@ class RolloutConfig(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         minimum = self.num_generations * (self.max_completion_length + 1)
-        if (
-            self.overlong_tokens is not None
-            and not 1 <= self.overlong_tokens <= self.max_completion_length
-        ):
-            raise ValueError(
-                f"overlong_tokens={self.overlong_tokens!r}: use a number from 1 to "
-                f"max_completion_length={self.max_completion_length}, or null"
-            )
+        require(
+            self.overlong_tokens is None or 1 <= self.overlong_tokens <= self.max_completion_length,
+            "overlong_tokens",
+            self.overlong_tokens,
+            f"a number from 1 to max_completion_length={self.max_completion_length}, or null",
+        )
         if self.generation_batch_tokens is not None:
             size = "generation_batch_size"
             require_default(self, size, size, "with generation_batch_tokens")

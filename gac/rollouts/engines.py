@@ -16,7 +16,7 @@ import torch
 from transformers import ContinuousBatchingConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from gac.config.imports import load_object, location
+from gac.config.imports import load_object, user_code
 from gac.errors import RunError, UserError, import_extra
 from gac.models.head import sampling_mode
 from gac.parallel import collectives
@@ -52,13 +52,8 @@ class RolloutFunction:
         Raises:
             RunError: the function raised, or returned something else.
         """
-        try:
+        with user_code(self.where):
             rollouts: Any = self.function(list(prompts), engine)
-        except RunError:  # of the engine
-            raise
-        except Exception as error:  # user code may raise anything
-            problem = f"{type(error).__name__}: {error}{location(error)}"
-            raise RunError(f"{self.where}: {problem}") from error
         if not isinstance(rollouts, list | tuple) or len(rollouts) != len(prompts):
             size = f" of {len(rollouts)}" if isinstance(rollouts, list | tuple) else ""
             raise RunError(

@@ -6,7 +6,7 @@ import json
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 from . import lent
@@ -35,28 +35,25 @@ class SolverClient:
     Args:
         channel: pipes to and from the solver.
         row: see `row.compile_row`.
-        namespace: the global variables of the tests.
     """
 
-    def __init__(self, channel: Channel, row: Any, namespace: dict[str, Any]) -> None:
-        self._channel, self.row, self._namespace = channel, row, namespace
+    def __init__(self, channel: Channel, row: Any) -> None:
+        self._channel, self.row = channel, row
         self._objects: dict[int, Any] = {}
         self._classes: dict[int, type] = {}
         self._coroutines: dict[int, int] = {}
         self._lender = Lender()
         self._turn = threading.RLock()
         self.requests = 0
-        """Number of requests so far."""
+        """Number of uses of the program so far."""
         self.lost_reason = ""
         """Why the solver no longer answers, or "". Tests that pass afterwards count as failed."""
         self.suppressed: BaseException | None = None
         """A failed assertion of the tests that the program has not let through."""
-        self.constructors: Collection[int] = ()
+        self.constructors: set[int] = set()
         """Ids of the classes of the program whose instances the tests construct."""
         self.shared: dict[str, type] = {}
         """Classes of the setup, which the program has too: their instances are copied."""
-        self.variables: dict[str, Any] = {}
-        """Global variables of the program that the tests have, too."""
         self._patched = {
             (module, name): getattr(sys.modules[module], name, None)
             for module, name in row.patches
@@ -68,7 +65,7 @@ class SolverClient:
         with self._turn:
             if operation != "patch":
                 self._send_patches()
-            self.requests += 1
+            self.requests += operation != "find"
             request = lent.pickled((operation, arguments, keywords), self._reduce)
             value, changed = self.answer(request)
             if changed and (value is None or self.row.returns):
@@ -134,13 +131,9 @@ class SolverClient:
         classes, nodes = json.loads(message)
         for description in classes:
             self._define(*description)
-        kind, value, printed, changed, names = decode(nodes, self._resolve)
+        kind, value, printed, changed = decode(nodes, self._resolve)
         if kind not in ("value", "raise", "callback") or type(printed) is not str:
             raise TypeError("neither a value nor an error")
-        for name in names.keys() & self.variables.keys():
-            # a name that the tests have bound keeps its value
-            if self._namespace.get(name) is self.variables[name]:
-                self._namespace[name] = self.variables[name] = names[name]
         sys.stdout.write(printed)
         return kind, value, changed
 
@@ -206,16 +199,15 @@ class SolverClient:
         return target
 
     def _read_error(
-        self, number: int, kind: Json, text: str, cause: Any, arguments: Any = None, state: Any = ()
+        self, number: int, kind: Json, text: str, cause: Any, arguments: Any, state: Any
     ) -> Any:
         def make() -> Any:
             local = self._read_class(kind)
             if not issubclass(local, Exception):
                 return RemoteError(f"{text}")
-            arguments_ = (text,) if arguments is None else arguments
             try:
-                error = local.__new__(local, *arguments_)
-                next(filter(is_builtin, local.__mro__)).__init__(error, *arguments_)
+                error = local.__new__(local, *arguments)
+                next(filter(is_builtin, local.__mro__)).__init__(error, *arguments)
                 vars(error).update(state)
             except Exception:  # the arguments come from the program
                 return RemoteError(f"{text}")

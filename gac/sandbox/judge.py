@@ -25,11 +25,11 @@ from typing import Any
 from .client import SolverClient
 from .remote import Remote, RemoteClass, RemoteError, ask, is_a
 from .row import CONVERTED, FORMATTING, RowError, describe, hidden
-from .wire import Channel, WireError
+from .wire import Channel
 
 Verdict = dict[str, Any]
 """Keys: "passed", a bool per test; "problem", text of the first failure. If the row is invalid for
-every program, the only key is "row", the reason.
+every program, the only key is "row_problem", the reason.
 """
 
 # events of `sys.audit` that only happen where data is interpreted as code, objects or addresses
@@ -62,7 +62,7 @@ def judge(row: bytes, channel: Channel, guard: bool = True) -> Verdict:
     try:
         return _Judge(types.SimpleNamespace(**marshal.loads(row)), channel).verdict(guard)
     except RowError as error:
-        return {"row": str(error)}
+        return {"row_problem": str(error)}
     finally:
         channel.close()
 
@@ -74,10 +74,9 @@ class _Judge:
         module = types.ModuleType("__tests__")
         sys.modules["__tests__"] = module
         self._row, self._namespace = row, vars(module)
-        self._client = SolverClient(channel, row, self._namespace)
+        self._client = SolverClient(channel, row)
         self._refused = ""
         self._called: set[int] = set()
-        self._namespace |= {"__builtins__": builtins}
         for statement in row.imports:
             with contextlib.suppress(Exception):  # a module that is not preloaded
                 exec(statement, self._namespace)
@@ -95,29 +94,17 @@ class _Judge:
             sys.setrecursionlimit(_RECURSION)
             sys.addaudithook(self._audit)
         wanted = row.entries | (row.free - namespace.keys())
+        names = namespace["__builtins__"] = _Names(client, wanted)
         try:
             client.answer()
-            found = client.ask("names", sorted(wanted), sorted(row.setup_classes))
-            if not found.keys() <= wanted:
-                raise WireError("the reply contains names that were not requested")
+            client.ask("share", row.setup_classes)
+            self._bind_entries(names)
         except Exception as error:  # the program decides what is raised
             return failed | {"problem": f"the program: {describe(error)}"}
-        missing = {
-            n
-            for n in row.entries - found.keys()
-            if n == row.entry_point or n in namespace or hasattr(builtins, n)
-        }
-        if missing:
-            names = ", ".join(sorted(missing))
-            return failed | {"problem": f"the program does not define {names}"}
-        namespace |= found
-        client.constructors = [
-            id(v) for n, v in found.items() if isinstance(v, RemoteClass) and n in row.constructed
-        ]
-        client.variables = {name: found[name] for name in found.keys() - row.bound}
         start = client.requests
         try:
             exec(row.setup, namespace)
+            self._bind_entries(names)
         except BaseException as error:  # including SystemExit: a setup that exits has failed
             if not row.used_in_setup & wanted and client.requests == start:
                 raise RowError(f"the row's setup fails: {describe(error)}") from None
@@ -125,7 +112,6 @@ class _Judge:
         client.shared = {
             n: namespace[n] for n in row.setup_classes if isinstance(namespace.get(n), type)
         }
-        namespace |= {name: found[name] for name in row.entries if name in found}
         passed: list[bool] = []
         problem = ""
         for text, code in row.tests:
@@ -141,8 +127,7 @@ class _Judge:
                     )
                 problem = problem or f"test {len(passed)} ({shown}): {describe(failure)}"
         passed += [False] * (len(row.tests) - len(passed))
-        proxies = all(isinstance(value, Remote | RemoteClass) for value in found.values())
-        if all(passed) and proxies and client.requests == start:
+        if all(passed) and client.requests == start:
             if wanted <= row.bound:
                 raise RowError(
                     "the tests use no name from the program; if they need its entry point, set "
@@ -150,6 +135,14 @@ class _Judge:
                 )
             return failed | {"problem": "the tests never use the program"}
         return {"passed": passed, "problem": problem}
+
+    def _bind_entries(self, names: _Names) -> None:
+        """Make the names under test refer to the program, whatever else has bound them."""
+        for name in self._row.entries:
+            self._namespace.pop(name, None)
+            with contextlib.suppress(KeyError):
+                if callable(names[name]):
+                    self._namespace[name] = names[name]
 
     def _failure_of(self, code: types.CodeType) -> BaseException | None:
         """Run a test; return its exception, or None if it passes."""
@@ -175,11 +168,11 @@ class _Judge:
                 unittest.defaultTestLoader.loadTestsFromTestCase(value).run(result)
                 for _, report in result.failures + result.errors:
                     raise AssertionError(report.strip().splitlines()[-1])
-            elif (
-                isinstance(value, types.FunctionType)
-                and name.startswith("test")
-                and name not in self._row.used
-            ):
+            elif not isinstance(value, types.FunctionType) or name in self._row.used:
+                continue
+            elif name == "check" and self._row.entry_point:
+                exec(self._row.check, self._namespace)
+            elif name.startswith("test"):
                 parameters = inspect.signature(value).parameters.values()
                 if all(
                     p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
@@ -216,6 +209,29 @@ class _Judge:
             return getattr(template, method)(*arguments, **keywords)
 
         return call
+
+
+class _Names(dict[str, Any]):
+    """The builtins, and the global variables in `wanted` of the program, for the tests.
+
+    Functions and classes are kept. Other values are not, because the program may change them.
+    """
+
+    def __init__(self, client: SolverClient, wanted: set[str]) -> None:
+        super().__init__({n: value for n, value in vars(builtins).items() if n not in wanted})
+        self._client, self._wanted = client, wanted
+
+    def __missing__(self, name: str) -> Any:
+        if name not in self._wanted:
+            raise KeyError(name)
+        value = self._client.ask("find", name)
+        if isinstance(value, RemoteClass) and name in self._client.row.constructed:
+            self._client.constructors.add(id(value))
+        if callable(value):  # it is not used yet
+            self[name] = value
+        else:
+            self._client.requests += 1
+        return value
 
 
 def _isinstance(value: object, kinds: Any) -> bool:

@@ -33,16 +33,15 @@ CONTAINERS: dict[type, type] = {kind: kind for kind in (list, dict, set, deque, 
 """Objects of classes derived from these compare by their contents, which are of the second type."""
 _LIKE_CONTAINERS: dict[type, type] = {UserList: list, Mapping: dict, Set: set}
 _MAX_CUTS = 200  # top-level lines at which to try to end a continuation
-_WATCHED = 100  # items of a global variable whose changes are noticed
 _PRINTED = 1 << 20  # characters of output to pass on per answer
 
 
 def answer_questions(spec: Mapping[str, Any], channel: Channel) -> None:
     """Run the program of `spec` (see `assemble`), then answer requests until the channel closes."""
-    solver = Solver(_module("program"), channel)
+    solver = Solver(channel)
     with contextlib.suppress(ChannelClosed, WireError):
         try:
-            _run(spec, solver.module)
+            _run(spec, "program")
         except BaseException as error:  # including SystemExit: a program that exits has failed
             solver.send("raise", error)
         else:
@@ -58,7 +57,7 @@ def run_script(spec: Mapping[str, Any]) -> int:
         The exit status that Python would return.
     """
     try:
-        _run(spec, _module("__main__"))
+        _run(spec, "__main__")
         status = 0
     except SystemExit as stop:
         code = stop.code
@@ -99,20 +98,14 @@ def assemble(spec: Mapping[str, Any]) -> str:
     return prompt + program
 
 
-def _run(spec: Mapping[str, Any], module: types.ModuleType) -> None:
-    # the definitions of the row, as if the program followed them
+def _run(spec: Mapping[str, Any], name: str) -> None:
+    """Run the program as a module, after the definitions of the row."""
+    module = sys.modules[name] = types.ModuleType(name)  # dataclasses and pickle look it up there
+    vars(module)["__builtins__"] = builtins
     for text in spec.get("context", ()):
         with contextlib.suppress(Exception):  # the judge reports which import fails
-            exec(compile(text, "<row>", "exec", dont_inherit=True), module.__dict__)
-    exec(compile(assemble(spec), "<program>", "exec", dont_inherit=True), module.__dict__)
-
-
-def _module(name: str) -> types.ModuleType:
-    """Create a module for the program and register it for lookups by dataclasses and pickle."""
-    module = types.ModuleType(name)
-    module.__dict__["__builtins__"] = builtins
-    sys.modules[name] = module
-    return module
+            exec(compile(text, "<row>", "exec", dont_inherit=True), vars(module))
+    exec(compile(assemble(spec), "<program>", "exec", dont_inherit=True), vars(module))
 
 
 class Live(list[Any]):
@@ -120,16 +113,18 @@ class Live(list[Any]):
 
 
 class Solver:
-    """The program's module, and its objects that the judge holds references to, by number."""
+    """Both sides' objects that the other one has references to, by number."""
 
-    def __init__(self, module: types.ModuleType, channel: Channel) -> None:
-        self.module, self.channel = module, channel
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
         self.objects = lent.Table()
         self._new_classes: list[Json] = []
         self._described: set[int] = set()
-        self._shared: set[str] = set()
-        self._globals: dict[str, Any] = {}
-        self._borrower = lent.Borrower(self)
+        lent.borrower[:] = [self]
+        self.proxies: dict[int, Any] = {}
+        """Proxies for objects of the tests."""
+        self.proxy_numbers: dict[int, int] = {}
+        """Number by the id of a proxy."""
         self._turn = threading.RLock()
         self._busy = True
         self._output = sys.stdout = io.StringIO()
@@ -141,11 +136,8 @@ class Solver:
         self._busy = True
         try:
             operation, arguments, keywords = pickle.loads(request)
-            if operation == "names":
-                value, changed = self._names(*arguments), None
-            else:
-                value = _perform(operation, *arguments, **keywords)
-                changed = self._changed(request, [*arguments[1:], *keywords.values()])
+            value = _perform(operation, *arguments, **keywords)
+            changed = self._changed(request, [*arguments[1:], *keywords.values()])
         except (ChannelClosed, WireError):
             raise
         except BaseException as error:  # the program may raise anything
@@ -161,11 +153,10 @@ class Solver:
         with self._turn:
             self._busy = kind == "callback"
             try:
-                items = [kind, value, printed, changed, self._changed_globals()]
-                message = json.dumps([self._new_classes, encode(items, self._refer)])
+                nodes = encode([kind, value, printed, changed], self._refer)
             except Exception as error:  # a value that cannot be sent
-                items = ["raise", describe(error), printed, None, {}]
-                message = json.dumps([self._new_classes, encode(items, self._refer)])
+                nodes = encode(["raise", describe(error), printed, None], self._refer)
+            message = json.dumps([self._new_classes, nodes])
             self._new_classes = []
             self.channel.send(message.encode("ascii"))
 
@@ -185,12 +176,6 @@ class Solver:
                 self.answer(request)
                 self._busy = True
 
-    def _names(self, names: list[str], shared: list[str]) -> dict[str, Any]:
-        known = self.module.__dict__
-        self._shared = set(shared)
-        self._globals = {name: _snapshot(known[name]) for name in names if name in known}
-        return {name: _live(known[name]) for name in self._globals}
-
     def _changed(self, request: bytes, arguments: list[Any]) -> Any:
         """The arguments that the call has changed in place, None for the others; or None."""
         if not any(map(is_mutable, arguments)):
@@ -200,23 +185,11 @@ class Solver:
         changed = [new if is_mutable(new) and not _same(old, new) else None for old, new in pairs]
         return changed if any(value is not None for value in changed) else None
 
-    def _changed_globals(self) -> dict[str, Any]:
-        """New values of the global variables that have changed since the judge received them."""
-        known = self.module.__dict__
-        new = {name: _snapshot(known.get(name)) for name in self._globals}
-        changed = [
-            n
-            for n, (value, text) in new.items()
-            if value is not self._globals[n][0] or text != self._globals[n][1]
-        ]
-        self._globals = new
-        return {name: _live(known.get(name)) for name in changed}
-
     # -- what the judge learns about an object -----------------------------------------------------
 
     def _refer(self, value: Any) -> Node:
         kind = type(value)
-        borrowed = self._borrower.numbers.get(id(value))
+        borrowed = self.proxy_numbers.get(id(value))
         if borrowed is not None:
             return "lent", [borrowed]
         if kind is Live:
@@ -224,13 +197,11 @@ class Solver:
         if isinstance(value, type):
             return "class", [_path(value) if is_builtin(value) else self._class(value)]
         if isinstance(value, BaseException):
-            return "error", [
-                self.objects.number(value),
-                self._class(kind),
-                describe(value),
-                *self._cause(value),
-            ]
-        records = kind.__name__ in self._shared
+            state = vars(value) if is_importable(kind) else {}
+            text, cause = describe(value), value.__cause__
+            parts = [self.objects.number(value), self._class(kind), text, cause, value.args, state]
+            return "error", parts
+        records = kind.__name__ in _shared_classes
         if records and all(base.__module__ == "program" for base in kind.__mro__[:-1]):
             return "instance", [kind.__name__, _state(value)]
         number, described = self.objects.number(value), self._class(kind)
@@ -239,22 +210,13 @@ class Solver:
         base = next((base for base in kind.__mro__ if is_builtin(base)), object)
         return "object", [number, described, *([plain(value, base)] if base in VALUES else [])]
 
-    def _cause(self, error: BaseException) -> list[Any]:
-        """The cause, the arguments and the attributes of an error, as far as they can be sent."""
-        parts = [error.__cause__, error.args, vars(error) if is_importable(type(error)) else {}]
-        try:
-            encode(parts[1:], self._refer)
-        except Exception:
-            return parts[:1]
-        return parts
-
     def _class(self, kind: type) -> Json:
         """A reference to a class, described before if the judge does not know it.
 
         A number; text for an exception class of the standard library; [number] for a class of the
         tests. See `client.SolverClient._define` for the description.
         """
-        borrowed = self._borrower.numbers.get(id(kind))
+        borrowed = self.proxy_numbers.get(id(kind))
         if borrowed is not None:
             return [borrowed]
         if issubclass(kind, BaseException) and is_importable(kind):
@@ -303,8 +265,11 @@ def _perform(operation: str, target: Any, /, *arguments: Any, **keywords: Any) -
     return _complete(value) if operation in ("__aenter__", "__aexit__") else value
 
 
+_shared_classes: set[str] = set()  # of the setup, whose instances are copied
 _OPERATIONS: dict[str, Any] = {
     **lent.OPERATIONS,
+    "share": _shared_classes.update,
+    "find": lambda name: _live(vars(sys.modules["program"])[name]),
     "get": lambda value, name: _live(getattr(value, name)),
     "patch": lambda module, name, value: setattr(sys.modules[module], name, value),
     "change": lambda value, name, /, *arguments, **keywords: getattr(value, name)(
@@ -373,12 +338,6 @@ def _same(old: Any, new: Any) -> bool:
         return bool(old == new)
     except Exception:  # arrays, or what the program defines
         return False
-
-
-def _snapshot(value: Any) -> tuple[Any, str]:
-    """`value`, and its text if it is a small list, dict or set."""
-    small = type(value) in (list, dict, set) and len(value) <= _WATCHED
-    return value, repr(value)[: 64 * _WATCHED] if small else ""
 
 
 def _state(value: Any) -> dict[str, Any]:

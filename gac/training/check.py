@@ -84,9 +84,7 @@ def _check_data(key: str, data: DataConfig, file: Path | None) -> list[str]:
             f"{key}.prompts is not set: give {FORMATS}, a folder or 'owner/name:split'"
         )
     passed = []
-    for name, source in sources.items():
-        if source is None:
-            continue
+    for name, source in ((n, source) for n, source in sources.items() if source is not None):
         _check_path(f"{key}.{name}", source, file)
         if _path(source).is_file():
             rows = sum(1 for _ in read_rows(source))

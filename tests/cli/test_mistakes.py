@@ -79,6 +79,16 @@ FILES = {
     "nan.py": reward("return float('nan')"),
     "key.py": reward("return example.extra['gold']"),
     "narrow.py": "def reward(completion):\n    return 1\n",
+    "methods.py": """
+from dataclasses import dataclass
+from gac.methods import Mix
+from gac.methods.base import Method
+@dataclass(frozen=True)
+class Own(Method):
+    to: str = ""
+    def mix(self, state, last):
+        return eval(self.to, {"Mix": Mix, "state": state})
+""",
     "plays.py": "def exits(prompts, engine):\n    exit(5)\n"
     "def fails(prompts, engine):\n    return prompts[0].extra['gold']\n",
 }
@@ -243,8 +253,14 @@ LATE_TRAIN = {
     "rollouts.engine=vllm": "rollouts.vllm.urls",
     "report_to=[nope]": "report_to='nope': use names from aim, ",
     "eval.split_field=kind": "split_field='kind'",
-    "rollouts.function=plays.py:exits": "the code called sys.exit(5) (",
+    "rollouts.function=plays.py:exits": "plays.py:exits': RuntimeError: it called sys.exit(5) (",
     "rollouts.function=plays.py:fails": "KeyError: 'gold'",
+    "data.order=json:JSONDecoder": "data.order='json:JSONDecoder': TypeError: ",
+    "method={name: 'methods.py:Own', to: '0.5'}": "method 'Own': TypeError: cannot unpack",
+    "method={name: 'methods.py:Own', to: '{}, Mix(2.0)'}": "mix=Mix(mu=2.0, scale=1.0, final",
+    "method={name: 'methods.py:Own', to: '{1: print}, Mix(0.5)'}": "is not JSON serializable",
+    "method={name: 'methods.py:Own', to: 'state[3]'}": "method 'Own': KeyError: 3 (",
+    "model.lora={target_modules: '(('}": "model.lora.target_modules='((': missing ), unterminated",
 }
 
 

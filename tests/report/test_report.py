@@ -20,7 +20,7 @@ from gac.report import find_runs, plots, results_table, write_report
 from gac.report.groups import caution, differences, group_runs
 from gac.report.page import headline
 from gac.report.plots import evaluation_panels, smoothing_span
-from gac.report.reading import read_columns, read_run, shared_setting
+from gac.report.reading import read_columns, read_run
 from gac.report.statistics import (
     band,
     final_and_best,
@@ -31,7 +31,7 @@ from gac.report.statistics import (
     total,
     variance,
 )
-from gac.report.table import Column, context_of, summarize, write_cell
+from gac.report.table import Column, runs_table, summarize, window_of, write_cell
 from gac.report.watch import make_server, serve
 
 STEPS = 40
@@ -85,15 +85,6 @@ def test_kl_area_is_the_trapezoid_over_steps():
 
 def test_kl_area_bridges_steps_without_a_kl():
     assert kl_area(*arrays([0, 5, 10], [0, math.nan, 2])) == pytest.approx(10)
-
-
-def test_kl_area_above_a_floor_takes_crossings_exactly():
-    # from 0 to 2 over 10 steps the line is above 1 for 5 steps: a triangle of 5 * 1 / 2;
-    # then 10 steps at 1 above the floor
-    assert kl_area(*arrays([0, 10, 20], [0, 2, 2]), floor=1) == pytest.approx(2.5 + 10)
-    assert kl_area(*arrays([0, 10], [0, 0.5]), floor=1) == 0
-    assert kl_area(*arrays([0, 10], [1, 1]), floor=1) == 0
-    assert kl_area(*arrays([0, 10], [3, 2]), floor=1) == pytest.approx(15)
 
 
 def test_kl_area_without_any_kl_is_unknown_not_zero():
@@ -260,27 +251,24 @@ def test_runs_without_a_configuration_are_not_grouped(tmp_path):
 
 def test_summary_of_a_run_by_hand(tmp_path):
     run = read_run(write_run(tmp_path / "a", method="gac", controller={"update_every": 20}))
-    row = summarize(run, context_of([run]))
+    row = summarize(run, window_of([run]))
     assert row["final"] == 0.5
     assert row["best"] == 0.6
     assert row["accuracy/+"] == 1.0
     # a line from 0.1 to 4.0 over 39 steps
     assert row["kl_area"] == pytest.approx(39 * 4.1 / 2)
-    assert math.isnan(row["kl_excess"])  # no target is configured
     assert row["mu_events"] == 1.0  # one window of 20 steps, over which mu rises by 0.2
     assert row["length_variance"] == pytest.approx(0.25)  # alternating 9 and 10
     assert row["tokens"] == 40_000
     assert row["minutes"] == pytest.approx(0.4)
 
 
-def test_shared_setting_requires_agreement_between_runs(tmp_path):
+def test_the_controller_interval_requires_agreement_between_runs(tmp_path):
     same = [read_run(write_run(tmp_path / "a", method="sft"))]
-    same.append(read_run(write_run(tmp_path / "b", controller={"kl_target": 0.02})))
-    # the run without the setting is measured in the same way
-    assert shared_setting(same, "kl_target") == 0.02
-    other = read_run(write_run(tmp_path / "c", controller={"kl_target": 0.5}))
-    assert shared_setting([*same, other], "kl_target") is None
-    assert context_of([*same, other]).kl_target is None
+    same.append(read_run(write_run(tmp_path / "b", controller={"update_every": 20})))
+    assert window_of(same) == 20  # the run without the setting is measured in the same way
+    other = read_run(write_run(tmp_path / "c", controller={"update_every": 5}))
+    assert window_of([*same, other]) == 10
 
 
 def test_headline_names_the_leader_and_the_seed_spread(tmp_path):
@@ -289,11 +277,34 @@ def test_headline_names_the_leader_and_the_seed_spread(tmp_path):
     for path in behind:
         (path / "eval.jsonl").write_text('{"step": 40, "accuracy": 0.5}\n')
     groups = grouped(*behind, *ahead)
-    text = headline(groups, context_of([run for group in groups for run in group.runs]))
+    text = headline(groups, window_of([run for group in groups for run in group.runs]))
     assert "a (method=gac) with 55.0 ± 7.1%, 5.0 points above b (method=sft) (50.0%)" in text
     assert "within the spread over seeds" in text
     single = grouped(behind[0], ahead[0])
-    assert "Without several seeds" in headline(single, context_of([]))
+    assert "Without several seeds" in headline(single, window_of([]))
+
+
+def test_a_single_run_has_an_interval_and_a_number_of_prompts(tmp_path):
+    path = write_run(tmp_path / "a")
+    rows = [
+        {
+            "step": step,
+            "accuracy": accuracy,
+            "ci95": [accuracy - 0.1, accuracy + 0.2],
+            "prompts": 50,
+        }
+        for step, accuracy in ((0, 0.1), (40, 0.5))
+    ]
+    (path / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert headline(grouped(path), 10) == (
+        "Final accuracy: 50.0% [40.0, 70.0]. The initial model has 10.0% [0.0, 30.0]."
+    )
+    text = runs_table([read_run(path)])
+    assert text.startswith("Accuracy (50 prompts)") and "50.0 [40.0, 70.0]" in text
+    bars = write_report([path], tmp_path / "report").parent / "plots" / "accuracy.svg"
+    assert "LineCollection" in bars.read_text()
+    page = (tmp_path / "report" / "report.html").read_text()
+    assert '50.0 <span class="sd">[40.0, 70.0]</span>' in page and "legend" not in bars.read_text()
 
 
 def with_start(path, accuracy):
@@ -306,11 +317,11 @@ def with_start(path, accuracy):
 def test_start_model_is_a_baseline_not_a_result(tmp_path):
     better_start = with_start(write_run(tmp_path / "a"), 0.9)  # training made it worse
     run = read_run(better_start)
-    row = summarize(run, context_of([run]))
+    row = summarize(run, window_of([run]))
     assert (row["start"], row["final"], row["best"]) == (0.9, 0.5, 0.6)
     assert "start accuracy %" in results_table([better_start])
     (group,) = grouped(better_start)
-    text = headline([group], context_of([run]))
+    text = headline([group], window_of([run]))
     assert re.search(r"50\.0%\. The initial model .*90\.0%", text)
     (steps, values), *_ = plots._curves(group, evaluation_panels([group])[0])
     assert (steps[0], values[0]) == (0, 0.9)  # the curve begins at the initial model
@@ -321,10 +332,10 @@ def test_headline_omits_differing_or_lone_start_evaluations(tmp_path):
     paths.append(write_run(tmp_path / "without", method="sft"))
     for subset in (paths, paths[1:]):
         groups = grouped(*subset)
-        text = headline(groups, context_of([run for group in groups for run in group.runs]))
+        text = headline(groups, window_of([run for group in groups for run in group.runs]))
         assert "Highest final accuracy" in text and "initial model" not in text
     (paths[0] / "eval.jsonl").write_text('{"step": 0, "accuracy": 0.2}\n')
-    text = headline(grouped(paths[0]), context_of([]))
+    text = headline(grouped(paths[0]), window_of([]))
     assert text == "None of these runs has been evaluated yet."
 
 
@@ -334,8 +345,8 @@ def test_unmeasured_terms_are_listed_not_plotted_as_zero(tmp_path):
     lines = [json.dumps(row | {"rollout_loss": None, "reward_mean": None}) for row in rows]
     (path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     text = write_report([path], tmp_path).read_text()
-    assert "Not recorded: (a) Rollout accuracy, (d) Policy loss." in text
-    assert not (tmp_path / "plots" / "d_policy_loss.svg").exists()
+    assert "Not recorded: Reward, Policy loss." in text
+    assert not (tmp_path / "plots" / "policy_loss.svg").exists()
 
 
 # --- the page
@@ -381,15 +392,15 @@ def test_page_is_self_contained(report):
         "Held-out accuracy",
         "Held-out accuracy: +",
         "Held-out accuracy: -",
-        "(a) Rollout accuracy",
-        "(b) Response length",
-        "(c) Entropy",
-        "(d) Policy loss",
+        "Reward",
+        "Response length",
+        "Entropy",
+        "Policy loss",
         "Demonstration loss",
         "Gradient norm",
-        "(e) Mixing weight μ",
-        "(g) RL variance σᵣ²",
-        "(h) Disagreement Δg̃²",
+        "Mixing weight μ",
+        "RL variance σᵣ²",
+        "Disagreement Δg̃²",
     ]
     assert all(link.startswith("data:image/svg+xml;base64,") for link in page.links)
     assert not re.search(r"https?://|@import|url\(", report.read_text())
@@ -397,11 +408,10 @@ def test_page_is_self_contained(report):
 
 def test_the_page_says_what_is_missing_unfinished_or_skipped(report):
     text = report.read_text()
-    assert "Not recorded: (f) SFT variance σₛ²." in text
+    assert "Not recorded: SFT variance σₛ²." in text
     assert re.search(r"25 steps of 40 .*unfinished.*; 1 unreadable line", text)
     assert "Settings that differ" in text and "<code>method.name</code>" in text
     assert "areas and sums of shorter runs cover fewer steps" in text
-    assert "the part of that area above the target of 0.5" in text
     assert "μ changed by more than 0.02" in text
     assert "&lt;script&gt;" in text and "<script" not in text  # settings are text, not markup
 
@@ -410,8 +420,8 @@ def test_plots_are_files_next_to_the_page(report):
     plots = report.parent / "plots"
     names = {path.name for path in plots.iterdir()}
     accuracies = {"accuracy.svg", "accuracy_1_+.svg", "accuracy_2_-.svg"}
-    assert names >= {"overview.png", "e_mu.svg"} | accuracies
-    mu = (plots / "e_mu.svg").read_text()
+    assert names >= {"overview.png", "mu.svg"} | accuracies
+    mu = (plots / "mu.svg").read_text()
     assert "stroke: #0072b2" in mu and "dc:date" not in mu  # the first group's line, no date
 
 

@@ -17,7 +17,7 @@ from gac.report.groups import group_runs
 from gac.report.page import headline
 from gac.report.plots import draw_plots, evaluation_panels
 from gac.report.reading import read_run
-from gac.report.table import context_of, summarize, tables
+from gac.report.table import summarize, tables, window_of
 from gac.training.trainer import train
 from tests.tiny import tiny_config
 
@@ -61,7 +61,7 @@ def test_each_extra_task_has_its_own_panel_and_caption(tmp_path):
 
 def test_table_shows_start_and_final_accuracy_of_extra_tasks(tmp_path):
     runs = [read_run(write_run(tmp_path / "gac", ROWS, ["logic", "facts"]))]
-    accuracy, extra, *_ = tables(group_runs(runs), context_of(runs))
+    accuracy, extra, *_ = tables(group_runs(runs), window_of(runs))
     assert [c.key for c in accuracy.columns] == ["start", "final", "best", "accuracy/easy"]
     cells = {c.key: cell[0] for c, cell in zip(extra.columns, extra.cells[0], strict=True)}
     titles = [column.title for column in extra.columns]
@@ -73,7 +73,7 @@ def test_table_shows_start_and_final_accuracy_of_extra_tasks(tmp_path):
 def test_run_with_only_extra_tasks(tmp_path):
     rows = [{k: v for k, v in row.items() if k in ("step", "accuracy/logic")} for row in ROWS]
     runs = [read_run(write_run(tmp_path / "gac", rows, ["logic"]))]
-    groups, context = group_runs(runs), context_of(runs)
+    groups, context = group_runs(runs), window_of(runs)
     assert math.isnan(summarize(runs[0], context)["final"])
     assert headline(groups, context) == "Final accuracy on logic: 40.0%."
     assert [panel.column for panel in evaluation_panels(groups)] == ["accuracy/logic"]

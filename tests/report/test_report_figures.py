@@ -47,7 +47,7 @@ def panel_of(key: str) -> plots.Panel:
 
 def test_a_panel_shows_bands_of_seeds_and_traces_of_single_runs() -> None:
     """Two seeds of the first group; one run each of the others, of which one lacks the column."""
-    panel, nan = panel_of("b_response_length"), math.nan
+    panel, nan = panel_of("response_length"), math.nan
     groups = [
         made_group(
             "seeds",
@@ -99,7 +99,7 @@ def test_mu_is_drawn_with_its_prior_and_its_target() -> None:
     nan = math.nan
     columns = {"step": [1, 2, 3], "mu": [0.1, 0.2, 0.3], "prior": [0.9, 0.8, 0.7]}
     group = made_group("gac", columns | {"mu_star": [nan, 0.4, nan]})
-    axes = draw(plots._draw_panel, panel_of("e_mu"), [group])
+    axes = draw(plots._draw_panel, panel_of("mu"), [group])
     prior, target, mu = axes.lines
     assert points(prior) == [(1, 0.9), (2, 0.8), (3, 0.7)] and prior.get_linestyle() == ":"
     assert points(target) == [(2, 0.4)] and target.get_marker() == "."
@@ -129,19 +129,12 @@ def test_accuracies_and_exact_values_are_not_smoothed() -> None:
 
 def test_legends_name_every_group_in_as_many_columns_as_fit() -> None:
     figure = Figure(figsize=(5.6, 3.7))  # 67 characters: three labels of 13, each with 9 more
-    axes = figure.subplots()
-    for name in ("one", "two"):
-        axes.plot([0], [0], label=name)
-    plots._legend(figure, axes)
     groups = [Group("g" * 13, ()) for _ in range(4)]
-    plots._legend(figure, axes, groups)
-    assert [[t.get_text() for t in legend.get_texts()] for legend in figure.legends] == [
-        ["one", "two"],
-        ["g" * 13] * 4,
-    ]
-    assert [legend._ncols for legend in figure.legends] == [2, 3]
-    colors = [line.get_color() for line in figure.legends[1].get_lines()]
-    assert colors == list(plots.COLORS[:4])
+    plots._legend(figure, groups[:1])  # one run needs no legend
+    plots._legend(figure, groups)
+    (legend,) = figure.legends
+    assert [t.get_text() for t in legend.get_texts()] == ["g" * 13] * 4 and legend._ncols == 3
+    assert [line.get_color() for line in legend.get_lines()] == list(plots.COLORS[:4])
 
 
 def test_the_figures_of_a_report(tmp_path: Path, monkeypatch: Any) -> None:
@@ -156,7 +149,7 @@ def test_the_figures_of_a_report(tmp_path: Path, monkeypatch: Any) -> None:
     recorded = made_group("x", columns | {"accuracy": [0, 1], "accuracy/+": [0, 1]})
     vars(recorded.runs[0]).update(splits=["+"], tasks=[])
     files = plots.draw_plots([recorded], tmp_path)
-    names = ["accuracy", "accuracy_1_+", "c_entropy", "lr", "e_mu"]
+    names = ["accuracy", "accuracy_1_+", "entropy", "lr", "mu"]
     assert files == {name: tmp_path / f"{name}.svg" for name in names} | {
         "overview": tmp_path / "overview.png"
     }
@@ -165,7 +158,7 @@ def test_the_figures_of_a_report(tmp_path: Path, monkeypatch: Any) -> None:
     ]
     overview = drawn["overview.png"]
     titles = [axes.get_title("left") for axes in overview.axes]
-    assert titles == ["Held-out accuracy", "(c) Entropy", "(e) Mixing weight μ"]
+    assert titles == ["Held-out accuracy", "Entropy", "Mixing weight μ"]
     panels = [panel for panel in (*plots.TRAINING, *plots.MIXING) if panel.key in files][:2]
     panels = [*panels, *panels]
     plots._draw_overview(panels, [recorded], tmp_path / "four.png")

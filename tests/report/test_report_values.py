@@ -16,9 +16,9 @@ import torch
 from gac.report import page, plots, results_table
 from gac.report.groups import Group, differences, group_runs
 from gac.report.page import read_samples, samples
-from gac.report.reading import read_run, shared_setting, time_shares
+from gac.report.reading import read_run, time_shares
 from gac.report.statistics import band, smooth
-from gac.report.table import Column, Context, context_of, write_cell
+from gac.report.table import Column, window_of, write_cell
 
 
 def write_lines(path: Path, rows: list[Any]) -> None:
@@ -106,7 +106,7 @@ def groups(runs: list[Path]) -> list[Group]:
 def test_tables(runs: list[Path]) -> None:
     """The second accuracy of gac's first run is its best, the third its last.
 
-    KL area: 1.5 and 8. Above 0.5: 0.125 + 0.25, and 6. mu changes by 0.02, 0.08 and 0 over the
+    KL area: 1.5 and 8. mu changes by 0.02, 0.08 and 0 over the
     three windows of two steps of the first run, and never in the second.
     """
     cells = [
@@ -127,17 +127,17 @@ def test_tables(runs: list[Path]) -> None:
         "50.0±35.4",
     ]
     assert table[3] == ["sft", "1", "3", "–", "50.0", "50.0", "–"]
-    measured = ["4.75±4.60", "3.19±3.98", "16.7±23.6", "0.429±0.606", "15±18", "2.25±1.77"]
+    measured = ["4.75±4.60", "16.7±23.6", "0.429±0.606", "15±18", "2.2±1.8"]
     assert table[7] == ["gac", "2", "5 to 7 of 7", *measured]
-    assert table[8] == ["sft", "1", "3", "–", "–", "–", "–", "3,704", "–"]
+    assert table[8] == ["sft", "1", "3", "–", "–", "–", "3,704", "–"]
 
 
 def test_texts_of_the_page(
     runs: list[Path], groups: list[Group], tmp_path: Path, monkeypatch: Any
 ) -> None:
-    assert context_of([]) == Context(10, None)
-    context = context_of([run for group in groups for run in group.runs])
-    assert context == Context(2, 0.5)
+    assert window_of([]) == 10
+    context = window_of([run for group in groups for run in group.runs])
+    assert context == 2
     assert page.headline(groups, context) == (
         "Highest final accuracy: gac with 60.0 ± 28.3%, 10.0 points above sft (50.0%). "
         "Without several seeds for each, a small gap is not evidence."
@@ -158,12 +158,12 @@ def test_texts_of_the_page(
     other = group_runs([read_run(one_run(tmp_path / "other", 0.5, model="other"))])
     names = [name for name, _ in page._facts([*groups, *other])]
     assert names == ["Runs", "Seeds", "Last trained", "Generated"]
-    assert page._facts(other)[:3] == [("Runs", "1"), ("Seeds", "not recorded"), ("Model", "other")]
+    assert page._facts(other)[:3] == [("Runs", "1"), ("Seed", "not recorded"), ("Model", "other")]
     assert page._note(groups) == (
-        "± is the standard deviation over seeds. Runs have different lengths; areas and sums of "
+        f"{(note := page._note(groups[1:]))}Runs have different lengths; areas and sums of "
         "shorter runs cover fewer steps. "
     )
-    assert page._note(groups[1:]) == ""
+    assert note.startswith("± is the standard deviation over seeds, brackets are the 95% interval")
     assert page._title(groups[:1]) == "Training report: gac"
     assert page._title(groups) == "Comparison: gac and sft"
     assert page._title([*groups, groups[0]]) == "Comparison: gac, sft and gac"
@@ -192,7 +192,7 @@ def test_texts_of_the_page(
 
 
 def test_only_the_best_accuracies_are_marked(groups: list[Group]) -> None:
-    first, second = page.tables(groups, context_of([]))
+    first, second = page.tables(groups, window_of([]))
     table = page._table(first, groups)
     assert table["columns"][:3] == ["Accuracy", "seeds", "steps"]
     rows = table["rows"]
@@ -206,11 +206,11 @@ def test_only_the_best_accuracies_are_marked(groups: list[Group]) -> None:
     ]
     best = [[cell["best"] for cell in row["cells"]] for row in rows]
     assert best == [[False, True, True, True], [False] * 4]
-    assert rows[0]["cells"][1] == {"mean": "60.0", "sd": "28.3", "best": True}
-    assert rows[1]["cells"][1] == {"mean": "50.0", "sd": "", "best": False}
-    turned = page._table(page.tables(groups[::-1], context_of([]))[0], groups[::-1])["rows"]
+    assert rows[0]["cells"][1] == {"mean": "60.0", "spread": "± 28.3", "best": True}
+    assert rows[1]["cells"][1] == {"mean": "50.0", "spread": "", "best": False}
+    turned = page._table(page.tables(groups[::-1], window_of([]))[0], groups[::-1])["rows"]
     assert [[cell["best"] for cell in row["cells"]] for row in turned] == best[::-1]
-    (single,) = page._table(page.tables(groups[:1], context_of([]))[0], groups[:1])["rows"]
+    (single,) = page._table(page.tables(groups[:1], window_of([]))[0], groups[:1])["rows"]
     assert not any(cell["best"] for cell in single["cells"])
     assert not any(c["best"] for row in page._table(second, groups)["rows"] for c in row["cells"])
 
@@ -231,11 +231,11 @@ def test_the_gap_is_compared_with_the_spread_of_both_experiments(tmp_path: Path)
             for seed, sign in enumerate((-1, 1))
         ]
         groups = group_runs([read_run(path) for path in paths])
-        text = page.headline(groups, context_of([]))
+        text = page.headline(groups, window_of([]))
         assert f"high with {50 + 100 * gap:.1f} ± 4.0%, {100 * gap:.1f} points above low" in text
         assert f"That is {relation} the spread over seeds" in text and text.endswith(" is 5.0.")
         for some in (paths[1:], paths[:3]):  # one run of the lower, of the higher
-            text = page.headline(group_runs([read_run(path) for path in some]), context_of([]))
+            text = page.headline(group_runs([read_run(path) for path in some]), window_of([]))
             assert "Without several seeds for each" in text and "spread" not in text
 
 
@@ -306,10 +306,14 @@ def test_only_numbers_are_read(tmp_path: Path) -> None:
     assert (run.seed, run.steps_planned, run.tasks, run.unreadable) == (None, None, [], 4)
     assert run.metrics["step"].tolist() == [1, 2] and set(run.metrics) == {"step", "a", "b"}
     np.testing.assert_array_equal(run.metrics["a"], [2, math.nan])
-    settings = {"x": {"kl_target": 0.5}, "kl_target": "none", "eval": {"tasks": {"a": {}, "b": {}}}}
+    settings = {
+        "x": {"update_every": 5},
+        "update_every": "none",
+        "eval": {"tasks": {"a": {}, "b": {}}},
+    }
     other = write_run(tmp_path / "other", settings, {}, [{"step": 0, "accuracy/b": 0.5}])
     assert read_run(other).tasks == ["b"]
-    assert shared_setting([run, read_run(other)], "kl_target") == 0.5
+    assert window_of([run, read_run(other)]) == 5
 
 
 def test_smallest_and_largest_cells() -> None:
@@ -326,10 +330,10 @@ def test_smallest_and_largest_cells() -> None:
 
 
 def test_the_page_of_two_groups(groups: list[Group], tmp_path: Path) -> None:
-    text = page.render(groups, context_of([]), {})
+    text = page.render(groups, window_of([]), {})
     assert '<td class="best">60.0 <span class="sd">± 28.3</span></td>' in text
     assert 'stroke-dasharray="none"/></svg>gac</th><td>2</td><td>5 to 7 of 7</td>' in text
-    assert "<h2>Samples</h2>" not in text and "Not recorded: (a) Rollout accuracy, " in text
+    assert "<h2>Samples</h2>" not in text and "Not recorded: Reward, " in text
     path = write_run(tmp_path / "run", {}, {"a": [1]}, [])
     responses = [
         {"text": "2", "reward": 0.12345, "truncated": False},
@@ -337,7 +341,7 @@ def test_the_page_of_two_groups(groups: list[Group], tmp_path: Path) -> None:
     ]
     prompts = [{"prompt": "1+1=", "completions": responses, "demonstration": "two"}]
     write_lines(path / "samples.jsonl", [{"step": s, "prompts": prompts} for s in (1, 2)])
-    text = page.render(group_runs([read_run(path)]), context_of([]), {})
+    text = page.render(group_runs([read_run(path)]), window_of([]), {})
     assert text.count('<td>0.123</td><td class="text">2</td>') == 2
     assert text.count('<td>dropped</td><td class="text">3&lt; (cut off)</td>') == 2
     assert text.count('<td>demonstration</td><td class="text">two</td>') == 2

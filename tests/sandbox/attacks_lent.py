@@ -59,7 +59,7 @@ return ask(c, "get", "__class__").__init__.__globals__["case"]._want
 === __getattribute__
 return ask(c, "__getattribute__", "_want")
 === operations of the solver
-for name in ("state", "contents", "copy", "deepcopy", "names", "dir", "change"):
+for name in ("state", "contents", "copy", "deepcopy", "find", "dir", "change"):
     try: return ask(c, name)["_want"]
     except Exception: pass
 === globals of a method

@@ -49,7 +49,8 @@ _ANSWERS = r"""
 [[1]] [["class", ["os:_exit"]]] []
 [[1]] [["class", [99]]] []
 [[1]] [["error", [7, "builtins:ValueError", "x", null]]] []
-[[1]] [["error", [7, "subprocess:Popen", "x", null, [2]]], ["list", ["id"]]] []
+[[1]] [["error", [7, "builtins:ValueError", "x", null, [2], [3]]], ["list", [5]], ["dict", []]] []
+[[1]] [["error", [7, "subprocess:Popen", "x", null, [2], [3]]], ["list", ["id"]], ["dict", []]] []
 [[1]] [["instance", ["Case", [2]]], ["dict", ["a", 5]]] []
 [[1]] [["instance", ["int", [2]]], ["dict", []]] []
 [[1]] [["coroutine", [0]]] []
@@ -86,13 +87,12 @@ def _message(line: str) -> str:
         parts.append(part)
         place = end + 1
     value, nodes, classes = parts
-    names = ["dict", []]
-    root = ["list", ["value", *value, "", None, [len(nodes) + 1]]]
-    return json.dumps([classes, [root, *nodes, names]])
+    root = ["list", ["value", *value, "", None]]
+    return json.dumps([classes, [root, *nodes]])
 
 
 MESSAGES = [_message(line) for line in _ANSWERS.strip().splitlines()]
 MESSAGES += ["", "5", "null", "[]", "[[], []]", "{}", "[", "[5, 5]", '[[], [["list", []]]]']
-MESSAGES += ['[[], [["list", ["callback", 0, "", null, null]]]]', '[[], [["dict", []]]]']
-MESSAGES += ['[[], [["list", ["other", 5, "", null, {}]]]]', '[[5], [["list", []]]]', "NaN"]
-MESSAGES += ["[" * 100_000, '[[], [["list", ["value", 5, 5, null, [1]]], ["dict", []]]]']
+MESSAGES += ['[[], [["list", ["callback", 0, "", null]]]]', '[[], [["dict", []]]]']
+MESSAGES += ['[[], [["list", ["other", 5, "", null]]]]', '[[5], [["list", []]]]', "NaN"]
+MESSAGES += ["[" * 100_000, '[[], [["list", ["value", 5, 5, null]]]]']

@@ -253,13 +253,13 @@ def framed(data):
 
 
 def answered(kind, value, *nodes, classes=()):
-    root = ["list", [kind, value, "", None, [len(nodes) + 1]]]
-    return framed(json.dumps([list(classes), [root, *nodes, ["dict", []]]]).encode())
+    root = ["list", [kind, value, "", None]]
+    return framed(json.dumps([list(classes), [root, *nodes]]).encode())
 
 
 CLASS = [0, "function", [], "builtins:object", "", ["__call__"], []]
-NAMES = answered("value", None)
-NAMES += answered("value", [1], ["dict", ["f", [2]]], ["object", [1, 0]], classes=[CLASS])
+NAMES = 2 * answered("value", None)
+NAMES += answered("value", [1], ["object", [1, 0]], classes=[CLASS])
 SPEC = JudgeSpec(
     ("assert f(2) == 4", "assert list(f(3)) == [9]", "try: f(1)\nexcept Exception: pass"), all=True
 )
@@ -299,7 +299,13 @@ def test_judge_gives_a_verdict_for_any_solver_output(answer):
 def test_an_error_that_would_end_a_loop_becomes_another_one():
     """The solver claims that the iteration has ended, which would skip the rest of the test."""
     tests = ("for x in iter(f, None): break", "for i in map(f, [1]): assert 0")
-    error = answered("raise", [1], ["error", [2, "builtins:StopIteration", "no", None]])
+    error = answered(
+        "raise",
+        [1],
+        ["error", [2, "builtins:StopIteration", "no", None, [2], [3]]],
+        ["list", ["no"]],
+        ["dict", []],
+    )
     verdict = judged(JudgeSpec(tests, all=True), 2 * error)
     assert verdict["passed"] == [False, False] and "StopIteration: no" in verdict["problem"]
 
@@ -313,7 +319,7 @@ def test_numbers_in_other_bases_and_arrays_round_trip(value):
 
 def test_a_class_whose_bases_cannot_be_combined_gets_one_of_them():
     row = SimpleNamespace(patches=[])
-    client = SolverClient(Channel(*os.pipe()), row, {})
+    client = SolverClient(Channel(*os.pipe()), row)
     for number, (name, bases) in enumerate({"int": [], "str": [], "Both": [0, 1]}.items()):
         base = f"builtins:{name.replace('Both', 'str')}"
         client._define(number, name, bases, base, "", [], [])
