@@ -120,8 +120,10 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
         ends = torch.nn.functional.pad(tokens.cumsum(0), (1, 0))  # exact in any order
         return ends[offsets[1:]] - ends[offsets[:-1]]
 
-    inside = (index >= offsets[0]) & (index < offsets[-1])  # tokens of no sequence have no loss
-    live, demo = (flat != IGNORE) & inside, per_token(is_demo) & inside
+    live, demo = flat != IGNORE, per_token(is_demo)
+    if cu_seqlens is not None:  # tokens of no sequence have no loss
+        inside = (index >= offsets[0]) & (index < offsets[-1])
+        live, demo = live & inside, demo & inside
     lengths, rollout_lengths = count(live), count(live & ~demo)
     demo_lengths = lengths - rollout_lengths
     in_demo, in_rollout = is_demo, ~is_demo

@@ -268,8 +268,12 @@ def gradient_moments(gram: torch.Tensor, sft_count: int, *, paired: bool = False
     Raises:
         ValueError: the shapes do not match.
     """
-    gram, sft = _checked_gram(gram, sft_count)
-    rl = gram.shape[0] - sft
+    gram = torch.as_tensor(gram, dtype=torch.float64)
+    square = gram.ndim == 2 and gram.shape[0] == gram.shape[1]
+    require(square, "gram", tuple(gram.shape), "a square matrix [M_s + M_r, M_s + M_r]")
+    inside = is_count(sft_count, 1) and sft_count < gram.shape[0]
+    require(inside, "sft_count", sft_count, f"an integer in [1, {gram.shape[0] - 1}]")
+    sft, rl = sft_count, gram.shape[0] - sft_count
     sft_variance = _variance_of_mean(gram[:sft, :sft])
     rl_variance = _variance_of_mean(gram[sft:, sft:])
     covariance = 0.0
@@ -319,12 +323,3 @@ def _variance_of_mean(block: torch.Tensor) -> float:
     if count < 2:
         return math.nan
     return (block.diagonal().mean() - block.mean()).item() / (count - 1)
-
-
-def _checked_gram(gram: torch.Tensor, sft_count: int) -> tuple[torch.Tensor, int]:
-    gram = torch.as_tensor(gram, dtype=torch.float64)
-    square = gram.ndim == 2 and gram.shape[0] == gram.shape[1]
-    require(square, "gram", tuple(gram.shape), "a square matrix [M_s + M_r, M_s + M_r]")
-    inside = is_count(sft_count, 1) and sft_count < gram.shape[0]
-    require(inside, "sft_count", sft_count, f"an integer in [1, {gram.shape[0] - 1}]")
-    return gram, sft_count

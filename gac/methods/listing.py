@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping
 
+from gac.config import choose, describe
 from gac_kernels import LossSpec
 
 from . import all_methods
@@ -68,9 +69,6 @@ def describe_needs(method: Method) -> tuple[str, ...]:
 
 def method_page(name: str) -> str:
     """The description of a method and its keys."""
-    from gac.config import choose, describe
-    from gac.methods import all_methods
-
     method = type(choose(all_methods(), name))
     keys = describe(method, "method") or "It has no hyperparameters."
     return f"{name}: {' '.join((method.__doc__ or '').split())}\n\n{keys}"

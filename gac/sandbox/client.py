@@ -199,16 +199,15 @@ class SolverClient:
         return target
 
     def _read_error(
-        self, number: int, kind: Json, text: str, cause: Any, arguments: Any = None, state: Any = ()
+        self, number: int, kind: Json, text: str, cause: Any, arguments: Any, state: Any
     ) -> Any:
         def make() -> Any:
             local = self._read_class(kind)
             if not issubclass(local, Exception):
                 return RemoteError(f"{text}")
-            arguments_ = (text,) if arguments is None else arguments
             try:
-                error = local.__new__(local, *arguments_)
-                next(filter(is_builtin, local.__mro__)).__init__(error, *arguments_)
+                error = local.__new__(local, *arguments)
+                next(filter(is_builtin, local.__mro__)).__init__(error, *arguments)
                 vars(error).update(state)
             except Exception:  # the arguments come from the program
                 return RemoteError(f"{text}")

@@ -29,7 +29,7 @@ from .wire import Channel
 
 Verdict = dict[str, Any]
 """Keys: "passed", a bool per test; "problem", text of the first failure. If the row is invalid for
-every program, the only key is "row", the reason.
+every program, the only key is "row_problem", the reason.
 """
 
 # events of `sys.audit` that only happen where data is interpreted as code, objects or addresses
@@ -62,7 +62,7 @@ def judge(row: bytes, channel: Channel, guard: bool = True) -> Verdict:
     try:
         return _Judge(types.SimpleNamespace(**marshal.loads(row)), channel).verdict(guard)
     except RowError as error:
-        return {"row": str(error)}
+        return {"row_problem": str(error)}
     finally:
         channel.close()
 
@@ -168,11 +168,11 @@ class _Judge:
                 unittest.defaultTestLoader.loadTestsFromTestCase(value).run(result)
                 for _, report in result.failures + result.errors:
                     raise AssertionError(report.strip().splitlines()[-1])
-            elif (
-                isinstance(value, types.FunctionType)
-                and name.startswith("test")
-                and name not in self._row.used
-            ):
+            elif not isinstance(value, types.FunctionType) or name in self._row.used:
+                continue
+            elif name == "check" and self._row.entry_point:
+                exec(self._row.check, self._namespace)
+            elif name.startswith("test"):
                 parameters = inspect.signature(value).parameters.values()
                 if all(
                     p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)

@@ -190,8 +190,8 @@ class Lender(Table):
         described = value if isinstance(value, (*_FUNCTIONS, type)) else kind
         number, name = self.number(value), getattr(described, "__name__", "partial")
         if allowed == ["__call__"]:
-            return borrow, (number, function, number, name, _details(value))
-        return borrow, (number, instance, number, name, allowed)
+            return borrow, (number, function, number, _details(value, name))
+        return borrow, (number, instance, number, name, tuple(allowed))
 
     def perform(self, number: int, operation: str, arguments: list[Any], keywords: Any) -> Any:
         """Perform an operation that the program asks for."""
@@ -208,18 +208,19 @@ class Lender(Table):
         return method(value, *arguments, **keywords)
 
 
-def _details(value: Any) -> dict[str, Any]:
-    """What decorators read from a function: its text for readers, and the names of parameters."""
+def _details(value: Any, name: str) -> dict[str, Any]:
+    """What decorators read from a function: names, text for readers, and parameters."""
+    details = {"__name__": name, "__qualname__": name, "__doc__": value.__doc__}
     try:
         parameters = inspect.signature(value).parameters.values()
     except (TypeError, ValueError):
-        return {"__doc__": value.__doc__}
+        return details
     empty = inspect.Parameter.empty
     shown = [
         p.replace(default=empty if p.default is empty else ..., annotation=empty)
         for p in parameters
     ]
-    return {"__doc__": value.__doc__, "__signature__": inspect.Signature(shown)}
+    return {**details, "__signature__": inspect.Signature(shown)}
 
 
 _BASES = {*_PLAIN, tuple, list, set, frozenset}
@@ -246,35 +247,33 @@ def borrow(number: int, make: Callable[..., Any], *arguments: Any) -> Any:
     return solver.proxies[number]
 
 
-def function(number: int, name: str, details: dict[str, Any]) -> Any:
+def function(number: int, details: dict[str, Any]) -> Any:
     """A proxy for a function."""
     use = functools.partial(borrower[0].use, number, "__call__")
 
     def proxy(*arguments: Any, **keywords: Any) -> Any:
         return use(arguments, keywords)
 
-    vars(proxy).update(details)
-    proxy.__name__ = proxy.__qualname__ = name
-    proxy.__doc__ = details.get("__doc__")
+    for name, value in details.items():
+        setattr(proxy, name, value)
     return proxy
 
 
-def instance(number: int, name: str, allowed: list[str]) -> Any:
+def instance(number: int, name: str, allowed: tuple[str, ...]) -> Any:
     """A proxy for another object."""
-    solver = borrower[0]
-    classes = solver.proxy_classes
-    key = f"{name}({','.join(allowed)})"
-    if key not in classes:
-        members = {"__iter__": lambda self: self} if "__next__" in allowed else {}
-        members |= dict(_METHODS.get(operation) or _method(operation) for operation in allowed)
-        try:
-            # the program's copy of the class
-            classes[key] = type(name, (vars(solver.module).get(name),), members)
-        except TypeError:
-            classes[key] = type(name, (), members)
-    proxy: Any = object.__new__(classes[key])
-    object.__setattr__(proxy, "_use_", functools.partial(solver.use, number))
+    proxy: Any = object.__new__(_proxy_class(name, allowed))
+    object.__setattr__(proxy, "_use_", functools.partial(borrower[0].use, number))
     return proxy
+
+
+@functools.cache
+def _proxy_class(name: str, allowed: tuple[str, ...]) -> type:
+    members = {"__iter__": lambda self: self} if "__next__" in allowed else {}
+    members |= dict(_METHODS.get(operation) or _method(operation) for operation in allowed)
+    try:
+        return type(name, (vars(sys.modules["program"])[name],), members)  # its own copy
+    except (KeyError, TypeError):
+        return type(name, (), members)
 
 
 def _method(operation: str, name: str = "") -> tuple[str, Callable[..., Any]]:

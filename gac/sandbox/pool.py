@@ -115,10 +115,7 @@ class Pool:
             verdict: dict[str, Any] = json.loads(written)
         except ValueError:  # the judge exited before writing its verdict
             return RunResult("crash" if ending == "ended" else ending, failed)
-        if "row" in verdict:
-            return RunResult(ending, row_problem=verdict["row"])
-        passed, problem = tuple(verdict["passed"]), verdict.get("problem", "")
-        return RunResult(ending, passed, problem)
+        return RunResult(ending, tuple(verdict.pop("passed", ())), **verdict)
 
     def run(
         self, program: Program, stdin: bytes, cpu_seconds: int, memory_mb: int, output_bytes: int

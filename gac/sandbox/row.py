@@ -44,7 +44,6 @@ _NAMED = (
     ast.MatchAs,
     ast.MatchStar,
 )
-_SYNTAX = (SyntaxError, ValueError, MemoryError, RecursionError)
 
 
 class RowError(Exception):
@@ -86,11 +85,12 @@ def compile_row(spec: JudgeSpec) -> bytes:
     Raises:
         RowError: the setup or a test is not valid Python.
     """
-    tests = _with_check_call(spec.tests, spec.entry_point)
-    places = ["setup", *(f"test {n}" for n in range(1, len(tests) + 1))]
-    texts = [spec.setup, *tests]
+    places = ["setup", *(f"test {n}" for n in range(1, len(spec.tests) + 1))]
+    texts = [spec.setup, *spec.tests]
     trees = [_valid(p, t, ast.parse, t) for p, t in zip(places, texts, strict=True)]
     words, setup_words = _Words(trees), _Words(trees[:1])
+    statements = [n for t in trees for n in t.body if not isinstance(n, ast.FunctionDef)]
+    call = f"check({spec.entry_point})"
     reference = parse(spec.reference)
     classes = [node for node in ast.walk(reference) if isinstance(node, ast.ClassDef)]
     defined = names_defined(reference.body) & words.read
@@ -112,7 +112,9 @@ def compile_row(spec: JudgeSpec) -> bytes:
     row = {
         "imports": [compile(text, "<import>", "exec", 0, True) for text in imports],
         "setup": setup,
-        "tests": list(zip(tests, codes, strict=True)),  # the text and the code of each
+        "tests": list(zip(spec.tests, codes, strict=True)),  # the text and the code of each
+        # how to call a function `check` that the tests define
+        "check": _valid("entry point", call, compile, call, "<check>", "exec", 0, True),
         "all": spec.all,
         "returns": spec.returns,
         # of random numbers: the same in every run, and unknown to the program
@@ -130,7 +132,8 @@ def compile_row(spec: JudgeSpec) -> bytes:
         "operators": {n for n in WITH_OPERAND if _group(n) in operators},
         "has_answer": bool(reference.body),
         "setup_classes": {n.name for n in trees[0].body if isinstance(n, ast.ClassDef)},
-        "used": words.read,
+        # functions that no other statement uses are called as pytest would
+        "used": _Words(statements).read,
         "used_in_setup": setup_words.read,
         "bound": words.bound,
         "constants": words.constants,
@@ -160,7 +163,7 @@ def _operators(node: ast.ClassDef) -> set[str]:
 class _Words:
     """The names that sources read, bind and call, their strings, and attributes of modules."""
 
-    def __init__(self, trees: Sequence[ast.Module]) -> None:
+    def __init__(self, trees: Sequence[ast.AST]) -> None:
         self.read: set[str] = set()
         self.bound: set[str] = set()
         self.called: set[str] = set()
@@ -220,7 +223,7 @@ def _valid(place: str, text: str, function: Callable[..., Any], *arguments: Any)
     try:
         with _PARSER:
             return function(*arguments)
-    except _SYNTAX as error:
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         raise RowError(
             f"the row's {place} is not valid Python: {describe(error)}; {text!r:.200}"
         ) from None
@@ -232,27 +235,10 @@ def parse(text: str) -> ast.Module:
     Never pass a completion: parsing untrusted code can crash this process.
     """
     try:
-        with _PARSER:
-            return ast.parse(text)
-    except _SYNTAX:
+        tree: ast.Module = _valid("text", text, ast.parse, text)
+    except RowError:
         return ast.Module([], [])
-
-
-def _with_check_call(tests: Sequence[str], entry_point: str) -> list[str]:
-    """Append `check(entry_point)` to each test that defines `check`, unless some test calls it."""
-    trees = list(map(parse, tests))
-    outside = [n for tree in trees for n in tree.body if not isinstance(n, ast.FunctionDef)]
-    called = any(
-        isinstance(node, ast.Name) and node.id == "check" for n in outside for node in ast.walk(n)
-    )
-    return [
-        f"{text}\n\ncheck({entry_point})\n"
-        if entry_point
-        and not called
-        and any(isinstance(n, ast.FunctionDef) and n.name == "check" for n in t.body)
-        else text
-        for text, t in zip(tests, trees, strict=True)
-    ]
+    return tree
 
 
 def names_defined(body: Iterable[ast.stmt]) -> set[str]:

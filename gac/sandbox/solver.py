@@ -38,10 +38,10 @@ _PRINTED = 1 << 20  # characters of output to pass on per answer
 
 def answer_questions(spec: Mapping[str, Any], channel: Channel) -> None:
     """Run the program of `spec` (see `assemble`), then answer requests until the channel closes."""
-    solver = Solver(_module("program"), channel)
+    solver = Solver(channel)
     with contextlib.suppress(ChannelClosed, WireError):
         try:
-            _run(spec, solver.module)
+            _run(spec, "program")
         except BaseException as error:  # including SystemExit: a program that exits has failed
             solver.send("raise", error)
         else:
@@ -57,7 +57,7 @@ def run_script(spec: Mapping[str, Any]) -> int:
         The exit status that Python would return.
     """
     try:
-        _run(spec, _module("__main__"))
+        _run(spec, "__main__")
         status = 0
     except SystemExit as stop:
         code = stop.code
@@ -98,20 +98,14 @@ def assemble(spec: Mapping[str, Any]) -> str:
     return prompt + program
 
 
-def _run(spec: Mapping[str, Any], module: types.ModuleType) -> None:
-    # the definitions of the row, as if the program followed them
+def _run(spec: Mapping[str, Any], name: str) -> None:
+    """Run the program as a module, after the definitions of the row."""
+    module = sys.modules[name] = types.ModuleType(name)  # dataclasses and pickle look it up there
+    vars(module)["__builtins__"] = builtins
     for text in spec.get("context", ()):
         with contextlib.suppress(Exception):  # the judge reports which import fails
-            exec(compile(text, "<row>", "exec", dont_inherit=True), module.__dict__)
-    exec(compile(assemble(spec), "<program>", "exec", dont_inherit=True), module.__dict__)
-
-
-def _module(name: str) -> types.ModuleType:
-    """Create a module for the program and register it for lookups by dataclasses and pickle."""
-    module = types.ModuleType(name)
-    module.__dict__["__builtins__"] = builtins
-    sys.modules[name] = module
-    return module
+            exec(compile(text, "<row>", "exec", dont_inherit=True), vars(module))
+    exec(compile(assemble(spec), "<program>", "exec", dont_inherit=True), vars(module))
 
 
 class Live(list[Any]):
@@ -119,10 +113,10 @@ class Live(list[Any]):
 
 
 class Solver:
-    """The program's module, and its objects that the judge holds references to, by number."""
+    """Both sides' objects that the other one has references to, by number."""
 
-    def __init__(self, module: types.ModuleType, channel: Channel) -> None:
-        self.module, self.channel = module, channel
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
         self.objects = lent.Table()
         self._new_classes: list[Json] = []
         self._described: set[int] = set()
@@ -131,7 +125,6 @@ class Solver:
         """Proxies for objects of the tests."""
         self.proxy_numbers: dict[int, int] = {}
         """Number by the id of a proxy."""
-        self.proxy_classes: dict[str, type] = {}
         self._turn = threading.RLock()
         self._busy = True
         self._output = sys.stdout = io.StringIO()
@@ -160,11 +153,10 @@ class Solver:
         with self._turn:
             self._busy = kind == "callback"
             try:
-                items = [kind, value, printed, changed]
-                message = json.dumps([self._new_classes, encode(items, self._refer)])
+                nodes = encode([kind, value, printed, changed], self._refer)
             except Exception as error:  # a value that cannot be sent
-                items = ["raise", describe(error), printed, None]
-                message = json.dumps([self._new_classes, encode(items, self._refer)])
+                nodes = encode(["raise", describe(error), printed, None], self._refer)
+            message = json.dumps([self._new_classes, nodes])
             self._new_classes = []
             self.channel.send(message.encode("ascii"))
 
@@ -205,12 +197,10 @@ class Solver:
         if isinstance(value, type):
             return "class", [_path(value) if is_builtin(value) else self._class(value)]
         if isinstance(value, BaseException):
-            return "error", [
-                self.objects.number(value),
-                self._class(kind),
-                describe(value),
-                *self._cause(value),
-            ]
+            state = vars(value) if is_importable(kind) else {}
+            text, cause = describe(value), value.__cause__
+            parts = [self.objects.number(value), self._class(kind), text, cause, value.args, state]
+            return "error", parts
         records = kind.__name__ in _shared_classes
         if records and all(base.__module__ == "program" for base in kind.__mro__[:-1]):
             return "instance", [kind.__name__, _state(value)]
@@ -219,15 +209,6 @@ class Solver:
             return "coroutine", [number]
         base = next((base for base in kind.__mro__ if is_builtin(base)), object)
         return "object", [number, described, *([plain(value, base)] if base in VALUES else [])]
-
-    def _cause(self, error: BaseException) -> list[Any]:
-        """The cause, the arguments and the attributes of an error, as far as they can be sent."""
-        parts = [error.__cause__, error.args, vars(error) if is_importable(type(error)) else {}]
-        try:
-            encode(parts[1:], self._refer)
-        except Exception:
-            return parts[:1]
-        return parts
 
     def _class(self, kind: type) -> Json:
         """A reference to a class, described before if the judge does not know it.

@@ -141,6 +141,7 @@ def library() -> ctypes.CDLL:
         ) from error
     for function in functions:
         function.restype, function.argtypes = ctypes.c_char_p, [ctypes.c_char_p]
+        function.errcheck = _raise
     if loaded.gac_cpu_capability() is None:
         raise ValueError(
             f"GAC_CPU_CAPABILITY={os.environ['GAC_CPU_CAPABILITY']}: use default, or avx2 or "
@@ -202,7 +203,7 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
         spec.max_tokens or 1.0,
         *(0 if norm is None else ctypes.addressof(norm) for norm in norms),
     )
-    _call(library().gac_plan, arguments)
+    library().gac_plan(arguments)
     factors = None, None, None  # see `with_factors`
     fields = flat, *results[:7], *factors, *results[7:], is_demo.reshape(-1), inputs.mu
     return Tokens._make(fields)
@@ -233,7 +234,7 @@ def reduce(tokens: Tokens, terms: TokenTerms, moments: bool) -> Summary:
         tokens.mu,
         tokens.ref is not None,
     )
-    _call(library().gac_reduce, arguments)
+    library().gac_reduce(arguments)
     return Summary._make((*scalars, statistics))
 
 
@@ -315,7 +316,7 @@ def _run(
     size = 0 if sketch is None else sketch.buckets.shape[1]
     scaling = temperature, softcap or 0.0
     arguments = ROW_ARGUMENTS.pack(*rows, *out_rows, *sizes, *scaling, *pointers, size, *options)
-    _call(getattr(library(), function), arguments)
+    getattr(library(), function)(arguments)
 
 
 def column_sums(grad: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -323,7 +324,7 @@ def column_sums(grad: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor, Tensor
     columns, sums = grad.new_zeros(threads, grad.shape[1]), grad.new_empty(2, len(grad))
     sizes = grad.stride(0), *grad.shape, threads
     arguments = grad.data_ptr(), *sizes, threshold.item(), *_pointers((hit, *sums, columns))
-    _call(library().gac_column_sums, COLUMN_ARGUMENTS.pack(*arguments))
+    library().gac_column_sums(COLUMN_ARGUMENTS.pack(*arguments))
     return hit, columns.sum(0), sums
 
 
@@ -343,6 +344,7 @@ def _pointers(tensors: Iterable[Tensor | None]) -> list[int]:
     return [0 if x is None else x.data_ptr() for x in tensors]
 
 
-def _call(function: Any, arguments: bytes) -> None:
-    if error := function(arguments):
+def _raise(error: bytes | None, *_: Any) -> None:
+    """Raise the error that a function of the library returned."""
+    if error:
         raise RuntimeError(f"the native CPU kernels failed: {error.decode()}")

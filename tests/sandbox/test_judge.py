@@ -153,9 +153,7 @@ VERDICTS: dict[str, Any] = {
             ["def check(g): assert g(1) == 2\ndef run(): check(f)"],
             {"entry_point": "f"},
         ),
-        failed(
-            "test 1 (def check(g): assert g(1) == 2 def run(): check(f) check(f)): AssertionError"
-        ),
+        failed("test 1 (def check(g): assert g(1) == 2 def run(): check(f)): AssertionError"),
     ),
     "a check without an entry point": ((F, ["def check(g): pass\nassert f(1)"], {}), PASSED),
     "an operator of an object whose class the tests do not name": (
@@ -184,7 +182,7 @@ VERDICTS: dict[str, Any] = {
     ),
     "a check": (
         (F, ["x = 1\ndef check(g): assert g(1) == 2"], {"entry_point": "f"}),
-        failed("test 1 (x = 1 def check(g): assert g(1) == 2 check(f)): AssertionError"),
+        failed("test 1 (x = 1 def check(g): assert g(1) == 2): AssertionError"),
     ),
     "a check that another test calls": (
         (

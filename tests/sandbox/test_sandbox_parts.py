@@ -56,7 +56,7 @@ SPEC = JudgeSpec(("a", "b"), "s", "e", "r", all=True)
     [
         ("", False, RunResult("crash", (False, False))),
         ('{"passed": [tr', True, RunResult("stalled", (False, False))),
-        ('{"row": "no test"}', False, RunResult("ended", row_problem="no test")),
+        ('{"row_problem": "no test"}', False, RunResult("ended", row_problem="no test")),
         ('{"passed": [true, true]}', False, RunResult("ended", (True, True))),
         (
             '{"passed": [true, false], "problem": "p"}',

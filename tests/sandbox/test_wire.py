@@ -299,7 +299,13 @@ def test_judge_gives_a_verdict_for_any_solver_output(answer):
 def test_an_error_that_would_end_a_loop_becomes_another_one():
     """The solver claims that the iteration has ended, which would skip the rest of the test."""
     tests = ("for x in iter(f, None): break", "for i in map(f, [1]): assert 0")
-    error = answered("raise", [1], ["error", [2, "builtins:StopIteration", "no", None]])
+    error = answered(
+        "raise",
+        [1],
+        ["error", [2, "builtins:StopIteration", "no", None, [2], [3]]],
+        ["list", ["no"]],
+        ["dict", []],
+    )
     verdict = judged(JudgeSpec(tests, all=True), 2 * error)
     assert verdict["passed"] == [False, False] and "StopIteration: no" in verdict["problem"]
 
