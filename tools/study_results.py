@@ -169,16 +169,25 @@ def judged(study: Study) -> str:
                 study.difference(arm, other, [base], [c]) if c in NAMED else "" for c in CONDITIONS
             ]
             lines.append([f"`{arm}` minus `{other}`", base, "", "", *cells])
-    return markdown_table(
+    table = markdown_table(
         ["difference", "base", "all", "all but good-then-bad", *CONDITIONS], lines
     )
+    mus = [run["mu"] for run in study.runs.get("gac-paper", {}).values()]
+    if not mus:
+        return table
+    return f"{table}\n\nMean mu of a run of `gac-paper`: {min(mus):.3f} to {max(mus):.3f}.\n"
 
 
 def by_condition(study: Study) -> str:
-    """Mean accuracy per condition over the tasks, for the bases that the main arms have."""
+    """Mean accuracy per condition: the main arms, and others with a better mean than the default.
+
+    Over the tasks, and over the bases that the main arms have.
+    """
     main = PHASES[0][1]
     bases, lines = study.bases(*main), []
     arms = [arm for arm in names() if bases and set(bases) <= set(study.bases(arm))]
+    means = {arm: study.table(study.final(arm), bases, CONDITIONS).mean() for arm in arms}
+    arms = [arm for arm in arms if arm in main or means[arm] > means[COMPARED[0]]]
     for conditions in [*([c] for c in CONDITIONS), list(CONDITIONS)]:
         means = {a: study.table(study.final(a), bases, conditions).mean() for a in arms}
         cells = [f"{m:.1f}" if m < max(means.values()) else f"**{m:.1f}**" for m in means.values()]
@@ -204,6 +213,20 @@ def by_cell(study: Study) -> str:
                 cells.append(" / ".join(means))
             lines.append([task, condition, *cells])
     return markdown_table(["task", "demonstrations", *(f"`{arm}`" for arm in arms)], lines)
+
+
+def replication(study: Study, first: Study) -> str:
+    """The main arms with the two sets of `mid` bases: accuracy, and lead over the default."""
+    lines, other = [], COMPARED[0]
+    for arm in PHASES[0][1]:
+        cells = []
+        for runs in (study, first):
+            mean = runs.table(runs.final(arm), ["mid"], CONDITIONS).mean()
+            lead = "" if arm == other else runs.difference(arm, other, ["mid"])
+            cells += [f"{mean:.1f}", lead]
+        lines.append([f"`{arm}`", *cells])
+    lead = f"minus `{other}`"
+    return markdown_table(["arm", "present bases", lead, "first bases", lead], lines)
 
 
 def tuning(rows: Iterable[Row]) -> str:
@@ -300,6 +323,7 @@ def sections(folder: Path = RESULTS) -> dict[str, str]:
         "judged": judged(study),
         "conditions": by_condition(study),
         "cells": by_cell(study),
+        "replication": replication(study, Study(finished(folder / "first_mid.jsonl"))),
         "tuning": tuning(tuned),
         "earlier": earlier(folder),
     }
