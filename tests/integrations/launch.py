@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+from torch.distributed import TCPStore
 
 # trainers modify os.environ; child processes get the original environment
 INITIAL_ENV = dict(os.environ)
@@ -21,15 +22,15 @@ def launch(module: str, *args: str, ranks: int, timeout: float = 500) -> None:
         AssertionError: a rank failed; the message is its output.
         TimeoutError: not finished after `timeout` seconds.
     """
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
+    # the store runs here, as in the agent of torchrun, so that nobody can take its port
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     root = str(Path(__file__).parents[2])
     env = INITIAL_ENV | {
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]),

@@ -117,23 +117,24 @@ def four_steps(run_config):
     """
     engines.generate = long_tailed_responses  # runs in its own process
     trainer = Trainer(run_config)
-    grads, loads, rows = [], [], []
+    grads, before, after, rows = [], [], [], []
 
     def record(*_):
         named = trainer.model.named_parameters()
         grads.append({n.removeprefix("module."): full_tensor(p.grad) for n, p in named})
 
-    def balance(rollouts, original=trainer.feed.balance):
-        balanced = original(rollouts)
-        loads.append((tokens(rollouts), tokens(balanced)))
-        return balanced
+    def sample(*arguments, original=trainer.sampler):
+        rollouts = original(*arguments)
+        before.append(tokens(rollouts.rows))
+        return rollouts
 
     trainer.optimizer.register_step_pre_hook(record)
-    trainer.feed.balance = balance
+    trainer.sampler = sample
     for _ in range(4):
         if trainer.step == 2:
             trainer.save()
         rows.append(trainer._train_step())
+        after.append(tokens(trainer.rollouts.rows))
         trainer.step += 1
     named = trainer.model.named_parameters()
     weights = {n.removeprefix("module."): full_tensor(p) for n, p in named}
@@ -143,7 +144,7 @@ def four_steps(run_config):
         repeated.append(resumed._train_step())
         resumed.step += 1
     assert list(map(without_timing, repeated)) == list(map(without_timing, rows[2:]))
-    return rows, grads[0], weights, loads
+    return rows, grads[0], weights, [*zip(before, after[::2], strict=True)]  # sampled every 2 steps
 
 
 def without_timing(row):

@@ -9,6 +9,7 @@ import shutil
 import socket
 import sys
 import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 import torch
@@ -344,24 +345,37 @@ def test_nccl_weights_need_vllm(task, tmp_path):
 
 def replies(*texts: str):
     """The URL of a server in this process that sends these replies, and the requests it got."""
-    listener, received = socket.create_server(("127.0.0.1", 0)), []
-    listener.settimeout(20)
+    received, remaining = [], list(texts)
+
+    class Handler(BaseHTTPRequestHandler):
+        timeout = 20
+
+        def do_GET(self):
+            # a socket that is closed with unread data resets the connection and loses the reply
+            self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            received.append(self.requestline)
+            status, _, body = remaining.pop(0).partition(" ")
+            if status:
+                self.send_response(int(status))
+                self.end_headers()
+                self.wfile.write(body.encode())
+
+        do_POST = do_GET
+
+        def log_message(self, *_):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    server.timeout = 20
 
     def serve() -> None:
-        with listener:
-            for text in texts:
-                connection, _ = listener.accept()
-                with connection:
-                    connection.settimeout(20)
-                    received.append(connection.recv(4096).decode().split("\r\n")[0])
-                    status, _, body = text.partition(" ")
-                    if status:
-                        head = f"HTTP/1.1 {status} x\r\nContent-Length: {len(body)}\r\n\r\n"
-                        connection.sendall((head + body).encode())
+        with server:
+            for _ in texts:
+                server.handle_request()
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
-    return f"http://127.0.0.1:{listener.getsockname()[1]}", received, thread
+    return f"http://127.0.0.1:{server.server_port}", received, thread
 
 
 MODELS = '{"data": [{"id": "first"}, {"id": "second"}]}'
