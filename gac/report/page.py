@@ -251,7 +251,7 @@ def _differences(groups: Sequence[Group]) -> list[tuple[str, list[str]]]:
     ]
 
 
-def read_samples(folder: Path) -> list[dict[str, Any]]:
+def read_samples(folder: Path) -> list[Mapping[str, Any]]:
     """The entries of samples.jsonl that the report shows, oldest first."""
     entries = {row["step"]: row for row in read_lines(folder / "samples.jsonl") if row}
     rows = [entries[step] for step in sorted(entries)]
