@@ -347,7 +347,7 @@ def test_a_bad_setting_is_rejected_immediately(setting, message):
 def test_sources_that_do_not_exist(tmp_path, tokenizer, monkeypatch):
     with pytest.raises(FileNotFoundError, match=r"nowhere\.jsonl"):
         load_prompts(DataConfig(prompts=str(tmp_path / "nowhere.jsonl")), tokenizer)
-    with pytest.raises(ValueError, match="'gsm8k'.*'name:split'"):
+    with pytest.raises(ValueError, match="'gsm8k': no such file.*owner/name:split"):
         load_prompts(DataConfig(prompts="gsm8k"), tokenizer)
     with pytest.raises(ValueError, match="prompts is not set"):
         load_prompts(DataConfig(), tokenizer)

@@ -53,9 +53,17 @@ def test_a_second_process_is_refused_until_the_first_is_killed(holder, tmp_path)
 def test_commands_report_a_locked_folder_in_one_line(holder, tmp_path, capsys, command):
     run = tmp_path / "config.yaml"
     run.write_text("{reward: exact, model: {path: x, random_init: true}}")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1+1", "answer": "2"}\n')
     arguments = {
-        "train": ["train", str(run), "--set", f"out={tmp_path}", "data.prompts=x"],
-        "eval": ["eval", "--set", f"out={tmp_path}", "model.path=x", "tasks.a.data.prompts=x"],
+        "train": ["train", str(run), "--set", f"out={tmp_path}", f"data.prompts={rows}"],
+        "eval": [
+            "eval",
+            "--set",
+            f"out={tmp_path}",
+            "model.path=x",
+            f"tasks.a.data.prompts={rows}",
+        ],
         "export": ["export", str(tmp_path), str(tmp_path / "model")],
     }
     assert main(arguments[command]) == 2
