@@ -1,4 +1,4 @@
-"""Runs the fifth study: `python -m tools.study_run {tuning,final} --out FOLDER --code COMMIT`.
+"""Runs the fifth study: `python -m tools.study_run {tuning,final,confirmation} --out FOLDER`.
 
 Its protocol is in docs/study.md. Trains the cells of a grid in one process, in order of importance;
 each result is one line of bench/results/study/*.jsonl, so an interrupted command continues where it
@@ -144,6 +144,16 @@ PHASES = (
     ("weak", LAST),
 )
 """(base, arms) in the order of execution."""
+CONFIRMED: dict[str, tuple[str, dict[str, Any]]] = {
+    "constant-alarm": ("constant-alarm", {}),
+    "constant-alarm-phi": ("constant-alarm", {"weight": "phi"}),
+    "gac-paper": ("gac-paper", {}),
+    "gac-paper-one": ("gac-paper", {"weight": "one"}),
+    "sft-then-rl": ("sft-then-rl", {}),
+    "sft-then-rl-phi": ("sft-then-rl", {"weight": "phi"}),
+}
+"""Arm of the confirmation -> arm of the study, and what differs in its method."""
+CONFIRMATION_SEEDS = range(10, 15)
 
 
 class Cell(NamedTuple):
@@ -396,10 +406,20 @@ def final_cells(results: Path) -> Iterator[tuple[Cell, Arm]]:
                 yield Cell(task, base, condition, name, seed), known[name]
 
 
+def confirmation_cells(results: Path) -> Iterator[tuple[Cell, Arm]]:
+    """The arms of the confirmation on every task, base and condition, with its own seeds."""
+    known = arms(results)
+    for seed, base, task, condition, (name, (arm, changes)) in itertools.product(
+        CONFIRMATION_SEEDS, BASES, TASKS, CONDITIONS, CONFIRMED.items()
+    ):
+        changed = known[arm]._replace(method=known[arm].method | changes)
+        yield Cell(task, base, condition, name, seed), changed
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the arguments and run the cells that have no result yet; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tools.study_run", description=__doc__)
-    parser.add_argument("grid", choices=("tuning", "final"))
+    parser.add_argument("grid", choices=("tuning", "final", "confirmation"))
     parser.add_argument("--out", type=Path, default=Path("runs/study"), help="folder for the runs")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the results")
     parser.add_argument(
@@ -410,7 +430,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     args.out.mkdir(parents=True, exist_ok=True)
-    cells = tuning_cells() if args.grid == "tuning" else final_cells(args.results)
+    if args.grid == "tuning":
+        cells = tuning_cells()
+    else:
+        cells = (final_cells if args.grid == "final" else confirmation_cells)(args.results)
     cells = (pair for pair in cells if pair[0].base in args.bases)
     run_grid(args.out, args.results / f"{args.grid}.jsonl", cells, args.code)
     return 0
