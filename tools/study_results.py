@@ -21,6 +21,9 @@ from gac.evaluation.table import markdown_table
 from tools.study_run import (
     BASES,
     CONDITIONS,
+    CONFIRMATION_SEEDS,
+    CONFIRMED,
+    MAIN,
     PHASES,
     RESULTS,
     SEEDS,
@@ -38,10 +41,20 @@ JUDGED = (
     ("constant-alarm", "mu-0.4"),
     ("constant-alarm", "sft-then-rl"),
     ("routing", "constant-alarm"),
+    ("named-sources", "constant-alarm"),
 )
+"""Differences that the protocol asks for, and that of `named-sources` where sources have names."""
+JUDGED_AGAIN = (
+    ("gac-paper", "constant-alarm"),
+    ("constant-alarm-phi", "constant-alarm"),
+    ("gac-paper", "constant-alarm-phi"),
+    ("gac-paper", "gac-paper-one"),
+    ("gac-paper-one", "constant-alarm"),
+    ("sft-then-rl-phi", "sft-then-rl"),
+    ("constant-alarm-phi", "sft-then-rl-phi"),
+)
+"""Differences of the confirmation."""
 WITHOUT = [condition for condition in CONDITIONS if condition != "good-then-bad"]
-NAMED = ("partly-wrong", "good-then-bad")
-"""Conditions in which `named-sources` names the sources."""
 EARLIER = {"first": "gate-z", "second": "gate-cosine", "third": "gate-alarm"}
 """File in bench/results/study -> the arm that was judged."""
 CHANGING = ("spoil", "half", "burst", "flicker", "mistaken")
@@ -52,17 +65,18 @@ Key = tuple[str, str, str, int]  # task, base, condition, seed
 
 
 class Study:
-    """The finished runs of the final grid."""
+    """The finished runs of a grid; its first seeds, if an arm of `main` has not finished all."""
 
-    def __init__(self, rows: Iterable[Row]) -> None:
+    def __init__(
+        self, rows: Iterable[Row], seeds: Sequence[int] = SEEDS, main: Iterable[str] = MAIN
+    ) -> None:
         self.runs: dict[str, dict[Key, Row]] = defaultdict(dict)
         for row in rows:
             key = (row["task"], row["base"], row["condition"], row["seed"])
             self.runs[row["arm"]][key] = row
-        self.seeds: Sequence[int] = SEEDS
-        base, main = PHASES[0]
-        while self.seeds and not all(self.complete(arm, base) for arm in main):
-            self.seeds = self.seeds[:-1]  # an interim report
+        self.seeds = seeds
+        while self.seeds and not all(self.complete(arm, "mid") for arm in main):
+            self.seeds = self.seeds[:-1]
 
     def complete(self, arm: str, base: str, conditions: Sequence[str] = CONDITIONS) -> bool:
         """Whether all of the arm's runs with this base and `seeds` are finished."""
@@ -128,54 +142,63 @@ def names() -> list[str]:
 
 
 def ranking(study: Study) -> str:
-    """One line per arm and base, the best first; arms with both bases also together."""
-    lines = []
-    for bases in [list(BASES), *([base] for base in BASES)]:
-        arms = [arm for arm in names() if set(bases) <= set(study.bases(arm, "sft", *COMPARED))]
-        means = {arm: study.table(study.final(arm), bases, CONDITIONS).mean() for arm in arms}
-        for arm in sorted(arms, key=lambda arm: -means[arm]):
-            own = study.runs[arm].items()
-            runs = [run for key, run in own if key[1] in bases and key[3] in study.seeds]
-            versus = ["" if arm == o else study.difference(arm, o, bases) for o in COMPARED]
-            lines.append(
-                [
-                    " and ".join(bases),
-                    f"`{arm}`",
-                    f"{means[arm]:.1f}",
-                    *versus,
-                    f"{study.at_equal_time(arm, bases):.1f}",
-                    f"{np.mean([run['tokens'] for run in runs]) / 1000:.0f}",
-                    f"{np.mean([run['seconds'] for run in runs]):.1f}",
-                ]
-            )
-    header = ["base", "arm", "accuracy", *(f"minus `{other}`" for other in COMPARED)]
+    """One line per arm that is complete with both bases, the best first."""
+    lines, bases, default = [], list(BASES), COMPARED[0]
+    arms = [arm for arm in names() if set(bases) <= set(study.bases(arm, "sft", *COMPARED))]
+    means = {arm: study.table(study.final(arm), bases, CONDITIONS).mean() for arm in arms}
+    for arm in sorted(arms, key=lambda arm: -means[arm]):
+        runs = [run for key, run in study.runs[arm].items() if key[3] in study.seeds]
+        pairs = [(other, bases) for other in COMPARED] + [(default, [base]) for base in bases]
+        lines.append(
+            [
+                f"`{arm}`",
+                f"{means[arm]:.1f}",
+                *("" if arm == o else study.difference(arm, o, chosen) for o, chosen in pairs),
+                f"{study.at_equal_time(arm, bases):.1f}",
+                f"{np.mean([run['tokens'] for run in runs]) / 1000:.0f}",
+                f"{np.mean([run['seconds'] for run in runs]):.1f}",
+            ]
+        )
+    header = ["arm", "accuracy", *(f"minus `{other}`" for other in COMPARED)]
+    header += [f"{base}: minus `{default}`" for base in bases]
     return markdown_table([*header, "at equal time", "1,000 tokens", "CPU seconds"], lines)
 
 
-def judged(study: Study) -> str:
-    """The differences of the protocol, and that of `named-sources` where sources have names."""
+def differences(study: Study, pairs: Iterable[tuple[str, str]]) -> str:
+    """One line per pair of arms: over everything, per base, and per condition."""
     lines = []
-    for arm, other in JUDGED:
-        bases = study.bases(arm, other)
-        for chosen in [bases, *([b] for b in bases)] if len(bases) > 1 else [bases] * bool(bases):
-            cells = [study.difference(arm, other, chosen)]
-            cells.append(study.difference(arm, other, chosen, WITHOUT))
-            cells += [study.difference(arm, other, chosen, [c]) for c in CONDITIONS]
-            lines.append([f"`{arm}` minus `{other}`", " and ".join(chosen), *cells])
-    arm, other = "named-sources", "constant-alarm"
-    for base in BASES:
-        if study.complete(arm, base, NAMED) and study.complete(other, base):
-            cells = [
-                study.difference(arm, other, [base], [c]) if c in NAMED else "" for c in CONDITIONS
-            ]
-            lines.append([f"`{arm}` minus `{other}`", base, "", "", *cells])
-    table = markdown_table(
-        ["difference", "base", "all", "all but good-then-bad", *CONDITIONS], lines
-    )
-    mus = [run["mu"] for run in study.runs.get("gac-paper", {}).values()]
-    if not mus:
-        return table
-    return f"{table}\n\nMean mu of a run of `gac-paper`: {min(mus):.3f} to {max(mus):.3f}.\n"
+    for arm, other in pairs:
+        kinds = [(list(BASES), CONDITIONS), *(([base], CONDITIONS) for base in BASES)]
+        kinds += [(list(BASES), WITHOUT), *((list(BASES), [c]) for c in CONDITIONS)]
+        cells = [
+            study.difference(arm, other, bases, conditions)
+            if all(study.complete(a, b, conditions) for a in (arm, other) for b in bases)
+            else ""
+            for bases, conditions in kinds
+        ]
+        lines.append([f"`{arm}` minus `{other}`", *cells])
+    header = ["difference", "all", *BASES, "all but good-then-bad", *CONDITIONS]
+    return markdown_table(header, lines)
+
+
+def judged(study: Study) -> str:
+    """The differences of the protocol, and the mu of `gac-paper`."""
+    mus = [run["mu"] for run in study.runs["gac-paper"].values()]
+    mu = f"{min(mus):.3f} to {max(mus):.3f}"
+    return f"{differences(study, JUDGED)}\n\nMean mu of a run of `gac-paper`: {mu}.\n"
+
+
+def confirmation(study: Study) -> str:
+    """Accuracy of the arms of the confirmation, then the differences of its protocol."""
+    lines = []
+    for arm in CONFIRMED:
+        final = study.final(arm)
+        kinds = [(list(BASES), CONDITIONS), *(([base], CONDITIONS) for base in BASES)]
+        kinds += [(list(BASES), [c]) for c in CONDITIONS]
+        means = [study.table(final, bases, conditions).mean() for bases, conditions in kinds]
+        lines.append([f"`{arm}`", *(f"{mean:.1f}" for mean in means)])
+    table = markdown_table(["arm", "all", *BASES, *CONDITIONS], lines)
+    return f"{table}\n\n{differences(study, JUDGED_AGAIN)}"
 
 
 def by_condition(study: Study) -> str:
@@ -183,11 +206,10 @@ def by_condition(study: Study) -> str:
 
     Over the tasks, and over the bases that the main arms have.
     """
-    main = PHASES[0][1]
-    bases, lines = study.bases(*main), []
+    bases, lines = study.bases(*MAIN), []
     arms = [arm for arm in names() if bases and set(bases) <= set(study.bases(arm))]
     means = {arm: study.table(study.final(arm), bases, CONDITIONS).mean() for arm in arms}
-    arms = [arm for arm in arms if arm in main or means[arm] > means[COMPARED[0]]]
+    arms = [arm for arm in arms if arm in MAIN or means[arm] > means[COMPARED[0]]]
     for conditions in [*([c] for c in CONDITIONS), list(CONDITIONS)]:
         means = {a: study.table(study.final(a), bases, conditions).mean() for a in arms}
         cells = [f"{m:.1f}" if m < max(means.values()) else f"**{m:.1f}**" for m in means.values()]
@@ -213,20 +235,6 @@ def by_cell(study: Study) -> str:
                 cells.append(" / ".join(means))
             lines.append([task, condition, *cells])
     return markdown_table(["task", "demonstrations", *(f"`{arm}`" for arm in arms)], lines)
-
-
-def replication(study: Study, first: Study) -> str:
-    """The main arms with the two sets of `mid` bases: accuracy, and lead over the default."""
-    lines, other = [], COMPARED[0]
-    for arm in PHASES[0][1]:
-        cells = []
-        for runs in (study, first):
-            mean = runs.table(runs.final(arm), ["mid"], CONDITIONS).mean()
-            lead = "" if arm == other else runs.difference(arm, other, ["mid"])
-            cells += [f"{mean:.1f}", lead]
-        lines.append([f"`{arm}`", *cells])
-    lead = f"minus `{other}`"
-    return markdown_table(["arm", "present bases", lead, "first bases", lead], lines)
 
 
 def tuning(rows: Iterable[Row]) -> str:
@@ -317,13 +325,15 @@ def _conditions(arm: str) -> Sequence[str]:
 def sections(folder: Path = RESULTS) -> dict[str, str]:
     """Marker -> text of every generated part of the page."""
     study, tuned = Study(finished(folder / "final.jsonl")), finished(folder / "tuning.jsonl")
+    rows = finished(folder / "confirmation.jsonl")
+    confirmed = Study(rows, CONFIRMATION_SEEDS, CONFIRMED)
     return {
         "progress": progress(study),
         "ranking": ranking(study),
         "judged": judged(study),
         "conditions": by_condition(study),
         "cells": by_cell(study),
-        "replication": replication(study, Study(finished(folder / "first_mid.jsonl"))),
+        "confirmation": confirmation(confirmed),
         "tuning": tuning(tuned),
         "earlier": earlier(folder),
     }
