@@ -28,6 +28,7 @@ from tools.study_run import (
     RESULTS,
     SEEDS,
     TASKS,
+    TURNS,
     finished,
     tuning_means,
 )
@@ -322,6 +323,24 @@ def _conditions(arm: str) -> Sequence[str]:
     return CONDITIONS[1:3] if arm == "named-sources" else CONDITIONS
 
 
+def two_turns(rows: Sequence[Row]) -> str:
+    """Mean accuracy of the arms on the task with two turns, over the complete seeds."""
+    runs = {(r["base"], r["condition"], r["arm"], r["seed"]): r["accuracy"][-1] for r in rows}
+    size = len(BASES) * len(CONDITIONS) * len(TURNS)
+    seeds = [s for s in SEEDS if sum(key[-1] == s for key in runs) == size]
+    lines = []
+    for base in BASES:
+        for conditions in [*([c] for c in CONDITIONS), list(CONDITIONS)]:
+            cells = [
+                f"{100 * np.mean([runs[base, c, arm, s] for c in conditions for s in seeds]):.1f}"
+                for arm in TURNS
+            ]
+            lines.append([base, conditions[0] if len(conditions) == 1 else "mean", *cells])
+    table = markdown_table(["base", "demonstrations", *(f"`{arm}`" for arm in TURNS)], lines)
+    shown = f"Means over {len(seeds)} of {len(SEEDS)} seeds; {len(rows)} of {size * len(SEEDS)} "
+    return f"{table}\n\n{shown}runs are finished.\n"
+
+
 def sections(folder: Path = RESULTS) -> dict[str, str]:
     """Marker -> text of every generated part of the page."""
     study, tuned = Study(finished(folder / "final.jsonl")), finished(folder / "tuning.jsonl")
@@ -336,6 +355,7 @@ def sections(folder: Path = RESULTS) -> dict[str, str]:
         "confirmation": confirmation(confirmed),
         "tuning": tuning(tuned),
         "earlier": earlier(folder),
+        "turns": two_turns(finished(folder / "turns.jsonl")),
     }
 
 

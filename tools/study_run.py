@@ -1,4 +1,4 @@
-"""Runs the fifth study: `python -m tools.study_run {tuning,final,confirmation} --out FOLDER`.
+"""Runs the fifth study: `python -m tools.study_run {tuning,final,confirmation,turns} --out FOLDER`.
 
 Its protocol is in docs/study.md. Trains the cells of a grid in one process, in order of importance;
 each result is one line of bench/results/study/*.jsonl, so an interrupted command continues where it
@@ -34,7 +34,7 @@ from gac.methods import METHODS
 from gac.train_config import TrainConfig
 from gac.training.export import export_checkpoint
 from gac.training.trainer import train
-from tools.study_tasks import ALPHABET, TASKS, Problem, corrupt, restyle
+from tools.study_tasks import ALPHABET, TASKS, TOOL, Problem, corrupt, in_turns, restyle
 
 RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results" / "study"
 STEPS = 48
@@ -53,6 +53,8 @@ BASE_NOISE, BASE_STEPS, BASE_ROWS = 0.1, 1500, 20_000
 CONDITIONS = ("good", "partly-wrong", "good-then-bad", "other-style")
 SEEDS = range(5)
 TUNING_SEED = 100
+KINDS = TASKS | TOOL
+FUNCTION = "tools.study_tasks:play"
 
 
 class Arm(NamedTuple):
@@ -154,6 +156,8 @@ CONFIRMED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Arm of the confirmation -> arm of the study, and what differs in its method."""
 CONFIRMATION_SEEDS = range(10, 15)
+TURNS = ("sft", "grpo", "sft-then-rl", "mu-0.4", "constant-alarm", "gac-paper", "routing")
+"""Arms of the continuation with two turns."""
 
 
 class Cell(NamedTuple):
@@ -168,14 +172,14 @@ class Cell(NamedTuple):
 
 def demonstration(
     condition: str, problem: Problem, share: float, rng: random.Random
-) -> dict[str, str]:
+) -> dict[str, Any]:
     """The demonstration at `share` of the run, and the name of its source."""
     bad = (condition == "partly-wrong" and rng.random() < WRONG) or (
         condition == "good-then-bad" and share >= CHANGE
     )
     text = corrupt(problem.solution, rng) if bad else problem.solution
     text = restyle(text) if condition == "other-style" else text
-    return {"solution": text, "source": "second" if bad else "first"}
+    return {"solution": in_turns(text, problem), "source": "second" if bad else "first"}
 
 
 def write_data(
@@ -190,22 +194,24 @@ def write_data(
     visited = Order(per_step * steps, order_seed).take(per_step * steps)
     rows: list[dict[str, Any]] = [{}] * len(visited)
     for k, row in enumerate(visited):
-        problem = TASKS[cell.task].problem(rng)
+        problem = KINDS[cell.task].problem(rng)
         demo = demonstration(cell.condition, problem, k / len(visited), rng)
         rows[row] = _row(cell.task, k, problem) | demo
     write_rows(path, rows)
 
 
 def _row(task: str, index: int, problem: Problem) -> dict[str, Any]:
-    return {"id": f"{index}", "prompt": problem.prompt, "answer": problem.solution, "task": task}
+    known = {"prompt": problem.prompt, "answer": problem.solution, "table": problem.table}
+    return {"id": f"{index}", **known, "task": task}
 
 
 def config(out: Path, run: Path, changes: Mapping[str, Any], task: str) -> TrainConfig:
     """The settings that all runs share, with `changes`."""
     evaluation = {
         "data": {"prompts": str(out / f"{task}-eval.jsonl")},
-        "max_completion_length": TASKS[task].response_tokens + 1,
+        "max_completion_length": KINDS[task].response_tokens + 1,
         "batch": None,
+        "function": FUNCTION if KINDS[task].turns else None,
     }
     shared = {
         "out": str(run),
@@ -223,15 +229,15 @@ def make_bases(out: Path, task: str) -> None:
     if all((out / f"{task}-{base}" / "config.json").exists() for base in BASES):
         return
     rng = random.Random(f"{task}/base")
-    problems = [TASKS[task].problem(rng) for _ in range(BASE_ROWS)]
+    problems = [KINDS[task].problem(rng) for _ in range(BASE_ROWS)]
     rows = [
-        {**_row(task, i, p), "solution": corrupt(p.solution, rng, BASE_NOISE)}
+        {**_row(task, i, p), "solution": in_turns(corrupt(p.solution, rng, BASE_NOISE), p)}
         for i, p in enumerate(problems)
     ]
     write_rows(out / f"{task}-base.jsonl", rows)
     write_rows(
         out / f"{task}-eval.jsonl",
-        [_row(task, i, TASKS[task].problem(rng)) for i in range(EVALUATED)],
+        [_row(task, i, KINDS[task].problem(rng)) for i in range(EVALUATED)],
     )
     init, run = out / f"{task}-init", out / f"{task}-run"
     tokenizer = make_tokenizer(ALPHABET)
@@ -318,7 +324,8 @@ def run_cell(out: Path, cell: Cell, arm: Arm) -> dict[str, Any]:
             "rollouts": {
                 "num_prompts": max(arm.prompts, 1),
                 "num_generations": COMPLETIONS,
-                "max_completion_length": TASKS[cell.task].response_tokens + 1,
+                "max_completion_length": KINDS[cell.task].response_tokens + 1,
+                "function": FUNCTION if KINDS[cell.task].turns else None,
                 "log_samples_every": 0,
             },
             "demo_batch_size": max(arm.demos, 1),
@@ -416,10 +423,20 @@ def confirmation_cells(results: Path) -> Iterator[tuple[Cell, Arm]]:
         yield Cell(task, base, condition, name, seed), changed
 
 
+def turns_cells(results: Path) -> Iterator[tuple[Cell, Arm]]:
+    """The arms of the continuation, as in the study, on the task with two turns."""
+    known = arms(results)
+    for seed, base, condition, name in itertools.product(SEEDS, BASES, CONDITIONS, TURNS):
+        yield Cell("tool", base, condition, name, seed), known[name]
+
+
+GRIDS = {"final": final_cells, "confirmation": confirmation_cells, "turns": turns_cells}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the arguments and run the cells that have no result yet; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tools.study_run", description=__doc__)
-    parser.add_argument("grid", choices=("tuning", "final", "confirmation"))
+    parser.add_argument("grid", choices=("tuning", *GRIDS))
     parser.add_argument("--out", type=Path, default=Path("runs/study"), help="folder for the runs")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the results")
     parser.add_argument(
@@ -430,10 +447,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     args.out.mkdir(parents=True, exist_ok=True)
-    if args.grid == "tuning":
-        cells = tuning_cells()
-    else:
-        cells = (final_cells if args.grid == "final" else confirmation_cells)(args.results)
+    cells = tuning_cells() if args.grid == "tuning" else GRIDS[args.grid](args.results)
     cells = (pair for pair in cells if pair[0].base in args.bases)
     run_grid(args.out, args.results / f"{args.grid}.jsonl", cells, args.code)
     return 0

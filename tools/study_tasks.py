@@ -11,8 +11,11 @@ from __future__ import annotations
 import itertools
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+
+from gac.data import Example
+from gac.rollouts import Rollout
 
 DIGITS, LETTERS = "0123456789", "abcdefghij"
 MARKS, MOVES = ".'", "URDL"
@@ -28,6 +31,8 @@ class Problem(NamedTuple):
 
     prompt: str
     solution: str
+    table: str = ""
+    """What only the environment knows."""
 
 
 class Task(NamedTuple):
@@ -39,6 +44,8 @@ class Task(NamedTuple):
     """Whether a response solves the problem."""
     response_tokens: int
     """Length of the longest response, without the end token."""
+    turns: bool = False
+    """Whether a response has two turns of the policy, with the environment's reply in between."""
 
 
 def _is_solution(response: str, problem: Problem) -> bool:
@@ -85,6 +92,68 @@ def lookup(rng: random.Random) -> Problem:
     first, second = (LETTERS[key] + values[key] for key in keys)
     prompt = "".join(values) + first[0] + second[0] + "="
     return Problem(prompt, first + second + max(first[1], second[1]))
+
+
+ASKED = 2
+"""Characters of the first turn of `tool`, and of the environment's reply to it."""
+
+
+def tool(rng: random.Random) -> Problem:
+    """Two keys to compute and look up with a tool, then both values in the order asked for.
+
+    The prompt has an operation and four digits: +2718 asks for the keys (2+7) mod 10 and (1+8) mod
+    10, written as letters, and for their values in ascending order; with -, the keys are
+    differences, and the order is descending. The table of values is not in the prompt: the
+    policy writes the keys, the environment replies with the values, and the policy sorts them.
+    """
+    op, table = rng.choice("+-"), "".join(rng.choices(DIGITS, k=10))
+    a, b, c, d = numbers = rng.choices(range(10), k=4)
+    keys = (a + b, c + d) if op == "+" else (a - b, c - d)
+    asked = "".join(LETTERS[key % 10] for key in keys)
+    reply = environment(asked, table)
+    answer = "".join(sorted(reply, reverse=op == "-"))
+    return Problem(f"{op}{''.join(map(str, numbers))}=", asked + reply + answer, table)
+
+
+def environment(asked: str, table: str) -> str:
+    """The values of the keys, in either style; # for what is not a key."""
+    keys = map(LETTERS.find, asked.translate(PLAIN))
+    return "".join(table[key] if key >= 0 else "#" for key in keys)
+
+
+def in_turns(response: str, problem: Problem) -> str | list[str]:
+    """The response, or its turns for `tool`, with the reply to the keys that it asks for."""
+    if not problem.table:
+        return response
+    asked = response[:ASKED]
+    return [asked, environment(asked, problem.table), response[2 * ASKED :]]
+
+
+def _answers(response: str, problem: Problem) -> bool:
+    return response[2 * ASKED :] == problem.solution[2 * ASKED :]
+
+
+def play(prompts: Sequence[Example], engine: Any) -> list[Rollout]:
+    """Rollouts of `tool`; the environment's reply has no loss, and an end token ends the rollout.
+
+    A prompt that ends in its first turn has no reply, and no second turn.
+    """
+    words = engine.tokenizer
+    first = engine.generate([p.prompt for p in prompts], max_completion_length=ASKED)
+    replies = {
+        i: tuple(words.encode(environment(words.decode(list(ids)), prompt.extra["table"])))
+        for i, (prompt, ids) in enumerate(zip(prompts, first, strict=True))
+        if words.eos_token_id not in ids
+    }
+    contexts = [prompts[i].prompt + first[i] + reply for i, reply in replies.items()]
+    second = engine.generate(contexts, max_completion_length=ASKED + 1)
+    answers = dict(zip(replies, second, strict=True))
+    rollouts = []
+    for i, (prompt, ids) in enumerate(zip(prompts, first, strict=True)):
+        reply, answer = replies.get(i, ()), answers.get(i, ())
+        mask = [1] * len(ids) + [0] * len(reply) + [1] * len(answer)
+        rollouts.append(Rollout(prompt.prompt, ids + reply + answer, mask))
+    return rollouts
 
 
 _NEIGHBORS = {
@@ -135,12 +204,14 @@ TASKS = {
     "sorting": Task(sorting, _is_solution, 6),
     "lookup": Task(lookup, _is_solution, 5),
 }
+TOOL = {"tool": Task(tool, _answers, 6, turns=True)}
+"""The task of the continuation."""
 
 
 def reward(completion: str, example: Any) -> float:
     """1 if the completion solves the problem, in either style, else 0."""
     task, problem = example.extra["task"], Problem(example.extra["prompt"], example.answer)
-    return float(TASKS[task].correct(completion.translate(PLAIN), problem))
+    return float((TASKS | TOOL)[task].correct(completion.translate(PLAIN), problem))
 
 
 def restyle(solution: str) -> str:

@@ -35,13 +35,19 @@ def split_conversation(row: SourceRow, prompt_field: str, demo_field: str | None
         fields[prompt_field] = check_messages(row, prompt_field)
     if demo_field is not None and fields.get(demo_field) is None and COMPLETION in fields:
         fields[demo_field] = fields.get(COMPLETION)
-    if demo_field is not None and isinstance(fields.get(demo_field), list):
+    demo = fields.get(demo_field or "")
+    if demo_field is not None and isinstance(demo, list) and not is_turns(demo):
         messages = check_messages(replace(row, fields=fields), demo_field)
         if len(messages) != 1 or messages[0]["role"] != "assistant":
             row.fail(demo_field, "expected one assistant message")
         message = messages[0]
         fields[demo_field] = message if calls_tools(message) else message["content"]
     return replace(row, fields=fields)
+
+
+def is_turns(demo: object) -> TypeGuard[list[str]]:
+    """Whether a demonstration is a list of texts, the policy's and its environment's in turns."""
+    return isinstance(demo, list) and all(isinstance(text, str) for text in demo)
 
 
 def calls_tools(message: object) -> TypeGuard[Message]:

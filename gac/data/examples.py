@@ -15,7 +15,7 @@ from gac.config import Checked, Count, Positive, setting
 from gac.config.imports import load_object, user_code
 from gac.errors import ConfigError, MissingData
 
-from .conversations import calls_tools, demonstration, render, split_conversation
+from .conversations import calls_tools, demonstration, is_turns, render, split_conversation
 from .order import MixedOrder, Order
 from .source import FORMATS, DataError, SourceRow, read_rows, why_missing
 from .stored import Example, Examples
@@ -256,7 +256,8 @@ def load_references(config: DataConfig, *, answers: bool = False) -> list[tuple[
         demo = answer
         if config.demo_field is not None:
             calls = calls_tools(row.fields.get(config.demo_field))  # needs a tokenizer
-            demo = None if calls else row.text(config.demo_field, required=False)
+            turns = [] if calls else _turns(row, config.demo_field, required=False)
+            demo = "".join(turns) or None
         name = row.text(config.id_field, required=False) or row.location
         prompt = row.fields.get(config.prompt_field)
         if isinstance(prompt, list):
@@ -334,7 +335,7 @@ def _encode_chunk(
     """Render every row as text, then tokenize prompts and demonstrations in one call each."""
     from gac.models.causal_lm import end_of_turn  # not for checks without a tokenizer
 
-    demo_texts = [_demo_text(config, tokenizer, row, required=not answers) for row in rows]
+    demo_turns = [_demo_turns(config, tokenizer, row, required=not answers) for row in rows]
     texts = [_prompt_text(config, tokenizer, row) for row in rows]
     # A chat template adds its own special tokens; a plain prompt gets the tokenizer's (BOS).
     chat = [config.chat or isinstance(row.fields[config.prompt_field], list) for row in rows]
@@ -343,27 +344,30 @@ def _encode_chunk(
         for kind in (False, True)
     }
     prompts = [next(encodings[kind]) for kind in chat]
-    present = [text for text in demo_texts if text is not None]
+    present = list(itertools.chain(*demo_turns))
     ends = {False: tokenizer.eos_token_id, True: end_of_turn(tokenizer)}
     if present and None in ends.values():
         raise ValueError("the tokenizer has no EOS token, which demonstrations need at their end")
     encoded = iter(_tokenize(tokenizer, present, special=False))
     examples = []
-    columns = zip(rows, texts, prompts, demo_texts, chat, strict=True)
-    for row, text, prompt, demo_text, kind in columns:
+    columns = zip(rows, texts, prompts, demo_turns, chat, strict=True)
+    for row, text, prompt, turns, kind in columns:
         if not prompt:
             row.fail(config.prompt_field, f"the tokenizer produces no tokens for {text!r:.60}")
+        ids = [next(encoded) for _ in turns]
+        own = [i % 2 == 0 for i, turn in enumerate(ids) for _ in turn]
         examples.append(
             Example(
                 id=row.text(config.id_field, required=False) or row.location,
                 prompt=tuple(prompt),
                 prompt_text=text,
                 answer=_answer(config, row, required=answers),
-                demo=None if demo_text is None else (*next(encoded), ends[kind]),
+                demo=(*itertools.chain(*ids), ends[kind]) if turns else None,
                 extra=dict(row.fields),
                 source=row.text(config.source_field, key="source_field") or ""
                 if config.source_field
                 else "",
+                demo_mask=() if all(own) else (*own, True),
             )
         )
     return examples
@@ -413,17 +417,33 @@ def _messages(config: DataConfig, row: SourceRow) -> list[Any]:
     return [*([{"role": "system", "content": config.system}] if system else []), *messages]
 
 
-def _demo_text(
+def _demo_turns(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, row: SourceRow, *, required: bool
-) -> str | None:
+) -> list[str]:
+    """The demonstration's turns, the policy's and its environment's; [] without a demonstration."""
     if config.demo_field is None:
-        return None
+        return []
     if calls_tools(message := row.fields.get(config.demo_field)):
-        return demonstration(tokenizer, row, _messages(config, row), message, config.demo_field)
-    text = row.text(config.demo_field, required=required, key="demo_field")
-    if text is None or config.demo_template is None:
-        return text
-    return _fill(config.demo_template, row, {**_printable(config, row), "demo": text})
+        messages = _messages(config, row)
+        return [demonstration(tokenizer, row, messages, message, config.demo_field)]
+    turns = _turns(row, config.demo_field, required=required)
+    if config.demo_template is None:
+        return turns
+    if len(turns) > 1:
+        row.fail(config.demo_field, "has several turns: data.demo_template needs a single text")
+    values = _printable(config, row)
+    return [_fill(config.demo_template, row, {**values, "demo": text}) for text in turns]
+
+
+def _turns(row: SourceRow, field: str, *, required: bool) -> list[str]:
+    """The texts of a demonstration: one, a list of several turns, or none."""
+    turns = row.fields.get(field)
+    if not is_turns(turns):
+        text = row.text(field, required=required, key="demo_field")
+        return [] if text is None else [text]
+    if len(turns) % 2 == 0:
+        row.fail(field, f"has {len(turns)} turns: the first and the last must be the policy's")
+    return [str(replace(row, fields={field: turn}).text(field)) for turn in turns]
 
 
 def _printable(config: DataConfig, row: SourceRow) -> dict[str, Any]:
@@ -472,7 +492,7 @@ def _apply_limits(config: DataConfig, example: Example, dropped: Counter[str]) -
     limit = config.max_demo_tokens
     if limit is not None and example.demo is not None and len(example.demo) > limit:
         dropped[f"demonstration longer than {limit} tokens"] += 1
-        return replace(example, demo=None)
+        return replace(example, demo=None, demo_mask=())
     return example
 
 

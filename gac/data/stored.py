@@ -34,6 +34,8 @@ class Example:
     """Name of the row's source, from `data.sources` or `data.source_field`."""
     index: int = -1
     """Position in its `Examples`."""
+    demo_mask: tuple[bool, ...] = ()
+    """Whether each token of `demo` has a loss; (): all do. The others are the environment's."""
 
 
 class Examples(Sequence[Example]):

@@ -54,6 +54,11 @@ class Feed:
             self.prompts: Sequence[Example] = load_prompts(config.data, tokenizer, training=True)
             self.prompt_order = prompt_order(config.data, self.prompts, config.seed)
             self.orders["prompt_order"] = self.prompt_order
+            if self.uses_prefixes and any(example.demo_mask for example in self.prompts):
+                raise ValueError(
+                    f"method={self.method.name!r} continues prefixes of demonstrations: use "
+                    "another one, because some demonstrations have several turns"
+                )
             _check_divisible("rollouts.num_prompts", self.prompt_batch, ranks)
         if not needs.demos:
             return

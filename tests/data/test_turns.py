@@ -9,7 +9,9 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from gac.data import DataConfig, load_demos
+from gac.data import DataConfig, DataError, load_demos
+from gac.data.examples import load_references
+from gac.data.rows import collate, demo_row
 from gac.demo.task import make_tokenizer, model_config
 from gac.models.causal_lm import load_model, load_tokenizer
 from gac.models.config import ModelConfig
@@ -62,3 +64,20 @@ def test_turns_end_as_the_template_ends_them(
     last = {completion[-1] for completion in completions if len(completion) < 60}
     assert last == {eos, turn, other}
     assert not last & {token for completion in completions for token in completion[:-1]}
+
+
+def test_the_environments_turns_of_a_demonstration_have_no_loss(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer("questionarwf \n")
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "question", "answer": "aa", "solution": ["to a", "writer", "no"]}')
+    config = DataConfig(prompts=str(path))
+    (example,) = load_demos(config, tokenizer)
+    for tokens, text in ((None, "to ano<eos>"), (5, "no<eos>")):  # two of the last five are read
+        row = demo_row(example, tokens)
+        assert tokenizer.decode(row.ids) == "questionto awriterno<eos>"
+        targets = collate([row], 0).targets
+        assert tokenizer.decode(targets[targets != -100]) == text
+    assert [text for _, text in load_references(config)] == ["to awriterno"]
+    path.write_text('{"prompt": "a", "answer": "a", "solution": ["to a", "writer"]}')
+    with pytest.raises(DataError, match="has 2 turns: the first and the last must be the policy's"):
+        load_demos(config, tokenizer)

@@ -164,8 +164,7 @@ BUGS = (only_the_last_micro_batch, mean_of_means)
 def gradients(name: str, folder: Path, ranks: int) -> dict[tuple[str, int], Gradient]:
     """The gradient of a step by bug ("" for none) and number of micro-batches, on this rank."""
     found = {}
-    cases: list[tuple[Any, int]] = [(None, count) for count in (1, 2, 4)]
-    for bug, count in cases + [(bug, 2) for bug in BUGS if ranks == 1]:
+    for bug, count in ((None, 1), (None, 2), (None, 4), *((bug, 2) for bug in BUGS if ranks == 1)):
         run = TRAINERS[name](folder, count, ranks)
         with bug(run, count) if bug else contextlib.nullcontext():
             run.train()

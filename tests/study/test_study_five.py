@@ -14,13 +14,13 @@ from gac.demo.task import make_tokenizer
 from gac.train_config import TrainConfig
 from gac.training.feed import Feed
 from tools import study_results, study_run
-from tools.study_run import CONDITIONS, Cell
-from tools.study_tasks import ALPHABET, TASKS, corrupt, restyle, reward
+from tools.study_run import CONDITIONS, KINDS, Cell
+from tools.study_tasks import ALPHABET, TASKS, corrupt, play, restyle, reward
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", KINDS)
 def test_solutions_are_rewarded_in_both_styles_and_random_ones_hardly_ever(name):
-    rng, task, hits = random.Random(0), TASKS[name], 0
+    rng, task, hits = random.Random(0), KINDS[name], 0
     lengths = set()
     for _ in range(300):
         problem = task.problem(rng)
@@ -43,6 +43,23 @@ def test_planning_rejects_walls_and_edges():
 
     assert score("DRRU") == 1
     assert score("RR") == score("UDRRU") == score("DRR") == 0
+
+
+def test_the_tool_replies_to_what_is_asked_and_its_tokens_have_no_loss():
+    """A model that repeats the solution, one that asks for something else, and one that stops."""
+    tokenizer, problem = make_tokenizer(ALPHABET), KINDS["tool"].problem(random.Random(0))
+    row = study_run._row("tool", 0, problem)
+    prompt = SimpleNamespace(prompt=(5,), answer=problem.solution, extra=row)
+    scripts = iter([[problem.solution[:2], "+a", "<eos>"], [problem.solution[4:], "00"]])
+
+    def generate(contexts, max_completion_length):
+        return [tuple(tokenizer.encode(text)) for text in next(scripts)]
+
+    rollouts = play([prompt] * 3, SimpleNamespace(tokenizer=tokenizer, generate=generate))
+    texts = [tokenizer.decode(r.completion_ids, skip_special_tokens=True) for r in rollouts]
+    assert texts == [problem.solution, f"+a#{problem.table[0]}00", ""]
+    assert [r.loss_mask for r in rollouts] == [[1, 1, 0, 0, 1, 1]] * 2 + [[1]]
+    assert [reward(text, prompt) for text in texts] == [1, 0, 0]
 
 
 @pytest.mark.parametrize("condition", CONDITIONS)
