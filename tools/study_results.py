@@ -329,14 +329,13 @@ def two_turns(rows: Sequence[Row]) -> str:
     size = len(BASES) * len(CONDITIONS) * len(TURNS)
     seeds = [s for s in SEEDS if sum(key[-1] == s for key in runs) == size]
     lines = []
-    for base in BASES:
-        for conditions in [*([c] for c in CONDITIONS), list(CONDITIONS)]:
-            cells = [
-                f"{100 * np.mean([runs[base, c, arm, s] for c in conditions for s in seeds]):.1f}"
-                for arm in TURNS
-            ]
-            lines.append([base, conditions[0] if len(conditions) == 1 else "mean", *cells])
-    table = markdown_table(["base", "demonstrations", *(f"`{arm}`" for arm in TURNS)], lines)
+    for conditions in [*([c] for c in CONDITIONS), list(CONDITIONS)]:
+        cells = []
+        for arm in TURNS:
+            values = [[runs[b, c, arm, s] for c in conditions for s in seeds] for b in BASES]
+            cells.append(" / ".join(f"{100 * np.mean(row):.1f}" for row in values))
+        lines.append([conditions[0] if len(conditions) == 1 else "mean", *cells])
+    table = markdown_table(["demonstrations", *(f"`{arm}`" for arm in TURNS)], lines)
     shown = f"Means over {len(seeds)} of {len(SEEDS)} seeds; {len(rows)} of {size * len(SEEDS)} "
     return f"{table}\n\n{shown}runs are finished.\n"
 
