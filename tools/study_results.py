@@ -243,9 +243,10 @@ def tuning(rows: Iterable[Row]) -> str:
     lines = []
     for arm, means in tuning_means(rows).items():
         best = max(means, key=lambda i: means[i])
-        cells = [f"{100 * m:.1f}" + (" (chosen)" if i == best else "") for i, m in means.items()]
-        lines.append([f"`{arm}`", *cells])
-    return markdown_table(["arm", "candidate 1", "candidate 2", "candidate 3"], lines)
+        shown = [f"{100 * m:.1f}" for m in means.values()]
+        shown[best] = f"**{shown[best]}**"
+        lines.append(f"`{arm}` {' / '.join(shown)}")
+    return "; ".join(lines) + "."
 
 
 def earlier(folder: Path) -> str:
@@ -255,16 +256,14 @@ def earlier(folder: Path) -> str:
         lines.append(_against(folder, name, arm, lambda scenario: True))
     kinds: dict[str, Callable[[str], bool]] = {
         "all": lambda scenario: True,
-        "without `spoil`": lambda scenario: scenario != "spoil",
         "good demonstrations do not turn bad in mid-run": lambda s: s not in CHANGING,
     }
     for kind, chosen in kinds.items():
         arms = ("constant-alarm", "named-sources")
         lines += [_against(folder, "fourth", arm, chosen, kind) for arm in arms]
-    for arm, other in (("gate-alarm", "alarm-only"), ("cosine-alarm", "alarm-only")):
-        lines.append(
-            _against(folder, "third", arm, lambda scenario: True, "complete ones", [other])
-        )
+    lines.append(
+        _against(folder, "third", "gate-alarm", lambda scenario: True, others=["alarm-only"])
+    )
     header = ["study", "arm", "scenarios", "seeds", "accuracy", "compared with", "difference"]
     return markdown_table(header, lines)
 
