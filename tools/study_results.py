@@ -56,6 +56,10 @@ JUDGED_AGAIN = (
 )
 """Differences of the confirmation."""
 WITHOUT = [condition for condition in CONDITIONS if condition != "good-then-bad"]
+Part = tuple[list[str], Sequence[str]]
+OVERALL: list[Part] = [(list(BASES), CONDITIONS), *(([base], CONDITIONS) for base in BASES)]
+BY_CONDITION: list[Part] = [(list(BASES), [condition]) for condition in CONDITIONS]
+"""Bases and conditions over which a column averages."""
 EARLIER = {"first": "gate-z", "second": "gate-cosine", "third": "gate-alarm"}
 """File in bench/results/study -> the arm that was judged."""
 CHANGING = ("spoil", "half", "burst", "flicker", "mistaken")
@@ -169,8 +173,7 @@ def differences(study: Study, pairs: Iterable[tuple[str, str]]) -> str:
     """One line per pair of arms: over everything, per base, and per condition."""
     lines = []
     for arm, other in pairs:
-        kinds = [(list(BASES), CONDITIONS), *(([base], CONDITIONS) for base in BASES)]
-        kinds += [(list(BASES), WITHOUT), *((list(BASES), [c]) for c in CONDITIONS)]
+        kinds = [*OVERALL, (list(BASES), WITHOUT), *BY_CONDITION]
         cells = [
             study.difference(arm, other, bases, conditions)
             if all(study.complete(a, b, conditions) for a in (arm, other) for b in bases)
@@ -194,8 +197,7 @@ def confirmation(study: Study) -> str:
     lines = []
     for arm in CONFIRMED:
         final = study.final(arm)
-        kinds = [(list(BASES), CONDITIONS), *(([base], CONDITIONS) for base in BASES)]
-        kinds += [(list(BASES), [c]) for c in CONDITIONS]
+        kinds = [*OVERALL, *BY_CONDITION]
         means = [study.table(final, bases, conditions).mean() for bases, conditions in kinds]
         lines.append([f"`{arm}`", *(f"{mean:.1f}" for mean in means)])
     table = markdown_table(["arm", "all", *BASES, *CONDITIONS], lines)

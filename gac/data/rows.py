@@ -203,7 +203,7 @@ def demo_row(example: Example, tokens: int | None = None) -> Row:
     demo = example.demo or ()
     with_loss = len(demo) if tokens is None else min(tokens, len(demo))
     ids = example.prompt + demo
-    mask = example.demo_mask[-with_loss:]
+    mask = example.demo_mask[len(demo) - with_loss :]
     return Row(ids, len(ids) - with_loss, True, 1.0, source=example.source, mask=mask)
 
 
