@@ -252,6 +252,11 @@ def _step(text: str) -> int | Literal["best"]:
         action="store_true",
         help="write only the adapters of model.lora, as peft does (default: merge them)",
     ),
+    argument(
+        "--push-to-hub",
+        metavar="OWNER/NAME",
+        help="also upload OUT to this repository of the Hub; a new one is private",
+    ),
     help="export a checkpoint's model as a transformers folder",
     description="Write a folder that transformers' from_pretrained can load, regardless of how "
     "many processes trained the model.",
@@ -259,7 +264,9 @@ def _step(text: str) -> int | Literal["best"]:
 def _export(options: argparse.Namespace) -> int:
     from gac.training.export import export_run
 
-    path = export_run(options.source, options.out, options.checkpoint, options.adapters)
+    path = export_run(
+        options.source, options.out, options.checkpoint, options.adapters, options.push_to_hub
+    )
     print(f"{path} -> {options.out}")
     return OK
 

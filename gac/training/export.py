@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from huggingface_hub import ModelCardData, create_repo, upload_folder
+from huggingface_hub.errors import HTTPError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
@@ -31,7 +33,11 @@ NO_SHARDING = 1 << 62  # bytes; disables sharding in save_pretrained
 
 
 def export_run(
-    run: Path, out: Path, step: int | Literal["best"] | None = None, adapters: bool = False
+    run: Path,
+    out: Path,
+    step: int | Literal["best"] | None = None,
+    adapters: bool = False,
+    repository: str | None = None,
 ) -> Path:
     """Export the model of a run to a folder for `from_pretrained`, as `gac export` does.
 
@@ -41,15 +47,17 @@ def export_run(
         step: step of the checkpoint; "best": the one with the highest evaluation accuracy; None:
             the newest intact one.
         adapters: write the adapters alone, as peft does; False: merge them into the model.
+        repository: owner/name on the Hub; the folder is also uploaded to it. A new one is private.
 
     Returns:
         The checkpoint that was read.
 
     Raises:
         CheckpointNotFound: the checkpoint does not exist.
-        ConfigError: `adapters`, but the run trained all weights.
+        ConfigError: `adapters`, but the run trained all weights; the Hub refuses `repository`.
         FileExistsError: `out` is not empty.
         RunDirectoryError: a process trains in `run` or exports from it.
+        RunError: the export is complete, but the upload failed.
     """
     if not (run / "config.yaml").is_file():
         raise CheckpointNotFound(f"RUN={str(run)!r} is not a run directory: it has no config.yaml")
@@ -57,14 +65,57 @@ def export_run(
         path = _choose(run / "checkpoints", step)
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise FileExistsError(f"OUT={str(out)!r} is not empty: choose a new folder")
-        config = load(TrainConfig, run / "config.yaml").model
+        settings = load(TrainConfig, run / "config.yaml")
+        config = settings.model
         if adapters and config.lora is None:
             raise ConfigError(
                 f"--adapters: {run} trained all weights (model.lora is null): omit it"
             )
         writable_folder("OUT", out)
+        if repository is not None:
+            _create_repository(repository)
         export_checkpoint(config, path, out, adapters=adapters)
+        if repository is not None:
+            _write_card(settings, int(path.name.rpartition("-")[2]), out)
+            _upload(out, repository)
     return path
+
+
+def _create_repository(name: str) -> None:
+    """Create a private repository on the Hub, unless it exists; fails before a long export."""
+    try:
+        create_repo(name, private=True, exist_ok=True)
+    except (OSError, ValueError, HTTPError) as error:
+        raise ConfigError(
+            f"--push-to-hub {name}: {_first_line(error)}: use OWNER/NAME of a repository that you "
+            "may write to, and log in with `hf auth login` or HF_TOKEN"
+        ) from error
+
+
+def _write_card(config: TrainConfig, step: int, folder: Path) -> None:
+    """Write the model card, README.md: the base model, the method and the step."""
+    base = config.model.path
+    data = ModelCardData(
+        base_model=None if Path(base).exists() else base,
+        library_name="peft" if (folder / "adapter_config.json").exists() else "transformers",
+        tags=["gac"],
+    )
+    text = f"Trained by GAC with the method `{config.method.name}`, {step} of {config.steps} steps."
+    (folder / "README.md").write_text(f"---\n{data.to_yaml()}\n---\n\n{text}\n")
+
+
+def _upload(folder: Path, name: str) -> None:
+    try:
+        upload_folder(repo_id=name, folder_path=folder, commit_message="Export of gac")
+    except (OSError, HTTPError) as error:
+        raise RunError(
+            f"--push-to-hub {name}: {_first_line(error)}: the export in {folder} is complete; "
+            f"repeat the upload with `hf upload {name} {folder}`"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0].rstrip(".:")
 
 
 def _choose(folder: Path, step: int | Literal["best"] | None) -> Path:

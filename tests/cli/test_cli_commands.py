@@ -125,9 +125,9 @@ def test_eval(tmp_path: Path, monkeypatch: Any, capsys: Any, rank: str) -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ([], (None, False)),
-        (["--checkpoint", "12"], (12, False)),
-        (["--checkpoint", "best", "--adapters"], ("best", True)),
+        ([], (None, False, None)),
+        (["--checkpoint", "12", "--push-to-hub", "a/b"], (12, False, "a/b")),
+        (["--checkpoint", "best", "--adapters"], ("best", True, None)),
     ],
 )
 def test_export(monkeypatch: Any, capsys: Any, options: list[str], expected: Any) -> None:

@@ -4,14 +4,19 @@ killed export loses nothing.
 
 from __future__ import annotations
 
+import base64
 import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
+from huggingface_hub import constants, hf_api
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from gac.demo.task import make_tokenizer
+from gac.errors import ConfigError, RunError
 from gac.faults import checkpoint
 from gac.models.causal_lm import make_model
 from gac.models.config import LoraConfig, ModelConfig
@@ -173,3 +178,47 @@ def test_a_killed_export_loses_nothing(task, tmp_path, event, name, complete):
     assert exported.keys() == expected.keys()
     assert all(torch.equal(x, expected[name]) for name, x in exported.items())
     assert not list((tmp_path / "run").glob(".model.*"))
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The requests of an upload: creation of a repository, how to send each file, the commit."""
+
+    def do_POST(self):
+        lines = self.rfile.read(int(self.headers["Content-Length"])).splitlines()
+        url = "https://huggingface.co/me/model"
+        answer = {"url": url, "commitUrl": url, "commitOid": "", "warnings": [], "errors": []}
+        name = self.path
+        if name.endswith("/preupload/main"):
+            paths = [file["path"] for file in json.loads(lines[0])["files"]]
+            sent = {"uploadMode": "regular", "shouldIgnore": False}
+            answer = {"files": [{"path": path, **sent} for path in paths]}
+        elif name.endswith("/commit/main"):
+            for value in (json.loads(line)["value"] for line in lines[1:]):
+                self.server.files[value["path"]] = base64.b64decode(value["content"])
+        elif name.endswith("/create"):
+            self.server.created.append(json.loads(lines[0]))
+        body = json.dumps(answer).encode()
+        self.send_response(403 if self.server.refused in name else 200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+def test_an_export_is_uploaded_to_a_private_repository(task, tmp_path, monkeypatch):
+    ranks.run(train, tiny_config(task, tmp_path / "run", steps=1, eval={}), ranks=1)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.files, server.created, server.refused = {}, [], "nothing"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr(hf_api.api, "endpoint", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    export_run(tmp_path / "run", tmp_path / "out", repository="me/model")
+    assert server.created[0]["visibility"] == "private"
+    assert server.files == {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
+    assert b"1 of 1 steps" in server.files["README.md"]
+    for refused, kind in (("/create", ConfigError), ("/commit", RunError)):
+        server.refused, out = refused, tmp_path / refused[1:]
+        with pytest.raises(kind, match=r"^--push-to-hub me/model: 403 Forbidden.*`hf "):
+            export_run(tmp_path / "run", out, repository="me/model")
+        assert any(out.iterdir()) == (kind is RunError)
+    server.shutdown()
+    server.server_close()
