@@ -264,9 +264,8 @@ def _step(text: str) -> int | Literal["best"]:
 def _export(options: argparse.Namespace) -> int:
     from gac.training.export import export_run
 
-    path = export_run(
-        options.source, options.out, options.checkpoint, options.adapters, options.push_to_hub
-    )
+    chosen = options.checkpoint, options.adapters, options.push_to_hub
+    path = export_run(options.source, options.out, *chosen)
     print(f"{path} -> {options.out}")
     return OK
 

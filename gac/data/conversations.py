@@ -50,6 +50,17 @@ def is_turns(demo: object) -> TypeGuard[list[str]]:
     return isinstance(demo, list) and all(isinstance(text, str) for text in demo)
 
 
+def demo_texts(row: SourceRow, field: str, *, required: bool) -> list[str]:
+    """The texts of a demonstration: one, several turns, or none."""
+    turns = row.fields.get(field)
+    if not is_turns(turns):
+        text = row.text(field, required=required, key="demo_field")
+        return [] if text is None else [text]
+    if len(turns) % 2 == 0:
+        row.fail(field, f"has {len(turns)} turns: the first and the last must be the policy's")
+    return [str(replace(row, fields={field: turn}).text(field)) for turn in turns]
+
+
 def calls_tools(message: object) -> TypeGuard[Message]:
     """Whether `message` is an assistant's message with tool calls."""
     return isinstance(message, Mapping) and bool(message.get("tool_calls"))

@@ -15,7 +15,7 @@ from gac.config import Checked, Count, Positive, setting
 from gac.config.imports import load_object, user_code
 from gac.errors import ConfigError, MissingData
 
-from .conversations import calls_tools, demonstration, is_turns, render, split_conversation
+from .conversations import calls_tools, demo_texts, demonstration, render, split_conversation
 from .order import MixedOrder, Order
 from .source import FORMATS, DataError, SourceRow, read_rows, why_missing
 from .stored import Example, Examples
@@ -256,7 +256,7 @@ def load_references(config: DataConfig, *, answers: bool = False) -> list[tuple[
         demo = answer
         if config.demo_field is not None:
             calls = calls_tools(row.fields.get(config.demo_field))  # needs a tokenizer
-            turns = [] if calls else _turns(row, config.demo_field, required=False)
+            turns = [] if calls else demo_texts(row, config.demo_field, required=False)
             demo = "".join(turns) or None
         name = row.text(config.id_field, required=False) or row.location
         prompt = row.fields.get(config.prompt_field)
@@ -426,24 +426,13 @@ def _demo_turns(
     if calls_tools(message := row.fields.get(config.demo_field)):
         messages = _messages(config, row)
         return [demonstration(tokenizer, row, messages, message, config.demo_field)]
-    turns = _turns(row, config.demo_field, required=required)
+    turns = demo_texts(row, config.demo_field, required=required)
     if config.demo_template is None:
         return turns
     if len(turns) > 1:
         row.fail(config.demo_field, "has several turns: data.demo_template needs a single text")
     values = _printable(config, row)
     return [_fill(config.demo_template, row, {**values, "demo": text}) for text in turns]
-
-
-def _turns(row: SourceRow, field: str, *, required: bool) -> list[str]:
-    """The texts of a demonstration: one, a list of several turns, or none."""
-    turns = row.fields.get(field)
-    if not is_turns(turns):
-        text = row.text(field, required=required, key="demo_field")
-        return [] if text is None else [text]
-    if len(turns) % 2 == 0:
-        row.fail(field, f"has {len(turns)} turns: the first and the last must be the policy's")
-    return [str(replace(row, fields={field: turn}).text(field)) for turn in turns]
 
 
 def _printable(config: DataConfig, row: SourceRow) -> dict[str, Any]:

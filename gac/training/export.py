@@ -98,7 +98,7 @@ def _write_card(config: TrainConfig, step: int, folder: Path) -> None:
     data = ModelCardData(
         base_model=None if Path(base).exists() else base,
         library_name="peft" if (folder / "adapter_config.json").exists() else "transformers",
-        tags=["gac"],
+        tags=["reinforcement-learning"],
     )
     text = f"Trained by GAC with the method `{config.method.name}`, {step} of {config.steps} steps."
     (folder / "README.md").write_text(f"---\n{data.to_yaml()}\n---\n\n{text}\n")
