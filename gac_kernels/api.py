@@ -6,6 +6,7 @@ Notation: N tokens, V vocabulary size, H hidden size, B padded rows, T row lengt
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from .autograd import FusedLoss, TokenLogprobs, TokenLoss, loss_output
 from .backends import reference as reference_backend
 from .contract import LossOutput, LossSpec, TokenLossOutput, compute_dtype
 from .filter import FilterReport, GradientFilter
-from .inputs import NeedsGrad, Operands, complete, fold_scale
+from .inputs import BatchInputs, NeedsGrad, Operands, complete
 from .sketch import HeadSketch
 
 
@@ -95,10 +96,11 @@ def fused_gac_loss(
     Source:
         The paper's equations 1 to 9; GRPO, arXiv 2402.03300; CHORD, arXiv 2508.11408.
     """
-    checks.rows("logits", logits, targets)
-    inputs = complete(
-        *(targets, advantages, is_demo),
-        spec=spec,
+    op, inputs, spec = batch_operands(
+        (logits, None, None),
+        (targets, advantages, is_demo),
+        spec,
+        *(logit_scale, softcap, backend),
         mu=mu,
         old_logps=old_logps,
         ref_logps=ref_logps,
@@ -109,9 +111,6 @@ def fused_gac_loss(
         rollout_logps=rollout_logps,
         temperatures=temperatures,
     )
-    checks.batch(logits, inputs, spec)
-    op = operands(logits, None, None, targets, spec.temperature, logit_scale, softcap, backend)
-    inputs, spec = fold_scale(inputs, spec, op, logit_scale)
     if torch.compiler.is_compiling():
         return ops.fused_loss(op, inputs, spec, moments)
     checks.values(targets, logits.shape[-1], inputs)
@@ -248,6 +247,26 @@ def operands(
     return Operands(*arguments, filter=gradient_filter)
 
 
+def batch_operands(
+    rows: tuple[Tensor, Tensor | None, Tensor | None],  # with weight and bias
+    roles: tuple[Tensor, Tensor | None, Tensor | None],  # targets, advantages, is_demo
+    spec: LossSpec,
+    logit_scale: float,
+    *options: Any,  # of `operands`, from softcap on
+    **batch: Any,  # the other arguments of `complete`
+) -> tuple[Operands, BatchInputs, LossSpec]:
+    """Check the arguments of a loss; the logit scale is folded into the results' temperatures."""
+    checks.rows("logits" if rows[1] is None else "hidden", rows[0], roles[0])
+    inputs = complete(*roles, spec=spec, **batch)
+    checks.batch(rows[0], inputs, spec)
+    op = operands(*rows, roles[0], spec.temperature, logit_scale, *options)
+    if inputs.temperatures is not None:
+        inputs = inputs._replace(temperatures=inputs.temperatures / logit_scale)
+    if op.temperature != spec.temperature:
+        spec = replace(spec, temperature=op.temperature)
+    return op, inputs, spec
+
+
 def fused_linear_gac_loss(
     hidden: Tensor,
     weight: Tensor,
@@ -305,10 +324,11 @@ def fused_linear_gac_loss(
         The loss, differentiable once with respect to `hidden`, `weight` and `bias`, with its parts
         and statistics.
     """
-    checks.rows("hidden", hidden, targets)
-    inputs = complete(
-        *(targets, advantages, is_demo),
-        spec=spec,
+    op, inputs, spec = batch_operands(
+        (hidden, weight, bias),
+        (targets, advantages, is_demo),
+        spec,
+        *(logit_scale, softcap, backend, chunk_bytes, gradient_filter),
         mu=mu,
         old_logps=old_logps,
         ref_logps=ref_logps,
@@ -319,12 +339,7 @@ def fused_linear_gac_loss(
         rollout_logps=rollout_logps,
         temperatures=temperatures,
     )
-    checks.batch(hidden, inputs, spec)
     checks.optional("sketch", sketch, HeadSketch)
-    scaling = spec.temperature, logit_scale, softcap
-    sizes = backend, chunk_bytes, gradient_filter
-    op = operands(hidden, weight, bias, targets, *scaling, *sizes)
-    inputs, spec = fold_scale(inputs, spec, op, logit_scale)
     if torch.compiler.is_compiling():
         return ops.fused_loss(op, inputs, spec, moments, sketch)
     checks.values(targets, weight.shape[0], inputs)

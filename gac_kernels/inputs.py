@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -146,14 +145,3 @@ def complete(
     return BatchInputs(
         targets, advantages, is_demo, float(demos_only) if mu is None else mu, **others
     )
-
-
-def fold_scale(
-    inputs: BatchInputs, spec: LossSpec, op: Operands, logit_scale: float
-) -> tuple[BatchInputs, LossSpec]:
-    """The batch and its spec with the logit scale folded into their temperatures."""
-    if inputs.temperatures is not None:
-        inputs = inputs._replace(temperatures=inputs.temperatures / logit_scale)
-    if op.temperature != spec.temperature:
-        spec = replace(spec, temperature=op.temperature)
-    return inputs, spec

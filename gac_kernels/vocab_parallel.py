@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.autograd import Function
 
 from . import checks
-from .api import operands
+from .api import batch_operands
 from .autograd import FusedLoss, loss_output
 from .backends.reference import loss_in_two_calls
 from .contract import IGNORE, LossOutput, LossSpec
-from .inputs import NeedsGrad, complete, fold_scale
+from .inputs import NeedsGrad
 from .sketch import RowSketch
 from .tokens import Tokens, TokenTerms
 
@@ -72,10 +72,11 @@ def vocab_parallel_gac_loss(
 
     Other arguments, errors and results are as in `fused_linear_gac_loss`.
     """
-    checks.rows("hidden", hidden, targets)
-    inputs = complete(
-        *(targets, advantages, is_demo),
-        spec=spec,
+    op, inputs, spec = batch_operands(
+        (hidden, weight, bias),
+        (targets, advantages, is_demo),
+        spec,
+        *(logit_scale, softcap, "auto", chunk_bytes),
         mu=mu,
         old_logps=old_logps,
         ref_logps=ref_logps,
@@ -86,10 +87,6 @@ def vocab_parallel_gac_loss(
         rollout_logps=rollout_logps,
         temperatures=temperatures,
     )
-    checks.batch(hidden, inputs, spec)
-    scaling = spec.temperature, logit_scale, softcap
-    op = operands(hidden, weight, bias, targets, *scaling, "auto", chunk_bytes)
-    inputs, spec = fold_scale(inputs, spec, op, logit_scale)
     sizes = _sizes(weight, group)
     checks.values(targets, sum(sizes), inputs)
     # all ranks must use the same chunks, even if the weight rows are sharded unevenly
