@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from . import checks
-from .api import batch_operands
+from .arguments import batch_operands
 from .autograd import FusedLoss, loss_output
 from .backends.reference import loss_in_two_calls
 from .contract import IGNORE, LossOutput, LossSpec
