@@ -16,7 +16,7 @@ from .autograd import FusedLoss, TokenLogprobs, TokenLoss, loss_output
 from .backends import reference as reference_backend
 from .contract import LossOutput, LossSpec, TokenLossOutput
 from .filter import FilterReport, GradientFilter
-from .inputs import NeedsGrad, Operands
+from .inputs import NeedsGrad, Operands, complete
 from .sketch import HeadSketch
 
 
