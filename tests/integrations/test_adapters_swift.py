@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -30,15 +29,17 @@ class Factory:
     TRAINER_MAPPING: ClassVar[dict[str, str]] = {}
 
 
+CONTENTS = {
+    "swift.rlhf_trainers": {"GRPOTrainer": HostTrainer},
+    "swift.trainers.trainer_factory": {"TrainerFactory": Factory},
+    "swift.utils": {"to_device": lambda batch, device: batch | {"device": device}},
+}
+
+
 @pytest.fixture
 def swift() -> Iterator[Any]:
-    contents = {
-        "swift.rlhf_trainers": {"GRPOTrainer": HostTrainer},
-        "swift.trainers.trainer_factory": {"TrainerFactory": Factory},
-        "swift.utils": {"to_device": lambda batch, device: batch | {"device": device}},
-    }
-    with modules(contents, "gac.integrations.swift"):
-        yield importlib.import_module("gac.integrations.swift")
+    with modules(CONTENTS, "gac.integrations.swift") as adapter:
+        yield adapter
 
 
 ROWS: list[dict[str, Any]] = [
@@ -59,13 +60,14 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {"input_ids": ids, "labels": labels, "attention_mask": ids > 0, "lengths": [1]}
 
 
+TEMPLATE = SimpleNamespace(padding_free=False, sequence_parallel_size=1, data_collator=collate)
+
+
 def make(swift: Any, *, rank: int = 0, ranks: int = 1, micro_batches: int = 1) -> Any:
     trainer = swift.GACGRPOTrainer()
     trainer.model = SimpleNamespace(training=True, peft_config=None)
     trainer.chat_template = None
-    trainer.template = SimpleNamespace(
-        padding_free=False, sequence_parallel_size=1, data_collator=collate
-    )
+    trainer.template = SimpleNamespace(**vars(TEMPLATE))
     trainer.is_multimodal = trainer.overlong_filter = False
     trainer.chord_sft_dataset = ROWS[:3]
     trainer.args = SimpleNamespace(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,16 +48,18 @@ class Strategy:
         return [row(step % 2 == 0, 3)], {"step": step}, ["a row"]
 
 
+CONTENTS = {
+    "trinity.algorithm.algorithm": {"MIXCHORDAlgorithm": Algorithm},
+    "trinity.algorithm.policy_loss_fn.policy_loss_fn": {"PolicyLossFn": PolicyLoss},
+    "trinity.algorithm.sample_strategy.mix_sample_strategy": {"MixSampleStrategy": Strategy},
+    "trinity.common.experience": {"CustomField": Field, "Experience": object},
+}
+
+
 @pytest.fixture
 def trinity() -> Iterator[Any]:
-    contents = {
-        "trinity.algorithm.algorithm": {"MIXCHORDAlgorithm": Algorithm},
-        "trinity.algorithm.policy_loss_fn.policy_loss_fn": {"PolicyLossFn": PolicyLoss},
-        "trinity.algorithm.sample_strategy.mix_sample_strategy": {"MixSampleStrategy": Strategy},
-        "trinity.common.experience": {"CustomField": Field, "Experience": object},
-    }
-    with modules(contents, "gac.integrations.trinity"):
-        yield importlib.import_module("gac.integrations.trinity")
+    with modules(CONTENTS, "gac.integrations.trinity") as adapter:
+        yield adapter
 
 
 def row(expert: bool, tokens: int, length: int = 4) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 from collections.abc import Iterator
@@ -76,30 +75,32 @@ def registered(**options: Any) -> Any:
     return lambda function: vars(function).update(registered=options) or function
 
 
+CONTENTS = {
+    "tensordict": {"TensorDict": Batch},
+    "verl.single_controller.base.decorator": {
+        "Dispatch": SimpleNamespace(ONE_TO_ALL="all"),
+        "make_nd_compute_dataproto_dispatch_fn": lambda mesh_name: mesh_name,
+        "register": registered,
+    },
+    "verl.utils": {
+        "tensordict_utils": SimpleNamespace(
+            get=lambda data, name, default=None: data.get(name, default),
+            get_tensordict=lambda tensors, options: Batch(tensors | options),
+        )
+    },
+    "verl.workers.config": {"PolicyLossConfig": Options},
+    "verl.workers.engine_workers": {
+        "ActorRolloutRefWorker": ActorWorker,
+        "TrainingWorker": Worker,
+    },
+    "verl.workers.utils.padding": {"no_padding_2_padding": lambda x, data: x + data["shift"]},
+}
+
+
 @pytest.fixture
 def verl() -> Iterator[Any]:
-    utils = {
-        "get": lambda data, name, default=None: data.get(name, default),
-        "get_tensordict": lambda tensors, options: Batch(tensors | options),
-    }
-    dispatch = SimpleNamespace(ONE_TO_ALL="all")
-    contents = {
-        "tensordict": {"TensorDict": Batch},
-        "verl.single_controller.base.decorator": {
-            "Dispatch": dispatch,
-            "make_nd_compute_dataproto_dispatch_fn": lambda mesh_name: mesh_name,
-            "register": registered,
-        },
-        "verl.utils": {"tensordict_utils": SimpleNamespace(**utils)},
-        "verl.workers.config": {"PolicyLossConfig": Options},
-        "verl.workers.engine_workers": {
-            "ActorRolloutRefWorker": ActorWorker,
-            "TrainingWorker": Worker,
-        },
-        "verl.workers.utils.padding": {"no_padding_2_padding": lambda x, data: x + data["shift"]},
-    }
-    with modules(contents, "gac.integrations.verl"):
-        yield importlib.import_module("gac.integrations.verl")
+    with modules(CONTENTS, "gac.integrations.verl") as adapter:
+        yield adapter
 
 
 ROWS = [
