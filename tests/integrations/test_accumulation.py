@@ -9,6 +9,9 @@ tests that `tools.environments` runs check the same with the trainers themselves
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -46,7 +49,7 @@ Gradient = dict[str, Tensor]
 class Run(NamedTuple):
     """One optimizer step of a trainer."""
 
-    model: nn.Module
+    trainer: Any  # or whatever has the attribute `model`
     train: Callable[[], object]
     gradients: list[Gradient]  # one, after `train`
     adapter: ModuleType = gac.models.head  # calls a loss of gac_kernels
@@ -70,43 +73,47 @@ def own_trainer(folder: Path, micro_batches: int, ranks: int, **budget: Any) -> 
         named = trainer.model.named_parameters()
         gradients.append({n.removeprefix("module."): p.grad.clone() for n, p in named})
 
+    def train() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engines, "generate", fixed_responses)
+            trainer._train_step()
+
     trainer.optimizer.register_step_pre_hook(record)
-    return Run(trainer.model, trainer._train_step, gradients)
+    return Run(trainer, train, gradients)
 
 
-def transformers_trainer(
-    kind: Any, folder: Path, micro_batches: int, ranks: int, **attributes: Any
-) -> Any:
+def transformers_trainer(kind: Any, folder: Path, micro_batches: int, ranks: int) -> Run:
     """A trainer of transformers with rows that have different numbers of labels."""
-    arguments = transformers.TrainingArguments(
-        str(folder),
-        max_steps=1,
-        max_grad_norm=0.0,
-        use_cpu=True,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-        per_device_train_batch_size=ROWS // (micro_batches * ranks),
-        gradient_accumulation_steps=micro_batches,
-    )
-    model, recorder = test_fuse.make("gemma2"), trl_task.GradientRecorder()
-    rows = test_fuse.Rows(ROWS)
-    trainer = kind(model, arguments, train_dataset=rows, callbacks=[recorder])
-    vars(trainer).update(recorder=recorder, **attributes)
-    return trainer
+    options = {"gradient_accumulation_steps": micro_batches, "max_steps": 1, "max_grad_norm": 0.0}
+    options |= {"rows": ROWS, "per_device_train_batch_size": ROWS // (micro_batches * ranks)}
+    trainer = test_fuse.make_trainer(test_fuse.make("gemma2"), folder, kind, **options)
+    trainer.add_callback(recorder := trl_task.GradientRecorder())
+    return Run(trainer, trainer.train, recorder.gradients)
 
 
-def axolotl(folder: Path, micro_batches: int, ranks: int) -> Run:
+def axolotl(*arguments: Any) -> Run:
     """Axolotl trains with transformers' Trainer, on the model that the plugin has changed."""
     base = {"axolotl.integrations.base": {"BasePlugin": object}}
     with stand_ins.modules(base, "gac.integrations.axolotl") as adapter:
-        trainer = transformers_trainer(transformers.Trainer, folder, micro_batches, ranks)
-        adapter.GACPlugin().post_model_load(None, trainer.model)
-    return Run(trainer.model, trainer.train, trainer.recorder.gradients)
+        run = transformers_trainer(transformers.Trainer, *arguments)
+        adapter.GACPlugin().post_model_load(None, run.trainer.model)
+    return run
 
 
 class SwiftHost(transformers.Trainer):
     """Stand-in for swift's GRPOTrainer, whose loss is a mean over sequences."""
+
+    is_multimodal = overlong_filter = False
+    template = swift_parts.TEMPLATE
+
+    def train(self) -> None:
+        self._metrics = {"train": defaultdict(list)}
+        self.model_accepts_loss_kwargs = False  # as TRL sets it
+        super().train()
+
+    @property
+    def chord_sft_dataset(self) -> list[dict[str, list[int]]]:
+        return [{name: x.tolist() for name, x in row.items()} for row in self.train_dataset]
 
     def compute_loss(self, model: Any, inputs: Any, **_: Any) -> Any:
         batch = SimpleNamespace(
@@ -125,27 +132,14 @@ class SwiftHost(transformers.Trainer):
         return plain.logprobs(model, ids, torch.ones_like(ids)), None
 
 
-def swift(folder: Path, micro_batches: int, ranks: int) -> Run:
+def swift(*arguments: Any) -> Run:
     host = swift_parts.CONTENTS | {"swift.rlhf_trainers": {"GRPOTrainer": SwiftHost}}
     with stand_ins.modules(host, "gac.integrations.swift") as adapter:
-        trainer = transformers_trainer(
-            adapter.GACGRPOTrainer,
-            folder,
-            micro_batches,
-            ranks,
-            chord_sft_dataset=[
-                {name: x.tolist() for name, x in row.items()} for row in test_fuse.Rows(ROWS)
-            ],
-            template=swift_parts.TEMPLATE,
-            is_multimodal=False,
-            overlong_filter=False,
-            _metrics={"train": defaultdict(list)},
-            model_accepts_loss_kwargs=False,  # as TRL sets it
-        )
-        size = ROWS // (micro_batches * ranks)
-        trainer.args.chord_sft_per_device_train_batch_size = size
-        trainer._prepare_chord_dataset()
-    return Run(trainer.model, trainer.train, trainer.recorder.gradients)
+        run = transformers_trainer(adapter.GACGRPOTrainer, *arguments)
+        size = run.trainer.args.per_device_train_batch_size
+        run.trainer.args.chord_sft_per_device_train_batch_size = size
+        run.trainer._prepare_chord_dataset()
+    return run
 
 
 def rollouts(rank: int, ranks: int) -> dict[str, Tensor]:
@@ -160,6 +154,7 @@ def rollouts(rank: int, ranks: int) -> dict[str, Tensor]:
         "completion_ids": completions,
         "completion_mask": mask,
         "advantages": torch.randn(ROWS, generator=draw),
+        "is_expert": torch.arange(ROWS) % 3 == 0,
     }
     own = {name: x[rank::ranks] for name, x in tensors.items()}
     return own | {"num_items_in_batch": mask.sum()}
@@ -179,7 +174,7 @@ def trl(kind: Any, folder: Path, micro_batches: int, ranks: int) -> Run:
         "num_generations": 2,
     }
     trainer, recorder = trl_task.make_trainer(folder / "model", folder, GivenRollouts, **options)
-    return Run(trainer.model, trainer.train, recorder.gradients)
+    return Run(trainer, trainer.train, recorder.gradients)
 
 
 def summed(
@@ -197,12 +192,12 @@ def summed(
             x /= ranks
         gradients.append(gradient)
 
-    return Run(model, train, gradients)
+    return Run(SimpleNamespace(model=model), train, gradients)
 
 
 def own_rows(micro_batches: int, ranks: int) -> tuple[dict[str, Tensor], list[slice]]:
     """This rank's rollouts, and its micro-batches."""
-    rows = rollouts(dist.get_rank() if ranks > 1 else 0, ranks)
+    rows = rollouts(int(os.environ.get("RANK", 0)), ranks)
     rows["ids"] = torch.cat([rows["prompt_ids"], rows["completion_ids"]], 1)
     size = ROWS // (micro_batches * ranks)
     return rows, [slice(i, i + size) for i in range(0, ROWS // ranks, size)]
@@ -212,28 +207,25 @@ def trinity(folder: Path, micro_batches: int, ranks: int) -> Run:
     with stand_ins.modules(trinity_parts.CONTENTS, "gac.integrations.trinity") as adapter:
         loss = adapter.GACPolicyLoss(state_dir=str(folder), method="constant")
     rows, parts = own_rows(micro_batches, ranks)
-    expert = torch.arange(ROWS) % 3 == 0
+    everyone = rollouts(0, 1)
     step = [
-        SimpleNamespace(info={"is_expert": bool(x)}, action_mask=mask, custom_fields=[])
-        for x, mask in zip(expert, rollouts(0, 1)["completion_mask"], strict=True)
+        SimpleNamespace(info={"is_expert": expert}, action_mask=mask, custom_fields=[])
+        for expert, mask in zip(everyone["is_expert"], everyone["completion_mask"], strict=True)
     ]
     adapter.count_rows(step)
-    own = expert[dist.get_rank() if ranks > 1 else 0 :: ranks]
     model = test_fuse.make("gemma2")
 
     def micro_batch(part: slice) -> Tensor:
         ids = rows["ids"][part]
         logps = plain.logprobs(model, ids, torch.ones_like(ids))[:, -6:]
-        counts = {
-            f"gac_{n}": torch.full((len(ids),), step[0].info[n]) for n in (*adapter.COUNTS, "rows")
-        }
+        counts = {f"gac_{n}": torch.full((len(ids),), int(x)) for n, x in step[0].info.items()}
         return loss(
             logprob=logps,
             old_logprob=logps.detach(),
             ref_logprob=logps.detach(),
             action_mask=rows["completion_mask"][part],
             advantages=rows["advantages"][part, None].expand(-1, 6),
-            expert_mask=own[part],
+            expert_mask=rows["is_expert"][part],
             step=torch.ones(len(ids)),
             **counts,
         )[0]
@@ -244,8 +236,8 @@ def trinity(folder: Path, micro_batches: int, ranks: int) -> Run:
 def verl(folder: Path, micro_batches: int, ranks: int) -> Run:
     """The pass over the demonstrations, 11 of different lengths."""
     with stand_ins.modules(verl_parts.CONTENTS, "gac.integrations.verl") as adapter:
-        options = adapter.GACPolicyLoss(demo_path=str(folder / "demos.jsonl"), demo_batch=11)
-        engine = verl_parts.Engine(dist.get_rank() if ranks > 1 else 0, ranks)
+        options = adapter.GACPolicyLoss(demo_path=str(folder / "adapter.jsonl"), demo_batch=11)
+        engine = verl_parts.Engine(int(os.environ.get("RANK", 0)), ranks)
         mixture = adapter.Mixture(engine, make_tokenizer(), options, None)
         size = -(-11 // (micro_batches * ranks))
         data = mixture.demo_data(verl_parts.Batch(micro_batch_size_per_gpu=size))
@@ -282,29 +274,29 @@ def lazy(hidden: Tensor, head: nn.Linear) -> Tensor:
     return gac_kernels.transformers.LazyLogits(record)
 
 
-def fused_head(name: str, micro_batches: int, ranks: int) -> Run:
+def fused_head(head: Callable[..., Tensor], _: Path, micro_batches: int, ranks: int) -> Run:
     rows, parts = own_rows(micro_batches, ranks)
     model, weights = test_fuse.make("llama"), rows["advantages"][:, None] * rows["completion_mask"]
 
     def micro_batch(part: slice) -> Tensor:
         hidden = model.model(rows["ids"][part]).last_hidden_state[:, 4:-1]
-        logps = HEADS[name](hidden, model.lm_head, rows["completion_ids"][part])
+        logps = head(hidden, model.lm_head, rows["completion_ids"][part])
         return (weights[part] * logps).sum() * ranks / rows["num_items_in_batch"]
 
     return summed(model, parts, micro_batch, ranks)
 
 
-TRAINERS: dict[str, Callable[[Path, int, int], Run]] = {
+TRAINERS: dict[str, Callable[..., Run]] = {
     "gac train": own_trainer,
-    "gac train, padded": lambda *arguments: own_trainer(*arguments, packing=False),
-    "gac train, packed": lambda *arguments: own_trainer(*arguments, packing=True),
-    "FusedGRPOTrainer": lambda *arguments: trl(FusedGRPOTrainer, *arguments),
-    "GACTrainer": lambda *arguments: trl(GACTrainer, *arguments),
+    "gac train, padded": functools.partial(own_trainer, packing=False),
+    "gac train, packed": functools.partial(own_trainer, packing=True),
+    "FusedGRPOTrainer": functools.partial(trl, FusedGRPOTrainer),
+    "GACTrainer": functools.partial(trl, GACTrainer),
     "Axolotl": axolotl,
     "ms-swift": swift,
     "Trinity-RFT": trinity,
     "verl": verl,
-    **{name: lambda _, *sizes, name=name: fused_head(name, *sizes) for name in HEADS},
+    **{name: functools.partial(fused_head, head) for name, head in HEADS.items()},
 }
 
 
@@ -314,7 +306,7 @@ def only_the_last_micro_batch(run: Run, micro_batches: int) -> Iterator[None]:
     own = Tensor.backward
 
     def backward(self: Tensor, *arguments: Any, **keywords: Any) -> None:
-        run.model.zero_grad()
+        run.trainer.model.zero_grad()
         own(self, *arguments, **keywords)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -340,40 +332,45 @@ def mean_of_means(run: Run, micro_batches: int) -> Iterator[None]:
         yield
 
 
-def gradients(folder: Path, ranks: int) -> dict[tuple[str, str, int], Gradient]:
+def gradients(names: Sequence[str], folder: Path, ranks: int) -> dict[Any, Gradient]:
     """This rank's gradients by trainer, bug ("" for none) and number of micro-batches."""
-    engines.generate = fixed_responses  # runs in its own process
+    gc.freeze()  # saves time: accelerate collects garbage whenever training starts
     if ranks > 1:
         dist.init_process_group("gloo")
     found = {}
-    for name, trainer in TRAINERS.items():
+    for name in names:
         bugs: list[Any] = [(None, 1), (None, 2), (None, 4)]
         bugs += [(only_the_last_micro_batch, 2)] * (ranks == 1)
         bugs += [(mean_of_means, 3 - ranks)] * (name not in HEADS)
         for bug, count in bugs:
-            run = trainer(folder, count, ranks)
+            run = TRAINERS[name](folder, count, ranks)
             with bug(run, count) if bug else contextlib.nullcontext():
                 run.train()
-            (gradient,) = run.gradients
-            found[name, bug.__name__ if bug else "", count] = gradient
+            (found[name, bug.__name__ if bug else "", count],) = run.gradients
+    gc.unfreeze()
     return found
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """The gradients of one rank alone, and of both of two."""
-    folder = tmp_path_factory.mktemp("step")
-    write_tiny(folder, demos=ROWS)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_tiny(tmp_path_factory.mktemp("step"), demos=ROWS)
     tiny.write_model(folder / "model")
-    tiny.write_demonstrations(folder / "demos.jsonl")
-    return [one for n in (1, 2) for one in processes.run(gradients, folder, n, ranks=n)]
+    tiny.write_demonstrations(folder / "adapter.jsonl")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def of_two_ranks(folder: Path) -> list[dict[Any, Gradient]]:
+    return processes.run(gradients, [*TRAINERS], folder, 2, ranks=2)
 
 
 @pytest.mark.parametrize("name", TRAINERS)
-def test_micro_batches_and_ranks_do_not_change_the_gradient(name: str, found: list[Any]) -> None:
-    expected = found[0][name, "", 1]
-    for rank in found:
-        for (trainer, bug, count), gradient in rank.items():
+def test_micro_batches_and_ranks_do_not_change_the_gradient(
+    name: str, folder: Path, of_two_ranks: list[dict[Any, Gradient]]
+) -> None:
+    alone = gradients([name], folder, 1)
+    for found in (alone, *of_two_ranks):
+        for (trainer, bug, count), gradient in found.items():
             if trainer == name:
-                error = plain.relative_error(gradient, expected)
+                error = plain.relative_error(gradient, alone[name, "", 1])
                 assert error > 0.01 if bug else error < 1e-5, (bug, count, error)
