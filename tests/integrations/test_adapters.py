@@ -17,7 +17,6 @@ from tokenizers.processors import TemplateProcessing
 
 from gac import Mixer
 from gac.control.signals import ProxySignals
-from gac.data.order import Order
 from gac.data.rows import Row
 from gac.demo.task import make_tokenizer
 from gac.integrations.demonstrations import (
@@ -41,12 +40,6 @@ PAIR = {"prompt": "1+2=", "completion": "3"}
 
 
 # --- Mixer
-
-
-def test_a_mixer_draws_in_the_order_of_its_seed() -> None:
-    mixer = Mixer(Constant(), rows=9, batch=4, seed=5)
-    assert mixer.draw() + mixer.draw() + mixer.draw() == Order(9, 5).take(12)
-    assert Mixer(Constant(), rows=9, batch=4).draw() == Order(9, 0).take(4)
 
 
 def test_observations_are_copied_and_losses_detached() -> None:
