@@ -93,15 +93,11 @@ class GACGRPOTrainer(StepMixin, GRPOTrainer):
 
     def _demo_loss(self, model: torch.nn.Module) -> Tensor:
         """This rank's demonstration loss for the micro-batch; see `score_demos`."""
-        rows, device = self.local_demos(), self.accelerator.device
-        if rows is None:
-            return torch.zeros((), device=device)
-        # every rank runs a forward; a rank without rows uses one with all targets masked
-        batch = to_device(self.template.data_collator(rows or self._step_demos[:1]), device)
+        rows = self.local_demos()
+        assert rows  # a step has `chord_sft_per_device_train_batch_size` for each, or more
+        batch = to_device(self.template.data_collator(rows), self.accelerator.device)
         targets = batch.pop("labels").roll(-1, 1)
         targets[:, -1] = -100
-        if not rows:
-            targets = torch.full_like(targets, -100)
         counts = [Row((0,) * _num_targets(row), 0, True) for row in self._step_demos]
         names = {"input_ids", "attention_mask", "position_ids"} & set(batch)
         inputs = {name: batch[name] for name in names}

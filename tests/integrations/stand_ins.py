@@ -13,8 +13,8 @@ import pytest
 
 
 @contextlib.contextmanager
-def modules(contents: Mapping[str, Mapping[str, Any]], adapter: str) -> Iterator[None]:
-    """Provide modules with the given names and attributes; `adapter` is imported anew."""
+def modules(contents: Mapping[str, Mapping[str, Any]], adapter: str) -> Iterator[Any]:
+    """Import `adapter` anew, with modules of the given names and attributes."""
     with pytest.MonkeyPatch.context() as patch:
         for name, attributes in contents.items():
             parts = name.split(".")
@@ -27,6 +27,6 @@ def modules(contents: Mapping[str, Mapping[str, Any]], adapter: str) -> Iterator
         package = importlib.import_module(parent)
         patch.delitem(sys.modules, adapter, raising=False)
         patch.delattr(package, name, raising=False)
-        yield
+        yield importlib.import_module(adapter)
         sys.modules.pop(adapter, None)
         vars(package).pop(name, None)

@@ -17,7 +17,6 @@ from tokenizers.processors import TemplateProcessing
 
 from gac import Mixer
 from gac.control.signals import ProxySignals
-from gac.data.order import Order
 from gac.data.rows import Row
 from gac.demo.task import make_tokenizer
 from gac.integrations.demonstrations import (
@@ -28,7 +27,7 @@ from gac.integrations.demonstrations import (
     row_of,
     tokenized,
 )
-from gac.integrations.hf_trainer import StepMixin, base_model, unsupported_options
+from gac.integrations.hf_trainer import StepMixin
 from gac.integrations.mixer import rollout_moments
 from gac.integrations.patch import Patch
 from gac.integrations.verl_head import apply_fused_head
@@ -41,12 +40,6 @@ PAIR = {"prompt": "1+2=", "completion": "3"}
 
 
 # --- Mixer
-
-
-def test_a_mixer_draws_in_the_order_of_its_seed() -> None:
-    mixer = Mixer(Constant(), rows=9, batch=4, seed=5)
-    assert mixer.draw() + mixer.draw() + mixer.draw() == Order(9, 5).take(12)
-    assert Mixer(Constant(), rows=9, batch=4).draw() == Order(9, 0).take(4)
 
 
 def test_observations_are_copied_and_losses_detached() -> None:
@@ -303,26 +296,6 @@ def test_checkpoints_include_the_mixer(should_save: bool) -> None:
     stepper.args.resume_only_model = True
     stepper._load_optimizer_and_scheduler("b")
     assert done == [("loaded", None), ("loaded", "a"), ("mixer", "a"), ("loaded", "b")]
-
-
-def test_the_model_inside_wrappers() -> None:
-    inner = SimpleNamespace()
-    adapted = SimpleNamespace(get_base_model=lambda: inner)
-    for model in (inner, adapted):
-        accelerator = SimpleNamespace(unwrap_model={"wrapped": model}.__getitem__)
-        assert base_model(SimpleNamespace(model="wrapped", accelerator=accelerator)) is inner
-
-
-def test_reentrant_checkpointing_matters_only_if_it_is_on() -> None:
-    args = SimpleNamespace(
-        torch_compile=False,
-        gradient_checkpointing=False,
-        gradient_checkpointing_kwargs={"use_reentrant": True},
-    )
-    trainer = SimpleNamespace(
-        args=args, accelerator=SimpleNamespace(state=object()), model=object()
-    )
-    assert not any(is_set for is_set, _ in unsupported_options(trainer).values())
 
 
 # --- patches

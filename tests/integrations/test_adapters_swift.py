@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -11,9 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from gac.integrations import hf_trainer
 from gac.methods import DEFAULT, METHODS
-from gac_kernels import LossSpec
 from tests.integrations.stand_ins import modules
 
 
@@ -30,15 +27,17 @@ class Factory:
     TRAINER_MAPPING: ClassVar[dict[str, str]] = {}
 
 
+CONTENTS = {
+    "swift.rlhf_trainers": {"GRPOTrainer": HostTrainer},
+    "swift.trainers.trainer_factory": {"TrainerFactory": Factory},
+    "swift.utils": {"to_device": lambda batch, device: batch | {"device": device}},
+}
+
+
 @pytest.fixture
 def swift() -> Iterator[Any]:
-    contents = {
-        "swift.rlhf_trainers": {"GRPOTrainer": HostTrainer},
-        "swift.trainers.trainer_factory": {"TrainerFactory": Factory},
-        "swift.utils": {"to_device": lambda batch, device: batch | {"device": device}},
-    }
-    with modules(contents, "gac.integrations.swift"):
-        yield importlib.import_module("gac.integrations.swift")
+    with modules(CONTENTS, "gac.integrations.swift") as adapter:
+        yield adapter
 
 
 ROWS: list[dict[str, Any]] = [
@@ -59,13 +58,14 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {"input_ids": ids, "labels": labels, "attention_mask": ids > 0, "lengths": [1]}
 
 
+TEMPLATE = SimpleNamespace(padding_free=False, sequence_parallel_size=1, data_collator=collate)
+
+
 def make(swift: Any, *, rank: int = 0, ranks: int = 1, micro_batches: int = 1) -> Any:
     trainer = swift.GACGRPOTrainer()
     trainer.model = SimpleNamespace(training=True, peft_config=None)
     trainer.chat_template = None
-    trainer.template = SimpleNamespace(
-        padding_free=False, sequence_parallel_size=1, data_collator=collate
-    )
+    trainer.template = SimpleNamespace(**vars(TEMPLATE))
     trainer.is_multimodal = trainer.overlong_filter = False
     trainer.chord_sft_dataset = ROWS[:3]
     trainer.args = SimpleNamespace(
@@ -164,39 +164,3 @@ def test_demonstrations_that_cannot_be_used(swift: Any) -> None:
         trainer._demonstration(3)
     with pytest.raises(ValueError, match="loss_scale is not supported: use --loss_scale default"):
         trainer._demonstration(4)
-
-
-def test_the_demonstration_loss(swift: Any, monkeypatch: Any) -> None:
-    """Of three rows over two ranks: two on the first, one on the second, then none."""
-    for rank, expected in (
-        (0, [[4, 5, -100, -100], [3, 4, -100, -100]]),
-        (1, [[8, -100]]),
-    ):
-        trainer = make(swift, rank=rank, ranks=2)
-        trainer.mixer = SimpleNamespace(spec=LossSpec(), observe=[].append, sketch=None)
-        trainer._step_demos, trainer._micro_batch = ROWS[:3], 0
-        seen: dict[str, Any] = {}
-
-        def run_head(model: Any, seen: dict[str, Any] = seen, **inputs: Any) -> Any:
-            def loss(*batch: Any, **options: Any) -> Any:
-                seen.update(batch=batch, options=options)
-                return SimpleNamespace(loss="the loss", moments="moments")
-
-            seen.update(inputs=set(inputs))
-            return SimpleNamespace(loss=loss, hidden=None)
-
-        monkeypatch.setattr(hf_trainer, "run_head", run_head)
-        assert trainer._demo_loss(None) == "the loss"
-        targets, advantages, is_demo = seen["batch"]
-        assert targets.tolist() == expected and advantages.tolist() == [1] * len(targets)
-        assert is_demo.tolist() == [True] * len(targets)
-        wanted = {"mu": 1.0, "spec": LossSpec(), "demo_norm": 5 / 2, "sketch": None}
-        assert seen["options"] == wanted
-        assert seen["inputs"] == {"input_ids", "attention_mask"}
-        assert trainer.mixer.observe.__self__ == ["moments"]
-        trainer._micro_batch = 2
-        assert trainer._demo_loss(None).item() == 0 and len(trainer.mixer.observe.__self__) == 1
-        trainer._step_demos, trainer._micro_batch = ROWS[:1], 0
-        trainer._demo_loss(None)  # sharded weights need the second rank, which has no row
-        targets = seen["batch"][0]
-        assert targets.tolist() == [[4, 5, -100, -100] if rank == 0 else [-100] * 4]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,16 +48,18 @@ class Strategy:
         return [row(step % 2 == 0, 3)], {"step": step}, ["a row"]
 
 
+CONTENTS = {
+    "trinity.algorithm.algorithm": {"MIXCHORDAlgorithm": Algorithm},
+    "trinity.algorithm.policy_loss_fn.policy_loss_fn": {"PolicyLossFn": PolicyLoss},
+    "trinity.algorithm.sample_strategy.mix_sample_strategy": {"MixSampleStrategy": Strategy},
+    "trinity.common.experience": {"CustomField": Field, "Experience": object},
+}
+
+
 @pytest.fixture
 def trinity() -> Iterator[Any]:
-    contents = {
-        "trinity.algorithm.algorithm": {"MIXCHORDAlgorithm": Algorithm},
-        "trinity.algorithm.policy_loss_fn.policy_loss_fn": {"PolicyLossFn": PolicyLoss},
-        "trinity.algorithm.sample_strategy.mix_sample_strategy": {"MixSampleStrategy": Strategy},
-        "trinity.common.experience": {"CustomField": Field, "Experience": object},
-    }
-    with modules(contents, "gac.integrations.trinity"):
-        yield importlib.import_module("gac.integrations.trinity")
+    with modules(CONTENTS, "gac.integrations.trinity") as adapter:
+        yield adapter
 
 
 def row(expert: bool, tokens: int, length: int = 4) -> Any:
@@ -249,20 +250,3 @@ def test_the_controller_is_restored_after_a_restart(trinity: Any, tmp_path: Path
     call(fresh, slice(2, 3), demos=0, demo_tokens=0, rows=1)  # a step without demonstrations
     with pytest.raises(RuntimeError, match="2 demonstrations in one step"):
         call(fresh, slice(0, 4), 2, demos=1)
-
-
-def test_each_rank_has_its_share_of_the_rows(
-    trinity: Any, tmp_path: Path, monkeypatch: Any
-) -> None:
-    """Gradients are averaged over the ranks; only rank 0 saves."""
-    for rank, name in ((1, "b"), (0, "a")):
-        job = SimpleNamespace(
-            is_initialized=lambda: True, get_world_size=lambda: 2, get_rank=lambda rank=rank: rank
-        )
-        monkeypatch.setattr(trinity, "dist", job)
-        method = {"name": "constant", "mu": 0.25}
-        loss = trinity.GACPolicyLoss(state_dir=str(tmp_path / name), method=method)
-        value, log = call(loss, slice(0, 2), demo_tokens=1)
-        expected = 2 * (0.75 * -4 / 5 + 0.25 * -math.log(0.8) / 1)
-        assert value.item() == pytest.approx(expected, rel=1e-6) and "gac/demo_loss" in log
-        assert (tmp_path / name / "gac_1" / "gac.json").exists() == (rank == 0)

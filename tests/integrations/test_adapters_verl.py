@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 from collections.abc import Iterator
@@ -76,30 +75,32 @@ def registered(**options: Any) -> Any:
     return lambda function: vars(function).update(registered=options) or function
 
 
+CONTENTS = {
+    "tensordict": {"TensorDict": Batch},
+    "verl.single_controller.base.decorator": {
+        "Dispatch": SimpleNamespace(ONE_TO_ALL="all"),
+        "make_nd_compute_dataproto_dispatch_fn": lambda mesh_name: mesh_name,
+        "register": registered,
+    },
+    "verl.utils": {
+        "tensordict_utils": SimpleNamespace(
+            get=lambda data, name, default=None: data.get(name, default),
+            get_tensordict=lambda tensors, options: Batch(tensors | options),
+        )
+    },
+    "verl.workers.config": {"PolicyLossConfig": Options},
+    "verl.workers.engine_workers": {
+        "ActorRolloutRefWorker": ActorWorker,
+        "TrainingWorker": Worker,
+    },
+    "verl.workers.utils.padding": {"no_padding_2_padding": lambda x, data: x + data["shift"]},
+}
+
+
 @pytest.fixture
 def verl() -> Iterator[Any]:
-    utils = {
-        "get": lambda data, name, default=None: data.get(name, default),
-        "get_tensordict": lambda tensors, options: Batch(tensors | options),
-    }
-    dispatch = SimpleNamespace(ONE_TO_ALL="all")
-    contents = {
-        "tensordict": {"TensorDict": Batch},
-        "verl.single_controller.base.decorator": {
-            "Dispatch": dispatch,
-            "make_nd_compute_dataproto_dispatch_fn": lambda mesh_name: mesh_name,
-            "register": registered,
-        },
-        "verl.utils": {"tensordict_utils": SimpleNamespace(**utils)},
-        "verl.workers.config": {"PolicyLossConfig": Options},
-        "verl.workers.engine_workers": {
-            "ActorRolloutRefWorker": ActorWorker,
-            "TrainingWorker": Worker,
-        },
-        "verl.workers.utils.padding": {"no_padding_2_padding": lambda x, data: x + data["shift"]},
-    }
-    with modules(contents, "gac.integrations.verl"):
-        yield importlib.import_module("gac.integrations.verl")
+    with modules(CONTENTS, "gac.integrations.verl") as adapter:
+        yield adapter
 
 
 ROWS = [
@@ -302,27 +303,6 @@ def test_rows_are_padded_to_whole_micro_batches(verl: Any, options: Any) -> None
     data = mixed.demo_data(Batch(micro_batch_size_per_gpu=2))
     assert rows_of(data, "input_ids")[2:] == [[words.eos_token_id]] * 2
     assert len(rows_of(data, "loss_mask")) == 4 and data["micro_batch_size_per_gpu"] == 2
-
-
-def test_the_demonstration_loss(verl: Any, options: Any) -> None:
-    """A row's first token is no target, so that rows do not mix."""
-    mixed = mixture(verl, options)
-    mixed.norm = 4.0
-
-    def jagged(*rows: list[Any]) -> torch.Tensor:
-        parts = [torch.tensor(row) for row in rows]
-        return torch.nested.as_nested_tensor(parts, layout=torch.jagged)
-
-    mask = jagged([False, True, True], [False], [False, False, True])
-    data = Batch(input_ids=jagged([3, 4, 5], [6], [7, 8, 9]), loss_mask=mask)
-    values = torch.tensor([0.5, 0.25, 0.9, 0.8, 0.7, 0.2, 0.6]).log()
-    offsets = data["input_ids"].offsets()
-    logps = torch.nested.nested_tensor_from_jagged(values, offsets)
-    loss, metrics = mixed.demo_loss({"log_probs": logps}, data, "group")
-    expected = -(math.log(0.5) + math.log(0.25) + math.log(0.2)) / 4
-    assert loss.item() == pytest.approx(0.25 * expected) and metrics == {}
-    log = mixed.mixer.close()
-    assert (log["demo_tokens"], log["demo_loss"]) == (3, pytest.approx(expected))
 
 
 def test_the_mixer_of_a_run(verl: Any, options: Any) -> None:

@@ -249,12 +249,18 @@ class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
         return {name: x[index] for name, x in self.rows.items()}
 
 
-def train(model: nn.Module, folder: Path, **options: Any) -> tuple[Trainer, list[dict[str, Any]]]:
-    """Train on the rows; returns the trainer and the log of each step."""
+def make_trainer(
+    model: nn.Module, folder: Path, kind: type[Trainer] = Trainer, rows: int = 24, **options: Any
+) -> Trainer:
     settings = {"max_steps": 20, "per_device_train_batch_size": 2, "learning_rate": 1e-3}
     settings |= {"logging_steps": 1, "report_to": [], "save_strategy": "no", "use_cpu": True}
     arguments = TrainingArguments(str(folder), **{**settings, "disable_tqdm": True, **options})
-    trainer = Trainer(model, arguments, train_dataset=Rows(24), eval_dataset=Rows(5))
+    return kind(model, arguments, train_dataset=Rows(rows), eval_dataset=Rows(5))
+
+
+def train(model: nn.Module, folder: Path, **options: Any) -> tuple[Trainer, list[dict[str, Any]]]:
+    """Train on the rows; returns the trainer and the log of each step."""
+    trainer = make_trainer(model, folder, **options)
     trainer.train()
     return trainer, [row for row in trainer.state.log_history if "grad_norm" in row]
 

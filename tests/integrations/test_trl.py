@@ -259,25 +259,6 @@ def test_a_checkpoint_without_controller_is_not_resumed(model: Path, tmp_path: P
     shutil.rmtree(saved)
 
 
-def test_messages_give_the_same_tokens_as_prompt_and_completion(model: Path, tmp_path: Path):
-    """The last message, up to EOS, is the target; all earlier messages form the prompt."""
-    from gac.integrations.demonstrations import encode
-
-    tokenizer = task.make_tokenizer()
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ '+' if m.role == 'user' else '=' }}{{ m.content }}"
-        "{% if m.role == 'assistant' %}<eos>-{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}={% endif %}"
-    )
-    turns = [{"role": "user", "content": "12"}, {"role": "assistant", "content": "3"}]
-    encoded = encode({"messages": turns}, "row", tokenizer)
-    assert tokenizer.decode(encoded["ids"]) == "+12=3<eos>"
-    assert tokenizer.decode(encoded["ids"][: encoded["start"]]) == "+12="
-    split = {"prompt": turns[:1], "completion": turns[1:]}
-    assert encode(split, "row", tokenizer) == encoded
-    assert encode({"prompt": "+12=", "completion": "3"}, "row", tokenizer) == encoded
-
-
 def test_demonstrations_are_formatted_like_the_prompts(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):

@@ -18,17 +18,15 @@ from trl import GRPOTrainer  # noqa: E402 - after the skip
 
 from gac import Mixer  # noqa: E402 - after the skip
 from gac.data.order import Order  # noqa: E402 - after the skip
+from gac.integrations import trl as gac_trl  # noqa: E402 - after the skip
 from gac.integrations import (  # noqa: E402 - after the skip
-    hf_trainer,
     trl_grpo,
     trl_head,
 )
-from gac.integrations import trl as gac_trl  # noqa: E402 - after the skip
 from gac.integrations.trl import FusedGRPOTrainer, GACMixin  # noqa: E402 - after the skip
 from gac.integrations.trl_grpo import FusedLoss, Inexpressible  # noqa: E402 - after the skip
 from gac.integrations.trl_head import FusedLogProbs, head_override  # noqa: E402 - after the skip
 from gac.methods import DEFAULT, METHODS, Constant  # noqa: E402 - after the skip
-from gac.models.causal_lm import Head  # noqa: E402 - after the skip
 
 
 class Host:
@@ -130,46 +128,6 @@ def test_rollouts_of_one_prompt_are_one_unit(monkeypatch: Any) -> None:
     trainer.rollout_out = None
     with pytest.raises(ValueError, match="controller=gac-gated-sketch requires the fused loss"):
         trainer._compute_loss(None, batch(**prompts))
-
-
-@pytest.mark.parametrize("sketched", [True, False])
-def test_the_demonstration_loss_of_a_micro_batch(monkeypatch: Any, sketched: bool) -> None:
-    """Three demonstrations of 2, 1 and 1 tokens over two ranks; this rank has the second."""
-    controller = METHODS["gac-gated-sketch" if sketched else "gac"]()
-    trainer: Any = Trainer(controller, training=True)
-    rows = [gac_trl.row_of({"ids": ids, "start": 1}) for ids in ([3, 4, 5], [6, 7], [8, 9])]
-    trainer._step_demos, trainer._micro_batch = rows, 0
-    trainer.accelerator = SimpleNamespace(num_processes=2, process_index=1, device="cpu")
-    trainer.current_gradient_accumulation_steps = 1
-    trainer.processing_class = SimpleNamespace(pad_token_id=None, eos_token_id=1)
-    seen: dict[str, Any] = {}
-    out = SimpleNamespace(loss=torch.tensor(4.0), moments="moments")
-
-    def run_head(model: Any, **inputs: Any) -> Head:
-        seen.update(inputs)
-        hidden = torch.ones(*inputs["input_ids"].shape, 2, dtype=torch.bfloat16)
-        return Head(hidden=hidden, weight=torch.ones(3, 2))
-
-    def loss(self: Head, targets: Any, *_: Any, **options: Any) -> Any:
-        assert self.hidden is not None and self.hidden.dtype == torch.float32  # the weight's
-        seen.update(options=options)
-        return out
-
-    monkeypatch.setattr(hf_trainer, "run_head", run_head)
-    monkeypatch.setattr(Head, "loss", loss)
-    calls: list[Any] = []
-    monkeypatch.setattr(trainer.mixer, "observe", calls.append)
-    monkeypatch.setattr(trainer.mixer, "observe_sketches", lambda *call: calls.append(call))
-    assert GACMixin._demo_loss(trainer, None) is out.loss
-    assert seen["input_ids"].tolist() == [[6, 7]]
-    expected = {"spec": trainer.mixer.spec, "demo_norm": 4 / 2, "sketch": trainer.mixer.sketch}
-    assert seen["options"] == {"mu": 1.0, **expected}
-    assert calls == ["moments", *([([-1], True, out)] if sketched else [])]
-    trainer.accelerator.process_index = 0
-    GACMixin._demo_loss(trainer, None)
-    assert seen["input_ids"].tolist() == [[3, 4, 5], [8, 9, 1]]
-    trainer._micro_batch = 2
-    assert GACMixin._demo_loss(trainer, None).item() == 0
 
 
 def test_the_head_computes_in_the_dtype_of_autocast() -> None:
