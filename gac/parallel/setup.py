@@ -347,14 +347,14 @@ def reshard(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def gathered(model: nn.Module, config: ParallelConfig) -> Iterator[None]:
+def gathered(model: nn.Module, gather: bool) -> Iterator[None]:
     """Keep all weights gathered inside the block.
 
-    Each rank may then call the model a different number of times. Without `gather_for_rollouts`,
-    nothing stays gathered and all ranks must make the same calls.
+    Each rank may then call the model a different number of times. If `gather` is false, nothing
+    stays gathered and all ranks must make the same calls.
     """
     model_units = units(model)
-    if not config.gather_for_rollouts:
+    if not gather:
         yield
         reshard(model)
         return

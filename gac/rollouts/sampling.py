@@ -119,37 +119,56 @@ def is_flat(group: Sequence[Sample]) -> bool:
 
 
 class EqualRewardWarning:
-    """Warns once if rewards were equal within every group for `PATIENCE` consecutive samplings."""
+    """Warns if rewards were equal within every group for `PATIENCE` consecutive samplings.
+
+    Each of its messages is given once: a solved task, a reward that has been the same so far for
+    every rollout of the run, and prompts of an unsuitable difficulty.
+
+    demos: whether the run also trains on demonstrations, which may still teach.
+    """
 
     PATIENCE = 10
 
-    def __init__(self) -> None:
-        self.without, self.warned = 0, False
+    def __init__(self, demos: bool = False) -> None:
+        self.demos, self.given = demos, set[str]()
+        self.steps, self.problem = 0, ""
         self.lowest, self.highest = math.inf, -math.inf
 
     def update(self, stats: SamplingStats, rewards: Sequence[float] = ()) -> None:
         """Update the count with the statistics of one sampling; warn when it reaches `PATIENCE`."""
         self.lowest = min((self.lowest, *rewards))
         self.highest = max((self.highest, *rewards))
-        solved = self.lowest < self.highest and min(rewards, default=self.lowest) == self.highest
         silent = stats.groups > 0 and stats.flat_groups == stats.groups
-        self.without = self.without + 1 if silent else 0
-        if self.without >= self.PATIENCE and not self.warned and rank() == 0:
-            self.warned = True
-            if solved:
-                logger.warning(
-                    "all rollouts have earned the highest reward, %g, for %d steps: the training "
-                    "prompts are solved; stop here or choose harder ones",
-                    self.highest,
-                    self.without,
-                )
-                return
-            logger.warning(
-                "all rollouts of each prompt have had the same reward for %d steps, so they teach "
-                "nothing: check the reward on samples.jsonl, choose prompts of another difficulty, "
-                "or set rollouts.dynamic_sampling_retries",
-                self.without,
+        problem = self._explain(rewards) if silent else ""
+        self.steps = self.steps + 1 if problem == self.problem else 1
+        self.problem = problem
+        if problem and self.steps >= self.PATIENCE and problem not in self.given and rank() == 0:
+            self.given.add(problem)
+            logger.warning("for %d steps, %s", self.steps, problem)
+
+    def _explain(self, rewards: Sequence[float]) -> str:
+        if self.lowest < self.highest and min(rewards, default=self.lowest) == self.highest:
+            return (
+                f"all rollouts have earned the highest reward, {self.highest:g}: the training "
+                "prompts are solved; stop here or choose harder ones"
             )
+        check = "check the reward with `gac rewards check` and on samples.jsonl"
+        if self.lowest < self.highest:
+            return (
+                "all rollouts of each prompt have had the same reward, so they teach nothing: "
+                "choose prompts of another difficulty, set rollouts.dynamic_sampling_retries, or "
+                f"{check}"
+            )
+        same = f"every rollout of the run has had the reward {self.lowest:g}"
+        if self.demos:
+            return (
+                f"{same}, so only the demonstrations teach: wait for the first solved prompt, and "
+                f"if none comes, {check}"
+            )
+        return (
+            f"{same}, so nothing teaches: {check}, choose easier prompts, or train on "
+            "demonstrations first"
+        )
 
 
 def engine_logps(rows: Sequence[Row], batch: Batch) -> Tensor:
@@ -218,8 +237,12 @@ class Sampler:
         plan: Sampling,
         credit: Crediting,
         more: Callable[[int], Sequence[Example]] | None = None,
+        demos: bool = False,
     ) -> None:
-        """`more(n)` returns this rank's next n prompts, for resampling; all ranks call `more`."""
+        """`more(n)` returns this rank's next n prompts, for resampling; all ranks call `more`.
+
+        demos: whether the run also trains on demonstrations.
+        """
         self.config, self.engine, self.tokenizer, self.reward = config, engine, tokenizer, reward
         self.plan, self.credit, self.more = plan, credit, more
         self.stages = plan.stages or (Stage(config.num_generations),)
@@ -227,7 +250,7 @@ class Sampler:
         self.stops = set(stop_tokens(tokenizer, config.stop))
         self.samples: list[dict[str, Any]] = []
         """The first prompts of the last step, with completions and rewards, for people to read."""
-        self.equal_rewards = EqualRewardWarning()
+        self.equal_rewards = EqualRewardWarning(demos)
         if config.top_p < 1 and self.rank == 0:
             logger.warning(
                 "rollouts.top_p=%g: rollouts come from a truncated distribution, but the loss uses "

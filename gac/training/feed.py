@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from gac.data.examples import Example, load_demos, load_prompts, prompt_order, row_order
+from gac.data.examples import Example, Examples, load_demos, load_prompts, prompt_order, row_order
 from gac.data.order import MixedOrder, Order
 from gac.data.rows import Row, assign_rows, demo_row
 from gac.methods.base import StepNeeds
@@ -74,7 +75,12 @@ class Feed:
                 )
         if sampling.demos == "separate":
             self.separate_demos = True
-            demos, limit = load_demos(config.data, tokenizer), sampling.limit_demos
+            limit = sampling.limit_demos
+            same = needs.rollouts and config.data.prompts and config.data.demos is None
+            if same and any(e.demo for e in self.prompts):  # rows that are tokenized already
+                demos = Examples((e for e in self.prompts if e.demo), {})
+            else:
+                demos = load_demos(config.data, tokenizer)
             self.demos: Sequence[Example] = demos if limit is None else demos[:limit]
             if sampling.epochs is not None:
                 epoch_steps = max(sampling.epochs * len(self.demos) // self.demo_batch_size, 1)
@@ -134,10 +140,11 @@ class Feed:
         check_tokens(config.model, self.tokenizer, itertools.chain(*self.sources()))
         rollouts = config.rollouts
         check_positions(config.model, self.longest_row(rollouts.max_completion_length))
-        longest = self.longest_start() + rollouts.max_completion_length
+        longest = self.longest_start + rollouts.max_completion_length
         check_budget(rollouts.generation_batch_tokens, longest, rollouts.num_generations)
         return longest
 
+    @functools.cached_property
     def longest_start(self) -> int:
         """Maximum number of tokens before a response: the prompt and any demonstration prefix."""
         if "prompt_order" not in self.orders:
@@ -146,7 +153,7 @@ class Feed:
 
     def longest_row(self, response: int) -> int:
         """Maximum row length in the run, with responses of at most `response` tokens."""
-        lengths = [self.longest_start() + response if "prompt_order" in self.orders else 0]
+        lengths = [self.longest_start + response if "prompt_order" in self.orders else 0]
         if self.uses_teacher:
             lengths += [2 * len(e.prompt) + len(e.demo or ()) + response for e in self.prompts]
         sources = self.sources()[0 if self.trains_on_prompt_demos else 1 :]

@@ -18,7 +18,7 @@ from gac_kernels import LossOutput
 
 logger = logging.getLogger(__name__)
 
-
+CHUNK = 1 << 24  # elements of a parameter whose gradients are copied at once
 Gradient = list[Tensor | None]  # one entry per parameter; None if the loss does not depend on it
 # adds the gradient of rows, for a mix, to `.grad`; if the last argument is true, without phi and
 # without clipping
@@ -87,10 +87,12 @@ class GradientParts:
             present = [(i, g) for i, g in enumerate(column) if g is not None]
             if not present:
                 continue
-            index = [i for i, _ in present]
-            rows = torch.stack([local(g).float().flatten() for _, g in present])
-            square = (rows @ rows.T).double() / copies(present[0][1])
-            total[torch.tensor(index)[:, None], torch.tensor(index)] += square
+            index = torch.tensor([i for i, _ in present])
+            flat = [local(g).flatten().split(CHUNK) for _, g in present]
+            for chunks in zip(*flat, strict=True):
+                rows = torch.stack(chunks).float()
+                square = (rows @ rows.T).double() / copies(present[0][1])
+                total[index[:, None], index] += square
         return all_reduce_sum(total).cpu()
 
     def bias(self, live: Sequence[Row], accumulate: Accumulate) -> Tensor:

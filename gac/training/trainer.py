@@ -109,17 +109,14 @@ class Trainer:
         longest = self.feed.check_budgets(config)
         self.kl_in_loss = loss_of(config).spec.kl_coef != 0
         needs = StepNeeds.union(map(self.needs, range(config.steps)))
-        # without rollouts, no server is contacted
-        rollout_config = config.rollouts
-        if not needs.rollouts:
-            rollout_config = dataclasses.replace(rollout_config, engine="generate")
+        rollouts = config.rollouts
+        if not needs.rollouts:  # no server is contacted
+            rollouts = dataclasses.replace(rollouts, engine="generate")
         engine = Engine(
-            rollout_config,
-            self.tokenizer,
-            served=config.model.path,
-            longest=longest,
-            folder=self.out,
+            rollouts, self.tokenizer, served=config.model.path, longest=longest, folder=self.out
         )
+        # a server samples without the weights of this process
+        self.gathers = config.parallel.gather_for_rollouts and rollouts.engine != "vllm"
         self.model = load_policy(config, self.accelerator)
         self.policy = self.accelerator.unwrap_model(self.model)
         self.reference = load_reference(config, self.accelerator, needs.kl)
@@ -145,6 +142,7 @@ class Trainer:
             self.plan,
             self.method.credit,
             self.feed.more_examples,
+            needs.demos,
         )
         self.rollouts: Rollouts | None = None
         self.tally = Tally(reward)
@@ -319,7 +317,7 @@ class Trainer:
         if not self.evaluator:
             return None
         self.heartbeat.activity = f"step {self.step}, evaluation"
-        with setup.gathered(self.model, self.config.parallel):
+        with setup.gathered(self.model, self.gathers):
             results = self.evaluator(self.policy)
         self.record.evaluation({"step": self.step, **results})
         return results.get("accuracy")
@@ -346,7 +344,7 @@ class Trainer:
         policy = contextlib.nullcontext(self.model)
         with (
             self.gradients.forward.reference_model() if initial else policy as model,
-            setup.gathered(model, self.config.parallel),
+            setup.gathered(model, self.gathers),
         ):
             unwrapped = self.policy if model is self.model else model
             rollouts = self.sampler(unwrapped, examples, self.step)

@@ -60,7 +60,7 @@ def greedy(run_config, prompts):
     trainer = Trainer(run_config)
     rank, count = trainer.accelerator.process_index, trainer.accelerator.num_processes
     own_prompts = [e.prompt for e in trainer.feed.prompts][:prompts][rank::count]
-    with setup.gathered(trainer.model, run_config.parallel):
+    with setup.gathered(trainer.model, run_config.parallel.gather_for_rollouts):
         return generate(
             trainer.accelerator.unwrap_model(trainer.model),
             trainer.tokenizer,

@@ -48,7 +48,7 @@ def test_frac_reward_zero_std_are_counted_and_warned_about(task, tmp_path, caplo
     with caplog.at_level(logging.WARNING):
         rows = run(task, tmp_path, reward="tests.rollouts.test_groups:constant", steps=11)
     assert {row["frac_reward_zero_std"] for row in rows} == {1.0}
-    assert caplog.text.count("have had the same reward for 10 steps") == 1
+    assert caplog.text.count("for 10 steps, every rollout of the run has had the reward 1") == 1
 
 
 def test_prompts_without_signal_are_replaced(task, tmp_path):

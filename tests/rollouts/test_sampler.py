@@ -277,7 +277,7 @@ def test_the_rows_of_a_pair_share_a_unit() -> None:
     ]
     script = Script(RESPONSES[2:4], [0.5, 0.5], [[1.0, 2.0]], [9.0], [1.0], [1.0])
     assert script.run(Sampling(pairs=True), [B], num_generations=2).rows == []
-    assert script.sampler.equal_rewards.without == 1
+    assert script.sampler.equal_rewards.steps == 1
 
 
 def test_random_prefixes_depend_on_the_step_and_the_prompt() -> None:
@@ -315,11 +315,18 @@ def test_one_rank_warns_once_after_ten_samplings_without_signal(monkeypatch, cap
     assert ("for 10 steps" in caplog.text) == (rank == 0)
 
 
-def test_solved_prompts_are_not_blamed_on_the_reward(monkeypatch, caplog) -> None:
+def test_a_solved_task_and_a_reward_of_0_are_told_apart(monkeypatch, caplog) -> None:
+    """One message for each; with demonstrations, a reward of 0 need not be an error."""
     monkeypatch.setattr(sampling, "rank", lambda: 0)
-    watch, silent = EqualRewardWarning(), SamplingStats(groups=1, flat_groups=1)
-    watch.update(SamplingStats(groups=1), [0.0, 1.0])
-    for _ in range(11):
-        watch.update(silent, [1.0, 1.0])
-    (record,) = caplog.records
-    assert "highest reward, 1, for 10 steps" in record.getMessage()
+    silent = SamplingStats(groups=1, flat_groups=1)
+    for demos, cause in ((True, "only the demonstrations teach"), (False, "nothing teaches")):
+        caplog.clear()
+        watch = EqualRewardWarning(demos)
+        for rewards in ([0.0, 0.0], [1.0, 1.0], [0.0, 1.0]):
+            for _ in range(11):
+                watch.update(silent, rewards)
+        first, solved, mixed = (record.getMessage() for record in caplog.records)
+        assert first.startswith("for 10 steps, every rollout of the run has had the reward 0")
+        assert cause in first and "solved;" not in first
+        assert "highest reward, 1" in solved and "check the reward" not in solved
+        assert "another difficulty" in mixed

@@ -273,7 +273,7 @@ def test_two_processes_with_sharded_weights(task, tmp_path):
     single_process = dict(vllm.Weights(Trainer(tiny_config(task, tmp_path / "one")).model))
     # 2 vocabulary checks (one per rank), 1 weight check (rank 0) and 4 prompts; then 1 weight check
     # and 2 of the next 4 prompts
-    parallel = {"mode": "fsdp", "gather_for_rollouts": False}
+    parallel = {"mode": "fsdp"}
     with serving(task / "init", exits_after=2 + 5 + 1 + 2) as server:
         run_config = config(task, tmp_path / "two", server.url, parallel=parallel)
         (sent, row, error), (other_sent, other_row, other_error) = ranks.run(
