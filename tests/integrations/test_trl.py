@@ -23,6 +23,7 @@ from gac.demo import task  # noqa: E402 - after the skips
 from gac.integrations.demonstrations import row_of  # noqa: E402 - after the skips
 from gac.integrations.trl_head import missing_hook  # noqa: E402 - after the skips
 from gac.methods import GAC, METHODS, Constant  # noqa: E402 - after the skips
+from gac_kernels import GradientFilter  # noqa: E402 - after the skips
 from tests import ranks as processes  # noqa: E402 - after the skips
 from tests.integrations import plain, tiny, trl_task  # noqa: E402 - after the skips
 
@@ -147,16 +148,6 @@ def test_lora_gradient_matches_plain_torch(model: Path, tmp_path: Path):
     )
     gradient = {n: g for n, g in recorder.gradients[0].items() if ".ref." not in n}
     assert plain.relative_error(gradient, plain.gradient(reference, expected)) < TOLERANCE
-
-
-def test_trainer_options_are_compatible(model: Path, tmp_path: Path):
-    """bfloat16 autocast, gradient checkpointing and a float32 head together."""
-    options = {"bf16": True, "gradient_checkpointing": True, "cast_lm_head_to_fp32": True}
-    trainer, _ = trl_task.make_trainer(model, tmp_path, max_steps=2, **options)
-    trainer.train()
-    values = trl_task.column(trainer, "gac/demo_loss") + trl_task.column(trainer, "grad_norm")
-    assert len(values) == 4
-    assert all(0 < value < 100 for value in values)
 
 
 def test_compiled_model(tmp_path: Path):
@@ -307,6 +298,29 @@ def test_the_gate_reads_the_head_sketch(model: Path, tmp_path: Path):
     assert cosines
     assert all(-1 <= x <= 1 for x in cosines)
     assert any(x != 0 for x in cosines)
+
+
+@pytest.mark.skipif(missing_hook() is not None, reason="needs the fused loss")
+@pytest.mark.parametrize("mu", [0.0, 1.0], ids=["rollouts", "demonstrations"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"bf16": True, "gradient_checkpointing": True, "cast_lm_head_to_fp32": True}],
+    ids=["float32", "mixed precision, checkpointing"],
+)
+def test_the_gradient_filter_reaches_each_loss(
+    model: Path, tmp_path: Path, mu: float, options: dict[str, Any]
+):
+    """The filter changes the gradient of the hidden states, but not the loss."""
+    runs = []
+    for settings in (None, GradientFilter(eps=1.0, max_columns=1.0, max_dropped=1.0)):
+        trainer, recorder = trl_task.make_trainer(
+            model, tmp_path, controller=Constant(mu=mu), gradient_filter=settings, **options
+        )
+        trainer.train()
+        runs.append((trl_task.column(trainer, "gac/demo_loss"), recorder.gradients[0]))
+    (loss, exact), (same, filtered) = runs
+    assert loss == same and 0 < loss[0] < 100
+    assert 1e-3 < plain.relative_error(filtered, exact) < 1
 
 
 def test_unsupported_options_are_rejected(model: Path, tmp_path: Path):

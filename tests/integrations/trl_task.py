@@ -73,6 +73,7 @@ def make_trainer(
     peft_config: Any = None,
     demo_dataset: Any = None,
     demo_batch: int = 5,
+    gradient_filter: Any = None,
     **changes: Any,
 ) -> tuple[Any, GradientRecorder]:
     """Build a trainer (one step by default) and its gradient recorder.
@@ -105,6 +106,7 @@ def make_trainer(
             "demo_dataset": demos() if demo_dataset is None else demo_dataset,
             "demo_batch": demo_batch,
             "controller": Constant(mu=0.3) if controller is None else controller,
+            "gradient_filter": gradient_filter,
         }
     trainer = trainer_class(
         model=AutoModelForCausalLM.from_pretrained(model),
