@@ -63,11 +63,9 @@ class SolverClient:
     def ask(self, operation: str, /, *arguments: Any, **keywords: Any) -> Any:
         """Send one request and return the answer; raises the program's exception."""
         with self._turn:
-            if operation != "patch":
-                self._send_patches()
             self.requests += operation != "find"
-            request = lent.pickled((operation, arguments, keywords), self._reduce)
-            value, changed = self.answer(request)
+            request = (self._new_patches(), operation, arguments, keywords)
+            value, changed = self.answer(lent.pickled(request, self._reduce))
             if changed and (value is None or self.row.returns):
                 old = [*arguments[1:], *keywords.values()]
                 for argument, new in zip(old, changed, strict=True):
@@ -86,13 +84,15 @@ class SolverClient:
                 object.__setattr__(value, "_constructed_", constructed)
             return value
 
-    def _send_patches(self) -> None:
-        """Make the changes that the tests have made to modules in the solver too."""
-        for (module, name), known in list(self._patched.items()):
-            current = getattr(sys.modules[module], name, None)
-            if current is not known:
-                self._patched[module, name] = current
-                self.ask("patch", module, name, current)
+    def _new_patches(self) -> list[tuple[str, str, Any]]:
+        """What the tests have newly assigned to attributes of modules: module, name and value."""
+        new = [
+            (module, name, current)
+            for (module, name), known in self._patched.items()
+            if (current := getattr(sys.modules[module], name, None)) is not known
+        ]
+        self._patched |= {(module, name): current for module, name, current in new}
+        return new
 
     def answer(self, request: bytes | None = None) -> tuple[Any, Any]:
         """Send `request`, if any, and return the solver's answer and the changed arguments.
@@ -132,8 +132,6 @@ class SolverClient:
         for description in classes:
             self._define(*description)
         kind, value, printed, changed = decode(nodes, self._resolve)
-        if kind not in ("value", "raise", "callback") or type(printed) is not str:
-            raise TypeError("neither a value nor an error")
         sys.stdout.write(printed)
         return kind, value, changed
 
@@ -158,8 +156,6 @@ class SolverClient:
         return getattr(self, f"_read_{tag}")(*parts)
 
     def _remember(self, number: int, make: Callable[[], Any]) -> Any:
-        if type(number) is not int:
-            raise TypeError("an object of the program needs a number")
         if number not in self._objects:
             self._objects[number] = make()
         return self._objects[number]
@@ -264,10 +260,7 @@ class SolverClient:
             "__module__": "program",
             "__doc__": vars(Remote)["__doc__"],
         }
-        try:
-            self._classes[number] = RemoteClass(name, parents, members)
-        except TypeError:  # bases that cannot be combined here
-            self._classes[number] = RemoteClass(name, (last,), members)
+        self._classes[number] = RemoteClass(name, parents, members)
 
 
 def _updated(value: Any, new: Any) -> Any:

@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import errno
 import fcntl
-import functools
 import json
 import os
 import re
@@ -269,20 +268,11 @@ def _check(code: int, what: str) -> None:
         raise OSError(-code, f"libseccomp: {what}: {os.strerror(-code)}")
 
 
-@functools.cache
-def filter_header(program: bytes) -> tuple[bytes, Any]:
-    """The kernel's description of a filter, and the memory it refers to.
-
-    A call before a fork fills the cache for all children.
-    """
-    buffer = ctypes.create_string_buffer(program, len(program))
-    # struct sock_fprog: the number of 8-byte instructions, padding, their address
-    return struct.pack("@HP", len(program) // 8, ctypes.addressof(buffer)), buffer
-
-
 def install_filter(program: bytes) -> None:
     """Install the filter from `compile_filter` in this process. It cannot be removed."""
-    header, _ = filter_header(program)
+    buffer = ctypes.create_string_buffer(program, len(program))
+    # struct sock_fprog: the number of 8-byte instructions, padding, their address
+    header = struct.pack("@HP", len(program) // 8, ctypes.addressof(buffer))
     _prctl(_PR_SET_SECCOMP, 2, header)
 
 

@@ -104,7 +104,8 @@ class Remote(RemoteBase):
 
 def _contents(value: Any) -> Any:
     """The contents of a subclass of list, dict, set or similar, as the plain base type."""
-    return ask("contents", value) if isinstance(value, Remote) and value._container_ else value
+    kind = isinstance(value, Remote) and value._container_
+    return ask("contents", value, kind) if kind else value
 
 
 def _may_decide(name: str, value: Any) -> bool:

@@ -135,7 +135,9 @@ class Solver:
         """Perform one request and send the result."""
         self._busy = True
         try:
-            operation, arguments, keywords = pickle.loads(request)
+            patches, operation, arguments, keywords = pickle.loads(request)
+            for module, name, value in patches:
+                setattr(sys.modules[module], name, value)
             value = _perform(operation, *arguments, **keywords)
             changed = self._changed(request, [*arguments[1:], *keywords.values()])
         except (ChannelClosed, WireError):
@@ -180,7 +182,7 @@ class Solver:
         """The arguments that the call has changed in place, None for the others; or None."""
         if not any(map(is_mutable, arguments)):
             return None
-        _, before, keywords = pickle.loads(request)
+        _, _, before, keywords = pickle.loads(request)
         pairs = zip([*before[1:], *keywords.values()], arguments, strict=True)
         changed = [new if is_mutable(new) and not _same(old, new) else None for old, new in pairs]
         return changed if any(value is not None for value in changed) else None
@@ -271,7 +273,6 @@ _OPERATIONS: dict[str, Any] = {
     "share": _shared_classes.update,
     "find": lambda name: _live(vars(sys.modules["program"])[name]),
     "get": lambda value, name: _live(getattr(value, name)),
-    "patch": lambda module, name, value: setattr(sys.modules[module], name, value),
     "change": lambda value, name, /, *arguments, **keywords: getattr(value, name)(
         *arguments, **keywords
     ),
@@ -280,7 +281,11 @@ _OPERATIONS: dict[str, Any] = {
     )(value, *arguments, **keywords),
     "copy": copy.copy,
     "deepcopy": copy.deepcopy,
-    "contents": lambda value: _contents(value),
+    "contents": lambda value, kind: (
+        plain(value, kind)
+        if isinstance(value, kind)
+        else kind(value.items() if kind is dict else value)
+    ),
     "dir": dir,
     "isinstance": isinstance,
     "__eq__": lambda left, right: left == right,
@@ -316,15 +321,6 @@ def _complete(awaitable: Any) -> Any:
 def _live(value: Any) -> Any:
     """`value`, marked as `Live` if it is a list, dict or set."""
     return Live([value]) if type(value) in (list, dict, set) else value
-
-
-def _contents(value: Any) -> Any:
-    for kind in CONTAINERS:
-        if isinstance(value, kind):
-            return plain(value, kind)
-    if isinstance(value, Mapping):
-        return dict(value.items())
-    return set(value) if isinstance(value, Set) else list(value)
 
 
 def is_mutable(value: Any) -> bool:

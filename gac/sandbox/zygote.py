@@ -107,7 +107,6 @@ class Zygote:
     def prepare(self) -> None:
         """Drop this process's privileges and prepare what children need to confine themselves."""
         self.filter = confine.compile_filter()
-        confine.filter_header(self.filter)
         self.layers["seccomp"] = "seccomp"
         for layer, take in (("landlock", self._prepare_landlock), ("uid", self._prepare_uid)):
             try:

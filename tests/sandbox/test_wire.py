@@ -8,7 +8,6 @@ import math
 import os
 from array import array as typed_array
 from fractions import Fraction
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gac.sandbox import wire
-from gac.sandbox.client import SolverClient
 from gac.sandbox.judge import judge
 from gac.sandbox.lent import Lender
 from gac.sandbox.row import JudgeSpec, compile_row
@@ -315,17 +313,6 @@ def test_an_error_that_would_end_a_loop_becomes_another_one():
 )
 def test_numbers_in_other_bases_and_arrays_round_trip(value):
     assert round_trip(value) == value and type(round_trip(value)) is type(value)
-
-
-def test_a_class_whose_bases_cannot_be_combined_gets_one_of_them():
-    row = SimpleNamespace(patches=[])
-    client = SolverClient(Channel(*os.pipe()), row)
-    for number, (name, bases) in enumerate({"int": [], "str": [], "Both": [0, 1]}.items()):
-        base = f"builtins:{name.replace('Both', 'str')}"
-        client._define(number, name, bases, base, "", [], [])
-    both = client._read_class(2)
-    assert both.__mro__[0] is both and issubclass(both, str) and not issubclass(both, int)
-    assert type.__repr__(both) == "<class 'program.Both'>"
 
 
 @pytest.mark.parametrize("number", [True, -1, 1.0, "0", None])
