@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import backends, checks, linear, loss
 from ._ops import add_op_namespace_prefix, ops
-from .autograd import flatten, loss_output, refuse_double_backward
+from .autograd import loss_output, refuse_double_backward
 from .contract import LossOutput, LossSpec, compute_dtype
 from .inputs import BatchInputs, NeedsGrad, Operands
 from .scalars import decode, encode
@@ -96,7 +96,7 @@ def _loss(*arguments: Any) -> tuple[Tensor, ...]:
     with eager, torch.no_grad(), torch.autocast(op.rows.device.type, enabled=False):
         arguments = op, inputs._replace(**scalars), spec, NeedsGrad(*needs), True, head_sketch, out
         result = loss.fused_loss(*arguments)
-    *values, logps, entropy, rollouts, demo_nll, totals, sketches, _ = flatten(result)
+    *values, logps, entropy, rollouts, demo_nll, totals, sketches, _ = result.outputs
     return (
         torch.stack(values),
         *(logps.clone(), entropy.clone(), rollouts, demo_nll, totals),
