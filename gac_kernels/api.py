@@ -14,6 +14,7 @@ from torch import Tensor
 from . import checks, loss, ops, reference
 from .arguments import batch_operands, operands
 from .autograd import Fused, TokenLogprobs, loss_output
+from .backends import reference as reference_backend
 from .contract import LossOutput, LossSpec, TokenLossOutput
 from .filter import FilterReport, GradientFilter
 from .inputs import NeedsGrad, complete
@@ -113,23 +114,12 @@ def fused_gac_loss(
     if torch.compiler.is_compiling():
         return ops.fused_loss(op, inputs, spec, moments)
     checks.values(targets, logits.shape[-1], inputs)
-    out = None
-    if logits.requires_grad and torch.is_grad_enabled():
-        reuse = overwrite and _has_distinct_elements(op.rows)
-        out = op.rows.detach() if reuse else torch.empty_like(op.rows)
-    needs = NeedsGrad(out is not None, False, False)
-    flat = Fused.apply(*op[:3], op, loss.fused_loss, inputs, spec, needs, moments, None, out)
+    if op.backend is reference_backend:  # by autograd: the definition of the loss
+        keywords = {**inputs._asdict(), "spec": spec, "softcap": op.softcap, "moments": moments}
+        return reference.fused_gac_loss(logits, **keywords)
+    arguments = inputs, spec, NeedsGrad.of(*op[:3]), moments, None, overwrite
+    flat = Fused.apply(*op[:3], op, loss.fused_loss, *arguments)
     return loss_output(flat, targets.shape)
-
-
-def _has_distinct_elements(x: Tensor) -> bool:
-    """Whether no two elements of `x` share memory, unlike in an expanded tensor."""
-    span = 1
-    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
-        if size > 1 and stride < span:
-            return False
-        span += stride * (size - 1)
-    return True
 
 
 def token_logprobs(
@@ -186,6 +176,10 @@ def _logprobs(
         logps, entropy, *extra = ops.token_logprobs(op, more)
     else:
         checks.values(targets, rows[0].shape[-1] if rows[1] is None else rows[1].shape[0])
+        if op.weight is None and op.backend is reference_backend:
+            keywords: Any = {"temperature": op.scaling(), "softcap": op.softcap, "outputs": outputs}
+            exact = reference.token_logprobs(op.rows.flatten(0, 1), op.targets, **keywords)
+            return tuple(x.view(targets.shape) for x in exact)
         logps, entropy, *extra = TokenLogprobs.apply(*op[:3], op, more)
     flat = logps, entropy, *reference.select_outputs(extra, outputs)
     return tuple(x.view(targets.shape) for x in flat)

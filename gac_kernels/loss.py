@@ -43,7 +43,7 @@ def fused_loss(
     needs: NeedsGrad,
     moments: bool = True,
     sketch: HeadSketch | None = None,
-    out: Tensor | None = None,  # buffer for the gradient of logits
+    overwrite: bool = False,  # the logits, by their gradient
 ) -> Result:
     """Compute the loss and its gradients in 6 N H V FLOPs.
 
@@ -55,7 +55,10 @@ def fused_loss(
     """
     tokens = with_factors(op.backend.plan(inputs, spec, compute_dtype(op.dtype)), inputs, spec)
     op = op._replace(temperature=spec.temperature, temperatures=tokens.temperature)
-    kind = coupling(tokens, spec)
+    out, kind = None, coupling(tokens, spec)
+    if op.weight is None and needs.rows:  # a buffer for the gradient of the logits
+        reuse = overwrite and has_distinct_elements(op.rows)
+        out = op.rows.detach() if reuse else op.rows.new_empty(op.rows.shape)
     if kind is Coupling.CURRENT:
         passed = _two_passes(op, tokens, spec, needs, sketch, out)
     elif kind is Coupling.NONE:  # a sequence ratio is 1 or unused
@@ -82,6 +85,16 @@ def fused_loss(
     parts = (None,) * 3 if statistics is None else vars(statistics).values()
     outputs = *scalars, terms.logps, terms.entropy, *parts, sketches, report
     return Result(outputs, grads, inv_scale)
+
+
+def has_distinct_elements(x: Tensor) -> bool:
+    """Whether no two elements of `x` share memory, unlike in an expanded tensor."""
+    span = 1
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1 and stride < span:
+            return False
+        span += stride * (size - 1)
+    return True
 
 
 # the terms, the sketch, the gradients, `inv_scale` and the report of the filter

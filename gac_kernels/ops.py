@@ -90,12 +90,11 @@ def _loss(*arguments: Any) -> tuple[Tensor, ...]:
     # numbers, so that no accelerator waits for a copy
     scalars = {name: _number(getattr(inputs, name)) for name in ("mu", "rollout_norm", "demo_norm")}
     spec = replace(decode(text, numbers), temperature=op.temperature)
-    out = op.rows.new_empty(op.rows.shape) if op.weight is None and needs[0] else None
     head_sketch = HeadSketch(*sketch) if sketch else None
     eager = torch._C._ForceDispatchKeyGuard(*_KEYS)  # as in eager code, autograd may record
     with eager, torch.no_grad(), torch.autocast(op.rows.device.type, enabled=False):
-        arguments = op, inputs._replace(**scalars), spec, NeedsGrad(*needs), True, head_sketch, out
-        result = loss.fused_loss(*arguments)
+        inputs, wanted = inputs._replace(**scalars), NeedsGrad(*needs)
+        result = loss.fused_loss(op, inputs, spec, wanted, sketch=head_sketch)
     *values, logps, entropy, rollouts, demo_nll, totals, sketches, _ = result.outputs
     return (
         torch.stack(values),
