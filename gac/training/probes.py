@@ -18,7 +18,9 @@ from gac_kernels import LossOutput
 
 logger = logging.getLogger(__name__)
 
-CHUNK = 1 << 24  # elements of a parameter whose gradients are copied at once
+# elements of a parameter whose gradients are copied at once, and whose products are summed in the
+# precision of a float32 matrix product; the sum over chunks is in float64
+CHUNK = 1 << 20
 Gradient = list[Tensor | None]  # one entry per parameter; None if the loss does not depend on it
 # adds the gradient of rows, for a mix, to `.grad`; if the last argument is true, without phi and
 # without clipping

@@ -148,7 +148,7 @@ class Trainer:
         self.tally = Tally(reward)
         self.evaluator = Evaluator(config.eval, engine, reward, config.seed)
         jobs = self.evaluator.jobs.values()
-        check_tokens(config.model, self.tokenizer, (e for job in jobs for e in job.examples))
+        check_tokens(config.model, self.tokenizer, [job.examples for job in jobs])
         self.step = 0
         self.state, self.mix = next_mix(self.method, self.method.init(), Observation(0))
         self.ended = False  # the method has ended the run

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import random
 from collections.abc import Iterable
@@ -301,30 +300,22 @@ def test_only_responses_of_the_policy_make_a_group() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_one_rank_warns_once_after_ten_samplings_without_signal(monkeypatch, caplog, rank) -> None:
+@pytest.mark.parametrize(
+    ("demos", "cause"), [(True, "only the demonstrations teach"), (False, "nothing teaches")]
+)
+def test_one_rank_says_once_why_rollouts_teach_nothing(
+    monkeypatch, caplog, rank, demos, cause
+) -> None:
+    """After ten samplings; with demonstrations, a reward of 0 need not be an error."""
     monkeypatch.setattr(sampling, "rank", lambda: rank)
-    caplog.set_level(logging.WARNING)
-    watch, silent = EqualRewardWarning(), SamplingStats(groups=1, flat_groups=1)
-    for stats in (SamplingStats(groups=2, flat_groups=1), SamplingStats()):
-        for _ in range(9):
-            watch.update(silent)
-        watch.update(stats)
-    for count in range(1, 31):
-        watch.update(silent)
-        assert len(caplog.records) == (count >= 10 and rank == 0)
-    assert ("for 10 steps" in caplog.text) == (rank == 0)
-
-
-def test_a_solved_task_and_a_reward_of_0_are_told_apart(monkeypatch, caplog) -> None:
-    """One message for each; with demonstrations, a reward of 0 need not be an error."""
-    monkeypatch.setattr(sampling, "rank", lambda: 0)
-    silent = SamplingStats(groups=1, flat_groups=1)
-    for demos, cause in ((True, "only the demonstrations teach"), (False, "nothing teaches")):
-        caplog.clear()
-        watch = EqualRewardWarning(demos)
-        for rewards in ([0.0, 0.0], [1.0, 1.0], [0.0, 1.0]):
-            for _ in range(11):
-                watch.update(silent, rewards)
+    watch, silent = EqualRewardWarning(demos), SamplingStats(groups=1, flat_groups=1)
+    nine = [silent] * 9
+    stats = [*nine, SamplingStats(groups=2, flat_groups=1), *nine, SamplingStats(), *nine * 3]
+    for given, rewards in enumerate(([0.0, 0.0], [1.0, 1.0], [0.0, 1.0])):
+        for count, sampled in enumerate(stats):
+            watch.update(sampled, rewards)
+            assert len(caplog.records) == (given + (count >= 29)) * (rank == 0)
+    if rank == 0:
         first, solved, mixed = (record.getMessage() for record in caplog.records)
         assert first.startswith("for 10 steps, every rollout of the run has had the reward 0")
         assert cause in first and "solved;" not in first

@@ -108,6 +108,8 @@ VALUES: dict[str, Any] = {  # of the keys whose type does not suggest another va
     "keep_checkpoints": 1,
     "guards.patience": 1,
     "guards.max_saved_steps": 0,
+    "method.low.valley": 0.5,
+    "method.low.decay": 1,
 }
 WITH: dict[str, dict[str, Any]] = {  # other keys that a key needs to have an effect
     "model.master_weights": {"model.dtype": "bfloat16"},
@@ -138,6 +140,9 @@ WITH: dict[str, dict[str, Any]] = {  # other keys that a key needs to have an ef
     "eval.top_p": SAMPLED,
     "eval.pass_at": SAMPLED,
     "project": {"report_to": ["tensorboard"]},
+    "method.low.valley": {"method.low.decay": 1},
+    "method.low.hold": {"method.low.decay": 1},
+    "method.low.start": {"method.low.warmup": 2},
 }
 SKIPS = {"guards.skip_above_norm": 1e-9}
 IN_RUN: dict[str, dict[str, Any]] = {  # keys that act only if something happens in the run
@@ -255,7 +260,7 @@ EVAL = {"eval.data.prompts": "eval.jsonl", "eval.max_completion_length": 5}
 
 
 def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The keys of a configuration and their defaults; those of methods have their own tests."""
+    """The keys of a configuration, or of a method, and their defaults."""
     hints = typing.get_type_hints(type(config))
     for field in dataclasses.fields(config):
         key, value = f"{prefix}{field.name}", getattr(config, field.name)
@@ -337,6 +342,7 @@ KINDS = {  # a representative of each kind of method
     "asft": "demonstrations only; own token loss with the reference's head",
     "mgda": "several gradients",
 }
+AFTER_WARMUP = "method.alarm.", "method.mu_suspect"  # of the alarm, which has tests of its own
 OF_THE_METHOD = "rollouts.", "loss.", "kl_sample_size"  # the other keys are read by no method
 OF_THE_ENGINE = ("engine", "paged", "vllm", "generation_batch", "log_")
 
@@ -357,4 +363,10 @@ def test_every_key_acts_or_is_refused(folder: Path, method: str) -> None:
             problem(key, {**keys, **needed}, other(key, keys.get(key, default)))
             for needed in ({}, WITH.get(key, {}))
         ]
+    keys = {"method.name": method, **BASE, "rollouts.num_iterations": 1}
+    problems += [
+        problem(key, {**keys, **WITH.get(key, {})}, other(key, default))
+        for key, default in leaves(METHODS[method](), "method.")
+        if not key.startswith(AFTER_WARMUP)
+    ]
     assert not [*filter(None, problems)]
