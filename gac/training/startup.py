@@ -11,8 +11,7 @@ import logging
 import secrets
 import shutil
 import typing
-from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from gac.config import dump
 from gac.config.imports import load_object
-from gac.data import Example
+from gac.data import Examples
 from gac.errors import ConfigError, RunDirectoryError, RunError
 from gac.evaluation.suite import Job
 from gac.faults import checkpoint
@@ -37,7 +36,7 @@ from gac.train_config import TrainConfig
 logger = logging.getLogger(__name__)
 
 
-FORMAT = 2  # checkpoint format version; incremented when older checkpoints can no longer be resumed
+FORMAT = 3  # checkpoint format version; incremented when older checkpoints can no longer be resumed
 MICRO = ("micro_batch_size", "max_tokens_per_micro_batch")
 
 
@@ -177,13 +176,12 @@ def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def check_tokens(
-    config: ModelConfig, tokenizer: PreTrainedTokenizerBase, examples: Iterable[Example]
+    config: ModelConfig, tokenizer: PreTrainedTokenizerBase, sources: Iterable[Examples]
 ) -> None:
     """Raise ConfigError if a token of the data is not in the model's vocabulary."""
     size = _text_config(config).vocab_size
-    largest = max(*stop_tokens(tokenizer), tokenizer.pad_token_id)
-    for example in examples:
-        largest = max(largest, *example.prompt, *(example.demo or ()))
+    known = (*stop_tokens(tokenizer), tokenizer.pad_token_id)
+    largest = max(*known, *(source.largest for source in sources))
     if largest >= size:
         key = "model.tokenizer" if config.tokenizer else "model.path"
         name = config.tokenizer or config.path
@@ -224,7 +222,7 @@ def check_evaluation(
 ) -> None:
     """Check the prompts of the evaluation, and their length with a response."""
     for name, job in jobs.items():
-        check_tokens(config, tokenizer, job.examples)
+        check_tokens(config, tokenizer, [job.examples])
         longest = max(len(e.prompt) for e in job.examples) + job.task.max_completion_length
         key = f"eval.tasks.{name}" if name else "eval"
         check_positions(config, longest, f"{key}.max_completion_length")
@@ -240,14 +238,14 @@ ENDS = 1 << 20  # bytes to read at each end of a weights file
 def fingerprint(
     config: TrainConfig,
     tokenizer: PreTrainedTokenizerBase,
-    sources: Sequence[Sequence[Example]],
+    sources: Iterable[Examples],
     reward: Reward,
 ) -> dict[str, str]:
     """Map each input to a hash of its content."""
     vocabulary = sorted(tokenizer.get_vocab().items())
     code = {"rollouts.function": config.rollouts.function, "data.order": config.data.order}
     return {
-        "data": _hash(_content(example) for source in sources for example in source),
+        "data": _hash(source.digest for source in sources),
         "tokenizer": _hash([repr(vocabulary).encode(), str(tokenizer.chat_template).encode()]),
         "model": _hash(_model(Path(config.model.path).expanduser())),
         "reward": _hash(_files(reward)),
@@ -268,11 +266,6 @@ def check_fingerprint(
             f"the {' and the '.join(changed)} changed since the checkpoint in `out` was written: "
             "restore the old content, choose another `out`, or set ignore_input_changes=true"
         )
-
-
-def _content(example: Example) -> bytes:
-    tokens = array("q", (*example.prompt, -1, *(example.demo or ())))
-    return tokens.tobytes() + repr(example.answer).encode()
 
 
 def _model(folder: Path) -> Iterator[bytes]:

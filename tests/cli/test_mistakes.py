@@ -252,7 +252,7 @@ LATE_TRAIN = {
     "data.prompts=chat.jsonl": "a conversation needs a chat template, which the tokenizer does not",
     "data.where={answer: 99}": "no rows left (dropped: 400 excluded by where)",
     "data.max_prompt_tokens=1": "no rows left (dropped: 400 prompt longer than 1 tokens)",
-    "data.demo_field=essay": "has the demonstration field 'essay': set demo_field",
+    "data.demo_field=essay": "(dropped: 400 without the field data.demo_field='essay')",
     "data.source_field=set": "field 'set': is missing; the row's fields are",
     "model.attention=nonsense": "cannot be loaded: Specified `attn_implementation",
     "model.path=nan": "model.path='nan': the weight model.norm.weight contains nan or inf",
