@@ -140,7 +140,8 @@ class Feed:
         """
         check_tokens(config.model, self.tokenizer, self.sources())
         rollouts = config.rollouts
-        check_positions(config.model, self.longest_row(rollouts.max_completion_length))
+        keys = "rollouts.max_completion_length, data.max_prompt_tokens or data.max_demo_tokens"
+        check_positions(config.model, self.longest_row(rollouts.max_completion_length), keys)
         longest = self.longest_start() + rollouts.max_completion_length
         check_budget(rollouts.generation_batch_tokens, longest, rollouts.num_generations)
         return longest

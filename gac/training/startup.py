@@ -23,6 +23,7 @@ from gac.config import dump
 from gac.config.imports import load_object
 from gac.data import Examples
 from gac.errors import ConfigError, RunDirectoryError, RunError
+from gac.evaluation.suite import Job
 from gac.faults import checkpoint
 from gac.models.config import ModelConfig
 from gac.models.pretrained import base_folder
@@ -192,8 +193,8 @@ def check_tokens(
         )
 
 
-def check_positions(config: ModelConfig, longest: int) -> None:
-    """Check that rows of `longest` tokens fit into the model's positions.
+def check_positions(config: ModelConfig, longest: int, keys: str) -> None:
+    """Check that rows of `longest` tokens, limited by `keys`, fit into the model's positions.
 
     Raises ConfigError if the positions are learned; rotary positions beyond the trained ones only
     get a warning.
@@ -207,14 +208,24 @@ def check_positions(config: ModelConfig, longest: int) -> None:
         or getattr(text, "alibi", False)
     ):
         return
-    lower = "lower rollouts.max_completion_length, data.max_prompt_tokens or data.max_demo_tokens"
     message = (
         f"model.path={config.path!r} has {positions} positions, but a prompt with its response may "
-        f"have {longest} tokens: {lower}"
+        f"have {longest} tokens: lower {keys}"
     )
     if getattr(text, "rope_parameters", None) is None:
         raise ConfigError(message)
     logger.warning("%s, unless the model supports more than %d positions", message, positions)
+
+
+def check_evaluation(
+    config: ModelConfig, tokenizer: PreTrainedTokenizerBase, jobs: Mapping[str, Job]
+) -> None:
+    """Check the prompts of the evaluation, and their length with a response."""
+    for name, job in jobs.items():
+        check_tokens(config, tokenizer, [job.examples])
+        longest = max(len(e.prompt) for e in job.examples) + job.task.max_completion_length
+        key = f"eval.tasks.{name}" if name else "eval"
+        check_positions(config, longest, f"{key}.max_completion_length")
 
 
 def _text_config(config: ModelConfig) -> Any:
