@@ -17,7 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
-from gac.commands import COMMANDS, Parser, Version, argument, command
+from gac.commands import COMMANDS, Parser, Version, argument, command, interrupt_on_signals
 from gac.demo import METHODS as DEMO_METHODS
 from gac.errors import (
     FAILED,
@@ -42,12 +42,14 @@ examples:
 SET_HELP = (
     "override a configuration key, e.g. optim.lr=1e-5 or method=grpo; the last value of a key wins"
 )
-DEBUG_HELP = "show tracebacks for errors; same as GAC_DEBUG=1"
+DEBUG: Any = {"action": "store_true", "help": "show tracebacks; same as GAC_DEBUG=1"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; argv: arguments without the program name."""
     debug = os.environ.get("GAC_DEBUG", "0") not in ("", "0")
+    if argv is None:  # this process runs nothing else
+        interrupt_on_signals()
     if "OMP_WAIT_POLICY" not in os.environ:
         # OpenMP threads spin only briefly before they sleep: without spinning, small models train
         # half as fast on idle cores; with more, many times slower on cores that others use as well
@@ -94,7 +96,7 @@ def make_parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--debug", action="store_true", default=False, help=DEBUG_HELP)
+    parser.add_argument("--debug", default=False, **DEBUG)
     parser.add_argument("--version", action=Version, nargs=0, help="print the version and exit")
     options: dict[str, Any] = {"title": "commands", "metavar": "COMMAND", "required": True}
     groups = {"": parser.add_subparsers(**options)}
@@ -108,9 +110,7 @@ def make_parser() -> argparse.ArgumentParser:
         if run is None:
             groups[name] = added.add_subparsers(**options)
     for added in groups[""].choices.values():  # `gac --debug train` and `gac train --debug`
-        added.add_argument(
-            "--debug", action="store_true", default=argparse.SUPPRESS, help=DEBUG_HELP
-        )
+        added.add_argument("--debug", default=argparse.SUPPRESS, **DEBUG)
     return parser
 
 

@@ -1,6 +1,7 @@
-"""Commands as decorated functions, and the parser of their arguments."""
+"""Commands as decorated functions, the parser of their arguments, and signals."""
 
 import argparse
+import signal
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -40,6 +41,13 @@ class Parser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         return super().format_help() + (f"\n{self.extra_help()}\n" if self.extra_help else "")
+
+
+def interrupt_on_signals() -> None:
+    """Let SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, signal.default_int_handler)
 
 
 class Version(argparse.Action):

@@ -6,17 +6,18 @@ Notation: N tokens, V vocabulary size, H hidden size, B padded rows, T row lengt
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import checks, ops, reference
+from . import checks, loss, ops, reference
 from .arguments import batch_operands, operands
-from .autograd import FusedLoss, TokenLogprobs, TokenLoss, loss_output
+from .autograd import Fused, TokenLogprobs, loss_output
 from .backends import reference as reference_backend
 from .contract import LossOutput, LossSpec, TokenLossOutput
 from .filter import FilterReport, GradientFilter
-from .inputs import NeedsGrad, Operands, complete
+from .inputs import NeedsGrad, complete
 from .sketch import HeadSketch
 
 
@@ -113,26 +114,12 @@ def fused_gac_loss(
     if torch.compiler.is_compiling():
         return ops.fused_loss(op, inputs, spec, moments)
     checks.values(targets, logits.shape[-1], inputs)
-    if op.backend is reference_backend:
+    if op.backend is reference_backend:  # by autograd: the definition of the loss
         keywords = {**inputs._asdict(), "spec": spec, "softcap": op.softcap, "moments": moments}
         return reference.fused_gac_loss(logits, **keywords)
-    out = None
-    if logits.requires_grad and torch.is_grad_enabled():
-        reuse = overwrite and _has_distinct_elements(op.rows)
-        out = op.rows.detach() if reuse else torch.empty_like(op.rows)
-    needs = NeedsGrad(out is not None, False, False)
-    flat = FusedLoss.apply(*op[:3], op, inputs, spec, needs, moments, None, out)
+    arguments = inputs, spec, NeedsGrad.of(*op[:3]), moments, None, overwrite
+    flat = Fused.apply(*op[:3], op, loss.fused_loss, *arguments)
     return loss_output(flat, targets.shape)
-
-
-def _has_distinct_elements(x: Tensor) -> bool:
-    """Whether no two elements of `x` share memory, unlike in an expanded tensor."""
-    span = 1
-    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
-        if size > 1 and stride < span:
-            return False
-        span += stride * (size - 1)
-    return True
 
 
 def token_logprobs(
@@ -170,31 +157,29 @@ def token_logprobs(
     Raises:
         TypeError, ValueError, RuntimeError: as for `fused_gac_loss`.
     """
-    checks.rows("logits", logits, targets)
-    checks.outputs(outputs)
-    op = operands(logits, None, None, targets, temperature, logit_scale, softcap, backend)
-    if op.backend is reference_backend:
-        checks.values(targets, logits.shape[-1])
-        flat = reference.token_logprobs(
-            op.rows.flatten(0, 1),
-            op.targets,
-            temperature=op.scaling(),
-            softcap=op.softcap,
-            outputs=outputs,
-        )
-        return tuple(x.view(targets.shape) for x in flat)
-    return _logprobs(op, targets, logits.shape[-1], outputs)
+    options = temperature, logit_scale, softcap, backend
+    return _logprobs("logits", (logits, None, None), targets, outputs, *options)
 
 
 def _logprobs(
-    op: Operands, targets: Tensor, vocabulary: int, outputs: Sequence[str]
+    name: str,
+    rows: tuple[Tensor, Tensor | None, Tensor | None],  # with weight and bias
+    targets: Tensor,
+    outputs: Sequence[str],
+    *options: Any,  # of `operands`, from temperature on
 ) -> tuple[Tensor, ...]:
     """Compute the results of a log-prob function."""
-    more = len(outputs) > 0
+    checks.rows(name, rows[0], targets)
+    checks.outputs(outputs)
+    op, more = operands(*rows, targets, *options), len(outputs) > 0
     if torch.compiler.is_compiling():
         logps, entropy, *extra = ops.token_logprobs(op, more)
     else:
-        checks.values(targets, vocabulary)
+        checks.values(targets, rows[0].shape[-1] if rows[1] is None else rows[1].shape[0])
+        if op.weight is None and op.backend is reference_backend:
+            keywords: Any = {"temperature": op.scaling(), "softcap": op.softcap, "outputs": outputs}
+            exact = reference.token_logprobs(op.rows.flatten(0, 1), op.targets, **keywords)
+            return tuple(x.view(targets.shape) for x in exact)
         logps, entropy, *extra = TokenLogprobs.apply(*op[:3], op, more)
     flat = logps, entropy, *reference.select_outputs(extra, outputs)
     return tuple(x.view(targets.shape) for x in flat)
@@ -277,7 +262,7 @@ def fused_linear_gac_loss(
         return ops.fused_loss(op, inputs, spec, moments, sketch)
     checks.values(targets, weight.shape[0], inputs)
     needs = NeedsGrad.of(*op[:3])
-    flat = FusedLoss.apply(*op[:3], op, inputs, spec, needs, moments, sketch, None)
+    flat = Fused.apply(*op[:3], op, loss.fused_loss, inputs, spec, needs, moments, sketch)
     return loss_output(flat, targets.shape)
 
 
@@ -309,14 +294,11 @@ def linear_token_logprobs(
         bias: [V], or None.
         chunk_bytes, gradient_filter: as in `fused_linear_gac_loss`, without a report.
     """
-    checks.rows("hidden", hidden, targets)
-    checks.outputs(outputs)
-    scaling = temperature, logit_scale, softcap
-    sizes = backend, chunk_bytes, gradient_filter
-    op = operands(hidden, weight, bias, targets, *scaling, *sizes)
-    return _logprobs(op, targets, weight.shape[0], outputs)
+    options = temperature, logit_scale, softcap, backend, chunk_bytes, gradient_filter
+    return _logprobs("hidden", (hidden, weight, bias), targets, outputs, *options)
 
 
+@torch._disable_dynamo  # unlike torch.compiler.disable, imports no compiler until it is called
 def fused_linear_token_loss(
     hidden: Tensor,
     weight: Tensor,
@@ -363,29 +345,12 @@ def fused_linear_token_loss(
     checks.rows("hidden", hidden, targets)
     checks.outputs(outputs)
     checks.token_inputs(token_loss, inputs, targets)
-    scaling = temperature, logit_scale, softcap
-    sizes = backend, chunk_bytes, gradient_filter
-    return _token_loss(hidden, weight, targets, token_loss, inputs, bias, scaling, outputs, sizes)
-
-
-@torch._disable_dynamo  # unlike torch.compiler.disable, imports no compiler until it is called
-def _token_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    token_loss: Callable[..., Tensor],
-    inputs: Sequence[Tensor],
-    bias: Tensor | None,
-    scaling: tuple[float | Tensor, float, float | None],
-    outputs: Sequence[str],
-    sizes: tuple[str, int | None, GradientFilter | None],
-) -> TokenLossOutput:
-    op = operands(hidden, weight, bias, targets, *scaling, *sizes)
+    options = temperature, logit_scale, softcap, backend, chunk_bytes, gradient_filter
+    op = operands(hidden, weight, bias, targets, *options)
     checks.values(targets, weight.shape[0])
-    flat_inputs, needs = [x.reshape(-1) for x in inputs], NeedsGrad.of(*op[:3])
-    loss, *flat = TokenLoss.apply(*op[:3], op, token_loss, flat_inputs, outputs, needs)
-    *flat, report = flat
-    values = [loss, *(x.view(targets.shape) for x in flat)]
+    arguments = token_loss, [x.reshape(-1) for x in inputs], outputs, NeedsGrad.of(*op[:3])
+    total, *flat, report = Fused.apply(*op[:3], op, loss.token_loss, *arguments)
+    values = [total, *(x.view(targets.shape) for x in flat)]
     if report is not None:
         values, outputs = [*values, FilterReport(*report)], (*outputs, "filter")
     return TokenLossOutput.named(values, outputs)

@@ -16,12 +16,11 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import increment_version
 
-from . import linear, loss
-from .contract import LossOutput, LossSpec, TokenMoments
+from . import linear
+from .contract import LossOutput, TokenMoments
 from .filter import FilterReport
-from .inputs import BatchInputs, NeedsGrad, Operands
-from .linear import InputGradients
-from .sketch import HeadSketch
+from .inputs import NeedsGrad, Operands
+from .loss import Result
 
 
 def refuse_double_backward(grad_enabled: bool) -> None:
@@ -33,10 +32,11 @@ def refuse_double_backward(grad_enabled: bool) -> None:
         )
 
 
-class FusedLoss(Function):
-    """Loss of `Operands`, whose rows, weight and bias are also the first arguments.
+class Fused(Function):
+    """A loss of `Operands`, whose rows, weight and bias are also the first arguments.
 
-    Outputs: the scalars of `tokens.Summary`, logps, entropy, moments and head sketch.
+    `function(op, *arguments)`, one of `loss`, computes it and its gradients. Returns the outputs of
+    its `Result`, of which the first is differentiable.
     """
 
     @staticmethod
@@ -46,53 +46,41 @@ class FusedLoss(Function):
         weight: Tensor | None,
         bias: Tensor | None,
         op: Operands,
-        inputs: BatchInputs,
-        spec: LossSpec,
-        needs: NeedsGrad,
-        moments: bool,
-        sketch: HeadSketch | None,
-        out: Tensor | None,  # buffer for the gradient of logits
+        function: Callable[..., Result],
+        *arguments: Any,
     ) -> tuple[Tensor | None, ...]:
         with without_autocast(op):
-            result = loss.fused_loss(op, inputs, spec, needs, moments, sketch, out)
-        if out is not None and out.data_ptr() == rows.data_ptr():
+            outputs, grads, inv_scale = function(op, *arguments)
+        if weight is None and grads.rows is not None and grads.rows.data_ptr() == rows.data_ptr():
             increment_version(rows)  # autograd must detect that saved logits have changed
-        _save(ctx, op, result.grads, result.inv_scale)
-        flat = flatten(result)
-        ctx.mark_non_differentiable(*(x for x in flat[1:] if x is not None))
-        return flat
+        ctx.backend, ctx.inv_scale, ctx.used = op.backend, inv_scale, False
+        ctx.dtypes = [None if x is None else x.dtype for x in op[:3]]
+        # scaled float16 gradients are rounded only after unscaling
+        ctx.save_for_backward(*(cast(grads, ctx.dtypes) if inv_scale is None else grads))
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(x for x in outputs[1:] if x is not None))
+        ctx.others = (None,) * (2 + len(arguments))
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (*_scale_saved(ctx, d_loss), *(None,) * 7)
-
-
-class TokenLoss(Function):
-    """The user's loss of `Operands`: its sum, and the results of `loss.token_loss`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        op: Operands,
-        function: Callable[..., Tensor],
-        inputs: Sequence[Tensor],
-        outputs: Sequence[str],
-        needs: NeedsGrad,
-    ) -> tuple[Tensor | None, ...]:
-        with without_autocast(op):
-            result = loss.token_loss(op, function, inputs, outputs, needs)
-        _save(ctx, op, result.grads, result.inv_scale)
-        detached = result.losses, *result.stats, result.report
-        ctx.mark_non_differentiable(*(x for x in detached if x is not None))
-        total = result.losses.sum(dtype=torch.float64).to(result.losses.dtype)
-        return total, *detached
-
-    @staticmethod
-    def backward(ctx: Any, d_loss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (*_scale_saved(ctx, d_loss), *(None,) * 5)
+        """Scale the saved gradients in place by the upstream gradient (0-d)."""
+        refuse_double_backward(torch.is_grad_enabled())
+        if d_loss is None:
+            return None, None, None, *ctx.others
+        if ctx.used:
+            raise RuntimeError(
+                "a second backward through the same loss is not possible: the first one scaled its "
+                "stored gradients in place; compute the loss again, or add the losses before "
+                "backward"
+            )
+        ctx.used, grads = True, ctx.saved_tensors
+        factor = d_loss if ctx.inv_scale is None else d_loss * ctx.inv_scale
+        if factor.device.type != "cpu" or factor.item() != 1:
+            for grad in grads:
+                if grad is not None:
+                    ctx.backend.scale_(grad, factor)
+        return *cast(grads, ctx.dtypes), *ctx.others
 
 
 class TokenLogprobs(Function):
@@ -135,49 +123,13 @@ def without_autocast(op: Operands) -> AbstractContextManager[object]:
     return torch.autocast(device, enabled=False) if enabled else nullcontext()
 
 
-def flatten(result: loss.LossResult) -> tuple[Any, ...]:
-    """The scalars, logps, entropy, the parts of the moments, the sketch and the filter's report."""
-    *scalars, moments = result.summary
-    parts = (None,) * 3 if moments is None else (*vars(moments).values(),)
-    terms = result.terms.logps, result.terms.entropy
-    return (*scalars, *terms, *parts, result.sketch, result.report)
-
-
 def loss_output(flat: Sequence[Any], shape: torch.Size) -> LossOutput:
-    """Build a LossOutput from the result of `flatten`; shape: that of the targets."""
+    """Build a LossOutput from the outputs of `loss.fused_loss`; shape: that of the targets."""
     *scalars, logps, entropy, rollouts, demo_nll, totals, sketch, report = flat
     moments = None if rollouts is None else TokenMoments(rollouts, demo_nll, totals)
     filtered = None if report is None else FilterReport(*report)
     tokens = logps.view(shape), entropy.view(shape)
     return LossOutput._make((*scalars, *tokens, moments, sketch, filtered))
-
-
-def _save(ctx: Any, op: Operands, grads: InputGradients, inv_scale: Tensor | None) -> None:
-    """Save the gradients of a loss for `_scale_saved`."""
-    ctx.backend, ctx.inv_scale, ctx.used = op.backend, inv_scale, False
-    ctx.dtypes = [None if x is None else x.dtype for x in op[:3]]
-    # scaled float16 gradients are rounded only after unscaling
-    ctx.save_for_backward(*(cast(grads, ctx.dtypes) if inv_scale is None else grads))
-    ctx.set_materialize_grads(False)
-
-
-def _scale_saved(ctx: Any, d_loss: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Scale the saved gradients in place by the upstream gradient (0-d)."""
-    refuse_double_backward(torch.is_grad_enabled())
-    if d_loss is None:
-        return (None,) * 3
-    if ctx.used:
-        raise RuntimeError(
-            "a second backward through the same loss is not possible: the first one scaled its "
-            "stored gradients in place; compute the loss again, or add the losses before backward"
-        )
-    ctx.used, grads = True, ctx.saved_tensors
-    factor = d_loss if ctx.inv_scale is None else d_loss * ctx.inv_scale
-    if factor.device.type != "cpu" or factor.item() != 1:
-        for grad in grads:
-            if grad is not None:
-                ctx.backend.scale_(grad, factor)
-    return cast(grads, ctx.dtypes)
 
 
 def cast(

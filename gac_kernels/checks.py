@@ -19,9 +19,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 def rows(name: str, value: Tensor, targets: Tensor) -> None:
     """Check that `value` [..., X] is a float tensor with contiguous rows, one per target."""
-    tensor(name, value)
-    if value.dtype not in FLOATS:
-        raise TypeError(f"{name} has dtype {value.dtype}: use float32, bfloat16 or float16")
+    tensor(name, value, "float32, bfloat16 or float16", *FLOATS)
     width = "V" if name == "logits" else "H"
     if value.dim() not in (2, 3):
         raise ValueError(
@@ -34,18 +32,14 @@ def rows(name: str, value: Tensor, targets: Tensor) -> None:
             f"{name} has strides {value.stride()}: the last dimension must be contiguous; "
             f"call .contiguous() first"
         )
-    tensor("targets", targets)
-    if targets.dtype != torch.int64:
-        raise TypeError(f"targets has dtype {targets.dtype}: use int64")
+    tensor("targets", targets, "int64", torch.int64)
     shape("targets", targets, value.shape[:-1])
     same_device("targets", targets, value)
 
 
 def logprobs(logps: Tensor, entropy: Tensor | None, targets: Tensor) -> None:
     """Check that logps [B, T] or [N] and their entropies are float tensors shaped like targets."""
-    tensor("targets", targets)
-    if targets.dtype != torch.int64:
-        raise TypeError(f"targets has dtype {targets.dtype}: use int64")
+    tensor("targets", targets, "int64", torch.int64)
     if targets.dim() not in (1, 2):
         raise ValueError(f"targets has shape {tuple(targets.shape)}: use [B, T] or packed [N]")
     floats("logps", logps, targets, targets.shape)
@@ -53,8 +47,8 @@ def logprobs(logps: Tensor, entropy: Tensor | None, targets: Tensor) -> None:
         floats("entropy", entropy, targets, targets.shape)
 
 
-def tensor(name: str, value: object) -> None:
-    """Check that `value` is a plain, unsharded tensor."""
+def tensor(name: str, value: object, wanted: str = "", *dtypes: torch.dtype) -> None:
+    """Check that `value` is a plain, unsharded tensor, and of one of these dtypes if any."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} is a {type(value).__name__}: use a tensor")
     # calling a DTensor's full_tensor() here would drop the gradient reduction
@@ -63,6 +57,8 @@ def tensor(name: str, value: object) -> None:
             f"{name} is a {type(value).__name__}: use a plain tensor; under FSDP, call the loss "
             f"inside the module's forward, where parameters are gathered"
         )
+    if dtypes and value.dtype not in dtypes:
+        raise TypeError(f"{name} has dtype {value.dtype}: use {wanted}")
 
 
 def shape(name: str, value: Tensor, *allowed: tuple[int, ...]) -> None:
@@ -106,12 +102,9 @@ def batch(like: Tensor, inputs: BatchInputs, spec: LossSpec) -> None:
     sequences = _sequences(like, inputs.targets, inputs.cu_seqlens)
     tokens = tuple(inputs.targets.shape)
     floats("advantages", inputs.advantages, like, (sequences,), tokens, cpu=True)
-    is_demo = inputs.is_demo
-    tensor("is_demo", is_demo)
-    if is_demo.dtype != torch.bool:
-        raise TypeError(f"is_demo has dtype {is_demo.dtype}: use bool")
-    shape("is_demo", is_demo, (sequences,), tokens)
-    same_device("is_demo", is_demo, like, cpu=True)
+    tensor("is_demo", inputs.is_demo, "bool", torch.bool)
+    shape("is_demo", inputs.is_demo, (sequences,), tokens)
+    same_device("is_demo", inputs.is_demo, like, cpu=True)
     for name in ("weights", "temperatures"):
         if (value := getattr(inputs, name)) is not None:
             floats(name, value, like, (sequences,), tokens, cpu=True)
@@ -143,9 +136,7 @@ def _sequences(like: Tensor, targets: Tensor, cu_seqlens: Tensor | None) -> int:
         return targets.shape[0]
     if cu_seqlens is None:
         raise ValueError("cu_seqlens is None: the packed layout requires it")
-    tensor("cu_seqlens", cu_seqlens)
-    if cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"cu_seqlens has dtype {cu_seqlens.dtype}: use int32")
+    tensor("cu_seqlens", cu_seqlens, "int32", torch.int32, torch.int64)
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
         raise ValueError(f"cu_seqlens has shape {list(cu_seqlens.shape)}: expected [S + 1]")
     same_device("cu_seqlens", cu_seqlens, like, cpu=True)

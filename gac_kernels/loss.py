@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from .linear import ASYNCHRONOUS, Head, InputGradients, head_stats, partition_to
 from .reference import Coupling, coupling, select_outputs, token_gradients, token_terms
 from .sketch import HeadSketch
 from .tokens import (
-    Summary,
     Tokens,
     TokenTerms,
     has_zero_gradient,
@@ -29,15 +28,12 @@ from .tokens import (
 )
 
 
-class LossResult(NamedTuple):
-    """Result of `fused_loss`."""
+class Result(NamedTuple):
+    """What `autograd.Fused` needs of a loss."""
 
-    summary: Summary
-    terms: TokenTerms
-    sketch: Tensor | None  # [S, k, k]
-    grads: InputGradients  # of the mixed loss, divided by `inv_scale`
+    outputs: tuple[Any, ...]  # the loss, and what is not differentiable
+    grads: InputGradients  # of the loss, divided by `inv_scale`
     inv_scale: Tensor | None  # see `scale_for_float16`
-    report: Tensor | None  # float32 [2]: the fields of `filter.FilterReport`
 
 
 def fused_loss(
@@ -47,16 +43,22 @@ def fused_loss(
     needs: NeedsGrad,
     moments: bool = True,
     sketch: HeadSketch | None = None,
-    out: Tensor | None = None,  # buffer for the gradient of logits
-) -> LossResult:
+    overwrite: bool = False,  # the logits, by their gradient
+) -> Result:
     """Compute the loss and its gradients in 6 N H V FLOPs.
+
+    Outputs: the scalars of `tokens.Summary`, logps, entropy, the three parts of the moments, the
+    sketch [S, k, k], and the fields of `filter.FilterReport`, float32 [2].
 
     Rows whose gradient is known to be 0 need only the forward GEMM. A loss that depends on sums of
     current log-probs over sequences takes 8 N H V: these are computed first.
     """
     tokens = with_factors(op.backend.plan(inputs, spec, compute_dtype(op.dtype)), inputs, spec)
     op = op._replace(temperature=spec.temperature, temperatures=tokens.temperature)
-    kind = coupling(tokens, spec)
+    out, kind = None, coupling(tokens, spec)
+    if op.weight is None and needs.rows:  # a buffer for the gradient of the logits
+        reuse = overwrite and has_distinct_elements(op.rows)
+        out = op.rows.detach() if reuse else op.rows.new_empty(op.rows.shape)
     if kind is Coupling.CURRENT:
         passed = _two_passes(op, tokens, spec, needs, sketch, out)
     elif kind is Coupling.NONE:  # a sequence ratio is 1 or unused
@@ -78,10 +80,24 @@ def fused_loss(
         passed = _one_pass(op, tokens.averaged(), plain, needs, sketch, out)
         logps, entropy, *_ = passed[0]
         passed = token_terms(logps, entropy, tokens, spec), *passed[1:]
-    return LossResult(op.backend.reduce(tokens, passed[0], moments), *passed)
+    terms, sketches, grads, inv_scale, report = passed
+    *scalars, statistics = op.backend.reduce(tokens, terms, moments)
+    parts = (None,) * 3 if statistics is None else vars(statistics).values()
+    outputs = *scalars, terms.logps, terms.entropy, *parts, sketches, report
+    return Result(outputs, grads, inv_scale)
 
 
-# the terms, and the fields of `LossResult` from `sketch` on
+def has_distinct_elements(x: Tensor) -> bool:
+    """Whether no two elements of `x` share memory, unlike in an expanded tensor."""
+    span = 1
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1 and stride < span:
+            return False
+        span += stride * (size - 1)
+    return True
+
+
+# the terms, the sketch, the gradients, `inv_scale` and the report of the filter
 Pass = tuple[TokenTerms, Tensor | None, InputGradients, Tensor | None, Tensor | None]
 
 
@@ -153,24 +169,17 @@ def _two_passes(
     return terms, sketches, head.gradients(), inv_scale, head.report()
 
 
-class TokenLossResult(NamedTuple):
-    """Result of `token_loss`."""
-
-    losses: Tensor  # [N], 0 where there is no loss
-    stats: tuple[Tensor, ...]  # logps, entropy, and the requested outputs: [N] each
-    grads: InputGradients  # of the sum of the losses, divided by `inv_scale`
-    inv_scale: Tensor | None  # see `scale_for_float16`
-    report: Tensor | None  # float32 [2]: the fields of `filter.FilterReport`
-
-
 def token_loss(
     op: Operands,
     function: Callable[..., Tensor],  # (logps [M], entropy [M], *inputs, *outputs) -> losses [M]
     inputs: Sequence[Tensor],  # [N] each
     outputs: Sequence[str],  # of MORE_OUTPUTS
     needs: NeedsGrad,
-) -> TokenLossResult:
+) -> Result:
     """Compute a loss of each token's log-prob and entropy, and its gradients, in 6 N H V FLOPs.
+
+    Outputs: the sum of the losses, the losses, logps, entropy and the requested outputs, [N] each,
+    and the fields of `filter.FilterReport`, float32 [2].
 
     The derivatives of a block's losses come from autograd on its [M] log-probs and entropies.
     """
@@ -199,8 +208,9 @@ def token_loss(
             op.backend.row_grads(*rows, *stats, temperature, block.out, op.softcap)
     results.index_copy_(1, order[:live_rows], ordered[:, :live_rows])
     losses, logps, entropy, *extra = torch.where(live, results, 0)
-    stats = logps, entropy, *select_outputs(extra, outputs)
-    return TokenLossResult(losses, stats, head.gradients(), inv_scale, head.report())
+    total = losses.sum(dtype=torch.float64).to(losses.dtype)
+    values = total, losses, logps, entropy, *select_outputs(extra, outputs), head.report()
+    return Result(values, head.gradients(), inv_scale)
 
 
 def differentiate(

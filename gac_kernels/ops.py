@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import backends, checks, linear, loss
 from ._ops import add_op_namespace_prefix, ops
-from .autograd import flatten, loss_output, refuse_double_backward
+from .autograd import loss_output, refuse_double_backward
 from .contract import LossOutput, LossSpec, compute_dtype
 from .inputs import BatchInputs, NeedsGrad, Operands
 from .scalars import decode, encode
@@ -90,13 +90,12 @@ def _loss(*arguments: Any) -> tuple[Tensor, ...]:
     # numbers, so that no accelerator waits for a copy
     scalars = {name: _number(getattr(inputs, name)) for name in ("mu", "rollout_norm", "demo_norm")}
     spec = replace(decode(text, numbers), temperature=op.temperature)
-    out = op.rows.new_empty(op.rows.shape) if op.weight is None and needs[0] else None
     head_sketch = HeadSketch(*sketch) if sketch else None
     eager = torch._C._ForceDispatchKeyGuard(*_KEYS)  # as in eager code, autograd may record
     with eager, torch.no_grad(), torch.autocast(op.rows.device.type, enabled=False):
-        arguments = op, inputs._replace(**scalars), spec, NeedsGrad(*needs), True, head_sketch, out
-        result = loss.fused_loss(*arguments)
-    *values, logps, entropy, rollouts, demo_nll, totals, sketches, _ = flatten(result)
+        inputs, wanted = inputs._replace(**scalars), NeedsGrad(*needs)
+        result = loss.fused_loss(op, inputs, spec, wanted, sketch=head_sketch)
+    *values, logps, entropy, rollouts, demo_nll, totals, sketches, _ = result.outputs
     return (
         torch.stack(values),
         *(logps.clone(), entropy.clone(), rollouts, demo_nll, totals),

@@ -72,17 +72,7 @@ def scale_logits(x: Tensor, temperature: float | Tensor, softcap: float | None) 
     """softcap * tanh(x / softcap) / temperature of rows x [M, V]; infinities are not capped."""
     if softcap is not None:
         x = torch.where(x.isinf(), x, softcap * torch.tanh(x / softcap))
-    return x / per_row(temperature)
-
-
-def per_row(temperature: float | Tensor) -> float | Tensor:
-    """A factor of rows [M, V]: a number, or [M, 1]."""
-    return temperature[:, None] if isinstance(temperature, Tensor) else temperature
-
-
-def cap_slope(capped: Tensor, softcap: float) -> Tensor:
-    """The derivative of `scale_logits` at temperature 1, from its result; 0 at infinities."""
-    return 1 - (capped / softcap).masked_fill(capped.isinf(), 1) ** 2
+    return x / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)
 
 
 def row_statistics(
@@ -297,14 +287,6 @@ def fused_gac_loss(
     """
     inputs = complete(targets, *roles, spec=spec, **batch)
     tokens = with_factors(plan(inputs, spec, compute_dtype(logits.dtype)), inputs, spec)
-    terms = _terms(logits, tokens, spec, logit_scale, softcap)
-    return loss_output(tokens, terms, targets.shape, moments)
-
-
-def _terms(
-    logits: Tensor, tokens: Tokens, spec: LossSpec, logit_scale: float, softcap: float | None
-) -> TokenTerms:
-    """Token terms [N] of logits, differentiable."""
     temperature = spec.temperature if tokens.temperature is None else tokens.temperature
     logps, entropy = token_logprobs(
         logits.flatten(0, -2),
@@ -313,7 +295,8 @@ def _terms(
         logit_scale=logit_scale,
         softcap=softcap,
     )
-    return token_terms(logps, entropy, tokens, spec)
+    terms = token_terms(logps, entropy, tokens, spec)
+    return loss_output(tokens, terms, targets.shape, moments)
 
 
 def linear_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -337,27 +320,17 @@ def fused_linear_gac_loss(
     out = fused_gac_loss(logits, targets, *roles, **keywords)
     if sketch is None:
         return out
-    rows = hidden.detach().flatten(0, -2).to(logits.dtype)
+    with torch.enable_grad():
+        leaf = logits.detach().requires_grad_()
+        (grad,) = torch.autograd.grad(fused_gac_loss(leaf, targets, *roles, **keywords).loss, leaf)
     batch = {k: v for k, v in keywords.items() if k in BatchInputs._fields}
     inputs, spec = complete(targets, *roles, **batch), keywords.get("spec", LossSpec())
     tokens = with_factors(plan(inputs, spec, logits.dtype), inputs, spec)
-    scaling = keywords.get("logit_scale", 1.0), keywords.get("softcap")
-    with torch.enable_grad():
-        leaf = logits.detach().requires_grad_()
-        terms = _terms(leaf, tokens, spec, *scaling)
-        (grad,) = torch.autograd.grad((tokens.scale * terms.loss).sum(), leaf)
-    return out._replace(sketch=_head_sketch(sketch, rows, grad.flatten(0, -2), tokens, spec))
-
-
-def _head_sketch(
-    sketch: HeadSketch, rows: Tensor, grad: Tensor, tokens: Tokens, spec: LossSpec
-) -> Tensor:
-    """Sketch [S, k, k] from the dense gradient [N, V], with both projections as matrices."""
-    vocab_projection = sketch.vocabulary(grad.shape[1]).to(grad)
+    rows = hidden.detach().flatten(0, -2).to(grad).masked_fill(~tokens.live[:, None], 0)
     hidden_signs = sketch.hidden_signs(rows.shape[1], torch.device("cpu")).to(grad)
-    rows = rows.masked_fill(~tokens.live[:, None], 0)
-    factors = SketchFactors(grad @ vocab_projection.T, rows @ hidden_signs.T)
-    return per_sequence(factors, tokens, spec, None)
+    buckets = grad.flatten(0, -2) @ sketch.vocabulary(grad.shape[-1]).to(grad).T
+    factors = SketchFactors(buckets, rows @ hidden_signs.T)
+    return out._replace(sketch=per_sequence(factors, tokens, spec, None))
 
 
 def linear_token_logprobs(

@@ -72,13 +72,17 @@ class Tokens(NamedTuple):
         """Give each token the float64 sum of x [N] over its sequence's rollout tokens."""
         return self.spread(self.per_sequence(torch.where(self.rollout, x, 0).double()))
 
-    def averaged(self) -> Tokens:
-        """The tokens with the mean of factor times advantage over each sequence as advantage."""
-        factor = torch.ones_like(self.scale) if self.factor is None else self.factor
-        mean = self.rollout_mean(self.advantages * factor)
+    def averaged(self, absolute: bool = False) -> Tokens:
+        """The tokens with the mean of factor times advantage over each sequence as advantage.
+
+        absolute: of its absolute value.
+        """
+        factor = self.factor
+        weighted = self.advantages if factor is None else self.advantages * factor
+        mean = self.rollout_mean(weighted.abs() if absolute else weighted)
         return self._replace(
             advantages=torch.where(self.demo, self.advantages, mean),
-            factor=None if self.factor is None else torch.where(self.demo, factor, 1),
+            factor=None if factor is None else torch.where(self.demo, factor, 1),
         )
 
     def rollout_mean(self, x: Tensor) -> Tensor:
@@ -247,13 +251,7 @@ def may_have_gradient(tokens: Tokens, spec: LossSpec) -> Tensor:
     With a sequence ratio, a token's gradient also depends on the other tokens of its sequence.
     """
     if spec.importance_sampling_level == "sequence":
-        factor = tokens.factor
-        size = (tokens.advantages if factor is None else tokens.advantages * factor).abs()
-        total = tokens.rollout_sum(size).to(size.dtype)
-        tokens = tokens._replace(
-            advantages=torch.where(tokens.demo, tokens.advantages, total),
-            factor=None if factor is None else torch.where(tokens.demo, factor, 1),
-        )
+        tokens = tokens.averaged(absolute=True)
     return ~has_zero_gradient(tokens, spec)
 
 

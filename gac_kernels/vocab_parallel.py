@@ -20,10 +20,11 @@ from torch.autograd import Function
 
 from . import checks
 from .arguments import batch_operands
-from .autograd import FusedLoss, loss_output
+from .autograd import Fused, loss_output
 from .backends.reference import loss_in_two_calls
 from .contract import IGNORE, LossOutput, LossSpec
 from .inputs import NeedsGrad
+from .loss import fused_loss
 from .sketch import RowSketch
 from .tokens import Tokens, TokenTerms
 
@@ -93,7 +94,7 @@ def vocab_parallel_gac_loss(
     rows = ShardedRows(sum(sizes[: dist.get_rank(group)]), group, op.backend)
     flat_hidden, needs = SumGradient.apply(op.rows, group), NeedsGrad.of(*op[:3])
     op = op._replace(rows=flat_hidden, backend=rows, vocab_size=max(sizes))
-    flat = FusedLoss.apply(*op[:3], op, inputs, spec, needs, moments, None, None)
+    flat = Fused.apply(*op[:3], op, fused_loss, inputs, spec, needs, moments)
     return loss_output(flat, targets.shape)
 
 

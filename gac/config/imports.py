@@ -16,6 +16,7 @@ from typing import Any
 from gac.errors import ConfigError, RunError, UserError
 
 OWN = f"{Path(__file__).parents[1]}/"  # frames of this package are not the user's
+USER_ERRORS = Exception, SystemExit, GeneratorExit  # what user code may raise, and a run survives
 _names: dict[object, str] = {}  # the name under which an object was imported
 
 
@@ -131,11 +132,13 @@ def _load_file(path: str, where: str) -> ModuleType:
     return module
 
 
-def explained(error: Exception | SystemExit) -> Exception:
-    """The failure of user code as an exception; `sys.exit` must not end the run."""
+def explained(error: BaseException) -> Exception:
+    """The failure of user code, one of `USER_ERRORS`, as an exception."""
     if isinstance(error, Exception):
         return error
-    text = f"it called sys.exit({error.code!r})"
+    text = f"it raised {error!r}"
+    if isinstance(error, SystemExit):
+        text = f"it called sys.exit({error.code!r})"
     return RuntimeError(text).with_traceback(error.__traceback__)
 
 
@@ -146,7 +149,7 @@ def user_code(where: str, kind: type[UserError] = RunError) -> Iterator[None]:
         yield
     except UserError:  # of this package, which the code called
         raise
-    except (Exception, SystemExit) as raised:  # user code may raise anything
+    except USER_ERRORS as raised:
         error = explained(raised)
         problem = f"{type(error).__name__}: {error}{location(error)}"
         raise kind(f"{where}: {problem}") from error

@@ -208,31 +208,26 @@ def load_demos(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Exampl
     with a `canary` field are always rejected.
     """
     source = config.demos or config.prompts
-    if source is None and config.sources:
-        demos = (
-            replace(demo, source=part.name or part.path)
-            for part in config.sources
-            for demo in load_demos(replace(config, prompts=part.path, sources=()), tokenizer)
-        )
-        return Examples(demos, {})
-    if source is None or config.demo_field is None:
+    parts = config.sources if source is None else (Source(source),)
+    if not parts or config.demo_field is None:
         raise ValueError(
             "no demonstrations are configured: set data.demo_field, and either data.demos or "
             "data.prompts"
         )
     dropped: Counter[str] = Counter()
-    rows = _select(config, "demos" if config.demos else "prompts", source, dropped)
-    if config.demos is None:
-        rows = (row for row in rows if row.fields.get(config.demo_field) is not None)
-        first = next(rows, None)
-        if first is None:
-            raise ValueError(
-                f"no row of {source} has the demonstration field {config.demo_field!r}: set "
-                "demo_field, or set demos to a source that has it"
-            )
-        rows = itertools.chain([first], rows)
-    examples = _encode(config, tokenizer, _without_canaries(rows), dropped, answers=False)
-    return _store(source, "demonstrations", (e for e in examples if e.demo), dropped)
+    demos = (
+        example if source else replace(example, source=part.name or part.path)
+        for part in parts
+        for example in _encode(
+            config,
+            tokenizer,
+            _without_canaries(_demo_rows(config, part.path, dropped)),
+            dropped,
+            answers=False,
+        )
+        if example.demo
+    )
+    return _store(", ".join(part.path for part in parts), "demonstrations", demos, dropped)
 
 
 def load_references(config: DataConfig, *, answers: bool = False) -> list[tuple[Example, str]]:
@@ -298,6 +293,15 @@ def _select(
             dropped["excluded by where"] += 1
         if selected == config.limit:
             break
+
+
+def _demo_rows(config: DataConfig, source: str, dropped: Counter[str]) -> Iterator[SourceRow]:
+    """The rows of `source` with a demonstration; in `data.demos`, one without it is an error."""
+    for row in _select(config, "demos" if config.demos else "prompts", source, dropped):
+        if config.demos or row.fields.get(config.demo_field or "") is not None:
+            yield row
+        else:
+            dropped[f"without the field data.demo_field={config.demo_field!r}"] += 1
 
 
 def _without_canaries(rows: Iterator[SourceRow]) -> Iterator[SourceRow]:

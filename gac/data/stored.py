@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import pickle
 import tempfile
@@ -39,16 +40,28 @@ class Example:
 
 
 class Examples(Sequence[Example]):
-    """Examples in a temporary file; in memory, each takes eight bytes.
+    """Examples in a temporary file; in memory, each takes 16 bytes.
 
-    `dropped` maps each reason for dropping rows to a count.
+    Attributes:
+        dropped: maps each reason for dropping rows to a count.
+        prompts, demos: the number of tokens of each prompt and each demonstration.
+        largest: the largest token id.
+        digest: a hash of the token ids and the answers.
     """
 
     def __init__(self, items: Iterable[Example], dropped: Mapping[str, int]) -> None:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 - closed with this object
         self._ends = array("q", [0])
+        self.prompts, self.demos, self.largest = array("i"), array("i"), -1
+        content = hashlib.sha256()
         try:
             for index, item in enumerate(items):
+                demo = item.demo or ()
+                self.prompts.append(len(item.prompt))
+                self.demos.append(len(demo))
+                tokens = array("q", (*item.prompt, -1, *demo))
+                self.largest = max(self.largest, *tokens)
+                content.update(tokens.tobytes() + repr(item.answer).encode())
                 self._file.write(pickle.dumps(replace(item, index=index)))
                 self._ends.append(self._file.tell())
             self._file.flush()
@@ -60,6 +73,12 @@ class Examples(Sequence[Example]):
                 "there, or set TMPDIR to another folder"
             ) from error
         self.dropped: Mapping[str, int] = dict(dropped)  # `items` may have counted more
+        self.digest = content.digest()
+
+    def longest(self, prompts: int = 1, demos: int = 1) -> int:
+        """The maximum of `prompts` * (prompt tokens) + `demos` * (demonstration tokens)."""
+        lengths = zip(self.prompts, self.demos, strict=True)
+        return max((prompts * prompt + demos * demo for prompt, demo in lengths), default=0)
 
     def __len__(self) -> int:
         return len(self._ends) - 1

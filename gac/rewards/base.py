@@ -14,7 +14,7 @@ from numbers import Real
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
-from gac.config.imports import explained, location
+from gac.config.imports import USER_ERRORS, explained, location
 from gac.errors import UserError
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ class RowReward(Reward):
         try:
             with limit:
                 return as_outcome(self.score(completion, example))
-        except (Exception, SystemExit) as error:  # user code may raise anything
+        except USER_ERRORS as error:
             return explained(error)
 
 

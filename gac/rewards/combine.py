@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from gac.config.imports import explained
+from gac.config.imports import USER_ERRORS, explained
 
 from .base import Reward, RowOutcome, RowReward, as_outcome, late, time_limits
 
@@ -132,7 +132,7 @@ class ConcurrentReward(CallableReward):
                         outcome = as_outcome(await call)
                 except TimeoutError as error:  # of ours, or of the user's own client
                     outcome = late(self.deadline) if limit.expired() else explained(error)
-                except (Exception, SystemExit) as error:  # user code may raise anything
+                except USER_ERRORS as error:
                     outcome = explained(error)
                 if not isinstance(outcome, Exception):
                     break
@@ -170,7 +170,7 @@ class BatchCallableReward(CallableReward):
                 values = list(self._function(list(completions), list(examples), **self._options))
         except TimeoutError as error:
             return [error] * len(completions)
-        except (Exception, SystemExit) as error:  # user code may raise anything
+        except USER_ERRORS as error:
             if len(completions) == 1:
                 return [explained(error)]
             return [

@@ -267,6 +267,7 @@ class Sampler:
         self.engine.load(model)
         self.stats = SamplingStats(seconds=time.perf_counter() - began)
         self.means: collectives.Sums = {}
+        self.scored: list[tuple[str, float]] = []  # source and reward, also of replaced prompts
         examples, groups = self._groups(list(examples))
         self.samples = [
             self._readable(example, group)
@@ -286,11 +287,10 @@ class Sampler:
             # numbered as in a single process, so that ids are unique across ranks
             unit = i * self.ranks + self.rank
             rows += [row._replace(unit=unit, sequence=n) for n, row in enumerate(own, len(rows))]
-            if example.source:
-                scored = _scored(group)
-                column = f"reward_mean/{example.source}"
-                collectives.add_sums(self.means, {column: (sum(scored), len(scored))})
-        all_scored = [reward for group in groups for reward in _scored(group)]
+        for source, reward in self.scored:
+            if source:
+                collectives.add_sums(self.means, {f"reward_mean/{source}": (reward, 1)})
+        all_scored = [reward for _, reward in self.scored]
         self.equal_rewards.update(self.stats, all_scored)
         sums: list[Any] = collectives.total(self.stats)
         columns = SamplingStats(*sums).columns(self.ranks)
@@ -326,6 +326,8 @@ class Sampler:
         groups: list[list[Sample]] = [[] for _ in examples]
         for stage in self.stages:
             self._sample(examples, stage, groups)
+        for example, group in zip(examples, groups, strict=True):
+            self.scored += [(example.source, reward) for reward in _scored(group)]
         return groups
 
     def _readable(self, example: Example, group: Sequence[Sample]) -> dict[str, Any]:

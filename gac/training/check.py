@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -25,6 +26,8 @@ from gac.errors import (
 from gac.models.config import ModelConfig
 from gac.models.source import check_model, check_tokenizer
 from gac.rewards import Reward, build_reward
+
+logger = logging.getLogger(__name__)
 
 
 def load_checked(name: str, file: Path | None, overrides: Sequence[str]) -> tuple[Any, list[str]]:
@@ -137,6 +140,19 @@ def _check_training(config: Any) -> str:
         _require("peft", "model.lora")
     if config.rollouts.engine == "vllm":
         _require("trl", "rollouts.engine=vllm")
+    main, warmup = os.environ.get("RANK", "0") == "0", config.optim.warmup_steps
+    if main and warmup > config.steps:
+        logger.warning(
+            "optim.warmup_steps=%d: the learning rate never reaches optim.lr in steps=%d: lower it",
+            warmup,
+            config.steps,
+        )
+    held_out = config.eval.data.prompts
+    if main and held_out and held_out in (config.data.prompts, config.data.demos):
+        logger.warning(
+            "eval.data.prompts=%r is also trained on: its accuracy says nothing about new prompts",
+            held_out,
+        )
     rollouts, demos = config.rollouts, config.demo_batch_size
     responses = rollouts.num_prompts * rollouts.num_generations
     tokens = responses * rollouts.max_completion_length

@@ -19,7 +19,7 @@ METRICS: dict[str, Column] = {
     "rollout_loss": Column("", "rollout term before weighting, null without rollouts", STEP),
     "demo_loss": Column("", "demonstration term before weighting, null without them", STEP),
     "demo_nll/SOURCE": Column("nats", "mean negative log-prob per demonstration token", STEP),
-    "reward_mean": Column("reward", "mean over the rollouts, with penalties", STEP),
+    "reward_mean": Column("reward", "mean over all sampled rollouts, with penalties", STEP),
     "reward_mean/SOURCE": Column("reward", "the same for each of several data sources", SAMPLING),
     "reward/TERM": Column("reward", "unweighted mean of each term of a sum", SAMPLING),
     "kl": Column("nats", "mean KL to the reference per rollout token, if measured", STEP),

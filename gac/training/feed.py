@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -52,7 +51,7 @@ class Feed:
         self.may_balance = ranks > 1 and needs.parts < 2
         self.balances = config.max_tokens_per_micro_batch is not None and self.may_balance
         if needs.rollouts:
-            self.prompts: Sequence[Example] = load_prompts(config.data, tokenizer, training=True)
+            self.prompts = load_prompts(config.data, tokenizer, training=True)
             self.prompt_order = prompt_order(config.data, self.prompts, config.seed)
             self.orders["prompt_order"] = self.prompt_order
             if self.uses_prefixes and any(example.demo_mask for example in self.prompts):
@@ -75,13 +74,15 @@ class Feed:
                 )
         if sampling.demos == "separate":
             self.separate_demos = True
-            limit = sampling.limit_demos
-            same = needs.rollouts and config.data.prompts and config.data.demos is None
-            if same and any(e.demo for e in self.prompts):  # rows that are tokenized already
-                demos = Examples((e for e in self.prompts if e.demo), {})
+            same = needs.rollouts and config.data.demos is None  # rows that are tokenized already
+            if same and all(self.prompts.demos):
+                self.demos = self.prompts
+            elif same and any(self.prompts.demos):
+                self.demos = Examples((e for e in self.prompts if e.demo), {})
             else:
-                demos = load_demos(config.data, tokenizer)
-            self.demos: Sequence[Example] = demos if limit is None else demos[:limit]
+                self.demos = load_demos(config.data, tokenizer)
+            if sampling.limit_demos is not None:
+                self.demos = Examples(itertools.islice(self.demos, sampling.limit_demos), {})
             if sampling.epochs is not None:
                 epoch_steps = max(sampling.epochs * len(self.demos) // self.demo_batch_size, 1)
                 self.steps = min(config.steps, epoch_steps)
@@ -137,34 +138,35 @@ class Feed:
         Raises ConfigError if a row of the run may exceed the budget of generation or the model's
         positions, or has a token that is not in the model's vocabulary.
         """
-        check_tokens(config.model, self.tokenizer, itertools.chain(*self.sources()))
+        check_tokens(config.model, self.tokenizer, self.sources())
         rollouts = config.rollouts
-        check_positions(config.model, self.longest_row(rollouts.max_completion_length))
-        longest = self.longest_start + rollouts.max_completion_length
+        keys = "rollouts.max_completion_length, data.max_prompt_tokens or data.max_demo_tokens"
+        check_positions(config.model, self.longest_row(rollouts.max_completion_length), keys)
+        longest = self.longest_start() + rollouts.max_completion_length
         check_budget(rollouts.generation_batch_tokens, longest, rollouts.num_generations)
         return longest
 
-    @functools.cached_property
     def longest_start(self) -> int:
         """Maximum number of tokens before a response: the prompt and any demonstration prefix."""
         if "prompt_order" not in self.orders:
             return 0
-        return max(len(e.prompt) + self.uses_prefixes * len(e.demo or ()) for e in self.prompts)
+        return self.prompts.longest(1, self.uses_prefixes)
 
     def longest_row(self, response: int) -> int:
         """Maximum row length in the run, with responses of at most `response` tokens."""
-        lengths = [self.longest_start + response if "prompt_order" in self.orders else 0]
+        lengths = [self.longest_start() + response if "prompt_order" in self.orders else 0]
         if self.uses_teacher:
-            lengths += [2 * len(e.prompt) + len(e.demo or ()) + response for e in self.prompts]
-        sources = self.sources()[0 if self.trains_on_prompt_demos else 1 :]
-        for examples in sources:
-            lengths.append(max((len(e.prompt) + len(e.demo or ()) for e in examples), default=0))
+            lengths.append(self.prompts.longest(2) + response)
+        if self.trains_on_prompt_demos:
+            lengths.append(self.prompts.longest())
+        if self.separate_demos:
+            lengths.append(self.demos.longest())
         return max(lengths)
 
-    def sources(self) -> list[Sequence[Example]]:
+    def sources(self) -> list[Examples]:
         """The prompts, if any are sampled, and the demonstrations of their own source, if any."""
-        prompts: Sequence[Example] = self.prompts if "prompt_order" in self.orders else []
-        return [prompts, *([self.demos] if self.separate_demos else [])]
+        prompts = [self.prompts] if "prompt_order" in self.orders else []
+        return [*prompts, *([self.demos] if self.separate_demos else [])]
 
     def state_dict(self) -> dict[str, Any]:
         """State in plain JSON types."""

@@ -11,8 +11,7 @@ import logging
 import secrets
 import shutil
 import typing
-from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,9 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from gac.config import dump
 from gac.config.imports import load_object
-from gac.data import Example
+from gac.data import Examples
 from gac.errors import ConfigError, RunDirectoryError, RunError
+from gac.evaluation.suite import Job
 from gac.faults import checkpoint
 from gac.models.config import ModelConfig
 from gac.models.pretrained import base_folder
@@ -36,7 +36,7 @@ from gac.train_config import TrainConfig
 logger = logging.getLogger(__name__)
 
 
-FORMAT = 2  # checkpoint format version; incremented when older checkpoints can no longer be resumed
+FORMAT = 3  # checkpoint format version; incremented when older checkpoints can no longer be resumed
 MICRO = ("micro_batch_size", "max_tokens_per_micro_batch")
 
 
@@ -176,13 +176,12 @@ def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def check_tokens(
-    config: ModelConfig, tokenizer: PreTrainedTokenizerBase, examples: Iterable[Example]
+    config: ModelConfig, tokenizer: PreTrainedTokenizerBase, sources: Iterable[Examples]
 ) -> None:
     """Raise ConfigError if a token of the data is not in the model's vocabulary."""
     size = _text_config(config).vocab_size
-    largest = max(*stop_tokens(tokenizer), tokenizer.pad_token_id)
-    for example in examples:
-        largest = max(largest, *example.prompt, *(example.demo or ()))
+    known = (*stop_tokens(tokenizer), tokenizer.pad_token_id)
+    largest = max(*known, *(source.largest for source in sources))
     if largest >= size:
         key = "model.tokenizer" if config.tokenizer else "model.path"
         name = config.tokenizer or config.path
@@ -194,8 +193,8 @@ def check_tokens(
         )
 
 
-def check_positions(config: ModelConfig, longest: int) -> None:
-    """Check that rows of `longest` tokens fit into the model's positions.
+def check_positions(config: ModelConfig, longest: int, keys: str) -> None:
+    """Check that rows of `longest` tokens, limited by `keys`, fit into the model's positions.
 
     Raises ConfigError if the positions are learned; rotary positions beyond the trained ones only
     get a warning.
@@ -209,14 +208,24 @@ def check_positions(config: ModelConfig, longest: int) -> None:
         or getattr(text, "alibi", False)
     ):
         return
-    lower = "lower rollouts.max_completion_length, data.max_prompt_tokens or data.max_demo_tokens"
     message = (
         f"model.path={config.path!r} has {positions} positions, but a prompt with its response may "
-        f"have {longest} tokens: {lower}"
+        f"have {longest} tokens: lower {keys}"
     )
     if getattr(text, "rope_parameters", None) is None:
         raise ConfigError(message)
     logger.warning("%s, unless the model supports more than %d positions", message, positions)
+
+
+def check_evaluation(
+    config: ModelConfig, tokenizer: PreTrainedTokenizerBase, jobs: Mapping[str, Job]
+) -> None:
+    """Check the prompts of the evaluation, and their length with a response."""
+    for name, job in jobs.items():
+        check_tokens(config, tokenizer, [job.examples])
+        longest = max(len(e.prompt) for e in job.examples) + job.task.max_completion_length
+        key = f"eval.tasks.{name}" if name else "eval"
+        check_positions(config, longest, f"{key}.max_completion_length")
 
 
 def _text_config(config: ModelConfig) -> Any:
@@ -229,14 +238,14 @@ ENDS = 1 << 20  # bytes to read at each end of a weights file
 def fingerprint(
     config: TrainConfig,
     tokenizer: PreTrainedTokenizerBase,
-    sources: Sequence[Sequence[Example]],
+    sources: Iterable[Examples],
     reward: Reward,
 ) -> dict[str, str]:
     """Map each input to a hash of its content."""
     vocabulary = sorted(tokenizer.get_vocab().items())
     code = {"rollouts.function": config.rollouts.function, "data.order": config.data.order}
     return {
-        "data": _hash(_content(example) for source in sources for example in source),
+        "data": _hash(source.digest for source in sources),
         "tokenizer": _hash([repr(vocabulary).encode(), str(tokenizer.chat_template).encode()]),
         "model": _hash(_model(Path(config.model.path).expanduser())),
         "reward": _hash(_files(reward)),
@@ -257,11 +266,6 @@ def check_fingerprint(
             f"the {' and the '.join(changed)} changed since the checkpoint in `out` was written: "
             "restore the old content, choose another `out`, or set ignore_input_changes=true"
         )
-
-
-def _content(example: Example) -> bytes:
-    tokens = array("q", (*example.prompt, -1, *(example.demo or ())))
-    return tokens.tobytes() + repr(example.answer).encode()
 
 
 def _model(folder: Path) -> Iterator[bytes]:

@@ -51,9 +51,9 @@ from .record import Record, show
 from .replay import SkippedStep
 from .startup import (
     FORMAT,
+    check_evaluation,
     check_fingerprint,
     check_space,
-    check_tokens,
     find_checkpoint,
     fingerprint,
 )
@@ -115,6 +115,9 @@ class Trainer:
         engine = Engine(
             rollouts, self.tokenizer, served=config.model.path, longest=longest, folder=self.out
         )
+        reward = build_reward(config.reward)
+        self.evaluator = Evaluator(config.eval, engine, reward, config.seed)
+        check_evaluation(config.model, self.tokenizer, self.evaluator.jobs)
         # a server samples without the weights of this process
         self.gathers = config.parallel.gather_for_rollouts and rollouts.engine != "vllm"
         self.model = load_policy(config, self.accelerator)
@@ -133,7 +136,6 @@ class Trainer:
         self.gradients = make_gradients(
             config, self.accelerator, self.tokenizer, self.model, self.reference, needs
         )
-        reward = build_reward(config.reward)
         self.sampler = Sampler(
             config.rollouts,
             engine,
@@ -146,9 +148,6 @@ class Trainer:
         )
         self.rollouts: Rollouts | None = None
         self.tally = Tally(reward)
-        self.evaluator = Evaluator(config.eval, engine, reward, config.seed)
-        jobs = self.evaluator.jobs.values()
-        check_tokens(config.model, self.tokenizer, (e for job in jobs for e in job.examples))
         self.step = 0
         self.state, self.mix = next_mix(self.method, self.method.init(), Observation(0))
         self.ended = False  # the method has ended the run

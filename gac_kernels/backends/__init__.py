@@ -48,17 +48,13 @@ NAMES = ("reference", "triton", "native")
 _PREFERRED = {"cpu": ("native", "reference"), "cuda": ("triton", "reference")}
 
 
+@functools.cache
 def load(name: str, device: torch.device) -> ModuleType:
     """The module of a backend, imported on first use; "native" has one module per device type."""
     if name not in NAMES:
         raise ValueError(f"backend={name!r}: use 'auto' or one of {', '.join(NAMES)}")
     if name == "native":
         name = "cuda" if device.type == "cuda" else "cpu"
-    return _import(name)
-
-
-@functools.cache
-def _import(name: str) -> ModuleType:
     return importlib.import_module(f".{name}", __name__)
 
 

@@ -58,7 +58,7 @@ def row_grads(
     entropy_part = p * (z.masked_fill(z == -torch.inf, 0) + entropy[live, None])
     grad -= entropy_part * d_entropy[live, None]
     if softcap is not None:
-        grad *= reference.cap_slope(capped, softcap)
+        grad *= 1 - (capped / softcap).masked_fill(capped.isinf(), 1) ** 2
     grad[(d_logps[live] == 0) & (d_entropy[live] == 0)] = 0
     out.zero_()
     width = out.shape[1]

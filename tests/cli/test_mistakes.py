@@ -6,7 +6,9 @@ All run in one process. Those in `EARLY` are answered before torch is imported.
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -71,6 +73,8 @@ FILES = {
     "long.jsonl": lines({**ROW, "prompt": 5000 * "1+"}),
     "exits.py": reward("exit(3)"),
     "interrupts.py": reward("raise KeyboardInterrupt"),
+    "closes.py": reward("raise GeneratorExit"),
+    "stops.py": "import os\nos.kill(os.getpid(), int(os.environ['SIGNAL']))\n",
     "quits.py": "exit(4)\n",
     "syntax.py": "def reward(completion, example)\n",
     "imports.py": "import nothing_like_it\n",
@@ -174,6 +178,7 @@ TRAIN = {  # value of --set -> answer
     "reward=exits.py:reward": "it called sys.exit(3)",
     "reward=quits.py:reward": "it called sys.exit(4)",
     "reward=interrupts.py:reward": "interrupted (",
+    "reward=closes.py:reward": "it raised GeneratorExit() (",
     "reward=syntax.py:reward": "SyntaxError: expected ':'",
     "reward=imports.py:reward": "No module named 'nothing_like_it'",
     "reward=nothing.py:reward": "expected a number, got NoneType",
@@ -247,7 +252,7 @@ LATE_TRAIN = {
     "data.prompts=chat.jsonl": "a conversation needs a chat template, which the tokenizer does not",
     "data.where={answer: 99}": "no rows left (dropped: 400 excluded by where)",
     "data.max_prompt_tokens=1": "no rows left (dropped: 400 prompt longer than 1 tokens)",
-    "data.demo_field=essay": "has the demonstration field 'essay': set demo_field",
+    "data.demo_field=essay": "(dropped: 400 without the field data.demo_field='essay')",
     "data.source_field=set": "field 'set': is missing; the row's fields are",
     "model.attention=nonsense": "cannot be loaded: Specified `attn_implementation",
     "model.path=nan": "model.path='nan': the weight model.norm.weight contains nan or inf",
@@ -330,14 +335,30 @@ def test_a_mistake_has_a_one_line_answer(results, number):
         assert not rest or rest[0].startswith("usage: ")
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_before_the_first_step(project, number):
+    done = subprocess.run(
+        [sys.executable, "-m", "gac.cli", *train("reward=stops.py:reward")],
+        cwd=project,
+        env={**os.environ, "SIGNAL": str(int(number))},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 130 and done.stderr.startswith("gac: interrupted")
+
+
 def test_paths_that_exist_next_to_the_configuration(project):
     ((code, _, err, _),) = run(project / "first", ["train", "run.yaml"])
     assert code == 2 and f"run the command in {project}\n" in err
 
 
 def test_check_trains_nothing(project):
-    ((code, out, _, torch),) = run(project, ["check", "first/run.yaml"])
+    changes = ["optim.warmup_steps=31", "eval.data.prompts=first/data/train.jsonl"]
+    ((code, out, err, torch),) = run(project, ["check", "first/run.yaml", "--set", *changes])
     assert code == 0 and not torch and out.endswith("\nAll checks passed.\n")
+    assert "optim.warmup_steps=31: the learning rate never reaches" in err
+    assert "eval.data.prompts='first/data/train.jsonl' is also trained on" in err
     for line in (
         "model.path: 0.315 million parameters; training takes 0.005 GB",
         "data.prompts: 400 rows\n",

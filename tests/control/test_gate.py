@@ -214,8 +214,15 @@ def likeness(completion: str, example: Any) -> float:
     return sum(marks) / 5
 
 
-@pytest.mark.parametrize("form", ["z", "cosine"])
-def test_a_closed_gate_keeps_measuring_and_reopens(tmp_path, form) -> None:
+@pytest.mark.parametrize(
+    ("name", "gate"),
+    [
+        ("gac-gated", {"form": "z", "decay": 0.5}),
+        ("gac-gated", {"form": "cosine", "decay": 0.5}),
+        ("gac-gated-sketch", {"form": "z", "decay": 0.1}),
+    ],
+)
+def test_a_closed_gate_keeps_measuring_and_reopens(tmp_path, name, gate) -> None:
     """At mu = 0, demonstrations do not affect the update, but their gradient is still measured."""
     common = {
         "steps": 6,
@@ -223,10 +230,11 @@ def test_a_closed_gate_keeps_measuring_and_reopens(tmp_path, form) -> None:
         "rollouts": {"num_prompts": 8, "num_generations": 4, "max_completion_length": 5},
     }
     task = write_tiny(tmp_path)
-    method = {"name": "gac-gated", "max_step": 1.0, "gate": {"form": form, "decay": 0.5}}
+    method = {"name": name, "max_step": 1.0, "gate": gate}
+    closed = CLOSED[gate["form"]]
     gated_run = Trainer(tiny_config(task, tmp_path / "gated", method=method, **common))
     state = gated_run.method.init()
-    state["controller"]["gate"] = [CLOSED[form], 1.0, 1.0, 1.0, 0.0]
+    state["controller"]["gate"] = [closed, 1.0, 1.0, 1.0, 0.0]
     gated_run.state, gated_run.mix = next_mix(gated_run.method, state, Observation(0))
     gated_run.run()
     rows = metrics(tmp_path / "gated")
@@ -234,6 +242,6 @@ def test_a_closed_gate_keeps_measuring_and_reopens(tmp_path, form) -> None:
     Trainer(tiny_config(task, tmp_path / "grpo", method={"name": "grpo"}, **common)).run()
     grpo = metrics(tmp_path / "grpo")
     assert rows[0]["grad_norm"] == pytest.approx(grpo[0]["grad_norm"], rel=1e-4)
-    assert rows[1]["z"] != CLOSED[form] and rows[-1]["mu"] > 0  # measured at mu = 0, then open
+    assert rows[1]["z"] != closed and rows[-1]["mu"] > 0  # measured at mu = 0, then open
     for row in rows:
         assert row["mu"] == pytest.approx(0.7 * row["trust"], abs=1e-12)

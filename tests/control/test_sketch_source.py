@@ -11,16 +11,15 @@ import torch
 
 from gac.control.signals import Sketches, sketch_moments
 from gac.errors import ConfigError
-from gac.methods import METHODS, Mix, Observation
-from gac.methods.base import Loss, next_mix
+from gac.methods import METHODS, Mix
+from gac.methods.base import Loss
 from gac.rollouts import engines
 from gac.training.trainer import Trainer
 from gac_kernels import HeadSketch
 from tests import ranks
-from tests.control.test_gate import likeness  # noqa: F401 - used as a reward below, by name
 from tests.methods.published import TEMPERATURE
 from tests.parallel.test_distributed import fixed_responses
-from tests.tiny import metrics, tiny_config, write_tiny
+from tests.tiny import tiny_config
 
 SIZE = 8
 METHOD = {"name": "gac-gated-sketch", "signals": {"size": SIZE}}
@@ -133,30 +132,6 @@ def test_unit_moments_are_unbiased_or_nan():
         reading = sketch_moments(Sketches(broken, sides[1]))
         assert math.isnan(reading.signals.sft_variance) and math.isnan(reading.alignment.inner)
         assert reading.signals.rl_variance > 0 and math.isfinite(reading.alignment.rl_square)
-
-
-def test_closed_gate_keeps_measuring_and_reopens(tmp_path):
-    """At mu = 0 the demonstrations do not affect the update but are still sketched."""
-    common = {
-        "steps": 6,
-        "reward": "tests.control.test_gate:likeness",
-        "rollouts": {"num_prompts": 8, "num_generations": 4, "max_completion_length": 5},
-    }
-    folder = write_tiny(tmp_path)
-    method = {"name": "gac-gated-sketch", "max_step": 1.0, "gate": {"decay": 0.1}}
-    run = Trainer(tiny_config(folder, tmp_path / "gated", method=method, **common))
-    state = run.method.init()
-    state["controller"]["gate"] = [-9.0, 1.0, 1.0, 1.0, 0.0]
-    run.state, run.mix = next_mix(run.method, state, Observation(0))
-    run.run()
-    rows = metrics(tmp_path / "gated")
-    assert rows[0]["mu"] == 0.0
-    Trainer(tiny_config(folder, tmp_path / "grpo", method={"name": "grpo"}, **common)).run()
-    grpo = metrics(tmp_path / "grpo")
-    assert rows[0]["grad_norm"] == pytest.approx(grpo[0]["grad_norm"], rel=1e-5)
-    assert rows[1]["z"] != -9.0 and rows[-1]["mu"] > 0
-    for row in rows:
-        assert row["mu"] == pytest.approx(0.7 * row["trust"], abs=1e-12)
 
 
 def test_a_loss_or_a_head_that_cannot_be_sketched_is_rejected(task, tmp_path, monkeypatch):

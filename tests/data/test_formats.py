@@ -341,7 +341,8 @@ def test_several_sources(tmp_path, tokenizer):
     config = load(DataConfig, {"sources": sources})
     assert Counter(e.source for e in load_prompts(config, tokenizer)) == {"a": 4, second: 4}
     assert Counter(e.source for e in load_demos(config, tokenizer)) == {"a": 4, second: 4}
-    unnamed = load(DataConfig, {"sources": [{"path": first}, {"path": second}]})
+    bare = conversation(tmp_path, {"prompt": "1+1", "answer": "2"})
+    unnamed = load(DataConfig, {"sources": [{"path": first}, {"path": bare}, {"path": second}]})
     assert {demo.source for demo in load_demos(unnamed, tokenizer)} == {first, second}
     assert len(load_demos(replace(config, demos=second), tokenizer)) == 4  # those only
     with pytest.raises(ConfigError, match="either prompts or sources"):

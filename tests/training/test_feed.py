@@ -220,4 +220,4 @@ def test_the_longest_row_by_hand(task, tmp_path, method, start: int, longest: in
     data = {"prompts": prompts, "demos": demos} if method in ("gac", SFT) else {"prompts": prompts}
     settings = {"num_prompts": 2, "num_generations": 4, "max_completion_length": 7}
     feed = make_feed(task, method=method, data=data, demo_batch_size=2, rollouts=settings)
-    assert (feed.longest_start, feed.longest_row(7)) == (start, longest)
+    assert (feed.longest_start(), feed.longest_row(7)) == (start, longest)

@@ -62,19 +62,15 @@ def test_rows_beyond_the_positions(task, tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         Trainer(tiny_config(task, tmp_path / "run", model=model))
     assert "8 positions, but a prompt with its response may have" in caplog.text
+    assert "tokens: lower eval.max_completion_length, unless" in caplog.text
 
 
 def test_rows_beyond_learned_positions(tmp_path):
     AutoConfig.for_model("gpt2", n_positions=8).save_pretrained(tmp_path)
     config = ModelConfig(path=str(tmp_path))
-    check_positions(config, 8)
-    with pytest.raises(ConfigError, match="8 positions, but .* 9 tokens: lower rollouts.max_comp"):
-        check_positions(config, 9)
-
-
-def test_evaluations_need_data_or_tasks(task, tmp_path):
-    tasks = {"a": {"data": {"prompts": str(task / "eval.jsonl")}}}
-    assert tiny_config(task, tmp_path, eval={"every": 2, "tasks": tasks}).eval.every == 2
+    check_positions(config, 8, "this.key")
+    with pytest.raises(ConfigError, match="8 positions, but .* 9 tokens: lower this.key"):
+        check_positions(config, 9, "this.key")
 
 
 REWARD = """\
