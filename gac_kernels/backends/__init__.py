@@ -37,6 +37,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import logging
 import warnings
 from types import ModuleType
@@ -98,4 +99,6 @@ def _log_first_use(name: str, kind: str) -> None:
 
 @functools.cache  # once per reason
 def _warn_of_fallback(message: str) -> None:
-    warnings.warn(message, RuntimeWarning, stacklevel=5)
+    frames = inspect.stack(context=0)
+    own = [frame.frame.f_globals.get("__name__", "").startswith("gac_kernels") for frame in frames]
+    warnings.warn(message, RuntimeWarning, stacklevel=own.index(False) + 1)  # the caller's line
