@@ -20,11 +20,11 @@ set -euo pipefail
 # left after KillWait (30 s by default), so set checkpoint_every to lose little if saving takes longer.
 trap 'scontrol requeue "$SLURM_JOB_ID"' USR1
 
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+hosts=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))
 srun --kill-on-bad-exit=1 torchrun \
   --nnodes="$SLURM_NNODES" \
   --nproc-per-node="${SLURM_GPUS_ON_NODE:-gpu}" \
-  --rdzv-backend=c10d --rdzv-endpoint="$first:29500" --rdzv-id="$SLURM_JOB_ID" \
+  --rdzv-backend=c10d --rdzv-endpoint="${hosts[0]}:29500" --rdzv-id="$SLURM_JOB_ID" \
   --max-restarts=3 \
   -m gac.cli train "$@" &
 wait $!    # in the background, so that the trap runs at once
