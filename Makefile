@@ -49,7 +49,7 @@ mutants: setup  ## sample small bugs in the code and run the tests on each (hour
 	$(BIN)/python -m tools.mutants $(MODULES)
 
 test-gpu:  ## run the GPU tests with the system's python, not the .venv
-	$(PYTHON) -m pytest -m gpu tests/kernels/test_*_gpu.py tests/kernels/test_batch.py
+	$(PYTHON) -m pytest -m gpu tests/kernels/test_*gpu.py tests/kernels/test_batch.py
 
 test-integrations: setup  ## test each adapter against its trainer, in a separate environment
 	$(BIN)/python -m tools.environments
