@@ -29,7 +29,7 @@ demo: setup  ## train a tiny model with six methods and compare them
 	$(BIN)/gac demo
 
 test: setup  ## run all tests that do not need a GPU
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not release" -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not release" -n 2 --dist loadfile --no-loadscope-reorder
 
 release-check: setup  ## check the packages, the workflows, the hub layout and the versions (gigabytes, half an hour)
 	$(BIN)/python -m tools.release_check

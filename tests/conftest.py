@@ -30,6 +30,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if "full" not in config.option.markexpr:  # takes minutes; runs only with `-m full`
         config.hook.pytest_deselected(items=[i for i in items if i.get_closest_marker("full")])
         items[:] = [item for item in items if not item.get_closest_marker("full")]
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)  # first, so that all workers end together
     for item in items:
         for mark in item.iter_markers():
             if mark.name in ("slow", "full", "skip", "skipif", "xfail"):

@@ -344,6 +344,7 @@ KINDS = {  # a representative of each kind of method
 }
 AFTER_WARMUP = "method.alarm.", "method.mu_suspect"  # of the alarm, which has tests of its own
 OF_THE_METHOD = "rollouts.", "loss.", "kl_sample_size"  # the other keys are read by no method
+OWN_SAMPLING = ("luffy", "prefix-rft", "sdar")  # the others sample as the default does, or not
 OF_THE_ENGINE = ("engine", "paged", "vllm", "generation_batch", "log_")
 
 
@@ -354,15 +355,13 @@ def test_every_key_acts_or_is_refused(folder: Path, method: str) -> None:
         if key in EXCEPTIONS or not (method == DEFAULT or key.startswith(OF_THE_METHOD)):
             continue
         if key.startswith("rollouts.") and method != DEFAULT:
-            sampled = METHODS[method]().needs(0).rollouts  # else ignored: a file compares methods
-            if not sampled or key.removeprefix("rollouts.").startswith(OF_THE_ENGINE):
+            own = method in OWN_SAMPLING  # else ignored: a file compares methods
+            if not own or key.removeprefix("rollouts.").startswith(OF_THE_ENGINE):
                 continue
         keys = {"method": method, **BASE, **(EVAL if key.startswith("eval.") else {})}
         keys |= IN_RUN.get(key, {})
-        problems += [
-            problem(key, {**keys, **needed}, other(key, keys.get(key, default)))
-            for needed in ({}, WITH.get(key, {}))
-        ]
+        for needed in ({}, WITH.get(key, {})) if method == DEFAULT else (WITH.get(key, {}),):
+            problems.append(problem(key, {**keys, **needed}, other(key, keys.get(key, default))))
     keys = {"method.name": method, **BASE, "rollouts.num_iterations": 1}
     problems += [
         problem(key, {**keys, **WITH.get(key, {})}, other(key, default))
