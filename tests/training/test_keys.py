@@ -360,8 +360,10 @@ def test_every_key_acts_or_is_refused(folder: Path, method: str) -> None:
                 continue
         keys = {"method": method, **BASE, **(EVAL if key.startswith("eval.") else {})}
         keys |= IN_RUN.get(key, {})
-        for needed in ({}, WITH.get(key, {})) if method == DEFAULT else (WITH.get(key, {}),):
-            problems.append(problem(key, {**keys, **needed}, other(key, keys.get(key, default))))
+        needs = [WITH.get(key, {}), *([{}] if method == DEFAULT else [])]
+        problems += [
+            problem(key, {**keys, **needed}, other(key, keys.get(key, default))) for needed in needs
+        ]
     keys = {"method.name": method, **BASE, "rollouts.num_iterations": 1}
     problems += [
         problem(key, {**keys, **WITH.get(key, {})}, other(key, default))
