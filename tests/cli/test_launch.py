@@ -79,6 +79,7 @@ def test_torchrun_restarts_after_a_killed_rank_with_the_same_metrics(task, tmp_p
     assert re.search(r"local_rank: 1\b|rank 1 is not responding", output)
 
 
+@pytest.mark.full(reason="starts three more interpreters, as torchrun does")
 def test_accelerate_launch_export_and_replay(task, tmp_path, capsys):
     code, output = run_job(ACCELERATE, write_config(task, tmp_path, "run", steps=2))
     assert code == 0, output
