@@ -105,7 +105,7 @@ def with_dropout(task, folder):
 
 def test_job_resumes_exactly_after_one_rank_is_killed(task, tmp_path):
     uninterrupted, interrupted = (
-        tiny_config(task, tmp_path / name, **RUN, parallel={"timeout": 20}) for name in "ab"
+        tiny_config(task, tmp_path / name, **RUN, parallel={"timeout": 8}) for name in "ab"
     )
     ranks.run(train, uninterrupted, ranks=2)
     event = "open", "-00000006/__1_0.distcp", "1"
