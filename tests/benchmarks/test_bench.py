@@ -48,7 +48,7 @@ def test_gpu_logits_bench_runs_on_a_cpu(results, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(bench_gpu_logits, "BACKENDS", {"ours, csrc": "native"})
     monkeypatch.setitem(sys.modules, "trl.kernels.logprob_entropy", None)
     record = Record()
-    best = bench_gpu_logits.compare(record, CPU, "tiny", 128, 300, bandwidth=10.0, seconds=0)
+    best = bench_gpu_logits.compare(record, CPU, "tiny", 512, 300, bandwidth=10.0, seconds=0)
     assert {"copy", "eager"} <= best.keys()
     assert all("ms" in row or row["not_run"] for row in record.rows)
 
