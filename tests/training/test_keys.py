@@ -348,6 +348,7 @@ OWN_SAMPLING = ("luffy", "prefix-rft", "sdar")  # the others sample as the defau
 OF_THE_ENGINE = ("engine", "paged", "vllm", "generation_batch", "log_")
 
 
+@pytest.mark.slow(reason="hundreds of runs")
 @pytest.mark.parametrize("method", KINDS)
 def test_every_key_acts_or_is_refused(folder: Path, method: str) -> None:
     problems = []
