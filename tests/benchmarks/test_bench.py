@@ -24,6 +24,8 @@ CPU = torch.device("cpu")
 def results(tmp_path, monkeypatch):
     monkeypatch.setattr(record_module, "RESULTS", tmp_path)
     monkeypatch.setattr(table, "RESULTS", tmp_path)
+    for module in (bench_gpu_linear, bench_gpu_logits):  # tested below, in a subprocess
+        monkeypatch.setattr(module, "unavailable_reason", lambda *_: None)
     return tmp_path
 
 
