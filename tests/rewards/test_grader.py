@@ -20,7 +20,7 @@ WHOLE = "grades a whole data set"
 every = pytest.mark.parametrize(
     "every",
     [
-        20,
+        19,  # the rows are those of four models in turn
         pytest.param(1, marks=[pytest.mark.slow(reason=WHOLE), pytest.mark.full(reason=WHOLE)]),
     ],
 )
@@ -44,7 +44,7 @@ def test_agreement_with_labelled_model_solutions(data_dir, reward, every):
     rows, examples = load(data_dir / "gsm8k_model_solutions.jsonl.gz", every)
     scores = reward([row["solution"] for row in rows], examples)
     wrong = [r["id"] for r, s in zip(rows, scores, strict=True) if s != float(r["correct"])]
-    assert len(rows) == 4220 // every and sum(scores) > 1500 // every  # both labels occur
+    assert len(rows) == -(-4220 // every) and sum(scores) > 1200 // every  # both labels occur
     assert 1 - len(wrong) / len(rows) >= 0.995, f"{len(wrong)} disagreements: {wrong}"
     assert reward.counts() == {"timeouts": 0, "crashes": 0}
 
