@@ -164,7 +164,7 @@ CASES = [
         demos=(0, 1),
         unmasked=(slice(4200, 4300), slice(6500, 6501)),
     ),
-    Case("peaked", "a trained model's logits: p near 1, entropy near 0", peak=12.0),
+    Case("peaked logits", "a trained model's logits: p near 1, entropy near 0", peak=12.0),
     Case(
         "wide",
         "a vocabulary wider than one tile of any backend",
@@ -175,7 +175,7 @@ CASES = [
     Case("a block and one", "one entry more", vocabulary=2049, lengths=(2, 1), demos=(0, 1)),
     Case("tiny", "a vocabulary smaller than one SIMD vector", vocabulary=3),
     Case("one entry", "a vocabulary of one entry", vocabulary=1),
-    Case("one tile", "exactly one of Triton's tiles in these tests", vocabulary=64),
+    Case("a whole tile", "exactly one of Triton's tiles in these tests", vocabulary=64),
     Case("a tile and one", "one entry more", LossSpec(entropy_coef=0.1), vocabulary=65),
     Case("cispo", "CISPO", LossSpec(policy_loss="cispo", clip_high=0.05), old=0.3),
     Case("sapo", "both temperatures", LossSpec(policy_loss="sapo", sapo_tau=(1.0, 1.3)), old=0.3),
