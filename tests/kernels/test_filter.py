@@ -18,7 +18,7 @@ from gac_kernels import (
     linear_token_logprobs,
 )
 from gac_kernels.backends import cpu
-from gac_kernels.filter import column_sums
+
 from tests.kernels.cases import require_backend
 
 N, H, V = 192, 32, 3001
