@@ -5,7 +5,7 @@ After training, most softmax entries are tiny: a few percent of the columns carr
 a large entry, and the backward GEMMs run on the marked columns only. The entries that are left out
 of a row have the same sign, so leaving them out would bias the sum over rows; they are replaced by
 the rank-one tail d q^T, where d [M] are their sums and q [V] is the distribution of their mass over
-the columns, estimated from a few rows. For the gradient of the weight, whose tiny rows an optimizer
+the columns, from at most 256 rows. For the gradient of the weight, whose tiny rows an optimizer
 such as Adam scales up, they are replaced by those of a sample of rows. docs/gradient_filter.md has
 measurements.
 
@@ -22,7 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-SAMPLE = 32  # rows that estimate the distribution and the mass of what is dropped
+SAMPLE = 256  # at most so many rows estimate the distribution and the mass of what is dropped,
+STEP = 32  # so many at a time, to stay in the cache
 SAMPLED = 3 / 8  # of the rows, for what is dropped from the gradient of the weight
 
 
@@ -40,7 +41,8 @@ class GradientFilter:
     max_columns: float = 0.5
     """A chunk that keeps a larger share of its columns is computed exactly, in (0, 1]."""
     max_dropped: float = 2**-6
-    """A chunk that drops a larger share of its absolute gradient, estimated from 32 rows, is
+    """A chunk that drops a larger share of its absolute gradient, from at most 256
+    rows, is
     computed exactly, in [0, 1]."""
 
     def __post_init__(self) -> None:
@@ -155,7 +157,9 @@ class ColumnFilter:
         places = torch.where(self.hit, self.hit.cumsum(0) - 1, width)
         columns = places.new_empty(width + 1)
         columns[places] = torch.arange(width, device=grad.device)
-        share = grad[:: -(-rows // SAMPLE)].abs().sum(0, dtype=self.sums.dtype)
+        share = self.sums.new_zeros(width)
+        for part in grad[:: -(-rows // SAMPLE)].split(STEP):
+            share += part.abs().sum(0, dtype=share.dtype)
         mass, dropped = share.sum(), share.masked_fill_(self.hit, 0).sum()
         mass, dropped = self.total(torch.stack([mass, dropped]))
         counts = read(torch.stack([self.hit.sum().to(mass.dtype), dropped / mass]))

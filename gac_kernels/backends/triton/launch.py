@@ -133,7 +133,7 @@ def notes(sketch: RowSketch | None, marks: RowMarks | None) -> dict[str, Any]:
     signs, buckets = sketch or (None, None)
     eps, hit, sums = marks or (None, None, None)
     size = 1 if buckets is None else buckets.shape[1]
-    hit = None if hit is None else hit.view(torch.uint8)
+    hit = hit.view(torch.uint8) if hit is not None and hit.dtype == torch.bool else hit
     return {"signs": signs, "buckets": buckets, "SKETCH": size} | {
         "eps": eps,
         "hit": hit,
