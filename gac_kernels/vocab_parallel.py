@@ -156,9 +156,7 @@ class ShardedRows:
         results = target.sum(0) - total, mixed, total
         return tuple(torch.where(live, x, 0) for x in results)
 
-    def row_grads(
-        self, logits: Tensor, targets: Tensor, *arguments: Any, **notes: Any
-    ) -> None:
+    def row_grads(self, logits: Tensor, targets: Tensor, *arguments: Any, **notes: Any) -> None:
         local = self._local(targets, logits)
         self.inner.row_grads(logits, local, *arguments, whole_row=False, **notes)
 

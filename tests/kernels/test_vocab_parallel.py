@@ -7,7 +7,13 @@ import dataclasses
 import pytest
 import torch
 
-from gac_kernels import DemoWeight, LossSpec, TokenMoments, fused_linear_gac_loss
+from gac_kernels import (
+    DemoWeight,
+    GradientFilter,
+    LossSpec,
+    TokenMoments,
+    fused_linear_gac_loss,
+)
 from gac_kernels.vocab_parallel import shard_bounds, vocab_parallel_gac_loss
 from tests import ranks
 
@@ -44,6 +50,8 @@ def evaluate(loss, hidden, weight, bias, **rest):
     out = loss(*leaves[:2], bias=leaves[2] if bias is not None else None, **keywords)
     (2 * out.loss).backward()
     values = [x.detach() for x in out if isinstance(x, torch.Tensor)]
+    if out.filter is not None:
+        values.append([float(x) for x in out.filter])
     return values, out.moments.signals(), [x.grad for x in leaves]
 
 
@@ -172,3 +180,27 @@ def test_shard_bounds_partition_the_vocabulary():
         bounds = [shard_bounds(V, count, rank) for rank in range(count)]
         vocab_indices = [i for start, stop in bounds for i in range(start, stop)]
         assert vocab_indices == list(range(V))
+
+
+@pytest.mark.parametrize("weight", [False, True], ids=["hidden", "both"])
+def test_each_rank_filters_its_own_columns(weight):
+    """Rows with the same few frequent columns, all on the first rank; the last has the tail only."""
+    data = batch(bias=False)
+    data["weight"] = data["weight"] / 4
+    data["weight"][:, 0] = torch.linspace(2, -7, V)
+    data["hidden"][..., 0] = 1
+    data["targets"] = torch.where(data["targets"] < 0, -100, data["targets"] % 5)
+    exact = run_unsharded(data, {})
+    settings = GradientFilter(eps=2**-5, weight=weight, max_dropped=0.2)
+    results = ranks.run(run_sharded, data, {"gradient_filter": settings}, ranks=3)
+    for values, signals, grads in results:
+        torch.testing.assert_close(values[0], exact[0][0], rtol=1e-5, atol=2e-5)
+        assert signals == pytest.approx(exact[1], rel=1e-5)
+        assert torch.equal(grads[0], results[0][2][0])
+        error = (grads[0] - exact[2][0]).norm() / exact[2][0].norm()
+        assert 1e-4 < error < 0.05
+        report = values[-1]
+        assert report == results[0][0][-1] and 0.05 < report[0] < 0.5 and 0.01 < report[1] < 0.5
+    same = torch.cat([grads[1] for _, _, grads in results])
+    error = (same - exact[2][1]).norm() / exact[2][1].norm()
+    assert (1e-4 < error < 0.2) if weight else error < 1e-5
