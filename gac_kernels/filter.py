@@ -22,8 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-SAMPLE = 256  # at most so many rows estimate the distribution and the mass of what is dropped,
-STEP = 32  # so many at a time, to stay in the cache
+SAMPLE = 256  # at most so many rows estimate the distribution and the mass of what is dropped
 SAMPLED = 3 / 8  # of the rows, for what is dropped from the gradient of the weight
 
 
@@ -41,9 +40,8 @@ class GradientFilter:
     max_columns: float = 0.5
     """A chunk that keeps a larger share of its columns is computed exactly, in (0, 1]."""
     max_dropped: float = 2**-6
-    """A chunk that drops a larger share of its absolute gradient, from at most 256
-    rows, is
-    computed exactly, in [0, 1]."""
+    """A chunk that drops a larger share of its absolute gradient, estimated from at most 256 rows,
+    is computed exactly, in [0, 1]."""
 
     def __post_init__(self) -> None:
         for name, low in (("eps", 0), ("max_columns", math.ulp(0)), ("max_dropped", 0)):
@@ -90,8 +88,7 @@ def mark_rows(grad: Tensor, targets: Tensor, coefficient: Tensor, marks: RowMark
     """
     rows = grad.flatten(0, -2).to(marks.sums.dtype)
     marks.hit.logical_or_((rows.abs() > marks.eps * coefficient[:, None]).any(0))
-    inside = (targets >= 0) & (targets < len(marks.hit)) & (coefficient != 0)
-    marks.hit[targets[inside]] = True
+    marks.hit[targets[(targets >= 0) & (targets < len(marks.hit)) & (coefficient != 0)]] = True
     marks.sums.copy_(torch.stack([rows.sum(1), rows.abs().sum(1)]))
 
 
@@ -158,7 +155,7 @@ class ColumnFilter:
         columns = places.new_empty(width + 1)
         columns[places] = torch.arange(width, device=grad.device)
         share = self.sums.new_zeros(width)
-        for part in grad[:: -(-rows // SAMPLE)].split(STEP):
+        for part in grad[:: -(-rows // SAMPLE)].split(SAMPLE // 8):  # a part stays in the cache
             share += part.abs().sum(0, dtype=share.dtype)
         mass, dropped = share.sum(), share.masked_fill_(self.hit, 0).sum()
         mass, dropped = self.total(torch.stack([mass, dropped]))
@@ -184,11 +181,11 @@ class ColumnFilter:
 
     def report(self) -> Tensor:
         """The fields of `FilterReport`, float32 [2]."""
-        counts = self.kept * len(self.hit), max(self.rows, 1) * len(self.hit)
-        kept, columns = self.total(torch.stack([self.sums.new_full((), x) for x in counts]))
+        counts = self.sums.new_full((2,), len(self.hit))
+        counts[0] *= self.kept / max(self.rows, 1)
+        kept, columns = self.total(counts)
         mass, dropped = self.total(self.sums[1:])
-        largest = (dropped / mass).nan_to_num().max()
-        return torch.stack([kept / columns, largest]).float()
+        return torch.stack([kept / columns, (dropped / mass).nan_to_num().max()]).float()
 
 
 def read(values: Tensor) -> Callable[[], list[float]]:
@@ -197,9 +194,4 @@ def read(values: Tensor) -> Callable[[], list[float]]:
         return values.tolist
     host = torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
     event = torch.cuda.current_stream(values.device).record_event()
-
-    def wait() -> list[float]:
-        event.synchronize()
-        return host.tolist()
-
-    return wait
+    return lambda: event.synchronize() or host.tolist()

@@ -91,8 +91,12 @@ class Head:
         self._d_bias = self.projection.weight.new_zeros(width, dtype=self.projection.accum_dtype)
         self.filter = None
         if op.filter is not None and not capturing(op.rows.device):  # a capture reads no count
-            total = getattr(op.backend, "all_reduce", None)  # of a sharded vocabulary
-            self.filter = ColumnFilter(op.filter, self.projection.weight, len(op.rows), total)
+            self.filter = ColumnFilter(
+                op.filter,
+                self.projection.weight,
+                len(op.rows),
+                getattr(op.backend, "all_reduce", None),  # of a sharded vocabulary
+            )
 
     def _gather(self, index: Tensor) -> Tensor:
         """Gather rows of hidden as a GEMM operand [M, H]."""
@@ -149,8 +153,8 @@ class Head:
             count, _ = read_counts(count, len(order))
         for block in self.blocks(order, count, count):
             rows = targets[block.tokens], *columns[:, block.tokens], part(scaling, block.tokens)
-            notes = {"sketch": block.sketch, "marks": block.marks}
-            op.backend.row_grads(block.logits, *rows, block.out, op.softcap, **notes)
+            options = block.out, op.softcap, block.sketch
+            op.backend.row_grads(block.logits, *rows, *options, marks=block.marks)
 
     def _add(self, index: Tensor, rows: Tensor, grad: Tensor, single_chunk: bool) -> None:
         """Add a chunk: token indices [M], input rows [M, H] and the logits' gradient [M, V]."""

@@ -48,13 +48,10 @@ def allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> 
     out = torch.empty(shape, dtype=dtype, device=device)
     if device.type == "cpu" and sys.platform == "linux" and out.nbytes >= LARGE:
         start = _round_up(out.data_ptr(), mmap.PAGESIZE)
-        size = (out.data_ptr() + out.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
-        # advice: without huge pages, nothing changes
-        _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
+        size = ctypes.c_size_t(out.data_ptr() + out.nbytes - start)
+        # an advice: where there are no huge pages, nothing changes
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), size, mmap.MADV_HUGEPAGE)
     return out
-
-
-_libc = functools.cache(functools.partial(ctypes.CDLL, None))
 
 
 class Buffer:

@@ -157,8 +157,9 @@ class ShardedRows:
         return tuple(torch.where(live, x, 0) for x in results)
 
     def row_grads(self, logits: Tensor, targets: Tensor, *arguments: Any, **notes: Any) -> None:
-        local = self._local(targets, logits)
-        self.inner.row_grads(logits, local, *arguments, whole_row=False, **notes)
+        self.inner.row_grads(
+            logits, self._local(targets, logits), *arguments, whole_row=False, **notes
+        )
 
     def row_loss(
         self,

@@ -49,13 +49,10 @@ def row_grads(
     whole_row: bool = True,
     marks: RowMarks | None = None,
 ) -> None:
-    if marks is not None:
-        coefficient = torch.where(targets != IGNORE, d_logps.abs() + d_entropy.abs(), 0)
-        coefficient = coefficient / temperature
     live, rows = _live_rows(logits, targets)
-    temperature = temperature[live, None] if isinstance(temperature, Tensor) else temperature
+    tau = temperature[live, None] if isinstance(temperature, Tensor) else temperature
     capped = reference.scale_logits(rows, 1.0, softcap)
-    z = capped / temperature - lse[live, None]
+    z = capped / tau - lse[live, None]
     p = z.exp()
     grad = -p * d_logps[live, None]
     inside = (targets[live] >= 0) & (targets[live] < grad.shape[1])
@@ -69,11 +66,11 @@ def row_grads(
     out.zero_()
     width = out.shape[1]
     if width:
-        out[live // width, live % width] = (grad / temperature).to(out.dtype)
+        out[live // width, live % width] = (grad / tau).to(out.dtype)
     if sketch is not None:
         row_buckets(out, sketch)
     if marks is not None:
-        mark_rows(out, targets, coefficient, marks)
+        mark_rows(out, targets, (d_logps.abs() + d_entropy.abs()) / temperature, marks)
 
 
 def row_loss(
@@ -85,8 +82,8 @@ def row_loss(
     softcap: float | None = None,
     marks: RowMarks | None = None,
 ) -> TokenTerms:
-    notes = {"sketch": sketch, "marks": marks}
-    return loss_in_two_calls(row_stats, row_grads, logits, tokens, spec, out, softcap, notes)
+    calls, notes = (row_stats, row_grads), {"sketch": sketch, "marks": marks}
+    return loss_in_two_calls(*calls, logits, tokens, spec, out, softcap, notes)
 
 
 def loss_in_two_calls(

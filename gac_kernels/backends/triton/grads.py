@@ -31,7 +31,7 @@ def grads_kernel(
     signs,  # int8 or float32 [V] of +-1, or None: no sketch
     buckets,  # float32 [N, SKETCH], zeros: signed sums of the gradient by index modulo SKETCH
     eps,  # or None: nothing is marked
-    hit,  # uint8 [V]: see `write_gradient`
+    hit,  # bool [V]: see `write_gradient`
     sums,  # float32 [2, N], zeros: the sum and the absolute sum of each row of the gradient
     N,
     T,

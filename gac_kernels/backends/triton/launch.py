@@ -133,9 +133,5 @@ def notes(sketch: RowSketch | None, marks: RowMarks | None) -> dict[str, Any]:
     signs, buckets = sketch or (None, None)
     eps, hit, sums = marks or (None, None, None)
     size = 1 if buckets is None else buckets.shape[1]
-    hit = hit.view(torch.uint8) if hit is not None and hit.dtype == torch.bool else hit
-    return {"signs": signs, "buckets": buckets, "SKETCH": size} | {
-        "eps": eps,
-        "hit": hit,
-        "sums": sums,
-    }
+    names = "signs", "buckets", "SKETCH", "eps", "hit", "sums"
+    return dict(zip(names, (signs, buckets, size, eps, hit, sums), strict=True))

@@ -244,8 +244,6 @@ def write_gradient(
     stored = gradient.to(out.dtype.element_ty)
     tl.store(out + offsets, stored, mask=offsets < V)
     signed = tl.zeros([BLOCK], tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
-    mass = tl.zeros([BLOCK], tl.float32)
     if hit is not None:
         threshold = eps * (tl.abs(d_logp) + tl.abs(d_entropy))
         total = tl.where(offsets < V, stored.to(tl.float32), 0.0)
