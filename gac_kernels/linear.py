@@ -214,7 +214,7 @@ class Head:
         head = self.projection
         rounded = single_chunk and head.writes_rounded(head.weight.numel())
         dtype = head.weight_dtype if rounded else head.accum_dtype
-        return projection.allocate(head.weight.shape, dtype, head.weight.device)
+        return torch.empty(head.weight.shape, dtype=dtype, device=head.weight.device)
 
     def gradients(self) -> InputGradients:
         """Free the buffers and return the gradients of hidden, weight and bias."""

@@ -10,13 +10,10 @@ Notation: V vocabulary size, H hidden size, M rows.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import math
-import mmap
-import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -32,26 +29,12 @@ ALIGN = 128  # rows of a GEMM tile
 # multiprocessors, so the GEMM does not split its sums (no split-K): each float32 sum is rounded
 # only once.
 NO_SPLIT_K = 1 << 24
-LARGE = 1 << 25  # bytes; the C library maps an allocation of this size on its own
+
 
 # Rows of a buffer start at multiples of this many elements, so that TMA and 16-byte accesses work
 # for any vocabulary; the number of rows is a multiple of the second number, so that the allocator
 # can reuse their memory although the number of tokens varies.
 ROW_MULTIPLE = {"cuda": (64, 1024)}
-
-
-def allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An uninitialized tensor; on Linux, a large one on a CPU is in huge pages.
-
-    The system clears every new page on its first use, and most of that time is per page.
-    """
-    out = torch.empty(shape, dtype=dtype, device=device)
-    if device.type == "cpu" and sys.platform == "linux" and out.nbytes >= LARGE:
-        start = _round_up(out.data_ptr(), mmap.PAGESIZE)
-        size = ctypes.c_size_t(out.data_ptr() + out.nbytes - start)
-        # an advice: where there are no huge pages, nothing changes
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), size, mmap.MADV_HUGEPAGE)
-    return out
 
 
 class Buffer:
@@ -68,7 +51,7 @@ class Buffer:
             self.storage = None  # free it first: old and new together would exceed the budget
             columns, rows = self.multiples
             size = min(_round_up(count, rows), limit), _round_up(self.width, columns)
-            self.storage = allocate(size, self.dtype, self.device)
+            self.storage = torch.empty(size, dtype=self.dtype, device=self.device)
         return self.storage[:count, : self.width]
 
 
