@@ -50,8 +50,7 @@ def evaluate(loss, hidden, weight, bias, **rest):
     out = loss(*leaves[:2], bias=leaves[2] if bias is not None else None, **keywords)
     (2 * out.loss).backward()
     values = [x.detach() for x in out if isinstance(x, torch.Tensor)]
-    if out.filter is not None:
-        values.append([float(x) for x in out.filter])
+    values += [torch.stack(out.filter)] if out.filter else []
     return values, out.moments.signals(), [x.grad for x in leaves]
 
 
@@ -184,10 +183,9 @@ def test_shard_bounds_partition_the_vocabulary():
 
 @pytest.mark.parametrize("weight", [False, True], ids=["hidden", "both"])
 def test_each_rank_filters_its_own_columns(weight):
-    """Rows with the same few frequent columns, all on the first rank; the last has the tail only."""
+    """The frequent columns are all on the first rank; the last rank has only the tail."""
     data = batch(bias=False)
-    data["weight"] = data["weight"] / 4
-    data["weight"][:, 0] = torch.linspace(2, -7, V)
+    data["weight"] = torch.cat([torch.linspace(2, -7, V)[:, None], data["weight"][:, 1:] / 4], 1)
     data["hidden"][..., 0] = 1
     data["targets"] = torch.where(data["targets"] < 0, -100, data["targets"] % 5)
     exact = run_unsharded(data, {})
@@ -197,10 +195,8 @@ def test_each_rank_filters_its_own_columns(weight):
         torch.testing.assert_close(values[0], exact[0][0], rtol=1e-5, atol=2e-5)
         assert signals == pytest.approx(exact[1], rel=1e-5)
         assert torch.equal(grads[0], results[0][2][0])
-        error = (grads[0] - exact[2][0]).norm() / exact[2][0].norm()
-        assert 1e-4 < error < 0.05
-        report = values[-1]
-        assert report == results[0][0][-1] and 0.05 < report[0] < 0.5 and 0.01 < report[1] < 0.5
-    same = torch.cat([grads[1] for _, _, grads in results])
-    error = (same - exact[2][1]).norm() / exact[2][1].norm()
+        assert torch.equal(values[-1], results[0][0][-1]) and 0.01 < values[-1].min() < 0.5
+        assert 1e-4 < (grads[0] - exact[2][0]).norm() / exact[2][0].norm() < 0.05
+    d_weight = torch.cat([grads[1] for _, _, grads in results])
+    error = (d_weight - exact[2][1]).norm() / exact[2][1].norm()
     assert (1e-4 < error < 0.2) if weight else error < 1e-5
