@@ -22,10 +22,10 @@ import unittest
 from collections.abc import Callable
 from typing import Any
 
-from .client import SolverClient
-from .remote import Remote, RemoteClass, RemoteError, ask, is_a
+from .client import Client
+from .peer import ask
+from .remote import Remote, RemoteClass, RemoteError
 from .row import CONVERTED, FORMATTING, RowError, describe, hidden
-from .wire import Channel
 
 Verdict = dict[str, Any]
 """Keys: "passed", a bool per test; "problem", text of the first failure. If the row is invalid for
@@ -51,36 +51,40 @@ class RefusedError(Exception):
     """Raised if the tests would execute text or bytes that may come from the program."""
 
 
-def judge(row: bytes, channel: Channel, guard: bool = True) -> Verdict:
-    """Run the tests of a row against the solver at the other end of `channel`.
+def judge(row: bytes, reader: int, writer: int, guard: bool = True) -> tuple[Verdict, bool]:
+    """Run the tests of a row against the solver at the other end of two pipes.
 
     Args:
         row: see `row.compile_row`.
-        channel: pipes to and from the solver; closed at the end.
+        reader: pipe from the solver.
+        writer: pipe to the solver.
         guard: refuse to run text from the program; cannot be undone in this process.
+
+    Returns:
+        The verdict, and whether the solver has closed its end.
     """
+    compiled = types.SimpleNamespace(**marshal.loads(row))
+    client = Client(compiled, reader, writer)
     try:
-        return _Judge(types.SimpleNamespace(**marshal.loads(row)), channel).verdict(guard)
+        return _Judge(compiled, client).verdict(guard), client.ended
     except RowError as error:
-        return {"row_problem": str(error)}
+        return {"row_problem": str(error)}, client.ended
     finally:
-        channel.close()
+        client.close()
 
 
 class _Judge:
     """The tests of one row and the process that runs the program."""
 
-    def __init__(self, row: types.SimpleNamespace, channel: Channel) -> None:
-        module = types.ModuleType("__tests__")
-        sys.modules["__tests__"] = module
-        self._row, self._namespace = row, vars(module)
-        self._client = SolverClient(channel, row)
+    def __init__(self, row: types.SimpleNamespace, client: Client) -> None:
+        module = sys.modules["__tests__"] = types.ModuleType("__tests__")
+        self._row, self._client, self._namespace = row, client, vars(module)
         self._refused = ""
         self._called: set[int] = set()
         for statement in row.imports:
             with contextlib.suppress(Exception):  # a module that is not preloaded
                 exec(statement, self._namespace)
-        self._namespace |= {"isinstance": _isinstance, "issubclass": _issubclass}
+        self._namespace |= {f.__name__: _checking(f) for f in (isinstance, issubclass)}
         self._namespace |= {hidden(kind.__name__): _asking(kind) for kind in CONVERTED}
         self._namespace |= {hidden(name): self._formatting(name) for name in FORMATTING}
 
@@ -96,8 +100,7 @@ class _Judge:
         wanted = row.entries | (row.free - namespace.keys())
         names = namespace["__builtins__"] = _Names(client, wanted)
         try:
-            client.answer()
-            client.ask("share", row.setup_classes)
+            client.ask("run", row.setup_classes)
             self._bind_entries(names)
         except Exception as error:  # the program decides what is raised
             return failed | {"problem": f"the program: {describe(error)}"}
@@ -151,8 +154,8 @@ class _Judge:
             self._call_tests()
         except BaseException as error:  # including SystemExit: a test that exits has not passed
             return error
-        if self._client.lost_reason:  # a test that swallowed the error has failed
-            return RemoteError(self._client.lost_reason)
+        if self._client.lost:  # a test that swallowed the error has failed
+            return RemoteError(self._client.lost)
         if self._client.suppressed:
             return RemoteError(f"the program suppressed {describe(self._client.suppressed)}")
         return RefusedError(self._refused) if self._refused else None
@@ -217,7 +220,7 @@ class _Names(dict[str, Any]):
     Functions and classes are kept. Other values are not, because the program may change them.
     """
 
-    def __init__(self, client: SolverClient, wanted: set[str]) -> None:
+    def __init__(self, client: Client, wanted: set[str]) -> None:
         super().__init__({n: value for n, value in vars(builtins).items() if n not in wanted})
         self._client, self._wanted = client, wanted
 
@@ -234,20 +237,20 @@ class _Names(dict[str, Any]):
         return value
 
 
-def _isinstance(value: object, kinds: Any) -> bool:
-    """`isinstance` for the tests; a proxy for a subclass of `list` counts as a `list`, etc.
+def _checking(check: Callable[..., bool]) -> Callable[..., bool]:
+    """`isinstance` or `issubclass` for the tests: the program knows what its classes derive from.
 
-    The program decides which of its own classes its objects belong to.
+    So a proxy for a subclass of `list` counts as a `list`.
     """
-    if isinstance(value, kinds) or not isinstance(value, Remote):
-        return isinstance(value, kinds)
-    parts = kinds if isinstance(kinds, tuple) else (kinds,)
-    asked = any(isinstance(k, RemoteClass) and ask("isinstance", value, k) is True for k in parts)
-    return asked or is_a(type(value), kinds)
 
+    def checking(value: Any, kinds: Any) -> bool:
+        if check(value, kinds) or not isinstance(value, Remote | RemoteClass):
+            return check(value, kinds)
+        with contextlib.suppress(TypeError):  # a class of the tests
+            return ask("convert", value, "builtins", check.__name__, kinds) is True
+        return False
 
-def _issubclass(kind: type, kinds: Any) -> bool:
-    return issubclass(kind, kinds) or (isinstance(kind, RemoteClass) and is_a(kind, kinds))
+    return checking
 
 
 def inspect_remotely() -> None:

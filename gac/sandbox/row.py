@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from .lent import COMPARISONS, WITH_OPERAND
+from .peer import COMPARISONS, WITH_OPERAND
 
 CONVERTED = (int, float, complex, bytes)
 """Classes whose calls in tests convert objects of the program in the solver."""

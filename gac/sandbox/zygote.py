@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from . import confine, judge, modules, solver, wire
+from . import confine, judge, modules, solver
 from .row import JudgeSpec, compile_row
 
 COUNT_EVERY = 1.0  # seconds between counts of a shared uid's threads
@@ -207,13 +207,12 @@ class Zygote:
             return solver.run_script(json.loads(_read(program)))
 
         def run_solver() -> None:
-            channel = wire.Channel(to_solver[0], to_judge[1])
-            solver.answer_questions(json.loads(_read(program)), channel)
+            solver.Solver(json.loads(_read(program)), to_solver[0], to_judge[1]).serve()
 
         def run_judge() -> int:
-            channel = wire.Channel(to_judge[0], to_solver[1])
-            os.write(result, json.dumps(judge.judge(_read(given), channel)).encode())
-            return SOLVER_ENDED if channel.ended else 0
+            verdict, ended = judge.judge(_read(given), to_judge[0], to_solver[1])
+            os.write(result, json.dumps(verdict).encode())
+            return SOLVER_ENDED if ended else 0
 
         pids: list[int] = []
         pipes: list[int] = []
@@ -329,15 +328,13 @@ def _warm_up() -> None:
     row = compile_row(JudgeSpec(("assert f(2) == 4",)))
     stdout = sys.stdout
     for _ in range(WARM_UP):
-        questions, to_solver = os.pipe()
-        answers, to_judge = os.pipe()
-        channel = wire.Channel(questions, to_judge)
-        program = {"text": "def f(x): return 2 * x"}
-        thread = threading.Thread(target=solver.answer_questions, args=(program, channel))
+        (questions, to_solver), (answers, to_judge) = os.pipe(), os.pipe()
+        peer = solver.Solver({"text": "def f(x): return 2 * x"}, questions, to_judge)
+        thread = threading.Thread(target=peer.serve)
         thread.start()
-        judge.judge(row, wire.Channel(answers, to_solver), guard=False)
+        judge.judge(row, answers, to_solver, guard=False)
         thread.join()
-        channel.close()
+        peer.close()
     sys.stdout = stdout
     for name in ("program", "__tests__"):
         del sys.modules[name]
