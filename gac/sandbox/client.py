@@ -143,6 +143,7 @@ class Client(Peer):
         except DECODE_ERRORS as error:
             self.lost = f"invalid answer: {error!s:.200}"
         if self.lost:
+            self.requests += 1  # whatever fails now, the row is not to blame
             raise RemoteError(self.lost)
         if kind == "value":
             return value, changed

@@ -12,7 +12,6 @@ import builtins
 import contextlib
 import functools
 import importlib
-import inspect
 import marshal
 import random
 import re
@@ -47,10 +46,6 @@ _RECURSION = 20_000  # for nested arguments; the stack is large enough
 _PRIVATE_FIELD = re.compile(r"[.\[]_")
 
 
-class RefusedError(Exception):
-    """Raised if the tests would execute text or bytes that may come from the program."""
-
-
 def judge(row: bytes, reader: int, writer: int, guard: bool = True) -> tuple[Verdict, bool]:
     """Run the tests of a row against the solver at the other end of two pipes.
 
@@ -79,7 +74,6 @@ class _Judge:
     def __init__(self, row: types.SimpleNamespace, client: Client) -> None:
         module = sys.modules["__tests__"] = types.ModuleType("__tests__")
         self._row, self._client, self._namespace = row, client, vars(module)
-        self._refused = ""
         self._called: set[int] = set()
         for statement in row.imports:
             with contextlib.suppress(Exception):  # a module that is not preloaded
@@ -98,37 +92,30 @@ class _Judge:
             sys.setrecursionlimit(_RECURSION)
             sys.addaudithook(self._audit)
         wanted = row.entries | (row.free - namespace.keys())
-        names = namespace["__builtins__"] = _Names(client, wanted)
+        namespace["__builtins__"] = _Names(client, wanted)
         try:
             client.ask("run", row.setup_classes)
-            self._bind_entries(names)
         except Exception as error:  # the program decides what is raised
             return failed | {"problem": f"the program: {describe(error)}"}
         start = client.requests
-        try:
-            exec(row.setup, namespace)
-            self._bind_entries(names)
-        except BaseException as error:  # including SystemExit: a setup that exits has failed
-            if not row.used_in_setup & wanted and client.requests == start:
-                raise RowError(f"the row's setup fails: {describe(error)}") from None
-            return failed | {"problem": f"setup: {describe(error)}"}
-        client.shared = {
-            n: namespace[n] for n in row.setup_classes if isinstance(namespace.get(n), type)
-        }
-        passed: list[bool] = []
+        failures: list[BaseException | None] = []  # of the setup, then of the tests
         problem = ""
-        for text, code in row.tests:
-            if problem and not row.all:
-                break
+        for text, code in [("", row.setup), *row.tests]:
             failure = self._failure_of(code)
-            passed.append(failure is None)
             if failure is not None:
-                shown = " ".join(text.split())[:200]
-                if isinstance(failure, ImportError) and client.requests == start:
-                    raise RowError(
-                        f"a test fails for every program; {shown!r}: {describe(failure)}"
-                    )
-                problem = problem or f"test {len(passed)} ({shown}): {describe(failure)}"
+                place = f"test {len(failures)} ({' '.join(text.split())[:200]})"
+                place = place if failures else "setup"
+                inherent = not (failures or row.used_in_setup & wanted)
+                if client.requests == start and (inherent or isinstance(failure, ImportError)):
+                    raise RowError(f"{place} fails for every program: {describe(failure)}")
+                problem = problem or f"{place}: {describe(failure)}"
+            failures.append(failure)
+            if problem and not (row.all and failures[1:]):
+                break
+            if not failures[1:]:
+                found = {name: namespace.get(name) for name in row.setup_classes}
+                client.shared = {n: kind for n, kind in found.items() if isinstance(kind, type)}
+        passed = [failure is None for failure in failures[1:]]
         passed += [False] * (len(row.tests) - len(passed))
         if all(passed) and client.requests == start:
             if wanted <= row.bound:
@@ -139,26 +126,23 @@ class _Judge:
             return failed | {"problem": "the tests never use the program"}
         return {"passed": passed, "problem": problem}
 
-    def _bind_entries(self, names: _Names) -> None:
-        """Make the names under test refer to the program, whatever else has bound them."""
-        for name in self._row.entries:
-            self._namespace.pop(name, None)
-            with contextlib.suppress(KeyError):
-                if callable(names[name]):
-                    self._namespace[name] = names[name]
-
     def _failure_of(self, code: types.CodeType) -> BaseException | None:
-        """Run a test; return its exception, or None if it passes."""
+        """Run the setup or a test; return its exception, or None if it passes."""
+        namespace, names = self._namespace, self._namespace["__builtins__"]
         try:
-            exec(code, self._namespace)
+            for name in self._row.entries:  # they refer to the program, whatever has bound them
+                namespace.pop(name, None)
+                with contextlib.suppress(KeyError):
+                    if callable(names[name]):
+                        namespace[name] = names[name]
+            exec(code, namespace)
             self._call_tests()
         except BaseException as error:  # including SystemExit: a test that exits has not passed
             return error
-        if self._client.lost:  # a test that swallowed the error has failed
-            return RemoteError(self._client.lost)
         if self._client.suppressed:
             return RemoteError(f"the program suppressed {describe(self._client.suppressed)}")
-        return RefusedError(self._refused) if self._refused else None
+        # a test that swallowed the error has failed
+        return RemoteError(self._client.lost) if self._client.lost else None
 
     def _call_tests(self) -> None:
         """Call the functions and test cases that the row defines for a test runner."""
@@ -175,15 +159,11 @@ class _Judge:
                 continue
             elif name == "check" and self._row.entry_point:
                 exec(self._row.check, self._namespace)
-            elif name.startswith("test"):
-                parameters = inspect.signature(value).parameters.values()
-                if all(
-                    p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-                    for p in parameters
-                ):
-                    outcome = value()
-                    if inspect.iscoroutine(outcome):
-                        asyncio.run(outcome)
+            # one with parameters is a helper
+            elif name.startswith("test") and not value.__code__.co_argcount:
+                outcome = value()
+                if isinstance(outcome, types.CoroutineType):
+                    asyncio.run(outcome)
 
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event == "compile":
@@ -199,8 +179,8 @@ class _Judge:
         self._refuse(event)
 
     def _refuse(self, event: str) -> None:
-        self._refused = f"the tests would interpret data as code ({event}); rewrite them"
-        raise RefusedError(self._refused)
+        self._client.lost = f"the tests would interpret data as code ({event}); rewrite them"
+        raise RemoteError(self._client.lost)
 
     def _formatting(self, method: str) -> Callable[..., Any]:
         """`template.format(...)`: a template of the program could read the tests' variables."""
@@ -227,7 +207,10 @@ class _Names(dict[str, Any]):
     def __missing__(self, name: str) -> Any:
         if name not in self._wanted:
             raise KeyError(name)
-        value = self._client.ask("find", name)
+        try:
+            value = self._client.ask("find", name)
+        except Exception:  # the program decides what is raised
+            raise KeyError(name) from None
         if isinstance(value, RemoteClass) and name in self._client.row.constructed:
             self._client.constructors.add(id(value))
         if callable(value):  # it is not used yet

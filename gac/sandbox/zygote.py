@@ -203,12 +203,6 @@ class Zygote:
 
             return self.fork(run)
 
-        def run_script() -> int:
-            return solver.run_script(json.loads(_read(program)))
-
-        def run_solver() -> None:
-            solver.Solver(json.loads(_read(program)), to_solver[0], to_judge[1]).serve()
-
         def run_judge() -> int:
             verdict, ended = judge.judge(_read(given), to_judge[0], to_solver[1])
             os.write(result, json.dumps(verdict).encode())
@@ -218,11 +212,25 @@ class Zygote:
         pipes: list[int] = []
         try:
             if request["kind"] == "script":
-                pids.append(child(run_script, program, stdin=given, stdout=result))
+                pids.append(
+                    child(
+                        lambda: solver.run_script(json.loads(_read(program))),
+                        program,
+                        stdin=given,
+                        stdout=result,
+                    )
+                )
             else:
                 to_solver, to_judge = os.pipe(), os.pipe()
                 pipes += [*to_solver, *to_judge]
-                pids.append(child(run_solver, program, to_solver[0], to_judge[1]))
+                ends = to_solver[0], to_judge[1]
+                pids.append(
+                    child(
+                        lambda: solver.Solver(json.loads(_read(program)), *ends).serve(),
+                        program,
+                        *ends,
+                    )
+                )
                 pids.append(child(run_judge, given, result, to_judge[0], to_solver[1]))
         except OSError:
             for pid in pids:
