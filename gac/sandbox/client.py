@@ -155,7 +155,7 @@ class Client(Peer):
             raise RemoteError(f"{type(value).__name__}: {value}")
         raise value
 
-    def perform(self, operation: Any, arguments: Any, keywords: Any) -> list[Any]:  # type: ignore[override]
+    def perform(self, operation: Any, arguments: Any, keywords: Any) -> list[Any]:
         """Perform an operation on an object of the tests."""
         try:
             target = arguments[0]

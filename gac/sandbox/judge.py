@@ -64,8 +64,6 @@ def judge(row: bytes, reader: int, writer: int, guard: bool = True) -> tuple[Ver
         return _Judge(compiled, client).verdict(guard), client.ended
     except RowError as error:
         return {"row_problem": str(error)}, client.ended
-    finally:
-        client.close()
 
 
 class _Judge:

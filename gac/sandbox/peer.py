@@ -138,10 +138,6 @@ class Peer:
         """
         return self._reader.recv_bytes(FRAME_BYTES)
 
-    def close(self) -> None:
-        self._reader.close()
-        self._writer.close()
-
     def dumps(self, kind: str, *content: Any) -> bytes:
         """Encode an "ask" (operation, arguments, keywords), a "value" or a "raise"."""
         raise NotImplementedError

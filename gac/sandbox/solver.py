@@ -144,14 +144,15 @@ class Solver(Peer):
     def loads(self, message: bytes) -> list[Any]:
         return [_KINDS[message[:1]], message[1:]]
 
-    def perform(self, request: bytes) -> list[Any]:  # type: ignore[override]
+    def perform(self, request: bytes) -> list[Any]:
         try:
             operation, arguments, keywords, patches = pickle.loads(request)
             for module, name, value in patches:
                 setattr(sys.modules[module], name, value)
             if operation == "run":
                 _shared_classes.update(*arguments)
-                return ["value", _run(self._spec, "program")]
+                _run(self._spec, "program")
+                return ["value", None]
             value = _perform(operation, *arguments, **keywords)
             return ["value", value, _changed(request, [*arguments, *keywords.values()])]
         except BaseException as error:  # the program may raise anything

@@ -243,7 +243,6 @@ def test_frames_keep_their_boundaries_until_one_is_invalid(written):
     channel._writer.close()
     with pytest.raises((OSError, EOFError)):
         channel.receive()
-    channel.close()
 
 
 def framed(data):
@@ -321,7 +320,6 @@ def test_an_object_of_the_tests_is_referred_to_by_its_number_only(number):
     assert [lender.own(lender.number(value)) for value in (len, abs, len)] == [len, abs, len]
     with pytest.raises(TypeError, match="must be an integer >= 0"):
         lender.own(number)
-    lender.close()
 
 
 def test_a_frame_of_exactly_the_limit_is_received(monkeypatch) -> None:
@@ -332,4 +330,3 @@ def test_a_frame_of_exactly_the_limit_is_received(monkeypatch) -> None:
     channel._writer.send_bytes(b"123456789")
     with pytest.raises(OSError, match="bad message length"):
         channel.receive()
-    channel.close()
