@@ -47,8 +47,10 @@ from .remote import (
     overridden,
     standard,
 )
+from .row import CAREFUL
 from .wire import DECODE_ERRORS, Json, decode
 
+_STOPS = {kind.__name__ for kind in ENDS_LOOPS}
 _ATTRIBUTES = ("get", "set", "delete")
 _FUNCTIONS = (
     types.FunctionType,
@@ -107,9 +109,10 @@ class Client(Peer):
                 for old, new in zip([*arguments, *keywords.values()], changed, strict=False):
                     _updated(old, new)
             target = arguments[0]
-            leaves = operation in ("__exit__", "__aexit__")
-            if leaves and value and isinstance(arguments[1], AssertionError):
-                self.suppressed = arguments[1]
+            if operation in ("__exit__", "__aexit__") and value:
+                failures = {AssertionError.__name__} | (CAREFUL - self.row.expected)
+                if not failures.isdisjoint(kind.__name__ for kind in type(arguments[1]).__mro__):
+                    self.suppressed = arguments[1]
             if isinstance(value, Remote):
                 # a method of such a class, called on the class, constructs an instance too
                 factory = operation == "get" and id(target) in self.constructors
@@ -151,7 +154,7 @@ class Client(Peer):
             self.suppressed = None
         if not isinstance(value, Exception):
             raise RemoteError(f"{value}")
-        if isinstance(value, ENDS_LOOPS) and not self.row.expects_stop:
+        if isinstance(value, ENDS_LOOPS) and not self.row.expected & _STOPS:
             raise RemoteError(f"{type(value).__name__}: {value}")
         raise value
 

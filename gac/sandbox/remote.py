@@ -15,7 +15,6 @@ from typing import Any
 
 from .peer import (
     METHODS,
-    SPECIAL,
     VALUES,
     WITH_OPERAND,
     ask,
@@ -41,8 +40,7 @@ _READABLE = frozenset(
     ]
 )
 ENDS_LOOPS = (StopIteration, StopAsyncIteration)
-KEEP_ORIGIN = SPECIAL & {"__neg__", "__pos__", "__abs__", "__invert__", "__round__", "__enter__"}
-KEEP_ORIGIN |= WITH_OPERAND
+KEEP_ORIGIN = WITH_OPERAND | {"__neg__", "__pos__", "__invert__", "__enter__"}
 
 
 class RemoteError(Exception):
