@@ -205,9 +205,9 @@ class Client(Peer):
             base = next(base for base in value.__mro__ if is_importable(base))
             return solver.borrow, (self.number(value), type, value.__name__, (base,), {})
         if isinstance(value, type) and self.shared.get(value.__name__) is value:
-            return solver.own_class, (value.__name__,)
+            return solver.named, ("program", value.__name__)
         if isinstance(value, type) and value in _UNNAMED:
-            return solver.unnamed_class, (_UNNAMED[value],)
+            return solver.named, ("types", _UNNAMED[value])
         data = next((base for base in kind.__mro__ if base in _DATA), None)
         if data and not hasattr(kind, "_fields"):
             return data, (plain(value, data),)

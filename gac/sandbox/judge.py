@@ -126,14 +126,10 @@ class _Judge:
 
     def _failure_of(self, code: types.CodeType) -> BaseException | None:
         """Run the setup or a test; return its exception, or None if it passes."""
-        namespace, names = self._namespace, self._namespace["__builtins__"]
+        for name in self._row.entries:  # they refer to the program, whatever has bound them
+            self._namespace.pop(name, None)
         try:
-            for name in self._row.entries:  # they refer to the program, whatever has bound them
-                namespace.pop(name, None)
-                with contextlib.suppress(KeyError):
-                    if callable(names[name]):
-                        namespace[name] = names[name]
-            exec(code, namespace)
+            exec(code, self._namespace)
             self._call_tests()
         except BaseException as error:  # including SystemExit: a test that exits has not passed
             return error

@@ -92,6 +92,13 @@ class Peer:
         proxy_numbers: that number, by the id of the proxy.
     """
 
+    dumps: Callable[..., bytes]
+    """Encodes an "ask" (operation, arguments, keywords), a "value" or a "raise"."""
+    loads: Callable[[bytes], list[Any]]
+    """Decodes a message of the other side."""
+    perform: Callable[..., list[Any]]
+    """Performs what the other side asks for; returns kind and content of the answer."""
+
     def __init__(self, reader: int, writer: int) -> None:
         self._reader = Connection(reader, writable=False)
         self._writer = Connection(writer, readable=False)
@@ -137,18 +144,6 @@ class Peer:
             OSError, EOFError: the other side closed its end, or its message is too long.
         """
         return self._reader.recv_bytes(FRAME_BYTES)
-
-    def dumps(self, kind: str, *content: Any) -> bytes:
-        """Encode an "ask" (operation, arguments, keywords), a "value" or a "raise"."""
-        raise NotImplementedError
-
-    def loads(self, message: bytes) -> list[Any]:
-        """Decode a message of the other side."""
-        raise NotImplementedError
-
-    def perform(self, *request: Any) -> list[Any]:
-        """Perform what the other side asks for, and return kind and content of the answer."""
-        raise NotImplementedError
 
 
 def ask(operation: str, target: Any, /, *arguments: Any, **keywords: Any) -> Any:

@@ -296,9 +296,7 @@ async def _next_items(iterator: Any) -> list[Any]:
         return []
 
 
-@functools.cache
-def _loop() -> asyncio.AbstractEventLoop:
-    return asyncio.new_event_loop()
+_loop = functools.cache(asyncio.new_event_loop)
 
 
 def _complete(awaitable: Any) -> Any:
@@ -339,14 +337,9 @@ def own(number: int) -> Any:
     return _solver[0].own(number)
 
 
-def own_class(name: str) -> Any:
-    """The program's own copy of a class of the row's setup."""
-    return vars(sys.modules["program"])[name]
-
-
-def unnamed_class(name: str) -> Any:
-    """A builtin class that only `types` names, such as that of generators."""
-    return getattr(types, name)
+def named(module: str, name: str) -> Any:
+    """A class that pickle would not find, such as the program's copy of one of the setup."""
+    return vars(sys.modules[module])[name]
 
 
 def borrow(number: int, make: Any, *arguments: Any) -> Any:
@@ -369,7 +362,7 @@ def _proxy_class(name: str, operations: tuple[str, ...]) -> type:
         members |= {"__setattr__": asking("set"), "__delattr__": asking("delete")}
         members["__getattribute__"] = _attribute
     try:
-        return type(name, (own_class(name),), members)
+        return type(name, (named("program", name),), members)
     except (KeyError, TypeError):
         return type(name, (), members)
 

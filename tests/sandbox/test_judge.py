@@ -283,7 +283,7 @@ VERDICTS: dict[str, Any] = {
         failed("setup: SystemExit"),
     ),
     "a setup that fails by the program without its name": (
-        ("def f(x): raise KeyError", ["f(1)"], {"setup": "globals()['f'](1)", "entry_point": "f"}),
+        ("def f(x): raise KeyError", ["f(1)"], {"setup": "eval('f')(1)", "entry_point": "f"}),
         failed("setup: KeyError"),
     ),
     "a setup that fails without the program": (
