@@ -61,9 +61,11 @@ def judge(row: bytes, reader: int, writer: int, guard: bool = True) -> tuple[Ver
     compiled = types.SimpleNamespace(**marshal.loads(row))
     client = Client(compiled, reader, writer)
     try:
-        return _Judge(compiled, client).verdict(guard), client.ended
+        verdict = _Judge(compiled, client).verdict(guard)
     except RowError as error:
-        return {"row_problem": str(error)}, client.ended
+        verdict = {"row_problem": str(error)}
+    client.close()
+    return verdict, client.ended
 
 
 class _Judge:

@@ -145,6 +145,10 @@ class Peer:
         """
         return self._reader.recv_bytes(FRAME_BYTES)
 
+    def close(self) -> None:
+        self._reader.close()
+        self._writer.close()
+
 
 def ask(operation: str, target: Any, /, *arguments: Any, **keywords: Any) -> Any:
     """Ask the other process for an operation on a proxy's object."""

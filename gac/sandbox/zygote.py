@@ -18,6 +18,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,8 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from . import confine, judge, modules, solver
+from .row import JudgeSpec, compile_row
 
 COUNT_EVERY = 1.0  # seconds between counts of a shared uid's threads
+WARM_UP = 4  # runs before the first fork; without them a program with tests takes 9% more CPU
 SPARE_TASKS = 256  # threads that other processes of a shared uid may start between two counts
 # exit status of a judge whose solver closed the channel; such a solver exits by itself
 SOLVER_ENDED = 3
@@ -324,6 +327,27 @@ def _address_space() -> int:
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
+def _warm_up() -> None:
+    """Run a program and its tests a few times in this process.
+
+    Python specializes bytecode in place while it runs. If that has already happened in this
+    process, its children write to fewer of the shared pages.
+    """
+    row = compile_row(JudgeSpec(("assert f(2) == 4",)))
+    stdout = sys.stdout
+    for _ in range(WARM_UP):
+        (questions, to_solver), (answers, to_judge) = os.pipe(), os.pipe()
+        peer = solver.Solver({"text": "def f(x): return 2 * x"}, questions, to_judge)
+        thread = threading.Thread(target=peer.serve)
+        thread.start()
+        judge.judge(row, answers, to_solver, guard=False)
+        thread.join()
+        peer.close()
+    sys.stdout = stdout
+    for name in ("program", "__tests__"):
+        del sys.modules[name]
+
+
 def main(options: dict[str, Any]) -> None:
     """Load modules, drop privileges, verify the confinement, report it, then serve."""
     control = socket.socket(fileno=options["control"])
@@ -332,6 +356,7 @@ def main(options: dict[str, Any]) -> None:
         modules.load(options["path"], options["preload"])
         sys.set_int_max_str_digits(0)  # so that integers of any size can be sent
         judge.inspect_remotely()
+        _warm_up()
         # otherwise a collection in a child would write to every page and so copy it; collections
         # during the imports would find nearly nothing
         gc.freeze()
