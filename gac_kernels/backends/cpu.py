@@ -283,7 +283,7 @@ def row_loss(
     sketch: RowSketch | None = None,
     softcap: float | None = None,
 ) -> TokenTerms:
-    terms = TokenTerms(*(torch.empty_like(tokens.scale) for _ in TokenTerms._fields))
+    terms = TokenTerms._make([torch.empty_like(tokens.scale) for _ in TokenTerms._fields])
     columns = tokens._asdict() | terms._asdict()
     temperature, *options = token_scalars(spec).values()
     scaling = temperature if tokens.temperature is None else tokens.temperature
@@ -312,7 +312,7 @@ def _run(
         columns["temperatures"], temperature = _column(temperature, torch.float32), 1.0
     if sketch is not None:
         columns |= sketch._asdict()
-    pointers = _pointers(columns.get(name) for name in COLUMNS)
+    pointers = _pointers(map(columns.get, COLUMNS))
     size = 0 if sketch is None else sketch.buckets.shape[1]
     scaling = temperature, softcap or 0.0
     arguments = ROW_ARGUMENTS.pack(*rows, *out_rows, *sizes, *scaling, *pointers, size, *options)
