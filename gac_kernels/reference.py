@@ -219,7 +219,7 @@ class Coupling(enum.Enum):
 
 def coupling(tokens: Tokens, spec: LossSpec) -> Coupling:
     """Determine the coupling; only CURRENT requires a pass over the logits in advance."""
-    through_ratio = spec.policy_loss in ("clip", "sapo")
+    through_ratio = spec.policy_loss not in ("cispo", "reinforce")
     has_kl_ratio = spec.use_bias_correction_kl and spec.kl_coef != 0
     if tokens.rollout_logps is not None and spec.correction.startswith("sequence"):
         return Coupling.CURRENT
