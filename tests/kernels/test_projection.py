@@ -349,15 +349,19 @@ def test_chunks_fill_whole_waves_of_a_gpu() -> None:
 def test_only_a_missing_gemm_falls_back_to_float32(
     error: RuntimeError, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once cached, a fallback after another error would slow all later calls down."""
-    cpu = torch.device("cpu")
+    """Once cached, a fallback after another error would slow all later calls down.
+
+    The operands are on the weight's device, which may not be the current one.
+    """
+    cpu, meta = torch.device("cpu"), torch.device("meta")
     probe = projection.has_float32_output.__wrapped__
     with pytest.warns(RuntimeWarning, match="no GEMM with torch.bfloat16 operands"):
         assert not probe(cpu, torch.bfloat16)
 
-    def fails(*arguments: object, **keywords: object) -> None:
+    def fails(*operands: Tensor) -> None:
+        assert {x.device for x in operands} == {meta}
         raise error
 
     monkeypatch.setattr(projection, "multiply", fails)
     with pytest.raises(type(error), match=str(error)):
-        probe(cpu, torch.bfloat16)
+        probe(meta, torch.bfloat16)
