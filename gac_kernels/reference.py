@@ -93,7 +93,7 @@ def row_statistics(
     inside = (targets >= 0) & (targets < z.shape[1])
     target = z.gather(-1, torch.where(inside, targets, 0)[:, None]).squeeze(-1)
     logps = torch.where(inside, target, math.nan) - lse
-    log_p = z - lse[:, None]
+    log_p = z.log_softmax(-1)  # accurate where p is near 1, unlike z - lse
     # a masked vocabulary entry (-inf) adds 0 log 0 = 0 to the entropy
     entropy = -(log_p.exp() * log_p.masked_fill(z == -math.inf, 0)).sum(-1)
     if not more:
