@@ -59,7 +59,7 @@ def fused_loss(
         op = op._replace(temperatures=tokens.temperature)
     if op.weight is None and needs.rows:  # a buffer for the gradient of the logits
         reuse = overwrite and has_distinct_elements(op.rows)
-        out = op.rows.detach() if reuse else torch.empty_like(op.rows)
+        out = op.rows.detach() if reuse else op.rows.new_empty(op.rows.shape)
     if kind is Coupling.CURRENT:
         passed = _two_passes(op, tokens, spec, needs, sketch, out)
     elif kind is Coupling.NONE:  # a sequence ratio is 1 or unused
