@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gac_kernels import LossSpec, backends, fused_linear_gac_loss
-from gac_kernels.inputs import complete
-from gac_kernels.vocab_parallel import ShardedRows
-from tests.kernels.cases import BY_NAME, build, require_backend
+from gac_kernels import fused_linear_gac_loss
 
 
 class PeakMemory(TorchDispatchMode):
@@ -63,18 +59,3 @@ def test_a_buffer_is_freed_before_a_larger_one_is_allocated() -> None:
         fused_linear_gac_loss(hidden, weight, *batch, chunk_bytes=64 * 503 * 4, mu=0.5)
     chunk_bytes = 64 * 503 * 4
     assert chunk_bytes <= memory.peak - hidden.nbytes <= chunk_bytes + 60_000
-
-
-def test_a_vocabulary_shard_needs_no_copy_of_its_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only [M] vectors, whose values the ranks gather, stand beside a block of logits."""
-    monkeypatch.setattr(dist, "get_world_size", lambda group: 1)
-    monkeypatch.setattr(dist, "all_gather", lambda ranks, own, group: ranks[0].copy_(own))
-    native = backends.load(require_backend("native"), torch.device("cpu"))
-    batch, spec = build(BY_NAME["wide"]), LossSpec()
-    inputs = complete(batch.targets, batch.advantages, batch.is_demo, mu=0.5)
-    logits, tokens = batch.logits().detach(), native.plan(inputs, spec)
-    expected = native.row_loss(logits, tokens, spec, torch.empty_like(logits))
-    with PeakMemory() as memory:
-        terms = ShardedRows(0, None, native).row_loss(logits, tokens, spec, logits)
-    torch.testing.assert_close(terms, expected)
-    assert memory.peak < logits.nbytes / 20

@@ -8,8 +8,17 @@ from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gac_kernels import fused_linear_gac_loss, linear_token_logprobs, projection, reference
+from gac_kernels import (
+    LossSpec,
+    backends,
+    fused_linear_gac_loss,
+    linear_token_logprobs,
+    projection,
+    reference,
+    vocab_parallel,
+)
 from gac_kernels.backends import reference as reference_backend
+from gac_kernels.inputs import BatchInputs
 from gac_kernels.projection import Projection, spans
 from tests.kernels.cases import BY_NAME, Batch, build, check_grads, check_outputs, require_backend
 from tests.kernels.emulated_gemm import Gemm, emulate
@@ -346,6 +355,25 @@ def test_chunks_fill_whole_waves_of_a_gpu() -> None:
     for rows, width in ((8192, 3584), (5000 // 128 * 128, 4096), (128, 64)):
         best = projection.whole_waves(rows, width, 132)
         assert best % 128 == 0 and rows * 3 // 4 <= best <= rows
+
+
+def test_a_vocabulary_shard_needs_no_copy_of_its_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only [M] vectors, whose values the ranks gather, stand beside a block of logits."""
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 1)
+    monkeypatch.setattr(
+        torch.distributed, "all_gather", lambda ranks, own, group: ranks[0].copy_(own)
+    )
+    native, batch = (
+        backends.load(require_backend("native"), torch.device("cpu")),
+        build(BY_NAME["wide"]),
+    )
+    tokens = native.plan(BatchInputs(batch.targets, batch.advantages, batch.is_demo), LossSpec())
+    logits = batch.logits().detach()
+    expected = native.row_loss(logits, tokens, LossSpec(), torch.empty_like(logits))
+    with PeakMemory() as memory:
+        shard = vocab_parallel.ShardedRows(0, None, native)
+        torch.testing.assert_close(shard.row_loss(logits, tokens, LossSpec(), logits), expected)
+    assert memory.peak < logits.nbytes / 20
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), RuntimeError("CUDA error")])
