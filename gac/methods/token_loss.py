@@ -90,9 +90,10 @@ def custom_loss(
     gradient takes one pass over the logits instead of two, unless `spec` couples tokens.
     """
     targets = batch.targets
-    flat, old, ref, engine = batch.to_loss_layout(targets, old_logps, ref_logps, engine_logps)
+    given = old_logps, ref_logps, engine_logps
+    old, ref, engine = (x if x is None else x.reshape(batch.layout) for x in given)
     inputs = BatchInputs(
-        flat,
+        targets.view(batch.layout),
         batch.advantages,
         batch.is_demo,
         mu,

@@ -82,12 +82,13 @@ def attends_by_row(model: Any) -> bool:
 @contextlib.contextmanager
 def without_row_attention(model: Any) -> Iterator[None]:
     """Temporarily restore PyTorch's attention, for code that checks for it by name."""
-    enabled = disable_row_attention(model)
+    config = getattr(model, "module", model).config
+    before = config._attn_implementation
+    disable_row_attention(model)
     try:
         yield
     finally:
-        if enabled:
-            enable_row_attention(model)
+        config._attn_implementation = before
 
 
 @contextlib.contextmanager

@@ -44,6 +44,7 @@ class Feed:
         self.uses_teacher = sampling.teacher
         self.collect = sampling.collect
         self.step = 0  # of the last sampling
+        self.before: tuple[int, dict[str, Any]] = (-1, {})  # a step, and the positions before it
         self.collected: list[int] = []  # indices of prompts with collected demonstrations
         # number of rows that stay on one rank
         self.unit = sampling.unit(config.rollouts.num_generations)
@@ -120,6 +121,8 @@ class Feed:
         self, order: Order | MixedOrder, source: Sequence[Example], number: int, step: int
     ) -> list[Example]:
         """The next `number` examples of `source`, the same on every rank."""
+        if step != self.before[0]:
+            self.before = step, self.state_dict()
         return [source[i] for i in order.take(number, step)]
 
     def _collected(self, examples: Sequence[Example | None]) -> list[Example]:
@@ -171,7 +174,12 @@ class Feed:
     def state_dict(self) -> dict[str, Any]:
         """State in plain JSON types."""
         state: dict[str, Any] = {name: order.state_dict() for name, order in self.orders.items()}
-        return {**state, "collected": self.collected} if self.collect else state
+        return {**state, "collected": list(self.collected)} if self.collect else state
+
+    def undo(self, step: int) -> None:
+        """Restore the positions from before `step`, if it has taken rows."""
+        if step == self.before[0]:
+            self.load_state_dict(self.before[1])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the positions from `state`; orders that are not in it start at the beginning."""

@@ -8,7 +8,7 @@ import statistics
 import pytest
 import torch
 
-from gac.data.rows import Row, collate
+from gac.data.rows import Row, collate, engine_logps, scatter_logps
 from gac.demo.task import make_tokenizer
 from gac.rollouts import sampling
 from gac.rollouts.config import RolloutConfig
@@ -16,8 +16,6 @@ from gac.rollouts.plan import Sampling, group_advantages, group_credit
 from gac.rollouts.sampling import (
     Sampler,
     SamplingStats,
-    engine_logps,
-    scatter_logps,
 )
 
 
