@@ -239,7 +239,7 @@ def measure(config: TrainConfig, cycles: int, steps: int = STEPS) -> list[CycleT
 def fraction(cycles: list[CycleTimes], part: Callable[[CycleTimes], float]) -> dict[str, Any]:
     """Time of `part` per step: as a percentage of a step without the method, and in milliseconds.
 
-    The percentage has a 95 % bootstrap interval over cycles.
+    The percentage has a 95% bootstrap interval over cycles.
     """
     rng = random.Random(0)
 

@@ -154,7 +154,7 @@ _recording = ContextVar("_recording", default=False)
 
 @dataclass
 class Head:
-    """What a loss takes from the model: last hidden states and the head's weight, or logits."""
+    """Inputs of a loss from the model: last hidden states and the head's weight, or logits."""
 
     hidden: Tensor | None  # [B, T, H]
     weight: Tensor | None = None  # [V, H]

@@ -208,7 +208,7 @@ def as_outcome(value: object) -> RowOutcome:
     return number if math.isfinite(number) else ValueError(f"expected a finite number, got {value}")
 
 
-def gold_answer(example: Example) -> str:
+def reference_answer(example: Example) -> str:
     """The example's reference answer.
 
     Raises:

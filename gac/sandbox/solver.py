@@ -132,7 +132,7 @@ class Solver:
     # -- requests ----------------------------------------------------------------------------------
 
     def answer(self, request: bytes) -> None:
-        """Perform one request and send the result."""
+        """Handle one request from the judge and send the result."""
         self._busy = True
         try:
             patches, operation, arguments, keywords = pickle.loads(request)

@@ -65,7 +65,7 @@ class Step:
     rewards: Rewards
     """Rewards of all ranks' rollouts."""
     needs: StepNeeds
-    """What the step must measure."""
+    """Inputs and measurements that the step requires."""
     old_logps: tuple[Tensor, ...]
     """Log-probs of the sampling policy by `Row.sequence`; empty: on-policy."""
     seed: int

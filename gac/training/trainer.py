@@ -428,7 +428,7 @@ class Trainer:
             self.record.start_trackers(config, new=path is None)
 
     def _restore(self, path: Path) -> None:
-        saved = checkpoint.read_progress(path).get("fingerprint")
+        saved = checkpoint.read_progress(path)["fingerprint"]
         check_fingerprint(saved, self.fingerprint, self.config.ignore_input_changes)
         progress = checkpoint.load(path, self.model, self.optimizer, self.gradients.tracked)
         self.step, self.state, self.best = progress["step"], progress["method"], progress["best"]
