@@ -20,7 +20,6 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -64,12 +63,7 @@ class ShardedLoading:
         self._hook = register_module_parameter_registration_hook(self._keep_shard)  # type: ignore[arg-type]
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._hook.remove()
         del os.environ[DISABLE_ASYNC_LOAD]
         if self._before is not None:

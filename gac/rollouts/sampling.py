@@ -49,8 +49,7 @@ class SamplingStats(NamedTuple):
 
     def columns(self) -> dict[str, Any]:
         """Metrics columns over all ranks; times are means per rank. Every rank must call it."""
-        sums: list[Any] = collectives.total(self)
-        all_ranks = SamplingStats(*sums)
+        all_ranks = SamplingStats._make(collectives.total(self))
         completions, groups = all_ranks.completions, all_ranks.groups
         seconds = all_ranks.seconds / world_size()
         return {

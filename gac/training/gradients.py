@@ -219,8 +219,7 @@ class Gradients:
             if needs.kl and self.kl_sample_size
             else None
         )
-        requested: list[Probe | None] = [sketches, kl]
-        probes: list[Probe] = [totals, *(probe for probe in requested if probe)]
+        probes: list[Probe] = [totals, *(probe for probe in (sketches, kl) if probe)]
         accumulate = partial(self._accumulate, step, probes)
         mu = 0.5 if needs.parts else step.mix.mu
         live = [row for row in step.rows if self._has_gradient(row, mu)]
@@ -237,10 +236,16 @@ class Gradients:
         if needs.signals:
             gathered = None if sketches is None else sketches.gathered()
             evidence = Evidence(step.number, moments, gram, needs.parts, bias_gram, gathered)
-        mean_kl = None if kl is None else kl.mean()
-        sources = totals.sources() if needs.sources else None
-        measured = losses, moments, mean_kl, parts, gram, evidence, sources
-        return Measured(*measured, totals.sums)
+        return Measured(
+            losses,
+            moments,
+            None if kl is None else kl.mean(),
+            parts,
+            gram,
+            evidence,
+            totals.sources() if needs.sources else None,
+            totals.sums,
+        )
 
     def losses(self, step: Step) -> TermPair:
         """The two loss terms of `step` under the current weights, without gradients."""
@@ -314,8 +319,7 @@ class Gradients:
         norms: TermPair,
     ) -> LossOutput:
         """The weighted loss of micro-batch `rows`, whose tensors are `batch`."""
-        weight = rows[0].weight if rows else 1.0
-        norms = TermPair(*(n / weight for n in norms))
+        norms = TermPair(*(n / rows[0].weight for n in norms)) if rows else norms
         spec = replace(spec, temperature=1.0 if demo else self.forward.temperature)
         measures_kl = step.needs.kl and not self.kl_sample_size
         ref = self.forward.reference_logprobs(batch, demo) if measures_kl else None

@@ -130,11 +130,6 @@ class Update(NamedTuple):
     fault: str | None
     """Why the step was skipped; None if it was applied."""
 
-    @property
-    def applied(self) -> bool:
-        """Whether the optimizer step was applied."""
-        return self.fault is None
-
 
 def observe(
     step: Step,
@@ -204,7 +199,7 @@ def observe(
             for key in ("kl", "entropy", "reward_mean", "rollout_loss", "demo_loss", "lr")
         },
     )
-    if not update.applied:  # measurements of a skipped step must not influence the next one
+    if update.fault is not None:  # measurements of a skipped step must not influence the next one
         return row, Observation(step.number + 1)
     return row, observation
 
