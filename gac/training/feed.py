@@ -38,10 +38,10 @@ class Feed:
         self.orders: dict[str, Order | MixedOrder] = {}
         needs = StepNeeds.union(map(self.method.needs, range(config.steps)))
         sampling = self.method.sampling(config.rollouts.num_generations)
-        self.separate_demos, self.sampling = False, sampling
+        self.demo_tokens, self.separate_demos = sampling.demo_tokens, False
         self.trains_on_prompt_demos = sampling.demos == "prompt"
         self.uses_prefixes = sampling.has_prefix
-        self.uses_teacher = sampling.teacher
+        self.uses_teacher, self.collect = sampling.teacher, sampling.collect
         self.step = 0  # of the last sampling
         self.before: tuple[int, dict[str, Any]] = (-1, {})  # a step, and the positions before it
         self.collected: list[int] = []  # indices of prompts with collected demonstrations
@@ -111,7 +111,7 @@ class Feed:
             examples = self._next(self.demo_order, self.demos, self.demo_batch_size, step)
         else:
             examples = self._collected(collected) if collected else []
-        rows = [demo_row(example, self.sampling.demo_tokens) for example in examples]
+        rows = [demo_row(example, self.demo_tokens) for example in examples]
         if self.balances:
             return assign_rows(rows, self.ranks, self.unit)[self.rank]
         return rows[self.own]
@@ -129,7 +129,7 @@ class Feed:
         by_rank = collectives.gather([e and e.index for e in examples])
         turns = itertools.zip_longest(*by_rank)  # the order of a single process
         self.collected += [i for turn in turns for i in turn if i is not None]
-        size = self.sampling.collect
+        size = self.collect
         if len(self.collected) < size:
             return []
         newest, self.collected = self.collected[-size:], self.collected[:-size]
@@ -174,7 +174,7 @@ class Feed:
     def state_dict(self) -> dict[str, Any]:
         """State in plain JSON types."""
         state: dict[str, Any] = {name: order.state_dict() for name, order in self.orders.items()}
-        return {**state, "collected": list(self.collected)} if self.sampling.collect else state
+        return {**state, "collected": list(self.collected)} if self.collect else state
 
     def undo(self, step: int) -> None:
         """Restore the positions from before `step`, if it has taken rows."""
