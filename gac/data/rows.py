@@ -89,7 +89,6 @@ class Batch(NamedTuple):
     starts: tuple[int, ...]  # offset of each row in the flattened tokens
     units: torch.Tensor  # int64 [S], on the CPU: `Row.unit` of each sequence
     cu_seqlens: torch.Tensor | None  # int32 [S + 1]; None if the sequences are the padded rows
-    layout: tuple[int, ...]  # shape of the tokens in the loss: [N] with `cu_seqlens`, else [B, T]
 
 
 def token_ids(parts: Iterable[Sequence[int]]) -> np.ndarray:
@@ -147,8 +146,7 @@ def collate(
     else:
         inputs["attention_mask"] = to_device((positions < ends).astype(np.int64))
     tensors = to_device(targets), advantages, is_demo
-    layout = targets.shape if bounds is None else (targets.size,)
-    return Batch(inputs, *tensors, starts[:-1], units, to_bounds(bounds), layout)
+    return Batch(inputs, *tensors, starts[:-1], units, to_bounds(bounds))
 
 
 def engine_logps(rows: Sequence[Row], batch: Batch) -> torch.Tensor:

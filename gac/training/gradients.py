@@ -336,15 +336,15 @@ class Gradients:
             known = old, ref, spec, norms, teacher, engine, self.loss.per_token
             out = custom_loss(self.loss.token, head, reference, batch, mu, *known)
         else:
+            # the sequences of packed or mixed rows are not the rows of a table
+            shape = batch.targets.shape if batch.cu_seqlens is None else (-1,)
             logps = zip(LOGPS, (old, ref, engine), strict=True)
-            keywords: dict[str, Any] = {
-                k: x.reshape(batch.layout) for k, x in logps if x is not None
-            }
+            keywords: dict[str, Any] = {k: x.reshape(shape) for k, x in logps if x is not None}
             one_sequence_per_row = len(batch.is_demo) == len(batch.starts)
             if step.needs.sketch and one_sequence_per_row:
                 keywords["sketch"] = HeadSketch(step.needs.sketch, step.sketch_seed)
             out = head.loss(
-                batch.targets.view(batch.layout),
+                batch.targets.reshape(shape),
                 batch.advantages,
                 batch.is_demo,
                 mu=mu,

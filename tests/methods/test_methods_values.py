@@ -231,9 +231,7 @@ def test_kl_of_a_custom_loss_covers_the_rollouts_only():
     logps = logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
     ref = logps + torch.tensor([[0.1, 0.2, 0.3], [1.0, 2.0, 3.0]])
     is_demo = torch.tensor([False, True])
-    batch = Batch(
-        {}, targets, torch.ones(2), is_demo, (0, 3), torch.tensor([]), None, targets.shape
-    )
+    batch = Batch({}, targets, torch.ones(2), is_demo, (0, 3), torch.tensor([]), None)
     head = Head(None, logits=logits)
     inputs = None, batch, 0.5, None, ref, LossSpec(), TermPair(1.0, 1.0)
     out = custom_loss(lambda view: -view.logps, head, *inputs)
@@ -254,9 +252,7 @@ def test_policy_loss_is_clipped_off_policy(clip, expected):
     targets = torch.zeros(4, 1, dtype=torch.int64)
     old = torch.tensor([[1 / 3], [1 / 3], [1.0], [1.0]]).log()
     advantages, is_demo = torch.tensor([1.0, -2.0, 1.0, -2.0]), torch.zeros(4, dtype=torch.bool)
-    batch = Batch(
-        {}, targets, advantages, is_demo, (0, 1, 2, 3), torch.tensor([]), None, targets.shape
-    )
+    batch = Batch({}, targets, advantages, is_demo, (0, 1, 2, 3), torch.tensor([]), None)
     head, spec = (
         Head(None, logits=torch.zeros(4, 1, 2)),
         LossSpec(clip_low=clip[0], clip_high=clip[1]),
@@ -275,16 +271,7 @@ def test_kl_over_the_vocabulary_by_hand(forward):
     bias, scaling = torch.randn(7), (0.7, 1.5)
     reference = 1.5 * torch.tanh(0.7 * (hidden @ weight.T.float() + bias) / 1.5)
     targets = torch.tensor([[1, 2, -100, 3, 4]])
-    batch = Batch(
-        {},
-        targets,
-        torch.ones(1),
-        torch.tensor([False]),
-        (0,),
-        torch.tensor([]),
-        None,
-        targets.shape,
-    )
+    batch = Batch({}, targets, torch.ones(1), torch.tensor([False]), (0,), torch.tensor([]), None)
     spec = LossSpec(temperature=0.5)
     reference_head = Head(hidden, weight, bias, scaling=scaling)
     inputs = reference_head, batch, 0.0, None, None, spec, TermPair(1.0, 1.0)
