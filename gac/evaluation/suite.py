@@ -58,7 +58,7 @@ def evaluate_single(config: EvalConfig, against: Path | None = None) -> dict[str
     Returns its columns of eval.jsonl (see `flat`), and the comparison with `against`. Nothing is
     kept if `config.out` is null.
     """
-    named = {"tasks": {"eval": config.settings}, "settings": EvalSettings()}
+    named: dict[str, Any] = {"tasks": {"eval": config.settings}, "settings": EvalSettings()}
     with contextlib.ExitStack() as stack:
         out = config.out or stack.enter_context(tempfile.TemporaryDirectory())
         row = run_suite(replace(config, out=out, **named), against)["tasks"]["eval"]
