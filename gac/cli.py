@@ -182,7 +182,8 @@ def _train(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> int:
     from gac.training.check import load_checked
 
-    _, passed = load_checked("gac.train_config:TrainConfig", options.config, options.set)
+    name = "gac.train_config:TrainConfig"
+    _, passed = load_checked(name, options.config, options.set, rows=None)
     print("\n".join([*passed, "All checks passed."]))
     return OK
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from gac.data.examples import Example, Examples, load_demos, load_prompts, prompt_order, row_order
+from gac.data import Example, Examples, load_demos, load_prompts
+from gac.data.examples import prompt_order, row_order
 from gac.data.order import MixedOrder, Order
 from gac.data.rows import Row, assign_rows, demo_row
 from gac.methods.base import StepNeeds
@@ -54,7 +55,7 @@ class Feed:
             self.prompts = load_prompts(config.data, tokenizer, training=True)
             self.prompt_order = prompt_order(config.data, self.prompts, config.seed)
             self.orders["prompt_order"] = self.prompt_order
-            if self.uses_prefixes and any(example.demo_mask for example in self.prompts):
+            if self.uses_prefixes and self.prompts.turns:
                 raise ValueError(
                     f"method={self.method.name!r} continues prefixes of demonstrations: use "
                     "another one, because some demonstrations have several turns"
@@ -66,7 +67,7 @@ class Feed:
             reason = (
                 f"method {self.method.name!r} trains on the demonstrations of the sampled prompts"
             )
-            if not any(e.demo for e in self.prompts):
+            if not any(self.prompts.demos):
                 field = f"field {config.data.demo_field!r} (data.demo_field)"
                 raise ValueError(
                     f"data.prompts={config.data.prompts!r}: {reason}, but no row has the {field}; "
@@ -78,11 +79,11 @@ class Feed:
             if same and all(self.prompts.demos):
                 self.demos = self.prompts
             elif same and any(self.prompts.demos):
-                self.demos = Examples((e for e in self.prompts if e.demo), {})
+                self.demos = self.prompts.subset([i for i, n in enumerate(self.prompts.demos) if n])
             else:
                 self.demos = load_demos(config.data, tokenizer)
             if sampling.limit_demos is not None:
-                self.demos = Examples(itertools.islice(self.demos, sampling.limit_demos), {})
+                self.demos = self.demos.subset(range(len(self.demos))[: sampling.limit_demos])
             if sampling.epochs is not None:
                 epoch_steps = max(sampling.epochs * len(self.demos) // self.demo_batch_size, 1)
                 self.steps = min(config.steps, epoch_steps)
