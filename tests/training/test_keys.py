@@ -327,7 +327,7 @@ def problem(key: str, keys: Mapping[str, Any], value: Any) -> str | None:
     """Why the key fails the test if it is added to `keys`; None if it passes."""
     base, changed = outcome(keys), outcome({**keys, key: value})
     if isinstance(changed, str):
-        named = key.rpartition(".")[2] in changed or isinstance(base, str)
+        named = key.rpartition(".")[2] in changed
         return None if named else f"{key}: the error does not name it: {changed}"
     return f"{key}={value} has no effect" if changed == base else None
 
