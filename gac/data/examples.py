@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import re
 import string
 from collections import Counter
@@ -349,8 +350,9 @@ def _encode_chunk(
     texts = [_prompt_text(config, tokenizer, row) for row in rows]
     # A chat template adds its own special tokens; a plain prompt gets the tokenizer's (BOS).
     chat = [config.chat or isinstance(row.fields[config.prompt_field], list) for row in rows]
+    pairs = [*zip(texts, chat, strict=True)]
     encodings = {
-        kind: iter(_tokenize(tokenizer, _where(texts, chat, kind), special=not kind))
+        kind: iter(_tokenize(tokenizer, [t for t, k in pairs if k is kind], special=not kind))
         for kind in (False, True)
     }
     prompts = [next(encodings[kind]) for kind in chat]
@@ -360,8 +362,7 @@ def _encode_chunk(
         raise ValueError("the tokenizer has no EOS token, which demonstrations need at their end")
     encoded = iter(_tokenize(tokenizer, present, special=False))
     examples = []
-    columns = zip(rows, texts, prompts, demo_turns, chat, strict=True)
-    for row, text, prompt, turns, kind in columns:
+    for row, (text, kind), prompt, turns in zip(rows, pairs, prompts, demo_turns, strict=True):
         if not prompt:
             row.fail(config.prompt_field, f"the tokenizer produces no tokens for {text!r:.60}")
         ids = [next(encoded) for _ in turns]
@@ -381,10 +382,6 @@ def _encode_chunk(
             )
         )
     return examples
-
-
-def _where(texts: list[str], flags: list[bool], flag: bool) -> list[str]:
-    return [text for text, own in zip(texts, flags, strict=True) if own is flag]
 
 
 def _tokenize(
@@ -484,12 +481,10 @@ def _answer(config: DataConfig, row: SourceRow, *, required: bool) -> str | None
 
 def _apply_limits(config: DataConfig, example: Example, dropped: Counter[str]) -> Example | None:
     """Apply the length limits: returns None for a long prompt, and removes a long `demo`."""
-    limit = config.max_prompt_tokens
-    if limit is not None and len(example.prompt) > limit:
-        dropped[f"prompt longer than {limit} tokens"] += 1
+    if len(example.prompt) > (config.max_prompt_tokens or math.inf):
+        dropped[f"prompt longer than {config.max_prompt_tokens} tokens"] += 1
         return None
-    limit = config.max_demo_tokens
-    if limit is not None and example.demo is not None and len(example.demo) > limit:
-        dropped[f"demonstration longer than {limit} tokens"] += 1
+    if len(example.demo or ()) > (config.max_demo_tokens or math.inf):
+        dropped[f"demonstration longer than {config.max_demo_tokens} tokens"] += 1
         return replace(example, demo=None, demo_mask=())
     return example

@@ -104,20 +104,16 @@ def read_rows(source: str) -> Iterator[SourceRow]:
         return _read_saved(Path(folder).expanduser(), split)
     if problem := why_missing(source):
         raise MissingData(f"data source {source!r}: {problem}")
-    return _enumerate(_load_hub(source), source)
+    return _enumerate(_hub(source), source)
 
 
 def data_files(source: str) -> list[Path]:
     """The files that contain the rows of `source`, and nothing else; none if it is missing."""
     source = os.path.expandvars(source)
     path, folder = (Path(x).expanduser() for x in (source, source.partition(":")[0]))
-    if path.is_file():
-        return [path]
-    if source and folder.is_dir():
-        return sorted(file for file in folder.rglob("*") if file.is_file())
-    if why_missing(source):
-        return []
-    return [Path(part["filename"]) for part in _load_hub(source).cache_files]
+    if path.is_file() or (source and folder.is_dir()):
+        return sorted(file for file in (path, *folder.rglob("*")) if file.is_file())
+    return [] if why_missing(source) else [Path(x["filename"]) for x in _hub(source).cache_files]
 
 
 def why_missing(source: str) -> str:
@@ -318,7 +314,7 @@ def _read_folder(folder: Path) -> Any:
         ) from error
 
 
-def _load_hub(source: str) -> Any:
+def _hub(source: str) -> Any:
     name, *rest = source.split(":")
     *configuration, split = rest or ["train"]
     datasets = _datasets()

@@ -80,8 +80,9 @@ class Examples(Sequence[Example]):
         """The examples at the positions `rows`, in the same file."""
         part, own = copy.copy(self), array("q", rows)
         part._rows = array("q", (self._rows[i] for i in own))
-        part.prompts = array("i", (self.prompts[i] for i in own))
-        part.demos = array("i", (self.demos[i] for i in own))
+        part.prompts, part.demos = (
+            array("i", [lengths[i] for i in own]) for lengths in (self.prompts, self.demos)
+        )
         part.digest = hashlib.sha256(self.digest + own.tobytes()).digest()
         return part
 
@@ -142,12 +143,12 @@ def cache_path(
     import transformers
     from huggingface_hub.constants import HF_HOME
 
-    names = [*map(str, files)]
-    key = hashlib.sha256(repr((options, names, transformers.__version__)).encode())
+    named = (options, [*map(str, files)], transformers.__version__)
+    key = hashlib.sha256(repr(named).encode())
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
-        tokenizer_files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
-        for path in (*sorted(Path(__file__).parent.glob("*.py")), *tokenizer_files, *files):
+        code, saved = sorted(Path(__file__).parent.glob("*.py")), sorted(Path(folder).rglob("*"))
+        for path in (*code, *filter(Path.is_file, saved), *files):
             with path.open("rb") as file:
                 key.update(hashlib.file_digest(file, "sha256").digest())
     return Path(HF_HOME) / f"gac-{os.getuid()}" / f"{key.hexdigest()}.examples"
@@ -197,8 +198,8 @@ def _write(
             content.update(tokens.tobytes() + repr(item.answer).encode())
             file.write(pickle.dumps(item))
             ends.append(file.tell())
-        rest = (largest, content.digest(), dict(dropped))
-        file.write(pickle.dumps((prompts, demos, ends, sources, turns, *rest)))
+        index = (prompts, demos, ends, sources, turns, largest, content.digest(), dict(dropped))
+        file.write(pickle.dumps(index))
         file.write(ends[-1].to_bytes(POSITION, "little"))
         file.seek(HASH)
         content = hashlib.file_digest(file, "sha256")

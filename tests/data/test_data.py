@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 from gac.data import DataConfig, DataError, Order, load_demos, load_prompts, read_rows
 from gac.data.examples import Source
-from gac.data.source import _enumerate, _load_hub
+from gac.data.source import _enumerate, _hub
 from gac.data.stored import Example, store
 from gac.errors import RunError
 
@@ -108,13 +108,13 @@ def test_hub_datasets_are_read_with_split_and_configuration(tmp_path, monkeypatc
     (tmp_path / "set").mkdir()
     write(tmp_path / "set" / "train.jsonl", addition_row(1), addition_row(2))
     for source in (f"{tmp_path / 'set'}:train", f"{tmp_path / 'set'}:default:train"):
-        rows = list(_enumerate(_load_hub(source), source))
+        rows = list(_enumerate(_hub(source), source))
         assert [row.fields["id"] for row in rows] == ["r1", "r2"]
         assert rows[1].location == f"{source}, line 2"
     calls: list = []
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, split: calls.append((*a, split)) or [])
     for source in ("a/b", "a/b:test", "a/b:c:test"):
-        assert list(_load_hub(source)) == []
+        assert list(_hub(source)) == []
     assert calls == [("a/b", "train"), ("a/b", "test"), ("a/b", "c", "test")]
 
 
