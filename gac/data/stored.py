@@ -180,7 +180,7 @@ def _lock(path: Path) -> IO[bytes] | None:
 
 
 def _write(
-    file: IO[bytes], items: Iterable[Example], dropped: Mapping[str, int], key: str, folder: str
+    file: Any, items: Iterable[Example], dropped: Mapping[str, int], key: str, folder: str
 ) -> IO[bytes]:
     """Write the examples to `file`, which is in `folder`, chosen by the environment's `key`."""
     prompts, demos, ends, sources = array("i"), array("i"), array("q", [HASH]), Counter[str]()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,15 @@ def tokenizer(template: str = "{{ messages[0].content }}") -> Any:
     return made
 
 
+def held(path: Path) -> bool:
+    with path.open("wb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
 def load(
     home: Path, path: Path, *, load: Any = load_prompts, tokens: Any = None, **options: Any
 ) -> tuple[list[Example], int]:
@@ -31,6 +41,7 @@ def load(
 
     def encode(config: Any, made: Any, rows: Any, **answers: Any) -> Any:
         counts.append(len(rows))
+        assert sum(map(held, home.glob("*/*.lock"))) == home.is_dir()
         return own(config, made, rows, **answers)
 
     training = {"training": options.pop("training")} if "training" in options else {}
