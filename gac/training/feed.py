@@ -40,6 +40,7 @@ class Feed:
         self.trains_on_prompt_demos = self.plan.demos == "prompt"
         self.separate_demos = needs.demos and not self.trains_on_prompt_demos
         self.step = 0  # of the last sampling
+        self.before: tuple[int, dict[str, Any]] = (-1, {})  # a step, and the positions before it
         self.collected: list[int] = []  # indices of prompts with collected demonstrations
         # number of rows that stay on one rank
         self.unit = self.plan.unit(config.rollouts.num_generations)
@@ -105,6 +106,8 @@ class Feed:
         self, order: Order | MixedOrder, source: Sequence[Example], number: int, step: int
     ) -> list[Example]:
         """The next `number` examples of `source`, the same on every rank."""
+        if step != self.before[0]:
+            self.before = step, self.state_dict()
         return [source[i] for i in order.take(number, step)]
 
     def _collected(self, examples: Sequence[Example | None]) -> list[Example]:
@@ -112,12 +115,10 @@ class Feed:
         by_rank = collectives.gather([e and e.index for e in examples])
         turns = itertools.zip_longest(*by_rank)  # the order of a single process
         self.collected += [i for turn in turns for i in turn if i is not None]
-        if len(self.collected) < self.plan.collect:
+        size = self.plan.collect
+        if len(self.collected) < size:
             return []
-        newest, self.collected = (
-            self.collected[-self.plan.collect :],
-            self.collected[: -self.plan.collect],
-        )
+        newest, self.collected = self.collected[-size:], self.collected[:-size]
         return [self.prompts[i] for i in newest]
 
     def check_budgets(self, config: TrainConfig) -> int:
@@ -159,7 +160,12 @@ class Feed:
     def state_dict(self) -> dict[str, Any]:
         """State in plain JSON types."""
         state: dict[str, Any] = {name: order.state_dict() for name, order in self.orders.items()}
-        return {**state, "collected": self.collected} if self.plan.collect else state
+        return {**state, "collected": list(self.collected)} if self.plan.collect else state
+
+    def undo(self, step: int) -> None:
+        """Restore the positions from before `step`, if it has taken rows."""
+        if step == self.before[0]:
+            self.load_state_dict(self.before[1])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the positions from `state`; orders that are not in it start at the beginning."""
