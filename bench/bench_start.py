@@ -3,9 +3,10 @@
 Runs real processes over gloo on this machine. Each rank's peak (VmHWM, which includes mapped files)
 is measured relative to its memory before the work and reported as a fraction of the model size.
 *full* loads the full model on every rank, then shards it, and exports by loading it again;
-*sharded* is what gac does: it shards while loading. Finally, it measures the step time lost to a
-checkpoint that is saved synchronously or asynchronously (`dcp.async_save`). Writes
-bench/results/start.json.
+*sharded* is what gac does: it shards while loading. Then it measures the step time lost to a
+checkpoint that is saved synchronously or asynchronously (`dcp.async_save`), and the time and memory
+of reading and tokenizing rows: in a first start, and in a second one that finds them in the cache.
+Writes bench/results/start.json; a part that is not run keeps its results.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import gc
 import itertools
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -30,10 +32,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
+from gac.data import DataConfig, load_prompts
 from gac.demo.task import make_tokenizer
 from gac.faults import checkpoint
 from gac.models.causal_lm import check_head, load_model, load_tokenizer, make_model
@@ -47,7 +51,7 @@ from .record import RESULTS, copy_out, device_name, environment
 
 SHARDED = ParallelConfig(mode="fsdp")
 SHARD = 32 << 20  # bytes per exported file
-DEADLINE = 900  # seconds per job
+DEADLINE = 3600  # seconds per job
 SAVES = 3
 
 
@@ -171,11 +175,47 @@ def saving(job: dict[str, Any], accelerator: Accelerator) -> dict[str, Any]:
     return {"step": typical, "saves": saves}
 
 
+def write_rows(folder: Path, number: int) -> Path:
+    """Write `number` rows of about 500 bytes, and a tokenizer with 8,000 BPE tokens for them."""
+    draw = random.Random(0)
+    words = ["".join(draw.choices("etaoinshrdlu", k=draw.randint(2, 9))) for _ in range(20000)]
+
+    def text(length: int) -> str:
+        return " ".join(draw.choices(words, k=length))
+
+    path = folder / "rows.jsonl"
+    with path.open("w") as file:
+        for i in range(number):
+            row = {"id": f"{i}", "prompt": text(30), "answer": f"{i % 997}", "solution": text(36)}
+            file.write(json.dumps(row) + "\n")
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=8000, special_tokens=["</s>"], show_progress=False)
+    bpe.train_from_iterator((text(60) for _ in range(5000)), trainer)
+    PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="</s>").save_pretrained(folder)
+    return path
+
+
+def loading(job: dict[str, Any], accelerator: Accelerator) -> dict[str, Any]:
+    """Read and tokenize rows, or find them in the cache."""
+    tokenizer = load_tokenizer(ModelConfig(path=job["base"]))
+    config = DataConfig(prompts=str(Path(job["base"]) / "rows.jsonl"))
+    accelerator.wait_for_everyone()
+    before = os.times()
+    rows, usage = peak(lambda: load_prompts(config, tokenizer, training=True))
+    after = os.times()
+    cpu = after.user + after.system - before.user - before.system
+    return {"rows": len(rows), "cpu_seconds": round(cpu, 1)} | {
+        key: round(value, 1) for key, value in usage.items()
+    }
+
+
 def worker(job: dict[str, Any]) -> None:
     """Run one rank of a job."""
     torch.set_num_threads(1)
     accelerator = setup.make_accelerator(SHARDED, (), job["folder"])
-    result = (saving if job["work"] == "saving" else memory)(job, accelerator)
+    works = {"saving": saving, "memory": memory, "loading": loading}
+    result = works[job["work"]](job, accelerator)
     path = Path(job["folder"]) / f"rank-{accelerator.process_index}.json"
     path.write_text(json.dumps(result))
 
@@ -198,21 +238,26 @@ def run(ranks: int, **job: Any) -> list[dict[str, Any]]:
         ]
         # return freed memory to the system, so that only live memory is measured
         variables = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+        variables["HF_HOME"] = job.get("home", folder)
         subprocess.run(command, check=True, timeout=DEADLINE, env=variables)
         return [json.loads((Path(folder) / f"rank-{r}.json").read_text()) for r in range(ranks)]
 
 
-def measure(layers: int, counts: list[int]) -> None:
-    """Run all jobs; the results so far are saved after each one."""
-    document: dict[str, Any] = {
-        "device": device_name("cpu"),
-        "date": str(datetime.date.today()),
-        **environment("cpu"),
-        "layers": layers,
-        "export_shard_mib": SHARD / 2**20,
-        "memory": [],
-        "checkpoints": [],
-    }
+def measure(layers: int, counts: list[int], rows: int, parts: list[str]) -> None:
+    """Run the jobs of `parts`; the results so far are saved after each one."""
+    document: dict[str, Any] = json.loads((RESULTS / "start.json").read_text())
+    about = {"device": device_name("cpu"), "date": str(datetime.date.today()), **environment("cpu")}
+    if "model" in parts:
+        document |= {**about, "layers": layers, "export_shard_mib": SHARD / 2**20}
+        document |= {"memory": [], "checkpoints": []}
+        measure_model(document, layers, counts)
+    if "data" in parts:
+        document["data"] = {**about, "loads": []}
+        measure_data(document, rows)
+
+
+def measure_model(document: dict[str, Any], layers: int, counts: list[int]) -> None:
+    """Memory of loading and exporting the model, and the cost of checkpoints."""
     with tempfile.TemporaryDirectory() as folder:
         bases = [Path(folder) / "float32", Path(folder) / "bfloat16"]
         for base in bases:
@@ -220,19 +265,33 @@ def measure(layers: int, counts: list[int]) -> None:
         for base, ranks, mode in itertools.product(bases, counts, ("full", "sharded")):
             results = run(ranks, work="memory", base=str(base), mode=mode)
             document["memory"].append(row(ranks, mode, base.name, results))
-            save(document)
+            save(document, document["memory"])
         for ranks in counts:
             first, *_ = run(ranks, work="saving", base=str(bases[0]))
             document["checkpoints"].append({"ranks": ranks, **first})
-            save(document)
+            save(document, document["checkpoints"])
 
 
-def save(document: dict[str, Any]) -> None:
+def measure_data(document: dict[str, Any], number: int) -> None:
+    """The first and the second start with `number` rows, of one rank and of two."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_rows(Path(folder), number)
+        for ranks, start in itertools.product((1, 2), ("first", "second")):
+            home = f"{folder}/cache-{ranks}"
+            results = run(ranks, work="loading", base=folder, home=home)
+            cached = sum(file.stat().st_size for file in Path(home).rglob("*.examples"))
+            sizes = {"file_mb": path.stat().st_size / 1e6, "cache_mb": cached / 1e6}
+            load = {"ranks": ranks, "start": start, **sizes, "by_rank": results}
+            document["data"]["loads"].append(load)
+            save(document, document["data"]["loads"])
+
+
+def save(document: dict[str, Any], rows: list[Any]) -> None:
     """Save the results so far and print the latest one."""
     path = RESULTS / "start.json"
     path.write_text(json.dumps(document, indent=1) + "\n")
     copy_out(path)
-    print((document["checkpoints"] or document["memory"])[-1], flush=True)
+    print(rows[-1], flush=True)
 
 
 def row(ranks: int, mode: str, stored: str, results: list[dict[str, Any]]) -> dict[str, Any]:
@@ -261,12 +320,14 @@ def main(arguments: list[str] | None = None) -> None:
         "--layers", type=int, default=8, help="number of model layers; 8 give 265 MiB"
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--rows", type=int, default=1_000_000, help="number of rows of data")
+    parser.add_argument("--parts", nargs="+", default=["model", "data"])
     parser.add_argument("--worker", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.worker:
         worker(options.worker)
         return
-    measure(options.layers, options.ranks)
+    measure(options.layers, options.ranks, options.rows, options.parts)
 
 
 if __name__ == "__main__":

@@ -183,7 +183,7 @@ def _train(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> int:
     from gac.training.check import load_checked
 
-    _, passed = load_checked("gac.train_config:TrainConfig", options.config, options.set)
+    _, passed = load_checked("gac.train_config:TrainConfig", options.config, options.set, None)
     print("\n".join([*passed, "All checks passed."]))
     return OK
 

@@ -23,7 +23,8 @@ INTRODUCTION = """\
 All methods for combining SFT and RL in `gac train`. Select one by name and set its keys,
 e.g. `gac train run.yaml --set method=cagrad method.radius=0.8`; `gac methods NAME` explains them.
 All methods share the trainer, the data, the loss kernels and the evaluation. Each is a small class
-in `gac/methods/`, whose docstring lists the choices that the publication leaves open.
+in `gac/methods/`, whose docstring lists the choices that the publication leaves open. The
+[study](study.md) says why LSPO, SRPO and SASR are absent.
 
 **Needs** lists what the trainer must provide: `demonstrations` are a separate dataset;
 `demonstrations of the sampled prompts` come from the prompts' rows (`data.demo_field`). **Extra**

@@ -3,9 +3,10 @@
 This package may import `models` and earlier packages.
 """
 
-from .examples import DataConfig, Example, Examples, load_demos, load_prompts
+from .examples import DataConfig, load_demos, load_prompts
 from .order import Order
 from .source import DataError, read_rows
+from .stored import Example, Examples
 
 __all__ = [
     "DataConfig",

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import re
 import string
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,25 +18,11 @@ from gac.errors import ConfigError, MissingData
 
 from .conversations import calls_tools, demo_texts, demonstration, render, split_conversation
 from .order import MixedOrder, Order
-from .source import FORMATS, DataError, SourceRow, read_rows, why_missing
-from .stored import Example, Examples
+from .source import FORMATS, SourceRow, data_files, read_rows, why_missing
+from .stored import Example, Examples, cache_path, store
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-__all__ = [
-    "DataConfig",
-    "DataError",
-    "Example",
-    "Examples",
-    "Order",
-    "load_demos",
-    "load_prompts",
-    "load_references",
-    "prompt_order",
-    "read_rows",
-    "row_order",
-]
 
 logger = logging.getLogger(__name__)
 CHUNK = 1000  # rows that are tokenized at once and in memory at the same time
@@ -51,6 +38,11 @@ class Source(Checked):
     """Name in the metrics and in `Example.source`; empty: the path."""
     weight: Positive = 1.0
     """Share of the sampled prompts, relative to the other sources."""
+
+    @property
+    def key(self) -> str:
+        """The name, or the path."""
+        return self.name or self.path
 
 
 @dataclass(frozen=True)
@@ -114,7 +106,7 @@ class DataConfig(Checked):
         _check_pattern(self.answer_pattern)
         if self.sources and self.prompts is not None:
             raise ValueError(f"prompts={self.prompts!r}: give either prompts or sources, not both")
-        names = [source.name or source.path for source in self.sources]
+        names = [source.key for source in self.sources]
         if len(set(names)) < len(names):
             raise ValueError(f"sources: the names {names} are not distinct: set `name` in each")
 
@@ -162,33 +154,24 @@ def load_prompts(
         DataError: an invalid row; the message gives file, line and field.
         ValueError: no source is set, or no row is left.
     """
-    if config.sources:
-        named = (
-            replace(example, source=source.name or source.path)
-            for source in config.sources
-            for example in load_prompts(
-                replace(config, prompts=source.path, sources=()), tokenizer, training=training
-            )
-        )
-        return Examples(named, {})
-    if config.prompts is None:
+    if config.prompts is None and not config.sources:
         raise ConfigError(
             f"data.prompts is not set: give {FORMATS}, a folder or 'owner/name:split'"
         )
-    dropped: Counter[str] = Counter()
-    rows = _select(config, "prompts", config.prompts, dropped)
-    if training:
-        rows = _without_canaries(rows)
-    examples = _encode(config, tokenizer, rows, dropped, answers=True)
-    return _store(config.prompts, "prompts", examples, dropped)
+
+    def rows(path: str, dropped: Counter[str]) -> Iterator[SourceRow]:
+        selected = _select(config, "prompts", path, dropped)
+        return _without_canaries(selected) if training else selected
+
+    sources = config.sources or (Source(config.prompts or ""),)
+    return _load(config, tokenizer, sources, rows, "prompts", training)
 
 
-def prompt_order(config: DataConfig, prompts: Sequence[Example], seed: int) -> Order | MixedOrder:
+def prompt_order(config: DataConfig, prompts: Examples, seed: int) -> Order | MixedOrder:
     """The order in which `prompts`, loaded with `config`, are visited."""
     if config.order is not None or not config.sources:
         return row_order(config, prompts, seed)
-    counts = Counter(example.source for example in prompts)
-    sizes = [counts[source.name or source.path] for source in config.sources]
+    sizes = [prompts.sources[source.key] for source in config.sources]
     return MixedOrder(sizes, [source.weight for source in config.sources], seed)
 
 
@@ -214,20 +197,44 @@ def load_demos(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Exampl
             "no demonstrations are configured: set data.demo_field, and either data.demos or "
             "data.prompts"
         )
+
+    def rows(path: str, dropped: Counter[str]) -> Iterator[SourceRow]:
+        return _without_canaries(_demo_rows(config, path, dropped))
+
+    return _load(config, tokenizer, parts, rows, "demonstrations")
+
+
+def _load(
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    sources: Sequence[Source],
+    rows: Callable[[str, Counter[str]], Iterator[SourceRow]],
+    kind: str,
+    *options: object,
+) -> Examples:
+    """Tokenize the rows of `sources`, or find them in the cache.
+
+    rows: reads the rows of a path, and counts the dropped ones; `options` decide which.
+    """
     dropped: Counter[str] = Counter()
-    demos = (
-        example if source else replace(example, source=part.name or part.path)
-        for part in parts
-        for example in _encode(
-            config,
-            tokenizer,
-            _without_canaries(_demo_rows(config, part.path, dropped)),
-            dropped,
-            answers=False,
-        )
-        if example.demo
-    )
-    return _store(", ".join(part.path for part in parts), "demonstrations", demos, dropped)
+    prompts, named = kind == "prompts", sources is config.sources
+
+    def examples(source: Source) -> Iterator[Example]:
+        read = rows(source.path, dropped)
+        for example in _encode(config, tokenizer, read, dropped, answers=prompts):
+            if prompts or example.demo:
+                yield replace(example, source=source.key) if named else example
+
+    files = [file for source in sources for file in data_files(source.path)]
+    cache = cache_path(tokenizer, files, kind, options, replace(config, order=None))
+    stored = store(cache, itertools.chain.from_iterable(map(examples, sources)), dropped)
+    reasons = "; ".join(f"{n} {reason}" for reason, n in stored.dropped.items()) or "nothing"
+    empty = [x.path for x in sources if named and prompts and not stored.sources[x.key]]
+    paths = ", ".join(empty or [source.path for source in sources])
+    if empty or not stored:
+        raise ValueError(f"{paths}: no rows left (dropped: {reasons})")
+    logger.info("%s: %d %s; dropped: %s", paths, len(stored), kind, reasons)
+    return stored
 
 
 def load_references(config: DataConfig, *, answers: bool = False) -> list[tuple[Example, str]]:
@@ -343,8 +350,9 @@ def _encode_chunk(
     texts = [_prompt_text(config, tokenizer, row) for row in rows]
     # A chat template adds its own special tokens; a plain prompt gets the tokenizer's (BOS).
     chat = [config.chat or isinstance(row.fields[config.prompt_field], list) for row in rows]
+    pairs = [*zip(texts, chat, strict=True)]
     encodings = {
-        kind: iter(_tokenize(tokenizer, _where(texts, chat, kind), special=not kind))
+        kind: iter(_tokenize(tokenizer, [t for t, k in pairs if k is kind], special=not kind))
         for kind in (False, True)
     }
     prompts = [next(encodings[kind]) for kind in chat]
@@ -354,8 +362,7 @@ def _encode_chunk(
         raise ValueError("the tokenizer has no EOS token, which demonstrations need at their end")
     encoded = iter(_tokenize(tokenizer, present, special=False))
     examples = []
-    columns = zip(rows, texts, prompts, demo_turns, chat, strict=True)
-    for row, text, prompt, turns, kind in columns:
+    for row, (text, kind), prompt, turns in zip(rows, pairs, prompts, demo_turns, strict=True):
         if not prompt:
             row.fail(config.prompt_field, f"the tokenizer produces no tokens for {text!r:.60}")
         ids = [next(encoded) for _ in turns]
@@ -375,10 +382,6 @@ def _encode_chunk(
             )
         )
     return examples
-
-
-def _where(texts: list[str], flags: list[bool], flag: bool) -> list[str]:
-    return [text for text, own in zip(texts, flags, strict=True) if own is flag]
 
 
 def _tokenize(
@@ -478,21 +481,10 @@ def _answer(config: DataConfig, row: SourceRow, *, required: bool) -> str | None
 
 def _apply_limits(config: DataConfig, example: Example, dropped: Counter[str]) -> Example | None:
     """Apply the length limits: returns None for a long prompt, and removes a long `demo`."""
-    limit = config.max_prompt_tokens
-    if limit is not None and len(example.prompt) > limit:
-        dropped[f"prompt longer than {limit} tokens"] += 1
+    if len(example.prompt) > (config.max_prompt_tokens or math.inf):
+        dropped[f"prompt longer than {config.max_prompt_tokens} tokens"] += 1
         return None
-    limit = config.max_demo_tokens
-    if limit is not None and example.demo is not None and len(example.demo) > limit:
-        dropped[f"demonstration longer than {limit} tokens"] += 1
+    if len(example.demo or ()) > (config.max_demo_tokens or math.inf):
+        dropped[f"demonstration longer than {config.max_demo_tokens} tokens"] += 1
         return replace(example, demo=None, demo_mask=())
     return example
-
-
-def _store(source: str, kind: str, items: Iterator[Example], dropped: Counter[str]) -> Examples:
-    examples = Examples(items, dropped)
-    reasons = "; ".join(f"{count} {reason}" for reason, count in dropped.items()) or "nothing"
-    if not examples:
-        raise ValueError(f"{source}: no rows left (dropped: {reasons})")
-    logger.info("%s: %d %s; dropped: %s", source, len(examples), kind, reasons)
-    return examples

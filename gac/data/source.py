@@ -104,7 +104,16 @@ def read_rows(source: str) -> Iterator[SourceRow]:
         return _read_saved(Path(folder).expanduser(), split)
     if problem := why_missing(source):
         raise MissingData(f"data source {source!r}: {problem}")
-    return _read_hub(source)
+    return _enumerate(_hub(source), source)
+
+
+def data_files(source: str) -> list[Path]:
+    """The files that contain the rows of `source`, and nothing else; none if it is missing."""
+    source = os.path.expandvars(source)
+    path, folder = (Path(x).expanduser() for x in (source, source.partition(":")[0]))
+    if path.is_file() or (source and folder.is_dir()):
+        return sorted(file for file in (path, *folder.rglob("*")) if file.is_file())
+    return [] if why_missing(source) else [Path(x["filename"]) for x in _hub(source).cache_files]
 
 
 def why_missing(source: str) -> str:
@@ -305,17 +314,16 @@ def _read_folder(folder: Path) -> Any:
         ) from error
 
 
-def _read_hub(source: str) -> Iterator[SourceRow]:
+def _hub(source: str) -> Any:
     name, *rest = source.split(":")
     *configuration, split = rest or ["train"]
     datasets = _datasets()
     try:
-        table = datasets.load_dataset(name, *configuration, split=split)
+        return datasets.load_dataset(name, *configuration, split=split)
     except (OSError, ValueError) as error:  # no network, no such dataset, no such split
         problem = " ".join(str(error).split())[:300]
         message = f"data source {source!r} could not be read from the Hub: {problem}"
         raise DataError(message) from error
-    return _enumerate(table, source)
 
 
 def _enumerate(table: Any, source: str) -> Iterator[SourceRow]:

@@ -10,6 +10,7 @@ the number of micro-batches or ranks. docs/integrations/trinity.md lists unsuppo
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -229,8 +230,19 @@ class GACPolicyLoss(PolicyLossFn):
             folder = self.state_dir / f"gac_{self.step}"
             folder.mkdir(parents=True, exist_ok=True)
             self.mixer.save(folder)
+            self._remove_unused()
         self.rows_done = 0
         return log
+
+    def _remove_unused(self) -> None:
+        """Remove the states from before Trinity's last checkpoint that belong to no checkpoint."""
+        states, checkpoints = (
+            {int(path.name.rpartition("_")[2]) for path in self.state_dir.glob(f"{name}_[0-9]*")}
+            for name in ("gac", "global_step")
+        )
+        for step in states - checkpoints:
+            if step < max(checkpoints, default=0):
+                shutil.rmtree(self.state_dir / f"gac_{step}")
 
     @classmethod
     def default_args(cls) -> dict[str, Any]:

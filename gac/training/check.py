@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import logging
 import math
@@ -30,13 +31,16 @@ from gac.rewards import Reward, build_reward
 logger = logging.getLogger(__name__)
 
 
-def load_checked(name: str, file: Path | None, overrides: Sequence[str]) -> tuple[Any, list[str]]:
+def load_checked(
+    name: str, file: Path | None, overrides: Sequence[str], rows: int | None = 10_000
+) -> tuple[Any, list[str]]:
     """Load the configuration class `name` and check what it names, before torch is imported.
 
     Args:
         name: `gac.train_config:TrainConfig` or `gac.evaluation.config:EvalConfig`.
         file: the configuration file.
         overrides: `key=value` texts.
+        rows: number of rows to read of each file; None: all.
 
     Returns:
         The configuration, and one line for each passed check.
@@ -52,7 +56,7 @@ def load_checked(name: str, file: Path | None, overrides: Sequence[str]) -> tupl
     check_model(config.model, ask_hub=False)
     passed = [_model_line(config.model)]
     for key, data, reward in _parts(config):
-        passed += _check_data(key, data, file)
+        passed += _check_data(key, data, file, rows)
         with value_errors_as(ConfigError, key.replace("data", "reward") if "." in key else ""):
             built = build_reward(config.reward if reward is None else reward)
         try:
@@ -78,8 +82,8 @@ def _parts(config: Any) -> Iterator[tuple[str, DataConfig, Any]]:
         yield f"{prefix}tasks.{label}.data", task.data, task.reward
 
 
-def _check_data(key: str, data: DataConfig, file: Path | None) -> list[str]:
-    """Read each file of a dataset once."""
+def _check_data(key: str, data: DataConfig, file: Path | None, limit: int | None) -> list[str]:
+    """Read each file of a dataset once, at most `limit` rows."""
     sources = {"prompts": data.prompts, "demos": data.demos}
     sources |= {f"sources[{i}].path": source.path for i, source in enumerate(data.sources)}
     if not any(sources.values()):
@@ -90,7 +94,7 @@ def _check_data(key: str, data: DataConfig, file: Path | None) -> list[str]:
     for name, source in ((n, source) for n, source in sources.items() if source is not None):
         _check_path(f"{key}.{name}", source, file)
         if _path(source).is_file():
-            rows = sum(1 for _ in read_rows(source))
+            rows = sum(1 for _ in itertools.islice(read_rows(source), limit))
             if not rows:
                 raise ConfigError(f"{key}.{name}={source!r}: the file has no rows")
             passed.append(f"{key}.{name}: {rows} rows")

@@ -8,7 +8,8 @@ from typing import Any
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from gac.data.examples import Example, Examples, load_demos, load_prompts, prompt_order, row_order
+from gac.data import Example, Examples, load_demos, load_prompts
+from gac.data.examples import prompt_order, row_order
 from gac.data.order import MixedOrder, Order
 from gac.data.rows import Row, assign_rows, demo_row
 from gac.methods.base import StepNeeds
@@ -28,25 +29,21 @@ class Feed:
         self, config: TrainConfig, tokenizer: PreTrainedTokenizerBase, rank: int, ranks: int
     ) -> None:
         self.method, self.steps = config.method, config.steps
-        self.demo_batch_size, self.prompt_batch = (
-            config.demo_batch_size,
-            config.rollouts.num_prompts,
-        )
+        self.prompt_batch = config.rollouts.num_prompts
+        self.demo_batch_size = config.demo_batch_size
         self.rank, self.ranks, self.tokenizer = rank, ranks, tokenizer
         self.own = slice(rank, None, ranks)
         self.names_sources = config.data.source_field is not None or bool(config.data.sources)
         self.orders: dict[str, Order | MixedOrder] = {}
         needs = StepNeeds.union(map(self.method.needs, range(config.steps)))
-        sampling = self.method.sampling(config.rollouts.num_generations)
-        self.demo_tokens, self.separate_demos = sampling.demo_tokens, False
-        self.trains_on_prompt_demos = sampling.demos == "prompt"
-        self.uses_prefixes = sampling.has_prefix
-        self.uses_teacher, self.collect = sampling.teacher, sampling.collect
+        self.plan = self.method.sampling(config.rollouts.num_generations)
+        self.trains_on_prompt_demos = self.plan.demos == "prompt"
+        self.separate_demos = needs.demos and not self.trains_on_prompt_demos
         self.step = 0  # of the last sampling
         self.before: tuple[int, dict[str, Any]] = (-1, {})  # a step, and the positions before it
         self.collected: list[int] = []  # indices of prompts with collected demonstrations
         # number of rows that stay on one rank
-        self.unit = sampling.unit(config.rollouts.num_generations)
+        self.unit = self.plan.unit(config.rollouts.num_generations)
         # no balancing if the gradients of several parts of each rank's rows are compared
         self.may_balance = ranks > 1 and needs.parts < 2
         self.balances = config.max_tokens_per_micro_batch is not None and self.may_balance
@@ -54,37 +51,26 @@ class Feed:
             self.prompts = load_prompts(config.data, tokenizer, training=True)
             self.prompt_order = prompt_order(config.data, self.prompts, config.seed)
             self.orders["prompt_order"] = self.prompt_order
-            if self.uses_prefixes and any(example.demo_mask for example in self.prompts):
+            if self.plan.has_prefix and self.prompts.turns:
                 raise ValueError(
                     f"method={self.method.name!r} continues prefixes of demonstrations: use "
                     "another one, because some demonstrations have several turns"
                 )
             _check_divisible("rollouts.num_prompts", self.prompt_batch, ranks)
-        if not needs.demos:
-            return
-        if self.trains_on_prompt_demos:
-            reason = (
-                f"method {self.method.name!r} trains on the demonstrations of the sampled prompts"
+        if needs.demos and self.trains_on_prompt_demos and not any(self.prompts.demos):
+            raise ValueError(
+                f"data.prompts={config.data.prompts!r}: method {self.method.name!r} trains on the "
+                "demonstrations of the sampled prompts, but no row has the field "
+                f"{config.data.demo_field!r} (data.demo_field); add it or choose another method"
             )
-            if not any(e.demo for e in self.prompts):
-                field = f"field {config.data.demo_field!r} (data.demo_field)"
-                raise ValueError(
-                    f"data.prompts={config.data.prompts!r}: {reason}, but no row has the {field}; "
-                    "add it or choose another method"
-                )
-        if sampling.demos == "separate":
-            self.separate_demos = True
+        if self.separate_demos:
             same = needs.rollouts and config.data.demos is None  # rows that are tokenized already
-            if same and all(self.prompts.demos):
-                self.demos = self.prompts
-            elif same and any(self.prompts.demos):
-                self.demos = Examples((e for e in self.prompts if e.demo), {})
-            else:
-                self.demos = load_demos(config.data, tokenizer)
-            if sampling.limit_demos is not None:
-                self.demos = Examples(itertools.islice(self.demos, sampling.limit_demos), {})
-            if sampling.epochs is not None:
-                epoch_steps = max(sampling.epochs * len(self.demos) // self.demo_batch_size, 1)
+            rows = [i for i, tokens in enumerate(self.prompts.demos) if tokens] if same else []
+            self.demos = self.prompts.subset(rows) if rows else load_demos(config.data, tokenizer)
+            if self.plan.limit_demos is not None:
+                self.demos = self.demos.subset(range(len(self.demos))[: self.plan.limit_demos])
+            if self.plan.epochs is not None:
+                epoch_steps = max(self.plan.epochs * len(self.demos) // self.demo_batch_size, 1)
                 self.steps = min(config.steps, epoch_steps)
             self.demo_order = row_order(config.data, self.demos, config.seed + 1)
             self.orders["demo_order"] = self.demo_order
@@ -111,7 +97,7 @@ class Feed:
             examples = self._next(self.demo_order, self.demos, self.demo_batch_size, step)
         else:
             examples = self._collected(collected) if collected else []
-        rows = [demo_row(example, self.demo_tokens) for example in examples]
+        rows = [demo_row(example, self.plan.demo_tokens) for example in examples]
         if self.balances:
             return assign_rows(rows, self.ranks, self.unit)[self.rank]
         return rows[self.own]
@@ -129,7 +115,7 @@ class Feed:
         by_rank = collectives.gather([e and e.index for e in examples])
         turns = itertools.zip_longest(*by_rank)  # the order of a single process
         self.collected += [i for turn in turns for i in turn if i is not None]
-        size = self.collect
+        size = self.plan.collect
         if len(self.collected) < size:
             return []
         newest, self.collected = self.collected[-size:], self.collected[:-size]
@@ -153,12 +139,12 @@ class Feed:
         """Maximum number of tokens before a response: the prompt and any demonstration prefix."""
         if "prompt_order" not in self.orders:
             return 0
-        return self.prompts.longest(1, self.uses_prefixes)
+        return self.prompts.longest(1, self.plan.has_prefix)
 
     def longest_row(self, response: int) -> int:
         """Maximum row length in the run, with responses of at most `response` tokens."""
         lengths = [self.longest_start() + response if "prompt_order" in self.orders else 0]
-        if self.uses_teacher:
+        if self.plan.teacher:
             lengths.append(self.prompts.longest(2) + response)
         if self.trains_on_prompt_demos:
             lengths.append(self.prompts.longest())
@@ -174,7 +160,7 @@ class Feed:
     def state_dict(self) -> dict[str, Any]:
         """State in plain JSON types."""
         state: dict[str, Any] = {name: order.state_dict() for name, order in self.orders.items()}
-        return {**state, "collected": list(self.collected)} if self.collect else state
+        return {**state, "collected": list(self.collected)} if self.plan.collect else state
 
     def undo(self, step: int) -> None:
         """Restore the positions from before `step`, if it has taken rows."""

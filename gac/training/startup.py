@@ -226,7 +226,7 @@ def check_evaluation(
     """Check the prompts of the evaluation, and their length with a response."""
     for name, job in jobs.items():
         check_tokens(config, tokenizer, [job.examples])
-        longest = max(len(e.prompt) for e in job.examples) + job.task.max_completion_length
+        longest = job.examples.longest(1, 0) + job.task.max_completion_length
         key = f"eval.tasks.{name}" if name else "eval"
         check_positions(config, longest, f"{key}.max_completion_length")
 

@@ -22,8 +22,8 @@ from transformers import PreTrainedTokenizerFast
 
 from gac.data import DataConfig, DataError, Order, load_demos, load_prompts, read_rows
 from gac.data.examples import Source
-from gac.data.source import _read_hub
-from gac.data.stored import Example, Examples
+from gac.data.source import _enumerate, _hub
+from gac.data.stored import Example, store
 from gac.errors import RunError
 
 CHAT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
@@ -108,13 +108,13 @@ def test_hub_datasets_are_read_with_split_and_configuration(tmp_path, monkeypatc
     (tmp_path / "set").mkdir()
     write(tmp_path / "set" / "train.jsonl", addition_row(1), addition_row(2))
     for source in (f"{tmp_path / 'set'}:train", f"{tmp_path / 'set'}:default:train"):
-        rows = list(_read_hub(source))
+        rows = list(_enumerate(_hub(source), source))
         assert [row.fields["id"] for row in rows] == ["r1", "r2"]
         assert rows[1].location == f"{source}, line 2"
     calls: list = []
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, split: calls.append((*a, split)) or [])
     for source in ("a/b", "a/b:test", "a/b:c:test"):
-        assert list(_read_hub(source)) == []
+        assert list(_hub(source)) == []
     assert calls == [("a/b", "train"), ("a/b", "test"), ("a/b", "c", "test")]
 
 
@@ -457,7 +457,7 @@ def test_other_errors_of_the_temporary_file_are_not_about_space(monkeypatch):
 
     monkeypatch.setattr(tempfile, "TemporaryFile", lambda: SimpleNamespace(write=fail))
     with pytest.raises(OSError, match="the disk is broken"):
-        Examples([Example("1", (1,), "a", None, None, {})], {})
+        store(None, [Example("1", (1,), "a", None, None, {})], {})
 
 
 FULL = Path("/dev/full")
@@ -467,4 +467,4 @@ FULL = Path("/dev/full")
 def test_a_full_temporary_folder_is_named(monkeypatch):
     monkeypatch.setattr(tempfile, "TemporaryFile", lambda: FULL.open("w+b", buffering=0))
     with pytest.raises(RunError, match=f"no space left in {tempfile.gettempdir()} .* set TMPDIR"):
-        Examples([Example("1", (1,), "a", None, None, {})], {})
+        store(None, [Example("1", (1,), "a", None, None, {})], {})

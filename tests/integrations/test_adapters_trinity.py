@@ -237,8 +237,10 @@ def test_the_controller_is_restored_after_a_restart(trinity: Any, tmp_path: Path
     assert len(set(mus)) == 3 and loss.rows_done == 0
     files = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*.json"))
     assert files == [Path(f"gac_{step}/gac.json") for step in (1, 2, 3)]
+    (tmp_path / "global_step_2" / "actor").mkdir(parents=True)  # a checkpoint; step 1 has none
     resumed = trinity.GACPolicyLoss(state_dir=str(tmp_path), method=method)
     assert call(resumed, slice(0, 4), 3)[1]["gac/mu"] == mus[2]
+    assert {path.name for path in tmp_path.glob("gac_*")} == {"gac_2", "gac_3"}
     call(resumed, slice(0, 2), 4)
     with pytest.raises(RuntimeError, match=r"step 4 is incomplete: this rank processed 2 rows"):
         call(resumed, slice(0, 2), 5)

@@ -166,20 +166,13 @@ def test_sources_have_names_if_the_data_give_them(task, data, names) -> None:
         ("sft", {"separate_demos": True}),
         ("gac", {"separate_demos": True}),
         ("luffy", {"trains_on_prompt_demos": True}),
-        ("sdar", {"trains_on_prompt_demos": True, "uses_teacher": True}),
-        (
-            {"name": "trapo", "sizes": [1, 1, 1, 1], "below": [-1, 2, 2, 2]},
-            {"trains_on_prompt_demos": True, "uses_prefixes": True},
-        ),
-        ({"name": "relift", "buffer": 3}, {"trains_on_prompt_demos": True, "collect": 3}),
         ("dpo", {"unit": 2}),
         ("dypo", {"trains_on_prompt_demos": True, "unit": 4}),
     ],
 )
 def test_what_a_method_asks_of_the_data(task, method, flags) -> None:
     feed = make_feed(task, method=method)
-    names = ("separate_demos", "trains_on_prompt_demos", "uses_prefixes", "uses_teacher")
-    default = {**dict.fromkeys(names, False), "collect": 0, "unit": 1}
+    default = {"separate_demos": False, "trains_on_prompt_demos": False, "unit": 1}
     assert {name: getattr(feed, name) for name in default} == default | flags
     if "prompt_order" in feed.orders:
         assert len(feed.examples(0)) == 4

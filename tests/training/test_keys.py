@@ -7,9 +7,11 @@ import dataclasses
 import hashlib
 import json
 import os
+import random
+import re
 import typing
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from gac.config import load
 from gac.data import Order
 from gac.demo.task import make_tokenizer
 from gac.errors import UserError
-from gac.methods import DEFAULT, METHODS
+from gac.methods import DEFAULT, METHODS, Observation
 from gac.models.config import LoraConfig
 from gac.rollouts import Rollout
 from gac.train_config import TrainConfig
@@ -110,6 +112,8 @@ VALUES: dict[str, Any] = {  # of the keys whose type does not suggest another va
     "guards.max_saved_steps": 0,
     "method.low.valley": 0.5,
     "method.low.decay": 1,
+    "method.alarm.source_steps": 0,
+    "method.alarm.warmup": 20,
 }
 WITH: dict[str, dict[str, Any]] = {  # other keys that a key needs to have an effect
     "model.master_weights": {"model.dtype": "bfloat16"},
@@ -127,7 +131,7 @@ WITH: dict[str, dict[str, Any]] = {  # other keys that a key needs to have an ef
     **{f"loss.{key}": {"loss.kl_coef": 0.1} for key in ("kl_estimator", "use_bias_correction_kl")},
     "loss.demo_shape": {"method": {"name": "constant-alarm", "weight": "shaped"}},
     "loss.sapo_tau": {"loss.policy_loss": "sapo"},
-    "loss.max_tokens": {"loss.rollout_reduction": "constant"},
+    "loss.max_tokens": {"loss.rollout_reduction": "constant", "loss.max_tokens": 9},
     "loss.correction_min": {"rollouts.function": f"{HERE}:echo"},
     "eval.data.sources": {"eval.data.prompts": None},
     "eval.data.choices_field": {
@@ -288,20 +292,24 @@ def other(key: str, value: Any) -> Any:
 OUTCOMES: dict[str, Any] = {}
 
 
+def config(keys: Mapping[str, Any], out: Path | str = "out") -> TrainConfig:
+    nested: dict[str, Any] = {"out": str(out)}
+    for key, value in keys.items():
+        *parents, last = key.split(".")
+        node = nested
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = copy.deepcopy(value)
+    return load(TrainConfig, nested)
+
+
 def outcome(keys: Mapping[str, Any]) -> Any:
     """What a run with these keys did, or its error as text."""
     text = json.dumps(keys)
     if text not in OUTCOMES:
         out = Path("runs") / hashlib.md5(text.encode()).hexdigest()
-        nested: dict[str, Any] = {"out": str(out)}
-        for key, value in keys.items():
-            *parents, last = key.split(".")
-            node = nested
-            for parent in parents:
-                node = node.setdefault(parent, {})
-            node[last] = copy.deepcopy(value)
         try:
-            trainer = Trainer(load(TrainConfig, nested))
+            trainer = Trainer(config(keys, out))
             if not keys.keys() & SAVED:
                 trainer.save = lambda: None  # saves a quarter of the time
             trainer.run()
@@ -309,30 +317,34 @@ def outcome(keys: Mapping[str, Any]) -> Any:
             OUTCOMES[text] = str(error)
         else:
             weights = [p.tolist() for p in trainer.policy.parameters()]
-            evals = (
-                [
-                    {k: v for k, v in json.loads(line).items() if "second" not in k}
-                    for line in (out / "eval.jsonl").read_text().splitlines()
-                ]
-                if (out / "eval.jsonl").exists()
-                else []
-            )
-            samples = (
-                (out / "samples.jsonl").read_text() if (out / "samples.jsonl").exists() else ""
-            )
+            logs = [out / name for name in ("eval.jsonl", "samples.jsonl")]
+            text_logs = "".join(path.read_text() for path in logs if path.exists())
+            lines = [json.loads(line) for line in text_logs.splitlines()]
+            evals = [{k: v for k, v in line.items() if "second" not in k} for line in lines]
             files = sorted(
                 str(p.relative_to(out)) for p in out.rglob("*") if "tfevents" not in p.name
             )
-            OUTCOMES[text] = [repr(metrics(out)), repr(weights), evals, samples, files]
+            OUTCOMES[text] = [repr(metrics(out)), repr(weights), evals, files]
     return OUTCOMES[text]
 
 
-def problem(key: str, keys: Mapping[str, Any], value: Any) -> str | None:
-    """Why the key fails the test if it is added to `keys`; None if it passes."""
+def names(error: Any, keys: Iterable[str]) -> bool:
+    """Whether an outcome is an error that names one of the keys by its last part."""
+    last = [key.rpartition(".")[2] for key in keys]
+    return isinstance(error, str) and any(re.search(rf"\b{key}\b", error) for key in last)
+
+
+def problem(key: str, keys: dict[str, Any], value: Any, needed: dict[str, Any]) -> str | None:
+    """Why the key fails the test if it is added to `keys` and the `needed` ones, or None.
+
+    A run without the key must succeed, unless the method refuses a needed key.
+    """
+    keys = {**keys, **needed}
     base, changed = outcome(keys), outcome({**keys, key: value})
+    if isinstance(base, str):
+        return None if names(base, needed) else f"{key}: fails without it: {base}"
     if isinstance(changed, str):
-        named = key.rpartition(".")[2] in changed or isinstance(base, str)
-        return None if named else f"{key}: the error does not name it: {changed}"
+        return None if names(changed, [key]) else f"{key}: the error does not name it: {changed}"
     return f"{key}={value} has no effect" if changed == base else None
 
 
@@ -346,7 +358,7 @@ KINDS = {  # a representative of each kind of method
     "asft": "demonstrations only; own token loss with the reference's head",
     "mgda": "several gradients",
 }
-AFTER_WARMUP = "method.alarm.", "method.mu_suspect"  # of the alarm, which has tests of its own
+OF_THE_ALARM = "method.alarm.", "method.mu_suspect"  # longer runs: the test below
 OF_THE_METHOD = "rollouts.", "loss.", "kl_sample_size"  # the other keys are read by no method
 OWN_SAMPLING = ("luffy", "prefix-rft", "sdar")  # the others sample as the default does, or not
 OF_THE_ENGINE = ("engine", "paged", "vllm", "generation_batch", "log_")
@@ -367,12 +379,35 @@ def test_every_key_acts_or_is_refused(folder: Path, method: str) -> None:
         keys |= IN_RUN.get(key, {})
         needs = [WITH.get(key, {}), *([{}] if method == DEFAULT else [])]
         problems += [
-            problem(key, {**keys, **needed}, other(key, keys.get(key, default))) for needed in needs
+            problem(key, keys, other(key, keys.get(key, default)), needed) for needed in needs
         ]
     keys = {"method.name": method, **BASE, "rollouts.num_iterations": 1}
     problems += [
-        problem(key, {**keys, **WITH.get(key, {})}, other(key, default))
+        problem(key, keys, other(key, default), WITH.get(key, {}))
         for key, default in leaves(METHODS[method](), "method.")
-        if not key.startswith(AFTER_WARMUP)
+        if not key.startswith(OF_THE_ALARM)
     ]
     assert not [*filter(None, problems)]
+
+
+def test_every_key_of_the_alarm_acts() -> None:
+    """On mu, in ten runs of 200 steps with demonstrations of three levels of loss."""
+
+    def mus(**keys: Any) -> list[float]:
+        method, draw, mus = config({**BASE, **keys}).method, random.Random(0), []
+        for run in range(10):
+            state, level = method.init(), 1.0
+            for step in range(1, 201):
+                if draw.random() < 0.2 * (run % 2) or step % 40 == 0:
+                    level = draw.choice([1.0, 1.0, 1.2, 2.0])
+                losses = [level * draw.lognormvariate(0, 0.05) for _ in range(6)]
+                state, mix = method.mix(state, Observation(step, demo_losses=tuple(losses)))
+                mus.append(mix.mu)
+        return mus
+
+    base = mus()
+    keys = [
+        pair for pair in leaves(METHODS[DEFAULT](), "method.") if pair[0].startswith(OF_THE_ALARM)
+    ]
+    assert len(keys) > 5
+    assert not [key for key, value in keys if mus(**{key: other(key, value)}) == base]
