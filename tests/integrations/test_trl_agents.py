@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import queue
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -20,6 +23,8 @@ if missing_hook():
 from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
+from trl.experimental.async_grpo import AsyncGRPOConfig
+from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 from trl.generation import vllm_client, vllm_generation
 
 from gac.integrations.trl import FusedGRPOTrainer, GACTrainer
@@ -203,3 +208,106 @@ def test_the_step_is_that_of_trl(
     if mode == "vLLM server":
         paths = request.getfixturevalue("server").requests()
         assert paths.count("/v1/completions") == paths.count("/collective_rpc") == 3
+
+
+def attention(  # noqa: PLR0913 - FlashAttention's arguments
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    q_offsets: Tensor,
+    k_offsets: Tensor,
+    *_: int,
+    softmax_scale: float,
+    causal: bool,
+    window_size: tuple[int, int],
+) -> Tensor:
+    """FlashAttention's causal attention of packed rows, on the CPU."""
+    assert causal
+    assert window_size == (-1, -1)
+    out = []
+    for i in range(len(q_offsets) - 1):
+        q = query[q_offsets[i] : q_offsets[i + 1]].transpose(0, 1)
+        k, v = (
+            x[k_offsets[i] : k_offsets[i + 1]].transpose(0, 1).repeat_interleave(2, 0)
+            for x in (key, value)
+        )
+        mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
+        attended = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, scale=softmax_scale
+        )
+        out.append(attended.transpose(0, 1))
+    return torch.cat(out)
+
+
+class Worker:
+    """TRL's interface of a rollout worker and of a weight transfer, with fixed rollouts."""
+
+    def __init__(self) -> None:
+        self.rollout_buffer: queue.Queue[Any] = queue.Queue()
+        self.metrics_queue: queue.Queue[Any] = queue.Queue()
+        rng = random.Random(0)
+        for i in range(24):  # groups of 4 share the prompt and the first two tokens
+            group = random.Random(i // 4)
+            shared = [group.randrange(5, 200) for _ in range(8)]
+            own = [rng.randrange(5, 200) for _ in range(rng.randrange(6))]
+            ids, context = np.array(shared + own), [0] * 6 + [1, 1] + [int(t % 3 > 0) for t in own]
+            logps = np.array([-5.0 - rng.random() for _ in ids], dtype=np.float32)
+            reward = float(i % 3 - 1)  # 0: no gradient
+            sample = RolloutSample(
+                PROMPT, [], ids, np.array(context), logps, reward, 0, i // 4, {"reward": reward}
+            )
+            self.rollout_buffer.put(sample)
+
+    def send_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        assert sum(1 for _ in weights) > 0
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_: None
+
+
+@pytest.mark.filterwarnings("ignore::trl.experimental.TRLExperimentalWarning")
+def test_the_asynchronous_step_is_that_of_trl(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradient and metrics equal AsyncGRPOTrainer's, in one pass; FlashAttention is replaced."""
+    pytest.importorskip("trl.experimental.async_grpo.packing", reason="no packing by prefix")
+    from gac.integrations.trl_async import FusedAsyncGRPOTrainer
+
+    monkeypatch.setattr(
+        "trl.experimental.async_grpo.packing._flash_attn",
+        lambda: SimpleNamespace(flash_attn_varlen_func=attention),
+    )
+    trainer_module = "trl.experimental.async_grpo.async_grpo_trainer"
+    monkeypatch.setattr(f"{trainer_module}.get_peak_flops_per_device", lambda *_: None)
+    results = []
+    for kind in (FusedAsyncGRPOTrainer.__base__, FusedAsyncGRPOTrainer):
+        recorder = GradientRecorder()
+        options = {"use_cpu": True, "bf16": False, "max_grad_norm": 0.0, "logging_steps": 1}
+        options |= {"report_to": [], "save_strategy": "no", "disable_tqdm": True, "max_steps": 1}
+        config = AsyncGRPOConfig(
+            str(tmp_path),
+            per_device_train_batch_size=6,
+            gradient_accumulation_steps=2,
+            token_budget=0,
+            epsilon=0.1,
+            epsilon_high=0.15,
+            model_init_kwargs={"dtype": torch.float32},
+            **options,
+        )
+        trainer = kind(
+            str(folder),
+            args=config,
+            train_dataset=Dataset.from_list([{"prompt": PROMPT}]),
+            callbacks=[recorder],
+            rollout_worker=Worker(),
+            weight_transfer=Worker(),
+        )
+        trainer.train()
+        results.append((recorder.gradients[0], trainer.state.log_history[0]))
+    (expected, logged), (gradient, found) = results
+    assert relative_error(gradient, expected) < 3e-6
+    assert 0 < logged["clip_ratio/region_mean"] < 1
+    for name in logged:
+        if not name.startswith(("perf/", "sample/time")) and name not in TIMES:
+            assert found[name] == pytest.approx(logged[name], rel=1e-5, abs=1e-6), name
+    assert trainer.rollout_out is not None
