@@ -51,14 +51,14 @@ class Job(NamedTuple):
 
 
 def evaluate_single(config: EvalConfig) -> dict[str, Any]:
-    """Run the single task in `config.settings`; returns its columns of eval.jsonl (see `flat`)."""
+    """Run the single task in `config.eval`; returns its columns of eval.jsonl (see `flat`)."""
     accelerator = _make_accelerator(config)
     row: dict[str, Any] = {}
 
     def record(_: str, job: Job, run: Callable[[Job], list[Answer]]) -> None:
         row.update(flat(run(job), job.task))
 
-    _run_tasks(config, accelerator.device, {"": config.settings}, record)
+    _run_tasks(config, accelerator.device, {"": config.eval}, record)
     setup.leave()
     return row
 

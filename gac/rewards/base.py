@@ -197,7 +197,7 @@ def as_outcome(value: object) -> RowOutcome:
     return number if math.isfinite(number) else ValueError(f"expected a finite number, got {value}")
 
 
-def gold_answer(example: Example) -> str:
+def reference_answer(example: Example) -> str:
     """The example's reference answer.
 
     Raises:
@@ -216,7 +216,7 @@ class Tally:
         self._reported = event_counts(reward)
 
     def new_counts(self) -> dict[str, int]:
-        """New events over all ranks since the last call: `reward_dropped`, `reward_<name>`, ...
+        """New events over all ranks since the last call: `rewards_dropped`, `rewards_<name>`, ...
 
         Collective: every rank must call it. Events during an evaluation are reported with the next
         step.
@@ -226,7 +226,7 @@ class Tally:
         self._reported = now
         from gac.parallel.collectives import total_counts  # imports torch
 
-        return {f"reward_{name}": count for name, count in total_counts(since).items()}
+        return {f"rewards_{name}": count for name, count in total_counts(since).items()}
 
 
 def event_counts(reward: Reward) -> dict[str, int]:

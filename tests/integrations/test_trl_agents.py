@@ -210,7 +210,7 @@ def test_the_step_is_that_of_trl(
         assert paths.count("/v1/completions") == paths.count("/collective_rpc") == 3
 
 
-def attention(  # noqa: PLR0913 - FlashAttention's arguments
+def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -94,7 +94,7 @@ def test_configurations_can_be_read(page):
     for block in blocks(page, "yaml"):
         if not block.reason:
             keys = parse_yaml(block.text)
-            load(EvalConfig if {"tasks", "settings"} & set(keys) else TrainConfig, keys)
+            load(EvalConfig if "tasks" in keys else TrainConfig, keys)
 
 
 @pytest.mark.parametrize("page", pages_with_code("json"), ids=name)

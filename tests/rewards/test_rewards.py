@@ -26,7 +26,7 @@ from gac.rewards import (
 from gac.rewards.base import time_limits
 from gac.rewards.code import program_of
 from gac.rewards.combine import BatchCallableReward, SumReward
-from gac.rewards.mathematics import gold_text, text_after_marker
+from gac.rewards.mathematics import reference_text, text_after_marker
 from gac.rewards.text import chosen_letter
 
 
@@ -425,7 +425,7 @@ STARTS = [
 ]
 
 
-@pytest.mark.parametrize("read", [program_of, chosen_letter, text_after_marker, gold_text])
+@pytest.mark.parametrize("read", [program_of, chosen_letter, text_after_marker, reference_text])
 def test_reading_a_completion_takes_linear_time(read):
     for start, piece, end in itertools.product(STARTS, PIECES, ["", "`"]):
         text = f"{start}{piece * ((LENGTH - len(start)) // len(piece))}{end}"
