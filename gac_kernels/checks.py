@@ -144,17 +144,17 @@ def _sequences(like: Tensor, targets: Tensor, cu_seqlens: Tensor | None) -> int:
 
 
 def floats(
-    name: str, value: Tensor, like: Tensor, *shapes: tuple[int, ...], cpu: bool = False
+    name: str, value: Tensor, like: Tensor, *shapes: tuple[int, ...], allow_cpu: bool = False
 ) -> None:
     """Check that `value` is a float tensor of one of these shapes on the device of `like`.
 
-    cpu: it may be on a CPU, too.
+    allow_cpu: it may be on a CPU, too.
     """
     tensor(name, value)
     if not value.is_floating_point():
         raise TypeError(f"{name} has dtype {value.dtype}: use a float dtype")
     shape(name, value, *shapes)
-    same_device(name, value, like, cpu)
+    same_device(name, value, like, allow_cpu)
 
 
 def scalar(name: str, value: object, like: Tensor, low: float, high: float) -> None:

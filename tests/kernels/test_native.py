@@ -114,7 +114,7 @@ def test_the_first_largest_logit_is_the_top1_also_of_a_row_of_minima() -> None:
     logits = torch.full((1, 3, 40), torch.finfo(torch.float32).min)
     logits[0, 2, 30:] = 1
     targets = torch.tensor([0, 1, 30])
-    *_, is_top1 = cpu.row_stats(logits, targets, 1.0, more=True)
+    *_, is_top1 = cpu.row_stats(logits, targets, 1.0, more_outputs=True)
     assert is_top1.tolist() == [1, 0, 1]
 
 
@@ -158,7 +158,7 @@ def test_nan_with_any_payload_is_propagated() -> None:
 
 def test_target_outside_the_vocabulary_is_not_read() -> None:
     targets = torch.tensor([8, -1, 2])
-    logps, *_, is_top1 = cpu.row_stats(torch.zeros(1, 3, 8), targets, 1.0, more=True)
+    logps, *_, is_top1 = cpu.row_stats(torch.zeros(1, 3, 8), targets, 1.0, more_outputs=True)
     assert logps[:2].isnan().all() and logps[2] == pytest.approx(-math.log(8))
     assert not is_top1.any()  # although the values next to the row are equal to its maximum
 

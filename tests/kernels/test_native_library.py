@@ -132,7 +132,7 @@ def test_only_the_results_are_written(
     targets[0, 0], targets[-1, -1] = -1, width
     inputs = BatchInputs(targets, data.pop("advantages"), data.pop("is_demo"), **data)
     tokens = cpu.plan(inputs, LossSpec())
-    cpu.row_stats(logits, tokens.targets, 1.0, more=True)
+    cpu.row_stats(logits, tokens.targets, 1.0, more_outputs=True)
     signs = HeadSketch(8).signs(width, CPU).float()
     for dtype in (torch.float32, *HALF):
         out = allocate(logits.shape, dtype)
