@@ -127,7 +127,7 @@ def test_replay_reproduces_the_methods_step(task, tmp_path, method):
     saved = sorted((tmp_path / "replay").iterdir())
     assert len(saved) == 3
     if "preference" in method:
-        solved = [torch.load(path / "rank-0.pt")["weights"] for path in saved]
+        solved = [torch.load(path / "rank-0.pt")["term_weights"] for path in saved]
         assert any(min(pair) < 0 for pair in solved)
     for path in saved:
         replayed = replay(path)
