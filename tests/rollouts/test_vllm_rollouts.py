@@ -9,6 +9,7 @@ import shutil
 import socket
 import sys
 import threading
+import weakref
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
@@ -258,32 +259,50 @@ def test_a_server_that_does_not_answer_in_time(task, tmp_path):
 
 
 def two_steps(run_config):
-    """The weights that the policy sends, the first step's metrics and the second step's error."""
+    """What a rank sends, its peak in bytes of gathered weights, an evaluation, a step, an error."""
     trainer = Trainer(run_config)
     sent = {name: x.clone() for name, x in vllm.Weights(trainer.model)}
+    live, full, vllm.MAX_FILE_BYTES = [0, 0], vllm._full, 1
+
+    def counted(x):
+        value = full(x)
+        live[0] += value.nbytes
+        live[1] = max(live)
+        weakref.finalize(value, lambda size: live.__setitem__(0, live[0] - size), value.nbytes)
+        return value
+
+    vllm._full = counted
+    evaluation = trainer.evaluator(trainer.policy)
     row = trainer._train_step()
     with pytest.raises(RunError) as error:
         trainer._train_step()
-    return sent, row, str(error.value)
+    return sent, live[1], evaluation | {"seconds": 0}, row, str(error.value)
 
 
 @pytest.mark.dist
 def test_two_processes_with_sharded_weights(task, tmp_path):
-    """The ranks send weights and sample; all report a server that exits while one waits for it."""
-    single_process = dict(vllm.Weights(Trainer(tiny_config(task, tmp_path / "one")).model))
-    # 2 vocabulary checks (one per rank), 1 weight check (rank 0) and 4 prompts; then 1 weight check
-    # and 2 of the next 4 prompts
+    """The ranks send weights, evaluate and sample; all report a server that exits meanwhile."""
+    settings = {"data": {"prompts": str(task / "eval.jsonl"), "limit": 4}, "batch": 1}
+    settings |= {"max_completion_length": 5}
+    single = Trainer(tiny_config(task, tmp_path / "one", eval=settings))
+    single_process = dict(vllm.Weights(single.model))
+    # 2 vocabulary checks (one per rank), twice 1 weight check (rank 0) and 4 prompts; then 1 weight
+    # check and 2 of the next 4 prompts
     parallel = {"mode": "fsdp"}
-    with serving(task / "init", exits_after=2 + 5 + 1 + 2) as server:
-        run_config = config(task, tmp_path / "two", server.url, parallel=parallel)
-        (sent, row, error), (other_sent, other_row, other_error) = ranks.run(
-            two_steps, run_config, ranks=2
-        )
-    for weights in (sent, other_sent):
-        assert weights.keys() == single_process.keys()
-        assert all(torch.equal(x, single_process[name]) for name, x in weights.items())
-    assert row == other_row and row["sampled_completions"] == 8
-    assert error == other_error and "does not respond" in error
+    with serving(task / "init", exits_after=2 + 5 + 5 + 1 + 2) as server:
+        run_config = config(task, tmp_path / "two", server.url, parallel=parallel, eval=settings)
+        results = ranks.run(two_steps, run_config, ranks=2)
+    for sent, *_ in results:
+        assert sent.keys() == single_process.keys()
+        assert all(torch.equal(x, single_process[name]) for name, x in sent.items())
+    sizes = sorted(x.nbytes for x in single_process.values())
+    for _, peak, *_ in results:  # one that is sent, and the next one
+        assert sizes[-1] <= peak <= sizes[-1] + sizes[-2] < sum(sizes) / 4
+    (_, _, *first), (_, _, *second) = results
+    assert first == second
+    evaluation, row, error = first
+    assert evaluation == single.evaluator(single.policy) | {"seconds": 0}
+    assert row["sampled_completions"] == 8 and "does not respond" in error
 
 
 def test_nccl_weight_transfer_uses_trls_requests(task, tmp_path, policy, monkeypatch):
