@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -201,6 +201,11 @@ def test_the_step_is_that_of_trl(
     for kind in (FusedGRPOTrainer, GACTrainer):
         trainer, gradient = step(kind, folder, tmp_path, mode, url)
         assert trainer.rollout_out is not None  # one pass, no fallback
+        if kind is GACTrainer and mode == "tools":
+            prompt = trainer.processing_class.apply_chat_template(
+                PROMPT, [increment], chat_template=trainer.chat_template, add_generation_prompt=True
+            )["input_ids"]
+            assert trainer._demos[0]["ids"][: len(prompt)] == prompt
         assert relative_error(gradient, expected) < 3e-6, kind
         found = trainer.state.log_history[0]
         for name in logged.keys() - TIMES:
@@ -210,33 +215,15 @@ def test_the_step_is_that_of_trl(
         assert paths.count("/v1/completions") == paths.count("/collective_rpc") == 3
 
 
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    q_offsets: Tensor,
-    k_offsets: Tensor,
-    *_: int,
-    softmax_scale: float,
-    causal: bool,
-    window_size: tuple[int, int],
-) -> Tensor:
-    """FlashAttention's causal attention of packed rows, on the CPU."""
-    assert causal
-    assert window_size == (-1, -1)
-    out = []
-    for i in range(len(q_offsets) - 1):
-        q = query[q_offsets[i] : q_offsets[i + 1]].transpose(0, 1)
-        k, v = (
-            x[k_offsets[i] : k_offsets[i + 1]].transpose(0, 1).repeat_interleave(2, 0)
-            for x in (key, value)
-        )
-        mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
-        attended = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, scale=softmax_scale
-        )
-        out.append(attended.transpose(0, 1))
-    return torch.cat(out)
+def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **row: Any) -> Any:
+    """TRL's attention of a packed row, in which every segment sees its path, on the CPU."""
+    offsets = [row[f"tree_cu_seqlens_{name}"].tolist() for name in "qk"]
+    mask = torch.zeros(query.shape[2], key.shape[2], dtype=torch.bool)
+    for (q, q_end), (k, k_end) in zip(*map(itertools.pairwise, offsets), strict=True):
+        mask[q:q_end, row["tree_kv_index"][k:k_end]] = True
+    attend = torch.nn.functional.scaled_dot_product_attention
+    out = attend(query, key, value, mask.tril(), scale=row["scaling"], enable_gqa=True)
+    return out.transpose(1, 2), None
 
 
 class Worker:
@@ -247,19 +234,14 @@ class Worker:
         self.metrics_queue: queue.Queue[Any] = queue.Queue()
         rng = random.Random(0)
         for i in range(24):  # groups of 4 share the prompt and the first two tokens
-            group = random.Random(i // 4)
-            shared = [group.randrange(5, 200) for _ in range(8)]
             own = [rng.randrange(5, 200) for _ in range(rng.randrange(6))]
-            ids, context = np.array(shared + own), [0] * 6 + [1, 1] + [int(t % 3 > 0) for t in own]
+            ids = np.array([*range(5 + i // 4, 13 + i // 4), *own])
+            mask = np.array([0] * 6 + [1, 1] + [int(t % 3 > 0) for t in own])
             logps = np.array([-5.0 - rng.random() for _ in ids], dtype=np.float32)
             reward = float(i % 3 - 1)  # 0: no gradient
-            sample = RolloutSample(
-                PROMPT, [], ids, np.array(context), logps, reward, 0, i // 4, {"reward": reward}
+            self.rollout_buffer.put(
+                RolloutSample(PROMPT, [], ids, mask, logps, reward, 0, i // 4, {"reward": reward})
             )
-            self.rollout_buffer.put(sample)
-
-    def send_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        assert sum(1 for _ in weights) > 0
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_: None
@@ -273,26 +255,28 @@ def test_the_asynchronous_step_is_that_of_trl(
     pytest.importorskip("trl.experimental.async_grpo.packing", reason="no packing by prefix")
     from gac.integrations.trl_async import FusedAsyncGRPOTrainer
 
-    monkeypatch.setattr(
-        "trl.experimental.async_grpo.packing._flash_attn",
-        lambda: SimpleNamespace(flash_attn_varlen_func=attention),
-    )
-    trainer_module = "trl.experimental.async_grpo.async_grpo_trainer"
-    monkeypatch.setattr(f"{trainer_module}.get_peak_flops_per_device", lambda *_: None)
+    package = "trl.experimental.async_grpo"
+    monkeypatch.setattr(f"{package}.packing.tree_attention", attention)
+    monkeypatch.setattr(f"{package}.async_grpo_trainer.get_peak_flops_per_device", lambda *_: None)
     results = []
     for kind in (FusedAsyncGRPOTrainer.__base__, FusedAsyncGRPOTrainer):
         recorder = GradientRecorder()
-        options = {"use_cpu": True, "bf16": False, "max_grad_norm": 0.0, "logging_steps": 1}
-        options |= {"report_to": [], "save_strategy": "no", "disable_tqdm": True, "max_steps": 1}
         config = AsyncGRPOConfig(
             str(tmp_path),
+            use_cpu=True,
+            bf16=False,
+            max_steps=1,
+            max_grad_norm=0.0,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
             per_device_train_batch_size=6,
             gradient_accumulation_steps=2,
             token_budget=0,
             epsilon=0.1,
             epsilon_high=0.15,
             model_init_kwargs={"dtype": torch.float32},
-            **options,
         )
         trainer = kind(
             str(folder),

@@ -368,7 +368,7 @@ BAD_SPECS = {
     "a misspelt term": ({"sum": [{"reward": "math", "wieght": 1}]}, "term of a sum must be"),
     "an inner on_error": (
         {"sum": [{"reward": {"name": "math", "on_error": "drop"}}]},
-        "set on_error on the outermost",
+        "set on_error next to `sum`",
     ),
     "an unknown on_error": ({"name": "math", "on_error": "skip"}, "on_error must be one of"),
     "a missing module": ("no_such_pkg.x:f", "no module 'no_such_pkg'"),
