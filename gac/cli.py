@@ -22,7 +22,6 @@ from gac.demo import DEMO_METHODS
 from gac.errors import (
     FAILED,
     USAGE,
-    ConfigError,
     explain_missing_extra,
     require_counts,
     user_message,
@@ -54,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # OpenMP threads spin only briefly before they sleep: without spinning, small models train
         # half as fast on idle cores; with more, many times slower on cores that others use as well
         os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "2000"}
+    if not sys.stderr.isatty():  # plain lines, also from transformers
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
         with explain_missing_extra("this command"):
             options = make_parser().parse_args(argv)
@@ -218,11 +219,8 @@ def _eval(options: argparse.Namespace) -> int:
     from gac.evaluation.suite import evaluate_single, run_suite
     from gac.evaluation.table import results_table
 
-    if options.against and not config.tasks:
-        raise ConfigError("--against requires `tasks`: move the dataset into `tasks`")
     _show_log()
-    against = options.against
-    result = run_suite(config, against) if config.tasks else evaluate_single(config)
+    result = (run_suite if config.tasks else evaluate_single)(config, options.against)
     if os.environ.get("RANK", "0") == "0":
         print(results_table(result) if config.tasks else json.dumps(result, indent=2))
     return OK
@@ -452,8 +450,7 @@ def _doctor(options: argparse.Namespace) -> int:
         nargs="+",
         metavar="METHOD",
         help="NAME or package.module:Class, NAME:key=value,key.sub=value, LABEL@NAME:..., or a "
-        "label of the file "
-        "(default: all labels of the file)",
+        "label of the file (default: all labels of the file)",
     ),
     argument("--seeds", type=int, default=3, metavar="N", help="run seeds 0 to N - 1 (default: 3)"),
     argument(

@@ -108,7 +108,7 @@ def is_count(value: object, minimum: int = 0) -> bool:
 
 def finite(name: str, value: SupportsFloat) -> float:
     """Convert a Python number or 0-d array to a float; raise ValueError if it is not finite."""
-    number = math.nan if isinstance(value, str) else float(value)
+    number = float(value) if hasattr(value, "__float__") else math.nan
     require(math.isfinite(number), name, value, "a finite number")
     return number
 

@@ -260,7 +260,12 @@ class TokenMoments:
         )
 
     def __add__(self, other: TokenMoments) -> TokenMoments:
+        if not isinstance(other, TokenMoments):
+            return NotImplemented
         return TokenMoments.merged([self, other])
+
+    def __radd__(self, other: int) -> TokenMoments:
+        return self if other == 0 else NotImplemented  # `sum` starts with 0
 
     def to(self, device: torch.device | str) -> TokenMoments:
         """Copy the moments to another device."""

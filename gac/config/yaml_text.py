@@ -73,6 +73,9 @@ def read_yaml(path: Path, is_base: bool = False) -> dict[str, Any]:
     """
     try:
         data = parse_yaml(path.read_text(encoding="utf-8"))
+    except IsADirectoryError as error:
+        example = next(iter(sorted(path.glob("*.yaml"))), path / "run.yaml")
+        raise ConfigError(f"{path} is a folder: give a YAML file, e.g. {example}") from error
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
     except (YamlError, UnicodeDecodeError, RecursionError) as error:

@@ -85,8 +85,9 @@ class ControllerState:
         Raises:
             ValueError: missing, unknown or non-finite entries.
         """
+        require(isinstance(plain, dict), "state", plain, "a dict from state_dict()")
         wrong = sorted({f.name for f in fields(cls)} ^ set(plain))
-        use = "a dict from to_dict(); the keys listed here are missing or unknown"
+        use = "a dict from state_dict(); the keys listed here are missing or unknown"
         require(not wrong, "state", wrong, use)
         require(is_count(plain["step"]), "step", plain["step"], "an integer >= 0")
         values = dict(plain)
@@ -364,7 +365,8 @@ class GuidedController:
 
         Args:
             signals: the three signals, on steps where `is_refresh()` is true; a non-finite one
-                leaves its average unchanged. None: not measured.
+                leaves its average unchanged, and an unbiased estimate may be negative. None: not
+                measured.
             kl: mean KL to the reference policy per rollout token, nats; None or non-finite: not
                 measured.
             corrections: covariance and biases, for the estimators other than "independent".

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from gac.config import save_text
 from gac.errors import ConfigError, writable_folder
+from gac.models.source import check_files, check_source
 
 RUN = """\
 # Train with: gac train {folder}/run.yaml
@@ -82,10 +83,14 @@ if __name__ == "__main__":
 def create_project(folder: Path, model: str | None = None) -> None:
     """Write run.yaml, data, a reward with its test and, without `model`, a tiny model.
 
-    Raises ConfigError unless `folder` is new or empty and can be written.
+    Raises ConfigError unless `folder` is new or empty and can be written, and `model` is the
+    folder of a model or may be the name of one on the Hub.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"DIR={str(folder)!r} is not empty: choose a new folder")
+    if model is not None:
+        check_source("--model", model, ask_hub=False)
+        check_files("--model", model, "model", "give a transformers model", "config.json")
     writable_folder("DIR", folder)
     (folder / "data").mkdir()
     numbers = random.Random(0).sample([f"{i:03}" for i in range(1000)], 500)

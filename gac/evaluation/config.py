@@ -97,13 +97,14 @@ class EvalConfig:
     model: ModelConfig = ModelConfig()
     """The model under evaluation and how to load it."""
     eval: EvalSettings = EvalSettings()
-    """A single task; its accuracies are printed as one JSON object."""
+    """A single task, instead of `tasks`; its accuracies are printed as one JSON object."""
     tasks: Mapping[str, EvalTask] = field(default_factory=dict)
     """Several tasks by name, each with `data`, `reward`, `samples`, `temperature` and so on."""
     reward: Any = "math"
     """Default reward for tasks that do not set one; same format as in training."""
-    out: str = "evals"
-    """Output folder for the results and answers of `tasks`. Finished tasks are not rerun."""
+    out: str | None = None
+    """Output folder for the results and answers; finished tasks are not rerun. null: `evals` for
+    `tasks`; a single task is only printed."""
     seed: int = 0
     """Sampling seed."""
 

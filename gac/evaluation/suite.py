@@ -13,9 +13,11 @@ import gzip
 import json
 import logging
 import math
+import tempfile
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,17 +52,17 @@ class Job(NamedTuple):
     reward: Reward
 
 
-def evaluate_single(config: EvalConfig) -> dict[str, Any]:
-    """Run the single task in `config.eval`; returns its columns of eval.jsonl (see `flat`)."""
-    accelerator = _make_accelerator(config)
-    row: dict[str, Any] = {}
+def evaluate_single(config: EvalConfig, against: Path | None = None) -> dict[str, Any]:
+    """Run the task in `config.eval` as a suite, in which its name is `eval`.
 
-    def record(_: str, job: Job, run: Callable[[Job], list[Answer]]) -> None:
-        row.update(flat(run(job), job.task))
-
-    _run_tasks(config, accelerator.device, {"": config.eval}, record)
-    setup.leave()
-    return row
+    Returns its columns of eval.jsonl (see `flat`), and the comparison with `against`. Nothing is
+    kept if `config.out` is null.
+    """
+    named = {"tasks": {"eval": config.eval}, "eval": EvalSettings()}
+    with contextlib.ExitStack() as stack:
+        out = config.out or stack.enter_context(tempfile.TemporaryDirectory())
+        row = run_suite(replace(config, out=out, **named), against)["tasks"]["eval"]
+    return flat(row) | {key: row[key] for key in ("against",) if key in row}
 
 
 def run_suite(config: EvalConfig, against: Path | None = None) -> dict[str, Any]:
@@ -77,7 +79,7 @@ def run_suite(config: EvalConfig, against: Path | None = None) -> dict[str, Any]
         ConfigError: `config.out` holds results for different settings, or `against` has no results.
         RunDirectoryError: another process evaluates into `config.out`.
     """
-    out = Path(config.out)
+    out = Path(config.out or "evals")
     other = read_samples(against) if against else None
     with run_lock(out):
         return _run_suite(config, out, against, other)
@@ -117,12 +119,12 @@ def _run_suite(
     return results
 
 
-def flat(answers: Sequence[Answer], task: EvalTask, prefix: str = "") -> dict[str, Any]:
-    """A task's summary as columns of eval.jsonl: accuracy, accuracy/<split>, response_length.
+def flat(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A task's `summary` as columns of eval.jsonl: accuracy, accuracy/<split>, response_length.
 
     prefix: name of an additional task; its columns are accuracy/<name> and accuracy/<name>/<split>.
     """
-    row, tail = summary(answers, task), f"/{prefix}" if prefix else ""
+    tail = f"/{prefix}" if prefix else ""
     return {
         f"accuracy{tail}": row["accuracy"],
         f"ci95{tail}": row["ci95"],
@@ -173,7 +175,7 @@ def _damaged(path: Path, error: Exception) -> ConfigError:
 
 
 def _make_accelerator(config: EvalConfig) -> Accelerator:
-    return setup.make_accelerator(setup.ParallelConfig(), (), config.out)
+    return setup.make_accelerator(setup.ParallelConfig(), (), config.out or "evals")
 
 
 def _run_tasks(
@@ -279,7 +281,7 @@ class Evaluator:
         self.engine.load(model)
         for name, job in self.jobs.items():
             answers = generate_answers(self.engine, job.examples, job.reward, job.task, self.seed)
-            row |= flat(answers, job.task, name)
+            row |= flat(summary(answers, job.task), name)
         return {**row, "seconds": time.perf_counter() - started}
 
     def close(self) -> None:

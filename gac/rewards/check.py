@@ -10,6 +10,7 @@ from typing import Any
 
 from ..config import ConfigError, load, read_yaml
 from ..data.examples import DataConfig, load_references
+from ..errors import finite, value_errors_as
 from .base import as_outcome
 from .build import build_reward
 
@@ -67,6 +68,8 @@ def check(
         ConfigError: `config` has no data, or a key or value is invalid.
         DataError: a row is invalid; the message names the file, line and field.
     """
+    with value_errors_as(ConfigError):
+        finite("--min-reward", min_reward)
     raw = config if isinstance(config, Mapping) else read_yaml(config)
     rows = 0
     failing: list[FailedRow] = []

@@ -141,10 +141,13 @@ def check_same_run(progress: Mapping[str, Any], now: Mapping[str, Any], resize: 
         )
     saved, saved_ranks, ranks = progress["config"], progress["ranks"], collectives.world_size()
     old, new = (dict(_flat(json.loads(json.dumps(c)))) for c in (saved, now))
+    other_method = old.get("method.name") != new.get("method.name")  # its keys differ, too
     differing = [
         f"{key}: {old.get(key, 'not set')!r} in the checkpoint, {new.get(key, 'not set')!r} now"
         for key in sorted({*old, *new})
-        if not _may_change(key) and old.get(key) != new.get(key)
+        if not _may_change(key)
+        and old.get(key) != new.get(key)
+        and not (other_method and key.startswith("method.") and key != "method.name")
     ]
     if differing:
         raise ConfigError(
@@ -167,12 +170,12 @@ def _may_change(key: str) -> bool:
 
 
 def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of nested mappings, by dotted key."""
+    """The leaves of nested mappings, by dotted key; a folder's trailing slash does not count."""
     if isinstance(value, dict) and value:
         for key, inner in value.items():
             yield from _flat(inner, f"{prefix}.{key}" if prefix else key)
     else:
-        yield prefix, value
+        yield prefix, value.rstrip("/") if isinstance(value, str) else value
 
 
 def check_tokens(

@@ -209,6 +209,7 @@ TRAIN = {  # value of --set -> answer
 }
 COMMANDS = {
     "train": "the following arguments are required: CONFIG.yaml",
+    "train first": "first is a folder: give a YAML file, e.g. first/run.yaml",
     "train none.yaml": "none.yaml: cannot be read (No such file or directory)",
     "train tab.yaml": "tab.yaml: not valid YAML",
     "train twice.yaml": "duplicate key 'steps'",
@@ -229,6 +230,8 @@ COMMANDS = {
     "report run --out a-file": "--out='a-file' cannot be written (File exists)",
     "export run out --checkpoint last": "expected a step number or 'best', got 'last'",
     "init first": "DIR='first' is not empty: choose a new folder",
+    "init x --model first/data": "--model='first/data': the folder has no model (config.json)",
+    "init x --model ./none": "--model='./none': no such folder",
     "init a-file/x": "DIR='a-file/x' cannot be written (Not a directory)",
 }
 LATE = {  # answered with torch, most of them before the model is loaded
@@ -238,6 +241,7 @@ LATE = {  # answered with torch, most of them before the model is loaded
     "demo --methods grop": "did you mean 'grpo'?",
     "demo --out a-file/x": "--out='a-file/x' cannot be written",
     "rewards check first/run.yaml --set reward=mth": "unknown reward 'mth'",
+    "rewards check first/run.yaml --min-reward nan": "--min-reward=nan: use a finite number",
     "replay run": "run contains no saved step: give a folder in RUN/replay",
     "export run out": "no intact checkpoint",
     "study first/run.yaml": "--methods: missing",

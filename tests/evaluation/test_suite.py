@@ -147,7 +147,7 @@ def test_summary_by_hand():
 def test_columns_by_hand(prefix, tail):
     task = EvalTask(samples=2, temperature=1.0, pass_at=(2,))
     rows = [answer(0, 1.0, "b"), answer(0, 0.0, "b"), answer(1, 0.0, "a"), answer(1, 0.0, "a")]
-    row = flat(rows, task, prefix)
+    row = flat(summary(rows, task), prefix)
     assert row.pop(f"prompts{tail}") == 2 and len(row.pop(f"ci95{tail}")) == 2
     assert row == {
         f"accuracy{tail}": 0.25,
@@ -265,7 +265,17 @@ def test_unusable_output_folder_is_rejected_early(task, tmp_path, capsys):
     given = [f"model.path={task / 'init'}", f"eval.data.prompts={task / 'eval.jsonl'}"]
     given += ["model.random_init=true", "reward=tests.tiny:digit_reward", f"out={tmp_path / 'out'}"]
     assert cli.main(["eval", "--against", str(tmp_path), "--set", *given]) == cli.USAGE
-    assert "--against requires `tasks`" in capsys.readouterr().err
+    assert "no samples.jsonl.gz found" in capsys.readouterr().err
+    given.append("eval.max_completion_length=5")
+    assert (
+        cli.main(["eval", "--set", *given]) == cli.OK
+    )  # a single task is saved where `out` is set
+    row = json.loads(capsys.readouterr().out)
+    assert read_samples(tmp_path / "out").keys() == {"eval"}
+    saved = json.loads((tmp_path / "out" / "results.json").read_text())["tasks"]["eval"]
+    assert saved["accuracy"] == row["accuracy"] and saved["ci95"] == row["ci95"]
+    assert cli.main(["eval", "--against", str(tmp_path / "out"), "--set", *given]) == cli.OK
+    assert json.loads(capsys.readouterr().out)["against"]["difference"] == 0.0
 
 
 def test_command_prints_a_table_and_keeps_the_results(task, tmp_path, capsys):

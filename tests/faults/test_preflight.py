@@ -102,6 +102,10 @@ def test_keys_that_may_change_on_resume(key):
 def test_differences_of_two_configurations_by_hand():
     old = {"b": {"x": [1, 2], "y": {}}, "c": None, "a": 1, "run_name": "first"}
     check_same_run(saved(old), {"b": {"x": (1, 2), "y": {}}, "a": 1}, resize=False)
+    check_same_run(saved({"path": "model/"}), {"path": "model"}, resize=False)
+    one, other = ({"method": {"name": name, name: 1}} for name in ("one", "other"))
+    with pytest.raises(ConfigError, match="method.name: 'one' in the checkpoint, 'other' now$"):
+        check_same_run(saved(one), other, resize=False)
     with pytest.raises(ConfigError) as caught:
         check_same_run(saved(old), {"b": {"x": [1, 3], "y": {"z": 0}}, "run_name": 7}, resize=False)
     assert str(caught.value).splitlines()[1:] == [
