@@ -77,22 +77,24 @@ def total_counts(counts: Mapping[str, int]) -> dict[str, int]:
 
 
 Sums = dict[str, tuple[float, int]]
-"""Metrics column -> sum and number of its values."""
+"""Metrics column -> sum and number of its values; or its largest value, >= 0, and MAXIMUM."""
+MAXIMUM = -1
 
 
 def add_sums(totals: Sums, more: Mapping[str, tuple[float, int]]) -> None:
     """Add `more` to `totals` in place."""
     for name, (value, number) in more.items():
-        before = totals.get(name, (0.0, 0))
-        totals[name] = before[0] + value, before[1] + number
+        before, own = totals.get(name, (0.0, 0))
+        largest = max(before, value), MAXIMUM
+        totals[name] = largest if number == MAXIMUM else (before + value, own + number)
 
 
 def mean_columns(sums: Sums) -> dict[str, float]:
-    """Means over all ranks; a column may be missing on some of them."""
+    """Means and maxima over all ranks; a column may be missing on some of them."""
     totals: Sums = {}
     for own in gather(sums):
         add_sums(totals, own)
-    return {name: value / n for name, (value, n) in sorted(totals.items()) if n}
+    return {name: value / abs(n) for name, (value, n) in sorted(totals.items()) if n}
 
 
 def largest(values: Sequence[float]) -> list[float]:

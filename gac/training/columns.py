@@ -44,6 +44,8 @@ METRICS: dict[str, Column] = {
     "sampled_completions": Column("completions", "0 if rollouts are reused", SAMPLING),
     "sampled_tokens": Column("tokens", "sampled tokens, over all ranks", SAMPLING),
     "sampling/mismatch_kl": Column("nats", "KL of the engine to the policy per token", STEP),
+    "sampling/sampling_logp_difference/max": Column("nats", "largest gap of their log-probs", STEP),
+    "sampling/frac_corrected": Column("share", "tokens cut or dropped by `correction`", STEP),
     "sampling_seconds": Column("s", "time of sampling, mean over ranks", SAMPLING),
     "reward_seconds": Column("s", "time of the reward, mean over ranks", SAMPLING),
     "completions_per_second": Column("1/s", "sampled completions over their time", SAMPLING),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import json
+import math
 import shutil
 import socket
 import sys
@@ -151,11 +152,12 @@ def test_a_run_is_repeatable_and_on_policy(task, server, tmp_path):
 
 
 def test_the_log_probs_of_the_server_reach_the_loss(task, server, tmp_path, monkeypatch):
-    """Correct log-probs equal the trainer's and change nothing; wrong ones mask every rollout."""
+    """Correct log-probs equal the trainer's and change nothing; wrong ones mask long rollouts."""
     trainer = Trainer(config(task, tmp_path / "run", server.url, steps=1))
     trainer.run()
     [row] = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert 0 < row["sampling/mismatch_kl"] < 1e-5
+    assert 0 < row["sampling/mismatch_kl"] < 1e-5 and row["sampling/frac_corrected"] == 0
+    assert 0 < row["sampling/sampling_logp_difference/max"] < 1e-3
     spec = trainer.gradients.loss.spec
     assert (spec.correction, spec.correction_max) == ("sequence_mask", 3.0)
     rows = trainer.sampler(trainer.policy, trainer.feed.examples(trainer.step), 0).rows
@@ -165,6 +167,15 @@ def test_the_log_probs_of_the_server_reach_the_loss(task, server, tmp_path, monk
     rollouts = {**ROLLOUTS, "vllm": {"urls": [server.url]}, "correction": "none"}
     plain = Trainer(config(task, tmp_path / "none", server.url, rollouts=rollouts))
     assert plain.gradients.loss.spec.correction == "none"
+    sampled = vllm._sampled
+    monkeypatch.setattr(vllm, "_sampled", lambda *x: [logp - 0.4 for logp in sampled(*x)])
+    wrong = Trainer(config(task, tmp_path / "wrong", server.url, steps=1))
+    row = wrong._train_step()
+    lengths = [row.loss_tokens for row in wrong.rollouts.rows]
+    masked = sum(n for n in lengths if n > 2)  # exp(0.4 * 3) > correction_max
+    assert masked > 0 and row["sampling/frac_corrected"] == masked / sum(lengths)
+    assert row["sampling/sampling_logp_difference/max"] == pytest.approx(0.4, abs=1e-3)
+    assert row["sampling/mismatch_kl"] == pytest.approx(math.exp(0.4) - 1.4, abs=1e-3)
 
 
 def test_run_resumes_exactly_with_a_new_server(task, tmp_path):
