@@ -23,8 +23,6 @@ if missing_hook():
 from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
-from trl.experimental.async_grpo import AsyncGRPOConfig
-from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 from trl.generation import vllm_client, vllm_generation
 
 from gac.integrations.trl import FusedGRPOTrainer, GACTrainer
@@ -230,6 +228,8 @@ class Worker:
     """TRL's interface of a rollout worker and of a weight transfer, with fixed rollouts."""
 
     def __init__(self) -> None:
+        from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
         self.rollout_buffer: queue.Queue[Any] = queue.Queue()
         self.metrics_queue: queue.Queue[Any] = queue.Queue()
         rng = random.Random(0)
@@ -253,6 +253,8 @@ def test_the_asynchronous_step_is_that_of_trl(
 ) -> None:
     """Gradient and metrics equal AsyncGRPOTrainer's, in one pass; FlashAttention is replaced."""
     pytest.importorskip("trl.experimental.async_grpo.packing", reason="no packing by prefix")
+    from trl.experimental.async_grpo import AsyncGRPOConfig
+
     from gac.integrations.trl_async import FusedAsyncGRPOTrainer
 
     package = "trl.experimental.async_grpo"
