@@ -34,16 +34,14 @@ class FusedAsyncGRPOTrainer(AsyncGRPOTrainer):
             raise ImportError(
                 f"trl=={version('trl')}: FusedAsyncGRPOTrainer needs TRL 1.16 or later"
             )
-        terms = inputs["token_index"] >= 0
-        labels = inputs["shift_labels"][inputs["attention_mask"].bool()]
-        labeled = labels != -100
+        terms, ranks = inputs["token_index"] >= 0, self.accelerator.num_processes
+        labeled = inputs["shift_labels"][inputs["attention_mask"].bool()] != -100
         surrogate: list[Tensor] = []
 
         def head(head_inputs: HeadInputs) -> HeadOutputs:
             hidden, index = head_inputs.hidden, inputs["token_index"][terms]
-            if len(hidden) != len(labels):  # TRL passes only positions with a label
+            if len(hidden) != len(labeled):  # TRL passes only positions with a label
                 index = (labeled.cumsum(0) - 1)[index]
-            tokens = inputs["global_n_tokens"][0] / self.accelerator.num_processes
             self.rollout_out = out = fused_linear_gac_loss(
                 hidden[index],  # completions with the same beginning share its positions
                 head_inputs.weight,
@@ -55,7 +53,8 @@ class FusedAsyncGRPOTrainer(AsyncGRPOTrainer):
                 logit_scale=head_inputs.logit_scale,
                 old_logps=inputs["old_log_probs"][terms],
                 cu_seqlens=torch.tensor([0, len(index)], dtype=torch.int32),
-                rollout_norm=max(float(tokens), 1.0) * self.current_gradient_accumulation_steps,
+                rollout_norm=max(float(inputs["global_n_tokens"][0]) / ranks, 1.0)
+                * self.current_gradient_accumulation_steps,
                 spec=LossSpec(
                     clip_low=self.epsilon_low,
                     clip_high=self.epsilon_high,

@@ -180,12 +180,11 @@ def mismatch(gap: Tensor, spec: LossSpec) -> collectives.Sums:
     """Columns on the difference `gap` of policy and engine in the log-probs of a row's tokens."""
     kl = (gap.exp() - gap - 1).sum()  # the engine sampled, so this is KL(engine || policy)
     factor = (gap.sum() if spec.correction.startswith("sequence") else gap).exp().expand_as(gap)
-    high = math.inf if spec.correction_max is None else spec.correction_max
-    corrected = (factor > high) | (factor < (spec.correction_min or 0.0))
+    kept = factor.clamp(spec.correction_min or 0.0, spec.correction_max) == factor
     return {
         "sampling/mismatch_kl": (kl.item(), len(gap)),
         "sampling/sampling_logp_difference/max": (gap.abs().max().item(), collectives.MAXIMUM),
-        "sampling/frac_corrected": (int(corrected.sum()), len(gap)),
+        "sampling/frac_corrected": (int((~kept).sum()), len(gap)),
     }
 
 
