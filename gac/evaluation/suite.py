@@ -58,10 +58,10 @@ def evaluate_single(config: EvalConfig, against: Path | None = None) -> dict[str
     Returns its columns of eval.jsonl (see `flat`), and the comparison with `against`. Nothing is
     kept if `config.out` is null.
     """
-    named = {"tasks": {"eval": config.eval}, "eval": EvalSettings()}
     with contextlib.ExitStack() as stack:
         out = config.out or stack.enter_context(tempfile.TemporaryDirectory())
-        row = run_suite(replace(config, out=out, **named), against)["tasks"]["eval"]
+        suite = replace(config, out=out, tasks={"eval": config.eval}, eval=EvalSettings())
+        row = run_suite(suite, against)["tasks"]["eval"]
     return flat(row) | {key: row[key] for key in ("against",) if key in row}
 
 
