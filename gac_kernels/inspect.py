@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .contract import DemoWeight, LossSpec
+from .filter import RowMarks
 from .inputs import BatchInputs
 from .sketch import RowSketch
 from .tokens import Tokens, plan
@@ -142,9 +143,10 @@ def triton_configurations() -> Iterator[Configuration]:
     yield from launches(f"{name}, all options", triton.row_loss, *loss)
     wide = logits.float()
     sketch = RowSketch(wide[0, 0].to(torch.int8), torch.empty(8, 16, device="meta"))
-    for title, buffers in (("", None), ("sketch, ", sketch)):
+    marks = RowMarks(0.1, wide[0, 0] > 0, torch.empty(2, 8, device="meta"))
+    for title, notes in (("", ()), ("sketch, ", (sketch,)), ("filter, ", (None, None, marks))):
         title = f"V=151936 float32 to bfloat16, {title}default"
-        yield from launches(title, triton.row_loss, wide, plain, default, logits, buffers)
+        yield from launches(title, triton.row_loss, wide, plain, default, logits, *notes)
     spec = LossSpec(demo_weight=DemoWeight.SHAPED, rollout_reduction="constant", max_tokens=9)
     inputs = meta_inputs(ref=True)._replace(demo_norm=3)
     yield from launches("padded", triton.plan, inputs, spec)

@@ -126,7 +126,7 @@ def _one_pass(
     gradient_rows, live_rows = read_counts(counts, len(order))
     for block in head.blocks(order, gradient_rows if need_gradient else 0, live_rows):
         arguments = ordered.part(block.tokens), spec, block.out, block.sketch, op.softcap
-        terms = op.backend.row_loss(block.logits, *arguments)
+        terms = op.backend.row_loss(block.logits, *arguments, block.marks)
         torch.stack(terms, out=ordered_results[:, block.tokens])
     results.index_copy_(1, order[:live_rows], ordered_results[:, :live_rows])
     sketches = head.sketches(tokens, spec, inv_scale)
@@ -206,8 +206,8 @@ def token_loss(
                 if inv_scale is None:
                     inv_scale = power_above((upstream / temperature).abs())
                 upstream = upstream / inv_scale
-            stats = lse, entropy, *upstream
-            op.backend.row_grads(*rows, *stats, temperature, block.out, op.softcap)
+            stats, options = (lse, entropy, *upstream), (temperature, block.out, op.softcap)
+            op.backend.row_grads(*rows, *stats, *options, marks=block.marks)
     results.index_copy_(1, order[:live_rows], ordered[:, :live_rows])
     losses, logps, entropy, *extra = torch.where(live, results, 0)
     total = losses.sum(dtype=torch.float64).to(losses.dtype)

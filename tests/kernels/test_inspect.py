@@ -13,14 +13,17 @@ import pytest
 pytest.importorskip("triton", reason="needs triton")
 
 _CODE = """
-import json
+import json, sys
 from bench.sass import per_logit
 from gac_kernels import inspect
 reports = []
 kernels = {}
 for i, configuration in enumerate(inspect.triton_configurations()):
-    architectures = [inspect.ARCHITECTURES[i % 3]]
-    if kernels.setdefault(configuration[1].kernel.__name__, i) == i:
+    name = configuration[1].kernel.__name__
+    if name in kernels and sys.argv[1] == "one of each":
+        continue
+    architectures = [inspect.ARCHITECTURES[len(kernels) % 3 if name not in kernels else i % 3]]
+    if kernels.setdefault(name, i) == i:
         architectures.append("gfx942")
     for arch in architectures:
         report = inspect.compile_triton(configuration, arch)
@@ -78,12 +81,15 @@ def _run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.fixture(scope="module")
-def reports() -> list[dict[str, Any]]:
+WHOLE = pytest.param("all", marks=pytest.mark.full(reason="compiles dozens of kernels"))
+
+
+@pytest.fixture(scope="module", params=["one of each", WHOLE])
+def reports(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """Each configuration compiled for one of NVIDIA's three architectures, round-robin, and the
     first of each kernel for an AMD GPU; all combinations would take minutes.
     """
-    result = _run("-c", _CODE)
+    result = _run("-c", _CODE, request.param)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
 
