@@ -102,7 +102,7 @@ def _run_suite(
         started = time.perf_counter()
         answers[name] = run(job)
         row = summary(answers[name], job.task)
-        counts = collectives.total_counts(job.reward.counts())
+        counts = collectives.columns({}, job.reward.counts())
         row |= {"counts": counts, "seconds": time.perf_counter() - started}
         results["tasks"][name] = {**row, "setting": _setting(config, job.task)}
         logger.info("%s: accuracy %s over %d prompts", name, row["accuracy"], row["prompts"])
