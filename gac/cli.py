@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gac.commands import COMMANDS, Parser, Version, argument, command, interrupt_on_signals
-from gac.demo import METHODS as DEMO_METHODS
+from gac.demo import DEMO_METHODS
 from gac.errors import (
     FAILED,
     USAGE,

@@ -171,16 +171,16 @@ def _logprobs(
     """Compute the results of a log-prob function."""
     checks.rows(name, rows[0], targets)
     checks.outputs(outputs)
-    op, more = operands(*rows, targets, *options), len(outputs) > 0
+    op, more_outputs = operands(*rows, targets, *options), len(outputs) > 0
     if torch.compiler.is_compiling():
-        logps, entropy, *extra = ops.token_logprobs(op, more)
+        logps, entropy, *extra = ops.token_logprobs(op, more_outputs)
     else:
         checks.values(targets, rows[0].shape[-1] if rows[1] is None else rows[1].shape[0])
         if op.weight is None and op.backend is reference_backend:
             keywords: Any = {"temperature": op.scaling(), "softcap": op.softcap, "outputs": outputs}
             exact = reference.token_logprobs(op.rows.flatten(0, 1), op.targets, **keywords)
             return tuple(x.view(targets.shape) for x in exact)
-        logps, entropy, *extra = TokenLogprobs.apply(*op[:3], op, more)
+        logps, entropy, *extra = TokenLogprobs.apply(*op[:3], op, more_outputs)
     flat = logps, entropy, *reference.select_outputs(extra, outputs)
     return tuple(x.view(targets.shape) for x in flat)
 

@@ -83,7 +83,7 @@ class Fused(Function):
 
 
 class TokenLogprobs(Function):
-    """Log-probs of `Operands`: logps [N], entropy [N], and MORE_OUTPUTS if `more`."""
+    """Log-probs of `Operands`: logps [N], entropy [N], and MORE_OUTPUTS if `more_outputs`."""
 
     @staticmethod
     def forward(
@@ -92,10 +92,10 @@ class TokenLogprobs(Function):
         weight: Tensor | None,
         bias: Tensor | None,
         op: Operands,
-        more: bool,
+        more_outputs: bool,
     ) -> tuple[Tensor, ...]:
         with without_autocast(op):
-            logps, entropy, lse, *extra = linear.row_stats(op, more)
+            logps, entropy, lse, *extra = linear.row_stats(op, more_outputs)
         ctx.save_for_backward(rows, weight, bias, lse, entropy)
         ctx.op = op._replace(rows=None, weight=None, bias=None)  # type: ignore[arg-type] # saved
         ctx.mark_non_differentiable(*extra)

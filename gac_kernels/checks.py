@@ -67,8 +67,8 @@ def shape(name: str, value: Tensor, *allowed: tuple[int, ...]) -> None:
         raise ValueError(f"{name} has shape {list(value.shape)}: expected {wanted}")
 
 
-def same_device(name: str, value: Tensor, other: Tensor, cpu: bool = False) -> None:
-    if value.device != other.device and not (cpu and value.device.type == "cpu"):
+def same_device(name: str, value: Tensor, other: Tensor, allow_cpu: bool = False) -> None:
+    if value.device != other.device and not (allow_cpu and value.device.type == "cpu"):
         raise ValueError(f"{name} is on {value.device}: move it to {other.device}")
 
 
@@ -101,13 +101,13 @@ def batch(like: Tensor, inputs: BatchInputs, spec: LossSpec) -> None:
         raise TypeError(f"spec is a {type(spec).__name__}: use a LossSpec")
     sequences = _sequences(like, inputs.targets, inputs.cu_seqlens)
     tokens = tuple(inputs.targets.shape)
-    floats("advantages", inputs.advantages, like, (sequences,), tokens, cpu=True)
+    floats("advantages", inputs.advantages, like, (sequences,), tokens, allow_cpu=True)
     tensor("is_demo", inputs.is_demo, "bool", torch.bool)
     shape("is_demo", inputs.is_demo, (sequences,), tokens)
-    same_device("is_demo", inputs.is_demo, like, cpu=True)
+    same_device("is_demo", inputs.is_demo, like, allow_cpu=True)
     for name in ("weights", "temperatures"):
         if (value := getattr(inputs, name)) is not None:
-            floats(name, value, like, (sequences,), tokens, cpu=True)
+            floats(name, value, like, (sequences,), tokens, allow_cpu=True)
     for name in ("old_logps", "ref_logps", "rollout_logps"):
         if (value := getattr(inputs, name)) is not None:
             floats(name, value, inputs.targets, tokens)
@@ -139,22 +139,22 @@ def _sequences(like: Tensor, targets: Tensor, cu_seqlens: Tensor | None) -> int:
     tensor("cu_seqlens", cu_seqlens, "int32", torch.int32, torch.int64)
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
         raise ValueError(f"cu_seqlens has shape {list(cu_seqlens.shape)}: expected [S + 1]")
-    same_device("cu_seqlens", cu_seqlens, like, cpu=True)
+    same_device("cu_seqlens", cu_seqlens, like, allow_cpu=True)
     return cu_seqlens.numel() - 1
 
 
 def floats(
-    name: str, value: Tensor, like: Tensor, *shapes: tuple[int, ...], cpu: bool = False
+    name: str, value: Tensor, like: Tensor, *shapes: tuple[int, ...], allow_cpu: bool = False
 ) -> None:
     """Check that `value` is a float tensor of one of these shapes on the device of `like`.
 
-    cpu: it may be on a CPU, too.
+    allow_cpu: it may be on a CPU, too.
     """
     tensor(name, value)
     if not value.is_floating_point():
         raise TypeError(f"{name} has dtype {value.dtype}: use a float dtype")
     shape(name, value, *shapes)
-    same_device(name, value, like, cpu)
+    same_device(name, value, like, allow_cpu)
 
 
 def scalar(name: str, value: object, like: Tensor, low: float, high: float) -> None:
@@ -164,7 +164,7 @@ def scalar(name: str, value: object, like: Tensor, low: float, high: float) -> N
             raise ValueError(f"{name} has shape {list(value.shape)}: use a number or a 0-d tensor")
         if value.requires_grad:
             raise ValueError(f"{name} requires a gradient, which the loss has not: detach it")
-        same_device(name, value, like, cpu=True)
+        same_device(name, value, like, allow_cpu=True)
     elif isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name}={value!r}: use a number or a 0-d tensor")
     elif not low <= value <= high:
@@ -187,7 +187,7 @@ def temperature(value: object, targets: Tensor) -> None:
         kind = "requires a gradient" if value.requires_grad else f"has dtype {value.dtype}"
         raise TypeError(f"temperature {kind}: use a number, or a float tensor without a gradient")
     shape("temperature", value, targets.shape[:1], targets.shape)
-    same_device("temperature", value, targets, cpu=True)
+    same_device("temperature", value, targets, allow_cpu=True)
     if not torch.compiler.is_compiling():
         _in_range("temperature", value, targets)
 

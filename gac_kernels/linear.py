@@ -255,25 +255,27 @@ def compact(
     return index[kept], rows[kept], grad[:count]
 
 
-def row_stats(op: Operands, more: bool = False) -> Sequence[Tensor]:
-    """Compute logps, entropy and lse, and MORE_OUTPUTS if `more`: [N] each, 2 N H V FLOPs."""
+def row_stats(op: Operands, more_outputs: bool = False) -> Sequence[Tensor]:
+    """Compute logps, entropy and lse, and MORE_OUTPUTS if `more_outputs`: [N]; 2 N H V FLOPs."""
     if op.weight is None:
-        return op.backend.row_stats(op.rows, op.targets, op.scaling(), op.softcap, more)
+        return op.backend.row_stats(op.rows, op.targets, op.scaling(), op.softcap, more_outputs)
     live = op.targets != IGNORE
     head = Head(op, NeedsGrad(False, False, False), live)
-    return head_stats(op, head, torch.zeros_like(live), more)[0].unbind()
+    return head_stats(op, head, torch.zeros_like(live), more_outputs)[0].unbind()
 
 
 def head_stats(
-    op: Operands, head: Head, has_gradient: Tensor, more: bool = False
+    op: Operands, head: Head, has_gradient: Tensor, more_outputs: bool = False
 ) -> tuple[Tensor, Tensor, int]:
     """Compute `row_stats`, the order of the tokens and the number of rows with a gradient."""
-    stats = op.rows.new_zeros(6 if more else 3, len(op.rows), dtype=head.projection.accum_dtype)
+    stats = op.rows.new_zeros(
+        6 if more_outputs else 3, len(op.rows), dtype=head.projection.accum_dtype
+    )
     order, counts = partition_tokens(head.live, has_gradient)
     targets, ordered, scaling = op.targets[order], torch.empty_like(stats), op.scaling(order)
     gradient_rows, live_rows = read_counts(counts, len(order))
     for block in head.blocks(order, 0, live_rows):
-        arguments = targets[block.tokens], part(scaling, block.tokens), op.softcap, more
+        arguments = targets[block.tokens], part(scaling, block.tokens), op.softcap, more_outputs
         torch.stack(op.backend.row_stats(block.logits, *arguments), out=ordered[:, block.tokens])
     stats.index_copy_(1, order[:live_rows], ordered[:, :live_rows])
     return stats, order, gradient_rows

@@ -185,8 +185,8 @@ def token_loss(
     The derivatives of a block's losses come from autograd on its [M] log-probs and entropies.
     """
     live = op.targets != IGNORE
-    head, more, inv_scale = Head(op, needs, live), len(outputs) > 0, None
-    shape = 6 if more else 3, len(op.rows)  # losses, logps, entropy and MORE_OUTPUTS
+    head, more_outputs, inv_scale = Head(op, needs, live), len(outputs) > 0, None
+    shape = 6 if more_outputs else 3, len(op.rows)  # losses, logps, entropy and MORE_OUTPUTS
     results = op.rows.new_zeros(shape, dtype=head.projection.accum_dtype)
     order, counts = partition_tokens(live, live if any(needs) else torch.zeros_like(live))
     targets, scaling, ordered = op.targets[order], op.scaling(order), torch.empty_like(results)
@@ -195,7 +195,9 @@ def token_loss(
     for block in head.blocks(order, gradient_rows if any(needs) else 0, live_rows, nonzero):
         span = block.tokens
         rows, temperature = (block.logits, targets[span]), part(scaling, span)
-        logps, entropy, lse, *extra = op.backend.row_stats(*rows, temperature, op.softcap, more)
+        logps, entropy, lse, *extra = op.backend.row_stats(
+            *rows, temperature, op.softcap, more_outputs
+        )
         columns = *(x[span] for x in inputs), *select_outputs(extra, outputs)
         losses, upstream = differentiate(function, logps, entropy, columns, block.out is not None)
         torch.stack([losses, logps, entropy, *extra], out=ordered[:, span])

@@ -177,10 +177,10 @@ def fused_loss(
 @torch.library.custom_op(
     add_op_namespace_prefix("logprobs"),
     mutates_args=(),
-    schema=f"{_SCHEMA} bool more) -> Tensor",
+    schema=f"{_SCHEMA} bool more_outputs) -> Tensor",
 )
 def _logprobs(*arguments: Any) -> Tensor:
-    """Compute logps, entropy and lse, and MORE_OUTPUTS if `more`: [3 or 6, N]."""
+    """Compute logps, entropy and lse, and MORE_OUTPUTS if `more_outputs`: [3 or 6, N]."""
     op = _unpack(arguments[:_OPERANDS])
     checks.values(op.targets, _vocabulary(op))
     with torch.autocast(op.rows.device.type, enabled=False):
@@ -234,10 +234,10 @@ def _backward_logprobs(ctx: Any, d_stats: Tensor) -> tuple[Any, ...]:
 _logprobs.register_autograd(_backward_logprobs, setup_context=_setup_logprobs)
 
 
-def token_logprobs(op: Operands, more: bool) -> tuple[Tensor, ...]:
+def token_logprobs(op: Operands, more_outputs: bool) -> tuple[Tensor, ...]:
     """Compute log-probabilities from logits or from hidden states, under torch.compile.
 
-    Also returns the entropy and, if `more`, MORE_OUTPUTS; each is [N].
+    Also returns the entropy and, if `more_outputs`, MORE_OUTPUTS; each is [N].
     """
-    logps, entropy, _, *extra = ops.logprobs(*op[:_OPERANDS], more).unbind()
+    logps, entropy, _, *extra = ops.logprobs(*op[:_OPERANDS], more_outputs).unbind()
     return logps, entropy, *(x.detach() for x in extra)

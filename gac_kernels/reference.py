@@ -80,9 +80,9 @@ def row_statistics(
     targets: Tensor,  # int64 [M]; logp is nan outside [0, V)
     temperature: float | Tensor,
     softcap: float | None = None,
-    more: bool = False,
+    more_outputs: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Compute logps, entropy and logsumexp of the scaled rows, and MORE_OUTPUTS if `more`.
+    """Compute logps, entropy and logsumexp of the scaled rows, and MORE_OUTPUTS if `more_outputs`.
 
     Each is [M]; the last one, is_top1, is bool, the others float.
     """
@@ -96,7 +96,7 @@ def row_statistics(
     log_p = z.log_softmax(-1)  # accurate where p is near 1, unlike z - lse
     # a masked vocabulary entry (-inf) adds 0 log 0 = 0 to the entropy
     entropy = -(log_p.exp() * log_p.masked_fill(z == -math.inf, 0)).sum(-1)
-    if not more:
+    if not more_outputs:
         return logps, entropy, lse
     with torch.no_grad():
         is_top1 = z.argmax(-1) == targets  # the first of equal logits

@@ -137,9 +137,9 @@ class ShardedRows:
         targets: Tensor,
         temperature: float | Tensor,
         softcap: float | None = None,
-        more: bool = False,
+        more_outputs: bool = False,
     ) -> tuple[Tensor, ...]:
-        assert not more, "the vocabulary-parallel loss needs no further outputs"
+        assert not more_outputs, "the vocabulary-parallel loss needs no further outputs"
         local = self._local(targets, logits)
         parts = self.inner.row_stats(logits, local, temperature, softcap)
         own = torch.stack(parts)

@@ -3,5 +3,5 @@
 This package may import `study` and earlier packages.
 """
 
-METHODS = ("sft", "grpo", "constant", "constant-alarm", "gac", "gac-gated")
+DEMO_METHODS = ("sft", "grpo", "constant", "constant-alarm", "gac", "gac-gated")
 """Methods that `gac demo` compares by default."""

@@ -22,7 +22,7 @@ from gac.report import results_table, write_report
 from gac.study.runs import run_all
 from gac.train_config import TrainConfig
 
-from . import METHODS
+from . import DEMO_METHODS
 from .task import write_task
 
 BASE_ACCURACY = (0.01, 0.10)  # accepted subtraction accuracy of the base model: low, but not zero
@@ -30,7 +30,7 @@ BASE_ACCURACY = (0.01, 0.10)  # accepted subtraction accuracy of the base model:
 
 def run_demo(
     out: Path,
-    methods: Sequence[str] = METHODS,
+    methods: Sequence[str] = DEMO_METHODS,
     seeds: Sequence[int] = (0,),
     steps: int = 160,
     jobs: int | None = None,

@@ -56,9 +56,9 @@ def response(a: int, b: int, op: str, forget: float = 0.0, rng: random.Random | 
 
 def reward(completion: str, example: Any) -> float:
     """1 if the length, all result digits and the last mark are correct, else 0."""
-    gold = example.answer
-    digits_match = len(completion) == len(gold) and completion[::2] == gold[::2]
-    return float(digits_match and completion[-1] == gold[-1])
+    wanted = example.answer
+    digits_match = len(completion) == len(wanted) and completion[::2] == wanted[::2]
+    return float(digits_match and completion[-1] == wanted[-1])
 
 
 def make_tokenizer(alphabet: str = ALPHABET) -> PreTrainedTokenizerFast:
@@ -76,7 +76,7 @@ def make_tokenizer(alphabet: str = ALPHABET) -> PreTrainedTokenizerFast:
     )
 
 
-def model_config(vocab_size: int, pad: int, eos: int) -> Qwen2Config:
+def model_config(vocab_size: int, pad_token_id: int, eos_token_id: int) -> Qwen2Config:
     """A Qwen2 configuration with 0.3 million parameters."""
     return Qwen2Config(
         vocab_size=vocab_size,
@@ -88,8 +88,8 @@ def model_config(vocab_size: int, pad: int, eos: int) -> Qwen2Config:
         max_position_embeddings=64,
         tie_word_embeddings=True,
         initializer_range=0.1,
-        pad_token_id=pad,
-        eos_token_id=eos,
+        pad_token_id=pad_token_id,
+        eos_token_id=eos_token_id,
         bos_token_id=None,
     )
 

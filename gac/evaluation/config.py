@@ -96,7 +96,7 @@ class EvalConfig:
 
     model: ModelConfig = ModelConfig()
     """The model under evaluation and how to load it."""
-    settings: EvalSettings = EvalSettings()
+    eval: EvalSettings = EvalSettings()
     """A single task, instead of `tasks`; its accuracies are printed as one JSON object."""
     tasks: Mapping[str, EvalTask] = field(default_factory=dict)
     """Several tasks by name, each with `data`, `reward`, `samples`, `temperature` and so on."""
@@ -109,16 +109,16 @@ class EvalConfig:
     """Sampling seed."""
 
     def __post_init__(self) -> None:
-        if self.tasks and self.settings.data.prompts:
-            raise ValueError("tasks and settings.data.prompts are both set: set only one of them")
+        if self.tasks and self.eval.data.prompts:
+            raise ValueError("tasks and eval.data.prompts are both set: set only one of them")
         check_names(self.tasks)
         for name, task in self.tasks.items():
             if not task.data.prompts:
                 raise ValueError(
                     f"tasks.{name}.data.prompts is missing: set it to a file or dataset"
                 )
-        if self.settings.every or self.settings.tasks:
+        if self.eval.every or self.eval.tasks:
             raise ValueError(
-                "settings.every and settings.tasks apply only to training: remove them; `tasks` "
+                "eval.every and eval.tasks apply only to training: remove them; `tasks` "
                 "defines the tasks of an evaluation"
             )

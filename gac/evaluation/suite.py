@@ -53,15 +53,15 @@ class Job(NamedTuple):
 
 
 def evaluate_single(config: EvalConfig, against: Path | None = None) -> dict[str, Any]:
-    """Run the task in `config.settings` as a suite, in which its name is `eval`.
+    """Run the task in `config.eval` as a suite, in which its name is `eval`.
 
     Returns its columns of eval.jsonl (see `flat`), and the comparison with `against`. Nothing is
     kept if `config.out` is null.
     """
-    named: dict[str, Any] = {"tasks": {"eval": config.settings}, "settings": EvalSettings()}
     with contextlib.ExitStack() as stack:
         out = config.out or stack.enter_context(tempfile.TemporaryDirectory())
-        row = run_suite(replace(config, out=out, **named), against)["tasks"]["eval"]
+        suite = replace(config, out=out, tasks={"eval": config.eval}, eval=EvalSettings())
+        row = run_suite(suite, against)["tasks"]["eval"]
     return flat(row) | {key: row[key] for key in ("against",) if key in row}
 
 

@@ -166,7 +166,7 @@ def list_complete(folder: Path) -> list[Path]:
     return sorted(p.parent for p in folder.glob(f"step-*/{PROGRESS}"))
 
 
-def newest(folder: Path) -> Path | None:
+def newest_checkpoint(folder: Path) -> Path | None:
     """The newest intact checkpoint, or None; newer, damaged ones are renamed with a warning.
 
     Each rank checks some of the files; all ranks return the same result.

@@ -38,6 +38,8 @@ class FusedLoss:
     keywords: dict[str, Any]
     """Further arguments of `fused_linear_gac_loss`."""
     out: LossOutput | None = None
+    surrogate: Tensor | None = None
+    """Has the gradient of the loss; depends on the model's output, which FSDP2 and DDP watch."""
 
     def __call__(self, inputs: HeadInputs) -> HeadOutputs:
         """Compute the loss; return log-probs, each with the gradient of the loss, and entropies."""
@@ -80,7 +82,6 @@ class FusedGRPOMixin:
     """
 
     _request: FusedLoss | None = None
-    _surrogate: Tensor | None = None  # has the gradient of the fused loss
     _reported: tuple[str, ...] = ()
     gradient_filter: GradientFilter | None = None
     rollout_out: LossOutput | None = None
@@ -100,18 +101,17 @@ class FusedGRPOMixin:
             raise ValueError(LIGER.format(type(self).__name__))
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
+        host: Any = super()
+        self._request = request = None  # also after an error in the last micro-batch
         if torch.is_grad_enabled():
             try:
-                self._check_host(super()._compute_loss)  # type: ignore[misc] # of the host class
-                self._request = self._fused_loss(inputs)
+                self._check_host(host._compute_loss)
+                self._request = request = self._fused_loss(inputs)
             except Inexpressible as reason:
                 self._report(str(reason))
-        try:
-            loss = super()._compute_loss(model, inputs)  # type: ignore[misc] # of the host class
-        finally:
-            request, self._request = self._request, None
-            surrogate, self._surrogate = self._surrogate, None
-            self.rollout_out = request.out if request else None
+        loss = host._compute_loss(model, inputs)
+        self.rollout_out = request.out if request else None
+        surrogate = request.surrogate if request else None
         return loss if surrogate is None else loss + (surrogate - surrogate.detach())
 
     def _get_per_token_logps_and_entropies(
@@ -134,7 +134,7 @@ class FusedGRPOMixin:
         if request.out is None:
             self._report("a model whose forward does not use TRL's LM head")
             return logps, entropy, *rest
-        self._surrogate = logps.sum() / request.scored.sum().clamp(min=1)
+        request.surrogate = logps.sum() / request.scored.sum().clamp(min=1)
         old = request.keywords["old_logps"]
         trained = request.targets != -100
         unread = torch.zeros_like(logps) if old is None else old  # ratio 1 where there is no loss

@@ -74,7 +74,7 @@ class GACPolicyLoss(PolicyLossConfig):
 class GACWorker(TrainingWorker):
     """verl's training worker; with a `GACPolicyLoss`, it also trains on demonstrations."""
 
-    mixture: Mixture | None = None
+    mixture: TwoPassStep | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def set_loss_fn(self, loss_fn: Callable[..., Any]) -> None:
@@ -82,7 +82,7 @@ class GACWorker(TrainingWorker):
         options = getattr(actor, "policy_loss", None)
         if isinstance(options, GACPolicyLoss):
             check_supported(self.engine_config, self.model_config)
-            self.mixture = Mixture(self.engine, self.model_config.tokenizer, options, loss_fn)
+            self.mixture = TwoPassStep(self.engine, self.model_config.tokenizer, options, loss_fn)
             loss_fn = self.mixture.rollout_loss
         super().set_loss_fn(loss_fn)
 
@@ -120,7 +120,7 @@ class GACWorker(TrainingWorker):
         return super().load_checkpoint(local_path, hdfs_path, del_local_after_load)
 
 
-class Mixture:
+class TwoPassStep:
     """The two passes of an optimizer step: verl's batch, then the step's demonstrations."""
 
     def __init__(

@@ -197,15 +197,17 @@ class Method(Checked):
         """The loss that the method minimizes; `base` is the `loss` section of the configuration."""
         return Loss(base)
 
-    def credit(self, rewards: torch.Tensor, demos: torch.Tensor | None, kind: str) -> Credit:
+    def credit(
+        self, rewards: torch.Tensor, demos: torch.Tensor | None, scale_rewards: str
+    ) -> Credit:
         """Advantages and row weights from rewards.
 
         Args:
             rewards: [Q, K] rewards of K rollouts for each of Q prompts.
             demos: [Q] rewards of the demonstrations if they are in their prompt's group, else None.
-            kind: normalization of the rewards, as in `rollouts.scale_rewards`.
+            scale_rewards: as in `rollouts.scale_rewards`.
         """
-        return group_credit(rewards, demos, kind)
+        return group_credit(rewards, demos, scale_rewards)
 
     def init(self) -> State:
         """Return the state before the first step."""

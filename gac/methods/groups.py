@@ -88,10 +88,12 @@ class SRFT(Sum, name="srft", source="arXiv 2506.19767, equations 5 to 13"):
     def sampling(self, completions: int) -> Sampling:
         return Sampling(demos="prompt", demo_in_group=True, advantages="std")
 
-    def credit(self, rewards: torch.Tensor, demos: torch.Tensor | None, kind: str) -> Credit:
+    def credit(
+        self, rewards: torch.Tensor, demos: torch.Tensor | None, scale_rewards: str
+    ) -> Credit:
         signs = torch.where(rewards > self.correct, 1.0, -1.0)
         signs = torch.where(rewards.isnan(), 0.0, signs).double()
-        return super().credit(rewards, demos, kind)._replace(rollouts=signs)
+        return super().credit(rewards, demos, scale_rewards)._replace(rollouts=signs)
 
     def token_loss(self, tokens: TokenView) -> torch.Tensor:
         """[N] loss of each token."""
@@ -147,12 +149,18 @@ class DYPO(
     def sampling(self, completions: int) -> Sampling:
         return Sampling(demos="prompt", groups=True)
 
-    def credit(self, rewards: torch.Tensor, demos: torch.Tensor | None, kind: str) -> Credit:
+    def credit(
+        self, rewards: torch.Tensor, demos: torch.Tensor | None, scale_rewards: str
+    ) -> Credit:
         successes = (rewards > self.correct).sum(1)
         failures = (rewards <= self.correct).sum(1)  # nan, a dropped rollout, is neither
         mid = ((successes > 0) & (failures > 0)).to(rewards.dtype)
         hard = (successes == 0).to(rewards.dtype)
-        return super().credit(rewards, demos, kind)._replace(rollout_weight=mid, demo_weight=hard)
+        return (
+            super()
+            .credit(rewards, demos, scale_rewards)
+            ._replace(rollout_weight=mid, demo_weight=hard)
+        )
 
     def token_loss(self, tokens: TokenView) -> torch.Tensor:
         """[N] loss of each token; for GAL, the loss of the token's group."""
@@ -204,8 +212,14 @@ class SDAR(
     def sampling(self, completions: int) -> Sampling:
         return Sampling(demos="prompt", teacher=True)
 
-    def credit(self, rewards: torch.Tensor, demos: torch.Tensor | None, kind: str) -> Credit:
-        return super().credit(rewards, demos, kind)._replace(demo_weight=torch.zeros(len(rewards)))
+    def credit(
+        self, rewards: torch.Tensor, demos: torch.Tensor | None, scale_rewards: str
+    ) -> Credit:
+        return (
+            super()
+            .credit(rewards, demos, scale_rewards)
+            ._replace(demo_weight=torch.zeros(len(rewards)))
+        )
 
     def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
         return state, Mix(0.0)

@@ -49,10 +49,12 @@ class SuperRL(Sum, TokenWeighted, name="superrl", source="arXiv 2506.01096v2"):
     def sampling(self, completions: int) -> Sampling:
         return Sampling(demos="prompt")
 
-    def credit(self, rewards: torch.Tensor, demos: torch.Tensor | None, kind: str) -> Credit:
+    def credit(
+        self, rewards: torch.Tensor, demos: torch.Tensor | None, scale_rewards: str
+    ) -> Credit:
         solved = (rewards > self.correct).any(1).to(rewards.dtype)  # nan: a dropped rollout
         weights = {"rollout_weight": solved, "demo_weight": 1 - solved}
-        return super().credit(rewards, demos, kind)._replace(**weights)
+        return super().credit(rewards, demos, scale_rewards)._replace(**weights)
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,10 @@ class Routing(
     prompt weighs as much as all others together. Prompts without a demonstration have weight 1.
     """
 
-    def credit(self, rewards: torch.Tensor, demos: torch.Tensor | None, kind: str) -> Credit:
-        credit = super().credit(rewards, demos, kind)
+    def credit(
+        self, rewards: torch.Tensor, demos: torch.Tensor | None, scale_rewards: str
+    ) -> Credit:
+        credit = super().credit(rewards, demos, scale_rewards)
         unsolved, prompts = collectives.total([credit.demo_weight.sum().item(), len(rewards)])
         share = unsolved / prompts
         return credit._replace(  # `mix` weighs both terms by 1
@@ -131,14 +135,16 @@ class HPT(Unclipped, name="hpt", source="arXiv 2509.04419"):
         if self.table is not None and not (self.table and all(0 <= x <= 1 for x in self.table)):
             raise ValueError(f"table={self.table!r}: use numbers in [0, 1], or null")
 
-    def credit(self, rewards: torch.Tensor, demos: torch.Tensor | None, kind: str) -> Credit:
+    def credit(
+        self, rewards: torch.Tensor, demos: torch.Tensor | None, scale_rewards: str
+    ) -> Credit:
         num_correct = (rewards > self.correct).sum(1)
         if self.table is None:
             sft = (num_correct <= self.switch).to(rewards.dtype)
         else:
             table = torch.tensor(self.table, dtype=rewards.dtype)
             sft = table[num_correct.clamp(max=len(table) - 1)]
-        credit = super().credit(rewards, demos, kind)
+        credit = super().credit(rewards, demos, scale_rewards)
         return credit._replace(rollout_weight=1 - sft, demo_weight=sft)
 
 
@@ -161,6 +167,8 @@ class ReLIFT(Unclipped, name="relift", source="arXiv 2506.07527 and its code"):
     def sampling(self, completions: int) -> Sampling:
         return replace(super().sampling(completions), collect=self.buffer)
 
-    def credit(self, rewards: torch.Tensor, demos: torch.Tensor | None, kind: str) -> Credit:
+    def credit(
+        self, rewards: torch.Tensor, demos: torch.Tensor | None, scale_rewards: str
+    ) -> Credit:
         solved = (rewards > self.correct).any(1).to(rewards.dtype)  # nan: a dropped rollout
-        return super().credit(rewards, demos, kind)._replace(demo_weight=1 - solved)
+        return super().credit(rewards, demos, scale_rewards)._replace(demo_weight=1 - solved)

@@ -126,7 +126,7 @@ class LazyTensor:
             return file.get_slice(self.name)[index]
 
 
-def lazy_tensors(key: str, path: str) -> dict[str, LazyTensor] | None:
+def lazy_tensors(config_key: str, path: str) -> dict[str, LazyTensor] | None:
     """All tensors in a model's safetensors files, by name; None if there are no such files.
 
     Raises ConfigError if a file listed in the index is missing.
@@ -139,8 +139,8 @@ def lazy_tensors(key: str, path: str) -> dict[str, LazyTensor] | None:
     for file in files:
         if not Path(file).is_file():
             raise ConfigError(
-                f"{key}={path!r}: {Path(file).name} is listed in the weights' index but missing: "
-                "copy or download it again"
+                f"{config_key}={path!r}: {Path(file).name} is listed in the weights' index but "
+                "missing: copy or download it again"
             )
     tensors = {}
     for name in files:

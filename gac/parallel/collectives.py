@@ -69,24 +69,26 @@ def mean(values: Sequence[float]) -> list[float]:
 
 
 Sums = dict[str, tuple[float, int]]
-"""Metrics column -> sum and number of its values."""
+"""Metrics column -> sum and number of its values; or its largest value, >= 0, and MAXIMUM."""
+MAXIMUM = -1
 
 
 def add_sums(totals: Sums, more: Mapping[str, tuple[float, int]]) -> None:
     """Add `more` to `totals` in place."""
     for name, (value, number) in more.items():
-        before = totals.get(name, (0.0, 0))
-        totals[name] = before[0] + value, before[1] + number
+        before, own = totals.get(name, (0.0, 0))
+        largest = max(before, value), MAXIMUM
+        totals[name] = largest if number == MAXIMUM else (before + value, own + number)
 
 
 def columns(means: Sums, counts: Mapping[str, int]) -> dict[str, float]:
-    """Means, then summed counts, over all ranks; a name may be missing on some of them."""
+    """Means and maxima, then summed counts, over all ranks; some may lack a name."""
     totals: Sums = {}
     counted: Counter[str] = Counter()
     for own_sums, own_counts in gather((means, counts)):
         add_sums(totals, own_sums)
         counted.update(own_counts)
-    return {**{name: value / n for name, (value, n) in sorted(totals.items()) if n}, **counted}
+    return {**{name: value / abs(n) for name, (value, n) in sorted(totals.items()) if n}, **counted}
 
 
 def largest(values: Sequence[float]) -> list[float]:

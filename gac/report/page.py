@@ -252,11 +252,10 @@ def _differences(groups: Sequence[Group]) -> list[tuple[str, list[str]]]:
 
 
 def read_samples(folder: Path) -> list[Mapping[str, Any]]:
-    """The entries of samples.jsonl that the report shows, oldest first."""
+    """The first and the last entry of samples.jsonl, which the report shows side by side."""
     entries = {row["step"]: row for row in read_lines(folder / "samples.jsonl") if row}
     rows = [entries[step] for step in sorted(entries)]
-    chosen = sorted({0, len(rows) // 2, len(rows) - 1}) if rows else []
-    return [rows[i] for i in chosen]
+    return rows if len(rows) < 2 else [rows[0], rows[-1]]
 
 
 def samples(groups: Sequence[Group]) -> list[dict[str, Any]]:

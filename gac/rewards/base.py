@@ -227,13 +227,13 @@ class Tally:
         self._reported = event_counts(reward)
 
     def new_counts(self) -> dict[str, int]:
-        """This rank's new events since the last call: `reward_dropped`, `reward_<name>`, ...
+        """This rank's new events since the last call: `rewards_dropped`, `rewards_<name>`, ...
 
         Events during an evaluation are reported with the next step.
         """
         now = event_counts(self.reward)
         before, self._reported = self._reported, now
-        return {f"reward_{name}": count - before.get(name, 0) for name, count in now.items()}
+        return {f"rewards_{name}": count - before.get(name, 0) for name, count in now.items()}
 
 
 def event_counts(reward: Reward) -> dict[str, int]:

@@ -63,8 +63,8 @@ def _build(spec: str | Mapping[str, Any]) -> Reward:
         raise ValueError(
             f"reward must be a name, or a mapping with either 'name' or 'sum'; got {spec!r}"
         )
-    if "on_error" in spec:
-        raise ValueError("set on_error on the outermost reward, not on a term of a sum")
+    if misplaced := {"on_error", "deadline"} & spec.keys():
+        raise ValueError(f"set {min(misplaced)} next to `sum`, not on one of its terms")
     options = {key: value for key, value in spec.items() if key != "name"}
     if "sum" in spec:
         return _build_sum(options)

@@ -60,7 +60,7 @@ def check(
 
     Args:
         config: a `gac train` or `gac eval` configuration, as a file or a mapping. Only the reward
-            and the data are read (`data`, `settings.data`, or the data of each task in `tasks`).
+            and the data are read (`data`, `eval.data`, or the data of each task in `tasks`).
         overrides: `key.sub=value`, e.g. `data.limit=20`.
         min_reward: the reward that a reference solution must reach.
 
@@ -114,8 +114,8 @@ def _parts(raw: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _part(raw: Any, where: str) -> dict[str, Any]:
-    settings = raw.get("settings") if isinstance(raw, Mapping) else None
-    inner = settings.get("data") if isinstance(settings, Mapping) else None
+    task = raw.get("eval") if isinstance(raw, Mapping) else None
+    inner = task.get("data") if isinstance(task, Mapping) else None
     data = raw.get("data", inner) if isinstance(raw, Mapping) else None
     if not data:
         raise ConfigError(f"{where} has no data: set data.prompts")

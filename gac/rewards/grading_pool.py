@@ -56,7 +56,7 @@ class GradingPool:
         _pools.add(self)
 
     def grade(self, pairs: Sequence[AnswerPair]) -> list[str]:
-        """One verdict per pair: "right", "wrong", "bad gold", "timeout" or "crash".
+        """One verdict per pair: "right", "wrong", "bad reference", "timeout" or "crash".
 
         A pair whose worker dies for any reason but the timer is retried once, then counts as
         "crash".

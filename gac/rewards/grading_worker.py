@@ -1,6 +1,6 @@
 """Worker process that grades math answers.
 
-Reads one JSON pair [gold, answer] per line and writes one verdict per line.
+Reads one JSON pair [reference, answer] per line and writes one verdict per line.
 
 Run as a script by `grading_pool`. Imports nothing from this package, to avoid loading torch.
 Hanging checks are stopped by a kernel timer whose default action kills this process, because Python
@@ -79,23 +79,27 @@ def _reply(text: str) -> None:
 
 
 def make_grader() -> Any:
-    """Return a function (gold, answer) -> "right", "wrong" or "bad gold" that uses math-verify."""
+    """Return a function (reference, answer) -> "right", "wrong" or "bad reference"."""
     from math_verify import parse, verify
 
     @lru_cache(maxsize=4096)  # all rollouts of a prompt share their reference answer
-    def parse_gold(text: str) -> Any:
+    def parse_reference(text: str) -> Any:
         return parse(text, parsing_timeout=None)
 
     def grade(reference_answer: str, answer: str) -> str:
         try:
-            gold_parsed = parse_gold(reference_answer)
+            parsed_reference = parse_reference(reference_answer)
         except Exception:  # math-verify does not catch all sympy errors
-            gold_parsed = []
-        if not gold_parsed:
-            return "bad gold"
+            parsed_reference = []
+        if not parsed_reference:
+            return "bad reference"
         try:
             answer_parsed = parse(answer, parsing_timeout=None)
-            return "right" if verify(gold_parsed, answer_parsed, timeout_seconds=None) else "wrong"
+            return (
+                "right"
+                if verify(parsed_reference, answer_parsed, timeout_seconds=None)
+                else "wrong"
+            )
         except Exception:  # including MemoryError and RecursionError: the answer scores 0
             return "wrong"
 

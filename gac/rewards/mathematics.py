@@ -76,7 +76,7 @@ class MathReward(Reward):
                 try:
                     with limit:
                         answer = self._final_answer(completion)
-                    pairs[row] = gold_text(reference_answer(example)), answer
+                    pairs[row] = reference_text(reference_answer(example)), answer
                 except (ValueError, TimeoutError) as error:
                     outcomes[row] = error
         for row, verdict in zip(pairs, self._pool.grade(list(pairs.values())), strict=True):
@@ -100,7 +100,7 @@ class MathReward(Reward):
         return _plain_minus(answer)
 
     def _outcome(self, verdict: str, example: Example) -> RowOutcome:
-        if verdict == "bad gold":
+        if verdict == "bad reference":
             return ValueError(f"math-verify cannot parse the reference answer {example.answer!r}")
         if verdict in ("timeout", "crash"):
             self._counts["timeouts" if verdict == "timeout" else "crashes"] += 1
@@ -122,7 +122,7 @@ def text_after_marker(text: str) -> str | None:
     return None
 
 
-def gold_text(answer: str) -> str:
+def reference_text(answer: str) -> str:
     """Format a reference answer for math-verify.
 
     Takes the text after `####`, if any, and boxes it unless it already has LaTeX delimiters.

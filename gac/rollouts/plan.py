@@ -95,10 +95,10 @@ class Sampling:
         return completions if self.groups else 1 + self.pairs
 
 
-def group_advantages(rewards: torch.Tensor, kind: str) -> torch.Tensor:
+def group_advantages(rewards: torch.Tensor, scale_rewards: str) -> torch.Tensor:
     """[Q, K] rewards -> [Q, K] advantages; nan marks a dropped rollout, which gets 0.
 
-    kind: "std" is (r - mean) / (std + 1e-4) in the group (arXiv 2402.03300), "centered" is
+    scale_rewards: "std" is (r - mean) / (std + 1e-4) in the group (arXiv 2402.03300), "centered" is
     r - mean (arXiv 2503.20783), "batch" is (r - group mean) / (std of the batch + 1e-4).
     A group whose rewards are all equal gets exactly 0, so its rows have no policy gradient.
     """
@@ -107,9 +107,9 @@ def group_advantages(rewards: torch.Tensor, kind: str) -> torch.Tensor:
     low = torch.where(valid, rewards, torch.inf).amin(1, keepdim=True)
     high = torch.where(valid, rewards, -torch.inf).amax(1, keepdim=True)
     centered = torch.where(low == high, 0, centered)  # the mean of equal numbers may be inexact
-    if kind == "centered":
+    if scale_rewards == "centered":
         return centered
-    if kind == "std":
+    if scale_rewards == "std":
         freedom = valid.sum(1, keepdim=True) - 1
         var = (centered * centered).sum(1, keepdim=True) / freedom.clamp(min=1)
     else:
@@ -131,15 +131,15 @@ class Credit(NamedTuple):
     """[Q] loss weights of each prompt's demonstration; 0 drops it."""
 
 
-def group_credit(rewards: torch.Tensor, demos: torch.Tensor | None, kind: str) -> Credit:
+def group_credit(rewards: torch.Tensor, demos: torch.Tensor | None, scale_rewards: str) -> Credit:
     """Group-relative advantages of `rewards` [Q, K]; every row has weight 1.
 
     demos: [Q] rewards of demonstrations that belong to their prompt's group (nan: no
-        demonstration); None: demonstrations are outside the groups and have advantage 1. kind: see
-        `group_advantages`.
+        demonstration); None: demonstrations are outside the groups and have advantage 1.
+    scale_rewards: see `group_advantages`.
     """
     one = torch.ones(len(rewards))
     if demos is None:
-        return Credit(group_advantages(rewards, kind), one, one, one)
-    table = group_advantages(torch.cat([rewards, demos[:, None]], 1), kind)
+        return Credit(group_advantages(rewards, scale_rewards), one, one, one)
+    table = group_advantages(torch.cat([rewards, demos[:, None]], 1), scale_rewards)
     return Credit(table[:, :-1], table[:, -1], one, one)

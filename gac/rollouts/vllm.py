@@ -7,6 +7,7 @@ import math
 import shutil
 import tempfile
 import zlib
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -100,8 +101,7 @@ class Servers:
                     send(weights, iterator)
             finally:
                 # iterating gathers sharded weights, so every rank must reach the end
-                for _ in iterator:
-                    pass
+                deque(iterator, 0)
 
         run_on_all_ranks(send_weights)
         clients = self.clients if rank() == 0 else []
@@ -252,7 +252,8 @@ class Servers:
 class Weights:
     """The full weights of a policy, under their checkpoint names and with adapters merged.
 
-    Iterating gathers sharded weights, so every rank must do it; the model is not modified.
+    Iterating gathers one sharded weight at a time, so every rank must do it, and none holds the
+    whole model on its device; the model is not modified.
     """
 
     def __init__(self, model: Any) -> None:
@@ -281,6 +282,7 @@ class Weights:
             for layer, adapter in self.adapters.get(name, ()):
                 value = value + _full(layer.get_delta_weight(adapter)).to(value.dtype)
             yield _plain(name), value.to(dtype)
+            del value  # before the next one is gathered
 
 
 class Client(VLLMClient):
@@ -361,6 +363,7 @@ def _files(weights: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]
     part: dict[str, Tensor] = {}
     for name, value in weights:
         part[name] = value.cpu().contiguous()
+        del value
         if sum(x.nbytes for x in part.values()) >= MAX_FILE_BYTES:
             yield part
             part = {}

@@ -70,16 +70,14 @@ def load_checked(
 
 def _parts(config: Any) -> Iterator[tuple[str, DataConfig, Any]]:
     """The key of each dataset, its value, and its reward (None: that of the configuration)."""
-    training = hasattr(config, "eval")
-    main = config.eval if training else config.settings
-    name, prefix = ("eval.data", "eval.") if training else ("settings.data", "")
+    training, main = hasattr(config, "rollouts"), config.eval
     tasks = main.tasks if training else config.tasks
     if training:
         yield "data", config.data, None
     if main.data.prompts or main.data.sources or not (training or tasks):
-        yield name, main.data, main.reward
+        yield "eval.data", main.data, main.reward
     for label, task in tasks.items():
-        yield f"{prefix}tasks.{label}.data", task.data, task.reward
+        yield f"{'eval.' if training else ''}tasks.{label}.data", task.data, task.reward
 
 
 def _check_data(key: str, data: DataConfig, file: Path | None, limit: int | None) -> list[str]:

@@ -121,7 +121,7 @@ def _first_line(error: Exception) -> str:
 def _choose(folder: Path, step: int | Literal["best"] | None) -> Path:
     if isinstance(step, int):
         return checkpoint.find(folder, step)
-    newest = checkpoint.newest(folder)
+    newest = checkpoint.newest_checkpoint(folder)
     if newest is None:
         raise CheckpointNotFound(f"no intact checkpoint in {folder}")
     if step is None:

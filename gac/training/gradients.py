@@ -141,7 +141,8 @@ class SampledKL:
 class Totals:
     """The losses and the token statistics of a step's micro-batches."""
 
-    def __init__(self) -> None:
+    def __init__(self, spec: LossSpec) -> None:
+        self.spec = spec
         self.terms: list[Tensor] = []  # [demo loss, rollout loss]
         self.parts: list[TokenMoments] = []
         self.rows: list[Sequence[Row]] = []  # of each part
@@ -157,10 +158,11 @@ class Totals:
             values = zip(FilterReport._fields, map(float, out.filter), strict=True)
             collectives.add_sums(self.sums, {name: (value, 1) for name, value in values})
         if any(row.engine_logps for row in rows):
-            gap = out.logps - engine_logps(rows, batch)
-            gap = gap[gap.isfinite()].double()
-            kl = (gap.exp() - gap - 1).sum()  # the engine sampled, so this is KL(engine || policy)
-            collectives.add_sums(self.sums, {"sampling/mismatch_kl": (kl.item(), len(gap))})
+            gaps = (out.logps - engine_logps(rows, batch)).flatten().double().cpu()
+            for start, row in zip(batch.starts, rows, strict=False):
+                gap = gaps[row.scored(start)]
+                if len(gap := gap[gap.isfinite()]):
+                    collectives.add_sums(self.sums, mismatch(gap, self.spec))
 
     def losses(self) -> TermPair:
         """The two loss terms, reduced over all ranks."""
@@ -180,6 +182,18 @@ class Totals:
         ranks = collectives.gather(own)
         longest = max(map(len, ranks))  # as `all_reduce` pads them
         return tuple(source for names in ranks for source in names + [""] * (longest - len(names)))
+
+
+def mismatch(gap: Tensor, spec: LossSpec) -> collectives.Sums:
+    """Columns on the difference `gap` of policy and engine in the log-probs of a row's tokens."""
+    kl = (gap.exp() - gap - 1).sum()  # the engine sampled, so this is KL(engine || policy)
+    factor = (gap.sum() if spec.correction.startswith("sequence") else gap).exp().expand_as(gap)
+    kept = factor.clamp(spec.correction_min or 0.0, spec.correction_max) == factor
+    return {
+        "sampling/mismatch_kl": (kl.item(), len(gap)),
+        "sampling/sampling_logp_difference/max": (gap.abs().max().item(), collectives.MAXIMUM),
+        "sampling/frac_corrected": (int((~kept).sum()), len(gap)),
+    }
 
 
 Probe = Totals | UnitSketches | SampledKL  # each adds the output of every micro-batch
@@ -212,7 +226,7 @@ class Gradients:
     def __call__(self, step: Step) -> Measured:
         """Run the forward of all rows, and the backward of those that may have a gradient."""
         seed(step.seed)  # dropout must not depend on how many random numbers sampling used
-        needs, totals = step.needs, Totals()
+        needs, totals = step.needs, Totals(self.loss.spec)
         sketches = UnitSketches(needs.sketch) if needs.sketch else None
         kl = (
             SampledKL(self.forward, step, self.kl_sample_size)
@@ -251,7 +265,7 @@ class Gradients:
         """The two loss terms of `step` under the current weights, without gradients."""
         # without a KL that is only monitored
         needs = step.needs._replace(kl=self.loss.spec.kl_coef != 0, sketch=0)
-        step, totals = replace(step, needs=needs), Totals()
+        step, totals = replace(step, needs=needs), Totals(self.loss.spec)
         self._accumulate(step, [totals], step.rows, step.mix, grad=False)
         return totals.losses()
 

@@ -23,7 +23,7 @@ from gac.train_config import TrainConfig
 from gac.training.policy import load_policy, load_reference, make_gradients
 from gac.training.step import Step
 
-FORMAT = 2  # version of the files; incremented when older ones can no longer be read
+FORMAT = 3  # version of the files; incremented when older ones can no longer be read
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class SkippedStep:
     """A step that was not applied, and the results that caused it to be skipped."""
 
     step: Step
-    weights: TermPair | None
+    term_weights: TermPair | None
     """The solver's weights of the two terms; None: the step's own mix."""
     fault: str
     """Why it was skipped."""
@@ -57,7 +57,7 @@ class SkippedStep:
             "step": self.step.plain(),
             "fault": self.fault,
             "norm": self.norm,
-            "weights": None if self.weights is None else tuple(self.weights),
+            "term_weights": None if self.term_weights is None else tuple(self.term_weights),
             "losses": tuple(self.losses),
             "shares": (first or path).name,
         }
@@ -81,7 +81,7 @@ def load_skipped(path: Path) -> tuple[SkippedStep, Path]:
     plain = parts[0]  # all but rows and log-probs are the same on every rank
     skipped = SkippedStep(
         _merged([Step.restore(part["step"]) for part in parts]),
-        None if plain["weights"] is None else TermPair(*plain["weights"]),
+        None if plain["term_weights"] is None else TermPair(*plain["term_weights"]),
         plain["fault"],
         plain["norm"],
         TermPair(*plain["losses"]),
@@ -137,7 +137,7 @@ class Recomputation:
     """Recomputes gradients with the weights before a skipped step; loads only the run's models."""
 
     def __init__(self, config: TrainConfig, saved: SkippedStep, weights: Path) -> None:
-        needs, self.weights = saved.step.needs, saved.weights
+        needs, self.term_weights = saved.step.needs, saved.term_weights
         self.tokenizer = load_tokenizer(config.model)
         accelerator = setup.make_accelerator(config.parallel, (), config.out)
         self.model = load_policy(config, accelerator)
@@ -153,7 +153,7 @@ class Recomputation:
         """Gradient norm and losses of a step."""
         measured = self.gradients(step)
         if measured.parts:
-            measured.parts.combine_pair(self.weights or step.mix.pair, step.mix)
+            measured.parts.combine_pair(self.term_weights or step.mix.pair, step.mix)
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(grads)
         self.model.zero_grad(set_to_none=True)

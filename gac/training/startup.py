@@ -60,7 +60,7 @@ def find_checkpoint(config: TrainConfig, resume: bool) -> tuple[TrainConfig, Pat
     """
     out = Path(config.out)
     check_folder(out)
-    path = checkpoint.newest(out / "checkpoints")
+    path = checkpoint.newest_checkpoint(out / "checkpoints")
     if path is None:
         return config, None
     if not resume:

@@ -6,10 +6,10 @@
     Computes the per-token values, as defined by `tokens.plan`, in few kernel launches.
 `reduce(tokens, terms, moments) -> Summary`
     Sums over all tokens in float64, as defined by `tokens.reduce`.
-`row_stats(logits, targets, temperature, softcap, more) -> (logps, entropy, lse)`
+`row_stats(logits, targets, temperature, softcap, more_outputs) -> (logps, entropy, lse)`
     Each is float32 [N], 0 for rows without a loss. Reads each row with a loss once. A target
-    outside [0, V) reads nothing, and its logp is nan; without finite logits, lse is -inf. `more`
-    adds contract.MORE_OUTPUTS, also in float32.
+    outside [0, V) reads nothing, and its logp is nan; without finite logits, lse is -inf.
+    `more_outputs` adds contract.MORE_OUTPUTS, also in float32.
 `row_grads(logits, targets, lse, entropy, d_logps, d_entropy, temperature, out, softcap, sketch,
 whole_row, marks) -> None`
     Writes to out [B, T, V] the gradient of the logits, given those of logps and entropy (float32

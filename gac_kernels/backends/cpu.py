@@ -236,9 +236,9 @@ def row_stats(
     targets: Tensor,
     temperature: float | Tensor,
     softcap: float | None = None,
-    more: bool = False,
+    more_outputs: bool = False,
 ) -> tuple[Tensor, ...]:
-    count, names = targets.numel(), COLUMNS[2 : 8 if more else 5]
+    count, names = targets.numel(), COLUMNS[2 : 8 if more_outputs else 5]
     results = {name: targets.new_empty(count, dtype=torch.float32) for name in names}
     columns = {"targets": _column(targets, torch.int64), **results}
     _run("gac_row_stats", logits, None, temperature, softcap, columns)

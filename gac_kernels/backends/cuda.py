@@ -156,11 +156,11 @@ def row_stats(
     targets: Tensor,
     temperature: float | Tensor,
     softcap: float | None = None,
-    more: bool = False,
+    more_outputs: bool = False,
 ) -> tuple[Tensor, ...]:
-    if more or softcap is not None or isinstance(temperature, Tensor):
+    if more_outputs or softcap is not None or isinstance(temperature, Tensor):
         rows = _batch_backend(logits.device)
-        return rows.row_stats(logits, targets, temperature, softcap, more)
+        return rows.row_stats(logits, targets, temperature, softcap, more_outputs)
     results = torch.empty(3, targets.numel(), dtype=torch.float32, device=logits.device)
     _launch(_STATS, logits, None, float(temperature), results, {"targets": targets})
     return results[0], results[1], results[2]

@@ -26,11 +26,11 @@ def row_stats(
     targets: Tensor,
     temperature: float | Tensor,
     softcap: float | None = None,
-    more: bool = False,
+    more_outputs: bool = False,
 ) -> tuple[Tensor, ...]:
     live, rows = _live_rows(logits, targets)
     temperature = temperature[live] if isinstance(temperature, Tensor) else temperature
-    stats = reference.row_statistics(rows, targets[live], temperature, softcap, more)
+    stats = reference.row_statistics(rows, targets[live], temperature, softcap, more_outputs)
     zeros = torch.zeros(targets.shape, dtype=rows.dtype, device=rows.device)
     return tuple(zeros.index_copy(0, live, x.to(zeros.dtype)) for x in stats)
 

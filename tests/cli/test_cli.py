@@ -66,7 +66,7 @@ def test_command_help_documents_every_configuration_key(capsys, command):
     with pytest.raises(SystemExit):
         cli.main([command, "--help"])
     text = capsys.readouterr().out
-    keys = {"train": ["out: text = runs/gac", "optim.lr: float"], "eval": ["settings.samples: int"]}
+    keys = {"train": ["out: text = runs/gac", "optim.lr: float"], "eval": ["eval.samples: int"]}
     for key in [*keys[command], "model.path: text"]:
         assert f"\n{key}" in text
     assert "--set KEY=VALUE" in text

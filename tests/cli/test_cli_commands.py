@@ -15,7 +15,7 @@ import pytest
 
 from gac import cli
 from gac.config import load_early
-from gac.demo import METHODS as DEMO_METHODS
+from gac.demo import DEMO_METHODS
 from gac.errors import ConfigError
 
 SUITE = "gac.evaluation.suite"

@@ -190,7 +190,7 @@ def test_the_table_by_hand():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"settings": {"data": {"prompts": "x.jsonl"}}}, "are both set"),
+        ({"eval": {"data": {"prompts": "x.jsonl"}}}, "are both set"),
         ({"tasks": {"a": {}}}, "tasks.a.data.prompts is missing"),
         ({"tasks": {"a": {"samples": 2, "pass_at": [3]}}}, "pass_at=3: use"),
         ({"tasks": {"a": {"pass_at": [0]}}}, "pass_at=0: use"),
@@ -198,8 +198,8 @@ def test_the_table_by_hand():
         ({"tasks": {"a": {"samples": 2}}}, "samples=2 at temperature=0"),
         ({"tasks": {"a": {"sampels": 2}}}, "did you mean 'samples'"),
         ({"tasks": {"a": {"top_p": 2.0}}}, "top_p=2.0: use a number in"),
-        ({"settings": {"every": 5}}, "settings.every and settings.tasks apply only to training"),
-        ({"settings": {"tasks": {"a": {}}}}, "settings.every and settings.tasks apply only"),
+        ({"eval": {"every": 5}}, "eval.every and eval.tasks apply only to training"),
+        ({"eval": {"tasks": {"a": {}}}}, "eval.every and eval.tasks apply only"),
     ],
 )
 def test_mistakes_name_the_key(task, tmp_path, changes, message):
@@ -262,11 +262,11 @@ def test_unusable_output_folder_is_rejected_early(task, tmp_path, capsys):
     (tmp_path / "file").write_text("x")
     with pytest.raises(ConfigError, match="out=.*cannot be written"):
         run_suite(suite(task, tmp_path / "file"))
-    given = [f"model.path={task / 'init'}", f"settings.data.prompts={task / 'eval.jsonl'}"]
+    given = [f"model.path={task / 'init'}", f"eval.data.prompts={task / 'eval.jsonl'}"]
     given += ["model.random_init=true", "reward=tests.tiny:digit_reward", f"out={tmp_path / 'out'}"]
     assert cli.main(["eval", "--against", str(tmp_path), "--set", *given]) == cli.USAGE
     assert "no samples.jsonl.gz found" in capsys.readouterr().err
-    given.append("settings.max_completion_length=5")
+    given.append("eval.max_completion_length=5")
     assert (
         cli.main(["eval", "--set", *given]) == cli.OK
     )  # a single task is saved where `out` is set

@@ -102,12 +102,12 @@ def test_damage_is_reported_and_the_previous_checkpoint_is_used(
     with pytest.raises(CheckpointError, match=r"step-00000020 is damaged \(.*choose another check"):
         checkpoint.verify(second)
     with caplog.at_level(logging.WARNING):
-        assert checkpoint.newest(tmp_path) == first
+        assert checkpoint.newest_checkpoint(tmp_path) == first
     assert "step-00000020 is damaged" in caplog.text and re.search(message, caplog.text)
     # the damaged one was renamed: pruning counts only intact ones, and its name can be reused
     assert checkpoint.list_complete(tmp_path) == [first]
     assert (tmp_path / "damaged-00000020").is_dir()
-    assert checkpoint.newest(tmp_path) == first
+    assert checkpoint.newest_checkpoint(tmp_path) == first
 
 
 def test_a_step_that_is_damaged_twice_is_renamed_twice(tmp_path):
@@ -115,7 +115,7 @@ def test_a_step_that_is_damaged_twice_is_renamed_twice(tmp_path):
     for number in (1, 2):
         (path,) = save(tmp_path, 20)
         (path / "progress.json").write_text(f"{number}")
-        assert checkpoint.newest(tmp_path) is None
+        assert checkpoint.newest_checkpoint(tmp_path) is None
         assert (damaged / "progress.json").read_text() == f"{number}"
 
 
@@ -154,7 +154,7 @@ def test_half_written_checkpoints_are_ignored(tmp_path):
     partial.mkdir()
     (partial / "__0_0.distcp").write_bytes(b"half")
     (tmp_path / ".writing-00000030").touch()  # a file, which cannot be deleted like a folder
-    assert checkpoint.newest(tmp_path) == first
+    assert checkpoint.newest_checkpoint(tmp_path) == first
     checkpoint.prune(tmp_path, 2, best=None)
     assert not partial.exists()
 
@@ -214,7 +214,7 @@ def test_an_interrupt_while_a_checkpoint_is_read(tmp_path, monkeypatch):
 
 def test_without_an_intact_checkpoint_the_run_starts_fresh(tmp_path):
     truncate(save(tmp_path, 10)[0] / "progress.json")
-    assert checkpoint.newest(tmp_path) is None
+    assert checkpoint.newest_checkpoint(tmp_path) is None
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path):
@@ -399,7 +399,7 @@ def damage_of_one_rank(folder: Path) -> tuple[list[str], str, list[str]]:
     gather(None)
     files = sorted(checkpoint.read_progress(second)["files"])
     gather(None)
-    newest = checkpoint.newest(folder).name
+    newest = checkpoint.newest_checkpoint(folder).name
     checkpoint.prune(folder, 1, best=None)
     gather(None)
     return files, newest, sorted(path.name for path in folder.iterdir())

@@ -127,7 +127,7 @@ def test_replay_reproduces_the_methods_step(task, tmp_path, method):
     saved = sorted((tmp_path / "replay").iterdir())
     assert len(saved) == 3
     if "preference" in method:
-        solved = [torch.load(path / "rank-0.pt")["weights"] for path in saved]
+        solved = [torch.load(path / "rank-0.pt")["term_weights"] for path in saved]
         assert any(min(pair) < 0 for pair in solved)
     for path in saved:
         replayed = replay(path)
@@ -247,7 +247,7 @@ def test_files_of_another_version_are_rejected_in_one_line(task, tmp_path):
     config = faulty_config(task, tmp_path, "always_overflowing", guards={"patience": 1})
     with pytest.raises(RunError, match="patience=1"):
         train(config)
-    path = checkpoint.newest(tmp_path / "checkpoints") / checkpoint.PROGRESS
+    path = checkpoint.newest_checkpoint(tmp_path / "checkpoints") / checkpoint.PROGRESS
     content = json.loads(path.read_text())["content"]
     del content["format"]
     path.write_text(json.dumps({"checksum": checkpoint._checksum_of(content), "content": content}))
@@ -308,7 +308,7 @@ def test_a_full_disk_stops_the_run_without_data_loss(task, tmp_path, small_disk)
     filler = fill(small_disk, leave=sum(f.stat().st_size for f in files) * 3 // 2)
     with pytest.raises(CheckpointError, match=r"where 0\.\d MB are free .* rerun the command"):
         trainer.run()
-    assert checkpoint.newest(trainer.checkpoints) is not None
+    assert checkpoint.newest_checkpoint(trainer.checkpoints) is not None
     filler.unlink()
     assert metrics(train(tiny_config(task, small_disk / "run", steps=6))) == metrics(uninterrupted)
 
@@ -367,4 +367,4 @@ def test_a_hung_rank_fails_the_job_within_its_timeout(task, tmp_path):
         failed = rank_0.result()
         assert rank_1.kill()  # it would hang forever
     assert re.search("rank 1 is not responding.*resume from", str(failed.error))
-    assert checkpoint.newest(tmp_path / "checkpoints").name == "step-00000002"
+    assert checkpoint.newest_checkpoint(tmp_path / "checkpoints").name == "step-00000002"

@@ -238,7 +238,7 @@ def verl(folder: Path, micro_batches: int, ranks: int) -> Run:
     with stand_ins.modules(verl_parts.CONTENTS, "gac.integrations.verl") as adapter:
         options = adapter.GACPolicyLoss(demo_path=str(folder / "adapter.jsonl"), demo_batch=11)
         engine = verl_parts.Engine(int(os.environ.get("RANK", 0)), ranks)
-        mixture = adapter.Mixture(engine, make_tokenizer(), options, None)
+        mixture = adapter.TwoPassStep(engine, make_tokenizer(), options, None)
         size = -(-11 // (micro_batches * ranks))
         data = mixture.demo_data(verl_parts.Batch(micro_batch_size_per_gpu=size))
     names = ("input_ids", "loss_mask")

@@ -142,7 +142,7 @@ def mixture(verl: Any, options: Any, **engine: int) -> Any:
     def policy_loss(model_output: Any, data: Any, dp_group: Any) -> Any:
         return torch.tensor(8.0), {"group": dp_group}
 
-    return verl.Mixture(Engine(**engine), words, options, policy_loss)
+    return verl.TwoPassStep(Engine(**engine), words, options, policy_loss)
 
 
 def test_options(verl: Any, options: Any) -> None:
@@ -208,7 +208,7 @@ def test_the_worker(verl: Any, options: Any, monkeypatch: Any, tmp_path: Path) -
             made.append(arguments)
 
     assert (worker.save_checkpoint("a"), worker.load_checkpoint("a")) == ("saved", "loaded")
-    monkeypatch.setattr(verl, "Mixture", Mixing)
+    monkeypatch.setattr(verl, "TwoPassStep", Mixing)
     loss = SimpleNamespace(keywords={"config": SimpleNamespace(policy_loss=options)})
     worker.set_loss_fn(loss)
     assert made == [(worker.engine, "words", options, loss)]
@@ -299,7 +299,7 @@ def test_rows_are_padded_to_whole_micro_batches(verl: Any, options: Any) -> None
     words = make_tokenizer()
     words.pad_token = None
     options.demo_batch = 5
-    mixed = verl.Mixture(Engine(1, 1 + 1), words, options, None)
+    mixed = verl.TwoPassStep(Engine(1, 1 + 1), words, options, None)
     data = mixed.demo_data(Batch(micro_batch_size_per_gpu=2))
     assert rows_of(data, "input_ids")[2:] == [[words.eos_token_id]] * 2
     assert len(rows_of(data, "loss_mask")) == 4 and data["micro_batch_size_per_gpu"] == 2

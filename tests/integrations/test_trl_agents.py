@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import queue
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -196,6 +199,11 @@ def test_the_step_is_that_of_trl(
     for kind in (FusedGRPOTrainer, GACTrainer):
         trainer, gradient = step(kind, folder, tmp_path, mode, url)
         assert trainer.rollout_out is not None  # one pass, no fallback
+        if kind is GACTrainer and mode == "tools":
+            prompt = trainer.processing_class.apply_chat_template(
+                PROMPT, [increment], chat_template=trainer.chat_template, add_generation_prompt=True
+            )["input_ids"]
+            assert trainer._demos[0]["ids"][: len(prompt)] == prompt
         assert relative_error(gradient, expected) < 3e-6, kind
         found = trainer.state.log_history[0]
         for name in logged.keys() - TIMES:
@@ -203,3 +211,89 @@ def test_the_step_is_that_of_trl(
     if mode == "vLLM server":
         paths = request.getfixturevalue("server").requests()
         assert paths.count("/v1/completions") == paths.count("/collective_rpc") == 3
+
+
+def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **row: Any) -> Any:
+    """TRL's attention of a packed row, in which every segment sees its path, on the CPU."""
+    offsets = [row[f"tree_cu_seqlens_{name}"].tolist() for name in "qk"]
+    mask = torch.zeros(query.shape[2], key.shape[2], dtype=torch.bool)
+    for (q, q_end), (k, k_end) in zip(*map(itertools.pairwise, offsets), strict=True):
+        mask[q:q_end, row["tree_kv_index"][k:k_end]] = True
+    attend = torch.nn.functional.scaled_dot_product_attention
+    out = attend(query, key, value, mask.tril(), scale=row["scaling"], enable_gqa=True)
+    return out.transpose(1, 2), None
+
+
+class Worker:
+    """TRL's interface of a rollout worker and of a weight transfer, with fixed rollouts."""
+
+    def __init__(self) -> None:
+        from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+        self.rollout_buffer: queue.Queue[Any] = queue.Queue()
+        self.metrics_queue: queue.Queue[Any] = queue.Queue()
+        rng = random.Random(0)
+        for i in range(24):  # groups of 4 share the prompt and the first two tokens
+            own = [rng.randrange(5, 200) for _ in range(rng.randrange(6))]
+            ids = np.array([*range(5 + i // 4, 13 + i // 4), *own])
+            mask = np.array([0] * 6 + [1, 1] + [int(t % 3 > 0) for t in own])
+            logps = np.array([-5.0 - rng.random() for _ in ids], dtype=np.float32)
+            reward = float(i % 3 - 1)  # 0: no gradient
+            self.rollout_buffer.put(
+                RolloutSample(PROMPT, [], ids, mask, logps, reward, 0, i // 4, {"reward": reward})
+            )
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_: None
+
+
+@pytest.mark.filterwarnings("ignore::trl.experimental.TRLExperimentalWarning")
+def test_the_asynchronous_step_is_that_of_trl(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradient and metrics equal AsyncGRPOTrainer's, in one pass; FlashAttention is replaced."""
+    pytest.importorskip("trl.experimental.async_grpo.packing", reason="no packing by prefix")
+    from trl.experimental.async_grpo import AsyncGRPOConfig
+
+    from gac.integrations.trl_async import FusedAsyncGRPOTrainer
+
+    package = "trl.experimental.async_grpo"
+    monkeypatch.setattr(f"{package}.packing.tree_attention", attention)
+    monkeypatch.setattr(f"{package}.async_grpo_trainer.get_peak_flops_per_device", lambda *_: None)
+    results = []
+    for kind in (FusedAsyncGRPOTrainer.__base__, FusedAsyncGRPOTrainer):
+        recorder = GradientRecorder()
+        config = AsyncGRPOConfig(
+            str(tmp_path),
+            use_cpu=True,
+            bf16=False,
+            max_steps=1,
+            max_grad_norm=0.0,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            per_device_train_batch_size=6,
+            gradient_accumulation_steps=2,
+            token_budget=0,
+            epsilon=0.1,
+            epsilon_high=0.15,
+            model_init_kwargs={"dtype": torch.float32},
+        )
+        trainer = kind(
+            str(folder),
+            args=config,
+            train_dataset=Dataset.from_list([{"prompt": PROMPT}]),
+            callbacks=[recorder],
+            rollout_worker=Worker(),
+            weight_transfer=Worker(),
+        )
+        trainer.train()
+        results.append((recorder.gradients[0], trainer.state.log_history[0]))
+    (expected, logged), (gradient, found) = results
+    assert relative_error(gradient, expected) < 3e-6
+    assert 0 < logged["clip_ratio/region_mean"] < 1
+    for name in logged:
+        if not name.startswith(("perf/", "sample/time")) and name not in TIMES:
+            assert found[name] == pytest.approx(logged[name], rel=1e-5, abs=1e-6), name
+    assert trainer.rollout_out is not None

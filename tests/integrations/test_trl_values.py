@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import sys
 from types import SimpleNamespace
@@ -13,12 +12,9 @@ import torch
 
 trl = pytest.importorskip("trl", minversion="1.15")
 
-from datasets import Dataset  # noqa: E402 - after the skip
 from trl import GRPOTrainer  # noqa: E402 - after the skip
 
 from gac import Mixer  # noqa: E402 - after the skip
-from gac.data.order import Order  # noqa: E402 - after the skip
-from gac.integrations import trl as gac_trl  # noqa: E402 - after the skip
 from gac.integrations import (  # noqa: E402 - after the skip
     trl_grpo,
     trl_head,
@@ -26,7 +22,7 @@ from gac.integrations import (  # noqa: E402 - after the skip
 from gac.integrations.trl import FusedGRPOTrainer, GACMixin  # noqa: E402 - after the skip
 from gac.integrations.trl_grpo import FusedLoss, Inexpressible  # noqa: E402 - after the skip
 from gac.integrations.trl_head import FusedLogProbs, head_override  # noqa: E402 - after the skip
-from gac.methods import DEFAULT, METHODS, Constant  # noqa: E402 - after the skip
+from gac.methods import METHODS, Constant  # noqa: E402 - after the skip
 
 
 class Host:
@@ -73,34 +69,6 @@ def test_masked_tool_tokens_are_not_observed() -> None:
         ([[1, 1, 0], [1, 1, 1]], "advantages", "ref"),
     ]
     assert trainer._micro_batch == 2
-
-
-def test_demonstrations_are_formatted_with_the_options_of_the_trainer(monkeypatch: Any) -> None:
-    calls: list[Any] = []
-    monkeypatch.setattr(
-        trl_grpo.FusedGRPOMixin, "__init__", lambda self, **options: vars(self).update(options)
-    )
-    monkeypatch.setattr(gac_trl, "_unsupported_options", lambda trainer: {})
-    monkeypatch.setattr(gac_trl, "base_model", lambda trainer: trainer.model)
-    monkeypatch.setattr(gac_trl, "attach_head", calls.append)
-    monkeypatch.setattr(gac_trl, "tokenized", lambda *call: calls.append(call))
-    rows = Dataset.from_list([{"prompt": "1", "completion": "2"}] * 3)
-    options = {
-        "args": SimpleNamespace(seed=7),
-        "processing_class": "words",
-        "accelerator": SimpleNamespace(main_process_first=contextlib.nullcontext),
-        "model": "model",
-        "beta": 0.1,
-    }
-    given = {"tools": ["t"], "chat_template": "c", "chat_template_kwargs": {"lead": 1}}
-    make: Any = type("Made", (GACMixin, Host), {})
-    trainer = make(demo_dataset=rows, demo_batch=2, **options, **given)
-    make(demo_dataset=rows, demo_batch=2, tools=[], chat_template_kwargs=None, **options)
-    demos = (rows, "demo_dataset", "words")
-    assert calls[:2] == [(*demos, {"tools": ["t"], "chat_template": "c", "lead": 1}), "model"]
-    assert calls[2] == (*demos, {"tools": None, "chat_template": None})
-    assert trainer.mixer.method == METHODS[DEFAULT]() and trainer.mixer.batch == 2
-    assert trainer.mixer.draw() == Order(3, 7).take(2)
 
 
 def test_evaluation_uses_the_loss_of_trl() -> None:
@@ -290,31 +258,25 @@ def test_weights_known_before_the_forward_pass() -> None:
     assert options["log_ratio_per_token"].tolist() == [[0] * 3] * 2
 
 
-def test_the_request_is_forgotten_after_each_micro_batch(monkeypatch: Any) -> None:
-    """Also if TRL's loss fails, and without gradients there is none."""
+def test_a_micro_batch_without_gradients_has_no_request(monkeypatch: Any) -> None:
+    """The request of the last one is not used again, also if it failed."""
     trainer: Any = object.__new__(FusedGRPOTrainer)
-    requests: list[Any] = []
     result: Any = "out"
-    request = FusedLoss(torch.zeros(1), torch.zeros(1), {}, out=result)
+    request = trainer._request = FusedLoss(torch.zeros(1), torch.zeros(1), {}, out=result)
+    requests: list[Any] = []
 
     def compute(self: Any, model: Any, inputs: Any) -> torch.Tensor:
         requests.append(self._request)
-        if inputs == "fail":
-            raise RuntimeError("out of memory")
-        if inputs == "scored":
-            self._surrogate = torch.tensor(5.0, requires_grad=True)
+        request.surrogate = torch.tensor(5.0, requires_grad=True) if inputs == "scored" else None
         return torch.tensor(2.0)
 
     monkeypatch.setattr(GRPOTrainer, "_compute_loss", compute)
     monkeypatch.setattr(FusedGRPOTrainer, "_check_host", staticmethod(lambda function: None))
     monkeypatch.setattr(FusedGRPOTrainer, "_fused_loss", lambda self, inputs: request)
-    loss = trainer._compute_loss(None, "scored")
-    assert loss.item() == 2 and loss.requires_grad and trainer.rollout_out == "out"
-    assert not trainer._compute_loss(None, "plain").requires_grad
     with torch.no_grad():
         trainer._compute_loss(None, "plain")
     assert trainer.rollout_out is None
-    with pytest.raises(RuntimeError, match="out of memory"):
-        trainer._compute_loss(None, "fail")
-    assert requests == [request, request, None, request]
-    assert (trainer._request, trainer._surrogate) == (None, None)
+    loss = trainer._compute_loss(None, "scored")
+    assert loss.item() == 2 and loss.requires_grad and trainer.rollout_out == "out"
+    assert not trainer._compute_loss(None, "plain").requires_grad
+    assert requests == [None, request, request]

@@ -114,13 +114,13 @@ def test_bad_demonstrations_are_named(
     files: tuple[str, str], tmp_path: Path, row: dict[str, str], message: str
 ):
     """The worker reads the demonstrations before its first step, and fails there."""
-    from gac.integrations.verl import GACPolicyLoss, Mixture
+    from gac.integrations.verl import GACPolicyLoss, TwoPassStep
 
     path = tmp_path / "bad.jsonl"
     path.write_text(json.dumps(row) + "\n")
     options = GACPolicyLoss(demo_path=str(path), demo_batch=5)
     with pytest.raises(ValueError, match=message):
-        Mixture(None, task.make_tokenizer(), options, lambda **_: None)
+        TwoPassStep(None, task.make_tokenizer(), options, lambda **_: None)
 
 
 def test_invalid_options_are_named(files: tuple[str, str]):

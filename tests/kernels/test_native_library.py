@@ -134,7 +134,7 @@ def test_only_the_results_are_written(
     columns = batch.keywords["old_logps"], batch.keywords["ref_logps"]
     inputs = BatchInputs(targets, batch.advantages, batch.is_demo, 0.4, *columns)
     tokens = cpu.plan(inputs, LossSpec())
-    cpu.row_stats(logits, tokens.targets, 1.0, more=True)
+    cpu.row_stats(logits, tokens.targets, 1.0, more_outputs=True)
     signs = HeadSketch(8).signs(width, CPU).float()
     for dtype in (torch.float32, *HALF):
         out = allocate(logits.shape, dtype)

@@ -345,18 +345,18 @@ def test_the_page_of_two_groups(groups: list[Group], tmp_path: Path) -> None:
     assert text.count('<td>0.123</td><td class="text">2</td>') == 2
     assert text.count('<td>dropped</td><td class="text">3&lt; (cut off)</td>') == 2
     assert text.count('<td>demonstration</td><td class="text">two</td>') == 2
-    assert "<details><summary><b>run</b>, step 1</summary>" in text
-    assert "<details open><summary><b>run</b>, step 2</summary>" in text
+    columns = text.split('<details open><summary><b>run</b></summary><div class="two">')[1]
+    assert columns.index("<div><h3>Step 1</h3>") < columns.index("<div><h3>Step 2</h3>")
 
 
-def test_samples_show_the_first_the_middle_and_the_last_step(tmp_path: Path) -> None:
+def test_samples_show_the_first_and_the_last_step(tmp_path: Path) -> None:
     """A resumed run has written step 30 twice."""
     path = write_run(tmp_path / "run", {}, {"a": [1]}, [])
-    steps = [30, 10, 20, 50, 40, 30]
+    steps = [30, 10, 20, 30]
     write_lines(path / "samples.jsonl", [{"step": s, "i": i} for i, s in enumerate(steps)])
     with (path / "samples.jsonl").open("a") as file:
         file.write('[1]\n{"i": 7}\n{"step": 6')
-    assert read_samples(path) == [{"step": 10, "i": 1}, {"step": 30, "i": 5}, {"step": 50, "i": 3}]
+    assert read_samples(path) == [{"step": 10, "i": 1}, {"step": 30, "i": 3}]
     empty = write_run(tmp_path / "empty", {}, {}, [])
     groups = group_runs([read_run(empty), read_run(path)])
     assert samples(groups) == [{"label": "run", "entries": read_samples(path)}]

@@ -239,16 +239,22 @@ def test_checks_have_no_time_limit_of_their_own(monkeypatch):
         limits.append(parsing_timeout)
         return [int(text)] if text else []
 
-    def verify(gold, answer, timeout_seconds=5):
+    def verify(reference, answer, timeout_seconds=5):
         limits.append(timeout_seconds)
-        compared.append((gold, answer))
-        return gold == answer
+        compared.append((reference, answer))
+        return reference == answer
 
     fake = SimpleNamespace(parse=parse, verify=verify)
     monkeypatch.setitem(sys.modules, "math_verify", fake)
     grade = grading_worker.make_grader()
     pairs = [("7", "7"), ("7", "8"), ("", "7"), ("x", "7"), ("7", "x")]
-    assert [grade(*p) for p in pairs] == ["right", "wrong", "bad gold", "bad gold", "wrong"]
+    assert [grade(*p) for p in pairs] == [
+        "right",
+        "wrong",
+        "bad reference",
+        "bad reference",
+        "wrong",
+    ]
     assert set(limits) == {None} and compared == [([7], [7]), ([7], [8])]
 
 
@@ -263,8 +269,8 @@ def parse(text, parsing_timeout):
         pass
     return [text]
 
-def verify(gold, answer, timeout_seconds):
-    return gold == answer
+def verify(reference, answer, timeout_seconds):
+    return reference == answer
 """
 
 

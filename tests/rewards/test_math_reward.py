@@ -30,9 +30,9 @@ EQUAL = {
     "a percentage": (r"50\%", "0.5"),
     "an interval": ("(1,2)", r"\boxed{(1,2)}"),
     "a polynomial in another order": ("x^2+1", r"\boxed{1+x^2}"),
-    "an equation for the gold value": ("5", r"\boxed{x=5}"),
-    "gold inside a worked solution": (r"We get $\boxed{\sqrt{2}}$.", r"$\sqrt{2}$"),
-    "gold after ####": ("16-3-4=9\n#### 18", "18"),
+    "an equation for the reference value": ("5", r"\boxed{x=5}"),
+    "reference inside a worked solution": (r"We get $\boxed{\sqrt{2}}$.", r"$\sqrt{2}$"),
+    "reference after ####": ("16-3-4=9\n#### 18", "18"),
     "a word": ("Monday", r"\boxed{\text{Monday}}"),
 }
 DIFFERENT = {
@@ -94,16 +94,16 @@ def test_the_answer_follows_the_last_marker(text, answer):
 GOLD = {" −3 ": "-3", "1+1=2\n#### 2": "2", "east": r"\text{east}", "cat": "cat", r"\$5": r"\$5"}
 
 
-def test_gold_answers_are_boxed_unless_they_are_latex():
+def test_reference_answers_are_boxed_unless_they_are_latex():
     for text, inside in GOLD.items():
-        assert mathematics.gold_text(text) == f"\\boxed{{{inside}}}"
+        assert mathematics.reference_text(text) == f"\\boxed{{{inside}}}"
     for text in ("so $5$", r"\(5\)", r"\[5\]", r"\boxed{5}"):
-        assert mathematics.gold_text(text) == text
+        assert mathematics.reference_text(text) == text
 
 
 def test_math_gives_each_row_its_own_verdict_and_counts_failures():
     reward = build_reward("math", on_error="drop")
-    verdicts, pairs = ["crash", "right", "bad gold", "timeout", "wrong", "crash"], []
+    verdicts, pairs = ["crash", "right", "bad reference", "timeout", "wrong", "crash"], []
     reward._pool = SimpleNamespace(grade=lambda rows: pairs.extend(rows) or verdicts)
     examples = [example(answer) for answer in (None, "1", "2", "3", "4", "5", "6")]
     scores = reward([f"#### {i}" for i in range(7)], examples)

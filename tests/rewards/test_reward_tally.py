@@ -51,13 +51,8 @@ def test_counts_are_logged_per_step_and_at_the_end(task, tmp_path, caplog):
     run(task, tmp_path / "run", caplog, "drop")
     (reward,) = Flaky.instances
     rows = metrics(tmp_path / "run")
-    assert [row["reward_calls"] for row in rows] == [1, 1, 1, 1]
-    assert [row["reward_dropped"] for row in rows] == [
-        3,
-        3,
-        3,
-        3,
-    ]  # every fifth of 16 rows per step
+    assert [row["rewards_calls"] for row in rows] == [1, 1, 1, 1]
+    assert [row["rewards_dropped"] for row in rows] == [3] * 4  # every fifth of 16 rows per step
     assert reward.dropped == 12 and reward.closed == 1
     assert "reward flaky: 12 dropped, 4 calls" in caplog.text
 
@@ -74,9 +69,9 @@ def test_events_before_the_tally_and_other_names():
     reward = SimpleNamespace(dropped=2, counts=lambda: counts)
     tally = Tally(reward)
     counts |= {"old": 4, "new": 5}
-    assert tally.new_counts() == {"reward_dropped": 0, "reward_old": 1, "reward_new": 5}
+    assert tally.new_counts() == {"rewards_dropped": 0, "rewards_old": 1, "rewards_new": 5}
     reward.dropped = 9
-    assert tally.new_counts() == {"reward_dropped": 7, "reward_old": 0, "reward_new": 0}
+    assert tally.new_counts() == {"rewards_dropped": 7, "rewards_old": 0, "rewards_new": 0}
 
 
 def test_a_reward_is_closed_even_if_its_counts_fail():

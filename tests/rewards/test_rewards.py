@@ -26,7 +26,7 @@ from gac.rewards import (
 from gac.rewards.base import time_limits
 from gac.rewards.code import program_of
 from gac.rewards.combine import BatchCallableReward, SumReward
-from gac.rewards.mathematics import gold_text, text_after_marker
+from gac.rewards.mathematics import reference_text, text_after_marker
 from gac.rewards.text import chosen_letter
 
 
@@ -368,7 +368,7 @@ BAD_SPECS = {
     "a misspelt term": ({"sum": [{"reward": "math", "wieght": 1}]}, "term of a sum must be"),
     "an inner on_error": (
         {"sum": [{"reward": {"name": "math", "on_error": "drop"}}]},
-        "set on_error on the outermost",
+        "set on_error next to `sum`",
     ),
     "an unknown on_error": ({"name": "math", "on_error": "skip"}, "on_error must be one of"),
     "a missing module": ("no_such_pkg.x:f", "no module 'no_such_pkg'"),
@@ -425,7 +425,7 @@ STARTS = [
 ]
 
 
-@pytest.mark.parametrize("read", [program_of, chosen_letter, text_after_marker, gold_text])
+@pytest.mark.parametrize("read", [program_of, chosen_letter, text_after_marker, reference_text])
 def test_reading_a_completion_takes_linear_time(read):
     for start, piece, end in itertools.product(STARTS, PIECES, ["", "`"]):
         text = f"{start}{piece * ((LENGTH - len(start)) // len(piece))}{end}"

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import importlib
 import json
+import math
 import shutil
 import socket
 import sys
 import threading
+import weakref
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
@@ -150,11 +152,12 @@ def test_a_run_is_repeatable_and_on_policy(task, server, tmp_path):
 
 
 def test_the_log_probs_of_the_server_reach_the_loss(task, server, tmp_path, monkeypatch):
-    """Correct log-probs equal the trainer's and change nothing; wrong ones mask every rollout."""
+    """Correct log-probs equal the trainer's and change nothing; wrong ones mask long rollouts."""
     trainer = Trainer(config(task, tmp_path / "run", server.url, steps=1))
     trainer.run()
     [row] = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert 0 < row["sampling/mismatch_kl"] < 1e-5
+    assert 0 < row["sampling/mismatch_kl"] < 1e-5 and row["sampling/frac_corrected"] == 0
+    assert 0 < row["sampling/sampling_logp_difference/max"] < 1e-3
     spec = trainer.gradients.loss.spec
     assert (spec.correction, spec.correction_max) == ("sequence_mask", 3.0)
     rows = trainer.sampler(trainer.policy, trainer.feed.examples(trainer.step), 0).rows
@@ -164,6 +167,15 @@ def test_the_log_probs_of_the_server_reach_the_loss(task, server, tmp_path, monk
     rollouts = {**ROLLOUTS, "vllm": {"urls": [server.url]}, "correction": "none"}
     plain = Trainer(config(task, tmp_path / "none", server.url, rollouts=rollouts))
     assert plain.gradients.loss.spec.correction == "none"
+    sampled = vllm._sampled
+    monkeypatch.setattr(vllm, "_sampled", lambda *x: [logp - 0.4 for logp in sampled(*x)])
+    wrong = Trainer(config(task, tmp_path / "wrong", server.url, steps=1))
+    row = wrong._train_step()
+    lengths = [row.loss_tokens for row in wrong.rollouts.rows]
+    masked = sum(n for n in lengths if n > 2)  # exp(0.4 * 3) > correction_max
+    assert masked > 0 and row["sampling/frac_corrected"] == masked / sum(lengths)
+    assert row["sampling/sampling_logp_difference/max"] == pytest.approx(0.4, abs=1e-3)
+    assert row["sampling/mismatch_kl"] == pytest.approx(math.exp(0.4) - 1.4, abs=1e-3)
 
 
 def test_run_resumes_exactly_with_a_new_server(task, tmp_path):
@@ -258,32 +270,50 @@ def test_a_server_that_does_not_answer_in_time(task, tmp_path):
 
 
 def two_steps(run_config):
-    """The weights that the policy sends, the first step's metrics and the second step's error."""
+    """What a rank sends, its peak in bytes of gathered weights, an evaluation, a step, an error."""
     trainer = Trainer(run_config)
     sent = {name: x.clone() for name, x in vllm.Weights(trainer.model)}
+    live, full, vllm.MAX_FILE_BYTES = [0, 0], vllm._full, 1
+
+    def counted(x):
+        value = full(x)
+        live[0] += value.nbytes
+        live[1] = max(live)
+        weakref.finalize(value, lambda size: live.__setitem__(0, live[0] - size), value.nbytes)
+        return value
+
+    vllm._full = counted
+    evaluation = trainer.evaluator(trainer.policy)
     row = trainer._train_step()
     with pytest.raises(RunError) as error:
         trainer._train_step()
-    return sent, row, str(error.value)
+    return sent, live[1], evaluation | {"seconds": 0}, row, str(error.value)
 
 
 @pytest.mark.dist
 def test_two_processes_with_sharded_weights(task, tmp_path):
-    """The ranks send weights and sample; all report a server that exits while one waits for it."""
-    single_process = dict(vllm.Weights(Trainer(tiny_config(task, tmp_path / "one")).model))
-    # 2 vocabulary checks (one per rank), 1 weight check (rank 0) and 4 prompts; then 1 weight check
-    # and 2 of the next 4 prompts
+    """The ranks send weights, evaluate and sample; all report a server that exits meanwhile."""
+    settings = {"data": {"prompts": str(task / "eval.jsonl"), "limit": 4}, "batch": 1}
+    settings |= {"max_completion_length": 5}
+    single = Trainer(tiny_config(task, tmp_path / "one", eval=settings))
+    single_process = dict(vllm.Weights(single.model))
+    # 2 vocabulary checks (one per rank), twice 1 weight check (rank 0) and 4 prompts; then 1 weight
+    # check and 2 of the next 4 prompts
     parallel = {"mode": "fsdp"}
-    with serving(task / "init", exits_after=2 + 5 + 1 + 2) as server:
-        run_config = config(task, tmp_path / "two", server.url, parallel=parallel)
-        (sent, row, error), (other_sent, other_row, other_error) = ranks.run(
-            two_steps, run_config, ranks=2
-        )
-    for weights in (sent, other_sent):
-        assert weights.keys() == single_process.keys()
-        assert all(torch.equal(x, single_process[name]) for name, x in weights.items())
-    assert row == other_row and row["sampled_completions"] == 8
-    assert error == other_error and "does not respond" in error
+    with serving(task / "init", exits_after=2 + 5 + 5 + 1 + 2) as server:
+        run_config = config(task, tmp_path / "two", server.url, parallel=parallel, eval=settings)
+        results = ranks.run(two_steps, run_config, ranks=2)
+    for sent, *_ in results:
+        assert sent.keys() == single_process.keys()
+        assert all(torch.equal(x, single_process[name]) for name, x in sent.items())
+    sizes = sorted(x.nbytes for x in single_process.values())
+    for _, peak, *_ in results:  # one that is sent, and the next one
+        assert sizes[-1] <= peak <= sizes[-1] + sizes[-2] < sum(sizes) / 4
+    (_, _, *first), (_, _, *second) = results
+    assert first == second
+    evaluation, row, error = first
+    assert evaluation == single.evaluator(single.policy) | {"seconds": 0}
+    assert row["sampled_completions"] == 8 and "does not respond" in error
 
 
 def test_nccl_weight_transfer_uses_trls_requests(task, tmp_path, policy, monkeypatch):

@@ -54,7 +54,10 @@ def test_resumed_run_keeps_its_budget(task, tmp_path, monkeypatch):
     assert metrics(out) == metrics(whole)
     for explicit in ({"micro_batch_size": 3}, {"max_tokens_per_micro_batch": 96}):
         changed = dataclasses.replace(config, **explicit)
-        assert find_checkpoint(changed, True) == (changed, checkpoint.newest(out / "checkpoints"))
+        assert find_checkpoint(changed, True) == (
+            changed,
+            checkpoint.newest_checkpoint(out / "checkpoints"),
+        )
 
 
 def test_rows_that_exceed_a_small_budget_are_trained_alone(task, tmp_path, monkeypatch, caplog):

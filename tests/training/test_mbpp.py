@@ -20,7 +20,7 @@ from tests.tiny import metrics, write_bpe_model
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "mbpp.yaml"
-COUNTS = {f"reward_{name}" for name in ("dropped", "timeouts", "stalled", "crashes", "no_program")}
+COUNTS = {f"rewards_{name}" for name in ("dropped", "timeouts", "stalled", "crashes", "no_program")}
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def test_two_steps_on_real_rows(overrides):
     assert len(rows) == 2 and all(math.isfinite(row["grad_norm"]) for row in rows)
     for row in rows:
         # a random model writes no program that passes; the rows themselves are sound
-        assert row["reward_mean"] == 0 and row["reward_dropped"] == 0
+        assert row["reward_mean"] == 0 and row["rewards_dropped"] == 0
         assert row.keys() >= COUNTS
         assert row["demo_loss"] > 0 and row["sft_variance"] > 0
 
@@ -79,9 +79,9 @@ def test_reward_counters_are_in_the_metrics(overrides):
     (row,) = metrics(train(config))
     assert row["reward_mean"] == pytest.approx(1 / 3) and row["rl_variance"] > 0
     endless = (
-        row["reward_timeouts"] + row["reward_stalled"]
+        row["rewards_timeouts"] + row["rewards_stalled"]
     )  # which of the two depends on machine load
-    assert (endless, row["reward_no_program"], row["reward_crashes"]) == (2, 2, 0)
+    assert (endless, row["rewards_no_program"], row["rewards_crashes"]) == (2, 2, 0)
 
 
 def test_every_demonstration_earns_the_reward(overrides):

@@ -112,10 +112,12 @@ def row_stats(
     targets: Tensor,
     temperature: float | Tensor,
     softcap: float | None = None,
-    more: bool = False,
+    more_outputs: bool = False,
 ) -> tuple[Tensor, ...]:
     tile, count = launch.tiling(logits.shape[-1], logits.dtype), targets.numel()
-    results = torch.empty(6 if more else 3, count, dtype=torch.float32, device=logits.device)
+    results = torch.empty(
+        6 if more_outputs else 3, count, dtype=torch.float32, device=logits.device
+    )
     arguments = {
         "logits": logits,
         **launch.dense(targets=targets),
@@ -127,7 +129,7 @@ def row_stats(
         "R": tile.width,
         "STAGES": tile.stages,
         "PEEL": launch.unaligned(logits),
-        "MORE": more,
+        "MORE": more_outputs,
     }
     launch.Launch(stats_kernel, count, arguments, tile.warps).run(logits.device)
     return results.unbind()
