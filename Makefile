@@ -29,7 +29,7 @@ demo: setup  ## train a tiny model with six methods and compare them
 	$(BIN)/gac demo
 
 test: setup  ## run all tests that do not need a GPU
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not release" -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not release" -n 2 --dist loadfile --no-loadscope-reorder
 
 release-check: setup  ## check the packages, the workflows, the hub layout and the versions (gigabytes, half an hour)
 	$(BIN)/python -m tools.release_check
@@ -49,7 +49,7 @@ mutants: setup  ## sample small bugs in the code and run the tests on each (hour
 	$(BIN)/python -m tools.mutants $(MODULES)
 
 test-gpu:  ## run the GPU tests with the system's python, not the .venv
-	$(PYTHON) -m pytest -m gpu tests/kernels/test_*_gpu.py tests/kernels/test_batch.py
+	$(PYTHON) -m pytest -m gpu tests/kernels/test_*gpu.py tests/kernels/test_batch.py
 
 test-integrations: setup  ## test each adapter against its trainer, in a separate environment
 	$(BIN)/python -m tools.environments

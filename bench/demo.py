@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
-
-from PIL import Image
 
 from gac.demo.run import METHODS
 from gac.evaluation.table import markdown_table
@@ -27,9 +26,7 @@ def table(runs: Path) -> str:
 
 def main() -> None:
     runs = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "runs" / "demo"
-    picture = Image.open(runs / "plots" / "overview.png").convert("RGB")
-    picture.thumbnail((1400, 1400))
-    picture.quantize(128).save(ROOT / "docs" / "demo.png", optimize=True)
+    shutil.copyfile(runs / "plots" / "accuracy.svg", ROOT / "docs" / "demo.svg")
     fill(ROOT / "README.md", "demo", table(runs))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import random
 import sys
@@ -24,12 +25,15 @@ settings.register_profile(
     "gac", derandomize=True, deadline=None, phases=(Phase.explicit, Phase.generate)
 )
 settings.load_profile("gac")
+DEADLINE = pytest.StashKey[float]()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if "full" not in config.option.markexpr:  # takes minutes; runs only with `-m full`
         config.hook.pytest_deselected(items=[i for i in items if i.get_closest_marker("full")])
         items[:] = [item for item in items if not item.get_closest_marker("full")]
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)  # first, so that all workers end together
     for item in items:
         for mark in item.iter_markers():
             if mark.name in ("slow", "full", "skip", "skipif", "xfail"):
@@ -46,8 +50,15 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
     """Set the deadline of a test: longer if it is slow, or while the machine is overloaded."""
     deadline = 600 if item.get_closest_marker("slow") else 30
     load = os.getloadavg()[0] / (os.cpu_count() or 1)
-    item.add_marker(pytest.mark.timeout(deadline * max(load, 1.0)))
+    item.stash[DEADLINE] = deadline * max(load, 1.0)
+    item.add_marker(pytest.mark.timeout(item.stash[DEADLINE]))
     return (yield)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """End the process if the signal of the deadline is not handled, as in C code without an end."""
+    faulthandler.dump_traceback_later(1.2 * item.stash[DEADLINE], exit=True, file=sys.__stderr__)
 
 
 def pytest_collection_finish() -> None:

@@ -33,7 +33,12 @@ from gac.study import runs
 
 DEADLINE = 240.0  # timeout in seconds for a process in a test
 CONTEXT = multiprocessing.get_context("forkserver")
-PRELOADED = ["torch.distributed.checkpoint", "gac.training.trainer", "tests.tiny"]
+PRELOADED = [
+    "torch.distributed.checkpoint",
+    "gac.training.trainer",
+    "transformers.models.qwen2.modeling_qwen2",
+    "tests.tiny",
+]
 
 
 class Failed:

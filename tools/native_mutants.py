@@ -26,8 +26,12 @@ from tools.mutations import Change, Mutant
 
 # groups of test files, quick ones first; a process runs each group
 TESTS = {
-    "csrc/cpu": ("native", "options loss token_outputs", "batch sketch moments native_library"),
-    "csrc/cuda": ("cuda_source cuda_order cuda_sketch",),
+    "csrc/cpu": (
+        "native",
+        "extremes options loss token_outputs",
+        "batch sketch moments native_library",
+    ),
+    "csrc/cuda": ("cuda_source cuda_order cuda_sketch", "extremes loss"),
 }
 # not the tests of other backends, nor those that change the sources
 SELECTED = "not triton and not broken and not meet_their_limits"

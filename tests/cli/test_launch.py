@@ -7,14 +7,16 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from gac import cli
-from gac.config import save
+from gac.config import load, save
+from gac.train_config import TrainConfig
+from gac.training.trainer import train
+from tests import ranks
 from tests.tiny import metrics, tiny_config
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow(reason="launchers start interpreters")]
@@ -68,24 +70,16 @@ def write_config(task, tmp_path, name, **changes) -> Path:
 def test_torchrun_restarts_after_a_killed_rank_with_the_same_metrics(task, tmp_path):
     settings = {"steps": 8, "checkpoint_every": 2, "reward": "tests.kills:reward"}
     uninterrupted, killed = (write_config(task, tmp_path, name, **settings) for name in "ab")
-    code, output = run_job(torchrun(), uninterrupted)
-    assert code == 0, output
+    ranks.run(train, load(TrainConfig, uninterrupted), ranks=2)
     kill_at = tmp_path / "b" / "checkpoints" / "step-00000004"
     code, output = run_job(torchrun("--max-restarts", "1"), killed, KILL_AT=str(kill_at))
     assert code == 0, output
     assert metrics(tmp_path / "b") == metrics(tmp_path / "a")
     assert "resumed from" in output
-
-
-def test_without_restarts_the_job_fails_and_names_the_rank(task, tmp_path):
-    path = write_config(task, tmp_path, "run", steps=2000, eval={}, reward="tests.kills:reward")
-    start = time.monotonic()
-    kill_at = tmp_path / "run" / "checkpoints" / "step-00000004"
-    code, output = run_job(torchrun(), path, KILL_AT=str(kill_at))
-    assert code != 0 and (time.monotonic() - start) < 60  # within parallel.timeout
     assert re.search(r"local_rank: 1\b|rank 1 is not responding", output)
 
 
+@pytest.mark.full(reason="starts three more interpreters, as torchrun does")
 def test_accelerate_launch_export_and_replay(task, tmp_path, capsys):
     code, output = run_job(ACCELERATE, write_config(task, tmp_path, "run", steps=2))
     assert code == 0, output

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from gac_kernels import DemoWeight, LossSpec, backends, reference
 
+CPU = torch.device("cpu")
+HALF = (torch.bfloat16, torch.float16)
 H = 24  # hidden size; the logits are hidden @ weight.T + bias
 
 
@@ -26,15 +28,18 @@ class Case:
     reason: str
     spec: LossSpec = field(default_factory=LossSpec)
     vocabulary: int = 101  # prime: no multiple of any vector or tile
-    lengths: tuple[int, ...] = (7, 3, 0, 5, 7, 1)  # number of loss tokens; 0 = an empty sequence
+    lengths: tuple[int, ...] = (4, 3, 0, 2, 4, 1)  # number of loss tokens; 0 = an empty sequence
     demos: tuple[int, ...] = (0, 1, 0, 0, 1, 1)
     packed: bool = False
     per_token: bool = False  # advantages per token
     peak: float = 1.0  # scale of the logits; a trained model's distributions are peaked
-    masked_vocab: int = 0  # vocabulary entries whose logit is -inf
+    unmasked: tuple[slice, ...] = (slice(None),)  # the other entries' logits are -inf
+    softcap: float | None = None
+    logit_scale: float = 1.0
     mu: float = 0.4
     old: float | None = None  # standard deviation of logp - old_logps; None = on-policy
     ref: float | None = None  # standard deviation of logp - ref_logps; None = no reference
+    rollout: float | None = None  # of logp - rollout_logps, with weights; None = no correction
 
 
 @dataclass
@@ -72,30 +77,37 @@ def build(case: Case, dtype: torch.dtype = torch.float32) -> Batch:
 
     hidden, weight = normal(sequences, width, H), normal(case.vocabulary, H) * case.peak / H**0.5
     bias = normal(case.vocabulary) / 2
-    bias[case.vocabulary - case.masked_vocab :] = -torch.inf
-    targets = torch.randint(0, case.vocabulary - case.masked_vocab, (sequences, width), generator=g)
+    entries = torch.cat([torch.arange(case.vocabulary)[part] for part in case.unmasked])
+    bias = torch.full_like(bias, -torch.inf).index_copy(0, entries, bias[entries])
+    targets = entries[torch.randint(0, len(entries), (sequences, width), generator=g)]
     # the first target is the most likely token, so that its p is high
     targets[:, 0] = reference.linear_logits(hidden, weight, bias)[:, 0].argmax(-1)
     live = torch.arange(width) < torch.tensor(case.lengths)[:, None]
     targets[~live] = -100
     is_demo = torch.tensor(case.demos, dtype=torch.bool)
     advantages = normal(*((sequences, width) if case.per_token else (sequences,))).float()
+    scaling = {"softcap": case.softcap, "logit_scale": case.logit_scale}
     logps, _ = reference.linear_token_logprobs(
-        hidden, weight, targets, bias=bias, temperature=case.spec.temperature
+        hidden, weight, targets, bias=bias, temperature=case.spec.temperature, **scaling
     )
-    old_and_ref = [
-        None if spread is None else (logps + spread * normal(sequences, width)).float()
-        for spread in (case.old, case.ref)
-    ]
+    columns = {
+        f"{name}_logps": (logps + spread * normal(sequences, width)).float()
+        for name in ("old", "ref", "rollout")
+        if (spread := getattr(case, name)) is not None
+    }
+    if case.rollout is not None:
+        columns["weights"] = torch.rand(sequences, width, generator=g)
     keywords: dict[str, Any] = {"mu": case.mu, "spec": case.spec}
+    if case.softcap is not None:
+        keywords |= scaling
     if case.packed:  # drop only half of the padding, so that some masked tokens remain
         kept = live | (torch.rand(live.shape, generator=g) < 0.5)
         hidden, targets = hidden[kept], targets[kept]
-        old_and_ref = [x if x is None else x[kept] for x in old_and_ref]
+        columns = {name: x[kept] for name, x in columns.items()}
         advantages = advantages[kept] if case.per_token else advantages
         ends = kept.sum(1).cumsum(0)
         keywords["cu_seqlens"] = torch.nn.functional.pad(ends, (1, 0)).to(torch.int32)
-    keywords |= {"old_logps": old_and_ref[0], "ref_logps": old_and_ref[1]}
+    keywords |= {"old_logps": None, "ref_logps": None, **columns}
     return Batch(hidden, weight, bias, targets, advantages, is_demo, keywords).to(dtype)
 
 
@@ -141,9 +153,18 @@ CASES = [
         "masked-vocab",
         "-inf logits mask part of the vocabulary",
         LossSpec(entropy_coef=0.05),
-        masked_vocab=30,
+        unmasked=(slice(71),),
     ),
-    Case("peaked", "a trained model's logits: p near 1, entropy near 0", peak=12.0),
+    Case(
+        "masked-tiles",
+        "whole tiles are masked: before, between and after the others",
+        LossSpec(entropy_coef=0.1),
+        vocabulary=9001,
+        lengths=(2, 1),
+        demos=(0, 1),
+        unmasked=(slice(4200, 4300), slice(6500, 6501)),
+    ),
+    Case("peaked logits", "a trained model's logits: p near 1, entropy near 0", peak=12.0),
     Case(
         "wide",
         "a vocabulary wider than one tile of any backend",
@@ -151,9 +172,10 @@ CASES = [
         lengths=(2, 1, 2),
         demos=(0, 1, 0),
     ),
+    Case("a block and one", "one entry more", vocabulary=2049, lengths=(2, 1), demos=(0, 1)),
     Case("tiny", "a vocabulary smaller than one SIMD vector", vocabulary=3),
     Case("one entry", "a vocabulary of one entry", vocabulary=1),
-    Case("one tile", "exactly one of Triton's tiles in these tests", vocabulary=64),
+    Case("a whole tile", "exactly one of Triton's tiles in these tests", vocabulary=64),
     Case("a tile and one", "one entry more", LossSpec(entropy_coef=0.1), vocabulary=65),
     Case("cispo", "CISPO", LossSpec(policy_loss="cispo", clip_high=0.05), old=0.3),
     Case("sapo", "both temperatures", LossSpec(policy_loss="sapo", sapo_tau=(1.0, 1.3)), old=0.3),
@@ -165,16 +187,56 @@ CASES = [
         old=0.3,
         ref=0.3,
     ),
+    Case(
+        "all options",
+        "every term at once, with another temperature and bounds of different size",
+        LossSpec(kl_coef=0.1, entropy_coef=0.02, dual_clip=1.2, temperature=0.7, clip_high=0.28),
+        old=0.3,
+        ref=0.3,
+    ),
+    Case("hot", "a temperature above 1", LossSpec(demo_weight=DemoWeight.P, temperature=2.5)),
+    Case(
+        "softcap",
+        "logits near the cap, scaled first",
+        LossSpec(entropy_coef=0.1, temperature=0.8),
+        peak=3.0,
+        unmasked=(slice(20, 90),),
+        softcap=3.0,
+        logit_scale=2.0,
+    ),
+    Case(
+        "corrected",
+        "weights, and factors against the log-probs of another engine",
+        LossSpec(correction="token_truncate", correction_min=0.8, correction_max=1.2, kl_coef=0.1),
+        old=0.2,
+        ref=0.3,
+        rollout=0.4,
+    ),
 ]
 BY_NAME = {case.name: case for case in CASES}
 each_case = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+each_backend = pytest.mark.parametrize(
+    "backend", ["reference", "native", "triton", "cuda"], indirect=True
+)
 
 
 def require_backend(name: str, dtype: torch.dtype = torch.float32) -> str:
-    """Return the backend's name, or skip the test with the reason if it cannot run here."""
-    if reason := backends.unavailable(name, torch.device("cpu"), dtype):
-        pytest.skip(f"{name}: {reason}")
+    """Return the backend's name, or skip the test or file with the reason if it cannot run here."""
+    if reason := backends.unavailable(name, CPU, dtype):
+        pytest.skip(f"{name}: {reason}", allow_module_level=True)
     return name
+
+
+def loss_and_grad(call: Any, logits: Tensor, batch: Batch, **keywords: Any) -> Any:
+    """Return the outputs, and four times the gradient of the logits."""
+    out = call(logits, batch.targets, batch.advantages, batch.is_demo, **batch.keywords, **keywords)
+    # half-precision gradients are rounded before the factor 4, which adds no rounding error
+    return out, torch.autograd.grad(out.loss * 4, logits)
+
+
+def error(value: Tensor, truth: Tensor) -> float:
+    """Largest absolute error."""
+    return (value.double() - truth.double()).abs().max().item()
 
 
 def hidden_grad_by_rows(batch: Batch, rows: int) -> Tensor:
@@ -197,13 +259,18 @@ def less_accurate(a: Tensor, b: Tensor, truth: Tensor) -> Tensor:
 
 
 def check(
-    name: str, ours: Tensor, same_dtype: Tensor, truth: Tensor, extra_rtol: float = 0.0
+    name: str,
+    ours: Tensor,
+    same_dtype: Tensor,
+    truth: Tensor,
+    extra_rtol: float = 0.0,
+    floor: float = 1e-3,
 ) -> None:
     """Assert |ours - truth| <= 2 |same_dtype - truth| + 8 float32 ulp of the largest truth.
 
     `same_dtype` is the reference's result in our dtype. Errors are maxima over elements.
-    `extra_rtol` adds this fraction of the largest truth, for results that are rounded once more. On
-    failure, the message shows our worst element.
+    `extra_rtol` adds this fraction of the largest truth, for results that are rounded once more.
+    `floor` is the least magnitude of the largest truth. The message shows our worst element.
     """
     ours, same_dtype, truth = (x.detach().double() for x in (ours, same_dtype, truth))
     assert ours.shape == truth.shape, f"{name}: shape {ours.shape} instead of {truth.shape}"
@@ -214,7 +281,7 @@ def check(
         assert torch.equal(ours.isnan(), truth.isnan()), f"{name}: NaNs at different positions"
         return
     error = (ours - truth).abs().reshape(-1)
-    scale = max(truth.abs().max().item(), 1e-3)
+    scale = max(truth.abs().max().item(), floor)
     allowed = 2 * (same_dtype - truth).abs().max().item()
     allowed += (extra_rtol + 8 * torch.finfo(torch.float32).eps) * scale
     worst = error.nan_to_num(nan=torch.inf).argmax()
@@ -224,11 +291,11 @@ def check(
     )
 
 
-def check_outputs(ours: Any, same_dtype: Any, truth: Any) -> None:
+def check_outputs(ours: Any, same_dtype: Any, truth: Any, floor: float = 1e-3) -> None:
     """Check every field of a LossOutput; moments are compared through their sums."""
     outputs = ours, same_dtype, truth
     for name in ("loss", "rollout_loss", "demo_loss", "kl", "clip_fraction", "logps", "entropy"):
-        check(name, *(getattr(out, name) for out in outputs))
+        check(name, *(getattr(out, name) for out in outputs), floor=floor)
     check("rollouts", *(out.moments.rollouts for out in outputs))
     check("demo_nll", *(torch.nan_to_num(out.moments.demo_nll, neginf=-1.0) for out in outputs))
     check("totals", *(torch.nan_to_num(out.moments.totals, nan=-1.0) for out in outputs))
@@ -240,7 +307,8 @@ def check_grads(
     same_dtype: Iterable[Tensor],
     truth: Iterable[Tensor],
     extra_rtol: float = 0.0,
+    floor: float = 1e-3,
 ) -> None:
     """Check each gradient as `check` does."""
     for name, *grads in zip(names, ours, same_dtype, truth, strict=True):
-        check(f"gradient of {name}", *grads, extra_rtol=extra_rtol)
+        check(f"gradient of {name}", *grads, extra_rtol=extra_rtol, floor=floor)

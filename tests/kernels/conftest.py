@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from gac_kernels import backends
+from gac_kernels.backends import cuda, reference
+from tests.kernels import cuda_emulation
 from tests.kernels.cases import require_backend
 
 
@@ -17,7 +20,27 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def backend(request: pytest.FixtureRequest) -> str:
-    """The name of a backend that runs here; Triton's with small tiles."""
+    """A backend that runs here: Triton's with small tiles, CUDA's on emulated threads."""
     if request.param == "triton":
         request.getfixturevalue("small_tiles")
+    if request.param == "cuda":
+        return request.getfixturevalue("emulated_cuda")
     return require_backend(request.param)
+
+
+@pytest.fixture
+def emulated_cuda(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Make "native" the CUDA kernels, on CPU tensors; wide rows are split over two blocks."""
+    kernels, load = cuda_emulation.library(), backends.load
+    cuda_emulation.reset(kernels)
+    changes = {
+        "library": lambda: kernels,
+        "split": lambda vocab, *_, **__: cuda.Split(1 + (vocab > 1000), 3),
+        "unavailable": lambda *_: None,
+        "_batch_backend": lambda _: reference,  # the work per batch is Triton's
+    }
+    for name, function in changes.items():
+        monkeypatch.setattr(cuda, name, function)
+    rows = lambda name, device: cuda if name == "native" else load(name, device)  # noqa: E731
+    monkeypatch.setattr(backends, "load", rows)
+    return "native"

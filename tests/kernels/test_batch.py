@@ -45,7 +45,7 @@ class PlanArgs(NamedTuple):
 
 def plan_args(case: Case) -> PlanArgs:
     batch = build(case)
-    keywords = {k: v for k, v in batch.keywords.items() if k != "spec"}
+    keywords = {k: v for k, v in batch.keywords.items() if k in BatchInputs._fields}
     inputs = BatchInputs(batch.targets, batch.advantages, batch.is_demo, **keywords)
     return PlanArgs(inputs, case.spec)
 

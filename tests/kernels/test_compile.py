@@ -246,15 +246,20 @@ def test_shapes_of_a_packed_batch() -> None:
             torch.library.opcheck(operator.default, arguments, test_utils="test_faketensor")
 
 
-def test_operators_unscale_float16_gradients_in_float32() -> None:
+@pytest.mark.parametrize("operators", [False, True])
+def test_scaled_float16_gradients_are_unscaled_in_float32(operators: bool) -> None:
     """The scaled gradient of the weight, 0.5 x 200 x 4000, exceeds float16's range."""
     hidden, weight = torch.full((1, 200, 1), 4e3).half(), torch.zeros(2, 1).half().requires_grad_()
     inputs = torch.zeros(1, 200).long(), torch.ones(1), torch.tensor([True])
     spec = LossSpec(demo_weight="one")
-    with compiling():
-        loss = fused_linear_gac_loss(hidden, weight, *inputs, mu=1.0, spec=spec).loss
-    for factor in (0.5, 1.0):  # the first pass leaves the saved gradient as it is
-        (grad,) = torch.autograd.grad(loss, weight, torch.tensor(factor), retain_graph=True)
+    with compiling(operators):
+        losses = [
+            fused_linear_gac_loss(hidden, weight, *inputs, mu=1.0, spec=spec).loss for _ in range(2)
+        ]
+    if operators:  # the first pass leaves the saved gradient as it is
+        losses[1] = losses[0]
+    for loss, factor in zip(losses, (0.5, 1.0), strict=True):
+        (grad,) = torch.autograd.grad(loss, weight, torch.tensor(factor), retain_graph=operators)
         assert grad.tolist() == [[-2e3 * factor], [2e3 * factor]]
 
 

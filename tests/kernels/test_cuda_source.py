@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import math
 import operator
 from types import ModuleType
 from unittest import mock
@@ -18,10 +17,10 @@ import torch
 from torch import Tensor
 
 from bench import roofline
-from bench.sass import per_logit
+from bench.sass import assembly, per_logit
 from gac_kernels import build_cuda, inspect
 from gac_kernels.backends import cuda, reference
-from gac_kernels.contract import DemoWeight, LossSpec
+from gac_kernels.contract import LossSpec
 from gac_kernels.inputs import BatchInputs
 from gac_kernels.tokens import Tokens
 from tests.kernels import cuda_emulation as emulation
@@ -78,40 +77,6 @@ def check_loss(logits: Tensor, tokens: Tokens, spec: LossSpec, out: Tensor) -> N
     assert (out[masked] == 0).all()
 
 
-OPTIONS = {
-    "default": LossSpec(),
-    "k1, dual clip, entropy": LossSpec(
-        kl_coef=0.1, kl_estimator="k1", dual_clip=1.5, entropy_coef=0.01
-    ),
-    "k2, no clip, p": LossSpec(
-        kl_coef=0.1, kl_estimator="k2", clip_low=None, clip_high=None, demo_weight=DemoWeight.P
-    ),
-    "k3, one, hot": LossSpec(kl_coef=0.1, demo_weight=DemoWeight.ONE, temperature=1.7),
-    "shaped": LossSpec(demo_weight=DemoWeight.SHAPED),
-    "on policy": LossSpec(entropy_coef=0.01),
-    "trust": LossSpec(demo_weight=DemoWeight.TRUST, entropy_coef=0.02),
-    "cispo, weights": LossSpec(policy_loss="cispo", clip_high=0.1, correction="token_truncate"),
-    "sapo, mask, on policy": LossSpec(
-        policy_loss="sapo", sapo_tau=(1.0, 1.3), correction="token_mask", correction_max=1.2
-    ),
-    "reinforce, kl ratio, truncate, on policy": LossSpec(
-        policy_loss="reinforce",
-        correction="token_truncate",
-        correction_min=0.8,
-        kl_coef=0.1,
-        use_bias_correction_kl=True,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_every_option(kernels: ctypes.CDLL, force_split, name: str) -> None:
-    force_split(2, 3)
-    logits = 4 * torch.randn(2, 3, 3000)
-    tokens = batch(logits, OPTIONS[name], on_policy="on policy" in name)
-    check_loss(logits, tokens, OPTIONS[name], torch.empty_like(logits))
-
-
 # reason -> (dtype, gradient dtype, V, blocks, tiles)
 SHAPES = {
     "a whole number of tiles": (torch.float32, torch.float32, 8192, 4, 2),
@@ -156,72 +121,6 @@ def test_rows_of_any_stride_leave_their_neighbors_unchanged(
     assert (full[:, 0] == 7).all() and (full[:, :, 0] == 7).all() and (full[:, :, -1] == 7).all()
 
 
-def test_in_place_gradient(kernels: ctypes.CDLL, force_split) -> None:
-    force_split(4, 2)
-    logits = torch.randn(2, 5, 3001).bfloat16()
-    tokens = batch(logits, LossSpec())
-    separate = torch.empty_like(logits)
-    first = cuda.row_loss(logits, tokens, LossSpec(), separate)
-    second = cuda.row_loss(logits, tokens, LossSpec(), logits)
-    assert torch.equal(logits, separate)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-@pytest.mark.parametrize("blocks", [1, 4])
-def test_statistics_and_their_gradient(
-    kernels: ctypes.CDLL, force_split, blocks: int, poison: None
-) -> None:
-    force_split(blocks, 4)
-    logits, targets = 3 * torch.randn(2, 4, 6007), torch.randint(6007, (8,))
-    targets[2] = -100
-    d_logps, d_entropy = torch.randn(8), torch.randn(8)
-    d_logps[3] = d_entropy[3] = 0  # such a row is not read
-    d_entropy[1], d_logps[5], d_logps[1], d_entropy[5] = 0, 0, -1, -1
-    stats = cuda.row_stats(logits, targets, 0.8)
-    truth = reference.row_stats(logits.double(), targets, 0.8)
-    theirs = reference.row_stats(logits, targets, 0.8)
-    for name, *values in zip(("logp", "entropy", "lse"), stats, theirs, truth, strict=True):
-        close(*values, name, atol=2e-6)
-    out, like = torch.empty(2, 2, 4, 6007)
-    exact = torch.empty(2, 4, 6007, dtype=torch.float64)
-    reference.row_grads(logits, targets, theirs[2], theirs[1], d_logps, d_entropy, 0.8, like)
-    wide = [x.double() for x in (truth[2], truth[1], d_logps, d_entropy)]
-    reference.row_grads(logits.double(), targets, *wide, 0.8, exact)
-    logits.view(8, -1)[[2, 3]] = torch.nan
-    cuda.row_grads(logits, targets, stats[2], stats[1], d_logps, d_entropy, 0.8, out)
-    close(out, like, exact, "gradient")
-    assert (out.view(8, -1)[[2, 3]] == 0).all()
-
-
-def test_non_finite_and_extreme_rows(kernels: ctypes.CDLL, force_split) -> None:
-    """Masked logits, a row of -inf, nan, +inf, huge logits, a masked target, targets out of range,
-    and a row of the smallest number.
-    """
-    force_split(2, 3)
-    logits = torch.randn(1, 10, 2500)
-    logits[0, 0, 100:2300] = -torch.inf
-    logits[0, 1] = -torch.inf
-    logits[0, 2, 2499] = torch.nan
-    logits[0, 3, 5] = torch.inf
-    logits[0, 4] *= 1e37
-    logits[0, 5, 7] = -torch.inf
-    logits[0, 7] = -1e4 + torch.arange(2500) / 100
-    logits[0, 8] = torch.finfo(torch.float32).min
-    targets = torch.tensor([3, 3, 3, 3, 3, 7, 2500, 2, 9, -1])
-    logps, entropy, _ = cuda.row_stats(logits, targets, 1.0)
-    defined = torch.tensor([0, 4, 5, 7])
-    truth = reference.row_stats(logits[:, defined].double(), targets[defined], 1.0)
-    assert logps[[1, 2, 3, 6, 9]].isnan().all()
-    assert -logps[8] == entropy[8] == pytest.approx(math.log(2500), rel=1e-6)
-    finite = torch.tensor([0, 3])
-    torch.testing.assert_close(
-        logps[defined][finite].double(), truth[0][finite], rtol=1e-6, atol=2e-6
-    )
-    torch.testing.assert_close(entropy[defined].double(), truth[1], rtol=1e-5, atol=2e-5)
-    assert logps[5] == -torch.inf
-    torch.testing.assert_close(logps[4].double(), truth[0][1], rtol=1e-6, atol=0)
-
-
 def test_a_target_outside_the_row_changes_no_other_row(kernels: ctypes.CDLL, force_split) -> None:
     """Also if the last 16-byte word of the row would have room for it."""
     force_split(1, 1)
@@ -232,18 +131,6 @@ def test_a_target_outside_the_row_changes_no_other_row(kernels: ctypes.CDLL, for
     expected = torch.nn.functional.one_hot(targets[0], 41) - logits[0, 0].softmax(-1)
     torch.testing.assert_close(out[0, 0], expected)
     assert (storage[82:] == 7).all()
-
-
-def test_rounding_does_not_change_the_signs_of_statistics(
-    kernels: ctypes.CDLL, force_split
-) -> None:
-    """If one token has all the mass, its log-probability and the entropy are 0."""
-    force_split(1, 1)
-    logits = torch.full((1, 64, 40), -30.0)
-    logits[0, :, 3] = torch.linspace(30, 60, 64)
-    logps, entropy, _ = cuda.row_stats(logits, torch.full((64,), 3), 0.7)
-    assert (logps <= 0).all() and (logps > -2e-6).all()
-    assert (entropy >= 0).all() and (entropy < 2e-6).all()
 
 
 def test_logits_around_the_steep_threshold(kernels: ctypes.CDLL, force_split) -> None:
@@ -270,19 +157,6 @@ def test_logits_around_the_steep_threshold(kernels: ctypes.CDLL, force_split) ->
     reference.row_grads(logits[None].double(), targets, *wide, 1.0, exact)
     cuda.row_grads(logits[None], targets, d_logps, d_logps, d_logps, d_entropy, 1.0, out)
     torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-7)
-
-
-def test_masked_rows_are_never_read(kernels: ctypes.CDLL, force_split) -> None:
-    force_split(2, 2)
-    logits = torch.randn(2, 3, 2000)
-    tokens = batch(logits, LossSpec())
-    clean = torch.empty_like(logits)
-    cuda.row_loss(logits, tokens, LossSpec(), clean)
-    logits[:, 1] = torch.nan
-    poisoned = torch.empty_like(logits)
-    terms = cuda.row_loss(logits, tokens, LossSpec(), poisoned)
-    assert torch.equal(clean, poisoned)
-    assert all((x.view(2, 3)[:, 1] == 0).all() for x in terms)
 
 
 def test_results_do_not_depend_on_thread_order(kernels: ctypes.CDLL, force_split) -> None:
@@ -347,7 +221,9 @@ def test_split_of_the_common_vocabularies() -> None:
 
 
 @pytest.mark.slow(reason="nvcc takes a minute")
-@pytest.mark.parametrize("arch", ["90", "100"])
+@pytest.mark.parametrize(
+    "arch", ["90", pytest.param("100", marks=pytest.mark.full(reason="nvcc takes another minute"))]
+)
 def test_compiled_kernels_meet_their_limits(arch: str) -> None:
     """No spills; two blocks of 14 tiles fit on a multiprocessor, or three of 9 without a sketch; no
     more instructions per logit than recorded; the instructions the design relies on are present.
@@ -371,7 +247,7 @@ def test_compiled_kernels_meet_their_limits(arch: str) -> None:
                 "fewer instructions than recorded; rerun python -m bench.roofline --count"
             )
         for instruction in ("UBLKCP.S.G", "STAS.128", "LDS.128", "STG.E.EF."):
-            assert instruction in kernel.assembly, f"{name} has no {instruction}"
+            assert instruction in assembly(kernel), f"{name} has no {instruction}"
 
 
 def test_unavailable_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

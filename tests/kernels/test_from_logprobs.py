@@ -18,12 +18,15 @@ from tests.kernels.cases import (
     require_backend,
 )
 
+SCALING = {"softcap", "logit_scale"}  # of the logits, so that log-probs have it already
+
 
 def from_logits(batch: Batch):
     """Return `loss_from_logprobs` of the reference's log-probs, and the gradient of the logits."""
     logits = batch.logits()
-    temperature = batch.keywords["spec"].temperature
-    logps, entropy = reference.token_logprobs(logits, batch.targets, temperature=temperature)
+    scaling = {name: batch.keywords[name] for name in SCALING & batch.keywords.keys()}
+    scaling["temperature"] = batch.keywords["spec"].temperature
+    logps, entropy = reference.token_logprobs(logits, batch.targets, **scaling)
     out = call(batch, logps, entropy)
     return out, torch.autograd.grad(out.loss, logits)[0]
 
@@ -71,7 +74,7 @@ def leaves(name: str, dtype: torch.dtype = torch.float64) -> tuple[Batch, Tensor
 
 
 def call(batch: Batch, logps: Tensor, entropy: Tensor | None = None, **changes):
-    keywords = batch.keywords | changes
+    keywords = {k: x for k, x in batch.keywords.items() if k not in SCALING} | changes
     inputs = batch.targets, batch.advantages, batch.is_demo
     return loss_from_logprobs(logps, *inputs, entropy=entropy, **keywords)
 

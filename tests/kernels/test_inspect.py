@@ -13,19 +13,23 @@ import pytest
 pytest.importorskip("triton", reason="needs triton")
 
 _CODE = """
-import json
-from bench.sass import per_logit
+import json, sys
+from bench.sass import per_logit, wide_accesses
 from gac_kernels import inspect
 reports = []
 kernels = {}
 for i, configuration in enumerate(inspect.triton_configurations()):
-    architectures = [inspect.ARCHITECTURES[i % 3]]
-    if kernels.setdefault(configuration[1].kernel.__name__, i) == i:
+    name = configuration[1].kernel.__name__
+    if name in kernels and sys.argv[1] == "one of each":
+        continue
+    architectures = [inspect.ARCHITECTURES[len(kernels) % 3 if name not in kernels else i % 3]]
+    if kernels.setdefault(name, i) == i:
         architectures.append("gfx942")
     for arch in architectures:
         report = inspect.compile_triton(configuration, arch)
         counts = {} if arch == "gfx942" else per_logit(report)._asdict()
-        reports.append(report._replace(assembly="")._asdict() | counts)
+        counts["wide_accesses"] = wide_accesses(report)
+        reports.append(report._replace(code="")._asdict() | counts)
 print(json.dumps(reports))
 """
 
@@ -37,7 +41,10 @@ from triton.compiler.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 from gac_kernels import LossSpec, inspect
 from gac_kernels.backends import triton
+from gac_kernels.inputs import BatchInputs
+from gac_kernels.tokens import plan
 
+plain = plan(BatchInputs(torch.zeros(2, 4).long(), torch.ones(2), torch.ones(2) > 0), LossSpec())
 backend = make_backend(GPUTarget("cuda", 90, 32))
 
 def key(launch):
@@ -51,7 +58,7 @@ for (group, shapes), dtype in product(SHAPES.items(), (torch.float32, torch.bflo
         out = torch.empty(*shape, dtype=dtype, device="meta")
         logits, row = out.float(), out[..., 0].flatten().float()
         targets = row.long()
-        tokens = inspect.meta_tokens(ref=False)._replace(
+        tokens = plain._replace(
             targets=targets, demo=targets > 0, advantages=row, old=row, scale=row)
         calls = (
             (triton.row_stats, logits, targets, 1.0),
@@ -78,12 +85,15 @@ def _run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.fixture(scope="module")
-def reports() -> list[dict[str, Any]]:
+WHOLE = pytest.param("all", marks=pytest.mark.full(reason="compiles dozens of kernels"))
+
+
+@pytest.fixture(scope="module", params=["one of each", WHOLE])
+def reports(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """Each configuration compiled for one of NVIDIA's three architectures, round-robin, and the
     first of each kernel for an AMD GPU; all combinations would take minutes.
     """
-    result = _run("-c", _CODE)
+    result = _run("-c", _CODE, request.param)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
 
@@ -102,7 +112,7 @@ def test_no_shipped_kernel_spills(reports: list[dict[str, Any]]) -> None:
         # a thread of an AMD GPU has up to 256 VGPRs if its program has 512 threads
         registers = 256 if report["arch"] == "gfx942" else 128
         assert report["spills"] == report["stack"] == 0, report
-        assert 0 < report["registers"] <= registers and report["instructions"] > 100, report
+        assert 0 < report["registers"] <= registers, report
 
 
 @pytest.mark.slow(reason="compiles every Triton kernel")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 import shutil
@@ -18,9 +19,9 @@ from gac_kernels import HeadSketch, LossSpec, backends, fused_gac_loss, token_lo
 from gac_kernels.backends import cpu
 from gac_kernels.inputs import BatchInputs
 from gac_kernels.sketch import RowSketch
-from tests.kernels.native_cases import CPU, HALF, error
-from tests.kernels.native_cases import batch as native_batch
+from tests.kernels.cases import BY_NAME, CPU, HALF, build, error, require_backend
 
+require_backend("native")
 load_library = cpu.library.__wrapped__
 WIDEST = torch.backends.cpu.get_cpu_capability().lower()
 INSTRUCTION_SETS = ("default", "avx2", "avx512")
@@ -127,17 +128,18 @@ def test_only_the_results_are_written(
 
     monkeypatch.setattr(torch, "empty_like", lambda x: allocate(x.shape, x.dtype))
     monkeypatch.setattr(Tensor, "new_empty", lambda x, n, dtype=None: allocate(n, dtype or x.dtype))
-    data = {k: v[:, :4] if v.dim() > 1 else v for k, v in native_batch(width).items()}
-    logits, targets = data.pop("logits"), data.pop("targets")
+    batch = build(dataclasses.replace(BY_NAME["all options"], vocabulary=width))
+    logits, targets = batch.logits().detach(), batch.targets
     targets[0, 0], targets[-1, -1] = -1, width
-    inputs = BatchInputs(targets, data.pop("advantages"), data.pop("is_demo"), **data)
+    columns = batch.keywords["old_logps"], batch.keywords["ref_logps"]
+    inputs = BatchInputs(targets, batch.advantages, batch.is_demo, 0.4, *columns)
     tokens = cpu.plan(inputs, LossSpec())
     cpu.row_stats(logits, tokens.targets, 1.0, more=True)
     signs = HeadSketch(8).signs(width, CPU).float()
     for dtype in (torch.float32, *HALF):
         out = allocate(logits.shape, dtype)
         sketch = (
-            RowSketch(signs, allocate((16, 8), signs.dtype)) if out.element_size() > 2 else None
+            RowSketch(signs, allocate((24, 8), signs.dtype)) if out.element_size() > 2 else None
         )
         terms = cpu.row_loss(logits, tokens, LossSpec(), out, sketch)
     cpu.reduce(tokens, terms, True)

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import pytest
 import torch
 
-from gac_kernels import DemoWeight, LossSpec, TokenMoments, fused_linear_gac_loss
+from gac_kernels import (
+    DemoWeight,
+    GradientFilter,
+    LossSpec,
+    TokenMoments,
+    fused_linear_gac_loss,
+)
 from gac_kernels.vocab_parallel import shard_bounds, vocab_parallel_gac_loss
 from tests import ranks
 
@@ -44,17 +51,18 @@ def evaluate(loss, hidden, weight, bias, **rest):
     out = loss(*leaves[:2], bias=leaves[2] if bias is not None else None, **keywords)
     (2 * out.loss).backward()
     values = [x.detach() for x in out if isinstance(x, torch.Tensor)]
+    values += [torch.stack(out.filter)] if out.filter else []
     return values, out.moments.signals(), [x.grad for x in leaves]
 
 
-def run_sharded(data, settings):
-    """Evaluate the loss on this rank's shard of the head."""
+def run_sharded(data, *cases):
+    """Evaluate the loss of each case on this rank's shard of the head."""
     torch.distributed.init_process_group("gloo")
     rank, count = torch.distributed.get_rank(), torch.distributed.get_world_size()
     start, stop = shard_bounds(V, count, rank)
     shard = {**data, "weight": data["weight"][start:stop]}
     shard["bias"] = None if data["bias"] is None else data["bias"][start:stop]
-    return evaluate(vocab_parallel_gac_loss, **shard, **settings)
+    return [evaluate(vocab_parallel_gac_loss, **shard, **settings) for settings in cases]
 
 
 def run_unsharded(data, settings):
@@ -84,12 +92,18 @@ CASES = {
 }
 
 
+@functools.cache
+def all_cases(count):
+    results = ranks.run(run_sharded, batch(), *CASES.values(), ranks=count)
+    return {name: [rank[i] for rank in results] for i, name in enumerate(CASES)}
+
+
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("case", CASES)
 def test_sharded_head_matches_unsharded_head(count, case):
     data, settings = batch(), CASES[case]
     expected_values, expected_signals, (d_hidden, d_weight, d_bias) = run_unsharded(data, settings)
-    results = ranks.run(run_sharded, data, settings, ranks=count)
+    results = all_cases(count)[case]
     for values, signals, grads in results:
         for actual, expected in zip(values, expected_values, strict=True):
             torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-5)
@@ -136,7 +150,7 @@ def test_groups_of_ranks_are_independent():
 def test_bfloat16_head():
     data = batch(torch.bfloat16, bias=False)
     (loss, *_), _, (d_hidden, d_weight) = evaluate(fused_linear_gac_loss, **data)
-    first, second = ranks.run(run_sharded, data, {}, ranks=2)
+    (first,), (second,) = ranks.run(run_sharded, data, {}, ranks=2)
     torch.testing.assert_close(first[0][0], loss, rtol=1e-5, atol=1e-6)
     # each rank rounds its part of the sum once
     torch.testing.assert_close(second[2][0], d_hidden, rtol=0.02, atol=1e-3)
@@ -151,12 +165,12 @@ def test_masked_vocabulary_and_nonfinite_rows():
     data["bias"][V - 20 :] = -torch.inf  # all entries of one of three ranks and some of another
     data["targets"].clamp_(max=V - 21)
     (loss, *_), _, (d_hidden, *_) = run_unsharded(data, {})
-    for values, _, grads in ranks.run(run_sharded, data, {}, ranks=3):
+    for ((values, _, grads),) in ranks.run(run_sharded, data, {}, ranks=3):
         torch.testing.assert_close(values[0], loss, rtol=2e-6, atol=2e-6)
         assert all(g.isfinite().all() for g in grads)
         torch.testing.assert_close(grads[0], d_hidden, rtol=1e-5, atol=1e-6)
     data["hidden"][0, 0, 0] = torch.inf
-    for values, _, _ in ranks.run(run_sharded, data, {}, ranks=2):
+    for ((values, _, _),) in ranks.run(run_sharded, data, {}, ranks=2):
         assert values[0].isnan()
 
 
@@ -172,3 +186,24 @@ def test_shard_bounds_partition_the_vocabulary():
         bounds = [shard_bounds(V, count, rank) for rank in range(count)]
         vocab_indices = [i for start, stop in bounds for i in range(start, stop)]
         assert vocab_indices == list(range(V))
+
+
+@pytest.mark.parametrize("weight", [False, True], ids=["hidden", "both"])
+def test_each_rank_filters_its_own_columns(weight):
+    """The frequent columns are all on the first rank; the last rank has only the tail."""
+    data = batch(bias=False)
+    data["weight"] = torch.cat([torch.linspace(2, -7, V)[:, None], data["weight"][:, 1:] / 4], 1)
+    data["hidden"][..., 0] = 1
+    data["targets"] = torch.where(data["targets"] < 0, -100, data["targets"] % 5)
+    exact = run_unsharded(data, {})
+    settings = GradientFilter(eps=2**-5, weight=weight, max_dropped=0.2)
+    results = ranks.run(run_sharded, data, {"gradient_filter": settings}, ranks=3)
+    for values, signals, grads in results:
+        torch.testing.assert_close(values[0], exact[0][0], rtol=1e-5, atol=2e-5)
+        assert signals == pytest.approx(exact[1], rel=1e-5)
+        assert torch.equal(grads[0], results[0][2][0])
+        assert torch.equal(values[-1], results[0][0][-1]) and 0.01 < values[-1].min() < 0.5
+        assert 1e-4 < (grads[0] - exact[2][0]).norm() / exact[2][0].norm() < 0.05
+    d_weight = torch.cat([grads[1] for _, _, grads in results])
+    error = (d_weight - exact[2][1]).norm() / exact[2][1].norm()
+    assert (1e-4 < error < 0.2) if weight else error < 1e-5

@@ -27,12 +27,16 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("parallel", [{}, FSDP], ids=["ddp", "fsdp"])
+UNEVEN = {"dpo", "dypo", "relift", "hpt"}  # DDP differs if a rank has no rows of a kind
+
+
 @pytest.mark.parametrize("name", METHODS)
-def test_two_ranks_match_a_single_process(task, tmp_path, name, parallel):
+def test_two_ranks_match_a_single_process(task, tmp_path, name):
     method = {"name": name, **METHODS[name]}
     changes = {"method": method, "loss": {}, "micro_batch_size": 3, "eval": {}}
     single = ranks.run(train_steps, config(task, tmp_path / "1", **changes), STEPS, ranks=1)[0]
-    two_rank_config = config(task, tmp_path / "2", parallel=parallel, **changes)
-    for rank in ranks.run(train_steps, two_rank_config, STEPS, ranks=2):
-        assert_same(single, rank)
+    for parallel in (FSDP, {}) if name in UNEVEN else (FSDP,):
+        out = tmp_path / f"2 {parallel}"
+        two_rank_config = config(task, out, parallel=parallel, **changes)
+        for rank in ranks.run(train_steps, two_rank_config, STEPS, ranks=2):
+            assert_same(single, rank)

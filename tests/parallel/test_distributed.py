@@ -19,7 +19,7 @@ from tests import ranks
 from tests.tiny import TIMING_KEYS, digit_reward, tiny_config
 
 pytestmark = pytest.mark.dist
-STEPS = 5
+STEPS = 3
 
 
 def fixed_responses(model, tokenizer, prompts, *, num_generations, **_):
@@ -119,7 +119,6 @@ FSDP = {"mode": "fsdp"}
     [
         pytest.param(2, {}, None, id="ddp-2"),
         pytest.param(4, {}, 3, id="ddp-4-accumulated"),
-        pytest.param(4, FSDP, None, id="fsdp-4"),
         pytest.param(2, FSDP, 3, id="fsdp-2-accumulated"),
         pytest.param(2, {**FSDP, "defer_reduce": True}, 3, id="fsdp-2-deferred"),
         pytest.param(4, {**FSDP, "replicas": 2}, None, id="hsdp-2x2"),
@@ -163,8 +162,6 @@ def half_constant(completion, example):
         pytest.param(FSDP, {"method": "pcgrad", "flat": True}, id="fsdp-gram-zero-gradient-rows"),
         pytest.param({}, {"method": "cagrad"}, id="ddp-gram"),
         pytest.param({**FSDP, "replicas": 2}, {"method": "mgda"}, id="hsdp-gram"),
-        pytest.param(FSDP, {"method": "moco"}, id="fsdp-tracked-gradients"),
-        pytest.param(FSDP, {"method": "famo"}, id="fsdp-loss-after-the-update"),
     ],
 )
 def test_results_agree_across_processes_with(task, tmp_path, parallel, changes):

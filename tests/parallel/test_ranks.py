@@ -114,6 +114,9 @@ def threads_during_run_and_at_exit(config):
     return ended_by, during_run, gloo_threads()
 
 
+HSDP = {"mode": "fsdp", "replicas": 2}  # the most process groups
+
+
 def overflowing_reward(completion, example):
     return 1e300 * digit_reward(completion, example)
 
@@ -125,16 +128,15 @@ def interrupting_reward(completion, example):
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("reward", "end"),
+    ("parallel", "reward", "end"),
     [
-        ("tests.tiny:digit_reward", None),
-        ("tests.parallel.test_ranks:overflowing_reward", "RunError"),
-        ("tests.parallel.test_ranks:interrupting_reward", "KeyboardInterrupt"),
+        ({}, "tests.tiny:digit_reward", None),
+        ({"mode": "fsdp"}, "tests.tiny:digit_reward", None),
+        (HSDP, "tests.tiny:digit_reward", None),
+        (HSDP, "tests.parallel.test_ranks:overflowing_reward", "RunError"),
+        (HSDP, "tests.parallel.test_ranks:interrupting_reward", "KeyboardInterrupt"),
     ],
-    ids=["done", "error", "interrupt"],
-)
-@pytest.mark.parametrize(
-    "parallel", [{}, {"mode": "fsdp"}, {"mode": "fsdp", "replicas": 2}], ids=["ddp", "fsdp", "hsdp"]
+    ids=["ddp", "fsdp", "hsdp", "hsdp-error", "hsdp-interrupt"],
 )
 def test_no_thread_of_a_process_group_outlives_the_run(task, tmp_path, parallel, reward, end):
     """Such a thread may free the last collective's tensors during interpreter shutdown, which

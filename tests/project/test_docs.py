@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 
 from gac import cli
-from gac.config import load, parse_yaml
+from gac.config import dump, load, parse_yaml
 from gac.data import DataConfig, load_demos, load_prompts
 from gac.demo.task import make_tokenizer
 from gac.evaluation.suite import EvalConfig
@@ -94,7 +94,9 @@ def test_configurations_can_be_read(page):
     for block in blocks(page, "yaml"):
         if not block.reason:
             keys = parse_yaml(block.text)
-            load(EvalConfig if {"tasks", "settings"} & set(keys) else TrainConfig, keys)
+            kind = EvalConfig if {"tasks", "settings"} & set(keys) else TrainConfig
+            config = load(kind, keys)
+            assert load(kind, dump(config)) == config
 
 
 @pytest.mark.parametrize("page", pages_with_code("json"), ids=name)

@@ -16,11 +16,18 @@ import pytest
 from gac.data import Example, read_rows
 from gac.rewards import build_reward
 
-pytestmark = pytest.mark.slow(reason="starts graders")
+WHOLE = "grades a whole data set"
+every = pytest.mark.parametrize(
+    "every",
+    [
+        19,  # the rows are those of four models in turn
+        pytest.param(1, marks=[pytest.mark.slow(reason=WHOLE), pytest.mark.full(reason=WHOLE)]),
+    ],
+)
 
 
-def load(path):
-    rows = [row.fields for row in read_rows(str(path))]
+def load(path, every):
+    rows = [row.fields for row in read_rows(str(path))][::every]
     examples = [Example(row["id"], (1,), row["prompt"], row["answer"], None, {}) for row in rows]
     return rows, examples
 
@@ -32,18 +39,20 @@ def reward():
     reward.close()
 
 
-def test_agreement_with_labelled_model_solutions(data_dir, reward):
-    rows, examples = load(data_dir / "gsm8k_model_solutions.jsonl.gz")
+@every
+def test_agreement_with_labelled_model_solutions(data_dir, reward, every):
+    rows, examples = load(data_dir / "gsm8k_model_solutions.jsonl.gz", every)
     scores = reward([row["solution"] for row in rows], examples)
     wrong = [r["id"] for r, s in zip(rows, scores, strict=True) if s != float(r["correct"])]
-    assert len(rows) == 4220 and sum(scores) > 1500  # both labels occur
+    assert len(rows) == -(-4220 // every) and sum(scores) > 1200 // every  # both labels occur
     assert 1 - len(wrong) / len(rows) >= 0.995, f"{len(wrong)} disagreements: {wrong}"
     assert reward.counts() == {"timeouts": 0, "crashes": 0}
 
 
+@every
 @pytest.mark.parametrize("name", ["gsm8k_train", "gsm8k_test"])
-def test_reference_solutions_match_only_their_own_answer(data_dir, reward, name):
-    rows, examples = (part[:1500] for part in load(data_dir / f"{name}.jsonl.gz"))
+def test_reference_solutions_match_only_their_own_answer(data_dir, reward, name, every):
+    rows, examples = load(data_dir / f"{name}.jsonl.gz", every)
     solutions = [row["solution"] for row in rows]
     scores = reward(solutions, examples)
     assert [r["id"] for r, s in zip(rows, scores, strict=True) if s != 1] == []

@@ -348,7 +348,7 @@ def replies(*texts: str):
     received, remaining = [], list(texts)
 
     class Handler(BaseHTTPRequestHandler):
-        timeout = 20
+        timeout = 200
 
         def do_GET(self):
             # a socket that is closed with unread data resets the connection and loses the reply
@@ -366,7 +366,7 @@ def replies(*texts: str):
             pass
 
     server = HTTPServer(("127.0.0.1", 0), Handler)
-    server.timeout = 20
+    server.timeout = 200
 
     def serve() -> None:
         with server:
@@ -385,10 +385,10 @@ MODELS = '{"data": [{"id": "first"}, {"id": "second"}]}'
 def test_a_failed_request_is_sent_again(failure) -> None:
     """An empty reply closes the connection without an answer."""
     url, received, thread = replies(failure, f"200 {MODELS}", failure, "200 ", "500 broken")
-    client = vllm.Client(f"{url}/", 20)
+    client = vllm.Client(f"{url}/", 200)
     assert client.served() == {"id": "first"} and client.model == "first"
     assert client.post("sleep", {"level": 1}) == {}
     with pytest.raises(RuntimeError, match="/sleep failed with status 500: broken"):
         client.post("sleep")
-    thread.join(20)
+    thread.join(200)
     assert received == ["GET /v1/models HTTP/1.1"] * 2 + ["POST /sleep HTTP/1.1"] * 3

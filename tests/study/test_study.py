@@ -24,12 +24,12 @@ def test_study_runs_once_and_summarizes_its_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(run, "BASE_ACCURACY", (0.0, 1.0))
     monkeypatch.setattr(study, "GRID", (0.3,))
     arguments = ["--out", str(tmp_path / "runs"), "--results", str(tmp_path / "r.json")]
-    arguments += ["--methods", "constant", "dft", "luffy", "--seeds", "2", "--steps", "2"]
+    arguments += ["--methods", "constant", "luffy", "--seeds", "2", "--steps", "2"]
     arguments += ["--base-steps", "3", "--jobs", "2"]
     assert study.main(arguments) == 0
     first = json.loads((tmp_path / "r.json").read_text())
     rows = {row["name"]: row for row in first["rows"]}
-    assert list(rows) == ["dft", "constant", "luffy", "best constant in hindsight (mu=0.3)"]
+    assert list(rows) == ["constant", "luffy", "best constant in hindsight (mu=0.3)"]
     assert rows["luffy"]["demos"] == "prompt" and rows["constant"]["demos"] == "separate"
     finals = [
         json.loads((tmp_path / f"runs/luffy-{seed}/eval.jsonl").read_text().splitlines()[-1])

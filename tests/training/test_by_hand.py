@@ -8,7 +8,6 @@ import os
 import signal
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from torch import nn
@@ -17,11 +16,11 @@ from gac.demo.task import make_tokenizer
 from gac.faults import checkpoint
 from gac.faults.processes import StopRequest
 from gac.integrations.demonstrations import encode
-from gac.methods.sft import SFTBest
 from gac.study import runs
 from gac.train_config import OptimConfig
 from gac.training.policy import make_optimizer
 from gac.training.trainer import learning_rate
+from tests.tiny import tiny_config
 
 
 @pytest.mark.parametrize(
@@ -118,7 +117,7 @@ def test_the_untrained_model_is_never_the_best(tmp_path):
     rows = [{"step": step, "accuracy": a} for step, a in ((0, 0.9), (5, 0.6), (10, 0.4))]
     (tmp_path / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "metrics.jsonl").write_text('{"seconds": 2.0}\n{"seconds": 0.5}\n')
-    config = SimpleNamespace(out=str(tmp_path), method=SFTBest())
+    config = tiny_config(tmp_path, tmp_path, method="sft-best")
     assert runs._summary(config) == {"final": rows[1], "seconds": 2.5}
 
 

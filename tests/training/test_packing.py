@@ -105,8 +105,10 @@ def assert_close(padded, packed):
         a, b = (float(getattr(m.moments, name)) for m in (expected, measured))
         assert a == pytest.approx(b, rel=1e-4, abs=1e-6), name
     assert expected_grads.keys() == grads.keys()
+    largest = max(float(grad.abs().max()) for grad in expected_grads.values())
     for name, grad in expected_grads.items():
-        atol = 1e-5 * float(grad.abs().max())
+        # that of queries over a single token is 0 but for rounding: it has no scale of its own
+        atol = max(1e-5 * float(grad.abs().max()), 1e-7 * largest)
         torch.testing.assert_close(grads[name], grad, rtol=1e-3, atol=atol, msg=name)
 
 

@@ -1,0 +1,334 @@
+"""Extreme values in every backend: nan and infinity, overflow, impossible tokens, peaked rows."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from gac_kernels import LossSpec, backends, fused_gac_loss, reference, token_logprobs
+from gac_kernels.backends import reference as reference_rows
+from gac_kernels.contract import POLICIES
+from gac_kernels.inputs import BatchInputs
+from gac_kernels.tokens import Tokens
+from tests.kernels.cases import BY_NAME, build, check, each_backend
+
+# The interpreter of Triton computes on inf and nan in NumPy, which warns.
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+
+
+BAD = {
+    "nan": 0x7FC00000,
+    "negative nan": -0x00400000,
+    "nan with a payload": 0x7F800001,
+    "inf": 0x7F800000,
+}
+
+
+@each_backend
+@pytest.mark.parametrize("place", [0, 2047, 2100], ids=["first", "end of a tile", "last"])
+@pytest.mark.parametrize("name", BAD)
+def test_bad_logits_give_a_nan_loss(name: str, place: int, backend: str) -> None:
+    logits, targets = torch.randn(1, 2, 2101), torch.tensor([[1, 3]])
+    logits.view(torch.int32)[0, 1, place] = BAD[name]
+    check_nan_in_second_row(logits, targets, backend, None)
+
+
+@each_backend
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_a_row_of_minus_infinity_or_a_capped_infinity_gives_a_nan_loss(
+    softcap: float | None, backend: str
+) -> None:
+    for bad in (torch.inf, torch.full((101,), -torch.inf)):
+        logits = torch.randn(1, 2, 101)
+        logits[0, 1, slice(None) if isinstance(bad, torch.Tensor) else 50] = bad
+        check_nan_in_second_row(logits, torch.tensor([[1, 3]]), backend, softcap)
+
+
+def check_nan_in_second_row(
+    logits: Tensor, targets: Tensor, backend: str, softcap: float | None
+) -> None:
+    for advantage in (1.0, 0.0):  # with advantage 0, the row has no gradient but is still read
+        leaf, advantages = logits.clone().requires_grad_(), torch.full((1, 2), advantage)
+        out = fused_gac_loss(leaf, targets, advantages, softcap=softcap, backend=backend)
+        assert out.loss.isnan() and out.logps[0, 1].isnan() and out.entropy[0, 1].isnan()
+        assert out.logps[0, 0].isfinite()
+        out.loss.backward()
+        first, second = leaf.grad[0]
+        assert first.isfinite().all() and (advantage == 0 or second.isnan().all())
+
+
+@each_backend
+def test_a_target_outside_the_vocabulary_is_nan_and_not_read(backend: str) -> None:
+    targets = torch.tensor([8, -1, 2**40, 2])
+    rows = backends.load(backend, targets.device)
+    logps, entropy, lse, *_, is_top1 = rows.row_stats(
+        torch.zeros(1, 4, 8), targets, 1.0, None, True
+    )
+    assert logps[:3].isnan().all() and not is_top1[:3].any()
+    torch.testing.assert_close(torch.stack([-logps[3], entropy[3], lse[3]]), lse[:3])
+
+
+@each_backend
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_entropy_gradient_with_an_impossible_target(softcap: float | None, backend: str) -> None:
+    """A target of probability 0 adds 0 log 0 = 0 to the entropy, and its gradient is 0."""
+    logits = torch.tensor([[[-torch.inf, 0.5, 1.0, -1.0]]])
+    grads = []
+    for dtype, name in ((torch.float32, backend), (torch.float64, "reference")):
+        leaf = logits.to(dtype).detach().clone().requires_grad_()
+        call = functools.partial(token_logprobs, backend=name)
+        logps, entropy = call(leaf, torch.zeros(1, 1).long(), softcap=softcap)
+        assert logps == -torch.inf
+        entropy.sum().backward()
+        grads.append(leaf.grad.double())
+    assert grads[0][0, 0, 0] == 0 and grads[1].abs().max() > 0.1
+    torch.testing.assert_close(*grads, rtol=1e-6, atol=1e-7)
+
+
+@each_backend
+def test_only_rows_without_an_upstream_gradient_get_zeros(backend: str) -> None:
+    """Even if their logits are nan."""
+    logits, targets = torch.randn(1, 6, 5), torch.tensor([1, 2, 3, 4, 0, -100])
+    logits[0, 0] = torch.nan
+    d_logps, d_entropy = torch.tensor([[0.0, 1, -1, 0, 0, 1], [0.0, 0, 0, 1, -1, 1]])
+    ones, out = torch.ones(6), torch.full_like(logits, torch.nan)
+    rows = backends.load(backend, logits.device)
+    rows.row_grads(logits, targets, ones, ones, d_logps, d_entropy, 1.0, out)
+    assert (out[0] != 0).any(-1).tolist() == [False, True, True, True, True, False]
+
+
+@each_backend
+@pytest.mark.parametrize(("advantage", "bonus"), [(1.0, 0.0), (0.0, 1.0)])
+def test_coefficients_of_exactly_1_are_not_skipped(
+    advantage: float, bonus: float, backend: str
+) -> None:
+    logits, targets = torch.randn(2, 2, 5), torch.randint(5, (2, 2))
+    inputs = targets, torch.tensor([advantage, -advantage]), torch.zeros(2).bool()
+    keywords = {"mu": 0.0, "rollout_norm": 1.0}
+    for coefficient in (bonus, -bonus):
+        spec = LossSpec(rollout_reduction="sum", entropy_coef=coefficient)
+        leaf = logits.clone().requires_grad_()
+        fused_gac_loss(leaf, *inputs, spec=spec, **keywords, backend=backend).loss.backward()
+        assert (leaf.grad != 0).any(-1).all()
+
+
+@each_backend
+def test_float16_gradients_of_large_advantages_do_not_overflow(backend: str) -> None:
+    """Only the intermediate gradient exceeds float16's range.
+
+    It is 12,000 (advantage) / 0.05 (temperature) / 2 (1 - p) = 120,000; divided by 30 (tokens times
+    norm), the result is 4,000.
+    """
+    logits = torch.zeros(1, 2, 2, dtype=torch.float16, requires_grad=True)
+    targets, spec = torch.tensor([[1, 1]]), LossSpec(temperature=0.05)
+    out = fused_gac_loss(
+        logits,
+        targets,
+        torch.tensor([-12e3]),
+        torch.tensor([False]),
+        mu=0.0,
+        spec=spec,
+        rollout_norm=15.0,
+        backend=backend,
+    )
+    (grad,) = torch.autograd.grad(out.loss, logits)
+    torch.testing.assert_close(
+        grad.float(), torch.tensor([-4e3, 4e3]).expand(1, 2, 2), rtol=2e-3, atol=0.0
+    )
+
+
+UNBOUNDED = {"clip_low": None, "clip_high": None}
+BOUNDS = [{}, {"dual_clip": 1.5, "use_bias_correction_kl": True}]
+BOUNDS += [UNBOUNDED, {**UNBOUNDED, "use_bias_correction_kl": True}]
+
+
+@each_backend
+@pytest.mark.parametrize("policy", POLICIES)
+def test_ratios_far_from_1(policy: str, backend: str) -> None:
+    """Above exp(40), the ratio is clamped, with gradient 0: it weighs the KL as a constant."""
+    log_ratios = torch.tensor([60, 39, 3, -3, -41, -60.0])[:, None]
+    logits, targets = torch.randn(6, 3, 31), torch.randint(31, (6, 3))
+    logps, _ = token_logprobs(logits.double(), targets, backend="reference")
+    advantages = torch.tensor([1, 0, -1.0]).expand(6, 3)
+    columns = (logps - log_ratios).float(), (logps + 2).float()
+    inputs = BatchInputs(targets, advantages, torch.zeros(6).bool(), 0.0, *columns)
+    rows = backends.load(backend, logits.device)
+    for options in BOUNDS:
+        spec = LossSpec(policy_loss=policy, kl_coef=0.1, **options)
+        tokens, out = rows.plan(inputs, spec), torch.empty_like(logits)
+        terms, exact = rows.row_loss(logits, tokens, spec, out), torch.empty_like(logits).double()
+        wide = [x.double() if torch.is_tensor(x) and x.is_floating_point() else x for x in tokens]
+        truth = reference_rows.row_loss(logits.double(), Tokens(*wide), spec, exact)
+        # relative to the row's largest gradient, with the rounding of the log-probabilities
+        scale = exact.abs().amax(-1, keepdim=True).clamp(min=1e-30)
+        torch.testing.assert_close((out / scale).double(), exact / scale, rtol=0, atol=1e-4)
+        for name, ours, theirs in zip(terms._fields, terms, truth, strict=True):
+            torch.testing.assert_close(ours.double(), theirs, rtol=2e-5, atol=1e-6, msg=name)
+        if policy == "clip" and options is UNBOUNDED:
+            by_hand = 0.1 * (math.exp(2) - 3) - advantages * log_ratios.clamp(max=40).exp()
+            torch.testing.assert_close(terms.loss.view(6, 3), by_hand, rtol=1e-4, atol=1e-6)
+
+
+@each_backend
+@pytest.mark.parametrize("coefficient", [0.1, 0.0])
+def test_a_k3_overflow_makes_loss_and_gradient_non_finite(coefficient: float, backend: str) -> None:
+    """But not if the KL is only reported."""
+    logits, batch, keywords = unlikely_token(ref=100.0)
+    keywords["spec"] = LossSpec(kl_coef=coefficient)
+    out, grad = loss_and_logits_grad(logits.float(), batch, keywords, backend)
+    assert out.kl == torch.inf and out.loss.isfinite() == (coefficient == 0)
+    assert grad.isfinite().all() == (coefficient == 0)
+
+
+@each_backend
+def test_the_ratio_to_the_log_probs_of_the_same_logits_is_exactly_1(backend: str) -> None:
+    """The previous call's outputs are old and reference log-probs; neither bound leaves a gap."""
+    batch = build(BY_NAME["entropy"])
+    spec = LossSpec(clip_low=0.0, clip_high=0.0, temperature=0.7)
+    args = batch.logits(), batch.targets, batch.advantages, batch.is_demo
+    logps = fused_gac_loss(*args, spec=spec, backend=backend, mu=0.5).logps
+    columns = {"old_logps": logps, "ref_logps": logps}
+    out = fused_gac_loss(*args, spec=spec, backend=backend, **columns, mu=0.5)
+    assert out.clip_fraction == 0 and out.kl == 0
+
+
+def unlikely_token(old: float = 0.0, ref: float = 0.0):
+    """Build a rollout of two tokens; the first has the given logp - old and ref - logp."""
+    logits = torch.randn(1, 2, 5, generator=torch.Generator().manual_seed(0)).double()
+    targets = torch.tensor([[1, 3]])
+    logps, _ = token_logprobs(logits, targets, backend="reference")
+    first = torch.tensor([[1.0, 0.0]])
+    keywords = {
+        "mu": 0.0,
+        "spec": LossSpec(kl_coef=0.1),
+        "old_logps": (logps - old * first).float(),
+        "ref_logps": (logps + ref * first).float(),
+    }
+    return logits, (targets, torch.ones(1), torch.tensor([False])), keywords
+
+
+def loss_and_logits_grad(logits, batch, keywords, backend):
+    """Return the outputs and the gradient with respect to the logits."""
+    leaf = logits.detach().requires_grad_()
+    same_dtype = {
+        k: x.to(leaf.dtype) if isinstance(x, torch.Tensor) else x for k, x in keywords.items()
+    }
+    out = fused_gac_loss(leaf, *batch, **same_dtype, backend=backend)
+    return out, torch.autograd.grad(out.loss, leaf)[0]
+
+
+@each_backend
+def test_float16_gradients_of_a_long_mean_do_not_vanish(backend: str) -> None:
+    """With demo_norm = 2^24, float16 gradients of order 2^-24 underflow unless they are scaled."""
+    logits = torch.randn(2, 3, 11, dtype=torch.float16, requires_grad=True)
+    targets, is_demo = torch.randint(0, 11, (2, 3)), torch.tensor([True, True])
+    spec = LossSpec(demo_weight="one")
+
+    def grad(call, x, **keywords):
+        out = call(
+            x, targets, torch.ones(2), is_demo, mu=1.0, spec=spec, demo_norm=2.0**24, **keywords
+        )
+        return torch.autograd.grad(out.loss * 2.0**24, x)[0]
+
+    truth = grad(reference.fused_gac_loss, logits.detach().double().requires_grad_())
+    ours = grad(fused_gac_loss, logits, backend=backend)
+    torch.testing.assert_close(ours.double(), truth, rtol=2e-3, atol=1e-6)
+
+
+@each_backend
+def test_weight_or_advantage_0_removes_an_impossible_token(backend: str) -> None:
+    """The token's log-probability is -inf; its loss is 0, not nan."""
+    logits = torch.zeros(1, 2, 3)
+    logits[0, 0, 1] = -torch.inf
+    logits.requires_grad_()
+    targets, share = torch.tensor([[1, 2]]), torch.tensor([[0.0, 1.0]])
+    for demo, policy, weights, advantages in (
+        (True, "clip", share, torch.ones(1)),
+        (False, "reinforce", share, torch.ones(1)),
+        (False, "reinforce", None, share),
+        (False, "cispo", None, share),
+    ):
+        spec = LossSpec(policy_loss=policy, demo_weight="one")
+        arguments = logits, targets, advantages, torch.tensor([demo])
+        keywords = {"weights": weights, "old_logps": -torch.ones(1, 2), "spec": spec}
+        out = fused_gac_loss(*arguments, **keywords, backend=backend, mu=0.5)
+        (grad,) = torch.autograd.grad(out.loss, logits)
+        assert out.loss.isfinite() and (grad[0, 0] == 0).all() and (grad[0, 1] != 0).any()
+
+
+NORMAL = torch.randn(2500, generator=torch.Generator().manual_seed(0))
+ROWS = {
+    "a large offset": NORMAL + 1000,
+    "one likely entry": torch.where(torch.arange(2500) == 1500, 60.0, NORMAL),
+    "every tile has a new maximum": torch.linspace(-300, 300, 2500),
+    "the maximum is in the first tile": torch.linspace(300, -300, 2500),
+    "the dtype's minimum as a mask": torch.where(torch.arange(2500) < 1400, -3.4e38, 1.0),
+    "huge logits": torch.linspace(-1e38, 1e38, 2500),
+}
+
+
+@each_backend
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_of_any_shape_keep_their_precision(name: str, backend: str) -> None:
+    logits, targets = ROWS[name].expand(1, 2, 2500), torch.tensor([[2000, 1500]])
+    ours = token_logprobs(logits, targets, backend=backend)
+    same_dtype = token_logprobs(logits, targets, backend="reference")
+    truth = token_logprobs(logits.double(), targets, backend="reference")
+    for label, *values in zip(("logps", "entropy"), ours, same_dtype, truth, strict=True):
+        check(label, *values, floor=4.0)
+
+
+@each_backend
+def test_rounding_does_not_change_the_signs_of_statistics(backend: str) -> None:
+    """If one token has all the mass, its log-probability and the entropy are 0."""
+    logits = torch.full((1, 16, 40), -30.0)
+    logits[0, :, 3] = torch.linspace(30, 60, 16)
+    targets = torch.full((1, 16), 3)
+    logps, entropy = token_logprobs(logits, targets, temperature=0.7, backend=backend)
+    assert (logps <= 0).all() and (logps > -2e-6).all()
+    assert (entropy >= 0).all() and (entropy < 2e-6).all()
+
+
+@each_backend
+def test_a_row_of_minima(backend: str) -> None:
+    """Its entries are equally likely, and the first is the most likely one."""
+    if backend == "triton":
+        pytest.skip("its logits are in base 2, where the minimum is -inf, as a mask is")
+    logits = torch.full((1, 3, 2500), torch.finfo(torch.float32).min)
+    logits[0, 2, 30:] = 1
+    rows = backends.load(backend, logits.device)
+    targets = torch.tensor([0, 1, 30])
+    *_, is_top1 = rows.row_stats(logits, targets, 1.0, None, True)
+    assert is_top1.tolist() == [1, 0, 1]
+    if backend == "reference":
+        return  # its logps are differences from a logsumexp, which rounds them to 0
+    logps, entropy, _ = rows.row_stats(logits, targets, 1.0)
+    assert -logps[0] == entropy[0] == pytest.approx(math.log(2500), rel=1e-6)
+
+
+@each_backend
+def test_a_token_without_scale_has_a_zero_gradient_even_if_its_logits_are_nan(backend: str) -> None:
+    logits, spec = torch.randn(2, 2, 300), LossSpec(demo_weight="one")
+    rows = backends.load(backend, logits.device)
+    inputs = BatchInputs(torch.tensor([[1, 2], [3, 4]]), torch.ones(2), torch.ones(2).bool(), 0.5)
+    tokens = rows.plan(inputs, spec)
+    tokens.scale[2] = 0
+    logits[1, 0, 7] = torch.nan
+    out = torch.full_like(logits, torch.nan)
+    terms = rows.row_loss(logits, tokens, spec, out)
+    assert terms.logps[2].isnan() and (out[1, 0] == 0).all() and (out[1, 1] != 0).all()
+
+
+@each_backend
+@pytest.mark.parametrize("gap", [0.49, -0.49, 0.2, 0.6])
+def test_kl_without_cancellation(gap: float, backend: str) -> None:
+    """The series near 0 and the formula beyond it, both to float32 precision."""
+    fields = torch.zeros(1, 1, 4), torch.zeros(1, 1).long(), torch.zeros(1)
+    ref = torch.full((1, 1), gap - math.log(4))
+    out = fused_gac_loss(*fields, ref_logps=ref, backend=backend)
+    d = (ref.double() - out.logps.double()).item()
+    assert out.kl.item() == pytest.approx(math.expm1(d) - d, rel=4e-7)
