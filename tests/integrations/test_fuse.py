@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -130,11 +131,18 @@ def checkpointed(model: PreTrainedModel) -> nn.Module:
     return model
 
 
+def trained_head(model: PreTrainedModel) -> nn.Module:
+    saved = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
+    return get_peft_model(model, LoraConfig(**saved, task_type="CAUSAL_LM"))
+
+
 WRAPPERS: dict[str, Callable[[Any], nn.Module]] = {
     "lora": lora,
+    "trained head": trained_head,
     "checkpointing": checkpointed,
     "compile": lambda model: torch.compile(model, backend="aot_eager", fullgraph=True),
     "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
 }
 
 
@@ -149,7 +157,7 @@ def test_inside_wrappers(wrapper: str, first: str) -> None:
     wrapped = WRAPPERS[wrapper](model)
     fuse(wrapped)
     with torch.no_grad():
-        if wrapper == "deepcopy":
+        if wrapper in ("deepcopy", "pickle"):
             model.get_output_embeddings().weight.zero_()  # the copy has a head of its own
     check(gradients(wrapped, **batch()), expected)
 
@@ -187,6 +195,11 @@ def test_logits_are_computed_when_they_are_read() -> None:
         for x in (expected.logsumexp(-1), model(**inputs).logits.logsumexp(-1))
     ]
     torch.testing.assert_close(*grads, rtol=0, atol=0)
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode:
+            values = model(**inputs).logits
+        copied = copy.deepcopy(values.float() * 2)
+        torch.testing.assert_close(copied.numpy(), expected.detach().numpy() * 2, rtol=0, atol=0)
     divided = model(**inputs).logits
     divided.div_(2.0)
     torch.testing.assert_close(divided.record.full(), expected / 2, rtol=0, atol=0)
@@ -206,6 +219,8 @@ def test_calls_without_labels_generation_and_saving_are_unchanged(tmp_path: Path
     torch.testing.assert_close(model(ids).logits, expected, rtol=0, atol=0)
     assert torch.equal(model.generate(ids, max_new_tokens=5, do_sample=False), generated)
     assert list(model.state_dict()) == keys
+    replica = model.lm_head._replicate_for_data_parallel()  # by DataParallel, one per GPU
+    assert replica.forward.__self__ is replica
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     torch.testing.assert_close(loaded(ids).logits, expected, rtol=0, atol=0)
