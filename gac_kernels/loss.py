@@ -54,8 +54,9 @@ def fused_loss(
     current log-probs over sequences takes 8 N H V: these are computed first.
     """
     tokens = with_factors(op.backend.plan(inputs, spec, compute_dtype(op.dtype)), inputs, spec)
-    op = op._replace(temperature=spec.temperature, temperatures=tokens.temperature)
     out, kind = None, coupling(tokens, spec)
+    if tokens.temperature is not None:
+        op = op._replace(temperatures=tokens.temperature)
     if op.weight is None and needs.rows:  # a buffer for the gradient of the logits
         reuse = overwrite and has_distinct_elements(op.rows)
         out = op.rows.detach() if reuse else op.rows.new_empty(op.rows.shape)

@@ -97,7 +97,7 @@ def vocab_parallel_gac_loss(
     rows = ShardedRows(sum(sizes[: dist.get_rank(group)]), group, op.backend)
     flat_hidden, needs = SumGradient.apply(op.rows, group), NeedsGrad.of(*op[:3])
     op = op._replace(rows=flat_hidden, backend=rows, vocab_size=max(sizes))
-    flat = Fused.apply(*op[:3], op, fused_loss, inputs, spec, needs, moments)
+    flat = Fused.apply(*op[:3], op, fused_loss, (inputs, spec, needs, moments))
     return loss_output(flat, targets.shape)
 
 

@@ -278,7 +278,7 @@ def row_loss(
     softcap: float | None = None,
     marks: RowMarks | None = None,
 ) -> TokenTerms:
-    terms = TokenTerms(*(torch.empty_like(tokens.scale) for _ in TokenTerms._fields))
+    terms = TokenTerms._make([torch.empty_like(tokens.scale) for _ in TokenTerms._fields])
     columns = tokens._asdict() | terms._asdict()
     temperature, *options = token_scalars(spec).values()
     scaling = temperature if tokens.temperature is None else tokens.temperature
@@ -307,7 +307,7 @@ def _run(
         columns["temperatures"], temperature = _column(temperature, torch.float32), 1.0
     for note in notes:
         columns |= {} if note is None else note._asdict()
-    pointers = _pointers(columns.get(name) for name in COLUMNS)
+    pointers = _pointers(map(columns.get, COLUMNS))
     size = columns["buckets"].shape[1] if "buckets" in columns else 0
     scaling = temperature, softcap or 0.0, columns.get("eps", 0.0)
     arguments = ROW_ARGUMENTS.pack(*rows, *out_rows, *sizes, *scaling, *pointers, size, *options)
