@@ -41,6 +41,6 @@ def emulated_cuda(monkeypatch: pytest.MonkeyPatch) -> str:
     }
     for name, function in changes.items():
         monkeypatch.setattr(cuda, name, function)
-    rows = lambda name, device: cuda if name == "native" else load(name, device)  # noqa: E731
+    rows = lambda name, device: cuda if name == "native" else load(name, device)  # noqa: E731 - short
     monkeypatch.setattr(backends, "load", rows)
     return "native"
