@@ -261,7 +261,7 @@ def measure(folder: Path, kind: str, rounds: int) -> dict[str, Any]:
 
 
 def ratio(theirs: list[float], ours: list[float]) -> dict[str, Any]:
-    """Total of `theirs` / total of `ours`, with a 95 % bootstrap interval over rounds."""
+    """Total of `theirs` / total of `ours`, with a 95% bootstrap interval over rounds."""
     rng = random.Random(0)
     pairs = list(zip(theirs, ours, strict=True))
 

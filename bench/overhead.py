@@ -187,7 +187,8 @@ def with_method(trainer: Trainer, rows: list[Row]) -> None:
     """Run one step as the trainer does."""
     step = trainer._assemble(rows, trainer.mix)
     measured = trainer.gradients(step)
-    _, observation = trainer._observe(step, measured, trainer._apply(step, measured))
+    update = trainer._apply(step, measured)
+    _, observation = observe(step, measured, update, None, trainer.rollouts, {})
     trainer.state, trainer.mix = next_mix(trainer.method, trainer.state, observation)
 
 
@@ -197,7 +198,7 @@ def bare(trainer: Trainer, rows: list[Row], mu: float) -> None:
     step = dataclasses.replace(step, needs=StepNeeds())
     with without_statistics():
         measured = trainer.gradients(step)
-    observe(step, measured, trainer._apply(step, measured))
+    observe(step, measured, trainer._apply(step, measured), None, None, {})
 
 
 class CycleTimes(dict[str, float]):
@@ -238,7 +239,7 @@ def measure(config: TrainConfig, cycles: int, steps: int = STEPS) -> list[CycleT
 def fraction(cycles: list[CycleTimes], part: Callable[[CycleTimes], float]) -> dict[str, Any]:
     """Time of `part` per step: as a percentage of a step without the method, and in milliseconds.
 
-    The percentage has a 95 % bootstrap interval over cycles.
+    The percentage has a 95% bootstrap interval over cycles.
     """
     rng = random.Random(0)
 

@@ -1,15 +1,18 @@
 """Counts instructions per logit in a kernel's machine code, in the loops over a row.
 
-The input is the output of `nvdisasm -c`. Of the control-flow cycles through a block of
+The machine code is disassembled by `nvdisasm -c`. Of the control-flow cycles through a block of
 exponentials, a pass is the one with the fewest instructions per logit; rare paths (a new maximum,
 the edge of a row, a barrier that is not ready) are not on that cycle and are not counted.
 """
 
 from __future__ import annotations
 
+import functools
 import heapq
 import math
 import re
+import subprocess
+import tempfile
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -21,6 +24,7 @@ _TARGET = re.compile(r"`\((\.L_\w+)\)")
 # a loop handles a multiple of this many logits per iteration; other exponentials rescale sums
 _GROUP = 4
 _MAX_LOGITS = 64  # per loop iteration
+_WIDE = r"(?:LDG|STG)\.E\S*\.128|\b(?:global|buffer)_(?:load|store)_dwordx4"
 
 
 class Block(NamedTuple):
@@ -45,7 +49,33 @@ class Passes(NamedTuple):
 def per_logit(report: Report) -> Passes:
     """The instructions of a compiled row kernel's passes; a softcap takes a second exponential."""
     exponentials = 2 if "softcap" in report.config else 1
-    return Passes(*(exponentials * count for count in passes(report.assembly)))
+    return Passes(*(exponentials * count for count in passes(assembly(report))))
+
+
+def assembly(report: Report) -> str:
+    """The machine code of a compiled kernel as text."""
+    if report.arch.startswith("gfx"):
+        return report.code.decode()
+    return _functions(report.code)[report.symbol]
+
+
+@functools.lru_cache(maxsize=1)
+def _functions(cubin: bytes) -> dict[str, str]:
+    """The disassembled functions by name."""
+    import triton
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
+        text = subprocess.run(command, capture_output=True, check=True, text=True).stdout
+    functions = re.split(r"^\.text\.(\w+):$", text, flags=re.MULTILINE)
+    return dict(zip(functions[1::2], functions[2::2], strict=True))
+
+
+def wide_accesses(report: Report) -> int:
+    """Number of global loads and stores of 16 bytes per thread."""
+    return len(re.findall(_WIDE, assembly(report)))
 
 
 def passes(sass: str) -> Passes:

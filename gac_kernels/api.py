@@ -118,7 +118,7 @@ def fused_gac_loss(
         keywords = {**inputs._asdict(), "spec": spec, "softcap": op.softcap, "moments": moments}
         return reference.fused_gac_loss(logits, **keywords)
     arguments = inputs, spec, NeedsGrad.of(*op[:3]), moments, None, overwrite
-    flat = Fused.apply(*op[:3], op, loss.fused_loss, *arguments)
+    flat = Fused.apply(*op[:3], op, loss.fused_loss, arguments)
     return loss_output(flat, targets.shape)
 
 
@@ -262,7 +262,7 @@ def fused_linear_gac_loss(
         return ops.fused_loss(op, inputs, spec, moments, sketch)
     checks.values(targets, weight.shape[0], inputs)
     needs = NeedsGrad.of(*op[:3])
-    flat = Fused.apply(*op[:3], op, loss.fused_loss, inputs, spec, needs, moments, sketch)
+    flat = Fused.apply(*op[:3], op, loss.fused_loss, (inputs, spec, needs, moments, sketch))
     return loss_output(flat, targets.shape)
 
 
@@ -349,7 +349,7 @@ def fused_linear_token_loss(
     op = operands(hidden, weight, bias, targets, *options)
     checks.values(targets, weight.shape[0])
     arguments = token_loss, [x.reshape(-1) for x in inputs], outputs, NeedsGrad.of(*op[:3])
-    total, *flat, report = Fused.apply(*op[:3], op, loss.token_loss, *arguments)
+    total, *flat, report = Fused.apply(*op[:3], op, loss.token_loss, arguments)
     values = [total, *(x.view(targets.shape) for x in flat)]
     if report is not None:
         values, outputs = [*values, FilterReport(*report)], (*outputs, "filter")

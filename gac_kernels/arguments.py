@@ -73,8 +73,10 @@ def batch_operands(
     inputs = complete(*roles, spec=spec, **batch)
     checks.batch(rows[0], inputs, spec)
     op = operands(*rows, roles[0], spec.temperature, logit_scale, *options)
-    if inputs.temperatures is not None:
-        inputs = inputs._replace(temperatures=inputs.temperatures / logit_scale)
+    if inputs.temperatures is not None and logit_scale != 1:  # in the dtype of the arithmetic
+        temperatures = inputs.temperatures.to(op.targets.device, non_blocking=True)
+        scaled = temperatures.to(compute_dtype(op.dtype)) / logit_scale
+        inputs = inputs._replace(temperatures=scaled)
     if op.temperature != spec.temperature:
         spec = replace(spec, temperature=op.temperature)
     return op, inputs, spec

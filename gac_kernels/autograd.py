@@ -47,7 +47,7 @@ class Fused(Function):
         bias: Tensor | None,
         op: Operands,
         function: Callable[..., Result],
-        *arguments: Any,
+        arguments: tuple[Any, ...],
     ) -> tuple[Tensor | None, ...]:
         with without_autocast(op):
             outputs, grads, inv_scale = function(op, *arguments)
@@ -58,8 +58,7 @@ class Fused(Function):
         # scaled float16 gradients are rounded only after unscaling
         ctx.save_for_backward(*(cast(grads, ctx.dtypes) if inv_scale is None else grads))
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(x for x in outputs[1:] if x is not None))
-        ctx.others = (None,) * (2 + len(arguments))
+        ctx.mark_non_differentiable(*[x for x in outputs[1:] if x is not None])
         return outputs
 
     @staticmethod
@@ -67,7 +66,7 @@ class Fused(Function):
         """Scale the saved gradients in place by the upstream gradient (0-d)."""
         refuse_double_backward(torch.is_grad_enabled())
         if d_loss is None:
-            return None, None, None, *ctx.others
+            return (None,) * 6
         if ctx.used:
             raise RuntimeError(
                 "a second backward through the same loss is not possible: the first one scaled its "
@@ -80,7 +79,7 @@ class Fused(Function):
             for grad in grads:
                 if grad is not None:
                     ctx.backend.scale_(grad, factor)
-        return *cast(grads, ctx.dtypes), *ctx.others
+        return *cast(grads, ctx.dtypes), None, None, None
 
 
 class TokenLogprobs(Function):
@@ -136,5 +135,6 @@ def cast(
     grads: Sequence[Tensor | None], dtypes: Sequence[torch.dtype | None]
 ) -> tuple[Tensor | None, ...]:
     """Convert each gradient to the dtype of its operand."""
-    pairs = zip(grads, dtypes, strict=True)
-    return tuple(None if grad is None else grad.to(dtype) for grad, dtype in pairs)
+    return tuple(
+        [x if x is None or x.dtype is y else x.to(y) for x, y in zip(grads, dtypes, strict=True)]
+    )

@@ -60,26 +60,22 @@ CHOICES = {
     "importance_sampling_level": RATIOS,
     "correction": CORRECTIONS,
 }
-# The numeric fields of LossSpec, and whether each may be None.
+_FINITE, _ABOVE = (-math.inf, False, "a finite number"), (0, False, "a finite number > 0")
+_BOUND = 0, True, "a number >= 0, or None for no bound"
+_CISPO = -1, True, "a number >= -1, or None for no bound"  # CISPO's upper bound may be below 1
+# The numeric fields of LossSpec: whether each may be None, a lower bound, whether that is valid
+# itself, and what to use.
 NUMBERS = {
-    "clip_low": True,
-    "clip_high": True,
-    "dual_clip": True,
-    "kl_coef": False,
-    "entropy_coef": False,
-    "demo_shape": False,
-    "max_tokens": True,
-    "temperature": False,
-    "correction_min": True,
-    "correction_max": True,
-}
-# The fields that are finite and above a bound, and what to use.
-ABOVE = {
-    "dual_clip": (1, "a number > 1, or None"),
-    "kl_coef": (-math.inf, "a finite number"),
-    "entropy_coef": (-math.inf, "a finite number"),
-    "temperature": (0, "a finite number > 0"),
-    "demo_shape": (0, "a finite number > 0"),
+    "clip_low": (True, *_BOUND),
+    "clip_high": (True, *_BOUND),
+    "dual_clip": (True, 1, False, "a number > 1, or None"),
+    "kl_coef": (False, *_FINITE),
+    "entropy_coef": (False, *_FINITE),
+    "demo_shape": (False, *_ABOVE),
+    "max_tokens": (True, *_ABOVE),
+    "temperature": (False, *_ABOVE),
+    "correction_min": (True, *_BOUND),
+    "correction_max": (True, *_BOUND),
 }
 
 
@@ -160,10 +156,6 @@ class LossSpec:
             except ValueError:
                 names = ", ".join(w.value for w in DemoWeight)
                 raise ValueError(f"demo_weight={self.demo_weight!r}: use one of {names}") from None
-        for name, optional in NUMBERS.items():
-            value = getattr(self, name)
-            if not isinstance(value, (int, float)) and not (optional and value is None):
-                raise TypeError(f"{name}={value!r}: use a number{' or None' * optional}")
         for name, valid in CHOICES.items():
             if getattr(self, name) not in valid:
                 raise ValueError(f"{name}={getattr(self, name)!r}: use one of {', '.join(valid)}")
@@ -171,24 +163,20 @@ class LossSpec:
             raise TypeError(
                 f"use_bias_correction_kl={self.use_bias_correction_kl!r}: use True or False"
             )
-        self._check_bounds()
-        for name, (low, wanted) in ABOVE.items():
-            value = getattr(self, name)  # torch.compile traces no isfinite
-            if value is not None and not low < value < math.inf:
+        for name, numbers in NUMBERS.items():
+            is_cispo = (name, self.policy_loss) == ("clip_high", "cispo")
+            optional, low, closed, wanted = (True, *_CISPO) if is_cispo else numbers
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)):
+                if not optional or value is not None:
+                    raise TypeError(f"{name}={value!r}: use a number{' or None' * optional}")
+            elif not (low < value < math.inf or (closed and value == low)):
                 raise ValueError(f"{name}={value!r}: use {wanted}")
-        constant = "constant" in (self.rollout_reduction, self.demo_reduction)
-        if (constant or self.max_tokens is not None) and not 0 < (self.max_tokens or 0) < math.inf:
-            raise ValueError(
-                f"max_tokens={self.max_tokens!r}: a 'constant' reduction requires a number > 0"
-            )
+        if self.max_tokens is None and "constant" in (self.rollout_reduction, self.demo_reduction):
+            raise ValueError("max_tokens=None: a 'constant' reduction requires a number > 0")
+        self._check_pairs()
 
-    def _check_bounds(self) -> None:
-        # CISPO's upper bound may be below 1
-        lowest = {"clip_high": -1 if self.policy_loss == "cispo" else 0}
-        for name in ("clip_low", "clip_high", "correction_min", "correction_max"):
-            value, least = getattr(self, name), lowest.get(name, 0)
-            if value is not None and not least <= value < math.inf:
-                raise ValueError(f"{name}={value!r}: use a number >= {least}, or None for no bound")
+    def _check_pairs(self) -> None:
         low, high = self.clip_low, self.clip_high
         if low is not None and high is not None and -low > high:
             raise ValueError(

@@ -1,24 +1,28 @@
 """The gradient filter: skips the vocabulary columns in which a chunk's gradient is negligible.
 
 After training, most softmax entries are tiny: a few percent of the columns carry the gradient G
-[M, V] of a chunk's logits. The backward GEMMs run on these columns only. The entries that are left
-out of a row have the same sign, so leaving them out would bias the sum over rows; they are replaced
-by the rank-one tail d q^T, where d [M] are their sums and q [V] is the distribution of their mass
-over the columns. For the gradient of the weight, whose tiny rows an optimizer such as Adam scales
-up, they are replaced by those of a sample of rows. docs/gradient_filter.md has measurements.
+[M, V] of a chunk's logits. The kernel that writes a row of G marks the columns in which the row has
+a large entry, and the backward GEMMs run on the marked columns only. The entries that are left out
+of a row have the same sign, so leaving them out would bias the sum over rows; they are replaced by
+the rank-one tail d q^T, where d [M] are their sums and q [V] is the distribution of their mass over
+the columns, from at most 256 rows. For the gradient of the weight, whose tiny rows an optimizer
+such as Adam scales up, they are replaced by those of a sample of rows. docs/gradient_filter.md has
+measurements.
 
-Notation: M rows of a chunk, V vocabulary size, H hidden size, K columns kept.
+Notation: N tokens, M rows of a chunk or block, V vocabulary size, H hidden size, K columns kept.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-SAMPLE = 32  # rows that find most exact chunks early; also rows per step of `column_sums`
+SAMPLE = 256  # at most so many rows estimate the distribution and the mass of what is dropped
 SAMPLED = 3 / 8  # of the rows, for what is dropped from the gradient of the weight
 
 
@@ -27,15 +31,17 @@ class GradientFilter:
     """Settings of the filter of the linear functions. The loss does not depend on them."""
 
     eps: float = 2**-12
-    """A column is kept if one of its entries is larger than eps times the root mean square, over
-    the chunk's rows, of the entry at the target. 0: exact."""
+    """A column is kept if one of its entries is larger than eps times the derivative of that
+    row's loss in its log-prob, plus that in its entropy; without an entropy bonus, if one of its
+    probabilities is larger than eps. 0: exact."""
     weight: bool = False
     """Also filter the gradient of the weight: what is dropped is estimated, without bias, from
     3/8 of the rows, drawn with PyTorch's default generator. False: it is exact."""
     max_columns: float = 0.5
     """A chunk that keeps a larger share of its columns is computed exactly, in (0, 1]."""
     max_dropped: float = 2**-6
-    """A chunk that drops a larger share of its absolute gradient is computed exactly, in [0, 1]."""
+    """A chunk that drops a larger share of its absolute gradient, estimated from at most 256 rows,
+    is computed exactly, in [0, 1]."""
 
     def __post_init__(self) -> None:
         for name, low in (("eps", 0), ("max_columns", math.ulp(0)), ("max_dropped", 0)):
@@ -50,44 +56,43 @@ class GradientFilter:
 class FilterReport(NamedTuple):
     """What the filter did in one call; 0-d float32 tensors on the device of the rows."""
 
-    kept_columns: torch.Tensor
+    kept_columns: Tensor
     """Mean over the rows with a gradient of the share of columns kept; 1 for exact chunks."""
-    dropped_mass: torch.Tensor
+    dropped_mass: Tensor
     """Largest share of a row's absolute gradient that the tail replaced; 0 for exact chunks."""
+
+
+class RowMarks(NamedTuple):
+    """Buffers for what a row kernel notes of the gradient it writes, as stored."""
+
+    eps: float
+    hit: Tensor  # bool [V], set at the target, and where an entry is above eps (|a| + |b|) / T
+    sums: Tensor  # [2, M], zeros: the sum and the absolute sum of each row
+    # a and b are the upstream gradients of the row's log-prob and entropy, T is its temperature
 
 
 class Kept(NamedTuple):
     """The part of a chunk's gradient that is multiplied, and sums of the rest."""
 
-    columns: torch.Tensor  # int64 [K], ascending
-    values: torch.Tensor  # [M, K]
-    sums: torch.Tensor  # [M]: d
-    mass: torch.Tensor  # [M]: their absolute sums
-    distribution: torch.Tensor  # [V]: q
+    columns: Tensor  # int64 [K], ascending
+    values: Tensor  # [M, K]
+    sums: Tensor  # [M]: d
+    mass: Tensor  # [M]: their absolute sums
+    distribution: Tensor  # [V]: q
 
 
-def column_sums(
-    grad: torch.Tensor, threshold: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The columns of grad [M, V] with an entry above `threshold` (0-d), and sums.
+def mark_rows(grad: Tensor, targets: Tensor, coefficient: Tensor, marks: RowMarks) -> None:
+    """Fill `marks` from a gradient [..., V]: the reference implementation.
 
-    Returns (hit: bool [V], the absolute sum of each column [V], the sum and the absolute sum of
-    each row [2, M]); sums are in float32 or better.
+    targets, coefficient: [M]; the coefficient is (|a| + |b|) / T, 0 for rows without a gradient.
     """
-    dtype = torch.promote_types(grad.dtype, torch.float32)
-    hit = torch.zeros(grad.shape[1], dtype=torch.bool, device=grad.device)
-    sums = torch.empty(2, len(grad), dtype=dtype, device=grad.device)
-    columns = torch.zeros(grad.shape[1], dtype=dtype, device=grad.device)
-    for i in range(0, len(grad), SAMPLE):
-        rows = slice(i, i + SAMPLE)
-        size = grad[rows].abs()
-        hit |= (size > threshold).any(0)
-        columns += size.sum(0, dtype=dtype)
-        sums[:, rows] = torch.stack([x.sum(1, dtype=dtype) for x in (grad[rows], size)])
-    return hit, columns, sums
+    rows = grad.flatten(0, -2).to(marks.sums.dtype)
+    marks.hit.logical_or_((rows.abs() > marks.eps * coefficient[:, None]).any(0))
+    marks.hit[targets[(targets >= 0) & (targets < len(marks.hit)) & (coefficient != 0)]] = True
+    marks.sums.copy_(torch.stack([rows.sum(1), rows.abs().sum(1)]))
 
 
-def sample_factors(mass: torch.Tensor) -> torch.Tensor:
+def sample_factors(mass: Tensor) -> Tensor:
     """Sample `SAMPLED` of the rows by their `mass` [M]: 1 / probability of a row, 0 if not drawn.
 
     Rows with so much mass that their probability would be above 1 are certain; the others are drawn
@@ -105,46 +110,88 @@ def sample_factors(mass: torch.Tensor) -> torch.Tensor:
 
 
 class ColumnFilter:
-    """Filters the chunks of one call; see `GradientFilter`."""
+    """Filters the chunks of one call on `tokens` rows; see `GradientFilter`.
 
-    def __init__(self, settings: GradientFilter, weight: torch.Tensor, backend: Any) -> None:
-        self.settings, self.weight = settings, weight
-        self.sums = getattr(backend, "column_sums", column_sums)
+    `total` adds a tensor over the ranks that share the vocabulary; each filters its own columns.
+    """
+
+    def __init__(
+        self,
+        settings: GradientFilter,
+        weight: Tensor,
+        tokens: int,
+        total: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        self.settings, self.total = settings, total or (lambda x: x)
         self.rows, self.kept = 0, 0.0
-        self.dropped = torch.zeros((), device=weight.device)
+        self.hit = torch.zeros(len(weight), dtype=torch.bool, device=weight.device)
+        # sum and absolute sum of each row, and the part of the latter that was dropped
+        self.sums = torch.zeros(3, max(tokens, 1), dtype=dtype, device=weight.device)
 
-    def select(self, grad: torch.Tensor, targets: torch.Tensor) -> Kept | None:
-        """Choose the columns of a chunk's gradient [M, V]; None: compute the chunk exactly."""
-        rows, width = grad.shape
+    def marks(self, index: Tensor) -> RowMarks | None:
+        """The buffers of a row kernel call on the tokens at `index` [M]."""
+        if not self.settings.eps:
+            return None
+        return RowMarks(self.settings.eps, self.hit, self.sums.new_zeros(2, len(index)))
+
+    def store(self, index: Tensor, marks: RowMarks) -> None:
+        """Store the sums of the tokens at `index` [M]."""
+        self.sums[:2].index_copy_(1, index, marks.sums)
+
+    def select(self, grad: Tensor, index: Tensor) -> Callable[[], Kept | None]:
+        """Choose the columns of a chunk's gradient [M, V], with the tokens at `index` [M].
+
+        Returns a function that waits for their number, so that the caller can launch other work
+        before. Its result is None if the chunk is to be computed exactly.
+        """
+        settings, (rows, width) = self.settings, grad.shape
         self.rows += rows
-        kept = self._select(grad, targets) if rows and self.settings.eps else None
-        self.kept += rows * (1.0 if kept is None else len(kept.columns) / width)
-        return kept
-
-    def _select(self, grad: torch.Tensor, targets: torch.Tensor) -> Kept | None:
-        settings, most = self.settings, self.settings.max_columns * grad.shape[1]
-        at_target = grad.gather(1, targets[:, None])
-        at_target = at_target.to(torch.promote_types(grad.dtype, torch.float32))
-        threshold = settings.eps * at_target.square().mean().sqrt()
-        sample = grad[:: -(-len(grad) // SAMPLE)].abs()
-        if (sample > threshold).any(0).sum() > most:  # most exact chunks are found early
-            return None
-        hit, share, (total, mass) = self.sums(grad, threshold)
-        hit[targets] = True
-        columns = hit.nonzero().squeeze(1)  # on a GPU, the host waits for the chunk's row kernels
-        if len(columns) > most:
-            return None
-        values = grad.index_select(1, columns)
-        wide = values.to(total.dtype)
-        dropped = (mass - wide.abs().sum(1)).clamp(min=0)
-        if dropped.sum() > settings.max_dropped * mass.sum():
-            return None
-        self.dropped = torch.maximum(self.dropped, (dropped / mass).nan_to_num().max().float())
-        share[columns] = 0
+        if not settings.eps or not rows:
+            self.kept += rows
+            return lambda: None
+        # the marked columns in order; all others are written to the last place
+        places = torch.where(self.hit, self.hit.cumsum(0) - 1, width)
+        columns = places.new_empty(width + 1)
+        columns[places] = torch.arange(width, device=grad.device)
+        share = self.sums.new_zeros(width)
+        for part in grad[:: -(-rows // SAMPLE)].split(SAMPLE // 8):  # a part stays in the cache
+            share += part.abs().sum(0, dtype=share.dtype)
+        mass, dropped = share.sum(), share.masked_fill_(self.hit, 0).sum()
+        mass, dropped = self.total(torch.stack([mass, dropped]))
+        counts = read(torch.stack([self.hit.sum().to(mass.dtype), dropped / mass]))
         share /= share.sum().clamp(min=torch.finfo(share.dtype).tiny)
-        return Kept(columns, values, total - wide.sum(1), dropped, share)
+        self.hit = torch.zeros_like(self.hit)
 
-    def report(self) -> torch.Tensor:
+        def finish() -> Kept | None:
+            count, estimate = counts()
+            few = count <= settings.max_columns * width
+            if not (few and estimate <= settings.max_dropped):  # also if the estimate is nan
+                self.kept += rows
+                return None
+            self.kept += rows * count / width
+            chosen = columns[: int(count)]
+            values = grad.index_select(1, chosen)
+            wide, (total, mass, _) = values.to(self.sums.dtype), self.sums[:, index]
+            dropped = (mass - wide.abs().sum(1)).clamp(min=0)
+            self.sums[2].index_copy_(0, index, dropped)
+            return Kept(chosen, values, total - wide.sum(1), dropped, share)
+
+        return finish
+
+    def report(self) -> Tensor:
         """The fields of `FilterReport`, float32 [2]."""
-        share = torch.full_like(self.dropped, self.kept / max(self.rows, 1))
-        return torch.stack([share, self.dropped])
+        counts = self.sums.new_full((2,), len(self.hit))
+        counts[0] *= self.kept / max(self.rows, 1)
+        kept, columns = self.total(counts)
+        mass, dropped = self.total(self.sums[1:])
+        return torch.stack([kept / columns, (dropped / mass).nan_to_num().max()]).float()
+
+
+def read(values: Tensor) -> Callable[[], list[float]]:
+    """Start to copy values to the host; the result waits for that copy, not for later work."""
+    if values.device.type != "cuda":
+        return values.tolist
+    host = torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
+    event = torch.cuda.current_stream(values.device).record_event()
+    return lambda: event.synchronize() or host.tolist()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import projection
 from .contract import IGNORE, LossSpec
-from .filter import ColumnFilter, Kept, sample_factors
+from .filter import ColumnFilter, Kept, RowMarks, sample_factors
 from .inputs import NeedsGrad, Operands, part
 from .projection import Projection, spans
 from .sketch import HeadSketch, RowSketch, Sketcher, per_sequence
@@ -41,6 +41,7 @@ class Block(NamedTuple):
     logits: Tensor  # [1, M, V]; the next block overwrites them
     out: Tensor | None = None  # [1, M, V]: where their gradient is written
     sketch: RowSketch | None = None  # where the sketch of their gradient is written
+    marks: RowMarks | None = None  # where the filter's notes of their gradient are written
 
 
 def capturing(device: torch.device) -> bool:
@@ -88,9 +89,14 @@ class Head:
         self._d_weight: Tensor | None = None  # allocated by the first chunk
         width = len(op.weight) if needs.bias else 0
         self._d_bias = self.projection.weight.new_zeros(width, dtype=self.projection.accum_dtype)
-        self._targets, self.filter = op.targets, None
+        self.filter = None
         if op.filter is not None and not capturing(op.rows.device):  # a capture reads no count
-            self.filter = ColumnFilter(op.filter, self.projection.weight, op.backend)
+            self.filter = ColumnFilter(
+                op.filter,
+                self.projection.weight,
+                len(op.rows),
+                getattr(op.backend, "all_reduce", None),  # of a sharded vocabulary
+            )
 
     def _gather(self, index: Tensor) -> Tensor:
         """Gather rows of hidden as a GEMM operand [M, H]."""
@@ -120,9 +126,12 @@ class Head:
                 logits = head.logits(rows[span], grad[span])
                 tokens = slice(chunk.start + span.start, chunk.start + span.stop)
                 sketch = None if self.sketcher is None else self.sketcher.rows(index[span])
-                yield Block(tokens, logits[None], grad[span][None], sketch)
+                marks = None if self.filter is None else self.filter.marks(index[span])
+                yield Block(tokens, logits[None], grad[span][None], sketch, marks)
                 if self.sketcher is not None and sketch is not None:
                     self.sketcher.store(index[span], sketch)
+                if self.filter is not None and marks is not None:
+                    self.filter.store(index[span], marks)
             # the gradient of the chunk's logits is complete, and its backward GEMMs follow
             if nonzero is not None and not capturing(index.device):
                 index, rows, grad = compact(nonzero[chunk], index, rows, grad)
@@ -144,24 +153,29 @@ class Head:
             count, _ = read_counts(count, len(order))
         for block in self.blocks(order, count, count):
             rows = targets[block.tokens], *columns[:, block.tokens], part(scaling, block.tokens)
-            op.backend.row_grads(block.logits, *rows, block.out, op.softcap, block.sketch)
+            options = block.out, op.softcap, block.sketch
+            op.backend.row_grads(block.logits, *rows, *options, marks=block.marks)
 
     def _add(self, index: Tensor, rows: Tensor, grad: Tensor, single_chunk: bool) -> None:
         """Add a chunk: token indices [M], input rows [M, H] and the logits' gradient [M, V]."""
         head = self.projection
         if self.sketcher is not None:
             self.sketcher.project(index, rows)
-        kept = None if self.filter is None else self.filter.select(grad, self._targets[index])
+        selected = None if self.filter is None else self.filter.select(grad, index)
+        exact = self.filter is None or not self.filter.settings.weight
+        if self.needs.weight and exact:  # while the host waits for the number of columns
+            self._add_weight(rows, grad, single_chunk)
+        if self.needs.bias:
+            self._d_bias += grad.sum(0, dtype=head.accum_dtype)
+        kept = None if selected is None else selected()
         if self.needs.rows:
             d_rows = head.hidden_gradient(grad) if kept is None else self._filtered_rows(kept)
             self._d_hidden.index_copy_(0, index, d_rows.to(self._d_hidden.dtype))
-        if self.needs.bias:
-            self._d_bias += grad.sum(0, dtype=head.accum_dtype)
-        if self.needs.weight:
-            if kept is not None and self.filter is not None and self.filter.settings.weight:
-                self._add_filtered(kept, rows, grad)
-            else:
+        if self.needs.weight and not exact:
+            if kept is None:
                 self._add_weight(rows, grad, single_chunk)
+            else:
+                self._add_filtered(kept, rows, grad)
 
     def _add_weight(self, rows: Tensor, grad: Tensor, single_chunk: bool) -> Tensor:
         """Add rows [M, H] with the logits' gradient [M, V] to the gradient of the weight."""

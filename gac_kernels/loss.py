@@ -54,8 +54,9 @@ def fused_loss(
     current log-probs over sequences takes 8 N H V: these are computed first.
     """
     tokens = with_factors(op.backend.plan(inputs, spec, compute_dtype(op.dtype)), inputs, spec)
-    op = op._replace(temperature=spec.temperature, temperatures=tokens.temperature)
     out, kind = None, coupling(tokens, spec)
+    if tokens.temperature is not None:
+        op = op._replace(temperatures=tokens.temperature)
     if op.weight is None and needs.rows:  # a buffer for the gradient of the logits
         reuse = overwrite and has_distinct_elements(op.rows)
         out = op.rows.detach() if reuse else op.rows.new_empty(op.rows.shape)
@@ -126,7 +127,7 @@ def _one_pass(
     gradient_rows, live_rows = read_counts(counts, len(order))
     for block in head.blocks(order, gradient_rows if need_gradient else 0, live_rows):
         arguments = ordered.part(block.tokens), spec, block.out, block.sketch, op.softcap
-        terms = op.backend.row_loss(block.logits, *arguments)
+        terms = op.backend.row_loss(block.logits, *arguments, block.marks)
         torch.stack(terms, out=ordered_results[:, block.tokens])
     results.index_copy_(1, order[:live_rows], ordered_results[:, :live_rows])
     sketches = head.sketches(tokens, spec, inv_scale)
@@ -204,8 +205,8 @@ def token_loss(
                 if inv_scale is None:
                     inv_scale = power_above((upstream / temperature).abs())
                 upstream = upstream / inv_scale
-            stats = lse, entropy, *upstream
-            op.backend.row_grads(*rows, *stats, temperature, block.out, op.softcap)
+            stats, options = (lse, entropy, *upstream), (temperature, block.out, op.softcap)
+            op.backend.row_grads(*rows, *stats, *options, marks=block.marks)
     results.index_copy_(1, order[:live_rows], ordered[:, :live_rows])
     losses, logps, entropy, *extra = torch.where(live, results, 0)
     total = losses.sum(dtype=torch.float64).to(losses.dtype)

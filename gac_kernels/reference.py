@@ -93,14 +93,14 @@ def row_statistics(
     inside = (targets >= 0) & (targets < z.shape[1])
     target = z.gather(-1, torch.where(inside, targets, 0)[:, None]).squeeze(-1)
     logps = torch.where(inside, target, math.nan) - lse
+    log_p = z.log_softmax(-1)  # accurate where p is near 1, unlike z - lse
     # a masked vocabulary entry (-inf) adds 0 log 0 = 0 to the entropy
-    finite = z.masked_fill(z == -math.inf, 0)
-    entropy = lse - ((z - lse[:, None]).exp() * finite).sum(-1)
+    entropy = -(log_p.exp() * log_p.masked_fill(z == -math.inf, 0)).sum(-1)
     if not more:
         return logps, entropy, lse
     with torch.no_grad():
         is_top1 = z.argmax(-1) == targets  # the first of equal logits
-        extra = (2 * (z - lse[:, None])).logsumexp(-1), z.mean(-1), is_top1
+        extra = (2 * log_p).logsumexp(-1), z.mean(-1), is_top1
     return logps, entropy, lse, *extra
 
 
@@ -219,7 +219,7 @@ class Coupling(enum.Enum):
 
 def coupling(tokens: Tokens, spec: LossSpec) -> Coupling:
     """Determine the coupling; only CURRENT requires a pass over the logits in advance."""
-    through_ratio = spec.policy_loss in ("clip", "sapo")
+    through_ratio = spec.policy_loss not in ("cispo", "reinforce")
     has_kl_ratio = spec.use_bias_correction_kl and spec.kl_coef != 0
     if tokens.rollout_logps is not None and spec.correction.startswith("sequence"):
         return Coupling.CURRENT

@@ -9,6 +9,7 @@ needed.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import logging
@@ -32,6 +33,7 @@ from .filter import FilterReport, GradientFilter
 logger = logging.getLogger(__name__)
 HANDLE = "_gac_fused"  # the handle, in the __dict__ of the model and of the head's layers
 OWN = "_gac_own_forward"  # the original bound method there: a deep copy rebinds it to the copy
+REPLICATE = "_replicate_for_data_parallel"
 LABELS = LossSpec(demo_weight=DemoWeight.ONE)
 # methods that multiply (1) or divide (-1) by a number; a trailing "_": in place
 SCALING = dict.fromkeys(("mul", "mul_", "__mul__", "__rmul__", "__imul__"), 1)
@@ -74,7 +76,8 @@ class Record:
         self.shape, self.device = (*hidden.shape[:-1], layer.weight.shape[0]), hidden.device
         dtypes = [args[0] if args else torch.float32 for op, args in ops if op in ("float", "to")]
         self.dtype = dtypes[-1] if dtypes else autocast or hidden.dtype
-        self.requires_grad = any(x.requires_grad or y.weight.requires_grad for x, y, _ in terms)
+        used = any(x.requires_grad or y.weight.requires_grad for x, y, _ in terms)
+        self.requires_grad = used and torch.is_grad_enabled()
 
     def apply(self, name: str, *args: Any, **keywords: Any) -> Any:
         """Apply the tensor method `name`: a record if it can be recorded, otherwise a tensor."""
@@ -95,6 +98,8 @@ class Record:
         elif name not in CASTS or not isinstance(value, torch.dtype | None):
             return getattr(self.full(), name)(*map(_logits, args))
         out = Record(terms, self.autocast, cap, (*self.ops, (name, args)))
+        # none after a forward pass without gradients
+        out.requires_grad &= self.requires_grad or getattr(value, "requires_grad", False)
         if name in ("mul_", "div_"):
             self.__dict__ |= vars(out)
         return out
@@ -208,9 +213,19 @@ class Fused(AbstractContextManager["Fused"]):
     def undo(self) -> None:
         """Restore the model's own loss; a second call is a no-op."""
         for module in self.model.modules():
-            if module.__dict__.pop(HANDLE, None) is not None:
-                module.forward = module.__dict__.pop(OWN)
-                module.__dict__.pop("_loss_function", None)
+            own = module.__dict__.get(OWN)
+            if own is not None:
+                _remove(module)
+                if module.forward != own:  # it was not that of the class
+                    module.forward = own
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Fused:
+        """A copy of the model has a handle of its own; a copy of its head (PEFT) keeps this one."""
+        if id(self.model) not in memo:
+            return self
+        memo[id(self)] = handle = copy.copy(self)
+        handle.model = memo[id(self.model)]
+        return handle
 
     def __exit__(self, *_: object) -> None:
         self.undo()
@@ -286,15 +301,31 @@ def _patch_layers(model: PreTrainedModel, handle: Fused) -> None:
 
 
 def _replace(module: nn.Module, forward: Callable[..., Any], handle: Fused) -> None:
-    if HANDLE not in module.__dict__:
+    if module.__dict__.get(OWN, module.forward) == module.forward:  # equal once it is unpickled
         module.__dict__ |= {HANDLE: handle, OWN: module.forward}
         module.forward = types.MethodType(forward, module)
+        module.__dict__[REPLICATE] = types.MethodType(_replica, module)
 
 
+def _remove(module: nn.Module) -> None:
+    for name in (HANDLE, OWN, "forward", "_loss_function", REPLICATE):
+        module.__dict__.pop(name, None)
+
+
+@functools.wraps(nn.Module._replicate_for_data_parallel)
+def _replica(self: nn.Module) -> nn.Module:
+    """A copy for DataParallel; the methods in the copied `__dict__` would run the original."""
+    self.__dict__[HANDLE].keep("DataParallel copies it: start one process per GPU with torchrun")
+    replica = type(self)._replicate_for_data_parallel(self)
+    _remove(replica)
+    return replica
+
+
+@functools.wraps(nn.Linear.forward)  # its name is pickled
 def _head_forward(self: nn.Linear, x: Tensor) -> Any:
     handle, kind = self.__dict__[HANDLE], x.device.type
     sharded = isinstance(self.weight, DTensor) or hasattr(self.weight, "ds_id")  # ZeRO-3
-    if not handle.lazy or sharded:
+    if not handle.lazy or sharded or isinstance(x, Record):
         return self.__dict__[OWN](x)
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     handle.problem = "it computes its loss from the logits"

@@ -23,6 +23,7 @@ from .arguments import batch_operands
 from .autograd import Fused, loss_output
 from .backends.reference import loss_in_two_calls
 from .contract import IGNORE, LossOutput, LossSpec
+from .filter import GradientFilter, RowMarks
 from .inputs import NeedsGrad
 from .loss import fused_loss
 from .sketch import RowSketch
@@ -57,6 +58,7 @@ def vocab_parallel_gac_loss(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     chunk_bytes: int | None = None,
+    gradient_filter: GradientFilter | None = None,
 ) -> LossOutput:
     """Compute `fused_linear_gac_loss` of one batch that is replicated on every rank of `group`.
 
@@ -70,6 +72,7 @@ def vocab_parallel_gac_loss(
         group: the ranks that share the vocabulary; None: all ranks.
         bias: this rank's entries [V_r], or None.
         chunk_bytes: memory for one chunk's logits on the rank with the most rows.
+        gradient_filter: each rank filters its own columns; the report is of all ranks.
 
     Other arguments, errors and results are as in `fused_linear_gac_loss`.
     """
@@ -77,7 +80,7 @@ def vocab_parallel_gac_loss(
         (hidden, weight, bias),
         (targets, advantages, is_demo),
         spec,
-        *(logit_scale, softcap, "auto", chunk_bytes),
+        *(logit_scale, softcap, "auto", chunk_bytes, gradient_filter),
         mu=mu,
         old_logps=old_logps,
         ref_logps=ref_logps,
@@ -94,7 +97,7 @@ def vocab_parallel_gac_loss(
     rows = ShardedRows(sum(sizes[: dist.get_rank(group)]), group, op.backend)
     flat_hidden, needs = SumGradient.apply(op.rows, group), NeedsGrad.of(*op[:3])
     op = op._replace(rows=flat_hidden, backend=rows, vocab_size=max(sizes))
-    flat = Fused.apply(*op[:3], op, fused_loss, inputs, spec, needs, moments)
+    flat = Fused.apply(*op[:3], op, fused_loss, (inputs, spec, needs, moments))
     return loss_output(flat, targets.shape)
 
 
@@ -153,10 +156,10 @@ class ShardedRows:
         results = target.sum(0) - total, mixed, total
         return tuple(torch.where(live, x, 0) for x in results)
 
-    def row_grads(
-        self, logits: Tensor, targets: Tensor, *arguments: Any, sketch: RowSketch | None = None
-    ) -> None:
-        self.inner.row_grads(logits, self._local(targets, logits), *arguments, whole_row=False)
+    def row_grads(self, logits: Tensor, targets: Tensor, *arguments: Any, **notes: Any) -> None:
+        self.inner.row_grads(
+            logits, self._local(targets, logits), *arguments, whole_row=False, **notes
+        )
 
     def row_loss(
         self,
@@ -166,9 +169,14 @@ class ShardedRows:
         out: Tensor | None,
         sketch: RowSketch | None = None,  # not supported here
         softcap: float | None = None,
+        marks: RowMarks | None = None,
     ) -> TokenTerms:
         calls = self.row_stats, self.row_grads
-        return loss_in_two_calls(*calls, logits, tokens, spec, out, sketch, softcap)
+        return loss_in_two_calls(*calls, logits, tokens, spec, out, softcap, {"marks": marks})
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        dist.all_reduce(x, group=self.group)
+        return x
 
     def _local(self, targets: Tensor, logits: Tensor) -> Tensor:
         """Local column of each target, -1 if another rank has it, IGNORE without a loss."""

@@ -77,7 +77,7 @@ STREAMS = {
     "two sources (x 2), the worse one first": Stream(lambda g: _noisy(g, 2 - SECOND), NONE, 0.1),
     "slow rise to twice the level": Stream(lambda g: _noisy(g, 1 + T / STEPS)),
     "slow fall to half the level": Stream(lambda g: _noisy(g, 1 - T / STEPS / 2)),
-    "lasting jump by 30%": Stream(lambda g: _with(_noisy(g), LATE, 1.3), LATE),
+    "lasting 30% jump": Stream(lambda g: _with(_noisy(g), LATE, 1.3), LATE),
     # below: chosen after the design was fixed
     "Laplace": Stream(lambda g: 1 + 0.05 * g.laplace(size=STEPS)),
     "Student t, 2 degrees of freedom": Stream(lambda g: 1 + 0.05 * g.standard_t(2, STEPS)),
@@ -86,24 +86,24 @@ STREAMS = {
     "lognormal (0.6), batches of 2": Stream(lambda g: _lognormal(g, 2)),
     "lognormal (1.0), batches of 8": Stream(lambda g: _lognormal(g, 8, 1.0)),
     "lognormal (0.6), batches of 64": Stream(lambda g: _lognormal(g, 64)),
-    "lognormal (0.6), batches of 64, jump by 50%": Stream(
+    "lognormal (0.6), batches of 64, 50% jump": Stream(
         lambda g: _with(_lognormal(g, 64), LATE, 1.5), LATE
     ),
     "autocorrelated noise (0.5)": Stream(_autocorrelated),
     "2% outlier batches (x 3)": Stream(
         lambda g: _noisy(g, np.where(g.random(STEPS) < 0.02, 3.0, 1.0))
     ),
-    "level 1e-6, jump by 30%": Stream(lambda g: 1e-6 * _with(_noisy(g), LATE, 1.3), LATE),
-    "level -10, noise 0.5, jump by 3": Stream(lambda g: 3 * (T >= 500) - 10 * _noisy(g), LATE),
+    "level 1e-6, 30% jump": Stream(lambda g: 1e-6 * _with(_noisy(g), LATE, 1.3), LATE),
+    "level -10, noise 0.5, jump of 3": Stream(lambda g: 3 * (T >= 500) - 10 * _noisy(g), LATE),
     "level 0, noise 1": Stream(lambda g: g.standard_normal(STEPS)),
     "10% of the losses are nan": Stream(
         lambda g: _noisy(g, np.where(g.random(STEPS) < 0.1, np.nan, 1.0))
     ),
     "first epochs: 3 exp(-t / 20) + 0.4": Stream(lambda g: 3 * np.exp(-T / 20) + 0.4 * _noisy(g)),
-    "the same, jump by 1 at step 48": Stream(
+    "the same, jump of 1 at step 48": Stream(
         lambda g: 3 * np.exp(-T / 20) + 0.4 * _noisy(g) + (T >= 48), slice(48, None)
     ),
-    "fall to 0.3, then jump by 30%": Stream(
+    "fall to 0.3, then a 30% jump": Stream(
         lambda g: _noisy(g, np.select([T < 250, T < 500], [1.0, 0.3], 0.39)), LATE
     ),
     "half of each batch of 32 wrong (x 3)": Stream(

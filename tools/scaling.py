@@ -123,7 +123,7 @@ def controller_bytes(demonstrations: int) -> int:
     return 8 * (13 + demonstrations)
 
 
-def table(ranks: Sequence[int] = (8, 32, 128, 512), micro_batches: int = 4, node: int = 8) -> str:
+def table(ranks: Sequence[int] = (8, 32, 128), micro_batches: int = 4, node: int = 8) -> str:
     """Markdown table of gigabytes per rank; more than 64 ranks form replicas of 64 (HSDP)."""
     head = ["model", "GPUs", "mesh", "states", "backward", "rollouts", "sent per step"]
     lines = []

@@ -44,7 +44,7 @@ DECAY = 0.8  # of the running averages
 QUANTITIES = ("disagreement", "sft_variance", "rl_variance", "inner", "cosine")
 TRUTH = "gradients"
 SOURCES = ("proxy", "sketch", "sketch-64")
-VIEWS = {"each": "single measurements", "averaged": "running averages"}
+VIEWS = {"each": "single", "averaged": "averages"}
 BLOCK, RESAMPLES = 5, 2000  # measurements per block of the bootstrap, and its resamples
 RESULTS, PAGE = Path("docs") / "signals.json", Path("docs") / "signals.md"
 MARK = "<!-- below: python -m tools.validate_signals -->\n"
@@ -257,20 +257,20 @@ def costs(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
 def tables(study: dict[str, Any]) -> str:
     """The Markdown below the marker in docs/signals.md."""
     parts = [f"{study['setting']['words']}\n"]
-    head = ("source", *(f"`{name}`" for name in QUANTITIES))
+    rows: list[list[str]] = []
     for title, by_source in study["correlations"].items():
-        rows = [
-            [f"`{source}`", *(_cell(cells[q]) for q in QUANTITIES)]
+        scenario, view = title.split(", ")
+        name = f"`{scenario}`, {VIEWS[view]}"
+        rows += [
+            [name, f"`{source}`", *(_cell(cells[q]) for q in QUANTITIES)]
             for source, cells in by_source.items()
         ]
         control = [_cell(by_source["sketch"][q], "shuffled", "shuffled95") for q in QUANTITIES]
-        rows.append(["`sketch`, steps shuffled", *control])
-        scenario, view = title.split(", ")
-        if (scenario, view) == ("base", "each"):
-            claims = [f"{PAPER[q]:.2f}" if q in PAPER else "-" for q in QUANTITIES]
-            rows.append(["the paper's claim for its proxies", *claims])
-        table = markdown_table(head, rows)
-        parts.append(f"## {scenario.capitalize()}, {VIEWS[view]}\n\n{table}\n")
+        rows.append([name, "`sketch`, steps shuffled", *control])
+    claims = [f"{PAPER[q]:.2f}" if q in PAPER else "-" for q in QUANTITIES]
+    rows.append(["the paper", "its proxies, as claimed", *claims])
+    head = ("runs", "source", *(f"`{name}`" for name in QUANTITIES))
+    parts.append(f"## Correlation with the reference\n\n{markdown_table(head, rows)}\n")
     rows = [
         [f"`{name}`", f"{cost['percent']:.2f}%", f"[{cost['ci95'][0]:.2f}, {cost['ci95'][1]:.2f}]"]
         for name, cost in study["cost"].items()

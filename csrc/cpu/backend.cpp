@@ -210,11 +210,19 @@ const char* for_each_row(const RowArguments& a, const F& f, const Skip& skip) {
   return failed ? "not enough memory for the buffer of a row" : nullptr;
 }
 
-// Sketches the gradient of row i, if requested, while it is in the cache.
-void add_buckets(const RowArguments& a, const Rows& out, const RowKernels& kernels, int64_t i) {
-  if (a.buckets)
-    kernels.buckets(reinterpret_cast<const float*>(out[i]), a.signs, a.vocab, a.size,
-                    a.buckets + i * a.size);
+// Sketches and marks the gradient of row i, if requested, while it is in the cache.
+// `upstream`: |d_logp| + |d_entropy|.
+void add_notes(const RowArguments& a, const Rows& out, const RowKernels& kernels, int64_t i,
+               double upstream) {
+  if (!a.buckets && !a.hit) return;
+  const float* const row = reinterpret_cast<const float*>(out[i]);
+  if (a.buckets) kernels.buckets(row, a.signs, a.vocab, a.size, a.buckets + i * a.size);
+  if (!a.hit || upstream == 0) return;
+  const double temperature = a.temperatures ? a.temperatures[i] : a.temperature;
+  const int64_t target = a.targets[i];
+  if (target >= 0 && target < a.vocab) __atomic_store_n(a.hit + target, true, __ATOMIC_RELAXED);
+  kernels.marks(row, a.vocab, static_cast<float>(a.eps * upstream / temperature), a.hit, a.sums + i,
+                a.sums + a.rows + i);
 }
 
 }  // namespace
@@ -257,7 +265,7 @@ const char* gac_row_grads(const gac::RowArguments* arguments) {
           worker.renormalize(s, a.lse[i], a.entropy[i]);
         }
         worker.write(i, target, s, d_logp, d_entropy);
-        add_buckets(a, out, worker.kernels(), i);
+        add_notes(a, out, worker.kernels(), i, std::fabs(d_logp) + std::fabs(d_entropy));
       },
       [](int64_t) {});
 }
@@ -300,25 +308,11 @@ const char* gac_row_loss(const gac::RowArguments* arguments) {
         a.loss[i] = static_cast<float>(token.loss);
         a.kl[i] = static_cast<float>(token.kl);
         a.clipped[i] = token.clipped;
-        worker.write(i, target, s, a.scale[i] * token.d_logp, a.scale[i] * token.d_entropy);
-        add_buckets(a, out, worker.kernels(), i);
+        const double d_logp = a.scale[i] * token.d_logp, d_entropy = a.scale[i] * token.d_entropy;
+        worker.write(i, target, s, d_logp, d_entropy);
+        add_notes(a, out, worker.kernels(), i, std::fabs(d_logp) + std::fabs(d_entropy));
       },
       [&](int64_t i) {
         a.logps[i] = a.entropy[i] = a.loss[i] = a.kl[i] = a.clipped[i] = 0;
       });
-}
-
-const char* gac_column_sums(const gac::ColumnArguments* arguments) {
-  using namespace gac;
-  const ColumnArguments& a = *arguments;
-  const RowKernels* const kernels = row_kernels();
-  if (!kernels) return "GAC_CPU_CAPABILITY names an instruction set that this processor lacks";
-  const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, a.vocab));
-  parallel_for(a.rows, grain, a.threads, [&](int64_t begin, int64_t end) {
-    float* const columns = a.columns + omp_get_thread_num() * a.vocab;
-    for (int64_t i = begin; i < end; ++i)
-      kernels->columns(a.grad + i * a.row_stride, a.vocab, static_cast<float>(a.threshold), a.hit,
-                       columns, a.sum + i, a.mass + i);
-  });
-  return nullptr;
 }

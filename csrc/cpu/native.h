@@ -23,7 +23,7 @@ struct RowArguments {
   Matrix logits, out;
   int64_t rows, vocab, per_batch;  // N = B T, V and T
   int64_t threads;
-  double temperature, softcap;  // softcap 0: none
+  double temperature, softcap, eps;  // softcap 0: none
   const float* temperatures;  // [N], or null: `temperature`
   const int64_t* targets;
   float *logps, *entropy, *lse;  // results; of `gac_row_grads`, null or those of the whole row
@@ -34,6 +34,9 @@ struct RowArguments {
   float *loss, *kl, *clipped;  // results
   const float* signs;
   float* buckets;  // [N, size]
+  bool* hit;   // [V], or null: set where an entry of the gradient is above eps times its row's
+               // upstream gradients over the temperature, and at the target
+  float* sums;  // [2, N]: the sum and the absolute sum of each row of the gradient
   int64_t size;
   // A TokenSpec.
   double ratio_low, ratio_high, dual_clip, kl_coef;
@@ -77,15 +80,6 @@ struct ReduceArguments {
   int64_t has_ref;
 };
 
-struct ColumnArguments {
-  const float* grad;  // [rows, vocab]
-  int64_t row_stride, rows, vocab, threads;
-  double threshold;
-  bool* hit;           // [vocab], zeros: whether an entry of the column is above the threshold
-  float *sum, *mass;   // [rows]: the sum and the absolute sum of each row
-  float* columns;      // [threads, vocab], zeros: absolute sums of the columns, over each thread's rows
-};
-
 }  // namespace gac
 
 #define GAC_EXPORT extern "C" __attribute__((visibility("default")))
@@ -98,4 +92,3 @@ GAC_EXPORT const char* gac_reduce(const gac::ReduceArguments*);
 GAC_EXPORT const char* gac_row_stats(const gac::RowArguments*);
 GAC_EXPORT const char* gac_row_grads(const gac::RowArguments*);
 GAC_EXPORT const char* gac_row_loss(const gac::RowArguments*);
-GAC_EXPORT const char* gac_column_sums(const gac::ColumnArguments*);

@@ -49,10 +49,10 @@ struct RowKernels {
   // buckets[v mod size] = sum of signs[v] row[v]; `size` divides 64.
   void (*buckets)(const float* row, const float* signs, int64_t width, int64_t size,
                   float* buckets);
-  // Sets hit[v] where |row[v]| > threshold (several threads may do so at once), and adds |row[v]| to
-  // total[v].
-  void (*columns)(const float* row, int64_t width, float threshold, bool* hit, float* total,
-                  float* sum, float* mass);
+  // Sets hit[v] where |row[v]| > threshold (several threads may do so at once); the sum and the
+  // absolute sum of the row.
+  void (*marks)(const float* row, int64_t width, float threshold, bool* hit, float* sum,
+                float* mass);
 };
 
 namespace baseline {

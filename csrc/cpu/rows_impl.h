@@ -295,8 +295,7 @@ void signed_buckets(const float* row, const float* signs, int64_t width, int64_t
 }
 
 // Few entries are above the threshold, so only the runs that have one are read again.
-void columns(const float* row, int64_t width, float threshold, bool* hit, float* column, float* sum,
-             float* mass) {
+void marks(const float* row, int64_t width, float threshold, bool* hit, float* sum, float* mass) {
   constexpr int64_t kGroup = 4 * kLanes;
   Doubles totals = {}, masses = {};
   for (int64_t begin = 0; begin < width; begin += kRun) {
@@ -312,11 +311,6 @@ void columns(const float* row, int64_t width, float threshold, bool* hit, float*
         total += x;
         absolute += size;
         top = max(top, size);
-        if (j + kLanes > end) {
-          for (int64_t k = 0; k < end - j; ++k) column[j + k] += size[k];
-        } else {
-          store(column + j, load(column + j) + size);
-        }
       }
       if (max_lane(top) > threshold)
         for (int64_t j = i; j < smaller(end, i + kGroup); ++j)
@@ -333,6 +327,6 @@ void columns(const float* row, int64_t width, float threshold, bool* hit, float*
 
 extern const RowKernels kernels{GAC_ISA_NAME, get,          set,
                                 scratch_size, dispatch_sums, reaches,
-                                dispatch_cap, dispatch_gradient, signed_buckets, columns};
+                                dispatch_cap, dispatch_gradient, signed_buckets, marks};
 
 }  // namespace gac::GAC_ISA

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import operator
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -53,7 +54,7 @@ class Row(NamedTuple):
         """Number of demonstration tokens that have a loss."""
         if self.is_demo:
             return self.loss_tokens
-        return max(self.switch - self.start, 0)
+        return self.switch - self.start if self.mixed else 0
 
     def scored(self, offset: int) -> slice | torch.Tensor:
         """Positions that predict the row's loss tokens, for a row that starts at `offset`."""
@@ -88,11 +89,6 @@ class Batch(NamedTuple):
     starts: tuple[int, ...]  # offset of each row in the flattened tokens
     units: torch.Tensor  # int64 [S], on the CPU: `Row.unit` of each sequence
     cu_seqlens: torch.Tensor | None  # int32 [S + 1]; None if the sequences are the padded rows
-
-    def to_loss_layout(self, *like_targets: torch.Tensor | None) -> Iterator[Any]:
-        """Yield each tensor in the layout that the loss expects for this batch."""
-        for x in like_targets:
-            yield x if x is None or self.cu_seqlens is None else x.flatten()
 
 
 def token_ids(parts: Iterable[Sequence[int]]) -> np.ndarray:
@@ -151,6 +147,31 @@ def collate(
         inputs["attention_mask"] = to_device((positions < ends).astype(np.int64))
     tensors = to_device(targets), advantages, is_demo
     return Batch(inputs, *tensors, starts[:-1], units, to_bounds(bounds))
+
+
+def engine_logps(rows: Sequence[Row], batch: Batch) -> torch.Tensor:
+    """The sampling engine's log-probs, shaped like `batch.targets`; nan where there are none."""
+    if not rows:
+        return torch.full_like(batch.targets, math.nan, dtype=torch.float32)
+    logps = [
+        # no position predicts a row's first token
+        torch.tensor(row.engine_logps or [math.nan] * row.loss_tokens)[row.start == 0 :]
+        for row in rows
+    ]
+    return scatter_logps(logps, rows, batch, math.nan)
+
+
+def scatter_logps(
+    logps: Sequence[torch.Tensor], rows: Sequence[Row], batch: Batch, other: float = 0.0
+) -> torch.Tensor:
+    """Scatter each row's log-probs into a tensor shaped like `batch.targets`.
+
+    other: value of the positions that predict no loss token.
+    """
+    out = torch.full((batch.targets.numel(),), other)
+    for offset, row, values in zip(batch.starts, rows, logps, strict=True):
+        out[row.scored(offset)] = values
+    return out.view(batch.targets.shape).to(batch.targets.device)
 
 
 class TermPair(NamedTuple):

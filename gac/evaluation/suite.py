@@ -58,7 +58,7 @@ def evaluate_single(config: EvalConfig, against: Path | None = None) -> dict[str
     Returns its columns of eval.jsonl (see `flat`), and the comparison with `against`. Nothing is
     kept if `config.out` is null.
     """
-    named = {"tasks": {"eval": config.settings}, "settings": EvalSettings()}
+    named: dict[str, Any] = {"tasks": {"eval": config.settings}, "settings": EvalSettings()}
     with contextlib.ExitStack() as stack:
         out = config.out or stack.enter_context(tempfile.TemporaryDirectory())
         row = run_suite(replace(config, out=out, **named), against)["tasks"]["eval"]
@@ -102,7 +102,7 @@ def _run_suite(
         started = time.perf_counter()
         answers[name] = run(job)
         row = summary(answers[name], job.task)
-        counts = collectives.total_counts(job.reward.counts())
+        counts = collectives.columns({}, job.reward.counts())
         row |= {"counts": counts, "seconds": time.perf_counter() - started}
         results["tasks"][name] = {**row, "setting": _setting(config, job.task)}
         logger.info("%s: accuracy %s over %d prompts", name, row["accuracy"], row["prompts"])

@@ -18,7 +18,7 @@ from gac.parallel.collectives import gather, rank, world_size
 from gac.rollouts.engines import Engine, RolloutFunction
 from gac.rollouts.generation import SamplingParams, stop_tokens
 from gac.rollouts.plan import Rollout
-from gac.rollouts.sampling import score
+from gac.rollouts.sampling import is_truncated, score
 
 from .config import EvalTask
 from .estimates import accuracy_interval, bootstrap_interval, pass_at_k
@@ -80,7 +80,7 @@ def generate_answers(
             text,
             len(rollout.completion_ids),
             value,
-            rollout.is_truncated(stops, task.max_completion_length),
+            is_truncated(rollout, stops, task.max_completion_length),
         )
         for i, text, rollout, value in zip(owners, texts, rollouts, scores, strict=True)
     ]

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -117,12 +117,7 @@ class StopRequest:
                     self._handlers[number] = signal.signal(number, self._request)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._restore()
 
     def _request(self, number: int, frame: FrameType | None) -> None:

@@ -90,9 +90,11 @@ def custom_loss(
     gradient takes one pass over the logits instead of two, unless `spec` couples tokens.
     """
     targets = batch.targets
-    flat, old, ref, engine = batch.to_loss_layout(targets, old_logps, ref_logps, engine_logps)
+    shape = targets.shape if batch.cu_seqlens is None else (-1,)
+    given = old_logps, ref_logps, engine_logps
+    old, ref, engine = (x if x is None else x.reshape(shape) for x in given)
     inputs = BatchInputs(
-        flat,
+        targets.reshape(shape),
         batch.advantages,
         batch.is_demo,
         mu,

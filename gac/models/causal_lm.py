@@ -46,9 +46,10 @@ MAMBA = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load the tokenizer, with the end tokens of the model's generation config as `model_stops`.
+    """Load the tokenizer, with the end tokens of the model as `model_stops`.
 
-    EOS becomes its padding token if it has none.
+    They are the end of a turn in the chat template, and those of the model's generation config. EOS
+    becomes its padding token if it has none.
     """
     key, name = check_tokenizer(config)
     with one_line_errors(key, name):
@@ -57,9 +58,11 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         raise ConfigError(f"{key}={name!r}: the tokenizer has no EOS token: set its eos_token")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    ends = None
     with contextlib.suppress(OSError):  # a model without a generation config
         ends = GenerationConfig.from_pretrained(base_folder(config.path)).eos_token_id
-        tokenizer.model_stops = [ends] if isinstance(ends, int) else ends or []
+    ends = [ends] if isinstance(ends, int) else ends or []
+    tokenizer.model_stops = [end_of_turn(tokenizer), *ends]
     return tokenizer
 
 

@@ -23,7 +23,7 @@ class LoraConfig(Checked):
     """Dropout on the adapters' input."""
     target_modules: tuple[str, ...] | str | None = ALL_LINEAR
     """Modules that get adapters, as in peft: all-linear (without the LM head), a list of names, or
-    a regular expression; null: peft's choice for the model, the default of earlier versions."""
+    a regular expression; null: peft's choice for the model."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -82,12 +82,13 @@ def attends_by_row(model: Any) -> bool:
 @contextlib.contextmanager
 def without_row_attention(model: Any) -> Iterator[None]:
     """Temporarily restore PyTorch's attention, for code that checks for it by name."""
-    enabled = disable_row_attention(model)
+    config = getattr(model, "module", model).config
+    before = config._attn_implementation
+    disable_row_attention(model)
     try:
         yield
     finally:
-        if enabled:
-            enable_row_attention(model)
+        config._attn_implementation = before
 
 
 @contextlib.contextmanager
@@ -153,7 +154,7 @@ _recording = ContextVar("_recording", default=False)
 
 @dataclass
 class Head:
-    """What a loss takes from the model: last hidden states and the head's weight, or logits."""
+    """Inputs of a loss from the model: last hidden states and the head's weight, or logits."""
 
     hidden: Tensor | None  # [B, T, H]
     weight: Tensor | None = None  # [V, H]

@@ -68,14 +68,6 @@ def mean(values: Sequence[float]) -> list[float]:
     return [value / world_size() for value in total(values)]
 
 
-def total_counts(counts: Mapping[str, int]) -> dict[str, int]:
-    """Sum of named counts over ranks; a name may be missing on some of them."""
-    total: Counter[str] = Counter()
-    for rank_counts in gather(counts):
-        total.update(rank_counts)
-    return dict(total)
-
-
 Sums = dict[str, tuple[float, int]]
 """Metrics column -> sum and number of its values."""
 
@@ -87,12 +79,14 @@ def add_sums(totals: Sums, more: Mapping[str, tuple[float, int]]) -> None:
         totals[name] = before[0] + value, before[1] + number
 
 
-def mean_columns(sums: Sums) -> dict[str, float]:
-    """Means over all ranks; a column may be missing on some of them."""
+def columns(means: Sums, counts: Mapping[str, int]) -> dict[str, float]:
+    """Means, then summed counts, over all ranks; a name may be missing on some of them."""
     totals: Sums = {}
-    for own in gather(sums):
-        add_sums(totals, own)
-    return {name: value / n for name, (value, n) in sorted(totals.items()) if n}
+    counted: Counter[str] = Counter()
+    for own_sums, own_counts in gather((means, counts)):
+        add_sums(totals, own_sums)
+        counted.update(own_counts)
+    return {**{name: value / n for name, (value, n) in sorted(totals.items()) if n}, **counted}
 
 
 def largest(values: Sequence[float]) -> list[float]:

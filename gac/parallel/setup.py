@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import hashlib
 import math
 import os
 import sys
@@ -19,7 +20,6 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -63,12 +63,7 @@ class ShardedLoading:
         self._hook = register_module_parameter_registration_hook(self._keep_shard)  # type: ignore[arg-type]
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._hook.remove()
         del os.environ[DISABLE_ASYNC_LOAD]
         if self._before is not None:
@@ -321,6 +316,12 @@ def _leave_at_exit() -> None:
     gc.collect()  # free what only those frames referenced, in case the group was already destroyed
 
 
+def derive_seed(*key: int | str) -> int:
+    """A seed that depends only on `key`."""
+    digest = hashlib.sha256(":".join(map(str, key)).encode()).digest()
+    return int.from_bytes(digest[:7], "big")
+
+
 def seed(number: int) -> None:
     """Set torch's seed.
 
@@ -368,7 +369,7 @@ def gathered(model: nn.Module, gather: bool) -> Iterator[None]:
         for unit in model_units:
             _gathered_units.discard(unit)
             unit.set_reshard_after_forward(unit is not model_units[0], recurse=False)
-            unit.reshard()
+        reshard(model)
 
 
 def in_lockstep(model: nn.Module) -> bool:

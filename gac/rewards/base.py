@@ -8,11 +8,11 @@ import math
 import signal
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from numbers import Real
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from gac.config.imports import USER_ERRORS, explained, location
 from gac.errors import UserError
@@ -184,6 +184,17 @@ class RowReward(Reward):
             return explained(error)
 
 
+class CallableReward(RowReward):
+    """Calls `function(completion, example, **options) -> number` on each row."""
+
+    def __init__(self, name: str, function: Callable[..., Any], options: dict[str, Any]) -> None:
+        self.name = name
+        self._function, self._options = function, options
+
+    def score(self, completion: str, example: Example) -> float:
+        return self._function(completion, example, **self._options)
+
+
 def as_outcome(value: object) -> RowOutcome:
     """Convert `value` to a finite float.
 
@@ -197,7 +208,7 @@ def as_outcome(value: object) -> RowOutcome:
     return number if math.isfinite(number) else ValueError(f"expected a finite number, got {value}")
 
 
-def gold_answer(example: Example) -> str:
+def reference_answer(example: Example) -> str:
     """The example's reference answer.
 
     Raises:
@@ -209,24 +220,20 @@ def gold_answer(example: Example) -> str:
 
 
 class Tally:
-    """Counts a reward's events over all ranks."""
+    """Counts a reward's events on this rank."""
 
     def __init__(self, reward: Reward) -> None:
         self.reward = reward
         self._reported = event_counts(reward)
 
     def new_counts(self) -> dict[str, int]:
-        """New events over all ranks since the last call: `reward_dropped`, `reward_<name>`, ...
+        """This rank's new events since the last call: `reward_dropped`, `reward_<name>`, ...
 
-        Collective: every rank must call it. Events during an evaluation are reported with the next
-        step.
+        Events during an evaluation are reported with the next step.
         """
         now = event_counts(self.reward)
-        since = {name: count - self._reported.get(name, 0) for name, count in now.items()}
-        self._reported = now
-        from gac.parallel.collectives import total_counts  # imports torch
-
-        return {f"reward_{name}": count for name, count in total_counts(since).items()}
+        before, self._reported = self._reported, now
+        return {f"reward_{name}": count - before.get(name, 0) for name, count in now.items()}
 
 
 def event_counts(reward: Reward) -> dict[str, int]:

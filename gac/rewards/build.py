@@ -12,9 +12,9 @@ from gac.config.imports import load_object
 from gac.config.types import did_you_mean
 from gac.errors import require
 
-from .base import OnError, Reward
+from .base import CallableReward, OnError, Reward
 from .code import CodeReward
-from .combine import BatchCallableReward, CallableReward, ConcurrentReward, SumReward
+from .combine import BatchCallableReward, ConcurrentReward, SumReward
 from .mathematics import MathReward
 from .text import ChoiceReward, ExactReward, FormatReward
 

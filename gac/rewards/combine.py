@@ -1,4 +1,4 @@
-"""Weighted sums of rewards, and rewards from Python callables."""
+"""Weighted sums of rewards, and rewards that score several rows at once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from gac.config.imports import USER_ERRORS, explained
 
-from .base import Reward, RowOutcome, RowReward, as_outcome, late, time_limits
+from .base import CallableReward, Reward, RowOutcome, as_outcome, late, time_limits
 
 if TYPE_CHECKING:
     from gac.data import Example
@@ -70,17 +70,6 @@ class SumReward(Reward):
                 return value
             total += weight * value
         return total
-
-
-class CallableReward(RowReward):
-    """Calls `function(completion, example, **options) -> number` on each row."""
-
-    def __init__(self, name: str, function: Callable[..., Any], options: dict[str, Any]) -> None:
-        self.name = name
-        self._function, self._options = function, options
-
-    def score(self, completion: str, example: Example) -> float:
-        return self._function(completion, example, **self._options)
 
 
 class ConcurrentReward(CallableReward):

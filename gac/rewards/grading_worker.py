@@ -86,9 +86,9 @@ def make_grader() -> Any:
     def parse_gold(text: str) -> Any:
         return parse(text, parsing_timeout=None)
 
-    def grade(gold_answer: str, answer: str) -> str:
+    def grade(reference_answer: str, answer: str) -> str:
         try:
-            gold_parsed = parse_gold(gold_answer)
+            gold_parsed = parse_gold(reference_answer)
         except Exception:  # math-verify does not catch all sympy errors
             gold_parsed = []
         if not gold_parsed:

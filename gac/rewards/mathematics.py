@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from gac.errors import MissingExtra
 
-from .base import Reward, RowOutcome, gold_answer, time_limits
+from .base import Reward, RowOutcome, reference_answer, time_limits
 from .grading_pool import GradingPool
 from .text import compile_answer_pattern, last_group
 
@@ -76,7 +76,7 @@ class MathReward(Reward):
                 try:
                     with limit:
                         answer = self._final_answer(completion)
-                    pairs[row] = gold_text(gold_answer(example)), answer
+                    pairs[row] = gold_text(reference_answer(example)), answer
                 except (ValueError, TimeoutError) as error:
                     outcomes[row] = error
         for row, verdict in zip(pairs, self._pool.grade(list(pairs.values())), strict=True):

@@ -6,7 +6,7 @@ import re
 import string
 from typing import TYPE_CHECKING
 
-from .base import RowReward, gold_answer
+from .base import RowReward, reference_answer
 
 if TYPE_CHECKING:
     from gac.data import Example
@@ -53,7 +53,7 @@ class ExactReward(RowReward):
         self._pattern = compile_answer_pattern(answer_pattern)
 
     def score(self, completion: str, example: Example) -> float:
-        wanted = self._normal(gold_answer(example))
+        wanted = self._normal(reference_answer(example))
         answer = last_group(self._pattern, completion) if self._pattern else completion
         return float(answer is not None and self._normal(answer) == wanted)
 
@@ -108,7 +108,7 @@ class ChoiceReward(RowReward):
         self._field = choices_field
 
     def score(self, completion: str, example: Example) -> float:
-        wanted = re.fullmatch(r"\s*\(?([A-Za-z])\)?[.:]?\s*", gold_answer(example))
+        wanted = re.fullmatch(r"\s*\(?([A-Za-z])\)?[.:]?\s*", reference_answer(example))
         if wanted is None:
             raise ValueError(f"the reference answer {example.answer!r} is not a letter like C")
         letter = wanted[1].upper()

@@ -14,7 +14,6 @@ import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from gac.data.rows import token_ids
 from gac.errors import ConfigError
 from gac.models.causal_lm import end_of_turn
 from gac.models.head import sampling_mode
@@ -71,25 +70,24 @@ def generate(
     settings = generation_config(params, stops, pad_token)
     device = next(model.parameters()).device
     completions: list[list[Completion]] = [[] for _ in prompts]
-    with sampling_mode(model):
-        parts = _parts(prompts, params, batch, batch_tokens)
-        if not _supports_padding(model, pad_token):
-            parts = [part for mixed in parts for part in _equal_lengths(prompts, mixed)]
-        lockstep = in_lockstep(model)
-        calls = int(largest([len(parts)])[0]) if lockstep else len(parts)  # equal on all ranks
-        for part in parts + [[]] * (calls - len(parts)):
-            texts = [prompts[i] for i in part] or [(stops[0],)]
-            missing = [max(map(len, texts)) - len(prompt) for prompt in texts]
-            # left padding, because generation continues at the end
-            padded = [(pad_token,) * n + prompt for n, prompt in zip(missing, texts, strict=True)]
-            ids = torch.from_numpy(token_ids(padded)).view(len(texts), -1)
-            width = ids.shape[1]
-            mask = (torch.arange(width) >= torch.tensor(missing)[:, None]).long()
-            rows = _continue(model, ids.to(device), mask.to(device), settings, stops, lockstep)
-            new = [Completion(truncate_at_stop(row, stops)) for row in rows]
-            for at, i in enumerate(part):
-                count = params.num_generations
-                completions[i] = new[at * count : (at + 1) * count]
+    lockstep = in_lockstep(model)
+    parts = _parts(prompts, params, batch, batch_tokens)
+    if not _supports_padding(model, pad_token):
+        parts = [part for mixed in parts for part in _equal_lengths(prompts, mixed)]
+    calls = int(largest([len(parts)])[0]) if lockstep else len(parts)  # equal on all ranks
+    for part in parts + [[]] * (calls - len(parts)):
+        texts = [prompts[i] for i in part] or [(stops[0],)]
+        missing = [max(map(len, texts)) - len(prompt) for prompt in texts]
+        # left padding, because generation continues at the end
+        padded = [(pad_token,) * n + prompt for n, prompt in zip(missing, texts, strict=True)]
+        ids = torch.tensor(padded, device=device)
+        width = torch.arange(ids.shape[1], device=device)
+        mask = (width >= torch.tensor(missing, device=device)[:, None]).long()
+        rows = _continue(model, ids, mask, settings, stops, lockstep)
+        new = [Completion(truncate_at_stop(row, stops)) for row in rows]
+        for at, i in enumerate(part):
+            count = params.num_generations
+            completions[i] = new[at * count : (at + 1) * count]
     return [completion for group in completions for completion in group]
 
 
@@ -111,13 +109,14 @@ def _continue(
     live: list[int] = []
     while True:
         width, ended = ids.shape[1], HalfEnded(stops)
-        out = model.generate(
-            input_ids=ids,
-            attention_mask=mask,
-            generation_config=settings,
-            stopping_criteria=StoppingCriteriaList([ended] if shrinks else []),
-            synced_gpus=lockstep,
-        )
+        with sampling_mode(model):
+            out = model.generate(
+                input_ids=ids,
+                attention_mask=mask,
+                generation_config=settings,
+                stopping_criteria=StoppingCriteriaList([ended] if shrinks else []),
+                synced_gpus=lockstep,
+            )
         tokens = out[:, width:].tolist()
         if not new:
             new, live = [[] for _ in tokens], list(range(len(tokens)))
@@ -198,12 +197,13 @@ def _supports_padding(model: Any, pad_token: int) -> bool:
     rows[0, :3], mask[0, :3] = pad_token, 0
 
     def logits(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        out = model.generate(
-            input_ids=ids,
-            attention_mask=mask,
-            generation_config=settings,
-            synced_gpus=in_lockstep(model),
-        )
+        with sampling_mode(model):
+            out = model.generate(
+                input_ids=ids,
+                attention_mask=mask,
+                generation_config=settings,
+                synced_gpus=in_lockstep(model),
+            )
         return out.logits[0].float()
 
     padded, alone = logits(rows, mask), logits(rows[:1, 3:], mask[:1, 3:])
@@ -249,8 +249,8 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase, extra: Sequence[str] = ()) -
     They are EOS, the end of a turn in the chat template, those of the model's generation config (of
     a tokenizer from `load_tokenizer`), and each string in `extra`, which must be one token.
     """
-    known = getattr(tokenizer, "model_stops", [])
-    ids = [*dict.fromkeys([tokenizer.eos_token_id, end_of_turn(tokenizer), *known])]
+    known = getattr(tokenizer, "model_stops", None) or [end_of_turn(tokenizer)]
+    ids = [*dict.fromkeys([tokenizer.eos_token_id, *known])]
     for text in extra:
         tokens = tokenizer.encode(text, add_special_tokens=False)
         if len(tokens) != 1:

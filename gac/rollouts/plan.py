@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -32,13 +32,6 @@ class Rollout:
     """The reward; None: the configured reward scores the decoded `completion_ids`."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Added to `Example.extra` for the configured reward, e.g. the state of the environment."""
-
-    def is_truncated(self, stops: Container[int], limit: int) -> bool:
-        """Whether a limit ended the completion; its last turn may be the environment's."""
-        ids, mask = self.completion_ids, self.loss_mask
-        if len(ids) and ids[-1] in stops:
-            return False
-        return not len(mask) or bool(mask[-1]) or len(ids) >= limit
 
 
 class Stage(NamedTuple):

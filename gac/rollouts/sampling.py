@@ -11,7 +11,7 @@ import math
 import operator
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from gac.data import Example
-from gac.data.rows import Batch, Row, demo_row
+from gac.data.rows import Row, demo_row
 from gac.parallel import collectives
 from gac.parallel.collectives import rank, world_size
 
@@ -47,27 +47,22 @@ class SamplingStats(NamedTuple):
     solved: int = 0  # groups in which every reward is at least 1
     unsolved: int = 0  # groups in which no reward is
 
-    def columns(self, ranks: int = 1) -> dict[str, Any]:
-        """Metrics columns, if these are the totals of `ranks` ranks; times are means per rank."""
-        seconds = self.seconds / ranks
+    def columns(self) -> dict[str, Any]:
+        """Metrics columns over all ranks; times are means per rank. Every rank must call it."""
+        all_ranks = SamplingStats._make(collectives.total(self))
+        completions, groups = all_ranks.completions, all_ranks.groups
+        seconds = all_ranks.seconds / world_size()
         return {
-            "sampled_completions": int(self.completions),
-            "sampled_tokens": int(self.tokens),
+            "sampled_completions": int(completions),
+            "sampled_tokens": int(all_ranks.tokens),
             "sampling_seconds": seconds,
-            "completions_per_second": self.completions / seconds if seconds else None,
-            "reward_seconds": self.reward_seconds / ranks,
-            **{
-                name: number / self.groups if self.groups else None
-                for name, number in (
-                    ("frac_reward_zero_std", self.flat_groups),
-                    ("frac_solved", self.solved),
-                    ("frac_unsolved", self.unsolved),
-                )
-            },
-            "resampled_prompts": int(self.resampled),
-            "completions/clipped_ratio": self.truncated / self.completions
-            if self.completions
-            else None,
+            "completions_per_second": completions / seconds if seconds else None,
+            "reward_seconds": all_ranks.reward_seconds / world_size(),
+            "frac_reward_zero_std": all_ranks.flat_groups / groups if groups else None,
+            "frac_solved": all_ranks.solved / groups if groups else None,
+            "frac_unsolved": all_ranks.unsolved / groups if groups else None,
+            "resampled_prompts": int(all_ranks.resampled),
+            "completions/clipped_ratio": all_ranks.truncated / completions if completions else None,
         }
 
 
@@ -89,6 +84,8 @@ class Rollouts:
     """Like `old_logps`, but of the policy that sees `Row.context`; nan without a context, and empty
     if not measured.
     """
+    step: int = 0
+    """The step that sampled them, from 0."""
     collected: list[Example | None] = field(default_factory=list)
     """For each prompt, its example if the demonstration is to be collected, else None; empty
     without `Sampling.collect`."""
@@ -171,29 +168,12 @@ class EqualRewardWarning:
         )
 
 
-def engine_logps(rows: Sequence[Row], batch: Batch) -> Tensor:
-    """The sampling engine's log-probs, shaped like `batch.targets`; nan where there are none."""
-    if not rows:
-        return torch.full_like(batch.targets, math.nan, dtype=torch.float32)
-    logps = [
-        # no position predicts a row's first token
-        torch.tensor(row.engine_logps or [math.nan] * row.loss_tokens)[row.start == 0 :]
-        for row in rows
-    ]
-    return scatter_logps(logps, rows, batch, math.nan)
-
-
-def scatter_logps(
-    logps: Sequence[Tensor], rows: Sequence[Row], batch: Batch, other: float = 0.0
-) -> Tensor:
-    """Scatter each row's log-probs into a tensor shaped like `batch.targets`.
-
-    other: value of the positions that predict no loss token.
-    """
-    out = torch.full((batch.targets.numel(),), other)
-    for offset, row, values in zip(batch.starts, rows, logps, strict=True):
-        out[row.scored(offset)] = values
-    return out.view(batch.targets.shape).to(batch.targets.device)
+def is_truncated(rollout: Rollout, stops: Container[int], limit: int) -> bool:
+    """Whether a limit ended the completion; its last turn may be the environment's."""
+    ids, mask = rollout.completion_ids, rollout.loss_mask
+    if len(ids) and ids[-1] in stops:
+        return False
+    return not len(mask) or bool(mask[-1]) or len(ids) >= limit
 
 
 def score(
@@ -201,11 +181,15 @@ def score(
     tokenizer: PreTrainedTokenizerBase,
     examples: Sequence[Example],
     rollouts: Sequence[Rollout],
+    step: int | None = None,
 ) -> tuple[list[str], list[float | None]]:
     """Texts and rewards of the rollouts of `examples`, one each; a reward is None if dropped.
 
-    The configured `reward` scores the rollouts that have no reward of their own.
+    The configured `reward` scores the rollouts that have no reward of their own; `step` is the
+    optimizer step, for a reward that depends on it.
     """
+    if step is not None:
+        reward.set_step(step)
     # one by one: an empty batch would decode to one empty string
     texts = [
         str(tokenizer.decode(list(r.completion_ids), skip_special_tokens=True)) for r in rollouts
@@ -261,20 +245,22 @@ class Sampler:
 
     def __call__(self, model: nn.Module, examples: Sequence[Example], step: int) -> Rollouts:
         """Rollouts of Q examples, with their demonstrations if the method trains on them."""
-        self.step = step
-        self.reward.set_step(step)
-        began = time.perf_counter()
-        self.engine.load(model)
-        self.stats = SamplingStats(seconds=time.perf_counter() - began)
+        self.step, self.stats = step, SamplingStats()
         self.means: collectives.Sums = {}
         self.scored: list[tuple[str, float]] = []  # source and reward, also of replaced prompts
-        examples, groups = self._groups(list(examples))
+        examples, groups = self._groups(list(examples), model)
         self.samples = [
             self._readable(example, group)
             for example, group in list(zip(examples, groups, strict=True))[
                 : self.config.log_sample_prompts
             ]
         ]
+        for source, reward in self.scored:
+            if source:
+                collectives.add_sums(self.means, {f"reward_mean/{source}": (reward, 1)})
+        all_scored = [reward for _, reward in self.scored]
+        self.equal_rewards.update(self.stats, all_scored)
+        columns = self.stats.columns()
         rewards = torch.tensor([[s.reward for s in g] for g in groups], dtype=torch.float64)
         demos = self._demo_rewards(examples) if self.plan.demo_in_group else None
         credit = self.credit(rewards, demos, self.plan.advantages or self.config.scale_rewards)
@@ -287,22 +273,17 @@ class Sampler:
             # numbered as in a single process, so that ids are unique across ranks
             unit = i * self.ranks + self.rank
             rows += [row._replace(unit=unit, sequence=n) for n, row in enumerate(own, len(rows))]
-        for source, reward in self.scored:
-            if source:
-                collectives.add_sums(self.means, {f"reward_mean/{source}": (reward, 1)})
-        all_scored = [reward for _, reward in self.scored]
-        self.equal_rewards.update(self.stats, all_scored)
-        sums: list[Any] = collectives.total(self.stats)
-        columns = SamplingStats(*sums).columns(self.ranks)
-        rollouts = Rollouts(rows, all_scored, columns, self.means)
+        rollouts = Rollouts(rows, all_scored, columns, self.means, step=step)
         if self.plan.collect:
             weights = zip(examples, credit.demo_weight.tolist(), strict=True)
             rollouts.collected = [e if weight and e.demo else None for e, weight in weights]
         return rollouts
 
-    def _groups(self, examples: list[Example]) -> tuple[list[Example], list[list[Sample]]]:
-        """Sample all groups, then replace groups without signal by groups of new prompts."""
-        groups = self._sample_all(examples)
+    def _groups(
+        self, examples: list[Example], model: nn.Module
+    ) -> tuple[list[Example], list[list[Sample]]]:
+        """Sample all groups, then replace those with equal rewards by groups of new prompts."""
+        groups = self._sample_all(examples, model)
         flat = [i for i, group in enumerate(groups) if is_flat(group)]
         several = [rewards for group in groups if len(rewards := _scored(group)) > 1]
         self.stats = self.stats._replace(
@@ -322,10 +303,13 @@ class Sampler:
             flat = [i for i in flat if is_flat(groups[i])]
         return examples, groups
 
-    def _sample_all(self, examples: Sequence[Example]) -> list[list[Sample]]:
+    def _sample_all(
+        self, examples: Sequence[Example], model: nn.Module | None = None
+    ) -> list[list[Sample]]:
+        """Sample all stages, with the weights of `model`, or with those of the last call."""
         groups: list[list[Sample]] = [[] for _ in examples]
-        for stage in self.stages:
-            self._sample(examples, stage, groups)
+        for number, stage in enumerate(self.stages):
+            self._sample(examples, stage, groups, None if number else model)
         for example, group in zip(examples, groups, strict=True):
             self.scored += [(example.source, reward) for reward in _scored(group)]
         return groups
@@ -350,7 +334,11 @@ class Sampler:
         }
 
     def _sample(
-        self, examples: Sequence[Example], stage: Stage, groups: list[list[Sample]]
+        self,
+        examples: Sequence[Example],
+        stage: Stage,
+        groups: list[list[Sample]],
+        model: nn.Module | None,
     ) -> None:
         """Sample one stage and append it to each prompt's group."""
         pairs = zip(examples, groups, strict=True)
@@ -365,6 +353,8 @@ class Sampler:
             for example, prefix, done in zip(examples, prefixes, complete, strict=True)
         ]
         began = time.perf_counter()
+        if model is not None:
+            self.engine.load(model)
         rollouts = self.engine.roll_out(starts, stage.size)
         seconds = time.perf_counter() - began
         owners = [q for q in range(len(examples)) for _ in range(stage.size)]
@@ -394,7 +384,7 @@ class Sampler:
                 completion,
                 reward - self._penalty(completion),
                 i % stage.size >= stage.size - stage.trained,
-                bool(completion) and rollout.is_truncated(self.stops, limit),
+                bool(completion) and is_truncated(rollout, self.stops, limit),
                 () if complete[q] else tuple(map(bool, rollout.loss_mask)),
                 tuple(rollout.logps or ()),
             )
@@ -413,7 +403,7 @@ class Sampler:
 
     def _scores(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> list[float]:
         """One reward per rollout; nan if it was dropped."""
-        _, scores = score(self.reward, self.tokenizer, examples, rollouts)
+        _, scores = score(self.reward, self.tokenizer, examples, rollouts, self.step)
         return [math.nan if s is None else s for s in scores]
 
     def _demo_rewards(self, examples: Sequence[Example]) -> Tensor:

@@ -1,21 +1,43 @@
-"""The judge's client for the solver: requests, answers, and what the answers describe."""
+"""The judge's side of the conversation with the solver, which it does not trust.
+
+What the tests pass to the program is copied if it is data. Functions, iterators and instances of
+the tests' own classes are lent: they stay here, and the program can perform the operations in
+`operations` on them and nothing else. Attributes whose names start with an underscore cannot be
+reached, so the program sees neither the tests' globals nor their text.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import copyreg
+import functools
+import inspect
+import io
 import json
+import pickle
 import sys
-import threading
+import types
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
-from . import lent
-from .lent import Lender
+from . import solver
+from .peer import (
+    CONTAINERS,
+    OPERATIONS,
+    SPECIAL,
+    VALUES,
+    Peer,
+    is_builtin,
+    is_importable,
+    is_mutable,
+    lookup,
+    plain,
+)
 from .remote import (
     ENDS_LOOPS,
     KEEP_ORIGIN,
     LIVE,
-    METHODS,
+    SPECIAL_METHODS,
     Remote,
     RemoteBase,
     RemoteClass,
@@ -25,29 +47,44 @@ from .remote import (
     overridden,
     standard,
 )
-from .solver import CONTAINERS, VALUES, is_mutable
-from .wire import DECODE_ERRORS, Channel, ChannelClosed, Json, decode, is_builtin
+from .row import CAREFUL
+from .wire import DECODE_ERRORS, Json, decode
+
+_STOPS = {kind.__name__ for kind in ENDS_LOOPS}
+_ATTRIBUTES = ("get", "set", "delete")
+_FUNCTIONS = (
+    types.FunctionType,
+    types.MethodType,
+    types.BuiltinFunctionType,
+    functools.partial,
+)
+_SHARED = (object, io.StringIO, io.BytesIO, types.SimpleNamespace)
+_SHARED_MODULES = ("__tests__", "queue", "_queue", "threading", "unittest.mock")
+_DATA = {*VALUES, list, dict, set}
+# builtin classes that are not in `builtins`
+_UNNAMED = {kind: name for name, kind in vars(types).items() if isinstance(kind, type)}
 
 
-class SolverClient:
-    """Client for the solver at the other end of the channel.
+class _Pickler(pickle.Pickler):
+    """A pickler that can be given a `reducer_override`."""
+
+
+class Client(Peer):
+    """Client for the solver at the other end of two pipes.
 
     Args:
-        channel: pipes to and from the solver.
         row: see `row.compile_row`.
     """
 
-    def __init__(self, channel: Channel, row: Any) -> None:
-        self._channel, self.row = channel, row
-        self._objects: dict[int, Any] = {}
-        self._classes: dict[int, type] = {}
-        self._coroutines: dict[int, int] = {}
-        self._lender = Lender()
-        self._turn = threading.RLock()
+    def __init__(self, row: Any, reader: int, writer: int) -> None:
+        super().__init__(reader, writer)
+        self.row = row
         self.requests = 0
         """Number of uses of the program so far."""
-        self.lost_reason = ""
+        self.lost = ""
         """Why the solver no longer answers, or "". Tests that pass afterwards count as failed."""
+        self.ended = False
+        """Whether that is because the solver closed its end."""
         self.suppressed: BaseException | None = None
         """A failed assertion of the tests that the program has not let through."""
         self.constructors: set[int] = set()
@@ -64,17 +101,22 @@ class SolverClient:
         """Send one request and return the answer; raises the program's exception."""
         with self._turn:
             self.requests += operation != "find"
-            request = (self._new_patches(), operation, arguments, keywords)
-            value, changed = self.answer(lent.pickled(request, self._reduce))
-            if changed and (value is None or self.row.returns):
-                old = [*arguments[1:], *keywords.values()]
-                for argument, new in zip(old, changed, strict=True):
-                    _updated(argument, new)
+            patches = self._new_patches()
+            value, changed = self._answer(
+                self.dumps("ask", operation, arguments, keywords, patches)
+            )
+            if value is None or self.row.returns:
+                for old, new in zip([*arguments, *keywords.values()], changed, strict=False):
+                    _updated(old, new)
+            target = arguments[0]
+            if operation in ("__exit__", "__aexit__") and value:
+                failures = {AssertionError.__name__} | (CAREFUL - self.row.expected)
+                if not failures.isdisjoint(kind.__name__ for kind in type(arguments[1]).__mro__):
+                    self.suppressed = arguments[1]
             if isinstance(value, Remote):
-                target = arguments[0]
                 # a method of such a class, called on the class, constructs an instance too
-                if operation == "get" and id(target) in self.constructors:
-                    object.__setattr__(value, "_factory_", self.row.has_answer)
+                factory = operation == "get" and id(target) in self.constructors
+                object.__setattr__(value, "_factory_", factory and self.row.has_answer)
                 constructed = (
                     target._constructed_
                     if operation in KEEP_ORIGIN
@@ -94,96 +136,120 @@ class SolverClient:
         self._patched |= {(module, name): current for module, name, current in new}
         return new
 
-    def answer(self, request: bytes | None = None) -> tuple[Any, Any]:
-        """Send `request`, if any, and return the solver's answer and the changed arguments.
-
-        The first answer, which needs no request, says whether the program ran. The solver may use
-        objects of the tests before it answers.
-        """
-        if self.lost_reason:
-            raise RemoteError(self.lost_reason)
+    def _answer(self, request: bytes) -> tuple[Any, Any]:
+        """The solver's answer and the arguments that it has changed."""
         try:
-            if request is not None:
-                self._channel.send(request)
-            while True:
-                kind, value, changed = self._read(self._channel.receive())
-                if kind != "callback":
-                    break
-                self._channel.send(lent.pickled(self._called(value), self._reduce))
-        except ChannelClosed:
-            self.lost_reason = "the program exited"
+            if not self.lost:
+                kind, value, changed = [*self.exchange(request), []][:3]
+        except (OSError, EOFError):
+            self.lost, self.ended = "the program exited", True
         except DECODE_ERRORS as error:
-            self.lost_reason = f"invalid answer: {error!s:.200}"
-        else:
-            if kind == "value":
-                return value, changed
-            if value is self.suppressed:
-                self.suppressed = None
-            if not isinstance(value, Exception):
-                raise RemoteError(f"{value}")
-            if isinstance(value, ENDS_LOOPS) and not self.row.expects_stop:
-                raise RemoteError(f"{type(value).__name__}: {value}")
-            raise value
-        self._channel.close()
-        raise RemoteError(self.lost_reason)
+            self.lost = f"invalid answer: {error!s:.200}"
+        if self.lost:
+            self.requests += 1  # whatever fails now, the row is not to blame
+            raise RemoteError(self.lost)
+        if kind == "value":
+            return value, changed
+        if value is self.suppressed:
+            self.suppressed = None
+        if not isinstance(value, Exception):
+            raise RemoteError(f"{value}")
+        if isinstance(value, ENDS_LOOPS) and not self.row.expected & _STOPS:
+            raise RemoteError(f"{type(value).__name__}: {value}")
+        raise value
 
-    def _read(self, message: bytes) -> tuple[str, Any, Any]:
-        classes, nodes = json.loads(message)
-        for description in classes:
-            self._define(*description)
-        kind, value, printed, changed = decode(nodes, self._resolve)
-        sys.stdout.write(printed)
-        return kind, value, changed
-
-    def _called(self, request: Any) -> tuple[str, Any]:
-        """Perform an operation on an object of the tests at the request of the solver."""
+    def perform(self, operation: Any, arguments: Any, keywords: Any) -> list[Any]:
+        """Perform an operation on an object of the tests."""
         try:
-            return "result", self._lender.perform(*request)
+            target = arguments[0]
+            allowed = operations(target) if id(target) in self._numbers else ()
+            # a subclass of str could lie about what it is
+            if type(operation) is not str or operation not in (allowed or ()):
+                kind = type(target).__name__
+                raise TypeError(f"this {kind} object has no operation {operation!r:.40}")
+            if operation in _ATTRIBUTES and (
+                type(arguments[1]) is not str or arguments[1].startswith("_")
+            ):
+                raise AttributeError("only public attributes of the tests' objects can be used")
+            method = OPERATIONS.get(operation) or getattr(type(target), operation)
+            return ["value", method(*arguments, **keywords)]
         except Exception as error:  # it goes back through the program, which may handle it
             if isinstance(error, AssertionError):
                 self.suppressed = error
-            return "error", error
+            return ["raise", error]
+
+    # -- what is sent ------------------------------------------------------------------------------
+
+    def dumps(self, kind: str, *content: Any) -> bytes:
+        file = io.BytesIO()
+        file.write(kind[:1].encode())
+        pickler: Any = _Pickler(file, pickle.HIGHEST_PROTOCOL)
+        pickler.reducer_override = self._reduce
+        pickler.dump(content)
+        return file.getvalue()
 
     def _reduce(self, value: Any) -> Any:
-        number = (
-            value._remote_[1] if isinstance(value, RemoteBase) else self._coroutines.get(id(value))
-        )
-        return self._lender.reduce(value) if number is None else (lent.own, (number,))
+        """How to pickle `value`; NotImplemented for data, which pickle can copy by itself."""
+        kind = type(value)
+        number = self.proxy_numbers.get(id(value))
+        if number is not None or isinstance(value, RemoteBase):
+            return solver.own, (value._remote_[1] if number is None else number,)
+        if isinstance(value, BaseException):
+            # the text of a failed assertion could show the expected value
+            arguments = () if isinstance(value, AssertionError) else value.args
+            return solver.borrow, (self.number(value), kind, *arguments)
+        allowed = operations(value)
+        if allowed is None:
+            return NotImplemented
+        if isinstance(value, type) and issubclass(value, BaseException):
+            base = next(base for base in value.__mro__ if is_importable(base))
+            return solver.borrow, (self.number(value), type, value.__name__, (base,), {})
+        if isinstance(value, type) and self.shared.get(value.__name__) is value:
+            return solver.named, ("program", value.__name__)
+        if isinstance(value, type) and value in _UNNAMED:
+            return solver.named, ("types", _UNNAMED[value])
+        data = next((base for base in kind.__mro__ if base in _DATA), None)
+        if data and not hasattr(kind, "_fields"):
+            return data, (plain(value, data),)
+        is_function = allowed == ["__call__"]
+        name = getattr(value if is_function else kind, "__name__", "partial")
+        details = _details(value, name) if is_function else {}
+        number = self.number(value)
+        return solver.borrow, (number, solver.proxy, number, name, tuple(allowed), details)
 
-    # -- objects and classes of the program --------------------------------------------------------
+    # -- what is received --------------------------------------------------------------------------
+
+    def loads(self, message: bytes) -> list[Any]:
+        classes, nodes = json.loads(message)
+        for description in classes:
+            self._define(*description)
+        kind, printed, *content = decode(nodes, self._resolve)
+        sys.stdout.write(printed)
+        return [kind, *content]
 
     def _resolve(self, tag: str, parts: list[Any]) -> Any:
         return getattr(self, f"_read_{tag}")(*parts)
 
-    def _remember(self, number: int, make: Callable[[], Any]) -> Any:
-        if number not in self._objects:
-            self._objects[number] = make()
-        return self._objects[number]
-
     def _read_lent(self, number: int) -> Any:
-        return self._lender[number]
+        return self.own(number)
 
     def _read_live(self, number: int, value: Any) -> Any:
-        live = LIVE[type(value)](value)
-        object.__setattr__(live, "_remote_", (self, number))
-        return live
+        return self._refer(number, LIVE[type(value)](value))
+
+    def _refer(self, number: int, value: Any) -> Any:
+        object.__setattr__(value, "_remote_", (self, number))
+        return value
 
     def _read_coroutine(self, number: int) -> Any:
-        reference = Remote()
-        object.__setattr__(reference, "_remote_", (self, number))
-        local = self._remember(number, lambda: coroutine(reference))
-        self._coroutines[id(local)] = number
-        return local
+        return self.remember(number, lambda: coroutine(self._refer(number, Remote())))
 
     def _read_object(self, number: int, reference: Json, *content: Any) -> Any:
         def make() -> Any:
             kind = self._read_class(reference)
             base = next((base for base in kind.__mro__ if base in VALUES), object)
-            value = base.__new__(kind, *content)
-            object.__setattr__(value, "_remote_", (self, number))
-            return value
+            return self._refer(number, base.__new__(kind, *content))
 
-        return self._remember(number, make)
+        return self.remember(number, make)
 
     def _read_instance(self, target: Any, name: str = "", state: Any = None) -> Any:
         if not name:
@@ -207,20 +273,18 @@ class SolverClient:
                 vars(error).update(state)
             except Exception:  # the arguments come from the program
                 return RemoteError(f"{text}")
-            if isinstance(error, RemoteBase):
-                object.__setattr__(error, "_remote_", (self, number))
             error.__cause__ = cause if isinstance(cause, BaseException) else None
-            return error
+            return self._refer(number, error) if isinstance(error, RemoteBase) else error
 
-        return self._remember(number, make)
+        return self.remember(number, make)
 
     def _read_class(self, reference: Json) -> Any:
         """The local class for a reference: see `solver.Solver._class`."""
         if type(reference) is int:
-            return self._classes[reference]
+            return self.proxies[reference]
         if type(reference) is str:
             return standard(reference)
-        kind = self._lender[reference[0]]
+        kind = self.own(reference[0])
         if not (isinstance(kind, type) and issubclass(kind, Exception)):
             raise TypeError("not an exception class of the tests")
         return kind
@@ -233,7 +297,6 @@ class SolverClient:
         base: str,
         container: str,
         methods: list[str],
-        standard: list[str],
     ) -> None:
         """Create the proxy class for a class of the program.
 
@@ -244,23 +307,59 @@ class SolverClient:
             base: "module:name" of its nearest base in `builtins` or among the exceptions.
             container: the type of its contents if objects compare by them, else "".
             methods: the special methods that it defines, and overridden methods of `base`.
-            standard: "module:name" of all its bases, for `isinstance`.
         """
         last = local_base(base)
         parents = tuple(map(self._read_class, bases))
         if not any(issubclass(parent, last) for parent in parents):
             parents = (*parents, last)
-        members: dict[str, Any] = {m: METHODS[m] for m in methods if m in METHODS}
+        members: dict[str, Any] = {m: SPECIAL_METHODS[m] for m in methods if m in SPECIAL_METHODS}
         members |= {m: overridden(m) for m in methods if not m.startswith("_")}
         members |= {
             "_remote_": (self, number),
             "_methods_": methods,
             "_container_": {kind.__name__: kind for kind in CONTAINERS}.get(container),
-            "_standard_": standard,
             "__module__": "program",
             "__doc__": vars(Remote)["__doc__"],
         }
-        self._classes[number] = RemoteClass(name, parents, members)
+        self.remember(number, RemoteClass, name, parents, members)
+
+
+def operations(value: Any) -> list[str] | None:
+    """The operations that the program may perform on `value`; None if it gets a copy."""
+    if isinstance(value, (*_FUNCTIONS, type)):
+        return None if is_importable(value) else ["__call__"]
+    kind: type = type(value)
+    if kind in _SHARED or kind.__module__ in _SHARED_MODULES:
+        return _members(kind)
+    if hasattr(kind, "__next__"):
+        return ["__next__"]
+    if is_importable(kind):
+        with contextlib.suppress(Exception):  # a lock, for example, cannot be copied
+            if kind not in copyreg.dispatch_table:
+                value.__reduce_ex__(4)
+            return None
+    return _members(kind)
+
+
+@functools.lru_cache(maxsize=1024)
+def _members(kind: type) -> list[str]:
+    names = [name for name in SPECIAL if lookup(kind, name) not in (None, lookup(object, name))]
+    return sorted([*_ATTRIBUTES, *names])
+
+
+def _details(value: Any, name: str) -> dict[str, Any]:
+    """What decorators read from a function: names, text for readers, and parameters."""
+    details = {"__name__": name, "__qualname__": name, "__doc__": value.__doc__}
+    try:
+        parameters = inspect.signature(value).parameters.values()
+    except (TypeError, ValueError):
+        return details
+    empty = inspect.Parameter.empty
+    shown = [
+        p.replace(default=empty if p.default is empty else ..., annotation=empty)
+        for p in parameters
+    ]
+    return {**details, "__signature__": inspect.Signature(shown)}
 
 
 def _updated(value: Any, new: Any) -> Any:

@@ -12,7 +12,6 @@ import builtins
 import contextlib
 import functools
 import importlib
-import inspect
 import marshal
 import random
 import re
@@ -22,10 +21,10 @@ import unittest
 from collections.abc import Callable
 from typing import Any
 
-from .client import SolverClient
-from .remote import Remote, RemoteClass, RemoteError, ask, is_a
+from .client import Client
+from .peer import ask
+from .remote import Remote, RemoteClass, RemoteError
 from .row import CONVERTED, FORMATTING, RowError, describe, hidden
-from .wire import Channel
 
 Verdict = dict[str, Any]
 """Keys: "passed", a bool per test; "problem", text of the first failure. If the row is invalid for
@@ -47,40 +46,39 @@ _RECURSION = 20_000  # for nested arguments; the stack is large enough
 _PRIVATE_FIELD = re.compile(r"[.\[]_")
 
 
-class RefusedError(Exception):
-    """Raised if the tests would execute text or bytes that may come from the program."""
-
-
-def judge(row: bytes, channel: Channel, guard: bool = True) -> Verdict:
-    """Run the tests of a row against the solver at the other end of `channel`.
+def judge(row: bytes, reader: int, writer: int, guard: bool = True) -> tuple[Verdict, bool]:
+    """Run the tests of a row against the solver at the other end of two pipes.
 
     Args:
         row: see `row.compile_row`.
-        channel: pipes to and from the solver; closed at the end.
+        reader: pipe from the solver.
+        writer: pipe to the solver.
         guard: refuse to run text from the program; cannot be undone in this process.
+
+    Returns:
+        The verdict, and whether the solver has closed its end.
     """
+    compiled = types.SimpleNamespace(**marshal.loads(row))
+    client = Client(compiled, reader, writer)
     try:
-        return _Judge(types.SimpleNamespace(**marshal.loads(row)), channel).verdict(guard)
+        verdict = _Judge(compiled, client).verdict(guard)
     except RowError as error:
-        return {"row_problem": str(error)}
-    finally:
-        channel.close()
+        verdict = {"row_problem": str(error)}
+    client.close()
+    return verdict, client.ended
 
 
 class _Judge:
     """The tests of one row and the process that runs the program."""
 
-    def __init__(self, row: types.SimpleNamespace, channel: Channel) -> None:
-        module = types.ModuleType("__tests__")
-        sys.modules["__tests__"] = module
-        self._row, self._namespace = row, vars(module)
-        self._client = SolverClient(channel, row)
-        self._refused = ""
+    def __init__(self, row: types.SimpleNamespace, client: Client) -> None:
+        module = sys.modules["__tests__"] = types.ModuleType("__tests__")
+        self._row, self._client, self._namespace = row, client, vars(module)
         self._called: set[int] = set()
         for statement in row.imports:
             with contextlib.suppress(Exception):  # a module that is not preloaded
                 exec(statement, self._namespace)
-        self._namespace |= {"isinstance": _isinstance, "issubclass": _issubclass}
+        self._namespace |= {f.__name__: _checking(f) for f in (isinstance, issubclass)}
         self._namespace |= {hidden(kind.__name__): _asking(kind) for kind in CONVERTED}
         self._namespace |= {hidden(name): self._formatting(name) for name in FORMATTING}
 
@@ -94,38 +92,30 @@ class _Judge:
             sys.setrecursionlimit(_RECURSION)
             sys.addaudithook(self._audit)
         wanted = row.entries | (row.free - namespace.keys())
-        names = namespace["__builtins__"] = _Names(client, wanted)
+        namespace["__builtins__"] = _Names(client, wanted)
         try:
-            client.answer()
-            client.ask("share", row.setup_classes)
-            self._bind_entries(names)
+            client.ask("run", row.setup_classes)
         except Exception as error:  # the program decides what is raised
             return failed | {"problem": f"the program: {describe(error)}"}
         start = client.requests
-        try:
-            exec(row.setup, namespace)
-            self._bind_entries(names)
-        except BaseException as error:  # including SystemExit: a setup that exits has failed
-            if not row.used_in_setup & wanted and client.requests == start:
-                raise RowError(f"the row's setup fails: {describe(error)}") from None
-            return failed | {"problem": f"setup: {describe(error)}"}
-        client.shared = {
-            n: namespace[n] for n in row.setup_classes if isinstance(namespace.get(n), type)
-        }
-        passed: list[bool] = []
+        failures: list[BaseException | None] = []  # of the setup, then of the tests
         problem = ""
-        for text, code in row.tests:
-            if problem and not row.all:
-                break
+        for text, code in [("", row.setup), *row.tests]:
             failure = self._failure_of(code)
-            passed.append(failure is None)
             if failure is not None:
-                shown = " ".join(text.split())[:200]
-                if isinstance(failure, ImportError) and client.requests == start:
-                    raise RowError(
-                        f"a test fails for every program; {shown!r}: {describe(failure)}"
-                    )
-                problem = problem or f"test {len(passed)} ({shown}): {describe(failure)}"
+                place = f"test {len(failures)} ({' '.join(text.split())[:200]})"
+                place = place if failures else "setup"
+                inherent = not (failures or row.used_in_setup & wanted)
+                if client.requests == start and (inherent or isinstance(failure, ImportError)):
+                    raise RowError(f"{place} fails for every program: {describe(failure)}")
+                problem = problem or f"{place}: {describe(failure)}"
+            failures.append(failure)
+            if problem and not (row.all and failures[1:]):
+                break
+            if not failures[1:]:
+                found = {name: namespace.get(name) for name in row.setup_classes}
+                client.shared = {n: kind for n, kind in found.items() if isinstance(kind, type)}
+        passed = [failure is None for failure in failures[1:]]
         passed += [False] * (len(row.tests) - len(passed))
         if all(passed) and client.requests == start:
             if wanted <= row.bound:
@@ -136,26 +126,19 @@ class _Judge:
             return failed | {"problem": "the tests never use the program"}
         return {"passed": passed, "problem": problem}
 
-    def _bind_entries(self, names: _Names) -> None:
-        """Make the names under test refer to the program, whatever else has bound them."""
-        for name in self._row.entries:
-            self._namespace.pop(name, None)
-            with contextlib.suppress(KeyError):
-                if callable(names[name]):
-                    self._namespace[name] = names[name]
-
     def _failure_of(self, code: types.CodeType) -> BaseException | None:
-        """Run a test; return its exception, or None if it passes."""
+        """Run the setup or a test; return its exception, or None if it passes."""
+        for name in self._row.entries:  # they refer to the program, whatever has bound them
+            self._namespace.pop(name, None)
         try:
             exec(code, self._namespace)
             self._call_tests()
         except BaseException as error:  # including SystemExit: a test that exits has not passed
             return error
-        if self._client.lost_reason:  # a test that swallowed the error has failed
-            return RemoteError(self._client.lost_reason)
         if self._client.suppressed:
             return RemoteError(f"the program suppressed {describe(self._client.suppressed)}")
-        return RefusedError(self._refused) if self._refused else None
+        # a test that swallowed the error has failed
+        return RemoteError(self._client.lost) if self._client.lost else None
 
     def _call_tests(self) -> None:
         """Call the functions and test cases that the row defines for a test runner."""
@@ -172,15 +155,11 @@ class _Judge:
                 continue
             elif name == "check" and self._row.entry_point:
                 exec(self._row.check, self._namespace)
-            elif name.startswith("test"):
-                parameters = inspect.signature(value).parameters.values()
-                if all(
-                    p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-                    for p in parameters
-                ):
-                    outcome = value()
-                    if inspect.iscoroutine(outcome):
-                        asyncio.run(outcome)
+            # one with parameters is a helper
+            elif name.startswith("test") and not value.__code__.co_argcount:
+                outcome = value()
+                if isinstance(outcome, types.CoroutineType):
+                    asyncio.run(outcome)
 
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event == "compile":
@@ -196,8 +175,8 @@ class _Judge:
         self._refuse(event)
 
     def _refuse(self, event: str) -> None:
-        self._refused = f"the tests would interpret data as code ({event}); rewrite them"
-        raise RefusedError(self._refused)
+        self._client.lost = f"the tests would interpret data as code ({event}); rewrite them"
+        raise RemoteError(self._client.lost)
 
     def _formatting(self, method: str) -> Callable[..., Any]:
         """`template.format(...)`: a template of the program could read the tests' variables."""
@@ -217,14 +196,17 @@ class _Names(dict[str, Any]):
     Functions and classes are kept. Other values are not, because the program may change them.
     """
 
-    def __init__(self, client: SolverClient, wanted: set[str]) -> None:
+    def __init__(self, client: Client, wanted: set[str]) -> None:
         super().__init__({n: value for n, value in vars(builtins).items() if n not in wanted})
         self._client, self._wanted = client, wanted
 
     def __missing__(self, name: str) -> Any:
         if name not in self._wanted:
             raise KeyError(name)
-        value = self._client.ask("find", name)
+        try:
+            value = self._client.ask("find", name)
+        except Exception:  # the program decides what is raised
+            raise KeyError(name) from None
         if isinstance(value, RemoteClass) and name in self._client.row.constructed:
             self._client.constructors.add(id(value))
         if callable(value):  # it is not used yet
@@ -234,20 +216,20 @@ class _Names(dict[str, Any]):
         return value
 
 
-def _isinstance(value: object, kinds: Any) -> bool:
-    """`isinstance` for the tests; a proxy for a subclass of `list` counts as a `list`, etc.
+def _checking(check: Callable[..., bool]) -> Callable[..., bool]:
+    """`isinstance` or `issubclass` for the tests: the program knows what its classes derive from.
 
-    The program decides which of its own classes its objects belong to.
+    So a proxy for a subclass of `list` counts as a `list`.
     """
-    if isinstance(value, kinds) or not isinstance(value, Remote):
-        return isinstance(value, kinds)
-    parts = kinds if isinstance(kinds, tuple) else (kinds,)
-    asked = any(isinstance(k, RemoteClass) and ask("isinstance", value, k) is True for k in parts)
-    return asked or is_a(type(value), kinds)
 
+    def checking(value: Any, kinds: Any) -> bool:
+        if check(value, kinds) or not isinstance(value, Remote | RemoteClass):
+            return check(value, kinds)
+        with contextlib.suppress(TypeError):  # a class of the tests
+            return ask("convert", value, "builtins", check.__name__, kinds) is True
+        return False
 
-def _issubclass(kind: type, kinds: Any) -> bool:
-    return issubclass(kind, kinds) or (isinstance(kind, RemoteClass) and is_a(kind, kinds))
+    return checking
 
 
 def inspect_remotely() -> None:

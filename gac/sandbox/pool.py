@@ -1,6 +1,9 @@
 """Runs a bounded number of programs concurrently on a fork server.
 
-Thread-safe; survives the server's death.
+A `Server` is one fork server, started inside bubblewrap if possible. Each request is one message on
+a socket that preserves message boundaries, so threads need no lock. Its result arrives on a
+separate pipe; end of file there means that the server died. A `Pool` is thread-safe and survives
+the server's death.
 """
 
 from __future__ import annotations
@@ -10,7 +13,12 @@ import fcntl
 import json
 import logging
 import os
+import select
+import shutil
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,20 +27,221 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from . import server
 from .row import JudgeSpec, Program, RowError, compile_row
-from .server import LAYERS, Layers, SandboxError, Server
 
 __all__ = ["LAYERS", "JudgeSpec", "Layers", "Pool", "Program", "RunResult", "SandboxError"]
 
 logger = logging.getLogger(__name__)
 
+START_SECONDS = 60.0  # loading numpy on a busy machine
+STOP_SECONDS = 5.0
+WALL_PER_CPU_SECOND = 4  # wall-clock limit per CPU second, excluding time spent waiting for a core
+STARVATION_FACTOR = (
+    10  # hard wall-clock limit as a multiple of the above, for a program starved of CPU
+)
+WALL_MARGIN = 30.0  # seconds beyond the server's own wall-clock limit
 ATTEMPTS = 3  # per program, if the server dies or a process cannot be started
 PAUSE_SECONDS = 0.2
 # the kernel enforces the limit in whole ticks, so the measured CPU time can be lower
 CPU_LIMIT_TOLERANCE = 0.5
 
 Ending = Literal["ended", "timeout", "stalled", "crash"]
+
+# The server loads this folder as a standalone package, because importing `gac` would load torch.
+START = """
+import gc, sys
+gc.disable()  # until `zygote.main` enables it
+sys.modules["ssl"] = None  # asyncio works without it, and it is large
+sys.path.append(sys.argv[1])
+from sandbox.zygote import main
+sys.path.remove(sys.argv[1])
+del sys.modules["ssl"]
+import json
+main(json.loads(sys.argv[2]))
+"""
+_PACKAGE = Path(__file__).parent
+_ENVIRONMENT = {
+    "PYTHONHASHSEED": "0",  # the same set order in every run
+    "OMP_NUM_THREADS": "1",  # no threads in preloaded packages
+    "OPENBLAS_NUM_THREADS": "1",
+    "MALLOC_ARENA_MAX": "1",  # otherwise every thread reserves 64 MiB of address space
+}
+LAYERS = ("limits", "seccomp", "landlock", "uid", "namespaces")
+"""Valid names for `require`; limits and seccomp are always required."""
+
+
+class SandboxError(RuntimeError):
+    """Programs cannot be run; the message says why. A program never causes this error."""
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The layers that protect this machine from the programs."""
+
+    active: dict[str, str]
+    """Layer name -> description for the log."""
+    missing: dict[str, str]
+    """Layer name -> why it is unavailable."""
+
+    def __str__(self) -> str:
+        shown = ", ".join(self.active[name] for name in LAYERS if name in self.active)
+        lacks = [f"no {name}: {reason}" for name, reason in self.missing.items()]
+        return "; ".join([f"sandbox: {shown}", *lacks])
+
+
+class Server:
+    """One fork server.
+
+    Args:
+        preload: packages that programs may import in addition to the standard library.
+        namespaces: bubblewrap command line to start the server with; None: start it directly.
+
+    Raises:
+        SandboxError: the server failed to start; the message says why.
+    """
+
+    def __init__(self, preload: Sequence[str], *, namespaces: Sequence[str] | None) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        user = os.pidfd_open(os.getpid())
+        errors = os.memfd_create("errors")
+        options = {"control": theirs.fileno(), "user": user, "preload": list(preload)}
+        options["path"] = _search_path(preload)
+        command = [*(namespaces or []), sys.executable, "-s", "-P", "-S", "-c", START]
+        self._control = ours
+        try:
+            self._process = subprocess.Popen(
+                [*command, str(_PACKAGE.parent), json.dumps(options)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                pass_fds=[theirs.fileno(), user],
+                env=_ENVIRONMENT,
+                start_new_session=True,  # only the trainer should receive Ctrl-C
+            )
+            theirs.close()  # so that we see end of file when the server exits
+            self.layers = self._greet(errors)
+            self._death = os.pidfd_open(self._process.pid)
+        except BaseException:  # including KeyboardInterrupt: do not leave a server behind
+            ours.close()  # a running server exits when this closes
+            raise
+        finally:
+            theirs.close()
+            os.close(user)
+            os.close(errors)
+
+    def _greet(self, errors: int) -> Layers:
+        self._control.settimeout(START_SECONDS)
+        try:
+            greeting = self._control.recv(1 << 16)
+        except OSError:  # no answer in time, or it died
+            greeting = b""
+        self._control.settimeout(None)
+        if not greeting:
+            self._process.kill()
+        report: dict[str, Any] = json.loads(greeting) if greeting else {"refused": None}
+        if "refused" not in report:
+            return Layers({"limits": "limits", **report["layers"]}, report["missing"])
+        self._process.wait()
+        lines = os.pread(errors, 1 << 16, 0).decode(errors="replace").split("\n")
+        last = next((line for line in reversed(lines) if line.strip()), "no error output")
+        raise SandboxError(report["refused"] or last)
+
+    def ask(self, request: Mapping[str, Any], files: Sequence[int]) -> dict[str, Any] | None:
+        """Send a request and return its result (see `zygote`), or None if the server died."""
+        reader, writer = os.pipe()
+        try:
+            wall = WALL_PER_CPU_SECOND * request["cpu_seconds"]
+            limits = {"wall_seconds": wall, "most_seconds": STARVATION_FACTOR * wall}
+            try:
+                message = json.dumps({**request, **limits}).encode()
+                socket.send_fds(self._control, [message], [writer, *files])
+            except OSError:  # the server is gone; another thread may have closed the socket
+                return None
+            finally:
+                os.close(writer)
+            return self._wait(reader, STARVATION_FACTOR * wall + WALL_MARGIN)
+        finally:
+            os.close(reader)
+
+    def _wait(self, reader: int, seconds: float) -> dict[str, Any] | None:
+        poll = select.poll()
+        poll.register(reader, select.POLLIN)
+        poll.register(self._death, select.POLLIN)  # a fork of this process may hold the pipe open
+        ready = [number for number, _ in poll.poll(seconds * 1000)]
+        if reader not in ready:
+            return None
+        data = os.read(reader, 1 << 16)
+        return json.loads(data) if data else None
+
+    def stop(self) -> None:
+        """Stop the server and all its programs."""
+        with contextlib.suppress(OSError):
+            # works even if a forked child holds the socket open
+            self._control.shutdown(socket.SHUT_RDWR)
+        self._control.close()
+        try:
+            self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        os.close(self._death)
+
+
+def start(preload: Sequence[str]) -> Server:
+    """Start a server with as many protection layers as this machine supports.
+
+    Raises:
+        SandboxError: a required layer is unavailable.
+    """
+    if sys.platform != "linux":
+        raise SandboxError(f"requires Linux, but this is {sys.platform}")
+    bwrap = shutil.which("bwrap")
+    problem = "bwrap is not installed"
+    for arguments in _namespace_attempts(preload) if bwrap else ():
+        try:
+            server = Server(preload, namespaces=[str(bwrap), *arguments])
+        except SandboxError as error:
+            problem = str(error)
+        else:
+            server.layers.active["namespaces"] = "namespaces"
+            return server
+    server = Server(preload, namespaces=None)
+    server.layers.missing["namespaces"] = problem
+    return server
+
+
+def _search_path(preload: Sequence[str]) -> list[str]:
+    """This process's import path, if there are packages to preload."""
+    return [str(Path(entry).resolve()) for entry in sys.path] if preload else []
+
+
+def _namespace_attempts(preload: Sequence[str]) -> list[list[str]]:
+    """bwrap arguments to try, best first.
+
+    First as root with the right to change uid inside, then as any user.
+    """
+    shared = [
+        "--unshare-ipc",
+        "--unshare-pid",
+        "--unshare-net",
+        "--unshare-uts",
+        "--unshare-cgroup-try",
+        "--as-pid-1",
+        "--proc",
+        "/proc",
+        "--dev",
+        "/dev",
+    ]
+    needed = ["/usr", "/lib", "/lib32", "/lib64", "/bin", "/etc/ld.so.cache"]
+    needed += [sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix]
+    needed += [str(_PACKAGE), *_search_path(preload)]
+    for path in dict.fromkeys(entry for entry in needed if entry):
+        shared += ["--ro-bind-try", path, path]
+    as_root = ["--cap-drop", "ALL"]
+    for capability in ("CAP_SETUID", "CAP_SETGID", "CAP_KILL"):
+        as_root += ["--cap-add", capability]
+    attempts = [["--unshare-user", *shared]]
+    return [[*as_root, *shared], *attempts] if os.getuid() == 0 else attempts
 
 
 @dataclass(frozen=True)
@@ -106,9 +315,7 @@ class Pool:
             row = compile_row(tests)
         except RowError as error:
             return RunResult("ended", row_problem=str(error))
-        with _files(program, row) as files:
-            ends = self._ask("check", files, cpu_seconds, memory_mb)
-            written = os.pread(files[2], 1 << 24, 0)
+        ends, written = self._ask("check", program, row, cpu_seconds, memory_mb, 1 << 24)
         failed = (False,) * len(tests.tests)
         ending = _ending(ends, cpu_seconds)
         try:
@@ -125,9 +332,7 @@ class Pool:
         Raises:
             SandboxError: no program can be run.
         """
-        with _files(program, stdin) as files:
-            ends = self._ask("script", files, cpu_seconds, memory_mb)
-            stdout = os.pread(files[2], output_bytes, 0)
+        ends, stdout = self._ask("script", program, stdin, cpu_seconds, memory_mb, output_bytes)
         status = os.waitstatus_to_exitcode(ends["ends"][0][0])
         return RunResult(_ending(ends, cpu_seconds), stdout=stdout, status=status)
 
@@ -160,7 +365,7 @@ class Pool:
 
     def _start(self) -> Server:
         try:
-            started = server.start(self.preload)
+            started = start(self.preload)
         except (SandboxError, OSError) as error:
             raise SandboxError(f"model-written code cannot be run safely here: {error}") from error
         missing_layers = [name for name in self.require if name not in started.layers.active]
@@ -185,36 +390,35 @@ class Pool:
         logger.warning("the sandbox's fork server died unexpectedly; restarting it")
 
     def _ask(
-        self, kind: str, files: Sequence[int], cpu_seconds: int, memory_mb: int
-    ) -> dict[str, Any]:
+        self,
+        kind: str,
+        program: Program,
+        given: bytes,
+        cpu_seconds: int,
+        memory_mb: int,
+        output_bytes: int,
+    ) -> tuple[dict[str, Any], bytes]:
+        """Run a program; return how its processes ended and what they wrote."""
         processes = 2 if kind == "check" else 1
-        with self._memory.reserved(processes * (memory_mb << 20)):
-            return self._try(kind, files, cpu_seconds, memory_mb)
-
-    def _try(
-        self, kind: str, files: Sequence[int], cpu_seconds: int, memory_mb: int
-    ) -> dict[str, Any]:
         request = {"kind": kind, "cpu_seconds": cpu_seconds, "memory_bytes": memory_mb << 20}
         problem = ""
-        for attempt in range(ATTEMPTS):
-            if attempt:
-                time.sleep(PAUSE_SECONDS * 4 ** (attempt - 1))
-                for file in files:
-                    os.lseek(file, 0, os.SEEK_SET)
-                os.ftruncate(files[2], 0)
-            current = self._current()
-            ends = current.ask(request, files)
-            if ends is None:
-                problem = "the fork server died"
-                self._discard(current)
-            elif "failed" in ends:
-                problem = ends["failed"]
-            elif not all(  # both processes share the offset of a file
-                os.lseek(file, 0, os.SEEK_CUR) for file in files[: 2 if kind == "check" else 1]
-            ):
-                problem = f"a process exited before reading its input ({ends})"
-            else:
-                return ends
+        with self._memory.reserved(processes * (memory_mb << 20)):
+            for attempt in range(ATTEMPTS):
+                time.sleep(PAUSE_SECONDS * attempt**2)
+                current = self._current()
+                with _files(program, given) as files:
+                    ends = current.ask(request, files)
+                    if ends is None:
+                        problem = "the fork server died"
+                        self._discard(current)
+                    elif "failed" in ends:
+                        problem = ends["failed"]
+                    elif not all(  # both processes share the offset of a file
+                        os.lseek(file, 0, os.SEEK_CUR) for file in files[:processes]
+                    ):
+                        problem = f"a process exited before reading its input ({ends})"
+                    else:
+                        return ends, os.pread(files[2], output_bytes, 0)
         raise SandboxError(f"the sandbox gave up after {ATTEMPTS} attempts: {problem}")
 
 

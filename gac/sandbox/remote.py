@@ -1,7 +1,7 @@
 """The judge's proxies for objects of the program.
 
 Each class of the program has a local class, built from its description. Its instances ask the
-solver only for attributes and for the special methods in `lent.SPECIAL` that the class defines, so
+solver only for attributes and for the special methods in `peer.SPECIAL` that the class defines, so
 code written in C finds no other special methods to call. Instances of subclasses of immutable
 builtin types, such as named tuples, are real local values with these methods added.
 """
@@ -10,12 +10,19 @@ from __future__ import annotations
 
 import functools
 import sys
-import types
 from collections.abc import Callable
 from typing import Any
 
-from .lent import SPECIAL, WITH_OPERAND, is_importable
-from .solver import VALUES
+from .peer import (
+    METHODS,
+    VALUES,
+    WITH_OPERAND,
+    ask,
+    asking,
+    is_importable,
+    leaving,
+    next_item,
+)
 
 # special attributes that are only read by Python code, as text or as plain data
 _READABLE = frozenset(
@@ -33,31 +40,18 @@ _READABLE = frozenset(
     ]
 )
 ENDS_LOOPS = (StopIteration, StopAsyncIteration)
-KEEP_ORIGIN = SPECIAL & {"__neg__", "__pos__", "__abs__", "__invert__", "__round__", "__enter__"}
-KEEP_ORIGIN |= WITH_OPERAND
+KEEP_ORIGIN = WITH_OPERAND | {"__neg__", "__pos__", "__invert__", "__enter__"}
 
 
 class RemoteError(Exception):
     """The program gave no valid answer, or raised an exception that has no class in the judge."""
 
 
-def ask(operation: str, target: Any, /, *arguments: Any, **keywords: Any) -> Any:
-    """Ask the solver for an operation on a proxy's object."""
-    return target._remote_[0].ask(operation, target, *arguments, **keywords)
-
-
-def _asking(operation: str) -> Callable[..., Any]:
-    def method(self: Any, /, *arguments: Any, **keywords: Any) -> Any:
-        return ask(operation, self, *arguments, **keywords)
-
-    return method
-
-
 class RemoteBase:
     """Base of everything that stands for something in the program."""
 
     _constructed_ = _factory_ = False
-    __setattr__, __delattr__ = _asking("set"), _asking("delete")
+    __setattr__, __delattr__ = asking("set"), asking("delete")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") and name.endswith("_") and name not in _READABLE:
@@ -71,8 +65,8 @@ class RemoteBase:
 class RemoteClass(RemoteBase, type):
     """Metaclass of the proxies for classes that the program defines in the solver process."""
 
-    __call__, __iter__, __len__ = _asking("__call__"), _asking("__iter__"), _asking("__len__")
-    __getitem__, __contains__ = _asking("__getitem__"), _asking("__contains__")
+    __call__, __iter__, __len__ = asking("__call__"), asking("__iter__"), asking("__len__")
+    __getitem__, __contains__ = asking("__getitem__"), asking("__contains__")
 
 
 class Remote(RemoteBase):
@@ -84,7 +78,7 @@ class Remote(RemoteBase):
     # the program's, not the proxy's
     __dict__ = property(lambda self: ask("get", self, "__dict__"))
     __doc__ = property(lambda self: ask("get", self, "__doc__"))
-    __dir__, __copy__ = _asking("dir"), _asking("copy")
+    __dir__, __copy__ = asking("dir"), asking("copy")
 
     def __eq__(self, other: object) -> Any:
         """Of two objects of the program, the program decides; contents are compared here."""
@@ -128,27 +122,7 @@ def _delegate(name: str) -> Callable[..., Any]:
             return getattr(base, name)(_contents(self), operand)
         return operand in list(self) if name == "__contains__" else NotImplemented
 
-    return with_operand if name in WITH_OPERAND else _asking(name)
-
-
-def _next(name: str, end: type[Exception]) -> Callable[[Remote], Any]:
-    def method(self: Remote) -> Any:
-        items = ask(name, self)
-        if not items:
-            raise end
-        return items[0]
-
-    return method
-
-
-def _exit(name: str) -> Callable[..., Any]:
-    def method(self: Remote, kind: object, error: BaseException | None, trace: object) -> Any:
-        suppressed = ask(name, self, error)
-        if suppressed and isinstance(error, AssertionError):
-            self._remote_[0].suppressed = error
-        return suppressed
-
-    return method
+    return with_operand
 
 
 def _async(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -163,15 +137,16 @@ async def coroutine(reference: Remote) -> Any:
     return ask("__await__", reference)
 
 
-METHODS: dict[str, Callable[..., Any]] = {
-    **{name: _delegate(name) for name in SPECIAL - {"__eq__", "__ne__", "__hash__"}},
-    "__next__": _next("__next__", StopIteration),
-    "__exit__": _exit("__exit__"),
+SPECIAL_METHODS: dict[str, Callable[..., Any]] = {
+    **METHODS,
+    **{name: _delegate(name) for name in WITH_OPERAND},
     "__await__": lambda self: coroutine(self).__await__(),
-    "__aenter__": _async(_delegate("__aenter__")),
-    "__aexit__": _async(_exit("__aexit__")),
-    "__anext__": _async(_next("__anext__", StopAsyncIteration)),
+    "__aenter__": _async(METHODS["__aenter__"]),
+    "__aexit__": _async(leaving("__aexit__")),
+    "__anext__": _async(next_item("__anext__", StopAsyncIteration)),
 }
+for _name in ("__eq__", "__ne__", "__hash__"):  # see `Remote`
+    del SPECIAL_METHODS[_name]
 # bases of the local classes for subclasses of immutable builtin types
 _VALUE_BASES: dict[type, type] = {
     kind: type(
@@ -195,16 +170,12 @@ class RemoteException(RemoteBase):
             ask("set", self, name, value)
 
 
-_UNNAMED = {f"builtins:{k.__name__}": k for k in vars(types).values() if isinstance(k, type)}
-
-
 @functools.cache
 def standard(path: str) -> Any:
     """The class of the standard library with this "module:name", or None."""
     module, _, name = path.partition(":")
     kind = getattr(sys.modules.get(module), name, None)
-    known = isinstance(kind, type) and is_importable(kind)
-    return kind if known else _UNNAMED.get(path)
+    return kind if isinstance(kind, type) and is_importable(kind) else None
 
 
 @functools.cache
@@ -258,16 +229,3 @@ def overridden(name: str) -> property:
         return value
 
     return property(get)
-
-
-def is_a(kind: type, kinds: Any) -> bool:
-    """Whether a class of the program derives from any of `kinds`, by the names of its bases.
-
-    A class of the setup, which the program has too, counts as the program's.
-    """
-    if isinstance(kinds, tuple):
-        return any(is_a(kind, each) for each in kinds)
-    names = [name for base in kind.__mro__ for name in vars(base).get("_standard_", ())]
-    if isinstance(kinds, type) and kinds.__module__ == "__tests__":
-        return f"program:{kinds.__qualname__}" in names
-    return any(issubclass(base, kinds) for base in map(standard, names) if base)

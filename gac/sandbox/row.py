@@ -16,11 +16,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from .lent import COMPARISONS, WITH_OPERAND
+from .peer import COMPARISONS, WITH_OPERAND
 
 CONVERTED = (int, float, complex, bytes)
 """Classes whose calls in tests convert objects of the program in the solver."""
 FORMATTING = ("format", "format_map")
+CAREFUL = {"StopIteration", "StopAsyncIteration", "AttributeError", "NameError", "TypeError"}
+"""Errors that end a loop, or that show that the program lacks something."""
 # helpers that tests use without an import, which must not come from the program
 _HELPERS = {
     "np": "import numpy as np",
@@ -139,7 +141,8 @@ def compile_row(spec: JudgeSpec) -> bytes:
         "constants": words.constants,
         # attributes of modules that the tests may replace
         "patches": words.attributes - {("sys", "stdout")},  # its content reaches the tests anyway
-        "expects_stop": bool(words.read & {"StopIteration", "StopAsyncIteration"}),
+        # errors that need care, if the tests name them
+        "expected": words.read & CAREFUL,
     }
     return marshal.dumps(row)
 

@@ -1,6 +1,7 @@
 """The solver process: runs the model's program, then performs what the judge asks for.
 
-It never sees the tests, and its answers are untrusted: each is plain data or fails the test.
+It never sees the tests, and its answers are untrusted: each is plain data or fails the test. It has
+proxies for functions, iterators and instances of the tests, which stay in the judge.
 """
 
 from __future__ import annotations
@@ -18,36 +19,31 @@ import re
 import sys
 import threading
 import types
-from collections import UserList, deque
-from collections.abc import Mapping, Set
+from collections import UserList
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-from . import lent
-from .lent import SPECIAL, is_importable, lookup, plain
+from .peer import (
+    CONTAINERS,
+    METHODS,
+    OPERATIONS,
+    SPECIAL,
+    VALUES,
+    Peer,
+    ask,
+    asking,
+    is_builtin,
+    is_importable,
+    is_mutable,
+    lookup,
+    plain,
+)
 from .row import describe
-from .wire import Channel, ChannelClosed, Json, Node, WireError, encode, is_builtin
+from .wire import Json, Node, encode
 
-VALUES = (int, float, str, tuple, frozenset, bytes, complex)
-"""Objects of classes derived from these are values in the judge."""
-CONTAINERS: dict[type, type] = {kind: kind for kind in (list, dict, set, deque, bytearray)}
-"""Objects of classes derived from these compare by their contents, which are of the second type."""
 _LIKE_CONTAINERS: dict[type, type] = {UserList: list, Mapping: dict, Set: set}
 _MAX_CUTS = 200  # top-level lines at which to try to end a continuation
 _PRINTED = 1 << 20  # characters of output to pass on per answer
-
-
-def answer_questions(spec: Mapping[str, Any], channel: Channel) -> None:
-    """Run the program of `spec` (see `assemble`), then answer requests until the channel closes."""
-    solver = Solver(channel)
-    with contextlib.suppress(ChannelClosed, WireError):
-        try:
-            _run(spec, "program")
-        except BaseException as error:  # including SystemExit: a program that exits has failed
-            solver.send("raise", error)
-        else:
-            solver.send("value", None)
-        while True:
-            solver.answer(channel.receive())
 
 
 def run_script(spec: Mapping[str, Any]) -> int:
@@ -112,80 +108,67 @@ class Live(list[Any]):
     """Marks a list, dict or set, its only item, that the judge may change."""
 
 
-class Solver:
-    """Both sides' objects that the other one has references to, by number."""
+class Solver(Peer):
+    """The solver's side of the conversation, about the program of `spec` (see `assemble`)."""
 
-    def __init__(self, channel: Channel) -> None:
-        self.channel = channel
-        self.objects = lent.Table()
+    def __init__(self, spec: Mapping[str, Any], reader: int, writer: int) -> None:
+        super().__init__(reader, writer)
+        self._spec = spec
         self._new_classes: list[Json] = []
         self._described: set[int] = set()
-        lent.borrower[:] = [self]
-        self.proxies: dict[int, Any] = {}
-        """Proxies for objects of the tests."""
-        self.proxy_numbers: dict[int, int] = {}
-        """Number by the id of a proxy."""
-        self._turn = threading.RLock()
-        self._busy = True
         self._output = sys.stdout = io.StringIO()
+        _solver[:] = [self]
 
-    # -- requests ----------------------------------------------------------------------------------
+    def serve(self) -> None:
+        """Answer requests until the judge closes its end."""
+        # other threads of the program may ask for something only while a request is performed
+        self._turn.acquire()
+        with contextlib.suppress(OSError, EOFError):
+            while True:
+                _, request = self.loads(self.receive())
+                self._turn.release()
+                answer = self.perform(request)
+                self._turn.acquire()
+                self._writer.send_bytes(self.dumps(*answer))
 
-    def answer(self, request: bytes) -> None:
-        """Perform one request and send the result."""
-        self._busy = True
+    def ask(self, operation: str, /, *arguments: Any, **keywords: Any) -> Any:
+        """Ask for an operation on an object of the tests."""
+        with self._turn:
+            message = self.dumps("ask", operation, arguments, keywords)
+            kind, answer = self.exchange(message)
+        [value] = pickle.loads(answer)
+        if kind == "raise":
+            raise value
+        return value
+
+    def loads(self, message: bytes) -> list[Any]:
+        return [_KINDS[message[:1]], message[1:]]
+
+    def perform(self, request: bytes) -> list[Any]:
         try:
-            patches, operation, arguments, keywords = pickle.loads(request)
+            operation, arguments, keywords, patches = pickle.loads(request)
             for module, name, value in patches:
                 setattr(sys.modules[module], name, value)
+            if operation == "run":
+                _shared_classes.update(*arguments)
+                _run(self._spec, "program")
+                return ["value", None]
             value = _perform(operation, *arguments, **keywords)
-            changed = self._changed(request, [*arguments[1:], *keywords.values()])
-        except (ChannelClosed, WireError):
-            raise
+            return ["value", value, _changed(request, [*arguments, *keywords.values()])]
         except BaseException as error:  # the program may raise anything
-            self.send("raise", error)
-        else:
-            self.send("value", value, changed)
+            return ["raise", error]
 
-    def send(self, kind: str, value: Any, changed: Any = None) -> None:
-        """Send an answer, or a "callback", which uses an object of the tests."""
+    def dumps(self, kind: str, *content: Any) -> bytes:
         printed = self._output.getvalue()[:_PRINTED]
         self._output.seek(0)
         self._output.truncate()
-        with self._turn:
-            self._busy = kind == "callback"
-            try:
-                nodes = encode([kind, value, printed, changed], self._refer)
-            except Exception as error:  # a value that cannot be sent
-                nodes = encode(["raise", describe(error), printed, None], self._refer)
-            message = json.dumps([self._new_classes, nodes])
-            self._new_classes = []
-            self.channel.send(message.encode("ascii"))
-
-    def use(self, number: int, operation: str, arguments: Any, keywords: Any) -> Any:
-        """Use an object of the tests; answer the judge's requests until the result arrives."""
-        with self._turn:
-            if not self._busy:
-                raise RuntimeError("objects of the tests can be used during a call only")
-            self.send("callback", [number, operation, list(arguments), keywords])
-            while True:
-                request = self.channel.receive()
-                kind, *result = pickle.loads(request)
-                if kind == "result":
-                    return result[0]
-                if kind == "error":
-                    raise result[0]
-                self.answer(request)
-                self._busy = True
-
-    def _changed(self, request: bytes, arguments: list[Any]) -> Any:
-        """The arguments that the call has changed in place, None for the others; or None."""
-        if not any(map(is_mutable, arguments)):
-            return None
-        _, _, before, keywords = pickle.loads(request)
-        pairs = zip([*before[1:], *keywords.values()], arguments, strict=True)
-        changed = [new if is_mutable(new) and not _same(old, new) else None for old, new in pairs]
-        return changed if any(value is not None for value in changed) else None
+        try:
+            nodes = encode([kind, printed, *content], self._refer)
+        except Exception as error:  # a value that cannot be sent
+            nodes = encode(["raise", printed, describe(error)], self._refer)
+        message = json.dumps([self._new_classes, nodes])
+        self._new_classes = []
+        return message.encode("ascii")
 
     # -- what the judge learns about an object -----------------------------------------------------
 
@@ -195,18 +178,17 @@ class Solver:
         if borrowed is not None:
             return "lent", [borrowed]
         if kind is Live:
-            return "live", [self.objects.number(value[0]), value[0]]
+            return "live", [self.number(value[0]), value[0]]
         if isinstance(value, type):
             return "class", [_path(value) if is_builtin(value) else self._class(value)]
         if isinstance(value, BaseException):
             state = vars(value) if is_importable(kind) else {}
             text, cause = describe(value), value.__cause__
-            parts = [self.objects.number(value), self._class(kind), text, cause, value.args, state]
-            return "error", parts
+            return "error", [self.number(value), self._class(kind), text, cause, value.args, state]
         records = kind.__name__ in _shared_classes
         if records and all(base.__module__ == "program" for base in kind.__mro__[:-1]):
             return "instance", [kind.__name__, _state(value)]
-        number, described = self.objects.number(value), self._class(kind)
+        number, described = self.number(value), self._class(kind)
         if kind is types.CoroutineType:
             return "coroutine", [number]
         base = next((base for base in kind.__mro__ if is_builtin(base)), object)
@@ -216,19 +198,23 @@ class Solver:
         """A reference to a class, described before if the judge does not know it.
 
         A number; text for an exception class of the standard library; [number] for a class of the
-        tests. See `client.SolverClient._define` for the description.
+        tests. See `client.Client._define` for the description.
         """
         borrowed = self.proxy_numbers.get(id(kind))
         if borrowed is not None:
             return [borrowed]
         if issubclass(kind, BaseException) and is_importable(kind):
             return _path(kind)
-        number = self.objects.number(kind)
+        number = self.number(kind)
         if number not in self._described:
             self._described.add(number)
             bases = [self._class(base) for base in kind.__bases__ if not is_importable(base)]
             self._new_classes.append([number, kind.__name__, bases, *_description(kind)])
         return number
+
+
+_solver: list[Solver] = []  # of this process, for the functions that pickles refer to
+_KINDS = {b"a": "ask", b"v": "value", b"r": "raise"}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -247,11 +233,18 @@ def _description(kind: type) -> list[Json]:
         if (name in SPECIAL or not name.startswith("_"))
         and lookup(kind, name) is not lookup(inherited, name)
     ]
-    return [_path(base), container, methods, list(map(_path, type.mro(kind)))]
+    return [_path(base), container, methods]
 
 
 def _path(kind: type) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def _state(value: Any) -> dict[str, Any]:
+    """The attributes of an object: its `__dict__` and slots, without properties."""
+    state = object.__getstate__(value)
+    parts = state if isinstance(state, tuple) else (state,)
+    return {name: part[name] for part in parts if part for name in part}
 
 
 # -- operations ------------------------------------------------------------------------------------
@@ -264,13 +257,12 @@ def _perform(operation: str, target: Any, /, *arguments: Any, **keywords: Any) -
     if method is None:
         return NotImplemented
     value = method.__get__(target, type(target))(*arguments, **keywords)
-    return _complete(value) if operation in ("__aenter__", "__aexit__") else value
+    return _complete(value) if operation == "__aenter__" else value
 
 
 _shared_classes: set[str] = set()  # of the setup, whose instances are copied
 _OPERATIONS: dict[str, Any] = {
-    **lent.OPERATIONS,
-    "share": _shared_classes.update,
+    **OPERATIONS,
     "find": lambda name: _live(vars(sys.modules["program"])[name]),
     "get": lambda value, name: _live(getattr(value, name)),
     "change": lambda value, name, /, *arguments, **keywords: getattr(value, name)(
@@ -287,7 +279,6 @@ _OPERATIONS: dict[str, Any] = {
         else kind(value.items() if kind is dict else value)
     ),
     "dir": dir,
-    "isinstance": isinstance,
     "__eq__": lambda left, right: left == right,
     "__getitem__": lambda value, key: value[key],
     "__anext__": lambda iterator: _complete(_next_items(iterator)),
@@ -305,9 +296,7 @@ async def _next_items(iterator: Any) -> list[Any]:
         return []
 
 
-@functools.cache
-def _loop() -> asyncio.AbstractEventLoop:
-    return asyncio.new_event_loop()
+_loop = functools.cache(asyncio.new_event_loop)
 
 
 def _complete(awaitable: Any) -> Any:
@@ -323,10 +312,14 @@ def _live(value: Any) -> Any:
     return Live([value]) if type(value) in (list, dict, set) else value
 
 
-def is_mutable(value: Any) -> bool:
-    """Whether `value` is a container or an array."""
-    numpy: Any = sys.modules.get("numpy")
-    return isinstance(value, (*CONTAINERS, *([numpy.ndarray] if numpy else [])))
+def _changed(request: bytes, arguments: Sequence[Any]) -> list[Any]:
+    """The arguments that the call has changed in place, and None for the others; or nothing."""
+    if not any(map(is_mutable, arguments)):
+        return []
+    _, before, keywords, _ = pickle.loads(request)
+    pairs = zip([*before, *keywords.values()], arguments, strict=True)
+    changed = [new if is_mutable(new) and not _same(old, new) else None for old, new in pairs]
+    return changed if any(value is not None for value in changed) else []
 
 
 def _same(old: Any, new: Any) -> bool:
@@ -336,8 +329,45 @@ def _same(old: Any, new: Any) -> bool:
         return False
 
 
-def _state(value: Any) -> dict[str, Any]:
-    """The attributes of an object: its `__dict__` and slots, without properties."""
-    state = object.__getstate__(value)
-    parts = state if isinstance(state, tuple) else (state,)
-    return {name: part[name] for part in parts if part for name in part}
+# -- proxies for objects of the tests; pickles of the judge refer to these functions ---------------
+
+
+def own(number: int) -> Any:
+    """An object of the program."""
+    return _solver[0].own(number)
+
+
+def named(module: str, name: str) -> Any:
+    """A class that pickle would not find, such as the program's copy of one of the setup."""
+    return vars(sys.modules[module])[name]
+
+
+def borrow(number: int, make: Any, *arguments: Any) -> Any:
+    """The proxy for an object of the tests, made if needed."""
+    return _solver[0].remember(number, make, *arguments)
+
+
+def proxy(number: int, name: str, operations: tuple[str, ...], details: dict[str, Any]) -> Any:
+    """A proxy that can be asked for `operations` only."""
+    made: Any = object.__new__(_proxy_class(name, operations))
+    vars(made).update(details, _remote_=(_solver[0], number))
+    return made
+
+
+@functools.cache
+def _proxy_class(name: str, operations: tuple[str, ...]) -> type:
+    members: dict[str, Any] = {"__iter__": lambda self: self} if "__next__" in operations else {}
+    members |= {operation: METHODS[operation] for operation in operations if operation in METHODS}
+    if "get" in operations:
+        members |= {"__setattr__": asking("set"), "__delattr__": asking("delete")}
+        members["__getattribute__"] = _attribute
+    try:
+        return type(name, (named("program", name),), members)
+    except (KeyError, TypeError):
+        return type(name, (), members)
+
+
+def _attribute(self: Any, name: str) -> Any:
+    if name.startswith("_"):
+        return object.__getattribute__(self, name)
+    return ask("get", self, name)

@@ -2,7 +2,7 @@
 
 The solver answers in JSON, which the judge does not trust: any bytes decode to plain values or
 raise one of `DECODE_ERRORS`. Pickle could run code in the judge, so it is used in the other
-direction only, where everything may be seen (`lent`).
+direction only, where everything may be seen (`client`).
 
 A value is a list of nodes [tag, parts]. A part is null, a boolean, a number, a string, or [i],
 which refers to the later node i. Values of any depth are thus written and read without recursion.
@@ -10,7 +10,6 @@ which refers to the later node i. Values of any depth are thus written and read 
 
 from __future__ import annotations
 
-import builtins
 import datetime
 import ipaddress
 import pathlib
@@ -22,10 +21,10 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
-from multiprocessing.connection import Connection
 from typing import Any
 
-FRAME_BYTES = 64 << 20
+from .peer import is_builtin
+
 MAX_NODES = 1 << 22
 DECODE_ERRORS = (
     TypeError,
@@ -42,14 +41,6 @@ Json = Any
 """Anything that `json.dumps` accepts: None, bool, int, float, str, and lists and dicts of these."""
 Node = tuple[str, list[Any]]
 """Tag and parts."""
-
-
-class WireError(ValueError):
-    """A message that cannot be sent."""
-
-
-class ChannelClosed(Exception):
-    """The other side closed its end: it exited or was killed."""
 
 
 def _flat(value: Any) -> list[Any]:
@@ -144,11 +135,6 @@ _SHELLS: dict[str, tuple[Callable[[], Any], Callable[[Any, list[Any]], None]]] =
 _TAGS = {kind: tag for tag, (kind, _, _) in reversed(_TYPES.items())}
 
 
-def is_builtin(value: Any) -> bool:
-    """Whether `value` is a class in `builtins`."""
-    return isinstance(value, type) and vars(builtins).get(value.__name__) is value
-
-
 def _tag(value: Any) -> str | None:
     """The tag of a plain value, or None."""
     kind = type(value)
@@ -226,52 +212,9 @@ def decode(nodes: Json, resolve: Callable[[str, list[Any]], Any]) -> list[Any]:
 
 
 def _part(part: Json, number: int, values: list[Any]) -> Any:
-    if type(part) is not list:
-        if type(part) is dict:
-            raise TypeError("unexpected object")
+    if type(part) in _INLINE:
         return part
     [index] = part
     if type(index) is not int or index <= number:
         raise TypeError("a reference must hold the number of a later node")
     return values[index]
-
-
-class Channel:
-    """Frames over two pipes: a four-byte length, then the content."""
-
-    def __init__(self, reader: int, writer: int) -> None:
-        self._reader = Connection(reader, writable=False)
-        self._writer = Connection(writer, readable=False)
-        self.ended = False
-        """Whether the other side closed its end before this one did."""
-
-    def send(self, data: bytes) -> None:
-        """Write one frame.
-
-        Raises:
-            ChannelClosed: the other side closed its end.
-            WireError: the frame is longer than `FRAME_BYTES`.
-        """
-        if len(data) > FRAME_BYTES:
-            raise WireError(f"the message has {len(data)} bytes; the limit is {FRAME_BYTES}")
-        self._noticing_end(self._writer.send_bytes, data)
-
-    def receive(self) -> bytes:
-        """Read one frame.
-
-        Raises:
-            ChannelClosed: the other side closed its end, or its frame is longer than `FRAME_BYTES`.
-        """
-        return self._noticing_end(self._reader.recv_bytes, FRAME_BYTES)
-
-    def close(self) -> None:
-        """Close both ends; a reader on the other side gets `ChannelClosed`."""
-        self._reader.close()
-        self._writer.close()
-
-    def _noticing_end(self, function: Callable[[Any], Any], argument: object) -> Any:
-        try:
-            return function(argument)
-        except (OSError, EOFError):
-            self.ended = True
-            raise ChannelClosed from None

@@ -25,11 +25,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from . import confine, judge, modules, solver, wire
+from . import confine, judge, modules, solver
 from .row import JudgeSpec, compile_row
 
 COUNT_EVERY = 1.0  # seconds between counts of a shared uid's threads
-WARM_UP = 4  # runs before the first fork; more did not make programs cheaper
+WARM_UP = 4  # runs before the first fork; without them a program with tests takes 9% more CPU
 SPARE_TASKS = 256  # threads that other processes of a shared uid may start between two counts
 # exit status of a judge whose solver closed the channel; such a solver exits by itself
 SOLVER_ENDED = 3
@@ -203,27 +203,34 @@ class Zygote:
 
             return self.fork(run)
 
-        def run_script() -> int:
-            return solver.run_script(json.loads(_read(program)))
-
-        def run_solver() -> None:
-            channel = wire.Channel(to_solver[0], to_judge[1])
-            solver.answer_questions(json.loads(_read(program)), channel)
-
         def run_judge() -> int:
-            channel = wire.Channel(to_judge[0], to_solver[1])
-            os.write(result, json.dumps(judge.judge(_read(given), channel)).encode())
-            return SOLVER_ENDED if channel.ended else 0
+            verdict, ended = judge.judge(_read(given), to_judge[0], to_solver[1])
+            os.write(result, json.dumps(verdict).encode())
+            return SOLVER_ENDED if ended else 0
 
         pids: list[int] = []
         pipes: list[int] = []
         try:
             if request["kind"] == "script":
-                pids.append(child(run_script, program, stdin=given, stdout=result))
+                pids.append(
+                    child(
+                        lambda: solver.run_script(json.loads(_read(program))),
+                        program,
+                        stdin=given,
+                        stdout=result,
+                    )
+                )
             else:
                 to_solver, to_judge = os.pipe(), os.pipe()
                 pipes += [*to_solver, *to_judge]
-                pids.append(child(run_solver, program, to_solver[0], to_judge[1]))
+                ends = to_solver[0], to_judge[1]
+                pids.append(
+                    child(
+                        lambda: solver.Solver(json.loads(_read(program)), *ends).serve(),
+                        program,
+                        *ends,
+                    )
+                )
                 pids.append(child(run_judge, given, result, to_judge[0], to_solver[1]))
         except OSError:
             for pid in pids:
@@ -329,15 +336,13 @@ def _warm_up() -> None:
     row = compile_row(JudgeSpec(("assert f(2) == 4",)))
     stdout = sys.stdout
     for _ in range(WARM_UP):
-        questions, to_solver = os.pipe()
-        answers, to_judge = os.pipe()
-        channel = wire.Channel(questions, to_judge)
-        program = {"text": "def f(x): return 2 * x"}
-        thread = threading.Thread(target=solver.answer_questions, args=(program, channel))
+        (questions, to_solver), (answers, to_judge) = os.pipe(), os.pipe()
+        peer = solver.Solver({"text": "def f(x): return 2 * x"}, questions, to_judge)
+        thread = threading.Thread(target=peer.serve)
         thread.start()
-        judge.judge(row, wire.Channel(answers, to_solver), guard=False)
+        judge.judge(row, answers, to_solver, guard=False)
         thread.join()
-        channel.close()
+        peer.close()
     sys.stdout = stdout
     for name in ("program", "__tests__"):
         del sys.modules[name]

@@ -14,7 +14,7 @@ Finals = Mapping[str, Sequence[float | None]]
 
 
 def interval(values: Sequence[float]) -> list[float] | None:
-    """95% bootstrap interval of the mean, from resampled seeds; None for fewer than two.
+    """95% bootstrap interval of the mean, from resampled seeds; None for fewer than two values.
 
     With few seeds such intervals are somewhat too narrow.
     """

@@ -127,7 +127,7 @@ def _fault(log: Path, exit_code: int) -> str:
 
 
 def _train(plain: Mapping[str, Any], threads: int, discard: bool, report: bool) -> None:
-    """Train one run in this process and write result.json; its output goes to log.txt."""
+    """Train one run in this process and write result.json; stdout and stderr go to log.txt."""
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     torch.set_num_threads(threads)

@@ -31,7 +31,7 @@ METRICS: dict[str, Column] = {
     "disagreement": Column("", "the paper's equation 9", STEP),
     "grad_norm": Column("", "norm of the gradient before clipping", STEP),
     "lr": Column("", "learning rate", STEP),
-    "tokens": Column("tokens", "tokens with a loss in the step, over all ranks", STEP),
+    "tokens": Column("tokens", "tokens of the rows, prompts included, over all ranks", STEP),
     "kept_columns": Column("share", "vocabulary columns kept by `loss.gradient_filter`", STEP),
     "dropped_mass": Column("share", "gradient mass that the filter left to its tail", STEP),
     "skipped": Column("steps", "skipped steps so far; see `guards`", STEP),

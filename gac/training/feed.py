@@ -41,9 +41,9 @@ class Feed:
         self.demo_tokens, self.separate_demos = sampling.demo_tokens, False
         self.trains_on_prompt_demos = sampling.demos == "prompt"
         self.uses_prefixes = sampling.has_prefix
-        self.uses_teacher = sampling.teacher
-        self.collect = sampling.collect
+        self.uses_teacher, self.collect = sampling.teacher, sampling.collect
         self.step = 0  # of the last sampling
+        self.before: tuple[int, dict[str, Any]] = (-1, {})  # a step, and the positions before it
         self.collected: list[int] = []  # indices of prompts with collected demonstrations
         # number of rows that stay on one rank
         self.unit = sampling.unit(config.rollouts.num_generations)
@@ -120,6 +120,8 @@ class Feed:
         self, order: Order | MixedOrder, source: Sequence[Example], number: int, step: int
     ) -> list[Example]:
         """The next `number` examples of `source`, the same on every rank."""
+        if step != self.before[0]:
+            self.before = step, self.state_dict()
         return [source[i] for i in order.take(number, step)]
 
     def _collected(self, examples: Sequence[Example | None]) -> list[Example]:
@@ -127,9 +129,10 @@ class Feed:
         by_rank = collectives.gather([e and e.index for e in examples])
         turns = itertools.zip_longest(*by_rank)  # the order of a single process
         self.collected += [i for turn in turns for i in turn if i is not None]
-        if len(self.collected) < self.collect:
+        size = self.collect
+        if len(self.collected) < size:
             return []
-        newest, self.collected = self.collected[-self.collect :], self.collected[: -self.collect]
+        newest, self.collected = self.collected[-size:], self.collected[:-size]
         return [self.prompts[i] for i in newest]
 
     def check_budgets(self, config: TrainConfig) -> int:
@@ -171,7 +174,12 @@ class Feed:
     def state_dict(self) -> dict[str, Any]:
         """State in plain JSON types."""
         state: dict[str, Any] = {name: order.state_dict() for name, order in self.orders.items()}
-        return {**state, "collected": self.collected} if self.collect else state
+        return {**state, "collected": list(self.collected)} if self.collect else state
+
+    def undo(self, step: int) -> None:
+        """Restore the positions from before `step`, if it has taken rows."""
+        if step == self.before[0]:
+            self.load_state_dict(self.before[1])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the positions from `state`; orders that are not in it start at the beginning."""

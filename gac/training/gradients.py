@@ -15,13 +15,21 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from gac.control.signals import Evidence
-from gac.data.rows import Batch, MicroBatch, MicroBatches, Row, TermPair, loss_divisors
+from gac.data.rows import (
+    Batch,
+    MicroBatch,
+    MicroBatches,
+    Row,
+    TermPair,
+    engine_logps,
+    loss_divisors,
+    scatter_logps,
+)
 from gac.methods.base import Loss, Mix
 from gac.methods.token_loss import custom_loss, with_k3
 from gac.models.head import Head, run_head
 from gac.parallel import collectives
 from gac.parallel.setup import reshard, seed
-from gac.rollouts.sampling import engine_logps, scatter_logps
 from gac_kernels import DemoWeight, FilterReport, HeadSketch, LossOutput, LossSpec, TokenMoments
 
 from .probes import GradientParts, UnitSketches
@@ -211,8 +219,7 @@ class Gradients:
             if needs.kl and self.kl_sample_size
             else None
         )
-        requested: list[Probe | None] = [sketches, kl]
-        probes: list[Probe] = [totals, *(probe for probe in requested if probe)]
+        probes: list[Probe] = [totals, *(probe for probe in (sketches, kl) if probe)]
         accumulate = partial(self._accumulate, step, probes)
         mu = 0.5 if needs.parts else step.mix.mu
         live = [row for row in step.rows if self._has_gradient(row, mu)]
@@ -225,14 +232,20 @@ class Gradients:
             gram, bias_gram = parts.measure(step.rows, live, accumulate, self.tracked)
         else:
             accumulate(live, step.mix)
-        losses, moments, evidence = totals.losses(), totals.moments(self.accelerator.device), None
+        moments, losses, evidence = totals.moments(self.accelerator.device), totals.losses(), None
         if needs.signals:
             gathered = None if sketches is None else sketches.gathered()
             evidence = Evidence(step.number, moments, gram, needs.parts, bias_gram, gathered)
-        mean_kl = None if kl is None else kl.mean()
-        sources = totals.sources() if needs.sources else None
-        measured = losses, moments, mean_kl, parts, gram, evidence, sources
-        return Measured(*measured, totals.sums)
+        return Measured(
+            losses,
+            moments,
+            None if kl is None else kl.mean(),
+            parts,
+            gram,
+            evidence,
+            totals.sources() if needs.sources else None,
+            totals.sums,
+        )
 
     def losses(self, step: Step) -> TermPair:
         """The two loss terms of `step` under the current weights, without gradients."""
@@ -261,13 +274,17 @@ class Gradients:
             spec = replace(
                 spec, demo_weight=DemoWeight.ONE, clip_low=None, clip_high=None, dual_clip=None
             )
-        for micro, batch, demo, last in self.forward.batches(rows):
+        batches = self.forward.batches(rows)
+        # gradients are averaged over ranks, so each rank divides by the global count / world size
+        divisors = loss_divisors(step.counts, spec, self.loss.pooled)
+        norms = TermPair(*(n / self.accelerator.num_processes for n in divisors))
+        for micro, batch, demo, last in batches:
             # rows without a gradient are still sketched, with their own term at full weight
             mu = float(demo) if step.needs.sketch and not grad else mix.mu
             # the last backward reduces the gradients over ranks
             sync = self.accelerator.no_sync(self.model) if grad and not last else nullcontext()
             with torch.set_grad_enabled(grad), sync:
-                out = self._loss(step, batch, micro, demo, mu, spec)
+                out = self._loss(step, batch, micro, demo, mu, spec, norms)
                 if grad:
                     self.accelerator.backward(out.loss * mix.scale)
             for probe in () if plain else probes:
@@ -292,13 +309,17 @@ class Gradients:
         return (demo and (row.is_demo or row.mixed)) or (rollout and not row.is_demo)
 
     def _loss(
-        self, step: Step, batch: Batch, rows: list[Row], demo: bool, mu: float, spec: LossSpec
+        self,
+        step: Step,
+        batch: Batch,
+        rows: list[Row],
+        demo: bool,
+        mu: float,
+        spec: LossSpec,
+        norms: TermPair,
     ) -> LossOutput:
         """The weighted loss of micro-batch `rows`, whose tensors are `batch`."""
-        # gradients are averaged over ranks, so each rank divides by the global count / world size
-        divisors = loss_divisors(step.counts, spec, self.loss.pooled)
-        weight = rows[0].weight if rows else 1.0
-        norms = TermPair(*(n / self.accelerator.num_processes / weight for n in divisors))
+        norms = TermPair(*(n / rows[0].weight for n in norms)) if rows else norms
         spec = replace(spec, temperature=1.0 if demo else self.forward.temperature)
         measures_kl = step.needs.kl and not self.kl_sample_size
         ref = self.forward.reference_logprobs(batch, demo) if measures_kl else None
@@ -315,13 +336,15 @@ class Gradients:
             known = old, ref, spec, norms, teacher, engine, self.loss.per_token
             out = custom_loss(self.loss.token, head, reference, batch, mu, *known)
         else:
-            targets, *logps = batch.to_loss_layout(batch.targets, old, ref, engine)
-            keywords: dict[str, Any] = dict(zip(LOGPS, logps, strict=True))
+            # the sequences of packed or mixed rows are not the rows of a table
+            shape = batch.targets.shape if batch.cu_seqlens is None else (-1,)
+            logps = zip(LOGPS, (old, ref, engine), strict=True)
+            keywords: dict[str, Any] = {k: x.reshape(shape) for k, x in logps if x is not None}
             one_sequence_per_row = len(batch.is_demo) == len(batch.starts)
             if step.needs.sketch and one_sequence_per_row:
                 keywords["sketch"] = HeadSketch(step.needs.sketch, step.sketch_seed)
             out = head.loss(
-                targets,
+                batch.targets.reshape(shape),
                 batch.advantages,
                 batch.is_demo,
                 mu=mu,

@@ -1,4 +1,4 @@
-"""What only some steps measure: separate parts of the gradient, and sketches of it."""
+"""Measurements that only some steps need: separate parts of the gradient, and its sketches."""
 
 from __future__ import annotations
 

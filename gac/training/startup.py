@@ -257,13 +257,10 @@ def fingerprint(
 
 
 def check_fingerprint(
-    saved: Mapping[str, str] | None, now: Mapping[str, str], ignore_input_changes: bool
+    saved: Mapping[str, str], now: Mapping[str, str], ignore_input_changes: bool
 ) -> None:
-    """Raise ConfigError if an input has changed, unless `ignore_input_changes`.
-
-    saved: None in checkpoints of earlier versions.
-    """
-    changed = [name for name, value in (saved or {}).items() if now.get(name, value) != value]
+    """Raise ConfigError if an input has changed, unless `ignore_input_changes`."""
+    changed = [name for name, value in saved.items() if now.get(name, value) != value]
     if changed and not ignore_input_changes:
         raise ConfigError(
             f"the {' and the '.join(changed)} changed since the checkpoint in `out` was written: "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,9 @@ from gac.control.signals import Evidence
 from gac.data.rows import Counts, Row, TermPair
 from gac.methods import Observation
 from gac.methods.base import Mix, StepNeeds, demo_losses
+from gac.parallel import collectives
 from gac.parallel.collectives import Sums
+from gac.rollouts.sampling import Rollouts, SamplingStats
 from gac.train_config import GuardConfig
 from gac_kernels import TokenMoments
 
@@ -64,7 +65,7 @@ class Step:
     rewards: Rewards
     """Rewards of all ranks' rollouts."""
     needs: StepNeeds
-    """What the step must measure."""
+    """Inputs and measurements that the step requires."""
     old_logps: tuple[Tensor, ...]
     """Log-probs of the sampling policy by `Row.sequence`; empty: on-policy."""
     seed: int
@@ -129,21 +130,27 @@ class Update(NamedTuple):
     fault: str | None
     """Why the step was skipped; None if it was applied."""
 
-    @property
-    def applied(self) -> bool:
-        """Whether the optimizer step was applied."""
-        return self.fault is None
-
 
 def observe(
-    step: Step, measured: Measured, update: Update, losses_after: TermPair | None = None
+    step: Step,
+    measured: Measured,
+    update: Update,
+    losses_after: TermPair | None,
+    rollouts: Rollouts | None,
+    events: Mapping[str, int],
 ) -> tuple[dict[str, Any], Observation]:
     """The metrics row of a step, and the observation from which the method sets the next `Mix`.
 
-    losses_after: the losses of the step after the update, if the method needs them. In the row,
-        None means "not measured".
+    Args:
+        losses_after: the losses of the step after the update, if the method needs them.
+        rollouts: those that were sampled in this step, if any.
+        events: this rank's number of events, by column. Every rank must call this function.
+
+    Returns:
+        The row, in which None means "not measured", and the observation.
     """
     counts, rewards, moments, losses = step.counts, step.rewards, measured.moments, measured.losses
+    reward_variance = rewards.variance
     scalars = torch.stack(
         [moments.kl, moments.entropy, moments.totals[5] / moments.totals[1], moments.clip_fraction]
     )
@@ -176,9 +183,12 @@ def observe(
         if math.isfinite(loss):
             by_source.setdefault(source, []).append(loss)
     row |= {f"demo_nll/{name}": math.fsum(own) / len(own) for name, own in by_source.items()}
+    sampled = rollouts.columns if rollouts else SamplingStats().columns()
+    means = {**measured.means, **(rollouts.means if rollouts else {})}
+    row |= {**sampled, **collectives.columns(means, events)}
     observation = Observation(
         step.number + 1,
-        reward_variance=rewards.variance,
+        reward_variance=reward_variance,
         evidence=measured.evidence,
         losses_before=losses,
         losses_after=losses_after,
@@ -189,7 +199,7 @@ def observe(
             for key in ("kl", "entropy", "reward_mean", "rollout_loss", "demo_loss", "lr")
         },
     )
-    if not update.applied:  # measurements of a skipped step must not influence the next one
+    if update.fault is not None:  # measurements of a skipped step must not influence the next one
         return row, Observation(step.number + 1)
     return row, observation
 
@@ -228,9 +238,3 @@ class Guard:
         """Restore the counts from `state`."""
         self.skipped, self.consecutive = state["skipped"], state["consecutive"]
         self.kept = state["kept"]
-
-
-def derive_seed(*key: int | str) -> int:
-    """A seed that depends only on `key`."""
-    digest = hashlib.sha256(":".join(map(str, key)).encode()).digest()
-    return int.from_bytes(digest[:7], "big")

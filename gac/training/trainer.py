@@ -34,7 +34,7 @@ from gac.parallel.run_lock import run_lock
 from gac.rewards import Tally, build_reward, closing_reward
 from gac.rollouts.engines import Engine
 from gac.rollouts.generation import stop_tokens
-from gac.rollouts.sampling import Rollouts, Sampler, SamplingStats
+from gac.rollouts.sampling import Rollouts, Sampler
 from gac.train_config import OptimConfig, TrainConfig, loss_of
 from gac.training.export import export_checkpoint
 
@@ -57,7 +57,7 @@ from .startup import (
     find_checkpoint,
     fingerprint,
 )
-from .step import Guard, Measured, Rewards, Step, Update, derive_seed, observe
+from .step import Guard, Measured, Rewards, Step, Update, observe
 
 logger = logging.getLogger(__name__)
 
@@ -246,13 +246,17 @@ class Trainer:
         """
         with self._kept():
             rows = self._sample()  # B_r, with rewards and advantages, and B_s
+            events = self.tally.new_counts()
         step = self._assemble(rows, self.mix)
         measured = self.gradients(step)  # of (1 - mu_t) L_RL + mu_t L_SFT
         update = self._apply(step, measured)  # theta_t
-        row, observation = self._observe(step, measured, update)
-        self.ended = self.mix.final
-        self.state, self.mix = next_mix(self.method, self.state, observation)  # mu_t+1
-        return row
+        again = step.needs.losses_after and update.fault is None
+        after = self.gradients.losses(step) if again else None
+        fresh = self.rollouts if self.rollouts and self.rollouts.step == self.step else None
+        row, observation = observe(step, measured, update, after, fresh, events)
+        state, self.ended = self.state, self.mix.final
+        self.state, self.mix = next_mix(self.method, state, observation)  # mu_t+1
+        return row | {"skipped": self.guard.skipped, **self.method.report(state)}
 
     # ---- between steps
 
@@ -278,12 +282,11 @@ class Trainer:
 
         Nothing in the context may change the weights; positions in the data are restored.
         """
-        positions = self.feed.state_dict()
         try:
             yield
         except (UserError, SystemExit, KeyboardInterrupt):
             if self.step and not self.stop.requested and self.accelerator.num_processes == 1:
-                self.feed.load_state_dict(positions)
+                self.feed.undo(self.step)
                 self.save()
                 logger.warning("saved step %d in %s", self.step, self.checkpoints)
             raise
@@ -324,43 +327,40 @@ class Trainer:
     # ---- one step
 
     def _sample(self) -> list[Row]:
-        """This rank's rollouts and demonstrations."""
-        setup.seed(self._seed)
-        needs = self.needs(self.step)
-        self.rollouts = self._roll_out() if needs.rollouts else None
-        fresh = self.rollouts is not None and self.step % self.config.rollouts.num_iterations == 0
-        collected = self.rollouts.collected if self.rollouts and fresh else ()
-        demos = self.feed.demo_rows(self.step, collected) if needs.demos else []
-        return self.rollouts.rows + demos if self.rollouts else demos
-
-    def _roll_out(self) -> Rollouts:
-        """New rollouts, or the previous ones if they are reused in this step."""
-        reuse, initial = self.config.rollouts.num_iterations, self.plan.from_reference
+        """This rank's rollouts, new or reused from the step before, and its demonstrations."""
+        needs, reuse = self.needs(self.step), self.config.rollouts.num_iterations
+        demos = self.feed.demo_rows(self.step) if needs.demos else []
+        if not needs.rollouts:
+            self.rollouts = None
+            return demos
         if self.rollouts is not None and self.step % reuse:
-            return self.rollouts
-        examples = self.feed.examples(self.step)
+            return self.rollouts.rows + demos
+        examples, initial = self.feed.examples(self.step), self.plan.from_reference
         self.heartbeat.activity = f"step {self.step}, rollouts"
+        setup.seed(setup.derive_seed(self.config.seed, self.step, self.accelerator.process_index))
         policy = contextlib.nullcontext(self.model)
         with (
             self.gradients.forward.reference_model() if initial else policy as model,
             setup.gathered(model, self.gathers),
         ):
             unwrapped = self.policy if model is self.model else model
-            rollouts = self.sampler(unwrapped, examples, self.step)
+            self.rollouts = rollouts = self.sampler(unwrapped, examples, self.step)
         if self.feed.balances:
             rollouts.rows = rebalance(rollouts.rows, self.feed.unit)
-        if (reuse > 1 or self.needs(self.step).losses_after) and not initial:
+        if (reuse > 1 or needs.losses_after) and not initial:
             rollouts.old_logps = self.gradients.forward.row_logprobs(rollouts.rows)
         if self.plan.teacher:
             rollouts.teacher_logps = self.gradients.forward.teacher_logprobs(rollouts.rows)
-        return rollouts
+        if needs.demos and self.plan.collect:
+            demos = self.feed.demo_rows(self.step, rollouts.collected)
+        return rollouts.rows + demos
 
     def _assemble(self, rows: list[Row], mix: Mix) -> Step:
         """Build the `Step`, with counts and rewards summed over all ranks."""
         own_rewards = Rewards.of(self.rollouts.rewards if self.rollouts else [])
         self.heartbeat.activity = f"step {self.step}, gradients"
         sums = collectives.total([*count(rows), *own_rewards])
-        split = len(Counts._fields)
+        split, seed = len(Counts._fields), self.config.seed
         return Step(
             self.step,
             tuple(rows),
@@ -369,15 +369,10 @@ class Trainer:
             Rewards(*sums[split:]),
             self.needs(self.step),
             tuple(self.rollouts.old_logps if self.rollouts else ()),
-            self._seed + 1,
-            derive_seed(self.config.seed, self.step, "sketch"),
+            setup.derive_seed(seed, self.step, self.accelerator.process_index) + 1,
+            setup.derive_seed(seed, self.step, "sketch"),
             tuple(self.rollouts.teacher_logps if self.rollouts else ()),
         )
-
-    @property
-    def _seed(self) -> int:
-        """This rank's RNG seed for the step."""
-        return derive_seed(self.config.seed, self.step, self.accelerator.process_index)
 
     def _apply(self, step: Step, measured: Measured) -> Update:
         """Update the weights and the method state, or skip the step and leave both unchanged."""
@@ -387,9 +382,9 @@ class Trainer:
             if finite:
                 state, weights = self.method.solve(state, measured.gram, mix)
             mix = measured.parts.combine_pair(weights, mix)
+        lr = learning_rate(self.config.optim, step.number, self.feed.steps)
         norm = setup.clip_gradient(self.model, self.optimizer, self.config.optim.max_grad_norm)
         norm = norm if finite else math.nan
-        lr = learning_rate(self.config.optim, step.number, self.feed.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         losses = measured.losses
@@ -403,23 +398,6 @@ class Trainer:
             self._save_skipped(SkippedStep(step, solved, fault, norm, losses))
         self.optimizer.zero_grad(set_to_none=True)
         return Update(mix, norm, lr, fault)
-
-    def _observe(
-        self, step: Step, measured: Measured, update: Update
-    ) -> tuple[dict[str, Any], Observation]:
-        """Return the step's metrics row and the observation for the method."""
-        again = step.needs.losses_after and update.applied
-        after = self.gradients.losses(step) if again else None
-        row, observation = observe(step, measured, update, after)
-        fresh = self.rollouts if step.number % self.config.rollouts.num_iterations == 0 else None
-        row |= {
-            **(fresh.columns if fresh else SamplingStats().columns()),
-            **collectives.mean_columns({**measured.means, **(fresh.means if fresh else {})}),
-            "skipped": self.guard.skipped,
-            **self.tally.new_counts(),
-            **self.method.report(self.state),
-        }
-        return row, observation
 
     def _save_skipped(self, skipped: SkippedStep) -> None:
         """Log a skipped step; save the first `guards.max_saved_steps` of them for `gac replay`."""
@@ -450,7 +428,7 @@ class Trainer:
             self.record.start_trackers(config, new=path is None)
 
     def _restore(self, path: Path) -> None:
-        saved = checkpoint.read_progress(path).get("fingerprint")
+        saved = checkpoint.read_progress(path)["fingerprint"]
         check_fingerprint(saved, self.fingerprint, self.config.ignore_input_changes)
         progress = checkpoint.load(path, self.model, self.optimizer, self.gradients.tracked)
         self.step, self.state, self.best = progress["step"], progress["method"], progress["best"]

@@ -26,13 +26,14 @@ from torch import Tensor
 
 from .. import build_cuda
 from ..contract import REDUCTIONS, DemoWeight, LossSpec, TokenMoments
+from ..filter import RowMarks
 from ..inputs import BatchInputs
 from ..scalars import DTYPES, token_scalars
 from ..sketch import RowSketch
 from ..tokens import Summary, Tokens, TokenTerms
 
 LIBRARY = Path(__file__).parent.parent / "_native.so"
-NAMES = ("plan", "reduce", "row_stats", "row_grads", "row_loss", "column_sums")
+NAMES = ("plan", "reduce", "row_stats", "row_grads", "row_loss")
 FUNCTIONS = tuple(f"gac_{name}" for name in NAMES)
 
 
@@ -54,7 +55,7 @@ COLUMNS = (  # arrays of a row function; null if absent
     *("temperatures", "targets", "logps", "entropy", "lse"),
     *("log_sum_sq_probs", "mean_logits", "is_top1", "d_logps", "d_entropy"),
     *("demo", "advantages", "old", "ref", "scale", "factor", "rollout_logps"),
-    *("loss", "kl", "clipped", "signs", "buckets"),
+    *("loss", "kl", "clipped", "signs", "buckets", "hit", "sums"),
 )
 ROW_ARGUMENTS = Layout(f"""
     pointer: logits
@@ -62,7 +63,7 @@ ROW_ARGUMENTS = Layout(f"""
     pointer: out
     int: out_dtype out_batch_stride out_row_stride
     int: rows vocab per_batch threads
-    real: temperature softcap
+    real: temperature softcap eps
     pointer: {" ".join(COLUMNS)}
     int: size
     real: ratio_low ratio_high dual_clip kl_coef
@@ -93,14 +94,6 @@ REDUCE_ARGUMENTS = Layout("""
     int: tokens sequences
     real: mu
     int: has_ref
-""")
-
-
-COLUMN_ARGUMENTS = Layout("""
-    pointer: grad
-    int: row_stride rows vocab threads
-    real: threshold
-    pointer: hit sum mass columns
 """)
 
 
@@ -264,6 +257,7 @@ def row_grads(
     softcap: float | None = None,
     sketch: RowSketch | None = None,
     whole_row: bool = True,
+    marks: RowMarks | None = None,
 ) -> None:
     floats = {"d_logps": d_logps, "d_entropy": d_entropy}
     # recomputing the sums is free while the row is in cache, and more accurate than `lse` rounded
@@ -272,7 +266,7 @@ def row_grads(
         floats |= {"lse": lse, "entropy": entropy}
     columns = {name: _column(x, torch.float32) for name, x in floats.items()}
     columns["targets"] = _column(targets, torch.int64)
-    _run("gac_row_grads", logits, out, temperature, softcap, columns, sketch)
+    _run("gac_row_grads", logits, out, temperature, softcap, columns, (sketch, marks))
 
 
 def row_loss(
@@ -282,12 +276,13 @@ def row_loss(
     out: Tensor | None,
     sketch: RowSketch | None = None,
     softcap: float | None = None,
+    marks: RowMarks | None = None,
 ) -> TokenTerms:
-    terms = TokenTerms(*(torch.empty_like(tokens.scale) for _ in TokenTerms._fields))
+    terms = TokenTerms._make([torch.empty_like(tokens.scale) for _ in TokenTerms._fields])
     columns = tokens._asdict() | terms._asdict()
     temperature, *options = token_scalars(spec).values()
     scaling = temperature if tokens.temperature is None else tokens.temperature
-    _run("gac_row_loss", logits, out, scaling, softcap, columns, sketch, options)
+    _run("gac_row_loss", logits, out, scaling, softcap, columns, (sketch, marks), options)
     return terms
 
 
@@ -298,7 +293,7 @@ def _run(
     temperature: float | Tensor,
     softcap: float | None,
     columns: dict[str, Any],  # by the names of COLUMNS
-    sketch: RowSketch | None = None,
+    notes: tuple[RowSketch | None, RowMarks | None] = (None, None),
     options: Sequence[Any] = (),  # a TokenSpec
 ) -> None:
     """Run a function on the rows of logits, and of their gradient `out`, [B, T, V]."""
@@ -310,22 +305,13 @@ def _run(
     sizes = batch * length, width, length, torch.get_num_threads()
     if isinstance(temperature, Tensor):
         columns["temperatures"], temperature = _column(temperature, torch.float32), 1.0
-    if sketch is not None:
-        columns |= sketch._asdict()
-    pointers = _pointers(columns.get(name) for name in COLUMNS)
-    size = 0 if sketch is None else sketch.buckets.shape[1]
-    scaling = temperature, softcap or 0.0
+    for note in notes:
+        columns |= {} if note is None else note._asdict()
+    pointers = _pointers(map(columns.get, COLUMNS))
+    size = columns["buckets"].shape[1] if "buckets" in columns else 0
+    scaling = temperature, softcap or 0.0, columns.get("eps", 0.0)
     arguments = ROW_ARGUMENTS.pack(*rows, *out_rows, *sizes, *scaling, *pointers, size, *options)
     getattr(library(), function)(arguments)
-
-
-def column_sums(grad: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    threads, hit = torch.get_num_threads(), torch.zeros(grad.shape[1], dtype=torch.bool)
-    columns, sums = grad.new_zeros(threads, grad.shape[1]), grad.new_empty(2, len(grad))
-    sizes = grad.stride(0), *grad.shape, threads
-    arguments = grad.data_ptr(), *sizes, threshold.item(), *_pointers((hit, *sums, columns))
-    library().gac_column_sums(COLUMN_ARGUMENTS.pack(*arguments))
-    return hit, columns.sum(0), sums
 
 
 def scale_(tensor: Tensor, factor: Tensor) -> None:

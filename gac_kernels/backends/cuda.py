@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .. import build_cuda
 from ..contract import LossSpec
+from ..filter import RowMarks
 from ..inputs import BatchInputs
 from ..scalars import DTYPES, token_scalars
 from ..sketch import RowSketch
@@ -177,11 +178,12 @@ def row_grads(
     softcap: float | None = None,
     sketch: RowSketch | None = None,
     whole_row: bool = True,
+    marks: RowMarks | None = None,
 ) -> None:
-    per_row = isinstance(temperature, Tensor)
-    if per_row or softcap is not None or sketch is not None or not whole_row:
+    per_row, noted = isinstance(temperature, Tensor), sketch is not None or marks is not None
+    if per_row or softcap is not None or noted or not whole_row:
         rows, options = _batch_backend(logits.device), (temperature, out, softcap, sketch)
-        rows.row_grads(logits, targets, lse, entropy, d_logps, d_entropy, *options)
+        rows.row_grads(logits, targets, lse, entropy, d_logps, d_entropy, *options, marks=marks)
         return
     # the sums are recomputed from the row in shared memory, which is more accurate than `lse`
     # rounded to float32
@@ -196,10 +198,11 @@ def row_loss(
     out: Tensor | None,
     sketch: RowSketch | None = None,
     softcap: float | None = None,
+    marks: RowMarks | None = None,
 ) -> TokenTerms:
-    if softcap is not None or tokens.temperature is not None:
+    if softcap is not None or tokens.temperature is not None or marks is not None:
         rows = _batch_backend(logits.device)
-        return rows.row_loss(logits, tokens, spec, out, sketch, softcap)
+        return rows.row_loss(logits, tokens, spec, out, sketch, softcap, marks)
     results = torch.empty(5, tokens.targets.numel(), dtype=torch.float32, device=logits.device)
     columns: Columns = {name: getattr(tokens, name) for name in _LOSS_COLUMNS}
     row_sketch = None if out is None else sketch

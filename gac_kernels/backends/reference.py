@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import reference
 from ..contract import IGNORE, LossSpec, compute_dtype
+from ..filter import RowMarks, mark_rows
 from ..sketch import RowSketch, row_buckets
 from ..tokens import Tokens, TokenTerms, plan, reduce
 
@@ -45,11 +47,12 @@ def row_grads(
     softcap: float | None = None,
     sketch: RowSketch | None = None,
     whole_row: bool = True,
+    marks: RowMarks | None = None,
 ) -> None:
     live, rows = _live_rows(logits, targets)
-    temperature = temperature[live, None] if isinstance(temperature, Tensor) else temperature
+    tau = temperature[live, None] if isinstance(temperature, Tensor) else temperature
     capped = reference.scale_logits(rows, 1.0, softcap)
-    z = capped / temperature - lse[live, None]
+    z = capped / tau - lse[live, None]
     p = z.exp()
     grad = -p * d_logps[live, None]
     inside = (targets[live] >= 0) & (targets[live] < grad.shape[1])
@@ -63,9 +66,11 @@ def row_grads(
     out.zero_()
     width = out.shape[1]
     if width:
-        out[live // width, live % width] = (grad / temperature).to(out.dtype)
+        out[live // width, live % width] = (grad / tau).to(out.dtype)
     if sketch is not None:
         row_buckets(out, sketch)
+    if marks is not None:
+        mark_rows(out, targets, (d_logps.abs() + d_entropy.abs()) / temperature, marks)
 
 
 def row_loss(
@@ -75,8 +80,10 @@ def row_loss(
     out: Tensor | None,
     sketch: RowSketch | None = None,
     softcap: float | None = None,
+    marks: RowMarks | None = None,
 ) -> TokenTerms:
-    return loss_in_two_calls(row_stats, row_grads, logits, tokens, spec, out, sketch, softcap)
+    calls, notes = (row_stats, row_grads), {"sketch": sketch, "marks": marks}
+    return loss_in_two_calls(*calls, logits, tokens, spec, out, softcap, notes)
 
 
 def loss_in_two_calls(
@@ -86,8 +93,8 @@ def loss_in_two_calls(
     tokens: Tokens,
     spec: LossSpec,
     out: Tensor | None,
-    sketch: RowSketch | None,
     softcap: float | None,
+    notes: dict[str, Any],  # further arguments of `row_grads`
 ) -> TokenTerms:
     """`row_loss` by the other two row functions of a backend."""
     temperature = spec.temperature if tokens.temperature is None else tokens.temperature
@@ -95,7 +102,7 @@ def loss_in_two_calls(
     terms, upstream = reference.token_gradients(logps, entropy, tokens, spec, out is not None)
     if out is not None and upstream is not None:
         columns = lse, entropy, upstream[0], upstream[1]
-        row_grads(logits, tokens.targets, *columns, temperature, out, softcap, sketch=sketch)
+        row_grads(logits, tokens.targets, *columns, temperature, out, softcap, **notes)
     return terms
 
 

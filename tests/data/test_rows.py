@@ -55,8 +55,6 @@ def test_a_mixed_row_is_two_sequences(packed):
     assert batch.cu_seqlens.dtype == torch.int32
     assert batch.advantages.tolist() == [1.5, 1.5, -2.0, -2.0]
     assert batch.is_demo.tolist() == [True, False] * 2 and batch.units.tolist() == [7, 7, 9, 9]
-    flat, none = batch.to_loss_layout(batch.targets, None)
-    assert flat.tolist() == [x for row in targets for x in row] and none is None
 
 
 def test_only_tokens_that_a_loss_covers_are_counted():

@@ -17,13 +17,22 @@ from gac_kernels import (
     fused_linear_token_loss,
     linear_token_logprobs,
 )
-from gac_kernels.backends import cpu
-from gac_kernels.filter import column_sums
-from tests.kernels.cases import require_backend
+from gac_kernels.backends import load
+from gac_kernels.filter import RowMarks
+from gac_kernels.sketch import HeadSketch
 
 N, H, V = 192, 32, 3001
 LOSE = GradientFilter(eps=2**-9, max_dropped=0.5)  # drops much, so that errors are visible
-BACKENDS = pytest.mark.parametrize("backend", ["reference", "native"])
+BACKENDS = pytest.mark.parametrize("backend", ["reference", "native", "triton"], indirect=True)
+CPU_BACKENDS = pytest.mark.parametrize("backend", ["reference", "native"], indirect=True)
+CPU = torch.device("cpu")
+CASES: list[dict[str, Any]] = [
+    {},
+    {"softcap": 15.0},
+    {"spec": LossSpec(entropy_coef=0.05)},
+    {"bias": torch.zeros(V)},
+]
+CASES.append({key: value for case in CASES for key, value in case.items()})  # all at once
 
 
 def peaked(scale: float = 6.0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -36,6 +45,13 @@ def peaked(scale: float = 6.0, dtype: torch.dtype = torch.float32) -> tuple[Tens
     hidden[:, -1] = 4
     targets = (hidden @ weight.T).softmax(-1).multinomial(1, generator=g)[:, 0]
     return hidden.to(dtype), weight.to(dtype), targets
+
+
+def rows_for(backend: str, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    """The operands; fewer rows for Triton, whose interpreter is slow."""
+    hidden, weight, targets = peaked(dtype=dtype)
+    count = 36 if backend == "triton" else N
+    return hidden[:count], weight, targets[:count]
 
 
 def gradients(
@@ -68,17 +84,18 @@ def distance(x: Tensor, exact: Tensor) -> float:
     return float((x - exact).norm() / exact.norm())
 
 
-@BACKENDS
 @pytest.mark.parametrize(
-    "keywords",
-    [{}, {"softcap": 15.0}, {"spec": LossSpec(entropy_coef=0.05)}, {"bias": torch.zeros(V)}],
-    ids=["plain", "softcap", "entropy", "bias"],
+    ("backend", "keywords"),
+    [
+        *((name, case) for name in ("reference", "native") for case in CASES[:-1]),
+        ("triton", CASES[-1]),
+    ],
+    indirect=["backend"],
 )
 def test_only_the_gradient_of_hidden_changes_and_its_errors_do_not_add_up(
     backend, keywords
 ) -> None:
-    require_backend(backend)
-    operands = peaked()
+    operands = rows_for(backend)
     exact, d_hidden, d_weight = gradients(operands, None, backend=backend, **keywords)
     out, filtered, same = gradients(operands, LOSE, backend=backend, **keywords)
     assert isinstance(out.filter, FilterReport) and exact.filter is None
@@ -91,6 +108,9 @@ def test_only_the_gradient_of_hidden_changes_and_its_errors_do_not_add_up(
     assert error.sum(0).norm() < 3 * error.norm()  # at random signs 1 times, coherent 14 times
     if "spec" not in keywords:  # without a gradient
         assert filtered.view(12, -1, H)[3].abs().max() == 0
+    plain, expected, _ = gradients(operands, LOSE, backend="reference", **keywords)
+    assert torch.equal(out.filter.kept_columns, plain.filter.kept_columns)
+    assert distance(filtered, expected) < 1e-5
 
 
 def test_the_error_is_bounded_by_the_dropped_gradient() -> None:
@@ -104,8 +124,7 @@ def test_the_error_is_bounded_by_the_dropped_gradient() -> None:
     advantages[3] = 0
     scale = advantages.repeat_interleave(N // 12) / N
     grad = (p - torch.nn.functional.one_hot(targets, V)) * scale[:, None]
-    at_target = grad.gather(1, targets[:, None])[scale != 0]
-    columns = (grad.abs() > LOSE.eps * at_target.square().mean().sqrt()).any(0)
+    columns = (p[scale != 0] > LOSE.eps).any(0)
     columns[targets[scale != 0]] = True
     dropped = grad.masked_fill(columns, 0)
     bound = 2 * dropped.norm() * torch.linalg.matrix_norm(weight, 2)
@@ -114,9 +133,8 @@ def test_the_error_is_bounded_by_the_dropped_gradient() -> None:
     assert distance(filtered.sum(0), d_hidden.sum(0)) < distance(plain.sum(0), d_hidden.sum(0)) / 3
 
 
-@BACKENDS
+@CPU_BACKENDS
 def test_eps_0_flat_rows_and_many_columns_are_exact(backend) -> None:
-    require_backend(backend)
     operands, flat = peaked(), peaked(0.0)
     for settings, inputs in (
         (GradientFilter(eps=0, weight=True), operands),
@@ -131,10 +149,9 @@ def test_eps_0_flat_rows_and_many_columns_are_exact(backend) -> None:
         assert torch.equal(same, d_hidden) and torch.equal(also, d_weight)
 
 
-@BACKENDS
+@CPU_BACKENDS
 @pytest.mark.parametrize("rows", [None, 64])  # of a chunk: all, or a third
 def test_the_error_of_the_weight_averages_out(backend, rows) -> None:
-    require_backend(backend)
     operands, chunk_bytes = peaked(), rows and rows * V * 4
     keywords = {"backend": backend, "chunk_bytes": chunk_bytes}
     _, _, d_weight = gradients(operands, None, **keywords)
@@ -154,8 +171,7 @@ def test_the_error_of_the_weight_averages_out(backend, rows) -> None:
 
 @BACKENDS
 def test_the_other_linear_functions(backend) -> None:
-    require_backend(backend)
-    hidden, weight, targets = peaked()
+    hidden, weight, targets = rows_for(backend)
     results = []
     for settings in (None, LOSE):
         x = hidden.clone().requires_grad_()
@@ -171,17 +187,61 @@ def test_the_other_linear_functions(backend) -> None:
     assert distance(recomputed, filtered) < 1e-5
 
 
-def test_native_column_sums_equal_the_reference() -> None:
-    require_backend("native")
-    grad = torch.randn(37, 5003, generator=torch.Generator().manual_seed(0)) ** 5
-    for columns in (5003, 4999, 16, 1):
-        for threshold in (torch.tensor(1e3), torch.tensor(2.0), torch.tensor(0.0)):
-            part = grad[:, :columns]
-            hit, *sums = cpu.column_sums(part, threshold)
-            expected, *exact = column_sums(part.double(), threshold)
-            assert torch.equal(hit, expected)
-            for x, y in zip(sums, exact, strict=True):
-                assert torch.allclose(x.double(), y, rtol=1e-6, atol=1e-2)
+@BACKENDS
+def test_float16_a_frozen_head_and_a_sketch(backend) -> None:
+    """The scaling of float16 gradients cancels; the other results do not depend on the filter."""
+    half, sketch = rows_for(backend, torch.float16), HeadSketch(4)
+    keywords = {"backend": backend, "sketch": sketch}
+    wide = half[0].float(), half[1].float(), half[2]
+    exact, d_hidden, d_weight = gradients(half, None, **keywords)
+    out, filtered, same = gradients(half, LOSE, **keywords)
+    expected, d_wide, _ = gradients(wide, LOSE, **keywords)
+    assert torch.equal(same, d_weight) and torch.equal(out.sketch, exact.sketch)
+    assert torch.equal(out.filter.kept_columns, expected.filter.kept_columns)
+    assert 1e-5 < distance(filtered.float(), d_hidden.float()) < 0.1
+    assert distance(filtered.float(), d_wide) < 2e-3
+    leaf = wide[0].requires_grad_()
+    loss = fused_linear_gac_loss(
+        leaf.view(12, -1, H),
+        wide[1],
+        wide[2].view(12, -1),
+        torch.linspace(-1, 2, 12).index_fill_(0, torch.tensor([3]), 0),
+        gradient_filter=LOSE,
+        backend=backend,
+    ).loss
+    assert torch.equal(torch.autograd.grad(loss, leaf)[0], d_wide)
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [
+        *((name, torch.float32) for name in ("reference", "native", "triton")),
+        ("reference", torch.bfloat16),
+        ("triton", torch.bfloat16),  # a CPU stores the gradient of a head in float32
+    ],
+    indirect=["backend"],
+)
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_row_kernels_mark_what_they_store(backend, dtype, softcap, poison) -> None:
+    """Against float64, for odd sizes, strided rows, and rows without a loss or a gradient."""
+    rows, width = load(backend, CPU), 301
+    logits = 2 * torch.randn(1, 7, width)
+    targets = torch.tensor([0, 300, -100, 5, -1, 9, 400])  # outside: of another rank's part
+    a, b = torch.tensor([1, 0.5, 1, 0, 0.01, 0, 2]), torch.tensor([0, 0.1, 0, 0, 0.2, -1, 0])
+    temperature = torch.linspace(0.5, 2, 7)
+    _, entropy, lse = rows.row_stats(logits, targets, temperature, softcap)
+    wide = torch.full((1, 7, width + 6), 7.0, dtype=dtype)
+    hit, eps = torch.zeros(width, dtype=torch.bool), 0.0079
+    marks = RowMarks(eps, hit, torch.zeros(2, 7))
+    columns = (targets, lse, entropy, a, b, temperature, wide[..., :width], softcap)
+    rows.row_grads(logits, *columns, whole_row=False, marks=marks)
+    threshold = eps * ((a.abs() + b.abs()) / temperature)[:, None].double()
+    stored = wide[0, :, :width].double()
+    expected = (stored.abs() > threshold).any(0).index_fill(0, torch.tensor([0, 300, 9]), True)
+    assert torch.equal(hit, expected) and 3 < expected.sum() < width - 3
+    exact = torch.stack([stored.sum(1), stored.abs().sum(1)])
+    torch.testing.assert_close(marks.sums.double(), exact, rtol=1e-5, atol=1e-6)
+    assert (marks.sums[:, 2:4] == 0).all() and (wide[..., width:] == 7).all()
 
 
 @pytest.mark.parametrize(

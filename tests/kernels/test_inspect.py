@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="needs triton")
 
 _CODE = """
 import json, sys
-from bench.sass import per_logit
+from bench.sass import per_logit, wide_accesses
 from gac_kernels import inspect
 reports = []
 kernels = {}
@@ -28,7 +28,8 @@ for i, configuration in enumerate(inspect.triton_configurations()):
     for arch in architectures:
         report = inspect.compile_triton(configuration, arch)
         counts = {} if arch == "gfx942" else per_logit(report)._asdict()
-        reports.append(report._replace(assembly="")._asdict() | counts)
+        counts["wide_accesses"] = wide_accesses(report)
+        reports.append(report._replace(code="")._asdict() | counts)
 print(json.dumps(reports))
 """
 
@@ -40,7 +41,10 @@ from triton.compiler.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 from gac_kernels import LossSpec, inspect
 from gac_kernels.backends import triton
+from gac_kernels.inputs import BatchInputs
+from gac_kernels.tokens import plan
 
+plain = plan(BatchInputs(torch.zeros(2, 4).long(), torch.ones(2), torch.ones(2) > 0), LossSpec())
 backend = make_backend(GPUTarget("cuda", 90, 32))
 
 def key(launch):
@@ -54,7 +58,7 @@ for (group, shapes), dtype in product(SHAPES.items(), (torch.float32, torch.bflo
         out = torch.empty(*shape, dtype=dtype, device="meta")
         logits, row = out.float(), out[..., 0].flatten().float()
         targets = row.long()
-        tokens = inspect.meta_tokens(ref=False)._replace(
+        tokens = plain._replace(
             targets=targets, demo=targets > 0, advantages=row, old=row, scale=row)
         calls = (
             (triton.row_stats, logits, targets, 1.0),
@@ -108,7 +112,7 @@ def test_no_shipped_kernel_spills(reports: list[dict[str, Any]]) -> None:
         # a thread of an AMD GPU has up to 256 VGPRs if its program has 512 threads
         registers = 256 if report["arch"] == "gfx942" else 128
         assert report["spills"] == report["stack"] == 0, report
-        assert 0 < report["registers"] <= registers and report["instructions"] > 100, report
+        assert 0 < report["registers"] <= registers, report
 
 
 @pytest.mark.slow(reason="compiles every Triton kernel")

@@ -8,8 +8,17 @@ from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gac_kernels import fused_linear_gac_loss, linear_token_logprobs, projection, reference
+from gac_kernels import (
+    LossSpec,
+    backends,
+    fused_linear_gac_loss,
+    linear_token_logprobs,
+    projection,
+    reference,
+    vocab_parallel,
+)
 from gac_kernels.backends import reference as reference_backend
+from gac_kernels.inputs import BatchInputs
 from gac_kernels.projection import Projection, spans
 from tests.kernels.cases import BY_NAME, Batch, build, check_grads, check_outputs, require_backend
 from tests.kernels.emulated_gemm import Gemm, emulate
@@ -159,6 +168,9 @@ def test_block_and_chunk_sizes_on_a_gpu(
     assert large.block * vocab_size > large.chunk * hidden_size
     small = head(vocab_size, 8, torch.bfloat16, chunk_bytes=1)
     assert (small.block, small.chunk) == (1, 1)
+    # the sum of the weight's gradient is read and written once per chunk: larger chunks on an H200
+    monkeypatch.setattr(projection, "gpu_size", lambda device: (141 << 30, 132))
+    assert head(vocab_size, hidden_size, torch.bfloat16).chunk > 1.5 * large.chunk
 
 
 def test_unequal_vocabulary_shards_use_the_same_chunks(
@@ -345,19 +357,42 @@ def test_chunks_fill_whole_waves_of_a_gpu() -> None:
         assert best % 128 == 0 and rows * 3 // 4 <= best <= rows
 
 
+def test_a_vocabulary_shard_needs_no_copy_of_its_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only [M] vectors, whose values the ranks gather, stand beside a block of logits."""
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 1)
+    monkeypatch.setattr(
+        torch.distributed, "all_gather", lambda ranks, own, group: ranks[0].copy_(own)
+    )
+    native, batch = (
+        backends.load(require_backend("native"), torch.device("cpu")),
+        build(BY_NAME["wide"]),
+    )
+    tokens = native.plan(BatchInputs(batch.targets, batch.advantages, batch.is_demo), LossSpec())
+    logits = batch.logits().detach()
+    expected = native.row_loss(logits, tokens, LossSpec(), torch.empty_like(logits))
+    with PeakMemory() as memory:
+        shard = vocab_parallel.ShardedRows(0, None, native)
+        torch.testing.assert_close(shard.row_loss(logits, tokens, LossSpec(), logits), expected)
+    assert memory.peak < logits.nbytes / 20
+
+
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), RuntimeError("CUDA error")])
 def test_only_a_missing_gemm_falls_back_to_float32(
     error: RuntimeError, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once cached, a fallback after another error would slow all later calls down."""
-    cpu = torch.device("cpu")
+    """Once cached, a fallback after another error would slow all later calls down.
+
+    The operands are on the weight's device, which may not be the current one.
+    """
+    cpu, meta = torch.device("cpu"), torch.device("meta")
     probe = projection.has_float32_output.__wrapped__
     with pytest.warns(RuntimeWarning, match="no GEMM with torch.bfloat16 operands"):
         assert not probe(cpu, torch.bfloat16)
 
-    def fails(*arguments: object, **keywords: object) -> None:
+    def fails(*operands: Tensor) -> None:
+        assert {x.device for x in operands} == {meta}
         raise error
 
     monkeypatch.setattr(projection, "multiply", fails)
     with pytest.raises(type(error), match=str(error)):
-        probe(cpu, torch.bfloat16)
+        probe(meta, torch.bfloat16)

@@ -104,6 +104,14 @@ def test_kl_estimator(name: str) -> None:
     assert actual == pytest.approx(ESTIMATORS[name], rel=1e-12)
 
 
+def test_the_entropy_of_peaked_rows_does_not_cancel() -> None:
+    """logsumexp - sum p z would lose the digits of a small entropy among large logits."""
+    logits = torch.tensor([[x, x - 8, -x] for x in (301.7, 433.3, 877.1)], dtype=torch.float64)
+    targets = torch.zeros(3, dtype=torch.int64)
+    entropies = [reference.token_logprobs(x, targets)[1] for x in (logits.float(), logits)]
+    torch.testing.assert_close(entropies[0].double(), entropies[1], rtol=1e-4, atol=0)
+
+
 def test_entropy_bonus() -> None:
     """H = log 4 - 3/4 log 3 for (1/4, 3/4); dH/dx = -p (1 - p) x, so dH / d log p = -p x."""
     loss, slope = one_token(0.25, LossSpec(entropy_coef=0.5), advantage=0.0)

@@ -100,11 +100,11 @@ def test_temperatures_equal_float64_autograd(
     backend: str, softcap: float | None, per_token: bool
 ) -> None:
     """Of both losses and both log-prob functions, with a logit scale, two passes and a sketch-free
-    one.
+    one. Temperatures of half precision are scaled in the dtype of the arithmetic.
     """
     require_backend(backend)
     g = torch.Generator().manual_seed(1)
-    temperature = torch.rand(*((B, T) if per_token else (B,)), generator=g) + 0.5
+    temperature = (torch.rand(*((B, T) if per_token else (B,)), generator=g) + 0.5).bfloat16()
     if per_token:
         temperature[1, 3] = torch.nan  # where there is no loss
     roles, old = torch.tensor([True, False, False]), -torch.rand(B, T, generator=g)

@@ -8,7 +8,13 @@ import functools
 import pytest
 import torch
 
-from gac_kernels import DemoWeight, LossSpec, TokenMoments, fused_linear_gac_loss
+from gac_kernels import (
+    DemoWeight,
+    GradientFilter,
+    LossSpec,
+    TokenMoments,
+    fused_linear_gac_loss,
+)
 from gac_kernels.vocab_parallel import shard_bounds, vocab_parallel_gac_loss
 from tests import ranks
 
@@ -45,6 +51,7 @@ def evaluate(loss, hidden, weight, bias, **rest):
     out = loss(*leaves[:2], bias=leaves[2] if bias is not None else None, **keywords)
     (2 * out.loss).backward()
     values = [x.detach() for x in out if isinstance(x, torch.Tensor)]
+    values += [torch.stack(out.filter)] if out.filter else []
     return values, out.moments.signals(), [x.grad for x in leaves]
 
 
@@ -179,3 +186,24 @@ def test_shard_bounds_partition_the_vocabulary():
         bounds = [shard_bounds(V, count, rank) for rank in range(count)]
         vocab_indices = [i for start, stop in bounds for i in range(start, stop)]
         assert vocab_indices == list(range(V))
+
+
+@pytest.mark.parametrize("weight", [False, True], ids=["hidden", "both"])
+def test_each_rank_filters_its_own_columns(weight):
+    """The frequent columns are all on the first rank; the last rank has only the tail."""
+    data = batch(bias=False)
+    data["weight"] = torch.cat([torch.linspace(2, -7, V)[:, None], data["weight"][:, 1:] / 4], 1)
+    data["hidden"][..., 0] = 1
+    data["targets"] = torch.where(data["targets"] < 0, -100, data["targets"] % 5)
+    exact = run_unsharded(data, {})
+    settings = GradientFilter(eps=2**-5, weight=weight, max_dropped=0.2)
+    results = ranks.run(run_sharded, data, {"gradient_filter": settings}, ranks=3)
+    for values, signals, grads in results:
+        torch.testing.assert_close(values[0], exact[0][0], rtol=1e-5, atol=2e-5)
+        assert signals == pytest.approx(exact[1], rel=1e-5)
+        assert torch.equal(grads[0], results[0][2][0])
+        assert torch.equal(values[-1], results[0][0][-1]) and 0.01 < values[-1].min() < 0.5
+        assert 1e-4 < (grads[0] - exact[2][0]).norm() / exact[2][0].norm() < 0.05
+    d_weight = torch.cat([grads[1] for _, _, grads in results])
+    error = (d_weight - exact[2][1]).norm() / exact[2][1].norm()
+    assert (1e-4 < error < 0.2) if weight else error < 1e-5

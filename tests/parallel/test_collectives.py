@@ -26,7 +26,7 @@ def numbers(out: str) -> tuple[Any, ...]:
         collectives.mean(own),
         collectives.largest([*own, -rank]),
         collectives.gather({"rank": rank}),
-        collectives.total_counts({"a": 2, f"b{rank % 2}": rank}),
+        collectives.columns({}, {"a": 2, f"b{rank % 2}": rank}),
         collectives.all_reduce_sum(torch.tensor([2.0, rank])).tolist(),
     )
 

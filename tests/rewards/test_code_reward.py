@@ -378,8 +378,11 @@ def test_the_reference_runs_once_per_row():
         ({"tests": TESTS, "entry_point": "a.b"}, "'entry_point' must be a Python identifier"),
         ({"tests": ["assert add(1, 2) ="]}, "test 1 is not valid Python: SyntaxError"),
         ({"tests": TESTS, "setup": "def ("}, "setup is not valid Python"),
-        ({"tests": TESTS, "setup": "1 / 0"}, "setup fails: ZeroDivisionError"),
-        ({"tests": TESTS, "setup": "import not_here"}, "setup fails: ModuleNotFoundError"),
+        ({"tests": TESTS, "setup": "1 / 0"}, "setup fails for every program: ZeroDivisionError"),
+        (
+            {"tests": TESTS, "setup": "import not_here"},
+            "setup fails for every program: ModuleNotFoundError",
+        ),
         ({"tests": ["import not_here\nassert add(1, 2) == 3"]}, "fails for every program"),
         ({"tests": ["assert add(object(), 2)"], "answer": GOOD}, "own answer fails: test 1"),
         ({"tests": ["assert ad(1, 2) == 3, add"], "answer": GOOD}, "name 'ad' is not defined"),

@@ -412,7 +412,7 @@ def test_each_call_of_a_function_has_the_whole_deadline(monkeypatch):
 
 LENGTH = 100_000
 PIECES = [*" \t\n`~*-#$1A\u2028", "1.\t", "#### ", "```\n", "- ~~~\n", "``` `\n", "answer "]
-PIECES += ["answer is ", "answer:*", "option ", "\\boxed{", "(A) ", "1,"]
+PIECES += ["answer is ", "answer:*", "option ", "\\boxed{", "(A) ", "1,", "{", "\\frac{1", "½\x85"]
 STARTS = [
     "",
     "```",

@@ -16,7 +16,7 @@ from gac.data.rows import MicroBatches, Row, collate, count
 from gac.errors import ConfigError, RunError
 from gac.methods.base import Loss, Mix, StepNeeds
 from gac.models.causal_lm import run_head
-from gac.rollouts import Rollout
+from gac.rollouts import Rollout, sampling
 from gac.rollouts.config import RolloutConfig
 from gac.rollouts.engines import Engine, RolloutFunction
 from gac.training.gradients import Forward, Gradients, SampledKL
@@ -220,7 +220,7 @@ def test_completions_are_cut_and_tensors_are_accepted(monkeypatch) -> None:
     engine = Engine(RolloutConfig(max_completion_length=2), turns.make_tokenizer())
     (cut,) = RolloutFunction(HERE + "returned")(["prompt"], engine)
     assert (cut.prompt_ids, cut.completion_ids, cut.loss_mask) == ((5,), (5, 6), (True, False))
-    assert cut.is_truncated({1}, 2) and not cut.is_truncated({1}, 3)
+    assert sampling.is_truncated(cut, {1}, 2) and not sampling.is_truncated(cut, {1}, 3)
 
 
 def test_a_function_cannot_continue_demonstrations(task, tmp_path) -> None:

@@ -68,7 +68,7 @@ class Script:
         return Rollout(example.prompt, tuple(tokens), (), getattr(tokens, "logps", ()))
 
     def set_step(self, step: int) -> None:
-        self.calls.append(step)
+        self.step = step
 
     def __call__(self, texts: list[str], examples: list[Example]) -> list[Any]:
         self.scored += zip(texts, (e.id for e in examples), strict=True)
@@ -113,12 +113,12 @@ def test_rollouts_by_hand() -> None:
     assert result.rewards == [1.0, 0.0, 0.5, 0.5, 0.25] and result.means == {
         "reward_mean/x": (1.25, 3)
     }
-    # the engine took 4 - 1 and 16 - 9 seconds, the reward 36 - 25
+    # the engine took 4 - 1 seconds, the reward 16 - 9
     assert script.sampler.stats == SamplingStats(
-        6, 14, 10, 11, groups=2, flat_groups=1, unsolved=1, truncated=2
+        6, 14, 3, 7, groups=2, flat_groups=1, unsolved=1, truncated=2
     )
     assert result.old_logps == result.teacher_logps == result.collected == []
-    assert script.calls == [7, "model", ([A.prompt, B.prompt, C.prompt], 2)]
+    assert script.step == 7 and script.calls == ["model", ([A.prompt, B.prompt, C.prompt], 2)]
     texts = zip(("1", "34", "2", "52", "00", "6666"), "aabbcc", strict=True)
     assert script.scored == list(texts)
     assert same(script.given, ([[1.0, 0.0], [0.5, 0.5], [0.25, math.nan]], None, "centered"))
@@ -178,7 +178,7 @@ def test_stages_by_hand() -> None:
     scores = 0.5, 0.0, 0.75, 0.2, 0.3, 0.9, 0.9, 0.75, 0.75
     script = Script((*first, *second, *later), scores, table, [0.0] * 3, [1.0] * 3, [1.0] * 3)
     result = script.run(Sampling("prompt", stages), [A, D, C], num_generations=3, overlong_tokens=2)
-    assert script.calls[2:] == [
+    assert script.calls[1:] == [
         ([A.prompt, D.prompt, C.prompt], 1),
         ([(4, 6, 7, 8), (12,), (10, 3)], 2),
     ]
@@ -209,7 +209,7 @@ def test_a_complete_demonstration_needs_no_continuation() -> None:
     stages = Stage(1, prefix=1.0), Stage(1)
     script = Script([(9, 1), (4, 1)], [0.0, 1.0], [[1.0, 2.0]], [0.0], [1.0], [1.0])
     assert script.run(Sampling("prompt", stages), [A], num_generations=2).rewards == [1.0]
-    assert script.calls[2:] == [([(4, 6, 7, 8)], 1), ([(4, 6)], 1)]
+    assert script.calls[1:] == [([(4, 6, 7, 8)], 1), ([(4, 6)], 1)]
     assert [text for text, _ in script.scored] == ["45", "1"]
 
 
@@ -245,7 +245,7 @@ def test_frac_reward_zero_std_are_replaced_at_most_twice() -> None:
     assert asked == [2, 1] and result.rewards == [s for pair in pairs for s in pair]
     assert [sample["id"] for sample in script.sampler.samples] == ["d", "b", "f"]
     assert script.sampler.stats[:2] == (12, 24) and script.sampler.stats[4:8] == (3, 2, 3, 0)
-    assert script.calls[3:] == [([D.prompt, A.prompt], 2), ([B.prompt], 2)]
+    assert script.calls[2:] == [([D.prompt, A.prompt], 2), ([B.prompt], 2)]
 
 
 def test_ranks_resample_together(monkeypatch) -> None:
@@ -258,7 +258,7 @@ def test_ranks_resample_together(monkeypatch) -> None:
     monkeypatch.setattr(sampling.collectives, "largest", lambda values: [1 - len(asked)])
     script = Script([(4, 1)] * 2, [0.0, 1.0], *ONES)
     script.run(Sampling(), [A], more, num_generations=2, dynamic_sampling_retries=3)
-    assert asked == [0] and script.calls[3:] == [([], 2)] and script.sampler.stats.resampled == 0
+    assert asked == [0] and script.calls[2:] == [([], 2)] and script.sampler.stats.resampled == 0
 
 
 def test_all_flat_groups_are_replaced() -> None:

@@ -8,7 +8,7 @@ import statistics
 import pytest
 import torch
 
-from gac.data.rows import Row, collate
+from gac.data.rows import Row, collate, engine_logps, scatter_logps
 from gac.demo.task import make_tokenizer
 from gac.rollouts import sampling
 from gac.rollouts.config import RolloutConfig
@@ -16,19 +16,18 @@ from gac.rollouts.plan import Sampling, group_advantages, group_credit
 from gac.rollouts.sampling import (
     Sampler,
     SamplingStats,
-    engine_logps,
-    scatter_logps,
 )
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_columns_of_the_sampling(ranks: int) -> None:
+def test_columns_of_the_sampling(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts are totals over the ranks; times are means, because the ranks work in parallel."""
     assert set(SamplingStats()) == {0}
     stats = SamplingStats(
         6, 24, 2.0, 0.5, groups=4, flat_groups=1, solved=2, unsolved=1, resampled=3, truncated=2
     )
-    columns = stats.columns(ranks)
+    monkeypatch.setattr(sampling, "world_size", lambda: ranks)
+    columns = stats.columns()
     assert columns == {
         "sampled_completions": 6,
         "sampled_tokens": 24,

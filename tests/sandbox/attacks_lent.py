@@ -28,11 +28,12 @@ assert total(case, lambda x: x, iter([1]), io.StringIO("1")) == case._want
     "answer": "def total(c, f, i, s): return c.a + c.b",
 }
 _ASK = """
-def ask(c, operation, *arguments):
-    return c._ask_(operation, arguments, {})
+def ask(c, operation, *arguments, **keywords):
+    return c._remote_[0].ask(operation, c, *arguments, **keywords)
 def raw(f, number, operation, *arguments):
-    [borrower] = [x.cell_contents for x in f.__closure__ if hasattr(x.cell_contents, "_ask")]
-    return borrower._ask(number, operation, arguments, {})
+    solver, stand_in = f._remote_[0], Lie()
+    solver.proxy_numbers[id(stand_in)] = number
+    return solver.ask(operation, stand_in, *arguments)
 class Lie(str):
     def __str__(self): return "a"
     def startswith(self, *a): return False
@@ -91,7 +92,7 @@ return "{0._want}".format(c) + "{0.__class__}".format(c)
 import operator
 return operator.attrgetter("_want")(c)
 === keywords
-return c._ask_("get", (), {"name": "_want"})
+return ask(c, "get", name="_want")
 === more arguments
 return ask(c, "get", "_want", 0) or ask(c, "get", "a", 0, 0)
 === another class

@@ -191,4 +191,32 @@ class M(type):
 class I(metaclass=M):
     def __eq__(self, o): return True
 def parse(s): return I()
+=== absolute values
+assert abs(Vector(3, 4)) == 5 and round(Vector(1, 0)) == 1
+---- good
+class Vector:
+    def __init__(self, x, y): self.length = (x * x + y * y) ** 0.5
+    def __abs__(self): return self.length
+    def __round__(self): return round(self.length)
+---- fake equality
+class Vector:
+    def __init__(self, x, y): pass
+    def __abs__(self): return self
+    def __round__(self): return self
+    def __eq__(self, other): return True
+=== a manager that suppresses what the program lacks
+with transaction() as t: assert t.value == 3
+
+with transaction() as t: raise ValueError
+---- good
+class Transaction:
+    value = 3
+    def __enter__(self): return self
+    def __exit__(self, kind, error, trace): return kind is ValueError
+def transaction(): return Transaction()
+---- fake that has no value
+class Transaction:
+    def __enter__(self): return self
+    def __exit__(self, *error): return True
+def transaction(): return Transaction()
 """

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gac.sandbox import server
+from gac.sandbox import pool as server
 from gac.sandbox.pool import JudgeSpec, Program
 
 GOOD = Program("def add(a, b): return a + b")

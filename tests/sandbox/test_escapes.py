@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from gac.sandbox import server
+from gac.sandbox import pool as server
 from gac.sandbox.pool import JudgeSpec, Pool, Program, RunResult
 from tests.sandbox import escapes
 from tests.sandbox.fakes import TESTS

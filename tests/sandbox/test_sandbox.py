@@ -17,7 +17,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from gac.sandbox import confine, server
+from gac.sandbox import confine
+from gac.sandbox import pool as server
 from gac.sandbox.pool import JudgeSpec, Pool, Program, SandboxError
 from gac.sandbox.zygote import Zygote, _seconds_without_core
 from tests.sandbox.sandboxes import (

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from gac.sandbox import server
+from gac.sandbox import pool as server
 from gac.sandbox.pool import Pool, Program, SandboxError, _MemoryBudget
 from tests.sandbox.sandboxes import (
     SUITE,
@@ -95,17 +95,17 @@ NO_FILTER = "def fail(program): raise OSError(12, 'Cannot allocate memory')\n" +
     "def verify_confinement(*a): confine.install_filter = fail\n"
 )
 NO_JUDGE = """
-init = wire.Channel.__init__
-def fail(self, reader, writer):
-    if reader > writer: raise OSError(12, 'Cannot allocate memory')  # the judge's channel
-    init(self, reader, writer)
-def verify_confinement(*a): wire.Channel.__init__ = fail
+confined = zygote.Zygote.confine
+def fail(self, kept, *limits):
+    if len(kept) == 4: raise OSError(12, 'Cannot allocate memory')  # the judge
+    confined(self, kept, *limits)
+def verify_confinement(*a): zygote.Zygote.confine = fail
 """
 
 
 @pytest.mark.parametrize("patch", [NO_FILTER, NO_JUDGE], ids=["both processes", "the judge"])
 def test_a_child_that_cannot_start_is_an_error_not_a_score(monkeypatch, patch):
-    imports = "from sandbox import zygote, confine, wire\n"
+    imports = "from sandbox import zygote, confine\n"
     patch_server(monkeypatch, f"{imports}{patch}\nconfine.verify_confinement = verify_confinement")
     pool = Pool(workers=1)
     with pytest.raises(SandboxError, match="exited before reading its input"):

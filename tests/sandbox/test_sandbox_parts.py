@@ -20,10 +20,10 @@ import pytest
 if sys.platform != "linux":
     pytest.skip("the sandbox needs Linux", allow_module_level=True)
 
-from gac.sandbox import confine, pool, server, zygote
-from gac.sandbox.pool import JudgeSpec, Pool, Program, RunResult, SandboxError
+from gac.sandbox import confine, pool, zygote
+from gac.sandbox import pool as server
+from gac.sandbox.pool import JudgeSpec, Layers, Pool, Program, RunResult, SandboxError, Server
 from gac.sandbox.row import compile_row
-from gac.sandbox.server import Layers, Server
 from gac.sandbox.zygote import Job, Zygote
 
 # --- pool -----------------------------------------------------------------------------------------
@@ -66,12 +66,9 @@ SPEC = JudgeSpec(("a", "b"), "s", "e", "r", all=True)
     ],
 )
 def test_the_verdict_becomes_a_result(monkeypatch, written, stalled, result):
-    def ask(kind, files, *limits):
-        assert (kind, *limits) == ("check", 3, 70)
-        assert json.loads(os.pread(files[0], 999, 0)) == vars(program) | {"context": ["i"]}
-        assert os.pread(files[1], 9999, 0) == compile_row(SPEC)
-        os.pwrite(files[2], written.encode(), 0)
-        return {"ends": [[0, 0.1]], "stalled": stalled}
+    def ask(kind, *given):
+        assert (kind, *given) == ("check", program, compile_row(SPEC), 3, 70, 1 << 24)
+        return {"ends": [[0, 0.1]], "stalled": stalled}, written.encode()
 
     sandbox = Pool(workers=1)
     monkeypatch.setattr(sandbox, "_ask", ask)
@@ -94,9 +91,10 @@ def test_memory_is_reserved_for_each_process(monkeypatch):
     sandbox, reserved = Pool(workers=1), []
     assert sandbox._memory._total == 125
     sandbox._memory = SimpleNamespace(reserved=lambda n: contextlib.nullcontext(reserved.append(n)))
-    monkeypatch.setattr(sandbox, "_try", lambda *arguments: arguments)
-    assert sandbox._ask("check", [1, 2, 3], 5, 6) == ("check", [1, 2, 3], 5, 6)
-    sandbox._ask("script", [], 5, 6)
+    monkeypatch.setattr(pool, "ATTEMPTS", 0)
+    for kind in ("check", "script"):
+        with pytest.raises(SandboxError, match="gave up after 0 attempts"):
+            sandbox._ask(kind, Program(""), b"", 5, 6, 1)
     assert reserved == [12 << 20, 6 << 20]
 
 
@@ -118,6 +116,8 @@ def test_a_request_is_sent_at_most_three_times(monkeypatch, kind, needed):
         sent.append(request)
         position = [os.lseek(file, 0, os.SEEK_CUR) for file in files]
         assert (position, os.fstat(files[2]).st_size) == ([0, 0, 0], 0)
+        assert json.loads(os.pread(files[0], 999, 0)) == vars(Program("p")) | {"context": []}
+        assert os.pread(files[1], 999, 0) == b"{}"
         for file in files[:read]:
             os.read(file, 1)
         os.write(files[2], b"partial")
@@ -128,17 +128,14 @@ def test_a_request_is_sent_at_most_three_times(monkeypatch, kind, needed):
     monkeypatch.setattr(sandbox, "_current", lambda: SimpleNamespace(ask=ask))
     monkeypatch.setattr(sandbox, "_discard", dead.append)
     request = {"kind": kind, "cpu_seconds": 3, "memory_bytes": 7 << 20}
-    with pool._files(Program(""), b"{}") as files:
-        read = needed
-        assert sandbox._try(kind, files, 3, 7) == {"ends": [], "stalled": False}
-    assert sent == [request] * 3 and pauses == [0.2, 0.8] and len(dead) == 1
+    read = needed
+    result = sandbox._ask(kind, Program("p"), b"{}", 3, 7, 4)
+    assert result == ({"ends": [], "stalled": False}, b"part")
+    assert sent == [request] * 3 and pauses == [0.0, 0.2, 0.8] and len(dead) == 1
     sent.clear()
-    with (
-        pool._files(Program(""), b"{}") as files,
-        pytest.raises(SandboxError, match="before reading its input"),
-    ):
-        read = needed - 1  # a process exited before it read its file
-        sandbox._try(kind, files, 3, 7)
+    read = needed - 1  # a process exited before it read its file
+    with pytest.raises(SandboxError, match="before reading its input"):
+        sandbox._ask(kind, Program("p"), b"{}", 3, 7, 4)
 
 
 class FakeServer:
@@ -152,7 +149,7 @@ class FakeServer:
 
 def test_servers_are_started_replaced_and_stopped(monkeypatch, caplog):
     started = []
-    monkeypatch.setattr(server, "start", lambda p: started.append(FakeServer(p)) or started[-1])
+    monkeypatch.setattr(pool, "start", lambda p: started.append(FakeServer(p)) or started[-1])
     with caplog.at_level(logging.INFO, "gac"):
         monkeypatch.setenv("LOCAL_RANK", "1")
         Pool(workers=1).start()

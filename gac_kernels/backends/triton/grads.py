@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...filter import RowMarks
 from ...sketch import RowSketch
 from . import launch
 from .softmax import NO_LOSS, row_at, row_scaling, store_buckets, write_gradient, write_zeros
@@ -16,8 +17,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit(
-    do_not_specialize=["T"],
-    do_not_specialize_on_alignment=[*_COLUMNS, "temperatures"],
+    do_not_specialize=["N", "T"],
+    do_not_specialize_on_alignment=[*_COLUMNS, "hit", "sums", "temperatures"],
 )
 def grads_kernel(
     logits,  # [B, T, V]
@@ -29,6 +30,10 @@ def grads_kernel(
     d_entropy,  # float32 [N]
     signs,  # int8 or float32 [V] of +-1, or None: no sketch
     buckets,  # float32 [N, SKETCH], zeros: signed sums of the gradient by index modulo SKETCH
+    eps,  # or None: nothing is marked
+    hit,  # bool [V]: see `write_gradient`
+    sums,  # float32 [2, N], zeros: the sum and the absolute sum of each row of the gradient
+    N,
     T,
     V,
     stride_b: tl.int64,
@@ -69,6 +74,11 @@ def grads_kernel(
             d_logp * inverse_temperature,
             d_h * inverse_temperature,
             tl.load(entropy + n),
+            eps,
+            hit,
+            sums,
+            n,
+            N,
             True,
             BLOCK,
             STAGES,
@@ -91,6 +101,7 @@ def row_grads(
     softcap: float | None = None,
     sketch: RowSketch | None = None,
     whole_row: bool = True,
+    marks: RowMarks | None = None,
 ) -> None:
     tile = launch.tiling(logits.shape[-1], logits.dtype)
     columns = zip(_COLUMNS, (targets, lse, entropy, d_logps, d_entropy), strict=True)
@@ -98,7 +109,8 @@ def row_grads(
         "logits": logits,
         "out": out,
         **launch.dense(**dict(columns)),
-        **launch.sketching(sketch),
+        **launch.notes(sketch, marks),
+        "N": targets.numel(),
         **launch.geometry(logits, out),
         **launch.scaling(temperature, softcap),
         "BLOCK": tile.lanes * tile.width,

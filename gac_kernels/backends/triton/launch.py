@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...filter import RowMarks
 from ...sketch import RowSketch
 
 BLOCK = 512  # tokens per iteration of a per-token kernel
@@ -127,8 +128,10 @@ def scaling(temperature: float | Tensor, softcap: float | None) -> dict[str, Any
     }
 
 
-def sketching(sketch: RowSketch | None) -> dict[str, Any]:
-    """Kernel arguments for the sketch of the gradient."""
+def notes(sketch: RowSketch | None, marks: RowMarks | None) -> dict[str, Any]:
+    """Kernel arguments for the sketch of the gradient and for the notes of the filter."""
     signs, buckets = sketch or (None, None)
+    eps, hit, sums = marks or (None, None, None)
     size = 1 if buckets is None else buckets.shape[1]
-    return {"signs": signs, "buckets": buckets, "SKETCH": size}
+    names = "signs", "buckets", "SKETCH", "eps", "hit", "sums"
+    return dict(zip(names, (signs, buckets, size, eps, hit, sums), strict=True))

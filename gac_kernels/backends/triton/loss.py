@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...contract import MAX_LOG_RATIO as CAP
 from ...contract import LossSpec
+from ...filter import RowMarks
 from ...scalars import token_scalars
 from ...sketch import RowSketch
 from ...tokens import Tokens, TokenTerms
@@ -151,7 +152,7 @@ def demo_term(logp, advantage, shape, DEMO: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=["N", "T"],
-    do_not_specialize_on_alignment=[*_COLUMNS, "terms", "temperatures"],
+    do_not_specialize_on_alignment=[*_COLUMNS, "terms", "hit", "sums", "temperatures"],
 )
 def loss_kernel(
     logits,  # [B, T, V]
@@ -167,6 +168,9 @@ def loss_kernel(
     terms,  # float32 [5, N]: logp, entropy, loss, kl, clipped; 0 where there is no loss
     signs,  # int8 or float32 [V] of +-1, or None: no sketch
     buckets,  # float32 [N, SKETCH], zeros: signed sums of the gradient by index modulo SKETCH
+    eps,  # or None: nothing is marked
+    hit,  # bool [V]: see `write_gradient`
+    sums,  # float32 [2, N], zeros: the sum and the absolute sum of each row of the gradient
     N,
     T,
     V,
@@ -284,6 +288,11 @@ def loss_kernel(
                 d_logp * inverse_temperature,
                 d_entropy * inverse_temperature,
                 entropy,
+                eps,
+                hit,
+                sums,
+                n,
+                N,
                 HAS_ENTROPY,
                 L * R,
                 STAGES,
@@ -301,6 +310,7 @@ def row_loss(
     out: Tensor | None,
     sketch: RowSketch | None = None,
     softcap: float | None = None,
+    marks: RowMarks | None = None,
 ) -> TokenTerms:
     count = tokens.targets.numel()
     terms = torch.empty(5, count, dtype=torch.float32, device=logits.device)
@@ -312,7 +322,7 @@ def row_loss(
         "out": out,
         **launch.dense(**{name: getattr(tokens, name) for name in _COLUMNS}),
         "terms": terms,
-        **launch.sketching(sketch),
+        **launch.notes(sketch, marks),
         "N": count,
         "out_stride_b": 0,
         "out_stride_t": 0,

@@ -212,36 +212,25 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
     lengths = torch.empty(sequences, dtype=torch.int64, device=device)
     # packed sequences may not cover all tokens, as in a batch with padding at its end
     allocate = torch.empty if cu_seqlens is None else torch.zeros
-    flags = allocate(2, n, dtype=torch.bool, device=device)
+    live, demo = allocate(2, n, dtype=torch.bool, device=device)
     sequence = allocate(n, dtype=torch.int64, device=device)
     floats = allocate(5, n, dtype=torch.float32, device=device)
     width = n if cu_seqlens is not None else targets.shape[1]
+    common = {"targets": flat, "offsets": offsets, "lengths": lengths, "N": n, "S": sequences}
+    common["BLOCK"] = launch.BLOCK
     layout = {
-        "targets": flat,
+        **common,
         "cu_seqlens": None if cu_seqlens is None else cu_seqlens.contiguous(),
-        "offsets": offsets,
-        "lengths": lengths,
-        "N": n,
         "T": width,  # of padded sequences
-        "S": sequences,
-        "BLOCK": launch.BLOCK,
     }
     launch.Launch(lengths_kernel, sequences, layout, _WARPS).run(device)
-    advantages, weight, scale = floats[:3]
-    old = None if inputs.old_logps is None else floats[3]
-    ref = None if inputs.ref_logps is None else floats[4]
     mu = mu.to(dtype) if isinstance(mu, Tensor) else mu
-    live, demo = flags
-    known = flat, live, demo, advantages, old, ref, weight, scale
-    rollout_lengths = torch.where(is_demo, 0, lengths)
-    columns = *known, None, None, None, sequence, offsets, lengths, rollout_lengths
-    tokens = Tokens._make((*columns, is_demo, mu))
     programs = min(-(-width // launch.BLOCK), _SHARED)
     mu_tensor, mu_number = _number(mu)
     rollout_norm, rollout_number = _number(inputs.rollout_norm)
     demo_norm, demo_number = _number(inputs.demo_norm)
     arguments = {
-        "targets": flat,
+        **common,
         "advantages": _flat(inputs.advantages),
         "is_demo": is_demo,
         "old": _flat(inputs.old_logps),
@@ -251,14 +240,10 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
         "one_minus_mu_number": 1 - mu_number,
         "rollout_norm": rollout_norm,
         "demo_norm": demo_norm,
-        "offsets": offsets,
-        "lengths": lengths,
         "live": live,
         "demo": demo,
         "sequence": sequence,
         "floats": floats,
-        "N": n,
-        "S": sequences,
         "P": programs,
         "rollout_number": rollout_number,
         "demo_number": demo_number,
@@ -269,10 +254,14 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
         "DEMO": spec.demo_reduction,
         "ROLLOUT_FROM_BATCH": inputs.rollout_norm is None,
         "DEMO_FROM_BATCH": inputs.demo_norm is None,
-        "BLOCK": launch.BLOCK,
     }
     launch.Launch(tokens_kernel, sequences * programs, arguments, _WARPS).run(device)
-    return tokens
+    advantages, weight, scale, old, ref = floats
+    old, ref = (
+        None if x is None else y for x, y in ((inputs.old_logps, old), (inputs.ref_logps, ref))
+    )
+    columns = *(flat, live, demo, advantages, old, ref, weight, scale), None, None, None, sequence
+    return Tokens(*columns, offsets, lengths, torch.where(is_demo, 0, lengths), is_demo, mu)
 
 
 def _flat(x: Tensor | None) -> Tensor | None:

@@ -205,6 +205,11 @@ def write_gradient(
     d_logp,
     d_entropy,
     entropy,
+    eps,
+    hit,
+    sums,
+    n,
+    N,
     HAS_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
@@ -217,7 +222,8 @@ def write_gradient(
     the row itself.
 
     With `signs` [V], it returns the signed gradient summed over tiles for each position in a tile,
-    float32 [BLOCK].
+    float32 [BLOCK]. With `hit` [V], it sets hit[v] to 1 at y and where the stored gradient is above
+    eps (|d_logp| + |d_entropy|), and stores its sum and absolute sum in column n of sums [2, N].
     """
     y = tl.where((y >= 0) & (y < V), y, -1).to(tl.int32)  # one comparison instruction per element
     tiles = V // BLOCK
@@ -235,8 +241,15 @@ def write_gradient(
         entropy,
         HAS_ENTROPY,
     )
-    tl.store(out + offsets, gradient.to(out.dtype.element_ty), mask=offsets < V)
+    stored = gradient.to(out.dtype.element_ty)
+    tl.store(out + offsets, stored, mask=offsets < V)
     signed = tl.zeros([BLOCK], tl.float32)
+    if hit is not None:
+        threshold = eps * (tl.abs(d_logp) + tl.abs(d_entropy))
+        total = tl.where(offsets < V, stored.to(tl.float32), 0.0)
+        mass = tl.abs(total)
+        tl.store(hit + offsets, 1, mask=mass > threshold)
+        tl.store(hit + y, 1, mask=y >= 0)
     if signs is not None:
         sign = tl.load(signs + offsets, offsets < V, other=0).to(tl.float32)
         signed = tl.where(offsets < V, gradient, 0.0) * sign
@@ -255,9 +268,18 @@ def write_gradient(
             entropy,
             HAS_ENTROPY,
         )
-        tl.store(out + offsets, gradient.to(out.dtype.element_ty), eviction_policy="evict_first")
+        stored = gradient.to(out.dtype.element_ty)
+        tl.store(out + offsets, stored, eviction_policy="evict_first")
         if signs is not None:
             signed += gradient * tl.load(signs + offsets).to(tl.float32)
+        if hit is not None:
+            value = stored.to(tl.float32)
+            total += value
+            mass += tl.abs(value)
+            tl.store(hit + offsets, 1, mask=tl.abs(value) > threshold)
+    if hit is not None:
+        tl.store(sums + n, tl.sum(total, 0))
+        tl.store(sums + N + n, tl.sum(mass, 0))
     return signed
 
 
