@@ -41,9 +41,5 @@ def emulated_cuda(monkeypatch: pytest.MonkeyPatch) -> str:
     }
     for name, function in changes.items():
         monkeypatch.setattr(cuda, name, function)
-
-    def rows(name: str, device: torch.device) -> Any:
-        return cuda if name == "native" else load(name, device)
-
-    monkeypatch.setattr(backends, "load", rows)
+    monkeypatch.setattr(backends, "load", lambda n, d: cuda if n == "native" else load(n, d))
     return "native"
