@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -140,47 +139,7 @@ def test_export(monkeypatch: Any, capsys: Any, options: list[str], expected: Any
     assert "expected a step number or 'best', got 'last'" in capsys.readouterr().err
 
 
-def test_replay(monkeypatch: Any, capsys: Any) -> None:
-    calls = fake(monkeypatch, "gac.training.replay.replay", {"rows": [1]})
-    assert cli.main(["replay", "a/step-1"]) == cli.OK and calls == [(Path("a/step-1"),)]
-    assert capsys.readouterr().out == json.dumps({"rows": [1]}, indent=2) + "\n"
-
-
-def test_report(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    """Without --out, the page goes to the folder that the runs share, however they are given."""
-    monkeypatch.chdir(tmp_path)
-    folders = [Path("a/x/1"), tmp_path / "a" / "y"]
-    found = fake(monkeypatch, "gac.report.find_folders", folders)
-    written = fake(monkeypatch, "gac.report.write_report", "the page")
-    tables = fake(monkeypatch, "gac.report.results_table", "the table")
-    assert cli.main(["report", "a", "b"]) == cli.main(["report", "a", "--out", "new/c"]) == cli.OK
-    assert found == [([Path("a"), Path("b")],), ([Path("a")],)]
-    assert written == [(folders, tmp_path / "a"), (folders, Path("new/c"))]
-    assert tables == [(folders,)] * 2
-    assert capsys.readouterr().out == 2 * "the table\n\nReport: the page\n"
-
-
-def test_rewards_check(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    config = str(tmp_path / "a.yaml")
-    result = SimpleNamespace(
-        rows=5, failing=["row 3"], weak=[], counts={"timeouts": 2, "other": 0, "x": 1}
-    )
-    calls = fake(monkeypatch, "gac.rewards.check.check", result)
-    assert cli.main(["rewards", "check", config]) == cli.FAILED
-    assert capsys.readouterr().out == "row 3\n4 of 5 rows pass (2 timeouts, 1 x)\n"
-    result.failing, result.counts = [], {}
-    options = ["--min-reward", "0.5", "--set", "a=1", "--set", "b=2"]
-    assert cli.main(["rewards", "check", config, *options]) == cli.OK
-    assert capsys.readouterr().out == "5 of 5 rows pass\n"
-    assert calls == [(Path(config), [], 1.0), (Path(config), ["a=1", "b=2"], 0.5)]
-    assert sys.path[-1] == str(tmp_path)
-    assert logging.getLogger("gac").isEnabledFor(logging.INFO)
-
-
-def test_methods_and_models(monkeypatch: Any, capsys: Any) -> None:
-    names = fake(monkeypatch, "gac.models.families.families_table", "families")
-    assert cli.main(["models"]) == cli.main(["models", "qwen"]) == cli.OK
-    assert names == [(None,), ("qwen",)] and capsys.readouterr().out == 2 * "families\n"
+def test_methods(capsys: Any) -> None:
     assert cli.main(["methods", "dr-grpo"]) == cli.OK
     text = capsys.readouterr().out
     assert text.startswith("dr-grpo: ") and text.endswith("\n\nIt has no hyperparameters.\n")
@@ -195,13 +154,6 @@ def test_demo(monkeypatch: Any, options: bool) -> None:
     assert cli.main(["demo", *given]) == 1
     defaults = (Path("runs/demo"), list(DEMO_METHODS), range(1), 160, None)
     assert calls == [(Path("x"), ["sft", "gac"], range(2), 3, 4) if options else defaults]
-
-
-def test_init(monkeypatch: Any, capsys: Any) -> None:
-    calls = fake(monkeypatch, "gac.demo.project.create_project")
-    assert cli.main(["init", "a/b"]) == cli.main(["init", "c", "--model", "d"]) == cli.OK
-    assert calls == [(Path("a/b"), None), (Path("c"), "d")]
-    assert capsys.readouterr().out.startswith("Created a/b. Next: gac train a/b/run.yaml\n")
 
 
 @pytest.mark.parametrize(
