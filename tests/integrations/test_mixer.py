@@ -218,15 +218,6 @@ def test_ranks_close_a_step_together():
     assert (log["rollout_loss"], log["demo_loss"], log["demo_tokens"]) == (1.5, 4, 20)
 
 
-def test_sketches_are_grouped_by_the_units_of_the_sequences() -> None:
-    added = []
-    fake = SimpleNamespace(_sketches=SimpleNamespace(add=lambda *call: added.append(call)))
-    Mixer.observe_sketches(fake, [3, 3, -1], True, "out")
-    ((step, rows, out),) = added
-    assert step is None and out == "out"
-    assert [(row.unit, row.is_demo) for row in rows] == [(3, True), (3, True), (-1, True)]
-
-
 @pytest.mark.parametrize(
     ("changes", "option"),
     [

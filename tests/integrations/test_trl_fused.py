@@ -16,7 +16,7 @@ from trl import GRPOConfig, GRPOTrainer  # noqa: E402 - after the skip
 from trl.trainer import utils  # noqa: E402 - after the skip
 
 from gac.integrations.trl import FusedGRPOTrainer, apply_fused_head  # noqa: E402 - after the skip
-from gac.integrations.trl_grpo import FusedLoss, Inexpressible  # noqa: E402 - after the skip
+from gac.integrations.trl_grpo import FusedLoss  # noqa: E402 - after the skip
 from gac.integrations.trl_head import HOOK, FusedLogProbs, HeadInputs  # noqa: E402 - after the skip
 from gac_kernels import GradientFilter  # noqa: E402 - after the skip
 from tests.integrations import tiny  # noqa: E402 - after the skip
@@ -239,11 +239,6 @@ def test_other_options_fall_back_and_are_reported_once(trainer, options, caplog,
     step(trainer, FusedGRPOTrainer, inputs)
     option = next(iter(changes)).removeprefix("args_")
     assert len([r for r in caplog.records if option in r.getMessage()]) == 1
-
-
-def test_images_fall_back():
-    with pytest.raises(Inexpressible, match="images"):
-        FusedGRPOTrainer._fused_loss(SimpleNamespace(), {"pixel_values": None})
 
 
 def test_the_fused_loss_accepts_labeled_tokens_only_or_all_positions():

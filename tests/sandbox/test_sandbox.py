@@ -11,16 +11,13 @@ import shutil
 import struct
 import subprocess
 import sys
-import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from gac.sandbox import confine
 from gac.sandbox import pool as server
 from gac.sandbox.pool import JudgeSpec, Pool, Program, SandboxError
-from gac.sandbox.zygote import Zygote, _seconds_without_core
 from tests.sandbox.sandboxes import (
     command,
     descendants,
@@ -378,19 +375,6 @@ def test_only_kept_descriptors_stay_open_and_an_orphan_exits():
     )
     kept = [True, True, True, False, True, False, False, True, False]
     assert run.stdout == f"{kept}\nalive\n" and run.returncode == 1
-
-
-def test_the_server_waits_until_the_next_deadline():
-    def wait(*deadlines, **stalled):
-        now = time.monotonic()
-        jobs = [SimpleNamespace(deadline=now + t, stalled=False) for t in deadlines]
-        jobs += [SimpleNamespace(deadline=now + t, stalled=True) for t in stalled.values()]
-        return Zygote._next_deadline(SimpleNamespace(jobs=dict(enumerate(jobs))))
-
-    assert 29_000 < wait(60, 30, stalled=5) <= 30_001  # milliseconds
-    assert wait(60, -30) == 0  # a negative time would mean without end
-    assert wait(stalled=5) is None
-    assert _seconds_without_core(-1) == 0  # such as a process that has exited
 
 
 def test_uids_of_servers_are_unused_and_rarely_the_same():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import itertools
 import json
@@ -83,19 +82,6 @@ def test_a_script_gets_all_its_input_and_a_part_of_its_output_is_read():
     result = sandbox.run(Program(text), stdin, 9, 256, 8)
     assert result == RunResult("ended", stdout=b"17039360", status=7)
     sandbox.close()
-
-
-def test_memory_is_reserved_for_each_process(monkeypatch):
-    monkeypatch.setattr(pool, "_memory_bytes", lambda: 1000)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    sandbox, reserved = Pool(workers=1), []
-    assert sandbox._memory._total == 125
-    sandbox._memory = SimpleNamespace(reserved=lambda n: contextlib.nullcontext(reserved.append(n)))
-    monkeypatch.setattr(pool, "ATTEMPTS", 0)
-    for kind in ("check", "script"):
-        with pytest.raises(SandboxError, match="gave up after 0 attempts"):
-            sandbox._ask(kind, Program(""), b"", 5, 6, 1)
-    assert reserved == [12 << 20, 6 << 20]
 
 
 def test_the_memory_of_a_container_is_its_limit(monkeypatch):
