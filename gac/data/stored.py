@@ -115,9 +115,11 @@ def store(path: Path | None, items: Iterable[Example], dropped: Mapping[str, int
     path: None for a temporary file.
     dropped: read after `items`, which may count more.
     """
-    if cached := path and _open(path):
-        return Examples(cached)
-    lock = path and _lock(path)
+    lock = None
+    if path and _is_private(path.parent):
+        if cached := _open(path):
+            return Examples(cached)
+        lock = _lock(path)
     if not path or not lock:
         file = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the examples
         return Examples(_write(file, items, dropped, "TMPDIR", tempfile.gettempdir()))
@@ -167,10 +169,20 @@ def _open(path: Path) -> IO[bytes] | None:
     return None
 
 
+def _is_private(folder: Path) -> bool:
+    """Whether only this user can write to `folder`, because unpickling runs code; creates it."""
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        info = folder.stat()
+        if info.st_uid == os.getuid() and not info.st_mode & 0o022:
+            return True
+    logger.warning("tokenized rows are not cached: %s is not a folder of this user's own", folder)
+    return False
+
+
 def _lock(path: Path) -> IO[bytes] | None:
     """Wait for the lock on the cache file `path`, until the result is closed; None: no cache."""
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # as unpickling runs code
         file = path.with_suffix(".lock").open("wb")
         fcntl.flock(file, fcntl.LOCK_EX)
     except OSError as error:

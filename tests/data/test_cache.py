@@ -12,6 +12,7 @@ import pytest
 
 from gac.data import DataConfig, DataError, Example, load_demos, load_prompts
 from gac.data import examples as module
+from gac.data.stored import store
 from gac.demo.task import make_tokenizer
 from tests import ranks as processes
 
@@ -93,6 +94,14 @@ def test_a_damaged_cache_is_written_again(tmp_path: Path, caplog: Any, damage: A
     assert load(tmp_path, path) == (expected, len(ROWS))
     assert f"{cache}: this cache of tokenized rows is damaged" in caplog.text
     assert load(tmp_path, path) == (expected, 0)
+
+
+def test_what_others_can_write_is_not_unpickled(tmp_path: Path) -> None:
+    path = tmp_path / "gac" / "x.examples"
+    example = Example("", (1,), "", "", None, {})
+    assert len(store(path, [example], {})) == len(store(path, [], {})) == 1
+    path.parent.chmod(0o777)
+    assert len(store(path, [], {})) == 0
 
 
 def test_what_cannot_be_cached_is_tokenized(tmp_path: Path, caplog: Any) -> None:

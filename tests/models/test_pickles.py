@@ -23,7 +23,7 @@ from tests.integrations.tiny import write_model
 
 ROOT = Path(__file__).parents[2]
 # pickles of this process and of the sandbox's
-OWN = {"gac/data/stored.py": 1, "gac/sandbox/solver.py": 3}
+OWN = {"gac/data/stored.py": 2, "gac/sandbox/solver.py": 3}
 
 
 class Code:
