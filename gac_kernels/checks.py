@@ -101,6 +101,12 @@ def batch(like: Tensor, inputs: BatchInputs, spec: LossSpec) -> None:
         raise TypeError(f"spec is a {type(spec).__name__}: use a LossSpec")
     sequences = _sequences(like, inputs.targets, inputs.cu_seqlens)
     tokens = tuple(inputs.targets.shape)
+    given = tuple(getattr(inputs.advantages, "shape", ()))
+    if inputs.cu_seqlens is not None and given == (sequences + 1,) != tokens:
+        raise ValueError(
+            f"cu_seqlens has {sequences + 1} entries, as many as advantages: for S sequences, give "
+            "their S + 1 offsets, from 0 to N, instead of their lengths"
+        )
     floats("advantages", inputs.advantages, like, (sequences,), tokens, allow_cpu=True)
     tensor("is_demo", inputs.is_demo, "bool", torch.bool)
     shape("is_demo", inputs.is_demo, (sequences,), tokens)

@@ -187,6 +187,7 @@ PACKED = {
     "of floats": (TypeError, "cu_seqlens has dtype torch.float32", torch.tensor([0.0, 5, 12])),
     "of two dimensions": (ValueError, r"cu_seqlens has shape \[1, 3\]", int32(0, 5, 12)[None]),
     "empty": (ValueError, r"cu_seqlens has shape \[0\]", int32()),
+    "lengths": (ValueError, "cu_seqlens has 2 entries, as many as advantages: ", int32(5, 7)),
     "of another length": (
         ValueError,
         r"advantages has shape \[2\]: expected \[3\]",
