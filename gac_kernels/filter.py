@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 SAMPLE = 256  # at most so many rows estimate the distribution and the mass of what is dropped
 SAMPLED = 3 / 8  # of the rows, for what is dropped from the gradient of the weight
@@ -56,9 +55,9 @@ class GradientFilter:
 class FilterReport(NamedTuple):
     """What the filter did in one call; 0-d float32 tensors on the device of the rows."""
 
-    kept_columns: Tensor
+    kept_columns: torch.Tensor
     """Mean over the rows with a gradient of the share of columns kept; 1 for exact chunks."""
-    dropped_mass: Tensor
+    dropped_mass: torch.Tensor
     """Largest share of a row's absolute gradient that the tail replaced; 0 for exact chunks."""
 
 
@@ -66,22 +65,26 @@ class RowMarks(NamedTuple):
     """Buffers for what a row kernel notes of the gradient it writes, as stored."""
 
     eps: float
-    hit: Tensor  # bool [V], set at the target, and where an entry is above eps (|a| + |b|) / T
-    sums: Tensor  # [2, M], zeros: the sum and the absolute sum of each row
+    hit: (
+        torch.Tensor
+    )  # bool [V], set at the target, and where an entry is above eps (|a| + |b|) / T
+    sums: torch.Tensor  # [2, M], zeros: the sum and the absolute sum of each row
     # a and b are the upstream gradients of the row's log-prob and entropy, T is its temperature
 
 
 class Kept(NamedTuple):
     """The part of a chunk's gradient that is multiplied, and sums of the rest."""
 
-    columns: Tensor  # int64 [K], ascending
-    values: Tensor  # [M, K]
-    sums: Tensor  # [M]: d
-    mass: Tensor  # [M]: their absolute sums
-    distribution: Tensor  # [V]: q
+    columns: torch.Tensor  # int64 [K], ascending
+    values: torch.Tensor  # [M, K]
+    sums: torch.Tensor  # [M]: d
+    mass: torch.Tensor  # [M]: their absolute sums
+    distribution: torch.Tensor  # [V]: q
 
 
-def mark_rows(grad: Tensor, targets: Tensor, coefficient: Tensor, marks: RowMarks) -> None:
+def mark_rows(
+    grad: torch.Tensor, targets: torch.Tensor, coefficient: torch.Tensor, marks: RowMarks
+) -> None:
     """Fill `marks` from a gradient [..., V]: the reference implementation.
 
     targets, coefficient: [M]; the coefficient is (|a| + |b|) / T, 0 for rows without a gradient.
@@ -92,7 +95,7 @@ def mark_rows(grad: Tensor, targets: Tensor, coefficient: Tensor, marks: RowMark
     marks.sums.copy_(torch.stack([rows.sum(1), rows.abs().sum(1)]))
 
 
-def sample_factors(mass: Tensor) -> Tensor:
+def sample_factors(mass: torch.Tensor) -> torch.Tensor:
     """Sample `SAMPLED` of the rows by their `mass` [M]: 1 / probability of a row, 0 if not drawn.
 
     Rows with so much mass that their probability would be above 1 are certain; the others are drawn
@@ -118,9 +121,9 @@ class ColumnFilter:
     def __init__(
         self,
         settings: GradientFilter,
-        weight: Tensor,
+        weight: torch.Tensor,
         tokens: int,
-        total: Callable[[Tensor], Tensor] | None = None,
+        total: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         dtype = torch.promote_types(weight.dtype, torch.float32)
         self.settings, self.total = settings, total or (lambda x: x)
@@ -129,17 +132,17 @@ class ColumnFilter:
         # sum and absolute sum of each row, and the part of the latter that was dropped
         self.sums = torch.zeros(3, max(tokens, 1), dtype=dtype, device=weight.device)
 
-    def marks(self, index: Tensor) -> RowMarks | None:
+    def marks(self, index: torch.Tensor) -> RowMarks | None:
         """The buffers of a row kernel call on the tokens at `index` [M]."""
         if not self.settings.eps:
             return None
         return RowMarks(self.settings.eps, self.hit, self.sums.new_zeros(2, len(index)))
 
-    def store(self, index: Tensor, marks: RowMarks) -> None:
+    def store(self, index: torch.Tensor, marks: RowMarks) -> None:
         """Store the sums of the tokens at `index` [M]."""
         self.sums[:2].index_copy_(1, index, marks.sums)
 
-    def select(self, grad: Tensor, index: Tensor) -> Callable[[], Kept | None]:
+    def select(self, grad: torch.Tensor, index: torch.Tensor) -> Callable[[], Kept | None]:
         """Choose the columns of a chunk's gradient [M, V], with the tokens at `index` [M].
 
         Returns a function that waits for their number, so that the caller can launch other work
@@ -179,7 +182,7 @@ class ColumnFilter:
 
         return finish
 
-    def report(self) -> Tensor:
+    def report(self) -> torch.Tensor:
         """The fields of `FilterReport`, float32 [2]."""
         counts = self.sums.new_full((2,), len(self.hit))
         counts[0] *= self.kept / max(self.rows, 1)
@@ -188,7 +191,7 @@ class ColumnFilter:
         return torch.stack([kept / columns, (dropped / mass).nan_to_num().max()]).float()
 
 
-def read(values: Tensor) -> Callable[[], list[float]]:
+def read(values: torch.Tensor) -> Callable[[], list[float]]:
     """Start to copy values to the host; the result waits for that copy, not for later work."""
     if values.device.type != "cuda":
         return values.tolist

@@ -382,7 +382,7 @@ def test_every_entry_of_a_checkpoint_is_restored_as_a_number() -> None:
         }
     )
     del plain["mu"]
-    with pytest.raises(ValueError, match=r"state=\['mu'\]: use a dict from to_dict"):
+    with pytest.raises(ValueError, match=r"state=\['mu'\]: use a dict from state_dict"):
         ControllerState.from_dict(plain)
 
 

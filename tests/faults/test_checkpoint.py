@@ -360,7 +360,7 @@ def test_another_configuration_is_rejected_key_by_key(task, tmp_path):
     with pytest.raises(ConfigError) as error:
         Trainer(other)
     lines = str(error.value).splitlines()
-    for expected in ("seed: 0 .* 3 now", "method.name: 'constant-alarm'", "method.mu: 0.4 .* 0.2"):
+    for expected in ("seed: 0 .* 3 now", "method.name: 'constant-alarm'"):
         assert any(re.search(expected, line) for line in lines)
 
 

@@ -28,7 +28,7 @@ def call(batch: Batch, function=fused_linear_gac_loss, **keywords):
 
 def norms(batch: Batch, spec: LossSpec) -> dict[str, float]:
     """Compute the full batch's denominators, for the loss of a part of it."""
-    keywords = {k: v for k, v in batch.keywords.items() if k != "spec"}
+    keywords = {k: v for k, v in batch.keywords.items() if k in BatchInputs._fields}
     inputs = BatchInputs(batch.targets, batch.advantages, batch.is_demo, **keywords)
     tokens = plan(inputs, spec, torch.float64)
     denominators = {}

@@ -197,7 +197,7 @@ def test_each_rank_filters_its_own_columns(weight):
     data["targets"] = torch.where(data["targets"] < 0, -100, data["targets"] % 5)
     exact = run_unsharded(data, {})
     settings = GradientFilter(eps=2**-5, weight=weight, max_dropped=0.2)
-    results = ranks.run(run_sharded, data, {"gradient_filter": settings}, ranks=3)
+    results = [r for (r,) in ranks.run(run_sharded, data, {"gradient_filter": settings}, ranks=3)]
     for values, signals, grads in results:
         torch.testing.assert_close(values[0], exact[0][0], rtol=1e-5, atol=2e-5)
         assert signals == pytest.approx(exact[1], rel=1e-5)
