@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 # Spin-waiting OpenMP threads make two processes on two cores many times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: setup ext demo test release-check test-versions exit-check torture test-gpu test-integrations \
+.PHONY: setup ext demo test test-full release-check test-versions exit-check torture test-gpu test-integrations \
   mutants bench bench-gpu kernel-report docs docs-serve lint types check study clean
 
 setup: $(STAMP)  ## create a .venv with torch and the packages pinned in requirements/lock.txt
@@ -30,6 +30,9 @@ demo: setup  ## train a tiny model with six methods and compare them
 
 test: setup  ## run all tests that do not need a GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not release" -n 2 --dist loadfile --no-loadscope-reorder
+
+test-full: setup  ## run the tests that take minutes each: whole datasets, every kernel, launchers
+	$(BIN)/python -m pytest -m full
 
 release-check: setup  ## check the packages, the workflows, the hub layout and the versions (gigabytes, half an hour)
 	$(BIN)/python -m tools.release_check
