@@ -71,9 +71,7 @@ def test_train(tmp_path: Path, monkeypatch: Any, capsys: Any, main_process: bool
     monkeypatch.chdir(tmp_path)
     Path("run.yaml").write_text("steps: 3\nout: here\n")
     done = fake_training(monkeypatch)
-    monkeypatch.setenv("RANK", "0")
-    if not main_process:
-        monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("RANK", "0" if main_process else "1")
     assert cli.main(["train", "run.yaml", *([] if main_process else ["--no-resume"])]) == cli.OK
     reports = [(["a/run"], "a/run")] if main_process else []
     assert done == [(3, "here", main_process), *reports]
@@ -149,9 +147,8 @@ def test_methods(capsys: Any) -> None:
 @pytest.mark.parametrize("options", [False, True])
 def test_demo(monkeypatch: Any, options: bool) -> None:
     calls = fake(monkeypatch, "gac.demo.run.run_demo", 1)
-    given = ["--out", "x", "--methods", "sft", "gac", "--seeds", "2", "--steps", "3"]
-    given = [*given, "--jobs", "4"] if options else []
-    assert cli.main(["demo", *given]) == 1
+    given = ["--out", "x", "--methods", "sft", "gac", "--seeds", "2", "--steps", "3", "--jobs", "4"]
+    assert cli.main(["demo", *(given if options else [])]) == 1
     defaults = (Path("runs/demo"), list(DEMO_METHODS), range(1), 160, None)
     assert calls == [(Path("x"), ["sft", "gac"], range(2), 3, 4) if options else defaults]
 

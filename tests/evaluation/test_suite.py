@@ -263,13 +263,15 @@ def test_unusable_output_folder_is_rejected_early(task, tmp_path, capsys):
     with pytest.raises(ConfigError, match="out=.*cannot be written"):
         run_suite(suite(task, tmp_path / "file"))
     given = [f"model.path={task / 'init'}", f"eval.data.prompts={task / 'eval.jsonl'}"]
-    given += ["model.random_init=true", "reward=tests.tiny:digit_reward", f"out={tmp_path / 'out'}"]
+    given += [
+        "model.random_init=true",
+        "reward=tests.tiny:digit_reward",
+        f"out={tmp_path / 'out'}",
+        "eval.max_completion_length=5",
+    ]
     assert cli.main(["eval", "--against", str(tmp_path), "--set", *given]) == cli.USAGE
     assert "no samples.jsonl.gz found" in capsys.readouterr().err
-    given.append("eval.max_completion_length=5")
-    assert (
-        cli.main(["eval", "--set", *given]) == cli.OK
-    )  # a single task is saved where `out` is set
+    assert cli.main(["eval", "--set", *given]) == cli.OK  # a single task is also saved to `out`
     row = json.loads(capsys.readouterr().out)
     assert read_samples(tmp_path / "out").keys() == {"eval"}
     saved = json.loads((tmp_path / "out" / "results.json").read_text())["tasks"]["eval"]
