@@ -74,6 +74,9 @@ def run_step(model, rows: list[Row], micro: MicroBatches, loss: Loss):
     by_number = sorted(rows, key=operator.attrgetter("sequence"))
     old = [x - 0.1 * torch.arange(len(x)) for x in forward.row_logprobs(by_number)]
     rewards = Rewards.of([r.advantage for r in rows])
+    assert rewards.variance == pytest.approx(
+        torch.tensor([r.advantage for r in rows]).double().var(correction=0).item(), abs=1e-9
+    )
     step = Step(0, tuple(rows), Mix(0.3), count(rows), rewards, StepNeeds(kl=True), tuple(old), 1)
     model.zero_grad()
     measured = gradients(step)
