@@ -170,7 +170,7 @@ def _open(path: Path) -> IO[bytes] | None:
 
 
 def _is_private(folder: Path) -> bool:
-    """Whether only this user can write to `folder`, because unpickling runs code; creates it."""
+    """Create `folder` if needed; whether only this user can write to it: unpickling runs code."""
     with contextlib.suppress(OSError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         info = folder.stat()
