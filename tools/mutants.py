@@ -128,9 +128,6 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of the sample (default: 0)")
     parser.add_argument("--cap", type=float, default=20, help="seconds of tests per mutant (20)")
     parser.add_argument("--again", action="store_true", help="run the survivors again")
-    parser.add_argument(
-        "--all", action="store_true", help="use all test files, not only those that name the module"
-    )
     parser.add_argument("--page", action="store_true", help="only write the table")
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     parser.add_argument("--isolated", action="store_true", help=argparse.SUPPRESS)
