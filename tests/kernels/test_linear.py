@@ -18,21 +18,19 @@ from gac_kernels import (
     reference,
 )
 from tests.kernels.cases import (
-    BACKENDS,
     BY_NAME,
-    CASES,
     Case,
     build,
     check_grads,
     check_outputs,
     each_backend,
+    each_case_and_backend,
     hidden_grad_by_rows,
     less_accurate,
     on_cuda,
 )
 
 LEAVES = ["hidden", "weight", "bias"]
-INTERPRETED = pytest.mark.full(reason="seconds per case; test_loss.py interprets all of them")
 
 
 class WorkCounter(TorchDispatchMode):
@@ -92,15 +90,7 @@ def compare(case: Case, dtype: torch.dtype, backend: str) -> None:
     assert [g.dtype for g in d_ours] == [dtype] * 3
 
 
-@pytest.mark.parametrize(
-    ("case", "backend"),
-    [
-        pytest.param(c, b, id=f"{c.name}-{b}", marks=INTERPRETED if b == "triton" and i % 5 else ())
-        for i, c in enumerate(CASES)
-        for b in BACKENDS
-    ],
-    indirect=["backend"],
-)
+@each_case_and_backend
 def test_float32(case: Case, backend: str) -> None:
     compare(case, torch.float32, backend)
 
