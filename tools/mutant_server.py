@@ -210,7 +210,7 @@ class Server:
         count = sum(map(len, groups))
         seed = self.options.seed
         record: dict[str, Any] = {"module": mutant.module, "key": mutant.key, "seed": seed}
-        record |= {"again": self.options.again, "tests": count}
+        record |= {"again": bool(self.options.again), "tests": count}
         outcome, began = "survived", time.monotonic()
         changed = mutant.text()
         for group in groups if count else []:
@@ -236,9 +236,10 @@ class Server:
         latest = {record["key"]: record for record in read_results(self.root)}
         drawn = draw(module, self.options.seed)
         if self.options.again:
-            alive = {key for key, record in latest.items() if record["outcome"] == "survived"}
+            alive = {k for k, r in latest.items() if r["outcome"] in self.options.again}
             alive -= read_triage(self.root).keys()
-            mutants = [mutant for mutant in all_mutants(module) if mutant.key in alive]
+            most = None if self.options.again == "survived" else self.options.sample
+            mutants = list(itertools.islice((m for m in drawn if m.key in alive), most))
         else:
             first = itertools.islice(drawn, self.options.sample)
             mutants = [mutant for mutant in first if mutant.key not in latest]
