@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tools.mutations import Mutant, all_mutants, draw
+from tools.mutations import Mutant, draw
 
 # test files that take minutes or check texts
 SKIPPED = """architecture bench build_cuda cuda_order cuda_sketch cuda_source demo docs first_run
