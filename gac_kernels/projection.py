@@ -80,8 +80,12 @@ class Projection:
         memory, processors = gpu_size(weight.device)
         budget = chunk_bytes or default_budget(weight.device.type, memory)
         vocab_size = vocab_size or weight.shape[0]
-        item_bytes = self.accum_dtype.itemsize, self.gemm_dtype.itemsize
-        sizes = vocab_size, weight.shape[1], item_bytes, processors
+        sizes = (
+            vocab_size,
+            weight.shape[1],
+            (self.accum_dtype.itemsize, self.gemm_dtype.itemsize),
+            processors,
+        )
         self.chunk, self.block = chunk_sizes(budget, *sizes)
         self._largest_chunk = self.chunk
         weight_size = vocab_size * weight.shape[1]
@@ -89,9 +93,8 @@ class Projection:
             budget += self.accum_dtype.itemsize * weight_size
             self._largest_chunk = chunk_sizes(budget, *sizes, self.block)[0]
         self._logits = Buffer(weight.shape[0], self.accum_dtype, weight.device)
-        self._gradient = self._logits
-        if self.rounds:
-            self._gradient = Buffer(weight.shape[0], self.gemm_dtype, weight.device)
+        gradient = Buffer(weight.shape[0], self.gemm_dtype, weight.device)
+        self._gradient = gradient if self.rounds else self._logits
 
     @property
     def rounds(self) -> bool:
@@ -208,7 +211,10 @@ def chunk_sizes(
     logit_bytes, gradient_bytes = item_bytes
     row_bytes = logit_bytes * vocab_size
     if logit_bytes == gradient_bytes:
-        rows = _whole_tiles(budget // row_bytes, ALIGN if processors > 1 else CPU_ALIGN)
+        rows = budget // row_bytes
+        # more than 512 rows are no faster on a CPU: use half of the memory
+        cpu_rows = min(rows, max(rows // 2, 512))
+        rows = _whole_tiles(rows, ALIGN) if processors > 1 else _whole_tiles(cpu_rows, CPU_ALIGN)
         return rows, rows
     # about 2 rows of logits for 9 rows of gradients
     block = block or _whole_tiles(4 * budget // (13 * row_bytes))
