@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .contract import IGNORE, LossSpec, compute_dtype
 from .inputs import BatchInputs, NeedsGrad, Operands, part
-from .linear import ASYNCHRONOUS, Head, InputGradients, head_stats, partition_tokens, read_counts
+from .linear import ASYNCHRONOUS, Head, InputGradients, head_stats, sort_tokens, unsorted
 from .reference import Coupling, coupling, select_outputs, token_gradients, token_terms
 from .sketch import HeadSketch
 from .tokens import (
@@ -28,12 +28,9 @@ from .tokens import (
 )
 
 
-class Result(NamedTuple):
-    """What `autograd.Fused` needs of a loss."""
-
-    outputs: tuple[Any, ...]  # the loss, and what is not differentiable
-    grads: InputGradients  # of the loss, divided by `inv_scale`
-    inv_scale: Tensor | None  # see `scale_for_float16`
+# What `autograd.Fused` needs of a loss: the loss and the outputs that are not differentiable; the
+# gradients of the loss, divided by the third part, `inv_scale` (see `scale_for_float16`).
+Result = tuple[tuple[Any, ...], InputGradients, Tensor | None]
 
 
 def fused_loss(
@@ -47,8 +44,8 @@ def fused_loss(
 ) -> Result:
     """Compute the loss and its gradients in 6 N H V FLOPs.
 
-    Outputs: the scalars of `tokens.Summary`, logps, entropy, the three parts of the moments, the
-    sketch [S, k, k], and the fields of `filter.FilterReport`, float32 [2].
+    Outputs: the fields of `LossOutput`, with the three parts of the moments, and with the fields of
+    `filter.FilterReport` as float32 [2].
 
     Rows whose gradient is known to be 0 need only the forward GEMM. A loss that depends on sums of
     current log-probs over sequences takes 8 N H V: these are computed first.
@@ -82,10 +79,9 @@ def fused_loss(
         logps, entropy, *_ = passed[0]
         passed = token_terms(logps, entropy, tokens, spec), *passed[1:]
     terms, sketches, grads, inv_scale, report = passed
-    *scalars, statistics = op.backend.reduce(tokens, terms, moments)
+    *values, statistics, _, _ = op.backend.reduce(tokens, terms, moments)
     parts = (None,) * 3 if statistics is None else vars(statistics).values()
-    outputs = *scalars, terms.logps, terms.entropy, *parts, sketches, report
-    return Result(outputs, grads, inv_scale)
+    return (*values, *parts, sketches, report), grads, inv_scale
 
 
 def has_distinct_elements(x: Tensor) -> bool:
@@ -116,22 +112,17 @@ def _one_pass(
         terms = op.backend.row_loss(op.rows, tokens, spec, out, None, op.softcap)
         return terms, None, InputGradients(out, None, None), inv_scale, None
     need_gradient = any(needs) or sketch is not None
-    has_gradient = torch.zeros_like(tokens.live)
-    if need_gradient:
-        has_gradient = ~has_zero_gradient(tokens, spec)
+    has_gradient = ~has_zero_gradient(tokens, spec) if need_gradient else None
     head = Head(op, needs, tokens.live, sketch)
-    shape = len(TokenTerms._fields), len(op.rows)
-    results = op.rows.new_zeros(shape, dtype=head.projection.accum_dtype)
-    order, counts = partition_tokens(tokens.live, has_gradient)
-    ordered, ordered_results = tokens.select(order), torch.empty_like(results)
-    gradient_rows, live_rows = read_counts(counts, len(order))
-    for block in head.blocks(order, gradient_rows if need_gradient else 0, live_rows):
+    order, counts = sort_tokens(tokens.live, has_gradient)
+    ordered, results = tokens.select(order), head.zeros(len(TokenTerms._fields))
+    for block in head.blocks(order, counts):
         arguments = ordered.part(block.tokens), spec, block.out, block.sketch, op.softcap
         terms = op.backend.row_loss(block.logits, *arguments, block.marks)
-        torch.stack(terms, out=ordered_results[:, block.tokens])
-    results.index_copy_(1, order[:live_rows], ordered_results[:, :live_rows])
+        torch.stack(terms, out=results[:, block.tokens])
+    terms = TokenTerms(*unsorted(results, order))
     sketches = head.sketches(tokens, spec, inv_scale)
-    return TokenTerms(*results), sketches, head.gradients(), inv_scale, head.report()
+    return terms, sketches, head.gradients(), inv_scale, head.report()
 
 
 def _two_passes(
@@ -149,7 +140,7 @@ def _two_passes(
         stats = torch.stack(op.backend.row_stats(op.rows, tokens.targets, scaling, op.softcap))
     else:
         head = Head(op, needs, tokens.live, sketch)
-        stats, order, count = head_stats(op, head, may_have_gradient(tokens, spec))
+        stats, order, counts = head_stats(op, head, may_have_gradient(tokens, spec))
     logps, entropy, lse = stats
     terms, upstream = token_gradients(logps, entropy, tokens, spec, need_gradient)
     if upstream is None:
@@ -162,10 +153,10 @@ def _two_passes(
     if head is None:
         op.backend.row_grads(op.rows, tokens.targets, *columns, scaling, out, op.softcap)
         return terms, None, InputGradients(out, None, None), inv_scale, None
-    if order.device.type not in ASYNCHRONOUS:  # the exact number costs no synchronization
-        order, counts = partition_tokens(tokens.live, (upstream != 0).any(0))
-        count, _ = read_counts(counts, len(order))
-    head.add_gradients(op, columns, order, count)
+    if order.device.type not in ASYNCHRONOUS:  # the exact rows cost no synchronization
+        used = (upstream != 0).any(0)
+        order, counts = sort_tokens(used, used)
+    head.add_gradients(op, columns, order, counts)
     sketches = head.sketches(tokens, spec, inv_scale)
     return terms, sketches, head.gradients(), inv_scale, head.report()
 
@@ -186,13 +177,11 @@ def token_loss(
     """
     live = op.targets != IGNORE
     head, more_outputs, inv_scale = Head(op, needs, live), len(outputs) > 0, None
-    shape = 6 if more_outputs else 3, len(op.rows)  # losses, logps, entropy and MORE_OUTPUTS
-    results = op.rows.new_zeros(shape, dtype=head.projection.accum_dtype)
-    order, counts = partition_tokens(live, live if any(needs) else torch.zeros_like(live))
-    targets, scaling, ordered = op.targets[order], op.scaling(order), torch.empty_like(results)
-    inputs, nonzero = [x[order] for x in inputs], torch.zeros_like(live)
-    gradient_rows, live_rows = read_counts(counts, len(order))
-    for block in head.blocks(order, gradient_rows if any(needs) else 0, live_rows, nonzero):
+    order, counts = sort_tokens(live, live if any(needs) else None)
+    targets, scaling, inputs = op.targets[order], op.scaling(order), [x[order] for x in inputs]
+    results = head.zeros(6 if more_outputs else 3)  # losses, logps, entropy and MORE_OUTPUTS
+    nonzero = torch.zeros_like(live)
+    for block in head.blocks(order, counts, nonzero):
         span = block.tokens
         rows, temperature = (block.logits, targets[span]), part(scaling, span)
         logps, entropy, lse, *extra = op.backend.row_stats(
@@ -200,7 +189,7 @@ def token_loss(
         )
         columns = *(x[span] for x in inputs), *select_outputs(extra, outputs)
         losses, upstream = differentiate(function, logps, entropy, columns, block.out is not None)
-        torch.stack([losses, logps, entropy, *extra], out=ordered[:, span])
+        torch.stack([losses, logps, entropy, *extra], out=results[:, span])
         if upstream is not None:
             nonzero[span] = (upstream != 0).any(0)
             if op.dtype == torch.float16:  # the scale of the first block serves all
@@ -209,11 +198,10 @@ def token_loss(
                 upstream = upstream / inv_scale
             stats, options = (lse, entropy, *upstream), (temperature, block.out, op.softcap)
             op.backend.row_grads(*rows, *stats, *options, marks=block.marks)
-    results.index_copy_(1, order[:live_rows], ordered[:, :live_rows])
-    losses, logps, entropy, *extra = torch.where(live, results, 0)
+    losses, logps, entropy, *extra = torch.where(live, unsorted(results, order), 0)
     total = losses.sum(dtype=torch.float64).to(losses.dtype)
     values = total, losses, logps, entropy, *select_outputs(extra, outputs), head.report()
-    return Result(values, head.gradients(), inv_scale)
+    return values, head.gradients(), inv_scale
 
 
 def differentiate(

@@ -88,20 +88,20 @@ def _loss(*arguments: Any) -> tuple[Tensor, ...]:
     op, inputs = _unpack(arguments[:_OPERANDS]), BatchInputs(*arguments[_OPERANDS:-4])
     checks.values(inputs.targets, _vocabulary(op), inputs)
     # numbers, so that no accelerator waits for a copy
-    scalars = {name: _number(getattr(inputs, name)) for name in ("mu", "rollout_norm", "demo_norm")}
+    constants = {name: _number(getattr(inputs, name)) for name in ("mu", "rollout_norm", "demo_norm")}
     spec = replace(decode(text, numbers), temperature=op.temperature)
     head_sketch = HeadSketch(*sketch) if sketch else None
     eager = torch._C._ForceDispatchKeyGuard(*_KEYS)  # as in eager code, autograd may record
     with eager, torch.no_grad(), torch.autocast(op.rows.device.type, enabled=False):
-        inputs, wanted = inputs._replace(**scalars), NeedsGrad(*needs)
-        result = loss.fused_loss(op, inputs, spec, wanted, sketch=head_sketch)
-    *values, logps, entropy, rollouts, demo_nll, totals, sketches, _ = result.outputs
+        inputs, wanted = inputs._replace(**constants), NeedsGrad(*needs)
+        values, grads, inv_scale = loss.fused_loss(op, inputs, spec, wanted, sketch=head_sketch)
+    *scalars, logps, entropy, rollouts, demo_nll, totals, sketches, _ = values
     return (
-        torch.stack(values),
+        torch.stack(scalars),
         *(logps.clone(), entropy.clone(), rollouts, demo_nll, totals),
         op.rows.new_empty(0) if sketches is None else sketches,
-        torch.ones((), device=logps.device) if result.inv_scale is None else result.inv_scale,
-        *_or_empty(result.grads, op, _saved_dtypes(op)),
+        torch.ones((), device=logps.device) if inv_scale is None else inv_scale,
+        *_or_empty(grads, op, _saved_dtypes(op)),
     )
 
 

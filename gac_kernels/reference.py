@@ -258,17 +258,8 @@ def loss_output(
     tokens: Tokens, terms: TokenTerms, shape: torch.Size, moments: bool = True
 ) -> LossOutput:
     """Reduce terms [N] to a LossOutput with a differentiable `loss`; shape: that of the targets."""
-    summary = reduce(tokens, terms, moments)
-    return LossOutput(
-        loss=summary.loss,
-        rollout_loss=summary.rollout_loss.detach(),
-        demo_loss=summary.demo_loss.detach(),
-        kl=summary.kl,
-        clip_fraction=summary.clip_fraction,
-        logps=terms.logps.detach().view(shape),
-        entropy=terms.entropy.detach().view(shape),
-        moments=summary.moments,
-    )
+    out = reduce(tokens, terms, moments)
+    return out._replace(logps=out.logps.view(shape), entropy=out.entropy.view(shape))
 
 
 def fused_gac_loss(

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .contract import IGNORE, DemoWeight, LossSpec, TokenMoments
+from .contract import IGNORE, DemoWeight, LossOutput, LossSpec, TokenMoments
 from .inputs import BatchInputs
 
 
@@ -288,19 +288,11 @@ def power_above(x: Tensor) -> Tensor:
     return torch.where(largest.isfinite(), power, 1)
 
 
-class Summary(NamedTuple):
-    """Results over the whole batch, 0-d except `moments`."""
+def reduce(tokens: Tokens, terms: TokenTerms, moments: bool) -> LossOutput:
+    """Reduce token terms [N] to the outputs, with float64 sums in a fixed order.
 
-    loss: Tensor
-    rollout_loss: Tensor
-    demo_loss: Tensor
-    kl: Tensor
-    clip_fraction: Tensor
-    moments: TokenMoments | None
-
-
-def reduce(tokens: Tokens, terms: TokenTerms, moments: bool) -> Summary:
-    """Reduce token terms to the outputs, with float64 sums in a fixed order."""
+    Only `loss` is differentiable; `logps` and `entropy` remain [N].
+    """
     weighted_loss = (tokens.weight * terms.loss).double()
     terms = TokenTerms(*(x.detach() for x in terms))
     roles = torch.stack([tokens.rollout, tokens.live & tokens.demo])
@@ -311,9 +303,10 @@ def reduce(tokens: Tokens, terms: TokenTerms, moments: bool) -> Summary:
     if tokens.ref is None:
         totals[2].fill_(math.nan)
     kl, clip_fraction = totals[2] / totals[0], totals[3] / totals[0].clamp(min=1)
-    scalars = loss, rollout_loss, demo_loss, kl, clip_fraction
+    scalars = loss, rollout_loss.detach(), demo_loss.detach(), kl, clip_fraction
     statistics = _moments(tokens, terms, totals) if moments else None
-    return Summary._make((*(x.to(terms.loss.dtype) for x in scalars), statistics))
+    values = *(x.to(terms.loss.dtype) for x in scalars), terms.logps, terms.entropy, statistics
+    return LossOutput._make((*values, None, None))
 
 
 def _moments(tokens: Tokens, terms: TokenTerms, totals: Tensor) -> TokenMoments:

@@ -4,7 +4,7 @@
     Why the backend cannot run on `device`; None if it can.
 `plan(inputs, spec, dtype) -> Tokens`
     Computes the per-token values, as defined by `tokens.plan`, in few kernel launches.
-`reduce(tokens, terms, moments) -> Summary`
+`reduce(tokens, terms, moments) -> LossOutput`
     Sums over all tokens in float64, as defined by `tokens.reduce`.
 `row_stats(logits, targets, temperature, softcap, more_outputs) -> (logps, entropy, lse)`
     Each is float32 [N], 0 for rows without a loss. Reads each row with a loss once. A target

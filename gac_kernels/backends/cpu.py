@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 
 from .. import build_cuda
-from ..contract import REDUCTIONS, DemoWeight, LossSpec, TokenMoments
+from ..contract import REDUCTIONS, DemoWeight, LossOutput, LossSpec, TokenMoments
 from ..filter import RowMarks
 from ..inputs import BatchInputs
 from ..scalars import DTYPES, token_scalars
 from ..sketch import RowSketch
-from ..tokens import Summary, Tokens, TokenTerms
+from ..tokens import Tokens, TokenTerms
 
 LIBRARY = Path(__file__).parent.parent / "_native.so"
 NAMES = ("plan", "reduce", "row_stats", "row_grads", "row_loss")
@@ -202,7 +202,7 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
     return Tokens._make(fields)
 
 
-def reduce(tokens: Tokens, terms: TokenTerms, moments: bool) -> Summary:
+def reduce(tokens: Tokens, terms: TokenTerms, moments: bool) -> LossOutput:
     columns = [_column(term, torch.float32) for term in terms]
     sequences, scalar = tokens.lengths.numel(), columns[0].new_empty(())
     scalars = scalar, *[torch.empty_like(scalar) for _ in range(4)]
@@ -228,7 +228,7 @@ def reduce(tokens: Tokens, terms: TokenTerms, moments: bool) -> Summary:
         tokens.ref is not None,
     )
     library().gac_reduce(arguments)
-    return Summary._make((*scalars, statistics))
+    return LossOutput(*scalars, terms.logps, terms.entropy, statistics)
 
 
 def row_stats(

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from .. import build_cuda
-from ..contract import LossSpec
+from ..contract import LossOutput, LossSpec
 from ..filter import RowMarks
 from ..inputs import BatchInputs
 from ..scalars import DTYPES, token_scalars
 from ..sketch import RowSketch
-from ..tokens import Summary, Tokens, TokenTerms
+from ..tokens import Tokens, TokenTerms
 from . import reference, triton
 
 _CAPABILITIES = ((9, 0), (10, 0))  # compute capabilities
@@ -142,7 +142,7 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
     return _batch_backend(inputs.targets.device).plan(inputs, spec, dtype)
 
 
-def reduce(tokens: Tokens, terms: TokenTerms, moments: bool) -> Summary:
+def reduce(tokens: Tokens, terms: TokenTerms, moments: bool) -> LossOutput:
     return _batch_backend(tokens.live.device).reduce(tokens, terms, moments)
 
 
