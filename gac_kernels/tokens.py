@@ -35,7 +35,6 @@ class Tokens(NamedTuple):
     offsets: Tensor  # int64 [S + 1]: where each sequence starts
     lengths: Tensor  # int64 [S]: tokens with a loss
     rollout_lengths: Tensor  # int64 [S]: tokens with a loss that are not demonstrations
-    is_demo: Tensor  # bool [S], or [N] if each token has its own role
     mu: float | Tensor
 
     def per_sequence(self, x: Tensor) -> Tensor:
@@ -63,10 +62,6 @@ class Tokens(NamedTuple):
     def rollout(self) -> Tensor:
         """bool [N]: rollout tokens with a loss."""
         return self.live & ~self.demo
-
-    @property
-    def role_per_token(self) -> bool:
-        return self.is_demo.shape != self.lengths.shape
 
     def rollout_sum(self, x: Tensor) -> Tensor:
         """Give each token the float64 sum of x [N] over its sequence's rollout tokens."""
@@ -158,7 +153,7 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
     demo_share = demo.to(dtype)
     scale = weight * (demo_share * mu + (1 - demo_share) * (1 - mu))
     columns = flat, live, demo, advantages, old, ref, weight, scale, None, None, None, sequence
-    return Tokens(*columns, offsets, lengths, rollout_lengths, is_demo.reshape(-1), mu)
+    return Tokens(*columns, offsets, lengths, rollout_lengths, mu)
 
 
 def with_factors(tokens: Tokens, inputs: BatchInputs, spec: LossSpec) -> Tokens:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import Function
 
 from . import checks
 from .arguments import batch_operands
@@ -94,9 +93,11 @@ def vocab_parallel_gac_loss(
     sizes = _sizes(weight, group)
     checks.values(targets, sum(sizes), inputs)
     # all ranks must use the same chunks, even if the weight rows are sharded unevenly
-    rows = ShardedRows(sum(sizes[: dist.get_rank(group)]), group, op.backend)
-    flat_hidden, needs = SumGradient.apply(op.rows, group), NeedsGrad.of(*op[:3])
-    op = op._replace(rows=flat_hidden, backend=rows, vocab_size=max(sizes))
+    backend = ShardedRows(sum(sizes[: dist.get_rank(group)]), group, op.backend)
+    needs, rows = NeedsGrad.of(*op[:3]), op.rows.view_as(op.rows)
+    if needs.rows:  # all ranks add their parts of the gradient of this call
+        rows.register_hook(lambda grad: backend.all_reduce(grad.contiguous()))
+    op = op._replace(rows=rows, backend=backend, vocab_size=max(sizes))
     flat = Fused.apply(*op[:3], op, fused_loss, (inputs, spec, needs, moments))
     return loss_output(flat, targets.shape)
 
@@ -107,21 +108,6 @@ def _sizes(weight: Tensor, group: dist.ProcessGroup | None) -> list[int]:
     gathered = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, local, group=group)
     return [int(n) for n in gathered]
-
-
-class SumGradient(Function):
-    """Identity in the forward pass; the backward pass all-reduces the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        grad = grad.contiguous()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
 
 
 class ShardedRows:

@@ -198,7 +198,7 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
     )
     library().gac_plan(arguments)
     factors = None, None, None  # see `with_factors`
-    fields = flat, *results[:7], *factors, *results[7:], is_demo.reshape(-1), inputs.mu
+    fields = flat, *results[:7], *factors, *results[7:], inputs.mu
     return Tokens._make(fields)
 
 

@@ -261,7 +261,7 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
         None if x is None else y for x, y in ((inputs.old_logps, old), (inputs.ref_logps, ref))
     )
     columns = *(flat, live, demo, advantages, old, ref, weight, scale), None, None, None, sequence
-    return Tokens(*columns, offsets, lengths, torch.where(is_demo, 0, lengths), is_demo, mu)
+    return Tokens(*columns, offsets, lengths, torch.where(is_demo, 0, lengths), mu)
 
 
 def _flat(x: Tensor | None) -> Tensor | None:
