@@ -14,7 +14,6 @@ from torch import Tensor
 from . import checks, loss, ops, reference
 from .arguments import batch_operands, operands
 from .autograd import Fused, TokenLogprobs, loss_output
-from .backends import reference as reference_backend
 from .contract import LossOutput, LossSpec, TokenLossOutput
 from .filter import FilterReport, GradientFilter
 from .inputs import NeedsGrad, complete
@@ -114,9 +113,6 @@ def fused_gac_loss(
     if torch.compiler.is_compiling():
         return ops.fused_loss(op, inputs, spec, moments)
     checks.values(targets, logits.shape[-1], inputs)
-    if op.backend is reference_backend:  # by autograd: the definition of the loss
-        keywords = {**inputs._asdict(), "spec": spec, "softcap": op.softcap, "moments": moments}
-        return reference.fused_gac_loss(logits, **keywords)
     arguments = inputs, spec, NeedsGrad.of(*op[:3]), moments, None, overwrite
     flat = Fused.apply(*op[:3], op, loss.fused_loss, arguments)
     return loss_output(flat, targets.shape)
@@ -176,10 +172,6 @@ def _logprobs(
         logps, entropy, *extra = ops.token_logprobs(op, more_outputs)
     else:
         checks.values(targets, rows[0].shape[-1] if rows[1] is None else rows[1].shape[0])
-        if op.weight is None and op.backend is reference_backend:
-            keywords: Any = {"temperature": op.scaling(), "softcap": op.softcap, "outputs": outputs}
-            exact = reference.token_logprobs(op.rows.flatten(0, 1), op.targets, **keywords)
-            return tuple(x.view(targets.shape) for x in exact)
         logps, entropy, *extra = TokenLogprobs.apply(*op[:3], op, more_outputs)
     flat = logps, entropy, *reference.select_outputs(extra, outputs)
     return tuple(x.view(targets.shape) for x in flat)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 from collections.abc import Sequence
@@ -42,9 +41,9 @@ def logprobs(logps: Tensor, entropy: Tensor | None, targets: Tensor) -> None:
     tensor("targets", targets, "int64", torch.int64)
     if targets.dim() not in (1, 2):
         raise ValueError(f"targets has shape {tuple(targets.shape)}: use [B, T] or packed [N]")
+    tensor("logps", logps)
     floats("logps", logps, targets, targets.shape)
-    if entropy is not None:
-        floats("entropy", entropy, targets, targets.shape)
+    floats("entropy", entropy, targets, targets.shape)
 
 
 def tensor(name: str, value: object, wanted: str = "", *dtypes: torch.dtype) -> None:
@@ -112,11 +111,9 @@ def batch(like: Tensor, inputs: BatchInputs, spec: LossSpec) -> None:
     shape("is_demo", inputs.is_demo, (sequences,), tokens)
     same_device("is_demo", inputs.is_demo, like, allow_cpu=True)
     for name in ("weights", "temperatures"):
-        if (value := getattr(inputs, name)) is not None:
-            floats(name, value, like, (sequences,), tokens, allow_cpu=True)
+        floats(name, getattr(inputs, name), like, (sequences,), tokens, allow_cpu=True)
     for name in ("old_logps", "ref_logps", "rollout_logps"):
-        if (value := getattr(inputs, name)) is not None:
-            floats(name, value, inputs.targets, tokens)
+        floats(name, getattr(inputs, name), inputs.targets, tokens)
     if spec.kl_coef != 0 and inputs.ref_logps is None:
         raise ValueError(f"ref_logps is None: spec.kl_coef={spec.kl_coef!r} requires it")
     if (spec.correction == "none") != (inputs.rollout_logps is None):
@@ -150,12 +147,14 @@ def _sequences(like: Tensor, targets: Tensor, cu_seqlens: Tensor | None) -> int:
 
 
 def floats(
-    name: str, value: Tensor, like: Tensor, *shapes: tuple[int, ...], allow_cpu: bool = False
+    name: str, value: Tensor | None, like: Tensor, *shapes: tuple[int, ...], allow_cpu: bool = False
 ) -> None:
-    """Check that `value` is a float tensor of one of these shapes on the device of `like`.
+    """Check that `value` is None or a float tensor of one of these shapes on the device of `like`.
 
     allow_cpu: it may be on a CPU, too.
     """
+    if value is None:
+        return
     tensor(name, value)
     if not value.is_floating_point():
         raise TypeError(f"{name} has dtype {value.dtype}: use a float dtype")
@@ -189,11 +188,9 @@ def temperature(value: object, targets: Tensor) -> None:
     if not isinstance(value, Tensor):
         positive("temperature", value)
         return
-    if not value.is_floating_point() or value.requires_grad:
-        kind = "requires a gradient" if value.requires_grad else f"has dtype {value.dtype}"
-        raise TypeError(f"temperature {kind}: use a number, or a float tensor without a gradient")
-    shape("temperature", value, targets.shape[:1], targets.shape)
-    same_device("temperature", value, targets, allow_cpu=True)
+    floats("temperature", value, targets, targets.shape[:1], targets.shape, allow_cpu=True)
+    if value.requires_grad:
+        raise ValueError("temperature requires a gradient, which it cannot get: pass it detached")
     if not torch.compiler.is_compiling():
         _in_range("temperature", value, targets)
 
@@ -254,13 +251,11 @@ def values(targets: Tensor, vocabulary: int | None, inputs: BatchInputs | None =
         _in_range("temperatures", inputs.temperatures, targets)
     if cu_seqlens is not None and _readable(cu_seqlens):
         ends = cu_seqlens.tolist()
-        n = targets.numel()
-        if ends[0] != 0:
-            raise ValueError(f"cu_seqlens starts at {ends[0]}: it must start at 0")
-        if any(b < a for a, b in itertools.pairwise(ends)):
-            raise ValueError(f"cu_seqlens={ends} decreases: it must be non-decreasing")
-        if ends[-1] != n:
-            raise ValueError(f"cu_seqlens ends at {ends[-1]}: it must end at N = {n}")
+        if ends != sorted(ends) or (ends[0], ends[-1]) != (0, targets.numel()):
+            raise ValueError(
+                f"cu_seqlens={ends}: use offsets that start at 0, never decrease, and end at "
+                f"N = {targets.numel()}"
+            )
     if targets.numel() and _readable(targets):
         low, high = (x.item() for x in targets.aminmax())
         limit = high + 1 if vocabulary is None else vocabulary

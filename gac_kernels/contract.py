@@ -25,7 +25,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-class DemoWeight(enum.Enum):
+class DemoWeight(enum.StrEnum):
     """The loss of a demonstration token with probability p.
 
     The first three are -w log p with a detached weight w; the last two are functions of p.
@@ -53,6 +53,7 @@ CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "seq
 KL_ESTIMATORS = ("k1", "k2", "k3")
 # The named options of LossSpec and their values.
 CHOICES = {
+    "demo_weight": tuple(DemoWeight),
     "rollout_reduction": REDUCTIONS,
     "demo_reduction": REDUCTIONS,
     "kl_estimator": KL_ESTIMATORS,
@@ -150,15 +151,10 @@ class LossSpec:
     """
 
     def __post_init__(self) -> None:
-        if not isinstance(self.demo_weight, DemoWeight):
-            try:
-                object.__setattr__(self, "demo_weight", DemoWeight(self.demo_weight))
-            except ValueError:
-                names = ", ".join(w.value for w in DemoWeight)
-                raise ValueError(f"demo_weight={self.demo_weight!r}: use one of {names}") from None
         for name, valid in CHOICES.items():
             if getattr(self, name) not in valid:
                 raise ValueError(f"{name}={getattr(self, name)!r}: use one of {', '.join(valid)}")
+        object.__setattr__(self, "demo_weight", DemoWeight(self.demo_weight))
         if not isinstance(self.use_bias_correction_kl, bool):
             raise TypeError(
                 f"use_bias_correction_kl={self.use_bias_correction_kl!r}: use True or False"

@@ -60,7 +60,10 @@ def sort_tokens(live: Tensor, has_gradient: Tensor | None) -> tuple[Tensor, Coun
     """
     if capturing(live.device):
         tokens = len(live)
-        return torch.arange(tokens, device=live.device), (tokens * (has_gradient is not None), tokens)
+        return torch.arange(tokens, device=live.device), (
+            tokens * (has_gradient is not None),
+            tokens,
+        )
     has_gradient = torch.zeros_like(live) if has_gradient is None else has_gradient
     group = 2 - live.to(torch.int8) - has_gradient.to(torch.int8)
     return group.argsort(stable=True), torch.stack([has_gradient.sum(), live.sum()])
@@ -103,9 +106,7 @@ class Head:
 
     def zeros(self, columns: int) -> Tensor:
         """A buffer for results of the rows, [columns, N]."""
-        return self.hidden.new_zeros(
-            columns, len(self.hidden), dtype=self.projection.accum_dtype
-        )
+        return self.hidden.new_zeros(columns, len(self.hidden), dtype=self.projection.accum_dtype)
 
     def _gather(self, index: Tensor) -> Tensor:
         """Gather rows of hidden as a GEMM operand [M, H]."""

@@ -27,7 +27,6 @@ from .tokens import (
     with_factors,
 )
 
-
 # What `autograd.Fused` needs of a loss: the loss and the outputs that are not differentiable; the
 # gradients of the loss, divided by the third part, `inv_scale` (see `scale_for_float16`).
 Result = tuple[tuple[Any, ...], InputGradients, Tensor | None]

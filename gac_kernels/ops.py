@@ -88,7 +88,9 @@ def _loss(*arguments: Any) -> tuple[Tensor, ...]:
     op, inputs = _unpack(arguments[:_OPERANDS]), BatchInputs(*arguments[_OPERANDS:-4])
     checks.values(inputs.targets, _vocabulary(op), inputs)
     # numbers, so that no accelerator waits for a copy
-    constants = {name: _number(getattr(inputs, name)) for name in ("mu", "rollout_norm", "demo_norm")}
+    constants = {
+        name: _number(getattr(inputs, name)) for name in ("mu", "rollout_norm", "demo_norm")
+    }
     spec = replace(decode(text, numbers), temperature=op.temperature)
     head_sketch = HeadSketch(*sketch) if sketch else None
     eager = torch._C._ForceDispatchKeyGuard(*_KEYS)  # as in eager code, autograd may record

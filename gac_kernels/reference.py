@@ -38,21 +38,29 @@ def token_logprobs(
     outputs: Sequence[str] = (),
 ) -> tuple[Tensor, ...]:
     """See `gac_kernels.token_logprobs`; same arguments, no checks."""
-    live = (targets != IGNORE).reshape(-1).nonzero().squeeze(1)
-    rows = logits.reshape(-1, logits.shape[-1]).index_select(0, live)
-    rows, y = rows.to(compute_dtype(logits.dtype)), targets.reshape(-1).index_select(0, live)
     if isinstance(temperature, Tensor):
-        temperature = per_token(temperature, targets, rows.dtype).index_select(0, live)
+        temperature = per_token(temperature, targets, compute_dtype(logits.dtype))
     cap = None if softcap is None else softcap / logit_scale
-    logps, entropy, _, *more = row_statistics(
-        rows, y, temperature / logit_scale, cap, len(outputs) > 0
-    )
-    zeros = torch.zeros(targets.numel(), dtype=rows.dtype, device=rows.device)
+    rows = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
+    logps, entropy, _, *more = row_stats(*rows, temperature / logit_scale, cap, len(outputs) > 0)
+    results = logps, entropy, *select_outputs(more, outputs)
+    return tuple(x.view(targets.shape) for x in results)
 
-    def spread(x: Tensor) -> Tensor:
-        return zeros.to(x.dtype).index_copy(0, live, x).view(targets.shape)
 
-    return spread(logps), spread(entropy), *(spread(x) for x in select_outputs(more, outputs))
+def row_stats(
+    logits: Tensor,  # [N, V]
+    targets: Tensor,  # int64 [N]; -100 = no loss
+    temperature: float | Tensor,  # or [N]
+    softcap: float | None = None,
+    more_outputs: bool = False,
+) -> tuple[Tensor, ...]:
+    """`row_statistics` of the rows with a loss, and 0 elsewhere: [N] each, differentiable."""
+    live = (targets != IGNORE).nonzero().squeeze(1)
+    rows = logits.index_select(0, live).to(compute_dtype(logits.dtype))
+    temperature = temperature[live] if isinstance(temperature, Tensor) else temperature
+    stats = row_statistics(rows, targets[live], temperature, softcap, more_outputs)
+    zeros = torch.zeros(targets.shape, dtype=rows.dtype, device=rows.device)
+    return tuple(zeros.index_copy(0, live, x.to(zeros.dtype)) for x in stats)
 
 
 def per_token(x: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:

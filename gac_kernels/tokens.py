@@ -231,13 +231,9 @@ def has_zero_gradient(tokens: Tokens, spec: LossSpec) -> Tensor:
     if tokens.factor is not None:
         no_factor = tokens.factor == 0
         no_advantage, no_loss = no_advantage | no_factor, no_loss | (tokens.demo & no_factor)
-    if spec.kl_coef == 0 and spec.entropy_coef == 0:
-        no_gradient = no_advantage & ~tokens.demo
-    else:
-        no_gradient = torch.zeros_like(tokens.demo)
-    if spec.demo_weight is DemoWeight.SHAPED:
-        no_gradient = no_gradient | (no_advantage & tokens.demo)
-    return no_loss | no_gradient
+    only_policy = spec.kl_coef == 0 and spec.entropy_coef == 0  # in the loss of a rollout
+    shaped = spec.demo_weight is DemoWeight.SHAPED
+    return no_loss | (no_advantage & torch.where(tokens.demo, shaped, only_policy))
 
 
 def may_have_gradient(tokens: Tokens, spec: LossSpec) -> Tensor:

@@ -28,11 +28,7 @@ def row_stats(
     softcap: float | None = None,
     more_outputs: bool = False,
 ) -> tuple[Tensor, ...]:
-    live, rows = _live_rows(logits, targets)
-    temperature = temperature[live] if isinstance(temperature, Tensor) else temperature
-    stats = reference.row_statistics(rows, targets[live], temperature, softcap, more_outputs)
-    zeros = torch.zeros(targets.shape, dtype=rows.dtype, device=rows.device)
-    return tuple(zeros.index_copy(0, live, x.to(zeros.dtype)) for x in stats)
+    return reference.row_stats(logits.flatten(0, 1), targets, temperature, softcap, more_outputs)
 
 
 def row_grads(
@@ -49,7 +45,8 @@ def row_grads(
     whole_row: bool = True,
     marks: RowMarks | None = None,
 ) -> None:
-    live, rows = _live_rows(logits, targets)
+    live = (targets != IGNORE).nonzero().squeeze(1)
+    rows = logits.flatten(0, 1).index_select(0, live).to(compute_dtype(logits.dtype))
     tau = temperature[live, None] if isinstance(temperature, Tensor) else temperature
     capped = reference.scale_logits(rows, 1.0, softcap)
     z = capped / tau - lse[live, None]
@@ -108,11 +105,3 @@ def loss_in_two_calls(
 
 def scale_(tensor: Tensor, factor: Tensor) -> None:
     tensor.mul_(factor)
-
-
-def _live_rows(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the rows with a loss: their indices in [N], and their logits in float32 or better."""
-    live = (targets != IGNORE).nonzero().squeeze(1)
-    width = logits.shape[1]
-    rows = logits[live // width, live % width] if width else logits.reshape(0, logits.shape[-1])
-    return live, rows.to(compute_dtype(logits.dtype))

@@ -177,11 +177,11 @@ def int32(*values: int) -> torch.Tensor:
 
 PACKED = {
     "missing": (ValueError, "cu_seqlens is None: .*packed", None),
-    "does not start at 0": (ValueError, "cu_seqlens starts at 1", int32(1, 5, 12)),
-    "decreases": (ValueError, r"cu_seqlens=\[0, 13, 12\] decreases", int32(0, 13, 12)),
+    "does not start at 0": (ValueError, r"cu_seqlens=\[1, 5, 12\]: .* start at 0", int32(1, 5, 12)),
+    "decreases": (ValueError, r"cu_seqlens=\[0, 13, 12\]: .* never decrease", int32(0, 13, 12)),
     "does not end at N": (
         ValueError,
-        "cu_seqlens ends at 11: it must end at N = 12",
+        r"cu_seqlens=\[0, 5, 11\]: .* end at N = 12",
         int32(0, 5, 11),
     ),
     "of floats": (TypeError, "cu_seqlens has dtype torch.float32", torch.tensor([0.0, 5, 12])),

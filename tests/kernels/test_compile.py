@@ -272,7 +272,7 @@ def test_operators_check_values() -> None:
     with compiling():
         for changes, message in (
             ({"weights": torch.tensor([1.0, -2.0, 0.0])}, r"weights\[1\] = -2.0"),
-            ({"cu_seqlens": torch.tensor([0, 4, 8, 11])}, "cu_seqlens ends at 11"),
+            ({"cu_seqlens": torch.tensor([0, 4, 8, 11])}, r"cu_seqlens=\[0, 4, 8, 11\]: use"),
             ({"targets": wrong}, r"targets\[3\] = 13"),
         ):
             keywords = {"targets": targets, **batch.keywords, **changes}
