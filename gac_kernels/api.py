@@ -113,9 +113,9 @@ def fused_gac_loss(
     if torch.compiler.is_compiling():
         return ops.fused_loss(op, inputs, spec, moments)
     checks.values(targets, logits.shape[-1], inputs)
-    arguments = inputs, spec, NeedsGrad.of(*op[:3]), moments, None, overwrite
-    flat = Fused.apply(*op[:3], op, loss.fused_loss, arguments)
-    return loss_output(flat, targets.shape)
+    outputs, arguments = [], (inputs, spec, NeedsGrad.of(*op[:3]), moments, None, overwrite)
+    total = Fused.apply(*op[:3], op, loss.fused_loss, arguments, outputs)
+    return loss_output(total, outputs, targets.shape)
 
 
 def token_logprobs(
@@ -253,9 +253,9 @@ def fused_linear_gac_loss(
     if torch.compiler.is_compiling():
         return ops.fused_loss(op, inputs, spec, moments, sketch)
     checks.values(targets, weight.shape[0], inputs)
-    needs = NeedsGrad.of(*op[:3])
-    flat = Fused.apply(*op[:3], op, loss.fused_loss, (inputs, spec, needs, moments, sketch))
-    return loss_output(flat, targets.shape)
+    outputs, arguments = [], (inputs, spec, NeedsGrad.of(*op[:3]), moments, sketch)
+    total = Fused.apply(*op[:3], op, loss.fused_loss, arguments, outputs)
+    return loss_output(total, outputs, targets.shape)
 
 
 def linear_token_logprobs(
@@ -341,7 +341,9 @@ def fused_linear_token_loss(
     op = operands(hidden, weight, bias, targets, *options)
     checks.values(targets, weight.shape[0])
     arguments = token_loss, [x.reshape(-1) for x in inputs], outputs, NeedsGrad.of(*op[:3])
-    total, *flat, report = Fused.apply(*op[:3], op, loss.token_loss, arguments)
+    others: list[Any] = []
+    total = Fused.apply(*op[:3], op, loss.token_loss, arguments, others)
+    *flat, report = others
     values = [total, *(x.view(targets.shape) for x in flat)]
     if report is not None:
         values, outputs = [*values, FilterReport(*report)], (*outputs, "filter")

@@ -17,7 +17,7 @@ from torch.autograd import Function
 from torch.autograd.graph import increment_version
 
 from . import linear
-from .contract import LossOutput, TokenMoments
+from .contract import LossOutput
 from .filter import FilterReport
 from .inputs import NeedsGrad, Operands
 from .loss import Result
@@ -35,8 +35,8 @@ def refuse_double_backward(grad_enabled: bool) -> None:
 class Fused(Function):
     """A loss of `Operands`, whose rows, weight and bias are also the first arguments.
 
-    `function(op, *arguments)`, one of `loss`, computes it and its gradients. Returns the outputs of
-    its `Result`, of which the first is differentiable.
+    `function(op, *arguments)`, one of `loss`, computes it and its gradients. The outputs of its
+    `Result` that are not differentiable are appended to `outputs`: autograd need not see them.
     """
 
     @staticmethod
@@ -48,25 +48,23 @@ class Fused(Function):
         op: Operands,
         function: Callable[..., Result],
         arguments: tuple[Any, ...],
-    ) -> tuple[Tensor | None, ...]:
+        outputs: list[Any],
+    ) -> Tensor:
         with without_autocast(op):
-            outputs, grads, inv_scale = function(op, *arguments)
+            (total, *others), grads, inv_scale = function(op, *arguments)
+        outputs += others
         if weight is None and grads.rows is not None and grads.rows.data_ptr() == rows.data_ptr():
             increment_version(rows)  # autograd must detect that saved logits have changed
         ctx.backend, ctx.inv_scale, ctx.used = op.backend, inv_scale, False
         ctx.dtypes = [None if x is None else x.dtype for x in op[:3]]
         # scaled float16 gradients are rounded only after unscaling
         ctx.save_for_backward(*(cast(grads, ctx.dtypes) if inv_scale is None else grads))
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*[x for x in outputs[1:] if x is not None])
-        return outputs
+        return total
 
     @staticmethod
-    def backward(ctx: Any, d_loss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
         """Scale the saved gradients in place by the upstream gradient (0-d)."""
         refuse_double_backward(torch.is_grad_enabled())
-        if d_loss is None:
-            return (None,) * 6
         if ctx.used:
             raise RuntimeError(
                 "a second backward through the same loss is not possible: the first one scaled its "
@@ -75,11 +73,11 @@ class Fused(Function):
             )
         ctx.used, grads = True, ctx.saved_tensors
         factor = d_loss if ctx.inv_scale is None else d_loss * ctx.inv_scale
-        if factor.device.type != "cpu" or factor.item() != 1:
+        if not factor.is_cpu or factor.item() != 1:
             for grad in grads:
                 if grad is not None:
                     ctx.backend.scale_(grad, factor)
-        return *cast(grads, ctx.dtypes), None, None, None
+        return *cast(grads, ctx.dtypes), None, None, None, None
 
 
 class TokenLogprobs(Function):
@@ -96,8 +94,8 @@ class TokenLogprobs(Function):
     ) -> tuple[Tensor, ...]:
         with without_autocast(op):
             logps, entropy, lse, *extra = linear.row_stats(op, more_outputs)
-        ctx.save_for_backward(rows, weight, bias, lse, entropy)
-        ctx.op = op._replace(rows=None, weight=None, bias=None)  # type: ignore[arg-type] # saved
+        ctx.save_for_backward(*op[:3], lse, entropy)
+        ctx.settings = op[3:]
         ctx.mark_non_differentiable(*extra)
         return logps, entropy, *extra
 
@@ -107,7 +105,7 @@ class TokenLogprobs(Function):
     ) -> tuple[Tensor | None, ...]:
         refuse_double_backward(torch.is_grad_enabled())
         *operands, lse, entropy = ctx.saved_tensors
-        op = ctx.op._replace(rows=operands[0], weight=operands[1], bias=operands[2])
+        op = Operands(*operands, *ctx.settings)
         columns = lse, entropy, d_logps.to(lse.dtype), d_entropy.to(lse.dtype)
         with without_autocast(op):
             grads = linear.row_grads(op, columns, NeedsGrad(*ctx.needs_input_grad[:3]))
@@ -122,13 +120,12 @@ def without_autocast(op: Operands) -> AbstractContextManager[object]:
     return torch.autocast(device, enabled=False) if enabled else nullcontext()
 
 
-def loss_output(flat: Sequence[Any], shape: torch.Size) -> LossOutput:
+def loss_output(total: Tensor, others: Sequence[Any], shape: torch.Size) -> LossOutput:
     """Build a LossOutput from the outputs of `loss.fused_loss`; shape: that of the targets."""
-    *scalars, logps, entropy, rollouts, demo_nll, totals, sketch, report = flat
-    moments = None if rollouts is None else TokenMoments(rollouts, demo_nll, totals)
+    *scalars, logps, entropy, moments, sketch, report = others
     filtered = None if report is None else FilterReport(*report)
     tokens = logps.view(shape), entropy.view(shape)
-    return LossOutput._make((*scalars, *tokens, moments, sketch, filtered))
+    return LossOutput(total, *scalars, *tokens, moments, sketch, filtered)
 
 
 def cast(

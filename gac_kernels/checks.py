@@ -67,7 +67,7 @@ def shape(name: str, value: Tensor, *allowed: tuple[int, ...]) -> None:
 
 
 def same_device(name: str, value: Tensor, other: Tensor, allow_cpu: bool = False) -> None:
-    if value.device != other.device and not (allow_cpu and value.device.type == "cpu"):
+    if value.device != other.device and not (allow_cpu and value.is_cpu):
         raise ValueError(f"{name} is on {value.device}: move it to {other.device}")
 
 
@@ -226,7 +226,7 @@ def optional(name: str, value: object, kind: type) -> None:
 
 def _readable(x: Tensor | None) -> bool:
     """Whether values may be checked: on a CPU, or, if GAC_CHECK=1, anywhere."""
-    return x is not None and (x.device.type == "cpu" or os.environ.get("GAC_CHECK") == "1")
+    return x is not None and (x.is_cpu or os.environ.get("GAC_CHECK") == "1")
 
 
 def _in_range(name: str, value: Tensor | None, targets: Tensor, zero: bool = False) -> None:
@@ -257,7 +257,7 @@ def values(targets: Tensor, vocabulary: int | None, inputs: BatchInputs | None =
                 f"N = {targets.numel()}"
             )
     if targets.numel() and _readable(targets):
-        low, high = (x.item() for x in targets.aminmax())
+        low, high = [x.item() for x in targets.aminmax()]
         limit = high + 1 if vocabulary is None else vocabulary
         if low >= 0 and high < limit:  # fast path: a single pass if every token has a loss
             return

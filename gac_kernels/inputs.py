@@ -54,8 +54,8 @@ class NeedsGrad(NamedTuple):
     @classmethod
     def of(cls, *inputs: Tensor | None) -> NeedsGrad:
         """Read `requires_grad` of each input; all False if gradients are disabled."""
-        grad_enabled = torch.is_grad_enabled()
-        return cls(*(x is not None and x.requires_grad and grad_enabled for x in inputs))
+        on = torch.is_grad_enabled()
+        return cls(*[on and x is not None and x.requires_grad for x in inputs])
 
 
 class BatchInputs(NamedTuple):
@@ -135,13 +135,12 @@ def complete(
                 "require advantages"
             )
         is_demo = None  # every token is a demonstration
-    demos_only, cu_seqlens, count = advantages is None, others.get("cu_seqlens"), targets.shape[0]
-    if isinstance(cu_seqlens, Tensor) and cu_seqlens.dim() == 1:  # packed
-        count = len(cu_seqlens) - 1
+    mu = float(advantages is None) if mu is None else mu
     if is_demo is None:
-        is_demo = torch.full((count,), demos_only, device=targets.device)
+        cu_seqlens, count = others.get("cu_seqlens"), targets.shape[0]
+        if isinstance(cu_seqlens, Tensor) and cu_seqlens.dim() == 1:  # packed
+            count = len(cu_seqlens) - 1
+        is_demo = torch.full((count,), advantages is None, device=targets.device)
     if advantages is None:
-        advantages = torch.zeros(count, dtype=torch.float32, device=targets.device)
-    return BatchInputs(
-        targets, advantages, is_demo, float(demos_only) if mu is None else mu, **others
-    )
+        advantages = torch.zeros_like(is_demo, dtype=torch.float32)
+    return BatchInputs(targets, advantages, is_demo, mu, **others)

@@ -295,7 +295,7 @@ def row_grads(op: Operands, columns: Sequence[Tensor], needs: NeedsGrad) -> Inpu
     columns: lse, entropy, and the upstream gradients of logps and entropy, [N] each.
     """
     if op.weight is None:
-        out = torch.empty(op.rows.shape, dtype=op.rows.dtype, device=op.rows.device)
+        out = op.rows.new_empty(op.rows.shape)
         op.backend.row_grads(op.rows, op.targets, *columns, op.scaling(), out, op.softcap)
         return InputGradients(out, None, None)
     live = op.targets != IGNORE

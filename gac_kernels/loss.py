@@ -43,8 +43,7 @@ def fused_loss(
 ) -> Result:
     """Compute the loss and its gradients in 6 N H V FLOPs.
 
-    Outputs: the fields of `LossOutput`, with the three parts of the moments, and with the fields of
-    `filter.FilterReport` as float32 [2].
+    Outputs: those of `LossOutput`, with the fields of `filter.FilterReport` as float32 [2].
 
     Rows whose gradient is known to be 0 need only the forward GEMM. A loss that depends on sums of
     current log-probs over sequences takes 8 N H V: these are computed first.
@@ -78,9 +77,8 @@ def fused_loss(
         logps, entropy, *_ = passed[0]
         passed = token_terms(logps, entropy, tokens, spec), *passed[1:]
     terms, sketches, grads, inv_scale, report = passed
-    *values, statistics, _, _ = op.backend.reduce(tokens, terms, moments)
-    parts = (None,) * 3 if statistics is None else vars(statistics).values()
-    return (*values, *parts, sketches, report), grads, inv_scale
+    *values, _, _ = op.backend.reduce(tokens, terms, moments)
+    return (*values, sketches, report), grads, inv_scale
 
 
 def has_distinct_elements(x: Tensor) -> bool:

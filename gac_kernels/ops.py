@@ -16,7 +16,7 @@ from torch import Tensor
 from . import backends, checks, linear, loss
 from ._ops import add_op_namespace_prefix, ops
 from .autograd import loss_output, refuse_double_backward
-from .contract import LossOutput, LossSpec, compute_dtype
+from .contract import LossOutput, LossSpec, TokenMoments, compute_dtype
 from .inputs import BatchInputs, NeedsGrad, Operands
 from .scalars import decode, encode
 from .sketch import HeadSketch
@@ -97,10 +97,10 @@ def _loss(*arguments: Any) -> tuple[Tensor, ...]:
     with eager, torch.no_grad(), torch.autocast(op.rows.device.type, enabled=False):
         inputs, wanted = inputs._replace(**constants), NeedsGrad(*needs)
         values, grads, inv_scale = loss.fused_loss(op, inputs, spec, wanted, sketch=head_sketch)
-    *scalars, logps, entropy, rollouts, demo_nll, totals, sketches, _ = values
+    *scalars, logps, entropy, moments, sketches, _ = values
     return (
         torch.stack(scalars),
-        *(logps.clone(), entropy.clone(), rollouts, demo_nll, totals),
+        *(logps.clone(), entropy.clone(), moments.rollouts, moments.demo_nll, moments.totals),
         op.rows.new_empty(0) if sketches is None else sketches,
         torch.ones((), device=logps.device) if inv_scale is None else inv_scale,
         *_or_empty(grads, op, _saved_dtypes(op)),
@@ -171,9 +171,9 @@ def fused_loss(
     scalars, logps, entropy, *sums, sketches = outputs[:7]
     total, *parts = scalars.unbind()
     constants = (x.detach() for x in parts)
-    flat = total, *constants, logps, entropy, *(sums if moments else (None,) * 3)
-    flat = *flat, None if sketch is None else sketches, None
-    return loss_output(flat, inputs.targets.shape)
+    statistics = TokenMoments(*sums) if moments else None
+    flat = *constants, logps, entropy, statistics, None if sketch is None else sketches, None
+    return loss_output(total, flat, inputs.targets.shape)
 
 
 @torch.library.custom_op(

@@ -98,8 +98,9 @@ def vocab_parallel_gac_loss(
     if needs.rows:  # all ranks add their parts of the gradient of this call
         rows.register_hook(lambda grad: backend.all_reduce(grad.contiguous()))
     op = op._replace(rows=rows, backend=backend, vocab_size=max(sizes))
-    flat = Fused.apply(*op[:3], op, fused_loss, (inputs, spec, needs, moments))
-    return loss_output(flat, targets.shape)
+    outputs: list[Any] = []
+    total = Fused.apply(*op[:3], op, fused_loss, (inputs, spec, needs, moments), outputs)
+    return loss_output(total, outputs, targets.shape)
 
 
 def _sizes(weight: Tensor, group: dist.ProcessGroup | None) -> list[int]:
