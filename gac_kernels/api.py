@@ -113,7 +113,8 @@ def fused_gac_loss(
     if torch.compiler.is_compiling():
         return ops.fused_loss(op, inputs, spec, moments)
     checks.values(targets, logits.shape[-1], inputs)
-    outputs, arguments = [], (inputs, spec, NeedsGrad.of(*op[:3]), moments, None, overwrite)
+    outputs: list[Any] = []
+    arguments = inputs, spec, NeedsGrad.of(*op[:3]), moments, None, overwrite
     total = Fused.apply(*op[:3], op, loss.fused_loss, arguments, outputs)
     return loss_output(total, outputs, targets.shape)
 
@@ -171,7 +172,7 @@ def _logprobs(
     if torch.compiler.is_compiling():
         logps, entropy, *extra = ops.token_logprobs(op, more_outputs)
     else:
-        checks.values(targets, rows[0].shape[-1] if rows[1] is None else rows[1].shape[0])
+        checks.values(targets, op.vocabulary)
         logps, entropy, *extra = TokenLogprobs.apply(*op[:3], op, more_outputs)
     flat = logps, entropy, *reference.select_outputs(extra, outputs)
     return tuple(x.view(targets.shape) for x in flat)
@@ -253,7 +254,8 @@ def fused_linear_gac_loss(
     if torch.compiler.is_compiling():
         return ops.fused_loss(op, inputs, spec, moments, sketch)
     checks.values(targets, weight.shape[0], inputs)
-    outputs, arguments = [], (inputs, spec, NeedsGrad.of(*op[:3]), moments, sketch)
+    outputs: list[Any] = []
+    arguments = inputs, spec, NeedsGrad.of(*op[:3]), moments, sketch
     total = Fused.apply(*op[:3], op, loss.fused_loss, arguments, outputs)
     return loss_output(total, outputs, targets.shape)
 

@@ -53,7 +53,7 @@ class Fused(Function):
         with without_autocast(op):
             (total, *others), grads, inv_scale = function(op, *arguments)
         outputs += others
-        if weight is None and grads.rows is not None and grads.rows.data_ptr() == rows.data_ptr():
+        if weight is None and grads[0] is not None and grads[0].data_ptr() == rows.data_ptr():
             increment_version(rows)  # autograd must detect that saved logits have changed
         ctx.backend, ctx.inv_scale, ctx.used = op.backend, inv_scale, False
         ctx.dtypes = [None if x is None else x.dtype for x in op[:3]]
@@ -125,7 +125,7 @@ def loss_output(total: Tensor, others: Sequence[Any], shape: torch.Size) -> Loss
     *scalars, logps, entropy, moments, sketch, report = others
     filtered = None if report is None else FilterReport(*report)
     tokens = logps.view(shape), entropy.view(shape)
-    return LossOutput(total, *scalars, *tokens, moments, sketch, filtered)
+    return LossOutput._make((total, *scalars, *tokens, moments, sketch, filtered))
 
 
 def cast(

@@ -47,19 +47,18 @@ class DemoWeight(enum.StrEnum):
 # Further outputs that the log-probability functions compute on request; the names are TRL's.
 MORE_OUTPUTS = ("log_sum_sq_probs", "mean_logits", "is_top1")
 REDUCTIONS = ("sequence", "token", "constant", "sum")
-POLICIES = ("clip", "cispo", "sapo", "reinforce")
-RATIOS = ("token", "sequence")
-CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
-KL_ESTIMATORS = ("k1", "k2", "k3")
 # The named options of LossSpec and their values.
 CHOICES = {
     "demo_weight": tuple(DemoWeight),
     "rollout_reduction": REDUCTIONS,
     "demo_reduction": REDUCTIONS,
-    "kl_estimator": KL_ESTIMATORS,
-    "policy_loss": POLICIES,
-    "importance_sampling_level": RATIOS,
-    "correction": CORRECTIONS,
+    "kl_estimator": ("k1", "k2", "k3"),
+    "policy_loss": ("clip", "cispo", "sapo", "reinforce"),
+    "importance_sampling_level": ("token", "sequence"),
+    "correction": (
+        *("none", "token_truncate", "token_mask"),
+        *("sequence_truncate", "sequence_mask"),
+    ),
 }
 _FINITE, _ABOVE = (-math.inf, False, "a finite number"), (0, False, "a finite number > 0")
 _BOUND = 0, True, "a number >= 0, or None for no bound"

@@ -32,6 +32,10 @@ class Operands(NamedTuple):
     vocab_size: int | None = None  # determines the chunk sizes; None: rows of the weight
     filter: GradientFilter | None = None
 
+    @property
+    def vocabulary(self) -> int:
+        return self.rows.shape[-1] if self.weight is None else self.weight.shape[0]
+
     def scaling(self, index: Tensor | None = None) -> float | Tensor:
         """The temperature of all rows, or of each row at `index` (None: all rows, in order)."""
         if self.temperatures is None:

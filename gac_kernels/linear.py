@@ -26,12 +26,9 @@ from .tokens import Tokens
 ASYNCHRONOUS = {"cuda"}
 
 
-class InputGradients(NamedTuple):
-    """Gradients of the operands, None if not needed."""
-
-    rows: Tensor | None  # like the rows, in their dtype
-    weight: Tensor | None  # [V, H], float32 or better; in its own dtype if one GEMM computed it
-    bias: Tensor | None  # [V], float32 or better
+# Gradients of the rows, in their dtype, and of the weight [V, H] and the bias [V], in float32 or
+# better (that of the weight in its own dtype if one GEMM computed it); None if not needed.
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 class Block(NamedTuple):
@@ -221,13 +218,13 @@ class Head:
         dtype = head.weight_dtype if rounded else head.accum_dtype
         return torch.empty(head.weight.shape, dtype=dtype, device=head.weight.device)
 
-    def gradients(self) -> InputGradients:
+    def gradients(self) -> Gradients:
         """Free the buffers and return the gradients of hidden, weight and bias."""
         self.projection.release()  # first: rounding the sums needs memory too
         if self.needs.weight and self._d_weight is None:
             self._d_weight = self._allocate(single_chunk=False).zero_()
         d_hidden = self._d_hidden if self.needs.rows else None
-        return InputGradients(d_hidden, self._d_weight, self._d_bias if self.needs.bias else None)
+        return d_hidden, self._d_weight, self._d_bias if self.needs.bias else None
 
     def report(self) -> Tensor | None:
         """The fields of `filter.FilterReport`, if there is a filter."""
@@ -287,7 +284,7 @@ def unsorted(results: Tensor, order: Tensor) -> Tensor:
     return torch.empty_like(results).index_copy_(1, order, results)
 
 
-def row_grads(op: Operands, columns: Sequence[Tensor], needs: NeedsGrad) -> InputGradients:
+def row_grads(op: Operands, columns: Sequence[Tensor], needs: NeedsGrad) -> Gradients:
     """Compute the gradients of the operands from recomputed logits: 6 N H V FLOPs.
 
     Rows whose upstream gradients are 0 are skipped.
@@ -297,7 +294,7 @@ def row_grads(op: Operands, columns: Sequence[Tensor], needs: NeedsGrad) -> Inpu
     if op.weight is None:
         out = op.rows.new_empty(op.rows.shape)
         op.backend.row_grads(op.rows, op.targets, *columns, op.scaling(), out, op.softcap)
-        return InputGradients(out, None, None)
+        return out, None, None
     live = op.targets != IGNORE
     head, used = Head(op, needs, live), live & ((columns[2] != 0) | (columns[3] != 0))
     head.add_gradients(op, torch.stack(tuple(columns)), *sort_tokens(used, used))

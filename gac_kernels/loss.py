@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .contract import IGNORE, LossSpec, compute_dtype
 from .inputs import BatchInputs, NeedsGrad, Operands, part
-from .linear import ASYNCHRONOUS, Head, InputGradients, head_stats, sort_tokens, unsorted
+from .linear import ASYNCHRONOUS, Gradients, Head, head_stats, sort_tokens, unsorted
 from .reference import Coupling, coupling, select_outputs, token_gradients, token_terms
 from .sketch import HeadSketch
 from .tokens import (
@@ -29,7 +29,7 @@ from .tokens import (
 
 # What `autograd.Fused` needs of a loss: the loss and the outputs that are not differentiable; the
 # gradients of the loss, divided by the third part, `inv_scale` (see `scale_for_float16`).
-Result = tuple[tuple[Any, ...], InputGradients, Tensor | None]
+Result = tuple[tuple[Any, ...], Gradients, Tensor | None]
 
 
 def fused_loss(
@@ -92,7 +92,7 @@ def has_distinct_elements(x: Tensor) -> bool:
 
 
 # the terms, the sketch, the gradients, `inv_scale` and the report of the filter
-Pass = tuple[TokenTerms, Tensor | None, InputGradients, Tensor | None, Tensor | None]
+Pass = tuple[TokenTerms, Tensor | None, Gradients, Tensor | None, Tensor | None]
 
 
 def _one_pass(
@@ -107,14 +107,14 @@ def _one_pass(
     inv_scale, tokens = scale_for_float16(tokens, spec, op.dtype)
     if op.weight is None:
         terms = op.backend.row_loss(op.rows, tokens, spec, out, None, op.softcap)
-        return terms, None, InputGradients(out, None, None), inv_scale, None
+        return terms, None, (out, None, None), inv_scale, None
     need_gradient = any(needs) or sketch is not None
     has_gradient = ~has_zero_gradient(tokens, spec) if need_gradient else None
     head = Head(op, needs, tokens.live, sketch)
     order, counts = sort_tokens(tokens.live, has_gradient)
-    ordered, results = tokens.select(order), head.zeros(len(TokenTerms._fields))
+    ordered, results = tokens.at(order), head.zeros(len(TokenTerms._fields))
     for block in head.blocks(order, counts):
-        arguments = ordered.part(block.tokens), spec, block.out, block.sketch, op.softcap
+        arguments = ordered.at(block.tokens), spec, block.out, block.sketch, op.softcap
         terms = op.backend.row_loss(block.logits, *arguments, block.marks)
         torch.stack(terms, out=results[:, block.tokens])
     terms = TokenTerms(*unsorted(results, order))
@@ -141,7 +141,7 @@ def _two_passes(
     logps, entropy, lse = stats
     terms, upstream = token_gradients(logps, entropy, tokens, spec, need_gradient)
     if upstream is None:
-        return terms, None, InputGradients(None, None, None), None, None
+        return terms, None, (None, None, None), None, None
     inv_scale = None
     if op.dtype == torch.float16:
         inv_scale = power_above((upstream / scaling).abs())
@@ -149,7 +149,7 @@ def _two_passes(
     columns = torch.cat([lse[None], entropy[None], upstream])
     if head is None:
         op.backend.row_grads(op.rows, tokens.targets, *columns, scaling, out, op.softcap)
-        return terms, None, InputGradients(out, None, None), inv_scale, None
+        return terms, None, (out, None, None), inv_scale, None
     if order.device.type not in ASYNCHRONOUS:  # the exact rows cost no synchronization
         used = (upstream != 0).any(0)
         order, counts = sort_tokens(used, used)
@@ -219,10 +219,10 @@ def differentiate(
                 f"{list(logps.shape)}"
             )
         upstream = None
-        if need_gradient:
-            upstream = torch.zeros(2, len(logps), dtype=logps.dtype, device=logps.device)
-            if losses.requires_grad:
-                parts = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
-                for column, x in zip(upstream, parts, strict=True):
-                    column += 0 if x is None else x
+        if losses.requires_grad:
+            total = losses.sum()
+            parts = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
+            upstream = torch.stack(parts)
+        elif need_gradient:  # a loss that depends on neither
+            upstream = logps.new_zeros(2, len(logps))
     return losses.detach().to(logps.dtype), upstream

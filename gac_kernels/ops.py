@@ -40,10 +40,6 @@ def _unpack(arguments: Sequence[Any]) -> Operands:
     return op._replace(backend=backends.select_backend(op.backend, op.rows.device, dtype))
 
 
-def _vocabulary(op: Operands) -> int:
-    return op.rows.shape[-1] if op.weight is None else op.weight.shape[0]
-
-
 def _or_empty(grads: Sequence[Tensor | None], op: Operands, dtypes: Sequence[Any]) -> list[Tensor]:
     """The gradients in the shapes and dtypes of the operands; empty where there is none."""
     return [
@@ -77,21 +73,21 @@ def _saved_dtypes(op: Operands) -> list[torch.dtype]:
         f"{_SCHEMA} Tensor shaped_targets, Tensor advantages, Tensor is_demo, Tensor mu, "
         "Tensor? old_logps, Tensor? ref_logps, Tensor? cu_seqlens, Tensor? rollout_norm, "
         "Tensor? demo_norm, Tensor? weights, Tensor? rollout_logps, Tensor? token_temperatures, "
-        "str spec, float[] numbers, bool[] needs, int[] sketch) -> (Tensor scalars, Tensor logps, "
+        "float[] spec, bool[] needs, int[] sketch) -> (Tensor scalars, Tensor logps, "
         "Tensor entropy, Tensor rollouts, Tensor demo_nll, Tensor totals, Tensor sketch, "
         "Tensor inv_scale, Tensor d_rows, Tensor d_weight, Tensor d_bias)"
     ),
 )
 def _loss(*arguments: Any) -> tuple[Tensor, ...]:
     """Compute the loss's outputs, and the gradients of its operands divided by `inv_scale`."""
-    *_, text, numbers, needs, sketch = arguments
-    op, inputs = _unpack(arguments[:_OPERANDS]), BatchInputs(*arguments[_OPERANDS:-4])
-    checks.values(inputs.targets, _vocabulary(op), inputs)
+    *_, numbers, needs, sketch = arguments
+    op, inputs = _unpack(arguments[:_OPERANDS]), BatchInputs(*arguments[_OPERANDS:-3])
+    checks.values(inputs.targets, op.vocabulary, inputs)
     # numbers, so that no accelerator waits for a copy
     constants = {
         name: _number(getattr(inputs, name)) for name in ("mu", "rollout_norm", "demo_norm")
     }
-    spec = replace(decode(text, numbers), temperature=op.temperature)
+    spec = replace(decode(numbers), temperature=op.temperature)
     head_sketch = HeadSketch(*sketch) if sketch else None
     eager = torch._C._ForceDispatchKeyGuard(*_KEYS)  # as in eager code, autograd may record
     with eager, torch.no_grad(), torch.autocast(op.rows.device.type, enabled=False):
@@ -113,7 +109,7 @@ def _number(x: Tensor | None) -> Any:
 
 @_loss.register_fake
 def _(*arguments):
-    op, inputs = Operands(*arguments[:_OPERANDS]), BatchInputs(*arguments[_OPERANDS:-4])
+    op, inputs = Operands(*arguments[:_OPERANDS]), BatchInputs(*arguments[_OPERANDS:-3])
     accum_dtype, tokens, f64 = compute_dtype(op.dtype), inputs.targets.numel(), torch.float64
 
     def new(*shape: int, dtype: torch.dtype = accum_dtype) -> Tensor:
@@ -167,7 +163,7 @@ def fused_loss(
         return torch.full((), value, dtype=torch.float64, device="cpu") if number else value
 
     needs, size = list(NeedsGrad.of(*op[:3])), [] if sketch is None else [sketch.size, sketch.seed]
-    outputs = ops.loss(*op[:_OPERANDS], *(tensor(x) for x in inputs), *encode(spec), needs, size)
+    outputs = ops.loss(*op[:_OPERANDS], *(tensor(x) for x in inputs), encode(spec), needs, size)
     scalars, logps, entropy, *sums, sketches = outputs[:7]
     total, *parts = scalars.unbind()
     constants = (x.detach() for x in parts)
@@ -184,7 +180,7 @@ def fused_loss(
 def _logprobs(*arguments: Any) -> Tensor:
     """Compute logps, entropy and lse, and MORE_OUTPUTS if `more_outputs`: [3 or 6, N]."""
     op = _unpack(arguments[:_OPERANDS])
-    checks.values(op.targets, _vocabulary(op))
+    checks.values(op.targets, op.vocabulary)
     with torch.autocast(op.rows.device.type, enabled=False):
         return torch.stack(tuple(linear.row_stats(op, arguments[-1])))
 

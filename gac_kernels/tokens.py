@@ -7,7 +7,6 @@ Notation: N tokens, S sequences, B padded rows, T row length.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -41,16 +40,9 @@ class Tokens(NamedTuple):
         """Sum over each sequence in a fixed order: [N] -> [S], or [N, X] -> [S, X]."""
         return torch.segment_reduce(x, "sum", offsets=self.offsets, axis=0, initial=0)
 
-    def select(self, index: Tensor) -> Tokens:
-        """Select the tokens at `index` [M], with only the fields that row kernels use."""
-        return self._map_columns(lambda x: x.index_select(0, index))
-
-    def part(self, span: slice) -> Tokens:
-        """The tokens in `span` as views, with the same fields as `select`."""
-        return self._map_columns(lambda x: x[span])
-
-    def _map_columns(self, function: Callable[[Tensor], Tensor]) -> Tokens:
-        columns = [None if x is None else function(x) for x in self[:11]]
+    def at(self, index: Tensor | slice) -> Tokens:
+        """Select tokens, with only the fields that row kernels use; views if `index` is a slice."""
+        columns = [None if x is None else x[index] for x in self[:11]]
         # mypy knows neither the length nor the types of an unpacked slice
         return Tokens(*columns, *self[11:])  # type: ignore[arg-type, call-arg]
 

@@ -228,7 +228,7 @@ def reduce(tokens: Tokens, terms: TokenTerms, moments: bool) -> LossOutput:
         tokens.ref is not None,
     )
     library().gac_reduce(arguments)
-    return LossOutput(*scalars, terms.logps, terms.entropy, statistics)
+    return LossOutput._make((*scalars, terms.logps, terms.entropy, statistics, None, None))
 
 
 def row_stats(

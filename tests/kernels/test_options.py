@@ -22,7 +22,7 @@ from gac_kernels import (
     loss_from_logprobs,
     reference,
 )
-from gac_kernels.contract import CORRECTIONS, KL_ESTIMATORS, POLICIES, RATIOS, REDUCTIONS
+from gac_kernels.contract import CHOICES, REDUCTIONS
 from tests.kernels.cases import require_backend
 from tests.kernels.loss_oracle import distributions, oracle
 
@@ -56,11 +56,11 @@ class Batch(NamedTuple):
 
 @st.composite
 def specs(draw: st.DrawFn) -> LossSpec:
-    policy = draw(st.sampled_from(POLICIES))
+    policy = draw(st.sampled_from(CHOICES["policy_loss"]))
     return LossSpec(
         policy_loss=policy,
-        importance_sampling_level=draw(st.sampled_from(RATIOS)),
-        correction=draw(st.sampled_from(CORRECTIONS)),
+        importance_sampling_level=draw(st.sampled_from(CHOICES["importance_sampling_level"])),
+        correction=draw(st.sampled_from(CHOICES["correction"])),
         correction_min=draw(st.sampled_from([None, 0.5])),
         correction_max=draw(st.sampled_from([2.0, 1.2, None])),
         clip_low=draw(st.sampled_from([0.2, None])),
@@ -68,7 +68,7 @@ def specs(draw: st.DrawFn) -> LossSpec:
         dual_clip=draw(st.sampled_from([None, 1.3])),
         sapo_tau=(1.0, 1.3),
         kl_coef=draw(st.sampled_from([0.0, 0.3, 1.0])),
-        kl_estimator=draw(st.sampled_from(KL_ESTIMATORS)),
+        kl_estimator=draw(st.sampled_from(CHOICES["kl_estimator"])),
         use_bias_correction_kl=draw(st.booleans()),
         entropy_coef=draw(st.sampled_from([0.0, 0.1, 1.0])),
         demo_weight=draw(st.sampled_from(list(DemoWeight))),
