@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from . import checks, loss, ops, reference
-from .arguments import batch_operands, operands
-from .autograd import Fused, TokenLogprobs, loss_output
 from .contract import LossOutput, LossSpec, TokenLossOutput
 from .filter import FilterReport, GradientFilter
-from .inputs import NeedsGrad, complete
+from .loss import Fused, TokenLogprobs, loss_output
 from .sketch import HeadSketch
+from .tokens import NeedsGrad, complete
 
 
 def fused_gac_loss(
@@ -95,7 +94,7 @@ def fused_gac_loss(
     Source:
         The paper's equations 1 to 9; GRPO, arXiv 2402.03300; CHORD, arXiv 2508.11408.
     """
-    op, inputs, spec = batch_operands(
+    op, inputs, spec = checks.batch_operands(
         (logits, None, None),
         (targets, advantages, is_demo),
         spec,
@@ -166,9 +165,9 @@ def _logprobs(
     *options: Any,  # of `operands`, from temperature on
 ) -> tuple[Tensor, ...]:
     """Compute the results of a log-prob function."""
-    checks.rows(name, rows[0], targets)
+    checks.row_tensor(name, rows[0], targets)
     checks.outputs(outputs)
-    op, more_outputs = operands(*rows, targets, *options), len(outputs) > 0
+    op, more_outputs = checks.operands(*rows, targets, *options), len(outputs) > 0
     if torch.compiler.is_compiling():
         logps, entropy, *extra = ops.token_logprobs(op, more_outputs)
     else:
@@ -235,7 +234,7 @@ def fused_linear_gac_loss(
         The loss, differentiable once with respect to `hidden`, `weight` and `bias`, with its parts
         and statistics.
     """
-    op, inputs, spec = batch_operands(
+    op, inputs, spec = checks.batch_operands(
         (hidden, weight, bias),
         (targets, advantages, is_demo),
         spec,
@@ -336,11 +335,11 @@ def fused_linear_token_loss(
         ValueError: one of `inputs` has another shape or requires a gradient, or `token_loss`
             returns another shape.
     """
-    checks.rows("hidden", hidden, targets)
+    checks.row_tensor("hidden", hidden, targets)
     checks.outputs(outputs)
     checks.token_inputs(token_loss, inputs, targets)
     options = temperature, logit_scale, softcap, backend, chunk_bytes, gradient_filter
-    op = operands(hidden, weight, bias, targets, *options)
+    op = checks.operands(hidden, weight, bias, targets, *options)
     checks.values(targets, weight.shape[0])
     arguments = token_loss, [x.reshape(-1) for x in inputs], outputs, NeedsGrad.of(*op[:3])
     others: list[Any] = []
@@ -399,7 +398,7 @@ def loss_from_logprobs(
         weights=weights,
         rollout_logps=rollout_logps,
     )
-    checks.batch(logps, inputs, spec)
+    checks.batch_inputs(logps, inputs, spec)
     if spec.entropy_coef != 0 and entropy is None:
         raise ValueError(f"entropy is None: spec.entropy_coef={spec.entropy_coef!r} requires it")
     # torch.compile cannot trace code that reads tensor values

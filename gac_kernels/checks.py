@@ -1,22 +1,28 @@
-"""Argument checks: each error names the argument, the offending value and what to do."""
+"""Argument checks: each error names the argument, the offending value and what to do.
+
+`operands` and `batch_operands` check the arguments of a public function and gather them.
+"""
 
 from __future__ import annotations
 
 import math
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .contract import IGNORE, MORE_OUTPUTS, LossSpec
-from .inputs import BatchInputs
+from . import backends, reference
+from .contract import IGNORE, MORE_OUTPUTS, LossSpec, compute_dtype
+from .filter import GradientFilter
+from .tokens import BatchInputs, Operands, complete
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def rows(name: str, value: Tensor, targets: Tensor) -> None:
+def row_tensor(name: str, value: Tensor, targets: Tensor) -> None:
     """Check that `value` [..., X] is a float tensor with contiguous rows, one per target."""
     tensor(name, value, "float32, bfloat16 or float16", *FLOATS)
     width = "V" if name == "logits" else "H"
@@ -94,7 +100,7 @@ def head(weight: Tensor, bias: Tensor | None, hidden: Tensor, autocast: bool) ->
         shape("bias", bias, (weight.shape[0],))
 
 
-def batch(like: Tensor, inputs: BatchInputs, spec: LossSpec) -> None:
+def batch_inputs(like: Tensor, inputs: BatchInputs, spec: LossSpec) -> None:
     """Check a batch and its spec without reading tensor values."""
     if not isinstance(spec, LossSpec):
         raise TypeError(f"spec is a {type(spec).__name__}: use a LossSpec")
@@ -183,11 +189,8 @@ def positive(name: str, value: Any) -> None:
         raise ValueError(f"{name}={value!r}: use a finite number > 0")
 
 
-def temperature(value: object, targets: Tensor) -> None:
-    """Check a temperature: a number > 0, or a float tensor > 0, [B] or like targets."""
-    if not isinstance(value, Tensor):
-        positive("temperature", value)
-        return
+def temperature_tensor(value: Tensor, targets: Tensor) -> None:
+    """Check a float tensor of temperatures > 0, [B] or like targets."""
     floats("temperature", value, targets, targets.shape[:1], targets.shape, allow_cpu=True)
     if value.requires_grad:
         raise ValueError("temperature requires a gradient, which it cannot get: pass it detached")
@@ -268,3 +271,72 @@ def values(targets: Tensor, vocabulary: int | None, inputs: BatchInputs | None =
                 f"targets{where} = {targets[tuple(where)].item()}: use a token in "
                 f"[0, {'V' if vocabulary is None else vocabulary}), or {IGNORE} for no loss"
             )
+
+
+def operands(
+    rows: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float | Tensor,
+    logit_scale: float,
+    softcap: float | None,
+    backend: str,
+    chunk_bytes: int | None = None,
+    gradient_filter: GradientFilter | None = None,
+) -> Operands:
+    """Check the arguments that all functions share, and choose the backend.
+
+    The logit scale is folded into the temperature and the softcap. The dtype of a head's GEMMs is
+    autocast's if autocast applies, otherwise that of the hidden states.
+    """
+    positive("logit_scale", logit_scale)
+    if softcap is not None:
+        positive("softcap", softcap)
+    dtype = logits_dtype = rows.dtype
+    if weight is not None:
+        autocast = dtype != torch.float64 and torch.is_autocast_enabled(rows.device.type)
+        head(weight, bias, rows, autocast)
+        optional("gradient_filter", gradient_filter, GradientFilter)
+        if chunk_bytes is not None and chunk_bytes < 1:
+            raise ValueError(f"chunk_bytes={chunk_bytes!r}: use a number of bytes > 0, or None")
+        dtype = torch.get_autocast_dtype(rows.device.type) if autocast else dtype
+        logits_dtype = compute_dtype(dtype)
+        rows = rows.reshape(-1, rows.shape[-1])
+    elif rows.dim() == 2:
+        rows = rows[None]
+    temperatures, softcap = None, None if softcap is None else softcap / logit_scale
+    if isinstance(temperature, Tensor):
+        temperature_tensor(temperature, targets)
+        temperatures = reference.per_token(temperature, targets, compute_dtype(dtype)) / logit_scale
+        temperature = logit_scale
+    positive("temperature", temperature)
+    chosen: Any = backend
+    if not torch.compiler.is_compiling():  # an operator chooses at run time
+        chosen = backends.select_backend(backend, rows.device, logits_dtype)
+    numbers = temperature / logit_scale, softcap
+    flat = targets.reshape(-1)
+    arguments = rows, weight, bias, flat, temperatures, *numbers, chosen, dtype, chunk_bytes
+    return Operands(*arguments, filter=gradient_filter)
+
+
+def batch_operands(
+    rows: tuple[Tensor, Tensor | None, Tensor | None],  # with weight and bias
+    roles: tuple[Tensor, Tensor | None, Tensor | None],  # targets, advantages, is_demo
+    spec: LossSpec,
+    logit_scale: float,
+    *options: Any,  # of `operands`, from softcap on
+    **batch: Any,  # the other arguments of `complete`
+) -> tuple[Operands, BatchInputs, LossSpec]:
+    """Check the arguments of a loss; the logit scale is folded into the results' temperatures."""
+    row_tensor("logits" if rows[1] is None else "hidden", rows[0], roles[0])
+    inputs = complete(*roles, spec=spec, **batch)
+    batch_inputs(rows[0], inputs, spec)
+    op = operands(*rows, roles[0], spec.temperature, logit_scale, *options)
+    if inputs.temperatures is not None and logit_scale != 1:  # in the dtype of the arithmetic
+        temperatures = inputs.temperatures.to(op.targets.device, non_blocking=True)
+        scaled = temperatures.to(compute_dtype(op.dtype)) / logit_scale
+        inputs = inputs._replace(temperatures=scaled)
+    if op.temperature != spec.temperature:
+        spec = replace(spec, temperature=op.temperature)
+    return op, inputs, spec

@@ -15,6 +15,8 @@ import torch
 from .filter import FilterReport
 
 IGNORE = -100  # a target with this value has no loss
+# dtypes that the kernels support; C++ refers to them by index
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # logp - old is clamped to this value, with zero gradient above it. Otherwise the loss could leave
 # the range of float32 and become inf or nan; with the clamp, advantages up to 1e20 are safe.
 MAX_LOG_RATIO = 40.0
@@ -185,6 +187,48 @@ class LossSpec:
         if len(taus) != 2 or not numbers:
             raise ValueError(f"sapo_tau={self.sapo_tau!r}: use two finite numbers > 0")
         object.__setattr__(self, "sapo_tau", taus)
+
+    @functools.cached_property
+    def token_scalars(self) -> dict[str, float]:
+        """The options of the per-token formulas as numbers; all but the first in native.h's order.
+
+        None becomes a number that has no effect, an enumerated option the index that C++ uses.
+        """
+        return {
+            "temperature": float(self.temperature),
+            "ratio_low": -math.inf if self.clip_low is None else 1 - self.clip_low,
+            "ratio_high": math.inf if self.clip_high is None else 1 + self.clip_high,
+            "dual_clip": math.inf if self.dual_clip is None else float(self.dual_clip),
+            "kl_coef": float(self.kl_coef),
+            "kl_estimator": CHOICES["kl_estimator"].index(self.kl_estimator),
+            "entropy_coef": float(self.entropy_coef),
+            "demo_weight": CHOICES["demo_weight"].index(self.demo_weight),
+            "demo_shape": float(self.demo_shape),
+            "policy": CHOICES["policy_loss"].index(self.policy_loss),
+            "sapo_tau_positive": float(self.sapo_tau[0]),
+            "sapo_tau_negative": float(self.sapo_tau[1]),
+            "kl_ratio": self.use_bias_correction_kl,
+            "mask_correction": self.correction.endswith("mask"),
+            "correction_min": float(self.correction_min or 0),
+            "correction_max": math.inf
+            if self.correction_max is None
+            else float(self.correction_max),
+        }
+
+    def encode(self) -> list[float]:
+        """All options as numbers, for operators (None becomes nan); `decode` is the inverse."""
+        chosen = [valid.index(getattr(self, name)) for name, valid in CHOICES.items()]
+        numbers = [getattr(self, name) for name in NUMBERS]
+        values = *chosen, *numbers, self.use_bias_correction_kl, *self.sapo_tau
+        return [math.nan if x is None else float(x) for x in values]
+
+    @classmethod
+    def decode(cls, values: Sequence[float]) -> LossSpec:
+        """Decode the result of `encode`."""
+        rest: Any = iter([None if math.isnan(x) else x for x in values])
+        named: dict[str, Any] = {name: valid[int(next(rest))] for name, valid in CHOICES.items()}
+        named |= {name: next(rest) for name in NUMBERS}
+        return cls(**named, use_bias_correction_kl=bool(next(rest)), sapo_tau=tuple(rest))
 
 
 class Signals(NamedTuple):

@@ -25,9 +25,8 @@ from . import build_cuda
 from .backends import cuda, triton
 from .contract import DemoWeight, LossSpec
 from .filter import RowMarks
-from .inputs import BatchInputs
 from .sketch import RowSketch
-from .tokens import plan
+from .tokens import BatchInputs, plan
 
 ARCHITECTURES = ("80", "90", "100")
 VOCAB = 152064  # of a launch of the CUDA kernels, which determines their shared memory

@@ -17,10 +17,9 @@ from torch import Tensor
 from . import projection
 from .contract import IGNORE, LossSpec
 from .filter import ColumnFilter, Kept, RowMarks, sample_factors
-from .inputs import NeedsGrad, Operands, part
 from .projection import Projection, spans
 from .sketch import HeadSketch, RowSketch, Sketcher, per_sequence
-from .tokens import Tokens
+from .tokens import NeedsGrad, Operands, Tokens, part
 
 # device types on which reading a count makes the host wait for the device
 ASYNCHRONOUS = {"cuda"}

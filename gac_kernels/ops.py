@@ -15,11 +15,10 @@ from torch import Tensor
 
 from . import backends, checks, linear, loss
 from ._ops import add_op_namespace_prefix, ops
-from .autograd import loss_output, refuse_double_backward
 from .contract import LossOutput, LossSpec, TokenMoments, compute_dtype
-from .inputs import BatchInputs, NeedsGrad, Operands
-from .scalars import decode, encode
+from .loss import loss_output, refuse_double_backward
 from .sketch import HeadSketch
+from .tokens import BatchInputs, NeedsGrad, Operands
 
 _SCALARS = 5  # loss, rollout_loss, demo_loss, kl, clip_fraction
 _OPERANDS = 10  # fields of Operands that are arguments
@@ -87,7 +86,7 @@ def _loss(*arguments: Any) -> tuple[Tensor, ...]:
     constants = {
         name: _number(getattr(inputs, name)) for name in ("mu", "rollout_norm", "demo_norm")
     }
-    spec = replace(decode(numbers), temperature=op.temperature)
+    spec = replace(LossSpec.decode(numbers), temperature=op.temperature)
     head_sketch = HeadSketch(*sketch) if sketch else None
     eager = torch._C._ForceDispatchKeyGuard(*_KEYS)  # as in eager code, autograd may record
     with eager, torch.no_grad(), torch.autocast(op.rows.device.type, enabled=False):
@@ -163,7 +162,7 @@ def fused_loss(
         return torch.full((), value, dtype=torch.float64, device="cpu") if number else value
 
     needs, size = list(NeedsGrad.of(*op[:3])), [] if sketch is None else [sketch.size, sketch.seed]
-    outputs = ops.loss(*op[:_OPERANDS], *(tensor(x) for x in inputs), encode(spec), needs, size)
+    outputs = ops.loss(*op[:_OPERANDS], *(tensor(x) for x in inputs), spec.encode(), needs, size)
     scalars, logps, entropy, *sums, sketches = outputs[:7]
     total, *parts = scalars.unbind()
     constants = (x.detach() for x in parts)

@@ -23,9 +23,17 @@ from .contract import (
     LossSpec,
     compute_dtype,
 )
-from .inputs import BatchInputs, complete
 from .sketch import HeadSketch, SketchFactors, per_sequence
-from .tokens import Tokens, TokenTerms, plan, reduce, token_factor, with_factors
+from .tokens import (
+    BatchInputs,
+    Tokens,
+    TokenTerms,
+    complete,
+    plan,
+    reduce,
+    token_factor,
+    with_factors,
+)
 
 
 def token_logprobs(
@@ -282,7 +290,7 @@ def fused_gac_loss(
 ) -> LossOutput:
     """See `gac_kernels.fused_gac_loss`; same arguments, no checks.
 
-    roles: advantages and `is_demo`; `batch`: the other inputs of `inputs.complete`.
+    roles: advantages and `is_demo`; `batch`: the other inputs of `tokens.complete`.
     """
     inputs = complete(targets, *roles, spec=spec, **batch)
     tokens = with_factors(plan(inputs, spec, compute_dtype(logits.dtype)), inputs, spec)

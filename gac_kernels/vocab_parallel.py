@@ -18,15 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import checks
-from .arguments import batch_operands
-from .autograd import Fused, loss_output
 from .backends.reference import loss_in_two_calls
 from .contract import IGNORE, LossOutput, LossSpec
 from .filter import GradientFilter, RowMarks
-from .inputs import NeedsGrad
-from .loss import fused_loss
+from .loss import Fused, fused_loss, loss_output
 from .sketch import RowSketch
-from .tokens import Tokens, TokenTerms
+from .tokens import NeedsGrad, Tokens, TokenTerms
 
 
 def shard_bounds(vocabulary: int, ranks: int, rank: int) -> tuple[int, int]:
@@ -75,7 +72,7 @@ def vocab_parallel_gac_loss(
 
     Other arguments, errors and results are as in `fused_linear_gac_loss`.
     """
-    op, inputs, spec = batch_operands(
+    op, inputs, spec = checks.batch_operands(
         (hidden, weight, bias),
         (targets, advantages, is_demo),
         spec,

@@ -17,9 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from gac.data.rows import Batch, TermPair
 from gac_kernels import LossOutput, LossSpec
 from gac_kernels.contract import IGNORE
-from gac_kernels.inputs import BatchInputs
 from gac_kernels.reference import Coupling, coupling, loss_output, token_terms
-from gac_kernels.tokens import Tokens, TokenTerms, plan, token_factor, with_factors
+from gac_kernels.tokens import BatchInputs, Tokens, TokenTerms, plan, token_factor, with_factors
 
 if TYPE_CHECKING:
     from gac.models.causal_lm import Head  # needs transformers

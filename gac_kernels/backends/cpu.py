@@ -25,12 +25,10 @@ import torch
 from torch import Tensor
 
 from .. import build_cuda
-from ..contract import REDUCTIONS, DemoWeight, LossOutput, LossSpec, TokenMoments
+from ..contract import DTYPES, REDUCTIONS, DemoWeight, LossOutput, LossSpec, TokenMoments
 from ..filter import RowMarks
-from ..inputs import BatchInputs
-from ..scalars import DTYPES, token_scalars
 from ..sketch import RowSketch
-from ..tokens import Tokens, TokenTerms
+from ..tokens import BatchInputs, Tokens, TokenTerms
 
 LIBRARY = Path(__file__).parent.parent / "_native.so"
 NAMES = ("plan", "reduce", "row_stats", "row_grads", "row_loss")
@@ -280,7 +278,7 @@ def row_loss(
 ) -> TokenTerms:
     terms = TokenTerms._make([torch.empty_like(tokens.scale) for _ in TokenTerms._fields])
     columns = tokens._asdict() | terms._asdict()
-    temperature, *options = token_scalars(spec).values()
+    temperature, *options = spec.token_scalars.values()
     scaling = temperature if tokens.temperature is None else tokens.temperature
     _run("gac_row_loss", logits, out, scaling, softcap, columns, (sketch, marks), options)
     return terms

@@ -16,12 +16,10 @@ import torch
 from torch import Tensor
 
 from .. import build_cuda
-from ..contract import LossOutput, LossSpec
+from ..contract import DTYPES, LossOutput, LossSpec
 from ..filter import RowMarks
-from ..inputs import BatchInputs
-from ..scalars import DTYPES, token_scalars
 from ..sketch import RowSketch
-from ..tokens import Tokens, TokenTerms
+from ..tokens import BatchInputs, Tokens, TokenTerms
 from . import reference, triton
 
 _CAPABILITIES = ((9, 0), (10, 0))  # compute capabilities
@@ -228,7 +226,7 @@ def _launch(
     # order
     tensors = {name: None if x is None else x.contiguous() for name, x in columns.items()}
     tensors |= {"logits": logits, "out": out, "results": results}
-    scalars = {} if spec is None else token_scalars(spec)
+    scalars = {} if spec is None else spec.token_scalars
     options = {name: scalars[name] for name, *_ in Arguments._fields_ if name in scalars}
     row_split = split(logits.shape[2], logits.dtype, keep_row=out is not None)
     if sketch is not None:

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from gac_kernels import DemoWeight, LossOutput, LossSpec, backends, fused_gac_loss, reference
-from gac_kernels.inputs import BatchInputs
-from gac_kernels.tokens import Tokens, TokenTerms, plan, reduce
+from gac_kernels.tokens import BatchInputs, Tokens, TokenTerms, plan, reduce
 from tests.kernels.cases import Case, build, each_case, require_backend
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")

@@ -21,8 +21,7 @@ from bench.sass import assembly, per_logit
 from gac_kernels import build_cuda, inspect
 from gac_kernels.backends import cuda, reference
 from gac_kernels.contract import LossSpec
-from gac_kernels.inputs import BatchInputs
-from gac_kernels.tokens import Tokens
+from gac_kernels.tokens import BatchInputs, Tokens
 from tests.kernels import cuda_emulation as emulation
 from tests.kernels.cuda_emulation import batch
 

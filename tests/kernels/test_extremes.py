@@ -12,8 +12,7 @@ from torch import Tensor
 from gac_kernels import LossSpec, backends, fused_gac_loss, reference, token_logprobs
 from gac_kernels.backends import reference as reference_rows
 from gac_kernels.contract import CHOICES
-from gac_kernels.inputs import BatchInputs
-from gac_kernels.tokens import Tokens
+from gac_kernels.tokens import BatchInputs, Tokens
 from tests.kernels.cases import BY_NAME, build, check, each_backend
 
 # The interpreter of Triton computes on inf and nan in NumPy, which warns.

@@ -41,8 +41,7 @@ from triton.compiler.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 from gac_kernels import LossSpec, inspect
 from gac_kernels.backends import triton
-from gac_kernels.inputs import BatchInputs
-from gac_kernels.tokens import plan
+from gac_kernels.tokens import BatchInputs, plan
 
 plain = plan(BatchInputs(torch.zeros(2, 4).long(), torch.ones(2), torch.ones(2) > 0), LossSpec())
 backend = make_backend(GPUTarget("cuda", 90, 32))

@@ -18,8 +18,8 @@ from gac_kernels import (
     vocab_parallel,
 )
 from gac_kernels.backends import reference as reference_backend
-from gac_kernels.inputs import BatchInputs
 from gac_kernels.projection import Projection, spans
+from gac_kernels.tokens import BatchInputs
 from tests.kernels.cases import BY_NAME, Batch, build, check_grads, check_outputs, require_backend
 from tests.kernels.emulated_gemm import Gemm, emulate
 from tests.kernels.test_linear_memory import PeakMemory

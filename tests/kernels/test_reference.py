@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from gac_kernels import DemoWeight, LossSpec, reference
-from gac_kernels.inputs import BatchInputs
-from gac_kernels.tokens import plan, scale_for_float16
+from gac_kernels.tokens import BatchInputs, plan, scale_for_float16
 
 E = math.e
 

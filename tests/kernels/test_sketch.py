@@ -11,9 +11,8 @@ from gac_kernels import HeadSketch, fused_linear_gac_loss, reference
 from gac_kernels.backends import reference as reference_backend
 from gac_kernels.backends import triton
 from gac_kernels.contract import LossSpec
-from gac_kernels.inputs import BatchInputs
 from gac_kernels.sketch import RowSketch, row_buckets
-from gac_kernels.tokens import plan
+from gac_kernels.tokens import BatchInputs, plan
 from tests.kernels.cases import CASES, Batch, Case, build
 
 SKETCH = HeadSketch(8, seed=3)

@@ -15,7 +15,7 @@ from torch import Tensor
 from gac_kernels import LossSpec, fused_gac_loss, token_logprobs
 from gac_kernels.backends import triton as backend
 from gac_kernels.backends.triton import launch
-from gac_kernels.inputs import BatchInputs
+from gac_kernels.tokens import BatchInputs
 from gac_kernels.tokens import plan as reference_plan
 from tests import ranks
 from tests.kernels.cases import BY_NAME, CPU, build, loss_and_grad, require_backend

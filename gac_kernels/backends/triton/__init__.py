@@ -11,7 +11,7 @@ from importlib.metadata import version
 
 import torch
 
-from ...scalars import DTYPES
+from ...contract import DTYPES
 from ...tokens import reduce
 
 _INSTALLED = importlib.util.find_spec("triton") is not None

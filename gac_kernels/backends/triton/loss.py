@@ -11,7 +11,6 @@ from torch import Tensor
 from ...contract import MAX_LOG_RATIO as CAP
 from ...contract import LossSpec
 from ...filter import RowMarks
-from ...scalars import token_scalars
 from ...sketch import RowSketch
 from ...tokens import Tokens, TokenTerms
 from . import launch
@@ -314,7 +313,7 @@ def row_loss(
 ) -> TokenTerms:
     count = tokens.targets.numel()
     terms = torch.empty(5, count, dtype=torch.float32, device=logits.device)
-    tile, scalars = launch.tiling(logits.shape[-1], logits.dtype), token_scalars(spec)
+    tile, scalars = launch.tiling(logits.shape[-1], logits.dtype), spec.token_scalars
     temperature = spec.temperature if tokens.temperature is None else tokens.temperature
     has_correction, is_sapo = tokens.rollout_logps is not None, spec.policy_loss == "sapo"
     arguments = {

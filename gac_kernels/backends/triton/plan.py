@@ -10,8 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...contract import DemoWeight, LossSpec
-from ...inputs import BatchInputs
-from ...tokens import Tokens
+from ...tokens import BatchInputs, Tokens
 from .. import reference
 from . import launch
 from .softmax import NO_LOSS
