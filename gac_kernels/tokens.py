@@ -94,6 +94,10 @@ class BatchInputs(NamedTuple):
         """Whether `x` is [S], one value per sequence; if S == N, also True for values per token."""
         return x.shape == (self.sequences,)
 
+    def per_token(self, x: Tensor, sequence: Tensor) -> Tensor:
+        """[N] values of `x`, given per sequence or per token; sequence [N]: that of each token."""
+        return x[sequence] if self.is_per_sequence(x) else x.reshape(-1)
+
     def to_targets_device(self) -> BatchInputs:
         """Detach all tensors and move them to the targets' device, without blocking the host.
 
@@ -231,11 +235,10 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
     """Flatten a checked batch and compute each token's weight; `with_factors` adds the factors."""
     inputs = inputs.to_targets_device()
     targets, is_demo, mu, cu_seqlens = inputs.targets, inputs.is_demo, inputs.mu, inputs.cu_seqlens
-    device, shape = targets.device, targets.shape
-    flat = targets.reshape(-1)
-    index = torch.arange(flat.numel(), device=device)
+    device, flat = targets.device, targets.reshape(-1)
+    index = torch.arange(len(flat), device=device)
     if cu_seqlens is None:
-        rows, width = shape
+        rows, width = targets.shape
         offsets = torch.arange(rows + 1, device=device) * width
         sequence = index // max(width, 1)
     else:
@@ -243,48 +246,45 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
         offsets = cu_seqlens.to(torch.int64).clamp(0, len(flat)).cummax(0).values
         sequence = torch.searchsorted(offsets[1:], index, right=True).clamp(max=len(offsets) - 2)
 
-    def per_token(x: Tensor) -> Tensor:
-        return x[sequence] if inputs.is_per_sequence(x) else x.reshape(-1)
-
-    def count(tokens: Tensor) -> Tensor:
-        ends = torch.nn.functional.pad(tokens.cumsum(0), (1, 0))  # exact in any order
-        return ends[offsets[1:]] - ends[offsets[:-1]]
-
-    live, demo = flat != IGNORE, per_token(is_demo)
+    live, demo = flat != IGNORE, inputs.per_token(is_demo, sequence)
     if cu_seqlens is not None:  # tokens of no sequence have no loss
         inside = (index >= offsets[0]) & (index < offsets[-1])
         live, demo = live & inside, demo & inside
-    lengths, rollout_lengths = count(live), count(live & ~demo)
-    demo_lengths = lengths - rollout_lengths
-    in_demo, in_rollout = is_demo, ~is_demo
+    rollout = live & ~demo
+    roles = torch.stack([rollout, live & demo]).to(torch.int64)
+    lengths = roles.new_zeros(2, len(offsets) - 1).index_add_(1, sequence, roles)  # exact
+    in_term = torch.stack([~is_demo, is_demo])
     if not inputs.is_per_sequence(is_demo):
         # a sequence in which no token has a loss takes the role of its first position
         first = torch.nn.functional.pad(demo, (0, 1))[offsets[:-1]] & (offsets.diff() > 0)
-        in_demo = (demo_lengths > 0) | ((lengths == 0) & first)
-        in_rollout = (rollout_lengths > 0) | ((lengths == 0) & ~first)
+        in_term = (lengths > 0) | (torch.stack([~first, first]) & (lengths.sum(0) == 0))
 
-    advantages = per_token(inputs.advantages.to(dtype))
-    uses_advantage = live if spec.demo_weight is DemoWeight.SHAPED else live & ~demo
-    zero = torch.zeros((), dtype=dtype, device=device)
-    advantages = torch.where(uses_advantage, advantages, zero)
+    advantages = inputs.per_token(inputs.advantages.to(dtype), sequence)
+    uses_advantage = live if spec.demo_weight is DemoWeight.SHAPED else rollout
     old, ref = (
-        None if x is None else torch.where(live & ~demo, x.reshape(-1).to(dtype), zero)
+        None if x is None else torch.where(rollout, x.reshape(-1).to(dtype), 0)
         for x in (inputs.old_logps, inputs.ref_logps)
     )
-
-    weights = [
-        _token_weight(in_term, term_lengths, reduction, norm, spec.max_tokens, dtype)[sequence]
-        for in_term, term_lengths, reduction, norm in (
-            (in_rollout, rollout_lengths, spec.rollout_reduction, inputs.rollout_norm),
-            (in_demo, demo_lengths, spec.demo_reduction, inputs.demo_norm),
-        )
-    ]
-    weight = torch.where(live, torch.where(demo, weights[1], weights[0]), zero)
+    reductions = spec.rollout_reduction, spec.demo_reduction
+    norms = inputs.rollout_norm, inputs.demo_norm
+    rollout_weight, demo_weight = (
+        _token_weight(*term, spec.max_tokens).to(dtype)[sequence]
+        for term in zip(in_term, lengths, reductions, norms, strict=True)
+    )
+    weight = torch.where(live, torch.where(demo, demo_weight, rollout_weight), 0)
     mu = mu.to(dtype) if isinstance(mu, Tensor) else mu
-    demo_share = demo.to(dtype)
-    scale = weight * (demo_share * mu + (1 - demo_share) * (1 - mu))
-    columns = flat, live, demo, advantages, old, ref, weight, scale, None, None, None, sequence
-    return Tokens(*columns, offsets, lengths, rollout_lengths, mu)
+    return Tokens(
+        *(flat, live, demo, torch.where(uses_advantage, advantages, 0), old, ref, weight),
+        scale=torch.where(demo, weight * mu, weight * (1 - mu)),
+        factor=None,
+        rollout_logps=None,
+        temperature=None,
+        sequence=sequence,
+        offsets=offsets,
+        lengths=lengths.sum(0),
+        rollout_lengths=lengths[0],
+        mu=mu,
+    )
 
 
 def with_factors(tokens: Tokens, inputs: BatchInputs, spec: LossSpec) -> Tokens:
@@ -297,20 +297,17 @@ def with_factors(tokens: Tokens, inputs: BatchInputs, spec: LossSpec) -> Tokens:
     if inputs.weights is None and inputs.temperatures is None and spec.correction == "none":
         return tokens
     inputs = inputs.to_targets_device()
-    dtype = tokens.weight.dtype
-
-    def per_token(x: Tensor, elsewhere: float) -> Tensor:
-        x = x.to(dtype)
-        x = tokens.spread(x) if inputs.is_per_sequence(x) else x.reshape(-1)
-        return torch.where(tokens.live, x, elsewhere)
-
-    if inputs.weights is not None:
-        tokens = tokens._replace(factor=per_token(inputs.weights, 0.0))
-    if inputs.temperatures is not None:
-        tokens = tokens._replace(temperature=per_token(inputs.temperatures, 1.0))
-    if inputs.rollout_logps is not None:
-        rollout_logps = inputs.rollout_logps.reshape(-1).to(dtype)
-        tokens = tokens._replace(rollout_logps=rollout_logps)
+    dtype, live = tokens.weight.dtype, tokens.live
+    weights, temperatures = (
+        None if x is None else inputs.per_token(x.to(dtype), tokens.sequence)
+        for x in (inputs.weights, inputs.temperatures)
+    )
+    rollout = inputs.rollout_logps
+    tokens = tokens._replace(
+        factor=None if weights is None else torch.where(live, weights, 0),
+        temperature=None if temperatures is None else torch.where(live, temperatures, 1),
+        rollout_logps=None if rollout is None else rollout.reshape(-1).to(dtype),
+    )
     if tokens.old is None:
         return tokens
     return tokens._replace(factor=token_factor(tokens.old, tokens, spec), rollout_logps=None)
@@ -337,23 +334,18 @@ def token_factor(anchor: Tensor, tokens: Tokens, spec: LossSpec) -> Tensor | Non
 
 
 def _token_weight(
-    in_term: Tensor,
-    lengths: Tensor,
+    in_term: Tensor,  # bool [S]
+    lengths: Tensor,  # [S]: tokens of the term
     reduction: str,
     norm: float | Tensor | None,
     max_tokens: float | None,
-    dtype: torch.dtype,
 ) -> Tensor:
     """Weight of each token of a sequence under a reduction, [S]; 0 if the denominator is 0."""
     if norm is None:
-        counts = {"sequence": lengths > 0, "token": lengths}
-        count = counts.get(reduction, torch.ones_like(lengths))
-        norm = torch.where(in_term, count, 0).sum()
-    per_sequence: Tensor | float = lengths if reduction == "sequence" else 1
-    if reduction == "constant" and max_tokens is not None:
-        per_sequence = max_tokens
-    denominator = torch.ones_like(lengths, dtype=torch.float64) * per_sequence * norm
-    return torch.where(denominator == 0, 0, 1 / denominator).to(dtype)
+        norm = {"sequence": lengths > 0, "token": lengths}.get(reduction, in_term).sum()
+    tokens: Any = {"sequence": lengths, "constant": max_tokens}.get(reduction, 1)
+    denominator = torch.ones_like(lengths, dtype=torch.float64) * tokens * norm
+    return torch.where(denominator == 0, 0, 1 / denominator)
 
 
 def has_zero_gradient(tokens: Tokens, spec: LossSpec) -> Tensor:

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import checks
-from .backends.reference import loss_in_two_calls
 from .contract import IGNORE, LossOutput, LossSpec
 from .filter import GradientFilter, RowMarks
 from .loss import Fused, fused_loss, loss_output
+from .reference import loss_in_two_calls
 from .sketch import RowSketch
 from .tokens import NeedsGrad, Tokens, TokenTerms
 

@@ -56,9 +56,9 @@ def load(name: str, device: torch.device) -> ModuleType:
     """The module of a backend, imported on first use; "native" has one module per device type."""
     if name not in NAMES:
         raise ValueError(f"backend={name!r}: use 'auto' or one of {', '.join(NAMES)}")
-    if name == "native":
-        name = "cuda" if device.type == "cuda" else "cpu"
-    return importlib.import_module(f".{name}", __name__)
+    native = ".cuda" if device.type == "cuda" else ".cpu"
+    modules = {"reference": "..reference", "triton": ".triton", "native": native}
+    return importlib.import_module(modules[name], __name__)
 
 
 def unavailable(name: str, device: torch.device, dtype: torch.dtype) -> str | None:

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import build_cuda
+from .. import build_cuda, reference
 from ..contract import DTYPES, LossOutput, LossSpec
 from ..filter import RowMarks
 from ..sketch import RowSketch
 from ..tokens import BatchInputs, Tokens, TokenTerms
-from . import reference, triton
+from . import triton
 
 _CAPABILITIES = ((9, 0), (10, 0))  # compute capabilities
 _STATS, _GRADS, _LOSS = range(3)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gac_kernels.backends import reference
+from gac_kernels import reference
 from gac_kernels.contract import LossSpec
 from gac_kernels.tokens import BatchInputs, Tokens, plan, with_factors
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from bench import roofline
 from bench.sass import assembly, per_logit
-from gac_kernels import build_cuda, inspect
-from gac_kernels.backends import cuda, reference
+from gac_kernels import build_cuda, inspect, reference
+from gac_kernels.backends import cuda
 from gac_kernels.contract import LossSpec
 from gac_kernels.tokens import BatchInputs, Tokens
 from tests.kernels import cuda_emulation as emulation

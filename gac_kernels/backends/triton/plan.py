@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ... import reference
 from ...contract import DemoWeight, LossSpec
 from ...tokens import BatchInputs, Tokens
-from .. import reference
 from . import launch
 from .softmax import NO_LOSS
 
