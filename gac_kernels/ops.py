@@ -83,9 +83,8 @@ def _loss(*arguments: Any) -> tuple[Tensor, ...]:
     op, inputs = _unpack(arguments[:_OPERANDS]), BatchInputs(*arguments[_OPERANDS:-3])
     checks.values(inputs.targets, op.vocabulary, inputs)
     # numbers, so that no accelerator waits for a copy
-    constants = {
-        name: _number(getattr(inputs, name)) for name in ("mu", "rollout_norm", "demo_norm")
-    }
+    given = {name: getattr(inputs, name) for name in ("mu", "rollout_norm", "demo_norm")}
+    constants = {k: x.item() if x is not None and x.is_cpu else x for k, x in given.items()}
     spec = replace(LossSpec.decode(numbers), temperature=op.temperature)
     head_sketch = HeadSketch(*sketch) if sketch else None
     eager = torch._C._ForceDispatchKeyGuard(*_KEYS)  # as in eager code, autograd may record
@@ -100,10 +99,6 @@ def _loss(*arguments: Any) -> tuple[Tensor, ...]:
         torch.ones((), device=logps.device) if inv_scale is None else inv_scale,
         *_or_empty(grads, op, _saved_dtypes(op)),
     )
-
-
-def _number(x: Tensor | None) -> Any:
-    return x.item() if x is not None and x.device.type == "cpu" else x
 
 
 @_loss.register_fake
@@ -155,14 +150,12 @@ def fused_loss(
     sketch: HeadSketch | None = None,
 ) -> LossOutput:
     """Compute the fused loss from logits or from hidden states, under torch.compile."""
-
-    def tensor(value: Any) -> Any:
-        """A number as a 0-d tensor, so that the schema has a single argument type."""
-        number = isinstance(value, (int, float))
-        return torch.full((), value, dtype=torch.float64, device="cpu") if number else value
-
+    options: Any = {"dtype": torch.float64, "device": "cpu"}
+    tensors = [  # the schema has a single type for numbers and tensors
+        torch.full((), x, **options) if isinstance(x, (int, float)) else x for x in inputs
+    ]
     needs, size = list(NeedsGrad.of(*op[:3])), [] if sketch is None else [sketch.size, sketch.seed]
-    outputs = ops.loss(*op[:_OPERANDS], *(tensor(x) for x in inputs), spec.encode(), needs, size)
+    outputs = ops.loss(*op[:_OPERANDS], *tensors, spec.encode(), needs, size)
     scalars, logps, entropy, *sums, sketches = outputs[:7]
     total, *parts = scalars.unbind()
     constants = (x.detach() for x in parts)

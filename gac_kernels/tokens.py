@@ -221,6 +221,10 @@ class Tokens(NamedTuple):
         return (self.rollout_sum(x) / lengths).to(x.dtype)
 
 
+# The columns that the row kernels of a GPU read.
+ROW_COLUMNS = ("targets", "demo", "advantages", "old", "ref", "scale", "factor", "rollout_logps")
+
+
 class TokenTerms(NamedTuple):
     """Per-token results of a backend, [N], 0 where there is no loss."""
 

@@ -27,12 +27,12 @@ from torch import Tensor
 from .. import build_cuda
 from ..contract import DTYPES, REDUCTIONS, DemoWeight, LossOutput, LossSpec, TokenMoments
 from ..filter import RowMarks
+from ..reference import scale_ as scale_
 from ..sketch import RowSketch
 from ..tokens import BatchInputs, Tokens, TokenTerms
 
 LIBRARY = Path(__file__).parent.parent / "_native.so"
-NAMES = ("plan", "reduce", "row_stats", "row_grads", "row_loss")
-FUNCTIONS = tuple(f"gac_{name}" for name in NAMES)
+FUNCTIONS = ("gac_plan", "gac_reduce", "gac_row_stats", "gac_row_grads", "gac_row_loss")
 
 
 class Layout:
@@ -310,11 +310,6 @@ def _run(
     scaling = temperature, softcap or 0.0, columns.get("eps", 0.0)
     arguments = ROW_ARGUMENTS.pack(*rows, *out_rows, *sizes, *scaling, *pointers, size, *options)
     getattr(library(), function)(arguments)
-
-
-def scale_(tensor: Tensor, factor: Tensor) -> None:
-    if factor.item() != 1:
-        tensor.mul_(factor)
 
 
 def _column(x: Any, dtype: torch.dtype) -> Any:

@@ -19,15 +19,11 @@ from .. import build_cuda, reference
 from ..contract import DTYPES, LossOutput, LossSpec
 from ..filter import RowMarks
 from ..sketch import RowSketch
-from ..tokens import BatchInputs, Tokens, TokenTerms
+from ..tokens import ROW_COLUMNS, BatchInputs, Tokens, TokenTerms
 from . import triton
 
 _CAPABILITIES = ((9, 0), (10, 0))  # compute capabilities
 _STATS, _GRADS, _LOSS = range(3)
-_LOSS_COLUMNS = (
-    *("targets", "demo", "advantages", "old", "ref", "scale"),
-    *("factor", "rollout_logps"),
-)
 
 _TILE_BYTES = 8192
 _WARPS = 8  # consumer warps of a block
@@ -202,7 +198,7 @@ def row_loss(
         rows = _batch_backend(logits.device)
         return rows.row_loss(logits, tokens, spec, out, sketch, softcap, marks)
     results = torch.empty(5, tokens.targets.numel(), dtype=torch.float32, device=logits.device)
-    columns: Columns = {name: getattr(tokens, name) for name in _LOSS_COLUMNS}
+    columns: Columns = {name: getattr(tokens, name) for name in ROW_COLUMNS}
     row_sketch = None if out is None else sketch
     _launch(_LOSS, logits, out, spec.temperature, results, columns, spec, row_sketch)
     return TokenTerms(results[0], results[1], results[2], results[3], results[4])

@@ -155,4 +155,4 @@ def test_masked_loads_name_a_value() -> None:
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "tl.load"
     ]
     assert sum("other" in names for _, names in calls) > 10
-    assert [name for name, given in calls if given & {"mask", "other"} == {"mask"}] == ["scale.py"]
+    assert [name for name, given in calls if given & {"mask", "other"} == {"mask"}] == ["grads.py"]

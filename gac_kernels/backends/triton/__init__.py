@@ -18,10 +18,9 @@ _INSTALLED = importlib.util.find_spec("triton") is not None
 if _INSTALLED:
     from triton.runtime.interpreter import InterpretedFunction
 
-    from .grads import row_grads
+    from .grads import row_grads, scale_
     from .loss import loss_kernel, row_loss
     from .plan import plan
-    from .scale import scale_
     from .stats import row_stats
 
     __all__ = ["plan", "reduce", "row_grads", "row_loss", "row_stats", "scale_", "unavailable"]

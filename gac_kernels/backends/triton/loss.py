@@ -12,7 +12,7 @@ from ...contract import MAX_LOG_RATIO as CAP
 from ...contract import LossSpec
 from ...filter import RowMarks
 from ...sketch import RowSketch
-from ...tokens import Tokens, TokenTerms
+from ...tokens import ROW_COLUMNS, Tokens, TokenTerms
 from . import launch
 from .softmax import (
     NO_LOSS,
@@ -25,10 +25,6 @@ from .softmax import (
 )
 
 MAX_LOG_RATIO = tl.constexpr(CAP)
-_COLUMNS = (
-    *("targets", "demo", "advantages", "old", "ref", "scale"),
-    *("factor", "rollout_logps"),
-)
 
 
 @triton.jit
@@ -151,7 +147,7 @@ def demo_term(logp, advantage, shape, DEMO: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=["N", "T"],
-    do_not_specialize_on_alignment=[*_COLUMNS, "terms", "hit", "sums", "temperatures"],
+    do_not_specialize_on_alignment=[*ROW_COLUMNS, "terms", "hit", "sums", "temperatures"],
 )
 def loss_kernel(
     logits,  # [B, T, V]
@@ -319,7 +315,7 @@ def row_loss(
     arguments = {
         "logits": logits,
         "out": out,
-        **launch.dense(**{name: getattr(tokens, name) for name in _COLUMNS}),
+        **launch.dense(**{name: getattr(tokens, name) for name in ROW_COLUMNS}),
         "terms": terms,
         **launch.notes(sketch, marks),
         "N": count,
