@@ -14,7 +14,7 @@ from torch import Tensor
 from . import checks, loss, ops, reference
 from .contract import LossOutput, LossSpec, TokenLossOutput
 from .filter import FilterReport, GradientFilter
-from .loss import Fused, TokenLogprobs, loss_output
+from .loss import Fused, TokenLogprobs
 from .sketch import HeadSketch
 from .tokens import NeedsGrad, complete
 
@@ -115,7 +115,7 @@ def fused_gac_loss(
     outputs: list[Any] = []
     arguments = inputs, spec, NeedsGrad.of(*op[:3]), moments, None, overwrite
     total = Fused.apply(*op[:3], op, loss.fused_loss, arguments, outputs)
-    return loss_output(total, outputs, targets.shape)
+    return outputs[0].shaped(targets.shape, loss=total)
 
 
 def token_logprobs(
@@ -256,7 +256,7 @@ def fused_linear_gac_loss(
     outputs: list[Any] = []
     arguments = inputs, spec, NeedsGrad.of(*op[:3]), moments, sketch
     total = Fused.apply(*op[:3], op, loss.fused_loss, arguments, outputs)
-    return loss_output(total, outputs, targets.shape)
+    return outputs[0].shaped(targets.shape, loss=total)
 
 
 def linear_token_logprobs(

@@ -25,7 +25,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -77,6 +77,15 @@ def driver_major() -> int | None:
     version = ctypes.c_int()
     driver.cuDriverGetVersion(ctypes.byref(version))  # 12080 for CUDA 12.8
     return version.value // 1000
+
+
+def error_of(load: Callable[[], object]) -> str | None:
+    """Why a library does not load, or None."""
+    try:
+        load()
+    except (RuntimeError, OSError) as error:
+        return str(error)
+    return None
 
 
 def architectures() -> tuple[str, ...]:

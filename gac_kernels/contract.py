@@ -160,9 +160,9 @@ class LossSpec:
             raise TypeError(
                 f"use_bias_correction_kl={self.use_bias_correction_kl!r}: use True or False"
             )
-        for name, numbers in NUMBERS.items():
+        for name, rule in NUMBERS.items():
             is_cispo = (name, self.policy_loss) == ("clip_high", "cispo")
-            optional, low, closed, wanted = (True, *_CISPO) if is_cispo else numbers
+            optional, low, closed, wanted = (True, *_CISPO) if is_cispo else rule
             value = getattr(self, name)
             if not isinstance(value, (int, float)):
                 if not optional or value is not None:
@@ -171,22 +171,22 @@ class LossSpec:
                 raise ValueError(f"{name}={value!r}: use {wanted}")
         if self.max_tokens is None and "constant" in (self.rollout_reduction, self.demo_reduction):
             raise ValueError("max_tokens=None: a 'constant' reduction requires a number > 0")
-        self._check_pairs()
-
-    def _check_pairs(self) -> None:
-        low, high = self.clip_low, self.clip_high
-        if low is not None and high is not None and -low > high:
-            raise ValueError(
-                f"clip_low={low!r}, clip_high={high!r}: use 1 - clip_low <= 1 + clip_high"
-            )
-        low, high = self.correction_min, self.correction_max
-        if low is not None and high is not None and low > high:
-            raise ValueError(f"correction_min={low!r}: use a number <= correction_max={high!r}")
         taus = tuple(self.sapo_tau) if isinstance(self.sapo_tau, (tuple, list)) else ()
-        numbers = all(isinstance(t, (int, float)) and 0 < t < math.inf for t in taus)
-        if len(taus) != 2 or not numbers:
+        positive = all(isinstance(t, (int, float)) and 0 < t < math.inf for t in taus)
+        if len(taus) != 2 or not positive:
             raise ValueError(f"sapo_tau={self.sapo_tau!r}: use two finite numbers > 0")
         object.__setattr__(self, "sapo_tau", taus)
+        numbers = self.token_scalars
+        if numbers["ratio_low"] > numbers["ratio_high"]:
+            raise ValueError(
+                f"clip_low={self.clip_low!r}, clip_high={self.clip_high!r}: use "
+                "1 - clip_low <= 1 + clip_high"
+            )
+        if numbers["correction_min"] > numbers["correction_max"]:
+            raise ValueError(
+                f"correction_min={self.correction_min!r}: use a number <= "
+                f"correction_max={self.correction_max!r}"
+            )
 
     @functools.cached_property
     def token_scalars(self) -> dict[str, float]:
@@ -265,8 +265,7 @@ class TokenMoments:
     @classmethod
     def zeros(cls, device: torch.device | str = "cpu") -> TokenMoments:
         """The identity element of `+`."""
-        sizes = (7, 0, 6)
-        return cls(*(torch.zeros(n, dtype=torch.float64, device=device) for n in sizes))
+        return cls(*(torch.zeros(n, dtype=torch.float64, device=device) for n in (7, 0, 6)))
 
     @classmethod
     def merged(cls, parts: Sequence[TokenMoments]) -> TokenMoments:
@@ -407,6 +406,11 @@ class LossOutput(NamedTuple):
     """
     filter: FilterReport | None = None
     """What the gradient filter did; None without one."""
+
+    def shaped(self, shape: torch.Size, **changes: Any) -> LossOutput:
+        """Reshape [N] log-probs and entropies to `shape`, that of the targets."""
+        logps, entropy = self.logps.view(shape), self.entropy.view(shape)
+        return self._replace(logps=logps, entropy=entropy, **changes)
 
 
 class TokenLossOutput(NamedTuple):

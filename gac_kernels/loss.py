@@ -19,7 +19,7 @@ from torch.autograd import Function
 from torch.autograd.graph import increment_version
 
 from . import linear
-from .contract import IGNORE, LossOutput, LossSpec, compute_dtype
+from .contract import IGNORE, LossSpec, compute_dtype
 from .filter import FilterReport
 from .linear import ASYNCHRONOUS, Gradients, Head, head_stats, sort_tokens, unsorted
 from .reference import Coupling, coupling, select_outputs, token_gradients, token_terms
@@ -54,7 +54,7 @@ def fused_loss(
 ) -> Result:
     """Compute the loss and its gradients in 6 N H V FLOPs.
 
-    Outputs: those of `LossOutput`, with the fields of `filter.FilterReport` as float32 [2].
+    Outputs: the loss, and a LossOutput whose log-probs and entropies are [N].
 
     Rows whose gradient is known to be 0 need only the forward GEMM. A loss that depends on sums of
     current log-probs over sequences takes 8 N H V: these are computed first.
@@ -88,8 +88,9 @@ def fused_loss(
         logps, entropy, *_ = passed[0]
         passed = token_terms(logps, entropy, tokens, spec), *passed[1:]
     terms, sketches, grads, inv_scale, report = passed
-    *values, _, _ = op.backend.reduce(tokens, terms, moments)
-    return (*values, sketches, report), grads, inv_scale
+    out = op.backend.reduce(tokens, terms, moments)
+    filtered = None if report is None else FilterReport(*report)
+    return (out.loss, out._replace(sketch=sketches, filter=filtered)), grads, inv_scale
 
 
 def has_distinct_elements(x: Tensor) -> bool:
@@ -334,14 +335,6 @@ def without_autocast(op: Operands) -> AbstractContextManager[object]:
     device = op.rows.device.type
     enabled = torch.is_autocast_enabled(device)
     return torch.autocast(device, enabled=False) if enabled else nullcontext()
-
-
-def loss_output(total: Tensor, others: Sequence[Any], shape: torch.Size) -> LossOutput:
-    """Build a LossOutput from the outputs of `loss.fused_loss`; shape: that of the targets."""
-    *scalars, logps, entropy, moments, sketch, report = others
-    filtered = None if report is None else FilterReport(*report)
-    tokens = logps.view(shape), entropy.view(shape)
-    return LossOutput._make((total, *scalars, *tokens, moments, sketch, filtered))
 
 
 def cast(

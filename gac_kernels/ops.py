@@ -16,7 +16,7 @@ from torch import Tensor
 from . import backends, checks, linear, loss
 from ._ops import add_op_namespace_prefix, ops
 from .contract import LossOutput, LossSpec, TokenMoments, compute_dtype
-from .loss import loss_output, refuse_double_backward
+from .loss import refuse_double_backward
 from .sketch import HeadSketch
 from .tokens import BatchInputs, NeedsGrad, Operands
 
@@ -91,7 +91,7 @@ def _loss(*arguments: Any) -> tuple[Tensor, ...]:
     with eager, torch.no_grad(), torch.autocast(op.rows.device.type, enabled=False):
         inputs, wanted = inputs._replace(**constants), NeedsGrad(*needs)
         values, grads, inv_scale = loss.fused_loss(op, inputs, spec, wanted, sketch=head_sketch)
-    *scalars, logps, entropy, moments, sketches, _ = values
+    *scalars, logps, entropy, moments, sketches, _ = values[1]
     return (
         torch.stack(scalars),
         *(logps.clone(), entropy.clone(), moments.rollouts, moments.demo_nll, moments.totals),
@@ -160,8 +160,8 @@ def fused_loss(
     total, *parts = scalars.unbind()
     constants = (x.detach() for x in parts)
     statistics = TokenMoments(*sums) if moments else None
-    flat = *constants, logps, entropy, statistics, None if sketch is None else sketches, None
-    return loss_output(total, flat, inputs.targets.shape)
+    flat = *constants, logps, entropy, statistics, None if sketch is None else sketches
+    return LossOutput._make((total, *flat, None)).shaped(inputs.targets.shape)
 
 
 @torch.library.custom_op(

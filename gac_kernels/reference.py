@@ -183,10 +183,8 @@ def _kl(d: Tensor, estimator: str) -> Tensor:
             return -d
         case "k2":
             return d * d / 2
-        case "k3":
+        case _:  # k3
             return d.expm1() - d
-        case _:
-            raise AssertionError(f"unknown KL estimator {estimator!r}")
 
 
 def _demonstration(logps: Tensor, advantages: Tensor, spec: LossSpec) -> Tensor:
@@ -268,15 +266,7 @@ def loss_from_logprobs(
     terms = token_terms(flat(logps), flat(entropy_or_zero), tokens, spec)
     if entropy is None:
         terms = terms._replace(entropy=torch.where(tokens.live, math.nan, terms.entropy))
-    return loss_output(tokens, terms, inputs.targets.shape, moments)
-
-
-def loss_output(
-    tokens: Tokens, terms: TokenTerms, shape: torch.Size, moments: bool = True
-) -> LossOutput:
-    """Reduce terms [N] to a LossOutput with a differentiable `loss`; shape: that of the targets."""
-    out = reduce(tokens, terms, moments)
-    return out._replace(logps=out.logps.view(shape), entropy=out.entropy.view(shape))
+    return reduce(tokens, terms, moments).shaped(inputs.targets.shape)
 
 
 def fused_gac_loss(
@@ -304,7 +294,7 @@ def fused_gac_loss(
         softcap=softcap,
     )
     terms = token_terms(logps, entropy, tokens, spec)
-    return loss_output(tokens, terms, targets.shape, moments)
+    return reduce(tokens, terms, moments).shaped(targets.shape)
 
 
 def linear_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -130,8 +130,8 @@ class Record:
 
     def precision(self) -> torch.autocast:
         """The autocast of the forward pass."""
-        kind, dtype = self.device.type, self.autocast
-        return torch.autocast(kind, dtype=dtype, enabled=dtype is not None)
+        on = self.autocast is not None
+        return torch.autocast(self.device.type, dtype=self.autocast, enabled=on)
 
     def __getattr__(self, name: str) -> Any:
         method = callable(getattr(Tensor, name))

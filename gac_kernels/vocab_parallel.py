@@ -20,15 +20,10 @@ from torch import Tensor
 from . import checks
 from .contract import IGNORE, LossOutput, LossSpec
 from .filter import GradientFilter, RowMarks
-from .loss import Fused, fused_loss, loss_output
+from .loss import Fused, fused_loss
 from .reference import loss_in_two_calls
 from .sketch import RowSketch
 from .tokens import NeedsGrad, Tokens, TokenTerms
-
-
-def shard_bounds(vocabulary: int, ranks: int, rank: int) -> tuple[int, int]:
-    """Split the rows of a [V, H] weight evenly over ranks: the [start, stop) of `rank`."""
-    return vocabulary * rank // ranks, vocabulary * (rank + 1) // ranks
 
 
 def vocab_parallel_gac_loss(
@@ -63,7 +58,8 @@ def vocab_parallel_gac_loss(
 
     Args:
         hidden: [B, T, H], or packed [N, H]; the same on every rank.
-        weight: this rank's rows [V_r, H] of the weight, ranks in order; at least one row each.
+        weight: this rank's rows [V_r, H] of the weight, ranks in order; at least one row each,
+            such as `full_weight.tensor_split(ranks)[rank]`.
         targets: int64 token ids in [0, V), with V the full vocabulary size; -100 = no loss.
         group: the ranks that share the vocabulary; None: all ranks.
         bias: this rank's entries [V_r], or None.
@@ -97,7 +93,7 @@ def vocab_parallel_gac_loss(
     op = op._replace(rows=rows, backend=backend, vocab_size=max(sizes))
     outputs: list[Any] = []
     total = Fused.apply(*op[:3], op, fused_loss, (inputs, spec, needs, moments), outputs)
-    return loss_output(total, outputs, targets.shape)
+    return outputs[0].shaped(targets.shape, loss=total)
 
 
 def _sizes(weight: Tensor, group: dist.ProcessGroup | None) -> list[int]:

@@ -141,14 +141,7 @@ def library() -> ctypes.CDLL:
     return loaded
 
 
-@functools.cache
-def library_error() -> str | None:
-    """Why the library cannot be used, or None."""
-    try:
-        library()
-    except OSError as error:
-        return str(error)
-    return None
+library_error = functools.cache(lambda: build_cuda.error_of(library))
 
 
 def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32) -> Tokens:

@@ -122,14 +122,7 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
     return _library_error()
 
 
-@functools.cache
-def _library_error() -> str | None:
-    """Why the library is not available, or None; cached, because a failed build is slow."""
-    try:
-        library()
-    except (RuntimeError, OSError) as error:
-        return str(error)
-    return None
+_library_error = functools.cache(lambda: build_cuda.error_of(library))  # a failed build is slow
 
 
 def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32) -> Tokens:
