@@ -15,16 +15,14 @@ import torch
 from torch import Tensor
 
 from . import backends, reference
-from .contract import IGNORE, MORE_OUTPUTS, LossSpec, compute_dtype
+from .contract import DTYPES, IGNORE, MORE_OUTPUTS, LossSpec, compute_dtype
 from .filter import GradientFilter
 from .tokens import BatchInputs, Operands, complete
-
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def row_tensor(name: str, value: Tensor, targets: Tensor) -> None:
     """Check that `value` [..., X] is a float tensor with contiguous rows, one per target."""
-    tensor(name, value, "float32, bfloat16 or float16", *FLOATS)
+    tensor(name, value, "float32, bfloat16 or float16", *DTYPES, torch.float64)
     width = "V" if name == "logits" else "H"
     if value.dim() not in (2, 3):
         raise ValueError(

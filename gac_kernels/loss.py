@@ -31,7 +31,6 @@ from .tokens import (
     Tokens,
     TokenTerms,
     has_zero_gradient,
-    may_have_gradient,
     part,
     power_above,
     scale_for_float16,
@@ -148,8 +147,10 @@ def _two_passes(
     if op.weight is None:
         stats = torch.stack(op.backend.row_stats(op.rows, tokens.targets, scaling, op.softcap))
     else:
-        head = Head(op, needs, tokens.live, sketch)
-        stats, order, counts = head_stats(op, head, may_have_gradient(tokens, spec))
+        head, known = Head(op, needs, tokens.live, sketch), tokens
+        if spec.importance_sampling_level == "sequence":  # depends on the tokens of the sequence
+            known = tokens.averaged(absolute=True)
+        stats, order, counts = head_stats(op, head, ~has_zero_gradient(known, spec))
     logps, entropy, lse = stats
     terms, upstream = token_gradients(logps, entropy, tokens, spec, need_gradient)
     if upstream is None:

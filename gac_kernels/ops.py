@@ -20,7 +20,6 @@ from .loss import refuse_double_backward
 from .sketch import HeadSketch
 from .tokens import BatchInputs, NeedsGrad, Operands
 
-_SCALARS = 5  # loss, rollout_loss, demo_loss, kl, clip_fraction
 _OPERANDS = 10  # fields of Operands that are arguments
 _SCHEMA = (
     "(Tensor rows, Tensor? weight, Tensor? bias, Tensor targets, Tensor? temperatures, "
@@ -113,8 +112,8 @@ def _(*arguments):
     moments = (new(7, dtype=f64), new(sequences, dtype=f64), new(6, dtype=f64))
     sketch = new(sequences, *size, *size) if size else op.rows.new_empty(0)
     grads = _like_operands(op, arguments[-2], _saved_dtypes(op))
-    scalars = new(_SCALARS), new(tokens), new(tokens)
-    return *scalars, *moments, sketch, new(dtype=torch.float32), *grads
+    # the first output: loss, rollout_loss, demo_loss, kl, clip_fraction
+    return new(5), new(tokens), new(tokens), *moments, sketch, new(dtype=torch.float32), *grads
 
 
 def _setup_loss(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

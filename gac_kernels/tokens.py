@@ -207,12 +207,11 @@ class Tokens(NamedTuple):
 
         absolute: of its absolute value.
         """
-        factor = self.factor
-        weighted = self.advantages if factor is None else self.advantages * factor
+        weighted = self.advantages if self.factor is None else self.advantages * self.factor
         mean = self.rollout_mean(weighted.abs() if absolute else weighted)
         return self._replace(
             advantages=torch.where(self.demo, self.advantages, mean),
-            factor=None if factor is None else torch.where(self.demo, factor, 1),
+            factor=None if self.factor is None else torch.where(self.demo, self.factor, 1),
         )
 
     def rollout_mean(self, x: Tensor) -> Tensor:
@@ -361,16 +360,6 @@ def has_zero_gradient(tokens: Tokens, spec: LossSpec) -> Tensor:
     only_policy = spec.kl_coef == 0 and spec.entropy_coef == 0  # in the loss of a rollout
     shaped = spec.demo_weight is DemoWeight.SHAPED
     return no_loss | (no_advantage & torch.where(tokens.demo, shaped, only_policy))
-
-
-def may_have_gradient(tokens: Tokens, spec: LossSpec) -> Tensor:
-    """Tokens whose gradient can be nonzero, given the current log-probs, bool [N].
-
-    With a sequence ratio, a token's gradient also depends on the other tokens of its sequence.
-    """
-    if spec.importance_sampling_level == "sequence":
-        tokens = tokens.averaged(absolute=True)
-    return ~has_zero_gradient(tokens, spec)
 
 
 def scale_for_float16(

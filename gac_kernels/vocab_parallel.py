@@ -121,8 +121,7 @@ class ShardedRows:
     ) -> tuple[Tensor, ...]:
         assert not more_outputs, "the vocabulary-parallel loss needs no further outputs"
         local = self._local(targets, logits)
-        parts = self.inner.row_stats(logits, local, temperature, softcap)
-        own = torch.stack(parts)
+        own = torch.stack(self.inner.row_stats(logits, local, temperature, softcap))
         own[0] = torch.where(local < 0, 0, own[0] + own[2])  # the target's logit, in nats
         ranks = [torch.empty_like(own) for _ in range(dist.get_world_size(self.group))]
         dist.all_gather(ranks, own, group=self.group)

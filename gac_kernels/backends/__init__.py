@@ -81,7 +81,7 @@ def select_backend(name: str, device: torch.device, dtype: torch.dtype) -> Modul
         module = load(candidate, device)
         reason = module.unavailable(device, dtype)
         if reason is None:
-            _log_first_use(name_of(module), device.type)
+            _log_first_use(module, device)
             return module
         if dtype != torch.float64:  # only the reference computes in float64
             _warn_of_fallback(f"backend {candidate!r} cannot run: {reason}; using 'reference'")
@@ -95,8 +95,10 @@ def name_of(module: ModuleType) -> str:
 
 
 @functools.cache  # once per process
-def _log_first_use(name: str, kind: str) -> None:
-    logging.getLogger("gac_kernels").info("using the %s backend on %s", name, kind)
+def _log_first_use(module: ModuleType, device: torch.device) -> None:
+    logging.getLogger("gac_kernels").info(
+        "using the %s backend on %s", name_of(module), device.type
+    )
 
 
 @functools.cache  # once per reason

@@ -309,7 +309,7 @@ def _column(x: Any, dtype: torch.dtype) -> Any:
     """`x` as a contiguous tensor of `dtype`; None stays None."""
     if x is None or (x.dtype is dtype and x.is_contiguous()):
         return x
-    return x.detach().to(dtype).contiguous()
+    return x.to(dtype).contiguous()
 
 
 def _pointers(tensors: Iterable[Tensor | None]) -> list[int]:

@@ -31,8 +31,6 @@ _HEADER_BYTES = 1024  # barriers and sums, before the tiles
 _AHEAD = 4  # tiles to prefetch while a row is kept
 _RINGS = (14, 28)  # ring-buffer tiles per block with two blocks per multiprocessor, and with one
 
-Columns = dict[str, Tensor | None]
-
 
 def _fields(names: str, kind: Any) -> list[tuple[str, Any]]:
     """Consecutive fields of the same C type, from their names separated by spaces."""
@@ -174,7 +172,11 @@ def row_grads(
         return
     # the sums are recomputed from the row in shared memory, which is more accurate than `lse`
     # rounded to float32
-    columns: Columns = {"targets": targets, "d_logps": d_logps, "d_entropy": d_entropy}
+    columns: dict[str, Tensor | None] = {
+        "targets": targets,
+        "d_logps": d_logps,
+        "d_entropy": d_entropy,
+    }
     _launch(_GRADS, logits, out, float(temperature), None, columns)
 
 
@@ -191,7 +193,7 @@ def row_loss(
         rows = _batch_backend(logits.device)
         return rows.row_loss(logits, tokens, spec, out, sketch, softcap, marks)
     results = torch.empty(5, tokens.targets.numel(), dtype=torch.float32, device=logits.device)
-    columns: Columns = {name: getattr(tokens, name) for name in ROW_COLUMNS}
+    columns = {name: getattr(tokens, name) for name in ROW_COLUMNS}
     row_sketch = None if out is None else sketch
     _launch(_LOSS, logits, out, spec.temperature, results, columns, spec, row_sketch)
     return TokenTerms(results[0], results[1], results[2], results[3], results[4])
@@ -207,7 +209,7 @@ def _launch(
     out: Tensor | None,
     temperature: float,
     results: Tensor | None,
-    columns: Columns,
+    columns: dict[str, Any],
     spec: LossSpec | None = None,
     sketch: RowSketch | None = None,
 ) -> None:
