@@ -176,13 +176,12 @@ class LossSpec:
         if len(taus) != 2 or not positive:
             raise ValueError(f"sapo_tau={self.sapo_tau!r}: use two finite numbers > 0")
         object.__setattr__(self, "sapo_tau", taus)
-        numbers = self.token_scalars
-        if numbers["ratio_low"] > numbers["ratio_high"]:
+        below, above = self.clip_low, self.clip_high
+        if below is not None and above is not None and -below > above:
             raise ValueError(
-                f"clip_low={self.clip_low!r}, clip_high={self.clip_high!r}: use "
-                "1 - clip_low <= 1 + clip_high"
+                f"clip_low={below!r}, clip_high={above!r}: use 1 - clip_low <= 1 + clip_high"
             )
-        if numbers["correction_min"] > numbers["correction_max"]:
+        if self.correction_max is not None and (self.correction_min or 0) > self.correction_max:
             raise ValueError(
                 f"correction_min={self.correction_min!r}: use a number <= "
                 f"correction_max={self.correction_max!r}"

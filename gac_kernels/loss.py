@@ -324,7 +324,7 @@ class TokenLogprobs(Function):
         refuse_double_backward(torch.is_grad_enabled())
         *operands, lse, entropy = ctx.saved_tensors
         op = Operands(*operands, *ctx.settings)
-        columns = lse, entropy, d_logps.to(lse.dtype), d_entropy.to(lse.dtype)
+        columns = lse, entropy, d_logps, d_entropy
         with without_autocast(op):
             grads = linear.row_grads(op, columns, NeedsGrad(*ctx.needs_input_grad[:3]))
         dtypes = [None if x is None else x.dtype for x in operands]
