@@ -332,10 +332,10 @@ class TokenLogprobs(Function):
 
 
 def without_autocast(op: Operands) -> AbstractContextManager[object]:
-    """Autocast is applied already: `op.dtype`. Entering a context takes longer than the check."""
-    device = op.rows.device.type
-    enabled = torch.is_autocast_enabled(device)
-    return torch.autocast(device, enabled=False) if enabled else nullcontext()
+    """Autocast is applied already, as `op.dtype`; without a head there is nothing it applies to."""
+    if op.weight is None or not torch.is_autocast_enabled(op.rows.device.type):
+        return nullcontext()  # entering a context takes longer than the check
+    return torch.autocast(op.rows.device.type, enabled=False)
 
 
 def cast(
