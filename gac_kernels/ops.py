@@ -1,4 +1,4 @@
-"""The public functions as custom operators for torch.compile; eager code uses autograd.py.
+"""The public functions as custom operators for torch.compile; eager code uses loss.py.
 
 An operator takes the fields of `Operands`, so that one serves both logits and a head. Checks that
 read tensor values run inside it, at run time.
