@@ -282,9 +282,9 @@ In the linear form, the row kernels read a chunk's logits in float32 and write t
 bfloat16; `stats` runs one GEMM, `loss` three. "time / GEMMs" is the total time relative to the
 GEMMs if nothing overlaps: a lower bound for the target, 1.08 at H = 3584 and 1.15 at H = 1536. The
 traffic of dW (8 H V bytes for each of several chunks, 2 H V for a single one) overlaps with the
-GEMM that causes it. The gradient filter is counted with {KEPT:.0%} of the columns kept: its marks are
-bytes that are rarely written, the distribution of what is dropped takes up to 1 byte per logit (256
-rows of a chunk), and the tail reads the weight once per chunk (2 H V bytes, with the traffic of dW).
+GEMM that causes it. The gradient filter is counted with {KEPT:.0%} of the columns kept: its marks
+are rarely written, the distribution of what is dropped takes up to 1 byte per logit (256 rows of a
+chunk), and the tail reads the weight once per chunk (2 H V bytes, added to the traffic of dW).
 
 {sections}"""
 
