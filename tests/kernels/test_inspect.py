@@ -183,9 +183,8 @@ def test_passes_are_the_cheapest_loops() -> None:
     from bench.sass import passes
 
     assert passes(LOOPS) == (9 / 4, 6 / 4) and passes(LOOPS, 16) == (9 / 4, 6 / 8)
-    power, marks = "MUFU.EX2 R7, R7 ;\n", "@P2 STG.E.U8 desc[UR4][R2.64], R4 ;\n"
-    loops = LOOPS.replace("STG", 4 * f"{power}/*0000*/ " + f"{marks}/*0000*/ STG")
-    assert passes(loops) == (9 / 4, 11 / 4)
+    more = 4 * "MUFU.EX2 R7, R7 ;\n/*0000*/ " + "@P2 STG.E.U8 [R2.64], R4 ;\n/*0000*/ STG"
+    assert passes(LOOPS.replace("STG", more)) == (9 / 4, 11 / 4)
 
 
 def test_an_unknown_architecture_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:

@@ -227,8 +227,7 @@ def write_gradient(
     """
     y = tl.where((y >= 0) & (y < V), y, -1).to(tl.int32)  # one comparison instruction per element
     tiles = V // BLOCK
-    lanes = tl.arange(0, BLOCK)
-    offsets = tiles * BLOCK + lanes
+    offsets = tiles * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(row + offsets, mask=offsets < V, other=0.0)
     gradient = gradient_tile(
         x,
@@ -246,7 +245,6 @@ def write_gradient(
     tl.store(out + offsets, stored, mask=offsets < V)
     signed = tl.zeros([BLOCK], tl.float32)
     if hit is not None:
-        WIDTH: tl.constexpr = 128 // out.dtype.element_ty.primitive_bitwidth
         threshold = eps * (tl.abs(d_logp) + tl.abs(d_entropy))
         total = tl.where(offsets < V, stored.to(tl.float32), 0.0)
         mass = tl.abs(total)
@@ -278,8 +276,10 @@ def write_gradient(
             value = stored.to(tl.float32)
             total += value
             mass += tl.abs(value)
-            start = tl.multiple_of(hit + (tiles - 1 - tile) * BLOCK, WIDTH)
-            tl.store(start + lanes, 1, mask=tl.abs(value) > threshold)
+            # the alignment gives the bytes the layout of `out`, so that no tile is computed twice
+            tile_hit = hit + (tiles - 1 - tile) * BLOCK
+            tile_hit = tl.multiple_of(tile_hit, 128 // out.dtype.element_ty.primitive_bitwidth)
+            tl.store(tile_hit + tl.arange(0, BLOCK), 1, mask=tl.abs(value) > threshold)
     if hit is not None:
         tl.store(sums + n, tl.sum(total, 0))
         tl.store(sums + N + n, tl.sum(mass, 0))
