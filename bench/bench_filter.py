@@ -158,17 +158,15 @@ def measure_time(data: Text, record: Record) -> None:
 
 
 def page_table(rows: list[dict[str, Any]]) -> str:
-    """The table of docs/gradient_filter.md: medians and ranges, one row per size and entropy."""
-    cells: dict[tuple[Any, ...], list[str]] = {}
+    """The table of docs/gradient_filter.md: the median ratios with each allocator."""
+    cells: dict[tuple[str, ...], dict[str, list[str]]] = {}
     for row in rows:
-        allocator = row["case"].split(": ")[1]
-        size = row["shape"].split()[0].removeprefix("H=")
-        key = allocator, row["tokens"], size, f"{row['entropy']:.2f}", f"{row['kept_columns']:.1%}"
-        ratios = row["ratios"]
-        cell = f"{row['ratio']:.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
-        cells.setdefault(key, []).append(cell)
-    head = "allocator", "tokens", "H", "entropy, nats", "columns kept", *TARGETS
-    return markdown_table(head, [[*map(str, key), *values] for key, values in cells.items()])
+        size = str(row["tokens"]), row["shape"].split()[0].removeprefix("H=")
+        line = cells.setdefault((*size, f"{row['entropy']:.2f}", f"{row['kept_columns']:.1%}"), {})
+        line.setdefault(row["provider"], []).append(f"{row['ratio']:.2f}")
+    head = "tokens", "H", "entropy, nats", "columns kept", *TARGETS
+    body = [[*key, *map(" / ".join, line.values())] for key, line in cells.items()]
+    return markdown_table(head, body)
 
 
 def measure_times(data: Text, record: Record, allocator: str) -> None:
