@@ -140,6 +140,7 @@ def triton_configurations() -> Iterator[Configuration]:
         (f"{to_half}, default", triton.row_loss, wide, plain, default, x),
         (f"{to_half}, sketch, default", triton.row_loss, wide, plain, default, x, sketch),
         (f"{to_half}, filter", triton.row_loss, wide, plain, default, x, None, None, marks),
+        (f"{to_half}, filter", triton.row_grads, wide, *grads, x, None, None, True, marks),
         ("padded", triton.plan, inputs, shaped),
         ("packed, mu a tensor", triton.plan, inputs._replace(**packed), shaped),
     ]
