@@ -70,14 +70,14 @@ class _Pickler(pickle.Pickler):
 
 
 class Client(Peer):
-    """Client for the solver at the other end of two pipes.
+    """Client for the solver at the other end of a socket.
 
     Args:
         row: see `row.compile_row`.
     """
 
-    def __init__(self, row: Any, reader: int, writer: int) -> None:
-        super().__init__(reader, writer)
+    def __init__(self, row: Any, channel: int) -> None:
+        super().__init__(channel)
         self.row = row
         self.requests = 0
         """Number of uses of the program so far."""

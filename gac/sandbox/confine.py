@@ -7,19 +7,16 @@ restriction raises `OSError` if it fails.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import fcntl
 import json
 import os
-import re
 import resource
 import signal
 import socket
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 LIBSECCOMP = "libseccomp.so.2"
@@ -128,17 +125,6 @@ def set_capabilities(capabilities: int) -> None:
     """Drop all capabilities of this process except the bits of `capabilities`."""
     header = struct.pack("=Ii", 0x20080522, 0)  # version 3, this process
     _call("capset", header, struct.pack("=6I", capabilities, capabilities, 0, 0, 0, 0))
-
-
-def threads_of(uid: int) -> dict[int, int]:
-    """Pid -> number of threads of the processes of `uid`, as far as /proc shows them."""
-    threads = {}
-    for status in Path("/proc").glob("[0-9]*/status"):
-        with contextlib.suppress(OSError):  # it has exited
-            fields = dict(re.findall(r"^(Uid|Threads):\s+(\d+)", status.read_text(), re.MULTILINE))
-            if fields["Uid"] == str(uid):
-                threads[int(status.parent.name)] = int(fields["Threads"])
-    return threads
 
 
 # -- Landlock --------------------------------------------------------------------------------------

@@ -46,25 +46,24 @@ _RECURSION = 20_000  # for nested arguments; the stack is large enough
 _PRIVATE_FIELD = re.compile(r"[.\[]_")
 
 
-def judge(row: bytes, reader: int, writer: int, guard: bool = True) -> tuple[Verdict, bool]:
-    """Run the tests of a row against the solver at the other end of two pipes.
+def judge(row: bytes, channel: int, guard: bool = True) -> tuple[Verdict, bool]:
+    """Run the tests of a row against the solver at the other end of a socket.
 
     Args:
         row: see `row.compile_row`.
-        reader: pipe from the solver.
-        writer: pipe to the solver.
+        channel: the socket.
         guard: refuse to run text from the program; cannot be undone in this process.
 
     Returns:
         The verdict, and whether the solver has closed its end.
     """
     compiled = types.SimpleNamespace(**marshal.loads(row))
-    client = Client(compiled, reader, writer)
+    client = Client(compiled, channel)
     try:
         verdict = _Judge(compiled, client).verdict(guard)
     except RowError as error:
         verdict = {"row_problem": str(error)}
-    client.close()
+    client.channel.close()
     return verdict, client.ended
 
 

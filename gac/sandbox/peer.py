@@ -85,7 +85,7 @@ def is_importable(value: Any) -> bool:
 
 
 class Peer:
-    """One side of the conversation, over two pipes.
+    """One side of the conversation, over a socket.
 
     Attributes:
         proxies: by the number of an object of the other side.
@@ -99,9 +99,8 @@ class Peer:
     perform: Callable[..., list[Any]]
     """Performs what the other side asks for; returns kind and content of the answer."""
 
-    def __init__(self, reader: int, writer: int) -> None:
-        self._reader = Connection(reader, writable=False)
-        self._writer = Connection(writer, readable=False)
+    def __init__(self, channel: int) -> None:
+        self.channel = Connection(channel)
         self._turn = threading.RLock()
         self._objects: list[Any] = []  # kept alive, so that their ids are not reused
         self._numbers: dict[int, int] = {}
@@ -131,7 +130,7 @@ class Peer:
     def exchange(self, message: bytes) -> list[Any]:
         """Send a message, perform what the other side asks for, and return its answer."""
         while True:
-            self._writer.send_bytes(message)
+            self.channel.send_bytes(message)
             kind, *content = self.loads(self.receive())
             if kind != "ask":
                 return [kind, *content]
@@ -143,11 +142,7 @@ class Peer:
         Raises:
             OSError, EOFError: the other side closed its end, or its message is too long.
         """
-        return self._reader.recv_bytes(FRAME_BYTES)
-
-    def close(self) -> None:
-        self._reader.close()
-        self._writer.close()
+        return self.channel.recv_bytes(FRAME_BYTES)
 
 
 def ask(operation: str, target: Any, /, *arguments: Any, **keywords: Any) -> Any:

@@ -1,9 +1,8 @@
 """Runs a bounded number of programs concurrently on a fork server.
 
-A `Server` is one fork server, started inside bubblewrap if possible. Each request is one message on
-a socket that preserves message boundaries, so threads need no lock. Its result arrives on a
-separate pipe; end of file there means that the server died. A `Pool` is thread-safe and survives
-the server's death.
+A `Server` is one fork server, started inside bubblewrap if possible. It has a worker for every
+program that runs at the same time. A request and its result are messages on the connection to a
+worker, which closes if the server dies. A `Pool` is thread-safe and survives the server's death.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import fcntl
 import json
 import logging
 import os
-import select
 import shutil
 import signal
 import socket
@@ -108,6 +106,7 @@ class Server:
         options["path"] = _search_path(preload)
         command = [*(namespaces or []), sys.executable, "-s", "-P", "-S", "-c", START]
         self._control = ours
+        self._idle: list[socket.socket] = []  # connections to workers
         try:
             self._process = subprocess.Popen(
                 [*command, str(_PACKAGE.parent), json.dumps(options)],
@@ -120,7 +119,6 @@ class Server:
             )
             theirs.close()  # so that we see end of file when the server exits
             self.layers = self._greet(errors)
-            self._death = os.pidfd_open(self._process.pid)
         except BaseException:  # including KeyboardInterrupt: do not leave a server behind
             ours.close()  # a running server exits when this closes
             raise
@@ -148,30 +146,27 @@ class Server:
 
     def ask(self, request: Mapping[str, Any], files: Sequence[int]) -> dict[str, Any] | None:
         """Send a request and return its result (see `zygote`), or None if the server died."""
-        reader, writer = os.pipe()
+        wall = WALL_PER_CPU_SECOND * request["cpu_seconds"]
+        most = STARVATION_FACTOR * wall
+        message = json.dumps({**request, "wall_seconds": wall, "most_seconds": most}).encode()
         try:
-            wall = WALL_PER_CPU_SECOND * request["cpu_seconds"]
-            limits = {"wall_seconds": wall, "most_seconds": STARVATION_FACTOR * wall}
-            try:
-                message = json.dumps({**request, **limits}).encode()
-                socket.send_fds(self._control, [message], [writer, *files])
-            except OSError:  # the server is gone; another thread may have closed the socket
-                return None
-            finally:
-                os.close(writer)
-            return self._wait(reader, STARVATION_FACTOR * wall + WALL_MARGIN)
-        finally:
-            os.close(reader)
+            worker = self._worker()
+            worker.settimeout(most + WALL_MARGIN)
+            socket.send_fds(worker, [message], files)
+            answer = worker.recv(1 << 16)
+            self._idle.append(worker)
+        except OSError:  # no answer in time, or the server is gone
+            answer = b""
+        return json.loads(answer) if answer else None
 
-    def _wait(self, reader: int, seconds: float) -> dict[str, Any] | None:
-        poll = select.poll()
-        poll.register(reader, select.POLLIN)
-        poll.register(self._death, select.POLLIN)  # a fork of this process may hold the pipe open
-        ready = [number for number, _ in poll.poll(seconds * 1000)]
-        if reader not in ready:
-            return None
-        data = os.read(reader, 1 << 16)
-        return json.loads(data) if data else None
+    def _worker(self) -> socket.socket:
+        """A connection to an idle worker, or to a new one."""
+        with contextlib.suppress(IndexError):
+            return self._idle.pop()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            socket.send_fds(self._control, [b"work"], [theirs.fileno()])
+        return ours
 
     def stop(self) -> None:
         """Stop the server and all its programs."""
@@ -184,7 +179,8 @@ class Server:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        os.close(self._death)
+        for worker in self._idle:
+            worker.close()
 
 
 def start(preload: Sequence[str]) -> Server:

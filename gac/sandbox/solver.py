@@ -111,8 +111,8 @@ class Live(list[Any]):
 class Solver(Peer):
     """The solver's side of the conversation, about the program of `spec` (see `assemble`)."""
 
-    def __init__(self, spec: Mapping[str, Any], reader: int, writer: int) -> None:
-        super().__init__(reader, writer)
+    def __init__(self, spec: Mapping[str, Any], channel: int) -> None:
+        super().__init__(channel)
         self._spec = spec
         self._new_classes: list[Json] = []
         self._described: set[int] = set()
@@ -129,7 +129,7 @@ class Solver(Peer):
                 self._turn.release()
                 answer = self.perform(request)
                 self._turn.acquire()
-                self._writer.send_bytes(self.dumps(*answer))
+                self.channel.send_bytes(self.dumps(*answer))
 
     def ask(self, operation: str, /, *arguments: Any, **keywords: Any) -> Any:
         """Ask for an operation on an object of the tests."""
