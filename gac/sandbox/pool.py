@@ -134,15 +134,13 @@ class Server:
         except OSError:  # no answer in time, or it died
             greeting = b""
         self._control.settimeout(None)
-        if not greeting:
-            self._process.kill()
-        report: dict[str, Any] = json.loads(greeting) if greeting else {"refused": None}
-        if "refused" not in report:
+        if greeting:
+            report: dict[str, Any] = json.loads(greeting)
             return Layers({"limits": "limits", **report["layers"]}, report["missing"])
+        self._process.kill()
         self._process.wait()
         lines = os.pread(errors, 1 << 16, 0).decode(errors="replace").split("\n")
-        last = next((line for line in reversed(lines) if line.strip()), "no error output")
-        raise SandboxError(report["refused"] or last)
+        raise SandboxError(next((line for line in reversed(lines) if line.strip()), "no error"))
 
     def ask(self, request: Mapping[str, Any], files: Sequence[int]) -> dict[str, Any] | None:
         """Send a request and return its result (see `zygote`), or None if the server died."""

@@ -48,7 +48,6 @@ class Zygote:
         self.base_bytes = _address_space()
         self.layers: dict[str, str] = {}
         self.missing: dict[str, str] = {}
-        self.rules: int | None = None
         self.filter = b""
         self.uids: range | None = None
 
@@ -58,7 +57,7 @@ class Zygote:
         """Drop this process's privileges and prepare what children need to confine themselves."""
         self.filter = confine.compile_filter()
         self.layers["seccomp"] = "seccomp"
-        for layer, take in (("landlock", self._prepare_landlock), ("uid", self._prepare_uid)):
+        for layer, take in (("landlock", confine.landlock), ("uid", self._take_uids)):
             try:
                 self.layers[layer] = take()
             except OSError as error:
@@ -66,31 +65,20 @@ class Zygote:
         confine.set_capabilities(0 if self.uids is None else confine.CAN_SWITCH)
         confine.no_new_privileges()
 
-    def _prepare_landlock(self) -> str:
-        self.rules = confine.landlock_rules()
-        return f"Landlock {confine.landlock_abi()}"
-
-    def _prepare_uid(self) -> str:
+    def _take_uids(self) -> str:
         if os.getuid() != 0:
             return f"uid {os.getuid()}"
-        best, other = confine.unused_uids(int.from_bytes(os.urandom(2), "big"))
-        try:
-            confine.drop_root(best[0])
-            self.uids = best
-        except OSError:  # not in the user namespace of this container
-            confine.drop_root(other[0])
-            self.uids = other
+        self.uids = confine.drop_root()
         return f"uids {self.uids[0]} to {self.uids[-1]}"
 
     def confine(self, kept: Sequence[int], cpu_seconds: int, memory_bytes: int) -> None:
         """Confine this child process: it can only compute and use the descriptors `kept`."""
-        confine.close_all_but([0, 1, 2, *kept, *([] if self.rules is None else [self.rules])])
+        confine.close_all_but([0, 1, 2, *kept])
         tasks = confine.THREADS if self.uids is not None else _running_tasks() + SPARE_TASKS
         confine.set_limits(cpu_seconds, self.base_bytes + memory_bytes, tasks)
         confine.no_new_privileges()
-        if self.rules is not None:
-            confine.apply_landlock(self.rules)
-            os.close(self.rules)
+        if "landlock" in self.layers:
+            confine.apply_landlock()
         confine.install_filter(self.filter)
 
     # -- processes ---------------------------------------------------------------------------------
@@ -291,7 +279,6 @@ def main(options: dict[str, Any]) -> None:
         zygote.prepare()
         confine.verify_confinement(lambda body: zygote.fork(body, 1), zygote.confine)
     except (OSError, ImportError) as error:
-        control.send(json.dumps({"refused": str(error)}).encode())
-        return
+        sys.exit(" ".join(str(error).split()))
     control.send(json.dumps({"layers": zygote.layers, "missing": zygote.missing}).encode())
     zygote.serve(control, options["user"])

@@ -57,7 +57,7 @@ def test_missing_layers_are_reported(monkeypatch):
         """
 from sandbox import confine
 def absent(): raise OSError(38, "Function not implemented")
-confine.landlock_rules = absent
+confine.landlock = absent
 """,
     )
     pool = Pool(workers=1)
@@ -336,20 +336,23 @@ def test_failed_memfd_is_an_error_not_a_score(monkeypatch, pool):
 )
 def test_landlock_handles_every_access_that_the_kernel_knows(monkeypatch, abi, rights, others):
     """The rights of each version, by Documentation/userspace-api/landlock.rst."""
-    rulesets = []
+    rulesets, file = [], os.open(os.devnull, os.O_RDONLY)
 
-    def call(name, number, attributes, size, flags):
-        assert (name, number) == ("syscall", 444)
-        if attributes is None:  # asks for the version
-            assert (size.value, flags) == (0, 1)
+    def call(name, number, *arguments):
+        assert name == "syscall"
+        if arguments[0] is None:  # asks for the version
+            assert (number, arguments[1].value, arguments[2]) == (444, 0, 1)
             return abi
-        rulesets.append((attributes, size.value, flags))
-        return 33
+        rulesets.append((number, *(getattr(a, "value", a) for a in arguments)))
+        return file
 
     monkeypatch.setattr(confine, "_call", call)
-    assert confine.landlock_rules() == 33
+    assert confine.landlock() == f"Landlock {abi}"
+    confine.apply_landlock()
     attributes = struct.pack("=3Q", 2**rights - 1, 3 * (others > 0), 3 * (others > 1))
-    assert rulesets == [(attributes, len(attributes), 0)]
+    assert rulesets == [(444, attributes, len(attributes), 0), (446, file, 0)]
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(file)
 
 
 DESCRIPTORS = """
@@ -393,7 +396,8 @@ def show():
     fields = dict(line.split(":", 1) for line in open("/proc/self/status"))
     ids = {*fields["Uid"].split(), *fields["Gid"].split()}
     print(fields["CapEff"].strip(), fields["CapPrm"].strip(), *ids, fields["Groups"].split())
-confine.drop_root(70001)
+confine.unused_uids = lambda seed: (range(70001, 70009), range(0))
+confine.drop_root()
 show()
 confine.switch_to_uid(70002)
 show()
