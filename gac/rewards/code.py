@@ -14,6 +14,7 @@ from ..errors import is_count
 from ..sandbox.pool import JudgeSpec, Pool, Program, RunResult, SandboxError
 from ..sandbox.row import context_of, names_defined, parse
 from .base import Reward, RowOutcome
+from .capacity import workers_that_fit
 
 if TYPE_CHECKING:
     from ..data import Example
@@ -27,7 +28,7 @@ _SPARE_OUTPUT = 1 << 16  # bytes to read beyond the expected output, for trailin
 
 
 @cache
-def _shared_pool(workers: int | None, preload: tuple[str, ...], require: tuple[str, ...]) -> Pool:
+def _shared_pool(workers: int, preload: tuple[str, ...], require: tuple[str, ...]) -> Pool:
     """One pool per configuration, so that training and evaluation share worker processes."""
     pool = Pool(workers=workers, preload=preload, require=require)
     atexit.register(pool.close)
@@ -117,7 +118,9 @@ class CodeReward(Reward):
         self._prompt_field = prompt_field
         self._references: dict[JudgeSpec, _Reference] = {}
         self._counts = Counter(timeouts=0, stalled=0, crashes=0, no_program=0)
-        self._pool = _shared_pool(workers, tuple(preload), tuple(require))
+        # a program with tests has two processes
+        count = workers_that_fit(workers, 2 * memory_mb)
+        self._pool = _shared_pool(count, tuple(preload), tuple(require))
         try:
             self._pool.start()
         except SandboxError as error:

@@ -15,7 +15,6 @@ import importlib
 import io
 import os
 import resource
-import selectors
 import site
 import sys
 import threading
@@ -141,34 +140,25 @@ def adapt(memory_bytes: int) -> None:
 # -- asyncio ---------------------------------------------------------------------------------------
 
 
-class _NoFiles(selectors._BaseSelectorImpl):
-    """A selector without files: it waits until the timeout or until another thread wakes it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wake = threading.Event()
-
-    def select(self, timeout: float | None = None) -> list[Any]:
-        self.wake.wait(timeout)
-        self.wake.clear()
-        return []
-
-
-class EventLoop(asyncio.SelectorEventLoop):
+class EventLoop(asyncio.BaseEventLoop):
     """Runs coroutines, timers and threads without sockets and `epoll`, which the filter refuses.
 
     Connections, pipes and subprocesses fail.
     """
 
     def __init__(self) -> None:
-        self._no_files = _NoFiles()
-        super().__init__(self._no_files)
+        super().__init__()
+        self._woken = threading.Event()
+        self._selector = self
 
-    def _make_self_pipe(self) -> None:
-        self._internal_fds = 0
+    def select(self, timeout: float | None = None) -> list[Any]:
+        """Wait until the timeout or until another thread wakes the loop."""
+        self._woken.wait(timeout)
+        self._woken.clear()
+        return []
 
-    def _close_self_pipe(self) -> None:
+    def _process_events(self, events: list[Any]) -> None:
         pass
 
     def _write_to_self(self) -> None:
-        self._no_files.wake.set()
+        self._woken.set()

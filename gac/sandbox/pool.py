@@ -133,7 +133,6 @@ class Server:
             greeting = self._control.recv(1 << 16)
         except OSError:  # no answer in time, or it died
             greeting = b""
-        self._control.settimeout(None)
         if greeting:
             report: dict[str, Any] = json.loads(greeting)
             return Layers({"limits": "limits", **report["layers"]}, report["missing"])
@@ -261,31 +260,25 @@ class RunResult:
 class Pool:
     """Runs model-written programs in confined processes.
 
-    Fewer than `workers` run at a time if their memory limits together would exceed half of the
-    memory of the machine, divided by the ranks on it.
-
     Args:
-        workers: number of programs run concurrently; None: available cores divided by the ranks on
-            this machine.
+        workers: number of programs that `map` runs at the same time.
         preload: packages that programs may import in addition to the standard library.
         require: protection layers that must be available (see `LAYERS`).
     """
 
+    _server: Server | None
+
     def __init__(
         self,
         *,
-        workers: int | None = None,
+        workers: int,
         preload: Sequence[str] = (),
         require: Sequence[str] = (),
     ) -> None:
-        if workers is not None and workers < 1:
-            raise ValueError(f"workers must be at least 1, got {workers}")
         unknown = [name for name in require if name not in LAYERS]
         if unknown:
             raise ValueError(f"require must be among {', '.join(LAYERS)}; got {', '.join(unknown)}")
-        self.workers = workers or default_workers()
-        self.preload, self.require = tuple(preload), tuple(require)
-        self._memory = _MemoryBudget(_memory_bytes() // 2 // _ranks())
+        self.workers, self.preload, self.require = workers, tuple(preload), tuple(require)
         self._reset()
         os.register_at_fork(after_in_child=self._reset)
 
@@ -332,24 +325,22 @@ class Pool:
 
     def map(self, function: Any, items: Sequence[Any]) -> list[Any]:
         """Apply `function` to every item, at most `workers` at a time."""
-        return list(self._threads.map(function, items))
+        with ThreadPoolExecutor(self.workers) as threads:
+            return list(threads.map(function, items))
 
     def close(self) -> None:
         """Stop all processes; the next use starts new ones."""
         with self._lock:
-            threads, server_ = self._threads, self._server
-            self._reset()
-        threads.shutdown(cancel_futures=True)
-        if server_ is not None:
-            server_.stop()
+            server, self._server = self._server, None
+        if server is not None:
+            server.stop()
 
     # ---------------------------------------------------------------------------------------------
 
     def _reset(self) -> None:
         """Create fresh state; a fork of this process gets its own too."""
         self._lock = threading.Lock()
-        self._threads = ThreadPoolExecutor(self.workers)
-        self._server: Server | None = None
+        self._server = None
 
     def _current(self) -> Server:
         with self._lock:
@@ -396,56 +387,23 @@ class Pool:
         processes = 2 if kind == "check" else 1
         request = {"kind": kind, "cpu_seconds": cpu_seconds, "memory_bytes": memory_mb << 20}
         problem = ""
-        with self._memory.reserved(processes * (memory_mb << 20)):
-            for attempt in range(ATTEMPTS):
-                time.sleep(PAUSE_SECONDS * attempt**2)
-                current = self._current()
-                with _files(program, given) as files:
-                    ends = current.ask(request, files)
-                    if ends is None:
-                        problem = "the fork server died"
-                        self._discard(current)
-                    elif "failed" in ends:
-                        problem = ends["failed"]
-                    elif not all(  # both processes share the offset of a file
-                        os.lseek(file, 0, os.SEEK_CUR) for file in files[:processes]
-                    ):
-                        problem = f"a process exited before reading its input ({ends})"
-                    else:
-                        return ends, os.pread(files[2], output_bytes, 0)
+        for attempt in range(ATTEMPTS):
+            time.sleep(PAUSE_SECONDS * attempt**2)
+            current = self._current()
+            with _files(program, given) as files:
+                ends = current.ask(request, files)
+                if ends is None:
+                    problem = "the fork server died"
+                    self._discard(current)
+                elif "failed" in ends:
+                    problem = ends["failed"]
+                elif not all(  # both processes share the offset of a file
+                    os.lseek(file, 0, os.SEEK_CUR) for file in files[:processes]
+                ):
+                    problem = f"a process exited before reading its input ({ends})"
+                else:
+                    return ends, os.pread(files[2], output_bytes, 0)
         raise SandboxError(f"the sandbox gave up after {ATTEMPTS} attempts: {problem}")
-
-
-class _MemoryBudget:
-    """Bounds the sum of the memory limits of running programs; a single program may always run."""
-
-    def __init__(self, total: int) -> None:
-        self._total, self._reserved = total, 0
-        self._changed = threading.Condition()
-
-    @contextlib.contextmanager
-    def reserved(self, amount: int) -> Iterator[None]:
-        """Wait until `amount` bytes are free, and reserve them."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: not self._reserved or self._reserved + amount <= self._total
-            )
-            self._reserved += amount
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._reserved -= amount
-                self._changed.notify_all()
-
-
-def _memory_bytes() -> int:
-    """Memory of this machine or container."""
-    sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # cgroup v2, v1
-        with contextlib.suppress(OSError, ValueError):  # not in a cgroup, or "max"
-            sizes.append(int(Path("/sys/fs/cgroup", name).read_text()))
-    return min(sizes)
 
 
 @contextlib.contextmanager
@@ -477,14 +435,3 @@ def _ending(ends: Mapping[str, Any], cpu_seconds: int) -> Ending:
     if any(n == signal.SIGKILL and s >= cpu_seconds * CPU_LIMIT_TOLERANCE for n, s in killed):
         return "timeout"
     return "crash" if killed else "ended"
-
-
-def _ranks() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def default_workers() -> int:
-    """The available cores, divided by the ranks on this machine."""
-    has_affinity = hasattr(os, "sched_getaffinity")  # not on macOS
-    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    return max(1, cores // _ranks())

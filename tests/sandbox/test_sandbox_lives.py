@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from gac.sandbox import pool as server
-from gac.sandbox.pool import Pool, Program, SandboxError, _MemoryBudget
+from gac.sandbox.pool import Pool, Program, SandboxError
 from tests.sandbox.sandboxes import (
     SUITE,
     alive,
@@ -304,38 +304,6 @@ def test_the_thread_limit_holds_per_program():
     own_uids = "uids" in pool.start().active.get("uid", "")
     pool.close()
     assert counts[1] == "40" and (not own_uids or counts[0] == "63")
-
-
-def test_programs_wait_until_their_memory_fits():
-    budget, entered = _MemoryBudget(10), threading.Event()
-
-    def large():
-        with budget.reserved(6):
-            entered.set()
-
-    with budget.reserved(6):
-        waiting = threading.Thread(target=large)
-        waiting.start()
-        with budget.reserved(4):
-            assert not entered.wait(0.1)
-    waiting.join(30)
-    assert entered.is_set()
-    with _MemoryBudget(10).reserved(99):  # one program may always run
-        pass
-
-
-def test_ranks_of_a_node_share_its_cores(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    assert Pool().workers == 8
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert Pool().workers == 2
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "64")
-    assert Pool().workers == 1
-    monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
-    for count, workers in ((6, 6), (None, 1)):
-        monkeypatch.setattr(os, "cpu_count", lambda count=count: count)
-        assert Pool().workers == workers
 
 
 def test_each_pool_has_its_own_server_and_uid():

@@ -84,16 +84,6 @@ def test_a_script_gets_all_its_input_and_a_part_of_its_output_is_read():
     sandbox.close()
 
 
-def test_the_memory_of_a_container_is_its_limit(monkeypatch):
-    limits = {}
-    monkeypatch.setattr(pool.Path, "read_text", lambda path: limits[str(path)])
-    monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 50, "SC_PAGE_SIZE": 4}.__getitem__)
-    new, old = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"
-    for texts, size in ((["max\n", "99\n"], 99), (["70\n", "9999"], 70), (["max", "201"], 200)):
-        limits.update(zip((new, old), texts, strict=True))
-        assert pool._memory_bytes() == size
-
-
 @pytest.mark.parametrize(("kind", "needed"), [("check", 2), ("script", 1)])
 def test_a_request_is_sent_at_most_three_times(monkeypatch, caplog, kind, needed):
     sent = []
