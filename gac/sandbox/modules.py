@@ -18,7 +18,6 @@ import resource
 import site
 import sys
 import threading
-from asyncio import unix_events
 from collections.abc import Sequence
 from typing import Any
 
@@ -70,20 +69,15 @@ def load(path: Sequence[str], packages: Sequence[str]) -> None:
         with contextlib.suppress(ImportError):  # left out of this build of Python
             importlib.import_module(name)
     sys.path += [entry for entry in path if entry not in sys.path]
-    for name in packages:
+    numpy = ("ma", "random", "testing", "char") if "numpy" in packages else ()  # loaded lazily
+    for name in [*packages, *(f"numpy.{module}" for module in numpy)]:
         try:
             importlib.import_module(name)
         except Exception as error:  # a broken package may raise anything
             kind = type(error).__name__
             raise ImportError(f"preload: cannot import {name} ({kind}: {error})") from error
-    if "numpy" in packages:
-        for name in ("ma", "random", "testing", "char"):  # numpy loads them lazily
-            importlib.import_module(f"numpy.{name}")
     _replace_functions()
-    for name in ("_UnixDefaultEventLoopPolicy", "_DefaultEventLoopPolicy"):  # up to 3.13, from 3.14
-        policy = getattr(unix_events, name, None)
-        if policy is not None:
-            policy._loop_factory = EventLoop
+    asyncio.DefaultEventLoopPolicy._loop_factory = EventLoop  # type: ignore[attr-defined] # private
     atexit._clear()  # of the modules: nothing of theirs is left to do, and it takes time
     site.setquit()  # `exit` and `quit`, which -S leaves out
     sys.path.clear()

@@ -99,15 +99,14 @@ class Server:
     """
 
     def __init__(self, preload: Sequence[str], *, namespaces: Sequence[str] | None) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._idle: list[socket.socket] = []  # connections to workers
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         user = os.pidfd_open(os.getpid())
         errors = os.memfd_create("errors")
         options = {"control": theirs.fileno(), "user": user, "preload": list(preload)}
         options["path"] = _search_path(preload)
         command = [*(namespaces or []), sys.executable, "-s", "-P", "-S", "-c", START]
-        self._control = ours
-        self._idle: list[socket.socket] = []  # connections to workers
-        try:
+        with theirs, os.fdopen(user, "rb", 0), os.fdopen(errors, "rb", 0):
             self._process = subprocess.Popen(
                 [*command, str(_PACKAGE.parent), json.dumps(options)],
                 stdin=subprocess.DEVNULL,
@@ -119,13 +118,6 @@ class Server:
             )
             theirs.close()  # so that we see end of file when the server exits
             self.layers = self._greet(errors)
-        except BaseException:  # including KeyboardInterrupt: do not leave a server behind
-            ours.close()  # a running server exits when this closes
-            raise
-        finally:
-            theirs.close()
-            os.close(user)
-            os.close(errors)
 
     def _greet(self, errors: int) -> Layers:
         self._control.settimeout(START_SECONDS)
@@ -138,6 +130,7 @@ class Server:
             return Layers({"limits": "limits", **report["layers"]}, report["missing"])
         self._process.kill()
         self._process.wait()
+        self._control.close()
         lines = os.pread(errors, 1 << 16, 0).decode(errors="replace").split("\n")
         raise SandboxError(next((line for line in reversed(lines) if line.strip()), "no error"))
 
@@ -413,9 +406,7 @@ def _files(program: Program, given: bytes) -> Iterator[list[int]]:
     try:
         for content in (json.dumps(vars(program)).encode(), given, b""):
             files.append(os.memfd_create("sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
-            written = 0
-            while written < len(content):  # pwrite leaves the file offset at the start
-                written += os.pwrite(files[-1], content[written : written + (1 << 24)], written)
+            os.pwrite(files[-1], content, 0)  # leaves the file offset at the start
         for file in files[:2]:  # a program could write to its input, beyond its memory limit
             fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW)
         yield files

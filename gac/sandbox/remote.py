@@ -21,7 +21,6 @@ from .peer import (
     asking,
     is_importable,
     leaving,
-    next_item,
 )
 
 # special attributes that are only read by Python code, as text or as plain data
@@ -143,7 +142,7 @@ SPECIAL_METHODS: dict[str, Callable[..., Any]] = {
     "__await__": lambda self: coroutine(self).__await__(),
     "__aenter__": _async(METHODS["__aenter__"]),
     "__aexit__": _async(leaving("__aexit__")),
-    "__anext__": _async(next_item("__anext__", StopAsyncIteration)),
+    "__anext__": _async(METHODS["__anext__"]),
 }
 for _name in ("__eq__", "__ne__", "__hash__"):  # see `Remote`
     del SPECIAL_METHODS[_name]

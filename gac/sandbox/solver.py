@@ -104,12 +104,10 @@ def _run(spec: Mapping[str, Any], name: str) -> None:
     exec(compile(assemble(spec), "<program>", "exec", dont_inherit=True), vars(module))
 
 
-class Live(list[Any]):
-    """Marks a list, dict or set, its only item, that the judge may change."""
-
-
 class Solver(Peer):
     """The solver's side of the conversation, about the program of `spec` (see `assemble`)."""
+
+    loads = staticmethod(pickle.loads)
 
     def __init__(self, spec: Mapping[str, Any], channel: int) -> None:
         super().__init__(channel)
@@ -141,9 +139,6 @@ class Solver(Peer):
             raise value
         return value
 
-    def loads(self, message: bytes) -> list[Any]:
-        return [_KINDS[message[:1]], message[1:]]
-
     def perform(self, request: bytes) -> list[Any]:
         try:
             operation, arguments, keywords, patches = pickle.loads(request)
@@ -154,7 +149,10 @@ class Solver(Peer):
                 _run(self._spec, "program")
                 return ["value", None]
             value = _perform(operation, *arguments, **keywords)
-            return ["value", value, _changed(request, [*arguments, *keywords.values()])]
+            # the judge may change a container that the program keeps
+            kept = operation in ("find", "get") and type(value) in (list, dict, set)
+            changed = _changed(request, [*arguments, *keywords.values()])
+            return ["value", value, changed, self.number(value) if kept else None]
         except BaseException as error:  # the program may raise anything
             return ["raise", error]
 
@@ -177,8 +175,6 @@ class Solver(Peer):
         borrowed = self.proxy_numbers.get(id(value))
         if borrowed is not None:
             return "lent", [borrowed]
-        if kind is Live:
-            return "live", [self.number(value[0]), value[0]]
         if isinstance(value, type):
             return "class", [_path(value) if is_builtin(value) else self._class(value)]
         if isinstance(value, BaseException):
@@ -214,7 +210,6 @@ class Solver(Peer):
 
 
 _solver: list[Solver] = []  # of this process, for the functions that pickles refer to
-_KINDS = {b"a": "ask", b"v": "value", b"r": "raise"}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -263,8 +258,7 @@ def _perform(operation: str, target: Any, /, *arguments: Any, **keywords: Any) -
 _shared_classes: set[str] = set()  # of the setup, whose instances are copied
 _OPERATIONS: dict[str, Any] = {
     **OPERATIONS,
-    "find": lambda name: _live(vars(sys.modules["program"])[name]),
-    "get": lambda value, name: _live(getattr(value, name)),
+    "find": lambda name: vars(sys.modules["program"])[name],
     "change": lambda value, name, /, *arguments, **keywords: getattr(value, name)(
         *arguments, **keywords
     ),
@@ -281,19 +275,12 @@ _OPERATIONS: dict[str, Any] = {
     "dir": dir,
     "__eq__": lambda left, right: left == right,
     "__getitem__": lambda value, key: value[key],
-    "__anext__": lambda iterator: _complete(_next_items(iterator)),
+    "__anext__": lambda iterator: _complete(type(iterator).__anext__(iterator)),
     "__await__": lambda awaitable: _complete(awaitable),
     "__aexit__": lambda manager, error: _complete(
         type(manager).__aexit__(manager, error and type(error), error, None)
     ),
 }
-
-
-async def _next_items(iterator: Any) -> list[Any]:
-    try:
-        return [await type(iterator).__anext__(iterator)]
-    except StopAsyncIteration:
-        return []
 
 
 _loop = functools.cache(asyncio.new_event_loop)
@@ -305,11 +292,6 @@ def _complete(awaitable: Any) -> Any:
     All calls use the same event loop, because asyncio objects may be bound to a loop.
     """
     return _loop().run_until_complete(awaitable)
-
-
-def _live(value: Any) -> Any:
-    """`value`, marked as `Live` if it is a list, dict or set."""
-    return Live([value]) if type(value) in (list, dict, set) else value
 
 
 def _changed(request: bytes, arguments: Sequence[Any]) -> list[Any]:

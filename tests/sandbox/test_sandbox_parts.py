@@ -76,7 +76,7 @@ def test_the_verdict_becomes_a_result(monkeypatch, written, stalled, result):
 
 
 def test_a_script_gets_all_its_input_and_a_part_of_its_output_is_read():
-    stdin = bytes(range(256)) * (65 << 10)  # more than one write
+    stdin = bytes(range(256)) * (65 << 10)
     text = "import sys\ndata = sys.stdin.buffer.read()\nprint(len(data), sum(data))\nexit(7)"
     sandbox = Pool(workers=1)
     result = sandbox.run(Program(text), stdin, 9, 256, 8)

