@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import is_count
 from ..sandbox.pool import JudgeSpec, Pool, Program, RunResult, SandboxError
-from ..sandbox.row import context_of, names_defined, parse
+from ..sandbox.row import context_of, names_defined
 from .base import Reward, RowOutcome
 from .capacity import workers_that_fit
 
@@ -178,7 +178,7 @@ class CodeReward(Reward):
         task, empty = self._task(example), {"an empty program": "pass"}
         if task.suite is None:
             return empty | {f"print({c})": f"print({c})" for c in _CONSTANTS}
-        names = {task.suite.entry_point} - {""} or names_defined(parse(task.suite.reference).body)
+        names = {task.suite.entry_point} - {""} or names_defined(task.suite.reference)
         return empty | {
             f"a program that always returns {c}": "\n".join(
                 f"def {name}(*a, **k): return {c}" for name in sorted(names)
@@ -224,7 +224,7 @@ class CodeReward(Reward):
             )
         setup = self._text(example, self._setup_field)
         prompt = self._text(example, self._prompt_field)
-        prompt = prompt if entry_point in names_defined(parse(prompt).body) else ""
+        prompt = prompt if entry_point in names_defined(prompt) else ""
         return TestSpec(
             JudgeSpec(
                 tuple(tests),

@@ -64,6 +64,11 @@ _ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "MALLOC_ARENA_MAX": "1",  # otherwise every thread reserves 64 MiB of address space
 }
+_BWRAP = """
+    --unshare-ipc --unshare-pid --unshare-net --unshare-uts --unshare-cgroup-try
+    --as-pid-1 --proc /proc --dev /dev
+"""
+_BWRAP_AS_ROOT = "--cap-drop ALL --cap-add CAP_SETUID --cap-add CAP_SETGID --cap-add CAP_KILL"
 LAYERS = ("limits", "seccomp", "landlock", "uid", "namespaces")
 """Valid names for `require`; limits and seccomp are always required."""
 
@@ -103,8 +108,13 @@ class Server:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         user = os.pidfd_open(os.getpid())
         errors = os.memfd_create("errors")
-        options = {"control": theirs.fileno(), "user": user, "preload": list(preload)}
-        options["path"] = _search_path(preload)
+        options = {
+            "control": theirs.fileno(),
+            "user": user,
+            "preload": list(preload),
+            "path": _search_path(preload),
+            "layers": {"limits": "limits", **({"namespaces": "namespaces"} if namespaces else {})},
+        }
         command = [*(namespaces or []), sys.executable, "-s", "-P", "-S", "-c", START]
         with theirs, os.fdopen(user, "rb", 0), os.fdopen(errors, "rb", 0):
             self._process = subprocess.Popen(
@@ -126,8 +136,7 @@ class Server:
         except OSError:  # no answer in time, or it died
             greeting = b""
         if greeting:
-            report: dict[str, Any] = json.loads(greeting)
-            return Layers({"limits": "limits", **report["layers"]}, report["missing"])
+            return Layers(**json.loads(greeting))
         self._process.kill()
         self._process.wait()
         self._control.close()
@@ -185,12 +194,9 @@ def start(preload: Sequence[str]) -> Server:
     problem = "bwrap is not installed"
     for arguments in _namespace_attempts(preload) if bwrap else ():
         try:
-            server = Server(preload, namespaces=[str(bwrap), *arguments])
+            return Server(preload, namespaces=[str(bwrap), *arguments])
         except SandboxError as error:
             problem = str(error)
-        else:
-            server.layers.active["namespaces"] = "namespaces"
-            return server
     server = Server(preload, namespaces=None)
     server.layers.missing["namespaces"] = problem
     return server
@@ -206,28 +212,14 @@ def _namespace_attempts(preload: Sequence[str]) -> list[list[str]]:
 
     First as root with the right to change uid inside, then as any user.
     """
-    shared = [
-        "--unshare-ipc",
-        "--unshare-pid",
-        "--unshare-net",
-        "--unshare-uts",
-        "--unshare-cgroup-try",
-        "--as-pid-1",
-        "--proc",
-        "/proc",
-        "--dev",
-        "/dev",
-    ]
+    shared = _BWRAP.split()
     needed = ["/usr", "/lib", "/lib32", "/lib64", "/bin", "/etc/ld.so.cache"]
     needed += [sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix]
     needed += [str(_PACKAGE), *_search_path(preload)]
     for path in dict.fromkeys(entry for entry in needed if entry):
         shared += ["--ro-bind-try", path, path]
-    as_root = ["--cap-drop", "ALL"]
-    for capability in ("CAP_SETUID", "CAP_SETGID", "CAP_KILL"):
-        as_root += ["--cap-add", capability]
     attempts = [["--unshare-user", *shared]]
-    return [[*as_root, *shared], *attempts] if os.getuid() == 0 else attempts
+    return [[*_BWRAP_AS_ROOT.split(), *shared], *attempts] if os.getuid() == 0 else attempts
 
 
 @dataclass(frozen=True)

@@ -43,10 +43,10 @@ class Zygote:
     run under the server's uid, where limits on threads cannot be exact.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, layers: dict[str, str]) -> None:
         self.null = os.open(os.devnull, os.O_RDWR)
         self.base_bytes = _address_space()
-        self.layers: dict[str, str] = {}
+        self.layers = layers
         self.missing: dict[str, str] = {}
         self.filter = b""
         self.uids: range | None = None
@@ -275,10 +275,10 @@ def main(options: dict[str, Any]) -> None:
         # if memory runs out, programs should die first; children inherit this
         with contextlib.suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text("1000")
-        zygote = Zygote()
+        zygote = Zygote(options["layers"])
         zygote.prepare()
         confine.verify_confinement(lambda body: zygote.fork(body, 1), zygote.confine)
     except (OSError, ImportError) as error:
         sys.exit(" ".join(str(error).split()))
-    control.send(json.dumps({"layers": zygote.layers, "missing": zygote.missing}).encode())
+    control.send(json.dumps({"active": zygote.layers, "missing": zygote.missing}).encode())
     zygote.serve(control, options["user"])

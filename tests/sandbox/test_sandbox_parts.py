@@ -234,7 +234,7 @@ def test_a_program_ends_with_its_last_process(waiting):
 
 
 def test_the_uids_of_a_server(monkeypatch):
-    state, tried = Zygote(), []
+    state, tried = Zygote({}), []
 
     def set_uid(*uids):
         tried.append(uids)
@@ -259,7 +259,7 @@ def test_the_uids_of_a_server(monkeypatch):
 
 def test_a_solver_does_not_outlive_a_judge_that_cannot_start(monkeypatch):
     solver = subprocess.Popen(["sleep", "60"])
-    state, pids = Zygote(), [solver.pid]
+    state, pids = Zygote({}), [solver.pid]
 
     def fork(body, uid):
         if not pids:
