@@ -81,8 +81,8 @@ class Remote(RemoteBase):
 
     def __eq__(self, other: object) -> Any:
         """Of two objects of the program, the program decides; contents are compared here."""
-        if self is other or self._container_:
-            return self is other or _contents(self) == _contents(other)
+        if self._container_:
+            return _contents(self) == _contents(other)
         if isinstance(other, Remote):
             defined: set[str] = {*self._methods_, *other._methods_}
             return ask("__eq__", self, other) if "__eq__" in defined else NotImplemented

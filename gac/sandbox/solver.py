@@ -343,10 +343,7 @@ def _proxy_class(name: str, operations: tuple[str, ...]) -> type:
     if "get" in operations:
         members |= {"__setattr__": asking("set"), "__delattr__": asking("delete")}
         members["__getattribute__"] = _attribute
-    try:
-        return type(name, (named("program", name),), members)
-    except (KeyError, TypeError):
-        return type(name, (), members)
+    return type(name, (), members)
 
 
 def _attribute(self: Any, name: str) -> Any:

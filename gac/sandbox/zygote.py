@@ -229,7 +229,7 @@ def _running_tasks() -> int:
 
 def _read(file: int) -> bytes:
     """Read a memfd. This moves the shared file offset, which the trainer watches."""
-    with os.fdopen(file, "rb", buffering=0) as stream:
+    with os.fdopen(file, "rb") as stream:
         return stream.read()
 
 
