@@ -30,7 +30,6 @@ from .peer import (
     SPECIAL,
     VALUES,
     Peer,
-    ask,
     asking,
     is_builtin,
     is_importable,
@@ -342,11 +341,5 @@ def _proxy_class(name: str, operations: tuple[str, ...]) -> type:
     members |= {operation: METHODS[operation] for operation in operations if operation in METHODS}
     if "get" in operations:
         members |= {"__setattr__": asking("set"), "__delattr__": asking("delete")}
-        members["__getattribute__"] = _attribute
+        members["__getattr__"] = asking("get")
     return type(name, (), members)
-
-
-def _attribute(self: Any, name: str) -> Any:
-    if name.startswith("_"):
-        return object.__getattribute__(self, name)
-    return ask("get", self, name)
