@@ -7,7 +7,6 @@ that the program returns are never run: `eval`, `exec` and unpickling refuse wha
 
 from __future__ import annotations
 
-import asyncio
 import builtins
 import contextlib
 import functools
@@ -73,11 +72,11 @@ class _Judge:
     def __init__(self, row: types.SimpleNamespace, client: Client) -> None:
         module = sys.modules["__tests__"] = types.ModuleType("__tests__")
         self._row, self._client, self._namespace = row, client, vars(module)
-        self._called: set[int] = set()
         for statement in row.imports:
             with contextlib.suppress(Exception):  # a module that is not preloaded
                 exec(statement, self._namespace)
         self._namespace |= {f.__name__: _checking(f) for f in (isinstance, issubclass)}
+        self._namespace["__run_case__"] = _run_case
         self._namespace |= {hidden(kind.__name__): _asking(kind) for kind in CONVERTED}
         self._namespace |= {hidden(name): self._formatting(name) for name in FORMATTING}
 
@@ -131,34 +130,12 @@ class _Judge:
             self._namespace.pop(name, None)
         try:
             exec(code, self._namespace)
-            self._call_tests()
         except BaseException as error:  # including SystemExit: a test that exits has not passed
             return error
         if self._client.suppressed:
             return RemoteError(f"the program suppressed {describe(self._client.suppressed)}")
         # a test that swallowed the error has failed
         return RemoteError(self._client.lost) if self._client.lost else None
-
-    def _call_tests(self) -> None:
-        """Call the functions and test cases that the row defines for a test runner."""
-        for name, value in list(self._namespace.items()):
-            if getattr(value, "__module__", "") != "__tests__" or id(value) in self._called:
-                continue
-            self._called.add(id(value))
-            if isinstance(value, type) and issubclass(value, unittest.TestCase):
-                result = unittest.TestResult()
-                unittest.defaultTestLoader.loadTestsFromTestCase(value).run(result)
-                for _, report in result.failures + result.errors:
-                    raise AssertionError(report.strip().splitlines()[-1])
-            elif not isinstance(value, types.FunctionType) or name in self._row.used:
-                continue
-            elif name == "check" and self._row.entry_point:
-                exec(self._row.check, self._namespace)
-            # one with parameters is a helper
-            elif name.startswith("test") and not value.__code__.co_argcount:
-                outcome = value()
-                if isinstance(outcome, types.CoroutineType):
-                    asyncio.run(outcome)
 
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event == "compile":
@@ -187,6 +164,15 @@ class _Judge:
             return getattr(template, method)(*arguments, **keywords)
 
         return call
+
+
+def _run_case(kind: Any) -> None:
+    """Run a class of the row if it is a `unittest.TestCase`."""
+    if isinstance(kind, type) and issubclass(kind, unittest.TestCase):
+        result = unittest.TestResult()
+        unittest.defaultTestLoader.loadTestsFromTestCase(kind).run(result)
+        for _, report in result.failures + result.errors:
+            raise AssertionError(report.strip().splitlines()[-1])
 
 
 class _Names(dict[str, Any]):

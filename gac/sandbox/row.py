@@ -92,8 +92,10 @@ def compile_row(spec: JudgeSpec) -> bytes:
     texts = [spec.setup, *spec.tests]
     trees = [_valid(p, t, ast.parse, t) for p, t in zip(places, texts, strict=True)]
     words, setup_words = _Words(trees), _Words(trees[:1])
-    statements = [n for t in trees for n in t.body if not isinstance(n, ast.FunctionDef)]
-    call = f"check({spec.entry_point})"
+    used = _Words([n for t in trees for n in t.body if not isinstance(n, ast.FunctionDef)]).read
+    for place, tree in zip(places, trees, strict=True):
+        calls = "\n".join(_runner_call(node, used, spec.entry_point) for node in tree.body)
+        tree.body += _valid(place, calls, ast.parse, calls).body
     reference = _parse(spec.reference)
     classes = [node for node in ast.walk(reference) if isinstance(node, ast.ClassDef)]
     defined = names_defined(spec.reference) & words.read
@@ -116,13 +118,10 @@ def compile_row(spec: JudgeSpec) -> bytes:
         "imports": [compile(text, "<import>", "exec", 0, True) for text in imports],
         "setup": setup,
         "tests": list(zip(spec.tests, codes, strict=True)),  # the text and the code of each
-        # how to call a function `check` that the tests define
-        "check": _valid("entry point", call, compile, call, "<check>", "exec", 0, True),
         "all": spec.all,
         "returns": spec.returns,
         # of random numbers: the same in every run, and unknown to the program
         "seed": hashlib.sha256(repr(spec).encode()).digest(),
-        "entry_point": spec.entry_point,
         "entries": entries,  # names that the program must define
         "free": free,  # names that it may define
         # classes of the program that the tests construct, judging by their names
@@ -135,8 +134,6 @@ def compile_row(spec: JudgeSpec) -> bytes:
         "operators": {n for n in WITH_OPERAND if _group(n) in operators},
         "has_answer": bool(reference.body),
         "setup_classes": {n.name for n in trees[0].body if isinstance(n, ast.ClassDef)},
-        # functions that no other statement uses are called as pytest would
-        "used": _Words(statements).read,
         "used_in_setup": setup_words.read,
         "bound": words.bound,
         "constants": words.constants,
@@ -146,6 +143,23 @@ def compile_row(spec: JudgeSpec) -> bytes:
         "expected": words.read & CAREFUL,
     }
     return marshal.dumps(row)
+
+
+def _runner_call(node: ast.stmt, used: set[str], entry_point: str) -> str:
+    """How a test runner would call what a statement defines, or "".
+
+    Functions that other statements use, or that need arguments, are helpers.
+    """
+    match node:
+        case ast.ClassDef(name):
+            return f"__run_case__({name})"
+        case ast.FunctionDef("check") if entry_point and "check" not in used:
+            return f"check({entry_point})"
+        case ast.FunctionDef(name, ast.arguments(args=[])) if name.startswith("test"):
+            return "" if name in used else f"{name}()"
+        case ast.AsyncFunctionDef(name, ast.arguments(args=[])) if name.startswith("test"):
+            return "" if name in used else f"__import__('asyncio').run({name}())"
+    return ""
 
 
 def _group(name: str) -> str:
