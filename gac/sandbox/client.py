@@ -47,7 +47,7 @@ from .remote import (
     overridden,
     standard,
 )
-from .row import CAREFUL
+from .row import CAREFUL, describe
 from .wire import DECODE_ERRORS, Json, Shells, decode
 
 _STOPS = {kind.__name__ for kind in ENDS_LOOPS}
@@ -153,12 +153,10 @@ class Client(Peer):
             return value, changed
         if value is self.suppressed:
             self.suppressed = None
-        if not isinstance(value, Exception):
-            raise RemoteError(f"{value}")
         ends = operation in ("__next__", "__anext__") or self.row.expected & _STOPS
         if isinstance(value, ENDS_LOOPS) and not ends:
-            raise RemoteError(f"{type(value).__name__}: {value}")
-        raise value
+            value = describe(value)
+        raise value if isinstance(value, Exception) else RemoteError(f"{value}")
 
     def perform(self, operation: Any, arguments: Any, keywords: Any) -> list[Any]:
         """Perform an operation on an object of the tests."""
@@ -232,8 +230,7 @@ class Client(Peer):
     def _resolve(self, tag: str, parts: list[Any]) -> Any:
         return getattr(self, f"_read_{tag}")(*parts)
 
-    def _read_lent(self, number: int) -> Any:
-        return self.own(number)
+    _read_lent = Peer.own
 
     def _refer(self, number: int, value: Any) -> Any:
         object.__setattr__(value, "_remote_", (self, number))

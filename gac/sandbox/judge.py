@@ -101,8 +101,8 @@ class _Judge:
         for text, code in [("", row.setup), *row.tests]:
             failure = self._failure_of(code)
             if failure is not None:
-                place = f"test {len(failures)} ({' '.join(text.split())[:200]})"
-                place = place if failures else "setup"
+                shown = " ".join(text.split())[:200]
+                place = f"test {len(failures)} ({shown})" if failures else "setup"
                 inherent = not (failures or row.used_in_setup & wanted)
                 if client.requests == start and (inherent or isinstance(failure, ImportError)):
                     raise RowError(f"{place} fails for every program: {describe(failure)}")

@@ -158,15 +158,12 @@ _VALUE_BASES: dict[type, type] = {
 
 
 class RemoteException(RemoteBase):
-    """Base of the proxies for exception classes that the program defines."""
+    """Base of the proxies for exception classes that the program defines.
 
-    __hash__ = object.__hash__
+    What is set on them stays here: Python itself sets `__traceback__` and `__context__`.
+    """
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name.startswith("__"):  # Python itself sets __traceback__ and __context__
-            object.__setattr__(self, name, value)
-        else:
-            ask("set", self, name, value)
+    __hash__, __setattr__ = object.__hash__, object.__setattr__
 
 
 @functools.cache
