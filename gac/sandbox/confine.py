@@ -7,6 +7,7 @@ restriction raises `OSError` if it fails.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -25,6 +26,9 @@ OUTPUT_BYTES = 64 << 20  # maximum size of a file that a program writes, i.e. of
 STACK_BYTES = 64 << 20  # of the main thread; for programs with deep recursion
 OPEN_FILES = 64
 THREADS = 64  # per process
+# where to look for unused uids, best first, and how many a server takes. By systemd's documentation
+# the first ones are unused, and the second ones, which a container may have, for dynamic users.
+_UNUSED_UIDS = ((0x70000000, 0x80000000, 4096), (61184, 65520, 128))
 CAN_SWITCH = 1 << 5 | 1 << 6 | 1 << 7  # CAP_KILL, CAP_SETGID, CAP_SETUID
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_KEEPCAPS = 1, 4, 8
@@ -93,37 +97,22 @@ def close_all_but(kept: Iterable[int]) -> None:
 # -- identity --------------------------------------------------------------------------------------
 
 
-def unused_uids(seed: int) -> list[range]:
-    """Ranges of uids that are normally unused, best first; `seed` selects where each one starts.
-
-    By systemd's documentation, 0x70000000 to 0x7fffffff are unused and 61184 to 65519 are for
-    dynamic service users. A container may have only the second range.
-    """
-    ranges = []
-    for low, high, count in ((0x70000000, 0x80000000, 4096), (61184, 65520, 128)):
-        first = low + seed % ((high - low) // count) * count
-        ranges.append(range(first, first + count))
-    return ranges
-
-
 def drop_root() -> range:
     """Switch to an unused uid and gid, with no supplementary groups; keep only `CAN_SWITCH`.
 
-    Returns the unused uids; this process has the first.
+    Returns:
+        Unused uids, of which this process has the first.
     """
     _prctl(_PR_SET_KEEPCAPS, 1)
     os.setgroups([])
-    best, other = unused_uids(int.from_bytes(os.urandom(2), "big"))
-    try:
-        return _become(best)
-    except OSError:  # not in the user namespace of this container
-        return _become(other)
-
-
-def _become(uids: range) -> range:
-    os.setresgid(uids[0], uids[0], uids[0])
-    switch_to_uid(uids[0], CAN_SWITCH)
-    return uids
+    seed = int.from_bytes(os.urandom(2), "big")
+    for low, high, count in _UNUSED_UIDS:
+        uid = low + seed % ((high - low) // count) * count
+        with contextlib.suppress(OSError):
+            os.setresgid(uid, uid, uid)
+            switch_to_uid(uid, CAN_SWITCH)
+            return range(uid, uid + count)
+    raise OSError(errno.EINVAL, "no unused uid is valid in this container")
 
 
 def switch_to_uid(uid: int, capabilities: int = 0) -> None:

@@ -233,12 +233,12 @@ def test_a_program_ends_with_its_last_process(waiting):
     assert waiting("exit 5", "sleep 0.2; exit 1") == ([5 << 8, 1 << 8], False)
 
 
-def test_the_uids_of_a_server(monkeypatch):
-    state, tried = Zygote({}), []
+def test_a_server_takes_unused_uids(monkeypatch):
+    state, valid, tried = Zygote({}), [], []
 
     def set_uid(*uids):
         tried.append(uids)
-        if uids[0] == 10:
+        if not valid[len(tried) - 1]:
             raise OSError(22, "Invalid argument")
 
     monkeypatch.setattr(os, "getuid", lambda: 1000)
@@ -249,12 +249,24 @@ def test_the_uids_of_a_server(monkeypatch):
     for name in ("setgroups", "setresgid"):
         monkeypatch.setattr(os, name, lambda *arguments: None)
     monkeypatch.setattr(os, "setresuid", set_uid)
-    for first, used in ((20, range(20, 29)), (10, range(30, 39))):
-        ranges = [range(first, first + 9), range(30, 39)]
-        monkeypatch.setattr(confine, "unused_uids", lambda seed, ranges=ranges: ranges)
-        assert state._take_uids() == f"uids {used[0]} to {used[-1]}"
-        assert state.uids == used
-    assert tried == [(uid, uid, uid) for uid in (20, 10, 30)]
+    starts = set()
+    for seed in range(0, 1 << 16, 37):
+        monkeypatch.setattr(os, "urandom", lambda size, seed=seed: seed.to_bytes(size, "big"))
+        for outcomes, least, most, count in (
+            ([True], 0x70000000, 0x80000000, 4096),
+            ([False, True], 61184, 65520, 128),
+        ):
+            tried.clear()
+            valid[:] = outcomes
+            assert state._take_uids() == f"uids {state.uids[0]} to {state.uids[-1]}"
+            assert least <= state.uids[0] < state.uids[-1] < most and len(state.uids) == count
+            assert tried[-1] == (state.uids[0],) * 3
+            starts.add(state.uids[0])
+    assert len(starts) > len(range(0, 1 << 16, 37))  # rarely the same
+    tried.clear()
+    valid[:] = [False, False]
+    with pytest.raises(OSError, match="no unused uid"):
+        state._take_uids()
 
 
 def test_a_solver_does_not_outlive_a_judge_that_cannot_start(monkeypatch):
