@@ -62,7 +62,6 @@ def judge(row: bytes, channel: int, guard: bool = True) -> tuple[Verdict, bool]:
         verdict = _Judge(compiled, client).verdict(guard)
     except RowError as error:
         verdict = {"row_problem": str(error)}
-    client.channel.close()
     return verdict, client.ended
 
 

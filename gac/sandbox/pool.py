@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import json
 import logging
+import marshal
 import os
 import shutil
 import signal
@@ -47,8 +48,10 @@ Ending = Literal["ended", "timeout", "stalled", "crash"]
 
 # The server loads this folder as a standalone package, because importing `gac` would load torch.
 START = """
-import gc, sys
+import gc, os, sys
 gc.disable()  # until `zygote.main` enables it
+# what modules do after a fork takes time, and `random` would reseed itself
+os.register_at_fork = lambda **functions: None
 sys.modules["ssl"] = None  # asyncio works without it, and it is large
 sys.path.append(sys.argv[1])
 from sandbox.zygote import main
@@ -396,7 +399,7 @@ def _files(program: Program, given: bytes) -> Iterator[list[int]]:
     """Memory files: the program, what its judge or it reads, and an empty one for results."""
     files: list[int] = []
     try:
-        for content in (json.dumps(vars(program)).encode(), given, b""):
+        for content in (marshal.dumps(vars(program)), given, b""):
             files.append(os.memfd_create("sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
             os.pwrite(files[-1], content, 0)  # leaves the file offset at the start
         for file in files[:2]:  # a program could write to its input, beyond its memory limit

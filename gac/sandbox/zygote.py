@@ -13,6 +13,7 @@ import contextlib
 import functools
 import gc
 import json
+import marshal
 import os
 import random
 import resource
@@ -20,17 +21,14 @@ import select
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from . import confine, judge, modules, solver
-from .row import JudgeSpec, compile_row
 
 CHECK_EVERY = 1.0  # seconds between checks of a program's wall-clock time and threads
-WARM_UP = 4  # runs before the first fork; without them a program with tests takes 9% more CPU
 SPARE_TASKS = 4096  # threads that all processes of a shared uid may start together
 # exit status of a judge whose solver closed the channel; such a solver exits by itself
 SOLVER_ENDED = 3
@@ -94,7 +92,6 @@ class Zygote:
             return pid
         status = 1
         try:
-            random.seed(0)  # Python reseeds it after a fork, but verdicts must be reproducible
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
             if uid is not None and self.uids is not None:
                 confine.switch_to_uid(self.uids[uid])
@@ -155,14 +152,14 @@ class Zygote:
         if request["kind"] == "script":
 
             def run_script() -> int:
-                return solver.run_script(json.loads(_read(program)))
+                return solver.run_script(marshal.loads(_read(program)))
 
             return [child(uid, run_script, program, streams=[given, result])]
 
         ours, theirs = socket.socketpair()
 
         def run_solver() -> None:
-            solver.Solver(json.loads(_read(program)), ours.fileno()).serve()
+            solver.Solver(marshal.loads(_read(program)), ours.fileno()).serve()
 
         def run_judge() -> int:
             verdict, ended = judge.judge(_read(given), theirs.fileno())
@@ -238,27 +235,6 @@ def _address_space() -> int:
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
-def _warm_up() -> None:
-    """Run a program and its tests a few times in this process.
-
-    Python specializes bytecode in place while it runs. If that has already happened in this
-    process, its children write to fewer of the shared pages.
-    """
-    row = compile_row(JudgeSpec(("assert f(2) == 4",)))
-    stdout = sys.stdout
-    for _ in range(WARM_UP):
-        ours, theirs = socket.socketpair()
-        peer = solver.Solver({"text": "def f(x): return 2 * x"}, ours.detach())
-        thread = threading.Thread(target=peer.serve)
-        thread.start()
-        judge.judge(row, theirs.detach(), guard=False)
-        thread.join()
-        peer.channel.close()
-    sys.stdout = stdout
-    for name in ("program", "__tests__"):
-        del sys.modules[name]
-
-
 def main(options: dict[str, Any]) -> None:
     """Load modules, drop privileges, verify the confinement, report it, then serve."""
     control = socket.socket(fileno=options["control"])
@@ -267,7 +243,7 @@ def main(options: dict[str, Any]) -> None:
         modules.load(options["path"], options["preload"])
         sys.set_int_max_str_digits(0)  # so that integers of any size can be sent
         judge.inspect_remotely()
-        _warm_up()
+        random.seed(0)  # the same numbers in every program
         # otherwise a collection in a child would write to every page and so copy it; collections
         # during the imports would find nearly nothing
         gc.freeze()

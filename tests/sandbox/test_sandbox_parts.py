@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 import itertools
-import json
 import logging
+import marshal
 import os
 import resource
 import signal
@@ -92,7 +92,7 @@ def test_a_request_is_sent_at_most_three_times(monkeypatch, caplog, kind, needed
         sent.append(request)
         position = [os.lseek(file, 0, os.SEEK_CUR) for file in files]
         assert (position, os.fstat(files[2]).st_size) == ([0, 0, 0], 0)
-        assert json.loads(os.pread(files[0], 999, 0)) == vars(Program("p")) | {"context": []}
+        assert marshal.loads(os.pread(files[0], 999, 0)) == vars(Program("p"))
         assert os.pread(files[1], 999, 0) == b"{}"
         for file in files[:read]:
             os.read(file, 1)
