@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tools.mutations import Mutant, all_mutants, draw
+from tools.mutations import Mutant, draw
 
 # test files that take minutes or check texts
 SKIPPED = """architecture bench build_cuda cuda_order cuda_sketch cuda_source demo docs first_run
@@ -48,8 +48,18 @@ BROAD = tuple(
         "sandbox/test_honest",
     )
 )
-# other texts of a test file that uses a module
-NAMED = {"gac_kernels": "gac_kernels", "sandbox": '"name": "code"'}
+FOLDERS = {"gac_kernels": "kernels", "config": "cli"}  # of the tests of a module
+LONGEST = 120.0  # seconds of all tests that run on a mutant that the cap would let survive
+# of processes that a test starts; the context is the name of the test
+PROCESSES = """[run]
+context = ${GAC_TEST}
+data_file = {folder}/data
+disable_warnings = no-data-collected,module-not-measured,module-not-imported,couldnt-parse
+include = {tree}/gac/*,{tree}/gac_kernels/*
+parallel = true
+patch = _exit,fork
+sigterm = true
+"""
 FILE_SECONDS = 0.3  # estimate of the time to collect one test file
 RESULTS, TRIAGE = Path("tests/mutants/results.jsonl"), Path("tests/mutants/equivalent.json")
 # test file to the seconds of its tests, and to the tests of each line
@@ -114,26 +124,22 @@ class Server:
             shutil.rmtree(left, ignore_errors=True)
         return os.waitstatus_to_exitcode(status) if ready else None, time.monotonic() - began
 
-    def coverage(self, module: str) -> Coverage:
-        """Coverage of the test files that name a module; cached for each file until it changes."""
+    def coverage(self) -> Coverage:
+        """Coverage of the test files; cached for each file until it changes."""
         covered: Coverage = {}
-        named = f"gac.{module}", NAMED.get(module, f"gac.{module}")
         for path in sorted(Path("tests").rglob("test_*.py")):
-            text = path.read_text()
             if path.stem.removeprefix("test_") in SKIPPED or path.stem.endswith("_gpu"):
                 continue
-            names = any(name in text for name in named) or path.name == "test_defaults.py"
-            digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
             cached = self.cache / f"{path.stem}-{digest}.json"
-            if not cached.exists() and (self.options.all or names):
+            if not cached.exists():
                 status, seconds = self.fork(partial(measure, path, cached), 900)
                 print(f"coverage of {path}: {seconds:.0f} s, status {status}", flush=True)
                 if status == 70:  # an exception, not a failed test
                     raise RuntimeError((self.temporary.parent / "log").read_text())
                 if not cached.exists():
                     cached.write_text('{"seconds": {}, "lines": {}}')
-            if cached.exists():
-                covered[str(path)] = json.loads(cached.read_text()) | {"names": names}
+            covered[str(path)] = json.loads(cached.read_text())
         for results in covered.values():
             preload(results.get("modules", []))
         assert not set(OWN[:2]) & set(sys.modules), "the mutants would not be imported"
@@ -161,26 +167,28 @@ class Server:
             }
             if tests:
                 return tests
-        return {}  # code that runs when the file is imported, or in other processes
+        return {}  # code that runs when the file is imported, or in isolated processes
 
     def select(self, mutant: Mutant, text: str, covered: Coverage) -> list[list[str]]:
-        """Tests to run, best first: a group of quick ones, then as many as the limit allows."""
-        tests = self.covering(mutant, text, covered)
-        stem, covering = Path(mutant.path).stem, set(tests)
-        # the others of the module: they may run the code in other processes
-        named = [results["seconds"] for results in covered.values() if results["names"]]
-        tests = {n: t for d in named for n, t in d.items() if n not in self.unreliable} | tests
+        """Tests to run, best first: a group of quick ones, one within the cap, and the others."""
+        stem = Path(mutant.path).stem
+        folder = f"tests/{FOLDERS.get(mutant.module, mutant.module)}/"
+        tests = self.covering(mutant, text, covered) or {
+            name: seconds
+            for results in covered.values()
+            for name, seconds in results["seconds"].items()
+            if name.startswith(folder) and name not in self.unreliable
+        }
 
         def cost(name: str) -> float:
             file = name.partition("::")[0]
             near = 4 if stem in file or file in BROAD else 1
-            likely = name in covering or file in BROAD
-            seconds = tests[name] + (0.01 if likely else self.options.cap)
-            return seconds / near / (1 + self.kills[name])
+            return (tests[name] + 0.01) / near / (1 + self.kills[name])
 
         groups: list[list[str]] = []
         left = sorted(tests, key=cost)
-        for seconds, most_files in ((QUICK_SECONDS, 2), (self.options.cap, 1000)):
+        limits = (QUICK_SECONDS, 2), (self.options.cap, 1000), (LONGEST, 1000)
+        for seconds, most_files in limits:
             group: list[str] = []
             files: set[str] = set()
             for name in left:
@@ -191,7 +199,7 @@ class Server:
                     files.add(file)
                     seconds -= price
             groups.append(group)
-            left = [name for name in left if name not in group]
+            left = [name for name in left if name not in set(group)]
         return [group for group in groups if group] or [left[:1]]
 
     def run(self, mutant: Mutant, covered: Coverage) -> dict[str, Any]:
@@ -202,7 +210,7 @@ class Server:
         count = sum(map(len, groups))
         seed = self.options.seed
         record: dict[str, Any] = {"module": mutant.module, "key": mutant.key, "seed": seed}
-        record |= {"again": self.options.again, "tests": count}
+        record |= {"again": bool(self.options.again), "tests": count}
         outcome, began = "survived", time.monotonic()
         changed = mutant.text()
         for group in groups if count else []:
@@ -228,15 +236,16 @@ class Server:
         latest = {record["key"]: record for record in read_results(self.root)}
         drawn = draw(module, self.options.seed)
         if self.options.again:
-            alive = {key for key, record in latest.items() if record["outcome"] == "survived"}
+            alive = {k for k, r in latest.items() if r["outcome"] in self.options.again}
             alive -= read_triage(self.root).keys()
-            mutants = [mutant for mutant in all_mutants(module) if mutant.key in alive]
+            most = None if self.options.again == "survived" else self.options.sample
+            mutants = list(itertools.islice((m for m in drawn if m.key in alive), most))
         else:
             first = itertools.islice(drawn, self.options.sample)
             mutants = [mutant for mutant in first if mutant.key not in latest]
         if not mutants:
             return
-        covered = self.coverage(module)
+        covered = self.coverage()
         while mutants:
             records = [self.record(mutant, covered) for mutant in mutants]
             killers = {record.get("by", "") for record in records} - {""}
@@ -305,6 +314,7 @@ class Plugin:
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         if self.cover is not None:
             self.cover.switch_context(nodeid)
+            os.environ["GAC_TEST"] = nodeid
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         if self.cover is not None and sum(self.seconds.values()) > COVERAGE_SECONDS:
@@ -339,30 +349,52 @@ def test(chosen: list[str], failed: Path, *extra: str) -> int:
     return status
 
 
+def read_process(path: Path) -> Any:
+    """Coverage of a process that a test started; empty if the process was killed."""
+    from coverage import CoverageData, CoverageException
+
+    data = CoverageData(str(path))
+    try:
+        data.read()
+    except CoverageException:
+        data = CoverageData(no_disk=True)
+    return data
+
+
 def measure(path: Path, cached: Path) -> int:
-    """Record which lines each test of a file covers; failing and skipped tests are left out."""
+    """Record which lines each test of a file covers, in all processes.
+
+    Failing and skipped tests are left out.
+    """
     import coverage
 
     cover = coverage.Coverage(data_file=None, include=["gac/*", "gac_kernels/*"], config_file=False)
     plugin = Plugin(cover=cover)
+    folder = cached.parent / f"{cached.stem}.processes"
+    folder.mkdir(exist_ok=True)
+    (folder / "sitecustomize.py").write_text("import coverage\ncoverage.process_startup()\n")
+    settings = PROCESSES.replace("{folder}", str(folder)).replace("{tree}", str(Path.cwd()))
+    (folder / "settings").write_text(settings)
+    os.environ["COVERAGE_PROCESS_START"] = str(folder / "settings")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), os.environ["PYTHONPATH"]])
     cover.start()
     status = pytest_run([str(path)], plugin, "--timeout=60")
     cover.stop()
-    data, lines = cover.get_data(), {}
     good = set(plugin.seconds) - set(plugin.failed) - plugin.skipped
-    for file in data.measured_files():
-        if not file.endswith(".py"):  # a template
-            continue
-        keys = contexts(Path(file).read_text())
-        names: dict[str, set[str]] = defaultdict(set)
-        for number, tests in data.contexts_by_lineno(file).items():
-            names[keys[number - 1]] |= good & set(tests)
-        if any(names.values()):
-            found = {line: sorted(tests) for line, tests in names.items() if tests}
-            lines[os.path.relpath(file)] = found
+    lines: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for data in [cover.get_data(), *map(read_process, folder.glob("data.*"))]:
+        for file in data.measured_files():
+            if not file.endswith(".py") or not Path(file).exists():  # a template, a mutant
+                continue
+            keys = contexts(Path(file).read_text())
+            for number, tests in data.contexts_by_lineno(file).items():
+                if number <= len(keys) and good & set(tests):
+                    lines[os.path.relpath(file)][keys[number - 1]] |= good & set(tests)
+    shutil.rmtree(folder)
     new = cached.with_suffix(".new")
     modules = [name for name in sys.modules if name.partition(".")[0] not in OWN]
     seconds = {name: plugin.seconds[name] for name in sorted(good)}
-    new.write_text(json.dumps({"seconds": seconds, "lines": lines, "modules": modules}))
+    found = {"seconds": seconds, "lines": lines, "modules": modules}
+    new.write_text(json.dumps(found, default=sorted))
     new.replace(cached)
     return status

@@ -81,7 +81,7 @@ def table(records: list[dict[str, Any]], reasons: dict[str, str]) -> str:
     """A row per module, then the survivors that are not equivalent."""
     latest = {record["key"]: record for record in records}
     rows, total = [], Counter[str]()
-    seeds = sorted({record.get("seed", 0) for record in records})
+    seeds = sorted({record.get("seed", 0) for record in records})[-2:]
     for module in MODULES:
         first: dict[str, dict[str, Any]] = {}
         for record in records:  # a result is replaced if the test that failed was unreliable
@@ -93,20 +93,20 @@ def table(records: list[dict[str, Any]], reasons: dict[str, str]) -> str:
         survived = {key for key in first if latest[key]["outcome"] == "survived"}
         equivalent = survived & reasons.keys()
         for key in first.keys() - equivalent:
-            seed = first[key].get("seed", 0)
-            count[f"of {seed}"] += 1
-            count[f"first {seed}"] += first[key]["outcome"] != "survived"
+            for seed in {first[key].get("seed", 0), "any"}:
+                count[f"of {seed}"] += 1
+                count[f"first {seed}"] += first[key]["outcome"] != "survived"
         count["sampled"], count["equivalent"] = len(first), len(equivalent)
         count["left"] = len(survived - equivalent)
         total += count
         rows.append((module, count))
     lines = [
         f"| {module} | {c['sampled']} |"
-        + "".join(f" {c[f'first {seed}']} of {c[f'of {seed}']} |" for seed in seeds)
+        + "".join(f" {c[f'first {seed}']} of {c[f'of {seed}']} |" for seed in (*seeds, "any"))
         + f" {c['killed']} | {c['timed out']} | {c['equivalent']} | {c['left']} | {_share(c)} |"
         for module, c in [*rows, ("**all**", total)]
     ]
-    columns = ["module", "sampled", *(f"at first, seed {seed}" for seed in seeds)]
+    columns = ["module", "sampled", *(f"at first, seed {seed}" for seed in seeds), "at first"]
     columns += ["killed", "timed out", "equivalent", "survived", "noticed"]
     lines = [f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|", *lines]
     alive = [key for key, r in latest.items() if r["outcome"] == "survived"]
@@ -127,9 +127,13 @@ def main() -> int:
     parser.add_argument("--sample", type=int, default=32, help="mutants per module (default: 32)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sample (default: 0)")
     parser.add_argument("--cap", type=float, default=20, help="seconds of tests per mutant (20)")
-    parser.add_argument("--again", action="store_true", help="run the survivors again")
     parser.add_argument(
-        "--all", action="store_true", help="use all test files, not only those that name the module"
+        "--again",
+        nargs="?",
+        const="survived",
+        default="",
+        metavar="OUTCOMES",
+        help="run recorded mutants again: the survivors, or, e.g., survived,killed",
     )
     parser.add_argument("--page", action="store_true", help="only write the table")
     parser.add_argument("--inside", help=argparse.SUPPRESS)

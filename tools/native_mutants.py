@@ -159,7 +159,7 @@ class NativeServer(Server):
     def sample(self, module: str) -> None:
         """Run sampled mutants without a result or, with --again, all untriaged survivors."""
         latest = {record["key"]: record for record in read_results(self.root)}
-        alive = {key for key, record in latest.items() if record["outcome"] == "survived"}
+        alive = {key for key, r in latest.items() if r["outcome"] in self.options.again}
         alive -= read_triage(self.root).keys()
         self.objects = self.temporary.parent / "objects"
         self.objects.mkdir(exist_ok=True)
@@ -172,12 +172,14 @@ class NativeServer(Server):
         print(f"compiled and tested in {time.monotonic() - began:.1f} s", flush=True)
         count = 0
         for mutant in sorted(all_mutants(module), key=lambda m: m.rank(self.options.seed)):
-            if mutant.key in alive if self.options.again else mutant.key not in latest:
+            if self.options.again and mutant.key not in alive:
+                continue
+            if self.options.again or mutant.key not in latest:
                 if not self.build(mutant):
                     continue
                 self.record(mutant, {})
             count += 1
-            if count >= self.options.sample and not self.options.again:
+            if count >= self.options.sample and self.options.again != "survived":
                 break
 
     def compile(self, module: str, names: Any, folder: Path) -> bool:

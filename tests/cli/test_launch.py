@@ -67,6 +67,7 @@ def write_config(task, tmp_path, name, **changes) -> Path:
     return path
 
 
+@pytest.mark.full(reason="starts seven interpreters; tests/faults/test_resume.py kills ranks too")
 def test_torchrun_restarts_after_a_killed_rank_with_the_same_metrics(task, tmp_path):
     settings = {"steps": 8, "checkpoint_every": 2, "reward": "tests.kills:reward"}
     uninterrupted, killed = (write_config(task, tmp_path, name, **settings) for name in "ab")

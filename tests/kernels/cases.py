@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gac_kernels import DemoWeight, LossSpec, backends, reference
+from gac_kernels.backends import cuda
 
 CPU = torch.device("cpu")
 HALF = (torch.bfloat16, torch.float16)
@@ -215,9 +216,23 @@ CASES = [
 ]
 BY_NAME = {case.name: case for case in CASES}
 each_case = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
-each_backend = pytest.mark.parametrize(
-    "backend", ["reference", "native", "triton", "cuda"], indirect=True
+BACKENDS = ["reference", "native", "triton", "cuda"]
+each_backend = pytest.mark.parametrize("backend", BACKENDS, indirect=True)
+INTERPRETED = pytest.mark.full(reason="seconds per case; test_loss.py interprets all of them")
+each_case_and_backend = pytest.mark.parametrize(
+    ("case", "backend"),
+    [
+        pytest.param(c, b, id=f"{c.name}-{b}", marks=INTERPRETED if b == "triton" and i % 5 else ())
+        for i, c in enumerate(CASES)
+        for b in BACKENDS
+    ],
+    indirect=["backend"],
 )
+
+
+def on_cuda(backend: str) -> bool:
+    """Whether the backend is CUDA's, on emulated threads."""
+    return backends.load(backend, CPU) is cuda
 
 
 def require_backend(name: str, dtype: torch.dtype = torch.float32) -> str:

@@ -87,6 +87,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.full(reason="compiles the kernels five times, to test the emulation")
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_synchronization_is_detected(install_library, tmp_path: Path, name: str) -> None:
     file, correct, wrong = BROKEN[name]

@@ -220,10 +220,8 @@ def test_split_of_the_common_vocabularies() -> None:
         cuda.split(1_000_000, f32, keep_row=True)
 
 
-@pytest.mark.slow(reason="nvcc takes a minute")
-@pytest.mark.parametrize(
-    "arch", ["90", pytest.param("100", marks=pytest.mark.full(reason="nvcc takes another minute"))]
-)
+@pytest.mark.full(reason="nvcc takes a minute")
+@pytest.mark.parametrize("arch", ["90", "100"])
 def test_compiled_kernels_meet_their_limits(arch: str) -> None:
     """No spills; two blocks of 14 tiles fit on a multiprocessor, or three of 9 without a sketch; no
     more instructions per logit than recorded; the instructions the design relies on are present.

@@ -23,13 +23,13 @@ from tests.kernels.cases import (
     build,
     check_grads,
     check_outputs,
-    each_case,
+    each_backend,
+    each_case_and_backend,
     hidden_grad_by_rows,
     less_accurate,
-    require_backend,
+    on_cuda,
 )
 
-each_backend = pytest.mark.parametrize("backend", ["reference", "native"])
 LEAVES = ["hidden", "weight", "bias"]
 
 
@@ -73,7 +73,6 @@ def run(call, batch, **keywords):
 
 
 def compare(case: Case, dtype: torch.dtype, backend: str) -> None:
-    require_backend(backend)
     batch = build(case, dtype)
     truth, d_truth = run(reference.fused_linear_gac_loss, batch.to(torch.float64))
     same_dtype, d_same_dtype = run(reference.fused_linear_gac_loss, batch)
@@ -84,13 +83,14 @@ def compare(case: Case, dtype: torch.dtype, backend: str) -> None:
     # three rows per chunk, so that every case has several chunks and a partial last one
     chunk = 3 * 4 * case.vocabulary
     out, d_ours = run(fused_linear_gac_loss, batch, backend=backend, chunk_bytes=chunk)
-    check_outputs(out, same_dtype, truth)
-    check_grads(LEAVES, d_ours, d_same_dtype, d_truth)
+    # in base 2, log-probs near 0 have the rounding of the logits
+    check_outputs(out, same_dtype, truth, floor=1.0 if on_cuda(backend) else 1e-3)
+    floor = 0.1 if on_cuda(backend) else 1e-3
+    check_grads(LEAVES, d_ours, d_same_dtype, d_truth, floor=floor)
     assert [g.dtype for g in d_ours] == [dtype] * 3
 
 
-@each_backend
-@each_case
+@each_case_and_backend
 def test_float32(case: Case, backend: str) -> None:
     compare(case, torch.float32, backend)
 
@@ -215,7 +215,6 @@ def test_masked_rows_are_never_read(
     backend: str, poison: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This includes CUDA graph capture, which cannot read row counts and multiplies all rows."""
-    require_backend(backend)
     batch = build(BY_NAME["packed"])
     clean, d_clean = run(fused_linear_gac_loss, batch, backend=backend)
     dirty = batch.hidden.detach().clone()

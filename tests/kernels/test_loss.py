@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from gac_kernels import backends, fused_gac_loss, reference, token_logprobs
-from gac_kernels.backends import cuda
 from tests.kernels.cases import (
     BY_NAME,
     Case,
@@ -17,13 +16,10 @@ from tests.kernels.cases import (
     each_backend,
     each_case,
     loss_and_grad,
+    on_cuda,
 )
 
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-
-
-def on_cuda(backend: str) -> bool:
-    return backends.load(backend, torch.device("cpu")) is cuda
 
 
 def compare(case: Case, dtype: torch.dtype, backend: str, **keywords) -> None:

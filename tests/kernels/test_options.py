@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -23,7 +23,7 @@ from gac_kernels import (
     reference,
 )
 from gac_kernels.contract import CORRECTIONS, KL_ESTIMATORS, POLICIES, RATIOS, REDUCTIONS
-from tests.kernels.cases import require_backend
+from tests.kernels.cases import each_backend, require_backend
 from tests.kernels.loss_oracle import distributions, oracle
 
 V, H = 13, 5
@@ -158,7 +158,12 @@ def check(out: LossOutput, grads: list[Tensor], batch: Batch, tolerance: float) 
 
 
 search = settings(deadline=None, max_examples=60, derandomize=True)
-brief_search = settings(deadline=None, max_examples=12, derandomize=True)
+brief_search = settings(
+    deadline=None,
+    max_examples=12,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 
 
 @search
@@ -212,10 +217,11 @@ def test_native(batch: Batch) -> None:
     check_kernels(batch, require_backend("native"))
 
 
+@pytest.mark.parametrize("backend", ["triton", "cuda"], indirect=True)
 @brief_search
 @given(batches())
-def test_triton(batch: Batch) -> None:
-    check_kernels(batch, require_backend("triton"))
+def test_triton_and_cuda(backend: str, batch: Batch) -> None:
+    check_kernels(batch, backend)
 
 
 def make(spec: LossSpec, **keywords: Any) -> tuple[Batch, Tensor]:
@@ -230,11 +236,10 @@ def make(spec: LossSpec, **keywords: Any) -> tuple[Batch, Tensor]:
     return Batch(leaves, inputs, keywords, [4, 8, 12]), logps
 
 
-@pytest.mark.parametrize("backend", ["native", "triton", "reference"])
+@each_backend
 @pytest.mark.parametrize("dead", ["weight", "correction", "sequence ratio"])
 def test_dead_rows_are_skipped(backend: str, dead: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only sequences with a nonzero gradient have rows in the backward GEMMs."""
-    require_backend(backend)
     spec = {
         "weight": LossSpec(),
         "correction": LossSpec(correction="sequence_mask"),
@@ -376,9 +381,8 @@ def test_two_passes_synchronize_once(
     assert rows == [12, exact, 12, bound] and len(syncs) == 2 + 1
 
 
-@pytest.mark.parametrize("backend", ["native", "triton", "reference"])
+@each_backend
 def test_weights_affect_no_statistic(backend: str) -> None:
-    require_backend(backend)
     batch, logps = make(LossSpec(kl_coef=0.1))
     old = logps + torch.linspace(-0.5, 0.5, 12)
     keywords = batch.keywords | {"old_logps": old, "ref_logps": old, "backend": backend}
@@ -395,11 +399,10 @@ def test_weights_affect_no_statistic(backend: str) -> None:
         assert_near(name, *values, 1e-6)
 
 
-@pytest.mark.parametrize("backend", ["native", "triton", "reference"])
+@each_backend
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_roles_of_a_sequence_given_per_token(backend: str, reduction: str) -> None:
     """The same roles per sequence and per token give the same results, empty sequences included."""
-    require_backend(backend)
     g = torch.Generator().manual_seed(0)
     spec = LossSpec(rollout_reduction=reduction, demo_reduction=reduction, max_tokens=5)
     logits, targets = torch.randn(4, 3, V, generator=g), torch.randint(V, (4, 3), generator=g)

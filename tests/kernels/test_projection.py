@@ -20,7 +20,15 @@ from gac_kernels import (
 from gac_kernels.backends import reference as reference_backend
 from gac_kernels.inputs import BatchInputs
 from gac_kernels.projection import Projection, spans
-from tests.kernels.cases import BY_NAME, Batch, build, check_grads, check_outputs, require_backend
+from tests.kernels.cases import (
+    BY_NAME,
+    Batch,
+    build,
+    check_grads,
+    check_outputs,
+    each_backend,
+    require_backend,
+)
 from tests.kernels.emulated_gemm import Gemm, emulate
 from tests.kernels.test_linear_memory import PeakMemory
 
@@ -39,7 +47,7 @@ def run(call, batch: Batch, **keywords):
 
 
 @HALF
-@pytest.mark.parametrize("backend", ["reference", "native"])
+@each_backend
 def test_half_operands(
     backend: str, dtype: torch.dtype, poison: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -50,9 +58,7 @@ def test_half_operands(
     same_dtype, d_same_dtype = run(reference.fused_linear_gac_loss, batch)
     # enough for 2 rows of float32 logits and 9 rows of gradients: several chunks of several blocks
     chunk_bytes = (2 * 4 + 9 * 2) * V
-    out, d_ours = run(
-        fused_linear_gac_loss, batch, backend=require_backend(backend), chunk_bytes=chunk_bytes
-    )
+    out, d_ours = run(fused_linear_gac_loss, batch, backend=backend, chunk_bytes=chunk_bytes)
     assert {shape[0] for shape, _, _ in log if shape[1:] == (H, V)} == {1, 2}
     assert max(shape[1] for shape, _, _ in log if shape[0] == V) > 2
     check_outputs(out, same_dtype, truth)

@@ -17,10 +17,9 @@ from gac_kernels import (
     reference,
     token_logprobs,
 )
-from tests.kernels.cases import require_backend
+from tests.kernels.cases import each_backend
 
 B, T, H, V = 3, 5, 4, 17
-BACKENDS = pytest.mark.parametrize("backend", ["reference", "native", "triton"])
 
 
 def data(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -46,10 +45,9 @@ def loss_of(form: str, *roles: Tensor | None, backend: str = "native", **keyword
     return out.loss, *torch.autograd.grad(out.loss, hidden)
 
 
-@BACKENDS
+@each_backend
 @pytest.mark.parametrize("form", ["linear", "logits", "logprobs"])
 def test_omitted_roles_give_the_only_term_the_weight_1(form: str, backend: str) -> None:
-    require_backend(backend)
     *_, advantages = data()
     demos, spec = torch.ones(B).bool(), LossSpec(demo_weight="one")
     keywords = {"backend": backend, "spec": spec}
@@ -93,7 +91,7 @@ def scaled(temperature: Tensor) -> Tensor:
     return temperature[:, None].expand(B, T) if temperature.dim() == 1 else temperature
 
 
-@BACKENDS
+@each_backend
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("per_token", [False, True])
 def test_temperatures_equal_float64_autograd(
@@ -102,7 +100,6 @@ def test_temperatures_equal_float64_autograd(
     """Of both losses and both log-prob functions, with a logit scale, two passes and a sketch-free
     one. Temperatures of half precision are scaled in the dtype of the arithmetic.
     """
-    require_backend(backend)
     g = torch.Generator().manual_seed(1)
     temperature = (torch.rand(*((B, T) if per_token else (B,)), generator=g) + 0.5).bfloat16()
     if per_token:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gac_kernels import fused_linear_token_loss, linear, reference
 from gac_kernels.contract import MORE_OUTPUTS
-from tests.kernels.cases import require_backend
+from tests.kernels.cases import each_backend
 from tests.kernels.test_linear import WorkCounter
 
 B, T, H, V = 3, 6, 8, 37
@@ -59,11 +59,10 @@ def evaluate(call, function, x: dict, inputs: list[Tensor], **keywords) -> tuple
     return *out, *torch.autograd.grad(3 * out[0], x["leaves"])
 
 
-@pytest.mark.parametrize("backend", ["reference", "native", "triton"])
+@each_backend
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes_equal_autograd(name: str, backend: str) -> None:
     """Values and gradients, with temperatures per token and several chunks."""
-    require_backend(backend)
     dtype = torch.float64 if backend == "reference" else torch.float32
     exact, x, function = batch(), batch(dtype), RECIPES[name]
     keywords = {"temperature": exact["temperature"], "logit_scale": 0.8, "softcap": 4.0}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gac_kernels import linear_token_logprobs, token_logprobs
 from gac_kernels.contract import MORE_OUTPUTS
-from tests.kernels.cases import require_backend
+from tests.kernels.cases import each_backend
 
 SCALES = {
     "plain": {},
@@ -19,7 +19,6 @@ SCALES = {
     "all": {"temperature": 1.3, "logit_scale": 0.5, "softcap": 2.0},
 }
 each_scale = pytest.mark.parametrize("name", SCALES)
-each_backend = pytest.mark.parametrize("backend", ["native", "triton", "reference"])
 
 
 def expected(
@@ -65,7 +64,6 @@ def batch(width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("width", [5, 67, 2051])
 def test_outputs_and_gradients(name: str, backend: str, dtype: torch.dtype, width: int) -> None:
-    require_backend(backend)
     logits, targets = batch(width, dtype)
     leaf, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
     ours = token_logprobs(leaf, targets, **SCALES[name], outputs=MORE_OUTPUTS, backend=backend)
@@ -87,7 +85,6 @@ def test_outputs_and_gradients(name: str, backend: str, dtype: torch.dtype, widt
 @each_scale
 @each_backend
 def test_linear_form(name: str, backend: str) -> None:
-    require_backend(backend)
     g = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(9, 8, generator=g), torch.randn(31, 8, generator=g)
     bias, targets = torch.randn(31, generator=g), torch.randint(31, (9,), generator=g)
@@ -113,7 +110,6 @@ def test_linear_form(name: str, backend: str) -> None:
 
 @each_backend
 def test_without_request_nothing_changes(backend: str) -> None:
-    require_backend(backend)
     logits, targets = batch(67, torch.float32)
     plain = token_logprobs(logits, targets, backend=backend)
     more = token_logprobs(logits, targets, outputs=("is_top1",), backend=backend)

@@ -90,5 +90,5 @@ def test_table_counts_the_latest_results_and_the_first() -> None:
         record("b", "killed"),
     ]
     text = mutants.table(records, {"c": "no effect"})
-    assert "| control | 5 | 2 of 4 | 2 | 1 | 1 | 1 | 75.0% |" in text
+    assert "| control | 5 | 2 of 4 | 2 of 4 | 2 | 1 | 1 | 1 | 75.0% |" in text
     assert text.endswith("\n\n- survived: `e`")

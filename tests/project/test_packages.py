@@ -78,7 +78,7 @@ def fresh_env(folder: Path, wheel: Path) -> Path:
     return python
 
 
-@pytest.mark.slow(reason="builds a package")
+@pytest.mark.full(reason="builds a package")
 @pytest.mark.parametrize("mode", ["0", pytest.param("1", marks=pytest.mark.release)])
 def test_packages_install_and_train_outside_the_checkout(tmp_path, mode):
     _, wheel = build_packages(tmp_path, mode)

@@ -57,7 +57,7 @@ run.run_demo(Path(sys.argv[1]), methods=["sft", "gac"], steps=6, base_steps=12, 
 """
 
 
-@pytest.mark.slow(reason="trains the demo")
+@pytest.mark.full(reason="trains the demo")
 def test_a_demo_that_is_killed_finishes_and_then_has_nothing_to_do(tmp_path, monkeypatch, capsys):
     """The runs end with their parent, so that the next demo can resume them."""
     command = [sys.executable, "-c", SMALL, str(tmp_path)]

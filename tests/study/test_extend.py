@@ -73,7 +73,7 @@ def environment(**changes: str) -> dict[str, str]:
     }
 
 
-@pytest.mark.slow(reason="trains")
+@pytest.mark.full(reason="trains two studies")
 def test_the_page_runs_as_written(folder):
     before, after = [text for kind, text in FENCE.findall(SECTION) if kind == "sh"]
     install, *after = after.splitlines()
