@@ -84,7 +84,7 @@ class Zygote:
     def fork(self, body: Callable[[], int | None], uid: int | None = None) -> int:
         """Fork a child that runs `body` and exits with its return value; returns the pid.
 
-        It runs as the user with number `uid` in `uids`, if given and possible.
+        It runs as user number `uid` of `uids`, if given and possible.
         """
         parent = os.getpid()
         pid = os.fork()
@@ -94,7 +94,7 @@ class Zygote:
         try:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
             if uid is not None and self.uids is not None:
-                confine.switch_to_uid(self.uids[uid])
+                confine.switch_to_uid(self.uids[1 + uid % (len(self.uids) - 1)])
             confine.exit_with_parent(parent)
             status = body() or 0
         finally:
@@ -122,7 +122,7 @@ class Zygote:
                 return
             request = json.loads(message)
             try:
-                pids = self.start(request, files, 2 * number + 1)
+                pids = self.start(request, files, 2 * number)
                 answer = _wait(pids, request["wall_seconds"], request["most_seconds"])
             except OSError as error:  # the machine is at fault, not the program
                 answer = {"failed": f"cannot start a process: {error.strerror}"}
@@ -133,7 +133,7 @@ class Zygote:
     def start(self, request: dict[str, Any], files: Sequence[int], uid: int) -> list[int]:
         """Fork the processes for a request; the one whose exit completes it comes last.
 
-        They run as the users with the numbers `uid` and `uid + 1`.
+        They run as users number `uid` and `uid + 1`.
         """
         program, given, result = files
 
@@ -253,7 +253,7 @@ def main(options: dict[str, Any]) -> None:
             Path("/proc/self/oom_score_adj").write_text("1000")
         zygote = Zygote(options["layers"])
         zygote.prepare()
-        confine.verify_confinement(lambda body: zygote.fork(body, 1), zygote.confine)
+        confine.verify_confinement(lambda body: zygote.fork(body, 0), zygote.confine)
     except (OSError, ImportError) as error:
         sys.exit(" ".join(str(error).split()))
     control.send(json.dumps({"active": zygote.layers, "missing": zygote.missing}).encode())
