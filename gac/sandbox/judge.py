@@ -181,12 +181,12 @@ class _Names(dict[str, Any]):
     """
 
     def __init__(self, client: Client, wanted: set[str]) -> None:
-        super().__init__({n: value for n, value in vars(builtins).items() if n not in wanted})
+        super().__init__(__import__=builtins.__import__)
         self._client, self._wanted = client, wanted
 
     def __missing__(self, name: str) -> Any:
         if name not in self._wanted:
-            raise KeyError(name)
+            return self.setdefault(name, vars(builtins)[name])
         try:
             value = self._client.ask("find", name)
         except Exception:  # the program decides what is raised

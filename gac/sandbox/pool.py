@@ -65,6 +65,7 @@ _ENVIRONMENT = {
     "PYTHONHASHSEED": "0",  # the same set order in every run
     "OMP_NUM_THREADS": "1",  # no threads in preloaded packages
     "OPENBLAS_NUM_THREADS": "1",
+    "LD_BIND_NOW": "1",  # once, instead of in every child
     "MALLOC_ARENA_MAX": "1",  # otherwise every thread reserves 64 MiB of address space
 }
 _BWRAP = """

@@ -204,7 +204,7 @@ class Solver(Peer):
         if number not in self._described:
             self._described.add(number)
             bases = [self._class(base) for base in kind.__bases__ if not is_importable(base)]
-            self._new_classes.append([number, kind.__name__, bases, *_description(kind)])
+            self._new_classes.append([number, kind.__name__, bases, *description(kind)])
         return number
 
 
@@ -212,7 +212,7 @@ _solver: list[Solver] = []  # of this process, for the functions that pickles re
 
 
 @functools.lru_cache(maxsize=4096)
-def _description(kind: type) -> list[Json]:
+def description(kind: type) -> list[Json]:
     """The nearest base that is known to the judge, how objects compare, and special methods."""
     known = [base for base in type.mro(kind) if is_importable(base)]
     base = next(b for b in known if is_builtin(b) or issubclass(b, BaseException))

@@ -22,6 +22,7 @@ import signal
 import socket
 import sys
 import time
+import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -243,6 +244,7 @@ def main(options: dict[str, Any]) -> None:
         modules.load(options["path"], options["preload"])
         sys.set_int_max_str_digits(0)  # so that integers of any size can be sent
         judge.inspect_remotely()
+        solver.description(types.FunctionType)  # remembered: nearly every program has functions
         random.seed(0)  # the same numbers in every program
         # otherwise a collection in a child would write to every page and so copy it; collections
         # during the imports would find nearly nothing

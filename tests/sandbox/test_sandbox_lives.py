@@ -327,6 +327,7 @@ def test_the_server_loads_neither_torch_nor_numpy(monkeypatch, pool):
     folder = Path(f"/proc/{zygote}")
     settings = (folder / "environ").read_text().split("\0")
     assert sorted(filter(None, settings)) == [
+        "LD_BIND_NOW=1",
         "MALLOC_ARENA_MAX=1",
         "OMP_NUM_THREADS=1",
         "OPENBLAS_NUM_THREADS=1",
