@@ -38,15 +38,14 @@ OWN = "gac gac_kernels tests tools bench examples conftest __main__ __mp_main__"
 MEMORY = 10 * 2**30  # bytes of data that the tests of one mutant may allocate
 COVERAGE_SECONDS = 400.0  # the tests of a file that run after this are not used
 QUICK_SECONDS = 3.0  # total time of the tests that run first
+# its tests import everything, and notice other defaults
+DEFAULTS = "tests/cli/test_defaults.py"
 # files that run hundreds of programs, or check many settings
-BROAD = tuple(
-    f"tests/{name}.py"
-    for name in (
-        "sandbox/test_attacks",
-        "kernels/test_compile",
-        "cli/test_defaults",
-        "sandbox/test_honest",
-    )
+BROAD = (
+    DEFAULTS,
+    "tests/sandbox/test_attacks.py",
+    "tests/kernels/test_compile.py",
+    "tests/sandbox/test_honest.py",
 )
 FOLDERS = {"gac_kernels": "kernels", "config": "cli"}  # of the tests of a module
 LONGEST = 120.0  # seconds of all tests that run on a mutant that the cap would let survive
@@ -179,6 +178,7 @@ class Server:
             for name, seconds in results["seconds"].items()
             if name.startswith(folder) and name not in self.unreliable
         }
+        tests |= covered[DEFAULTS]["seconds"]
 
         def cost(name: str) -> float:
             file = name.partition("::")[0]

@@ -7,6 +7,7 @@ import gzip
 import json
 import math
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,7 @@ from gac.evaluation.suite import (
     EvalConfig,
     Evaluator,
     _compare,
+    evaluate_single,
     flat,
     read_samples,
     run_suite,
@@ -70,6 +72,20 @@ def test_results_follow_the_documented_format(task, tmp_path):
     scores = [a.score for a in rows["sampled"]]
     assert sampled["accuracy"] == pytest.approx(sum(scores) / 32)
     assert sampled["truncated"] == sum(a.truncated for a in rows["sampled"]) / 32
+
+
+def test_a_single_task_is_kept_only_with_out(task, tmp_path, monkeypatch):
+    """Its columns are those of eval.jsonl in training."""
+    monkeypatch.chdir(tmp_path)
+    settings = {"data": {"prompts": str(task / "eval.jsonl")}, "max_completion_length": 5}
+    single = suite(task, "e", tasks={}, eval=settings)
+    printed = evaluate_single(replace(single, out=None))
+    assert not any(tmp_path.iterdir())
+    kept = evaluate_single(single)
+    row = json.loads((tmp_path / "e" / "results.json").read_text())["tasks"]["eval"]
+    assert printed == kept == flat(row) and printed["accuracy"] == row["accuracy"]
+    again = evaluate_single(replace(single, out="f"), against=tmp_path / "e")
+    assert again["against"]["difference"] == 0
 
 
 def test_finished_tasks_are_not_run_again(task, tmp_path):
