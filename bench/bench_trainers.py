@@ -43,8 +43,8 @@ ARMS = {
     "trl-micro": f"TRL, micro-batches of {MICRO_ROWS} rows",
 }
 TITLES = {
-    "long-tailed": "Long-tailed lengths (log-normal, median 32, longest {longest} tokens)",
-    "uniform": "Equal lengths ({longest} tokens)",
+    "long-tailed": "log-normal, median 32, at most {longest} tokens",
+    "uniform": "{longest} tokens each",
 }
 PACKAGES = ("torch", "transformers", "trl")
 LIMIT = 1800  # seconds per step and per start-up; generous for a busy machine
@@ -276,24 +276,22 @@ def ratio(theirs: list[float], ours: list[float]) -> dict[str, Any]:
 
 
 def page(lengths: dict[str, Any]) -> str:
-    """The tables of docs/benchmarks.md."""
-    parts = []
+    """The table of docs/benchmarks.md."""
+    rows = []
     for kind, title in TITLES.items():
-        result = lengths[kind]
-        steps, arms = result["rounds"], result["arms"]
-        rows = [
+        result, arms = lengths[kind], lengths[kind]["arms"]
+        rows += [
             (
-                label,
+                title.format(longest=result["longest"]),
+                label.replace("TRL", f"TRL {result['versions']['trl']}"),
                 f"{arms[arm]['tokens_per_second']:.0f}",
                 f"{arms[arm]['peak_above_start_mib']} MiB",
                 "" if arm == "gac" else interval(result["speed"][f"{arm} / gac"]),
             )
             for arm, label in ARMS.items()
         ]
-        head = ("", "response tokens per second", "memory increase", "GAC's speedup")
-        title = f"{title.format(longest=result['longest'])}, {steps} steps of each"
-        parts.append(f"{title}, TRL {result['versions']['trl']}:\n\n{markdown_table(head, rows)}")
-    return "\n\n".join(parts)
+    head = ("lengths", "trainer", "tokens per second", "memory increase", "GAC's speedup")
+    return markdown_table(head, rows)
 
 
 def interval(speed: dict[str, Any]) -> str:

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gac.evaluation.table import markdown_table
 from tools.pages import BENCHMARKS, fill
 
 from .peak_memory import resident
@@ -209,16 +210,13 @@ def measure(trainer: str, case: Case, rounds: int, device: str) -> Iterator[dict
 
 def markdown(rows: list[dict[str, Any]]) -> str:
     """The Markdown table of docs/benchmarks.md."""
-    lines = [
-        "| trainer | model | provider | time | speedup | memory above the start |",
-        "|---|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {r['trainer']} | {r['name']} | {r['provider']} | {r['seconds']:.2f} s "
-        f"| {r['speedup']:.2f} | {r['memory_mib']:,.0f} MiB |"
-        for r in rows
-    ]
-    return "\n".join(lines)
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for r in rows:
+        time = f"{r['seconds']:.2f} s" if r["provider"] == "TRL" else f"{r['speedup']:.2f}x"
+        group = cells.setdefault((r["trainer"], r["name"]), {})
+        group[r["provider"]] = f"{time}, {r['memory_mib']:,.0f} MiB"
+    head = ("trainer", "model", "TRL", "fused head", "fused loss")
+    return markdown_table(head, [(*k, *(g.get(p, "") for p in head[2:])) for k, g in cells.items()])
 
 
 def save(rows: list[dict[str, Any]], path: Path, device: str) -> None:

@@ -18,7 +18,7 @@ import termios
 from pathlib import Path
 
 PAGE = Path("docs/start.md")
-COMMANDS = ("init first", "check first/run.yaml", "train first/run.yaml")
+COMMANDS = ("init first", "train first/run.yaml")
 SIZE = struct.pack("HHHH", 40, 80, 0, 0)  # lines and columns
 SECONDS = 600  # limit of one command
 CONTROL = re.compile(r"\x1b\[[?\d;]*([A-Za-z])|\x1b[^\[]|[\r\n]|[^\x1b\r\n]+")

@@ -39,13 +39,13 @@ def metrics_page() -> str:
     parts = [
         "# Metrics\n\n<!-- written by python -m tools.reference_pages; do not edit -->\n",
         "A run has one line per optimizer step in `metrics.jsonl`, and one per evaluation in "
-        "`eval.jsonl`. Trackers\n(`report_to`) get the same names, those of evaluations after "
-        "`eval/`. A value that was not measured is null.\nCapital letters stand for names; a "
-        "method of your own can add columns (`Method.report`).\n",
+        "`eval.jsonl`. Trackers (`report_to`) get\nthe same names, with `eval/` before those of "
+        "evaluations. Null: not measured. Capitals stand for names.\n",
     ]
     for file, columns in (("metrics.jsonl", METRICS), ("eval.jsonl", EVALUATION)):
         rows = [
-            (f"`{name}`", c.unit, c.meaning, f"`gac.{c.source}`") for name, c in columns.items()
+            (f"`{names.replace(', ', '`, `')}`", c.unit, c.meaning, f"`gac.{c.source}`")
+            for names, c in columns.items()
         ]
         table = markdown_table(("column", "unit", "meaning", "computed in"), rows)
         parts.append(f"## {file}\n\n{table}\n")

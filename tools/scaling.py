@@ -125,20 +125,21 @@ def controller_bytes(demonstrations: int) -> int:
 
 def table(ranks: Sequence[int] = (8, 32, 128), micro_batches: int = 4, node: int = 8) -> str:
     """Markdown table of gigabytes per rank; more than 64 ranks form replicas of 64 (HSDP)."""
-    head = ["model", "GPUs", "mesh", "states", "backward", "rollouts", "sent per step"]
+    head = ["model", "states", "backward", "rollouts", "sent per step"]
     lines = []
     for name, shape in MODELS.items():
+        columns = []
         for count in ranks:
             shards = min(count, 8 * node)
             replicas = count // shards
-            numbers = (
+            sizes = (
                 state_bytes(shape, shards),
                 backward_peak_bytes(shape, shards),
                 rollout_peak_bytes(shape, shards, 32 * 2048),
                 bytes_sent(shape, shards, replicas, micro_batches),
             )
-            mesh = f"{replicas} x {shards}"
-            lines.append([name, f"{count}", mesh, *(f"{n / 1e9:.3g}" for n in numbers)])
+            columns.append([f"{float(f'{size / 1e9:.3g}'):g}" for size in sizes])
+        lines.append([name, *map(" / ".join, zip(*columns, strict=True))])
     return markdown_table(head, lines)
 
 

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 
 class Column(NamedTuple):
-    """One column."""
+    """One column, or several that are explained together."""
 
     unit: str
     meaning: str
@@ -14,69 +14,71 @@ class Column(NamedTuple):
 
 STEP, SAMPLING, METHOD, EVAL = "training.step", "rollouts.sampling", "methods", "evaluation"
 METRICS: dict[str, Column] = {
-    "step": Column("steps", "optimizer steps so far", STEP),
+    "step, skipped": Column("steps", "optimizer steps so far; skipped ones (see `guards`)", STEP),
     "mu": Column("", "weight of the demonstration term in the step's gradient", STEP),
-    "rollout_loss": Column("", "rollout term before weighting, null without rollouts", STEP),
-    "demo_loss": Column("", "demonstration term before weighting, null without them", STEP),
-    "demo_nll/SOURCE": Column("nats", "mean negative log-prob per demonstration token", STEP),
+    "rollout_loss, demo_loss": Column("", "both terms before weighting, null without rows", STEP),
     "reward_mean": Column("reward", "mean over all sampled rollouts, with penalties", STEP),
-    "reward_mean/SOURCE": Column("reward", "the same for each of several data sources", SAMPLING),
-    "reward/TERM": Column("reward", "unweighted mean of each term of a sum", SAMPLING),
-    "kl": Column("nats", "mean KL to the reference per rollout token, if measured", STEP),
-    "entropy": Column("nats", "mean entropy of the policy per rollout token", STEP),
-    "demo_entropy": Column("nats", "the same per demonstration token", STEP),
-    "clip_fraction": Column("share", "rollout tokens whose ratio was clipped", STEP),
-    "sft_variance": Column("", "the paper's equation 8", STEP),
-    "rl_variance": Column("", "the paper's equation 7", STEP),
-    "disagreement": Column("", "the paper's equation 9", STEP),
-    "grad_norm": Column("", "norm of the gradient before clipping", STEP),
-    "lr": Column("", "learning rate", STEP),
-    "tokens": Column("tokens", "tokens of the rows, prompts included, over all ranks", STEP),
-    "kept_columns": Column("share", "vocabulary columns kept by `loss.gradient_filter`", STEP),
-    "dropped_mass": Column("share", "gradient mass that the filter left to its tail", STEP),
-    "skipped": Column("steps", "skipped steps so far; see `guards`", STEP),
-    "completions/mean_length": Column("tokens", "mean length of the step's rollouts", STEP),
+    "reward_mean/SOURCE, reward/TERM": Column(
+        "reward", "the same for each data source; unweighted mean of each term of a sum", SAMPLING
+    ),
+    "kl, entropy": Column(
+        "nats", "KL to the reference, if measured, and entropy: means per rollout token", STEP
+    ),
+    "demo_nll/SOURCE, demo_entropy": Column(
+        "nats", "negative log-prob and entropy: means per demonstration token", STEP
+    ),
+    "clip_fraction, sampling/frac_corrected": Column(
+        "share", "rollout tokens: with a clipped ratio; cut or dropped by `correction`", STEP
+    ),
+    "sampling/mismatch_kl, sampling/sampling_logp_difference/max": Column(
+        "nats", "KL of the engine to the policy per token; largest gap of their log-probs", STEP
+    ),
+    "sft_variance, rl_variance, disagreement": Column("", "the paper's equations 8, 7, 9", STEP),
+    "grad_norm, lr": Column("", "norm of the gradient before clipping; learning rate", STEP),
+    "tokens, completions/mean_length": Column(
+        "tokens", "all tokens of the rows, prompts included; mean length of the rollouts", STEP
+    ),
+    "kept_columns, dropped_mass": Column(
+        "share", "of `loss.gradient_filter`: vocabulary kept; gradient mass left to its tail", STEP
+    ),
     "completions/clipped_ratio": Column("share", "completions cut off at the limit", SAMPLING),
-    "frac_reward_zero_std": Column("share", "prompts whose rewards are all equal", SAMPLING),
-    "frac_solved": Column("share", "prompts whose rewards are all at least 1", SAMPLING),
-    "frac_unsolved": Column("share", "prompts whose rewards are all below 1", SAMPLING),
-    "resampled_prompts": Column("prompts", "replaced because of equal rewards", SAMPLING),
-    "sampled_completions": Column("completions", "0 if rollouts are reused", SAMPLING),
-    "sampled_tokens": Column("tokens", "sampled tokens, over all ranks", SAMPLING),
-    "sampling/mismatch_kl": Column("nats", "KL of the engine to the policy per token", STEP),
-    "sampling/sampling_logp_difference/max": Column("nats", "largest gap of their log-probs", STEP),
-    "sampling/frac_corrected": Column("share", "tokens cut or dropped by `correction`", STEP),
-    "sampling_seconds": Column("s", "time of sampling, mean over ranks", SAMPLING),
-    "reward_seconds": Column("s", "time of the reward, mean over ranks", SAMPLING),
+    "frac_reward_zero_std, frac_solved, frac_unsolved": Column(
+        "share", "prompts whose rewards are all equal; all at least 1; all below 1", SAMPLING
+    ),
+    "resampled_prompts, sampled_completions, sampled_tokens": Column(
+        "count", "prompts replaced because of equal rewards; what was sampled, all ranks", SAMPLING
+    ),
+    "sampling_seconds, reward_seconds": Column("s", "their time, mean over ranks", SAMPLING),
     "completions_per_second": Column("1/s", "sampled completions over their time", SAMPLING),
     "seconds": Column("s", "wall-clock time of the step", "training.trainer"),
     "sampling_share": Column("share", "sampling_seconds / seconds", "training.trainer"),
     "tokens_per_second": Column("1/s", "tokens / seconds", "training.trainer"),
-    "rewards_dropped": Column("rows", "rows without a reward (`on_error: drop`)", "rewards.base"),
-    "rewards_EVENT": Column("events", "events of the reward, such as `timeout`", "rewards.base"),
-    "mu_star": Column("", "the paper's equation 11, null if the method has none", METHOD),
-    "prior": Column("", "the schedule that mu is pulled towards", METHOD),
-    "alpha": Column("", "desired weight of SFT, equation 10", METHOD),
+    "rewards_dropped, rewards_EVENT": Column(
+        "count", "rows without a reward (`on_error: drop`); a reward's events", "rewards.base"
+    ),
+    "mu_star, alpha, prior": Column(
+        "", "the paper's equations 11 and 10; the schedule that mu is pulled towards", METHOD
+    ),
     "demos_suspect": Column("0 or 1", "whether the alarm is on; a share with sources", METHOD),
-    "trust": Column("", "factor of the gate", METHOD),
-    "cosine": Column("", "cosine of both gradients, as the gate or the solver has it", METHOD),
-    "z": Column("", "inner product of both gradients over its standard error", METHOD),
+    "trust, cosine, z": Column(
+        "", "factor of the gate; gradients: their cosine, inner product / standard error", METHOD
+    ),
     "read_SIGNAL": Column("", "what the signal source measured, before averaging", METHOD),
     "solver_skipped": Column("steps", "steps on which the solver kept its weights", METHOD),
     "reward_slope": Column("", "slope of the mean reward that amft follows", METHOD),
     "entropy_target": Column("nats", "entropy that amft steers to", METHOD),
 }
-"""Column of metrics.jsonl -> what it is; capitals stand for names. A method of your own can add
+"""Columns of metrics.jsonl -> what they are; capitals stand for names. A method of your own can add
 columns (`Method.report`)."""
 EVALUATION: dict[str, Column] = {
     "step": Column("steps", "optimizer steps before the evaluation", EVAL),
-    "accuracy": Column("reward", "mean score of the first task", EVAL),
-    "accuracy/TASK": Column("reward", "the same for a split or a further task", EVAL),
-    "ci95": Column("reward", "95% interval of `accuracy`: [low, high]", EVAL),
-    "pass@K": Column("share", "prompts with a correct answer among K, estimated", EVAL),
-    "prompts": Column("prompts", "number of prompts", EVAL),
-    "response_length": Column("tokens", "mean length of the answers", EVAL),
-    "truncated": Column("share", "answers cut off at the limit", EVAL),
+    "accuracy, accuracy/TASK, ci95": Column(
+        "reward", "mean score of the first task; of each other one; 95% interval [low, high]", EVAL
+    ),
+    "pass@K, truncated": Column(
+        "share", "prompts with a correct answer among K, estimated; answers cut off", EVAL
+    ),
+    "prompts, response_length": Column("", "number of prompts; mean tokens of an answer", EVAL),
     "seconds": Column("s", "wall-clock time of all tasks", EVAL),
 }
 """The same for eval.jsonl; the columns of a further task end with `/TASK`."""

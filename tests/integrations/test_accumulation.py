@@ -341,7 +341,11 @@ def gradients(names: Sequence[str], folder: Path, ranks: int) -> dict[Any, Gradi
     for name in names:
         bugs: list[Any] = [(None, 1), (None, 2), (None, 4)]
         bugs += [(only_the_last_micro_batch, 2)] * (ranks == 1)
-        bugs += [(mean_of_means, 3 - ranks)] * (name not in HEADS)
+        bugs += [(mean_of_means, 3 - ranks)] * (
+            # heads do not divide by a count; with an old TRL, FusedGRPOTrainer has TRL's own loss
+            name not in HEADS
+            and not (name == "FusedGRPOTrainer" and gac.integrations.trl_grpo.missing_hook())
+        )
         for bug, count in bugs:
             run = TRAINERS[name](folder, count, ranks)
             with bug(run, count) if bug else contextlib.nullcontext():

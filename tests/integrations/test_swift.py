@@ -126,4 +126,4 @@ def test_the_example_learns():
     assert len(rows) == 10
     assert rows[-1]["gac/demo_loss"] < rows[0]["gac/demo_loss"]
     assert rows[-1]["reward"] > rows[0]["reward"]
-    assert len({row["gac/mu"] for row in rows}) > 1
+    assert {row["gac/mu"] for row in rows} == {0.4}  # of the default method

@@ -144,10 +144,15 @@ def head(
 
 def test_float32_chunks_have_a_single_block() -> None:
     large = head(1000, chunk_bytes=1_100_000)
-    assert (large.block, large.chunk) == (256, 256)  # 275 rows fit: rounded down to GEMM tiles
+    assert (large.block, large.chunk) == (272, 272)  # 275 rows fit: rounded down to GEMM tiles
     assert head(1000, chunk_bytes=1).chunk == 1
-    on_cpu = Projection(torch.empty(1000, 1), None, torch.float32)
-    assert on_cpu.chunk == 33536  # 128 MiB
+    sizes = [projection.chunk_sizes(128 << 20, v, 1, (4, 4), 1)[0] for v in (32000, 151936)]
+    # on a CPU: 64 MiB, or as much as 512 rows need, up to 128 MiB
+    assert [*sizes, Projection(torch.empty(1000, 1), None, torch.float32).chunk] == [
+        512,
+        208,
+        16768,
+    ]
 
 
 @pytest.mark.parametrize(
