@@ -2,13 +2,16 @@
 
 `python -m bench.bench_filter [time] [errors] [training]`: all parts without arguments. The logits
 are those of `bench.filter_model`, scaled to a given entropy. Times are the CPU time of one thread,
-which other processes disturb less than the wall time.
+which other processes disturb less than the wall time. They are measured with the default allocator,
+whose fresh gradients cause page faults that the GEMMs with their own buffers do not have, and with
+one that keeps freed memory.
 """
 
 from __future__ import annotations
 
+import argparse
+import ctypes
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -18,6 +21,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from gac.evaluation.table import markdown_table
 from gac_kernels import (
     GradientFilter,
     LossOutput,
@@ -133,7 +137,39 @@ def count_chunks(step: Callable[[], object]) -> tuple[int, int]:
     return sum(chosen), len(chosen) - sum(chosen)
 
 
+def keep_freed_memory() -> bool:
+    """Let glibc reuse freed blocks of any size, as jemalloc and tcmalloc do; False: not glibc."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallopt"):
+        return False
+    trim, mmap = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+    return bool(libc.mallopt(trim, 2**31 - 1) and libc.mallopt(mmap, 2**30))
+
+
 def measure_time(data: Text, record: Record) -> None:
+    measure_times(data, record, "default")
+    if keep_freed_memory():
+        measure_times(data, record, "keeps freed memory")
+    print(page_table(record.rows))
+    print(
+        "CCE's filter: not run, because it is in a Triton kernel that needs a GPU; "
+        "what CCE runs on a CPU, impl='torch_compile', has no filter"
+    )
+
+
+def page_table(rows: list[dict[str, Any]]) -> str:
+    """The table of docs/gradient_filter.md: the median ratios with each allocator."""
+    cells: dict[tuple[str, ...], dict[str, list[str]]] = {}
+    for row in rows:
+        size = str(row["tokens"]), row["shape"].split()[0].removeprefix("H=")
+        line = cells.setdefault((*size, f"{row['entropy']:.2f}", f"{row['kept_columns']:.1%}"), {})
+        line.setdefault(row["provider"], []).append(f"{row['ratio']:.2f}")
+    head = "tokens", "H", "entropy, nats", "columns kept", *TARGETS
+    body = [[*key, *map(" / ".join, line.values())] for key, line in cells.items()]
+    return markdown_table(head, body)
+
+
+def measure_times(data: Text, record: Record, allocator: str) -> None:
     for tokens, size in SIZES:
         for nats in ENTROPIES:
             rows = make_rows(data, tokens, size, nats)
@@ -145,23 +181,22 @@ def measure_time(data: Text, record: Record) -> None:
                 torch.mm(x, w.T, out=z)
                 torch.mm(z, w, out=d)
 
-            times = cpu_times(
-                {
-                    "two GEMMs": two_gemms,
-                    "three GEMMs": gemm_step(rows.hidden, weight),
-                    "exact": partial(rows.gradients, None),
-                    "hidden filtered": partial(rows.gradients, HIDDEN_ONLY),
-                    "both filtered": partial(rows.gradients, BOTH),
-                    "frozen head, filtered": partial(rows.gradients, HIDDEN_ONLY, frozen=True),
-                }
-            )
+            steps: dict[str, Callable[[], object]] = {
+                "two GEMMs": two_gemms,
+                "three GEMMs": gemm_step(rows.hidden, weight),
+                "exact": partial(rows.gradients, None),
+                "hidden filtered": partial(rows.gradients, HIDDEN_ONLY),
+                "both filtered": partial(rows.gradients, BOTH),
+                "frozen head, filtered": partial(rows.gradients, HIDDEN_ONLY, frozen=True),
+            }
             report = rows.gradients(HIDDEN_ONLY, frozen=True)[0]
             kept, measured = float(report.filter.kept_columns), float(report.entropy.mean())
-            filtered, dense = count_chunks(partial(rows.gradients, HIDDEN_ONLY, frozen=True))
+            filtered, dense = count_chunks(steps["frozen head, filtered"])
             print(
-                f"{tokens} tokens, {shape}, {measured:.2f} nats: {kept:.1%} of the columns kept, "
-                f"{dense} of {filtered + dense} chunks exact"
+                f"{tokens} tokens, {shape}, {measured:.2f} nats, allocator: {allocator}: "
+                f"{kept:.1%} of the columns kept, {dense} of {filtered + dense} chunks exact"
             )
+            times = cpu_times(steps)
             for name, (gemms, target) in TARGETS.items():
                 ratios = [x / y for x, y in zip(times[name], times[gemms], strict=True)]
                 ratio, spread = statistics.median(ratios), f"{min(ratios):.2f} to {max(ratios):.2f}"
@@ -172,7 +207,7 @@ def measure_time(data: Text, record: Record) -> None:
                     work="filter time",
                     shape=shape,
                     tokens=tokens,
-                    case=f"{nats} nats",
+                    case=f"{nats} nats, allocator: {allocator}",
                     provider=name,
                     ms=statistics.median(times[name]),
                     ratio=ratio,
@@ -183,10 +218,6 @@ def measure_time(data: Text, record: Record) -> None:
                     entropy=measured,
                     kept_columns=kept,
                 )
-    print(
-        "CCE's filter: not run, because it is in a Triton kernel that needs a GPU; "
-        "what CCE runs on a CPU, impl='torch_compile', has no filter"
-    )
 
 
 def bfloat16(x: Tensor) -> Tensor:
@@ -327,16 +358,24 @@ def report_distances(
     record.save()
 
 
-def main(parts: list[str]) -> None:
+PARTS = {"time": measure_time, "errors": measure_errors, "training": measure_training}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.bench_filter", description=__doc__)
+    parser.add_argument(
+        "parts", nargs="*", metavar="part", help=f"{', '.join(PARTS)}; default: all"
+    )
+    options = parser.parse_args(arguments)
+    for name in set(options.parts) - PARTS.keys():
+        parser.error(f"part {name!r}: use {', '.join(PARTS)}")
     torch.set_num_threads(1)
     data = text()
-    for name in parts or PARTS:
+    for name in options.parts or PARTS:
         record = Record()
         PARTS[name](data, record)
         record.save()
 
 
-PARTS = {"time": measure_time, "errors": measure_errors, "training": measure_training}
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -12,8 +12,7 @@ import torch
 
 from gac import ControllerConfig, GuidedController
 from gac_kernels import backends, fused_linear_gac_loss
-from gac_kernels.inputs import BatchInputs
-from gac_kernels.tokens import TokenTerms
+from gac_kernels.tokens import BatchInputs, TokenTerms
 
 from . import settings
 from .batches import HEADS, Batch, linear_batch, scaled

@@ -11,8 +11,7 @@ from types import ModuleType
 import torch
 
 from gac_kernels import LossSpec, backends
-from gac_kernels.inputs import BatchInputs
-from gac_kernels.tokens import plan
+from gac_kernels.tokens import BatchInputs, plan
 
 from .settings import DEVICE, DRY_RUN
 from .timing import Step

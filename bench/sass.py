@@ -2,7 +2,9 @@
 
 The machine code is disassembled by `nvdisasm -c`. Of the control-flow cycles through a block of
 exponentials, a pass is the one with the fewest instructions per logit; rare paths (a new maximum,
-the edge of a row, a barrier that is not ready) are not on that cycle and are not counted.
+the edge of a row, a barrier that is not ready) are not on that cycle and are not counted. The
+logits of a pass are its exponentials or, if it stores a gradient, what it stores: a compiler may
+compute an exponential twice.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ class Block(NamedTuple):
     powers: int
     """Number of exponentials of logits; these are unconditional and come in groups."""
     stores: int
-    """Number of stores to global memory."""
+    """Bits per thread of the unconditional stores to global memory."""
     next: tuple[int, ...]
     """Blocks that can follow."""
 
@@ -48,8 +50,9 @@ class Passes(NamedTuple):
 
 def per_logit(report: Report) -> Passes:
     """The instructions of a compiled row kernel's passes; a softcap takes a second exponential."""
-    exponentials = 2 if "softcap" in report.config else 1
-    return Passes(*(exponentials * count for count in passes(assembly(report))))
+    dtype = re.findall(r"bfloat16|float16|float32", report.config)[-1:]
+    sums, gradient = passes(assembly(report), 32 if dtype == ["float32"] else 16)
+    return Passes(2 * sums if "softcap" in report.config else sums, gradient)
 
 
 def assembly(report: Report) -> str:
@@ -78,39 +81,38 @@ def wide_accesses(report: Report) -> int:
     return len(re.findall(_WIDE, assembly(report)))
 
 
-def passes(sass: str) -> Passes:
-    """Instructions per exponential of a row kernel's passes: one computes sums, one the gradient.
+def passes(sass: str, bits: int = 32) -> Passes:
+    """Instructions per exponential of the pass that computes sums, and per stored value of `bits`
+    bits of the pass that computes the gradient.
 
     If a loop exists with and without an entropy bonus, the cheaper version is counted.
     """
     blocks = control_flow(sass)
     starts = [i for i, block in enumerate(blocks) if block.powers]
-    return Passes(
-        *(
-            min((cost for i in starts for cost in _cycles(blocks, i, stores)), default=math.nan)
-            for stores in (False, True)
-        )
-    )
+    sums = (cost / powers for i in starts for cost, powers, _ in _cycles(blocks, i, False))
+    loops = (loop for i in starts for loop in _cycles(blocks, i, True))
+    gradient = (cost * bits / stored for cost, _, stored in loops)
+    return Passes(min(sums, default=math.nan), min(gradient, default=math.nan))
 
 
-def _cycles(blocks: list[Block], start: int, stores: bool) -> Iterator[float]:
-    """Costs of the loops through block `start`, in instructions per exponential."""
+def _cycles(blocks: list[Block], start: int, stores: bool) -> Iterator[tuple[int, int, int]]:
+    """The instructions, exponentials and stored bits of the loops through block `start`."""
     first = blocks[start]
     if first.stores and not stores:
         return
-    heap = [(first.instructions, start, first.powers, first.stores > 0)]
+    heap = [(first.instructions, start, first.powers, first.stores)]
     seen: set[tuple[int, int, bool]] = set()
     while heap:
         cost, at, powers, stored = heapq.heappop(heap)
-        if (at, powers, stored) in seen or powers > _MAX_LOGITS:
+        if (at, powers, stored > 0) in seen or powers > _MAX_LOGITS:
             continue
-        seen.add((at, powers, stored))
+        seen.add((at, powers, stored > 0))
         for following in blocks[at].next:
             block = blocks[following]
-            if following == start and stored == stores:
-                yield cost / powers
+            if following == start and (stored > 0) == stores:
+                yield cost, powers, stored
             if stores or not block.stores:
-                state = (following, powers + block.powers, stored or block.stores > 0)
+                state = (following, powers + block.powers, stored + block.stores)
                 heapq.heappush(heap, (cost + block.instructions, *state))
 
 
@@ -149,6 +151,10 @@ def _block(
     return Block(
         instructions=sum(name != "NOP" for name in names),
         powers=powers - powers % _GROUP,
-        stores=sum(name.startswith("STG") for name in names),
+        stores=sum(
+            int(re.sub(r"\D", "", name.split(".")[-1]) or 32)
+            for predicate, name, _ in run
+            if name.startswith("STG") and not predicate
+        ),
         next=tuple(following),
     )

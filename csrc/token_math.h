@@ -12,7 +12,7 @@
 
 namespace gac {
 
-// In the order of KL_ESTIMATORS, DemoWeight and POLICIES in gac_kernels/contract.py.
+// In the order of CHOICES in gac_kernels/contract.py.
 enum class KlEstimator { k1, k2, k3 };
 enum class DemoWeight { one, p, phi, shaped, trust };
 enum class Policy { clip, cispo, sapo, reinforce };

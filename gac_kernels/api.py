@@ -12,13 +12,11 @@ import torch
 from torch import Tensor
 
 from . import checks, loss, ops, reference
-from .arguments import batch_operands, operands
-from .autograd import Fused, TokenLogprobs, loss_output
-from .backends import reference as reference_backend
 from .contract import LossOutput, LossSpec, TokenLossOutput
 from .filter import FilterReport, GradientFilter
-from .inputs import NeedsGrad, complete
+from .loss import Fused, TokenLogprobs
 from .sketch import HeadSketch
+from .tokens import NeedsGrad, complete
 
 
 def fused_gac_loss(
@@ -96,7 +94,7 @@ def fused_gac_loss(
     Source:
         The paper's equations 1 to 9; GRPO, arXiv 2402.03300; CHORD, arXiv 2508.11408.
     """
-    op, inputs, spec = batch_operands(
+    op, inputs, spec = checks.batch_operands(
         (logits, None, None),
         (targets, advantages, is_demo),
         spec,
@@ -114,12 +112,10 @@ def fused_gac_loss(
     if torch.compiler.is_compiling():
         return ops.fused_loss(op, inputs, spec, moments)
     checks.values(targets, logits.shape[-1], inputs)
-    if op.backend is reference_backend:  # by autograd: the definition of the loss
-        keywords = {**inputs._asdict(), "spec": spec, "softcap": op.softcap, "moments": moments}
-        return reference.fused_gac_loss(logits, **keywords)
+    outputs: list[Any] = []
     arguments = inputs, spec, NeedsGrad.of(*op[:3]), moments, None, overwrite
-    flat = Fused.apply(*op[:3], op, loss.fused_loss, arguments)
-    return loss_output(flat, targets.shape)
+    total = Fused.apply(*op[:3], op, loss.fused_loss, arguments, outputs)
+    return outputs[0].shaped(targets.shape, loss=total)
 
 
 def token_logprobs(
@@ -169,17 +165,13 @@ def _logprobs(
     *options: Any,  # of `operands`, from temperature on
 ) -> tuple[Tensor, ...]:
     """Compute the results of a log-prob function."""
-    checks.rows(name, rows[0], targets)
+    checks.row_tensor(name, rows[0], targets)
     checks.outputs(outputs)
-    op, more_outputs = operands(*rows, targets, *options), len(outputs) > 0
+    op, more_outputs = checks.operands(*rows, targets, *options), len(outputs) > 0
     if torch.compiler.is_compiling():
         logps, entropy, *extra = ops.token_logprobs(op, more_outputs)
     else:
-        checks.values(targets, rows[0].shape[-1] if rows[1] is None else rows[1].shape[0])
-        if op.weight is None and op.backend is reference_backend:
-            keywords: Any = {"temperature": op.scaling(), "softcap": op.softcap, "outputs": outputs}
-            exact = reference.token_logprobs(op.rows.flatten(0, 1), op.targets, **keywords)
-            return tuple(x.view(targets.shape) for x in exact)
+        checks.values(targets, op.vocabulary)
         logps, entropy, *extra = TokenLogprobs.apply(*op[:3], op, more_outputs)
     flat = logps, entropy, *reference.select_outputs(extra, outputs)
     return tuple(x.view(targets.shape) for x in flat)
@@ -242,7 +234,7 @@ def fused_linear_gac_loss(
         The loss, differentiable once with respect to `hidden`, `weight` and `bias`, with its parts
         and statistics.
     """
-    op, inputs, spec = batch_operands(
+    op, inputs, spec = checks.batch_operands(
         (hidden, weight, bias),
         (targets, advantages, is_demo),
         spec,
@@ -261,9 +253,10 @@ def fused_linear_gac_loss(
     if torch.compiler.is_compiling():
         return ops.fused_loss(op, inputs, spec, moments, sketch)
     checks.values(targets, weight.shape[0], inputs)
-    needs = NeedsGrad.of(*op[:3])
-    flat = Fused.apply(*op[:3], op, loss.fused_loss, (inputs, spec, needs, moments, sketch))
-    return loss_output(flat, targets.shape)
+    outputs: list[Any] = []
+    arguments = inputs, spec, NeedsGrad.of(*op[:3]), moments, sketch
+    total = Fused.apply(*op[:3], op, loss.fused_loss, arguments, outputs)
+    return outputs[0].shaped(targets.shape, loss=total)
 
 
 def linear_token_logprobs(
@@ -342,14 +335,16 @@ def fused_linear_token_loss(
         ValueError: one of `inputs` has another shape or requires a gradient, or `token_loss`
             returns another shape.
     """
-    checks.rows("hidden", hidden, targets)
+    checks.row_tensor("hidden", hidden, targets)
     checks.outputs(outputs)
     checks.token_inputs(token_loss, inputs, targets)
     options = temperature, logit_scale, softcap, backend, chunk_bytes, gradient_filter
-    op = operands(hidden, weight, bias, targets, *options)
+    op = checks.operands(hidden, weight, bias, targets, *options)
     checks.values(targets, weight.shape[0])
     arguments = token_loss, [x.reshape(-1) for x in inputs], outputs, NeedsGrad.of(*op[:3])
-    total, *flat, report = Fused.apply(*op[:3], op, loss.token_loss, arguments)
+    others: list[Any] = []
+    total = Fused.apply(*op[:3], op, loss.token_loss, arguments, others)
+    *flat, report = others
     values = [total, *(x.view(targets.shape) for x in flat)]
     if report is not None:
         values, outputs = [*values, FilterReport(*report)], (*outputs, "filter")
@@ -403,7 +398,7 @@ def loss_from_logprobs(
         weights=weights,
         rollout_logps=rollout_logps,
     )
-    checks.batch(logps, inputs, spec)
+    checks.batch_inputs(logps, inputs, spec)
     if spec.entropy_coef != 0 and entropy is None:
         raise ValueError(f"entropy is None: spec.entropy_coef={spec.entropy_coef!r} requires it")
     # torch.compile cannot trace code that reads tensor values

@@ -25,7 +25,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -79,6 +79,15 @@ def driver_major() -> int | None:
     return version.value // 1000
 
 
+def error_of(load: Callable[[], object]) -> str | None:
+    """Why a library does not load, or None."""
+    try:
+        load()
+    except (RuntimeError, OSError) as error:
+        return str(error)
+    return None
+
+
 def architectures() -> tuple[str, ...]:
     """Architectures of the supported GPUs present; without a GPU, all supported architectures."""
     if not torch.cuda.is_available() or torch.version.hip:
@@ -118,10 +127,7 @@ def _cache() -> Path:
 
 def compile_source(*options: str) -> str:
     """Run nvcc on launch.cu and return its output. Raises RuntimeError if it fails."""
-    nvcc = _nvcc()
-    source = SOURCES / "cuda" / "launch.cu"
-    if not source.exists():
-        raise RuntimeError(f"{source} does not exist: reinstall gac")
+    nvcc, source = _nvcc(), SOURCES / "cuda" / "launch.cu"
     # a CUDA runtime from pip is in lib instead of lib64
     folder = Path(nvcc).resolve().parents[1] / "lib"
     library = [f"-L{folder}"] if (folder / "libcudart_static.a").exists() else []
@@ -137,11 +143,10 @@ def _nvcc() -> str:
     nvcc, driver = find_nvcc(), driver_major()
     if nvcc is None:
         raise NoCompilerError("nvcc was not found: put it on the PATH or set CUDA_HOME")
-    major, _ = release(nvcc)
-    if driver is not None and major > driver:
+    if driver is not None and release(nvcc)[0] > driver:
         raise RuntimeError(
-            f"{nvcc} builds for CUDA {major}, but the driver supports CUDA {driver}: set CUDA_HOME "
-            f"to CUDA {driver}, or update the driver"
+            f"{nvcc} builds for CUDA {release(nvcc)[0]}, but the driver supports CUDA {driver}: "
+            f"set CUDA_HOME to CUDA {driver}, or update the driver"
         )
     return nvcc
 

@@ -1,25 +1,28 @@
-"""Argument checks: each error names the argument, the offending value and what to do."""
+"""Argument checks: each error names the argument, the offending value and what to do.
+
+`operands` and `batch_operands` check the arguments of a public function and gather them.
+"""
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .contract import IGNORE, MORE_OUTPUTS, LossSpec
-from .inputs import BatchInputs
+from . import backends, reference
+from .contract import DTYPES, IGNORE, MORE_OUTPUTS, LossSpec, compute_dtype
+from .filter import GradientFilter
+from .tokens import BatchInputs, Operands, complete
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-
-def rows(name: str, value: Tensor, targets: Tensor) -> None:
+def row_tensor(name: str, value: Tensor, targets: Tensor) -> None:
     """Check that `value` [..., X] is a float tensor with contiguous rows, one per target."""
-    tensor(name, value, "float32, bfloat16 or float16", *FLOATS)
+    tensor(name, value, "float32, bfloat16 or float16", *DTYPES, torch.float64)
     width = "V" if name == "logits" else "H"
     if value.dim() not in (2, 3):
         raise ValueError(
@@ -42,9 +45,9 @@ def logprobs(logps: Tensor, entropy: Tensor | None, targets: Tensor) -> None:
     tensor("targets", targets, "int64", torch.int64)
     if targets.dim() not in (1, 2):
         raise ValueError(f"targets has shape {tuple(targets.shape)}: use [B, T] or packed [N]")
+    tensor("logps", logps)
     floats("logps", logps, targets, targets.shape)
-    if entropy is not None:
-        floats("entropy", entropy, targets, targets.shape)
+    floats("entropy", entropy, targets, targets.shape)
 
 
 def tensor(name: str, value: object, wanted: str = "", *dtypes: torch.dtype) -> None:
@@ -68,7 +71,7 @@ def shape(name: str, value: Tensor, *allowed: tuple[int, ...]) -> None:
 
 
 def same_device(name: str, value: Tensor, other: Tensor, allow_cpu: bool = False) -> None:
-    if value.device != other.device and not (allow_cpu and value.device.type == "cpu"):
+    if value.device != other.device and not (allow_cpu and value.is_cpu):
         raise ValueError(f"{name} is on {value.device}: move it to {other.device}")
 
 
@@ -95,7 +98,7 @@ def head(weight: Tensor, bias: Tensor | None, hidden: Tensor, autocast: bool) ->
         shape("bias", bias, (weight.shape[0],))
 
 
-def batch(like: Tensor, inputs: BatchInputs, spec: LossSpec) -> None:
+def batch_inputs(like: Tensor, inputs: BatchInputs, spec: LossSpec) -> None:
     """Check a batch and its spec without reading tensor values."""
     if not isinstance(spec, LossSpec):
         raise TypeError(f"spec is a {type(spec).__name__}: use a LossSpec")
@@ -112,11 +115,9 @@ def batch(like: Tensor, inputs: BatchInputs, spec: LossSpec) -> None:
     shape("is_demo", inputs.is_demo, (sequences,), tokens)
     same_device("is_demo", inputs.is_demo, like, allow_cpu=True)
     for name in ("weights", "temperatures"):
-        if (value := getattr(inputs, name)) is not None:
-            floats(name, value, like, (sequences,), tokens, allow_cpu=True)
+        floats(name, getattr(inputs, name), like, (sequences,), tokens, allow_cpu=True)
     for name in ("old_logps", "ref_logps", "rollout_logps"):
-        if (value := getattr(inputs, name)) is not None:
-            floats(name, value, inputs.targets, tokens)
+        floats(name, getattr(inputs, name), inputs.targets, tokens)
     if spec.kl_coef != 0 and inputs.ref_logps is None:
         raise ValueError(f"ref_logps is None: spec.kl_coef={spec.kl_coef!r} requires it")
     if (spec.correction == "none") != (inputs.rollout_logps is None):
@@ -150,12 +151,14 @@ def _sequences(like: Tensor, targets: Tensor, cu_seqlens: Tensor | None) -> int:
 
 
 def floats(
-    name: str, value: Tensor, like: Tensor, *shapes: tuple[int, ...], allow_cpu: bool = False
+    name: str, value: Tensor | None, like: Tensor, *shapes: tuple[int, ...], allow_cpu: bool = False
 ) -> None:
-    """Check that `value` is a float tensor of one of these shapes on the device of `like`.
+    """Check that `value` is None or a float tensor of one of these shapes on the device of `like`.
 
     allow_cpu: it may be on a CPU, too.
     """
+    if value is None:
+        return
     tensor(name, value)
     if not value.is_floating_point():
         raise TypeError(f"{name} has dtype {value.dtype}: use a float dtype")
@@ -184,16 +187,11 @@ def positive(name: str, value: Any) -> None:
         raise ValueError(f"{name}={value!r}: use a finite number > 0")
 
 
-def temperature(value: object, targets: Tensor) -> None:
-    """Check a temperature: a number > 0, or a float tensor > 0, [B] or like targets."""
-    if not isinstance(value, Tensor):
-        positive("temperature", value)
-        return
-    if not value.is_floating_point() or value.requires_grad:
-        kind = "requires a gradient" if value.requires_grad else f"has dtype {value.dtype}"
-        raise TypeError(f"temperature {kind}: use a number, or a float tensor without a gradient")
-    shape("temperature", value, targets.shape[:1], targets.shape)
-    same_device("temperature", value, targets, allow_cpu=True)
+def temperature_tensor(value: Tensor, targets: Tensor) -> None:
+    """Check a float tensor of temperatures > 0, [B] or like targets."""
+    floats("temperature", value, targets, targets.shape[:1], targets.shape, allow_cpu=True)
+    if value.requires_grad:
+        raise ValueError("temperature requires a gradient, which it cannot get: pass it detached")
     if not torch.compiler.is_compiling():
         _in_range("temperature", value, targets)
 
@@ -229,7 +227,7 @@ def optional(name: str, value: object, kind: type) -> None:
 
 def _readable(x: Tensor | None) -> bool:
     """Whether values may be checked: on a CPU, or, if GAC_CHECK=1, anywhere."""
-    return x is not None and (x.device.type == "cpu" or os.environ.get("GAC_CHECK") == "1")
+    return x is not None and (x.is_cpu or os.environ.get("GAC_CHECK") == "1")
 
 
 def _in_range(name: str, value: Tensor | None, targets: Tensor, zero: bool = False) -> None:
@@ -254,15 +252,13 @@ def values(targets: Tensor, vocabulary: int | None, inputs: BatchInputs | None =
         _in_range("temperatures", inputs.temperatures, targets)
     if cu_seqlens is not None and _readable(cu_seqlens):
         ends = cu_seqlens.tolist()
-        n = targets.numel()
-        if ends[0] != 0:
-            raise ValueError(f"cu_seqlens starts at {ends[0]}: it must start at 0")
-        if any(b < a for a, b in itertools.pairwise(ends)):
-            raise ValueError(f"cu_seqlens={ends} decreases: it must be non-decreasing")
-        if ends[-1] != n:
-            raise ValueError(f"cu_seqlens ends at {ends[-1]}: it must end at N = {n}")
+        if ends != sorted(ends) or (ends[0], ends[-1]) != (0, targets.numel()):
+            raise ValueError(
+                f"cu_seqlens={ends}: use offsets that start at 0, never decrease, and end at "
+                f"N = {targets.numel()}"
+            )
     if targets.numel() and _readable(targets):
-        low, high = (x.item() for x in targets.aminmax())
+        low, high = [x.item() for x in targets.aminmax()]
         limit = high + 1 if vocabulary is None else vocabulary
         if low >= 0 and high < limit:  # fast path: a single pass if every token has a loss
             return
@@ -273,3 +269,72 @@ def values(targets: Tensor, vocabulary: int | None, inputs: BatchInputs | None =
                 f"targets{where} = {targets[tuple(where)].item()}: use a token in "
                 f"[0, {'V' if vocabulary is None else vocabulary}), or {IGNORE} for no loss"
             )
+
+
+def operands(
+    rows: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float | Tensor,
+    logit_scale: float,
+    softcap: float | None,
+    backend: str,
+    chunk_bytes: int | None = None,
+    gradient_filter: GradientFilter | None = None,
+) -> Operands:
+    """Check the arguments that all functions share, and choose the backend.
+
+    The logit scale is folded into the temperature and the softcap. The dtype of a head's GEMMs is
+    autocast's if autocast applies, otherwise that of the hidden states.
+    """
+    positive("logit_scale", logit_scale)
+    if softcap is not None:
+        positive("softcap", softcap)
+    dtype = logits_dtype = rows.dtype
+    if weight is not None:
+        autocast = dtype != torch.float64 and torch.is_autocast_enabled(rows.device.type)
+        head(weight, bias, rows, autocast)
+        optional("gradient_filter", gradient_filter, GradientFilter)
+        if chunk_bytes is not None and chunk_bytes < 1:
+            raise ValueError(f"chunk_bytes={chunk_bytes!r}: use a number of bytes > 0, or None")
+        dtype = torch.get_autocast_dtype(rows.device.type) if autocast else dtype
+        logits_dtype = compute_dtype(dtype)
+        rows = rows.reshape(-1, rows.shape[-1])
+    elif rows.dim() == 2:
+        rows = rows[None]
+    temperatures, softcap = None, None if softcap is None else softcap / logit_scale
+    if isinstance(temperature, Tensor):
+        temperature_tensor(temperature, targets)
+        temperatures = reference.per_token(temperature, targets, compute_dtype(dtype)) / logit_scale
+        temperature = logit_scale
+    positive("temperature", temperature)
+    chosen: Any = backend
+    if not torch.compiler.is_compiling():  # an operator chooses at run time
+        chosen = backends.select_backend(backend, rows.device, logits_dtype)
+    numbers = temperature / logit_scale, softcap
+    flat = targets.reshape(-1)
+    arguments = rows, weight, bias, flat, temperatures, *numbers, chosen, dtype, chunk_bytes
+    return Operands(*arguments, filter=gradient_filter)
+
+
+def batch_operands(
+    rows: tuple[Tensor, Tensor | None, Tensor | None],  # with weight and bias
+    roles: tuple[Tensor, Tensor | None, Tensor | None],  # targets, advantages, is_demo
+    spec: LossSpec,
+    logit_scale: float,
+    *options: Any,  # of `operands`, from softcap on
+    **batch: Any,  # the other arguments of `complete`
+) -> tuple[Operands, BatchInputs, LossSpec]:
+    """Check the arguments of a loss; the logit scale is folded into the results' temperatures."""
+    row_tensor("logits" if rows[1] is None else "hidden", rows[0], roles[0])
+    inputs = complete(*roles, spec=spec, **batch)
+    batch_inputs(rows[0], inputs, spec)
+    op = operands(*rows, roles[0], spec.temperature, logit_scale, *options)
+    if inputs.temperatures is not None and logit_scale != 1:  # in the dtype of the arithmetic
+        temperatures = inputs.temperatures.to(op.targets.device, non_blocking=True)
+        scaled = temperatures.to(compute_dtype(op.dtype)) / logit_scale
+        inputs = inputs._replace(temperatures=scaled)
+    if op.temperature != spec.temperature:
+        spec = replace(spec, temperature=op.temperature)
+    return op, inputs, spec

@@ -15,6 +15,8 @@ import torch
 from .filter import FilterReport
 
 IGNORE = -100  # a target with this value has no loss
+# dtypes that the kernels support; C++ refers to them by index
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # logp - old is clamped to this value, with zero gradient above it. Otherwise the loss could leave
 # the range of float32 and become inf or nan; with the clamp, advantages up to 1e20 are safe.
 MAX_LOG_RATIO = 40.0
@@ -25,7 +27,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-class DemoWeight(enum.Enum):
+class DemoWeight(enum.StrEnum):
     """The loss of a demonstration token with probability p.
 
     The first three are -w log p with a detached weight w; the last two are functions of p.
@@ -47,18 +49,18 @@ class DemoWeight(enum.Enum):
 # Further outputs that the log-probability functions compute on request; the names are TRL's.
 MORE_OUTPUTS = ("log_sum_sq_probs", "mean_logits", "is_top1")
 REDUCTIONS = ("sequence", "token", "constant", "sum")
-POLICIES = ("clip", "cispo", "sapo", "reinforce")
-RATIOS = ("token", "sequence")
-CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
-KL_ESTIMATORS = ("k1", "k2", "k3")
 # The named options of LossSpec and their values.
 CHOICES = {
+    "demo_weight": tuple(DemoWeight),
     "rollout_reduction": REDUCTIONS,
     "demo_reduction": REDUCTIONS,
-    "kl_estimator": KL_ESTIMATORS,
-    "policy_loss": POLICIES,
-    "importance_sampling_level": RATIOS,
-    "correction": CORRECTIONS,
+    "kl_estimator": ("k1", "k2", "k3"),
+    "policy_loss": ("clip", "cispo", "sapo", "reinforce"),
+    "importance_sampling_level": ("token", "sequence"),
+    "correction": (
+        *("none", "token_truncate", "token_mask"),
+        *("sequence_truncate", "sequence_mask"),
+    ),
 }
 _FINITE, _ABOVE = (-math.inf, False, "a finite number"), (0, False, "a finite number > 0")
 _BOUND = 0, True, "a number >= 0, or None for no bound"
@@ -150,22 +152,17 @@ class LossSpec:
     """
 
     def __post_init__(self) -> None:
-        if not isinstance(self.demo_weight, DemoWeight):
-            try:
-                object.__setattr__(self, "demo_weight", DemoWeight(self.demo_weight))
-            except ValueError:
-                names = ", ".join(w.value for w in DemoWeight)
-                raise ValueError(f"demo_weight={self.demo_weight!r}: use one of {names}") from None
         for name, valid in CHOICES.items():
             if getattr(self, name) not in valid:
                 raise ValueError(f"{name}={getattr(self, name)!r}: use one of {', '.join(valid)}")
+        object.__setattr__(self, "demo_weight", DemoWeight(self.demo_weight))
         if not isinstance(self.use_bias_correction_kl, bool):
             raise TypeError(
                 f"use_bias_correction_kl={self.use_bias_correction_kl!r}: use True or False"
             )
-        for name, numbers in NUMBERS.items():
+        for name, rule in NUMBERS.items():
             is_cispo = (name, self.policy_loss) == ("clip_high", "cispo")
-            optional, low, closed, wanted = (True, *_CISPO) if is_cispo else numbers
+            optional, low, closed, wanted = (True, *_CISPO) if is_cispo else rule
             value = getattr(self, name)
             if not isinstance(value, (int, float)):
                 if not optional or value is not None:
@@ -174,22 +171,63 @@ class LossSpec:
                 raise ValueError(f"{name}={value!r}: use {wanted}")
         if self.max_tokens is None and "constant" in (self.rollout_reduction, self.demo_reduction):
             raise ValueError("max_tokens=None: a 'constant' reduction requires a number > 0")
-        self._check_pairs()
-
-    def _check_pairs(self) -> None:
-        low, high = self.clip_low, self.clip_high
-        if low is not None and high is not None and -low > high:
-            raise ValueError(
-                f"clip_low={low!r}, clip_high={high!r}: use 1 - clip_low <= 1 + clip_high"
-            )
-        low, high = self.correction_min, self.correction_max
-        if low is not None and high is not None and low > high:
-            raise ValueError(f"correction_min={low!r}: use a number <= correction_max={high!r}")
         taus = tuple(self.sapo_tau) if isinstance(self.sapo_tau, (tuple, list)) else ()
-        numbers = all(isinstance(t, (int, float)) and 0 < t < math.inf for t in taus)
-        if len(taus) != 2 or not numbers:
+        positive = all(isinstance(t, (int, float)) and 0 < t < math.inf for t in taus)
+        if len(taus) != 2 or not positive:
             raise ValueError(f"sapo_tau={self.sapo_tau!r}: use two finite numbers > 0")
         object.__setattr__(self, "sapo_tau", taus)
+        below, above = self.clip_low, self.clip_high
+        if below is not None and above is not None and -below > above:
+            raise ValueError(
+                f"clip_low={below!r}, clip_high={above!r}: use 1 - clip_low <= 1 + clip_high"
+            )
+        if self.correction_max is not None and (self.correction_min or 0) > self.correction_max:
+            raise ValueError(
+                f"correction_min={self.correction_min!r}: use a number <= "
+                f"correction_max={self.correction_max!r}"
+            )
+
+    @functools.cached_property
+    def token_scalars(self) -> dict[str, float]:
+        """The options of the per-token formulas as numbers; all but the first in native.h's order.
+
+        None becomes a number that has no effect, an enumerated option the index that C++ uses.
+        """
+        return {
+            "temperature": float(self.temperature),
+            "ratio_low": -math.inf if self.clip_low is None else 1 - self.clip_low,
+            "ratio_high": math.inf if self.clip_high is None else 1 + self.clip_high,
+            "dual_clip": math.inf if self.dual_clip is None else float(self.dual_clip),
+            "kl_coef": float(self.kl_coef),
+            "kl_estimator": CHOICES["kl_estimator"].index(self.kl_estimator),
+            "entropy_coef": float(self.entropy_coef),
+            "demo_weight": CHOICES["demo_weight"].index(self.demo_weight),
+            "demo_shape": float(self.demo_shape),
+            "policy": CHOICES["policy_loss"].index(self.policy_loss),
+            "sapo_tau_positive": float(self.sapo_tau[0]),
+            "sapo_tau_negative": float(self.sapo_tau[1]),
+            "kl_ratio": self.use_bias_correction_kl,
+            "mask_correction": self.correction.endswith("mask"),
+            "correction_min": float(self.correction_min or 0),
+            "correction_max": math.inf
+            if self.correction_max is None
+            else float(self.correction_max),
+        }
+
+    def encode(self) -> list[float]:
+        """All options as numbers, for operators (None becomes nan); `decode` is the inverse."""
+        chosen = [valid.index(getattr(self, name)) for name, valid in CHOICES.items()]
+        numbers = [getattr(self, name) for name in NUMBERS]
+        values = *chosen, *numbers, self.use_bias_correction_kl, *self.sapo_tau
+        return [math.nan if x is None else float(x) for x in values]
+
+    @classmethod
+    def decode(cls, values: Sequence[float]) -> LossSpec:
+        """Decode the result of `encode`."""
+        rest: Any = iter([None if math.isnan(x) else x for x in values])
+        named: dict[str, Any] = {name: valid[int(next(rest))] for name, valid in CHOICES.items()}
+        named |= {name: next(rest) for name in NUMBERS}
+        return cls(**named, use_bias_correction_kl=bool(next(rest)), sapo_tau=tuple(rest))
 
 
 class Signals(NamedTuple):
@@ -226,8 +264,7 @@ class TokenMoments:
     @classmethod
     def zeros(cls, device: torch.device | str = "cpu") -> TokenMoments:
         """The identity element of `+`."""
-        sizes = (7, 0, 6)
-        return cls(*(torch.zeros(n, dtype=torch.float64, device=device) for n in sizes))
+        return cls(*(torch.zeros(n, dtype=torch.float64, device=device) for n in (7, 0, 6)))
 
     @classmethod
     def merged(cls, parts: Sequence[TokenMoments]) -> TokenMoments:
@@ -368,6 +405,11 @@ class LossOutput(NamedTuple):
     """
     filter: FilterReport | None = None
     """What the gradient filter did; None without one."""
+
+    def shaped(self, shape: torch.Size, **changes: Any) -> LossOutput:
+        """Reshape [N] log-probs and entropies to `shape`, that of the targets."""
+        logps, entropy = self.logps.view(shape), self.entropy.view(shape)
+        return self._replace(logps=logps, entropy=entropy, **changes)
 
 
 class TokenLossOutput(NamedTuple):

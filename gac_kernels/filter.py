@@ -125,12 +125,13 @@ class ColumnFilter:
         tokens: int,
         total: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        dtype = torch.promote_types(weight.dtype, torch.float32)
         self.settings, self.total = settings, total or (lambda x: x)
         self.rows, self.kept = 0, 0.0
         self.hit = torch.zeros(len(weight), dtype=torch.bool, device=weight.device)
         # sum and absolute sum of each row, and the part of the latter that was dropped
-        self.sums = torch.zeros(3, max(tokens, 1), dtype=dtype, device=weight.device)
+        self.sums = weight.new_zeros(
+            3, max(tokens, 1), dtype=torch.promote_types(weight.dtype, torch.float32)
+        )
 
     def marks(self, index: torch.Tensor) -> RowMarks | None:
         """The buffers of a row kernel call on the tokens at `index` [M]."""
@@ -160,8 +161,9 @@ class ColumnFilter:
         share = self.sums.new_zeros(width)
         for part in grad[:: -(-rows // SAMPLE)].split(SAMPLE // 8):  # a part stays in the cache
             share += part.abs().sum(0, dtype=share.dtype)
-        mass, dropped = share.sum(), share.masked_fill_(self.hit, 0).sum()
-        mass, dropped = self.total(torch.stack([mass, dropped]))
+        mass, dropped = self.total(
+            torch.stack([share.sum(), share.masked_fill_(self.hit, 0).sum()])
+        )
         counts = read(torch.stack([self.hit.sum().to(mass.dtype), dropped / mass]))
         share /= share.sum().clamp(min=torch.finfo(share.dtype).tiny)
         self.hit = torch.zeros_like(self.hit)

@@ -25,9 +25,8 @@ from . import build_cuda
 from .backends import cuda, triton
 from .contract import DemoWeight, LossSpec
 from .filter import RowMarks
-from .inputs import BatchInputs
 from .sketch import RowSketch
-from .tokens import plan
+from .tokens import BatchInputs, plan
 
 ARCHITECTURES = ("80", "90", "100")
 VOCAB = 152064  # of a launch of the CUDA kernels, which determines their shared memory
@@ -141,6 +140,7 @@ def triton_configurations() -> Iterator[Configuration]:
         (f"{to_half}, default", triton.row_loss, wide, plain, default, x),
         (f"{to_half}, sketch, default", triton.row_loss, wide, plain, default, x, sketch),
         (f"{to_half}, filter", triton.row_loss, wide, plain, default, x, None, None, marks),
+        (f"{to_half}, filter", triton.row_grads, wide, *grads, x, None, None, True, marks),
         ("padded", triton.plan, inputs, shaped),
         ("packed, mu a tensor", triton.plan, inputs._replace(**packed), shaped),
     ]
@@ -226,19 +226,19 @@ def compile_cuda(arch: str) -> Iterator[Report]:
         yield _report(match[1], config, f"sm_{arch}", text, shared, symbol, code)
 
 
-def reports(source: str, architectures: list[str]) -> Iterator[Report]:
-    """Compile the kernels of a source, "triton" or "cuda", for each architecture that it supports.
+def reports(architectures: list[str]) -> Iterator[Report]:
+    """Compile all kernels for each architecture that they support.
 
     The CUDA kernels are skipped without nvcc.
     """
-    if source == "triton":
-        for configuration in triton_configurations():
-            yield from (compile_triton(configuration, arch) for arch in architectures)
-    elif build_cuda.find_nvcc() is None:
+    clusters = [x for x in architectures if x.isdigit() and int(x) >= 90]
+    if clusters and build_cuda.find_nvcc() is None:
         print("nvcc not found: skipping the kernels of csrc/cuda")
-    else:
-        for arch in (x for x in architectures if x.isdigit() and int(x) >= 90):
-            yield from compile_cuda(arch)
+        clusters = []
+    for arch in clusters:
+        yield from compile_cuda(arch)
+    for configuration in triton_configurations():
+        yield from (compile_triton(configuration, arch) for arch in architectures)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -249,18 +249,16 @@ def main(arguments: list[str] | None = None) -> None:
         default=ARCHITECTURES,
         help="compute capability times 10, or names of AMD GPUs such as gfx942",
     )
-    sources = "cuda", "triton"
-    parser.add_argument("--source", nargs="+", choices=sources, default=sources)
-    options = parser.parse_args(arguments)
-    for arch in options.arch:
+    architectures = parser.parse_args(arguments).arch
+    for arch in architectures:
         if not re.fullmatch(r"\d{2,3}|gfx\w{3,4}", arch):
             parser.error(f"--arch {arch}: use a number such as 90, or a name such as gfx942")
     interpret = os.environ.get("TRITON_INTERPRET", "0")
-    if interpret != "0" and "triton" in options.source:
+    if interpret != "0":
         parser.error(f"TRITON_INTERPRET={interpret}: unset it; an interpreter compiles nothing")
     print(LINE.format(*Report._fields))
     spills = []
-    for report in (x for source in options.source for x in reports(source, options.arch)):
+    for report in reports(architectures):
         print(LINE.format(*report), flush=True)
         spills.append(report.spills)
     print(f"\n{len(spills)} kernels compiled, {sum(x > 0 for x in spills)} with spills")

@@ -17,21 +17,17 @@ from torch import Tensor
 from . import projection
 from .contract import IGNORE, LossSpec
 from .filter import ColumnFilter, Kept, RowMarks, sample_factors
-from .inputs import NeedsGrad, Operands, part
 from .projection import Projection, spans
 from .sketch import HeadSketch, RowSketch, Sketcher, per_sequence
-from .tokens import Tokens
+from .tokens import NeedsGrad, Operands, Tokens, part
 
 # device types on which reading a count makes the host wait for the device
 ASYNCHRONOUS = {"cuda"}
 
 
-class InputGradients(NamedTuple):
-    """Gradients of the operands, None if not needed."""
-
-    rows: Tensor | None  # like the rows, in their dtype
-    weight: Tensor | None  # [V, H], float32 or better; in its own dtype if one GEMM computed it
-    bias: Tensor | None  # [V], float32 or better
+# Gradients of the rows, in their dtype, and of the weight [V, H] and the bias [V], in float32 or
+# better (that of the weight in its own dtype if one GEMM computed it); None if not needed.
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 class Block(NamedTuple):
@@ -49,27 +45,33 @@ def capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def partition_tokens(live: Tensor, has_gradient: Tensor) -> tuple[Tensor, Tensor]:
+# Numbers of rows with a gradient and of rows with a loss, on the device until they are read.
+Counts = Tensor | tuple[int, int]
+
+
+def sort_tokens(live: Tensor, has_gradient: Tensor | None) -> tuple[Tensor, Counts]:
     """Order the tokens [rows with a gradient | forward-only rows | rows without a loss].
 
-    Returns (order [N], counts): the numbers of rows with a gradient and of rows with a loss, for
-    `read_counts`.
+    has_gradient: bool [N]; None: no row has one. Returns (order [N], counts).
     """
     if capturing(live.device):
-        return torch.arange(len(live), device=live.device), live
+        tokens = len(live)
+        return torch.arange(tokens, device=live.device), (
+            tokens * (has_gradient is not None),
+            tokens,
+        )
+    has_gradient = torch.zeros_like(live) if has_gradient is None else has_gradient
     group = 2 - live.to(torch.int8) - has_gradient.to(torch.int8)
     return group.argsort(stable=True), torch.stack([has_gradient.sum(), live.sum()])
 
 
-def read_counts(counts: Tensor, tokens: int) -> tuple[int, int]:
-    """The numbers of rows with a gradient and of rows with a loss.
+def read_counts(counts: Counts) -> tuple[int, int]:
+    """The counts as numbers.
 
     The host waits for the device here: launch as much as possible before it, or the device idles
     afterwards.
     """
-    if capturing(counts.device):
-        return tokens, tokens
-    gradient_rows, live_rows = counts.tolist()
+    gradient_rows, live_rows = counts.tolist() if isinstance(counts, Tensor) else counts
     return gradient_rows, live_rows
 
 
@@ -98,6 +100,10 @@ class Head:
                 getattr(op.backend, "all_reduce", None),  # of a sharded vocabulary
             )
 
+    def zeros(self, columns: int) -> Tensor:
+        """A buffer for results of the rows, [columns, N]."""
+        return self.hidden.new_zeros(columns, len(self.hidden), dtype=self.projection.accum_dtype)
+
     def _gather(self, index: Tensor) -> Tensor:
         """Gather rows of hidden as a GEMM operand [M, H]."""
         rows = self.projection.operand(self.hidden.index_select(0, index))
@@ -107,14 +113,14 @@ class Head:
         return rows
 
     def blocks(
-        self, order: Tensor, gradient_rows: int, stop: int, nonzero: Tensor | None = None
+        self, order: Tensor, counts: Counts, nonzero: Tensor | None = None
     ) -> Iterator[Block]:
-        """Yield the tokens `order[:stop]`; the caller writes the gradient of the first ones.
+        """Yield the tokens with a loss; the caller writes the gradient of those that have one.
 
         A block's buffers are reused by the next one. `nonzero` [N], in the same order and filled by
         the caller, tells which rows have a gradient; the backward GEMMs skip the others.
         """
-        head = self.projection
+        head, (gradient_rows, stop) = self.projection, read_counts(counts)
         chunk_rows = head.chunk_rows(gradient_rows, self.needs.weight)
         chunks = [*spans(0, gradient_rows, chunk_rows)]
         rest = [*spans(gradient_rows, stop, head.block)]
@@ -139,19 +145,14 @@ class Head:
         for tokens in rest:
             yield Block(tokens, head.logits(self._gather(order[tokens]))[None])
 
-    def add_gradients(
-        self, op: Operands, columns: Tensor, order: Tensor, count: int | Tensor
-    ) -> None:
+    def add_gradients(self, op: Operands, columns: Tensor, order: Tensor, counts: Counts) -> None:
         """Add the gradients of the first tokens of `order`, given those of their outputs.
 
         columns: [4, N]: lse, entropy, and the upstream gradients of logps and entropy.
-        count: how many tokens, or the counts for `read_counts`.
         """
         targets, scaling = op.targets[order], op.scaling(order)
         columns = columns.index_select(1, order)
-        if isinstance(count, Tensor):
-            count, _ = read_counts(count, len(order))
-        for block in self.blocks(order, count, count):
+        for block in self.blocks(order, counts):
             rows = targets[block.tokens], *columns[:, block.tokens], part(scaling, block.tokens)
             options = block.out, op.softcap, block.sketch
             op.backend.row_grads(block.logits, *rows, *options, marks=block.marks)
@@ -216,13 +217,13 @@ class Head:
         dtype = head.weight_dtype if rounded else head.accum_dtype
         return torch.empty(head.weight.shape, dtype=dtype, device=head.weight.device)
 
-    def gradients(self) -> InputGradients:
+    def gradients(self) -> Gradients:
         """Free the buffers and return the gradients of hidden, weight and bias."""
         self.projection.release()  # first: rounding the sums needs memory too
         if self.needs.weight and self._d_weight is None:
             self._d_weight = self._allocate(single_chunk=False).zero_()
         d_hidden = self._d_hidden if self.needs.rows else None
-        return InputGradients(d_hidden, self._d_weight, self._d_bias if self.needs.bias else None)
+        return d_hidden, self._d_weight, self._d_bias if self.needs.bias else None
 
     def report(self) -> Tensor | None:
         """The fields of `filter.FilterReport`, if there is a filter."""
@@ -259,29 +260,30 @@ def row_stats(op: Operands, more_outputs: bool = False) -> Sequence[Tensor]:
     """Compute logps, entropy and lse, and MORE_OUTPUTS if `more_outputs`: [N]; 2 N H V FLOPs."""
     if op.weight is None:
         return op.backend.row_stats(op.rows, op.targets, op.scaling(), op.softcap, more_outputs)
-    live = op.targets != IGNORE
-    head = Head(op, NeedsGrad(False, False, False), live)
-    return head_stats(op, head, torch.zeros_like(live), more_outputs)[0].unbind()
+    head = Head(op, NeedsGrad(False, False, False), op.targets != IGNORE)
+    return head_stats(op, head, None, more_outputs)[0].unbind()
 
 
 def head_stats(
-    op: Operands, head: Head, has_gradient: Tensor, more_outputs: bool = False
-) -> tuple[Tensor, Tensor, int]:
-    """Compute `row_stats`, the order of the tokens and the number of rows with a gradient."""
-    stats = op.rows.new_zeros(
-        6 if more_outputs else 3, len(op.rows), dtype=head.projection.accum_dtype
-    )
-    order, counts = partition_tokens(head.live, has_gradient)
-    targets, ordered, scaling = op.targets[order], torch.empty_like(stats), op.scaling(order)
-    gradient_rows, live_rows = read_counts(counts, len(order))
-    for block in head.blocks(order, 0, live_rows):
+    op: Operands, head: Head, has_gradient: Tensor | None, more_outputs: bool = False
+) -> tuple[Tensor, Tensor, Counts]:
+    """Compute `row_stats`, and the order and the counts of the rows with a gradient."""
+    order, counts = sort_tokens(head.live, has_gradient)
+    targets, scaling = op.targets[order], op.scaling(order)
+    results = head.zeros(6 if more_outputs else 3)
+    gradient_rows, live_rows = read_counts(counts)
+    for block in head.blocks(order, (0, live_rows)):
         arguments = targets[block.tokens], part(scaling, block.tokens), op.softcap, more_outputs
-        torch.stack(op.backend.row_stats(block.logits, *arguments), out=ordered[:, block.tokens])
-    stats.index_copy_(1, order[:live_rows], ordered[:, :live_rows])
-    return stats, order, gradient_rows
+        torch.stack(op.backend.row_stats(block.logits, *arguments), out=results[:, block.tokens])
+    return unsorted(results, order), order, (gradient_rows, gradient_rows)
 
 
-def row_grads(op: Operands, columns: Sequence[Tensor], needs: NeedsGrad) -> InputGradients:
+def unsorted(results: Tensor, order: Tensor) -> Tensor:
+    """Move results [X, N] in the order of a pass to their tokens."""
+    return torch.empty_like(results).index_copy_(1, order, results)
+
+
+def row_grads(op: Operands, columns: Sequence[Tensor], needs: NeedsGrad) -> Gradients:
     """Compute the gradients of the operands from recomputed logits: 6 N H V FLOPs.
 
     Rows whose upstream gradients are 0 are skipped.
@@ -289,11 +291,10 @@ def row_grads(op: Operands, columns: Sequence[Tensor], needs: NeedsGrad) -> Inpu
     columns: lse, entropy, and the upstream gradients of logps and entropy, [N] each.
     """
     if op.weight is None:
-        out = torch.empty(op.rows.shape, dtype=op.rows.dtype, device=op.rows.device)
+        out = op.rows.new_empty(op.rows.shape)
         op.backend.row_grads(op.rows, op.targets, *columns, op.scaling(), out, op.softcap)
-        return InputGradients(out, None, None)
+        return out, None, None
     live = op.targets != IGNORE
-    head = Head(op, needs, live)
-    order, counts = partition_tokens(live, live & ((columns[2] != 0) | (columns[3] != 0)))
-    head.add_gradients(op, torch.stack(tuple(columns)), order, counts)
+    head, used = Head(op, needs, live), live & ((columns[2] != 0) | (columns[3] != 0))
+    head.add_gradients(op, torch.stack(tuple(columns)), *sort_tokens(used, used))
     return head.gradients()

@@ -1,39 +1,45 @@
-"""The losses: plan the tokens, pass over the rows once or twice, reduce.
+"""The losses: plan the tokens, pass over the rows once or twice, reduce; and autograd functions.
 
+The losses compute their gradients in the forward pass, where every coefficient is known and the
+rows are still in cache; the backward pass only scales them. The upstream gradients of the
+log-probability functions are unknown until the backward pass, which recomputes the probabilities.
 Notation: N tokens, S sequences, V vocabulary size, H hidden size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.graph import increment_version
 
+from . import linear
 from .contract import IGNORE, LossSpec, compute_dtype
-from .inputs import BatchInputs, NeedsGrad, Operands, part
-from .linear import ASYNCHRONOUS, Head, InputGradients, head_stats, partition_tokens, read_counts
+from .filter import FilterReport
+from .linear import ASYNCHRONOUS, Gradients, Head, head_stats, sort_tokens, unsorted
 from .reference import Coupling, coupling, select_outputs, token_gradients, token_terms
 from .sketch import HeadSketch
 from .tokens import (
+    BatchInputs,
+    NeedsGrad,
+    Operands,
     Tokens,
     TokenTerms,
     has_zero_gradient,
-    may_have_gradient,
+    part,
     power_above,
     scale_for_float16,
     with_factors,
 )
 
-
-class Result(NamedTuple):
-    """What `autograd.Fused` needs of a loss."""
-
-    outputs: tuple[Any, ...]  # the loss, and what is not differentiable
-    grads: InputGradients  # of the loss, divided by `inv_scale`
-    inv_scale: Tensor | None  # see `scale_for_float16`
+# What `Fused` needs of a loss: the loss and the outputs that are not differentiable; the
+# gradients of the loss, divided by the third part, `inv_scale` (see `scale_for_float16`).
+Result = tuple[tuple[Any, ...], Gradients, Tensor | None]
 
 
 def fused_loss(
@@ -47,8 +53,7 @@ def fused_loss(
 ) -> Result:
     """Compute the loss and its gradients in 6 N H V FLOPs.
 
-    Outputs: the scalars of `tokens.Summary`, logps, entropy, the three parts of the moments, the
-    sketch [S, k, k], and the fields of `filter.FilterReport`, float32 [2].
+    Outputs: the loss, and a LossOutput whose log-probs and entropies are [N].
 
     Rows whose gradient is known to be 0 need only the forward GEMM. A loss that depends on sums of
     current log-probs over sequences takes 8 N H V: these are computed first.
@@ -82,10 +87,9 @@ def fused_loss(
         logps, entropy, *_ = passed[0]
         passed = token_terms(logps, entropy, tokens, spec), *passed[1:]
     terms, sketches, grads, inv_scale, report = passed
-    *scalars, statistics = op.backend.reduce(tokens, terms, moments)
-    parts = (None,) * 3 if statistics is None else vars(statistics).values()
-    outputs = *scalars, terms.logps, terms.entropy, *parts, sketches, report
-    return Result(outputs, grads, inv_scale)
+    out = op.backend.reduce(tokens, terms, moments)
+    filtered = None if report is None else FilterReport(*report)
+    return (out.loss, out._replace(sketch=sketches, filter=filtered)), grads, inv_scale
 
 
 def has_distinct_elements(x: Tensor) -> bool:
@@ -99,7 +103,7 @@ def has_distinct_elements(x: Tensor) -> bool:
 
 
 # the terms, the sketch, the gradients, `inv_scale` and the report of the filter
-Pass = tuple[TokenTerms, Tensor | None, InputGradients, Tensor | None, Tensor | None]
+Pass = tuple[TokenTerms, Tensor | None, Gradients, Tensor | None, Tensor | None]
 
 
 def _one_pass(
@@ -114,24 +118,19 @@ def _one_pass(
     inv_scale, tokens = scale_for_float16(tokens, spec, op.dtype)
     if op.weight is None:
         terms = op.backend.row_loss(op.rows, tokens, spec, out, None, op.softcap)
-        return terms, None, InputGradients(out, None, None), inv_scale, None
+        return terms, None, (out, None, None), inv_scale, None
     need_gradient = any(needs) or sketch is not None
-    has_gradient = torch.zeros_like(tokens.live)
-    if need_gradient:
-        has_gradient = ~has_zero_gradient(tokens, spec)
+    has_gradient = ~has_zero_gradient(tokens, spec) if need_gradient else None
     head = Head(op, needs, tokens.live, sketch)
-    shape = len(TokenTerms._fields), len(op.rows)
-    results = op.rows.new_zeros(shape, dtype=head.projection.accum_dtype)
-    order, counts = partition_tokens(tokens.live, has_gradient)
-    ordered, ordered_results = tokens.select(order), torch.empty_like(results)
-    gradient_rows, live_rows = read_counts(counts, len(order))
-    for block in head.blocks(order, gradient_rows if need_gradient else 0, live_rows):
-        arguments = ordered.part(block.tokens), spec, block.out, block.sketch, op.softcap
+    order, counts = sort_tokens(tokens.live, has_gradient)
+    ordered, results = tokens.at(order), head.zeros(len(TokenTerms._fields))
+    for block in head.blocks(order, counts):
+        arguments = ordered.at(block.tokens), spec, block.out, block.sketch, op.softcap
         terms = op.backend.row_loss(block.logits, *arguments, block.marks)
-        torch.stack(terms, out=ordered_results[:, block.tokens])
-    results.index_copy_(1, order[:live_rows], ordered_results[:, :live_rows])
+        torch.stack(terms, out=results[:, block.tokens])
+    terms = TokenTerms(*unsorted(results, order))
     sketches = head.sketches(tokens, spec, inv_scale)
-    return TokenTerms(*results), sketches, head.gradients(), inv_scale, head.report()
+    return terms, sketches, head.gradients(), inv_scale, head.report()
 
 
 def _two_passes(
@@ -148,12 +147,14 @@ def _two_passes(
     if op.weight is None:
         stats = torch.stack(op.backend.row_stats(op.rows, tokens.targets, scaling, op.softcap))
     else:
-        head = Head(op, needs, tokens.live, sketch)
-        stats, order, count = head_stats(op, head, may_have_gradient(tokens, spec))
+        head, known = Head(op, needs, tokens.live, sketch), tokens
+        if spec.importance_sampling_level == "sequence":  # depends on the tokens of the sequence
+            known = tokens.averaged(absolute=True)
+        stats, order, counts = head_stats(op, head, ~has_zero_gradient(known, spec))
     logps, entropy, lse = stats
     terms, upstream = token_gradients(logps, entropy, tokens, spec, need_gradient)
     if upstream is None:
-        return terms, None, InputGradients(None, None, None), None, None
+        return terms, None, (None, None, None), None, None
     inv_scale = None
     if op.dtype == torch.float16:
         inv_scale = power_above((upstream / scaling).abs())
@@ -161,11 +162,11 @@ def _two_passes(
     columns = torch.cat([lse[None], entropy[None], upstream])
     if head is None:
         op.backend.row_grads(op.rows, tokens.targets, *columns, scaling, out, op.softcap)
-        return terms, None, InputGradients(out, None, None), inv_scale, None
-    if order.device.type not in ASYNCHRONOUS:  # the exact number costs no synchronization
-        order, counts = partition_tokens(tokens.live, (upstream != 0).any(0))
-        count, _ = read_counts(counts, len(order))
-    head.add_gradients(op, columns, order, count)
+        return terms, None, (out, None, None), inv_scale, None
+    if order.device.type not in ASYNCHRONOUS:  # the exact rows cost no synchronization
+        used = (upstream != 0).any(0)
+        order, counts = sort_tokens(used, used)
+    head.add_gradients(op, columns, order, counts)
     sketches = head.sketches(tokens, spec, inv_scale)
     return terms, sketches, head.gradients(), inv_scale, head.report()
 
@@ -186,13 +187,11 @@ def token_loss(
     """
     live = op.targets != IGNORE
     head, more_outputs, inv_scale = Head(op, needs, live), len(outputs) > 0, None
-    shape = 6 if more_outputs else 3, len(op.rows)  # losses, logps, entropy and MORE_OUTPUTS
-    results = op.rows.new_zeros(shape, dtype=head.projection.accum_dtype)
-    order, counts = partition_tokens(live, live if any(needs) else torch.zeros_like(live))
-    targets, scaling, ordered = op.targets[order], op.scaling(order), torch.empty_like(results)
-    inputs, nonzero = [x[order] for x in inputs], torch.zeros_like(live)
-    gradient_rows, live_rows = read_counts(counts, len(order))
-    for block in head.blocks(order, gradient_rows if any(needs) else 0, live_rows, nonzero):
+    order, counts = sort_tokens(live, live if any(needs) else None)
+    targets, scaling, inputs = op.targets[order], op.scaling(order), [x[order] for x in inputs]
+    results = head.zeros(6 if more_outputs else 3)  # losses, logps, entropy and MORE_OUTPUTS
+    nonzero = torch.zeros_like(live)
+    for block in head.blocks(order, counts, nonzero):
         span = block.tokens
         rows, temperature = (block.logits, targets[span]), part(scaling, span)
         logps, entropy, lse, *extra = op.backend.row_stats(
@@ -200,7 +199,7 @@ def token_loss(
         )
         columns = *(x[span] for x in inputs), *select_outputs(extra, outputs)
         losses, upstream = differentiate(function, logps, entropy, columns, block.out is not None)
-        torch.stack([losses, logps, entropy, *extra], out=ordered[:, span])
+        torch.stack([losses, logps, entropy, *extra], out=results[:, span])
         if upstream is not None:
             nonzero[span] = (upstream != 0).any(0)
             if op.dtype == torch.float16:  # the scale of the first block serves all
@@ -209,11 +208,10 @@ def token_loss(
                 upstream = upstream / inv_scale
             stats, options = (lse, entropy, *upstream), (temperature, block.out, op.softcap)
             op.backend.row_grads(*rows, *stats, *options, marks=block.marks)
-    results.index_copy_(1, order[:live_rows], ordered[:, :live_rows])
-    losses, logps, entropy, *extra = torch.where(live, results, 0)
+    losses, logps, entropy, *extra = torch.where(live, unsorted(results, order), 0)
     total = losses.sum(dtype=torch.float64).to(losses.dtype)
     values = total, losses, logps, entropy, *select_outputs(extra, outputs), head.report()
-    return Result(values, head.gradients(), inv_scale)
+    return values, head.gradients(), inv_scale
 
 
 def differentiate(
@@ -234,10 +232,116 @@ def differentiate(
                 f"{list(logps.shape)}"
             )
         upstream = None
-        if need_gradient:
-            upstream = torch.zeros(2, len(logps), dtype=logps.dtype, device=logps.device)
-            if losses.requires_grad:
-                parts = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
-                for column, x in zip(upstream, parts, strict=True):
-                    column += 0 if x is None else x
+        if losses.requires_grad:
+            total = losses.sum()
+            parts = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
+            upstream = torch.stack(parts)
+        elif need_gradient:  # a loss that depends on neither
+            upstream = logps.new_zeros(2, len(logps))
     return losses.detach().to(logps.dtype), upstream
+
+
+def refuse_double_backward(grad_enabled: bool) -> None:
+    """Raise RuntimeError on a double backward, which would treat the gradient as a constant."""
+    if grad_enabled:
+        raise RuntimeError(
+            "the fused functions are differentiable once: for a double backward "
+            "(create_graph=True), use the function of the same name in gac_kernels.reference"
+        )
+
+
+class Fused(Function):
+    """A loss of `Operands`, whose rows, weight and bias are also the first arguments.
+
+    `function(op, *arguments)`, one of `loss`, computes it and its gradients. The outputs of its
+    `Result` that are not differentiable are appended to `outputs`: autograd need not see them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        op: Operands,
+        function: Callable[..., Result],
+        arguments: tuple[Any, ...],
+        outputs: list[Any],
+    ) -> Tensor:
+        with without_autocast(op):
+            (total, *others), grads, inv_scale = function(op, *arguments)
+        outputs += others
+        if weight is None and grads[0] is not None and grads[0].data_ptr() == rows.data_ptr():
+            increment_version(rows)  # autograd must detect that saved logits have changed
+        ctx.backend, ctx.inv_scale, ctx.used = op.backend, inv_scale, False
+        ctx.dtypes = [None if x is None else x.dtype for x in op[:3]]
+        # scaled float16 gradients are rounded only after unscaling
+        ctx.save_for_backward(*(cast(grads, ctx.dtypes) if inv_scale is None else grads))
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
+        """Scale the saved gradients in place by the upstream gradient (0-d)."""
+        refuse_double_backward(torch.is_grad_enabled())
+        if ctx.used:
+            raise RuntimeError(
+                "a second backward through the same loss is not possible: the first one scaled its "
+                "stored gradients in place; compute the loss again, or add the losses before "
+                "backward"
+            )
+        ctx.used, grads = True, ctx.saved_tensors
+        factor = d_loss if ctx.inv_scale is None else d_loss * ctx.inv_scale
+        if not factor.is_cpu or factor.item() != 1:
+            for grad in grads:
+                if grad is not None:
+                    ctx.backend.scale_(grad, factor)
+        return *cast(grads, ctx.dtypes), None, None, None, None
+
+
+class TokenLogprobs(Function):
+    """Log-probs of `Operands`: logps [N], entropy [N], and MORE_OUTPUTS if `more_outputs`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        op: Operands,
+        more_outputs: bool,
+    ) -> tuple[Tensor, ...]:
+        with without_autocast(op):
+            logps, entropy, lse, *extra = linear.row_stats(op, more_outputs)
+        ctx.save_for_backward(*op[:3], lse, entropy)
+        ctx.settings = op[3:]
+        ctx.mark_non_differentiable(*extra)
+        return logps, entropy, *extra
+
+    @staticmethod
+    def backward(
+        ctx: Any, d_logps: Tensor, d_entropy: Tensor, *_: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        refuse_double_backward(torch.is_grad_enabled())
+        *operands, lse, entropy = ctx.saved_tensors
+        op = Operands(*operands, *ctx.settings)
+        columns = lse, entropy, d_logps, d_entropy
+        with without_autocast(op):
+            grads = linear.row_grads(op, columns, NeedsGrad(*ctx.needs_input_grad[:3]))
+        dtypes = [None if x is None else x.dtype for x in operands]
+        return (*cast(grads, dtypes), None, None)
+
+
+def without_autocast(op: Operands) -> AbstractContextManager[object]:
+    """Autocast is applied already, as `op.dtype`; without a head there is nothing it applies to."""
+    if op.weight is None or not torch.is_autocast_enabled(op.rows.device.type):
+        return nullcontext()  # entering a context takes longer than the check
+    return torch.autocast(op.rows.device.type, enabled=False)
+
+
+def cast(
+    grads: Sequence[Tensor | None], dtypes: Sequence[torch.dtype | None]
+) -> tuple[Tensor | None, ...]:
+    """Convert each gradient to the dtype of its operand."""
+    return tuple(
+        [x if x is None or x.dtype is y else x.to(y) for x, y in zip(grads, dtypes, strict=True)]
+    )

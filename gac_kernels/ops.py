@@ -1,4 +1,4 @@
-"""The public functions as custom operators for torch.compile; eager code uses autograd.py.
+"""The public functions as custom operators for torch.compile; eager code uses loss.py.
 
 An operator takes the fields of `Operands`, so that one serves both logits and a head. Checks that
 read tensor values run inside it, at run time.
@@ -15,13 +15,11 @@ from torch import Tensor
 
 from . import backends, checks, linear, loss
 from ._ops import add_op_namespace_prefix, ops
-from .autograd import loss_output, refuse_double_backward
-from .contract import LossOutput, LossSpec, compute_dtype
-from .inputs import BatchInputs, NeedsGrad, Operands
-from .scalars import decode, encode
+from .contract import LossOutput, LossSpec, TokenMoments, compute_dtype
+from .loss import refuse_double_backward
 from .sketch import HeadSketch
+from .tokens import BatchInputs, NeedsGrad, Operands
 
-_SCALARS = 5  # loss, rollout_loss, demo_loss, kl, clip_fraction
 _OPERANDS = 10  # fields of Operands that are arguments
 _SCHEMA = (
     "(Tensor rows, Tensor? weight, Tensor? bias, Tensor targets, Tensor? temperatures, "
@@ -38,10 +36,6 @@ def _unpack(arguments: Sequence[Any]) -> Operands:
     op = Operands(*arguments)
     dtype = op.dtype if op.weight is None else compute_dtype(op.dtype)
     return op._replace(backend=backends.select_backend(op.backend, op.rows.device, dtype))
-
-
-def _vocabulary(op: Operands) -> int:
-    return op.rows.shape[-1] if op.weight is None else op.weight.shape[0]
 
 
 def _or_empty(grads: Sequence[Tensor | None], op: Operands, dtypes: Sequence[Any]) -> list[Tensor]:
@@ -77,41 +71,38 @@ def _saved_dtypes(op: Operands) -> list[torch.dtype]:
         f"{_SCHEMA} Tensor shaped_targets, Tensor advantages, Tensor is_demo, Tensor mu, "
         "Tensor? old_logps, Tensor? ref_logps, Tensor? cu_seqlens, Tensor? rollout_norm, "
         "Tensor? demo_norm, Tensor? weights, Tensor? rollout_logps, Tensor? token_temperatures, "
-        "str spec, float[] numbers, bool[] needs, int[] sketch) -> (Tensor scalars, Tensor logps, "
+        "float[] spec, bool[] needs, int[] sketch) -> (Tensor scalars, Tensor logps, "
         "Tensor entropy, Tensor rollouts, Tensor demo_nll, Tensor totals, Tensor sketch, "
         "Tensor inv_scale, Tensor d_rows, Tensor d_weight, Tensor d_bias)"
     ),
 )
 def _loss(*arguments: Any) -> tuple[Tensor, ...]:
     """Compute the loss's outputs, and the gradients of its operands divided by `inv_scale`."""
-    *_, text, numbers, needs, sketch = arguments
-    op, inputs = _unpack(arguments[:_OPERANDS]), BatchInputs(*arguments[_OPERANDS:-4])
-    checks.values(inputs.targets, _vocabulary(op), inputs)
+    *_, numbers, needs, sketch = arguments
+    op, inputs = _unpack(arguments[:_OPERANDS]), BatchInputs(*arguments[_OPERANDS:-3])
+    checks.values(inputs.targets, op.vocabulary, inputs)
     # numbers, so that no accelerator waits for a copy
-    scalars = {name: _number(getattr(inputs, name)) for name in ("mu", "rollout_norm", "demo_norm")}
-    spec = replace(decode(text, numbers), temperature=op.temperature)
+    given = {name: getattr(inputs, name) for name in ("mu", "rollout_norm", "demo_norm")}
+    constants = {k: x.item() if x is not None and x.is_cpu else x for k, x in given.items()}
+    spec = replace(LossSpec.decode(numbers), temperature=op.temperature)
     head_sketch = HeadSketch(*sketch) if sketch else None
     eager = torch._C._ForceDispatchKeyGuard(*_KEYS)  # as in eager code, autograd may record
     with eager, torch.no_grad(), torch.autocast(op.rows.device.type, enabled=False):
-        inputs, wanted = inputs._replace(**scalars), NeedsGrad(*needs)
-        result = loss.fused_loss(op, inputs, spec, wanted, sketch=head_sketch)
-    *values, logps, entropy, rollouts, demo_nll, totals, sketches, _ = result.outputs
+        inputs, wanted = inputs._replace(**constants), NeedsGrad(*needs)
+        values, grads, inv_scale = loss.fused_loss(op, inputs, spec, wanted, sketch=head_sketch)
+    *scalars, logps, entropy, moments, sketches, _ = values[1]
     return (
-        torch.stack(values),
-        *(logps.clone(), entropy.clone(), rollouts, demo_nll, totals),
+        torch.stack(scalars),
+        *(logps.clone(), entropy.clone(), moments.rollouts, moments.demo_nll, moments.totals),
         op.rows.new_empty(0) if sketches is None else sketches,
-        torch.ones((), device=logps.device) if result.inv_scale is None else result.inv_scale,
-        *_or_empty(result.grads, op, _saved_dtypes(op)),
+        torch.ones((), device=logps.device) if inv_scale is None else inv_scale,
+        *_or_empty(grads, op, _saved_dtypes(op)),
     )
-
-
-def _number(x: Tensor | None) -> Any:
-    return x.item() if x is not None and x.device.type == "cpu" else x
 
 
 @_loss.register_fake
 def _(*arguments):
-    op, inputs = Operands(*arguments[:_OPERANDS]), BatchInputs(*arguments[_OPERANDS:-4])
+    op, inputs = Operands(*arguments[:_OPERANDS]), BatchInputs(*arguments[_OPERANDS:-3])
     accum_dtype, tokens, f64 = compute_dtype(op.dtype), inputs.targets.numel(), torch.float64
 
     def new(*shape: int, dtype: torch.dtype = accum_dtype) -> Tensor:
@@ -121,8 +112,8 @@ def _(*arguments):
     moments = (new(7, dtype=f64), new(sequences, dtype=f64), new(6, dtype=f64))
     sketch = new(sequences, *size, *size) if size else op.rows.new_empty(0)
     grads = _like_operands(op, arguments[-2], _saved_dtypes(op))
-    scalars = new(_SCALARS), new(tokens), new(tokens)
-    return *scalars, *moments, sketch, new(dtype=torch.float32), *grads
+    # the first output: loss, rollout_loss, demo_loss, kl, clip_fraction
+    return new(5), new(tokens), new(tokens), *moments, sketch, new(dtype=torch.float32), *grads
 
 
 def _setup_loss(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -158,20 +149,18 @@ def fused_loss(
     sketch: HeadSketch | None = None,
 ) -> LossOutput:
     """Compute the fused loss from logits or from hidden states, under torch.compile."""
-
-    def tensor(value: Any) -> Any:
-        """A number as a 0-d tensor, so that the schema has a single argument type."""
-        number = isinstance(value, (int, float))
-        return torch.full((), value, dtype=torch.float64, device="cpu") if number else value
-
+    options: Any = {"dtype": torch.float64, "device": "cpu"}
+    tensors = [  # the schema has a single type for numbers and tensors
+        torch.full((), x, **options) if isinstance(x, (int, float)) else x for x in inputs
+    ]
     needs, size = list(NeedsGrad.of(*op[:3])), [] if sketch is None else [sketch.size, sketch.seed]
-    outputs = ops.loss(*op[:_OPERANDS], *(tensor(x) for x in inputs), *encode(spec), needs, size)
+    outputs = ops.loss(*op[:_OPERANDS], *tensors, spec.encode(), needs, size)
     scalars, logps, entropy, *sums, sketches = outputs[:7]
     total, *parts = scalars.unbind()
     constants = (x.detach() for x in parts)
-    flat = total, *constants, logps, entropy, *(sums if moments else (None,) * 3)
-    flat = *flat, None if sketch is None else sketches, None
-    return loss_output(flat, inputs.targets.shape)
+    statistics = TokenMoments(*sums) if moments else None
+    flat = *constants, logps, entropy, statistics, None if sketch is None else sketches
+    return LossOutput._make((total, *flat, None)).shaped(inputs.targets.shape)
 
 
 @torch.library.custom_op(
@@ -182,7 +171,7 @@ def fused_loss(
 def _logprobs(*arguments: Any) -> Tensor:
     """Compute logps, entropy and lse, and MORE_OUTPUTS if `more_outputs`: [3 or 6, N]."""
     op = _unpack(arguments[:_OPERANDS])
-    checks.values(op.targets, _vocabulary(op))
+    checks.values(op.targets, op.vocabulary)
     with torch.autocast(op.rows.device.type, enabled=False):
         return torch.stack(tuple(linear.row_stats(op, arguments[-1])))
 

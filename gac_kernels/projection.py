@@ -106,8 +106,8 @@ class Projection:
 
         float16 gradients are still scaled (`tokens.scale_for_float16`) and remain in float32.
         """
-        same = self.gemm_dtype == self.weight_dtype != torch.float16
-        return self.rounds and same and weight_size >= NO_SPLIT_K
+        halves = self.gemm_dtype == self.weight_dtype == torch.bfloat16
+        return halves and weight_size >= NO_SPLIT_K
 
     def chunk_rows(self, count: int, weight_gradient: bool) -> int:
         """Number of rows in each chunk when `count` rows are split into chunks.

@@ -23,9 +23,18 @@ from .contract import (
     LossSpec,
     compute_dtype,
 )
-from .inputs import BatchInputs, complete
-from .sketch import HeadSketch, SketchFactors, per_sequence
-from .tokens import Tokens, TokenTerms, plan, reduce, token_factor, with_factors
+from .filter import RowMarks, mark_rows
+from .sketch import HeadSketch, RowSketch, SketchFactors, per_sequence, row_buckets
+from .tokens import (
+    BatchInputs,
+    Tokens,
+    TokenTerms,
+    complete,
+    plan,
+    reduce,
+    token_factor,
+    with_factors,
+)
 
 
 def token_logprobs(
@@ -38,21 +47,29 @@ def token_logprobs(
     outputs: Sequence[str] = (),
 ) -> tuple[Tensor, ...]:
     """See `gac_kernels.token_logprobs`; same arguments, no checks."""
-    live = (targets != IGNORE).reshape(-1).nonzero().squeeze(1)
-    rows = logits.reshape(-1, logits.shape[-1]).index_select(0, live)
-    rows, y = rows.to(compute_dtype(logits.dtype)), targets.reshape(-1).index_select(0, live)
     if isinstance(temperature, Tensor):
-        temperature = per_token(temperature, targets, rows.dtype).index_select(0, live)
+        temperature = per_token(temperature, targets, compute_dtype(logits.dtype))
     cap = None if softcap is None else softcap / logit_scale
-    logps, entropy, _, *more = row_statistics(
-        rows, y, temperature / logit_scale, cap, len(outputs) > 0
-    )
-    zeros = torch.zeros(targets.numel(), dtype=rows.dtype, device=rows.device)
+    scaling = temperature / logit_scale, cap
+    logps, entropy, _, *more = row_stats(logits, targets.reshape(-1), *scaling, len(outputs) > 0)
+    results = logps, entropy, *select_outputs(more, outputs)
+    return tuple(x.view(targets.shape) for x in results)
 
-    def spread(x: Tensor) -> Tensor:
-        return zeros.to(x.dtype).index_copy(0, live, x).view(targets.shape)
 
-    return spread(logps), spread(entropy), *(spread(x) for x in select_outputs(more, outputs))
+def row_stats(
+    logits: Tensor,  # [..., V]
+    targets: Tensor,  # int64 [N]; -100 = no loss
+    temperature: float | Tensor,  # or [N]
+    softcap: float | None = None,
+    more_outputs: bool = False,
+) -> tuple[Tensor, ...]:
+    """`row_statistics` of the rows with a loss, and 0 elsewhere: [N] each, differentiable."""
+    live = (targets != IGNORE).nonzero().squeeze(1)
+    rows = logits.flatten(0, -2).index_select(0, live).to(compute_dtype(logits.dtype))
+    temperature = temperature[live] if isinstance(temperature, Tensor) else temperature
+    stats = row_statistics(rows, targets[live], temperature, softcap, more_outputs)
+    zeros = torch.zeros(targets.shape, dtype=rows.dtype, device=rows.device)
+    return tuple(zeros.index_copy(0, live, x.to(zeros.dtype)) for x in stats)
 
 
 def per_token(x: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
@@ -166,10 +183,8 @@ def _kl(d: Tensor, estimator: str) -> Tensor:
             return -d
         case "k2":
             return d * d / 2
-        case "k3":
+        case _:  # k3
             return d.expm1() - d
-        case _:
-            raise AssertionError(f"unknown KL estimator {estimator!r}")
 
 
 def _demonstration(logps: Tensor, advantages: Tensor, spec: LossSpec) -> Tensor:
@@ -251,24 +266,7 @@ def loss_from_logprobs(
     terms = token_terms(flat(logps), flat(entropy_or_zero), tokens, spec)
     if entropy is None:
         terms = terms._replace(entropy=torch.where(tokens.live, math.nan, terms.entropy))
-    return loss_output(tokens, terms, inputs.targets.shape, moments)
-
-
-def loss_output(
-    tokens: Tokens, terms: TokenTerms, shape: torch.Size, moments: bool = True
-) -> LossOutput:
-    """Reduce terms [N] to a LossOutput with a differentiable `loss`; shape: that of the targets."""
-    summary = reduce(tokens, terms, moments)
-    return LossOutput(
-        loss=summary.loss,
-        rollout_loss=summary.rollout_loss.detach(),
-        demo_loss=summary.demo_loss.detach(),
-        kl=summary.kl,
-        clip_fraction=summary.clip_fraction,
-        logps=terms.logps.detach().view(shape),
-        entropy=terms.entropy.detach().view(shape),
-        moments=summary.moments,
-    )
+    return reduce(tokens, terms, moments).shaped(inputs.targets.shape)
 
 
 def fused_gac_loss(
@@ -283,7 +281,7 @@ def fused_gac_loss(
 ) -> LossOutput:
     """See `gac_kernels.fused_gac_loss`; same arguments, no checks.
 
-    roles: advantages and `is_demo`; `batch`: the other inputs of `inputs.complete`.
+    roles: advantages and `is_demo`; `batch`: the other inputs of `tokens.complete`.
     """
     inputs = complete(targets, *roles, spec=spec, **batch)
     tokens = with_factors(plan(inputs, spec, compute_dtype(logits.dtype)), inputs, spec)
@@ -296,7 +294,7 @@ def fused_gac_loss(
         softcap=softcap,
     )
     terms = token_terms(logps, entropy, tokens, spec)
-    return loss_output(tokens, terms, targets.shape, moments)
+    return reduce(tokens, terms, moments).shaped(targets.shape)
 
 
 def linear_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -363,3 +361,86 @@ def fused_linear_token_loss(
     losses = token_loss(*(x[live] for x in (*stats[:2], *inputs, *stats[2:])))
     spread = torch.zeros_like(stats[0]).masked_scatter(live, losses.detach().to(stats[0].dtype))
     return losses.sum(), spread, *(x.detach() for x in stats)
+
+
+# What the reference needs as a backend, for every device and float dtype (see `backends`).
+
+
+def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
+    return None
+
+
+def row_grads(
+    logits: Tensor,
+    targets: Tensor,
+    lse: Tensor,
+    entropy: Tensor,
+    d_logps: Tensor,
+    d_entropy: Tensor,
+    temperature: float | Tensor,
+    out: Tensor,
+    softcap: float | None = None,
+    sketch: RowSketch | None = None,
+    whole_row: bool = True,
+    marks: RowMarks | None = None,
+) -> None:
+    live = (targets != IGNORE).nonzero().squeeze(1)
+    rows = logits.flatten(0, -2).index_select(0, live).to(compute_dtype(logits.dtype))
+    tau = temperature[live, None] if isinstance(temperature, Tensor) else temperature
+    capped = scale_logits(rows, 1.0, softcap)
+    z = capped / tau - lse[live, None]
+    p = z.exp()
+    grad = -p * d_logps[live, None]
+    inside = (targets[live] >= 0) & (targets[live] < grad.shape[1])
+    target = torch.where(inside, targets[live], 0)[:, None]
+    grad.scatter_add_(1, target, torch.where(inside, d_logps[live], 0)[:, None])
+    entropy_part = p * (z.masked_fill(z == -torch.inf, 0) + entropy[live, None])
+    grad -= entropy_part * d_entropy[live, None]
+    if softcap is not None:
+        grad *= 1 - (capped / softcap).masked_fill(capped.isinf(), 1) ** 2
+    grad[(d_logps[live] == 0) & (d_entropy[live] == 0)] = 0
+    out.zero_()
+    width = out.shape[1]
+    if width:
+        out[live // width, live % width] = (grad / tau).to(out.dtype)
+    if sketch is not None:
+        row_buckets(out, sketch)
+    if marks is not None:
+        mark_rows(out, targets, (d_logps.abs() + d_entropy.abs()) / temperature, marks)
+
+
+def row_loss(
+    logits: Tensor,
+    tokens: Tokens,
+    spec: LossSpec,
+    out: Tensor | None,
+    sketch: RowSketch | None = None,
+    softcap: float | None = None,
+    marks: RowMarks | None = None,
+) -> TokenTerms:
+    calls, notes = (row_stats, row_grads), {"sketch": sketch, "marks": marks}
+    return loss_in_two_calls(*calls, logits, tokens, spec, out, softcap, notes)
+
+
+def loss_in_two_calls(
+    row_stats: Callable[..., tuple[Tensor, ...]],
+    row_grads: Callable[..., None],
+    logits: Tensor,
+    tokens: Tokens,
+    spec: LossSpec,
+    out: Tensor | None,
+    softcap: float | None,
+    notes: dict[str, Any],  # further arguments of `row_grads`
+) -> TokenTerms:
+    """`row_loss` by the other two row functions of a backend."""
+    temperature = spec.temperature if tokens.temperature is None else tokens.temperature
+    logps, entropy, lse = row_stats(logits, tokens.targets, temperature, softcap)
+    terms, upstream = token_gradients(logps, entropy, tokens, spec, out is not None)
+    if out is not None and upstream is not None:
+        columns = lse, entropy, upstream[0], upstream[1]
+        row_grads(logits, tokens.targets, *columns, temperature, out, softcap, **notes)
+    return terms
+
+
+def scale_(tensor: Tensor, factor: Tensor) -> None:
+    tensor.mul_(factor)

@@ -161,25 +161,13 @@ def per_sequence(
     size = factors.vocabulary.shape[1]
     hidden = factors.hidden * size**-0.5
     mu = torch.as_tensor(tokens.mu, dtype=torch.float64, device=hidden.device)
-    has_gradient = ~has_zero_gradient(tokens._replace(scale=tokens.weight), spec)
-
-    def sketch(vocabulary: Tensor, has_gradient: Tensor, term_weight: Tensor) -> Tensor:
-        sums = _outer_sums(vocabulary, hidden, tokens.offsets)
-        factor = (1 if inv_scale is None else inv_scale) / term_weight
-        factor = torch.where(term_weight == 0, 0, factor)
-        skipped = (term_weight == 0) & (tokens.per_sequence(has_gradient.to(sums.dtype)) > 0)
-        return (sums * factor[..., None]).masked_fill(skipped[:, None], torch.nan)
-
-    if not tokens.role_per_token:
-        term_weight = torch.where(tokens.is_demo, mu, 1 - mu)
-        sketches = sketch(factors.vocabulary, has_gradient, term_weight)
-    else:
-        in_demo, in_rollout = (
-            sketch(factors.vocabulary * part[:, None], has_gradient & part, term_weight)
-            for part, term_weight in ((tokens.demo, mu), (~tokens.demo, 1 - mu))
-        )
-        sketches = in_demo + in_rollout
-    return sketches.view(-1, size, size).to(factors.vocabulary.dtype)
+    term_weight = torch.where(tokens.demo, mu, 1 - mu)
+    no_gradient = has_zero_gradient(tokens._replace(scale=tokens.weight), spec)
+    skipped = torch.where(no_gradient, 0.0, torch.nan)
+    factor = (1 if inv_scale is None else inv_scale) / term_weight
+    factor = torch.where(term_weight == 0, skipped, factor)
+    sums = _outer_sums(factors.vocabulary * factor[:, None], hidden, tokens.offsets)
+    return sums.view(-1, size, size).to(factors.vocabulary.dtype)
 
 
 def _outer_sums(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Converts the caller's batch to per-token values, and token terms to the outputs.
+"""What the public functions pass on, and the conversions between a batch and its tokens.
 
 Everything here is plain PyTorch of size N or S; work of size N x V is in the backends.
 Notation: N tokens, S sequences, B padded rows, T row length.
@@ -7,14 +7,156 @@ Notation: N tokens, S sequences, B padded rows, T row length.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .contract import IGNORE, DemoWeight, LossSpec, TokenMoments
-from .inputs import BatchInputs
+from .contract import IGNORE, DemoWeight, LossOutput, LossSpec, TokenMoments
+from .filter import GradientFilter
+
+
+class Operands(NamedTuple):
+    """The rows of a call, and how their distributions are computed.
+
+    It is built once by a public function and passed unchanged to autograd or to an operator of
+    `ops`, which take the fields up to `chunk_bytes` in this order, and to the loops over rows. The
+    distribution of a row with logits x is the softmax of softcap tanh(x / softcap) / temperature.
+    """
+
+    rows: Tensor  # logits [B, T, V], or hidden states [N, H] if there is a weight
+    weight: Tensor | None  # [V, H]
+    bias: Tensor | None  # [V]
+    targets: Tensor  # int64 [N]
+    temperatures: Tensor | None  # float32 or better, [N]; None: `temperature`
+    temperature: float
+    softcap: float | None  # None: no softcap
+    backend: Any  # a module of `backends`, or an object with the same functions; in `ops`, its name
+    dtype: torch.dtype  # of the logits, or that the operands of the head are rounded to
+    chunk_bytes: int | None = None  # memory for logits and gradients; None: by device
+    vocab_size: int | None = None  # determines the chunk sizes; None: rows of the weight
+    filter: GradientFilter | None = None
+
+    @property
+    def vocabulary(self) -> int:
+        return self.rows.shape[-1] if self.weight is None else self.weight.shape[0]
+
+    def scaling(self, index: Tensor | None = None) -> float | Tensor:
+        """The temperature of all rows, or of each row at `index` (None: all rows, in order)."""
+        if self.temperatures is None:
+            return self.temperature
+        return self.temperatures if index is None else self.temperatures.index_select(0, index)
+
+
+def part(x: float | Tensor, span: slice) -> float | Tensor:
+    """The rows in `span` of a value that may be the same for all rows."""
+    return x[span] if isinstance(x, Tensor) else x
+
+
+class NeedsGrad(NamedTuple):
+    """Which of rows, weight and bias need a gradient."""
+
+    rows: bool
+    weight: bool
+    bias: bool
+
+    @classmethod
+    def of(cls, *inputs: Tensor | None) -> NeedsGrad:
+        """Read `requires_grad` of each input; all False if gradients are disabled."""
+        on = torch.is_grad_enabled()
+        return cls(*[on and x is not None and x.requires_grad for x in inputs])
+
+
+class BatchInputs(NamedTuple):
+    """The inputs of a batch other than its logits; shapes and meaning as in `fused_gac_loss`.
+
+    The operators of `ops` take these fields in this order.
+    """
+
+    targets: Tensor  # int64 [B, T] or [N]
+    advantages: Tensor  # [B], [B, T], [S] or [N]
+    is_demo: Tensor  # bool [B], [B, T], [S] or [N]
+    mu: float | Tensor = 0.5
+    old_logps: Tensor | None = None  # like targets
+    ref_logps: Tensor | None = None  # like targets
+    cu_seqlens: Tensor | None = None  # int [S + 1]; None: padded
+    rollout_norm: float | Tensor | None = None
+    demo_norm: float | Tensor | None = None
+    weights: Tensor | None = None  # [B], [B, T], [S] or [N]
+    rollout_logps: Tensor | None = None  # like targets
+    temperatures: Tensor | None = None  # [B], [B, T], [S] or [N]; None: the temperature of the spec
+
+    @property
+    def sequences(self) -> int:
+        return self.targets.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+
+    def is_per_sequence(self, x: Tensor) -> bool:
+        """Whether `x` is [S], one value per sequence; if S == N, also True for values per token."""
+        return x.shape == (self.sequences,)
+
+    def per_token(self, x: Tensor, sequence: Tensor) -> Tensor:
+        """[N] values of `x`, given per sequence or per token; sequence [N]: that of each token."""
+        return x[sequence] if self.is_per_sequence(x) else x.reshape(-1)
+
+    def to_targets_device(self) -> BatchInputs:
+        """Detach all tensors and move them to the targets' device, without blocking the host.
+
+        Tensors are moved before any conversion: a CUDA graph can capture copies from pinned memory
+        only, and the result of a conversion on the CPU is not pinned.
+        """
+        device = self.targets.device
+
+        def to_device(x: Any) -> Any:
+            return x.detach().to(device, non_blocking=True) if isinstance(x, Tensor) else x
+
+        return BatchInputs(*(to_device(x) for x in self))
+
+
+def complete(
+    targets: Tensor,
+    advantages: Tensor | None = None,
+    is_demo: Tensor | None = None,
+    *,
+    spec: object = None,
+    mu: float | Tensor | None = None,
+    **others: Any,
+) -> BatchInputs:
+    """The batch, with the roles that omitted arguments imply; nothing is read from a device.
+
+    Without advantages every token is a demonstration; without `is_demo` every token is a rollout,
+    if there are advantages. The weight of the only term is then 1.
+
+    Raises:
+        ValueError: `mu` is missing and both terms may have tokens, or advantages are missing.
+    """
+    if mu is None and advantages is not None and is_demo is not None:
+        raise ValueError(
+            "mu is None: a batch with advantages and is_demo needs the weight of its "
+            "demonstrations, in [0, 1]; omit is_demo if all tokens are rollouts"
+        )
+    if advantages is None:
+        has_rollouts = (
+            isinstance(is_demo, Tensor)
+            and is_demo.device.type == "cpu"
+            and not torch.compiler.is_compiling()
+            and not is_demo.all()
+        )
+        is_shaped = isinstance(spec, LossSpec) and spec.demo_weight is DemoWeight.SHAPED
+        if has_rollouts or is_shaped:
+            raise ValueError(
+                "advantages is None: rollouts, and demonstrations with the weight 'shaped', "
+                "require advantages"
+            )
+        is_demo = None  # every token is a demonstration
+    mu = float(advantages is None) if mu is None else mu
+    if is_demo is None:
+        cu_seqlens, count = others.get("cu_seqlens"), targets.shape[0]
+        if isinstance(cu_seqlens, Tensor) and cu_seqlens.dim() == 1:  # packed
+            count = len(cu_seqlens) - 1
+        is_demo = torch.full((count,), advantages is None, device=targets.device)
+    if advantages is None:
+        advantages = torch.zeros_like(is_demo, dtype=torch.float32)
+    return BatchInputs(targets, advantages, is_demo, mu, **others)
 
 
 class Tokens(NamedTuple):
@@ -35,23 +177,15 @@ class Tokens(NamedTuple):
     offsets: Tensor  # int64 [S + 1]: where each sequence starts
     lengths: Tensor  # int64 [S]: tokens with a loss
     rollout_lengths: Tensor  # int64 [S]: tokens with a loss that are not demonstrations
-    is_demo: Tensor  # bool [S], or [N] if each token has its own role
     mu: float | Tensor
 
     def per_sequence(self, x: Tensor) -> Tensor:
         """Sum over each sequence in a fixed order: [N] -> [S], or [N, X] -> [S, X]."""
         return torch.segment_reduce(x, "sum", offsets=self.offsets, axis=0, initial=0)
 
-    def select(self, index: Tensor) -> Tokens:
-        """Select the tokens at `index` [M], with only the fields that row kernels use."""
-        return self._map_columns(lambda x: x.index_select(0, index))
-
-    def part(self, span: slice) -> Tokens:
-        """The tokens in `span` as views, with the same fields as `select`."""
-        return self._map_columns(lambda x: x[span])
-
-    def _map_columns(self, function: Callable[[Tensor], Tensor]) -> Tokens:
-        columns = [None if x is None else function(x) for x in self[:11]]
+    def at(self, index: Tensor | slice) -> Tokens:
+        """Select tokens, with only the fields that row kernels use; views if `index` is a slice."""
+        columns = [None if x is None else x[index] for x in self[:11]]
         # mypy knows neither the length nor the types of an unpacked slice
         return Tokens(*columns, *self[11:])  # type: ignore[arg-type, call-arg]
 
@@ -64,10 +198,6 @@ class Tokens(NamedTuple):
         """bool [N]: rollout tokens with a loss."""
         return self.live & ~self.demo
 
-    @property
-    def role_per_token(self) -> bool:
-        return self.is_demo.shape != self.lengths.shape
-
     def rollout_sum(self, x: Tensor) -> Tensor:
         """Give each token the float64 sum of x [N] over its sequence's rollout tokens."""
         return self.spread(self.per_sequence(torch.where(self.rollout, x, 0).double()))
@@ -77,18 +207,21 @@ class Tokens(NamedTuple):
 
         absolute: of its absolute value.
         """
-        factor = self.factor
-        weighted = self.advantages if factor is None else self.advantages * factor
+        weighted = self.advantages if self.factor is None else self.advantages * self.factor
         mean = self.rollout_mean(weighted.abs() if absolute else weighted)
         return self._replace(
             advantages=torch.where(self.demo, self.advantages, mean),
-            factor=None if factor is None else torch.where(self.demo, factor, 1),
+            factor=None if self.factor is None else torch.where(self.demo, self.factor, 1),
         )
 
     def rollout_mean(self, x: Tensor) -> Tensor:
         """Like `rollout_sum`, but returns the mean, in the dtype of x."""
         lengths = self.spread(self.rollout_lengths).clamp(min=1)
         return (self.rollout_sum(x) / lengths).to(x.dtype)
+
+
+# The columns that the row kernels of a GPU read.
+ROW_COLUMNS = ("targets", "demo", "advantages", "old", "ref", "scale", "factor", "rollout_logps")
 
 
 class TokenTerms(NamedTuple):
@@ -105,11 +238,10 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
     """Flatten a checked batch and compute each token's weight; `with_factors` adds the factors."""
     inputs = inputs.to_targets_device()
     targets, is_demo, mu, cu_seqlens = inputs.targets, inputs.is_demo, inputs.mu, inputs.cu_seqlens
-    device, shape = targets.device, targets.shape
-    flat = targets.reshape(-1)
-    index = torch.arange(flat.numel(), device=device)
+    device, flat = targets.device, targets.reshape(-1)
+    index = torch.arange(len(flat), device=device)
     if cu_seqlens is None:
-        rows, width = shape
+        rows, width = targets.shape
         offsets = torch.arange(rows + 1, device=device) * width
         sequence = index // max(width, 1)
     else:
@@ -117,48 +249,45 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
         offsets = cu_seqlens.to(torch.int64).clamp(0, len(flat)).cummax(0).values
         sequence = torch.searchsorted(offsets[1:], index, right=True).clamp(max=len(offsets) - 2)
 
-    def per_token(x: Tensor) -> Tensor:
-        return x[sequence] if inputs.is_per_sequence(x) else x.reshape(-1)
-
-    def count(tokens: Tensor) -> Tensor:
-        ends = torch.nn.functional.pad(tokens.cumsum(0), (1, 0))  # exact in any order
-        return ends[offsets[1:]] - ends[offsets[:-1]]
-
-    live, demo = flat != IGNORE, per_token(is_demo)
+    live, demo = flat != IGNORE, inputs.per_token(is_demo, sequence)
     if cu_seqlens is not None:  # tokens of no sequence have no loss
         inside = (index >= offsets[0]) & (index < offsets[-1])
         live, demo = live & inside, demo & inside
-    lengths, rollout_lengths = count(live), count(live & ~demo)
-    demo_lengths = lengths - rollout_lengths
-    in_demo, in_rollout = is_demo, ~is_demo
+    rollout = live & ~demo
+    roles = torch.stack([rollout, live & demo]).to(torch.int64)
+    lengths = roles.new_zeros(2, len(offsets) - 1).index_add_(1, sequence, roles)  # exact
+    in_term = torch.stack([~is_demo, is_demo])
     if not inputs.is_per_sequence(is_demo):
         # a sequence in which no token has a loss takes the role of its first position
         first = torch.nn.functional.pad(demo, (0, 1))[offsets[:-1]] & (offsets.diff() > 0)
-        in_demo = (demo_lengths > 0) | ((lengths == 0) & first)
-        in_rollout = (rollout_lengths > 0) | ((lengths == 0) & ~first)
+        in_term = (lengths > 0) | (torch.stack([~first, first]) & (lengths.sum(0) == 0))
 
-    advantages = per_token(inputs.advantages.to(dtype))
-    uses_advantage = live if spec.demo_weight is DemoWeight.SHAPED else live & ~demo
-    zero = torch.zeros((), dtype=dtype, device=device)
-    advantages = torch.where(uses_advantage, advantages, zero)
+    advantages = inputs.per_token(inputs.advantages.to(dtype), sequence)
+    uses_advantage = live if spec.demo_weight is DemoWeight.SHAPED else rollout
     old, ref = (
-        None if x is None else torch.where(live & ~demo, x.reshape(-1).to(dtype), zero)
+        None if x is None else torch.where(rollout, x.reshape(-1).to(dtype), 0)
         for x in (inputs.old_logps, inputs.ref_logps)
     )
-
-    weights = [
-        _token_weight(in_term, term_lengths, reduction, norm, spec.max_tokens, dtype)[sequence]
-        for in_term, term_lengths, reduction, norm in (
-            (in_rollout, rollout_lengths, spec.rollout_reduction, inputs.rollout_norm),
-            (in_demo, demo_lengths, spec.demo_reduction, inputs.demo_norm),
-        )
-    ]
-    weight = torch.where(live, torch.where(demo, weights[1], weights[0]), zero)
+    reductions = spec.rollout_reduction, spec.demo_reduction
+    norms = inputs.rollout_norm, inputs.demo_norm
+    rollout_weight, demo_weight = (
+        _token_weight(*term, spec.max_tokens).to(dtype)[sequence]
+        for term in zip(in_term, lengths, reductions, norms, strict=True)
+    )
+    weight = torch.where(live, torch.where(demo, demo_weight, rollout_weight), 0)
     mu = mu.to(dtype) if isinstance(mu, Tensor) else mu
-    demo_share = demo.to(dtype)
-    scale = weight * (demo_share * mu + (1 - demo_share) * (1 - mu))
-    columns = flat, live, demo, advantages, old, ref, weight, scale, None, None, None, sequence
-    return Tokens(*columns, offsets, lengths, rollout_lengths, is_demo.reshape(-1), mu)
+    return Tokens(
+        *(flat, live, demo, torch.where(uses_advantage, advantages, 0), old, ref, weight),
+        scale=torch.where(demo, weight * mu, weight * (1 - mu)),
+        factor=None,
+        rollout_logps=None,
+        temperature=None,
+        sequence=sequence,
+        offsets=offsets,
+        lengths=lengths.sum(0),
+        rollout_lengths=lengths[0],
+        mu=mu,
+    )
 
 
 def with_factors(tokens: Tokens, inputs: BatchInputs, spec: LossSpec) -> Tokens:
@@ -171,20 +300,17 @@ def with_factors(tokens: Tokens, inputs: BatchInputs, spec: LossSpec) -> Tokens:
     if inputs.weights is None and inputs.temperatures is None and spec.correction == "none":
         return tokens
     inputs = inputs.to_targets_device()
-    dtype = tokens.weight.dtype
-
-    def per_token(x: Tensor, elsewhere: float) -> Tensor:
-        x = x.to(dtype)
-        x = tokens.spread(x) if inputs.is_per_sequence(x) else x.reshape(-1)
-        return torch.where(tokens.live, x, elsewhere)
-
-    if inputs.weights is not None:
-        tokens = tokens._replace(factor=per_token(inputs.weights, 0.0))
-    if inputs.temperatures is not None:
-        tokens = tokens._replace(temperature=per_token(inputs.temperatures, 1.0))
-    if inputs.rollout_logps is not None:
-        rollout_logps = inputs.rollout_logps.reshape(-1).to(dtype)
-        tokens = tokens._replace(rollout_logps=rollout_logps)
+    dtype, live = tokens.weight.dtype, tokens.live
+    weights, temperatures = (
+        None if x is None else inputs.per_token(x.to(dtype), tokens.sequence)
+        for x in (inputs.weights, inputs.temperatures)
+    )
+    rollout = inputs.rollout_logps
+    tokens = tokens._replace(
+        factor=None if weights is None else torch.where(live, weights, 0),
+        temperature=None if temperatures is None else torch.where(live, temperatures, 1),
+        rollout_logps=None if rollout is None else rollout.reshape(-1).to(dtype),
+    )
     if tokens.old is None:
         return tokens
     return tokens._replace(factor=token_factor(tokens.old, tokens, spec), rollout_logps=None)
@@ -211,23 +337,18 @@ def token_factor(anchor: Tensor, tokens: Tokens, spec: LossSpec) -> Tensor | Non
 
 
 def _token_weight(
-    in_term: Tensor,
-    lengths: Tensor,
+    in_term: Tensor,  # bool [S]
+    lengths: Tensor,  # [S]: tokens of the term
     reduction: str,
     norm: float | Tensor | None,
     max_tokens: float | None,
-    dtype: torch.dtype,
 ) -> Tensor:
     """Weight of each token of a sequence under a reduction, [S]; 0 if the denominator is 0."""
     if norm is None:
-        counts = {"sequence": lengths > 0, "token": lengths}
-        count = counts.get(reduction, torch.ones_like(lengths))
-        norm = torch.where(in_term, count, 0).sum()
-    per_sequence: Tensor | float = lengths if reduction == "sequence" else 1
-    if reduction == "constant" and max_tokens is not None:
-        per_sequence = max_tokens
-    denominator = torch.ones_like(lengths, dtype=torch.float64) * per_sequence * norm
-    return torch.where(denominator == 0, 0, 1 / denominator).to(dtype)
+        norm = {"sequence": lengths > 0, "token": lengths}.get(reduction, in_term).sum()
+    tokens: Any = {"sequence": lengths, "constant": max_tokens}.get(reduction, 1)
+    denominator = torch.ones_like(lengths, dtype=torch.float64) * tokens * norm
+    return torch.where(denominator == 0, 0, 1 / denominator)
 
 
 def has_zero_gradient(tokens: Tokens, spec: LossSpec) -> Tensor:
@@ -236,23 +357,9 @@ def has_zero_gradient(tokens: Tokens, spec: LossSpec) -> Tensor:
     if tokens.factor is not None:
         no_factor = tokens.factor == 0
         no_advantage, no_loss = no_advantage | no_factor, no_loss | (tokens.demo & no_factor)
-    if spec.kl_coef == 0 and spec.entropy_coef == 0:
-        no_gradient = no_advantage & ~tokens.demo
-    else:
-        no_gradient = torch.zeros_like(tokens.demo)
-    if spec.demo_weight is DemoWeight.SHAPED:
-        no_gradient = no_gradient | (no_advantage & tokens.demo)
-    return no_loss | no_gradient
-
-
-def may_have_gradient(tokens: Tokens, spec: LossSpec) -> Tensor:
-    """Tokens whose gradient can be nonzero, given the current log-probs, bool [N].
-
-    With a sequence ratio, a token's gradient also depends on the other tokens of its sequence.
-    """
-    if spec.importance_sampling_level == "sequence":
-        tokens = tokens.averaged(absolute=True)
-    return ~has_zero_gradient(tokens, spec)
+    only_policy = spec.kl_coef == 0 and spec.entropy_coef == 0  # in the loss of a rollout
+    shaped = spec.demo_weight is DemoWeight.SHAPED
+    return no_loss | (no_advantage & torch.where(tokens.demo, shaped, only_policy))
 
 
 def scale_for_float16(
@@ -288,19 +395,11 @@ def power_above(x: Tensor) -> Tensor:
     return torch.where(largest.isfinite(), power, 1)
 
 
-class Summary(NamedTuple):
-    """Results over the whole batch, 0-d except `moments`."""
+def reduce(tokens: Tokens, terms: TokenTerms, moments: bool) -> LossOutput:
+    """Reduce token terms [N] to the outputs, with float64 sums in a fixed order.
 
-    loss: Tensor
-    rollout_loss: Tensor
-    demo_loss: Tensor
-    kl: Tensor
-    clip_fraction: Tensor
-    moments: TokenMoments | None
-
-
-def reduce(tokens: Tokens, terms: TokenTerms, moments: bool) -> Summary:
-    """Reduce token terms to the outputs, with float64 sums in a fixed order."""
+    Only `loss` is differentiable; `logps` and `entropy` remain [N].
+    """
     weighted_loss = (tokens.weight * terms.loss).double()
     terms = TokenTerms(*(x.detach() for x in terms))
     roles = torch.stack([tokens.rollout, tokens.live & tokens.demo])
@@ -311,9 +410,10 @@ def reduce(tokens: Tokens, terms: TokenTerms, moments: bool) -> Summary:
     if tokens.ref is None:
         totals[2].fill_(math.nan)
     kl, clip_fraction = totals[2] / totals[0], totals[3] / totals[0].clamp(min=1)
-    scalars = loss, rollout_loss, demo_loss, kl, clip_fraction
+    scalars = loss, rollout_loss.detach(), demo_loss.detach(), kl, clip_fraction
     statistics = _moments(tokens, terms, totals) if moments else None
-    return Summary._make((*(x.to(terms.loss.dtype) for x in scalars), statistics))
+    values = *(x.to(terms.loss.dtype) for x in scalars), terms.logps, terms.entropy, statistics
+    return LossOutput._make((*values, None, None))
 
 
 def _moments(tokens: Tokens, terms: TokenTerms, totals: Tensor) -> TokenMoments:

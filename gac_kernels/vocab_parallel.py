@@ -16,23 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import Function
 
 from . import checks
-from .arguments import batch_operands
-from .autograd import Fused, loss_output
-from .backends.reference import loss_in_two_calls
 from .contract import IGNORE, LossOutput, LossSpec
 from .filter import GradientFilter, RowMarks
-from .inputs import NeedsGrad
-from .loss import fused_loss
+from .loss import Fused, fused_loss
+from .reference import loss_in_two_calls
 from .sketch import RowSketch
-from .tokens import Tokens, TokenTerms
-
-
-def shard_bounds(vocabulary: int, ranks: int, rank: int) -> tuple[int, int]:
-    """Split the rows of a [V, H] weight evenly over ranks: the [start, stop) of `rank`."""
-    return vocabulary * rank // ranks, vocabulary * (rank + 1) // ranks
+from .tokens import NeedsGrad, Tokens, TokenTerms
 
 
 def vocab_parallel_gac_loss(
@@ -67,7 +58,8 @@ def vocab_parallel_gac_loss(
 
     Args:
         hidden: [B, T, H], or packed [N, H]; the same on every rank.
-        weight: this rank's rows [V_r, H] of the weight, ranks in order; at least one row each.
+        weight: this rank's rows [V_r, H] of the weight, ranks in order; at least one row each,
+            such as `full_weight.tensor_split(ranks)[rank]`.
         targets: int64 token ids in [0, V), with V the full vocabulary size; -100 = no loss.
         group: the ranks that share the vocabulary; None: all ranks.
         bias: this rank's entries [V_r], or None.
@@ -76,7 +68,7 @@ def vocab_parallel_gac_loss(
 
     Other arguments, errors and results are as in `fused_linear_gac_loss`.
     """
-    op, inputs, spec = batch_operands(
+    op, inputs, spec = checks.batch_operands(
         (hidden, weight, bias),
         (targets, advantages, is_demo),
         spec,
@@ -94,11 +86,14 @@ def vocab_parallel_gac_loss(
     sizes = _sizes(weight, group)
     checks.values(targets, sum(sizes), inputs)
     # all ranks must use the same chunks, even if the weight rows are sharded unevenly
-    rows = ShardedRows(sum(sizes[: dist.get_rank(group)]), group, op.backend)
-    flat_hidden, needs = SumGradient.apply(op.rows, group), NeedsGrad.of(*op[:3])
-    op = op._replace(rows=flat_hidden, backend=rows, vocab_size=max(sizes))
-    flat = Fused.apply(*op[:3], op, fused_loss, (inputs, spec, needs, moments))
-    return loss_output(flat, targets.shape)
+    backend = ShardedRows(sum(sizes[: dist.get_rank(group)]), group, op.backend)
+    needs, rows = NeedsGrad.of(*op[:3]), op.rows.view_as(op.rows)
+    if needs.rows:  # all ranks add their parts of the gradient of this call
+        rows.register_hook(lambda grad: backend.all_reduce(grad.contiguous()))
+    op = op._replace(rows=rows, backend=backend, vocab_size=max(sizes))
+    outputs: list[Any] = []
+    total = Fused.apply(*op[:3], op, fused_loss, (inputs, spec, needs, moments), outputs)
+    return outputs[0].shaped(targets.shape, loss=total)
 
 
 def _sizes(weight: Tensor, group: dist.ProcessGroup | None) -> list[int]:
@@ -107,21 +102,6 @@ def _sizes(weight: Tensor, group: dist.ProcessGroup | None) -> list[int]:
     gathered = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, local, group=group)
     return [int(n) for n in gathered]
-
-
-class SumGradient(Function):
-    """Identity in the forward pass; the backward pass all-reduces the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        grad = grad.contiguous()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
 
 
 class ShardedRows:
@@ -141,8 +121,7 @@ class ShardedRows:
     ) -> tuple[Tensor, ...]:
         assert not more_outputs, "the vocabulary-parallel loss needs no further outputs"
         local = self._local(targets, logits)
-        parts = self.inner.row_stats(logits, local, temperature, softcap)
-        own = torch.stack(parts)
+        own = torch.stack(self.inner.row_stats(logits, local, temperature, softcap))
         own[0] = torch.where(local < 0, 0, own[0] + own[2])  # the target's logit, in nats
         ranks = [torch.empty_like(own) for _ in range(dist.get_world_size(self.group))]
         dist.all_gather(ranks, own, group=self.group)

@@ -17,9 +17,16 @@ from torch.utils.checkpoint import checkpoint
 from gac.data.rows import Batch, TermPair
 from gac_kernels import LossOutput, LossSpec
 from gac_kernels.contract import IGNORE
-from gac_kernels.inputs import BatchInputs
-from gac_kernels.reference import Coupling, coupling, loss_output, token_terms
-from gac_kernels.tokens import Tokens, TokenTerms, plan, token_factor, with_factors
+from gac_kernels.reference import Coupling, coupling, token_terms
+from gac_kernels.tokens import (
+    BatchInputs,
+    Tokens,
+    TokenTerms,
+    plan,
+    reduce,
+    token_factor,
+    with_factors,
+)
 
 if TYPE_CHECKING:
     from gac.models.causal_lm import Head  # needs transformers
@@ -110,9 +117,8 @@ def custom_loss(
     fixed = spec, head, reference, batch.units
     if not per_token or head.logits is not None or coupling(tokens, spec) is not Coupling.NONE:
         logps, entropy = (x.reshape(-1) for x in head.logprobs(targets, spec.temperature))
-        return loss_output(
-            tokens, _terms(token_loss, logps, entropy, tokens, teacher, *fixed), targets.shape
-        )
+        terms = _terms(token_loss, logps, entropy, tokens, teacher, *fixed)
+        return reduce(tokens, terms, True).shaped(targets.shape)
     names = [name for name in COLUMNS if getattr(tokens, name) is not None]
     columns = [getattr(tokens, name) for name in names] + ([] if teacher is None else [teacher])
 
@@ -127,7 +133,7 @@ def custom_loss(
     with torch.no_grad():
         logps, entropy = out.logps.flatten(), out.entropy.flatten()
         terms = _terms(token_loss, logps, entropy, tokens, teacher, *fixed)
-    return loss_output(tokens, terms, targets.shape)._replace(loss=out.loss, filter=out.filter)
+    return reduce(tokens, terms, True).shaped(targets.shape, loss=out.loss, filter=out.filter)
 
 
 def _terms(

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import is_count
 from ..sandbox.pool import JudgeSpec, Pool, Program, RunResult, SandboxError
-from ..sandbox.row import context_of, names_defined, parse
+from ..sandbox.row import context_of, names_defined
 from .base import Reward, RowOutcome
+from .capacity import workers_that_fit
 
 if TYPE_CHECKING:
     from ..data import Example
@@ -27,7 +28,7 @@ _SPARE_OUTPUT = 1 << 16  # bytes to read beyond the expected output, for trailin
 
 
 @cache
-def _shared_pool(workers: int | None, preload: tuple[str, ...], require: tuple[str, ...]) -> Pool:
+def _shared_pool(workers: int, preload: tuple[str, ...], require: tuple[str, ...]) -> Pool:
     """One pool per configuration, so that training and evaluation share worker processes."""
     pool = Pool(workers=workers, preload=preload, require=require)
     atexit.register(pool.close)
@@ -117,7 +118,9 @@ class CodeReward(Reward):
         self._prompt_field = prompt_field
         self._references: dict[JudgeSpec, _Reference] = {}
         self._counts = Counter(timeouts=0, stalled=0, crashes=0, no_program=0)
-        self._pool = _shared_pool(workers, tuple(preload), tuple(require))
+        # a program with tests has two processes
+        count = workers_that_fit(workers, 2 * memory_mb)
+        self._pool = _shared_pool(count, tuple(preload), tuple(require))
         try:
             self._pool.start()
         except SandboxError as error:
@@ -175,7 +178,7 @@ class CodeReward(Reward):
         task, empty = self._task(example), {"an empty program": "pass"}
         if task.suite is None:
             return empty | {f"print({c})": f"print({c})" for c in _CONSTANTS}
-        names = {task.suite.entry_point} - {""} or names_defined(parse(task.suite.reference).body)
+        names = {task.suite.entry_point} - {""} or names_defined(task.suite.reference)
         return empty | {
             f"a program that always returns {c}": "\n".join(
                 f"def {name}(*a, **k): return {c}" for name in sorted(names)
@@ -221,7 +224,7 @@ class CodeReward(Reward):
             )
         setup = self._text(example, self._setup_field)
         prompt = self._text(example, self._prompt_field)
-        prompt = prompt if entry_point in names_defined(parse(prompt).body) else ""
+        prompt = prompt if entry_point in names_defined(prompt) else ""
         return TestSpec(
             JudgeSpec(
                 tuple(tests),

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from ..sandbox.pool import default_workers
+from .capacity import default_workers
 
 AnswerPair = tuple[str, str]
 """Reference answer and model answer, as text for math-verify."""

@@ -18,7 +18,7 @@ from gac.config import (
     setting,
 )
 from gac.errors import require
-from gac_kernels.contract import CORRECTIONS
+from gac_kernels.contract import CHOICES
 
 ENGINE = one_of("generate", "paged", "vllm")
 
@@ -102,7 +102,7 @@ class RolloutConfig(Checked):
     """Settings of the `paged` engine."""
     vllm: VLLMConfig = setting(VLLMConfig(), only_with="engine=vllm", may_change=True)
     """Settings of the `vllm` engine."""
-    correction: Annotated[str, one_of(*CORRECTIONS)] = setting(
+    correction: Annotated[str, one_of(*CHOICES["correction"])] = setting(
         "sequence_mask", only_with="engine=vllm or function, temperature=1.0, top_p=1.0"
     )
     """Importance correction of rollouts from another engine (vllm), whose log-probs differ from the

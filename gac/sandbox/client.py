@@ -47,8 +47,8 @@ from .remote import (
     overridden,
     standard,
 )
-from .row import CAREFUL
-from .wire import DECODE_ERRORS, Json, decode
+from .row import CAREFUL, describe
+from .wire import DECODE_ERRORS, Json, Shells, decode
 
 _STOPS = {kind.__name__ for kind in ENDS_LOOPS}
 _ATTRIBUTES = ("get", "set", "delete")
@@ -70,14 +70,14 @@ class _Pickler(pickle.Pickler):
 
 
 class Client(Peer):
-    """Client for the solver at the other end of two pipes.
+    """Client for the solver at the other end of a socket.
 
     Args:
         row: see `row.compile_row`.
     """
 
-    def __init__(self, row: Any, reader: int, writer: int) -> None:
-        super().__init__(reader, writer)
+    def __init__(self, row: Any, channel: int) -> None:
+        super().__init__(channel)
         self.row = row
         self.requests = 0
         """Number of uses of the program so far."""
@@ -102,9 +102,8 @@ class Client(Peer):
         with self._turn:
             self.requests += operation != "find"
             patches = self._new_patches()
-            value, changed = self._answer(
-                self.dumps("ask", operation, arguments, keywords, patches)
-            )
+            request = self.dumps("ask", operation, arguments, keywords, patches)
+            value, changed = self._answer(request, operation)
             if value is None or self.row.returns:
                 for old, new in zip([*arguments, *keywords.values()], changed, strict=False):
                     _updated(old, new)
@@ -136,11 +135,13 @@ class Client(Peer):
         self._patched |= {(module, name): current for module, name, current in new}
         return new
 
-    def _answer(self, request: bytes) -> tuple[Any, Any]:
+    def _answer(self, request: bytes, operation: str) -> tuple[Any, Any]:
         """The solver's answer and the arguments that it has changed."""
         try:
             if not self.lost:
-                kind, value, changed = [*self.exchange(request), []][:3]
+                kind, value, changed, number = [*self.exchange(request), [], None][:4]
+                if number is not None:
+                    value = self._refer(number, LIVE[type(value)](value))
         except (OSError, EOFError):
             self.lost, self.ended = "the program exited", True
         except DECODE_ERRORS as error:
@@ -152,11 +153,10 @@ class Client(Peer):
             return value, changed
         if value is self.suppressed:
             self.suppressed = None
-        if not isinstance(value, Exception):
-            raise RemoteError(f"{value}")
-        if isinstance(value, ENDS_LOOPS) and not self.row.expected & _STOPS:
-            raise RemoteError(f"{type(value).__name__}: {value}")
-        raise value
+        ends = operation in ("__next__", "__anext__") or self.row.expected & _STOPS
+        if isinstance(value, ENDS_LOOPS) and not ends:
+            value = describe(value)
+        raise value if isinstance(value, Exception) else RemoteError(f"{value}")
 
     def perform(self, operation: Any, arguments: Any, keywords: Any) -> list[Any]:
         """Perform an operation on an object of the tests."""
@@ -182,11 +182,10 @@ class Client(Peer):
 
     def dumps(self, kind: str, *content: Any) -> bytes:
         file = io.BytesIO()
-        file.write(kind[:1].encode())
         pickler: Any = _Pickler(file, pickle.HIGHEST_PROTOCOL)
         pickler.reducer_override = self._reduce
         pickler.dump(content)
-        return file.getvalue()
+        return pickle.dumps([kind, file.getvalue()])
 
     def _reduce(self, value: Any) -> Any:
         """How to pickle `value`; NotImplemented for data, which pickle can copy by itself."""
@@ -223,18 +222,15 @@ class Client(Peer):
         classes, nodes = json.loads(message)
         for description in classes:
             self._define(*description)
-        kind, printed, *content = decode(nodes, self._resolve)
+        shells: Shells = {"instance": (self._make_instance, self._fill_instance)}
+        kind, printed, *content = decode(nodes, self._resolve, shells)
         sys.stdout.write(printed)
         return [kind, *content]
 
     def _resolve(self, tag: str, parts: list[Any]) -> Any:
         return getattr(self, f"_read_{tag}")(*parts)
 
-    def _read_lent(self, number: int) -> Any:
-        return self.own(number)
-
-    def _read_live(self, number: int, value: Any) -> Any:
-        return self._refer(number, LIVE[type(value)](value))
+    _read_lent = Peer.own
 
     def _refer(self, number: int, value: Any) -> Any:
         object.__setattr__(value, "_remote_", (self, number))
@@ -251,14 +247,14 @@ class Client(Peer):
 
         return self.remember(number, make)
 
-    def _read_instance(self, target: Any, name: str = "", state: Any = None) -> Any:
-        if not name:
-            return object.__new__(self.shared[target])
-        for key, value in state.items():
+    def _make_instance(self, parts: list[Any]) -> Any:
+        return object.__new__(self.shared[parts[0]])
+
+    def _fill_instance(self, instance: Any, parts: list[Any]) -> None:
+        for key, value in parts[1].items():
             if key.startswith("__") and key.endswith("__"):
                 raise TypeError(f"{key} is not an attribute")
-            object.__setattr__(target, key, value)
-        return target
+            object.__setattr__(instance, key, value)
 
     def _read_error(
         self, number: int, kind: Json, text: str, cause: Any, arguments: Any, state: Any

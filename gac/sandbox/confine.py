@@ -11,15 +11,14 @@ import contextlib
 import ctypes
 import errno
 import fcntl
-import json
+import itertools
 import os
-import re
 import resource
 import signal
 import socket
 import struct
+import sys
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 LIBSECCOMP = "libseccomp.so.2"
@@ -27,6 +26,9 @@ OUTPUT_BYTES = 64 << 20  # maximum size of a file that a program writes, i.e. of
 STACK_BYTES = 64 << 20  # of the main thread; for programs with deep recursion
 OPEN_FILES = 64
 THREADS = 64  # per process
+# where to look for unused uids, best first, and how many a server takes. By systemd's documentation
+# the first ones are unused, and the second ones, which a container may have, for dynamic users.
+_UNUSED_UIDS = ((0x70000000, 0x80000000, 4096), (61184, 65520, 128))
 CAN_SWITCH = 1 << 5 | 1 << 6 | 1 << 7  # CAP_KILL, CAP_SETGID, CAP_SETUID
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_KEEPCAPS = 1, 4, 8
@@ -86,36 +88,31 @@ def exit_with_parent(parent: int) -> None:
 
 def close_all_but(kept: Iterable[int]) -> None:
     """Close every descriptor except `kept`."""
-    low = 0
-    for number in sorted(kept):
-        if low < number:  # closerange treats an empty range as unbounded
-            os.closerange(low, number)
-        low = number + 1
-    os.closerange(low, os.sysconf("SC_OPEN_MAX"))
+    ends = [-1, *sorted(kept), os.sysconf("SC_OPEN_MAX")]
+    for low, high in itertools.pairwise(ends):
+        if low + 1 < high:  # closerange treats an empty range as unbounded
+            os.closerange(low + 1, high)
 
 
 # -- identity --------------------------------------------------------------------------------------
 
 
-def unused_uids(seed: int) -> list[range]:
-    """Ranges of uids that are normally unused, best first; `seed` selects where each one starts.
+def drop_root() -> range:
+    """Switch to an unused uid and gid, with no supplementary groups; keep only `CAN_SWITCH`.
 
-    By systemd's documentation, 0x70000000 to 0x7fffffff are unused and 61184 to 65519 are for
-    dynamic service users. A container may have only the second range.
+    Returns:
+        Unused uids, of which this process has the first.
     """
-    ranges = []
-    for low, high, count in ((0x70000000, 0x80000000, 4096), (61184, 65520, 128)):
-        first = low + seed % ((high - low) // count) * count
-        ranges.append(range(first, first + count))
-    return ranges
-
-
-def drop_root(uid: int) -> None:
-    """Switch to uid and gid `uid`, with no supplementary groups; keep only `CAN_SWITCH`."""
     _prctl(_PR_SET_KEEPCAPS, 1)
     os.setgroups([])
-    os.setresgid(uid, uid, uid)
-    switch_to_uid(uid, CAN_SWITCH)
+    seed = int.from_bytes(os.urandom(2), "big")
+    for low, high, count in _UNUSED_UIDS:
+        uid = low + seed % ((high - low) // count) * count
+        with contextlib.suppress(OSError):
+            os.setresgid(uid, uid, uid)
+            switch_to_uid(uid, CAN_SWITCH)
+            return range(uid, uid + count)
+    raise OSError(errno.EINVAL, "no unused uid is valid in this container")
 
 
 def switch_to_uid(uid: int, capabilities: int = 0) -> None:
@@ -130,51 +127,38 @@ def set_capabilities(capabilities: int) -> None:
     _call("capset", header, struct.pack("=6I", capabilities, capabilities, 0, 0, 0, 0))
 
 
-def threads_of(uid: int) -> dict[int, int]:
-    """Pid -> number of threads of the processes of `uid`, as far as /proc shows them."""
-    threads = {}
-    for status in Path("/proc").glob("[0-9]*/status"):
-        with contextlib.suppress(OSError):  # it has exited
-            fields = dict(re.findall(r"^(Uid|Threads):\s+(\d+)", status.read_text(), re.MULTILINE))
-            if fields["Uid"] == str(uid):
-                threads[int(status.parent.name)] = int(fields["Threads"])
-    return threads
-
-
 # -- Landlock --------------------------------------------------------------------------------------
 
 
-def landlock_abi() -> int:
-    """The kernel's Landlock ABI version.
+def landlock() -> str:
+    """Name and ABI version of the kernel's Landlock.
 
     Raises:
         OSError: Landlock is not supported or is disabled.
     """
+    return f"Landlock {_landlock_abi()}"
+
+
+def _landlock_abi() -> int:
     return _call("syscall", _LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), 1)
 
 
-def landlock_rules() -> int:
-    """Create a ruleset that handles every access the kernel knows and allows none.
-
-    Returns its descriptor.
-    """
-    abi = landlock_abi()
+def apply_landlock() -> None:
+    """Forbid this process every access that the kernel's Landlock knows."""
+    abi = _landlock_abi()
     files = (1 << (13 + (abi >= 2) + (abi >= 3) + (abi >= 5))) - 1
     tcp, scopes = 0b11 * (abi >= 4), 0b11 * (abi >= 6)  # bind, connect; abstract sockets, signals
     # a kernel accepts fields that it does not know if they are 0
     attributes = struct.pack("=3Q", files, tcp, scopes)
-    return _call("syscall", _LANDLOCK_CREATE_RULESET, attributes, ctypes.c_size_t(24), 0)
+    rules = _call("syscall", _LANDLOCK_CREATE_RULESET, attributes, ctypes.c_size_t(24), 0)
+    _call("syscall", _LANDLOCK_RESTRICT_SELF, rules, 0)
+    os.close(rules)
 
 
 def no_new_privileges() -> None:
     """Set no_new_privs, which Landlock and seccomp require, and block debuggers."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     _prctl(_PR_SET_DUMPABLE, 0)
-
-
-def apply_landlock(rules: int) -> None:
-    """Apply the Landlock ruleset `rules` to this process."""
-    _call("syscall", _LANDLOCK_RESTRICT_SELF, rules, 0)
 
 
 # -- seccomp ---------------------------------------------------------------------------------------
@@ -240,27 +224,22 @@ def compile_filter() -> bytes:
     context = ctypes.c_void_p(library.seccomp_init(_ERRNO | errno.EPERM))
     if not context:
         raise OSError(errno.ENOMEM, "seccomp_init failed")
-    try:
-        _check(library.seccomp_attr_set(context, _BAD_ARCHITECTURE, _KILL_PROCESS), "attribute")
-        # a binary search instead of a list; libseccomp before 2.5 has no such option
-        library.seccomp_attr_set(context, _OPTIMIZE, 2)
-        for action, name, *conditions in [*((_ALLOW, name) for name in _ALLOWED), *_RULES]:
-            call = library.seccomp_syscall_resolve_name(name.encode())
-            if call < 0:  # not a syscall on this architecture
-                continue
-            ifs = (_Comparison * len(conditions))(*conditions)
-            code = library.seccomp_rule_add_array(
-                context, ctypes.c_uint32(action), call, len(conditions), ifs
-            )
-            _check(code, name)
-        file = os.memfd_create("filter")
-        try:
-            _check(library.seccomp_export_bpf(context, file), "export")
-            return os.pread(file, 1 << 20, 0)
-        finally:
-            os.close(file)
-    finally:
+    _check(library.seccomp_attr_set(context, _BAD_ARCHITECTURE, _KILL_PROCESS), "attribute")
+    # a binary search instead of a list; libseccomp before 2.5 has no such option
+    library.seccomp_attr_set(context, _OPTIMIZE, 2)
+    for action, name, *conditions in [*((_ALLOW, name) for name in _ALLOWED), *_RULES]:
+        call = library.seccomp_syscall_resolve_name(name.encode())
+        if call < 0:  # not a syscall on this architecture
+            continue
+        ifs = (_Comparison * len(conditions))(*conditions)
+        code = library.seccomp_rule_add_array(
+            context, ctypes.c_uint32(action), call, len(conditions), ifs
+        )
+        _check(code, name)
+    with os.fdopen(os.memfd_create("filter"), "rb") as file:
+        _check(library.seccomp_export_bpf(context, file.fileno()), "export")
         library.seccomp_release(context)
+        return os.pread(file.fileno(), 1 << 20, 0)
 
 
 def _check(code: int, what: str) -> None:
@@ -300,34 +279,27 @@ def verify_confinement(
     """Check that forbidden calls fail with EPERM in a confined child.
 
     The caller may make them: without a filter, at least `os.pipe` and `os.fork` would succeed.
+    Otherwise this process exits, after the reason was written to standard error.
 
     Args:
         fork: starts a child that runs a function and exits with its return value; returns the pid.
         confine: confines the child; takes the descriptors to keep, CPU seconds and bytes of memory.
-
-    Raises:
-        OSError: a forbidden call did not fail, or the child could not be confined.
     """
-    reader, writer = os.pipe()
 
     def attempt_all() -> int:
         try:
-            confine([writer], _PROBE_SECONDS, _PROBE_MEMORY)
+            confine([], _PROBE_SECONDS, _PROBE_MEMORY)
             done = [name for name, attempt in _ATTEMPTS.items() if not _is_refused(attempt)]
             problem = f"the seccomp filter does not block {', '.join(done)}" if done else ""
         except OSError as error:
             problem = f"a confined process cannot run here ({error})"
-        return os.write(writer, json.dumps(problem).encode()) and 0
+        os.write(2, problem.encode())
+        return bool(problem)
 
-    pid = fork(attempt_all)
-    os.close(writer)
-    with os.fdopen(reader, "rb") as file:
-        answer = file.read()
-    _, status = os.waitpid(pid, 0)
-    died = f"a confined process cannot run here (wait status {status})"
-    problem = json.loads(answer) if answer else died
-    if problem:
-        raise OSError(errno.EPERM, problem)
+    _, status = os.waitpid(fork(attempt_all), 0)
+    if status:
+        died = f"a confined process cannot run here (wait status {status})"
+        sys.exit(died if os.WIFSIGNALED(status) else 1)
 
 
 def _is_refused(attempt: Callable[[], object]) -> bool:

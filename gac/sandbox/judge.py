@@ -7,7 +7,6 @@ that the program returns are never run: `eval`, `exec` and unpickling refuse wha
 
 from __future__ import annotations
 
-import asyncio
 import builtins
 import contextlib
 import functools
@@ -46,25 +45,23 @@ _RECURSION = 20_000  # for nested arguments; the stack is large enough
 _PRIVATE_FIELD = re.compile(r"[.\[]_")
 
 
-def judge(row: bytes, reader: int, writer: int, guard: bool = True) -> tuple[Verdict, bool]:
-    """Run the tests of a row against the solver at the other end of two pipes.
+def judge(row: bytes, channel: int, guard: bool = True) -> tuple[Verdict, bool]:
+    """Run the tests of a row against the solver at the other end of a socket.
 
     Args:
         row: see `row.compile_row`.
-        reader: pipe from the solver.
-        writer: pipe to the solver.
+        channel: the socket.
         guard: refuse to run text from the program; cannot be undone in this process.
 
     Returns:
         The verdict, and whether the solver has closed its end.
     """
     compiled = types.SimpleNamespace(**marshal.loads(row))
-    client = Client(compiled, reader, writer)
+    client = Client(compiled, channel)
     try:
         verdict = _Judge(compiled, client).verdict(guard)
     except RowError as error:
         verdict = {"row_problem": str(error)}
-    client.close()
     return verdict, client.ended
 
 
@@ -74,11 +71,11 @@ class _Judge:
     def __init__(self, row: types.SimpleNamespace, client: Client) -> None:
         module = sys.modules["__tests__"] = types.ModuleType("__tests__")
         self._row, self._client, self._namespace = row, client, vars(module)
-        self._called: set[int] = set()
         for statement in row.imports:
             with contextlib.suppress(Exception):  # a module that is not preloaded
                 exec(statement, self._namespace)
         self._namespace |= {f.__name__: _checking(f) for f in (isinstance, issubclass)}
+        self._namespace["__run_case__"] = _run_case
         self._namespace |= {hidden(kind.__name__): _asking(kind) for kind in CONVERTED}
         self._namespace |= {hidden(name): self._formatting(name) for name in FORMATTING}
 
@@ -103,8 +100,8 @@ class _Judge:
         for text, code in [("", row.setup), *row.tests]:
             failure = self._failure_of(code)
             if failure is not None:
-                place = f"test {len(failures)} ({' '.join(text.split())[:200]})"
-                place = place if failures else "setup"
+                shown = " ".join(text.split())[:200]
+                place = f"test {len(failures)} ({shown})" if failures else "setup"
                 inherent = not (failures or row.used_in_setup & wanted)
                 if client.requests == start and (inherent or isinstance(failure, ImportError)):
                     raise RowError(f"{place} fails for every program: {describe(failure)}")
@@ -132,34 +129,12 @@ class _Judge:
             self._namespace.pop(name, None)
         try:
             exec(code, self._namespace)
-            self._call_tests()
         except BaseException as error:  # including SystemExit: a test that exits has not passed
             return error
         if self._client.suppressed:
             return RemoteError(f"the program suppressed {describe(self._client.suppressed)}")
         # a test that swallowed the error has failed
         return RemoteError(self._client.lost) if self._client.lost else None
-
-    def _call_tests(self) -> None:
-        """Call the functions and test cases that the row defines for a test runner."""
-        for name, value in list(self._namespace.items()):
-            if getattr(value, "__module__", "") != "__tests__" or id(value) in self._called:
-                continue
-            self._called.add(id(value))
-            if isinstance(value, type) and issubclass(value, unittest.TestCase):
-                result = unittest.TestResult()
-                unittest.defaultTestLoader.loadTestsFromTestCase(value).run(result)
-                for _, report in result.failures + result.errors:
-                    raise AssertionError(report.strip().splitlines()[-1])
-            elif not isinstance(value, types.FunctionType) or name in self._row.used:
-                continue
-            elif name == "check" and self._row.entry_point:
-                exec(self._row.check, self._namespace)
-            # one with parameters is a helper
-            elif name.startswith("test") and not value.__code__.co_argcount:
-                outcome = value()
-                if isinstance(outcome, types.CoroutineType):
-                    asyncio.run(outcome)
 
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event == "compile":
@@ -190,6 +165,15 @@ class _Judge:
         return call
 
 
+def _run_case(kind: Any) -> None:
+    """Run a class of the row if it is a `unittest.TestCase`."""
+    if isinstance(kind, type) and issubclass(kind, unittest.TestCase):
+        result = unittest.TestResult()
+        unittest.defaultTestLoader.loadTestsFromTestCase(kind).run(result)
+        for _, report in result.failures + result.errors:
+            raise AssertionError(report.strip().splitlines()[-1])
+
+
 class _Names(dict[str, Any]):
     """The builtins, and the global variables in `wanted` of the program, for the tests.
 
@@ -197,12 +181,12 @@ class _Names(dict[str, Any]):
     """
 
     def __init__(self, client: Client, wanted: set[str]) -> None:
-        super().__init__({n: value for n, value in vars(builtins).items() if n not in wanted})
+        super().__init__(__import__=builtins.__import__)
         self._client, self._wanted = client, wanted
 
     def __missing__(self, name: str) -> Any:
         if name not in self._wanted:
-            raise KeyError(name)
+            return self.setdefault(name, vars(builtins)[name])
         try:
             value = self._client.ask("find", name)
         except Exception:  # the program decides what is raised

@@ -15,11 +15,9 @@ import importlib
 import io
 import os
 import resource
-import selectors
 import site
 import sys
 import threading
-from asyncio import unix_events
 from collections.abc import Sequence
 from typing import Any
 
@@ -71,20 +69,15 @@ def load(path: Sequence[str], packages: Sequence[str]) -> None:
         with contextlib.suppress(ImportError):  # left out of this build of Python
             importlib.import_module(name)
     sys.path += [entry for entry in path if entry not in sys.path]
-    for name in packages:
+    numpy = ("ma", "random", "testing", "char") if "numpy" in packages else ()  # loaded lazily
+    for name in [*packages, *(f"numpy.{module}" for module in numpy)]:
         try:
             importlib.import_module(name)
         except Exception as error:  # a broken package may raise anything
             kind = type(error).__name__
             raise ImportError(f"preload: cannot import {name} ({kind}: {error})") from error
-    if "numpy" in packages:
-        for name in ("ma", "random", "testing", "char"):  # numpy loads them lazily
-            importlib.import_module(f"numpy.{name}")
     _replace_functions()
-    for name in ("_UnixDefaultEventLoopPolicy", "_DefaultEventLoopPolicy"):  # up to 3.13, from 3.14
-        policy = getattr(unix_events, name, None)
-        if policy is not None:
-            policy._loop_factory = EventLoop
+    asyncio.DefaultEventLoopPolicy._loop_factory = EventLoop  # type: ignore[attr-defined] # private
     atexit._clear()  # of the modules: nothing of theirs is left to do, and it takes time
     site.setquit()  # `exit` and `quit`, which -S leaves out
     sys.path.clear()
@@ -141,34 +134,25 @@ def adapt(memory_bytes: int) -> None:
 # -- asyncio ---------------------------------------------------------------------------------------
 
 
-class _NoFiles(selectors._BaseSelectorImpl):
-    """A selector without files: it waits until the timeout or until another thread wakes it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wake = threading.Event()
-
-    def select(self, timeout: float | None = None) -> list[Any]:
-        self.wake.wait(timeout)
-        self.wake.clear()
-        return []
-
-
-class EventLoop(asyncio.SelectorEventLoop):
+class EventLoop(asyncio.BaseEventLoop):
     """Runs coroutines, timers and threads without sockets and `epoll`, which the filter refuses.
 
     Connections, pipes and subprocesses fail.
     """
 
     def __init__(self) -> None:
-        self._no_files = _NoFiles()
-        super().__init__(self._no_files)
+        super().__init__()
+        self._woken = threading.Event()
+        self._selector = self
 
-    def _make_self_pipe(self) -> None:
-        self._internal_fds = 0
+    def select(self, timeout: float | None = None) -> list[Any]:
+        """Wait until the timeout or until another thread wakes the loop."""
+        self._woken.wait(timeout)
+        self._woken.clear()
+        return []
 
-    def _close_self_pipe(self) -> None:
+    def _process_events(self, events: list[Any]) -> None:
         pass
 
     def _write_to_self(self) -> None:
-        self._no_files.wake.set()
+        self._woken.set()

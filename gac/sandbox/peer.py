@@ -30,13 +30,11 @@ SPECIAL = WITH_OPERAND | {f"__{name}__" for name in _OTHERS.split()}
 """Special methods that one side may call on an object of the other. Those that C code follows to
 interpret an object (`__index__`, `__float__`, `__array__` and similar) are absent on purpose.
 """
-_END = object()
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "get": getattr,
     "set": setattr,
     "delete": delattr,
     "__call__": lambda function, /, *arguments, **keywords: function(*arguments, **keywords),
-    "__next__": lambda iterator: [item for item in [next(iterator, _END)] if item is not _END],
     "__exit__": lambda manager, error: type(manager).__exit__(
         manager, error and type(error), error, None
     ),
@@ -85,7 +83,7 @@ def is_importable(value: Any) -> bool:
 
 
 class Peer:
-    """One side of the conversation, over two pipes.
+    """One side of the conversation, over a socket.
 
     Attributes:
         proxies: by the number of an object of the other side.
@@ -99,11 +97,10 @@ class Peer:
     perform: Callable[..., list[Any]]
     """Performs what the other side asks for; returns kind and content of the answer."""
 
-    def __init__(self, reader: int, writer: int) -> None:
-        self._reader = Connection(reader, writable=False)
-        self._writer = Connection(writer, readable=False)
+    def __init__(self, channel: int) -> None:
+        self.channel = Connection(channel)
         self._turn = threading.RLock()
-        self._objects: list[Any] = []  # kept alive, so that their ids are not reused
+        self._objects: dict[int, Any] = {}  # kept alive, so that their ids are not reused
         self._numbers: dict[int, int] = {}
         self.proxies: dict[int, Any] = {}
         self.proxy_numbers: dict[int, int] = {}
@@ -111,14 +108,11 @@ class Peer:
     def number(self, value: Any) -> int:
         """The number of an object of this side, for the other one."""
         number = self._numbers.setdefault(id(value), len(self._objects))
-        if number == len(self._objects):
-            self._objects.append(value)
+        self._objects[number] = value
         return number
 
     def own(self, number: Any) -> Any:
         """The object of this side with this number."""
-        if type(number) is not int or number < 0:
-            raise TypeError("a reference to an object must be an integer >= 0")
         return self._objects[number]
 
     def remember(self, number: int, make: Callable[..., Any], *arguments: Any) -> Any:
@@ -131,7 +125,7 @@ class Peer:
     def exchange(self, message: bytes) -> list[Any]:
         """Send a message, perform what the other side asks for, and return its answer."""
         while True:
-            self._writer.send_bytes(message)
+            self.channel.send_bytes(message)
             kind, *content = self.loads(self.receive())
             if kind != "ask":
                 return [kind, *content]
@@ -143,11 +137,7 @@ class Peer:
         Raises:
             OSError, EOFError: the other side closed its end, or its message is too long.
         """
-        return self._reader.recv_bytes(FRAME_BYTES)
-
-    def close(self) -> None:
-        self._reader.close()
-        self._writer.close()
+        return self.channel.recv_bytes(FRAME_BYTES)
 
 
 def ask(operation: str, target: Any, /, *arguments: Any, **keywords: Any) -> Any:
@@ -164,22 +154,10 @@ def asking(operation: str) -> Callable[..., Any]:
     return method
 
 
-def next_item(name: str, end: type[Exception]) -> Callable[[Any], Any]:
-    """A method that asks for the next item, which is sent as a list of at most one."""
-
-    def method(self: Any) -> Any:
-        items = ask(name, self)
-        if not items:
-            raise end
-        return items[0]
-
-    return method
-
-
 def leaving(name: str) -> Callable[..., Any]:
     """The method `__exit__` or `__aexit__`."""
     return lambda self, kind, error, trace: ask(name, self, error)
 
 
 METHODS = {name: asking(name) for name in SPECIAL}
-METHODS |= {"__next__": next_item("__next__", StopIteration), "__exit__": leaving("__exit__")}
+METHODS["__exit__"] = leaving("__exit__")

@@ -1,9 +1,8 @@
 """Runs a bounded number of programs concurrently on a fork server.
 
-A `Server` is one fork server, started inside bubblewrap if possible. Each request is one message on
-a socket that preserves message boundaries, so threads need no lock. Its result arrives on a
-separate pipe; end of file there means that the server died. A `Pool` is thread-safe and survives
-the server's death.
+A `Server` is one fork server, started inside bubblewrap if possible. It has a worker for every
+program that runs at the same time. A request and its result are messages on the connection to a
+worker, which closes if the server dies. A `Pool` is thread-safe and survives the server's death.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ import contextlib
 import fcntl
 import json
 import logging
+import marshal
 import os
-import select
 import shutil
 import signal
 import socket
@@ -49,8 +48,10 @@ Ending = Literal["ended", "timeout", "stalled", "crash"]
 
 # The server loads this folder as a standalone package, because importing `gac` would load torch.
 START = """
-import gc, sys
+import gc, os, sys
 gc.disable()  # until `zygote.main` enables it
+# what modules do after a fork takes time, and `random` would reseed itself
+os.register_at_fork = lambda **functions: None
 sys.modules["ssl"] = None  # asyncio works without it, and it is large
 sys.path.append(sys.argv[1])
 from sandbox.zygote import main
@@ -64,8 +65,14 @@ _ENVIRONMENT = {
     "PYTHONHASHSEED": "0",  # the same set order in every run
     "OMP_NUM_THREADS": "1",  # no threads in preloaded packages
     "OPENBLAS_NUM_THREADS": "1",
+    "LD_BIND_NOW": "1",  # once, instead of in every child
     "MALLOC_ARENA_MAX": "1",  # otherwise every thread reserves 64 MiB of address space
 }
+_BWRAP = """
+    --unshare-ipc --unshare-pid --unshare-net --unshare-uts --unshare-cgroup-try
+    --as-pid-1 --proc /proc --dev /dev
+"""
+_BWRAP_AS_ROOT = "--cap-drop ALL --cap-add CAP_SETUID --cap-add CAP_SETGID --cap-add CAP_KILL"
 LAYERS = ("limits", "seccomp", "landlock", "uid", "namespaces")
 """Valid names for `require`; limits and seccomp are always required."""
 
@@ -101,14 +108,19 @@ class Server:
     """
 
     def __init__(self, preload: Sequence[str], *, namespaces: Sequence[str] | None) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._idle: list[socket.socket] = []  # connections to workers
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         user = os.pidfd_open(os.getpid())
         errors = os.memfd_create("errors")
-        options = {"control": theirs.fileno(), "user": user, "preload": list(preload)}
-        options["path"] = _search_path(preload)
+        options = {
+            "control": theirs.fileno(),
+            "user": user,
+            "preload": list(preload),
+            "path": _search_path(preload),
+            "layers": {"limits": "limits", **({"namespaces": "namespaces"} if namespaces else {})},
+        }
         command = [*(namespaces or []), sys.executable, "-s", "-P", "-S", "-c", START]
-        self._control = ours
-        try:
+        with theirs, os.fdopen(user, "rb", 0), os.fdopen(errors, "rb", 0):
             self._process = subprocess.Popen(
                 [*command, str(_PACKAGE.parent), json.dumps(options)],
                 stdin=subprocess.DEVNULL,
@@ -120,14 +132,6 @@ class Server:
             )
             theirs.close()  # so that we see end of file when the server exits
             self.layers = self._greet(errors)
-            self._death = os.pidfd_open(self._process.pid)
-        except BaseException:  # including KeyboardInterrupt: do not leave a server behind
-            ours.close()  # a running server exits when this closes
-            raise
-        finally:
-            theirs.close()
-            os.close(user)
-            os.close(errors)
 
     def _greet(self, errors: int) -> Layers:
         self._control.settimeout(START_SECONDS)
@@ -135,43 +139,37 @@ class Server:
             greeting = self._control.recv(1 << 16)
         except OSError:  # no answer in time, or it died
             greeting = b""
-        self._control.settimeout(None)
-        if not greeting:
-            self._process.kill()
-        report: dict[str, Any] = json.loads(greeting) if greeting else {"refused": None}
-        if "refused" not in report:
-            return Layers({"limits": "limits", **report["layers"]}, report["missing"])
+        if greeting:
+            return Layers(**json.loads(greeting))
+        self._process.kill()
         self._process.wait()
+        self._control.close()
         lines = os.pread(errors, 1 << 16, 0).decode(errors="replace").split("\n")
-        last = next((line for line in reversed(lines) if line.strip()), "no error output")
-        raise SandboxError(report["refused"] or last)
+        raise SandboxError(next((line for line in reversed(lines) if line.strip()), "no error"))
 
     def ask(self, request: Mapping[str, Any], files: Sequence[int]) -> dict[str, Any] | None:
         """Send a request and return its result (see `zygote`), or None if the server died."""
-        reader, writer = os.pipe()
+        wall = WALL_PER_CPU_SECOND * request["cpu_seconds"]
+        most = STARVATION_FACTOR * wall
+        message = json.dumps({**request, "wall_seconds": wall, "most_seconds": most}).encode()
         try:
-            wall = WALL_PER_CPU_SECOND * request["cpu_seconds"]
-            limits = {"wall_seconds": wall, "most_seconds": STARVATION_FACTOR * wall}
-            try:
-                message = json.dumps({**request, **limits}).encode()
-                socket.send_fds(self._control, [message], [writer, *files])
-            except OSError:  # the server is gone; another thread may have closed the socket
-                return None
-            finally:
-                os.close(writer)
-            return self._wait(reader, STARVATION_FACTOR * wall + WALL_MARGIN)
-        finally:
-            os.close(reader)
+            worker = self._worker()
+            worker.settimeout(most + WALL_MARGIN)
+            socket.send_fds(worker, [message], files)
+            answer = worker.recv(1 << 16)
+            self._idle.append(worker)
+        except OSError:  # no answer in time, or the server is gone
+            answer = b""
+        return json.loads(answer) if answer else None
 
-    def _wait(self, reader: int, seconds: float) -> dict[str, Any] | None:
-        poll = select.poll()
-        poll.register(reader, select.POLLIN)
-        poll.register(self._death, select.POLLIN)  # a fork of this process may hold the pipe open
-        ready = [number for number, _ in poll.poll(seconds * 1000)]
-        if reader not in ready:
-            return None
-        data = os.read(reader, 1 << 16)
-        return json.loads(data) if data else None
+    def _worker(self) -> socket.socket:
+        """A connection to an idle worker, or to a new one."""
+        with contextlib.suppress(IndexError):
+            return self._idle.pop()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            socket.send_fds(self._control, [b"work"], [theirs.fileno()])
+        return ours
 
     def stop(self) -> None:
         """Stop the server and all its programs."""
@@ -184,7 +182,8 @@ class Server:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        os.close(self._death)
+        for worker in self._idle:
+            worker.close()
 
 
 def start(preload: Sequence[str]) -> Server:
@@ -199,12 +198,9 @@ def start(preload: Sequence[str]) -> Server:
     problem = "bwrap is not installed"
     for arguments in _namespace_attempts(preload) if bwrap else ():
         try:
-            server = Server(preload, namespaces=[str(bwrap), *arguments])
+            return Server(preload, namespaces=[str(bwrap), *arguments])
         except SandboxError as error:
             problem = str(error)
-        else:
-            server.layers.active["namespaces"] = "namespaces"
-            return server
     server = Server(preload, namespaces=None)
     server.layers.missing["namespaces"] = problem
     return server
@@ -220,28 +216,14 @@ def _namespace_attempts(preload: Sequence[str]) -> list[list[str]]:
 
     First as root with the right to change uid inside, then as any user.
     """
-    shared = [
-        "--unshare-ipc",
-        "--unshare-pid",
-        "--unshare-net",
-        "--unshare-uts",
-        "--unshare-cgroup-try",
-        "--as-pid-1",
-        "--proc",
-        "/proc",
-        "--dev",
-        "/dev",
-    ]
+    shared = _BWRAP.split()
     needed = ["/usr", "/lib", "/lib32", "/lib64", "/bin", "/etc/ld.so.cache"]
     needed += [sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix]
     needed += [str(_PACKAGE), *_search_path(preload)]
     for path in dict.fromkeys(entry for entry in needed if entry):
         shared += ["--ro-bind-try", path, path]
-    as_root = ["--cap-drop", "ALL"]
-    for capability in ("CAP_SETUID", "CAP_SETGID", "CAP_KILL"):
-        as_root += ["--cap-add", capability]
     attempts = [["--unshare-user", *shared]]
-    return [[*as_root, *shared], *attempts] if os.getuid() == 0 else attempts
+    return [[*_BWRAP_AS_ROOT.split(), *shared], *attempts] if os.getuid() == 0 else attempts
 
 
 @dataclass(frozen=True)
@@ -267,31 +249,25 @@ class RunResult:
 class Pool:
     """Runs model-written programs in confined processes.
 
-    Fewer than `workers` run at a time if their memory limits together would exceed half of the
-    memory of the machine, divided by the ranks on it.
-
     Args:
-        workers: number of programs run concurrently; None: available cores divided by the ranks on
-            this machine.
+        workers: number of programs that `map` runs at the same time.
         preload: packages that programs may import in addition to the standard library.
         require: protection layers that must be available (see `LAYERS`).
     """
 
+    _server: Server | None
+
     def __init__(
         self,
         *,
-        workers: int | None = None,
+        workers: int,
         preload: Sequence[str] = (),
         require: Sequence[str] = (),
     ) -> None:
-        if workers is not None and workers < 1:
-            raise ValueError(f"workers must be at least 1, got {workers}")
         unknown = [name for name in require if name not in LAYERS]
         if unknown:
             raise ValueError(f"require must be among {', '.join(LAYERS)}; got {', '.join(unknown)}")
-        self.workers = workers or default_workers()
-        self.preload, self.require = tuple(preload), tuple(require)
-        self._memory = _MemoryBudget(_memory_bytes() // 2 // _ranks())
+        self.workers, self.preload, self.require = workers, tuple(preload), tuple(require)
         self._reset()
         os.register_at_fork(after_in_child=self._reset)
 
@@ -338,24 +314,22 @@ class Pool:
 
     def map(self, function: Any, items: Sequence[Any]) -> list[Any]:
         """Apply `function` to every item, at most `workers` at a time."""
-        return list(self._threads.map(function, items))
+        with ThreadPoolExecutor(self.workers) as threads:
+            return list(threads.map(function, items))
 
     def close(self) -> None:
         """Stop all processes; the next use starts new ones."""
         with self._lock:
-            threads, server_ = self._threads, self._server
-            self._reset()
-        threads.shutdown(cancel_futures=True)
-        if server_ is not None:
-            server_.stop()
+            server, self._server = self._server, None
+        if server is not None:
+            server.stop()
 
     # ---------------------------------------------------------------------------------------------
 
     def _reset(self) -> None:
         """Create fresh state; a fork of this process gets its own too."""
         self._lock = threading.Lock()
-        self._threads = ThreadPoolExecutor(self.workers)
-        self._server: Server | None = None
+        self._server = None
 
     def _current(self) -> Server:
         with self._lock:
@@ -402,56 +376,23 @@ class Pool:
         processes = 2 if kind == "check" else 1
         request = {"kind": kind, "cpu_seconds": cpu_seconds, "memory_bytes": memory_mb << 20}
         problem = ""
-        with self._memory.reserved(processes * (memory_mb << 20)):
-            for attempt in range(ATTEMPTS):
-                time.sleep(PAUSE_SECONDS * attempt**2)
-                current = self._current()
-                with _files(program, given) as files:
-                    ends = current.ask(request, files)
-                    if ends is None:
-                        problem = "the fork server died"
-                        self._discard(current)
-                    elif "failed" in ends:
-                        problem = ends["failed"]
-                    elif not all(  # both processes share the offset of a file
-                        os.lseek(file, 0, os.SEEK_CUR) for file in files[:processes]
-                    ):
-                        problem = f"a process exited before reading its input ({ends})"
-                    else:
-                        return ends, os.pread(files[2], output_bytes, 0)
+        for attempt in range(ATTEMPTS):
+            time.sleep(PAUSE_SECONDS * attempt**2)
+            current = self._current()
+            with _files(program, given) as files:
+                ends = current.ask(request, files)
+                if ends is None:
+                    problem = "the fork server died"
+                    self._discard(current)
+                elif "failed" in ends:
+                    problem = ends["failed"]
+                elif not all(  # both processes share the offset of a file
+                    os.lseek(file, 0, os.SEEK_CUR) for file in files[:processes]
+                ):
+                    problem = f"a process exited before reading its input ({ends})"
+                else:
+                    return ends, os.pread(files[2], output_bytes, 0)
         raise SandboxError(f"the sandbox gave up after {ATTEMPTS} attempts: {problem}")
-
-
-class _MemoryBudget:
-    """Bounds the sum of the memory limits of running programs; a single program may always run."""
-
-    def __init__(self, total: int) -> None:
-        self._total, self._reserved = total, 0
-        self._changed = threading.Condition()
-
-    @contextlib.contextmanager
-    def reserved(self, amount: int) -> Iterator[None]:
-        """Wait until `amount` bytes are free, and reserve them."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: not self._reserved or self._reserved + amount <= self._total
-            )
-            self._reserved += amount
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._reserved -= amount
-                self._changed.notify_all()
-
-
-def _memory_bytes() -> int:
-    """Memory of this machine or container."""
-    sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # cgroup v2, v1
-        with contextlib.suppress(OSError, ValueError):  # not in a cgroup, or "max"
-            sizes.append(int(Path("/sys/fs/cgroup", name).read_text()))
-    return min(sizes)
 
 
 @contextlib.contextmanager
@@ -459,11 +400,9 @@ def _files(program: Program, given: bytes) -> Iterator[list[int]]:
     """Memory files: the program, what its judge or it reads, and an empty one for results."""
     files: list[int] = []
     try:
-        for content in (json.dumps(vars(program)).encode(), given, b""):
+        for content in (marshal.dumps(vars(program)), given, b""):
             files.append(os.memfd_create("sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
-            written = 0
-            while written < len(content):  # pwrite leaves the file offset at the start
-                written += os.pwrite(files[-1], content[written : written + (1 << 24)], written)
+            os.pwrite(files[-1], content, 0)  # leaves the file offset at the start
         for file in files[:2]:  # a program could write to its input, beyond its memory limit
             fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW)
         yield files
@@ -483,14 +422,3 @@ def _ending(ends: Mapping[str, Any], cpu_seconds: int) -> Ending:
     if any(n == signal.SIGKILL and s >= cpu_seconds * CPU_LIMIT_TOLERANCE for n, s in killed):
         return "timeout"
     return "crash" if killed else "ended"
-
-
-def _ranks() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def default_workers() -> int:
-    """The available cores, divided by the ranks on this machine."""
-    has_affinity = hasattr(os, "sched_getaffinity")  # not on macOS
-    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    return max(1, cores // _ranks())

@@ -21,7 +21,6 @@ from .peer import (
     asking,
     is_importable,
     leaving,
-    next_item,
 )
 
 # special attributes that are only read by Python code, as text or as plain data
@@ -82,8 +81,8 @@ class Remote(RemoteBase):
 
     def __eq__(self, other: object) -> Any:
         """Of two objects of the program, the program decides; contents are compared here."""
-        if self is other or self._container_:
-            return self is other or _contents(self) == _contents(other)
+        if self._container_:
+            return _contents(self) == _contents(other)
         if isinstance(other, Remote):
             defined: set[str] = {*self._methods_, *other._methods_}
             return ask("__eq__", self, other) if "__eq__" in defined else NotImplemented
@@ -143,7 +142,7 @@ SPECIAL_METHODS: dict[str, Callable[..., Any]] = {
     "__await__": lambda self: coroutine(self).__await__(),
     "__aenter__": _async(METHODS["__aenter__"]),
     "__aexit__": _async(leaving("__aexit__")),
-    "__anext__": _async(next_item("__anext__", StopAsyncIteration)),
+    "__anext__": _async(METHODS["__anext__"]),
 }
 for _name in ("__eq__", "__ne__", "__hash__"):  # see `Remote`
     del SPECIAL_METHODS[_name]
@@ -159,15 +158,12 @@ _VALUE_BASES: dict[type, type] = {
 
 
 class RemoteException(RemoteBase):
-    """Base of the proxies for exception classes that the program defines."""
+    """Base of the proxies for exception classes that the program defines.
 
-    __hash__ = object.__hash__
+    What is set on them stays here: Python itself sets `__traceback__` and `__context__`.
+    """
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name.startswith("__"):  # Python itself sets __traceback__ and __context__
-            object.__setattr__(self, name, value)
-        else:
-            ask("set", self, name, value)
+    __hash__, __setattr__ = object.__hash__, object.__setattr__
 
 
 @functools.cache

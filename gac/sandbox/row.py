@@ -9,9 +9,10 @@ import ast
 import builtins
 import hashlib
 import marshal
+import symtable
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -91,12 +92,14 @@ def compile_row(spec: JudgeSpec) -> bytes:
     texts = [spec.setup, *spec.tests]
     trees = [_valid(p, t, ast.parse, t) for p, t in zip(places, texts, strict=True)]
     words, setup_words = _Words(trees), _Words(trees[:1])
-    statements = [n for t in trees for n in t.body if not isinstance(n, ast.FunctionDef)]
-    call = f"check({spec.entry_point})"
-    reference = parse(spec.reference)
+    used = _Words([n for t in trees for n in t.body if not isinstance(n, ast.FunctionDef)]).read
+    for place, tree in zip(places, trees, strict=True):
+        calls = "\n".join(_runner_call(node, used, spec.entry_point) for node in tree.body)
+        tree.body += _valid(place, calls, ast.parse, calls).body
+    reference = _parse(spec.reference)
     classes = [node for node in ast.walk(reference) if isinstance(node, ast.ClassDef)]
-    defined = names_defined(reference.body) & words.read
-    entries = {spec.entry_point} if spec.entry_point else defined - names_defined(trees[0].body)
+    defined = names_defined(spec.reference) & words.read
+    entries = {spec.entry_point} if spec.entry_point else defined - names_defined(spec.setup)
     free = words.read - vars(builtins).keys() - (_HELPERS.keys() - defined)
     # a name that the tests call is not the name of a module
     imports = [f"import {n}" for n in (words.read - words.called) & sys.stdlib_module_names]
@@ -115,13 +118,10 @@ def compile_row(spec: JudgeSpec) -> bytes:
         "imports": [compile(text, "<import>", "exec", 0, True) for text in imports],
         "setup": setup,
         "tests": list(zip(spec.tests, codes, strict=True)),  # the text and the code of each
-        # how to call a function `check` that the tests define
-        "check": _valid("entry point", call, compile, call, "<check>", "exec", 0, True),
         "all": spec.all,
         "returns": spec.returns,
         # of random numbers: the same in every run, and unknown to the program
         "seed": hashlib.sha256(repr(spec).encode()).digest(),
-        "entry_point": spec.entry_point,
         "entries": entries,  # names that the program must define
         "free": free,  # names that it may define
         # classes of the program that the tests construct, judging by their names
@@ -134,8 +134,6 @@ def compile_row(spec: JudgeSpec) -> bytes:
         "operators": {n for n in WITH_OPERAND if _group(n) in operators},
         "has_answer": bool(reference.body),
         "setup_classes": {n.name for n in trees[0].body if isinstance(n, ast.ClassDef)},
-        # functions that no other statement uses are called as pytest would
-        "used": _Words(statements).read,
         "used_in_setup": setup_words.read,
         "bound": words.bound,
         "constants": words.constants,
@@ -145,6 +143,23 @@ def compile_row(spec: JudgeSpec) -> bytes:
         "expected": words.read & CAREFUL,
     }
     return marshal.dumps(row)
+
+
+def _runner_call(node: ast.stmt, used: set[str], entry_point: str) -> str:
+    """How a test runner would call what a statement defines, or "".
+
+    Functions that other statements use, or that need arguments, are helpers.
+    """
+    match node:
+        case ast.ClassDef(name):
+            return f"__run_case__({name})"
+        case ast.FunctionDef("check") if entry_point and "check" not in used:
+            return f"check({entry_point})"
+        case ast.FunctionDef(name, ast.arguments(args=[])) if name.startswith("test"):
+            return "" if name in used else f"{name}()"
+        case ast.AsyncFunctionDef(name, ast.arguments(args=[])) if name.startswith("test"):
+            return "" if name in used else f"__import__('asyncio').run({name}())"
+    return ""
 
 
 def _group(name: str) -> str:
@@ -160,7 +175,7 @@ def _group(name: str) -> str:
 def _operators(node: ast.ClassDef) -> set[str]:
     """The groups of the operators that a class defines."""
     decorated = {"eq", "lt"} if node.decorator_list else set()  # dataclass, total_ordering
-    return decorated | set(map(_group, names_defined(node.body)))
+    return decorated | set(map(_group, _Words(node.body).bound))
 
 
 class _Words:
@@ -232,11 +247,8 @@ def _valid(place: str, text: str, function: Callable[..., Any], *arguments: Any)
         ) from None
 
 
-def parse(text: str) -> ast.Module:
-    """Parse a row's text; return an empty module if it is not valid Python.
-
-    Never pass a completion: parsing untrusted code can crash this process.
-    """
+def _parse(text: str) -> ast.Module:
+    """Parse a row's text; return an empty module if it is not valid Python."""
     try:
         tree: ast.Module = _valid("text", text, ast.parse, text)
     except RowError:
@@ -244,17 +256,16 @@ def parse(text: str) -> ast.Module:
     return tree
 
 
-def names_defined(body: Iterable[ast.stmt]) -> set[str]:
-    """Names that statements at the top level bind, apart from imports."""
-    names: set[str] = set()
-    for node in body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            inside = (n for target in targets for n in ast.walk(target))
-            names |= {n.id for n in inside if isinstance(n, ast.Name)}
-    return names
+def names_defined(text: str) -> set[str]:
+    """Names that a row's text binds at the top level, apart from imports.
+
+    Never pass a completion: parsing untrusted code can crash this process.
+    """
+    try:
+        table = _valid("text", text, symtable.symtable, text, "<row>", "exec")
+    except RowError:
+        return set()
+    return {s.get_name() for s in table.get_symbols() if s.is_assigned() and not s.is_imported()}
 
 
 @lru_cache(maxsize=4096)
@@ -264,15 +275,16 @@ def context_of(spec: JudgeSpec, prompt: str) -> tuple[str, ...]:
     These are the setup's imports and classes, what the row's own answer reads from the setup, and
     everything in the prompt but the entry point.
     """
-    read = _Words([parse(spec.reference)]).read
+    read = _Words([_parse(spec.reference)]).read
     nodes: list[ast.stmt] = [
         node
-        for node in parse(spec.setup).body
+        for node in _parse(spec.setup).body
         if isinstance(node, ast.Import | ast.ImportFrom | ast.ClassDef)
-        or read & names_defined([node])
+        or read & names_defined(ast.unparse(node))
     ]
-    nodes += [n for n in parse(prompt).body if spec.entry_point not in names_defined([n])]
-    return tuple(dict.fromkeys(map(ast.unparse, nodes)))
+    texts = [ast.unparse(node) for node in [*nodes, *_parse(prompt).body]]
+    kept = [text for text in texts if spec.entry_point not in names_defined(text)]
+    return tuple(dict.fromkeys(kept))
 
 
 def describe(error: BaseException | None) -> str:

@@ -30,7 +30,6 @@ from .peer import (
     SPECIAL,
     VALUES,
     Peer,
-    ask,
     asking,
     is_builtin,
     is_importable,
@@ -104,15 +103,13 @@ def _run(spec: Mapping[str, Any], name: str) -> None:
     exec(compile(assemble(spec), "<program>", "exec", dont_inherit=True), vars(module))
 
 
-class Live(list[Any]):
-    """Marks a list, dict or set, its only item, that the judge may change."""
-
-
 class Solver(Peer):
     """The solver's side of the conversation, about the program of `spec` (see `assemble`)."""
 
-    def __init__(self, spec: Mapping[str, Any], reader: int, writer: int) -> None:
-        super().__init__(reader, writer)
+    loads = staticmethod(pickle.loads)
+
+    def __init__(self, spec: Mapping[str, Any], channel: int) -> None:
+        super().__init__(channel)
         self._spec = spec
         self._new_classes: list[Json] = []
         self._described: set[int] = set()
@@ -129,7 +126,7 @@ class Solver(Peer):
                 self._turn.release()
                 answer = self.perform(request)
                 self._turn.acquire()
-                self._writer.send_bytes(self.dumps(*answer))
+                self.channel.send_bytes(self.dumps(*answer))
 
     def ask(self, operation: str, /, *arguments: Any, **keywords: Any) -> Any:
         """Ask for an operation on an object of the tests."""
@@ -141,9 +138,6 @@ class Solver(Peer):
             raise value
         return value
 
-    def loads(self, message: bytes) -> list[Any]:
-        return [_KINDS[message[:1]], message[1:]]
-
     def perform(self, request: bytes) -> list[Any]:
         try:
             operation, arguments, keywords, patches = pickle.loads(request)
@@ -154,7 +148,10 @@ class Solver(Peer):
                 _run(self._spec, "program")
                 return ["value", None]
             value = _perform(operation, *arguments, **keywords)
-            return ["value", value, _changed(request, [*arguments, *keywords.values()])]
+            # the judge may change a container that the program keeps
+            kept = operation in ("find", "get") and type(value) in (list, dict, set)
+            changed = _changed(request, [*arguments, *keywords.values()])
+            return ["value", value, changed, self.number(value) if kept else None]
         except BaseException as error:  # the program may raise anything
             return ["raise", error]
 
@@ -177,8 +174,6 @@ class Solver(Peer):
         borrowed = self.proxy_numbers.get(id(value))
         if borrowed is not None:
             return "lent", [borrowed]
-        if kind is Live:
-            return "live", [self.number(value[0]), value[0]]
         if isinstance(value, type):
             return "class", [_path(value) if is_builtin(value) else self._class(value)]
         if isinstance(value, BaseException):
@@ -209,16 +204,15 @@ class Solver(Peer):
         if number not in self._described:
             self._described.add(number)
             bases = [self._class(base) for base in kind.__bases__ if not is_importable(base)]
-            self._new_classes.append([number, kind.__name__, bases, *_description(kind)])
+            self._new_classes.append([number, kind.__name__, bases, *description(kind)])
         return number
 
 
 _solver: list[Solver] = []  # of this process, for the functions that pickles refer to
-_KINDS = {b"a": "ask", b"v": "value", b"r": "raise"}
 
 
 @functools.lru_cache(maxsize=4096)
-def _description(kind: type) -> list[Json]:
+def description(kind: type) -> list[Json]:
     """The nearest base that is known to the judge, how objects compare, and special methods."""
     known = [base for base in type.mro(kind) if is_importable(base)]
     base = next(b for b in known if is_builtin(b) or issubclass(b, BaseException))
@@ -263,8 +257,7 @@ def _perform(operation: str, target: Any, /, *arguments: Any, **keywords: Any) -
 _shared_classes: set[str] = set()  # of the setup, whose instances are copied
 _OPERATIONS: dict[str, Any] = {
     **OPERATIONS,
-    "find": lambda name: _live(vars(sys.modules["program"])[name]),
-    "get": lambda value, name: _live(getattr(value, name)),
+    "find": lambda name: vars(sys.modules["program"])[name],
     "change": lambda value, name, /, *arguments, **keywords: getattr(value, name)(
         *arguments, **keywords
     ),
@@ -281,19 +274,12 @@ _OPERATIONS: dict[str, Any] = {
     "dir": dir,
     "__eq__": lambda left, right: left == right,
     "__getitem__": lambda value, key: value[key],
-    "__anext__": lambda iterator: _complete(_next_items(iterator)),
+    "__anext__": lambda iterator: _complete(type(iterator).__anext__(iterator)),
     "__await__": lambda awaitable: _complete(awaitable),
     "__aexit__": lambda manager, error: _complete(
         type(manager).__aexit__(manager, error and type(error), error, None)
     ),
 }
-
-
-async def _next_items(iterator: Any) -> list[Any]:
-    try:
-        return [await type(iterator).__anext__(iterator)]
-    except StopAsyncIteration:
-        return []
 
 
 _loop = functools.cache(asyncio.new_event_loop)
@@ -305,11 +291,6 @@ def _complete(awaitable: Any) -> Any:
     All calls use the same event loop, because asyncio objects may be bound to a loop.
     """
     return _loop().run_until_complete(awaitable)
-
-
-def _live(value: Any) -> Any:
-    """`value`, marked as `Live` if it is a list, dict or set."""
-    return Live([value]) if type(value) in (list, dict, set) else value
 
 
 def _changed(request: bytes, arguments: Sequence[Any]) -> list[Any]:
@@ -360,14 +341,5 @@ def _proxy_class(name: str, operations: tuple[str, ...]) -> type:
     members |= {operation: METHODS[operation] for operation in operations if operation in METHODS}
     if "get" in operations:
         members |= {"__setattr__": asking("set"), "__delattr__": asking("delete")}
-        members["__getattribute__"] = _attribute
-    try:
-        return type(name, (named("program", name),), members)
-    except (KeyError, TypeError):
-        return type(name, (), members)
-
-
-def _attribute(self: Any, name: str) -> Any:
-    if name.startswith("_"):
-        return object.__getattribute__(self, name)
-    return ask("get", self, name)
+        members["__getattr__"] = asking("get")
+    return type(name, (), members)

@@ -126,11 +126,14 @@ _TYPES: dict[str, tuple[type, Callable[[Any], list[Any]], Callable[[list[Any]], 
     "ndarray": (type(NotImplemented), _array_parts, _read_array),
     "scalar": (type(NotImplemented), _array_parts, lambda parts: _read_array(parts)[()]),
 }
-# tag -> empty value and how to fill it, for values that several others, or itself, may contain
-_SHELLS: dict[str, tuple[Callable[[], Any], Callable[[Any, list[Any]], None]]] = {
-    "list": (list, list.extend),
-    "dict": (dict, lambda value, parts: value.update(_dict(parts))),
-    "set": (set, set.update),
+Shells = dict[str, tuple[Callable[[list[Any]], Any], Callable[[Any, list[Any]], None]]]
+"""Tag -> how to make an empty value and how to fill it, both from the parts, for values that
+several others, or itself, may contain. To make one, only the first part is known.
+"""
+_SHELLS: Shells = {
+    "list": (lambda _: [], list.extend),
+    "dict": (lambda _: {}, lambda value, parts: value.update(_dict(parts))),
+    "set": (lambda _: set(), set.update),
 }
 _TAGS = {kind: tag for tag, (kind, _, _) in reversed(_TYPES.items())}
 
@@ -179,29 +182,25 @@ def encode(items: list[Any], refer: Callable[[Any], Node]) -> Json:
     return nodes
 
 
-def decode(nodes: Json, resolve: Callable[[str, list[Any]], Any]) -> list[Any]:
+def decode(
+    nodes: Json, resolve: Callable[[str, list[Any]], Any], more: Shells | None = None
+) -> list[Any]:
     """Decode the result of `encode`, which is not trusted.
 
     Args:
         nodes: parsed JSON.
-        resolve: returns the value of a node that is not plain. For an "instance", it is called
-            twice: without parts for an empty one, then with it as the first part.
+        resolve: returns the value of a node that is not plain.
+        more: other values that several may contain.
 
     Raises one of `DECODE_ERRORS` if `encode` could not have written `nodes`.
     """
-    values: list[Any] = [
-        _SHELLS[tag][0]()
-        if tag in _SHELLS
-        else (resolve(tag, parts[:1]) if tag == "instance" else None)
-        for tag, parts in nodes
-    ]
+    shells = _SHELLS | (more or {})
+    values = [shells[tag][0](parts[:1]) if tag in shells else None for tag, parts in nodes]
     for number in reversed(range(len(nodes))):
         tag, parts = nodes[number]
         parts = [_part(part, number, values) for part in parts[:]]  # a dict has no slices
-        if tag == "instance":
-            resolve(tag, [values[number], *parts])
-        elif tag in _SHELLS:
-            _SHELLS[tag][1](values[number], parts)
+        if tag in shells:
+            shells[tag][1](values[number], parts)
         elif tag == "seen":
             values[number] = values[parts[0]]
         else:

@@ -1,16 +1,19 @@
-"""The fork server: a process without torch that forks a confined child for every program.
+"""The fork server: a process without torch that forks confined children.
 
-`server.Server` starts it with this folder as a standalone package. It loads what programs may
-import, drops root, verifies the confinement on a child, and then serves requests. Requests arrive
-on a socket together with the file descriptors that the children need. This process never reads
-their contents.
+`pool.Server` starts it with this folder as a standalone package. It loads what programs may
+import, drops root, verifies the confinement on a child, and then forks a worker for each connection
+that the trainer opens. A worker runs one program at a time: it receives a request with the file
+descriptors that the children need, forks them, waits and answers. It never reads the contents of
+the files, so that its children cannot find them in their memory.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import json
+import marshal
 import os
 import random
 import resource
@@ -18,89 +21,34 @@ import select
 import signal
 import socket
 import sys
-import threading
 import time
+import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from . import confine, judge, modules, solver
-from .row import JudgeSpec, compile_row
 
-COUNT_EVERY = 1.0  # seconds between counts of a shared uid's threads
-WARM_UP = 4  # runs before the first fork; without them a program with tests takes 9% more CPU
-SPARE_TASKS = 256  # threads that other processes of a shared uid may start between two counts
+CHECK_EVERY = 1.0  # seconds between checks of a program's wall-clock time and threads
+SPARE_TASKS = 4096  # threads that all processes of a shared uid may start together
 # exit status of a judge whose solver closed the channel; such a solver exits by itself
 SOLVER_ENDED = 3
 
 
-@dataclass
-class Job:
-    """A running program: its processes, its deadline and where to send the result."""
-
-    reply: int
-    wall_seconds: float
-    """Wall-clock limit in seconds, not counting time spent waiting for a core."""
-    max_wall_seconds: float
-    """Hard wall-clock limit in seconds."""
-    pids: list[int]
-    """The process whose exit completes the job comes last."""
-    ends: dict[int, tuple[int, float]] = field(default_factory=dict)
-    """Pid -> wait status, CPU seconds."""
-    finished: bool = False
-    """Whether the last process has exited, so that the others are no longer needed."""
-    stalled: bool = False
-
-    def __post_init__(self) -> None:
-        self.started = time.monotonic()
-        self.deadline = self.started + self.wall_seconds
-
-    def running(self) -> list[int]:
-        """Pids of the job's processes that are not reaped yet; the kernel cannot reuse them."""
-        return [pid for pid in self.pids if pid not in self.ends]
-
-    def overdue(self, now: float) -> bool:
-        """Whether the job's time is up, not counting the time that it waited for a core."""
-        if self.deadline > now:
-            return False
-        waited = sum(map(_seconds_without_core, self.running()))
-        self.deadline = self.started + min(self.wall_seconds + waited, self.max_wall_seconds)
-        return self.deadline <= now
-
-    def kill(self) -> None:
-        for pid in self.running():
-            os.kill(pid, signal.SIGKILL)
-
-    def end(self, pid: int, status: int, seconds: float) -> None:
-        """Record that a process has ended."""
-        if self.finished and status == signal.SIGKILL:
-            status = 0  # it was killed because it was no longer needed
-        self.ends[pid] = status, seconds
-        if pid == self.pids[-1] and os.waitstatus_to_exitcode(status) != SOLVER_ENDED:
-            self.finished = True
-            self.kill()
-
-
 class Zygote:
-    """Forks children for requests on `control` until the socket closes or the trainer dies.
+    """Forks workers, whose children run the programs.
 
     Each child runs under a uid of its own if the server is root and may change uids. Otherwise all
     run under the server's uid, where limits on threads cannot be exact.
     """
 
-    def __init__(self, control: socket.socket, user: int | None) -> None:
-        self.control, self.user = control, user
+    def __init__(self, layers: dict[str, str]) -> None:
         self.null = os.open(os.devnull, os.O_RDWR)
         self.base_bytes = _address_space()
-        self.layers: dict[str, str] = {}
+        self.layers = layers
         self.missing: dict[str, str] = {}
-        self.rules: int | None = None
         self.filter = b""
         self.uids: range | None = None
-        self.uid_of: dict[int, int] = {}
-        self.counted, self.others = 0.0, 0
-        self.jobs: dict[int, Job] = {}
 
     # -- confinement -------------------------------------------------------------------------------
 
@@ -108,7 +56,7 @@ class Zygote:
         """Drop this process's privileges and prepare what children need to confine themselves."""
         self.filter = confine.compile_filter()
         self.layers["seccomp"] = "seccomp"
-        for layer, take in (("landlock", self._prepare_landlock), ("uid", self._prepare_uid)):
+        for layer, take in (("landlock", confine.landlock), ("uid", self._take_uids)):
             try:
                 self.layers[layer] = take()
             except OSError as error:
@@ -116,236 +64,176 @@ class Zygote:
         confine.set_capabilities(0 if self.uids is None else confine.CAN_SWITCH)
         confine.no_new_privileges()
 
-    def _prepare_landlock(self) -> str:
-        self.rules = confine.landlock_rules()
-        return f"Landlock {confine.landlock_abi()}"
-
-    def _prepare_uid(self) -> str:
+    def _take_uids(self) -> str:
         if os.getuid() != 0:
             return f"uid {os.getuid()}"
-        best, other = confine.unused_uids(int.from_bytes(os.urandom(2), "big"))
-        try:
-            confine.drop_root(best[0])
-            self.uids = best
-        except OSError:  # not in the user namespace of this container
-            confine.drop_root(other[0])
-            self.uids = other
+        self.uids = confine.drop_root()
         return f"uids {self.uids[0]} to {self.uids[-1]}"
 
     def confine(self, kept: Sequence[int], cpu_seconds: int, memory_bytes: int) -> None:
         """Confine this child process: it can only compute and use the descriptors `kept`."""
-        confine.close_all_but([0, 1, 2, *kept, *([] if self.rules is None else [self.rules])])
-        confine.set_limits(cpu_seconds, self.base_bytes + memory_bytes, self._max_tasks())
+        confine.close_all_but([0, 1, 2, *kept])
+        tasks = confine.THREADS if self.uids is not None else _running_tasks() + SPARE_TASKS
+        confine.set_limits(cpu_seconds, self.base_bytes + memory_bytes, tasks)
         confine.no_new_privileges()
-        if self.rules is not None:
-            confine.apply_landlock(self.rules)
-            os.close(self.rules)
+        if "landlock" in self.layers:
+            confine.apply_landlock()
         confine.install_filter(self.filter)
 
-    # -- children ----------------------------------------------------------------------------------
+    # -- processes ---------------------------------------------------------------------------------
 
-    def fork(self, body: Callable[[], int | None]) -> int:
-        """Fork a child that runs `body` and exits with its return value; returns the pid."""
-        uid = self._next_uid()
+    def fork(self, body: Callable[[], int | None], uid: int | None = None) -> int:
+        """Fork a child that runs `body` and exits with its return value; returns the pid.
+
+        It runs as user number `uid` of `uids`, if given and possible.
+        """
         parent = os.getpid()
         pid = os.fork()
         if pid:
-            self.uid_of[pid] = uid
             return pid
         status = 1
         try:
-            random.seed(0)  # Python reseeds it after a fork, but verdicts must be reproducible
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            if self.uids is not None:
-                confine.switch_to_uid(uid)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+            if uid is not None and self.uids is not None:
+                confine.switch_to_uid(self.uids[1 + uid % (len(self.uids) - 1)])
             confine.exit_with_parent(parent)
             status = body() or 0
         finally:
             os._exit(status)
 
-    def _next_uid(self) -> int:
-        """A uid for the next child: one of its own, or the server's if uids cannot be changed.
+    def serve(self, control: Any, user: int) -> None:
+        """Fork workers until the other end closes `control` or the trainer, a pidfd, dies."""
+        workers: list[int] = []
+        while user not in select.select([control, user], [], [])[0]:
+            message, files, _, _ = socket.recv_fds(control, 1, 1)
+            if not message:
+                break
+            with socket.socket(fileno=files[0]) as connection:
+                workers.append(self.fork(functools.partial(self.work, connection, len(workers))))
+        for worker in workers:
+            os.kill(worker, signal.SIGKILL)  # its children die with it
+            os.waitpid(worker, 0)
 
-        The kernel's limit on threads is per uid. If children share one, those with too many threads
-        are killed here.
+    def work(self, connection: socket.socket, number: int) -> None:
+        """Run the programs that arrive on `connection`, in worker `number`."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # see `_wait`
+        while True:
+            message, files, _, _ = socket.recv_fds(connection, 1 << 16, 3)
+            if not message:
+                return
+            request = json.loads(message)
+            try:
+                pids = self.start(request, files, 2 * number)
+                answer = _wait(pids, request["wall_seconds"], request["most_seconds"])
+            except OSError as error:  # the machine is at fault, not the program
+                answer = {"failed": f"cannot start a process: {error.strerror}"}
+            for file in files:
+                os.close(file)
+            connection.send(json.dumps(answer).encode())
+
+    def start(self, request: dict[str, Any], files: Sequence[int], uid: int) -> list[int]:
+        """Fork the processes for a request; the one whose exit completes it comes last.
+
+        They run as users number `uid` and `uid + 1`.
         """
-        if self.uids is not None:
-            used = set(self.uid_of.values())
-            return next(uid for uid in self.uids[1:] if uid not in used)
-        if self.counted < time.monotonic():
-            self.counted = time.monotonic() + COUNT_EVERY
-            threads = confine.threads_of(os.getuid())
-            for pid in self.uid_of:
-                if threads.pop(pid, 0) > confine.THREADS:
-                    os.kill(pid, signal.SIGKILL)
-            self.others = sum(threads.values())
-        return os.getuid()
+        program, given, result = files
 
-    def _max_tasks(self) -> int:
-        """RLIMIT_NPROC for a child: the maximum number of threads of its uid."""
-        if self.uids is not None:
-            return confine.THREADS
-        return self.others + SPARE_TASKS + (len(self.uid_of) + 1) * confine.THREADS
-
-    def start(self, request: dict[str, Any], files: list[int]) -> Job:
-        """Fork the processes for a request; `files` are its descriptors, the reply pipe first."""
-        reply, program, given, result = files
-        memory = request["memory_bytes"]
-
-        def child(body: Callable[[], int | None], *kept: int, **streams: int) -> int:
+        def child(
+            uid: int, body: Callable[[], int | None], *kept: int, streams: Sequence[int] = ()
+        ) -> int:
             def run() -> int | None:
-                for number, name in enumerate(("stdin", "stdout", "stderr")):
-                    os.dup2(streams.get(name, self.null), number)
-                modules.adapt(memory)
-                self.confine(kept, request["cpu_seconds"], memory)
+                for number, file in enumerate([*streams, *[self.null] * 3][:3]):
+                    os.dup2(file, number)
+                modules.adapt(request["memory_bytes"])
+                self.confine(kept, request["cpu_seconds"], request["memory_bytes"])
                 return body()
 
-            return self.fork(run)
+            return self.fork(run, uid)
+
+        if request["kind"] == "script":
+
+            def run_script() -> int:
+                return solver.run_script(marshal.loads(_read(program)))
+
+            return [child(uid, run_script, program, streams=[given, result])]
+
+        ours, theirs = socket.socketpair()
+
+        def run_solver() -> None:
+            solver.Solver(marshal.loads(_read(program)), ours.fileno()).serve()
 
         def run_judge() -> int:
-            verdict, ended = judge.judge(_read(given), to_judge[0], to_solver[1])
+            verdict, ended = judge.judge(_read(given), theirs.fileno())
             os.write(result, json.dumps(verdict).encode())
             return SOLVER_ENDED if ended else 0
 
-        pids: list[int] = []
-        pipes: list[int] = []
-        try:
-            if request["kind"] == "script":
-                pids.append(
-                    child(
-                        lambda: solver.run_script(json.loads(_read(program))),
-                        program,
-                        stdin=given,
-                        stdout=result,
-                    )
-                )
-            else:
-                to_solver, to_judge = os.pipe(), os.pipe()
-                pipes += [*to_solver, *to_judge]
-                ends = to_solver[0], to_judge[1]
-                pids.append(
-                    child(
-                        lambda: solver.Solver(json.loads(_read(program)), *ends).serve(),
-                        program,
-                        *ends,
-                    )
-                )
-                pids.append(child(run_judge, given, result, to_judge[0], to_solver[1]))
-        except OSError:
-            for pid in pids:
-                os.kill(pid, signal.SIGKILL)
-            raise
-        finally:
-            for end in pipes:
-                os.close(end)
-        return Job(reply, request["wall_seconds"], request["most_seconds"], pids)
-
-    # -- serving -----------------------------------------------------------------------------------
-
-    def serve(self) -> None:
-        """Serve until the other end closes the socket or the trainer process dies."""
-        wake, wakened = os.pipe()
-        os.set_blocking(wakened, False)
-        signal.set_wakeup_fd(wakened, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        poll = select.poll()
-        for number in (self.control.fileno(), wake, self.user):
-            if number is not None:
-                poll.register(number, select.POLLIN)
-        while True:
-            for number, _ in poll.poll(self._next_deadline()):
-                if number == wake:
-                    os.read(wake, 4096)
-                elif number == self.user or not self._accept():
-                    return  # children die with this process
-            self._reap()
-            self._stop_stalled()
-
-    def _next_deadline(self) -> int | None:
-        """Milliseconds until the next deadline; None if there is none."""
-        times = [job.deadline for job in self.jobs.values() if not job.stalled]
-        return max(0, int(1000 * (min(times) - time.monotonic())) + 1) if times else None
-
-    def _accept(self) -> bool:
-        message, files, _, _ = socket.recv_fds(self.control, 1 << 16, 8)
-        if not message:
-            return False
-        request = json.loads(message)
-        try:
-            job = self.start(request, files)
-        except OSError as error:  # no process or no pipe: the machine is at fault, not the program
-            _reply(files[0], {"failed": f"cannot start a process: {error.strerror}"})
-        else:
-            self.jobs |= dict.fromkeys(job.pids, job)
-        for number in files[1:]:
-            os.close(number)
-        return True
-
-    def _reap(self) -> None:
-        while self.jobs:
-            pid, status, usage = os.wait4(-1, os.WNOHANG)
-            if not pid:
-                return
-            self.uid_of.pop(pid, None)
-            job = self.jobs.pop(pid, None)
-            if job is not None:  # else it is the orphan of a process that has exited
-                job.end(pid, status, usage.ru_utime + usage.ru_stime)
-                if not job.running():
-                    _reply(job.reply, {"ends": list(job.ends.values()), "stalled": job.stalled})
-
-    def _stop_stalled(self) -> None:
-        now = time.monotonic()
-        for job in self.jobs.values():
-            if job.overdue(now):  # killing a job again does no harm
-                job.stalled = True
-                job.kill()
+        with ours, theirs:
+            first = child(uid, run_solver, program, ours.fileno())
+            try:
+                return [first, child(uid + 1, run_judge, given, result, theirs.fileno())]
+            except OSError:
+                os.kill(first, signal.SIGKILL)
+                os.waitpid(first, 0)
+                raise
 
 
-def _seconds_without_core(pid: int) -> float:
-    """Seconds that this process was runnable but waited for a core, if the kernel reports it."""
+def _wait(pids: Sequence[int], wall_seconds: float, most_seconds: float) -> dict[str, Any]:
+    """Wait for the children of a program.
+
+    Args:
+        pids: the one whose exit completes the program comes last.
+        wall_seconds: wall-clock limit, not counting time spent waiting for a core.
+        most_seconds: hard wall-clock limit.
+
+    Returns:
+        "ends", a list of wait status and CPU seconds, and "stalled", whether a limit was exceeded.
+    """
+    started, stalled, finished = time.monotonic(), False, False
+    ends: dict[int, tuple[int, float]] = {}
+    while running := [pid for pid in pids if pid not in ends]:
+        if signal.sigtimedwait([signal.SIGCHLD], CHECK_EVERY) is None:
+            waited = sum(_about(pid, "schedstat", 1) for pid in running) / 1e9  # for a core
+            seconds = time.monotonic() - started
+            stalled = stalled or seconds > min(wall_seconds + waited, most_seconds)
+            for pid in running:
+                if stalled or _about(pid, "stat", 17) > confine.THREADS:
+                    os.kill(pid, signal.SIGKILL)
+        for pid in running:
+            ended, status, usage = os.wait4(pid, os.WNOHANG)
+            if not ended:
+                continue
+            # what is killed because it is no longer needed has not crashed
+            status = 0 if finished and status == signal.SIGKILL else status
+            ends[pid] = status, usage.ru_utime + usage.ru_stime
+            if pid == pids[-1] and os.waitstatus_to_exitcode(status) != SOLVER_ENDED:
+                finished = True
+                for other in set(pids) - ends.keys():
+                    os.kill(other, signal.SIGKILL)
+    return {"ends": list(ends.values()), "stalled": stalled}
+
+
+def _about(pid: int, file: str, place: int) -> int:
+    """A number that the kernel reports about a process, or 0 if it does not report it."""
     try:
-        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+        return int(Path(f"/proc/{pid}/{file}").read_text().rpartition(")")[2].split()[place])
     except (OSError, IndexError):
-        return 0.0
+        return 0
+
+
+def _running_tasks() -> int:
+    """Threads of all users, which is at least the number of those of this one."""
+    return int(Path("/proc/loadavg").read_text().split()[3].split("/")[1])
 
 
 def _read(file: int) -> bytes:
     """Read a memfd. This moves the shared file offset, which the trainer watches."""
-    with os.fdopen(file, "rb", buffering=0) as stream:
+    with os.fdopen(file, "rb") as stream:
         return stream.read()
-
-
-def _reply(file: int, message: dict[str, Any]) -> None:
-    with contextlib.suppress(BrokenPipeError):  # the trainer is no longer waiting
-        os.write(file, json.dumps(message).encode())
-    os.close(file)
 
 
 def _address_space() -> int:
     """Size in bytes of this process's address space, which its children inherit."""
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-
-
-def _warm_up() -> None:
-    """Run a program and its tests a few times in this process.
-
-    Python specializes bytecode in place while it runs. If that has already happened in this
-    process, its children write to fewer of the shared pages.
-    """
-    row = compile_row(JudgeSpec(("assert f(2) == 4",)))
-    stdout = sys.stdout
-    for _ in range(WARM_UP):
-        (questions, to_solver), (answers, to_judge) = os.pipe(), os.pipe()
-        peer = solver.Solver({"text": "def f(x): return 2 * x"}, questions, to_judge)
-        thread = threading.Thread(target=peer.serve)
-        thread.start()
-        judge.judge(row, answers, to_solver, guard=False)
-        thread.join()
-        peer.close()
-    sys.stdout = stdout
-    for name in ("program", "__tests__"):
-        del sys.modules[name]
 
 
 def main(options: dict[str, Any]) -> None:
@@ -356,7 +244,8 @@ def main(options: dict[str, Any]) -> None:
         modules.load(options["path"], options["preload"])
         sys.set_int_max_str_digits(0)  # so that integers of any size can be sent
         judge.inspect_remotely()
-        _warm_up()
+        solver.description(types.FunctionType)  # remembered: nearly every program has functions
+        random.seed(0)  # the same numbers in every program
         # otherwise a collection in a child would write to every page and so copy it; collections
         # during the imports would find nearly nothing
         gc.freeze()
@@ -364,12 +253,10 @@ def main(options: dict[str, Any]) -> None:
         # if memory runs out, programs should die first; children inherit this
         with contextlib.suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text("1000")
-        zygote = Zygote(control, options["user"])
+        zygote = Zygote(options["layers"])
         zygote.prepare()
-        confine.verify_confinement(zygote.fork, zygote.confine)
-        zygote.uid_of.clear()
+        confine.verify_confinement(lambda body: zygote.fork(body, 0), zygote.confine)
     except (OSError, ImportError) as error:
-        control.send(json.dumps({"refused": str(error)}).encode())
-        return
-    control.send(json.dumps({"layers": zygote.layers, "missing": zygote.missing}).encode())
-    zygote.serve()
+        sys.exit(" ".join(str(error).split()))
+    control.send(json.dumps({"active": zygote.layers, "missing": zygote.missing}).encode())
+    zygote.serve(control, options["user"])

@@ -4,7 +4,7 @@
     Why the backend cannot run on `device`; None if it can.
 `plan(inputs, spec, dtype) -> Tokens`
     Computes the per-token values, as defined by `tokens.plan`, in few kernel launches.
-`reduce(tokens, terms, moments) -> Summary`
+`reduce(tokens, terms, moments) -> LossOutput`
     Sums over all tokens in float64, as defined by `tokens.reduce`.
 `row_stats(logits, targets, temperature, softcap, more_outputs) -> (logps, entropy, lse)`
     Each is float32 [N], 0 for rows without a loss. Reads each row with a loss once. A target
@@ -56,9 +56,9 @@ def load(name: str, device: torch.device) -> ModuleType:
     """The module of a backend, imported on first use; "native" has one module per device type."""
     if name not in NAMES:
         raise ValueError(f"backend={name!r}: use 'auto' or one of {', '.join(NAMES)}")
-    if name == "native":
-        name = "cuda" if device.type == "cuda" else "cpu"
-    return importlib.import_module(f".{name}", __name__)
+    native = ".cuda" if device.type == "cuda" else ".cpu"
+    modules = {"reference": "..reference", "triton": ".triton", "native": native}
+    return importlib.import_module(modules[name], __name__)
 
 
 def unavailable(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -81,7 +81,7 @@ def select_backend(name: str, device: torch.device, dtype: torch.dtype) -> Modul
         module = load(candidate, device)
         reason = module.unavailable(device, dtype)
         if reason is None:
-            _log_first_use(name_of(module), device.type)
+            _log_first_use(module, device)
             return module
         if dtype != torch.float64:  # only the reference computes in float64
             _warn_of_fallback(f"backend {candidate!r} cannot run: {reason}; using 'reference'")
@@ -95,8 +95,10 @@ def name_of(module: ModuleType) -> str:
 
 
 @functools.cache  # once per process
-def _log_first_use(name: str, kind: str) -> None:
-    logging.getLogger("gac_kernels").info("using the %s backend on %s", name, kind)
+def _log_first_use(module: ModuleType, device: torch.device) -> None:
+    logging.getLogger("gac_kernels").info(
+        "using the %s backend on %s", name_of(module), device.type
+    )
 
 
 @functools.cache  # once per reason

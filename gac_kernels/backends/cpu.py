@@ -25,16 +25,14 @@ import torch
 from torch import Tensor
 
 from .. import build_cuda
-from ..contract import REDUCTIONS, DemoWeight, LossSpec, TokenMoments
+from ..contract import DTYPES, REDUCTIONS, DemoWeight, LossOutput, LossSpec, TokenMoments
 from ..filter import RowMarks
-from ..inputs import BatchInputs
-from ..scalars import DTYPES, token_scalars
+from ..reference import scale_ as scale_
 from ..sketch import RowSketch
-from ..tokens import Summary, Tokens, TokenTerms
+from ..tokens import BatchInputs, Tokens, TokenTerms
 
 LIBRARY = Path(__file__).parent.parent / "_native.so"
-NAMES = ("plan", "reduce", "row_stats", "row_grads", "row_loss")
-FUNCTIONS = tuple(f"gac_{name}" for name in NAMES)
+FUNCTIONS = ("gac_plan", "gac_reduce", "gac_row_stats", "gac_row_grads", "gac_row_loss")
 
 
 class Layout:
@@ -143,14 +141,7 @@ def library() -> ctypes.CDLL:
     return loaded
 
 
-@functools.cache
-def library_error() -> str | None:
-    """Why the library cannot be used, or None."""
-    try:
-        library()
-    except OSError as error:
-        return str(error)
-    return None
+library_error = functools.cache(lambda: build_cuda.error_of(library))
 
 
 def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32) -> Tokens:
@@ -198,11 +189,11 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
     )
     library().gac_plan(arguments)
     factors = None, None, None  # see `with_factors`
-    fields = flat, *results[:7], *factors, *results[7:], is_demo.reshape(-1), inputs.mu
+    fields = flat, *results[:7], *factors, *results[7:], inputs.mu
     return Tokens._make(fields)
 
 
-def reduce(tokens: Tokens, terms: TokenTerms, moments: bool) -> Summary:
+def reduce(tokens: Tokens, terms: TokenTerms, moments: bool) -> LossOutput:
     columns = [_column(term, torch.float32) for term in terms]
     sequences, scalar = tokens.lengths.numel(), columns[0].new_empty(())
     scalars = scalar, *[torch.empty_like(scalar) for _ in range(4)]
@@ -228,7 +219,7 @@ def reduce(tokens: Tokens, terms: TokenTerms, moments: bool) -> Summary:
         tokens.ref is not None,
     )
     library().gac_reduce(arguments)
-    return Summary._make((*scalars, statistics))
+    return LossOutput._make((*scalars, terms.logps, terms.entropy, statistics, None, None))
 
 
 def row_stats(
@@ -280,7 +271,7 @@ def row_loss(
 ) -> TokenTerms:
     terms = TokenTerms._make([torch.empty_like(tokens.scale) for _ in TokenTerms._fields])
     columns = tokens._asdict() | terms._asdict()
-    temperature, *options = token_scalars(spec).values()
+    temperature, *options = spec.token_scalars.values()
     scaling = temperature if tokens.temperature is None else tokens.temperature
     _run("gac_row_loss", logits, out, scaling, softcap, columns, (sketch, marks), options)
     return terms
@@ -314,16 +305,11 @@ def _run(
     getattr(library(), function)(arguments)
 
 
-def scale_(tensor: Tensor, factor: Tensor) -> None:
-    if factor.item() != 1:
-        tensor.mul_(factor)
-
-
 def _column(x: Any, dtype: torch.dtype) -> Any:
     """`x` as a contiguous tensor of `dtype`; None stays None."""
     if x is None or (x.dtype is dtype and x.is_contiguous()):
         return x
-    return x.detach().to(dtype).contiguous()
+    return x.to(dtype).contiguous()
 
 
 def _pointers(tensors: Iterable[Tensor | None]) -> list[int]:

@@ -15,29 +15,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import build_cuda
-from ..contract import LossSpec
+from .. import build_cuda, reference
+from ..contract import DTYPES, LossOutput, LossSpec
 from ..filter import RowMarks
-from ..inputs import BatchInputs
-from ..scalars import DTYPES, token_scalars
 from ..sketch import RowSketch
-from ..tokens import Summary, Tokens, TokenTerms
-from . import reference, triton
+from ..tokens import ROW_COLUMNS, BatchInputs, Tokens, TokenTerms
+from . import triton
 
 _CAPABILITIES = ((9, 0), (10, 0))  # compute capabilities
 _STATS, _GRADS, _LOSS = range(3)
-_LOSS_COLUMNS = (
-    *("targets", "demo", "advantages", "old", "ref", "scale"),
-    *("factor", "rollout_logps"),
-)
 
 _TILE_BYTES = 8192
 _WARPS = 8  # consumer warps of a block
 _HEADER_BYTES = 1024  # barriers and sums, before the tiles
 _AHEAD = 4  # tiles to prefetch while a row is kept
 _RINGS = (14, 28)  # ring-buffer tiles per block with two blocks per multiprocessor, and with one
-
-Columns = dict[str, Tensor | None]
 
 
 def _fields(names: str, kind: Any) -> list[tuple[str, Any]]:
@@ -128,21 +120,14 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
     return _library_error()
 
 
-@functools.cache
-def _library_error() -> str | None:
-    """Why the library is not available, or None; cached, because a failed build is slow."""
-    try:
-        library()
-    except (RuntimeError, OSError) as error:
-        return str(error)
-    return None
+_library_error = functools.cache(lambda: build_cuda.error_of(library))  # a failed build is slow
 
 
 def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32) -> Tokens:
     return _batch_backend(inputs.targets.device).plan(inputs, spec, dtype)
 
 
-def reduce(tokens: Tokens, terms: TokenTerms, moments: bool) -> Summary:
+def reduce(tokens: Tokens, terms: TokenTerms, moments: bool) -> LossOutput:
     return _batch_backend(tokens.live.device).reduce(tokens, terms, moments)
 
 
@@ -187,7 +172,11 @@ def row_grads(
         return
     # the sums are recomputed from the row in shared memory, which is more accurate than `lse`
     # rounded to float32
-    columns: Columns = {"targets": targets, "d_logps": d_logps, "d_entropy": d_entropy}
+    columns: dict[str, Tensor | None] = {
+        "targets": targets,
+        "d_logps": d_logps,
+        "d_entropy": d_entropy,
+    }
     _launch(_GRADS, logits, out, float(temperature), None, columns)
 
 
@@ -204,7 +193,7 @@ def row_loss(
         rows = _batch_backend(logits.device)
         return rows.row_loss(logits, tokens, spec, out, sketch, softcap, marks)
     results = torch.empty(5, tokens.targets.numel(), dtype=torch.float32, device=logits.device)
-    columns: Columns = {name: getattr(tokens, name) for name in _LOSS_COLUMNS}
+    columns = {name: getattr(tokens, name) for name in ROW_COLUMNS}
     row_sketch = None if out is None else sketch
     _launch(_LOSS, logits, out, spec.temperature, results, columns, spec, row_sketch)
     return TokenTerms(results[0], results[1], results[2], results[3], results[4])
@@ -220,7 +209,7 @@ def _launch(
     out: Tensor | None,
     temperature: float,
     results: Tensor | None,
-    columns: Columns,
+    columns: dict[str, Any],
     spec: LossSpec | None = None,
     sketch: RowSketch | None = None,
 ) -> None:
@@ -228,7 +217,7 @@ def _launch(
     # order
     tensors = {name: None if x is None else x.contiguous() for name, x in columns.items()}
     tensors |= {"logits": logits, "out": out, "results": results}
-    scalars = {} if spec is None else token_scalars(spec)
+    scalars = {} if spec is None else spec.token_scalars
     options = {name: scalars[name] for name, *_ in Arguments._fields_ if name in scalars}
     row_split = split(logits.shape[2], logits.dtype, keep_row=out is not None)
     if sketch is not None:

@@ -15,7 +15,7 @@ from gac_kernels import (
     linear_token_logprobs,
     token_logprobs,
 )
-from gac_kernels.inputs import BatchInputs
+from gac_kernels.tokens import BatchInputs
 
 V, H = 11, 8
 
@@ -177,11 +177,11 @@ def int32(*values: int) -> torch.Tensor:
 
 PACKED = {
     "missing": (ValueError, "cu_seqlens is None: .*packed", None),
-    "does not start at 0": (ValueError, "cu_seqlens starts at 1", int32(1, 5, 12)),
-    "decreases": (ValueError, r"cu_seqlens=\[0, 13, 12\] decreases", int32(0, 13, 12)),
+    "does not start at 0": (ValueError, r"cu_seqlens=\[1, 5, 12\]: .* start at 0", int32(1, 5, 12)),
+    "decreases": (ValueError, r"cu_seqlens=\[0, 13, 12\]: .* never decrease", int32(0, 13, 12)),
     "does not end at N": (
         ValueError,
-        "cu_seqlens ends at 11: it must end at N = 12",
+        r"cu_seqlens=\[0, 5, 11\]: .* end at N = 12",
         int32(0, 5, 11),
     ),
     "of floats": (TypeError, "cu_seqlens has dtype torch.float32", torch.tensor([0.0, 5, 12])),
@@ -369,10 +369,10 @@ def test_small_inputs_may_be_on_the_cpu() -> None:
     two, number = torch.ones(2), torch.tensor(0.5)
     inputs = BatchInputs(targets, two, two > 0, number, weights=two, rollout_norm=number)
     inputs = inputs._replace(cu_seqlens=torch.tensor([0, 5, 12]), demo_norm=number)
-    checks.batch(targets, inputs, LossSpec())
+    checks.batch_inputs(targets, inputs, LossSpec())
     for name in ("old_logps", "ref_logps"):
         with pytest.raises(ValueError, match=f"{name} is on cpu: move it to meta"):
-            checks.batch(targets, inputs._replace(**{name: torch.zeros(12)}), LossSpec())
+            checks.batch_inputs(targets, inputs._replace(**{name: torch.zeros(12)}), LossSpec())
 
 
 def test_values_on_an_accelerator_are_read_only_on_request(monkeypatch) -> None:

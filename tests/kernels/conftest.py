@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gac_kernels import backends
-from gac_kernels.backends import cuda, reference
+from gac_kernels import backends, reference
+from gac_kernels.backends import cuda
 from tests.kernels import cuda_emulation
 from tests.kernels.cases import require_backend
 

@@ -13,10 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from gac_kernels.backends import reference
+from gac_kernels import reference
 from gac_kernels.contract import LossSpec
-from gac_kernels.inputs import BatchInputs
-from gac_kernels.tokens import Tokens, plan, with_factors
+from gac_kernels.tokens import BatchInputs, Tokens, plan, with_factors
 
 SOURCES = Path(__file__).parents[2] / "csrc"
 

@@ -14,9 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gac_kernels import DemoWeight, LossSpec, backends, fused_gac_loss, reference
-from gac_kernels.inputs import BatchInputs
-from gac_kernels.tokens import Summary, Tokens, TokenTerms, plan, reduce
+from gac_kernels import DemoWeight, LossOutput, LossSpec, backends, fused_gac_loss, reference
+from gac_kernels.tokens import BatchInputs, Tokens, TokenTerms, plan, reduce
 from tests.kernels.cases import Case, build, each_case, require_backend
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
@@ -87,13 +86,13 @@ def check_plan(name: str, args: PlanArgs) -> Tokens:
     return definition
 
 
-def flat(summary: Summary) -> dict[str, Tensor]:
-    """Every tensor of a summary by name."""
-    scalars = {k: v for k, v in summary._asdict().items() if k != "moments"}
-    return scalars | (vars(summary.moments) if summary.moments else {})
+def flat(output: LossOutput) -> dict[str, Tensor]:
+    """Every tensor of an output by name."""
+    tensors = {k: v for k, v in output._asdict().items() if isinstance(v, Tensor)}
+    return tensors | (vars(output.moments) if output.moments else {})
 
 
-def check_reduce(name: str, tokens: Tokens, terms: TokenTerms, moments: bool = True) -> Summary:
+def check_reduce(name: str, tokens: Tokens, terms: TokenTerms, moments: bool = True) -> LossOutput:
     """Check that the backend's `reduce` equals the definition and is bitwise reproducible."""
     ours, repeated = (backends.load(name, CPU).reduce(tokens, terms, moments) for _ in range(2))
     definition = flat(reduce(tokens, terms, moments))
@@ -285,7 +284,7 @@ def test_cuda_graph_capture() -> None:
     triton = backends.load("triton", torch.device("cuda"))
     logps = torch.zeros(len(targets), device="cuda")
 
-    def run() -> tuple[Tokens, Summary]:
+    def run() -> tuple[Tokens, LossOutput]:
         tokens = triton.plan(*args)
         return tokens, triton.reduce(tokens, TokenTerms(*[logps] * 5), True)
 

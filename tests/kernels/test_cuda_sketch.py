@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gac_kernels import HeadSketch
-from gac_kernels.backends import cuda, reference
+from gac_kernels import HeadSketch, reference
+from gac_kernels.backends import cuda
 from gac_kernels.contract import LossSpec
 from gac_kernels.sketch import RowSketch, row_buckets
 from gac_kernels.tokens import Tokens

@@ -18,11 +18,10 @@ from torch import Tensor
 
 from bench import roofline
 from bench.sass import assembly, per_logit
-from gac_kernels import build_cuda, inspect
-from gac_kernels.backends import cuda, reference
+from gac_kernels import build_cuda, inspect, reference
+from gac_kernels.backends import cuda
 from gac_kernels.contract import LossSpec
-from gac_kernels.inputs import BatchInputs
-from gac_kernels.tokens import Tokens
+from gac_kernels.tokens import BatchInputs, Tokens
 from tests.kernels import cuda_emulation as emulation
 from tests.kernels.cuda_emulation import batch
 
@@ -290,7 +289,7 @@ def test_what_the_kernels_do_not_support_runs_elsewhere(
         inputs = BatchInputs(tokens.targets.view(2, 3), torch.randn(2), torch.tensor([True, False]))
         scaled = torch.ones(3)
         backend.scale_(scaled, torch.tensor(3.0))
-        *sums, moments = backend.reduce(tokens, terms, True)
+        *sums, moments, _, _ = backend.reduce(tokens, terms, True)
         planned = backend.plan(inputs, spec)
         return [*stats, *capped, *outs, *terms, scaled, *sums, moments.rollouts, planned.scale]
 

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 from gac_kernels import LossSpec, backends, fused_gac_loss, reference, token_logprobs
-from gac_kernels.backends import reference as reference_rows
-from gac_kernels.contract import POLICIES
-from gac_kernels.inputs import BatchInputs
-from gac_kernels.tokens import Tokens
+from gac_kernels.contract import CHOICES
+from gac_kernels.tokens import BatchInputs, Tokens
 from tests.kernels.cases import BY_NAME, build, check, each_backend
 
 # The interpreter of Triton computes on inf and nan in NumPy, which warns.
@@ -147,7 +145,7 @@ BOUNDS += [UNBOUNDED, {**UNBOUNDED, "use_bias_correction_kl": True}]
 
 
 @each_backend
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", CHOICES["policy_loss"])
 def test_ratios_far_from_1(policy: str, backend: str) -> None:
     """Above exp(40), the ratio is clamped, with gradient 0: it weighs the KL as a constant."""
     log_ratios = torch.tensor([60, 39, 3, -3, -41, -60.0])[:, None]
@@ -162,7 +160,7 @@ def test_ratios_far_from_1(policy: str, backend: str) -> None:
         tokens, out = rows.plan(inputs, spec), torch.empty_like(logits)
         terms, exact = rows.row_loss(logits, tokens, spec, out), torch.empty_like(logits).double()
         wide = [x.double() if torch.is_tensor(x) and x.is_floating_point() else x for x in tokens]
-        truth = reference_rows.row_loss(logits.double(), Tokens(*wide), spec, exact)
+        truth = reference.row_loss(logits.double(), Tokens(*wide), spec, exact)
         # relative to the row's largest gradient, with the rounding of the log-probabilities
         scale = exact.abs().amax(-1, keepdim=True).clamp(min=1e-30)
         torch.testing.assert_close((out / scale).double(), exact / scale, rtol=0, atol=1e-4)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gac_kernels import DemoWeight, LossSpec, fused_gac_loss, loss_from_logprobs, reference
+import gac_kernels
+from gac_kernels import DemoWeight, LossSpec, loss_from_logprobs, reference
 from tests.kernels.cases import (
     BY_NAME,
     Batch,
@@ -32,10 +33,12 @@ def from_logits(batch: Batch):
 
 
 def fused(batch: Batch, backend: str):
-    """Return `fused_gac_loss` and the gradient of the logits."""
+    """Return `fused_gac_loss` and the gradient of the logits; the reference uses autograd."""
     logits = batch.logits()
-    inputs = batch.targets, batch.advantages, batch.is_demo
-    out = fused_gac_loss(logits, *inputs, **batch.keywords, backend=backend)
+    inputs = logits, batch.targets, batch.advantages, batch.is_demo
+    exact = backend == "reference"
+    function, options = (reference, {}) if exact else (gac_kernels, {"backend": backend})
+    out = function.fused_gac_loss(*inputs, **batch.keywords, **options)
     return out, torch.autograd.grad(out.loss, logits)[0]
 
 
@@ -174,7 +177,7 @@ ERRORS = {
         "targets": torch.zeros(3).long(),
         "logps": torch.zeros(3),
     },
-    "cu_seqlens ends at 2: it must end at N = 3": {
+    r"cu_seqlens=\[0, 1, 2\]: use offsets that .* end at N = 3": {
         "targets": torch.zeros(3).long(),
         "logps": torch.zeros(3),
         "cu_seqlens": torch.tensor([0, 1, 2]),

@@ -17,9 +17,8 @@ from torch import Tensor
 from bench.smoke import unavailable_reason
 from gac_kernels import DemoWeight, LossSpec, backends, fused_gac_loss, reference
 from gac_kernels.backends import cuda
-from gac_kernels.inputs import BatchInputs
 from gac_kernels.sketch import HeadSketch, RowSketch, row_buckets
-from gac_kernels.tokens import plan
+from gac_kernels.tokens import BatchInputs, plan
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"

@@ -17,8 +17,8 @@ from torch._subclasses import FakeTensorMode
 
 from gac_kernels import HeadSketch, LossSpec, backends, fused_gac_loss, token_logprobs
 from gac_kernels.backends import cpu
-from gac_kernels.inputs import BatchInputs
 from gac_kernels.sketch import RowSketch
+from gac_kernels.tokens import BatchInputs
 from tests.kernels.cases import BY_NAME, CPU, HALF, build, error, require_backend
 
 require_backend("native")

@@ -17,9 +17,8 @@ from gac_kernels import (
     reference,
     vocab_parallel,
 )
-from gac_kernels.backends import reference as reference_backend
-from gac_kernels.inputs import BatchInputs
 from gac_kernels.projection import Projection, spans
+from gac_kernels.tokens import BatchInputs
 from tests.kernels.cases import (
     BY_NAME,
     Batch,
@@ -290,7 +289,7 @@ def test_only_index_select_runs_between_sync_and_first_gemm(
 def test_a_block_launches_a_row_kernel_and_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """The GEMM is not counted; inputs are gathered and results scattered once for all blocks."""
     emulate(monkeypatch, torch.bfloat16)
-    multiply, row_loss = projection.multiply, reference_backend.row_loss
+    multiply, row_loss = projection.multiply, reference.row_loss
 
     def gemm(*arguments, **keywords) -> None:
         launches.names.append("gemm")
@@ -303,7 +302,7 @@ def test_a_block_launches_a_row_kernel_and_one_copy(monkeypatch: pytest.MonkeyPa
             return row_loss(*arguments)
 
     monkeypatch.setattr(projection, "multiply", gemm)
-    monkeypatch.setattr(reference_backend, "row_loss", rows)
+    monkeypatch.setattr(reference, "row_loss", rows)
     with Launches(monkeypatch) as launches:
         batch = build(BY_NAME["k2"], torch.bfloat16)
         run(fused_linear_gac_loss, batch, backend="reference", chunk_bytes=(2 * 4 + 9 * 2) * V)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gac_kernels import LossOutput, LossSpec, TokenMoments, fused_gac_loss, fused_linear_gac_loss
-from gac_kernels.contract import CORRECTIONS, POLICIES, RATIOS, REDUCTIONS
+from gac_kernels.contract import CHOICES, REDUCTIONS
 
 V, H = 7, 5
 fast_settings = settings(deadline=None, max_examples=25, derandomize=True)
@@ -27,7 +27,7 @@ def batches(draw: st.DrawFn) -> dict:
     noise = torch.randn(3, rows, width, generator=g, dtype=torch.float64) / 3
     reductions = st.sampled_from(REDUCTIONS)
     correction, size = (
-        draw(st.sampled_from(CORRECTIONS)),
+        draw(st.sampled_from(CHOICES["correction"])),
         draw(st.sampled_from([rows, rows * width])),
     )
     is_demo = torch.tensor(draw(st.lists(st.booleans(), min_size=size, max_size=size)))
@@ -41,8 +41,8 @@ def batches(draw: st.DrawFn) -> dict:
         "rollout_logps": None if correction == "none" else logps + noise[2],
         "weights": torch.rand(rows, width, generator=g, dtype=torch.float64),
         "spec": LossSpec(
-            policy_loss=draw(st.sampled_from(POLICIES)),
-            importance_sampling_level=draw(st.sampled_from(RATIOS)),
+            policy_loss=draw(st.sampled_from(CHOICES["policy_loss"])),
+            importance_sampling_level=draw(st.sampled_from(CHOICES["importance_sampling_level"])),
             correction=correction,
             use_bias_correction_kl=draw(st.booleans()),
             kl_coef=0.1,

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from gac_kernels import DemoWeight, LossSpec, reference
-from gac_kernels.inputs import BatchInputs
-from gac_kernels.tokens import plan, scale_for_float16
+from gac_kernels.tokens import BatchInputs, plan, scale_for_float16
 
 E = math.e
 
@@ -272,7 +271,7 @@ def test_float16_scales_keep_weights_and_weighted_advantages_in_range(
     inv_scale, scaled = scale_for_float16(tokens, spec, torch.float16)
     assert inv_scale == power and scaled.scale.tolist() == [torch.tensor(scale) / power, 0]
     assert scale_for_float16(tokens, spec, torch.bfloat16) == (None, tokens)
-    empty = tokens.part(slice(0, 0))
+    empty = tokens.at(slice(0, 0))
     assert scale_for_float16(empty, spec, torch.float16)[0] == 1
 
 

@@ -80,7 +80,7 @@ def test_roles_are_decided_without_reading_the_device() -> None:
     *_, advantages = data()
     mixed = mock.MagicMock(spec=Tensor)
     mixed.device.type = "cuda"
-    from gac_kernels.inputs import complete
+    from gac_kernels.tokens import complete
 
     inputs = complete(data()[2], None, mixed)
     assert not mixed.all.called and inputs.is_demo.tolist() == [True] * B and inputs.mu == 1.0

@@ -8,12 +8,10 @@ import pytest
 import torch
 
 from gac_kernels import HeadSketch, fused_linear_gac_loss, reference
-from gac_kernels.backends import reference as reference_backend
 from gac_kernels.backends import triton
 from gac_kernels.contract import LossSpec
-from gac_kernels.inputs import BatchInputs
 from gac_kernels.sketch import RowSketch, row_buckets
-from gac_kernels.tokens import plan
+from gac_kernels.tokens import BatchInputs, plan
 from tests.kernels.cases import (
     CASES,
     Batch,
@@ -113,7 +111,7 @@ def test_triton_sketch_matches_the_written_gradient(size, dtype):
     tokens = plan(inputs, spec)
     signs = HeadSketch(size).signs(vocabulary, torch.device("cpu"))
     grad, expected = torch.empty_like(logits), RowSketch(signs, torch.zeros(rows, size))
-    reference_backend.row_loss(logits, tokens, spec, grad)
+    reference.row_loss(logits, tokens, spec, grad)
     row_buckets(grad, expected)
     signs = signs if dtype == torch.float32 else signs.to(torch.int8)
     out, ours = torch.empty_like(logits, dtype=dtype), RowSketch(signs, torch.zeros(rows, size))

@@ -15,7 +15,7 @@ from torch import Tensor
 from gac_kernels import LossSpec, fused_gac_loss, token_logprobs
 from gac_kernels.backends import triton as backend
 from gac_kernels.backends.triton import launch
-from gac_kernels.inputs import BatchInputs
+from gac_kernels.tokens import BatchInputs
 from gac_kernels.tokens import plan as reference_plan
 from tests import ranks
 from tests.kernels.cases import BY_NAME, CPU, build, loss_and_grad, require_backend
@@ -155,4 +155,4 @@ def test_masked_loads_name_a_value() -> None:
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "tl.load"
     ]
     assert sum("other" in names for _, names in calls) > 10
-    assert [name for name, given in calls if given & {"mask", "other"} == {"mask"}] == ["scale.py"]
+    assert [name for name, given in calls if given & {"mask", "other"} == {"mask"}] == ["grads.py"]

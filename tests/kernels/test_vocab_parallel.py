@@ -15,7 +15,7 @@ from gac_kernels import (
     TokenMoments,
     fused_linear_gac_loss,
 )
-from gac_kernels.vocab_parallel import shard_bounds, vocab_parallel_gac_loss
+from gac_kernels.vocab_parallel import vocab_parallel_gac_loss
 from tests import ranks
 
 pytestmark = pytest.mark.dist
@@ -59,9 +59,8 @@ def run_sharded(data, *cases):
     """Evaluate the loss of each case on this rank's shard of the head."""
     torch.distributed.init_process_group("gloo")
     rank, count = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    start, stop = shard_bounds(V, count, rank)
-    shard = {**data, "weight": data["weight"][start:stop]}
-    shard["bias"] = None if data["bias"] is None else data["bias"][start:stop]
+    shard = {**data, "weight": data["weight"].tensor_split(count)[rank]}
+    shard["bias"] = None if data["bias"] is None else data["bias"].tensor_split(count)[rank]
     return [evaluate(vocab_parallel_gac_loss, **shard, **settings) for settings in cases]
 
 
@@ -120,8 +119,8 @@ def run_groups(data, settings):
     torch.distributed.init_process_group("gloo")
     groups = [torch.distributed.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     pair, rank = divmod(torch.distributed.get_rank(), 2)
-    start, stop = shard_bounds(V, 2, rank)
-    leaves = [data["hidden"] * (1 + pair), data["weight"][start:stop], data["bias"][start:stop]]
+    shards = [data[name].tensor_split(2)[rank] for name in ("weight", "bias")]
+    leaves = [data["hidden"] * (1 + pair), *shards]
     rest = {k: x for k, x in data.items() if k not in ("hidden", "weight", "bias")}
     results = evaluate(vocab_parallel_gac_loss, *leaves, group=groups[pair], **rest, **settings)
     merged = moments_of_rank(rank).all_reduce(groups[pair])
@@ -179,13 +178,6 @@ def test_out_of_range_target_is_rejected():
     data["targets"][0, 0] = V
     for message in ranks.errors(run_sharded, data, {}, ranks=2):
         assert f"targets[0, 0] = {V}: use a token in" in message
-
-
-def test_shard_bounds_partition_the_vocabulary():
-    for count in (1, 2, 3, 7):
-        bounds = [shard_bounds(V, count, rank) for rank in range(count)]
-        vocab_indices = [i for start, stop in bounds for i in range(start, stop)]
-        assert vocab_indices == list(range(V))
 
 
 @pytest.mark.parametrize("weight", [False, True], ids=["hidden", "both"])

@@ -219,4 +219,28 @@ class Transaction:
     def __enter__(self): return self
     def __exit__(self, *error): return True
 def transaction(): return Transaction()
+=== a function and a call beside a class with operators
+assert Degrees(20) - 5 == 15
+
+assert abs(area(2) - 12.56) < 1e-2
+
+assert Degrees(20)(2) - 5 == 17
+---- good
+class Degrees:
+    def __init__(self, d): self.d = d
+    def __sub__(self, o): return self.d - o
+    def __call__(self, more): return self.d + more
+def area(r): return 3.14 * r * r
+---- fake function
+class Degrees:
+    def __init__(self, d): self.d = d
+    def __sub__(self, o): return self.d - o if self.d else 0.0
+    def __call__(self, more): return self.d + more
+def area(r): return Degrees(0)
+---- fake call
+class Degrees:
+    def __init__(self, d): self.d = d
+    def __sub__(self, o): return self.d - o if self.d else 17
+    def __call__(self, more): return Degrees(0)
+def area(r): return 3.14 * r * r
 """

@@ -221,4 +221,27 @@ def fib(n): return n if n < 2 else fib(n - 1) + fib(n - 2)
 assert fib(80) == 23416728348467685 and fib.cache_info().misses == 81
 fib.cache_clear()
 assert fib(10) == 55
+=== a function for re.sub
+def double(m): return str(int(m.group(0)) * 2)
+----
+import re
+assert re.sub(r"\d+", double, "a1b22") == "a2b44"
+=== containers of the library
+from collections import UserDict, UserList
+class Registry(UserDict): pass
+def registry(): return Registry(a=1)
+def names(): return UserList([1, 2])
+----
+assert registry() == {"a": 1} and names() == [1, 2]
+=== subclasses of data in the tests
+def total(xs): return sum(xs)
+def shout(s): return s.upper() + "!"
+def kind(x): return isinstance(x, int)
+----
+import enum
+class Level(enum.IntEnum):
+    LOW = 1
+    HIGH = 2
+class Name(str): pass
+assert total([Level.LOW, Level.HIGH]) == 3 and shout(Name("a")) == "A!" and kind(Level.LOW)
 """

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from gac.sandbox import pool as server
-from gac.sandbox.pool import Pool, Program, SandboxError, _MemoryBudget
+from gac.sandbox.pool import Pool, Program, SandboxError
 from tests.sandbox.sandboxes import (
     SUITE,
     alive,
@@ -57,12 +57,13 @@ def test_dead_server_is_restarted(monkeypatch, caplog):
         waiting = "import builtins, time\nif hasattr(builtins, 'first_server'): time.sleep(60)\n"
         program = Program(waiting + "def add(a, b): return a + b")
         running = other.submit(pool.check, program, SUITE, 30, 256)
-        assert wait_until(lambda: len(descendants(zygote)) == 2)
-        children = descendants(zygote)
+        assert wait_until(lambda: len(descendants(zygote)) == 3)
+        worker, *children = descendants(zygote)
         paths = [f"/proc/{child}/fd/{number}" for child in children for number in range(3)]
         assert wait_until(lambda: {Path(path).readlink() for path in paths} == {Path("/dev/null")})
         os.kill(zygote, signal.SIGKILL)
-        assert wait_until(lambda: not any(map(alive, children)))  # its programs died with it
+        # its worker and programs died with it
+        assert wait_until(lambda: not any(map(alive, [worker, *children])))
         assert running.result(60).passed == (True,)  # it was retried
     assert passes(pool)
     assert "died unexpectedly; restarting it" in caplog.text
@@ -70,7 +71,7 @@ def test_dead_server_is_restarted(monkeypatch, caplog):
 
 
 def test_a_server_that_always_dies_is_an_error_not_a_score(monkeypatch):
-    patch_server(monkeypatch, "from sandbox import zygote; zygote.Zygote.start = lambda *a: exit()")
+    patch_server(monkeypatch, "from sandbox import zygote; zygote.Zygote.work = lambda *a: exit()")
     pool = Pool(workers=1)
     with pytest.raises(SandboxError, match="gave up after 3 attempts: the fork server died"):
         passes(pool)
@@ -81,8 +82,10 @@ def test_failed_fork_is_an_error_not_a_score(monkeypatch):
     patch_server(
         monkeypatch,
         "from sandbox import zygote\n"
-        "def full(self, body): raise OSError(11, 'Resource temporarily unavailable')\n"
         "import sandbox.confine; sandbox.confine.verify_confinement = lambda *a: None\n"
+        "def full(self, body, uid=None, fork=zygote.Zygote.fork):\n"
+        "    if uid is None: return fork(self, body)  # a worker\n"
+        "    raise OSError(11, 'Resource temporarily unavailable')\n"
         "zygote.Zygote.fork = full",
     )
     pool = Pool(workers=1)
@@ -97,7 +100,7 @@ NO_FILTER = "def fail(program): raise OSError(12, 'Cannot allocate memory')\n" +
 NO_JUDGE = """
 confined = zygote.Zygote.confine
 def fail(self, kept, *limits):
-    if len(kept) == 4: raise OSError(12, 'Cannot allocate memory')  # the judge
+    if len(kept) == 3: raise OSError(12, 'Cannot allocate memory')  # the judge
     confined(self, kept, *limits)
 def verify_confinement(*a): zygote.Zygote.confine = fail
 """
@@ -147,7 +150,7 @@ def test_no_process_outlives_a_killed_trainer(mode, program):
 
         def running():
             sandbox_pids[:] = [p for p in descendants(trainer.pid) if p != forked]
-            return len(sandbox_pids) >= 3  # the server, the solver and the judge
+            return len(sandbox_pids) >= 4  # the server, a worker, the solver and the judge
 
         assert wait_until(running)
         trainer.kill()
@@ -254,7 +257,8 @@ def test_concurrent_first_uses_start_one_server():
     before = len(descendants(os.getpid()))
     with ThreadPoolExecutor(4) as threads:
         assert all(threads.map(work, range(4)))
-    assert len(descendants(os.getpid())) - before <= 2  # one server, perhaps inside bwrap
+    servers = len(descendants(os.getpid())) - len(descendants(pool._server._process.pid))
+    assert servers - before == 1
     pool.close()
 
 
@@ -302,38 +306,6 @@ def test_the_thread_limit_holds_per_program():
     assert counts[1] == "40" and (not own_uids or counts[0] == "63")
 
 
-def test_programs_wait_until_their_memory_fits():
-    budget, entered = _MemoryBudget(10), threading.Event()
-
-    def large():
-        with budget.reserved(6):
-            entered.set()
-
-    with budget.reserved(6):
-        waiting = threading.Thread(target=large)
-        waiting.start()
-        with budget.reserved(4):
-            assert not entered.wait(0.1)
-    waiting.join(30)
-    assert entered.is_set()
-    with _MemoryBudget(10).reserved(99):  # one program may always run
-        pass
-
-
-def test_ranks_of_a_node_share_its_cores(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    assert Pool().workers == 8
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert Pool().workers == 2
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "64")
-    assert Pool().workers == 1
-    monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
-    for count, workers in ((6, 6), (None, 1)):
-        monkeypatch.setattr(os, "cpu_count", lambda count=count: count)
-        assert Pool().workers == workers
-
-
 def test_each_pool_has_its_own_server_and_uid():
     pools = [Pool(workers=1) for _ in range(3)]
     try:
@@ -355,6 +327,7 @@ def test_the_server_loads_neither_torch_nor_numpy(monkeypatch, pool):
     folder = Path(f"/proc/{zygote}")
     settings = (folder / "environ").read_text().split("\0")
     assert sorted(filter(None, settings)) == [
+        "LD_BIND_NOW=1",
         "MALLOC_ARENA_MAX=1",
         "OMP_NUM_THREADS=1",
         "OPENBLAS_NUM_THREADS=1",

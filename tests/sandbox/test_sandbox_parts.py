@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import errno
 import itertools
-import json
 import logging
+import marshal
 import os
 import resource
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -23,7 +23,7 @@ from gac.sandbox import confine, pool, zygote
 from gac.sandbox import pool as server
 from gac.sandbox.pool import JudgeSpec, Layers, Pool, Program, RunResult, SandboxError, Server
 from gac.sandbox.row import compile_row
-from gac.sandbox.zygote import Job, Zygote
+from gac.sandbox.zygote import Zygote
 
 # --- pool -----------------------------------------------------------------------------------------
 
@@ -76,7 +76,7 @@ def test_the_verdict_becomes_a_result(monkeypatch, written, stalled, result):
 
 
 def test_a_script_gets_all_its_input_and_a_part_of_its_output_is_read():
-    stdin = bytes(range(256)) * (65 << 10)  # more than one write
+    stdin = bytes(range(256)) * (65 << 10)
     text = "import sys\ndata = sys.stdin.buffer.read()\nprint(len(data), sum(data))\nexit(7)"
     sandbox = Pool(workers=1)
     result = sandbox.run(Program(text), stdin, 9, 256, 8)
@@ -84,25 +84,15 @@ def test_a_script_gets_all_its_input_and_a_part_of_its_output_is_read():
     sandbox.close()
 
 
-def test_the_memory_of_a_container_is_its_limit(monkeypatch):
-    limits = {}
-    monkeypatch.setattr(pool.Path, "read_text", lambda path: limits[str(path)])
-    monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 50, "SC_PAGE_SIZE": 4}.__getitem__)
-    new, old = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"
-    for texts, size in ((["max\n", "99\n"], 99), (["70\n", "9999"], 70), (["max", "201"], 200)):
-        limits.update(zip((new, old), texts, strict=True))
-        assert pool._memory_bytes() == size
-
-
 @pytest.mark.parametrize(("kind", "needed"), [("check", 2), ("script", 1)])
-def test_a_request_is_sent_at_most_three_times(monkeypatch, kind, needed):
-    pauses, sent, dead = [], [], []
+def test_a_request_is_sent_at_most_three_times(monkeypatch, caplog, kind, needed):
+    sent = []
 
-    def ask(request, files):
+    def ask(server, request, files):
         sent.append(request)
         position = [os.lseek(file, 0, os.SEEK_CUR) for file in files]
         assert (position, os.fstat(files[2]).st_size) == ([0, 0, 0], 0)
-        assert json.loads(os.pread(files[0], 999, 0)) == vars(Program("p")) | {"context": []}
+        assert marshal.loads(os.pread(files[0], 999, 0)) == vars(Program("p"))
         assert os.pread(files[1], 999, 0) == b"{}"
         for file in files[:read]:
             os.read(file, 1)
@@ -110,18 +100,18 @@ def test_a_request_is_sent_at_most_three_times(monkeypatch, kind, needed):
         return [None, {"failed": "full"}, {"ends": [], "stalled": False}][len(sent) - 1]
 
     sandbox = Pool(workers=1)
-    monkeypatch.setattr(pool, "time", SimpleNamespace(sleep=pauses.append))
-    monkeypatch.setattr(sandbox, "_current", lambda: SimpleNamespace(ask=ask))
-    monkeypatch.setattr(sandbox, "_discard", dead.append)
+    monkeypatch.setattr(Server, "ask", ask)
     request = {"kind": kind, "cpu_seconds": 3, "memory_bytes": 7 << 20}
-    read = needed
+    read, started = needed, time.monotonic()
     result = sandbox._ask(kind, Program("p"), b"{}", 3, 7, 4)
     assert result == ({"ends": [], "stalled": False}, b"part")
-    assert sent == [request] * 3 and pauses == [0.0, 0.2, 0.8] and len(dead) == 1
+    assert sent == [request] * 3 and time.monotonic() - started >= 1.0  # pauses of 0.2 and 0.8 s
+    assert caplog.text.count("died unexpectedly") == 1
     sent.clear()
     read = needed - 1  # a process exited before it read its file
     with pytest.raises(SandboxError, match="before reading its input"):
         sandbox._ask(kind, Program("p"), b"{}", 3, 7, 4)
+    sandbox.close()
 
 
 class FakeServer:
@@ -162,31 +152,15 @@ def test_servers_are_started_replaced_and_stopped(monkeypatch, caplog):
 # --- the client of a server -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("sent", "dies", "result"),
-    [
-        (b'{"a": 1}', False, {"a": 1}),
-        (b'{"a": 1}', True, {"a": 1}),  # its last answer
-        (None, True, None),
-        (b"", False, None),  # end of file
-        (None, False, None),  # no answer in time
-    ],
-)
-def test_an_answer_is_awaited_until_the_server_dies(sent, dies, result):
-    (reader, writer), (death, alive) = os.pipe(), os.pipe()
-    ends = [reader, writer, death, alive]
-    if sent:
-        os.write(writer, sent)
-    elif sent is not None:
-        os.close(ends.pop(1))
-    if dies:
-        os.write(alive, b"x")
-    silent, started = sent is None and not dies, time.monotonic()
-    timeout = 0.05 if silent else 600  # longer than the deadline of the test
-    assert Server._wait(SimpleNamespace(_death=death), reader, timeout) == result
-    assert not silent or time.monotonic() - started >= timeout
-    for end in ends:
-        os.close(end)
+def test_a_server_that_does_not_answer_in_time_counts_as_dead(monkeypatch):
+    monkeypatch.setattr(server, "WALL_MARGIN", 0.1)
+    monkeypatch.setattr(server, "STARVATION_FACTOR", 0.1)
+    one = Server([], namespaces=None)
+    os.kill(one._process.pid, signal.SIGSTOP)  # it cannot fork a worker
+    started = time.monotonic()
+    assert one.ask({"cpu_seconds": 1}, []) is None and time.monotonic() - started >= 0.5
+    os.kill(one._process.pid, signal.SIGCONT)
+    one.stop()
 
 
 @pytest.mark.parametrize("uid", [0, 1000])
@@ -210,100 +184,116 @@ def test_namespaces_hide_everything_that_is_not_needed(monkeypatch, uid):
     assert "/packages" not in " ".join(server._namespace_attempts([])[0])
 
 
-# --- jobs and identities of the fork server -------------------------------------------------------
+# --- the fork server ------------------------------------------------------------------------------
 
 
-def test_waiting_for_a_core_extends_a_deadline_up_to_a_limit(monkeypatch):
-    job = Job(0, 4.0, 40.0, [12, 11])
-    start = job.started
-    assert job.deadline == start + 4 and job.running() == [12, 11]
-    waited = {11: 1.0, 12: 0.5}
-    monkeypatch.setattr(zygote, "_seconds_without_core", waited.__getitem__)
-    assert not job.overdue(start + 3.9) and job.deadline == start + 4
-    assert not job.overdue(start + 5) and job.deadline == start + 5.5
-    job.end(12, 0, 0.0)
-    assert job.running() == [11] and job.overdue(start + 5.6)  # 4 + 1
-    waited[11] = 100.0
-    assert not job.overdue(start + 39) and job.deadline == start + 40
-    assert job.overdue(start + 40)
+@pytest.fixture
+def waiting(monkeypatch):
+    """Waits for commands as for the processes of a program; what the kernel reports is given."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+    monkeypatch.setattr(zygote, "CHECK_EVERY", 0.05)
+    started = []
+
+    def wait(*commands, wall=60.0, most=60.0, waited=0.0, threads=1):
+        reports = {("schedstat", 1): int(waited * 1e9), ("stat", 17): threads}
+        monkeypatch.setattr(zygote, "_about", lambda pid, *place: reports[place])
+        started[:] = [subprocess.Popen(["/bin/sh", "-c", text]) for text in commands]
+        result = zygote._wait([process.pid for process in started], wall, most)
+        return [status for status, _ in result["ends"]], result["stalled"]
+
+    yield wait
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    for process in started:
+        process.returncode = 0  # it was waited for here
 
 
-def test_threads_of_a_shared_uid_are_counted_once_a_second(monkeypatch):
-    counts, killed, now = {1: 40, 2: 3, 7: 64, 8: 65}, [], [1000.0]
-    monkeypatch.setattr(confine, "threads_of", lambda uid: dict(counts) if uid == 5 else {})
-    monkeypatch.setattr(os, "getuid", lambda: 5)
-    monkeypatch.setattr(os, "kill", lambda *call: killed.append(call))
-    monkeypatch.setattr(zygote, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    state = SimpleNamespace(uids=None, uid_of={7: 5, 8: 5}, counted=0.0)
-    for now[0], others in ((1000.0, 43), (1000.5, 43), (1001.5, 143)):
-        assert Zygote._next_uid(state) == 5
-        assert Zygote._max_tasks(state) == others + 256 + 3 * 64
-        counts[1] = 140
-    assert killed == 2 * [(8, signal.SIGKILL)]
-    assert Zygote._max_tasks(SimpleNamespace(uids=range(3))) == 64
+SLEEP = "exec sleep 60"
 
 
-def test_the_uids_of_a_server(monkeypatch):
-    state, dropped = SimpleNamespace(uids=None), []
+@pytest.mark.parametrize(
+    ("limits", "seconds", "stalled"),
+    [
+        ({"wall": 0.2}, 0.2, True),
+        ({"wall": 0.2, "waited": 0.4}, 0.6, True),  # waiting for a core extends it
+        ({"wall": 0.2, "waited": 9.0, "most": 0.7}, 0.7, True),  # up to a limit
+        ({"threads": 65}, 0.0, False),
+    ],
+)
+def test_processes_that_exceed_a_limit_are_killed(waiting, limits, seconds, stalled):
+    start = time.monotonic()
+    assert waiting(SLEEP, **limits) == ([KILLED], stalled)
+    assert time.monotonic() - start >= seconds
 
-    def drop(uid):
-        dropped.append(uid)
-        if uid == 10:
+
+def test_a_program_ends_with_its_last_process(waiting):
+    """A solver that is killed because it is no longer needed has not crashed."""
+    assert waiting(SLEEP, "exit 0", threads=64) == ([0, 0], False)
+    # the solver's exit, which gives the reason, follows
+    assert waiting("sleep 0.2; kill -9 $$", "exit 3") == ([3 << 8, KILLED], False)
+    assert waiting("exit 5", "sleep 0.2; exit 1") == ([5 << 8, 1 << 8], False)
+
+
+def test_a_server_takes_unused_uids(monkeypatch):
+    state, valid, tried = Zygote({}), [], []
+
+    def set_uid(*uids):
+        tried.append(uids)
+        if not valid[len(tried) - 1]:
             raise OSError(22, "Invalid argument")
 
     monkeypatch.setattr(os, "getuid", lambda: 1000)
-    assert Zygote._prepare_uid(state) == "uid 1000" and state.uids is None
+    assert state._take_uids() == "uid 1000" and state.uids is None
     monkeypatch.setattr(os, "getuid", lambda: 0)
-    monkeypatch.setattr(confine, "drop_root", drop)
-    for first, used in ((20, range(20, 29)), (10, range(30, 39))):
-        ranges = [range(first, first + 9), range(30, 39)]
-        monkeypatch.setattr(confine, "unused_uids", lambda seed, ranges=ranges: ranges)
-        assert Zygote._prepare_uid(state) == f"uids {used[0]} to {used[-1]}"
-        assert state.uids == used
-    assert dropped == [20, 10, 30]
+    for name in ("_prctl", "set_capabilities"):
+        monkeypatch.setattr(confine, name, lambda *arguments: None)
+    for name in ("setgroups", "setresgid"):
+        monkeypatch.setattr(os, name, lambda *arguments: None)
+    monkeypatch.setattr(os, "setresuid", set_uid)
+    starts = set()
+    for seed in range(0, 1 << 16, 37):
+        monkeypatch.setattr(os, "urandom", lambda size, seed=seed: seed.to_bytes(size, "big"))
+        for outcomes, least, most, count in (
+            ([True], 0x70000000, 0x80000000, 4096),
+            ([False, True], 61184, 65520, 128),
+        ):
+            tried.clear()
+            valid[:] = outcomes
+            assert state._take_uids() == f"uids {state.uids[0]} to {state.uids[-1]}"
+            assert least <= state.uids[0] < state.uids[-1] < most and len(state.uids) == count
+            assert tried[-1] == (state.uids[0],) * 3
+            starts.add(state.uids[0])
+    assert len(starts) > len(range(0, 1 << 16, 37))  # rarely the same
+    tried.clear()
+    valid[:] = [False, False]
+    with pytest.raises(OSError, match="no unused uid"):
+        state._take_uids()
 
 
 def test_a_solver_does_not_outlive_a_judge_that_cannot_start(monkeypatch):
-    killed, pids = [], [77]
+    solver = subprocess.Popen(["sleep", "60"])
+    state, pids = Zygote({}), [solver.pid]
 
-    def fork(body):
+    def fork(body, uid):
         if not pids:
             raise OSError(11, "Resource temporarily unavailable")
         return pids.pop()
 
-    monkeypatch.setattr(os, "kill", lambda *call: killed.append(call))
+    monkeypatch.setattr(state, "fork", fork)
     request = {"kind": "check", "cpu_seconds": 1, "memory_bytes": 1}
-    request |= {"wall_seconds": 4, "most_seconds": 40}
     before = len(list(Path("/proc/self/fd").iterdir()))
     with pytest.raises(OSError, match="temporarily unavailable"):
-        Zygote.start(SimpleNamespace(fork=fork), request, [5, 6, 7, 8])
-    assert killed == [(77, signal.SIGKILL)]
+        state.start(request, [5, 6, 7], 1)
     assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert not Path(f"/proc/{solver.pid}").exists()
+    solver.returncode = 0  # it was waited for
 
 
-def test_a_job_ends_with_its_last_process(monkeypatch):
-    """A solver that the server kills because it is no longer needed has not crashed."""
-    killed = []
-    monkeypatch.setattr(os, "kill", lambda *call: killed.append(call))
-    job = Job(0, 4.0, 40.0, [12, 11])
-    job.end(11, 0, 1.75)
-    job.end(12, signal.SIGKILL, 3.0)
-    assert killed == [(12, signal.SIGKILL)]
-    assert job.ends == {11: (0, 1.75), 12: (0, 3.0)} and not job.running()
-    job = Job(0, 4.0, 40.0, [12, 11])
-    job.end(11, zygote.SOLVER_ENDED << 8, 1.0)  # the solver's exit, which gives the reason, follows
-    job.end(12, signal.SIGKILL, 5.0)
-    assert job.ends[12] == (signal.SIGKILL, 5.0) and len(killed) == 1
-
-
-def test_what_the_kernel_reports_about_processes(monkeypatch, tmp_path):
+def test_what_the_kernel_reports_about_processes():
     size = int(Path("/proc/self/status").read_text().split("VmSize:")[1].split()[0]) << 10
     assert abs(zygote._address_space() - size) < size / 20
     running = len(list(Path("/proc/self/task").iterdir()))
-    assert confine.threads_of(os.getuid())[os.getpid()] == running
-    assert confine.threads_of(-1) == {}
-    monkeypatch.setattr(zygote.Path, "read_text", lambda path: "5 2500000000 7\n")
-    assert zygote._seconds_without_core(1) == 2.5
+    assert zygote._about(os.getpid(), "stat", 17) == running <= zygote._running_tasks()
+    assert zygote._about(os.getpid(), "absent", 0) == zygote._about(1, "stat", 99) == 0
 
 
 def test_limits_do_not_exceed_the_hard_ones(monkeypatch):
@@ -333,7 +323,7 @@ def fork(body):
     os._exit(body())
 
 
-def test_the_probe_accepts_refusals_only(monkeypatch):
+def test_the_probe_accepts_refusals_only(monkeypatch, capfd):
     def attempt(outcome):
         if outcome:
             raise OSError(outcome, "no")
@@ -344,10 +334,11 @@ def test_the_probe_accepts_refusals_only(monkeypatch):
         confine.verify_confinement(fork, confine_child)
 
     def confine_child(kept, cpu_seconds, memory_bytes):
-        assert (len(kept), cpu_seconds, memory_bytes) == (1, 5, 1 << 28)
+        assert (kept, cpu_seconds, memory_bytes) == ([], 5, 1 << 28)
 
     probe(confine_child, a=errno.EPERM, b=errno.EPERM)
-    with pytest.raises(OSError, match="does not block b, d$"):
+    with pytest.raises(SystemExit, match="^1$"):
         probe(confine_child, a=errno.EPERM, b=0, c=errno.EPERM, d=errno.ENOENT)
-    with pytest.raises(OSError, match=r"cannot run here \(wait status 768\)"):
-        probe(lambda *arguments: os._exit(3), a=errno.EPERM)
+    assert capfd.readouterr().err == "the seccomp filter does not block b, d"
+    with pytest.raises(SystemExit, match=r"cannot run here \(wait status 9\)"):
+        probe(lambda *arguments: os.kill(os.getpid(), signal.SIGKILL), a=errno.EPERM)

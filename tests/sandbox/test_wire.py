@@ -6,6 +6,7 @@ import collections
 import json
 import math
 import os
+import socket
 from array import array as typed_array
 from fractions import Fraction
 
@@ -233,16 +234,15 @@ def test_hostile_values_are_refused(message):
     ids=["torn", "too long"],
 )
 def test_frames_keep_their_boundaries_until_one_is_invalid(written):
-    reader, writer = os.pipe()
-    channel = Peer(reader, os.dup(writer))
+    ours, theirs = socket.socketpair()
+    sender, peer = Peer(ours.detach()), Peer(theirs.detach())
     for message in (b"call", b"", b"x" * 10_000):
-        channel._writer.send_bytes(message)
-        assert channel.receive() == message
-    os.write(writer, written)
-    os.close(writer)
-    channel._writer.close()
+        sender.channel.send_bytes(message)
+        assert peer.receive() == message
+    os.write(sender.channel.fileno(), written)
+    sender.channel.close()
     with pytest.raises((OSError, EOFError)):
-        channel.receive()
+        peer.receive()
 
 
 def framed(data):
@@ -264,12 +264,11 @@ SPEC = JudgeSpec(
 
 def judged(spec, answers):
     """The verdict if the solver has written all of its `answers` in advance."""
-    reader, writer = os.pipe()
-    questions, asked = os.pipe()
-    os.write(writer, NAMES + answers)
-    os.close(writer)
-    verdict, _ = judge(compile_row(spec), reader, asked, guard=False)
-    os.close(questions)
+    solver, channel = socket.socketpair()
+    with solver:
+        solver.sendall(NAMES + answers)
+        solver.shutdown(socket.SHUT_WR)
+        verdict, _ = judge(compile_row(spec), channel.detach(), guard=False)
     return verdict
 
 
@@ -314,19 +313,19 @@ def test_numbers_in_other_bases_and_arrays_round_trip(value):
     assert round_trip(value) == value and type(round_trip(value)) is type(value)
 
 
-@pytest.mark.parametrize("number", [True, -1, 1.0, "0", None])
+@pytest.mark.parametrize("number", [-1, 3, 1.5, "0", None])
 def test_an_object_of_the_tests_is_referred_to_by_its_number_only(number):
-    lender = Peer(*os.pipe())
+    lender = Peer(os.open(os.devnull, os.O_RDWR))
     assert [lender.own(lender.number(value)) for value in (len, abs, len)] == [len, abs, len]
-    with pytest.raises(TypeError, match="must be an integer >= 0"):
+    with pytest.raises(KeyError):
         lender.own(number)
 
 
 def test_a_frame_of_exactly_the_limit_is_received(monkeypatch) -> None:
-    channel = Peer(*os.pipe())
+    sender, receiver = (Peer(end.detach()) for end in socket.socketpair())
     monkeypatch.setattr(peer, "FRAME_BYTES", 8)
-    channel._writer.send_bytes(b"12345678")
-    assert channel.receive() == b"12345678"
-    channel._writer.send_bytes(b"123456789")
+    sender.channel.send_bytes(b"12345678")
+    assert receiver.receive() == b"12345678"
+    sender.channel.send_bytes(b"123456789")
     with pytest.raises(OSError, match="bad message length"):
-        channel.receive()
+        receiver.receive()

@@ -11,17 +11,16 @@ from importlib.metadata import version
 
 import torch
 
-from ...scalars import DTYPES
+from ...contract import DTYPES
 from ...tokens import reduce
 
 _INSTALLED = importlib.util.find_spec("triton") is not None
 if _INSTALLED:
     from triton.runtime.interpreter import InterpretedFunction
 
-    from .grads import row_grads
+    from .grads import row_grads, scale_
     from .loss import loss_kernel, row_loss
     from .plan import plan
-    from .scale import scale_
     from .stats import row_stats
 
     __all__ = ["plan", "reduce", "row_grads", "row_loss", "row_stats", "scale_", "unavailable"]

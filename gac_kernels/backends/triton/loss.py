@@ -11,9 +11,8 @@ from torch import Tensor
 from ...contract import MAX_LOG_RATIO as CAP
 from ...contract import LossSpec
 from ...filter import RowMarks
-from ...scalars import token_scalars
 from ...sketch import RowSketch
-from ...tokens import Tokens, TokenTerms
+from ...tokens import ROW_COLUMNS, Tokens, TokenTerms
 from . import launch
 from .softmax import (
     NO_LOSS,
@@ -26,10 +25,6 @@ from .softmax import (
 )
 
 MAX_LOG_RATIO = tl.constexpr(CAP)
-_COLUMNS = (
-    *("targets", "demo", "advantages", "old", "ref", "scale"),
-    *("factor", "rollout_logps"),
-)
 
 
 @triton.jit
@@ -152,7 +147,7 @@ def demo_term(logp, advantage, shape, DEMO: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=["N", "T"],
-    do_not_specialize_on_alignment=[*_COLUMNS, "terms", "hit", "sums", "temperatures"],
+    do_not_specialize_on_alignment=[*ROW_COLUMNS, "terms", "hit", "sums", "temperatures"],
 )
 def loss_kernel(
     logits,  # [B, T, V]
@@ -314,13 +309,13 @@ def row_loss(
 ) -> TokenTerms:
     count = tokens.targets.numel()
     terms = torch.empty(5, count, dtype=torch.float32, device=logits.device)
-    tile, scalars = launch.tiling(logits.shape[-1], logits.dtype), token_scalars(spec)
+    tile, scalars = launch.tiling(logits.shape[-1], logits.dtype), spec.token_scalars
     temperature = spec.temperature if tokens.temperature is None else tokens.temperature
     has_correction, is_sapo = tokens.rollout_logps is not None, spec.policy_loss == "sapo"
     arguments = {
         "logits": logits,
         "out": out,
-        **launch.dense(**{name: getattr(tokens, name) for name in _COLUMNS}),
+        **launch.dense(**{name: getattr(tokens, name) for name in ROW_COLUMNS}),
         "terms": terms,
         **launch.notes(sketch, marks),
         "N": count,

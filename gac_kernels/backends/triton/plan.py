@@ -9,10 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ... import reference
 from ...contract import DemoWeight, LossSpec
-from ...inputs import BatchInputs
-from ...tokens import Tokens
-from .. import reference
+from ...tokens import BatchInputs, Tokens
 from . import launch
 from .softmax import NO_LOSS
 
@@ -207,7 +206,7 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
     device, n, sequences = targets.device, targets.numel(), inputs.sequences
     if n == 0 or not inputs.is_per_sequence(inputs.is_demo):
         return reference.plan(inputs, spec, dtype)
-    flat, is_demo = targets.reshape(-1).contiguous(), inputs.is_demo.contiguous()
+    flat = targets.reshape(-1).contiguous()
     offsets = torch.empty(sequences + 1, dtype=torch.int64, device=device)
     lengths = torch.empty(sequences, dtype=torch.int64, device=device)
     # packed sequences may not cover all tokens, as in a batch with padding at its end
@@ -217,9 +216,9 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
     floats = allocate(5, n, dtype=torch.float32, device=device)
     width = n if cu_seqlens is not None else targets.shape[1]
     common = {"targets": flat, "offsets": offsets, "lengths": lengths, "N": n, "S": sequences}
-    common["BLOCK"] = launch.BLOCK
     layout = {
         **common,
+        "BLOCK": launch.BLOCK,
         "cu_seqlens": None if cu_seqlens is None else cu_seqlens.contiguous(),
         "T": width,  # of padded sequences
     }
@@ -231,10 +230,9 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
     demo_norm, demo_number = _number(inputs.demo_norm)
     arguments = {
         **common,
-        "advantages": _flat(inputs.advantages),
-        "is_demo": is_demo,
-        "old": _flat(inputs.old_logps),
-        "ref": _flat(inputs.ref_logps),
+        "BLOCK": launch.BLOCK,
+        **launch.dense(advantages=inputs.advantages, is_demo=inputs.is_demo),
+        **launch.dense(old=inputs.old_logps, ref=inputs.ref_logps),
         "mu": mu_tensor,
         "mu_number": mu_number,
         "one_minus_mu_number": 1 - mu_number,
@@ -261,12 +259,7 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
         None if x is None else y for x, y in ((inputs.old_logps, old), (inputs.ref_logps, ref))
     )
     columns = *(flat, live, demo, advantages, old, ref, weight, scale), None, None, None, sequence
-    return Tokens(*columns, offsets, lengths, torch.where(is_demo, 0, lengths), is_demo, mu)
-
-
-def _flat(x: Tensor | None) -> Tensor | None:
-    """Flatten to a contiguous [N] or [S] tensor, keeping the dtype."""
-    return None if x is None else x.reshape(-1).contiguous()
+    return Tokens(*columns, offsets, lengths, torch.where(inputs.is_demo, 0, lengths), mu)
 
 
 def _number(value: float | Tensor | None) -> tuple[Tensor | None, float]:

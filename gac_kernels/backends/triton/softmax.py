@@ -276,7 +276,10 @@ def write_gradient(
             value = stored.to(tl.float32)
             total += value
             mass += tl.abs(value)
-            tl.store(hit + offsets, 1, mask=tl.abs(value) > threshold)
+            # the alignment gives the bytes the layout of `out`, so that no tile is computed twice
+            tile_hit = hit + (tiles - 1 - tile) * BLOCK
+            tile_hit = tl.multiple_of(tile_hit, 128 // out.dtype.element_ty.primitive_bitwidth)
+            tl.store(tile_hit + tl.arange(0, BLOCK), 1, mask=tl.abs(value) > threshold)
     if hit is not None:
         tl.store(sums + n, tl.sum(total, 0))
         tl.store(sums + N + n, tl.sum(mass, 0))
