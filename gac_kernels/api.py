@@ -222,8 +222,8 @@ def fused_linear_gac_loss(
         weight: [V, H], same dtype as hidden; under autocast, any float dtype except float64.
         bias: [V], or None.
         overwrite: accepted for symmetry; there are no logits to overwrite.
-        chunk_bytes: memory for one chunk of logits and gradients; None: 128 MiB on a CPU, 1000
-            MiB on a GPU.
+        chunk_bytes: most memory for one chunk of logits and gradients, of which a CPU uses half if
+            that is as fast; None: 128 MiB on a CPU, 1000 MiB on a GPU.
         sketch: the projections for `LossOutput.sketch`, which is then computed even if no gradient
             is needed; None: no sketch. Sequences whose rows are skipped because mu is 0 or 1 get
             nan.

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from . import backends, reference
-from .contract import DTYPES, IGNORE, MORE_OUTPUTS, LossSpec, compute_dtype
+from .contract import IGNORE, MORE_OUTPUTS, LossSpec, compute_dtype
 from .filter import GradientFilter
-from .tokens import BatchInputs, Operands, complete
+from .tokens import DTYPES, BatchInputs, Operands, complete
 
 
 def row_tensor(name: str, value: Tensor, targets: Tensor) -> None:

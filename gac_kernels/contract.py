@@ -15,8 +15,6 @@ import torch
 from .filter import FilterReport
 
 IGNORE = -100  # a target with this value has no loss
-# dtypes that the kernels support; C++ refers to them by index
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # logp - old is clamped to this value, with zero gradient above it. Otherwise the loss could leave
 # the range of float32 and become inf or nan; with the clamp, advantages up to 1e20 are safe.
 MAX_LOG_RATIO = 40.0

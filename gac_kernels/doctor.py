@@ -18,6 +18,7 @@ import torch
 
 from . import backends
 from .api import fused_linear_gac_loss
+from .tokens import DTYPES
 
 PACKAGES = ("gac-kernels", "torch", "triton", "numpy", "transformers", "accelerate", "peft")
 TRAINERS = {  # package: first version that the adapter supports, first one that it does not
@@ -31,7 +32,6 @@ TRAINERS = {  # package: first version that the adapter supports, first one that
     "trinity-rft": ("0.6", None),
 }
 ABSENT = "not installed"
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = 1e-3  # relative, of the gradient in float32; TF32 is off
 
 

@@ -15,6 +15,9 @@ from torch import Tensor
 from .contract import IGNORE, DemoWeight, LossOutput, LossSpec, TokenMoments
 from .filter import GradientFilter
 
+# dtypes that the kernels support; C++ refers to them by index
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 
 class Operands(NamedTuple):
     """The rows of a call, and how their distributions are computed.

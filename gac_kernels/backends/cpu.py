@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from .. import build_cuda
-from ..contract import DTYPES, REDUCTIONS, DemoWeight, LossOutput, LossSpec, TokenMoments
+from ..contract import REDUCTIONS, DemoWeight, LossOutput, LossSpec, TokenMoments
 from ..filter import RowMarks
 from ..reference import scale_ as scale_
 from ..sketch import RowSketch
-from ..tokens import BatchInputs, Tokens, TokenTerms
+from ..tokens import DTYPES, BatchInputs, Tokens, TokenTerms
 
 LIBRARY = Path(__file__).parent.parent / "_native.so"
 FUNCTIONS = ("gac_plan", "gac_reduce", "gac_row_stats", "gac_row_grads", "gac_row_loss")

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from .. import build_cuda, reference
-from ..contract import DTYPES, LossOutput, LossSpec
+from ..contract import LossOutput, LossSpec
 from ..filter import RowMarks
 from ..sketch import RowSketch
-from ..tokens import ROW_COLUMNS, BatchInputs, Tokens, TokenTerms
+from ..tokens import DTYPES, ROW_COLUMNS, BatchInputs, Tokens, TokenTerms
 from . import triton
 
 _CAPABILITIES = ((9, 0), (10, 0))  # compute capabilities

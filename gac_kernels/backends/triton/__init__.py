@@ -11,8 +11,7 @@ from importlib.metadata import version
 
 import torch
 
-from ...contract import DTYPES
-from ...tokens import reduce
+from ...tokens import DTYPES, reduce
 
 _INSTALLED = importlib.util.find_spec("triton") is not None
 if _INSTALLED:
