@@ -333,8 +333,12 @@ def distributed(kind: str, first: str) -> tuple[dict[str, Tensor], float]:
     return full, loss.item()
 
 
+ALSO = pytest.mark.full(reason="two processes; test_inside_wrappers has both orders")
+ORDERS = ["fuse", pytest.param("wrap", marks=ALSO)]
+
+
 @pytest.mark.parametrize("kind", ["DDP", "DDP unused", "FSDP2", "FSDP2 reshard", "FSDP2 head"])
-@pytest.mark.parametrize("first", ["fuse", "wrap"])
+@pytest.mark.parametrize("first", ORDERS)
 def test_two_ranks(kind: str, first: str) -> None:
     model = make("gemma2", tie_word_embeddings=kind != "FSDP2 head")
     halves = [gradients(model, **{n: x[r::2] for n, x in batch(4).items()}) for r in range(2)]

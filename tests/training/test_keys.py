@@ -365,7 +365,15 @@ OF_THE_ENGINE = ("engine", "paged", "vllm", "generation_batch", "log_")
 
 
 @pytest.mark.slow(reason="hundreds of runs")
-@pytest.mark.parametrize("method", KINDS)
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(kind, marks=pytest.mark.full(reason="as luffy"))
+        if kind in ("sdar", "prefix-rft")
+        else kind
+        for kind in KINDS
+    ],
+)
 def test_every_key_acts_or_is_refused(folder: Path, method: str) -> None:
     problems = []
     for key, default in leaves(TrainConfig()):
