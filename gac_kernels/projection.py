@@ -212,7 +212,7 @@ def chunk_sizes(
     row_bytes = logit_bytes * vocab_size
     if logit_bytes == gradient_bytes:
         rows = budget // row_bytes
-        # more than 512 rows are no faster on a CPU: use half of the memory
+        # On a CPU, more than 512 rows are no faster: save up to half of the memory.
         cpu_rows = min(rows, max(rows // 2, 512))
         rows = _whole_tiles(rows, ALIGN) if processors > 1 else _whole_tiles(cpu_rows, CPU_ALIGN)
         return rows, rows

@@ -141,6 +141,8 @@ def main() -> int:
     options = parser.parse_args()
     if unknown := set(options.modules) - set(MODULES):
         parser.error(f"unknown module {min(unknown)!r}; choose from {', '.join(MODULES)}")
+    if unknown := set(filter(None, options.again.split(","))) - {"survived", "killed", "timed out"}:
+        parser.error(f"--again {min(unknown)!r}: use survived, killed or 'timed out'")
     if options.inside:
         server, native = (kind(Path(options.inside), options) for kind in (Server, NativeServer))
         for module in options.modules:

@@ -35,9 +35,8 @@ logger = logging.getLogger(__name__)
 START_SECONDS = 60.0  # loading numpy on a busy machine
 STOP_SECONDS = 5.0
 WALL_PER_CPU_SECOND = 4  # wall-clock limit per CPU second, excluding time spent waiting for a core
-STARVATION_FACTOR = (
-    10  # hard wall-clock limit as a multiple of the above, for a program starved of CPU
-)
+# hard wall-clock limit as a multiple of the above, for a program starved of CPU
+STARVATION_FACTOR = 10
 WALL_MARGIN = 30.0  # seconds beyond the server's own wall-clock limit
 ATTEMPTS = 3  # per program, if the server dies or a process cannot be started
 PAUSE_SECONDS = 0.2

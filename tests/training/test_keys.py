@@ -368,7 +368,9 @@ OF_THE_ENGINE = ("engine", "paged", "vllm", "generation_batch", "log_")
 @pytest.mark.parametrize(
     "method",
     [
-        pytest.param(kind, marks=pytest.mark.full(reason="as luffy"))
+        pytest.param(
+            kind, marks=pytest.mark.full(reason="seconds; luffy samples in its own way too")
+        )
         if kind in ("sdar", "prefix-rft")
         else kind
         for kind in KINDS
