@@ -92,6 +92,8 @@ def no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_logits")
 def test_the_loss_and_its_gradients_are_those_of_the_model(family: str) -> None:
     model, inputs = make(family), batch()
+    if family == "cohere":
+        model.logit_scale = torch.tensor(0.3)
     shifted = nn.functional.pad(inputs["labels"], (0, 1), value=-100)[:, 1:]
     variants: list[dict[str, Any]] = [{}, {"num_items_in_batch": torch.tensor(40)}]
     variants += [{"shift_labels": torch.where(shifted > V // 2, shifted, -100)}]
@@ -246,6 +248,11 @@ def test_a_model_that_cannot_be_served_says_why(caplog: pytest.LogCaptureFixture
             check(gradients(other, **batch()), expected, 0)
         assert handle.reason == "it computes its loss from the logits"
         assert caplog.text.count("keeps its own loss") == 1
+        scaled = make("cohere")
+        scaled.logit_scale = nn.Parameter(torch.tensor(0.3))  # its gradient needs the logits
+        expected = gradients(scaled, **batch())
+        fuse(scaled)
+        check(gradients(scaled, **batch()), expected)
 
 
 class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):

@@ -17,7 +17,7 @@ from gac_kernels import (
     reference,
     token_logprobs,
 )
-from tests.kernels.cases import each_backend
+from tests.kernels.cases import each_backend, sampled
 
 B, T, H, V = 3, 5, 4, 17
 
@@ -91,6 +91,7 @@ def scaled(temperature: Tensor) -> Tensor:
     return temperature[:, None].expand(B, T) if temperature.dim() == 1 else temperature
 
 
+@sampled
 @each_backend
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("per_token", [False, True])
