@@ -21,7 +21,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # In memory: a checkpoint waits until its files are on the disk.
-if os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 8 * 2**30:
+if Path("/dev/shm").is_dir() and shutil.disk_usage("/dev/shm").free > 8 * 2**30:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")
 
 # The same examples in every run. A failing example is not made smaller, which takes minutes; the

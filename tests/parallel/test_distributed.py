@@ -164,7 +164,7 @@ def half_constant(completion, example):
         pytest.param(FSDP, {"method": "pcgrad"}, id="fsdp-gram", marks=FULL),
         pytest.param(FSDP, {"method": "pcgrad", "flat": True}, id="fsdp-gram-zero-gradient-rows"),
         pytest.param({}, {"method": "cagrad"}, id="ddp-gram", marks=FULL),
-        pytest.param({**FSDP, "replicas": 2}, {"method": "mgda"}, id="hsdp-gram"),
+        pytest.param({**FSDP, "replicas": 2}, {"method": "mgda"}, id="hsdp-gram", marks=FULL),
     ],
 )
 def test_results_agree_across_processes_with(task, tmp_path, parallel, changes):
