@@ -218,8 +218,6 @@ BY_NAME = {case.name: case for case in CASES}
 each_case = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 BACKENDS = ["reference", "native", "triton", "cuda"]
 each_backend = pytest.mark.parametrize("backend", BACKENDS, indirect=True)
-# of the cases of such a test, the slow backends run every fifth in `make test`
-sampled = pytest.mark.sampled
 
 
 def on_cuda(backend: str) -> bool:

@@ -28,7 +28,6 @@ from tests.kernels.cases import (
     hidden_grad_by_rows,
     less_accurate,
     on_cuda,
-    sampled,
 )
 
 LEAVES = ["hidden", "weight", "bias"]
@@ -91,7 +90,7 @@ def compare(case: Case, dtype: torch.dtype, backend: str) -> None:
     assert [g.dtype for g in d_ours] == [dtype] * 3
 
 
-@sampled
+@pytest.mark.sampled
 @each_backend
 @each_case
 def test_float32(case: Case, backend: str) -> None:

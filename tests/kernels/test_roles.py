@@ -17,7 +17,7 @@ from gac_kernels import (
     reference,
     token_logprobs,
 )
-from tests.kernels.cases import each_backend, sampled
+from tests.kernels.cases import each_backend
 
 B, T, H, V = 3, 5, 4, 17
 
@@ -91,7 +91,7 @@ def scaled(temperature: Tensor) -> Tensor:
     return temperature[:, None].expand(B, T) if temperature.dim() == 1 else temperature
 
 
-@sampled
+@pytest.mark.sampled
 @each_backend
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("per_token", [False, True])

@@ -20,7 +20,6 @@ from tests.kernels.cases import (
     each_backend,
     each_case,
     on_cuda,
-    sampled,
 )
 
 SKETCH = HeadSketch(8, seed=3)
@@ -85,7 +84,7 @@ def check(case: Case, dtype: torch.dtype, backend: str, **keywords) -> None:
     assert (ours.double() - truth).abs().max() <= bound
 
 
-@sampled
+@pytest.mark.sampled
 @each_backend
 @each_case
 def test_backends_agree_with_the_definition(case, backend):
@@ -93,7 +92,7 @@ def test_backends_agree_with_the_definition(case, backend):
     check(case, torch.float32, backend, chunk_bytes=4 * case.vocabulary * 3)  # 3 rows per chunk
 
 
-@sampled
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @each_backend
 def test_half_precision(backend, dtype):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gac_kernels import linear_token_logprobs, token_logprobs
 from gac_kernels.contract import MORE_OUTPUTS
-from tests.kernels.cases import each_backend, sampled
+from tests.kernels.cases import each_backend
 
 SCALES = {
     "plain": {},
@@ -59,7 +59,7 @@ def batch(width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return logits, targets
 
 
-@sampled
+@pytest.mark.sampled
 @each_scale
 @each_backend
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
