@@ -42,7 +42,7 @@ from .remote import (
     RemoteBase,
     RemoteClass,
     RemoteError,
-    coroutine,
+    ask_later,
     local_base,
     overridden,
     standard,
@@ -237,7 +237,7 @@ class Client(Peer):
         return value
 
     def _read_coroutine(self, number: int) -> Any:
-        return self.remember(number, lambda: coroutine(self._refer(number, Remote())))
+        return self.remember(number, lambda: ask_later("__await__", self._refer(number, Remote())))
 
     def _read_object(self, number: int, reference: Json, *content: Any) -> Any:
         def make() -> Any:
@@ -308,9 +308,13 @@ class Client(Peer):
         parents = tuple(map(self._read_class, bases))
         if not any(issubclass(parent, last) for parent in parents):
             parents = (*parents, last)
-        members: dict[str, Any] = {m: SPECIAL_METHODS[m] for m in methods if m in SPECIAL_METHODS}
-        members |= {m: overridden(m) for m in methods if not m.startswith("_")}
-        members |= {
+        members = {
+            **{name: SPECIAL_METHODS[name] for name in methods if name in SPECIAL_METHODS},
+            **{
+                name: property(functools.partial(overridden, name))
+                for name in methods
+                if not name.startswith("_")
+            },
             "_remote_": (self, number),
             "_methods_": methods,
             "_container_": {kind.__name__: kind for kind in CONTAINERS}.get(container),

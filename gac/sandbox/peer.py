@@ -154,10 +154,8 @@ def asking(operation: str) -> Callable[..., Any]:
     return method
 
 
-def leaving(name: str) -> Callable[..., Any]:
-    """The method `__exit__` or `__aexit__`."""
-    return lambda self, kind, error, trace: ask(name, self, error)
-
-
-METHODS = {name: asking(name) for name in SPECIAL}
-METHODS["__exit__"] = leaving("__exit__")
+METHODS: dict[str, Callable[..., Any]] = {
+    **{name: asking(name) for name in SPECIAL},
+    "__exit__": lambda self, kind, error, trace: ask("__exit__", self, error),
+}
+"""Special methods of proxies."""
