@@ -130,22 +130,18 @@ def set_capabilities(capabilities: int) -> None:
 # -- Landlock --------------------------------------------------------------------------------------
 
 
-def landlock() -> str:
-    """Name and ABI version of the kernel's Landlock.
+def landlock_abi() -> int:
+    """Version of the kernel's Landlock.
 
     Raises:
         OSError: Landlock is not supported or is disabled.
     """
-    return f"Landlock {_landlock_abi()}"
-
-
-def _landlock_abi() -> int:
     return _call("syscall", _LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), 1)
 
 
 def apply_landlock() -> None:
     """Forbid this process every access that the kernel's Landlock knows."""
-    abi = _landlock_abi()
+    abi = landlock_abi()
     files = (1 << (13 + (abi >= 2) + (abi >= 3) + (abi >= 5))) - 1
     tcp, scopes = 0b11 * (abi >= 4), 0b11 * (abi >= 6)  # bind, connect; abstract sockets, signals
     # a kernel accepts fields that it does not know if they are 0
@@ -201,15 +197,6 @@ _RULES: tuple[tuple[Any, ...], ...] = (
 )
 
 
-class _Comparison(ctypes.Structure):
-    _fields_ = (
-        ("argument", ctypes.c_uint),
-        ("operator", ctypes.c_int),
-        ("first", ctypes.c_uint64),
-        ("second", ctypes.c_uint64),
-    )
-
-
 def compile_filter() -> bytes:
     """Compile the allow-list to BPF. Any other syscall fails with EPERM.
 
@@ -231,7 +218,7 @@ def compile_filter() -> bytes:
         call = library.seccomp_syscall_resolve_name(name.encode())
         if call < 0:  # not a syscall on this architecture
             continue
-        ifs = (_Comparison * len(conditions))(*conditions)
+        ifs = b"".join(struct.pack("@IiQQ", *condition) for condition in conditions)
         code = library.seccomp_rule_add_array(
             context, ctypes.c_uint32(action), call, len(conditions), ifs
         )
