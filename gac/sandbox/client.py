@@ -50,7 +50,6 @@ from .remote import (
 from .row import CAREFUL, describe
 from .wire import DECODE_ERRORS, Json, Shells, decode
 
-_STOPS = {kind.__name__ for kind in ENDS_LOOPS}
 _ATTRIBUTES = ("get", "set", "delete")
 _FUNCTIONS = (
     types.FunctionType,
@@ -153,7 +152,9 @@ class Client(Peer):
             return value, changed
         if value is self.suppressed:
             self.suppressed = None
-        ends = operation in ("__next__", "__anext__") or self.row.expected & _STOPS
+        ends = operation in ("__next__", "__anext__") or any(
+            kind.__name__ in self.row.expected for kind in ENDS_LOOPS
+        )
         if isinstance(value, ENDS_LOOPS) and not ends:
             value = describe(value)
         raise value if isinstance(value, Exception) else RemoteError(f"{value}")
@@ -350,16 +351,15 @@ def _members(kind: type) -> list[str]:
 def _details(value: Any, name: str) -> dict[str, Any]:
     """What decorators read from a function: names, text for readers, and parameters."""
     details = {"__name__": name, "__qualname__": name, "__doc__": value.__doc__}
-    try:
-        parameters = inspect.signature(value).parameters.values()
-    except (TypeError, ValueError):
-        return details
     empty = inspect.Parameter.empty
-    shown = [
-        p.replace(default=empty if p.default is empty else ..., annotation=empty)
-        for p in parameters
-    ]
-    return {**details, "__signature__": inspect.Signature(shown)}
+    with contextlib.suppress(TypeError, ValueError):  # a builtin function without a signature
+        details["__signature__"] = inspect.Signature(
+            [
+                p.replace(default=empty if p.default is empty else ..., annotation=empty)
+                for p in inspect.signature(value).parameters.values()
+            ]
+        )
+    return details
 
 
 def _updated(value: Any, new: Any) -> Any:

@@ -140,9 +140,7 @@ class Server:
             greeting = b""
         if greeting:
             return Layers(**json.loads(greeting))
-        self._process.kill()
-        self._process.wait()
-        self._control.close()
+        self.stop()
         lines = os.pread(errors, 1 << 16, 0).decode(errors="replace").split("\n")
         raise SandboxError(next((line for line in reversed(lines) if line.strip()), "no error"))
 
@@ -216,10 +214,12 @@ def _namespace_attempts(preload: Sequence[str]) -> list[list[str]]:
     First as root with the right to change uid inside, then as any user.
     """
     shared = _BWRAP.split()
-    needed = ["/usr", "/lib", "/lib32", "/lib64", "/bin", "/etc/ld.so.cache"]
-    needed += [sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix]
-    needed += [str(_PACKAGE), *_search_path(preload)]
-    for path in dict.fromkeys(entry for entry in needed if entry):
+    needed = [
+        *("/usr", "/lib", "/lib32", "/lib64", "/bin", "/etc/ld.so.cache"),
+        *(sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix),
+        *(str(_PACKAGE), *_search_path(preload)),
+    ]
+    for path in dict.fromkeys(filter(None, needed)):
         shared += ["--ro-bind-try", path, path]
     attempts = [["--unshare-user", *shared]]
     return [[*_BWRAP_AS_ROOT.split(), *shared], *attempts] if os.getuid() == 0 else attempts
@@ -327,7 +327,7 @@ class Pool:
 
     def _reset(self) -> None:
         """Create fresh state; a fork of this process gets its own too."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._server = None
 
     def _current(self) -> Server:
@@ -356,11 +356,9 @@ class Pool:
 
     def _discard(self, dead: Server) -> None:
         with self._lock:
-            if self._server is not dead:  # another thread has already replaced it
-                return
-            self._server = None
-        dead.stop()
-        logger.warning("the sandbox's fork server died unexpectedly; restarting it")
+            if self._server is dead:  # no other thread has replaced it yet
+                self.close()
+                logger.warning("the sandbox's fork server died unexpectedly; restarting it")
 
     def _ask(
         self,
