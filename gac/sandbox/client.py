@@ -79,7 +79,7 @@ class Client(Peer):
         super().__init__(channel)
         self.row = row
         self.requests = 0
-        """Number of uses of the program so far."""
+        """Number of uses of the program; the judge counts those by the row."""
         self.lost = ""
         """Why the solver no longer answers, or "". Tests that pass afterwards count as failed."""
         self.ended = False
@@ -223,57 +223,47 @@ class Client(Peer):
         classes, nodes = json.loads(message)
         for description in classes:
             self._define(*description)
-        shells: Shells = {"instance": (self._make_instance, self._fill_instance)}
+        shells: Shells = {
+            "instance": (lambda parts: object.__new__(self.shared[parts[0]]), _set_attributes)
+        }
         kind, printed, *content = decode(nodes, self._resolve, shells)
         sys.stdout.write(printed)
         return [kind, *content]
 
     def _resolve(self, tag: str, parts: list[Any]) -> Any:
-        return getattr(self, f"_read_{tag}")(*parts)
-
-    _read_lent = Peer.own
+        """What a node stands for here. Every object of the program has one proxy."""
+        if tag == "lent":
+            return self.own(*parts)
+        if tag == "class":
+            return self._read_class(*parts)
+        return self.remember(parts[0], getattr(self, f"_make_{tag}"), *parts)
 
     def _refer(self, number: int, value: Any) -> Any:
         object.__setattr__(value, "_remote_", (self, number))
         return value
 
-    def _read_coroutine(self, number: int) -> Any:
-        return self.remember(number, lambda: ask_later("__await__", self._refer(number, Remote())))
+    def _make_coroutine(self, number: int) -> Any:
+        return ask_later("__await__", self._refer(number, Remote()))
 
-    def _read_object(self, number: int, reference: Json, *content: Any) -> Any:
-        def make() -> Any:
-            kind = self._read_class(reference)
-            base = next((base for base in kind.__mro__ if base in VALUES), object)
-            return self._refer(number, base.__new__(kind, *content))
+    def _make_object(self, number: int, reference: Json, *content: Any) -> Any:
+        kind = self._read_class(reference)
+        base = next((base for base in kind.__mro__ if base in VALUES), object)
+        return self._refer(number, base.__new__(kind, *content))
 
-        return self.remember(number, make)
-
-    def _make_instance(self, parts: list[Any]) -> Any:
-        return object.__new__(self.shared[parts[0]])
-
-    def _fill_instance(self, instance: Any, parts: list[Any]) -> None:
-        for key, value in parts[1].items():
-            if key.startswith("__") and key.endswith("__"):
-                raise TypeError(f"{key} is not an attribute")
-            object.__setattr__(instance, key, value)
-
-    def _read_error(
+    def _make_error(
         self, number: int, kind: Json, text: str, cause: Any, arguments: Any, state: Any
     ) -> Any:
-        def make() -> Any:
-            local = self._read_class(kind)
-            if not issubclass(local, Exception):
-                return RemoteError(f"{text}")
-            try:
-                error = local.__new__(local, *arguments)
-                next(filter(is_builtin, local.__mro__)).__init__(error, *arguments)
-                vars(error).update(state)
-            except Exception:  # the arguments come from the program
-                return RemoteError(f"{text}")
-            error.__cause__ = cause if isinstance(cause, BaseException) else None
-            return self._refer(number, error) if isinstance(error, RemoteBase) else error
-
-        return self.remember(number, make)
+        local = self._read_class(kind)
+        if not issubclass(local, Exception):
+            return RemoteError(f"{text}")
+        try:
+            error = local.__new__(local, *arguments)
+            next(filter(is_builtin, local.__mro__)).__init__(error, *arguments)
+            vars(error).update(state)
+        except Exception:  # the arguments come from the program
+            return RemoteError(f"{text}")
+        error.__cause__ = cause if isinstance(cause, BaseException) else None
+        return self._refer(number, error) if isinstance(error, RemoteBase) else error
 
     def _read_class(self, reference: Json) -> Any:
         """The local class for a reference: see `solver.Solver._class`."""
@@ -323,6 +313,13 @@ class Client(Peer):
             "__doc__": vars(Remote)["__doc__"],
         }
         self.remember(number, RemoteClass, name, parents, members)
+
+
+def _set_attributes(instance: Any, parts: list[Any]) -> None:
+    for key, value in parts[1].items():
+        if key.startswith("__") and key.endswith("__"):
+            raise TypeError(f"{key} is not an attribute")
+        object.__setattr__(instance, key, value)
 
 
 def operations(value: Any) -> list[str] | None:

@@ -74,9 +74,8 @@ def set_limits(cpu_seconds: int, memory_bytes: int, tasks: int) -> None:
         (resource.RLIMIT_CORE, 0),
     ):
         _, hard = resource.getrlimit(name)
-        if hard != resource.RLIM_INFINITY:
-            value = min(value, hard)
-        _set_limit(name, (value, value))
+        limit = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        _set_limit(name, (limit, limit))
 
 
 def exit_with_parent(parent: int) -> None:

@@ -160,10 +160,8 @@ def standard(path: str) -> Any:
 def local_base(path: str) -> type:
     """Base of a proxy class, by "module:name" of the nearest base in the standard library."""
     kind = standard(path)
-    if kind in VALUES:
-        return _VALUE_BASES[kind]
     if not issubclass(kind, BaseException):
-        return Remote
+        return _VALUE_BASES.get(kind, Remote)
     if not issubclass(kind, Exception) or issubclass(kind, ENDS_LOOPS):
         kind = RemoteError
     return type(kind.__name__, (RemoteException, kind), {})

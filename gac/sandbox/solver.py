@@ -129,8 +129,7 @@ class Solver(Peer):
     def ask(self, operation: str, /, *arguments: Any, **keywords: Any) -> Any:
         """Ask for an operation on an object of the tests."""
         with self._turn:
-            message = self.dumps("ask", operation, arguments, keywords)
-            kind, answer = self.exchange(message)
+            kind, answer = self.exchange(self.dumps("ask", operation, arguments, keywords))
         [value] = pickle.loads(answer)
         if kind == "raise":
             raise value
