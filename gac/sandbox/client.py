@@ -100,8 +100,7 @@ class Client(Peer):
         """Send one request and return the answer; raises the program's exception."""
         with self._turn:
             self.requests += operation != "find"
-            patches = self._new_patches()
-            request = self.dumps("ask", operation, arguments, keywords, patches)
+            request = self.dumps("ask", operation, arguments, keywords, self._new_patches())
             value, changed = self._answer(request, operation)
             if value is None or self.row.returns:
                 for old, new in zip([*arguments, *keywords.values()], changed, strict=False):

@@ -24,11 +24,6 @@ from .peer import ask
 from .remote import Remote, RemoteClass, RemoteError
 from .row import CONVERTED, FORMATTING, RowError, describe, hidden
 
-Verdict = dict[str, Any]
-"""Keys: "passed", a bool per test; "problem", text of the first failure. If the row is invalid for
-every program, the only key is "row_problem", the reason.
-"""
-
 # events of `sys.audit` that only happen where data is interpreted as code, objects or addresses
 _REFUSED_EVENTS = ("pickle.find_class", "marshal.load", "code.__new__", "function.__new__")
 # modules that compile text they have written themselves, or that only parse
@@ -44,7 +39,7 @@ _RECURSION = 20_000  # for nested arguments; the stack is large enough
 _PRIVATE_FIELD = re.compile(r"[.\[]_")
 
 
-def judge(row: bytes, channel: int, guard: bool = True) -> tuple[Verdict, bool]:
+def judge(row: bytes, channel: int, guard: bool = True) -> tuple[dict[str, Any], bool]:
     """Run the tests of a row against the solver at the other end of a socket.
 
     Args:
@@ -53,7 +48,9 @@ def judge(row: bytes, channel: int, guard: bool = True) -> tuple[Verdict, bool]:
         guard: refuse to run text from the program; cannot be undone in this process.
 
     Returns:
-        The verdict, and whether the solver has closed its end.
+        The verdict, and whether the solver has closed its end. The verdict has "passed", a bool per
+        test, and "problem", text of the first failure. If the row is invalid for every program, it
+        has only "row_problem", the reason.
     """
     compiled = types.SimpleNamespace(**marshal.loads(row))
     client = Client(compiled, channel)
@@ -83,7 +80,7 @@ class _Judge:
             **{hidden(name): functools.partial(self._format, name) for name in FORMATTING},
         }
 
-    def verdict(self, guard: bool) -> Verdict:
+    def verdict(self, guard: bool) -> dict[str, Any]:
         row, client, namespace = self._row, self._client, self._namespace
         random.seed(row.seed)
         if "numpy" in sys.modules:
@@ -237,8 +234,14 @@ def _asking(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def asking(*arguments: Any, **keywords: Any) -> Any:
         if arguments and isinstance(arguments[0], Remote | RemoteClass):
-            path = function.__module__, function.__name__
-            return ask("convert", arguments[0], *path, *arguments[1:], **keywords)
+            return ask(
+                "convert",
+                arguments[0],
+                function.__module__,
+                function.__name__,
+                *arguments[1:],
+                **keywords,
+            )
         return function(*arguments, **keywords)
 
     return asking

@@ -50,8 +50,8 @@ _PLAIN: dict[type, Callable[[Any], Any]] = {
 }
 VALUES = (int, float, str, tuple, frozenset, bytes, complex)
 """Objects of classes derived from these are values in the judge."""
-CONTAINERS: dict[type, type] = {kind: kind for kind in (list, dict, set, deque, bytearray)}
-"""Objects of classes derived from these compare by their contents, which are of the second type."""
+CONTAINERS = (list, dict, set, deque, bytearray)
+"""Objects of classes derived from these compare by their contents."""
 
 
 def plain(value: Any, kind: type) -> Any:

@@ -108,6 +108,7 @@ class Server:
 
     def __init__(self, preload: Sequence[str], *, namespaces: Sequence[str] | None) -> None:
         self._idle: list[socket.socket] = []  # connections to workers
+        self.died = False
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         user = os.pidfd_open(os.getpid())
         errors = os.memfd_create("errors")
@@ -144,8 +145,8 @@ class Server:
         lines = os.pread(errors, 1 << 16, 0).decode(errors="replace").split("\n")
         raise SandboxError(next((line for line in reversed(lines) if line.strip()), "no error"))
 
-    def ask(self, request: Mapping[str, Any], files: Sequence[int]) -> dict[str, Any] | None:
-        """Send a request and return its result (see `zygote`), or None if the server died."""
+    def ask(self, request: Mapping[str, Any], files: Sequence[int]) -> dict[str, Any]:
+        """Send a request and return its result (see `zygote`)."""
         wall = WALL_PER_CPU_SECOND * request["cpu_seconds"]
         most = STARVATION_FACTOR * wall
         message = json.dumps({**request, "wall_seconds": wall, "most_seconds": most}).encode()
@@ -157,7 +158,8 @@ class Server:
             self._idle.append(worker)
         except OSError:  # no answer in time, or the server is gone
             answer = b""
-        return json.loads(answer) if answer else None
+        self.died |= not answer
+        return json.loads(answer or '{"failed": "the fork server died"}')
 
     def _worker(self) -> socket.socket:
         """A connection to an idle worker, or to a new one."""
@@ -254,8 +256,6 @@ class Pool:
         require: protection layers that must be available (see `LAYERS`).
     """
 
-    _server: Server | None
-
     def __init__(
         self,
         *,
@@ -269,6 +269,11 @@ class Pool:
         self.workers, self.preload, self.require = workers, tuple(preload), tuple(require)
         self._reset()
         os.register_at_fork(after_in_child=self._reset)
+
+    def _reset(self) -> None:
+        """Create fresh state; a fork of this process gets its own too."""
+        self._lock = threading.RLock()
+        self._server: Server | None = None
 
     def start(self) -> Layers:
         """Start the fork server if needed and return its protection layers.
@@ -308,8 +313,11 @@ class Pool:
             SandboxError: no program can be run.
         """
         ends, stdout = self._ask("script", program, stdin, cpu_seconds, memory_mb, output_bytes)
-        status = os.waitstatus_to_exitcode(ends["ends"][0][0])
-        return RunResult(_ending(ends, cpu_seconds), stdout=stdout, status=status)
+        return RunResult(
+            _ending(ends, cpu_seconds),
+            stdout=stdout,
+            status=os.waitstatus_to_exitcode(ends["ends"][0][0]),
+        )
 
     def map(self, function: Any, items: Sequence[Any]) -> list[Any]:
         """Apply `function` to every item, at most `workers` at a time."""
@@ -325,13 +333,11 @@ class Pool:
 
     # ---------------------------------------------------------------------------------------------
 
-    def _reset(self) -> None:
-        """Create fresh state; a fork of this process gets its own too."""
-        self._lock = threading.RLock()
-        self._server = None
-
     def _current(self) -> Server:
         with self._lock:
+            if self._server is not None and self._server.died:
+                logger.warning("the sandbox's fork server died unexpectedly; restarting it")
+                self.close()
             if self._server is None:
                 self._server = self._start()
             return self._server
@@ -354,12 +360,6 @@ class Pool:
         logger.log(level, "%s", started.layers)
         return started
 
-    def _discard(self, dead: Server) -> None:
-        with self._lock:
-            if self._server is dead:  # no other thread has replaced it yet
-                self.close()
-                logger.warning("the sandbox's fork server died unexpectedly; restarting it")
-
     def _ask(
         self,
         kind: str,
@@ -372,23 +372,16 @@ class Pool:
         """Run a program; return how its processes ended and what they wrote."""
         processes = 2 if kind == "check" else 1
         request = {"kind": kind, "cpu_seconds": cpu_seconds, "memory_bytes": memory_mb << 20}
-        problem = ""
         for attempt in range(ATTEMPTS):
             time.sleep(PAUSE_SECONDS * attempt**2)
             current = self._current()
             with _files(program, given) as files:
                 ends = current.ask(request, files)
-                if ends is None:
-                    problem = "the fork server died"
-                    self._discard(current)
-                elif "failed" in ends:
-                    problem = ends["failed"]
-                elif not all(  # both processes share the offset of a file
-                    os.lseek(file, 0, os.SEEK_CUR) for file in files[:processes]
-                ):
-                    problem = f"a process exited before reading its input ({ends})"
-                else:
+                # we share the offset of a file with its reader
+                read = all(os.lseek(file, 0, os.SEEK_CUR) for file in files[:processes])
+                if read and "failed" not in ends:
                     return ends, os.pread(files[2], output_bytes, 0)
+                problem = ends.get("failed", f"a process exited before reading its input ({ends})")
         raise SandboxError(f"the sandbox gave up after {ATTEMPTS} attempts: {problem}")
 
 

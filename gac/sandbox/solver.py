@@ -117,8 +117,7 @@ class Solver(Peer):
     def serve(self) -> None:
         """Answer requests until the judge closes its end."""
         # other threads of the program may ask for something only while a request is performed
-        self._turn.acquire()
-        with contextlib.suppress(OSError, EOFError):
+        with contextlib.suppress(OSError, EOFError), self._turn:
             while True:
                 _, request = self.loads(self.receive())
                 self._turn.release()
@@ -176,8 +175,9 @@ class Solver(Peer):
             state = vars(value) if is_importable(kind) else {}
             details = [describe(value), value.__cause__, value.args, state]
             return "error", [self.number(value), self._class(kind), *details]
-        records = kind.__name__ in _shared_classes
-        if records and all(base.__module__ == "program" for base in kind.__mro__[:-1]):
+        if kind.__name__ in _shared_classes and all(
+            base.__module__ == "program" for base in kind.__mro__[:-1]
+        ):
             return "instance", [kind.__name__, _state(value)]
         number, described = self.number(value), self._class(kind)
         if kind is types.CoroutineType:
@@ -212,9 +212,10 @@ def description(kind: type) -> list[Json]:
     known = [base for base in type.mro(kind) if is_importable(base)]
     base = next(b for b in known if is_builtin(b) or issubclass(b, BaseException))
     equal = lookup(kind, "__eq__")
-    same = [c for c in CONTAINERS if issubclass(kind, c)]
-    same += [like for like in _LIKE_CONTAINERS if lookup(like, "__eq__") is equal]
-    container = (CONTAINERS | _LIKE_CONTAINERS)[same[0]].__name__ if same else ""
+    contents = [
+        *(container for container in CONTAINERS if issubclass(kind, container)),
+        *(held for like, held in _LIKE_CONTAINERS.items() if lookup(like, "__eq__") is equal),
+    ]
     inherited = base if base in VALUES else object
     methods = [
         name
@@ -222,7 +223,7 @@ def description(kind: type) -> list[Json]:
         if (name in SPECIAL or not name.startswith("_"))
         and lookup(kind, name) is not lookup(inherited, name)
     ]
-    return [_path(base), container, methods]
+    return [_path(base), contents[0].__name__ if contents else "", methods]
 
 
 def _path(kind: type) -> str:
