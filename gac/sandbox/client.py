@@ -79,7 +79,7 @@ class Client(Peer):
         super().__init__(channel)
         self.row = row
         self.requests = 0
-        """Number of uses of the program; the judge counts those by the row."""
+        """Number of uses of the program, since it ran."""
         self.lost = ""
         """Why the solver no longer answers, or "". Tests that pass afterwards count as failed."""
         self.ended = False
@@ -315,6 +315,7 @@ class Client(Peer):
 
 
 def _set_attributes(instance: Any, parts: list[Any]) -> None:
+    """Fill an object of a class of the setup; the second part holds its attributes."""
     for key, value in parts[1].items():
         if key.startswith("__") and key.endswith("__"):
             raise TypeError(f"{key} is not an attribute")

@@ -234,14 +234,8 @@ def _asking(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def asking(*arguments: Any, **keywords: Any) -> Any:
         if arguments and isinstance(arguments[0], Remote | RemoteClass):
-            return ask(
-                "convert",
-                arguments[0],
-                function.__module__,
-                function.__name__,
-                *arguments[1:],
-                **keywords,
-            )
+            path = function.__module__, function.__name__
+            return ask("convert", arguments[0], *path, *arguments[1:], **keywords)
         return function(*arguments, **keywords)
 
     return asking

@@ -109,6 +109,7 @@ class Server:
     def __init__(self, preload: Sequence[str], *, namespaces: Sequence[str] | None) -> None:
         self._idle: list[socket.socket] = []  # connections to workers
         self.died = False
+        """Whether it must be replaced."""
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         user = os.pidfd_open(os.getpid())
         errors = os.memfd_create("errors")
@@ -150,16 +151,15 @@ class Server:
         wall = WALL_PER_CPU_SECOND * request["cpu_seconds"]
         most = STARVATION_FACTOR * wall
         message = json.dumps({**request, "wall_seconds": wall, "most_seconds": most}).encode()
-        try:
+        with contextlib.suppress(OSError):  # no answer in time, or the server is gone
             worker = self._worker()
             worker.settimeout(most + WALL_MARGIN)
             socket.send_fds(worker, [message], files)
-            answer = worker.recv(1 << 16)
-            self._idle.append(worker)
-        except OSError:  # no answer in time, or the server is gone
-            answer = b""
-        self.died |= not answer
-        return json.loads(answer or '{"failed": "the fork server died"}')
+            if answer := worker.recv(1 << 16):
+                self._idle.append(worker)
+                return json.loads(answer)
+        self.died = True
+        return {"failed": "the fork server died"}
 
     def _worker(self) -> socket.socket:
         """A connection to an idle worker, or to a new one."""

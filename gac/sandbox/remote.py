@@ -104,7 +104,7 @@ def _may_decide(name: str, value: Any) -> bool:
 
 
 def _with_operand(self: Any, name: str, /, operand: Any, *others: Any) -> Any:
-    """The method `name` of WITH_OPERAND."""
+    """Call the method `name`, which is in WITH_OPERAND."""
     if isinstance(operand, Remote) or _may_decide(name, self):
         return ask(name, self, operand, *others)
     base = self._container_ or next((b for b in type(self).__mro__ if b in VALUES), None)
@@ -118,16 +118,16 @@ async def ask_later(operation: str, target: Remote, *arguments: Any) -> Any:
     return ask(operation, target, *arguments)
 
 
-_IN_REMOTE = ("__eq__", "__ne__", "__hash__")
+_IN_REMOTE = {"__eq__", "__ne__", "__hash__"}
 SPECIAL_METHODS: dict[str, Any] = {
-    **{name: method for name, method in METHODS.items() if name not in _IN_REMOTE},
-    **{name: functools.partialmethod(_with_operand, name) for name in WITH_OPERAND - {*_IN_REMOTE}},
+    **{name: METHODS[name] for name in METHODS.keys() - _IN_REMOTE},
+    **{name: functools.partialmethod(_with_operand, name) for name in WITH_OPERAND - _IN_REMOTE},
     "__await__": lambda self: ask_later("__await__", self).__await__(),
     "__aenter__": lambda self: ask_later("__aenter__", self),
     "__aexit__": lambda self, kind, error, trace: ask_later("__aexit__", self, error),
     "__anext__": lambda self: ask_later("__anext__", self),
 }
-"""Special methods of `Remote` objects whose class defines them, apart from those in `Remote`."""
+"""Methods of the local classes, if the program's class defines them."""
 # bases of the local classes for subclasses of immutable builtin types
 _VALUE_BASES: dict[type, type] = {
     kind: type(
@@ -181,6 +181,7 @@ def _live(kind: type, changes: str) -> type:
 
 
 def _change(self: Any, method: Any, /, *arguments: Any, **keywords: Any) -> Any:
+    """Call the builtin `method` in the solver and here."""
     ask("change", self, method.__name__, *arguments, **keywords)
     return method(self, *arguments, **keywords)
 

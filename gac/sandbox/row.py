@@ -207,16 +207,16 @@ class _Words:
                     self.bound.add(node.name)
 
 
+@dataclass
 class _Calls(ast.NodeTransformer):
     """Replaces functions whose calls need care: conversions such as `int(x)`, and `x.format()`."""
 
-    def __init__(self, names: set[str]) -> None:
-        self._names = names
+    conversions: set[str]
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         match node.func:
-            case ast.Name(name) if name in self._names:
+            case ast.Name(name) if name in self.conversions:
                 node.func.id = hidden(name)
             case ast.Attribute(value, name) if name in FORMATTING and not isinstance(
                 value, ast.Constant
