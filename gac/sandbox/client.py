@@ -341,8 +341,11 @@ def operations(value: Any) -> list[str] | None:
 
 @functools.lru_cache(maxsize=1024)
 def _members(kind: type) -> list[str]:
-    names = [name for name in SPECIAL if lookup(kind, name) not in (None, lookup(object, name))]
-    return sorted([*_ATTRIBUTES, *names])
+    return sorted(
+        name
+        for name in (*_ATTRIBUTES, *SPECIAL)
+        if name in _ATTRIBUTES or lookup(kind, name) not in (None, lookup(object, name))
+    )
 
 
 def _details(value: Any, name: str) -> dict[str, Any]:

@@ -196,6 +196,15 @@ _RULES: tuple[tuple[Any, ...], ...] = (
 )
 
 
+class _Comparison(ctypes.Structure):
+    _fields_ = (
+        ("argument", ctypes.c_uint),
+        ("operator", ctypes.c_int),
+        ("first", ctypes.c_uint64),
+        ("second", ctypes.c_uint64),
+    )
+
+
 def compile_filter() -> bytes:
     """Compile the allow-list to BPF. Any other syscall fails with EPERM.
 
@@ -217,7 +226,7 @@ def compile_filter() -> bytes:
         call = library.seccomp_syscall_resolve_name(name.encode())
         if call < 0:  # not a syscall on this architecture
             continue
-        ifs = b"".join(struct.pack("@IiQQ", *condition) for condition in conditions)
+        ifs = (_Comparison * len(conditions))(*conditions)
         code = library.seccomp_rule_add_array(
             context, ctypes.c_uint32(action), call, len(conditions), ifs
         )

@@ -23,6 +23,7 @@ from typing import Any
 
 _STACK_BYTES = 2 << 20  # of a thread that does not ask for more
 _set_stack_size = _thread.stack_size
+_largest_stack = [_STACK_BYTES]
 _STREAMS = {"/dev/stdin": 0, "/dev/stdout": 1, "/dev/stderr": 2}
 
 PRELOADED = """
@@ -92,6 +93,11 @@ def _replace_functions() -> None:
     sys.stdin.mode, sys.stdout.mode = "r", "w"  # type: ignore[misc]
     # programs that replace sys.stdout find the original here
     sys.__stdin__, sys.__stdout__ = sys.stdin, sys.stdout  # type: ignore[misc]
+
+    def stack_size(size: int = 0) -> int:
+        return _set_stack_size(min(size or _STACK_BYTES, _largest_stack[0]))
+
+    threading.stack_size = _thread.stack_size = stack_size
     set_limit, open_file = resource.setrlimit, builtins.open
     resource.setrlimit = lambda kind, limits: (  # the main thread's stack is already large
         None if kind == resource.RLIMIT_STACK else set_limit(kind, limits)
@@ -112,12 +118,9 @@ def adapt(memory_bytes: int) -> None:
     programs use to get the size of their input, return what they return now: glibc's `fstat` uses a
     system call that also takes paths, which the filter refuses.
     """
-    largest = max(memory_bytes // 4, _STACK_BYTES)
+    _largest_stack[0] = max(memory_bytes // 4, _STACK_BYTES)
     _set_stack_size(_STACK_BYTES)
     stats = {0: os.fstat(0), 1: os.fstat(1)}
-
-    def stack_size(size: int = 0) -> int:
-        return _set_stack_size(min(size or _STACK_BYTES, largest))
 
     def fstat(fd: int) -> os.stat_result:
         if fd not in stats:
@@ -125,7 +128,6 @@ def adapt(memory_bytes: int) -> None:
         return stats[fd]
 
     os.fstat = fstat
-    threading.stack_size = _thread.stack_size = stack_size
 
 
 # -- asyncio ---------------------------------------------------------------------------------------

@@ -44,8 +44,10 @@ class Zygote:
 
     def __init__(self, layers: dict[str, str]) -> None:
         self.null = os.open(os.devnull, os.O_RDWR)
-        pages = Path("/proc/self/statm").read_text().split()[0]
-        self.base_bytes = int(pages) * resource.getpagesize()  # which children inherit
+        # size of the address space, which children inherit
+        self.base_bytes = resource.getpagesize() * int(
+            Path("/proc/self/statm").read_text().split()[0]
+        )
         self.layers = layers
         self.missing: dict[str, str] = {}
         self.filter = b""
