@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import random
+import shutil
 import sys
 from collections.abc import Generator
 from pathlib import Path
@@ -18,6 +19,10 @@ from hypothesis import Phase, settings
 # Triton decides at import whether kernels are interpreted, so this precedes every triton import.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# In memory: a checkpoint waits until its files are on the disk.
+if Path("/dev/shm").is_dir() and shutil.disk_usage("/dev/shm").free > 8 * 2**30:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")
 
 # The same examples in every run. A failing example is not made smaller, which takes minutes; the
 # deadline is that of the test.

@@ -48,7 +48,7 @@ BROAD = (
     "tests/sandbox/test_honest.py",
 )
 FOLDERS = {"gac_kernels": "kernels", "config": "cli"}  # of the tests of a module
-LONGEST = 120.0  # seconds of all tests that run on a mutant that the cap would let survive
+LONGEST = 240.0  # seconds of all tests that run on a mutant that the cap would let survive
 # of processes that a test starts; the context is the name of the test
 PROCESSES = """[run]
 context = ${GAC_TEST}
@@ -182,7 +182,7 @@ class Server:
 
         def cost(name: str) -> float:
             file = name.partition("::")[0]
-            near = 4 if stem in file or file in BROAD else 1
+            near = 4 if stem in file or file.startswith(folder) or file in BROAD else 1
             return (tests[name] + 0.01) / near / (1 + self.kills[name])
 
         groups: list[list[str]] = []

@@ -40,7 +40,7 @@ def clone() -> Iterator[Path]:
         subprocess.run(["git", "clone", "-q", "--shared", str(ROOT), str(copy)], check=True)
         for library in ROOT.glob("gac_kernels/*.so"):
             shutil.copy2(library, copy / "gac_kernels")
-        for script in ROOT.glob("tools/muta*.py"):
+        for script in ROOT.glob("tools/*muta*.py"):
             shutil.copy2(script, copy / "tools")
         yield copy
 

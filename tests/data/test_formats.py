@@ -18,7 +18,7 @@ from gac.config import ConfigError, load
 from gac.data import DataConfig, DataError, load_demos, load_prompts, read_rows
 from gac.data.examples import Source, load_references, prompt_order
 from gac.data.order import MixedOrder, Order
-from gac.data.source import SourceRow
+from gac.data.source import SourceRow, data_files
 from gac.demo.task import make_tokenizer
 from gac.errors import MissingData
 
@@ -142,6 +142,8 @@ def test_a_folder_of_data_files(tmp_path, cache, monkeypatch):
     ):
         read_rows(str(folder))
     assert len(list(read_rows("~/set:test"))) == len(list(read_rows("~/set/test.parquet"))) == 4
+    monkeypatch.chdir(folder)
+    assert len(data_files(".")) == 2 and data_files("") == []
 
 
 def test_json_lines_in_a_json_file(tmp_path):

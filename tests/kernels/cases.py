@@ -218,16 +218,6 @@ BY_NAME = {case.name: case for case in CASES}
 each_case = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 BACKENDS = ["reference", "native", "triton", "cuda"]
 each_backend = pytest.mark.parametrize("backend", BACKENDS, indirect=True)
-INTERPRETED = pytest.mark.full(reason="seconds per case; test_loss.py interprets all of them")
-each_case_and_backend = pytest.mark.parametrize(
-    ("case", "backend"),
-    [
-        pytest.param(c, b, id=f"{c.name}-{b}", marks=INTERPRETED if b == "triton" and i % 5 else ())
-        for i, c in enumerate(CASES)
-        for b in BACKENDS
-    ],
-    indirect=["backend"],
-)
 
 
 def on_cuda(backend: str) -> bool:

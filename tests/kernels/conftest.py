@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from gac_kernels import backends, reference
 from gac_kernels.backends import cuda
 from tests.kernels import cuda_emulation
 from tests.kernels.cases import require_backend
+
+SLOW = "triton", "cuda"  # interpreted, or on emulated threads
+REST = pytest.mark.full(reason="seconds in all; test_loss.py runs each of its cases everywhere")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+    """Of a test marked `sampled`, the slow backends run every fifth case, and all with `full`."""
+    counts: Counter[object] = Counter()
+    for item in items:
+        if item.get_closest_marker("sampled") and item.callspec.params["backend"] in SLOW:
+            key = item.function, item.callspec.params["backend"]
+            if counts[key] % 5:
+                item.add_marker(REST)
+            counts[key] += 1
 
 
 @pytest.fixture

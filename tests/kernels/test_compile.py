@@ -59,6 +59,7 @@ def test_float16_weight_gradient() -> None:
 
 SPEC = LossSpec(kl_coef=0.1, entropy_coef=0.05, temperature=0.7)
 BACKENDS = ("native", "triton", "reference")
+FULL = pytest.mark.full(reason="seconds to compile; the other tests compile for these backends")
 
 
 def example(
@@ -142,7 +143,11 @@ def check_every_function(compiled, x: dict[str, torch.Tensor], spec: LossSpec, b
 
 @pytest.mark.parametrize(
     ("backend", "dtype"),
-    [("native", torch.float16), ("triton", torch.bfloat16), ("reference", torch.float64)],
+    [
+        pytest.param("native", torch.float16, marks=FULL),
+        ("triton", torch.bfloat16),
+        pytest.param("reference", torch.float64, marks=FULL),
+    ],
 )
 def test_every_function_equals_eager(backend: str, dtype: torch.dtype) -> None:
     torch.compiler.reset()

@@ -24,7 +24,7 @@ from tests.kernels.cases import (
     check_grads,
     check_outputs,
     each_backend,
-    each_case_and_backend,
+    each_case,
     hidden_grad_by_rows,
     less_accurate,
     on_cuda,
@@ -90,7 +90,9 @@ def compare(case: Case, dtype: torch.dtype, backend: str) -> None:
     assert [g.dtype for g in d_ours] == [dtype] * 3
 
 
-@each_case_and_backend
+@pytest.mark.sampled
+@each_backend
+@each_case
 def test_float32(case: Case, backend: str) -> None:
     compare(case, torch.float32, backend)
 

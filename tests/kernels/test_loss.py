@@ -250,6 +250,18 @@ def test_gradient_in_a_narrower_dtype(vocab: int, backend: str, poison: None) ->
     assert (wide[..., vocab:] == 7).all()
 
 
+@pytest.mark.parametrize("backend", ["reference", "native", "cuda"], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_ties_round_to_even(dtype: torch.dtype, backend: str) -> None:
+    """With two equal logits, the gradient is half of d_logp. The interpreter truncates."""
+    rows, steps = backends.load(backend, torch.device("cpu")), torch.arange(1.0, 16, 2)
+    d_logp, out = 1 + steps * torch.finfo(dtype).eps / 2, torch.zeros(8, 1, 2, dtype=dtype)
+    logits, targets = torch.zeros(8, 1, 2), torch.zeros(8, dtype=torch.long)
+    _, entropy, lse = rows.row_stats(logits, targets, 1.0)
+    rows.row_grads(logits, targets, lse, entropy, d_logp, 0 * d_logp, 1.0, out)
+    assert torch.equal(out[:, 0, 0], (d_logp / 2).to(dtype))
+
+
 @pytest.mark.parametrize("backend", ["reference", "native", "triton"], indirect=True)
 @each_dtype
 def test_scaling_in_place(dtype: torch.dtype, backend: str) -> None:

@@ -91,6 +91,7 @@ def scaled(temperature: Tensor) -> Tensor:
     return temperature[:, None].expand(B, T) if temperature.dim() == 1 else temperature
 
 
+@pytest.mark.sampled
 @each_backend
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("per_token", [False, True])

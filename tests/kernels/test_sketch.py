@@ -18,7 +18,7 @@ from tests.kernels.cases import (
     Case,
     build,
     each_backend,
-    each_case_and_backend,
+    each_case,
     on_cuda,
 )
 
@@ -84,12 +84,15 @@ def check(case: Case, dtype: torch.dtype, backend: str, **keywords) -> None:
     assert (ours.double() - truth).abs().max() <= bound
 
 
-@each_case_and_backend
+@pytest.mark.sampled
+@each_backend
+@each_case
 def test_backends_agree_with_the_definition(case, backend):
     check(case, torch.float32, backend)
     check(case, torch.float32, backend, chunk_bytes=4 * case.vocabulary * 3)  # 3 rows per chunk
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @each_backend
 def test_half_precision(backend, dtype):

@@ -59,6 +59,7 @@ def batch(width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return logits, targets
 
 
+@pytest.mark.sampled
 @each_scale
 @each_backend
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

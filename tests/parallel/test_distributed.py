@@ -112,13 +112,14 @@ def assert_same(expected, actual):
 
 
 FSDP = {"mode": "fsdp"}
+FULL = pytest.mark.full(reason="other cases combine the same properties")
 
 
 @pytest.mark.parametrize(
     ("count", "parallel", "micro_batch_size"),
     [
         pytest.param(2, {}, None, id="ddp-2"),
-        pytest.param(4, {}, 3, id="ddp-4-accumulated"),
+        pytest.param(4, {}, 3, id="ddp-4-accumulated", marks=FULL),
         pytest.param(2, FSDP, 3, id="fsdp-2-accumulated"),
         pytest.param(2, {**FSDP, "defer_reduce": True}, 3, id="fsdp-2-deferred"),
         pytest.param(4, {**FSDP, "replicas": 2}, None, id="hsdp-2x2"),
@@ -155,13 +156,15 @@ def half_constant(completion, example):
     [
         pytest.param(FSDP, {"untied": True}, id="fsdp-untied-head"),
         pytest.param(FSDP, {"lora": {"rank": 4}}, id="fsdp-adapters"),
-        pytest.param({}, {"lora": {"rank": 4}}, id="ddp-adapters"),
-        pytest.param(FSDP, {"gradient_checkpointing": True}, id="fsdp-recomputed-layers"),
+        pytest.param({}, {"lora": {"rank": 4}}, id="ddp-adapters", marks=FULL),
+        pytest.param(
+            FSDP, {"gradient_checkpointing": True}, id="fsdp-recomputed-layers", marks=FULL
+        ),
         pytest.param(FSDP, {"num_iterations": 2}, id="fsdp-reused-rollouts"),
-        pytest.param(FSDP, {"method": "pcgrad"}, id="fsdp-gram"),
+        pytest.param(FSDP, {"method": "pcgrad"}, id="fsdp-gram", marks=FULL),
         pytest.param(FSDP, {"method": "pcgrad", "flat": True}, id="fsdp-gram-zero-gradient-rows"),
-        pytest.param({}, {"method": "cagrad"}, id="ddp-gram"),
-        pytest.param({**FSDP, "replicas": 2}, {"method": "mgda"}, id="hsdp-gram"),
+        pytest.param({}, {"method": "cagrad"}, id="ddp-gram", marks=FULL),
+        pytest.param({**FSDP, "replicas": 2}, {"method": "mgda"}, id="hsdp-gram", marks=FULL),
     ],
 )
 def test_results_agree_across_processes_with(task, tmp_path, parallel, changes):
@@ -260,7 +263,7 @@ def test_uneven_ranks_compute_the_same(uneven, mode):
                 torch.testing.assert_close(grads[key], x, rtol=1e-4, atol=1e-6, msg=message)
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4)])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), pytest.param(2, 4, marks=FULL)])
 def test_checkpoint_loads_on_another_world_size(task, tmp_path, single_process, before, after):
     run_config = config(task, tmp_path, parallel={**FSDP, "allow_world_size_change": True})
     ranks.run(save_at, run_config, 3, ranks=before)

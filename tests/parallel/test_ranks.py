@@ -17,6 +17,7 @@ from tqdm.std import TqdmDefaultWriteLock
 from gac.parallel import setup
 from gac.training.trainer import Trainer
 from tests import ranks
+from tests.parallel.test_distributed import FULL
 from tests.tiny import digit_reward, tiny_config
 
 
@@ -132,7 +133,7 @@ def interrupting_reward(completion, example):
     [
         ({}, "tests.tiny:digit_reward", None),
         ({"mode": "fsdp"}, "tests.tiny:digit_reward", None),
-        (HSDP, "tests.tiny:digit_reward", None),
+        pytest.param(HSDP, "tests.tiny:digit_reward", None, marks=FULL),
         (HSDP, "tests.parallel.test_ranks:overflowing_reward", "RunError"),
         (HSDP, "tests.parallel.test_ranks:interrupting_reward", "KeyboardInterrupt"),
     ],

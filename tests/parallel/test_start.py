@@ -23,7 +23,7 @@ from gac.parallel.setup import DISABLE_ASYNC_LOAD, ShardedLoading
 from gac.rollouts import engines
 from gac.training.trainer import Trainer
 from tests import ranks
-from tests.parallel.test_distributed import FSDP, config, fixed_responses, full_tensor
+from tests.parallel.test_distributed import FSDP, FULL, config, fixed_responses, full_tensor
 from tests.tiny import TIMING_KEYS
 
 pytestmark = pytest.mark.dist
@@ -98,7 +98,7 @@ def assert_bitwise(actual, expected):
             {"tie_word_embeddings": False}, {"dtype": "bfloat16"}, 2, id="untied-bfloat16"
         ),
         pytest.param({}, {"lora": {"rank": 4}}, 2, id="adapters"),
-        pytest.param({"replicas": 2}, {}, 4, id="hsdp"),
+        pytest.param({"replicas": 2}, {}, 4, id="hsdp", marks=FULL),
     ],
 )
 def test_sharded_loading_matches_full_loading(task, base, tmp_path, changes, model, count):

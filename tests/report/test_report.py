@@ -78,16 +78,10 @@ def arrays(*rows):
     return [np.array(row, dtype=float) for row in rows]
 
 
-def test_kl_area_is_the_trapezoid_over_steps():
+def test_kl_area_is_the_trapezoid_over_steps_with_a_kl():
     # 10 (0 + 2) / 2 + 20 (2 + 1) / 2
     assert kl_area(*arrays([0, 10, 30], [0, 2, 1])) == pytest.approx(40)
-
-
-def test_kl_area_bridges_steps_without_a_kl():
     assert kl_area(*arrays([0, 5, 10], [0, math.nan, 2])) == pytest.approx(10)
-
-
-def test_kl_area_without_any_kl_is_unknown_not_zero():
     assert math.isnan(kl_area(*arrays([0, 1], [math.nan, math.nan])))
 
 
@@ -96,10 +90,7 @@ def test_large_mu_events_counts_windows_not_steps():
     mu = np.where(steps <= 11, 0.5, 0.5 + 0.01 * (steps - 11))  # flat, then +0.1 per window
     assert large_mu_events(steps, mu, window=10) == (2, 3)
     assert large_mu_events(steps, mu, window=10, threshold=0.2) == (0, 3)
-
-
-def test_a_change_of_exactly_the_threshold_is_not_large():
-    steps = np.arange(21)
+    steps = np.arange(21)  # exactly the threshold is not large
     assert large_mu_events(steps, 0.3 + 0.002 * steps, window=10) == (0, 2)
     assert large_mu_events(steps, 0.3 - 0.0021 * steps, window=10) == (2, 2)
 
@@ -223,9 +214,7 @@ def test_different_settings_make_separate_labelled_groups(tmp_path):
     )
     assert [group.label for group in groups] == ["a (lr=0.001)", "b (lr=0.0001)"]
     assert differences(groups) == {"optim.lr": [1e-3, 1e-4]}
-
-
-def test_labels_fall_back_to_the_folder_for_long_settings(tmp_path):
+    # long settings: the folder
     groups = grouped(
         write_run(tmp_path / "first", model={"path": "/models/" + "a" * 40}),
         write_run(tmp_path / "second", model={"path": "/models/" + "b" * 40}),
@@ -234,12 +223,9 @@ def test_labels_fall_back_to_the_folder_for_long_settings(tmp_path):
     assert caution(groups).startswith("These runs differ in model.path: ")
 
 
-def test_label_is_the_run_name_without_its_seed(tmp_path):
+def test_label_is_the_run_name_without_its_seed_and_needs_a_configuration(tmp_path):
     paths = [write_run(tmp_path / str(s), seed=s, run_name=f"mine seed{s}") for s in (1, 2)]
     assert [group.label for group in grouped(*paths)] == ["mine"]
-
-
-def test_runs_without_a_configuration_are_not_grouped(tmp_path):
     paths = [write_run(tmp_path / name) for name in ("a", "b")]
     for path in paths:
         (path / "config.yaml").unlink()

@@ -13,16 +13,13 @@ import numpy as np
 import pytest
 import torch
 
+from gac.demo.task import write_rows
 from gac.report import page, plots, results_table
 from gac.report.groups import Group, differences, group_runs
 from gac.report.page import read_samples, samples
 from gac.report.reading import read_run, time_shares
 from gac.report.statistics import band, smooth
 from gac.report.table import Column, window_of, write_cell
-
-
-def write_lines(path: Path, rows: list[Any]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def write_run(
@@ -36,8 +33,8 @@ def write_run(
         {"step": step, **dict(zip(columns, values, strict=True))}
         for step, values in enumerate(zip(*columns.values(), strict=True), 1)
     ]
-    write_lines(path / "metrics.jsonl", rows)
-    write_lines(path / "eval.jsonl", evals)
+    write_rows(path / "metrics.jsonl", rows)
+    write_rows(path / "eval.jsonl", evals)
     return path
 
 
@@ -301,7 +298,7 @@ def test_only_numbers_are_read(tmp_path: Path) -> None:
         {"step": math.nan},
         {"step": "2"},
     ]
-    write_lines(path / "metrics.jsonl", [*lines, {"step": 2, "a": "text", "b": 3}])
+    write_rows(path / "metrics.jsonl", [*lines, {"step": 2, "a": "text", "b": 3}])
     run = read_run(path)
     assert (run.seed, run.steps_planned, run.tasks, run.unreadable) == (None, None, [], 4)
     assert run.metrics["step"].tolist() == [1, 2] and set(run.metrics) == {"step", "a", "b"}
@@ -340,7 +337,7 @@ def test_the_page_of_two_groups(groups: list[Group], tmp_path: Path) -> None:
         {"text": "3<", "reward": None, "truncated": True},
     ]
     prompts = [{"prompt": "1+1=", "completions": responses, "demonstration": "two"}]
-    write_lines(path / "samples.jsonl", [{"step": s, "prompts": prompts} for s in (1, 2)])
+    write_rows(path / "samples.jsonl", [{"step": s, "prompts": prompts} for s in (1, 2)])
     text = page.render(group_runs([read_run(path)]), window_of([]), {})
     assert text.count('<td>0.123</td><td class="text">2</td>') == 2
     assert text.count('<td>dropped</td><td class="text">3&lt; (cut off)</td>') == 2
@@ -353,7 +350,7 @@ def test_samples_show_the_first_and_the_last_step(tmp_path: Path) -> None:
     """A resumed run has written step 30 twice."""
     path = write_run(tmp_path / "run", {}, {"a": [1]}, [])
     steps = [30, 10, 20, 30]
-    write_lines(path / "samples.jsonl", [{"step": s, "i": i} for i, s in enumerate(steps)])
+    write_rows(path / "samples.jsonl", [{"step": s, "i": i} for i, s in enumerate(steps)])
     with (path / "samples.jsonl").open("a") as file:
         file.write('[1]\n{"i": 7}\n{"step": 6')
     assert read_samples(path) == [{"step": 10, "i": 1}, {"step": 30, "i": 3}]

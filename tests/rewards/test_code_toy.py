@@ -41,14 +41,15 @@ def test_train_and_held_out_are_disjoint_and_in_the_vocabulary(folder):
 
 
 def test_the_programs_earn_the_reward_and_half_of_the_demonstrations_do_not(folder):
-    data = [f"data.prompts={folder / 'train.jsonl'}", "data.limit=40"]
+    data = [f"data.prompts={folder / 'train.jsonl'}", "data.limit=16"]
     assert check(code_toy.CONFIG, [*data, "data.demo_field=null"]).failing == ()
-    wrong = [row["id"] for row in rows(folder, "train")[:40] if row["solution"] != row["answer"]]
+    wrong = [row["id"] for row in rows(folder, "train")[:16] if row["solution"] != row["answer"]]
     failing = [row.row for row in check(code_toy.CONFIG, data).failing]
     # another operator can give the same results, as in "two plus two" and "two times two"
-    assert set(failing) <= set(wrong) and len(failing) >= len(wrong) - 1 >= 10
+    assert set(failing) <= set(wrong) and len(failing) >= len(wrong) - 1 >= 5
 
 
+@pytest.mark.full(reason="seconds of training; test_mbpp trains with the same reward")
 def test_training_earns_more_reward(folder, tmp_path):
     """A short version: 24 sentences, 16 programs per step. Other seeds also end above 0.4."""
     config = load(

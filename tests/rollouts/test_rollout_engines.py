@@ -57,6 +57,7 @@ def test_parts_group_similar_lengths_within_the_budget():
 
 
 PAGED = {"engine": "paged", "paged": PAGES}
+FULL = pytest.mark.full(reason="seconds; the run below is repeated too")
 
 
 @pytest.mark.parametrize(
@@ -107,7 +108,9 @@ def test_rows_that_have_ended_leave_the_batch(policy, monkeypatch, samples):
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize("engine_settings", [{"generation_batch_tokens": 80}, PAGED])
+@pytest.mark.parametrize(
+    "engine_settings", [{"generation_batch_tokens": 80}, pytest.param(PAGED, marks=FULL)]
+)
 def test_sampling_is_repeatable_and_follows_the_seed(policy, engine_settings):
     config = rollouts(**engine_settings)
 
@@ -140,7 +143,7 @@ def test_paged_samples_follow_the_policy(policy):
 def test_paged_run_is_repeatable_and_logs_sampled_tokens(task, tmp_path):
     rollouts = {"num_prompts": 2, "num_generations": 3, "max_completion_length": 5, **PAGED}
     for name in "ab":
-        train(tiny_config(task, tmp_path / name, steps=2, eval={}, rollouts=rollouts))
+        train(tiny_config(task, tmp_path / name, steps=1, eval={}, rollouts=rollouts))
     first, second = metrics(tmp_path / "a"), metrics(tmp_path / "b")
     assert first == second
     for row in first:

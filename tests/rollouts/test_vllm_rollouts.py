@@ -73,7 +73,10 @@ def test_responses_match_the_weights_last_sent(task, server, policy, tmp_path, m
     (tmp_path / f"{sampler._server.prefix}leftover").mkdir()
     (tmp_path / "weights-others").mkdir()
     monkeypatch.setattr(vllm, "MAX_FILE_BYTES", 10_000)  # several files of weights
-    responses = []
+    responses, files, save = [], [], vllm.save_file
+    monkeypatch.setattr(
+        vllm, "save_file", lambda part, path: files.append(part) or save(part, path)
+    )
     for _ in range(2):
         expected = generate(
             model, tokenizer, PROMPTS, max_completion_length=5, temperature=0, stop=stop
@@ -84,6 +87,9 @@ def test_responses_match_the_weights_last_sent(task, server, policy, tmp_path, m
             for p in model.parameters():
                 p.add_(0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
     assert responses[0] != responses[1] and model.training
+    sizes = [[x.nbytes for x in part.values()] for part in files]
+    assert max(map(len, sizes)) > 1 and all(sum(x[:-1]) < 10_000 for x in sizes)
+    assert sum(sum(x) < 10_000 for x in sizes) <= 2  # the last of each update
     assert [path.name for path in tmp_path.glob("weights-*")] == ["weights-others"]
 
 
@@ -91,7 +97,7 @@ def test_samples_follow_the_seed_and_the_policy(task, server, policy, tmp_path):
     """Total variation distance between 600 sampled first tokens and the model's softmax."""
     model, tokenizer = policy
     sampler = engine(
-        task, server.url, tokenizer, tmp_path, max_completion_length=1, temperature=0.7
+        task, server.url, tokenizer, tmp_path / "new", max_completion_length=1, temperature=0.7
     )
     sample = sampler.load(model).generate
 

@@ -19,7 +19,7 @@ from tools import methods_study as study
 from tools.methods_table import page
 
 
-@pytest.mark.slow(reason="trains several methods")
+@pytest.mark.full(reason="a dozen runs in processes; test_gac_study_... has the runner")
 def test_study_runs_once_and_summarizes_its_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(run, "BASE_ACCURACY", (0.0, 1.0))
     monkeypatch.setattr(study, "GRID", (0.3,))

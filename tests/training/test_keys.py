@@ -358,6 +358,8 @@ KINDS = {  # a representative of each kind of method
     "asft": "demonstrations only; own token loss with the reference's head",
     "mgda": "several gradients",
 }
+FULL = pytest.mark.full(reason="seconds each; the default and luffy read most keys")
+REST = [kind for kind in KINDS if kind not in (DEFAULT, "luffy")]
 OF_THE_ALARM = "method.alarm.", "method.mu_suspect"  # longer runs: the test below
 OF_THE_METHOD = "rollouts.", "loss.", "kl_sample_size"  # the other keys are read by no method
 OWN_SAMPLING = ("luffy", "prefix-rft", "sdar")  # the others sample as the default does, or not
@@ -365,17 +367,7 @@ OF_THE_ENGINE = ("engine", "paged", "vllm", "generation_batch", "log_")
 
 
 @pytest.mark.slow(reason="hundreds of runs")
-@pytest.mark.parametrize(
-    "method",
-    [
-        pytest.param(
-            kind, marks=pytest.mark.full(reason="seconds; luffy samples in its own way too")
-        )
-        if kind in ("sdar", "prefix-rft")
-        else kind
-        for kind in KINDS
-    ],
-)
+@pytest.mark.parametrize("method", [DEFAULT, "luffy", *(pytest.param(x, marks=FULL) for x in REST)])
 def test_every_key_acts_or_is_refused(folder: Path, method: str) -> None:
     problems = []
     for key, default in leaves(TrainConfig()):
@@ -391,8 +383,13 @@ def test_every_key_acts_or_is_refused(folder: Path, method: str) -> None:
         problems += [
             problem(key, keys, other(key, keys.get(key, default)), needed) for needed in needs
         ]
+    assert not [*filter(None, problems)]
+
+
+@pytest.mark.parametrize("method", KINDS)
+def test_every_key_of_a_method_acts(folder: Path, method: str) -> None:
     keys = {"method.name": method, **BASE, "rollouts.num_iterations": 1}
-    problems += [
+    problems = [
         problem(key, keys, other(key, default), WITH.get(key, {}))
         for key, default in leaves(METHODS[method](), "method.")
         if not key.startswith(OF_THE_ALARM)

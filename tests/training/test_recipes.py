@@ -94,7 +94,7 @@ def test_the_weights_move(name: str, tmp_path: Path) -> None:
     assert {x.dtype for x in exported.values()} == {getattr(torch, config.model.dtype)}
 
 
-@pytest.mark.slow(reason="trains the two runs of the tutorial")
+@pytest.mark.full(reason="trains both runs of the tutorial")
 def test_the_tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The commands of docs/start.md, as written: from an accuracy below 0.1 to above 0.4."""
     monkeypatch.chdir(tmp_path)
