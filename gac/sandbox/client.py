@@ -42,7 +42,7 @@ from .remote import (
     RemoteBase,
     RemoteClass,
     RemoteError,
-    coroutine,
+    ask_later,
     local_base,
     overridden,
     standard,
@@ -50,7 +50,6 @@ from .remote import (
 from .row import CAREFUL, describe
 from .wire import DECODE_ERRORS, Json, Shells, decode
 
-_STOPS = {kind.__name__ for kind in ENDS_LOOPS}
 _ATTRIBUTES = ("get", "set", "delete")
 _FUNCTIONS = (
     types.FunctionType,
@@ -80,7 +79,7 @@ class Client(Peer):
         super().__init__(channel)
         self.row = row
         self.requests = 0
-        """Number of uses of the program so far."""
+        """Number of uses of the program, since it ran."""
         self.lost = ""
         """Why the solver no longer answers, or "". Tests that pass afterwards count as failed."""
         self.ended = False
@@ -101,8 +100,7 @@ class Client(Peer):
         """Send one request and return the answer; raises the program's exception."""
         with self._turn:
             self.requests += operation != "find"
-            patches = self._new_patches()
-            request = self.dumps("ask", operation, arguments, keywords, patches)
+            request = self.dumps("ask", operation, arguments, keywords, self._new_patches())
             value, changed = self._answer(request, operation)
             if value is None or self.row.returns:
                 for old, new in zip([*arguments, *keywords.values()], changed, strict=False):
@@ -153,7 +151,9 @@ class Client(Peer):
             return value, changed
         if value is self.suppressed:
             self.suppressed = None
-        ends = operation in ("__next__", "__anext__") or self.row.expected & _STOPS
+        ends = operation in ("__next__", "__anext__") or any(
+            kind.__name__ in self.row.expected for kind in ENDS_LOOPS
+        )
         if isinstance(value, ENDS_LOOPS) and not ends:
             value = describe(value)
         raise value if isinstance(value, Exception) else RemoteError(f"{value}")
@@ -222,57 +222,47 @@ class Client(Peer):
         classes, nodes = json.loads(message)
         for description in classes:
             self._define(*description)
-        shells: Shells = {"instance": (self._make_instance, self._fill_instance)}
+        shells: Shells = {
+            "instance": (lambda parts: object.__new__(self.shared[parts[0]]), _set_attributes)
+        }
         kind, printed, *content = decode(nodes, self._resolve, shells)
         sys.stdout.write(printed)
         return [kind, *content]
 
     def _resolve(self, tag: str, parts: list[Any]) -> Any:
-        return getattr(self, f"_read_{tag}")(*parts)
-
-    _read_lent = Peer.own
+        """What a node stands for here. Every object of the program has one proxy."""
+        if tag == "lent":
+            return self.own(*parts)
+        if tag == "class":
+            return self._read_class(*parts)
+        return self.remember(parts[0], getattr(self, f"_make_{tag}"), *parts)
 
     def _refer(self, number: int, value: Any) -> Any:
         object.__setattr__(value, "_remote_", (self, number))
         return value
 
-    def _read_coroutine(self, number: int) -> Any:
-        return self.remember(number, lambda: coroutine(self._refer(number, Remote())))
+    def _make_coroutine(self, number: int) -> Any:
+        return ask_later("__await__", self._refer(number, Remote()))
 
-    def _read_object(self, number: int, reference: Json, *content: Any) -> Any:
-        def make() -> Any:
-            kind = self._read_class(reference)
-            base = next((base for base in kind.__mro__ if base in VALUES), object)
-            return self._refer(number, base.__new__(kind, *content))
+    def _make_object(self, number: int, reference: Json, *content: Any) -> Any:
+        kind = self._read_class(reference)
+        base = next((base for base in kind.__mro__ if base in VALUES), object)
+        return self._refer(number, base.__new__(kind, *content))
 
-        return self.remember(number, make)
-
-    def _make_instance(self, parts: list[Any]) -> Any:
-        return object.__new__(self.shared[parts[0]])
-
-    def _fill_instance(self, instance: Any, parts: list[Any]) -> None:
-        for key, value in parts[1].items():
-            if key.startswith("__") and key.endswith("__"):
-                raise TypeError(f"{key} is not an attribute")
-            object.__setattr__(instance, key, value)
-
-    def _read_error(
+    def _make_error(
         self, number: int, kind: Json, text: str, cause: Any, arguments: Any, state: Any
     ) -> Any:
-        def make() -> Any:
-            local = self._read_class(kind)
-            if not issubclass(local, Exception):
-                return RemoteError(f"{text}")
-            try:
-                error = local.__new__(local, *arguments)
-                next(filter(is_builtin, local.__mro__)).__init__(error, *arguments)
-                vars(error).update(state)
-            except Exception:  # the arguments come from the program
-                return RemoteError(f"{text}")
-            error.__cause__ = cause if isinstance(cause, BaseException) else None
-            return self._refer(number, error) if isinstance(error, RemoteBase) else error
-
-        return self.remember(number, make)
+        local = self._read_class(kind)
+        if not issubclass(local, Exception):
+            return RemoteError(f"{text}")
+        try:
+            error = local.__new__(local, *arguments)
+            next(filter(is_builtin, local.__mro__)).__init__(error, *arguments)
+            vars(error).update(state)
+        except Exception:  # the arguments come from the program
+            return RemoteError(f"{text}")
+        error.__cause__ = cause if isinstance(cause, BaseException) else None
+        return self._refer(number, error) if isinstance(error, RemoteBase) else error
 
     def _read_class(self, reference: Json) -> Any:
         """The local class for a reference: see `solver.Solver._class`."""
@@ -308,9 +298,13 @@ class Client(Peer):
         parents = tuple(map(self._read_class, bases))
         if not any(issubclass(parent, last) for parent in parents):
             parents = (*parents, last)
-        members: dict[str, Any] = {m: SPECIAL_METHODS[m] for m in methods if m in SPECIAL_METHODS}
-        members |= {m: overridden(m) for m in methods if not m.startswith("_")}
-        members |= {
+        members = {
+            **{name: SPECIAL_METHODS[name] for name in methods if name in SPECIAL_METHODS},
+            **{
+                name: property(functools.partial(overridden, name))
+                for name in methods
+                if not name.startswith("_")
+            },
             "_remote_": (self, number),
             "_methods_": methods,
             "_container_": {kind.__name__: kind for kind in CONTAINERS}.get(container),
@@ -318,6 +312,14 @@ class Client(Peer):
             "__doc__": vars(Remote)["__doc__"],
         }
         self.remember(number, RemoteClass, name, parents, members)
+
+
+def _set_attributes(instance: Any, parts: list[Any]) -> None:
+    """Fill an object of a class of the setup; the second part holds its attributes."""
+    for key, value in parts[1].items():
+        if key.startswith("__") and key.endswith("__"):
+            raise TypeError(f"{key} is not an attribute")
+        object.__setattr__(instance, key, value)
 
 
 def operations(value: Any) -> list[str] | None:
@@ -339,23 +341,25 @@ def operations(value: Any) -> list[str] | None:
 
 @functools.lru_cache(maxsize=1024)
 def _members(kind: type) -> list[str]:
-    names = [name for name in SPECIAL if lookup(kind, name) not in (None, lookup(object, name))]
-    return sorted([*_ATTRIBUTES, *names])
+    return sorted(
+        name
+        for name in (*_ATTRIBUTES, *SPECIAL)
+        if name in _ATTRIBUTES or lookup(kind, name) not in (None, lookup(object, name))
+    )
 
 
 def _details(value: Any, name: str) -> dict[str, Any]:
     """What decorators read from a function: names, text for readers, and parameters."""
     details = {"__name__": name, "__qualname__": name, "__doc__": value.__doc__}
-    try:
-        parameters = inspect.signature(value).parameters.values()
-    except (TypeError, ValueError):
-        return details
     empty = inspect.Parameter.empty
-    shown = [
-        p.replace(default=empty if p.default is empty else ..., annotation=empty)
-        for p in parameters
-    ]
-    return {**details, "__signature__": inspect.Signature(shown)}
+    with contextlib.suppress(TypeError, ValueError):  # a builtin function without a signature
+        details["__signature__"] = inspect.Signature(
+            [
+                p.replace(default=empty if p.default is empty else ..., annotation=empty)
+                for p in inspect.signature(value).parameters.values()
+            ]
+        )
+    return details
 
 
 def _updated(value: Any, new: Any) -> Any:

@@ -74,9 +74,8 @@ def set_limits(cpu_seconds: int, memory_bytes: int, tasks: int) -> None:
         (resource.RLIMIT_CORE, 0),
     ):
         _, hard = resource.getrlimit(name)
-        if hard != resource.RLIM_INFINITY:
-            value = min(value, hard)
-        _set_limit(name, (value, value))
+        limit = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        _set_limit(name, (limit, limit))
 
 
 def exit_with_parent(parent: int) -> None:
@@ -130,22 +129,18 @@ def set_capabilities(capabilities: int) -> None:
 # -- Landlock --------------------------------------------------------------------------------------
 
 
-def landlock() -> str:
-    """Name and ABI version of the kernel's Landlock.
+def landlock_abi() -> int:
+    """Version of the kernel's Landlock.
 
     Raises:
         OSError: Landlock is not supported or is disabled.
     """
-    return f"Landlock {_landlock_abi()}"
-
-
-def _landlock_abi() -> int:
     return _call("syscall", _LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), 1)
 
 
 def apply_landlock() -> None:
     """Forbid this process every access that the kernel's Landlock knows."""
-    abi = _landlock_abi()
+    abi = landlock_abi()
     files = (1 << (13 + (abi >= 2) + (abi >= 3) + (abi >= 5))) - 1
     tcp, scopes = 0b11 * (abi >= 4), 0b11 * (abi >= 6)  # bind, connect; abstract sockets, signals
     # a kernel accepts fields that it does not know if they are 0

@@ -10,7 +10,6 @@ from __future__ import annotations
 import builtins
 import contextlib
 import functools
-import importlib
 import marshal
 import random
 import re
@@ -24,11 +23,6 @@ from .client import Client
 from .peer import ask
 from .remote import Remote, RemoteClass, RemoteError
 from .row import CONVERTED, FORMATTING, RowError, describe, hidden
-
-Verdict = dict[str, Any]
-"""Keys: "passed", a bool per test; "problem", text of the first failure. If the row is invalid for
-every program, the only key is "row_problem", the reason.
-"""
 
 # events of `sys.audit` that only happen where data is interpreted as code, objects or addresses
 _REFUSED_EVENTS = ("pickle.find_class", "marshal.load", "code.__new__", "function.__new__")
@@ -45,7 +39,7 @@ _RECURSION = 20_000  # for nested arguments; the stack is large enough
 _PRIVATE_FIELD = re.compile(r"[.\[]_")
 
 
-def judge(row: bytes, channel: int, guard: bool = True) -> tuple[Verdict, bool]:
+def judge(row: bytes, channel: int, guard: bool = True) -> tuple[dict[str, Any], bool]:
     """Run the tests of a row against the solver at the other end of a socket.
 
     Args:
@@ -54,7 +48,9 @@ def judge(row: bytes, channel: int, guard: bool = True) -> tuple[Verdict, bool]:
         guard: refuse to run text from the program; cannot be undone in this process.
 
     Returns:
-        The verdict, and whether the solver has closed its end.
+        The verdict, and whether the solver has closed its end. The verdict has "passed", a bool per
+        test, and "problem", text of the first failure. If the row is invalid for every program, it
+        has only "row_problem", the reason.
     """
     compiled = types.SimpleNamespace(**marshal.loads(row))
     client = Client(compiled, channel)
@@ -74,14 +70,18 @@ class _Judge:
         for statement in row.imports:
             with contextlib.suppress(Exception):  # a module that is not preloaded
                 exec(statement, self._namespace)
-        self._namespace |= {f.__name__: _checking(f) for f in (isinstance, issubclass)}
-        self._namespace["__run_case__"] = _run_case
-        self._namespace |= {hidden(kind.__name__): _asking(kind) for kind in CONVERTED}
-        self._namespace |= {hidden(name): self._formatting(name) for name in FORMATTING}
+        self._namespace |= {
+            **{
+                check.__name__: functools.partial(_check, check)
+                for check in (isinstance, issubclass)
+            },
+            "__run_case__": _run_case,
+            **{hidden(kind.__name__): _asking(kind) for kind in CONVERTED},
+            **{hidden(name): functools.partial(self._format, name) for name in FORMATTING},
+        }
 
-    def verdict(self, guard: bool) -> Verdict:
+    def verdict(self, guard: bool) -> dict[str, Any]:
         row, client, namespace = self._row, self._client, self._namespace
-        failed: Verdict = {"passed": [False] * len(row.tests)}
         random.seed(row.seed)
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(int.from_bytes(row.seed[:4], "big"))
@@ -90,51 +90,61 @@ class _Judge:
             sys.addaudithook(self._audit)
         wanted = row.entries | (row.free - namespace.keys())
         namespace["__builtins__"] = _Names(client, wanted)
+        passed = [False] * len(row.tests)
         try:
             client.ask("run", row.setup_classes)
         except Exception as error:  # the program decides what is raised
-            return failed | {"problem": f"the program: {describe(error)}"}
-        start = client.requests
-        failures: list[BaseException | None] = []  # of the setup, then of the tests
-        problem = ""
-        for text, code in [("", row.setup), *row.tests]:
-            failure = self._failure_of(code)
-            if failure is not None:
-                shown = " ".join(text.split())[:200]
-                place = f"test {len(failures)} ({shown})" if failures else "setup"
-                inherent = not (failures or row.used_in_setup & wanted)
-                if client.requests == start and (inherent or isinstance(failure, ImportError)):
-                    raise RowError(f"{place} fails for every program: {describe(failure)}")
-                problem = problem or f"{place}: {describe(failure)}"
-            failures.append(failure)
-            if problem and not (row.all and failures[1:]):
+            return {"passed": passed, "problem": f"the program: {describe(error)}"}
+        client.requests = 0
+        problem = self._problem_of("setup", row.setup, not row.used_in_setup & wanted)
+        if problem:
+            return {"passed": passed, "problem": problem}
+        client.shared = {
+            name: namespace[name]
+            for name in row.setup_classes
+            if isinstance(namespace.get(name), type)
+        }
+        for number, (text, code) in enumerate(row.tests):
+            place = f"test {number + 1} ({' '.join(text.split())[:200]})"
+            found = self._problem_of(place, code)
+            passed[number] = not found
+            problem = problem or found
+            if problem and not row.all:
                 break
-            if not failures[1:]:
-                found = {name: namespace.get(name) for name in row.setup_classes}
-                client.shared = {n: kind for n, kind in found.items() if isinstance(kind, type)}
-        passed = [failure is None for failure in failures[1:]]
-        passed += [False] * (len(row.tests) - len(passed))
-        if all(passed) and client.requests == start:
+        if all(passed) and not client.requests:
             if wanted <= row.bound:
                 raise RowError(
                     "the tests use no name from the program; if they need its entry point, set "
                     "entry_point_field"
                 )
-            return failed | {"problem": "the tests never use the program"}
+            passed, problem = [False] * len(passed), "the tests never use the program"
         return {"passed": passed, "problem": problem}
 
-    def _failure_of(self, code: types.CodeType) -> BaseException | None:
-        """Run the setup or a test; return its exception, or None if it passes."""
+    def _problem_of(self, place: str, code: types.CodeType, inherent: bool = False) -> str:
+        """Run the setup or a test; return why it fails, or "" if it passes.
+
+        Args:
+            place: what it is.
+            code: its code.
+            inherent: whether it does not depend on the program until it asks for something.
+
+        Raises:
+            RowError: it fails for every program.
+        """
+        client = self._client
         for name in self._row.entries:  # they refer to the program, whatever has bound them
             self._namespace.pop(name, None)
         try:
             exec(code, self._namespace)
         except BaseException as error:  # including SystemExit: a test that exits has not passed
-            return error
-        if self._client.suppressed:
-            return RemoteError(f"the program suppressed {describe(self._client.suppressed)}")
-        # a test that swallowed the error has failed
-        return RemoteError(self._client.lost) if self._client.lost else None
+            if not client.requests and (inherent or isinstance(error, ImportError)):
+                problem = f"{place} fails for every program: {describe(error)}"
+                raise RowError(problem) from None
+            return f"{place}: {describe(error)}"
+        lost = client.lost  # a test that swallowed the error has failed
+        if client.suppressed:
+            lost = f"the program suppressed {describe(client.suppressed)}"
+        return f"{place}: {describe(RemoteError(lost))}" if lost else ""
 
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event == "compile":
@@ -153,16 +163,12 @@ class _Judge:
         self._client.lost = f"the tests would interpret data as code ({event}); rewrite them"
         raise RemoteError(self._client.lost)
 
-    def _formatting(self, method: str) -> Callable[..., Any]:
+    def _format(self, method: str, template: Any, /, *arguments: Any, **keywords: Any) -> Any:
         """`template.format(...)`: a template of the program could read the tests' variables."""
-
-        def call(template: Any, /, *arguments: Any, **keywords: Any) -> Any:
-            is_text = isinstance(template, str) and template.strip() not in self._row.constants
-            if is_text and _PRIVATE_FIELD.search(template):
-                self._refuse("str.format")
-            return getattr(template, method)(*arguments, **keywords)
-
-        return call
+        is_text = isinstance(template, str) and template.strip() not in self._row.constants
+        if is_text and _PRIVATE_FIELD.search(template):
+            self._refuse("str.format")
+        return getattr(template, method)(*arguments, **keywords)
 
 
 def _run_case(kind: Any) -> None:
@@ -200,26 +206,22 @@ class _Names(dict[str, Any]):
         return value
 
 
-def _checking(check: Callable[..., bool]) -> Callable[..., bool]:
+def _check(check: Callable[..., bool], value: Any, kinds: Any) -> bool:
     """`isinstance` or `issubclass` for the tests: the program knows what its classes derive from.
 
     So a proxy for a subclass of `list` counts as a `list`.
     """
-
-    def checking(value: Any, kinds: Any) -> bool:
-        if check(value, kinds) or not isinstance(value, Remote | RemoteClass):
-            return check(value, kinds)
-        with contextlib.suppress(TypeError):  # a class of the tests
-            return ask("convert", value, "builtins", check.__name__, kinds) is True
-        return False
-
-    return checking
+    if check(value, kinds) or not isinstance(value, Remote | RemoteClass):
+        return check(value, kinds)
+    with contextlib.suppress(TypeError):  # a class of the tests
+        return ask("convert", value, "builtins", check.__name__, kinds) is True
+    return False
 
 
 def inspect_remotely() -> None:
     """Make the functions in `_INSPECTING` ask the solver about the program's objects."""
     for module_name, names in _INSPECTING.items():
-        module = importlib.import_module(module_name)
+        module = sys.modules[module_name]
         for name in names.split():
             setattr(module, name, _asking(getattr(module, name)))
     # the judge calls the tests itself

@@ -26,7 +26,7 @@ _set_stack_size = _thread.stack_size
 _largest_stack = [_STACK_BYTES]
 _STREAMS = {"/dev/stdin": 0, "/dev/stdout": 1, "/dev/stderr": 2}
 
-_NAMES = """
+PRELOADED = """
     abc argparse array ast asyncio atexit base64 binascii bisect builtins calendar cmath
     codecs
     collections collections.abc colorsys concurrent.futures.thread contextlib contextvars copy
@@ -49,7 +49,6 @@ _NAMES = """
     encodings.raw_unicode_escape encodings.unicode_escape encodings.utf_16 encodings.utf_16_be
     encodings.utf_16_le encodings.utf_32 encodings.utf_8_sig encodings.hex_codec encodings.rot_13
 """
-PRELOADED = _NAMES.split()
 """Standard-library modules. Those that need files, sockets or processes can be imported, but fail
 when used.
 """
@@ -65,7 +64,7 @@ def load(path: Sequence[str], packages: Sequence[str]) -> None:
     Raises:
         ImportError: one of `packages` cannot be imported.
     """
-    for name in PRELOADED:
+    for name in PRELOADED.split():
         with contextlib.suppress(ImportError):  # left out of this build of Python
             importlib.import_module(name)
     sys.path += [entry for entry in path if entry not in sys.path]
@@ -74,8 +73,8 @@ def load(path: Sequence[str], packages: Sequence[str]) -> None:
         try:
             importlib.import_module(name)
         except Exception as error:  # a broken package may raise anything
-            kind = type(error).__name__
-            raise ImportError(f"preload: cannot import {name} ({kind}: {error})") from error
+            problem = f"{type(error).__name__}: {error}"
+            raise ImportError(f"preload: cannot import {name} ({problem})") from error
     _replace_functions()
     asyncio.DefaultEventLoopPolicy._loop_factory = EventLoop  # type: ignore[attr-defined] # private
     atexit._clear()  # of the modules: nothing of theirs is left to do, and it takes time

@@ -50,8 +50,8 @@ _PLAIN: dict[type, Callable[[Any], Any]] = {
 }
 VALUES = (int, float, str, tuple, frozenset, bytes, complex)
 """Objects of classes derived from these are values in the judge."""
-CONTAINERS: dict[type, type] = {kind: kind for kind in (list, dict, set, deque, bytearray)}
-"""Objects of classes derived from these compare by their contents, which are of the second type."""
+CONTAINERS = (list, dict, set, deque, bytearray)
+"""Objects of classes derived from these compare by their contents."""
 
 
 def plain(value: Any, kind: type) -> Any:
@@ -154,10 +154,8 @@ def asking(operation: str) -> Callable[..., Any]:
     return method
 
 
-def leaving(name: str) -> Callable[..., Any]:
-    """The method `__exit__` or `__aexit__`."""
-    return lambda self, kind, error, trace: ask(name, self, error)
-
-
-METHODS = {name: asking(name) for name in SPECIAL}
-METHODS["__exit__"] = leaving("__exit__")
+METHODS: dict[str, Callable[..., Any]] = {
+    **{name: asking(name) for name in SPECIAL},
+    "__exit__": lambda self, kind, error, trace: ask("__exit__", self, error),
+}
+"""Special methods of proxies."""

@@ -108,6 +108,8 @@ class Server:
 
     def __init__(self, preload: Sequence[str], *, namespaces: Sequence[str] | None) -> None:
         self._idle: list[socket.socket] = []  # connections to workers
+        self.died = False
+        """Whether it must be replaced."""
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         user = os.pidfd_open(os.getpid())
         errors = os.memfd_create("errors")
@@ -140,26 +142,24 @@ class Server:
             greeting = b""
         if greeting:
             return Layers(**json.loads(greeting))
-        self._process.kill()
-        self._process.wait()
-        self._control.close()
+        self.stop()
         lines = os.pread(errors, 1 << 16, 0).decode(errors="replace").split("\n")
         raise SandboxError(next((line for line in reversed(lines) if line.strip()), "no error"))
 
-    def ask(self, request: Mapping[str, Any], files: Sequence[int]) -> dict[str, Any] | None:
-        """Send a request and return its result (see `zygote`), or None if the server died."""
+    def ask(self, request: Mapping[str, Any], files: Sequence[int]) -> dict[str, Any]:
+        """Send a request and return its result (see `zygote`)."""
         wall = WALL_PER_CPU_SECOND * request["cpu_seconds"]
         most = STARVATION_FACTOR * wall
         message = json.dumps({**request, "wall_seconds": wall, "most_seconds": most}).encode()
-        try:
+        with contextlib.suppress(OSError):  # no answer in time, or the server is gone
             worker = self._worker()
             worker.settimeout(most + WALL_MARGIN)
             socket.send_fds(worker, [message], files)
-            answer = worker.recv(1 << 16)
-            self._idle.append(worker)
-        except OSError:  # no answer in time, or the server is gone
-            answer = b""
-        return json.loads(answer) if answer else None
+            if answer := worker.recv(1 << 16):
+                self._idle.append(worker)
+                return json.loads(answer)
+        self.died = True
+        return {"failed": "the fork server died"}
 
     def _worker(self) -> socket.socket:
         """A connection to an idle worker, or to a new one."""
@@ -216,10 +216,12 @@ def _namespace_attempts(preload: Sequence[str]) -> list[list[str]]:
     First as root with the right to change uid inside, then as any user.
     """
     shared = _BWRAP.split()
-    needed = ["/usr", "/lib", "/lib32", "/lib64", "/bin", "/etc/ld.so.cache"]
-    needed += [sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix]
-    needed += [str(_PACKAGE), *_search_path(preload)]
-    for path in dict.fromkeys(entry for entry in needed if entry):
+    needed = [
+        *("/usr", "/lib", "/lib32", "/lib64", "/bin", "/etc/ld.so.cache"),
+        *(sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix),
+        *(str(_PACKAGE), *_search_path(preload)),
+    ]
+    for path in dict.fromkeys(filter(None, needed)):
         shared += ["--ro-bind-try", path, path]
     attempts = [["--unshare-user", *shared]]
     return [[*_BWRAP_AS_ROOT.split(), *shared], *attempts] if os.getuid() == 0 else attempts
@@ -254,8 +256,6 @@ class Pool:
         require: protection layers that must be available (see `LAYERS`).
     """
 
-    _server: Server | None
-
     def __init__(
         self,
         *,
@@ -269,6 +269,11 @@ class Pool:
         self.workers, self.preload, self.require = workers, tuple(preload), tuple(require)
         self._reset()
         os.register_at_fork(after_in_child=self._reset)
+
+    def _reset(self) -> None:
+        """Create fresh state; a fork of this process gets its own too."""
+        self._lock = threading.RLock()
+        self._server: Server | None = None
 
     def start(self) -> Layers:
         """Start the fork server if needed and return its protection layers.
@@ -308,8 +313,11 @@ class Pool:
             SandboxError: no program can be run.
         """
         ends, stdout = self._ask("script", program, stdin, cpu_seconds, memory_mb, output_bytes)
-        status = os.waitstatus_to_exitcode(ends["ends"][0][0])
-        return RunResult(_ending(ends, cpu_seconds), stdout=stdout, status=status)
+        return RunResult(
+            _ending(ends, cpu_seconds),
+            stdout=stdout,
+            status=os.waitstatus_to_exitcode(ends["ends"][0][0]),
+        )
 
     def map(self, function: Any, items: Sequence[Any]) -> list[Any]:
         """Apply `function` to every item, at most `workers` at a time."""
@@ -325,13 +333,11 @@ class Pool:
 
     # ---------------------------------------------------------------------------------------------
 
-    def _reset(self) -> None:
-        """Create fresh state; a fork of this process gets its own too."""
-        self._lock = threading.Lock()
-        self._server = None
-
     def _current(self) -> Server:
         with self._lock:
+            if self._server is not None and self._server.died:
+                logger.warning("the sandbox's fork server died unexpectedly; restarting it")
+                self.close()
             if self._server is None:
                 self._server = self._start()
             return self._server
@@ -354,14 +360,6 @@ class Pool:
         logger.log(level, "%s", started.layers)
         return started
 
-    def _discard(self, dead: Server) -> None:
-        with self._lock:
-            if self._server is not dead:  # another thread has already replaced it
-                return
-            self._server = None
-        dead.stop()
-        logger.warning("the sandbox's fork server died unexpectedly; restarting it")
-
     def _ask(
         self,
         kind: str,
@@ -374,23 +372,16 @@ class Pool:
         """Run a program; return how its processes ended and what they wrote."""
         processes = 2 if kind == "check" else 1
         request = {"kind": kind, "cpu_seconds": cpu_seconds, "memory_bytes": memory_mb << 20}
-        problem = ""
         for attempt in range(ATTEMPTS):
             time.sleep(PAUSE_SECONDS * attempt**2)
             current = self._current()
             with _files(program, given) as files:
                 ends = current.ask(request, files)
-                if ends is None:
-                    problem = "the fork server died"
-                    self._discard(current)
-                elif "failed" in ends:
-                    problem = ends["failed"]
-                elif not all(  # both processes share the offset of a file
-                    os.lseek(file, 0, os.SEEK_CUR) for file in files[:processes]
-                ):
-                    problem = f"a process exited before reading its input ({ends})"
-                else:
+                # we share the offset of a file with its reader
+                read = all(os.lseek(file, 0, os.SEEK_CUR) for file in files[:processes])
+                if read and "failed" not in ends:
                     return ends, os.pread(files[2], output_bytes, 0)
+                problem = ends.get("failed", f"a process exited before reading its input ({ends})")
         raise SandboxError(f"the sandbox gave up after {ATTEMPTS} attempts: {problem}")
 
 

@@ -10,18 +10,9 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
 from typing import Any
 
-from .peer import (
-    METHODS,
-    VALUES,
-    WITH_OPERAND,
-    ask,
-    asking,
-    is_importable,
-    leaving,
-)
+from .peer import METHODS, VALUES, WITH_OPERAND, ask, asking, is_importable
 
 # special attributes that are only read by Python code, as text or as plain data
 _READABLE = frozenset(
@@ -112,40 +103,31 @@ def _may_decide(name: str, value: Any) -> bool:
     return value._constructed_ and name in value._methods_ and trusted
 
 
-def _delegate(name: str) -> Callable[..., Any]:
-    def with_operand(self: Any, /, operand: Any, *others: Any) -> Any:
-        if isinstance(operand, Remote) or _may_decide(name, self):
-            return ask(name, self, operand, *others)
-        base = self._container_ or next((b for b in type(self).__mro__ if b in VALUES), None)
-        if base and hasattr(base, name):
-            return getattr(base, name)(_contents(self), operand)
-        return operand in list(self) if name == "__contains__" else NotImplemented
-
-    return with_operand
+def _with_operand(self: Any, name: str, /, operand: Any, *others: Any) -> Any:
+    """Call the method `name`, which is in WITH_OPERAND."""
+    if isinstance(operand, Remote) or _may_decide(name, self):
+        return ask(name, self, operand, *others)
+    base = self._container_ or next((b for b in type(self).__mro__ if b in VALUES), None)
+    if base and hasattr(base, name):
+        return getattr(base, name)(_contents(self), operand)
+    return operand in list(self) if name == "__contains__" else NotImplemented
 
 
-def _async(function: Callable[..., Any]) -> Callable[..., Any]:
-    async def method(self: Remote, *arguments: Any) -> Any:
-        return function(self, *arguments)
-
-    return method
+async def ask_later(operation: str, target: Remote, *arguments: Any) -> Any:
+    """A local coroutine that asks for an operation, such as to run a coroutine of the program."""
+    return ask(operation, target, *arguments)
 
 
-async def coroutine(reference: Remote) -> Any:
-    """A local coroutine that runs one of the program."""
-    return ask("__await__", reference)
-
-
-SPECIAL_METHODS: dict[str, Callable[..., Any]] = {
-    **METHODS,
-    **{name: _delegate(name) for name in WITH_OPERAND},
-    "__await__": lambda self: coroutine(self).__await__(),
-    "__aenter__": _async(METHODS["__aenter__"]),
-    "__aexit__": _async(leaving("__aexit__")),
-    "__anext__": _async(METHODS["__anext__"]),
+_IN_REMOTE = {"__eq__", "__ne__", "__hash__"}
+SPECIAL_METHODS: dict[str, Any] = {
+    **{name: METHODS[name] for name in METHODS.keys() - _IN_REMOTE},
+    **{name: functools.partialmethod(_with_operand, name) for name in WITH_OPERAND - _IN_REMOTE},
+    "__await__": lambda self: ask_later("__await__", self).__await__(),
+    "__aenter__": lambda self: ask_later("__aenter__", self),
+    "__aexit__": lambda self, kind, error, trace: ask_later("__aexit__", self, error),
+    "__anext__": lambda self: ask_later("__anext__", self),
 }
-for _name in ("__eq__", "__ne__", "__hash__"):  # see `Remote`
-    del SPECIAL_METHODS[_name]
+"""Methods of the local classes, if the program's class defines them."""
 # bases of the local classes for subclasses of immutable builtin types
 _VALUE_BASES: dict[type, type] = {
     kind: type(
@@ -178,10 +160,8 @@ def standard(path: str) -> Any:
 def local_base(path: str) -> type:
     """Base of a proxy class, by "module:name" of the nearest base in the standard library."""
     kind = standard(path)
-    if kind in VALUES:
-        return _VALUE_BASES[kind]
     if not issubclass(kind, BaseException):
-        return Remote
+        return _VALUE_BASES.get(kind, Remote)
     if not issubclass(kind, Exception) or issubclass(kind, ENDS_LOOPS):
         kind = RemoteError
     return type(kind.__name__, (RemoteException, kind), {})
@@ -192,18 +172,18 @@ def _live(kind: type, changes: str) -> type:
 
     A change is made in the solver first and then to the copy.
     """
-    members: dict[str, Any] = {name: _changing(kind, name) for name in changes.split()}
+    members: dict[str, Any] = {
+        name: functools.partialmethod(_change, getattr(kind, name)) for name in changes.split()
+    }
     # copying and pickling give plain values
     members["__reduce_ex__"] = lambda self, protocol: (kind, (kind(self),))
     return type(kind.__name__, (RemoteBase, kind), members)
 
 
-def _changing(kind: type, name: str) -> Callable[..., Any]:
-    def method(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        ask("change", self, name, *arguments, **keywords)
-        return getattr(kind, name)(self, *arguments, **keywords)
-
-    return method
+def _change(self: Any, method: Any, /, *arguments: Any, **keywords: Any) -> Any:
+    """Call the builtin `method` in the solver and here."""
+    ask("change", self, method.__name__, *arguments, **keywords)
+    return method(self, *arguments, **keywords)
 
 
 _CHANGES = {
@@ -214,14 +194,10 @@ _CHANGES = {
 LIVE: dict[type, type] = {kind: _live(kind, changes) for kind, changes in _CHANGES.items()}
 
 
-def overridden(name: str) -> property:
+def overridden(name: str, self: Any) -> Any:
     """An attribute of a value, such as a named tuple, that the program's class overrides."""
-
-    def get(self: Any) -> Any:
-        value = ask("get", self, name)
-        if callable(value) and not self._constructed_:
-            base = next(base for base in type(self).__mro__ if base in VALUES)
-            return getattr(base, name).__get__(self)
-        return value
-
-    return property(get)
+    value = ask("get", self, name)
+    if callable(value) and not self._constructed_:
+        base = next(base for base in type(self).__mro__ if base in VALUES)
+        return getattr(base, name).__get__(self)
+    return value

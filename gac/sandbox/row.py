@@ -101,15 +101,17 @@ def compile_row(spec: JudgeSpec) -> bytes:
     defined = names_defined(spec.reference) & words.read
     entries = {spec.entry_point} if spec.entry_point else defined - names_defined(spec.setup)
     free = words.read - vars(builtins).keys() - (_HELPERS.keys() - defined)
-    # a name that the tests call is not the name of a module
-    imports = [f"import {n}" for n in (words.read - words.called) & sys.stdlib_module_names]
-    imports += [_HELPERS[n] for n in _HELPERS.keys() & words.read]
-    # those of the answer, so that the program cannot choose them
-    imports += [
-        ast.unparse(n) for n in reference.body if isinstance(n, ast.Import | ast.ImportFrom)
+    imports = [
+        # a name that the tests call is not the name of a module
+        *(f"import {n}" for n in (words.read - words.called) & sys.stdlib_module_names),
+        *(_HELPERS[n] for n in _HELPERS.keys() & words.read),
+        # those of the answer, so that the program cannot choose them
+        *(ast.unparse(n) for n in reference.body if isinstance(n, ast.Import | ast.ImportFrom)),
     ]
     converted = {kind.__name__ for kind in CONVERTED} & words.called - words.bound
-    operators = {name for node in classes for name in _operators(node)}
+    operators = set(map(_group, _Words([n for node in classes for n in node.body]).bound))
+    if any(node.decorator_list for node in classes):  # dataclass, total_ordering
+        operators |= {"eq", "lt"}
     setup, *codes = [
         _valid(p, t, compile, _Calls(converted).visit(tree), f"<{p}>", "exec", 0, True)
         for p, t, tree in zip(places, texts, trees, strict=True)
@@ -172,12 +174,6 @@ def _group(name: str) -> str:
     )
 
 
-def _operators(node: ast.ClassDef) -> set[str]:
-    """The groups of the operators that a class defines."""
-    decorated = {"eq", "lt"} if node.decorator_list else set()  # dataclass, total_ordering
-    return decorated | set(map(_group, _Words(node.body).bound))
-
-
 class _Words:
     """The names that sources read, bind and call, their strings, and attributes of modules."""
 
@@ -211,24 +207,22 @@ class _Words:
                     self.bound.add(node.name)
 
 
+@dataclass
 class _Calls(ast.NodeTransformer):
     """Replaces functions whose calls need care: conversions such as `int(x)`, and `x.format()`."""
 
-    def __init__(self, names: set[str]) -> None:
-        self._names = names
+    conversions: set[str]
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
-        if isinstance(node.func, ast.Name) and node.func.id in self._names:
-            node.func.id = hidden(node.func.id)
-        elif (
-            isinstance(node.func, ast.Attribute)
-            and node.func.attr in FORMATTING
-            and not isinstance(node.func.value, ast.Constant)
-        ):
-            node.args.insert(0, node.func.value)
-            name = ast.Name(hidden(node.func.attr), ast.Load())
-            node.func = ast.copy_location(name, node.func)
+        match node.func:
+            case ast.Name(name) if name in self.conversions:
+                node.func.id = hidden(name)
+            case ast.Attribute(value, name) if name in FORMATTING and not isinstance(
+                value, ast.Constant
+            ):
+                node.args.insert(0, value)
+                node.func = ast.copy_location(ast.Name(hidden(name), ast.Load()), node.func)
         return node
 
 

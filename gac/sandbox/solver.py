@@ -13,6 +13,7 @@ import contextlib
 import copy
 import functools
 import io
+import itertools
 import json
 import pickle
 import re
@@ -82,14 +83,12 @@ def assemble(spec: Mapping[str, Any]) -> str:
     if not name or not prompt or re.search(defines, program, re.MULTILINE):
         return program
     prompt = prompt if prompt.endswith("\n") else prompt + "\n"
-    starts = [match.start() for match in re.finditer(r"^[^\s#]", program, re.MULTILINE)]
-    for start in starts[:_MAX_CUTS]:
-        text = prompt + program[:start]
-        try:
+    for cut in itertools.islice(re.finditer(r"^[^\s#]", program, re.MULTILINE), _MAX_CUTS):
+        text = prompt + program[: cut.start()]
+        # inside a string or brackets, compiling fails
+        with contextlib.suppress(SyntaxError, ValueError, MemoryError, RecursionError):
             compile(text, "<program>", "exec", dont_inherit=True)
-        except (SyntaxError, ValueError, MemoryError, RecursionError):
-            continue  # inside a string or brackets
-        return text
+            return text
     return prompt + program
 
 
@@ -112,15 +111,13 @@ class Solver(Peer):
         super().__init__(channel)
         self._spec = spec
         self._new_classes: list[Json] = []
-        self._described: set[int] = set()
         self._output = sys.stdout = io.StringIO()
         _solver[:] = [self]
 
     def serve(self) -> None:
         """Answer requests until the judge closes its end."""
         # other threads of the program may ask for something only while a request is performed
-        self._turn.acquire()
-        with contextlib.suppress(OSError, EOFError):
+        with contextlib.suppress(OSError, EOFError), self._turn:
             while True:
                 _, request = self.loads(self.receive())
                 self._turn.release()
@@ -131,8 +128,7 @@ class Solver(Peer):
     def ask(self, operation: str, /, *arguments: Any, **keywords: Any) -> Any:
         """Ask for an operation on an object of the tests."""
         with self._turn:
-            message = self.dumps("ask", operation, arguments, keywords)
-            kind, answer = self.exchange(message)
+            kind, answer = self.exchange(self.dumps("ask", operation, arguments, keywords))
         [value] = pickle.loads(answer)
         if kind == "raise":
             raise value
@@ -163,9 +159,8 @@ class Solver(Peer):
             nodes = encode([kind, printed, *content], self._refer)
         except Exception as error:  # a value that cannot be sent
             nodes = encode(["raise", printed, describe(error)], self._refer)
-        message = json.dumps([self._new_classes, nodes])
-        self._new_classes = []
-        return message.encode("ascii")
+        classes, self._new_classes = self._new_classes, []
+        return json.dumps([classes, nodes]).encode("ascii")
 
     # -- what the judge learns about an object -----------------------------------------------------
 
@@ -178,10 +173,11 @@ class Solver(Peer):
             return "class", [_path(value) if is_builtin(value) else self._class(value)]
         if isinstance(value, BaseException):
             state = vars(value) if is_importable(kind) else {}
-            text, cause = describe(value), value.__cause__
-            return "error", [self.number(value), self._class(kind), text, cause, value.args, state]
-        records = kind.__name__ in _shared_classes
-        if records and all(base.__module__ == "program" for base in kind.__mro__[:-1]):
+            details = [describe(value), value.__cause__, value.args, state]
+            return "error", [self.number(value), self._class(kind), *details]
+        if kind.__name__ in _shared_classes and all(
+            base.__module__ == "program" for base in kind.__mro__[:-1]
+        ):
             return "instance", [kind.__name__, _state(value)]
         number, described = self.number(value), self._class(kind)
         if kind is types.CoroutineType:
@@ -200,12 +196,11 @@ class Solver(Peer):
             return [borrowed]
         if issubclass(kind, BaseException) and is_importable(kind):
             return _path(kind)
-        number = self.number(kind)
-        if number not in self._described:
-            self._described.add(number)
+        if id(kind) not in self._numbers:
             bases = [self._class(base) for base in kind.__bases__ if not is_importable(base)]
-            self._new_classes.append([number, kind.__name__, bases, *description(kind)])
-        return number
+            details = [kind.__name__, bases, *description(kind)]
+            self._new_classes.append([self.number(kind), *details])
+        return self.number(kind)
 
 
 _solver: list[Solver] = []  # of this process, for the functions that pickles refer to
@@ -217,9 +212,10 @@ def description(kind: type) -> list[Json]:
     known = [base for base in type.mro(kind) if is_importable(base)]
     base = next(b for b in known if is_builtin(b) or issubclass(b, BaseException))
     equal = lookup(kind, "__eq__")
-    same = [c for c in CONTAINERS if issubclass(kind, c)]
-    same += [like for like in _LIKE_CONTAINERS if lookup(like, "__eq__") is equal]
-    container = (CONTAINERS | _LIKE_CONTAINERS)[same[0]].__name__ if same else ""
+    contents = [
+        *(container for container in CONTAINERS if issubclass(kind, container)),
+        *(held for like, held in _LIKE_CONTAINERS.items() if lookup(like, "__eq__") is equal),
+    ]
     inherited = base if base in VALUES else object
     methods = [
         name
@@ -227,7 +223,7 @@ def description(kind: type) -> list[Json]:
         if (name in SPECIAL or not name.startswith("_"))
         and lookup(kind, name) is not lookup(inherited, name)
     ]
-    return [_path(base), container, methods]
+    return [_path(base), contents[0].__name__ if contents else "", methods]
 
 
 def _path(kind: type) -> str:
@@ -250,8 +246,7 @@ def _perform(operation: str, target: Any, /, *arguments: Any, **keywords: Any) -
     method = lookup(type(target), operation)
     if method is None:
         return NotImplemented
-    value = method.__get__(target, type(target))(*arguments, **keywords)
-    return _complete(value) if operation == "__aenter__" else value
+    return method.__get__(target, type(target))(*arguments, **keywords)
 
 
 _shared_classes: set[str] = set()  # of the setup, whose instances are copied
@@ -274,6 +269,7 @@ _OPERATIONS: dict[str, Any] = {
     "dir": dir,
     "__eq__": lambda left, right: left == right,
     "__getitem__": lambda value, key: value[key],
+    "__aenter__": lambda manager: _complete(type(manager).__aenter__(manager)),
     "__anext__": lambda iterator: _complete(type(iterator).__anext__(iterator)),
     "__await__": lambda awaitable: _complete(awaitable),
     "__aexit__": lambda manager, error: _complete(
@@ -337,9 +333,10 @@ def proxy(number: int, name: str, operations: tuple[str, ...], details: dict[str
 
 @functools.cache
 def _proxy_class(name: str, operations: tuple[str, ...]) -> type:
-    members: dict[str, Any] = {"__iter__": lambda self: self} if "__next__" in operations else {}
-    members |= {operation: METHODS[operation] for operation in operations if operation in METHODS}
-    if "get" in operations:
-        members |= {"__setattr__": asking("set"), "__delattr__": asking("delete")}
-        members["__getattr__"] = asking("get")
+    methods = {"__getattr__": "get", "__setattr__": "set", "__delattr__": "delete"}
+    members: dict[str, Any] = {
+        **({"__iter__": lambda self: self} if "__next__" in operations else {}),
+        **{name: METHODS[name] for name in operations if name in METHODS},
+        **{method: asking(name) for method, name in methods.items() if name in operations},
+    }
     return type(name, (), members)

@@ -25,7 +25,6 @@ from typing import Any
 
 from .peer import is_builtin
 
-MAX_NODES = 1 << 22
 DECODE_ERRORS = (
     TypeError,
     ValueError,
@@ -66,10 +65,9 @@ def _read_array(parts: list[Any]) -> Any:
     if not _DTYPE.fullmatch(dtype) or not all(type(size) is int and size >= 0 for size in shape):
         raise TypeError("an array needs a known dtype and a shape")
     numpy: Any = sys.modules["numpy"]
-    data = bytearray.fromhex(text)
-    if dtype == "|b1":
-        return (numpy.frombuffer(data, "u1") != 0).reshape(shape)
-    return numpy.frombuffer(data, dtype).reshape(shape)
+    is_bool = dtype == "|b1"  # another byte than 0 and 1 would be an invalid bool
+    data = numpy.frombuffer(bytearray.fromhex(text), "u1" if is_bool else dtype)
+    return (data != 0 if is_bool else data).reshape(shape)
 
 
 _INLINE = frozenset({type(None), bool, int, float, str})
@@ -156,9 +154,6 @@ def encode(items: list[Any], refer: Callable[[Any], Node]) -> Json:
         items: what to send.
         refer: returns the node of a value that is not plain. Lists, dicts, sets and nodes with the
             tag "instance" are sent once, and may contain themselves.
-
-    Raises:
-        ValueError: the value is too large.
     """
     nodes: list[Json] = []
     queue: list[Any] = [items]
@@ -176,8 +171,6 @@ def encode(items: list[Any], refer: Callable[[Any], Node]) -> Json:
                 if type(part) not in _INLINE:
                     parts[index] = [len(queue)]
                     queue.append(part)
-        if len(queue) > MAX_NODES:
-            raise ValueError("the value is too large to be sent")
         nodes.append([tag, parts])
     return nodes
 

@@ -44,7 +44,10 @@ class Zygote:
 
     def __init__(self, layers: dict[str, str]) -> None:
         self.null = os.open(os.devnull, os.O_RDWR)
-        self.base_bytes = _address_space()
+        # size of the address space, which children inherit
+        self.base_bytes = resource.getpagesize() * int(
+            Path("/proc/self/statm").read_text().split()[0]
+        )
         self.layers = layers
         self.missing: dict[str, str] = {}
         self.filter = b""
@@ -56,7 +59,10 @@ class Zygote:
         """Drop this process's privileges and prepare what children need to confine themselves."""
         self.filter = confine.compile_filter()
         self.layers["seccomp"] = "seccomp"
-        for layer, take in (("landlock", confine.landlock), ("uid", self._take_uids)):
+        for layer, take in (
+            ("landlock", lambda: f"Landlock {confine.landlock_abi()}"),
+            ("uid", self._take_uids),
+        ):
             try:
                 self.layers[layer] = take()
             except OSError as error:
@@ -151,16 +157,16 @@ class Zygote:
             return self.fork(run, uid)
 
         if request["kind"] == "script":
-
-            def run_script() -> int:
-                return solver.run_script(marshal.loads(_read(program)))
-
-            return [child(uid, run_script, program, streams=[given, result])]
+            return [
+                child(
+                    uid,
+                    lambda: solver.run_script(marshal.loads(_read(program))),
+                    program,
+                    streams=[given, result],
+                )
+            ]
 
         ours, theirs = socket.socketpair()
-
-        def run_solver() -> None:
-            solver.Solver(marshal.loads(_read(program)), ours.fileno()).serve()
 
         def run_judge() -> int:
             verdict, ended = judge.judge(_read(given), theirs.fileno())
@@ -168,7 +174,12 @@ class Zygote:
             return SOLVER_ENDED if ended else 0
 
         with ours, theirs:
-            first = child(uid, run_solver, program, ours.fileno())
+            first = child(
+                uid,
+                lambda: solver.Solver(marshal.loads(_read(program)), ours.fileno()).serve(),
+                program,
+                ours.fileno(),
+            )
             try:
                 return [first, child(uid + 1, run_judge, given, result, theirs.fileno())]
             except OSError:
@@ -229,11 +240,6 @@ def _read(file: int) -> bytes:
     """Read a memfd. This moves the shared file offset, which the trainer watches."""
     with os.fdopen(file, "rb") as stream:
         return stream.read()
-
-
-def _address_space() -> int:
-    """Size in bytes of this process's address space, which its children inherit."""
-    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
 def main(options: dict[str, Any]) -> None:

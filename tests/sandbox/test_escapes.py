@@ -28,7 +28,7 @@ pytestmark = [
 WITHOUT_LANDLOCK = """
 from sandbox import confine
 def absent(): raise OSError(38, "Function not implemented")
-confine.landlock = absent
+confine.landlock_abi = absent
 """
 WITHOUT_LAYERS = (
     WITHOUT_LANDLOCK
