@@ -48,7 +48,7 @@ BROAD = (
     "tests/sandbox/test_honest.py",
 )
 FOLDERS = {"gac_kernels": "kernels", "config": "cli"}  # of the tests of a module
-LONGEST = 240.0  # seconds of all tests that run on a mutant that the cap would let survive
+LONGEST = 60.0  # seconds of all tests that run on a mutant that the cap would let survive
 # of processes that a test starts; the context is the name of the test
 PROCESSES = """[run]
 context = ${GAC_TEST}
