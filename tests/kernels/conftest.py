@@ -12,7 +12,6 @@ from tests.kernels import cuda_emulation
 from tests.kernels.cases import require_backend
 
 SLOW = "triton", "cuda"  # interpreted, or on emulated threads
-REST = pytest.mark.full(reason="seconds in all; test_loss.py runs each of its cases everywhere")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -23,7 +22,9 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
         if item.get_closest_marker("sampled") and item.callspec.params["backend"] in SLOW:
             key = item.function, item.callspec.params["backend"]
             if counts[key] % 5:
-                item.add_marker(REST)
+                item.add_marker(
+                    pytest.mark.full(reason="test_loss.py runs all its cases everywhere")
+                )
             counts[key] += 1
 
 

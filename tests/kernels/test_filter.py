@@ -24,9 +24,13 @@ from gac_kernels.sketch import HeadSketch
 N, H, V = 192, 32, 3001
 LOSE = GradientFilter(eps=2**-9, max_dropped=0.5)  # drops much, so that errors are visible
 BACKENDS = pytest.mark.parametrize("backend", ["reference", "native", "triton"], indirect=True)
-SLOW = pytest.mark.full(reason="seconds; the loss is filtered on Triton in the other tests")
 SOME_BACKENDS = pytest.mark.parametrize(
-    "backend", ["reference", "native", pytest.param("triton", marks=SLOW)], indirect=True
+    "backend",
+    [
+        *("reference", "native"),
+        pytest.param("triton", marks=pytest.mark.full(reason="seconds; the other tests have it")),
+    ],
+    indirect=True,
 )
 CPU_BACKENDS = pytest.mark.parametrize("backend", ["reference", "native"], indirect=True)
 CPU = torch.device("cpu")

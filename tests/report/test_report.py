@@ -93,9 +93,7 @@ def test_large_mu_events_counts_windows_not_steps():
     steps = np.arange(21)  # exactly the threshold is not large
     assert large_mu_events(steps, 0.3 + 0.002 * steps, window=10) == (0, 2)
     assert large_mu_events(steps, 0.3 - 0.0021 * steps, window=10) == (2, 2)
-
-
-def test_large_mu_events_skips_windows_with_a_missing_end():
+    # windows with a missing end are skipped
     steps, mu = arrays([0, 5, 10, 20], [0.1, 0.9, math.nan, 0.5])
     assert large_mu_events(steps, mu, window=10) == (0, 0)
     assert large_mu_events(steps, mu, window=5) == (1, 1)

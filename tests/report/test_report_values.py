@@ -15,6 +15,7 @@ import torch
 
 from gac.demo.task import write_rows
 from gac.report import page, plots, results_table
+from gac.report.ending import ending
 from gac.report.groups import Group, differences, group_runs
 from gac.report.page import read_samples, samples
 from gac.report.reading import read_run, time_shares
@@ -358,3 +359,29 @@ def test_samples_show_the_first_and_the_last_step(tmp_path: Path) -> None:
     groups = group_runs([read_run(empty), read_run(path)])
     assert samples(groups) == [{"label": "run", "entries": read_samples(path)}]
     assert time_shares(groups[0].runs[0]) == time_shares(groups[1].runs[0]) == ""
+
+
+@pytest.mark.parametrize(
+    ("rewards", "verdict"),
+    [
+        ([0.9] * 4 + [0.71], "yes; reward 71.0% on the training prompts at the end"),
+        ([0.9] * 4 + [0.69], "no sign of it; reward 69.0% on the training prompts at the end"),
+        ([None] * 5, "unknown; the run has no rewards or no interval"),
+    ],
+)
+def test_the_last_lines_of_a_run(tmp_path: Path, rewards: list[Any], verdict: str) -> None:
+    levels = ((0, 0.1, 0.2), (3, 0.6, 0.7), (5, 0.5, 0.6))
+    evals = [
+        {"step": step, "accuracy": mean, "ci95": [mean - 0.1, high], "prompts": 50}
+        for step, mean, high in levels
+    ]
+    columns = {"seconds": [30] * 5, "sampling_seconds": [15] * 5, "reward_mean": rewards}
+    path = write_run(tmp_path / "a run", {}, columns, evals)
+    assert ending(path).splitlines() == [
+        "accuracy: 10.0% [0.0, 20.0] before, 60.0% [50.0, 70.0] best (step 3), "
+        "50.0% [40.0, 60.0] after (50 prompts)",
+        "time: 2.5 min in 5 steps; 30 s per step: sampling 50%, rewards 0%, training 50%",
+        f"run: {path}",
+        f"overfitting: {verdict}",
+        f"next: gac report '{path}'",
+    ]

@@ -29,10 +29,15 @@ from tests.training.test_packing import make
 
 RETURNED: Any = None
 HERE = f"{__name__}:"
-FULL = pytest.mark.full(reason="trains for seconds; the other example runs 12 steps")
 
 
-@pytest.mark.parametrize("game", [pytest.param("guess", marks=FULL), "calculate"])
+@pytest.mark.parametrize(
+    "game",
+    [
+        pytest.param("guess", marks=pytest.mark.full(reason="the other example runs 12 steps")),
+        "calculate",
+    ],
+)
 def test_the_examples_learn(tmp_path, game: str) -> None:
     """A single guess wins at most a third of the games. The calculator is only called."""
     if game == "guess":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from types import SimpleNamespace
 
@@ -54,6 +55,17 @@ def test_parts_group_similar_lengths_within_the_budget():
     assert _parts(PROMPTS, params, None, None) == [list(range(6))]
     for batch, tokens in ((None, 1), (1, None)):  # at least one prompt
         assert all(len(part) == 1 for part in _parts(PROMPTS, params, batch, tokens))
+
+
+def test_any_token_of_a_large_vocabulary_is_sampled(policy):
+    """transformers' default is to sample one of the 50 most likely tokens."""
+    shape = copy.deepcopy(policy[0].config)
+    shape.vocab_size = 400
+    model, prompt = AutoModelForCausalLM.from_config(shape), [(4, 5, 6)]
+    found = generate(
+        *(model, policy[1], prompt), max_completion_length=1, temperature=1.0, num_generations=400
+    )
+    assert len(set(found)) > 100
 
 
 PAGED = {"engine": "paged", "paged": PAGES}
