@@ -243,7 +243,7 @@ SYSTEM = {
 + call(302, 0, resource.RLIMIT_CORE, bytes(16), 0) + 1
 + resource.prlimit(os.getpid(), resource.RLIMIT_CORE)
   resource.prlimit(parent, resource.RLIMIT_CPU, (1, 1))
-+ os.setpriority(os.PRIO_PROCESS, 0, 5)
++ os.setpriority(os.PRIO_PROCESS, 0, 19)
 + os.sched_setaffinity(0, os.sched_getaffinity(0))
   os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
   call(251, 1, 0, 0)
