@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import itertools
 import json
+import multiprocessing.process
 import os
 import resource
 import select
@@ -296,6 +297,11 @@ def in_functions(text: str) -> set[int]:
     }
 
 
+def started_processes() -> str:
+    """Changes when a process is started by `multiprocessing`."""
+    return repr(getattr(multiprocessing.process, "_process_counter"))  # noqa: B009 - private
+
+
 class Plugin:
     """Runs the chosen tests in the given order; records their times, coverage and failures."""
 
@@ -305,6 +311,7 @@ class Plugin:
         self.seconds: dict[str, float] = defaultdict(float)
         self.failed: list[str] = []
         self.skipped: set[str] = set()
+        self.jobs: set[str] = set()  # tests that start processes of tests.ranks
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         if self.order:
@@ -315,8 +322,11 @@ class Plugin:
         if self.cover is not None:
             self.cover.switch_context(nodeid)
             os.environ["GAC_TEST"] = nodeid
+            self.processes = started_processes()
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        if self.cover is not None and self.processes != started_processes():
+            self.jobs.add(nodeid)
         if self.cover is not None and sum(self.seconds.values()) > COVERAGE_SECONDS:
             self.session.shouldstop = "enough tests of this file"
 
@@ -382,14 +392,17 @@ def measure(path: Path, cached: Path) -> int:
     cover.stop()
     good = set(plugin.seconds) - set(plugin.failed) - plugin.skipped
     lines: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
-    for data in [cover.get_data(), *map(read_process, folder.glob("data.*"))]:
+    # the fork server gives all processes the context of the test that started it
+    own, jobs = cover.get_data(), plugin.jobs & good
+    for data in [own, *map(read_process, folder.glob("data.*"))]:
         for file in data.measured_files():
             if not file.endswith(".py") or not Path(file).exists():  # a template, a mutant
                 continue
             keys = contexts(Path(file).read_text())
             for number, tests in data.contexts_by_lineno(file).items():
-                if number <= len(keys) and good & set(tests):
-                    lines[os.path.relpath(file)][keys[number - 1]] |= good & set(tests)
+                names = jobs if data is not own and jobs & set(tests) else set(tests)
+                if number <= len(keys) and good & names:
+                    lines[os.path.relpath(file)][keys[number - 1]] |= good & names
     shutil.rmtree(folder)
     new = cached.with_suffix(".new")
     modules = [name for name in sys.modules if name.partition(".")[0] not in OWN]
