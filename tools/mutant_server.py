@@ -47,9 +47,10 @@ BROAD = (
     "tests/sandbox/test_attacks.py",
     "tests/kernels/test_compile.py",
     "tests/sandbox/test_honest.py",
+    "tests/training/test_keys.py",
 )
 FOLDERS = {"gac_kernels": "kernels", "config": "cli"}  # of the tests of a module
-LONGEST = 60.0  # seconds of all tests that run on a mutant that the cap would let survive
+LONGEST = 90.0  # seconds of all tests that run on a mutant that the cap would let survive
 # of processes that a test starts; the context is the name of the test
 PROCESSES = """[run]
 context = ${GAC_TEST}

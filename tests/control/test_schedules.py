@@ -25,13 +25,10 @@ def test_prior_holds_then_follows_half_a_cosine(step: int, expected: float) -> N
     assert Prior()(step) == pytest.approx(expected, abs=1e-15)
 
 
-def test_constant_prior_is_exact_at_every_step() -> None:
+def test_without_a_decay_the_value_is_constant_or_drops_at_once() -> None:
     assert {Prior.constant(0.1)(t) for t in range(1000)} == {0.1}
     # a run resumes only with the same fields
     assert Prior.constant(0.1) == Prior(high=0.1, low=0.1, hold=0, decay=0)
-
-
-def test_without_a_decay_the_value_drops_at_once() -> None:
     prior = Prior(high=0.8, low=0.2, hold=5, decay=0)
     mix = MixSchedule(0.8, 0.2, warmup=2, hold=3)
     assert [schedule(t) for schedule in (prior, mix) for t in (4, 5)] == [0.8, 0.2] * 2

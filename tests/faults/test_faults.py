@@ -95,6 +95,24 @@ def test_broken_step_is_skipped_and_replayed(task, tmp_path, monkeypatch, reward
 
 
 @pytest.mark.parametrize(
+    ("error", "expected", "message"),
+    [
+        (torch.OutOfMemoryError("full"), RunError, r"memory in step 1: rows have up to \d+ tokens"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), RunError, "of memory in step"),
+        (RuntimeError("an operator failed"), RuntimeError, "^an operator failed$"),
+    ],
+)
+def test_out_of_memory_names_the_keys_to_lower(task, tmp_path, error, expected, message):
+    def fail(*_):
+        raise error
+
+    trainer = Trainer(tiny_config(task, tmp_path, eval={}))
+    trainer.optimizer.register_step_pre_hook(fail)
+    with pytest.raises(expected, match=message):
+        trainer.run()
+
+
+@pytest.mark.parametrize(
     "method",
     [
         pytest.param({"name": "aligned-mtl", "preference": [1.0, 0.0]}, id="a-negative-weight"),

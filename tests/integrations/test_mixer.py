@@ -91,13 +91,10 @@ def test_kl_is_not_logged_if_a_batch_lacks_it():
     assert "kl" not in mixer.close()
 
 
-def test_schedule_advances_with_the_steps():
+def test_schedule_and_demo_weight_come_from_the_method():
     schedule = MixSchedule.chord_mu()
     mixer = Mixer(CHORD(schedule=schedule), rows=4, batch=6)
     assert [step(mixer, t)["mu"] for t in range(4)] == [schedule(t) for t in range(4)]
-
-
-def test_demo_weight_comes_from_the_method():
     assert Mixer(GAC(weight="p"), rows=4, batch=1).spec.demo_weight.value == "p"
     assert Mixer(Constant(), rows=4, batch=1).spec == LossSpec(demo_weight="one")
 

@@ -179,20 +179,14 @@ def test_invalid_trim_is_rejected(trim: float) -> None:
         moments(slice(None)).signals(trim)
 
 
-def test_moments_off() -> None:
+def test_moments_off_on_another_device_and_without_a_process_group() -> None:
     out = fused_gac_loss(*batch(), moments=False, backend="reference", mu=0.5)
     assert out.moments is None
-
-
-def test_to_moves_every_part() -> None:
-    on_meta = moments(slice(None)).to("meta")
-    for part in (on_meta, on_meta + moments(slice(None))):  # a sum is where its first part is
-        assert all(x.is_meta for x in (part.rollouts, part.demo_nll, part.totals))
-
-
-def test_all_reduce_without_a_process_group_is_a_no_op() -> None:
     local = moments(slice(None))
     assert local.all_reduce() is local
+    on_meta = local.to("meta")
+    for part in (on_meta, on_meta + moments(slice(None))):  # a sum is where its first part is
+        assert all(x.is_meta for x in (part.rollouts, part.demo_nll, part.totals))
 
 
 RANK_ROWS = {  # by number of ranks; unequal counts, and with three ranks only one kind of row each

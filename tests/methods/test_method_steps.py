@@ -185,13 +185,10 @@ def test_a_step_without_one_of_the_losses_does_not_count(name: str, measured) ->
     assert after == before and mix.mu == 0.5
 
 
-def test_losses_of_rows_without_a_demonstration_are_left_out() -> None:
+def test_losses_are_those_of_demonstrations_and_at_least_a_thousandth() -> None:
     moments = SimpleNamespace(demo_nll=torch.tensor([1.5, math.nan, 0.5, math.inf]))
     assert demo_losses(moments) == (1.5, 0.5)
     assert demo_losses(SimpleNamespace(demo_nll=torch.tensor([math.nan]))) is None
-
-
-def test_losses_are_at_least_a_thousandth() -> None:
     assert positive_losses(Observation(1, demo_loss=-2.0, reward_mean=1.5)) == (0.001, 0.001)
     assert positive_losses(Observation(1, demo_loss=2.0, reward_mean=0.25)) == (2.0, 0.75)
 

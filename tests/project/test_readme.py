@@ -48,13 +48,10 @@ def tree() -> dict[str, list[str]]:
     return entries
 
 
-def test_every_file_of_the_tree_exists():
+def test_the_tree_lists_existing_files_and_the_packages_in_import_order():
     for folder, names in tree().items():
         for path in (ROOT / folder, *(ROOT / folder / name for name in names)):
             assert path.exists(), path
-
-
-def test_the_tree_lists_the_packages_in_import_order():
     assert [name.removesuffix(".py") for name in tree()["gac"]] == list(PACKAGES)
 
 

@@ -330,14 +330,11 @@ def test_a_batch_that_fails_is_retried_row_by_row_unless_it_was_late(error, size
     assert reward(["a", "b", "c"], [example()] * 3) == [None] * 3 and calls == sizes
 
 
-def test_a_batch_function_must_return_one_number_per_row():
+def test_numbers_of_rows_must_agree():
     spec = {"name": f"{__name__}:short_batch", "batch": True}
     reward = build_reward(spec, on_error="drop")
     with pytest.raises(ValueError, match="returned 1 scores for 3 completions"):
         reward(["a", "b", "c"], [example()] * 3)
-
-
-def test_lengths_must_agree():
     with pytest.raises(ValueError, match="completions has 2 rows, examples has 1"):
         build_reward("exact")(["a", "b"], [example()])
 
