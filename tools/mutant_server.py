@@ -393,7 +393,7 @@ def measure(path: Path, cached: Path) -> int:
     cover.stop()
     good = set(plugin.seconds) - set(plugin.failed) - plugin.skipped
     lines: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
-    # the fork server gives all processes the context of the test that started it
+    # the fork server starts before the first test, so its processes have no context
     own, jobs = cover.get_data(), plugin.jobs & good
     for data in [own, *map(read_process, folder.glob("data.*"))]:
         for file in data.measured_files():
@@ -401,9 +401,9 @@ def measure(path: Path, cached: Path) -> int:
                 continue
             keys = contexts(Path(file).read_text())
             for number, tests in data.contexts_by_lineno(file).items():
-                names = jobs if data is not own and jobs & set(tests) else set(tests)
-                if number <= len(keys) and good & names:
-                    lines[os.path.relpath(file)][keys[number - 1]] |= good & names
+                names = good & set(tests) or (jobs if data is not own else set())
+                if number <= len(keys) and names:
+                    lines[os.path.relpath(file)][keys[number - 1]] |= names
     shutil.rmtree(folder)
     new = cached.with_suffix(".new")
     modules = [name for name in sys.modules if name.partition(".")[0] not in OWN]
