@@ -144,6 +144,7 @@ def test_lora_gradient_matches_plain_torch(model: Path, tmp_path: Path):
     assert plain.relative_error(gradient, plain.gradient(reference, expected)) < TOLERANCE
 
 
+@pytest.mark.full(reason="seconds to compile; test_fuse.py compiles with the fused head")
 def test_compiled_model(tmp_path: Path):
     gradients = []
     tiny.write_model(tmp_path / "model", num_hidden_layers=1)  # compiling is slow

@@ -63,7 +63,7 @@ FULL = pytest.mark.full(reason="seconds to compile; the other tests compile for 
 
 
 def example(
-    rows: int, width: int, dtype: torch.dtype = torch.float32, logps: bool = False
+    rows: int, width: int, logps: bool = False, dtype: torch.dtype = torch.float32
 ) -> dict[str, torch.Tensor]:
     """A batch whose logits and hidden states have transposed rows: [T, B, X] seen as [B, T, X].
 
@@ -152,18 +152,23 @@ def check_every_function(compiled, x: dict[str, torch.Tensor], spec: LossSpec, b
 def test_every_function_equals_eager(backend: str, dtype: torch.dtype) -> None:
     torch.compiler.reset()
     compiled = torch.compile(every_function, fullgraph=True, backend="aot_eager")
-    check_every_function(compiled, example(2, 3, dtype), SPEC, require_backend(backend, dtype))
+    check_every_function(
+        compiled, example(2, 3, dtype=dtype), SPEC, require_backend(backend, dtype)
+    )
 
 
 @pytest.mark.slow(reason="compiles every function")
-def test_one_graph_serves_every_size_and_mu_and_others_autocast_and_a_frozen_weight() -> None:
+@pytest.mark.parametrize("logps", [False, pytest.param(True, marks=FULL)])
+def test_one_graph_serves_every_size_and_mu_and_others_autocast_and_a_frozen_weight(
+    logps: bool,
+) -> None:
     """The controller changes mu at every step; as a tensor, it is not a constant of the graph."""
     backend, counter = require_backend("native"), CompileCounterWithBackend("aot_eager")
     torch.compiler.reset()
     compiled = torch.compile(every_function, fullgraph=True, backend=counter, dynamic=True)
     graphs = set()
     for rows, width, mu in (2, 3, 0.3), (3, 4, 0.31), (5, 2, 0.4):
-        x = example(rows, width, logps=True) | {"mu": torch.tensor(mu)}
+        x = example(rows, width, logps) | {"mu": torch.tensor(mu)}
         check_every_function(compiled, x, SPEC, backend)
         graphs.add(counter.frame_count)
     assert len(graphs) == 1

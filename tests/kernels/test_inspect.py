@@ -13,15 +13,13 @@ import pytest
 pytest.importorskip("triton", reason="needs triton")
 
 _CODE = """
-import json, sys
+import json
 from bench.sass import per_logit, wide_accesses
 from gac_kernels import inspect
 reports = []
 kernels = {}
 for i, configuration in enumerate(inspect.triton_configurations()):
     name = configuration[1].kernel.__name__
-    if name in kernels and sys.argv[1] == "one of each":
-        continue
     architectures = [inspect.ARCHITECTURES[len(kernels) % 3 if name not in kernels else i % 3]]
     if kernels.setdefault(name, i) == i:
         architectures.append("gfx942")
@@ -84,19 +82,20 @@ def _run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-WHOLE = pytest.param("all", marks=pytest.mark.full(reason="compiles dozens of kernels"))
+FULL = pytest.mark.full(reason="compiles dozens of kernels")
 
 
-@pytest.fixture(scope="module", params=["one of each", WHOLE])
-def reports(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+@pytest.fixture(scope="module")
+def reports() -> list[dict[str, Any]]:
     """Each configuration compiled for one of NVIDIA's three architectures, round-robin, and the
     first of each kernel for an AMD GPU; all combinations would take minutes.
     """
-    result = _run("-c", _CODE, request.param)
+    result = _run("-c", _CODE)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
 
 
+@FULL
 @pytest.mark.slow(reason="compiles every Triton kernel")
 def test_no_shipped_kernel_spills(reports: list[dict[str, Any]]) -> None:
     assert {r["arch"] for r in reports} == {"sm_80", "sm_90", "sm_100", "gfx942"}
@@ -114,6 +113,7 @@ def test_no_shipped_kernel_spills(reports: list[dict[str, Any]]) -> None:
         assert 0 < report["registers"] <= registers, report
 
 
+@FULL
 @pytest.mark.slow(reason="compiles every Triton kernel")
 def test_aligned_rows_move_in_16_byte_accesses(reports: list[dict[str, Any]]) -> None:
     for report in (r for r in reports if r["kernel"] in ROW_KERNELS):
@@ -122,6 +122,7 @@ def test_aligned_rows_move_in_16_byte_accesses(reports: list[dict[str, Any]]) ->
         assert (report["wide_accesses"] > 0) == aligned, report
 
 
+@FULL
 @pytest.mark.slow(reason="compiles every Triton kernel")
 def test_two_programs_share_a_multiprocessor(reports: list[dict[str, Any]]) -> None:
     """Twice a program's shared memory fits on sm_80 (163 KiB); with the signs of a sketch, on sm_90
@@ -132,6 +133,7 @@ def test_two_programs_share_a_multiprocessor(reports: list[dict[str, Any]]) -> N
         assert 2 * (report["shared"] + 1024) <= size * 1024, report
 
 
+@FULL
 @pytest.mark.slow(reason="compiles every Triton kernel")
 def test_instructions_per_logit_are_counted(reports: list[dict[str, Any]]) -> None:
     """The lower bounds are the arithmetic per logit: 6 instructions for its sums, 4 for its
