@@ -53,7 +53,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
     """Set the deadline of a test: longer if it is slow, or while the machine is overloaded."""
-    deadline = 600 if item.get_closest_marker("slow") else 30
+    slow = item.get_closest_marker("slow") or item.get_closest_marker("full")
+    deadline = 600 if slow else 30
     load = os.getloadavg()[0] / (os.cpu_count() or 1)
     item.stash[DEADLINE] = deadline * max(load, 1.0)
     item.add_marker(pytest.mark.timeout(item.stash[DEADLINE]))
