@@ -174,12 +174,14 @@ class Server:
         """Tests to run, best first: a group of quick ones, one within the cap, and the others."""
         stem = Path(mutant.path).stem
         folder = f"tests/{FOLDERS.get(mutant.module, mutant.module)}/"
-        tests = self.covering(mutant, text, covered) or {
-            name: seconds
-            for results in covered.values()
-            for name, seconds in results["seconds"].items()
-            if name.startswith(folder) and name not in self.unreliable
-        }
+        tests = self.covering(mutant, text, covered)
+        if not tests or mutant.module == "sandbox":  # whose processes coverage cannot see
+            tests |= {
+                name: seconds
+                for results in covered.values()
+                for name, seconds in results["seconds"].items()
+                if name.startswith(folder) and name not in self.unreliable
+            }
         tests |= covered[DEFAULTS]["seconds"]
 
         def cost(name: str) -> float:
