@@ -186,7 +186,7 @@ class Server:
 
         def cost(name: str) -> float:
             file = name.partition("::")[0]
-            near = 4 if stem in file or file.startswith(folder) or file in BROAD else 1
+            near = 20 if stem in file else 4 if file.startswith(folder) or file in BROAD else 1
             return (tests[name] + 0.01) / near / (1 + self.kills[name])
 
         groups: list[list[str]] = []
