@@ -284,13 +284,10 @@ def test_temperature(form: str, value: float) -> None:
             )
 
 
-def test_temperature_must_be_a_number() -> None:
+def test_a_temperature_that_is_no_number_and_a_backend_that_cannot_run() -> None:
     for value in (None, True):
         with pytest.raises(TypeError, match=f"temperature={value}: use a number"):
             token_logprobs(torch.zeros(2, V), torch.zeros(2, dtype=torch.int64), temperature=value)
-
-
-def test_a_backend_that_cannot_run_says_why() -> None:
     arguments = padded() | {"logits": torch.randn(3, 4, V, dtype=torch.float64)}
     with pytest.raises(RuntimeError, match="backend='native' cannot run here: .+"):
         fused_gac_loss(**arguments, backend="native")

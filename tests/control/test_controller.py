@@ -100,14 +100,11 @@ def test_signal_averages_start_at_the_first_value_and_skip_nan() -> None:
     assert step(newest, state, Signals(7.0, 8.0, 9.0)).disagreement == 9.0
 
 
-def test_nan_kl_does_not_change_alpha_and_its_average() -> None:
+def test_nan_kl_changes_nothing_and_without_an_ema_mu_star_is_blended() -> None:
     controller = GuidedController(ControllerConfig(alpha_every="step"))
     for kl in (None, math.nan, math.inf):
         controller.update(kl=kl)
     assert controller.alpha == 0.7 and controller.state.kl is None
-
-
-def test_ema_none_blends_mu_star_itself() -> None:
     config = ControllerConfig(ema="none", prior_blend=1.0, max_step=1.0, signal_decay=0.0)
     controller = GuidedController(config)
     for signals in (Signals(1.0, 3.0, 0.0), Signals(3.0, 1.0, 0.0)):

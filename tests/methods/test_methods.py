@@ -95,14 +95,11 @@ def config_of(name: str, task, out, **changes) -> TrainConfig:
     )
 
 
-def test_every_method_declares_its_needs():
+def test_every_method_declares_its_needs_and_is_on_the_page():
     assert {name: describe_needs(method()) for name, method in METHODS.items()} == NEEDS
     for name, method in METHODS.items():
         assert name == method.name
         assert method.family and method.source and method.__doc__, name
-
-
-def test_methods_page_is_up_to_date():
     text = page(json.loads((ROOT / RESULTS).read_text()))
     assert (ROOT / PAGE).read_text() == text, "run python -m tools.methods_table"
     assert all(f"`{name}`" in text.split("## On the demo task")[-1] for name in METHODS)

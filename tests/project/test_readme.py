@@ -62,18 +62,12 @@ def test_walkthroughs_name_existing_files():
         assert any((root / name).exists() for root in roots), name
 
 
-def test_every_make_target_is_in_the_makefile():
+def test_every_make_target_and_link_exists_and_the_readme_is_short():
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"(?:^|`)make ([a-z-]+)", README, re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
-
-
-def test_every_link_target_exists():
     for target in re.findall(r"\]\((?!http)([^)#]+)\)", README):
         assert (ROOT / target).exists(), target
-
-
-def test_readme_stays_short():
     generated = r"<!-- (\w+) -->.*?<!-- /\1 -->"
     lines = re.sub(generated, "", README, flags=re.DOTALL).splitlines()
     assert sum(not line.startswith("|") for line in lines) < 112

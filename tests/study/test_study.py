@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -121,7 +123,7 @@ def test_gac_study_reports_failures_and_resumes(tmp_path, capsys):
     path.write_text(path.read_text() + to_yaml({"methods": {**broken, "low": "constant:mu=0.1"}}))
     fields = ["data.demo_field=null", "data.demos=null"]
     study_command = ["study", str(path), "--methods"]
-    options = ["--seeds", "2", "--baseline", "dr", "--discard", "--set", *fields]
+    options = ["--seeds", "2", "--baseline", "dr", "--jobs", "1", "--discard", "--set", *fields]
     arguments = [*study_command, "grpo", "broken", "dr@dr-grpo", *options]
     (tmp_path / "out/grpo-0").mkdir(parents=True)  # of a run that was stopped at its start
     assert cli.main(arguments) == 1
@@ -135,6 +137,12 @@ def test_gac_study_reports_failures_and_resumes(tmp_path, capsys):
     assert finals[0] is not None and finals[1] == json.loads(evals[-1])["accuracy"]
     assert results["methods"]["dr"]["against_baseline"]["difference"] == 0
     assert not (tmp_path / "out/grpo-0/checkpoints").exists()
+    outs = [Path(out) for out in re.findall(r"^(\S+): done \(", printed, re.MULTILINE)]
+    assert outs[0].name == "grpo-0" and len(outs) == 4
+    ends, starts = (
+        [(out / f).stat().st_mtime for out in outs] for f in ("result.json", "config.yaml")
+    )
+    assert all(map(operator.le, ends, starts[1:]))  # one job at a time
     page_text = (tmp_path / "out/study.html").read_text()
     assert "broken-0: failed" in page_text and "data:image/svg+xml" in page_text
 
