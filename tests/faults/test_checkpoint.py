@@ -135,7 +135,7 @@ def test_weights_without_an_optimizer_round_trip(tmp_path):
     checkpoint.write_weights(path, model, {"x": torch.tensor([2.0, 3.0])})
     assert not (path / "__9_0.distcp").exists()
     names = FileSystemReader(path).read_metadata().state_dict_metadata
-    assert {"further.x", "model.0.weight"} < names.keys()  # earlier versions use the same names
+    assert {"further.x", "model.0.weight"} < names.keys()
     torch.manual_seed(1)
     loaded, _ = small()
     extra = {"x": torch.zeros(2)}

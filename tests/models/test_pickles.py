@@ -110,7 +110,13 @@ def test_plain_weights_in_a_pickle_need_the_key(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["os.system", "torch.hub.load", "torch.distributed.checkpoint.filesystem.os.mkdir"]
+    "name",
+    [
+        "os.system",
+        "torch.hub.load",
+        "torch.distributed.checkpoint.filesystem.os.mkdir",
+        "gac.train_config.TrainConfig",
+    ],
 )
 def test_an_index_may_refer_to_its_own_classes_only(name: str) -> None:
     module, _, function = name.rpartition(".")
