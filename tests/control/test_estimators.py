@@ -66,15 +66,12 @@ def test_biased_optimum_minimizes_the_expanded_error(seed: int) -> None:
     assert mu == pytest.approx(min(max(argmin_of_parabola(error), 0.0), 1.0), abs=1e-10)
 
 
-def test_unbiased_optimum_is_the_biased_one_without_biases() -> None:
+def test_unbiased_optimum_is_the_biased_one_without_biases_and_equation_5_by_hand() -> None:
     plain = mu_star(0.3, 1.5, 0.2, 0.7, 0.1)
     assert plain == mu_star_biased(0.3, 1.5, 0.2, 0.7, Corrections(0.1))
     assert plain == mu_star_biased_paper(
         0.3, 1.5, 0.2, 0.7, 0.1, bias_dot_gradient=0.0, bias_gap_sq=0.0
     )
-
-
-def test_printed_equation_5_by_hand() -> None:
     mu = mu_star_biased_paper(0.25, 2.0, 1.0, 1.0, 0.5, bias_dot_gradient=0.2, bias_gap_sq=0.4)
     assert mu == pytest.approx(1.2 / 3.4, abs=1e-15)
 

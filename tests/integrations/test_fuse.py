@@ -351,10 +351,13 @@ def share(rank: int) -> dict[str, Tensor]:
     return {name: x[rank::2] for name, x in batch(4).items()}
 
 
-ALSO = pytest.mark.full(reason="two processes; test_inside_wrappers has both orders")
-
-
-@pytest.mark.parametrize("first", ["fuse", pytest.param("wrap", marks=ALSO)])
+@pytest.mark.parametrize(
+    "first",
+    [
+        "fuse",
+        pytest.param("wrap", marks=pytest.mark.full(reason="test_inside_wrappers has both orders")),
+    ],
+)
 def test_two_ranks(first: str) -> None:
     results = run(distributed, first, ranks=2)
     for kind in KINDS:

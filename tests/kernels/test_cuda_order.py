@@ -140,14 +140,13 @@ def test_waiting_clusters_finish_at_most_one_turn_late() -> None:
     assert launched_clusters(32768, resident) == 8 * resident
 
 
-def test_short_rows_get_few_clusters() -> None:
-    """A cluster's start-up time must be negligible compared with its rows."""
+def test_a_turn_has_at_least_64_tiles_per_block() -> None:
+    """Rows per resident cluster x tiles per block of a row, at both limits of two and eight.
+
+    So a cluster's start-up time is negligible compared with its rows, also if they are short.
+    """
     assert launched_clusters(2048, 264, vocab=1000, blocks=1) == 264
     assert launched_clusters(2048, 264, vocab=32000, blocks=1) == 264
-
-
-def test_a_turn_has_at_least_64_tiles_per_block() -> None:
-    """Rows per resident cluster x tiles per block of a row, at both limits of two and eight."""
     for tiles in (16, 3):
         vocab = (tiles - 1) * 512 * 8 * 4 + 8 * 4  # one word in the last tile
         for turns in (2, 8):

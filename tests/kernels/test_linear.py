@@ -167,12 +167,11 @@ def test_flops(keywords: dict, units: int) -> None:
     assert work.flops == units * NHV
 
 
-def test_zero_advantages_give_zero_gradients() -> None:
+def test_work_that_is_not_needed_is_left_out() -> None:
+    work, batch = work_of([1.0, 1, 1, 1], needs=(True, False), chunk_bytes=101 * 4)
+    assert work.largest < batch.weight.numel()  # a frozen weight gets no buffer
     _, batch = work_of([0.0, 0, 0, 0])
     assert batch.hidden.grad.abs().sum() == 0 and batch.weight.grad.abs().sum() == 0
-
-
-def test_no_grad_runs_only_the_forward() -> None:
     with torch.no_grad():
         work, _ = work_of([1.0, 1, 1, 1])
     assert work.flops == 4 * 2 * NHV
@@ -184,11 +183,6 @@ def test_logprobs_recompute_only_rows_with_an_upstream_gradient() -> None:
         logps, _ = linear_token_logprobs(batch.hidden, batch.weight, batch.targets)
         logps[:1].sum().backward()
     assert work.flops == (4 * 2 + 6) * NHV
-
-
-def test_frozen_weight_gets_no_buffer() -> None:
-    work, batch = work_of([1.0, 1, 1, 1], needs=(True, False), chunk_bytes=101 * 4)
-    assert work.largest < batch.weight.numel()
 
 
 @pytest.mark.parametrize("call", ["loss", "logprobs"])

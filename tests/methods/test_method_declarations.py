@@ -92,13 +92,10 @@ def test_a_preset_is_the_same_class_with_other_defaults() -> None:
         preset(Constant, "other", "A typing error.", muu=1)
 
 
-def test_the_list_names_each_method_once_in_lines_of_100() -> None:
+def test_the_list_names_each_method_once_and_all_can_be_pickled() -> None:
     lines = methods_table().splitlines()
     assert max(map(len, lines)) <= 100
     assert sorted(line.split()[0] for line in lines if re.match("  [^ ]", line)) == sorted(METHODS)
-
-
-def test_methods_can_be_pickled() -> None:
     for name in METHODS:
         assert replace(METHODS[name]()) == METHODS[name]()
         assert pickle.loads(pickle.dumps(METHODS[name]())) == METHODS[name]()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from torch import nn
+from tqdm import tqdm
 
 from gac.demo.task import make_tokenizer
 from gac.faults import checkpoint
@@ -19,6 +21,7 @@ from gac.integrations.demonstrations import encode
 from gac.study import runs
 from gac.train_config import OptimConfig
 from gac.training.policy import make_optimizer
+from gac.training.record import show
 from gac.training.trainer import learning_rate
 from tests.tiny import tiny_config
 
@@ -138,3 +141,14 @@ def test_a_demonstration_of_several_turns_ends_at_its_last_eos():
     )
     assert encoded["start"] == 1
     assert tokenizer.decode(encoded["ids"]) == "01<eos>.23<eos>"
+
+
+@pytest.mark.parametrize(("columns", "count"), [(60, 4), (59, 3), (49, 3), (48, 2), (9, 1)])
+def test_the_progress_line_fits_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, columns: int, count: int
+) -> None:
+    """Next to "1/100 |##########|  "; the last texts are the least important."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    bar = tqdm(total=100, file=io.StringIO(), mininterval=0)
+    show(bar, {"step": 1, "reward_mean": 0.25, "demo_loss": 1.5, "kl": math.nan, "mu": 0.3})
+    assert bar.desc == ", ".join(["reward=0.25", "demo=1.5", "mu=0.3", "ETA 00:00"][:count])
