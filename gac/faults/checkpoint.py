@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 # a run without torchrun has one process on purpose
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 MODEL = "model."  # prefix of the model's tensor names
-EXTRA = "further"  # key of `extra_tensors`; unchanged, so that older checkpoints load
+EXTRA = "further"  # key of `extra_tensors`
 PROGRESS = "progress.json"  # written last: a folder without it is not a checkpoint
 INDEX = ".metadata"
 PLAIN = (("torch", "Size"), ("torch.serialization", "_get_layout"))
