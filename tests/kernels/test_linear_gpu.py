@@ -27,6 +27,7 @@ def make(tokens: int, hidden: int, vocab: int, dtype: torch.dtype) -> dict[str, 
         "targets": targets,
         "advantages": torch.tensor([1.0, 0.0, -0.7, 0.0], device=DEVICE),
         "is_demo": torch.tensor([False, True, False, True], device=DEVICE),
+        "mu": torch.tensor(0.4, device=DEVICE),
         "old_logps": torch.full(targets.shape, -2.0, device=DEVICE),
         "ref_logps": torch.full(targets.shape, -2.2, device=DEVICE),
     }
