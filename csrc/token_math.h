@@ -17,7 +17,8 @@ enum class KlEstimator { k1, k2, k3 };
 enum class DemoWeight { one, p, phi, shaped, trust };
 enum class Policy { clip, cispo, sapo, reinforce };
 
-constexpr int kMaxLogRatio = 40;  // MAX_LOG_RATIO in gac_kernels/contract.py
+// MAX_LOG_RATIO and FLOAT16_BOUND in gac_kernels/contract.py
+constexpr int kMaxLogRatio = 40, kFloat16Bound = 1 << 15;
 
 // The per-token options of LossSpec; a missing bound is infinite.
 template <class Real>
@@ -81,6 +82,13 @@ GAC_HOST_DEVICE Real correction(Real log_ratio, const TokenSpec<Real>& spec) {
   const Real factor = log_ratio == log_ratio ? std::exp(log_ratio) : Real(1);
   if (spec.mask_correction) return factor < low || factor > high ? Real(0) : factor;
   return factor < low ? low : factor > high ? high : factor;
+}
+
+// The finite derivative of a scaled loss, so bounded that no logit's gradient overflows in float16.
+template <class Real>
+GAC_HOST_DEVICE Real bound_for_float16(Real d_logp, Real temperature) {
+  const Real size = std::fabs(d_logp), bound = kFloat16Bound * temperature;
+  return size > bound && size < HUGE_VAL ? std::copysign(bound, d_logp) : d_logp;
 }
 
 // `old` is the sampling policy's log-probability; pass `logp` itself if on-policy. Without a

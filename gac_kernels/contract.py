@@ -18,6 +18,7 @@ IGNORE = -100  # a target with this value has no loss
 # logp - old is clamped to this value, with zero gradient above it. Otherwise the loss could leave
 # the range of float32 and become inf or nan; with the clamp, advantages up to 1e20 are safe.
 MAX_LOG_RATIO = 40.0
+FLOAT16_BOUND = 2.0**15  # of a float16 gradient with respect to a logit, before it is unscaled
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

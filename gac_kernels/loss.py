@@ -30,6 +30,7 @@ from .tokens import (
     Operands,
     Tokens,
     TokenTerms,
+    bound_for_float16,
     has_zero_gradient,
     part,
     power_above,
@@ -205,7 +206,7 @@ def token_loss(
             if op.dtype == torch.float16:  # the scale of the first block serves all
                 if inv_scale is None:
                     inv_scale = power_above((upstream / temperature).abs())
-                upstream = upstream / inv_scale
+                upstream = bound_for_float16(upstream / inv_scale, temperature)
             stats, options = (lse, entropy, *upstream), (temperature, block.out, op.softcap)
             op.backend.row_grads(*rows, *stats, *options, marks=block.marks)
     losses, logps, entropy, *extra = torch.where(live, unsorted(results, order), 0)

@@ -29,6 +29,7 @@ from .tokens import (
     BatchInputs,
     Tokens,
     TokenTerms,
+    bound_for_float16,
     complete,
     plan,
     reduce,
@@ -437,6 +438,8 @@ def loss_in_two_calls(
     logps, entropy, lse = row_stats(logits, tokens.targets, temperature, softcap)
     terms, upstream = token_gradients(logps, entropy, tokens, spec, out is not None)
     if out is not None and upstream is not None:
+        if out.dtype == torch.float16:
+            upstream = bound_for_float16(upstream, temperature)
         columns = lse, entropy, upstream[0], upstream[1]
         row_grads(logits, tokens.targets, *columns, temperature, out, softcap, **notes)
     return terms

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .contract import IGNORE, DemoWeight, LossOutput, LossSpec, TokenMoments
+from .contract import FLOAT16_BOUND, IGNORE, DemoWeight, LossOutput, LossSpec, TokenMoments
 from .filter import GradientFilter
 
 # dtypes that the kernels support; C++ refers to them by index
@@ -371,8 +371,8 @@ def scale_for_float16(
     """Loss scaling for float16: divide the token weights by inv_scale, a power of two.
 
     float16 cannot represent the gradients of a mean over many tokens. inv_scale is the power of two
-    just above the largest weight, or a larger one if weight times advantage / temperature would
-    exceed 2^12, which leaves headroom for the ratio.
+    just above the largest weight, or a larger one if the gradient with respect to a logit would
+    exceed 2^12 for a ratio of 1; the kernels bound it at 2^15 for any ratio (`bound_for_float16`).
 
     Returns (inv_scale, tokens with scaled weights); the gradients must be multiplied by inv_scale.
     Other dtypes need no scaling: inv_scale is None.
@@ -387,8 +387,22 @@ def scale_for_float16(
     if tokens.rollout_logps is not None:
         weighted_advantages = weighted_advantages * min(spec.correction_max or 1, 2**12)
     bounds = torch.maximum(weights, weighted_advantages / 2**12)
+    if tokens.ref is not None and tokens.old is not None and spec.kl_estimator == "k3":
+        growth = (tokens.ref - tokens.old).clamp(max=math.log(2**24)).exp()
+        weighted_kl = abs(spec.kl_coef) * weights * growth / temperature / 2**12
+        bounds = torch.where(tokens.rollout & (weighted_kl > bounds), weighted_kl, bounds)
     inv_scale = power_above(bounds)
     return inv_scale, tokens._replace(scale=tokens.scale / inv_scale)
+
+
+def bound_for_float16(x: Tensor, temperature: float | Tensor) -> Tensor:
+    """Bound derivatives of a scaled loss in log-probs or entropies, so that no logit's overflows.
+
+    The token's gradient keeps its direction. Infinite derivatives and nan are kept: they belong to
+    a loss that is not finite either.
+    """
+    bound = FLOAT16_BOUND * temperature
+    return torch.where(x.isinf(), x, x.clamp(-bound, bound))
 
 
 def power_above(x: Tensor) -> Tensor:

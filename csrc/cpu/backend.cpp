@@ -121,6 +121,11 @@ class Worker {
     s.entropy = entropy;
   }
 
+  double bounded(double d_logp) const {
+    const bool narrow = out_ && out_->dtype == Dtype::float16;
+    return narrow ? bound_for_float16(d_logp, temperature_) : d_logp;
+  }
+
   void write_zero(int64_t i) const {
     if (out_) std::memset((*out_)[i], 0, out_->width * out_->item);
   }
@@ -308,7 +313,8 @@ const char* gac_row_loss(const gac::RowArguments* arguments) {
         a.loss[i] = static_cast<float>(token.loss);
         a.kl[i] = static_cast<float>(token.kl);
         a.clipped[i] = token.clipped;
-        const double d_logp = a.scale[i] * token.d_logp, d_entropy = a.scale[i] * token.d_entropy;
+        const double d_logp = worker.bounded(a.scale[i] * token.d_logp);
+        const double d_entropy = a.scale[i] * token.d_entropy;
         worker.write(i, target, s, d_logp, d_entropy);
         add_notes(a, out, worker.kernels(), i, std::fabs(d_logp) + std::fabs(d_entropy));
       },

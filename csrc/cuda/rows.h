@@ -193,7 +193,9 @@ GAC_DEVICE GradientTerms finish_row(const Arguments& a, const Sums& sums, const 
   const TokenLoss<float> token = token_loss(a, c, s);
   const float values[] = {s.logp, s.entropy, token.loss, token.kl, token.clipped ? 1.0f : 0.0f};
   write_results(a, n, values);
-  return gradient_terms(sums, s, target_index, c.scale * token.d_logp, c.scale * token.d_entropy,
+  float d_logp = c.scale * token.d_logp;
+  if (a.out_dtype == kFloat16) d_logp = bound_for_float16(d_logp, 1 / a.inverse_temperature);
+  return gradient_terms(sums, s, target_index, d_logp, c.scale * token.d_entropy,
                         a.inverse_temperature);
 }
 

@@ -139,6 +139,26 @@ def test_float16_gradients_of_large_advantages_do_not_overflow(backend: str) -> 
     )
 
 
+@each_backend
+@pytest.mark.parametrize("on_policy", [False, True])
+def test_float16_gradients_of_a_large_kl_do_not_overflow(on_policy: bool, backend: str) -> None:
+    """Its derivative is 0.1 exp(15) = 330,000, or 2,600 if divided by 128 (tokens times norm).
+
+    Without old log-probs it is not known in advance, and is bounded at 2^15 times a scale of 2^-6.
+    """
+    logits, batch, keywords = unlikely_token(ref=15.0)
+    keywords["rollout_norm"] = 64.0
+    if on_policy:
+        del keywords["old_logps"]
+    keywords = {k: x.half() if isinstance(x, torch.Tensor) else x for k, x in keywords.items()}
+    truth = loss_and_logits_grad(logits.half().double(), batch, keywords, "reference")[1]
+    out, grad = loss_and_logits_grad(logits.half(), batch, keywords, backend)
+    if on_policy:
+        truth[0, 0] *= -512 * out.logps[0, 0].expm1() / truth[0, 0, 1].abs()
+    error = (grad - truth).abs() / truth.abs().amax(-1, keepdim=True)
+    assert error.max() < 2e-3
+
+
 UNBOUNDED = {"clip_low": None, "clip_high": None}
 BOUNDS = [{}, {"dual_clip": 1.5, "use_bias_correction_kl": True}]
 BOUNDS += [UNBOUNDED, {**UNBOUNDED, "use_bias_correction_kl": True}]

@@ -15,11 +15,15 @@ SPEC = LossSpec(kl_coef=0.1, entropy_coef=0.01)
 
 
 def make(tokens: int, hidden: int, vocab: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Build two rollouts and two demonstrations, alternating; the third has masked tokens."""
+    """Build two rollouts and two demonstrations, alternating; the third has masked tokens.
+
+    The old policy and the reference are close to the current one.
+    """
     weight = torch.randn(vocab, hidden, device=DEVICE) / hidden**0.5
     targets = torch.randint(vocab, (4, tokens // 4), device=DEVICE)
     states = 2 * torch.randn(*targets.shape, hidden, device=DEVICE)
     states += 10 * torch.rand(*targets.shape, 1, device=DEVICE) * weight[targets]
+    logps = reference.linear_token_logprobs(states, weight, targets)[0]
     targets[2, -3:] = -100
     return {
         "hidden": states.to(dtype),
@@ -28,8 +32,8 @@ def make(tokens: int, hidden: int, vocab: int, dtype: torch.dtype) -> dict[str, 
         "advantages": torch.tensor([1.0, 0.0, -0.7, 0.0], device=DEVICE),
         "is_demo": torch.tensor([False, True, False, True], device=DEVICE),
         "mu": torch.tensor(0.4, device=DEVICE),
-        "old_logps": torch.full(targets.shape, -2.0, device=DEVICE),
-        "ref_logps": torch.full(targets.shape, -2.2, device=DEVICE),
+        "old_logps": logps + 0.3 * torch.randn_like(logps),
+        "ref_logps": logps + 0.5 * torch.randn_like(logps),
     }
 
 

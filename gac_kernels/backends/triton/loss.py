@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...contract import MAX_LOG_RATIO as CAP
+from ... import contract
 from ...contract import LossSpec
 from ...filter import RowMarks
 from ...sketch import RowSketch
@@ -24,7 +24,10 @@ from .softmax import (
     write_zeros,
 )
 
-MAX_LOG_RATIO = tl.constexpr(CAP)
+MAX_LOG_RATIO, FLOAT16_BOUND = (
+    tl.constexpr(contract.MAX_LOG_RATIO),
+    tl.constexpr(contract.FLOAT16_BOUND),
+)
 
 
 @triton.jit
@@ -268,6 +271,10 @@ def loss_kernel(
         weight = tl.load(scale + n)
         d_logp *= weight
         d_entropy *= weight
+        if out.dtype.element_ty == tl.float16:  # see `tokens.bound_for_float16`
+            bound = FLOAT16_BOUND / inverse_temperature
+            bounded = tl.clamp(d_logp, -bound, bound)
+            d_logp = tl.where(tl.abs(d_logp) < float("inf"), bounded, d_logp)
         out_row = row_at(out, n, T, out_stride_b, out_stride_t)
         if (d_logp != 0) | (d_entropy != 0):
             signed = write_gradient(
