@@ -47,12 +47,17 @@ class Batch(NamedTuple):
 
 
 def linear_batch(
-    tokens: int, head: Head, dtype: torch.dtype, device: torch.device, mu: float = 0.5
+    tokens: int,
+    head: Head,
+    dtype: torch.dtype,
+    device: torch.device,
+    mu: float = 0.5,
+    sharpness: float = 1.0,
 ) -> Batch:
     """A batch whose logits have standard deviation 2; each target's logit is raised by 0 to 20.
 
     The target's probability thus ranges from a guess to near certainty. Nearly uniform logits would
-    be unfair to kernels that skip small probabilities.
+    be unfair to kernels that skip small probabilities. `sharpness` multiplies all logits.
     """
     g = torch.Generator(device).manual_seed(0)
     weight = torch.empty(head.vocab, head.hidden, device=device, dtype=dtype)
@@ -64,7 +69,7 @@ def linear_batch(
     boost = 20 * torch.rand(*shape, 1, device=device, generator=g)
     hidden += boost * weight[targets].float()
     return Batch(
-        hidden.to(dtype).requires_grad_(),
+        (sharpness * hidden).to(dtype).requires_grad_(),
         weight.requires_grad_(),
         targets,
         torch.randn(shape[0], device=device, generator=g),
