@@ -89,10 +89,9 @@ class Record:
         options: dict[str, dict[str, Any]] = {}
         if "wandb" in config.report_to and self.accelerator.is_main_process:
             options["wandb"] = {"name": name, "id": file.read_text(), "resume": "allow"}
-        # TensorBoard's hyperparameters are flat
-        flat = {key: json.dumps(value) for key, value in dump(config).items()}
-        nested = {*config.report_to} <= {"wandb", "trackio"}
-        self.accelerator.init_trackers(config.project, dump(config) if nested else flat, options)
+        flat = {*config.report_to} - {"wandb", "trackio"}  # the others expect no nested values
+        values = {k: json.dumps(v) if flat else v for k, v in dump(config).items()}
+        self.accelerator.init_trackers(config.project, values, options)
 
     def step(self, row: dict[str, Any]) -> None:
         """Log the metrics of an optimizer step."""

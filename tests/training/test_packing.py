@@ -235,13 +235,11 @@ def logps(row: Row, values: torch.Tensor) -> tuple[float, ...]:
     return (math.nan,) * (row.loss_tokens - len(values)) + tuple(values.tolist())
 
 
-def test_model_that_cannot_separate_rows_is_padded_with_a_warning(caplog):
-    """A recurrent model's state carries over from one row to the next; no mask separates them."""
-    sizes = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
-    tokens = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
-    config = AutoConfig.for_model("mamba", **sizes, **tokens)
-    model = AutoModelForCausalLM.from_config(config)
-    attach_head(model)
+@pytest.mark.parametrize("kind", ["mamba", "roberta"])
+def test_model_that_cannot_separate_rows_is_padded_with_a_warning(kind, caplog):
+    """The state of the first carries over from row to row; the second numbers positions from 2."""
+    model = make(kind, is_decoder=True)
+    head.enable_row_attention(model)
     assert not supports_packing(model)
     with caplog.at_level(logging.WARNING):
         config = load(TrainConfig, {"max_tokens_per_micro_batch": 64, "packing": True})

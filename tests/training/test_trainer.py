@@ -143,7 +143,7 @@ def test_old_log_probs_of_reused_rollouts_start_at_ratio_one(task, tmp_path):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-7)
     first = twice.rollouts
     twice.step += 1
-    next_gradients(twice)
+    assert next_step(twice)[0]["sampled_completions"] == 0
     assert twice.rollouts is first and first.old_logps
 
 
