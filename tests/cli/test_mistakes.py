@@ -248,6 +248,9 @@ LATE = {  # answered with torch, most of them before the model is loaded
     "train first/run.yaml --set rollouts.stop=[abc] model.path=nan": "stop='abc' is 3 tokens: use ",
     "study first/run.yaml": "--methods: missing",
     "study first/run.yaml --methods grop": "grop: method.name: unknown name 'grop'",
+    "study first/run.yaml --methods grpo --seeds 0": "--seeds=0: use a number >= 1",
+    "study first/run.yaml --methods grpo --jobs 0": "--jobs=0: use a number >= 1",
+    "study first/run.yaml --methods grpo --baseline gac": "--baseline='gac': use one of grpo",
     "study first/run.yaml --methods grpo grpo": "two of grpo, grpo have the same label",
 }
 LATE_TRAIN = {

@@ -15,6 +15,7 @@ from tqdm import tqdm
 from tqdm.std import TqdmDefaultWriteLock
 
 from gac.parallel import setup
+from gac.study import runs
 from gac.training.trainer import Trainer
 from tests import ranks
 from tests.parallel.test_distributed import FULL
@@ -28,6 +29,14 @@ def origin():
     return parent, len(threads), hasattr(TqdmDefaultWriteLock, "mp_lock")
 
 
+def threads_of_a_new_server():
+    """Of BLAS in processes of a fork server, and in this one, which starts the server."""
+    os.environ["OMP_NUM_THREADS"] = "3"
+    runs.start_server([])
+    with runs.PROCESSES.Pool(1) as pool:
+        return pool.apply(os.getenv, ["OMP_NUM_THREADS"]), os.environ["OMP_NUM_THREADS"]
+
+
 def test_children_are_forks_of_a_process_without_threads_and_locks():
     list(tqdm(range(3), disable=False))  # creates tqdm's lock in this process
     assert TqdmDefaultWriteLock.mp_lock is not None
@@ -35,6 +44,7 @@ def test_children_are_forks_of_a_process_without_threads_and_locks():
     assert parent != os.getpid() and threads == 1 and not locked
     maps = Path(f"/proc/{parent}/maps").read_text()
     assert "libtorch_cpu" in maps  # the server has already imported torch
+    assert ranks.run(threads_of_a_new_server, ranks=1) == [("1", "3")]
 
 
 def test_timeout_names_the_call_and_leaves_no_process():

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import multiprocessing
 import operator
+import os
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +18,14 @@ import pytest
 from gac import cli
 from gac.config import ConfigError, dump, save, to_yaml
 from gac.demo import run
+from gac.errors import RunDirectoryError
+from gac.parallel.run_lock import run_lock
+from gac.study import runs
 from gac.study.command import Arm, arm_config, parse_arm
 from gac.study.results import interval, summary
+from tests import ranks
 from tests.tiny import tiny_config, write_tiny
+from tests.waiting import wait_until
 from tools import methods_study as study
 from tools.methods_table import page
 
@@ -59,17 +68,19 @@ def test_merge_keeps_other_rows_of_the_same_setting(tmp_path):
 
 
 def test_parse_arm():
-    assert parse_arm("gac") == Arm("gac", "gac")
-    spec = "constant:mu=0.3,weight=phi"
-    assert parse_arm(spec) == Arm(spec, "constant", ("method.mu=0.3", "method.weight=phi"))
-    assert parse_arm(f"low@{spec}") == Arm("low", "constant", parse_arm(spec).changes)
     aliases = {"low": {"name": "constant", "mu": 0.1}, "short": "constant:mu=0.2"}
-    assert parse_arm("low", aliases) == Arm("low", aliases["low"])
-    assert parse_arm("short", aliases) == Arm("short", "constant", ("method.mu=0.2",))
-    own = "my_method:Threshold"
-    assert parse_arm(own) == Arm(own, own)
-    changes = ("method.level=0.2", "method.prior=a:b")
-    assert parse_arm(f"x@{own}:level=0.2,prior=a:b") == Arm("x", own, changes)
+    spec, own = "constant:mu=0.3,weight=phi", "my_method:Threshold"
+    changes = "method.mu=0.3", "method.weight=phi"
+    arms = {
+        "gac": Arm("gac", "gac"),
+        spec: Arm(spec, "constant", changes),
+        f"low@{spec}": Arm("low", "constant", changes),
+        "low": Arm("low", aliases["low"]),
+        "short": Arm("short", "constant", ("method.mu=0.2",)),
+        own: Arm(own, own),
+        f"x@{own}:level=0.2,prior=a:b": Arm("x", own, ("method.level=0.2", "method.prior=a:b")),
+    }
+    assert {text: parse_arm(text, aliases) for text in arms} == arms
     for bad in ("", "gac:mu=1,nu", "@gac", "a/b@gac"):
         with pytest.raises(ConfigError, match="methods: "):
             parse_arm(bad)
@@ -109,6 +120,54 @@ def test_differences_are_paired_by_seed():
         "ci95": None,
         "against_baseline": {"difference": None, "ci95": None},
     }
+
+
+REWARDS = """
+from pathlib import Path
+import torch
+from tests.waiting import wait_until
+
+started = Path(__file__).with_suffix(".started")
+
+def stuck(completion, example):  # whatever signals it gets
+    started.touch()
+    wait_until(lambda: False, "its end", 120)
+
+def quick(completion, example):
+    wait_until(started.exists, "the other run")
+    assert torch.get_num_threads() == 1
+    return 0.0
+"""
+
+
+def two_studies(configs):
+    """The first, with more jobs than cores, is stopped when `quick` has ended; the second hangs."""
+    del os.environ["OMP_NUM_THREADS"]
+    runs.STOP_SECONDS = 0.1
+    with pytest.raises(SystemExit, match="quick: done"):
+        runs.run_all(configs[:2], 99, log=sys.exit)
+    wait_until(lambda: not multiprocessing.active_children(), "the end of the other run", 20)
+    runs.run_all(configs[2:], 1)
+
+
+@pytest.mark.slow(reason="starts a fork server")
+def test_no_run_outlives_its_study(task, tmp_path):
+    """Not one that is stuck, and not one whose study is killed."""
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    outs = {"stuck": "stuck", "quick": "quick", "last": "stuck"}
+    configs = [
+        tiny_config(task, tmp_path / out, reward=f"{tmp_path}/rewards.py:{name}", steps=1)
+        for out, name in outs.items()
+    ]
+    with ranks.job(two_studies, configs, ranks=1) as (study,):
+        wait_until((tmp_path / "last" / "config.yaml").exists, "the last run", 30)
+        assert study.kill()
+
+    def ended():
+        with contextlib.suppress(RunDirectoryError), run_lock(tmp_path / "last"):
+            return True
+
+    wait_until(ended, "the end of the last run", 20)
 
 
 @pytest.mark.slow(reason="trains several methods")

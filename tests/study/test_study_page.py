@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from gac import cli
 from gac.config import ConfigError, dump, save, to_yaml
@@ -83,8 +84,7 @@ def test_a_study_of_all_labels(study, tmp_path, capsys) -> None:
     ):
         assert part in html
     assert html.count("class=best") == 1
-    printed = capsys.readouterr().out
-    assert "+40.0 [+40.0, +40.0]" in " ".join(printed.split())
+    assert "+40.0 [+40.0, +40.0]" in " ".join(capsys.readouterr().out.split())
 
 
 def test_options_of_a_study(study, tmp_path) -> None:
@@ -107,21 +107,6 @@ def test_a_study_without_results(study, monkeypatch) -> None:
     code, _, saved, reports, html = study("--methods", "high", "--seeds", "1")
     assert (code, reports) == (1, []) and "Training curves" not in html
     assert saved["methods"]["high"]["mean"] is None
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--seeds", "0"], "--seeds=0: use a number >= 1"),
-        (["--jobs", "0"], "--jobs=0: use a number >= 1"),
-        (["--baseline", "gac"], "--baseline='gac': use one of low, dr, high"),
-        (["--methods", "low", "low"], "two of low, low have the same label"),
-    ],
-)
-def test_mistakes_in_the_command(study, capsys, arguments, message) -> None:
-    with pytest.raises(FileNotFoundError):  # there is no study.json
-        study(*arguments)
-    assert message in capsys.readouterr().err
 
 
 def test_methods_of_the_file(tmp_path, monkeypatch, capsys) -> None:
@@ -153,12 +138,16 @@ def test_headline_names_the_methods_whose_interval_excludes_zero() -> None:
     assert page.headline(rows(base=None, a=[-0.2, 0.0])).startswith("No method differs from base")
 
 
-def test_cells_of_a_study() -> None:
+def test_cells_and_dots_of_a_study(monkeypatch) -> None:
     methods = summary({"a": [0.0, 0.2, None], "b": [0.1, 0.4, 0.9]}, "a")
     assert row_cells(methods["a"]) == ["2", "10.0", "[0.0, 20.0]", "+0.0", "[+0.0, +0.0]"]
     assert row_cells(methods["b"]) == ["3", "46.7", "[10.0, 90.0]", "+15.0", "[+10.0, +20.0]"]
-    missing = summary({"a": [0.5], "b": [None]}, "a")["b"]
-    assert row_cells(missing) == ["0", "-", "-", "-", "-"]
+    axes = Figure().subplots()
+    monkeypatch.setattr(page, "interval_figure", lambda *arguments: arguments[-1](axes))
+    page.draw(methods, "a")
+    dots = [line.get_xydata().tolist() for line in axes.lines if line.get_marker() == "."]
+    assert dots == [[[0, 0], [20, 0]], [[10, -1], [40, -1], [90, -1]]]
+    assert row_cells(summary({"a": [0.5], "b": [None]}, "a")["b"]) == ["0", "-", "-", "-", "-"]
     assert mean([0.0, 0.0, 1.0]) == 0.333333 and interval([1 / 3] * 2) == [0.333333] * 2
 
 
