@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -30,9 +29,7 @@ _SPARE_OUTPUT = 1 << 16  # bytes to read beyond the expected output, for trailin
 @cache
 def _shared_pool(workers: int, preload: tuple[str, ...], require: tuple[str, ...]) -> Pool:
     """One pool per configuration, so that training and evaluation share worker processes."""
-    pool = Pool(workers=workers, preload=preload, require=require)
-    atexit.register(pool.close)
-    return pool
+    return Pool(workers=workers, preload=preload, require=require)
 
 
 @dataclass(frozen=True)
@@ -253,7 +250,7 @@ class CodeReward(Reward):
         if task.suite is None:
             return self._run_cases(Program(text), task.cases)
         ran = self._check(text, task, task.suite)
-        if not (ran.row_problem or all(ran.passed)) and task.suite.reference.strip():
+        if not all(ran.passed) and task.suite.reference.strip():
             known = self._reference(task, task.suite)
             if known.problem:
                 event = _COUNTED.get(ran.ending, "")

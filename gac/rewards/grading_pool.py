@@ -41,7 +41,7 @@ class GradingPool:
             most 4.
     """
 
-    def __init__(self, timeout: float = 5.0, workers: int | None = None) -> None:
+    def __init__(self, timeout: float, workers: int | None = None) -> None:
         if timeout <= 0:
             raise ValueError(f"timeout must be positive, got {timeout}")
         if workers is not None and workers < 1:

@@ -48,8 +48,7 @@ def main(timeout: float, parent: int) -> None:
     except ImportError as error:
         _reply(f"cannot start: {error}")
         return
-    _reply("ready")
-    signal.setitimer(signal.ITIMER_REAL, 0)
+    _reply("ready")  # the first request, which sets the timer anew, follows at once
     while _wait_for_request(parent):
         line = sys.stdin.buffer.readline()
         if not line.strip():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -28,9 +27,7 @@ _WORD = re.compile(r"[A-Za-z]{4,}")
 @cache
 def _shared_pool(timeout: float, workers: int | None) -> GradingPool:
     """One pool per configuration, so that training and evaluation share workers."""
-    pool = GradingPool(timeout, workers)
-    atexit.register(pool.close)
-    return pool
+    return GradingPool(timeout, workers)
 
 
 class MathReward(Reward):

@@ -203,17 +203,20 @@ def test_ranks_of_a_node_share_its_cores(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     for cores, workers in ((10, 3), (8, 2), (2, 1), (99, 4)):
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid, n=cores: set(range(n)))
-        assert GradingPool().workers == workers
+        assert GradingPool(5.0).workers == workers
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
     for count, workers in ((2, 2), (None, 1)):
         monkeypatch.setattr(os, "cpu_count", lambda count=count: count)
-        assert GradingPool().workers == workers
+        assert GradingPool(5.0).workers == workers
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [({"timeout": 0}, "timeout must be positive, got 0"), ({"workers": 0}, "workers must be at")],
+    [
+        ({"timeout": 0}, "timeout must be positive, got 0"),
+        ({"timeout": 1, "workers": 0}, "workers must be at"),
+    ],
     ids=["timeout", "workers"],
 )
 def test_invalid_pool_arguments(arguments, message):
@@ -222,7 +225,7 @@ def test_invalid_pool_arguments(arguments, message):
 
 
 def test_workers_have_a_memory_limit():
-    pool = GradingPool(workers=1)
+    pool = GradingPool(timeout=3.0, workers=1)
     assert pool.grade([("7", "7")]) == ["right"]
     [worker] = workers_of(os.getpid())
     limits = Path(f"/proc/{worker}/limits").read_text().splitlines()
