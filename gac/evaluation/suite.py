@@ -9,6 +9,7 @@ OUT/samples.jsonl.gz    every answer of every finished task
 from __future__ import annotations
 
 import contextlib
+import functools
 import gzip
 import json
 import logging
@@ -94,8 +95,9 @@ def _run_suite(
     """Run the unfinished tasks, then compare the answers of all tasks with those in `other`."""
     writable_folder("out", out)
     accelerator = _make_accelerator(config)
-    results, answers = _resume(config, out)
-    accelerator.wait_for_everyone()  # a slow rank must not read results that this run has written
+    # a slow rank must not read results that this run has written
+    resume = functools.partial(_resume, config, out) if collectives.rank() == 0 else tuple
+    results, answers = collectives.gather(collectives.run_on_all_ranks(resume))[0]
     unfinished = {n: t for n, t in config.tasks.items() if n not in results["tasks"]}
 
     def record(name: str, job: Job, run: Callable[[Job], list[Answer]]) -> None:

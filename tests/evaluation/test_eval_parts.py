@@ -13,20 +13,17 @@ from gac.data import Example
 from gac.evaluation import suite
 from gac.evaluation.config import EvalConfig, EvalTask
 from gac.evaluation.suite import read_samples
-from gac.evaluation.table import align_columns, markdown_table, results_lines
-from gac.evaluation.task import Answer, split_of, summary
+from gac.evaluation.table import align_columns, markdown_table
+from gac.evaluation.task import split_of, summary
 from gac.rewards.base import RowReward
 from gac.training.trainer import Trainer
+from tests.evaluation.test_suite import answer
 from tests.tiny import tiny_config
 
 EXAMPLES = [
     Example(f"row{i}", (5 + i, 6), "", None, None, {"level": i % 2}, source=f"s{i}")
     for i in range(5)
 ]
-
-
-def answer(index: int, score: float | None, split: str | None = None) -> Answer:
-    return Answer(index, f"row{index}", split, "text", 3 + index, score, index == 2)
 
 
 def test_split_of() -> None:
@@ -113,13 +110,6 @@ def test_tables_of_text() -> None:
         "| a\\|b | 1.25 | 10 |",
         "| b | - |  |",
     ]
-
-
-def test_a_comparison_without_shared_prompts_is_a_dash() -> None:
-    row = {"accuracy": 0.5, "ci95": None, "prompts": 4, "samples": 2, "dropped": 1}
-    row |= {"truncated": 0.125, "splits": {}, "pass_at": {}}
-    row["against"] = {"difference": None, "ci95": None, "prompts": 0}
-    assert results_lines({"tasks": {"a": row}})[1][-1] == "-"
 
 
 def test_each_task_uses_its_own_reward_and_all_are_closed(task, tmp_path) -> None:

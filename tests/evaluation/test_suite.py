@@ -100,11 +100,13 @@ def test_finished_tasks_are_not_run_again(task, tmp_path):
     assert resumed["tasks"]["greedy"].pop("seconds") == seconds["greedy"]
     assert resumed["tasks"]["sampled"].pop("seconds") != seconds["sampled"]
     assert resumed["tasks"] == first["tasks"]
+    with pytest.raises(ConfigError, match="holds task 'greedy' with different settings"):
+        run_suite(replace(config, reward="exact"))
     config.tasks.pop("greedy")  # its results are kept, and its settings are no longer checked
     assert set(run_suite(config)["tasks"]) == {"greedy", "sampled"}
 
 
-def test_two_processes_match_one(task, tmp_path):
+def test_two_processes_match_one(task, tmp_path, caplog):
     counted = {"reward": "tests.tiny:CountedDigits"}
     run_suite(suite(task, tmp_path / "one", **counted))
     ranks.run(run_suite, suite(task, tmp_path / "two", **counted), ranks=2)
@@ -116,6 +118,7 @@ def test_two_processes_match_one(task, tmp_path):
     for row in (*one["tasks"].values(), *two["tasks"].values()):
         del row["seconds"]
     assert one == two and one["tasks"]["sampled"]["counts"] == {"calls": 32, "never": 0}
+    assert ": 32 calls in this process" in caplog.text  # the reward is closed
 
 
 def test_comparison_is_paired_by_prompt(task, tmp_path):
@@ -153,6 +156,8 @@ def test_summary_by_hand():
     assert (result["prompts"], result["dropped"]) == (3, 1)
     assert (result["response_length"], result["truncated"]) == (4.0, 2 / 6)
     assert result["ci95"] == list(accuracy_interval([0.5, 0.0, 1.0]))
+    # a partial score does not count as solved
+    assert summary([answer(0, 0.5), answer(0, 1.0)], task)["pass_at"] == {"1": 0.5, "2": 1.0}
     beyond = summary([answer(0, 2.0), answer(1, -1.0)], EvalTask())
     assert beyond["accuracy"] == 0.5 and beyond["ci95"] == [-1.0, 2.0]  # no Wilson interval
     empty = summary([answer(0, None)], task)
@@ -198,9 +203,11 @@ def test_the_table_by_hand():
         ["  easy", "25.0", "-", "", "3", "", ""],
         ["b", "50.0", "[25.0, 75.0]", "-", "4 x 2", "12.5", "1"],
     ]
-    head, first, easy, second = results_lines({"tasks": {"a": a | {"against": against}, "b": b}})
+    none = {"difference": None, "ci95": None, "prompts": 0}
+    rows = {"a": a | {"against": against}, "b": b, "c": b | {"against": none}}
+    head, first, easy, *others = results_lines({"tasks": rows})
     assert head[-1] == "difference" and first[-1] == "-10.0 [-20.0, +0.0], 4 shared"
-    assert easy[3:] == ["", "3", "", "", ""] and second[-1] == "-"
+    assert easy[3:] == ["", "3", "", "", ""] and [row[-1] for row in others] == ["-", "-"]
 
 
 @pytest.mark.parametrize(
@@ -316,8 +323,3 @@ def test_command_prints_a_table_and_keeps_the_results(task, tmp_path, capsys):
     with gzip.open(tmp_path / "out" / "samples.jsonl.gz", "rt") as lines:
         row = json.loads(next(lines))
     assert set(row) == {"task", *Answer._fields} and not math.isnan(row["score"])
-
-
-def test_partial_scores_do_not_count_as_solved():
-    task = EvalTask(samples=2, temperature=1.0, pass_at=(1,))
-    assert summary([answer(0, 0.5), answer(0, 1.0)], task)["pass_at"] == {"1": 0.5}

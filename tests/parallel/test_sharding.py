@@ -11,7 +11,7 @@ import torch
 from gac.methods import Mix
 from gac.parallel import setup
 from gac.parallel.config import ParallelConfig
-from gac.rollouts import engines
+from gac.rollouts import engines, generation
 from gac.rollouts.generation import generate
 from gac.training import gradients
 from gac.training.trainer import Trainer, train
@@ -57,7 +57,10 @@ def test_no_forward_uses_weights_from_before_the_update(task, tmp_path):
 
 def greedy(run_config, prompts):
     """Greedy responses to this rank's prompts, one per prompt."""
+    generation.SHRINK_AFTER = 1
     trainer = Trainer(run_config)
+    for p in trainer.model.parameters():
+        p.data.mul_(3)
     rank, count = trainer.accelerator.process_index, trainer.accelerator.num_processes
     own_prompts = [e.prompt for e in trainer.feed.prompts][:prompts][rank::count]
     with setup.gathered(trainer.model, run_config.parallel.gather_for_rollouts):
@@ -67,7 +70,8 @@ def greedy(run_config, prompts):
             own_prompts,
             max_completion_length=4 if rank else 12,
             temperature=0,
-            batch=1,
+            batch=2,
+            stop="0123456789",
         )
 
 
