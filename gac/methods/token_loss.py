@@ -159,8 +159,7 @@ def _terms(
     # the terms of the fused loss for advantages of 0 are the penalties alone
     without_advantages = plain._replace(advantages=torch.zeros_like(tokens.advantages))
     penalties = token_terms(logps, entropy, without_advantages, spec)
-    if spec.kl_coef != 0 or spec.entropy_coef != 0:
-        loss = loss + torch.where(tokens.rollout, penalties.loss, 0)
+    loss = loss + torch.where(tokens.rollout, penalties.loss, 0)
     loss = torch.where(tokens.live, loss, 0)
     return TokenTerms(logps, entropy.detach(), loss, penalties.kl, torch.zeros_like(loss))
 

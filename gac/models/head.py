@@ -51,15 +51,16 @@ def enable_row_attention(model: Any) -> bool:
     Only causal and sliding-window layers are supported, because the attention mask is ignored.
     """
     config = model.config
-    kinds = set(getattr(config, "layer_types", None) or ())
-    known = kinds <= {"full_attention", "sliding_attention"}
-    if config._attn_implementation != "sdpa" or not known:
-        return False
-    if getattr(config, "attention_chunk_size", None) is not None:
-        return False
     base = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft
-    if not hasattr(sys.modules[type(base).__module__], "ALL_ATTENTION_FUNCTIONS"):
-        return False  # the family does not use transformers' table of attention functions
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if (
+        config._attn_implementation != "sdpa"
+        or not kinds <= {"full_attention", "sliding_attention"}
+        or getattr(config, "attention_chunk_size", None) is not None
+        # whether the family uses transformers' table of attention functions
+        or not hasattr(sys.modules[type(base).__module__], "ALL_ATTENTION_FUNCTIONS")
+    ):
+        return False
     config._attn_implementation = ROW_ATTENTION
     return True
 

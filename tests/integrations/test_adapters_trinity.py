@@ -179,8 +179,9 @@ LOGPS = torch.tensor([[0.5, 0.25, 0.125], [0.8, 0.5, 0.1], [0.5, 0.5, 0.5], [0.2
 MASK = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1], [0, 1, 0]])
 EXPERTS = torch.tensor([0, 1, 0, 1])
 ADVANTAGES = torch.tensor([[2.0], [0.0], [-1.0], [0.0]]).expand(4, 3)
-# the advantages of the rollouts' tokens, and -log p of the demonstrations' tokens
-ROLLOUTS, DEMOS = -(2 * 2.0 + 3 * -1.0), -math.log(0.8) - math.log(0.4)
+RATIO = 1.1
+# the loss of the rollouts' tokens, and of the demonstrations' tokens
+ROLLOUTS, DEMOS = -RATIO * (2 * 2.0 + 3 * -1.0), -math.log(0.8) - math.log(0.4)
 
 
 def call(loss: Any, part: slice, step: int = 1, /, **changes: Any) -> tuple[torch.Tensor, Any]:
@@ -190,7 +191,7 @@ def call(loss: Any, part: slice, step: int = 1, /, **changes: Any) -> tuple[torc
     logps = LOGPS[part].clone().requires_grad_()
     return loss(
         logprob=logps,
-        old_logprob=LOGPS[part],
+        old_logprob=LOGPS[part] - math.log(RATIO),
         action_mask=MASK[part],
         advantages=ADVANTAGES[part],
         expert_mask=EXPERTS[part],
@@ -203,7 +204,10 @@ def call(loss: Any, part: slice, step: int = 1, /, **changes: Any) -> tuple[torc
 
 def test_micro_batches_sum_to_the_loss_of_the_step(trinity: Any, tmp_path: Path) -> None:
     method = {"name": "constant", "mu": 0.25}
-    for mode, rollouts in (("token-mean", ROLLOUTS / 5), ("seq-mean-token-mean", -(2 - 1) / 2)):
+    for mode, rollouts in (
+        ("token-mean", ROLLOUTS / 5),
+        ("seq-mean-token-mean", -RATIO * (2 - 1) / 2),
+    ):
         loss = trinity.GACPolicyLoss(state_dir=str(tmp_path), method=method, loss_agg_mode=mode)
         with torch.no_grad():
             assert call(loss, slice(0, 1))[1] == {} and loss.rows_done == 0
@@ -250,5 +254,6 @@ def test_the_controller_is_restored_after_a_restart(trinity: Any, tmp_path: Path
         call(resumed, slice(2, 4), 4, demo_tokens=3)
     fresh = trinity.GACPolicyLoss(state_dir=str(tmp_path / "y"), method="constant")
     call(fresh, slice(2, 3), demos=0, demo_tokens=0, rows=1)  # a step without demonstrations
+    call(fresh, slice(0, 4), 2)
     with pytest.raises(RuntimeError, match="2 demonstrations in one step"):
-        call(fresh, slice(0, 4), 2, demos=1)
+        call(fresh, slice(0, 4), 3, demos=1)

@@ -293,6 +293,11 @@ def test_the_demonstrations_of_a_step(verl: Any, options: Any, micro: Any, size:
         kept = {"use_dynamic_bsz": True, "micro_batch_size_per_gpu": size, "temperature": 1.0}
         assert settings == kept
         assert mixed.norm == (2 + 3 + 2) / 2  # completion tokens and an EOS each
+        mask, ends = data["loss_mask"].values(), data["input_ids"].offsets()
+        nll = torch.arange(float(len(mask)))
+        output = {"log_probs": torch.nested.nested_tensor_from_jagged(-nll, ends)}
+        value = mixed.demo_loss(output, data)[0].item()
+        assert value == pytest.approx(0.25 * nll[:-1][mask[1:]].sum().item() / mixed.norm)
 
 
 def test_rows_are_padded_to_whole_micro_batches(verl: Any, options: Any) -> None:

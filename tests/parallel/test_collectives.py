@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from typing import Any
 
@@ -123,7 +124,9 @@ class Family(nn.Module):
 def sharded_units(out: str) -> list[Any]:
     """For each model: the names of its units and whether all is sharded; or the error."""
     config = ParallelConfig("fsdp")
+    os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"  # of `accelerate launch`
     accelerator = setup.make_accelerator(config, (), out)
+    assert accelerator.mixed_precision == "no"
     tied = Family([Layer(), Layer()])
     tied.layers[1].weight = tied.layers[0].weight
     models = (

@@ -192,13 +192,21 @@ def test_results_agree_across_processes_with(task, tmp_path, parallel, changes):
         assert_same(single, rank)
 
 
-def test_bfloat16_arithmetic_stays_close(task, tmp_path, single_process):
+UNCLIPPED = {"lr": 1e-2, "warmup_steps": 1, "max_grad_norm": 0}
+ONE_BACKWARD = {"method": "sft", "optim": UNCLIPPED, "loss": {}}
+
+
+@pytest.mark.parametrize("changes", [{}, ONE_BACKWARD], ids=["gac", "sft"])
+def test_bfloat16_arithmetic_stays_close(task, tmp_path, single_process, changes):
+    """Gradients are reduced in float32 into float32 shards."""
     model = {"path": str(task / "init"), "random_init": True, "dtype": "bfloat16"}
-    run_config = config(task, tmp_path, parallel=FSDP, model=model)
+    run_config = config(task, tmp_path, parallel=FSDP, model=model, **changes)
     rows, grads, _, _ = ranks.run(train_steps, run_config, 1, ranks=2)[0]
-    assert rows[0]["demo_loss"] == pytest.approx(single_process()[0][0]["demo_loss"], rel=0.03)
-    for name, exact in single_process()[1].items():
-        assert grads[name].dtype == torch.float32  # reduced in float32 into float32 shards
+    expected_rows, expected, _, _ = single_process(**changes)
+    assert rows[0]["demo_loss"] == pytest.approx(expected_rows[0]["demo_loss"], rel=0.03)
+    for name, exact in expected.items():
+        rounded = grads[name].bfloat16()  # as every gradient is before it is reduced
+        assert grads[name].dtype == torch.float32 and bool((rounded != grads[name]).any())
         error = (grads[name] - exact).norm() / exact.norm()
         assert 0 < error < 0.05, name
 

@@ -135,12 +135,12 @@ def test_a_demonstration_of_several_turns_ends_at_its_last_eos():
     tokenizer = make_tokenizer()
     tokenizer.chat_template = CHAT
     roles = ("assistant", "user", "assistant")
-    turns = [{"role": role, "content": str(i)} for i, role in enumerate(roles, 1)]
+    turns = [{"role": role, "content": str(10 * i)} for i, role in enumerate(roles, 1)]
     encoded = encode(
         {"prompt": [{"role": "user", "content": "0"}], "completion": turns}, "", tokenizer
     )
     assert encoded["start"] == 1
-    assert tokenizer.decode(encoded["ids"]) == "01<eos>.23<eos>"
+    assert tokenizer.decode(encoded["ids"]) == "010<eos>.2030<eos>"
 
 
 @pytest.mark.parametrize(("columns", "count"), [(60, 4), (59, 3), (49, 3), (48, 2), (9, 1)])
