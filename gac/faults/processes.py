@@ -108,6 +108,7 @@ class StopRequest:
     def __init__(self) -> None:
         self.requested = False
         self._handlers: dict[int, Any] = {}
+        self._terminals = [stream for stream in (sys.stdout, sys.stderr) if stream.isatty()]
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
@@ -123,9 +124,8 @@ class StopRequest:
     def _request(self, number: int, frame: FrameType | None) -> None:
         self.requested = True
         self._restore()
-        for stream in (sys.stdout, sys.stderr) if number == signal.SIGHUP else ():
-            if stream.isatty():  # the terminal is gone: writing to it would fail
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        for stream in self._terminals if number == signal.SIGHUP else ():  # writing would fail
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         logger.warning("stopping after this step; a second signal stops immediately")
 
     def _restore(self) -> None:

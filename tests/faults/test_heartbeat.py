@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import socket
+import threading
 
 import pytest
 
@@ -28,6 +29,8 @@ def watch(out: str) -> tuple[str | None, str | None, list[str]]:
     make_accelerator(ParallelConfig(timeout=20.0), (), out)
     beat = Heartbeat()
     gather(None)
+    # Python must not wait for it after an error
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name == "heartbeat")
     beat.activity = "training"
     alive = beat.dead_rank_message()
     gather(None)

@@ -6,6 +6,7 @@ import atexit
 import os
 import signal
 import sys
+import warnings
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,10 +24,13 @@ from tests.tiny import digit_reward, tiny_config
 
 
 def origin():
-    """The parent's process id and number of threads, and whether tqdm's lock was inherited."""
+    """The parent's process id and number of threads, whether tqdm's lock was inherited, and whether
+    an import has switched off all warnings.
+    """
     parent = os.getppid()
     threads = list(Path(f"/proc/{parent}/task").iterdir())
-    return parent, len(threads), hasattr(TqdmDefaultWriteLock, "mp_lock")
+    silent = ("ignore", None, Warning, None, 0) in warnings.filters
+    return parent, len(threads), hasattr(TqdmDefaultWriteLock, "mp_lock"), silent
 
 
 def threads_of_a_new_server():
@@ -40,8 +44,8 @@ def threads_of_a_new_server():
 def test_children_are_forks_of_a_process_without_threads_and_locks():
     list(tqdm(range(3), disable=False))  # creates tqdm's lock in this process
     assert TqdmDefaultWriteLock.mp_lock is not None
-    ((parent, threads, locked),) = ranks.run(origin, ranks=1)
-    assert parent != os.getpid() and threads == 1 and not locked
+    ((parent, threads, locked, silent),) = ranks.run(origin, ranks=1)
+    assert parent != os.getpid() and threads == 1 and not locked and not silent
     maps = Path(f"/proc/{parent}/maps").read_text()
     assert "libtorch_cpu" in maps  # the server has already imported torch
     assert ranks.run(threads_of_a_new_server, ranks=1) == [("1", "3")]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import math
 import os
 import signal
+import sys
 import threading
 from pathlib import Path
 
@@ -64,11 +66,17 @@ def handlers():
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_second_signal_takes_effect_immediately(number, handlers):
+def test_a_second_signal_takes_effect_immediately(number, handlers, monkeypatch):
+    """A run whose terminal is closed goes on to its next checkpoint."""
+    master, slave = os.openpty()
+    monkeypatch.setattr(sys, "stdout", os.fdopen(slave, "w"))
     with StopRequest() as stop:
         assert not stop.requested and handlers() == [False] * 3
+        os.close(master)
         signal.raise_signal(number)
         assert stop.requested
+        with pytest.raises(OSError) if number != signal.SIGHUP else contextlib.nullcontext():
+            os.write(slave, b"x")
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(number)
     assert handlers() == [True] * 3
