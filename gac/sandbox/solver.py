@@ -64,7 +64,7 @@ def run_script(spec: Mapping[str, Any]) -> int:
         threading._shutdown()  # type: ignore[attr-defined] # private
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.__stdout__):
-            if stream is not None:
+            if stream is not None and not getattr(stream, "closed", False):
                 stream.flush()
     except BaseException:  # the program may have replaced its streams
         status = status or 1

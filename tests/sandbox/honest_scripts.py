@@ -119,6 +119,11 @@ sys.stdout = _out
 def write(): sys.__stdout__.write(_out.getvalue())
 n = int(input())
 print(sum(map(int, input().split())))
+=== output by number after stdout is closed
+import os, sys
+n = int(input())
+sys.stdout.close()
+os.write(1, str(sum(map(int, input().split()))).encode())
 === a main function with a guard
 import sys
 def main():

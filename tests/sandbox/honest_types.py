@@ -363,6 +363,21 @@ for kind in (Quit, Done):
     try: leave(kind, "x", 2)
     except kind as error: assert error.args == ("x", 2)
     else: assert False
+=== an exception of the tests that the program raises
+def check(x, kind):
+    if x < 0: raise kind("negative", x)
+    return x
+----
+class Bad(Exception): pass
+try: check(-1, Bad)
+except Bad as e: assert e.args == ("negative", -1) and type(e) is Bad
+else: assert False
+=== a text with its own method
+class Word(str):
+    def upper(self): return Word(str.upper(self))
+def word(text): return Word(text)
+----
+assert word("ab").upper() == "AB"
 === globals that change and change back
 level, text = 0, "a"
 class Odd:
