@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,14 @@ def write_tiny(folder: Path, *, prompts: int = 16, demos: int = 12) -> Path:
     write_rows(folder / "prompts.jsonl", rows(rng, ["+", "-"] * (prompts // 2), forget))
     write_rows(folder / "demos.jsonl", rows(rng, ["-"] * demos, forget))
     write_rows(folder / "eval.jsonl", rows(rng, ["+", "-"] * 4))
+    return folder
+
+
+def with_config(task: Path, folder: Path, **changes: Any) -> Path:
+    """A copy of the task whose model has another configuration."""
+    shutil.copytree(task, folder)
+    path = folder / "init" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     return folder
 
 

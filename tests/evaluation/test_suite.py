@@ -65,8 +65,7 @@ def test_results_follow_the_documented_format(task, tmp_path):
     assert (greedy["prompts"], greedy["samples"], sampled["samples"]) == (8, 1, 4)
     assert set(greedy["splits"]) == {"+", "-"} and greedy["splits"]["+"]["prompts"] == 4
     assert set(sampled["pass_at"]) == {"1", "4"}
-    low, high = greedy["ci95"]
-    assert low <= greedy["accuracy"] <= high
+    assert greedy["ci95"][0] <= greedy["accuracy"] <= greedy["ci95"][1]
     rows = read_samples(tmp_path / "e")
     assert [len(rows[n]) for n in ("greedy", "sampled")] == [8, 32]
     scores = [a.score for a in rows["sampled"]]

@@ -25,8 +25,7 @@ from gac.training.replay import replay
 from gac.training.step import Guard
 from gac.training.trainer import Trainer, train
 from tests import ranks
-from tests.faults.test_resume import with_dropout
-from tests.tiny import digit_reward, metrics, tiny_config
+from tests.tiny import digit_reward, metrics, tiny_config, with_config
 from tests.waiting import wait_until
 
 
@@ -159,7 +158,7 @@ def test_replay_reproduces_the_methods_step(task, tmp_path, method):
 
 def test_each_run_of_skipped_steps_is_replayed_with_its_own_weights(task, tmp_path):
     """Three steps: skipped, applied, skipped. The dropout masks are replayed too."""
-    folder = with_dropout(task, tmp_path / "task")
+    folder = with_config(task, tmp_path / "task", attention_dropout=0.2)
     model = {"path": str(folder / "init"), "random_init": True, "keep_dropout": True}
     optim = {"lr": 0.05, "warmup_steps": 1}
     trainer = Trainer(faulty_config(folder, tmp_path, "normal", model=model, optim=optim))

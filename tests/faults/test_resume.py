@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 import shutil
@@ -11,7 +10,7 @@ import pytest
 
 from gac.training.trainer import train
 from tests import kills, ranks
-from tests.tiny import metrics, tiny_config
+from tests.tiny import metrics, tiny_config, with_config
 
 RUN = {"steps": 8, "checkpoint_every": 2, "monitor_kl_every": 3}
 
@@ -82,7 +81,7 @@ def test_resume_is_exact_with(task, tmp_path, uninterrupted, changes):
     changes = {**RUN, **changes}
     folder = task
     if changes.pop("dropout", None):
-        folder = with_dropout(task, tmp_path / "task")
+        folder = with_config(task, tmp_path / "task", attention_dropout=0.2)
         path = str(folder / "init")
         changes["model"] = {"path": path, "random_init": True, "keep_dropout": True}
     expected = metrics(run_single(train, tiny_config(folder, tmp_path / "a", **changes)))
@@ -93,14 +92,6 @@ def test_resume_is_exact_with(task, tmp_path, uninterrupted, changes):
     assert len(metrics(tmp_path / "b")) == 6
     run_single(train, config)
     assert metrics(tmp_path / "b") == expected
-
-
-def with_dropout(task, folder):
-    """A copy of the task with attention dropout, so that dropout masks are sampled."""
-    shutil.copytree(task, folder)
-    path = folder / "init" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"attention_dropout": 0.2}))
-    return folder
 
 
 def test_job_resumes_exactly_after_one_rank_is_killed(task, tmp_path):

@@ -221,9 +221,8 @@ def test_micro_batches_sum_to_the_loss_of_the_step(trinity: Any, tmp_path: Path)
         kl = math.exp(-0.5) - 0.5
         assert log["gac/kl"] == pytest.approx(kl, rel=1e-5) and "gac/demo_tokens" not in log
     penalized = trinity.GACPolicyLoss(state_dir=str(tmp_path), method=method, kl_coef=2.0)
-    value = call(penalized, slice(0, 4))[0].item()
     expected = 0.75 * (ROLLOUTS / 5 + 2 * (math.exp(-0.5) - 0.5)) + 0.25 * DEMOS / 2
-    assert value == pytest.approx(expected, rel=1e-5)
+    assert call(penalized, slice(0, 4))[0].item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_shaped_demonstrations_have_weight_one(trinity: Any, tmp_path: Path) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import random
-import shutil
 
 import pytest
 import torch
@@ -16,7 +14,7 @@ from gac.rollouts import engines
 from gac.rollouts.generation import Completion
 from gac.training.trainer import Trainer
 from tests import ranks
-from tests.tiny import TIMING_KEYS, digit_reward, tiny_config
+from tests.tiny import TIMING_KEYS, digit_reward, tiny_config, with_config
 
 pytestmark = pytest.mark.dist
 STEPS = 3
@@ -138,14 +136,6 @@ def test_results_do_not_depend_on_the_number_of_processes(
     assert max(local) <= 0.6 * total or not parallel
 
 
-def untied(task, folder):
-    """The same model with an untied LM head."""
-    shutil.copytree(task, folder)
-    path = folder / "init" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": False}))
-    return folder
-
-
 def half_constant(completion, example):
     """Every second prompt has a constant reward, so its rows need no backward pass."""
     return 1.0 if int(example.id) % 2 else digit_reward(completion, example)
@@ -169,7 +159,9 @@ def half_constant(completion, example):
 )
 def test_results_agree_across_processes_with(task, tmp_path, parallel, changes):
     changes = dict(changes)
-    folder = untied(task, tmp_path / "task") if changes.pop("untied", None) else task
+    folder = task
+    if changes.pop("untied", None):
+        folder = with_config(task, tmp_path / "task", tie_word_embeddings=False)
     if changes.get("lora"):
         pytest.importorskip("peft", reason="needs the extra `lora`")
     rollouts = {

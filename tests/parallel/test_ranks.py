@@ -174,5 +174,4 @@ def test_no_thread_of_a_process_group_outlives_the_run(task, tmp_path, parallel,
         eval={},
     )
     for ended_by, during_run, at_exit in ranks.run(threads_during_run_and_at_exit, config, ranks=2):
-        assert ended_by == end
-        assert "pt_gloo_runloop" in during_run and at_exit == []
+        assert ended_by == end and "pt_gloo_runloop" in during_run and at_exit == []

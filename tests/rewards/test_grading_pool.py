@@ -104,24 +104,25 @@ def test_a_fork_that_holds_the_pipes_does_not_keep_workers_alive():
     assert run.stdout.splitlines() == ["['right', 'wrong']", "True"]
 
 
-def test_a_worker_that_is_killed_while_idle_is_replaced():
+@pytest.fixture
+def started():
+    """A pool with a worker, and the worker's process id."""
     pool = GradingPool(timeout=3.0, workers=1)
     before = set(workers_of(os.getpid()))
     pool.grade([("7", "7")])
     [worker] = set(workers_of(os.getpid())) - before
-    os.kill(worker, signal.SIGKILL)
-    assert pool.grade([("7", "7"), ("7", "6")]) == ["right", "wrong"]
+    yield pool, worker
     pool.close()
 
 
-def test_a_worker_loads_neither_torch_nor_this_package():
-    pool = GradingPool(timeout=3.0, workers=1)
-    before = set(workers_of(os.getpid()))
-    pool.grade([("7", "7")])
-    [worker] = set(workers_of(os.getpid())) - before
-    maps = Path(f"/proc/{worker}/maps").read_text()
+def test_a_worker_that_is_killed_while_idle_is_replaced(started):
+    os.kill(started[1], signal.SIGKILL)
+    assert started[0].grade([("7", "7"), ("7", "6")]) == ["right", "wrong"]
+
+
+def test_a_worker_loads_neither_torch_nor_this_package(started):
+    maps = Path(f"/proc/{started[1]}/maps").read_text()
     assert "python" in maps and "torch" not in maps and "numpy" not in maps
-    pool.close()
 
 
 @pytest.mark.parametrize(
@@ -190,13 +191,9 @@ def test_no_worker_outlives_a_parent_that_is_killed(mode, completion):
         parent.stdout.close()
 
 
-def test_ctrl_c_does_not_reach_the_workers():
-    pool = GradingPool(timeout=3.0, workers=1)
-    before = set(workers_of(os.getpid()))
-    pool.grade([("7", "7")])
-    [worker] = set(workers_of(os.getpid())) - before
-    assert os.getpgid(worker) != os.getpgid(0)  # the terminal signals the foreground group
-    pool.close()
+def test_ctrl_c_does_not_reach_the_workers(started):
+    # the terminal signals the foreground group
+    assert os.getpgid(started[1]) != os.getpgid(0)
 
 
 def test_ranks_of_a_node_share_its_cores(monkeypatch):
@@ -224,14 +221,10 @@ def test_invalid_pool_arguments(arguments, message):
         GradingPool(**arguments)
 
 
-def test_workers_have_a_memory_limit():
-    pool = GradingPool(timeout=3.0, workers=1)
-    assert pool.grade([("7", "7")]) == ["right"]
-    [worker] = workers_of(os.getpid())
-    limits = Path(f"/proc/{worker}/limits").read_text().splitlines()
+def test_workers_have_a_memory_limit(started):
+    limits = Path(f"/proc/{started[1]}/limits").read_text().splitlines()
     [line] = [line for line in limits if line.startswith("Max address space")]
     assert line.split()[3] == str(4 << 30)
-    pool.close()
 
 
 def test_checks_have_no_time_limit_of_their_own(monkeypatch):

@@ -46,8 +46,8 @@ def test_only_matrices_are_decayed():
     for group in (matrices, vectors):
         assert (group["lr"], group["betas"], group["eps"]) == (0.3, (0.8, 0.7), 1e-3)
     assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)
-    assert [p.dim() for p in matrices["params"]] == [2]
-    assert [p.dim() for p in vectors["params"]] == [1, 1, 1]  # a bias, and a norm's two vectors
+    # a bias, and a norm's two vectors
+    assert [[p.dim() for p in g["params"]] for g in (matrices, vectors)] == [[2], [1, 1, 1]]
     assert len(make_optimizer(nn.Linear(2, 2, bias=False), config).param_groups) == 1
 
 
@@ -147,8 +147,7 @@ def test_a_demonstration_of_several_turns_ends_at_its_last_eos():
     encoded = encode(
         {"prompt": [{"role": "user", "content": "0"}], "completion": turns}, "", tokenizer
     )
-    assert encoded["start"] == 1
-    assert tokenizer.decode(encoded["ids"]) == "010<eos>.2030<eos>"
+    assert encoded["start"] == 1 and tokenizer.decode(encoded["ids"]) == "010<eos>.2030<eos>"
 
 
 @pytest.mark.parametrize(("columns", "count"), [(60, 4), (59, 3), (49, 3), (48, 2), (9, 1)])
