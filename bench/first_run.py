@@ -125,7 +125,7 @@ PARTS: dict[int, tuple[Step, ...]] = {
         guarded("logits peers", 60, 40, LOGITS, "-k", "peer"),
     ),
     3: (
-        guarded("gradient filter", 60, 30, LINEAR, "-k", "test_filter"),
+        Step("gradient filter", 100, python("bench.bench_filter", "time", "--device", DEVICE)),
         Step("trace, 7B", 30, python("bench.trace")),
         Step("memcheck, in place", 40, sanitizer("memcheck", "--overwrite")),
         Step("synccheck, in place", 40, sanitizer("synccheck", "--overwrite")),
