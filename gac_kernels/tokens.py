@@ -440,6 +440,7 @@ def _moments(tokens: Tokens, terms: TokenTerms, totals: Tensor) -> TokenMoments:
     weight = torch.where(tokens.rollout, 1 / tokens.spread(length), 0)
     p = logps.exp()
     values = torch.stack([p * (1 - p), tokens.advantages.double()])  # s and r
+    values = torch.where(tokens.rollout, values, 0)
     mean = values @ weight / n.clamp(min=1)
     centered = values - mean[:, None]
     (ss, sr), (_, rr) = (weight * centered) @ centered.T

@@ -11,7 +11,7 @@ from importlib.metadata import version
 
 import torch
 
-from ...tokens import DTYPES, reduce
+from ...tokens import DTYPES
 
 _INSTALLED = importlib.util.find_spec("triton") is not None
 if _INSTALLED:
@@ -20,6 +20,7 @@ if _INSTALLED:
     from .grads import row_grads, scale_
     from .loss import loss_kernel, row_loss
     from .plan import plan
+    from .reduce import reduce
     from .stats import row_stats
 
     __all__ = ["plan", "reduce", "row_grads", "row_loss", "row_stats", "scale_", "unavailable"]
