@@ -402,7 +402,7 @@ def bound_for_float16(x: Tensor, temperature: float | Tensor) -> Tensor:
     a loss that is not finite either.
     """
     bound = FLOAT16_BOUND * temperature
-    return torch.where(x.isinf(), x, x.clamp(-bound, bound))
+    return torch.where((x.abs() > bound) & x.isfinite(), x.sign() * bound, x)
 
 
 def power_above(x: Tensor) -> Tensor:

@@ -225,4 +225,4 @@ def reduce_by_kernels(tokens: Tokens, terms: TokenTerms, moments: bool) -> LossO
     }
     launch.Launch(totals_kernel, 1, arguments, _WARPS).run(device)
     found = TokenMoments(rollouts, nll, totals) if moments else None
-    return LossOutput(loss, *scalars.unbind(), terms.logps, terms.entropy, found)
+    return LossOutput._make((loss, *scalars, terms.logps, terms.entropy, found, None, None))
