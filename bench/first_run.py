@@ -102,6 +102,14 @@ def ncu(*options: str) -> list[str]:
 
 WIDE = ("--dtype", "float32", "--rows", "512")
 LINEAR, LOGITS, SMALL = (f"bench/bench_gpu_{name}.py" for name in ("linear", "logits", "small"))
+DEMO = (
+    "--methods",
+    "gac",
+    "--steps",
+    tiny("20", "2"),
+    "--out",
+    str(RESULTS / "first-run" / "demo"),
+)
 ARCH = tiny((), ("--arch", "90a"))  # default: the device's
 PARTS: dict[int, tuple[Step, ...]] = {
     1: (
@@ -127,15 +135,16 @@ PARTS: dict[int, tuple[Step, ...]] = {
     3: (
         Step("gradient filter", 100, python("bench.bench_filter", "time", "--device", DEVICE)),
         Step("trace, 7B", 30, python("bench.trace")),
-        Step("memcheck, in place", 40, sanitizer("memcheck", "--overwrite")),
-        Step("synccheck, in place", 40, sanitizer("synccheck", "--overwrite")),
-        Step("TRL trainers", 120, python("bench.bench_trl", "--device", DEVICE)),
-        Step("overhead", 60, python("bench.overhead", "--cycles", "3")),
+        Step("memcheck, in place", 30, sanitizer("memcheck", "--overwrite")),
+        Step("synccheck, in place", 30, sanitizer("synccheck", "--overwrite")),
+        Step("demo", 60, python("gac.cli", "demo", *DEMO)),
+        Step("TRL trainers", 100, python("bench.bench_trl", "--device", DEVICE)),
+        Step("overhead", 50, python("bench.overhead", "--cycles", "3")),
         guarded("compiled eager", 60, 50, LINEAR, "-k", "compiled"),
         Step("profile csrc", 30, ncu("--backend", "native", *WIDE)),
         Step("profile Triton", 30, ncu("--backend", "triton", *WIDE)),
         Step("FSDP2, one process", 20, python("bench.fsdp_step")),
-        Step("vLLM", 20, python("bench.vllm_logprobs")),
+        Step("vLLM", 10, python("bench.vllm_logprobs")),
     ),
 }
 
