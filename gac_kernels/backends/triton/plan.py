@@ -200,7 +200,7 @@ def tokens_kernel(
             tl.store(floats + 4 * N + i, value, mask=inside)
 
 
-def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32) -> Tokens:
+def plan_by_kernels(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype) -> Tokens:
     inputs = inputs.to_targets_device()
     targets, mu, cu_seqlens = inputs.targets, inputs.mu, inputs.cu_seqlens
     device, n, sequences = targets.device, targets.numel(), inputs.sequences

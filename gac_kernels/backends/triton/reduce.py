@@ -11,7 +11,6 @@ import triton.language as tl
 
 from ...contract import LossOutput, TokenMoments
 from ...tokens import Tokens, TokenTerms
-from ...tokens import reduce as reduce_by_torch
 from . import launch
 
 _WARPS, _SEQUENCES = 8, 128  # sequences per iteration of `totals_kernel`
@@ -185,12 +184,6 @@ def totals_kernel(
     tl.store(scalars + 1, demo_loss.to(tl.float32))
     tl.store(scalars + 2, kl.to(tl.float32))
     tl.store(scalars + 3, (pick(values, column, 3) / divisor).to(tl.float32))
-
-
-def reduce(tokens: Tokens, terms: TokenTerms, moments: bool) -> LossOutput:
-    if terms.loss.is_cpu:  # interpreted, the kernels take as long as those of the rows
-        return reduce_by_torch(tokens, terms, moments)
-    return reduce_by_kernels(tokens, terms, moments)
 
 
 def reduce_by_kernels(tokens: Tokens, terms: TokenTerms, moments: bool) -> LossOutput:
