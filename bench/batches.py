@@ -47,17 +47,12 @@ class Batch(NamedTuple):
 
 
 def linear_batch(
-    tokens: int,
-    head: Head,
-    dtype: torch.dtype,
-    device: torch.device,
-    mu: float = 0.5,
-    sharpness: float = 1.0,
+    tokens: int, head: Head, dtype: torch.dtype, device: torch.device, mu: float = 0.5
 ) -> Batch:
     """A batch whose logits have standard deviation 2; each target's logit is raised by 0 to 20.
 
     The target's probability thus ranges from a guess to near certainty. Nearly uniform logits would
-    be unfair to kernels that skip small probabilities. `sharpness` multiplies all logits.
+    be unfair to kernels that skip small probabilities.
     """
     g = torch.Generator(device).manual_seed(0)
     weight = torch.empty(head.vocab, head.hidden, device=device, dtype=dtype)
@@ -69,7 +64,7 @@ def linear_batch(
     boost = 20 * torch.rand(*shape, 1, device=device, generator=g)
     hidden += boost * weight[targets].float()
     return Batch(
-        (sharpness * hidden).to(dtype).requires_grad_(),
+        hidden.to(dtype).requires_grad_(),
         weight.requires_grad_(),
         targets,
         torch.randn(shape[0], device=device, generator=g),

@@ -1,10 +1,10 @@
-"""The gradient filter on a CPU: time over the GEMMs, errors, and the effect on training.
+"""The gradient filter: time over the GEMMs, errors, and the effect on training.
 
 `python -m bench.bench_filter [time] [errors] [training]`: all parts without arguments. The logits
-are those of `bench.filter_model`, scaled to a given entropy. Times are the CPU time of one thread,
-which other processes disturb less than the wall time. They are measured with the default allocator,
-whose fresh gradients cause page faults that the GEMMs with their own buffers do not have, and with
-one that keeps freed memory.
+are those of `bench.filter_model`, scaled to a given entropy. On a CPU, times are the CPU time of
+one thread, which other processes disturb less than the wall time. They are measured with the
+default allocator, whose fresh gradients cause page faults that the GEMMs with their own buffers do
+not have, and with one that keeps freed memory. `--device cuda` measures times in bfloat16.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ from .filter_model import LENGTH, Text, text
 from .linear_losses import SPEC
 from .record import Record
 from .settings import tiny
-from .timing import gemm_step
+from .timing import gemm_step, once
 
 SIZES = tiny(((1024, 512), (256, 768)), ((16, 24),))  # tokens, hidden size
+GPU_SIZES = tiny(((4096, 3584), (4096, 1536)), ((16, 24),))
 ENTROPIES, ROUNDS = (0.5, 1.0, 2.5), tiny(5, 1)  # nats
 TRAINING_STEPS, TRAINING_TOKENS, TRAINING_LR = tiny(200, 2), tiny(128, 8), 5e-5
 HIDDEN_ONLY, BOTH = GradientFilter(), GradientFilter(weight=True)
@@ -106,11 +107,16 @@ def make_rows(data: Text, tokens: int, size: int, nats: float) -> Rows:
     )
 
 
-def cpu_times(steps: Mapping[str, Callable[[], object]]) -> dict[str, list[float]]:
-    """The CPU times of each step in milliseconds, in alternation."""
+def times_of(
+    steps: Mapping[str, Callable[[], object]], device: torch.device
+) -> dict[str, list[float]]:
+    """The times of each step in milliseconds, in alternation; on a CPU, its CPU time."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(ROUNDS):
         for name, step in steps.items():
+            if device.type == "cuda":
+                times[name].append(once(step, device))
+                continue
             start = time.process_time()
             step()
             times[name].append(1e3 * (time.process_time() - start))
@@ -146,13 +152,13 @@ def keep_freed_memory() -> bool:
     return bool(libc.mallopt(trim, 2**31 - 1) and libc.mallopt(mmap, 2**30))
 
 
-def measure_time(data: Text, record: Record) -> None:
-    measure_times(data, record, "default")
-    if keep_freed_memory():
-        measure_times(data, record, "keeps freed memory")
+def measure_time(data: Text, record: Record, device: torch.device) -> None:
+    measure_times(data, record, "default", device)
+    if device.type == "cpu" and keep_freed_memory():
+        measure_times(data, record, "keeps freed memory", device)
     print(page_table(record.rows))
     print(
-        "CCE's filter: not run, because it is in a Triton kernel that needs a GPU; "
+        "CCE's filter: in `python -m pytest bench/bench_gpu_linear.py`, because it needs a GPU; "
         "what CCE runs on a CPU, impl='torch_compile', has no filter"
     )
 
@@ -169,13 +175,16 @@ def page_table(rows: list[dict[str, Any]]) -> str:
     return markdown_table(head, body)
 
 
-def measure_times(data: Text, record: Record, allocator: str) -> None:
-    for tokens, size in SIZES:
+def measure_times(data: Text, record: Record, allocator: str, device: torch.device) -> None:
+    on_gpu = device.type == "cuda"
+    for tokens, size in GPU_SIZES if on_gpu else SIZES:
         for nats in ENTROPIES:
-            rows = make_rows(data, tokens, size, nats)
-            shape = f"H={size} V={len(data.weight)} float32"
+            rows = Rows(*(x.to(device) for x in make_rows(data, tokens, size, nats)))
+            if on_gpu:
+                rows = rows._replace(hidden=rows.hidden.bfloat16(), weight=rows.weight.bfloat16())
             hidden, weight = rows.hidden.flatten(0, 1), rows.weight
-            logits, d_hidden = torch.empty(tokens, len(weight)), torch.empty_like(hidden)
+            shape = f"H={size} V={len(weight)} {str(weight.dtype).removeprefix('torch.')}"
+            logits, d_hidden = weight.new_empty(tokens, len(weight)), torch.empty_like(hidden)
 
             def two_gemms(x: Any = hidden, w: Any = weight, z: Any = logits, d: Any = d_hidden):
                 torch.mm(x, w.T, out=z)
@@ -196,14 +205,14 @@ def measure_times(data: Text, record: Record, allocator: str) -> None:
                 f"{tokens} tokens, {shape}, {measured:.2f} nats, allocator: {allocator}: "
                 f"{kept:.1%} of the columns kept, {dense} of {filtered + dense} chunks exact"
             )
-            times = cpu_times(steps)
+            times = times_of(steps, device)
             for name, (gemms, target) in TARGETS.items():
                 ratios = [x / y for x, y in zip(times[name], times[gemms], strict=True)]
                 ratio, spread = statistics.median(ratios), f"{min(ratios):.2f} to {max(ratios):.2f}"
                 limit = f", target {target}" if target and nats <= 1 else ""
                 print(f"  {name:24} {ratio:.2f} ({spread}) of the {gemms}{limit}", flush=True)
                 record.add(
-                    device="cpu",
+                    device=device.type,
                     work="filter time",
                     shape=shape,
                     tokens=tokens,
@@ -366,14 +375,19 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "parts", nargs="*", metavar="part", help=f"{', '.join(PARTS)}; default: all"
     )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = parser.parse_args(arguments)
     for name in set(options.parts) - PARTS.keys():
         parser.error(f"part {name!r}: use {', '.join(PARTS)}")
-    torch.set_num_threads(1)
-    data = text()
+    if options.device == "cuda" and options.parts != ["time"]:
+        parser.error("--device cuda: only the part 'time' runs there")
+    if options.device == "cpu":
+        torch.set_num_threads(1)
+    data, device = text(), torch.device(options.device)
+    parts = PARTS | {"time": partial(measure_time, device=device)}
     for name in options.parts or PARTS:
         record = Record()
-        PARTS[name](data, record)
+        parts[name](data, record)
         record.save()
 
 

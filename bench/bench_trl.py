@@ -1,6 +1,6 @@
 """Interleaved benchmark of one update of TRL's trainers with TRL's head, our head or our loss.
 
-Usage: python -m bench.bench_trl [--device cpu] [--rounds 5] [--out bench/results/trl.json]
+Usage: python -m bench.bench_trl [--device cpu] [--rounds 5] [--out FILE]
 
 Each update is a forward and backward pass of the same micro-batch by the same model; gradients must
 be equal. On a CPU, one thread computes, and times are processor times. Memory is the peak above the
@@ -35,6 +35,7 @@ from .settings import DRY_RUN, RESULTS, skip, tiny
 
 TOLERANCE = 1e-4  # relative, of the whole gradient; float32 rounding is 1e-6 to 1e-5
 TRAINERS = ("GRPO", "SFT", "DPO")
+FILES = {"cpu": "trl.json", "cuda": "trl-cuda.json"}  # in bench/results
 OWN, HEAD, LOSS = "TRL", "fused head", "fused loss"
 
 
@@ -54,6 +55,10 @@ class Case:
 CASES = (
     Case("hidden 256, vocabulary 32,000", 256, 4, 32_000, 16, 16, 128),
     Case("head of Qwen2.5-0.5B", 896, 2, 151_936, 8, 8, 64),
+)
+GPU_CASES = (
+    *CASES,  # the time of one micro-batch so small is that of its kernel launches
+    Case("head of Qwen2.5-0.5B, 8,192 tokens", 896, 2, 151_936, 16, 64, 512),
 )
 TINY_CASES = (Case("tiny", 32, 1, 499, 4, 3, 5),)
 
@@ -212,11 +217,21 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     """The Markdown table of docs/benchmarks.md."""
     cells: dict[tuple[str, str], dict[str, str]] = {}
     for r in rows:
-        time = f"{r['seconds']:.2f} s" if r["provider"] == "TRL" else f"{r['speedup']:.2f}x"
+        time = f"{r['seconds']:.3g} s" if r["provider"] == "TRL" else f"{r['speedup']:.2f}x"
         group = cells.setdefault((r["trainer"], r["name"]), {})
         group[r["provider"]] = f"{time}, {r['memory_mib']:,.0f} MiB"
     head = ("trainer", "model", "TRL", "fused head", "fused loss")
     return markdown_table(head, [(*k, *(g.get(p, "") for p in head[2:])) for k, g in cells.items()])
+
+
+def fill_page() -> None:
+    """Write the newest table of each device to docs/benchmarks.md."""
+    documents = [json.loads(p.read_text()) for f in FILES.values() if (p := RESULTS / f).exists()]
+    fill(
+        BENCHMARKS,
+        "trl",
+        "\n\n".join(f"{d['device']}:\n\n{markdown(d['rows'])}" for d in documents),
+    )
 
 
 def save(rows: list[dict[str, Any]], path: Path, device: str) -> None:
@@ -234,8 +249,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, default=tiny(5, 1))
-    parser.add_argument("--out", type=Path, default=RESULTS / "trl.json")
+    parser.add_argument("--out", type=Path, help="default: a file in bench/results")
     options = parser.parse_args()
+    out = options.out or RESULTS / FILES[options.device]
     for name in ("trl", "datasets"):
         if importlib.util.find_spec(name) is None:
             raise skip(f"no {name}")
@@ -243,16 +259,15 @@ def main() -> None:
     if options.device == "cpu":
         torch.set_num_threads(1)
     rows = []
-    for case in tiny(CASES, TINY_CASES):
+    for case in tiny(GPU_CASES if options.device == "cuda" else CASES, TINY_CASES):
         for trainer in TRAINERS:
             for row in measure(trainer, case, options.rounds, options.device):
                 rows.append(row)
                 print(json.dumps(row), flush=True)
-            save(rows, options.out, options.device)  # a later one may fail or time out
-    table = markdown(rows)
-    print(table)
-    if options.out == RESULTS / "trl.json" and options.device == "cpu" and not DRY_RUN:
-        fill(BENCHMARKS, "trl", table)
+            save(rows, out, options.device)  # a later one may fail or time out
+    print(markdown(rows))
+    if options.out is None and not DRY_RUN:
+        fill_page()
 
 
 if __name__ == "__main__":

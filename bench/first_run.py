@@ -102,6 +102,14 @@ def ncu(*options: str) -> list[str]:
 
 WIDE = ("--dtype", "float32", "--rows", "512")
 LINEAR, LOGITS, SMALL = (f"bench/bench_gpu_{name}.py" for name in ("linear", "logits", "small"))
+DEMO = (
+    "--methods",
+    "gac",
+    "--steps",
+    tiny("20", "2"),
+    "--out",
+    str(RESULTS / "first-run" / "demo"),
+)
 ARCH = tiny((), ("--arch", "90a"))  # default: the device's
 PARTS: dict[int, tuple[Step, ...]] = {
     1: (
@@ -109,33 +117,34 @@ PARTS: dict[int, tuple[Step, ...]] = {
         Step("build", 50, python("gac_kernels.build_cuda", *ARCH)),
         Step("smoke triton", 40, python("bench.smoke", "triton", DEVICE)),
         Step("smoke native", 20, python("bench.smoke", "native", DEVICE)),
-        guarded("linear-form tests", 80, 40, "tests/kernels/test_linear_gpu.py"),
+        guarded("linear-form tests", 60, 40, "tests/kernels/test_linear_gpu.py"),
         guarded("linear, 7B", 100, 60, LINEAR, "-k", "ours and 7B"),
-        Step("GEMMs", 50, python("bench.gemm_probe", "--device", DEVICE)),
-        guarded("GPU tests", 150, 40, "tests/kernels/test_gpu.py", "tests/kernels/test_batch.py"),
+        Step("GEMMs", 30, python("bench.gemm_probe", "--device", DEVICE)),
+        guarded("GPU tests", 90, 40, "tests/kernels/test_gpu.py", "tests/kernels/test_batch.py"),
     ),
     2: (
         guarded("linear, 1.5B", 70, 40, LINEAR, "-k", "ours and 1.5B"),
         guarded("logits, 7B", 70, 40, LOGITS, "-k", "ours and 7B"),
         guarded("linear peers, 7B", 120, 50, LINEAR, "-k", "peer and 7B and 8192"),
-        guarded("logits, 1.5B", 40, 30, LOGITS, "-k", "ours and 1.5B"),
+        guarded("logits, 1.5B", 60, 50, LOGITS, "-k", "ours and 1.5B"),
         guarded("row splits", 40, 30, LOGITS, "-k", "splits"),
         guarded("small batches", 50, 30, SMALL),
         guarded("linear peers, 1.5B", 70, 40, LINEAR, "-k", "peer and 1.5B and 8192"),
         guarded("logits peers", 60, 40, LOGITS, "-k", "peer"),
     ),
     3: (
-        guarded("gradient filter", 60, 30, LINEAR, "-k", "test_filter"),
+        Step("gradient filter", 100, python("bench.bench_filter", "time", "--device", DEVICE)),
         Step("trace, 7B", 30, python("bench.trace")),
-        Step("memcheck, in place", 40, sanitizer("memcheck", "--overwrite")),
-        Step("synccheck, in place", 40, sanitizer("synccheck", "--overwrite")),
-        Step("TRL trainers", 120, python("bench.bench_trl", "--device", DEVICE)),
-        Step("overhead", 70, python("bench.overhead", "--cycles", "3")),
-        guarded("compiled eager", 80, 70, LINEAR, "-k", "compiled"),
+        Step("memcheck, in place", 30, sanitizer("memcheck", "--overwrite")),
+        Step("synccheck, in place", 30, sanitizer("synccheck", "--overwrite")),
+        Step("demo", 60, python("gac.cli", "demo", *DEMO)),
+        Step("TRL trainers", 100, python("bench.bench_trl", "--device", DEVICE)),
+        Step("overhead", 50, python("bench.overhead", "--cycles", "3")),
+        guarded("compiled eager", 60, 50, LINEAR, "-k", "compiled"),
         Step("profile csrc", 30, ncu("--backend", "native", *WIDE)),
         Step("profile Triton", 30, ncu("--backend", "triton", *WIDE)),
         Step("FSDP2, one process", 20, python("bench.fsdp_step")),
-        Step("vLLM", 20, python("bench.vllm_logprobs")),
+        Step("vLLM", 10, python("bench.vllm_logprobs")),
     ),
 }
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gac_kernels import GradientFilter, LossOutput, LossSpec, fused_linear_gac_loss, reference
+from gac_kernels import LossSpec, fused_linear_gac_loss, reference
 
 from .batches import Batch
 from .settings import tiny
@@ -46,10 +46,6 @@ def mixed_loss(logps: Tensor, batch: Batch) -> Tensor:
 
 
 def ours(batch: Batch, backend: str = tiny("auto", "triton")) -> Tensor:
-    return output(batch, backend).loss
-
-
-def output(batch: Batch, backend: str, gradient_filter: GradientFilter | None = None) -> LossOutput:
     return fused_linear_gac_loss(
         batch.hidden,
         batch.weight,
@@ -59,8 +55,7 @@ def output(batch: Batch, backend: str, gradient_filter: GradientFilter | None = 
         mu=batch.mu,
         spec=SPEC,
         backend=backend,
-        gradient_filter=gradient_filter,
-    )
+    ).loss
 
 
 def truth(batch: Batch) -> Tensor:

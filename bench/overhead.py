@@ -261,7 +261,9 @@ def main() -> None:
     )
     parser.add_argument("--method", choices=METHODS, help="default: the method of TrainConfig")
     parser.add_argument(
-        "--kl-sample-size", type=int, help="number of rollouts used to estimate the KL (default: all)"
+        "--kl-sample-size",
+        type=int,
+        help="number of rollouts used to estimate the KL (default: all)",
     )
     parser.add_argument(
         "--times", type=int, default=1, help="multiplier of the lengths and batch sizes"

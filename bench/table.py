@@ -1,19 +1,18 @@
-"""Generates the tables of docs/benchmarks.md and the roofline plot from the recorded results.
+"""Generates the tables of docs/benchmarks.md from the recorded results.
 
-`python -m bench.table` prints the tables of the newest results for each device type, writes them to
-docs/benchmarks.md, and draws bench/roofline.png if there are GPU results.
+`python -m bench.table` prints the tables of the newest results for each device type and writes them
+to docs/benchmarks.md.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from gac.evaluation.table import markdown_table
-from tools.pages import BENCHMARKS, ROOT, fill
+from tools.pages import BENCHMARKS, fill
 
 from .batches import HEADS
 from .record import RESULTS
@@ -21,6 +20,8 @@ from .record import RESULTS
 NOT_MEASURED = "not measured"
 GPU_TOKENS = (2048, 8192, 32768)
 WORK = "logits", "linear"
+HALF = "ours, half the rows without gradient"
+INCOMPLETE = (HALF, "ours, forward only")  # not the whole loss and gradient
 Row = dict[str, Any]
 
 
@@ -113,7 +114,7 @@ def gpu_linear(rows: list[Row]) -> str:
                 continue
             ours = find(rows, **common, provider="ours")
             gemms = find(rows, **common, provider="three GEMMs")
-            half = find(rows, **common, provider="ours, half the rows without gradient")
+            half = find(rows, **common, provider=HALF)
             body.append(
                 [
                     shape,
@@ -122,33 +123,37 @@ def gpu_linear(rows: list[Row]) -> str:
                     number(ours, "tflops", "{:.0f}"),
                     ratio(gemms, ours),
                     ratio(ours, half),
-                    best_peer(rows, ours, common, scalar=False),
-                    best_peer(rows, ours, common, scalar=True),
                     number(ours, "mib", "{:.0f}"),
                 ]
             )
-    head = (
-        "head | tokens | ms | TFLOP/s | time / GEMMs | half without gradient / all"
-        " | best per-token peer / ours | best scalar peer / ours | extra MiB"
-    )
-    return markdown_table(head.split(" | "), body)
+    head = "head | tokens | ms | TFLOP/s | time / GEMMs | half without gradient / all | extra MiB"
+    return markdown_table(head.split(" | "), body) + "\n\n" + gpu_peers(rows)
 
 
-def best_peer(rows: list[Row], ours: Row | None, common: Row, scalar: bool) -> str:
-    peers = [
-        row
-        for row in rows
-        if "not_run" not in row
-        and all(row.get(k) == v for k, v in common.items())
-        and row.get("scalar") == scalar
-        and not row["provider"].startswith(("ours", "three GEMMs"))
-    ]
-    if ours is None or not peers:
-        return NOT_MEASURED
-    # relative to ours in the same rounds, if it was timed together with the peer
-    ratios = {row["provider"]: row["ms"] / (row.get("ours_ms") or ours["ms"]) for row in peers}
-    best = min(ratios, key=lambda name: ratios[name])
-    return f"{ratios[best]:.2f}x ({best})"
+def gpu_peers(rows: list[Row]) -> str:
+    """Table of all losses of a shape, each relative to ours in the same rounds."""
+    parts = []
+    for shape in HEADS:
+        common = {"work": "linear", "shape": shape, "tokens": 8192}
+        ours, body = find(rows, **common, provider="ours"), []
+        for name in providers(rows, **common):
+            row = find(rows, **common, provider=name)
+            if row is None or ours is None or name in INCOMPLETE:
+                continue
+            errors = row.get("errors") or []
+            body.append(
+                [
+                    name + (" (scalar only)" if row.get("scalar") else ""),
+                    number(row, "ms"),
+                    f"{row['ms'] / (row.get('ours_ms') or ours['ms']):.2f}x",
+                    number(row, "mib", "{:.0f}"),
+                    " / ".join(f"{error:.1e}" for error in errors[1:]),
+                ]
+            )
+        if body:
+            head = f"linear, {shape}, 8192 tokens | ms | time / ours | extra MiB | error of dH / dW"
+            parts.append(markdown_table(head.split(" | "), body))
+    return "\n\n".join(parts)
 
 
 def gpu_logits(rows: list[Row]) -> str:
@@ -185,59 +190,11 @@ def gpu_table(document: dict[str, Any] | None) -> str:
     return "\n\n".join(parts)
 
 
-def roofline(document: dict[str, Any], path: Path) -> None:
-    """Plot FLOP/s against FLOPs per byte of memory traffic."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    rows = document["rows"]
-    figure, axes = pyplot.subplots(figsize=(7, 4))
-    gemms = [r for r in rows if r["provider"] == "three GEMMs"]
-    copies = [r for r in rows if r["work"] == "logits" and r["provider"] == "copy"]
-    if gemms and copies:
-        peak, slope = max(r["tflops"] for r in gemms), max(r["gbs"] for r in copies) / 1e3
-        x = [1, peak / slope, 1e5]
-        axes.plot(x, [slope, peak, peak], color="black", label="measured limits")
-        for row in rows:
-            if row["work"] == "linear" and row["provider"] == "ours" and "ms" in row:
-                axes.plot(intensity(row), row["tflops"], "o", color="tab:blue")
-                axes.annotate(f"{row['shape']}, {row['tokens']}", (intensity(row), row["tflops"]))
-    axes.set(
-        xscale="log",
-        yscale="log",
-        xlabel="FLOP per byte",
-        ylabel="TFLOP/s",
-        xlim=(1, 1e5),
-        ylim=(1, 2e3),
-        title=document["device"],
-    )
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-
-
-def intensity(row: Row) -> float:
-    """FLOPs per byte of the chunked head in bfloat16; see docs/kernels.md.
-
-    Per chunk, the float32 logits are written and read once, and their gradient is written once and
-    read twice; the weight is read twice, and its float32 gradient is read and written once.
-    """
-    hidden, vocab = HEADS[row["shape"]]
-    tokens = row["tokens"]
-    chunks = -(-tokens // ((960 << 20) // (6 * vocab) // 128 * 128))
-    traffic = tokens * vocab * (2 * 4 + 3 * 2) + chunks * hidden * vocab * (2 * 2 + 2 * 4)
-    return 6 * tokens * hidden * vocab / traffic
-
-
 def main() -> None:
     cpu, gpu = newest("cpu"), newest("cuda")
     text = f"{cpu_table(cpu)}\n\n{gpu_table(gpu)}"
     print(text)
     fill(BENCHMARKS, "kernels", text)
-    if gpu and importlib.util.find_spec("matplotlib"):
-        roofline(gpu, ROOT / "bench" / "roofline.png")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from .backends import cuda, triton
 from .contract import DemoWeight, LossSpec
 from .filter import RowMarks
 from .sketch import RowSketch
-from .tokens import BatchInputs, plan
+from .tokens import BatchInputs, TokenTerms, plan
 
 ARCHITECTURES = ("80", "90", "100")
 VOCAB = 152064  # of a launch of the CUDA kernels, which determines their shared memory
@@ -143,6 +143,14 @@ def triton_configurations() -> Iterator[Configuration]:
         (f"{to_half}, filter", triton.row_grads, wide, *grads, x, None, None, True, marks),
         ("padded", triton.plan, inputs, shaped),
         ("packed, mu a tensor", triton.plan, inputs._replace(**packed), shaped),
+        ("no reference", triton.reduce, plain, TokenTerms(*[column] * 5), True),
+        (
+            "mu a tensor",
+            triton.reduce,
+            full._replace(mu=column[0]),
+            TokenTerms(*[column] * 5),
+            True,
+        ),
     ]
     for call in calls:
         yield from launches(*call)

@@ -402,7 +402,7 @@ def bound_for_float16(x: Tensor, temperature: float | Tensor) -> Tensor:
     a loss that is not finite either.
     """
     bound = FLOAT16_BOUND * temperature
-    return torch.where(x.isinf(), x, x.clamp(-bound, bound))
+    return torch.where((x.abs() > bound) & x.isfinite(), x.sign() * bound, x)
 
 
 def power_above(x: Tensor) -> Tensor:
@@ -440,6 +440,7 @@ def _moments(tokens: Tokens, terms: TokenTerms, totals: Tensor) -> TokenMoments:
     weight = torch.where(tokens.rollout, 1 / tokens.spread(length), 0)
     p = logps.exp()
     values = torch.stack([p * (1 - p), tokens.advantages.double()])  # s and r
+    values = torch.where(tokens.rollout, values, 0)
     mean = values @ weight / n.clamp(min=1)
     centered = values - mean[:, None]
     (ss, sr), (_, rr) = (weight * centered) @ centered.T

@@ -38,12 +38,6 @@ double phi(float logp) {
 
 bool is_rollout(const ReduceArguments& a, int64_t s) { return a.rollout_lengths[s] > 0; }
 
-// Weight of token i of sequence s in the moments. Demonstrations are not skipped but have weight 0,
-// so that a nan in one still propagates.
-double moment_weight(const ReduceArguments& a, int64_t s, int64_t i) {
-  return a.demo[i] ? 0 : 1 / double(a.rollout_lengths[s]);
-}
-
 // TokenMoments.rollouts: means first, then sums about them.
 void centered_sums(const ReduceArguments& b, double* out) {
   std::vector<double> phis(b.offsets[b.sequences]);
@@ -51,8 +45,8 @@ void centered_sums(const ReduceArguments& b, double* out) {
   for (int64_t s = 0; s < b.sequences; ++s) {
     out[0] += is_rollout(b, s);
     for (int64_t i = b.offsets[s]; i < b.offsets[s + 1]; ++i) {
-      if (!b.live[i]) continue;
-      const double w = moment_weight(b, s, i);
+      if (!b.live[i] || b.demo[i]) continue;
+      const double w = 1 / double(b.rollout_lengths[s]);
       phis[i] = phi(b.logps[i]);
       out[1] += w * phis[i];
       out[2] += w * b.advantages[i];
@@ -62,8 +56,8 @@ void centered_sums(const ReduceArguments& b, double* out) {
   for (int64_t s = 0; s < b.sequences; ++s) {
     double mean = 0;
     for (int64_t i = b.offsets[s]; i < b.offsets[s + 1]; ++i) {
-      if (!b.live[i]) continue;
-      const double w = moment_weight(b, s, i);
+      if (!b.live[i] || b.demo[i]) continue;
+      const double w = 1 / double(b.rollout_lengths[s]);
       const double ds = phis[i] - mean_s, dr = b.advantages[i] - mean_r;
       out[3] += w * ds * ds;
       out[4] += w * dr * dr;

@@ -186,6 +186,4 @@ def test_table_contains_the_measured_values(results) -> None:
     line = next(x for x in text.splitlines() if x.startswith("| Qwen2.5-7B | 8192 |"))
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     assert cells[:6] == ["Qwen2.5-7B", "8192", "40.00", "670", "1.05x", "0.68x"]
-    assert cells[6:] == ["1.50x (TRL chunked_logprob)", "not measured", "991"]
-    table.roofline(document, results / "roofline.png")
-    assert (results / "roofline.png").stat().st_size > 10_000
+    assert cells[6:] == ["991"] and "| TRL chunked_logprob | 60.00 | 1.50x |" in text

@@ -71,9 +71,15 @@ def assert_close(name: str, actual: Tensor, expected: Tensor, scale: float = 1.0
     )
 
 
+def functions(name: str) -> tuple[Callable[..., Tokens], Callable[..., LossOutput]]:
+    """`plan` and `reduce` of a backend; Triton uses its kernels only on a GPU."""
+    module, suffix = backends.load(name, CPU), "_by_kernels" if name == "triton" else ""
+    return getattr(module, f"plan{suffix}"), getattr(module, f"reduce{suffix}")
+
+
 def check_plan(name: str, args: PlanArgs) -> Tokens:
     """Check that the backend's `plan` equals the definition, and return the definition's tokens."""
-    ours, definition = backends.load(name, CPU).plan(*args), plan(*args)
+    ours, definition = functions(name)[0](*args, torch.float32), plan(*args)
     for field in Tokens._fields:
         actual, expected = getattr(ours, field), getattr(definition, field)
         if field in ("weight", "scale"):
@@ -94,7 +100,7 @@ def flat(output: LossOutput) -> dict[str, Tensor]:
 
 def check_reduce(name: str, tokens: Tokens, terms: TokenTerms, moments: bool = True) -> LossOutput:
     """Check that the backend's `reduce` equals the definition and is bitwise reproducible."""
-    ours, repeated = (backends.load(name, CPU).reduce(tokens, terms, moments) for _ in range(2))
+    ours, repeated = (functions(name)[1](tokens, terms, moments) for _ in range(2))
     definition = flat(reduce(tokens, terms, moments))
     assert flat(ours).keys() == definition.keys()
     for field, expected in definition.items():
@@ -224,10 +230,8 @@ def test_centered_sums_of_a_nearly_constant_advantage_do_not_cancel(name: str) -
 @pytest.mark.parametrize("name", KERNELS)
 def test_without_moments(name: str) -> None:
     tokens = plan(*SMALL)
-    summary = check_reduce(
-        require_backend(name), tokens, terms_of(tokens, SMALL.spec), moments=False
-    )
-    assert summary.moments is None
+    terms = terms_of(tokens, SMALL.spec)
+    assert check_reduce(require_backend(name), tokens, terms, moments=False).moments is None
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -332,7 +336,7 @@ def test_unchecked_offsets_stay_in_bounds(
         guarded.append(torch.full((size + 64,), 1, dtype=dtype))
         return guarded[-1][32 : 32 + size].fill_(fill).view(shape)
 
-    backend, fill = backends.load(require_backend(name), CPU), 0
+    call, fill = functions(require_backend(name))[0], 0
     inputs = BatchInputs(
         torch.zeros(10).long(),
         torch.arange(10.0) + 1,
@@ -341,7 +345,7 @@ def test_unchecked_offsets_stay_in_bounds(
         cu_seqlens=torch.tensor(ends, dtype=torch.int32),
     )
     monkeypatch.setattr(torch, "zeros", allocate)
-    tokens = backend.plan(inputs, LossSpec(demo_weight="shaped"))
+    tokens = call(inputs, LossSpec(demo_weight="shaped"), torch.float32)
     monkeypatch.undo()
     assert all((x[:32] == 1).all() and (x[-32:] == 1).all() for x in guarded)
     assert tokens.lengths.tolist() == lengths

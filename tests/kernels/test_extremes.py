@@ -147,9 +147,7 @@ def test_float16_gradients_of_a_large_kl_do_not_overflow(on_policy: bool, backen
     Without old log-probs it is not known in advance, and is bounded at 2^15 times a scale of 2^-6.
     """
     logits, batch, keywords = unlikely_token(ref=15.0)
-    keywords["rollout_norm"] = 64.0
-    if on_policy:
-        del keywords["old_logps"]
+    keywords |= {"rollout_norm": 64.0} | ({"old_logps": None} if on_policy else {})
     keywords = {k: x.half() if isinstance(x, torch.Tensor) else x for k, x in keywords.items()}
     truth = loss_and_logits_grad(logits.half().double(), batch, keywords, "reference")[1]
     out, grad = loss_and_logits_grad(logits.half(), batch, keywords, backend)

@@ -408,7 +408,7 @@ def test_each_call_of_a_function_has_the_whole_deadline(monkeypatch):
     assert timers == [7, 0] + [2.5, 0] * 3 + [600, 0]
 
 
-LENGTH = 100_000
+LENGTH = 40_000
 PIECES = [*" \t\n`~*-#$1A\u2028", "1.\t", "#### ", "```\n", "- ~~~\n", "``` `\n", "answer "]
 PIECES += ["answer is ", "answer:*", "option ", "\\boxed{", "(A) ", "1,", "{", "\\frac{1", "½\x85"]
 STARTS = [
@@ -429,7 +429,7 @@ def test_reading_a_completion_takes_linear_time(read):
         text = f"{start}{piece * ((LENGTH - len(start)) // len(piece))}{end}"
         began = time.process_time()
         read(text)
-        assert time.process_time() - began < 1.0, (start[:9], piece, end)
+        assert time.process_time() - began < 0.3, (start[:9], piece, end)
 
 
 @pytest.mark.parametrize("name", ["exact", "math"])

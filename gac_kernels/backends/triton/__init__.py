@@ -11,7 +11,9 @@ from importlib.metadata import version
 
 import torch
 
-from ...tokens import DTYPES, reduce
+from ... import tokens as by_torch
+from ...contract import LossOutput, LossSpec
+from ...tokens import DTYPES, BatchInputs, Tokens, TokenTerms
 
 _INSTALLED = importlib.util.find_spec("triton") is not None
 if _INSTALLED:
@@ -19,10 +21,20 @@ if _INSTALLED:
 
     from .grads import row_grads, scale_
     from .loss import loss_kernel, row_loss
-    from .plan import plan
+    from .plan import plan_by_kernels
+    from .reduce import reduce_by_kernels
     from .stats import row_stats
 
     __all__ = ["plan", "reduce", "row_grads", "row_loss", "row_stats", "scale_", "unavailable"]
+
+
+def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32) -> Tokens:
+    # on a CPU there are no launches to save, and an interpreted kernel takes milliseconds
+    return (by_torch.plan if inputs.targets.is_cpu else plan_by_kernels)(inputs, spec, dtype)
+
+
+def reduce(tokens: Tokens, terms: TokenTerms, moments: bool) -> LossOutput:
+    return (by_torch.reduce if terms.loss.is_cpu else reduce_by_kernels)(tokens, terms, moments)
 
 
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:

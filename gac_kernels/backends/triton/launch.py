@@ -135,3 +135,8 @@ def notes(sketch: RowSketch | None, marks: RowMarks | None) -> dict[str, Any]:
     size = 1 if buckets is None else buckets.shape[1]
     names = "signs", "buckets", "SKETCH", "eps", "hit", "sums"
     return dict(zip(names, (signs, buckets, size, eps, hit, sums), strict=True))
+
+
+def number(value: float | Tensor | None) -> tuple[Tensor | None, float]:
+    """An optional number as two kernel arguments: a tensor or None, and a float."""
+    return (value, 0.0) if isinstance(value, Tensor) else (None, float(value or 0))

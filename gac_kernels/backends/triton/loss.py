@@ -24,10 +24,8 @@ from .softmax import (
     write_zeros,
 )
 
-MAX_LOG_RATIO, FLOAT16_BOUND = (
-    tl.constexpr(contract.MAX_LOG_RATIO),
-    tl.constexpr(contract.FLOAT16_BOUND),
-)
+MAX_LOG_RATIO = tl.constexpr(contract.MAX_LOG_RATIO)
+FLOAT16_BOUND = tl.constexpr(contract.FLOAT16_BOUND)
 
 
 @triton.jit

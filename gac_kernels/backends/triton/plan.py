@@ -200,7 +200,7 @@ def tokens_kernel(
             tl.store(floats + 4 * N + i, value, mask=inside)
 
 
-def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32) -> Tokens:
+def plan_by_kernels(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype) -> Tokens:
     inputs = inputs.to_targets_device()
     targets, mu, cu_seqlens = inputs.targets, inputs.mu, inputs.cu_seqlens
     device, n, sequences = targets.device, targets.numel(), inputs.sequences
@@ -225,9 +225,9 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
     launch.Launch(lengths_kernel, sequences, layout, _WARPS).run(device)
     mu = mu.to(dtype) if isinstance(mu, Tensor) else mu
     programs = min(-(-width // launch.BLOCK), _SHARED)
-    mu_tensor, mu_number = _number(mu)
-    rollout_norm, rollout_number = _number(inputs.rollout_norm)
-    demo_norm, demo_number = _number(inputs.demo_norm)
+    mu_tensor, mu_number = launch.number(mu)
+    rollout_norm, rollout_number = launch.number(inputs.rollout_norm)
+    demo_norm, demo_number = launch.number(inputs.demo_norm)
     arguments = {
         **common,
         "BLOCK": launch.BLOCK,
@@ -260,8 +260,3 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
     )
     columns = *(flat, live, demo, advantages, old, ref, weight, scale), None, None, None, sequence
     return Tokens(*columns, offsets, lengths, torch.where(inputs.is_demo, 0, lengths), mu)
-
-
-def _number(value: float | Tensor | None) -> tuple[Tensor | None, float]:
-    """An optional number as two kernel arguments: a tensor or None, and a float."""
-    return (value, 0.0) if isinstance(value, Tensor) else (None, float(value or 0))
