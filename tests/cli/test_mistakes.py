@@ -244,8 +244,6 @@ LATE = {  # answered with torch, most of them before the model is loaded
     "rewards check first/run.yaml --min-reward nan": "--min-reward=nan: use a finite number",
     "replay run": "run contains no saved step: give a folder in RUN/replay",
     "export run out": "no intact checkpoint",
-    # before the model is loaded
-    "train first/run.yaml --set rollouts.stop=[abc] model.path=nan": "stop='abc' is 3 tokens: use ",
     "study first/run.yaml": "--methods: missing",
     "study first/run.yaml --methods grop": "grop: method.name: unknown name 'grop'",
     "study first/run.yaml --methods grpo --seeds 0": "--seeds=0: use a number >= 1",
@@ -263,6 +261,7 @@ LATE_TRAIN = {
     "data.source_field=set": "field 'set': is missing; the row's fields are",
     "model.attention=nonsense": "cannot be loaded: Specified `attn_implementation",
     "model.path=nan": "model.path='nan': the weight model.norm.weight contains nan or inf",
+    "rollouts.stop=[abc]": "stop='abc' is 3 tokens: use a string",
     "rollouts.engine=vllm": "rollouts.vllm.urls",
     "report_to=[nope]": "report_to='nope': use names from aim, ",
     "eval.split_field=kind": "split_field='kind'",

@@ -218,15 +218,18 @@ def test_bad_settings(changes, message):
         load(TrainConfig, changes)
 
 
-def test_batch_tokens_below_the_longest_prompt_is_rejected(task, tmp_path):
-    rollouts = {
-        "num_prompts": 4,
-        "num_generations": 4,
-        "max_completion_length": 5,
-        "generation_batch_tokens": 24,
-    }
-    with pytest.raises(ConfigError, match="rollouts.generation_batch_tokens=24: the 4 rollouts"):
-        Trainer(tiny_config(task, tmp_path / "run", rollouts=rollouts))
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"generation_batch_tokens": 24}, "rollouts.generation_batch_tokens=24: the 4 rollouts"),
+        ({"stop": ["20"]}, "stop='20' is 2 tokens: use a string"),
+    ],
+)
+def test_settings_are_checked_before_the_model_is_loaded(task, tmp_path, change, message):
+    rollouts = {"num_prompts": 4, "num_generations": 4, "max_completion_length": 5, **change}
+    model = {"path": str(task / "init")}  # has no weights
+    with pytest.raises(ConfigError, match=message):
+        Trainer(tiny_config(task, tmp_path / "run", rollouts=rollouts, model=model))
 
 
 @pytest.mark.parametrize(("kind", "supported"), [("llama", True), ("rwkv", False)])

@@ -7,7 +7,6 @@ import json
 import math
 import multiprocessing
 import operator
-import os
 import re
 import sys
 from pathlib import Path
@@ -140,26 +139,21 @@ def quick(completion, example):
 """
 
 
-def two_studies(configs):
-    """The first, with more jobs than cores, is stopped when `quick` has ended; the second hangs."""
-    del os.environ["OMP_NUM_THREADS"]
-    runs.STOP_SECONDS = 0.1
-    with pytest.raises(SystemExit, match="quick: done"):
-        runs.run_all(configs[:2], 99, log=sys.exit)
-    wait_until(lambda: not multiprocessing.active_children(), "the end of the other run", 20)
-    runs.run_all(configs[2:], 1)
-
-
 @pytest.mark.slow(reason="starts a fork server")
-def test_no_run_outlives_its_study(task, tmp_path):
-    """Not one that is stuck, and not one whose study is killed."""
+def test_no_run_outlives_its_study(task, tmp_path, monkeypatch):
+    """Neither one that is stuck when its study is interrupted, nor one whose study is killed."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)  # there are more jobs than cores
+    monkeypatch.setattr(runs, "STOP_SECONDS", 0.1)
     (tmp_path / "rewards.py").write_text(REWARDS)
     outs = {"stuck": "stuck", "quick": "quick", "last": "stuck"}
     configs = [
         tiny_config(task, tmp_path / out, reward=f"{tmp_path}/rewards.py:{name}", steps=1)
         for out, name in outs.items()
     ]
-    with ranks.job(two_studies, configs, ranks=1) as (study,):
+    with pytest.raises(SystemExit, match="quick: done"):
+        runs.run_all(configs[:2], 99, log=sys.exit)
+    wait_until(lambda: not multiprocessing.active_children(), "the end of the other run", 20)
+    with ranks.job(runs.run_all, configs[2:], 1, ranks=1) as (study,):
         wait_until((tmp_path / "last" / "config.yaml").exists, "the last run", 30)
         assert study.kill()
 
