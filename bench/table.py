@@ -179,7 +179,7 @@ def gpu_logits(rows: list[Row]) -> str:
 def gpu_table(document: dict[str, Any] | None) -> str:
     if document is None:
         return f"GPU: {NOT_MEASURED}; run `make bench-gpu`."
-    rows, parts = document["rows"], [f"{document['device']}, {document['date']}:"]
+    rows, parts = document["rows"], [f"{document['device']}, {document['date']}, bfloat16:"]
     for work, of_rows in (("linear", gpu_linear), ("logits", gpu_logits)):
         if any(row["work"] == work and "ms" in row for row in rows):
             parts.append(of_rows(rows))
