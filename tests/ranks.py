@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
@@ -136,6 +137,7 @@ def start_server() -> None:
 def _child(
     task: bytes, rank: int, ranks: int, port: int, pipe: Connection, output_path: str
 ) -> None:
+    gc.freeze()
     output = os.open(output_path, os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)

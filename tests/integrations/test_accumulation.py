@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -334,7 +333,6 @@ def mean_of_means(run: Run, micro_batches: int) -> Iterator[None]:
 
 def gradients(names: Sequence[str], folder: Path, ranks: int) -> dict[Any, Gradient]:
     """This rank's gradients by trainer, bug ("" for none) and number of micro-batches."""
-    gc.freeze()  # saves time: accelerate collects garbage whenever training starts
     if ranks > 1:
         dist.init_process_group("gloo")
     found = {}
@@ -351,7 +349,6 @@ def gradients(names: Sequence[str], folder: Path, ranks: int) -> dict[Any, Gradi
             with bug(run, count) if bug else contextlib.nullcontext():
                 run.train()
             (found[name, bug.__name__ if bug else "", count],) = run.gradients
-    gc.unfreeze()
     return found
 
 

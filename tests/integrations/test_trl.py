@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.metadata
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,14 +32,6 @@ needs_hook = pytest.mark.skipif(
     missing_hook() is not None or TRL.startswith("1.15."),
     reason="TRL 1.15's own head needs a GPU; earlier versions have none to replace",
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def skip_imports_in_garbage_collection() -> Iterator[None]:
-    """Save time: accelerate runs the garbage collector whenever training starts."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 from pathlib import Path
 from typing import Any
@@ -166,7 +165,6 @@ def train_and_resume(model: Path, untied: Path | None, out: Path) -> dict[str, A
 
     untied: a model for `sharded_gradients`; None skips them.
     """
-    gc.freeze()
     options = {
         "controller": GAC(update_every=2),
         "max_steps": 4,
