@@ -140,3 +140,9 @@ def notes(sketch: RowSketch | None, marks: RowMarks | None) -> dict[str, Any]:
 def number(value: float | Tensor | None) -> tuple[Tensor | None, float]:
     """An optional number as two kernel arguments: a tensor or None, and a float."""
     return (value, 0.0) if isinstance(value, Tensor) else (None, float(value or 0))
+
+
+def mixing(mu: float | Tensor) -> dict[str, Any]:
+    """Kernel arguments for mu and 1 - mu."""
+    tensor, value = number(mu)
+    return {"mu": tensor, "mu_number": value, "one_minus_mu_number": 1 - value}

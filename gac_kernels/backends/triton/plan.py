@@ -99,6 +99,18 @@ def token_weight(
     return tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, total)).to(tl.float32)
 
 
+@triton.jit
+def mixing_weights(mu, mu_number, one_minus_mu_number):
+    """mu and 1 - mu in float32; the numbers if the pointer `mu` is None."""
+    if mu is not None:
+        demo_weight = tl.load(mu).to(tl.float32)
+        rollout_weight = 1.0 - demo_weight
+    else:
+        demo_weight = tl.full([], 0.0, tl.float32) + mu_number
+        rollout_weight = tl.full([], 0.0, tl.float32) + one_minus_mu_number
+    return demo_weight, rollout_weight
+
+
 @triton.jit(
     do_not_specialize=["S", "P"],
     do_not_specialize_on_alignment=_INPUTS + _OUTPUTS,
@@ -140,12 +152,7 @@ def tokens_kernel(
     end = tl.load(offsets + s + 1)
     length = tl.load(lengths + s)
     d = tl.load(is_demo + s) != 0
-    if mu is not None:
-        term_weight = tl.load(mu).to(tl.float32)
-        one_minus_mu = 1.0 - term_weight
-    else:
-        term_weight = tl.full([], 0.0, tl.float32) + mu_number
-        one_minus_mu = tl.full([], 0.0, tl.float32) + one_minus_mu_number
+    term_weight, one_minus_mu = mixing_weights(mu, mu_number, one_minus_mu_number)
     if d:
         w = token_weight(
             length,
@@ -225,7 +232,6 @@ def plan_by_kernels(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype) -> 
     launch.Launch(lengths_kernel, sequences, layout, _WARPS).run(device)
     mu = mu.to(dtype) if isinstance(mu, Tensor) else mu
     programs = min(-(-width // launch.BLOCK), _SHARED)
-    mu_tensor, mu_number = launch.number(mu)
     rollout_norm, rollout_number = launch.number(inputs.rollout_norm)
     demo_norm, demo_number = launch.number(inputs.demo_norm)
     arguments = {
@@ -233,9 +239,7 @@ def plan_by_kernels(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype) -> 
         "BLOCK": launch.BLOCK,
         **launch.dense(advantages=inputs.advantages, is_demo=inputs.is_demo),
         **launch.dense(old=inputs.old_logps, ref=inputs.ref_logps),
-        "mu": mu_tensor,
-        "mu_number": mu_number,
-        "one_minus_mu_number": 1 - mu_number,
+        **launch.mixing(mu),
         "rollout_norm": rollout_norm,
         "demo_norm": demo_norm,
         "live": live,

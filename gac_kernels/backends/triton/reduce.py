@@ -12,6 +12,7 @@ import triton.language as tl
 from ...contract import LossOutput, TokenMoments
 from ...tokens import Tokens, TokenTerms
 from . import launch
+from .plan import mixing_weights
 
 _WARPS, _SEQUENCES = 8, 128  # sequences per iteration of `totals_kernel`
 # for each sequence: the six totals of `TokenMoments.totals`, the loss of its rollout tokens and of
@@ -167,12 +168,7 @@ def totals_kernel(
     tl.store(rollouts + 4, pick(values, column, 12) + between)
     tl.store(rollouts + 5, pick(values, column, 13) + tl.sum(sr))
     tl.store(rollouts + 6, between)
-    if mu is not None:
-        demo_weight = tl.load(mu).to(tl.float32)
-        rollout_weight = 1.0 - demo_weight
-    else:
-        demo_weight = tl.full([], 0.0, tl.float32) + mu_number
-        rollout_weight = tl.full([], 0.0, tl.float32) + one_minus_mu_number
+    demo_weight, rollout_weight = mixing_weights(mu, mu_number, one_minus_mu_number)
     rollout_loss = pick(values, column, 6)
     demo_loss = pick(values, column, 7)
     mixed = rollout_weight.to(tl.float64) * rollout_loss + demo_weight.to(tl.float64) * demo_loss
@@ -203,12 +199,9 @@ def reduce_by_kernels(tokens: Tokens, terms: TokenTerms, moments: bool) -> LossO
         "BLOCK": launch.BLOCK,
     }
     launch.Launch(sequences_kernel, sequences, arguments, _WARPS).run(device)
-    mu, number = launch.number(tokens.mu)
     arguments = {
         **common,
-        "mu": mu,
-        "mu_number": number,
-        "one_minus_mu_number": 1 - number,
+        **launch.mixing(tokens.mu),
         "loss": loss,
         "scalars": scalars,
         "totals": totals,
