@@ -75,10 +75,10 @@ struct ClusterSlot {
       f.thread = static_cast<int>(i) % kThreads;
       f.done = false;
       f.ready = nullptr;
-      getcontext(&f.context);
-      f.context.uc_stack.ss_sp = stacks.get() + i * kStackBytes;
-      f.context.uc_stack.ss_size = kStackBytes;
-      makecontext(&f.context, reinterpret_cast<void (*)()>(run_fiber), 2, uint32_t(address >> 32),
+      getcontext(&f.start);
+      f.start.uc_stack.ss_sp = stacks.get() + i * kStackBytes;
+      f.start.uc_stack.ss_size = kStackBytes;
+      makecontext(&f.start, reinterpret_cast<void (*)()>(run_fiber), 2, uint32_t(address >> 32),
                   uint32_t(address));
     }
   }
@@ -159,8 +159,7 @@ void emulate(const Arguments& a) {
     for (Fiber* fiber : order) {
       if (fiber->ready && !fiber->ready(fiber->waiting_on)) continue;
       stuck = false;
-      m.current = fiber;
-      swapcontext(&m.scheduler, &fiber->context);
+      m.resume(*fiber);
       if (failure) std::rethrow_exception(failure);
     }
     for (ClusterSlot& slot : slots)

@@ -7,6 +7,7 @@
 // memory ordering nor timing is modeled.
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <bit>
@@ -74,7 +75,9 @@ struct Cluster {
 };
 
 struct Fiber {
-  ucontext_t context;
+  ucontext_t start;
+  jmp_buf state;  // once it has started; setjmp switches without the system calls of swapcontext
+  bool started = false;
   Cluster* cluster;
   int rank, thread;
   bool done;
@@ -89,13 +92,23 @@ struct Emulator {
   int threads = 0;
   int64_t clusters = 0;
   uintptr_t begin = 0, end = 0;  // of the 16-byte words that hold logits
-  ucontext_t scheduler;
+  jmp_buf scheduler;
   Fiber* current = nullptr;
 
   Cluster& cluster() { return *current->cluster; }
   Block& block() { return cluster().blocks[current->rank]; }
 
-  void yield() { swapcontext(&current->context, &scheduler); }
+  void yield() {
+    if (!_setjmp(current->state)) _longjmp(scheduler, 1);
+  }
+
+  void resume(Fiber& fiber) {
+    current = &fiber;
+    if (_setjmp(scheduler)) return;
+    if (fiber.started) _longjmp(fiber.state, 1);
+    fiber.started = true;
+    setcontext(&fiber.start);
+  }
 
   // The scheduler polls `ready` for the thread, which is resumed once, when the condition holds.
   template <class Ready>

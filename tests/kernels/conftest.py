@@ -29,6 +29,18 @@ if importlib.util.find_spec("triton"):
         return self.rewrite()(*arguments, **keywords)
 
     interpreter.InterpretedFunction.__call__ = _call
+    dtype_of, dtypes = interpreter._get_np_dtype, {}
+
+    def _dtype(type_: Any) -> Any:
+        if type_.name not in dtypes:
+            dtypes[type_.name] = dtype_of(type_)
+        return dtypes[type_.name]
+
+    interpreter._get_np_dtype = _dtype
+    # the interpreter computes the checks of integer overflow, but only reads them if it debugs
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(
+        sanitize_overflow=False
+    )
 
 
 @pytest.hookimpl(tryfirst=True)

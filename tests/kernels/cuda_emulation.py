@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import shutil
 import subprocess
 import tempfile
@@ -22,20 +23,29 @@ SOURCES = Path(__file__).parents[2] / "csrc"
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Compile the kernels for the CPU with emulated instructions, once per process."""
-    with tempfile.TemporaryDirectory() as folder:
-        return load(SOURCES / "cuda", Path(folder))
+    """Load the kernels with emulated instructions; compile them for the CPU when they change."""
+    sources = [*SOURCES.glob("*.h"), *SOURCES.glob("cuda/*")]
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(sources))).hexdigest()
+    path = SOURCES.parent / "build" / f"emulated-{digest[:16]}.so"
+    if not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            compile_(SOURCES / "cuda", Path(folder, path.name)).replace(path)
+    return load(path)
 
 
-def load(sources: Path, folder: Path, optimize: str = "-O2") -> ctypes.CDLL:
+def compile_(sources: Path, path: Path, optimize: str = "-O2") -> Path:
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("needs g++")
-    path = folder / "emulated.so"
     command = [compiler, "-std=c++20", optimize, "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror"]
     command += ["-Wno-unknown-pragmas", "-fsanitize=bounds", "-fsanitize-undefined-trap-on-error"]
     command += ["-o", str(path), str(sources / "emulate.cpp")]
     subprocess.run(command, check=True, timeout=300)
+    return path
+
+
+def load(path: Path) -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(path))
     loaded.gac_cuda_rows.restype = ctypes.c_char_p
     loaded.gac_cuda_clusters.restype = ctypes.c_int64

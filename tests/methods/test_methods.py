@@ -114,6 +114,8 @@ def test_method_trains_and_resumes_to_the_identical_trajectory(name, task, tmp_p
     assert load(TrainConfig, dump(config)) == config
     uninterrupted = Trainer(config)
     before = [p.detach().clone() for p in uninterrupted.model.parameters()]
+    save = uninterrupted.save
+    uninterrupted.save = lambda: save() if uninterrupted.step < steps else None
     uninterrupted.run()
     rows = metrics(tmp_path / "whole")
     assert [row["step"] for row in rows] == [*range(1, steps + 1)]
@@ -128,9 +130,9 @@ def test_method_trains_and_resumes_to_the_identical_trajectory(name, task, tmp_p
     assert any(moved) and all(p.isfinite().all() for p in uninterrupted.model.parameters())
 
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
-    shutil.rmtree(tmp_path / "cut" / "checkpoints" / f"step-{steps:08}")
     resumed = Trainer(dataclasses.replace(config, out=str(tmp_path / "cut")))
     assert resumed.step == steps // 2
+    resumed.save = lambda: None
     resumed.run()
     assert metrics(tmp_path / "cut") == rows
     assert resumed.state == uninterrupted.state
