@@ -3,7 +3,6 @@
 import dataclasses
 import enum
 import types
-import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING
 from importlib import import_module
@@ -18,6 +17,7 @@ from .types import (
     convert_enum,
     convert_literal,
     convert_scalar,
+    hints_of,
     join,
     parse_value,
     short_repr,
@@ -116,7 +116,7 @@ def _build(cls: Any, data: Any, where: str, default: Any = None) -> Any:
             f"{where}: expected a mapping like {{key: value}}, got {short_repr(data)}"
         )
     fields = {field.name: field for field in dataclasses.fields(cls)}
-    hints = typing.get_type_hints(cls, include_extras=True)
+    hints = hints_of(cls)
     values = {}
     for key, value in data.items():
         if key not in fields:

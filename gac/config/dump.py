@@ -2,19 +2,19 @@
 
 import dataclasses
 import enum
-import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from .imports import import_name
-from .types import Choice, ConfigError, choice_of
+from .types import Choice, ConfigError, choice_of, hints_of
 from .yaml_text import to_yaml
 
 
 def dump(obj: Any) -> dict[str, Any]:
     """Convert a dataclass instance to plain YAML types, which `load` converts back."""
-    hints = typing.get_type_hints(type(obj), include_extras=True)
+    cls: Any = type(obj)  # mypy does not see that a class can be hashed
+    hints = hints_of(cls)
     names = (field.name for field in dataclasses.fields(obj))
     return {name: to_plain(getattr(obj, name), hints[name]) for name in names}
 

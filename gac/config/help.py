@@ -9,7 +9,7 @@ import typing
 from typing import Any, NamedTuple
 
 from .dump import to_plain
-from .types import Choice, choice_of, type_name
+from .types import Choice, choice_of, hints_of, type_name
 from .yaml_text import to_yaml
 
 WIDTH = 96
@@ -91,7 +91,7 @@ def _own_docs(cls: type) -> dict[str, str]:
 
 def _keys(cls: type, instance: Any, prefix: str) -> list[Key]:
     """Keys of `cls`; defaults are those of `cls`, or the values of `instance` if it is given."""
-    hints = typing.get_type_hints(cls, include_extras=True)
+    hints = hints_of(cls)
     docs = _field_docs(cls)
     plain: list[Key] = []
     nested: list[Key] = []

@@ -70,11 +70,17 @@ class Checked:
 
 
 @functools.cache
+def hints_of(cls: Any) -> dict[str, Any]:
+    """The annotation of each field of a dataclass."""
+    return get_type_hints(cls, include_extras=True)
+
+
+@functools.cache
 def _conditions(cls: Any) -> list[tuple[str, Valid]]:
     """Each condition in the annotations of `cls`, with the name of its field."""
     return [
         (name, extra)
-        for name, hint in get_type_hints(cls, include_extras=True).items()
+        for name, hint in hints_of(cls).items()
         for part in (hint, *get_args(hint))
         for extra in getattr(part, "__metadata__", ())
         if isinstance(extra, Valid)
