@@ -78,9 +78,17 @@ def test_ranks_that_have_finished_wait_for_the_others():
     assert ranks.run(last_work_seen, ranks=2) == [True, True]
 
 
+def connect():
+    """Start a group of two ranks; a rank that exited before the other connects would break it."""
+    dist.init_process_group("gloo")
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"rank {dist.get_rank()}", "")
+    store.wait(["rank 0", "rank 1"], timedelta(seconds=ranks.DEADLINE))
+
+
 def wait_for_a_rank_that_never_arrives():
     setup.LONGEST_WAIT = 0.01
-    dist.init_process_group("gloo")
+    connect()
     if dist.get_rank() == 0:
         setup.leave()
     return dist.is_initialized()
@@ -94,7 +102,7 @@ def test_nobody_waits_for_ever_or_after_an_error():
 def leave_after_an_error():
     """Only rank 0 leaves; it would wait for rank 1 for longer than the test's deadline."""
     setup.LONGEST_WAIT = 10 * ranks.DEADLINE
-    dist.init_process_group("gloo")
+    connect()
     rank = dist.get_rank()
     try:
         raise ValueError(rank)
