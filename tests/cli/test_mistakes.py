@@ -221,6 +221,7 @@ COMMANDS = {
     "rollouts.generation_batch_tokens=100": "generation_batch_size=4 has no effect with",
     "train first/run.yaml steps=3": "unrecognized arguments: steps=3; to override a key",
     "train first/run.yaml --steps 3": "unrecognized arguments: --steps 3; to override a key",
+    "check first/run.yaml --set eval.function=none.py:play": "eval.function: no file 'none.py'",
     "trian": "invalid choice: 'trian'",
     "eval": "model.path is empty",
     "eval --set modle.path=x": "did you mean 'model'?",

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import GenerationConfig
 
 from gac.data import DataConfig, DataError, load_demos
@@ -42,6 +43,10 @@ def test_turns_end_as_the_template_ends_them(
     tokenizer = make_tokenizer("questionarwf \n")
     tokenizer.add_special_tokens({"additional_special_tokens": special})
     tokenizer.chat_template = template
+    start = special[1], tokenizer.convert_tokens_to_ids(special[1])  # of every text, as Llama's
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{start[0]} $A", special_tokens=[start]
+    )
     tokenizer.save_pretrained(tmp_path)
     turn, other = (tokenizer.convert_tokens_to_ids(name) for name in (special[0], special[-1]))
     eos = tokenizer.eos_token_id

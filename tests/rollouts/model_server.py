@@ -261,7 +261,7 @@ class State:
             if self.options.fault == "empty":
                 response, logps = [], []
             if self.options.fault == "token":
-                response[0] += size
+                response[0] = size
             if self.options.fault == "nan":
                 logps[0] = math.nan
             choice = {"token_ids": response, "prompt_token_ids": prompt, "logprobs": None}

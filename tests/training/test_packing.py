@@ -171,6 +171,9 @@ def test_packed_row_by_row_equals_padded(kind, checkpointing, monkeypatch):
     packed = MicroBatches(tokens=30, packed=True)
     assert_close(padded, run_step(model.train(), rows, packed, Loss(LossSpec(kl_coef=0.1))))
     assert max(lengths) == max(len(r.ids) for r in rows) and len(lengths) >= 2 * len(rows)
+    for packing in (None, False):
+        config = load(TrainConfig, {"max_tokens_per_micro_batch": 24, "packing": packing})
+        assert _micro_batches(config, model).packed is (packing is None)
 
 
 def test_masks_are_back_after_a_packed_forward():
