@@ -37,7 +37,7 @@ def faults(pages: list[Path], folder: Path) -> tuple[list[str], list[str]]:
         timeout=300,
     )
     assert result.returncode == 0 and result.stdout.count("<iframe") == len(cases)
-    logged = re.findall(r'CONSOLE[^\n]*"(?:Uncaught|Failed|Error)[^\n]*', result.stderr)
-    found = map(int, re.findall(r'title="(\d+)"', result.stdout))
-    wide = [f"{page.name} at {w}" for (page, w), x in zip(cases, found, strict=True) if x > w]
-    return wide, logged
+    found = zip(cases, map(int, re.findall(r'title="(\d+)"', result.stdout)), strict=True)
+    return [f"{page.name} at {w}" for (page, w), x in found if x > w], re.findall(
+        r'CONSOLE[^\n]*"(?:Uncaught|Failed|Error)[^\n]*', result.stderr
+    )

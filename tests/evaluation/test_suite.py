@@ -30,6 +30,7 @@ from gac.evaluation.suite import (
 from gac.evaluation.table import results_lines
 from gac.evaluation.task import Answer, summary
 from gac.rewards import build_reward
+from gac.rollouts.engines import Engine
 from tests import ranks
 from tests.tiny import tiny_config
 
@@ -58,8 +59,13 @@ def suite(task, out, **changes) -> EvalConfig:
     )
 
 
-def test_results_follow_the_documented_format(task, tmp_path):
+def test_results_follow_the_documented_format(task, tmp_path, monkeypatch):
+    prompts, sample = [], Engine.sample_rollouts
+    monkeypatch.setattr(
+        Engine, "sample_rollouts", lambda e, x, n: prompts.append(len(x)) or sample(e, x, n)
+    )
     results = run_suite(suite(task, tmp_path / "e"))
+    assert prompts == [8, 2, 2, 2, 2]  # all at once, or `batch` completions of 4 per prompt
     assert results == json.loads((tmp_path / "e" / "results.json").read_text())
     greedy, sampled = results["tasks"]["greedy"], results["tasks"]["sampled"]
     assert (greedy["prompts"], greedy["samples"], sampled["samples"]) == (8, 1, 4)

@@ -80,7 +80,7 @@ def test_rollouts_of_one_prompt_are_one_unit(monkeypatch: Any) -> None:
     """However much padding precedes them."""
     trainer = Trainer(METHODS["gac-gated-sketch"](), training=True)
     units: list[Any] = []
-    monkeypatch.setattr(trainer.mixer, "observe_sketches", lambda *call: units.append(call))
+    monkeypatch.setattr(trainer.mixer._sketches, "add", lambda *call: units.append(call))
     monkeypatch.setattr(
         trl_grpo.FusedGRPOMixin, "_compute_loss", lambda self, model, inputs: inputs["loss"]
     )
@@ -89,10 +89,11 @@ def test_rollouts_of_one_prompt_are_one_unit(monkeypatch: Any) -> None:
     prompts["prompt_mask"][2, 1] = 1
     trainer.rollout_out = "out"
     trainer._compute_loss(None, batch(**prompts))
-    (((first, second, third, fourth), is_demo, out),) = units
+    ((_, rows, out),) = units
+    first, second, third, fourth = (row.unit for row in rows)
     assert first == second and len({first, third, fourth}) == 3 and min(first, third, fourth) >= 0
     assert max(first, third, fourth) < 2**63
-    assert (is_demo, out) == (False, "out")
+    assert out == "out" and not any(row.is_demo for row in rows)
     trainer.rollout_out = None
     with pytest.raises(ValueError, match="controller=gac-gated-sketch requires the fused loss"):
         trainer._compute_loss(None, batch(**prompts))

@@ -240,8 +240,7 @@ def test_both_projections_have_their_own_signs() -> None:
     sketch, cpu = HeadSketch(4, 7), torch.device("cpu")
     vocabulary = sketch.signs(4 * 50, cpu)
     hidden = sketch.hidden_signs(50, cpu).flatten()
-    equal = (vocabulary == hidden).float().mean()
-    assert 0.3 < equal < 0.7
+    assert 0.3 < (vocabulary == hidden).float().mean() < 0.7
 
 
 def test_signs_come_from_the_published_hash() -> None:
