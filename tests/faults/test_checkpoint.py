@@ -181,7 +181,7 @@ def test_tensors_of_the_model_are_listed_without_the_optimizers(tmp_path):
 
 def test_a_failed_write_names_its_cause(tmp_path, monkeypatch):
     def fail(*_, **__):
-        raise CheckpointException("write", {0: (ValueError("no space"), None)})
+        raise CheckpointException("write", {0: (ValueError("no space\nin lines"), None)})
 
     monkeypatch.setattr(checkpoint.dcp, "save", fail)
     with pytest.raises(CheckpointError, match=r"rank 0: ValueError: no space.; free some"):

@@ -146,7 +146,7 @@ def test_cells_and_dots_of_a_study(monkeypatch) -> None:
     monkeypatch.setattr(page, "interval_figure", lambda *arguments: arguments[-1](axes))
     page.draw(methods, "a")
     dots = [line.get_xydata().tolist() for line in axes.lines if line.get_marker() == "."]
-    assert dots == [[[0, 0], [20, 0]], [[10, -1], [40, -1], [90, -1]]]
+    assert dots == [[[0, 0], [20, 0]], [[10, -1], [40, -1], [90, -1]]] and axes.dataLim.ymax == 0
     assert row_cells(summary({"a": [0.5], "b": [None]}, "a")["b"]) == ["0", "-", "-", "-", "-"]
     assert mean([0.0, 0.0, 1.0]) == 0.333333 and interval([1 / 3] * 2) == [0.333333] * 2
 
