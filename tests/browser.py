@@ -13,7 +13,8 @@ BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="chromium is not installed")
 WIDTHS = (390, 1280)  # pixels: a telephone and a laptop; wider content must scroll in its own box
 MEASURE = """onload = () => document.querySelectorAll("iframe").forEach(frame => {
-    frame.title = frame.contentDocument.documentElement.scrollWidth })"""
+    const root = frame.contentDocument.documentElement;
+    frame.title = root.scrollWidth - root.clientWidth })"""
 FLAGS = """
 --headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking
 --disable-component-update --disable-sync --allow-file-access-from-files --enable-logging=stderr
@@ -21,7 +22,7 @@ FLAGS = """
 """
 
 
-def faults(pages: list[Path], folder: Path) -> tuple[list[str], list[str]]:
+def problems(pages: list[Path], folder: Path) -> tuple[list[str], list[str]]:
     """The pages that are wider than a screen, and the errors that pages log.
 
     Starts the browser once, with all pages as iframes of a page that is written into `folder`.
@@ -38,6 +39,6 @@ def faults(pages: list[Path], folder: Path) -> tuple[list[str], list[str]]:
     )
     assert result.returncode == 0 and result.stdout.count("<iframe") == len(cases)
     found = zip(cases, map(int, re.findall(r'title="(\d+)"', result.stdout)), strict=True)
-    return [f"{page.name} at {w}" for (page, w), x in found if x > w], re.findall(
+    return [f"{page.name} at {w}" for (page, w), x in found if x > 0], re.findall(
         r'CONSOLE[^\n]*"(?:Uncaught|Failed|Error)[^\n]*', result.stderr
     )

@@ -73,7 +73,7 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()  # accelerate collects garbage whenever training starts: skip what imports created
     gc.enable()
-    gc.set_threshold(10_000)  # from 700: collections took a twelfth of the time
+    gc.set_threshold(10_000)  # from 700: garbage collection took a twelfth of the time
     # start the server now, so that it is ready when the first test needs it
     if "tests.ranks" in sys.modules:
         sys.modules["tests.ranks"].start_server()

@@ -137,7 +137,7 @@ def start_server() -> None:
 def _child(
     task: bytes, rank: int, ranks: int, port: int, pipe: Connection, output_path: str
 ) -> None:
-    gc.set_threshold(10_000)
+    gc.set_threshold(10_000)  # as in conftest.py
     gc.freeze()
     output = os.open(output_path, os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)

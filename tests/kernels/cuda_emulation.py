@@ -30,11 +30,11 @@ def library() -> ctypes.CDLL:
     if not path.exists():
         path.parent.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            compile_(SOURCES / "cuda", Path(folder, path.name)).replace(path)
+            build(SOURCES / "cuda", Path(folder, path.name)).replace(path)
     return load(path)
 
 
-def compile_(sources: Path, path: Path, optimize: str = "-O2") -> Path:
+def build(sources: Path, path: Path, optimize: str = "-O2") -> Path:
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("needs g++")

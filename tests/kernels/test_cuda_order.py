@@ -95,7 +95,7 @@ def test_broken_synchronization_is_detected(install_library, tmp_path: Path, nam
     source = tmp_path / "csrc" / "cuda" / file
     assert source.read_text().count(correct) == 1, f"{file} has changed: update this mutation"
     source.write_text(source.read_text().replace(correct, wrong))
-    broken = emulation.load(emulation.compile_(source.parent, tmp_path / "broken.so", "-O0"))
+    broken = emulation.load(emulation.build(source.parent, tmp_path / "broken.so", "-O0"))
     logits = torch.randn(2, 4, VOCAB).bfloat16()
     install_library(emulation.library())
     expected = in_place(logits)

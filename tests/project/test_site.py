@@ -8,7 +8,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from tests.browser import faults, needs_browser
+from tests.browser import needs_browser, problems
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / "docs" / "_build" / "html"
@@ -50,4 +50,4 @@ def test_link_targets_and_anchors_exist():
 
 @needs_browser
 def test_every_page_fits_the_screen_and_logs_no_error(tmp_path):
-    assert faults(sorted(SITE.rglob("*.html")), tmp_path) == ([], [])
+    assert problems(sorted(SITE.rglob("*.html")), tmp_path) == ([], [])

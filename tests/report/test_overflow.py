@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from gac.report import write_report
-from tests.browser import WIDTHS, faults, needs_browser
+from tests.browser import WIDTHS, needs_browser, problems
 
 from .test_report import write_run
 
@@ -21,6 +21,6 @@ def test_reports_fit_the_screen_and_log_no_error(tmp_path: Path) -> None:
     wide = tmp_path / "wide.html"
     wide.write_text("<div style='width: 2000px'>wide</div><script>throw Error('no')</script>")
     reports = [tmp_path / name / "report.html" for name in ("one", "all")]
-    found, logged = faults([*reports, wide], tmp_path)
+    found, logged = problems([*reports, wide], tmp_path)
     assert found == [f"wide.html at {width}" for width in WIDTHS]
     assert all("Error: no" in text for text in logged) and len(logged) == len(WIDTHS)
