@@ -2,15 +2,13 @@
 
 `python -m bench.bench_filter [time] [errors] [training]`: all parts without arguments. The logits
 are those of `bench.filter_model`, scaled to a given entropy. On a CPU, times are the CPU time of
-one thread, which other processes disturb less than the wall time. They are measured with the
-default allocator, whose fresh gradients cause page faults that the GEMMs with their own buffers do
-not have, and with one that keeps freed memory. `--device cuda` measures times in bfloat16.
+one thread, which other processes disturb less than the wall time. `--device cuda` measures times in
+bfloat16.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -143,39 +141,20 @@ def count_chunks(step: Callable[[], object]) -> tuple[int, int]:
     return sum(chosen), len(chosen) - sum(chosen)
 
 
-def keep_freed_memory() -> bool:
-    """Let glibc reuse freed blocks of any size, as jemalloc and tcmalloc do; False: not glibc."""
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "mallopt"):
-        return False
-    trim, mmap = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
-    return bool(libc.mallopt(trim, 2**31 - 1) and libc.mallopt(mmap, 2**30))
-
-
-def measure_time(data: Text, record: Record, device: torch.device) -> None:
-    measure_times(data, record, "default", device)
-    if device.type == "cpu" and keep_freed_memory():
-        measure_times(data, record, "keeps freed memory", device)
-    print(page_table(record.rows))
-    print(
-        "CCE's filter: in `python -m pytest bench/bench_gpu_linear.py`, because it needs a GPU; "
-        "what CCE runs on a CPU, impl='torch_compile', has no filter"
-    )
-
-
 def page_table(rows: list[dict[str, Any]]) -> str:
-    """The table of docs/gradient_filter.md: the median ratios with each allocator."""
-    cells: dict[tuple[str, ...], dict[str, list[str]]] = {}
+    """The table of docs/gradient_filter.md: the median ratios."""
+    cells: dict[tuple[str, ...], list[str]] = {}
     for row in rows:
         size = str(row["tokens"]), row["shape"].split()[0].removeprefix("H=")
-        line = cells.setdefault((*size, f"{row['entropy']:.2f}", f"{row['kept_columns']:.1%}"), {})
-        line.setdefault(row["provider"], []).append(f"{row['ratio']:.2f}")
+        line = cells.setdefault((*size, f"{row['entropy']:.2f}", f"{row['kept_columns']:.1%}"), [])
+        line.append(f"{row['ratio']:.2f}")
     head = "tokens", "H", "entropy, nats", "columns kept", *TARGETS
-    body = [[*key, *map(" / ".join, line.values())] for key, line in cells.items()]
+    body = [[*key, *line] for key, line in cells.items()]
     return markdown_table(head, body)
 
 
-def measure_times(data: Text, record: Record, allocator: str, device: torch.device) -> None:
+def measure_time(data: Text, record: Record, device: torch.device) -> None:
+    """Time over that of the GEMMs, at each size and entropy."""
     on_gpu = device.type == "cuda"
     for tokens, size in GPU_SIZES if on_gpu else SIZES:
         for nats in ENTROPIES:
@@ -202,7 +181,7 @@ def measure_times(data: Text, record: Record, allocator: str, device: torch.devi
             kept, measured = float(report.filter.kept_columns), float(report.entropy.mean())
             filtered, dense = count_chunks(steps["frozen head, filtered"])
             print(
-                f"{tokens} tokens, {shape}, {measured:.2f} nats, allocator: {allocator}: "
+                f"{tokens} tokens, {shape}, {measured:.2f} nats: "
                 f"{kept:.1%} of the columns kept, {dense} of {filtered + dense} chunks exact"
             )
             times = times_of(steps, device)
@@ -216,7 +195,7 @@ def measure_times(data: Text, record: Record, allocator: str, device: torch.devi
                     work="filter time",
                     shape=shape,
                     tokens=tokens,
-                    case=f"{nats} nats, allocator: {allocator}",
+                    case=f"{nats} nats",
                     provider=name,
                     ms=statistics.median(times[name]),
                     ratio=ratio,
@@ -227,6 +206,11 @@ def measure_times(data: Text, record: Record, allocator: str, device: torch.devi
                     entropy=measured,
                     kept_columns=kept,
                 )
+    print(page_table(record.rows))
+    print(
+        "CCE's filter: in `python -m pytest bench/bench_gpu_linear.py`, because it needs a GPU; "
+        "what CCE runs on a CPU, impl='torch_compile', has no filter"
+    )
 
 
 def bfloat16(x: Tensor) -> Tensor:

@@ -215,7 +215,7 @@ class Head:
         head = self.projection
         rounded = single_chunk and head.writes_rounded(head.weight.numel())
         dtype = head.weight_dtype if rounded else head.accum_dtype
-        return torch.empty(head.weight.shape, dtype=dtype, device=head.weight.device)
+        return projection.empty_gradient(head.weight.shape, dtype, head.weight.device)
 
     def gradients(self) -> Gradients:
         """Free the buffers and return the gradients of hidden, weight and bias."""

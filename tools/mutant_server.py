@@ -50,7 +50,7 @@ BROAD = (
     "tests/training/test_keys.py",
 )
 FOLDERS = {"gac_kernels": "kernels", "config": "cli"}  # of the tests of a module
-LONGEST = 90.0  # seconds of all tests that run on a mutant that the cap would let survive
+LONGEST = 240.0  # seconds of all tests that run on a mutant that the cap would let survive
 # of processes that a test starts; the context is the name of the test
 PROCESSES = """[run]
 context = ${GAC_TEST}
@@ -174,20 +174,19 @@ class Server:
         """Tests to run, best first: a group of quick ones, one within the cap, and the others."""
         stem = Path(mutant.path).stem
         folder = f"tests/{FOLDERS.get(mutant.module, mutant.module)}/"
-        tests = self.covering(mutant, text, covered)
-        if not tests or mutant.module == "sandbox":  # whose processes coverage cannot see
-            tests |= {
-                name: seconds
-                for results in covered.values()
-                for name, seconds in results["seconds"].items()
-                if name.startswith(folder) and name not in self.unreliable
-            }
-        tests |= covered[DEFAULTS]["seconds"]
+        seen = self.covering(mutant, text, covered) | covered[DEFAULTS]["seconds"]
+        tests = seen | {  # in processes that coverage cannot see
+            name: seconds
+            for results in covered.values()
+            for name, seconds in results["seconds"].items()
+            if name.startswith(folder) and name not in self.unreliable
+        }
 
-        def cost(name: str) -> float:
+        def cost(name: str) -> tuple[bool, float]:
             file = name.partition("::")[0]
             near = 20 if stem in file else 4 if file.startswith(folder) or file in BROAD else 1
-            return (tests[name] + 0.01) / near / (1 + self.kills[name])
+            price = (tests[name] + 0.01) / near / (1 + self.kills[name])
+            return name not in seen and mutant.module != "sandbox", price
 
         groups: list[list[str]] = []
         left = sorted(tests, key=cost)

@@ -22,7 +22,7 @@ class Key(NamedTuple):
     name: str
     """Full dotted name, e.g. `optim.lr`."""
     kind: str
-    """Type and default, in YAML notation."""
+    """Type and default, in YAML notation, and what the key needs to have an effect."""
     doc: str
     """The field's docstring or, without one, the comment on its line."""
     choices: list[str]
@@ -99,7 +99,9 @@ def _keys(cls: type, instance: Any, prefix: str) -> list[Key]:
         hint, default = hints[field.name], _default(field, instance)
         name, nested_class = f"{prefix}{field.name}", _nested_class(hint)
         names, doc = _names(choice_of(hint)), docs.get(field.name, "")
-        key = Key(name, _kind(hint, default), doc, names, nested_class is not None)
+        need = field.metadata.get("only_with")
+        kind = _kind(hint, default) + (f" (only with {need})" if need else "")
+        key = Key(name, kind, doc, names, nested_class is not None)
         if nested_class:
             nested_default = default if dataclasses.is_dataclass(default) else None
             nested += [key, *_keys(nested_class, nested_default, f"{name}.")]

@@ -21,8 +21,8 @@ def lines() -> Iterator[str]:
         yield f"{method.name}: {method()!r}"
     for config in (TrainConfig, EvalConfig):
         for key in keys(config):
-            if not key.section and "=" in key.kind:
-                yield f"{config.__name__} {key.name}: {key.kind.partition(' = ')[2]}"
+            if "=" in key.kind:
+                yield f"{config.__name__} {key.name}: {key.kind.partition(' = ')[2] or key.kind}"
     for name, function in REWARDS.items():
         parameters = inspect.signature(function).parameters.values()
         given = [f"{p.name}={p.default!r}" for p in parameters if p.default is not p.empty]

@@ -74,6 +74,7 @@ def test_results_follow_the_documented_format(task, tmp_path, monkeypatch):
     assert greedy["ci95"][0] <= greedy["accuracy"] <= greedy["ci95"][1]
     rows = read_samples(tmp_path / "e")
     assert [len(rows[n]) for n in ("greedy", "sampled")] == [8, 32]
+    assert [(a.number, a.id) for a in rows["greedy"]] == [(i, str(i)) for i in range(8)]
     scores = [a.score for a in rows["sampled"]]
     assert sampled["accuracy"] == pytest.approx(sum(scores) / 32)
     assert sampled["truncated"] == sum(a.truncated for a in rows["sampled"]) / 32

@@ -24,6 +24,7 @@ def test_the_report_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(lines) <= 40 and all(len(line) <= 100 for line in lines)
     assert main(["doctor", "--json"]) == 0
     sections = json.loads(capsys.readouterr().out)
+    assert not any(x.endswith(doctor.ABSENT) for x in lines if not x.startswith("versions "))
     assert sections["versions"]["torch"] == torch.__version__
     assert sections["self-test"]["reference on cpu"].startswith("passed")
     if not torch.cuda.is_available():

@@ -120,10 +120,13 @@ def test_rows_of_any_stride_leave_their_neighbors_unchanged(
     assert (full[:, 0] == 7).all() and (full[:, :, 0] == 7).all() and (full[:, :, -1] == 7).all()
 
 
-def test_a_target_outside_the_row_changes_no_other_row(kernels: ctypes.CDLL, force_split) -> None:
+@pytest.mark.parametrize("target", [41, 42])
+def test_a_target_outside_the_row_changes_no_other_row(
+    kernels: ctypes.CDLL, force_split, target: int
+) -> None:
     """Also if the last 16-byte word of the row would have room for it."""
     force_split(1, 1)
-    logits, targets, ones = torch.randn(1, 2, 41), torch.tensor([3, 42]), torch.ones(2)
+    logits, targets, ones = torch.randn(1, 2, 41), torch.tensor([3, target]), torch.ones(2)
     lse, storage = logits.logsumexp(-1)[0], torch.full((96,), 7.0)
     out = storage[:82].view(1, 2, 41)
     cuda.row_grads(logits, targets, lse, ones, ones, 0 * ones, 1.0, out)
@@ -206,6 +209,7 @@ def test_impossible_launches_are_rejected(kernels: ctypes.CDLL) -> None:
         split = {"dtype": dtype, "out_dtype": dtype, "cluster": cluster, "slots": slots}
         assert reason(vocab=largest, **data, **split) == ""
         assert "does not fit" in reason(vocab=largest + 1, **data, **split)
+    assert reason(vocab=largest + 1, slots=1, **data | {"out": 0}) == ""
 
 
 def test_split_of_the_common_vocabularies() -> None:

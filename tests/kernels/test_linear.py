@@ -15,6 +15,7 @@ from gac_kernels import (
     fused_linear_gac_loss,
     linear,
     linear_token_logprobs,
+    projection,
     reference,
 )
 from tests.kernels.cases import (
@@ -244,6 +245,23 @@ def test_deterministic() -> None:
     (a, d_a), (b, d_b) = (run(fused_linear_gac_loss, batch, chunk_bytes=80_000) for _ in range(2))
     assert torch.equal(a.loss, b.loss)
     assert all(torch.equal(x, y) for x, y in zip(d_a, d_b, strict=True))
+
+
+def test_the_next_gradient_reuses_only_memory_that_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(projection, "KEPT_BYTES", 1)
+
+    def gradient(name: str) -> torch.Tensor:
+        return run(fused_linear_gac_loss, build(BY_NAME[name]))[1][1]
+
+    first = gradient("defaults")
+    held, copy = first[-1], first.clone()
+    second = gradient("defaults")
+    assert second.data_ptr() != first.data_ptr() and torch.equal(second, first)
+    del first
+    gradient("wide")  # another size
+    assert torch.equal(held, copy[-1]) and torch.equal(second, copy)
+    address, gradients = gradient("defaults").data_ptr(), gradient("defaults")
+    assert gradients.data_ptr() == address and torch.equal(gradients, copy)
 
 
 def test_half_weight_gradient_is_summed_in_float32() -> None:

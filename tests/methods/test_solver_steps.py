@@ -55,16 +55,22 @@ def test_gradnorm_first_step_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sft", "rl", "signs"),
-    [(0.45, 1.55, (-1, 1)), (0.44, 1.56, (1, 1)), (0.23, 1.77, (1, 1)), (0.22, 1.78, (1, -1))],
+    ("power", "sft", "rl", "signs"),
+    [
+        (2.0, 0.45, 1.55, (-1, 1)),
+        (2.0, 0.44, 1.56, (1, 1)),
+        (2.0, 0.23, 1.77, (1, 1)),
+        (2.0, 0.22, 1.78, (1, -1)),
+        (1.0, 0.70, 1.30, (-1, 1)),
+    ],
 )
-def test_gradnorm_targets_by_hand(sft: float, rl: float, signs) -> None:
+def test_gradnorm_targets_by_hand(power: float, sft: float, rl: float, signs) -> None:
     """Losses 1/4 and 1/2 of the first have rates 2/3 and 4/3, with squares 0.444 and 1.778.
 
     The two norms have the mean 1.
     """
     state = {"initial": [4.0, 3.0], "losses": [1.0, 1.5]}
-    weights, after = gradnorm(Gram(sft**2, 0.0, rl**2), state, asymmetry=2.0, lr=0.1)
+    weights, after = gradnorm(Gram(sft**2, 0.0, rl**2), state, asymmetry=power, lr=0.1)
     s, r = 1 + 0.1 * signs[0] * sft, 1 + 0.1 * signs[1] * rl
     assert weights == pytest.approx((2 * s / (s + r), 2 * r / (s + r)), abs=1e-12)
     assert (after["weights"], after["initial"]) == (list(weights), [4.0, 3.0])

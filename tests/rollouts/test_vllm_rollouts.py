@@ -139,6 +139,8 @@ def test_adapters_are_added_to_the_weights(task, server, tmp_path):
     for name, x in merged.items():
         torch.testing.assert_close(adapted[name], x)
         assert torch.equal(bare[name], adapted[name]) != ("q_proj.w" in name or "down_" in name)
+    model.get_base_model().compute_dtype = torch.bfloat16
+    assert {x.dtype for x in dict(vllm.Weights(model)).values()} == {torch.bfloat16}
 
 
 def test_a_run_is_repeatable_and_on_policy(task, server, tmp_path):

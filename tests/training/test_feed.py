@@ -40,7 +40,9 @@ def test_ranks_share_the_batch_of_one_process(task, tokens) -> None:
     single = make_feed(task, **settings)
     ranks = [make_feed(task, rank, 2, **settings) for rank in (0, 1)]
     for step in range(5):
+        positions = single.state_dict()
         expected = single.examples(step), single.demo_rows(step)
+        assert single.before == (step, positions)
         for rank, feed in enumerate(ranks):
             assert [e.id for e in feed.examples(step)] == [e.id for e in expected[0][rank::2]]
         rows = [feed.demo_rows(step) for feed in ranks]
