@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import re
+import runpy
+import warnings
 from pathlib import Path
 
 import pytest
@@ -187,6 +189,15 @@ def test_a_failed_write_names_its_cause(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match=r"rank 0: ValueError: no space.; free some"):
         save(tmp_path, 1)
     assert not checkpoint.list_complete(tmp_path)
+
+
+def test_importing_hides_only_the_warning_about_a_single_process():
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        runpy.run_path(checkpoint.__file__)
+        for text in ("torch.distributed is disabled", "another"):
+            warnings.warn(text, stacklevel=1)
+    assert [str(warning.message) for warning in shown] == ["another"]
 
 
 def test_a_missing_step_is_named_with_the_available_ones(tmp_path):

@@ -29,7 +29,7 @@ from gac.integrations.demonstrations import (
 )
 from gac.integrations.hf_trainer import StepMixin
 from gac.integrations.mixer import rollout_moments
-from gac.integrations.patch import Patch
+from gac.integrations.patch import Patch, supported
 from gac.integrations.verl_head import apply_fused_head
 from gac.methods import GAC, METHODS, Constant
 from gac.training.probes import UnitSketches
@@ -368,6 +368,8 @@ def test_the_head_of_verl(monkeypatch: Any) -> None:
     assert sys.modules.pop(imported.__name__) and kernel.linear_cross_entropy is not own
     imported.PATCH.undo()
     assert kernel.linear_cross_entropy is own
+    with pytest.raises(ImportError, match="does not support the installed json: "):
+        supported("json", "a_missing_name")
     monkeypatch.setitem(sys.modules, "verl.utils.kernel.linear_cross_entropy", None)
     with pytest.raises(ImportError, match="apply_fused_head does not support the installed verl: "):
         apply_fused_head()

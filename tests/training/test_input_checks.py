@@ -53,7 +53,8 @@ def model_with(task, tmp_path, **changes):
 
 def test_tokens_beyond_the_embedding(task, tmp_path):
     model = model_with(task, tmp_path, vocab_size=8)
-    with pytest.raises(ConfigError, match=r"encodes .* as \d+, but the embedding .* only 8 rows"):
+    message = r"^model.path='.*/model': the tokenizer encodes .* as \d+, but .* has only 8 rows"
+    with pytest.raises(ConfigError, match=message):
         Trainer(tiny_config(task, tmp_path / "run", model=model))
 
 
