@@ -63,7 +63,8 @@ def empty_gradient(shape: tuple[int, ...], dtype: torch.dtype, device: torch.dev
     user = (ctypes.c_char * size).from_address(memory.data_ptr())
     user.memory = memory  # type: ignore[attr-defined]
     _kept[size] = memory, weakref.ref(user)
-    return torch.frombuffer(user, dtype=dtype).view(shape)
+    # not a view, to which autograd could not add the other gradient of a tied weight in place
+    return torch.frombuffer(user, dtype=dtype).resize_(shape)
 
 
 class Buffer:

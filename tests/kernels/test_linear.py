@@ -260,8 +260,13 @@ def test_the_next_gradient_reuses_only_memory_that_is_free(monkeypatch: pytest.M
     del first
     gradient("wide")  # another size
     assert torch.equal(held, copy[-1]) and torch.equal(second, copy)
-    address, gradients = gradient("defaults").data_ptr(), gradient("defaults")
-    assert gradients.data_ptr() == address and torch.equal(gradients, copy)
+    address, third = gradient("defaults").data_ptr(), gradient("defaults")
+    assert third.data_ptr() == address and torch.equal(third, copy)
+    tied, tokens = torch.randn(7, 4, requires_grad=True), torch.tensor([[1, 2]])
+    hidden = torch.nn.functional.embedding(tokens, tied)
+    fused_linear_gac_loss(hidden, tied, tokens).loss.backward()
+    ((memory, _),) = projection._kept.values()
+    assert tied.grad is not None and tied.grad.data_ptr() == memory.data_ptr()  # in place
 
 
 def test_half_weight_gradient_is_summed_in_float32() -> None:

@@ -438,6 +438,9 @@ def halt(): raise Stop("x", 2)
 def safe(f):
     try: f()
     except Stop as stop: return stop.args
+def again(f):
+    try: f()
+    except Exception as error: raise type(error)("again")
 ----
 def lookup(): raise KeyError("k", 1)
 assert attempt(lookup) == ["KeyError", ["k", 1]]
@@ -447,6 +450,9 @@ def own(): raise Own([1])
 assert attempt(own) == ["Own", [[1]]]
 try: run(own)
 except Own as error: assert error.args == ([1],)
+else: assert False
+try: again(own)
+except Own as error: assert error.args == ("again",)
 else: assert False
 
 def halting(): return halt()
