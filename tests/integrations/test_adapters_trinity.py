@@ -188,9 +188,8 @@ def call(loss: Any, part: slice, step: int = 1, /, **changes: Any) -> tuple[torc
     counts = {"rollouts": 2, "rollout_tokens": 5, "demos": 2, "demo_tokens": 2, "rows": ROWS}
     size = len(LOGPS[part])
     fields = {f"gac_{n}": torch.full((size,), c) for n, c in (counts | changes).items()}
-    logps = LOGPS[part].clone().requires_grad_()
     return loss(
-        logprob=logps,
+        logprob=LOGPS[part].clone().requires_grad_(),
         old_logprob=LOGPS[part] - math.log(RATIO),
         action_mask=MASK[part],
         advantages=ADVANTAGES[part],

@@ -124,8 +124,7 @@ def options(trainer: GRPOTrainer, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def set_options(**changes: Any) -> None:
         for name, value in changes.items():
-            in_args = name.startswith("args_")
-            owner = trainer.args if in_args else trainer
+            owner = trainer.args if name.startswith("args_") else trainer
             monkeypatch.setattr(owner, name.removeprefix("args_"), value, raising=False)
 
     monkeypatch.setattr(trainer, "current_gradient_accumulation_steps", 3, raising=False)
