@@ -196,8 +196,7 @@ def test_inner_products_are_unbiased():
     batch = build(CASES[0])
     grads = []
     for s, is_demo in enumerate(batch.is_demo.tolist()):
-        part = only_sequence(batch, s)
-        out = call(part, mu=float(is_demo), **norms(batch, CASES[0].spec))
+        out = call(only_sequence(batch, s), mu=float(is_demo), **norms(batch, CASES[0].spec))
         grads.append(torch.autograd.grad(out.loss, batch.weight)[0].flatten())
     truth = torch.stack(grads) @ torch.stack(grads).T
     sketches = [call(batch, sketch=HeadSketch(16, seed)).sketch.flatten(1) for seed in range(400)]

@@ -236,8 +236,7 @@ def test_famo_floors_and_equal_decreases() -> None:
 
 
 def torchjd_scalarization():
-    reason = "torchjd is an optional test oracle"
-    return pytest.importorskip("torchjd.scalarization", reason=reason)
+    return pytest.importorskip("torchjd.scalarization", reason="torchjd is an optional test oracle")
 
 
 def torchjd_weights(scalarizer, pair) -> list[float]:
@@ -270,11 +269,9 @@ def test_uncertainty_weighting_agrees_with_torchjd() -> None:
 
 def test_famo_agrees_with_torchjd_over_a_resumed_run() -> None:
     scalarizer, state = torchjd_scalarization().FAMO(2).double(), {}
-    pairs = losses(41)
-    for t, (before, after) in enumerate(itertools.pairwise(pairs)):
+    for t, (before, after) in enumerate(itertools.pairwise(losses(41))):
         state = restored(state) if t == 20 else state
         torchjd_weights(scalarizer, before)
         scalarizer.update(torch.tensor(after, dtype=torch.float64))
         state, mix = famo_step(state, before, after)
-        expected = torchjd_weights(scalarizer, before)
-        assert weights_of(mix) == pytest.approx(expected, abs=1e-9)
+        assert weights_of(mix) == pytest.approx(torchjd_weights(scalarizer, before), abs=1e-9)

@@ -206,8 +206,7 @@ def test_descriptors_do_not_leak(pool):
     assert passes(pool)
 
     def descriptors():
-        servers = descendants(pool._server._process.pid)
-        pids = [os.getpid(), pool._server._process.pid, *servers]
+        pids = [os.getpid(), pool._server._process.pid, *descendants(pool._server._process.pid)]
         return [len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in pids]
 
     before = descriptors()
@@ -224,8 +223,7 @@ def test_descriptors_do_not_leak(pool):
 
 def test_threads_share_a_pool(pool):
     def work(number):
-        good = Program(f"def add(a, b): return a + b + {number % 2}")
-        return passes(pool, good)
+        return passes(pool, Program(f"def add(a, b): return a + b + {number % 2}"))
 
     with ThreadPoolExecutor(8) as threads:
         assert list(threads.map(work, range(24))) == [number % 2 == 0 for number in range(24)]
