@@ -70,8 +70,7 @@ def test_normalized_alignment_by_hand() -> None:
         for name in ("sft_total", "rl_total"):
             assert measured._replace(**{name: total}).normalized() == (0.0, 0.0, 1.0, 1.0, 1.0, 1.0)
     # the product of the two totals is infinite
-    huge = Alignment(1e160, 1.0, 1.0, 1.0, 4e160, 1e160)
-    assert huge.normalized().inner == pytest.approx(0.5)
+    assert Alignment(1e160, 1.0, 1.0, 1.0, 4e160, 1e160).normalized().inner == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(

@@ -119,8 +119,7 @@ def test_the_end_of_a_demonstration_may_have_the_loss(tokens, start):
 )
 def test_micro_batches_by_hand(options, lengths, parts):
     rows = [Row((5,) * n, 1, False, 1.0, i) for i, n in enumerate(lengths)]
-    split = MicroBatches(**options).split(rows)
-    assert [[row.sequence for row in part] for part in split] == parts
+    assert [[row.sequence for row in part] for part in MicroBatches(**options).split(rows)] == parts
 
 
 def test_rows_are_assigned_by_hand():

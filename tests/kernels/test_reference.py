@@ -148,10 +148,9 @@ REDUCTIONS = {
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_reduction(name: str) -> None:
     spec, norm, loss = REDUCTIONS[name]
-    targets = torch.tensor([[0, 1, 0], [1, -100, -100], [-100, -100, -100]])
     out = reference.fused_gac_loss(
         torch.randn(3, 3, 2),
-        targets,
+        torch.tensor([[0, 1, 0], [1, -100, -100], [-100, -100, -100]]),
         torch.ones(3),
         torch.zeros(3, dtype=torch.bool),
         spec=spec,
@@ -269,8 +268,7 @@ def test_float16_scales_keep_weights_and_weighted_advantages_in_range(
     inv_scale, scaled = scale_for_float16(tokens, spec, torch.float16)
     assert inv_scale == power and scaled.scale.tolist() == [torch.tensor(scale) / power, 0]
     assert scale_for_float16(tokens, spec, torch.bfloat16) == (None, tokens)
-    empty = tokens.at(slice(0, 0))
-    assert scale_for_float16(empty, spec, torch.float16)[0] == 1
+    assert scale_for_float16(tokens.at(slice(0, 0)), spec, torch.float16)[0] == 1
 
 
 def test_only_the_loss_requires_grad() -> None:

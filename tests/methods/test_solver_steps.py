@@ -151,8 +151,7 @@ def test_uncertainty_step_is_the_gradient_of_its_loss() -> None:
     s = torch.tensor([0.3, -0.4], dtype=torch.float64, requires_grad=True)
     values = torch.tensor([2.0, 0.1], dtype=torch.float64)
     (0.5 * torch.exp(-s) * values + 0.5 * s).sum().backward()
-    method = METHODS["uncertainty"](lr=0.1)
-    state, _ = method.mix({"log_variances": [0.3, -0.4]}, seen(2.0, 0.1))
+    state, _ = METHODS["uncertainty"](lr=0.1).mix({"log_variances": [0.3, -0.4]}, seen(2.0, 0.1))
     assert state["log_variances"] == pytest.approx((s - 0.1 * s.grad).tolist(), abs=1e-15)
 
 

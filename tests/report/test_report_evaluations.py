@@ -27,8 +27,7 @@ def write_run(path: Path, evaluations: list[dict], tasks: list[str]) -> Path:
     config = {"method": {"name": path.name}, "eval": {"tasks": {name: {} for name in tasks}}}
     (path / "config.yaml").write_text(json.dumps(config))
     (path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 10}\n')
-    lines = [json.dumps(row) + "\n" for row in evaluations]
-    (path / "eval.jsonl").write_text("".join(lines))
+    (path / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in evaluations))
     return path
 
 

@@ -304,8 +304,7 @@ def test_the_server_loads_neither_torch_nor_numpy(monkeypatch, pool):
     maps = Path(f"/proc/{zygote}/maps").read_text()
     assert "python" in maps and "torch" not in maps and "numpy" not in maps
     folder = Path(f"/proc/{zygote}")
-    settings = (folder / "environ").read_text().split("\0")
-    assert sorted(filter(None, settings)) == [
+    assert sorted(filter(None, (folder / "environ").read_text().split("\0"))) == [
         "LD_BIND_NOW=1",
         "MALLOC_ARENA_MAX=1",
         "OMP_NUM_THREADS=1",
