@@ -24,6 +24,21 @@ TIMING_KEYS = (
     "tokens_per_second",
 )
 
+# the sizes of a model of any family, as keys of its configuration
+SMALL = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+    "max_position_embeddings": 64,
+}
+
 
 def write_tiny(folder: Path, *, prompts: int = 16, demos: int = 12) -> Path:
     """Write a model configuration, tokenizer and data to `folder`, and return it."""
@@ -127,6 +142,15 @@ class CountedDigits(RowReward):
 
     def counts(self) -> dict[str, int]:
         return {"calls": self.calls, "never": 0}
+
+
+def take_steps(trainer: Any, count: int) -> list[dict[str, Any]]:
+    """Run `count` steps, without evaluations and checkpoints; return the metrics of each."""
+    rows = []
+    for _ in range(count):
+        rows.append(trainer._train_step())
+        trainer.step += 1
+    return rows
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:

@@ -60,8 +60,7 @@ def test_a_failing_step_is_excluded_with_its_error() -> None:
         raise RuntimeError("out of memory\nand more")
 
     failed: dict[str, str] = {}
-    steps = {"peer": fails, "other": lambda: None}
-    assert runnable(steps, failed).keys() == {"other"}
+    assert runnable({"peer": fails, "other": lambda: None}, failed).keys() == {"other"}
     assert failed == {"peer": "RuntimeError: out of memory"}
 
 

@@ -31,8 +31,7 @@ def test_share_is_bound_divided_by_time(device: str, rate: float) -> None:
     """A measurement is compared with the limits of its own device."""
     common = {"shape": "Qwen2.5-7B", "tokens": roofline.TOKENS}
     csrc = next(k for k in roofline.GIVEN_LOGITS if (k.name, k.task) == ("csrc", "loss"))
-    head = roofline.HEADS["Qwen2.5-7B"]
-    bound = roofline.bound(csrc, head, counts(), roofline.DEVICES[device])
+    bound = roofline.bound(csrc, roofline.HEADS["Qwen2.5-7B"], counts(), roofline.DEVICES[device])
     # 8192 rows of 152064 logits, two bytes read and two written
     assert abs(bound.memory - 1e3 * 8192 * 152064 * 4 / rate) < 1e-9
     assert bound.ms == max(bound.memory, bound.issue)

@@ -105,8 +105,7 @@ def test_eval(tmp_path: Path, monkeypatch: Any, capsys: Any, rank: str) -> None:
     assert cli.main(["eval", "--set", "model.path=x", "--set", "seed=4"]) == cli.OK
     ((single, _),) = evaluate
     assert (single.model.path, single.seed) == ("x", 4)
-    shown = capsys.readouterr().out
-    assert shown == ('{\n  "accuracy": 0.5\n}\n' if rank == "0" else "")
+    assert capsys.readouterr().out == ('{\n  "accuracy": 0.5\n}\n' if rank == "0" else "")
     config = tmp_path / "eval.yaml"
     config.write_text("tasks: {a: {data: {prompts: x.jsonl}}}\n")
     assert cli.main(["eval", str(config), "--against", "old"]) == cli.OK

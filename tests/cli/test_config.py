@@ -323,10 +323,8 @@ def test_yaml_text_reads_back_what_it_writes():
 
 def test_yaml_text_is_wrapped_unless_it_is_inline():
     data = {"ü": [30 * "a", 30 * "b"], "b": f"{97 * 'c'} d {99 * 'e'} f"}
-    block = f"ü:\n- {30 * 'a'}\n- {30 * 'b'}\nb: {97 * 'c'} d\n  {99 * 'e'}\n  f\n"
-    assert to_yaml(data) == block
-    line = f"{{ü: [{30 * 'a'}, {30 * 'b'}], b: {data['b']}}}"
-    assert to_yaml(data, inline=True) == line
+    assert to_yaml(data) == f"ü:\n- {30 * 'a'}\n- {30 * 'b'}\nb: {97 * 'c'} d\n  {99 * 'e'}\n  f\n"
+    assert to_yaml(data, inline=True) == f"{{ü: [{30 * 'a'}, {30 * 'b'}], b: {data['b']}}}"
 
 
 @pytest.mark.parametrize("count", [40, 41])

@@ -115,6 +115,5 @@ def test_the_slurm_script_starts_a_valid_command(task, tmp_path, capsys):
         command, env=environment, capture_output=True, text=True, timeout=60, check=True
     ).stdout.split()
     assert "--rdzv-endpoint=node-a:29500" in printed and "--nnodes=2" in printed
-    arguments = printed[printed.index("train") + 1 :]
-    assert cli.main(["check", *arguments]) == 0
+    assert cli.main(["check", *printed[printed.index("train") + 1 :]]) == 0
     assert "steps: 3, each with" in capsys.readouterr().out

@@ -222,8 +222,7 @@ def test_without_kl_alpha_falls_to_its_floor_in_seven_updates() -> None:
 @example(0.5, 0.03, 0.5)  # at the bounds
 @example(0.5, 0.01, 0.5)
 def test_alpha_moves_only_outside_the_band_and_stays_in_range(alpha, kl, band) -> None:
-    config = ControllerConfig(kl_hysteresis=band)
-    after = next_alpha(config, alpha, kl)
+    after = next_alpha(ControllerConfig(kl_hysteresis=band), alpha, kl)
     assert 0.1 <= after <= 0.95
     ratio = kl / 0.02
     if 1 - band <= ratio <= 1 + band:

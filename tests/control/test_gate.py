@@ -59,8 +59,7 @@ def test_alignment_equals_direct_computation(s: int, r: int) -> None:
 @pytest.mark.parametrize(("s", "r"), [(1, 1), (1, 3), (3, 1)])
 def test_one_micro_batch_gives_no_error_estimate(s: int, r: int) -> None:
     gradients = torch.randn(s + r, 6, dtype=torch.float64)
-    estimate = alignment(gradients @ gradients.T, s)
-    unknown = [math.isnan(value) for value in estimate]
+    unknown = [math.isnan(value) for value in alignment(gradients @ gradients.T, s)]
     assert unknown == [False, True, s == 1, r == 1, False, False]
 
 
@@ -69,11 +68,9 @@ def test_normalized_alignment_by_hand() -> None:
     assert measured.normalized() == pytest.approx((0.5, 0.5, 1.0, 1.0, 1.0, 1.0))
     for total in (0.0, -0.1):
         for name in ("sft_total", "rl_total"):
-            zero = measured._replace(**{name: total}).normalized()
-            assert zero == (0.0, 0.0, 1.0, 1.0, 1.0, 1.0)
+            assert measured._replace(**{name: total}).normalized() == (0.0, 0.0, 1.0, 1.0, 1.0, 1.0)
     # the product of the two totals is infinite
-    huge = Alignment(1e160, 1.0, 1.0, 1.0, 4e160, 1e160)
-    assert huge.normalized().inner == pytest.approx(0.5)
+    assert Alignment(1e160, 1.0, 1.0, 1.0, 4e160, 1e160).normalized().inner == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(

@@ -45,8 +45,7 @@ def measure(config, mu):
 
 def unit_sketches(config, mu):
     """Unit sketches of both terms, sorted because the order of the rows depends on the ranks."""
-    sketches = measure(config, mu)[2].evidence.sketches
-    return [sorted(term.tolist()) for term in sketches]
+    return [sorted(term.tolist()) for term in measure(config, mu)[2].evidence.sketches]
 
 
 @pytest.fixture

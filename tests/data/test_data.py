@@ -95,8 +95,7 @@ def test_plain_and_gzipped_files_and_saved_datasets_give_the_same_rows(tmp_path,
     datasets.DatasetDict({"train": table}).save_to_disk(str(tmp_path / "splits"))
     expected = list(load_prompts(DataConfig(prompts=plain), tokenizer))
     for source in ("a.jsonl.gz", "saved", "splits:train"):
-        examples = load_prompts(DataConfig(prompts=str(tmp_path / source)), tokenizer)
-        assert list(examples) == expected
+        assert list(load_prompts(DataConfig(prompts=str(tmp_path / source)), tokenizer)) == expected
     with pytest.raises(ValueError, match=r"split 'test' is not one of train"):
         list(read_rows(f"{tmp_path / 'splits'}:test"))
 
@@ -205,11 +204,9 @@ def test_without_a_demo_file_demos_come_from_the_prompt_rows(tmp_path, tokenizer
     bare = {"id": "bare", "prompt": "9+9", "answer": "18"}
     path = write(tmp_path / "a.jsonl", addition_row(1), bare, addition_row(2))
     config = DataConfig(prompts=path)
-    demos = load_demos(config, tokenizer)
-    assert [(e.id, e.answer) for e in demos] == [("r1", "2"), ("r2", "3")]
+    assert [(e.id, e.answer) for e in load_demos(config, tokenizer)] == [("r1", "2"), ("r2", "3")]
     config = replace(config, max_demo_tokens=99, demo_template="{demo}")
-    prompts = load_prompts(config, tokenizer)
-    texts = [e.demo and tokenizer.decode(e.demo) for e in prompts]
+    texts = [e.demo and tokenizer.decode(e.demo) for e in load_prompts(config, tokenizer)]
     assert texts == ["is 2</s>", None, "is 3</s>"]
     with pytest.raises(ValueError, match="3 without the field data.demo_field='expert'"):
         load_demos(DataConfig(prompts=path, demo_field="expert"), tokenizer)
@@ -227,8 +224,7 @@ def test_a_row_of_the_demo_file_without_demonstration_is_an_error(tmp_path, toke
 
 
 def test_canary_rows_are_allowed_in_evaluation_but_not_in_training(tmp_path, tokenizer):
-    path = write(tmp_path / "a.jsonl", {**addition_row(), "canary": "GUID"})
-    config = DataConfig(prompts=path)
+    config = DataConfig(prompts=write(tmp_path / "a.jsonl", {**addition_row(), "canary": "GUID"}))
     assert load_prompts(config, tokenizer)[0].extra["canary"] == "GUID"
     for load in (load_demos, lambda *a: load_prompts(*a, training=True)):
         with pytest.raises(DataError, match=r"line 1, field 'canary': .*training"):

@@ -270,8 +270,7 @@ SYSTEM = {"role": "system", "content": "0"}
     ],
 )
 def test_conversations(tmp_path, chat_tokenizer, row):
-    source = conversation(tmp_path, row)
-    config = DataConfig(prompts=source, answer_field=None, system="0")
+    config = DataConfig(prompts=conversation(tmp_path, row), answer_field=None, system="0")
     (prompt,) = load_prompts(config, chat_tokenizer)
     (demo,) = load_demos(config, chat_tokenizer)
     assert prompt.prompt_text == demo.prompt_text == "s:0;u:1+1;a:"

@@ -92,8 +92,7 @@ def test_the_end_of_a_demonstration_may_have_the_loss(tokens, start):
     example = Example("0", (1, 2), "", None, (3, 4, 5), {}, "web")
     expected = Row((1, 2, 3, 4, 5), start, True, 1.0, source="web")
     assert demo_row(example, tokens) == expected
-    none = replace(example, demo=None)
-    assert demo_row(none, tokens) == expected._replace(ids=(1, 2), start=2)
+    assert demo_row(replace(example, demo=None), tokens) == expected._replace(ids=(1, 2), start=2)
 
 
 @pytest.mark.parametrize(
@@ -120,8 +119,7 @@ def test_the_end_of_a_demonstration_may_have_the_loss(tokens, start):
 )
 def test_micro_batches_by_hand(options, lengths, parts):
     rows = [Row((5,) * n, 1, False, 1.0, i) for i, n in enumerate(lengths)]
-    split = MicroBatches(**options).split(rows)
-    assert [[row.sequence for row in part] for part in split] == parts
+    assert [[row.sequence for row in part] for part in MicroBatches(**options).split(rows)] == parts
 
 
 def test_rows_are_assigned_by_hand():

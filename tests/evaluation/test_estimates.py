@@ -71,8 +71,7 @@ def test_wilson_covers_the_truth(prompts, samples, mean, min_coverage):
     rng = np.random.default_rng(0)
     covered = naive = 0
     for _ in range(1000):
-        chances = rng.beta(mean, 1 - mean, prompts)
-        means = rng.binomial(samples, chances) / samples
+        means = rng.binomial(samples, rng.beta(mean, 1 - mean, prompts)) / samples
         low, high = accuracy_interval(means.tolist())
         covered += low <= mean <= high
         flat = np.repeat(means.mean(), prompts * samples)

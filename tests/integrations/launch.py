@@ -83,3 +83,12 @@ def example(name: str, steps: int, timeout: float = 300) -> list[dict[str, float
     assert result.returncode == 0, result.stderr[-6000:]
     lines = [line.split() for line in result.stdout.splitlines() if line.startswith("reward ")]
     return [dict(zip(line[::2], map(float, line[1::2]), strict=True)) for line in lines]
+
+
+def check_example_learns(name: str, prefix: str = "gac/") -> None:
+    """Run ten steps of an example with the default method, whose metrics start with `prefix`."""
+    rows = example(name, 10)
+    assert len(rows) == 10, rows
+    assert rows[-1][f"{prefix}demo_loss"] < rows[0][f"{prefix}demo_loss"], rows
+    assert rows[-1]["reward"] > rows[0]["reward"], rows
+    assert {row[f"{prefix}mu"] for row in rows} == {0.4}, rows  # of the default method

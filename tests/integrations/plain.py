@@ -24,8 +24,7 @@ def demo_term(model: Any, rows: Sequence[Row], *, phi: bool) -> Tensor:
     """The demonstration loss of a step: - sum w log p / number of tokens, w = p (1 - p) or 1."""
     total, tokens = torch.zeros(()), 0
     for row in rows:
-        batch = collate([row], 0)
-        logps = logprobs(model, **batch.model_inputs)[:, row.start - 1 :]
+        logps = logprobs(model, **collate([row], 0).model_inputs)[:, row.start - 1 :]
         p = logps.detach().exp()
         total = total - ((p * (1 - p) if phi else 1.0) * logps).sum()
         tokens += logps.numel()

@@ -13,24 +13,13 @@ import torch.distributed as dist
 from swift.pipelines import rlhf_main
 from swift.rlhf_trainers import GRPOTrainer
 from swift.trainers.trainer_factory import TrainerFactory
-from transformers import TrainerCallback
 
 from gac.integrations import swift as gac_swift
 from tests.integrations import tiny
+from tests.integrations.recording import GradientRecorder, column, weights
 
 PLUGIN = str(Path(__file__).with_name("swift_plugin.py"))
 trainers: list[Any] = []  # every trainer that was created
-
-
-class GradientRecorder(TrainerCallback):
-    """Records the gradient of each optimizer step."""
-
-    def __init__(self) -> None:
-        self.gradients: list[dict[str, torch.Tensor]] = []
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        named = kwargs["model"].named_parameters()
-        self.gradients.append({n: p.grad.clone() for n, p in named if p.grad is not None})
 
 
 class RecordingMixin:
@@ -102,14 +91,6 @@ def train(
     named = [word for name, path in paths.items() for word in (f"--{name}", path)]
     rlhf_main([*named, *OPTIONS.split(), *options])
     return trainers[-1]
-
-
-def weights(trainer: Any) -> dict[str, torch.Tensor]:
-    return {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
-
-
-def column(trainer: Any, name: str) -> list[float]:
-    return [row[name] for row in trainer.state.log_history if name in row]
 
 
 def main(folder: str, out: str, accumulation_steps: str, *options: str) -> None:

@@ -34,7 +34,7 @@ from gac.integrations.trl import FusedGRPOTrainer, GACTrainer
 from gac.rollouts import engines
 from gac.training.trainer import Trainer
 from tests import ranks as processes
-from tests.integrations import plain, stand_ins, test_fuse, tiny, trl_task
+from tests.integrations import plain, recording, stand_ins, test_fuse, tiny, trl_task
 from tests.integrations import test_adapters_swift as swift_parts
 from tests.integrations import test_adapters_trinity as trinity_parts
 from tests.integrations import test_adapters_verl as verl_parts
@@ -63,8 +63,7 @@ def own_trainer(folder: Path, micro_batches: int, ranks: int, **budget: Any) -> 
     if budget and micro_batches > 1:  # 40 tokens, or 10: less than most rows have
         size = {"max_tokens_per_micro_batch": 70 - 15 * micro_batches, **budget}
     changes = {**size, "demo_batch_size": ROWS, "loss": {"rollout_reduction": "token"}}
-    out = folder / f"{ranks}-{micro_batches}-{size}"
-    trainer = Trainer(tiny_config(folder, out, **changes))
+    trainer = Trainer(tiny_config(folder, folder / f"{ranks}-{micro_batches}-{size}", **changes))
     assert trainer.gradients.forward.micro.packed == (size.get("packing") is True)
     gradients: list[Gradient] = []
 
@@ -86,7 +85,7 @@ def transformers_trainer(kind: Any, folder: Path, micro_batches: int, ranks: int
     options = {"gradient_accumulation_steps": micro_batches, "max_steps": 1, "max_grad_norm": 0.0}
     options |= {"rows": ROWS, "per_device_train_batch_size": ROWS // (micro_batches * ranks)}
     trainer = test_fuse.make_trainer(test_fuse.make("gemma2"), folder, kind, **options)
-    trainer.add_callback(recorder := trl_task.GradientRecorder())
+    trainer.add_callback(recorder := recording.GradientRecorder())
     return Run(trainer, trainer.train, recorder.gradients)
 
 

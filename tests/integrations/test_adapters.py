@@ -87,8 +87,7 @@ def test_alarms_read_the_unweighted_losses_of_the_demonstrations() -> None:
         seen = moments(0, demo=True)
         mixer.observe(replace(seen, demo_nll=torch.full_like(seen.demo_nll, loss)))
         mixer.observe(moments(0, demo=False, entropy=2.5))
-        log = mixer.close()
-        assert log["entropy"] == pytest.approx(2.5)
+        assert mixer.close()["entropy"] == pytest.approx(2.5)
     assert mixer.mu == 0
 
 
@@ -196,8 +195,7 @@ def test_statistics_of_scored_rollouts(shape: tuple[int, ...]) -> None:
     kl = sum(math.exp(-gap) + gap - 1 for gap in (0, 1, 2))
     assert out.totals[:3].tolist() == pytest.approx([3, 0, kl])
     assert out.totals[4].item() == pytest.approx(9)
-    plain = rollout_moments(logps, mask, advantages)
-    assert plain.totals[[2, 4]].isnan().all()
+    assert rollout_moments(logps, mask, advantages).totals[[2, 4]].isnan().all()
 
 
 # --- a trainer's steps

@@ -188,9 +188,8 @@ def call(loss: Any, part: slice, step: int = 1, /, **changes: Any) -> tuple[torc
     counts = {"rollouts": 2, "rollout_tokens": 5, "demos": 2, "demo_tokens": 2, "rows": ROWS}
     size = len(LOGPS[part])
     fields = {f"gac_{n}": torch.full((size,), c) for n, c in (counts | changes).items()}
-    logps = LOGPS[part].clone().requires_grad_()
     return loss(
-        logprob=logps,
+        logprob=LOGPS[part].clone().requires_grad_(),
         old_logprob=LOGPS[part] - math.log(RATIO),
         action_mask=MASK[part],
         advantages=ADVANTAGES[part],
@@ -228,8 +227,7 @@ def test_micro_batches_sum_to_the_loss_of_the_step(trinity: Any, tmp_path: Path)
 def test_shaped_demonstrations_have_weight_one(trinity: Any, tmp_path: Path) -> None:
     """Their advantage in Trinity is 0."""
     method = {"name": "constant", "mu": 1.0, "weight": "shaped"}
-    loss = trinity.GACPolicyLoss(state_dir=str(tmp_path), method=method)
-    value, log = call(loss, slice(0, 4))
+    value, log = call(trinity.GACPolicyLoss(state_dir=str(tmp_path), method=method), slice(0, 4))
     assert log["gac/demo_loss"] != 0 and value.item() == pytest.approx(log["gac/demo_loss"])
 
 

@@ -186,8 +186,7 @@ def test_the_worker(verl: Any, options: Any, monkeypatch: Any, tmp_path: Path) -
     worker = verl.GACWorker()
     for name in ("set_loss_fn", "save_checkpoint", "load_checkpoint"):
         assert getattr(verl.GACWorker, name).registered == {"dispatch_mode": "all"}
-    train = verl.GACWorker.train_batch.registered
-    assert train == {"dispatch_mode": "train", "blocking": False}
+    assert verl.GACWorker.train_batch.registered == {"dispatch_mode": "train", "blocking": False}
     other = SimpleNamespace(keywords={"config": SimpleNamespace(policy_loss=Options())})
     for loss in (other, "no partial"):  # verl's own options
         worker.set_loss_fn(loss)

@@ -68,8 +68,7 @@ def test_prime_rl(sources: Any) -> None:
 
     def results() -> dict[str, Tensor]:
         out = head(hidden, labels, temperature)
-        loss = (out["logprobs"] * weights).sum()
-        grads = torch.autograd.grad(loss, (hidden, head.weight))
+        grads = torch.autograd.grad((out["logprobs"] * weights).sum(), (hidden, head.weight))
         return dict(zip("lehw", (out["logprobs"], out["entropy"].detach(), *grads), strict=True))
 
     expected = results()

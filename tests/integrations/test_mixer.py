@@ -247,8 +247,7 @@ def test_unsupported_options_of_a_trainer(changes: dict[str, Any], option: str |
         gradient_checkpointing_kwargs={"use_reentrant": True} if reentrant else None,
     )
     model = SimpleNamespace(peft_config=adapters or None)
-    trainer = SimpleNamespace(args=args, accelerator=accelerator, model=model)
-    options = unsupported_options(trainer)
+    options = unsupported_options(SimpleNamespace(args=args, accelerator=accelerator, model=model))
     assert [name for name, (is_set, _) in options.items() if is_set] == ([option] if option else [])
     if option:
         with pytest.raises(ValueError, match=f"GACTrainer does not support {option}: "):

@@ -23,7 +23,7 @@ from gac.integrations.trl_head import missing_hook  # noqa: E402 - after the ski
 from gac.methods import GAC, METHODS, Constant  # noqa: E402 - after the skips
 from gac_kernels import GradientFilter  # noqa: E402 - after the skips
 from tests import ranks as processes  # noqa: E402 - after the skips
-from tests.integrations import plain, tiny, trl_task  # noqa: E402 - after the skips
+from tests.integrations import plain, recording, tiny, trl_task  # noqa: E402 - after the skips
 
 MU = 0.3
 TOLERANCE = 3e-6  # float32 rounding; the largest error observed is 1.4e-6
@@ -66,14 +66,14 @@ def test_step_gradient_matches_plain_torch(
     assert len(trainer.micro_batches) == micro_batches
     assert len(trainer.demos_per_step[0]) == demo_batch
     rollouts = plain.rollout_term(reference, trainer.micro_batches, trl_task.TEMPERATURE, reduction)
-    mu = trl_task.column(trainer, "gac/mu")[0]
+    mu = recording.column(trainer, "gac/mu")[0]
     assert mu == pytest.approx(MU + 0.01)
     demos = plain.demo_term(reference, trainer.demos_per_step[0], phi=True)
     expected = (1 - mu) * rollouts + mu * demos
     assert (
         plain.relative_error(recorder.gradients[0], plain.gradient(reference, expected)) < TOLERANCE
     )
-    assert trl_task.column(trainer, "gac/demo_loss")[0] == pytest.approx(demos.item(), rel=1e-5)
+    assert recording.column(trainer, "gac/demo_loss")[0] == pytest.approx(demos.item(), rel=1e-5)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -114,7 +114,7 @@ def test_every_trl_loss_is_mixed_unchanged(model: Path, tmp_path: Path, name: st
     rollout_grads, demo_grads = grpo_recorder.gradients[step], plain.gradient(reference, term)
     expected = {n: (1 - mu) * rollout_grads[n] + mu * g for n, g in demo_grads.items()}
     assert plain.relative_error(recorder.gradients[step], expected) < TOLERANCE
-    assert trl_task.column(trainer, "gac/mu") == [mu] * len(recorder.gradients)
+    assert recording.column(trainer, "gac/mu") == [mu] * len(recorder.gradients)
 
 
 def test_lora_gradient_matches_plain_torch(model: Path, tmp_path: Path):
@@ -153,7 +153,7 @@ def test_logged_signals_match_plain_torch(model: Path, tmp_path: Path):
     trainer, _ = trl_task.make_trainer(model, tmp_path, controller=GAC(), beta=1e-30)
     trainer.train()
     advantages = torch.cat([batch["advantages"] for batch in trainer.micro_batches])
-    assert trl_task.column(trainer, "gac/rl_variance")[0] == pytest.approx(
+    assert recording.column(trainer, "gac/rl_variance")[0] == pytest.approx(
         advantages.var(correction=0).item(), rel=1e-5
     )
     reference = load_model(model)
@@ -163,11 +163,11 @@ def test_logged_signals_match_plain_torch(model: Path, tmp_path: Path):
     losses = [
         plain.demo_term(reference, [row], phi=False).item() for row in trainer.demos_per_step[0]
     ]
-    assert trl_task.column(trainer, "gac/sft_variance")[0] == pytest.approx(
+    assert recording.column(trainer, "gac/sft_variance")[0] == pytest.approx(
         torch.tensor(losses).var(correction=0).item(), rel=1e-4
     )
     # policy and reference differ by the rounding of two forward passes; k3 is half its square
-    assert trl_task.column(trainer, "gac/kl")[0] < 1e-12
+    assert recording.column(trainer, "gac/kl")[0] < 1e-12
     assert set(trainer.state.log_history[0]) >= {
         "gac/mu_star",
         "gac/alpha",
@@ -279,7 +279,7 @@ def test_the_gate_reads_the_head_sketch(model: Path, tmp_path: Path):
         model, tmp_path, controller=METHODS["gac-gated-sketch"](), max_steps=4
     )
     trainer.train()
-    cosines = trl_task.column(trainer, "gac/cosine")
+    cosines = recording.column(trainer, "gac/cosine")
     assert any(x != 0 for x in cosines) and all(-1 <= x <= 1 for x in cosines)
 
 
@@ -300,7 +300,7 @@ def test_the_gradient_filter_reaches_each_loss(
             model, tmp_path, controller=Constant(mu=mu), gradient_filter=settings, **options
         )
         trainer.train()
-        runs.append((trl_task.column(trainer, "gac/demo_loss"), recorder.gradients[0]))
+        runs.append((recording.column(trainer, "gac/demo_loss"), recorder.gradients[0]))
     (loss, exact), (same, filtered) = runs
     assert loss == same and 0 < loss[0] < 100
     assert 1e-3 < plain.relative_error(filtered, exact) < 1
@@ -374,7 +374,6 @@ def test_earlier_versions_keep_the_loss_of_trl(model: Path, tmp_path: Path, capl
 def test_the_example_learns(tmp_path: Path):
     from examples import trl_gac
 
-    logged = trl_gac.run(8, str(tmp_path))
-    losses = [row["gac/demo_loss"] for row in logged]
+    losses = [row["gac/demo_loss"] for row in trl_gac.run(8, str(tmp_path))]
     assert len(losses) == 8
     assert losses[-1] < losses[0]

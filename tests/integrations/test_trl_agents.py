@@ -29,7 +29,7 @@ from gac.integrations.trl import FusedGRPOTrainer, GACTrainer
 from gac.methods import Constant
 from tests.integrations import trl_hub
 from tests.integrations.plain import relative_error
-from tests.integrations.trl_task import GradientRecorder
+from tests.integrations.recording import GradientRecorder
 from tests.rollouts.model_server import serving
 
 PROMPT = [{"role": "user", "content": "Simple is better"}]

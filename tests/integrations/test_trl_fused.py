@@ -114,8 +114,7 @@ def check_equal(trainer: GRPOTrainer, inputs: dict[str, Any], rtol: float = 1e-4
         )
     assert actual["gradients"].keys() == expected["gradients"].keys()
     for name, gradient in expected["gradients"].items():
-        error = (actual["gradients"][name] - gradient).norm()
-        assert error <= rtol * gradient.norm() + 1e-7, name
+        assert (actual["gradients"][name] - gradient).norm() <= rtol * gradient.norm() + 1e-7, name
 
 
 @pytest.fixture
@@ -124,8 +123,7 @@ def options(trainer: GRPOTrainer, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def set_options(**changes: Any) -> None:
         for name, value in changes.items():
-            in_args = name.startswith("args_")
-            owner = trainer.args if in_args else trainer
+            owner = trainer.args if name.startswith("args_") else trainer
             monkeypatch.setattr(owner, name.removeprefix("args_"), value, raising=False)
 
     monkeypatch.setattr(trainer, "current_gradient_accumulation_steps", 3, raising=False)
@@ -261,8 +259,7 @@ def test_the_fused_loss_accepts_labeled_tokens_only_or_all_positions():
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs)
     truth = (hidden[:, -4:] @ weight.T).log_softmax(-1)[scored]
-    expected = truth.gather(1, targets[scored][:, None])[:, 0]
-    torch.testing.assert_close(results[1][0], expected)
+    torch.testing.assert_close(results[1][0], truth.gather(1, targets[scored][:, None])[:, 0])
 
 
 @needs_own_head

@@ -18,7 +18,7 @@ from gac.integrations.trl import (  # noqa: E402 - after the skip
     FusedGRPOTrainer,
     apply_fused_head,
 )
-from tests.integrations import plain, tiny, trl_task  # noqa: E402 - after the skip
+from tests.integrations import plain, recording, tiny, trl_task  # noqa: E402 - after the skip
 
 MODELS: dict[str, dict[str, Any]] = {
     "tied": {},
@@ -63,8 +63,8 @@ def test_gradients_equal_those_of_trl(models: dict[str, Path], tmp_path: Path, n
     for a, b in zip(actual.gradients, expected.gradients, strict=True):
         assert plain.relative_error(a, b) < tolerance
     for column in ("loss", "entropy", "clip_ratio/region_mean"):
-        assert trl_task.column(fused, column) == pytest.approx(
-            trl_task.column(own, column), rel=tolerance, abs=tolerance
+        assert recording.column(fused, column) == pytest.approx(
+            recording.column(own, column), rel=tolerance, abs=tolerance
         )
 
 
@@ -74,7 +74,7 @@ def test_resuming_is_exact(models: dict[str, Path], tmp_path: Path):
     for checkpoint in (None, str(tmp_path / "checkpoint-1")):
         trainer, _ = trl_task.make_trainer(models["tied"], tmp_path, FusedGRPOTrainer, **options)
         trainer.train(resume_from_checkpoint=checkpoint)
-        weights.append(trl_task.weights(trainer))
+        weights.append(recording.weights(trainer))
     for name, weight in weights[0].items():
         assert torch.equal(weights[1][name], weight), name
 

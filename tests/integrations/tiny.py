@@ -42,10 +42,9 @@ def write_model(folder: Path, model_type: str = "qwen2", **changes: Any) -> None
 
 def demonstrations() -> list[dict[str, str]]:
     """Twelve demonstrations of different lengths."""
-    problems = task.rows(random.Random(1), ["-"] * 12, {"-": 0.3})
     return [
         {"prompt": row["prompt"], "completion": row["solution"][: 3 + 2 * (i % 3)]}
-        for i, row in enumerate(problems)
+        for i, row in enumerate(task.rows(random.Random(1), ["-"] * 12, {"-": 0.3}))
     ]
 
 

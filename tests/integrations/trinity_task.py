@@ -17,6 +17,7 @@ from trinity.common.experience import EID, Experience
 
 from examples import trinity_cpu
 from gac.integrations import trinity as gac_trinity
+from tests.integrations.recording import full_weights, record_full_gradients
 
 
 class Buffer:
@@ -103,15 +104,7 @@ def main(model: str, out: str, micro: str) -> None:
     dist.init_process_group("gloo")
     method = {"name": "gac", "update_every": 2}
     trainer = worker(model, f"{out}/state", method=method, kl_coef=0.05)
-    gradients: list[dict[str, torch.Tensor]] = []
-    optimizer_step = trainer.engine.optimizer_step
-
-    def recording_step() -> Any:
-        named = trainer.engine.module.named_parameters()
-        gradients.append({n: p.grad.full_tensor().clone() for n, p in named})
-        return optimizer_step()
-
-    trainer.engine.optimizer_step = recording_step
+    gradients = record_full_gradients(trainer)
 
     def run(actor: Any, steps: range) -> list[dict[str, Any]]:
         logs = []
@@ -132,16 +125,12 @@ def main(model: str, out: str, micro: str) -> None:
         run(without_state, range(3, 4))
     except FileNotFoundError as error:
         error_message = str(error)
-    weights = [
-        {n: p.detach().full_tensor() for n, p in actor.engine.module.named_parameters()}
-        for actor in (trainer, resumed)
-    ]
     torch.save(
         {
             "gradient": gradients[0],
             "logs": logs,
             "repeated": repeated,
-            "weights": weights,
+            "weights": [full_weights(actor) for actor in (trainer, resumed)],
             "error_message": error_message,
         },
         Path(out) / f"rank{dist.get_rank()}.pt",

@@ -10,13 +10,14 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
 from gac.data.rows import Row
 from gac.demo import task
 from gac.integrations.trl import FusedGRPOTrainer, GACTrainer
 from gac.methods import GAC, Constant
+from tests.integrations.recording import GradientRecorder, column, weights
 from tests.integrations.tiny import demonstrations
 
 TEMPERATURE = 0.7
@@ -33,17 +34,6 @@ def demos() -> Dataset:
 
 def digit_fraction(completions: list[str], **_: Any) -> list[float]:
     return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]
-
-
-class GradientRecorder(TrainerCallback):
-    """Records the gradient of each optimizer step."""
-
-    def __init__(self) -> None:
-        self.gradients: list[dict[str, Tensor]] = []
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        named = kwargs["model"].named_parameters()
-        self.gradients.append({n: p.grad.clone() for n, p in named if p.grad is not None})
 
 
 class RecordingTrainer(GACTrainer):
@@ -118,15 +108,6 @@ def make_trainer(
         **gac_options,
     )
     return trainer, recorder
-
-
-def column(trainer: Any, name: str) -> list[float]:
-    """The logged values of `name`, one per step."""
-    return [row[name] for row in trainer.state.log_history if name in row]
-
-
-def weights(trainer: Any) -> dict[str, Tensor]:
-    return {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
 
 
 def sharded_gradients(model: Path, out: Path) -> list[dict[str, Tensor]]:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from examples import verl_cpu
+from tests.integrations.recording import full_weights, record_full_gradients
 
 TEMPERATURE = 0.7
 
@@ -50,20 +51,6 @@ def actor(model: str, *overrides: str) -> Any:
     )
 
 
-def record_gradients(trainer: Any) -> list[dict[str, torch.Tensor]]:
-    """Return a list to which each optimizer step appends its full gradient."""
-    gradients: list[dict[str, torch.Tensor]] = []
-    optimizer_step = trainer.engine.optimizer_step
-
-    def recording_step() -> Any:
-        named = trainer.engine.module.named_parameters()
-        gradients.append({name: p.grad.full_tensor().clone() for name, p in named})
-        return optimizer_step()
-
-    trainer.engine.optimizer_step = recording_step
-    return gradients
-
-
 def gac_overrides(demos: str, *overrides: str) -> list[str]:
     """The configuration overrides that a user adds to a verl command."""
     loss = "actor_rollout_ref.actor.policy_loss"
@@ -85,15 +72,11 @@ def run(worker: Any, rows: list[dict[str, Any]], steps: int) -> list[dict[str, A
     return logs
 
 
-def full_weights(worker: Any) -> dict[str, torch.Tensor]:
-    return {n: p.detach().full_tensor() for n, p in worker.engine.module.named_parameters()}
-
-
 def resumed(model: str, demos: str, out: str, *overrides: str) -> dict[str, Any]:
     """Four steps with a checkpoint after two, then the last two again from that checkpoint."""
     options = gac_overrides(demos, *overrides)
     trainer = actor(model, *options)
-    gradients, mixer = record_gradients(trainer), trainer.mixture.mixer
+    gradients, mixer = record_full_gradients(trainer), trainer.mixture.mixer
     draw, drawn_demos = mixer.draw, []
     mixer.draw = lambda: drawn_demos.append(draw()) or drawn_demos[-1]
     rows = rollouts()[dist.get_rank() :: dist.get_world_size()]
@@ -133,7 +116,7 @@ def gradients_per_loss_mode(model: str, demos: str, out: str, *names: str) -> di
         pair = []
         for options in ([mode, micro], gac_overrides(demos, mode, micro, constant)):
             trainer = actor(model, *options)
-            gradients = record_gradients(trainer)
+            gradients = record_full_gradients(trainer)
             run(trainer, rollouts(), 1)
             pair.append(gradients[0])
         result[name] = tuple(pair)

@@ -116,16 +116,14 @@ def test_strided_rows(name: str, backend: str) -> None:
 @pytest.mark.parametrize("name", ["entropy", "packed", "masked-tiles"])
 def test_token_logprobs(name: str, dtype: torch.dtype, backend: str) -> None:
     """Both outputs are differentiable; a row with zero upstream gradient gets a zero gradient."""
-    case = BY_NAME[name]
-    batch = build(case)
+    batch = build(BY_NAME[name])
     logits = batch.logits()
     upstream = torch.randn(2, *batch.targets.shape)
     upstream[:, 0] = 0
 
     def run(call, x, **keywords):
         outputs = call(x, batch.targets, temperature=0.7, **keywords)
-        grad_outputs = list(upstream.to(outputs[0].dtype))
-        return outputs, torch.autograd.grad(outputs, x, grad_outputs)
+        return outputs, torch.autograd.grad(outputs, x, list(upstream.to(outputs[0].dtype)))
 
     truth, d_truth = run(reference.token_logprobs, logits.detach().double().requires_grad_())
     same_dtype, d_same_dtype = run(reference.token_logprobs, logits)
@@ -199,8 +197,7 @@ def test_mu_of_0_or_1_removes_a_term(mu: float | torch.Tensor, backend: str) -> 
     batch.keywords["mu"] = mu
     out, (grad,) = loss_and_grad(fused_gac_loss, logits, batch, backend=backend)
     removed = ~batch.is_demo if mu == 1 else batch.is_demo
-    remaining_loss = out.demo_loss if mu == 1 else out.rollout_loss
-    assert torch.equal(out.loss, remaining_loss)
+    assert torch.equal(out.loss, out.demo_loss if mu == 1 else out.rollout_loss)
     assert (grad[removed] == 0).all() and (grad[~removed].abs().sum() > 0).item()
 
 

@@ -88,15 +88,13 @@ def test_small_probabilities_keep_relative_accuracy() -> None:
 
 
 def test_results_are_bitwise_equal_for_any_thread_count() -> None:
-    case = dataclasses.replace(BY_NAME["all options"], vocabulary=4099, lengths=(20,) * 6)
-    batch = build(case)
+    batch = build(dataclasses.replace(BY_NAME["all options"], vocabulary=4099, lengths=(20,) * 6))
     before = torch.get_num_threads()
     results = []
     try:
         for threads in (1, 2, 2):
             torch.set_num_threads(threads)
-            logits = batch.logits()
-            results.append(loss_and_grad(fused_gac_loss, logits, batch, backend="native"))
+            results.append(loss_and_grad(fused_gac_loss, batch.logits(), batch, backend="native"))
     finally:
         torch.set_num_threads(before)
     (first, grad), *others = results

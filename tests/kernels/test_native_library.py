@@ -171,8 +171,7 @@ def test_fake_tensors_are_rejected() -> None:
     ("ends", "message"), (([0, 2, 1], "decreases"), ([0, 2, 4], "must .* end at N"))
 )
 def test_invalid_offsets_are_not_followed(ends: list[int], message: str) -> None:
-    is_demo = torch.tensor([False, True])
-    inputs = BatchInputs(torch.zeros(3).long(), torch.zeros(2), is_demo)
+    inputs = BatchInputs(torch.zeros(3).long(), torch.zeros(2), torch.tensor([False, True]))
     with pytest.raises(RuntimeError, match=message):
         cpu.plan(inputs._replace(cu_seqlens=torch.tensor(ends)), LossSpec())
 

@@ -95,8 +95,7 @@ def batches(draw: st.DrawFn) -> Batch:
         "logit_scale": draw(st.sampled_from([1.0, 0.5])),
         "softcap": draw(st.sampled_from([None, 3.0])),
     }
-    x = leaves[0] @ leaves[1].T + leaves[2]
-    logps, _ = distributions(x, targets, spec, **scaling)
+    logps, _ = distributions(leaves[0] @ leaves[1].T + leaves[2], targets, spec, **scaling)
 
     def near(spread: float) -> Tensor:
         return logps + spread * torch.randn(tokens, generator=g)
@@ -230,8 +229,7 @@ def make(spec: LossSpec, **keywords: Any) -> tuple[Batch, Tensor]:
     leaves = tuple(torch.randn(*s, generator=g) for s in ((12, H), (V, H), (V,)))
     targets = torch.randint(V, (12,), generator=g)
     inputs = targets, torch.tensor([1.0, -1.0, 0.5]), torch.zeros(3).bool()
-    x = leaves[0] @ leaves[1].T + leaves[2]
-    logps, _ = distributions(x, targets, spec, 1.0, None)
+    logps, _ = distributions(leaves[0] @ leaves[1].T + leaves[2], targets, spec, 1.0, None)
     keywords = {"spec": spec, "mu": 0.3, "cu_seqlens": torch.tensor([0, 4, 8, 12]), **keywords}
     return Batch(leaves, inputs, keywords, [4, 8, 12]), logps
 
@@ -390,8 +388,7 @@ def test_weights_affect_no_statistic(backend: str) -> None:
     hidden, weight, bias = batch.leaves
     x = hidden @ weight.T + bias
     plain = fused_gac_loss(x, *batch.inputs, **keywords)
-    weights = torch.tensor([0.0, 3.0, 0.5])
-    weighted = fused_gac_loss(x, *batch.inputs, **keywords, weights=weights)
+    weighted = fused_gac_loss(x, *batch.inputs, **keywords, weights=torch.tensor([0.0, 3.0, 0.5]))
     assert weighted.loss != plain.loss
     assert torch.equal(weighted.clip_fraction, plain.clip_fraction) and plain.clip_fraction > 0
     assert_near("kl", weighted.kl, plain.kl, 1e-6)

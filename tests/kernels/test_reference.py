@@ -84,8 +84,7 @@ def test_rollout_token(name: str) -> None:
 
 def test_missing_old_logps_mean_on_policy() -> None:
     """Without old_logps, the ratio is 1 and has a gradient."""
-    actual = one_token(0.25, LossSpec(), advantage=2.0)
-    assert actual == pytest.approx((-2.0, -2.0), rel=1e-12)
+    assert one_token(0.25, LossSpec(), advantage=2.0) == pytest.approx((-2.0, -2.0), rel=1e-12)
 
 
 ESTIMATORS = {
@@ -149,10 +148,9 @@ REDUCTIONS = {
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_reduction(name: str) -> None:
     spec, norm, loss = REDUCTIONS[name]
-    targets = torch.tensor([[0, 1, 0], [1, -100, -100], [-100, -100, -100]])
     out = reference.fused_gac_loss(
         torch.randn(3, 3, 2),
-        targets,
+        torch.tensor([[0, 1, 0], [1, -100, -100], [-100, -100, -100]]),
         torch.ones(3),
         torch.zeros(3, dtype=torch.bool),
         spec=spec,
@@ -231,8 +229,7 @@ def test_detached_weights_match_the_closed_form_gradient(weight: DemoWeight) -> 
     """The gradient is c_t (onehot - softmax) / temperature / number of tokens."""
     spec = LossSpec(demo_weight=weight, demo_shape=0.2, temperature=1.3)
     logits, arguments = small_batch(spec=spec, is_demo=torch.ones(5, dtype=torch.bool), mu=1.0)
-    out = reference.fused_gac_loss(logits, **arguments)
-    (grad,) = torch.autograd.grad(out.loss, logits)
+    (grad,) = torch.autograd.grad(reference.fused_gac_loss(logits, **arguments).loss, logits)
     targets = arguments["targets"]
     mask = targets != -100
     softmax = (logits.detach() / 1.3).softmax(-1)
@@ -271,14 +268,12 @@ def test_float16_scales_keep_weights_and_weighted_advantages_in_range(
     inv_scale, scaled = scale_for_float16(tokens, spec, torch.float16)
     assert inv_scale == power and scaled.scale.tolist() == [torch.tensor(scale) / power, 0]
     assert scale_for_float16(tokens, spec, torch.bfloat16) == (None, tokens)
-    empty = tokens.at(slice(0, 0))
-    assert scale_for_float16(empty, spec, torch.float16)[0] == 1
+    assert scale_for_float16(tokens.at(slice(0, 0)), spec, torch.float16)[0] == 1
 
 
 def test_only_the_loss_requires_grad() -> None:
     logits, arguments = small_batch()
-    out = reference.fused_gac_loss(logits, **arguments)
-    fields = out._asdict().items()
+    fields = reference.fused_gac_loss(logits, **arguments)._asdict().items()
     attached = [n for n, x in fields if isinstance(x, torch.Tensor) and x.requires_grad]
     assert attached == ["loss"]
 

@@ -135,8 +135,7 @@ def test_sketch_changes_no_other_output_and_is_deterministic(backend):
     plain.loss.backward()
     assert torch.equal(sketched_batch.weight.grad, plain_batch.weight.grad)
     assert torch.equal(sketched_batch.hidden.grad, plain_batch.hidden.grad)
-    repeated = call(build(WIDE), backend=backend, sketch=SKETCH)
-    assert torch.equal(sketched.sketch, repeated.sketch)
+    assert torch.equal(sketched.sketch, call(build(WIDE), backend=backend, sketch=SKETCH).sketch)
     assert not sketched.sketch.requires_grad
 
 
@@ -196,8 +195,7 @@ def test_inner_products_are_unbiased():
     batch = build(CASES[0])
     grads = []
     for s, is_demo in enumerate(batch.is_demo.tolist()):
-        part = only_sequence(batch, s)
-        out = call(part, mu=float(is_demo), **norms(batch, CASES[0].spec))
+        out = call(only_sequence(batch, s), mu=float(is_demo), **norms(batch, CASES[0].spec))
         grads.append(torch.autograd.grad(out.loss, batch.weight)[0].flatten())
     truth = torch.stack(grads) @ torch.stack(grads).T
     sketches = [call(batch, sketch=HeadSketch(16, seed)).sketch.flatten(1) for seed in range(400)]

@@ -123,8 +123,7 @@ def run_groups(data, settings):
     leaves = [data["hidden"] * (1 + pair), *shards]
     rest = {k: x for k, x in data.items() if k not in ("hidden", "weight", "bias")}
     results = evaluate(vocab_parallel_gac_loss, *leaves, group=groups[pair], **rest, **settings)
-    merged = moments_of_rank(rank).all_reduce(groups[pair])
-    return *results, merged.totals.tolist()
+    return *results, moments_of_rank(rank).all_reduce(groups[pair]).totals.tolist()
 
 
 def moments_of_rank(rank):

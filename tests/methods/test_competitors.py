@@ -237,8 +237,7 @@ def test_dypo_contrasts_successes_and_failures_of_one_prompt() -> None:
     targets = torch.zeros(7, 1, dtype=torch.int64)
     units = torch.tensor([7, 7, 7, 2, 2, 2, 5])
     advantages = torch.tensor([1.0, -1.0, -1.0, -1.0, 1.0, 0.0, 1.0])
-    demos = torch.arange(7) == 6
-    batch = Batch({}, targets, advantages, demos, tuple(range(7)), units, None)
+    batch = Batch({}, targets, advantages, torch.arange(7) == 6, tuple(range(7)), units, None)
     loss, head = method.loss(LossSpec()), Head(None, logits=logits)
     norms = TermPair(demo=1.0, rollout=6.0)
     out = custom_loss(loss.token, head, None, batch, 0.5, None, ref, loss.spec, norms)

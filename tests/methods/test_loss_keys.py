@@ -16,8 +16,8 @@ from gac.models.head import Head
 from gac.train_config import LossConfig
 from gac.training.trainer import Trainer
 from gac_kernels import LossSpec
-from tests.methods.published import LOSSES, constant_sum, row_terms
-from tests.methods.test_methods_values import assert_close, gradient, one_step
+from tests.methods.published import LOSSES, constant_sum
+from tests.methods.test_methods_values import assert_close, gradient, one_step_terms
 from tests.tiny import metrics, tiny_config
 
 KEYS: dict[str, dict[str, Any]] = {
@@ -68,8 +68,7 @@ REDUCTIONS = {
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_penalties_are_added_to_custom_losses(name, task, tmp_path):
     keys = {"kl_coef": 0.3, "kl_estimator": "k1", "entropy_coef": 0.2}
-    _, rows, grads, model = one_step(name, task, tmp_path, loss=keys)
-    terms = [row_terms(model, model, row) for row in rows]
+    _, terms, grads, model = one_step_terms(name, task, tmp_path, loss=keys)
     penalties = [
         (0.3 * (r.logp - r.ref) - 0.2 * r.entropy)[~r.demo] for r in terms if not r.row.is_demo
     ]

@@ -233,8 +233,7 @@ def test_advantages_are_those_of_the_group(name: str) -> None:
         expected = group_credit(rewards, demos, kind)._asdict()
         for field, value in METHODS[name]().credit(rewards, demos, kind)._asdict().items():
             assert field in CHANGED.get(name, ()) or torch.equal(value, expected[field]), field
-    zeros = METHODS["sdar"]().credit(rewards, None, kind).demo_weight
-    assert zeros.tolist() == [0.0, 0.0]
+    assert METHODS["sdar"]().credit(rewards, None, kind).demo_weight.tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("name", ["hpt", "superrl", "relift", "dypo", "srft"])

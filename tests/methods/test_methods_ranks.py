@@ -36,7 +36,6 @@ def test_two_ranks_match_a_single_process(task, tmp_path, name):
     changes = {"method": method, "loss": {}, "micro_batch_size": 3, "eval": {}}
     single = ranks.run(train_steps, config(task, tmp_path / "1", **changes), STEPS, ranks=1)[0]
     for parallel in (FSDP, {}) if name in UNEVEN else (FSDP,):
-        out = tmp_path / f"2 {parallel}"
-        two_rank_config = config(task, out, parallel=parallel, **changes)
+        two_rank_config = config(task, tmp_path / f"2 {parallel}", parallel=parallel, **changes)
         for rank in ranks.run(train_steps, two_rank_config, STEPS, ranks=2):
             assert_same(single, rank)

@@ -39,7 +39,7 @@ from tests.methods.published import (
     surrogate,
     uft,
 )
-from tests.tiny import tiny_config
+from tests.tiny import take_steps, tiny_config
 
 BIASED = {
     "estimator": "biased",
@@ -79,9 +79,7 @@ def one_step(
         **changes,
     )
     trainer = Trainer(config)
-    for _ in range(first):
-        trainer._train_step()
-        trainer.step += 1
+    take_steps(trainer, first)
     before = copy.deepcopy(trainer.model).double()
     # the patched forwards still call the original model
     del before.forward, before.get_output_embeddings().forward
@@ -104,6 +102,13 @@ def one_step(
         patch.setattr(trainer.gradients.__class__, "__call__", record_rows)
         trainer._train_step()
     return trainer, rows, grads, before
+
+
+def one_step_terms(*arguments, **options) -> tuple[Trainer, list[RowTerms], list[Tensor], object]:
+    """`one_step`, with the terms of each row in place of the rows."""
+    trainer, rows, grads, model = one_step(*arguments, **options)
+    # before the first step, the model equals the reference
+    return trainer, [row_terms(model, model, row) for row in rows], grads, model
 
 
 def gradient(loss: Tensor, model, retain_graph: bool = False) -> list[Tensor]:
@@ -134,9 +139,7 @@ def halves(rows: list[RowTerms]) -> tuple[list[RowTerms], list[RowTerms]]:
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_step_gradient_matches_the_published_loss(name, task, tmp_path):
-    _, rows, grads, model = one_step(name, task, tmp_path)
-    # before the first step, the model equals the reference
-    terms = [row_terms(model, model, row) for row in rows]
+    _, terms, grads, model = one_step_terms(name, task, tmp_path)
     assert_close(grads, gradient(LOSSES[name](terms), model))
 
 
@@ -146,10 +149,10 @@ OFF_POLICY += ["relift", "trapo", "uft", "prefix-rft"]
 
 @pytest.mark.parametrize("name", OFF_POLICY)
 def test_reused_rollouts_have_the_published_ratio_and_clip(name, task, tmp_path):
-    _, rows, grads, model = step = one_step(
+    trainer, rows, grads, model = one_step(
         name, task, tmp_path, first=1, optim={"lr": 0.03, "warmup_steps": 0, "max_grad_norm": 0}
     )
-    old = step[0].seen.old_logps
+    old = trainer.seen.old_logps
     terms = [
         row_terms(model, model, row, name, None if row.is_demo else old[row.sequence])
         for row in rows
@@ -160,15 +163,13 @@ def test_reused_rollouts_have_the_published_ratio_and_clip(name, task, tmp_path)
 
 
 def test_hinted_rows_keep_their_rollout_gradient(task, tmp_path):
-    _, rows, grads, model = one_step("uft", task, tmp_path, {"coef": 0.0})
-    terms = [row_terms(model, model, row) for row in rows]
+    _, terms, grads, model = one_step_terms("uft", task, tmp_path, {"coef": 0.0})
     assert_close(grads, gradient(uft(terms, 0.0), model))
 
 
 @pytest.mark.parametrize("name", [n for n, f in SOLVERS.items() if f])
 def test_combined_gradient_is_the_weighted_sum_of_the_two(name, task, tmp_path):
-    trainer, rows, grads, model = one_step(name, task, tmp_path)
-    terms = [row_terms(model, model, row) for row in rows]
+    trainer, terms, grads, model = one_step_terms(name, task, tmp_path)
     s, r = gradient(nll(terms), model), gradient(policy_gradient(terms), model)
     a, b, c = inner_product(s, s), inner_product(s, r), inner_product(r, r)
     w_s, w_r = SOLVERS[name](a, b, c)
@@ -178,8 +179,7 @@ def test_combined_gradient_is_the_weighted_sum_of_the_two(name, task, tmp_path):
 
 
 def test_sdmgrad_takes_its_weights_from_halves_of_the_batch(task, tmp_path):
-    _, rows, grads, model = one_step("sdmgrad", task, tmp_path)
-    terms = [row_terms(model, model, row) for row in rows]
+    _, terms, grads, model = one_step_terms("sdmgrad", task, tmp_path)
     demos, rollouts = ([r for r in terms if r.row.is_demo == kind] for kind in (True, False))
     tokens, n = sum(r.n for r in demos), len(rollouts)
     losses = [2 * -sum(r.logp.sum() for r in part) / tokens for part in halves(demos)]
@@ -204,9 +204,8 @@ def test_gradient_source_receives_exact_inner_products(task, tmp_path, monkeypat
         "read",
         lambda self, e, s: (calls.append((e, read(self, e, s))), calls[-1][1])[1],
     )
-    _, rows, _, model = one_step("gac", task, tmp_path, BIASED)
+    _, terms, _, model = one_step_terms("gac", task, tmp_path, BIASED)
     evidence, (reading, _) = calls[0]
-    terms = [row_terms(model, model, row) for row in rows]
     demos, rollouts = ([r for r in terms if r.row.is_demo == kind] for kind in (True, False))
     tokens, n = sum(r.n for r in demos), len(rollouts)
     losses = [2 * -sum((phi(r.p) * r.logp).sum() for r in part) / tokens for part in halves(demos)]
@@ -422,16 +421,14 @@ def test_sft_light_stops_on_a_plateau():
 
 
 def test_sft_budgets_end_after_their_epochs(task, tmp_path):
-    fields = {"examples": 10, "epochs": 3}
-    method = {"name": "sft-best", **fields}
+    method = {"name": "sft-best", "examples": 10, "epochs": 3}
     trainer = Trainer(tiny_config(task, tmp_path, method=method, eval={}, steps=100))
     assert len(trainer.feed.demos) == 10 and trainer.feed.steps == 3 * 10 // 4
 
 
 def test_hpt_soft_gate_weights_rollouts_and_demos(task, tmp_path):
-    table = (0.9, 0.6, 0.3, 0.1, 0.0)
-    _, rows, grads, model = one_step("hpt", task, tmp_path, fields={"correct": 0.3, "table": table})
-    terms = [row_terms(model, model, row) for row in rows]
+    fields = {"correct": 0.3, "table": (0.9, 0.6, 0.3, 0.1, 0.0)}
+    _, terms, grads, model = one_step_terms("hpt", task, tmp_path, fields=fields)
     assert {round(r.row.weight, 6) for r in terms if r.row.is_demo} <= {0.9, 0.6, 0.3, 0.1}
     assert len({r.row.weight for r in terms}) > 3
     rollouts = [r for r in terms if not r.row.is_demo]

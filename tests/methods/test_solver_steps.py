@@ -151,8 +151,7 @@ def test_uncertainty_step_is_the_gradient_of_its_loss() -> None:
     s = torch.tensor([0.3, -0.4], dtype=torch.float64, requires_grad=True)
     values = torch.tensor([2.0, 0.1], dtype=torch.float64)
     (0.5 * torch.exp(-s) * values + 0.5 * s).sum().backward()
-    method = METHODS["uncertainty"](lr=0.1)
-    state, _ = method.mix({"log_variances": [0.3, -0.4]}, seen(2.0, 0.1))
+    state, _ = METHODS["uncertainty"](lr=0.1).mix({"log_variances": [0.3, -0.4]}, seen(2.0, 0.1))
     assert state["log_variances"] == pytest.approx((s - 0.1 * s.grad).tolist(), abs=1e-15)
 
 
@@ -236,8 +235,7 @@ def test_famo_floors_and_equal_decreases() -> None:
 
 
 def torchjd_scalarization():
-    reason = "torchjd is an optional test oracle"
-    return pytest.importorskip("torchjd.scalarization", reason=reason)
+    return pytest.importorskip("torchjd.scalarization", reason="torchjd is an optional test oracle")
 
 
 def torchjd_weights(scalarizer, pair) -> list[float]:
@@ -270,11 +268,9 @@ def test_uncertainty_weighting_agrees_with_torchjd() -> None:
 
 def test_famo_agrees_with_torchjd_over_a_resumed_run() -> None:
     scalarizer, state = torchjd_scalarization().FAMO(2).double(), {}
-    pairs = losses(41)
-    for t, (before, after) in enumerate(itertools.pairwise(pairs)):
+    for t, (before, after) in enumerate(itertools.pairwise(losses(41))):
         state = restored(state) if t == 20 else state
         torchjd_weights(scalarizer, before)
         scalarizer.update(torch.tensor(after, dtype=torch.float64))
         state, mix = famo_step(state, before, after)
-        expected = torchjd_weights(scalarizer, before)
-        assert weights_of(mix) == pytest.approx(expected, abs=1e-9)
+        assert weights_of(mix) == pytest.approx(torchjd_weights(scalarizer, before), abs=1e-9)

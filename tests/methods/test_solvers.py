@@ -173,8 +173,7 @@ def weights_of(name, gram, **fields):
 
 def test_unit_rl_changes_mgda_but_not_nash() -> None:
     for gram in random_grams(50):
-        nash = weights_of("nash-mtl", gram, unit_rl=True)
-        assert nash == pytest.approx(nash_mtl(gram), rel=1e-9)
+        assert weights_of("nash-mtl", gram, unit_rl=True) == pytest.approx(nash_mtl(gram), rel=1e-9)
     s, r = weights_of("mgda", Gram(4.0, 0.0, 9.0), unit_rl=True)  # norms 2 and 1: 1/5 and 4/5
     assert (s, r) == pytest.approx((0.2, 0.8 / 3), abs=1e-15)
     assert weights_of("mgda", Gram(4.0, 0.0, 0.0), unit_rl=True) == (0.0, 1.0)
@@ -193,8 +192,7 @@ def test_aligned_mtl_makes_the_gram_matrix_a_multiple_of_the_identity(mode: str)
         values = torch.linalg.eigvalsh(matrix)
         scale = values[0] if mode == "min" else values.mean()
         identity = torch.eye(2, dtype=torch.float64)
-        aligned = balance @ matrix @ balance
-        assert torch.allclose(aligned / scale, identity, atol=1e-6), gram
+        assert torch.allclose(balance @ matrix @ balance / scale, identity, atol=1e-6), gram
 
 
 def test_sdmgrad_without_regularization_is_mgda() -> None:
@@ -212,8 +210,7 @@ def test_sdmgrad_matches_its_converged_inner_loop() -> None:
         for _ in range(4000):
             u, v = x + 0.15, 1 - x + 0.15
             x = min(max(x - 0.05 * ((ss - rs) * u + (sr - rr) * v) / 2, 0.0), 1.0)
-        expected = (x + 0.15) / 1.3
-        assert halves(((ss, sr), (rs, rr)))[0] == pytest.approx(expected, abs=1e-6)
+        assert halves(((ss, sr), (rs, rr)))[0] == pytest.approx((x + 0.15) / 1.3, abs=1e-6)
     assert saddles > 10
 
 
@@ -296,8 +293,7 @@ def test_zero_equal_and_opposite_gradients(solve, gram, expected) -> None:
 @pytest.mark.parametrize("scale", [0.0, 1e-300, 1e-20, 1e20, 1e300])
 def test_extreme_sizes_give_finite_weights(solve, scale: float) -> None:
     for cosine in (-1.0, -0.5, 0.0, 1.0):
-        weights = solve(Gram(scale, cosine * scale, scale))
-        assert all(map(math.isfinite, weights))
+        assert all(map(math.isfinite, solve(Gram(scale, cosine * scale, scale))))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

@@ -20,27 +20,13 @@ from gac.models.causal_lm import (
 from gac.models.config import LoraConfig, ModelConfig
 from gac.models.source import check_files
 from gac_kernels import reference
-
-SMALL = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-    "bos_token_id": 2,
-    "max_position_embeddings": 64,
-}
+from tests.tiny import SMALL
 
 
 def make(kind: str, **changes):
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **{**SMALL, **changes})
-    model = AutoModelForCausalLM.from_config(config)
-    return model.eval()
+    return AutoModelForCausalLM.from_config(config).eval()
 
 
 def check(model, tolerance: float = 1e-5):

@@ -99,8 +99,7 @@ def test_the_base_of_adapters(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert base_folder(str(tmp_path)) == str(tmp_path)
     for base, expected in (("other", "other"), (None, str(tmp_path))):
-        text = json.dumps({"base_model_name_or_path": base})
-        (tmp_path / "adapter_config.json").write_text(text)
+        (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
         assert base_folder(str(tmp_path)) == expected
     assert base_folder("owner/not-in-the-cache") == "owner/not-in-the-cache"
 

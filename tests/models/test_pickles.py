@@ -90,8 +90,7 @@ CASES: dict[str, Callable[[Path, Code], Callable[[], Any]]] = {
 def test_a_pickle_with_code_is_refused(case: str, tmp_path: Path) -> None:
     ran = tmp_path / "ran"
     load = CASES[case](tmp_path / "files", Code(ran))
-    expected = (UserError, OSError, pickle.UnpicklingError)
-    with pytest.raises(expected) as raised:
+    with pytest.raises((UserError, OSError, pickle.UnpicklingError)) as raised:
         load()
     assert not ran.exists()
     if "refused" in case:

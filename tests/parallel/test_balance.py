@@ -12,7 +12,7 @@ from gac.rollouts.generation import Completion
 from gac.training.trainer import Trainer
 from tests import ranks
 from tests.parallel.test_distributed import assert_same, config, full_tensor
-from tests.tiny import TIMING_KEYS
+from tests.tiny import TIMING_KEYS, take_steps
 
 
 def random_rows(number: int, seed: int = 0) -> list[Row]:
@@ -139,10 +139,7 @@ def four_steps(run_config):
     named = trainer.model.named_parameters()
     weights = {n.removeprefix("module."): full_tensor(p) for n, p in named}
     resumed = Trainer(run_config)
-    repeated = []
-    while resumed.step < 4:
-        repeated.append(resumed._train_step())
-        resumed.step += 1
+    repeated = take_steps(resumed, 4 - resumed.step)
     assert list(map(without_timing, repeated)) == list(map(without_timing, rows[2:]))
     return rows, grads[0], weights, [*zip(before, after[::2], strict=True)]  # sampled every 2 steps
 

@@ -14,7 +14,7 @@ from gac.rollouts import engines
 from gac.rollouts.generation import Completion
 from gac.training.trainer import Trainer
 from tests import ranks
-from tests.tiny import TIMING_KEYS, digit_reward, tiny_config, with_config
+from tests.tiny import TIMING_KEYS, digit_reward, take_steps, tiny_config, with_config
 
 pytestmark = pytest.mark.dist
 STEPS = 3
@@ -49,10 +49,7 @@ def train_steps(config, steps=STEPS):
         )
 
     trainer.optimizer.register_step_pre_hook(record)
-    rows = []
-    for _ in range(steps):
-        rows.append(trainer._train_step())
-        trainer.step += 1
+    rows = take_steps(trainer, steps)
     named = {n.removeprefix("module."): p for n, p in trainer.model.named_parameters()}
     local = (p.to_local() if isinstance(p, DTensor) else p for p in named.values())
     elements = sum(x.numel() for x in local)
@@ -278,17 +275,12 @@ def test_checkpoint_loads_on_another_world_size(task, tmp_path, single_process, 
 def save_at(config, steps):
     engines.generate = fixed_responses
     trainer = Trainer(config)
-    for _ in range(steps):
-        trainer._train_step()
-        trainer.step += 1
+    take_steps(trainer, steps)
     trainer.save()
 
 
 def resume(config):
     engines.generate = fixed_responses
     trainer = Trainer(config)
-    rows = []
-    while trainer.step < STEPS:
-        rows.append(trainer._train_step())
-        trainer.step += 1
+    rows = take_steps(trainer, STEPS - trainer.step)
     return rows, {n: full_tensor(p) for n, p in trainer.model.named_parameters()}

@@ -79,9 +79,8 @@ def test_traffic_of_a_real_run(tmp_path, defer):
     and for the backward. FSDP pads each parameter so that every rank holds whole rows.
     """
     (tmp_path / "task").mkdir()
-    task = write_tiny(tmp_path / "task")
     run_config = config(
-        task,
+        write_tiny(tmp_path / "task"),
         tmp_path / "run",
         loss={},
         method={"name": "sft"},

@@ -60,8 +60,7 @@ def test_python_runs_as_written(page):
             continue
         if block.text.startswith(">>>"):
             test = doctest.DocTestParser().get_doctest(block.text, namespace, name(page), None, 0)
-            result = doctest.DocTestRunner().run(test, clear_globs=False)
-            assert result.failed == 0, page
+            assert doctest.DocTestRunner().run(test, clear_globs=False).failed == 0, page
             namespace |= test.globs
         else:
             exec(compile(block.text, name(page), "exec"), namespace)
@@ -78,8 +77,7 @@ def test_commands_run_as_written(page, tmp_path, monkeypatch):
     (task / "init").rename(model)
     save_weights(model)
     for block in blocks(page, "yaml"):
-        first = block.text.splitlines()[0]
-        if match := re.fullmatch(r"# (\S+\.yaml)", first):
+        if match := re.fullmatch(r"# (\S+\.yaml)", block.text.splitlines()[0]):
             Path(match[1]).write_text(block.text)
     for block in blocks(page, "sh"):
         for line in [] if block.reason else block.text.replace("\\\n", " ").splitlines():
@@ -151,8 +149,7 @@ def test_docstrings_have_one_style(location):
 @pytest.mark.slow(reason="runs the code of the pages")
 def test_the_quickstart_notebook_runs():
     """Its cells match tools.quickstart, which generates it, and run in one session."""
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    pyplot.switch_backend("agg")
+    pytest.importorskip("matplotlib.pyplot").switch_backend("agg")
     notebook = json.loads((ROOT / "examples" / "quickstart.ipynb").read_text())
     cells = tuple((c["cell_type"], "".join(c["source"])) for c in notebook["cells"])
     assert cells == quickstart.CELLS, "run python -m tools.quickstart"

@@ -16,8 +16,7 @@ def f(a, b=2):
 
 def test_each_change_is_valid_and_described() -> None:
     found = changes(TEXT)
-    described = {(change.before, change.after) for change in found}
-    assert described >= {
+    assert {(change.before, change.after) for change in found} >= {
         ("2", "3"),
         ("2", "1"),
         ("a < b", "a <= b"),
@@ -56,8 +55,7 @@ int f(const float* row, int count) {
 def test_changes_of_native_code() -> None:
     results = {NATIVE[:a] + new + NATIVE[b:] for a, b, new, _ in native_mutants.changes(NATIVE)}
     before = NATIVE.splitlines()
-    lines = {x.strip() for text in results for x in text.splitlines() if x not in before}
-    assert lines == {
+    assert {x.strip() for text in results for x in text.splitlines() if x not in before} == {
         "if (count >= 2 && !h(row)) return 3;",
         "if (count <= 2 && !h(row)) return 3;",
         "if (count > 2 || !h(row)) return 3;",

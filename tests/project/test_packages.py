@@ -97,8 +97,7 @@ def test_packages_install_and_train_outside_the_checkout(tmp_path, mode):
     assert Path(location).is_relative_to(tmp_path / "fresh") and sources == "True"
     assert capability in (("none",) if mode == "0" else ("default", "avx2", "avx512"))
 
-    task = write_tiny(tmp_path / "task")
-    config = dump(tiny_config(task, tmp_path / "run", steps=2))
+    config = dump(tiny_config(write_tiny(tmp_path / "task"), tmp_path / "run", steps=2))
     config["reward"] = {"name": "format", "pattern": "[0-9].*", "full": False}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
     output = run(python.with_name("gac"), "train", tmp_path / "run.yaml", cwd=tmp_path)

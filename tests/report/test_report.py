@@ -198,8 +198,7 @@ def test_runs_that_differ_only_by_seed_and_folder_are_one_group(tmp_path):
     data = "task/seed{}/demos.jsonl"
     paths = [write_run(tmp_path / f"gac-{s}", seed=s, data=data.format(s)) for s in (0, 1)]
     other = write_run(tmp_path / "grpo", method="grpo", data="task/seed0/demos.jsonl")
-    groups = grouped(paths[0], other, paths[1])
-    assert [(group.label, group.seeds) for group in groups] == [
+    assert [(group.label, group.seeds) for group in grouped(paths[0], other, paths[1])] == [
         ("gac (method=gac)", [0, 1]),
         ("grpo (method=grpo)", [0]),
     ]
@@ -264,8 +263,7 @@ def test_headline_names_the_leader_and_the_seed_spread(tmp_path):
     text = headline(groups, window_of([run for group in groups for run in group.runs]))
     assert "a (method=gac) with 55.0 ± 7.1%, 5.0 points above b (method=sft) (50.0%)" in text
     assert "within the spread over seeds" in text
-    single = grouped(behind[0], ahead[0])
-    assert "Without several seeds" in headline(single, window_of([]))
+    assert "Without several seeds" in headline(grouped(behind[0], ahead[0]), window_of([]))
 
 
 def test_a_single_run_has_an_interval_and_a_number_of_prompts(tmp_path):
@@ -305,8 +303,7 @@ def test_start_model_is_a_baseline_not_a_result(tmp_path):
     assert (row["start"], row["final"], row["best"]) == (0.9, 0.5, 0.6)
     assert "start accuracy %" in results_table([better_start])
     (group,) = grouped(better_start)
-    text = headline([group], window_of([run]))
-    assert re.search(r"50\.0%\. The initial model .*90\.0%", text)
+    assert re.search(r"50\.0%\. The initial model .*90\.0%", headline([group], window_of([run])))
     (steps, values), *_ = plots._curves(group, evaluation_panels([group])[0])
     assert (steps[0], values[0]) == (0, 0.9)  # the curve begins at the initial model
 
@@ -328,8 +325,7 @@ def test_unmeasured_terms_are_listed_not_plotted_as_zero(tmp_path):
     rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     lines = [json.dumps(row | {"rollout_loss": None, "reward_mean": None}) for row in rows]
     (path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    text = write_report([path], tmp_path).read_text()
-    assert "Not recorded: Reward, Policy loss." in text
+    assert "Not recorded: Reward, Policy loss." in write_report([path], tmp_path).read_text()
     assert not (tmp_path / "plots" / "policy_loss.svg").exists()
 
 
@@ -445,8 +441,7 @@ def test_a_watched_report_follows_the_runs(tmp_path):
 
 
 def test_terminal_table_is_aligned_and_complete(report):
-    text = results_table([report.parent.parent])
-    accuracy, stability = text.split("\n\n")
+    accuracy, stability = results_table([report.parent.parent]).split("\n\n")
     lines = accuracy.splitlines()
     assert len({len(line) for line in lines}) == 1
     assert "gac" in lines[2] and "55.0 ± 7.1" in lines[2] and "65.0 ± 7.1" in lines[2]

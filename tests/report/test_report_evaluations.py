@@ -27,8 +27,7 @@ def write_run(path: Path, evaluations: list[dict], tasks: list[str]) -> Path:
     config = {"method": {"name": path.name}, "eval": {"tasks": {name: {} for name in tasks}}}
     (path / "config.yaml").write_text(json.dumps(config))
     (path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 10}\n')
-    lines = [json.dumps(row) + "\n" for row in evaluations]
-    (path / "eval.jsonl").write_text("".join(lines))
+    (path / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in evaluations))
     return path
 
 
@@ -64,8 +63,7 @@ def test_table_shows_start_and_final_accuracy_of_extra_tasks(tmp_path):
     accuracy, extra, *_ = tables(group_runs(runs), window_of(runs))
     assert [c.key for c in accuracy.columns] == ["start", "final", "best", "accuracy/easy"]
     cells = {c.key: cell[0] for c, cell in zip(extra.columns, extra.cells[0], strict=True)}
-    titles = [column.title for column in extra.columns]
-    assert titles[:2] == ["start logic %", "final logic %"]
+    assert [column.title for column in extra.columns][:2] == ["start logic %", "final logic %"]
     facts = {"start/facts": 0.5, "accuracy/facts": 0.5}
     assert cells == {"start/logic": 0.8, "accuracy/logic": 0.4, **facts}
 

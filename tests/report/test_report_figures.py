@@ -122,8 +122,7 @@ def test_accuracies_and_exact_values_are_not_smoothed() -> None:
     )
     assert exact.get_ydata().tolist() == values != smoothed.get_ydata().tolist()
     assert smoothed.get_ydata()[1] == pytest.approx(1 / 1.6)  # a span of 4: decay 0.6
-    curves = [(np.arange(70.0), np.arange(70.0))]
-    axes = draw(plots._line, "x", curves, 3)
+    axes = draw(plots._line, "x", [(np.arange(70.0), np.arange(70.0))], 3)
     assert axes.lines[0].get_markevery() == (6, 10)  # markers of different groups are offset
 
 
@@ -156,8 +155,7 @@ def test_the_figures_of_a_report(tmp_path: Path, monkeypatch: Any) -> None:
     assert [drawn[f"{n}.svg"].get_size_inches().tolist() for n in names] == [
         list(plots.SMALL if n.startswith("accuracy") else plots.SIZE) for n in names
     ]
-    overview = drawn["overview.png"]
-    titles = [axes.get_title("left") for axes in overview.axes]
+    titles = [axes.get_title("left") for axes in drawn["overview.png"].axes]
     assert titles == ["Held-out accuracy", "Entropy", "Mixing weight μ"]
     panels = [panel for panel in (*plots.TRAINING, *plots.MIXING) if panel.key in files][:2]
     panels = [*panels, *panels]
@@ -231,8 +229,7 @@ def test_evaluations_are_drawn_side_by_side(monkeypatch: Any) -> None:
     figures: list[Any] = []
 
     def figure(labels: list[str], height: float, axis: str, points: Any) -> str:
-        axes = draw(points)
-        figures.append((labels, height, axes))
+        figures.append((labels, height, draw(points)))
         return "png"
 
     monkeypatch.setattr(evaluations, "interval_figure", figure)

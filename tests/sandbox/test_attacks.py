@@ -80,8 +80,7 @@ def test_there_are_enough_attacks():
 @pytest.mark.parametrize("kind", ATTACKS)
 def test_no_attack_passes_and_no_row_is_blamed(reward, kind):
     row, programs = ATTACKS[kind]
-    passing = [title for title, score in scores(reward, row, programs) if score == 1.0]
-    assert not passing
+    assert not [title for title, score in scores(reward, row, programs) if score == 1.0]
     assert reward([GOOD], [Example("row", (), "", None, None, {"tests": TESTS})]) == [1.0]
 
 
@@ -93,5 +92,4 @@ def test_programs_neither_run_in_the_judge_nor_decide_what_is_right(reward, atta
         for program in programs
     ]
     outcomes = reward([program for program, _ in pairs], [example for _, example in pairs])
-    passing = [pair for pair, score in zip(pairs, outcomes, strict=True) if score]
-    assert not passing
+    assert not [pair for pair, score in zip(pairs, outcomes, strict=True) if score]

@@ -56,8 +56,7 @@ def patched_pool(monkeypatch, patch, **options):
 def pool(request):
     with pytest.MonkeyPatch.context() as monkeypatch:
         pool = patched_pool(monkeypatch, SETUPS[request.param], workers=4)
-    layers = pool.start()
-    assert ("landlock" in layers.active) <= (request.param == "all layers")
+    assert ("landlock" in pool.start().active) <= (request.param == "all layers")
     yield pool
     pool.close()
 
@@ -167,8 +166,7 @@ def test_no_fake_passes(pool):
     fakes = all_fakes()
     programs = [Program(text) for text, _ in fakes.values()]
     outcomes = pool.map(lambda p: pool.check(p, JudgeSpec(TESTS), 1, 256), programs)
-    passing = [name for name, outcome in zip(fakes, outcomes, strict=True) if all(outcome.passed)]
-    assert not passing
+    assert not [name for name, outcome in zip(fakes, outcomes, strict=True) if all(outcome.passed)]
     assert not [outcome for outcome in outcomes if outcome.row_problem]  # that would stop training
     assert still_grades(pool)
 
@@ -181,6 +179,5 @@ def test_fakes_fool_a_grader_in_the_same_process(unprotected_pool):
     early = [name for name, (ended, _) in zip(fakes, grades, strict=True) if not ended]
     assert not early  # a program that breaks before its trick would prove nothing
     fooled = {name for name, (_, passed) in zip(fakes, grades, strict=True) if passed}
-    expected = {name for name, (_, fools) in fakes.items() if fools}
-    assert fooled == expected
+    assert fooled == {name for name, (_, fools) in fakes.items() if fools}
     assert len(fooled) >= 16

@@ -31,13 +31,6 @@ if sys.platform != "linux":
     pytest.skip("the sandbox needs Linux", allow_module_level=True)
 
 
-@pytest.fixture
-def pool():
-    pool = Pool(workers=2)
-    yield pool
-    pool.close()
-
-
 # --- protection layers and how they are reported
 # -----------------------------------------------------
 
@@ -51,7 +44,7 @@ def test_start_logs_the_layers_once(caplog, pool):
     assert {*layers.active, *layers.missing} == set(server.LAYERS)
 
 
-def test_missing_layers_are_reported(monkeypatch):
+def test_missing_layers_are_reported(monkeypatch, pool):
     patch_server(
         monkeypatch,
         """
@@ -60,12 +53,10 @@ def absent(): raise OSError(38, "Function not implemented")
 confine.landlock_abi = absent
 """,
     )
-    pool = Pool(workers=1)
     shown = str(pool.start())
     assert "no landlock: Function not implemented" in shown
     assert "no namespaces: bwrap is not installed" in shown
     assert passes(pool)
-    pool.close()
 
 
 @pytest.mark.parametrize(
@@ -102,16 +93,14 @@ confine.landlock_abi = absent
         "the server cannot start",
     ],
 )
-def test_nothing_runs_without_the_required_layers(monkeypatch, patch, message):
+def test_nothing_runs_without_the_required_layers(monkeypatch, pool, patch, message):
     patch_server(monkeypatch, patch)
     before = set(descendants(os.getpid()))
-    pool = Pool(workers=1)
     with pytest.raises(SandboxError, match=f"cannot be run safely here: .*{message}"):
         pool.start()
     with pytest.raises(SandboxError, match="cannot be run safely here"):
         passes(pool)
     assert set(descendants(os.getpid())) <= before
-    pool.close()
 
 
 def test_require_adds_required_layers(monkeypatch):
@@ -135,15 +124,13 @@ def test_namespaces_are_used_where_bubblewrap_works(pool):
     assert all(inside[name] != ours[name] for name in ours)
 
 
-def test_a_broken_bubblewrap_is_not_fatal(monkeypatch, tmp_path):
+def test_a_broken_bubblewrap_is_not_fatal(monkeypatch, tmp_path, pool):
     fake = tmp_path / "bwrap"
     fake.write_text("#!/bin/sh\necho 'bwrap: setting up uid map: Permission denied' >&2\nexit 1\n")
     fake.chmod(0o755)
     monkeypatch.setattr(shutil, "which", lambda name: str(fake))
-    pool = Pool(workers=1)
     assert "no namespaces: bwrap: setting up uid map" in str(pool.start())
     assert passes(pool)
-    pool.close()
 
 
 POD = """

@@ -36,20 +36,12 @@ ERROR_ON_FORK_WITH_THREADS = (
 )  # Python 3.12 warns when a process with threads forks; make that an error
 
 
-@pytest.fixture
-def pool():
-    pool = Pool(workers=2)
-    yield pool
-    pool.close()
-
-
 # --- process lifetimes ---------------------------------------------------------------------------
 
 
-def test_dead_server_is_restarted(monkeypatch, caplog):
+def test_dead_server_is_restarted(monkeypatch, caplog, pool):
     with monkeypatch.context() as first:
         patch_server(first, "import builtins; builtins.first_server = True")
-        pool = Pool(workers=2)
         pool.start()
     without_namespaces(monkeypatch)
     zygote = pool._server._process.pid
@@ -67,18 +59,15 @@ def test_dead_server_is_restarted(monkeypatch, caplog):
         assert running.result(60).passed == (True,)  # it was retried
     assert passes(pool)
     assert "died unexpectedly; restarting it" in caplog.text
-    pool.close()
 
 
-def test_a_server_that_always_dies_is_an_error_not_a_score(monkeypatch):
+def test_a_server_that_always_dies_is_an_error_not_a_score(monkeypatch, pool):
     patch_server(monkeypatch, "from sandbox import zygote; zygote.Zygote.work = lambda *a: exit()")
-    pool = Pool(workers=1)
     with pytest.raises(SandboxError, match="gave up after 3 attempts: the fork server died"):
         passes(pool)
-    pool.close()
 
 
-def test_failed_fork_is_an_error_not_a_score(monkeypatch):
+def test_failed_fork_is_an_error_not_a_score(monkeypatch, pool):
     patch_server(
         monkeypatch,
         "from sandbox import zygote\n"
@@ -88,10 +77,8 @@ def test_failed_fork_is_an_error_not_a_score(monkeypatch):
         "    raise OSError(11, 'Resource temporarily unavailable')\n"
         "zygote.Zygote.fork = full",
     )
-    pool = Pool(workers=1)
     with pytest.raises(SandboxError, match="3 attempts: cannot start a process: Resource"):
         passes(pool)
-    pool.close()
 
 
 NO_FILTER = "def fail(program): raise OSError(12, 'Cannot allocate memory')\n" + (
@@ -107,13 +94,11 @@ def verify_confinement(*a): zygote.Zygote.confine = fail
 
 
 @pytest.mark.parametrize("patch", [NO_FILTER, NO_JUDGE], ids=["both processes", "the judge"])
-def test_a_child_that_cannot_start_is_an_error_not_a_score(monkeypatch, patch):
+def test_a_child_that_cannot_start_is_an_error_not_a_score(monkeypatch, pool, patch):
     imports = "from sandbox import zygote, confine\n"
     patch_server(monkeypatch, f"{imports}{patch}\nconfine.verify_confinement = verify_confinement")
-    pool = Pool(workers=1)
     with pytest.raises(SandboxError, match="exited before reading its input"):
         passes(pool)
-    pool.close()
 
 
 ORPHAN = """
@@ -221,8 +206,7 @@ def test_descriptors_do_not_leak(pool):
     assert passes(pool)
 
     def descriptors():
-        servers = descendants(pool._server._process.pid)
-        pids = [os.getpid(), pool._server._process.pid, *servers]
+        pids = [os.getpid(), pool._server._process.pid, *descendants(pool._server._process.pid)]
         return [len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in pids]
 
     before = descriptors()
@@ -239,15 +223,13 @@ def test_descriptors_do_not_leak(pool):
 
 def test_threads_share_a_pool(pool):
     def work(number):
-        good = Program(f"def add(a, b): return a + b + {number % 2}")
-        return passes(pool, good)
+        return passes(pool, Program(f"def add(a, b): return a + b + {number % 2}"))
 
     with ThreadPoolExecutor(8) as threads:
         assert list(threads.map(work, range(24))) == [number % 2 == 0 for number in range(24)]
 
 
-def test_concurrent_first_uses_start_one_server():
-    pool = Pool(workers=2)
+def test_concurrent_first_uses_start_one_server(pool):
     barrier = threading.Barrier(4)
 
     def work(_):
@@ -259,7 +241,6 @@ def test_concurrent_first_uses_start_one_server():
         assert all(threads.map(work, range(4)))
     servers = len(descendants(os.getpid())) - len(descendants(pool._server._process.pid))
     assert servers - before == 1
-    pool.close()
 
 
 FORKED = """
@@ -290,9 +271,8 @@ def test_a_fork_of_the_process_gets_a_server_of_its_own():
     assert run.stdout.split("\n")[:-1] == ["(True,)"] * 4
 
 
-def test_the_thread_limit_holds_per_program():
+def test_the_thread_limit_holds_per_program(pool):
     """A thread bomb reaches its own limit and does not affect the program beside it."""
-    pool = Pool(workers=2)
     wait = "import threading, time\nevent = threading.Event()\ncount = 0\n"
     start = (
         "    threading.Thread(target=event.wait, args=(2,), daemon=True).start()\n    count += 1\n"
@@ -302,7 +282,6 @@ def test_the_thread_limit_holds_per_program():
     texts = [bomb + "time.sleep(2)\nprint(count)", modest + "print(count)"]
     counts = pool.map(lambda text: prints(pool, text).strip(), texts)
     own_uids = "uids" in pool.start().active.get("uid", "")
-    pool.close()
     assert counts[1] == "40" and (not own_uids or counts[0] == "63")
 
 
@@ -325,8 +304,7 @@ def test_the_server_loads_neither_torch_nor_numpy(monkeypatch, pool):
     maps = Path(f"/proc/{zygote}/maps").read_text()
     assert "python" in maps and "torch" not in maps and "numpy" not in maps
     folder = Path(f"/proc/{zygote}")
-    settings = (folder / "environ").read_text().split("\0")
-    assert sorted(filter(None, settings)) == [
+    assert sorted(filter(None, (folder / "environ").read_text().split("\0"))) == [
         "LD_BIND_NOW=1",
         "MALLOC_ARENA_MAX=1",
         "OMP_NUM_THREADS=1",

@@ -19,7 +19,7 @@ import pytest
 if sys.platform != "linux":
     pytest.skip("the sandbox needs Linux", allow_module_level=True)
 
-from gac.sandbox import confine, pool, zygote
+from gac.sandbox import confine, zygote
 from gac.sandbox import pool as server
 from gac.sandbox.pool import JudgeSpec, Layers, Pool, Program, RunResult, SandboxError, Server
 from gac.sandbox.row import compile_row
@@ -43,8 +43,8 @@ KILLED, ABORTED = int(signal.SIGKILL), int(signal.SIGABRT)  # wait statuses
     ],
 )
 def test_the_ending_follows_from_signals_and_cpu_time(ends, ending):
-    assert pool._ending({"ends": ends, "stalled": False}, cpu_seconds=4) == ending
-    assert pool._ending({"ends": ends, "stalled": True}, cpu_seconds=4) == "stalled"
+    assert server._ending({"ends": ends, "stalled": False}, cpu_seconds=4) == ending
+    assert server._ending({"ends": ends, "stalled": True}, cpu_seconds=4) == "stalled"
 
 
 SPEC = JudgeSpec(("a", "b"), "s", "e", "r", all=True)
@@ -64,28 +64,25 @@ SPEC = JudgeSpec(("a", "b"), "s", "e", "r", all=True)
         ),
     ],
 )
-def test_the_verdict_becomes_a_result(monkeypatch, written, stalled, result):
+def test_the_verdict_becomes_a_result(monkeypatch, pool, written, stalled, result):
     def ask(kind, *given):
         assert (kind, *given) == ("check", program, compile_row(SPEC), 3, 70, 1 << 24)
         return {"ends": [[0, 0.1]], "stalled": stalled}, written.encode()
 
-    sandbox = Pool(workers=1)
-    monkeypatch.setattr(sandbox, "_ask", ask)
+    monkeypatch.setattr(pool, "_ask", ask)
     program = Program("p", ("i",), "t", "f")
-    assert sandbox.check(program, SPEC, 3, 70) == result
+    assert pool.check(program, SPEC, 3, 70) == result
 
 
-def test_a_script_gets_all_its_input_and_a_part_of_its_output_is_read():
+def test_a_script_gets_all_its_input_and_a_part_of_its_output_is_read(pool):
     stdin = bytes(range(256)) * (65 << 10)
     text = "import sys\ndata = sys.stdin.buffer.read()\nprint(len(data), sum(data))\nexit(7)"
-    sandbox = Pool(workers=1)
-    result = sandbox.run(Program(text), stdin, 9, 256, 8)
+    result = pool.run(Program(text), stdin, 9, 256, 8)
     assert result == RunResult("ended", stdout=b"17039360", status=7)
-    sandbox.close()
 
 
 @pytest.mark.parametrize(("kind", "needed"), [("check", 2), ("script", 1)])
-def test_a_request_is_sent_at_most_three_times(monkeypatch, caplog, kind, needed):
+def test_a_request_is_sent_at_most_three_times(monkeypatch, caplog, pool, kind, needed):
     sent = []
 
     def ask(server, request, files):
@@ -102,19 +99,17 @@ def test_a_request_is_sent_at_most_three_times(monkeypatch, caplog, kind, needed
             len(sent) - 1
         ]
 
-    sandbox = Pool(workers=1)
     monkeypatch.setattr(Server, "ask", ask)
     request = {"kind": kind, "cpu_seconds": 3, "memory_bytes": 7 << 20}
     read, started = needed, time.monotonic()
-    result = sandbox._ask(kind, Program("p"), b"{}", 3, 7, 4)
+    result = pool._ask(kind, Program("p"), b"{}", 3, 7, 4)
     assert result == ({"ends": [], "stalled": False}, b"part")
     assert sent == [request] * 3 and time.monotonic() - started >= 1.0  # pauses of 0.2 and 0.8 s
     assert caplog.text.count("died unexpectedly") == 1
     sent.clear()
     read = needed - 1  # a process exited before it read its file
     with pytest.raises(SandboxError, match="before reading its input"):
-        sandbox._ask(kind, Program("p"), b"{}", 3, 7, 4)
-    sandbox.close()
+        pool._ask(kind, Program("p"), b"{}", 3, 7, 4)
 
 
 class FakeServer:
@@ -130,7 +125,7 @@ class FakeServer:
 
 def test_servers_are_started_replaced_and_stopped(monkeypatch, caplog):
     started = []
-    monkeypatch.setattr(pool, "start", lambda p: started.append(FakeServer(p)) or started[-1])
+    monkeypatch.setattr(server, "start", lambda p: started.append(FakeServer(p)) or started[-1])
     with caplog.at_level(logging.INFO, "gac"):
         monkeypatch.setenv("LOCAL_RANK", "1")
         Pool(workers=1).start()
@@ -182,8 +177,7 @@ def test_namespaces_hide_everything_that_is_not_needed(monkeypatch, uid):
         bound = [b for a, b in itertools.pairwise(arguments) if a == "--ro-bind-try"]
         assert {"/usr", "/lib64", sys.prefix, sys.base_prefix, "/packages"} <= set(bound)
         assert len(bound) == len(set(bound)) and "/" not in bound and "--bind" not in text
-        capabilities = text.count("--cap-add CAP_")
-        assert capabilities == (3 if "--cap-drop ALL" in text else 0)
+        assert text.count("--cap-add CAP_") == (3 if "--cap-drop ALL" in text else 0)
     assert "/packages" not in " ".join(server._namespace_attempts([])[0])
 
 

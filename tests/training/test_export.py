@@ -24,21 +24,8 @@ from gac.training import export
 from gac.training.export import export_checkpoint, export_run
 from gac.training.trainer import train
 from tests import kills, ranks
-from tests.tiny import tiny_config
+from tests.tiny import SMALL, tiny_config
 
-SMALL = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-    "bos_token_id": 2,
-    "max_position_embeddings": 64,
-}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 
@@ -105,11 +92,10 @@ def test_an_export_equals_the_full_model(tmp_path, kind, changes, dtype, file_si
 
 def test_adapters_are_merged_layer_by_layer(tmp_path, monkeypatch):
     peft = pytest.importorskip("peft", reason="needs the extra `lora`")
-    targets = ("q_proj", "down_proj", "lm_head")
     config = ModelConfig(
         path=str(tmp_path / "base"),
         random_init=True,
-        lora=LoraConfig(rank=4, target_modules=targets),
+        lora=LoraConfig(rank=4, target_modules=("q_proj", "down_proj", "lm_head")),
     )
     untied = {"tie_word_embeddings": False}
     path, model = save_random_checkpoint(tmp_path / "base", "llama", config, **untied)

@@ -66,8 +66,7 @@ def gradient(rows: list[Row], mix: Mix, loss: Loss, counted: list[Row], **needs)
     rewards = Rewards.of([row.advantage for row in rows])
     step = Step(0, tuple(rows), mix, count(counted), rewards, StepNeeds(**needs), (), seed=1)
     MODEL.zero_grad()
-    measured = Gradients(forward, loss, averages="average" in needs)(step)
-    return measured, flat_gradient()
+    return Gradients(forward, loss, averages="average" in needs)(step), flat_gradient()
 
 
 def flat_gradient() -> torch.Tensor:

@@ -53,8 +53,7 @@ def overrides(data_dir, model, tmp_path, monkeypatch) -> list[str]:
 
 
 def test_two_steps_on_real_rows(overrides):
-    config = load(TrainConfig, EXAMPLE, overrides)
-    rows = metrics(train(config))
+    rows = metrics(train(load(TrainConfig, EXAMPLE, overrides)))
     assert len(rows) == 2 and all(math.isfinite(row["grad_norm"]) for row in rows)
     for row in rows:
         # a random model writes no program that passes; the rows themselves are sound
@@ -75,8 +74,7 @@ class FixedAnswers(CodeReward):
 def test_reward_counters_are_in_the_metrics(overrides):
     reward = f"{{name: '{__name__}:FixedAnswers', timeout: 1, setup_field: test_setup_code}}"
     overrides += ["steps=1", f"reward={reward}", "eval.data.prompts=null", "eval.every=0"]
-    config = load(TrainConfig, EXAMPLE, overrides)
-    (row,) = metrics(train(config))
+    (row,) = metrics(train(load(TrainConfig, EXAMPLE, overrides)))
     assert row["reward_mean"] == pytest.approx(1 / 3) and row["rl_variance"] > 0
     endless = (
         row["rewards_timeouts"] + row["rewards_stalled"]

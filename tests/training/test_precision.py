@@ -39,11 +39,9 @@ def test_the_kl_of_equal_models_is_0(task: Path, tmp_path: Path, mode: str, pack
     trainer = Trainer(make_config(task, tmp_path, mode, steps=1, **micro))
     trainer.run()
     assert metrics(tmp_path)[0]["kl"] == 0
-    trained = [p.dtype for p in trainer.policy.parameters() if p.requires_grad]
     expected = torch.bfloat16 if mode == "bfloat16 weights" else torch.float32
-    assert set(trained) == {expected}
-    moments = [s["exp_avg"].dtype for s in trainer.optimizer.state.values()]
-    assert set(moments) == {expected}
+    assert {p.dtype for p in trainer.policy.parameters() if p.requires_grad} == {expected}
+    assert {s["exp_avg"].dtype for s in trainer.optimizer.state.values()} == {expected}
 
 
 def kl_of_step_0(config: TrainConfig) -> float:

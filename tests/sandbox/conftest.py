@@ -1,0 +1,12 @@
+from __future__ import annotations
+
+import pytest
+
+from gac.sandbox.pool import Pool
+
+
+@pytest.fixture
+def pool():
+    pool = Pool(workers=2)
+    yield pool
+    pool.close()
