@@ -61,7 +61,7 @@ def empty_gradient(shape: tuple[int, ...], dtype: torch.dtype, device: torch.dev
         memory = torch.empty(size, dtype=torch.uint8)
     # lives as long as the storage of the result, which then also keeps the memory alive
     user = (ctypes.c_char * size).from_address(memory.data_ptr())
-    user.memory = memory  # type: ignore[attr-defined]
+    vars(user)["memory"] = memory
     _kept[size] = memory, weakref.ref(user)
     # not a view, to which autograd could not add the other gradient of a tied weight in place
     return torch.frombuffer(user, dtype=dtype).resize_(shape)
