@@ -31,8 +31,7 @@ from tools.mutations import Mutant, draw
 
 # test files that take minutes or check texts
 SKIPPED = """architecture bench build_cuda cuda_order cuda_sketch cuda_source demo docs first_run
-launch light_install overhead packages peers readme scaling scenarios sharding site
-typing""".split()
+launch light_install overhead packages peers readme scenarios site typing""".split()
 MARKERS = "not gpu and not release and not full"
 PRELOADED = "torch transformers accelerate pytest hypothesis coverage triton".split()
 OWN = "gac gac_kernels tests tools bench examples conftest __main__ __mp_main__".split()
