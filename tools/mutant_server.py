@@ -38,8 +38,8 @@ OWN = "gac gac_kernels tests tools bench examples conftest __main__ __mp_main__"
 MEMORY = 10 * 2**30  # bytes of data that the tests of one mutant may allocate
 COVERAGE_SECONDS = 400.0  # the tests of a file that run after this are not used
 QUICK_SECONDS = 3.0  # total time of the tests that run first
-# its tests import everything, and notice other defaults
-DEFAULTS = "tests/cli/test_defaults.py"
+DEFAULTS = "tests/cli/test_defaults.py"  # its tests import everything
+MISTAKES = "tests/cli/test_mistakes.py"  # of all packages; most commands run in other processes
 # files that run hundreds of programs, or check many settings
 BROAD = (
     DEFAULTS,
@@ -178,7 +178,7 @@ class Server:
             name: seconds
             for results in covered.values()
             for name, seconds in results["seconds"].items()
-            if name.startswith(folder) and name not in self.unreliable
+            if name.startswith((folder, MISTAKES)) and name not in self.unreliable
         }
 
         def cost(name: str) -> tuple[bool, float]:
