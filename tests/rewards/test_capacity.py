@@ -6,8 +6,9 @@ import os
 
 import pytest
 
-from gac.rewards import capacity
+from gac.rewards import capacity, code
 from gac.rewards.capacity import default_workers, workers_that_fit
+from gac.rewards.code import CodeReward
 
 
 def test_the_memory_of_a_container_is_its_limit(monkeypatch):
@@ -43,3 +44,10 @@ def test_together_workers_may_use_half_of_the_memory(monkeypatch, workers, memor
     monkeypatch.setattr(capacity, "_memory_bytes", lambda: 100 << 20)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     assert workers_that_fit(workers, memory_mb) == fit
+
+
+def test_a_program_and_its_tests_have_the_memory_of_two(monkeypatch):
+    calls = []
+    monkeypatch.setattr(code, "workers_that_fit", lambda *numbers: calls.append(numbers) or 1)
+    CodeReward(memory_mb=100, workers=7).close()
+    assert calls == [(7, 200)]

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -249,6 +250,18 @@ def test_tensorboard_gets_the_metrics_and_the_evaluations(task, tmp_path):
     events = accumulator.EventAccumulator(str(file)).Reload()
     assert [e.step for e in events.Scalars("eval/accuracy")] == [0, 2]
     assert [e.step for e in events.Scalars("mu")] == [1, 2]
+
+
+def test_a_resumed_run_continues_its_tracked_run(task, tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(Accelerator, "init_trackers", lambda _, *arguments: calls.append(arguments))
+    trainer = Trainer(tiny_config(task, tmp_path / "run"))
+    for name, new in (("", True), ("mine", False), ("", True)):
+        config = dataclasses.replace(trainer.config, report_to=("wandb",), run_name=name)
+        trainer.record.start_trackers(config, new)
+    first, resumed, other = (options["wandb"] for _, _, options in calls)
+    assert [run["name"] for run in (first, resumed, other)] == ["run", "mine", "run"]
+    assert first["id"] == resumed["id"] != other["id"]
 
 
 def test_lora_run_uses_the_base_model_as_reference(task, tmp_path):
