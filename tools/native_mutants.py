@@ -29,7 +29,7 @@ TESTS = {
     "csrc/cpu": (
         "native",
         "extremes options loss token_outputs",
-        "batch sketch moments native_library filter",
+        "batch sketch moments native_library filter vocab_parallel",
     ),
     "csrc/cuda": ("cuda_source cuda_order cuda_sketch", "extremes loss options"),
 }
@@ -185,6 +185,8 @@ class NativeServer(Server):
             count += 1
             if count >= self.options.sample and self.options.again != "survived":
                 break
+        # without a mutant, for the modules that follow
+        assert self.compile(module, self.setup["SOURCES"], self.objects)
 
     def compile(self, module: str, names: Any, folder: Path) -> bool:
         """Compile some objects of csrc/cpu and link them with the others, or check csrc/cuda."""
