@@ -182,13 +182,22 @@ def test_tensors_of_the_model_are_listed_without_the_optimizers(tmp_path):
 
 
 def test_a_failed_write_names_its_cause(tmp_path, monkeypatch):
+    with pytest.raises(TypeError, match="not JSON serializable"):  # not an error of the disk
+        checkpoint.save(tmp_path, 1, *small(), {"note": {1}})
+    errors = {0: (ValueError("no space\nin lines"), None), 1: (OSError("of rank 1"), None)}
+
     def fail(*_, **__):
-        raise CheckpointException("write", {0: (ValueError("no space\nin lines"), None)})
+        raise CheckpointException("write", errors)
 
     monkeypatch.setattr(checkpoint.dcp, "save", fail)
-    with pytest.raises(CheckpointError, match=r"rank 0: ValueError: no space.; free some"):
-        save(tmp_path, 1)
+    for folder, free in ((tmp_path, r"\d+\.\d"), (tmp_path / "new", "nan")):
+        message = rf"where {free} MB are free \(rank 0: ValueError: no space\); free some"
+        with pytest.raises(CheckpointError, match=message):
+            save(folder, 1)
     assert not checkpoint.list_complete(tmp_path)
+    errors[1] = KeyboardInterrupt(), None
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path, 1)
 
 
 def test_importing_hides_only_the_warning_about_a_single_process():

@@ -27,7 +27,10 @@ def numbers(out: str) -> tuple[Any, ...]:
         collectives.mean(own),
         collectives.largest([*own, -rank]),
         collectives.gather({"rank": rank}),
-        collectives.columns({}, {"a": 2, f"b{rank % 2}": rank}),
+        collectives.columns(
+            {"c": (rank, 2), "max": (2.0 - rank, collectives.MAXIMUM), "none": (0.0, 0)},
+            {"a": 2, f"b{rank % 2}": rank},
+        ),
         collectives.all_reduce_sum(torch.tensor([2.0, rank])).tolist(),
     )
 
@@ -41,7 +44,8 @@ def test_all_ranks_get_the_same_float64_numbers(tmp_path, count: int) -> None:
         [x / count for x in total],
         [1 + 2.0**-30 * everyone[-1], 3.0 * everyone[-1], 0.0],
         [{"rank": rank} for rank in everyone],
-        {"a": 2 * count, "b0": 2 if count == 3 else 0} | ({"b1": 1} if count == 3 else {}),
+        {"c": (count - 1) / 4, "max": 2.0, "a": 2 * count, "b0": 2 if count == 3 else 0}
+        | ({"b1": 1} if count == 3 else {}),
         [2.0 * count, sum(everyone)],
     )
     assert ranks.run(numbers, str(tmp_path), ranks=count) == [expected] * count
@@ -164,3 +168,5 @@ def test_a_seed_repeats_the_random_numbers() -> None:
     first = torch.rand(3)
     torch.manual_seed(17)
     assert torch.equal(torch.rand(3), first)
+    # with other seeds, a resumed run of this version would not repeat its random numbers
+    assert setup.derive_seed(17, 3, "sketch") == 9041650943914698

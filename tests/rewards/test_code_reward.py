@@ -64,6 +64,8 @@ def row_error(reward, completion, **row):
         ("```py``` is short:\n```python\nx = 1\n```", "x = 1\n"),
         ("```py\nx = 1\n```\n```text\n1\n```", "x = 1\n"),
         ("```\na\n```python\nb\n```", "a\n```python\nb\n"),
+        ("```Python\nx = 1\n```\n```text\n1\n```", "x = 1\n"),
+        ("```{.python}\nx = 1\n```\n```text\n1\n```", "x = 1\n"),
         ("```\nx = 1\n   ```\n2", "x = 1\n"),  # indented further, it belongs to the text
         ("```\nx = 1\n    ```\n2", "x = 1\n    ```\n2"),
         ("```\nx = 1\n`````\n2", "x = 1\n"),
@@ -364,7 +366,10 @@ def test_the_reference_runs_once_per_row():
     ("row", "words"),
     [
         ({}, "exactly one of the fields 'tests' and 'cases', but has neither"),
+        ({}, "with the tests (all fields: none)"),
         ({"tests": []}, "but has neither"),
+        ({"test": [], "check": "x"}, "set tests_field or cases_field to the field with the tests"),
+        ({"test": [], "check": "x"}, "(all fields: check, test)"),
         ({"tests": "", "cases": []}, "but has neither"),
         ({"tests": TESTS, "cases": [["", ""]]}, "but has both"),
         ({"tests": [1]}, "'tests' must be a non-empty list"),

@@ -188,37 +188,34 @@ def test_row_batch_and_class_callables():
 
 TOGETHER = threading.Barrier(3, timeout=20)
 ATTEMPTS: list[str] = []
-TIMES: list[float] = []
+WAITS: list[float] = []
 
 
-def wait_in_thread(completion, example):
+def wait_in_thread(completion, example, factor=1):
     """Return only when three rows are being scored."""
     TOGETHER.wait()
-    return len(completion)
+    return factor * len(completion)
 
 
-async def wait_in_loop(completion, example):
+async def wait_in_loop(completion, example, factor=1):
     """The same in an event loop."""
     ATTEMPTS.append(completion)
     wanted = -(-len(ATTEMPTS) // 3) * 3
     while len(ATTEMPTS) < wanted:
         await asyncio.sleep(0)
-    return len(completion)
+    return factor * len(completion)
 
 
 @pytest.mark.parametrize("function", [wait_in_thread, wait_in_loop])
 def test_rows_are_scored_at_once(function):
-    spec = {"name": f"{__name__}:{function.__name__}", "concurrency": 3}
+    spec = {"name": f"{__name__}:{function.__name__}", "concurrency": 3, "factor": 2}
     completions = ["a", "bb", "ccc", "d", "ee", "fff"]
     ATTEMPTS.clear()
-    assert build_reward(spec)(completions, [example()] * 6) == [1.0, 2.0, 3.0] * 2
-    with pytest.raises(ValueError, match="concurrency must be a whole number >= 1, got 0"):
-        build_reward({**spec, "concurrency": 0})
+    assert build_reward(spec)(completions, [example()] * 6) == [2.0, 4.0, 6.0] * 2
 
 
-def fails_once(completion, example):
-    TIMES.append(time.monotonic())
-    if len(TIMES) == 1:
+def fails_twice(completion, example):
+    if len(WAITS) < 2:
         raise OSError("service is busy")
     return 1.0
 
@@ -231,15 +228,20 @@ async def fails(completion, example):
     raise {"exits": SystemExit, "times out": TimeoutError}[completion]("service is down")
 
 
-def test_retries_and_the_deadline_of_a_concurrent_reward():
+def test_retries_and_the_deadline_of_a_concurrent_reward(monkeypatch):
+    async def wait(seconds):
+        WAITS.append(seconds)
+
+    monkeypatch.setattr(asyncio, "sleep", wait)
+    WAITS.clear()
     for completion in ("exits", "times out"):
         with pytest.raises(RewardError, match="service is down"):
             score(build_reward({"name": f"{__name__}:fails"}), completion)
     with pytest.raises(ValueError, match="batch scores all rows in one call"):
         build_reward({"name": f"{__name__}:fails", "batch": True})
-    TIMES.clear()
-    assert score(build_reward({"name": f"{__name__}:fails_once", "retries": 1}), "x") == 1.0
-    assert len(TIMES) == 2 and TIMES[1] - TIMES[0] > 0.9  # it waits for 1 s
+    assert not WAITS  # no retries
+    assert score(build_reward({"name": f"{__name__}:fails_twice", "retries": 5}), "x") == 1.0
+    assert WAITS == [1.0, 2.0]
     with pytest.raises(
         RewardError, match=r"no result after 0.05 s \(key `deadline` of the reward\)"
     ):
@@ -293,6 +295,7 @@ def test_unscorable_row_raises_with_its_id_and_completion(case):
     ) as e:
         build_reward(spec)([completion], [example(i=5)])
     assert (e.value.example_id, e.value.completion) == ("row5", completion)
+    assert str(e.value).startswith(f"reward {e.value.reward!r} on row 'row5': ")
     assert isinstance(e.value.__cause__, Exception)
     assert "prompt" not in str(e.value)  # only if the reward ran out of time
 
@@ -359,6 +362,23 @@ BAD_SPECS = {
     "an unknown option of a class": (
         {"name": f"{__name__}:Doubled", "fctor": 2},
         "no option 'fctor'; did you mean 'factor'?",
+    ),
+    "a weight of text": (
+        {"sum": [{"reward": "exact", "weight": "1"}]},
+        "weight='1': use a finite number in each term of the sum",
+    ),
+    "an infinite weight": ({"sum": [{"reward": "exact", "weight": math.inf}]}, "weight=inf: use a"),
+    "no row at once": (
+        {"name": f"{__name__}:length", "concurrency": 0},
+        "concurrency must be a whole number >= 1, got 0",
+    ),
+    "one and a half rows": (
+        {"name": f"{__name__}:length", "concurrency": 1.5},
+        "concurrency must be a whole number >= 1, got 1.5",
+    ),
+    "fewer than no retries": (
+        {"name": f"{__name__}:length", "retries": -1},
+        "retries must be a whole number >= 0, got -1",
     ),
     "an empty sum": ({"sum": []}, "sum needs at least one term"),
     "a bare term": ({"sum": ["math"]}, "term of a sum must be"),

@@ -68,6 +68,8 @@ def test_rows_that_a_constant_passes_are_weak(tmp_path):
         add | {"id": "any", "tests": ["add"]},
         add | {"id": "fine", "tests": TESTS},
         {"id": "case", "prompt": "echo", "answer": "print(int(input()))", "cases": [["1", "1"]]},
+        {"id": "body", "prompt": "def add(a, b):\n    'Add.'", "answer": "\n    return a + b"}
+        | {"entry_point": "add", "tests": ["def check(f): assert f(0, 0) == 0"]},
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = {"prompts": str(tmp_path / "rows.jsonl"), "demo_field": "answer"}
@@ -76,6 +78,7 @@ def test_rows_that_a_constant_passes_are_weak(tmp_path):
         "any: the row's own answer fails: the tests never use the program",
         "weak: weak: a program that always returns 0 passes",
         "case: weak: print(1) passes",
+        "body: weak: a program that always returns 0 passes",
     ]
 
 
@@ -113,6 +116,10 @@ def test_only_reference_solutions_are_scored(tmp_path, capsys):
     path.write_text(f"data: {{prompts: {data}}}\nreward: {{name: format, pattern: 'is .*'}}\n")
     result = check(path)
     assert (result.rows, result.failing) == (1, ())
+    # unlike the evaluation data, the training data are checked; the reward is `math` by default
+    other = {"data": {"prompts": "absent.jsonl"}}
+    result = check({"data": {"prompts": str(data)}, "eval": other})
+    assert (result.rows, result.failing) == (1, ())
     assert main(["rewards", "check", str(path), "--set", "data.limit=1"]) == 2
     assert "dropped: 1 without 'solution'); set data.demo_field" in capsys.readouterr().err
 
@@ -147,6 +154,7 @@ def test_rewards_have_a_threshold_and_are_closed(tmp_path, monkeypatch):
         ({"tasks": {"a": part | {"reward": "mth"}}}, "a: unknown reward 'mth'"),
         (part | {"reward": "mth"}, "unknown reward 'mth'"),
         ({"tasks": {"a": {"reward": "math"}}}, "tasks.a has no data"),
+        ({"tasks": {"a": 3}}, "tasks.a has no data"),
         ({"reward": "math"}, "the configuration has no data"),
     ):
         with pytest.raises(ConfigError) as error:

@@ -197,6 +197,7 @@ def test_gac_study_reports_failures_and_resumes(tmp_path, capsys):
     assert not any(path.exists() for path in absent)
     outs = [Path(out) for out in re.findall(r"^(\S+): done \(", printed, re.MULTILINE)]
     assert outs[0].name == "grpo-0" and len(outs) == 4
+    assert re.findall(r" \((\d) of 6, \d+ s\)$", printed, re.MULTILINE) == [*"123456"]
     ends, starts = (
         [(out / f).stat().st_mtime for out in outs] for f in ("result.json", "config.yaml")
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -77,14 +78,22 @@ def test_a_study_of_all_labels(study, tmp_path, capsys) -> None:
         '<a href="report.html">',
         "<title>Study: run.yaml</title>",
         '<th scope="col">method</th>',
+        '<th scope="col">against the baseline</th>',
         "<td class=best>95.0</td>",
         f"<li>{tmp_path}/out/high-1: failed: x</li>",
         "The baseline is low. Accuracy is",
         "\nbaseline: low\n",
+        "Differences whose interval excludes 0: ahead of low: dr, high.",
+        "data:image/svg+xml",
     ):
         assert part in html
     assert html.count("class=best") == 1
-    assert "+40.0 [+40.0, +40.0]" in " ".join(capsys.readouterr().out.split())
+    header = ["method", "seeds", "accuracy", "95%", "difference", "95%"]
+    assert len(re.findall('<th scope="col">', html)) == len(header)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert printed.startswith(" ".join(header)) and "+40.0 [+40.0, +40.0]" in printed
+    out = f"{tmp_path}/out/study"
+    assert printed.endswith(f"Results: {out}.json Report: {out}.html")
 
 
 def test_options_of_a_study(study, tmp_path) -> None:
@@ -116,7 +125,7 @@ def test_methods_of_the_file(tmp_path, monkeypatch, capsys) -> None:
     path.write_text("steps: 2\nmethods: [gac, sft]\n")
     with pytest.raises(ConfigError, match=r"methods: expected `label: method` lines, got \['gac'"):
         read_study(path)
-    path.write_text("steps: 2\n")
+    path.write_text("steps: 2\nmethods:\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     assert cli.main(["study", path.name]) == cli.USAGE
@@ -147,6 +156,8 @@ def test_cells_and_dots_of_a_study(monkeypatch) -> None:
     page.draw(methods, "a")
     dots = [line.get_xydata().tolist() for line in axes.lines if line.get_marker() == "."]
     assert dots == [[[0, 0], [20, 0]], [[10, -1], [40, -1], [90, -1]]] and axes.dataLim.ymax == 0
+    others = [line.get_xdata() for line in axes.lines if line.get_marker() != "."]
+    assert [[round(x) for x in ends] for ends in others] == [[10], [0, 20], [47], [10, 90]]
     assert row_cells(summary({"a": [0.5], "b": [None]}, "a")["b"]) == ["0", "-", "-", "-", "-"]
     assert mean([0.0, 0.0, 1.0]) == 0.333333 and interval([1 / 3] * 2) == [0.333333] * 2
 
@@ -173,3 +184,11 @@ def test_a_result_of_other_settings_is_refused(tmp_path, change) -> None:
         return
     with pytest.raises(ConfigError, match=f"finished run with a different {next(iter(change))};"):
         runs.result(config)
+
+
+def test_the_reason_of_a_failure_is_the_last_line_of_a_log_unless_the_run_was_killed(tmp_path):
+    log = tmp_path / "log.txt"
+    assert runs._fault(log, 1) == f"failed: its process exited with 1; see {log}"
+    log.write_bytes(b"step 1\nOSError: \xff\n \n")
+    assert runs._fault(log, 1) == f"failed: OSError: \ufffd; see {log}"
+    assert runs._fault(log, -9) == f"failed: its process exited with -9; see {log}"
