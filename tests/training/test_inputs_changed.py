@@ -18,7 +18,7 @@ from gac.training import startup as fingerprint
 from gac.training.export import export_run
 from gac.training.record import Logbook
 from gac.training.trainer import Trainer
-from tests.tiny import CountedDigits, tiny_config, write_tiny
+from tests.tiny import tiny_config, write_tiny
 
 REWARD = "def reward(completion, example):\n    return float(len(completion) {})\n"
 
@@ -141,9 +141,9 @@ def test_a_fingerprint_covers_the_functions_and_classes_of_rewards(tmp_path):
     terms = [{"reward": f"{file}:reward", "weight": 0.5} for file in files]
     reward = build_reward({"sum": terms})
     assert list(fingerprint._files(reward)) == [file.read_bytes() for file in files]
-    own = build_reward(f"{CountedDigits.__module__}:CountedDigits")  # a class, not a function
-    assert [b"class CountedDigits" in code for code in fingerprint._files(own)] == [True]
-    assert not [*fingerprint._files(build_reward("exact"))]
+    # a class of the user's, and one of ours
+    for name, own in (("tests.tiny:CountedDigits", 1), ("exact", 0)):
+        assert len([*fingerprint._files(build_reward(name))]) == own
 
 
 def test_a_fingerprint_covers_the_tokenizer_and_the_functions_of_the_configuration(tmp_path):
