@@ -56,8 +56,9 @@ def load_checked(
     check_model(config.model, ask_hub=False)
     passed = [_model_line(config.model)]
     for key, data, reward in _parts(config):
+        reward_key = f"{key.removesuffix('data')}reward" if "." in key else ""
         passed += _check_data(key, data, file, rows)
-        with value_errors_as(ConfigError, key.replace("data", "reward") if "." in key else ""):
+        with value_errors_as(ConfigError, reward_key):
             built = build_reward(config.reward if reward is None else reward)
         try:
             passed += _score_first_row(config, key, data, built)
@@ -74,7 +75,7 @@ def _parts(config: Any) -> Iterator[tuple[str, DataConfig, Any]]:
     tasks = main.tasks if training else config.tasks
     if training:
         yield "data", config.data, None
-    if main.data.prompts or main.data.sources or not (training or tasks):
+    if main.data.prompts or not (training or tasks):
         yield "eval.data", main.data, main.reward
     for label, task in tasks.items():
         yield f"{'eval.' if training else ''}tasks.{label}.data", task.data, task.reward

@@ -289,12 +289,12 @@ def _file(code: Any) -> Iterator[bytes]:
 
 
 def _files(reward: Any) -> Iterator[bytes]:
-    """Yield the source files of a reward's user functions, including those of nested rewards."""
-    yield from _file(getattr(reward, "_function", None))
-    inner = [term for term, _ in getattr(reward, "_terms", ())]
-    inner += [reward.reward] if isinstance(getattr(reward, "reward", None), Reward) else []
-    for part in inner:
-        yield from _files(part)
+    """Yield the source files of a reward's user functions and classes, also in sums."""
+    function = getattr(reward, "_function", None)
+    if function is not None or not type(reward).__module__.startswith("gac."):
+        yield from _file(function or type(reward))
+    for term, _ in getattr(reward, "_terms", ()):
+        yield from _files(term)
 
 
 def _hash(parts: Iterable[bytes]) -> str:

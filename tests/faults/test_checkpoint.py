@@ -301,6 +301,7 @@ def test_the_best_is_a_checkpoint_that_can_be_exported(task, tmp_path, every, st
         method={"name": "sft"},
         checkpoint_every=2,
         reward="tests.faults.test_checkpoint:falling",
+        export=True,
         eval={
             "data": {"prompts": str(task / "eval.jsonl")},
             "max_completion_length": 5,
@@ -314,6 +315,8 @@ def test_the_best_is_a_checkpoint_that_can_be_exported(task, tmp_path, every, st
     path = export_run(run, tmp_path / "by-number", step=best)
     assert checkpoint.read_progress(path)["step"] == best
     assert torch.equal(logits(tmp_path / "best"), logits(tmp_path / "by-number"))
+    export_run(run, tmp_path / "last", step=6)
+    assert torch.equal(logits(run / "model"), logits(tmp_path / "last"))
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["straight", "killed-before-saving"])
@@ -347,6 +350,7 @@ def test_a_run_ends_with_its_best_weights(task, tmp_path, killed):
     assert evaluated_steps(run) == [0, 4, 6, 8]
     assert export_run(run, tmp_path / "best", step="best").name == "step-00000004"
     assert torch.equal(logits(run / "model"), logits(tmp_path / "best"))
+    assert Trainer(config).best["step"] == 4
 
 
 def interrupt():
@@ -405,8 +409,9 @@ def test_insufficient_disk_space_is_rejected_before_the_first_step(task, tmp_pat
 
     usage = preflight.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: usage._replace(free=100_000))
-    with pytest.raises(RunError, match=r"2 checkpoints .* 0.0001 GB .*keep_checkpoints"):
-        Trainer(tiny_config(task, tmp_path / "run"))
+    for changes in ({}, {"checkpoint_every": 1, "keep_checkpoints": 1}):
+        with pytest.raises(RunError, match=r"2 checkpoints .* 0.0001 GB .*keep_checkpoints"):
+            Trainer(tiny_config(task, tmp_path / "run", **changes))
 
 
 def damage_of_one_rank(folder: Path) -> tuple[list[str], str, list[str]]:

@@ -83,7 +83,8 @@ def test_reference_that_cannot_be_packed_is_padded_too():
     config = load(TrainConfig, {"max_tokens_per_micro_batch": 64})
     assert head.enable_row_attention(policy) and budget._micro_batches(config, policy).packed
     assert not budget._micro_batches(config, policy, reference).packed
-    forced = dataclasses.replace(config, packing=True)
+    never, forced = (dataclasses.replace(config, packing=packing) for packing in (False, True))
+    assert not budget._micro_batches(never, policy).packed
     assert budget._micro_batches(forced, policy, reference).packed
 
 

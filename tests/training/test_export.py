@@ -184,7 +184,8 @@ class Hub(BaseHTTPRequestHandler):
         elif name.endswith("/create"):
             self.server.created.append(json.loads(lines[0]))
         body = json.dumps(answer).encode()
-        self.send_response(403 if self.server.refused in name else 200)
+        exists = name.endswith("/create") and self.server.created[1:]
+        self.send_response(403 if self.server.refused in name else 409 if exists else 200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -200,7 +201,17 @@ def test_an_export_is_uploaded_to_a_private_repository(task, tmp_path, monkeypat
     export_run(tmp_path / "run", tmp_path / "out", repository="me/model")
     assert server.created[0]["visibility"] == "private"
     assert server.files == {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
-    assert b"1 of 1 steps" in server.files["README.md"]
+    # the base model is a folder of this machine
+    for part, count in (
+        (b"1 of 1 steps", 1),
+        (b"library_name: transformers", 1),
+        (b"base_model", 0),
+    ):
+        assert server.files["README.md"].count(part) == count
+    with pytest.raises(ConfigError, match=r"^--push-to-hub a/b/c: .* use OWNER/NAME"):
+        export_run(tmp_path / "run", tmp_path / "none", repository="a/b/c")
+    with pytest.raises(ConfigError, match=r"^--adapters: .* trained all weights"):
+        export_run(tmp_path / "run", tmp_path / "none", adapters=True)
     for refused, kind in (("/create", ConfigError), ("/commit", RunError)):
         server.refused, out = refused, tmp_path / refused[1:]
         with pytest.raises(kind, match=r"^--push-to-hub me/model: 403 Forbidden.*`hf "):

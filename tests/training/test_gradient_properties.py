@@ -94,6 +94,12 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))
 
 
+@pytest.mark.parametrize("options", [{"entropy_coef": 1.0}, {"kl_coef": 1.0, "kl_estimator": "k1"}])
+def test_rollouts_without_an_advantage_have_a_gradient_of_the_regularization(options) -> None:
+    rows = [Row((5, 6, 7), 1, False, 0.0, 0)]
+    assert gradient(rows, Mix(0.0), Loss(LossSpec(**options)), rows, kl=True)[1].any()
+
+
 @settings(max_examples=10)
 @given(batches(mixed=False), st.integers(1, 3), st.floats(0.1, 4), st.floats(0.1, 4))
 def test_gradients_of_the_parts_of_each_term(rows, number, demo_weight, rollout_weight) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import sys
 
 import pytest
 from transformers import AutoConfig
 
-from gac.config import ConfigError
+from gac.config import ConfigError, save
 from gac.data import Example
+from gac.errors import MissingExtra
 from gac.models.config import ModelConfig
 from gac.rewards import RewardError, build_reward
+from gac.training.check import load_checked
 from gac.training.startup import check_positions
 from gac.training.trainer import Trainer
 from tests.tiny import tiny_config, write_tiny
@@ -51,11 +54,22 @@ def model_with(task, tmp_path, **changes):
     return {"path": str(tmp_path / "model"), "random_init": True}
 
 
-def test_tokens_beyond_the_embedding(task, tmp_path):
-    model = model_with(task, tmp_path, vocab_size=8)
-    message = r"^model.path='.*/model': the tokenizer encodes .* as \d+, but .* has only 8 rows"
+@pytest.mark.parametrize(("size", "key"), [(17, "path"), (8, "tokenizer")])
+def test_tokens_beyond_the_embedding(task, tmp_path, size, key):
+    model = model_with(task, tmp_path, vocab_size=size)
+    model[key] = model["path"]
+    message = (
+        f"^model.{key}='.*/model': the tokenizer encodes .* as 17, but .* has only {size} rows"
+    )
     with pytest.raises(ConfigError, match=message):
         Trainer(tiny_config(task, tmp_path / "run", model=model))
+
+
+@pytest.mark.parametrize("part", ["rollouts", "eval"])
+def test_stop_strings_are_checked_before_the_model_is_loaded(task, tmp_path, part):
+    changes = {"model": {"path": str(task / "init")}, part: {"stop": ["12"]}}  # has no weights
+    with pytest.raises(ConfigError, match="stop='12' is 2 tokens"):
+        Trainer(tiny_config(task, tmp_path, **changes))
 
 
 def test_rows_beyond_the_positions(task, tmp_path, caplog):
@@ -72,6 +86,77 @@ def test_rows_beyond_learned_positions(tmp_path):
     check_positions(config, 8, "this.key")
     with pytest.raises(ConfigError, match="8 positions, but .* 9 tokens: lower this.key"):
         check_positions(config, 9, "this.key")
+
+
+def check(task, tmp_path, **changes):
+    """What `gac check` prints of a run with changed settings, up to the size of its steps."""
+    save(tiny_config(task, tmp_path / "run", **changes), tmp_path / "run.yaml")
+    return load_checked("gac.train_config:TrainConfig", tmp_path / "run.yaml", ())[1][:-1]
+
+
+def test_what_is_checked_without_the_model(task, tmp_path, monkeypatch):
+    monkeypatch.setenv("TASK", str(task))
+    evaluated = {"prompts": "$TASK/eval.jsonl"}
+    sources = [{"path": "$TASK/prompts.jsonl"}, {"path": "$TASK/eval.jsonl"}]
+    data = {"sources": sources, "demos": "$TASK/demos.jsonl"}
+    tasks = {"more": {"data": evaluated, "reward": "exact"}}
+    assert check(task, tmp_path, data=data, eval={"data": evaluated, "tasks": tasks}) == [
+        f"model.path: {task / 'init'}",
+        "data.demos: 12 rows",
+        "data.sources[0].path: 16 rows",
+        "data.sources[1].path: 8 rows",
+        "reward: 0.5 for the demonstration of the first row",
+        "eval.data.prompts: 8 rows",
+        "eval.tasks.more.data.prompts: 8 rows",
+    ]
+    with pytest.raises(ConfigError, match=r"^eval\.tasks\.data\.reward: unknown reward 'mth'"):
+        check(task, tmp_path, eval={"tasks": {"data": {"data": evaluated, "reward": "mth"}}})
+
+
+@pytest.mark.parametrize(
+    ("method", "missing", "line"),
+    [
+        ("sft", "answer_field", "reward: 0.5 for the demonstration of the first row"),
+        ("grpo", "demo_field", "reward: imported"),
+    ],
+)
+def test_the_first_row_needs_only_what_the_method_needs(task, tmp_path, method, missing, line):
+    data = {"prompts": str(task / "prompts.jsonl"), "demos": str(task / "demos.jsonl")}
+    assert check(task, tmp_path, data=data | {missing: "gold"}, method=method, eval={})[-1] == line
+
+
+@pytest.mark.parametrize(
+    ("model", "gigabytes"),
+    [
+        ({}, "0.016"),  # 4 bytes for the weight, its gradient and the two moments
+        ({"dtype": "bfloat16"}, "0.016"),
+        ({"dtype": "bfloat16", "master_weights": False}, "0.008"),
+        ({"lora": {"rank": 2}}, "0.004"),
+        ({"dtype": "bfloat16", "lora": {"rank": 2}}, "0.002"),
+    ],
+)
+def test_the_memory_of_a_million_weights(task, tmp_path, model, gigabytes):
+    header, model = b'{"x": {"shape": [1000, 1000]}}', model_with(task, tmp_path) | model
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(len(header).to_bytes(8, "little") + header)
+    line = f": 1 million parameters; training takes {gigabytes} GB for"
+    assert line in check(task, tmp_path, model=model)[0]
+
+
+@pytest.mark.parametrize(
+    ("package", "changes", "purpose"),
+    [
+        ("peft", {"model": {"path": "bare", "random_init": True, "lora": {}}}, "model.lora"),
+        ("trl", {"rollouts": {"engine": "vllm"}}, "rollouts.engine=vllm"),
+        ("datasets", {"data": {"prompts": "a/b:train"}}, "data.prompts='a/b:train'"),
+    ],
+)
+def test_missing_packages_are_named_before_the_model_is_loaded(
+    task, tmp_path, monkeypatch, package, changes, purpose
+):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingExtra, match=f"^{purpose} needs the extra"):
+        check(task, tmp_path, **changes)
 
 
 REWARD = """\

@@ -134,20 +134,26 @@ def test_a_fingerprint_covers_the_names_the_sizes_and_both_ends_of_weights(tmp_p
     assert len({first, *others}) == 8 and others[-1] == b""
 
 
-def test_a_fingerprint_covers_the_functions_inside_of_rewards(tmp_path):
+def test_a_fingerprint_covers_the_functions_and_classes_of_rewards(tmp_path):
     files = [tmp_path / "rw_1.py", tmp_path / "rw_2.py"]
     for number, file in enumerate(files):
         file.write_text(REWARD.format(f"> {number}"))
     terms = [{"reward": f"{file}:reward", "weight": 0.5} for file in files]
     reward = build_reward({"sum": terms})
     assert list(fingerprint._files(reward)) == [file.read_bytes() for file in files]
+    # a class of the user's, and one of ours
+    for name, own in (("tests.tiny:CountedDigits", 1), ("exact", 0)):
+        assert len([*fingerprint._files(build_reward(name))]) == own
 
 
-def test_a_fingerprint_covers_the_functions_of_the_configuration(tmp_path):
+def test_a_fingerprint_covers_the_tokenizer_and_the_functions_of_the_configuration(tmp_path):
     (tmp_path / "own.py").write_text("def own(): ...\n")
     own = f"{tmp_path / 'own.py'}:own"
     config = load(TrainConfig, {"data": {"order": own}, "rollouts": {"function": own}})
-    now = fingerprint.fingerprint(config, make_tokenizer(), [], build_reward("exact"))
+    tokenizers, reward = [make_tokenizer(c) for c in ("01", "10", "01")], build_reward("exact")
+    tokenizers[2].chat_template = "x"
+    now, *others = (fingerprint.fingerprint(config, t, [], reward) for t in tokenizers)
+    assert len({inputs["tokenizer"] for inputs in (now, *others)}) == 3
     content = fingerprint._hash([(tmp_path / "own.py").read_bytes()])
     assert now["data.order"] == now["rollouts.function"] == content
 

@@ -243,24 +243,27 @@ def test_tensorboard_gets_the_metrics_and_the_evaluations(task, tmp_path):
         "tensorboard.backend.event_processing.event_accumulator", reason=reason
     )
     eval_data = {"data": {"prompts": str(task / "eval.jsonl")}, "max_completion_length": 5}
-    out = train(
-        tiny_config(task, tmp_path / "run", steps=2, report_to=["tensorboard"], eval=eval_data)
-    )
+    config = tiny_config(task, tmp_path / "run", steps=2, report_to=["tensorboard"], eval=eval_data)
+    out = train(config)
     (file,) = (out / "gac").glob("events.out.tfevents*")
     events = accumulator.EventAccumulator(str(file)).Reload()
     assert [e.step for e in events.Scalars("eval/accuracy")] == [0, 2]
     assert [e.step for e in events.Scalars("mu")] == [1, 2]
+    identity = (out / "tracker_id").read_text()
+    Trainer(config)  # resumes
+    assert (out / "tracker_id").read_text() == identity
 
 
 def test_a_resumed_run_continues_its_tracked_run(task, tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr(Accelerator, "init_trackers", lambda _, *arguments: calls.append(arguments))
     trainer = Trainer(tiny_config(task, tmp_path / "run"))
-    for name, new in (("", True), ("mine", False), ("", True)):
+    for name, new in (("", False), ("mine", False), ("", True)):  # the first has no id
         config = dataclasses.replace(trainer.config, report_to=("wandb",), run_name=name)
         trainer.record.start_trackers(config, new)
     first, resumed, other = (options["wandb"] for _, _, options in calls)
     assert [run["name"] for run in (first, resumed, other)] == ["run", "mine", "run"]
+    assert resumed["resume"] == "allow" and calls[0][1]["optim"]["lr"] == 1e-3
     assert first["id"] == resumed["id"] != other["id"]
 
 
