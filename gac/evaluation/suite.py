@@ -227,7 +227,7 @@ def _setting(config: EvalConfig, task: EvalTask) -> dict[str, Any]:
     """All settings that affect a task's answers and scores, as plain JSON types."""
     reward = config.reward if task.reward is None else task.reward
     plain = {"model": dump(config.model), **dump(task), "reward": reward, "seed": config.seed}
-    return json.loads(json.dumps(plain, default=str))
+    return json.loads(json.dumps(plain))
 
 
 def _compare(answers: Sequence[Answer], other: Sequence[Answer], source: Any) -> dict[str, Any]:

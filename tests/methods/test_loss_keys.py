@@ -15,7 +15,7 @@ from gac.models import head
 from gac.models.head import Head
 from gac.train_config import LossConfig
 from gac.training.trainer import Trainer
-from gac_kernels import LossSpec
+from gac_kernels import LossSpec, projection
 from tests.methods.published import LOSSES, constant_sum
 from tests.methods.test_methods_values import assert_close, gradient, one_step_terms
 from tests.tiny import metrics, tiny_config
@@ -76,8 +76,9 @@ def test_penalties_are_added_to_custom_losses(name, task, tmp_path):
     assert_close(grads, gradient(truth, model))
 
 
+@pytest.mark.parametrize("linear", [False, True])
 @pytest.mark.parametrize("correction", ["token_truncate", "sequence_mask"])
-def test_corrections_multiply_custom_losses(correction):
+def test_corrections_multiply_custom_losses(correction, linear, monkeypatch):
     """Log-ratios to the engine of 0, 0.5 and -1 per token; the last row has no log-probs of it."""
     logits = torch.randn(4, 2, 7, dtype=torch.float64, requires_grad=True)
     targets = torch.randint(7, (4, 2))
@@ -93,7 +94,8 @@ def test_corrections_multiply_custom_losses(correction):
         None,
     )
     spec = LossSpec(correction=correction, correction_max=2.0, rollout_reduction="token")
-    head, norms = Head(None, logits=logits), TermPair(1.0, 8.0)
+    monkeypatch.setitem(projection.CHUNK_BYTES, "cpu", 1)  # a token per block
+    head = Head(logits, torch.eye(7).double()) if linear else Head(None, logits=logits)
     out = custom_loss(
         lambda view: view.policy_loss,
         head,
@@ -103,8 +105,9 @@ def test_corrections_multiply_custom_losses(correction):
         None,
         None,
         spec,
-        norms,
+        TermPair(1.0, 8.0),
         engine_logps=logps.detach() - gaps,
+        per_token=True,
     )
     factors = [1.0, math.exp(0.5), math.exp(-1), 1.0]
     if correction == "sequence_mask":

@@ -206,6 +206,7 @@ GOOD = Rollout([3, 4], [5, 6, 7], [1, 0, 1])
         ([replace(GOOD, logps=[-1.0])], "logps=.*one number for each of the 3"),
         ([replace(GOOD, logps=[-1.0, 0.5, 2.0])], "logps=.*use log-probabilities"),
         ([replace(GOOD, reward=float("nan"))], "reward=nan: use a finite number, or None"),
+        ([replace(GOOD, reward="1")], "reward='1': use a finite number, or None"),
         ([replace(GOOD, extra=3)], "extra=3: use a dict"),
         (ZeroDivisionError("no"), r"ZeroDivisionError: no \(.*test_function.py, line"),
     ],
