@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
@@ -161,8 +162,8 @@ def truncate(start: Path) -> None:
     path.write_bytes(path.read_bytes()[:-10])
 
 
-def drop_tensor(start: Path) -> None:
-    rewrite(start, lambda tensors: tensors.pop("model.norm.weight", None))
+def drop_norms(start: Path, pattern: str = "model.norm.weight") -> None:
+    rewrite(start, lambda tensors: [tensors.pop(n) for n in list(tensors) if re.search(pattern, n)])
 
 
 def change_shape(start: Path) -> None:
@@ -186,7 +187,8 @@ def rewrite(start: Path, change) -> None:
     ("damage", "expected"),
     [
         (delete_file, FILE),
-        (drop_tensor, "model.norm.weight.*: copy or download"),
+        (drop_norms, "contain model.norm.weight: copy or download"),
+        (functools.partial(drop_norms, pattern="norm"), "layernorm.weight and 4 more: copy"),
         (change_shape, r"up_proj.weight .*\[5, 7\] .*config.json implies"),
         (truncate, "weights are corrupt .*: copy or download"),
     ],
