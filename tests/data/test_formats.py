@@ -204,6 +204,9 @@ def test_a_json_list_is_read_in_parts_of_any_size(tmp_path, monkeypatch, charact
         for indent in (None, 2):
             (tmp_path / "a.json").write_text(f" {json.dumps(rows, indent=indent)}\n")
             assert [row.fields for row in read_rows(str(tmp_path / "a.json"))] == rows
+    (tmp_path / "a.json").write_text("[{},\n{},\n\n{},\nx]")
+    with pytest.raises(DataError, match=r"a.json, line 5: not valid JSON"):
+        list(read_rows(str(tmp_path / "a.json")))
 
 
 @pytest.mark.parametrize(
