@@ -207,7 +207,7 @@ def _check_path(key: str, value: str, file: Path | None) -> None:
         return
     near = file.resolve().parents[:3] if file else ()
     folder = next((f for f in near if not path.is_absolute() and (f / path).exists()), None)
-    if folder is not None and file is not None:
+    if folder is not None:
         raise MissingData(
             f"{key}={value!r}: no such file or folder here; it exists in {folder}: paths are "
             f"relative to the folder in which gac runs, so run the command in {folder}"

@@ -106,6 +106,7 @@ def index(logits):
 
 TRANSFORMS = {
     "clamped": lambda model, logits: logits.clamp(min=0),
+    "capped twice": lambda model, logits: 2 * logits.tanh().tanh(),
     "padded": lambda model, logits: torch.nn.functional.pad(logits, (0, 1)),
     "read by later code": lambda model, logits: index(logits),
     "of two calls of the head": lambda model, logits: (
