@@ -213,6 +213,8 @@ def test_losses_after_the_update_use_the_ratio_to_the_sampling_policy(task, tmp_
     assert after.demo != before.demo
     # without the ratio, the surrogate would not depend on the weights
     assert abs(after.rollout - before.rollout) > 1e-3
+    demos = observations[-1].demo_losses
+    assert len(demos) == 4 and min(demos) < observations[-1].demo_loss < max(demos)
 
 
 def test_reward_error_names_the_row(task, tmp_path):
