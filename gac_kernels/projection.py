@@ -40,31 +40,32 @@ NO_SPLIT_K = 1 << 24
 # can reuse their memory although the number of tokens varies.
 ROW_MULTIPLE = {"cuda": (64, 1024)}
 
-# A block of this size or more gets fresh pages from the system, which zeroes them; with 256 rows,
-# those of the weight's gradient take a tenth of the time.
+# glibc returns freed blocks of this size to the system, which zeroes the pages of the next one; for
+# the gradient of a weight, that takes a tenth of the time of 256 rows.
 KEPT_BYTES = 32 << 20
-# bytes -> the memory of the last large gradient, and the user of that memory
+# bytes -> the memory of the latest large gradient, and the owner of its storage
 _kept: dict[int, tuple[Tensor, weakref.ref[Any]]] = {}
 
 
 def empty_gradient(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate the gradient of a weight; on a CPU, in the memory of the last one, if that is free.
+    """Allocate the gradient of a weight.
 
-    So the memory of one gradient is kept between calls. The storage cannot be resized.
+    On a CPU, a large gradient takes the memory of the one before, if no tensor uses that any more.
+    So the memory of one gradient stays allocated between calls. The storage cannot be resized.
     """
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or size < KEPT_BYTES:
         return torch.empty(shape, dtype=dtype, device=device)
-    memory, last = _kept.pop(size, (None, None))  # one step: no other thread gets it too
+    memory, used_by = _kept.pop(size, (None, None))  # in one step: no other thread gets it too
     _kept.clear()
-    if memory is None or last is None or last() is not None:
+    if memory is None or used_by is None or used_by() is not None:
         memory = torch.empty(size, dtype=torch.uint8)
-    # lives as long as the storage of the result, which then also keeps the memory alive
-    user = (ctypes.c_char * size).from_address(memory.data_ptr())
-    vars(user)["memory"] = memory
-    _kept[size] = memory, weakref.ref(user)
-    # not a view, to which autograd could not add the other gradient of a tied weight in place
-    return torch.frombuffer(user, dtype=dtype).resize_(shape)
+    # the storage of the result keeps its owner alive, and the owner keeps the memory alive
+    owner = (ctypes.c_char * size).from_address(memory.data_ptr())
+    vars(owner)["memory"] = memory
+    _kept[size] = memory, weakref.ref(owner)
+    # not a view: autograd adds the other gradient of a tied weight in place only to whole storages
+    return torch.frombuffer(owner, dtype=dtype).resize_(shape)
 
 
 class Buffer:

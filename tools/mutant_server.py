@@ -39,7 +39,7 @@ MEMORY = 10 * 2**30  # bytes of data that the tests of one mutant may allocate
 COVERAGE_SECONDS = 400.0  # the tests of a file that run after this are not used
 QUICK_SECONDS = 3.0  # total time of the tests that run first
 DEFAULTS = "tests/cli/test_defaults.py"  # its tests import everything
-MISTAKES = "tests/cli/test_mistakes.py"  # of all packages; most commands run in other processes
+MISTAKES = "tests/cli/test_mistakes.py"  # its commands reach all packages, in other processes
 # files that run hundreds of programs, or check many settings
 BROAD = (
     DEFAULTS,
