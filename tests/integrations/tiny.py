@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from gac.demo import task
+from tests.tiny import SMALL
 
 
 def write_model(folder: Path, model_type: str = "qwen2", **changes: Any) -> None:
@@ -19,15 +20,8 @@ def write_model(folder: Path, model_type: str = "qwen2", **changes: Any) -> None
     The default is a Qwen2 with a tied head.
     """
     tokenizer = task.make_tokenizer()
-    values = {
+    values = SMALL | {
         "vocab_size": len(tokenizer),
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 64,
         "tie_word_embeddings": True,
         "initializer_range": 0.1,
         "pad_token_id": tokenizer.pad_token_id,
