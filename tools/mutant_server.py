@@ -18,6 +18,7 @@ import select
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -381,8 +382,7 @@ def measure(path: Path, cached: Path) -> int:
 
     cover = coverage.Coverage(data_file=None, include=["gac/*", "gac_kernels/*"], config_file=False)
     plugin = Plugin(cover=cover)
-    folder = cached.parent / f"{cached.stem}.processes"
-    folder.mkdir(exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f"{cached.stem}.", dir=cached.parent))
     (folder / "sitecustomize.py").write_text("import coverage\ncoverage.process_startup()\n")
     settings = PROCESSES.replace("{folder}", str(folder)).replace("{tree}", str(Path.cwd()))
     (folder / "settings").write_text(settings)
@@ -404,11 +404,11 @@ def measure(path: Path, cached: Path) -> int:
                 names = good & set(tests) or (jobs if data is not own else set())
                 if number <= len(keys) and names:
                     lines[os.path.relpath(file)][keys[number - 1]] |= names
-    shutil.rmtree(folder)
-    new = cached.with_suffix(".new")
+    new = folder / "lines.json"
     modules = [name for name in sys.modules if name.partition(".")[0] not in OWN]
     seconds = {name: plugin.seconds[name] for name in sorted(good)}
     found = {"seconds": seconds, "lines": lines, "modules": modules}
     new.write_text(json.dumps(found, default=sorted))
     new.replace(cached)
+    shutil.rmtree(folder)
     return status
