@@ -61,15 +61,24 @@ def test_help_and_usage_errors_import_no_large_package(arguments):
     assert "gac.cli" in loaded and not loaded & LARGE
 
 
-@pytest.mark.parametrize("command", ["train", "eval"])
-def test_command_help_documents_every_configuration_key(capsys, command):
+@pytest.mark.parametrize(
+    ("command", "keys"),
+    [
+        ("train", ["out: text = runs/gac", "optim.lr: float", "model.path: text"]),
+        ("eval", ["eval.samples: int", "model.path: text"]),
+        ("study", []),
+    ],
+)
+def test_command_help_documents_every_configuration_key(capsys, command, keys):
+    """Its usage has the file before --set, after which it would be another KEY=VALUE."""
     with pytest.raises(SystemExit):
         cli.main([command, "--help"])
     text = capsys.readouterr().out
-    keys = {"train": ["out: text = runs/gac", "optim.lr: float"], "eval": ["eval.samples: int"]}
-    for key in [*keys[command], "model.path: text"]:
-        assert f"\n{key}" in text
+    usage = text.splitlines()[0]
+    assert usage.index("CONFIG.yaml") < usage.index("--set")
     assert "--set KEY=VALUE" in text
+    for key in keys:
+        assert f"\n{key}" in text
     undocumented = [
         line
         for line, following in zip(text.splitlines(), text.splitlines()[1:], strict=False)
@@ -99,16 +108,7 @@ def test_report_prints_the_tables_and_writes_the_page(tmp_path, capsys):
     assert (tmp_path / "other" / "report.html").is_file()
 
 
-@pytest.mark.parametrize("command", ["train", "eval", "study"])
-def test_usage_puts_the_config_before_set(capsys, command):
-    """After --set, CONFIG.yaml would be parsed as another KEY=VALUE."""
-    with pytest.raises(SystemExit):
-        cli.main([command, "--help"])
-    usage = capsys.readouterr().out.splitlines()[0]
-    assert usage.index("CONFIG.yaml") < usage.index("--set")
-
-
-def test_set_takes_one_or_several_and_may_be_repeated(tmp_path):
+def test_set_takes_one_or_several_and_may_be_repeated():
     options = cli.make_parser().parse_args(
         ["train", "a.yaml", "--set", "steps=1", "seed=2", "--set", "method=grpo", "--no-resume"]
     )

@@ -31,6 +31,12 @@ def padded() -> dict:
     }
 
 
+def linear(**changes) -> dict:
+    """A valid padded call of the linear form, with `changes`."""
+    head = {"hidden": torch.randn(3, 4, H), "weight": torch.randn(V, H)}
+    return {name: x for name, x in padded().items() if name != "logits"} | head | changes
+
+
 def packed() -> dict:
     """A valid packed call of two sequences, 12 tokens."""
     return {
@@ -41,14 +47,6 @@ def packed() -> dict:
         "mu": 0.5,
         "cu_seqlens": torch.tensor([0, 5, 12], dtype=torch.int32),
     }
-
-
-def check_error(error: type[Exception], match: str, make=padded, **changes) -> None:
-    """Assert that the call fails with `changes` and succeeds without them."""
-    arguments = make()
-    fused_gac_loss(**arguments)
-    with pytest.raises(error, match=match):
-        fused_gac_loss(**(arguments | changes))
 
 
 PADDED = {
@@ -165,12 +163,6 @@ PADDED = {
 }
 
 
-@pytest.mark.parametrize("name", PADDED)
-def test_padded(name: str) -> None:
-    error, match, changes = PADDED[name]
-    check_error(error, match, **changes)
-
-
 def int32(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
@@ -196,10 +188,19 @@ PACKED = {
 }
 
 
-@pytest.mark.parametrize("name", PACKED)
-def test_cu_seqlens(name: str) -> None:
-    error, match, cu_seqlens = PACKED[name]
-    check_error(error, match, make=packed, cu_seqlens=cu_seqlens)
+CALLS = {f"padded-{name}": (padded, *case) for name, case in PADDED.items()}
+CALLS |= {
+    f"cu_seqlens-{name}": (packed, error, match, {"cu_seqlens": offsets})
+    for name, (error, match, offsets) in PACKED.items()
+}
+
+
+@pytest.mark.parametrize(("make", "error", "match", "changes"), CALLS.values(), ids=CALLS)
+def test_a_call_fails_only_with_the_changes(make, error, match: str, changes: dict) -> None:
+    arguments = make()
+    fused_gac_loss(**arguments)
+    with pytest.raises(error, match=match):
+        fused_gac_loss(**(arguments | changes))
 
 
 def test_a_packed_batch_may_be_empty() -> None:
@@ -226,74 +227,64 @@ SPECS = {
 }
 
 
-@pytest.mark.parametrize("name", SPECS)
-def test_invalid_specification(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name}={SPECS[name]!r}"):
-        LossSpec(**{name: SPECS[name]})
+OPTIONS = [
+    *((ValueError, {name: value}, f"{name}={value!r}") for name, value in SPECS.items()),
+    *(
+        (TypeError, {name: "0.5"}, f"{name}='0.5': use a number")
+        for name in ("clip_low", "dual_clip", "kl_coef", "max_tokens", "temperature")
+    ),
+    *(
+        (ValueError, {"rollout_reduction": "constant", "max_tokens": value}, f"max_tokens={value}")
+        for value in (None, 0, math.inf)
+    ),
+    (
+        ValueError,
+        {"policy_loss": "ppo"},
+        "policy_loss='ppo': use one of clip, cispo, sapo, reinforce",
+    ),
+    (
+        ValueError,
+        {"importance_sampling_level": "word"},
+        "importance_sampling_level='word': use one of token, sequence",
+    ),
+    (ValueError, {"correction": "tis"}, "correction='tis': use one of none, token_truncate"),
+    (
+        ValueError,
+        {"correction_min": 3.0},
+        "correction_min=3.0: use a number <= correction_max=2.0",
+    ),
+    (ValueError, {"correction_max": -1.0}, "correction_max=-1.0: use a number >= 0"),
+    (TypeError, {"correction_max": "2"}, "correction_max='2': use a number or None"),
+    (ValueError, {"sapo_tau": 1.0}, "sapo_tau=1.0: use two finite numbers > 0"),
+    (ValueError, {"sapo_tau": (1.0, 0.0)}, r"sapo_tau=\(1.0, 0.0\): use two finite numbers > 0"),
+    (TypeError, {"use_bias_correction_kl": 1}, "use_bias_correction_kl=1: use True or False"),
+    (ValueError, {"clip_high": -0.5}, "clip_high=-0.5: use a number >= 0"),
+    (
+        ValueError,
+        {"policy_loss": "cispo", "clip_low": 0.1, "clip_high": -0.5},
+        "clip_low=0.1, clip_high=-0.5: use 1 - clip_low <= 1 \\+ clip_high",
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"policy_loss": "ppo"}, "policy_loss='ppo': use one of clip, cispo, sapo, reinforce"),
-        (
-            {"importance_sampling_level": "word"},
-            "importance_sampling_level='word': use one of token, sequence",
-        ),
-        ({"correction": "tis"}, "correction='tis': use one of none, token_truncate"),
-        ({"correction_min": 3.0}, "correction_min=3.0: use a number <= correction_max=2.0"),
-        ({"correction_max": -1.0}, "correction_max=-1.0: use a number >= 0"),
-        ({"correction_max": "2"}, "correction_max='2': use a number or None"),
-        ({"sapo_tau": 1.0}, "sapo_tau=1.0: use two finite numbers > 0"),
-        ({"sapo_tau": (1.0, 0.0)}, r"sapo_tau=\(1.0, 0.0\): use two finite numbers > 0"),
-        ({"use_bias_correction_kl": 1}, "use_bias_correction_kl=1: use True or False"),
-        ({"clip_high": -0.5}, "clip_high=-0.5: use a number >= 0"),
-        (
-            {"policy_loss": "cispo", "clip_low": 0.1, "clip_high": -0.5},
-            "clip_low=0.1, clip_high=-0.5: use 1 - clip_low <= 1 \\+ clip_high",
-        ),
-    ],
-)
-def test_invalid_options(options: dict, message: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=message):
+@pytest.mark.parametrize(("error", "options", "message"), OPTIONS)
+def test_invalid_options(error: type[Exception], options: dict, message: str) -> None:
+    with pytest.raises(error, match=message):
         LossSpec(**options)
 
 
-@pytest.mark.parametrize("name", ["clip_low", "dual_clip", "kl_coef", "max_tokens", "temperature"])
-def test_a_string_is_not_a_number(name: str) -> None:
-    with pytest.raises(TypeError, match=f"{name}='0.5': use a number"):
-        LossSpec(**{name: "0.5"})
+class Sharded(torch.Tensor):
+    """Calling full_tensor() on a DTensor would silently drop the gradient reduction."""
 
-
-@pytest.mark.parametrize("value", [None, 0, math.inf])
-def test_constant_reduction_needs_max_tokens(value: float | None) -> None:
-    with pytest.raises(ValueError, match=f"max_tokens={value}"):
-        LossSpec(rollout_reduction="constant", max_tokens=value)
-
-
-@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
-@pytest.mark.parametrize("form", ["logits", "linear"])
-def test_temperature(form: str, value: float) -> None:
-    targets = torch.zeros(2, 3, dtype=torch.int64)
-    with pytest.raises(ValueError, match=f"temperature={value}"):
-        if form == "logits":
-            token_logprobs(torch.zeros(2, 3, V), targets, temperature=value)
-        else:
-            linear_token_logprobs(
-                torch.zeros(2, 3, H), torch.zeros(V, H), targets, temperature=value
-            )
-
-
-def test_a_temperature_that_is_no_number_and_a_backend_that_cannot_run() -> None:
-    for value in (None, True):
-        with pytest.raises(TypeError, match=f"temperature={value}: use a number"):
-            token_logprobs(torch.zeros(2, V), torch.zeros(2, dtype=torch.int64), temperature=value)
-    arguments = padded() | {"logits": torch.randn(3, 4, V, dtype=torch.float64)}
-    with pytest.raises(RuntimeError, match="backend='native' cannot run here: .+"):
-        fused_gac_loss(**arguments, backend="native")
+    full_tensor = None
 
 
 LINEAR = {
+    "sharded weight": (
+        TypeError,
+        "weight is a Sharded: use a plain tensor.*FSDP",
+        {"weight": torch.randn(V, H).as_subclass(Sharded)},
+    ),
     "weight of another width": (
         ValueError,
         r"weight has shape \[11, 9\]: expected \[V, 8\]",
@@ -335,8 +326,7 @@ LINEAR = {
 @pytest.mark.parametrize("name", LINEAR)
 def test_linear(name: str) -> None:
     error, match, changes = LINEAR[name]
-    arguments = padded() | {"hidden": torch.randn(3, 4, H), "weight": torch.randn(V, H)}
-    del arguments["logits"]
+    arguments = linear()
     fused_linear_gac_loss(**arguments)
     with pytest.raises(error, match=match):
         fused_linear_gac_loss(**(arguments | changes))
@@ -348,8 +338,7 @@ def test_linear(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
 def test_autocast_converts_only_narrow_floats(dtype: torch.dtype) -> None:
-    arguments = padded() | {"hidden": torch.randn(3, 4, H), "weight": torch.ones(V, H, dtype=dtype)}
-    del arguments["logits"]
+    arguments = linear(weight=torch.ones(V, H, dtype=dtype))
     with (
         torch.autocast("cpu", torch.bfloat16),
         pytest.raises(TypeError, match=f"weight has dtype {dtype}"),
@@ -393,19 +382,6 @@ def test_a_vocabulary_of_one_token_needs_no_contiguous_logits() -> None:
     logits = torch.zeros(3, 4).as_strided((3, 4, 1), (4, 1, 7))
     logps, _ = token_logprobs(logits, torch.zeros(3, 4).long())
     assert not logps.any()
-
-
-def test_sharded_tensors_are_refused() -> None:
-    """Calling full_tensor() on a DTensor would silently drop the gradient reduction."""
-
-    class Sharded(torch.Tensor):
-        full_tensor = None
-
-    weight = torch.randn(V, H).as_subclass(Sharded)
-    arguments = padded() | {"hidden": torch.randn(3, 4, H), "weight": weight}
-    del arguments["logits"]
-    with pytest.raises(TypeError, match="weight is a Sharded: use a plain tensor.*FSDP"):
-        fused_linear_gac_loss(**arguments)
 
 
 def test_a_nan_norm_tensor_gives_a_nan_loss() -> None:

@@ -27,8 +27,10 @@ ACCELERATE = [
     "accelerate.commands.launch",
     "--num_processes=2",
     "--multi_gpu",
+    "--main_process_port=0",
+    "--module",
+    "gac.cli",
 ]
-ACCELERATE += ["--main_process_port=0", "--module", "gac.cli"]
 RENDEZVOUS = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
 
 
@@ -84,11 +86,10 @@ def test_torchrun_restarts_after_a_killed_rank_with_the_same_metrics(task, tmp_p
 def test_accelerate_launch_export_and_replay(task, tmp_path, capsys):
     code, output = run_job(ACCELERATE, write_config(task, tmp_path, "run", steps=2))
     assert code == 0, output
-    record = json.loads(
-        (tmp_path / "run" / "checkpoints" / "step-00000002" / "progress.json").read_text()
-    )
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000002"
+    record = json.loads((checkpoint / "progress.json").read_text())
     assert record["content"]["ranks"] == 2  # not two unrelated processes
-    files = {p.name for p in (tmp_path / "run" / "checkpoints" / "step-00000002").iterdir()}
+    files = {p.name for p in checkpoint.iterdir()}
     assert {"__0_0.distcp", "__1_0.distcp"} <= files  # each wrote its shards
 
     assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / "plain")]) == cli.OK

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 
@@ -30,22 +31,7 @@ def inside(value: float, interval: str) -> bool:
     return above and (value <= high if interval[-1] == "]" else value < high)
 
 
-def gate(**fields):
-    return Gate(form="z", **fields)
-
-
-def vllm(**fields):
-    return VLLMConfig(**fields)
-
-
-def solver(function, *arguments, **fixed):
-    return lambda **options: function(*arguments, **fixed, **options)
-
-
-def method(name: str, **required):
-    return lambda **fields: METHODS[name](**required, **fields)
-
-
+Z_GATE = partial(Gate, form="z")
 CONTROL = [  # callable, interval, names of its arguments
     (ControllerConfig, BELOW_ONE, "ema_decay signal_decay kl_decay"),
     (ControllerConfig, UNIT, "prior_blend"),
@@ -57,48 +43,48 @@ CONTROL = [  # callable, interval, names of its arguments
     ),
     (ControllerConfig, FREE, "max_step kl_up kl_down kl_hysteresis"),
     (ControllerConfig, POSITIVE, "kl_target"),
-    (gate, UNIT, "at_zero hysteresis"),
-    (gate, FREE, "slope"),
-    (gate, BELOW_ONE, "decay"),
+    (Z_GATE, UNIT, "at_zero hysteresis"),
+    (Z_GATE, FREE, "slope"),
+    (Z_GATE, BELOW_ONE, "decay"),
     (Alarm, POSITIVE, "threshold min_scale"),
     (Alarm, FREE, "slack"),
     (Alarm, BELOW_ONE, "decay"),
     (Alarm, "[0, 0.5)", "trim"),
-    (lambda **fields: Alarm(slack=0.5, **fields), "(0.5, inf)", "clip"),
+    (partial(Alarm, slack=0.5), "(0.5, inf)", "clip"),
     (lambda **fields: MixSchedule(**{"peak": 1.0, "valley": 0.0, **fields}), UNIT, "peak valley"),
-    (lambda **fields: MixSchedule(1.0, 0.0, **fields), UNIT, "start"),
-    (method("gradnorm"), FREE, "lr"),
-    (method("pcgrad"), "[-1, 1]", "threshold"),
-    (method("cagrad"), FREE, "radius"),
-    (method("sdmgrad"), FREE, "regularization"),
-    (method("uncertainty"), FREE, "lr"),
-    (method("dwa"), POSITIVE, "temperature"),
-    (method("famo"), FREE, "lr decay"),
+    (partial(MixSchedule, 1.0, 0.0), UNIT, "start"),
+    (METHODS["gradnorm"], FREE, "lr"),
+    (METHODS["pcgrad"], "[-1, 1]", "threshold"),
+    (METHODS["cagrad"], FREE, "radius"),
+    (METHODS["sdmgrad"], FREE, "regularization"),
+    (METHODS["uncertainty"], FREE, "lr"),
+    (METHODS["dwa"], POSITIVE, "temperature"),
+    (METHODS["famo"], FREE, "lr decay"),
 ]
 NUMBERS = [
     *CONTROL,
-    (method("nash-mtl"), POSITIVE, "max_norm"),
+    (METHODS["nash-mtl"], POSITIVE, "max_norm"),
     (GuardConfig, "(0, inf]", "skip_above_norm"),
     (lambda weight: Source("rows.jsonl", weight=weight), POSITIVE, "weight"),
     (OptimConfig, ABOVE_ZERO_TO_ONE, "lr"),
     (RolloutConfig, POSITIVE, "temperature correction_max"),
     (RolloutConfig, ABOVE_ZERO_TO_ONE, "top_p"),
-    (vllm, POSITIVE, "timeout"),
+    (VLLMConfig, POSITIVE, "timeout"),
     (LoraConfig, BELOW_ONE, "dropout"),
     (lambda top_p: EvalTask(top_p=top_p, temperature=1), ABOVE_ZERO_TO_ONE, "top_p"),
     (EvalTask, FREE, "temperature"),
     (ParallelConfig, POSITIVE, "timeout"),
     (
-        lambda **fields: RolloutConfig(max_completion_length=8, **fields),
+        partial(RolloutConfig, max_completion_length=8),
         "[1, 8]",
         "overlong_tokens",
     ),
     (lambda pass_at: EvalTask(samples=2, temperature=1, pass_at=(pass_at,)), "[1, 2]", "pass_at"),
     (LossSpec, FREE, "clip_low clip_high correction_max"),
-    (solver(LossSpec, None, policy_loss="cispo"), "[-1, inf)", "clip_high"),
-    (solver(LossSpec, 0.25, policy_loss="cispo"), "[-0.25, inf)", "clip_high"),
-    (solver(LossSpec, correction_max=None), FREE, "correction_min"),
-    (solver(LossSpec, correction_max=0.5), "[0, 0.5]", "correction_min"),
+    (partial(LossSpec, None, policy_loss="cispo"), "[-1, inf)", "clip_high"),
+    (partial(LossSpec, 0.25, policy_loss="cispo"), "[-0.25, inf)", "clip_high"),
+    (partial(LossSpec, correction_max=None), FREE, "correction_min"),
+    (partial(LossSpec, correction_max=0.5), "[0, 0.5]", "correction_min"),
     (LossSpec, "(1, inf)", "dual_clip"),
     (LossSpec, "(-inf, inf)", "kl_coef entropy_coef"),
     (LossSpec, POSITIVE, "temperature demo_shape"),
@@ -131,26 +117,26 @@ METHOD_NUMBERS = [
     ("dypo", POSITIVE, "beta sft_coef"),
     ("amft", "(-inf, inf)", "meta_lr entropy_lr"),
 ]
-NUMBERS += [(method(name), interval, names) for name, interval, names in METHOD_NUMBERS]
+NUMBERS += [(METHODS[name], interval, names) for name, interval, names in METHOD_NUMBERS]
 CONTROL_COUNTS = [  # callable, minimum, names of its arguments
     (ControllerConfig, 1, "update_every early_update_every"),
     (ControllerConfig, 0, "early_steps"),
     (Alarm, 2, "warmup"),
     (Alarm, 0, "source_steps"),
-    (lambda **fields: MixSchedule(1.0, 0.0, **fields), 0, "warmup hold decay"),
+    (partial(MixSchedule, 1.0, 0.0), 0, "warmup hold decay"),
 ]
 COUNTS = [
     *CONTROL_COUNTS,
-    (method("uft"), 1, "hint_steps pieces"),
-    (method("dwa"), 1, "window"),
-    (method("amft"), 0, "warmup"),
-    (method("amft"), 1, "update_every"),
-    (method("relift"), 1, "buffer"),
-    (method("sft-then-rl"), 0, "sft_steps"),
-    (method("sft-light"), 1, "examples epochs"),
-    (method("gradnorm-ctrl"), 1, "update_every"),
-    (method("gac"), 2, "gradient_parts"),
-    (method("kl-ctrl"), 1, "calibration"),
+    (METHODS["uft"], 1, "hint_steps pieces"),
+    (METHODS["dwa"], 1, "window"),
+    (METHODS["amft"], 0, "warmup"),
+    (METHODS["amft"], 1, "update_every"),
+    (METHODS["relift"], 1, "buffer"),
+    (METHODS["sft-then-rl"], 0, "sft_steps"),
+    (METHODS["sft-light"], 1, "examples epochs"),
+    (METHODS["gradnorm-ctrl"], 1, "update_every"),
+    (METHODS["gac"], 2, "gradient_parts"),
+    (METHODS["kl-ctrl"], 1, "calibration"),
     (GuardConfig, 1, "patience"),
     (GuardConfig, 0, "max_saved_steps"),
     (LoraConfig, 1, "rank alpha"),
@@ -161,7 +147,7 @@ COUNTS = [
     ),
     (TrainConfig, 1, "steps demo_batch_size checkpoint_every keep_checkpoints"),
     (TrainConfig, 1, "micro_batch_size max_tokens_per_micro_batch"),
-    (lambda **fields: TrainConfig(monitor_kl_every=1, **fields), 1, "kl_sample_size"),
+    (partial(TrainConfig, monitor_kl_every=1), 1, "kl_sample_size"),
     (ParallelConfig, 1, "replicas"),
     (PagedConfig, 1, "max_batch_tokens num_blocks"),
     (PagedConfig, 4, "block_size"),

@@ -1,4 +1,4 @@
-"""Errors of the Hub, tracebacks, exit codes; see also test_mistakes.py."""
+"""Errors of the Hub, exit codes; see also test_mistakes.py and test_cli_commands.py."""
 
 from __future__ import annotations
 
@@ -11,12 +11,6 @@ import pytest
 from gac import cli
 from gac.errors import ConfigError, RunError, user_message, value_errors_as
 from gac.models.source import check_source
-from tests.tiny import write_tiny
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("task"))
 
 
 def error_line(capsys, *arguments: str, code: int = cli.USAGE) -> str:
@@ -87,24 +81,6 @@ def test_hub_models(task, tmp_path, capsys, monkeypatch):
     assert "HF_HUB_OFFLINE forbids" in text
 
 
-def test_internal_errors_keep_their_traceback(tmp_path, monkeypatch):
-    def fail(*_: object) -> None:
-        raise ValueError("a bug")
-
-    monkeypatch.setattr("gac.report.find_folders", fail)
-    with pytest.raises(ValueError, match="a bug"):
-        cli.main(["report", str(tmp_path)])
-
-
-def test_gac_debug_enables_tracebacks(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("GAC_DEBUG", "1")
-    assert cli.main(["--debug", "report", str(tmp_path)]) == cli.USAGE
-    *trace, last = capsys.readouterr().err.splitlines()
-    assert trace[0].startswith("Traceback") and "no runs found" in last
-    monkeypatch.setenv("GAC_DEBUG", "0")
-    assert "no runs found" in error_line(capsys, "report", str(tmp_path))
-
-
 def test_user_message_and_exit_code():
     assert user_message(RunError("two\n  lines")) == ("two lines", 1)
     assert user_message(ConfigError("x")) == ("x", 2)
@@ -114,7 +90,7 @@ def test_user_message_and_exit_code():
     assert user_message(ValueError("x")) is None and user_message(ConnectionError("x")) is None
 
 
-def test_setup_errors_become_user_errors(capsys):
+def test_setup_errors_become_user_errors():
     with pytest.raises(ConfigError, match="key: a=1"), value_errors_as(ConfigError, "key"):
         raise ValueError("a=1")
     with pytest.raises(RunError, match="^b$"), value_errors_as(ConfigError, "key"):

@@ -13,6 +13,7 @@ from torch.distributed import TCPStore
 
 # trainers modify os.environ; child processes get the original environment
 INITIAL_ENV = dict(os.environ)
+ROOT = str(Path(__file__).parents[2])
 
 
 def launch(module: str, *args: str, ranks: int, timeout: float = 500) -> None:
@@ -24,7 +25,6 @@ def launch(module: str, *args: str, ranks: int, timeout: float = 500) -> None:
     """
     # the store runs here, as in the agent of torchrun, so that nobody can take its port
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    root = str(Path(__file__).parents[2])
     env = INITIAL_ENV | {
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
@@ -33,7 +33,7 @@ def launch(module: str, *args: str, ranks: int, timeout: float = 500) -> None:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([ROOT, os.environ.get("PYTHONPATH", "")]),
     }
     deadline = time.monotonic() + timeout
     with tempfile.TemporaryDirectory() as folder:
@@ -47,7 +47,7 @@ def launch(module: str, *args: str, ranks: int, timeout: float = 500) -> None:
                             [sys.executable, "-m", module, *args],
                             stdout=out,
                             stderr=out,
-                            cwd=root,
+                            cwd=ROOT,
                             env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                         )
                     )
@@ -69,11 +69,10 @@ def launch(module: str, *args: str, ranks: int, timeout: float = 500) -> None:
 
 def example(name: str, steps: int, timeout: float = 300) -> list[dict[str, float]]:
     """Run `python -m examples.name steps` and return the rows that it prints."""
-    root = str(Path(__file__).parents[2])
-    env = {"PYTHONPATH": root, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    env = {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     result = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", f"examples.{name}", str(steps)],
-        cwd=root,
+        cwd=ROOT,
         env={**INITIAL_ENV, **env},
         capture_output=True,
         text=True,

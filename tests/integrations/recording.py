@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 from torch import Tensor
 from transformers import TrainerCallback
 
@@ -17,6 +19,13 @@ class GradientRecorder(TrainerCallback):
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         named = kwargs["model"].named_parameters()
         self.gradients.append({n: p.grad.clone() for n, p in named if p.grad is not None})
+
+
+def message_of(kind: type[Exception], call: Callable[..., object], *arguments: object) -> str:
+    """The message of the error of this kind that the call must raise."""
+    with pytest.raises(kind) as error:
+        call(*arguments)
+    return str(error.value)
 
 
 def column(trainer: Any, name: str) -> list[float]:

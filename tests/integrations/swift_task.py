@@ -16,7 +16,7 @@ from swift.trainers.trainer_factory import TrainerFactory
 
 from gac.integrations import swift as gac_swift
 from tests.integrations import tiny
-from tests.integrations.recording import GradientRecorder, column, weights
+from tests.integrations.recording import GradientRecorder, column, message_of, weights
 
 PLUGIN = str(Path(__file__).with_name("swift_plugin.py"))
 trainers: list[Any] = []  # every trainer that was created
@@ -110,11 +110,8 @@ def main(folder: str, out: str, accumulation_steps: str, *options: str) -> None:
     dist.barrier()
     (Path(checkpoint) / "gac.json").unlink(missing_ok=True)
     dist.barrier()
-    error_message = ""
-    try:
-        train(folder, f"{out}/without_state", RecordingGACTrainer, *saving)
-    except FileNotFoundError as error:
-        error_message = str(error)
+    without_state = (folder, f"{out}/without_state", RecordingGACTrainer, *saving)
+    error_message = message_of(FileNotFoundError, train, *without_state)
     torch.save(
         {
             "grpo": grpo.recorder.gradients[0],

@@ -38,7 +38,7 @@ from tests.integrations import plain, recording, stand_ins, test_fuse, tiny, trl
 from tests.integrations import test_adapters_swift as swift_parts
 from tests.integrations import test_adapters_trinity as trinity_parts
 from tests.integrations import test_adapters_verl as verl_parts
-from tests.parallel.test_distributed import fixed_responses
+from tests.parallel.test_distributed import fixed_responses, record_gradients
 from tests.tiny import tiny_config, write_tiny
 
 ROWS = 16
@@ -65,19 +65,13 @@ def own_trainer(folder: Path, micro_batches: int, ranks: int, **budget: Any) -> 
     changes = {**size, "demo_batch_size": ROWS, "loss": {"rollout_reduction": "token"}}
     trainer = Trainer(tiny_config(folder, folder / f"{ranks}-{micro_batches}-{size}", **changes))
     assert trainer.gradients.forward.micro.packed == (size.get("packing") is True)
-    gradients: list[Gradient] = []
-
-    def record(*_: object) -> None:
-        named = trainer.model.named_parameters()
-        gradients.append({n.removeprefix("module."): p.grad.clone() for n, p in named})
 
     def train() -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(engines, "generate", fixed_responses)
             trainer._train_step()
 
-    trainer.optimizer.register_step_pre_hook(record)
-    return Run(trainer, train, gradients)
+    return Run(trainer, train, record_gradients(trainer))
 
 
 def transformers_trainer(kind: Any, folder: Path, micro_batches: int, ranks: int) -> Run:

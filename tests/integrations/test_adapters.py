@@ -8,12 +8,11 @@ import math
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from tokenizers.processors import TemplateProcessing
 
 from gac import Mixer
 from gac.control.signals import ProxySignals
@@ -30,10 +29,10 @@ from gac.integrations.demonstrations import (
 from gac.integrations.hf_trainer import StepMixin
 from gac.integrations.mixer import rollout_moments
 from gac.integrations.patch import Patch, supported
-from gac.integrations.verl_head import apply_fused_head
 from gac.methods import GAC, METHODS, Constant
 from gac.training.probes import UnitSketches
 from gac_kernels import HeadSketch, LossSpec, TokenMoments
+from tests.integrations.stand_ins import modules
 from tests.integrations.test_mixer import moments
 
 PAIR = {"prompt": "1+2=", "completion": "3"}
@@ -55,16 +54,6 @@ def test_observations_are_copied_and_losses_detached() -> None:
     mixer.load_state_dict(mixer.state_dict())  # forgets what an interrupted step has observed
     with pytest.raises(RuntimeError, match=r"call observe\(\)"):
         mixer.close()
-
-
-def test_a_mixer_is_saved_in_one_file(tmp_path: Path) -> None:
-    mixer = Mixer(GAC(), rows=9, batch=6)
-    mixer.observe(moments(0, demo=True))
-    mixer.close()
-    mixer.draw()
-    mixer.save(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["gac.json"]
-    assert mixer.state_dict()["step"] == 1 and mixer.state_dict()["order"]["position"] == 6
 
 
 def test_steps_trim_as_the_method_asks_and_gather_no_needless_sketches(monkeypatch: Any) -> None:
@@ -108,17 +97,6 @@ def test_a_trainer_with_sketches_uses_new_projections_in_every_step() -> None:
 
 
 # --- demonstrations
-
-
-def test_the_prompt_has_the_special_tokens_the_completion_has_not() -> None:
-    words = make_tokenizer()
-    unk = words.unk_token_id
-    words._tokenizer.post_processor = TemplateProcessing(
-        single="<unk> $A", special_tokens=[("<unk>", unk)]
-    )
-    encoded = encode(PAIR, "row", words)
-    digits = words("1+2=3", add_special_tokens=False)["input_ids"]
-    assert encoded == {"ids": [unk, *digits, words.eos_token_id], "start": 5}
 
 
 def test_a_tool_call_needs_no_content() -> None:
@@ -314,60 +292,54 @@ def test_patches_can_be_nested_and_undone_in_any_order() -> None:
     assert (Owner.a, Owner.b) == (1, 30)
 
 
-def fake_verl(monkeypatch: Any) -> tuple[Any, list[Any]]:
-    """Modules with the names of verl's; returns verl's kernel and the calls of its function."""
-    calls: list[Any] = []
-    modules = {
-        name: ModuleType(name)
-        for name in ("verl", "verl.utils", "verl.utils.experimental", "verl.utils.kernel")
-    }
-    functional: Any = ModuleType("verl.utils.experimental.torch_functional")
-    kernel: Any = ModuleType("verl.utils.kernel.linear_cross_entropy")
-    functional.FusedLinearForPPO = type("FusedLinearForPPO", (), {"forward": None})
-    kernel.linear_cross_entropy = lambda *args: calls.append(args) or "own"
-    for module in (*modules.values(), functional, kernel):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    return kernel, calls
-
-
 def test_the_head_of_verl(monkeypatch: Any) -> None:
-    kernel, calls = fake_verl(monkeypatch)
-    fused = sys.modules["verl.utils.experimental.torch_functional"].FusedLinearForPPO
-    own = kernel.linear_cross_entropy
-    draw = torch.Generator().manual_seed(0)
-    hidden, weight = torch.randn(2, 3, 4, generator=draw), torch.randn(5, 4, generator=draw)
-    labels = torch.tensor([[0, 1, 2], [4, 3, 2]], dtype=torch.int32)
-    rows = (hidden @ weight.T / 0.7).log_softmax(-1)
-    logps = rows.gather(-1, labels.long()[..., None])[..., 0]
-    entropy = -(rows.exp() * rows).sum(-1)
-    patch = apply_fused_head()
-    again = apply_fused_head()
-    replaced = kernel.linear_cross_entropy
-    torch.testing.assert_close(
-        fused().forward(hidden, weight.double(), labels, temperature=0.7), (logps, entropy)
-    )
-    torch.testing.assert_close(
-        replaced(hidden, weight, labels, 0.7), (logps.flatten(), entropy.flatten())
-    )
-    plain = (hidden @ weight.T).log_softmax(-1).gather(-1, labels.long()[..., None])[..., 0]
-    torch.testing.assert_close(fused().forward(hidden, weight, labels)[0], plain)
-    torch.testing.assert_close(replaced(hidden, weight, labels)[0], plain.flatten())
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: group)
-    assert replaced(hidden, weight, labels, 0.7, "none", 1)[0].shape == (6,) and not calls
-    assert replaced(hidden, weight, labels, 0.7, "none", 2) == "own"
-    assert replaced(hidden, weight, labels, 0.7, "mean") == "own"
-    assert [call[3:] for call in calls] == [(0.7, "none", 2), (0.7, "mean", None)]
-    again.undo()
-    assert kernel.linear_cross_entropy is own and fused.forward is None
-    patch.undo()
-    assert kernel.linear_cross_entropy is own and fused.forward is None
-    monkeypatch.delitem(sys.modules, "gac.integrations.verl_fused", raising=False)
-    imported = importlib.import_module("gac.integrations.verl_fused")
-    assert sys.modules.pop(imported.__name__) and kernel.linear_cross_entropy is not own
-    imported.PATCH.undo()
-    assert kernel.linear_cross_entropy is own
-    with pytest.raises(ImportError, match="does not support the installed json: "):
-        supported("json", "a_missing_name")
-    monkeypatch.setitem(sys.modules, "verl.utils.kernel.linear_cross_entropy", None)
-    with pytest.raises(ImportError, match="apply_fused_head does not support the installed verl: "):
-        apply_fused_head()
+    calls: list[Any] = []
+    fused = type("FusedLinearForPPO", (), {"forward": None})
+    contents = {
+        "verl.utils.experimental.torch_functional": {"FusedLinearForPPO": fused},
+        "verl.utils.kernel.linear_cross_entropy": {
+            "linear_cross_entropy": lambda *args: calls.append(args) or "own"
+        },
+    }
+    with modules(contents, "gac.integrations.verl_head") as adapter:
+        kernel: Any = sys.modules["verl.utils.kernel.linear_cross_entropy"]
+        own = kernel.linear_cross_entropy
+        draw = torch.Generator().manual_seed(0)
+        hidden, weight = torch.randn(2, 3, 4, generator=draw), torch.randn(5, 4, generator=draw)
+        labels = torch.tensor([[0, 1, 2], [4, 3, 2]], dtype=torch.int32)
+        rows = (hidden @ weight.T / 0.7).log_softmax(-1)
+        logps = rows.gather(-1, labels.long()[..., None])[..., 0]
+        entropy = -(rows.exp() * rows).sum(-1)
+        patch = adapter.apply_fused_head()
+        again = adapter.apply_fused_head()
+        replaced = kernel.linear_cross_entropy
+        torch.testing.assert_close(
+            fused().forward(hidden, weight.double(), labels, temperature=0.7), (logps, entropy)
+        )
+        torch.testing.assert_close(
+            replaced(hidden, weight, labels, 0.7), (logps.flatten(), entropy.flatten())
+        )
+        plain = (hidden @ weight.T).log_softmax(-1).gather(-1, labels.long()[..., None])[..., 0]
+        torch.testing.assert_close(fused().forward(hidden, weight, labels)[0], plain)
+        torch.testing.assert_close(replaced(hidden, weight, labels)[0], plain.flatten())
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: group)
+        assert replaced(hidden, weight, labels, 0.7, "none", 1)[0].shape == (6,) and not calls
+        assert replaced(hidden, weight, labels, 0.7, "none", 2) == "own"
+        assert replaced(hidden, weight, labels, 0.7, "mean") == "own"
+        assert [call[3:] for call in calls] == [(0.7, "none", 2), (0.7, "mean", None)]
+        again.undo()
+        assert kernel.linear_cross_entropy is own and fused.forward is None
+        patch.undo()
+        assert kernel.linear_cross_entropy is own and fused.forward is None
+        monkeypatch.delitem(sys.modules, "gac.integrations.verl_fused", raising=False)
+        imported = importlib.import_module("gac.integrations.verl_fused")
+        assert sys.modules.pop(imported.__name__) and kernel.linear_cross_entropy is not own
+        imported.PATCH.undo()
+        assert kernel.linear_cross_entropy is own
+        with pytest.raises(ImportError, match="does not support the installed json: "):
+            supported("json", "a_missing_name")
+        sys.modules[kernel.__name__] = None
+        with pytest.raises(
+            ImportError, match="apply_fused_head does not support the installed verl: "
+        ):
+            adapter.apply_fused_head()

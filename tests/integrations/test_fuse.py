@@ -81,11 +81,7 @@ def check(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: flo
 @pytest.fixture
 def no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fail if a test computes logits."""
-
-    def full(self: Record) -> Tensor:
-        raise AssertionError("the logits were computed")
-
-    monkeypatch.setattr(Record, "full", full)
+    monkeypatch.setattr(Record, "full", None)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

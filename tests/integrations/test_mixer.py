@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
 from gac import ControllerConfig, GuidedController, Mixer
 from gac.control.gate import Gate
@@ -80,14 +81,8 @@ def test_the_loss_is_the_mixture_and_its_parts_are_logged():
     log = mixer.close()
     assert (log["rollout_loss"], log["demo_loss"], log["demo_tokens"]) == (2, 20, 60)
     assert not {"kl", "rl_variance", "disagreement"} & set(log)  # no rollout was seen
-
-
-def test_kl_is_not_logged_if_a_batch_lacks_it():
-    mixer = Mixer(rows=9, batch=6)
     mixer.observe(moments(0, demo=False))
-    mixer.observe(moments(1, demo=False, ref=False))
-    mixer.weight_rollout_loss(torch.tensor(1.0))
-    mixer.weight_demo_loss(torch.tensor(2.0))
+    mixer.observe(moments(1, demo=False, ref=False))  # a batch without the KL
     assert "kl" not in mixer.close()
 
 
@@ -104,6 +99,8 @@ def test_state_round_trip_resumes_exactly(tmp_path: Path):
     for t in range(3):
         step(first, t)
     first.save(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["gac.json"]
+    assert first.state_dict()["step"] == 3 and first.state_dict()["order"]["position"] == 18
     second = Mixer(GAC(update_every=2), rows=9, batch=6, seed=5)
     second.load(tmp_path)
     assert json.loads((tmp_path / "gac.json").read_text()) == second.state_dict()
@@ -117,12 +114,14 @@ def test_state_of_another_run_is_rejected(tmp_path: Path):
     saved = mixer.state_dict()
     with pytest.raises(FileNotFoundError, match="gac.json is missing: .* without a controller"):
         mixer.load(tmp_path)
-    with pytest.raises(ValueError, match="'gac'.* 'constant': resume with the same controller"):
-        Mixer(Constant(), rows=9, batch=6).load_state_dict(saved)
-    with pytest.raises(ValueError, match="number of rows is 8, .* 9: resume"):
-        Mixer(GAC(), rows=8, batch=6).load_state_dict(saved)
-    with pytest.raises(ValueError, match=r"state=\['mix'\]"):
-        mixer.load_state_dict({k: v for k, v in saved.items() if k != "mix"})
+    without_mix = {k: v for k, v in saved.items() if k != "mix"}
+    for other, state, message in (
+        (Mixer(Constant(), rows=9, batch=6), saved, "'gac'.* 'constant': resume with the same con"),
+        (Mixer(GAC(), rows=8, batch=6), saved, "number of rows is 8, .* 9: resume"),
+        (mixer, without_mix, r"state=\['mix'\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            other.load_state_dict(state)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +253,7 @@ def test_unsupported_options_of_a_trainer(changes: dict[str, Any], option: str |
             refuse("GACTrainer", options)
 
 
-def test_a_text_completion_ends_with_one_eos() -> None:
+def test_a_text_completion_ends_with_one_eos_and_the_prompt_has_the_special_tokens() -> None:
     words = make_tokenizer()
     eos = words.eos_token_id
     plain = encode({"prompt": "1+2=", "completion": "3"}, "row 1", words)
@@ -262,6 +261,12 @@ def test_a_text_completion_ends_with_one_eos() -> None:
     assert plain["ids"][plain["start"] :] == [*words.encode("3", add_special_tokens=False), eos]
     ended = encode({"prompt": "1+2=", "completion": f"3{words.eos_token}"}, "row 1", words)
     assert ended == plain
+    unk, digits = words.unk_token_id, words("1+2=3", add_special_tokens=False)["input_ids"]
+    words._tokenizer.post_processor = TemplateProcessing(
+        single="<unk> $A", special_tokens=[("<unk>", unk)]
+    )
+    special = encode({"prompt": "1+2=", "completion": "3"}, "row 1", words)
+    assert special == {"ids": [unk, *digits, eos], "start": 5}
 
 
 CHAT = (

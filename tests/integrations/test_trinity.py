@@ -121,13 +121,17 @@ def test_options_that_change_the_weighting_are_rejected(
 def test_arguments_of_the_loss_are_checked(tmp_path: Path):
     from gac.integrations.trinity import GACPolicyLoss
 
-    with pytest.raises(ValueError, match="state_dir is empty"):
-        GACPolicyLoss()
-    with pytest.raises(ValueError, match="loss_agg_mode='seq-mean-token-sum': use one of"):
-        GACPolicyLoss(state_dir=str(tmp_path), loss_agg_mode="seq-mean-token-sum")
-    for name in ("luffy", "gac-gated", "gac-gated-sketch"):
-        with pytest.raises(ValueError, match=f"controller={name}.*use gac, chord"):
-            GACPolicyLoss(state_dir=str(tmp_path), method=name)
+    mode = "seq-mean-token-sum"
+    for arguments, message in (
+        ({"state_dir": None}, "state_dir is empty"),
+        ({"loss_agg_mode": mode}, f"loss_agg_mode='{mode}': use one of"),
+        *(
+            ({"method": name}, f"controller={name}.*use gac, chord")
+            for name in ("luffy", "gac-gated", "gac-gated-sketch")
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            GACPolicyLoss(**{"state_dir": str(tmp_path)} | arguments)
 
 
 def test_rows_carry_the_counts_of_their_batch():

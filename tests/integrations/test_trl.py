@@ -15,6 +15,8 @@ import torch
 pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
 
+from transformers import AutoModelForCausalLM  # noqa: E402 - after the skips
+
 from gac import ControllerConfig  # noqa: E402 - after the skips
 from gac.data.order import Order  # noqa: E402 - after the skips
 from gac.demo import task  # noqa: E402 - after the skips
@@ -41,12 +43,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def load_model(folder: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(folder)
-
-
 @pytest.mark.parametrize(("loss", "reduction"), [("dapo", "token"), ("grpo", "sequence")])
 @pytest.mark.parametrize(("micro_batches", "demo_batch"), [(1, 5), (4, 6), (4, 2)])
 def test_step_gradient_matches_plain_torch(
@@ -58,11 +54,8 @@ def test_step_gradient_matches_plain_torch(
         "gradient_accumulation_steps": micro_batches,
         "demo_batch": demo_batch,
     }
-    trainer, recorder = trl_task.make_trainer(
-        model, tmp_path, controller=GAC(mu_init=MU), **options
-    )
-    trainer.train()
-    reference = load_model(model)
+    trainer, recorder = trl_task.trained(model, tmp_path, controller=GAC(mu_init=MU), **options)
+    reference = AutoModelForCausalLM.from_pretrained(model)
     assert len(trainer.micro_batches) == micro_batches
     assert len(trainer.demos_per_step[0]) == demo_batch
     rollouts = plain.rollout_term(reference, trainer.micro_batches, trl_task.TEMPERATURE, reduction)
@@ -101,15 +94,11 @@ def test_every_trl_loss_is_mixed_unchanged(model: Path, tmp_path: Path, name: st
     from trl import GRPOTrainer
 
     mu, step = (0.0, -1) if name == "mu 0" else (MU, 0)
-    grpo_trainer, grpo_recorder = trl_task.make_trainer(
-        model, tmp_path, GRPOTrainer, **OPTIONS[name]
-    )
-    grpo_trainer.train()
-    trainer, recorder = trl_task.make_trainer(
+    _, grpo_recorder = trl_task.trained(model, tmp_path, GRPOTrainer, **OPTIONS[name])
+    trainer, recorder = trl_task.trained(
         model, tmp_path, controller=Constant(mu=mu), **OPTIONS[name]
     )
-    trainer.train()
-    reference = load_model(model)
+    reference = AutoModelForCausalLM.from_pretrained(model)
     term = plain.demo_term(reference, trainer.demos_per_step[0], phi=False)
     rollout_grads, demo_grads = grpo_recorder.gradients[step], plain.gradient(reference, term)
     expected = {n: (1 - mu) * rollout_grads[n] + mu * g for n, g in demo_grads.items()}
@@ -124,7 +113,7 @@ def test_lora_gradient_matches_plain_torch(model: Path, tmp_path: Path):
     trainer, recorder = trl_task.make_trainer(model, tmp_path, peft_config=adapters, beta=1e-30)
     start = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
     trainer.train()
-    reference = get_peft_model(load_model(model), adapters)
+    reference = get_peft_model(AutoModelForCausalLM.from_pretrained(model), adapters)
     reference.load_state_dict(start, strict=False)
     rollouts = plain.rollout_term(reference, trainer.micro_batches, trl_task.TEMPERATURE, "token")
     expected = (1 - MU) * rollouts + MU * plain.demo_term(
@@ -139,10 +128,9 @@ def test_compiled_model(tmp_path: Path):
     gradients = []
     tiny.write_model(tmp_path / "model", num_hidden_layers=1)  # compiling is slow
     for options in ({}, {"torch_compile": True, "torch_compile_backend": "eager"}):
-        trainer, recorder = trl_task.make_trainer(
+        trainer, recorder = trl_task.trained(
             tmp_path / "model", tmp_path, gradient_accumulation_steps=1, **options
         )
-        trainer.train()
         assert missing_hook() or trainer.rollout_out is not None
         gradients.append(recorder.gradients[0])
     assert plain.relative_error(gradients[1], gradients[0]) < TOLERANCE
@@ -150,13 +138,12 @@ def test_compiled_model(tmp_path: Path):
 
 def test_logged_signals_match_plain_torch(model: Path, tmp_path: Path):
     """The logged signals match plain torch code over the whole step."""
-    trainer, _ = trl_task.make_trainer(model, tmp_path, controller=GAC(), beta=1e-30)
-    trainer.train()
+    trainer, _ = trl_task.trained(model, tmp_path, controller=GAC(), beta=1e-30)
     advantages = torch.cat([batch["advantages"] for batch in trainer.micro_batches])
     assert recording.column(trainer, "gac/rl_variance")[0] == pytest.approx(
         advantages.var(correction=0).item(), rel=1e-5
     )
-    reference = load_model(model)
+    reference = AutoModelForCausalLM.from_pretrained(model)
     order = Order(len(trainer._demos), 3)  # with the trainer's seed
     drawn = [row_of(row) for row in trainer._demos.select(order.take(5))]
     assert trainer.demos_per_step[0] == drawn
@@ -194,7 +181,7 @@ def test_two_ranks_match_and_resume_exactly(model: Path, two_ranks: list[dict[st
 
     A run whose ranks have different values of mu fails in its first step.
     """
-    reference = load_model(model)
+    reference = AutoModelForCausalLM.from_pretrained(model)
     micro_batches = [batch for rank in two_ranks for batch in rank["micro_batches"]]
     assert len(micro_batches) == 4
     mu = two_ranks[0]["logged"][0]
@@ -222,8 +209,7 @@ def test_weights_sharded_by_fsdp2(two_ranks: list[dict[str, Any]]):
 
 def test_a_checkpoint_without_controller_is_not_resumed(model: Path, tmp_path: Path):
     options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
-    trainer, _ = trl_task.make_trainer(model, tmp_path, **options)
-    trainer.train()
+    trl_task.trained(model, tmp_path, **options)
     saved = tmp_path / "checkpoint-1"
     resumed, _ = trl_task.make_trainer(model, tmp_path, controller=GAC(), **options)
     with pytest.raises(ValueError, match="'constant'.*'gac'.*same controller"):
@@ -275,10 +261,9 @@ def test_bad_demonstrations_are_named(model: Path, tmp_path: Path, rows: Any, me
 @pytest.mark.skipif(missing_hook() is not None, reason="needs the fused loss")
 def test_the_gate_reads_the_head_sketch(model: Path, tmp_path: Path):
     """The gate's cosine is that of the sketched head gradients of the two terms."""
-    trainer, _ = trl_task.make_trainer(
+    trainer, _ = trl_task.trained(
         model, tmp_path, controller=METHODS["gac-gated-sketch"](), max_steps=4
     )
-    trainer.train()
     cosines = recording.column(trainer, "gac/cosine")
     assert any(x != 0 for x in cosines) and all(-1 <= x <= 1 for x in cosines)
 
@@ -296,10 +281,9 @@ def test_the_gradient_filter_reaches_each_loss(
     """The filter changes the gradient of the hidden states, but not the loss."""
     runs = []
     for settings in (None, GradientFilter(eps=1.0, max_columns=1.0, max_dropped=1.0)):
-        trainer, recorder = trl_task.make_trainer(
+        trainer, recorder = trl_task.trained(
             model, tmp_path, controller=Constant(mu=mu), gradient_filter=settings, **options
         )
-        trainer.train()
         runs.append((recording.column(trainer, "gac/demo_loss"), recorder.gradients[0]))
     (loss, exact), (same, filtered) = runs
     assert loss == same and 0 < loss[0] < 100
@@ -364,8 +348,7 @@ def test_earlier_versions_keep_the_loss_of_trl(model: Path, tmp_path: Path, capl
         apply_fused_head()
     gradients = []
     for kind in (GRPOTrainer, FusedGRPOTrainer):
-        trainer, recorder = trl_task.make_trainer(model, tmp_path, kind)
-        trainer.train()
+        _, recorder = trl_task.trained(model, tmp_path, kind)
         gradients.append(recorder.gradients[0])
     assert plain.relative_error(gradients[1], gradients[0]) < TOLERANCE
     assert re.search(message, caplog.text)

@@ -135,20 +135,22 @@ def server(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
         yield handle
 
 
+MODES: dict[str, dict[str, Any]] = {
+    "tools": {"tools": [increment]},
+    "environment_factory": {"environment_factory": Counter},
+    "rollout_func": {"rollout_func": rollout},
+    "vLLM server": {},
+}
+
+
 def step(kind: type[GRPOTrainer], folder: Path, out: Path, mode: str, url: str = "") -> Any:
     """One optimizer step; returns the trainer and its gradient."""
     options: dict[str, Any] = {"max_completion_length": 8}
-    keywords: dict[str, Any] = {}
+    keywords = dict(MODES[mode])
     if mode == "vLLM server":
         fixed = {"seed": 3, "ignore_eos": True}
         options |= {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url}
         options |= {"generation_kwargs": fixed, "vllm_importance_sampling_correction": True}
-    elif mode == "rollout_func":
-        keywords["rollout_func"] = rollout
-    elif mode == "tools":
-        keywords["tools"] = [increment]
-    else:
-        keywords["environment_factory"] = Counter
     if mode in ("tools", "environment_factory"):
         options["max_completion_length"] = 200
     if issubclass(kind, GACTrainer):
@@ -184,7 +186,7 @@ def step(kind: type[GRPOTrainer], folder: Path, out: Path, mode: str, url: str =
     return trainer, recorder.gradients[0]
 
 
-@pytest.mark.parametrize("mode", ["tools", "environment_factory", "rollout_func", "vLLM server"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.filterwarnings("ignore:You are using:UserWarning")
 def test_the_step_is_that_of_trl(
     mode: str, folder: Path, tmp_path: Path, request: pytest.FixtureRequest

@@ -52,10 +52,7 @@ def test_gradients_equal_those_of_trl(models: dict[str, Path], tmp_path: Path, n
     model, options, tolerance = TRAININGS[name]
     runs = []
     for kind in (GRPOTrainer, FusedGRPOTrainer):
-        trainer, recorder = trl_task.make_trainer(
-            models[model], tmp_path, kind, optim="sgd", **options
-        )
-        trainer.train()
+        trainer, recorder = trl_task.trained(models[model], tmp_path, kind, optim="sgd", **options)
         runs.append((trainer, recorder))
     assert runs[1][0].rollout_out is not None
     (own, expected), (fused, actual) = runs
@@ -93,8 +90,7 @@ class FusedOtherLoss(FusedGRPOMixin, OtherLoss):
 def test_the_loss_of_a_subclass_is_kept(models: dict[str, Path], tmp_path: Path, caplog):
     gradients = []
     for kind in (OtherLoss, FusedOtherLoss):
-        trainer, recorder = trl_task.make_trainer(models["tied"], tmp_path, kind)
-        trainer.train()
+        _, recorder = trl_task.trained(models["tied"], tmp_path, kind)
         gradients.append(recorder.gradients[0])
     assert plain.relative_error(gradients[1], gradients[0]) < 1e-5
     assert "does not support the loss of a subclass, OtherLoss._compute_loss" in caplog.text

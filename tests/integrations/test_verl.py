@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 pytest.importorskip("verl")
 
@@ -29,12 +30,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     tiny.write_model(folder / "model")
     tiny.write_demonstrations(folder / "demos.jsonl")
     return str(folder / "model"), str(folder / "demos.jsonl")
-
-
-def load_model(model: str) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(model)
 
 
 def demo_rows(indices: list[int]) -> list[Row]:
@@ -70,7 +65,7 @@ def test_step_gradient_matches_plain_torch(
     options = size, "+actor_rollout_ref.actor.policy_loss.method=gac"
     launch("tests.integrations.verl_task", "resumed", *files, str(tmp_path), *options, ranks=ranks)
     results = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(ranks)]
-    model = load_model(files[0])
+    model = AutoModelForCausalLM.from_pretrained(files[0])
     mu = results[0]["logs"][0]["gac/mu"][0]
     demos = plain.demo_term(model, demo_rows(results[0]["drawn_demos"][0]), phi=True)
     expected = plain.gradient(model, (1 - mu) * rollout_term(model) + mu * demos)
@@ -93,7 +88,7 @@ def test_every_verl_loss_is_mixed_unchanged(files: tuple[str, str], tmp_path: Pa
     names = ("gspo", "sapo", "gpg", "geo_mean", "cispo", "clip_cov")
     launch("tests.integrations.verl_task", "modes", *files, str(tmp_path), *names, ranks=1)
     gradients = torch.load(tmp_path / "rank0.pt")
-    model = load_model(files[0])
+    model = AutoModelForCausalLM.from_pretrained(files[0])
     from gac.data.order import Order
 
     demos = demo_rows(Order(12, 0).take(5))
@@ -129,29 +124,32 @@ def test_invalid_options_are_named(files: tuple[str, str]):
 
     from gac.integrations.verl import GACPolicyLoss, check_supported
 
-    with pytest.raises(ValueError, match="demo_path is empty: .*file"):
-        GACPolicyLoss()
-    with pytest.raises(ValueError, match="demo_batch=0: use a number of demonstrations >= 1"):
-        GACPolicyLoss(demo_path=files[1])
-    for name in ("luffy", "gac-gated", "gac-gated-sketch"):
-        with pytest.raises(ValueError, match=f"controller={name}.*use gac, chord"):
-            GACPolicyLoss(demo_path=files[1], demo_batch=5, method=name)
-    model = HFModelConfig(path=files[0])
-    check_supported(FSDPEngineConfig(strategy="fsdp2"), model)
-    with pytest.raises(ValueError, match="does not support strategy=fsdp: use fsdp2"):
-        check_supported(FSDPEngineConfig(strategy="fsdp"), model)
-    with pytest.raises(
-        ValueError, match="does not support ulysses_sequence_parallel_size=2: use 1"
+    valid = {"demo_path": files[1], "demo_batch": 5}
+    for loss, message in (
+        ({}, "demo_path is empty: .*file"),
+        ({"demo_path": files[1]}, "demo_batch=0: use a number of demonstrations >= 1"),
+        *(
+            (valid | {"method": name}, f"controller={name}.*use gac, chord")
+            for name in ("luffy", "gac-gated", "gac-gated-sketch")
+        ),
     ):
-        check_supported(FSDPEngineConfig(strategy="fsdp2", ulysses_sequence_parallel_size=2), model)
-    with pytest.raises(ValueError, match="does not support strategy=megatron: use fsdp2"):
-        check_supported(SimpleNamespace(strategy="megatron"), model)
-    image_model = SimpleNamespace(processor="a processor", mtp=None)
-    with pytest.raises(ValueError, match="does not support model.processor=an image processor"):
-        check_supported(FSDPEngineConfig(strategy="fsdp2"), image_model)
-    mtp_model = SimpleNamespace(processor=None, mtp=SimpleNamespace(enable=True))
-    with pytest.raises(ValueError, match="does not support mtp.enable=True: use False"):
-        check_supported(FSDPEngineConfig(strategy="fsdp2"), mtp_model)
+        with pytest.raises(ValueError, match=message):
+            GACPolicyLoss(**loss)
+    model = HFModelConfig(path=files[0])
+    fsdp2 = FSDPEngineConfig(strategy="fsdp2")
+    two_parts = FSDPEngineConfig(strategy="fsdp2", ulysses_sequence_parallel_size=2)
+    images = SimpleNamespace(processor="a processor", mtp=None)
+    mtp = SimpleNamespace(processor=None, mtp=SimpleNamespace(enable=True))
+    check_supported(fsdp2, model)
+    for engine, network, message in (
+        (FSDPEngineConfig(strategy="fsdp"), model, "strategy=fsdp: use fsdp2"),
+        (two_parts, model, "ulysses_sequence_parallel_size=2: use 1"),
+        (SimpleNamespace(strategy="megatron"), model, "strategy=megatron: use fsdp2"),
+        (fsdp2, images, "model.processor=an image processor"),
+        (fsdp2, mtp, "mtp.enable=True: use False"),
+    ):
+        with pytest.raises(ValueError, match=f"does not support {message}"):
+            check_supported(engine, network)
 
 
 def test_the_example_learns():

@@ -17,7 +17,7 @@ from trinity.common.experience import EID, Experience
 
 from examples import trinity_cpu
 from gac.integrations import trinity as gac_trinity
-from tests.integrations.recording import full_weights, record_full_gradients
+from tests.integrations.recording import full_weights, message_of, record_full_gradients
 
 
 class Buffer:
@@ -120,18 +120,13 @@ def main(model: str, out: str, micro: str) -> None:
     resumed.load_checkpoint(f"{out}/checkpoint")
     repeated = run(resumed, range(3, 5))
     without_state = worker(model, f"{out}/nowhere", method=method)
-    error_message = ""
-    try:
-        run(without_state, range(3, 4))
-    except FileNotFoundError as error:
-        error_message = str(error)
     torch.save(
         {
             "gradient": gradients[0],
             "logs": logs,
             "repeated": repeated,
             "weights": [full_weights(actor) for actor in (trainer, resumed)],
-            "error_message": error_message,
+            "error_message": message_of(FileNotFoundError, run, without_state, range(3, 4)),
         },
         Path(out) / f"rank{dist.get_rank()}.pt",
     )

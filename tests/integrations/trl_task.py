@@ -17,19 +17,10 @@ from gac.data.rows import Row
 from gac.demo import task
 from gac.integrations.trl import FusedGRPOTrainer, GACTrainer
 from gac.methods import GAC, Constant
-from tests.integrations.recording import GradientRecorder, column, weights
+from tests.integrations.recording import GradientRecorder, column, message_of, weights
 from tests.integrations.tiny import demonstrations
 
 TEMPERATURE = 0.7
-
-
-def prompts() -> Dataset:
-    problems = task.rows(random.Random(0), ["+", "-"] * 16)
-    return Dataset.from_list([{"prompt": row["prompt"]} for row in problems])
-
-
-def demos() -> Dataset:
-    return Dataset.from_list(demonstrations())
 
 
 def digit_fraction(completions: list[str], **_: Any) -> list[float]:
@@ -70,6 +61,7 @@ def make_trainer(
     `changes` are passed to GRPOConfig.
     """
     recorder = GradientRecorder()
+    problems = task.rows(random.Random(0), ["+", "-"] * 16)
     options: dict[str, Any] = {
         "output_dir": str(out),
         "per_device_train_batch_size": 8,
@@ -92,7 +84,9 @@ def make_trainer(
     gac_options: dict[str, Any] = {}
     if issubclass(trainer_class, GACTrainer):
         gac_options = {
-            "demo_dataset": demos() if demo_dataset is None else demo_dataset,
+            "demo_dataset": Dataset.from_list(demonstrations())
+            if demo_dataset is None
+            else demo_dataset,
             "demo_batch": demo_batch,
             "controller": Constant(mu=0.3) if controller is None else controller,
             "gradient_filter": gradient_filter,
@@ -101,12 +95,19 @@ def make_trainer(
         model=AutoModelForCausalLM.from_pretrained(model),
         reward_funcs=digit_fraction,
         args=GRPOConfig(**options),
-        train_dataset=prompts(),
+        train_dataset=Dataset.from_list([{"prompt": row["prompt"]} for row in problems]),
         processing_class=task.make_tokenizer(),
         callbacks=[recorder],
         peft_config=peft_config,
         **gac_options,
     )
+    return trainer, recorder
+
+
+def trained(*arguments: Any, **options: Any) -> tuple[Any, GradientRecorder]:
+    """`make_trainer`, and its training."""
+    trainer, recorder = make_trainer(*arguments, **options)
+    trainer.train()
     return trainer, recorder
 
 
@@ -154,17 +155,11 @@ def train_and_resume(model: Path, untied: Path | None, out: Path) -> dict[str, A
         "save_strategy": "steps",
         "save_steps": 2,
     }
-    trainer, recorder = make_trainer(model, out, **options)
-    trainer.train()
+    trainer, recorder = trained(model, out, **options)
     resumed, _ = make_trainer(model, out, **options)
     resumed.train(resume_from_checkpoint=str(out / "checkpoint-2"))
     rank = trainer.accelerator.process_index
     mismatched, _ = make_trainer(model, out, controller=Constant(mu=0.1 + 0.1 * rank))
-    error_message = ""
-    try:
-        mismatched.train()
-    except RuntimeError as error:
-        error_message = str(error)
     return {
         "gradient": recorder.gradients[0],
         "micro_batches": trainer.micro_batches[:2],
@@ -174,6 +169,6 @@ def train_and_resume(model: Path, untied: Path | None, out: Path) -> dict[str, A
         "weights": weights(trainer),
         "resumed": weights(resumed),
         "resumed_mu": resumed.mixer.mu,
-        "error_message": error_message,
+        "error_message": message_of(RuntimeError, mismatched.train),
         "sharded": sharded_gradients(untied, out) if untied else [],
     }

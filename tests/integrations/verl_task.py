@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from examples import verl_cpu
-from tests.integrations.recording import full_weights, record_full_gradients
+from tests.integrations.recording import full_weights, message_of, record_full_gradients
 
 TEMPERATURE = 0.7
 
@@ -90,11 +90,6 @@ def resumed(model: str, demos: str, out: str, *overrides: str) -> dict[str, Any]
     dist.barrier()
     (Path(saved) / "gac.json").unlink(missing_ok=True)
     dist.barrier()
-    error_message = ""
-    try:
-        resumed_actor.load_checkpoint(saved)
-    except FileNotFoundError as error:
-        error_message = str(error)
     return {
         "gradient": gradients[0],
         "drawn_demos": drawn_demos,
@@ -102,7 +97,7 @@ def resumed(model: str, demos: str, out: str, *overrides: str) -> dict[str, Any]
         "repeated": repeated,
         "weights": full_weights(trainer),
         "resumed": full_weights(resumed_actor),
-        "error_message": error_message,
+        "error_message": message_of(FileNotFoundError, resumed_actor.load_checkpoint, saved),
     }
 
 

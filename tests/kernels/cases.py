@@ -13,12 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from gac_kernels import DemoWeight, LossSpec, backends, reference
+from gac_kernels import DemoWeight, LossSpec, backends, fused_linear_gac_loss, reference
 from gac_kernels.backends import cuda
+from gac_kernels.tokens import Tokens
 
 CPU = torch.device("cpu")
 HALF = (torch.bfloat16, torch.float16)
 H = 24  # hidden size; the logits are hidden @ weight.T + bias
+LEAVES = ("hidden", "weight", "bias")
 
 
 @dataclass(frozen=True)
@@ -55,17 +57,27 @@ class Batch:
     is_demo: Tensor
     keywords: dict[str, Any]  # that every entry point accepts
 
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The positional arguments of every entry point, after the operands."""
+        return self.targets, self.advantages, self.is_demo
+
     def logits(self) -> Tensor:
         """The case's logits as a leaf tensor in hidden's dtype."""
         logits = reference.linear_logits(self.hidden, self.weight, self.bias).detach()
         return logits.to(self.hidden.dtype).requires_grad_()
+
+    def linear(self, call: Any = fused_linear_gac_loss, **keywords: Any) -> Any:
+        """The outputs of a linear form of the loss."""
+        options = self.keywords | keywords
+        return call(self.hidden, self.weight, *self.inputs, bias=self.bias, **options)
 
     def to(self, dtype: torch.dtype) -> Batch:
         """A copy of the batch whose leaf tensors have another dtype."""
         leaves = [
             x.detach().to(dtype).requires_grad_() for x in (self.hidden, self.weight, self.bias)
         ]
-        return Batch(*leaves, self.targets, self.advantages, self.is_demo, self.keywords)
+        return Batch(*leaves, *self.inputs, self.keywords)
 
 
 def build(case: Case, dtype: torch.dtype = torch.float32) -> Batch:
@@ -234,9 +246,21 @@ def require_backend(name: str, dtype: torch.dtype = torch.float32) -> str:
 
 def loss_and_grad(call: Any, logits: Tensor, batch: Batch, **keywords: Any) -> Any:
     """Return the outputs, and four times the gradient of the logits."""
-    out = call(logits, batch.targets, batch.advantages, batch.is_demo, **batch.keywords, **keywords)
+    out = call(logits, *batch.inputs, **batch.keywords, **keywords)
     # half-precision gradients are rounded before the factor 4, which adds no rounding error
     return out, torch.autograd.grad(out.loss * 4, logits)
+
+
+def run_linear(call: Any, batch: Batch, **keywords: Any) -> Any:
+    """Return the outputs, and four times the gradients of `LEAVES`."""
+    out = batch.linear(call, **keywords)
+    return out, torch.autograd.grad(out.loss * 4, [getattr(batch, name) for name in LEAVES])
+
+
+def in_float64(tokens: Tokens) -> Tokens:
+    """The same values, with wide floats."""
+    wide = [x.double() if torch.is_tensor(x) and x.is_floating_point() else x for x in tokens]
+    return Tokens(*wide)
 
 
 def error(value: Tensor, truth: Tensor) -> float:
@@ -250,10 +274,7 @@ def hidden_grad_by_rows(batch: Batch, rows: int) -> Tensor:
     For few rows, BLAS may use a different, less accurate summation order.
     """
     logits = batch.logits()
-    out = reference.fused_gac_loss(
-        logits, batch.targets, batch.advantages, batch.is_demo, **batch.keywords
-    )
-    (grad,) = torch.autograd.grad(out.loss * 4, logits)
+    _, (grad,) = loss_and_grad(reference.fused_gac_loss, logits, batch)
     parts = [part @ batch.weight.detach() for part in grad.flatten(0, -2).split(rows)]
     return torch.cat(parts).view_as(batch.hidden)
 

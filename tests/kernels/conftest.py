@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.util
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -76,12 +78,29 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def emulated_cuda(monkeypatch: pytest.MonkeyPatch) -> str:
+def kernels(monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
+    """Run `backends.cuda` on CPU tensors, with a fixed thread order."""
+    loaded = cuda_emulation.library()
+    monkeypatch.setattr(cuda, "library", lambda: loaded)
+    cuda_emulation.reset(loaded)
+    return loaded
+
+
+@pytest.fixture
+def split_rows(kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+    """Force the split of a row; small rows would otherwise always get a cluster of one block."""
+
+    def force(cluster: int, slots: int) -> None:
+        monkeypatch.setattr(cuda, "split", lambda *_, **__: cuda.Split(cluster, slots))
+
+    return force
+
+
+@pytest.fixture
+def emulated_cuda(kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> str:
     """Make "native" the CUDA kernels, on CPU tensors; wide rows are split over two blocks."""
-    kernels, load = cuda_emulation.library(), backends.load
-    cuda_emulation.reset(kernels)
+    load = backends.load
     changes = {
-        "library": lambda: kernels,
         "split": lambda vocab, *_, **__: cuda.Split(1 + (vocab > 1000), 3),
         "unavailable": lambda *_: None,
         "_batch_backend": lambda _: reference,  # the work per batch is Triton's

@@ -42,9 +42,9 @@ def test_float16_weight_gradient() -> None:
     batch = build(BY_NAME["one"], torch.float16)
 
     def call(batch: Batch):
-        args = batch.targets, batch.advantages, batch.is_demo
-        keywords = {**batch.keywords, "moments": False}
-        out = fused_linear_gac_loss(batch.hidden, batch.weight, *args, **keywords)
+        out = fused_linear_gac_loss(
+            batch.hidden, batch.weight, *batch.inputs, **batch.keywords, moments=False
+        )
         assert out.moments is None and not out.demo_loss.requires_grad
         return out.loss
 
@@ -142,16 +142,20 @@ def check_every_function(compiled, x: dict[str, torch.Tensor], spec: LossSpec, b
 
 
 @pytest.mark.parametrize(
-    ("backend", "dtype"),
+    ("backend", "dtype", "compiler"),
     [
-        pytest.param("native", torch.float16, marks=FULL),
-        ("triton", torch.bfloat16),
-        pytest.param("reference", torch.float64, marks=FULL),
+        pytest.param("native", torch.float16, "aot_eager", marks=FULL),
+        ("triton", torch.bfloat16, "aot_eager"),
+        pytest.param("reference", torch.float64, "aot_eager", marks=FULL),
+        pytest.param(
+            *("native", torch.float32, "inductor"),
+            marks=pytest.mark.slow(reason="compiles every function"),
+        ),
     ],
 )
-def test_every_function_equals_eager(backend: str, dtype: torch.dtype) -> None:
+def test_every_function_equals_eager(backend: str, dtype: torch.dtype, compiler: str) -> None:
     torch.compiler.reset()
-    compiled = torch.compile(every_function, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(every_function, fullgraph=True, backend=compiler)
     check_every_function(
         compiled, example(2, 3, dtype=dtype), SPEC, require_backend(backend, dtype)
     )
@@ -179,14 +183,6 @@ def test_one_graph_serves_every_size_and_mu_and_others_autocast_and_a_frozen_wei
         torch.testing.assert_close(compiled(x, SPEC, backend), every_function(x, SPEC, backend))
     x["weight"].requires_grad_(False)
     check_every_function(compiled, x, SPEC, backend)
-
-
-@pytest.mark.slow(reason="compiles every function")
-def test_inductor_with_transposed_rows() -> None:
-    backend = require_backend("native")
-    torch.compiler.reset()
-    compiled = torch.compile(every_function, fullgraph=True)
-    check_every_function(compiled, example(2, 3), SPEC, backend)
 
 
 @pytest.mark.parametrize("form", ["logits", "linear"])

@@ -18,21 +18,7 @@ from gac_kernels.contract import LossSpec
 from tests.kernels import cuda_emulation as emulation
 
 VOCAB = 12011  # odd, so that neighboring rows share a 16-byte word; two tiles per slice
-
-
-@pytest.fixture
-def install_library(monkeypatch: pytest.MonkeyPatch):
-    """Make `backends.cuda` run the given library on CPU tensors, with two blocks per row and full
-    ring buffers.
-    """
-
-    def install(library: ctypes.CDLL) -> ctypes.CDLL:
-        monkeypatch.setattr(cuda, "library", lambda: library)
-        monkeypatch.setattr(cuda, "split", lambda *_, **__: cuda.Split(2, 2))
-        emulation.reset(library)
-        return library
-
-    return install
+SPLIT = 2, 2  # two blocks per row, and full ring buffers
 
 
 def in_place(logits: Tensor) -> list[Tensor]:
@@ -46,15 +32,15 @@ def in_place(logits: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize(("launched", "resident"), [(1, 1), (5, 2), (6, 6), (10, 3)])
 def test_results_do_not_depend_on_cluster_count_or_order(
-    install_library, launched: int, resident: int
+    kernels: ctypes.CDLL, split_rows, launched: int, resident: int
 ) -> None:
     """Results are bitwise identical, even if neighboring rows are written concurrently."""
-    library = install_library(emulation.library())
+    split_rows(*SPLIT)
     logits = torch.randn(2, 4, VOCAB).bfloat16()
     expected = in_place(logits)
-    emulation.set_clusters(library, launched, resident)
+    emulation.set_clusters(kernels, launched, resident)
     for seed in range(3):
-        library.gac_emulate_seed(seed)
+        kernels.gac_emulate_seed(seed)
         assert all(map(torch.equal, in_place(logits), expected))
 
 
@@ -88,7 +74,9 @@ BROKEN = {
 
 @pytest.mark.full(reason="compiles the kernels five times, to test the emulation")
 @pytest.mark.parametrize("name", BROKEN)
-def test_broken_synchronization_is_detected(install_library, tmp_path: Path, name: str) -> None:
+def test_broken_synchronization_is_detected(
+    split_rows, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
     file, correct, wrong = BROKEN[name]
     shutil.copytree(emulation.SOURCES, tmp_path / "csrc")
     source = tmp_path / "csrc" / "cuda" / file
@@ -96,9 +84,9 @@ def test_broken_synchronization_is_detected(install_library, tmp_path: Path, nam
     source.write_text(source.read_text().replace(correct, wrong))
     broken = emulation.load(emulation.build(source.parent, tmp_path / "broken.so", "-O0"))
     logits = torch.randn(2, 4, VOCAB).bfloat16()
-    install_library(emulation.library())
+    split_rows(*SPLIT)
     expected = in_place(logits)
-    install_library(broken)
+    monkeypatch.setattr(cuda, "library", lambda: broken)
     emulation.set_clusters(broken, launched=4, resident=4)
     assert any(differs_or_deadlocks(broken, seed, logits, expected) for seed in range(6))
 

@@ -18,22 +18,9 @@ from gac_kernels.contract import LossSpec
 from gac_kernels.sketch import RowSketch, row_buckets
 from gac_kernels.tokens import Tokens
 from tests.kernels import cuda_emulation as emulation
+from tests.kernels.cases import in_float64
 
 PLAIN, ENTROPY = LossSpec(), LossSpec(entropy_coef=0.1, temperature=1.3)
-
-
-@pytest.fixture
-def install_library(monkeypatch: pytest.MonkeyPatch):
-    """Make `backends.cuda` run a library on CPU tensors with the given split of rows."""
-
-    def install(cluster: int, slots: int, library: ctypes.CDLL | None = None) -> ctypes.CDLL:
-        loaded = emulation.library() if library is None else library
-        monkeypatch.setattr(cuda, "library", lambda: loaded)
-        monkeypatch.setattr(cuda, "split", lambda *_, **__: cuda.Split(cluster, slots))
-        emulation.reset(loaded)
-        return loaded
-
-    return install
 
 
 def rows_for(size: int, logits: Tensor, offset: int = 0) -> RowSketch:
@@ -46,23 +33,17 @@ def rows_for(size: int, logits: Tensor, offset: int = 0) -> RowSketch:
     return RowSketch(signs, torch.zeros(logits.shape[0] * logits.shape[1], size))
 
 
-def true_buckets(logits: Tensor, tokens: Tokens, spec: LossSpec, rows: RowSketch) -> Tensor:
-    """Expected buckets, float64 [M, k], computed from float64 logits."""
-    wide = [x.double() if torch.is_tensor(x) and x.is_floating_point() else x for x in tokens]
+def check(logits: Tensor, tokens: Tokens, spec: LossSpec, rows: RowSketch, out: Tensor) -> None:
+    """Compare with the buckets [M, k] of the float64 gradient of the same logits."""
     exact = torch.empty(logits.shape, dtype=torch.float64)
-    reference.row_loss(logits.double(), Tokens(*wide), spec, exact)
+    reference.row_loss(logits.double(), in_float64(tokens), spec, exact)
     truth = RowSketch(rows.signs, rows.buckets.double())
     row_buckets(exact, truth)
-    return truth.buckets
-
-
-def check(logits: Tensor, tokens: Tokens, spec: LossSpec, rows: RowSketch, out: Tensor) -> None:
-    truth = true_buckets(logits, tokens, spec, rows)
     cuda.row_loss(logits, tokens, spec, out, rows)
     scale = tokens.scale.abs().max().item()
-    torch.testing.assert_close(rows.buckets.double(), truth, rtol=1e-5, atol=1e-6 * scale)
+    torch.testing.assert_close(rows.buckets.double(), truth.buckets, rtol=1e-5, atol=1e-6 * scale)
     masked = tokens.targets.flatten() == -100
-    assert (rows.buckets[masked] == 0).all() and (truth != 0).any()
+    assert (rows.buckets[masked] == 0).all() and (truth.buckets != 0).any()
 
 
 # (gradient, V, blocks, tiles); the logits of the linear form are float32
@@ -77,9 +58,9 @@ SHAPES = {
 
 @pytest.mark.parametrize("size", [4, 16, 64])
 @pytest.mark.parametrize("name", SHAPES)
-def test_every_shape(install_library, name: str, size: int) -> None:
+def test_every_shape(split_rows, name: str, size: int) -> None:
     out_dtype, vocab, blocks, tiles = SHAPES[name]
-    install_library(blocks, tiles)
+    split_rows(blocks, tiles)
     logits = 3 * torch.randn(2, 3, vocab)
     tokens = emulation.batch(logits, PLAIN)
     tokens.targets[3] = 0  # a whole number of rounds of threads before the other blocks' slices
@@ -88,15 +69,15 @@ def test_every_shape(install_library, name: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("offset", range(4))
-def test_entropy_and_signs_at_any_address(install_library, offset: int) -> None:
-    install_library(2, 3)
+def test_entropy_and_signs_at_any_address(split_rows, offset: int) -> None:
+    split_rows(2, 3)
     logits = torch.randn(2, 3, 5003)
     tokens = emulation.batch(logits, ENTROPY)
     check(logits, tokens, ENTROPY, rows_for(8, logits, offset), torch.empty_like(logits))
 
 
-def test_rows_of_any_stride_and_steep_logits(install_library) -> None:
-    install_library(2, 3)
+def test_rows_of_any_stride_and_steep_logits(split_rows) -> None:
+    split_rows(2, 3)
     logits = torch.randn(2, 4, 6005)[:, :-1, 1:-1]
     logits[0, 0] += 6e4
     tokens = emulation.batch(logits, PLAIN)
@@ -105,9 +86,9 @@ def test_rows_of_any_stride_and_steep_logits(install_library) -> None:
     check(logits, tokens, PLAIN, rows_for(16, logits), out[..., : logits.shape[-1]])
 
 
-def test_a_confident_target_keeps_its_precision(install_library) -> None:
+def test_a_confident_target_keeps_its_precision(split_rows) -> None:
     """The target has nearly all the probability, so the gradient and its sums are tiny."""
-    install_library(2, 3)
+    split_rows(2, 3)
     logits = torch.randn(2, 2, 6001)
     tokens = emulation.batch(logits, PLAIN, on_policy=True)
     logits[0, 0, tokens.targets[0]] = 25.0
@@ -120,9 +101,9 @@ def test_a_confident_target_keeps_its_precision(install_library) -> None:
     assert (rows.buckets - own.buckets)[0].abs().max() < 1e-6 * largest
 
 
-def test_rows_with_zero_gradient_have_a_zero_sketch(install_library) -> None:
+def test_rows_with_zero_gradient_have_a_zero_sketch(split_rows) -> None:
     """Masked tokens, and a token whose scale is 0."""
-    install_library(2, 2)
+    split_rows(2, 2)
     logits = torch.randn(2, 3, 4000)
     tokens = emulation.batch(logits, PLAIN)
     tokens = tokens._replace(scale=tokens.scale * torch.tensor([0.0, 1, 1, 1, 1, 1]))
@@ -132,19 +113,19 @@ def test_rows_with_zero_gradient_have_a_zero_sketch(install_library) -> None:
     assert ((rows.buckets != 0).all(1) == live).all()
 
 
-def test_sketching_does_not_change_other_results(install_library) -> None:
+def test_sketching_does_not_change_other_results(kernels: ctypes.CDLL, split_rows) -> None:
     """They are bitwise identical with and without a sketch, in place, and for other schedules and
     cluster counts.
     """
-    library = install_library(4, 3)
+    split_rows(4, 3)
     logits = torch.randn(2, 6, 8001)
     tokens = emulation.batch(logits, ENTROPY)
     plain = torch.empty_like(logits)
     terms = cuda.row_loss(logits, tokens, ENTROPY, plain)
     buckets = []
     for seed in range(4):
-        library.gac_emulate_seed(seed)
-        emulation.set_clusters(library, launched=1 + 2 * seed, resident=1 + seed)
+        kernels.gac_emulate_seed(seed)
+        emulation.set_clusters(kernels, launched=1 + 2 * seed, resident=1 + seed)
         rows, in_place = rows_for(16, logits), logits.clone()
         terms_again = cuda.row_loss(in_place, tokens, ENTROPY, in_place, rows)
         assert torch.equal(in_place, plain)
@@ -153,8 +134,8 @@ def test_sketching_does_not_change_other_results(install_library) -> None:
     assert all(torch.equal(buckets[0], other) for other in buckets[1:])
 
 
-def test_unsupported_bucket_counts_are_rejected(install_library) -> None:
-    install_library(2, 2)
+def test_unsupported_bucket_counts_are_rejected(split_rows) -> None:
+    split_rows(2, 2)
     logits = torch.randn(2, 2, 100)
     rows = rows_for(16, logits)._replace(buckets=torch.zeros(4, 12))
     with pytest.raises(RuntimeError, match="sketch .* 4, 8, 16, 32 or 64"):

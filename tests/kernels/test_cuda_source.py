@@ -22,32 +22,8 @@ from gac_kernels import build_cuda, inspect, reference
 from gac_kernels.backends import cuda
 from gac_kernels.contract import LossSpec
 from gac_kernels.tokens import BatchInputs, Tokens
-from tests.kernels import cuda_emulation as emulation
+from tests.kernels.cases import in_float64
 from tests.kernels.cuda_emulation import batch
-
-
-@pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
-    """Run `backends.cuda` on CPU tensors, with a fixed thread order."""
-    loaded = emulation.library()
-    monkeypatch.setattr(cuda, "library", lambda: loaded)
-    emulation.reset(loaded)
-    return loaded
-
-
-@pytest.fixture
-def force_split(monkeypatch: pytest.MonkeyPatch):
-    """Force the split of a row; small rows would otherwise always get a cluster of one block."""
-
-    def force(cluster: int, slots: int) -> None:
-        monkeypatch.setattr(cuda, "split", lambda *_, **__: cuda.Split(cluster, slots))
-
-    return force
-
-
-def to_float64(tokens: Tokens) -> Tokens:
-    wide = [x.double() if torch.is_tensor(x) and x.is_floating_point() else x for x in tokens]
-    return Tokens(*wide)
 
 
 def close(ours: Tensor, theirs: Tensor, truth: Tensor, what: str, atol: float = 1e-6) -> None:
@@ -66,7 +42,7 @@ def check_loss(logits: Tensor, tokens: Tokens, spec: LossSpec, out: Tensor) -> N
     like = torch.empty(logits.shape, dtype=torch.float32)
     theirs = reference.row_loss(logits.float(), tokens, spec, like)
     exact = torch.empty(logits.shape, dtype=torch.float64)
-    truth = reference.row_loss(logits.double(), to_float64(tokens), spec, exact)
+    truth = reference.row_loss(logits.double(), in_float64(tokens), spec, exact)
     rounded = like.to(out.dtype)  # the reference's gradient in the dtype of ours
     ours = cuda.row_loss(logits, tokens, spec, out)
     for name, a, b, c in zip(ours._fields, ours, theirs, truth, strict=True):
@@ -89,29 +65,27 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_every_shape(kernels: ctypes.CDLL, force_split, name: str) -> None:
+def test_every_shape(split_rows, name: str) -> None:
     dtype, out_dtype, vocab, blocks, tiles = SHAPES[name]
-    force_split(blocks, tiles)
+    split_rows(blocks, tiles)
     logits = (3 * torch.randn(2, 3, vocab)).to(dtype)
     out = torch.full(logits.shape, torch.nan, dtype=out_dtype)
     check_loss(logits, batch(logits, LossSpec()), LossSpec(), out)
 
 
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.float16])
-def test_unused_dtypes_are_rejected(kernels: ctypes.CDLL, force_split, out_dtype) -> None:
+def test_unused_dtypes_are_rejected(kernels: ctypes.CDLL, out_dtype) -> None:
     logits = torch.randn(2, 3, 300).bfloat16()
     tokens = batch(logits, LossSpec())
     with pytest.raises(RuntimeError, match="gradient of the same dtype"):
         cuda.row_loss(logits, tokens, LossSpec(), torch.empty(logits.shape, dtype=out_dtype))
 
 
-def test_rows_of_any_stride_leave_their_neighbors_unchanged(
-    kernels: ctypes.CDLL, force_split
-) -> None:
+def test_rows_of_any_stride_leave_their_neighbors_unchanged(split_rows) -> None:
     """logits[:, :-1, :-2] of a larger tensor: rows are unaligned, and the memory between them must
     not change.
     """
-    force_split(2, 3)
+    split_rows(2, 3)
     storage = torch.randn(2, 4, 2005)
     logits = storage[:, :-1, :-2]
     full = torch.full((2, 4, 2005), 7.0)
@@ -121,11 +95,9 @@ def test_rows_of_any_stride_leave_their_neighbors_unchanged(
 
 
 @pytest.mark.parametrize("target", [41, 42])
-def test_a_target_outside_the_row_changes_no_other_row(
-    kernels: ctypes.CDLL, force_split, target: int
-) -> None:
+def test_a_target_outside_the_row_changes_no_other_row(split_rows, target: int) -> None:
     """Also if the last 16-byte word of the row would have room for it."""
-    force_split(1, 1)
+    split_rows(1, 1)
     logits, targets, ones = torch.randn(1, 2, 41), torch.tensor([3, target]), torch.ones(2)
     lse, storage = logits.logsumexp(-1)[0], torch.full((96,), 7.0)
     out = storage[:82].view(1, 2, 41)
@@ -135,11 +107,11 @@ def test_a_target_outside_the_row_changes_no_other_row(
     assert (storage[82:] == 7).all()
 
 
-def test_logits_around_the_steep_threshold(kernels: ctypes.CDLL, force_split) -> None:
+def test_logits_around_the_steep_threshold(split_rows) -> None:
     """From log2(e) x = 65536 on, exponents are computed differently, possibly in only part of a
     row.
     """
-    force_split(2, 3)
+    split_rows(2, 3)
     base = torch.tensor([4e4, 45425.0, 45427.0, -45426.0, 1e6, 45426.0])
     logits = base[:, None] + torch.randn(6, 9001)
     logits[5] += torch.linspace(-3, 3, 9001)  # from below to above
@@ -161,9 +133,9 @@ def test_logits_around_the_steep_threshold(kernels: ctypes.CDLL, force_split) ->
     torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-7)
 
 
-def test_results_do_not_depend_on_thread_order(kernels: ctypes.CDLL, force_split) -> None:
+def test_results_do_not_depend_on_thread_order(kernels: ctypes.CDLL, split_rows) -> None:
     """Ring buffers are much smaller than the work; schedules and copy delays vary."""
-    force_split(4, 3)
+    split_rows(4, 3)
     logits = torch.randn(2, 6, 16001).bfloat16()
     tokens = batch(logits, LossSpec(entropy_coef=0.01))
     results = []
@@ -176,11 +148,11 @@ def test_results_do_not_depend_on_thread_order(kernels: ctypes.CDLL, force_split
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
-def test_a_row_that_does_not_fit_is_rejected(kernels: ctypes.CDLL, force_split) -> None:
+def test_a_row_that_does_not_fit_is_rejected(split_rows) -> None:
     logits = torch.zeros(1, 1, 16384)
     targets = torch.zeros(1, dtype=torch.int64)
     zero = torch.zeros(1)
-    force_split(2, 4)
+    split_rows(2, 4)
     with pytest.raises(RuntimeError, match="row does not fit .*shared memory"):
         cuda.row_grads(logits, targets, zero, zero, zero + 1, zero, 1.0, logits)
 

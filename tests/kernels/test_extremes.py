@@ -11,8 +11,8 @@ from torch import Tensor
 
 from gac_kernels import LossSpec, backends, fused_gac_loss, reference, token_logprobs
 from gac_kernels.contract import CHOICES
-from gac_kernels.tokens import BatchInputs, Tokens
-from tests.kernels.cases import BY_NAME, build, check, each_backend
+from gac_kernels.tokens import BatchInputs
+from tests.kernels.cases import BY_NAME, build, check, each_backend, in_float64
 
 # The interpreter of Triton computes on inf and nan in NumPy, which warns.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
@@ -177,8 +177,7 @@ def test_ratios_far_from_1(policy: str, backend: str) -> None:
         spec = LossSpec(policy_loss=policy, kl_coef=0.1, **options)
         tokens, out = rows.plan(inputs, spec), torch.empty_like(logits)
         terms, exact = rows.row_loss(logits, tokens, spec, out), torch.empty_like(logits).double()
-        wide = [x.double() if torch.is_tensor(x) and x.is_floating_point() else x for x in tokens]
-        truth = reference.row_loss(logits.double(), Tokens(*wide), spec, exact)
+        truth = reference.row_loss(logits.double(), in_float64(tokens), spec, exact)
         # relative to the row's largest gradient, with the rounding of the log-probabilities
         scale = exact.abs().amax(-1, keepdim=True).clamp(min=1e-30)
         torch.testing.assert_close((out / scale).double(), exact / scale, rtol=0, atol=1e-4)
@@ -205,7 +204,7 @@ def test_the_ratio_to_the_log_probs_of_the_same_logits_is_exactly_1(backend: str
     """The previous call's outputs are old and reference log-probs; neither bound leaves a gap."""
     batch = build(BY_NAME["entropy"])
     spec = LossSpec(clip_low=0.0, clip_high=0.0, temperature=0.7)
-    args = batch.logits(), batch.targets, batch.advantages, batch.is_demo
+    args = batch.logits(), *batch.inputs
     logps = fused_gac_loss(*args, spec=spec, backend=backend, mu=0.5).logps
     columns = {"old_logps": logps, "ref_logps": logps}
     out = fused_gac_loss(*args, spec=spec, backend=backend, **columns, mu=0.5)

@@ -35,10 +35,9 @@ def from_logits(batch: Batch):
 def fused(batch: Batch, backend: str):
     """Return `fused_gac_loss` and the gradient of the logits; the reference uses autograd."""
     logits = batch.logits()
-    inputs = logits, batch.targets, batch.advantages, batch.is_demo
     exact = backend == "reference"
     function, options = (reference, {}) if exact else (gac_kernels, {"backend": backend})
-    out = function.fused_gac_loss(*inputs, **batch.keywords, **options)
+    out = function.fused_gac_loss(logits, *batch.inputs, **batch.keywords, **options)
     return out, torch.autograd.grad(out.loss, logits)[0]
 
 
@@ -78,8 +77,7 @@ def leaves(name: str, dtype: torch.dtype = torch.float64) -> tuple[Batch, Tensor
 
 def call(batch: Batch, logps: Tensor, entropy: Tensor | None = None, **changes):
     keywords = {k: x for k, x in batch.keywords.items() if k not in SCALING} | changes
-    inputs = batch.targets, batch.advantages, batch.is_demo
-    return loss_from_logprobs(logps, *inputs, entropy=entropy, **keywords)
+    return loss_from_logprobs(logps, *batch.inputs, entropy=entropy, **keywords)
 
 
 def test_differentiable_twice_in_logps_and_entropy() -> None:
@@ -121,7 +119,7 @@ def test_masked_tokens_are_not_read() -> None:
     assert torch.equal(torch.autograd.grad(out.loss, dirty)[0], grads)
 
 
-def test_without_entropy_only_entropy_outputs_are_nan() -> None:
+def test_without_entropy_only_entropy_outputs_are_nan_and_moments_are_optional() -> None:
     batch, logps, entropy = leaves("k3")
     expected, out = call(batch, logps, entropy), call(batch, logps)
     live = batch.targets != -100
@@ -130,6 +128,7 @@ def test_without_entropy_only_entropy_outputs_are_nan() -> None:
     assert out.moments.totals[4:].isnan().all()
     assert torch.equal(out.moments.totals[:4], expected.moments.totals[:4])
     assert out.moments.signals() == expected.moments.signals()
+    assert call(batch, logps, moments=False).moments is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -141,11 +140,6 @@ def test_half_precision_is_computed_in_float32(dtype: torch.dtype) -> None:
     assert ours.loss.dtype == torch.float32 and torch.equal(ours.loss, exact.loss)
     grads = torch.autograd.grad(ours.loss, half) + torch.autograd.grad(exact.loss, wide)
     assert grads[0].dtype == dtype and torch.equal(grads[0], grads[1].to(dtype))
-
-
-def test_moments_are_optional() -> None:
-    batch, logps, _ = leaves("defaults")
-    assert call(batch, logps, moments=False).moments is None
 
 
 def test_compiles_without_graph_breaks() -> None:

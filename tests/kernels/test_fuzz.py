@@ -25,9 +25,8 @@ from gac_kernels import (
     token_logprobs,
 )
 from gac_kernels.contract import MAX_LOG_RATIO
-from tests.kernels.cases import check, require_backend
+from tests.kernels.cases import CPU, check, require_backend
 
-CPU = torch.device("cpu")
 QUIET = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
 quick = settings(deadline=None, max_examples=60, derandomize=True, suppress_health_check=QUIET)
 exhaustive = settings(

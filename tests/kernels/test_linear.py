@@ -20,6 +20,7 @@ from gac_kernels import (
 )
 from tests.kernels.cases import (
     BY_NAME,
+    LEAVES,
     Case,
     build,
     check_grads,
@@ -29,9 +30,8 @@ from tests.kernels.cases import (
     hidden_grad_by_rows,
     less_accurate,
     on_cuda,
+    run_linear,
 )
-
-LEAVES = ["hidden", "weight", "bias"]
 
 
 class WorkCounter(TorchDispatchMode):
@@ -57,33 +57,17 @@ class WorkCounter(TorchDispatchMode):
         return out
 
 
-def run(call, batch, **keywords):
-    """Return the outputs, and the gradients of hidden, weight and bias."""
-    leaves = batch.hidden, batch.weight, batch.bias
-    out = call(
-        batch.hidden,
-        batch.weight,
-        batch.targets,
-        batch.advantages,
-        batch.is_demo,
-        bias=batch.bias,
-        **batch.keywords,
-        **keywords,
-    )
-    return out, torch.autograd.grad(out.loss * 4, leaves)
-
-
 def compare(case: Case, dtype: torch.dtype, backend: str) -> None:
     batch = build(case, dtype)
-    truth, d_truth = run(reference.fused_linear_gac_loss, batch.to(torch.float64))
-    same_dtype, d_same_dtype = run(reference.fused_linear_gac_loss, batch)
+    truth, d_truth = run_linear(reference.fused_linear_gac_loss, batch.to(torch.float64))
+    same_dtype, d_same_dtype = run_linear(reference.fused_linear_gac_loss, batch)
     if dtype == torch.float32:
         d_hidden, *others = d_same_dtype
         d_hidden = less_accurate(d_hidden, hidden_grad_by_rows(batch, 3), d_truth[0])
         d_same_dtype = (d_hidden, *others)
     # three rows per chunk, so that every case has several chunks and a partial last one
     chunk = 3 * 4 * case.vocabulary
-    out, d_ours = run(fused_linear_gac_loss, batch, backend=backend, chunk_bytes=chunk)
+    out, d_ours = run_linear(fused_linear_gac_loss, batch, backend=backend, chunk_bytes=chunk)
     # in base 2, log-probs near 0 have the rounding of the logits
     check_outputs(out, same_dtype, truth, floor=1.0 if on_cuda(backend) else 1e-3)
     floor = 0.1 if on_cuda(backend) else 1e-3
@@ -213,21 +197,20 @@ def test_masked_rows_are_never_read(
 ) -> None:
     """This includes CUDA graph capture, which cannot read row counts and multiplies all rows."""
     batch = build(BY_NAME["packed"])
-    clean, d_clean = run(fused_linear_gac_loss, batch, backend=backend)
+    clean, d_clean = run_linear(fused_linear_gac_loss, batch, backend=backend)
     dirty = batch.hidden.detach().clone()
     dirty[batch.targets == -100] = torch.nan
     batch.hidden = dirty.requires_grad_()
-    out, d_ours = run(fused_linear_gac_loss, batch, backend=backend)
+    out, d_ours = run_linear(fused_linear_gac_loss, batch, backend=backend)
     assert torch.equal(out.loss, clean.loss)
     assert all(torch.equal(a, b) for a, b in zip(d_ours, d_clean, strict=True))
     monkeypatch.setattr(linear, "capturing", lambda device: True)
-    out, d_ours = run(fused_linear_gac_loss, batch, backend=backend)
+    out, d_ours = run_linear(fused_linear_gac_loss, batch, backend=backend)
     torch.testing.assert_close(out.loss, clean.loss, rtol=2e-6, atol=0)
     torch.testing.assert_close(d_ours, d_clean, rtol=1e-4, atol=2e-6)
     monkeypatch.setattr(linear.Projection, "gradient", None)  # without a gradient, no buffer for it
-    args = batch.hidden, batch.weight, batch.targets, batch.advantages, batch.is_demo
     with torch.no_grad():
-        out = fused_linear_gac_loss(*args, bias=batch.bias, **batch.keywords, backend=backend)
+        out = batch.linear(backend=backend)
     torch.testing.assert_close(out.loss, clean.loss, rtol=2e-6, atol=0)
 
 
@@ -237,12 +220,14 @@ def test_nan_hidden_gives_a_nan_loss(advantage: float) -> None:
     with torch.no_grad():
         batch.hidden[0, 2, 3] = torch.nan
     batch.advantages[0] = advantage
-    assert run(fused_linear_gac_loss, batch)[0].loss.isnan()
+    assert run_linear(fused_linear_gac_loss, batch)[0].loss.isnan()
 
 
 def test_deterministic() -> None:
     batch = build(BY_NAME["wide"])
-    (a, d_a), (b, d_b) = (run(fused_linear_gac_loss, batch, chunk_bytes=80_000) for _ in range(2))
+    (a, d_a), (b, d_b) = (
+        run_linear(fused_linear_gac_loss, batch, chunk_bytes=80_000) for _ in range(2)
+    )
     assert torch.equal(a.loss, b.loss)
     assert all(torch.equal(x, y) for x, y in zip(d_a, d_b, strict=True))
 
@@ -251,7 +236,7 @@ def test_the_next_gradient_reuses_only_memory_that_is_free(monkeypatch: pytest.M
     monkeypatch.setattr(projection, "KEPT_BYTES", 1)
 
     def gradient(name: str) -> torch.Tensor:
-        return run(fused_linear_gac_loss, build(BY_NAME[name]))[1][1]
+        return run_linear(fused_linear_gac_loss, build(BY_NAME[name]))[1][1]
 
     first = gradient("defaults")
     held, copy = first[-1], first.clone()
@@ -294,10 +279,10 @@ def test_autocast_rounds_the_operands_and_keeps_master_gradients() -> None:
     """Operands are as in F.linear, but a float32 weight's gradient is not rounded to bfloat16."""
     batch = build(BY_NAME["entropy"])
     with torch.autocast("cpu", torch.bfloat16):
-        out, d_ours = run(fused_linear_gac_loss, batch)
+        out, d_ours = run_linear(fused_linear_gac_loss, batch)
         logps, _ = linear_token_logprobs(batch.hidden, batch.weight, batch.targets)
     rounded = batch.to(torch.bfloat16).to(torch.float32)
-    expected, d_expected = run(fused_linear_gac_loss, rounded)
+    expected, d_expected = run_linear(fused_linear_gac_loss, rounded)
     assert torch.equal(out.loss, expected.loss)
     assert all(torch.equal(a, b) for a, b in zip(d_ours, d_expected, strict=True))
     weight_grad = d_ours[1]
@@ -313,55 +298,34 @@ def test_autocast_rounds_the_operands_and_keeps_master_gradients() -> None:
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_activation_checkpointing(use_reentrant: bool) -> None:
     batch = build(BY_NAME["entropy"])
-    args = batch.targets, batch.advantages, batch.is_demo
 
     def forward(hidden):
-        return fused_linear_gac_loss(hidden, batch.weight, *args, **batch.keywords).loss
+        return fused_linear_gac_loss(hidden, batch.weight, *batch.inputs, **batch.keywords).loss
 
     plain = torch.autograd.grad(forward(batch.hidden), (batch.hidden, batch.weight))
     checkpoint(forward, batch.hidden, use_reentrant=use_reentrant).backward()
     assert torch.equal(batch.hidden.grad, plain[0]) and torch.equal(batch.weight.grad, plain[1])
 
 
-def test_inference_mode() -> None:
+def test_inference_mode_and_the_tensors_that_pytree_finds() -> None:
+    """FSDP's hooks search the output with pytree, which does not look inside dataclasses."""
     batch = build(BY_NAME["entropy"])
-    args = batch.targets, batch.advantages, batch.is_demo
-    plain = fused_linear_gac_loss(batch.hidden, batch.weight, *args, **batch.keywords)
+    plain = fused_linear_gac_loss(batch.hidden, batch.weight, *batch.inputs, **batch.keywords)
     with torch.inference_mode():
-        out = fused_linear_gac_loss(batch.hidden, batch.weight, *args, **batch.keywords)
+        out = fused_linear_gac_loss(batch.hidden, batch.weight, *batch.inputs, **batch.keywords)
         logps, _ = linear_token_logprobs(batch.hidden, batch.weight, batch.targets)
+    assert any(leaf is plain.loss for leaf in torch.utils._pytree.tree_leaves(plain))
     assert torch.equal(out.loss, plain.loss) and not out.loss.requires_grad
     assert torch.equal(logps, linear_token_logprobs(batch.hidden, batch.weight, batch.targets)[0])
 
 
 def test_a_second_backward_raises_torchs_error() -> None:
     batch = build(BY_NAME["entropy"])
-    args = batch.targets, batch.advantages, batch.is_demo
-    loss = fused_linear_gac_loss(batch.hidden, batch.weight, *args, mu=0.5).loss
+    loss = fused_linear_gac_loss(batch.hidden, batch.weight, *batch.inputs, mu=0.5).loss
     loss.backward()
     with pytest.raises(RuntimeError, match="a second backward .* is not possible"):
         loss.backward()
-    loss = fused_linear_gac_loss(batch.hidden, batch.weight, *args, mu=0.5).loss
+    loss = fused_linear_gac_loss(batch.hidden, batch.weight, *batch.inputs, mu=0.5).loss
     (loss * 2).backward(retain_graph=True)  # scales the gradients in place
     with pytest.raises(RuntimeError, match="a second backward .* is not possible"):
         (loss * 2).backward()
-
-
-def test_double_backward_is_refused() -> None:
-    batch = build(BY_NAME["entropy"])
-    args = batch.targets, batch.advantages, batch.is_demo
-    loss = fused_linear_gac_loss(batch.hidden, batch.weight, *args, mu=0.5).loss
-    with pytest.raises(RuntimeError, match="differentiable once.*gac_kernels.reference"):
-        torch.autograd.grad(loss, batch.hidden, create_graph=True)
-    logps, _ = linear_token_logprobs(batch.hidden, batch.weight, batch.targets)
-    with pytest.raises(RuntimeError, match="differentiable once.*gac_kernels.reference"):
-        torch.autograd.grad(logps.sum(), batch.hidden, create_graph=True)
-
-
-def test_pytree_finds_the_tensors_in_the_output() -> None:
-    """FSDP's hooks search the output with pytree, which does not look inside dataclasses."""
-    batch = build(BY_NAME["entropy"])
-    out = fused_linear_gac_loss(
-        batch.hidden, batch.weight, batch.targets, batch.advantages, batch.is_demo, mu=0.5
-    )
-    assert any(leaf is out.loss for leaf in torch.utils._pytree.tree_leaves(out))

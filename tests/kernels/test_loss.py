@@ -79,8 +79,8 @@ def test_overwrite_skips_rows_that_share_memory(backend: str) -> None:
     for leaf, view in views.items():
 
         def grad(overwrite: bool, leaf=leaf, view=view) -> torch.Tensor:
-            args = view(leaf * 1), batch.targets, batch.advantages, batch.is_demo
-            out = fused_gac_loss(*args, **batch.keywords, backend=backend, overwrite=overwrite)
+            rows, options = view(leaf * 1), {"backend": backend, "overwrite": overwrite}
+            out = fused_gac_loss(rows, *batch.inputs, **batch.keywords, **options)
             return torch.autograd.grad(out.loss, leaf)[0]
 
         assert torch.equal(grad(True), grad(False))
@@ -210,8 +210,7 @@ def test_overwritten_logits_cannot_be_used_by_another_backward(backend: str) -> 
     batch = build(BY_NAME["defaults"])
     logits = batch.logits() * 1
     squares = logits.square()  # saves the logits
-    args = batch.targets, batch.advantages, batch.is_demo
-    fused_gac_loss(logits, *args, **batch.keywords, backend=backend, overwrite=True)
+    fused_gac_loss(logits, *batch.inputs, **batch.keywords, backend=backend, overwrite=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         squares.sum().backward()
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gac_kernels import LossOutput, Signals, TokenMoments, fused_gac_loss
+from gac_kernels import Signals, TokenMoments, fused_gac_loss
 from tests import ranks
 
 V = 13
@@ -31,12 +31,9 @@ def batch(per_token: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return logits, targets, advantages, torch.tensor(DEMOS, dtype=torch.bool)
 
 
-def outputs(rows: list[int] | slice, per_token: bool = True) -> LossOutput:
-    return fused_gac_loss(*(x[rows] for x in batch(per_token)), backend="reference", mu=0.5)
-
-
 def moments(rows: list[int] | slice, per_token: bool = True) -> TokenMoments:
-    moments = outputs(rows, per_token).moments
+    inputs = (x[rows] for x in batch(per_token))
+    moments = fused_gac_loss(*inputs, backend="reference", mu=0.5).moments
     assert moments is not None
     return moments
 

@@ -8,13 +8,11 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from gac_kernels import fused_gac_loss, reference, token_logprobs
 from gac_kernels.backends import cpu
 from tests.kernels.cases import BY_NAME, HALF, build, error, loss_and_grad, require_backend
+from tests.kernels.test_linear_memory import PeakMemory
 
 require_backend("native")
 
@@ -39,25 +37,17 @@ def test_half_precision_rounds_only_input_and_gradient(dtype: torch.dtype) -> No
 @pytest.mark.parametrize("dtype", (torch.float32, *HALF), ids=str)
 @pytest.mark.parametrize("name", ("wide", "masked-tiles"))
 def test_overwrite_allocates_no_second_buffer(dtype: torch.dtype, name: str) -> None:
-    batch, sizes = build(BY_NAME[name], dtype), []
+    batch = build(BY_NAME[name], dtype)
     logits = batch.logits()
     rows = logits * 1  # a leaf that is overwritten could not be used again
     expected, (grad,) = loss_and_grad(fused_gac_loss, logits, batch, backend="native")
 
-    class Allocations(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            tensors = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
-            new = [x for x in tensors if x.data_ptr() != rows.data_ptr()]
-            sizes.extend(x.untyped_storage().nbytes() for x in new)
-            return out
-
-    with Allocations():
+    with PeakMemory() as memory:
         call = functools.partial(fused_gac_loss, backend="native", overwrite=True)
         ours, (ours_grad,) = loss_and_grad(call, rows, batch)
     assert torch.equal(ours_grad, grad) and torch.equal(ours.loss, expected.loss)
     assert ours_grad.data_ptr() == rows.data_ptr()
-    assert sizes and max(sizes) < rows.nbytes / 20
+    assert 0 < memory.peak < rows.nbytes / 20
 
 
 @pytest.mark.parametrize("distance", (0.0, -80.0))

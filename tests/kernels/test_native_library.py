@@ -159,6 +159,8 @@ def test_unavailable_says_why() -> None:
     assert "not on meta" in cpu.unavailable(torch.device("meta"), torch.float32)
     with pytest.raises(RuntimeError, match="backend='native' cannot run here: .*float64"):
         token_logprobs(torch.zeros(1, 1, 4).double(), torch.zeros(1, 1).long(), backend="native")
+    with pytest.raises(RuntimeError, match="backend='native' cannot run here: .*float64"):
+        fused_gac_loss(torch.zeros(1, 1, 4).double(), torch.zeros(1, 1).long(), backend="native")
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")

@@ -23,11 +23,10 @@ from gac_kernels import (
     reference,
 )
 from gac_kernels.contract import CHOICES, REDUCTIONS
-from tests.kernels.cases import each_backend, require_backend
+from tests.kernels.cases import LEAVES, each_backend, require_backend
 from tests.kernels.loss_oracle import distributions, oracle
 
 V, H = 13, 5
-LEAVES = ("hidden", "weight", "bias")
 
 
 class Batch(NamedTuple):
@@ -318,11 +317,9 @@ def test_number_of_forward_passes(
     rows = []
     logits = linear.Projection.logits
 
-    def counting(self: Any, x: Tensor, *args: Any) -> Tensor:
-        rows.append(len(x))
-        return logits(self, x, *args)
-
-    monkeypatch.setattr(linear.Projection, "logits", counting)
+    monkeypatch.setattr(
+        linear.Projection, "logits", lambda self, x, *a: rows.append(len(x)) or logits(self, x, *a)
+    )
     hidden, weight, bias = copies(batch.leaves, torch.float32)
     columns = dict.fromkeys(keywords, logps)
     fused_linear_gac_loss(

@@ -21,28 +21,20 @@ from gac_kernels.projection import Projection, spans
 from gac_kernels.tokens import BatchInputs
 from tests.kernels.cases import (
     BY_NAME,
+    LEAVES,
     Batch,
     build,
     check_grads,
     check_outputs,
     each_backend,
     require_backend,
+    run_linear,
 )
 from tests.kernels.emulated_gemm import Gemm, emulate
 from tests.kernels.test_linear_memory import PeakMemory
 
 HALF = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 V, H = 101, 24
-LEAVES = ["hidden", "weight", "bias"]
-
-
-def run(call, batch: Batch, **keywords):
-    """Return the outputs, and the gradients of hidden, weight and bias."""
-    leaves = batch.hidden, batch.weight, batch.bias
-    inputs = batch.targets, batch.advantages, batch.is_demo
-    options = {**batch.keywords, **keywords}
-    out = call(batch.hidden, batch.weight, *inputs, bias=batch.bias, **options)
-    return out, torch.autograd.grad(out.loss * 4, leaves)
 
 
 @HALF
@@ -53,11 +45,11 @@ def test_half_operands(
     """Blocks of logits are float32; a chunk's gradients are rounded to the operands' dtype."""
     log = emulate(monkeypatch, dtype)
     batch = build(BY_NAME["k2"], dtype)
-    truth, d_truth = run(reference.fused_linear_gac_loss, batch.to(torch.float64))
-    same_dtype, d_same_dtype = run(reference.fused_linear_gac_loss, batch)
+    truth, d_truth = run_linear(reference.fused_linear_gac_loss, batch.to(torch.float64))
+    same_dtype, d_same_dtype = run_linear(reference.fused_linear_gac_loss, batch)
     # enough for 2 rows of float32 logits and 9 rows of gradients: several chunks of several blocks
     chunk_bytes = (2 * 4 + 9 * 2) * V
-    out, d_ours = run(fused_linear_gac_loss, batch, backend=backend, chunk_bytes=chunk_bytes)
+    out, d_ours = run_linear(fused_linear_gac_loss, batch, backend=backend, chunk_bytes=chunk_bytes)
     assert {shape[0] for shape, _, _ in log if shape[1:] == (H, V)} == {1, 2}
     assert max(shape[1] for shape, _, _ in log if shape[0] == V) > 2
     check_outputs(out, same_dtype, truth)
@@ -96,7 +88,7 @@ def test_gemms_with_partial_sums_write_float32(monkeypatch: pytest.MonkeyPatch) 
     """A GEMM with bfloat16 output may also keep its partial sums in bfloat16."""
     log = emulate(monkeypatch, torch.bfloat16)
     with HalfProducts() as products:
-        run(fused_linear_gac_loss, build(BY_NAME["k2"], torch.bfloat16), chunk_bytes=26 * V)
+        run_linear(fused_linear_gac_loss, build(BY_NAME["k2"], torch.bfloat16), chunk_bytes=26 * V)
     assert products.count == 0
     assert {(V, H), (H, V)} <= {shape[1:] for shape, _, _ in log}
     assert {out for _, out, _ in log} == {torch.float32}
@@ -110,25 +102,25 @@ def test_single_chunk_writes_bfloat16_weight_gradient(monkeypatch: pytest.Monkey
     """Several chunks, a small weight, a float32 weight and float16 need float32 instead."""
     batch = build(BY_NAME["k2"], torch.bfloat16)
     log = emulate(monkeypatch, torch.bfloat16)
-    via_float32, d_via_float32 = run(fused_linear_gac_loss, batch)
+    via_float32, d_via_float32 = run_linear(fused_linear_gac_loss, batch)
     assert [gemm.out for gemm in weight_gemms(log)] == [torch.float32]
     monkeypatch.setattr(projection, "NO_SPLIT_K", 0)
     log.clear()
-    direct, d_direct = run(fused_linear_gac_loss, batch)
+    direct, d_direct = run_linear(fused_linear_gac_loss, batch)
     assert [gemm[1:] for gemm in weight_gemms(log)] == [(torch.bfloat16, False)]
     assert torch.equal(direct.loss, via_float32.loss)
     assert all(torch.equal(x, y) for x, y in zip(d_direct, d_via_float32, strict=True))
     log.clear()
-    run(fused_linear_gac_loss, batch, chunk_bytes=26 * V)
+    run_linear(fused_linear_gac_loss, batch, chunk_bytes=26 * V)
     assert len(weight_gemms(log)) > 1
     assert {gemm.out for gemm in weight_gemms(log)} == {torch.float32}
     with torch.autocast("cpu", torch.bfloat16):  # a float32 weight's gradient is never rounded
         log.clear()
-        grads = run(fused_linear_gac_loss, batch.to(torch.float32))[1]
+        grads = run_linear(fused_linear_gac_loss, batch.to(torch.float32))[1]
     assert [gemm.out for gemm in weight_gemms(log)] == [torch.float32]
     assert grads[1].dtype == torch.float32
     log = emulate(monkeypatch, torch.float16)  # its gradients are unscaled in float32
-    run(fused_linear_gac_loss, build(BY_NAME["k2"], torch.float16))
+    run_linear(fused_linear_gac_loss, build(BY_NAME["k2"], torch.float16))
     assert [gemm.out for gemm in weight_gemms(log)] == [torch.float32]
 
 
@@ -268,9 +260,8 @@ def test_only_index_select_runs_between_sync_and_first_gemm(
     """After the synchronization the device is idle: every launch before the GEMM adds latency."""
     batch = build(BY_NAME["k2"])
     leaves = batch.hidden, batch.weight
-    inputs = batch.targets, batch.advantages, batch.is_demo
     with Launches(monkeypatch) as launches:
-        out = fused_linear_gac_loss(*leaves, *inputs, **batch.keywords)
+        out = fused_linear_gac_loss(*leaves, *batch.inputs, **batch.keywords)
         forward, launches.names = launches.names, []
         logps, _ = linear_token_logprobs(*leaves, batch.targets)
         stats, launches.names = launches.names, []
@@ -305,7 +296,9 @@ def test_a_block_launches_a_row_kernel_and_one_copy(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(reference, "row_loss", rows)
     with Launches(monkeypatch) as launches:
         batch = build(BY_NAME["k2"], torch.bfloat16)
-        run(fused_linear_gac_loss, batch, backend="reference", chunk_bytes=(2 * 4 + 9 * 2) * V)
+        run_linear(
+            fused_linear_gac_loss, batch, backend="reference", chunk_bytes=(2 * 4 + 9 * 2) * V
+        )
     first = launches.names.index("gemm")
     second = launches.names.index("gemm", first + 1)
     block = [name for name in launches.names[first + 1 : second] if name not in VIEWS]
@@ -337,7 +330,7 @@ def test_rows_are_aligned_and_sizes_repeat_on_a_gpu(monkeypatch: pytest.MonkeyPa
     """Any vocabulary gets rows of whole 128-byte lines; the values do not change."""
     batch = build(BY_NAME["k2"], torch.bfloat16)
     emulate(monkeypatch, torch.bfloat16)
-    expected, d_expected = run(fused_linear_gac_loss, batch, chunk_bytes=26 * V)
+    expected, d_expected = run_linear(fused_linear_gac_loss, batch, chunk_bytes=26 * V)
     monkeypatch.setattr(projection, "ROW_MULTIPLE", {"cpu": (64, 1024)})
     strides, multiply = set(), projection.multiply
 
@@ -346,7 +339,7 @@ def test_rows_are_aligned_and_sizes_repeat_on_a_gpu(monkeypatch: pytest.MonkeyPa
         multiply(a, b, out, accumulate)
 
     monkeypatch.setattr(projection, "multiply", recorded)
-    out, d_ours = run(fused_linear_gac_loss, batch, chunk_bytes=26 * V)
+    out, d_ours = run_linear(fused_linear_gac_loss, batch, chunk_bytes=26 * V)
     assert strides == {128}
     assert torch.equal(out.loss, expected.loss)
     assert all(torch.equal(x, y) for x, y in zip(d_ours, d_expected, strict=True))
@@ -377,7 +370,7 @@ def test_a_vocabulary_shard_needs_no_copy_of_its_logits(monkeypatch: pytest.Monk
         backends.load(require_backend("native"), torch.device("cpu")),
         build(BY_NAME["wide"]),
     )
-    tokens = native.plan(BatchInputs(batch.targets, batch.advantages, batch.is_demo), LossSpec())
+    tokens = native.plan(BatchInputs(*batch.inputs), LossSpec())
     logits = batch.logits().detach()
     expected = native.row_loss(logits, tokens, LossSpec(), torch.empty_like(logits))
     with PeakMemory() as memory:

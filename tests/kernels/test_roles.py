@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from unittest import mock
 
 import pytest
@@ -67,13 +68,17 @@ def test_omitted_roles_give_the_only_term_the_weight_1(form: str, backend: str) 
 def test_a_missing_mu_or_advantage_is_an_error() -> None:
     *_, advantages = data()
     mixed = torch.tensor([True, False, True])
-    for form in ("linear", "logits", "logprobs"):
-        with pytest.raises(ValueError, match="mu is None: a batch with advantages and is_demo"):
-            loss_of(form, advantages, mixed)
-        with pytest.raises(ValueError, match="advantages is None: rollouts"):
-            loss_of(form, None, mixed)
-        with pytest.raises(ValueError, match="advantages is None: .*'shaped'"):
-            loss_of(form, spec=LossSpec(demo_weight="shaped"))
+    shaped = LossSpec(demo_weight="shaped")
+    for form, (roles, spec, message) in itertools.product(
+        ("linear", "logits", "logprobs"),
+        (
+            ((advantages, mixed), LossSpec(), "mu is None: a batch with advantages and is_demo"),
+            ((None, mixed), LossSpec(), "advantages is None: rollouts"),
+            ((), shaped, "advantages is None: .*'shaped'"),
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            loss_of(form, *roles, spec=spec)
 
 
 def test_roles_are_decided_without_reading_the_device() -> None:
@@ -85,10 +90,6 @@ def test_roles_are_decided_without_reading_the_device() -> None:
     inputs = complete(data()[2], None, mixed)
     assert not mixed.all.called and inputs.is_demo.tolist() == [True] * B and inputs.mu == 1.0
     assert complete(data()[2], advantages).is_demo.tolist() == [False] * B
-
-
-def scaled(temperature: Tensor) -> Tensor:
-    return temperature[:, None].expand(B, T) if temperature.dim() == 1 else temperature
 
 
 @pytest.mark.sampled
@@ -149,7 +150,8 @@ def _logits(temperature: Tensor, softcap: float | None) -> Tensor:
     hidden, weight, *_ = data(torch.float64)
     z = 0.7 * hidden.detach() @ weight.detach().T
     z = z if softcap is None else softcap * torch.tanh(z / softcap)
-    return z / scaled(temperature).nan_to_num(1.0).double()[..., None]
+    per_row = temperature.view(B, -1).expand(B, T)
+    return z / per_row.nan_to_num(1.0).double()[..., None]
 
 
 @pytest.mark.parametrize(

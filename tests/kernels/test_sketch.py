@@ -26,17 +26,10 @@ SKETCH = HeadSketch(8, seed=3)
 WIDE = Case("wide", "more than one tile of every backend", vocabulary=1531, old=0.3)
 
 
-def call(batch: Batch, function=fused_linear_gac_loss, **keywords):
-    inputs = batch.targets, batch.advantages, batch.is_demo
-    options = {**batch.keywords, **keywords}
-    return function(batch.hidden, batch.weight, *inputs, bias=batch.bias, **options)
-
-
 def norms(batch: Batch, spec: LossSpec) -> dict[str, float]:
     """Compute the full batch's denominators, for the loss of a part of it."""
     keywords = {k: v for k, v in batch.keywords.items() if k in BatchInputs._fields}
-    inputs = BatchInputs(batch.targets, batch.advantages, batch.is_demo, **keywords)
-    tokens = plan(inputs, spec, torch.float64)
+    tokens = plan(BatchInputs(*batch.inputs, **keywords), spec, torch.float64)
     denominators = {}
     for in_term, reduction, name in (
         (~batch.is_demo, spec.rollout_reduction, "rollout_norm"),
@@ -60,13 +53,13 @@ def only_sequence(batch: Batch, sequence: int) -> Batch:
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_reference_sketch_projects_the_autograd_gradient(case):
     batch = build(case, torch.float64)
-    sketches = call(batch, reference.fused_linear_gac_loss, sketch=SKETCH).sketch
+    sketches = batch.linear(reference.fused_linear_gac_loss, sketch=SKETCH).sketch
     vocab_projection = SKETCH.vocabulary(case.vocabulary).double()
     hidden_projection = SKETCH.hidden(batch.hidden.shape[-1]).double()
     denominators = norms(batch, case.spec)
     for s, is_demo in enumerate(batch.is_demo.tolist()):
         part = only_sequence(batch, s)
-        out = call(part, reference.fused_linear_gac_loss, mu=float(is_demo), **denominators)
+        out = part.linear(reference.fused_linear_gac_loss, mu=float(is_demo), **denominators)
         (grad,) = torch.autograd.grad(out.loss, batch.weight)
         expected = vocab_projection @ grad @ hidden_projection.T
         torch.testing.assert_close(sketches[s], expected, rtol=1e-6, atol=1e-7)
@@ -75,9 +68,9 @@ def test_reference_sketch_projects_the_autograd_gradient(case):
 def check(case: Case, dtype: torch.dtype, backend: str, **keywords) -> None:
     """Assert that the error against float64 is at most twice that of the same-dtype reference."""
     batch = build(case, dtype)
-    truth = call(batch.to(torch.float64), reference.fused_linear_gac_loss, sketch=SKETCH).sketch
-    same_dtype = call(batch, reference.fused_linear_gac_loss, sketch=SKETCH).sketch
-    ours = call(batch, backend=backend, sketch=SKETCH, **keywords).sketch
+    truth = batch.to(torch.float64).linear(reference.fused_linear_gac_loss, sketch=SKETCH).sketch
+    same_dtype = batch.linear(reference.fused_linear_gac_loss, sketch=SKETCH).sketch
+    ours = batch.linear(backend=backend, sketch=SKETCH, **keywords).sketch
     assert ours.dtype == torch.float32 and ours.shape == (len(case.lengths), 8, 8)
     scale = truth.abs().max().clamp(min=0.1 if on_cuda(backend) else 1e-3)
     bound = 2 * (same_dtype.double() - truth).abs().max() + 2e-6 * scale
@@ -126,8 +119,8 @@ def test_triton_sketch_matches_the_written_gradient(size, dtype):
 @each_backend
 def test_sketch_changes_no_other_output_and_is_deterministic(backend):
     sketched_batch, plain_batch = build(WIDE), build(WIDE)
-    sketched = call(sketched_batch, backend=backend, sketch=SKETCH)
-    plain = call(plain_batch, backend=backend)
+    sketched = sketched_batch.linear(backend=backend, sketch=SKETCH)
+    plain = plain_batch.linear(backend=backend)
     assert plain.sketch is None
     for name in ("loss", "rollout_loss", "demo_loss", "logps", "entropy"):
         assert torch.equal(getattr(sketched, name), getattr(plain, name))
@@ -135,26 +128,26 @@ def test_sketch_changes_no_other_output_and_is_deterministic(backend):
     plain.loss.backward()
     assert torch.equal(sketched_batch.weight.grad, plain_batch.weight.grad)
     assert torch.equal(sketched_batch.hidden.grad, plain_batch.hidden.grad)
-    assert torch.equal(sketched.sketch, call(build(WIDE), backend=backend, sketch=SKETCH).sketch)
+    assert torch.equal(sketched.sketch, build(WIDE).linear(backend=backend, sketch=SKETCH).sketch)
     assert not sketched.sketch.requires_grad
 
 
 @pytest.mark.parametrize("trainable", ["nothing", "hidden", "weight", "bias"])
 def test_frozen_inputs_do_not_change_the_sketch(trainable):
     batch = build(WIDE)
-    expected = call(batch, sketch=SKETCH).sketch
+    expected = batch.linear(sketch=SKETCH).sketch
     for name in ("hidden", "weight", "bias"):
         getattr(batch, name).requires_grad_(name == trainable)
-    assert torch.equal(call(batch, sketch=SKETCH).sketch, expected)
+    assert torch.equal(batch.linear(sketch=SKETCH).sketch, expected)
 
 
 @pytest.mark.parametrize("mu", [0.0, 1.0, torch.tensor(0.0), torch.tensor(1.0)])
-def test_rows_with_zero_weight_have_nan_sketches(mu):
+def test_sketches_do_not_depend_on_mu_and_are_nan_for_rows_with_zero_weight(mu):
     """Rows with zero weight are skipped; a sequence with gradient 0 has a sketch of exactly 0."""
     batch = build(CASES[0])
     batch.advantages[3] = 0.0  # a rollout without a gradient
-    expected = call(batch, sketch=SKETCH, mu=0.5).sketch
-    sketches = call(batch, sketch=SKETCH, mu=mu).sketch
+    expected = batch.linear(sketch=SKETCH, mu=0.5).sketch
+    sketches = batch.linear(sketch=SKETCH, mu=mu).sketch
     zero_weight = batch.is_demo if float(mu) == 0 else ~batch.is_demo
     zero_gradient = torch.tensor(CASES[0].lengths) == 0
     zero_gradient[3] = True
@@ -166,39 +159,34 @@ def test_rows_with_zero_weight_have_nan_sketches(mu):
 @pytest.mark.parametrize("function", [reference.fused_linear_gac_loss, fused_linear_gac_loss])
 def test_masked_hidden_states_are_not_sketched(function):
     batch = build(CASES[0])
-    expected = call(batch, function, sketch=SKETCH).sketch
+    expected = batch.linear(function, sketch=SKETCH).sketch
     batch.hidden.data[batch.targets == -100] = torch.nan
-    assert torch.equal(call(batch, function, sketch=SKETCH).sketch, expected)
+    assert torch.equal(batch.linear(function, sketch=SKETCH).sketch, expected)
 
 
 def test_sketch_does_not_depend_on_the_block_size(monkeypatch):
-    expected = call(build(WIDE), sketch=SKETCH).sketch
+    expected = build(WIDE).linear(sketch=SKETCH).sketch
     monkeypatch.setattr("gac_kernels.sketch.BLOCK", 4)  # sequences of up to seven tokens
-    torch.testing.assert_close(call(build(WIDE), sketch=SKETCH).sketch, expected)
+    torch.testing.assert_close(build(WIDE).linear(sketch=SKETCH).sketch, expected)
 
 
 @pytest.mark.parametrize("mu", [0.0, 0.4, 1.0])
 def test_roles_per_token_give_the_same_sketches(mu):
     batch = build(CASES[0])
-    expected = call(batch, sketch=SKETCH, mu=mu).sketch
+    expected = batch.linear(sketch=SKETCH, mu=mu).sketch
     batch.is_demo = batch.is_demo[:, None].expand_as(batch.targets)
-    sketches = call(batch, sketch=SKETCH, mu=mu).sketch
+    sketches = batch.linear(sketch=SKETCH, mu=mu).sketch
     torch.testing.assert_close(sketches, expected, rtol=1e-5, atol=1e-7, equal_nan=True)
-
-
-def test_sketch_does_not_depend_on_mu():
-    a, b = (call(build(WIDE), sketch=SKETCH, mu=mu).sketch for mu in (0.2, 0.9))
-    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 
 def test_inner_products_are_unbiased():
     batch = build(CASES[0])
     grads = []
     for s, is_demo in enumerate(batch.is_demo.tolist()):
-        out = call(only_sequence(batch, s), mu=float(is_demo), **norms(batch, CASES[0].spec))
+        out = only_sequence(batch, s).linear(mu=float(is_demo), **norms(batch, CASES[0].spec))
         grads.append(torch.autograd.grad(out.loss, batch.weight)[0].flatten())
     truth = torch.stack(grads) @ torch.stack(grads).T
-    sketches = [call(batch, sketch=HeadSketch(16, seed)).sketch.flatten(1) for seed in range(400)]
+    sketches = [batch.linear(sketch=HeadSketch(16, seed)).sketch.flatten(1) for seed in range(400)]
     products = torch.stack([sketch @ sketch.T for sketch in sketches])
     error = products.mean(0) - truth
     assert (error.abs() <= 4.5 * products.std(0) / 20 + 1e-9).all()  # 4.5 sigma for each entry
@@ -217,12 +205,14 @@ def test_projections_are_signs():
     assert abs(vocab.sum()) < 150 and abs(hidden.sum()) < 35  # about 4.5 sigma
     assert not torch.equal(vocab, HeadSketch(16, seed=8).vocabulary(1000))
     assert torch.equal(vocab, HeadSketch(16, seed=7).vocabulary(1000))
+    own = sketch.signs(16 * 64, torch.device("cpu")) == 4 * hidden.flatten()
+    assert 0.3 < own.float().mean() < 0.7  # each projection has its own signs
 
 
 def test_torch_compile():
     batch = build(CASES[0])
-    compiled = torch.compile(lambda: call(batch, sketch=SKETCH).sketch, backend="aot_eager")
-    assert torch.equal(compiled(), call(batch, sketch=SKETCH).sketch)
+    compiled = torch.compile(lambda: batch.linear(sketch=SKETCH).sketch, backend="aot_eager")
+    assert torch.equal(compiled(), batch.linear(sketch=SKETCH).sketch)
 
 
 def test_invalid_arguments_are_rejected():
@@ -231,14 +221,7 @@ def test_invalid_arguments_are_rejected():
     with pytest.raises(TypeError, match="seed=0.5: use an integer"):
         HeadSketch(8, 0.5)
     with pytest.raises(TypeError, match="sketch=5: use a gac_kernels.HeadSketch"):
-        call(build(CASES[0]), sketch=5)
-
-
-def test_both_projections_have_their_own_signs() -> None:
-    sketch, cpu = HeadSketch(4, 7), torch.device("cpu")
-    vocabulary = sketch.signs(4 * 50, cpu)
-    hidden = sketch.hidden_signs(50, cpu).flatten()
-    assert 0.3 < (vocabulary == hidden).float().mean() < 0.7
+        build(CASES[0]).linear(sketch=5)
 
 
 def test_signs_come_from_the_published_hash() -> None:

@@ -120,20 +120,31 @@ def test_without_request_nothing_changes(backend: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keywords", "message"),
+    ("error", "keywords", "message"),
     [
-        ({"outputs": ("top1",)}, r"outputs=\('top1',\): use a tuple with any of log_sum_sq_probs"),
-        ({"outputs": "is_top1"}, "outputs='is_top1': use a tuple"),
-        ({"softcap": 0.0}, "softcap=0.0: use a finite number > 0"),
-        ({"softcap": math.nan}, "softcap=nan: use a finite number > 0"),
-        ({"logit_scale": -1.0}, "logit_scale=-1.0: use a finite number > 0"),
-        ({"temperature": 0}, "temperature=0: use a finite number > 0"),
+        (
+            ValueError,
+            {"outputs": ("top1",)},
+            r"outputs=\('top1',\): use a tuple with any of log_sum_sq_probs",
+        ),
+        (ValueError, {"outputs": "is_top1"}, "outputs='is_top1': use a tuple"),
+        (ValueError, {"softcap": 0.0}, "softcap=0.0: use a finite number > 0"),
+        (ValueError, {"softcap": math.nan}, "softcap=nan: use a finite number > 0"),
+        (ValueError, {"logit_scale": -1.0}, "logit_scale=-1.0: use a finite number > 0"),
+        *(
+            (ValueError, {"temperature": value}, f"temperature={value}: use a finite number > 0")
+            for value in (0, 0.0, -1.0, math.nan, math.inf)
+        ),
+        *(
+            (TypeError, {"temperature": value}, f"temperature={value}: use a number")
+            for value in (None, True)
+        ),
     ],
 )
-def test_invalid_options(keywords: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_invalid_options(error: type[Exception], keywords: dict, message: str) -> None:
+    with pytest.raises(error, match=message):
         token_logprobs(torch.zeros(1, 1, 3), torch.zeros(1, 1).long(), **keywords)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(error, match=message):
         linear_token_logprobs(
             torch.zeros(1, 2), torch.zeros(3, 2), torch.zeros(1).long(), **keywords
         )

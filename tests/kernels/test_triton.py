@@ -86,14 +86,12 @@ def test_cpu_inputs_are_copied_without_blocking(monkeypatch: pytest.MonkeyPatch)
         assert all(keywords.get("non_blocking") for _, keywords in copies)
 
 
-def test_unavailable_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_says_why_and_gpus_below_capability_8_are_not_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert "float64" in str(backend.unavailable(CPU, torch.float64))
     monkeypatch.setattr(backend, "InterpretedFunction", type(None))  # kernels would be compiled
     assert "TRITON_INTERPRET" in str(backend.unavailable(CPU, torch.float32))
-
-
-def test_gpus_below_capability_8_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "InterpretedFunction", type(None))  # kernels would be compiled
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "T4")
     for capability, reason in (((7, 5), "T4 has a compute capability below 8.0"), ((8, 0), None)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)

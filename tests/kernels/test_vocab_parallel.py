@@ -123,11 +123,8 @@ def run_groups(data, settings):
     leaves = [data["hidden"] * (1 + pair), *shards]
     rest = {k: x for k, x in data.items() if k not in ("hidden", "weight", "bias")}
     results = evaluate(vocab_parallel_gac_loss, *leaves, group=groups[pair], **rest, **settings)
-    return *results, moments_of_rank(rank).all_reduce(groups[pair]).totals.tolist()
-
-
-def moments_of_rank(rank):
-    return dataclasses.replace(TokenMoments.zeros(), totals=torch.arange(6) + 10.0 * rank)
+    moments = dataclasses.replace(TokenMoments.zeros(), totals=torch.arange(6) + 10.0 * rank)
+    return *results, moments.all_reduce(groups[pair]).totals.tolist()
 
 
 def test_groups_of_ranks_are_independent():

@@ -11,7 +11,7 @@ from gac.rollouts import engines
 from gac.rollouts.generation import Completion
 from gac.training.trainer import Trainer
 from tests import ranks
-from tests.parallel.test_distributed import assert_same, config, full_tensor
+from tests.parallel.test_distributed import assert_same, config, record_gradients, weights
 from tests.tiny import TIMING_KEYS, take_steps
 
 
@@ -117,18 +117,14 @@ def four_steps(run_config):
     """
     engines.generate = long_tailed_responses  # runs in its own process
     trainer = Trainer(run_config)
-    grads, before, after, rows = [], [], [], []
-
-    def record(*_):
-        named = trainer.model.named_parameters()
-        grads.append({n.removeprefix("module."): full_tensor(p.grad) for n, p in named})
+    before, after, rows = [], [], []
 
     def sample(*arguments, original=trainer.sampler):
         rollouts = original(*arguments)
         before.append(tokens(rollouts.rows))
         return rollouts
 
-    trainer.optimizer.register_step_pre_hook(record)
+    grads = record_gradients(trainer)
     trainer.sampler = sample
     for _ in range(4):
         if trainer.step == 2:
@@ -136,12 +132,11 @@ def four_steps(run_config):
         rows.append(trainer._train_step())
         after.append(tokens(trainer.rollouts.rows))
         trainer.step += 1
-    named = trainer.model.named_parameters()
-    weights = {n.removeprefix("module."): full_tensor(p) for n, p in named}
+    trained = weights(trainer.model)
     resumed = Trainer(run_config)
     repeated = take_steps(resumed, 4 - resumed.step)
     assert list(map(without_timing, repeated)) == list(map(without_timing, rows[2:]))
-    return rows, grads[0], weights, [*zip(before, after[::2], strict=True)]  # sampled every 2 steps
+    return rows, grads[0], trained, [*zip(before, after[::2], strict=True)]  # sampled every 2 steps
 
 
 def without_timing(row):

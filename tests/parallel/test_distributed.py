@@ -34,26 +34,33 @@ def full_tensor(x: torch.Tensor) -> torch.Tensor:
     return (x.full_tensor() if isinstance(x, DTensor) else x).detach().clone()
 
 
+def gradients(model) -> dict[str, torch.Tensor]:
+    named = model.named_parameters()
+    return {n.removeprefix("module."): full_tensor(p.grad) for n, p in named if p.requires_grad}
+
+
+def record_gradients(trainer) -> list[dict[str, torch.Tensor]]:
+    """Return a list to which each optimizer step appends its gradients."""
+    recorded: list[dict[str, torch.Tensor]] = []
+    trainer.optimizer.register_step_pre_hook(lambda *_: recorded.append(gradients(trainer.model)))
+    return recorded
+
+
+def weights(model) -> dict[str, torch.Tensor]:
+    return {n.removeprefix("module."): full_tensor(p) for n, p in model.named_parameters()}
+
+
 def train_steps(config, steps=STEPS):
     """Train; return each step's metrics, the first step's gradients, the final weights and the
     number of elements on this rank.
     """
     engines.generate = fixed_responses  # runs in its own process
     trainer = Trainer(config)
-    grads: list[dict[str, torch.Tensor]] = []
-
-    def record(*_):
-        named = trainer.model.named_parameters()
-        grads.append(
-            {n.removeprefix("module."): full_tensor(p.grad) for n, p in named if p.requires_grad}
-        )
-
-    trainer.optimizer.register_step_pre_hook(record)
+    grads = record_gradients(trainer)
     rows = take_steps(trainer, steps)
-    named = {n.removeprefix("module."): p for n, p in trainer.model.named_parameters()}
-    local = (p.to_local() if isinstance(p, DTensor) else p for p in named.values())
-    elements = sum(x.numel() for x in local)
-    return rows, grads[0], {n: full_tensor(p) for n, p in named.items()}, elements
+    parameters = trainer.model.parameters()
+    local = (p.to_local() if isinstance(p, DTensor) else p for p in parameters)
+    return rows, grads[0], weights(trainer.model), sum(x.numel() for x in local)
 
 
 def config(task, out, **changes):
@@ -225,9 +232,7 @@ def uneven_gradients(config):
         step = trainer._assemble(own, Mix(0.4))
         assert step.needs.kl
         measured = trainer.gradients(step)
-        named = trainer.model.named_parameters()
-        grads = {n.removeprefix("module."): full_tensor(p.grad) for n, p in named}
-        results[name] = measured.moments.signals(), measured.losses, grads
+        results[name] = measured.moments.signals(), measured.losses, gradients(trainer.model)
         trainer.optimizer.zero_grad()
     return results
 
@@ -283,4 +288,4 @@ def resume(config):
     engines.generate = fixed_responses
     trainer = Trainer(config)
     rows = take_steps(trainer, STEPS - trainer.step)
-    return rows, {n: full_tensor(p) for n, p in trainer.model.named_parameters()}
+    return rows, weights(trainer.model)

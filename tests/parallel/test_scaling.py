@@ -17,7 +17,6 @@ from gac.training.trainer import Trainer
 from gac_kernels import TokenMoments
 from tests import ranks
 from tests.parallel.test_distributed import FSDP, config
-from tests.tiny import write_tiny
 from tools import scaling
 from tools.scaling import MODELS, Shape
 
@@ -74,14 +73,13 @@ def test_parameter_counts_match_the_real_model(name):
 
 @pytest.mark.dist
 @pytest.mark.parametrize("defer", [False, True])
-def test_traffic_of_a_real_run(tmp_path, defer):
+def test_traffic_of_a_real_run(task, tmp_path, defer):
     """Two micro-batches per rank: each gathers the head once, and each layer twice, for the forward
     and for the backward. FSDP pads each parameter so that every rank holds whole rows.
     """
-    (tmp_path / "task").mkdir()
     run_config = config(
-        write_tiny(tmp_path / "task"),
-        tmp_path / "run",
+        task,
+        tmp_path,
         loss={},
         method={"name": "sft"},
         demo_batch_size=12,
@@ -109,9 +107,8 @@ def state_bytes(run_config):
 
 
 @pytest.mark.dist
-def test_bytes_per_rank_match_a_real_run(tmp_path):
-    (tmp_path / "task").mkdir()
-    run_config = config(write_tiny(tmp_path / "task"), tmp_path / "run", parallel=FSDP)
+def test_bytes_per_rank_match_a_real_run(task, tmp_path):
+    run_config = config(task, tmp_path, parallel=FSDP)
     measured, expected = ranks.run(state_bytes, run_config, ranks=2), scaling.state_bytes(TINY, 2)
     # exact when summed over ranks; a single rank may hold an extra row
     assert sum(measured) == 2 * expected

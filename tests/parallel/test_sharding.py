@@ -16,7 +16,7 @@ from gac.rollouts.generation import generate
 from gac.training import gradients
 from gac.training.trainer import Trainer, train
 from tests import ranks
-from tests.parallel.test_distributed import FSDP, config, fixed_responses, full_tensor
+from tests.parallel.test_distributed import FSDP, config, fixed_responses, resume
 from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.dist
@@ -103,15 +103,11 @@ def test_sharded_run_end_to_end(task, tmp_path):
         },
     )
     ranks.run(train, run_config, ranks=3)
-    trained = ranks.run(weights, run_config, ranks=1)[0]
+    _, trained = ranks.run(resume, run_config, ranks=1)[0]  # after the last step
     from transformers import AutoModelForCausalLM
 
     exported = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "model").named_parameters())
     assert all(torch.equal(exported[name], x) for name, x in trained.items())
-
-
-def weights(run_config):
-    return {n: full_tensor(p) for n, p in Trainer(run_config).model.named_parameters()}
 
 
 def test_indivisible_batches_name_the_key(task, tmp_path):
