@@ -16,6 +16,7 @@ import pytest
 from gac import cli
 from gac.config import ConfigError, load
 from gac.demo.task import make_tokenizer
+from gac.errors import RunDirectoryError
 from gac.evaluation.config import EvalTask
 from gac.evaluation.estimates import accuracy_interval
 from gac.evaluation.suite import (
@@ -29,6 +30,7 @@ from gac.evaluation.suite import (
 )
 from gac.evaluation.table import results_lines
 from gac.evaluation.task import Answer, summary
+from gac.parallel.run_lock import run_lock
 from gac.rewards import build_reward
 from gac.rollouts.engines import Engine
 from tests import ranks
@@ -50,7 +52,12 @@ def suite(task, out, **changes) -> EvalConfig:
             "model": {"path": str(task / "init"), "random_init": True},
             "reward": "tests.tiny:digit_reward",
             "tasks": {
-                "greedy": {"data": data, "max_completion_length": 5, "split_field": "op"},
+                "greedy": {
+                    "data": data,
+                    "max_completion_length": 5,
+                    "split_field": "op",
+                    "batch": None,
+                },
                 "sampled": {**sampled, "pass_at": [1, 4]},
             },
             "out": str(out),
@@ -110,6 +117,8 @@ def test_finished_tasks_are_not_run_again(task, tmp_path):
         run_suite(replace(config, reward="exact"))
     config.tasks.pop("greedy")  # its results are kept, and its settings are no longer checked
     assert set(run_suite(config)["tasks"]) == {"greedy", "sampled"}
+    with run_lock(tmp_path / "e"), pytest.raises(RunDirectoryError, match="in use by"):
+        run_suite(config)
 
 
 def test_two_processes_match_one(task, tmp_path, caplog):
