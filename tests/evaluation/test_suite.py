@@ -97,7 +97,7 @@ def test_a_single_task_is_kept_only_with_out(task, tmp_path, monkeypatch):
     kept = evaluate_single(single)
     row = json.loads((tmp_path / "e" / "results.json").read_text())["tasks"]["eval"]
     assert printed == kept == flat(row) and printed["accuracy"] == row["accuracy"]
-    again = evaluate_single(replace(single, out="f"), against=tmp_path / "e")
+    again = evaluate_single(replace(single, out="f"), against=tmp_path / "e" / "results.json")
     assert again["against"]["difference"] == 0
 
 
@@ -137,14 +137,18 @@ def test_two_processes_match_one(task, tmp_path, caplog):
 
 
 def test_comparison_is_paired_by_prompt(task, tmp_path):
-    run_suite(suite(task, tmp_path / "e"))
+    one = suite(task, tmp_path / "e")
+    del one.tasks["greedy"]
+    run_suite(one)
     other = suite(
         task, tmp_path / "f", model={"path": str(task / "init"), "random_init": True}, seed=3
     )
-    result = run_suite(other, tmp_path / "e")["tasks"]["greedy"]["against"]
-    mine, theirs = (read_samples(tmp_path / n)["greedy"] for n in "fe")
+    rows = run_suite(other, tmp_path / "e")["tasks"]
+    result = rows["sampled"]["against"]
+    mine, theirs = (read_samples(tmp_path / n)["sampled"] for n in "fe")
+    assert "against" not in rows["greedy"]
     gaps = [a.score - b.score for a, b in zip(mine, theirs, strict=True)]
-    assert result["prompts"] == 8 and result["difference"] == pytest.approx(sum(gaps) / 8)
+    assert result["prompts"] == 8 and result["difference"] == pytest.approx(sum(gaps) / 32)
     assert result["ci95"][0] <= result["difference"] <= result["ci95"][1]
     with pytest.raises(ConfigError, match="no samples.jsonl.gz"):
         run_suite(other, tmp_path)

@@ -226,7 +226,7 @@ def test_a_wrong_return_value_is_one_line(monkeypatch, value, message) -> None:
 def test_completions_are_cut_and_tensors_are_accepted(monkeypatch) -> None:
     ids = torch.tensor([5, 6, 7])
     rollout = Rollout(ids[:1], ids, torch.tensor([1, 0, 1]), logps=[0.0, float("nan"), -2.0])
-    monkeypatch.setitem(globals(), "RETURNED", [rollout])
+    monkeypatch.setitem(globals(), "RETURNED", (rollout,))
     engine = Engine(RolloutConfig(max_completion_length=2), turns.make_tokenizer())
     (cut,) = RolloutFunction(HERE + "returned")(["prompt"], engine)
     assert (cut.prompt_ids, cut.completion_ids, cut.loss_mask) == ((5,), (5, 6), (True, False))
