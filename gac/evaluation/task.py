@@ -63,7 +63,7 @@ def generate_answers(
         rollouts: list[Rollout] = []
         for start in starts[rank() :: world_size()]:
             part = range(start, min(start + per_call, len(examples)))
-            torch.manual_seed((seed << 32) + start)
+            torch.manual_seed(seed * 1_000_003 + start)  # a CPU ignores all but 32 bits
             rollouts += engine.sample_rollouts([examples[i] for i in part], task.samples)
             owners.extend(i for i in part for _ in range(task.samples))
         return rollouts
