@@ -14,6 +14,7 @@ import torch
 
 from gac.data import Example
 from gac.errors import ConfigError
+from gac.parallel import setup
 from gac.parallel.collectives import gather, rank, world_size
 from gac.rollouts.engines import Engine, RolloutFunction
 from gac.rollouts.generation import SamplingParams, stop_tokens
@@ -63,7 +64,7 @@ def generate_answers(
         rollouts: list[Rollout] = []
         for start in starts[rank() :: world_size()]:
             part = range(start, min(start + per_call, len(examples)))
-            torch.manual_seed((seed << 32) + start)
+            setup.seed(setup.derive_seed(seed, start))
             rollouts += engine.sample_rollouts([examples[i] for i in part], task.samples)
             owners.extend(i for i in part for _ in range(task.samples))
         return rollouts

@@ -290,13 +290,12 @@ def _complete(awaitable: Any) -> Any:
 
 
 def _changed(request: bytes, arguments: Sequence[Any]) -> list[Any]:
-    """The arguments that the call has changed in place, and None for the others; or nothing."""
+    """The arguments that the call has changed in place, and None for the others."""
     if not any(map(is_mutable, arguments)):
         return []
     _, before, keywords, _ = pickle.loads(request)
     pairs = zip([*before, *keywords.values()], arguments, strict=True)
-    changed = [new if is_mutable(new) and not _same(old, new) else None for old, new in pairs]
-    return changed if any(value is not None for value in changed) else []
+    return [new if is_mutable(new) and not _same(old, new) else None for old, new in pairs]
 
 
 def _same(old: Any, new: Any) -> bool:

@@ -7,6 +7,7 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 
 from gac.config import ConfigError
 from gac.data import Example
@@ -14,7 +15,7 @@ from gac.evaluation import suite
 from gac.evaluation.config import EvalConfig, EvalTask
 from gac.evaluation.suite import read_samples
 from gac.evaluation.table import align_columns, markdown_table
-from gac.evaluation.task import split_of, summary
+from gac.evaluation.task import generate_answers, split_of, summary
 from gac.rewards.base import RowReward
 from gac.training.trainer import Trainer
 from tests.evaluation.test_suite import answer
@@ -117,11 +118,23 @@ def test_each_task_uses_its_own_reward_and_all_are_closed(task, tmp_path) -> Non
     prompts = {"prompts": str(task / "eval.jsonl")}
     reward = "tests.evaluation.test_eval_parts:Labeled"
     more = {"data": {**prompts, "limit": 3}, "reward": reward, "max_completion_length": 4}
+    more |= {"temperature": 1.0, "batch": 1}
     evaluation = {"data": prompts, "max_completion_length": 5, "tasks": {"more": more}}
     trainer = Trainer(tiny_config(task, tmp_path, eval=evaluation))
+    state = torch.get_rng_state()
     row = trainer.evaluator(trainer.model)
+    assert torch.equal(torch.get_rng_state(), state)
     assert (row["prompts"], row["prompts/more"]) == (8, 3)
     assert row["accuracy/more"] == 1 > row["accuracy"]
     assert row["response_length/more"] <= 4 and row["seconds"] > 0
+    _, job = trainer.evaluator.jobs.values()
+    first, second, *other = (
+        answer.response
+        for seed in (0, 1)
+        for answer in generate_answers(
+            trainer.evaluator.engine, job.examples[:1] * 2, job.reward, job.task, seed
+        )
+    )
+    assert first != second and other != [first, second]  # the seeds of batches and evaluations
     trainer.evaluator.close()
     assert CLOSED == ["own"]

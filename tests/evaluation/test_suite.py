@@ -16,6 +16,7 @@ import pytest
 from gac import cli
 from gac.config import ConfigError, load
 from gac.demo.task import make_tokenizer
+from gac.errors import RunDirectoryError
 from gac.evaluation.config import EvalTask
 from gac.evaluation.estimates import accuracy_interval
 from gac.evaluation.suite import (
@@ -29,6 +30,7 @@ from gac.evaluation.suite import (
 )
 from gac.evaluation.table import results_lines
 from gac.evaluation.task import Answer, summary
+from gac.parallel.run_lock import run_lock
 from gac.rewards import build_reward
 from gac.rollouts.engines import Engine
 from tests import ranks
@@ -50,7 +52,12 @@ def suite(task, out, **changes) -> EvalConfig:
             "model": {"path": str(task / "init"), "random_init": True},
             "reward": "tests.tiny:digit_reward",
             "tasks": {
-                "greedy": {"data": data, "max_completion_length": 5, "split_field": "op"},
+                "greedy": {
+                    "data": data,
+                    "max_completion_length": 5,
+                    "split_field": "op",
+                    "batch": None,
+                },
                 "sampled": {**sampled, "pass_at": [1, 4]},
             },
             "out": str(out),
@@ -90,7 +97,7 @@ def test_a_single_task_is_kept_only_with_out(task, tmp_path, monkeypatch):
     kept = evaluate_single(single)
     row = json.loads((tmp_path / "e" / "results.json").read_text())["tasks"]["eval"]
     assert printed == kept == flat(row) and printed["accuracy"] == row["accuracy"]
-    again = evaluate_single(replace(single, out="f"), against=tmp_path / "e")
+    again = evaluate_single(replace(single, out="f"), against=tmp_path / "e" / "results.json")
     assert again["against"]["difference"] == 0
 
 
@@ -110,6 +117,8 @@ def test_finished_tasks_are_not_run_again(task, tmp_path):
         run_suite(replace(config, reward="exact"))
     config.tasks.pop("greedy")  # its results are kept, and its settings are no longer checked
     assert set(run_suite(config)["tasks"]) == {"greedy", "sampled"}
+    with run_lock(tmp_path / "e"), pytest.raises(RunDirectoryError, match="in use by"):
+        run_suite(config)
 
 
 def test_two_processes_match_one(task, tmp_path, caplog):
@@ -128,14 +137,18 @@ def test_two_processes_match_one(task, tmp_path, caplog):
 
 
 def test_comparison_is_paired_by_prompt(task, tmp_path):
-    run_suite(suite(task, tmp_path / "e"))
+    one = suite(task, tmp_path / "e")
+    del one.tasks["greedy"]
+    run_suite(one)
     other = suite(
         task, tmp_path / "f", model={"path": str(task / "init"), "random_init": True}, seed=3
     )
-    result = run_suite(other, tmp_path / "e")["tasks"]["greedy"]["against"]
-    mine, theirs = (read_samples(tmp_path / n)["greedy"] for n in "fe")
+    rows = run_suite(other, tmp_path / "e")["tasks"]
+    result = rows["sampled"]["against"]
+    mine, theirs = (read_samples(tmp_path / n)["sampled"] for n in "fe")
+    assert "against" not in rows["greedy"]
     gaps = [a.score - b.score for a, b in zip(mine, theirs, strict=True)]
-    assert result["prompts"] == 8 and result["difference"] == pytest.approx(sum(gaps) / 8)
+    assert result["prompts"] == 8 and result["difference"] == pytest.approx(sum(gaps) / 32)
     assert result["ci95"][0] <= result["difference"] <= result["ci95"][1]
     with pytest.raises(ConfigError, match="no samples.jsonl.gz"):
         run_suite(other, tmp_path)

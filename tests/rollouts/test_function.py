@@ -189,6 +189,7 @@ def returned(prompts, engine) -> Any:
     return RETURNED
 
 
+TOKENS = len(turns.make_tokenizer())
 GOOD = Rollout([3, 4], [5, 6, 7], [1, 0, 1])
 
 
@@ -200,9 +201,11 @@ GOOD = Rollout([3, 4], [5, 6, 7], [1, 0, 1])
         ([(1, 2)], "rollout 0 is a tuple: return gac.rollouts.Rollout objects"),
         ([replace(GOOD, prompt_ids=[])], r"rollout 0 has prompt_ids=\(\): give at least one"),
         ([replace(GOOD, completion_ids="text")], "completion_ids='text': give a list of token"),
-        ([replace(GOOD, completion_ids=[5, 99, 6])], "completion_ids=.*99 is not a token"),
+        ([replace(GOOD, completion_ids=[5, TOKENS, 6])], f"_ids=.*{TOKENS} is not a token"),
+        ([replace(GOOD, prompt_ids=[3, -1])], "prompt_ids=.*-1 is not a token"),
         ([replace(GOOD, loss_mask=[1, 0])], "loss_mask=.*one number for each of the 3"),
         ([replace(GOOD, loss_mask=[1, 2, 0])], "loss_mask=.*use 0 and 1"),
+        ([replace(GOOD, logps=["-", "-", "-"])], "logps=.*give a list of numbers"),
         ([replace(GOOD, logps=[-1.0])], "logps=.*one number for each of the 3"),
         ([replace(GOOD, logps=[-1.0, 0.5, 2.0])], "logps=.*use log-probabilities"),
         ([replace(GOOD, reward=float("nan"))], "reward=nan: use a finite number, or None"),
@@ -222,11 +225,12 @@ def test_a_wrong_return_value_is_one_line(monkeypatch, value, message) -> None:
 
 def test_completions_are_cut_and_tensors_are_accepted(monkeypatch) -> None:
     ids = torch.tensor([5, 6, 7])
-    rollout = Rollout(ids[:1], ids, torch.tensor([1, 0, 1]), logps=[-1.0, float("nan"), -2.0])
-    monkeypatch.setitem(globals(), "RETURNED", [rollout])
+    rollout = Rollout(ids[:1], ids, torch.tensor([1, 0, 1]), logps=[0.0, float("nan"), -2.0])
+    monkeypatch.setitem(globals(), "RETURNED", (rollout,))
     engine = Engine(RolloutConfig(max_completion_length=2), turns.make_tokenizer())
     (cut,) = RolloutFunction(HERE + "returned")(["prompt"], engine)
     assert (cut.prompt_ids, cut.completion_ids, cut.loss_mask) == ((5,), (5, 6), (True, False))
+    assert str(cut.logps) == "(0.0, nan)"
     assert sampling.is_truncated(cut, {1}, 2) and not sampling.is_truncated(cut, {1}, 3)
 
 

@@ -73,16 +73,21 @@ FULL = pytest.mark.full(reason="seconds; the run below is repeated too")
 
 
 @pytest.mark.parametrize(
-    "engine_settings", [{"generation_batch_size": 4}, {"generation_batch_tokens": 40}, PAGED]
+    ("engine_settings", "most"),
+    [({"generation_batch_size": 4}, 4), ({"generation_batch_tokens": 40}, 2), (PAGED, 0)],
 )
-def test_greedy_responses_do_not_depend_on_the_engine(policy, engine_settings):
+def test_greedy_responses_do_not_depend_on_the_engine(policy, monkeypatch, engine_settings, most):
     stop = [policy[1].decode([15])]  # a token that occurs in some of the responses
     config = rollouts(**engine_settings, stop=stop)
     # bypass validation: rollouts are never greedy, but greedy responses can be compared
     object.__setattr__(config, "temperature", 0.0)
     settings = {"max_completion_length": 8, "temperature": 0, "stop": stop}
     expected = [generate(*policy, [prompt], **settings)[0] for prompt in PROMPTS]
-    assert sample(config, *policy, PROMPTS, 1) == expected
+    sizes, original = [0], policy[0].generate
+    monkeypatch.setattr(
+        policy[0], "generate", lambda **k: sizes.append(len(k["input_ids"])) or original(**k)
+    )
+    assert sample(config, *policy, PROMPTS, 1) == expected and max(sizes) == most
     assert len(set(expected)) > 3 and len(set(map(len, expected))) > 1
     assert policy[0].training
 

@@ -280,6 +280,12 @@ def test_the_rows_of_a_pair_share_a_unit() -> None:
     assert script.sampler.equal_rewards.steps == 1
 
 
+def test_a_prompt_with_a_dropped_rollout_has_no_group() -> None:
+    script = Script(RESPONSES, SCORES, *ONES)
+    rows = script.run(Sampling(groups=True), [A, B, C], num_generations=2).rows
+    assert [(row.advantage, row.unit) for row in rows] == [(1, 2), (2, 2), (3, 5), (4, 5)]
+
+
 def test_random_prefixes_depend_on_the_step_and_the_prompt() -> None:
     drawn = []
 

@@ -55,11 +55,12 @@ def policy(task, tmp_path):
 
 def engine(task, url, tokenizer, folder, **changes):
     vllm_settings = {"urls": [url], "timeout": 30, **changes.pop("vllm", {})}
+    served = changes.pop("served", str(task / "init"))
     rollouts = {**ROLLOUTS, "vllm": vllm_settings, **changes}
     settings = load(TrainConfig, {"rollouts": rollouts}).rollouts
     if changes.get("temperature") == 1e-6:  # bypass validation: rollouts are never greedy
         object.__setattr__(settings, "temperature", 0.0)
-    return Engine(settings, tokenizer, served=str(task / "init"), longest=20, folder=folder)
+    return Engine(settings, tokenizer, served=served, longest=20, folder=folder)
 
 
 def test_responses_match_the_weights_last_sent(task, server, policy, tmp_path, monkeypatch):
@@ -251,12 +252,14 @@ def test_failed_weight_update_is_an_error(task, tmp_path, policy, options, messa
     assert not list(tmp_path.glob("weights-*"))
 
 
-def test_missing_responses_are_an_error(task, tmp_path, policy):
+def test_missing_responses_are_an_error(task, tmp_path, policy, monkeypatch):
+    """From a server with the longest possible length, of a model whose path is relative."""
+    monkeypatch.chdir(task)
     with (
-        serving(task / "init", fault="empty") as server,
+        serving(task / "init", fault="empty", max_model_len=20) as server,
         pytest.raises(RunError, match="received only 0 of 1 completions"),
     ):
-        engine(task, server.url, policy[1], tmp_path).generate(PROMPTS)
+        engine(task, server.url, policy[1], tmp_path, served="init").generate(PROMPTS)
 
 
 def test_unreachable_server(task, tmp_path):

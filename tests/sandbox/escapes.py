@@ -286,6 +286,8 @@ SYSTEM = {
   call(33, 1, 4096)
   open("/dev/fd/0")
   open("/proc/self/fd/1", "w")
+  os.pwrite(0, b"x", 0)
+  os.fstat(2)
 """,
     "loading code": """
   ctypes.CDLL("libsqlite3.so.0")

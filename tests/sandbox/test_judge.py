@@ -160,6 +160,14 @@ VERDICTS: dict[str, Any] = {
         ("class T:\n  def __sub__(s, o): return 5\ndef f(x): return T()", ["f(1) - 1"], {}),
         failed("test 1 (f(1) - 1): TypeError: unsupported operand type(s) for -: 'T' and 'int'"),
     ),
+    "an operator of an object of the tests": (
+        (
+            "class T:\n  def __lt__(s, o): return False\ndef f(x): return T()",
+            ["class U:\n  def __gt__(s, o): return True\nassert f(1) < U()"],
+            {},
+        ),
+        PASSED,
+    ),
     "an operator that a list does not have": (
         ("class T(list):\n  def __sub__(s, o): return 5\ndef f(x): return T()", ["f(1) - 1"], {}),
         failed("test 1 (f(1) - 1): TypeError: unsupported operand type(s) for -: 'T' and 'int'"),
@@ -271,9 +279,14 @@ VERDICTS: dict[str, Any] = {
         failed("test 1 (f(1)): ModuleNotFoundError: No module named 'absent'"),
     ),
     "text of the program": (
-        ("def f(x): return '1 + 1'", ["try: eval(f(1))\nexcept Exception: pass", "f(1)"], {}),
+        (
+            "def f(x): return '1 + 1'",
+            ["try: eval(f(1))\nexcept Exception: pass\nelse: raise KeyError", "f(1)"],
+            {},
+        ),
         failed(
-            f"test 1 (try: eval(f(1)) except Exception: pass): RemoteError: {INTERPRET}",
+            "test 1 (try: eval(f(1)) except Exception: pass else: raise KeyError): "
+            f"RemoteError: {INTERPRET}",
             False,
             False,
         ),

@@ -264,6 +264,11 @@ def test_a_server_takes_unused_uids(monkeypatch):
     valid[:] = [False, False]
     with pytest.raises(OSError, match="no unused uid"):
         state._take_uids()
+    state.uids = range(70, 73)
+    monkeypatch.setattr(confine, "switch_to_uid", os._exit)
+    children = [state.fork(lambda: 1, number) for number in range(5)]
+    exits = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    assert exits == [71, 72, 71, 72, 71]  # never the server's own
 
 
 def test_a_solver_does_not_outlive_a_judge_that_cannot_start(monkeypatch):

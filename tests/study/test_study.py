@@ -168,12 +168,23 @@ def test_no_run_outlives_its_study(task, tmp_path, monkeypatch):
     wait_until(ended, "the end of the last run", 20)
 
 
+STUDY_REWARD = """
+import torch
+from tests import tiny
+
+def digit_reward(completion, example):
+    assert torch.get_num_threads() == 2
+    return tiny.digit_reward(completion, example)
+"""
+
+
 @pytest.mark.slow(reason="trains several methods")
-def test_gac_study_reports_failures_and_resumes(tmp_path, capsys):
+def test_gac_study_reports_failures_and_resumes(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
     config = tiny_config(
         write_tiny(tmp_path), tmp_path / "out", steps=2, reward="study_reward.py:digit_reward"
     )
-    (tmp_path / "study_reward.py").write_text("from tests.tiny import digit_reward\n")
+    (tmp_path / "study_reward.py").write_text(STUDY_REWARD)
     path = tmp_path / "run.yaml"
     save(config, path)
     broken = {"broken": {"name": "luffy"}}  # needs demonstrations, which are missing

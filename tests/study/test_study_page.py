@@ -152,12 +152,19 @@ def test_cells_and_dots_of_a_study(monkeypatch) -> None:
     assert row_cells(methods["a"]) == ["2", "10.0", "[0.0, 20.0]", "+0.0", "[+0.0, +0.0]"]
     assert row_cells(methods["b"]) == ["3", "46.7", "[10.0, 90.0]", "+15.0", "[+10.0, +20.0]"]
     axes = Figure().subplots()
-    monkeypatch.setattr(page, "interval_figure", lambda *arguments: arguments[-1](axes))
-    page.draw(methods, "a")
+    monkeypatch.setattr(
+        page, "interval_figure", lambda names, height, label, draw: draw(axes) or (names, height)
+    )
+    assert page.draw(methods, "a") == (["a", "b"], pytest.approx(1.78))  # 0.34 per method
     dots = [line.get_xydata().tolist() for line in axes.lines if line.get_marker() == "."]
     assert dots == [[[0, 0], [20, 0]], [[10, -1], [40, -1], [90, -1]]] and axes.dataLim.ymax == 0
-    others = [line.get_xdata() for line in axes.lines if line.get_marker() != "."]
-    assert [[round(x) for x in ends] for ends in others] == [[10], [0, 20], [47], [10, 90]]
+    others = [line.get_xydata() for line in axes.lines if line.get_marker() != "."]
+    assert [ends.round().tolist() for ends in others] == [
+        [[10, 0]],
+        [[0, 0], [20, 0]],
+        [[47, -1]],
+        [[10, -1], [90, -1]],
+    ]
     assert row_cells(summary({"a": [0.5], "b": [None]}, "a")["b"]) == ["0", "-", "-", "-", "-"]
     assert mean([0.0, 0.0, 1.0]) == 0.333333 and interval([1 / 3] * 2) == [0.333333] * 2
 
@@ -184,6 +191,15 @@ def test_a_result_of_other_settings_is_refused(tmp_path, change) -> None:
         return
     with pytest.raises(ConfigError, match=f"finished run with a different {next(iter(change))};"):
         runs.result(config)
+
+
+@pytest.mark.parametrize(("method", "step"), [("sft-best", 1), ("sft", 2)])
+def test_the_final_evaluation_is_the_best_or_the_last(tmp_path, method, step) -> None:
+    config = tiny_config(write_tiny(tmp_path), tmp_path, method=method)
+    rows = [{"step": i, "accuracy": x} for i, x in enumerate((0.9, 0.5, 0.4))]
+    for name, lines in (("eval", rows), ("metrics", [{"seconds": 1.5}, {"seconds": 2.0}])):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert runs._summary(config) == {"final": rows[step], "seconds": 3.5}
 
 
 def test_the_reason_of_a_failure_is_the_last_line_of_a_log_unless_the_run_was_killed(tmp_path):
