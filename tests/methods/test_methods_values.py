@@ -285,7 +285,8 @@ def test_kl_over_the_vocabulary_by_hand(forward):
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
 
 
-def test_parameter_used_by_one_term_gets_that_terms_weighted_gradient():
+def test_parameter_used_by_one_term_gets_that_terms_weighted_gradient(monkeypatch):
+    monkeypatch.setattr("gac.training.probes.CHUNK", 1)
     shared, one_term_only = (torch.nn.Parameter(torch.tensor([1.0, 2.0])) for _ in range(2))
     parts = GradientParts([("shared", shared), ("lone", one_term_only)], StepNeeds(parts=1))
     (shared * torch.tensor([3.0, 0.0])).sum().backward()
