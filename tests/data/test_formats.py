@@ -304,7 +304,7 @@ TOOLS = (
     "{% for t in tools or [] %}{{ t.name }};{% endfor %}"
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('refused') }}{% endif %}"
     "{{ m.role[0] }}:{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}{{ c.function.arguments.a }}{% endfor %}={% endfor %}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.arguments.a }}{% endfor %}=<eos>\n{% endfor %}"
     "{% if add_generation_prompt %}a:{% endif %}"
 )
 
@@ -323,11 +323,8 @@ def test_tool_calls_and_a_refused_system_message(tmp_path, chat_tokenizer):
     ]
     config = DataConfig(prompts=conversation(tmp_path, *rows), answer_field=None)
     demos = load_demos(config, chat_tokenizer)
-    assert [demo.prompt_text for demo in demos] == [
-        "0;u:1+1=a:1=t:2=a:",
-        "u:0\n\n1+1=a:",
-        "u:1+1=a:",
-    ]
+    prompts = [demo.prompt_text.replace("<eos>\n", "") for demo in demos]
+    assert prompts == ["0;u:1+1=a:1=t:2=a:", "u:0\n\n1+1=a:", "u:1+1=a:"]
     texts = [chat_tokenizer.decode(demo.demo) for demo in demos]
     assert texts == ["2<eos>", "1=<eos>", "=<eos>"]
     assert [text for _, text in load_references(config)] == ["2"]  # without a tokenizer

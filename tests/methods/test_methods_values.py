@@ -421,12 +421,6 @@ def test_sft_light_stops_on_a_plateau():
     assert state == {"average": pytest.approx(0.65), "best": 0.4, "steps_since_best": 2}
 
 
-def test_sft_budgets_end_after_their_epochs(task, tmp_path):
-    method = {"name": "sft-best", "examples": 10, "epochs": 3}
-    trainer = Trainer(tiny_config(task, tmp_path, method=method, eval={}, steps=100))
-    assert len(trainer.feed.demos) == 10 and trainer.feed.steps == 3 * 10 // 4
-
-
 def test_hpt_soft_gate_weights_rollouts_and_demos(task, tmp_path):
     fields = {"correct": 0.3, "table": (0.9, 0.6, 0.3, 0.1, 0.0)}
     _, terms, grads, model = one_step_terms("hpt", task, tmp_path, fields=fields)

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoConfig
 
 from gac.config import ConfigError, save
-from gac.data import Example
+from gac.data import DataError, Example
 from gac.demo.task import make_tokenizer
 from gac.errors import MissingExtra
 from gac.models.config import ModelConfig
@@ -89,7 +89,7 @@ def test_stop_strings_are_checked_before_the_model_is_loaded(task, tmp_path, par
 
 def test_rows_beyond_the_positions(task, tmp_path, caplog):
     model = model_with(task, tmp_path, max_position_embeddings=8)
-    evaluated = {"data": {"prompts": str(task / "eval.jsonl")}, "max_completion_length": 5}
+    evaluated = {"data": {"prompts": str(task / "demos.jsonl")}, "max_completion_length": 5}
     evaluated["tasks"] = {"more": dict(evaluated)}
     with caplog.at_level(logging.WARNING):
         Trainer(tiny_config(task, tmp_path / "run", model=model, eval=evaluated))
@@ -151,7 +151,10 @@ def test_what_is_checked_without_the_model(task, tmp_path, monkeypatch):
 )
 def test_the_first_row_needs_only_what_the_method_needs(task, tmp_path, method, missing, line):
     data = {"prompts": str(task / "prompts.jsonl"), "demos": str(task / "demos.jsonl")}
+    late = {"name": "sft-then-rl", "sft_steps": 3}
     assert check(task, tmp_path, data=data | {missing: "gold"}, method=method, eval={})[-1] == line
+    with pytest.raises(DataError, match="set answer_field"):  # rollouts in the last steps
+        check(task, tmp_path, data=data | {"answer_field": "gold"}, method=late, eval={})
 
 
 @pytest.mark.parametrize(
