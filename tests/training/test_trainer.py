@@ -211,20 +211,20 @@ def test_a_method_sees_what_its_step_measured(task, tmp_path, monkeypatch):
     observations = []
     record = lambda *call: (observations.append(call[2]), next_mix(*call))[1]  # noqa: E731 - a spy
     monkeypatch.setattr("gac.training.trainer.next_mix", record)
-    optim = {"lr": 0.05, "warmup_steps": 1, "max_grad_norm": 0}
+    optim = {"lr": 0.1, "warmup_steps": 2, "max_grad_norm": 0}
     data = {"prompts": str(task / "prompts.jsonl"), "source_field": "op"}
     trainer = Trainer(
         tiny_config(task, tmp_path, method="famo", optim=optim, data=data, monitor_kl_every=1)
     )
     row, last = trainer._train_step(), observations[-1]
-    before, after = last.losses_before, last.losses_after
+    before, after, demos = last.losses_before, last.losses_after, last.demo_losses
     assert after.demo != before.demo == last.demo_loss
     # without the ratio, the surrogate would not depend on the weights
     assert abs(after.rollout - before.rollout) > 1e-3
-    demos = last.demo_losses
     assert len(demos) == 4 and min(demos) < last.demo_loss < max(demos)
     names = ("step", "kl", "entropy", "reward_mean", "rollout_loss", "demo_loss", "lr")
     assert {name: getattr(last, name) for name in names} == {name: row[name] for name in names}
+    assert {group["lr"] for group in trainer.optimizer.param_groups} == {last.lr} == {0.05}
     assert last.reward_variance == pytest.approx(statistics.pvariance(trainer.rollouts.rewards))
     assert {op: row[f"demo_nll/{op}"] for op in "+-"} == pytest.approx(
         {op: statistics.fmean(own) for op, own in last.losses_by_source.items()}
