@@ -214,7 +214,7 @@ def test_a_method_sees_what_its_step_measured(task, tmp_path, monkeypatch):
     optim = {"lr": 0.1, "warmup_steps": 2, "max_grad_norm": 0}
     data = {"prompts": str(task / "prompts.jsonl"), "source_field": "op"}
     trainer = Trainer(
-        tiny_config(task, tmp_path, method="famo", optim=optim, data=data, monitor_kl_every=1)
+        tiny_config(task, tmp_path, method="famo", optim=optim, data=data, loss={"kl_coef": 0.1})
     )
     row, last = trainer._train_step(), observations[-1]
     before, after, demos = last.losses_before, last.losses_after, last.demo_losses
