@@ -206,7 +206,7 @@ def _check_path(key: str, value: str, file: Path | None) -> None:
     if not value or path.exists() or _path(value.partition(":")[0]).is_dir():
         return
     near = file.resolve().parents[:3] if file else ()
-    folder = next((f for f in near if not path.is_absolute() and (f / path).exists()), None)
+    folder = next((f for f in near if (f / path).exists()), None)
     if folder is not None:
         raise MissingData(
             f"{key}={value!r}: no such file or folder here; it exists in {folder}: paths are "

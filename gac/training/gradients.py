@@ -219,7 +219,7 @@ class Gradients:
     ) -> None:
         self.forward, self.loss = forward, loss
         self.accelerator, self.model = forward.accelerator, forward.model
-        self.kl_sample_size = None if loss.spec.kl_coef else kl_sample_size
+        self.kl_sample_size = kl_sample_size
         terms, named = (0, 1) if averages else (), self._trainable()
         self.tracked = {f"{i}.{n}": torch.zeros_like(p.detach()) for i in terms for n, p in named}
 

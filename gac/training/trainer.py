@@ -266,7 +266,7 @@ class Trainer:
         with self._kept():
             accuracy = self._evaluate() if last or self._due(self.config.eval.every) else None
         better = accuracy is not None and accuracy > self.best.get("accuracy", -math.inf)
-        boundary = self.step % self.config.rollouts.num_iterations == 0 or last
+        boundary = self.step % self.config.rollouts.num_iterations == 0
         stopping = boundary and any(collectives.largest([self.stop.requested]))  # on any rank
         due = (better and self.method.keeps_best) or self._due(self.config.checkpoint_every)
         if last or stopping or due:

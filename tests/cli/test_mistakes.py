@@ -357,8 +357,11 @@ def test_paths_that_exist_next_to_the_configuration(project):
     assert code == 2 and f"run the command in {project}\n" in err
 
 
-def test_check_trains_nothing(project):
-    changes = ["optim.warmup_steps=31", "eval.data.prompts=first/data/train.jsonl"]
+@pytest.mark.parametrize(
+    "overlap", ["eval.data.prompts=first/data/train.jsonl", "data.demos=first/data/eval.jsonl"]
+)
+def test_check_trains_nothing(project, overlap):
+    changes = ["optim.warmup_steps=31", overlap]
     ((code, out, err, torch),) = run(project, ["check", "first/run.yaml", "--set", *changes])
     assert code == 0 and not torch and out.endswith("\nAll checks passed.\n")
     assert "optim.warmup_steps=31: the learning rate never reaches" in err
@@ -368,4 +371,4 @@ def test_check_trains_nothing(project):
         "reward: 1.0 for the demonstration of the first row\n",
         "steps: 30, each with 128 responses (at most 1,024 tokens) and 32 demonstrations",
     ):
-        assert line in out and "'first/data/train.jsonl' is also trained on" in err
+        assert line in out and f"{overlap.partition('=')[2]!r} is also trained on" in err

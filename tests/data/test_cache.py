@@ -97,11 +97,14 @@ def test_a_damaged_cache_is_written_again(tmp_path: Path, caplog: Any, damage: A
     assert load(tmp_path, path) == (expected, 0)
 
 
-def test_what_others_can_write_is_not_unpickled(tmp_path: Path, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("mode", [0o720, 0o702])
+def test_what_others_can_write_is_not_unpickled(
+    tmp_path: Path, monkeypatch: Any, mode: int
+) -> None:
     path = tmp_path / "gac" / "x.examples"
     example = Example("", (1,), "", "", None, {})
     assert len(store(path, [example], {})) == len(store(path, [], {})) == 1
-    path.parent.chmod(0o777)
+    path.parent.chmod(mode)
     assert len(store(path, [], {})) == 0
     path.parent.chmod(0o700)
     monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)  # as if the folder were another's

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
+from gac.data.rows import collate
 from gac.methods import METHODS, Observation
-from gac.models.causal_lm import load_tokenizer
+from gac.models.causal_lm import load_tokenizer, run_head
 from gac.training.feed import Feed
 from gac.training.trainer import Trainer
 from tests.tiny import metrics, tiny_config, write_tiny
@@ -66,9 +68,17 @@ def test_losses_belong_to_their_rows(tmp_path, micro):
     assert len({row.source for row in rows}) == 4
     trainer = Trainer(config)
     logps = [trainer.gradients.forward.row_logprobs([row])[0] for row in rows]
+    batch = collate(rows, 0)
+    with torch.no_grad():
+        _, entropies = run_head(trainer.model, **batch.model_inputs).logprobs(batch.targets)
     trainer.run()
     (step,) = metrics(tmp_path / "run")
     for row, values in zip(rows, logps, strict=True):
         assert step[f"demo_nll/{row.source}"] == pytest.approx(-float(values.mean()), rel=1e-5)
     assert sum(key.startswith("demo_nll/") for key in step) == 4
+    mean = float(entropies[batch.targets != -100].mean())
+    assert step["demo_entropy"] == pytest.approx(mean, rel=1e-5)
+    responses = trainer.rollouts.rows
+    assert step["tokens"] == sum(len(row.ids) for row in [*rows, *responses])
+    assert step["completions/mean_length"] == sum(row.loss_tokens for row in responses) / 16
     assert any(key.startswith("reward_mean/") for key in step)

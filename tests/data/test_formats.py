@@ -304,13 +304,13 @@ TOOLS = (
     "{% for t in tools or [] %}{{ t.name }};{% endfor %}"
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('refused') }}{% endif %}"
     "{{ m.role[0] }}:{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}{{ c.function.arguments.a }}{% endfor %}={% endfor %}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.arguments.a }}{% endfor %}=<eos>\n{% endfor %}"
     "{% if add_generation_prompt %}a:{% endif %}"
 )
 
 
 def test_tool_calls_and_a_refused_system_message(tmp_path, chat_tokenizer):
-    """A call is a demonstration in the template's own words; arguments may be JSON text."""
+    """A call is a demonstration in the template's own words; arguments may be JSON text, or not."""
     chat_tokenizer.chat_template = TOOLS
     call, result = {"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "content": "2"}
     rows = [
@@ -319,11 +319,14 @@ def test_tool_calls_and_a_refused_system_message(tmp_path, chat_tokenizer):
             "tools": [{"name": "0"}],
         },
         {"messages": [SYSTEM, USER, call]},
+        {"messages": [USER, {**call, "tool_calls": [{"function": {"arguments": "{a"}}]}]},
     ]
     config = DataConfig(prompts=conversation(tmp_path, *rows), answer_field=None)
     demos = load_demos(config, chat_tokenizer)
-    assert [demo.prompt_text for demo in demos] == ["0;u:1+1=a:1=t:2=a:", "u:0\n\n1+1=a:"]
-    assert [chat_tokenizer.decode(demo.demo) for demo in demos] == ["2<eos>", "1=<eos>"]
+    prompts = [demo.prompt_text.replace("<eos>\n", "") for demo in demos]
+    assert prompts == ["0;u:1+1=a:1=t:2=a:", "u:0\n\n1+1=a:", "u:1+1=a:"]
+    texts = [chat_tokenizer.decode(demo.demo) for demo in demos]
+    assert texts == ["2<eos>", "1=<eos>", "=<eos>"]
     assert [text for _, text in load_references(config)] == ["2"]  # without a tokenizer
     chat_tokenizer.chat_template = "{{ messages | length }}"
     with pytest.raises(DataError, match="writes the prompt differently"):
@@ -349,6 +352,10 @@ def test_several_sources(tmp_path, tokenizer):
     unnamed = load(DataConfig, {"sources": [{"path": first}, {"path": bare}, {"path": second}]})
     assert {demo.source for demo in load_demos(unnamed, tokenizer)} == {first, second}
     assert len(load_demos(replace(config, demos=second), tokenizer)) == 4  # those only
+    with pytest.raises(
+        ValueError, match=rf"^{first}, {second}: no rows left \(dropped: 8 prompt longer"
+    ):
+        load_prompts(replace(unnamed, max_prompt_tokens=3), tokenizer)
     with pytest.raises(ConfigError, match="either prompts or sources"):
         load(DataConfig, {"sources": sources, "prompts": first})
     marked = conversation(tmp_path, {**ROWS[0], "canary": "x"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,8 @@ def test_the_environments_turns_of_a_demonstration_have_no_loss(tmp_path: Path) 
         targets = collate([row], 0).targets
         assert tokenizer.decode(targets[targets != -100]) == text
     assert [text for _, text in load_references(config)] == ["to awriterno"]
+    with pytest.raises(DataError, match="has several turns: data.demo_template needs a single"):
+        load_demos(replace(config, demo_template="{demo}"), tokenizer)
     path.write_text('{"prompt": "a", "answer": "a", "solution": ["to a", "writer"]}')
     with pytest.raises(DataError, match="has 2 turns: the first and the last must be the policy's"):
         load_demos(config, tokenizer)

@@ -8,9 +8,10 @@ import shutil
 
 import pytest
 
+from gac.rewards import RewardError
 from gac.training.trainer import train
 from tests import kills, ranks
-from tests.tiny import metrics, tiny_config, with_config
+from tests.tiny import digit_reward, metrics, tiny_config, with_config
 
 RUN = {"steps": 8, "checkpoint_every": 2, "monitor_kl_every": 3}
 
@@ -92,6 +93,28 @@ def test_resume_is_exact_with(task, tmp_path, uninterrupted, changes):
     assert len(metrics(tmp_path / "b")) == 6
     run_single(train, config)
     assert metrics(tmp_path / "b") == expected
+
+
+calls = [0]
+
+
+def fragile(completion, example):
+    """A reward that fails in one of its calls, of which a step has 16."""
+    calls[0] -= 1
+    return {0: "not a number"}.get(calls[0]) or digit_reward(completion, example)
+
+
+@pytest.mark.parametrize(("call", "saved"), [(5, []), (37, ["step-00000002"])])
+def test_a_run_that_a_reward_ends_is_saved(task, tmp_path, call, saved):
+    """It has taken prompts and demonstrations for the step that fails, and takes them again."""
+    changes = {"reward": f"{__name__}:fragile", "eval": {}, "checkpoint_every": 9}
+    config = tiny_config(task, tmp_path / "a", **changes)
+    calls[0] = call
+    with pytest.raises(RewardError, match="not a number"):
+        train(config)
+    assert [path.name for path in (tmp_path / "a" / "checkpoints").iterdir()] == saved
+    expected = metrics(train(tiny_config(task, tmp_path / "b", **changes)))
+    assert metrics(train(config)) == expected
 
 
 def test_job_resumes_exactly_after_one_rank_is_killed(task, tmp_path):

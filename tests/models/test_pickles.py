@@ -43,13 +43,15 @@ def weights(folder: Path, code: Code, only: bool) -> Callable[[], Any]:
     return lambda: load_model(ModelConfig(path=str(folder), safetensors_only=only))
 
 
-def adapters(folder: Path, code: Code, only: bool) -> Callable[[], Any]:
+def adapters(
+    folder: Path, code: Code, only: bool, pickled: str = "adapter_model"
+) -> Callable[[], Any]:
     write_model(folder / "base")
     base = AutoModelForCausalLM.from_pretrained(folder / "base")
     lora = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
     get_peft_model(base, lora).save_pretrained(folder)
-    (folder / "adapter_model.safetensors").unlink()
-    torch.save({"x": code}, folder / "adapter_model.bin")
+    (folder / f"{pickled}.safetensors").unlink()
+    torch.save({"x": code}, folder / f"{pickled}.bin")
     return lambda: load_model(ModelConfig(path=str(folder), safetensors_only=only))
 
 
@@ -79,6 +81,7 @@ CASES: dict[str, Callable[[Path, Code], Callable[[], Any]]] = {
     "weights, refused": lambda folder, code: weights(folder, code, True),
     "weights, read as values": lambda folder, code: weights(folder, code, False),
     "adapters, refused": lambda folder, code: adapters(folder, code, True),
+    "base of adapters, refused": lambda folder, code: adapters(folder, code, True, "base/model"),
     "adapters, read as values": lambda folder, code: adapters(folder, code, False),
     "index of a checkpoint": index,
     "values in a checkpoint": values,

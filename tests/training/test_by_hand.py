@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import logging
 import math
 import os
 import signal
@@ -13,6 +14,8 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
+from accelerate import Accelerator
 from torch import nn
 from tqdm import tqdm
 
@@ -20,10 +23,11 @@ from gac.demo.task import make_tokenizer
 from gac.faults import checkpoint
 from gac.faults.processes import StopRequest
 from gac.integrations.demonstrations import encode
+from gac.rollouts.config import RolloutConfig
 from gac.study import runs
 from gac.train_config import OptimConfig
-from gac.training.policy import make_optimizer
-from gac.training.record import show
+from gac.training.policy import choose_micro_batches, make_optimizer, warn_of_rounding
+from gac.training.record import Record, show
 from gac.training.trainer import learning_rate
 from tests.tiny import tiny_config
 
@@ -49,6 +53,24 @@ def test_only_matrices_are_decayed():
     # a bias, and a norm's two vectors
     assert [[p.dim() for p in g["params"]] for g in (matrices, vectors)] == [[2], [1, 1, 1]]
     assert len(make_optimizer(nn.Linear(2, 2, bias=False), config).param_groups) == 1
+
+
+def test_the_share_of_updates_that_rounding_drops(caplog):
+    """1 - 0.001 is 1 in bfloat16, 0.001 - 0.001 is not 0.001; other weights do not count."""
+    weights = torch.tensor([1.0, 0.001, 1.0, 1.0]).bfloat16()
+    model = nn.ParameterList([weights, torch.ones(9), nn.Parameter(weights, requires_grad=False)])
+    warn_of_rounding(model, 0.001)
+    warn_of_rounding(model[1:], 0.001)
+    (message,) = caplog.messages
+    assert "at optim.lr=0.001, rounding to bfloat16 drops 75.0% of the updates" in message
+
+
+def test_rows_longer_than_a_micro_batch_are_announced(tmp_path, caplog):
+    config = tiny_config(tmp_path, tmp_path, max_tokens_per_micro_batch=9)
+    chosen = [choose_micro_batches(config, None, None, longest) for longest in (9, 10)]
+    assert chosen == [config] * 2 and [
+        message.partition(";")[0] for message in caplog.messages
+    ] == ["max_tokens_per_micro_batch=9: rows may have up to 10 tokens"]
 
 
 @pytest.fixture
@@ -148,6 +170,33 @@ def test_a_demonstration_of_several_turns_ends_at_its_last_eos():
         {"prompt": [{"role": "user", "content": "0"}], "completion": turns}, "", tokenizer
     )
     assert encoded["start"] == 1 and tokenizer.decode(encoded["ids"]) == "010<eos>.2030<eos>"
+
+
+def test_what_a_run_tells_without_a_terminal(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "gac")
+    record = Record(tmp_path, Accelerator(cpu=True))
+    completions = [{"text": text, "reward": int(text) / 2} for text in "12"]
+    prompts, printed = [{"prompt": "1+1=", "completions": completions}], {"print_samples": True}
+    for step, shown, options in (
+        (1, prompts, {}),
+        (2, prompts, printed),
+        (3, [], printed),
+        (4, prompts, {"log_samples_every": 0}),
+    ):
+        record.samples(step, shown, RolloutConfig(**options))
+    assert record.texts.read() == [{"step": step, "prompts": prompts} for step in (1, 2)]
+    for row in ({"accuracy": 0.25, "ci95": [0.2, 0.3], "prompts": 50}, {"accuracy": 0.5}, {}):
+        record.evaluation({"step": 5, **row})
+    assert len(record.evals.read()) == 3
+    for total, step in ((25, 7), (25, 8), (5, 1)):  # ten lines at most, or one per step
+        row = {"step": step, "reward_mean": None, "demo_loss": 1.5, "kl": 0.0, "mu": 0.3}
+        show(tqdm(total=total, disable=True), row)
+    assert caplog.messages == [
+        "step 2: 1+1=\n  [0.5] 1\n  [1.0] 2",
+        "step 5: accuracy 25.0% [20.0, 30.0], 50 prompts",
+        "step 5: accuracy 50.0%, 0 prompts",
+        *[f"step {step}: demo=1.5, KL=0, mu=0.3" for step in ("8 of 25", "1 of 5")],
+    ]
 
 
 @pytest.mark.parametrize(("columns", "count"), [(60, 4), (59, 3), (49, 3), (48, 2), (9, 1)])

@@ -166,6 +166,14 @@ def test_a_killed_export_loses_nothing(task, tmp_path, event, name, complete):
     assert not list((tmp_path / "run").glob(".model.*"))
 
 
+def test_a_model_card_names_a_base_model_of_the_hub(task, tmp_path):
+    config = tiny_config(task, tmp_path, model={"path": "me/base"})
+    (tmp_path / "adapter_config.json").touch()
+    export._write_card(config, 3, tmp_path)
+    for line in ("base_model: me/base", "library_name: peft"):
+        assert f"\n{line}\n" in (tmp_path / "README.md").read_text()
+
+
 class Hub(BaseHTTPRequestHandler):
     """The requests of an upload: creation of a repository, how to send each file, the commit."""
 

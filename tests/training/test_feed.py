@@ -181,6 +181,14 @@ def test_what_a_method_asks_of_the_data(task, method, flags) -> None:
         assert len(feed.examples(0)) == 4
 
 
+def test_prefixes_of_demonstrations_with_several_turns_are_refused(task, tmp_path) -> None:
+    rows = [row | {"solution": ["1", "2", "3"]} for row in prompts(task)]
+    data = {"prompts": write(tmp_path / "turns.jsonl", rows)}
+    assert make_feed(task, method=LUFFY, data=data).prompts.turns
+    with pytest.raises(ValueError, match="^method='uft' continues prefixes .* several turns$"):
+        make_feed(task, method="uft", data=data)
+
+
 def test_rows_that_must_not_be_trained_on(task, tmp_path) -> None:
     rows = prompts(task)
     marked = write(tmp_path / "marked.jsonl", [*rows[:-1], rows[-1] | {"canary": "x"}])

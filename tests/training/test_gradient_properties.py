@@ -60,11 +60,11 @@ def test_order_micro_batches_and_packing_change_nothing(rows, micro, loss, rng) 
     assert_close(expected, run_step(MODEL, rows, micro, loss))
 
 
-def gradient(rows: list[Row], mix: Mix, loss: Loss, counted: list[Row], **needs):
+def gradient(rows: list[Row], mix: Mix, loss: Loss, counted: list[Row], old=(), **needs):
     """Measurements of a step on `rows`, as a part of the rows `counted`, and its gradient."""
     forward = Forward(Accelerator(cpu=True), MODEL, MODEL, 0.7, MicroBatches(rows=3), pad_token=0)
     rewards = Rewards.of([row.advantage for row in rows])
-    step = Step(0, tuple(rows), mix, count(counted), rewards, StepNeeds(**needs), (), seed=1)
+    step = Step(0, tuple(rows), mix, count(counted), rewards, StepNeeds(**needs), old, seed=1)
     MODEL.zero_grad()
     return Gradients(forward, loss, averages="average" in needs)(step), flat_gradient()
 
@@ -101,35 +101,54 @@ def test_rollouts_without_an_advantage_have_a_gradient_of_the_regularization(opt
 
 
 @settings(max_examples=10)
-@given(batches(mixed=False), st.integers(1, 3), st.floats(0.1, 4), st.floats(0.1, 4))
-def test_gradients_of_the_parts_of_each_term(rows, number, demo_weight, rollout_weight) -> None:
+@given(
+    batches(mixed=False),
+    st.integers(1, 3),
+    st.tuples(st.floats(0.1, 4), st.floats(0.1, 4)),
+    st.sampled_from([0.0, 0.4, 1.0]),
+)
+def test_gradients_of_the_parts_of_each_term(rows, number, pair, mu) -> None:
     """Their inner products, weighted sums and moving averages; the bias of phi and of clipping."""
-    loss = Loss(LossSpec(demo_weight=DemoWeight.PHI))
+    loss = Loss(LossSpec(demo_weight=DemoWeight.PHI, dual_clip=1.1))
+    forward = Forward(Accelerator(cpu=True), MODEL, MODEL, 0.7, MicroBatches(), pad_token=0)
+    old = tuple(logps - 0.3 for logps in forward.row_logprobs(rows))  # ratios of 1.35 are clipped
     parts, plain = [], []
     for demo in (True, False):
         term = [row for row in rows if row.is_demo == demo]
         for i in range(number):
             part = term[len(term) * i // number : len(term) * (i + 1) // number]
-            parts.append(gradient(part, Mix(float(demo), number), loss, rows)[1])
-        spec = replace(loss.spec, demo_weight=DemoWeight.ONE, clip_low=None, clip_high=None)
-        plain.append(gradient(term, Mix(float(demo)), Loss(spec), rows)[1])
+            parts.append(gradient(part, Mix(float(demo), number), loss, rows, old)[1])
+        spec = replace(
+            loss.spec, demo_weight=DemoWeight.ONE, clip_low=None, clip_high=None, dual_clip=None
+        )
+        plain.append(gradient(term, Mix(float(demo)), Loss(spec), rows, old)[1])
     means = [sum(own) / number for own in (parts[:number], parts[number:])]
 
     def measure(**needs) -> Measured:
-        return gradient(rows, Mix(0.4), loss, rows, parts=number, **needs)[0]
+        return gradient(rows, Mix(mu), loss, rows, old, parts=number, **needs)[0]
 
     measured = measure(bias=True, signals=True)
     close(measured.gram, inner_products(parts))
     close(measured.evidence.bias_gram, inner_products([*means, *plain]))
-    pair = demo_weight, rollout_weight
-    assert measured.parts.combine_pair(pair, Mix(0.4)) == Mix.weights(*pair)
-    close(flat_gradient(), demo_weight * means[0] + rollout_weight * means[1])
+    assert measured.parts.combine_pair(pair, Mix(mu)) == Mix.weights(*pair)
+    close(flat_gradient(), pair[0] * means[0] + pair[1] * means[1])
     if number == 1:  # the moving averages start at 0
         close(measure(average=0.25).gram, inner_products(parts) / 16)
     unused = measure()
-    assert unused.parts.combine_pair((0.0, 0.0), Mix(0.4)) == Mix(0.4, 0.0)
+    assert unused.parts.combine_pair((0.0, 0.0), Mix(mu)) == Mix(mu, 0.0)
     # a gradient of zeros would still move AdamW, whose moments are not 0
     assert all(p.grad is None for p in MODEL.parameters())
+
+
+def test_rows_of_two_sequences_have_no_sketch() -> None:
+    """Others of the same step have."""
+    rows = [Row((5, 6, 7), 1, False, 1.0, 0), Row((5, 6, 7, 8), 1, False, 2.0, 1, switch=2)]
+    alone, both = (
+        gradient(own, Mix(0.5), Loss(LossSpec()), rows, sketch=4, signals=True)[0].evidence.sketches
+        for own in (rows[:1], rows)
+    )
+    assert len(both.rollouts) == 1 and both.rollouts.any()
+    close(both.rollouts, alone.rollouts)
 
 
 def inner_products(vectors: list[torch.Tensor]) -> torch.Tensor:

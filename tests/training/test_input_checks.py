@@ -9,12 +9,13 @@ import pytest
 from transformers import AutoConfig
 
 from gac.config import ConfigError, save
-from gac.data import Example
+from gac.data import DataError, Example
+from gac.demo.task import make_tokenizer
 from gac.errors import MissingExtra
 from gac.models.config import ModelConfig
 from gac.rewards import RewardError, build_reward
 from gac.training.check import load_checked
-from gac.training.startup import check_positions
+from gac.training.startup import check_positions, check_tokens
 from gac.training.trainer import Trainer
 from tests.tiny import tiny_config, write_tiny
 
@@ -44,8 +45,6 @@ def test_invalid_values(task, tmp_path, changes, message):
 
 def model_with(task, tmp_path, **changes):
     """The tiny model with changed keys of its configuration."""
-    from gac.demo.task import make_tokenizer
-
     config = AutoConfig.from_pretrained(task / "init")
     for name, value in changes.items():
         setattr(config, name, value)
@@ -65,6 +64,22 @@ def test_tokens_beyond_the_embedding(task, tmp_path, size, key):
         Trainer(tiny_config(task, tmp_path / "run", model=model))
 
 
+@pytest.mark.parametrize("name", ["pad_token", "eos_token"])
+def test_special_tokens_beyond_the_embedding(task, name):
+    tokenizer, config = make_tokenizer(), ModelConfig(path=str(task / "init"))
+    check_tokens(config, tokenizer, [])
+    tokenizer.add_special_tokens({name: "<new>"})
+    with pytest.raises(ConfigError, match="the tokenizer encodes '<new>' as 18, but .* 18 rows"):
+        check_tokens(config, tokenizer, [])
+
+
+def test_tokens_of_the_evaluation_beyond_the_embedding(task, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
+    model, data = model_with(task, tmp_path, vocab_size=15), {"prompts": f"{tmp_path}/rows.jsonl"}
+    with pytest.raises(ConfigError, match="the tokenizer encodes .* has only 15 rows"):
+        Trainer(tiny_config(task, tmp_path / "run", model=model, data=data, method="grpo"))
+
+
 @pytest.mark.parametrize("part", ["rollouts", "eval"])
 def test_stop_strings_are_checked_before_the_model_is_loaded(task, tmp_path, part):
     changes = {"model": {"path": str(task / "init")}, part: {"stop": ["12"]}}  # has no weights
@@ -74,10 +89,14 @@ def test_stop_strings_are_checked_before_the_model_is_loaded(task, tmp_path, par
 
 def test_rows_beyond_the_positions(task, tmp_path, caplog):
     model = model_with(task, tmp_path, max_position_embeddings=8)
+    evaluated = {"data": {"prompts": str(task / "demos.jsonl")}, "max_completion_length": 5}
+    evaluated["tasks"] = {"more": dict(evaluated)}
     with caplog.at_level(logging.WARNING):
-        Trainer(tiny_config(task, tmp_path / "run", model=model))
+        Trainer(tiny_config(task, tmp_path / "run", model=model, eval=evaluated))
     assert "8 positions, but a prompt with its response may have" in caplog.text
-    assert "tokens: lower eval.max_completion_length, unless" in caplog.text
+    for key in ("eval", "eval.tasks.more"):  # prompts of 10 tokens
+        assert f"tokens: lower {key}.max_completion_length, unless" in caplog.text
+    assert caplog.text.count("may have 15 tokens") == 2
 
 
 def test_rows_beyond_learned_positions(tmp_path):
@@ -86,6 +105,16 @@ def test_rows_beyond_learned_positions(tmp_path):
     check_positions(config, 8, "this.key")
     with pytest.raises(ConfigError, match="8 positions, but .* 9 tokens: lower this.key"):
         check_positions(config, 9, "this.key")
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [("gpt2", {"n_positions": 0}), ("falcon", {"max_position_embeddings": 8, "alibi": True})],
+)
+def test_models_without_a_number_of_positions(tmp_path, caplog, kind, keys):
+    AutoConfig.for_model(kind, **keys).save_pretrained(tmp_path)
+    check_positions(ModelConfig(path=str(tmp_path)), 9, "this.key")
+    assert not caplog.messages
 
 
 def check(task, tmp_path, **changes):
@@ -122,7 +151,10 @@ def test_what_is_checked_without_the_model(task, tmp_path, monkeypatch):
 )
 def test_the_first_row_needs_only_what_the_method_needs(task, tmp_path, method, missing, line):
     data = {"prompts": str(task / "prompts.jsonl"), "demos": str(task / "demos.jsonl")}
+    late = {"name": "sft-then-rl", "sft_steps": 3}
     assert check(task, tmp_path, data=data | {missing: "gold"}, method=method, eval={})[-1] == line
+    with pytest.raises(DataError, match="set answer_field"):  # rollouts in the last steps
+        check(task, tmp_path, data=data | {"answer_field": "gold"}, method=late, eval={})
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,8 @@ def test_export_verifies_the_checkpoint(half_run, tmp_path):
 
 
 def test_a_full_disk_during_export_leaves_the_checkpoint(half_run, tmp_path, monkeypatch):
-    def full(*args):
+    def full(config, path, folder, size):
+        folder.mkdir()
         raise OSError(28, "No space left on device")
 
     run = tmp_path / "run"
@@ -94,6 +95,7 @@ def test_a_full_disk_during_export_leaves_the_checkpoint(half_run, tmp_path, mon
     with pytest.raises(RunError, match="could not export .*No space left .*step-00000002 is compl"):
         export_run(run, tmp_path / "out")
     monkeypatch.undo()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
     assert export_run(run, tmp_path / "out").name == "step-00000002"
 
 

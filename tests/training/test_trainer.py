@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import itertools
 import json
 import math
+import statistics
 import tempfile
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,11 +20,11 @@ from accelerate import Accelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gac.data.rows import Batch, Counts, Row, TermPair, collate, count, loss_divisors
+from gac.data.rows import Batch, Row, collate
 from gac.methods.base import next_mix
 from gac.rollouts.generation import generate
+from gac.training.record import Logbook
 from gac.training.trainer import Trainer, train
-from gac_kernels import LossSpec
 from tests.tiny import metrics, tiny_config
 
 # keys of metrics.jsonl that the contract lists
@@ -54,7 +56,9 @@ def next_step(trainer: Trainer) -> tuple[dict, list[torch.Tensor]]:
 
 
 def test_run_directory_contents(task, tmp_path):
-    out = train(tiny_config(task, tmp_path / "run", export=True))
+    rollouts = REUSED | {"num_iterations": 1, "log_samples_every": 2}
+    out = train(tiny_config(task, tmp_path / "run", export=True, rollouts=rollouts))
+    assert [entry["step"] for entry in Logbook(out / "samples.jsonl").read()] == [1, 3]
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [r["step"] for r in rows] == [1, 2, 3, 4]
     assert set(rows[0]) >= METRIC_KEYS
@@ -203,18 +207,29 @@ def test_run_that_its_method_ended_does_not_continue(task, tmp_path):
     assert all(map(torch.equal, weights, ended.model.parameters()))
 
 
-def test_losses_after_the_update_use_the_ratio_to_the_sampling_policy(task, tmp_path, monkeypatch):
+def test_a_method_sees_what_its_step_measured(task, tmp_path, monkeypatch):
     observations = []
     record = lambda *call: (observations.append(call[2]), next_mix(*call))[1]  # noqa: E731 - a spy
     monkeypatch.setattr("gac.training.trainer.next_mix", record)
-    optim = {"lr": 0.05, "warmup_steps": 1, "max_grad_norm": 0}
-    Trainer(tiny_config(task, tmp_path, method="famo", optim=optim))._train_step()
-    before, after = observations[-1].losses_before, observations[-1].losses_after
-    assert after.demo != before.demo
+    optim = {"lr": 0.1, "warmup_steps": 2, "max_grad_norm": 0}
+    data = {"prompts": str(task / "prompts.jsonl"), "source_field": "op"}
+    trainer = Trainer(
+        tiny_config(task, tmp_path, method="famo", optim=optim, data=data, loss={"kl_coef": 0.1})
+    )
+    row, last = trainer._train_step(), observations[-1]
+    before, after, demos = last.losses_before, last.losses_after, last.demo_losses
+    assert after.demo != before.demo == last.demo_loss
     # without the ratio, the surrogate would not depend on the weights
     assert abs(after.rollout - before.rollout) > 1e-3
-    demos = observations[-1].demo_losses
-    assert len(demos) == 4 and min(demos) < observations[-1].demo_loss < max(demos)
+    assert len(demos) == 4 and min(demos) < last.demo_loss < max(demos)
+    names = ("step", "kl", "entropy", "reward_mean", "rollout_loss", "demo_loss", "lr")
+    assert {name: getattr(last, name) for name in names} == {name: row[name] for name in names}
+    assert {group["lr"] for group in trainer.optimizer.param_groups} == {last.lr} == {0.05}
+    assert last.reward_variance == pytest.approx(statistics.pvariance(trainer.rollouts.rewards))
+    assert {op: row[f"demo_nll/{op}"] for op in "+-"} == pytest.approx(
+        {op: statistics.fmean(own) for op, own in last.losses_by_source.items()}
+    )
+    assert sorted(itertools.chain(*last.losses_by_source.values())) == sorted(demos)
 
 
 def test_reward_error_names_the_row(task, tmp_path):
@@ -246,11 +261,14 @@ def test_tensorboard_gets_the_metrics_and_the_evaluations(task, tmp_path):
     )
     eval_data = {"data": {"prompts": str(task / "eval.jsonl")}, "max_completion_length": 5}
     config = tiny_config(task, tmp_path / "run", steps=2, report_to=["tensorboard"], eval=eval_data)
-    out = train(config)
+    trainer = Trainer(config)
+    out = trainer.run()
+    assert trainer.accelerator.trackers[0].tracker.all_writers is None  # closed
     (file,) = (out / "gac").glob("events.out.tfevents*")
     events = accumulator.EventAccumulator(str(file)).Reload()
     assert [e.step for e in events.Scalars("eval/accuracy")] == [0, 2]
     assert [e.step for e in events.Scalars("mu")] == [1, 2]
+    assert "step" not in events.Tags()["scalars"]
     identity = (out / "tracker_id").read_text()
     Trainer(config)  # resumes
     assert (out / "tracker_id").read_text() == identity
@@ -282,10 +300,6 @@ def test_collate_scores_response_tokens_only():
     assert batch.targets.tolist() == [[-100, 7, 8, -100], [9, -100, -100, -100], [-100] * 4]
     assert batch.model_inputs["input_ids"].tolist() == [[5, 6, 7, 8], [5, 9, 0, 0], [4, 4, 4, 0]]
     assert batch.model_inputs["attention_mask"].sum(1).tolist() == [4, 2, 3]
-    assert count(rows) == Counts(1, 2, 1, 1, rows=2, tokens=9)
-    counts = Counts(3, 30, 2, 20, rows=5, tokens=99)
-    assert loss_divisors(counts, LossSpec()) == TermPair(demo=20, rollout=3)
-    assert loss_divisors(counts, LossSpec(), pooled=True) == TermPair(demo=50, rollout=5)
     assert collate([], 0).targets.tolist() == [[-100]]
 
 
