@@ -1,4 +1,4 @@
-"""Kills a run with SIGKILL at a point in its execution, so that machine load does not matter."""
+"""Kills or stops a run at a point in its execution, so that machine load does not matter."""
 
 from __future__ import annotations
 
@@ -35,15 +35,18 @@ def at_call(config: TrainConfig, number: int) -> Path:
     return out
 
 
-def at_event(config: TrainConfig, event: str, name: str, rank: str = "0") -> Path:
-    """Train; `rank` is killed just before the audit `event` of a path that ends with `name`.
+def at_event(
+    config: TrainConfig, event: str, name: str, rank: str = "0", number: int = signal.SIGKILL
+) -> Path:
+    """Train; `rank` gets a signal before the first audit `event` of a path that ends with `name`.
 
     For "os.rename", `name` is the destination.
     """
+    signals = [number]
 
     def kill_at_event(event_name: str, values: tuple[Any, ...]) -> None:
         if event_name == event and str(values[event == "os.rename"]).endswith(name):
-            _die()
+            os.kill(os.getpid(), signals.pop() if signals else 0)
 
     if os.environ.get("RANK", "0") == rank:
         sys.addaudithook(kill_at_event)

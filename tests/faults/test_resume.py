@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import shutil
+import signal
 
 import pytest
 
@@ -117,11 +118,14 @@ def test_a_run_that_a_reward_ends_is_saved(task, tmp_path, call, saved):
     assert metrics(train(config)) == expected
 
 
-def test_job_resumes_exactly_after_one_rank_is_killed(task, tmp_path):
-    uninterrupted, interrupted = (
+def test_job_resumes_exactly_after_one_rank_is_stopped_or_killed(task, tmp_path):
+    stopped, interrupted = (
         tiny_config(task, tmp_path / name, **RUN, parallel={"timeout": 8}) for name in "ab"
     )
-    ranks.run(train, uninterrupted, ranks=2)
+    event = "open", "-00000002/__1_0.distcp", "1", signal.SIGTERM
+    errors = ranks.errors(kills.at_event, stopped, *event, ranks=2)
+    assert errors == [f"saved step 3 in {tmp_path / 'a' / 'checkpoints'}"] * 2
+    ranks.run(train, stopped, ranks=2)
     event = "open", "-00000006/__1_0.distcp", "1"
     with ranks.job(kills.at_event, interrupted, *event, ranks=2) as job:
         survivor, killed = (rank.result() for rank in job)
