@@ -257,6 +257,7 @@ def test_invalid_specification(name: str) -> None:
 def test_invalid_options(options: dict, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         LossSpec(**options)
+    LossSpec(policy_loss="cispo", clip_low=0.5, clip_high=-0.5, correction_min=2.0)  # the bounds
 
 
 @pytest.mark.parametrize("name", ["clip_low", "dual_clip", "kl_coef", "max_tokens", "temperature"])
