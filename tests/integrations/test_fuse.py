@@ -193,8 +193,7 @@ def test_logits_are_computed_when_they_are_read() -> None:
     assert isinstance(lazy, LazyLogits) and lazy.record.logits is None
     assert (lazy.shape, lazy.dtype, lazy.requires_grad) == (expected.shape, torch.float32, True)
     assert lazy.record.logits is None
-    doubled = torch.ones(1) * (lazy.float() * 2)
-    torch.testing.assert_close(doubled, expected * 2, rtol=0, atol=0)
+    torch.testing.assert_close(torch.ones(1) * (lazy.float() * 2), expected * 2, rtol=0, atol=0)
     torch.testing.assert_close(lazy.detach(), expected.detach(), rtol=0, atol=0)
     torch.testing.assert_close(lazy.to(dtype=torch.float64), expected.double(), rtol=0, atol=0)
     lazy[..., 3] = 7.0
