@@ -271,6 +271,7 @@ OPTIONS = [
 def test_invalid_options(error: type[Exception], options: dict, message: str) -> None:
     with pytest.raises(error, match=message):
         LossSpec(**options)
+    LossSpec(policy_loss="cispo", clip_low=0.5, clip_high=-0.5, correction_min=2.0)  # the bounds
 
 
 class Sharded(torch.Tensor):

@@ -27,6 +27,10 @@ def test_the_report_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
     assert not any(x.endswith(doctor.ABSENT) for x in lines if not x.startswith("versions "))
     assert sections["versions"]["torch"] == torch.__version__
     assert sections["self-test"]["reference on cpu"].startswith("passed")
+    assert sections["backends"]["reference on cpu"] == "available"
+    assert lines[-1] == f"trainers   {doctor.ABSENT}: " + ", ".join(
+        name for name, state in sections["trainers"].items() if state == doctor.ABSENT
+    )
     if not torch.cuda.is_available():
         assert sections["devices"]["gpu"] == "none that torch can use"
 
@@ -46,15 +50,15 @@ def test_without_the_native_library(tmp_path: Path) -> None:
 def test_an_unsupported_trainer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for installed, expected in [
         ("1.9.0", "1.9.0 is not supported: install 1.15 or later"),
-        ("1.16.0", "1.16.0, supported"),
+        ("1.15.0", "1.15.0, supported"),
         ("2.0rc1", "2.0rc1, supported"),
     ]:
         monkeypatch.setattr(doctor, "version", lambda package, found=installed: found)
         assert doctor._support("trl", "1.15", None) == expected
-    assert (
-        doctor._support("verl", "0.9", "1")
-        == "2.0rc1 is not supported: install 0.9 or later, below 1"
-    )
+    assert [doctor._support("verl", "0.9", end) for end in ("1", "3")] == [
+        "2.0rc1 is not supported: install 0.9 or later, below 1",
+        "2.0rc1, supported",
+    ]
 
 
 def test_a_wrong_backend_fails(

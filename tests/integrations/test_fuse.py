@@ -153,11 +153,13 @@ def test_inside_wrappers(wrapper: str, first: str) -> None:
     if first == "fuse":
         fuse(model)
     wrapped = WRAPPERS[wrapper](model)
-    fuse(wrapped)
     with torch.no_grad():
         if wrapper in ("deepcopy", "pickle"):
             model.get_output_embeddings().weight.zero_()  # the copy has a head of its own
-    check(gradients(wrapped, **batch()), expected)
+    for again in (False, True):
+        if again or first == "wrap":
+            fuse(wrapped)
+        check(gradients(wrapped, **batch()), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, None])
@@ -172,22 +174,26 @@ def test_autocast_and_bfloat16(dtype: torch.dtype | None) -> None:
             fuse(model)
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype is None):
             found = gradients(model, **batch())
+            logits = model(**batch()).logits
+            dtypes = [x.dtype for x in (logits, logits.float(), logits.to(torch.half))]
+        assert dtypes == [torch.bfloat16, torch.float32, torch.half]
         errors.append(sum((found[name].float() - exact[name]).norm() for name in exact))
     assert errors[1] < 1.05 * errors[0]
 
 
 def test_logits_are_computed_when_they_are_read() -> None:
-    model, inputs = make("gemma2"), batch()
+    model, inputs = make("gemma2", tie_word_embeddings=False), batch()
     expected = model(**inputs).logits
     fuse(model)
-    lazy = model(**inputs).logits
+    lazy = model(inputs["input_ids"], *[None] * 4, inputs["labels"]).logits
     assert isinstance(lazy, LazyLogits) and lazy.record.logits is None
     assert (lazy.shape, lazy.dtype, lazy.requires_grad) == (expected.shape, torch.float32, True)
     assert lazy.record.logits is None
+    torch.testing.assert_close(torch.ones(1) * (lazy.float() * 2), expected * 2, rtol=0, atol=0)
     torch.testing.assert_close(lazy.detach(), expected.detach(), rtol=0, atol=0)
-    torch.testing.assert_close(lazy.float() * 2, expected * 2, rtol=0, atol=0)
+    torch.testing.assert_close(lazy.to(dtype=torch.float64), expected.double(), rtol=0, atol=0)
     lazy[..., 3] = 7.0
-    assert (lazy[..., 3] == 7).all() and not (lazy[..., 4] == 7).any()
+    assert ((lazy * 2)[..., 3] == 14).all() and not (lazy[..., 4] == 7).any()
     grads = [
         torch.autograd.grad(x.sum(), model.parameters(), allow_unused=True)
         for x in (expected.logsumexp(-1), model(**inputs).logits.logsumexp(-1))
@@ -201,9 +207,14 @@ def test_logits_are_computed_when_they_are_read() -> None:
     divided = model(**inputs).logits
     divided.div_(2.0)
     torch.testing.assert_close(divided.record.full(), expected / 2, rtol=0, atol=0)
+    for frozen in (model.model, model.lm_head):
+        frozen.requires_grad_(False)
+        assert model(**inputs).logits.requires_grad
+        frozen.requires_grad_(True)
     stale = model(**inputs).logits
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(2)
+    assert (lazy[..., 3] == 7).all()  # computed before
     with pytest.raises(RuntimeError, match="before the optimizer's step"):
         stale.sum()
 
@@ -212,9 +223,10 @@ def test_calls_without_labels_generation_and_saving_are_unchanged(tmp_path: Path
     model, ids = make("gemma2").eval(), batch()["input_ids"]
     expected, keys = model(ids).logits, list(model.state_dict())
     generated = model.generate(ids, max_new_tokens=5, do_sample=False)
-    fuse(model)
+    handle = fuse(model)
+    model(**batch())
     assert type(model(ids).logits) is Tensor
-    torch.testing.assert_close(model(ids).logits, expected, rtol=0, atol=0)
+    torch.testing.assert_close(model(ids, *[None] * 4).logits, expected, rtol=0, atol=0)
     assert torch.equal(model.generate(ids, max_new_tokens=5, do_sample=False), generated)
     assert list(model.state_dict()) == keys
     replica = model.lm_head._replicate_for_data_parallel()  # by DataParallel, one per GPU
@@ -222,6 +234,8 @@ def test_calls_without_labels_generation_and_saving_are_unchanged(tmp_path: Path
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     torch.testing.assert_close(loaded(ids).logits, expected, rtol=0, atol=0)
+    handle.lazy = True  # on request, these logits are lazy too
+    assert isinstance(model(ids).logits, LazyLogits) and "DataParallel" in str(handle.reason)
 
 
 def test_a_model_that_cannot_be_served_says_why(caplog: pytest.LogCaptureFixture) -> None:
@@ -244,11 +258,37 @@ def test_a_model_that_cannot_be_served_says_why(caplog: pytest.LogCaptureFixture
             check(gradients(other, **batch()), expected, 0)
         assert handle.reason == "it computes its loss from the logits"
         assert caplog.text.count("keeps its own loss") == 1
-        scaled = make("cohere")
-        scaled.logit_scale = nn.Parameter(torch.tensor(0.3))  # its gradient needs the logits
-        expected = gradients(scaled, **batch())
-        fuse(scaled)
-        check(gradients(scaled, **batch()), expected)
+        handle.undo()
+        assert other.forward.__name__ == "<lambda>"
+
+
+def hooked(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda model: model.lm_head.register_forward_hook(lambda *x: change(x[-1])) and model
+
+
+# as with quantized weights, the output is not the product with `weight`
+DOUBLED = type("Doubled", (nn.Linear,), {"forward": lambda m, x: 2 * nn.Linear.forward(m, x)})
+UNUSUAL: dict[str, Callable[[Any], nn.Module]] = {
+    "absolute": hooked(lambda logits: logits + logits.abs()),
+    "masked": lambda _: hooked(lambda x: x.__setitem__((..., 5), -9.0) or x)(make("llama")),
+    "scaled by column": hooked(lambda logits: logits * torch.linspace(1, 2, V)),
+    "scaled by row": hooked(lambda logits: logits * logits.std(-1, keepdim=True)),
+    "negative": hooked(lambda logits: logits * -1),
+    "trained scale": lambda m: setattr(m, "logit_scale", nn.Parameter(torch.tensor(0.3))) or m,
+    "LoRA and a bias": lambda model: lora(make("phi")),
+    "own layer": lambda m: setattr(m.lm_head, "__class__", DOUBLED) or m,
+    "ZeRO-3": lambda model: setattr(model.lm_head.weight, "ds_id", 7) or model,
+}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_what_a_record_cannot_express_is_computed(name: str) -> None:
+    model, inputs = UNUSUAL[name](make("cohere")), batch()
+    inputs |= {"num_items_in_batch": torch.tensor(40), "shift_labels": inputs["labels"]}
+    expected = gradients(model, **inputs)
+    handle = fuse(model)
+    check(gradients(model, **inputs), expected)
+    assert handle.reason
 
 
 class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):

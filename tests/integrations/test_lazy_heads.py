@@ -1,7 +1,8 @@
 """prime-rl, OpenRLHF and SkyRL: their own code with our head, against their own head.
 
-Needs their sources: set GAC_TRAINER_SOURCES to a folder with checkouts named prime-rl, OpenRLHF and
-SkyRL. Packages that need a GPU (deepspeed, flash-attn) are replaced by empty modules.
+Needs their sources, except for the last test: set GAC_TRAINER_SOURCES to a folder with checkouts
+named prime-rl, OpenRLHF and SkyRL. Packages that need a GPU (deepspeed, flash-attn) are replaced by
+empty modules.
 """
 
 from __future__ import annotations
@@ -121,3 +122,38 @@ def test_skyrl(sources: Any, temperature: float, monkeypatch: pytest.MonkeyPatch
     with skyrl.apply_fused_head():
         monkeypatch.setattr(Record, "full", None)  # the logits are not computed
         check(results(), expected)
+
+
+class Actor:
+    """Stand-in for the actors of OpenRLHF and SkyRL."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.model(ids).logits
+
+
+def test_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their functions return our values for lazy logits, and their own for others."""
+    model, ids = make("gemma2"), torch.randint(3, 97, (3, 9))
+    rows = model(ids).logits.log_softmax(-1)
+    logps, entropy = rows.gather(-1, ids[..., None])[..., 0], -(rows.exp() * rows).sum(-1)
+    no_logits(monkeypatch)
+    for adapter, name, kind, *functions in (
+        (openrlhf, "openrlhf.models.actor", "Actor", "log_probs_from_logits", "compute_entropy"),
+        (
+            *(skyrl, "skyrl.backends.skyrl_train.workers.model_wrapper", "HFModelWrapper"),
+            *("logprobs_from_logits", "chunked_entropy_from_logits"),
+        ),
+    ):
+        module = ModuleType(name)
+        vars(module).update({kind: Actor, **dict.fromkeys(functions, lambda *_: "own")})
+        monkeypatch.setitem(sys.modules, name, module)
+        with adapter.apply_fused_head():
+            logits = Actor(model).forward(ids)
+            first, second = (getattr(module, name) for name in functions)
+            check({"l": first(logits, ids), "e": second(logits)}, {"l": logps, "e": entropy})
+            assert first(rows, ids) == "own"
+    warm = openrlhf._log_probs(logits, ids, 0.7)
+    torch.testing.assert_close(warm, openrlhf._log_probs(logits / 0.7, ids))

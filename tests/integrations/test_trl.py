@@ -271,14 +271,19 @@ def test_the_gate_reads_the_head_sketch(model: Path, tmp_path: Path):
 @pytest.mark.skipif(missing_hook() is not None, reason="needs the fused loss")
 @pytest.mark.parametrize("mu", [0.0, 1.0], ids=["rollouts", "demonstrations"])
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"bf16": True, "gradient_checkpointing": True, "cast_lm_head_to_fp32": True}],
-    ids=["float32", "mixed precision, checkpointing"],
+    ("dtype", "options"),
+    [
+        ("float32", {}),
+        ("float32", {"bf16": True, "gradient_checkpointing": True, "cast_lm_head_to_fp32": True}),
+        ("bfloat16", {"cast_lm_head_to_fp32": True}),
+    ],
+    ids=["float32", "mixed precision, checkpointing", "float32 head"],
 )
 def test_the_gradient_filter_reaches_each_loss(
-    model: Path, tmp_path: Path, mu: float, options: dict[str, Any]
+    tmp_path: Path, mu: float, dtype: str, options: dict[str, Any]
 ):
     """The filter changes the gradient of the hidden states, but not the loss."""
+    tiny.write_model(model := tmp_path / "model", dtype=dtype)
     runs = []
     for settings in (None, GradientFilter(eps=1.0, max_columns=1.0, max_dropped=1.0)):
         trainer, recorder = trl_task.trained(

@@ -90,7 +90,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen3 whose chat template can render tool calls."""
     path, tokenizer = tmp_path_factory.mktemp("model"), trl_hub.make_tokenizer("qwen3")
     tokens = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
-    config = AutoConfig.for_model("qwen3", **trl_hub.SIZES, vocab_size=len(tokenizer), **tokens)
+    config = AutoConfig.for_model(
+        "qwen3",
+        **trl_hub.SIZES,
+        vocab_size=len(tokenizer),
+        final_logit_softcapping=0.5,  # read by TRL's head, as is the next one
+        logit_scale=1.3,
+        **tokens,
+    )
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(path)
     tokenizer.save_pretrained(path)
@@ -278,6 +285,7 @@ def test_the_asynchronous_step_is_that_of_trl(
             per_device_train_batch_size=6,
             gradient_accumulation_steps=2,
             token_budget=0,
+            temperature=0.7,
             epsilon=0.1,
             epsilon_high=0.15,
             model_init_kwargs={"dtype": torch.float32},

@@ -243,7 +243,7 @@ def test_the_fused_loss_accepts_labeled_tokens_only_or_all_positions():
     """TRL's head gets one or the other, depending on the version and the options."""
     draw = torch.Generator().manual_seed(0)
     hidden = torch.randn(3, 6, 8, generator=draw, requires_grad=True)  # 2 positions of the prompt
-    weight = torch.randn(11, 8, generator=draw)
+    weight, bias = torch.randn(11, 8, generator=draw), torch.linspace(-1, 1, 11)
     scored = torch.arange(4) < torch.tensor([[4], [1], [3]])
     targets = torch.randint(0, 11, (3, 4), generator=draw).masked_fill(~scored, -100)
     advantages, is_demo = torch.tensor([1.0, -1.0, 0.5]), torch.zeros(3, dtype=torch.bool)
@@ -251,14 +251,14 @@ def test_the_fused_loss_accepts_labeled_tokens_only_or_all_positions():
     results = []
     for flat in (hidden.flatten(0, 1), hidden[:, -4:][scored]):
         out = FusedLoss(targets, scored, keywords)(
-            HeadInputs(flat, weight, None, targets, 1.0, None, 1.0)
+            HeadInputs(flat, weight, bias, targets, 1.0, 3.0, 1.3)
         )
         compact = len(flat) == scored.sum()
         kept = [x if compact else x.view(3, 6)[:, -4:][scored] for x in out[:2]]
         results.append((*kept, *torch.autograd.grad(kept[0].sum(), hidden)))
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs)
-    truth = (hidden[:, -4:] @ weight.T).log_softmax(-1)[scored]
+    truth = (3 * (1.3 * (hidden[:, -4:] @ weight.T + bias) / 3).tanh()).log_softmax(-1)[scored]
     torch.testing.assert_close(results[1][0], truth.gather(1, targets[scored][:, None])[:, 0])
 
 

@@ -106,7 +106,8 @@ def test_a_driver_older_than_the_compiler_is_an_error_that_names_both(
     assert reason is not None and "builds for CUDA 13, but the driver supports CUDA 12" in reason
     cuda._library_error.cache_clear()
     write_nvcc(fake_nvcc / "cuda" / "bin" / "nvcc", "12.9")
-    assert "-cu12-" in build_cuda.build(["90a"]).name
+    path = build_cuda.build(["90a"])
+    assert "-cu12-" in path.name and build_cuda.find_library(["90a"]) == path
 
 
 def test_the_version_of_the_driver_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

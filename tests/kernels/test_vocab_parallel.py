@@ -61,15 +61,16 @@ def run_sharded(data, *cases):
     rank, count = torch.distributed.get_rank(), torch.distributed.get_world_size()
     shard = {**data, "weight": data["weight"].tensor_split(count)[rank]}
     shard["bias"] = None if data["bias"] is None else data["bias"].tensor_split(count)[rank]
-    return [evaluate(vocab_parallel_gac_loss, **shard, **settings) for settings in cases]
+    return [evaluate(vocab_parallel_gac_loss, **shard | settings) for settings in cases]
 
 
 def run_unsharded(data, settings):
     """Evaluate the unsharded head in float64; in float32 it is no more accurate than shards."""
     doubles = {
-        k: x.double() if x is not None and x.is_floating_point() else x for k, x in data.items()
+        k: x.double() if torch.is_tensor(x) and x.is_floating_point() else x
+        for k, x in (data | settings).items()
     }
-    values, signals, grads = evaluate(fused_linear_gac_loss, **doubles, **settings)
+    values, signals, grads = evaluate(fused_linear_gac_loss, **doubles)
     return [x.float() for x in values], signals, [g.float() for g in grads]
 
 
@@ -87,6 +88,16 @@ CASES = {
         "spec": LossSpec(
             importance_sampling_level="sequence", kl_coef=0.1, use_bias_correction_kl=True
         )
+    },
+    "values of sequences": {
+        "weights": torch.linspace(0.5, 2, B),
+        "temperatures": torch.linspace(0.5, 1.5, B),
+        "rollout_logps": -torch.linspace(3, 5, B * T).view(B, T),
+        "spec": LossSpec(correction="token_truncate"),
+    },
+    "packed": {
+        **{name: x.flatten(0, 1) for name, x in batch().items() if x.shape[:2] == (B, T)},
+        "cu_seqlens": torch.arange(0, B * T + 1, T, dtype=torch.int32),
     },
 }
 
