@@ -157,6 +157,8 @@ def build(targets: Sequence[str] | None = None) -> Path:
     targets: architectures such as "90a"; default: `architectures()`.
     """
     wanted = architectures() if targets is None else targets
+    if not wanted:
+        raise RuntimeError("csrc/cuda does not support these GPUs: --arch builds for others")
     if path := find_library(wanted):
         return path
     name = f"_cuda-{_digest()}-cu{release(_nvcc())[0]}-{'-'.join(wanted)}.so"

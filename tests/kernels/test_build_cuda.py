@@ -53,6 +53,9 @@ def test_the_library_is_built_for_the_gpus_that_are_present(
     capabilities = [(9, 0), (8, 0), (9, 0)]
     monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
     assert build_cuda.architectures() == ("90a",)
+    with monkeypatch.context() as older, pytest.raises(SystemExit, match="not support these GPUs"):
+        older.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+        build_cuda.main([])
     options: list[str] = []
 
     def compile_source(*arguments: str) -> str:
