@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import platform
 from collections.abc import Mapping, Sequence
@@ -159,10 +160,8 @@ def _model(run: Run) -> str:
 def _versions() -> str:
     versions = [f"python {platform.python_version()}"]
     for package in PACKAGES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             versions.append(f"{package} {metadata.version(package)}")
-        except metadata.PackageNotFoundError:
-            continue
     return ", ".join(versions)
 
 

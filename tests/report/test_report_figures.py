@@ -145,10 +145,10 @@ def test_the_figures_of_a_report(tmp_path: Path, monkeypatch: Any) -> None:
 
     monkeypatch.setattr(plots, "_write", write)
     columns = {"step": [1, 2], "mu": [0.1, 0.2], "lr": [1, 2], "entropy": [3, 4]}
-    recorded = made_group("x", columns | {"accuracy": [0, 1], "accuracy/+": [0, 1]})
-    vars(recorded.runs[0]).update(splits=["+"], tasks=[])
+    recorded = made_group("x", columns | {"accuracy": [0, 1], "accuracy/a+/1": [0, 1]})
+    vars(recorded.runs[0]).update(splits=["a+/1"], tasks=[])
     files = plots.draw_plots([recorded], tmp_path)
-    names = ["accuracy", "accuracy_1_+", "entropy", "lr", "mu"]
+    names = ["accuracy", "accuracy_1_a+_1", "entropy", "lr", "mu"]
     assert files == {name: tmp_path / f"{name}.svg" for name in names} | {
         "overview": tmp_path / "overview.png"
     }
