@@ -57,6 +57,17 @@ VERDICTS: dict[str, Any] = {
         ("def f(x): raise ValueError('no', x)", ["f(1)"], {}),
         failed("test 1 (f(1)): ValueError: ('no', 1)"),
     ),
+    "an exception of the tests that could end them": (
+        (
+            "def f(x):\n  class T(x): pass\n  raise T",
+            ["class Q(BaseException): pass\nf(Q)"],
+            {},
+        ),
+        failed(
+            "test 1 (class Q(BaseException): pass f(Q)): RemoteError: invalid answer: "
+            "not an exception class of the tests"
+        ),
+    ),
     "an exception without text": (
         ("def f(x): raise ValueError", ["f(1)"], {}),
         failed("test 1 (f(1)): ValueError"),
