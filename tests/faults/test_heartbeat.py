@@ -39,7 +39,7 @@ def watch(out: str) -> tuple[str | None, str | None, list[str]]:
     gather(None)
     dead = beat.dead_rank_message() if rank() == 0 else None
     if rank() == 0:
-        wait_until(lambda: warnings, "a warning about the silence", 10.0)
+        wait_until(lambda: warnings, "a warning about the silence")
         count = len(warnings)
         beat.stop()
         assert len(warnings) == count == 1

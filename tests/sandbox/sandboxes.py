@@ -48,7 +48,7 @@ def alive(pid):
         return False
 
 
-def wait_until(condition, seconds=30.0):
+def wait_until(condition, seconds=60.0):
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
         time.sleep(0.02)

@@ -156,16 +156,16 @@ def test_no_run_outlives_its_study(task, tmp_path, monkeypatch):
     ]
     with pytest.raises(SystemExit, match="quick: done"):
         runs.run_all(configs[:2], 99, log=sys.exit)
-    wait_until(lambda: not multiprocessing.active_children(), "the end of the other run", 20)
+    wait_until(lambda: not multiprocessing.active_children(), "the end of the other run")
     with ranks.job(runs.run_all, configs[2:], 1, ranks=1) as (study,):
-        wait_until((tmp_path / "last" / "config.yaml").exists, "the last run", 30)
+        wait_until((tmp_path / "last" / "config.yaml").exists, "the last run")
         assert study.kill()
 
     def ended():
         with contextlib.suppress(RunDirectoryError), run_lock(tmp_path / "last"):
             return True
 
-    wait_until(ended, "the end of the last run", 20)
+    wait_until(ended, "the end of the last run")
 
 
 STUDY_REWARD = """
