@@ -73,21 +73,10 @@ def load_object(name: str, where: str) -> Callable[..., Any]:
     module_name, _, attribute = name.rpartition(":")
     if not module_name:
         raise ConfigError(f"{where}={name!r}: use package.module:name or path/file.py:name")
+    is_file = module_name.endswith(".py") or "/" in module_name
+    module = _load_file(module_name, where) if is_file else _import_module(name, where)
     try:
-        if module_name.endswith(".py") or "/" in module_name:
-            module = _load_file(module_name, where)
-        else:
-            module = importlib.import_module(module_name)
         value = getattr(module, attribute)
-    except SystemExit as error:
-        raise ConfigError(f"{where} {name!r}: {explained(error)}") from error
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module exists, but one of its own imports is missing
-        raise ConfigError(
-            f"{where} {name!r}: no module {error.name!r}; give its file as `path/file.py:"
-            f"{attribute}`, or add its folder to PYTHONPATH"
-        ) from error
     except AttributeError as error:
         raise ConfigError(f"{where} {name!r}: {module_name} has no {attribute!r}") from error
     if not callable(value):
@@ -106,6 +95,23 @@ def import_name(value: Any) -> str | None:
     """The name with which `load_object` imports a class or function; None if there is none."""
     name = f"{value.__module__}:{value.__qualname__}"
     return _names.get(value, None if "<" in name or name.startswith("__main__:") else name)
+
+
+def _import_module(name: str, where: str) -> ModuleType:
+    """Import the module of `package.module:name`."""
+    module, _, attribute = name.rpartition(":")
+    try:
+        with user_code(f"{where} {name!r}", ConfigError):
+            return importlib.import_module(module)
+    except ConfigError as error:
+        cause = error.__cause__
+        missing = cause.name if isinstance(cause, ModuleNotFoundError) else None
+        if missing is None or not f"{module}.".startswith(f"{missing}."):
+            raise  # the module exists, but its own code or one of its imports fails
+        raise ConfigError(
+            f"{where} {name!r}: no module {missing!r}; give its file as `path/file.py:"
+            f"{attribute}`, or add its folder to PYTHONPATH"
+        ) from cause
 
 
 def _load_file(path: str, where: str) -> ModuleType:

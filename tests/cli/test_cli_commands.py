@@ -18,6 +18,11 @@ from gac.demo import DEMO_METHODS
 from gac.errors import ConfigError
 
 SUITE = "gac.evaluation.suite"
+CHOSEN = {
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "GOMP_SPINCOUNT": "2000",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +31,7 @@ def restore(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -
     caplog.set_level(logging.WARNING, "gac")
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(os, "environ", os.environ.copy())
-    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "GAC_DEBUG", "RANK", "WORLD_SIZE"):
+    for name in (*CHOSEN, "GAC_DEBUG", "RANK", "WORLD_SIZE"):
         os.environ.pop(name, None)
 
 
@@ -143,13 +148,28 @@ def test_methods(capsys: Any) -> None:
     assert "  " not in text and text.count("\n") == 3
 
 
-@pytest.mark.parametrize("options", [False, True])
-def test_demo(monkeypatch: Any, options: bool) -> None:
-    calls = fake(monkeypatch, "gac.demo.run.run_demo", 1)
-    given = ["--out", "x", "--methods", "sft", "gac", "--seeds", "2", "--steps", "3", "--jobs", "4"]
-    assert cli.main(["demo", *(given if options else [])]) == 1
-    defaults = (Path("runs/demo"), list(DEMO_METHODS), range(1), 160, None)
-    assert calls == [(Path("x"), ["sft", "gac"], range(2), 3, 4) if options else defaults]
+@pytest.mark.parametrize(
+    ("command", "function", "expected", "code"),
+    [
+        ("demo", "demo.run.run_demo", (Path("runs/demo"), [*DEMO_METHODS], range(1), 160, None), 1),
+        (
+            "demo --out x --methods sft gac --seeds 2 --steps 3 --jobs 4",
+            "demo.run.run_demo",
+            (Path("x"), ["sft", "gac"], range(2), 3, 4),
+            1,
+        ),
+        ("report a b --watch", "report.watch.serve", ([Path("a"), Path("b")], 0), 1),
+        ("report a --port 8", "report.watch.serve", ([Path("a")], 8), 1),
+        ("models", "models.families.families_table", (None,), 0),
+        ("models qwen", "models.families.families_table", ("qwen",), 0),
+        ("replay a/b", "training.replay.replay", (Path("a/b"),), 0),
+    ],
+)
+def test_arguments(
+    monkeypatch: Any, command: str, function: str, expected: tuple[Any, ...], code: int
+) -> None:
+    calls = fake(monkeypatch, f"gac.{function}", 1)
+    assert cli.main(command.split()) == code and calls == [expected]
 
 
 @pytest.mark.parametrize(
@@ -173,11 +193,14 @@ def test_tracebacks(capsys: Any, variable: str | None, arguments: list[str], sho
 
 def test_interrupts_and_closed_pipes(monkeypatch: Any, capsys: Any) -> None:
     place = rf" \({re.escape(__file__)}, line \d+\)"  # of the function that `fake` returns
-    for message, detail in (((), place), (("saved step 3",), ": saved step 3")):
-        fake(monkeypatch, "gac.methods.listing.methods_table", KeyboardInterrupt(*message))
-        assert cli.main(["methods"]) == cli.INTERRUPTED == 130
-        expected = f"gac: interrupted{detail}; rerun the command to resume\n"
-        assert re.fullmatch(expected, capsys.readouterr().err)
+    for error, code, message in (
+        (KeyboardInterrupt(), 130, f"interrupted{place}; rerun the command to resume"),
+        (KeyboardInterrupt("at 3"), 130, "interrupted: at 3; rerun the command to resume"),
+        (SystemExit("a"), 1, rf"the code called sys\.exit\('a'\){place}"),
+    ):
+        fake(monkeypatch, "gac.methods.listing.methods_table", error)
+        assert cli.main(["methods"]) == code
+        assert re.fullmatch(f"gac: {message}\n", capsys.readouterr().err)
     fake(monkeypatch, "gac.methods.listing.methods_table", BrokenPipeError())
     reader, writer = os.pipe()
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(fileno=lambda: writer))
@@ -188,14 +211,17 @@ def test_interrupts_and_closed_pipes(monkeypatch: Any, capsys: Any) -> None:
     os.close(reader)
 
 
-def test_threads_spin_briefly_unless_the_user_chose(monkeypatch: Any) -> None:
+def test_threads_and_progress_bars_are_set_unless_the_user_chose(
+    monkeypatch: Any, capsys: Any
+) -> None:
+    """Threads spin briefly, and there are no progress bars, because `capsys` is not a terminal."""
     fake(monkeypatch, "gac.methods.listing.methods_table", "")
     cli.main(["methods"])
-    chosen = {name: os.environ.pop(name) for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
-    assert chosen == {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "2000"}
-    os.environ["OMP_WAIT_POLICY"] = "ACTIVE"
+    assert {name: os.environ.pop(name) for name in CHOSEN} == CHOSEN
+    own = {"OMP_WAIT_POLICY": "ACTIVE", "HF_HUB_DISABLE_PROGRESS_BARS": "0"}
+    os.environ |= own
     cli.main(["methods"])
-    assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE" and "GOMP_SPINCOUNT" not in os.environ
+    assert {name: os.environ[name] for name in CHOSEN if name in os.environ} == own
 
 
 def test_only_the_first_process_of_a_job_reports_an_error(monkeypatch: Any, capsys: Any) -> None:

@@ -309,7 +309,10 @@ def test_yaml_text_reads_back_what_it_writes():
     data = {"b": [1e-5, -1, -math.inf, 1.5, True, False, None, "ü\nx"], "a": texts}
     for inline in (False, True):  # 1 and 1.0 are equal
         assert repr(parse_yaml(to_yaml(data, inline))) == repr(data)
-    assert parse_yaml("2020-01-01") == "2020-01-01"
+    numbers = "[+1, 1., .5, 2E+3, +.inf, 2020-01-01, true, True, TRUE, false, False, FALSE]"
+    assert repr(parse_yaml(numbers)) == repr(
+        [1, 1.0, 0.5, 2000.0, math.inf, "2020-01-01", *[True] * 3, *[False] * 3]
+    )
     assert math.isnan(parse_yaml(to_yaml(math.nan)))
 
 

@@ -72,10 +72,12 @@ FILES = {
     "exits.py": reward("exit(3)"),
     "interrupts.py": reward("raise KeyboardInterrupt"),
     "closes.py": reward("raise GeneratorExit"),
-    "stops.py": "import signal\nsignal.raise_signal(signal.SIGTERM)\n",
+    "stops.py": "import signal\nsignal.raise_signal(signal.SIGHUP)\n"
+    "signal.raise_signal(signal.SIGTERM)\n",
     "quits.py": "exit(4)\n",
     "syntax.py": "def reward(completion, example)\n",
     "imports.py": "import nothing_like_it\n",
+    "attributes.py": "import math\nreward = math.nothing\n",
     "nothing.py": reward("pass"),
     "text.py": reward("return 'good'"),
     "nan.py": reward("return float('nan')"),
@@ -179,6 +181,9 @@ TRAIN = {  # value of --set -> answer
     "reward=closes.py:reward": "it raised GeneratorExit() (",
     "reward=syntax.py:reward": "SyntaxError: expected ':'",
     "reward=imports.py:reward": "No module named 'nothing_like_it'",
+    "reward=imports:reward": "reward 'imports:reward': ModuleNotFoundError: No module named 'noth",
+    "reward=attributes:reward": "AttributeError: module 'math' has no attribute 'nothing' (",
+    "reward=quits:reward": "it called sys.exit(4) (",
     "reward=nothing.py:reward": "expected a number, got NoneType",
     "reward=text.py:reward": "expected a number, got str 'good'",
     "reward=nan.py:reward": "expected a finite number, got nan",
@@ -341,15 +346,19 @@ def test_a_mistake_has_a_one_line_answer(results, number):
         assert not rest or rest[0].startswith("usage: ")
 
 
-def test_a_signal_before_the_first_step(project):
+@pytest.mark.parametrize(("prefix", "line"), [([], 2), (["nohup"], 3)])
+def test_a_signal_before_the_first_step(project, prefix, line):
+    """SIGHUP, unless `nohup` ignores it, or SIGTERM."""
     done = subprocess.run(
-        [sys.executable, "-m", "gac.cli", *train("reward=stops.py:reward")],
+        [*prefix, sys.executable, "-m", "gac.cli", *train("reward=stops.py:reward")],
         cwd=project,
+        stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         timeout=60,
     )
-    assert done.returncode == 130 and done.stderr.startswith("gac: interrupted")
+    assert done.returncode == 130 and done.stderr.startswith("gac: interrupted (")
+    assert f"stops.py, line {line});" in done.stderr
 
 
 def test_paths_that_exist_next_to_the_configuration(project):

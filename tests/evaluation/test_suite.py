@@ -30,6 +30,7 @@ from gac.evaluation.suite import (
 )
 from gac.evaluation.table import results_lines
 from gac.evaluation.task import Answer, summary
+from gac.models.causal_lm import load_model
 from gac.parallel.run_lock import run_lock
 from gac.rewards import build_reward
 from gac.rollouts.engines import Engine
@@ -113,8 +114,14 @@ def test_finished_tasks_are_not_run_again(task, tmp_path):
     assert resumed["tasks"]["greedy"].pop("seconds") == seconds["greedy"]
     assert resumed["tasks"]["sampled"].pop("seconds") != seconds["sampled"]
     assert resumed["tasks"] == first["tasks"]
-    with pytest.raises(ConfigError, match="holds task 'greedy' with different settings"):
-        run_suite(replace(config, reward="exact"))
+    for change in (
+        {"reward": "exact"},
+        {"seed": 1},
+        {"model": replace(config.model, dtype="bfloat16")},
+        {"tasks": {"greedy": replace(config.tasks["greedy"], max_completion_length=6)}},
+    ):
+        with pytest.raises(ConfigError, match="holds task 'greedy' with different settings"):
+            run_suite(replace(config, **change))
     config.tasks.pop("greedy")  # its results are kept, and its settings are no longer checked
     assert set(run_suite(config)["tasks"]) == {"greedy", "sampled"}
     with run_lock(tmp_path / "e"), pytest.raises(RunDirectoryError, match="in use by"):
@@ -137,16 +144,16 @@ def test_two_processes_match_one(task, tmp_path, caplog):
 
 
 def test_comparison_is_paired_by_prompt(task, tmp_path):
-    one = suite(task, tmp_path / "e")
+    load_model(suite(task, "").model).save_pretrained(tmp_path / "model")
+    model = {"path": str(tmp_path / "model"), "tokenizer": str(task / "init")}
+    one = suite(task, tmp_path / "e", model=model)
     del one.tasks["greedy"]
     run_suite(one)
-    other = suite(
-        task, tmp_path / "f", model={"path": str(task / "init"), "random_init": True}, seed=3
-    )
+    other = suite(task, tmp_path / "f", model=model, seed=3)
     rows = run_suite(other, tmp_path / "e")["tasks"]
     result = rows["sampled"]["against"]
     mine, theirs = (read_samples(tmp_path / n)["sampled"] for n in "fe")
-    assert "against" not in rows["greedy"]
+    assert "against" not in rows["greedy"] and mine != theirs  # the seed is that of the sampling
     gaps = [a.score - b.score for a, b in zip(mine, theirs, strict=True)]
     assert result["prompts"] == 8 and result["difference"] == pytest.approx(sum(gaps) / 32)
     assert result["ci95"][0] <= result["difference"] <= result["ci95"][1]

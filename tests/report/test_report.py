@@ -177,12 +177,12 @@ def test_run_without_metrics_can_be_read(tmp_path):
     (tmp_path / "metrics.jsonl").touch()
     run = read_run(tmp_path)
     assert (run.steps_done, run.steps_planned, run.seed, run.splits) == (0, None, None, [])
-    assert write_report([tmp_path], tmp_path / "out").is_file()
+    assert "no config.yaml" in write_report([tmp_path], tmp_path / "out").read_text()
 
 
 def test_find_runs_takes_runs_and_folders_of_runs_once(tmp_path):
-    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "deep" / "b")
-    assert find_runs([a, tmp_path]) == [a, b]
+    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "a" / "deep" / "b")
+    assert find_runs([a, tmp_path]) == [a, b] and find_runs([a]) == [a]
     with pytest.raises(FileNotFoundError, match=r"nothing: no runs found \(no metrics\.jsonl"):
         find_runs([tmp_path / "nothing"])
 
@@ -213,11 +213,30 @@ def test_different_settings_make_separate_labelled_groups(tmp_path):
     assert differences(groups) == {"optim.lr": [1e-3, 1e-4]}
     # long settings: the folder
     groups = grouped(
-        write_run(tmp_path / "first", model={"path": "/models/" + "a" * 40}),
-        write_run(tmp_path / "second", model={"path": "/models/" + "b" * 40}),
+        *(
+            write_run(
+                tmp_path / name,
+                model={"path": 9 * name},
+                data={
+                    "prompts": 9 * name,
+                    "demos": 9 * name,
+                    "sources": 9 * name,
+                    "order": 9 * name,
+                },
+                eval={
+                    "data": {"limit": 9 * name},
+                    "tasks": {"x": {"stop": 9 * name}},
+                    "stop": 9 * name,
+                },
+            )
+            for name in ("first", "second")
+        )
     )
     assert [group.label for group in groups] == ["first", "second"]
-    assert caution(groups).startswith("These runs differ in model.path: ")
+    assert caution(groups) == (
+        "These runs differ in model.path, data.prompts, data.demos, data.sources, eval.data.limit, "
+        "eval.tasks.x.stop: their accuracies do not rank their methods. "
+    )
 
 
 def test_label_is_the_run_name_without_its_seed_and_needs_a_configuration(tmp_path):
@@ -235,9 +254,7 @@ def test_label_is_the_run_name_without_its_seed_and_needs_a_configuration(tmp_pa
 def test_summary_of_a_run_by_hand(tmp_path):
     run = read_run(write_run(tmp_path / "a", method="gac", controller={"update_every": 20}))
     row = summarize(run, window_of([run]))
-    assert row["final"] == 0.5
-    assert row["best"] == 0.6
-    assert row["accuracy/+"] == 1.0
+    assert (row["final"], row["best"], row["accuracy/+"]) == (0.5, 0.6, 1.0)
     # a line from 0.1 to 4.0 over 39 steps
     assert row["kl_area"] == pytest.approx(39 * 4.1 / 2)
     assert row["mu_events"] == 1.0  # one window of 20 steps, over which mu rises by 0.2
@@ -407,7 +424,7 @@ def test_plots_are_files_next_to_the_page(report):
 
 def test_a_watched_report_follows_the_runs(tmp_path):
     """From an empty folder to a second run, with a connection that sends nothing."""
-    runs = tmp_path / "runs"
+    runs = tmp_path / "<runs>"
 
     def write(name: str, accuracy: float, number: int) -> None:
         (runs / name).mkdir(exist_ok=True)
@@ -416,14 +433,15 @@ def test_a_watched_report_follows_the_runs(tmp_path):
             file.write(f'{{"step": {number}, "accuracy": {accuracy}}}\n')
         os.utime(runs / name / "eval.jsonl", (2e9 + number, 2e9 + number))
 
-    with pytest.raises(ConfigError, match="runs: no such folder"):
+    with pytest.raises(ConfigError, match="runs>: no such folder"):
         serve([runs])
     runs.mkdir()
     with make_server([runs], tmp_path / "out", 0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}/"
-        with pytest.raises(ConfigError, match=f"--port {server.server_port}: .* already in use"):
-            make_server([runs], tmp_path / "out", server.server_port)
+        for port, reason in ((server.server_port, "already in use"), (70_000, "0-65535")):
+            with pytest.raises(ConfigError, match=f"--port {port}: .*{reason}"):
+                make_server([runs], tmp_path / "out", port)
         pages = []
         with socket.create_connection(("127.0.0.1", server.server_port)):
             for change in ("", ("first", 0.5, 1), ("first", 0.0625, 2), ("second", 0.9375, 3)):
@@ -435,7 +453,7 @@ def test_a_watched_report_follows_the_runs(tmp_path):
         with pytest.raises(urllib.error.HTTPError, match="404"):
             urllib.request.urlopen(f"{address}config.yaml", timeout=120)
         server.shutdown()
-    assert pages[0].startswith(f"<p>Waiting: {runs}: no runs found")
+    assert pages[0].startswith(f"<p>Waiting: {tmp_path}/&lt;runs&gt;: no runs found")
     shown = [[number in page for number in ("50.0%", "6.2%", "93.8%")] for page in pages[1:]]
     assert shown[0] == [True, False, False] and shown[1][1:] == [True, False] and shown[2][2]
 

@@ -128,12 +128,12 @@ def test_accuracies_and_exact_values_are_not_smoothed() -> None:
 
 def test_legends_name_every_group_in_as_many_columns_as_fit() -> None:
     figure = Figure(figsize=(5.6, 3.7))  # 67 characters: three labels of 13, each with 9 more
-    groups = [Group("g" * 13, ()) for _ in range(4)]
+    groups = [Group("g" * 13, ()) for _ in range(9)]
     plots._legend(figure, groups[:1])  # one run needs no legend
     plots._legend(figure, groups)
     (legend,) = figure.legends
-    assert [t.get_text() for t in legend.get_texts()] == ["g" * 13] * 4 and legend._ncols == 3
-    assert [line.get_color() for line in legend.get_lines()] == list(plots.COLORS[:4])
+    assert [t.get_text() for t in legend.get_texts()] == ["g" * 13] * 9 and legend._ncols == 3
+    assert [x.get_color() for x in legend.get_lines()] == [*plots.COLORS, plots.COLORS[0]]
 
 
 def test_the_figures_of_a_report(tmp_path: Path, monkeypatch: Any) -> None:
@@ -234,8 +234,8 @@ def test_evaluations_are_drawn_side_by_side(monkeypatch: Any) -> None:
 
     monkeypatch.setattr(evaluations, "interval_figure", figure)
     both = [evaluation("one", "m", "m", a=0.5, b=0.25), evaluation("two", "m", "m", b=0.75, c=1)]
-    assert evaluations.draw(both) == "png" == evaluations.draw(both[:1])
-    (labels, height, axes), (_, lower, alone) = figures
+    assert {evaluations.draw(drawn) for drawn in (both, both[:1], both * 5)} == {"png"}
+    (labels, height, axes), (_, lower, alone), (*_, many) = figures
     assert labels == ["a", "b", "c"] and height == pytest.approx(0.9 + 0.7 + 0.9)
     assert lower == pytest.approx(0.6 + 0.35 + 0.9)
     lines = [points(line) for line in axes.lines]
@@ -249,9 +249,8 @@ def test_evaluations_are_drawn_side_by_side(monkeypatch: Any) -> None:
     assert [len(line) for line in lines] == [len(line) for line in expected]
     for line, values in zip(lines, expected, strict=True):
         assert np.array(line) == pytest.approx(np.array(values))
-    assert [line.get_color() for line in axes.lines] == [plots.COLORS[0]] * 5 + [
-        plots.COLORS[1]
-    ] * 5
+    colors = [line.get_color() for line in (*axes.lines, many.lines[-1])]
+    assert colors == [plots.COLORS[0]] * 5 + [plots.COLORS[1]] * 6
     assert (axes.get_ylim(), axes.get_xlim()) == ((-2.5, 0.5), (-1, 101))
     (legend,) = axes.figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["one", "two"]

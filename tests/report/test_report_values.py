@@ -198,9 +198,11 @@ def test_only_the_best_accuracies_are_marked(groups: list[Group]) -> None:
         ("gac", 2, "5 to 7 of 7"),
         ("sft", 1, "3"),
     ]
-    assert [(row["color"], row["dashes"]) for row in rows] == [
+    many = page._table(page.tables(groups * 5, window_of([]))[0], groups * 5)["rows"]
+    assert [(row["color"], row["dashes"]) for row in (*many[:2], many[8])] == [
         (plots.COLORS[0], "none"),
         (plots.COLORS[1], "12 4"),
+        (plots.COLORS[0], "4 3"),
     ]
     best = [[cell["best"] for cell in row["cells"]] for row in rows]
     assert best == [[False, True, True, True], [False] * 4]
@@ -327,8 +329,9 @@ def test_smallest_and_largest_cells() -> None:
 
 
 def test_the_page_of_two_groups(groups: list[Group], tmp_path: Path) -> None:
-    text = page.render(groups, window_of([]), {})
-    assert '<td class="best">60.0 <span class="sd">± 28.3</span></td>' in text
+    text = page.render(groups, 2, {})
+    best = '<td class="best">60.0 <span class="sd">± 28.3</span></td>'
+    assert best in text and "controller intervals (2 steps each)" in text
     assert 'stroke-dasharray="none"/></svg>gac</th><td>2</td><td>5 to 7 of 7</td>' in text
     assert "<h2>Samples</h2>" not in text and "Not recorded: Reward, " in text
     path = write_run(tmp_path / "run", {}, {"a": [1]}, [])
@@ -363,8 +366,11 @@ def test_samples_show_the_first_and_the_last_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rewards", "verdict"),
     [
-        ([0.9] * 4 + [0.71], "yes; reward 71.0% on the training prompts at the end"),
-        ([0.9] * 4 + [0.69], "no sign of it; reward 69.0% on the training prompts at the end"),
+        ([0.9] * 3 + [0.71], "yes; reward 71.0% on the training prompts at the end"),
+        (
+            [0.9] * 16 + [0.5] * 3 + [1.26],
+            "no sign of it; reward 69.0% on the training prompts at the end",
+        ),
         ([None] * 5, "unknown; the run has no rewards or no interval"),
     ],
 )
@@ -374,12 +380,13 @@ def test_the_last_lines_of_a_run(tmp_path: Path, rewards: list[Any], verdict: st
         {"step": step, "accuracy": mean, "ci95": [mean - 0.1, high], "prompts": 50}
         for step, mean, high in levels
     ]
-    columns = {"seconds": [30] * 5, "sampling_seconds": [15] * 5, "reward_mean": rewards}
-    path = write_run(tmp_path / "a run", {}, columns, evals)
+    columns = {"seconds": [30 for _ in rewards], "sampling_seconds": [15 for _ in rewards]}
+    path = write_run(tmp_path / "a run", {}, columns | {"reward_mean": rewards}, evals)
     assert ending(path).splitlines() == [
         "accuracy: 10.0% [0.0, 20.0] before, 60.0% [50.0, 70.0] best (step 3), "
         "50.0% [40.0, 60.0] after (50 prompts)",
-        "time: 2.5 min in 5 steps; 30 s per step: sampling 50%, rewards 0%, training 50%",
+        f"time: {len(rewards) / 2} min in {len(rewards)} steps; "
+        "30 s per step: sampling 50%, rewards 0%, training 50%",
         f"run: {path}",
         f"overfitting: {verdict}",
         f"next: gac report '{path}'",

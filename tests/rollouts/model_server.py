@@ -43,7 +43,7 @@ class Serving:
     """Confirm weight updates but keep the old weights."""
     fault: str = ""
     """"reset": the prefix cache cannot be reset; "nan": log-probs are nan; "empty": responses are;
-    "token": tokens are beyond the vocabulary."""
+    "few": all but the first are missing; "token": tokens are beyond the vocabulary."""
     exits_after: int | None = None
     """Exit at the next completion request after this many have been answered."""
     store: int | None = None
@@ -233,7 +233,7 @@ class State:
         if body["model"] != (self.options.name or self.options.folder):
             raise ValueError(f"The model `{body['model']}` does not exist.")
         choices = [choice for prompt in body["prompt"] for choice in self.responses(prompt, body)]
-        return {"choices": choices}
+        return {"choices": choices[: 1 if self.options.fault == "few" else None]}
 
     @torch.no_grad()
     def responses(self, prompt: list[int], body: Any) -> list[Any]:

@@ -173,6 +173,7 @@ import torch
 from tests import tiny
 
 def digit_reward(completion, example):
+    print("scored")
     assert torch.get_num_threads() == 2
     return tiny.digit_reward(completion, example)
 """
@@ -193,7 +194,9 @@ def test_gac_study_reports_failures_and_resumes(tmp_path, monkeypatch, capsys):
     study_command = ["study", str(path), "--methods"]
     options = ["--seeds", "2", "--baseline", "dr", "--jobs", "1", "--discard", "--set", *fields]
     arguments = [*study_command, "grpo", "broken", "dr@dr-grpo", *options]
-    (tmp_path / "out/grpo-0").mkdir(parents=True)  # of a run that was stopped at its start
+    logs = [tmp_path / "out" / run / "log.txt" for run in ("grpo-0", "broken-0")]
+    logs[0].parent.mkdir(parents=True)
+    logs[0].write_text("stopped at its start\n")
     assert cli.main(arguments) == 1
     printed = capsys.readouterr().out
     assert f"{tmp_path}/out/broken-1: failed: ConfigError: data.prompts" in printed
@@ -204,11 +207,14 @@ def test_gac_study_reports_failures_and_resumes(tmp_path, monkeypatch, capsys):
     finals = results["methods"]["grpo"]["final"]
     assert finals[0] is not None and finals[1] == json.loads(evals[-1])["accuracy"]
     assert results["methods"]["dr"]["against_baseline"]["difference"] == 0
+    first, failed = (log.read_text() for log in logs)
+    assert first.startswith("stopped at its start\n") and "\nscored\n" in first
+    assert failed.startswith("Traceback")
     absent = [tmp_path / "out/grpo-0" / name for name in ("checkpoints", "report.html")]
     assert not any(path.exists() for path in absent)
     outs = [Path(out) for out in re.findall(r"^(\S+): done \(", printed, re.MULTILINE)]
     assert outs[0].name == "grpo-0" and len(outs) == 4
-    assert re.findall(r" \((\d) of 6, \d+ s\)$", printed, re.MULTILINE) == [*"123456"]
+    assert re.findall(r" \((\d) of 6, \d{1,3} s\)$", printed, re.MULTILINE) == [*"123456"]
     ends, starts = (
         [(out / f).stat().st_mtime for out in outs] for f in ("result.json", "config.yaml")
     )

@@ -205,6 +205,6 @@ def test_the_final_evaluation_is_the_best_or_the_last(tmp_path, method, step) ->
 def test_the_reason_of_a_failure_is_the_last_line_of_a_log_unless_the_run_was_killed(tmp_path):
     log = tmp_path / "log.txt"
     assert runs._fault(log, 1) == f"failed: its process exited with 1; see {log}"
-    log.write_bytes(b"step 1\nOSError: \xff\n \n")
-    assert runs._fault(log, 1) == f"failed: OSError: \ufffd; see {log}"
+    log.write_bytes(b"step 1\nOSError: \xff" + b"x" * 400 + b"\n \n")
+    assert runs._fault(log, 1) == f"failed: OSError: \ufffd{290 * 'x'}; see {log}"
     assert runs._fault(log, -9) == f"failed: its process exited with -9; see {log}"
