@@ -118,6 +118,22 @@ VERDICTS: dict[str, Any] = {
         ),
         PASSED,
     ),
+    "an operator that stands in for that of the reference": (
+        (
+            "class N:\n  def __init__(s, x): s.x = x\n  def __irshift__(s, o): return s.x >> o",
+            ["n = N(9)\nn >>= 1\nassert n == 4"],
+            {"reference": "class N:\n  def __rshift__(s, o): pass"},
+        ),
+        PASSED,
+    ),
+    "a function of the reference with the name of one of an absent package": (
+        (
+            f"def allclose(a, b): return a == b\n{F}",
+            ["assert allclose(f(1), 1)"],
+            {"reference": f"def allclose(a, b): pass\n{F}", "entry_point": "f"},
+        ),
+        PASSED,
+    ),
     "a variable of the tests with the name and value of one of the program": (
         (f"n = 1\n{ADD}", ["n = 1\nf(1)\nassert n == 1"], {}),
         PASSED,
