@@ -41,7 +41,7 @@ def row_error(reward, completion, **row):
     return str(raised.value)
 
 
-# --- program extraction ----------------------------------------------------------------------------
+# --- program extraction ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
