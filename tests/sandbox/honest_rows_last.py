@@ -349,4 +349,26 @@ n = push(Node(1), 2)
 assert n.val == 2 and n.next.val == 1 and n.next.next is None
 
 assert values(Node(1, Node(2))) == [1, 2]
+=== a template of the program
+def between(): return "{} and {}"
+----
+assert between().format(1, 2) == "1 and 2"
+=== a list of the setup
+def fill(n):
+    bag = Bag(range(n))
+    bag.label = "b"
+    return bag
+----
+class Bag(list): pass
+++++
+assert fill(2) == [0, 1] and fill(0).label == "b" and isinstance(fill(1), list)
+=== an exception derived from one of the library
+import json
+class BadFile(json.JSONDecodeError): pass
+def parse(text): raise BadFile("bad", text, 1)
+----
+import json
+try: parse("ab")
+except json.JSONDecodeError as error: assert error.pos == 1 and type(error).__name__ == "BadFile"
+else: assert False
 """
