@@ -68,6 +68,16 @@ VERDICTS: dict[str, Any] = {
             "not an exception class of the tests"
         ),
     ),
+    "a failed assertion that the program suppresses": (
+        (
+            "class f:\n  def __enter__(s): pass\n  def __exit__(s, *e): return True",
+            ["with f(): assert 0, 5"],
+            {},
+        ),
+        failed(
+            "test 1 (with f(): assert 0, 5): RemoteError: the program suppressed AssertionError: 5"
+        ),
+    ),
     "an exception without text": (
         ("def f(x): raise ValueError", ["f(1)"], {}),
         failed("test 1 (f(1)): ValueError"),
