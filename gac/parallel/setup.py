@@ -386,11 +386,8 @@ def clip_gradient(
         The norm before clipping; 0 without a gradient.
     """
     reshard(model)  # gathered parameters are different objects, without gradients
-    trained = (p for group in optimizer.param_groups for p in group["params"])
-    with_gradient = [p for p in trained if p.grad is not None]
-    if not with_gradient:
-        return 0.0
-    norm = nn.utils.clip_grad_norm_(with_gradient, max_norm or math.inf)
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    norm = nn.utils.clip_grad_norm_(trained, max_norm or math.inf)
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 

@@ -58,7 +58,7 @@ _FUNCTIONS = (
     functools.partial,
 )
 _SHARED = (object, io.StringIO, io.BytesIO, types.SimpleNamespace)
-_SHARED_MODULES = ("__tests__", "queue", "_queue", "threading", "unittest.mock")
+_SHARED_MODULES = ("__tests__", "queue", "threading", "unittest.mock")
 _DATA = {*VALUES, list, dict, set}
 # builtin classes that are not in `builtins`
 _UNNAMED = {kind: name for name, kind in vars(types).items() if isinstance(kind, type)}

@@ -169,9 +169,7 @@ def _group(name: str) -> str:
     plain = name.strip("_")
     if name in COMPARISONS:
         return "eq" if plain in ("eq", "ne") else "lt"
-    return (
-        plain if plain[1:] in ("nvert", "nit", "ter") else plain.removeprefix("r").removeprefix("i")
-    )
+    return plain if plain == "rshift" else plain.removeprefix("r").removeprefix("i")
 
 
 class _Words:

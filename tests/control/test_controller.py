@@ -77,7 +77,10 @@ def test_default_first_steps_by_hand() -> None:
     controller = GuidedController()
     signals = Signals(sft_variance=0.1, rl_variance=0.9, disagreement=1.0)
     assert controller.update(signals, kl=0.04) == 0.51  # the cap
-    assert controller.trust == 1.0  # without a gate
+    assert (controller.trust, repr(controller)) == (
+        1.0,  # without a gate
+        f"GuidedController({ControllerConfig()}, {controller.state})",
+    )
     alpha = 0.7 * math.exp(0.2)
     target = (alpha + 0.9) / 2.0
     assert controller.alpha == pytest.approx(alpha, abs=1e-15)
@@ -86,6 +89,12 @@ def test_default_first_steps_by_hand() -> None:
     assert controller.state.mu_ada == pytest.approx(0.495 + 0.01 * target, abs=1e-15)
     controller.update(kl=5.0)  # t = 1 is not a refresh step: alpha and the KL average do not change
     assert controller.alpha == pytest.approx(alpha, abs=1e-15) and controller.state.kl == 0.04
+    for call, wrong, message in (
+        (GuidedController, {}, r"config is a dict: use ControllerConfig\("),
+        (controller.update, (1.0, 2.0, 3.0), r"signals is a tuple: use moments.signals\("),
+    ):
+        with pytest.raises(TypeError, match=message):
+            call(wrong)
 
 
 def test_signal_averages_start_at_the_first_value_and_skip_nan() -> None:

@@ -126,7 +126,9 @@ class Family(nn.Module):
 
 
 def sharded_units(out: str) -> list[Any]:
-    """For each model: the names of its units and whether all is sharded; or the error."""
+    """For each model: the names of its units and whether all is sharded; or the error. Also the
+    error of a job that another launcher has started.
+    """
     config = ParallelConfig("fsdp")
     os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"  # of `accelerate launch`
     accelerator = setup.make_accelerator(config, (), out)
@@ -151,16 +153,22 @@ def sharded_units(out: str) -> list[Any]:
         units = {unit: name for name, unit in model.named_modules()}
         sharded = all(isinstance(p, DTensor) for p in model.parameters())
         results.append(([units[unit] for unit in setup.units(model)], sharded))
+    del os.environ["WORLD_SIZE"]  # as under another launcher than torchrun
+    try:
+        setup.make_accelerator(config, (), out)
+    except ConfigError as error:
+        results.append(str(error))
     return results
 
 
 @pytest.mark.dist
 def test_the_outermost_layers_and_the_rest_are_sharded(tmp_path) -> None:
-    *sharded, tied, without = ranks.run(sharded_units, str(tmp_path), ranks=2)[0]
+    *sharded, tied, without, launched = ranks.run(sharded_units, str(tmp_path), ranks=2)[0]
     layers = ["layers.0", "layers.1"]
     assert sharded == [(["", *layers], True), (["", *layers], True), (["", layers[0]], True)]
     assert tied.startswith("parallel.mode='fsdp': the layers of Family share weights")
     assert "Sequential could not be sharded (layers [], 0 unsharded parameters []" in without
+    assert launched == "WORLD_SIZE=1, but 2 processes joined: launch with torchrun"
 
 
 def test_a_seed_repeats_the_random_numbers() -> None:

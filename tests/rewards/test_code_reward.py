@@ -41,8 +41,7 @@ def row_error(reward, completion, **row):
     return str(raised.value)
 
 
-# --- program extraction
-# --------------------------------------------------------------------------------
+# --- program extraction ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -91,11 +90,19 @@ PROMPT = 'import math\n\ndef area(r):\n    """The area."""\n'
         ),
         ("def area(r): return 2", "def area(r): return 2"),
         ("area = lambda r: 2", "area = lambda r: 2"),
+        ("import os\narea: object = abs", "import os\narea: object = abs"),
+        ("import os\nclass area: pass", "import os\nclass area: pass"),
+        ("import os\nasync  def area(r): pass", "import os\nasync  def area(r): pass"),
+        ("def areas(r): pass", PROMPT),
     ],
-    ids=["body", "statement after", "definition after", "text in column 0", "whole", "lambda"],
+    ids=[
+        *("body", "statement after", "definition after", "text in column 0", "whole", "lambda"),
+        *("annotated", "class", "coroutine", "another name"),
+    ],
 )
 def test_a_program_without_the_entry_point_continues_the_prompt(program, text):
-    assert assemble({"text": program, "entry_point": "area", "prompt": PROMPT}) == text
+    for prompt in (PROMPT, PROMPT.rstrip("\n")):
+        assert assemble({"text": program, "entry_point": "area", "prompt": prompt}) == text
     for whole in ({"entry_point": "area"}, {"prompt": PROMPT}):
         assert assemble({"text": program} | whole) == program  # nothing to continue
 

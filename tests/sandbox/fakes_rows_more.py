@@ -205,20 +205,83 @@ class Vector:
     def __round__(self): return self
     def __eq__(self, other): return True
 === a manager that suppresses what the program lacks
-with transaction() as t: assert t.value == 3
+with transaction() as t: assert t.value(1) == 3 and next(t.items()) == 1
 
 with transaction() as t: raise ValueError
 ---- good
 class Transaction:
-    value = 3
+    def value(self, x): return 3
+    def items(self): return iter([1])
     def __enter__(self): return self
     def __exit__(self, kind, error, trace): return kind is ValueError
 def transaction(): return Transaction()
----- fake that has no value
+---- fake TypeError
 class Transaction:
+    value = 3
     def __enter__(self): return self
     def __exit__(self, *error): return True
 def transaction(): return Transaction()
+---- fake StopIteration
+class Transaction:
+    def value(self, x): return 3
+    def items(self): return iter([])
+    def __enter__(self): return self
+    def __exit__(self, *error): return True
+def transaction(): return Transaction()
+---- fake NameError
+class Transaction:
+    def value(self, x): raise NameError
+    def __enter__(self): return self
+    def __exit__(self, *error): return True
+def transaction(): return Transaction()
+---- fake AttributeError
+class Transaction:
+    def value(self, x): raise AttributeError
+    def __enter__(self): return self
+    def __exit__(self, *error): return True
+def transaction(): return Transaction()
+=== an asynchronous manager that suppresses a failure
+import asyncio
+async def main():
+    async with transaction() as t: assert t.value == 3 and await anext(t.items()) == 1
+asyncio.run(main())
+---- good
+class Transaction:
+    value = 3
+    async def items(self): yield 1
+    async def __aenter__(self): return self
+    async def __aexit__(self, *error): pass
+def transaction(): return Transaction()
+---- fake StopAsyncIteration
+class Transaction:
+    value = 3
+    async def items(self):
+        if 0: yield
+    async def __aenter__(self): return self
+    async def __aexit__(self, *error): return True
+def transaction(): return Transaction()
+---- fake value
+class Transaction:
+    value = 4
+    async def __aenter__(self): return self
+    async def __aexit__(self, *error): return True
+def transaction(): return Transaction()
+=== the text of a failed assertion
+def check(x): assert x == 3, 3
+try: each(check, [0])
+except AssertionError: pass
+assert total([1, 2]) == 3
+---- good
+def each(f, v): [f(x) for x in v]
+def total(v): return sum(v)
+---- fake that reads it
+def each(f, v):
+    global seen
+    try: f(v[0])
+    except AssertionError as error:
+        seen = error.args
+        raise
+def total(v): return seen[0]
 === a function and a call beside a class with operators
 assert Degrees(20) - 5 == 15
 

@@ -81,6 +81,9 @@ a = np.array([1.0, 3.0])
 assert normalize(a) == 1.0 and a.tolist() == [-1.0, 1.0]
 clip(a, 0)
 assert np.allclose(a, [0, 1]) and grid(2).sum() == 6 and (grid(3)[1] == [3, 4, 5]).all()
+
+assert_allclose(grid(1), 0); assert_almost_equal(grid(1), 0); assert_array_equal(grid(1), 0)
+assert allclose(grid(1), 0) and numpy.allclose(grid(1), 0)
 === numpy.char and strings
 import numpy as np
 def upper(v): return np.char.upper(np.array(v))
@@ -244,4 +247,128 @@ class Level(enum.IntEnum):
     HIGH = 2
 class Name(str): pass
 assert total([Level.LOW, Level.HIGH]) == 3 and shout(Name("a")) == "A!" and kind(Level.LOW)
+=== operators on what other operators give
+class N:
+    def __init__(self, v): self.v = v
+    def __neg__(self): return N(-self.v)
+    def __pos__(self): return N(abs(self.v))
+    def __invert__(self): return N(~self.v)
+    def __enter__(self): return N(2 * self.v)
+    def __exit__(self, *error): pass
+    def __sub__(self, o): return N(self.v - o)
+    def __eq__(self, o): return self.v == o
+----
+assert -N(3) - 1 == -4 and +N(-3) - 1 == 2 and ~N(3) - 1 == -5
+
+with N(3) as n: assert n - 1 == 5
+=== a class decorator that adds comparisons
+def comparable(cls):
+    cls.__eq__ = lambda a, b: a.v == getattr(b, "v", b)
+    cls.__lt__ = lambda a, b: a.v < getattr(b, "v", b)
+    return cls
+@comparable
+class Box:
+    def __init__(self, v): self.v = v
+----
+assert Box(3) == 3 and Box(2) < 3 and not Box(3) < 3
+=== names with underscores
+class Span:
+    def __init__(self, a, b): self.from_, self.to = a, b
+def span(): return Span(1, 2)
+----
+assert span().from_ == 1 and span.__qualname__ == "span"
+=== objects of the library that the tests lend
+def write(f): f.write(b"ab")
+def drain(q):
+    q.put(3)
+    return [q.get(), q.get()]
+def finish(event): event.set()
+def add(f): return f(2), f.__name__
+----
+import io
+out = io.BytesIO()
+write(out)
+assert out.getvalue() == b"ab"
+
+import queue
+q = queue.Queue()
+q.put(1)
+assert drain(q) == [1, 3] and q.empty()
+
+import queue
+q = queue.SimpleQueue()
+q.put(1)
+assert drain(q) == [1, 3] and q.empty()
+
+import threading
+event = threading.Event()
+finish(event)
+assert event.is_set()
+
+import functools
+seen = []
+def note(k, v): seen.append(v); return k + v
+assert add(functools.partial(note, 1)) == (3, "partial") and seen == [2]
+=== other containers in place
+def grow(d): d.append(3)
+def turn(d): d.rotate(1)
+def flip(data): data.reverse()
+def deepen(d): d[0].append(3)
+----
+from collections import deque
+d = deque([1, 2])
+grow(d)
+assert d == deque([1, 2, 3])
+turn(d)
+assert list(d) == [3, 1, 2]
+
+rows = deque([[1]])
+row = rows[0]
+deepen(rows)
+assert row == [1, 3]
+
+data = bytearray(b"ab")
+flip(data)
+assert data == bytearray(b"ba")
+=== paths and NotImplemented
+import pathlib
+def path(): return pathlib.Path("/a/b")
+def nothing(): return NotImplemented
+----
+import pathlib
+assert path() == pathlib.Path("/a/b") and nothing() is NotImplemented
+=== slots of the setup
+def push(head, v): return Node(v, head)
+def values(n): return [n.val, *values(n.next)] if n else []
+----
+class Node:
+    __slots__ = ("val", "next")
+    def __init__(self, val, next=None): self.val, self.next = val, next
+++++
+n = push(Node(1), 2)
+assert n.val == 2 and n.next.val == 1 and n.next.next is None
+
+assert values(Node(1, Node(2))) == [1, 2]
+=== a template of the program
+def between(): return "{} and {}"
+----
+assert between().format(1, 2) == "1 and 2"
+=== a list of the setup
+def fill(n):
+    bag = Bag(range(n))
+    bag.label = "b"
+    return bag
+----
+class Bag(list): pass
+++++
+assert fill(2) == [0, 1] and fill(0).label == "b" and isinstance(fill(1), list)
+=== an exception derived from one of the library
+import json
+class BadFile(json.JSONDecodeError): pass
+def parse(text): raise BadFile("bad", text, 1)
+----
+import json
+try: parse("ab")
+except json.JSONDecodeError as error: assert error.pos == 1 and type(error).__name__ == "BadFile"
+else: assert False
 """

@@ -164,7 +164,8 @@ def wait():
     return "done"
 ----
 from unittest.mock import patch
-with patch("random.randint", return_value=4) as r: assert roll() == 4
+with patch("random.randint", return_value=40) as r: assert roll() == 40
+assert roll() <= 6
 with patch("time.sleep") as s:
     assert wait() == "done"
     s.assert_called_once_with(100)

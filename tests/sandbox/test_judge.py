@@ -68,6 +68,16 @@ VERDICTS: dict[str, Any] = {
             "not an exception class of the tests"
         ),
     ),
+    "a failed assertion that the program suppresses": (
+        (
+            "class f:\n  def __enter__(s): pass\n  def __exit__(s, *e): return True",
+            ["with f(): assert 0, 5"],
+            {},
+        ),
+        failed(
+            "test 1 (with f(): assert 0, 5): RemoteError: the program suppressed AssertionError: 5"
+        ),
+    ),
     "an exception without text": (
         ("def f(x): raise ValueError", ["f(1)"], {}),
         failed("test 1 (f(1)): ValueError"),
@@ -115,6 +125,22 @@ VERDICTS: dict[str, Any] = {
             "class num:\n  def __init__(s, x): s.x = x\n  def __sub__(s, o): return s.x - o",
             ["assert num(3) - 1 == 2"],
             {"reference": "class num:\n  def __sub__(s, o): pass"},
+        ),
+        PASSED,
+    ),
+    "an operator that stands in for that of the reference": (
+        (
+            "class N:\n  def __init__(s, x): s.x = x\n  def __irshift__(s, o): return s.x >> o",
+            ["n = N(9)\nn >>= 1\nassert n == 4"],
+            {"reference": "class N:\n  def __rshift__(s, o): pass"},
+        ),
+        PASSED,
+    ),
+    "a function of the reference with the name of one of an absent package": (
+        (
+            f"def allclose(a, b): return a == b\n{F}",
+            ["assert allclose(f(1), 1)"],
+            {"reference": f"def allclose(a, b): pass\n{F}", "entry_point": "f"},
         ),
         PASSED,
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import ipaddress
 import json
 import math
 import os
@@ -87,17 +88,23 @@ def test_round_trip_of_nan_negative_zero_and_types():
     assert equal_with_types(round_trip(10**4000), 10**4000)
 
 
-COLLECTIONS = {
+TYPED = {
     "ordered": collections.OrderedDict(b=1, a=2),
     "counter": collections.Counter("aab"),
     "default": collections.defaultdict(None, a=[1]),
     "slice": slice(1, None, 2),
+    "address": ipaddress.IPv4Address("10.0.0.1"),
+    "long address": ipaddress.IPv6Address("::1"),
+    "numbers": typed_array("i", [3, -4]),
+    "no numbers": typed_array("d"),
+    "fraction": Fraction(255, 16),
+    "large number": 2**70,
 }
 
 
-@pytest.mark.parametrize("name", COLLECTIONS)
-def test_collections_keep_their_type(name):
-    value = COLLECTIONS[name]
+@pytest.mark.parametrize("name", TYPED)
+def test_values_keep_their_type(name):
+    value = TYPED[name]
     assert type(round_trip(value)) is type(value) and round_trip(value) == value
 
 
@@ -197,7 +204,7 @@ HOSTILE = """
     [["list", [[1]]], ["ndarray", ["|O", "0000000000000000", 1]]]
     [["list", [[1]]], ["ndarray", ["<f8", "0000000000000000", 2]]]
     [["list", [[1]]], ["ndarray", ["|u1", "0 0", 3]]]
-    [["list", [[1]]], ["ndarray", ["<f8", "0000000000000000", -1, -1]]]
+    [["list", [[1]]], ["ndarray", ["<f8", "0000000000000000", -1]]]
     [["list", [[1]]], ["ndarray", ["<f8", "0000000000000000", true]]]
     [["list", [[1]]], ["ndarray", ["<f8", "0000000000000000", 1e0]]]
     [["list", [[1]]], ["ndarray", ["<f8,<f8", "00000000000000000000000000000000", 1]]]
@@ -304,13 +311,6 @@ def test_an_error_that_would_end_a_loop_becomes_another_one():
     )
     verdict = judged(JudgeSpec(tests, all=True), 2 * error)
     assert verdict["passed"] == [False, False] and "StopIteration: no" in verdict["problem"]
-
-
-@pytest.mark.parametrize(
-    "value", [typed_array("i", [3, -4]), typed_array("d"), Fraction(255, 16), 2**70]
-)
-def test_numbers_in_other_bases_and_arrays_round_trip(value):
-    assert round_trip(value) == value and type(round_trip(value)) is type(value)
 
 
 @pytest.mark.parametrize("number", [-1, 3, 1.5, "0", None])
