@@ -244,6 +244,7 @@ def test_the_table_by_hand():
         ({"tasks": {"a": {"samples": 2, "pass_at": [3]}}}, "pass_at=3: use"),
         ({"tasks": {"a": {"pass_at": [0]}}}, "pass_at=0: use"),
         ({"tasks": {"a": {"top_p": 0.0}}}, "top_p=0.0: use"),
+        ({"tasks": {"a": {"top_p": 0.9}}}, "top_p=0.9 has no effect"),
         ({"tasks": {"a": {"samples": 2}}}, "samples=2 at temperature=0"),
         ({"tasks": {"a": {"sampels": 2}}}, "did you mean 'samples'"),
         ({"tasks": {"a": {"top_p": 2.0}}}, "top_p=2.0: use a number in"),

@@ -71,7 +71,7 @@ def test_kill_while_a_checkpoint_is_being_written(task, tmp_path, uninterrupted)
                     "num_generations": 4,
                     "max_completion_length": 5,
                     "num_iterations": 3,
-                }
+                },
             },
             id="reused-rollouts",
         ),

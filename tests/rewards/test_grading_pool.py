@@ -104,6 +104,21 @@ def test_a_fork_that_holds_the_pipes_does_not_keep_workers_alive():
     assert run.stdout.splitlines() == ["['right', 'wrong']", "True"]
 
 
+WAITING_SCRIPT = """
+import os, time
+from gac.rewards import grading_worker
+grading_worker.WALL_PER_CPU_SECOND = 1.0
+grading_worker.make_grader = lambda: lambda *_: time.sleep(50)
+grading_worker.main(0.1, os.getppid())
+"""
+
+
+def test_a_check_that_uses_no_cpu_time_ends_too():
+    command, request = [sys.executable, "-c", WAITING_SCRIPT], b'["7", "7"]\n'
+    run = subprocess.run(command, input=request, capture_output=True, timeout=100, check=False)
+    assert (run.stdout, run.returncode) == (b"ready\n", -signal.SIGALRM)
+
+
 @pytest.fixture
 def started():
     """A pool with a worker, and the worker's process id."""
