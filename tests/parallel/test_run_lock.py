@@ -45,8 +45,10 @@ def test_a_second_process_is_refused_until_the_first_is_killed(holder, tmp_path)
         run_lock(tmp_path).__enter__()
     holder.send_signal(signal.SIGKILL)
     holder.wait(timeout=60)
-    with run_lock(tmp_path):
-        assert json.loads((tmp_path / LOCK_FILE).read_text())["process"] == os.getpid()
+    with run_lock(tmp_path), run_lock(tmp_path / "new" / "run"):
+        assert [json.loads(file.read_text())["process"] for file in tmp_path.rglob(LOCK_FILE)] == [
+            os.getpid()
+        ] * 2
 
 
 @pytest.mark.parametrize("command", ["train", "eval", "export"])
