@@ -11,6 +11,7 @@ from gac import ControllerConfig
 from gac.control.alarm import Alarm
 from gac.control.gate import Gate
 from gac.control.schedules import MixSchedule
+from gac.control.signals import SketchSignals
 from gac.data.examples import Source
 from gac.evaluation.config import EvalTask
 from gac.methods import METHODS
@@ -179,8 +180,14 @@ def test_numbers_are_accepted_exactly_in_their_interval(call, interval: str, nam
 @pytest.mark.parametrize(("call", "minimum", "names"), COUNTS)
 def test_counts_are_accepted_from_their_minimum(call, minimum: int, names: str) -> None:
     for name in names.split():
-        accepted = [accepts(call, name, minimum + i) for i in (-2, -1, 0, 1)]
-        assert accepted == [False, False, True, True], name
+        assert [x for x in range(minimum - 2, minimum + 2) if accepts(call, name, x)] == [
+            minimum,
+            minimum + 1,
+        ], name
+
+
+def test_sketches_have_a_power_of_two_of_buckets() -> None:
+    assert [x for x in range(130) if accepts(SketchSignals, "size", x)] == [4, 8, 16, 32, 64]
 
 
 @pytest.mark.parametrize(("call", "_", "names"), [*CONTROL, *CONTROL_COUNTS])

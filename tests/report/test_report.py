@@ -196,7 +196,7 @@ def grouped(*paths):
 
 def test_runs_that_differ_only_by_seed_and_folder_are_one_group(tmp_path):
     data = "task/seed{}/demos.jsonl"
-    paths = [write_run(tmp_path / f"gac-{s}", seed=s, data=data.format(s)) for s in (0, 1)]
+    paths = [write_run(tmp_path / ("gac" + s * "-1"), seed=s, data=data.format(s)) for s in (0, 1)]
     other = write_run(tmp_path / "grpo", method="grpo", data="task/seed0/demos.jsonl")
     assert [(group.label, group.seeds) for group in grouped(paths[0], other, paths[1])] == [
         ("gac (method=gac)", [0, 1]),

@@ -59,7 +59,10 @@ def test_table_shows_start_and_final_accuracy_of_extra_tasks(tmp_path):
     accuracy, extra, *_ = tables(group_runs(runs), window_of(runs))
     assert [c.key for c in accuracy.columns] == ["start", "final", "best", "accuracy/easy"]
     cells = {c.key: cell[0] for c, cell in zip(extra.columns, extra.cells[0], strict=True)}
-    assert [column.title for column in extra.columns][:2] == ["start logic %", "final logic %"]
+    assert [(column.title, column.decimals) for column in extra.columns][:2] == [
+        ("start logic %", 1),
+        ("final logic %", 1),
+    ]
     facts = {"start/facts": 0.5, "accuracy/facts": 0.5}
     assert cells == {"start/logic": 0.8, "accuracy/logic": 0.4, **facts}
 

@@ -157,8 +157,7 @@ def test_the_figures_of_a_report(tmp_path: Path, monkeypatch: Any) -> None:
     ]
     titles = [axes.get_title("left") for axes in drawn["overview.png"].axes]
     assert titles == ["Held-out accuracy", "Entropy", "Mixing weight μ"]
-    panels = [panel for panel in (*plots.TRAINING, *plots.MIXING) if panel.key in files][:2]
-    panels = [*panels, *panels]
+    panels = 2 * [panel for panel in (*plots.TRAINING, *plots.MIXING) if panel.key in files][:2]
     plots._draw_overview(panels, [recorded], tmp_path / "four.png")
     four = drawn["four.png"]
     assert [axes.axison for axes in four.axes] == [True] * 4 + [False] * 2

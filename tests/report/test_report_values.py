@@ -375,13 +375,14 @@ def test_samples_show_the_first_and_the_last_step(tmp_path: Path) -> None:
     ],
 )
 def test_the_last_lines_of_a_run(tmp_path: Path, rewards: list[Any], verdict: str) -> None:
-    levels = ((0, 0.1, 0.2), (3, 0.6, 0.7), (5, 0.5, 0.6))
     evals = [
-        {"step": step, "accuracy": mean, "ci95": [mean - 0.1, high], "prompts": 50}
-        for step, mean, high in levels
+        {"step": step, "accuracy": mean, "ci95": [mean - 0.1, mean + 0.1], "prompts": 50}
+        for step, mean in ((0, 0.1), (3, 0.6), (5, 0.5))
     ]
     columns = {"seconds": [30 for _ in rewards], "sampling_seconds": [15 for _ in rewards]}
-    path = write_run(tmp_path / "a run", {}, columns | {"reward_mean": rewards}, evals)
+    path = write_run(
+        tmp_path / "a run", {}, columns | {"reward_mean": rewards}, [{"step": 0}, *evals]
+    )
     assert ending(path).splitlines() == [
         "accuracy: 10.0% [0.0, 20.0] before, 60.0% [50.0, 70.0] best (step 3), "
         "50.0% [40.0, 60.0] after (50 prompts)",
