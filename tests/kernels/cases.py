@@ -225,6 +225,13 @@ CASES = [
         ref=0.3,
         rollout=0.4,
     ),
+    Case(
+        "corrected on-policy",
+        "the factor is that of the current log-probs",
+        LossSpec(correction="token_truncate", correction_min=0.8, correction_max=1.2, kl_coef=0.1),
+        ref=0.3,
+        rollout=0.4,
+    ),
 ]
 BY_NAME = {case.name: case for case in CASES}
 each_case = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
