@@ -346,7 +346,7 @@ def test_a_mistake_has_a_one_line_answer(results, number):
         assert not rest or rest[0].startswith("usage: ")
 
 
-@pytest.mark.parametrize(("prefix", "line"), [([], 2), (["nohup"], 3)])
+@pytest.mark.parametrize(("prefix", "line"), [(["env", "--default-signal=HUP"], 2), (["nohup"], 3)])
 def test_a_signal_before_the_first_step(project, prefix, line):
     """SIGHUP, unless `nohup` ignores it, or SIGTERM."""
     done = subprocess.run(
