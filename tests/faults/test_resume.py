@@ -65,7 +65,7 @@ def test_kill_while_a_checkpoint_is_being_written(task, tmp_path, uninterrupted)
     [
         pytest.param(
             {
-                "method": {"name": "sft-then-rl", "sft_steps": 2},  # they begin within 3 steps
+                "method": {"name": "sft-then-rl", "sft_steps": 2},  # then it samples out of turn
                 "rollouts": {
                     "num_prompts": 4,
                     "num_generations": 4,

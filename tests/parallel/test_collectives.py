@@ -126,8 +126,9 @@ class Family(nn.Module):
 
 
 def sharded_units(out: str) -> list[Any]:
-    """For each model: the names of its units and whether all is sharded; or the error. Also the
-    error of a job that another launcher has started.
+    """For each model, the names of its units and whether all is sharded, or the error.
+
+    The last entry is the error of a job that another launcher has started.
     """
     config = ParallelConfig("fsdp")
     os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"  # of `accelerate launch`

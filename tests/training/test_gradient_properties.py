@@ -141,7 +141,7 @@ def test_gradients_of_the_parts_of_each_term(rows, number, pair, mu) -> None:
 
 
 def test_rows_of_two_sequences_have_no_sketch() -> None:
-    """Others of the same step have."""
+    """The other rows of the step have one."""
     rows = [Row((5, 6, 7), 1, False, 1.0, 0), Row((5, 6, 7, 8), 1, False, 2.0, 1, switch=2)]
     alone, both = (
         gradient(own, Mix(0.5), Loss(LossSpec()), rows, sketch=4, signals=True)[0].evidence.sketches
