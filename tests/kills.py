@@ -1,7 +1,5 @@
 """Kills or stops a run at a point in its execution, so that machine load does not matter."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import resource

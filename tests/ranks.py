@@ -6,8 +6,6 @@ held. A job's rendezvous store runs in the test process, as torchrun's runs in i
 has a timeout and reports what it waited for; a hung process dumps its stack traces and exits.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import gc

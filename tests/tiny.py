@@ -1,7 +1,5 @@
 """Helpers for training runs of milliseconds: a random Qwen2 with the demo's tokenizer and data."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterable

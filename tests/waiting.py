@@ -1,7 +1,5 @@
 """Polling for events in other processes or threads."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

@@ -198,12 +198,7 @@ def _supports_padding(model: Any, pad_token: int) -> bool:
 
     def logits(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         with sampling_mode(model):
-            out = model.generate(
-                input_ids=ids,
-                attention_mask=mask,
-                generation_config=settings,
-                synced_gpus=in_lockstep(model),
-            )
+            out = model.generate(input_ids=ids, attention_mask=mask, generation_config=settings)
         return out.logits[0].float()
 
     padded, alone = logits(rows, mask), logits(rows[:1, 3:], mask[:1, 3:])

@@ -217,8 +217,6 @@ def compile_filter() -> bytes:
         raise OSError(errno.ENOENT, f"{error}; on Debian: apt install libseccomp2") from None
     library.seccomp_init.restype = ctypes.c_void_p
     context = ctypes.c_void_p(library.seccomp_init(_ERRNO | errno.EPERM))
-    if not context:
-        raise OSError(errno.ENOMEM, "seccomp_init failed")
     _check(library.seccomp_attr_set(context, _BAD_ARCHITECTURE, _KILL_PROCESS), "attribute")
     # a binary search instead of a list; libseccomp before 2.5 has no such option
     library.seccomp_attr_set(context, _OPTIMIZE, 2)

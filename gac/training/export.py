@@ -182,7 +182,6 @@ def _save_trained_adapters(config: ModelConfig, path: Path, folder: Path) -> Non
     stored = checkpoint.model_tensors(path)
     names = {name for name, p in model.named_parameters() if p.requires_grad}
     tensors = checkpoint.read_tensors(path, {name: stored[name] for name in names})
-    model.peft_config["default"].base_model_name_or_path = config.path
     model.save_pretrained(folder, state_dict=tensors, save_embedding_layers=False)
 
 

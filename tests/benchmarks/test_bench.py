@@ -1,7 +1,5 @@
 """Tests of the benchmark code at tiny sizes: correctness checks, result rows, tables."""
 
-from __future__ import annotations
-
 import json
 import sys
 

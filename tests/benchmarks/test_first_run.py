@@ -1,7 +1,5 @@
 """The program of the first GPU run, on a CPU: failing and hanging steps, peers' wheels."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

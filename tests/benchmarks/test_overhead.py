@@ -1,7 +1,5 @@
 """The overhead benchmark: what it compares and prints."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

@@ -1,7 +1,5 @@
 """bench/roofline.md is up to date, and its tables show the measured values."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """What each command of `gac` passes on, prints and returns, without its work."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -1,7 +1,5 @@
 """Defaults are part of the interface: a run without a setting must not change by accident."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Error messages name the argument, the offending value and the fix."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """`gac init`: the folder that it creates runs without changes."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The documented commands, started as a user would: torchrun, accelerate launch, gac."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

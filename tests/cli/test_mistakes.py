@@ -3,8 +3,6 @@
 All run in one process. Those in `EARLY` are answered before torch is imported.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

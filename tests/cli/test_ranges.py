@@ -1,7 +1,5 @@
 """Valid ranges of numeric arguments: values at and next to the bounds."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Errors of the Hub, exit codes; see also test_mistakes.py and test_cli_commands.py."""
 
-from __future__ import annotations
-
 import http.server
 import threading
 from pathlib import Path

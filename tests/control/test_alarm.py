@@ -1,7 +1,5 @@
 """The alarm: which losses raise it and clear it, and how methods respond."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """The controller against a direct transcription of the algorithm, and on random configurations."""
 
-from __future__ import annotations
-
 import doctest
 import json
 import math

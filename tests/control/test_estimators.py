@@ -1,7 +1,5 @@
 """The optimal mixing weight against an independent computation of the error it minimizes."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The gate: measurements against direct computation, the trust, closing, reopening, resuming."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any

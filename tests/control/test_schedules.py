@@ -1,7 +1,5 @@
 """Schedules: values worked out by hand, and error messages."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

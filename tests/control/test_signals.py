@@ -1,7 +1,5 @@
 """Signal sources on real loss statistics, and gradient moments against direct computation."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The signal source `sketch`: unit sketches, two ranks, mu = 0, and unsupported configurations."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import math

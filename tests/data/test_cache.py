@@ -1,7 +1,5 @@
 """Large data is tokenized once per node: later loads find it in a cache, keyed by all inputs."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

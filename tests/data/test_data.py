@@ -1,7 +1,5 @@
 """The data layer: sources, templates, length filters, error messages, row order."""
 
-from __future__ import annotations
-
 import errno
 import gzip
 import json

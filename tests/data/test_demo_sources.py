@@ -1,7 +1,5 @@
 """Demonstrations whose data name their source: losses by source, and one alarm per source."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

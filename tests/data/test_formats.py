@@ -1,7 +1,5 @@
 """Data formats: JSON, CSV, parquet, arrow, folders, conversations, several sources."""
 
-from __future__ import annotations
-
 import bz2
 import csv
 import gzip

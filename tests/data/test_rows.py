@@ -1,7 +1,5 @@
 """Rows, their batches, counts and micro-batches, against values computed by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Responses and demonstrations end as the chat template and the model's generation config say."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Estimates and their intervals, checked by enumeration and simulation."""
 
-from __future__ import annotations
-
 import math
 import re
 from itertools import combinations

@@ -2,8 +2,6 @@
 score 1.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

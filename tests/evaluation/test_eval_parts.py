@@ -1,7 +1,5 @@
 """The parts of an evaluation, without a model: answers, settings, files, damaged results."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from dataclasses import replace

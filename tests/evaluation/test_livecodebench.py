@@ -2,8 +2,6 @@
 executed.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import os

@@ -3,8 +3,6 @@
 Optional: needs lm_eval, e.g. `pip install lm_eval==0.4.13`.
 """
 
-from __future__ import annotations
-
 import gzip
 import itertools
 import json

@@ -1,11 +1,10 @@
 """`gac eval` with several tasks: results, resuming, comparing, processes."""
 
-from __future__ import annotations
-
 import functools
 import gzip
 import json
 import math
+import os
 import re
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gac import cli
+from gac import cli, evaluation
 from gac.config import ConfigError, load
 from gac.demo.task import make_tokenizer
 from gac.errors import RunDirectoryError
@@ -128,10 +127,17 @@ def test_finished_tasks_are_not_run_again(task, tmp_path):
         run_suite(config)
 
 
+def run_where_only_the_first_writes(config):
+    if os.environ["RANK"] != "0":
+        evaluation.suite.save_text = None
+    run_suite(config)
+
+
 def test_two_processes_match_one(task, tmp_path, caplog):
     counted = {"reward": "tests.tiny:CountedDigits"}
     run_suite(suite(task, tmp_path / "one", **counted))
-    ranks.run(run_suite, suite(task, tmp_path / "two", **counted), ranks=2)
+    config = suite(task, tmp_path / "two", **counted)
+    ranks.run(run_where_only_the_first_writes, config, ranks=2)
     one, two = (read_samples(tmp_path / name) for name in ("one", "two"))
     assert one == two
     one, two = (
@@ -143,7 +149,10 @@ def test_two_processes_match_one(task, tmp_path, caplog):
     assert ": 32 calls in this process" in caplog.text  # the reward is closed
 
 
-def test_comparison_is_paired_by_prompt(task, tmp_path):
+def test_comparison_is_paired_by_prompt(task, tmp_path, monkeypatch):
+    seeds = []
+    load = lambda *call: (seeds.append(call[1]), load_model(*call))[1]  # noqa: E731 - a spy
+    monkeypatch.setattr("gac.evaluation.suite.load_model", load)
     load_model(suite(task, "").model).save_pretrained(tmp_path / "model")
     model = {"path": str(tmp_path / "model"), "tokenizer": str(task / "init")}
     one = suite(task, tmp_path / "e", model=model)
@@ -153,7 +162,8 @@ def test_comparison_is_paired_by_prompt(task, tmp_path):
     rows = run_suite(other, tmp_path / "e")["tasks"]
     result = rows["sampled"]["against"]
     mine, theirs = (read_samples(tmp_path / n)["sampled"] for n in "fe")
-    assert "against" not in rows["greedy"] and mine != theirs  # the seed is that of the sampling
+    assert "against" not in rows["greedy"] and seeds == [0, 3]
+    assert mine != theirs  # the seed is that of the sampling
     gaps = [a.score - b.score for a, b in zip(mine, theirs, strict=True)]
     assert result["prompts"] == 8 and result["difference"] == pytest.approx(sum(gaps) / 32)
     assert result["ci95"][0] <= result["difference"] <= result["ci95"][1]
@@ -246,6 +256,7 @@ def test_the_table_by_hand():
         ({"tasks": {"a": {"top_p": 0.0}}}, "top_p=0.0: use"),
         ({"tasks": {"a": {"top_p": 0.9}}}, "top_p=0.9 has no effect"),
         ({"tasks": {"a": {"samples": 2}}}, "samples=2 at temperature=0"),
+        ({"tasks": {"a": {"data": {"order": "a:b"}}}}, "data.order='a:b': use the default: an eval"),
         ({"tasks": {"a": {"sampels": 2}}}, "did you mean 'samples'"),
         ({"tasks": {"a": {"top_p": 2.0}}}, "top_p=2.0: use a number in"),
         ({"eval": {"every": 5}}, "eval.every and eval.tasks apply only to training"),

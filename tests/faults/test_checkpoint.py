@@ -1,7 +1,5 @@
 """Checkpoints: atomic writes, verification, pruning, export, rejection of another run's."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

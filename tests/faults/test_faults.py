@@ -1,7 +1,5 @@
 """Failures provoked in real runs: non-finite steps, full disks, killed and hung processes."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math
@@ -21,7 +19,7 @@ from gac.methods import Observation
 from gac.methods.base import next_mix
 from gac.train_config import GuardConfig
 from gac.training.record import Logbook
-from gac.training.replay import replay
+from gac.training.replay import load_skipped, replay
 from gac.training.step import Guard
 from gac.training.trainer import Trainer, train
 from tests import ranks
@@ -244,6 +242,10 @@ def test_ranks_agree_on_a_broken_step_and_one_process_replays_it(task, tmp_path,
     recorded, recomputed = replayed["recorded"], replayed["recomputed"]
     assert replayed["culprits"] and not math.isfinite(recomputed["rollout_loss"])
     assert recomputed["demo_loss"] == pytest.approx(recorded["demo_loss"], rel=1e-5)
+    rows = [row.ids for row in load_skipped(path)[0].step.rows]
+    for rank, other in ((1, 10), (0, 9)):
+        (path / f"rank-{rank}.pt").rename(path / f"rank-{other}.pt")
+    assert [row.ids for row in load_skipped(path)[0].step.rows] == rows  # in the order of the ranks
 
 
 def test_replay_needs_only_the_models(task, tmp_path):

@@ -1,7 +1,5 @@
 """Heartbeats of two real processes, one of which stops sending them."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

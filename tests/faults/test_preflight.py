@@ -1,7 +1,5 @@
 """Checks before a run starts, with values computed by hand."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 from types import SimpleNamespace

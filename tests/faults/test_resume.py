@@ -1,7 +1,6 @@
 """A run that is killed and resumed, at any moment, writes the metrics of an uninterrupted run."""
 
-from __future__ import annotations
-
+import os
 import random
 import re
 import shutil
@@ -117,6 +116,23 @@ def test_a_run_that_a_reward_ends_is_saved(task, tmp_path, call, saved):
     assert [path.name for path in (tmp_path / "a" / "checkpoints").iterdir()] == saved
     expected = metrics(train(tiny_config(task, tmp_path / "b", **changes)))
     assert metrics(train(config)) == expected
+
+
+def stopped_twice(completion, example):
+    """Both signals come in the third step."""
+    calls[0] -= 1
+    if not calls[0]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise KeyboardInterrupt
+    return digit_reward(completion, example)
+
+
+def test_a_second_signal_saves_nothing(task, tmp_path):
+    changes = {"reward": f"{__name__}:stopped_twice", "eval": {}, "checkpoint_every": 9}
+    calls[0] = 37
+    with pytest.raises(KeyboardInterrupt, match="^$"):
+        train(tiny_config(task, tmp_path, **changes))
+    assert not any((tmp_path / "checkpoints").iterdir())
 
 
 def test_job_resumes_exactly_after_one_rank_is_stopped_or_killed(task, tmp_path):

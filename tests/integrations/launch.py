@@ -1,7 +1,5 @@
 """Starts processes for the adapter tests: each is a new interpreter, as under a launcher."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

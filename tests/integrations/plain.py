@@ -1,7 +1,5 @@
 """Reference gradients of full optimizer steps, in plain log-softmax code."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the adapter tests record of the trainers: gradients, weights and logged values."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

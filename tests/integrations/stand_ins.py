@@ -1,7 +1,5 @@
 """Stand-ins for packages that the test environment lacks, while one of our adapters is imported."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import sys

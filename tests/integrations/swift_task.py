@@ -1,7 +1,5 @@
 """Run one rank of ms-swift's own rlhf command on a CPU, and record what it computes."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -6,8 +6,6 @@ gradients and averages them over the ranks, or by transformers' Trainer where th
 tests that `tools.environments` runs check the same with the trainers themselves.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

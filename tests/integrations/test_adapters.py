@@ -1,7 +1,5 @@
 """What the adapters for other trainers share: demonstrations, steps, checkpoints, patches."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import math

@@ -1,7 +1,5 @@
 """The adapter for ms-swift, against stand-ins for the few classes of swift that it extends."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The adapter for Trinity-RFT, against stand-ins for the few classes of Trinity that it extends."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The adapter for verl, against stand-ins for the few parts of verl that it extends or calls."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
@@ -25,11 +23,11 @@ from tests.integrations.stand_ins import modules
 class Batch(dict):
     """Stand-in for a TensorDict; `padded` and `selected` return itself."""
 
-    def select(self, *names: str) -> Batch:
+    def select(self, *names: str) -> "Batch":
         assert set(names) <= set(self)
         return Batch({name: self[name] for name in names})
 
-    def to_padded_tensor(self) -> Batch:
+    def to_padded_tensor(self) -> "Batch":
         return self
 
 

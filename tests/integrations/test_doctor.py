@@ -1,7 +1,5 @@
 """`gac doctor` without a GPU, without the native library, with an unsupported trainer."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil

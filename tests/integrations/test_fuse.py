@@ -1,7 +1,5 @@
 """`fuse(model)`: the same losses and gradients as transformers' own loss, without logits."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import pickle

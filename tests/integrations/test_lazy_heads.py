@@ -5,8 +5,6 @@ named prime-rl, OpenRLHF and SkyRL. Packages that need a GPU (deepspeed, flash-a
 empty modules.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

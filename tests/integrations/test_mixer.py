@@ -1,7 +1,5 @@
 """Mixer, which the adapters share: sums, data order, state, and rejected arguments."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """ms-swift's own rlhf command with our plugin: gradients, ranks, resuming, unsupported options."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

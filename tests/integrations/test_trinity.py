@@ -1,7 +1,5 @@
 """Trinity's loss class with our policy loss, in verl's own worker: gradients, ranks, restarts."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """GACTrainer with the real TRL: gradients, ranks, resuming, LoRA, unsupported options."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import re
 import shutil

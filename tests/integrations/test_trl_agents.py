@@ -1,7 +1,5 @@
 """TRL's tools, environments, rollout functions and vLLM server, with our loss in its trainers."""
 
-from __future__ import annotations
-
 import itertools
 import queue
 import random

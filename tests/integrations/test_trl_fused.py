@@ -1,7 +1,5 @@
 """The fused head and the fused GRPO loss against TRL's own: values, gradients and metrics."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

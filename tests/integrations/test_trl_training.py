@@ -1,7 +1,5 @@
 """FusedGRPOTrainer trains as GRPOTrainer does, with the options and models that users combine."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

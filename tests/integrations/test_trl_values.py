@@ -1,7 +1,5 @@
 """The parts of the TRL trainers that need no training: masks, units, divisors, fallbacks."""
 
-from __future__ import annotations
-
 import math
 import sys
 from types import SimpleNamespace

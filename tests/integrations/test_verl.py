@@ -1,7 +1,5 @@
 """verl's own actor with our policy loss, from its own configuration: gradients, ranks, resuming."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """A tiny model and demonstrations for it, for the tests of every adapter."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

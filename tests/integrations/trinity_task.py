@@ -1,7 +1,5 @@
 """Run one rank of verl 0.8's own worker on a CPU, with Trinity's loss and batches."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys

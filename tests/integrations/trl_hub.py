@@ -1,7 +1,5 @@
 """Tiny local models and datasets under the names that TRL's tests load from the hub."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -4,8 +4,6 @@
 first optimizer step: there, everything is a function of the same weights, seeds and batch.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -9,8 +9,6 @@ head (log-probs times 1.01) must be noticed in every test that trains with TRL's
 gradient. The results go to docs/integrations/trl.md if all five files were run.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

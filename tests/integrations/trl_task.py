@@ -1,7 +1,5 @@
 """Run the real TRL on a tiny model, and record what it computes."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

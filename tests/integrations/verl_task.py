@@ -1,7 +1,5 @@
 """Run one rank of a verl actor on a CPU: FSDP2, with verl's own engine and configuration."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Notation: B padded rows, T row length, N tokens, V vocabulary, H hidden size, S sequences.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,7 +70,7 @@ class Batch:
         options = self.keywords | keywords
         return call(self.hidden, self.weight, *self.inputs, bias=self.bias, **options)
 
-    def to(self, dtype: torch.dtype) -> Batch:
+    def to(self, dtype: torch.dtype) -> "Batch":
         """A copy of the batch whose leaf tensors have another dtype."""
         leaves = [
             x.detach().to(dtype).requires_grad_() for x in (self.hidden, self.weight, self.bias)
@@ -80,7 +78,7 @@ class Batch:
         return Batch(*leaves, *self.inputs, self.keywords)
 
 
-def build(case: Case, dtype: torch.dtype = torch.float32) -> Batch:
+def build(case: Case, dtype: torch.dtype = torch.float32) -> "Batch":
     """Build the case's batch; values are equal across dtypes up to rounding."""
     g = torch.Generator().manual_seed(len(case.name))
     sequences, width = len(case.lengths), max(case.lengths)

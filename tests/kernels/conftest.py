@@ -1,7 +1,5 @@
 """The backends of the row functions."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import importlib.util

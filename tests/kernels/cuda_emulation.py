@@ -1,7 +1,5 @@
 """Builds the CUDA row kernels with emulated threads, and batches to test them."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import hashlib

@@ -1,7 +1,5 @@
 """Emulates an accelerator's half-precision GEMMs with float32 output, which the CPU lacks."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import pytest

@@ -3,8 +3,6 @@
 Deliberately naive: one Python loop over sequences, no code of the library.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

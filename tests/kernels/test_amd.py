@@ -1,7 +1,5 @@
 """AMD support, without a GPU: Triton kernels compile, and a ROCm build of PyTorch is recognized."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import SimpleNamespace
 

@@ -4,8 +4,6 @@ Copied values and counts must be equal; float32 values may differ by one ulp, an
 their summation order.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -37,11 +35,11 @@ class PlanArgs(NamedTuple):
     inputs: BatchInputs
     spec: LossSpec = LossSpec()
 
-    def change(self, **fields: Any) -> PlanArgs:
+    def change(self, **fields: Any) -> "PlanArgs":
         return self._replace(inputs=self.inputs._replace(**fields))
 
 
-def plan_args(case: Case) -> PlanArgs:
+def plan_args(case: Case) -> "PlanArgs":
     batch = build(case)
     keywords = {k: v for k, v in batch.keywords.items() if k in BatchInputs._fields}
     return PlanArgs(BatchInputs(*batch.inputs, **keywords), case.spec)
@@ -116,7 +114,7 @@ def test_every_case(case: Case, name: str, poison: None) -> None:
     assert summary.loss != 0 and summary.moments is not None and summary.moments.rollouts[3] > 0
 
 
-def padded(*shape: int, demos: tuple[int, ...]) -> PlanArgs:
+def padded(*shape: int, demos: tuple[int, ...]) -> "PlanArgs":
     g = torch.Generator().manual_seed(2)
     targets = torch.randint(9, shape, generator=g)
     targets[torch.rand(shape, generator=g) < 0.3] = -100
@@ -124,7 +122,7 @@ def padded(*shape: int, demos: tuple[int, ...]) -> PlanArgs:
     return PlanArgs(BatchInputs(targets, advantages, torch.tensor(demos) > 0, mu=0.4))
 
 
-def packed(lengths: list[int]) -> PlanArgs:
+def packed(lengths: list[int]) -> "PlanArgs":
     ends = torch.tensor(lengths).cumsum(0)
     args = padded(1, sum(lengths), demos=(0,))
     g = torch.Generator().manual_seed(3)

@@ -1,7 +1,5 @@
 """Building the CUDA library: for which GPUs, with which compiler, and without one."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import subprocess

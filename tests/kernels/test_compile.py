@@ -1,7 +1,5 @@
 """torch.compile: the public functions are custom operators and cause no graph breaks."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 from unittest import mock

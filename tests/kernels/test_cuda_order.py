@@ -3,8 +3,6 @@
 The kernels run on emulated threads; a broken one is the same source with one statement changed.
 """
 
-from __future__ import annotations
-
 import ctypes
 import shutil
 from pathlib import Path

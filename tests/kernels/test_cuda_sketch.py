@@ -4,8 +4,6 @@ Expected values come from the definition, `row_buckets`, applied to the float64 
 logits.
 """
 
-from __future__ import annotations
-
 import ctypes
 
 import pytest

@@ -4,8 +4,6 @@ reports.
 Tolerance: 2 x the error of float32 PyTorch on the same inputs, both against float64, plus 1e-6.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import operator

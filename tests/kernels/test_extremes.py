@@ -1,7 +1,5 @@
 """Extreme values in every backend: nan and infinity, overflow, impossible tokens, peaked rows."""
 
-from __future__ import annotations
-
 import functools
 import math
 

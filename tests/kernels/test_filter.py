@@ -1,7 +1,5 @@
 """The gradient filter against exact gradients: bounds, the bias of a sum, exact chunks, reports."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

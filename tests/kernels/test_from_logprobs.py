@@ -1,7 +1,5 @@
 """`loss_from_logprobs` against the fused loss on logits: outputs, gradients, errors."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

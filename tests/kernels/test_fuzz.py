@@ -5,8 +5,6 @@ a small fixed number of inputs; `python -m bench.fuzz` runs 10,000 of each kind 
 result.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import pytest
@@ -49,7 +47,7 @@ class Input(NamedTuple):
     batch: tuple[Tensor, Tensor, Tensor]
     keywords: dict[str, Any]
 
-    def double(self) -> Input:
+    def double(self) -> "Input":
         """The same values in float64."""
         keywords = {
             k: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x

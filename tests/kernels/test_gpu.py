@@ -4,8 +4,6 @@ Tests that need no GPU are in test_triton.py and test_cuda_source.py; here the s
 the real instructions.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

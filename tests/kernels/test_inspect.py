@@ -1,7 +1,5 @@
 """Every shipped kernel cross-compiles for GPUs, without register spills."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

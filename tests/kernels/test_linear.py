@@ -1,7 +1,5 @@
 """The chunked LM head: values, gradients, FLOPs and memory."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """The chunked LM head on a GPU: half-precision GEMMs with float32 output, chunks and memory."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Peak memory of the chunked head."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef

@@ -1,7 +1,5 @@
 """The functions of logits: values and gradients of every backend against the float64 reference."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

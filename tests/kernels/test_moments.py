@@ -1,7 +1,5 @@
 """TokenMoments: signals against a direct computation, and merging over parts and ranks."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import statistics

@@ -1,7 +1,5 @@
 """Numerics and memory of the native CPU backend: dtypes, strides, extreme logits, threads."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -1,7 +1,5 @@
 """The library of the native CPU backend: instruction sets, operators, and why it is unavailable."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

@@ -1,7 +1,5 @@
 """Random combinations of the loss's options against float64 autograd of a naive implementation."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import pytest

@@ -3,8 +3,6 @@
 Each library is optional: if it cannot be imported, its tests are skipped with the reason.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterable
 from types import ModuleType

@@ -1,7 +1,5 @@
 """The LM head's GEMMs: chunk sizes, memory, output precision and launch order."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Properties that hold for every batch; Hypothesis searches for counterexamples."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """The reference implementation against hand-computed values, closed-form gradients, gradcheck."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Optional advantages, roles and mu, and temperatures of sequences and tokens, in every loss."""
 
-from __future__ import annotations
-
 import itertools
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """The head sketch: projections of each sequence's gradient of the head, on every backend."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

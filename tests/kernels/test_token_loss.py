@@ -1,7 +1,5 @@
 """`fused_linear_token_loss` against autograd on all logits in float64."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Log-prob functions: further outputs, logit scale and softcap, against float64 autograd."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

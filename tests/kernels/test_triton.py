@@ -1,7 +1,5 @@
 """What only Triton's kernels have: addresses, unaligned rows, tiles, launches, availability."""
 
-from __future__ import annotations
-
 import ast
 import math
 import mmap

@@ -1,7 +1,5 @@
 """The loss options against TRL's own `GRPOTrainer._compute_loss`, in float64."""
 
-from __future__ import annotations
-
 import itertools
 from collections import defaultdict
 from types import SimpleNamespace

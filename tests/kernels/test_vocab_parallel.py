@@ -1,7 +1,5 @@
 """The vocabulary-parallel LM head against an unsharded one."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

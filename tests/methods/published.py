@@ -1,7 +1,5 @@
 """The published formulas, reimplemented one row at a time in float64 with plain autograd."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Methods with a teacher, a collection, a meta-gradient or random prefixes: numbers by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -16,7 +14,7 @@ from gac.models.causal_lm import Head
 from gac.rollouts.plan import Credit
 from gac.rollouts.sampling import Sample
 from gac.training.trainer import Trainer
-from gac_kernels import LossOutput, LossSpec, fused_gac_loss
+from gac_kernels import GradientFilter, LossOutput, LossSpec, fused_gac_loss
 from gac_kernels.projection import Projection
 from tests.tiny import tiny_config
 
@@ -332,3 +330,5 @@ def test_sdar_takes_one_pass_over_the_logits(changes: dict, monkeypatch) -> None
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
     # of the first, the backward pass skips a clipped token without a teacher
     assert sum(rows[: rows.index(0)]) >= 19 and sum(rows[rows.index(0) :]) == 10
+    filtered = Head(hidden, weight, gradient_filter=GradientFilter())
+    assert out.filter is None and custom_loss(loss.token, filtered, *inputs, True).filter

@@ -1,7 +1,5 @@
 """The `loss` section of a configuration reaches the fused loss of a training step."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

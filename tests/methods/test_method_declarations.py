@@ -1,7 +1,5 @@
 """What each method asks of the trainer: its loss, its sampling and its needs."""
 
-from __future__ import annotations
-
 import math
 import pickle
 import re

@@ -1,7 +1,5 @@
 """Methods over several steps, with numbers computed by hand."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

@@ -1,7 +1,5 @@
 """Every method trains, and an interrupted run resumes to the identical trajectory."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import json

@@ -1,7 +1,5 @@
 """Methods that do more than mix two losses give the same result on one process and on two."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests import ranks

@@ -4,8 +4,6 @@ The expected values come from plain autograd in float64 over the same rows, one 
 that masks, normalizers, temperatures and prefixes are checked too.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import re

@@ -1,7 +1,5 @@
 """Solvers with learned weights: fixed points, steps computed by hand, and TorchJD as an oracle."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """Gradient solvers: golden values, properties on random Gram matrices, and TorchJD as an oracle."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The LM head of every supported model family: loss and gradients equal those from the logits."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

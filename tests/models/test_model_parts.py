@@ -1,7 +1,5 @@
 """Parts of loading and checking a model, on small folders and fake models."""
 
-from __future__ import annotations
-
 import json
 import re
 from contextlib import nullcontext
@@ -238,6 +236,9 @@ def test_cached_models_need_no_hub(name, monkeypatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with nullcontext() if name else pytest.raises(ConfigError, match="HF_HUB_OFFLINE forbids"):
         check_source("model.path", "owner/name")
+    if name is None:
+        with pytest.raises(ConfigError, match="HF_HUB_OFFLINE forbids"):
+            load_model(ModelConfig(path="owner/name"))
 
 
 @pytest.mark.parametrize(

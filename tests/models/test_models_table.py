@@ -1,7 +1,5 @@
 """The program that writes docs/models.md."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

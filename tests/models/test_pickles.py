@@ -1,7 +1,5 @@
 """Nothing is unpickled from a path that a user or a hub names, except plain values and tensors."""
 
-from __future__ import annotations
-
 import ast
 import io
 import pickle

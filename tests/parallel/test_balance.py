@@ -1,7 +1,5 @@
 """Balancing rows across ranks by token count, which must not affect the results."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

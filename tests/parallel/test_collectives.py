@@ -1,7 +1,5 @@
 """Collectives in one and in three real processes, joining a job, and what can be sharded."""
 
-from __future__ import annotations
-
 import os
 from functools import partial
 from typing import Any

@@ -1,7 +1,6 @@
 """One, two and four processes compute the same losses, gradients, signals and weights."""
 
-from __future__ import annotations
-
+import math
 import random
 
 import pytest
@@ -56,6 +55,8 @@ def train_steps(config, steps=STEPS):
     """
     engines.generate = fixed_responses  # runs in its own process
     trainer = Trainer(config)
+    size, own = config.kl_sample_size, trainer.gradients.kl_sample_size
+    assert own == (size and math.ceil(size / trainer.accelerator.num_processes))
     grads = record_gradients(trainer)
     rows = take_steps(trainer, steps)
     parameters = trainer.model.parameters()
@@ -178,6 +179,7 @@ def test_results_agree_across_processes_with(task, tmp_path, parallel, changes):
     settings = {"rollouts": rollouts}
     if changes.pop("flat", False):
         settings |= {"reward": "tests.parallel.test_distributed:half_constant", "loss": {}}
+        settings |= {"monitor_kl_every": 1, "kl_sample_size": 17}  # all 16 rollouts
     if "method" in changes:
         settings["method"] = {"name": changes.pop("method")}
     settings["model"] = {"path": str(folder / "init"), "random_init": True, **changes}

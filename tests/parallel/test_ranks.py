@@ -1,7 +1,5 @@
 """Test jobs run in fresh processes, and no thread of a process group outlives its run."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import signal

@@ -1,7 +1,5 @@
 """One process at a time in a run directory; the lock of a killed process does not persist."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """Checks the formulas of docs/benchmarks.md against real models and real runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

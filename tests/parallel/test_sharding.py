@@ -1,7 +1,5 @@
 """FSDP2 with the fused loss: no stale weights, the same samples."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 

@@ -1,7 +1,5 @@
 """Sharded loading: the weights equal those of a full load, and an error on one rank reaches all."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re

@@ -1,7 +1,5 @@
 """Architecture rules: layered imports, a file size limit, no machine-specific paths."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

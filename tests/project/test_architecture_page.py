@@ -1,7 +1,5 @@
 """docs/architecture.md names files and functions that exist."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

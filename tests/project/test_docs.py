@@ -1,7 +1,5 @@
 """Every code block and command in the documentation runs, or states why it does not."""
 
-from __future__ import annotations
-
 import doctest
 import inspect
 import json

@@ -1,7 +1,5 @@
 """The layout of the kernels hub: its built folder loads next to the installed package."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys

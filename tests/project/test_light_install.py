@@ -1,7 +1,5 @@
 """A minimal install (torch, triton, numpy, PyYAML): imports, commands and errors for extras."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The changes of `make mutants`, and the page that it writes."""
 
-from __future__ import annotations
-
 from tools import mutants, native_mutants
 from tools.mutations import changes
 

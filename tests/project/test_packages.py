@@ -1,7 +1,5 @@
 """Build the sdist and the wheel, install the wheel into a fresh environment, and train there."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

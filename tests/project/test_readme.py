@@ -1,7 +1,5 @@
 """The README's code runs as written; what README and CONTRIBUTING.md list exists."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The documentation site: no warnings, no broken links, and no errors in a browser."""
 
-from __future__ import annotations
-
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit

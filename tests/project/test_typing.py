@@ -1,7 +1,5 @@
 """Users' type checkers read the annotations of the installed packages (py.typed)."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """No report is wider than the screen, or logs an error in a browser."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from gac.report import write_report

@@ -177,7 +177,8 @@ def test_run_without_metrics_can_be_read(tmp_path):
     (tmp_path / "metrics.jsonl").touch()
     run = read_run(tmp_path)
     assert (run.steps_done, run.steps_planned, run.seed, run.splits) == (0, None, None, [])
-    assert "no config.yaml" in write_report([tmp_path], tmp_path / "out").read_text()
+    page = write_report([tmp_path], tmp_path / "out").read_text()
+    assert "no config.yaml" in page and "Not recorded: Held-out accuracy." in page
 
 
 def test_find_runs_takes_runs_and_folders_of_runs_once(tmp_path):

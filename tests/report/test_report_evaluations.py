@@ -1,7 +1,5 @@
 """Evaluations in the report: extra tasks evaluated during training, and results of `gac eval`."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

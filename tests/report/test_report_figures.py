@@ -1,7 +1,5 @@
 """The figures of a report: their curves, bands, limits and legends, by hand."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

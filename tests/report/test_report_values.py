@@ -1,7 +1,5 @@
 """The numbers and texts of a report, against values computed by hand."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

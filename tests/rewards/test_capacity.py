@@ -1,7 +1,5 @@
 """How many workers fit on a machine: by its cores, its memory and its ranks."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

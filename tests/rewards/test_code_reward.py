@@ -1,7 +1,5 @@
 """The code reward: program extraction, verdicts, counts, invalid rows."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -2,8 +2,6 @@
 plain exec.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import sys

@@ -1,7 +1,5 @@
 """The laptop example with code rewards: its data is valid, and training increases the reward."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Functions that score several rows at once, try again, and have a deadline."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 
@@ -36,6 +34,21 @@ def test_rows_are_scored_at_once(function):
     completions = ["a", "bb", "ccc", "d", "ee", "fff"]
     ATTEMPTS.clear()
     assert build_reward(spec)(completions, [example()] * 6) == [2.0, 4.0, 6.0] * 2
+
+
+async def count_running(completion, example):
+    ATTEMPTS.append(completion)
+    await asyncio.sleep(0)  # all that may run have started
+    running = len(ATTEMPTS)
+    await asyncio.sleep(0)
+    ATTEMPTS.pop()
+    return running
+
+
+def test_sixteen_rows_are_scored_at_once_by_default():
+    ATTEMPTS.clear()
+    scores = build_reward(f"{__name__}:count_running")(["x"] * 40, [example()] * 40)
+    assert max(scores) == 16
 
 
 def fails_twice(completion, example):

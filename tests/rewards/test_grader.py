@@ -9,8 +9,6 @@ answer plus one. (Without the rule for `####`, eleven of the first 3,000 are ref
 then prefers earlier phrases such as "answered 200", or percentages.)
 """
 
-from __future__ import annotations
-
 import pytest
 
 from gac.data import Example, read_rows

@@ -1,7 +1,5 @@
 """The grading workers: when they start, what they import, and that none is left behind."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -273,6 +271,8 @@ def parse(text, parsing_timeout):
         os.kill(os.getpid(), signal.SIGSEGV)
     while text == "spin":
         pass
+    if text == "sleep":
+        signal.pause()
     return [text]
 
 def verify(reference, answer, timeout_seconds):
@@ -289,4 +289,7 @@ def test_a_pair_that_crashes_a_worker_is_tried_twice_and_a_slow_one_is_stopped(
     pool = GradingPool(timeout=0.2, workers=1)
     pairs = [("once", "once"), ("7", "always"), ("7", "spin"), ("7", "7"), ("7", "8")]
     assert pool.grade(pairs) == ["right", "crash", "timeout", "right", "wrong"]
+    pool.close()
+    pool = GradingPool(timeout=0.05, workers=1)  # a second of wall-clock time
+    assert pool.grade([("7", "sleep")]) == ["timeout"]
     pool.close()

@@ -1,7 +1,5 @@
 """The math reward: which answers are right, and which checks are counted."""
 
-from __future__ import annotations
-
 import threading
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The example of a remote sandbox, with a small service in place of a real one."""
 
-from __future__ import annotations
-
 import json
 import sys
 import threading

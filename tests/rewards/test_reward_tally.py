@@ -2,8 +2,6 @@
 when the run ends.
 """
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 
@@ -19,7 +17,7 @@ class Flaky(Reward):
     """Cannot score every fifth row; counts its calls."""
 
     name = "flaky"
-    instances: list[Flaky] = []  # noqa: RUF012 - the run creates the instance, the test inspects it
+    instances: list["Flaky"] = []  # noqa: RUF012 - the run creates the instance, the test inspects it
 
     def __init__(self) -> None:
         self.rows = self.calls = self.closed = 0

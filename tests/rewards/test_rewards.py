@@ -1,7 +1,5 @@
 """Rewards: which completions score, which do not, and which raise an error."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging

@@ -1,7 +1,5 @@
 """`gac rewards check` lists the rows whose own solution does not earn the reward."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import sys

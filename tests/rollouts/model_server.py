@@ -3,8 +3,6 @@
 Paths, response bodies and errors follow vLLM 0.31.0.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,7 +1,5 @@
 """`rollouts.function`: several turns, token masks, errors."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

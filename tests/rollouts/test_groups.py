@@ -1,7 +1,5 @@
 """Groups without signal, resampling, overlong responses and readable samples."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -1,7 +1,5 @@
 """Rollout engines: how prompts are batched, and that every engine gives the same responses."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from types import SimpleNamespace

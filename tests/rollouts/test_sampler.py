@@ -1,7 +1,5 @@
 """The sampler with a scripted engine and reward: every row, statistic and call by hand."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Statistics, warnings and records of the sampling of rollouts."""
 
-from __future__ import annotations
-
 import math
 import statistics
 

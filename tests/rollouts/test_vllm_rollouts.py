@@ -1,7 +1,5 @@
 """Rollouts from a server with vLLM's HTTP API: a real server process with a tiny model."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import json

@@ -3,8 +3,6 @@
 See `test_attacks.py`. `ask` performs any operation on any object of the tests.
 """
 
-from __future__ import annotations
-
 ROW = {
     "setup": "import io, random\nseen = []\n",
     "tests": [

@@ -3,8 +3,6 @@
 A program returns `Thing(...)` where the tests expect a number. The bodies are members of its class.
 """
 
-from __future__ import annotations
-
 import textwrap
 
 _LYING = """

@@ -3,8 +3,6 @@
 See `test_attacks.py`.
 """
 
-from __future__ import annotations
-
 # a row that a correct program passes; its tests and setup use the program in many ways
 ROW = {
     "setup": """

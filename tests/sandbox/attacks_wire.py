@@ -4,8 +4,6 @@ See `test_attacks.py`. All of them are complete frames that claim to answer a ca
 """
 
 # ruff: noqa: E501 - data
-from __future__ import annotations
-
 import json
 
 # the items after "value" in the first node, further nodes, class definitions

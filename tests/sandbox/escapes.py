@@ -4,8 +4,6 @@ A script that dies early would look contained, so each one reports its progress:
 operation, then END.
 """
 
-from __future__ import annotations
-
 # A script is PRELUDE, then one `attempt(...)` per line of an entry of SYSTEM, then END.
 PRELUDE = """
 import ctypes, errno, fcntl, mmap, os, pathlib, platform, resource, select, signal, socket

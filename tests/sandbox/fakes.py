@@ -1,7 +1,5 @@
 """Test data: programs that try to pass without being correct; run by `test_escapes.py`."""
 
-from __future__ import annotations
-
 import re
 
 TESTS = (

@@ -4,8 +4,6 @@ Each row is "=== title", its tests, "---- good" and a correct program, then one 
 wrong program. Tests are separated by empty lines; "++++" ends the row's setup, if there is one.
 """
 
-from __future__ import annotations
-
 ROWS = r"""
 === operators of a class that the tests name
 assert abs(Solution().area(2) - 12.566) < 0.01

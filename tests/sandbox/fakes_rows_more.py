@@ -1,7 +1,5 @@
 """More wrong programs; see `fakes_rows`."""
 
-from __future__ import annotations
-
 ROWS = r"""
 === helpers of the program: isclose
 assert isclose(mean([1, 2]), 1.5)

@@ -1,7 +1,5 @@
 """Correct programs with data structures and class features; see `honest_types`."""
 
-from __future__ import annotations
-
 PROGRAMS = """
 === a fraction class with operators
 from math import gcd

@@ -1,7 +1,5 @@
 """Correct programs with unusual functions and values; see `honest_types`."""
 
-from __future__ import annotations
-
 PROGRAMS = """
 === a closure with state
 def counter():

@@ -5,8 +5,6 @@ Each one is also run as the row's own answer.
 """
 
 # ruff: noqa: E501 - data
-from __future__ import annotations
-
 PROGRAMS = r"""
 === two sum
 class Solution:

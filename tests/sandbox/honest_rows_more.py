@@ -1,8 +1,6 @@
 """More correct programs; see `honest_rows`."""
 
 # ruff: noqa: E501 - data
-from __future__ import annotations
-
 PROGRAMS = r'''
 === threads in the tests
 import threading

@@ -1,7 +1,5 @@
 """Test data: correct programs that read standard input or are in unusual completions."""
 
-from __future__ import annotations
-
 SUM = ("3\n1 2 3\n", "6\n")
 """Input and output of a script that adds numbers; the first line is their count."""
 

@@ -1,7 +1,5 @@
 """Correct programs whose tests use them in unusual ways; see `honest_types`."""
 
-from __future__ import annotations
-
 PROGRAMS = """
 === dataclass helpers in the tests
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 Each entry is a title, a program and, after a line of dashes, its tests: one per paragraph.
 """
 
-from __future__ import annotations
-
 PROGRAMS = """
 === a stack derived from list
 class Stack(list):

@@ -1,7 +1,5 @@
 """Correct programs with threads, asyncio and other libraries; see `honest_types`."""
 
-from __future__ import annotations
-
 PROGRAMS = """
 === a graph class
 from collections import defaultdict, deque

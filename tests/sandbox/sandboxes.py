@@ -1,7 +1,5 @@
 """Helpers for the sandbox tests: small programs, checks, and process inspection."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """No attack on the judge, on numpy or on the wire passes, and none is blamed on the row."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -5,8 +5,6 @@ must contain it. It also runs with all layers off, where it must succeed; otherw
 nothing.
 """
 
-from __future__ import annotations
-
 import platform
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Unusual but correct programs pass: modeled on completions for MBPP, HumanEval and APPS."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """Verdicts of the judge: which tests pass, the first problem, and what is wrong with a row."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

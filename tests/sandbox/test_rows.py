@@ -1,7 +1,5 @@
 """Whole rows: correct programs pass, and no fake does, with and without the row's own answer."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -2,8 +2,6 @@
 resource limits.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import random

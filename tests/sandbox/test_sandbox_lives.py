@@ -1,7 +1,5 @@
 """The sandbox's processes: their lifetimes, and use from several threads, forks and ranks."""
 
-from __future__ import annotations
-
 import operator
 import os
 import signal

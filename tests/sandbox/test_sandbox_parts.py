@@ -1,7 +1,5 @@
 """Parts of the sandbox without programs: requests, results, limits, deadlines and identities."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import logging

@@ -4,8 +4,6 @@ is needed.
 This shows which system calls the filter allows on aarch64, not that Python runs under it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import platform

@@ -1,7 +1,5 @@
 """The wire format: plain values survive a round trip, and hostile bytes are rejected."""
 
-from __future__ import annotations
-
 import collections
 import ipaddress
 import json

@@ -1,7 +1,5 @@
 """Ablations of the controller: misspecified priors, options switched off."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """The demo: its task and a small end-to-end run."""
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """docs/extend.md, run from an empty folder: a method of the user's own."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Data that change during a run."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Studies of a few methods, seeds and steps: their runs, statistics and files."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,7 +1,5 @@
 """The fifth study: its tasks, the order of its data, its intervals and its page."""
 
-from __future__ import annotations
-
 import json
 import random
 from types import SimpleNamespace

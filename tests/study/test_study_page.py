@@ -1,7 +1,5 @@
 """`gac study` without training: its runs, statistics, files and page."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """The default micro-batches: packed rows, sized from the free memory, the same on resume."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import math

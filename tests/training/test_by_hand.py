@@ -1,7 +1,5 @@
 """Small rules of the trainer and the reports, against values computed by hand."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -2,8 +2,6 @@
 killed export loses nothing.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import threading
@@ -108,6 +106,8 @@ def test_adapters_are_merged_layer_by_layer(tmp_path, monkeypatch):
     monkeypatch.setattr(export, "_merged", merge)
     export_checkpoint(config, path, tmp_path / "out", 1)
     export_checkpoint(config, path, tmp_path / "adapters", adapters=True)
+    saved = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
+    assert saved["base_model_name_or_path"] == config.path
     base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "base"))
     loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapters").state_dict()
     assert loaded.keys() == model.state_dict().keys()

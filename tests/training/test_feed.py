@@ -1,7 +1,5 @@
 """Which prompts and demonstrations each rank gets in each step, and how long a row may be."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`loss.gradient_filter` in a training run."""
 
-from __future__ import annotations
-
 from gac.training.trainer import Trainer
 from tests.tiny import metrics, tiny_config
 

@@ -1,7 +1,5 @@
 """What the gradient of a step does not depend on, and what it is linear in, for random rows."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

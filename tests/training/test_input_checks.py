@@ -1,7 +1,5 @@
 """Mistakes in the inputs of a run are found before any work."""
 
-from __future__ import annotations
-
 import logging
 import sys
 

@@ -1,7 +1,5 @@
 """A run resumes only with the inputs that it started with, and from intact files."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Every key of the configuration changes what a run does, or is refused by name."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import hashlib

@@ -1,7 +1,5 @@
 """Training on code: examples/mbpp.yaml on the real dataset, with a model small enough for a CPU."""
 
-from __future__ import annotations
-
 import math
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Packed rows give the same losses, gradients, log-probs and statistics as padded rows."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import logging
@@ -248,6 +246,19 @@ def test_model_that_cannot_separate_rows_is_padded_with_a_warning(kind, caplog):
         config = load(TrainConfig, {"max_tokens_per_micro_batch": 64, "packing": True})
         assert _micro_batches(config, model) == MicroBatches(tokens=64, packed=False)
     assert caplog.text.count("packing=true: this model does not keep packed rows separate") == 1
+
+
+def test_a_model_that_drops_row_bounds_packs_with_the_mask_of_sdpa():
+    model = make("qwen2")
+    for layer in model.model.layers:
+
+        def attend(*args, cu_seq_lens_q=None, attend=layer.self_attn.forward, **keywords):
+            return attend(*args, **keywords)
+
+        layer.self_attn.forward = attend
+    assert head.enable_row_attention(model) and not supports_packing(model)
+    config = load(TrainConfig, {"max_tokens_per_micro_batch": 64, "packing": True})
+    assert _micro_batches(config, model).packed and supports_packing(model)
 
 
 @pytest.mark.parametrize("packed", [True, False])

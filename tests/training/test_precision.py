@@ -1,7 +1,5 @@
 """bfloat16 arithmetic: float32 master weights, and an equal reference."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 
@@ -41,6 +39,7 @@ def test_the_kl_of_equal_models_is_0(task: Path, tmp_path: Path, mode: str, pack
     assert metrics(tmp_path)[0]["kl"] == 0
     expected = torch.bfloat16 if mode == "bfloat16 weights" else torch.float32
     assert {p.dtype for p in trainer.policy.parameters() if p.requires_grad} == {expected}
+    assert bool(trainer.policy.__dict__.get("autocast")) == (mode == "bfloat16")
     assert {s["exp_avg"].dtype for s in trainer.optimizer.state.values()} == {expected}
 
 

@@ -1,7 +1,5 @@
 """Every recipe trains: at its own optimizer settings, the weights move and accuracy rises."""
 
-from __future__ import annotations
-
 import json
 import re
 import string

@@ -1,7 +1,5 @@
 """The training loop: recorded metrics, exact resumption, and rejected settings."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools
@@ -193,6 +191,13 @@ def test_a_run_interrupted_in_any_step_continues_exactly(task, kind, stop):
         assert metrics(train(config)) == uninterrupted(task, kind)
 
 
+def test_a_run_that_is_extended_samples_before_the_next_reuse(task, tmp_path):
+    for steps in (4, 5):
+        config = tiny_config(task, tmp_path, steps=steps, eval={}, rollouts=REUSED)
+        train(config)
+    assert [row["sampled_completions"] > 0 for row in metrics(tmp_path)] == [1, 0, 0, 1, 1]
+
+
 def test_run_that_its_method_ended_does_not_continue(task, tmp_path):
     method = {"name": "sft-light", "patience": 1, "decay": 0.0, "epochs": 9}
     optim = {"lr": 0.3, "warmup_steps": 1, "max_grad_norm": 0}  # the loss rises immediately
@@ -285,6 +290,9 @@ def test_a_resumed_run_continues_its_tracked_run(task, tmp_path, monkeypatch):
     assert [run["name"] for run in (first, resumed, other)] == ["run", "mine", "run"]
     assert resumed["resume"] == "allow" and calls[0][1]["optim"]["lr"] == 1e-3
     assert first["id"] == resumed["id"] != other["id"]
+    monkeypatch.setattr(Accelerator, "log", lambda _, values, step: calls.append((values, step)))
+    trainer.record.evaluation({"step": 3, "accuracy": 0.5, "ci95": [0.4, 0.6]})
+    assert calls[-1] == ({"eval/step": 3, "eval/accuracy": 0.5}, 3)
 
 
 def test_lora_run_uses_the_base_model_as_reference(task, tmp_path):
