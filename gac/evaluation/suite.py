@@ -251,7 +251,7 @@ def _write(out: Path, results: dict[str, Any], answers: Mapping[str, Sequence[An
         for name, rows in answers.items():
             file.writelines(json.dumps({"task": name, **row._asdict()}) + "\n" for row in rows)
     partial.replace(out / SAMPLES)
-    save_text(out / RESULTS, json.dumps(results, indent=2, allow_nan=False) + "\n")
+    save_text(out / RESULTS, json.dumps(results, indent=2) + "\n")
 
 
 class Evaluator:

@@ -124,7 +124,7 @@ def test_each_task_uses_its_own_reward_and_all_are_closed(task, tmp_path) -> Non
     assert torch.equal(torch.get_rng_state(), state)
     assert (row["prompts"], row["prompts/more"]) == (8, 3)
     assert row["accuracy/more"] == 1 > row["accuracy"]
-    assert row["response_length/more"] <= 4 and row["seconds"] > 0
+    assert row["response_length/more"] <= 4 and 0 < row["seconds"] < 600
     _, job = trainer.evaluator.jobs.values()
     first, second, *other = (
         answer.response
