@@ -250,8 +250,7 @@ class Trainer:
         step = self._assemble(rows, self.mix)
         measured = self.gradients(step)  # of (1 - mu_t) L_RL + mu_t L_SFT
         update = self._apply(step, measured)  # theta_t
-        again = step.needs.losses_after and update.fault is None
-        after = self.gradients.losses(step) if again else None
+        after = self.gradients.losses(step) if step.needs.losses_after else None
         fresh = self.rollouts if self.rollouts and self.rollouts.step == self.step else None
         row, observation = observe(step, measured, update, after, fresh, events)
         state, self.ended = self.state, self.mix.final

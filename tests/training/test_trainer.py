@@ -3,10 +3,13 @@
 import copy
 import dataclasses
 import functools
+import io
 import itertools
 import json
 import math
+import re
 import statistics
+import sys
 import tempfile
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gac.data.rows import Batch, Row, collate
+from gac.errors import ConfigError
 from gac.methods.base import next_mix
 from gac.rollouts.generation import generate
 from gac.training.record import Logbook
@@ -69,7 +73,7 @@ def test_run_directory_contents(task, tmp_path):
     checkpoints = sorted(p.name for p in (out / "checkpoints").glob("step-*"))
     assert checkpoints == ["step-00000002", "step-00000004"]
     assert all(r["tokens"] > 0 and r["grad_norm"] > 0 for r in rows)
-    assert all(0 < r["sampling_seconds"] < r["seconds"] for r in rows)
+    assert all(0 < r["sampling_seconds"] < r["seconds"] < 600 for r in rows)
     for r in rows:
         assert r["sampling_share"] == pytest.approx(r["sampling_seconds"] / r["seconds"])
         assert r["sampled_completions"] == 16
@@ -269,6 +273,7 @@ def test_tensorboard_gets_the_metrics_and_the_evaluations(task, tmp_path):
     trainer = Trainer(config)
     out = trainer.run()
     assert trainer.accelerator.trackers[0].tracker.all_writers is None  # closed
+    assert trainer.heartbeat.activity == "step 2, evaluation"
     (file,) = (out / "gac").glob("events.out.tfevents*")
     events = accumulator.EventAccumulator(str(file)).Reload()
     assert [e.step for e in events.Scalars("eval/accuracy")] == [0, 2]
@@ -277,6 +282,24 @@ def test_tensorboard_gets_the_metrics_and_the_evaluations(task, tmp_path):
     identity = (out / "tracker_id").read_text()
     Trainer(config)  # resumes
     assert (out / "tracker_id").read_text() == identity
+
+
+def test_a_terminal_shows_the_progress(task, tmp_path, monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    for steps in (2, 3):
+        train(tiny_config(task, tmp_path, steps=steps, eval={}))
+    bars = re.findall(r"./. \|.{10}\| ", terminal.getvalue())
+    expected = "0/2 |          | ", "2/2 |##########| ", "2/3 |######6   | ", "3/3 |##########| "
+    assert {*expected} <= {*bars}
+
+
+def test_stop_strings_are_checked_before_the_model_is_loaded(task, tmp_path, monkeypatch):
+    monkeypatch.setattr("gac.training.trainer.load_policy", None)
+    for changes in ({"rollouts": REUSED | {"stop": ["1 2"]}}, {"eval": {"stop": ["1 2"]}}):
+        with pytest.raises(ConfigError, match="stop"):
+            Trainer(tiny_config(task, tmp_path, **changes))
 
 
 def test_a_resumed_run_continues_its_tracked_run(task, tmp_path, monkeypatch):
