@@ -334,16 +334,15 @@ class Client(VLLMClient):
 
 
 class _TimeoutAdapter(HTTPAdapter):
-    """An HTTP adapter with a default timeout."""
+    """An HTTP adapter with the same timeout for all requests."""
 
     def __init__(self, timeout: float, **keywords: Any) -> None:
         super().__init__(**keywords)
         self.timeout = timeout
 
     def send(self, *request: Any, **keywords: Any) -> Any:
-        """Send a request, with the default timeout unless the caller sets one."""
-        keywords["timeout"] = keywords.get("timeout") or self.timeout
-        return super().send(*request, **keywords)
+        """Send a request with this timeout."""
+        return super().send(*request, **keywords | {"timeout": self.timeout})
 
 
 def _sampled(

@@ -10,6 +10,7 @@ import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from gac.demo.task import make_tokenizer
@@ -380,5 +381,10 @@ def test_dropout_and_router_losses_of_a_part_are_removed(tmp_path, caplog) -> No
 def test_stop_strings_are_one_token() -> None:
     words = make_tokenizer()
     assert stop_tokens(words, ("2", "0")) == [words.eos_token_id, 5, 3]
+    words.add_special_tokens({"bos_token": "<s>"})
+    begin = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", words.bos_token_id)])
+    words.backend_tokenizer.post_processor = begin  # every text
+    words.chat_template = "{% for m in messages %}{{ m.content }}1<pad>{% endfor %}"
+    assert stop_tokens(words, ("2", "0")) == [words.eos_token_id, words.pad_token_id, 5, 3]
     with pytest.raises(ConfigError, match="stop='20' is 2 tokens"):
         stop_tokens(words, ("2", "20"))

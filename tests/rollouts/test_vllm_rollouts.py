@@ -282,6 +282,11 @@ def test_a_server_that_does_not_answer_in_time(task, tmp_path, scheme):
         url = f"{scheme}://127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(RunError, match="does not respond"):
             Trainer(config(task, tmp_path / "run", url, {"timeout": 0.2}))
+        silent.setblocking(False)
+        for _ in range(2):
+            silent.accept()[0].close()
+        with pytest.raises(BlockingIOError):
+            silent.accept()
 
 
 def two_steps(run_config):
