@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -27,7 +28,13 @@ from gac.models.causal_lm import (
 from gac.models.config import LoraConfig, ModelConfig
 from gac.models.head import Head
 from gac.models.pretrained import base_folder, lazy_tensors, read_model
-from gac.models.source import check_files, check_source, one_line_errors
+from gac.models.source import (
+    check_files,
+    check_model,
+    check_source,
+    check_tokenizer,
+    one_line_errors,
+)
 from gac.rollouts.generation import stop_tokens
 from gac_kernels import LossSpec
 
@@ -219,6 +226,10 @@ def test_paths_are_not_looked_up_on_the_hub(name, monkeypatch) -> None:
     with pytest.raises(ConfigError, match=f"model.path='{name}': no such folder"):
         check_source("model.path", name)
     check_source("model.path", "owner/name")
+    monkeypatch.setattr(source, "_check_hub", None)  # not called
+    config = ModelConfig(path="owner/name")
+    check_model(config, ask_hub=False)
+    assert check_tokenizer(config, ask_hub=False) == ("model.path", "owner/name")
 
 
 def test_names_that_the_hub_rejects() -> None:
@@ -261,6 +272,7 @@ def test_loading_errors_of_transformers_become_one_line(error, text) -> None:
 
 def test_row_attention_is_restored_after_a_plain_block() -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **TINY))
+    model.config.layer_types = ["full_attention", "sliding_attention"]
     for enabled in (False, True):
         assert not enabled or head.enable_row_attention(model)
         before = model.config._attn_implementation
@@ -289,11 +301,15 @@ def test_errors_in_a_forward_leave_no_traces() -> None:
         ("attention_chunk_size", 4),
         ("_attn_implementation", "eager"),
         ("_attn_implementation", head.ROW_ATTENTION),
+        ("ALL_ATTENTION_FUNCTIONS", None),  # a name in the module of the model
     ],
 )
-def test_row_attention_is_not_enabled_for_other_kinds_of_attention(name, value) -> None:
+def test_row_attention_is_not_enabled_for_other_kinds_of_attention(
+    name, value, monkeypatch
+) -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **TINY))
     setattr(model.config, name, value)
+    monkeypatch.delattr(sys.modules[type(model).__module__], name, raising=False)
     before = model.config._attn_implementation
     assert not head.enable_row_attention(model)
     assert model.config._attn_implementation == before
