@@ -80,7 +80,6 @@ class Servers:
         run = Path(folder or tempfile.gettempdir()).absolute()
         self.folder = Path(config.folder or run).absolute()
         self.prefix = f"weights-{zlib.crc32(str(run).encode()):08x}-"  # unique to this run
-        self.vocab_size = len(tokenizer)  # until the first `load`; the model's may be larger
         self.clients = [Client(url, config.timeout) for url in config.urls]
 
         def check() -> None:

@@ -210,11 +210,13 @@ def test_padding_uses_the_eos_token_only_if_there_is_no_other(tmp_path) -> None:
     ],
 )
 def test_files_of_every_kind_are_recognized(tmp_path, patterns, names) -> None:
+    check_files("key", "owner/name", "part", "add it", *patterns)  # a name on the Hub
     for name in names.split():
         folder = tmp_path / name.replace(".", "-")
         folder.mkdir()
         (folder / "other.json").touch()
-        with pytest.raises(ConfigError, match="the folder has no part"):
+        message = rf"^key='.*': the folder has no part \({patterns[0]}\): add it$"
+        with pytest.raises(ConfigError, match=message):
             check_files("key", str(folder), "part", "add it", *patterns)
         (folder / name).touch()
         check_files("key", str(folder), "part", "add it", *patterns)
