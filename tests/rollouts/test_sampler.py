@@ -207,7 +207,8 @@ def test_a_complete_demonstration_needs_no_continuation() -> None:
     """Its last token is sampled instead, in step with the other ranks, and discarded."""
     stages = Stage(1, prefix=1.0), Stage(1)
     script = Script([(9, 1), (4, 1)], [0.0, 1.0], [[1.0, 2.0]], [0.0], [1.0], [1.0])
-    assert script.run(Sampling("prompt", stages), [A], num_generations=2).rewards == [1.0]
+    result = script.run(Sampling("prompt", stages), [A], num_generations=2)
+    assert result.rewards == [1.0] and [row.advantage for row in result.rows] == [2.0]
     assert script.calls[1:] == [([(4, 6, 7, 8)], 1), ([(4, 6)], 1)]
     assert [text for text, _ in script.scored] == ["45", "1"]
 
