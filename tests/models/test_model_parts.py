@@ -281,7 +281,9 @@ def test_row_attention_is_restored_after_a_plain_block() -> None:
         with head.without_row_attention(model):
             assert model.config._attn_implementation == "sdpa"
         assert model.config._attn_implementation == before
-        assert (before == head.ROW_ATTENTION) == enabled
+        assert (before == head.ROW_ATTENTION) == head.attends_by_row(model) == enabled
+    model.config._attn_implementation = "flash_attention_2"
+    assert head.attends_by_row(model)
 
 
 def test_errors_in_a_forward_leave_no_traces() -> None:
