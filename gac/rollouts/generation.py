@@ -228,7 +228,6 @@ def generation_config(
         num_return_sequences=params.num_generations,
         eos_token_id=stops,
         pad_token_id=pad_token,
-        use_cache=True,
     )
 
 

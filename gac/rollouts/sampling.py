@@ -99,7 +99,7 @@ class Sample(NamedTuple):
     completion: tuple[int, ...]
     reward: float  # nan: dropped
     train_prefix: bool
-    truncated: bool = False  # at `max_completion_length`, without a stop token
+    truncated: bool  # at `max_completion_length`, without a stop token
     mask: tuple[bool, ...] = ()  # see `Row.mask`; without the prefix
     logps: tuple[float, ...] = ()  # of `completion` in the engine, if known
 
@@ -126,12 +126,12 @@ class EqualRewardWarning:
 
     PATIENCE = 10
 
-    def __init__(self, demos: bool = False) -> None:
+    def __init__(self, demos: bool) -> None:
         self.demos, self.given = demos, set[str]()
         self.steps, self.problem = 0, ""
         self.lowest, self.highest = math.inf, -math.inf
 
-    def update(self, stats: SamplingStats, rewards: Sequence[float] = ()) -> None:
+    def update(self, stats: SamplingStats, rewards: Sequence[float]) -> None:
         """Update the count with the statistics of one sampling; warn when it reaches `PATIENCE`."""
         self.lowest = min((self.lowest, *rewards))
         self.highest = max((self.highest, *rewards))
@@ -144,7 +144,7 @@ class EqualRewardWarning:
             logger.warning("for %d steps, %s", self.steps, problem)
 
     def _explain(self, rewards: Sequence[float]) -> str:
-        if self.lowest < self.highest and min(rewards, default=self.lowest) == self.highest:
+        if self.lowest < self.highest and min(rewards) == self.highest:
             return (
                 f"all rollouts have earned the highest reward, {self.highest:g}: the training "
                 "prompts are solved; stop here or choose harder ones"
@@ -171,7 +171,7 @@ class EqualRewardWarning:
 def is_truncated(rollout: Rollout, stops: Container[int], limit: int) -> bool:
     """Whether a limit ended the completion; its last turn may be the environment's."""
     ids, mask = rollout.completion_ids, rollout.loss_mask
-    if len(ids) and ids[-1] in stops:
+    if ids[-1] in stops:
         return False
     return not len(mask) or bool(mask[-1]) or len(ids) >= limit
 
@@ -220,8 +220,8 @@ class Sampler:
         reward: Any,
         plan: Sampling,
         credit: Crediting,
-        more: Callable[[int], Sequence[Example]] | None = None,
-        demos: bool = False,
+        more: Callable[[int], Sequence[Example]],
+        demos: bool,
     ) -> None:
         """`more(n)` returns this rank's next n prompts, for resampling; all ranks call `more`.
 
@@ -292,10 +292,9 @@ class Sampler:
             solved=sum(min(rewards) >= 1 for rewards in several),
             unsolved=sum(max(rewards) < 1 for rewards in several),
         )
-        for _ in range(self.config.dynamic_sampling_retries if self.more is not None else 0):
+        for _ in range(self.config.dynamic_sampling_retries):
             if not collectives.largest([len(flat)])[0]:
                 break
-            assert self.more is not None
             new = list(self.more(len(flat)))
             for i, example, group in zip(flat, new, self._sample_all(new), strict=True):
                 examples[i], groups[i] = example, group
@@ -410,7 +409,7 @@ class Sampler:
         """[Q] rewards of the prompts' own demonstrations; nan where there is none to score."""
         out = torch.full((len(examples),), math.nan, dtype=torch.float64)
         own = [q for q, e in enumerate(examples) if e.demo is not None]
-        demos = [Rollout(examples[q].prompt, examples[q].demo or (), ()) for q in own]
+        demos = [Rollout(e.prompt, e.demo, ()) for e in examples if e.demo is not None]
         scores = self._scores([examples[q] for q in own], demos)
         out[own] = torch.tensor(scores, dtype=out.dtype)
         return out

@@ -80,7 +80,6 @@ class Servers:
         run = Path(folder or tempfile.gettempdir()).absolute()
         self.folder = Path(config.folder or run).absolute()
         self.prefix = f"weights-{zlib.crc32(str(run).encode()):08x}-"  # unique to this run
-        self.vocab_size = len(tokenizer)  # until the first `load`; the model's may be larger
         self.clients = [Client(url, config.timeout) for url in config.urls]
 
         def check() -> None:
@@ -334,16 +333,15 @@ class Client(VLLMClient):
 
 
 class _TimeoutAdapter(HTTPAdapter):
-    """An HTTP adapter with a default timeout."""
+    """An HTTP adapter with the same timeout for all requests."""
 
     def __init__(self, timeout: float, **keywords: Any) -> None:
         super().__init__(**keywords)
         self.timeout = timeout
 
     def send(self, *request: Any, **keywords: Any) -> Any:
-        """Send a request, with the default timeout unless the caller sets one."""
-        keywords["timeout"] = keywords.get("timeout") or self.timeout
-        return super().send(*request, **keywords)
+        """Send a request with this timeout."""
+        return super().send(*request, **keywords | {"timeout": self.timeout})
 
 
 def _sampled(

@@ -16,7 +16,8 @@ UNCHANGED = """data.prompts demo_batch_size seed evaluation steps_more exporter 
 rollouts.num_prompts rollouts.vllms method.name loss.kl_coef micro"""
 CHANGED = """out run_name ignore_input_changes steps eval eval.every micro_batch_size
 max_tokens_per_micro_batch packing checkpoint_every keep_checkpoints report_to export
-guards.patience parallel.mode rollouts.vllm.urls
+guards.patience parallel.mode project optim.lr model.gradient_checkpointing rollouts.engine
+rollouts.generation_batch_size rollouts.generation_batch_tokens rollouts.paged rollouts.vllm.urls
 rollouts.log_samples_every rollouts.log_sample_prompts rollouts.print_samples"""
 
 

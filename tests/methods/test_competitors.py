@@ -265,8 +265,8 @@ def test_dypo_trains_whole_groups_only(task, tmp_path) -> None:
     trainer = Trainer(tiny_config(task, tmp_path, method=method, eval={}, micro_batch_size=5))
     assert trainer.feed.unit == trainer.gradients.forward.micro.unit == 4
     example, credit = trainer.feed.prompts[0], Credit(*(torch.ones(4), *torch.ones(3)))
-    kept = [Sample(example.prompt, (), (3, 4), 1.0, False)] * 3
-    dropped = Sample(example.prompt, (), (3, 4), math.nan, False)
+    kept = [Sample(example.prompt, (), (3, 4), 1.0, False, False)] * 3
+    dropped = Sample(example.prompt, (), (3, 4), math.nan, False, False)
     rows = trainer.sampler._rows(example, [*kept, dropped], credit)
     assert [row.is_demo for row in rows] == [True]
     assert len(trainer.sampler._rows(example, [*kept, kept[0]], credit)) == 5

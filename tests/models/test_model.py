@@ -16,7 +16,6 @@ from gac.models.causal_lm import (
     run_head,
 )
 from gac.models.config import LoraConfig, ModelConfig
-from gac.models.source import check_files
 from gac_kernels import reference
 from tests.tiny import SMALL
 
@@ -85,16 +84,6 @@ def test_scale_and_softcap_are_recorded(kind):
     assert attach_head(model)
     assert run_head(model, input_ids=torch.tensor([[3, 4]])).scaling == scaling
     check(model)
-
-
-def test_a_name_on_the_hub_is_not_a_folder_without_files(tmp_path):
-    check_files("model.path", "owner/name", "weights", "download it", "*.safetensors")
-    with pytest.raises(
-        ConfigError, match=r"the folder has no weights \(\*.safetensors\): download"
-    ):
-        check_files("model.path", str(tmp_path), "weights", "download it", "*.safetensors")
-    (tmp_path / "a.safetensors").touch()
-    check_files("model.path", str(tmp_path), "weights", "download it", "*.safetensors")
 
 
 def index(logits):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from gac.demo.task import make_tokenizer
@@ -26,7 +28,13 @@ from gac.models.causal_lm import (
 from gac.models.config import LoraConfig, ModelConfig
 from gac.models.head import Head
 from gac.models.pretrained import base_folder, lazy_tensors, read_model
-from gac.models.source import check_files, check_source, one_line_errors
+from gac.models.source import (
+    check_files,
+    check_model,
+    check_source,
+    check_tokenizer,
+    one_line_errors,
+)
 from gac.rollouts.generation import stop_tokens
 from gac_kernels import LossSpec
 
@@ -202,11 +210,13 @@ def test_padding_uses_the_eos_token_only_if_there_is_no_other(tmp_path) -> None:
     ],
 )
 def test_files_of_every_kind_are_recognized(tmp_path, patterns, names) -> None:
+    check_files("key", "owner/name", "part", "add it", *patterns)  # a name on the Hub
     for name in names.split():
         folder = tmp_path / name.replace(".", "-")
         folder.mkdir()
         (folder / "other.json").touch()
-        with pytest.raises(ConfigError, match="the folder has no part"):
+        message = rf"^key='.*': the folder has no part \({patterns[0]}\): add it$"
+        with pytest.raises(ConfigError, match=message):
             check_files("key", str(folder), "part", "add it", *patterns)
         (folder / name).touch()
         check_files("key", str(folder), "part", "add it", *patterns)
@@ -218,6 +228,10 @@ def test_paths_are_not_looked_up_on_the_hub(name, monkeypatch) -> None:
     with pytest.raises(ConfigError, match=f"model.path='{name}': no such folder"):
         check_source("model.path", name)
     check_source("model.path", "owner/name")
+    monkeypatch.setattr(source, "_check_hub", None)  # not called
+    config = ModelConfig(path="owner/name")
+    check_model(config, ask_hub=False)
+    assert check_tokenizer(config, ask_hub=False) == ("model.path", "owner/name")
 
 
 def test_names_that_the_hub_rejects() -> None:
@@ -260,13 +274,16 @@ def test_loading_errors_of_transformers_become_one_line(error, text) -> None:
 
 def test_row_attention_is_restored_after_a_plain_block() -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **TINY))
+    model.config.layer_types = ["full_attention", "sliding_attention"]
     for enabled in (False, True):
         assert not enabled or head.enable_row_attention(model)
         before = model.config._attn_implementation
         with head.without_row_attention(model):
             assert model.config._attn_implementation == "sdpa"
         assert model.config._attn_implementation == before
-        assert (before == head.ROW_ATTENTION) == enabled
+        assert (before == head.ROW_ATTENTION) == head.attends_by_row(model) == enabled
+    model.config._attn_implementation = "flash_attention_2"
+    assert head.attends_by_row(model)
 
 
 def test_errors_in_a_forward_leave_no_traces() -> None:
@@ -288,11 +305,15 @@ def test_errors_in_a_forward_leave_no_traces() -> None:
         ("attention_chunk_size", 4),
         ("_attn_implementation", "eager"),
         ("_attn_implementation", head.ROW_ATTENTION),
+        ("ALL_ATTENTION_FUNCTIONS", None),  # a name in the module of the model
     ],
 )
-def test_row_attention_is_not_enabled_for_other_kinds_of_attention(name, value) -> None:
+def test_row_attention_is_not_enabled_for_other_kinds_of_attention(
+    name, value, monkeypatch
+) -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **TINY))
     setattr(model.config, name, value)
+    monkeypatch.delattr(sys.modules[type(model).__module__], name, raising=False)
     before = model.config._attn_implementation
     assert not head.enable_row_attention(model)
     assert model.config._attn_implementation == before
@@ -380,5 +401,10 @@ def test_dropout_and_router_losses_of_a_part_are_removed(tmp_path, caplog) -> No
 def test_stop_strings_are_one_token() -> None:
     words = make_tokenizer()
     assert stop_tokens(words, ("2", "0")) == [words.eos_token_id, 5, 3]
+    words.add_special_tokens({"bos_token": "<s>"})
+    begin = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", words.bos_token_id)])
+    words.backend_tokenizer.post_processor = begin  # every text
+    words.chat_template = "{% for m in messages %}{{ m.content }}1<pad>{% endfor %}"
+    assert stop_tokens(words, ("2", "0")) == [words.eos_token_id, words.pad_token_id, 5, 3]
     with pytest.raises(ConfigError, match="stop='20' is 2 tokens"):
         stop_tokens(words, ("2", "20"))

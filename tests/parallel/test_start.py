@@ -165,13 +165,7 @@ def drop_norms(start: Path, pattern: str = "model.norm.weight") -> None:
 
 
 def change_shape(start: Path) -> None:
-    name = "model.layers.1.mlp.up_proj.weight"
-
-    def change(tensors):
-        if name in tensors:
-            tensors[name] = torch.zeros(5, 7)
-
-    rewrite(start, change)
+    rewrite(start, lambda x: x.update({n: torch.zeros(5, 7) for n in x if "up_proj" in n}))
 
 
 def rewrite(start: Path, change) -> None:
@@ -187,7 +181,7 @@ def rewrite(start: Path, change) -> None:
         (delete_file, FILE),
         (drop_norms, "contain model.norm.weight: copy or download"),
         (functools.partial(drop_norms, pattern="norm"), "layernorm.weight and 4 more: copy"),
-        (change_shape, r"up_proj.weight .*\[5, 7\] .*config.json implies"),
+        (change_shape, r"layers.0.mlp.up_proj.weight .*\[5, 7\] .*config.json implies"),
         (truncate, "weights are corrupt .*: copy or download"),
     ],
 )

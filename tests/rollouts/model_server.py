@@ -32,7 +32,7 @@ class Serving:
     """Folder with the model's configuration. The server's random weights differ from the trainer's.
     """
     name: str | None = None
-    """Name of the served model; None: the folder."""
+    """Name of the served model, whose maximum length is then unknown; None: the folder."""
     max_model_len: int = 64
     """Maximum number of tokens in a prompt plus its response."""
     vocab_size: int | None = None
@@ -40,8 +40,9 @@ class Serving:
     ignores_updates: bool = False
     """Confirm weight updates but keep the old weights."""
     fault: str = ""
-    """"reset": the prefix cache cannot be reset; "nan": log-probs are nan; "empty": responses are;
-    "few": all but the first are missing; "token": tokens are beyond the vocabulary."""
+    """"reset": the prefix cache cannot be reset; "nan": log-probs are nan; "empty": the first
+    response is; "few": all others are missing; "token": tokens are beyond the vocabulary; "late":
+    likewise, but only after the first update."""
     exits_after: int | None = None
     """Exit at the next completion request after this many have been answered."""
     store: int | None = None
@@ -161,11 +162,8 @@ class State:
 
     def models(self, _: Any) -> Any:
         name = self.options.name or self.options.folder
-        card = {
-            "id": name,
-            "root": self.options.folder,
-            "max_model_len": self.options.max_model_len,
-        }
+        length = None if self.options.name else self.options.max_model_len
+        card = {"id": name, "root": self.options.folder, "max_model_len": length}
         return {"object": "list", "data": [card]}
 
     def info(self, _: Any) -> Any:
@@ -181,6 +179,7 @@ class State:
             raise AttributeError(body["method"])
         folder = Path(body["kwargs"]["weights_path"])
         assert folder.stat().st_mode & 0o777 == 0o755  # a server may run as another user
+        assert folder.name.startswith("weights-")  # the name of leftovers
         assert folder not in self.folders  # vLLM may cache by path
         self.folders.add(folder)
         weights: dict[str, torch.Tensor] = {}
@@ -256,9 +255,10 @@ class State:
                 if token in body.get("stop_token_ids", []):
                     break
             response = ids[len(prompt) :]
-            if self.options.fault == "empty":
+            if self.options.fault == "empty" and i == 0:
                 response, logps = [], []
-            if self.options.fault == "token":
+            late = self.completions > 2  # after the checks of the vocabulary and of an update
+            if self.options.fault == "token" or (self.options.fault == "late" and late):
                 response[0] = size
             if self.options.fault == "nan":
                 logps[0] = math.nan

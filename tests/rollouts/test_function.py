@@ -161,6 +161,8 @@ def test_a_run_is_resumed_exactly(task, tmp_path) -> None:
     train(run_config(task, tmp_path / "parts"))
     rows = metrics(tmp_path / "whole")
     assert len(rows) == 4 and any(row["grad_norm"] for row in rows)
+    # without the comments
+    assert all(r["sampled_tokens"] == round(16 * r["completions/mean_length"]) for r in rows)
     assert [r["reward_mean"] for r in rows] == [
         r["reward_mean"] for r in metrics(tmp_path / "parts")
     ]
@@ -199,12 +201,15 @@ GOOD = Rollout([3, 4], [5, 6, 7], [1, 0, 1])
         ([(1, 2)], "rollout 0 is a tuple: return gac.rollouts.Rollout objects"),
         ([replace(GOOD, prompt_ids=[])], r"rollout 0 has prompt_ids=\(\): give at least one"),
         ([replace(GOOD, completion_ids="text")], "completion_ids='text': give a list of token"),
-        ([replace(GOOD, completion_ids=[5, TOKENS, 6])], f"_ids=.*{TOKENS} is not a token"),
+        (
+            [replace(GOOD, completion_ids=[5, TOKENS, 6])],
+            rf"_ids=\(5, {TOKENS}, 6\): {TOKENS} is not a token",
+        ),
         ([replace(GOOD, prompt_ids=[3, -1])], "prompt_ids=.*-1 is not a token"),
-        ([replace(GOOD, loss_mask=[1, 0])], "loss_mask=.*one number for each of the 3"),
+        ([replace(GOOD, loss_mask=[1, 0])], r"loss_mask=\(1, 0\): give one number for each"),
         ([replace(GOOD, loss_mask=[1, 2, 0])], "loss_mask=.*use 0 and 1"),
         ([replace(GOOD, logps=["-", "-", "-"])], "logps=.*give a list of numbers"),
-        ([replace(GOOD, logps=[-1.0])], "logps=.*one number for each of the 3"),
+        ([replace(GOOD, logps=[-1.0])], r"logps=\(-1.0,\): give one number for each of the 3"),
         ([replace(GOOD, logps=[-1.0, 0.5, 2.0])], "logps=.*use log-probabilities"),
         ([replace(GOOD, reward=float("nan"))], "reward=nan: use a finite number, or None"),
         ([replace(GOOD, reward="1")], "reward='1': use a finite number, or None"),
@@ -222,14 +227,16 @@ def test_a_wrong_return_value_is_one_line(monkeypatch, value, message) -> None:
 
 
 def test_completions_are_cut_and_tensors_are_accepted(monkeypatch) -> None:
-    ids = torch.tensor([5, 6, 7])
+    ids = torch.tensor([5, 0, 60])  # the model has 61 tokens, more than the tokenizer
     rollout = Rollout(ids[:1], ids, torch.tensor([1, 0, 1]), logps=[0.0, float("nan"), -2.0])
     monkeypatch.setitem(globals(), "RETURNED", (rollout,))
     engine = Engine(RolloutConfig(max_completion_length=2), turns.make_tokenizer())
+    engine.load(make("qwen2"))
     (cut,) = RolloutFunction(HERE + "returned")(["prompt"], engine)
-    assert (cut.prompt_ids, cut.completion_ids, cut.loss_mask) == ((5,), (5, 6), (True, False))
+    assert (cut.prompt_ids, cut.completion_ids, cut.loss_mask) == ((5,), (5, 0), (True, False))
     assert str(cut.logps) == "(0.0, nan)"
     assert sampling.is_truncated(cut, {1}, 2) and not sampling.is_truncated(cut, {1}, 3)
+    assert sampling.is_truncated(replace(cut, loss_mask=(True, False, True)), {1}, 3)
 
 
 def test_a_function_cannot_continue_demonstrations(task, tmp_path) -> None:

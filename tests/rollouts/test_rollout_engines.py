@@ -93,7 +93,7 @@ def test_greedy_responses_do_not_depend_on_the_engine(policy, monkeypatch, engin
 @pytest.mark.parametrize("samples", [1, 3])
 def test_rows_that_have_ended_leave_the_batch(policy, monkeypatch, samples):
     """The responses stay the same."""
-    settings = {"max_completion_length": 24, "temperature": 0, "stop": [policy[1].decode([15])]}
+    settings = {"temperature": 0, "stop": [policy[1].decode([15])]}
     if samples > 1:
         settings |= {
             "temperature": 1.0,
@@ -111,16 +111,16 @@ def test_rows_that_have_ended_leave_the_batch(policy, monkeypatch, samples):
 
     monkeypatch.setattr(policy[0], "generate", recorded)
     results, costs, steps = [], [], []
-    for after in (1000, 3):
+    for after, limit in ((1000, 24), (6, 6), (3, 24)):  # never, at the end, early
         calls.clear()
         monkeypatch.setattr(generation, "SHRINK_AFTER", after)
         torch.manual_seed(0)
-        results.append(generate(*policy, PROMPTS, **settings))
+        results.append(generate(*policy, PROMPTS, max_completion_length=limit, **settings))
         costs.append(sum(rows * count for rows, count in calls))
         steps.append(sum(count for _, count in calls))
-    assert len(calls) > 1 and costs[1] < 0.8 * costs[0] and steps[1] == steps[0]
+    assert len(calls) > 1 and costs[2] < 0.8 * costs[0] and steps[2] == steps[0]
     assert all(before >= 2 * after for (before, _), (after, _) in itertools.pairwise(calls))
-    assert results[0] == results[1]
+    assert results[0] == results[2] and results[1] == [r[:6] for r in results[0]]
 
 
 @pytest.mark.parametrize(

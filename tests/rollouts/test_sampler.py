@@ -51,7 +51,7 @@ class Script:
             **config,
         }
         rollouts = RolloutConfig(**settings)
-        self.sampler = Sampler(rollouts, self, WORDS, self, plan, self.credit, more)
+        self.sampler = Sampler(rollouts, self, WORDS, self, plan, self.credit, more, False)
         return self.sampler("model", examples, 7)
 
     def load(self, model: Any) -> None:
@@ -116,7 +116,8 @@ def test_rollouts_by_hand() -> None:
         6, 14, 3, 7, groups=2, flat_groups=1, unsolved=1, truncated=2
     )
     assert result.old_logps == result.teacher_logps == result.collected == []
-    assert script.step == 7 and script.calls == ["model", ([A.prompt, B.prompt, C.prompt], 2)]
+    assert script.step == result.step == 7
+    assert script.calls == ["model", ([A.prompt, B.prompt, C.prompt], 2)]
     texts = zip(("1", "34", "2", "52", "00", "6666"), "aabbcc", strict=True)
     assert script.scored == list(texts)
     assert same(script.given, ([[1.0, 0.0], [0.5, 0.5], [0.25, math.nan]], None, "centered"))
@@ -168,7 +169,7 @@ def test_stages_by_hand() -> None:
     """The second stage continues half of the demonstration of A, and all of D, which is one
     token; the mean reward of C is too high for a prefix. The second rollout's prefix is trained.
     """
-    stages = Stage(1), Stage(2, prefix=0.5, below=0.6, trained=1)
+    stages = Stage(1), Stage(2, prefix=0.5, below=0.75, trained=1)
     first = (4, 1), (6, 1), (3, 1)
     second = Completion.of((9, 1), (-1.0, -2.0)), Completion.of((3, 1), (-3.0, -4.0))
     later = (7, 7), (8, 8), (10, 1), (11, 4)
@@ -206,7 +207,8 @@ def test_a_complete_demonstration_needs_no_continuation() -> None:
     """Its last token is sampled instead, in step with the other ranks, and discarded."""
     stages = Stage(1, prefix=1.0), Stage(1)
     script = Script([(9, 1), (4, 1)], [0.0, 1.0], [[1.0, 2.0]], [0.0], [1.0], [1.0])
-    assert script.run(Sampling("prompt", stages), [A], num_generations=2).rewards == [1.0]
+    result = script.run(Sampling("prompt", stages), [A], num_generations=2)
+    assert result.rewards == [1.0] and [row.advantage for row in result.rows] == [2.0]
     assert script.calls[1:] == [([(4, 6, 7, 8)], 1), ([(4, 6)], 1)]
     assert [text for text, _ in script.scored] == ["45", "1"]
 
@@ -273,9 +275,9 @@ def test_the_rows_of_a_pair_share_a_unit() -> None:
         ((4, 6, 4, 1), 1.0, 2, 0),
         ((4, 6, 6, 7), -1.0, 2, 1),
     ]
-    script = Script(RESPONSES[2:4], [0.5, 0.5], [[1.0, 2.0]], [9.0], [1.0], [1.0])
+    script = Script(RESPONSES[2:4], [1.0, 1.0], [[1.0, 2.0]], [9.0], [1.0], [1.0])
     assert script.run(Sampling(pairs=True), [B], num_generations=2).rows == []
-    assert script.sampler.equal_rewards.steps == 1
+    assert script.sampler.equal_rewards.steps == script.sampler.stats.solved == 1
 
 
 def test_a_prompt_with_a_dropped_rollout_has_no_group() -> None:
@@ -300,7 +302,8 @@ def test_random_prefixes_depend_on_the_step_and_the_prompt() -> None:
 
 
 def test_only_responses_of_the_policy_make_a_group() -> None:
-    complete, own = Sample((), (7,), (), 0.0, True), Sample((), (), (4,), 1.0, False)
+    complete = Sample((), (7,), (), 0.0, True, False)
+    own = Sample((), (), (4,), 1.0, False, False)
     assert not is_flat([complete, own]) and is_flat([complete, own, own])
 
 

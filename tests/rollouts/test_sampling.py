@@ -87,7 +87,8 @@ def test_one_scored_response_has_no_advantage() -> None:
 )
 def test_one_rank_warns_about_truncated_sampling(monkeypatch, caplog, rank, top_p, warns) -> None:
     monkeypatch.setattr(sampling, "rank", lambda: rank)
-    Sampler(RolloutConfig(top_p=top_p), None, make_tokenizer(), None, Sampling(), group_credit)
+    config, rest = RolloutConfig(top_p=top_p), (Sampling(), group_credit, None, False)
+    Sampler(config, None, make_tokenizer(), None, *rest)
     assert ("rollouts.top_p=" in caplog.text) == warns
 
 
