@@ -3,6 +3,7 @@
 import functools
 import importlib
 import math
+import operator
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -325,6 +326,7 @@ def test_the_head_of_verl(monkeypatch: Any) -> None:
         assert replaced(hidden, weight, labels, 0.7, "none", 2) == "own"
         assert replaced(hidden, weight, labels, 0.7, "mean") == "own"
         assert [call[3:] for call in calls] == [(0.7, "none", 2), (0.7, "mean", None)]
+        assert all(map(operator.is_, calls[0], (hidden, weight, labels)))
         again.undo()
         assert kernel.linear_cross_entropy is own and fused.forward is None
         patch.undo()

@@ -94,7 +94,10 @@ def test_the_list_names_each_method_once_and_all_can_be_pickled() -> None:
     lines = methods_table().splitlines()
     assert max(map(len, lines)) <= 100
     assert sorted(line.split()[0] for line in lines if re.match("  [^ ]", line)) == sorted(METHODS)
+    text = " ".join(" ".join(lines).split())
     for name in METHODS:
+        cost = METHODS[name].cost
+        assert (f"Extra: {cost}." in text) == (cost != "none"), name
         assert replace(METHODS[name]()) == METHODS[name]()
         assert pickle.loads(pickle.dumps(METHODS[name]())) == METHODS[name]()
 
