@@ -212,7 +212,7 @@ class GACPolicyLoss(PolicyLossFn):
                     self.mixer.load(self.state_dir / f"gac_{step - 1}")
             self.step = step
         assert self.mixer is not None
-        self.mixer.batch = max(demos, 1)
+        self.mixer.batch = demos
         return self.mixer
 
     def _close(self, rollout_tokens: int, demo_tokens: int) -> dict[str, float]:

@@ -237,7 +237,8 @@ def test_the_controller_is_restored_after_a_restart(trinity: Any, tmp_path: Path
     assert len(set(mus)) == 3 and loss.rows_done == 0
     files = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*.json"))
     assert files == [Path(f"gac_{step}/gac.json") for step in (1, 2, 3)]
-    (tmp_path / "global_step_2" / "actor").mkdir(parents=True)  # a checkpoint; step 1 has none
+    for step in (0, 2):  # checkpoints; step 1 has none
+        (tmp_path / f"global_step_{step}" / "actor").mkdir(parents=True)
     resumed = trinity.GACPolicyLoss(state_dir=str(tmp_path), method=method)
     assert call(resumed, slice(0, 4), 3)[1]["gac/mu"] == mus[2]
     assert {path.name for path in tmp_path.glob("gac_*")} == {"gac_2", "gac_3"}

@@ -1,5 +1,6 @@
 """The `loss` section of a configuration reaches the fused loss of a training step."""
 
+import contextlib
 import math
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from gac.data.rows import Batch, TermPair
+from gac.errors import ConfigError
 from gac.methods.token_loss import custom_loss
 from gac.models import head
 from gac.models.head import Head
@@ -54,6 +56,44 @@ def test_a_step_minimizes_the_configured_loss(
     wanted = {key: getattr(config.loss, key) for key in KEYS[name]}
     assert specs and all({key: getattr(s, key) for key in wanted} == wanted for s in specs)
     assert any((p != q).any() for p, q in zip(trainer.model.parameters(), before, strict=True))
+
+
+REINFORCE, SAPO = {"policy_loss": "reinforce"}, {"policy_loss": "sapo"}
+SECTIONS: list[tuple[Any, dict[str, Any], str]] = [  # method, section `loss`, part of the error
+    ("grpo", {"demo_reduction": "sum"}, "demo_reduction='sum' has no effect on method 'grpo'"),
+    ("sft", {"kl_coef": 0.1}, "kl_coef=0.1 has no effect on method 'sft'"),
+    ("sft", {"dual_clip": 2.0}, "on method 'sft'"),
+    ("sft", {"rollout_reduction": "sum"}, "on method 'sft'"),
+    ("constant", {"use_bias_correction_kl": True}, "without kl_coef"),
+    ("dpo", {"clip_low": 0.1}, "on method 'dpo'"),
+    ("asft", {"demo_weight": "p"}, "on method 'asft'"),
+    ("sdar", {"demo_reduction": "sum"}, "on method 'sdar'"),
+    ("sdar", {"clip_low": 0.1}, ""),
+    ("luffy", {"clip_low": 0.1}, "loss.clip_low=0.1: method 'luffy' sets it to None; remove"),
+    ("luffy", {"entropy_coef": 0.5}, "sets it to 0.001; use method.entropy_coef instead"),
+    ("luffy", {"demo_shape": 0.3}, "sets it to 0.1; use method.shape instead"),
+    ("constant", {"demo_weight": "p"}, "sets it to .*; use method.weight instead"),
+    ("constant", {"temperature": 0.5}, "loss.temperature=0.5: use rollouts.temperature instead"),
+    ("constant", {**SAPO, "clip_high": 0.5}, "without policy_loss=clip or cispo"),
+    ("constant", {**SAPO, "dual_clip": 2.0}, "without policy_loss=clip"),
+    ("constant", {"sapo_tau": [1.0, 2.0]}, "without policy_loss=sapo"),
+    ("constant", {**SAPO, "sapo_tau": [1.0, 2.0]}, ""),
+    ("constant", {**REINFORCE, "importance_sampling_level": "sequence"}, "a policy_loss with rat"),
+    ("constant", {"kl_estimator": "k1"}, "without kl_coef"),
+    ("constant", {"demo_shape": 0.3}, "without demo_weight=shaped or trust"),
+    ({"name": "constant", "weight": "trust"}, {"demo_shape": 0.3}, ""),
+    ("constant", {"correction_min": 0.5}, "without rollouts.correction"),
+    ("constant", {"max_tokens": 9}, "without a constant reduction"),
+    ("dr-grpo", {"max_tokens": 9}, ""),
+    ("constant", {"clip_high": 0.5, "dual_clip": 2.0, "importance_sampling_level": "sequence"}, ""),
+]
+
+
+@pytest.mark.parametrize(("method", "loss", "error"), SECTIONS)
+def test_keys_without_effect_are_refused(method, loss, error, tmp_path):
+    refused = pytest.raises(ConfigError, match=error) if error else contextlib.nullcontext()
+    with refused:
+        tiny_config(tmp_path, tmp_path, method=method, loss=loss)
 
 
 REDUCTIONS = {
