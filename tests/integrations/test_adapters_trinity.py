@@ -226,8 +226,7 @@ def test_shaped_demonstrations_have_weight_one(trinity: Any, tmp_path: Path) -> 
     """Their advantage in Trinity is 0."""
     method = {"name": "constant", "mu": 1.0, "weight": "shaped"}
     value, log = call(trinity.GACPolicyLoss(state_dir=str(tmp_path), method=method), slice(0, 4))
-    expected = -(0.8 / 0.9 + 0.4 / 0.5) / 2
-    assert value.item() == pytest.approx(expected) == log["gac/demo_loss"]
+    assert value.item() == pytest.approx(-(0.8 / 0.9 + 0.4 / 0.5) / 2) == log["gac/demo_loss"]
 
 
 def test_the_controller_is_restored_after_a_restart(trinity: Any, tmp_path: Path) -> None:
@@ -258,13 +257,15 @@ def test_the_controller_is_restored_after_a_restart(trinity: Any, tmp_path: Path
 
 def test_the_first_of_two_ranks_saves_the_controller(trinity: Any, tmp_path: Path) -> None:
     """Each has half of the rows; the divisors are for gradients that are averaged over ranks."""
-    method = {"name": "constant", "mu": 0.25}
     for rank in (1, 0):
         trinity.dist = SimpleNamespace(
             is_initialized=lambda: True, get_world_size=lambda: 2, get_rank=lambda rank=rank: rank
         )
-        loss = trinity.GACPolicyLoss(state_dir=str(tmp_path / str(rank)), method=method)
-        value, log = call(loss, slice(0, ROWS), rows=2 * ROWS)
+        options = {
+            "state_dir": str(tmp_path / str(rank)),
+            "method": {"name": "constant", "mu": 0.25},
+        }
+        value, log = call(trinity.GACPolicyLoss(**options), slice(0, ROWS), rows=2 * ROWS)
         expected = 0.75 * ROLLOUTS / 5 + 0.25 * DEMOS / 2
         assert value.item() == pytest.approx(2 * expected, rel=1e-6) and "gac/demo_loss" in log
         assert (tmp_path / str(rank)).exists() == (rank == 0)

@@ -203,8 +203,10 @@ def test_the_worker(verl: Any, options: Any, monkeypatch: Any, tmp_path: Path) -
         def __init__(self, *arguments: Any) -> None:
             made.append(arguments)
 
-    assert (worker.save_checkpoint("a"), worker.load_checkpoint("a")) == ("saved", "loaded")
-    assert worker.calls[-2:] == [("a", None, 0, None), ("a", None, False)]
+    assert [worker.save_checkpoint("a"), worker.load_checkpoint("a"), *worker.calls[-2:]] == [
+        *("saved", "loaded"),
+        *[("a", None, 0, None), ("a", None, False)],
+    ]
     monkeypatch.setattr(verl, "TwoPassStep", Mixing)
     loss = SimpleNamespace(keywords={"config": SimpleNamespace(policy_loss=options)})
     worker.set_loss_fn(loss)

@@ -225,6 +225,8 @@ def test_entropy_bonus_of_trl(changes: Any, expected: float | None) -> None:
             FusedGRPOTrainer._entropy_bonus(trainer, mask, 24.0)
     else:
         assert FusedGRPOTrainer._entropy_bonus(trainer, mask, 24.0) == pytest.approx(expected)
+        empty = FusedGRPOTrainer._entropy_bonus(trainer, 0 * mask, 24.0)
+        assert empty == pytest.approx(4 * expected)
 
 
 def test_weights_known_before_the_forward_pass() -> None:
