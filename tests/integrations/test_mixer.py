@@ -290,6 +290,8 @@ def test_a_conversation_ends_at_the_last_eos() -> None:
     assert words.decode(whole["ids"]) == "1+2=3<eos>-+1=4<eos>"
     assert words.decode(whole["ids"][whole["start"] :]) == "4<eos>"
     assert encode({"prompt": turns[:-1], "completion": turns[-1:]}, "row", words) == whole
+    ended = encode({"prompt": turns[:2], "completion": turns[2:]}, "row", words)
+    assert words.decode(ended["ids"][ended["start"] :]) == "+1=4<eos>"
     both = {"prompt": turns[:1], "completion": turns[1:2], "messages": turns}
     assert words.decode(encode(both, "row", words)["ids"]) == "1+2=3<eos>"
 

@@ -452,12 +452,6 @@ def test_the_printed_algorithm_hardly_leaves_its_prior():
     assert mix.mu == pytest.approx(0.9901 * method.prior(399) + 0.0099 * mu_star, abs=2e-3)
 
 
-def test_kl_is_measured_whenever_alpha_is_updated():
-    assert [METHODS["gac"](alpha_every="step").needs(t).kl for t in range(5)] == [True] * 5
-    method = METHODS["gac"](update_every=2)
-    assert [method.needs(t).kl for t in range(5)] == [True, True, False, True, False]
-
-
 @pytest.mark.parametrize("name", ["dpo", "dypo"])
 def test_pairs_need_the_reference(name):
     targets, logits = torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2, 1, 3)
