@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers.normalizers import Strip
 from tokenizers.processors import TemplateProcessing
 
 from gac import ControllerConfig, GuidedController, Mixer
@@ -265,6 +266,9 @@ def test_a_text_completion_ends_with_one_eos_and_the_prompt_has_the_special_toke
     )
     special = encode({"prompt": "1+2=", "completion": "3"}, "row 1", words)
     assert special == {"ids": [unk, *digits, eos], "start": 5}
+    words._tokenizer.normalizer = Strip()
+    with pytest.raises(ValueError, match="row 1: the completion ' ' has no tokens; remove the row"):
+        encode({"prompt": "1+2=", "completion": " "}, "row 1", words)
 
 
 CHAT = (

@@ -138,11 +138,6 @@ def test_relift_trains_on_the_newest_unsolved_prompts_once_there_are_enough(task
     expected = [prompts[i].prompt + prompts[i].demo for i in order[-5:]]
     assert [row.ids for row in demos[1]] == expected
     assert trainer.feed.state_dict()["collected"] == order[:3]
-    credit = METHODS["relift"](correct=0.5).credit(
-        torch.tensor([[0.5, 0.0], [1.0, 0.0]]), None, "std"
-    )
-    assert credit.demo_weight.tolist() == [1.0, 0.0]
-    assert credit.rollout_weight.tolist() == [1.0, 1.0]
 
 
 def test_amft_follows_the_slope_of_the_reward_and_the_entropy() -> None:
