@@ -95,11 +95,11 @@ def test_the_list_names_each_method_once_and_all_can_be_pickled() -> None:
     lines = methods_table().splitlines()
     assert max(map(len, lines)) <= 100
     assert sorted(line.split()[0] for line in lines if re.match("  [^ ]", line)) == sorted(METHODS)
+    assert {x for x in lines if x[0] != " "} == {f"{x.family}:" for x in METHODS.values()}
     costs = re.findall(r"Extra: (.*?)\.(?= |$)", " ".join(" ".join(lines).split()))
     assert {"none", *costs} == {method.cost for method in METHODS.values()}
-    for name in METHODS:
-        assert replace(METHODS[name]()) == METHODS[name]()
-        assert pickle.loads(pickle.dumps(METHODS[name]())) == METHODS[name]()
+    for method in (kind() for kind in METHODS.values()):
+        assert pickle.loads(pickle.dumps(method)) == replace(method) == method
 
 
 @pytest.mark.parametrize(
