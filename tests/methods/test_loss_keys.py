@@ -68,6 +68,15 @@ SECTIONS: list[tuple[Any, dict[str, Any], str]] = [  # method, section `loss`, p
     ("asft", {"demo_weight": "p"}, "on method 'asft'"),
     ("sdar", {"demo_reduction": "sum"}, "on method 'sdar'"),
     ("sdar", {"clip_low": 0.1}, ""),
+    *(
+        (name, {"demo_reduction": "sequence"}, "sets it to 'token'; remove the key")
+        for name in ("multitask", "hpt", "relift", "uft", "srft", "dypo")
+    ),
+    *(
+        (name, {"rollout_reduction": "token"}, "sets it to 'sequence'; remove the key")
+        for name in ("gspo", "dpo", "ipo", "dypo")
+    ),
+    ("dapo", {"kl_coef": 0.1}, "sets it to 0.0; remove the key"),
     ("luffy", {"clip_low": 0.1}, "loss.clip_low=0.1: method 'luffy' sets it to None; remove"),
     ("luffy", {"entropy_coef": 0.5}, "sets it to 0.001; use method.entropy_coef instead"),
     ("luffy", {"demo_shape": 0.3}, "sets it to 0.1; use method.shape instead"),

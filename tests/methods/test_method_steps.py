@@ -82,6 +82,8 @@ def test_gac_needs_its_signals_on_refresh_steps() -> None:
     plain = METHODS["gac"](signals=ProxySignals(trim=0.3), alpha_every="step")
     assert plain.needs(0) == StepNeeds(kl=True, signals=True, trim=0.3)
     assert plain.needs(1) == StepNeeds(kl=True, trim=0.3)
+    with pytest.raises(ValueError, match=r"method\.gate needs .* set method\.signals=gradients"):
+        METHODS["gac"](gate=Gate())
 
 
 ORTHOGONAL = 4.0, 0.0, 1.0
