@@ -67,7 +67,7 @@ SECTIONS: list[tuple[Any, dict[str, Any], str]] = [  # method, section `loss`, p
     ("dpo", {"clip_low": 0.1}, "on method 'dpo'"),
     ("asft", {"demo_weight": "p"}, "on method 'asft'"),
     ("sdar", {"demo_reduction": "sum"}, "on method 'sdar'"),
-    ("sdar", {"clip_low": 0.1}, ""),
+    *((name, {"clip_low": 0.1}, "") for name in ("sdar", "dypo", "prefix-rft")),
     *(
         (name, {"demo_reduction": "sequence"}, "sets it to 'token'; remove the key")
         for name in ("multitask", "hpt", "relift", "uft", "srft", "dypo")
