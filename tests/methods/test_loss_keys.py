@@ -126,8 +126,9 @@ def test_penalties_are_added_to_custom_losses(name, task, tmp_path):
 
 
 @pytest.mark.parametrize("linear", [False, True])
+@pytest.mark.parametrize("reused", [False, True])
 @pytest.mark.parametrize("correction", ["token_truncate", "sequence_mask"])
-def test_corrections_multiply_custom_losses(correction, linear, monkeypatch):
+def test_corrections_multiply_custom_losses(correction, reused, linear, monkeypatch):
     """Log-ratios to the engine of 0, 0.5 and -1 per token; the last row has no log-probs of it."""
     logits = torch.randn(4, 2, 7, dtype=torch.float64, requires_grad=True)
     targets = torch.randint(7, (4, 2))
@@ -151,7 +152,7 @@ def test_corrections_multiply_custom_losses(correction, linear, monkeypatch):
         None,
         batch,
         0.0,
-        None,
+        logps.detach() if reused else None,
         None,
         spec,
         TermPair(1.0, 8.0),
