@@ -23,8 +23,7 @@ def _entropy(
     chunk_size: int = 1024,
 ) -> Tensor:
     with torch.set_grad_enabled(requires_grad):
-        entropy = logits.record.entropy * (1 if attention_mask is None else attention_mask)
-    return entropy if requires_grad else entropy.detach()
+        return logits.record.entropy * (1 if attention_mask is None else attention_mask)
 
 
 def apply_fused_head() -> Patch:

@@ -200,19 +200,19 @@ class GACPolicyLoss(PolicyLossFn):
     def _mixer(self, step: int, demos: int) -> Mixer:
         """The mixer for this step, restored from the previous step after a restart."""
         if step != self.step:
-            if self.mixer is not None and self.rows_done:
+            if self.rows_done:
                 raise RuntimeError(
                     f"step {self.step} is incomplete: this rank processed {self.rows_done} rows; "
                     "every rank must process (rows in the step) / (number of ranks)"
                 )
             if self.mixer is None:
                 # Trinity's buffer orders the demonstrations; the mixer's order is not used
-                self.mixer = Mixer(self.method, rows=1, batch=max(demos, 1))
+                self.mixer = Mixer(self.method, rows=1, batch=1)
                 if step > 1:
                     self.mixer.load(self.state_dir / f"gac_{step - 1}")
             self.step = step
         assert self.mixer is not None
-        self.mixer.batch = max(demos, 1)
+        self.mixer.batch = demos
         return self.mixer
 
     def _close(self, rollout_tokens: int, demo_tokens: int) -> dict[str, float]:

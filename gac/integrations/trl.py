@@ -126,9 +126,7 @@ class GACMixin(StepMixin, FusedGRPOMixin):
         rows, device = self.local_demos(), self.accelerator.device
         if rows is None:
             return torch.zeros((), device=device)
-        tokenizer = self.processing_class
-        pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        batch = collate(rows, pad, device)
+        batch = collate(rows, self.processing_class.pad_token_id, device)
         out = self.score_demos(model, batch.model_inputs, batch.targets, self._step_demos)
         if self.mixer.sketch is not None:
             self._observe_sketches([-1] * len(rows), is_demo=True, out=out)

@@ -176,7 +176,7 @@ class TwoPassStep:
         self.norm = demo_norm(demos, self.mixer.spec, ranks)
         rows = demos[self.engine.get_data_parallel_rank() :: ranks]
         count = -(-len(demos) // ranks)
-        size = min(tu.get(data, "micro_batch_size_per_gpu", default=None) or count, count)
+        size = min(tu.get(data, "micro_batch_size_per_gpu") or count, count)
         # every rank runs the same number of forwards: pad with one-token rows without a loss
         rows += [Row((self.pad,), 1, True)] * (-(-count // size) * size - len(rows))
 

@@ -274,6 +274,8 @@ LATE_TRAIN = {
     "data.order=json:JSONDecoder": "data.order='json:JSONDecoder': TypeError: ",
     "method={name: 'methods.py:Own', to: '0.5'}": "method 'Own': TypeError: cannot unpack",
     "method={name: 'methods.py:Own', to: '{}, Mix(2.0)'}": "mix=Mix(mu=2.0, scale=1.0, final",
+    "method={name: 'methods.py:Own', to: '{}, Mix(-0.5)'}": "mix=Mix(mu=-0.5, scale=1.0, final",
+    "method={name: 'methods.py:Own', to: '{}, 0.5'}": "mix=0.5: use Mix(mu) with mu in [0, 1]",
     "method={name: 'methods.py:Own', to: '{1: print}, Mix(0.5)'}": "is not JSON serializable",
     "method={name: 'methods.py:Own', to: 'state[3]'}": "method 'Own': KeyError: 3 (",
     "model.lora={target_modules: '(('}": "model.lora.target_modules='((': missing ), unterminated",

@@ -325,10 +325,10 @@ def test_the_head_of_verl(monkeypatch: Any) -> None:
         assert replaced(hidden, weight, labels, 0.7, "none", 2) == "own"
         assert replaced(hidden, weight, labels, 0.7, "mean") == "own"
         assert [call[3:] for call in calls] == [(0.7, "none", 2), (0.7, "mean", None)]
-        again.undo()
-        assert kernel.linear_cross_entropy is own and fused.forward is None
-        patch.undo()
-        assert kernel.linear_cross_entropy is own and fused.forward is None
+        assert [*map(id, calls[0][:3])] == [*map(id, (hidden, weight, labels))]
+        for handle in (again, patch):
+            handle.undo()
+            assert kernel.linear_cross_entropy is own and fused.forward is None
         monkeypatch.delitem(sys.modules, "gac.integrations.verl_fused", raising=False)
         imported = importlib.import_module("gac.integrations.verl_fused")
         assert sys.modules.pop(imported.__name__) and kernel.linear_cross_entropy is not own

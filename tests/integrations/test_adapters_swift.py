@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from gac.data.rows import Row
 from gac.methods import DEFAULT, METHODS
 from tests.integrations.stand_ins import modules
 
@@ -162,3 +163,18 @@ def test_demonstrations_that_cannot_be_used(swift: Any) -> None:
         trainer._demonstration(3)
     with pytest.raises(ValueError, match="loss_scale is not supported: use --loss_scale default"):
         trainer._demonstration(4)
+
+
+def test_the_demonstrations_of_a_micro_batch(swift: Any, monkeypatch: Any) -> None:
+    """Labels are shifted, and the loss is divided by the tokens of the whole step."""
+    trainer, calls = make(swift), []
+    trainer._step_demos, trainer._micro_batch = ROWS[:3], 0
+    monkeypatch.setattr(
+        trainer, "score_demos", lambda *call: calls.append(call) or SimpleNamespace(loss="loss")
+    )
+    assert trainer._demo_loss("model") == "loss"
+    ((model, inputs, targets, rows),) = calls
+    assert targets.tolist() == [[4, 5, -100, -100], [8, -100, -100, -100], [3, 4, -100, -100]]
+    assert (model, {*inputs}) == ("model", {"input_ids", "attention_mask"})
+    assert inputs["input_ids"].tolist() == collate(ROWS[:3])["input_ids"].tolist()
+    assert rows == [Row((0,) * n, 0, True) for n in (2, 1, 2)]

@@ -66,9 +66,9 @@ def row(expert: bool, tokens: int, length: int = 4) -> Any:
 
 
 def test_every_row_has_the_counts_of_its_step(trinity: Any) -> None:
-    rows = [row(True, 3), row(False, 2), row(False, 0), row(False, 4), row(True, 1)]
+    rows = [row(True, 3), *(row(False, n) for n in (2, 0, 4, 1)), row(True, 1)]
     trinity.count_rows(rows)
-    counts = {"rollouts": 2, "rollout_tokens": 6, "demos": 2, "demo_tokens": 4, "rows": 5}
+    counts = {"rollouts": 3, "rollout_tokens": 7, "demos": 2, "demo_tokens": 4, "rows": 6}
     names = [*counts]
     for one in rows:
         assert {name: one.info[name] for name in names} == counts
@@ -226,7 +226,7 @@ def test_shaped_demonstrations_have_weight_one(trinity: Any, tmp_path: Path) -> 
     """Their advantage in Trinity is 0."""
     method = {"name": "constant", "mu": 1.0, "weight": "shaped"}
     value, log = call(trinity.GACPolicyLoss(state_dir=str(tmp_path), method=method), slice(0, 4))
-    assert log["gac/demo_loss"] != 0 and value.item() == pytest.approx(log["gac/demo_loss"])
+    assert value.item() == pytest.approx(-(0.8 / 0.9 + 0.4 / 0.5) / 2) == log["gac/demo_loss"]
 
 
 def test_the_controller_is_restored_after_a_restart(trinity: Any, tmp_path: Path) -> None:
@@ -236,7 +236,8 @@ def test_the_controller_is_restored_after_a_restart(trinity: Any, tmp_path: Path
     assert len(set(mus)) == 3 and loss.rows_done == 0
     files = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*.json"))
     assert files == [Path(f"gac_{step}/gac.json") for step in (1, 2, 3)]
-    (tmp_path / "global_step_2" / "actor").mkdir(parents=True)  # a checkpoint; step 1 has none
+    for step in (0, 2):  # checkpoints; step 1 has none
+        (tmp_path / f"global_step_{step}" / "actor").mkdir(parents=True)
     resumed = trinity.GACPolicyLoss(state_dir=str(tmp_path), method=method)
     assert call(resumed, slice(0, 4), 3)[1]["gac/mu"] == mus[2]
     assert {path.name for path in tmp_path.glob("gac_*")} == {"gac_2", "gac_3"}
@@ -252,3 +253,19 @@ def test_the_controller_is_restored_after_a_restart(trinity: Any, tmp_path: Path
     call(fresh, slice(0, 4), 2)
     with pytest.raises(RuntimeError, match="2 demonstrations in one step"):
         call(fresh, slice(0, 4), 3, demos=1)
+
+
+def test_the_first_of_two_ranks_saves_the_controller(trinity: Any, tmp_path: Path) -> None:
+    """Each has half of the rows; the divisors are for gradients that are averaged over ranks."""
+    for rank in (1, 0):
+        trinity.dist = SimpleNamespace(
+            is_initialized=lambda: True, get_world_size=lambda: 2, get_rank=lambda rank=rank: rank
+        )
+        options = {
+            "state_dir": str(tmp_path / str(rank)),
+            "method": {"name": "constant", "mu": 0.25},
+        }
+        value, log = call(trinity.GACPolicyLoss(**options), slice(0, ROWS), rows=2 * ROWS)
+        expected = 0.75 * ROLLOUTS / 5 + 0.25 * DEMOS / 2
+        assert value.item() == pytest.approx(2 * expected, rel=1e-6) and "gac/demo_loss" in log
+        assert (tmp_path / str(rank)).exists() == (rank == 0)

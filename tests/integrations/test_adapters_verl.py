@@ -151,7 +151,7 @@ def test_options(verl: Any, options: Any) -> None:
     for changes, message in (
         ({"demo_path": ""}, "policy_loss.demo_path is empty: set it to a file of"),
         ({"demo_batch": 0}, "policy_loss.demo_batch=0: use a number of demonstrations >= 1"),
-        ({"method": "luffy"}, "controller=luffy needs"),
+        *(({"method": x}, f"controller={x} needs") for x in ("luffy", "gac-gated-sketch")),
         ({"method": "gacc"}, "policy_loss.method"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -203,7 +203,10 @@ def test_the_worker(verl: Any, options: Any, monkeypatch: Any, tmp_path: Path) -
         def __init__(self, *arguments: Any) -> None:
             made.append(arguments)
 
-    assert (worker.save_checkpoint("a"), worker.load_checkpoint("a")) == ("saved", "loaded")
+    assert [worker.save_checkpoint("a"), worker.load_checkpoint("a"), *worker.calls[-2:]] == [
+        *("saved", "loaded"),
+        *[("a", None, 0, None), ("a", None, False)],
+    ]
     monkeypatch.setattr(verl, "TwoPassStep", Mixing)
     loss = SimpleNamespace(keywords={"config": SimpleNamespace(policy_loss=options)})
     worker.set_loss_fn(loss)
@@ -213,7 +216,7 @@ def test_the_worker(verl: Any, options: Any, monkeypatch: Any, tmp_path: Path) -
     assert worker.train_batch("data") == {"metrics": metrics}
     worker.output = None  # not the rank that reports
     assert worker.train_batch("data") is None
-    for rank in (1, 0):
+    for rank in (1, 0, 0):
         monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
         folder = tmp_path / "new" / str(rank)
         assert worker.save_checkpoint(str(folder), "hdfs", 7, 3) == "saved"
@@ -221,7 +224,7 @@ def test_the_worker(verl: Any, options: Any, monkeypatch: Any, tmp_path: Path) -
     assert worker.load_checkpoint("b", "hdfs", True) == "loaded"
     assert worker.calls[-1] == ("b", "hdfs", True)
     worker.load_checkpoint(None)
-    assert saved == [str(tmp_path / "new" / "0"), "b"]
+    assert saved == [*[str(tmp_path / "new" / "0")] * 2, "b"]
     worker.engine_config.strategy = "megatron"
     with pytest.raises(ValueError, match="strategy=megatron"):
         worker.set_loss_fn(loss)
@@ -294,6 +297,7 @@ def test_the_demonstrations_of_a_step(verl: Any, options: Any, micro: Any, size:
         output = {"log_probs": torch.nested.nested_tensor_from_jagged(-nll, ends)}
         expected_loss = 0.25 * nll[:-1][mask[1:]].sum().item() / mixed.norm
         assert mixed.demo_loss(output, data)[0].item() == pytest.approx(expected_loss)
+        assert mixed.mixer.close()["demo_tokens"] == mask[1:].sum()
 
 
 def test_rows_are_padded_to_whole_micro_batches(verl: Any, options: Any) -> None:

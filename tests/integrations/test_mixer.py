@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers.normalizers import Strip
 from tokenizers.processors import TemplateProcessing
 
 from gac import ControllerConfig, GuidedController, Mixer
@@ -163,7 +164,7 @@ def test_unsupported_arguments_are_rejected(keywords: dict[str, Any], message: s
 @pytest.mark.parametrize("name", ["gac-paper", "constant-alarm", "chord-phi", "kl-ctrl"])
 def test_methods_that_need_only_logps_are_supported(name: str):
     mixer = Mixer(METHODS[name](), rows=9, batch=6)
-    assert mixer.method.name == name
+    assert mixer.method.name == name and mixer.state_dict()["order"]["seed"] == 0
     assert all(0 <= step(mixer, t)["mu"] <= 1 for t in range(3))
 
 
@@ -265,6 +266,9 @@ def test_a_text_completion_ends_with_one_eos_and_the_prompt_has_the_special_toke
     )
     special = encode({"prompt": "1+2=", "completion": "3"}, "row 1", words)
     assert special == {"ids": [unk, *digits, eos], "start": 5}
+    words._tokenizer.normalizer = Strip()
+    with pytest.raises(ValueError, match="row 1: the completion ' ' has no tokens; remove the row"):
+        encode({"prompt": "1+2=", "completion": " "}, "row 1", words)
 
 
 CHAT = (
@@ -290,6 +294,8 @@ def test_a_conversation_ends_at_the_last_eos() -> None:
     assert words.decode(whole["ids"]) == "1+2=3<eos>-+1=4<eos>"
     assert words.decode(whole["ids"][whole["start"] :]) == "4<eos>"
     assert encode({"prompt": turns[:-1], "completion": turns[-1:]}, "row", words) == whole
+    ended = encode({"prompt": turns[:2], "completion": turns[2:]}, "row", words)
+    assert words.decode(ended["ids"][ended["start"] :]) == "+1=4<eos>"
     both = {"prompt": turns[:1], "completion": turns[1:2], "messages": turns}
     assert words.decode(encode(both, "row", words)["ids"]) == "1+2=3<eos>"
 

@@ -1,6 +1,5 @@
 """The fused head and the fused GRPO loss against TRL's own: values, gradients and metrics."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -201,21 +200,6 @@ def test_the_gradient_filter_changes_only_gradients(trainer, options, no_fallbac
     gradients, expected = filtered.pop("gradients"), exact.pop("gradients")
     assert filtered == exact and gradients.keys() == expected.keys()
     assert any(not gradients[name].equal(value) for name, value in expected.items())
-
-
-@pytest.mark.parametrize("tokens", [0, 1, 2])
-def test_divisors_of_a_micro_batch_with_few_tokens(tokens):
-    trainer = SimpleNamespace(
-        loss_type="bnpo",
-        use_adaptive_entropy=False,
-        entropy_coef=0.25,
-        current_gradient_accumulation_steps=3,
-        model=SimpleNamespace(training=True),
-    )
-    mask = torch.arange(4)[None] < tokens
-    norm = FusedGRPOTrainer._norm(trainer, {}, mask)
-    assert norm == 3 * max(tokens, 1)
-    assert FusedGRPOTrainer._entropy_bonus(trainer, mask, norm) == pytest.approx(0.25)
 
 
 @pytest.mark.parametrize(

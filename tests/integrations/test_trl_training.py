@@ -67,8 +67,11 @@ def test_resuming_is_exact(models: dict[str, Path], tmp_path: Path):
     options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
     weights = []
     for checkpoint in (None, str(tmp_path / "checkpoint-1")):
-        trainer, _ = trl_task.make_trainer(models["tied"], tmp_path, FusedGRPOTrainer, **options)
-        trainer.train(resume_from_checkpoint=checkpoint)
+        with apply_fused_head():
+            trainer, _ = trl_task.make_trainer(
+                models["tied"], tmp_path, FusedGRPOTrainer, **options
+            )
+            trainer.train(resume_from_checkpoint=checkpoint)
         weights.append(recording.weights(trainer))
     for name, weight in weights[0].items():
         assert torch.equal(weights[1][name], weight), name
@@ -108,10 +111,10 @@ def test_liger_is_refused(models: dict[str, Path], tmp_path: Path, kind: type):
     from transformers import AutoModelForCausalLM
 
     message = f"use_liger_kernel=True: {kind.__name__} .*set use_liger_kernel=False"
-    with pytest.raises(ValueError, match=message), apply_fused_head():
+    with pytest.raises(ValueError, match=message):
         if kind is FusedGRPOTrainer:
             trl_task.make_trainer(models["tied"], tmp_path, kind, use_liger_kernel=True)
-        else:
-            options = SFTConfig(str(tmp_path), use_cpu=True, use_liger_kernel=True)
-            model = AutoModelForCausalLM.from_pretrained(models["tied"])
+        options = SFTConfig(str(tmp_path), use_cpu=True, use_liger_kernel=True)
+        model = AutoModelForCausalLM.from_pretrained(models["tied"])
+        with apply_fused_head():
             SFTTrainer(model, options, train_dataset=Dataset.from_list([{"text": "1+1=2"}]))

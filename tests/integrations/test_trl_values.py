@@ -13,13 +13,17 @@ trl = pytest.importorskip("trl", minversion="1.15")
 from trl import GRPOTrainer  # noqa: E402 - after the skip
 
 from gac import Mixer  # noqa: E402 - after the skip
-from gac.integrations import (  # noqa: E402 - after the skip
-    trl_grpo,
-    trl_head,
-)
 from gac.integrations.trl import FusedGRPOTrainer, GACMixin  # noqa: E402 - after the skip
-from gac.integrations.trl_grpo import FusedLoss, Inexpressible  # noqa: E402 - after the skip
-from gac.integrations.trl_head import FusedLogProbs, head_override  # noqa: E402 - after the skip
+from gac.integrations.trl_grpo import (  # noqa: E402 - after the skip
+    FusedGRPOMixin,
+    FusedLoss,
+    Inexpressible,
+)
+from gac.integrations.trl_head import (  # noqa: E402 - after the skip
+    FusedLogProbs,
+    head_override,
+    missing_hook,
+)
 from gac.methods import METHODS, Constant  # noqa: E402 - after the skip
 
 
@@ -67,11 +71,8 @@ def test_masked_tool_tokens_are_not_observed() -> None:
         ([[1, 1, 0], [1, 1, 1]], "advantages", "ref"),
     ]
     assert trainer._micro_batch == 2
-
-
-def test_evaluation_uses_the_loss_of_trl() -> None:
-    trainer = Trainer(Constant(mu=0.25), training=False)
-    assert trainer._compute_loss(None, batch()).item() == 2 and not trainer.observed
+    trainer.model.training = False  # evaluation uses the loss of TRL
+    assert trainer._compute_loss(None, batch()).item() == 2 and len(trainer.observed) == 2
 
 
 def test_rollouts_of_one_prompt_are_one_unit(monkeypatch: Any) -> None:
@@ -79,9 +80,7 @@ def test_rollouts_of_one_prompt_are_one_unit(monkeypatch: Any) -> None:
     trainer = Trainer(METHODS["gac-gated-sketch"](), training=True)
     units: list[Any] = []
     monkeypatch.setattr(trainer.mixer._sketches, "add", lambda *call: units.append(call))
-    monkeypatch.setattr(
-        trl_grpo.FusedGRPOMixin, "_compute_loss", lambda self, model, inputs: inputs["loss"]
-    )
+    monkeypatch.setattr(FusedGRPOMixin, "_compute_loss", lambda self, model, inputs: inputs["loss"])
     ids = torch.tensor([[0, 0, 5, 6], [9, 9, 5, 6], [0, 5, 6, 7], [0, 0, 6, 5]])
     prompts = {"prompt_ids": ids, "prompt_mask": torch.tensor([[0, 0, 1, 1]]).repeat(4, 1)}
     prompts["prompt_mask"][2, 1] = 1
@@ -121,7 +120,7 @@ def test_the_head_computes_in_the_dtype_of_autocast() -> None:
 
 def test_without_trl(monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, "trl.trainer.utils", None)
-    assert trl_head.missing_hook() == "apply_fused_head needs TRL: pip install 'gac-kernels[trl]'"
+    assert missing_hook() == "apply_fused_head needs TRL: pip install 'gac-kernels[trl]'"
 
 
 # --- the fused loss
@@ -225,6 +224,8 @@ def test_entropy_bonus_of_trl(changes: Any, expected: float | None) -> None:
             FusedGRPOTrainer._entropy_bonus(trainer, mask, 24.0)
     else:
         assert FusedGRPOTrainer._entropy_bonus(trainer, mask, 24.0) == pytest.approx(expected)
+        empty = FusedGRPOTrainer._entropy_bonus(trainer, 0 * mask, 24.0)
+        assert empty == pytest.approx(4 * expected)
 
 
 def test_weights_known_before_the_forward_pass() -> None:
@@ -257,7 +258,7 @@ def test_weights_known_before_the_forward_pass() -> None:
     assert options["log_ratio_per_token"].tolist() == [[0] * 3] * 2
 
 
-def test_a_micro_batch_without_gradients_has_no_request(monkeypatch: Any) -> None:
+def test_a_micro_batch_without_gradients_has_no_request(monkeypatch: Any, caplog: Any) -> None:
     """The request of the last one is not used again, also if it failed."""
     trainer: Any = object.__new__(FusedGRPOTrainer)
     result: Any = "out"
@@ -279,3 +280,8 @@ def test_a_micro_batch_without_gradients_has_no_request(monkeypatch: Any) -> Non
     assert loss.item() == 2 and loss.requires_grad and trainer.rollout_out == "out"
     assert not trainer._compute_loss(None, "plain").requires_grad
     assert requests == [None, request, request]
+    scores = ("log-probs", "entropy", "more")
+    monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", lambda *_: scores)
+    trainer._request = FusedLoss(torch.zeros(1), torch.zeros(1), {})
+    assert trainer._get_per_token_logps_and_entropies(None, None, None) == scores
+    assert "does not support a model whose forward does not use TRL's LM head" in caplog.text

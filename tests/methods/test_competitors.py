@@ -138,17 +138,14 @@ def test_relift_trains_on_the_newest_unsolved_prompts_once_there_are_enough(task
     expected = [prompts[i].prompt + prompts[i].demo for i in order[-5:]]
     assert [row.ids for row in demos[1]] == expected
     assert trainer.feed.state_dict()["collected"] == order[:3]
-    credit = METHODS["relift"](correct=0.5).credit(
-        torch.tensor([[0.5, 0.0], [1.0, 0.0]]), None, "std"
-    )
-    assert credit.demo_weight.tolist() == [1.0, 0.0]
-    assert credit.rollout_weight.tolist() == [1.0, 1.0]
 
 
 def test_amft_follows_the_slope_of_the_reward_and_the_entropy() -> None:
     method = METHODS["amft"](warmup=1, meta_lr=10.0, entropy_lr=0.5, update_every=2)
-    assert [method.needs(t).parts for t in range(5)] == [0, 2, 0, 2, 0]
-    assert [method.needs(t).rollouts for t in range(2)] == [False, True]
+    assert [(needs.rollouts, needs.parts) for needs in map(method.needs, range(5))] == [
+        (False, 0),
+        *[(True, 2), (True, 0)] * 2,
+    ]
     state, mix = method.mix(method.init(), Observation(0))
     assert mix.mu == 1.0
     state, mix = method.mix(state, Observation(1, entropy=math.nan, lr=0.1))
@@ -191,8 +188,8 @@ def test_uft_hints_are_binomial_with_a_probability_that_falls() -> None:
     for step, p in enumerate([0.5 + 0.4 * math.sqrt(0.5), 0.5, 0.5 - 0.4 * math.sqrt(0.5), 0.1]):
         draws = Draws(p - 1e-6, p + 1e-6, p - 1e-6)
         assert method.hint_tokens(step, 8, draws) == 5  # 2 of 3 parts of 7 tokens: 4.67
-    assert method.hint_tokens(4, 8, Draws()) == 0
-    assert method.hint_tokens(0, 1, Draws()) == 0  # only an EOS
+    # after the last step with hints; only an EOS
+    assert method.hint_tokens(4, 8, Draws()) == method.hint_tokens(0, 1, Draws()) == 0
     assert method.hint_tokens(0, 3, Draws(0.0, 1.0)) == 1  # two tokens, two parts
     assert METHODS["uft"](coef=0.25).mix({}, Observation(0))[1].pair == pytest.approx((0.25, 1.0))
 
@@ -289,15 +286,6 @@ def test_echo_is_the_fused_loss_with_a_role_per_token() -> None:
     targets, advantage = torch.zeros(1, 4, dtype=torch.int64), torch.tensor([2.0])
     out = fused_gac_loss(logits, targets, advantage, observation, mu=0.05 / 1.05, spec=spec)
     assert 1.05 * out.loss.item() == pytest.approx(-2.0 + 0.05 * 1.5 * LOG2, rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("name", "field"), [("amft", "meta_lr"), ("amft", "entropy_lr"), ("sdar", "coef")]
-)
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_coefficients_must_be_finite(name: str, field: str, value: float) -> None:
-    with pytest.raises(ValueError, match=rf"{field}={value}: use a finite number"):
-        METHODS[name](**{field: value})
 
 
 @pytest.mark.parametrize("changes", [{}, {"kl_coef": 0.2, "entropy_coef": 0.1}])

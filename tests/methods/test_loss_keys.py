@@ -1,5 +1,6 @@
 """The `loss` section of a configuration reaches the fused loss of a training step."""
 
+import contextlib
 import math
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from gac.data.rows import Batch, TermPair
+from gac.errors import ConfigError
 from gac.methods.token_loss import custom_loss
 from gac.models import head
 from gac.models.head import Head
@@ -56,6 +58,55 @@ def test_a_step_minimizes_the_configured_loss(
     assert any((p != q).any() for p, q in zip(trainer.model.parameters(), before, strict=True))
 
 
+SECTIONS: list[tuple[Any, dict[str, Any], str]] = [  # method, section `loss`, part of the error
+    ("grpo", {"demo_reduction": "sum"}, "demo_reduction='sum' has no effect on method 'grpo'"),
+    ("sft", {"kl_coef": 0.1}, "kl_coef=0.1 has no effect on method 'sft'"),
+    ("sft", {"dual_clip": 2.0}, "on method 'sft'"),
+    ("sft", {"rollout_reduction": "sum"}, "on method 'sft'"),
+    ("constant", {"use_bias_correction_kl": True}, "without kl_coef"),
+    ("dpo", {"clip_low": 0.1}, "on method 'dpo'"),
+    ("asft", {"demo_weight": "p"}, "on method 'asft'"),
+    ("sdar", {"demo_reduction": "sum"}, "on method 'sdar'"),
+    *((name, {"clip_low": 0.1}, "") for name in ("sdar", "dypo", "prefix-rft")),
+    *(
+        (name, {"demo_reduction": "sequence"}, "sets it to 'token'; remove the key")
+        for name in ("multitask", "hpt", "relift", "uft", "srft", "dypo")
+    ),
+    *(
+        (name, {"rollout_reduction": "token"}, "sets it to 'sequence'; remove the key")
+        for name in ("gspo", "dpo", "ipo", "dypo")
+    ),
+    ("dapo", {"kl_coef": 0.1}, "sets it to 0.0; remove the key"),
+    ("luffy", {"clip_low": 0.1}, "loss.clip_low=0.1: method 'luffy' sets it to None; remove"),
+    ("luffy", {"entropy_coef": 0.5}, "sets it to 0.001; use method.entropy_coef instead"),
+    ("luffy", {"demo_shape": 0.3}, "sets it to 0.1; use method.shape instead"),
+    ("constant", {"demo_weight": "p"}, "sets it to .*; use method.weight instead"),
+    ("constant", {"temperature": 0.5}, "loss.temperature=0.5: use rollouts.temperature instead"),
+    ("constant", {"policy_loss": "sapo", "clip_high": 0.5}, "without policy_loss=clip or cispo"),
+    ("constant", {"policy_loss": "sapo", "dual_clip": 2.0}, "without policy_loss=clip"),
+    ("constant", {"sapo_tau": [1.0, 2.0]}, "without policy_loss=sapo"),
+    ("constant", {"policy_loss": "sapo", "sapo_tau": [1.0, 2.0]}, ""),
+    (
+        "constant",
+        {"policy_loss": "reinforce", "importance_sampling_level": "sequence"},
+        "without a policy_loss with ratios",
+    ),
+    ("constant", {"kl_estimator": "k1"}, "without kl_coef"),
+    ("constant", {"demo_shape": 0.3}, "without demo_weight=shaped or trust"),
+    ({"name": "constant", "weight": "trust"}, {"demo_shape": 0.3}, ""),
+    ("constant", {"correction_min": 0.5}, "without rollouts.correction"),
+    ("constant", {"max_tokens": 9}, "without a constant reduction"),
+    ("dr-grpo", {"max_tokens": 9}, ""),
+    ("constant", {"clip_high": 0.5, "dual_clip": 2.0, "importance_sampling_level": "sequence"}, ""),
+]
+
+
+@pytest.mark.parametrize(("method", "loss", "error"), SECTIONS)
+def test_keys_without_effect_are_refused(method, loss, error, tmp_path):
+    with pytest.raises(ConfigError, match=error) if error else contextlib.nullcontext():
+        tiny_config(tmp_path, tmp_path, method=method, loss=loss)
+
+
 REDUCTIONS = {
     **dict.fromkeys(["dpo", "ipo", "dypo"], lambda x, rows: sum(y.mean() for y in x) / len(x)),
     **dict.fromkeys(["srft", "sdar"], lambda x, rows: sum(y.sum() for y in x) / sum(map(len, x))),
@@ -75,8 +126,9 @@ def test_penalties_are_added_to_custom_losses(name, task, tmp_path):
 
 
 @pytest.mark.parametrize("linear", [False, True])
+@pytest.mark.parametrize("reused", [False, True])
 @pytest.mark.parametrize("correction", ["token_truncate", "sequence_mask"])
-def test_corrections_multiply_custom_losses(correction, linear, monkeypatch):
+def test_corrections_multiply_custom_losses(correction, reused, linear, monkeypatch):
     """Log-ratios to the engine of 0, 0.5 and -1 per token; the last row has no log-probs of it."""
     logits = torch.randn(4, 2, 7, dtype=torch.float64, requires_grad=True)
     targets = torch.randint(7, (4, 2))
@@ -100,7 +152,7 @@ def test_corrections_multiply_custom_losses(correction, linear, monkeypatch):
         None,
         batch,
         0.0,
-        None,
+        logps.detach() if reused else None,
         None,
         spec,
         TermPair(1.0, 8.0),

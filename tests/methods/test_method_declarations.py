@@ -65,11 +65,12 @@ def test_what_a_method_asks_for(name: str) -> None:
     sampling = Sampling(**SAMPLINGS.get(name, {}))
     stages = [s._replace(length=s.length and getattr(method, s.length)) for s in sampling.stages]
     assert method.sampling(8) == replace(sampling, stages=tuple(stages))
+    assert name != "sft-then-rl" or replace(method, mu=0.3).needs(10) == StepNeeds()
     if name in NEEDS:
         assert [method.needs(step) for step in (0, 10, 15)] == [StepNeeds(**x) for x in NEEDS[name]]
     if hasattr(method, "weight"):
-        spec = replace(method, weight=DemoWeight.P).loss(LossSpec(max_tokens=9)).spec
-        assert spec.demo_weight is DemoWeight.P
+        other = replace(method, weight=DemoWeight.P)
+        assert other.loss(LossSpec(max_tokens=9)).spec.demo_weight is DemoWeight.P
 
 
 def test_a_preset_is_the_same_class_with_other_defaults() -> None:
@@ -94,9 +95,11 @@ def test_the_list_names_each_method_once_and_all_can_be_pickled() -> None:
     lines = methods_table().splitlines()
     assert max(map(len, lines)) <= 100
     assert sorted(line.split()[0] for line in lines if re.match("  [^ ]", line)) == sorted(METHODS)
-    for name in METHODS:
-        assert replace(METHODS[name]()) == METHODS[name]()
-        assert pickle.loads(pickle.dumps(METHODS[name]())) == METHODS[name]()
+    assert {x for x in lines if x[0] != " "} == {f"{x.family}:" for x in METHODS.values()}
+    costs = re.findall(r"Extra: (.*?)\.(?= |$)", " ".join(" ".join(lines).split()))
+    assert {"none", *costs} == {method.cost for method in METHODS.values()}
+    for method in (kind() for kind in METHODS.values()):
+        assert pickle.loads(pickle.dumps(method)) == replace(method) == method
 
 
 @pytest.mark.parametrize(

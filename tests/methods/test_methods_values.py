@@ -47,8 +47,7 @@ BIASED = {
 
 
 def test_every_method_has_golden_values():
-    assert set(LOSSES) | set(SOLVERS) == set(METHODS)
-    assert not set(LOSSES) & set(SOLVERS)
+    assert sorted([*LOSSES, *SOLVERS]) == sorted(METHODS)
 
 
 def one_step(
@@ -371,13 +370,6 @@ def test_weights_over_several_steps(name):
     assert mu_trajectory(METHODS[name](**fields), observations) == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("fields", [{"mu_min": -0.1}, {"mu_max": 1.1}, {"mu_init": 0.99}])
-def test_rules_name_invalid_limits(fields):
-    ((name, value),) = fields.items()
-    with pytest.raises(ValueError, match=f"{name}={value!r}.*: use 0 <= mu_min"):
-        METHODS["kl-ctrl"](**fields)
-
-
 @pytest.mark.parametrize(
     ("name", "quantity", "mu"), [("kl-ctrl", "kl", 0.98), ("rewvar-ctrl", "reward_variance", 0.58)]
 )
@@ -457,12 +449,6 @@ def test_the_printed_algorithm_hardly_leaves_its_prior():
     for t in range(400):
         state, mix = method.mix(state, Observation(t, signals=Signals(0.1, 0.5, 0.4), kl=0.02))
     assert mix.mu == pytest.approx(0.9901 * method.prior(399) + 0.0099 * mu_star, abs=2e-3)
-
-
-def test_kl_is_measured_whenever_alpha_is_updated():
-    assert [METHODS["gac"](alpha_every="step").needs(t).kl for t in range(5)] == [True] * 5
-    method = METHODS["gac"](update_every=2)
-    assert [method.needs(t).kl for t in range(5)] == [True, True, False, True, False]
 
 
 @pytest.mark.parametrize("name", ["dpo", "dypo"])
