@@ -273,6 +273,9 @@ UNUSUAL: dict[str, Callable[[Any], nn.Module]] = {
     "scaled by row": hooked(lambda logits: logits * logits.std(-1, keepdim=True)),
     "negative": hooked(lambda logits: logits * -1),
     "trained scale": lambda m: setattr(m, "logit_scale", nn.Parameter(torch.tensor(0.3))) or m,
+    "two layers": lambda m: (
+        setattr(m, "lm_head", nn.Sequential(m.lm_head, nn.Linear(V, V, bias=False))) or m
+    ),
     "LoRA and a bias": lambda model: lora(make("phi")),
     "own layer": lambda m: setattr(m.lm_head, "__class__", DOUBLED) or m,
     "ZeRO-3": lambda model: setattr(model.lm_head.weight, "ds_id", 7) or model,

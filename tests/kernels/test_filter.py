@@ -247,8 +247,8 @@ def test_row_kernels_mark_what_they_store(backend, dtype, softcap, poison) -> No
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"eps": -1}, "GradientFilter eps=-1: use a number in"),
-        ({"max_columns": 0}, "GradientFilter max_columns=0: use a number in"),
+        ({"eps": -1}, "GradientFilter eps=-1: use a number in \\[0, 1]"),
+        ({"max_columns": 0}, "GradientFilter max_columns=0: use a number in \\(0, 1]"),
         ({"max_dropped": float("nan")}, "GradientFilter max_dropped=nan: use a number in"),
         ({"weight": 1}, "GradientFilter weight=1: use True or False"),
     ],
