@@ -271,8 +271,10 @@ def test_what_the_kernels_do_not_support_runs_elsewhere(
         backend.scale_(scaled, torch.tensor(3.0))
         *sums, moments, _, _ = backend.reduce(tokens, terms, True)
         planned = backend.plan(inputs, spec)
-        noted = *(x for m in marks for x in m[1:]), moments.rollouts, planned.scale
-        return [*stats, *capped, *outs, *terms, scaled, *sums, *noted]
+        return [
+            *(*stats, *capped, *outs, *terms, scaled, *sums, moments.rollouts, planned.scale),
+            *(x for noted in marks for x in noted[1:]),
+        ]
 
     rows, functions = getattr(cuda, inner), []
     for name in ("plan", "reduce", "row_stats", "row_grads", "row_loss", "scale_"):
