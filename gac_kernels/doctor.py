@@ -99,7 +99,7 @@ def _version(package: str) -> str:
 def _support(package: str, first: str, end: str | None) -> str:
     """Whether the adapter for a trainer supports its installed version."""
     installed = _version(package)
-    numbers = [tuple(map(int, re.findall(r"\d+", x or "")[:2])) for x in (installed, first, end)]
+    numbers = [tuple(map(int, re.findall(r"\d+", x or ""))) for x in (installed, first, end)]
     if numbers[0] and (numbers[0] < numbers[1] or (end and numbers[0] >= numbers[2])):
         wanted = f"{first} or later" + (f", below {end}" if end else "")
         return f"{installed} is not supported: install {wanted}"

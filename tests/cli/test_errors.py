@@ -67,7 +67,12 @@ PADDED = {
     "strided vocabulary": (
         ValueError,
         r"logits has strides \(4, 1, 12\)",
-        {"logits": torch.zeros(V, 3, 4).permute(1, 2, 0)},
+        {"logits": torch.zeros(2, 3, 4).permute(1, 2, 0)},
+    ),
+    "mu on another device": (
+        ValueError,
+        "mu is on meta: move it to cpu",
+        {"mu": torch.tensor(0.5, device="meta")},
     ),
     "learnable mu": (
         ValueError,
@@ -111,6 +116,11 @@ PADDED = {
         ValueError,
         "advantages is on meta",
         {"advantages": torch.ones(3, device="meta")},
+    ),
+    "is_demo on another device": (
+        ValueError,
+        "is_demo is on meta: move it to cpu",
+        {"is_demo": torch.ones(3, device="meta") > 0},
     ),
     "is_demo of another dtype": (
         TypeError,
@@ -177,6 +187,11 @@ PACKED = {
     "of floats": (TypeError, "cu_seqlens has dtype torch.float32", torch.tensor([0.0, 5, 12])),
     "of two dimensions": (ValueError, r"cu_seqlens has shape \[1, 3\]", int32(0, 5, 12)[None]),
     "empty": (ValueError, r"cu_seqlens has shape \[0\]", int32()),
+    "on another device": (
+        ValueError,
+        "cu_seqlens is on meta: move it to cpu",
+        int32(0, 5, 12).to("meta"),
+    ),
     "lengths": (ValueError, "cu_seqlens has 2 entries, as many as advantages: ", int32(5, 7)),
     "of another length": (
         ValueError,
@@ -230,6 +245,10 @@ OPTIONS = [
     *(
         (TypeError, {name: "0.5"}, f"{name}='0.5': use a number")
         for name in ("clip_low", "dual_clip", "kl_coef", "max_tokens", "temperature")
+    ),
+    *(
+        (TypeError, {name: None}, f"{name}=None: use a number$")
+        for name in ("kl_coef", "entropy_coef", "demo_shape", "temperature")
     ),
     *(
         (ValueError, {"rollout_reduction": "constant", "max_tokens": value}, f"max_tokens={value}")
@@ -302,6 +321,7 @@ LINEAR = {
         "weight is on meta",
         {"weight": torch.zeros(V, H, device="meta")},
     ),
+    "bias is not a tensor": (TypeError, "bias is a list", {"bias": [0.0] * V}),
     "bias of another shape": (
         ValueError,
         r"bias has shape \[8\]: expected \[11\]",
@@ -355,6 +375,7 @@ def test_small_inputs_may_be_on_the_cpu() -> None:
     inputs = BatchInputs(targets, two, two > 0, number, weights=two, rollout_norm=number)
     inputs = inputs._replace(cu_seqlens=torch.tensor([0, 5, 12]), demo_norm=number)
     checks.batch_inputs(targets, inputs, LossSpec())
+    checks.temperature_tensor(two, targets.view(2, 6))
     for name in ("old_logps", "ref_logps"):
         with pytest.raises(ValueError, match=f"{name} is on cpu: move it to meta"):
             checks.batch_inputs(targets, inputs._replace(**{name: torch.zeros(12)}), LossSpec())

@@ -4,6 +4,7 @@ import math
 from functools import partial
 
 import pytest
+import torch
 
 from gac import ControllerConfig
 from gac.control.alarm import Alarm
@@ -17,7 +18,7 @@ from gac.models.config import LoraConfig
 from gac.parallel.config import ParallelConfig
 from gac.rollouts.config import PagedConfig, RolloutConfig, VLLMConfig
 from gac.train_config import GuardConfig, OptimConfig, TrainConfig
-from gac_kernels import LossSpec
+from gac_kernels import GradientFilter, LossSpec, fused_gac_loss
 
 UNIT, BELOW_ONE, FREE, POSITIVE = "[0, 1]", "[0, 1)", "[0, inf)", "(0, inf)"
 ABOVE_ZERO_TO_ONE = "(0, 1]"
@@ -60,6 +61,7 @@ CONTROL = [  # callable, interval, names of its arguments
     (METHODS["dwa"], POSITIVE, "temperature"),
     (METHODS["famo"], FREE, "lr decay"),
 ]
+ROLLOUT = torch.zeros(1, 1, 2), torch.zeros(1, 1).long(), torch.ones(1)
 NUMBERS = [
     *CONTROL,
     (METHODS["nash-mtl"], POSITIVE, "max_norm"),
@@ -87,6 +89,10 @@ NUMBERS = [
     (LossSpec, "(1, inf)", "dual_clip"),
     (LossSpec, "(-inf, inf)", "kl_coef entropy_coef"),
     (LossSpec, POSITIVE, "temperature demo_shape"),
+    (GradientFilter, UNIT, "eps max_dropped"),
+    (GradientFilter, ABOVE_ZERO_TO_ONE, "max_columns"),
+    (partial(fused_gac_loss, *ROLLOUT, mu=0.5), "[0, inf]", "rollout_norm demo_norm"),
+    (partial(fused_gac_loss, *ROLLOUT), UNIT, "mu"),
 ]
 METHOD_NUMBERS = [
     ("constant", UNIT, "mu"),

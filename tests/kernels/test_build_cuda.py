@@ -58,6 +58,7 @@ def test_the_library_is_built_for_the_gpus_that_are_present(
 
     def compile_source(*arguments: str) -> str:
         options[:] = arguments
+        assert Path(arguments[-1]).parent.suffix == ".so", "git would not ignore the folder"
         Path(arguments[-1]).write_text("")
         return ""
 
@@ -79,6 +80,7 @@ def test_nvcc_has_the_cuda_version_of_torch(
     packages = {major: fake_nvcc / "nvidia" / f"cu{major}" / "bin" / "nvcc" for major in (11, 12)}
     for major, nvcc in packages.items():
         write_nvcc(nvcc, f"{major}.8")
+    write_nvcc(fake_nvcc / "nvidia" / "cu10" / "bin" / "nvcc", "12.1")  # after cu12
     monkeypatch.syspath_prepend(fake_nvcc)
     for version, found in (
         ("11.8", packages[11]),
@@ -150,6 +152,8 @@ def test_output_and_errors_of_the_compiler(
         assert output == f"{' '.join(expected)}\nwarning\n"
         runtime.parent.mkdir(exist_ok=True)
         runtime.write_text("")
+    with pytest.raises(SystemExit, match="2"):
+        build_cuda.main(["--arch", "80"])
     library.unlink()
     monkeypatch.delenv("CUDA_HOME")
     assert build_cuda.find_nvcc() == str(fake_nvcc / "path" / "nvcc")
@@ -177,5 +181,8 @@ def test_another_library_is_built_if_a_source_changes_and_the_cache_is_used_if_n
     path = build_cuda.build(["100"])
     assert path.parent == fake_nvcc / "cache" / "gac" and path.exists()
     assert build_cuda.build(["100"]) == path
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(fake_nvcc))
+    assert build_cuda.build(["100"]).parent == fake_nvcc / ".cache" / "gac"
     monkeypatch.undo()
     build_cuda._digest.cache_clear()

@@ -19,6 +19,7 @@ from bench.sass import assembly, per_logit
 from gac_kernels import build_cuda, inspect, reference
 from gac_kernels.backends import cuda
 from gac_kernels.contract import LossSpec
+from gac_kernels.filter import RowMarks
 from gac_kernels.tokens import BatchInputs, Tokens
 from tests.kernels.cases import in_float64
 from tests.kernels.cuda_emulation import batch
@@ -187,8 +188,9 @@ def test_split_of_the_common_vocabularies() -> None:
     assert cuda.split(152064, bf16, keep_row=True) == (4, 14)
     assert cuda.split(32000, bf16, keep_row=True) == (1, 14)
     assert cuda.split(152064, f32, keep_row=True) == (8, 14)
-    assert cuda.split(262144, f32, keep_row=True) == (8, 28)
-    assert cuda.split(10**9, f32, keep_row=False).cluster == 1
+    # 26 tiles per block of four would leave no space to prefetch
+    assert [cuda.split(v, f32, keep_row=True) for v in (262144, 4 * 26 * 2048)] == [(8, 28)] * 2
+    assert cuda.split(10**9, f32, keep_row=False) == (1, 14)
     # 8 x 27 tiles of 2048 logits, of which a row without alignment may have 3 fewer
     assert cuda.split(8 * 27 * 2048 - 3, f32, keep_row=True) == (8, 28)
     with pytest.raises(ValueError, match="V=442366 in torch.float32"):
@@ -249,7 +251,7 @@ def test_unavailable_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_the_kernels_do_not_support_runs_elsewhere(
     inner: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Softcaps, further outputs and the work per batch; by Triton if it is available."""
+    """Softcaps, further outputs, marks and the work per batch; by Triton if it is available."""
     if inner == "reference":
         monkeypatch.setattr(cuda.triton, "unavailable", lambda *_: "not installed")
     logits, spec = 3 * torch.randn(2, 3, 40), LossSpec(kl_coef=0.1, temperature=0.7)
@@ -257,17 +259,22 @@ def test_what_the_kernels_do_not_support_runs_elsewhere(
     columns = tokens.targets, *torch.rand(4, 6), 0.7
 
     def results(backend: ModuleType) -> list[Tensor]:
-        outs = torch.empty(2, *logits.shape).unbind()
+        outs = torch.empty(3, *logits.shape).unbind()
+        marks = [RowMarks(0.01, torch.zeros(40).bool(), torch.zeros(2, 6)) for _ in range(2)]
         stats = *backend.row_stats(logits, tokens.targets, 0.7, None, True), *columns[1:3]
         capped = backend.row_stats(logits, tokens.targets, 0.7, 2.0)
         backend.row_grads(logits, *columns, outs[0], 2.0)
-        terms = backend.row_loss(logits, tokens, spec, outs[1], None, 2.0)
+        backend.row_grads(logits, *columns, outs[2], marks=marks[0])
+        terms = backend.row_loss(logits, tokens, spec, outs[1], marks=marks[1])
         inputs = BatchInputs(tokens.targets.view(2, 3), torch.randn(2), torch.tensor([True, False]))
         scaled = torch.ones(3)
         backend.scale_(scaled, torch.tensor(3.0))
         *sums, moments, _, _ = backend.reduce(tokens, terms, True)
         planned = backend.plan(inputs, spec)
-        return [*stats, *capped, *outs, *terms, scaled, *sums, moments.rollouts, planned.scale]
+        return [
+            *(*stats, *capped, *outs, *terms, scaled, *sums, moments.rollouts, planned.scale),
+            *(x for noted in marks for x in noted[1:]),
+        ]
 
     rows, functions = getattr(cuda, inner), []
     for name in ("plan", "reduce", "row_stats", "row_grads", "row_loss", "scale_"):

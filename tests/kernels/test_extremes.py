@@ -188,11 +188,14 @@ def test_ratios_far_from_1(policy: str, backend: str) -> None:
 
 @each_backend
 @pytest.mark.parametrize("coefficient", [0.1, 0.0])
-def test_a_k3_overflow_makes_loss_and_gradient_non_finite(coefficient: float, backend: str) -> None:
-    """But not if the KL is only reported."""
-    logits, batch, keywords = unlikely_token(ref=100.0)
-    keywords["spec"] = LossSpec(kl_coef=coefficient)
-    out, grad = loss_and_logits_grad(logits.float(), batch, keywords, backend)
+@pytest.mark.parametrize(("ref", "dtype"), [(100.0, torch.float32), (800.0, torch.float16)])
+def test_a_k3_overflow_makes_loss_and_gradient_non_finite(
+    ref: float, dtype: torch.dtype, coefficient: float, backend: str
+) -> None:
+    """But not if the KL is only reported. An infinite derivative is not bounded for float16."""
+    logits, batch, keywords = unlikely_token(ref=ref)
+    keywords |= {"spec": LossSpec(kl_coef=coefficient), "old_logps": None}
+    out, grad = loss_and_logits_grad(logits.to(dtype), batch, keywords, backend)
     assert out.kl == torch.inf and out.loss.isfinite() == (coefficient == 0)
     assert grad.isfinite().all() == (coefficient == 0)
 

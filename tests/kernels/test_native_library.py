@@ -162,9 +162,11 @@ def test_unavailable_says_why() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
-def test_fake_tensors_are_rejected() -> None:
+@pytest.mark.parametrize("logits", [None, torch.zeros(1, 3, 4)], ids=["both", "targets"])
+def test_fake_tensors_are_rejected(logits: Tensor | None) -> None:
     with FakeTensorMode(), pytest.raises(RuntimeError, match="hold no data"):
-        cpu.row_stats(torch.zeros(1, 3, 4), torch.zeros(3).long(), 1.0)
+        rows = torch.zeros(1, 3, 4) if logits is None else logits
+        cpu.row_stats(rows, torch.zeros(3).long(), 1.0)
 
 
 @pytest.mark.parametrize(

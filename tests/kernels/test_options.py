@@ -426,6 +426,10 @@ INVALID = {
         {"weights": torch.full((2, 2), torch.nan)},
         r"weights\[0, 0\] = nan: use finite",
     ),
+    "nan weight of a masked token": (
+        {"targets": -100 * TARGETS, "weights": torch.full((2, 2), torch.nan)},
+        r"weights\[0, 0\] = nan: use finite",
+    ),
     "infinite weight": (
         {"weights": torch.full((2,), torch.inf)},
         r"weights\[0\] = inf: use finite",

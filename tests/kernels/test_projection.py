@@ -352,7 +352,8 @@ def test_rows_are_aligned_and_sizes_repeat_on_a_gpu(monkeypatch: pytest.MonkeyPa
 def test_chunks_fill_whole_waves_of_a_gpu() -> None:
     """The hidden gradient's GEMM has a tile of 128 x 256 per multiprocessor and wave."""
     assert projection.whole_waves(2944, 1536, 132) == 2816  # 22 x 6 tiles: one full wave
-    assert projection.whole_waves(2304, 3584, 132) == 2304
+    # the most and the fewest rows it may choose
+    assert [projection.whole_waves(*x) for x in ((2304, 3584, 132), (512, 256, 3))] == [2304, 384]
     for rows, width in ((8192, 3584), (5000 // 128 * 128, 4096), (128, 64)):
         best = projection.whole_waves(rows, width, 132)
         assert best % 128 == 0 and rows * 3 // 4 <= best <= rows

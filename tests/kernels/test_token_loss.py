@@ -173,6 +173,11 @@ def test_graph_capture_reads_nothing_from_the_device(monkeypatch: pytest.MonkeyP
         ({"function": lambda logps, entropy, a: None}, "token_loss returned NoneType: return one"),
         ({"function": 3}, "token_loss is a int: use a function"),
         ({"input": torch.ones(B, T + 1)}, r"inputs\[0\] has shape \[3, 7\]: expected \[3, 6\]"),
+        ({"input": [1.0]}, r"inputs\[0\] is a list: use a tensor"),
+        (
+            {"input": torch.ones(B, T, device="meta")},
+            r"inputs\[0\] is on meta: move it to cpu",
+        ),
         ({"input": torch.ones(B, T).requires_grad_()}, r"inputs\[0\] requires a gradient"),
         ({"temperature": torch.zeros(B)}, r"temperature\[0\] = 0.0: use finite numbers > 0"),
         ({"temperature": torch.ones(4)}, r"temperature has shape \[4\]: expected \[3\] or"),
