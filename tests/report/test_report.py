@@ -33,42 +33,40 @@ from gac.report.statistics import (
 )
 from gac.report.table import Column, runs_table, summarize, window_of, write_cell
 from gac.report.watch import make_server, serve
+from tests.report import test_report_values
 
 STEPS = 40
 
 
 def write_run(path: Path, method="gac", seed=0, steps=STEPS, planned=STEPS, **settings) -> Path:
     """A run whose numbers are simple functions of the step."""
-    path.mkdir(parents=True)
     config = {"out": str(path), "seed": seed, "steps": planned, "method": {"name": method}}
-    (path / "config.yaml").write_text(json.dumps(config | settings))  # JSON is YAML
-    with (path / "metrics.jsonl").open("w") as file:
-        for step in range(1, steps + 1):
-            row = {
-                "step": step,
-                "mu": 0.01 * step,
-                "mu_star": None,
-                "prior": 0.5,
-                "alpha": None,
-                "kl": 0.1 * step,
-                "sft_variance": math.nan,
-                "rl_variance": 0.5,
-                "disagreement": 2.0,
-                "rollout_loss": 0.1 * (-1) ** step,
-                "demo_loss": 1.0,
-                "reward_mean": step / 100,
-                "entropy": 1.0,
-                "completions/mean_length": 9 + step % 2,
-                "grad_norm": 1.0,
-                "tokens": 1000,
-                "seconds": 0.6,
-            }
-            file.write(json.dumps(row) + "\n")
-    with (path / "eval.jsonl").open("w") as file:
-        for step, accuracy in ((10, 0.2), (20, 0.6 + seed / 10), (40, 0.5 + seed / 10)):
-            row = {"step": step, "accuracy": accuracy, "accuracy/+": 1.0, "accuracy/-": 0.0}
-            file.write(json.dumps(row) + "\n")
-    return path
+    numbers = range(1, steps + 1)
+    values = {
+        "mu_star": None,
+        "prior": 0.5,
+        "alpha": None,
+        "sft_variance": math.nan,
+        "rl_variance": 0.5,
+        "disagreement": 2.0,
+        "demo_loss": 1.0,
+        "entropy": 1.0,
+        "grad_norm": 1.0,
+        "tokens": 1000,
+        "seconds": 0.6,
+    }
+    columns = {name: [value] * steps for name, value in values.items()} | {
+        "mu": [0.01 * step for step in numbers],
+        "kl": [0.1 * step for step in numbers],
+        "rollout_loss": [0.1 * (-1) ** step for step in numbers],
+        "reward_mean": [step / 100 for step in numbers],
+        "completions/mean_length": [9 + step % 2 for step in numbers],
+    }
+    evals = [
+        {"step": step, "accuracy": accuracy, "accuracy/+": 1.0, "accuracy/-": 0.0}
+        for step, accuracy in ((10, 0.2), (20, 0.6 + seed / 10), (40, 0.5 + seed / 10))
+    ]
+    return test_report_values.write_run(path, config | settings, columns, evals)
 
 
 # --- statistics
@@ -293,11 +291,11 @@ def test_a_single_run_has_an_interval_and_a_number_of_prompts(tmp_path):
             "ci95": [accuracy - 0.1, accuracy + 0.2],
             "prompts": 50,
         }
-        for step, accuracy in ((0, 0.1), (40, 0.5))
+        for step, accuracy in ((0, 0.0), (40, 0.5))
     ]
     (path / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert headline(grouped(path), 10) == (
-        "Final accuracy: 50.0% [40.0, 70.0]. The initial model has 10.0% [0.0, 30.0]."
+        "Final accuracy: 50.0% [40.0, 70.0]. The initial model has 0.0% [-10.0, 20.0]."
     )
     text = runs_table([read_run(path)])
     assert text.startswith("Accuracy (50 prompts)") and "50.0 [40.0, 70.0]" in text
@@ -449,8 +447,8 @@ def test_a_watched_report_follows_the_runs(tmp_path):
                 if change:
                     write(*change)
                 with urllib.request.urlopen(address, timeout=600) as answer:
-                    assert answer.headers["Refresh"] == "10"
-                    pages.append(answer.read().decode())
+                    pages.append(answer.read().decode(answer.headers.get_content_charset()))
+                    assert (answer.status, answer.headers["Refresh"]) == (200, "10")
         with pytest.raises(urllib.error.HTTPError, match="404"):
             urllib.request.urlopen(f"{address}config.yaml", timeout=120)
         server.shutdown()
