@@ -420,6 +420,10 @@ def test_a_prior_is_chosen_by_its_name_or_imported():
     assert prior({"name": "cosine", "hold": 5}) == prior({"hold": 5}) == Prior(hold=5)
     assert prior(f"{__name__}:half") is prior(half) is half
     assert prior(f"{__name__}:Third", "method.prior.of=0.5") == Third(0.5)
+    own = f"{__file__}:half"
+    assert (
+        dump(load(TrainConfig, {"method": {"name": "gac", "prior": own}}))["method"]["prior"] == own
+    )
     for value, message in (
         ({"name": "cosin"}, r"method.prior.name: unknown name 'cosin'.*'cosine'"),
         ({"hihg": 0.5}, r"method.prior.hihg: unknown key 'hihg'.*'high'"),

@@ -1,14 +1,16 @@
 """The report: statistics with hand-computed values, files of killed runs, and the full page."""
 
+import contextlib
 import json
 import math
 import os
 import re
+import signal
 import socket
 import threading
-import urllib.error
 import urllib.request
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -32,7 +34,7 @@ from gac.report.statistics import (
     variance,
 )
 from gac.report.table import Column, runs_table, summarize, window_of, write_cell
-from gac.report.watch import make_server, serve
+from gac.report.watch import serve
 from tests.report import test_report_values
 
 STEPS = 40
@@ -250,18 +252,6 @@ def test_label_is_the_run_name_without_its_seed_and_needs_a_configuration(tmp_pa
 # --- summary
 
 
-def test_summary_of_a_run_by_hand(tmp_path):
-    run = read_run(write_run(tmp_path / "a", method="gac", controller={"update_every": 20}))
-    row = summarize(run, window_of([run]))
-    assert (row["final"], row["best"], row["accuracy/+"]) == (0.5, 0.6, 1.0)
-    # a line from 0.1 to 4.0 over 39 steps
-    assert row["kl_area"] == pytest.approx(39 * 4.1 / 2)
-    assert row["mu_events"] == 1.0  # one window of 20 steps, over which mu rises by 0.2
-    assert row["length_variance"] == pytest.approx(0.25)  # alternating 9 and 10
-    assert row["tokens"] == 40_000
-    assert row["minutes"] == pytest.approx(0.4)
-
-
 def test_the_controller_interval_requires_agreement_between_runs(tmp_path):
     same = [read_run(write_run(tmp_path / "a", method="sft"))]
     same.append(read_run(write_run(tmp_path / "b", controller={"update_every": 20})))
@@ -317,7 +307,6 @@ def test_start_model_is_a_baseline_not_a_result(tmp_path):
     run = read_run(better_start)
     row = summarize(run, window_of([run]))
     assert (row["start"], row["final"], row["best"]) == (0.9, 0.5, 0.6)
-    assert "start accuracy %" in results_table([better_start])
     (group,) = grouped(better_start)
     assert re.search(r"50\.0%\. The initial model .*90\.0%", headline([group], window_of([run])))
     (steps, values), *_ = plots._curves(group, evaluation_panels([group])[0])
@@ -432,26 +421,37 @@ def test_a_watched_report_follows_the_runs(tmp_path):
             file.write(f'{{"step": {number}, "accuracy": {accuracy}}}\n')
         os.utime(runs / name / "eval.jsonl", (2e9 + number, 2e9 + number))
 
+    def visit() -> list[str]:
+        """All visits, and then Ctrl-C."""
+        address, pages = lines.readline().split()[0], []
+        port = int(address.rpartition(":")[2])
+        try:
+            with socket.create_connection(("127.0.0.1", port), timeout=600) as idle:
+                for change in ("", ("first", 0.5, 1), ("first", 0.0625, 2), ("second", 0.9375, 3)):
+                    if change:
+                        write(*change)
+                    with urllib.request.urlopen(address, timeout=600) as answer:
+                        pages.append(answer.read().decode(answer.headers.get_content_charset()))
+                        assert (answer.status, answer.headers["Refresh"]) == (200, "10")
+                idle.sendall(b"GET /config.yaml HTTP/1.0\r\n\r\n")
+                assert re.findall(r"HTTP/1.0 \d+", idle.makefile().read()) == ["HTTP/1.0 404"]
+            for taken, reason in ((port, "already in use"), (70_000, "0-65535")):
+                with pytest.raises(ConfigError, match=f"--port {taken}: .*{reason}"):
+                    serve([runs], taken)
+        finally:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        return pages
+
     with pytest.raises(ConfigError, match="runs>: no such folder"):
         serve([runs])
     runs.mkdir()
-    with make_server([runs], tmp_path / "out", 0) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        address = f"http://127.0.0.1:{server.server_port}/"
-        for port, reason in ((server.server_port, "already in use"), (70_000, "0-65535")):
-            with pytest.raises(ConfigError, match=f"--port {port}: .*{reason}"):
-                make_server([runs], tmp_path / "out", port)
-        pages = []
-        with socket.create_connection(("127.0.0.1", server.server_port)):
-            for change in ("", ("first", 0.5, 1), ("first", 0.0625, 2), ("second", 0.9375, 3)):
-                if change:
-                    write(*change)
-                with urllib.request.urlopen(address, timeout=600) as answer:
-                    pages.append(answer.read().decode(answer.headers.get_content_charset()))
-                    assert (answer.status, answer.headers["Refresh"]) == (200, "10")
-        with pytest.raises(urllib.error.HTTPError, match="404"):
-            urllib.request.urlopen(f"{address}config.yaml", timeout=120)
-        server.shutdown()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    lines, out = map(open, os.pipe(), "rw")
+    with lines, out, contextlib.redirect_stdout(out), ThreadPoolExecutor() as pool:
+        visits = pool.submit(visit)
+        assert serve([runs]) == 0
+        pages = visits.result()
+    signal.signal(signal.SIGINT, before)
     assert pages[0].startswith(f"<p>Waiting: {tmp_path}/&lt;runs&gt;: no runs found")
     shown = [[number in page for number in ("50.0%", "6.2%", "93.8%")] for page in pages[1:]]
     assert shown[0] == [True, False, False] and shown[1][1:] == [True, False] and shown[2][2]
@@ -463,5 +463,5 @@ def test_terminal_table_is_aligned_and_complete(report):
     assert len({len(line) for line in lines}) == 1
     assert "gac" in lines[2] and "55.0 ± 7.1" in lines[2] and "65.0 ± 7.1" in lines[2]
     assert "25 of 40" in lines[3]
-    assert "large μ changes %" in stability
-    assert "100.0 ± 0.0" in stability  # mu rises by 0.1 in every window of 10
+    # mu rises by 0.1 in every window of 10
+    assert "large μ changes %" in stability and "100.0 ± 0.0" in stability
