@@ -423,9 +423,9 @@ def test_a_watched_report_follows_the_runs(tmp_path):
 
     def visit() -> list[str]:
         """All visits, and then Ctrl-C."""
-        address, pages = lines.readline().split()[0], []
-        port = int(address.rpartition(":")[2])
         try:
+            address, pages = printed.recv(99).decode().split()[0], []
+            port = int(address.rpartition(":")[2])
             with socket.create_connection(("127.0.0.1", port), timeout=600) as idle:
                 for change in ("", ("first", 0.5, 1), ("first", 0.0625, 2), ("second", 0.9375, 3)):
                     if change:
@@ -446,8 +446,15 @@ def test_a_watched_report_follows_the_runs(tmp_path):
         serve([runs])
     runs.mkdir()
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    lines, out = map(open, os.pipe(), "rw")
-    with lines, out, contextlib.redirect_stdout(out), ThreadPoolExecutor() as pool:
+    stdout, printed = socket.socketpair()
+    printed.settimeout(60)
+    with (
+        stdout,
+        printed,
+        contextlib.redirect_stdout(stdout.makefile("w")),
+        contextlib.suppress(KeyboardInterrupt),  # after a failure
+        ThreadPoolExecutor() as pool,
+    ):
         visits = pool.submit(visit)
         assert serve([runs]) == 0
         pages = visits.result()
