@@ -225,11 +225,15 @@ def test_the_gap_is_compared_with_the_spread_of_both_experiments(tmp_path: Path)
             one_run(
                 tmp_path / f"{gap}{name}{seed}", mean + sign * sd * half, seed=seed, run_name=name
             )
-            for name, mean, sd in (("low", 0.5, 0.03), ("high", 0.5 + gap, 0.04))
+            for name, mean, sd in (
+                ("low", 0.5, 0.03),
+                ("high", 0.5 + gap, 0.04),
+                ("third", 0.3, 0.05),
+            )
             for seed, sign in enumerate((-1, 1))
         ]
         text = page.headline(group_runs([read_run(path) for path in paths]), window_of([]))
-        assert f"high with {50 + 100 * gap:.1f} ± 4.0%, {100 * gap:.1f} points above low" in text
+        assert f"high with {50 + 100 * gap:.1f} ± 4.0%, {100 * gap:.1f} points above low (" in text
         assert f"That is {relation} the spread over seeds" in text and text.endswith(" is 5.0.")
         for some in (paths[1:], paths[:3]):  # one run of the lower, of the higher
             text = page.headline(group_runs([read_run(path) for path in some]), window_of([]))
