@@ -106,7 +106,7 @@ def _import_module(name: str, where: str) -> ModuleType:
     except ConfigError as error:
         cause = error.__cause__
         missing = cause.name if isinstance(cause, ModuleNotFoundError) else None
-        if missing is None or not f"{module}.".startswith(f"{missing}."):
+        if not f"{module}.".startswith(f"{missing}."):
             raise  # the module exists, but its own code or one of its imports fails
         raise ConfigError(
             f"{where} {name!r}: no module {missing!r}; give its file as `path/file.py:"

@@ -43,7 +43,7 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     """
     groups: dict[str, list[Run]] = {}
     for run in runs:
-        key = json.dumps(_identity(run), sort_keys=True, default=str)
+        key = json.dumps(_identity(run), sort_keys=True)
         groups.setdefault(key if run.config else str(run.path), []).append(run)
     members = list(groups.values())
     labels = [_label(group) for group in members]

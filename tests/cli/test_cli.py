@@ -1,7 +1,6 @@
 """The command line from a user's point of view: help, one-line errors, exit codes, reports."""
 
 import errno
-import json
 import os
 import re
 import signal
@@ -11,31 +10,28 @@ from pathlib import Path
 
 import pytest
 
-from gac import cli
+from gac import __version__, cli
 from gac.config import load
 from gac.methods import METHODS
 from gac.train_config import TrainConfig
+from tests.report.test_report_values import write_run
 from tests.waiting import wait_until
 
 ROOT = Path(cli.__file__).parents[1]
 
 
-def write_run(path: Path) -> Path:
-    path.mkdir(parents=True)
-    rows = [{"step": step, "mu": 0.5, "kl": 0.1, "reward_mean": 0.2} for step in range(1, 12)]
-    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (path / "eval.jsonl").write_text('{"step": 11, "accuracy": 0.25}\n')
-    (path / "config.yaml").write_text("method: {name: constant}\nseed: 3\n")
-    return path
-
-
 def test_top_help_lists_every_command(capsys):
-    with pytest.raises(SystemExit) as stop:
+    with pytest.raises(SystemExit, match="^0$"):
         cli.main(["--help"])
-    assert stop.value.code == 0
     text = capsys.readouterr().out
-    for command in ("train", "eval", "report", "methods", "demo", "study"):
-        assert f"\n    {command} " in text
+    commands = (f"\n    {c} " for c in ("train", "eval", "report", "methods", "demo", "study"))
+    assert all(part in text for part in ("adaptive mixing weight.\n", cli.EXAMPLES, *commands))
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit, match="^0$"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"gac {__version__}\n"
 
 
 LARGE = {"torch", "transformers", "numpy", "matplotlib", "yaml"}
@@ -98,7 +94,9 @@ def test_methods_lists_all_and_explains_one(capsys):
 
 
 def test_report_prints_the_tables_and_writes_the_page(tmp_path, capsys):
-    runs = [write_run(tmp_path / name) for name in ("one", "two")]
+    config, evals = {"method": {"name": "constant"}}, [{"step": 11, "accuracy": 0.25}]
+    columns = {"mu": [0.5] * 11, "kl": [0.1] * 11, "reward_mean": [0.2] * 11}
+    runs = [write_run(tmp_path / name, config, columns, evals) for name in ("one", "two")]
     assert cli.main(["report", *map(str, runs)]) == cli.OK
     text = capsys.readouterr().out
     assert "25.0" in text

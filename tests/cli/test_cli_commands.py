@@ -78,9 +78,11 @@ def test_train(tmp_path: Path, monkeypatch: Any, capsys: Any, main_process: bool
     assert cli.main(["train", "run.yaml", *([] if main_process else ["--no-resume"])]) == cli.OK
     reports = [(["a/run"], "a/run")] if main_process else []
     assert done == [(3, "here", main_process), *reports]
-    printed = "Run: a/run\nReport: a/report.html\n" if main_process else ""
-    out = capsys.readouterr().out
-    assert out.endswith(printed) and ("next: gac report a/run" in out) == main_process
+    printed = (
+        "accuracy: not measured; set eval.data.prompts\ntime: 0.0 min in 0 steps; \nrun: a/run\n"
+        "next: gac report a/run\nRun: a/run\nReport: a/report.html\n"
+    )
+    assert capsys.readouterr().out == (printed if main_process else "")
     assert sys.path[-1] == str(tmp_path)  # where rewards are found
     assert logging.getLogger("gac").isEnabledFor(logging.INFO) == main_process
 
@@ -139,35 +141,49 @@ def test_export(monkeypatch: Any, capsys: Any, options: list[str], expected: Any
     assert "expected a step number or 'best', got 'last'" in capsys.readouterr().err
 
 
-def test_methods(capsys: Any) -> None:
+def test_methods(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
     assert cli.main(["methods", "dr-grpo"]) == cli.OK
     text = capsys.readouterr().out
     assert text.startswith("dr-grpo: ") and text.endswith("\n\nIt has no hyperparameters.\n")
-    assert "  " not in text and text.count("\n") == 3
+    assert "  " not in text and text.count("\n") == 3 and sys.path[-1] == str(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("command", "function", "expected", "code"),
     [
-        ("demo", "demo.run.run_demo", (Path("runs/demo"), [*DEMO_METHODS], range(1), 160, None), 1),
+        (
+            "demo",
+            ".demo.run.run_demo",
+            (Path("runs/demo"), [*DEMO_METHODS], range(1), 160, None),
+            1,
+        ),
         (
             "demo --out x --methods sft gac --seeds 2 --steps 3 --jobs 4",
-            "demo.run.run_demo",
+            ".demo.run.run_demo",
             (Path("x"), ["sft", "gac"], range(2), 3, 4),
             1,
         ),
-        ("report a b --watch", "report.watch.serve", ([Path("a"), Path("b")], 0), 1),
-        ("report a --port 8", "report.watch.serve", ([Path("a")], 8), 1),
-        ("models", "models.families.families_table", (None,), 0),
-        ("models qwen", "models.families.families_table", ("qwen",), 0),
-        ("replay a/b", "training.replay.replay", (Path("a/b"),), 0),
+        ("report a b --watch", ".report.watch.serve", ([Path("a"), Path("b")], 0), 1),
+        ("report a --port 8", ".report.watch.serve", ([Path("a")], 8), 1),
+        ("models", ".models.families.families_table", (None,), 0),
+        ("models qwen", ".models.families.families_table", ("qwen",), 0),
+        ("replay a/b", ".training.replay.replay", (Path("a/b"),), 0),
+        ("doctor", "_kernels.doctor.main", ([],), 1),
+        ("doctor --json", "_kernels.doctor.main", (["--json"],), 1),
     ],
 )
 def test_arguments(
-    monkeypatch: Any, command: str, function: str, expected: tuple[Any, ...], code: int
+    monkeypatch: Any,
+    capsys: Any,
+    command: str,
+    function: str,
+    expected: tuple[Any, ...],
+    code: int,
 ) -> None:
-    calls = fake(monkeypatch, f"gac.{function}", 1)
+    calls = fake(monkeypatch, f"gac{function}", 1)
     assert cli.main(command.split()) == code and calls == [expected]
+    assert capsys.readouterr().out == ("" if code else "1\n")
 
 
 @pytest.mark.parametrize(

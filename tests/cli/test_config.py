@@ -213,8 +213,10 @@ def test_round_trip_through_a_file(tmp_path):
     class Local(Method):
         """Cannot be imported."""
 
-    with pytest.raises(ConfigError, match="^Local is not one of sft, .*, and cannot be imported$"):
-        dump(Config("m", method=Local()))
+    for name, module in ((Local.__qualname__, __name__), ("Local", "__main__")):
+        Local.__qualname__, Local.__module__ = name, module
+        with pytest.raises(ConfigError, match="^Local is not .*, and cannot be imported$"):
+            dump(Config("m", method=Local()))
 
 
 @pytest.mark.parametrize(
@@ -416,8 +418,12 @@ def test_a_prior_is_chosen_by_its_name_or_imported():
         return config.method.prior
 
     assert prior({"name": "cosine", "hold": 5}) == prior({"hold": 5}) == Prior(hold=5)
-    assert prior(f"{__name__}:half") is half
+    assert prior(f"{__name__}:half") is prior(half) is half
     assert prior(f"{__name__}:Third", "method.prior.of=0.5") == Third(0.5)
+    own = f"{__file__}:half"
+    assert (
+        dump(load(TrainConfig, {"method": {"name": "gac", "prior": own}}))["method"]["prior"] == own
+    )
     for value, message in (
         ({"name": "cosin"}, r"method.prior.name: unknown name 'cosin'.*'cosine'"),
         ({"hihg": 0.5}, r"method.prior.hihg: unknown key 'hihg'.*'high'"),

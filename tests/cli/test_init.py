@@ -30,6 +30,7 @@ def test_a_new_folder(tmp_path, monkeypatch, capsys):
 
 
 def test_a_real_model(tmp_path):
+    (tmp_path / "x").mkdir()  # an empty folder is as good as a new one
     assert cli.main(["init", str(tmp_path / "x"), "--model", "owner/name"]) == cli.OK
     config = yaml.safe_load((tmp_path / "x" / "run.yaml").read_text())
     assert config["model"] == {"path": "owner/name"}

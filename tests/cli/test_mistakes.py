@@ -101,9 +101,9 @@ TRAIN = {  # value of --set -> answer
     "prompts=first/data/train.jsonl": "prompts: unknown key; did you mean 'data.prompts'?",
     "steps": "override 'steps': expected key=value",
     "steps=0": "steps=0: use an integer from 1 to 1,000,000",
-    "steps=99999999999999999999": "steps=99999999999999999999: use an integer from 1 to 1,000,000",
+    "steps=1000001": "steps=1000001: use an integer from 1 to 1,000,000",
     "steps=1.5": "steps: expected a whole number, got 1.5",
-    "seed=1180591620717411303424": "seed=1180591620717411303424: use a whole number",
+    "seed=2147483648": "seed=2147483648: use a whole number from 0 to 2**31 - 1",
     "out=": "out='': use the name of a folder",
     "out=a-file/run": "out='a-file/run' cannot be written: choose another folder",
     "out=first/model": "out='first/model' is the folder of a model: choose another folder",
@@ -115,6 +115,7 @@ TRAIN = {  # value of --set -> answer
     "optim.lr=1e-5x": "optim.lr: expected a number, got '1e-5x'",
     "optim.betas=[0.9]": "optim.betas: expected 2 values, got [0.9]",
     "optim.betas=[0.9,1.2]": "betas=(0.9, 1.2): use two numbers in [0, 1)",
+    "optim.betas=[-0.1,0.9]": "betas=(-0.1, 0.9): use two numbers in [0, 1)",
     "optim.warmup_steps=-5": "warmup_steps=-5: use an integer >= 0",
     "optim.min_lr_ratio=2": "min_lr_ratio=2.0: use a number in [0, 1]",
     "optim.schedule=cosin": "schedule='cosin': use one of cosine, linear, constant",
@@ -204,13 +205,31 @@ TRAIN = {  # value of --set -> answer
     "monitor_kl_every=-1": "monitor_kl_every=-1: use an integer >= 0",
     "eval.every=-1": "every=-1: use an integer >= 0",
     "eval.samples=4": "samples=4 at temperature=0 would all be equal: set temperature > 0",
+    "eval.reward=quits.py:reward": "reward 'quits.py': RuntimeError: it called sys.exit(4)",
     "eval.reward=mth": "eval.reward: unknown reward 'mth'",
     "eval.data.prompts=none.jsonl": "eval.data.prompts='none.jsonl': no such file or folder",
     "eval.data.prompts=null": "eval.every=10: there is nothing to evaluate: set eval.data.prompts",
     "eval.tasks={a: {}}": "eval.tasks.a.data.prompts is not set",
     "eval.tasks={a/b: {}}": "tasks.'a/b': invalid task name",
 }
+TRAIN_SETS = {  # several values of --set -> answer
+    "micro_batch_size=2 packing=true": "packing=True has no effect with micro_batch_size: remove",
+    "micro_batch_size=2 max_tokens_per_micro_batch=9": "max_tokens_per_micro_batch=9 has no effect",
+    "kl_sample_size=2": "kl_sample_size=2 has no effect without monitor_kl_every: remove the key",
+    "kl_sample_size=2 loss.kl_coef=0.1": "has no effect if the loss contains the KL: remove",
+    "kl_sample_size=2 method=dpo": "has no effect if the loss contains the KL: remove the key",
+    "kl_sample_size=2 method=sft monitor_kl_every=1": "kl_sample_size=2 has no effect without",
+    "method=dpo rollouts.scale_rewards=batch": "scale_rewards='batch' has no effect on method",
+    "method=dpo rollouts.mask_truncated_completions=true": "has no effect on method 'dpo'",
+    "method=prefix-rft rollouts.function=a:b": "method 'prefix-rft' continue a demonstration: use",
+    "rollouts.engine=paged parallel.mode=fsdp": "engine='paged' needs the full model on each rank",
+    "eval.data.prompts=null eval.tasks.a.samples=1": "eval.tasks.a.data.prompts is not set",
+}
 COMMANDS = {
+    "": "gac: error: the following arguments are required: COMMAND",
+    "rewards": "gac rewards: error: the following arguments are required: COMMAND",
+    "init a-file": "DIR='a-file' is not empty: choose a new folder",
+    "report run --out /proc": "--out='/proc' cannot be written (",
     "train": "the following arguments are required: CONFIG.yaml",
     "train first": "first is a folder: give a YAML file, e.g. first/run.yaml",
     "train none.yaml": "none.yaml: cannot be read (No such file or directory)",
@@ -286,6 +305,7 @@ def train(change: str) -> list[str]:
     return ["train", "first/run.yaml", "--set", "steps=1", "out=o", change]
 
 
+COMMANDS |= {f"train first/run.yaml --set {keys}": text for keys, text in TRAIN_SETS.items()}
 EARLY = [*map(train, TRAIN), *map(str.split, COMMANDS)]
 ARGUMENTS = [*EARLY, *map(train, LATE_TRAIN), *map(str.split, LATE)]
 ANSWERS = [answer for part in (TRAIN, COMMANDS, LATE_TRAIN, LATE) for answer in part.values()]

@@ -17,7 +17,7 @@ from gac.methods import METHODS
 from gac.models.config import LoraConfig
 from gac.parallel.config import ParallelConfig
 from gac.rollouts.config import PagedConfig, RolloutConfig, VLLMConfig
-from gac.train_config import GuardConfig, OptimConfig, TrainConfig
+from gac.train_config import GuardConfig, LossConfig, OptimConfig, TrainConfig
 from gac_kernels import GradientFilter, LossSpec, fused_gac_loss
 
 UNIT, BELOW_ONE, FREE, POSITIVE = "[0, 1]", "[0, 1)", "[0, inf)", "(0, inf)"
@@ -69,6 +69,8 @@ NUMBERS = [
     (lambda weight: Source("rows.jsonl", weight=weight), POSITIVE, "weight"),
     (OptimConfig, ABOVE_ZERO_TO_ONE, "lr"),
     (RolloutConfig, POSITIVE, "temperature correction_max"),
+    (lambda clip_low: TrainConfig(loss=LossConfig(clip_low=clip_low)), UNIT, "clip_low"),
+    (lambda kl_coef: TrainConfig(loss=LossConfig(kl_coef=kl_coef)), FREE, "kl_coef"),
     (RolloutConfig, ABOVE_ZERO_TO_ONE, "top_p"),
     (VLLMConfig, POSITIVE, "timeout"),
     (LoraConfig, BELOW_ONE, "dropout"),
@@ -152,7 +154,14 @@ COUNTS = [
     ),
     (TrainConfig, 1, "steps demo_batch_size checkpoint_every keep_checkpoints"),
     (TrainConfig, 1, "micro_batch_size max_tokens_per_micro_batch"),
-    (partial(TrainConfig, monitor_kl_every=1), 1, "kl_sample_size"),
+    (TrainConfig, 0, "seed"),
+    (
+        partial(TrainConfig, seed=2**31 - 1, monitor_kl_every=1, loss=LossConfig(clip_low=None)),
+        1,
+        "kl_sample_size",
+    ),
+    (partial(TrainConfig, method=METHODS["gac"]()), 1, "kl_sample_size"),
+    (partial(TrainConfig, method=METHODS["srft"](), monitor_kl_every=1), 1, "kl_sample_size"),
     (ParallelConfig, 1, "replicas"),
     (PagedConfig, 1, "max_batch_tokens num_blocks"),
     (PagedConfig, 4, "block_size"),

@@ -82,14 +82,18 @@ def test_hub_models(task, tmp_path, capsys, monkeypatch):
 def test_user_message_and_exit_code():
     assert user_message(RunError("two\n  lines")) == ("two lines", 1)
     assert user_message(ConfigError("x")) == ("x", 2)
-    assert user_message(OSError(28, "No space left on device")) is not None
+    assert user_message(OSError(28, "No space left on device")) == (
+        "no space left on device: free some space and rerun the command",
+        1,
+    )
     denied = PermissionError(13, "Permission denied", "a/b")
     assert user_message(denied) == ("a/b: Permission denied", 2)
     assert user_message(ValueError("x")) is None and user_message(ConnectionError("x")) is None
 
 
 def test_setup_errors_become_user_errors():
-    with pytest.raises(ConfigError, match="key: a=1"), value_errors_as(ConfigError, "key"):
-        raise ValueError("a=1")
+    for key, message in (("key", "^key: a=1$"), ("", "^a=1$")):
+        with pytest.raises(ConfigError, match=message), value_errors_as(ConfigError, key):
+            raise ValueError("a=1")
     with pytest.raises(RunError, match="^b$"), value_errors_as(ConfigError, "key"):
         raise RunError("b")

@@ -25,7 +25,7 @@ def write_run(
     path: Path, config: dict[str, Any], columns: dict[str, list[Any]], evals: list[Any]
 ) -> Path:
     """A run folder; `columns`: the values of each field of metrics.jsonl, from step 1 on."""
-    path.mkdir()
+    path.mkdir(parents=True)
     if config:
         (path / "config.yaml").write_text(json.dumps(config))
     rows = [
@@ -225,11 +225,15 @@ def test_the_gap_is_compared_with_the_spread_of_both_experiments(tmp_path: Path)
             one_run(
                 tmp_path / f"{gap}{name}{seed}", mean + sign * sd * half, seed=seed, run_name=name
             )
-            for name, mean, sd in (("low", 0.5, 0.03), ("high", 0.5 + gap, 0.04))
+            for name, mean, sd in (
+                ("low", 0.5, 0.03),
+                ("high", 0.5 + gap, 0.04),
+                ("third", 0.3, 0.05),
+            )
             for seed, sign in enumerate((-1, 1))
         ]
         text = page.headline(group_runs([read_run(path) for path in paths]), window_of([]))
-        assert f"high with {50 + 100 * gap:.1f} ± 4.0%, {100 * gap:.1f} points above low" in text
+        assert f"high with {50 + 100 * gap:.1f} ± 4.0%, {100 * gap:.1f} points above low (" in text
         assert f"That is {relation} the spread over seeds" in text and text.endswith(" is 5.0.")
         for some in (paths[1:], paths[:3]):  # one run of the lower, of the higher
             text = page.headline(group_runs([read_run(path) for path in some]), window_of([]))
@@ -238,7 +242,7 @@ def test_the_gap_is_compared_with_the_spread_of_both_experiments(tmp_path: Path)
 
 def test_labels(tmp_path: Path) -> None:
     """Groups of the same label are told apart by at most two short settings that differ."""
-    long = "/models/" + 30 * "x"
+    long = "/models/" + 12 * "x"  # with its key, one character too long
     settings: list[dict[str, Any]] = [
         {"run_name": "other", "a": 1},
         {"run_name": "same", "a": 1, "nested": {"b": 2, "seed": 7}, "path": long},
@@ -354,8 +358,10 @@ def test_samples_show_the_first_and_the_last_step(tmp_path: Path) -> None:
     write_rows(path / "samples.jsonl", [{"step": s, "i": i} for i, s in enumerate(steps)])
     with (path / "samples.jsonl").open("a") as file:
         file.write('[1]\n{"i": 7}\n{"step": 6')
+    empty, one = (write_run(tmp_path / name, {}, {}, []) for name in ("empty", "one"))
+    write_rows(one / "samples.jsonl", [{"step": 1}])
     assert read_samples(path) == [{"step": 10, "i": 1}, {"step": 30, "i": 3}]
-    empty = write_run(tmp_path / "empty", {}, {}, [])
+    assert (read_samples(one), read_samples(empty)) == ([{"step": 1}], [])
     groups = group_runs([read_run(empty), read_run(path)])
     assert samples(groups) == [{"label": "run", "entries": read_samples(path)}]
     assert time_shares(groups[0].runs[0]) == time_shares(groups[1].runs[0]) == ""
@@ -379,7 +385,7 @@ def test_the_last_lines_of_a_run(tmp_path: Path, rewards: list[Any], verdict: st
     ]
     columns = {"seconds": [30 for _ in rewards], "sampling_seconds": [15 for _ in rewards]}
     path = write_run(
-        tmp_path / "a run", {}, columns | {"reward_mean": rewards}, [{"step": 0}, *evals]
+        tmp_path / "a run", {}, columns | {"reward_mean": rewards}, [None, {"step": 0}, *evals]
     )
     assert ending(path).splitlines() == [
         "accuracy: 10.0% [0.0, 20.0] before, 60.0% [50.0, 70.0] best (step 3), "
@@ -389,4 +395,9 @@ def test_the_last_lines_of_a_run(tmp_path: Path, rewards: list[Any], verdict: st
         f"run: {path}",
         f"overfitting: {verdict}",
         f"next: gac report '{path}'",
+    ]
+    write_rows(path / "eval.jsonl", [{"step": 0, "accuracy": 0.5, "prompts": 1}])
+    assert ending(path).splitlines()[::3] == [
+        "accuracy: 50.0% before, 50.0% best (step 0), 50.0% after (1 prompts)",
+        "overfitting: unknown; the run has no rewards or no interval",
     ]

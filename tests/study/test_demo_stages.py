@@ -1,6 +1,9 @@
 """The demo's stages and settings, without training."""
 
+import hashlib
 import json
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +51,82 @@ def fake_training(monkeypatch: Any, accuracies: dict[str, float]) -> list[Any]:
                 {"accuracy/+": 0.5, "accuracy/-": 0.05},
                 {"accuracy/+": 0.5, "accuracy/-": minus},
             ]
+            (out / "metrics.jsonl").write_text('{"step": 1, "tokens": 7000}\n')
             (out / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         return {c.out: "failed: x" for c in configs if c.out.endswith("dft-1")}
 
     monkeypatch.setattr(run, "run_all", run_all)
     return calls
+
+
+def test_settings_of_the_stages() -> None:
+    base, own = (
+        dict(flatten(dump(config)))
+        for config in (
+            run.base_config(Path("o"), Path("o/base-3"), 3, 9),
+            run.method_config(Path("o"), Path("b"), "gac", 2, 80),
+        )
+    )
+    assert {
+        "data.demo_field": "solution",
+        "eval.data.prompts": "o/task/eval.jsonl",
+        "eval.max_completion_length": 9,
+        "eval.split_field": "op",
+        "rollouts.num_prompts": 12,
+        "rollouts.num_generations": 8,
+        "rollouts.max_completion_length": 9,
+        "micro_batch_size": 1000,
+        "optim.betas": [0.9, 0.99],
+        "optim.warmup_steps": 10,
+        "model.path": "o/task/init",
+        "model.random_init": True,
+        "data.prompts": None,
+        "data.demos": "o/task/base.jsonl",
+        "optim.lr": 3e-3,
+        "optim.min_lr_ratio": 0.0,
+        "demo_batch_size": 64,
+        "checkpoint_every": 100,
+        "eval.samples": 4,
+        "eval.temperature": 1.0,
+        "steps": 9,
+        "seed": 3,
+    }.items() <= base.items()
+    assert {
+        "model.path": "b",
+        "data.prompts": "o/task/prompts.jsonl",
+        "data.demos": "o/task/demos.jsonl",
+        "optim.lr": 2e-4,
+        "demo_batch_size": 32,
+        "checkpoint_every": 20,
+        "eval.every": 20,
+        "monitor_kl_every": 10,
+        "export": False,
+        "method.prior.high": 0.85,
+        "method.prior.low": 0.15,
+        "method.prior.hold": 4,
+        "method.prior.decay": 80,
+    }.items() <= own.items()
+
+
+def test_the_stages_of_a_demo(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    calls = fake_training(monkeypatch, {"base-0": 0.05})
+    assert run.run_demo(tmp_path, ["sft", "grpo"], range(2), steps=7) == 0
+    outs = [f"{tmp_path}/{name}-{seed}" for name in ("sft", "grpo") for seed in range(2)]
+    assert calls == [
+        ([f"{tmp_path}/base-0"], 1, True),
+        (outs, min(len(os.sched_getaffinity(0)), 4), True),
+    ]
+    assert re.search(
+        r"\n\nStability and cost .*\n[- ]*\n*sft-0 .* 7\n(.*\n)*grpo-1 .* 7\n\n"
+        rf"Total time: \d\d? s\.\nReport: {tmp_path}/report.html\nNext: gac demo .*\n.*\n$",
+        capsys.readouterr().out,
+    )
+    # results in the documentation were measured with these data
+    data = b"".join(path.read_bytes() for path in sorted(tmp_path.glob("task/*.jsonl")))
+    assert hashlib.sha256(data).hexdigest()[:16] == "0884508865128951"
+    with pytest.raises(RunError, match=f"^{tmp_path}/dft-1: failed: x$"):
+        run.run_demo(tmp_path, ["dft"], [1], jobs=3)
+    assert calls[-1] == ([f"{tmp_path}/dft-1"], 3, True)
 
 
 def test_seeds_of_the_base_model_are_tried_until_one_is_accepted(

@@ -25,7 +25,7 @@ from gac.errors import UserError
 from gac.methods import DEFAULT, METHODS, Observation
 from gac.models.config import LoraConfig
 from gac.rollouts import Rollout
-from gac.train_config import TrainConfig
+from gac.train_config import TrainConfig, loss_of
 from gac.training.trainer import Trainer
 from gac_kernels import GradientFilter
 from tests.tiny import metrics, write_tiny
@@ -344,6 +344,26 @@ def problem(key: str, keys: dict[str, Any], value: Any, needed: dict[str, Any]) 
     if isinstance(changed, str):
         return None if names(changed, [key]) else f"{key}: the error does not name it: {changed}"
     return f"{key}={value} has no effect" if changed == base else None
+
+
+def test_corrections_compare_log_probs_of_the_same_distribution() -> None:
+    """Rollouts from elsewhere have log-probs at temperature 1 without truncation."""
+    elsewhere = {"rollouts.function": "a:b"}
+    specs = [
+        loss_of(config({"method.name": "grpo", **keys})).spec
+        for keys in (
+            elsewhere,
+            {"rollouts.engine": "vllm", "rollouts.vllm.urls": ["http://a"]},
+            {},
+            elsewhere | {"rollouts.temperature": 0.7},
+            elsewhere | {"rollouts.top_p": 0.9},
+            elsewhere | {"method.name": "dpo"},
+        )
+    ]
+    assert [(spec.correction, spec.correction_max) for spec in specs] == [
+        *[("sequence_mask", 3.0)] * 2,
+        *[("none", 2.0)] * 4,
+    ]
 
 
 KINDS = {  # a representative of each kind of method
