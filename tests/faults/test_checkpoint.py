@@ -43,6 +43,7 @@ def test_save_load_round_trip(tmp_path):
     model, optimizer = small()
     note = {"note": {10: (1, 2), 9: 3}}  # JSON has no tuples and only texts as keys
     path = checkpoint.save(tmp_path, 7, model, optimizer, note, {"x": torch.ones(2)})
+    assert tmp_path.resolve() not in [path.resolve() for path in Path("/proc/self/fd").iterdir()]
     torch.manual_seed(1)
     loaded_model, loaded_optimizer = small()
     extra = {"x": torch.zeros(2)}
