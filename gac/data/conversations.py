@@ -80,10 +80,10 @@ def _plain(row: SourceRow, field: str, number: int, message: Any) -> Message:
         row.fail(field, f"message {number} needs a `role` and `content`: {message!r:.60}")
     content = message.get("content")
     if isinstance(content, list):
-        kinds = [part.get("type") if isinstance(part, Mapping) else part for part in content]
+        kinds = [x.get("type") if isinstance(x, Mapping) else type(x).__name__ for x in content]
         if other := [kind for kind in kinds if kind != "text"]:
             row.fail(field, f"message {number} has a part of type {other[0]!r}: use text only")
-        content = "".join(part["text"] for part in content)
+        content = "".join(texts) if is_turns(texts := [x.get("text") for x in content]) else content
     if content is None and calls_tools(message):
         content = ""
     if not isinstance(content, str):

@@ -74,7 +74,8 @@ def test_gradient_source_reads_the_gram_matrix() -> None:
     assert reading == gradient_moments(gradients @ gradients.T, 3, paired=True)
     assert GradientSignals().needs == SourceNeeds(gram=True)
     assert GradientSignals(bias=True).needs == SourceNeeds(gram=True, bias=True)
-    assert SketchSignals(8).needs == SourceNeeds(sketch=8)
+    sizes = (4, 8, 16, 32, 64)
+    assert [SketchSignals(n).needs for n in sizes] == [SourceNeeds(sketch=n) for n in sizes]
     needs = [SourceNeeds(bias=True), SourceNeeds(gram=True), SourceNeeds(sketch=1)]
     assert [source.provides_alignment for source in needs] == [False, True, True]
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from gac.data import DataConfig, DataError, Order, load_demos, load_prompts, read_rows
 from gac.data.examples import Source
-from gac.data.source import _enumerate, _hub
+from gac.data.source import _enumerate, _hub, data_files
 from gac.data.stored import Example, store
 from gac.errors import RunError
 
@@ -109,9 +109,12 @@ def test_hub_datasets_are_read_with_split_and_configuration(tmp_path, monkeypatc
         assert [row.fields["id"] for row in rows] == ["r1", "r2"]
         assert rows[1].location == f"{source}, line 2"
     calls: list = []
-    monkeypatch.setattr(datasets, "load_dataset", lambda *a, split: calls.append((*a, split)) or [])
+    found = SimpleNamespace(cache_files=[{"filename": "f"}])
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda *a, split: calls.append((*a, split)) or found
+    )
     for source in ("a/b", "a/b:test", "a/b:c:test"):
-        assert list(_hub(source)) == []
+        assert data_files(source) == [Path("f")]
     assert calls == [("a/b", "train"), ("a/b", "test"), ("a/b", "c", "test")]
 
 

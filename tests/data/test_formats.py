@@ -141,7 +141,7 @@ def test_a_folder_of_data_files(tmp_path, cache, monkeypatch):
         read_rows(str(folder))
     assert len(list(read_rows("~/set:test"))) == len(list(read_rows("~/set/test.parquet"))) == 4
     monkeypatch.chdir(folder)
-    assert len(data_files(".")) == 2 and data_files("") == []
+    assert len(data_files(".")) == len(data_files("~/set:test")) == 2 and data_files("") == []
 
 
 def test_json_lines_in_a_json_file(tmp_path):
@@ -216,7 +216,7 @@ def test_a_json_list_is_read_in_parts_of_any_size(tmp_path, monkeypatch, charact
         ("a.json", "[{}\n{}]", "a.json, line 2: not valid JSON"),
         ("a.json", "[{},]", "a.json, line 1: not valid JSON"),
         ("a.json", "[{}", "a.json, line 1: not valid JSON"),
-        ("a.json", "[{}] 1", "a.json: not valid JSON"),
+        ("a.json", "[{}]1", "a.json: not valid JSON"),
         ("a.json", b"\xff", "a.json: not valid UTF-8"),
         (
             "a.json.gz",
@@ -239,6 +239,12 @@ def test_invalid_files(tmp_path, name, text, message):
     (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(DataError, match=message):
         list(read_rows(str(tmp_path / name)))
+
+
+def test_errors_of_the_disk_are_not_those_of_a_format(tmp_path):
+    (tmp_path / "a.jsonl").symlink_to("/proc/self/mem")  # nothing can be read from its start
+    with pytest.raises(OSError, match="Input/output error"):
+        list(read_rows(str(tmp_path / "a.jsonl")))
 
 
 def conversation(tmp_path: Path, *rows: dict) -> str:
@@ -287,6 +293,11 @@ def test_conversations(tmp_path, chat_tokenizer, row):
         ({"prompt": [USER, {"content": "1"}]}, "message 2 needs a `role` and `content`"),
         ({"prompt": [{**USER, "content": None}]}, "message 1 needs `content` as text"),
         ({"prompt": [{**USER, "content": [{"type": "image"}]}]}, "a part of type 'image'"),
+        ({"prompt": [{**USER, "content": ["text"]}]}, "a part of type 'str': use text only"),
+        (
+            {"prompt": [{**USER, "content": [{"type": "text"}]}]},
+            "message 1 needs `content` as text",
+        ),
         ({"prompt": [USER], "completion": [USER]}, "one assistant message"),
         ({"prompt": [USER], "completion": [ASSISTANT] * 2}, "one assistant message"),
     ],
@@ -302,7 +313,8 @@ TOOLS = (
     "{% for t in tools or [] %}{{ t.name }};{% endfor %}"
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('refused') }}{% endif %}"
     "{{ m.role[0] }}:{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}{{ c.function.arguments.a }}{% endfor %}=<eos>\n{% endfor %}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.arguments.a if c.function }}{% endfor %}"
+    "=<eos>\n{% endfor %}"
     "{% if add_generation_prompt %}a:{% endif %}"
 )
 
@@ -311,12 +323,13 @@ def test_tool_calls_and_a_refused_system_message(tmp_path, chat_tokenizer):
     """A call is a demonstration in the template's own words; arguments may be JSON text, or not."""
     chat_tokenizer.chat_template = TOOLS
     call, result = {"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "content": "2"}
+    decoded = {"function": {"arguments": {"a": 1}}}
     rows = [
         {
             "messages": [USER, {**call, "content": None}, result, ASSISTANT],
             "tools": [{"name": "0"}],
         },
-        {"messages": [SYSTEM, USER, call]},
+        {"messages": [SYSTEM, USER, {**call, "content": "3", "tool_calls": [decoded, "?", {}]}]},
         {"messages": [USER, {**call, "tool_calls": [{"function": {"arguments": "{a"}}]}]},
     ]
     config = DataConfig(prompts=conversation(tmp_path, *rows), answer_field=None)
@@ -324,7 +337,7 @@ def test_tool_calls_and_a_refused_system_message(tmp_path, chat_tokenizer):
     prompts = [demo.prompt_text.replace("<eos>\n", "") for demo in demos]
     assert prompts == ["0;u:1+1=a:1=t:2=a:", "u:0\n\n1+1=a:", "u:1+1=a:"]
     texts = [chat_tokenizer.decode(demo.demo) for demo in demos]
-    assert texts == ["2<eos>", "1=<eos>", "=<eos>"]
+    assert texts == ["2<eos>", "31=<eos>", "=<eos>"]
     assert [text for _, text in load_references(config)] == ["2"]  # without a tokenizer
     chat_tokenizer.chat_template = "{{ messages | length }}"
     with pytest.raises(DataError, match="writes the prompt differently"):
@@ -436,7 +449,8 @@ def test_a_conversation_without_a_demonstration(tmp_path, chat_tokenizer):
         assert texts == ["s:0;a:2;a:", "s:0;a:2;u:1+1;a:", "s:0;u:1+1;a:", "s:0;u:1+1;a:"]
         present = [example.demo is not None for example in examples]
         assert present == [False, False, field is not None, field is not None]
-        assert not any(None in example.extra for example in examples)
+        extra = [(*example.extra, *example.extra.values()) for example in examples]
+        assert not any(None in keys_and_values for keys_and_values in extra)
 
 
 def test_references_are_solutions_or_answers(tmp_path):

@@ -9,7 +9,7 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import GenerationConfig
 
-from gac.data import DataConfig, DataError, load_demos
+from gac.data import DataConfig, DataError, load_demos, load_prompts
 from gac.data.examples import load_references
 from gac.data.rows import collate, demo_row
 from gac.demo.task import make_tokenizer, model_config
@@ -82,6 +82,8 @@ def test_the_environments_turns_of_a_demonstration_have_no_loss(tmp_path: Path) 
         targets = collate([row], 0).targets
         assert tokenizer.decode(targets[targets != -100]) == text
     assert [text for _, text in load_references(config)] == ["to awriterno"]
+    (dropped,) = load_prompts(replace(config, max_demo_tokens=3), tokenizer)
+    assert (dropped.demo, dropped.demo_mask) == (None, ())
     with pytest.raises(DataError, match="has several turns: data.demo_template needs a single"):
         load_demos(replace(config, demo_template="{demo}"), tokenizer)
     path.write_text('{"prompt": "a", "answer": "a", "solution": ["to a", "writer"]}')

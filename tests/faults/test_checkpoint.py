@@ -43,6 +43,7 @@ def test_save_load_round_trip(tmp_path):
     model, optimizer = small()
     note = {"note": {10: (1, 2), 9: 3}}  # JSON has no tuples and only texts as keys
     path = checkpoint.save(tmp_path, 7, model, optimizer, note, {"x": torch.ones(2)})
+    assert tmp_path.resolve() not in [path.resolve() for path in Path("/proc/self/fd").iterdir()]
     torch.manual_seed(1)
     loaded_model, loaded_optimizer = small()
     extra = {"x": torch.zeros(2)}
@@ -423,10 +424,17 @@ def damage_of_one_rank(folder: Path) -> tuple[list[str], str, list[str]]:
     gather(None)
     files = sorted(checkpoint.read_progress(second)["files"])
     gather(None)
-    newest = checkpoint.newest_checkpoint(folder).name
+    newest = checkpoint.newest_checkpoint(folder)
+    if rank() == 1:  # without the other rank
+        checkpoint.prune(folder, 1, best=None)  # deletes nothing
+        assert (folder / ".writing-00000003").exists()
+        bias = {"1.bias": checkpoint.model_tensors(newest)["1.bias"]}
+        assert checkpoint.read_tensors(newest, bias)["1.bias"].shape == (2,)
+        checkpoint.load_weights(newest, small()[0])
+    gather(None)
     checkpoint.prune(folder, 1, best=None)
     gather(None)
-    return files, newest, sorted(path.name for path in folder.iterdir())
+    return files, newest.name, sorted(path.name for path in folder.iterdir())
 
 
 def test_all_ranks_fall_back_if_one_ranks_file_is_damaged(tmp_path):

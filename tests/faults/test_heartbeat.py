@@ -40,7 +40,7 @@ def watch(out: str) -> tuple[str | None, str | None, list[str]]:
         wait_until(lambda: warnings, "a warning about the silence")
         count = len(warnings)
         beat.stop()
-        assert len(warnings) == count == 1
+        assert not beat._thread.is_alive() and len(warnings) == count == 1
     gather(None)
     return alive, dead, warnings
 

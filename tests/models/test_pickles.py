@@ -112,16 +112,18 @@ def test_plain_weights_in_a_pickle_need_the_key(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "os.system",
-        "torch.hub.load",
-        "torch.distributed.checkpoint.filesystem.os.mkdir",
-        "gac.train_config.TrainConfig",
+        "os:system",
+        "torch:load",
+        "torch.hub:load",
+        "numpy:float32",
+        "gac:PosixPath",
+        "torch.distributed.checkpoint.filesystem:os.mkdir",
+        "torch.distributed.checkpoint.filesystem:uuid.SafeUUID",
+        "gac.train_config:TrainConfig",
     ],
 )
 def test_an_index_may_refer_to_its_own_classes_only(name: str) -> None:
-    module, _, function = name.rpartition(".")
-    if module.endswith(".os"):
-        module, function = module.removesuffix(".os"), "os.mkdir"
+    module, _, function = name.partition(":")
     text = f"\x80\x04\x8c{chr(len(module))}{module}\x8c{chr(len(function))}{function}\x93."
     with pytest.raises(UserError, match="do not load it"):
         checkpoint._Index(io.BytesIO(text.encode("latin1"))).load()
