@@ -219,6 +219,7 @@ def test_preloaded_packages_can_be_imported():
     reward = build_reward({"name": "code", "preload": ["numpy"], "workers": 1})
     assert score(reward, program, **row) == 1.0
     reward.close()
+    assert reward._pool._server is None
 
 
 # --- counts ---------------------------------------------------------------------------------------
@@ -355,6 +356,7 @@ def test_the_reference_runs_once_per_row():
     for of_answer, outcome in (
         (bad, None),
         (RunResult("ended", row_problem="no"), None),
+        (RunResult("crash", (False,)), None),
         (failed, 0.0),
         (RunResult("stalled", (False,)), 0.0),  # being slow shows nothing
     ):
@@ -378,7 +380,9 @@ def test_the_reference_runs_once_per_row():
         ({"tests": "", "cases": []}, "but has neither"),
         ({"tests": TESTS, "cases": [["", ""]]}, "but has both"),
         ({"tests": [1]}, "'tests' must be a non-empty list"),
-        ({"cases": ["3"]}, "'cases' must be a list of [stdin"),
+        ({"tests": ()}, "'tests' must be a non-empty list"),
+        ({"cases": ()}, "'cases' must be a list of [stdin"),
+        ({"cases": ["36"]}, "'cases' must be a list of [stdin"),
         ({"cases": [["3"]]}, "'cases' must be a list of [stdin"),
         ({"cases": [["3", 6]]}, "'cases' must be a list of [stdin"),
         ({"tests": ["assert add(1, 2) == 3", " "]}, "'tests' must be a non-empty list"),

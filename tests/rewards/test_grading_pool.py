@@ -9,8 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from gac.rewards import grading_worker
+from gac.rewards import grading_pool, grading_worker
 from gac.rewards.grading_pool import GradingPool
+from tests.sandbox.sandboxes import alive
 from tests.waiting import wait_until
 
 HOLDS_THE_GIL = r"\boxed{9^{9^{9}}}"  # a single integer power, computed in C while holding the GIL
@@ -29,13 +30,6 @@ def workers_of(parent):
         if running and int(fields["PPid"]) == parent:
             pids.append(int(status.parent.name))
     return pids
-
-
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/status").read_text().split("State:\t")[1][0] != "Z"
-    except OSError:
-        return False
 
 
 def cpu_ticks(pid):
@@ -103,18 +97,48 @@ def test_a_fork_that_holds_the_pipes_does_not_keep_workers_alive():
 
 
 WAITING_SCRIPT = """
-import os, time
-from gac.rewards import grading_worker
-grading_worker.WALL_PER_CPU_SECOND = 1.0
-grading_worker.make_grader = lambda: lambda *_: time.sleep(50)
-grading_worker.main(0.1, os.getppid())
+import os, resource, signal, sys, time
+from gac.rewards import grading_worker as worker
+
+def wait(parent, waits=[]):
+    waits.append(time.monotonic())
+    while len(waits) > 1 and time.monotonic() < waits[-1] + 0.6:
+        pass  # longer than the limits of a check
+    return True
+
+def grade(text, seconds):
+    time.sleep(float(seconds))
+    return f"{text} {resource.getrlimit(resource.RLIMIT_AS)[0] >> 30}"
+
+signal.signal(signal.SIGALRM, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
+resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+worker.WALL_PER_CPU_SECOND = 10.0
+worker.make_grader = lambda: grade
+if sys.argv[1] == "slow start":
+    worker.STARTUP_SECONDS = 0.1
+    worker.make_grader = lambda: time.sleep(50)
+if sys.argv[1] == "check":
+    worker._wait_for_request = wait
+worker.main(0.05, os.getppid())
 """
 
 
-def test_a_check_that_uses_no_cpu_time_ends_too():
-    command, request = [sys.executable, "-c", WAITING_SCRIPT], b'["7", "7"]\n'
-    run = subprocess.run(command, input=request, capture_output=True, timeout=100, check=False)
-    assert (run.stdout, run.returncode) == (b"ready\n", -signal.SIGALRM)
+@pytest.mark.parametrize(
+    ("kind", "requests", "printed", "status"),
+    [
+        ("check", '["a", "0.1"]\n["b", "0"]\n["c", "50"]\n', "ready\na 4\nb 4\n", -signal.SIGALRM),
+        ("slow start", "", "", -signal.SIGALRM),
+        ("end", "\n", "ready\n", 0),
+    ],
+)
+def test_a_worker_that_waits_ends_too(kind, requests, printed, status):
+    """Its limits do not depend on what the parent does with signals, or on the previous check."""
+    command = [sys.executable, "-c", WAITING_SCRIPT, kind]
+    run = subprocess.run(
+        command, input=requests, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert (run.stdout, run.returncode) == (printed, status)
 
 
 @pytest.fixture
@@ -131,6 +155,13 @@ def started():
 def test_a_worker_that_is_killed_while_idle_is_replaced(started):
     os.kill(started[1], signal.SIGKILL)
     assert started[0].grade([("7", "7"), ("7", "6")]) == ["right", "wrong"]
+
+
+def test_a_worker_that_does_not_end_is_killed(monkeypatch, started):
+    monkeypatch.setattr(grading_pool, "_STOP_SECONDS", 0.05)
+    os.kill(started[1], signal.SIGSTOP)
+    started[0].close()
+    assert not alive(started[1])
 
 
 def test_a_worker_loads_neither_torch_nor_this_package(started):
