@@ -82,7 +82,7 @@ def test_retries_and_the_deadline_of_a_concurrent_reward(monkeypatch):
     assert score(build_reward({"name": f"{__name__}:fails_twice", "retries": 5}), "x") == 1.0
     assert WAITS == [1.0, 2.0]
     with pytest.raises(
-        RewardError, match=r"no result after 0.05 s \(key `deadline` of the reward\)"
+        RewardError, match=r"0.05 s \(key `deadline` of the reward\); prompt: 'prompt'; completion"
     ):
         score(build_reward({"name": f"{__name__}:never", "retries": 0, "deadline": 0.05}), "x")
     failed = []

@@ -164,9 +164,14 @@ def test_a_worker_that_does_not_end_is_killed(monkeypatch, started):
     assert not alive(started[1])
 
 
-def test_a_worker_loads_neither_torch_nor_this_package(started):
+def test_a_worker_has_few_modules_limited_memory_and_a_session_of_its_own(started):
     maps = Path(f"/proc/{started[1]}/maps").read_text()
     assert "python" in maps and "torch" not in maps and "numpy" not in maps
+    limits = Path(f"/proc/{started[1]}/limits").read_text().splitlines()
+    [line] = [line for line in limits if line.startswith("Max address space")]
+    assert line.split()[3] == str(4 << 30)
+    # on Ctrl-C, the terminal signals the foreground group
+    assert os.getpgid(started[1]) != os.getpgid(0)
 
 
 @pytest.mark.parametrize(
@@ -235,11 +240,6 @@ def test_no_worker_outlives_a_parent_that_is_killed(mode, completion):
         parent.stdout.close()
 
 
-def test_ctrl_c_does_not_reach_the_workers(started):
-    # the terminal signals the foreground group
-    assert os.getpgid(started[1]) != os.getpgid(0)
-
-
 def test_ranks_of_a_node_share_its_cores(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     for cores, workers in ((10, 3), (8, 2), (2, 1), (99, 4)):
@@ -258,12 +258,6 @@ def test_ranks_of_a_node_share_its_cores(monkeypatch):
 def test_invalid_pool_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         GradingPool(**arguments)
-
-
-def test_workers_have_a_memory_limit(started):
-    limits = Path(f"/proc/{started[1]}/limits").read_text().splitlines()
-    [line] = [line for line in limits if line.startswith("Max address space")]
-    assert line.split()[3] == str(4 << 30)
 
 
 def test_checks_have_no_time_limit_of_their_own(monkeypatch):

@@ -122,7 +122,7 @@ import os, sys
 sys.stdin.close(), sys.stdout.close()
 data = os.read(0, os.fstat(0).st_size).split()
 os.write(1, str(sum(map(int, data[1:]))).encode())
-assert os.fstat(1).st_size > 0 or os.fstat(1).st_ino != os.fstat(0).st_ino
+assert os.fstat(1).st_ino != os.fstat(0).st_ino
 try: os.fstat(2)
 except PermissionError: pass
 === a main function with a guard

@@ -171,10 +171,11 @@ def test_program_sees_nothing_of_the_trainer(monkeypatch, pool):
     monkeypatch.setenv("GAC_SECRET", "hunter2")
     printed = prints(
         pool,
-        "import os, sys\n"
-        "print(dict(os.environ), sys.path, sys.argv, 'torch' in sys.modules, 'gac' in sys.modules)",
+        "import atexit, os, sys\n"
+        "print(dict(os.environ), sys.path, sys.path_importer_cache, sys.argv)\n"
+        "print('torch' in sys.modules, 'gac' in sys.modules, atexit._ncallbacks())",
     )
-    assert printed == "{} [] [''] False False\n"
+    assert printed == "{} [] {} ['']\nFalse False 0\n"
     text = (
         "import gc, resource, signal\nfrom threading import stack_size\n"
         "print(stack_size(1 << 30), stack_size(), stack_size())\n"
@@ -322,6 +323,14 @@ def test_failed_memfd_is_an_error_not_a_score(monkeypatch, pool):
 
 # --- confinement by hand
 # ----------------------------------------------------------------------------------
+
+
+def test_errors_of_the_kernel_and_of_libseccomp_have_reasons(monkeypatch):
+    with pytest.raises(OSError, match="prctl: Invalid argument"):
+        confine._prctl(9999, 0)
+    monkeypatch.setattr(confine, "_RULES", [(confine._ALLOW, "clone", (9, 4, 0, 0))])
+    with pytest.raises(OSError, match="libseccomp: clone: Invalid argument"):
+        confine.compile_filter()
 
 
 @pytest.mark.parametrize(

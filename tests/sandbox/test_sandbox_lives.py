@@ -20,9 +20,9 @@ from tests.sandbox.sandboxes import (
     passes,
     patch_server,
     prints,
-    wait_until,
     without_namespaces,
 )
+from tests.waiting import wait_until
 
 if sys.platform != "linux":
     pytest.skip("the sandbox needs Linux", allow_module_level=True)
@@ -47,13 +47,14 @@ def test_dead_server_is_restarted(monkeypatch, caplog, pool):
         waiting = "import builtins, time\nif hasattr(builtins, 'first_server'): time.sleep(60)\n"
         program = Program(waiting + "def add(a, b): return a + b")
         running = other.submit(pool.check, program, SUITE, 30, 256)
-        assert wait_until(lambda: len(descendants(zygote)) == 3)
+        wait_until(lambda: len(descendants(zygote)) == 3, "a worker and two processes")
         worker, *children = descendants(zygote)
         paths = [f"/proc/{child}/fd/{number}" for child in children for number in range(3)]
-        assert wait_until(lambda: {Path(path).readlink() for path in paths} == {Path("/dev/null")})
+        null = {Path("/dev/null")}
+        wait_until(lambda: {Path(path).readlink() for path in paths} == null, "their streams")
         os.kill(zygote, signal.SIGKILL)
         # its worker and programs died with it
-        assert wait_until(lambda: not any(map(alive, [worker, *children])))
+        wait_until(lambda: not any(map(alive, [worker, *children])), "their end")
         assert running.result(60).passed == (True,)  # it was retried
     assert passes(pool)
     assert "died unexpectedly; restarting it" in caplog.text
@@ -135,10 +136,10 @@ def test_no_process_outlives_a_killed_trainer(mode, program):
             sandbox_pids[:] = [p for p in descendants(trainer.pid) if p != forked]
             return len(sandbox_pids) >= 4  # the server, a worker, the solver and the judge
 
-        assert wait_until(running)
+        wait_until(running, "the processes of the sandbox")
         trainer.kill()
         trainer.wait()
-        assert wait_until(lambda: not any(map(alive, sandbox_pids)))
+        wait_until(lambda: not any(map(alive, sandbox_pids)), "their end")
     finally:
         trainer.kill()
         trainer.wait()
@@ -215,7 +216,7 @@ def test_descriptors_do_not_leak(pool):
         assert passes(pool)
         assert prints(pool, "print(1)") == "1\n"
     # the server closes the pipe of an answer after sending it
-    assert wait_until(lambda: all(map(operator.le, descriptors(), before)))
+    wait_until(lambda: all(map(operator.le, descriptors(), before)), "fewer descriptors")
 
 
 # --- threads, forks and ranks
