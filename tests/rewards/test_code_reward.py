@@ -122,9 +122,9 @@ def test_partial_gives_the_fraction_of_passed_tests():
 
 
 def test_setup_runs_before_the_tests_and_its_imports_before_the_program(reward):
-    row = {"setup": "import math\ndef near(a, b): return abs(a - b) < 1e-6"}
-    row["tests"] = ["assert near(area(1), math.pi)"]
-    assert score(reward, "def area(r): return math.pi * r * r", **row) == 1.0
+    row = {"setup": "import math\nclass C: k: int\ndef near(a, b): return abs(a - b) < 1e-6"}
+    row["tests"] = ["assert near(area('1'), math.pi)"]
+    assert score(reward, "def area(r): return math.pi * C.__annotations__['k'](r)", **row) == 1.0
     faking = "def near(a, b): return True\ndef area(r): return 0"
     assert score(reward, faking, **row) == 0.0
 

@@ -170,6 +170,18 @@ async def main():
     assert time.process_time() - before < 0.2
     print(sum(map(int, input().split())))
 asyncio.run(main())
+=== a stdout without `closed`
+import sys
+class Out:
+    text = ""
+    def write(self, text): self.text += text
+    def flush(self): sys.__stdout__.write(self.text)
+sys.stdout = Out()
+input()
+print(sum(map(int, input().split())), end="")
+=== the module of builtins
+input()
+print(__builtins__.sum(map(int, input().split())))
 === print to a file argument
 import sys
 input()
