@@ -208,6 +208,14 @@ VERDICTS: dict[str, Any] = {
         ("class T: pass\ndef f(x): return T()", ["class U: 5\nassert not isinstance(f(1), U)"], {}),
         PASSED,
     ),
+    "an operator with three operands": (
+        (
+            "class N:\n  def __pow__(s, power, modulus): return power, modulus",
+            ["assert pow(N(), 5, 7) == (5, 7)"],
+            {},
+        ),
+        PASSED,
+    ),
     "a conversion of nothing": ((F, ["assert f(int()) == 0"], {}), PASSED),
     "annotations are values": (
         ("def f(x: int): pass", ["assert f.__annotations__ == {'x': int}"], {}),

@@ -157,9 +157,9 @@ def test_a_server_that_does_not_answer_or_end_in_time_counts_as_dead(monkeypatch
     ours, worker = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     one._idle.append(ours)
     worker.send(b"{}")
-    assert one.ask({"cpu_seconds": 3}, []) == {} and ours.gettimeout() == 150.0
+    assert one.ask({"cpu_seconds": 3}, []) == {} and one._idle == [ours]
     request = {"cpu_seconds": 3, "wall_seconds": 12, "most_seconds": 120}
-    assert json.loads(worker.recv(1 << 10)) == request
+    assert json.loads(worker.recv(1 << 10)) == request and ours.gettimeout() == 150.0
     for name in ("WALL_MARGIN", "STARVATION_FACTOR", "STOP_SECONDS"):
         monkeypatch.setattr(server, name, 0.1)
     os.kill(one._process.pid, signal.SIGSTOP)
