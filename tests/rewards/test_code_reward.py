@@ -239,9 +239,8 @@ def test_counts_are_per_completion_and_equal_pairs_run_once(monkeypatch):
     counts = reward.counts()
     assert counts.pop("timeouts") + counts.pop("stalled") == 2  # a busy machine may stall the loop
     assert counts == {"crashes": 1, "no_program": 1}
-    assert reward([GOOD], [example(tests=["assert add(1, 2) == 4"])]) == [
-        0.0
-    ]  # different tests, so the program runs again
+    # different tests, so the program runs again
+    assert reward([GOOD], [example(tests=["assert add(1, 2) == 4"])]) == [0.0]
     assert len(checked) == 4
 
 
@@ -374,7 +373,6 @@ def test_the_reference_runs_once_per_row():
     [
         ({}, "exactly one of the fields 'tests' and 'cases', but has neither"),
         ({}, "with the tests (all fields: none)"),
-        ({"tests": []}, "but has neither"),
         ({"test": [], "check": "x"}, "set tests_field or cases_field to the field with the tests"),
         ({"test": [], "check": "x"}, "(all fields: check, test)"),
         ({"tests": "", "cases": []}, "but has neither"),
@@ -383,7 +381,7 @@ def test_the_reference_runs_once_per_row():
         ({"tests": ()}, "'tests' must be a non-empty list"),
         ({"cases": ()}, "'cases' must be a list of [stdin"),
         ({"cases": ["36"]}, "'cases' must be a list of [stdin"),
-        ({"cases": [["3"]]}, "'cases' must be a list of [stdin"),
+        ({"cases": [["3", "6"], ["3"]]}, "'cases' must be a list of [stdin"),
         ({"cases": [["3", 6]]}, "'cases' must be a list of [stdin"),
         ({"tests": ["assert add(1, 2) == 3", " "]}, "'tests' must be a non-empty list"),
         ({"cases": "eJxr"}, "examples/eval/livecodebench.py"),
