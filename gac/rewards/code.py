@@ -374,8 +374,8 @@ def _field(example: Example, name: str) -> Any:
 
 
 def _cases(field: str, value: object) -> tuple[Case, ...]:
-    pairs = value if isinstance(value, list | tuple) else None
-    good = pairs and all(
+    pairs = value if isinstance(value, list | tuple) else ()
+    good = all(
         isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(t, str) for t in pair)
         for pair in pairs
     )

@@ -212,7 +212,7 @@ def compile_filter() -> bytes:
         OSError: libseccomp is missing or returns an error.
     """
     try:
-        library = ctypes.CDLL(LIBSECCOMP, use_errno=True)
+        library = ctypes.CDLL(LIBSECCOMP)
     except OSError as error:
         raise OSError(errno.ENOENT, f"{error}; on Debian: apt install libseccomp2") from None
     library.seccomp_init.restype = ctypes.c_void_p

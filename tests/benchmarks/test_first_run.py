@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench import first_run, settings, watchdog
+from tests.sandbox.sandboxes import alive
 from tests.waiting import wait_until
 
 HANGING = """
@@ -164,13 +165,6 @@ def test_no_process_outlives_its_part(tmp_path: Path, ended_by: str) -> None:
     if ended_by == "SIGKILL":
         os.kill(child, signal.SIGKILL)
     wait_until(lambda: not alive(child), "the end of its child")
-
-
-def alive(pid: int) -> bool:
-    try:
-        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:
-        return False
 
 
 def test_tools_are_found_in_the_folders_of_cuda(

@@ -122,9 +122,9 @@ def test_partial_gives_the_fraction_of_passed_tests():
 
 
 def test_setup_runs_before_the_tests_and_its_imports_before_the_program(reward):
-    row = {"setup": "import math\ndef near(a, b): return abs(a - b) < 1e-6"}
-    row["tests"] = ["assert near(area(1), math.pi)"]
-    assert score(reward, "def area(r): return math.pi * r * r", **row) == 1.0
+    row = {"setup": "import math\nclass C: k: int\ndef near(a, b): return abs(a - b) < 1e-6"}
+    row["tests"] = ["assert near(area('1'), math.pi)"]
+    assert score(reward, "def area(r): return math.pi * C.__annotations__['k'](r)", **row) == 1.0
     faking = "def near(a, b): return True\ndef area(r): return 0"
     assert score(reward, faking, **row) == 0.0
 
@@ -219,6 +219,7 @@ def test_preloaded_packages_can_be_imported():
     reward = build_reward({"name": "code", "preload": ["numpy"], "workers": 1})
     assert score(reward, program, **row) == 1.0
     reward.close()
+    assert reward._pool._server is None
 
 
 # --- counts ---------------------------------------------------------------------------------------
@@ -238,9 +239,8 @@ def test_counts_are_per_completion_and_equal_pairs_run_once(monkeypatch):
     counts = reward.counts()
     assert counts.pop("timeouts") + counts.pop("stalled") == 2  # a busy machine may stall the loop
     assert counts == {"crashes": 1, "no_program": 1}
-    assert reward([GOOD], [example(tests=["assert add(1, 2) == 4"])]) == [
-        0.0
-    ]  # different tests, so the program runs again
+    # different tests, so the program runs again
+    assert reward([GOOD], [example(tests=["assert add(1, 2) == 4"])]) == [0.0]
     assert len(checked) == 4
 
 
@@ -355,6 +355,7 @@ def test_the_reference_runs_once_per_row():
     for of_answer, outcome in (
         (bad, None),
         (RunResult("ended", row_problem="no"), None),
+        (RunResult("crash", (False,)), None),
         (failed, 0.0),
         (RunResult("stalled", (False,)), 0.0),  # being slow shows nothing
     ):
@@ -372,14 +373,15 @@ def test_the_reference_runs_once_per_row():
     [
         ({}, "exactly one of the fields 'tests' and 'cases', but has neither"),
         ({}, "with the tests (all fields: none)"),
-        ({"tests": []}, "but has neither"),
         ({"test": [], "check": "x"}, "set tests_field or cases_field to the field with the tests"),
         ({"test": [], "check": "x"}, "(all fields: check, test)"),
         ({"tests": "", "cases": []}, "but has neither"),
         ({"tests": TESTS, "cases": [["", ""]]}, "but has both"),
         ({"tests": [1]}, "'tests' must be a non-empty list"),
-        ({"cases": ["3"]}, "'cases' must be a list of [stdin"),
-        ({"cases": [["3"]]}, "'cases' must be a list of [stdin"),
+        ({"tests": ()}, "'tests' must be a non-empty list"),
+        ({"cases": ()}, "'cases' must be a list of [stdin"),
+        ({"cases": ["36"]}, "'cases' must be a list of [stdin"),
+        ({"cases": [["3", "6"], ["3"]]}, "'cases' must be a list of [stdin"),
         ({"cases": [["3", 6]]}, "'cases' must be a list of [stdin"),
         ({"tests": ["assert add(1, 2) == 3", " "]}, "'tests' must be a non-empty list"),
         ({"cases": "eJxr"}, "examples/eval/livecodebench.py"),

@@ -9,8 +9,9 @@ from gac.rewards import RewardError, build_reward
 from tests.rewards.test_rewards import example, score
 
 TOGETHER = threading.Barrier(3, timeout=20)
-ATTEMPTS: list[str] = []
+ATTEMPTS: list = []
 WAITS: list[float] = []
+LATE = threading.Event()
 
 
 def wait_in_thread(completion, example, factor=1):
@@ -58,7 +59,8 @@ def fails_twice(completion, example):
 
 
 def never(completion, example):
-    threading.Event().wait()
+    ATTEMPTS[:] = [threading.current_thread()]
+    LATE.wait(20)
 
 
 async def fails(completion, example):
@@ -80,6 +82,11 @@ def test_retries_and_the_deadline_of_a_concurrent_reward(monkeypatch):
     assert score(build_reward({"name": f"{__name__}:fails_twice", "retries": 5}), "x") == 1.0
     assert WAITS == [1.0, 2.0]
     with pytest.raises(
-        RewardError, match=r"no result after 0.05 s \(key `deadline` of the reward\)"
+        RewardError, match=r"0.05 s \(key `deadline` of the reward\); prompt: 'prompt'; completion"
     ):
         score(build_reward({"name": f"{__name__}:never", "retries": 0, "deadline": 0.05}), "x")
+    failed = []
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    LATE.set()
+    ATTEMPTS[0].join(20)
+    assert not failed  # nobody waits for the result any more, but that is no error of the thread

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from gac.rewards import grading_worker
+from gac.rewards import grading_pool, grading_worker
 from gac.rewards.grading_pool import GradingPool
+from tests.sandbox.sandboxes import alive
 from tests.waiting import wait_until
 
 HOLDS_THE_GIL = r"\boxed{9^{9^{9}}}"  # a single integer power, computed in C while holding the GIL
@@ -29,13 +30,6 @@ def workers_of(parent):
         if running and int(fields["PPid"]) == parent:
             pids.append(int(status.parent.name))
     return pids
-
-
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/status").read_text().split("State:\t")[1][0] != "Z"
-    except OSError:
-        return False
 
 
 def cpu_ticks(pid):
@@ -103,18 +97,48 @@ def test_a_fork_that_holds_the_pipes_does_not_keep_workers_alive():
 
 
 WAITING_SCRIPT = """
-import os, time
-from gac.rewards import grading_worker
-grading_worker.WALL_PER_CPU_SECOND = 1.0
-grading_worker.make_grader = lambda: lambda *_: time.sleep(50)
-grading_worker.main(0.1, os.getppid())
+import os, resource, signal, sys, time
+from gac.rewards import grading_worker as worker
+
+def wait(parent, waits=[]):
+    waits.append(time.monotonic())
+    while len(waits) > 1 and time.monotonic() < waits[-1] + 0.6:
+        pass  # longer than the limits of a check
+    return True
+
+def grade(text, seconds):
+    time.sleep(float(seconds))
+    return f"{text} {resource.getrlimit(resource.RLIMIT_AS)[0] >> 30}"
+
+signal.signal(signal.SIGALRM, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
+resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+worker.WALL_PER_CPU_SECOND = 10.0
+worker.make_grader = lambda: grade
+if sys.argv[1] == "slow start":
+    worker.STARTUP_SECONDS = 0.1
+    worker.make_grader = lambda: time.sleep(50)
+if sys.argv[1] == "check":
+    worker._wait_for_request = wait
+worker.main(0.05, os.getppid())
 """
 
 
-def test_a_check_that_uses_no_cpu_time_ends_too():
-    command, request = [sys.executable, "-c", WAITING_SCRIPT], b'["7", "7"]\n'
-    run = subprocess.run(command, input=request, capture_output=True, timeout=100, check=False)
-    assert (run.stdout, run.returncode) == (b"ready\n", -signal.SIGALRM)
+@pytest.mark.parametrize(
+    ("kind", "requests", "printed", "status"),
+    [
+        ("check", '["a", "0.1"]\n["b", "0"]\n["c", "50"]\n', "ready\na 4\nb 4\n", -signal.SIGALRM),
+        ("slow start", "", "", -signal.SIGALRM),
+        ("end", "\n", "ready\n", 0),
+    ],
+)
+def test_a_worker_that_waits_ends_too(kind, requests, printed, status):
+    """Its limits do not depend on what the parent does with signals, or on the previous check."""
+    command = [sys.executable, "-c", WAITING_SCRIPT, kind]
+    run = subprocess.run(
+        command, input=requests, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert (run.stdout, run.returncode) == (printed, status)
 
 
 @pytest.fixture
@@ -133,9 +157,21 @@ def test_a_worker_that_is_killed_while_idle_is_replaced(started):
     assert started[0].grade([("7", "7"), ("7", "6")]) == ["right", "wrong"]
 
 
-def test_a_worker_loads_neither_torch_nor_this_package(started):
+def test_a_worker_that_does_not_end_is_killed(monkeypatch, started):
+    monkeypatch.setattr(grading_pool, "_STOP_SECONDS", 0.05)
+    os.kill(started[1], signal.SIGSTOP)
+    started[0].close()
+    assert not alive(started[1])
+
+
+def test_a_worker_has_few_modules_limited_memory_and_a_session_of_its_own(started):
     maps = Path(f"/proc/{started[1]}/maps").read_text()
     assert "python" in maps and "torch" not in maps and "numpy" not in maps
+    limits = Path(f"/proc/{started[1]}/limits").read_text().splitlines()
+    [line] = [line for line in limits if line.startswith("Max address space")]
+    assert line.split()[3] == str(4 << 30)
+    # on Ctrl-C, the terminal signals the foreground group
+    assert os.getpgid(started[1]) != os.getpgid(0)
 
 
 @pytest.mark.parametrize(
@@ -204,11 +240,6 @@ def test_no_worker_outlives_a_parent_that_is_killed(mode, completion):
         parent.stdout.close()
 
 
-def test_ctrl_c_does_not_reach_the_workers(started):
-    # the terminal signals the foreground group
-    assert os.getpgid(started[1]) != os.getpgid(0)
-
-
 def test_ranks_of_a_node_share_its_cores(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     for cores, workers in ((10, 3), (8, 2), (2, 1), (99, 4)):
@@ -227,12 +258,6 @@ def test_ranks_of_a_node_share_its_cores(monkeypatch):
 def test_invalid_pool_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         GradingPool(**arguments)
-
-
-def test_workers_have_a_memory_limit(started):
-    limits = Path(f"/proc/{started[1]}/limits").read_text().splitlines()
-    [line] = [line for line in limits if line.startswith("Max address space")]
-    assert line.split()[3] == str(4 << 30)
 
 
 def test_checks_have_no_time_limit_of_their_own(monkeypatch):

@@ -153,13 +153,22 @@ def test_sum_adds_weighted_terms():
             {"reward": {"name": "format", "pattern": ".*!"}, "weight": -0.5},
             {"reward": {"name": f"{__name__}:length", "scale": 10}, "weight": 0.01},
             {"reward": {"sum": [{"reward": "exact"}]}},
+            {"reward": {"name": "format", "pattern": "8"}, "weight": 0},
         ]
     }
     reward = build_reward(spec)
     values = reward(["7", "7!", "8"], [example()] * 3)
     assert values == pytest.approx([0.9 + 0.1 + 1.0, 0.9 - 0.5 + 0.2, 0.1])
+    assert list(reward.terms.items()) == [
+        ("math", [1, 1, 0]),
+        ("format-1", [0, 1, 0]),
+        (f"{__name__}:length", [10, 20, 10]),
+        ("sum", [1, 0, 0]),
+        ("format-2", [0, 0, 1]),
+    ]
     assert reward.counts() == {"timeouts": 0, "crashes": 0}
     reward.close()
+    assert build_reward("math")._pool._owner is None  # its workers have ended
 
 
 def test_rewards_inside_others_are_told_and_counted():
@@ -214,6 +223,7 @@ UNSCORABLE = {
         "expected a number, got NoneType None",
     ),
     "text": (f"{__name__}:odd_values", "text", "expected a number, got str '1'"),
+    "a class that is not a reward": ("fractions:Fraction", "boom", "TypeError: both arguments"),
     "in a sum": (
         {"sum": [{"reward": f"{__name__}:odd_values"}]},
         "nan",

@@ -117,11 +117,14 @@ sys.stdout = _out
 def write(): sys.__stdout__.write(_out.getvalue())
 n = int(input())
 print(sum(map(int, input().split())))
-=== output by number after stdout is closed
+=== input and output by number after the streams are closed
 import os, sys
-n = int(input())
-sys.stdout.close()
-os.write(1, str(sum(map(int, input().split()))).encode())
+sys.stdin.close(), sys.stdout.close()
+data = os.read(0, os.fstat(0).st_size).split()
+os.write(1, str(sum(map(int, data[1:]))).encode())
+assert os.fstat(1).st_ino != os.fstat(0).st_ino
+try: os.fstat(2)
+except PermissionError: pass
 === a main function with a guard
 import sys
 def main():
@@ -158,6 +161,29 @@ async def main():
     line = await loop.run_in_executor(None, input)
     print(sum(map(int, line.split())))
 asyncio.run(main())
+=== asyncio that waits
+import asyncio, sys
+async def main():
+    await asyncio.to_thread(input)
+    calls = []
+    sys.setprofile(lambda *event: calls.append(event))
+    await asyncio.sleep(0.2)
+    sys.setprofile(None)
+    assert len(calls) < 1000
+    print(sum(map(int, input().split())))
+asyncio.run(main())
+=== a stdout without `closed`
+import sys
+class Out:
+    text = ""
+    def write(self, text): self.text += text
+    def flush(self): sys.__stdout__.write(self.text)
+sys.stdout = Out()
+input()
+print(sum(map(int, input().split())), end="")
+=== the module of builtins
+input()
+print(__builtins__.sum(map(int, input().split())))
 === print to a file argument
 import sys
 input()

@@ -1,7 +1,6 @@
 """Helpers for the sandbox tests: small programs, checks, and process inspection."""
 
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -44,13 +43,6 @@ def alive(pid):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
-
-
-def wait_until(condition, seconds=60.0):
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
-    return condition()
 
 
 def command(pid):

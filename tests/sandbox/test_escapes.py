@@ -6,17 +6,16 @@ nothing.
 """
 
 import platform
-import shutil
 import sys
 from dataclasses import dataclass
 
 import pytest
 
-from gac.sandbox import pool as server
 from gac.sandbox.pool import JudgeSpec, Pool, Program, RunResult
 from tests.sandbox import escapes
 from tests.sandbox.fakes import TESTS
 from tests.sandbox.fakes import fakes as all_fakes
+from tests.sandbox.sandboxes import patch_server
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux"),
@@ -42,9 +41,7 @@ def patched_pool(monkeypatch, patch, **options):
     """A pool whose server first runs `patch`; with a patch, namespaces are off."""
     pool = Pool(**options)
     if patch:
-        start = server.START.replace("from sandbox.zygote", f"{patch}\nfrom sandbox.zygote")
-        monkeypatch.setattr(server, "START", start)
-        monkeypatch.setattr(shutil, "which", lambda name: None)
+        patch_server(monkeypatch, patch)
     pool.start()
     monkeypatch.undo()
     return pool

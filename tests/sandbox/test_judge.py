@@ -40,6 +40,17 @@ def invalid(problem):
 
 
 PASSED = RunResult("ended", (True,))
+MANAGER = """
+class f:
+    def __enter__(s): return s
+    def __exit__(s, *e): s.error = e
+    async def __aenter__(s): return s
+    async def __aexit__(s, *e): s.error = e
+"""
+MANAGED = (
+    "with m: pass",
+    "async def main(m):\n  async with m: pass\nimport asyncio\nasyncio.run(main(m))",
+)
 
 # program, tests, other fields of the row, result
 VERDICTS: dict[str, Any] = {
@@ -160,6 +171,54 @@ VERDICTS: dict[str, Any] = {
     ),
     "all names of a module that the reference imports": (
         (F, ["assert f(sqrt(4)) == 2"], {"reference": f"from math import *\n{F}"}),
+        PASSED,
+    ),
+    "a name that the reference imports and assigns": (
+        (F, ["assert f(sqrt(4)) == 2"], {"reference": f"from math import sqrt\nsqrt = sqrt\n{F}"}),
+        PASSED,
+    ),
+    "an operator of one of two classes of the reference": (
+        (
+            "class N:\n  def __init__(s, x): s.x = x\n  def __lt__(s, o): return s.x < o",
+            ["assert N(1) < 2"],
+            {
+                "reference": "from dataclasses import dataclass as d\n"
+                "@d(order=True)\nclass N: x: int\nclass M: pass"
+            },
+        ),
+        PASSED,
+    ),
+    "context managers that end without an error": (
+        (MANAGER, [f"m = f()\n{end}\nassert m.error == (None,) * 3" for end in MANAGED], {}),
+        RunResult("ended", (True, True)),
+    ),
+    "an object whose attributes have underscores": (
+        (
+            "class P: pass\ndef f(x):\n  p = P()\n  setattr(p, '__x', x)\n  p.y__ = 2\n  return p",
+            ["assert vars(f(1)) == {'__x': 1, 'y__': 2}"],
+            {"setup": "class P: pass"},
+        ),
+        PASSED,
+    ),
+    "a list with the name of a class of the setup": (
+        ("class P(list): pass\nf = P", ["assert f([1]) == [1]"], {"setup": "class P(list): pass"}),
+        PASSED,
+    ),
+    "an object of another class": (
+        ("class T: pass\ndef f(x): return T()", ["class U: 5\nassert not isinstance(f(1), U)"], {}),
+        PASSED,
+    ),
+    "an operator with three operands": (
+        (
+            "class N:\n  def __pow__(s, power, modulus): return power, modulus",
+            ["assert pow(N(), 5, 7) == (5, 7)"],
+            {},
+        ),
+        PASSED,
+    ),
+    "a conversion of nothing": ((F, ["assert f(int()) == 0"], {}), PASSED),
+    "annotations are values": (
+        ("def f(x: int): pass", ["assert f.__annotations__ == {'x': int}"], {}),
         PASSED,
     ),
     "a dataclass of the tests": (

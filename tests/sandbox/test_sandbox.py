@@ -48,13 +48,15 @@ def test_missing_layers_are_reported(monkeypatch, pool):
         """
 from sandbox import confine
 def absent(): raise OSError(38, "Function not implemented")
-confine.landlock_abi = absent
+confine.landlock_abi = confine.drop_root = absent
 """,
     )
     shown = str(pool.start())
     assert "no landlock: Function not implemented" in shown
     assert "no namespaces: bwrap is not installed" in shown
     assert passes(pool)
+    status = Path(f"/proc/{pool._server._process.pid}/status").read_text()
+    assert f"CapEff:\t{0:016x}\n" in status  # without a change of user, it has no use for them
 
 
 @pytest.mark.parametrize(
@@ -125,7 +127,7 @@ def test_namespaces_are_used_where_bubblewrap_works(pool):
 
 def test_a_broken_bubblewrap_is_not_fatal(monkeypatch, tmp_path, pool):
     fake = tmp_path / "bwrap"
-    fake.write_text("#!/bin/sh\necho 'bwrap: setting up uid map: Permission denied' >&2\nexit 1\n")
+    fake.write_text("#!/bin/sh\nprintf 'bwrap: setting up uid map: \\377 denied\\n' >&2\nexit 1\n")
     fake.chmod(0o755)
     monkeypatch.setattr(shutil, "which", lambda name: str(fake))
     assert "no namespaces: bwrap: setting up uid map" in str(pool.start())
@@ -169,19 +171,21 @@ def test_program_sees_nothing_of_the_trainer(monkeypatch, pool):
     monkeypatch.setenv("GAC_SECRET", "hunter2")
     printed = prints(
         pool,
-        "import os, sys\n"
-        "print(dict(os.environ), sys.path, sys.argv, 'torch' in sys.modules, 'gac' in sys.modules)",
+        "import atexit, os, sys\n"
+        "print(dict(os.environ), sys.path, sys.path_importer_cache, sys.argv)\n"
+        "print('torch' in sys.modules, 'gac' in sys.modules, atexit._ncallbacks())",
     )
-    assert printed == "{} [] [''] False False\n"
+    assert printed == "{} [] {} ['']\nFalse False 0\n"
     text = (
         "import gc, resource, signal\nfrom threading import stack_size\n"
         "print(stack_size(1 << 30), stack_size(), stack_size())\n"
         "print(resource.getrlimit(resource.RLIMIT_CPU), gc.isenabled())\n"
         "print(gc.get_freeze_count() > 999, signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL)"
+        "\nprint(signal.pthread_sigmask(signal.SIG_BLOCK, []))"
     )
     text += "\nimport os\nprint(signal.set_wakeup_fd(-1), os.getuid() + os.geteuid())"
     *printed, uids = prints(pool, text, cpu_seconds=7).splitlines()
-    assert printed == ["2097152 67108864 2097152", "(7, 7) True", "True True"]
+    assert printed == ["2097152 67108864 2097152", "(7, 7) True", "True True", "set()"]
     wakeup, uid = map(int, uids.split())
     assert wakeup == -1
     layer = pool.start().active.get("uid", "")
@@ -250,7 +254,7 @@ def test_program_output_is_deterministic(pool):
 @pytest.mark.parametrize(
     ("text", "ending", "printed"),
     [
-        ("print(1, flush=True)\nwhile True: pass", "timeout", b"1\n"),
+        ("print(1, flush=True)\nimport os\nwhile True: os.urandom(1 << 20)", "timeout", b"1\n"),
         ("print(1, flush=True)\nimport time\ntime.sleep(99)", "stalled", b"1\n"),
         ("print(1, flush=True)\nimport os\nos.abort()", "crash", b"1\n"),
         ("try: bytearray(300 << 20)\nexcept MemoryError: print(1)", "ended", b"1\n"),
@@ -274,6 +278,7 @@ def test_limits(pool, text, ending, printed):
         ("import atexit\natexit.register(lambda: print(5))\nprint(4)", 0, "4\n5\n"),
         ("import sys\nsys.stdout.write('6')\nsys.stdout = None", 0, "6"),
         ("import sys\nsys.stdout = 7", 1, ""),
+        ("import sys\nsys.stdout = 7\nexit(3)", 3, ""),
     ],
 )
 def test_scripts_end_as_in_python(pool, text, status, printed):
@@ -320,6 +325,14 @@ def test_failed_memfd_is_an_error_not_a_score(monkeypatch, pool):
 # ----------------------------------------------------------------------------------
 
 
+def test_errors_of_the_kernel_and_of_libseccomp_have_reasons(monkeypatch):
+    with pytest.raises(OSError, match="prctl: Invalid argument"):
+        confine._prctl(9999, 0)
+    monkeypatch.setattr(confine, "_RULES", [(confine._ALLOW, "clone", (9, 4, 0, 0))])
+    with pytest.raises(OSError, match="libseccomp: clone: Invalid argument"):
+        confine.compile_filter()
+
+
 @pytest.mark.parametrize(
     ("abi", "rights", "others"),
     [(1, 13, 0), (2, 14, 0), (3, 15, 0), (4, 15, 1), (5, 16, 1), (6, 16, 2), (7, 16, 2)],
@@ -357,6 +370,8 @@ confine.close_all_but([0, 1, 2, numbers[4], numbers[1]])
 print([is_open(number) for number in (0, 1, 2, *numbers)], flush=True)
 confine.exit_with_parent(os.getppid())
 print("alive", flush=True)
+confine.close_all_but([1, 2])
+print(is_open(0), flush=True)
 confine.exit_with_parent(os.getpid())
 print("its parent is another process")
 """
@@ -367,15 +382,28 @@ def test_only_kept_descriptors_stay_open_and_an_orphan_exits():
         [sys.executable, "-c", DESCRIPTORS], capture_output=True, text=True, timeout=60, check=False
     )
     kept = [True, True, True, False, True, False, False, True, False]
-    assert run.stdout == f"{kept}\nalive\n" and run.returncode == 1
+    assert run.stdout == f"{kept}\nalive\nFalse\n" and run.returncode == 1
 
 
 PRIVILEGES = """
+import os, sys
 from gac.sandbox import confine
+child = os.fork()
+if not child:
+    os.setgroups([7])
+    os.setresgid(70001, 70001, 70001)
+    os.setresuid(70001, 70001, 70001)
+    os._exit(0)
+if os.waitpid(child, 0)[1]:
+    sys.exit(0)  # this container's root may not switch users
+os.setgroups([7])
 def show():
     fields = dict(line.split(":", 1) for line in open("/proc/self/status"))
     ids = {*fields["Uid"].split(), *fields["Gid"].split()}
-    print(fields["CapEff"].strip(), fields["CapPrm"].strip(), *ids, fields["Groups"].split())
+    kinds = ("Inh", "Eff", "Prm")
+    capabilities = [int(fields[f"Cap{kind}"], 16) for kind in kinds]
+    print(capabilities, sorted(map(int, ids)), fields["Groups"].split(), flush=True)
+print("it may", flush=True)
 confine._UNUSED_UIDS = [(70001, 70002, 1)]
 confine.drop_root()
 show()
@@ -391,9 +419,6 @@ def test_only_the_server_may_switch_users():
     )
     if not run.stdout:
         pytest.skip(f"this container's root may not switch users: {run.stderr}")
-    lines = run.stdout.splitlines()
-    kept = f"{confine.CAN_SWITCH:016x}"
-    assert lines[0] == f"{kept} {kept} 70001 []"
-    program = lines[1].split(" ", 2)
-    assert program[:2] == [f"{0:016x}"] * 2
-    assert set(program[2].split(" []")[0].split()) == {"70001", "70002"}  # gid, uid
+    kept = [0, confine.CAN_SWITCH, confine.CAN_SWITCH]
+    server, program = f"{kept} [70001] []", "[0, 0, 0] [70001, 70002] []"  # group, user
+    assert run.stdout.splitlines() == ["it may", server, program]

@@ -2,15 +2,18 @@
 
 import errno
 import itertools
+import json
 import logging
 import marshal
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,6 +25,7 @@ from gac.sandbox import pool as server
 from gac.sandbox.pool import JudgeSpec, Layers, Pool, Program, RunResult, SandboxError, Server
 from gac.sandbox.row import compile_row
 from gac.sandbox.zygote import Zygote
+from tests.sandbox.sandboxes import patch_server
 
 # --- pool -----------------------------------------------------------------------------------------
 
@@ -81,7 +85,8 @@ def test_a_script_gets_all_its_input_and_a_part_of_its_output_is_read(pool):
 
 @pytest.mark.parametrize(("kind", "needed"), [("check", 2), ("script", 1)])
 def test_a_request_is_sent_at_most_three_times(monkeypatch, caplog, pool, kind, needed):
-    sent = []
+    sent, pauses = [], []
+    monkeypatch.setattr(server, "time", SimpleNamespace(sleep=pauses.append))
 
     def ask(server, request, files):
         sent.append(request)
@@ -99,10 +104,10 @@ def test_a_request_is_sent_at_most_three_times(monkeypatch, caplog, pool, kind, 
 
     monkeypatch.setattr(Server, "ask", ask)
     request = {"kind": kind, "cpu_seconds": 3, "memory_bytes": 7 << 20}
-    read, started = needed, time.monotonic()
+    read = needed
     result = pool._ask(kind, Program("p"), b"{}", 3, 7, 4)
     assert result == ({"ends": [], "stalled": False}, b"part")
-    assert sent == [request] * 3 and time.monotonic() - started >= 1.0  # pauses of 0.2 and 0.8 s
+    assert sent == [request] * 3 and pauses == [0.0, 0.2, 0.8]
     assert caplog.text.count("died unexpectedly") == 1
     sent.clear()
     read = needed - 1  # a process exited before it read its file
@@ -147,16 +152,31 @@ def test_servers_are_started_replaced_and_stopped(monkeypatch, caplog):
 # --- the client of a server -----------------------------------------------------------------------
 
 
-def test_a_server_that_does_not_answer_in_time_counts_as_dead(monkeypatch):
-    monkeypatch.setattr(server, "WALL_MARGIN", 0.1)
-    monkeypatch.setattr(server, "STARVATION_FACTOR", 0.1)
+def test_a_server_that_does_not_answer_or_end_in_time_counts_as_dead(monkeypatch):
     one = Server([], namespaces=None)
-    os.kill(one._process.pid, signal.SIGSTOP)  # it cannot fork a worker
+    ours, worker = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    one._idle.append(ours)
+    worker.send(b"{}")
+    assert one.ask({"cpu_seconds": 3}, []) == {} and one._idle == [ours]
+    request = {"cpu_seconds": 3, "wall_seconds": 12, "most_seconds": 120}
+    assert json.loads(worker.recv(1 << 10)) == request and ours.gettimeout() == 150.0
+    for name in ("WALL_MARGIN", "STARVATION_FACTOR", "STOP_SECONDS"):
+        monkeypatch.setattr(server, name, 0.1)
+    os.kill(one._process.pid, signal.SIGSTOP)
     started = time.monotonic()
     assert one.ask({"cpu_seconds": 1}, []) == {"failed": "the fork server died"} and one.died
     assert time.monotonic() - started >= 0.5
-    os.kill(one._process.pid, signal.SIGCONT)
     one.stop()
+    assert one._process.returncode == -signal.SIGKILL
+    worker.close()
+
+
+def test_a_server_that_does_not_start_in_time_is_an_error(monkeypatch, pool):
+    for name in ("START_SECONDS", "STOP_SECONDS"):
+        monkeypatch.setattr(server, name, 0.1)
+    patch_server(monkeypatch, "import time; time.sleep(60)")
+    with pytest.raises(SandboxError, match="cannot be run safely here: no error"):
+        pool.start()
 
 
 @pytest.mark.parametrize("uid", [0, 1000])
@@ -265,8 +285,9 @@ def test_a_server_takes_unused_uids(monkeypatch):
     state.uids = range(70, 73)
     monkeypatch.setattr(confine, "switch_to_uid", os._exit)
     children = [state.fork(lambda: 1, number) for number in range(5)]
+    children += [state.fork(body) for body in (lambda: None, lambda: 7, lambda: 1 / 0)]
     exits = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    assert exits == [71, 72, 71, 72, 71]  # never the server's own
+    assert exits == [71, 72, 71, 72, 71, 0, 7, 1]  # never the server's own
 
 
 def test_a_solver_does_not_outlive_a_judge_that_cannot_start(monkeypatch):
@@ -274,6 +295,7 @@ def test_a_solver_does_not_outlive_a_judge_that_cannot_start(monkeypatch):
     state, pids = Zygote({}), [solver.pid]
 
     def fork(body, uid):
+        assert uid == 2 - len(pids)  # each has its own
         if not pids:
             raise OSError(11, "Resource temporarily unavailable")
         return pids.pop()
@@ -291,8 +313,8 @@ def test_a_solver_does_not_outlive_a_judge_that_cannot_start(monkeypatch):
 def test_what_the_kernel_reports_about_processes():
     size = int(Path("/proc/self/status").read_text().split("VmSize:")[1].split()[0]) << 10
     assert abs(Zygote({}).base_bytes - size) < size / 20
-    running = len(list(Path("/proc/self/task").iterdir()))
-    assert zygote._about(os.getpid(), "stat", 17) == running <= zygote._running_tasks()
+    assert zygote._about(os.getpid(), "stat", 17) == len(list(Path("/proc/self/task").iterdir()))
+    assert zygote._running_tasks() > len(list(Path("/proc").glob("[0-9]*/task/*"))) / 2
     assert zygote._about(os.getpid(), "absent", 0) == zygote._about(1, "stat", 99) == 0
 
 
