@@ -68,7 +68,7 @@ def last_work_seen():
         store.wait(["rank 0 has finished"], timedelta(seconds=ranks.DEADLINE))
         sum(range(10**6))
         store.set("rank 1 has finished", "")
-    setup.wait_for_others()
+    setup.leave()
     return store.check(["rank 1 has finished"])
 
 

@@ -129,9 +129,11 @@ def bytes_held(run_config):
     """
     accelerator = setup.make_accelerator(run_config.parallel, (), run_config.out)
     loading = setup.sharded_loading(accelerator, run_config.parallel)
+    own = {DISABLE_ASYNC_LOAD: "0"} if accelerator.process_index else {}
+    os.environ |= own
     model = make_model(run_config.model, 0, loading)
     # the environment and torch's hooks have been restored
-    assert DISABLE_ASYNC_LOAD not in os.environ
+    assert {k: v for k, v in os.environ.items() if k == DISABLE_ASYNC_LOAD} == own
     assert torch.nn.Linear(2, 2).weight.untyped_storage().nbytes() == 16
     rows = sum(x.untyped_storage().nbytes() for x in loading._rows.values())
     left = sum(p.untyped_storage().nbytes() for p in model.parameters())
