@@ -98,16 +98,20 @@ def test_rows_beyond_the_positions(task, tmp_path, caplog):
 
 
 def test_rows_beyond_learned_positions(tmp_path):
-    AutoConfig.for_model("gpt2", n_positions=8).save_pretrained(tmp_path)
+    AutoConfig.for_model("gpt2", n_positions=1).save_pretrained(tmp_path)
     config = ModelConfig(path=str(tmp_path))
-    check_positions(config, 8, "this.key")
-    with pytest.raises(ConfigError, match="8 positions, but .* 9 tokens: lower this.key"):
-        check_positions(config, 9, "this.key")
+    check_positions(config, 1, "this.key")
+    with pytest.raises(ConfigError, match="1 positions, but .* 2 tokens: lower this.key"):
+        check_positions(config, 2, "this.key")
 
 
 @pytest.mark.parametrize(
     ("kind", "keys"),
-    [("gpt2", {"n_positions": 0}), ("falcon", {"max_position_embeddings": 8, "alibi": True})],
+    [
+        ("mamba", {}),
+        ("gpt2", {"n_positions": 0}),
+        ("falcon", {"max_position_embeddings": 8, "alibi": True}),
+    ],
 )
 def test_models_without_a_number_of_positions(tmp_path, caplog, kind, keys):
     AutoConfig.for_model(kind, **keys).save_pretrained(tmp_path)
@@ -147,12 +151,17 @@ def test_what_is_checked_without_the_model(task, tmp_path, monkeypatch):
         ("grpo", "demo_field", "reward: imported"),
     ],
 )
-def test_the_first_row_needs_only_what_the_method_needs(task, tmp_path, method, missing, line):
+def test_the_first_row_needs_only_what_the_method_needs(
+    task, tmp_path, caplog, method, missing, line
+):
     data = {"prompts": str(task / "prompts.jsonl"), "demos": str(task / "demos.jsonl")}
     late = {"name": "sft-then-rl", "sft_steps": 3}
     assert check(task, tmp_path, data=data | {missing: "gold"}, method=method, eval={})[-1] == line
-    with pytest.raises(DataError, match="set answer_field"):  # rollouts in the last steps
-        check(task, tmp_path, data=data | {"answer_field": "gold"}, method=late, eval={})
+    data |= {"answer_field": "gold", "demos": None}
+    with pytest.raises(DataError, match="set answer_field"):  # rollouts in the last step
+        check(task, tmp_path, data=data, method=late, eval={})
+    check(task, tmp_path, data=data, method=late | {"sft_steps": 4}, eval={})  # after it
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize(
