@@ -384,7 +384,7 @@ def clip_gradient(
     Returns:
         The norm before clipping; 0 without a gradient.
     """
-    reshard(model)  # gathered parameters are different objects, without gradients
+    reshard(model)  # otherwise the next forward would use the weights from before the update
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     norm = nn.utils.clip_grad_norm_(trained, max_norm or math.inf)
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
