@@ -146,10 +146,9 @@ def bytes_held(run_config):
 def test_no_rank_ever_holds_the_full_model(base, tmp_path):
     sizes = ranks.run(bytes_held, config(base, tmp_path, **sharded_overrides(base)), ranks=2)
     total = sizes[0][3]
-    assert sum(rows for rows, *_ in sizes) == total
+    assert sum(rows for rows, *_ in sizes) == total > max(rows for rows, *_ in sizes) / 0.51
     # shards are padded to the same number of rows
     assert total <= sum(shards for _, _, shards, *_ in sizes) < 1.02 * total
-    assert all(rows < 0.51 * total for rows, *_ in sizes)
     assert all(left == rows_left == 0 for _, left, _, _, rows_left in sizes)
 
 
