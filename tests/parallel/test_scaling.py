@@ -99,9 +99,9 @@ def state_bytes(run_config):
     trainer = Trainer(run_config)
     trainer._train_step()
     step = trainer._assemble(trainer.feed.demo_rows(0), Mix(1.0))
-    trainer.gradients.losses(step)  # leaves the policy in shards
-    trainer.gradients.forward.row_logprobs(step.rows, trainer.reference)  # and the reference
-    tensors = [p.to_local() for p in trainer.model.parameters()]
+    for forward in (trainer.gradients.losses, trainer.gradients.forward.row_logprobs):
+        forward(step if forward == trainer.gradients.losses else step.rows)
+        tensors = [p.to_local() for p in trainer.model.parameters()]
     for state in trainer.optimizer.state.values():
         tensors += [state[k].to_local() for k in ("exp_avg", "exp_avg_sq")]
     tensors += [p.to_local() for p in trainer.reference.parameters()]
