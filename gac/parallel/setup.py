@@ -54,7 +54,7 @@ class ShardedLoading:
         shards = mesh["shard"]
         self._rank, self._ranks = shards.get_local_rank(), shards.size()
         self._rows: dict[nn.Parameter, Tensor] = {}  # keyed by placeholder
-        self._placeholders: dict[str, nn.Parameter] = {}  # by name, from `to_meta` to `fill`
+        self._placeholders: dict[str, nn.Parameter] = {}  # by name, set by `to_meta`
 
     def __enter__(self) -> ShardedLoading:
         self._before = os.environ.get(DISABLE_ASYNC_LOAD)
@@ -111,7 +111,6 @@ class ShardedLoading:
                 filled[placeholder] = _with_rows(sharded[name], self._rows.pop(placeholder))
         state = {name: filled[placeholder] for name, placeholder in self._placeholders.items()}
         model.load_state_dict(state, strict=False, assign=True)
-        self._placeholders.clear()
 
 
 def _with_rows(param: Tensor, rows: Tensor) -> nn.Parameter:
@@ -360,15 +359,15 @@ def gathered(model: nn.Module, gather: bool) -> Iterator[None]:
         reshard(model)
         return
     for unit in model_units:
-        unit.set_reshard_after_forward(False, recurse=False)
+        unit.set_reshard_after_forward(False)
         unit.unshard()
     _gathered_units.update(model_units)
     try:
         yield
     finally:
-        for unit in model_units:
+        for unit in model_units:  # first the root, whose setting includes the others
             _gathered_units.discard(unit)
-            unit.set_reshard_after_forward(unit is not model_units[0], recurse=False)
+            unit.set_reshard_after_forward(unit is not model_units[0])
         reshard(model)
 
 
@@ -385,7 +384,7 @@ def clip_gradient(
     Returns:
         The norm before clipping; 0 without a gradient.
     """
-    reshard(model)  # gathered parameters are different objects, without gradients
+    reshard(model)  # otherwise the next forward would use the weights from before the update
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     norm = nn.utils.clip_grad_norm_(trained, max_norm or math.inf)
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
@@ -405,10 +404,9 @@ def _mesh(accelerator: Accelerator, config: ParallelConfig) -> DeviceMesh:
 @contextlib.contextmanager
 def _deferred_reduction(model: nn.Module) -> Iterator[None]:
     """Accumulate unreduced gradients inside the block."""
-    for root in units(model)[:1]:
-        root.set_requires_gradient_sync(False)
+    root = units(model)[0]
+    root.set_requires_gradient_sync(False)
     try:
         yield
     finally:
-        for root in units(model)[:1]:
-            root.set_requires_gradient_sync(True)
+        root.set_requires_gradient_sync(True)

@@ -203,7 +203,7 @@ def _path(source: str) -> Path:
 def _check_path(key: str, value: str, file: Path | None) -> None:
     """Raise MissingData for a file that does not exist, or exists only near the configuration."""
     path = _path(value)
-    if not value or path.exists() or _path(value.partition(":")[0]).is_dir():
+    if path.exists() or _path(value.partition(":")[0]).is_dir():
         return
     near = file.resolve().parents[:3] if file else ()
     folder = next((f for f in near if (f / path).exists()), None)

@@ -296,7 +296,7 @@ class Gradients:
             # rows without a gradient are still sketched, with their own term at full weight
             mu = float(demo) if step.needs.sketch and not grad else mix.mu
             # the last backward reduces the gradients over ranks
-            sync = self.accelerator.no_sync(self.model) if grad and not last else nullcontext()
+            sync = nullcontext() if last else self.accelerator.no_sync(self.model)
             with torch.set_grad_enabled(grad), sync:
                 out = self._loss(step, batch, micro, demo, mu, spec, norms)
                 if grad:

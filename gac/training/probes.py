@@ -87,8 +87,6 @@ class GradientParts:
         total = torch.zeros(len(parts), len(parts), dtype=torch.float64, device=device)
         for column in zip(*parts, strict=True):
             present = [(i, g) for i, g in enumerate(column) if g is not None]
-            if not present:
-                continue
             index = torch.tensor([i for i, _ in present])
             flat = [local(g).flatten().split(CHUNK) for _, g in present]
             for chunks in zip(*flat, strict=True):
@@ -213,11 +211,11 @@ class UnitSketches:
 def _sum_units(units: Sequence[int], sketches: Tensor) -> tuple[list[int], Tensor]:
     """Sum the sketches of each unit; returns the distinct units and their sums [units, k k].
 
-    Every row with unit -1 is its own unit.
+    Every row with a negative unit is its own unit.
     """
     index: list[int] = []
-    numbers: dict[tuple[int, int], int] = {}
+    numbers: dict[int, int] = {}
     for i, unit in enumerate(units):
-        index.append(numbers.setdefault((unit, i if unit < 0 else 0), len(numbers)))
+        index.append(numbers.setdefault(unit if unit >= 0 else ~i, len(numbers)))
     sums = sketches.new_zeros(len(numbers), sketches.shape[1])
-    return [unit for unit, _ in numbers], sums.index_add_(0, torch.tensor(index).long(), sketches)
+    return [*numbers], sums.index_add_(0, torch.tensor(index).long(), sketches)

@@ -187,7 +187,7 @@ def observe(
     means = {**measured.means, **(rollouts.means if rollouts else {})}
     row |= {**sampled, **collectives.columns(means, events)}
     observation = Observation(
-        step.number + 1,
+        row["step"],
         reward_variance=reward_variance,
         evidence=measured.evidence,
         losses_before=losses,
@@ -200,7 +200,7 @@ def observe(
         },
     )
     if update.fault is not None:  # measurements of a skipped step must not influence the next one
-        return row, Observation(step.number + 1)
+        return row, Observation(row["step"])
     return row, observation
 
 

@@ -381,11 +381,6 @@ def test_a_signal_before_the_first_step(project, prefix, line):
     assert f"stops.py, line {line});" in done.stderr
 
 
-def test_paths_that_exist_next_to_the_configuration(project):
-    ((code, _, err, _),) = run(project / "first", ["train", "run.yaml"])
-    assert code == 2 and f"run the command in {project}\n" in err
-
-
 @pytest.mark.parametrize(
     "overlap", ["eval.data.prompts=first/data/train.jsonl", "data.demos=first/data/eval.jsonl"]
 )

@@ -295,6 +295,7 @@ def test_parameter_used_by_one_term_gets_that_terms_weighted_gradient(monkeypatc
     assert parts.gram().tolist() == [[9.0, 3.0], [3.0, 6.0]]
     parts.combine([0.5, 2.0])
     assert shared.grad.tolist() == [3.5, 2.0] and one_term_only.grad.tolist() == [0.0, 4.0]
+    assert parts.parts == []  # frees them
 
 
 def test_nonfinite_gradients_skip_the_step_and_are_counted(task, tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from gac.errors import ConfigError, UserError
 from gac.parallel import collectives, setup
 from gac.parallel.config import ParallelConfig
+from gac.training.probes import copies
 from tests import ranks
 
 
@@ -86,9 +87,13 @@ def test_an_error_of_one_rank_is_an_error_of_all(tmp_path) -> None:
     assert list(map(list, ends)) == [expected for *_, expected in FAILURES]
 
 
+NOBODY = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+
+
 @pytest.mark.parametrize(
     ("variables", "trackers", "message"),
     [
+        (NOBODY, (), ".*timed out after 200ms"),
         ({"ACCELERATE_USE_FSDP": "True"}, (), "launch without --use_fsdp"),
         ({}, ("wandb",), "report_to: 'wandb' is not installed: pip install wandb"),
         ({}, ("all",), "report_to='all': use names from .*tensorboard"),
@@ -98,8 +103,8 @@ def test_an_error_of_one_rank_is_an_error_of_all(tmp_path) -> None:
 def test_a_job_that_cannot_start(monkeypatch, tmp_path, variables, trackers, message) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=f"^{message}"):
-        setup.make_accelerator(ParallelConfig(replicas=2), trackers, str(tmp_path))
+    with pytest.raises((ValueError, RuntimeError), match=f"^{message}"):
+        setup.make_accelerator(ParallelConfig(replicas=2, timeout=0.2), trackers, str(tmp_path))
 
 
 class Layer(nn.Linear):
@@ -124,11 +129,11 @@ class Family(nn.Module):
 
 
 def sharded_units(out: str) -> list[Any]:
-    """For each model, the names of its units and whether all is sharded, or the error.
+    """For each model, the names of its units and how many ranks hold each shard, or the error.
 
     The last entry is the error of a job that another launcher has started.
     """
-    config = ParallelConfig("fsdp")
+    config, replicated = ParallelConfig("fsdp"), ParallelConfig("fsdp", replicas=2)
     os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"  # of `accelerate launch`
     accelerator = setup.make_accelerator(config, (), out)
     assert accelerator.mixed_precision == "no"
@@ -142,16 +147,16 @@ def sharded_units(out: str) -> list[Any]:
         nn.Sequential(nn.Linear(2, 2)),
     )
     results: list[Any] = []
-    for model in models:
-        loading = setup.sharded_loading(accelerator, config)
+    for own, model in zip((replicated, *[config] * 4), models, strict=True):
+        loading = setup.sharded_loading(accelerator, own)
         try:
-            model = setup.prepare_frozen(model, accelerator, config, None, loading)
+            model = setup.prepare_frozen(model, accelerator, own, None, loading)
         except ConfigError as error:
             results.append(str(error))
             continue
         units = {unit: name for name, unit in model.named_modules()}
-        sharded = all(isinstance(p, DTensor) for p in model.parameters())
-        results.append(([units[unit] for unit in setup.units(model)], sharded))
+        holders = {copies(p) if isinstance(p, DTensor) else 0 for p in model.parameters()}
+        results.append(([units[unit] for unit in setup.units(model)], holders))
     del os.environ["WORLD_SIZE"]  # as under another launcher than torchrun
     try:
         setup.make_accelerator(config, (), out)
@@ -164,7 +169,7 @@ def sharded_units(out: str) -> list[Any]:
 def test_the_outermost_layers_and_the_rest_are_sharded(tmp_path) -> None:
     *sharded, tied, without, launched = ranks.run(sharded_units, str(tmp_path), ranks=2)[0]
     layers = ["layers.0", "layers.1"]
-    assert sharded == [(["", *layers], True), (["", *layers], True), (["", layers[0]], True)]
+    assert sharded == [(["", *layers], {2}), (["", *layers], {1}), (["", layers[0]], {1})]
     assert tied.startswith("parallel.mode='fsdp': the layers of Family share weights")
     assert "Sequential could not be sharded (layers [], 0 unsharded parameters []" in without
     assert launched == "WORLD_SIZE=1, but 2 processes joined: launch with torchrun"

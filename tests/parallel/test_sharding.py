@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from gac.methods import Mix
 from gac.parallel import setup
@@ -28,16 +29,17 @@ def losses(run_config, reshard):
     trainer = Trainer(run_config)
     if not reshard:
         setup.reshard = gradients.reshard = lambda model: None
-    rows = trainer.feed.demo_rows(0)
+    rows, forward = trainer.feed.demo_rows(0), trainer.gradients.forward
+    ((_, batch, _, _),) = forward.batches(rows)
     demo_losses = []
-    for _ in range(3):
+    for trainer.step in range(2):
         step = trainer._assemble(rows, Mix(1.0))
         measured = trainer.gradients(step)
         demo_losses.append(measured.losses.demo)
-        # without resharding, this would leave the root unit gathered
-        trainer.gradients.forward.row_logprobs(rows)
+        with torch.no_grad():  # without resharding, this leaves the root unit gathered
+            forward._logprobs(trainer.model, batch)
         trainer._apply(step, measured)
-        trainer.step += 1
+        demo_losses.append(trainer.gradients.losses(step).demo)
     return demo_losses
 
 
@@ -61,8 +63,10 @@ def greedy(run_config, prompts):
         p.data.mul_(3)
     rank, count = trainer.accelerator.process_index, trainer.accelerator.num_processes
     own_prompts = [e.prompt for e in trainer.feed.prompts][:prompts][rank::count]
-    with setup.gathered(trainer.model, run_config.parallel.gather_for_rollouts):
-        return generate(
+    before, gather = sharded(trainer.model), run_config.parallel.gather_for_rollouts
+    with setup.gathered(trainer.model, gather):
+        assert sharded(trainer.model) == (before and not gather)
+        responses = generate(
             trainer.accelerator.unwrap_model(trainer.model),
             trainer.tokenizer,
             own_prompts,
@@ -71,6 +75,15 @@ def greedy(run_config, prompts):
             batch=2,
             stop="0123456789",
         )
+    assert sharded(trainer.model) == before
+    return responses
+
+
+def sharded(model):
+    """Whether every weight is in shards, so that ranks may not forward independently."""
+    in_shards = all(isinstance(p, DTensor) for p in model.parameters())
+    assert setup.in_lockstep(model) == in_shards
+    return in_shards
 
 
 @pytest.mark.parametrize("gather", [True, False])

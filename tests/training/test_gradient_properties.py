@@ -156,8 +156,8 @@ def inner_products(vectors: list[torch.Tensor]) -> torch.Tensor:
 
 @pytest.mark.parametrize("chosen", [3, 99])
 def test_the_sampled_kl_takes_other_rollouts_in_each_step(chosen: int) -> None:
-    rows = tuple(Row((5, 6, 7 + i), 1, i % 3 == 2, 1.0, i) for i in range(12))
-    rollouts = {row.sequence for row in rows if not row.is_demo}
+    rows = tuple(Row((5, 6, 7 + i), 1, i % 3 == 2, 1.0, i, switch=2 * (i == 0)) for i in range(12))
+    rollouts = {row.sequence for row in rows[1:] if not row.is_demo}  # the first is mixed
     forward = Forward(Accelerator(cpu=True), MODEL, MODEL, 0.7, MicroBatches(), pad_token=0)
     step = Step(0, rows, Mix(0.5), count(rows), Rewards(0, 0, 0), StepNeeds(kl=True), (), seed=1)
     numbered = [replace(step, number=number) for number in range(len(rollouts))]

@@ -1,6 +1,7 @@
 """Mistakes in the inputs of a run are found before any work."""
 
 import logging
+import shutil
 import sys
 
 import pytest
@@ -9,9 +10,9 @@ from transformers import AutoConfig
 from gac.config import ConfigError, save
 from gac.data import DataError, Example
 from gac.demo.task import make_tokenizer
-from gac.errors import MissingExtra
+from gac.errors import MissingData, MissingExtra
 from gac.models.config import ModelConfig
-from gac.rewards import RewardError, build_reward
+from gac.rewards import Reward, RewardError, build_reward
 from gac.training.check import load_checked
 from gac.training.startup import check_positions, check_tokens
 from gac.training.trainer import Trainer
@@ -91,23 +92,26 @@ def test_rows_beyond_the_positions(task, tmp_path, caplog):
     evaluated["tasks"] = {"more": dict(evaluated)}
     with caplog.at_level(logging.WARNING):
         Trainer(tiny_config(task, tmp_path / "run", model=model, eval=evaluated))
-    assert "8 positions, but a prompt with its response may have" in caplog.text
     for key in ("eval", "eval.tasks.more"):  # prompts of 10 tokens
         assert f"tokens: lower {key}.max_completion_length, unless" in caplog.text
-    assert caplog.text.count("may have 15 tokens") == 2
+    assert caplog.text.count("8 positions, but a prompt with its response may have 15 tokens") == 2
 
 
 def test_rows_beyond_learned_positions(tmp_path):
-    AutoConfig.for_model("gpt2", n_positions=8).save_pretrained(tmp_path)
+    AutoConfig.for_model("gpt2", n_positions=1).save_pretrained(tmp_path)
     config = ModelConfig(path=str(tmp_path))
-    check_positions(config, 8, "this.key")
-    with pytest.raises(ConfigError, match="8 positions, but .* 9 tokens: lower this.key"):
-        check_positions(config, 9, "this.key")
+    check_positions(config, 1, "this.key")
+    with pytest.raises(ConfigError, match="1 positions, but .* 2 tokens: lower this.key"):
+        check_positions(config, 2, "this.key")
 
 
 @pytest.mark.parametrize(
     ("kind", "keys"),
-    [("gpt2", {"n_positions": 0}), ("falcon", {"max_position_embeddings": 8, "alibi": True})],
+    [
+        ("mamba", {}),
+        ("gpt2", {"n_positions": 0}),
+        ("falcon", {"max_position_embeddings": 8, "alibi": True}),
+    ],
 )
 def test_models_without_a_number_of_positions(tmp_path, caplog, kind, keys):
     AutoConfig.for_model(kind, **keys).save_pretrained(tmp_path)
@@ -124,9 +128,11 @@ def check(task, tmp_path, **changes):
 def test_what_is_checked_without_the_model(task, tmp_path, monkeypatch):
     monkeypatch.setenv("TASK", str(task))
     evaluated = {"prompts": "$TASK/eval.jsonl"}
-    sources = [{"path": "$TASK/prompts.jsonl"}, {"path": "$TASK/eval.jsonl"}]
+    paths = "$TASK/prompts.jsonl", "$TASK/eval.jsonl", "$TASK/init:train"  # a folder has no rows
+    sources = [{"path": path} for path in paths]
     data = {"sources": sources, "demos": "$TASK/demos.jsonl"}
-    tasks = {"more": {"data": evaluated, "reward": "exact"}}
+    tasks, closed = {"more": {"data": evaluated, "reward": "exact"}}, []
+    monkeypatch.setattr(Reward, "close", lambda reward: closed.append(reward))
     assert check(task, tmp_path, data=data, eval={"data": evaluated, "tasks": tasks}) == [
         f"model.path: {task / 'init'}",
         "data.demos: 12 rows",
@@ -136,6 +142,7 @@ def test_what_is_checked_without_the_model(task, tmp_path, monkeypatch):
         "eval.data.prompts: 8 rows",
         "eval.tasks.more.data.prompts: 8 rows",
     ]
+    assert len(closed) == 3  # the rewards of `data`, `eval` and the task
     with pytest.raises(ConfigError, match=r"^eval\.tasks\.data\.reward: unknown reward 'mth'"):
         check(task, tmp_path, eval={"tasks": {"data": {"data": evaluated, "reward": "mth"}}})
 
@@ -147,12 +154,17 @@ def test_what_is_checked_without_the_model(task, tmp_path, monkeypatch):
         ("grpo", "demo_field", "reward: imported"),
     ],
 )
-def test_the_first_row_needs_only_what_the_method_needs(task, tmp_path, method, missing, line):
+def test_the_first_row_needs_only_what_the_method_needs(
+    task, tmp_path, caplog, method, missing, line
+):
     data = {"prompts": str(task / "prompts.jsonl"), "demos": str(task / "demos.jsonl")}
     late = {"name": "sft-then-rl", "sft_steps": 3}
     assert check(task, tmp_path, data=data | {missing: "gold"}, method=method, eval={})[-1] == line
-    with pytest.raises(DataError, match="set answer_field"):  # rollouts in the last steps
-        check(task, tmp_path, data=data | {"answer_field": "gold"}, method=late, eval={})
+    data |= {"answer_field": "gold", "demos": None}
+    with pytest.raises(DataError, match="set answer_field"):  # rollouts in the last step
+        check(task, tmp_path, data=data, method=late, eval={})
+    check(task, tmp_path, data=data, method=late | {"sft_steps": 4}, eval={})  # after it
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize(
@@ -176,6 +188,7 @@ def test_the_memory_of_a_million_weights(task, tmp_path, model, gigabytes):
 @pytest.mark.parametrize(
     ("package", "changes", "purpose"),
     [
+        ("transformers", {}, "this command"),
         ("peft", {"model": {"path": "bare", "random_init": True, "lora": {}}}, "model.lora"),
         ("trl", {"rollouts": {"engine": "vllm"}}, "rollouts.engine=vllm"),
         ("datasets", {"data": {"prompts": "a/b:train"}}, "data.prompts='a/b:train'"),
@@ -187,6 +200,27 @@ def test_missing_packages_are_named_before_the_model_is_loaded(
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(MissingExtra, match=f"^{purpose} needs the extra"):
         check(task, tmp_path, **changes)
+
+
+@pytest.mark.parametrize(("rank", "warmup", "count"), [(0, 5, 2), (0, 4, 1), (1, 5, 0)])
+def test_rank_0_warns_of_what_makes_no_sense(
+    task, tmp_path, monkeypatch, caplog, rank, warmup, count
+):
+    """Warmup beyond the last step, and evaluation of the training prompts."""
+    monkeypatch.setenv("RANK", str(rank))
+    evaluated = {"data": {"prompts": str(task / "prompts.jsonl")}}
+    check(task, tmp_path, optim={"warmup_steps": warmup}, eval=evaluated)
+    assert len(caplog.messages) == count
+
+
+@pytest.mark.parametrize(
+    ("folder", "advice"), [("a/b", "run the command in"), ("a/b/c", "and not a dataset")]
+)
+def test_paths_that_exist_near_the_configuration(task, tmp_path, folder, advice):
+    shutil.copy(task / "prompts.jsonl", tmp_path)
+    (tmp_path / folder).mkdir(parents=True)
+    with pytest.raises(MissingData, match=f"^data.prompts='prompts.jsonl': .*{advice}"):
+        check(task, tmp_path / folder, data={"prompts": "prompts.jsonl"})
 
 
 REWARD = """\
