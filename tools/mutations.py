@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 # files that need nvcc or a GPU
 SKIPPED_FILES = ("build_cuda", "inspect", "cuda")
+# types, log lines, methods that every class implements
+SKIPPED_CODE = (b"if TYPE_CHECKING", b"logger.", b"raise NotImplementedError")
 Lines = tuple[int, int]
 
 
@@ -179,7 +181,7 @@ class _Walk:
     def statement(self, node: Any) -> None:
         code = self.rows[node.lineno - 1][node.col_offset :].lstrip()
         skipped = isinstance(node, (ast.Import, ast.ImportFrom, ast.Assert))
-        if skipped or code.startswith((b"if TYPE_CHECKING", b"logger.")):
+        if skipped or code.startswith(SKIPPED_CODE):
             return
         if isinstance(node, SCOPES):
             self.scope(node)

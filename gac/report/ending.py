@@ -30,7 +30,8 @@ def ending(folder: Path) -> str:
     else:
         lines.append("accuracy: not measured; set eval.data.prompts")
     minutes = float(sum(run.metrics.get("seconds", ()))) / 60
-    lines.append(f"time: {minutes:.1f} min in {run.steps_done} steps; {time_shares(run)}")
+    time = f"time: {minutes:.1f} min in {run.steps_done} steps", time_shares(run)
+    lines.append("; ".join(filter(None, time)))
     lines.append(f"model: {folder / 'model'}" if (folder / "model").is_dir() else f"run: {folder}")
     if rows:
         lines.append(_overfitting(rows[-1], run.metrics.get("reward_mean", ())))

@@ -79,7 +79,7 @@ def test_train(tmp_path: Path, monkeypatch: Any, capsys: Any, main_process: bool
     reports = [(["a/run"], "a/run")] if main_process else []
     assert done == [(3, "here", main_process), *reports]
     printed = (
-        "accuracy: not measured; set eval.data.prompts\ntime: 0.0 min in 0 steps; \nrun: a/run\n"
+        "accuracy: not measured; set eval.data.prompts\ntime: 0.0 min in 0 steps\nrun: a/run\n"
         "next: gac report a/run\nRun: a/run\nReport: a/report.html\n"
     )
     assert capsys.readouterr().out == (printed if main_process else "")

@@ -349,14 +349,12 @@ def test_the_mean_cosine_ignores_sizes_and_noise():
     """Large and small measurements have equal weight; a zero gradient counts as cosine 0."""
     gate = Gate("mean_cosine", decay=0.5)
     large = Alignment(40.0, 1.0, 90.0, 90.0, 100.0, 100.0)
-    small = Alignment(-0.2, 1.0, -3.0, 1.0, 1.0, 1.0)
-    state = gate.update(gate.update(None, large), small)
+    state = gate.update(gate.update(None, large), Alignment(-0.2, 1.0, -3.0, 1.0, 1.0, 1.0))
     assert state.cosine == pytest.approx(0.5 * 0.4 - 0.5 * 0.2)
     assert state.trust == pytest.approx(0.6 + 3.0 * 0.1)
     zero_gradient = Alignment(0.0, 0.0, 1.0, 0.0, 1.0, 0.0)
     assert gate.update(state, zero_gradient).cosine == pytest.approx(0.05)
-    unknown_totals = Alignment(0.1, 0.1, 1.0, 1.0)
-    assert gate.update(state, unknown_totals) == state
+    assert gate.update(state, Alignment(0.1, 0.1, 1.0, 1.0)) == state
 
 
 def test_run_detects_demonstrations_that_turn_bad(tmp_path, caplog):

@@ -74,8 +74,7 @@ def test_results_follow_the_documented_format(task, tmp_path, monkeypatch):
     )
     results = run_suite(suite(task, tmp_path / "e"))
     assert prompts == [8, 2, 2, 2, 2]  # all at once, or `batch` completions of 4 per prompt
-    text = (tmp_path / "e" / "results.json").read_text()
-    assert text == json.dumps(results, indent=2) + "\n"
+    assert (tmp_path / "e" / "results.json").read_text() == json.dumps(results, indent=2) + "\n"
     greedy, sampled = results["tasks"]["greedy"], results["tasks"]["sampled"]
     assert (greedy["prompts"], greedy["samples"], sampled["samples"]) == (8, 1, 4)
     assert set(greedy["splits"]) == {"+", "-"} and greedy["splits"]["+"]["prompts"] == 4

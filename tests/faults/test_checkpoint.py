@@ -262,8 +262,7 @@ def test_export_loads_in_transformers(task, tmp_path):
     run = train(tiny_config(task, tmp_path / "run"))
     assert export_run(run, tmp_path / "last").name == "step-00000004"
     export_run(run, tmp_path / "second", step=2)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "last")
-    ids = torch.tensor([tokenizer.encode("+1234=")])
+    ids = torch.tensor([AutoTokenizer.from_pretrained(tmp_path / "last").encode("+1234=")])
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "last")
     trainer = Trainer(tiny_config(task, run))
     assert torch.equal(trainer.model.eval()(ids).logits, exported(ids).logits)
@@ -389,8 +388,7 @@ def test_another_configuration_is_rejected_key_by_key(task, tmp_path):
 
 
 def test_harmless_changes_are_allowed(task, tmp_path):
-    out = train(tiny_config(task, tmp_path / "run", steps=2))
-    moved = out.rename(tmp_path / "moved")
+    moved = train(tiny_config(task, tmp_path / "run", steps=2)).rename(tmp_path / "moved")
     train(
         tiny_config(task, moved, steps=4, checkpoint_every=1, run_name="longer", micro_batch_size=3)
     )

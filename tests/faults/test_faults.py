@@ -195,8 +195,7 @@ def test_no_state_keeps_a_broken_step(task, tmp_path, method):
     for before, row in zip([{"skipped": 0}, *rows], rows, strict=False):
         finite = row["grad_norm"] is not None and row["rollout_loss"] is not None
         assert finite == (row["skipped"] == before["skipped"])
-    step = min((out / "replay").iterdir())
-    assert replay(step)["culprits"]
+    assert replay(min((out / "replay").iterdir()))["culprits"]
 
 
 def test_too_many_broken_steps_stop_the_run_with_the_last_good_weights(task, tmp_path):

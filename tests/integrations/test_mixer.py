@@ -60,8 +60,7 @@ def test_mu_matches_the_controller():
         log = step(mixer, t)
         total = moments(t, demo=False) + moments(t + 1, demo=True)
         refresh = t == 0 or config.is_refresh(t + 1)
-        k3 = math.exp(-0.1) + 0.1 - 1
-        assert log["kl"] == pytest.approx(k3, rel=1e-5)
+        assert log["kl"] == pytest.approx(math.exp(-0.1) + 0.1 - 1, rel=1e-5)
         inputs = (total.signals() if refresh else None, log["kl"])
         assert log["mu"] == controller.mu
         assert log["alpha"] == controller.alpha

@@ -56,8 +56,7 @@ def make_inputs(trainer: GRPOTrainer, off_policy: bool) -> dict[str, Any]:
     """Rollouts with padding, an empty completion and a masked tool token."""
     draw = torch.Generator().manual_seed(0)
     vocab = trainer.model.config.vocab_size
-    lengths = torch.tensor([LENGTH, 3, 0, 5, 1, 6])
-    mask = (torch.arange(LENGTH) < lengths[:, None]).long()
+    mask = (torch.arange(LENGTH) < torch.tensor([LENGTH, 3, 0, 5, 1, 6])[:, None]).long()
     tool_mask = mask.clone()
     tool_mask[0, 2] = 0
     inputs = {

@@ -278,8 +278,7 @@ def hidden_grad_by_rows(batch: Batch, rows: int) -> Tensor:
 
     For few rows, BLAS may use a different, less accurate summation order.
     """
-    logits = batch.logits()
-    _, (grad,) = loss_and_grad(reference.fused_gac_loss, logits, batch)
+    _, (grad,) = loss_and_grad(reference.fused_gac_loss, batch.logits(), batch)
     parts = [part @ batch.weight.detach() for part in grad.flatten(0, -2).split(rows)]
     return torch.cat(parts).view_as(batch.hidden)
 

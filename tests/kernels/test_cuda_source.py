@@ -88,8 +88,7 @@ def test_rows_of_any_stride_leave_their_neighbors_unchanged(split_rows) -> None:
     storage = torch.randn(2, 4, 2005)
     logits = storage[:, :-1, :-2]
     full = torch.full((2, 4, 2005), 7.0)
-    out = full[:, 1:, 1:-1]
-    check_loss(logits, batch(logits, LossSpec()), LossSpec(), out)
+    check_loss(logits, batch(logits, LossSpec()), LossSpec(), full[:, 1:, 1:-1])
     assert (full[:, 0] == 7).all() and (full[:, :, 0] == 7).all() and (full[:, :, -1] == 7).all()
 
 
@@ -141,8 +140,7 @@ def test_results_do_not_depend_on_thread_order(kernels: ctypes.CDLL, split_rows)
     for seed in range(4):
         kernels.gac_emulate_seed(seed)
         out = torch.empty_like(logits)
-        terms = cuda.row_loss(logits, tokens, LossSpec(entropy_coef=0.01), out)
-        results.append([out, *terms])
+        results.append([out, *cuda.row_loss(logits, tokens, LossSpec(entropy_coef=0.01), out)])
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 

@@ -58,8 +58,7 @@ def test_values_and_gradients(backend: str, dtype: torch.dtype) -> None:
     truth, true_grads = run(reference.fused_linear_gac_loss, batch, torch.float64)
 
     def pytorch(hidden: Tensor, weight: Tensor, *_: Tensor, **keywords):
-        logits = torch.nn.functional.linear(hidden, weight)
-        return reference.fused_gac_loss(logits, **keywords)
+        return reference.fused_gac_loss(torch.nn.functional.linear(hidden, weight), **keywords)
 
     _, pytorch_grads = run(pytorch, batch)
     for chunk_bytes in (None, 128 * 50257 * 4):

@@ -272,8 +272,7 @@ def test_float16_scales_keep_weights_and_weighted_advantages_in_range(
 def test_only_the_loss_requires_grad() -> None:
     logits, arguments = small_batch()
     fields = reference.fused_gac_loss(logits, **arguments)._asdict().items()
-    attached = [n for n, x in fields if isinstance(x, torch.Tensor) and x.requires_grad]
-    assert attached == ["loss"]
+    assert [n for n, x in fields if isinstance(x, torch.Tensor) and x.requires_grad] == ["loss"]
 
 
 def test_an_unlikely_demonstration_with_a_reference_has_a_finite_gradient() -> None:

@@ -44,8 +44,7 @@ def test_addresses_are_64_bit(small_tiles: None) -> None:
 
 
 def scale_read_only_memory(factor: float) -> float:
-    memory = mmap.mmap(-1, 4096, prot=mmap.PROT_READ)
-    tensor = torch.frombuffer(memory, dtype=torch.float32)
+    tensor = torch.frombuffer(mmap.mmap(-1, 4096, prot=mmap.PROT_READ), dtype=torch.float32)
     backend.scale_(tensor, torch.tensor(factor))
     return tensor.sum().item()
 

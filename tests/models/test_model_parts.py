@@ -62,8 +62,7 @@ def test_a_head_and_its_logits_give_the_same_loss_and_logprobs() -> None:
     )
     assert torch.equal(full.logprobs(targets)[0], full.logprobs(targets, temperature=1.0)[0])
     warm = {"mu": 0.5, "spec": LossSpec(temperature=0.7)}
-    losses = (h.loss(*batch, **warm).loss for h in (full, plain))
-    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*(h.loss(*batch, **warm).loss for h in (full, plain)))
 
 
 def test_the_gradient_of_logits_takes_their_place() -> None:

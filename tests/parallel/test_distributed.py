@@ -289,5 +289,4 @@ def save_at(config, steps):
 def resume(config):
     engines.generate = fixed_responses
     trainer = Trainer(config)
-    rows = take_steps(trainer, STEPS - trainer.step)
-    return rows, weights(trainer.model)
+    return take_steps(trainer, STEPS - trainer.step), weights(trainer.model)

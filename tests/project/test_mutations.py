@@ -32,8 +32,7 @@ def test_each_change_is_valid_and_described() -> None:
     }
     assert all(change.scope == "f" for change in found)
     for change in found:
-        changed = TEXT[: change.start] + change.new + TEXT[change.end :]
-        compile(changed, "changed", "exec")
+        compile(TEXT[: change.start] + change.new + TEXT[change.end :], "changed", "exec")
         assert " ".join(TEXT[change.start : change.end].split()) == change.before
     (sliced,) = (c for c in found if c.before == "a:")  # columns are in bytes
     assert sliced.lines == (6, 6)

@@ -109,8 +109,7 @@ def test_a_program_without_the_entry_point_continues_the_prompt(program, text):
 
 
 def test_the_reward_is_one_if_all_tests_pass_else_zero(reward):
-    answer = f"So:\n```python\n{GOOD}```"
-    assert score(reward, answer, tests=TESTS) == 1.0
+    assert score(reward, f"So:\n```python\n{GOOD}```", tests=TESTS) == 1.0
     assert score(reward, BAD, tests=TESTS) == 0.0
     assert score(reward, "no code at all", tests=TESTS) == 0.0
 
@@ -125,8 +124,7 @@ def test_setup_runs_before_the_tests_and_its_imports_before_the_program(reward):
     row = {"setup": "import math\nclass C: k: int\ndef near(a, b): return abs(a - b) < 1e-6"}
     row["tests"] = ["assert near(area('1'), math.pi)"]
     assert score(reward, "def area(r): return math.pi * C.__annotations__['k'](r)", **row) == 1.0
-    faking = "def near(a, b): return True\ndef area(r): return 0"
-    assert score(reward, faking, **row) == 0.0
+    assert score(reward, "def near(a, b): return True\ndef area(r): return 0", **row) == 0.0
 
 
 def test_check_is_called_with_the_entry_point(reward):
@@ -174,8 +172,7 @@ limit = 10
         "assert sorted(same({3, 1})) == [1, 3]",
         "assert same((1, [2.5], {'a': b'b'})) == (1, [2.5], {'a': b'b'})",
     ]
-    outcome = build_reward({"name": "code", "partial": True})
-    assert score(outcome, program, tests=tests) == 1.0
+    assert score(build_reward({"name": "code", "partial": True}), program, tests=tests) == 1.0
 
 
 def test_exceptions_are_passed_on_as_builtin_exceptions(reward):
@@ -189,8 +186,7 @@ def test_exceptions_are_passed_on_as_builtin_exceptions(reward):
 
 def test_scripts_use_stdin_and_stdout(reward):
     cases = [["3\n", "6\n"], ["5\n", "10"]]
-    double = "```python\nprint(int(input()) * 2)\n```"
-    assert score(reward, double, cases=cases) == 1.0
+    assert score(reward, "```python\nprint(int(input()) * 2)\n```", cases=cases) == 1.0
     spaces = "import sys\nsys.stdout.write(str(2 * int(sys.stdin.read())) + '  \\n\\n')"
     assert score(reward, spaces, cases=cases) == 1.0
     sized = "import os\nprint(2 * int(os.read(0, os.fstat(0).st_size)))"
@@ -233,8 +229,7 @@ def test_counts_are_per_completion_and_equal_pairs_run_once(monkeypatch):
     monkeypatch.setattr(reward._pool, "check", lambda *a: checked.append(a) or real(*a))
     endless, crash = "while True: pass", "import ctypes\nctypes.string_at(0)"
     programs = [GOOD, GOOD, "```\n```", endless, endless, crash]
-    rows = [example(tests=TESTS)] * len(programs)
-    assert reward(programs, rows) == [1.0, 1.0] + [0.0] * 4
+    assert reward(programs, [example(tests=TESTS)] * len(programs)) == [1.0, 1.0] + [0.0] * 4
     assert len(checked) == 3
     counts = reward.counts()
     assert counts.pop("timeouts") + counts.pop("stalled") == 2  # a busy machine may stall the loop
@@ -327,8 +322,7 @@ def test_the_judge_gets_the_fields_of_the_row():
         ({"my prompt": "def g(x): pass", "my setup": setup}, setup, needed, ""),
         ({"my prompt": "def f("}, "", (), ""),
     ):
-        passed = RunResult("ended", (True,))
-        reward, calls = fake(passed, **fields, timeout=2, memory_mb=99)
+        reward, calls = fake(RunResult("ended", (True,)), **fields, timeout=2, memory_mb=99)
         assert score(reward, "p", **row, **more) == 1.0
         suite = JudgeSpec(("assert f(1)",), setup_sent, "f", row["answer"], returns=False)
         assert calls == [(Program("p", context, prompt, "f"), suite, 2, 99)]

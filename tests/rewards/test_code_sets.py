@@ -33,8 +33,7 @@ def grade(name, pairs):
 
 @pytest.mark.parametrize("name", SETS)
 def test_references_pass(data_dir, name):
-    pairs = references(data_dir, name, limit=20)
-    assert grade(name, pairs) == [1.0] * 20
+    assert grade(name, references(data_dir, name, limit=20)) == [1.0] * 20
 
 
 @pytest.mark.slow(reason="grades a data set")

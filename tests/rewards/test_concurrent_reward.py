@@ -48,8 +48,7 @@ async def count_running(completion, example):
 
 def test_sixteen_rows_are_scored_at_once_by_default():
     ATTEMPTS.clear()
-    scores = build_reward(f"{__name__}:count_running")(["x"] * 40, [example()] * 40)
-    assert max(scores) == 16
+    assert max(build_reward(f"{__name__}:count_running")(["x"] * 40, [example()] * 40)) == 16
 
 
 def fails_twice(completion, example):

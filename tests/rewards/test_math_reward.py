@@ -135,8 +135,7 @@ def test_math_works_in_concurrent_threads(math_reward):
 
 def test_hanging_checks_are_cut_off_counted_and_score_zero():
     reward = build_reward({"name": "math", "timeout": 0.5, "workers": 1})
-    completions = [HANGS, "7", HOLDS_THE_GIL, "7"]
-    assert reward(completions, [example()] * 4) == [0.0, 1.0, 0.0, 1.0]
+    assert reward([HANGS, "7", HOLDS_THE_GIL, "7"], [example()] * 4) == [0.0, 1.0, 0.0, 1.0]
     assert reward.counts() == {"timeouts": 2, "crashes": 0}
     reward.close()
 

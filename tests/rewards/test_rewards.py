@@ -129,8 +129,7 @@ def test_choice_compares_letters_and_checks_the_gold_one():
 def test_choice_agrees_with_worked_answers_whose_final_letter_is_right(data_dir):
     rows = [row.fields for row in read_rows(str(data_dir / "traces_mmlu_pro_cot.jsonl.gz"))]
     reward = build_reward("choice")
-    right = [score(reward, row["solution"], row["answer"]) for row in rows]
-    assert right == [1.0] * 480
+    assert [score(reward, row["solution"], row["answer"]) for row in rows] == [1.0] * 480
     other = [chr(ord("A") + (ord(row["answer"]) - ord("A") + 1) % 10) for row in rows]
     assert not any(score(reward, row["solution"], o) for row, o in zip(rows, other, strict=True))
 
@@ -280,8 +279,7 @@ def test_a_batch_that_fails_is_retried_row_by_row_unless_it_was_late(error, size
 
 
 def test_numbers_of_rows_must_agree():
-    spec = {"name": f"{__name__}:short_batch", "batch": True}
-    reward = build_reward(spec, on_error="drop")
+    reward = build_reward({"name": f"{__name__}:short_batch", "batch": True}, on_error="drop")
     with pytest.raises(ValueError, match="returned 1 scores for 3 completions"):
         reward(["a", "b", "c"], [example()] * 3)
     with pytest.raises(ValueError, match="completions has 2 rows, examples has 1"):

@@ -112,8 +112,7 @@ def test_a_flipped_mask_is_noticed() -> None:
     (first, grads, _), (second, flipped, _) = results
     assert count(FLIPPED).rollout_tokens == 7
     assert abs(float(first.moments.entropy) - float(second.moments.entropy)) > 1e-4
-    relative = max(float((g - flipped[n]).norm() / g.norm()) for n, g in grads.items())
-    assert relative > 0.05
+    assert max(float((g - flipped[n]).norm() / g.norm()) for n, g in grads.items()) > 0.05
 
 
 def test_log_probs_and_kl_are_those_of_the_learned_tokens() -> None:
@@ -126,8 +125,7 @@ def test_log_probs_and_kl_are_those_of_the_learned_tokens() -> None:
         assert torch.equal(own, every[torch.tensor(row.mask)] if row.mask else every)
     step = Step(0, tuple(ROWS), Mix(0.0), count(ROWS), Rewards.of([1.0]), StepNeeds(kl=True), (), 1)
     assert Step.restore(step.plain()) == step
-    kl = SampledKL(forward, step, 3)
-    assert sum(map(len, kl.reference.values())) == 6
+    assert sum(map(len, SampledKL(forward, step, 3).reference.values())) == 6
 
 
 def two_turns(prompts, engine) -> list[Rollout]:
@@ -219,8 +217,7 @@ GOOD = Rollout([3, 4], [5, 6, 7], [1, 0, 1])
 )
 def test_a_wrong_return_value_is_one_line(monkeypatch, value, message) -> None:
     monkeypatch.setitem(globals(), "RETURNED", value)
-    words = turns.make_tokenizer()
-    engine = Engine(RolloutConfig(function=HERE + "returned"), words)
+    engine = Engine(RolloutConfig(function=HERE + "returned"), turns.make_tokenizer())
     with pytest.raises(RunError, match=message) as error:
         engine.function(["prompt"], engine)
     assert "\n" not in str(error.value) and "test_function:returned" in str(error.value)

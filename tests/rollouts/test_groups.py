@@ -37,8 +37,7 @@ def run(task, tmp_path, rollouts=None, **changes):
         **(rollouts or {}),
     }
     config = tiny_config(task, tmp_path / "run", rollouts=settings, eval={}, **changes)
-    trainer = Trainer(config)
-    trainer.run()
+    Trainer(config).run()
     return metrics(tmp_path / "run")
 
 
@@ -142,8 +141,7 @@ METHODS_WITH_COLUMNS = [
 
 @pytest.mark.parametrize("method", METHODS_WITH_COLUMNS, ids=str)
 def test_every_column_is_documented(task, tmp_path, method):
-    trainer = Trainer(tiny_config(task, tmp_path / "run", method=method, steps=2))
-    trainer.run()
+    Trainer(tiny_config(task, tmp_path / "run", method=method, steps=2)).run()
     for file, columns in (("metrics", METRICS), ("eval", EVALUATION)):
         known = re.sub("[A-Z]{4,}", ".+", re.escape(", ".join(columns))).replace(r",\ ", "|")
         for line in (tmp_path / "run" / f"{file}.jsonl").read_text().splitlines():

@@ -47,8 +47,7 @@ def test_parts_group_similar_lengths_within_the_budget():
     assert sorted(i for part in parts for i in part) == list(range(6))
     for part in parts:
         assert len(part) * 2 * (max(len(PROMPTS[i]) for i in part) + 8) <= 68
-    lengths = [[len(PROMPTS[i]) for i in part] for part in parts]
-    assert lengths == [[9, 9], [7, 4], [3, 2]]
+    assert [[len(PROMPTS[i]) for i in part] for part in parts] == [[9, 9], [7, 4], [3, 2]]
     assert _parts(PROMPTS, params, 4, None) == [[1, 5], [3, 4], [0, 2]]
     assert _parts(PROMPTS, params, None, None) == [list(range(6))]
     for batch, tokens in ((None, 1), (1, None)):  # at least one prompt

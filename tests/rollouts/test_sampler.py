@@ -152,8 +152,7 @@ def test_demonstrations_of_the_prompts_by_hand() -> None:
         Row((9, 6, 1), 1, False, 2.0, 2, switch=1, unit=5),
         demo_row(D, 1)._replace(advantage=9.0, weight=4.0, unit=8, sequence=3),
     ]
-    rewards = [[1.0], [0.5], [0.0]]
-    assert same(script.given, (rewards, [0.7, math.nan, math.nan], "batch"))
+    assert same(script.given, ([[1.0], [0.5], [0.0]], [0.7, math.nan, math.nan], "batch"))
     assert script.scored[3:] == [("45", "a"), ("", "d")]
 
 

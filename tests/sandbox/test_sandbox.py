@@ -219,8 +219,7 @@ def test_neither_the_solver_nor_the_server_has_the_tests(pool):
         True,
         True,
     )  # it searched and found nothing
-    leaky = JudgeSpec(("assert found() is True",))
-    assert passes(pool, program, leaky)
+    assert passes(pool, program, JudgeSpec(("assert found() is True",)))
 
 
 def test_programs_have_the_standard_library(pool):

@@ -255,8 +255,7 @@ def framed(data):
 
 
 def answered(kind, value, *nodes, classes=()):
-    root = ["list", [kind, "", value]]
-    return framed(json.dumps([list(classes), [root, *nodes]]).encode())
+    return framed(json.dumps([list(classes), [["list", [kind, "", value]], *nodes]]).encode())
 
 
 CLASS = [0, "function", [], "builtins:object", "", ["__call__"]]

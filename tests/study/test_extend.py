@@ -24,8 +24,7 @@ def folder(tmp_path, monkeypatch):
     """The files of the page in an empty folder."""
     for kind, text in FENCE.findall(SECTION):
         if kind in ("python", "toml"):
-            name = text.split("\n", 1)[0].removeprefix("# ")
-            (tmp_path / name).write_text(text)
+            (tmp_path / text.split("\n", 1)[0].removeprefix("# ")).write_text(text)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

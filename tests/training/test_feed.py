@@ -120,8 +120,7 @@ def test_a_resumed_feed_continues(task) -> None:
 
 def test_the_collection_is_shared_by_the_ranks(task, monkeypatch) -> None:
     """In the order of a single process; the newest are used once there are enough."""
-    method = {"name": "relift", "buffer": 5}
-    feed = make_feed(task, 1, 2, method=method)
+    feed = make_feed(task, 1, 2, method={"name": "relift", "buffer": 5})
     own = [feed.prompts[0], None, feed.prompts[3]]
     monkeypatch.setattr(collectives, "gather", lambda indices: [[5, 6], indices])
     assert feed.demo_rows(0, own) == []  # 4 are not enough

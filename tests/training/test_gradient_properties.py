@@ -132,8 +132,7 @@ def test_gradients_of_the_parts_of_each_term(rows, number, pair, mu) -> None:
     close(flat_gradient(), pair[0] * means[0] + pair[1] * means[1])
     if number == 1:  # the moving averages start at 0
         close(measure(average=0.25).gram, inner_products(parts) / 16)
-    unused = measure()
-    assert unused.parts.combine_pair((0.0, 0.0), Mix(mu)) == Mix(mu, 0.0)
+    assert measure().parts.combine_pair((0.0, 0.0), Mix(mu)) == Mix(mu, 0.0)
     # a gradient of zeros would still move AdamW, whose moments are not 0
     assert all(p.grad is None for p in MODEL.parameters())
 

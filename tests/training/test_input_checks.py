@@ -129,8 +129,7 @@ def test_what_is_checked_without_the_model(task, tmp_path, monkeypatch):
     monkeypatch.setenv("TASK", str(task))
     evaluated = {"prompts": "$TASK/eval.jsonl"}
     paths = "$TASK/prompts.jsonl", "$TASK/eval.jsonl", "$TASK/init:train"  # a folder has no rows
-    sources = [{"path": path} for path in paths]
-    data = {"sources": sources, "demos": "$TASK/demos.jsonl"}
+    data = {"sources": [{"path": path} for path in paths], "demos": "$TASK/demos.jsonl"}
     tasks, closed = {"more": {"data": evaluated, "reward": "exact"}}, []
     monkeypatch.setattr(Reward, "close", lambda reward: closed.append(reward))
     assert check(task, tmp_path, data=data, eval={"data": evaluated, "tasks": tasks}) == [

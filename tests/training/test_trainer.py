@@ -197,8 +197,7 @@ def test_a_run_interrupted_in_any_step_continues_exactly(task, kind, stop):
 
 def test_a_run_that_is_extended_samples_before_the_next_reuse(task, tmp_path):
     for steps in (4, 5):
-        config = tiny_config(task, tmp_path, steps=steps, eval={}, rollouts=REUSED)
-        train(config)
+        train(tiny_config(task, tmp_path, steps=steps, eval={}, rollouts=REUSED))
     assert [row["sampled_completions"] > 0 for row in metrics(tmp_path)] == [1, 0, 0, 1, 1]
 
 
