@@ -126,7 +126,7 @@ def server(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
 
     def send(self: Any, metadata: Any, parameters: Iterator[tuple[str, Tensor]]) -> None:
         weights = {name: x.detach().clone() for name, x in parameters}
-        update_folder = tmp_path / f"update-{len(list(tmp_path.glob('update-*')))}"
+        update_folder = tmp_path / f"weights-{len(list(tmp_path.glob('weights-*')))}"
         update_folder.mkdir()
         update_folder.chmod(0o755)
         save_file(weights, update_folder / "model.safetensors")
