@@ -13,6 +13,7 @@ import itertools
 import json
 import multiprocessing.process
 import os
+import random
 import resource
 import select
 import shutil
@@ -127,12 +128,14 @@ class Server:
 
     def coverage(self) -> Coverage:
         """Coverage of the test files; cached for each file until it changes."""
-        covered: Coverage = {}
+        files: dict[Path, Path] = {}
         for path in sorted(Path("tests").rglob("test_*.py")):
             if path.stem.removeprefix("test_") in SKIPPED or path.stem.endswith("_gpu"):
                 continue
             digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
-            cached = self.cache / f"{path.stem}-{digest}.json"
+            files[path] = self.cache / f"{path.stem}-{digest}.json"
+        for path in random.sample([*files], len(files)):  # servers that run at once share the work
+            cached = files[path]
             if not cached.exists():
                 status, seconds = self.fork(partial(measure, path, cached), 900)
                 print(f"coverage of {path}: {seconds:.0f} s, status {status}", flush=True)
@@ -140,7 +143,7 @@ class Server:
                     raise RuntimeError((self.temporary.parent / "log").read_text())
                 if not cached.exists():
                     cached.write_text('{"seconds": {}, "lines": {}}')
-            covered[str(path)] = json.loads(cached.read_text())
+        covered = {str(path): json.loads(cached.read_text()) for path, cached in files.items()}
         for results in covered.values():
             preload(results.get("modules", []))
         assert not set(OWN[:2]) & set(sys.modules), "the mutants would not be imported"
