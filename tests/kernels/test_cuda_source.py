@@ -85,8 +85,7 @@ def test_rows_of_any_stride_leave_their_neighbors_unchanged(split_rows) -> None:
     not change.
     """
     split_rows(2, 3)
-    storage = torch.randn(2, 4, 2005)
-    logits = storage[:, :-1, :-2]
+    logits = torch.randn(2, 4, 2005)[:, :-1, :-2]
     full = torch.full((2, 4, 2005), 7.0)
     check_loss(logits, batch(logits, LossSpec()), LossSpec(), full[:, 1:, 1:-1])
     assert (full[:, 0] == 7).all() and (full[:, :, 0] == 7).all() and (full[:, :, -1] == 7).all()

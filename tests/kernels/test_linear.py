@@ -246,8 +246,7 @@ def test_the_next_gradient_reuses_only_memory_that_is_free(monkeypatch: pytest.M
     address, third = gradient("defaults").data_ptr(), gradient("defaults")
     assert third.data_ptr() == address and torch.equal(third, copy)
     tied, tokens = torch.randn(7, 4, requires_grad=True), torch.tensor([[1, 2]])
-    hidden = torch.nn.functional.embedding(tokens, tied)
-    fused_linear_gac_loss(hidden, tied, tokens).loss.backward()
+    fused_linear_gac_loss(torch.nn.functional.embedding(tokens, tied), tied, tokens).loss.backward()
     ((memory, _),) = projection._kept.values()
     assert tied.grad is not None and tied.grad.data_ptr() == memory.data_ptr()  # in place
 

@@ -35,8 +35,7 @@ def expected(
     live = targets != -100
     logp = log_p.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
     entropy = -(log_p.exp() * log_p.masked_fill(log_p == -math.inf, 0)).sum(-1)
-    squares = (2 * log_p).logsumexp(-1)
-    outputs = [logp, entropy, squares, z.mean(-1), z.argmax(-1) == targets]
+    outputs = [logp, entropy, (2 * log_p).logsumexp(-1), z.mean(-1), z.argmax(-1) == targets]
     return [torch.where(live, v, 0) for v in outputs]
 
 

@@ -458,7 +458,6 @@ def test_pairs_need_the_reference(name):
     batch = Batch(
         {}, targets, torch.ones(2), torch.zeros(2, dtype=torch.bool), (0, 1), torch.tensor([]), None
     )
-    head = Head(None, logits=logits)
-    inputs = head, None, batch, 0.0, None, None, LossSpec(), TermPair(1.0, 1.0)
+    inputs = Head(None, logits=logits), None, batch, 0.0, None, None, LossSpec(), TermPair(1.0, 1.0)
     with pytest.raises(ValueError, match="ref_logps=None: (pairs|GAL) needs? the reference"):
         custom_loss(METHODS[name]().token_loss, *inputs)

@@ -116,8 +116,7 @@ def test_only_reference_solutions_are_scored(tmp_path, capsys):
     result = check(path)
     assert (result.rows, result.failing) == (1, ())
     # unlike the evaluation data, the training data are checked; the reward is `math` by default
-    other = {"data": {"prompts": "absent.jsonl"}}
-    result = check({"data": {"prompts": str(data)}, "eval": other})
+    result = check({"data": {"prompts": str(data)}, "eval": {"data": {"prompts": "absent.jsonl"}}})
     assert (result.rows, result.failing) == (1, ())
     assert main(["rewards", "check", str(path), "--set", "data.limit=1"]) == 2
     assert "dropped: 1 without 'solution'); set data.demo_field" in capsys.readouterr().err

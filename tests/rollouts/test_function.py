@@ -137,8 +137,7 @@ def two_turns(prompts, engine) -> list[Rollout]:
         if len(ids) < 2 or ids[0] % 2:
             (more,) = engine.generate([prompt.prompt + completion], max_completion_length=2)
             completion, mask = completion + more, mask + [1] * len(more)
-        extra = {"length": len(completion)}
-        rollouts.append(Rollout(prompt.prompt, completion, mask, extra=extra))
+        rollouts.append(Rollout(prompt.prompt, completion, mask, extra={"length": len(completion)}))
     return rollouts
 
 

@@ -36,8 +36,7 @@ def run(task, tmp_path, rollouts=None, **changes):
         "max_completion_length": 5,
         **(rollouts or {}),
     }
-    config = tiny_config(task, tmp_path / "run", rollouts=settings, eval={}, **changes)
-    Trainer(config).run()
+    Trainer(tiny_config(task, tmp_path / "run", rollouts=settings, eval={}, **changes)).run()
     return metrics(tmp_path / "run")
 
 

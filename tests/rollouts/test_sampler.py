@@ -118,8 +118,7 @@ def test_rollouts_by_hand() -> None:
     assert result.old_logps == result.teacher_logps == result.collected == []
     assert script.step == result.step == 7
     assert script.calls == ["model", ([A.prompt, B.prompt, C.prompt], 2)]
-    texts = zip(("1", "34", "2", "52", "00", "6666"), "aabbcc", strict=True)
-    assert script.scored == list(texts)
+    assert script.scored == list(zip(("1", "34", "2", "52", "00", "6666"), "aabbcc", strict=True))
     assert same(script.given, ([[1.0, 0.0], [0.5, 0.5], [0.25, math.nan]], None, "centered"))
     first, second = script.sampler.samples
     assert (first["id"], first["prompt"], first["demonstration"]) == ("a", "13", "45")

@@ -38,8 +38,9 @@ with open(0, closefd=False) as f:
 print(sum(map(int, lines[1].split())))
 === /dev/stdin
 print(sum(map(int, open("/dev/stdin").read().split()[1:])))
-=== /dev/stdin and /dev/stdout
+=== /dev/stdin, /dev/stdout and /dev/stderr
 with open("/dev/stdin") as f, open("/dev/stdout", "w") as g:
+    assert open("/dev/stderr", "w").fileno() == 2
     f.readline()
     g.write(str(sum(map(int, f.readline().split()))))
 === for line in sys.stdin

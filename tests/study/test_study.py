@@ -5,6 +5,7 @@ import json
 import math
 import multiprocessing
 import operator
+import os
 import re
 import sys
 from pathlib import Path
@@ -88,8 +89,7 @@ def test_arm_config_sets_method_seed_and_folder(tmp_path):
     config = arm_config(data, parse_arm("low@constant:mu=0.3"), 2, ["steps=7", f"out={tmp_path}/x"])
     assert (config.method.name, config.method.mu, config.seed) == ("constant", 0.3, 2)
     assert (config.steps, config.run_name, config.out) == (7, "low", f"{tmp_path}/x/low-2")
-    changed = arm_config(data, parse_arm("low@constant:mu=0.3"), 2, ["method.mu=0.7"])
-    assert changed.method.mu == 0.7
+    assert arm_config(data, parse_arm("low@constant:mu=0.3"), 2, ["method.mu=0.7"]).method.mu == 0.7
     with pytest.raises(ConfigError, match="low: .*nope"):
         arm_config(data, parse_arm("low@constant:nope=1"), 0)
 
@@ -105,8 +105,7 @@ def test_interval_coverage():
 
 
 def test_differences_are_paired_by_seed():
-    finals = {"a": [0.1, 0.5, None, 0.9], "b": [0.2, 0.6, 0.3, 1.0], "none": [None] * 4}
-    rows = summary(finals, "a")
+    rows = summary({"a": [0.1, 0.5, None, 0.9], "b": [0.2, 0.6, 0.3, 1.0], "none": [None] * 4}, "a")
     assert rows["b"]["against_baseline"]["difference"] == pytest.approx(0.1)
     assert rows["b"]["against_baseline"]["ci95"] == pytest.approx([0.1, 0.1])
     assert rows["b"]["mean"] == pytest.approx(0.525) and rows["b"]["ci95"][0] < 0.525
@@ -154,6 +153,7 @@ def test_no_run_outlives_its_study(task, tmp_path, monkeypatch):
     ]
     with pytest.raises(SystemExit, match="quick: done"):
         runs.run_all(configs[:2], 99, log=sys.exit)
+    assert "OMP_NUM_THREADS" not in os.environ
     wait_until(lambda: not multiprocessing.active_children(), "the end of the other run")
     with ranks.job(runs.run_all, configs[2:], 1, ranks=1) as (study,):
         wait_until((tmp_path / "last" / "config.yaml").exists, "the last run")

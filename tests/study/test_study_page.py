@@ -45,8 +45,15 @@ def study(tmp_path, monkeypatch):
         methods = {"low": "constant:mu=0.1", "dr": "dr-grpo", "high": "constant:mu=0.9"}
         path.write_text(path.read_text() + to_yaml({"methods": methods}))
         code = cli.main(["study", str(path), *arguments])
-        saved = json.loads((tmp_path / "out" / "study.json").read_text())
-        return code, *calls, saved, reports, (tmp_path / "out" / "study.html").read_text()
+        text = (tmp_path / "out" / "study.json").read_text()
+        assert text.startswith('{\n "setting": {\n  "')
+        return (
+            code,
+            *calls,
+            json.loads(text),
+            reports,
+            (tmp_path / "out" / "study.html").read_text(),
+        )
 
     return run
 

@@ -138,8 +138,7 @@ def test_a_fingerprint_covers_the_functions_and_classes_of_rewards(tmp_path):
     files = [tmp_path / "rw_1.py", tmp_path / "rw_2.py"]
     for number, file in enumerate(files):
         file.write_text(REWARD.format(f"> {number}"))
-    terms = [{"reward": f"{file}:reward", "weight": 0.5} for file in files]
-    reward = build_reward({"sum": terms})
+    reward = build_reward({"sum": [{"reward": f"{file}:reward", "weight": 0.5} for file in files]})
     assert list(fingerprint._files(reward)) == [file.read_bytes() for file in files]
     # a class of the user's, and one of ours
     for name, own in (("tests.tiny:CountedDigits", 1), ("exact", 0)):
