@@ -56,7 +56,7 @@ ARITHMETIC: dict[type, tuple[type, ...]] = {
 }
 NAMES = {"min": "max", "max": "min", "any": "all", "all": "any", "floor": "ceil", "ceil": "floor"}
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-# keywords whose omission changes only texts, or nothing unless another bug exists
+# keywords that change only texts, or nothing unless another bug exists
 IGNORED = ("encoding", "help", "metavar", "source", "strict", "summary", "title")
 
 
@@ -235,6 +235,8 @@ class _Walk:
                 self.add(node, text if bare else f"({text})", after or text)
         for child in ast.iter_child_nodes(node):
             if isinstance(node, ast.Lambda) and isinstance(child, ast.arguments):
+                continue
+            if isinstance(child, ast.keyword) and child.arg in IGNORED:
                 continue
             self.expression(child)
 

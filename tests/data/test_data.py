@@ -155,6 +155,7 @@ def test_only_prompts_that_are_text_begin_with_bos(tmp_path, tokenizer):
     path = write(tmp_path / "a.jsonl", *({"id": 7, "prompt": x} for x in ("a", turns, "c")))
     config = DataConfig(prompts=path, answer_field=None, source_field="id")
     examples = load_prompts(config, tokenizer)
+    assert len({part.digest for part in (examples, *map(examples.subset, ([], [0])))}) == 3
     texts = [tokenizer.decode(example.prompt) for example in examples]
     assert texts == ["<s>a", "[user]b[assistant]", "<s>c"]
     assert {(example.id, example.source) for example in examples} == {("7", "7")}

@@ -144,8 +144,8 @@ def test_generate_still_works_after_attach():
 def test_gradient_checkpointing_changes_nothing():
     model = make("qwen2")
     attach_head(model)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.train()
+    model = apply_training_options(model, ModelConfig(gradient_checkpointing=True)).train()
+    assert model.model.layers[0].gradient_checkpointing
     check(model)
 
 
