@@ -124,7 +124,7 @@ def _calls(node: ast.Call) -> Iterator[tuple[ast.expr, str]]:
     elif name != "isinstance":
         for i in range(len(arguments) - 1):
             swapped = [arguments[i + 1], arguments[i]]
-            if not any(map(_is_text, swapped)):
+            if not any(map(_is_text, swapped)) and len({*map(ast.dump, swapped)}) == 2:
                 new = _with(node, args=arguments[:i] + swapped + arguments[i + 2 :])
                 yield new, f"swap to {', '.join(map(ast.unparse, swapped))}"
     for i, keyword in enumerate(keywords):
