@@ -30,7 +30,11 @@ def made_group(label: str, *columns: dict[str, list[float]]) -> Group:
     runs: Any = [
         SimpleNamespace(
             metrics={name: values for name, values in run.items() if "accuracy" not in name},
-            evals={name: run[name] for name in run if "accuracy" in name or name == "step"},
+            evals={
+                name: run[name]
+                for name in run
+                if name in ("step", "low", "high") or "accuracy" in name
+            },
             steps_done=len(run["step"]),
         )
         for run in made
@@ -108,11 +112,15 @@ def test_mu_is_drawn_with_its_prior_and_its_target() -> None:
 def test_accuracies_and_exact_values_are_not_smoothed() -> None:
     steps = [*range(48)]
     values = [step % 2 for step in steps]
-    group = made_group("x", {"step": steps, "accuracy": values, "lr": values, "grad_norm": values})
+    columns = dict.fromkeys(("accuracy", "lr", "grad_norm"), values)
+    ends = {"low": [x - 0.25 for x in values], "high": [x + 0.5 for x in values]}
+    group = made_group("x", {"step": steps, **columns, **ends})
     panel = plots.Panel("k", "T" * 30 + " " + "t" * 30, "accuracy", "accuracy", "", "accuracy")
     axes = draw(plots._draw_panel, panel, [group])
     (line,) = axes.lines
     assert line.get_ydata().tolist() == values and line.get_markevery() == (0, 2)
+    segments = axes.collections[0].get_segments()
+    assert [x.tolist() for x in segments[:2]] == [[[0, -0.25], [0, 0.5]], [[1, 0.75], [1, 1.5]]]
     assert axes.get_ylim() == (-0.03, 1.03) and "\n" in axes.title.get_text()
     assert axes.yaxis.get_major_formatter()(0.25, 0) == "25%"
     exact, smoothed = (
@@ -162,6 +170,8 @@ def test_the_figures_of_a_report(tmp_path: Path, monkeypatch: Any) -> None:
     assert four.get_size_inches() == pytest.approx([13.2, 6.1])
     plots._draw_overview(panels[:2], [recorded], tmp_path / "two.png")
     assert drawn["two.png"].get_size_inches() == pytest.approx([8.8, 3.2])
+    plots._draw_overview(panels, [recorded] * 2, tmp_path / "groups.png")
+    assert [len(drawn[name].legends) for name in ("two.png", "groups.png")] == [0, 1]
 
 
 # --- results of gac eval

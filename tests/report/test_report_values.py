@@ -66,7 +66,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
             first,
             [
                 {"step": 0, "accuracy": 0.1, "accuracy/+": 0.25},
-                {"step": 4, "accuracy": 0.6, "accuracy/+": 0.5},
+                {"step": 4, "accuracy": 0.6, "accuracy/+": 0.875},
                 {"step": 7, "accuracy": 0.4, "accuracy/+": 0.75},
             ],
         ),
