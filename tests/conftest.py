@@ -55,8 +55,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
     """Set the deadline of a test: longer if it is slow, or while the machine is overloaded."""
     slow = item.get_closest_marker("slow") or item.get_closest_marker("full")
     deadline = 600 if slow else 30
-    load = os.getloadavg()[0] / (os.cpu_count() or 1)
-    item.stash[DEADLINE] = deadline * max(load, 1.0)
+    item.stash[DEADLINE] = deadline * max(os.getloadavg()[0] / (os.cpu_count() or 1), 1.0)
     item.add_marker(pytest.mark.timeout(item.stash[DEADLINE]))
     return (yield)
 

@@ -55,8 +55,7 @@ def algorithm_1(steps: list[tuple[Signals | None, float]]) -> list[float]:
         alpha = min(max(alpha * math.exp(s), 0.1), 0.95)
         ss, sr, d = ema
         mu_ada = beta * mu + (1 - beta) * (alpha * d + sr) / (d + ss + sr)
-        phase = min(max((t - 200) / 600, 0.0), 1.0)
-        prior = 0.15 + 0.7 * 0.5 * (1 + math.cos(math.pi * phase))
+        prior = 0.15 + 0.35 * (1 + math.cos(math.pi * min(max((t - 200) / 600, 0.0), 1.0)))
         blend = (1 - lam) * prior + lam * mu_ada
         mu = min(max(mu + min(max(blend - mu, -cap), cap), 0.02), 0.98)
         out.append(mu)

@@ -136,8 +136,7 @@ def rollouts(rank: int, ranks: int) -> dict[str, Tensor]:
     """A rank's part of a step's rollouts, as GRPOTrainer prepares them."""
     draw = torch.Generator().manual_seed(0)
     prompts, completions = (torch.randint(3, 9, (ROWS, n), generator=draw) for n in (5, 6))
-    lengths = torch.randint(1, 7, (ROWS, 1), generator=draw)
-    mask = (torch.arange(6) < lengths).long()
+    mask = (torch.arange(6) < torch.randint(1, 7, (ROWS, 1), generator=draw)).long()
     tensors = {
         "prompt_ids": prompts,
         "prompt_mask": torch.ones_like(prompts),

@@ -123,8 +123,7 @@ def inputs(draw: st.DrawFn) -> Input:
         logits.double(), targets, temperature=spec.temperature, backend="reference"
     )
     spread = draw(st.sampled_from([0.0, 0.3, 3.0, 100.0]))
-    noise = spread * torch.randn(2, rows, width, generator=g)
-    old, ref = (logps + noise).float()
+    old, ref = (logps + spread * torch.randn(2, rows, width, generator=g)).float()
     keywords: dict[str, Any] = {
         "mu": draw(st.sampled_from([0.0, 0.3, 1.0])),
         "spec": spec,

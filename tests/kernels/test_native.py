@@ -48,19 +48,6 @@ def test_overwrite_allocates_no_second_buffer(dtype: torch.dtype, name: str) -> 
     assert 0 < memory.peak < rows.nbytes / 20
 
 
-def test_gradients_that_bypass_the_caches_are_the_same() -> None:
-    """34 MB against a quarter of it. The rows begin at any alignment, and end with three logits."""
-    logits, targets = torch.randn(4200, 2051), torch.randint(2051, (4200,))
-
-    def gradient(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        leaf = logits.requires_grad_()
-        logps, _ = token_logprobs(leaf[None], targets[None], backend="native")
-        return torch.autograd.grad(logps.sum(), leaf)[0]
-
-    parts = map(gradient, logits.clone().split(1050), targets.split(1050))
-    assert torch.equal(gradient(logits, targets), torch.cat([*parts]))
-
-
 @pytest.mark.parametrize("distance", (0.0, -80.0))
 def test_any_temperature_gives_the_nearest_float32(distance: float) -> None:
     """1 / temperature in base 2 is rounded to float32, and the error is corrected."""

@@ -147,8 +147,7 @@ def _logits(temperature: Tensor, softcap: float | None) -> Tensor:
     hidden, weight, *_ = data(torch.float64)
     z = 0.7 * hidden.detach() @ weight.detach().T
     z = z if softcap is None else softcap * torch.tanh(z / softcap)
-    per_row = temperature.view(B, -1).expand(B, T)
-    return z / per_row.nan_to_num(1.0).double()[..., None]
+    return z / temperature.view(B, -1).expand(B, T).nan_to_num(1.0).double()[..., None]
 
 
 @pytest.mark.parametrize(

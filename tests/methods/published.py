@@ -174,8 +174,7 @@ def superrl(rows: list[RowTerms]) -> Tensor:
 
 def routing(rows: list[RowTerms]) -> Tensor:
     rollouts, demos = ([r for r in rows if r.row.is_demo == demo] for demo in (False, True))
-    solved = len({r.row.unit for r in rollouts})
-    share = len(demos) / (len(demos) + solved)
+    share = len(demos) / (len(demos) + len({r.row.unit for r in rollouts}))
     assert 0 < share < 1, "some prompts are solved, and some are not"
     return (1 - share) * policy_gradient(rollouts) + share * nll(demos)
 

@@ -121,8 +121,7 @@ def test_penalties_are_added_to_custom_losses(name, task, tmp_path):
     penalties = [
         (0.3 * (r.logp - r.ref) - 0.2 * r.entropy)[~r.demo] for r in terms if not r.row.is_demo
     ]
-    truth = LOSSES[name](terms) + REDUCTIONS[name](penalties, terms)
-    assert_close(grads, gradient(truth, model))
+    assert_close(grads, gradient(LOSSES[name](terms) + REDUCTIONS[name](penalties, terms), model))
 
 
 @pytest.mark.parametrize("linear", [False, True])

@@ -26,8 +26,7 @@ every = pytest.mark.parametrize(
 
 def load(path, every):
     rows = [row.fields for row in read_rows(str(path))][::every]
-    examples = [Example(row["id"], (1,), row["prompt"], row["answer"], None, {}) for row in rows]
-    return rows, examples
+    return rows, [Example(row["id"], (1,), row["prompt"], row["answer"], None, {}) for row in rows]
 
 
 @pytest.fixture

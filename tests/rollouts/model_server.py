@@ -266,8 +266,7 @@ class State:
             if body["logprobs"] is not None:
                 names = [f"token_id:{t}" for t in response]
                 top = [{n: p} for n, p in zip(names, logps, strict=True)]
-                logprobs = {"tokens": names, "token_logprobs": logps, "top_logprobs": top}
-                choice["logprobs"] = logprobs
+                choice["logprobs"] = {"tokens": names, "token_logprobs": logps, "top_logprobs": top}
             choices.append(choice)
         return choices
 

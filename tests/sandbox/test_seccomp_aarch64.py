@@ -104,8 +104,7 @@ def verdict(program, call, *arguments, architecture=AARCH64):
     """Run the filter (the kernel's seccomp subset of classic BPF) on one system call and return its
     verdict.
     """
-    padded = [*arguments, *[0] * (6 - len(arguments))]
-    data = struct.pack("=IIQ6Q", call, architecture, 0, *padded)
+    data = struct.pack("=IIQ6Q", call, architecture, 0, *[*arguments, *[0] * (6 - len(arguments))])
     accumulator = pc = 0
     while True:
         code, if_true, if_false, constant = program[pc]

@@ -41,8 +41,7 @@ def test_the_learning_rate_rises_to_lr_and_ends_at_its_final_value(schedule, qua
 
 
 def test_only_matrices_are_decayed():
-    frozen = nn.Linear(2, 2).requires_grad_(False)
-    model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), frozen)
+    model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2).requires_grad_(False))
     config = OptimConfig(lr=0.3, weight_decay=0.1, betas=(0.8, 0.7), eps=1e-3)
     matrices, vectors = make_optimizer(model, config).param_groups
     for group in (matrices, vectors):

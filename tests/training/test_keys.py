@@ -186,8 +186,7 @@ EXCEPTIONS = {  # keys that need not act in this run, and why
 
 def reward(completion: str, example: Any) -> float:
     """Differs between similar completions, and between answers; 0 for half of them."""
-    value = zlib.crc32(f"{completion} {example.answer}".encode()) % 200
-    return max(value - 100, 0) / 100
+    return max(zlib.crc32(f"{completion} {example.answer}".encode()) % 200 - 100, 0) / 100
 
 
 class Backwards(Order):
