@@ -2,6 +2,7 @@
 
 import faulthandler
 import gc
+import logging
 import os
 import random
 import shutil
@@ -77,8 +78,9 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
-def seed() -> None:
-    """Seed all RNGs, so that a test's random numbers do not depend on which other tests run."""
+def start() -> None:
+    """Seed all RNGs and show no details in logs, so that tests do not depend on earlier ones."""
+    logging.getLogger("gac").setLevel(logging.NOTSET)
     random.seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)

@@ -45,8 +45,7 @@ def batch(dtype=torch.float32, bias=True):
 def evaluate(loss, hidden, weight, bias, **rest):
     """Return the outputs, the signals and the gradients of hidden, weight and bias."""
     leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias) if x is not None]
-    keywords = {"mu": 0.5, **rest}
-    out = loss(*leaves[:2], bias=leaves[2] if bias is not None else None, **keywords)
+    out = loss(*leaves[:2], bias=leaves[2] if bias is not None else None, **{"mu": 0.5, **rest})
     (2 * out.loss).backward()
     values = [x.detach() for x in out if isinstance(x, torch.Tensor)]
     values += [torch.stack(out.filter)] if out.filter else []
