@@ -83,7 +83,8 @@ def _plain(row: SourceRow, field: str, number: int, message: Any) -> Message:
         kinds = [x.get("type") if isinstance(x, Mapping) else type(x).__name__ for x in content]
         if other := [kind for kind in kinds if kind != "text"]:
             row.fail(field, f"message {number} has a part of type {other[0]!r}: use text only")
-        content = "".join(texts) if is_turns(texts := [x.get("text") for x in content]) else content
+        texts = [part.get("text") for part in content]
+        content = "".join(texts) if is_turns(texts) else texts
     if content is None and calls_tools(message):
         content = ""
     if not isinstance(content, str):
