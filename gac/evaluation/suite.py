@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from accelerate import Accelerator
 from torch import nn
 
 from gac.config import dump, save_text
@@ -94,7 +93,7 @@ def _run_suite(
 ) -> dict[str, Any]:
     """Run the unfinished tasks, then compare the answers of all tasks with those in `other`."""
     writable_folder("out", out)
-    accelerator = _make_accelerator(config)
+    accelerator = setup.make_accelerator(setup.ParallelConfig(), (), str(out))
     # a slow rank must not read results that this run has written
     resume = functools.partial(_resume, config, out) if collectives.rank() == 0 else tuple
     results, answers = collectives.gather(collectives.run_on_all_ranks(resume))[0]
@@ -174,10 +173,6 @@ def read_samples(source: Path) -> dict[str, list[Answer]]:
 
 def _damaged(path: Path, error: Exception) -> ConfigError:
     return ConfigError(f"{path}: not a gac eval result, or damaged ({error}); delete its folder")
-
-
-def _make_accelerator(config: EvalConfig) -> Accelerator:
-    return setup.make_accelerator(setup.ParallelConfig(), (), config.out or "evals")
 
 
 def _run_tasks(

@@ -88,7 +88,7 @@ def draw(evaluations: Sequence[Evaluation]) -> str:
         axes.set_ylim(-len(tasks) + 0.5, 0.5)
         axes.set_xlim(-1, 101)
         if len(evaluations) > 1:
-            axes.figure.legend(loc="outside lower center", ncols=1)
+            axes.figure.legend(loc="outside lower center")
 
     return interval_figure(tasks, height, "accuracy, %", points)
 
@@ -103,17 +103,17 @@ def interval_figure(
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    from .plots import DPI, STYLE, embedded, save
+    from .plots import STYLE, embedded, save
 
     with rc_context(STYLE):
-        figure = Figure(figsize=(7.2, height), dpi=DPI, layout="constrained")
+        figure = Figure(figsize=(7.2, height))
         axes = figure.subplots()
         draw(axes)
         low, high = axes.get_xlim()
         if high - low < 1:  # nearly equal values: do not magnify differences
             axes.set_xlim(max(low - 1, -0.2), min(high + 1, 100.2))
         axes.set_yticks([-i for i in range(len(labels))], labels)
-        axes.grid(visible=True, axis="x")
+        axes.grid(visible=True)
         axes.set_xlabel(axis)
         buffer = io.BytesIO()
         save(figure, buffer)

@@ -85,7 +85,6 @@ def render_template(template: str, **values: Any) -> str:
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
-        lstrip_blocks=True,
     )
     return environment.get_template(template).render(**values)
 
@@ -124,7 +123,7 @@ def _start_sentence(groups: Sequence[Group], window: int) -> str:
     """A sentence on the accuracy before training, if all runs agree on it."""
     known = [cell([summarize(run, window)], "start") for group in groups for run in group.runs]
     texts = {write_cell(start, FINAL, "%") for start in known}
-    return f" The initial model has {texts.pop()}." if len(texts) == 1 and known[0][0] >= 0 else ""
+    return f" The initial model has {texts.pop()}." if len(texts) == 1 and texts != {"–"} else ""
 
 
 def _title(groups: Sequence[Group]) -> str:
@@ -200,7 +199,7 @@ def _cell(table: Table, index: int, cell: tuple[float, ...], compared: bool) -> 
     mean, _, spread = write_cell(cell, column).partition(" ")
     # other columns have no clear best
     is_accuracy = column.key.startswith(("final", "best", "accuracy/"))
-    best = compared and is_accuracy and cell[0] == max(x for x in cells if x >= 0)
+    best = compared and is_accuracy and cell[0] == max(filter(math.isfinite, cells))
     return {"mean": mean, "spread": spread, "best": best}
 
 
@@ -254,7 +253,7 @@ def read_samples(folder: Path) -> list[Mapping[str, Any]]:
     """The first and the last entry of samples.jsonl, which the report shows side by side."""
     entries = {row["step"]: row for row in read_lines(folder / "samples.jsonl") if row}
     rows = [entries[step] for step in sorted(entries)]
-    return rows if len(rows) < 2 else [rows[0], rows[-1]]
+    return rows[:: max(len(rows) - 1, 1)]
 
 
 def samples(groups: Sequence[Group]) -> list[dict[str, Any]]:

@@ -23,10 +23,12 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56
 DASHES = ((), (6, 2), (2, 1.5), (7, 2, 1.5, 2), (10, 3), (4, 1.5, 1, 1.5, 1, 1.5))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 INK, RULE = "#1b1b1b", "#d9d9d9"
-SIZE, SMALL, DPI = (5.6, 3.7), (4.6, 3.5), 160  # inches, inches (three in a row), dots per inch
+SIZE, SMALL = (5.6, 3.7), (4.6, 3.5)  # inches; the second fits three in a row
 TITLE_WIDTH = 42  # characters that fit on a title line at the small size
 
 STYLE: Any = {
+    "figure.constrained_layout.use": True,
+    "figure.dpi": 160,
     "font.family": "DejaVu Sans",  # ships with matplotlib: the same figures on every machine
     "font.size": 9.5,
     "axes.titlesize": 11,
@@ -181,18 +183,21 @@ def _caption(split: str, tasks: Sequence[str]) -> str:
 
 
 def group_style(index: int) -> dict[str, Any]:
-    """Color, line style and marker of the index-th group, as matplotlib keyword arguments."""
+    """How lines of the index-th group look, as matplotlib keyword arguments."""
     dashes = DASHES[index % len(DASHES)]
     return {
         "color": COLORS[index % len(COLORS)],
         "linestyle": (0, dashes) if dashes else "-",
         "marker": MARKERS[index % len(MARKERS)],
+        "linewidth": 2.0,
+        "markersize": 5,
+        "markeredgecolor": "white",
     }
 
 
 def has_data(panel: Panel, groups: Sequence[Group]) -> bool:
     """Whether any run recorded the panel's column."""
-    return any(len(curve[0]) for group in groups for curve in _curves(group, panel))
+    return any(_curves(group, panel) for group in groups)
 
 
 def draw_plots(groups: Sequence[Group], out: Path) -> dict[str, Path]:
@@ -221,7 +226,7 @@ def _draw_single(panel: Panel, groups: Sequence[Group], out: Path) -> Path:
     from matplotlib.figure import Figure
 
     size = SMALL if panel.kind == "accuracy" else SIZE
-    figure = Figure(figsize=size, dpi=DPI, layout="constrained")
+    figure = Figure(figsize=size)
     axes = figure.subplots()
     _draw_panel(axes, panel, groups)
     _legend(figure, groups)
@@ -233,7 +238,7 @@ def _draw_overview(panels: Sequence[Panel], groups: Sequence[Group], path: Path)
 
     columns = min(3, len(panels))
     rows = math.ceil(len(panels) / columns)
-    figure = Figure(figsize=(4.4 * columns, 2.9 * rows + 0.3), dpi=DPI, layout="constrained")
+    figure = Figure(figsize=(4.4 * columns, 2.9 * rows + 0.3))
     grid = figure.subplots(rows, columns, squeeze=False).flatten()
     for axes, panel in zip(grid, panels, strict=False):
         _draw_panel(axes, panel, groups)
@@ -282,8 +287,9 @@ def _accuracy(axes: Any, panel: Panel, group: Group, index: int, span: float) ->
     curves = _curves(group, panel)
     _line(axes, group.label, curves, index, markers=24)
     ends = [_curves(group, panel, end) for end in ("low", "high")]
-    if panel.column == "accuracy" and len(curves) == 1 and all(ends):
-        axes.vlines(*ends[0][0], ends[1][0][1], color=group_style(index)["color"], alpha=0.55)
+    if panel.column == "accuracy" and len(curves) == 1:
+        for (steps, low), (_, high) in zip(*ends, strict=True):
+            axes.vlines(steps, low, high, color=group_style(index)["color"], alpha=0.55)
 
 
 def _line(axes: Any, label: str, curves: Sequence, index: int, markers: int = 7) -> None:
@@ -300,10 +306,7 @@ def _line(axes: Any, label: str, curves: Sequence, index: int, markers: int = 7)
         steps,
         mean,
         label=label,
-        linewidth=2.0,
-        markersize=5,
         markevery=(start, every),
-        markeredgecolor="white",
         markeredgewidth=0.7,
         **style,
     )
@@ -325,7 +328,7 @@ def _curves(group: Group, panel: Panel, column: str = "") -> list[tuple[np.ndarr
     name = column or panel.column
     sources = [run.evals if panel.kind == "accuracy" else run.metrics for run in group.runs]
     curves = [finite(columns["step"], field(columns, name)) for columns in sources]
-    return [curve for curve in curves if len(curve[0])]
+    return [(steps, values) for steps, values in curves if len(steps)]
 
 
 def _smoothed(curves: Sequence[tuple[np.ndarray, np.ndarray]], span: float) -> list:
@@ -344,10 +347,7 @@ def _legend(figure: Any, groups: Sequence[Group]) -> None:
     if len(groups) == 1:
         return
     labels = [group.label for group in groups]
-    handles = [
-        Line2D([], [], linewidth=2, markersize=5, markeredgecolor="white", **group_style(i))
-        for i in range(len(groups))
-    ]
+    handles = [Line2D([], [], **group_style(i)) for i in range(len(groups))]
     characters = 12 * figure.get_figwidth()  # that fit side by side at this font size
     label_width = max(map(len, labels)) + 9  # 9 for the line sample before each label
     columns = max(1, int(characters / label_width))

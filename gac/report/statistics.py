@@ -111,9 +111,9 @@ def band(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """(steps, mean, lowest, highest) of several curves over the steps that all of them cover.
 
-    curves: (steps, values) pairs without nan, interpolated linearly between their steps.
+    curves: (steps, values) pairs, not empty and without nan, interpolated linearly between their
+    steps.
     """
-    curves = [(steps, values) for steps, values in curves if len(steps)]
     if not curves:
         empty = np.empty(0)
         return empty, empty, empty, empty

@@ -111,7 +111,7 @@ def tables(groups: Sequence[Group], window: int) -> list[Table]:
     # splits of additional tasks are only plotted
     main_splits = [s for s in splits if s.partition("/")[0] not in tasks]
     by_split = [Column(f"accuracy/{name}", f"final {name} %", 100, 1) for name in main_splits]
-    prompts = {run["prompts"] for runs in summaries for run in runs if run["prompts"] > 0}
+    prompts = {*filter(math.isfinite, (run["prompts"] for runs in summaries for run in runs))}
     number = f" ({prompts.pop():.0f} prompts)" if len(prompts) == 1 else ""
     by_task = [
         Column(f"{key}/{name}", f"{when} {name} %", 100, 1)
@@ -139,7 +139,7 @@ def tables(groups: Sequence[Group], window: int) -> list[Table]:
 def cell(runs: Sequence[Mapping[str, float]], key: str) -> tuple[float, ...]:
     """The cell of a `Table` for the summaries of a group's runs."""
     ends = [runs[0].get(f"{key}_{end}", math.nan) for end in ("low", "high")]
-    if len(runs) == 1 and math.isfinite(ends[0]):
+    if len(runs) == 1 and math.isfinite(sum(ends)):
         return runs[0][key], *ends
     return mean_sd([run.get(key, math.nan) for run in runs])
 
@@ -160,8 +160,8 @@ def write_cell(cell: tuple[float, ...], column: Column, unit: str = "") -> str:
 
 def progress(group: Group) -> str:
     """Number of steps done, and the planned number if any run of the group is unfinished."""
-    done = [run.steps_done for run in group.runs]
-    text = str(done[0]) if len(set(done)) == 1 else f"{min(done)} to {max(done)}"
+    done = {run.steps_done for run in group.runs}
+    text = f"{min(done)} to {max(done)}" if len(done) > 1 else str(*done)
     unfinished = [r for r in group.runs if r.steps_planned and r.steps_done < r.steps_planned]
     return f"{text} of {unfinished[0].steps_planned}" if unfinished else text
 

@@ -64,11 +64,15 @@ def write_run(path: Path, method="gac", seed=0, steps=STEPS, planned=STEPS, **se
         "reward_mean": [step / 100 for step in numbers],
         "completions/mean_length": [9 + step % 2 for step in numbers],
     }
-    evals = [
-        {"step": step, "accuracy": accuracy, "accuracy/+": 1.0, "accuracy/-": 0.0}
-        for step, accuracy in ((10, 0.2), (20, 0.6 + seed / 10), (40, 0.5 + seed / 10))
-    ]
-    return test_report_values.write_run(path, config | settings, columns, evals)
+    return test_report_values.write_run(
+        path,
+        config | settings,
+        columns,
+        [
+            {"step": step, "accuracy": accuracy, "accuracy/+": 1.0, "accuracy/-": 0.0}
+            for step, accuracy in ((10, 0.2), (20, 0.6 + seed / 10), (40, 0.5 + seed / 10))
+        ],
+    )
 
 
 # --- statistics
@@ -107,8 +111,7 @@ def test_smooth_is_a_bias_corrected_ema():
 
 
 def test_all_runs_of_a_page_share_the_smoothing_span(tmp_path):
-    paths = [write_run(tmp_path / str(steps), steps=steps) for steps in (24, 36)]
-    assert smoothing_span(grouped(*paths)) == 3
+    assert smoothing_span(grouped(*(write_run(tmp_path / str(n), steps=n) for n in (24, 36)))) == 3
 
 
 def test_band_covers_the_steps_common_to_all_seeds():
@@ -165,8 +168,12 @@ def test_reading_survives_a_torn_line_nan_null_and_absent_fields(tmp_path):
 
 def test_resumed_rows_replace_earlier_rows_of_the_same_steps(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    rows = [(1, 0.1), (2, 0.2), (3, 0.3), (2, 0.25), (3, 0.35)]
-    path.write_text("".join(json.dumps({"step": s, "mu": m}) + "\n" for s, m in rows))
+    path.write_text(
+        "".join(
+            json.dumps({"step": s, "mu": m}) + "\n"
+            for s, m in ((1, 0.1), (2, 0.2), (3, 0.3), (2, 0.25), (3, 0.35))
+        )
+    )
     columns, _ = read_columns(path)
     assert columns["step"].tolist() == [1, 2, 3]
     assert columns["mu"].tolist() == [0.1, 0.25, 0.35]
@@ -255,34 +262,31 @@ def test_the_controller_interval_requires_agreement_between_runs(tmp_path):
     same = [read_run(write_run(tmp_path / "a", method="sft"))]
     same.append(read_run(write_run(tmp_path / "b", controller={"update_every": 20})))
     assert window_of(same) == 20  # the run without the setting is measured in the same way
-    other = read_run(write_run(tmp_path / "c", controller={"update_every": 5}))
-    assert window_of([*same, other]) == 10
+    same.append(read_run(write_run(tmp_path / "c", controller={"update_every": 5})))
+    assert window_of(same) == 10
 
 
 def test_headline_names_the_leader_and_the_seed_spread(tmp_path):
-    ahead = [write_run(tmp_path / f"a{s}", seed=s) for s in (0, 1)]  # 0.5, 0.6
+    ahead = [write_run(tmp_path / f"a{s}", seed=s) for s in (0, 1, 2)]
     behind = [write_run(tmp_path / f"b{s}", method="sft", seed=s) for s in (0, 1)]
-    for path in behind:
-        (path / "eval.jsonl").write_text('{"step": 40, "accuracy": 0.5}\n')
+    for path, accuracy in zip((*ahead, *behind), (0.5, 0.75, 1, 0.5, 0.5), strict=True):
+        (path / "eval.jsonl").write_text(f'{{"step": 40, "accuracy": {accuracy}}}\n')
     groups = grouped(*behind, *ahead)
     text = headline(groups, window_of([run for group in groups for run in group.runs]))
-    assert "a (method=gac) with 55.0 ± 7.1%, 5.0 points above b (method=sft) (50.0%)" in text
+    assert "a (method=gac) with 75.0 ± 25.0%, 25.0 points above b (method=sft) (50.0%)" in text
     assert "within the spread over seeds" in text
     assert "Without several seeds" in headline(grouped(behind[0], ahead[0]), window_of([]))
 
 
 def test_a_single_run_has_an_interval_and_a_number_of_prompts(tmp_path):
     path = write_run(tmp_path / "a")
-    rows = [
-        {
-            "step": step,
-            "accuracy": accuracy,
-            "ci95": [accuracy - 0.1, accuracy + 0.2],
-            "prompts": 50,
-        }
-        for step, accuracy in ((0, 0.0), (40, 0.5))
-    ]
-    (path / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    test_report_values.write_rows(
+        path / "eval.jsonl",
+        [
+            {"step": step, "accuracy": mean, "ci95": [mean - 0.1, mean + 0.2], "prompts": 50}
+            for step, mean in ((0, 0.0), (40, 0.5))
+        ],
+    )
     assert headline(grouped(path), 10) == (
         "Final accuracy: 50.0% [40.0, 70.0]. The initial model has 0.0% [-10.0, 20.0]."
     )
@@ -296,8 +300,10 @@ def test_a_single_run_has_an_interval_and_a_number_of_prompts(tmp_path):
 
 def with_start(path, accuracy):
     """Prepend an evaluation of the initial model to the run's evaluations."""
-    first = json.dumps({"step": 0, "accuracy": accuracy, "accuracy/+": 0.3})
-    (path / "eval.jsonl").write_text(first + "\n" + (path / "eval.jsonl").read_text())
+    (path / "eval.jsonl").write_text(
+        f'{{"step": 0, "accuracy": {accuracy}, "accuracy/+": 0.3}}\n'
+        + (path / "eval.jsonl").read_text()
+    )
     return path
 
 
@@ -326,9 +332,10 @@ def test_headline_omits_differing_or_lone_start_evaluations(tmp_path):
 
 def test_unmeasured_terms_are_listed_not_plotted_as_zero(tmp_path):
     path = write_run(tmp_path / "sft", method="sft")
-    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    lines = [json.dumps(row | {"rollout_loss": None, "reward_mean": None}) for row in rows]
-    (path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    rows = map(json.loads, (path / "metrics.jsonl").read_text().splitlines())
+    test_report_values.write_rows(
+        path / "metrics.jsonl", [row | {"rollout_loss": None, "reward_mean": None} for row in rows]
+    )
     assert "Not recorded: Reward, Policy loss." in write_report([path], tmp_path).read_text()
     assert not (tmp_path / "plots" / "policy_loss.svg").exists()
 
@@ -407,8 +414,9 @@ def test_the_page_says_what_is_missing_unfinished_or_skipped(report):
 def test_plots_are_files_next_to_the_page(report):
     plots = report.parent / "plots"
     names = {path.name for path in plots.iterdir()}
-    accuracies = {"accuracy.svg", "accuracy_1_+.svg", "accuracy_2_-.svg"}
-    assert names >= {"overview.png", "mu.svg"} | accuracies
+    assert names >= {
+        *("overview.png", "mu.svg", "accuracy.svg", "accuracy_1_+.svg", "accuracy_2_-.svg")
+    }
     mu = (plots / "mu.svg").read_text()
     assert "stroke: #0072b2" in mu and "dc:date" not in mu  # the first group's line, no date
 
@@ -422,7 +430,8 @@ def test_a_watched_report_follows_the_runs(tmp_path):
         (runs / name / "metrics.jsonl").write_text('{"step": 1, "mu": 0.5}\n')
         with (runs / name / "eval.jsonl").open("a") as file:
             file.write(f'{{"step": {number}, "accuracy": {accuracy}}}\n')
-        os.utime(runs / name / "eval.jsonl", (2e9 + number, 2e9 + number))
+        for file in (runs / name).iterdir():
+            os.utime(file, (2e9 + number, 2e9 + number))
 
     def visit() -> list[str]:
         """All visits, and then Ctrl-C."""
@@ -430,12 +439,20 @@ def test_a_watched_report_follows_the_runs(tmp_path):
             address, pages = printed.recv(99).decode().split()[0], []
             port = int(address.rpartition(":")[2])
             with socket.create_connection(("127.0.0.1", port), timeout=600) as idle:
-                for change in ("", ("first", 0.5, 1), ("first", 0.0625, 2), ("second", 0.9375, 3)):
+                for change in (
+                    "",
+                    ("first", 0.5, 1),
+                    ("first", 0.0625, 2),
+                    ("first", 0.75, 2),
+                    ("second", 0.9375, 3),
+                ):
                     if change:
                         write(*change)
                     with urllib.request.urlopen(address, timeout=600) as answer:
                         pages.append(answer.read().decode(answer.headers.get_content_charset()))
                         assert (answer.status, answer.headers["Refresh"]) == (200, "10")
+                        assert int(answer.headers["Content-Length"]) == len(pages[-1].encode())
+                assert port > 1023
                 idle.sendall(b"GET /config.yaml HTTP/1.0\r\n\r\n")
                 assert re.findall(r"HTTP/1.0 \d+", idle.makefile().read()) == ["HTTP/1.0 404"]
             for taken, reason in ((port, "already in use"), (70_000, "0-65535")):
@@ -464,7 +481,8 @@ def test_a_watched_report_follows_the_runs(tmp_path):
     signal.signal(signal.SIGINT, before)
     assert pages[0].startswith(f"<p>Waiting: {tmp_path}/&lt;runs&gt;: no runs found")
     shown = [[number in page for number in ("50.0%", "6.2%", "93.8%")] for page in pages[1:]]
-    assert shown[0] == [True, False, False] and shown[1][1:] == [True, False] and shown[2][2]
+    assert shown[0] == [True, False, False] and shown[1][1:] == [True, False] and shown[3][2]
+    assert pages[2] == pages[3]  # no log has a new time
 
 
 def test_terminal_table_is_aligned_and_complete(report):

@@ -21,8 +21,12 @@ from tests.tiny import tiny_config
 
 
 def write_run(path: Path, evaluations: list[dict], tasks: list[str]) -> Path:
-    config = {"method": {"name": path.name}, "eval": {"tasks": {name: {} for name in tasks}}}
-    return test_report_values.write_run(path, config, {"x": [1.0] * 10}, evaluations)
+    return test_report_values.write_run(
+        path,
+        {"method": {"name": path.name}, "eval": {"tasks": {name: {} for name in tasks}}},
+        {"x": [1.0] * 10},
+        evaluations,
+    )
 
 
 ROWS = [
@@ -57,12 +61,16 @@ def test_table_shows_start_and_final_accuracy_of_extra_tasks(tmp_path):
     accuracy, extra, *_ = tables(group_runs(runs), window_of(runs))
     assert [c.key for c in accuracy.columns] == ["start", "final", "best", "accuracy/easy"]
     cells = {c.key: cell[0] for c, cell in zip(extra.columns, extra.cells[0], strict=True)}
-    assert [(column.title, column.decimals) for column in extra.columns][:2] == [
-        ("start logic %", 1),
-        ("final logic %", 1),
+    assert [(column.title, column.scale, column.decimals) for column in extra.columns][:2] == [
+        ("start logic %", 100, 1),
+        ("final logic %", 100, 1),
     ]
-    facts = {"start/facts": 0.5, "accuracy/facts": 0.5}
-    assert cells == {"start/logic": 0.8, "accuracy/logic": 0.4, **facts}
+    assert cells == {
+        "start/logic": 0.8,
+        "accuracy/logic": 0.4,
+        "start/facts": 0.5,
+        "accuracy/facts": 0.5,
+    }
 
 
 def test_run_with_only_extra_tasks(tmp_path):
@@ -81,10 +89,25 @@ def test_run_with_only_extra_tasks(tmp_path):
 
 def test_extra_tasks_are_recorded_and_reported(task, tmp_path):
     data = {"prompts": str(task / "eval.jsonl")}
-    reward = "tests.tiny:digit_reward"
-    other = {"data": data, "max_completion_length": 3, "split_field": "op", "reward": reward}
-    eval_config = {"data": data, "max_completion_length": 5, "tasks": {"other": other}}
-    run = train(tiny_config(task, tmp_path / "run", steps=1, eval=eval_config))
+    run = train(
+        tiny_config(
+            task,
+            tmp_path / "run",
+            steps=1,
+            eval={
+                "data": data,
+                "max_completion_length": 5,
+                "tasks": {
+                    "other": {
+                        "data": data,
+                        "max_completion_length": 3,
+                        "split_field": "op",
+                        "reward": "tests.tiny:digit_reward",
+                    }
+                },
+            },
+        )
+    )
     assert read_run(run).splits == ["other", "other/+", "other/-"]
     page = write_report([run], tmp_path).read_text()
     assert "start other %" in page and "task “other”" in page

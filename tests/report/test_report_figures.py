@@ -2,12 +2,15 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.collections import PolyCollection
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from gac.report import evaluations, find_folders, plots, results_table
@@ -43,8 +46,9 @@ def made_group(label: str, *columns: dict[str, list[float]]) -> Group:
 
 
 def panel_of(key: str) -> plots.Panel:
-    panels = (*plots.TRAINING, *plots.OPTIMIZATION, *plots.MIXING)
-    return next(panel for panel in panels if panel.key == key)
+    return next(
+        panel for panel in (*plots.TRAINING, *plots.OPTIMIZATION, *plots.MIXING) if panel.key == key
+    )
 
 
 def test_a_panel_shows_bands_of_seeds_and_traces_of_single_runs() -> None:
@@ -69,11 +73,13 @@ def test_a_panel_shows_bands_of_seeds_and_traces_of_single_runs() -> None:
     (filled,) = axes.collections
     extent = filled.get_paths()[0].get_extents()
     assert (extent.x0, extent.x1, extent.y0, extent.y1) == (1, 2, 4, 8)
+    assert to_hex(filled.get_facecolor()[0]) == plots.COLORS[0].lower() and filled.get_alpha() < 0.5
     assert (axes.get_title(loc="left") or axes.get_title()) == panel.title
     assert (axes.get_ylabel(), axes.get_xlabel()) == ("tokens", "optimizer step")
     assert all(tick == int(tick) for tick in axes.get_xticks())
     # all smoothed lines and the middle 98% of the trace, 1.02 to 2.98, and 6% of the height
     assert axes.get_ylim() == pytest.approx((1 - 0.06 * 7, 8 + 0.06 * 7))
+    assert axes.get_xlim() == pytest.approx((0.97, 4.03))
     axes = draw(plots._metric, panel, groups[2], 1, 3.0)
     assert points(axes.lines[0]) == [(1, 1), (3, 2), (4, 3)]
     assert [y for _, y in points(axes.lines[1])] == pytest.approx([1, 2.5 / 1.5, 4.25 / 1.75])
@@ -93,53 +99,77 @@ def test_a_panel_shows_bands_of_seeds_and_traces_of_single_runs() -> None:
 )
 def test_the_height_of_a_panel(values: list[float], runs: int, limits: tuple[float, float]) -> None:
     group = made_group("x", *[{"step": [*range(len(values))], "grad_norm": values}] * runs)
-    axes = draw(plots._fit_height, panel_of("grad_norm"), [group], 9.0)
-    assert axes.get_ylim() == pytest.approx(limits, rel=1e-6)
+    assert draw(plots._fit_height, panel_of("grad_norm"), [group], 9.0).get_ylim() == pytest.approx(
+        limits, rel=1e-6
+    )
 
 
 def test_mu_is_drawn_with_its_prior_and_its_target() -> None:
     nan = math.nan
     columns = {"step": [1, 2, 3], "mu": [0.1, 0.2, 0.3], "prior": [0.9, 0.8, 0.7]}
+    others = [made_group(name, {"step": [1], "mu": [0.5]}) for name in "ab"]
     group = made_group("gac", columns | {"mu_star": [nan, 0.4, nan]})
-    axes = draw(plots._draw_panel, panel_of("mu"), [group])
-    prior, target, mu = axes.lines
+    axes = draw(plots._draw_panel, panel_of("mu"), [*others, group])
+    prior, target, mu = axes.lines[-3:]
+    assert {line.get_color() for line in (prior, target, mu)} == {plots.COLORS[2]}
     assert points(prior) == [(1, 0.9), (2, 0.8), (3, 0.7)] and prior.get_linestyle() == ":"
     assert points(target) == [(2, 0.4)] and target.get_marker() == "."
     assert points(mu) == [(1, 0.1), (2, 0.2), (3, 0.3)] and mu.get_label() == "gac"
-    assert axes.get_ylim() == (-0.03, 1.03)
+    assert axes.get_ylim() == (-0.03, 1.03) and mu.get_markevery() == (0, 1)
 
 
 def test_accuracies_and_exact_values_are_not_smoothed() -> None:
-    steps = [*range(48)]
+    steps = [*range(299)]
     values = [step % 2 for step in steps]
-    columns = dict.fromkeys(("accuracy", "lr", "grad_norm"), values)
-    ends = {"low": [x - 0.25 for x in values], "high": [x + 0.5 for x in values]}
-    group = made_group("x", {"step": steps, **columns, **ends})
-    panel = plots.Panel("k", "T" * 30 + " " + "t" * 30, "accuracy", "accuracy", "", "accuracy")
+    columns = dict.fromkeys(("accuracy", "accuracy/+", "lr", "grad_norm"), values)
+    group = made_group(
+        "x",
+        run := {
+            "step": steps,
+            **columns,
+            "low": [x - 0.25 for x in values],
+            "high": [x + 0.5 for x in values],
+        },
+    )
+    title = " ".join("x" * length for length in (20, 21, 20, 22))  # lines of 42 characters
+    panel = plots.Panel("k", title, "accuracy", "accuracy", "", "accuracy")
     axes = draw(plots._draw_panel, panel, [group])
     (line,) = axes.lines
-    assert line.get_ydata().tolist() == values and line.get_markevery() == (0, 2)
-    segments = axes.collections[0].get_segments()
-    assert [x.tolist() for x in segments[:2]] == [[[0, -0.25], [0, 0.5]], [[1, 0.75], [1, 1.5]]]
-    assert axes.get_ylim() == (-0.03, 1.03) and "\n" in axes.title.get_text()
+    assert line.get_ydata().tolist() == values and line.get_markevery() == (0, 12)
+    (bars,) = axes.collections
+    assert [x.tolist() for x in bars.get_segments()[:2]] == [
+        [[0, -0.25], [0, 0.5]],
+        [[1, 0.75], [1, 1.5]],
+    ]
+    assert to_hex(bars.get_color()[0]) == plots.COLORS[0].lower() and bars.get_alpha() < 1
+    assert not draw(plots._accuracy, replace(panel, column="accuracy/+"), group, 0, 1).collections
+    (band,) = draw(plots._accuracy, panel, made_group("x", run, run), 0, 1).collections
+    assert isinstance(band, PolyCollection)  # no bars
+    assert axes.get_ylim() == (-0.03, 1.03)
+    assert [len(text) for text in axes.title.get_text().split("\n")] == [42, 20, 22]
     assert axes.yaxis.get_major_formatter()(0.25, 0) == "25%"
     exact, smoothed = (
         draw(plots._draw_panel, panel_of(key), [group]).lines[-1] for key in ("lr", "grad_norm")
     )
     assert exact.get_ydata().tolist() == values != smoothed.get_ydata().tolist()
-    assert smoothed.get_ydata()[1] == pytest.approx(1 / 1.6)  # a span of 4: decay 0.6
+    assert smoothed.get_ydata()[1] == pytest.approx(1 / (2 - 2 / (299 / 12 + 1)))
     axes = draw(plots._line, "x", [(np.arange(70.0), np.arange(70.0))], 3)
     assert axes.lines[0].get_markevery() == (6, 10)  # markers of different groups are offset
 
 
 def test_legends_name_every_group_in_as_many_columns_as_fit() -> None:
-    figure = Figure(figsize=(5.6, 3.7))  # 67 characters: three labels of 13, each with 9 more
-    groups = [Group("g" * 13, ()) for _ in range(9)]
+    figure = Figure(figsize=(11, 4))  # 132 characters: twelve labels of 2, each with 9 more
+    names = ["g", "gg", *"abcdefghijkl"]
+    groups = [Group(name, ()) for name in names]
     plots._legend(figure, groups[:1])  # one run needs no legend
     plots._legend(figure, groups)
-    (legend,) = figure.legends
-    assert [t.get_text() for t in legend.get_texts()] == ["g" * 13] * 9 and legend._ncols == 3
-    assert [x.get_color() for x in legend.get_lines()] == [*plots.COLORS, plots.COLORS[0]]
+    plots._legend(figure, [Group("g" * 200, ())] * 2)
+    legend, narrow = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == names
+    assert (legend._ncols, narrow._ncols, legend._outside_loc) == (12, 1, "lower")
+    assert (legend.handlelength, legend.columnspacing) == (3.4, 1.6)
+    assert [x.get_color() for x in legend.get_lines()[7:9]] == [plots.COLORS[7], plots.COLORS[0]]
+    assert plots.group_style(7)["linestyle"] == (0, (6, 2))
 
 
 def test_the_figures_of_a_report(tmp_path: Path, monkeypatch: Any) -> None:
@@ -150,19 +180,36 @@ def test_the_figures_of_a_report(tmp_path: Path, monkeypatch: Any) -> None:
         return path
 
     monkeypatch.setattr(plots, "_write", write)
-    columns = {"step": [1, 2], "mu": [0.1, 0.2], "lr": [1, 2], "entropy": [3, 4]}
-    recorded = made_group("x", columns | {"accuracy": [0, 1], "accuracy/a+/1": [0, 1]})
-    vars(recorded.runs[0]).update(splits=["a+/1"], tasks=[])
+    recorded = made_group(
+        "x",
+        {
+            "step": [1, 2],
+            "mu": [0.1, 0.2],
+            "lr": [1, 2],
+            "entropy": [3, 4],
+            "accuracy": [0, 1],
+            "accuracy/a+/1": [0, 1],
+        },
+    )
+    other = made_group("y", {"step": [1, 2], "mu": [0.1, 0.2]})
+    for run in (*recorded.runs, *other.runs):
+        vars(run).update(splits=["a+/1"], tasks=[])
     files = plots.draw_plots([recorded], tmp_path)
     names = ["accuracy", "accuracy_1_a+_1", "entropy", "lr", "mu"]
     assert files == {name: tmp_path / f"{name}.svg" for name in names} | {
         "overview": tmp_path / "overview.png"
     }
     assert [drawn[f"{n}.svg"].get_size_inches().tolist() for n in names] == [
-        list(plots.SMALL if n.startswith("accuracy") else plots.SIZE) for n in names
+        [4.6, 3.5] if n.startswith("accuracy") else [5.6, 3.7] for n in names
     ]
-    titles = [axes.get_title("left") for axes in drawn["overview.png"].axes]
-    assert titles == ["Held-out accuracy", "Entropy", "Mixing weight μ"]
+    first, *_ = drawn["overview.png"].axes
+    assert [axes.get_title("left") for axes in first.figure.axes] == [
+        "Held-out accuracy",
+        "Entropy",
+        "Mixing weight μ",
+    ]
+    assert first.figure.get_layout_engine() and first.figure.dpi == 160 and first.get_axisbelow()
+    assert first.yaxis.get_tick_params()["gridOn"] > first.xaxis.get_tick_params()["gridOn"]
     panels = 2 * [panel for panel in (*plots.TRAINING, *plots.MIXING) if panel.key in files][:2]
     plots._draw_overview(panels, [recorded], tmp_path / "four.png")
     four = drawn["four.png"]
@@ -170,30 +217,36 @@ def test_the_figures_of_a_report(tmp_path: Path, monkeypatch: Any) -> None:
     assert four.get_size_inches() == pytest.approx([13.2, 6.1])
     plots._draw_overview(panels[:2], [recorded], tmp_path / "two.png")
     assert drawn["two.png"].get_size_inches() == pytest.approx([8.8, 3.2])
-    plots._draw_overview(panels, [recorded] * 2, tmp_path / "groups.png")
-    assert [len(drawn[name].legends) for name in ("two.png", "groups.png")] == [0, 1]
+    assert not drawn["two.png"].legends and not drawn["mu.svg"].legends
+    assert plots.draw_plots([recorded, other], tmp_path) == files
+    for name in ("mu.svg", "overview.png"):
+        assert [legend.get_frame_on() for legend in drawn[name].legends] == [False]
 
 
 # --- results of gac eval
 
 
 def evaluation(path: str, *models: str, **accuracies: float) -> Evaluation:
-    tasks = {
-        name: {
-            "accuracy": value,
-            "ci95": [value - 0.125, value + 0.25],
-            "setting": {"model": {"path": model}},
-            "splits": {"hard": {"accuracy": 0.25, "ci95": [0.0, 0.5], "prompts": 3}},
-            "pass_at": {"2": 0.75},
-            "prompts": 8,
-            "samples": 2,
-            "truncated": 0.5,
-            "dropped": 1,
-            "against": {"results": f"old/{model}", "difference": None},
-        }
-        for (name, value), model in zip(accuracies.items(), models, strict=True)
-    }
-    return Evaluation(Path(path), {"tasks": tasks})
+    return Evaluation(
+        Path(path),
+        {
+            "tasks": {
+                name: {
+                    "accuracy": value,
+                    "ci95": [value - 0.125, value + 0.25],
+                    "setting": {"model": {"path": model}},
+                    "splits": {"hard": {"accuracy": 0.25, "ci95": [0.0, 0.5], "prompts": 3}},
+                    "pass_at": {"2": 0.75},
+                    "prompts": 8,
+                    "samples": 2,
+                    "truncated": 0.5,
+                    "dropped": 1,
+                    "against": {"results": f"old/{model}", "difference": None},
+                }
+                for (name, value), model in zip(accuracies.items(), models, strict=True)
+            }
+        },
+    )
 
 
 def test_each_folder_is_found_once(tmp_path: Path, monkeypatch: Any) -> None:
@@ -258,9 +311,11 @@ def test_evaluations_are_drawn_side_by_side(monkeypatch: Any) -> None:
         assert np.array(line) == pytest.approx(np.array(values))
     colors = [line.get_color() for line in (*axes.lines, many.lines[-1])]
     assert colors == [plots.COLORS[0]] * 5 + [plots.COLORS[1]] * 6
+    assert [line.get_marker() for line in (axes.lines[1], many.lines[-2])] == ["o", "s"]
     assert (axes.get_ylim(), axes.get_xlim()) == ((-2.5, 0.5), (-1, 101))
     (legend,) = axes.figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["one", "two"]
+    assert legend._outside_loc == "lower"
     assert points(alone.lines[1]) == [(50, 0)] and not alone.figure.legends
 
 
@@ -273,8 +328,10 @@ def test_a_figure_of_nearly_equal_values_is_not_magnified(monkeypatch: Any) -> N
             axes.set_xlim(low, high)
             kept.append(axes)
 
-        image = evaluations.interval_figure(["a", "b"], 1.5, "accuracy, %", drawing)
-        assert image == "data:image/svg+xml;base64,c3Zn"
+        assert (
+            evaluations.interval_figure(["a", "b"], 1.5, "accuracy, %", drawing)
+            == "data:image/svg+xml;base64,c3Zn"
+        )
         return kept[-1]
 
     assert draw_axes(40, 40.5).get_xlim() == (39, 41.5)
@@ -285,6 +342,7 @@ def test_a_figure_of_nearly_equal_values_is_not_magnified(monkeypatch: Any) -> N
     assert axes.get_yticks().tolist() == [0, -1]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["a", "b"]
     assert axes.figure.get_size_inches().tolist() == [7.2, 1.5]
+    assert axes.xaxis.get_tick_params()["gridOn"] and axes.yaxis.get_tick_params()["gridOn"]
     figure = Figure().subplots()
     evaluations.draw_interval(figure, 2, None, None, "k")
     assert not figure.lines

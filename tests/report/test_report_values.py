@@ -28,11 +28,13 @@ def write_run(
     path.mkdir(parents=True)
     if config:
         (path / "config.yaml").write_text(json.dumps(config))
-    rows = [
-        {"step": step, **dict(zip(columns, values, strict=True))}
-        for step, values in enumerate(zip(*columns.values(), strict=True), 1)
-    ]
-    write_rows(path / "metrics.jsonl", rows)
+    write_rows(
+        path / "metrics.jsonl",
+        [
+            {"step": step, **dict(zip(columns, values, strict=True))}
+            for step, values in enumerate(zip(*columns.values(), strict=True), 1)
+        ],
+    )
     write_rows(path / "eval.jsonl", evals)
     return path
 
@@ -67,7 +69,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
             [
                 {"step": 0, "accuracy": 0.1, "accuracy/+": 0.25},
                 {"step": 4, "accuracy": 0.6, "accuracy/+": 0.875},
-                {"step": 7, "accuracy": 0.4, "accuracy/+": 0.75},
+                {"step": 7, "accuracy": 0.4, "accuracy/+": 0.75, "ci95": [0.3, 0.6]},
             ],
         ),
         write_run(
@@ -80,7 +82,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
             root / "sft",
             {"steps": 3, "model": {"path": "tiny"}, "method": "sft", "run_name": "sft"},
             {"tokens": [1_234_567] * 3},
-            [{"step": 3, "accuracy": 0.5}],
+            [{"step": 1, "accuracy": 0.5}],
         ),
     ]
     with (paths[1] / "eval.jsonl").open("a") as file:
@@ -123,8 +125,9 @@ def test_tables(runs: list[Path]) -> None:
         "50.0±35.4",
     ]
     assert table[3] == ["sft", "1", "3", "–", "50.0", "50.0", "–"]
-    measured = ["4.75±4.60", "16.7±23.6", "0.429±0.606", "15±18", "2.2±1.8"]
-    assert table[7] == ["gac", "2", "5 to 7 of 7", *measured]
+    assert table[7] == [
+        *("gac", "2", "5 to 7 of 7", "4.75±4.60", "16.7±23.6", "0.429±0.606", "15±18", "2.2±1.8")
+    ]
     assert table[8] == ["sft", "1", "3", "–", "–", "–", "3,704", "–"]
 
 
@@ -151,11 +154,17 @@ def test_texts_of_the_page(
     ]
     assert generated == "Generated" and versions.endswith(f", torch {torch.__version__}")
     assert ", python 3." in versions and "no-such" not in versions
-    other = group_runs([read_run(one_run(tmp_path / "other", 0.5, model="other"))])
-    names = [name for name, _ in page._facts([*groups, *other])]
-    assert names == ["Runs", "Seeds", "Last trained", "Generated"]
-    assert page._facts(other)[:3] == [("Runs", "1"), ("Seed", "not recorded"), ("Model", "other")]
-    assert page._note(groups) == (
+    other = group_runs([read_run(one_run(tmp_path / "other", 0.5, model="other", seed=3))])
+    assert [name for name, _ in page._facts([*groups, *other])] == [
+        "Runs",
+        "Seeds",
+        "Last trained",
+        "Generated",
+    ]
+    assert page._facts(other)[:3] == [("Runs", "1"), ("Seed", "3"), ("Model", "other")]
+    bare = page._facts(group_runs([read_run(one_run(tmp_path / "bare", 0.5))]))
+    assert bare[1] == ("Seed", "not recorded") and bare[2][0] == "Last trained"
+    assert page._note(groups[:1]) == (
         f"{(note := page._note(groups[1:]))}Runs have different lengths; areas and sums of "
         "shorter runs cover fewer steps. "
     )
@@ -187,7 +196,7 @@ def test_texts_of_the_page(
     assert rows[2]["config"].splitlines()[:3] == ["steps: 3", "model:", "  path: tiny"]
 
 
-def test_only_the_best_accuracies_are_marked(groups: list[Group]) -> None:
+def test_only_the_best_accuracies_are_marked(groups: list[Group], tmp_path: Path) -> None:
     first, second = page.tables(groups, window_of([]))
     table = page._table(first, groups)
     assert table["columns"][:3] == ["Accuracy", "seeds", "steps"]
@@ -197,20 +206,25 @@ def test_only_the_best_accuracies_are_marked(groups: list[Group]) -> None:
         ("sft", 1, "3"),
     ]
     many = page._table(page.tables(groups * 5, window_of([]))[0], groups * 5)["rows"]
-    assert [(row["color"], row["dashes"]) for row in (*many[:2], many[8])] == [
-        (plots.COLORS[0], "none"),
-        (plots.COLORS[1], "12 4"),
-        (plots.COLORS[0], "4 3"),
-    ]
+    dashes = ["none", "12 4", "4 3", "14 4 3 4", "20 6", "8 3 2 3 2 3"]
+    assert [row["dashes"] for row in many] == dashes + dashes[:4]
+    assert [row["color"] for row in many] == [*plots.COLORS, *plots.COLORS[:2]]
     best = [[cell["best"] for cell in row["cells"]] for row in rows]
     assert best == [[False, True, True, True], [False] * 4]
     assert rows[0]["cells"][1] == {"mean": "60.0", "spread": "± 28.3", "best": True}
     assert rows[1]["cells"][1] == {"mean": "50.0", "spread": "", "best": False}
-    turned = page._table(page.tables(groups[::-1], window_of([]))[0], groups[::-1])["rows"]
-    assert [[cell["best"] for cell in row["cells"]] for row in turned] == best[::-1]
+    assert [
+        [cell["best"] for cell in row["cells"]]
+        for row in page._table(page.tables(groups[::-1], window_of([]))[0], groups[::-1])["rows"]
+    ] == best[::-1]
     (single,) = page._table(page.tables(groups[:1], window_of([]))[0], groups[:1])["rows"]
     assert not any(cell["best"] for cell in single["cells"])
     assert not any(c["best"] for row in page._table(second, groups)["rows"] for c in row["cells"])
+    negative = group_runs(
+        [read_run(one_run(tmp_path / f"{x}", x, run_name=f"{x}")) for x in (-1.0, -0.5)]
+    )
+    rows = page._table(page.tables(negative, window_of([]))[0], negative)["rows"]
+    assert [[cell["best"] for cell in row["cells"]] for row in rows] == [[False] * 2, [True] * 2]
 
 
 def one_run(path: Path, accuracy: float, /, **config: Any) -> Path:
@@ -266,9 +280,14 @@ def test_labels(tmp_path: Path) -> None:
         {"v": 2, "run_name": "s", "u": 1, "seed": 2},
         {"run_name": "z-seed1", "seed": 1},
         {"run_name": "z_seed2", "seed": 2},
+        {"run_name": "z-seed3", "seed": 3},
     ]
-    paths = [one_run(tmp_path / f"run{i}", 0.5, **values) for i, values in enumerate(settings)]
-    groups = group_runs([read_run(path) for path in paths])
+    groups = group_runs(
+        [
+            read_run(one_run(tmp_path / f"run{i}", 0.5, **values))
+            for i, values in enumerate(settings)
+        ]
+    )
     assert [group.label for group in groups] == [
         "other",
         "same (b=2)",
@@ -284,7 +303,7 @@ def test_labels(tmp_path: Path) -> None:
         "z (run13)",
         "z (run14)",
     ]
-    assert [len(group.runs) for group in groups] == [1, 1, 1, 1, 1, 2, *([1] * 4), 2, 1, 1]
+    assert [len(group.runs) for group in groups] == [1, 1, 1, 1, 1, 2, *([1] * 4), 2, 2, 1]
     assert differences(groups[2:4]) == {
         "nested.b": [3, None],
         "path": [long + "y", long],
@@ -295,24 +314,31 @@ def test_labels(tmp_path: Path) -> None:
 
 def test_only_numbers_are_read(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", {"seed": "x", "steps": "y", "eval": 3}, {}, [])
-    lines = [
-        {"step": 1, "ok": True, "a": 2},
-        [1],
-        {"step": None},
-        {"step": math.nan},
-        {"step": "2"},
-    ]
-    write_rows(path / "metrics.jsonl", [*lines, {"step": 2, "a": "text", "b": 3}])
+    write_rows(
+        path / "metrics.jsonl",
+        [
+            {"step": 1, "ok": True, "a": 2},
+            [1],
+            {"step": None},
+            {"step": math.nan},
+            {"step": "2"},
+            {"step": 2, "a": "text", "b": 3},
+        ],
+    )
     run = read_run(path)
     assert (run.seed, run.steps_planned, run.tasks, run.unreadable) == (None, None, [], 4)
     assert run.metrics["step"].tolist() == [1, 2] and set(run.metrics) == {"step", "a", "b"}
     np.testing.assert_array_equal(run.metrics["a"], [2, math.nan])
-    settings = {
-        "x": {"update_every": 5},
-        "update_every": "none",
-        "eval": {"tasks": {"a": {}, "b": {}}},
-    }
-    other = write_run(tmp_path / "other", settings, {}, [{"step": 0, "accuracy/b": 0.5}])
+    other = write_run(
+        tmp_path / "other",
+        {
+            "x": {"update_every": 5},
+            "update_every": "none",
+            "eval": {"tasks": {"a": {}, "b": {}}},
+        },
+        {},
+        [{"step": 0, "accuracy/b": 0.5}],
+    )
     assert read_run(other).tasks == ["b"]
     assert window_of([run, read_run(other)]) == 5
 
@@ -332,17 +358,33 @@ def test_smallest_and_largest_cells() -> None:
 
 def test_the_page_of_two_groups(groups: list[Group], tmp_path: Path) -> None:
     text = page.render(groups, 2, {})
-    best = '<td class="best">60.0 <span class="sd">± 28.3</span></td>'
-    assert best in text and "controller intervals (2 steps each)" in text
+    assert text.startswith("<!doctype html>\n<html")
+    assert (
+        '<td class="best">60.0 <span class="sd">± 28.3</span></td>' in text
+        and "controller intervals (2 steps each)" in text
+    )
     assert 'stroke-dasharray="none"/></svg>gac</th><td>2</td><td>5 to 7 of 7</td>' in text
     assert "<h2>Samples</h2>" not in text and "Not recorded: Reward, " in text
     path = write_run(tmp_path / "run", {}, {"a": [1]}, [])
-    responses = [
-        {"text": "2", "reward": 0.12345, "truncated": False},
-        {"text": "3<", "reward": None, "truncated": True},
-    ]
-    prompts = [{"prompt": "1+1=", "completions": responses, "demonstration": "two"}]
-    write_rows(path / "samples.jsonl", [{"step": s, "prompts": prompts} for s in (1, 2)])
+    write_rows(
+        path / "samples.jsonl",
+        [
+            {
+                "step": s,
+                "prompts": [
+                    {
+                        "prompt": "1+1=",
+                        "completions": [
+                            {"text": "2", "reward": 0.12345, "truncated": False},
+                            {"text": "3<", "reward": None, "truncated": True},
+                        ],
+                        "demonstration": "two",
+                    }
+                ],
+            }
+            for s in (1, 2)
+        ],
+    )
     text = page.render(group_runs([read_run(path)]), window_of([]), {})
     assert text.count('<td>0.123</td><td class="text">2</td>') == 2
     assert text.count('<td>dropped</td><td class="text">3&lt; (cut off)</td>') == 2
@@ -353,16 +395,18 @@ def test_the_page_of_two_groups(groups: list[Group], tmp_path: Path) -> None:
 
 def test_samples_show_the_first_and_the_last_step(tmp_path: Path) -> None:
     """A resumed run has written step 30 twice."""
-    path = write_run(tmp_path / "run", {}, {"a": [1]}, [])
-    steps = [30, 10, 20, 30]
-    write_rows(path / "samples.jsonl", [{"step": s, "i": i} for i, s in enumerate(steps)])
+    path = write_run(tmp_path / "run", {"seed": 0}, {"a": [1]}, [])
+    write_rows(
+        path / "samples.jsonl", [{"step": s, "i": i} for i, s in enumerate([30, 10, 20, 30])]
+    )
     with (path / "samples.jsonl").open("a") as file:
         file.write('[1]\n{"i": 7}\n{"step": 6')
-    empty, one = (write_run(tmp_path / name, {}, {}, []) for name in ("empty", "one"))
+    empty, one = (write_run(tmp_path / name, {"seed": 1}, {}, []) for name in ("empty", "one"))
+    (empty / "config.yaml").unlink()
     write_rows(one / "samples.jsonl", [{"step": 1}])
     assert read_samples(path) == [{"step": 10, "i": 1}, {"step": 30, "i": 3}]
     assert (read_samples(one), read_samples(empty)) == ([{"step": 1}], [])
-    groups = group_runs([read_run(empty), read_run(path)])
+    groups = group_runs([read_run(folder) for folder in (empty, path, one)])
     assert samples(groups) == [{"label": "run", "entries": read_samples(path)}]
     assert time_shares(groups[0].runs[0]) == time_shares(groups[1].runs[0]) == ""
 
@@ -372,8 +416,8 @@ def test_samples_show_the_first_and_the_last_step(tmp_path: Path) -> None:
     [
         ([0.9] * 3 + [0.71], "yes; reward 71.0% on the training prompts at the end"),
         (
-            [0.9] * 16 + [0.5] * 3 + [1.26],
-            "no sign of it; reward 69.0% on the training prompts at the end",
+            [0.9] * 16 + [0.5] * 3 + [1.3],
+            "no sign of it; reward 70.0% on the training prompts at the end",
         ),
         ([None] * 5, "unknown; the run has no rewards or no interval"),
     ],
@@ -383,9 +427,15 @@ def test_the_last_lines_of_a_run(tmp_path: Path, rewards: list[Any], verdict: st
         {"step": step, "accuracy": mean, "ci95": [mean - 0.1, mean + 0.1], "prompts": 50}
         for step, mean in ((0, 0.1), (3, 0.6), (5, 0.5))
     ]
-    columns = {"seconds": [30 for _ in rewards], "sampling_seconds": [15 for _ in rewards]}
     path = write_run(
-        tmp_path / "a run", {}, columns | {"reward_mean": rewards}, [None, {"step": 0}, *evals]
+        tmp_path / "a run",
+        {},
+        {
+            "seconds": [30 for _ in rewards],
+            "sampling_seconds": [15 for _ in rewards],
+            "reward_mean": rewards,
+        },
+        [None, {"step": 0}, *evals],
     )
     assert ending(path).splitlines() == [
         "accuracy: 10.0% [0.0, 20.0] before, 60.0% [50.0, 70.0] best (step 3), "
