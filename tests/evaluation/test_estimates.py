@@ -22,13 +22,15 @@ def test_pass_at_k_is_the_fraction_of_subsets_with_a_correct_sample(samples, cor
     right = [True] * correct + [False] * (samples - correct)
     for k in range(1, samples + 1):
         subsets = list(combinations(right, k))
-        expected = sum(map(any, subsets)) / len(subsets)
-        assert pass_at_k(samples, correct, k) == pytest.approx(expected, abs=1e-12)
+        assert pass_at_k(samples, correct, k) == pytest.approx(
+            sum(map(any, subsets)) / len(subsets), abs=1e-12
+        )
 
 
 def test_pass_at_k_is_accurate_for_many_samples():
-    product = 1 - math.prod(1 - 10 / n for n in range(2000 - 10 + 1, 2001))
-    assert pass_at_k(2000, 10, 10) == pytest.approx(product, rel=1e-9)
+    assert pass_at_k(2000, 10, 10) == pytest.approx(
+        1 - math.prod(1 - 10 / n for n in range(2000 - 10 + 1, 2001)), rel=1e-9
+    )
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import torch
 
 from gac.config import ConfigError
 from gac.data import Example
+from gac.demo.task import ALPHABET
 from gac.evaluation import suite
 from gac.evaluation.config import EvalConfig, EvalTask
 from gac.evaluation.suite import read_samples
@@ -114,25 +115,27 @@ def test_tables_of_text() -> None:
 def test_each_task_uses_its_own_reward_and_all_are_closed(task, tmp_path) -> None:
     CLOSED.clear()
     prompts = {"prompts": str(task / "eval.jsonl")}
-    reward = "tests.evaluation.test_eval_parts:Labeled"
-    more = {"data": {**prompts, "limit": 3}, "reward": reward, "max_completion_length": 4}
-    more |= {"temperature": 1.0, "batch": 1}
+    more = {"data": {**prompts, "limit": 3}, "reward": "tests.evaluation.test_eval_parts:Labeled"}
+    more |= {"temperature": 1.0, "batch": 1, "samples": 2, "max_completion_length": 4}
     evaluation = {"data": prompts, "max_completion_length": 5, "tasks": {"more": more}}
-    trainer = Trainer(tiny_config(task, tmp_path, eval=evaluation))
+    trainer = Trainer(tiny_config(task, tmp_path, eval=evaluation | {"stop": [*ALPHABET]}))
     state = torch.get_rng_state()
     row = trainer.evaluator(trainer.model)
     assert torch.equal(torch.get_rng_state(), state)
     assert (row["prompts"], row["prompts/more"]) == (8, 3)
     assert row["accuracy/more"] == 1 > row["accuracy"]
     assert row["response_length/more"] <= 4 and 0 < row["seconds"] < 600
+    assert (row["response_length"], row["truncated"]) == (1, 0)  # each token is a stop token
     _, job = trainer.evaluator.jobs.values()
-    first, second, *other = (
-        answer.response
+    first, other = (
+        [
+            answer.response
+            for answer in generate_answers(
+                trainer.evaluator.engine, job.examples[:1] * 2, job.reward, job.task, seed
+            )
+        ]
         for seed in (0, 1)
-        for answer in generate_answers(
-            trainer.evaluator.engine, job.examples[:1] * 2, job.reward, job.task, seed
-        )
     )
-    assert first != second and other != [first, second]  # the seeds of batches and evaluations
+    assert first[:2] != first[2:] and first != other  # the seeds of batches and evaluations
     trainer.evaluator.close()
     assert CLOSED == ["own"]

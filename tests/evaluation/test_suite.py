@@ -40,13 +40,6 @@ from tests.tiny import tiny_config
 
 def suite(task, out, **changes) -> EvalConfig:
     data = {"prompts": str(task / "eval.jsonl")}
-    sampled = {
-        "data": data,
-        "samples": 4,
-        "temperature": 1.0,
-        "batch": 8,
-        "max_completion_length": 5,
-    }
     return load(
         EvalConfig,
         {
@@ -59,7 +52,14 @@ def suite(task, out, **changes) -> EvalConfig:
                     "split_field": "op",
                     "batch": None,
                 },
-                "sampled": {**sampled, "pass_at": [1, 4]},
+                "sampled": {
+                    "data": data,
+                    "samples": 4,
+                    "temperature": 1.0,
+                    "batch": 8,
+                    "max_completion_length": 5,
+                    "pass_at": [1, 4],
+                },
             },
             "out": str(out),
             **changes,
@@ -68,12 +68,13 @@ def suite(task, out, **changes) -> EvalConfig:
 
 
 def test_results_follow_the_documented_format(task, tmp_path, monkeypatch):
-    prompts, sample = [], Engine.sample_rollouts
+    batches, sample = [], Engine.sample_rollouts
     monkeypatch.setattr(
-        Engine, "sample_rollouts", lambda e, x, n: prompts.append(len(x)) or sample(e, x, n)
+        Engine, "sample_rollouts", lambda e, x, n: batches.append(sample(e, x, n)) or batches[-1]
     )
     results = run_suite(suite(task, tmp_path / "e"))
-    assert prompts == [8, 2, 2, 2, 2]  # all at once, or `batch` completions of 4 per prompt
+    # all at once, or `batch` completions of 4 per prompt
+    assert [len(rollouts) for rollouts in batches] == [8] * 5
     assert (tmp_path / "e" / "results.json").read_text() == json.dumps(results, indent=2) + "\n"
     greedy, sampled = results["tasks"]["greedy"], results["tasks"]["sampled"]
     assert (greedy["prompts"], greedy["samples"], sampled["samples"]) == (8, 1, 4)
@@ -83,16 +84,22 @@ def test_results_follow_the_documented_format(task, tmp_path, monkeypatch):
     rows = read_samples(tmp_path / "e")
     assert [len(rows[n]) for n in ("greedy", "sampled")] == [8, 32]
     assert [(a.number, a.id) for a in rows["greedy"]] == [(i, str(i)) for i in range(8)]
-    scores = [a.score for a in rows["sampled"]]
-    assert sampled["accuracy"] == pytest.approx(sum(scores) / 32)
+    assert [a.length for a in rows["sampled"]] == [
+        len(rollout.completion_ids) for rollouts in batches[1:] for rollout in rollouts
+    ]
+    assert sampled["accuracy"] == pytest.approx(sum(a.score for a in rows["sampled"]) / 32)
     assert sampled["truncated"] == sum(a.truncated for a in rows["sampled"]) / 32
 
 
 def test_a_single_task_is_kept_only_with_out(task, tmp_path, monkeypatch):
     """Its columns are those of eval.jsonl in training."""
     monkeypatch.chdir(tmp_path)
-    settings = {"data": {"prompts": str(task / "eval.jsonl")}, "max_completion_length": 5}
-    single = suite(task, "e", tasks={}, eval=settings)
+    single = suite(
+        task,
+        "e",
+        tasks={},
+        eval={"data": {"prompts": str(task / "eval.jsonl")}, "max_completion_length": 5},
+    )
     printed = evaluate_single(replace(single, out=None))
     assert not any(tmp_path.iterdir())
     kept = evaluate_single(single)
@@ -138,8 +145,7 @@ def run_where_only_the_first_writes(config):
 def test_two_processes_match_one(task, tmp_path, caplog):
     counted = {"reward": "tests.tiny:CountedDigits"}
     run_suite(suite(task, tmp_path / "one", **counted))
-    config = suite(task, tmp_path / "two", **counted)
-    ranks.run(run_where_only_the_first_writes, config, ranks=2)
+    ranks.run(run_where_only_the_first_writes, suite(task, tmp_path / "two", **counted), ranks=2)
     one, two = (read_samples(tmp_path / name) for name in ("one", "two"))
     assert one == two
     one, two = (
@@ -166,8 +172,9 @@ def test_comparison_is_paired_by_prompt(task, tmp_path, monkeypatch):
     mine, theirs = (read_samples(tmp_path / n)["sampled"] for n in "fe")
     assert "against" not in rows["greedy"] and seeds == [0, 3]
     assert mine != theirs  # the seed is that of the sampling
-    gaps = [a.score - b.score for a, b in zip(mine, theirs, strict=True)]
-    assert result["prompts"] == 8 and result["difference"] == pytest.approx(sum(gaps) / 32)
+    assert result["prompts"] == 8 and result["difference"] == pytest.approx(
+        sum(a.score - b.score for a, b in zip(mine, theirs, strict=True)) / 32
+    )
     assert result["ci95"][0] <= result["difference"] <= result["ci95"][1]
     with pytest.raises(ConfigError, match="no samples.jsonl.gz"):
         run_suite(other, tmp_path)
@@ -179,15 +186,17 @@ def answer(index: int, score: float | None, split: str | None = None) -> Answer:
 
 def test_summary_by_hand():
     task = EvalTask(samples=2, temperature=1.0, pass_at=(1, 2))
-    rows = [
-        answer(0, 1.0),
-        answer(0, 0.0),
-        answer(1, 0.0),
-        answer(1, 0.0),
-        answer(2, 1.0),
-        answer(2, None),
-    ]
-    result = summary(rows, task)
+    result = summary(
+        [
+            answer(0, 1.0),
+            answer(0, 0.0),
+            answer(1, 0.0),
+            answer(1, 0.0),
+            answer(2, 1.0),
+            answer(2, None),
+        ],
+        task,
+    )
     assert result["accuracy"] == pytest.approx((0.5 + 0 + 1) / 3)
     # the third prompt has one scored answer: it counts for pass@1 only
     assert result["pass_at"] == pytest.approx({"1": 0.5, "2": 0.5})
@@ -205,8 +214,13 @@ def test_summary_by_hand():
 @pytest.mark.parametrize(("prefix", "tail"), [("", ""), ("logic", "/logic")])
 def test_columns_by_hand(prefix, tail):
     task = EvalTask(samples=2, temperature=1.0, pass_at=(2,))
-    rows = [answer(0, 1.0, "b"), answer(0, 0.0, "b"), answer(1, 0.0, "a"), answer(1, 0.0, "a")]
-    row = flat(summary(rows, task), prefix)
+    row = flat(
+        summary(
+            [answer(0, 1.0, "b"), answer(0, 0.0, "b"), answer(1, 0.0, "a"), answer(1, 0.0, "a")],
+            task,
+        ),
+        prefix,
+    )
     assert row.pop(f"prompts{tail}") == 2 and len(row.pop(f"ci95{tail}")) == 2
     assert row == {
         f"accuracy{tail}": 0.25,
@@ -221,12 +235,13 @@ def test_columns_by_hand(prefix, tail):
 def test_comparison_uses_only_shared_prompts():
     mine = [answer(1, 0.0), answer(2, 1.0), answer(2, 0.5), answer(3, None), answer(4, 1.0)]
     theirs = [answer(0, 1.0), answer(3, 1.0), answer(2, 0.25), answer(1, 1.0)]
-    paired = {"difference": -0.25, "ci95": [-1.0, 0.5], "prompts": 2}
-    assert _compare(mine, theirs, "e") == {"results": "e", **paired}
-    one = {"difference": -1.0, "ci95": None, "prompts": 1}
-    assert _compare(mine[:1], theirs, "e") == {"results": "e", **one}
-    none = {"difference": None, "ci95": None, "prompts": 0}
-    assert _compare(mine[3:], theirs, "e") == {"results": "e", **none}
+    for answers, difference, ci95, prompts in (
+        (mine, -0.25, [-1.0, 0.5], 2),
+        (mine[:1], -1.0, None, 1),
+        (mine[3:], None, None, 0),
+    ):
+        expected = {"difference": difference, "ci95": ci95, "prompts": prompts}
+        assert _compare(answers, theirs, "e") == {"results": "e", **expected}
 
 
 def test_the_table_by_hand():
@@ -292,8 +307,11 @@ def test_task_name_that_collides_with_a_split_is_rejected(task, tmp_path):
     data = {"prompts": str(task / "eval.jsonl")}
     engine: Any = SimpleNamespace(tokenizer=make_tokenizer())
     for split, name in (("op", "+"), (None, "+"), ("op", "train"), ("op", "seconds")):
-        overrides = {"data": data, "split_field": split, "tasks": {name: {"data": data}}}
-        settings = tiny_config(task, tmp_path, eval=overrides).eval
+        settings = tiny_config(
+            task,
+            tmp_path,
+            eval={"data": data, "split_field": split, "tasks": {name: {"data": data}}},
+        ).eval
         make = functools.partial(
             Evaluator, settings, engine, build_reward("tests.tiny:digit_reward"), 0
         )
@@ -346,12 +364,12 @@ def test_unusable_output_folder_is_rejected_early(task, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["against"]["difference"] == 0.0
 
 
-def test_command_prints_a_table_and_keeps_the_results(task, tmp_path, capsys):
+def test_command_prints_a_table_and_keeps_the_results(task, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     path = tmp_path / "suite.yaml"
     path.write_text(
         f"model: {{path: {task / 'init'}, random_init: true}}\n"
         "reward: tests.tiny:digit_reward\n"
-        f"out: {tmp_path / 'out'}\n"
         "tasks:\n"
         "  digits:\n"
         f"    data: {{prompts: {task / 'eval.jsonl'}}}\n"
@@ -361,8 +379,8 @@ def test_command_prints_a_table_and_keeps_the_results(task, tmp_path, capsys):
     assert cli.main(["eval", str(path)]) == cli.OK
     text = capsys.readouterr().out
     assert "digits" in text and "95% interval" in text and "  +" in text
-    assert cli.main(["eval", str(path), "--against", str(tmp_path / "out")]) == cli.OK
+    assert cli.main(["eval", str(path), "--against", "evals"]) == cli.OK
     assert "+0.0 [+0.0, +0.0], 8 shared" in capsys.readouterr().out
-    with gzip.open(tmp_path / "out" / "samples.jsonl.gz", "rt") as lines:
+    with gzip.open(tmp_path / "evals" / "samples.jsonl.gz", "rt") as lines:
         row = json.loads(next(lines))
     assert set(row) == {"task", *Answer._fields} and not math.isnan(row["score"])
