@@ -323,8 +323,13 @@ def test_task_name_that_collides_with_a_split_is_rejected(task, tmp_path):
 
 
 def test_an_absent_split_field_names_the_row(task, tmp_path):
-    data = {"prompts": str(task / "eval.jsonl")}
-    tasks = {"a": {"data": data, "split_field": "kind", "max_completion_length": 2}}
+    tasks = {
+        "a": {
+            "data": {"prompts": str(task / "eval.jsonl")},
+            "split_field": "kind",
+            "max_completion_length": 2,
+        }
+    }
     with pytest.raises(ConfigError, match="tasks.a: split_field='kind' is not among the fields"):
         run_suite(suite(task, tmp_path, tasks=tasks))
 

@@ -74,8 +74,15 @@ def test_table_shows_start_and_final_accuracy_of_extra_tasks(tmp_path):
 
 
 def test_run_with_only_extra_tasks(tmp_path):
-    rows = [{k: v for k, v in row.items() if k in ("step", "accuracy/logic")} for row in ROWS]
-    runs = [read_run(write_run(tmp_path / "gac", rows, ["logic"]))]
+    runs = [
+        read_run(
+            write_run(
+                tmp_path / "gac",
+                [{k: v for k, v in row.items() if k in ("step", "accuracy/logic")} for row in ROWS],
+                ["logic"],
+            )
+        )
+    ]
     groups, context = group_runs(runs), window_of(runs)
     assert math.isnan(summarize(runs[0], context)["final"])
     assert headline(groups, context) == "Final accuracy on logic: 40.0%."
@@ -125,10 +132,14 @@ def results(task, tmp_path_factory) -> Path:
         "<often>": {"data": data, "samples": 2, "temperature": 1.0, "max_completion_length": 3},
     }
     for name, seed, against in (("base", 0, None), ("mine", 3, out / "base")):
-        model = {"path": str(task / "init"), "random_init": True}
-        reward = "tests.tiny:digit_reward"
-        settings = {"out": str(out / name), "reward": reward, "seed": seed, "tasks": tasks}
-        run_suite(load(EvalConfig, {"model": model, **settings}), against)
+        settings = {
+            "model": {"path": str(task / "init"), "random_init": True},
+            "out": str(out / name),
+            "reward": "tests.tiny:digit_reward",
+            "seed": seed,
+            "tasks": tasks,
+        }
+        run_suite(load(EvalConfig, settings), against)
     return out
 
 

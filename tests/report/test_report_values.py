@@ -312,6 +312,15 @@ def test_labels(tmp_path: Path) -> None:
     }
 
 
+def test_equal_names_without_short_settings_are_told_apart_by_folder(tmp_path: Path) -> None:
+    paths = [
+        one_run(tmp_path / name, 0.5, a=a, path=20 * name)
+        for name, a in (("first/x", 1), ("second/x", 1), ("y", 2))
+    ]
+    groups = group_runs([read_run(path) for path in paths])
+    assert [group.label for group in groups] == ["x (first)", "x (second)", "y (a=2)"]
+
+
 def test_only_numbers_are_read(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", {"seed": "x", "steps": "y", "eval": 3}, {}, [])
     write_rows(
