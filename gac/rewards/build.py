@@ -130,7 +130,7 @@ def rewards_table() -> str:
     """List each reward with its description and options, for --help."""
     lines = ["rewards, as `reward: NAME` or `reward: {name: NAME, OPTION: value}`:"]
     for name, reward in REWARDS.items():
-        words = " ".join((reward.__doc__ or "").split("\n\n")[0].split())
+        words = " ".join(str(reward.__doc__).split("\n\n")[0].split())
         options = ", ".join(inspect.signature(reward).parameters)
         text = f"{words} Options: {options}." if options else words
         lines.append(

@@ -163,8 +163,9 @@ class BatchCallableReward(CallableReward):
             if len(completions) == 1:
                 return [explained(error)]
             return [
-                self.outcomes([completion], [example])[0]
+                outcome
                 for completion, example in zip(completions, examples, strict=True)
+                for outcome in self.outcomes([completion], [example])
             ]
         if len(values) != len(completions):
             raise ValueError(

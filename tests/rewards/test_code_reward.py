@@ -373,6 +373,7 @@ def test_the_reference_runs_once_per_row():
         ({"tests": TESTS, "cases": [["", ""]]}, "but has both"),
         ({"tests": [1]}, "'tests' must be a non-empty list"),
         ({"tests": ()}, "'tests' must be a non-empty list"),
+        ({"tests": {"assert add(1, 2) == 3": 1}}, "'tests' must be a non-empty list"),
         ({"cases": ()}, "'cases' must be a list of [stdin"),
         ({"cases": ["36"]}, "'cases' must be a list of [stdin"),
         ({"cases": [["3", "6"], ["3"]]}, "'cases' must be a list of [stdin"),

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -74,6 +75,18 @@ def test_workers_start_when_needed_and_end_with_close():
     pool.close()
 
 
+def test_close_cancels_the_pairs_that_wait():
+    pool = GradingPool(timeout=3.0, workers=1)
+    assert pool.grade([]) == []
+    begun, cancelled = threading.Event(), threading.Event()
+    pool._threads.submit(lambda: begun.set() or cancelled.wait(20))
+    waiting = pool._threads.submit(print)
+    waiting.add_done_callback(lambda _: cancelled.set())
+    begun.wait(60)
+    pool.close()
+    assert waiting.cancelled()
+
+
 HOLDING_SCRIPT = """
 import os, signal, time
 from gac.rewards import grading_pool
@@ -101,9 +114,9 @@ import os, resource, signal, sys, time
 from gac.rewards import grading_worker as worker
 
 def wait(parent, waits=[]):
-    waits.append(time.monotonic())
-    while len(waits) > 1 and time.monotonic() < waits[-1] + 0.6:
-        pass  # longer than the limits of a check
+    waits.append(1)
+    timers = [signal.getitimer(kind) for kind in (signal.ITIMER_REAL, signal.ITIMER_PROF)]
+    assert len(waits) == 1 or timers == [(0, 0)] * 2  # those of a check have been stopped
     return True
 
 def grade(text, seconds):
@@ -160,8 +173,9 @@ def test_a_worker_that_is_killed_while_idle_is_replaced(started):
 def test_a_worker_that_does_not_end_is_killed(monkeypatch, started):
     monkeypatch.setattr(grading_pool, "_STOP_SECONDS", 0.05)
     os.kill(started[1], signal.SIGSTOP)
+    process = started[0]._idle.queue[0]._process
     started[0].close()
-    assert not alive(started[1])
+    assert not alive(started[1]) and process.stdout.closed
 
 
 def test_a_worker_has_few_modules_limited_memory_and_a_session_of_its_own(started):
