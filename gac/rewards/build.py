@@ -47,7 +47,7 @@ def build_reward(spec: str | Mapping[str, Any], *, on_error: OnError = "raise") 
     options: dict[str, Any] = dict(spec) if isinstance(spec, Mapping) else {}
     on_error = options.pop("on_error", on_error)
     deadline = options.pop("deadline", Reward.deadline)
-    if deadline is not None and not (isinstance(deadline, int | float) and deadline > 0):
+    if deadline is not None and not (isinstance(deadline, int | float) and 0 < deadline < math.inf):
         raise ValueError(f"deadline must be a number of seconds > 0 or null, got {deadline!r}")
     if on_error not in get_args(OnError):
         raise ValueError(f"on_error must be one of {get_args(OnError)}, got {on_error!r}")

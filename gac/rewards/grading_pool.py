@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import queue
 import signal
@@ -42,8 +43,8 @@ class GradingPool:
     """
 
     def __init__(self, timeout: float, workers: int | None = None) -> None:
-        if timeout <= 0:
-            raise ValueError(f"timeout must be positive, got {timeout}")
+        if not 0 < timeout < math.inf:
+            raise ValueError(f"timeout must be positive and finite, got {timeout}")
         if workers is not None and workers < 1:
             raise ValueError(f"workers must be at least 1, got {workers}")
         self.timeout = timeout

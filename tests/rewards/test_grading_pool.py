@@ -1,5 +1,6 @@
 """The grading workers: when they start, what they import, and that none is left behind."""
 
+import math
 import os
 import signal
 import subprocess
@@ -263,10 +264,11 @@ def test_ranks_of_a_node_share_its_cores(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"timeout": 0}, "timeout must be positive, got 0"),
+        ({"timeout": 0}, "timeout must be positive and finite, got 0"),
+        ({"timeout": math.inf}, "timeout must be positive and finite, got inf"),
         ({"timeout": 1, "workers": 0}, "workers must be at"),
     ],
-    ids=["timeout", "workers"],
+    ids=["timeout", "endless timeout", "workers"],
 )
 def test_invalid_pool_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):

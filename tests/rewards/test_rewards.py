@@ -14,7 +14,6 @@ import pytest
 
 from gac.data import Example, read_rows
 from gac.rewards import (
-    Reward,
     RewardError,
     RowReward,
     build,
@@ -190,7 +189,6 @@ def test_row_batch_and_class_callables():
     assert batch(["a", "bb"], [example()] * 2) == [3.0, 6.0]
     assert batch([], []) == []
     assert score(build_reward({"name": f"{__name__}:Doubled", "factor": 3}), "ab") == 6.0
-    assert isinstance(build_reward(f"{__name__}:Doubled"), Reward)
 
 
 def test_other_numeric_types_become_floats():
@@ -322,6 +320,10 @@ BAD_SPECS = {
         {"name": f"{__name__}:length", "concurrency": 1.5},
         "concurrency must be a whole number >= 1, got 1.5",
     ),
+    "rows at once without a number": (
+        {"name": f"{__name__}:length", "concurrency": True},
+        "concurrency must be a whole number >= 1, got True",
+    ),
     "fewer than no retries": (
         {"name": f"{__name__}:length", "retries": -1},
         "retries must be a whole number >= 0, got -1",
@@ -353,7 +355,7 @@ def test_bad_configurations_are_refused(case):
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("deadline", [0, -1.0, "5"])
+@pytest.mark.parametrize("deadline", [0, -1.0, math.inf, "5"])
 def test_deadlines_are_positive_numbers(deadline):
     with pytest.raises(ValueError, match=f"deadline must be .* > 0 or null, got {deadline!r}"):
         build_reward({"name": "exact", "deadline": deadline})
