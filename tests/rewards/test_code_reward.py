@@ -476,7 +476,8 @@ def test_on_error_drop_counts_the_row():
         ({"timeout": True}, "timeout must be an integer >= 1, got True"),
         ({"require": ["uid", 1]}, "require must be a list of names"),
         ({"memory_mb": 8}, "memory_mb must be an integer >= 64, got 8"),
-        ({"workers": 0}, "workers must be at least 1, got 0"),
+        ({"workers": 0}, "workers=0: use an integer >= 1"),
+        ({"workers": 1.5}, "workers=1.5: use an integer >= 1"),
         ({"preload": "numpy"}, "preload must be a list of names"),
         (
             {"require": ["chains"]},

@@ -264,11 +264,12 @@ def test_ranks_of_a_node_share_its_cores(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"timeout": 0}, "timeout must be positive and finite, got 0"),
-        ({"timeout": math.inf}, "timeout must be positive and finite, got inf"),
-        ({"timeout": 1, "workers": 0}, "workers must be at"),
+        ({"timeout": 0}, "timeout=0: use a finite number > 0"),
+        ({"timeout": math.inf}, "timeout=inf: use a finite number > 0"),
+        ({"timeout": 1, "workers": 0}, "workers=0: use an integer >= 1"),
+        ({"timeout": 1, "workers": 1.5}, "workers=1.5: use an integer >= 1"),
     ],
-    ids=["timeout", "endless timeout", "workers"],
+    ids=["timeout", "endless timeout", "workers", "half a worker"],
 )
 def test_invalid_pool_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):

@@ -357,7 +357,7 @@ def test_bad_configurations_are_refused(case):
 
 @pytest.mark.parametrize("deadline", [0, -1.0, math.inf, "5"])
 def test_deadlines_are_positive_numbers(deadline):
-    with pytest.raises(ValueError, match=f"deadline must be .* > 0 or null, got {deadline!r}"):
+    with pytest.raises(ValueError, match=f"deadline={deadline!r}: use .* seconds > 0, or null"):
         build_reward({"name": "exact", "deadline": deadline})
     assert build_reward({"name": "exact", "deadline": None}).deadline is None
 
