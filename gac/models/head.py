@@ -312,7 +312,7 @@ def compute_dtype(model: nn.Module) -> torch.dtype:
     return patched.__dict__.get("compute_dtype") or patched.dtype
 
 
-def set_compute_dtype(model: nn.Module, dtype: torch.dtype, by_autocast: bool = True) -> None:
+def set_compute_dtype(model: nn.Module, dtype: torch.dtype, by_autocast: bool) -> None:
     """Let a patched model multiply in `dtype`; FSDP casts the weights itself, without autocast."""
     patched = _patched_model(model)
     patched.__dict__["compute_dtype"] = dtype
@@ -358,8 +358,8 @@ def check_head(model: nn.Module) -> bool:
         module.training = False
     try:
         with torch.no_grad():
-            _check_causal(model, patched)
             ids = torch.arange(4, device=next(model.parameters()).device)[None]
+            _check_causal(model, ids)
             plain = run_head(model, input_ids=ids).logits is None
     except ConfigError:
         raise
@@ -387,23 +387,16 @@ def _patched_model(model: nn.Module) -> Any:
     return next(m for m in model.modules() if "plain_head" in m.__dict__)
 
 
-def _rounding(model: nn.Module) -> float:
-    """Largest relative difference that counts as rounding in a patched model."""
-    dtype = model.__dict__.get("compute_dtype") or model.dtype
-    return 1e-4 if dtype == torch.float32 else 2e-2
-
-
-def _check_causal(model: nn.Module, patched: Any) -> None:
+def _check_causal(model: nn.Module, ids: Tensor) -> None:
     """Raise ConfigError if the logits of a token depend on later tokens."""
-    ids = torch.arange(4, device=next(model.parameters()).device)[None]
     other = ids.clone()
     other[0, -1] = ids[0, 0]
     first, second = (
         model(input_ids=x, use_cache=False).logits[0, :-1].float() for x in (ids, other)
     )
-    scale = first.abs().max()
-    if (first - second).abs().max() > scale * _rounding(patched):
+    rounding = 1e-4 if compute_dtype(model) == torch.float32 else 2e-2
+    if (first - second).abs().max() > first.abs().max() * rounding:
         raise ConfigError(
-            f"model type {patched.config.model_type!r} is an encoder: its output for a token "
-            "depends on later tokens; give a decoder-only language model"
+            f"model type {_patched_model(model).config.model_type!r} is an encoder: its output for "
+            "a token depends on later tokens; give a decoder-only language model"
         )

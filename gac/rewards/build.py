@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import math
 import textwrap
 from collections.abc import Mapping
 from typing import Any, get_args
 
 from gac.config.imports import load_object
 from gac.config.types import did_you_mean
-from gac.errors import require
+from gac.errors import is_real, require
 
 from .base import CallableReward, OnError, Reward
 from .code import CodeReward
@@ -47,8 +46,8 @@ def build_reward(spec: str | Mapping[str, Any], *, on_error: OnError = "raise") 
     options: dict[str, Any] = dict(spec) if isinstance(spec, Mapping) else {}
     on_error = options.pop("on_error", on_error)
     deadline = options.pop("deadline", Reward.deadline)
-    if deadline is not None and not (isinstance(deadline, int | float) and deadline > 0):
-        raise ValueError(f"deadline must be a number of seconds > 0 or null, got {deadline!r}")
+    valid = deadline is None or (is_real(deadline) and deadline > 0)
+    require(valid, "deadline", deadline, "a finite number of seconds > 0, or null")
     if on_error not in get_args(OnError):
         raise ValueError(f"on_error must be one of {get_args(OnError)}, got {on_error!r}")
     reward = _build(options or spec)
@@ -91,8 +90,7 @@ def _build_sum(options: dict[str, Any]) -> SumReward:
                 f"each term of a sum must be {{reward: ..., weight: ...}}, got {term!r}"
             )
         weight = term.get("weight", 1.0)
-        valid = isinstance(weight, int | float) and math.isfinite(weight)
-        require(valid, "weight", weight, "a finite number in each term of the sum")
+        require(is_real(weight), "weight", weight, "a finite number in each term of the sum")
         built.append((_build(term["reward"]), weight))
     return SumReward(built)
 
@@ -130,7 +128,7 @@ def rewards_table() -> str:
     """List each reward with its description and options, for --help."""
     lines = ["rewards, as `reward: NAME` or `reward: {name: NAME, OPTION: value}`:"]
     for name, reward in REWARDS.items():
-        words = " ".join((reward.__doc__ or "").split("\n\n")[0].split())
+        words = " ".join(str(reward.__doc__).split("\n\n")[0].split())
         options = ", ".join(inspect.signature(reward).parameters)
         text = f"{words} Options: {options}." if options else words
         lines.append(

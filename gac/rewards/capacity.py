@@ -6,6 +6,8 @@ import contextlib
 import os
 from pathlib import Path
 
+from gac.errors import is_count, require
+
 
 def default_workers() -> int:
     """The available cores, divided by the ranks on this machine."""
@@ -21,8 +23,7 @@ def workers_that_fit(workers: int | None, memory_mb: int) -> int:
         workers: number of workers; None: `default_workers()`.
         memory_mb: what each may use, in MiB. One worker always fits.
     """
-    if workers is not None and workers < 1:
-        raise ValueError(f"workers must be at least 1, got {workers}")
+    require(workers is None or is_count(workers, 1), "workers", workers, "an integer >= 1")
     available = _memory_bytes() // 2 // _ranks()
     return max(1, min(workers or default_workers(), available // (memory_mb << 20)))
 

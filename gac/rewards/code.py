@@ -325,21 +325,21 @@ def program_of(completion: str) -> str:
     last = last_python = None
     fence: _Fence | None = None
     block: list[str] = []
-    for line in [*completion.splitlines(keepends=True), None]:
-        mark = line and _fence(line)
-        closes = fence is not None and (not line or (mark and _closes(mark, fence)))
+    for line in [*completion.splitlines(keepends=True), ""]:
+        mark = _fence(line)
+        if fence is None:
+            fence, block = mark, []
+            continue
+        closes = not line or (mark and _closes(mark, fence))
         # a new block begins inside one of another language, whose end is missing
-        begins = fence and mark and mark.info and fence.info and not _PYTHON.match(fence.info)
-        if fence is not None and (closes or begins):
+        begins = mark and mark.info and fence.info and not _PYTHON.match(fence.info)
+        if closes or begins:
             last = "".join(block)
             if _PYTHON.match(fence.info):
                 last_python = last
-            fence = None if closes else mark or None
-            block = []
-        elif fence is not None and line:
+            fence, block = None if closes else mark, []
+        else:
             block.append(_dedented(line, fence.indent))
-        elif mark:
-            fence, block = mark, []
     return next(text for text in (last_python, last, completion) if text is not None)
 
 

@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from gac.config.imports import USER_ERRORS, explained
+from gac.errors import is_count
 
 from .base import CallableReward, Reward, RowOutcome, as_outcome, late, time_limits
 
@@ -89,7 +90,7 @@ class ConcurrentReward(CallableReward):
     ) -> None:
         super().__init__(name, function, options)
         for key, value, low in (("concurrency", concurrency, 1), ("retries", retries, 0)):
-            if not isinstance(value, int) or value < low:
+            if not is_count(value, low):
                 raise ValueError(f"{key} must be a whole number >= {low}, got {value!r}")
         self._concurrency, self._retries = concurrency, retries
 
@@ -163,8 +164,9 @@ class BatchCallableReward(CallableReward):
             if len(completions) == 1:
                 return [explained(error)]
             return [
-                self.outcomes([completion], [example])[0]
+                outcome
                 for completion, example in zip(completions, examples, strict=True)
+                for outcome in self.outcomes([completion], [example])
             ]
         if len(values) != len(completions):
             raise ValueError(

@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from gac.errors import is_count, is_real, require
+
 from .capacity import default_workers
 
 AnswerPair = tuple[str, str]
@@ -42,10 +44,8 @@ class GradingPool:
     """
 
     def __init__(self, timeout: float, workers: int | None = None) -> None:
-        if timeout <= 0:
-            raise ValueError(f"timeout must be positive, got {timeout}")
-        if workers is not None and workers < 1:
-            raise ValueError(f"workers must be at least 1, got {workers}")
+        require(is_real(timeout) and timeout > 0, "timeout", timeout, "a finite number > 0")
+        require(workers is None or is_count(workers, 1), "workers", workers, "an integer >= 1")
         self.timeout = timeout
         self.workers = workers or min(4, default_workers())
         self._lock = threading.Lock()

@@ -66,7 +66,7 @@ class MathReward(Reward):
     def outcomes(
         self, completions: Sequence[str], examples: Sequence[Example]
     ) -> Sequence[RowOutcome]:
-        outcomes: list[RowOutcome] = [0.0] * len(completions)
+        outcomes: dict[int, RowOutcome] = {}
         pairs: dict[int, tuple[str, str]] = {}
         with time_limits(self.deadline) as limit:
             for row, (completion, example) in enumerate(zip(completions, examples, strict=True)):
@@ -78,7 +78,7 @@ class MathReward(Reward):
                     outcomes[row] = error
         for row, verdict in zip(pairs, self._pool.grade(list(pairs.values())), strict=True):
             outcomes[row] = self._outcome(verdict, examples[row])
-        return outcomes
+        return [outcomes[row] for row in range(len(completions))]
 
     def counts(self) -> dict[str, int]:
         """`timeouts` and `crashes`: checks that timed out, or crashed their worker twice."""

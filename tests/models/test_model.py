@@ -16,14 +16,15 @@ from gac.models.causal_lm import (
     run_head,
 )
 from gac.models.config import LoraConfig, ModelConfig
-from gac_kernels import reference
+from gac_kernels import GradientFilter, reference
 from tests.tiny import SMALL
 
 
 def make(kind: str, **changes):
     torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **{**SMALL, **changes})
-    return AutoModelForCausalLM.from_config(config).eval()
+    return AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(kind, **{**SMALL, **changes})
+    ).eval()
 
 
 def check(model, tolerance: float = 1e-5):
@@ -38,8 +39,9 @@ def check(model, tolerance: float = 1e-5):
     out.loss.backward()
     grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    logits = model(input_ids=ids, attention_mask=mask).logits
-    expected = reference.fused_gac_loss(logits, *batch, mu=0.5)
+    expected = reference.fused_gac_loss(
+        model(input_ids=ids, attention_mask=mask).logits, *batch, mu=0.5
+    )
     expected.loss.backward()
     torch.testing.assert_close(out.loss, expected.loss, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(out.logps, expected.logps, rtol=1e-4, atol=1e-5)
@@ -49,7 +51,7 @@ def check(model, tolerance: float = 1e-5):
         torch.testing.assert_close(grads[name], grad, rtol=1e-3, atol=tolerance, msg=name)
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "mistral", "gemma"])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "mistral", "gemma", "phi"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_head_of_known_families(kind, tied):
     model = make(kind, tie_word_embeddings=tied)
@@ -113,15 +115,18 @@ def test_unknown_transforms_of_the_logits_fall_back_to_them(transform, caplog, m
         return out
 
     monkeypatch.setattr(type(model), "forward", transformed)
-    assert not attach_head(model) and not check_head(model)
+    assert not attach_head(model) and not check_head(model) and not model.plain_head
     assert "not a plain linear layer" in caplog.text
+    head.set_gradient_filter(model, None)
+    with pytest.raises(ConfigError, match="gradient_filter=.* not have a plain linear head; remo"):
+        head.set_gradient_filter(model, GradientFilter())
     check(model)
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "bert"])
 def test_the_check_of_the_head_keeps_the_modes_of_modules(kind):
-    model = make(kind).train()
-    next(model.children()).eval()
+    model = make(kind, attention_dropout=0.5).train()
+    [*model.children()][-1].eval()
     modes = [module.training for module in model.modules()]
     with pytest.raises(ConfigError) if kind == "bert" else contextlib.nullcontext():
         attach_head(model)
@@ -137,15 +142,19 @@ def test_generate_still_works_after_attach():
     model = make("qwen2")
     before = model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=5, do_sample=False)
     attach_head(model)
-    after = model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=5, do_sample=False)
-    assert torch.equal(before, after)
+    assert torch.equal(
+        before, model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=5, do_sample=False)
+    )
 
 
 def test_gradient_checkpointing_changes_nothing():
     model = make("qwen2")
     attach_head(model)
     model = apply_training_options(model, ModelConfig(gradient_checkpointing=True)).train()
-    assert model.model.layers[0].gradient_checkpointing
+    layer = model.model.layers[0]
+    assert layer.gradient_checkpointing and layer._gradient_checkpointing_func.keywords == {
+        "use_reentrant": False
+    }
     check(model)
 
 
@@ -154,8 +163,9 @@ def test_lora_trains_adapters_only(checkpointing):
     pytest.importorskip("peft", reason="the extra `lora` is not installed")
     model = make("qwen2")
     attach_head(model)
-    options = ModelConfig(lora=LoraConfig(rank=2), gradient_checkpointing=checkpointing)
-    model = apply_training_options(model, options).train()
+    model = apply_training_options(
+        model, ModelConfig(lora=LoraConfig(rank=2), gradient_checkpointing=checkpointing)
+    ).train()
     assert head.enable_row_attention(model)
     check(model)
     names = [n for n, p in model.named_parameters() if p.grad is not None]
@@ -165,10 +175,16 @@ def test_lora_trains_adapters_only(checkpointing):
 def test_adapters_skip_the_layers_of_mamba_that_bypass_their_forward():
     """Its kernels read the weights of these layers directly."""
     pytest.importorskip("peft", reason="the extra `lora` is not installed")
-    sizes = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", **sizes))
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(
+            "mamba", vocab_size=61, hidden_size=16, num_hidden_layers=1, state_size=4
+        )
+    )
     model = _add_lora(model, LoraConfig(rank=2))
-    adapted = {n.split(".")[-4] for n, p in model.named_parameters() if p.requires_grad}
-    assert adapted == {"in_proj", "x_proj", "dt_proj"}
+    assert {n.split(".")[-4] for n, p in model.named_parameters() if p.requires_grad} == {
+        "in_proj",
+        "x_proj",
+        "dt_proj",
+    }
     with pytest.raises(ConfigError, match="out_proj"):  # named targets are not skipped
         _add_lora(model.unload(), LoraConfig(target_modules=("in_proj", "out_proj")))

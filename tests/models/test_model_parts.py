@@ -3,7 +3,7 @@
 import json
 import re
 import sys
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from gac.demo.task import make_tokenizer
 from gac.errors import ConfigError
@@ -24,6 +24,7 @@ from gac.models.causal_lm import (
     load_meta_model,
     load_model,
     load_tokenizer,
+    make_model,
 )
 from gac.models.config import LoraConfig, ModelConfig
 from gac.models.head import Head
@@ -61,15 +62,18 @@ def test_a_head_and_its_logits_give_the_same_loss_and_logprobs() -> None:
         full.logprobs(targets, temperature=0.7), plain.logprobs(targets, temperature=0.7)
     )
     assert torch.equal(full.logprobs(targets)[0], full.logprobs(targets, temperature=1.0)[0])
-    warm = {"mu": 0.5, "spec": LossSpec(temperature=0.7)}
-    torch.testing.assert_close(*(h.loss(*batch, **warm).loss for h in (full, plain)))
+    spec = LossSpec(temperature=0.7)
+    torch.testing.assert_close(*(h.loss(*batch, mu=0.5, spec=spec).loss for h in (full, plain)))
+    read = lambda *_, **__: torch.get_autocast_dtype("cpu")  # noqa: E731 - one line
+    assert Head(hidden, weight, autocast=torch.float16)._linear(read, targets) == torch.float16
 
 
 def test_the_gradient_of_logits_takes_their_place() -> None:
     logits = torch.randn(1, 2, 7, requires_grad=True) * 1  # not a leaf
     before = logits.detach().clone()
-    batch = torch.tensor([[1, 2]]), torch.tensor([1.0]), torch.tensor([True])
-    Head(None, logits=logits).loss(*batch, mu=0.5).loss.backward()
+    Head(None, logits=logits).loss(
+        torch.tensor([[1, 2]]), torch.tensor([1.0]), torch.tensor([True]), mu=0.5
+    ).loss.backward()
     assert not torch.equal(logits, before)
 
 
@@ -95,9 +99,45 @@ def test_other_errors_of_the_check_are_explained() -> None:
 
     model = Model(1, 1)
     model.__dict__["plain_head"] = True
-    message = r"'fake' does not work as a causal .* \(TypeError: needs pixels\)"
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(
+        ConfigError, match=r"'fake' does not work as a causal .* \(TypeError: needs pixels\)"
+    ):
         head.check_head(model)
+
+
+class Leaky(torch.nn.Linear):
+    """The logits of its third token depend on the fourth."""
+
+    config = SimpleNamespace(model_type="fake")
+    dtype = property(lambda self: self.weight.dtype)
+
+    def forward(self, input_ids, until_head=False, **_):
+        leak = self.leak * float(input_ids[0, -1]) / 3
+        logits = self.size * torch.tensor([[[-1.0, 0.5], [0.5, 0.5], [0.5, leak], [99, leak]]])
+        return (logits, None, None) if until_head else SimpleNamespace(logits=logits)
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 1e-4), (torch.bfloat16, 0.02)])
+@pytest.mark.parametrize("masters", [False, True])
+def test_what_exceeds_the_rounding_of_a_dtype_is_not_causal(dtype, rounding, masters) -> None:
+    model = Leaky(1, 1, dtype=torch.float32 if masters else dtype)
+    model.__dict__["plain_head"] = True
+    if masters:
+        head.set_compute_dtype(model, dtype, by_autocast=False)
+    for model.leak, model.size in ((0.9 * rounding, 8.0), (0.0, 0.0)):
+        assert not head.check_head(model)
+    model.leak, model.size = 1.1 * rounding, 8.0
+    with pytest.raises(ConfigError, match="model type 'fake' is an encoder"):
+        head.check_head(model)
+
+
+def test_the_mask_of_a_model_replaces_the_row_bounds() -> None:
+    x = torch.randn(3, 1, 1, 4, 2)
+    itself = torch.eye(4).bool()[None, None]
+    attended, _ = head._attention(
+        SimpleNamespace(is_causal=True), *x, itself, torch.tensor([0, 2, 4])
+    )
+    torch.testing.assert_close(attended, x[2].transpose(1, 2))
 
 
 def test_the_base_of_adapters(tmp_path, monkeypatch) -> None:
@@ -115,10 +155,17 @@ def test_initial_weights_depend_only_on_the_seed(tmp_path, caplog) -> None:
     first, same, other = (load_model(config, *seed) for seed in ((), (0,), (1,)))
     assert torch.equal(first.lm_head.weight, same.lm_head.weight)
     assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
-    assert first.lm_head.weight.dtype == torch.bfloat16
+    assert first.lm_head.weight.dtype == head.compute_dtype(first) == torch.bfloat16
     assert not any(module.training for module in first.modules())
-    assert all(
-        module.training for module in load_model(replace(config, keep_dropout=True)).modules()
+    adapted = make_model(replace(config, lora=LoraConfig()), 0, training=True)
+    assert {parameter.requires_grad: parameter.dtype for parameter in adapted.parameters()} == {
+        True: torch.float32,
+        False: torch.bfloat16,
+    }
+    kept = load_model(replace(config, keep_dropout=True, attention="eager"))
+    assert (
+        all(module.training for module in kept.modules())
+        and kept.config._attn_implementation == "eager"
     )
     assert "model.keep_dropout" not in caplog.text  # there is none in its configuration
     meta = load_meta_model(config)
@@ -140,8 +187,7 @@ def test_weights_in_one_file_are_read_lazily(tmp_path, monkeypatch) -> None:
     model.save_pretrained(path)
     (tmp_path / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.7}')
     expected = load_file(tmp_path / "model.safetensors")
-    tensors = lazy_tensors("model.path", path)
-    assert {name: x[...].tolist() for name, x in tensors.items()} == {
+    assert {name: x[...].tolist() for name, x in lazy_tensors("model.path", path).items()} == {
         name: x.tolist() for name, x in expected.items()
     }
     for lazily in (True, False):
@@ -152,6 +198,11 @@ def test_weights_in_one_file_are_read_lazily(tmp_path, monkeypatch) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     assert lazy_tensors("model.path", path) is None
     (tmp_path / "adapter_config.json").unlink()
+    loading, ended = ExitStack(), []
+    loading.callback(ended.append, True)
+    sharded = make_model(ModelConfig(path=path, dtype="bfloat16"), 0, loading, training=True)
+    assert ended and (sharded.dtype, head.compute_dtype(sharded)) == (torch.float32, torch.bfloat16)
+    assert sharded.__dict__["autocast"] is None  # the sharding casts the weights
     monkeypatch.setattr("gac.models.pretrained.lazy_tensors", None)  # not called
     read_model("model.path", path, False)
 
@@ -168,8 +219,9 @@ def test_only_causal_models_are_trained(tmp_path) -> None:
     AutoConfig.for_model("t5").save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="model type 't5' is not a causal language model"):
         _training_config(ModelConfig(path=str(tmp_path)))
-    quantized = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    AutoConfig.for_model("llama", quantization_config=quantized).save_pretrained(tmp_path)
+    AutoConfig.for_model(
+        "llama", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}
+    ).save_pretrained(tmp_path)
     with pytest.raises(
         ConfigError, match=r"quantized \(bitsandbytes\), and QLoRA is not supported"
     ):
@@ -177,11 +229,13 @@ def test_only_causal_models_are_trained(tmp_path) -> None:
 
 
 def test_padding_uses_the_eos_token_only_if_there_is_no_other(tmp_path) -> None:
-    for name, pad in (("with", True), ("without", False)):
+    for name, pad, stops in (("with", True, [7, 6]), ("without", False, 6)):
         words = make_tokenizer()
         words.pad_token = words.convert_ids_to_tokens(5) if pad else None
         words.save_pretrained(tmp_path / name)
+        GenerationConfig(eos_token_id=stops).save_pretrained(tmp_path / name)
         loaded = load_tokenizer(ModelConfig(path=str(tmp_path / name)))
+        assert loaded.model_stops == [loaded.eos_token_id, *([7] if pad else []), 6]
         assert loaded.pad_token_id == (5 if pad else loaded.eos_token_id)
         assert loaded.eos_token_id != 5
     words.eos_token = None
@@ -214,8 +268,9 @@ def test_files_of_every_kind_are_recognized(tmp_path, patterns, names) -> None:
         folder = tmp_path / name.replace(".", "-")
         folder.mkdir()
         (folder / "other.json").touch()
-        message = rf"^key='.*': the folder has no part \({patterns[0]}\): add it$"
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises(
+            ConfigError, match=rf"^key='.*': the folder has no part \({patterns[0]}\): add it$"
+        ):
             check_files("key", str(folder), "part", "add it", *patterns)
         (folder / name).touch()
         check_files("key", str(folder), "part", "add it", *patterns)
@@ -249,9 +304,9 @@ def test_cached_models_need_no_hub(name, monkeypatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with nullcontext() if name else pytest.raises(ConfigError, match="HF_HUB_OFFLINE forbids"):
         check_source("model.path", "owner/name")
-    if name is None:
+    for load in (load_model, load_tokenizer) if name is None else ():
         with pytest.raises(ConfigError, match="HF_HUB_OFFLINE forbids"):
-            load_model(ModelConfig(path="owner/name"))
+            load(ModelConfig(path="owner/name"))
 
 
 @pytest.mark.parametrize(
@@ -265,8 +320,10 @@ def test_cached_models_need_no_hub(name, monkeypatch) -> None:
     ],
 )
 def test_loading_errors_of_transformers_become_one_line(error, text) -> None:
-    expected = ConfigError if text else type(error)
-    with pytest.raises(expected) as raised, one_line_errors("model.path", "x"):
+    with (
+        pytest.raises(ConfigError if text else type(error)) as raised,
+        one_line_errors("model.path", "x"),
+    ):
         raise error
     assert str(raised.value) == (f"model.path='x' {text}" if text else "a. b")
 
@@ -281,6 +338,11 @@ def test_row_attention_is_restored_after_a_plain_block() -> None:
             assert model.config._attn_implementation == "sdpa"
         assert model.config._attn_implementation == before
         assert (before == head.ROW_ATTENTION) == head.attends_by_row(model) == enabled
+        assert head.disable_row_attention(model) == enabled
+    model.train().lm_head.eval()
+    with head.sampling_mode(model):
+        assert not any(module.training for module in model.modules())
+    assert model.training and not model.lm_head.training
     model.config._attn_implementation = "flash_attention_2"
     assert head.attends_by_row(model)
 
@@ -288,9 +350,9 @@ def test_row_attention_is_restored_after_a_plain_block() -> None:
 def test_errors_in_a_forward_leave_no_traces() -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **TINY))
     assert head.attach_head(model) and head.enable_row_attention(model)
-    bounds = {"cu_seq_lens_q": torch.tensor([0, 1]), "attention_mask": None}
+    ids, bounds = torch.tensor([[TINY["vocab_size"]]]), torch.tensor([0, 1])
     with pytest.raises(IndexError):
-        head.run_head(model, input_ids=torch.tensor([[TINY["vocab_size"]]]), **bounds)
+        head.run_head(model, input_ids=ids, cu_seq_lens_q=bounds, attention_mask=None)
     with pytest.raises(KeyError), head.without_row_attention(model):
         raise KeyError
     assert model.config._attn_implementation == head.ROW_ATTENTION
@@ -324,15 +386,18 @@ def test_adapters_have_the_options_of_the_configuration(targets) -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **TINY))
     layer = model.model.layers[0]
     layer.mlp.gate_proj = type("ARouter", (torch.nn.Linear,), {})(16, 16)
-    config = LoraConfig(rank=3, alpha=5, dropout=0.25, target_modules=targets)
-    options = apply_training_options(model, ModelConfig(lora=config)).peft_config["default"]
+    options = apply_training_options(
+        model, ModelConfig(lora=LoraConfig(rank=3, alpha=5, dropout=0.25, target_modules=targets))
+    ).peft_config["default"]
     assert (options.r, options.lora_alpha, options.lora_dropout) == (3, 5, 0.25)
     assert options.task_type == "CAUSAL_LM"
-    adapted = {n for n in ("gate_proj", "up_proj") if hasattr(getattr(layer.mlp, n), "lora_A")}
-    assert adapted == ({"up_proj"} if targets == "all-linear" else set())
+    assert {n for n in ("gate_proj", "up_proj") if hasattr(getattr(layer.mlp, n), "lora_A")} == (
+        {"up_proj"} if targets == "all-linear" else set()
+    )
     attention = {n for n in ("q_proj", "v_proj") if hasattr(getattr(layer.self_attn, n), "lora_A")}
-    expected = {"all-linear": {"q_proj", "v_proj"}, ("q_proj",): {"q_proj"}}
-    assert attention == expected.get(targets, {"v_proj"})
+    assert attention == {"all-linear": {"q_proj", "v_proj"}, ("q_proj",): {"q_proj"}}.get(
+        targets, {"v_proj"}
+    )
 
 
 def test_adapters_of_unknown_modules() -> None:
@@ -373,8 +438,11 @@ def test_only_the_dropout_of_adapters_stays_in_training_mode(dropout, caplog) ->
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_dropout_is_removed_unless_requested(tmp_path, keep, caplog) -> None:
-    others = dict.fromkeys(("attn_pdrop", "embd_pdrop", "summary_first_dropout"), 0.0)
-    AutoConfig.for_model("gpt2", resid_pdrop=0.25, **others).save_pretrained(tmp_path)
+    AutoConfig.for_model(
+        "gpt2",
+        resid_pdrop=0.25,
+        **dict.fromkeys(("attn_pdrop", "embd_pdrop", "summary_first_dropout"), 0.0),
+    ).save_pretrained(tmp_path)
     config = _training_config(ModelConfig(path=str(tmp_path), keep_dropout=keep))
     assert (config.resid_pdrop, config.attn_pdrop) == (0.25 if keep else 0.0, 0.0)
     assert caplog.text.count("training uses resid_pdrop=0.25, but sampling") == keep
@@ -401,8 +469,9 @@ def test_stop_strings_are_one_token() -> None:
     words = make_tokenizer()
     assert stop_tokens(words, ("2", "0")) == [words.eos_token_id, 5, 3]
     words.add_special_tokens({"bos_token": "<s>"})
-    begin = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", words.bos_token_id)])
-    words.backend_tokenizer.post_processor = begin  # every text
+    words.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", words.bos_token_id)]
+    )  # every text
     words.chat_template = "{% for m in messages %}{{ m.content }}1<pad>{% endfor %}"
     assert stop_tokens(words, ("2", "0")) == [words.eos_token_id, words.pad_token_id, 5, 3]
     with pytest.raises(ConfigError, match="stop='20' is 2 tokens"):

@@ -51,25 +51,27 @@ def test_tiny_configurations_are_tiny(family):
 
 def test_the_page_lists_what_the_run_measured():
     modes = dict.fromkeys(models_table.MODES, "yes") | {"fuse": "fused"}
-    results = {
-        "a": modes,
-        "b": {**modes, "FSDP2": "no | way", "packed": "padded"},
-        "c": {"model": "model type 'c' is an encoder", "fuse": "exact fallback"},
-        "d": {"model": "FAILED: no config", "fuse": "does not run: why"},
-        "e": {**modes, "packed": "padded"},
-    }
-    text = models_table.page(results)
+    text = models_table.page(
+        {
+            "a": modes,
+            "b": {**modes, "FSDP2": "no | way", "packed": "padded"},
+            "c": {"model": "model type 'c' is an encoder", "fuse": "exact fallback"},
+            "d": {"model": "FAILED: no config", "fuse": "does not run: why"},
+            "e": {**modes, "packed": "padded"},
+        }
+    )
     assert "3 of 5 families train." in text
     assert "3 fused, 1 exact fallback, 1 does not run." in text
     sections = dict(part.split("\n\n", 1) for part in text.split("## ")[1:])
-    named = {name: re.findall("`(.)`", section) for name, section in sections.items()}
-    assert list(named.values()) == [["a"], ["e"], ["b"], ["c"], ["d"]]
+    assert [re.findall("`(.)`", text) for text in sections.values()] == [[x] for x in "aebcd"]
     assert "way; rows are padded" in sections["Exceptions"]
 
 
 def test_the_command_prints_families_and_finds_that_of_a_folder(task, monkeypatch):
-    modes = ("padded", "packed", "FSDP2", "LoRA", "default", "fuse", "micro-batches")
-    results = ", ".join(f"{mode}: {'fused' if mode == 'fuse' else 'yes'}" for mode in modes)
+    results = ", ".join(
+        f"{mode}: {'fused' if mode == 'fuse' else 'yes'}"
+        for mode in ("padded", "packed", "FSDP2", "LoRA", "default", "fuse", "micro-batches")
+    )
     qwen2 = f"qwen2 {results}"
     lines = families_table("qwen2").splitlines()
     assert qwen2.split() == lines[0].split() and all(x.startswith("qwen2") for x in lines[:-2])
@@ -79,8 +81,9 @@ def test_the_command_prints_families_and_finds_that_of_a_folder(task, monkeypatc
         families_table("a/b")
     *lines, _, _ = families_table().splitlines()
     names = [line.split()[0] for line in lines]
-    starts = {line.index(line.split(maxsplit=1)[1]) for line in lines}
-    assert names == sorted(names) and starts == {max(map(len, names)) + 2}
+    assert names == sorted(names) and {line.index(line.split(maxsplit=1)[1]) for line in lines} == {
+        max(map(len, names)) + 2
+    }
     assert "refused: model type 'bert' is an encoder" in families_table()
     with pytest.raises(ConfigError, match="NAME='none': no tested family matches"):
         families_table("none")

@@ -46,8 +46,9 @@ def adapters(
 ) -> Callable[[], Any]:
     write_model(folder / "base")
     base = AutoModelForCausalLM.from_pretrained(folder / "base")
-    lora = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
-    get_peft_model(base, lora).save_pretrained(folder)
+    get_peft_model(
+        base, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+    ).save_pretrained(folder)
     (folder / f"{pickled}.safetensors").unlink()
     torch.save({"x": code}, folder / f"{pickled}.bin")
     return lambda: load_model(ModelConfig(path=str(folder), safetensors_only=only))

@@ -181,7 +181,7 @@ def rewrite(start: Path, change) -> None:
     [
         (delete_file, FILE),
         (drop_norms, "contain model.norm.weight: copy or download"),
-        (functools.partial(drop_norms, pattern="norm"), "layernorm.weight and 4 more: copy"),
+        (functools.partial(drop_norms, pattern="[.]0[.].*norm"), "norm.weight and 1 more: copy"),
         (change_shape, r"layers.0.mlp.up_proj.weight .*\[5, 7\] .*config.json implies"),
         (truncate, "weights are corrupt .*: copy or download"),
     ],

@@ -20,7 +20,7 @@ def test_the_memory_of_a_container_is_its_limit(monkeypatch):
 
 
 def test_ranks_of_a_node_share_its_cores(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr(os, "sched_getaffinity", {0: range(8)}.__getitem__)  # of this process
     assert default_workers() == 8
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert default_workers() == 2

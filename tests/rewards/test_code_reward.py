@@ -109,9 +109,8 @@ def test_a_program_without_the_entry_point_continues_the_prompt(program, text):
 
 
 def test_the_reward_is_one_if_all_tests_pass_else_zero(reward):
-    assert score(reward, f"So:\n```python\n{GOOD}```", tests=TESTS) == 1.0
-    assert score(reward, BAD, tests=TESTS) == 0.0
-    assert score(reward, "no code at all", tests=TESTS) == 0.0
+    programs = f"So:\n```python\n{GOOD}```", BAD, "no code at all"
+    assert reward(programs, [example(tests=TESTS)] * 3) == [1.0, 0.0, 0.0]
 
 
 def test_partial_gives_the_fraction_of_passed_tests():
@@ -121,10 +120,13 @@ def test_partial_gives_the_fraction_of_passed_tests():
 
 
 def test_setup_runs_before_the_tests_and_its_imports_before_the_program(reward):
-    row = {"setup": "import math\nclass C: k: int\ndef near(a, b): return abs(a - b) < 1e-6"}
-    row["tests"] = ["assert near(area('1'), math.pi)"]
-    assert score(reward, "def area(r): return math.pi * C.__annotations__['k'](r)", **row) == 1.0
-    assert score(reward, "def near(a, b): return True\ndef area(r): return 0", **row) == 0.0
+    setup = "import math\nclass C: k: int\ndef near(a, b): return abs(a - b) < 1e-6"
+    row = example(setup=setup, tests=["assert near(area('1'), math.pi)"])
+    right = "def area(r): return math.pi * C.__annotations__['k'](r)"
+    assert reward([right, "def near(a, b): return True\ndef area(r): return 0"], [row] * 2) == [
+        1,
+        0,
+    ]
 
 
 def test_check_is_called_with_the_entry_point(reward):
@@ -132,13 +134,11 @@ def test_check_is_called_with_the_entry_point(reward):
         "entry_point": "add",
         "tests": ["def check(candidate):\n    assert candidate(1, 2) == 3"],
     }
-    assert score(reward, GOOD, **row) == 1.0
-    assert score(reward, BAD, **row) == 0.0
-    assert score(reward, "def other(): pass", **row) == 0.0
-    assert score(reward, GOOD, **row, prompt="Write a function that adds.") == 1.0
-    begun = {"prompt": 'def add(a, b):\n    """Add."""\n', **row}  # the program may continue it
-    assert score(reward, "    return a + b", **begun) == 1.0
-    assert score(reward, "    return a - b", **begun) == 0.0
+    programs = [GOOD, BAD, "def other(): pass", GOOD, "    return a + b", "    return a - b"]
+    begun = 'def add(a, b):\n    """Add."""\n'  # the program may continue it
+    prompts = [*[""] * 3, "Write a function that adds.", begun, begun]
+    rows = [example(prompt=prompt, **row) for prompt in prompts]
+    assert reward(programs, rows) == [1.0, 0.0, 0.0, 1.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -146,8 +146,8 @@ def test_check_is_called_with_the_entry_point(reward):
 )
 def test_a_builtin_name_is_the_programs_if_the_reference_defines_it(reward, reference):
     row = {"tests": ["assert sum(2, 3) == 6"], "answer": reference}
-    assert score(reward, "def sum(a, b): return a * b", **row) == 1.0
-    assert score(reward, "def total(a, b): return a * b", **row) == 0.0
+    programs = "def sum(a, b): return a * b", "def total(a, b): return a * b"
+    assert reward(programs, [example(**row)] * 2) == [1.0, 0.0]
 
 
 def test_objects_stay_in_the_programs_process(reward):
@@ -184,24 +184,29 @@ def test_exceptions_are_passed_on_as_builtin_exceptions(reward):
     assert score(reward, program, tests=tests) == 1.0
 
 
-def test_scripts_use_stdin_and_stdout(reward):
-    cases = [["3\n", "6\n"], ["5\n", "10"]]
-    assert score(reward, "```python\nprint(int(input()) * 2)\n```", cases=cases) == 1.0
-    spaces = "import sys\nsys.stdout.write(str(2 * int(sys.stdin.read())) + '  \\n\\n')"
-    assert score(reward, spaces, cases=cases) == 1.0
-    sized = "import os\nprint(2 * int(os.read(0, os.fstat(0).st_size)))"
-    assert score(reward, sized, cases=cases) == 1.0
-    threaded = (
+SCRIPTS = {
+    "in a block": ("```python\nprint(int(input()) * 2)\n```", 1.0),
+    "spaces at the end": (
+        "import sys\nsys.stdout.write(f'{2 * int(sys.stdin.read())}  \\n\\n')",
+        1.0,
+    ),
+    "the size of stdin": ("import os\nprint(2 * int(os.read(0, os.fstat(0).st_size)))", 1.0),
+    "in a thread": (
         "import threading\ndef main(): print(2 * int(input()))\n"
-        "threading.Thread(target=main).start()"
-    )
-    assert score(reward, threaded, cases=cases) == 1.0
-    assert score(reward, "print(6)", cases=cases) == 0.0
-    assert score(reward, "print(int(input()) * 2)\nraise ValueError", cases=cases) == 0.0
-    assert score(reward, "print(int(input()) * 2)\nexit(0)", cases=cases) == 1.0
-    assert score(reward, "print(int(input()) * 2)\nexit(3)", cases=cases) == 0.0
-    main_guard = "if __name__ == '__main__':\n    print(open(0).read().strip() and 2 * int('3'))"
-    assert score(reward, main_guard, cases=cases[:1]) == 1.0
+        "threading.Thread(target=main).start()",
+        1.0,
+    ),
+    "right for one case": ("print(6)", 0.0),
+    "an error after the output": ("print(int(input()) * 2)\nraise ValueError", 0.0),
+    "success after the output": ("print(int(input()) * 2)\nexit(0)", 1.0),
+    "failure after the output": ("print(int(input()) * 2)\nexit(3)", 0.0),
+    "as main": ("if __name__ == '__main__':\n    print(2 * int(open(0).read().strip()))", 1.0),
+}
+
+
+@pytest.mark.parametrize("case", SCRIPTS.values(), ids=SCRIPTS.keys())
+def test_scripts_use_stdin_and_stdout(reward, case):
+    assert score(reward, case[0], cases=[["3\n", "6\n"], ["5\n", "10"]]) == case[1]
 
 
 def test_preloaded_packages_can_be_imported():
@@ -308,8 +313,7 @@ def test_a_failing_case_ends_the_run_except_for_partial_rewards(first, event, go
 
 
 def test_the_judge_gets_the_fields_of_the_row():
-    names = ("tests", "setup", "entry_point", "prompt")
-    fields = {f"{name}_field": f"my {name}" for name in names}
+    fields = {f"{name}_field": f"my {name}" for name in ("tests", "setup", "entry_point", "prompt")}
     row = {"my tests": "assert f(1)", "my entry_point": "f", "answer": "def f(x): return 1"}
     begun = "import os\nimport re as r, gc\nclass g:\n    k = 1\ndef f(x):\n    'Doc.'\n"
     defined = ("import os", "import re as r, gc", "class g:\n    k = 1")
@@ -373,6 +377,7 @@ def test_the_reference_runs_once_per_row():
         ({"tests": TESTS, "cases": [["", ""]]}, "but has both"),
         ({"tests": [1]}, "'tests' must be a non-empty list"),
         ({"tests": ()}, "'tests' must be a non-empty list"),
+        ({"tests": {"assert add(1, 2) == 3": 1}}, "'tests' must be a non-empty list"),
         ({"cases": ()}, "'cases' must be a list of [stdin"),
         ({"cases": ["36"]}, "'cases' must be a list of [stdin"),
         ({"cases": [["3", "6"], ["3"]]}, "'cases' must be a list of [stdin"),
@@ -437,8 +442,7 @@ def test_the_reference_shows_that_a_row_is_broken(reward):
     setup = {"setup": "value = CONFIG['a']", "tests": ["assert add(value, 2) == 3"]}
     right = f"{GOOD}\nCONFIG = {{'a': 1}}"
     assert "own answer fails: setup" in row_error(reward, GOOD, answer=GOOD, **setup)
-    assert score(reward, GOOD, answer=right, **setup) == 0.0
-    assert score(reward, right, answer=right, **setup) == 1.0
+    assert reward([GOOD, right], [example(answer=right, **setup)] * 2) == [0.0, 1.0]
 
 
 def test_rows_that_run_the_programs_text_are_refused(reward):
@@ -472,7 +476,8 @@ def test_on_error_drop_counts_the_row():
         ({"timeout": True}, "timeout must be an integer >= 1, got True"),
         ({"require": ["uid", 1]}, "require must be a list of names"),
         ({"memory_mb": 8}, "memory_mb must be an integer >= 64, got 8"),
-        ({"workers": 0}, "workers must be at least 1, got 0"),
+        ({"workers": 0}, "workers=0: use an integer >= 1"),
+        ({"workers": 1.5}, "workers=1.5: use an integer >= 1"),
         ({"preload": "numpy"}, "preload must be a list of names"),
         (
             {"require": ["chains"]},

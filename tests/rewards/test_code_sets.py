@@ -22,8 +22,9 @@ SETS = {
 
 
 def references(data_dir, name, limit=None):
-    config = DataConfig(prompts=str(data_dir / f"{name}.jsonl.gz"), limit=limit, demo_field=None)
-    return load_references(config)
+    return load_references(
+        DataConfig(prompts=str(data_dir / f"{name}.jsonl.gz"), limit=limit, demo_field=None)
+    )
 
 
 def grade(name, pairs):
@@ -119,9 +120,9 @@ def test_mutants_fail_as_under_plain_exec(data_dir, name, kind):
 def test_all_mutants_fail_as_under_plain_exec(data_dir, name, kind):
     pairs = references(data_dir, name)
     ours, plain = verdicts(name, kind, pairs)
-    both = zip(pairs, ours, plain, strict=True)
-    differ = [(example.id, a, b) for (example, _), a, b in both if a != b]
+    differ = [
+        (example.id, a, b) for (example, _), a, b in zip(pairs, ours, plain, strict=True) if a != b
+    ]
     # this mutant calls exit(), which fools a grader that looks at the exit status
-    fools = [("mbpp/264", 0.0, 1.0)] if (name, kind) == ("mbpp", Swapped) else []
-    assert differ == fools
+    assert differ == ([("mbpp/264", 0.0, 1.0)] if (name, kind) == ("mbpp", Swapped) else [])
     assert kind is not Wrong or set(ours) == {0.0}

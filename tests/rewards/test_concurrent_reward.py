@@ -88,4 +88,5 @@ def test_retries_and_the_deadline_of_a_concurrent_reward(monkeypatch):
     monkeypatch.setattr(threading, "excepthook", failed.append)
     LATE.set()
     ATTEMPTS[0].join(20)
+    assert ATTEMPTS[0].daemon  # a call that hangs does not keep the process alive
     assert not failed  # nobody waits for the result any more, but that is no error of the thread

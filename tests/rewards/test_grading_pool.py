@@ -1,9 +1,11 @@
 """The grading workers: when they start, what they import, and that none is left behind."""
 
+import math
 import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -37,6 +39,12 @@ def cpu_ticks(pid):
     return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[11])
 
 
+def finished(script, *arguments, **keywords):
+    """Run a script in another process."""
+    command = [sys.executable, "-W", "ignore", "-c", script, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, **keywords)
+
+
 FORK_SCRIPT = """
 import os
 from gac.rewards.grading_pool import GradingPool
@@ -53,9 +61,8 @@ pool.close()
 
 
 def test_a_forked_process_gets_its_own_workers():
-    command = [sys.executable, "-W", "ignore", "-c", FORK_SCRIPT]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
-    assert run.stdout.splitlines() == ["['right']", "['wrong']", "['wrong']", "['right']"]
+    printed = finished(FORK_SCRIPT).stdout.splitlines()
+    assert printed == ["['right']", "['wrong']", "['wrong']", "['right']"]
 
 
 def test_workers_start_when_needed_and_end_with_close():
@@ -68,10 +75,20 @@ def test_workers_start_when_needed_and_end_with_close():
     assert worker in workers_of(os.getpid())  # it is used again
     pool.close()
     assert set(workers_of(os.getpid())) == before
-    with pytest.raises(RuntimeError, match="shutdown"):
-        pool._threads.submit(print)
     assert pool.grade([("7", "8")]) == ["wrong"]  # the pool starts new workers
     pool.close()
+
+
+def test_close_cancels_the_pairs_that_wait():
+    pool = GradingPool(timeout=3.0, workers=1)
+    assert pool.grade([]) == []
+    begun, cancelled = threading.Event(), threading.Event()
+    pool._threads.submit(lambda: begun.set() or cancelled.wait(20))
+    waiting = pool._threads.submit(print)
+    waiting.add_done_callback(lambda _: cancelled.set())
+    begun.wait(60)
+    pool.close()
+    assert waiting.cancelled()
 
 
 HOLDING_SCRIPT = """
@@ -91,9 +108,7 @@ os.kill(child, signal.SIGKILL)
 
 
 def test_a_fork_that_holds_the_pipes_does_not_keep_workers_alive():
-    command = [sys.executable, "-W", "ignore", "-c", HOLDING_SCRIPT]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
-    assert run.stdout.splitlines() == ["['right', 'wrong']", "True"]
+    assert finished(HOLDING_SCRIPT).stdout.splitlines() == ["['right', 'wrong']", "True"]
 
 
 WAITING_SCRIPT = """
@@ -101,9 +116,9 @@ import os, resource, signal, sys, time
 from gac.rewards import grading_worker as worker
 
 def wait(parent, waits=[]):
-    waits.append(time.monotonic())
-    while len(waits) > 1 and time.monotonic() < waits[-1] + 0.6:
-        pass  # longer than the limits of a check
+    waits.append(1)
+    timers = [signal.getitimer(kind) for kind in (signal.ITIMER_REAL, signal.ITIMER_PROF)]
+    assert len(waits) == 1 or timers == [(0, 0)] * 2  # those of a check have been stopped
     return True
 
 def grade(text, seconds):
@@ -134,10 +149,7 @@ worker.main(0.05, os.getppid())
 )
 def test_a_worker_that_waits_ends_too(kind, requests, printed, status):
     """Its limits do not depend on what the parent does with signals, or on the previous check."""
-    command = [sys.executable, "-c", WAITING_SCRIPT, kind]
-    run = subprocess.run(
-        command, input=requests, capture_output=True, text=True, timeout=100, check=False
-    )
+    run = finished(WAITING_SCRIPT, kind, input=requests)
     assert (run.stdout, run.returncode) == (printed, status)
 
 
@@ -160,8 +172,9 @@ def test_a_worker_that_is_killed_while_idle_is_replaced(started):
 def test_a_worker_that_does_not_end_is_killed(monkeypatch, started):
     monkeypatch.setattr(grading_pool, "_STOP_SECONDS", 0.05)
     os.kill(started[1], signal.SIGSTOP)
+    process = started[0]._idle.queue[0]._process
     started[0].close()
-    assert not alive(started[1])
+    assert not alive(started[1]) and process.stdout.closed
 
 
 def test_a_worker_has_few_modules_limited_memory_and_a_session_of_its_own(started):
@@ -228,8 +241,9 @@ def test_no_worker_outlives_a_parent_that_is_killed(mode, completion):
         assert len(workers) == 2
         if completion:
             before = sum(map(cpu_ticks, workers))
-            busy = lambda: sum(map(cpu_ticks, workers)) > before + 10  # noqa: E731 - one line
-            wait_until(busy, "a worker inside a check")
+            wait_until(
+                lambda: sum(map(cpu_ticks, workers)) > before + 10, "a worker inside a check"
+            )
         parent.kill()
         parent.wait(60)
         wait_until(lambda: not any(alive(worker) for worker in workers), "the workers to exit")
@@ -250,10 +264,12 @@ def test_ranks_of_a_node_share_its_cores(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"timeout": 0}, "timeout must be positive, got 0"),
-        ({"timeout": 1, "workers": 0}, "workers must be at"),
+        ({"timeout": 0}, "timeout=0: use a finite number > 0"),
+        ({"timeout": math.inf}, "timeout=inf: use a finite number > 0"),
+        ({"timeout": 1, "workers": 0}, "workers=0: use an integer >= 1"),
+        ({"timeout": 1, "workers": 1.5}, "workers=1.5: use an integer >= 1"),
     ],
-    ids=["timeout", "workers"],
+    ids=["timeout", "endless timeout", "workers", "half a worker"],
 )
 def test_invalid_pool_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):

@@ -46,12 +46,19 @@ def url():
 
 def test_programs_are_graded_by_a_remote_service(url, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
-    spec = {"name": "remote_code:remote_code", "url": url, "timeout": 1, "batch": True}
-    reward = build_reward(spec)
-    good = "```python\nprint(2 * int(input()))\n```"
-    programs = [good, "print(6)", "import os\nos._exit(0)", "while True: pass", "1 / 0"]
-    row = Example("row", (), "", None, None, {"cases": CASES})
-    assert reward(programs, [row] * len(programs)) == [1.0, 0.0, 0.0, 0.0, 0.0]
+    reward = build_reward(
+        {"name": "remote_code:remote_code", "url": url, "timeout": 1, "batch": True}
+    )
+    programs = [
+        "```python\nprint(2 * int(input()))\n```",
+        "print(6)",
+        "import os\nos._exit(0)",
+        "while True: pass",
+        "1 / 0",
+    ]
+    assert reward(
+        programs, [Example("row", (), "", None, None, {"cases": CASES})] * len(programs)
+    ) == [1.0, 0.0, 0.0, 0.0, 0.0]
 
 
 def test_a_service_that_is_down_is_an_error(monkeypatch):

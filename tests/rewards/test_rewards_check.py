@@ -30,6 +30,12 @@ class Length(RowReward):
         Length.closed += 1
 
 
+def write_rows(path, *rows):
+    """The settings of data with these rows."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"prompts": str(path), "demo_field": "answer"}
+
+
 @pytest.fixture
 def config(tmp_path):
     rows = [
@@ -42,8 +48,10 @@ def config(tmp_path):
     with gzip.open(data, "wt") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
     path = tmp_path / "train.yaml"
-    source = f"data: {{prompts: {data}, demo_field: answer}}\n"
-    path.write_text(f"{source}reward: code\nmodel:\n  path: none\nsteps: 5\n")
+    path.write_text(
+        f"data: {{prompts: {data}, demo_field: answer}}\n"
+        "reward: code\nmodel:\n  path: none\nsteps: 5\n"
+    )
     return path
 
 
@@ -69,8 +77,7 @@ def test_rows_that_a_constant_passes_are_weak(tmp_path):
         {"id": "body", "prompt": "def add(a, b):\n    'Add.'", "answer": "\n    return a + b"}
         | {"entry_point": "add", "tests": ["def check(f): assert f(0, 0) == 0"]},
     ]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = {"prompts": str(tmp_path / "rows.jsonl"), "demo_field": "answer"}
+    data = write_rows(tmp_path / "rows.jsonl", *rows)
     result = check({"data": data, "reward": "code"})
     assert list(map(str, (*result.failing, *result.weak))) == [
         "any: the row's own answer fails: the tests never use the program",
@@ -111,7 +118,7 @@ def test_only_reference_solutions_are_scored(tmp_path, capsys):
     messages = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "is 2"}]
     rows = [{"prompt": "1+2=", "answer": "3"}, {"messages": messages, "answer": "2"}]
     data, path = tmp_path / "rows.jsonl", tmp_path / "run.yaml"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(data, *rows)
     path.write_text(f"data: {{prompts: {data}}}\nreward: {{name: format, pattern: 'is .*'}}\n")
     result = check(path)
     assert (result.rows, result.failing) == (1, ())
@@ -124,8 +131,7 @@ def test_only_reference_solutions_are_scored(tmp_path, capsys):
 
 def test_the_failures_of_all_tasks_are_counted(tmp_path):
     row = {"id": "crash", "prompt": "add", "answer": "import os; os.abort()", "tests": TESTS}
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    task = {"data": {"prompts": str(tmp_path / "rows.jsonl"), "demo_field": "answer"}}
+    task = {"data": write_rows(tmp_path / "rows.jsonl", row)}
     result = check({"tasks": {"a": task, "b": task}, "reward": "code"})
     assert [(failed.task, failed.row) for failed in result.failing] == [
         ("a", "crash"),
@@ -137,8 +143,7 @@ def test_the_failures_of_all_tasks_are_counted(tmp_path):
 def test_rewards_have_a_threshold_and_are_closed(tmp_path, monkeypatch):
     monkeypatch.setattr(Length, "closed", 0)
     rows = [{"id": text[:4], "prompt": "p", "answer": text} for text in ("ab", "abc", "long" * 3)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = {"prompts": str(tmp_path / "rows.jsonl"), "demo_field": "answer"}
+    data = write_rows(tmp_path / "rows.jsonl", *rows)
     part = {"data": data, "reward": "tests.rewards.test_rewards_check:Length"}
     result = check(part, min_reward=3)
     assert [str(failed) for failed in result.failing] == [
