@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gac.sandbox import peer
 from gac.sandbox.judge import judge
 from gac.sandbox.peer import Peer
 from gac.sandbox.row import JudgeSpec, compile_row
@@ -204,6 +203,7 @@ HOSTILE = """
     [["list", [[1]]], ["ndarray", ["|u1", "0 0", 3]]]
     [["list", [[1]]], ["ndarray", ["<f8", "0000000000000000", -1]]]
     [["list", [[1]]], ["ndarray", ["<f8", "0000000000000000", true]]]
+    [["list", [[1]]], ["ndarray", ["<f8", "0000000000000000", 1, -1]]]
     [["list", [[1]]], ["ndarray", ["<f8", "0000000000000000", 1e0]]]
     [["list", [[1]]], ["ndarray", ["<f8,<f8", "00000000000000000000000000000000", 1]]]
     [["list", [[0]]]]
@@ -234,11 +234,15 @@ def test_hostile_values_are_refused(message):
 
 
 @pytest.mark.parametrize(
-    "written",
-    [b"\x00\x00\x00\x09[1", ((64 << 20) + 1).to_bytes(4, "big")],
-    ids=["torn", "too long"],
+    ("written", "reason"),
+    [
+        (b"\x00\x00\x00\x09[1", "end of file"),
+        ((64 << 20).to_bytes(4, "big"), "^$"),
+        (((64 << 20) + 1).to_bytes(4, "big"), "bad message length"),
+    ],
+    ids=["torn", "long and torn", "too long"],
 )
-def test_frames_keep_their_boundaries_until_one_is_invalid(written):
+def test_frames_keep_their_boundaries_until_one_is_invalid(written, reason):
     ours, theirs = socket.socketpair()
     sender, peer = Peer(ours.detach()), Peer(theirs.detach())
     for message in (b"call", b"", b"x" * 10_000):
@@ -246,7 +250,7 @@ def test_frames_keep_their_boundaries_until_one_is_invalid(written):
         assert peer.receive() == message
     os.write(sender.channel.fileno(), written)
     sender.channel.close()
-    with pytest.raises((OSError, EOFError)):
+    with pytest.raises((OSError, EOFError), match=reason):
         peer.receive()
 
 
@@ -267,13 +271,12 @@ SPEC = JudgeSpec(
 
 
 def judged(spec, answers):
-    """The verdict if the solver has written all of its `answers` in advance."""
+    """What `judge` returns if the solver has written all of its `answers` in advance."""
     solver, channel = socket.socketpair()
     with solver:
         solver.sendall(NAMES + answers)
         solver.shutdown(socket.SHUT_WR)
-        verdict, _ = judge(compile_row(spec), channel.detach(), guard=False)
-    return verdict
+        return judge(compile_row(spec), channel.detach(), guard=False)
 
 
 KINDS = st.sampled_from(["value", "raise", "ask", "other"])
@@ -291,7 +294,7 @@ HOSTILE_TEXT = [b"[" * 20_000, b"1" * 10_000, b"\xff", b'{"a"', b"", b"[[]]"]
 )
 @settings(max_examples=100, deadline=None)
 def test_judge_gives_a_verdict_for_any_solver_output(answer):
-    verdict = judged(SPEC, answer)
+    verdict, _ = judged(SPEC, answer)
     assert len(verdict["passed"]) == 3 and not all(verdict["passed"])
     json.dumps(verdict)
 
@@ -306,8 +309,9 @@ def test_an_error_that_would_end_a_loop_becomes_another_one():
         ["list", ["no"]],
         ["dict", []],
     )
-    verdict = judged(JudgeSpec(tests, all=True), 2 * error)
+    verdict, ended = judged(JudgeSpec(tests, all=True), 2 * error)
     assert verdict["passed"] == [False, False] and "StopIteration: no" in verdict["problem"]
+    assert (ended, judged(SPEC, b"")[1]) == (False, True)
 
 
 @pytest.mark.parametrize("number", [-1, 3, 1.5, "0", None])
@@ -316,13 +320,3 @@ def test_an_object_of_the_tests_is_referred_to_by_its_number_only(number):
     assert [lender.own(lender.number(value)) for value in (len, abs, len)] == [len, abs, len]
     with pytest.raises(KeyError):
         lender.own(number)
-
-
-def test_a_frame_of_exactly_the_limit_is_received(monkeypatch) -> None:
-    sender, receiver = (Peer(end.detach()) for end in socket.socketpair())
-    monkeypatch.setattr(peer, "FRAME_BYTES", 8)
-    sender.channel.send_bytes(b"12345678")
-    assert receiver.receive() == b"12345678"
-    sender.channel.send_bytes(b"123456789")
-    with pytest.raises(OSError, match="bad message length"):
-        receiver.receive()

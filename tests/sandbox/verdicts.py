@@ -256,5 +256,12 @@ MORE: dict[str, tuple[Any, ...]] = {
         {"setup": "class P: pass"},
         GOOD,
     ),
+    "dicts with defaults": (
+        "from collections import defaultdict\n"
+        "def f(x): return defaultdict(list if x else lambda: 1)",
+        ["assert f(1)['a'] == []\ntry: f(0)['a']\nexcept KeyError: pass\nelse: assert 0"],
+        {},
+        GOOD,
+    ),
     "a long number": ("def f(x): return 10**5000", ["assert f(1) == 10**5000"], {}, GOOD),
 }
