@@ -294,7 +294,10 @@ class Client(Peer):
             container: the type of its contents if objects compare by them, else "".
             methods: the special methods that it defines, and overridden methods of `base`.
         """
-        parents = (*map(self._read_class, bases), local_base(base))
+        last = local_base(base)
+        parents = tuple(map(self._read_class, bases))
+        if not any(issubclass(parent, last) for parent in parents):
+            parents = (*parents, last)
         members = {
             **{name: SPECIAL_METHODS[name] for name in methods if name in SPECIAL_METHODS},
             **{

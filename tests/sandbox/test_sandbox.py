@@ -22,6 +22,7 @@ from tests.sandbox.sandboxes import (
     passes,
     patch_server,
     prints,
+    python,
     without_namespaces,
 )
 
@@ -119,8 +120,9 @@ def test_namespaces_are_used_where_bubblewrap_works(pool):
         pytest.skip(f"bubblewrap does not work here: {layers.missing['namespaces']}")
     assert passes(pool)
     ours = {name: Path(f"/proc/self/ns/{name}").readlink() for name in ("net", "ipc", "pid")}
-    pids = descendants(pool._server._process.pid)
-    zygote, _ = (p for p in pids if command(p).startswith(sys.executable))  # and its worker
+    zygote, _ = (
+        p for p in descendants(pool._server._process.pid) if command(p).startswith(sys.executable)
+    )  # and its worker
     inside = {name: Path(f"/proc/{zygote}/ns/{name}").readlink() for name in ours}
     assert all(inside[name] != ours[name] for name in ours)
 
@@ -155,10 +157,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("kind", ["pod", "no capabilities"])
 def test_sandbox_works_without_capabilities(kind):
-    run = subprocess.run(
-        [sys.executable, "-c", POD, kind], capture_output=True, text=True, timeout=120, check=True
-    )
-    layers, outcome = run.stdout.splitlines()
+    layers, outcome = python("-c", POD, kind).splitlines()
     assert layers.startswith("sandbox: limits, seccomp")
     assert outcome == "(True,) 1 0"
 
@@ -192,9 +191,10 @@ def test_program_sees_nothing_of_the_trainer(monkeypatch, pool):
     if layer.startswith("uids"):  # a program has a uid of its own
         _, first, _, last = layer.split()
         assert int(first) < uid / 2 <= int(last)
-        other = JudgeSpec(("import os\nassert user() != os.getuid()",))
         assert passes(
-            pool, Program("import os\ndef user(): return os.getuid()"), other
+            pool,
+            Program("import os\ndef user(): return os.getuid()"),
+            JudgeSpec(("import os\nassert user() != os.getuid()",)),
         )  # and so has its judge
 
 
@@ -242,10 +242,10 @@ def test_programs_have_the_standard_library(pool):
     )
     outcome = pool.run(Program(read), b"\xc3\xa9\n\xff\n", 5, 256, 1 << 20)
     assert outcome.stdout == b"r w 5 0 0\n" and outcome.status == 1
-    context = ("def g(x: int): print(g.__annotations__)\ng(1)",)
-    outcome = pool.run(Program(read, context), b"\xc3\xa9\n1\n", 5, 256, 1 << 20)
-    types = b"{'x': <class 'int'>}\n"
-    assert outcome.stdout == types + b"r w 5 0 0\n\xc3\xa9 1\n" and outcome.status == 0
+    program = Program(read, ("def g(x: int): print(g.__annotations__)\ng(1)",))
+    outcome = pool.run(program, b"\xc3\xa9\n1\n", 5, 256, 1 << 20)
+    printed = b"{'x': <class 'int'>}", b"r w 5 0 0", b"\xc3\xa9 1"
+    assert (*outcome.stdout.splitlines(), outcome.status) == (*printed, 0)
 
 
 def test_program_output_is_deterministic(pool):

@@ -105,8 +105,10 @@ def test_a_request_is_sent_at_most_three_times(monkeypatch, caplog, pool, kind, 
     monkeypatch.setattr(Server, "ask", ask)
     request = {"kind": kind, "cpu_seconds": 3, "memory_bytes": 7 << 20}
     read = needed
-    result = pool._ask(kind, Program("p"), b"{}", 3, 7, 4)
-    assert result == ({"ends": [], "stalled": False}, b"part")
+    assert pool._ask(kind, Program("p"), b"{}", 3, 7, 4) == (
+        {"ends": [], "stalled": False},
+        b"part",
+    )
     assert sent == [request] * 3 and pauses == [0.0, 0.2, 0.8]
     assert caplog.text.count("died unexpectedly") == 1
     sent.clear()
@@ -158,8 +160,11 @@ def test_a_server_that_does_not_answer_or_end_in_time_counts_as_dead(monkeypatch
     one._idle.append(ours)
     worker.send(b"{}")
     assert one.ask({"cpu_seconds": 3}, []) == {} and one._idle == [ours]
-    request = {"cpu_seconds": 3, "wall_seconds": 12, "most_seconds": 120}
-    assert json.loads(worker.recv(1 << 10)) == request
+    assert json.loads(worker.recv(1 << 10)) == {
+        "cpu_seconds": 3,
+        "wall_seconds": 12,
+        "most_seconds": 120,
+    }
     assert (one._control.gettimeout(), ours.gettimeout()) == (60.0, 150.0)
     for name in ("WALL_MARGIN", "STARVATION_FACTOR", "STOP_SECONDS"):
         monkeypatch.setattr(server, name, 0.1)
@@ -310,7 +315,7 @@ def test_a_worker_answers_until_its_connection_ends(monkeypatch):
 def test_a_child_confines_itself_in_order(monkeypatch):
     state, calls = Zygote({"landlock": "Landlock 1"}), []
     state.base_bytes, state.filter, state.uids = 5, b"filter", range(3)
-    steps = "close_all_but set_limits no_new_privileges apply_landlock install_filter".split()
+    steps = ["close_all_but", "set_limits", "no_new_privileges", "apply_landlock", "install_filter"]
     for step in steps:
         monkeypatch.setattr(confine, step, lambda *given, step=step: calls.append((step, *given)))
     state.confine([7, 9], 2, 30)
@@ -379,8 +384,11 @@ def test_the_probe_accepts_refusals_only(monkeypatch, capfd):
             raise OSError(outcome, "no")
 
     def probe(confine_child, **outcomes):
-        attempts = {name: lambda code=code: attempt(code) for name, code in outcomes.items()}
-        monkeypatch.setattr(confine, "_ATTEMPTS", attempts)
+        monkeypatch.setattr(
+            confine,
+            "_ATTEMPTS",
+            {name: lambda code=code: attempt(code) for name, code in outcomes.items()},
+        )
         confine.verify_confinement(fork, confine_child)
 
     def confine_child(kept, cpu_seconds, memory_bytes):
