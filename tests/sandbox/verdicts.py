@@ -264,6 +264,31 @@ MORE = {
         (True,),
         "",
     ),
+    "an object that pretends to be an operation": (
+        "class T:\n  n = 0\n  def __init__(s):\n    global t\n    t = s\n"
+        "  def __eq__(s, o):\n    s.n += 1\n    return s.n not in (2, 3, 4)\n"
+        "  def __hash__(s): return hash('get')\n"
+        "def f(c): return c._remote_[0].ask(t, c, '_x')",
+        [
+            "class C: _x = 5\nT()\ntry: f(C())\n"
+            "except TypeError as e: assert 'no operation' in str(e)\nelse: assert 0"
+        ],
+        {},
+        (True,),
+        "",
+    ),
+    "text that pretends to be a public name": (
+        "class S(str):\n  def __new__(c, x):\n    global s\n    s = str.__new__(c, x)\n"
+        "    return s\n  def startswith(s, x): return False\n"
+        "def f(c): return c._remote_[0].ask('get', c, s)",
+        [
+            "class C: _x = 5\nS('_x')\ntry: f(C())\n"
+            "except AttributeError as e: assert 'public' in str(e)\nelse: assert 0"
+        ],
+        {},
+        (True,),
+        "",
+    ),
     "dicts with defaults": (
         "from collections import defaultdict\n"
         "def f(x): return defaultdict(list if x else lambda: 1)",
