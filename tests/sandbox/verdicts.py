@@ -289,6 +289,61 @@ MORE = {
         (True,),
         "",
     ),
+    "operations that an object does not offer": (
+        "def f(c, name, *rest): return c._remote_[0].ask(name, c, *rest)",
+        [
+            "class C: _x = 5\nfor o in (('__hash__',), ('get', '_x')):\n  try: f(C(), *o)\n"
+            "  except (TypeError, AttributeError): pass\n  else: assert 0"
+        ],
+        {},
+        (True,),
+        "",
+    ),
+    "a class of the tests is used in the program": (
+        "def f(c): return c(3)",
+        ["class C:\n  def __init__(s, x): s.x = x\nassert f(C).x == 3"],
+        {},
+        (True,),
+        "",
+    ),
+    "a named tuple of the tests": (
+        "def f(p): return p.a",
+        ["from collections import namedtuple\nP = namedtuple('P', 'a')\nassert f(P(3)) == 3"],
+        {},
+        (True,),
+        "",
+    ),
+    "an attribute that would change the class": (
+        "class P: pass\ndef f(x):\n  p = P()\n  vars(p)['__class__'] = 5\n  return p",
+        ["f(1)"],
+        {"setup": "class P: pass"},
+        (False,),
+        "test 1 (@): RemoteError: invalid answer: __class__ is not an attribute",
+    ),
+    "a deep argument": (
+        "def f(x): return 1",
+        ["x = ()\nfor _ in range(3000): x = (x,)\nassert f(x)"],
+        {},
+        (True,),
+        "",
+    ),
+    "classes that are no test cases": (
+        F,
+        ["class U:\n  def test_a(s): 1 / 0\n@lambda c: c()\nclass V: pass\nassert f(1)"],
+        {},
+        (True,),
+        "",
+    ),
+    "functions of the standard library on objects of the program": (
+        "from dataclasses import dataclass\n@dataclass\nclass P: x: int\nf = P",
+        [
+            "import dataclasses, unittest\nassert dataclasses.asdict(f(1)) == {'x': 1}\n"
+            "unittest.main()\nassert isinstance(f, type) and not isinstance(5, str)"
+        ],
+        {},
+        (True,),
+        "",
+    ),
     "dicts with defaults": (
         "from collections import defaultdict\n"
         "def f(x): return defaultdict(list if x else lambda: 1)",
