@@ -303,6 +303,12 @@ asyncio.run(main())
         ("print(7, file=open('/dev/stderr', 'w'), flush=True)\nprint(8)", 0, "8\n"),
         ("import threading\nthreading.Timer(0.1, print, [9]).start()", 0, "9\n"),
         (WAITING, 0, "True\n"),
+        (
+            "from resource import *\nsetrlimit(RLIMIT_STACK, (-1, -1))\n"
+            "try: setrlimit(RLIMIT_CPU, (9, 9))\nexcept (OSError, ValueError): print('refused')",
+            0,
+            "refused\n",
+        ),
     ],
 )
 def test_scripts_end_as_in_python(pool, text, status, printed):
