@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from gac.sandbox.judge import judge
 from gac.sandbox.peer import Peer
+from gac.sandbox.remote import standard
 from gac.sandbox.row import JudgeSpec, compile_row
 from gac.sandbox.wire import DECODE_ERRORS, decode, encode
 
@@ -80,8 +81,7 @@ def test_plain_values_round_trip(value):
 
 
 def test_round_trip_of_nan_negative_zero_and_types():
-    assert math.isnan(round_trip(float("nan")))
-    assert math.copysign(1, round_trip(-0.0)) == -1
+    assert math.isnan(round_trip(math.nan)) and math.copysign(1, round_trip(-0.0)) == -1
     assert equal_with_types(round_trip(10**4000), 10**4000)
 
 
@@ -302,14 +302,17 @@ def test_judge_gives_a_verdict_for_any_solver_output(answer):
 def test_an_error_that_would_end_a_loop_becomes_another_one():
     """The solver claims that the iteration has ended, which would skip the rest of the test."""
     tests = ("for x in iter(f, None): break", "for i in map(f, [1]): assert 0")
-    error = answered(
-        "raise",
-        [1],
-        ["error", [2, "builtins:StopIteration", "no", None, [2], [3]]],
-        ["list", ["no"]],
-        ["dict", []],
+    verdict, ended = judged(
+        JudgeSpec(tests, all=True),
+        2
+        * answered(
+            "raise",
+            [1],
+            ["error", [2, "builtins:StopIteration", "no", None, [2], [3]]],
+            ["list", ["no"]],
+            ["dict", []],
+        ),
     )
-    verdict, ended = judged(JudgeSpec(tests, all=True), 2 * error)
     assert verdict["passed"] == [False, False] and "StopIteration: no" in verdict["problem"]
     lost = judged(JudgeSpec(("f\ntry: g\nexcept NameError: import absent",)), b"")
     assert lost[0]["passed"] == [False] and (ended, lost[1]) == (False, True)
@@ -321,3 +324,9 @@ def test_an_object_of_the_tests_is_referred_to_by_its_number_only(number):
     assert [lender.own(lender.number(value)) for value in (len, abs, len)] == [len, abs, len]
     with pytest.raises(KeyError):
         lender.own(number)
+
+
+def test_only_classes_of_the_standard_library_have_a_name():
+    assert standard("builtins:int") is int and not any(
+        map(standard, ("builtins:len", "builtins:True", "types:FunctionType", "absent:int"))
+    )

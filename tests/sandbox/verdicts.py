@@ -344,6 +344,20 @@ MORE = {
         (True,),
         "",
     ),
+    "a conversion within another call": (
+        "class T:\n  def __int__(s): return 3\ndef f(x): return T()",
+        ["assert str(int(f(1))) == '3'"],
+        {},
+        (True,),
+        "",
+    ),
+    "an operator of another kind than that of the reference": (
+        T,
+        ["T() - 1"],
+        {"reference": "class T:\n  def __lt__(s, o): pass"},
+        (False,),
+        f"test 1 (@): {MINUS}",
+    ),
     "dicts with defaults": (
         "from collections import defaultdict\n"
         "def f(x): return defaultdict(list if x else lambda: 1)",
