@@ -78,8 +78,8 @@ class Client(Peer):
     def __init__(self, row: Any, channel: int) -> None:
         super().__init__(channel)
         self.row = row
-        self.requests = 0
-        """Number of uses of the program, since it ran."""
+        self.used = False
+        """Whether the tests have used the program."""
         self.lost = ""
         """Why the solver no longer answers, or "". Tests that pass afterwards count as failed."""
         self.ended = False
@@ -99,7 +99,7 @@ class Client(Peer):
     def ask(self, operation: str, /, *arguments: Any, **keywords: Any) -> Any:
         """Send one request and return the answer; raises the program's exception."""
         with self._turn:
-            self.requests += operation != "find"
+            self.used |= operation not in ("run", "find")
             request = self.dumps("ask", operation, arguments, keywords, self._new_patches())
             value, changed = self._answer(request, operation)
             if value is None or self.row.returns:
@@ -145,7 +145,7 @@ class Client(Peer):
         except DECODE_ERRORS as error:
             self.lost = f"invalid answer: {error!s:.200}"
         if self.lost:
-            self.requests += 1  # whatever fails now, the row is not to blame
+            self.used = True  # whatever fails now, the row is not to blame
             raise RemoteError(self.lost)
         if kind == "value":
             return value, changed
@@ -334,7 +334,7 @@ def operations(value: Any) -> list[str] | None:
     if is_importable(kind):
         with contextlib.suppress(Exception):  # a lock, for example, cannot be copied
             if kind not in copyreg.dispatch_table:
-                value.__reduce_ex__(4)
+                value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
             return None
     return _members(kind)
 

@@ -176,20 +176,20 @@ _ALLOWED = _NAMES.split()
 # the exact clone flags that glibc and musl use to start a thread
 _THREAD_FLAGS = (0x3D0F00, 0x7D0F00)
 _PROT_EXEC = 4
-# action, syscall, conditions that must all hold: argument, comparison, mask or value, value
+# action, syscall, conditions that must all hold: argument, comparison, value or bits that must be 0
 _RULES: tuple[tuple[Any, ...], ...] = (
-    *((_ALLOW, "clone", (0, _EQUAL, flags, 0)) for flags in _THREAD_FLAGS),
-    (_ALLOW, "mmap", (2, _MASKED_EQUAL, _PROT_EXEC, 0)),
-    (_ALLOW, "mprotect", (2, _MASKED_EQUAL, _PROT_EXEC, 0)),
+    *((_ALLOW, "clone", (0, _EQUAL, flags)) for flags in _THREAD_FLAGS),
+    (_ALLOW, "mmap", (2, _MASKED_EQUAL, _PROT_EXEC)),
+    (_ALLOW, "mprotect", (2, _MASKED_EQUAL, _PROT_EXEC)),
     # F_GETFD; F_SETOWN and F_SETSIG could signal processes of the same uid
-    (_ALLOW, "fcntl", (1, _EQUAL, 1, 0)),
-    (_ALLOW, "fcntl", (1, _EQUAL, 3, 0)),  # F_GETFL
+    (_ALLOW, "fcntl", (1, _EQUAL, 1)),
+    (_ALLOW, "fcntl", (1, _EQUAL, 3)),  # F_GETFL
     # 0 is this thread, and a negative clock the CPU time of any process
-    (_ALLOW, "sched_getaffinity", (0, _EQUAL, 0, 0)),
-    (_ALLOW, "get_robust_list", (0, _EQUAL, 0, 0)),
-    *((_ALLOW, f"clock_{name}", (0, _LESS, 16, 0)) for name in ("gettime", "getres", "nanosleep")),
+    (_ALLOW, "sched_getaffinity", (0, _EQUAL, 0)),
+    (_ALLOW, "get_robust_list", (0, _EQUAL, 0)),
+    *((_ALLOW, f"clock_{name}", (0, _LESS, 16)) for name in ("gettime", "getres", "nanosleep")),
     # read-only, and only for this process
-    (_ALLOW, "prlimit64", (0, _EQUAL, 0, 0), (2, _EQUAL, 0, 0)),
+    (_ALLOW, "prlimit64", (0, _EQUAL, 0), (2, _EQUAL, 0)),
     # clone3 passes its flags through a pointer, which a filter cannot follow; ENOSYS makes libc
     # fall back to clone
     (_ERRNO | errno.ENOSYS, "clone3"),
@@ -232,7 +232,7 @@ def compile_filter() -> bytes:
     with os.fdopen(os.memfd_create("filter"), "rb") as file:
         _check(library.seccomp_export_bpf(context, file.fileno()), "export")
         library.seccomp_release(context)
-        return os.pread(file.fileno(), 1 << 20, 0)
+        return os.pread(file.fileno(), file.tell(), 0)
 
 
 def _check(code: int, what: str) -> None:
@@ -256,7 +256,7 @@ _PROBE_MEMORY = 1 << 28
 _ATTEMPTS: dict[str, Callable[[], object]] = {
     "stat": lambda: os.stat("/"),  # noqa: PTH116 - the syscall itself is under test
     "pipe": os.pipe,
-    "fork": lambda: os.waitpid(os.fork() or os._exit(0), 0),
+    "fork": lambda: os.fork() or os.abort(),
     "socketpair": socket.socketpair,
     "memfd_create": lambda: os.memfd_create("probe"),
     "kill": lambda: os.kill(os.getpid(), 0),

@@ -95,7 +95,6 @@ class _Judge:
             client.ask("run", row.setup_classes)
         except Exception as error:  # the program decides what is raised
             return {"passed": passed, "problem": f"the program: {describe(error)}"}
-        client.requests = 0
         problem = self._problem_of("setup", row.setup, not row.used_in_setup & wanted)
         if problem:
             return {"passed": passed, "problem": problem}
@@ -111,7 +110,7 @@ class _Judge:
             problem = problem or found
             if problem and not row.all:
                 break
-        if all(passed) and not client.requests:
+        if all(passed) and not client.used:
             if wanted <= row.bound:
                 raise RowError(
                     "the tests use no name from the program; if they need its entry point, set "
@@ -137,7 +136,7 @@ class _Judge:
         try:
             exec(code, self._namespace)
         except BaseException as error:  # including SystemExit: a test that exits has not passed
-            if not client.requests and (inherent or isinstance(error, ImportError)):
+            if not client.used and (inherent or isinstance(error, ImportError)):
                 problem = f"{place} fails for every program: {describe(error)}"
                 raise RowError(problem) from None
             return f"{place}: {describe(error)}"
@@ -202,7 +201,7 @@ class _Names(dict[str, Any]):
         if callable(value):  # it is not used yet
             self[name] = value
         else:
-            self._client.requests += 1
+            self._client.used = True
         return value
 
 

@@ -40,6 +40,7 @@ STARVATION_FACTOR = 10
 WALL_MARGIN = 30.0  # seconds beyond the server's own wall-clock limit
 ATTEMPTS = 3  # per program, if the server dies or a process cannot be started
 PAUSE_SECONDS = 0.2
+MESSAGE_BYTES = 1 << 16  # more than any request or answer has
 # the kernel enforces the limit in whole ticks, so the measured CPU time can be lower
 CPU_LIMIT_TOLERANCE = 0.5
 
@@ -121,7 +122,7 @@ class Server:
             "layers": {"limits": "limits", **({"namespaces": "namespaces"} if namespaces else {})},
         }
         command = [*(namespaces or []), sys.executable, "-s", "-P", "-S", "-c", START]
-        with theirs, os.fdopen(user, "rb", 0), os.fdopen(errors, "rb", 0):
+        with theirs, os.fdopen(user, "rb"), os.fdopen(errors, "rb"):
             self._process = subprocess.Popen(
                 [*command, str(_PACKAGE.parent), json.dumps(options)],
                 stdin=subprocess.DEVNULL,
@@ -137,13 +138,13 @@ class Server:
     def _greet(self, errors: int) -> Layers:
         self._control.settimeout(START_SECONDS)
         try:
-            greeting = self._control.recv(1 << 16)
+            greeting = self._control.recv(MESSAGE_BYTES)
         except OSError:  # no answer in time, or it died
             greeting = b""
         if greeting:
             return Layers(**json.loads(greeting))
         self.stop()
-        lines = os.pread(errors, 1 << 16, 0).decode(errors="replace").split("\n")
+        lines = os.pread(errors, MESSAGE_BYTES, 0).decode(errors="replace").split("\n")
         raise SandboxError(next((line for line in reversed(lines) if line.strip()), "no error"))
 
     def ask(self, request: Mapping[str, Any], files: Sequence[int]) -> dict[str, Any]:
@@ -155,7 +156,7 @@ class Server:
             worker = self._worker()
             worker.settimeout(most + WALL_MARGIN)
             socket.send_fds(worker, [message], files)
-            if answer := worker.recv(1 << 16):
+            if answer := worker.recv(MESSAGE_BYTES):
                 self._idle.append(worker)
                 return json.loads(answer)
         self.died = True

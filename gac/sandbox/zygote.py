@@ -50,7 +50,6 @@ class Zygote:
         )
         self.layers = layers
         self.missing: dict[str, str] = {}
-        self.filter = b""
         self.uids: range | None = None
 
     # -- confinement -------------------------------------------------------------------------------
@@ -66,7 +65,7 @@ class Zygote:
             try:
                 self.layers[layer] = take()
             except OSError as error:
-                self.missing[layer] = error.strerror or str(error)
+                self.missing[layer] = str(error.strerror)
         confine.set_capabilities(0 if self.uids is None else confine.CAN_SWITCH)
         confine.no_new_privileges()
 

@@ -153,8 +153,10 @@ _OVERRIDES = """
 
 
 def _entries(text: str) -> dict[str, str]:
-    parts = (entry.split("\n", 1) for entry in text.split("\n=== ")[1:])
-    return {title: textwrap.indent(body, "    ") for title, body in parts}
+    return {
+        title: textwrap.indent(body, "    ")
+        for title, body in (entry.split("\n", 1) for entry in text.split("\n=== ")[1:])
+    }
 
 
 OBJECTS = {

@@ -85,8 +85,9 @@ def _message(line: str) -> str:
         parts.append(part)
         place = end + 1
     value, nodes, classes = parts
-    root = ["list", ["value", "", *value, [len(nodes) + 1]]]
-    return json.dumps([classes, [root, *nodes, ["list", []]]])
+    return json.dumps(
+        [classes, [["list", ["value", "", *value, [len(nodes) + 1]]], *nodes, ["list", []]]]
+    )
 
 
 MESSAGES = [_message(line) for line in _ANSWERS.strip().splitlines()]

@@ -304,8 +304,7 @@ SYSTEM = {
 def script(name: str) -> str:
     """The script for one entry of SYSTEM."""
     lines = [line for line in SYSTEM[name].splitlines() if line.strip()]
-    tries = [f"attempt({line[2:]!r}, lambda: {line[2:]})" for line in lines]
-    return PRELUDE + "\n".join(tries) + "\n" + END
+    return PRELUDE + "".join(f"attempt({x[2:]!r}, lambda: {x[2:]})\n" for x in lines) + END
 
 
 def operations(name: str, *, proven: bool = False) -> list[str]:

@@ -310,4 +310,11 @@ def check(candidate):
     assert candidate("cat") == "catac"
     assert candidate("") == ""
 check(make_palindrome)
+
+=== random numbers that the program cannot predict
+import numpy as np
+def f(x): return np.random.rand()
+----
+import numpy as np
+assert f(1) != np.random.rand()
 """

@@ -352,8 +352,10 @@ FENCE
 
 
 def _entries(text: str) -> dict[str, str]:
-    parts = (entry.split("\n", 1) for entry in text.split("\n=== ")[1:])
-    return {title: body.replace("FENCE", "`" * 3) for title, body in parts}
+    return {
+        title: body.replace("FENCE", "`" * 3)
+        for title, body in (entry.split("\n", 1) for entry in text.split("\n=== ")[1:])
+    }
 
 
 SCRIPTS = _entries(_SCRIPTS)

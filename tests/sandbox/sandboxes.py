@@ -1,6 +1,8 @@
 """Helpers for the sandbox tests: small programs, checks, and process inspection."""
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,13 @@ def passes(pool, program=GOOD, suite=SUITE):
 
 def prints(pool, text, cpu_seconds=5):
     return pool.run(Program(text), b"", cpu_seconds, 256, 1 << 20).stdout.decode()
+
+
+def python(*arguments):
+    """What another interpreter prints."""
+    return subprocess.run(
+        [sys.executable, *arguments], stdout=subprocess.PIPE, text=True, timeout=200, check=True
+    ).stdout
 
 
 def descendants(pid):
@@ -54,8 +63,9 @@ def command(pid):
 
 def patch_server(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     """Make fork servers run `text` before they start, without namespaces."""
-    start = server.START.replace("from sandbox.zygote", f"{text}\nfrom sandbox.zygote")
-    monkeypatch.setattr(server, "START", start)
+    monkeypatch.setattr(
+        server, "START", server.START.replace("from sandbox.zygote", f"{text}\nfrom sandbox.zygote")
+    )
     without_namespaces(monkeypatch)
 
 

@@ -42,8 +42,16 @@ ARRAY_TESTS = [
 
 @pytest.fixture(scope="module")
 def reward():
-    options = {"timeout": 1, "partial": True, "preload": ["numpy"], "workers": 4}
-    reward = build_reward({"name": "code", "memory_mb": 256, **options})
+    reward = build_reward(
+        {
+            "name": "code",
+            "timeout": 1,
+            "partial": True,
+            "preload": ["numpy"],
+            "memory_mb": 256,
+            "workers": 4,
+        }
+    )
     yield reward
     reward.close()
 
@@ -56,8 +64,13 @@ def scores(reward, row, programs):
     examples = [Example("row", (), "", text, None, extra) for text in known]
     assert reward([answer], examples[:1]) == [1.0]  # the row is good
     titles = [title for title in programs for _ in examples]
-    completions = [programs[title] for title in titles]
-    return list(zip(titles, reward(completions, examples * len(programs)), strict=True))
+    return list(
+        zip(
+            titles,
+            reward([programs[title] for title in titles], examples * len(programs)),
+            strict=True,
+        )
+    )
 
 
 ATTACKS = {
@@ -89,5 +102,4 @@ def test_programs_neither_run_in_the_judge_nor_decide_what_is_right(reward, atta
         for test, programs in attacks.items()
         for program in programs
     ]
-    outcomes = reward([program for program, _ in pairs], [example for _, example in pairs])
-    assert not [pair for pair, score in zip(pairs, outcomes, strict=True) if score]
+    assert not any(reward([program for program, _ in pairs], [example for _, example in pairs]))

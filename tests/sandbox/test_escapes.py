@@ -137,12 +137,11 @@ def test_there_are_enough_attempts():
 
 def test_misbehaving_programs_are_contained(pool):
     outcomes = pool.map(lambda odd: run(pool, odd[0]), list(escapes.MISBEHAVING.values()))
-    wrong = {
-        name: (outcome.ending, outcome.stdout[:40])
+    assert not [
+        (name, outcome.ending, outcome.stdout[:40])
         for (name, (_, endings)), outcome in zip(escapes.MISBEHAVING.items(), outcomes, strict=True)
         if outcome.ending not in endings or not outcome.stdout.startswith(b"END")
-    }
-    assert not wrong
+    ]
     assert still_grades(pool)
 
 
@@ -166,8 +165,10 @@ def grade_naively(pool: Pool, text: str) -> tuple[bool, bool]:
 
 def test_no_fake_passes(pool):
     fakes = all_fakes()
-    programs = [Program(text) for text, _ in fakes.values()]
-    outcomes = pool.map(lambda p: pool.check(p, JudgeSpec(TESTS), 1, 256), programs)
+    outcomes = pool.map(
+        lambda p: pool.check(p, JudgeSpec(TESTS), 1, 256),
+        [Program(text) for text, _ in fakes.values()],
+    )
     assert not [name for name, outcome in zip(fakes, outcomes, strict=True) if all(outcome.passed)]
     assert not [outcome for outcome in outcomes if outcome.row_problem]  # that would stop training
     assert still_grades(pool)
@@ -178,8 +179,9 @@ def test_fakes_fool_a_grader_in_the_same_process(unprotected_pool):
     grades = unprotected_pool.map(
         lambda fake: grade_naively(unprotected_pool, fake[0]), list(fakes.values())
     )
-    early = [name for name, (ended, _) in zip(fakes, grades, strict=True) if not ended]
-    assert not early  # a program that breaks before its trick would prove nothing
+    assert not [
+        name for name, (ended, _) in zip(fakes, grades, strict=True) if not ended
+    ]  # a program that breaks before its trick would prove nothing
     fooled = {name for name, (_, passed) in zip(fakes, grades, strict=True) if passed}
     assert fooled == {name for name, (_, fools) in fakes.items() if fools}
     assert len(fooled) >= 16

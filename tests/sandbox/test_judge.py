@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from gac.sandbox.pool import JudgeSpec, Pool, Program, RunResult
+from tests.sandbox.verdicts import MANAGER, MORE, F
 
 if sys.platform != "linux":
     pytest.skip("the sandbox needs Linux", allow_module_level=True)
 
-F = "def f(x): return x"
 ADD = "def f(x):\n  global n\n  n += x"
 EXIT = "import os\ndef f(x): os._exit(0)"
 THREE = ("assert f(1) == 1", "assert  f(1) \\\n == 2", "assert f(1) == 1")
@@ -40,13 +40,6 @@ def invalid(problem):
 
 
 PASSED = RunResult("ended", (True,))
-MANAGER = """
-class f:
-    def __enter__(s): return s
-    def __exit__(s, *e): s.error = e
-    async def __aenter__(s): return s
-    async def __aexit__(s, *e): s.error = e
-"""
 MANAGED = (
     "with m: pass",
     "async def main(m):\n  async with m: pass\nimport asyncio\nasyncio.run(main(m))",
@@ -413,6 +406,14 @@ VERDICTS: dict[str, Any] = {
         ("x = 1", ["try: f\nexcept NameError: pass"], {}),
         failed("the tests never use the program"),
     ),
+}
+
+VERDICTS |= {
+    name: (
+        (program, tests, fields),
+        RunResult("ended", passed, problem.replace("@", " ".join(tests[0].split()))),
+    )
+    for name, (program, tests, fields, passed, problem) in MORE.items()
 }
 
 

@@ -29,8 +29,16 @@ def row_of(text):
 
 @pytest.fixture(scope="module")
 def grade():
-    options = {"timeout": 5, "memory_mb": 256, "preload": ["numpy"], "on_error": "drop"}
-    reward = build_reward({"name": "code", "workers": 2, **options})
+    reward = build_reward(
+        {
+            "name": "code",
+            "timeout": 5,
+            "memory_mb": 256,
+            "preload": ["numpy"],
+            "on_error": "drop",
+            "workers": 2,
+        }
+    )
     yield lambda cases: reward(
         [program for program, _, _ in cases],
         [Example("row", (), "", answer, None, row) for _, row, answer in cases],
@@ -45,8 +53,9 @@ def test_correct_programs_pass(grade, with_answer):
         (program, row_of(rest), program if with_answer else None) for _, program, rest in entries
     ]
     titles = [title for title, _, _ in entries]
-    failing = {t for t, score in zip(titles, grade(cases), strict=True) if score != 1.0}
-    assert len(titles) >= 60 and failing == (set() if with_answer else NEED_AN_ANSWER)
+    assert len(titles) >= 60 and {
+        t for t, score in zip(titles, grade(cases), strict=True) if score != 1.0
+    } == (set() if with_answer else NEED_AN_ANSWER)
 
 
 @pytest.mark.parametrize("with_answer", [False, True])
@@ -56,9 +65,11 @@ def test_no_fake_passes(grade, with_answer):
         tests, rest = body.split("\n---- ", 1)
         programs = blocks(f"---- {rest}", "----")
         for name, program in programs:
-            answer = programs[0][1] if with_answer else None
-            cases.append((program, row_of(tests), answer))
+            cases.append((program, row_of(tests), (programs[0][1] if with_answer else None)))
             titles.append((title, name))
-    scores = dict(zip(titles, grade(cases), strict=True))
-    wrong = {k: score for k, score in scores.items() if score != float(k[1] == "good")}
+    wrong = {
+        k: score
+        for k, score in dict(zip(titles, grade(cases), strict=True)).items()
+        if score != float(k[1] == "good")
+    }
     assert wrong == {} and sum(name != "good" for _, name in titles) >= 57

@@ -20,6 +20,7 @@ from tests.sandbox.sandboxes import (
     passes,
     patch_server,
     prints,
+    python,
     without_namespaces,
 )
 from tests.waiting import wait_until
@@ -44,8 +45,10 @@ def test_dead_server_is_restarted(monkeypatch, caplog, pool):
     without_namespaces(monkeypatch)
     zygote = pool._server._process.pid
     with ThreadPoolExecutor(1) as other:
-        waiting = "import builtins, time\nif hasattr(builtins, 'first_server'): time.sleep(60)\n"
-        program = Program(waiting + "def add(a, b): return a + b")
+        program = Program(
+            "import builtins, time\nif hasattr(builtins, 'first_server'): time.sleep(60)\n"
+            + "def add(a, b): return a + b"
+        )
         running = other.submit(pool.check, program, SUITE, 30, 256)
         wait_until(lambda: len(descendants(zygote)) == 3, "a worker and two processes")
         worker, *children = descendants(zygote)
@@ -178,17 +181,11 @@ def test_waiting_for_a_core_does_not_count_as_stalled():
     """Five programs need 5 s of a single core, more than the 4 s of wall-clock time allowed per CPU
     second.
     """
-    run = subprocess.run(
-        [sys.executable, "-c", ONE_CORE], capture_output=True, text=True, timeout=200, check=True
-    )
-    assert run.stdout.split() == ["timeout"] * 5
+    assert python("-c", ONE_CORE).split() == ["timeout"] * 5
 
 
 def test_crash_is_reported_even_if_the_judge_finishes_first():
-    run = subprocess.run(
-        [sys.executable, "-c", ABORTING], capture_output=True, text=True, timeout=120, check=True
-    )
-    assert run.stdout.split() == ["crash"] * 20
+    assert python("-c", ABORTING).split() == ["crash"] * 20
 
 
 def test_closed_pool_leaves_no_process_and_can_be_reused(monkeypatch, pool):
@@ -261,14 +258,11 @@ if child:
 
 
 def test_a_fork_of_the_process_gets_a_server_of_its_own():
-    run = subprocess.run(
-        [sys.executable, *ERROR_ON_FORK_WITH_THREADS, "-c", FORKED],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    assert run.stdout.split() == ["(True,)", *["True", "(True,)"] * 2, "(True,)"]
+    assert python(*ERROR_ON_FORK_WITH_THREADS, "-c", FORKED).split() == [
+        "(True,)",
+        *["True", "(True,)"] * 2,
+        "(True,)",
+    ]
 
 
 def test_the_thread_limit_holds_per_program(pool):
@@ -324,12 +318,4 @@ def test_the_sandbox_imports_the_standard_library_only():
         "outside = {n.split('.')[0] for n in sys.modules} - sys.stdlib_module_names\n"
         "print(sorted(n for n in outside if n not in ('sandbox', '__main__', '__mp_main__')))"
     )
-    package = str(Path(server.__file__).parent.parent)
-    run = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", script, package],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    assert run.stdout == "[]\n"
+    assert python("-I", "-S", "-c", script, str(Path(server.__file__).parent.parent)) == "[]\n"

@@ -73,7 +73,7 @@ def test_the_verdict_becomes_a_result(monkeypatch, pool, written, stalled, resul
 
     monkeypatch.setattr(pool, "_ask", ask)
     program = Program("p", ("i",), "t", "f")
-    assert pool.check(program, SPEC, 3, 70) == result
+    assert pool.check(program, SPEC, 3, 70) == result and result.status == 0
 
 
 def test_a_script_gets_all_its_input_and_a_part_of_its_output_is_read(pool):
@@ -105,8 +105,10 @@ def test_a_request_is_sent_at_most_three_times(monkeypatch, caplog, pool, kind, 
     monkeypatch.setattr(Server, "ask", ask)
     request = {"kind": kind, "cpu_seconds": 3, "memory_bytes": 7 << 20}
     read = needed
-    result = pool._ask(kind, Program("p"), b"{}", 3, 7, 4)
-    assert result == ({"ends": [], "stalled": False}, b"part")
+    assert pool._ask(kind, Program("p"), b"{}", 3, 7, 4) == (
+        {"ends": [], "stalled": False},
+        b"part",
+    )
     assert sent == [request] * 3 and pauses == [0.0, 0.2, 0.8]
     assert caplog.text.count("died unexpectedly") == 1
     sent.clear()
@@ -158,8 +160,12 @@ def test_a_server_that_does_not_answer_or_end_in_time_counts_as_dead(monkeypatch
     one._idle.append(ours)
     worker.send(b"{}")
     assert one.ask({"cpu_seconds": 3}, []) == {} and one._idle == [ours]
-    request = {"cpu_seconds": 3, "wall_seconds": 12, "most_seconds": 120}
-    assert json.loads(worker.recv(1 << 10)) == request and ours.gettimeout() == 150.0
+    assert json.loads(worker.recv(1 << 10)) == {
+        "cpu_seconds": 3,
+        "wall_seconds": 12,
+        "most_seconds": 120,
+    }
+    assert (one._control.gettimeout(), ours.gettimeout()) == (60.0, 150.0)
     for name in ("WALL_MARGIN", "STARVATION_FACTOR", "STOP_SECONDS"):
         monkeypatch.setattr(server, name, 0.1)
     os.kill(one._process.pid, signal.SIGSTOP)
@@ -265,7 +271,7 @@ def test_a_server_takes_unused_uids(monkeypatch):
         monkeypatch.setattr(os, name, lambda *arguments: None)
     monkeypatch.setattr(os, "setresuid", set_uid)
     starts = set()
-    for seed in range(0, 1 << 16, 37):
+    for seed in range(0, 1 << 16, 51):
         monkeypatch.setattr(os, "urandom", lambda size, seed=seed: seed.to_bytes(size, "big"))
         for outcomes, least, most, count in (
             ([True], 0x70000000, 0x80000000, 4096),
@@ -277,7 +283,8 @@ def test_a_server_takes_unused_uids(monkeypatch):
             assert least <= state.uids[0] < state.uids[-1] < most and len(state.uids) == count
             assert tried[-1] == (state.uids[0],) * 3
             starts.add(state.uids[0])
-    assert len(starts) > len(range(0, 1 << 16, 37))  # rarely the same
+    assert len(starts) > 1280  # rarely the same
+    assert {0x70000000, 0x7FFFF000, 61184} < starts  # the first and the last
     tried.clear()
     valid[:] = [False, False]
     with pytest.raises(OSError, match="no unused uid"):
@@ -288,6 +295,32 @@ def test_a_server_takes_unused_uids(monkeypatch):
     children += [state.fork(body) for body in (lambda: None, lambda: 7, lambda: 1 / 0)]
     exits = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     assert exits == [71, 72, 71, 72, 71, 0, 7, 1]  # never the server's own
+
+
+def test_a_worker_answers_until_its_connection_ends(monkeypatch):
+    state, masks = Zygote({}), []
+    request = {"wall_seconds": 3, "most_seconds": 9}
+    monkeypatch.setattr(signal, "pthread_sigmask", lambda *change: masks.append(change))
+    monkeypatch.setattr(zygote, "_wait", lambda *given: {"given": given})
+    monkeypatch.setattr(state, "start", lambda sent, files, uid: [uid, len(files), sent])
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        socket.send_fds(ours, [json.dumps(request).encode()], [0, 1, 2])
+        ours.shutdown(socket.SHUT_WR)
+        state.work(theirs, 4)
+        assert json.loads(ours.recv(999)) == {"given": [[8, 3, request], 3, 9]}
+    assert masks == [(signal.SIG_BLOCK, [signal.SIGCHLD])]
+
+
+def test_a_child_confines_itself_in_order(monkeypatch):
+    state, calls = Zygote({"landlock": "Landlock 1"}), []
+    state.base_bytes, state.filter, state.uids = 5, b"filter", range(3)
+    steps = ["close_all_but", "set_limits", "no_new_privileges", "apply_landlock", "install_filter"]
+    for step in steps:
+        monkeypatch.setattr(confine, step, lambda *given, step=step: calls.append((step, *given)))
+    state.confine([7, 9], 2, 30)
+    given = ([0, 1, 2, 7, 9],), (2, 35, 64), (), (), (b"filter",)
+    assert calls == [(step, *values) for step, values in zip(steps, given, strict=True)]
 
 
 def test_a_solver_does_not_outlive_a_judge_that_cannot_start(monkeypatch):
@@ -351,8 +384,11 @@ def test_the_probe_accepts_refusals_only(monkeypatch, capfd):
             raise OSError(outcome, "no")
 
     def probe(confine_child, **outcomes):
-        attempts = {name: lambda code=code: attempt(code) for name, code in outcomes.items()}
-        monkeypatch.setattr(confine, "_ATTEMPTS", attempts)
+        monkeypatch.setattr(
+            confine,
+            "_ATTEMPTS",
+            {name: lambda code=code: attempt(code) for name, code in outcomes.items()},
+        )
         confine.verify_confinement(fork, confine_child)
 
     def confine_child(kept, cpu_seconds, memory_bytes):

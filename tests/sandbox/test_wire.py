@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gac.sandbox import peer
 from gac.sandbox.judge import judge
 from gac.sandbox.peer import Peer
+from gac.sandbox.remote import standard
 from gac.sandbox.row import JudgeSpec, compile_row
 from gac.sandbox.wire import DECODE_ERRORS, decode, encode
 
@@ -81,8 +81,7 @@ def test_plain_values_round_trip(value):
 
 
 def test_round_trip_of_nan_negative_zero_and_types():
-    assert math.isnan(round_trip(float("nan")))
-    assert math.copysign(1, round_trip(-0.0)) == -1
+    assert math.isnan(round_trip(math.nan)) and math.copysign(1, round_trip(-0.0)) == -1
     assert equal_with_types(round_trip(10**4000), 10**4000)
 
 
@@ -204,6 +203,7 @@ HOSTILE = """
     [["list", [[1]]], ["ndarray", ["|u1", "0 0", 3]]]
     [["list", [[1]]], ["ndarray", ["<f8", "0000000000000000", -1]]]
     [["list", [[1]]], ["ndarray", ["<f8", "0000000000000000", true]]]
+    [["list", [[1]]], ["ndarray", ["<f8", "0000000000000000", 1, -1]]]
     [["list", [[1]]], ["ndarray", ["<f8", "0000000000000000", 1e0]]]
     [["list", [[1]]], ["ndarray", ["<f8,<f8", "00000000000000000000000000000000", 1]]]
     [["list", [[0]]]]
@@ -234,11 +234,15 @@ def test_hostile_values_are_refused(message):
 
 
 @pytest.mark.parametrize(
-    "written",
-    [b"\x00\x00\x00\x09[1", ((64 << 20) + 1).to_bytes(4, "big")],
-    ids=["torn", "too long"],
+    ("written", "reason"),
+    [
+        (b"\x00\x00\x00\x09[1", "end of file"),
+        ((64 << 20).to_bytes(4, "big"), "^$"),
+        (((64 << 20) + 1).to_bytes(4, "big"), "bad message length"),
+    ],
+    ids=["torn", "long and torn", "too long"],
 )
-def test_frames_keep_their_boundaries_until_one_is_invalid(written):
+def test_frames_keep_their_boundaries_until_one_is_invalid(written, reason):
     ours, theirs = socket.socketpair()
     sender, peer = Peer(ours.detach()), Peer(theirs.detach())
     for message in (b"call", b"", b"x" * 10_000):
@@ -246,7 +250,7 @@ def test_frames_keep_their_boundaries_until_one_is_invalid(written):
         assert peer.receive() == message
     os.write(sender.channel.fileno(), written)
     sender.channel.close()
-    with pytest.raises((OSError, EOFError)):
+    with pytest.raises((OSError, EOFError), match=reason):
         peer.receive()
 
 
@@ -267,13 +271,12 @@ SPEC = JudgeSpec(
 
 
 def judged(spec, answers):
-    """The verdict if the solver has written all of its `answers` in advance."""
+    """What `judge` returns if the solver has written all of its `answers` in advance."""
     solver, channel = socket.socketpair()
     with solver:
         solver.sendall(NAMES + answers)
         solver.shutdown(socket.SHUT_WR)
-        verdict, _ = judge(compile_row(spec), channel.detach(), guard=False)
-    return verdict
+        return judge(compile_row(spec), channel.detach(), guard=False)
 
 
 KINDS = st.sampled_from(["value", "raise", "ask", "other"])
@@ -291,7 +294,7 @@ HOSTILE_TEXT = [b"[" * 20_000, b"1" * 10_000, b"\xff", b'{"a"', b"", b"[[]]"]
 )
 @settings(max_examples=100, deadline=None)
 def test_judge_gives_a_verdict_for_any_solver_output(answer):
-    verdict = judged(SPEC, answer)
+    verdict, _ = judged(SPEC, answer)
     assert len(verdict["passed"]) == 3 and not all(verdict["passed"])
     json.dumps(verdict)
 
@@ -299,15 +302,20 @@ def test_judge_gives_a_verdict_for_any_solver_output(answer):
 def test_an_error_that_would_end_a_loop_becomes_another_one():
     """The solver claims that the iteration has ended, which would skip the rest of the test."""
     tests = ("for x in iter(f, None): break", "for i in map(f, [1]): assert 0")
-    error = answered(
-        "raise",
-        [1],
-        ["error", [2, "builtins:StopIteration", "no", None, [2], [3]]],
-        ["list", ["no"]],
-        ["dict", []],
+    verdict, ended = judged(
+        JudgeSpec(tests, all=True),
+        2
+        * answered(
+            "raise",
+            [1],
+            ["error", [2, "builtins:StopIteration", "no", None, [2], [3]]],
+            ["list", ["no"]],
+            ["dict", []],
+        ),
     )
-    verdict = judged(JudgeSpec(tests, all=True), 2 * error)
     assert verdict["passed"] == [False, False] and "StopIteration: no" in verdict["problem"]
+    lost = judged(JudgeSpec(("f\ntry: g\nexcept NameError: import absent",)), b"")
+    assert lost[0]["passed"] == [False] and (ended, lost[1]) == (False, True)
 
 
 @pytest.mark.parametrize("number", [-1, 3, 1.5, "0", None])
@@ -318,11 +326,7 @@ def test_an_object_of_the_tests_is_referred_to_by_its_number_only(number):
         lender.own(number)
 
 
-def test_a_frame_of_exactly_the_limit_is_received(monkeypatch) -> None:
-    sender, receiver = (Peer(end.detach()) for end in socket.socketpair())
-    monkeypatch.setattr(peer, "FRAME_BYTES", 8)
-    sender.channel.send_bytes(b"12345678")
-    assert receiver.receive() == b"12345678"
-    sender.channel.send_bytes(b"123456789")
-    with pytest.raises(OSError, match="bad message length"):
-        receiver.receive()
+def test_only_classes_of_the_standard_library_have_a_name():
+    assert standard("builtins:int") is int and not any(
+        map(standard, ("builtins:len", "builtins:True", "types:FunctionType", "absent:int"))
+    )
