@@ -4,8 +4,10 @@ import json
 import logging
 import re
 import runpy
+import shutil
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -129,6 +131,11 @@ def test_progress_that_is_not_progress_cannot_be_read(tmp_path, content):
             checkpoint.read_progress(folder)
 
 
+def test_the_checksum_of_progress_does_not_depend_on_the_order_of_its_keys(tmp_path):
+    (tmp_path / "progress.json").write_text('{"checksum": 3954143967, "content": {"b": 1, "a": 2}}')
+    assert checkpoint.read_progress(tmp_path) == {"a": 2, "b": 1}
+
+
 def test_weights_without_an_optimizer_round_trip(tmp_path):
     model, _ = small()
     path = tmp_path / "replay" / "weights"
@@ -190,7 +197,8 @@ def test_a_failed_write_names_its_cause(tmp_path, monkeypatch):
         raise CheckpointException("write", errors)
 
     monkeypatch.setattr(checkpoint.dcp, "save", fail)
-    for folder, free in ((tmp_path, r"\d+\.\d"), (tmp_path / "new", "nan")):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10**12))
+    for folder, free in ((tmp_path, "1000000.0"), (tmp_path / "new", "nan")):
         message = rf"where {free} MB are free \(rank 0: ValueError: no space\); free some"
         with pytest.raises(CheckpointError, match=message):
             save(folder, 1)
@@ -418,11 +426,15 @@ def damage_of_one_rank(folder: Path) -> tuple[list[str], str, list[str]]:
     _, second = save(folder, 1, 2)
     if rank() == 1:
         flip(second / "__1_0.distcp")
+        with pytest.raises(CheckpointError, match="__1_0.distcp does not match its checksum"):
+            checkpoint.verify(second)
         (folder / ".writing-00000003").mkdir()
     gather(None)
     files = sorted(checkpoint.read_progress(second)["files"])
     gather(None)
     newest = checkpoint.newest_checkpoint(folder)
+    with pytest.raises(OSError, match="further.absent"):  # if it is missing for any rank
+        checkpoint.load(newest, *small(), {"absent": torch.zeros(1)} if rank() else None)
     if rank() == 1:  # without the other rank
         checkpoint.prune(folder, 1, best=None)  # deletes nothing
         assert (folder / ".writing-00000003").exists()
