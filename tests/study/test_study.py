@@ -76,6 +76,7 @@ def test_parse_arm():
         "low": Arm("low", aliases["low"]),
         "short": Arm("short", "constant", ("method.mu=0.2",)),
         own: Arm(own, own),
+        f"y@{own}:level=1": Arm("y", own, ("method.level=1",)),
         f"x@{own}:level=0.2,prior=a:b": Arm("x", own, ("method.level=0.2", "method.prior=a:b")),
     }
     assert {text: parse_arm(text, aliases) for text in arms} == arms
@@ -125,11 +126,12 @@ from pathlib import Path
 import torch
 from tests.waiting import wait_until
 
-started = Path(__file__).with_suffix(".started")
+started, stopped = map(Path(__file__).with_suffix, (".started", ".stopped"))
 
 def stuck(completion, example):  # whatever signals it gets
     for _ in range(2):
         os.kill(os.getpid(), signal.SIGINT)  # Ctrl-C is for the study
+    signal.signal(signal.SIGTERM, lambda *_: stopped.touch())
     started.touch()
     wait_until(lambda: False, "its end", 120)
 
@@ -144,23 +146,24 @@ def quick(completion, example):
 def test_no_run_outlives_its_study(task, tmp_path, monkeypatch):
     """Neither one that is stuck when its study is interrupted, nor one whose study is killed."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)  # there are more jobs than cores
-    monkeypatch.setattr(runs, "STOP_SECONDS", 0.1)
+    monkeypatch.setattr(runs, "STOP_SECONDS", 3.0)
     (tmp_path / "rewards.py").write_text(REWARDS)
     outs = {"stuck": "stuck", "quick": "quick", "last": "stuck"}
     configs = [
-        tiny_config(task, tmp_path / out, reward=f"{tmp_path}/rewards.py:{name}", steps=1)
+        tiny_config(task, tmp_path / "runs" / out, reward=f"{tmp_path}/rewards.py:{name}", steps=1)
         for out, name in outs.items()
     ]
     with pytest.raises(SystemExit, match="quick: done"):
-        runs.run_all(configs[:2], 99, log=sys.exit)
-    assert "OMP_NUM_THREADS" not in os.environ
+        runs.run_all(configs[:2], 99, report=True, log=sys.exit)
+    assert "OMP_NUM_THREADS" not in os.environ and (tmp_path / "rewards.stopped").exists()
+    assert (tmp_path / "runs" / "quick" / "report.html").exists()
     wait_until(lambda: not multiprocessing.active_children(), "the end of the other run")
     with ranks.job(runs.run_all, configs[2:], 1, ranks=1) as (study,):
-        wait_until((tmp_path / "last" / "config.yaml").exists, "the last run")
+        wait_until((tmp_path / "runs" / "last" / "config.yaml").exists, "the last run")
         assert study.kill()
 
     def ended():
-        with contextlib.suppress(RunDirectoryError), run_lock(tmp_path / "last"):
+        with contextlib.suppress(RunDirectoryError), run_lock(tmp_path / "runs" / "last"):
             return True
 
     wait_until(ended, "the end of the last run")
@@ -172,14 +175,14 @@ from tests import tiny
 
 def digit_reward(completion, example):
     print("scored")
-    assert torch.get_num_threads() == 2
+    assert torch.get_num_threads() == 3
     return tiny.digit_reward(completion, example)
 """
 
 
 @pytest.mark.slow(reason="trains several methods")
 def test_gac_study_reports_failures_and_resumes(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
     config = tiny_config(
         write_tiny(tmp_path), tmp_path / "out", steps=2, reward="study_reward.py:digit_reward"
     )

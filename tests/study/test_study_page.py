@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from gac import cli
 from gac.config import ConfigError, dump, save, to_yaml
+from gac.report.plots import COLORS
 from gac.study import page, runs
 from gac.study.command import arm_config, parse_arm, read_study
 from gac.study.results import interval, mean, row_cells, summary
@@ -161,8 +162,11 @@ def test_cells_and_dots_of_a_study(monkeypatch) -> None:
         page, "interval_figure", lambda names, height, label, draw: draw(axes) or (names, height)
     )
     assert page.draw(methods, "a") == (["a", "b"], pytest.approx(1.78))  # 0.34 per method
-    dots = [line.get_xydata().tolist() for line in axes.lines if line.get_marker() == "."]
-    assert dots == [[[0, 0], [20, 0]], [[10, -1], [40, -1], [90, -1]]] and axes.dataLim.ymax == 0
+    dots = [line for line in axes.lines if line.get_marker() == "."]
+    points = [[0, 0], [20, 0]], [[10, -1], [40, -1], [90, -1]]
+    assert tuple(line.get_xydata().tolist() for line in dots) == points and axes.dataLim.ymax == 0
+    styles = [(line.get_color(), line.get_alpha(), line.get_markersize()) for line in dots]
+    assert styles == [(COLORS[1], 0.3, 7), (COLORS[0], 0.3, 7)]
     others = [line.get_xydata() for line in axes.lines if line.get_marker() != "."]
     assert [ends.round().tolist() for ends in others] == [
         [[10, 0]],
