@@ -112,8 +112,7 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                # nohup ignores SIGHUP
-                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                if signal.getsignal(number) != signal.SIG_IGN:  # as by nohup or `gac study`
                     self._handlers[number] = signal.signal(number, self._request)
         return self
 

@@ -97,11 +97,11 @@ def test_arm_config_sets_method_seed_and_folder(tmp_path):
 
 def test_interval_coverage():
     """Over 400 samples of 30 normal values; a percentile bootstrap covers slightly below 95%."""
-    samples = np.random.default_rng(1).normal(0.3, 2.0, (400, 30))
-    intervals = [interval(row) for row in samples]
+    intervals = [interval(row) for row in np.random.default_rng(1).normal(0.3, 2.0, (400, 30))]
     assert 0.90 < np.mean([low < 0.3 < high for low, high in intervals]) < 0.97
-    width = np.mean([high - low for low, high in intervals])
-    assert width == pytest.approx(2 * 1.96 * 2.0 / math.sqrt(30), rel=0.1)
+    assert np.mean([high - low for low, high in intervals]) == pytest.approx(
+        2 * 1.96 * 2.0 / math.sqrt(30), rel=0.1
+    )
     assert interval([0.5]) is None and interval([0.5, 0.5]) == [0.5, 0.5]
 
 
@@ -126,12 +126,11 @@ from pathlib import Path
 import torch
 from tests.waiting import wait_until
 
-started, stopped = map(Path(__file__).with_suffix, (".started", ".stopped"))
+started = Path(__file__).with_suffix(".started")
 
 def stuck(completion, example):  # whatever signals it gets
-    for _ in range(2):
-        os.kill(os.getpid(), signal.SIGINT)  # Ctrl-C is for the study
-    signal.signal(signal.SIGTERM, lambda *_: stopped.touch())
+    for number in 2 * (signal.SIGINT, signal.SIGHUP):
+        os.kill(os.getpid(), number)  # Ctrl-C and a closed terminal are for the study
     started.touch()
     wait_until(lambda: False, "its end", 120)
 
@@ -155,8 +154,8 @@ def test_no_run_outlives_its_study(task, tmp_path, monkeypatch):
     ]
     with pytest.raises(SystemExit, match="quick: done"):
         runs.run_all(configs[:2], 99, report=True, log=sys.exit)
-    assert "OMP_NUM_THREADS" not in os.environ and (tmp_path / "rewards.stopped").exists()
-    assert (tmp_path / "runs" / "quick" / "report.html").exists()
+    assert "stopping after this step" in (tmp_path / "runs" / "stuck" / "log.txt").read_text()
+    assert (tmp_path / "runs/quick/report.html").exists() and "OMP_NUM_THREADS" not in os.environ
     wait_until(lambda: not multiprocessing.active_children(), "the end of the other run")
     with ranks.job(runs.run_all, configs[2:], 1, ranks=1) as (study,):
         wait_until((tmp_path / "runs" / "last" / "config.yaml").exists, "the last run")
@@ -229,5 +228,6 @@ def test_gac_study_reports_failures_and_resumes(tmp_path, monkeypatch, capsys):
     assert resumed["methods"]["grpo"] == results["methods"]["grpo"] and resumed["failed"] == {}
 
     assert cli.main([*study_command, "grpo", "--set", *fields, "steps=3"]) == 2
-    error = capsys.readouterr().err
-    assert re.search(r"grpo-0: .*finished run with a different steps.*delete", error)
+    assert re.search(
+        r"grpo-0: .*finished run with a different steps.*delete", capsys.readouterr().err
+    )

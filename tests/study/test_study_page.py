@@ -107,8 +107,10 @@ def test_options_of_a_study(study, tmp_path) -> None:
     options += ["--set", "steps=5", "--set", "seed=9"]
     code, (configs, jobs, discard), saved, _, html = study("--methods", "high", "dr@grpo", *options)
     assert (code, jobs, discard) == (0, 2, True)
-    runs = [(config.run_name, config.steps, config.seed) for config in configs]
-    assert runs == [("high", 5, 0), ("dr", 5, 0)]
+    assert [(config.run_name, config.steps, config.seed) for config in configs] == [
+        ("high", 5, 0),
+        ("dr", 5, 0),
+    ]
     assert saved["methods"]["high"]["against_baseline"]["difference"] == pytest.approx(0.4)
     command = f"gac study {tmp_path}/run.yaml --methods high dr@grpo --seeds 1 --baseline dr"
     setting = saved["setting"]
