@@ -44,8 +44,8 @@ def watch(out: str) -> tuple[str | None, str | None, list[str]]:
         processes.WARN_AFTER = 0.1
         wait_until(lambda: warnings, "a warning about the silence")
         assert beat.dead_rank_message()  # without another warning
-    sent = int(beat._store.get(f"{beat._prefix}/{rank()}").partition(b";")[0])
-    assert sent <= 2 + (time.monotonic() - started) / processes.INTERVAL
+    sent = beat._store.get(f"{beat._prefix}/{rank()}").partition(b";")[0]
+    assert int(sent) <= 2 + (time.monotonic() - started) / processes.INTERVAL
     wait_for_others()
     atexit._run_exitfuncs()
     assert not beat._thread.is_alive() and len(warnings) == 1 - beat.rank

@@ -116,10 +116,10 @@ def test_sharded_loading_matches_full_loading(task, base, tmp_path, changes, mod
         "demo_batch_size": 2 * count,
         "rollouts": rollouts,
     }
-    results = []
-    for while_loading in (True, False):
-        run_config = config(folder, tmp_path / str(while_loading), **overrides)
-        results.append(ranks.run(first_step, run_config, while_loading, ranks=count)[0])
+    results = [
+        ranks.run(first_step, config(folder, tmp_path / str(now), **overrides), now, ranks=count)[0]
+        for now in (True, False)  # sharded while loading, or afterwards
+    ]
     assert_bitwise(*results)
     before, _, after, tied, metadata = results[0]
     assert len(tied) == (1 if "tie_word_embeddings" in changes else 2)
@@ -152,7 +152,12 @@ def bytes_held(run_config):
     rows = sum(x.untyped_storage().nbytes() for x in loading._rows.values())
     left = sum(p.untyped_storage().nbytes() for p in model.parameters())
     total = sum(p.numel() * p.element_size() for p in model.parameters())
+    devices, fully_shard = set(), setup.fully_shard
+    setup.fully_shard = lambda unit, **options: (
+        devices.update(p.device.type for p in unit.parameters()) or fully_shard(unit, **options)
+    )
     prepared = setup.prepare(model, accelerator, run_config.parallel, None, loading)
+    assert devices == {"meta"}
     shards = sum(p.to_local().untyped_storage().nbytes() for p in prepared.parameters())
     return rows, left, shards, total, len(loading._rows)
 
