@@ -25,7 +25,8 @@ def run_single(work, *args):
 def uninterrupted(task, tmp_path_factory):
     """Metrics of an uninterrupted run, and its number of function calls and returns."""
     out = tmp_path_factory.mktemp("uninterrupted")
-    return metrics(out), run_single(kills.count_calls, tiny_config(task, out, **RUN))
+    calls = run_single(kills.count_calls, tiny_config(task, out, **RUN))
+    return metrics(out), calls
 
 
 def test_metrics_survive_random_kills(task, tmp_path, uninterrupted):
@@ -112,7 +113,8 @@ def test_a_run_that_a_reward_ends_is_saved(task, tmp_path, call, saved):
     with pytest.raises(RewardError, match="not a number"):
         train(config)
     assert [path.name for path in (tmp_path / "a" / "checkpoints").iterdir()] == saved
-    assert metrics(train(config)) == metrics(train(tiny_config(task, tmp_path / "b", **changes)))
+    expected = metrics(train(tiny_config(task, tmp_path / "b", **changes)))
+    assert metrics(train(config)) == expected
 
 
 def stopped_twice(completion, example):

@@ -165,10 +165,14 @@ def test_cells_and_dots_of_a_study(monkeypatch) -> None:
     )
     assert page.draw(methods, "a") == (["a", "b"], pytest.approx(1.78))  # 0.34 per method
     dots = [line for line in axes.lines if line.get_marker() == "."]
-    points = [[0, 0], [20, 0]], [[10, -1], [40, -1], [90, -1]]
-    assert tuple(line.get_xydata().tolist() for line in dots) == points and axes.dataLim.ymax == 0
-    styles = [(line.get_color(), line.get_alpha(), line.get_markersize()) for line in dots]
-    assert styles == [(COLORS[1], 0.3, 7), (COLORS[0], 0.3, 7)]
+    assert [line.get_xydata().tolist() for line in dots] == [
+        [[0, 0], [20, 0]],
+        [[10, -1], [40, -1], [90, -1]],
+    ] and axes.dataLim.ymax == 0
+    assert [(line.get_color(), line.get_alpha(), line.get_markersize()) for line in dots] == [
+        (COLORS[1], 0.3, 7),
+        (COLORS[0], 0.3, 7),
+    ]
     others = [line.get_xydata() for line in axes.lines if line.get_marker() != "."]
     assert [ends.round().tolist() for ends in others] == [
         [[10, 0]],
