@@ -182,7 +182,6 @@ def newest_checkpoint(folder: Path) -> Path | None:
             faults[0],
             damaged.name,
         )
-        gather(None)  # barrier: do not rename while another rank is still reading
         if rank() == 0:
             shutil.rmtree(damaged, ignore_errors=True)
             path.rename(damaged)

@@ -45,11 +45,9 @@ class Heartbeat:
         self._store = dist.TCPStore(
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]),
-            is_master=False,
-            wait_for_workers=False,
             timeout=timedelta(seconds=30),
         )
-        self._received_at, self._last, self._count = time.monotonic(), "", 0
+        self._received_at, self._last = time.monotonic(), ""
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
@@ -62,9 +60,10 @@ class Heartbeat:
         """
         if self._single_process:
             return None
-        started, count = time.monotonic(), self._count
+        started, heard = time.monotonic(), {self._last}
         while time.monotonic() - started < DEAD_AFTER + INTERVAL:
-            if self._count > count + 1:  # the first heartbeat may have been sent before it died
+            heard.add(self._last)
+            if len(heard) > 2:  # the first new heartbeat may have been sent before it died
                 return None
             time.sleep(INTERVAL / 4)
         return self._message()
@@ -80,7 +79,8 @@ class Heartbeat:
         return f"rank {self.next} is not responding: {silence} (last: {self._last})"
 
     def _run(self) -> None:
-        number, warned = 0, False
+        number = 0
+        warned_after: str | None = None
         while not self._done.is_set():
             number += 1
             try:
@@ -91,11 +91,10 @@ class Heartbeat:
             except (RuntimeError, ValueError):
                 return  # the launcher has exited, and the store with it
             if received != self._last:
-                self._received_at, self._last, warned = time.monotonic(), received, False
-                self._count += 1
-            elif time.monotonic() - self._received_at > WARN_AFTER and not warned:
+                self._received_at, self._last = time.monotonic(), received
+            elif time.monotonic() - self._received_at > WARN_AFTER and warned_after != received:
                 logger.warning("%s", self._message())
-                warned = True
+                warned_after = received
             self._done.wait(INTERVAL)
 
 
@@ -113,8 +112,7 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                # nohup ignores SIGHUP
-                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                if signal.getsignal(number) != signal.SIG_IGN:  # as by nohup or `gac study`
                     self._handlers[number] = signal.signal(number, self._request)
         return self
 

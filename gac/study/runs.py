@@ -61,7 +61,6 @@ def run_all(
                 running[process.sentinel] = process, config.out
             for ended in wait(list(running)):
                 process, out = running.pop(ended)
-                process.join()
                 done += 1
                 if process.exitcode:
                     failed[out] = _fault(Path(out) / "log.txt", process.exitcode)
@@ -129,7 +128,9 @@ def _fault(log: Path, exit_code: int) -> str:
 def _train(plain: Mapping[str, Any], threads: int, discard: bool, report: bool) -> None:
     """Train one run in this process and write result.json; stdout and stderr go to log.txt."""
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    # the parent handles Ctrl-C and a closed terminal: it stops this run, which then saves its state
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(threads)
     config = load(TrainConfig, plain)
     out = Path(config.out)

@@ -142,8 +142,10 @@ def test_replay_reproduces_the_methods_step(task, tmp_path, method):
     saved = sorted((tmp_path / "replay").iterdir())
     assert len(saved) == 3
     if "preference" in method:
-        solved = [torch.load(path / "rank-0.pt")["term_weights"] for path in saved]
-        assert any(min(pair) < 0 for pair in solved)
+        assert any(
+            min(pair) < 0
+            for pair in [torch.load(path / "rank-0.pt")["term_weights"] for path in saved]
+        )
     for path in saved:
         replayed = replay(path)
         recorded, recomputed = replayed["recorded"], replayed["recomputed"]
@@ -157,8 +159,11 @@ def test_each_run_of_skipped_steps_is_replayed_with_its_own_weights(task, tmp_pa
     """Three steps: skipped, applied, skipped. The dropout masks are replayed too."""
     folder = with_config(task, tmp_path / "task", attention_dropout=0.2)
     model = {"path": str(folder / "init"), "random_init": True, "keep_dropout": True}
-    optim = {"lr": 0.05, "warmup_steps": 1}
-    trainer = Trainer(faulty_config(folder, tmp_path, "normal", model=model, optim=optim))
+    trainer = Trainer(
+        faulty_config(
+            folder, tmp_path, "normal", model=model, optim={"lr": 0.05, "warmup_steps": 1}
+        )
+    )
     for limit in (1e-9, 1e5, 1e-9):
         trainer.guard.config = GuardConfig(skip_above_norm=limit)
         trainer._train_step()
@@ -193,8 +198,9 @@ def test_no_state_keeps_a_broken_step(task, tmp_path, method):
     rows = metrics(out)
     assert rows[-1]["skipped"] == 2 and len(rows) == 8
     for before, row in zip([{"skipped": 0}, *rows], rows, strict=False):
-        finite = row["grad_norm"] is not None and row["rollout_loss"] is not None
-        assert finite == (row["skipped"] == before["skipped"])
+        assert (row["grad_norm"] is not None and row["rollout_loss"] is not None) == (
+            row["skipped"] == before["skipped"]
+        )
     assert replay(min((out / "replay").iterdir()))["culprits"]
 
 
@@ -209,8 +215,10 @@ def test_too_many_broken_steps_stop_the_run_with_the_last_good_weights(task, tmp
     saved = Trainer(config)
     assert saved.step == 3 and all(map(torch.equal, before, weights(saved)))
     assert (saved.guard.skipped, saved.guard.consecutive) == (3, 0)
-    names = sorted(p.name for p in (tmp_path / "replay").iterdir())
-    assert names == ["step-00000000", "step-00000001"]
+    assert sorted(p.name for p in (tmp_path / "replay").iterdir()) == [
+        "step-00000000",
+        "step-00000001",
+    ]
     # the weights did not change in between, so the second step refers to the first one's copy
     assert not (tmp_path / "replay" / "step-00000001" / "weights").exists()
     assert replay(tmp_path / "replay" / "step-00000001")["culprits"]
@@ -218,8 +226,9 @@ def test_too_many_broken_steps_stop_the_run_with_the_last_good_weights(task, tmp
 
 def test_one_process_replays_the_teacher_of_every_rank(task, tmp_path):
     """The rows of rank 1 are numbered after those of rank 0, also in the teacher's log-probs."""
-    guards = {"skip_above_norm": 1e-9}
-    config = faulty_config(task, tmp_path, "normal", steps=1, method="sdar", guards=guards)
+    config = faulty_config(
+        task, tmp_path, "normal", steps=1, method="sdar", guards={"skip_above_norm": 1e-9}
+    )
     ranks.run(train, config, ranks=2)
     (path,) = (tmp_path / "replay").iterdir()
     replayed = replay(path)
@@ -232,8 +241,11 @@ def test_one_process_replays_the_teacher_of_every_rank(task, tmp_path):
 @pytest.mark.parametrize("method", ["gac", "moco"])
 def test_ranks_agree_on_a_broken_step_and_one_process_replays_it(task, tmp_path, method):
     """Covers moving averages too, which are stored under single-process parameter names."""
-    config = faulty_config(task, tmp_path, "overflowing", steps=4, method={"name": method})
-    ranks.run(train, config, ranks=2)
+    ranks.run(
+        train,
+        faulty_config(task, tmp_path, "overflowing", steps=4, method={"name": method}),
+        ranks=2,
+    )
     assert [r["skipped"] for r in metrics(tmp_path)][-1] == 1
     (path,) = (tmp_path / "replay").iterdir()
     assert sorted(p.name for p in path.glob("rank-*")) == ["rank-0.pt", "rank-1.pt"]

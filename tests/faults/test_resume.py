@@ -84,8 +84,7 @@ def test_resume_is_exact_with(task, tmp_path, uninterrupted, changes):
     folder = task
     if changes.pop("dropout", None):
         folder = with_config(task, tmp_path / "task", attention_dropout=0.2)
-        path = str(folder / "init")
-        changes["model"] = {"path": path, "random_init": True, "keep_dropout": True}
+        changes["model"] = {"path": str(folder / "init"), "random_init": True, "keep_dropout": True}
     expected = metrics(run_single(train, tiny_config(folder, tmp_path / "a", **changes)))
     # the option has an effect
     assert expected[1]["grad_norm"] != uninterrupted[0][1]["grad_norm"]

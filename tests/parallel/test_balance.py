@@ -132,8 +132,9 @@ def four_steps(run_config):
         trainer.step += 1
     trained = weights(trainer.model)
     resumed = Trainer(run_config)
-    repeated = take_steps(resumed, 4 - resumed.step)
-    assert list(map(without_timing, repeated)) == list(map(without_timing, rows[2:]))
+    assert list(map(without_timing, take_steps(resumed, 4 - resumed.step))) == list(
+        map(without_timing, rows[2:])
+    )
     return rows, grads[0], trained, [*zip(before, after[::2], strict=True)]  # sampled every 2 steps
 
 

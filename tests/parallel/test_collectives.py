@@ -83,8 +83,9 @@ def fail(out: str) -> list[str]:
 
 
 def test_an_error_of_one_rank_is_an_error_of_all(tmp_path) -> None:
-    ends = zip(*ranks.run(fail, str(tmp_path), ranks=2), strict=True)
-    assert list(map(list, ends)) == [expected for *_, expected in FAILURES]
+    assert [*map(list, zip(*ranks.run(fail, str(tmp_path), ranks=2), strict=True))] == [
+        expected for *_, expected in FAILURES
+    ]
 
 
 NOBODY = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
@@ -175,10 +176,21 @@ def test_the_outermost_layers_and_the_rest_are_sharded(tmp_path) -> None:
     assert launched == "WORLD_SIZE=1, but 2 processes joined: launch with torchrun"
 
 
-def test_a_seed_repeats_the_random_numbers() -> None:
-    setup.seed(17)
-    first = torch.rand(3)
+@pytest.mark.parametrize(("limit", "norm"), [(None, 5.0), (0.0, 5.0), (2.0, 2.0)])
+def test_a_gradient_is_clipped_if_there_is_a_limit(limit: float | None, norm: float) -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    weight.grad = torch.tensor([3.0, 4.0])
+    assert setup.clip_gradient(nn.Identity(), torch.optim.SGD([weight]), limit) == 5
+    assert float(weight.grad.norm()) == pytest.approx(norm)
+
+
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_a_seed_repeats_the_random_numbers(monkeypatch, has_gpu: bool) -> None:
     torch.manual_seed(17)
+    first = torch.rand(3)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(torch, "manual_seed", torch.manual_seed if has_gpu else None)  # is slow
+    setup.seed(17)
     assert torch.equal(torch.rand(3), first)
     # with other seeds, a resumed run of this version would not repeat its random numbers
     assert setup.derive_seed(17, 3, "sketch") == 9041650943914698

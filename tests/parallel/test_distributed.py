@@ -34,8 +34,11 @@ def full_tensor(x: torch.Tensor) -> torch.Tensor:
 
 
 def gradients(model) -> dict[str, torch.Tensor]:
-    named = model.named_parameters()
-    return {n.removeprefix("module."): full_tensor(p.grad) for n, p in named if p.requires_grad}
+    return {
+        n.removeprefix("module."): full_tensor(p.grad)
+        for n, p in model.named_parameters()
+        if p.requires_grad
+    }
 
 
 def record_gradients(trainer) -> list[dict[str, torch.Tensor]]:
@@ -59,8 +62,7 @@ def train_steps(config, steps=STEPS):
     assert own == (size and math.ceil(size / trainer.accelerator.num_processes))
     grads = record_gradients(trainer)
     rows = take_steps(trainer, steps)
-    parameters = trainer.model.parameters()
-    local = (p.to_local() if isinstance(p, DTensor) else p for p in parameters)
+    local = (p.to_local() if isinstance(p, DTensor) else p for p in trainer.model.parameters())
     return rows, grads[0], weights(trainer.model), sum(x.numel() for x in local)
 
 
@@ -91,8 +93,9 @@ def single_process(task, tmp_path_factory):
     def get(**changes):
         key = repr(sorted(changes.items()))
         if key not in cache:
-            run_config = config(task, tmp_path_factory.mktemp("single"), **changes)
-            cache[key] = ranks.run(train_steps, run_config, ranks=1)[0]
+            cache[key] = ranks.run(
+                train_steps, config(task, tmp_path_factory.mktemp("single"), **changes), ranks=1
+            )[0]
         return cache[key]
 
     return get
@@ -205,8 +208,7 @@ def test_bfloat16_arithmetic_stays_close(task, tmp_path, single_process, changes
     for name, exact in expected.items():
         rounded = grads[name].bfloat16()  # as every gradient is before it is reduced
         assert grads[name].dtype == torch.float32 and bool((rounded != grads[name]).any())
-        error = (grads[name] - exact).norm() / exact.norm()
-        assert 0 < error < 0.05, name
+        assert 0 < (grads[name] - exact).norm() / exact.norm() < 0.05, name
 
 
 OWNERS = {
@@ -230,8 +232,10 @@ def uneven_gradients(config):
         rows.append(Row(ids, len(example.prompt), i % 2 == 1, advantage))
     results = {}
     for name, owners in OWNERS.items():
-        own = [row for row, owner in zip(rows, owners, strict=True) if owner % count == rank]
-        step = trainer._assemble(own, Mix(0.4))
+        step = trainer._assemble(
+            [row for row, owner in zip(rows, owners, strict=True) if owner % count == rank],
+            Mix(0.4),
+        )
         assert step.needs.kl
         measured = trainer.gradients(step)
         results[name] = measured.moments.signals(), measured.losses, gradients(trainer.model)
@@ -263,8 +267,9 @@ def test_uneven_ranks_compute_the_same(uneven, mode):
             assert signals == pytest.approx(expected[0], rel=1e-5), name
             assert losses == pytest.approx(expected[1], rel=1e-5), name
             for key, x in expected[2].items():
-                message = f"{name}: {key}"
-                torch.testing.assert_close(grads[key], x, rtol=1e-4, atol=1e-6, msg=message)
+                torch.testing.assert_close(
+                    grads[key], x, rtol=1e-4, atol=1e-6, msg=f"{name}: {key}"
+                )
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), pytest.param(2, 4, marks=FULL)])

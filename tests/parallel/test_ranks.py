@@ -44,8 +44,8 @@ def test_children_are_forks_of_a_process_without_threads_and_locks():
     assert TqdmDefaultWriteLock.mp_lock is not None
     ((parent, threads, locked, silent),) = ranks.run(origin, ranks=1)
     assert parent != os.getpid() and threads == 1 and not locked and not silent
-    maps = Path(f"/proc/{parent}/maps").read_text()
-    assert "libtorch_cpu" in maps  # the server has already imported torch
+    # the server has already imported torch
+    assert "libtorch_cpu" in Path(f"/proc/{parent}/maps").read_text()
     assert ranks.run(threads_of_a_new_server, ranks=1) == [("1", "3")]
 
 
@@ -118,6 +118,8 @@ def gloo_threads():
 def threads_during_run_and_at_exit(config):
     """Return how the run ended, and the process group's threads during the run and at exit."""
     during_run = []
+    # shells start background jobs, and thus their children, with SIGINT ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def attempt():
         trainer = Trainer(config)

@@ -76,8 +76,10 @@ def test_a_lock_names_its_holder_also_over_an_earlier_longer_name(tmp_path):
         if text:
             path.write_text(text)
         with run_lock(path.parent):
-            holder = json.loads(path.read_text())
-            assert holder == {"host": socket.gethostname(), "process": os.getpid()}
+            assert json.loads(path.read_text()) == {
+                "host": socket.gethostname(),
+                "process": os.getpid(),
+            }
             with pytest.raises(RunDirectoryError, match=f"in use by process {os.getpid()} on host"):
                 run_lock(path.parent).__enter__()
 

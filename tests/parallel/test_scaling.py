@@ -42,15 +42,19 @@ def traffic(run_config):
     trainer = Trainer(run_config)
     step = trainer._assemble(trainer.feed.demo_rows(0), Mix(1.0))
     trainer.gradients(step)  # the first call installs hooks
-    with setup.gathered(trainer.model, True):  # leaves no trace
+    # leaves no trace
+    with setup.gathered(trainer.model, run_config.parallel.defer_reduce):
         pass
     trainer.optimizer.zero_grad()
     setup.reshard(trainer.model)
     with Traffic() as collectives:
         trainer.gradients(step)
     layers = [sum(p.numel() for p in m.parameters()) for m in trainer.model.model.layers]
-    total = sum(p.numel() for p in trainer.model.parameters())
-    return collectives.elements, layers, total - sum(layers)
+    return (
+        collectives.elements,
+        layers,
+        sum(p.numel() for p in trainer.model.parameters()) - sum(layers),
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -88,10 +92,14 @@ def test_traffic_of_a_real_run(task, tmp_path, defer):
     )
     elements, layers, root = ranks.run(traffic, run_config, ranks=2)[0]
     assert (layers, root) == ([TINY.layer] * 2, TINY.root)
-    large = sum(n for n in elements["allgather"] if n > 100)
-    assert large == pytest.approx(scaling.gathered_elements(TINY, 2), rel=0.02)
-    reduced = scaling.reduced_elements(TINY, 2, defer)
-    assert sum(elements["reduce_scatter"]) == pytest.approx(reduced, rel=0.02)
+    large = [n for n in elements["allgather"] if n > 100]
+    assert (len(large), sum(large)) == (
+        2 * (1 + 2 * TINY.layers),
+        pytest.approx(scaling.gathered_elements(TINY, 2), rel=0.02),
+    )
+    assert sum(elements["reduce_scatter"]) == pytest.approx(
+        scaling.reduced_elements(TINY, 2, defer), rel=0.02
+    )
 
 
 def state_bytes(run_config):
@@ -140,7 +148,8 @@ def test_page_table_is_up_to_date():
     assert scaling.table() in PAGE.read_text()
 
 
-def test_prepare_does_not_shard_on_one_process(tmp_path):
+def test_prepare_does_not_shard_on_one_process(tmp_path, recwarn):
     accelerator = setup.make_accelerator(ParallelConfig(mode="fsdp"), (), str(tmp_path))
     model = prepare(torch.nn.Linear(2, 2), accelerator, ParallelConfig(mode="fsdp"), None, None)
     assert type(model.weight.data) is torch.Tensor and not setup.units(model)
+    assert not any("log_with" in str(warning.message) for warning in recwarn)

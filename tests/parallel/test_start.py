@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -34,8 +35,9 @@ def write_base(task: Path, folder: Path, dtype: torch.dtype = torch.float32, **c
     shutil.copytree(task, folder)
     start = folder / "init"
     model_config = AutoConfig.from_pretrained(start)
-    vocab_size = model_config.vocab_size + 1
-    model_config.update({"intermediate_size": 47, "vocab_size": vocab_size, **changes})
+    model_config.update(
+        {"intermediate_size": 47, "vocab_size": model_config.vocab_size + 1, **changes}
+    )
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(model_config, dtype=dtype)
     with torch.no_grad():
@@ -71,8 +73,9 @@ def first_step(run_config, while_loading: bool):
     before = {n: full_tensor(p) for n, p in parameters.items()}
     before |= {n: b.clone() for n, b in trainer.model.named_buffers()}
     if trainer.reference is not None:
-        frozen = trainer.reference.named_parameters()
-        before |= {"reference." + n: full_tensor(p) for n, p in frozen}
+        before |= {
+            "reference." + n: full_tensor(p) for n, p in trainer.reference.named_parameters()
+        }
         assert not any(p.requires_grad for p in trainer.reference.parameters())
     row = {k: v for k, v in trainer._train_step().items() if k not in TIMING_KEYS}
     model = trainer.policy
@@ -107,12 +110,16 @@ def test_sharded_loading_matches_full_loading(task, base, tmp_path, changes, mod
     parallel = {**FSDP, "replicas": changes.pop("replicas", 1)}
     folder = write_base(task, tmp_path / "task", **changes) if changes else base
     rollouts = {"num_prompts": count, "num_generations": 2, "max_completion_length": 4}
-    rows = {"demo_batch_size": 2 * count, "rollouts": rollouts}
-    overrides = {**sharded_overrides(folder, **model), "parallel": parallel, **rows}
-    results = []
-    for while_loading in (True, False):
-        run_config = config(folder, tmp_path / str(while_loading), **overrides)
-        results.append(ranks.run(first_step, run_config, while_loading, ranks=count)[0])
+    overrides = {
+        **sharded_overrides(folder, **model),
+        "parallel": parallel,
+        "demo_batch_size": 2 * count,
+        "rollouts": rollouts,
+    }
+    results = [
+        ranks.run(first_step, config(folder, tmp_path / str(now), **overrides), now, ranks=count)[0]
+        for now in (True, False)  # sharded while loading, or afterwards
+    ]
     assert_bitwise(*results)
     before, _, after, tied, metadata = results[0]
     assert len(tied) == (1 if "tie_word_embeddings" in changes else 2)
@@ -121,6 +128,13 @@ def test_sharded_loading_matches_full_loading(task, base, tmp_path, changes, mod
     trained = "lora_B.default.weight" if model.get("lora") else "q_proj.weight"
     name = next(n for n in after if n.endswith(trained))
     assert not torch.equal(before[name], after[name])  # the step updates the weights
+
+
+def test_scalars_are_not_sharded_while_loading():
+    scalar = torch.nn.Parameter(torch.ones(()))
+    scalar._is_hf_initialized = True
+    loading = SimpleNamespace(_rows={}, _ranks=2, _rank=0, device="cpu")
+    assert ShardedLoading._keep_shard(loading, torch.nn.Module(), "scale", scalar) is None
 
 
 def bytes_held(run_config):
@@ -138,7 +152,12 @@ def bytes_held(run_config):
     rows = sum(x.untyped_storage().nbytes() for x in loading._rows.values())
     left = sum(p.untyped_storage().nbytes() for p in model.parameters())
     total = sum(p.numel() * p.element_size() for p in model.parameters())
+    devices, fully_shard = set(), setup.fully_shard
+    setup.fully_shard = lambda unit, **options: (
+        devices.update(p.device.type for p in unit.parameters()) or fully_shard(unit, **options)
+    )
     prepared = setup.prepare(model, accelerator, run_config.parallel, None, loading)
+    assert devices == {"meta"}
     shards = sum(p.to_local().untyped_storage().nbytes() for p in prepared.parameters())
     return rows, left, shards, total, len(loading._rows)
 
@@ -221,5 +240,7 @@ def fail_on_rank_1(run_config):
 
 def test_failure_on_one_rank_reaches_all_ranks(base, tmp_path):
     run_config = config(base, tmp_path, **sharded_overrides(base))
-    messages = ranks.errors(fail_on_rank_1, run_config, ranks=2)
-    assert messages == ["model.path: rank 1 cannot read it"] * 2
+    assert (
+        ranks.errors(fail_on_rank_1, run_config, ranks=2)
+        == ["model.path: rank 1 cannot read it"] * 2
+    )

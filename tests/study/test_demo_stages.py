@@ -132,8 +132,9 @@ def test_the_stages_of_a_demo(tmp_path: Path, monkeypatch: Any, capsys: Any) -> 
 def test_seeds_of_the_base_model_are_tried_until_one_is_accepted(
     tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
-    accuracies = {"base-0": 0.009, "base-1": 0.101, "base-2": 0.1, "base-4": 0.01}
-    calls = fake_training(monkeypatch, accuracies)
+    calls = fake_training(
+        monkeypatch, {"base-0": 0.009, "base-1": 0.101, "base-2": 0.1, "base-4": 0.01}
+    )
     assert run.make_base(tmp_path, 9) == tmp_path / "base-2" / "model"
     assert calls == [([f"{tmp_path}/base-{seed}"], 1, True) for seed in range(3)]
     assert capsys.readouterr().out.splitlines() == [

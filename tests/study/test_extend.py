@@ -77,8 +77,12 @@ def test_the_page_runs_as_written(folder):
     outputs, _ = gac(*before.splitlines())
     assert install == "pip install ."
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--target", "site"]
-    pip = [sys.executable, "-m", "pip", "install", *options, "."]
-    subprocess.run(pip, env=environment(), check=True, timeout=300)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", *options, "."],
+        env=environment(),
+        check=True,
+        timeout=300,
+    )
     outputs |= gac(*after)[0]
     assert "method.level: float = 0.3" in outputs["gac methods my_method:Threshold"]
     assert re.search(r"^  threshold +SFT first; mostly RL", outputs["gac methods"], re.MULTILINE)

@@ -50,8 +50,11 @@ def test_rows_change_at_their_step_on_every_rank_and_after_a_resume(tiny, tmp_pa
     )
     for step in range(6):
         rows, before = feed.demo_rows(step), plain.demo_rows(step)
-        halves = [sharded.demo_rows(step) for sharded in ranks]
-        assert [r for pair in zip(*halves, strict=True) for r in pair] == rows
+        assert [
+            r
+            for pair in zip(*[sharded.demo_rows(step) for sharded in ranks], strict=True)
+            for r in pair
+        ] == rows
         if step < 3:
             assert rows == before
         assert {row.ids for row in rows} <= (right if step < 3 else wrong)

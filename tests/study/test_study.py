@@ -76,6 +76,7 @@ def test_parse_arm():
         "low": Arm("low", aliases["low"]),
         "short": Arm("short", "constant", ("method.mu=0.2",)),
         own: Arm(own, own),
+        f"y@{own}:level=1": Arm("y", own, ("method.level=1",)),
         f"x@{own}:level=0.2,prior=a:b": Arm("x", own, ("method.level=0.2", "method.prior=a:b")),
     }
     assert {text: parse_arm(text, aliases) for text in arms} == arms
@@ -96,11 +97,11 @@ def test_arm_config_sets_method_seed_and_folder(tmp_path):
 
 def test_interval_coverage():
     """Over 400 samples of 30 normal values; a percentile bootstrap covers slightly below 95%."""
-    samples = np.random.default_rng(1).normal(0.3, 2.0, (400, 30))
-    intervals = [interval(row) for row in samples]
+    intervals = [interval(row) for row in np.random.default_rng(1).normal(0.3, 2.0, (400, 30))]
     assert 0.90 < np.mean([low < 0.3 < high for low, high in intervals]) < 0.97
-    width = np.mean([high - low for low, high in intervals])
-    assert width == pytest.approx(2 * 1.96 * 2.0 / math.sqrt(30), rel=0.1)
+    assert np.mean([high - low for low, high in intervals]) == pytest.approx(
+        2 * 1.96 * 2.0 / math.sqrt(30), rel=0.1
+    )
     assert interval([0.5]) is None and interval([0.5, 0.5]) == [0.5, 0.5]
 
 
@@ -128,8 +129,8 @@ from tests.waiting import wait_until
 started = Path(__file__).with_suffix(".started")
 
 def stuck(completion, example):  # whatever signals it gets
-    for _ in range(2):
-        os.kill(os.getpid(), signal.SIGINT)  # Ctrl-C is for the study
+    for number in 2 * (signal.SIGINT, signal.SIGHUP):
+        os.kill(os.getpid(), number)  # Ctrl-C and a closed terminal are for the study
     started.touch()
     wait_until(lambda: False, "its end", 120)
 
@@ -144,23 +145,24 @@ def quick(completion, example):
 def test_no_run_outlives_its_study(task, tmp_path, monkeypatch):
     """Neither one that is stuck when its study is interrupted, nor one whose study is killed."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)  # there are more jobs than cores
-    monkeypatch.setattr(runs, "STOP_SECONDS", 0.1)
+    monkeypatch.setattr(runs, "STOP_SECONDS", 3.0)
     (tmp_path / "rewards.py").write_text(REWARDS)
     outs = {"stuck": "stuck", "quick": "quick", "last": "stuck"}
     configs = [
-        tiny_config(task, tmp_path / out, reward=f"{tmp_path}/rewards.py:{name}", steps=1)
+        tiny_config(task, tmp_path / "runs" / out, reward=f"{tmp_path}/rewards.py:{name}", steps=1)
         for out, name in outs.items()
     ]
     with pytest.raises(SystemExit, match="quick: done"):
-        runs.run_all(configs[:2], 99, log=sys.exit)
-    assert "OMP_NUM_THREADS" not in os.environ
+        runs.run_all(configs[:2], 99, report=True, log=sys.exit)
+    assert "stopping after this step" in (tmp_path / "runs" / "stuck" / "log.txt").read_text()
+    assert (tmp_path / "runs/quick/report.html").exists() and "OMP_NUM_THREADS" not in os.environ
     wait_until(lambda: not multiprocessing.active_children(), "the end of the other run")
     with ranks.job(runs.run_all, configs[2:], 1, ranks=1) as (study,):
-        wait_until((tmp_path / "last" / "config.yaml").exists, "the last run")
+        wait_until((tmp_path / "runs" / "last" / "config.yaml").exists, "the last run")
         assert study.kill()
 
     def ended():
-        with contextlib.suppress(RunDirectoryError), run_lock(tmp_path / "last"):
+        with contextlib.suppress(RunDirectoryError), run_lock(tmp_path / "runs" / "last"):
             return True
 
     wait_until(ended, "the end of the last run")
@@ -172,14 +174,14 @@ from tests import tiny
 
 def digit_reward(completion, example):
     print("scored")
-    assert torch.get_num_threads() == 2
+    assert torch.get_num_threads() == 3
     return tiny.digit_reward(completion, example)
 """
 
 
 @pytest.mark.slow(reason="trains several methods")
 def test_gac_study_reports_failures_and_resumes(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
     config = tiny_config(
         write_tiny(tmp_path), tmp_path / "out", steps=2, reward="study_reward.py:digit_reward"
     )
@@ -226,5 +228,6 @@ def test_gac_study_reports_failures_and_resumes(tmp_path, monkeypatch, capsys):
     assert resumed["methods"]["grpo"] == results["methods"]["grpo"] and resumed["failed"] == {}
 
     assert cli.main([*study_command, "grpo", "--set", *fields, "steps=3"]) == 2
-    error = capsys.readouterr().err
-    assert re.search(r"grpo-0: .*finished run with a different steps.*delete", error)
+    assert re.search(
+        r"grpo-0: .*finished run with a different steps.*delete", capsys.readouterr().err
+    )

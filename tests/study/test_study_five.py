@@ -23,8 +23,9 @@ def test_solutions_are_rewarded_in_both_styles_and_random_ones_hardly_ever(name)
     for _ in range(300):
         problem = task.problem(rng)
         lengths.add(len(problem.prompt))
-        extra = {"task": name, "prompt": problem.prompt}
-        example = SimpleNamespace(answer=problem.solution, extra=extra)
+        example = SimpleNamespace(
+            answer=problem.solution, extra={"task": name, "prompt": problem.prompt}
+        )
         assert len(problem.solution) <= task.response_tokens
         assert set(problem.prompt + restyle(problem.solution)) <= set(ALPHABET)
         assert reward(problem.solution, example) == reward(restyle(problem.solution), example) == 1
@@ -46,8 +47,9 @@ def test_planning_rejects_walls_and_edges():
 def test_the_tool_replies_to_what_is_asked_and_its_tokens_have_no_loss():
     """A model that repeats the solution, one that asks for something else, and one that stops."""
     tokenizer, problem = make_tokenizer(ALPHABET), KINDS["tool"].problem(random.Random(0))
-    row = study_run._row("tool", 0, problem)
-    prompt = SimpleNamespace(prompt=(5,), answer=problem.solution, extra=row)
+    prompt = SimpleNamespace(
+        prompt=(5,), answer=problem.solution, extra=study_run._row("tool", 0, problem)
+    )
     scripts = iter([[problem.solution[:2], "+a", "<eos>"], [problem.solution[4:], "00"]])
 
     def generate(contexts, max_completion_length):

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from gac import cli
 from gac.config import ConfigError, dump, save, to_yaml
+from gac.report.plots import COLORS
 from gac.study import page, runs
 from gac.study.command import arm_config, parse_arm, read_study
 from gac.study.results import interval, mean, row_cells, summary
@@ -106,8 +107,10 @@ def test_options_of_a_study(study, tmp_path) -> None:
     options += ["--set", "steps=5", "--set", "seed=9"]
     code, (configs, jobs, discard), saved, _, html = study("--methods", "high", "dr@grpo", *options)
     assert (code, jobs, discard) == (0, 2, True)
-    runs = [(config.run_name, config.steps, config.seed) for config in configs]
-    assert runs == [("high", 5, 0), ("dr", 5, 0)]
+    assert [(config.run_name, config.steps, config.seed) for config in configs] == [
+        ("high", 5, 0),
+        ("dr", 5, 0),
+    ]
     assert saved["methods"]["high"]["against_baseline"]["difference"] == pytest.approx(0.4)
     command = f"gac study {tmp_path}/run.yaml --methods high dr@grpo --seeds 1 --baseline dr"
     setting = saved["setting"]
@@ -161,8 +164,15 @@ def test_cells_and_dots_of_a_study(monkeypatch) -> None:
         page, "interval_figure", lambda names, height, label, draw: draw(axes) or (names, height)
     )
     assert page.draw(methods, "a") == (["a", "b"], pytest.approx(1.78))  # 0.34 per method
-    dots = [line.get_xydata().tolist() for line in axes.lines if line.get_marker() == "."]
-    assert dots == [[[0, 0], [20, 0]], [[10, -1], [40, -1], [90, -1]]] and axes.dataLim.ymax == 0
+    dots = [line for line in axes.lines if line.get_marker() == "."]
+    assert [line.get_xydata().tolist() for line in dots] == [
+        [[0, 0], [20, 0]],
+        [[10, -1], [40, -1], [90, -1]],
+    ] and axes.dataLim.ymax == 0
+    assert [(line.get_color(), line.get_alpha(), line.get_markersize()) for line in dots] == [
+        (COLORS[1], 0.3, 7),
+        (COLORS[0], 0.3, 7),
+    ]
     others = [line.get_xydata() for line in axes.lines if line.get_marker() != "."]
     assert [ends.round().tolist() for ends in others] == [
         [[10, 0]],

@@ -22,7 +22,6 @@ from gac.faults import checkpoint
 from gac.faults.processes import StopRequest
 from gac.integrations.demonstrations import encode
 from gac.rollouts.config import RolloutConfig
-from gac.study import runs
 from gac.train_config import OptimConfig
 from gac.training.policy import choose_micro_batches, make_optimizer, warn_of_rounding
 from gac.training.record import Record, show
@@ -102,10 +101,12 @@ def test_a_second_signal_takes_effect_immediately(number, handlers, monkeypatch)
 
 
 def test_without_a_signal_the_handlers_are_restored(handlers):
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    ignored = [signal.SIGINT, signal.SIGHUP]  # as `gac study` and nohup do
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
     with StopRequest():
-        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    assert handlers() == [True, True, False]
+        assert [signal.getsignal(number) for number in ignored] == [signal.SIG_IGN] * 2
+    assert handlers() == [False, True, False]
 
 
 def test_a_run_in_another_thread_handles_no_signals(handlers):
@@ -142,14 +143,6 @@ def test_a_checkpoint_is_flushed_to_the_disk_before_and_after_its_rename(tmp_pat
     checkpoint._publish(tmp_path / ".writing", tmp_path / "step-00000001", {"step": 1})
     assert set(Path("/proc/self/fd").iterdir()) == files
     assert events == [checkpoint.PROGRESS, "rename", tmp_path.name]
-
-
-def test_the_untrained_model_is_never_the_best(tmp_path):
-    rows = [{"step": step, "accuracy": a} for step, a in ((0, 0.9), (5, 0.6), (10, 0.4))]
-    (tmp_path / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "metrics.jsonl").write_text('{"seconds": 2.0}\n{"seconds": 0.5}\n')
-    config = tiny_config(tmp_path, tmp_path, method="sft-best")
-    assert runs._summary(config) == {"final": rows[1], "seconds": 2.5}
 
 
 CHAT = (
