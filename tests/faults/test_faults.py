@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -272,6 +273,11 @@ def test_files_of_another_version_are_rejected_in_one_line(task, tmp_path):
     with pytest.raises(ConfigError, match=r"^[^\n]*another version[^\n]*another `out`$"):
         Trainer(config)
     (path,) = (tmp_path / "replay").iterdir()
+    # with another number, the steps saved by this version could no longer be replayed
+    assert torch.load(path / "rank-0.pt")["format"] == 3
+    torch.save({"format": Path("x")}, path / "rank-0.pt")
+    with pytest.raises(pickle.UnpicklingError):
+        replay(path)  # the file runs no code
     torch.save({"step": 0, "fault": "rollout_loss is inf"}, path / "rank-0.pt")
     with pytest.raises(ConfigError, match=r"^[^\n]*step-00000000 [^\n]*another version[^\n]*$"):
         replay(path)

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -185,16 +186,34 @@ def test_what_a_run_tells_without_a_terminal(tmp_path, caplog):
     assert record.texts.read() == [{"step": step, "prompts": prompts} for step in (1, 2)]
     for row in ({"accuracy": 0.25, "ci95": [0.2, 0.3], "prompts": 50}, {"accuracy": 0.5}, {}):
         record.evaluation({"step": 5, **row})
-    assert len(record.evals.read()) == 3
-    for total, step in ((25, 7), (25, 8), (5, 1)):  # ten lines at most, or one per step
+    record.evals.append({"step": 0})
+    assert len(record.evals.read()) == 4
+    record.truncate(None)
+    assert record.evals.read() == record.texts.read() == []
+    for total, step in ((110, 10), (110, 11), (5, 1)):  # ten lines at most, or one per step
         row = {"step": step, "reward_mean": None, "demo_loss": 1.5, "kl": 0.0, "mu": 0.3}
         show(tqdm(total=total, disable=True), row)
     assert caplog.messages == [
         "step 2: 1+1=\n  [0.5] 1\n  [1.0] 2",
         "step 5: accuracy 25.0% [20.0, 30.0], 50 prompts",
         "step 5: accuracy 50.0%, 0 prompts",
-        *[f"step {step}: demo=1.5, KL=0, mu=0.3" for step in ("8 of 25", "1 of 5")],
+        *[f"step {step}: demo=1.5, KL=0, mu=0.3" for step in ("11 of 110", "1 of 5")],
     ]
+
+
+def test_only_the_main_process_writes_logs(tmp_path):
+    """Every process calls the trackers."""
+    calls = []
+    accelerator = SimpleNamespace(
+        is_main_process=False,
+        init_trackers=lambda project, values, options: calls.append(options),
+        log=lambda values, step: calls.append((values, step)),
+    )
+    record = Record(tmp_path, accelerator)
+    record.start_trackers(tiny_config(tmp_path, tmp_path, report_to=["wandb"]), new=True)
+    record.samples(1, [{"prompt": "1+1=", "completions": []}], RolloutConfig())
+    record.step({"step": 3, "mu": 0.5, "kl": None})
+    assert calls == [{}, ({"mu": 0.5}, 3)] and not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("columns", "count"), [(60, 4), (59, 3), (49, 3), (48, 2), (9, 1)])
@@ -206,3 +225,4 @@ def test_the_progress_line_fits_the_terminal(
     bar = tqdm(total=100, file=io.StringIO(), mininterval=0)
     show(bar, {"step": 1, "reward_mean": 0.25, "demo_loss": 1.5, "kl": math.nan, "mu": 0.3})
     assert bar.desc == ", ".join(["reward=0.25", "demo=1.5", "mu=0.3", "ETA 00:00"][:count])
+    assert "mu" not in bar.fp.getvalue()  # it is drawn once per step, with the next one

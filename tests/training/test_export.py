@@ -60,6 +60,8 @@ def test_an_export_equals_the_full_model(tmp_path, kind, changes, dtype, file_si
     path, model = save_random_checkpoint(tmp_path / "base", kind, config, **changes)
     model.__dict__.pop("forward")
     model.save_pretrained(tmp_path / "full")
+    (tmp_path / ".out.writing").mkdir()
+    (tmp_path / ".out.writing" / "old.safetensors").touch()  # of a killed export
     export_checkpoint(config, path, tmp_path / "out", file_size)
     exported, expected = tensors(tmp_path / "out"), tensors(tmp_path / "full")
     assert exported.keys() == expected.keys()
@@ -71,7 +73,9 @@ def test_an_export_equals_the_full_model(tmp_path, kind, changes, dtype, file_si
     files = {file.name for file in (tmp_path / "out").glob("*safetensors*")}
     if file_size == 1:
         index_name = "model.safetensors.index.json"
-        index = json.loads((tmp_path / "out" / index_name).read_text())
+        text = (tmp_path / "out" / index_name).read_text()
+        index = json.loads(text)
+        assert text == json.dumps(index, indent=2) + "\n" and [*index] == ["metadata", "weight_map"]
         assert index["weight_map"].keys() == expected.keys()
         assert index["metadata"]["total_size"] == sum(x.nbytes for x in expected.values())
         weight_files = set(index["weight_map"].values())
@@ -83,7 +87,7 @@ def test_an_export_equals_the_full_model(tmp_path, kind, changes, dtype, file_si
         # one file for each layer and for each other weight
         assert len(weight_files) == 2 + len({n for n in expected if "layers." not in n})
     else:
-        assert files == {"model.safetensors"}
+        assert files == {"model.safetensors"} and export.FILE_SIZE == 2**30
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=model.dtype).state_dict()
     assert all(torch.equal(x, loaded[n]) for n, x in model.state_dict().items())
 
@@ -111,6 +115,7 @@ def test_adapters_are_merged_layer_by_layer(tmp_path, monkeypatch):
     base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "base"))
     loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapters").state_dict()
     assert loaded.keys() == model.state_dict().keys()
+    assert len(tensors(tmp_path / "adapters")) == 2 * (2 * 2 + 1)  # of two layers and the head
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert trained and all(torch.equal(loaded[name], p) for name, p in trained.items())
     exported, expected = tensors(tmp_path / "out"), model.merge_and_unload().state_dict()
@@ -214,6 +219,7 @@ def test_an_export_is_uploaded_to_a_private_repository(task, tmp_path, monkeypat
         (b"1 of 1 steps", 1),
         (b"library_name: transformers", 1),
         (b"base_model", 0),
+        (b"reinforcement-learning", 1),
     ):
         assert server.files["README.md"].count(part) == count
     with pytest.raises(ConfigError, match=r"^--push-to-hub a/b/c: .* use OWNER/NAME"):

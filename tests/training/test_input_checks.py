@@ -55,10 +55,9 @@ def model_with(task, tmp_path, **changes):
 @pytest.mark.parametrize(("size", "key"), [(17, "path"), (8, "tokenizer")])
 def test_tokens_beyond_the_embedding(task, tmp_path, size, key):
     model = model_with(task, tmp_path, vocab_size=size)
-    model[key] = model["path"]
-    message = (
-        f"^model.{key}='.*/model': the tokenizer encodes .* as 17, but .* has only {size} rows"
-    )
+    folder = model["path"] if key == "path" else str(task / "init")
+    model[key] = folder
+    message = f"^model.{key}='{folder}': the tokenizer encodes .* as 17, but .* only {size} rows"
     with pytest.raises(ConfigError, match=message):
         Trainer(tiny_config(task, tmp_path / "run", model=model))
 

@@ -81,25 +81,30 @@ def test_export_verifies_the_checkpoint(half_run, tmp_path):
     assert not any((tmp_path / "out").iterdir())
 
 
-def test_a_full_disk_during_export_leaves_the_checkpoint(half_run, tmp_path, monkeypatch):
+@pytest.mark.parametrize("written", [True, False])
+def test_a_full_disk_during_export_leaves_the_checkpoint(half_run, tmp_path, monkeypatch, written):
     def full(config, path, folder, size):
-        folder.mkdir()
+        if written:
+            folder.mkdir()
         raise OSError(28, "No space left on device")
 
     run = tmp_path / "run"
     shutil.copytree(half_run / "run", run)
     save(config(half_run, steps=2), run / "config.yaml")
     monkeypatch.setattr(export, "_save_weights", full)
-    with pytest.raises(RunError, match="could not export .*No space left .*step-00000002 is compl"):
+    with pytest.raises(RunError, match=r"export .* \(No space left .*step-00000002 is complete$"):
         export_run(run, tmp_path / "out")
     monkeypatch.undo()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
     assert export_run(run, tmp_path / "out").name == "step-00000002"
+    for name, error in (("config.yaml", FileExistsError), ("config.yaml/out", ConfigError)):
+        with pytest.raises(error, match=f"^OUT='{run / name}' (is not empty|cannot be written)"):
+            export_run(run, run / name)
 
 
 def test_a_torn_line_costs_only_itself(tmp_path):
     book = Logbook(tmp_path / "metrics.jsonl")
-    book.path.write_text("{")
+    book.path.write_bytes(b'7\n{"mu": 1}\n\xff')  # not ours, and a broken disk
     book.append({"step": 1})
     with book.path.open("a") as file:
         file.write('{"step": 2, "kl"')  # a kill, or a full disk

@@ -294,13 +294,6 @@ def test_a_terminal_shows_the_progress(task, tmp_path, monkeypatch):
     assert {*expected} <= {*bars}
 
 
-def test_stop_strings_are_checked_before_the_model_is_loaded(task, tmp_path, monkeypatch):
-    monkeypatch.setattr("gac.training.trainer.load_policy", None)
-    for changes in ({"rollouts": REUSED | {"stop": ["1 2"]}}, {"eval": {"stop": ["1 2"]}}):
-        with pytest.raises(ConfigError, match="stop"):
-            Trainer(tiny_config(task, tmp_path, **changes))
-
-
 def test_a_resumed_run_continues_its_tracked_run(task, tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr(Accelerator, "init_trackers", lambda _, *arguments: calls.append(arguments))
