@@ -3,12 +3,15 @@
 import dataclasses
 import logging
 import math
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from gac.config import load
 from gac.data.rows import MicroBatches
 from gac.faults import checkpoint
+from gac.methods.base import StepNeeds
 from gac.models import head
 from gac.train_config import TrainConfig
 from gac.training import policy as budget
@@ -68,6 +71,43 @@ def test_rows_that_exceed_a_small_budget_are_trained_alone(task, tmp_path, monke
     longest = trainer.feed.longest_row(5)
     assert f"max_tokens_per_micro_batch=1: rows may have up to {longest} tokens" in caplog.text
     trainer._train_step()
+
+
+@pytest.mark.parametrize(("kind", "most"), [("cpu", 2048), ("cuda", 16384), ("xpu", 16384)])
+def test_the_budget_by_hand(task, tmp_path, monkeypatch, caplog, kind, most):
+    """Half of the free memory, less 3 times that of 8 trained weights, at 10 bytes per token."""
+    caplog.set_level(logging.INFO, "gac")
+    lengths, config = [], default_config(task, tmp_path)
+    monkeypatch.setattr(budget, "activation_bytes", lambda _, length: lengths.append(length) or 10)
+    device = SimpleNamespace(device=torch.device(kind), unwrap_model=lambda model: model)
+    model = torch.nn.ParameterList([torch.zeros(8), torch.zeros(99)])
+    model[1].requires_grad_(False)
+    for free, longest, tokens, reason in (
+        (0, 1, 1, "0 GB are free"),
+        (3 * 4 * 8 + 2 * 10 * 64, 9, 64, "1.3e-06 GB are free"),
+        (3 * 4 * 8 + 2 * 10 * 64 - 1, 99, 32, "1.3e-06 GB are free"),
+        (1e9, 65, most, "the maximum"),
+    ):
+        monkeypatch.setattr(budget, "free_memory", lambda _, free=free: free)
+        chosen = budget.choose_micro_batches(config, device, model, longest)
+        assert chosen == dataclasses.replace(config, max_tokens_per_micro_batch=tokens)
+        assert f"max_tokens_per_micro_batch={tokens} ({reason})" in caplog.messages
+    assert lengths == [1, 9, 64, 64]
+
+
+def test_the_free_memory_of_a_gpu(monkeypatch):
+    """What the driver would give, and what PyTorch keeps but does not use."""
+    for name, value in (("mem_get_info", (7, 99)), ("memory_reserved", 5), ("memory_allocated", 3)):
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    assert budget.free_memory(torch.device("cuda")) == 9
+
+
+@pytest.mark.parametrize(("size", "own"), [(3, 2), (4, 2), (None, None)])
+def test_two_ranks_share_the_rows_of_the_sampled_kl(task, tmp_path, size, own):
+    config = tiny_config(task, tmp_path, kl_sample_size=size, monitor_kl_every=1)
+    ranks_of_two = SimpleNamespace(num_processes=2, unwrap_model=lambda model: model)
+    parts = config, ranks_of_two, SimpleNamespace(pad_token_id=0), make("qwen2"), None
+    assert budget.make_gradients(*parts, StepNeeds()).kl_sample_size == own
 
 
 @pytest.mark.parametrize(("kind", "attention"), [("mamba", None), ("qwen3", "eager")])
@@ -139,6 +179,7 @@ def test_bytes_per_token_are_measured(layers):
     inputs = 4 * layers * (6 * 64 + 256)
     assert 2 * inputs < measured < 6 * inputs
     assert math.isclose(measured, budget.activation_bytes(model, 64), rel_tol=0.1)
+    assert budget.activation_bytes(model.requires_grad_(False), 16) == 1
 
 
 def choose(task, out, rank_memory: dict[int, float]):

@@ -92,7 +92,7 @@ def test_an_export_equals_the_full_model(tmp_path, kind, changes, dtype, file_si
     assert all(torch.equal(x, loaded[n]) for n, x in model.state_dict().items())
 
 
-def test_adapters_are_merged_layer_by_layer(tmp_path, monkeypatch):
+def test_adapters_are_merged_layer_by_layer(tmp_path, monkeypatch, recwarn):
     peft = pytest.importorskip("peft", reason="needs the extra `lora`")
     config = ModelConfig(
         path=str(tmp_path / "base"),
@@ -110,12 +110,12 @@ def test_adapters_are_merged_layer_by_layer(tmp_path, monkeypatch):
     monkeypatch.setattr(export, "_merged", merge)
     export_checkpoint(config, path, tmp_path / "out", 1)
     export_checkpoint(config, path, tmp_path / "adapters", adapters=True)
+    assert not [warning for warning in recwarn if "embedding" in str(warning.message)]
     saved = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
     assert saved["base_model_name_or_path"] == config.path
     base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "base"))
     loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapters").state_dict()
     assert loaded.keys() == model.state_dict().keys()
-    assert len(tensors(tmp_path / "adapters")) == 2 * (2 * 2 + 1)  # of two layers and the head
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert trained and all(torch.equal(loaded[name], p) for name, p in trained.items())
     exported, expected = tensors(tmp_path / "out"), model.merge_and_unload().state_dict()
