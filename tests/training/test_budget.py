@@ -68,8 +68,10 @@ def test_rows_that_exceed_a_small_budget_are_trained_alone(task, tmp_path, monke
     monkeypatch.setattr(budget, "free_memory", lambda device: 0)
     trainer = Trainer(default_config(task, tmp_path / "run", method="dpo"))
     assert trainer.feed.unit == 2 and trainer.config.max_tokens_per_micro_batch == 1
-    longest = trainer.feed.longest_row(5)
-    assert f"max_tokens_per_micro_batch=1: rows may have up to {longest} tokens" in caplog.text
+    assert (
+        f"max_tokens_per_micro_batch=1: rows may have up to {trainer.feed.longest_row(5)} tokens"
+        in caplog.text
+    )
     trainer._train_step()
 
 
@@ -193,5 +195,6 @@ def choose(task, out, rank_memory: dict[int, float]):
 
 @pytest.mark.dist
 def test_ranks_choose_the_same_budget(task, tmp_path):
-    results = ranks.run(choose, task, tmp_path / "run", {0: 1e12, 1: 1.2e6}, ranks=2)
-    assert results == [(64, True)] * 2
+    assert (
+        ranks.run(choose, task, tmp_path / "run", {0: 1e12, 1: 1.2e6}, ranks=2) == [(64, True)] * 2
+    )

@@ -81,8 +81,9 @@ def test_an_export_equals_the_full_model(tmp_path, kind, changes, dtype, file_si
         weight_files = set(index["weight_map"].values())
         assert files == {*weight_files, index_name}
         count = len(weight_files)
-        names = {f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)}
-        assert weight_files == names
+        assert weight_files == {
+            f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)
+        }
         assert index["metadata"]["total_parameters"] == model.num_parameters()
         # one file for each layer and for each other weight
         assert len(weight_files) == 2 + len({n for n in expected if "layers." not in n})
@@ -99,8 +100,9 @@ def test_adapters_are_merged_layer_by_layer(tmp_path, monkeypatch, recwarn):
         random_init=True,
         lora=LoraConfig(rank=4, target_modules=("q_proj", "down_proj", "lm_head")),
     )
-    untied = {"tie_word_embeddings": False}
-    path, model = save_random_checkpoint(tmp_path / "base", "llama", config, **untied)
+    path, model = save_random_checkpoint(
+        tmp_path / "base", "llama", config, tie_word_embeddings=False
+    )
 
     def merge(own, unit, merge=export._merged):
         merged = merge(own, unit)
@@ -129,8 +131,9 @@ def test_adapters_of_a_saved_model_stay_adapters(tmp_path):
     base = make_model(ModelConfig(path=str(tmp_path / "base"), random_init=True), seed=0)
     base.__dict__.pop("forward")
     base.save_pretrained(tmp_path / "base")
-    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    peft.get_peft_model(base, lora).save_pretrained(tmp_path / "adapters")
+    peft.get_peft_model(
+        base, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    ).save_pretrained(tmp_path / "adapters")
     make_tokenizer().save_pretrained(tmp_path / "adapters")
     config = ModelConfig(path=str(tmp_path / "adapters"))
     model = make_model(config, seed=0)

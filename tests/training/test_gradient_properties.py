@@ -68,8 +68,8 @@ def gradient(rows: list[Row], mix: Mix, loss: Loss, counted: list[Row], old=(), 
 
 
 def flat_gradient() -> torch.Tensor:
-    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in MODEL.parameters()]
-    return torch.cat([x.flatten() for x in grads]).double()
+    parts = [p.new_zeros(p.shape) if p.grad is None else p.grad for p in MODEL.parameters()]
+    return torch.nn.utils.parameters_to_vector(parts).double()
 
 
 @settings(max_examples=10)

@@ -127,13 +127,19 @@ def check(task, tmp_path, **changes):
 def test_what_is_checked_without_the_model(task, tmp_path, monkeypatch):
     monkeypatch.setenv("TASK", str(task))
     evaluated = {"prompts": "$TASK/eval.jsonl"}
-    paths = "$TASK/prompts.jsonl", "$TASK/eval.jsonl", "$TASK/init:train"  # a folder has no rows
-    data = {"sources": [{"path": path} for path in paths], "demos": "$TASK/demos.jsonl"}
+    (tmp_path / "many.jsonl").write_text("{}\n" * 10_001)
+    data = {
+        "sources": [
+            {"path": path}  # a folder has no rows
+            for path in ("$TASK/prompts.jsonl", "$TASK/eval.jsonl", "$TASK/init:train")
+        ],
+        "demos": f"{tmp_path}/many.jsonl",
+    }
     tasks, closed = {"more": {"data": evaluated, "reward": "exact"}}, []
     monkeypatch.setattr(Reward, "close", lambda reward: closed.append(reward))
     assert check(task, tmp_path, data=data, eval={"data": evaluated, "tasks": tasks}) == [
         f"model.path: {task / 'init'}",
-        "data.demos: 12 rows",
+        "data.demos: 10000 rows",
         "data.sources[0].path: 16 rows",
         "data.sources[1].path: 8 rows",
         "reward: 0.5 for the demonstration of the first row",
@@ -179,8 +185,10 @@ def test_the_memory_of_a_million_weights(task, tmp_path, model, gigabytes):
     header, model = b'{"x": {"shape": [1000, 1000]}}', model_with(task, tmp_path) | model
     weights = tmp_path / "model" / "model.safetensors"
     weights.write_bytes(len(header).to_bytes(8, "little") + header)
-    line = f": 1 million parameters; training takes {gigabytes} GB for"
-    assert line in check(task, tmp_path, model=model)[0]
+    assert (
+        f": 1 million parameters; training takes {gigabytes} GB for"
+        in check(task, tmp_path, model=model)[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -206,8 +214,12 @@ def test_rank_0_warns_of_what_makes_no_sense(
 ):
     """Warmup beyond the last step, and evaluation of the training prompts."""
     monkeypatch.setenv("RANK", str(rank))
-    evaluated = {"data": {"prompts": str(task / "prompts.jsonl")}}
-    check(task, tmp_path, optim={"warmup_steps": warmup}, eval=evaluated)
+    check(
+        task,
+        tmp_path,
+        optim={"warmup_steps": warmup},
+        eval={"data": {"prompts": str(task / "prompts.jsonl")}},
+    )
     assert len(caplog.messages) == count
 
 

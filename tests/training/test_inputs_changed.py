@@ -37,8 +37,9 @@ def config(folder, steps=4, **changes):
 
 def change_data(folder):
     lines = (folder / "prompts.jsonl").read_text().splitlines()
-    row = json.loads(lines[0]) | {"answer": "0"}
-    (folder / "prompts.jsonl").write_text("\n".join([json.dumps(row), *lines[1:]]))
+    (folder / "prompts.jsonl").write_text(
+        "\n".join([json.dumps(json.loads(lines[0]) | {"answer": "0"}), *lines[1:]])
+    )
 
 
 def change_model(folder):

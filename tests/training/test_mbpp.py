@@ -74,10 +74,9 @@ def test_reward_counters_are_in_the_metrics(overrides):
     overrides += ["steps=1", f"reward={reward}", "eval.data.prompts=null", "eval.every=0"]
     (row,) = metrics(train(load(TrainConfig, EXAMPLE, overrides)))
     assert row["reward_mean"] == pytest.approx(1 / 3) and row["rl_variance"] > 0
-    endless = (
-        row["rewards_timeouts"] + row["rewards_stalled"]
-    )  # which of the two depends on machine load
-    assert (endless, row["rewards_no_program"], row["rewards_crashes"]) == (2, 2, 0)
+    # which of the first two depends on the load of the machine
+    assert row["rewards_timeouts"] + row["rewards_stalled"] == 2
+    assert (row["rewards_no_program"], row["rewards_crashes"]) == (2, 0)
 
 
 def test_every_demonstration_earns_the_reward(overrides):

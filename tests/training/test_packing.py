@@ -98,8 +98,7 @@ def assert_close(padded, packed):
     (expected, expected_old, expected_grads), (measured, old, grads) = padded, packed
     for a, b in zip(expected_old, old, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-5)
-    losses = tuple(expected.losses), tuple(measured.losses)
-    torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(tuple(expected.losses), tuple(measured.losses), rtol=1e-5, atol=1e-5)
     for a, b in zip(expected.moments.signals(), measured.moments.signals(), strict=True):
         assert a == pytest.approx(b, rel=1e-4)
     for name in ("kl", "entropy", "clip_fraction"):
@@ -220,11 +219,15 @@ def test_log_probs_of_another_engine_reach_the_loss(micro):
     expected, old, grads = run_step(model, rows, micro, Loss(LossSpec()))
     loss, losses = Loss(LossSpec(correction="sequence_mask", correction_max=3.0)), []
     for gap in (0.0, 5.0):
-        known = [
-            row if row.is_demo else row._replace(engine_logps=logps(row, x - gap))
-            for row, x in zip(rows, old, strict=True)
-        ]
-        result = run_step(model, known, micro, loss)
+        result = run_step(
+            model,
+            [
+                row if row.is_demo else row._replace(engine_logps=logps(row, x - gap))
+                for row, x in zip(rows, old, strict=True)
+            ],
+            micro,
+            loss,
+        )
         losses.append(result[0].losses)
         if gap == 0:
             assert_close((expected, old, grads), result)
@@ -272,8 +275,9 @@ def test_micro_batches_hold_every_row_once_within_the_budget(packed, unit):
         lengths = [len(r.ids) for r in part]
         assert (sum(lengths) if packed else len(lengths) * max(lengths)) <= budget
         if unit == 2:
-            pairs = zip(part[::2], part[1::2], strict=True)
-            assert all(b.sequence == a.sequence + 1 for a, b in pairs)
+            assert all(
+                b.sequence == a.sequence + 1 for a, b in zip(part[::2], part[1::2], strict=True)
+            )
     if packed and unit == 1:
         loads = [sum(len(r.ids) for r in part) for part in parts]
         assert len(parts) == -(-sum(loads) // budget) and max(loads) - min(loads) <= 3

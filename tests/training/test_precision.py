@@ -26,8 +26,14 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_config(task: Path, out: Path, mode: str, **changes) -> TrainConfig:
-    model = {"path": str(task / "init"), "random_init": True, **MODES[mode]}
-    return tiny_config(task, out, model=model, method="gac", loss={"kl_coef": 0.1}, **changes)
+    return tiny_config(
+        task,
+        out,
+        model={"path": str(task / "init"), "random_init": True, **MODES[mode]},
+        method="gac",
+        loss={"kl_coef": 0.1},
+        **changes,
+    )
 
 
 @pytest.mark.parametrize("packed", [True, False])

@@ -86,8 +86,9 @@ def test_the_weights_move(name: str, tmp_path: Path) -> None:
     trainer.run()
     assert metrics(tmp_path / "run")[0]["kl"] == 0
     after = dict(trainer.policy.named_parameters())
-    changed = sum(int((after[name] != p).sum()) for name, p in before.items())
-    assert changed > 0.9 * sum(p.numel() for p in before.values())
+    assert sum(int((after[name] != p).sum()) for name, p in before.items()) > 0.9 * sum(
+        p.numel() for p in before.values()
+    )
     exported = load_file(tmp_path / "run" / "model" / "model.safetensors")
     assert {x.dtype for x in exported.values()} == {getattr(torch, config.model.dtype)}
 

@@ -22,7 +22,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gac.data.rows import Batch, Row, collate
-from gac.errors import ConfigError
 from gac.methods.base import next_mix
 from gac.rollouts.generation import generate
 from gac.training.record import Logbook
@@ -70,8 +69,10 @@ def test_run_directory_contents(task, tmp_path):
     accuracies, others = {"accuracy", "accuracy/+", "accuracy/-"}, {"response_length", "truncated"}
     others |= {"ci95", "prompts"}
     assert all(set(e) == {"step", "seconds"} | accuracies | others for e in evaluations)
-    checkpoints = sorted(p.name for p in (out / "checkpoints").glob("step-*"))
-    assert checkpoints == ["step-00000002", "step-00000004"]
+    assert sorted(p.name for p in (out / "checkpoints").glob("step-*")) == [
+        "step-00000002",
+        "step-00000004",
+    ]
     assert all(r["tokens"] > 0 and r["grad_norm"] > 0 for r in rows)
     assert all(0 < r["sampling_seconds"] < r["seconds"] < 600 for r in rows)
     for r in rows:
@@ -156,8 +157,11 @@ def test_old_log_probs_of_reused_rollouts_start_at_ratio_one(task, tmp_path):
 
 def test_demonstrations_are_scored_at_temperature_one(task, tmp_path):
     config = tiny_config(task, tmp_path / "a", method={"name": "sft"})
-    warm = dataclasses.replace(config.rollouts, temperature=2.0)
-    hot = dataclasses.replace(config, out=str(tmp_path / "b"), rollouts=warm)
+    hot = dataclasses.replace(
+        config,
+        out=str(tmp_path / "b"),
+        rollouts=dataclasses.replace(config.rollouts, temperature=2.0),
+    )
     for x, y in zip(next_gradients(Trainer(config)), next_gradients(Trainer(hot)), strict=True):
         assert torch.equal(x, y)
 
