@@ -158,8 +158,11 @@ def test_each_run_of_skipped_steps_is_replayed_with_its_own_weights(task, tmp_pa
     """Three steps: skipped, applied, skipped. The dropout masks are replayed too."""
     folder = with_config(task, tmp_path / "task", attention_dropout=0.2)
     model = {"path": str(folder / "init"), "random_init": True, "keep_dropout": True}
-    optim = {"lr": 0.05, "warmup_steps": 1}
-    trainer = Trainer(faulty_config(folder, tmp_path, "normal", model=model, optim=optim))
+    trainer = Trainer(
+        faulty_config(
+            folder, tmp_path, "normal", model=model, optim={"lr": 0.05, "warmup_steps": 1}
+        )
+    )
     for limit in (1e-9, 1e5, 1e-9):
         trainer.guard.config = GuardConfig(skip_above_norm=limit)
         trainer._train_step()
@@ -194,8 +197,9 @@ def test_no_state_keeps_a_broken_step(task, tmp_path, method):
     rows = metrics(out)
     assert rows[-1]["skipped"] == 2 and len(rows) == 8
     for before, row in zip([{"skipped": 0}, *rows], rows, strict=False):
-        finite = row["grad_norm"] is not None and row["rollout_loss"] is not None
-        assert finite == (row["skipped"] == before["skipped"])
+        assert (row["grad_norm"] is not None and row["rollout_loss"] is not None) == (
+            row["skipped"] == before["skipped"]
+        )
     assert replay(min((out / "replay").iterdir()))["culprits"]
 
 
@@ -210,8 +214,10 @@ def test_too_many_broken_steps_stop_the_run_with_the_last_good_weights(task, tmp
     saved = Trainer(config)
     assert saved.step == 3 and all(map(torch.equal, before, weights(saved)))
     assert (saved.guard.skipped, saved.guard.consecutive) == (3, 0)
-    names = sorted(p.name for p in (tmp_path / "replay").iterdir())
-    assert names == ["step-00000000", "step-00000001"]
+    assert sorted(p.name for p in (tmp_path / "replay").iterdir()) == [
+        "step-00000000",
+        "step-00000001",
+    ]
     # the weights did not change in between, so the second step refers to the first one's copy
     assert not (tmp_path / "replay" / "step-00000001" / "weights").exists()
     assert replay(tmp_path / "replay" / "step-00000001")["culprits"]
@@ -219,8 +225,9 @@ def test_too_many_broken_steps_stop_the_run_with_the_last_good_weights(task, tmp
 
 def test_one_process_replays_the_teacher_of_every_rank(task, tmp_path):
     """The rows of rank 1 are numbered after those of rank 0, also in the teacher's log-probs."""
-    guards = {"skip_above_norm": 1e-9}
-    config = faulty_config(task, tmp_path, "normal", steps=1, method="sdar", guards=guards)
+    config = faulty_config(
+        task, tmp_path, "normal", steps=1, method="sdar", guards={"skip_above_norm": 1e-9}
+    )
     ranks.run(train, config, ranks=2)
     (path,) = (tmp_path / "replay").iterdir()
     replayed = replay(path)

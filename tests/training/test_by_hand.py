@@ -150,8 +150,10 @@ def test_the_untrained_model_is_never_the_best(tmp_path):
     rows = [{"step": step, "accuracy": a} for step, a in ((0, 0.9), (5, 0.6), (10, 0.4))]
     (tmp_path / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "metrics.jsonl").write_text('{"seconds": 2.0}\n{"seconds": 0.5}\n')
-    config = tiny_config(tmp_path, tmp_path, method="sft-best")
-    assert runs._summary(config) == {"final": rows[1], "seconds": 2.5}
+    assert runs._summary(tiny_config(tmp_path, tmp_path, method="sft-best")) == {
+        "final": rows[1],
+        "seconds": 2.5,
+    }
 
 
 CHAT = (

@@ -182,8 +182,11 @@ def test_what_a_method_asks_of_the_data(task, method, flags) -> None:
 
 
 def test_prefixes_of_demonstrations_with_several_turns_are_refused(task, tmp_path) -> None:
-    rows = [row | {"solution": ["1", "2", "3"]} for row in prompts(task)]
-    data = {"prompts": write(tmp_path / "turns.jsonl", rows)}
+    data = {
+        "prompts": write(
+            tmp_path / "turns.jsonl", [row | {"solution": ["1", "2", "3"]} for row in prompts(task)]
+        )
+    }
     assert make_feed(task, method=LUFFY, data=data).prompts.turns
     with pytest.raises(ValueError, match="^method='uft' continues prefixes .* several turns$"):
         make_feed(task, method="uft", data=data)

@@ -78,8 +78,9 @@ def test_the_gradient_is_linear_in_the_advantages_and_the_weights(rows, factor, 
     loss = Loss(LossSpec())
 
     def scaled(by: float, mix: Mix) -> torch.Tensor:
-        new = [row._replace(advantage=by * row.advantage) for row in rows]
-        return gradient(new, mix, loss, rows)[1]
+        return gradient(
+            [row._replace(advantage=by * row.advantage) for row in rows], mix, loss, rows
+        )[1]
 
     demo, rollout = scaled(1.0, Mix(1.0)), scaled(1.0, Mix(0.0))
     assert rollout.any() and demo.any()

@@ -183,8 +183,9 @@ def test_the_first_row_needs_only_what_the_method_needs(
 )
 def test_the_memory_of_a_million_weights(task, tmp_path, model, gigabytes):
     header, model = b'{"x": {"shape": [1000, 1000]}}', model_with(task, tmp_path) | model
-    weights = tmp_path / "model" / "model.safetensors"
-    weights.write_bytes(len(header).to_bytes(8, "little") + header)
+    (tmp_path / "model" / "model.safetensors").write_bytes(
+        len(header).to_bytes(8, "little") + header
+    )
     assert (
         f": 1 million parameters; training takes {gigabytes} GB for"
         in check(task, tmp_path, model=model)[0]

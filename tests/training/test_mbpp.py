@@ -65,8 +65,9 @@ class FixedAnswers(CodeReward):
 
     def outcomes(self, completions, examples):
         texts = ["```python\n{}\n```", "```\nwhile True: pass\n```", "```\n```"]
-        answers = [texts[i % 3].format(e.answer) for i, e in enumerate(examples)]
-        return super().outcomes(answers, examples)
+        return super().outcomes(
+            [texts[i % 3].format(e.answer) for i, e in enumerate(examples)], examples
+        )
 
 
 def test_reward_counters_are_in_the_metrics(overrides):

@@ -37,6 +37,7 @@ MODELS = {
     "gemma2": {"query_pre_attn_scalar": 8, "sliding_window": 4},
     "gemma3_text": {"query_pre_attn_scalar": 8, "sliding_window": 4},
 }
+PACKED = MicroBatches(tokens=30, packed=True)
 
 
 def make(kind: str, attention: str | None = None, **changes):
@@ -78,8 +79,8 @@ def run_step(model, rows: list[Row], micro: MicroBatches, loss: Loss):
     step = Step(0, tuple(rows), Mix(0.3), count(rows), rewards, StepNeeds(kl=True), tuple(old), 1)
     model.zero_grad()
     measured = gradients(step)
-    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    return measured, old, grads
+    named = model.named_parameters()
+    return measured, old, {n: p.grad.clone() for n, p in named if p.grad is not None}
 
 
 @pytest.mark.parametrize("mixed", [False, True])
@@ -115,8 +116,7 @@ def assert_close(padded, packed):
 def test_packed_through_eager_attention():
     loss, rows = Loss(LossSpec()), random_rows()
     padded = run_step(make("qwen3"), rows, MicroBatches(), loss)
-    packed = MicroBatches(tokens=30, packed=True)
-    assert_close(padded, run_step(make("qwen3", "eager"), rows, packed, loss))
+    assert_close(padded, run_step(make("qwen3", "eager"), rows, PACKED, loss))
 
 
 def varlen_attention(module, q, k, v, mask, scaling, cu_seq_lens_q=None, max_length_q=None, **_):
@@ -140,8 +140,7 @@ def test_packed_through_varlen_attention():
     AttentionMaskInterface.register("varlen_attention", flash_attention_mask)
     loss, rows = Loss(LossSpec()), random_rows(mixed=True)
     padded = run_step(make("qwen2"), rows, MicroBatches(), loss)
-    packed = MicroBatches(tokens=30, packed=True)
-    assert_close(padded, run_step(make("qwen2", "varlen_attention"), rows, packed, loss))
+    assert_close(padded, run_step(make("qwen2", "varlen_attention"), rows, PACKED, loss))
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -165,8 +164,10 @@ def test_packed_row_by_row_equals_padded(kind, checkpointing, monkeypatch):
         model.gradient_checkpointing_enable({"use_reentrant": False})
     assert supports_packing(model)
     lengths.clear()
-    packed = MicroBatches(tokens=30, packed=True)
-    assert_close(padded, run_step(model.train(), rows, packed, Loss(LossSpec(kl_coef=0.1))))
+    assert_close(
+        padded,
+        run_step(model.train(), rows, PACKED, Loss(LossSpec(kl_coef=0.1))),
+    )
     assert max(lengths) == max(len(r.ids) for r in rows) and len(lengths) >= 2 * len(rows)
     for packing in (None, False):
         config = load(TrainConfig, {"max_tokens_per_micro_batch": 24, "packing": packing})
@@ -211,7 +212,7 @@ def test_small_leaks_between_rows_are_noticed_in_any_precision():
     assert not supports_packing(Leaky()) and not supports_packing(Leaky().bfloat16())
 
 
-@pytest.mark.parametrize("micro", [MicroBatches(), MicroBatches(tokens=30, packed=True)])
+@pytest.mark.parametrize("micro", [MicroBatches(), PACKED])
 def test_log_probs_of_another_engine_reach_the_loss(micro):
     """Equal log-probs change nothing; too different ones mask every rollout."""
     model, rows = make("qwen2"), random_rows()

@@ -56,8 +56,9 @@ def kl_of_step_0(config: TrainConfig) -> float:
 
 @pytest.mark.parametrize("parallel", [{}, FSDP], ids=["ddp", "fsdp"])
 def test_the_kl_of_equal_models_is_0_on_two_ranks(task: Path, tmp_path: Path, parallel) -> None:
-    config = make_config(task, tmp_path, "bfloat16", steps=1, parallel=parallel)
-    assert ranks.run(kl_of_step_0, config, ranks=2) == [0, 0]
+    assert ranks.run(
+        kl_of_step_0, make_config(task, tmp_path, "bfloat16", steps=1, parallel=parallel), ranks=2
+    ) == [0, 0]
 
 
 def test_dropped_updates_are_measured(task: Path, tmp_path: Path, caplog) -> None:

@@ -31,8 +31,13 @@ TEXT = string.digits + "+= "
 
 def write_rows(path: Path, data: Any) -> Path:
     """Sums, with the fields that the configuration `data` names."""
-    templates = [t for t in (data.template, data.demo_template) if t]
-    named = {part[1] for t in templates for part in string.Formatter().parse(t) if part[1]}
+    named = {
+        part[1]
+        for t in (data.template, data.demo_template)
+        if t
+        for part in string.Formatter().parse(t)
+        if part[1]
+    }
     rows = []
     for a in range(64):
         row = dict.fromkeys(named, "0")

@@ -77,6 +77,7 @@ def test_run_directory_contents(task, tmp_path):
     assert all(0 < r["sampling_seconds"] < r["seconds"] < 600 for r in rows)
     for r in rows:
         assert r["sampling_share"] == pytest.approx(r["sampling_seconds"] / r["seconds"])
+        assert r["tokens_per_second"] == pytest.approx(r["tokens"] / r["seconds"])
         assert r["sampled_completions"] == 16
         assert r["completions_per_second"] == pytest.approx(16 / r["sampling_seconds"])
 
@@ -251,8 +252,9 @@ def test_reward_error_names_the_row(task, tmp_path):
 
 def test_dropped_rewards_are_left_out(task, tmp_path):
     reward = {"name": "tests.training.test_trainer:half_reward", "on_error": "drop"}
-    config = tiny_config(task, tmp_path / "a", steps=1, method={"name": "grpo"}, reward=reward)
-    trainer = Trainer(config)
+    trainer = Trainer(
+        tiny_config(task, tmp_path / "a", steps=1, method={"name": "grpo"}, reward=reward)
+    )
     trainer._train_step()
     assert 0 < len(trainer.rollouts.rows) < 16
     assert trainer.sampler.reward.dropped == 16 - len(trainer.rollouts.rows)
@@ -303,8 +305,9 @@ def test_a_resumed_run_continues_its_tracked_run(task, tmp_path, monkeypatch):
     monkeypatch.setattr(Accelerator, "init_trackers", lambda _, *arguments: calls.append(arguments))
     trainer = Trainer(tiny_config(task, tmp_path / "run"))
     for name, new in (("", False), ("mine", False), ("", True)):  # the first has no id
-        config = dataclasses.replace(trainer.config, report_to=("wandb",), run_name=name)
-        trainer.record.start_trackers(config, new)
+        trainer.record.start_trackers(
+            dataclasses.replace(trainer.config, report_to=("wandb",), run_name=name), new
+        )
     first, resumed, other = (options["wandb"] for _, _, options in calls)
     assert [run["name"] for run in (first, resumed, other)] == ["run", "mine", "run"]
     assert resumed["resume"] == "allow" and calls[0][1]["optim"]["lr"] == 1e-3
@@ -322,8 +325,10 @@ def test_lora_run_uses_the_base_model_as_reference(task, tmp_path):
 
 
 def test_collate_scores_response_tokens_only():
-    rows = [Row((5, 6, 7, 8), 2, False, 1.5), Row((5, 9), 1, True), Row((4, 4, 4), 3, False)]
-    batch = collate(rows, pad_token=0)
+    batch = collate(
+        [Row((5, 6, 7, 8), 2, False, 1.5), Row((5, 9), 1, True), Row((4, 4, 4), 3, False)],
+        pad_token=0,
+    )
     assert batch.targets.tolist() == [[-100, 7, 8, -100], [9, -100, -100, -100], [-100] * 4]
     assert batch.model_inputs["input_ids"].tolist() == [[5, 6, 7, 8], [5, 9, 0, 0], [4, 4, 4, 0]]
     assert batch.model_inputs["attention_mask"].sum(1).tolist() == [4, 2, 3]
