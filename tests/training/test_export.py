@@ -198,8 +198,9 @@ class Hub(BaseHTTPRequestHandler):
                 ]
             }
         elif name.endswith("/commit/main"):
-            for value in (json.loads(line)["value"] for line in lines[1:]):
-                self.server.files[value["path"]] = base64.b64decode(value["content"])
+            for value in (json.loads(line)["value"] for line in lines):
+                content = value.get("summary") or base64.b64decode(value["content"])
+                self.server.files[value.get("path")] = content
         elif name.endswith("/create"):
             self.server.created.append(json.loads(lines[0]))
         body = json.dumps(answer).encode()
@@ -219,7 +220,8 @@ def test_an_export_is_uploaded_to_a_private_repository(task, tmp_path, monkeypat
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     export_run(tmp_path / "run", tmp_path / "out", repository="me/model")
     assert server.created[0]["visibility"] == "private"
-    assert server.files == {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
+    files = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
+    assert server.files == files | {None: "Export of gac"}
     # the base model is a folder of this machine
     for part, count in (
         (b"1 of 1 steps", 1),

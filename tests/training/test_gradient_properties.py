@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from gac.data.rows import MicroBatches, Row, count
 from gac.methods.base import Loss, Mix, StepNeeds
 from gac.training.gradients import Forward, Gradients, SampledKL
+from gac.training.probes import GradientParts
 from gac.training.step import Measured, Rewards, Step
 from gac_kernels import DemoWeight, LossSpec
 from tests.training.test_packing import assert_close, make, run_step
@@ -93,10 +94,44 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("options", [{"entropy_coef": 1.0}, {"kl_coef": 1.0, "kl_estimator": "k1"}])
-def test_rollouts_without_an_advantage_have_a_gradient_of_the_regularization(options) -> None:
-    rows = [Row((5, 6, 7), 1, False, 0.0, 0)]
-    assert gradient(rows, Mix(0.0), Loss(LossSpec(**options)), rows, kl=True)[1].any()
+SHAPED = {"demo_weight": DemoWeight.SHAPED}
+
+
+@pytest.mark.parametrize(
+    ("options", "demo", "advantage", "has_gradient"),
+    [
+        ({}, False, 1.0, True),
+        ({}, False, 0.0, False),
+        ({"entropy_coef": 1.0}, False, 0.0, True),
+        ({"kl_coef": 1.0, "kl_estimator": "k1"}, False, 0.0, True),
+        ({}, True, 0.0, True),
+        (SHAPED, True, 0.0, False),
+        (SHAPED, True, 1.0, True),
+    ],
+)
+def test_rows_with_a_gradient(options, demo: bool, advantage: float, has_gradient: bool) -> None:
+    """A gradient of zeros would still move AdamW."""
+    rows = [Row((5, 6, 7), 1, demo, advantage, 0)]
+    gradient(rows, Mix(float(demo)), Loss(LossSpec(**options)), rows, kl=True)
+    grads = [p.grad for p in MODEL.parameters() if p.grad is not None]
+    assert bool(grads) == any(map(torch.any, grads)) == has_gradient
+
+
+def test_a_teacher_scores_a_row_after_its_context() -> None:
+    forward = Forward(Accelerator(cpu=True), MODEL, MODEL, 0.7, MicroBatches(), pad_token=0)
+    row = Row((5, 6, 7, 8), 1, False, 1.0, 0, switch=2, context=(9, 4))
+    known, unknown = forward.teacher_logprobs([row, row._replace(sequence=1, context=())])
+    (expected,) = forward.row_logprobs([Row((9, 4, 5, 6, 7, 8), 3, False, 1.0, 0)])
+    close(known, expected)
+    assert len(unknown) == 3 and unknown.isnan().all()
+
+
+def test_moving_averages_by_hand() -> None:
+    """Without a gradient, the average decays."""
+    parts = GradientParts([("w", None), ("v", None)], StepNeeds(average=0.25))
+    parts.parts = [[torch.tensor(8.0), None]]
+    parts.average({"0.w": torch.tensor(4.0), "0.v": torch.tensor(4.0)})
+    assert parts.averages == {"0.w": 5, "0.v": 3} and parts.parts == [[5, 3]]
 
 
 @settings(max_examples=10)

@@ -124,6 +124,10 @@ def check(task, tmp_path, **changes):
     return load_checked("gac.train_config:TrainConfig", tmp_path / "run.yaml", ())[1][:-1]
 
 
+def only_answers(completion, example):
+    return float({example.answer: 1}[completion])
+
+
 def test_what_is_checked_without_the_model(task, tmp_path, monkeypatch):
     monkeypatch.setenv("TASK", str(task))
     evaluated = {"prompts": "$TASK/eval.jsonl"}
@@ -135,7 +139,8 @@ def test_what_is_checked_without_the_model(task, tmp_path, monkeypatch):
         ],
         "demos": f"{tmp_path}/many.jsonl",
     }
-    tasks, closed = {"more": {"data": evaluated, "reward": "exact"}}, []
+    answered = {"prompts": "$TASK/prompts.jsonl"}  # with demonstrations, which are no answers
+    tasks, closed = {"more": {"data": answered, "reward": f"{__name__}:only_answers"}}, []
     monkeypatch.setattr(Reward, "close", lambda reward: closed.append(reward))
     assert check(task, tmp_path, data=data, eval={"data": evaluated, "tasks": tasks}) == [
         f"model.path: {task / 'init'}",
@@ -144,7 +149,7 @@ def test_what_is_checked_without_the_model(task, tmp_path, monkeypatch):
         "data.sources[1].path: 8 rows",
         "reward: 0.5 for the demonstration of the first row",
         "eval.data.prompts: 8 rows",
-        "eval.tasks.more.data.prompts: 8 rows",
+        "eval.tasks.more.data.prompts: 16 rows",
     ]
     assert len(closed) == 3  # the rewards of `data`, `eval` and the task
     with pytest.raises(ConfigError, match=r"^eval\.tasks\.data\.reward: unknown reward 'mth'"):
@@ -161,13 +166,18 @@ def test_what_is_checked_without_the_model(task, tmp_path, monkeypatch):
 def test_the_first_row_needs_only_what_the_method_needs(
     task, tmp_path, caplog, method, missing, line
 ):
-    data = {"prompts": str(task / "prompts.jsonl"), "demos": str(task / "demos.jsonl")}
+    demos = str(task / "demos.jsonl")
+    data = {"prompts": str(task / "prompts.jsonl"), "demos": demos}
     late = {"name": "sft-then-rl", "sft_steps": 3}
     assert check(task, tmp_path, data=data | {missing: "gold"}, method=method, eval={})[-1] == line
     data |= {"answer_field": "gold", "demos": None}
     with pytest.raises(DataError, match="set answer_field"):  # rollouts in the last step
         check(task, tmp_path, data=data, method=late, eval={})
     check(task, tmp_path, data=data, method=late | {"sft_steps": 4}, eval={})  # after it
+    data["prompts"] = None
+    assert check(task, tmp_path, data=data | {"demos": demos}, method="sft", eval={})[1:] == [
+        "data.demos: 12 rows"
+    ]
     assert not caplog.messages
 
 

@@ -79,6 +79,7 @@ def run_step(model, rows: list[Row], micro: MicroBatches, loss: Loss):
     step = Step(0, tuple(rows), Mix(0.3), count(rows), rewards, StepNeeds(kl=True), tuple(old), 1)
     model.zero_grad()
     measured = gradients(step)
+    assert float(measured.moments.kl) == pytest.approx(0, abs=1e-6)
     named = model.named_parameters()
     return measured, old, {n: p.grad.clone() for n, p in named if p.grad is not None}
 

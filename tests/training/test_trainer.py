@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from gac.data.rows import Batch, Row, collate
 from gac.methods.base import next_mix
 from gac.rollouts.generation import generate
+from gac.training.export import export_run
 from gac.training.record import Logbook
 from gac.training.trainer import Trainer, train
 from tests.tiny import metrics, tiny_config
@@ -107,13 +108,14 @@ def test_start_model_is_evaluated_once_without_side_effects(task, tmp_path):
     ("method", "unmeasured"),
     [
         pytest.param("sft", {"rollout_loss", "clip_fraction", "reward_mean"}, id="no-rollouts"),
-        pytest.param("grpo", {"demo_loss", "sft_variance"}, id="no-demonstrations"),
+        pytest.param("grpo", {"demo_loss", "demo_entropy", "sft_variance"}, id="no-demonstrations"),
         pytest.param("constant", set(), id="both"),
     ],
 )
 def test_unmeasured_metrics_are_null(task, tmp_path, method, unmeasured):
-    out = train(tiny_config(task, tmp_path / "run", method={"name": method}, steps=2))
+    out = train(tiny_config(task, tmp_path / "run", method=method, steps=2))
     names = {"rollout_loss", "demo_loss", "clip_fraction", "reward_mean", "sft_variance"}
+    names.add("demo_entropy")
     for row in metrics(out):
         assert {name for name in names if row[name] is None} == unmeasured
 
@@ -258,6 +260,10 @@ def test_dropped_rewards_are_left_out(task, tmp_path):
     trainer._train_step()
     assert 0 < len(trainer.rollouts.rows) < 16
     assert trainer.sampler.reward.dropped == 16 - len(trainer.rollouts.rows)
+    reward["name"] = "tests.training.test_trainer:nan_reward"
+    config = tiny_config(task, tmp_path / "b", method="grpo", loss={"kl_coef": 1}, reward=reward)
+    row = Trainer(config)._train_step()
+    assert row["reward_mean"] is row["kl"] is None and row["rewards_dropped"] == 16
 
 
 def nan_reward(completion: str, example: object) -> float:
@@ -300,6 +306,20 @@ def test_a_terminal_shows_the_progress(task, tmp_path, monkeypatch):
     assert {*expected} <= {*bars}
 
 
+def test_other_processes_than_the_main_one_write_no_files(task, tmp_path, monkeypatch, caplog):
+    """But their part of the checkpoints."""
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(Accelerator, "is_main_process", False)
+    (tmp_path / "checkpoints").mkdir()  # as the main process does
+    model = {"path": str(task / "init"), "random_init": True, "dtype": "bfloat16"}
+    model |= {"master_weights": False}
+    train(tiny_config(task, tmp_path, steps=1, export=True, model=model))
+    assert {path.name for path in tmp_path.iterdir()} == {".lock", "checkpoints"}
+    assert not terminal.getvalue() and "master_weights" not in caplog.text
+
+
 def test_a_resumed_run_continues_its_tracked_run(task, tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr(Accelerator, "init_trackers", lambda _, *arguments: calls.append(arguments))
@@ -322,6 +342,8 @@ def test_lora_run_uses_the_base_model_as_reference(task, tmp_path):
     model = {"path": str(task / "init"), "random_init": True, "lora": {"rank": 2}}
     out = train(tiny_config(task, tmp_path / "run", model=model, steps=2, method="gac"))
     assert metrics(out)[0]["kl"] == pytest.approx(0, abs=1e-6)  # adapters start at zero
+    export_run(out, tmp_path / "adapters", adapters=True)
+    assert (tmp_path / "adapters" / "adapter_config.json").exists()
 
 
 def test_collate_scores_response_tokens_only():
