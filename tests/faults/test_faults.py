@@ -344,10 +344,11 @@ def test_a_full_disk_stops_the_run_without_data_loss(task, tmp_path, small_disk)
     assert metrics(train(tiny_config(task, small_disk / "run", steps=6))) == metrics(uninterrupted)
 
 
-def test_a_full_disk_is_rejected_before_the_first_step(task, small_disk):
+@pytest.mark.parametrize("changes", [{"steps": 3}, {"keep_checkpoints": 1, "checkpoint_every": 1}])
+def test_a_full_disk_is_rejected_before_the_first_step(task, small_disk, changes):
     fill(small_disk, leave=200_000)
     with pytest.raises(RunError, match="2 checkpoints .* GB are free.*keep_checkpoints"):
-        Trainer(tiny_config(task, small_disk / "run"))
+        Trainer(tiny_config(task, small_disk / "run", **changes))
 
 
 def test_an_unwritable_metrics_file_is_reported(tmp_path):

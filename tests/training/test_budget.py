@@ -86,7 +86,7 @@ def test_the_budget_by_hand(task, tmp_path, monkeypatch, caplog, kind, most):
     model[1].requires_grad_(False)
     for free, longest, tokens, reason in (
         (0, 1, 1, "0 GB are free"),
-        (3 * 4 * 8 + 2 * 10 * 64, 9, 64, "1.3e-06 GB are free"),
+        (3 * 4 * 8 + 2 * 10 * 64, 64, 64, "1.3e-06 GB are free"),
         (3 * 4 * 8 + 2 * 10 * 64 - 1, 99, 32, "1.3e-06 GB are free"),
         (1e9, 65, most, "the maximum"),
     ):
@@ -94,7 +94,10 @@ def test_the_budget_by_hand(task, tmp_path, monkeypatch, caplog, kind, most):
         chosen = budget.choose_micro_batches(config, device, model, longest)
         assert chosen == dataclasses.replace(config, max_tokens_per_micro_batch=tokens)
         assert f"max_tokens_per_micro_batch={tokens} ({reason})" in caplog.messages
-    assert lengths == [1, 9, 64, 64]
+        assert budget.choose_micro_batches(chosen, device, model, tokens) == chosen
+    assert lengths == [1, 64, 64, 64]  # each is measured once
+    (message,) = [text for text in caplog.messages if "a longer row is" in text]
+    assert message.startswith("max_tokens_per_micro_batch=32: rows may have up to 99 tokens; ")
 
 
 def test_the_free_memory_of_a_gpu(monkeypatch):
@@ -107,9 +110,15 @@ def test_the_free_memory_of_a_gpu(monkeypatch):
 @pytest.mark.parametrize(("size", "own"), [(3, 2), (4, 2), (None, None)])
 def test_two_ranks_share_the_rows_of_the_sampled_kl(task, tmp_path, size, own):
     config = tiny_config(task, tmp_path, kl_sample_size=size, monitor_kl_every=1)
-    ranks_of_two = SimpleNamespace(num_processes=2, unwrap_model=lambda model: model)
-    parts = config, ranks_of_two, SimpleNamespace(pad_token_id=0), make("qwen2"), None
-    assert budget.make_gradients(*parts, StepNeeds()).kl_sample_size == own
+    gradients = budget.make_gradients(
+        config,
+        SimpleNamespace(num_processes=2, unwrap_model=lambda model: model),
+        SimpleNamespace(pad_token_id=0),
+        make("qwen2"),
+        None,
+        StepNeeds(),
+    )
+    assert gradients.kl_sample_size == own
 
 
 @pytest.mark.parametrize(("kind", "attention"), [("mamba", None), ("qwen3", "eager")])
@@ -117,8 +126,9 @@ def test_models_that_do_not_gain_from_packing_are_padded(kind, attention, caplog
     """A recurrent model's rows affect each other; eager attention is quadratic in all tokens."""
     model = make(kind, attention)
     with caplog.at_level(logging.INFO, "gac"):
-        config = load(TrainConfig, {"max_tokens_per_micro_batch": 64})
-        assert budget._micro_batches(config, model) == MicroBatches(tokens=64, packed=False)
+        assert budget._micro_batches(
+            load(TrainConfig, {"max_tokens_per_micro_batch": 64}), model
+        ) == MicroBatches(tokens=64, packed=False)
     (message,) = [r.getMessage() for r in caplog.records if r.name.startswith("gac")]
     assert message == "micro-batches: padded rows"
 

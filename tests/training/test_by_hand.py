@@ -25,7 +25,7 @@ from gac.integrations.demonstrations import encode
 from gac.rollouts.config import RolloutConfig
 from gac.study import runs
 from gac.train_config import OptimConfig
-from gac.training.policy import choose_micro_batches, make_optimizer, warn_of_rounding
+from gac.training.policy import make_optimizer, warn_of_rounding
 from gac.training.record import Record, show
 from gac.training.trainer import learning_rate
 from tests.tiny import tiny_config
@@ -62,14 +62,6 @@ def test_the_share_of_updates_that_rounding_drops(caplog):
     warn_of_rounding(model[1:], 0.001)
     (message,) = caplog.messages
     assert "at optim.lr=0.001, rounding to bfloat16 drops 75.0% of the updates" in message
-
-
-def test_rows_longer_than_a_micro_batch_are_announced(tmp_path, caplog):
-    config = tiny_config(tmp_path, tmp_path, max_tokens_per_micro_batch=9)
-    for longest in (9, 10):
-        assert choose_micro_batches(config, None, None, longest) == config
-    (message,) = caplog.messages
-    assert message.startswith("max_tokens_per_micro_batch=9: rows may have up to 10 tokens; ")
 
 
 @pytest.fixture

@@ -35,8 +35,13 @@ def save_random_checkpoint(folder, kind, config: ModelConfig, **changes):
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn_like(p) / 10)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-    return checkpoint.save(folder / "run", 1, model, optimizer, {}), model
+    return checkpoint.save(
+        folder / "run",
+        1,
+        model,
+        torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]),
+        {},
+    ), model
 
 
 def tensors(folder):
@@ -191,10 +196,10 @@ class Hub(BaseHTTPRequestHandler):
         answer = {"url": url, "commitUrl": url, "commitOid": "", "warnings": [], "errors": []}
         name = self.path
         if name.endswith("/preupload/main"):
-            paths = [file["path"] for file in json.loads(lines[0])["files"]]
             answer = {
                 "files": [
-                    {"path": path, "uploadMode": "regular", "shouldIgnore": False} for path in paths
+                    {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
+                    for file in json.loads(lines[0])["files"]
                 ]
             }
         elif name.endswith("/commit/main"):

@@ -75,10 +75,8 @@ def test_all_ranks_draw_new_prompts_in_rank_order(task, monkeypatch) -> None:
 def test_rows_are_moved_between_ranks_unless_parts_are_compared(
     task, ranks, method, tokens, balances
 ) -> None:
-    feed = make_feed(
-        task, 0, ranks, method=method, micro_batch_size=None, max_tokens_per_micro_batch=tokens
-    )
-    assert feed.balances is balances
+    changes = {"micro_batch_size": None, "max_tokens_per_micro_batch": tokens}
+    assert make_feed(task, 0, ranks, method=method, **changes).balances is balances
 
 
 @pytest.mark.parametrize(("key", "value"), [("demo_batch_size", 3), ("rollouts", 5)])

@@ -195,8 +195,10 @@ def test_the_sampled_kl_takes_other_rollouts_in_each_step(chosen: int) -> None:
     rollouts = {row.sequence for row in rows[1:] if not row.is_demo}  # the first is mixed
     forward = Forward(Accelerator(cpu=True), MODEL, MODEL, 0.7, MicroBatches(), pad_token=0)
     step = Step(0, rows, Mix(0.5), count(rows), Rewards(0, 0, 0), StepNeeds(kl=True), (), seed=1)
-    numbered = [replace(step, number=number) for number in range(len(rollouts))]
-    samples = [set(SampledKL(forward, own, chosen).reference) for own in numbered]
+    samples = [
+        set(SampledKL(forward, own, chosen).reference)
+        for own in [replace(step, number=number) for number in range(len(rollouts))]
+    ]
     assert {len(sample) for sample in samples} == {min(chosen, len(rollouts))}
     assert set.union(*samples) == rollouts
     assert all((a != b) == (chosen == 3) for a, b in itertools.pairwise(samples))

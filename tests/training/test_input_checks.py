@@ -26,22 +26,6 @@ def task(tmp_path_factory):
     return write_tiny(tmp_path_factory.mktemp("task"))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"micro_batch_size": 0}, "micro_batch_size=0: use an integer >= 1"),
-        ({"loss": {"clip_low": 2}}, r"loss.clip_low=2.*: use a number in \[0, 1\]"),
-        ({"rollouts": {"num_generations": 1}}, "rollouts.num_generations=1: .*: use a number >= 2"),
-        ({"eval": {"every": 2}}, "eval.every=2: there is nothing to evaluate: set eval.data"),
-        ({"method": {"name": "grpo", "mu": 0.3}}, r"method.mu: unknown key 'mu'.* none"),
-        ({"model": {"lora": {"rank": 0}}}, "model.lora: rank=0: use an integer >= 1"),
-    ],
-)
-def test_invalid_values(task, tmp_path, changes, message):
-    with pytest.raises(ConfigError, match=message):
-        tiny_config(task, tmp_path, **changes)
-
-
 def model_with(task, tmp_path, **changes):
     """The tiny model with changed keys of its configuration."""
     config = AutoConfig.from_pretrained(task / "init")
@@ -55,8 +39,7 @@ def model_with(task, tmp_path, **changes):
 @pytest.mark.parametrize(("size", "key"), [(17, "path"), (8, "tokenizer")])
 def test_tokens_beyond_the_embedding(task, tmp_path, size, key):
     model = model_with(task, tmp_path, vocab_size=size)
-    folder = model["path"] if key == "path" else str(task / "init")
-    model[key] = folder
+    model[key] = folder = model["path"] if key == "path" else str(task / "init")
     message = f"^model.{key}='{folder}': the tokenizer encodes .* as 17, but .* only {size} rows"
     with pytest.raises(ConfigError, match=message):
         Trainer(tiny_config(task, tmp_path / "run", model=model))
@@ -245,16 +228,11 @@ def test_paths_that_exist_near_the_configuration(task, tmp_path, folder, advice)
 
 
 REWARD = """\
-import time
-
 def equal(completion, example):
     return 1.0
 
 def broken(completion, example):
     return 1 / 0
-
-def slow(completion, example):
-    time.sleep(10_000)
 """
 
 
@@ -266,16 +244,9 @@ def test_a_reward_in_a_file(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))  # as `gac train FOLDER/run.yaml` does
     assert build_reward("./rw.py:equal")([""], [EXAMPLE]) == [1.0]
     with pytest.raises(
-        RewardError, match=r"ZeroDivisionError: division by zero \(.*rw\.py, line 7"
+        RewardError, match=r"ZeroDivisionError: division by zero \(.*rw\.py, line 5"
     ):
         build_reward("rw.py:broken")([""], [EXAMPLE])
     (tmp_path / "bad.py").write_text("x = 1\ny = missing\n")
     with pytest.raises(ValueError, match=r"NameError: .*bad\.py, line 2"):
         build_reward("./bad.py:equal")
-
-
-def test_a_reward_that_hangs(tmp_path):
-    (tmp_path / "hangs.py").write_text(REWARD)
-    reward = build_reward({"name": f"{tmp_path}/hangs.py:slow", "deadline": 0.2})
-    with pytest.raises(RewardError, match=r"no result after 0\.2 s .*line 10.*prompt: 'what\?'"):
-        reward(["x"], [EXAMPLE])

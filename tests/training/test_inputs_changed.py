@@ -5,6 +5,7 @@ import shutil
 import sys
 
 import pytest
+from safetensors import SafetensorError
 
 from gac.config import ConfigError, load, save
 from gac.demo.task import make_tokenizer
@@ -82,12 +83,14 @@ def test_export_verifies_the_checkpoint(half_run, tmp_path):
     assert not any((tmp_path / "out").iterdir())
 
 
-@pytest.mark.parametrize("written", [True, False])
-def test_a_full_disk_during_export_leaves_the_checkpoint(half_run, tmp_path, monkeypatch, written):
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), SafetensorError("No space left here")]
+)
+def test_a_full_disk_during_export_leaves_the_checkpoint(half_run, tmp_path, monkeypatch, error):
     def full(config, path, folder, size):
-        if written:
+        if isinstance(error, OSError):
             folder.mkdir()
-        raise OSError(28, "No space left on device")
+        raise error
 
     run = tmp_path / "run"
     shutil.copytree(half_run / "run", run)
@@ -144,8 +147,11 @@ def test_a_fingerprint_covers_the_functions_and_classes_of_rewards(tmp_path):
     files = [tmp_path / "rw_1.py", tmp_path / "rw_2.py"]
     for number, file in enumerate(files):
         file.write_text(REWARD.format(f"> {number}"))
-    reward = build_reward({"sum": [{"reward": f"{file}:reward", "weight": 0.5} for file in files]})
-    assert list(fingerprint._files(reward)) == [file.read_bytes() for file in files]
+    assert list(
+        fingerprint._files(
+            build_reward({"sum": [{"reward": f"{file}:reward", "weight": 0.5} for file in files]})
+        )
+    ) == [file.read_bytes() for file in files]
     # a class of the user's, and one of ours
     for name, own in (("tests.tiny:CountedDigits", 1), ("exact", 0)):
         assert len([*fingerprint._files(build_reward(name))]) == own

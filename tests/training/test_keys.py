@@ -321,16 +321,21 @@ def outcome(keys: Mapping[str, Any]) -> Any:
             OUTCOMES[text] = str(error)
         else:
             weights = [p.tolist() for p in trainer.policy.parameters()]
-            logs = [out / name for name in ("eval.jsonl", "samples.jsonl")]
             lines = [
                 json.loads(line)
-                for line in "".join(path.read_text() for path in logs if path.exists()).splitlines()
+                for line in "".join(
+                    path.read_text()
+                    for path in (out / "eval.jsonl", out / "samples.jsonl")
+                    if path.exists()
+                ).splitlines()
             ]
             evals = [{k: v for k, v in line.items() if "second" not in k} for line in lines]
-            files = sorted(
-                str(p.relative_to(out)) for p in out.rglob("*") if "tfevents" not in p.name
-            )
-            OUTCOMES[text] = [repr(metrics(out)), repr(weights), evals, files]
+            OUTCOMES[text] = [
+                repr(metrics(out)),
+                repr(weights),
+                evals,
+                sorted(str(p.relative_to(out)) for p in out.rglob("*") if "tfevents" not in p.name),
+            ]
     return OUTCOMES[text]
 
 

@@ -24,8 +24,13 @@ COUNTS = {f"rewards_{name}" for name in ("dropped", "timeouts", "stalled", "cras
 @pytest.fixture(scope="module")
 def model(data_dir, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    rows = [row.fields for row in read_rows(str(data_dir / "mbpp.jsonl.gz"))]
-    write_bpe_model(folder, [row["prompt"] + row["answer"] for row in rows])
+    write_bpe_model(
+        folder,
+        [
+            row.fields["prompt"] + row.fields["answer"]
+            for row in read_rows(str(data_dir / "mbpp.jsonl.gz"))
+        ],
+    )
     return folder
 
 

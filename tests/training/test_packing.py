@@ -43,8 +43,10 @@ PACKED = MicroBatches(tokens=30, packed=True)
 def make(kind: str, attention: str | None = None, **changes):
     """A small random model of the given kind."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **{**SMALL, **MODELS.get(kind, {}), **changes})
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(kind, **{**SMALL, **MODELS.get(kind, {}), **changes}),
+        attn_implementation=attention,
+    )
     for p in model.parameters():  # freshly initialized weights give near-uniform attention
         p.data.mul_(4 if p.dim() > 1 else 1)
     attach_head(model)
@@ -70,8 +72,10 @@ def run_step(model, rows: list[Row], micro: MicroBatches, loss: Loss):
     """
     forward = Forward(Accelerator(cpu=True), model, model, 0.7, micro, pad_token=0)
     gradients = Gradients(forward, loss)
-    by_number = sorted(rows, key=operator.attrgetter("sequence"))
-    old = [x - 0.1 * torch.arange(len(x)) for x in forward.row_logprobs(by_number)]
+    old = [
+        x - 0.1 * torch.arange(len(x))
+        for x in forward.row_logprobs(sorted(rows, key=operator.attrgetter("sequence")))
+    ]
     rewards = Rewards.of([r.advantage for r in rows])
     assert rewards.variance == pytest.approx(
         torch.tensor([r.advantage for r in rows]).double().var(correction=0).item(), abs=1e-9
@@ -248,8 +252,9 @@ def test_model_that_cannot_separate_rows_is_padded_with_a_warning(kind, caplog):
     head.enable_row_attention(model)
     assert not supports_packing(model)
     with caplog.at_level(logging.WARNING):
-        config = load(TrainConfig, {"max_tokens_per_micro_batch": 64, "packing": True})
-        assert _micro_batches(config, model) == MicroBatches(tokens=64, packed=False)
+        assert _micro_batches(
+            load(TrainConfig, {"max_tokens_per_micro_batch": 64, "packing": True}), model
+        ) == MicroBatches(tokens=64, packed=False)
     assert caplog.text.count("packing=true: this model does not keep packed rows separate") == 1
 
 
@@ -317,8 +322,16 @@ def test_kl_sample_of_all_rows_matches_the_moments(task, tmp_path, tokens):
             "eval": {},
             "optim": {"lr": 0.05, "warmup_steps": 1, "max_grad_norm": 0},
         }
-        kl = {"monitor_kl_every": 1, "kl_sample_size": kl_sample_size}
-        train(tiny_config(task, out, max_tokens_per_micro_batch=tokens, **kl, **changes))
+        train(
+            tiny_config(
+                task,
+                out,
+                max_tokens_per_micro_batch=tokens,
+                monitor_kl_every=1,
+                kl_sample_size=kl_sample_size,
+                **changes,
+            )
+        )
         runs.append(metrics(out))
     for moments, all_rows, sample in zip(*runs, strict=True):
         assert all_rows["kl"] == pytest.approx(moments["kl"], rel=1e-4, abs=1e-7)

@@ -58,10 +58,10 @@ def test_the_weights_move(name: str, tmp_path: Path) -> None:
     file.write_text(PAGES.get(name, ""))
     file = file if name in PAGES else ROOT / "examples" / name
     recipe = load(TrainConfig, file, [])
-    text = TEXT + "".join(
-        {*(recipe.data.template or ""), *(recipe.data.demo_template or "")} - {*TEXT}
+    tokenizer = make_tokenizer(
+        TEXT
+        + "".join({*(recipe.data.template or ""), *(recipe.data.demo_template or "")} - {*TEXT})
     )
-    tokenizer = make_tokenizer(text)
     tokenizer.save_pretrained(tmp_path / "model")
     tiny = model_config(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id)
     tiny.hidden_size, tiny.intermediate_size, tiny.num_hidden_layers = 32, 48, 2
@@ -90,12 +90,11 @@ def test_the_weights_move(name: str, tmp_path: Path) -> None:
     before = {n: p.detach().clone() for n, p in trainer.policy.named_parameters() if p.dim() > 1}
     trainer.run()
     assert metrics(tmp_path / "run")[0]["kl"] == 0
-    after = dict(trainer.policy.named_parameters())
-    assert sum(int((after[name] != p).sum()) for name, p in before.items()) > 0.9 * sum(
-        p.numel() for p in before.values()
-    )
-    exported = load_file(tmp_path / "run" / "model" / "model.safetensors")
-    assert {x.dtype for x in exported.values()} == {getattr(torch, config.model.dtype)}
+    changed = [(before[name] != p).float() for name, p in trainer.policy.named_parameters()]
+    assert torch.cat([x.flatten() for x in changed]).mean() > 0.9
+    assert {
+        x.dtype for x in load_file(tmp_path / "run" / "model" / "model.safetensors").values()
+    } == {getattr(torch, config.model.dtype)}
 
 
 @pytest.mark.full(reason="trains both runs of the tutorial")
