@@ -1,6 +1,7 @@
 """What the gradient of a step does not depend on, and what it is linear in, for random rows."""
 
 import itertools
+import math
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 
 from gac.data.rows import MicroBatches, Row, count
 from gac.methods.base import Loss, Mix, StepNeeds
-from gac.training.gradients import Forward, Gradients, SampledKL
+from gac.parallel.collectives import MAXIMUM
+from gac.training.gradients import Forward, Gradients, SampledKL, mismatch
 from gac.training.probes import GradientParts
 from gac.training.step import Measured, Rewards, Step
 from gac_kernels import DemoWeight, LossSpec
@@ -126,6 +128,20 @@ def test_a_teacher_scores_a_row_after_its_context() -> None:
     assert len(unknown) == 3 and unknown.isnan().all()
 
 
+@pytest.mark.parametrize(
+    ("correction", "minimum", "corrected"),
+    [("token_mask", 0.5, 2), ("token_mask", None, 1), ("sequence_mask", 0.5, 0)],
+)
+def test_mismatch_by_hand(correction: str, minimum: float | None, corrected: int) -> None:
+    """Ratios of 1, e and 1 / e, whose product is 1."""
+    spec = LossSpec(correction=correction, correction_min=minimum, correction_max=2.0)
+    assert mismatch(torch.tensor([0.0, 1.0, -1.0]).double(), spec) == {
+        "sampling/mismatch_kl": (pytest.approx(math.e + 1 / math.e - 2), 3),
+        "sampling/sampling_logp_difference/max": (1.0, MAXIMUM),
+        "sampling/frac_corrected": (corrected, 3),
+    }
+
+
 def test_moving_averages_by_hand() -> None:
     """Without a gradient, the average decays."""
     parts = GradientParts([("w", None), ("v", None)], StepNeeds(average=0.25))
@@ -138,7 +154,7 @@ def test_moving_averages_by_hand() -> None:
 @given(
     batches(mixed=False),
     st.integers(1, 3),
-    st.tuples(st.floats(0.1, 4), st.floats(0.1, 4)),
+    st.just((0.25, 0.75)) | st.tuples(st.floats(0.1, 4), st.floats(0.1, 4)),
     st.sampled_from([0.0, 0.4, 1.0]),
 )
 def test_gradients_of_the_parts_of_each_term(rows, number, pair, mu) -> None:
