@@ -158,12 +158,16 @@ def test_a_demonstration_of_several_turns_ends_at_its_last_eos():
     """Text after the last EOS, such as the line break of a template, is cut."""
     tokenizer = make_tokenizer()
     tokenizer.chat_template = CHAT
-    turns = [
-        {"role": role, "content": str(10 * i)}
-        for i, role in enumerate(("assistant", "user", "assistant"), 1)
-    ]
     encoded = encode(
-        {"prompt": [{"role": "user", "content": "0"}], "completion": turns}, "", tokenizer
+        {
+            "prompt": [{"role": "user", "content": "0"}],
+            "completion": [
+                {"role": role, "content": str(10 * i)}
+                for i, role in enumerate(("assistant", "user", "assistant"), 1)
+            ],
+        },
+        "",
+        tokenizer,
     )
     assert encoded["start"] == 1 and tokenizer.decode(encoded["ids"]) == "010<eos>.2030<eos>"
 

@@ -118,10 +118,16 @@ def test_adapters_are_merged_layer_by_layer(tmp_path, monkeypatch, recwarn):
     export_checkpoint(config, path, tmp_path / "out", 1)
     export_checkpoint(config, path, tmp_path / "adapters", adapters=True)
     assert not [warning for warning in recwarn if "embedding" in str(warning.message)]
-    saved = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
-    assert saved["base_model_name_or_path"] == config.path
-    base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "base"))
-    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapters").state_dict()
+    assert (
+        json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())[
+            "base_model_name_or_path"
+        ]
+        == config.path
+    )
+    loaded = peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "base")),
+        tmp_path / "adapters",
+    ).state_dict()
     assert loaded.keys() == model.state_dict().keys()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert trained and all(torch.equal(loaded[name], p) for name, p in trained.items())
@@ -146,8 +152,11 @@ def test_adapters_of_a_saved_model_stay_adapters(tmp_path):
     with torch.no_grad():
         for p in trained.values():
             p.add_(torch.randn_like(p))
-    path = checkpoint.save(tmp_path / "run", 1, model, torch.optim.AdamW(trained.values()), {})
-    export_checkpoint(config, path, tmp_path / "out")
+    export_checkpoint(
+        config,
+        checkpoint.save(tmp_path / "run", 1, model, torch.optim.AdamW(trained.values()), {}),
+        tmp_path / "out",
+    )
     exported = tensors(tmp_path / "out")
     assert len(exported) == len(trained)
     saved = {name.replace(".default", ""): p for name, p in trained.items()}
@@ -225,8 +234,9 @@ def test_an_export_is_uploaded_to_a_private_repository(task, tmp_path, monkeypat
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     export_run(tmp_path / "run", tmp_path / "out", repository="me/model")
     assert server.created[0]["visibility"] == "private"
-    files = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
-    assert server.files == files | {None: "Export of gac"}
+    assert server.files == {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()} | {
+        None: "Export of gac"
+    }
     # the base model is a folder of this machine
     for part, count in (
         (b"1 of 1 steps", 1),

@@ -225,8 +225,19 @@ def row(number: int, prompt: int, demo: int) -> dict[str, Any]:
 )
 def test_the_longest_row_by_hand(task, tmp_path, method, start: int, longest: int) -> None:
     prompts = write(tmp_path / "prompts.jsonl", [row(0, 4, 45), row(1, 10, 0)])
-    demos = write(tmp_path / "demos.jsonl", [row(0, 35, 4), row(1, 3, 30)])
-    data = {"prompts": prompts, "demos": demos} if method in ("gac", SFT) else {"prompts": prompts}
-    settings = {"num_prompts": 2, "num_generations": 4, "max_completion_length": 7}
-    feed = make_feed(task, method=method, data=data, demo_batch_size=2, rollouts=settings)
+    data = (
+        {
+            "prompts": prompts,
+            "demos": write(tmp_path / "demos.jsonl", [row(0, 35, 4), row(1, 3, 30)]),
+        }
+        if method in ("gac", SFT)
+        else {"prompts": prompts}
+    )
+    feed = make_feed(
+        task,
+        method=method,
+        data=data,
+        demo_batch_size=2,
+        rollouts={"num_prompts": 2, "num_generations": 4, "max_completion_length": 7},
+    )
     assert (feed.longest_start(), feed.longest_row(7)) == (start, longest)

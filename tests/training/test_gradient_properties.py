@@ -134,8 +134,10 @@ def test_a_teacher_scores_a_row_after_its_context() -> None:
 )
 def test_mismatch_by_hand(correction: str, minimum: float | None, corrected: int) -> None:
     """Ratios of 1, e and 1 / e, whose product is 1."""
-    spec = LossSpec(correction=correction, correction_min=minimum, correction_max=2.0)
-    assert mismatch(torch.tensor([0.0, 1.0, -1.0]).double(), spec) == {
+    assert mismatch(
+        torch.tensor([0.0, 1.0, -1.0]).double(),
+        LossSpec(correction=correction, correction_min=minimum, correction_max=2.0),
+    ) == {
         "sampling/mismatch_kl": (pytest.approx(math.e + 1 / math.e - 2), 3),
         "sampling/sampling_logp_difference/max": (1.0, MAXIMUM),
         "sampling/frac_corrected": (corrected, 3),

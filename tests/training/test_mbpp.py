@@ -90,8 +90,12 @@ def test_every_demonstration_earns_the_reward(overrides):
     tokenizer = load_tokenizer(config.model)
     demos = load_demos(config.data, tokenizer)
     assert len(demos) == 40 and all(e.extra["split"] == "train" for e in demos)
-    texts = [tokenizer.decode(e.demo, skip_special_tokens=True) for e in demos[:20]]
-    assert build_reward(config.reward)(texts, demos[:20]) == [1.0] * 20
+    assert (
+        build_reward(config.reward)(
+            [tokenizer.decode(e.demo, skip_special_tokens=True) for e in demos[:20]], demos[:20]
+        )
+        == [1.0] * 20
+    )
 
 
 def test_check_passes_on_the_example(overrides):

@@ -120,8 +120,10 @@ def assert_close(padded, packed):
 
 def test_packed_through_eager_attention():
     loss, rows = Loss(LossSpec()), random_rows()
-    padded = run_step(make("qwen3"), rows, MicroBatches(), loss)
-    assert_close(padded, run_step(make("qwen3", "eager"), rows, PACKED, loss))
+    assert_close(
+        run_step(make("qwen3"), rows, MicroBatches(), loss),
+        run_step(make("qwen3", "eager"), rows, PACKED, loss),
+    )
 
 
 def varlen_attention(module, q, k, v, mask, scaling, cu_seq_lens_q=None, max_length_q=None, **_):
@@ -144,8 +146,10 @@ def test_packed_through_varlen_attention():
     AttentionInterface.register("varlen_attention", varlen_attention)
     AttentionMaskInterface.register("varlen_attention", flash_attention_mask)
     loss, rows = Loss(LossSpec()), random_rows(mixed=True)
-    padded = run_step(make("qwen2"), rows, MicroBatches(), loss)
-    assert_close(padded, run_step(make("qwen2", "varlen_attention"), rows, PACKED, loss))
+    assert_close(
+        run_step(make("qwen2"), rows, MicroBatches(), loss),
+        run_step(make("qwen2", "varlen_attention"), rows, PACKED, loss),
+    )
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -175,8 +179,9 @@ def test_packed_row_by_row_equals_padded(kind, checkpointing, monkeypatch):
     )
     assert max(lengths) == max(len(r.ids) for r in rows) and len(lengths) >= 2 * len(rows)
     for packing in (None, False):
-        config = load(TrainConfig, {"max_tokens_per_micro_batch": 24, "packing": packing})
-        assert _micro_batches(config, model).packed is (packing is None)
+        assert _micro_batches(
+            load(TrainConfig, {"max_tokens_per_micro_batch": 24, "packing": packing}), model
+        ).packed is (packing is None)
 
 
 def test_masks_are_back_after_a_packed_forward():
@@ -269,8 +274,9 @@ def test_a_model_that_drops_row_bounds_packs_with_the_mask_of_sdpa():
 
         layer.self_attn.forward = attend
     assert head.enable_row_attention(model) and not supports_packing(model)
-    config = load(TrainConfig, {"max_tokens_per_micro_batch": 64, "packing": True})
-    assert _micro_batches(config, model).packed and supports_packing(model)
+    assert _micro_batches(
+        load(TrainConfig, {"max_tokens_per_micro_batch": 64, "packing": True}), model
+    ).packed and supports_packing(model)
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -319,11 +325,6 @@ def test_kl_sample_of_all_rows_matches_the_moments(task, tmp_path, tokens):
     runs = []
     for kl_sample_size in (None, 16, 3):
         out = tmp_path / str(kl_sample_size)
-        changes = {
-            "steps": 3,
-            "eval": {},
-            "optim": {"lr": 0.05, "warmup_steps": 1, "max_grad_norm": 0},
-        }
         train(
             tiny_config(
                 task,
@@ -331,7 +332,9 @@ def test_kl_sample_of_all_rows_matches_the_moments(task, tmp_path, tokens):
                 max_tokens_per_micro_batch=tokens,
                 monitor_kl_every=1,
                 kl_sample_size=kl_sample_size,
-                **changes,
+                steps=3,
+                eval={},
+                optim={"lr": 0.05, "warmup_steps": 1, "max_grad_norm": 0},
             )
         )
         runs.append(metrics(out))

@@ -90,8 +90,9 @@ def test_the_weights_move(name: str, tmp_path: Path) -> None:
     before = {n: p.detach().clone() for n, p in trainer.policy.named_parameters() if p.dim() > 1}
     trainer.run()
     assert metrics(tmp_path / "run")[0]["kl"] == 0
-    changed = [(before[name] != p).float() for name, p in trainer.policy.named_parameters()]
-    assert torch.cat([x.flatten() for x in changed]).mean() > 0.9
+    after = dict(trainer.policy.named_parameters())
+    changed = torch.cat([(after[name] != p).flatten() for name, p in before.items()])
+    assert changed.float().mean() > 0.9
     assert {
         x.dtype for x in load_file(tmp_path / "run" / "model" / "model.safetensors").values()
     } == {getattr(torch, config.model.dtype)}

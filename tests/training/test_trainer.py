@@ -241,13 +241,12 @@ def test_a_method_sees_what_its_step_measured(task, tmp_path, monkeypatch):
     observations = []
     record = lambda *call: (observations.append(call[2]), next_mix(*call))[1]  # noqa: E731 - a spy
     monkeypatch.setattr("gac.training.trainer.next_mix", record)
-    optim = {"lr": 0.1, "warmup_steps": 2, "max_grad_norm": 0}
     trainer = Trainer(
         tiny_config(
             task,
             tmp_path,
             method="famo",
-            optim=optim,
+            optim={"lr": 0.1, "warmup_steps": 2, "max_grad_norm": 0},
             data={"prompts": str(task / "prompts.jsonl"), "source_field": "op"},
             loss={"kl_coef": 0.1},
         )
@@ -277,8 +276,9 @@ def test_dropped_rewards_are_left_out(task, tmp_path):
     assert 0 < len(trainer.rollouts.rows) < 16
     assert trainer.sampler.reward.dropped == 16 - len(trainer.rollouts.rows)
     reward["name"] = "tests.training.test_trainer:nan_reward"
-    config = tiny_config(task, tmp_path / "b", method="grpo", loss={"kl_coef": 1}, reward=reward)
-    row = Trainer(config)._train_step()
+    row = Trainer(
+        tiny_config(task, tmp_path / "b", method="grpo", loss={"kl_coef": 1}, reward=reward)
+    )._train_step()
     assert row["reward_mean"] is row["kl"] is None and row["rewards_dropped"] == 16
 
 
@@ -323,8 +323,9 @@ def test_a_terminal_shows_the_progress(task, tmp_path, monkeypatch):
     for steps in (2, 3):
         train(tiny_config(task, tmp_path, steps=steps, eval={}))
     bars = re.findall(r"./. \|.{10}\| ", terminal.getvalue())
-    expected = {"0/2 |          | ", "2/2 |##########| ", "2/3 |######6   | ", "3/3 |##########| "}
-    assert expected <= {*bars}
+    assert {"0/2 |          | ", "2/2 |##########| ", "2/3 |######6   | ", "3/3 |##########| "} <= {
+        *bars
+    }
 
 
 @pytest.mark.parametrize("main", [True, False])
@@ -340,8 +341,10 @@ def test_only_the_main_process_writes_more_than_checkpoints(
     model |= {"master_weights": False}
     train(tiny_config(task, tmp_path, steps=1, export=True, model=model))
     written = {"config.yaml", "metrics.jsonl", "eval.jsonl", "samples.jsonl", "model"}
-    names = {path.name for path in tmp_path.iterdir()} - {".lock"}
-    assert names == {"checkpoints", *(written if main else ())}
+    assert ({path.name for path in tmp_path.iterdir()} - {".lock"}) == {
+        "checkpoints",
+        *(written if main else ()),
+    }
     assert bool(terminal.getvalue()) == ("of the updates of the weights" in caplog.text) == main
 
 
