@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gac.data.rows import Batch, Row, collate
@@ -195,7 +195,8 @@ def uninterrupted(task: Path, kind: str) -> list[dict[str, Any]]:
 
 
 @settings(max_examples=6)
-@given(st.sampled_from([*RESUMED]), st.integers(1, 5))
+@example("moving averages", 6)
+@given(st.sampled_from([*RESUMED]), st.integers(1, 6))
 def test_a_run_interrupted_in_any_step_continues_exactly(task, kind, stop):
     """It stops when reused rollouts are used up."""
     with tempfile.TemporaryDirectory() as folder:
