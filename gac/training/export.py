@@ -29,7 +29,7 @@ from gac.parallel.run_lock import run_lock
 from gac.train_config import TrainConfig
 
 FILE_SIZE = 1 << 30  # bytes
-NO_SHARDING = 1 << 62  # bytes; disables sharding in save_pretrained
+NO_SHARDING = "1000TB"  # disables sharding in save_pretrained
 
 
 def export_run(

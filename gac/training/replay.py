@@ -156,7 +156,7 @@ class Recomputation:
             measured.parts.combine_pair(self.term_weights or step.mix.pair, step.mix)
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(grads)
-        self.model.zero_grad(set_to_none=True)
+        self.model.zero_grad()
         return {
             "grad_norm": float(norm),
             "rollout_loss": measured.losses.rollout,

@@ -395,7 +395,7 @@ class Trainer:
         else:
             solved = None if weights is None else TermPair(*weights)
             self._save_skipped(SkippedStep(step, solved, fault, norm, losses))
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
         return Update(mix, norm, lr, fault)
 
     def _save_skipped(self, skipped: SkippedStep) -> None:

@@ -87,8 +87,8 @@ def test_accelerate_launch_export_and_replay(task, tmp_path, capsys):
     checkpoint = tmp_path / "run" / "checkpoints" / "step-00000002"
     record = json.loads((checkpoint / "progress.json").read_text())
     assert record["content"]["ranks"] == 2  # not two unrelated processes
-    files = {p.name for p in checkpoint.iterdir()}
-    assert {"__0_0.distcp", "__1_0.distcp"} <= files  # each wrote its shards
+    # each wrote its shards
+    assert {"__0_0.distcp", "__1_0.distcp"} <= {p.name for p in checkpoint.iterdir()}
 
     assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / "plain")]) == cli.OK
     from transformers import AutoModelForCausalLM

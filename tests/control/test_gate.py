@@ -128,8 +128,8 @@ def test_reset_forgets_the_agreement_before_an_alarm() -> None:
     before = gate.update(None, alignment_with(3.0))
     after = gate.reset(before, demos_suspect=True)
     assert after is not None and (after.inner, after.trust) == (0.0, 0.0)
-    unknown = Alignment(0.2, -1.0, 1.0, 1.0, 1.0, 1.0)  # no z, so the trust does not change
-    during = gate.update(None, unknown, True)  # the first reading, during an alarm
+    # the first reading, during an alarm; no z, so the trust does not change
+    during = gate.update(None, Alignment(0.2, -1.0, 1.0, 1.0, 1.0, 1.0), True)
     assert during is not None and during.trust == 0.0
     assert gate.update(after, alignment_with(0.5), True).inner == 0.25
     assert gate.reset(before, demos_suspect=False).trust == 1.0

@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -284,6 +285,11 @@ def test_files_of_another_version_are_rejected_in_one_line(task, tmp_path):
     with pytest.raises(ConfigError, match=r"^[^\n]*another version[^\n]*another `out`$"):
         Trainer(config)
     (path,) = (tmp_path / "replay").iterdir()
+    # with another number, the steps saved by this version could no longer be replayed
+    assert torch.load(path / "rank-0.pt")["format"] == 3
+    torch.save({"format": Path("x")}, path / "rank-0.pt")
+    with pytest.raises(pickle.UnpicklingError):
+        replay(path)  # the file runs no code
     torch.save({"step": 0, "fault": "rollout_loss is inf"}, path / "rank-0.pt")
     with pytest.raises(ConfigError, match=r"^[^\n]*step-00000000 [^\n]*another version[^\n]*$"):
         replay(path)
@@ -343,10 +349,11 @@ def test_a_full_disk_stops_the_run_without_data_loss(task, tmp_path, small_disk)
     assert metrics(train(tiny_config(task, small_disk / "run", steps=6))) == metrics(uninterrupted)
 
 
-def test_a_full_disk_is_rejected_before_the_first_step(task, small_disk):
+@pytest.mark.parametrize("changes", [{"steps": 3}, {"keep_checkpoints": 1, "checkpoint_every": 1}])
+def test_a_full_disk_is_rejected_before_the_first_step(task, small_disk, changes):
     fill(small_disk, leave=200_000)
     with pytest.raises(RunError, match="2 checkpoints .* GB are free.*keep_checkpoints"):
-        Trainer(tiny_config(task, small_disk / "run"))
+        Trainer(tiny_config(task, small_disk / "run", **changes))
 
 
 def test_an_unwritable_metrics_file_is_reported(tmp_path):

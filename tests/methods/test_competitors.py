@@ -186,8 +186,8 @@ def test_uft_hints_are_binomial_with_a_probability_that_falls() -> None:
     method = METHODS["uft"](low=0.1, high=0.9, hint_steps=4, pieces=3)
     # after (t + 1) / 4 of the curriculum: 0.5 + 0.4 cos(pi / 4), 0.5, 0.5 - 0.4 cos(pi / 4), 0.1
     for step, p in enumerate([0.5 + 0.4 * math.sqrt(0.5), 0.5, 0.5 - 0.4 * math.sqrt(0.5), 0.1]):
-        draws = Draws(p - 1e-6, p + 1e-6, p - 1e-6)
-        assert method.hint_tokens(step, 8, draws) == 5  # 2 of 3 parts of 7 tokens: 4.67
+        # 2 of 3 parts of 7 tokens: 4.67
+        assert method.hint_tokens(step, 8, Draws(p - 1e-6, p + 1e-6, p - 1e-6)) == 5
     # after the last step with hints; only an EOS
     assert method.hint_tokens(4, 8, Draws()) == method.hint_tokens(0, 1, Draws()) == 0
     assert method.hint_tokens(0, 3, Draws(0.0, 1.0)) == 1  # two tokens, two parts

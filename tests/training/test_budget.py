@@ -3,12 +3,15 @@
 import dataclasses
 import logging
 import math
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from gac.config import load
 from gac.data.rows import MicroBatches
 from gac.faults import checkpoint
+from gac.methods.base import StepNeeds
 from gac.models import head
 from gac.train_config import TrainConfig
 from gac.training import policy as budget
@@ -65,9 +68,57 @@ def test_rows_that_exceed_a_small_budget_are_trained_alone(task, tmp_path, monke
     monkeypatch.setattr(budget, "free_memory", lambda device: 0)
     trainer = Trainer(default_config(task, tmp_path / "run", method="dpo"))
     assert trainer.feed.unit == 2 and trainer.config.max_tokens_per_micro_batch == 1
-    longest = trainer.feed.longest_row(5)
-    assert f"max_tokens_per_micro_batch=1: rows may have up to {longest} tokens" in caplog.text
+    assert (
+        f"max_tokens_per_micro_batch=1: rows may have up to {trainer.feed.longest_row(5)} tokens"
+        in caplog.text
+    )
     trainer._train_step()
+
+
+@pytest.mark.parametrize(("kind", "most"), [("cpu", 2048), ("cuda", 16384), ("xpu", 16384)])
+def test_the_budget_by_hand(task, tmp_path, monkeypatch, caplog, kind, most):
+    """Half of the free memory, less 3 times that of 8 trained weights, at 10 bytes per token."""
+    caplog.set_level(logging.INFO, "gac")
+    lengths, config = [], default_config(task, tmp_path)
+    monkeypatch.setattr(budget, "activation_bytes", lambda _, length: lengths.append(length) or 10)
+    device = SimpleNamespace(device=torch.device(kind), unwrap_model=lambda model: model)
+    model = torch.nn.ParameterList([torch.zeros(8), torch.zeros(99)])
+    model[1].requires_grad_(False)
+    for free, longest, tokens, reason in (
+        (0, 1, 1, "0 GB are free"),
+        (3 * 4 * 8 + 2 * 10 * 64, 64, 64, "1.3e-06 GB are free"),
+        (3 * 4 * 8 + 2 * 10 * 64 - 1, 99, 32, "1.3e-06 GB are free"),
+        (1e9, 65, most, "the maximum"),
+    ):
+        monkeypatch.setattr(budget, "free_memory", lambda _, free=free: free)
+        chosen = budget.choose_micro_batches(config, device, model, longest)
+        assert chosen == dataclasses.replace(config, max_tokens_per_micro_batch=tokens)
+        assert f"max_tokens_per_micro_batch={tokens} ({reason})" in caplog.messages
+        assert budget.choose_micro_batches(chosen, device, model, tokens) == chosen
+    assert lengths == [1, 64, 64, 64]  # each is measured once
+    (message,) = [text for text in caplog.messages if "a longer row is" in text]
+    assert message.startswith("max_tokens_per_micro_batch=32: rows may have up to 99 tokens; ")
+
+
+def test_the_free_memory_of_a_gpu(monkeypatch):
+    """What the driver would give, and what PyTorch keeps but does not use."""
+    for name, value in (("mem_get_info", (7, 99)), ("memory_reserved", 5), ("memory_allocated", 3)):
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    assert budget.free_memory(torch.device("cuda")) == 9
+
+
+@pytest.mark.parametrize(("size", "own"), [(3, 2), (4, 2), (None, None)])
+def test_two_ranks_share_the_rows_of_the_sampled_kl(task, tmp_path, size, own):
+    config = tiny_config(task, tmp_path, kl_sample_size=size, monitor_kl_every=1)
+    gradients = budget.make_gradients(
+        config,
+        SimpleNamespace(num_processes=2, unwrap_model=lambda model: model),
+        SimpleNamespace(pad_token_id=0),
+        make("qwen2"),
+        None,
+        StepNeeds(),
+    )
+    assert gradients.kl_sample_size == own
 
 
 @pytest.mark.parametrize(("kind", "attention"), [("mamba", None), ("qwen3", "eager")])
@@ -75,8 +126,9 @@ def test_models_that_do_not_gain_from_packing_are_padded(kind, attention, caplog
     """A recurrent model's rows affect each other; eager attention is quadratic in all tokens."""
     model = make(kind, attention)
     with caplog.at_level(logging.INFO, "gac"):
-        config = load(TrainConfig, {"max_tokens_per_micro_batch": 64})
-        assert budget._micro_batches(config, model) == MicroBatches(tokens=64, packed=False)
+        assert budget._micro_batches(
+            load(TrainConfig, {"max_tokens_per_micro_batch": 64}), model
+        ) == MicroBatches(tokens=64, packed=False)
     (message,) = [r.getMessage() for r in caplog.records if r.name.startswith("gac")]
     assert message == "micro-batches: padded rows"
 
@@ -139,6 +191,7 @@ def test_bytes_per_token_are_measured(layers):
     inputs = 4 * layers * (6 * 64 + 256)
     assert 2 * inputs < measured < 6 * inputs
     assert math.isclose(measured, budget.activation_bytes(model, 64), rel_tol=0.1)
+    assert budget.activation_bytes(model.requires_grad_(False), 16) == 1
 
 
 def choose(task, out, rank_memory: dict[int, float]):
@@ -152,5 +205,6 @@ def choose(task, out, rank_memory: dict[int, float]):
 
 @pytest.mark.dist
 def test_ranks_choose_the_same_budget(task, tmp_path):
-    results = ranks.run(choose, task, tmp_path / "run", {0: 1e12, 1: 1.2e6}, ranks=2)
-    assert results == [(64, True)] * 2
+    assert (
+        ranks.run(choose, task, tmp_path / "run", {0: 1e12, 1: 1.2e6}, ranks=2) == [(64, True)] * 2
+    )

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from gac.faults.processes import StopRequest
 from gac.integrations.demonstrations import encode
 from gac.rollouts.config import RolloutConfig
 from gac.train_config import OptimConfig
-from gac.training.policy import choose_micro_batches, make_optimizer, warn_of_rounding
+from gac.training.policy import make_optimizer, warn_of_rounding
 from gac.training.record import Record, show
 from gac.training.trainer import learning_rate
 from tests.tiny import tiny_config
@@ -35,8 +36,9 @@ from tests.tiny import tiny_config
 def test_the_learning_rate_rises_to_lr_and_ends_at_its_final_value(schedule, quarter):
     """Warm-up of 2 steps, the peak at step 2, half-way at step 4, the last step at `final`."""
     config = OptimConfig(lr=1.0, warmup_steps=2, min_lr_ratio=0.1, schedule=schedule)
-    rates = [learning_rate(config, step, 7) for step in (0, 1, 2, 3, 4, 6, 9)]
-    assert rates == pytest.approx([0.5, 1.0, 1.0, quarter, 0.55, 0.1, 0.1])
+    assert [learning_rate(config, step, 7) for step in (0, 1, 2, 3, 4, 6, 9)] == pytest.approx(
+        [0.5, 1.0, 1.0, quarter, 0.55, 0.1, 0.1]
+    )
 
 
 def test_only_matrices_are_decayed():
@@ -59,14 +61,6 @@ def test_the_share_of_updates_that_rounding_drops(caplog):
     warn_of_rounding(model[1:], 0.001)
     (message,) = caplog.messages
     assert "at optim.lr=0.001, rounding to bfloat16 drops 75.0% of the updates" in message
-
-
-def test_rows_longer_than_a_micro_batch_are_announced(tmp_path, caplog):
-    config = tiny_config(tmp_path, tmp_path, max_tokens_per_micro_batch=9)
-    chosen = [choose_micro_batches(config, None, None, longest) for longest in (9, 10)]
-    assert chosen == [config] * 2 and [
-        message.partition(";")[0] for message in caplog.messages
-    ] == ["max_tokens_per_micro_batch=9: rows may have up to 10 tokens"]
 
 
 @pytest.fixture
@@ -155,10 +149,16 @@ def test_a_demonstration_of_several_turns_ends_at_its_last_eos():
     """Text after the last EOS, such as the line break of a template, is cut."""
     tokenizer = make_tokenizer()
     tokenizer.chat_template = CHAT
-    roles = ("assistant", "user", "assistant")
-    turns = [{"role": role, "content": str(10 * i)} for i, role in enumerate(roles, 1)]
     encoded = encode(
-        {"prompt": [{"role": "user", "content": "0"}], "completion": turns}, "", tokenizer
+        {
+            "prompt": [{"role": "user", "content": "0"}],
+            "completion": [
+                {"role": role, "content": str(10 * i)}
+                for i, role in enumerate(("assistant", "user", "assistant"), 1)
+            ],
+        },
+        "",
+        tokenizer,
     )
     assert encoded["start"] == 1 and tokenizer.decode(encoded["ids"]) == "010<eos>.2030<eos>"
 
@@ -178,16 +178,34 @@ def test_what_a_run_tells_without_a_terminal(tmp_path, caplog):
     assert record.texts.read() == [{"step": step, "prompts": prompts} for step in (1, 2)]
     for row in ({"accuracy": 0.25, "ci95": [0.2, 0.3], "prompts": 50}, {"accuracy": 0.5}, {}):
         record.evaluation({"step": 5, **row})
-    assert len(record.evals.read()) == 3
-    for total, step in ((25, 7), (25, 8), (5, 1)):  # ten lines at most, or one per step
+    record.evals.append({"step": 0})
+    assert len(record.evals.read()) == 4
+    record.truncate(None)
+    assert record.evals.read() == record.texts.read() == []
+    for total, step in ((110, 10), (110, 11), (5, 1)):  # ten lines at most, or one per step
         row = {"step": step, "reward_mean": None, "demo_loss": 1.5, "kl": 0.0, "mu": 0.3}
         show(tqdm(total=total, disable=True), row)
     assert caplog.messages == [
         "step 2: 1+1=\n  [0.5] 1\n  [1.0] 2",
         "step 5: accuracy 25.0% [20.0, 30.0], 50 prompts",
         "step 5: accuracy 50.0%, 0 prompts",
-        *[f"step {step}: demo=1.5, KL=0, mu=0.3" for step in ("8 of 25", "1 of 5")],
+        *[f"step {step}: demo=1.5, KL=0, mu=0.3" for step in ("11 of 110", "1 of 5")],
     ]
+
+
+def test_only_the_main_process_writes_logs(tmp_path):
+    """Every process calls the trackers."""
+    calls = []
+    accelerator = SimpleNamespace(
+        is_main_process=False,
+        init_trackers=lambda project, values, options: calls.append(options),
+        log=lambda values, step: calls.append((values, step)),
+    )
+    record = Record(tmp_path, accelerator)
+    record.start_trackers(tiny_config(tmp_path, tmp_path, report_to=["wandb"]), new=True)
+    record.samples(1, [{"prompt": "1+1=", "completions": []}], RolloutConfig())
+    record.step({"step": 3, "mu": 0.5, "kl": None})
+    assert calls == [{}, ({"mu": 0.5}, 3)] and not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("columns", "count"), [(60, 4), (59, 3), (49, 3), (48, 2), (9, 1)])
@@ -199,3 +217,4 @@ def test_the_progress_line_fits_the_terminal(
     bar = tqdm(total=100, file=io.StringIO(), mininterval=0)
     show(bar, {"step": 1, "reward_mean": 0.25, "demo_loss": 1.5, "kl": math.nan, "mu": 0.3})
     assert bar.desc == ", ".join(["reward=0.25", "demo=1.5", "mu=0.3", "ETA 00:00"][:count])
+    assert "mu" not in bar.fp.getvalue()  # it is drawn once per step, with the next one

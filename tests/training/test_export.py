@@ -35,8 +35,13 @@ def save_random_checkpoint(folder, kind, config: ModelConfig, **changes):
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn_like(p) / 10)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-    return checkpoint.save(folder / "run", 1, model, optimizer, {}), model
+    return checkpoint.save(
+        folder / "run",
+        1,
+        model,
+        torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]),
+        {},
+    ), model
 
 
 def tensors(folder):
@@ -60,9 +65,11 @@ def test_an_export_equals_the_full_model(tmp_path, kind, changes, dtype, file_si
     path, model = save_random_checkpoint(tmp_path / "base", kind, config, **changes)
     model.__dict__.pop("forward")
     model.save_pretrained(tmp_path / "full")
+    (tmp_path / ".out.writing").mkdir()
+    (tmp_path / ".out.writing" / "old.safetensors").touch()  # of a killed export
     export_checkpoint(config, path, tmp_path / "out", file_size)
     exported, expected = tensors(tmp_path / "out"), tensors(tmp_path / "full")
-    assert exported.keys() == expected.keys()
+    assert exported.keys() == expected.keys() and not (tmp_path / "out" / "part").exists()
     assert all(x.dtype == expected[n].dtype for n, x in exported.items())
     assert all(torch.equal(x, expected[n]) for n, x in exported.items())
     for name in ("config.json", "generation_config.json"):
@@ -71,32 +78,36 @@ def test_an_export_equals_the_full_model(tmp_path, kind, changes, dtype, file_si
     files = {file.name for file in (tmp_path / "out").glob("*safetensors*")}
     if file_size == 1:
         index_name = "model.safetensors.index.json"
-        index = json.loads((tmp_path / "out" / index_name).read_text())
+        text = (tmp_path / "out" / index_name).read_text()
+        index = json.loads(text)
+        assert text == json.dumps(index, indent=2) + "\n" and [*index] == ["metadata", "weight_map"]
         assert index["weight_map"].keys() == expected.keys()
         assert index["metadata"]["total_size"] == sum(x.nbytes for x in expected.values())
         weight_files = set(index["weight_map"].values())
         assert files == {*weight_files, index_name}
         count = len(weight_files)
-        names = {f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)}
-        assert weight_files == names
+        assert weight_files == {
+            f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)
+        }
         assert index["metadata"]["total_parameters"] == model.num_parameters()
         # one file for each layer and for each other weight
         assert len(weight_files) == 2 + len({n for n in expected if "layers." not in n})
     else:
-        assert files == {"model.safetensors"}
+        assert files == {"model.safetensors"} and export.FILE_SIZE == 2**30
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=model.dtype).state_dict()
     assert all(torch.equal(x, loaded[n]) for n, x in model.state_dict().items())
 
 
-def test_adapters_are_merged_layer_by_layer(tmp_path, monkeypatch):
+def test_adapters_are_merged_layer_by_layer(tmp_path, monkeypatch, recwarn):
     peft = pytest.importorskip("peft", reason="needs the extra `lora`")
     config = ModelConfig(
         path=str(tmp_path / "base"),
         random_init=True,
         lora=LoraConfig(rank=4, target_modules=("q_proj", "down_proj", "lm_head")),
     )
-    untied = {"tie_word_embeddings": False}
-    path, model = save_random_checkpoint(tmp_path / "base", "llama", config, **untied)
+    path, model = save_random_checkpoint(
+        tmp_path / "base", "llama", config, tie_word_embeddings=False
+    )
 
     def merge(own, unit, merge=export._merged):
         merged = merge(own, unit)
@@ -106,10 +117,17 @@ def test_adapters_are_merged_layer_by_layer(tmp_path, monkeypatch):
     monkeypatch.setattr(export, "_merged", merge)
     export_checkpoint(config, path, tmp_path / "out", 1)
     export_checkpoint(config, path, tmp_path / "adapters", adapters=True)
-    saved = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
-    assert saved["base_model_name_or_path"] == config.path
-    base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "base"))
-    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapters").state_dict()
+    assert not [warning for warning in recwarn if "embedding" in str(warning.message)]
+    assert (
+        json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())[
+            "base_model_name_or_path"
+        ]
+        == config.path
+    )
+    loaded = peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "base")),
+        tmp_path / "adapters",
+    ).state_dict()
     assert loaded.keys() == model.state_dict().keys()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert trained and all(torch.equal(loaded[name], p) for name, p in trained.items())
@@ -124,8 +142,9 @@ def test_adapters_of_a_saved_model_stay_adapters(tmp_path):
     base = make_model(ModelConfig(path=str(tmp_path / "base"), random_init=True), seed=0)
     base.__dict__.pop("forward")
     base.save_pretrained(tmp_path / "base")
-    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    peft.get_peft_model(base, lora).save_pretrained(tmp_path / "adapters")
+    peft.get_peft_model(
+        base, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    ).save_pretrained(tmp_path / "adapters")
     make_tokenizer().save_pretrained(tmp_path / "adapters")
     config = ModelConfig(path=str(tmp_path / "adapters"))
     model = make_model(config, seed=0)
@@ -133,8 +152,11 @@ def test_adapters_of_a_saved_model_stay_adapters(tmp_path):
     with torch.no_grad():
         for p in trained.values():
             p.add_(torch.randn_like(p))
-    path = checkpoint.save(tmp_path / "run", 1, model, torch.optim.AdamW(trained.values()), {})
-    export_checkpoint(config, path, tmp_path / "out")
+    export_checkpoint(
+        config,
+        checkpoint.save(tmp_path / "run", 1, model, torch.optim.AdamW(trained.values()), {}),
+        tmp_path / "out",
+    )
     exported = tensors(tmp_path / "out")
     assert len(exported) == len(trained)
     saved = {name.replace(".default", ""): p for name, p in trained.items()}
@@ -183,12 +205,16 @@ class Hub(BaseHTTPRequestHandler):
         answer = {"url": url, "commitUrl": url, "commitOid": "", "warnings": [], "errors": []}
         name = self.path
         if name.endswith("/preupload/main"):
-            paths = [file["path"] for file in json.loads(lines[0])["files"]]
-            sent = {"uploadMode": "regular", "shouldIgnore": False}
-            answer = {"files": [{"path": path, **sent} for path in paths]}
+            answer = {
+                "files": [
+                    {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
+                    for file in json.loads(lines[0])["files"]
+                ]
+            }
         elif name.endswith("/commit/main"):
-            for value in (json.loads(line)["value"] for line in lines[1:]):
-                self.server.files[value["path"]] = base64.b64decode(value["content"])
+            for value in (json.loads(line)["value"] for line in lines):
+                content = value.get("summary") or base64.b64decode(value["content"])
+                self.server.files[value.get("path")] = content
         elif name.endswith("/create"):
             self.server.created.append(json.loads(lines[0]))
         body = json.dumps(answer).encode()
@@ -208,12 +234,15 @@ def test_an_export_is_uploaded_to_a_private_repository(task, tmp_path, monkeypat
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     export_run(tmp_path / "run", tmp_path / "out", repository="me/model")
     assert server.created[0]["visibility"] == "private"
-    assert server.files == {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
+    assert server.files == {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()} | {
+        None: "Export of gac"
+    }
     # the base model is a folder of this machine
     for part, count in (
         (b"1 of 1 steps", 1),
         (b"library_name: transformers", 1),
         (b"base_model", 0),
+        (b"reinforcement-learning", 1),
     ):
         assert server.files["README.md"].count(part) == count
     with pytest.raises(ConfigError, match=r"^--push-to-hub a/b/c: .* use OWNER/NAME"):

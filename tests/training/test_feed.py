@@ -57,8 +57,8 @@ def test_all_ranks_draw_new_prompts_in_rank_order(task, monkeypatch) -> None:
         task, 1, 3, rollouts={"num_prompts": 3, "num_generations": 2}, demo_batch_size=3
     )
     monkeypatch.setattr(collectives, "gather", lambda number: [2, number, 4])
-    ids = [example.index for _ in range(2) for example in feed.more_examples(1)]
-    assert ids == [order[2], order[9]]
+    for place in (2, 9):
+        assert [e.index for e in feed.more_examples(1)] == [order[place]]
     assert [e.index for e in feed.examples(0)] == [order[15]]
 
 
@@ -75,10 +75,8 @@ def test_all_ranks_draw_new_prompts_in_rank_order(task, monkeypatch) -> None:
 def test_rows_are_moved_between_ranks_unless_parts_are_compared(
     task, ranks, method, tokens, balances
 ) -> None:
-    feed = make_feed(
-        task, 0, ranks, method=method, micro_batch_size=None, max_tokens_per_micro_batch=tokens
-    )
-    assert feed.balances is balances
+    changes = {"micro_batch_size": None, "max_tokens_per_micro_batch": tokens}
+    assert make_feed(task, 0, ranks, method=method, **changes).balances is balances
 
 
 @pytest.mark.parametrize(("key", "value"), [("demo_batch_size", 3), ("rollouts", 5)])
@@ -106,8 +104,10 @@ def test_a_resumed_feed_continues(task) -> None:
     first.examples(0)
     first.demo_rows(0)
     state = json.loads(json.dumps(first.state_dict()))
-    seeds = {name: order["seed"] for name, order in state.items()}
-    assert seeds == {"prompt_order": 0, "demo_order": 1}
+    assert {name: order["seed"] for name, order in state.items()} == {
+        "prompt_order": 0,
+        "demo_order": 1,
+    }
     second.load_state_dict(state | {"collected": [4]})
     assert [e.id for e in second.examples(1)] == [e.id for e in first.examples(1)]
     assert second.demo_rows(1) == first.demo_rows(1) and second.collected == [4]
@@ -127,8 +127,9 @@ def test_the_collection_is_shared_by_the_ranks(task, monkeypatch) -> None:
     feed.collected = [9, 8]
     rows = feed.demo_rows(1, [feed.prompts[0], None])
     assert feed.collected == []
-    expected = [feed.prompts[i] for i in (8, 0)]
-    assert [r.ids for r in rows] == [e.prompt + e.demo for e in expected]
+    assert [r.ids for r in rows] == [
+        e.prompt + e.demo for e in map(feed.prompts.__getitem__, (8, 0))
+    ]
     feed.collected = [7, 8]
     feed.demo_rows(2, own)
     assert feed.state_dict()["collected"] == [7]
@@ -179,8 +180,11 @@ def test_what_a_method_asks_of_the_data(task, method, flags) -> None:
 
 
 def test_prefixes_of_demonstrations_with_several_turns_are_refused(task, tmp_path) -> None:
-    rows = [row | {"solution": ["1", "2", "3"]} for row in prompts(task)]
-    data = {"prompts": write(tmp_path / "turns.jsonl", rows)}
+    data = {
+        "prompts": write(
+            tmp_path / "turns.jsonl", [row | {"solution": ["1", "2", "3"]} for row in prompts(task)]
+        )
+    }
     assert make_feed(task, method=LUFFY, data=data).prompts.turns
     with pytest.raises(ValueError, match="^method='uft' continues prefixes .* several turns$"):
         make_feed(task, method="uft", data=data)
@@ -200,8 +204,12 @@ def test_rows_that_must_not_be_trained_on(task, tmp_path) -> None:
 
 def row(number: int, prompt: int, demo: int) -> dict[str, Any]:
     """A row whose prompt and demonstration, with its EOS token, have these numbers of tokens."""
-    solution = {"solution": "2" * (demo - 1)} if demo else {}
-    return {"id": f"{number}", "prompt": "1" * prompt, "answer": "1", **solution}
+    return {
+        "id": f"{number}",
+        "prompt": "1" * prompt,
+        "answer": "1",
+        **({"solution": "2" * (demo - 1)} if demo else {}),
+    }
 
 
 @pytest.mark.parametrize(
@@ -217,8 +225,19 @@ def row(number: int, prompt: int, demo: int) -> dict[str, Any]:
 )
 def test_the_longest_row_by_hand(task, tmp_path, method, start: int, longest: int) -> None:
     prompts = write(tmp_path / "prompts.jsonl", [row(0, 4, 45), row(1, 10, 0)])
-    demos = write(tmp_path / "demos.jsonl", [row(0, 35, 4), row(1, 3, 30)])
-    data = {"prompts": prompts, "demos": demos} if method in ("gac", SFT) else {"prompts": prompts}
-    settings = {"num_prompts": 2, "num_generations": 4, "max_completion_length": 7}
-    feed = make_feed(task, method=method, data=data, demo_batch_size=2, rollouts=settings)
+    data = (
+        {
+            "prompts": prompts,
+            "demos": write(tmp_path / "demos.jsonl", [row(0, 35, 4), row(1, 3, 30)]),
+        }
+        if method in ("gac", SFT)
+        else {"prompts": prompts}
+    )
+    feed = make_feed(
+        task,
+        method=method,
+        data=data,
+        demo_batch_size=2,
+        rollouts={"num_prompts": 2, "num_generations": 4, "max_completion_length": 7},
+    )
     assert (feed.longest_start(), feed.longest_row(7)) == (start, longest)

@@ -13,8 +13,9 @@ def test_a_run_filters_its_gradient_and_reports_it(task, tmp_path) -> None:
         ("eps 0", {"eps": 0}),
         ("filtered", {"eps": 0.3, "max_columns": 1.0, "max_dropped": 1.0}),
     ):
-        changes = {"loss": {"gradient_filter": settings}, "steps": 2}
-        Trainer(tiny_config(task, tmp_path / name, **changes)).run()
+        Trainer(
+            tiny_config(task, tmp_path / name, loss={"gradient_filter": settings}, steps=2)
+        ).run()
         runs[name] = metrics(tmp_path / name)
     for exact, same, filtered in zip(*runs.values(), strict=True):
         assert not {*REPORT} & {*exact} and [same[x] for x in REPORT] == [1, 0]

@@ -1,6 +1,7 @@
 """What the gradient of a step does not depend on, and what it is linear in, for random rows."""
 
 import itertools
+import math
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,9 @@ from hypothesis import strategies as st
 
 from gac.data.rows import MicroBatches, Row, count
 from gac.methods.base import Loss, Mix, StepNeeds
-from gac.training.gradients import Forward, Gradients, SampledKL
+from gac.parallel.collectives import MAXIMUM
+from gac.training.gradients import Forward, Gradients, SampledKL, mismatch
+from gac.training.probes import GradientParts
 from gac.training.step import Measured, Rewards, Step
 from gac_kernels import DemoWeight, LossSpec
 from tests.training.test_packing import assert_close, make, run_step
@@ -68,8 +71,8 @@ def gradient(rows: list[Row], mix: Mix, loss: Loss, counted: list[Row], old=(), 
 
 
 def flat_gradient() -> torch.Tensor:
-    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in MODEL.parameters()]
-    return torch.cat([x.flatten() for x in grads]).double()
+    parts = [p.new_zeros(p.shape) if p.grad is None else p.grad for p in MODEL.parameters()]
+    return torch.nn.utils.parameters_to_vector(parts).double()
 
 
 @settings(max_examples=10)
@@ -78,8 +81,9 @@ def test_the_gradient_is_linear_in_the_advantages_and_the_weights(rows, factor, 
     loss = Loss(LossSpec())
 
     def scaled(by: float, mix: Mix) -> torch.Tensor:
-        new = [row._replace(advantage=by * row.advantage) for row in rows]
-        return gradient(new, mix, loss, rows)[1]
+        return gradient(
+            [row._replace(advantage=by * row.advantage) for row in rows], mix, loss, rows
+        )[1]
 
     demo, rollout = scaled(1.0, Mix(1.0)), scaled(1.0, Mix(0.0))
     assert rollout.any() and demo.any()
@@ -92,17 +96,67 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("options", [{"entropy_coef": 1.0}, {"kl_coef": 1.0, "kl_estimator": "k1"}])
-def test_rollouts_without_an_advantage_have_a_gradient_of_the_regularization(options) -> None:
-    rows = [Row((5, 6, 7), 1, False, 0.0, 0)]
-    assert gradient(rows, Mix(0.0), Loss(LossSpec(**options)), rows, kl=True)[1].any()
+SHAPED = {"demo_weight": DemoWeight.SHAPED}
+
+
+@pytest.mark.parametrize(
+    ("options", "demo", "advantage", "has_gradient"),
+    [
+        ({}, False, 1.0, True),
+        ({}, False, 0.0, False),
+        ({"entropy_coef": 1.0}, False, 0.0, True),
+        ({"kl_coef": 1.0, "kl_estimator": "k1"}, False, 0.0, True),
+        ({}, True, 0.0, True),
+        (SHAPED, True, 0.0, False),
+        (SHAPED, True, 1.0, True),
+    ],
+)
+def test_rows_with_a_gradient(options, demo: bool, advantage: float, has_gradient: bool) -> None:
+    """A gradient of zeros would still move AdamW."""
+    rows = [Row((5, 6, 7), 1, demo, advantage, 0)]
+    gradient(rows, Mix(float(demo)), Loss(LossSpec(**options)), rows, kl=True)
+    grads = [p.grad for p in MODEL.parameters() if p.grad is not None]
+    assert bool(grads) == any(map(torch.any, grads)) == has_gradient
+
+
+def test_a_teacher_scores_a_row_after_its_context() -> None:
+    forward = Forward(Accelerator(cpu=True), MODEL, MODEL, 0.7, MicroBatches(), pad_token=0)
+    row = Row((5, 6, 7, 8), 1, False, 1.0, 0, switch=2, context=(9, 4))
+    known, unknown = forward.teacher_logprobs([row, row._replace(sequence=1, context=())])
+    (expected,) = forward.row_logprobs([Row((9, 4, 5, 6, 7, 8), 3, False, 1.0, 0)])
+    close(known, expected)
+    assert len(unknown) == 3 and unknown.isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("correction", "minimum", "corrected"),
+    [("token_mask", 0.5, 2), ("token_mask", None, 1), ("sequence_mask", 0.5, 0)],
+)
+def test_mismatch_by_hand(correction: str, minimum: float | None, corrected: int) -> None:
+    """Ratios of 1, e and 1 / e, whose product is 1."""
+    assert mismatch(
+        torch.tensor([0.0, 1.0, -1.0]).double(),
+        LossSpec(correction=correction, correction_min=minimum, correction_max=2.0),
+    ) == {
+        "sampling/mismatch_kl": (pytest.approx(math.e + 1 / math.e - 2), 3),
+        "sampling/sampling_logp_difference/max": (1.0, MAXIMUM),
+        "sampling/frac_corrected": (corrected, 3),
+    }
+
+
+def test_moving_averages_by_hand() -> None:
+    """Without a gradient, the average decays."""
+    parts = GradientParts([("w", None), ("v", None)], StepNeeds(average=0.25))
+    parts.parts = [[torch.tensor(8.0), None]]
+    parts.average({"0.w": torch.tensor(4.0), "0.v": torch.tensor(4.0)})
+    assert parts.averages == {"0.w": 5, "0.v": 3} and parts.parts == [[5, 3]]
 
 
 @settings(max_examples=10)
 @given(
     batches(mixed=False),
     st.integers(1, 3),
-    st.tuples(st.floats(0.1, 4), st.floats(0.1, 4)),
+    st.just((0.25, 0.75)) | st.tuples(st.floats(0.1, 4), st.floats(0.1, 4)),
     st.sampled_from([0.0, 0.4, 1.0]),
 )
 def test_gradients_of_the_parts_of_each_term(rows, number, pair, mu) -> None:
@@ -159,8 +213,10 @@ def test_the_sampled_kl_takes_other_rollouts_in_each_step(chosen: int) -> None:
     rollouts = {row.sequence for row in rows[1:] if not row.is_demo}  # the first is mixed
     forward = Forward(Accelerator(cpu=True), MODEL, MODEL, 0.7, MicroBatches(), pad_token=0)
     step = Step(0, rows, Mix(0.5), count(rows), Rewards(0, 0, 0), StepNeeds(kl=True), (), seed=1)
-    numbered = [replace(step, number=number) for number in range(len(rollouts))]
-    samples = [set(SampledKL(forward, own, chosen).reference) for own in numbered]
+    samples = [
+        set(SampledKL(forward, own, chosen).reference)
+        for own in [replace(step, number=number) for number in range(len(rollouts))]
+    ]
     assert {len(sample) for sample in samples} == {min(chosen, len(rollouts))}
     assert set.union(*samples) == rollouts
     assert all((a != b) == (chosen == 3) for a, b in itertools.pairwise(samples))

@@ -1,6 +1,7 @@
 """Mistakes in the inputs of a run are found before any work."""
 
 import logging
+import os
 import shutil
 import sys
 
@@ -26,22 +27,6 @@ def task(tmp_path_factory):
     return write_tiny(tmp_path_factory.mktemp("task"))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"micro_batch_size": 0}, "micro_batch_size=0: use an integer >= 1"),
-        ({"loss": {"clip_low": 2}}, r"loss.clip_low=2.*: use a number in \[0, 1\]"),
-        ({"rollouts": {"num_generations": 1}}, "rollouts.num_generations=1: .*: use a number >= 2"),
-        ({"eval": {"every": 2}}, "eval.every=2: there is nothing to evaluate: set eval.data"),
-        ({"method": {"name": "grpo", "mu": 0.3}}, r"method.mu: unknown key 'mu'.* none"),
-        ({"model": {"lora": {"rank": 0}}}, "model.lora: rank=0: use an integer >= 1"),
-    ],
-)
-def test_invalid_values(task, tmp_path, changes, message):
-    with pytest.raises(ConfigError, match=message):
-        tiny_config(task, tmp_path, **changes)
-
-
 def model_with(task, tmp_path, **changes):
     """The tiny model with changed keys of its configuration."""
     config = AutoConfig.from_pretrained(task / "init")
@@ -55,10 +40,8 @@ def model_with(task, tmp_path, **changes):
 @pytest.mark.parametrize(("size", "key"), [(17, "path"), (8, "tokenizer")])
 def test_tokens_beyond_the_embedding(task, tmp_path, size, key):
     model = model_with(task, tmp_path, vocab_size=size)
-    model[key] = model["path"]
-    message = (
-        f"^model.{key}='.*/model': the tokenizer encodes .* as 17, but .* has only {size} rows"
-    )
+    model[key] = folder = model["path"] if key == "path" else str(task / "init")
+    message = f"^model.{key}='{folder}': the tokenizer encodes .* as 17, but .* only {size} rows"
     with pytest.raises(ConfigError, match=message):
         Trainer(tiny_config(task, tmp_path / "run", model=model))
 
@@ -125,23 +108,37 @@ def check(task, tmp_path, **changes):
     return load_checked("gac.train_config:TrainConfig", tmp_path / "run.yaml", ())[1][:-1]
 
 
+def only_answers(completion, example):
+    return float({example.answer: 1}[completion])
+
+
 def test_what_is_checked_without_the_model(task, tmp_path, monkeypatch):
     monkeypatch.setenv("TASK", str(task))
     evaluated = {"prompts": "$TASK/eval.jsonl"}
-    paths = "$TASK/prompts.jsonl", "$TASK/eval.jsonl", "$TASK/init:train"  # a folder has no rows
-    data = {"sources": [{"path": path} for path in paths], "demos": "$TASK/demos.jsonl"}
-    tasks, closed = {"more": {"data": evaluated, "reward": "exact"}}, []
+    (tmp_path / "many.jsonl").write_text("{}\n" * 10_001)
+    data = {
+        "sources": [
+            {"path": path}  # a folder has no rows
+            for path in ("$TASK/prompts.jsonl", "$TASK/eval.jsonl", "$TASK/init:train")
+        ],
+        "demos": f"{tmp_path}/many.jsonl",
+    }
+    answered = {"prompts": "$TASK/prompts.jsonl"}  # with demonstrations, which are no answers
+    tasks, closed = {"more": {"data": answered, "reward": f"{__name__}:only_answers"}}, []
     monkeypatch.setattr(Reward, "close", lambda reward: closed.append(reward))
     assert check(task, tmp_path, data=data, eval={"data": evaluated, "tasks": tasks}) == [
         f"model.path: {task / 'init'}",
-        "data.demos: 12 rows",
+        "data.demos: 10000 rows",
         "data.sources[0].path: 16 rows",
         "data.sources[1].path: 8 rows",
         "reward: 0.5 for the demonstration of the first row",
         "eval.data.prompts: 8 rows",
-        "eval.tasks.more.data.prompts: 8 rows",
+        "eval.tasks.more.data.prompts: 16 rows",
     ]
     assert len(closed) == 3  # the rewards of `data`, `eval` and the task
+    monkeypatch.setattr(os, "access", lambda *_: False)  # for root, every folder is writable
+    with pytest.raises(ConfigError, match="^out='.*/run' cannot be written: choose another"):
+        check(task, tmp_path)
     with pytest.raises(ConfigError, match=r"^eval\.tasks\.data\.reward: unknown reward 'mth'"):
         check(task, tmp_path, eval={"tasks": {"data": {"data": evaluated, "reward": "mth"}}})
 
@@ -156,13 +153,18 @@ def test_what_is_checked_without_the_model(task, tmp_path, monkeypatch):
 def test_the_first_row_needs_only_what_the_method_needs(
     task, tmp_path, caplog, method, missing, line
 ):
-    data = {"prompts": str(task / "prompts.jsonl"), "demos": str(task / "demos.jsonl")}
+    demos = str(task / "demos.jsonl")
+    data = {"prompts": str(task / "prompts.jsonl"), "demos": demos}
     late = {"name": "sft-then-rl", "sft_steps": 3}
     assert check(task, tmp_path, data=data | {missing: "gold"}, method=method, eval={})[-1] == line
     data |= {"answer_field": "gold", "demos": None}
     with pytest.raises(DataError, match="set answer_field"):  # rollouts in the last step
         check(task, tmp_path, data=data, method=late, eval={})
     check(task, tmp_path, data=data, method=late | {"sft_steps": 4}, eval={})  # after it
+    data["prompts"] = None
+    assert check(task, tmp_path, data=data | {"demos": demos}, method="sft", eval={})[1:] == [
+        "data.demos: 12 rows"
+    ]
     assert not caplog.messages
 
 
@@ -178,10 +180,13 @@ def test_the_first_row_needs_only_what_the_method_needs(
 )
 def test_the_memory_of_a_million_weights(task, tmp_path, model, gigabytes):
     header, model = b'{"x": {"shape": [1000, 1000]}}', model_with(task, tmp_path) | model
-    weights = tmp_path / "model" / "model.safetensors"
-    weights.write_bytes(len(header).to_bytes(8, "little") + header)
-    line = f": 1 million parameters; training takes {gigabytes} GB for"
-    assert line in check(task, tmp_path, model=model)[0]
+    (tmp_path / "model" / "model.safetensors").write_bytes(
+        len(header).to_bytes(8, "little") + header
+    )
+    assert (
+        f": 1 million parameters; training takes {gigabytes} GB for"
+        in check(task, tmp_path, model=model)[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -207,8 +212,12 @@ def test_rank_0_warns_of_what_makes_no_sense(
 ):
     """Warmup beyond the last step, and evaluation of the training prompts."""
     monkeypatch.setenv("RANK", str(rank))
-    evaluated = {"data": {"prompts": str(task / "prompts.jsonl")}}
-    check(task, tmp_path, optim={"warmup_steps": warmup}, eval=evaluated)
+    check(
+        task,
+        tmp_path,
+        optim={"warmup_steps": warmup},
+        eval={"data": {"prompts": str(task / "prompts.jsonl")}},
+    )
     assert len(caplog.messages) == count
 
 
@@ -223,16 +232,11 @@ def test_paths_that_exist_near_the_configuration(task, tmp_path, folder, advice)
 
 
 REWARD = """\
-import time
-
 def equal(completion, example):
     return 1.0
 
 def broken(completion, example):
     return 1 / 0
-
-def slow(completion, example):
-    time.sleep(10_000)
 """
 
 
@@ -244,16 +248,9 @@ def test_a_reward_in_a_file(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))  # as `gac train FOLDER/run.yaml` does
     assert build_reward("./rw.py:equal")([""], [EXAMPLE]) == [1.0]
     with pytest.raises(
-        RewardError, match=r"ZeroDivisionError: division by zero \(.*rw\.py, line 7"
+        RewardError, match=r"ZeroDivisionError: division by zero \(.*rw\.py, line 5"
     ):
         build_reward("rw.py:broken")([""], [EXAMPLE])
     (tmp_path / "bad.py").write_text("x = 1\ny = missing\n")
     with pytest.raises(ValueError, match=r"NameError: .*bad\.py, line 2"):
         build_reward("./bad.py:equal")
-
-
-def test_a_reward_that_hangs(tmp_path):
-    (tmp_path / "hangs.py").write_text(REWARD)
-    reward = build_reward({"name": f"{tmp_path}/hangs.py:slow", "deadline": 0.2})
-    with pytest.raises(RewardError, match=r"no result after 0\.2 s .*line 10.*prompt: 'what\?'"):
-        reward(["x"], [EXAMPLE])

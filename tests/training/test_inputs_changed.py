@@ -5,6 +5,7 @@ import shutil
 import sys
 
 import pytest
+from safetensors import SafetensorError
 
 from gac.config import ConfigError, load, save
 from gac.demo.task import make_tokenizer
@@ -37,8 +38,9 @@ def config(folder, steps=4, **changes):
 
 def change_data(folder):
     lines = (folder / "prompts.jsonl").read_text().splitlines()
-    row = json.loads(lines[0]) | {"answer": "0"}
-    (folder / "prompts.jsonl").write_text("\n".join([json.dumps(row), *lines[1:]]))
+    (folder / "prompts.jsonl").write_text(
+        "\n".join([json.dumps(json.loads(lines[0]) | {"answer": "0"}), *lines[1:]])
+    )
 
 
 def change_model(folder):
@@ -81,25 +83,32 @@ def test_export_verifies_the_checkpoint(half_run, tmp_path):
     assert not any((tmp_path / "out").iterdir())
 
 
-def test_a_full_disk_during_export_leaves_the_checkpoint(half_run, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), SafetensorError("No space left here")]
+)
+def test_a_full_disk_during_export_leaves_the_checkpoint(half_run, tmp_path, monkeypatch, error):
     def full(config, path, folder, size):
-        folder.mkdir()
-        raise OSError(28, "No space left on device")
+        if isinstance(error, OSError):
+            folder.mkdir()
+        raise error
 
     run = tmp_path / "run"
     shutil.copytree(half_run / "run", run)
     save(config(half_run, steps=2), run / "config.yaml")
     monkeypatch.setattr(export, "_save_weights", full)
-    with pytest.raises(RunError, match="could not export .*No space left .*step-00000002 is compl"):
+    with pytest.raises(RunError, match=r"export .* \(No space left .*step-00000002 is complete$"):
         export_run(run, tmp_path / "out")
     monkeypatch.undo()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
     assert export_run(run, tmp_path / "out").name == "step-00000002"
+    for name, error in (("config.yaml", FileExistsError), ("config.yaml/out", ConfigError)):
+        with pytest.raises(error, match=f"^OUT='{run / name}' (is not empty|cannot be written)"):
+            export_run(run, run / name)
 
 
 def test_a_torn_line_costs_only_itself(tmp_path):
     book = Logbook(tmp_path / "metrics.jsonl")
-    book.path.write_text("{")
+    book.path.write_bytes(b'7\n{"mu": 1}\n\xff')  # not ours, and a broken disk
     book.append({"step": 1})
     with book.path.open("a") as file:
         file.write('{"step": 2, "kl"')  # a kill, or a full disk
@@ -138,8 +147,11 @@ def test_a_fingerprint_covers_the_functions_and_classes_of_rewards(tmp_path):
     files = [tmp_path / "rw_1.py", tmp_path / "rw_2.py"]
     for number, file in enumerate(files):
         file.write_text(REWARD.format(f"> {number}"))
-    reward = build_reward({"sum": [{"reward": f"{file}:reward", "weight": 0.5} for file in files]})
-    assert list(fingerprint._files(reward)) == [file.read_bytes() for file in files]
+    assert list(
+        fingerprint._files(
+            build_reward({"sum": [{"reward": f"{file}:reward", "weight": 0.5} for file in files]})
+        )
+    ) == [file.read_bytes() for file in files]
     # a class of the user's, and one of ours
     for name, own in (("tests.tiny:CountedDigits", 1), ("exact", 0)):
         assert len([*fingerprint._files(build_reward(name))]) == own

@@ -201,17 +201,24 @@ class Backwards(Order):
 
 def echo(prompts: Any, engine: Any) -> list[Rollout]:
     """The engine's completions, with log-probs that another engine might have given them."""
-    completions = engine.generate([example.prompt for example in prompts])
     return [
         Rollout(e.prompt, c, [1] * len(c), [-2.0 - 0.3 * i for i in range(len(c))])
-        for e, c in zip(prompts, completions, strict=True)
+        for e, c in zip(
+            prompts, engine.generate([example.prompt for example in prompts]), strict=True
+        )
     ]
 
 
 def two_tokens(prompts: Any, engine: Any) -> list[Rollout]:
     """Completions of two tokens."""
-    completions = engine.generate([e.prompt for e in prompts], max_completion_length=2)
-    return [Rollout(e.prompt, c, [1] * len(c)) for e, c in zip(prompts, completions, strict=True)]
+    return [
+        Rollout(e.prompt, c, [1] * len(c))
+        for e, c in zip(
+            prompts,
+            engine.generate([e.prompt for e in prompts], max_completion_length=2),
+            strict=True,
+        )
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -314,21 +321,29 @@ def outcome(keys: Mapping[str, Any]) -> Any:
             OUTCOMES[text] = str(error)
         else:
             weights = [p.tolist() for p in trainer.policy.parameters()]
-            logs = [out / name for name in ("eval.jsonl", "samples.jsonl")]
-            text_logs = "".join(path.read_text() for path in logs if path.exists())
-            lines = [json.loads(line) for line in text_logs.splitlines()]
+            lines = [
+                json.loads(line)
+                for line in "".join(
+                    path.read_text()
+                    for path in (out / "eval.jsonl", out / "samples.jsonl")
+                    if path.exists()
+                ).splitlines()
+            ]
             evals = [{k: v for k, v in line.items() if "second" not in k} for line in lines]
-            files = sorted(
-                str(p.relative_to(out)) for p in out.rglob("*") if "tfevents" not in p.name
-            )
-            OUTCOMES[text] = [repr(metrics(out)), repr(weights), evals, files]
+            OUTCOMES[text] = [
+                repr(metrics(out)),
+                repr(weights),
+                evals,
+                sorted(str(p.relative_to(out)) for p in out.rglob("*") if "tfevents" not in p.name),
+            ]
     return OUTCOMES[text]
 
 
 def names(error: Any, keys: Iterable[str]) -> bool:
     """Whether an outcome is an error that names one of the keys by its last part."""
-    last = [key.rpartition(".")[2] for key in keys]
-    return isinstance(error, str) and any(re.search(rf"\b{key}\b", error) for key in last)
+    return isinstance(error, str) and any(
+        re.search(rf"\b{key.rpartition('.')[2]}\b", error) for key in keys
+    )
 
 
 def problem(key: str, keys: dict[str, Any], value: Any, needed: dict[str, Any]) -> str | None:
@@ -406,12 +421,16 @@ def test_every_key_acts_or_is_refused(folder: Path, method: str) -> None:
 @pytest.mark.parametrize("method", KINDS)
 def test_every_key_of_a_method_acts(folder: Path, method: str) -> None:
     keys = {"method.name": method, **BASE, "rollouts.num_iterations": 1}
-    problems = [
-        problem(key, keys, other(key, default), WITH.get(key, {}))
-        for key, default in leaves(METHODS[method](), "method.")
-        if not key.startswith(OF_THE_ALARM)
+    assert not [
+        *filter(
+            None,
+            [
+                problem(key, keys, other(key, default), WITH.get(key, {}))
+                for key, default in leaves(METHODS[method](), "method.")
+                if not key.startswith(OF_THE_ALARM)
+            ],
+        )
     ]
-    assert not [*filter(None, problems)]
 
 
 def test_every_key_of_the_alarm_acts() -> None:
@@ -424,8 +443,13 @@ def test_every_key_of_the_alarm_acts() -> None:
             for step in range(1, 201):
                 if draw.random() < 0.2 * (run % 2) or step % 40 == 0:
                     level = draw.choice([1.0, 1.0, 1.2, 2.0])
-                losses = [level * draw.lognormvariate(0, 0.05) for _ in range(6)]
-                state, mix = method.mix(state, Observation(step, demo_losses=tuple(losses)))
+                state, mix = method.mix(
+                    state,
+                    Observation(
+                        step,
+                        demo_losses=tuple(level * draw.lognormvariate(0, 0.05) for _ in range(6)),
+                    ),
+                )
                 mus.append(mix.mu)
         return mus
 

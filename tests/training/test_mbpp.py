@@ -24,8 +24,13 @@ COUNTS = {f"rewards_{name}" for name in ("dropped", "timeouts", "stalled", "cras
 @pytest.fixture(scope="module")
 def model(data_dir, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    rows = [row.fields for row in read_rows(str(data_dir / "mbpp.jsonl.gz"))]
-    write_bpe_model(folder, [row["prompt"] + row["answer"] for row in rows])
+    write_bpe_model(
+        folder,
+        [
+            row.fields["prompt"] + row.fields["answer"]
+            for row in read_rows(str(data_dir / "mbpp.jsonl.gz"))
+        ],
+    )
     return folder
 
 
@@ -65,8 +70,9 @@ class FixedAnswers(CodeReward):
 
     def outcomes(self, completions, examples):
         texts = ["```python\n{}\n```", "```\nwhile True: pass\n```", "```\n```"]
-        answers = [texts[i % 3].format(e.answer) for i, e in enumerate(examples)]
-        return super().outcomes(answers, examples)
+        return super().outcomes(
+            [texts[i % 3].format(e.answer) for i, e in enumerate(examples)], examples
+        )
 
 
 def test_reward_counters_are_in_the_metrics(overrides):
@@ -74,10 +80,9 @@ def test_reward_counters_are_in_the_metrics(overrides):
     overrides += ["steps=1", f"reward={reward}", "eval.data.prompts=null", "eval.every=0"]
     (row,) = metrics(train(load(TrainConfig, EXAMPLE, overrides)))
     assert row["reward_mean"] == pytest.approx(1 / 3) and row["rl_variance"] > 0
-    endless = (
-        row["rewards_timeouts"] + row["rewards_stalled"]
-    )  # which of the two depends on machine load
-    assert (endless, row["rewards_no_program"], row["rewards_crashes"]) == (2, 2, 0)
+    # which of the first two depends on the load of the machine
+    assert row["rewards_timeouts"] + row["rewards_stalled"] == 2
+    assert (row["rewards_no_program"], row["rewards_crashes"]) == (2, 0)
 
 
 def test_every_demonstration_earns_the_reward(overrides):
@@ -85,8 +90,12 @@ def test_every_demonstration_earns_the_reward(overrides):
     tokenizer = load_tokenizer(config.model)
     demos = load_demos(config.data, tokenizer)
     assert len(demos) == 40 and all(e.extra["split"] == "train" for e in demos)
-    texts = [tokenizer.decode(e.demo, skip_special_tokens=True) for e in demos[:20]]
-    assert build_reward(config.reward)(texts, demos[:20]) == [1.0] * 20
+    assert (
+        build_reward(config.reward)(
+            [tokenizer.decode(e.demo, skip_special_tokens=True) for e in demos[:20]], demos[:20]
+        )
+        == [1.0] * 20
+    )
 
 
 def test_check_passes_on_the_example(overrides):

@@ -37,13 +37,16 @@ MODELS = {
     "gemma2": {"query_pre_attn_scalar": 8, "sliding_window": 4},
     "gemma3_text": {"query_pre_attn_scalar": 8, "sliding_window": 4},
 }
+PACKED = MicroBatches(tokens=30, packed=True)
 
 
 def make(kind: str, attention: str | None = None, **changes):
     """A small random model of the given kind."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **{**SMALL, **MODELS.get(kind, {}), **changes})
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(kind, **{**SMALL, **MODELS.get(kind, {}), **changes}),
+        attn_implementation=attention,
+    )
     for p in model.parameters():  # freshly initialized weights give near-uniform attention
         p.data.mul_(4 if p.dim() > 1 else 1)
     attach_head(model)
@@ -69,8 +72,10 @@ def run_step(model, rows: list[Row], micro: MicroBatches, loss: Loss):
     """
     forward = Forward(Accelerator(cpu=True), model, model, 0.7, micro, pad_token=0)
     gradients = Gradients(forward, loss)
-    by_number = sorted(rows, key=operator.attrgetter("sequence"))
-    old = [x - 0.1 * torch.arange(len(x)) for x in forward.row_logprobs(by_number)]
+    old = [
+        x - 0.1 * torch.arange(len(x))
+        for x in forward.row_logprobs(sorted(rows, key=operator.attrgetter("sequence")))
+    ]
     rewards = Rewards.of([r.advantage for r in rows])
     assert rewards.variance == pytest.approx(
         torch.tensor([r.advantage for r in rows]).double().var(correction=0).item(), abs=1e-9
@@ -78,8 +83,9 @@ def run_step(model, rows: list[Row], micro: MicroBatches, loss: Loss):
     step = Step(0, tuple(rows), Mix(0.3), count(rows), rewards, StepNeeds(kl=True), tuple(old), 1)
     model.zero_grad()
     measured = gradients(step)
-    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    return measured, old, grads
+    assert float(measured.moments.kl) == pytest.approx(0, abs=1e-6)
+    named = model.named_parameters()
+    return measured, old, {n: p.grad.clone() for n, p in named if p.grad is not None}
 
 
 @pytest.mark.parametrize("mixed", [False, True])
@@ -98,8 +104,7 @@ def assert_close(padded, packed):
     (expected, expected_old, expected_grads), (measured, old, grads) = padded, packed
     for a, b in zip(expected_old, old, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-5)
-    losses = tuple(expected.losses), tuple(measured.losses)
-    torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(tuple(expected.losses), tuple(measured.losses), rtol=1e-5, atol=1e-5)
     for a, b in zip(expected.moments.signals(), measured.moments.signals(), strict=True):
         assert a == pytest.approx(b, rel=1e-4)
     for name in ("kl", "entropy", "clip_fraction"):
@@ -115,9 +120,10 @@ def assert_close(padded, packed):
 
 def test_packed_through_eager_attention():
     loss, rows = Loss(LossSpec()), random_rows()
-    padded = run_step(make("qwen3"), rows, MicroBatches(), loss)
-    packed = MicroBatches(tokens=30, packed=True)
-    assert_close(padded, run_step(make("qwen3", "eager"), rows, packed, loss))
+    assert_close(
+        run_step(make("qwen3"), rows, MicroBatches(), loss),
+        run_step(make("qwen3", "eager"), rows, PACKED, loss),
+    )
 
 
 def varlen_attention(module, q, k, v, mask, scaling, cu_seq_lens_q=None, max_length_q=None, **_):
@@ -140,9 +146,10 @@ def test_packed_through_varlen_attention():
     AttentionInterface.register("varlen_attention", varlen_attention)
     AttentionMaskInterface.register("varlen_attention", flash_attention_mask)
     loss, rows = Loss(LossSpec()), random_rows(mixed=True)
-    padded = run_step(make("qwen2"), rows, MicroBatches(), loss)
-    packed = MicroBatches(tokens=30, packed=True)
-    assert_close(padded, run_step(make("qwen2", "varlen_attention"), rows, packed, loss))
+    assert_close(
+        run_step(make("qwen2"), rows, MicroBatches(), loss),
+        run_step(make("qwen2", "varlen_attention"), rows, PACKED, loss),
+    )
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -166,12 +173,15 @@ def test_packed_row_by_row_equals_padded(kind, checkpointing, monkeypatch):
         model.gradient_checkpointing_enable({"use_reentrant": False})
     assert supports_packing(model)
     lengths.clear()
-    packed = MicroBatches(tokens=30, packed=True)
-    assert_close(padded, run_step(model.train(), rows, packed, Loss(LossSpec(kl_coef=0.1))))
+    assert_close(
+        padded,
+        run_step(model.train(), rows, PACKED, Loss(LossSpec(kl_coef=0.1))),
+    )
     assert max(lengths) == max(len(r.ids) for r in rows) and len(lengths) >= 2 * len(rows)
     for packing in (None, False):
-        config = load(TrainConfig, {"max_tokens_per_micro_batch": 24, "packing": packing})
-        assert _micro_batches(config, model).packed is (packing is None)
+        assert _micro_batches(
+            load(TrainConfig, {"max_tokens_per_micro_batch": 24, "packing": packing}), model
+        ).packed is (packing is None)
 
 
 def test_masks_are_back_after_a_packed_forward():
@@ -193,6 +203,8 @@ def test_models_with_a_convolution_are_packed_only_in_float32():
     modes = [module.training for module in model.modules()]
     model.unused = torch.nn.Conv1d(1, 1, 1)
     assert not supports_packing(model) and supports_packing(model.float())
+    model.autocast = torch.bfloat16
+    assert not supports_packing(model)
     assert modes == [module.training for module in model.modules()][:-1]
     assert model.model.training and not model.model.norm.training
 
@@ -212,7 +224,7 @@ def test_small_leaks_between_rows_are_noticed_in_any_precision():
     assert not supports_packing(Leaky()) and not supports_packing(Leaky().bfloat16())
 
 
-@pytest.mark.parametrize("micro", [MicroBatches(), MicroBatches(tokens=30, packed=True)])
+@pytest.mark.parametrize("micro", [MicroBatches(), PACKED])
 def test_log_probs_of_another_engine_reach_the_loss(micro):
     """Equal log-probs change nothing; too different ones mask every rollout."""
     model, rows = make("qwen2"), random_rows()
@@ -220,11 +232,15 @@ def test_log_probs_of_another_engine_reach_the_loss(micro):
     expected, old, grads = run_step(model, rows, micro, Loss(LossSpec()))
     loss, losses = Loss(LossSpec(correction="sequence_mask", correction_max=3.0)), []
     for gap in (0.0, 5.0):
-        known = [
-            row if row.is_demo else row._replace(engine_logps=logps(row, x - gap))
-            for row, x in zip(rows, old, strict=True)
-        ]
-        result = run_step(model, known, micro, loss)
+        result = run_step(
+            model,
+            [
+                row if row.is_demo else row._replace(engine_logps=logps(row, x - gap))
+                for row, x in zip(rows, old, strict=True)
+            ],
+            micro,
+            loss,
+        )
         losses.append(result[0].losses)
         if gap == 0:
             assert_close((expected, old, grads), result)
@@ -243,8 +259,9 @@ def test_model_that_cannot_separate_rows_is_padded_with_a_warning(kind, caplog):
     head.enable_row_attention(model)
     assert not supports_packing(model)
     with caplog.at_level(logging.WARNING):
-        config = load(TrainConfig, {"max_tokens_per_micro_batch": 64, "packing": True})
-        assert _micro_batches(config, model) == MicroBatches(tokens=64, packed=False)
+        assert _micro_batches(
+            load(TrainConfig, {"max_tokens_per_micro_batch": 64, "packing": True}), model
+        ) == MicroBatches(tokens=64, packed=False)
     assert caplog.text.count("packing=true: this model does not keep packed rows separate") == 1
 
 
@@ -257,8 +274,9 @@ def test_a_model_that_drops_row_bounds_packs_with_the_mask_of_sdpa():
 
         layer.self_attn.forward = attend
     assert head.enable_row_attention(model) and not supports_packing(model)
-    config = load(TrainConfig, {"max_tokens_per_micro_batch": 64, "packing": True})
-    assert _micro_batches(config, model).packed and supports_packing(model)
+    assert _micro_batches(
+        load(TrainConfig, {"max_tokens_per_micro_batch": 64, "packing": True}), model
+    ).packed and supports_packing(model)
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -272,8 +290,9 @@ def test_micro_batches_hold_every_row_once_within_the_budget(packed, unit):
         lengths = [len(r.ids) for r in part]
         assert (sum(lengths) if packed else len(lengths) * max(lengths)) <= budget
         if unit == 2:
-            pairs = zip(part[::2], part[1::2], strict=True)
-            assert all(b.sequence == a.sequence + 1 for a, b in pairs)
+            assert all(
+                b.sequence == a.sequence + 1 for a, b in zip(part[::2], part[1::2], strict=True)
+            )
     if packed and unit == 1:
         loads = [sum(len(r.ids) for r in part) for part in parts]
         assert len(parts) == -(-sum(loads) // budget) and max(loads) - min(loads) <= 3
@@ -306,13 +325,18 @@ def test_kl_sample_of_all_rows_matches_the_moments(task, tmp_path, tokens):
     runs = []
     for kl_sample_size in (None, 16, 3):
         out = tmp_path / str(kl_sample_size)
-        changes = {
-            "steps": 3,
-            "eval": {},
-            "optim": {"lr": 0.05, "warmup_steps": 1, "max_grad_norm": 0},
-        }
-        kl = {"monitor_kl_every": 1, "kl_sample_size": kl_sample_size}
-        train(tiny_config(task, out, max_tokens_per_micro_batch=tokens, **kl, **changes))
+        train(
+            tiny_config(
+                task,
+                out,
+                max_tokens_per_micro_batch=tokens,
+                monitor_kl_every=1,
+                kl_sample_size=kl_sample_size,
+                steps=3,
+                eval={},
+                optim={"lr": 0.05, "warmup_steps": 1, "max_grad_norm": 0},
+            )
+        )
         runs.append(metrics(out))
     for moments, all_rows, sample in zip(*runs, strict=True):
         assert all_rows["kl"] == pytest.approx(moments["kl"], rel=1e-4, abs=1e-7)
