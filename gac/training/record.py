@@ -36,7 +36,7 @@ class Logbook:
             with self.path.open("a+b") as file:
                 # a full disk or a kill may have left an incomplete line
                 file.seek(max(file.tell() - 1, 0))
-                torn = file.read() not in (b"", b"\n")
+                torn = file.read(1) not in (b"", b"\n")
                 file.write(b"\n" * torn + line.encode() + b"\n")
         except OSError as error:
             raise RunError(
