@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -130,13 +129,6 @@ def test_sharded_loading_matches_full_loading(task, base, tmp_path, changes, mod
     assert not torch.equal(before[name], after[name])  # the step updates the weights
 
 
-def test_scalars_are_not_sharded_while_loading():
-    scalar = torch.nn.Parameter(torch.ones(()))
-    scalar._is_hf_initialized = True
-    loading = SimpleNamespace(_rows={}, _ranks=2, _rank=0, device="cpu")
-    assert ShardedLoading._keep_shard(loading, torch.nn.Module(), "scale", scalar) is None
-
-
 def bytes_held(run_config):
     """Sizes in bytes: this rank's rows, the storage left in the model, the rank's shards, the full
     model. Also the number of rows left after `prepare`.
@@ -149,6 +141,10 @@ def bytes_held(run_config):
     # the environment and torch's hooks have been restored
     assert {k: v for k, v in os.environ.items() if k == DISABLE_ASYNC_LOAD} == own
     assert torch.nn.Linear(2, 2).weight.untyped_storage().nbytes() == 16
+    with loading:
+        scalar = torch.nn.Parameter(torch.ones(()))
+        scalar._is_hf_initialized = True
+        assert torch.nn.ParameterList([scalar])[0] is scalar  # it has no rows
     rows = sum(x.untyped_storage().nbytes() for x in loading._rows.values())
     left = sum(p.untyped_storage().nbytes() for p in model.parameters())
     total = sum(p.numel() * p.element_size() for p in model.parameters())
