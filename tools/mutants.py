@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.mutant_server import Server, read_results, read_triage
+from tools.mutations import all_mutants
 from tools.native_mutants import TESTS, NativeServer
 from tools.pages import ROOT, fill
 
@@ -80,6 +81,8 @@ def start(arguments: list[str]) -> int:
 def table(records: list[dict[str, Any]], reasons: dict[str, str]) -> str:
     """A row per module, then the survivors that are not equivalent."""
     latest = {record["key"]: record for record in records}
+    alive = {key for key, record in latest.items() if record["outcome"] == "survived"}
+    alive -= reasons.keys()
     rows, total = [], Counter[str]()
     seeds = sorted({record.get("seed", 0) for record in records})[-2:]
     for module in MODULES:
@@ -90,14 +93,15 @@ def table(records: list[dict[str, Any]], reasons: dict[str, str]) -> str:
         if not first:
             continue
         count = Counter(latest[key]["outcome"] for key in first)
-        survived = {key for key in first if latest[key]["outcome"] == "survived"}
-        equivalent = survived & reasons.keys()
+        equivalent = {k for k in first.keys() & reasons if latest[k]["outcome"] == "survived"}
         for key in first.keys() - equivalent:
             for seed in {first[key].get("seed", 0), "any"}:
                 count[f"of {seed}"] += 1
                 count[f"first {seed}"] += first[key]["outcome"] != "survived"
+        if module not in TESTS:
+            alive -= first.keys() - {mutant.key for mutant in all_mutants(module)}
         count["sampled"], count["equivalent"] = len(first), len(equivalent)
-        count["left"] = len(survived - equivalent)
+        count["left"] = len(alive & first.keys())
         total += count
         rows.append((module, count))
     lines = [
@@ -109,15 +113,12 @@ def table(records: list[dict[str, Any]], reasons: dict[str, str]) -> str:
     columns = ["module", "sampled", *(f"at first, seed {seed}" for seed in seeds), "at first"]
     columns += ["killed", "timed out", "equivalent", "survived", "noticed"]
     lines = [f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|", *lines]
-    alive = [key for key, r in latest.items() if r["outcome"] == "survived"]
-    left = [f"- survived: `{key}`" for key in sorted(alive) if key not in reasons]
-    return "\n".join([*lines, "", *left]).strip()
+    return "\n".join([*lines, "", *(f"- survived: `{key}`" for key in sorted(alive))]).strip()
 
 
 def _share(count: Counter[str]) -> str:
     noticed = count["killed"] + count["timed out"]
-    relevant = count["sampled"] - count["equivalent"]
-    return f"{100 * noticed / relevant:.1f}%" if relevant else ""
+    return f"{100 * noticed / (noticed + count['left'] or 1):.1f}%"
 
 
 def main() -> int:
