@@ -29,8 +29,8 @@ demo: setup  ## train a tiny model with six methods and compare them
 	$(BIN)/gac demo
 
 test: setup  ## run all tests that do not need a GPU
-	# keep bytecode, whatever the environment says: the tests start hundreds of Python processes;
-	# a worker that crashes is a failure, and is not replaced: xdist would wait for ever
+	# keep bytecode, whatever the environment says: the tests start hundreds of Python processes
+	# a crashed worker fails the run and is not replaced: with a new worker, xdist may never end
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not release" \
 	  -n 4 --max-worker-restart=0 --dist loadfile --no-loadscope-reorder
 

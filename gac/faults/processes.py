@@ -112,7 +112,8 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                if signal.getsignal(number) != signal.SIG_IGN:  # as by nohup or `gac study`
+                # nohup and `gac study` ignore some of them
+                if signal.getsignal(number) != signal.SIG_IGN:
                     self._handlers[number] = signal.signal(number, self._request)
         return self
 

@@ -253,7 +253,7 @@ def read_samples(folder: Path) -> list[Mapping[str, Any]]:
     """The first and the last entry of samples.jsonl, which the report shows side by side."""
     entries = {row["step"]: row for row in read_lines(folder / "samples.jsonl") if row}
     rows = [entries[step] for step in sorted(entries)]
-    return rows[:: max(len(rows) - 1, 1)]
+    return rows if len(rows) < 2 else [rows[0], rows[-1]]
 
 
 def samples(groups: Sequence[Group]) -> list[dict[str, Any]]:

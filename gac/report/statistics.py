@@ -111,8 +111,7 @@ def band(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """(steps, mean, lowest, highest) of several curves over the steps that all of them cover.
 
-    curves: (steps, values) pairs, not empty and without nan, interpolated linearly between their
-    steps.
+    curves: nonempty (steps, values) pairs without nan, interpolated linearly between their steps.
     """
     if not curves:
         empty = np.empty(0)

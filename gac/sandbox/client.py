@@ -79,7 +79,7 @@ class Client(Peer):
         super().__init__(channel)
         self.row = row
         self.used = False
-        """Whether the tests have used the program."""
+        """Whether the program has been used since it ran."""
         self.lost = ""
         """Why the solver no longer answers, or "". Tests that pass afterwards count as failed."""
         self.ended = False
@@ -99,7 +99,7 @@ class Client(Peer):
     def ask(self, operation: str, /, *arguments: Any, **keywords: Any) -> Any:
         """Send one request and return the answer; raises the program's exception."""
         with self._turn:
-            self.used |= operation not in ("run", "find")
+            self.used |= operation != "find"
             request = self.dumps("ask", operation, arguments, keywords, self._new_patches())
             value, changed = self._answer(request, operation)
             if value is None or self.row.returns:

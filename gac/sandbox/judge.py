@@ -95,6 +95,7 @@ class _Judge:
             client.ask("run", row.setup_classes)
         except Exception as error:  # the program decides what is raised
             return {"passed": passed, "problem": f"the program: {describe(error)}"}
+        client.used = False  # what the program has caused so far does not count
         problem = self._problem_of("setup", row.setup, not row.used_in_setup & wanted)
         if problem:
             return {"passed": passed, "problem": problem}
