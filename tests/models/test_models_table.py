@@ -27,7 +27,7 @@ def test_a_family_that_is_refused():
 
 @pytest.mark.parametrize(
     ("family", "kind"),
-    [("gemma2", "fused"), ("bert", "fused"), ("bart", "exact fallback"), ("blt", "does not run")],
+    [("gemma2", "fused"), ("bert", "fused"), ("bart", "exact fallback"), ("git", "does not run")],
 )
 def test_what_fuse_does_with_a_family(family, kind):
     assert models_table.try_fuse(family).startswith(kind)
