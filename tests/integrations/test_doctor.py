@@ -48,7 +48,7 @@ def test_without_the_native_library(tmp_path: Path) -> None:
 def test_an_unsupported_trainer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for installed, expected in [
         ("1.9.0", "1.9.0 is not supported: install 1.15 or later"),
-        ("1.15.0rc1", "1.15.0rc1, supported"),
+        ("1.15", "1.15, supported"),
         ("2.0", "2.0, supported"),
     ]:
         monkeypatch.setattr(doctor, "version", lambda package, found=installed: found)
