@@ -3,7 +3,6 @@ when the run ends.
 """
 
 import logging
-from types import SimpleNamespace
 
 import pytest
 
@@ -63,8 +62,8 @@ def test_failed_run_logs_counts_and_closes_the_reward(task, tmp_path, caplog):
 
 
 def test_events_before_the_tally_and_other_names():
-    counts = {"old": 3}
-    reward = SimpleNamespace(dropped=2, counts=lambda: counts)
+    reward, counts = Flaky(), {"old": 3}
+    reward.dropped, reward.counts = 2, lambda: counts
     tally = Tally(reward)
     counts |= {"old": 4, "new": 5}
     assert tally.new_counts() == {"rewards_dropped": 0, "rewards_old": 1, "rewards_new": 5}
@@ -73,11 +72,10 @@ def test_events_before_the_tally_and_other_names():
 
 
 def test_a_reward_is_closed_even_if_its_counts_fail():
-    closed = []
-    reward = SimpleNamespace(dropped=0, counts=dict, close=lambda: closed.append(1))
+    reward = Flaky()
     with closing_reward(reward):
         reward.counts = lambda: 1 / 0
         with pytest.raises(ZeroDivisionError), closing_reward(reward):
             pass
         reward.counts = dict
-    assert closed == [1, 1]
+    assert reward.closed == 2

@@ -11,7 +11,6 @@ import torch
 from gac.config import load
 from gac.data.rows import MicroBatches
 from gac.faults import checkpoint
-from gac.methods.base import StepNeeds
 from gac.models import head
 from gac.train_config import TrainConfig
 from gac.training import policy as budget
@@ -105,20 +104,6 @@ def test_the_free_memory_of_a_gpu(monkeypatch):
     for name, value in (("mem_get_info", (7, 99)), ("memory_reserved", 5), ("memory_allocated", 3)):
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     assert budget.free_memory(torch.device("cuda")) == 9
-
-
-@pytest.mark.parametrize(("size", "own"), [(3, 2), (4, 2), (None, None)])
-def test_two_ranks_share_the_rows_of_the_sampled_kl(task, tmp_path, size, own):
-    config = tiny_config(task, tmp_path, kl_sample_size=size, monitor_kl_every=1)
-    gradients = budget.make_gradients(
-        config,
-        SimpleNamespace(num_processes=2, unwrap_model=lambda model: model),
-        SimpleNamespace(pad_token_id=0),
-        make("qwen2"),
-        None,
-        StepNeeds(),
-    )
-    assert gradients.kl_sample_size == own
 
 
 @pytest.mark.parametrize(("kind", "attention"), [("mamba", None), ("qwen3", "eager")])

@@ -10,7 +10,6 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -193,15 +192,13 @@ def test_what_a_run_tells_without_a_terminal(tmp_path, caplog):
     ]
 
 
-def test_only_the_main_process_writes_logs(tmp_path):
+def test_only_the_main_process_writes_logs(tmp_path, monkeypatch):
     """Every process calls the trackers."""
     calls = []
-    accelerator = SimpleNamespace(
-        is_main_process=False,
-        init_trackers=lambda project, values, options: calls.append(options),
-        log=lambda values, step: calls.append((values, step)),
-    )
-    record = Record(tmp_path, accelerator)
+    monkeypatch.setattr(Accelerator, "is_main_process", False)
+    monkeypatch.setattr(Accelerator, "init_trackers", lambda *arguments: calls.append(arguments[3]))
+    monkeypatch.setattr(Accelerator, "log", lambda _, values, step: calls.append((values, step)))
+    record = Record(tmp_path, Accelerator(cpu=True))
     record.start_trackers(tiny_config(tmp_path, tmp_path, report_to=["wandb"]), new=True)
     record.samples(1, [{"prompt": "1+1=", "completions": []}], RolloutConfig())
     record.step({"step": 3, "mu": 0.5, "kl": None})

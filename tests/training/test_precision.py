@@ -30,8 +30,7 @@ def make_config(task: Path, out: Path, mode: str, **changes) -> TrainConfig:
         out,
         model={"path": str(task / "init"), "random_init": True, **MODES[mode]},
         method="gac",
-        loss={"kl_coef": 0.1},
-        **changes,
+        **{"loss": {"kl_coef": 0.1}, **changes},
     )
 
 
@@ -55,13 +54,18 @@ def test_the_kl_of_equal_models_is_0(task: Path, tmp_path: Path, mode: str, pack
     assert {s["exp_avg"].dtype for s in trainer.optimizer.state.values()} == {expected}
 
 
-def kl_of_step_0(config: TrainConfig) -> float:
-    Trainer(config).run()
-    return metrics(Path(config.out))[0]["kl"]
+def sampled_kl_of_step_0(config: TrainConfig) -> tuple[int | None, float]:
+    trainer = Trainer(config)
+    trainer.run()
+    return trainer.gradients.kl_sample_size, metrics(Path(config.out))[0]["kl"]
 
 
-@pytest.mark.parametrize("parallel", [{}, FSDP], ids=["ddp", "fsdp"])
-def test_the_kl_of_equal_models_is_0_on_two_ranks(task: Path, tmp_path: Path, parallel) -> None:
-    assert ranks.run(
-        kl_of_step_0, make_config(task, tmp_path, "bfloat16", steps=1, parallel=parallel), ranks=2
-    ) == [0, 0]
+@pytest.mark.parametrize(("parallel", "size", "own"), [({}, None, None), (FSDP, 3, 2)])
+def test_the_kl_of_equal_models_is_0_on_two_ranks(
+    task: Path, tmp_path: Path, parallel, size, own
+) -> None:
+    """The ranks share the rollouts of a sampled KL."""
+    loss = {"kl_coef": 0 if size else 0.1}
+    changes = {"steps": 1, "parallel": parallel, "kl_sample_size": size, "loss": loss}
+    config = make_config(task, tmp_path, "bfloat16", **changes)
+    assert ranks.run(sampled_kl_of_step_0, config, ranks=2) == [(own, 0)] * 2
