@@ -46,12 +46,16 @@ def finished(script, *arguments, **keywords):
 
 
 FORK_SCRIPT = """
-import os
+import os, signal
 from gac.rewards.grading_pool import GradingPool
 pool = GradingPool(timeout=4.0, workers=1)
 print(pool.grade([("7", "7")]), flush=True)
-with pool._lock:  # as if another thread were grading; the child has no such thread
-    child = os.fork()
+pool._lock.acquire()  # as if another thread were grading; the child has no such thread
+child = os.fork()
+if child:
+    pool._lock.release()
+else:
+    signal.alarm(20)
 print(pool.grade([("7", "8")]), flush=True)  # the parent's worker must not answer the child
 if child:
     os.waitpid(child, 0)
