@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import socket
+import sys
 import threading
 import time
 
@@ -36,7 +37,9 @@ def watch(out: str) -> tuple[str | None, str | None, list[str]]:
     alive = beat.dead_rank_message()
     gather(None)
     if rank() == 1:
+        sys.setswitchinterval(60.0)  # no other thread runs unless this one waits for it
         beat.stop()
+        assert not beat._thread.is_alive()
     gather(None)
     processes.DEAD_AFTER = 0.5
     dead = beat.dead_rank_message() if rank() == 0 else None

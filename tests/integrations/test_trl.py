@@ -224,7 +224,9 @@ def test_demonstrations_are_formatted_like_the_prompts(
 ):
     """The trainer's `chat_template_kwargs` apply to both; only beta=0 causes a warning."""
     tokenizer = task.make_tokenizer()
-    tokenizer.chat_template = "{{ lead }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer.chat_template = (
+        "{{ lead if tools is none }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
     monkeypatch.setattr(task, "make_tokenizer", lambda: tokenizer)
     turns = [{"role": "user", "content": "2="}, {"role": "assistant", "content": "3"}]
     rows = datasets.Dataset.from_list([{"messages": turns}])

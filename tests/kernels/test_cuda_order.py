@@ -118,8 +118,7 @@ def test_waiting_clusters_finish_at_most_one_turn_late() -> None:
         for running in (resident, 60, 40):  # number of clusters that can run at once
             ends = [0] * running
             for cluster_rows in rows_per_cluster:
-                first = ends.index(min(ends))
-                ends[first] += cluster_rows
+                ends[ends.index(min(ends))] += cluster_rows
             assert max(ends) <= rows / running + turn
     assert launched_clusters(2048, resident) == 4 * resident  # 8 rows per cluster
     assert launched_clusters(32768, resident) == 8 * resident

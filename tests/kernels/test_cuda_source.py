@@ -47,8 +47,7 @@ def check_loss(logits: Tensor, tokens: Tokens, spec: LossSpec, out: Tensor) -> N
     for name, a, b, c in zip(ours._fields, ours, theirs, truth, strict=True):
         close(a, b, c, name, atol=2e-6)
     close(out, rounded, exact, "gradient", atol=2e-6 * tokens.scale.max().item())
-    masked = tokens.targets.view(logits.shape[:2]) == -100
-    assert (out[masked] == 0).all()
+    assert (out[tokens.targets.view(logits.shape[:2]) == -100] == 0).all()
 
 
 # reason -> (dtype, gradient dtype, V, blocks, tiles)
