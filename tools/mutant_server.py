@@ -312,10 +312,11 @@ class Plugin:
     """Runs the chosen tests in the given order; records their times, coverage and failures."""
 
     def __init__(self, chosen: list[str] | None = None, cover: Any = None) -> None:
-        # a file's tests together: changes of file repeat the set-up of its fixtures
-        files = {name.partition("::")[0]: i for i, name in reversed([*enumerate(chosen or [])])}
-        position = {name: i for i, name in enumerate(chosen or [])}
-        self.order = {n: (files[n.partition("::")[0]], i) for n, i in position.items()}
+        first: dict[str, int] = {}  # place of each file: its tests run together, and share fixtures
+        self.order = {
+            name: (first.setdefault(name.partition("::")[0], i), i)
+            for i, name in enumerate(chosen or [])
+        }
         self.cover = cover
         self.seconds: dict[str, float] = defaultdict(float)
         self.failed: list[str] = []

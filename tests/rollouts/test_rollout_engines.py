@@ -239,7 +239,7 @@ def test_models_that_read_the_padding_generate_prompts_of_equal_length(kind, sup
     """Each response equals that of its prompt alone."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_model_config(kind)).eval()
-    # the probabilities do not change
+    # a constant does not change the probabilities
     model.get_output_embeddings().register_forward_hook(lambda _, x, logits: logits + 100.0)
     prompts = [(5, 6, 7), (8, 9, 10, 11, 12), (5, 9)]
     keywords = {"max_completion_length": 4, "temperature": 0.0}

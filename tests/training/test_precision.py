@@ -54,13 +54,15 @@ def test_the_kl_of_equal_models_is_0(task: Path, tmp_path: Path, mode: str, pack
     assert {s["exp_avg"].dtype for s in trainer.optimizer.state.values()} == {expected}
 
 
-def sampled_kl_of_step_0(config: TrainConfig) -> tuple[int | None, float]:
+def sample_size_and_kl(config: TrainConfig) -> tuple[int | None, float]:
     trainer = Trainer(config)
     trainer.run()
     return trainer.gradients.kl_sample_size, metrics(Path(config.out))[0]["kl"]
 
 
-@pytest.mark.parametrize(("parallel", "size", "own"), [({}, None, None), (FSDP, 3, 2)])
+@pytest.mark.parametrize(
+    ("parallel", "size", "own"), [({}, None, None), (FSDP, 3, 2)], ids=["ddp", "fsdp, sampled"]
+)
 def test_the_kl_of_equal_models_is_0_on_two_ranks(
     task: Path, tmp_path: Path, parallel, size, own
 ) -> None:
@@ -68,4 +70,4 @@ def test_the_kl_of_equal_models_is_0_on_two_ranks(
     loss = {"kl_coef": 0 if size else 0.1}
     changes = {"steps": 1, "parallel": parallel, "kl_sample_size": size, "loss": loss}
     config = make_config(task, tmp_path, "bfloat16", **changes)
-    assert ranks.run(sampled_kl_of_step_0, config, ranks=2) == [(own, 0)] * 2
+    assert ranks.run(sample_size_and_kl, config, ranks=2) == [(own, 0)] * 2
