@@ -114,7 +114,7 @@ class GACMixin(StepMixin, FusedGRPOMixin):
             prompts = zip(
                 inputs["prompt_ids"].tolist(), inputs["prompt_mask"].tolist(), strict=True
             )
-            units = [hash(tuple(itertools.compress(*prompt))) & (2**62 - 1) for prompt in prompts]
+            units = [abs(hash(tuple(itertools.compress(*prompt)))) for prompt in prompts]
             self._observe_sketches(units, is_demo=False, out=self.rollout_out)
         loss = self.mixer.weight_rollout_loss(rollout_loss)
         loss = loss + self.mixer.weight_demo_loss(self._demo_loss(model))

@@ -278,6 +278,7 @@ UNUSUAL: dict[str, Callable[[Any], nn.Module]] = {
     "scaled by column": hooked(lambda logits: logits * torch.linspace(1, 2, V)),
     "scaled by row": hooked(lambda logits: logits * logits.std(-1, keepdim=True)),
     "negative": hooked(lambda logits: logits * -1),
+    "squared": hooked(lambda logits: logits * logits),
     "trained scale": lambda m: setattr(m, "logit_scale", nn.Parameter(torch.tensor(0.3))) or m,
     "two layers": lambda m: (
         setattr(m, "lm_head", nn.Sequential(m.lm_head, nn.Linear(V, V, bias=False))) or m

@@ -223,8 +223,8 @@ def test_other_options_fall_back_and_are_reported_once(trainer, options, caplog,
 def test_the_fused_loss_accepts_labeled_tokens_only_or_all_positions():
     """TRL's head gets one or the other, depending on the version and the options."""
     draw = torch.Generator().manual_seed(0)
-    hidden = torch.randn(3, 6, 8, generator=draw, requires_grad=True)  # 2 positions of the prompt
-    weight, bias = torch.randn(11, 8, generator=draw), torch.linspace(-1, 1, 11)
+    hidden = torch.randn(3, 6, 7, generator=draw, requires_grad=True)  # 2 positions of the prompt
+    weight, bias = torch.randn(11, 7, generator=draw), torch.linspace(-1, 1, 11)
     scored = torch.arange(4) < torch.tensor([[4], [1], [3]])
     targets = torch.randint(0, 11, (3, 4), generator=draw).masked_fill(~scored, -100)
     advantages, is_demo = torch.tensor([1.0, -1.0, 0.5]), torch.zeros(3, dtype=torch.bool)

@@ -269,7 +269,7 @@ def test_squared_norms_that_were_rounded_below_zero_count_as_zero() -> None:
         (solver("pcgrad", threshold=0.5), Gram(1.0, 1.0, 4.0), (1.0, 1.0)),  # at the threshold
         (solver("pcgrad", threshold=0.75), Gram(1.0, 1.0, 4.0), (0.0, 0.75)),
         (nash_mtl, Gram(0.0, 0.0, 4.0), (0.0, 0.5)),
-        (nash_mtl, Gram(0.0, 0.0, 0.0), (0.5, 0.5)),
+        (solver("nash-mtl", scale=3.0), Gram(0.0, 0.0, 0.0), (1.5, 1.5)),
         (solver("nash-mtl", max_norm=0.25), Gram(4.0, 0.0, 0.0), (0.125, 0.0)),
         (solver("nash-mtl", max_norm=9.0), Gram(4.0, 0.0, 1.0), (0.5, 1.0)),  # the norm is sqrt(2)
         (nash_mtl, Gram(1.0, -1.0, 1.0), (math.sqrt(1e7), math.sqrt(1e7))),  # cancel each other
