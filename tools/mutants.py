@@ -107,18 +107,17 @@ def table(records: list[dict[str, Any]], reasons: dict[str, str]) -> str:
     lines = [
         f"| {module} | {c['sampled']} |"
         + "".join(f" {c[f'first {seed}']} of {c[f'of {seed}']} |" for seed in (*seeds, "any"))
-        + f" {c['killed']} | {c['timed out']} | {c['equivalent']} | {c['left']} | {_share(c)} |"
+        + f" {c['killed']} | {c['equivalent']} | {c['left']} | {_share(c)} |"
         for module, c in [*rows, ("**all**", total)]
     ]
     columns = ["module", "sampled", *(f"at first, seed {seed}" for seed in seeds), "at first"]
-    columns += ["killed", "timed out", "equivalent", "survived", "noticed"]
+    columns += ["killed", "equivalent", "survived", "noticed"]
     lines = [f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|", *lines]
     return "\n".join([*lines, "", *(f"- survived: `{key}`" for key in sorted(alive))]).strip()
 
 
 def _share(count: Counter[str]) -> str:
-    noticed = count["killed"] + count["timed out"]
-    return f"{100 * noticed / (noticed + count['left'] or 1):.1f}%"
+    return f"{100 * count['killed'] / (count['killed'] + count['left'] or 1):.1f}%"
 
 
 def main() -> int:
@@ -142,8 +141,8 @@ def main() -> int:
     options = parser.parse_args()
     if unknown := set(options.modules) - set(MODULES):
         parser.error(f"unknown module {min(unknown)!r}; choose from {', '.join(MODULES)}")
-    if unknown := set(filter(None, options.again.split(","))) - {"survived", "killed", "timed out"}:
-        parser.error(f"--again {min(unknown)!r}: use survived, killed or 'timed out'")
+    if unknown := set(filter(None, options.again.split(","))) - {"survived", "killed"}:
+        parser.error(f"--again {min(unknown)!r}: use survived, killed or both: survived,killed")
     if options.inside:
         server, native = (kind(Path(options.inside), options) for kind in (Server, NativeServer))
         for module in options.modules:

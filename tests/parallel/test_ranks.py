@@ -117,7 +117,7 @@ def gloo_threads():
 
 def threads_during_run_and_at_exit(config):
     """Return how the run ended, and the process group's threads during the run and at exit."""
-    during_run = []
+    ended_by, during_run = None, []
     # shells start background jobs, and thus their children, with SIGINT ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -129,10 +129,9 @@ def threads_during_run_and_at_exit(config):
     try:
         attempt()
     except (RuntimeError, KeyboardInterrupt) as error:
-        sys.last_value = error  # as Python does with an uncaught exception
+        sys.last_value = ValueError("raised while it was handled")  # as Python does if uncaught
+        sys.last_value.__context__ = error
         ended_by = type(error).__name__
-    else:
-        ended_by = None
     atexit._run_exitfuncs()
     return ended_by, during_run, gloo_threads()
 

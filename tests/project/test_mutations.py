@@ -81,11 +81,11 @@ def test_table_counts_the_latest_results_and_the_first() -> None:
         record("a", "killed"),
         record("b", "survived"),
         record("c", "survived"),
-        record("d", "timed out"),
+        record("d", "killed"),
         record(present, "survived"),
         record("its code has changed", "survived"),
         record("b", "killed"),
     ]
     text = mutants.table(records, {"c": "no effect"})
-    assert "| control | 6 | 2 of 5 | 2 of 5 | 2 | 1 | 1 | 1 | 75.0% |" in text
+    assert "| control | 6 | 2 of 5 | 2 of 5 | 3 | 1 | 1 | 75.0% |" in text
     assert text.endswith(f"\n\n- survived: `{present}`")
