@@ -228,8 +228,8 @@ class NativeServer(Server):
         finally:
             path.write_text(text)
         record = {"module": mutant.module, "key": mutant.key, "seed": self.options.seed}
-        record |= {"tests": count} | ({"by": by} if status != 0 else {})
-        outcome = "killed" if status else "survived"  # also after the deadline, which says nothing
+        record |= {"tests": count} | ({"by": by} if status else {})
+        outcome = "killed" if status else "survived"  # also if it is None, after the deadline
         return record | {"outcome": outcome, "seconds": round(time.monotonic() - began, 1)}
 
     def test(self, module: str) -> tuple[int | None, int, str]:

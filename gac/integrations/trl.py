@@ -114,6 +114,7 @@ class GACMixin(StepMixin, FusedGRPOMixin):
             prompts = zip(
                 inputs["prompt_ids"].tolist(), inputs["prompt_mask"].tolist(), strict=True
             )
+            # a negative unit would be independent of all others
             units = [abs(hash(tuple(itertools.compress(*prompt)))) for prompt in prompts]
             self._observe_sketches(units, is_demo=False, out=self.rollout_out)
         loss = self.mixer.weight_rollout_loss(rollout_loss)

@@ -129,7 +129,8 @@ def threads_during_run_and_at_exit(config):
     try:
         attempt()
     except (RuntimeError, KeyboardInterrupt) as error:
-        sys.last_value = ValueError("raised while it was handled")  # as Python does if uncaught
+        # as Python does with an uncaught exception, here one that was raised while handling `error`
+        sys.last_value = ValueError()
         sys.last_value.__context__ = error
         ended_by = type(error).__name__
     atexit._run_exitfuncs()
