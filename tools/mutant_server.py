@@ -216,7 +216,7 @@ class Server:
         count = sum(map(len, groups))
         seed = self.options.seed
         record: dict[str, Any] = {"module": mutant.module, "key": mutant.key, "seed": seed}
-        record |= {"again": bool(self.options.again), "tests": count}
+        record |= {"tests": count} | ({"again": True} if self.options.again else {})
         outcome, began = "survived", time.monotonic()
         changed = mutant.text()
         for group in groups if count else []:
@@ -271,7 +271,7 @@ class Server:
         """Run a mutant and write its result."""
         record = self.run(mutant, covered)
         with (self.root / RESULTS).open("a") as file:
-            file.write(json.dumps(record) + "\n")
+            file.write(json.dumps(record, separators=(",", ":")) + "\n")
         by = record.get("by", f"{record['tests']} tests")
         text = f"{mutant.path}:{mutant.line} {mutant.key.removeprefix(mutant.path).strip()}"
         print(f"{record['outcome']:9} {record['seconds']:5} s {text} [{by}]", flush=True)

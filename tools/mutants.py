@@ -88,7 +88,7 @@ def table(records: list[dict[str, Any]], reasons: dict[str, str]) -> str:
     for module in MODULES:
         first: dict[str, dict[str, Any]] = {}
         for record in records:  # a result is replaced if the test that failed was unreliable
-            if record["module"] == module and not record.get("again", record["key"] in first):
+            if record["module"] == module and not record.get("again"):
                 first[record["key"]] = record
         if not first:
             continue

@@ -228,7 +228,8 @@ class NativeServer(Server):
         finally:
             path.write_text(text)
         record = {"module": mutant.module, "key": mutant.key, "seed": self.options.seed}
-        record |= {"tests": count} | ({"by": by} if status else {})
+        record |= {"tests": count} | ({"again": True} if self.options.again else {})
+        record |= {"by": by} if status else {}
         outcome = "killed" if status else "survived"  # also if it is None, after the deadline
         return record | {"outcome": outcome, "seconds": round(time.monotonic() - began, 1)}
 
