@@ -12,7 +12,6 @@ import atexit
 import contextlib
 import gc
 import hashlib
-import math
 import os
 import sys
 import traceback
@@ -386,7 +385,9 @@ def clip_gradient(
     """
     reshard(model)  # otherwise the next forward would use the weights from before the update
     trained = [p for group in optimizer.param_groups for p in group["params"]]
-    norm = nn.utils.clip_grad_norm_(trained, max_norm or math.inf)
+    norm = nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None])
+    if max_norm:
+        nn.utils.clip_grads_with_norm_(trained, max_norm, norm)
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 

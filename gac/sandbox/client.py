@@ -245,7 +245,7 @@ class Client(Peer):
         return ask_later("__await__", self._refer(number, Remote()))
 
     def _make_object(self, number: int, reference: Json, *content: Any) -> Any:
-        kind = self._read_class(reference)
+        kind = self._read_class(reference, named=False)
         base = next((base for base in kind.__mro__ if base in VALUES), object)
         return self._refer(number, base.__new__(kind, *content))
 
@@ -264,11 +264,15 @@ class Client(Peer):
         error.__cause__ = cause if isinstance(cause, BaseException) else None
         return self._refer(number, error) if isinstance(error, RemoteBase) else error
 
-    def _read_class(self, reference: Json) -> Any:
-        """The local class for a reference: see `solver.Solver._class`."""
+    def _read_class(self, reference: Json, named: bool = True) -> Any:
+        """The local class for a reference: see `solver.Solver._class`.
+
+        named: whether it may be a class that Python has, which is neither the class nor the base
+            of an object of the program.
+        """
         if type(reference) is int:
             return self.proxies[reference]
-        if type(reference) is str:
+        if type(reference) is str and named:
             return standard(reference)
         kind = self.own(reference[0])
         if not (isinstance(kind, type) and issubclass(kind, Exception)):
@@ -295,7 +299,7 @@ class Client(Peer):
             methods: the special methods that it defines, and overridden methods of `base`.
         """
         last = local_base(base)
-        parents = tuple(map(self._read_class, bases))
+        parents = tuple(self._read_class(base, named=False) for base in bases)
         if not any(issubclass(parent, last) for parent in parents):
             parents = (*parents, last)
         members = {

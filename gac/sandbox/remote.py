@@ -12,7 +12,7 @@ import functools
 import sys
 from typing import Any
 
-from .peer import METHODS, VALUES, WITH_OPERAND, ask, asking, is_importable
+from .peer import METHODS, VALUES, WITH_OPERAND, ask, asking, is_builtin, is_importable
 
 # special attributes that are only read by Python code, as text or as plain data
 _READABLE = frozenset(
@@ -150,10 +150,14 @@ class RemoteException(RemoteBase):
 
 @functools.cache
 def standard(path: str) -> Any:
-    """The class of the standard library with this "module:name", or None."""
+    """The builtin class or importable exception class with this "module:name", or None.
+
+    No other class: `unittest.mock` has one whose objects equal everything.
+    """
     module, _, name = path.partition(":")
     kind = getattr(sys.modules.get(module), name, None)
-    return kind if isinstance(kind, type) and is_importable(kind) else None
+    is_exception = isinstance(kind, type) and issubclass(kind, BaseException)
+    return kind if is_builtin(kind) or (is_exception and is_importable(kind)) else None
 
 
 @functools.cache
