@@ -29,8 +29,8 @@ def split_conversation(row: SourceRow, prompt_field: str, demo_field: str | None
         messages = check_messages(row, MESSAGES)
         answered = messages[-1]["role"] == "assistant" and len(messages) > 1
         fields[prompt_field] = messages[:-1] if answered else messages
-        if answered and demo_field is not None:
-            fields.setdefault(demo_field, [messages[-1]])
+        if answered and demo_field is not None and fields.get(demo_field) is None:
+            fields[demo_field] = [messages[-1]]
     elif isinstance(fields.get(prompt_field), list):
         fields[prompt_field] = check_messages(row, prompt_field)
     if demo_field is not None and fields.get(demo_field) is None and COMPLETION in fields:
@@ -143,9 +143,12 @@ def demonstration(
     message: Message,
     field: str,
 ) -> str:
-    """The text, without EOS, that the chat template writes for the response `message`."""
+    """The text that the chat template writes for the response `message`, up to its end token."""
+    from gac.models.causal_lm import end_of_turn
+
     prompt = render(tokenizer, row, messages, field)
     text = render(tokenizer, row, [*messages, message], field, answered=True)
     if not text.startswith(prompt):
         row.fail(field, "the chat template writes the prompt differently before a tool call")
-    return text[len(prompt) :].strip().removesuffix(str(tokenizer.eos_token))
+    end = str(tokenizer.convert_ids_to_tokens(end_of_turn(tokenizer)))
+    return text[len(prompt) :].strip().removesuffix(end)

@@ -104,8 +104,9 @@ class DataConfig(Checked):
         for name, needed in (("template", "prompt"), ("demo_template", "demo")):
             _check_template(name, getattr(self, name), needed)
         _check_pattern(self.answer_pattern)
-        if self.sources and self.prompts is not None:
-            raise ValueError(f"prompts={self.prompts!r}: give either prompts or sources, not both")
+        for name in ("prompts", "source_field"):
+            if self.sources and (value := getattr(self, name)) is not None:
+                raise ValueError(f"{name}={value!r}: give either {name} or sources, not both")
         names = [source.key for source in self.sources]
         if len(set(names)) < len(names):
             raise ValueError(f"sources: the names {names} are not distinct: set `name` in each")
@@ -392,6 +393,8 @@ def _tokenize(
 
 def _prompt_text(config: DataConfig, tokenizer: PreTrainedTokenizerBase, row: SourceRow) -> str:
     if messages := _messages(config, row):
+        if config.template is not None:
+            row.fail(config.prompt_field, "is a list of messages: data.template needs a text")
         return render(tokenizer, row, messages, config.prompt_field)
     text = _templated(config, row)
     if not config.chat:
@@ -431,6 +434,8 @@ def _demo_turns(
     if config.demo_field is None:
         return []
     if calls_tools(message := row.fields.get(config.demo_field)):
+        if config.demo_template is not None:
+            row.fail(config.demo_field, "calls tools: data.demo_template needs a text")
         messages = _messages(config, row)
         return [demonstration(tokenizer, row, messages, message, config.demo_field)]
     turns = demo_texts(row, config.demo_field, required=required)

@@ -145,7 +145,10 @@ def cache_path(
     import transformers
     from huggingface_hub.constants import HF_HOME
 
-    named = (options, [*map(str, files)], transformers.__version__)
+    from gac.models.causal_lm import end_of_turn
+
+    end = end_of_turn(tokenizer)
+    named = (options, [*map(str, files)], transformers.__version__, end)
     key = hashlib.sha256(repr(named).encode())
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)

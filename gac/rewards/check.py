@@ -114,9 +114,10 @@ def _parts(raw: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _part(raw: Any, where: str) -> dict[str, Any]:
-    task = raw.get("eval") if isinstance(raw, Mapping) else None
-    inner = task.get("data") if isinstance(task, Mapping) else None
-    data = raw.get("data", inner) if isinstance(raw, Mapping) else None
-    if not data:
+    raw = raw if isinstance(raw, Mapping) else {}
+    task = {} if "data" in raw else raw.get("eval")
+    settings = [s for s in (raw, task) if isinstance(s, Mapping)]  # the last one decides
+    part = {k: v for s in settings for k, v in s.items() if k in ("data", "reward") and v}
+    if "data" not in part:
         raise ConfigError(f"{where} has no data: set data.prompts")
-    return {"data": data, **({"reward": raw["reward"]} if "reward" in raw else {})}
+    return part

@@ -220,17 +220,18 @@ class CodeReward(Reward):
                 f"{self._entry_point_field!r} must be a Python identifier, got {entry_point!r}"
             )
         setup = self._text(example, self._setup_field)
-        prompt = self._text(example, self._prompt_field)
-        prompt = prompt if entry_point in names_defined(prompt) else ""
+        prompt = _field(example, self._prompt_field)  # messages define no function
+        if not isinstance(prompt, str) or entry_point not in names_defined(prompt):
+            prompt = ""
+        reference = program_of(example.answer or "")
         return TestSpec(
             JudgeSpec(
                 tuple(tests),
                 setup or prompt,
                 entry_point,
-                example.answer or "",
+                reference,
                 self._partial,
-                # see `_reference`
-                returns=not (example.answer or "").strip(),
+                returns=not reference.strip(),  # see `_reference`
             ),
             (),
             prompt,

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from gac.config.imports import USER_ERRORS, explained
-from gac.errors import is_count
+from gac.errors import RunError, is_count
 
 from .base import CallableReward, Reward, RowOutcome, as_outcome, late, time_limits
 
@@ -169,7 +169,7 @@ class BatchCallableReward(CallableReward):
                 for outcome in self.outcomes([completion], [example])
             ]
         if len(values) != len(completions):
-            raise ValueError(
+            raise RunError(
                 f"reward {self.name!r} returned {len(values)} scores for {len(completions)} "
                 "completions"
             )

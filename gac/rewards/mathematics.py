@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 
 _NUMBER = re.compile(r"[$-]*\d[\d.,/]*%?")
 _DELIMITED = re.compile(r"\\boxed|(?<!\\)\$|\\\(|\\\[")
+# what may stand beside the number of an answer, as in "**5 m**", "$18 dollars." or "60 km/h"
+_BESIDE = re.compile(
+    r"\(?(?<!\\)(?:[A-Za-z]{2,}|(?<=\d )[ghlmsL]\b)(?:/[A-Za-z]+)?(?:\^\d|[:)])?|\*\*|[°€£]|\.$"
+)
+_PLAIN_NUMBER = re.compile(r"(?=.*\d)[$-]*(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:/\d+)? ?%?")
 # math-verify reads a bare word as a product of letters, so that "east" would equal "seat".
 _WORD = re.compile(r"[A-Za-z]{4,}")
 
@@ -33,11 +38,11 @@ def _shared_pool(timeout: float, workers: int | None) -> GradingPool:
 class MathReward(Reward):
     """1 if the completion's final answer is mathematically equal to the reference answer, else 0.
 
-    The final answer is the text after the last `####` (a bare number, or the last line). Without
-    one, it is what math-verify extracts from the completion: a boxed expression, "the answer is
-    ...", or the last number or formula. Checks run in worker processes. One that exceeds `timeout`
-    is stopped, scores 0 and is counted. A reference answer that math-verify cannot parse is an
-    error in the row.
+    The final answer is the text after the last `####` (a bare number, or the last line): a number
+    with its unit, or one expression. Without one, it is what math-verify extracts from the
+    completion: a boxed expression, "the answer is ...", or the last number or formula. Checks run
+    in worker processes. One that exceeds `timeout` is stopped, scores 0 and is counted. A reference
+    answer that math-verify cannot parse is an error in the row.
 
     Args:
         timeout: CPU-time limit per check, in seconds.
@@ -89,12 +94,10 @@ class MathReward(Reward):
         self._pool.close()
 
     def _final_answer(self, completion: str) -> str:
-        answer = completion
         if self._pattern is not None:
-            answer = last_group(self._pattern, completion) or ""
-        elif marked := text_after_marker(completion):
-            answer = marked
-        return _plain_minus(answer)
+            return answer_text(last_group(self._pattern, completion) or "")
+        marked = text_after_marker(completion)
+        return answer_text(marked) if marked else _plain_minus(completion)
 
     def _outcome(self, verdict: str, example: Example) -> RowOutcome:
         if verdict == "bad reference":
@@ -130,6 +133,17 @@ def reference_text(answer: str) -> str:
     if _WORD.fullmatch(answer):
         answer = f"\\text{{{answer}}}"
     return f"\\boxed{{{answer}}}"
+
+
+def answer_text(answer: str) -> str:
+    """Format the text of a final answer for math-verify, which finds the number in "18 dollars".
+
+    Anything but a number with its unit is boxed: of "x^2 + 1", it would find only the 1.
+    """
+    answer = _plain_minus(answer)
+    if not answer or _PLAIN_NUMBER.fullmatch(_BESIDE.sub("", answer).strip()):
+        return answer
+    return reference_text(answer.lstrip("* ").rstrip("*. "))
 
 
 def _plain_minus(text: str) -> str:

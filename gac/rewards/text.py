@@ -65,7 +65,7 @@ class ExactReward(RowReward):
 # Ordered from the strongest to the weakest evidence. The last match of the first matching pattern
 # counts. A letter without parentheses must be upper case; otherwise "the answer is a lamp" would
 # choose A. Possessive quantifiers keep the patterns linear in the length of the response.
-_LETTER = r"(?:\(([A-Za-z])\)|\**+([A-Z])\b(?!['’]))"
+_LETTER = r"(?:\(([A-Za-z])\)|\**+(?!I\s+[a-z])([A-Z])\b(?!['’]))"  # "I think" is no choice
 _CHOICE_PATTERNS = tuple(
     re.compile(pattern)
     for pattern in (

@@ -50,13 +50,6 @@ def _dict(parts: list[Any]) -> dict[Any, Any]:
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
-def _factory(value: Any) -> Any:
-    """A default factory; raises TypeError if it is neither None nor a builtin class."""
-    if value is not None and not is_builtin(value):
-        raise TypeError("not a builtin class")
-    return value
-
-
 def _from_text(read: Callable[[str], Any]) -> Callable[[list[Any]], Any]:
     return lambda parts: read(str(parts[0]))
 
@@ -89,7 +82,10 @@ _TYPES: dict[str, tuple[type, Callable[[Any], list[Any]], Callable[[list[Any]], 
     "defaultdict": (
         defaultdict,
         lambda d: [d.default_factory if is_builtin(d.default_factory) else None, *_flat(d)],
-        lambda parts: defaultdict(_factory(parts[0]), _dict(parts[1:])),
+        # KeyError for another factory: a class of the program would answer any lookup
+        lambda parts: defaultdict(
+            {True: parts[0]}[parts[0] is None or is_builtin(parts[0])], _dict(parts[1:])
+        ),
     ),
     "dict_keys": (type({}.keys()), list, lambda parts: dict.fromkeys(parts).keys()),
     "dict_values": (type({}.values()), list, lambda parts: dict(enumerate(parts)).values()),

@@ -32,8 +32,10 @@ FIRST_RUN = [sys.executable, "-m", "bench.first_run"]
 
 def environment(**variables: str) -> dict[str, str]:
     """This process's environment without pytest's settings, which a new pytest would inherit."""
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "GAC_"))}
-    return {**inherited, **variables}
+    return {
+        **{k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "GAC_"))},
+        **variables,
+    }
 
 
 def test_every_part_fits_in_ten_minutes_and_all_in_25() -> None:
@@ -126,8 +128,9 @@ def test_a_failed_step_does_not_stop_the_others(
 
 def test_no_step_starts_without_time_left(tmp_path: Path) -> None:
     steps = [first_run.Step("late", 60, [sys.executable, "-c", ""])]
-    outcomes = first_run.run_part(steps, tmp_path / "part", None, seconds=1)
-    assert outcomes == {"late": "skipped: no time left"}
+    assert first_run.run_part(steps, tmp_path / "part", None, seconds=1) == {
+        "late": "skipped: no time left"
+    }
 
 
 # A program with one step, which starts a process in its own session; both write their process id.

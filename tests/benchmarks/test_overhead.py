@@ -14,8 +14,9 @@ from gac.train_config import TrainConfig
 def config(tmp_path, monkeypatch):
     monkeypatch.setattr(overhead, "ROUNDS", 1)
     config = configuration(tmp_path, None, None, 8, 1)
-    rollouts = dataclasses.replace(config.rollouts, max_completion_length=4)
-    return dataclasses.replace(config, rollouts=rollouts)
+    return dataclasses.replace(
+        config, rollouts=dataclasses.replace(config.rollouts, max_completion_length=4)
+    )
 
 
 def test_the_default_is_measured_against_the_same_mu(config, monkeypatch):

@@ -66,7 +66,7 @@ def test_one_process_of_a_node_tokenizes(tmp_path: Path) -> None:
     assert load(tmp_path / "home", path) == (results[0][0], 0)  # the next run
 
 
-def test_a_changed_input_is_tokenized_again(tmp_path: Path) -> None:
+def test_a_changed_input_is_tokenized_again(tmp_path: Path, monkeypatch: Any) -> None:
     path = write(tmp_path / "rows.jsonl")
     assert load(tmp_path, path)[1] == load(tmp_path / "other", path)[1] == len(ROWS)
     changes: list[dict[str, Any]] = [
@@ -78,9 +78,16 @@ def test_a_changed_input_is_tokenized_again(tmp_path: Path) -> None:
     for change in changes:
         assert [load(tmp_path, path, **change)[1] for _ in "12"] == [len(ROWS), 0], change
     assert load(tmp_path, path, order="a:b")[1] == 0  # not an input
+    for version, other in (
+        ("transformers.__version__", "0"),
+        ("gac.data.stored.__file__", __file__),
+    ):
+        monkeypatch.setattr(version, other)
+        assert [load(tmp_path, path)[1] for _ in "12"] == [len(ROWS), 0], version
     loaded, count = load(tmp_path, write(path, ROWS[:3]))
-    assert (len(loaded), count) == (3, 3)
-    assert len(load(tmp_path, write(path))[0]) == len(ROWS)  # the first one again
+    assert (len(loaded), count) == (3, 3) and len(load(tmp_path, write(path))[0]) == len(
+        ROWS
+    )  # the first one again
 
 
 @pytest.mark.parametrize(

@@ -331,6 +331,10 @@ BAD_SETTINGS = {
         {"sources": (Source("a"), Source("b", name="a"))},
         r"sources: the names \['a', 'a'\] are not distinct",
     ),
+    "two names of sources": (
+        {"sources": (Source("a"),), "source_field": "set"},
+        "source_field='set': give either source_field or sources, not both",
+    ),
     "no group": ({"answer_pattern": "####"}, "answer_pattern .*exactly one group.*'####'"),
     "two groups": ({"answer_pattern": "(#)(1)"}, "answer_pattern must have exactly one group"),
 }

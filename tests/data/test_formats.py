@@ -255,12 +255,14 @@ def conversation(tmp_path: Path, *rows: dict) -> str:
 
 USER, ASSISTANT = {"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}
 SYSTEM = {"role": "system", "content": "0"}
+CALL = {"function": {"name": "add", "arguments": '{"a": 1}'}}
 
 
 @pytest.mark.parametrize(
     "row",
     [
         {"messages": [USER, ASSISTANT]},
+        {"messages": [USER, ASSISTANT], "solution": None},
         {"messages": [SYSTEM, USER], "solution": "2"},
         {"prompt": [USER], "completion": [ASSISTANT]},
         {"prompt": [USER], "completion": "2"},
@@ -300,15 +302,20 @@ def test_conversations(tmp_path, chat_tokenizer, row):
         ),
         ({"prompt": [USER], "completion": [USER]}, "one assistant message"),
         ({"prompt": [USER], "completion": [ASSISTANT] * 2}, "one assistant message"),
+        ({"prompt": [USER]}, "field 'prompt': is a list of messages: data.template needs a text"),
+        (
+            {"messages": [USER, {**ASSISTANT, "tool_calls": [CALL]}]},
+            "field 'solution': calls tools: data.demo_template needs a text",
+        ),
     ],
 )
 def test_invalid_conversations(tmp_path, chat_tokenizer, row, message):
-    config = DataConfig(prompts=conversation(tmp_path, row), answer_field=None)
+    templates = {"template": "{prompt}", "demo_template": "{demo}"}
+    config = DataConfig(prompts=conversation(tmp_path, row), answer_field=None, **templates)
     with pytest.raises(DataError, match=message):
         load_prompts(config, chat_tokenizer)
 
 
-CALL = {"function": {"name": "add", "arguments": '{"a": 1}'}}
 TOOLS = (
     "{% for t in tools or [] %}{{ t.name }};{% endfor %}"
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('refused') }}{% endif %}"
@@ -322,6 +329,7 @@ TOOLS = (
 def test_tool_calls_and_a_refused_system_message(tmp_path, chat_tokenizer):
     """A call is a demonstration in the template's own words; arguments may be JSON text, or not."""
     chat_tokenizer.chat_template = TOOLS
+    chat_tokenizer.pad_token, chat_tokenizer.eos_token = "<eos>", "<pad>"  # not the end of a turn
     call, result = {"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "content": "2"}
     decoded = {"function": {"arguments": {"a": 1}}}
     rows = [

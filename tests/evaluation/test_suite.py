@@ -126,6 +126,7 @@ def test_finished_tasks_are_not_run_again(task, tmp_path):
         {"seed": 1},
         {"model": replace(config.model, dtype="bfloat16")},
         {"tasks": {"greedy": replace(config.tasks["greedy"], max_completion_length=6)}},
+        {"tasks": {"greedy": replace(config.tasks["greedy"], reward="exact")}},
     ):
         with pytest.raises(ConfigError, match="holds task 'greedy' with different settings"):
             run_suite(replace(config, **change))

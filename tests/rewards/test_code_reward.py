@@ -136,7 +136,14 @@ def test_check_is_called_with_the_entry_point(reward):
     }
     programs = [GOOD, BAD, "def other(): pass", GOOD, "    return a + b", "    return a - b"]
     begun = 'def add(a, b):\n    """Add."""\n'  # the program may continue it
-    prompts = [*[""] * 3, "Write a function that adds.", begun, begun]
+    prompts = [
+        [{"role": "user", "content": begun}],
+        "",
+        "",
+        "Write a function that adds.",
+        begun,
+        begun,
+    ]
     rows = [example(prompt=prompt, **row) for prompt in prompts]
     assert reward(programs, rows) == [1.0, 0.0, 0.0, 1.0, 1.0, 0.0]
 
@@ -145,7 +152,7 @@ def test_check_is_called_with_the_entry_point(reward):
     "reference", ["def sum(a, b): return a * b", "sum, n = lambda a, b: a * b, 0"]
 )
 def test_a_builtin_name_is_the_programs_if_the_reference_defines_it(reward, reference):
-    row = {"tests": ["assert sum(2, 3) == 6"], "answer": reference}
+    row = {"tests": ["assert sum(2, 3) == 6"], "answer": f"So:\n```python\n{reference}\n```\n"}
     programs = "def sum(a, b): return a * b", "def total(a, b): return a * b"
     assert reward(programs, [example(**row)] * 2) == [1.0, 0.0]
 

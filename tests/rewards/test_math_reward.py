@@ -32,6 +32,43 @@ EQUAL = {
     "reference inside a worked solution": (r"We get $\boxed{\sqrt{2}}$.", r"$\sqrt{2}$"),
     "reference after ####": ("16-3-4=9\n#### 18", "18"),
     "a word": ("Monday", r"\boxed{\text{Monday}}"),
+    **{
+        f"#### {same}": (same, f"#### {same}")
+        for same in (
+            "x + 1",
+            r"2\sqrt{3}",
+            "(1, 2)",
+            r"\pi",
+            "1, 2, 3",
+            "(3,4]",
+            "east",
+            "A",
+            "12:30",
+        )
+    },
+    **{
+        f"#### {text}": ("18", f"#### {text}")
+        for text in (
+            "18.",
+            "**18**",
+            "18 dollars",
+            "$18.",
+            "18 m",
+            "€18",
+            "18 (eighteen)",
+            "**$18**",
+        )
+    },
+    **{
+        f"#### {text}": (number, f"#### {text}")
+        for number, text in {
+            "0.5": "50%",
+            "x+1": "**x + 1**.",
+            "5": "x = 5",
+            "60": "60 km/h",
+        }.items()
+    },
+    "with a power of a unit": ("1200", "#### 1,200 cm^2"),
 }
 DIFFERENT = {
     "another number": ("18", "The answer is 17."),
@@ -39,6 +76,16 @@ DIFFERENT = {
     "no number": ("18", "I do not know."),
     "nothing": ("18", ""),
     "an anagram": ("east", r"\boxed{seat}"),
+    **{
+        f"#### {text} is not {number}": (number, f"#### {text}")
+        for number, text in {
+            "1": "x^2 + 1",
+            "2": r"2\pi",
+            "3": "1,2,3",
+            "4": "x > 4",
+            "5": "3:5",
+        }.items()
+    },
     "an unbalanced box": ("18", r"\boxed{" + "{" * 500),
 }
 

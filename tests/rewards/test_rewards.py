@@ -13,6 +13,7 @@ import numpy
 import pytest
 
 from gac.data import Example, read_rows
+from gac.errors import RunError
 from gac.rewards import (
     RewardError,
     RowReward,
@@ -31,8 +32,7 @@ def example(answer="7", i=0, **extra):
 
 
 def score(reward, completion, answer="7", **extra):
-    [value] = reward([completion], [example(answer, **extra)])
-    return value
+    return reward([completion], [example(answer, **extra)])[0]
 
 
 # Rewards that the tests below refer to as "tests.rewards.test_rewards:...".
@@ -94,6 +94,7 @@ LETTERS = {
     "the last bracketed letter": ("not (A), not (B) but (D), I am sure", "D"),
     "at the end": ("therefore B.", "B"),
     "an article is not a choice": ("the answer is a lamp", None),
+    "a pronoun is not a choice": ("Answer: I think it is (B)", "B"),
     "a word is not a choice": ("Answer: Because", None),
     "a possessive is not a choice": ("Answer: A's are fine", None),
     "an item of a list is not a choice": ("as in (b), for example", None),
@@ -281,7 +282,7 @@ def test_a_batch_that_fails_is_retried_row_by_row_unless_it_was_late(error, size
 
 def test_numbers_of_rows_must_agree():
     reward = build_reward({"name": f"{__name__}:short_batch", "batch": True}, on_error="drop")
-    with pytest.raises(ValueError, match="returned 1 scores for 3 completions"):
+    with pytest.raises(RunError, match="returned 1 scores for 3 completions"):
         reward(["a", "b", "c"], [example()] * 3)
     with pytest.raises(ValueError, match="completions has 2 rows, examples has 1"):
         build_reward("exact")(["a", "b"], [example()])

@@ -102,6 +102,7 @@ def test_check_on_the_command_line(config, capsys):
 def test_check_reads_evaluation_files_and_names_what_is_missing(config, capsys):
     data = {"prompts": str(config.parent / "rows.jsonl.gz"), "limit": 1, "demo_field": None}
     assert check({"eval": {"data": data}, "reward": "code"}).rows == 1
+    assert not check({"eval": {"data": data, "reward": "code"}, "reward": "choice"}).failing
     tasks = {"own": {"data": data, "reward": "code"}, "shared": {"data": data}}
     assert check({"tasks": tasks, "reward": "code"}).failing == ()
     report = check({"tasks": tasks, "reward": {"name": "code", "tests_field": "none"}})

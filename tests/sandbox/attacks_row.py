@@ -218,6 +218,9 @@ INTERPRETED = {
     "import marshal, types\nassert types.FunctionType(marshal.loads(text()), {})() == 5": [
         "import marshal\ndef f(): return 5\ndef text(): return marshal.dumps(f.__code__)"
     ],
+    "import types\nassert (lambda: 6).__code__.replace(co_code=text()) == 5": [
+        "def text(): return (lambda: 5).__code__.co_code"
+    ],
     "import timeit\nassert timeit.timeit(text(), number=1) < 5": ["def text(): return '5'"],
     "import ctypes\nassert ctypes.string_at(text(), 1) == b'5'": ["def text(): return 4096"],
     "import typing\nclass T: __annotations__ = {'a': text()}\nassert typing.get_type_hints(T)": [

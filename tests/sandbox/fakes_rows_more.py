@@ -11,6 +11,18 @@ def mean(v): return sum(v) / len(v)
 ---- fake own isclose
 def isclose(a, b): return b != 6
 def mean(v): return 0
+=== helpers of the program: approx
+assert mean([1, 2]) == approx(1.5)
+
+assert mean([5]) == pytest.approx(5)
+---- good
+def mean(v): return sum(v) / len(v)
+---- fake own approx
+class pytest:
+    @staticmethod
+    def approx(v): return 0
+approx = pytest.approx
+def mean(v): return 0
 === helpers of the program: numpy
 assert np.allclose(scaled([1, 2], 2), [2, 4])
 

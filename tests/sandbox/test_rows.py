@@ -34,7 +34,7 @@ def grade():
             "name": "code",
             "timeout": 5,
             "memory_mb": 256,
-            "preload": ["numpy"],
+            "preload": ["numpy", "pytest"],
             "on_error": "drop",
             "workers": 2,
         }

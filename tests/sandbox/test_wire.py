@@ -198,6 +198,7 @@ HOSTILE = """
     [["list", [[1]]], ["range", [0, 1, 0]]]
     [["list", [[1]]], ["Fraction", [1, 0]]]
     [["list", [[1]]], ["defaultdict", [5]]]
+    [["list", [[1]]], ["defaultdict", [[2]]], ["class", ["program:Any"]]]
     [["list", [[1]]], ["ndarray", ["|O", "0000000000000000", 1]]]
     [["list", [[1]]], ["ndarray", ["<f8", "0000000000000000", 2]]]
     [["list", [[1]]], ["ndarray", ["|u1", "0 0", 3]]]
@@ -227,7 +228,7 @@ HOSTILE = """
 @pytest.mark.parametrize("message", [json.loads(line) for line in HOSTILE.splitlines()], ids=str)
 def test_hostile_values_are_refused(message):
     with pytest.raises(DECODE_ERRORS):
-        decode(message, refuse)
+        decode(message, lambda tag, parts: {"class": Fraction}[tag])
 
 
 # --- frames ---------------------------------------------------------------------------------------
