@@ -84,7 +84,7 @@ def test_table_counts_the_latest_results_and_the_first() -> None:
         record("d", "killed"),
         record(present, "survived"),
         record("its code has changed", "survived"),
-        record("b", "killed"),
+        record("b", "killed") | {"again": True},
     ]
     text = mutants.table(records, {"c": "no effect"})
     assert "| control | 6 | 2 of 5 | 2 of 5 | 3 | 1 | 1 | 75.0% |" in text

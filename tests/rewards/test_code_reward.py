@@ -136,14 +136,7 @@ def test_check_is_called_with_the_entry_point(reward):
     }
     programs = [GOOD, BAD, "def other(): pass", GOOD, "    return a + b", "    return a - b"]
     begun = 'def add(a, b):\n    """Add."""\n'  # the program may continue it
-    prompts = [
-        [{"role": "user", "content": begun}],
-        "",
-        "",
-        "Write a function that adds.",
-        begun,
-        begun,
-    ]
+    prompts = [[{"role": "user", "content": begun}], "", "", "Write a function.", begun, begun]
     rows = [example(prompt=prompt, **row) for prompt in prompts]
     assert reward(programs, rows) == [1.0, 0.0, 0.0, 1.0, 1.0, 0.0]
 
