@@ -25,7 +25,7 @@ def encode(
 ) -> dict[str, Any]:
     """Tokenize one demonstration.
 
-    A plain-text completion ends with EOS. In a conversation, the completion is the last message,
+    A plain-text completion ends with EOS. In a conversation, only the last message is trained on,
     which must be the assistant's. Anything that the chat template adds after EOS is dropped,
     because rollouts do not contain it.
 
@@ -47,15 +47,20 @@ def encode(
         prompt, completion = row["prompt"], row["completion"]
     if not completion:
         raise ValueError(f"{location}: the completion {completion!r} is empty; remove the row")
+    if isinstance(prompt, str) != isinstance(completion, str):
+        kinds = type(prompt).__name__, type(completion).__name__
+        raise ValueError(
+            f"{location}: prompt is a {kinds[0]}, but completion is a {kinds[1]}: use texts for "
+            "both, or lists of messages"
+        )
     if isinstance(completion, str):
         prompt_ids = list(tokenizer(prompt)["input_ids"])
         target_ids = list(tokenizer(completion, add_special_tokens=False)["input_ids"])
         if target_ids and target_ids[-1] != tokenizer.eos_token_id:
             target_ids.append(tokenizer.eos_token_id)
     else:
-        prompt_ids, target_ids = _conversation(
-            prompt, completion, location, tokenizer, template or {}
-        )
+        messages = [*prompt, *completion]
+        prompt_ids, target_ids = _conversation(messages, location, tokenizer, template or {})
     if not prompt_ids:
         raise ValueError(f"{location}: the prompt {prompt!r} has no tokens; use a non-empty prompt")
     if not target_ids:
@@ -64,19 +69,15 @@ def encode(
 
 
 def _conversation(
-    prompt: list[Any],
-    completion: list[Any],
-    location: str,
-    tokenizer: Any,
-    template: Mapping[str, Any],
+    messages: list[Any], location: str, tokenizer: Any, template: Mapping[str, Any]
 ) -> tuple[list[int], list[int]]:
     """Tokenize a conversation: return the ids before the last assistant message, and its ids."""
-    role = completion[-1].get("role")
+    role = messages[-1].get("role")
     if role != "assistant":
         raise ValueError(
             f"{location}: the last message must come from the assistant, but its role is {role!r}"
         )
-    if not completion[-1].get("content") and not completion[-1].get("tool_calls"):
+    if not messages[-1].get("content") and not messages[-1].get("tool_calls"):
         raise ValueError(f"{location}: the last message has no content; remove the row")
     keywords = {"tokenize": True, "return_dict": True, **template}
 
@@ -86,8 +87,8 @@ def _conversation(
         )
         return list(encoded["input_ids"])
 
-    prompt_ids = token_ids(prompt, add_prompt=True)
-    all_ids = token_ids([*prompt, *completion], add_prompt=False)
+    prompt_ids = token_ids(messages[:-1], add_prompt=True)
+    all_ids = token_ids(messages, add_prompt=False)
     if all_ids[: len(prompt_ids)] != prompt_ids:
         raise ValueError(
             f"{location}: the chat template formats the prompt differently alone and with "

@@ -121,8 +121,7 @@ class Observation:
     `Mixer` pass `evidence` instead.
     """
     kl: float | None = None
-    """Mean KL to the reference policy per rollout token, nats, by `loss.kl_estimator`; always k3 if
-    `kl_sample_size` is set."""
+    """Mean KL to the reference policy per rollout token, nats, by the k3 estimator."""
     entropy: float | None = None
     """Mean entropy per rollout token, nats."""
     reward_mean: float | None = None

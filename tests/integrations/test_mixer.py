@@ -286,15 +286,14 @@ def test_a_conversation_ends_at_the_last_eos() -> None:
             ("user", "1+2="),
             ("assistant", "3"),
             ("user", "+1="),
-            ("assistant", "4"),
+            ("assistant", "4<eos>5"),
         )
     ]
     whole = encode({"messages": turns}, "row", words)
-    assert words.decode(whole["ids"]) == "1+2=3<eos>-+1=4<eos>"
-    assert words.decode(whole["ids"][whole["start"] :]) == "4<eos>"
-    assert encode({"prompt": turns[:-1], "completion": turns[-1:]}, "row", words) == whole
-    ended = encode({"prompt": turns[:2], "completion": turns[2:]}, "row", words)
-    assert words.decode(ended["ids"][ended["start"] :]) == "+1=4<eos>"
+    assert words.decode(whole["ids"]) == "1+2=3<eos>-+1=4<eos>5<eos>"
+    assert words.decode(whole["ids"][whole["start"] :]) == "4<eos>5<eos>"
+    for cut in (1, 2, 3):
+        assert encode({"prompt": turns[:cut], "completion": turns[cut:]}, "row", words) == whole
     both = {"prompt": turns[:1], "completion": turns[1:2], "messages": turns}
     assert words.decode(encode(both, "row", words)["ids"]) == "1+2=3<eos>"
 
@@ -310,6 +309,8 @@ ASKED = {"role": "user", "content": "1+2="}
         (CHAT, {"messages": []}, "the completion .* is empty; remove the row"),
         (CHAT, {"prompt": "1", "completion": ""}, "the completion '' is empty"),
         (CHAT, {"prompt": "", "completion": "1"}, "the prompt '' has no tokens; use a non-empty"),
+        (CHAT, {"prompt": "1", "completion": [ASKED]}, "prompt is a str, but completion is a list"),
+        (CHAT, {"prompt": [ASKED], "completion": "1"}, "prompt is a list, but completion is a str"),
         (LAST_ONLY, {"messages": [ASKED, {"role": "assistant", "content": "3"}]}, "differently"),
     ],
 )
