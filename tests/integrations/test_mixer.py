@@ -14,7 +14,7 @@ from tokenizers.processors import TemplateProcessing
 from gac import ControllerConfig, GuidedController, Mixer
 from gac.control.gate import Gate
 from gac.control.schedules import MixSchedule
-from gac.control.signals import GradientSignals
+from gac.control.signals import GradientSignals, SourceNeeds
 from gac.demo.task import make_tokenizer
 from gac.integrations.demonstrations import encode
 from gac.integrations.hf_trainer import unsupported_options
@@ -122,6 +122,9 @@ def test_state_of_another_run_is_rejected(tmp_path: Path):
             other.load_state_dict(state)
 
 
+SKETCH_AND_BIAS = SimpleNamespace(needs=SourceNeeds(bias=True, sketch=8))
+
+
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
@@ -151,6 +154,10 @@ def test_state_of_another_run_is_rejected(tmp_path: Path):
         (
             {"controller": ControllerConfig(estimator="correlated")},
             "controller=ControllerConfig needs .* estimator='correlated'",
+        ),
+        (
+            {"controller": GAC(estimator="biased", signals=SKETCH_AND_BIAS), "sketches": True},
+            "controller=gac needs .* estimator='biased'",
         ),
     ],
 )
