@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gac.data.rows import Row, count, loss_divisors
+from gac.errors import require
 from gac_kernels import LossSpec
 
 COLUMNS = ({"prompt", "completion"}, {"messages"})
@@ -48,10 +49,9 @@ def encode(
     if not completion:
         raise ValueError(f"{location}: the completion {completion!r} is empty; remove the row")
     if isinstance(prompt, str) != isinstance(completion, str):
-        kinds = type(prompt).__name__, type(completion).__name__
         raise ValueError(
-            f"{location}: prompt is a {kinds[0]}, but completion is a {kinds[1]}: use texts for "
-            "both, or lists of messages"
+            f"{location}: prompt is a {type(prompt).__name__}, but completion is a "
+            f"{type(completion).__name__}: use texts for both, or lists of messages"
         )
     if isinstance(completion, str):
         prompt_ids = list(tokenizer(prompt)["input_ids"])
@@ -59,8 +59,9 @@ def encode(
         if target_ids and target_ids[-1] != tokenizer.eos_token_id:
             target_ids.append(tokenizer.eos_token_id)
     else:
-        messages = [*prompt, *completion]
-        prompt_ids, target_ids = _conversation(messages, location, tokenizer, template or {})
+        prompt_ids, target_ids = _conversation(
+            [*prompt, *completion], location, tokenizer, template or {}
+        )
     if not prompt_ids:
         raise ValueError(f"{location}: the prompt {prompt!r} has no tokens; use a non-empty prompt")
     if not target_ids:
@@ -101,7 +102,11 @@ def _conversation(
 
 
 def tokenized(
-    dataset: Any, name: str, tokenizer: Any, template: Mapping[str, Any] | None = None
+    dataset: Any,
+    name: str,
+    tokenizer: Any,
+    template: Mapping[str, Any] | None = None,
+    env_tools: Mapping[Any, list[Any]] | None = None,
 ) -> Any:
     """Tokenize a Dataset with `encode`.
 
@@ -110,6 +115,7 @@ def tokenized(
         name: how errors refer to the dataset.
         tokenizer: a Hugging Face tokenizer with an EOS token.
         template: additional keyword arguments for `apply_chat_template`.
+        env_tools: the tools of each environment, if the column `environment` selects one.
 
     Raises:
         ValueError: unexpected columns, or an invalid row (the first one is named).
@@ -118,7 +124,12 @@ def tokenized(
     return dataset.map(
         _encode_numbered,
         with_indices=True,
-        fn_kwargs={"name": name, "tokenizer": tokenizer, "template": template},
+        fn_kwargs={
+            "name": name,
+            "tokenizer": tokenizer,
+            "template": template,
+            "env_tools": env_tools,
+        },
         remove_columns=dataset.column_names,
         desc="Tokenizing demonstrations",
     )
@@ -130,7 +141,12 @@ def _encode_numbered(
     name: str,
     tokenizer: Any,
     template: Mapping[str, Any] | None,
+    env_tools: Mapping[Any, list[Any]] | None,
 ) -> dict[str, Any]:
+    if env_tools is not None:
+        key, chosen = f"{name}[{index}]: environment", row.get("environment")
+        require(chosen in env_tools, key, chosen, f"one of {list(env_tools)}")
+        template = {**(template or {}), "tools": env_tools[chosen] or None}
     return encode(row, f"{name}[{index}]", tokenizer, template)
 
 

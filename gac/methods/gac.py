@@ -49,11 +49,11 @@ class GAC(
                 f"gate={self.gate!r} needs the inner product of the two gradients: use "
                 "signals=gradients or signals=sketch"
             )
-        option = "paired" if self.estimator == "correlated" else "bias"
         paired = needs.gram and getattr(self.signals, "paired", True)
-        if self.estimator != "independent" and not (paired if option == "paired" else needs.bias):
+        if not {"independent": True, "correlated": paired}.get(self.estimator, needs.bias):
+            option = "paired" if self.estimator == "correlated" else "bias"
             raise ValueError(
-                f"estimator={self.estimator!r} needs measured covariances or biases: use "
+                f"estimator={self.estimator!r} needs what {option}=true measures: use "
                 f"signals={{name: gradients, {option}: true}}"
             )
         if not needs.gram:

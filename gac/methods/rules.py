@@ -84,9 +84,8 @@ class RewardThreshold(
         return {"mu": min(max(self.threshold, 0.0), 1.0)}
 
     def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
-        reward = last.reward_mean
-        if reward is not None and math.isfinite(reward):
-            state = {"mu": min(max(self.threshold - reward, 0.0), 1.0)}
+        if last.reward_mean is not None and math.isfinite(last.reward_mean):
+            state = {"mu": min(max(self.threshold - last.reward_mean, 0.0), 1.0)}
         return state, Mix(state["mu"])
 
 

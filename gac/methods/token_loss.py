@@ -168,13 +168,9 @@ def with_k3(out: LossOutput, batch: Batch, ref_logps: Tensor) -> LossOutput:
     """Replace the KL in the statistics of a batch by the k3 estimator."""
     assert out.moments is not None  # requested by the trainer
     live = batch.targets != IGNORE
-    demo = batch.is_demo.to(live.device)
-    if batch.cu_seqlens is None:
-        demo = demo[:, None]
-    else:
-        lengths = batch.cu_seqlens.diff()
-        demo = demo.repeat_interleave(lengths, output_size=live.numel()).view_as(live)
-    rollout = live & ~demo
+    lengths = live.shape[1] if batch.cu_seqlens is None else batch.cu_seqlens.diff()
+    rollouts = ~batch.is_demo.to(live.device)
+    rollout = live & rollouts.repeat_interleave(lengths, output_size=live.numel()).view_as(live)
     gap = torch.where(rollout, ref_logps.view_as(rollout) - out.logps.view_as(rollout), 0).double()
     totals = out.moments.totals.clone()
     totals[2] = (gap.exp() - gap - 1).sum()

@@ -123,8 +123,17 @@ def test_columns_and_rows_of_a_data_set_are_checked() -> None:
     data_set = pytest.importorskip("datasets").Dataset.from_list
     rows = tokenized(data_set([PAIR | {"id": 7}, PAIR]), "x", words)
     assert rows.column_names == ["ids", "start"] and rows[1] == encode(PAIR, "", words)
-    with pytest.raises(ValueError, match=r"^x\[1\]: the completion '' is empty"):
-        tokenized(data_set([PAIR, PAIR | {"completion": ""}]), "x", words)
+    for wrong, message in (
+        ({"completion": "", "environment": "a"}, "the completion '' is"),
+        ({}, "environment=None: use one of \\['a'"),
+    ):
+        with pytest.raises(ValueError, match=rf"^x\[1\]: {message}"):
+            tokenized(
+                data_set([PAIR | {"environment": "a"}, PAIR | wrong]),
+                "x",
+                words,
+                env_tools={"a": []},
+            )
 
 
 def test_demonstrations_are_read_from_files_and_folders(tmp_path: Path) -> None:

@@ -222,7 +222,7 @@ def test_a_checkpoint_without_controller_is_not_resumed(model: Path, tmp_path: P
 def test_demonstrations_are_formatted_like_the_prompts(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    """The trainer's `chat_template_kwargs` apply to both; only beta=0 causes a warning."""
+    """The trainer's `chat_template_kwargs` apply to both; methods that read the KL need beta."""
     tokenizer = task.make_tokenizer()
     tokenizer.chat_template = (
         "{{ lead if tools is none }}{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -230,12 +230,13 @@ def test_demonstrations_are_formatted_like_the_prompts(
     monkeypatch.setattr(task, "make_tokenizer", lambda: tokenizer)
     turns = [{"role": "user", "content": "2="}, {"role": "assistant", "content": "3"}]
     rows = datasets.Dataset.from_list([{"messages": turns}])
-    for beta, lead in ((1e-30, "1+"), (0.0, "")):
+    for beta, lead, method in ((1e-30, "1+", GAC()), (0.0, "", Constant()), (0.0, "1+", GAC())):
         assert "beta=0.0" not in caplog.text
         options = {"beta": beta, "chat_template_kwargs": {"lead": lead} if lead else None}
-        trainer, _ = trl_task.make_trainer(model, tmp_path, demo_dataset=rows, **options)
+        options |= {"controller": method, "demo_dataset": rows}
+        trainer, _ = trl_task.make_trainer(model, tmp_path, **options)
         assert tokenizer.decode(trainer._demos[0]["ids"]) == f"{lead}2=3"
-    assert "beta=0.0: without a reference model" in caplog.text
+    assert "beta=0.0: without a reference model, the KL is unknown to gac, and" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -311,8 +312,8 @@ def test_unsupported_options_are_rejected(model: Path, tmp_path: Path):
         "demo_dataset is a list: use", TypeError, demo_dataset=[{"prompt": "1", "completion": "2"}]
     )
     assert_rejected("controller=grpo trains on only rollouts", controller=METHODS["grpo"]())
-    for name in ("luffy", "gac-gated"):
-        assert_rejected(f"controller={name}.*use gac, chord", controller=METHODS[name]())
+    for name, use in (("luffy", "gac, chord"), ("gac-gated", "gac, "), ("kl-ctrl", "beta=1e-30")):
+        assert_rejected(f"controller={name} .*use {use}", controller=METHODS[name]())
     assert_rejected("estimator='biased'", controller=ControllerConfig(estimator="biased"))
 
 
