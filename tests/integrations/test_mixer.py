@@ -264,8 +264,7 @@ def test_a_text_completion_ends_with_one_eos_and_the_prompt_has_the_special_toke
     plain = encode({"prompt": "1+2=", "completion": "3"}, "row 1", words)
     assert plain["start"] == len(words("1+2=")["input_ids"])
     assert plain["ids"][plain["start"] :] == [*words.encode("3", add_special_tokens=False), eos]
-    ended = encode({"prompt": "1+2=", "completion": f"3{words.eos_token}"}, "row 1", words)
-    assert ended == plain
+    assert encode({"prompt": "1+2=", "completion": f"3{words.eos_token}"}, "", words) == plain
     unk, digits = words.unk_token_id, words("1+2=3", add_special_tokens=False)["input_ids"]
     words._tokenizer.post_processor = TemplateProcessing(
         single="<unk> $A", special_tokens=[("<unk>", unk)]

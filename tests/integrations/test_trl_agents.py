@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -260,10 +261,14 @@ class Worker:
 
 
 @pytest.mark.filterwarnings("ignore::trl.experimental.TRLExperimentalWarning")
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_the_asynchronous_step_is_that_of_trl(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ranks: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gradient and metrics equal AsyncGRPOTrainer's, in one pass; FlashAttention is replaced."""
+    """Gradient and metrics equal AsyncGRPOTrainer's, in one pass; FlashAttention is replaced.
+
+    In a single process, whose loss is also computed as that of one of two ranks.
+    """
     pytest.importorskip("trl.experimental.async_grpo.packing", reason="no packing by prefix")
     from trl.experimental.async_grpo import AsyncGRPOConfig
 
@@ -274,6 +279,8 @@ def test_the_asynchronous_step_is_that_of_trl(
     monkeypatch.setattr(f"{package}.async_grpo_trainer.get_peak_flops_per_device", lambda *_: None)
     results = []
     for kind in (FusedAsyncGRPOTrainer.__base__, FusedAsyncGRPOTrainer):
+        of_ranks = mock.patch("accelerate.Accelerator.num_processes", ranks)
+        monkeypatch.setattr(kind, "compute_loss", of_ranks(kind.compute_loss))
         recorder = GradientRecorder()
         config = AsyncGRPOConfig(
             str(tmp_path),
