@@ -46,15 +46,15 @@ class GAC(
         needs = self.signals.needs
         if self.gate is not None and not needs.provides_alignment:
             raise ValueError(
-                f"gate={self.gate!r} needs the inner product of the two gradients: use "
-                "signals=gradients or signals=sketch"
+                f"gate={self.gate!r} needs the inner product of the two gradients: set "
+                "method.signals=gradients or method.signals=sketch"
             )
         paired = needs.gram and getattr(self.signals, "paired", True)
         if not {"independent": True, "correlated": paired}.get(self.estimator, needs.bias):
             option = "paired" if self.estimator == "correlated" else "bias"
             raise ValueError(
-                f"estimator={self.estimator!r} needs what {option}=true measures: use "
-                f"signals={{name: gradients, {option}: true}}"
+                f"estimator={self.estimator!r} needs what {option}=true measures: set "
+                f"method.signals={{name: gradients, {option}: true}}"
             )
         if not needs.gram:
             require_default(self, "gradient_parts", "gradient_parts", "without signals=gradients")

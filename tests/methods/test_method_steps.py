@@ -203,7 +203,7 @@ CORRECT = "hpt", "superrl", "relift", "dypo", "srft"  # methods that count corre
 )
 def test_invalid_options_are_named(name: str, fields) -> None:
     field, value = next(iter(fields.items()))
-    with pytest.raises(ValueError, match=re.escape(f"{field}={value!r}") + ".*(use|remove) "):
+    with pytest.raises(ValueError, match=re.escape(f"{field}={value!r}") + ".*(use|set|remove) "):
         METHODS[name](**fields)
 
 
