@@ -22,6 +22,7 @@ from gac.config import (
     Share,
     Valid,
     one_of,
+    setting,
 )
 from gac.errors import finite, is_count, numbers, require
 from gac_kernels.contract import Signals
@@ -121,7 +122,7 @@ class ControllerConfig(Checked):
     """How mu* is averaged. "state": m_t = beta m_{t-1} + (1 - beta) mu*, then blended with the
     prior. "literal": beta mu_{t-1} + (1 - beta) mu*, as Algorithm 1 is printed. "none": no
     averaging."""
-    ema_decay: Decay = 0.99
+    ema_decay: Decay = setting(0.99, only_with="ema=state or ema=literal")
     """Decay beta of that average, in [0, 1)."""
     prior_blend: Share = 0.5
     """lambda in [0, 1]: share of the adaptive weight; 1: no prior, 0: only the prior."""
@@ -132,7 +133,7 @@ class ControllerConfig(Checked):
     early_update_every: Count | None = None
     """f_mu during the first `early_steps` steps (the paper tried 2); null: same as `update_every`.
     """
-    early_steps: Natural = 100
+    early_steps: Natural = setting(100, only_with="early_update_every")
     """Number of steps that use `early_update_every`."""
     signal_decay: Decay = 0.9
     """EMA decay of the signals per refresh, in [0, 1); 0 keeps only the newest value."""

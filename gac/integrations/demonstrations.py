@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gac.data.rows import Row, count, loss_divisors
+from gac.errors import require
 from gac_kernels import LossSpec
 
 COLUMNS = ({"prompt", "completion"}, {"messages"})
@@ -25,7 +26,7 @@ def encode(
 ) -> dict[str, Any]:
     """Tokenize one demonstration.
 
-    A plain-text completion ends with EOS. In a conversation, the completion is the last message,
+    A plain-text completion ends with EOS. In a conversation, only the last message is trained on,
     which must be the assistant's. Anything that the chat template adds after EOS is dropped,
     because rollouts do not contain it.
 
@@ -47,6 +48,11 @@ def encode(
         prompt, completion = row["prompt"], row["completion"]
     if not completion:
         raise ValueError(f"{location}: the completion {completion!r} is empty; remove the row")
+    if isinstance(prompt, str) != isinstance(completion, str):
+        raise ValueError(
+            f"{location}: prompt is a {type(prompt).__name__}, but completion is a "
+            f"{type(completion).__name__}: use texts for both, or lists of messages"
+        )
     if isinstance(completion, str):
         prompt_ids = list(tokenizer(prompt)["input_ids"])
         target_ids = list(tokenizer(completion, add_special_tokens=False)["input_ids"])
@@ -54,7 +60,7 @@ def encode(
             target_ids.append(tokenizer.eos_token_id)
     else:
         prompt_ids, target_ids = _conversation(
-            prompt, completion, location, tokenizer, template or {}
+            [*prompt, *completion], location, tokenizer, template or {}
         )
     if not prompt_ids:
         raise ValueError(f"{location}: the prompt {prompt!r} has no tokens; use a non-empty prompt")
@@ -64,19 +70,15 @@ def encode(
 
 
 def _conversation(
-    prompt: list[Any],
-    completion: list[Any],
-    location: str,
-    tokenizer: Any,
-    template: Mapping[str, Any],
+    messages: list[Any], location: str, tokenizer: Any, template: Mapping[str, Any]
 ) -> tuple[list[int], list[int]]:
     """Tokenize a conversation: return the ids before the last assistant message, and its ids."""
-    role = completion[-1].get("role")
+    role = messages[-1].get("role")
     if role != "assistant":
         raise ValueError(
             f"{location}: the last message must come from the assistant, but its role is {role!r}"
         )
-    if not completion[-1].get("content") and not completion[-1].get("tool_calls"):
+    if not messages[-1].get("content") and not messages[-1].get("tool_calls"):
         raise ValueError(f"{location}: the last message has no content; remove the row")
     keywords = {"tokenize": True, "return_dict": True, **template}
 
@@ -86,8 +88,8 @@ def _conversation(
         )
         return list(encoded["input_ids"])
 
-    prompt_ids = token_ids(prompt, add_prompt=True)
-    all_ids = token_ids([*prompt, *completion], add_prompt=False)
+    prompt_ids = token_ids(messages[:-1], add_prompt=True)
+    all_ids = token_ids(messages, add_prompt=False)
     if all_ids[: len(prompt_ids)] != prompt_ids:
         raise ValueError(
             f"{location}: the chat template formats the prompt differently alone and with "
@@ -100,7 +102,11 @@ def _conversation(
 
 
 def tokenized(
-    dataset: Any, name: str, tokenizer: Any, template: Mapping[str, Any] | None = None
+    dataset: Any,
+    name: str,
+    tokenizer: Any,
+    template: Mapping[str, Any] | None = None,
+    env_tools: Mapping[Any, list[Any]] | None = None,
 ) -> Any:
     """Tokenize a Dataset with `encode`.
 
@@ -109,6 +115,7 @@ def tokenized(
         name: how errors refer to the dataset.
         tokenizer: a Hugging Face tokenizer with an EOS token.
         template: additional keyword arguments for `apply_chat_template`.
+        env_tools: the tools of each environment, if the column `environment` selects one.
 
     Raises:
         ValueError: unexpected columns, or an invalid row (the first one is named).
@@ -117,7 +124,12 @@ def tokenized(
     return dataset.map(
         _encode_numbered,
         with_indices=True,
-        fn_kwargs={"name": name, "tokenizer": tokenizer, "template": template},
+        fn_kwargs={
+            "name": name,
+            "tokenizer": tokenizer,
+            "template": template,
+            "env_tools": env_tools,
+        },
         remove_columns=dataset.column_names,
         desc="Tokenizing demonstrations",
     )
@@ -129,7 +141,12 @@ def _encode_numbered(
     name: str,
     tokenizer: Any,
     template: Mapping[str, Any] | None,
+    env_tools: Mapping[Any, list[Any]] | None,
 ) -> dict[str, Any]:
+    if env_tools is not None:
+        key, chosen = f"{name}[{index}]: environment", row.get("environment")
+        require(chosen in env_tools, key, chosen, f"one of {list(env_tools)}")
+        template = {**(template or {}), "tools": env_tools[chosen] or None}
     return encode(row, f"{name}[{index}]", tokenizer, template)
 
 

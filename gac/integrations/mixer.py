@@ -304,12 +304,12 @@ def _missing_inputs(controller: ControllerConfig, sketches: bool) -> str:
     """Describe the inputs that `controller` needs but other trainers lack; "" if there are none."""
     signals = getattr(controller, "signals", None)  # a plain ControllerConfig uses the proxies
     needs = SourceNeeds() if signals is None else signals.needs
+    if controller.estimator != "independent":
+        return f"the covariance or biases of the gradients for estimator={controller.estimator!r}"
     if sketches and needs.sketch:
         return ""
     if controller.gate is not None:
         return "the inner product of the two gradients for its gate"
-    if controller.estimator != "independent":
-        return f"the covariance or biases of the gradients for estimator={controller.estimator!r}"
     if needs == SourceNeeds():
         return ""
     return f"gradients for signals={signals!r}"

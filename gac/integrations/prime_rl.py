@@ -17,8 +17,8 @@ class FusedLogProbs:
         hidden: Tensor, weight: Tensor, labels: Tensor, inv_temperature: Tensor, chunk_size: int
     ) -> tuple[Tensor, ...]:
         """Log-probs and entropies [N], each at the temperature of its token."""
-        scaled = (hidden * inv_temperature[:, None]).to(hidden.dtype)
-        return linear_token_logprobs(scaled, weight.to(hidden.dtype), labels)
+        weight = weight.to(hidden.dtype)
+        return linear_token_logprobs(hidden, weight, labels, temperature=1 / inv_temperature)
 
 
 def apply_fused_head() -> Patch:

@@ -23,6 +23,7 @@ from gac.data.rows import collate
 from gac.errors import is_count, require
 from gac.integrations.mixer import Mixer, refuse
 from gac.methods import Method
+from gac.methods.rules import KLControl
 from gac.models.causal_lm import attach_head
 from gac.models.head import set_gradient_filter
 from gac_kernels import LossOutput
@@ -57,7 +58,8 @@ class GACMixin(StepMixin, FusedGRPOMixin):
 
     Raises:
         TypeError: demo_dataset is not a Dataset.
-        ValueError: a trainer option is not supported, or an argument is invalid.
+        ValueError: a trainer option is not supported or does not fit the controller, or an argument
+            is invalid.
     """
 
     def __init__(
@@ -89,15 +91,23 @@ class GACMixin(StepMixin, FusedGRPOMixin):
             "chat_template": getattr(self, "chat_template", None),
             **(getattr(self, "chat_template_kwargs", None) or {}),
         }
+        # several environments: a row's column `environment` selects the tools of its prompt
+        env_tools = self._env_tools if getattr(self, "_multi_environment", False) else None
         with self.accelerator.main_process_first():
-            self._demos = tokenized(demo_dataset, "demo_dataset", self.processing_class, template)
+            self._demos = tokenized(
+                demo_dataset, "demo_dataset", self.processing_class, template, env_tools
+            )
         attach_head(base_model(self))
         if self.gradient_filter is not None:
             set_gradient_filter(base_model(self), self.gradient_filter)
-        if self.beta == 0:
+        if self.beta == 0 and self.mixer.method.needs(0).kl:
+            name, use = self.mixer.method.name, "use beta=1e-30 to measure it at the same loss"
+            if isinstance(self.mixer.method, KLControl):
+                raise ValueError(f"controller={name} follows the KL, unknown with beta=0.0: {use}")
             logger.warning(
-                "beta=0.0: without a reference model, the KL is unknown and alpha stays constant; "
-                "use beta=1e-30 to measure the KL without changing the training"
+                "beta=0.0: without a reference model, the KL is unknown to %s, and alpha stays "
+                "constant; %s",
+                *(name, use),
             )
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:

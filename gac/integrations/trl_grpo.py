@@ -200,7 +200,7 @@ class FusedGRPOMixin:
                     if self.args.delta < 1 + high:
                         raise Inexpressible(f"delta={self.args.delta} below 1 + epsilon_high")
                     spec["dual_clip"] = self.args.delta
-            case "cispo" if high >= 1:
+            case "cispo":
                 spec |= {"policy_loss": "cispo", "clip_low": None, "clip_high": high - 1}
             case "sapo":
                 taus = (self.args.sapo_temperature_pos, self.args.sapo_temperature_neg)

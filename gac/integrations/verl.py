@@ -59,6 +59,9 @@ class GACPolicyLoss(PolicyLossConfig):
     """A method name, or a mapping with its name and fields; see `gac.Mixer`."""
     demo_seed: int = 0
     """Seed for the order of the demonstrations."""
+    chat_template_kwargs: Any = None
+    """Mapping of arguments of the demonstrations' chat template; that of the prompts,
+    `data.apply_chat_template_kwargs`, is not known to the actor."""
 
     def __post_init__(self) -> None:
         if not self.demo_path:
@@ -127,7 +130,9 @@ class TwoPassStep:
         self, engine: Any, tokenizer: Any, options: GACPolicyLoss, policy_loss: Callable[..., Any]
     ) -> None:
         self.engine, self.policy_loss = engine, policy_loss
-        self.demos = tokenized(read(options.demo_path), options.demo_path, tokenizer)
+        self.demos = tokenized(
+            read(options.demo_path), options.demo_path, tokenizer, options.chat_template_kwargs
+        )
         pad = tokenizer.pad_token_id
         self.pad = tokenizer.eos_token_id if pad is None else pad
         self.mixer = Mixer(

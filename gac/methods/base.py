@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 
-from gac.config import Checked
+from gac.config import Checked, check_effects
 from gac.config.imports import user_code
 from gac.control.estimators import Corrections
 from gac.control.signals import Evidence
@@ -121,8 +121,7 @@ class Observation:
     `Mixer` pass `evidence` instead.
     """
     kl: float | None = None
-    """Mean KL to the reference policy per rollout token, nats, by `loss.kl_estimator`; always k3 if
-    `kl_sample_size` is set."""
+    """Mean KL to the reference policy per rollout token, nats, by the k3 estimator."""
     entropy: float | None = None
     """Mean entropy per rollout token, nats."""
     reward_mean: float | None = None
@@ -184,6 +183,11 @@ class Method(Checked):
         for key, value in {**given, "keeps_best": keeps_best}.items():
             if value is not None:
                 setattr(cls, key, value)
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a value that is not valid, or that has no effect."""
+        super().__post_init__()
+        check_effects(self)
 
     def needs(self, step: int) -> StepNeeds:
         """The inputs and measurements that step `step`, counted from 0, requires."""

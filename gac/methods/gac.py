@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from gac.config import require_default
 from gac.control.alarm import Alarm, alarm_message, is_suspect
 from gac.control.controller import ControllerConfig, ControllerState, initial_state, step
 from gac.control.gate import Gate, GateState
@@ -42,11 +43,23 @@ class GAC(
             raise ValueError(
                 f"gradient_parts={self.gradient_parts!r}: use 2 or more, to estimate a variance"
             )
-        if self.gate is not None and not self.signals.needs.provides_alignment:
+        needs = self.signals.needs
+        if self.gate is not None and not needs.provides_alignment:
             raise ValueError(
-                "method.gate needs the inner product of the two gradients: set "
+                f"gate={self.gate!r} needs the inner product of the two gradients: set "
                 "method.signals=gradients or method.signals=sketch"
             )
+        paired = needs.gram and getattr(self.signals, "paired", True)
+        if not {"independent": True, "correlated": paired}.get(self.estimator, needs.bias):
+            option = "paired" if self.estimator == "correlated" else "bias"
+            raise ValueError(
+                f"estimator={self.estimator!r} needs what {option}=true measures: set "
+                f"method.signals={{name: gradients, {option}: true}}"
+            )
+        if not needs.gram:
+            require_default(self, "gradient_parts", "gradient_parts", "without signals=gradients")
+        if self.prior_blend == 1:
+            require_default(self, "prior", "prior", "with prior_blend=1")
 
     def init(self) -> State:
         return {

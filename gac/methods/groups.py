@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gac.config import NonNegative, Number, Positive, Share
+from gac.config import Count, NonNegative, Number, Positive, Share, setting
 from gac.rollouts.plan import Credit, Sampling, Stage
 from gac_kernels import DemoWeight, LossSpec
 
@@ -27,9 +27,9 @@ class LUFFY(Sum, name="luffy", source="arXiv 2504.14945"):
     token losses is divided by rows times `loss.max_tokens`.
     """
 
-    shape: float = 0.1
+    shape: Positive = setting(0.1, only_with="weight=shaped or weight=trust")
     """c of the shaped probability p / (p + c), the publication's gamma."""
-    entropy_coef: float = 0.001
+    entropy_coef: Number = 0.001
     """Weight of the entropy bonus on rollouts."""
     weight: DemoWeight = DemoWeight.SHAPED
     """Token weight of the demonstrations; all except shaped ignore the advantage."""
@@ -65,15 +65,15 @@ class SRFT(Sum, name="srft", source="arXiv 2506.19767, equations 5 to 13"):
     averaged over the tokens of each term.
     """
 
-    sft_scale: float = 0.5
+    sft_scale: Number = 0.5
     """Factor of exp(-H) in the SFT weight."""
-    rl_scale: float = 0.1
+    rl_scale: Number = 0.1
     """Factor of exp(H) in the weight of correct rollouts."""
-    shape: float | None = None
+    shape: Positive | None = None
     """c: use -A p / (p + c) as the RL loss of demonstrations, as in a public implementation."""
-    correct: float = 0.5
+    correct: Number = 0.5
     """A rollout is correct if its reward is above this."""
-    least_logp: float | None = None
+    least_logp: Number | None = None
     """Log-probability below which tokens of incorrect rollouts have no gradient; null (published):
     no limit.
     """
@@ -136,7 +136,7 @@ class DYPO(
     """Factor of the log-ratios in GAL, > 0."""
     sft_coef: Positive = 1.0
     """Factor of the SFT loss, > 0; the publication's gamma."""
-    correct: float = 0.5
+    correct: Number = 0.5
     """A rollout succeeds if its reward is above this."""
 
     def needs(self, step: int) -> StepNeeds:
@@ -246,7 +246,7 @@ class GTA(GramSolver, name="gta", family="hybrid", source="arXiv 2509.12108"):
     """Weight of the SFT gradient."""
     rl_coef: Positive = 1.0
     """Weight of the RL gradient, > 0."""
-    guess_tokens: int | None = None
+    guess_tokens: Count | None = None
     """Number of tokens at the end of a demonstration that SFT trains on; null: all."""
 
     def sampling(self, completions: int) -> Sampling:

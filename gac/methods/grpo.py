@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from gac.config import NonNegative, Share
 from gac.rollouts.plan import Sampling
 from gac_kernels import LossSpec
 
@@ -42,9 +43,9 @@ class DAPO(GRPO, name="dapo", source="arXiv 2503.14476"):
     Groups with equal rewards have no gradient, but they are not resampled as in the publication.
     """
 
-    clip_low: float = 0.2
+    clip_low: Share = 0.2
     """The ratio is clipped below at 1 - clip_low."""
-    clip_high: float = 0.28
+    clip_high: NonNegative = 0.28
     """The ratio is clipped above at 1 + clip_high."""
 
     def loss(self, base: LossSpec) -> Loss:
@@ -65,9 +66,9 @@ class GSPO(GRPO, name="gspo", source="arXiv 2507.18071, equations 5 to 7"):
     The clip only takes effect if rollouts are reused (`rollouts.num_iterations` > 1).
     """
 
-    clip_low: float = 3e-4
+    clip_low: Share = 3e-4
     """The ratio is clipped below at 1 - clip_low."""
-    clip_high: float = 4e-4
+    clip_high: NonNegative = 4e-4
     """The ratio is clipped above at 1 + clip_high."""
 
     def loss(self, base: LossSpec) -> Loss:

@@ -123,7 +123,7 @@ class FAMO(
     """Step size of the logits (Adam)."""
     decay: NonNegative = 1e-3
     """Weight decay of the logits, added to their gradient."""
-    rollout_floor: float = -3.2
+    rollout_floor: Number = -3.2
     """Lower bound of the RL loss; losses below it are raised to it. The default is for K = 8."""
 
     def needs(self, step: int) -> StepNeeds:
@@ -189,8 +189,9 @@ class GradNorm(GramSolver, name="gradnorm", source="arXiv 1711.02257"):
         return {**super().init(), "weights": [1.0, 1.0], "initial": None, "losses": None}
 
     def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
-        losses = positive_losses(last)
-        return super().mix({**state, "losses": losses and list(losses)}, last)
+        if (losses := positive_losses(last)) is not None:
+            state = {**state, "losses": list(losses)}
+        return super().mix(state, last)
 
     def weights(self, state: State, gram: Gram) -> tuple[State, Weights | None]:
         rates, losses = (1.0, 1.0), state["losses"]

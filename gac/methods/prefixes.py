@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gac.config import Count, NonNegative, Share
+from gac.config import Count, NonNegative, Positive, Share
 from gac.control.schedules import MixSchedule, ScheduleChoice
 from gac.errors import require
 from gac.rollouts.plan import Sampling, Stage
@@ -84,7 +84,7 @@ class TRAPO(Sum, name="trapo", source="arXiv 2512.17636"):
     """The prefix is given only if the mean reward so far is below this."""
     trained: tuple[int, ...] = (0, 1, 1, 1)
     """Number of rollouts per micro-group whose prefix is trained on, as in the released code."""
-    trust: float = 0.1
+    trust: Positive = 0.1
     """c of the trust-region SFT, the publication's alpha."""
 
     def __post_init__(self) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from gac.config import Count, NonNegative, Positive
+from gac.config import Count, NonNegative, Number, Positive, require_default
 from gac.parallel import collectives
 from gac.rollouts.plan import Credit, Sampling
 from gac_kernels import DemoWeight, LossSpec
@@ -43,7 +43,7 @@ class SuperRL(Sum, TokenWeighted, name="superrl", source="arXiv 2506.01096v2"):
     own rows, and the terms are added. HPT is the same rule with another RL loss.
     """
 
-    correct: float = 0.0
+    correct: Number = 0.0
     """A prompt is trained by RL if the reward of any rollout is above this."""
 
     def sampling(self, completions: int) -> Sampling:
@@ -92,7 +92,7 @@ class Unclipped(Sum):
 
     sft_coef: Positive = 1.0
     """Factor of the SFT loss, > 0; HPT uses 0.3 for a 1.5B model."""
-    entropy_coef: float = 0.001
+    entropy_coef: Number = 0.001
     """Weight of the entropy bonus on rollouts."""
     weight: DemoWeight = DemoWeight.ONE
     """Token weight of the demonstrations."""
@@ -123,7 +123,7 @@ class HPT(Unclipped, name="hpt", source="arXiv 2509.04419"):
 
     switch: int = 0
     """Largest number of correct rollouts at which a prompt is trained by SFT."""
-    correct: float = 0.5
+    correct: Number = 0.5
     """A rollout is correct if its reward is above this."""
     table: tuple[float, ...] | None = None
     """Soft gate: SFT weight in [0, 1] of a prompt with 0, 1, ..., K correct rollouts; its RL weight
@@ -134,6 +134,16 @@ class HPT(Unclipped, name="hpt", source="arXiv 2509.04419"):
         super().__post_init__()
         if self.table is not None and not (self.table and all(0 <= x <= 1 for x in self.table)):
             raise ValueError(f"table={self.table!r}: use numbers in [0, 1], or null")
+        if self.table is not None:
+            require_default(self, "switch", "switch", "with table")
+
+    def sampling(self, completions: int) -> Sampling:
+        if self.table is not None and len(self.table) != completions + 1:
+            raise ValueError(
+                f"method.table={self.table!r}: use {completions + 1} numbers, for 0 to "
+                f"{completions} correct rollouts"
+            )
+        return super().sampling(completions)
 
     def credit(
         self, rewards: torch.Tensor, demos: torch.Tensor | None, scale_rewards: str
@@ -142,8 +152,7 @@ class HPT(Unclipped, name="hpt", source="arXiv 2509.04419"):
         if self.table is None:
             sft = (num_correct <= self.switch).to(rewards.dtype)
         else:
-            table = torch.tensor(self.table, dtype=rewards.dtype)
-            sft = table[num_correct.clamp(max=len(table) - 1)]
+            sft = torch.tensor(self.table, dtype=rewards.dtype)[num_correct]
         credit = super().credit(rewards, demos, scale_rewards)
         return credit._replace(rollout_weight=1 - sft, demo_weight=sft)
 
@@ -161,7 +170,7 @@ class ReLIFT(Unclipped, name="relift", source="arXiv 2506.07527 and its code"):
 
     buffer: Count = 128
     """Number of unsolved prompts that are trained on together."""
-    correct: float = 0.0
+    correct: Number = 0.0
     """A prompt is unsolved if no rollout has a reward above this."""
 
     def sampling(self, completions: int) -> Sampling:

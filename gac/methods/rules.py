@@ -75,13 +75,18 @@ class RewardThreshold(
 ):
     """mu = threshold - mean reward of the previous step, clipped to [0, 1]."""
 
-    threshold: float = 0.5
+    threshold: Number = 0.5
     """Mean reward at or above which demonstrations get no weight; the publication tries 0.5 and
     0.7.
     """
 
+    def init(self) -> State:
+        return {"mu": min(max(self.threshold, 0.0), 1.0)}
+
     def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
-        return state, Mix(min(max(self.threshold - (last.reward_mean or 0.0), 0.0), 1.0))
+        if last.reward_mean is not None and math.isfinite(last.reward_mean):
+            state = {"mu": min(max(self.threshold - last.reward_mean, 0.0), 1.0)}
+        return state, Mix(state["mu"])
 
 
 MIN_KL = 1e-6  # nats; lower bound of the mean KL, for a policy equal to the reference

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from gac.config import Count, Natural, Share
+from gac.config import Count, Decay, Natural, NonNegative, Share
 from gac.rollouts.plan import Sampling
 from gac_kernels import DemoWeight, LossSpec
 
@@ -70,9 +70,9 @@ class SFTLight(SFTBest, name="sft-light", keeps_best=False):
     epochs: Count = 1
     """Number of passes over these examples. The run ends after the last one, even if `steps` is not
     reached."""
-    patience: int = 5
+    patience: Count = 5
     """Number of steps without a lower average loss before training stops."""
-    decay: float = 0.7
+    decay: Decay = 0.7
     """Decay of the moving average of the loss, per step."""
 
     def init(self) -> State:
@@ -99,7 +99,7 @@ class ASFT(
 ):
     """Weights demonstration tokens by p; penalizes the full-vocabulary KL to the initial policy."""
 
-    kl_weight: float = 0.1
+    kl_weight: NonNegative = 0.1
     """Weight of the KL; the default of the released code."""
     kl_direction: Literal["forward", "reverse"] = "forward"
     """forward: KL(reference || policy), as in the released code; reverse: as in the publication."""

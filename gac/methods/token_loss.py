@@ -168,8 +168,9 @@ def with_k3(out: LossOutput, batch: Batch, ref_logps: Tensor) -> LossOutput:
     """Replace the KL in the statistics of a batch by the k3 estimator."""
     assert out.moments is not None  # requested by the trainer
     live = batch.targets != IGNORE
-    per_token = batch.is_demo.numel() == live.numel()  # otherwise all rows are of one kind
-    rollout = live & ~(batch.is_demo.view_as(live) if per_token else batch.is_demo.any())
+    lengths = live.shape[1] if batch.cu_seqlens is None else batch.cu_seqlens.diff()
+    rollouts = ~batch.is_demo.to(live.device)
+    rollout = live & rollouts.repeat_interleave(lengths, output_size=live.numel()).view_as(live)
     gap = torch.where(rollout, ref_logps.view_as(rollout) - out.logps.view_as(rollout), 0).double()
     totals = out.moments.totals.clone()
     totals[2] = (gap.exp() - gap - 1).sum()

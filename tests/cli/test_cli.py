@@ -90,7 +90,10 @@ def test_methods_lists_all_and_explains_one(capsys):
         assert f"\n  {name} " in text
         assert method.family in text
     assert cli.main(["methods", "gac"]) == cli.OK
-    assert "method.ema_decay: float = 0.99\n    " in capsys.readouterr().out
+    assert (
+        "method.ema_decay: float = 0.99 (only with ema=state or ema=literal)\n    "
+        in capsys.readouterr().out
+    )
 
 
 def test_report_prints_the_tables_and_writes_the_page(tmp_path, capsys):

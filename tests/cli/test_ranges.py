@@ -142,7 +142,7 @@ COUNTS = [
     (METHODS["sft-then-rl"], 0, "sft_steps"),
     (METHODS["sft-light"], 1, "examples epochs"),
     (METHODS["gradnorm-ctrl"], 1, "update_every"),
-    (METHODS["gac"], 2, "gradient_parts"),
+    (METHODS["gac-gated"], 2, "gradient_parts"),
     (METHODS["kl-ctrl"], 1, "calibration"),
     (GuardConfig, 1, "patience"),
     (GuardConfig, 0, "max_saved_steps"),

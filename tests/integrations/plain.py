@@ -18,13 +18,17 @@ def logprobs(
     return logits.log_softmax(-1).gather(-1, input_ids[:, 1:, None]).squeeze(-1)
 
 
-def demo_term(model: Any, rows: Sequence[Row], *, phi: bool) -> Tensor:
-    """The demonstration loss of a step: - sum w log p / number of tokens, w = p (1 - p) or 1."""
+def demo_term(model: Any, rows: Sequence[Row], *, weight: str) -> Tensor:
+    """The demonstration loss of a step: - sum f(p) / number of tokens.
+
+    weight: "one" is f(p) = log p, "phi" is p (1 - p) log p, "shaped" is p / (p + 0.1).
+    """
     total, tokens = torch.zeros(()), 0
     for row in rows:
         logps = logprobs(model, **collate([row], 0).model_inputs)[:, row.start - 1 :]
         p = logps.detach().exp()
-        total = total - ((p * (1 - p) if phi else 1.0) * logps).sum()
+        shaped = 1 / (1 + 0.1 * (-logps).exp())
+        total -= {"one": logps, "phi": p * (1 - p) * logps, "shaped": shaped}[weight].sum()
         tokens += logps.numel()
     return total / tokens
 

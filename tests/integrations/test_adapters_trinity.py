@@ -69,11 +69,10 @@ def test_every_row_has_the_counts_of_its_step(trinity: Any) -> None:
     rows = [row(True, 3), *(row(False, n) for n in (2, 0, 4, 1)), row(True, 1)]
     trinity.count_rows(rows)
     counts = {"rollouts": 3, "rollout_tokens": 7, "demos": 2, "demo_tokens": 4, "rows": 6}
-    names = [*counts]
+    fields = [Field(name, f"gac_{name}", torch.int64) for name in counts]
     for one in rows:
-        assert {name: one.info[name] for name in names} == counts
-        fields = one.custom_fields
-        assert fields == ["own", *(Field(name, f"gac_{name}", torch.int64) for name in names)]
+        assert {name: one.info[name] for name in counts} == counts
+        assert one.custom_fields == ["own", *fields]
     with pytest.raises(ValueError, match="a demonstration has no completion tokens: remove"):
         trinity.count_rows([row(True, 0)])
     sampled, metrics, representatives = asyncio.run(trinity.GACSampleStrategy().sample(5))
@@ -211,10 +210,9 @@ def test_micro_batches_sum_to_the_loss_of_the_step(trinity: Any, tmp_path: Path)
         first, log = call(loss, slice(0, 3))
         assert log == {"gac/mu": 0.25}
         second, log = call(loss, slice(3, 4))
-        total = (first + second).item()
-        assert total == pytest.approx(0.75 * rollouts + 0.25 * DEMOS / 2, rel=1e-6)
-        assert log["gac/rollout_loss"] == pytest.approx(rollouts, rel=1e-6)
-        assert log["gac/demo_loss"] == pytest.approx(DEMOS / 2, rel=1e-6)
+        losses = log["gac/rollout_loss"], log["gac/demo_loss"], (first + second).item()
+        expected = rollouts, DEMOS / 2, 0.75 * rollouts + 0.25 * DEMOS / 2
+        assert losses == pytest.approx(expected, rel=1e-6)
         kl = math.exp(-0.5) - 0.5
         assert log["gac/kl"] == pytest.approx(kl, rel=1e-5) and "gac/demo_tokens" not in log
     penalized = trinity.GACPolicyLoss(state_dir=str(tmp_path), method=method, kl_coef=2.0)

@@ -17,6 +17,7 @@ from gac.data.order import Order
 from gac.demo.task import make_tokenizer
 from gac.integrations.demonstrations import encode
 from gac.methods import DEFAULT, METHODS, Constant
+from gac_kernels import DemoWeight
 from tests.integrations.stand_ins import modules
 
 
@@ -113,7 +114,7 @@ ROWS = [
 def options(verl: Any, tmp_path: Path) -> Any:
     path = tmp_path / "demos.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    method = {"name": "constant", "mu": 0.25}
+    method = {"name": "constant", "mu": 0.25, "weight": "shaped"}
     return verl.GACPolicyLoss(demo_path=str(path), demo_batch=3, method=method, demo_seed=5)
 
 
@@ -212,8 +213,7 @@ def test_the_worker(verl: Any, options: Any, monkeypatch: Any, tmp_path: Path) -
     worker.set_loss_fn(loss)
     assert made == [(worker.engine, "words", options, loss)]
     assert worker.calls[-1] == "the mixed loss"
-    metrics = {"own": 1, "gac/mu": 0.5, "gac/group": "group"}
-    assert worker.train_batch("data") == {"metrics": metrics}
+    assert worker.train_batch("data")["metrics"] == {"own": 1, "gac/mu": 0.5, "gac/group": "group"}
     worker.output = None  # not the rank that reports
     assert worker.train_batch("data") is None
     for rank in (1, 0, 0):
@@ -295,7 +295,8 @@ def test_the_demonstrations_of_a_step(verl: Any, options: Any, micro: Any, size:
         mask, ends = data["loss_mask"].values(), data["input_ids"].offsets()
         nll = torch.arange(float(len(mask)))
         output = {"log_probs": torch.nested.nested_tensor_from_jagged(-nll, ends)}
-        expected_loss = 0.25 * nll[:-1][mask[1:]].sum().item() / mixed.norm
+        shaped = 1 / (1 + 0.1 * nll.exp())  # p / (p + 0.1)
+        expected_loss = -0.25 * shaped[:-1][mask[1:]].sum().item() / mixed.norm
         assert mixed.demo_loss(output, data)[0].item() == pytest.approx(expected_loss)
         assert mixed.mixer.close()["demo_tokens"] == mask[1:].sum()
 
@@ -310,9 +311,12 @@ def test_rows_are_padded_to_whole_micro_batches(verl: Any, options: Any) -> None
     assert len(rows_of(data, "loss_mask")) == 4 and data["micro_batch_size_per_gpu"] == 2
 
 
-def test_the_mixer_of_a_run(verl: Any, options: Any) -> None:
+def test_the_mixer_of_a_run(verl: Any, options: Any, monkeypatch: Any) -> None:
     mixer: Mixer = mixture(verl, options).mixer
-    assert (mixer.method, mixer.batch) == (Constant(mu=0.25), 3)
+    assert (mixer.method, mixer.batch) == (Constant(mu=0.25, weight=DemoWeight.SHAPED), 3)
     assert (mixer._order.n, mixer._order.seed) == (3, 5)
-    options.method = "kl-ctrl"
-    assert mixture(verl, options).mixer.method == METHODS["kl-ctrl"]()
+    options.method, options.chat_template_kwargs = "kl-ctrl", {"enable_thinking": False}
+    monkeypatch.setattr(verl, "tokenized", lambda *given: given)
+    mixed = mixture(verl, options)
+    assert mixed.mixer.method == METHODS["kl-ctrl"]()
+    assert mixed.demos[3] == {"enable_thinking": False}

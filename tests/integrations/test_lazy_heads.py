@@ -1,6 +1,6 @@
 """prime-rl, OpenRLHF and SkyRL: their own code with our head, against their own head.
 
-Needs their sources, except for the last test: set GAC_TRAINER_SOURCES to a folder with checkouts
+Needs their sources, except for two tests: set GAC_TRAINER_SOURCES to a folder with checkouts
 named prime-rl, OpenRLHF and SkyRL. Packages that need a GPU (deepspeed, flash-attn) are replaced by
 empty modules.
 """
@@ -66,6 +66,16 @@ def test_prime_rl(sources: Any) -> None:
     expected = results()
     with prime_rl.apply_fused_head():
         check(results(), expected)
+
+
+def test_prime_rl_divides_logits_by_the_temperature_in_float32() -> None:
+    torch.manual_seed(0)
+    hidden, weight, inverse = torch.randn(9, 64).bfloat16(), torch.randn(97, 64), torch.rand(9) + 1
+    logits = (hidden.double() @ weight.bfloat16().double().T) * inverse[:, None]
+    logps, _ = prime_rl.FusedLogProbs.apply(hidden, weight, torch.arange(9), inverse, 4)
+    torch.testing.assert_close(
+        logps.double(), logits.log_softmax(-1)[:, :9].diag(), rtol=0, atol=2e-4
+    )
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

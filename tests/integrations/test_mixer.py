@@ -14,7 +14,7 @@ from tokenizers.processors import TemplateProcessing
 from gac import ControllerConfig, GuidedController, Mixer
 from gac.control.gate import Gate
 from gac.control.schedules import MixSchedule
-from gac.control.signals import GradientSignals
+from gac.control.signals import GradientSignals, SourceNeeds
 from gac.demo.task import make_tokenizer
 from gac.integrations.demonstrations import encode
 from gac.integrations.hf_trainer import unsupported_options
@@ -122,6 +122,9 @@ def test_state_of_another_run_is_rejected(tmp_path: Path):
             other.load_state_dict(state)
 
 
+SKETCH_AND_BIAS = SimpleNamespace(needs=SourceNeeds(bias=True, sketch=8))
+
+
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
@@ -151,6 +154,10 @@ def test_state_of_another_run_is_rejected(tmp_path: Path):
         (
             {"controller": ControllerConfig(estimator="correlated")},
             "controller=ControllerConfig needs .* estimator='correlated'",
+        ),
+        (
+            {"controller": GAC(estimator="biased", signals=SKETCH_AND_BIAS), "sketches": True},
+            "controller=gac needs .* estimator='biased'",
         ),
     ],
 )
@@ -257,8 +264,7 @@ def test_a_text_completion_ends_with_one_eos_and_the_prompt_has_the_special_toke
     plain = encode({"prompt": "1+2=", "completion": "3"}, "row 1", words)
     assert plain["start"] == len(words("1+2=")["input_ids"])
     assert plain["ids"][plain["start"] :] == [*words.encode("3", add_special_tokens=False), eos]
-    ended = encode({"prompt": "1+2=", "completion": f"3{words.eos_token}"}, "row 1", words)
-    assert ended == plain
+    assert encode({"prompt": "1+2=", "completion": f"3{words.eos_token}"}, "", words) == plain
     unk, digits = words.unk_token_id, words("1+2=3", add_special_tokens=False)["input_ids"]
     words._tokenizer.post_processor = TemplateProcessing(
         single="<unk> $A", special_tokens=[("<unk>", unk)]
@@ -286,15 +292,14 @@ def test_a_conversation_ends_at_the_last_eos() -> None:
             ("user", "1+2="),
             ("assistant", "3"),
             ("user", "+1="),
-            ("assistant", "4"),
+            ("assistant", "4<eos>5"),
         )
     ]
     whole = encode({"messages": turns}, "row", words)
-    assert words.decode(whole["ids"]) == "1+2=3<eos>-+1=4<eos>"
-    assert words.decode(whole["ids"][whole["start"] :]) == "4<eos>"
-    assert encode({"prompt": turns[:-1], "completion": turns[-1:]}, "row", words) == whole
-    ended = encode({"prompt": turns[:2], "completion": turns[2:]}, "row", words)
-    assert words.decode(ended["ids"][ended["start"] :]) == "+1=4<eos>"
+    assert words.decode(whole["ids"]) == "1+2=3<eos>-+1=4<eos>5<eos>"
+    assert words.decode(whole["ids"][whole["start"] :]) == "4<eos>5<eos>"
+    for cut in (1, 2, 3):
+        assert encode({"prompt": turns[:cut], "completion": turns[cut:]}, "row", words) == whole
     both = {"prompt": turns[:1], "completion": turns[1:2], "messages": turns}
     assert words.decode(encode(both, "row", words)["ids"]) == "1+2=3<eos>"
 
@@ -310,6 +315,8 @@ ASKED = {"role": "user", "content": "1+2="}
         (CHAT, {"messages": []}, "the completion .* is empty; remove the row"),
         (CHAT, {"prompt": "1", "completion": ""}, "the completion '' is empty"),
         (CHAT, {"prompt": "", "completion": "1"}, "the prompt '' has no tokens; use a non-empty"),
+        (CHAT, {"prompt": "1", "completion": [ASKED]}, "prompt is a str, but completion is a list"),
+        (CHAT, {"prompt": [ASKED], "completion": "1"}, "prompt is a list, but completion is a str"),
         (LAST_ONLY, {"messages": [ASKED, {"role": "assistant", "content": "3"}]}, "differently"),
     ],
 )

@@ -51,9 +51,8 @@ def test_step_gradient_matches_plain_torch(folder: Path, tmp_path: Path, ranks: 
     launch("tests.integrations.trinity_task", str(folder), str(tmp_path), str(micro), ranks=ranks)
     results = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(ranks)]
     model = AutoModelForCausalLM.from_pretrained(folder)
-    experts = experiences(True, 6)
-    rows = [Row(tuple(row.tokens.tolist()), row.prompt_length, True) for row in experts]
-    demos = plain.demo_term(model, rows, phi=True)
+    rows = [Row((*x.tokens.tolist(),), x.prompt_length, True) for x in experiences(True, 6)]
+    demos = plain.demo_term(model, rows, weight="phi")
     mu = results[0]["logs"][0]["actor/gac/mu"][0]
     expected = plain.gradient(model, (1 - mu) * rollout_term(model) + mu * demos)
     for rank in results:

@@ -21,7 +21,7 @@ from gac.demo import task  # noqa: E402 - after the skips
 from gac.integrations.demonstrations import row_of  # noqa: E402 - after the skips
 from gac.integrations.trl_head import missing_hook  # noqa: E402 - after the skips
 from gac.methods import GAC, METHODS, Constant  # noqa: E402 - after the skips
-from gac_kernels import GradientFilter  # noqa: E402 - after the skips
+from gac_kernels import DemoWeight, GradientFilter, HeadSketch  # noqa: E402 - after the skips
 from tests import ranks as processes  # noqa: E402 - after the skips
 from tests.integrations import plain, recording, tiny, trl_task  # noqa: E402 - after the skips
 
@@ -41,25 +41,34 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("loss", "reduction"), [("dapo", "token"), ("grpo", "sequence")])
+@pytest.mark.parametrize(
+    ("loss", "reduction", "weight"), [("dapo", "token", "phi"), ("grpo", "sequence", "shaped")]
+)
 @pytest.mark.parametrize(("micro_batches", "demo_batch"), [(1, 5), (4, 6), (4, 2)])
 def test_step_gradient_matches_plain_torch(
-    model: Path, tmp_path: Path, loss: str, reduction: str, micro_batches: int, demo_batch: int
+    model: Path,
+    tmp_path: Path,
+    loss: str,
+    reduction: str,
+    weight: str,
+    micro_batches: int,
+    demo_batch: int,
 ):
     options = {
         "loss_type": loss,
         "per_device_train_batch_size": 16 // micro_batches,
         "gradient_accumulation_steps": micro_batches,
         "demo_batch": demo_batch,
+        "controller": GAC(mu_init=MU, weight=DemoWeight(weight)),
     }
-    trainer, recorder = trl_task.trained(model, tmp_path, controller=GAC(mu_init=MU), **options)
+    trainer, recorder = trl_task.trained(model, tmp_path, **options)
     reference = AutoModelForCausalLM.from_pretrained(model)
     assert len(trainer.micro_batches) == micro_batches
     assert len(trainer.demos_per_step[0]) == demo_batch
     rollouts = plain.rollout_term(reference, trainer.micro_batches, trl_task.TEMPERATURE, reduction)
     mu = recording.column(trainer, "gac/mu")[0]
     assert mu == pytest.approx(MU + 0.01)
-    demos = plain.demo_term(reference, trainer.demos_per_step[0], phi=True)
+    demos = plain.demo_term(reference, trainer.demos_per_step[0], weight=weight)
     expected = (1 - mu) * rollouts + mu * demos
     assert (
         plain.relative_error(recorder.gradients[0], plain.gradient(reference, expected)) < TOLERANCE
@@ -97,7 +106,7 @@ def test_every_trl_loss_is_mixed_unchanged(model: Path, tmp_path: Path, name: st
         model, tmp_path, controller=Constant(mu=mu), **OPTIONS[name]
     )
     reference = AutoModelForCausalLM.from_pretrained(model)
-    term = plain.demo_term(reference, trainer.demos_per_step[0], phi=False)
+    term = plain.demo_term(reference, trainer.demos_per_step[0], weight="one")
     rollout_grads, demo_grads = grpo_recorder.gradients[step], plain.gradient(reference, term)
     expected = {n: (1 - mu) * rollout_grads[n] + mu * g for n, g in demo_grads.items()}
     assert plain.relative_error(recorder.gradients[step], expected) < TOLERANCE
@@ -115,7 +124,7 @@ def test_lora_gradient_matches_plain_torch(model: Path, tmp_path: Path):
     reference.load_state_dict(start, strict=False)
     rollouts = plain.rollout_term(reference, trainer.micro_batches, trl_task.TEMPERATURE, "token")
     expected = (1 - MU) * rollouts + MU * plain.demo_term(
-        reference, trainer.demos_per_step[0], phi=False
+        reference, trainer.demos_per_step[0], weight="one"
     )
     gradient = {n: g for n, g in recorder.gradients[0].items() if ".ref." not in n}
     assert plain.relative_error(gradient, plain.gradient(reference, expected)) < TOLERANCE
@@ -143,10 +152,9 @@ def test_logged_signals_match_plain_torch(model: Path, tmp_path: Path):
     )
     reference = AutoModelForCausalLM.from_pretrained(model)
     order = Order(len(trainer._demos), 3)  # with the trainer's seed
-    drawn = [row_of(row) for row in trainer._demos.select(order.take(5))]
-    assert trainer.demos_per_step[0] == drawn
+    assert trainer.demos_per_step[0] == [*map(row_of, trainer._demos.select(order.take(5)))]
     losses = [
-        plain.demo_term(reference, [row], phi=False).item() for row in trainer.demos_per_step[0]
+        plain.demo_term(reference, [row], weight="one").item() for row in trainer.demos_per_step[0]
     ]
     assert recording.column(trainer, "gac/sft_variance")[0] == pytest.approx(
         torch.tensor(losses).var(correction=0).item(), rel=1e-4
@@ -184,7 +192,7 @@ def test_two_ranks_match_and_resume_exactly(model: Path, two_ranks: list[dict[st
     assert len(micro_batches) == 4
     mu = two_ranks[0]["logged"][0]
     rollouts = plain.rollout_term(reference, micro_batches, trl_task.TEMPERATURE, "token")
-    demos = plain.demo_term(reference, two_ranks[0]["demos"], phi=True)
+    demos = plain.demo_term(reference, two_ranks[0]["demos"], weight="phi")
     expected = plain.gradient(reference, (1 - mu) * rollouts + mu * demos)
     assert two_ranks[0]["demos"] == two_ranks[1]["demos"]
     for rank in two_ranks:
@@ -222,7 +230,7 @@ def test_a_checkpoint_without_controller_is_not_resumed(model: Path, tmp_path: P
 def test_demonstrations_are_formatted_like_the_prompts(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    """The trainer's `chat_template_kwargs` apply to both; only beta=0 causes a warning."""
+    """The trainer's `chat_template_kwargs` apply to both; methods that read the KL need beta."""
     tokenizer = task.make_tokenizer()
     tokenizer.chat_template = (
         "{{ lead if tools is none }}{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -230,12 +238,13 @@ def test_demonstrations_are_formatted_like_the_prompts(
     monkeypatch.setattr(task, "make_tokenizer", lambda: tokenizer)
     turns = [{"role": "user", "content": "2="}, {"role": "assistant", "content": "3"}]
     rows = datasets.Dataset.from_list([{"messages": turns}])
-    for beta, lead in ((1e-30, "1+"), (0.0, "")):
+    for beta, lead, method in ((1e-30, "1+", GAC()), (0.0, "", Constant()), (0.0, "1+", GAC())):
         assert "beta=0.0" not in caplog.text
         options = {"beta": beta, "chat_template_kwargs": {"lead": lead} if lead else None}
-        trainer, _ = trl_task.make_trainer(model, tmp_path, demo_dataset=rows, **options)
+        options |= {"controller": method, "demo_dataset": rows}
+        trainer, _ = trl_task.make_trainer(model, tmp_path, **options)
         assert tokenizer.decode(trainer._demos[0]["ids"]) == f"{lead}2=3"
-    assert "beta=0.0: without a reference model" in caplog.text
+    assert "beta=0.0: without a reference model, the KL is unknown to gac, and" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -259,13 +268,20 @@ def test_bad_demonstrations_are_named(model: Path, tmp_path: Path, rows: Any, me
 
 
 @pytest.mark.skipif(missing_hook() is not None, reason="needs the fused loss")
-def test_the_gate_reads_the_head_sketch(model: Path, tmp_path: Path):
-    """The gate's cosine is that of the sketched head gradients of the two terms."""
+def test_the_gate_reads_the_head_sketch(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The gate's cosine is that of the head gradients of both terms under the same projections."""
+    seeds, signs = [], HeadSketch.hidden_signs
+    monkeypatch.setattr(
+        HeadSketch, "hidden_signs", lambda self, *x: seeds.append(self.seed) or signs(self, *x)
+    )
     trainer, _ = trl_task.trained(
         model, tmp_path, controller=METHODS["gac-gated-sketch"](), max_steps=4
     )
     cosines = recording.column(trainer, "gac/cosine")
     assert any(x != 0 for x in cosines) and all(-1 <= x <= 1 for x in cosines)
+    assert seeds == [0] * 4 + [1] * 4 + [3] * 4  # two micro-batches of each term
 
 
 @pytest.mark.skipif(missing_hook() is not None, reason="needs the fused loss")
@@ -311,8 +327,8 @@ def test_unsupported_options_are_rejected(model: Path, tmp_path: Path):
         "demo_dataset is a list: use", TypeError, demo_dataset=[{"prompt": "1", "completion": "2"}]
     )
     assert_rejected("controller=grpo trains on only rollouts", controller=METHODS["grpo"]())
-    for name in ("luffy", "gac-gated"):
-        assert_rejected(f"controller={name}.*use gac, chord", controller=METHODS[name]())
+    for name, use in (("luffy", "gac, chord"), ("gac-gated", "gac, "), ("kl-ctrl", "beta=1e-30")):
+        assert_rejected(f"controller={name} .*use {use}", controller=METHODS[name]())
     assert_rejected("estimator='biased'", controller=ControllerConfig(estimator="biased"))
 
 

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ if missing_hook():
 
 from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer, __version__
 from trl.generation import vllm_client, vllm_generation
 
 from gac.integrations.trl import FusedGRPOTrainer, GACTrainer
@@ -146,6 +147,9 @@ MODES: dict[str, dict[str, Any]] = {
     "rollout_func": {"rollout_func": rollout},
     "vLLM server": {},
 }
+if not __version__.startswith("1.15."):
+    silent = type("Silent", (), {"reset": lambda self, **_: None})  # without tools
+    MODES["environment_factory, two"] = {"environment_factory": {"a": Counter, "b": silent}}
 
 
 def step(kind: type[GRPOTrainer], folder: Path, out: Path, mode: str, url: str = "") -> Any:
@@ -156,11 +160,12 @@ def step(kind: type[GRPOTrainer], folder: Path, out: Path, mode: str, url: str =
         fixed = {"seed": 3, "ignore_eos": True}
         options |= {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url}
         options |= {"generation_kwargs": fixed, "vllm_importance_sampling_correction": True}
-    if mode in ("tools", "environment_factory"):
+    if mode.startswith(("tools", "environment")):
         options["max_completion_length"] = 200
     if issubclass(kind, GACTrainer):
         answer = [{"role": "assistant", "content": "than complex"}]
-        demos = Dataset.from_list([{"prompt": PROMPT, "completion": answer}] * 2)
+        row = {"prompt": PROMPT, "completion": answer, "environment": "b"}
+        demos = Dataset.from_list([row] * 2)
         keywords |= {"demo_dataset": demos, "demo_batch": 2, "controller": Constant(mu=0.0)}
     recorder, tokenizer = GradientRecorder(), AutoTokenizer.from_pretrained(folder)
     trainer = kind(
@@ -180,12 +185,12 @@ def step(kind: type[GRPOTrainer], folder: Path, out: Path, mode: str, url: str =
             disable_tqdm=True,
             **options,
         ),
-        train_dataset=Dataset.from_list([{"prompt": PROMPT}] * 6),
+        train_dataset=Dataset.from_list([{"prompt": PROMPT, "environment": "a"}] * 6),
         processing_class=tokenizer,
         callbacks=[recorder],
         **keywords,
     )
-    if mode in ("tools", "environment_factory"):
+    if mode.startswith(("tools", "environment")):
         trainer.model.generate = speak(tokenizer)
     trainer.train()
     return trainer, recorder.gradients[0]
@@ -200,15 +205,16 @@ def test_the_step_is_that_of_trl(
     url = request.getfixturevalue("server").url if mode == "vLLM server" else ""
     own, expected = step(GRPOTrainer, folder, tmp_path, mode, url)
     logged = own.state.log_history[0]
-    if mode in ("tools", "environment_factory"):
+    if mode.startswith(("tools", "environment")):
         assert logged["tools/call_frequency"] == pytest.approx(2 / 3)
         assert logged["tools/failure_frequency"] == pytest.approx(1 / 2)
     for kind in (FusedGRPOTrainer, GACTrainer):
         trainer, gradient = step(kind, folder, tmp_path, mode, url)
         assert trainer.rollout_out is not None  # one pass, no fallback
-        if kind is GACTrainer and mode == "tools":
+        if kind is GACTrainer and mode in ("tools", "environment_factory, two"):
+            tools = [increment] if mode == "tools" else None
             prompt = trainer.processing_class.apply_chat_template(
-                PROMPT, [increment], chat_template=trainer.chat_template, add_generation_prompt=True
+                PROMPT, tools, chat_template=trainer.chat_template, add_generation_prompt=True
             )["input_ids"]
             assert trainer._demos[0]["ids"][: len(prompt)] == prompt
         assert relative_error(gradient, expected) < 3e-6, kind
@@ -255,10 +261,14 @@ class Worker:
 
 
 @pytest.mark.filterwarnings("ignore::trl.experimental.TRLExperimentalWarning")
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_the_asynchronous_step_is_that_of_trl(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ranks: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gradient and metrics equal AsyncGRPOTrainer's, in one pass; FlashAttention is replaced."""
+    """Gradient and metrics equal AsyncGRPOTrainer's, in one pass; FlashAttention is replaced.
+
+    In a single process, whose loss is also computed as that of one of two ranks.
+    """
     pytest.importorskip("trl.experimental.async_grpo.packing", reason="no packing by prefix")
     from trl.experimental.async_grpo import AsyncGRPOConfig
 
@@ -269,6 +279,8 @@ def test_the_asynchronous_step_is_that_of_trl(
     monkeypatch.setattr(f"{package}.async_grpo_trainer.get_peak_flops_per_device", lambda *_: None)
     results = []
     for kind in (FusedAsyncGRPOTrainer.__base__, FusedAsyncGRPOTrainer):
+        of_ranks = mock.patch("accelerate.Accelerator.num_processes", ranks)
+        monkeypatch.setattr(kind, "compute_loss", of_ranks(kind.compute_loss))
         recorder = GradientRecorder()
         config = AsyncGRPOConfig(
             str(tmp_path),

@@ -157,11 +157,10 @@ def settings(**changes: Any) -> Any:
         ({}, True, {"clip_low": 0.25, "clip_high": 0.5}),
         ({"args": {"delta": 1.5}}, True, {"clip_low": 0.25, "clip_high": 0.5, "dual_clip": 1.5}),
         ({"args": {"delta": 1.49}}, True, "delta=1.49 below 1"),
-        ({"loss_type": "cispo"}, True, "loss_type=cispo"),
         (
-            {"loss_type": "cispo", "epsilon_high": 1.0},
+            {"loss_type": "cispo"},
             True,
-            {"policy_loss": "cispo", "clip_low": None, "clip_high": 0.0},
+            {"policy_loss": "cispo", "clip_low": None, "clip_high": -0.5},
         ),
         ({"loss_type": "sapo"}, True, {"policy_loss": "sapo", "sapo_tau": (1.0, 1.5)}),
         ({"loss_type": "vespo"}, False, {"policy_loss": "reinforce"}),

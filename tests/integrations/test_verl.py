@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 pytest.importorskip("verl")
 
+from gac.data.order import Order
 from gac.data.rows import Row
 from gac.demo import task
 from gac.integrations.demonstrations import encode
@@ -65,7 +66,7 @@ def test_step_gradient_matches_plain_torch(
     results = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(ranks)]
     model = AutoModelForCausalLM.from_pretrained(files[0])
     mu = results[0]["logs"][0]["gac/mu"][0]
-    demos = plain.demo_term(model, demo_rows(results[0]["drawn_demos"][0]), phi=True)
+    demos = plain.demo_term(model, demo_rows(results[0]["drawn_demos"][0]), weight="phi")
     expected = plain.gradient(model, (1 - mu) * rollout_term(model) + mu * demos)
     for rank in results:
         gradient = {n: g for n, g in rank["gradient"].items() if n in expected}
@@ -87,10 +88,8 @@ def test_every_verl_loss_is_mixed_unchanged(files: tuple[str, str], tmp_path: Pa
     launch("tests.integrations.verl_task", "modes", *files, str(tmp_path), *names, ranks=1)
     gradients = torch.load(tmp_path / "rank0.pt")
     model = AutoModelForCausalLM.from_pretrained(files[0])
-    from gac.data.order import Order
-
     demos = demo_rows(Order(12, 0).take(5))
-    demo_grads = plain.gradient(model, plain.demo_term(model, demos, phi=False))
+    demo_grads = plain.gradient(model, plain.demo_term(model, demos, weight="one"))
     assert set(gradients) == set(names)
     for own, mixed in gradients.values():
         expected = {n: 0.7 * own[n] + 0.3 * demo_grads[n] for n in demo_grads}

@@ -160,15 +160,15 @@ def srft(rows: list[RowTerms]) -> Tensor:
 
 
 def hpt(rows: list[RowTerms]) -> Tensor:
-    rollouts = [r for r in rows if not r.row.is_demo]
-    assert rollouts and len(rollouts) < len(rows)
-    parts = [surrogate(r) - 0.001 * r.entropy for r in rollouts]
-    return constant_sum(parts, len(rollouts)) + nll(rows)
+    parts = [surrogate(r) - 0.001 * r.entropy for r in rows if not r.row.is_demo]
+    assert 0 < len(parts) < len(rows)
+    return constant_sum(parts, len(parts)) + nll(rows)
 
 
 def superrl(rows: list[RowTerms]) -> Tensor:
-    prompts = {r.row.is_demo for r in rows}
-    assert prompts == {True, False}, "one prompt is solved, and another is not"
+    assert {r.row.is_demo for r in rows} == {True, False}, (
+        "one prompt is solved, and another is not"
+    )
     return policy_gradient(rows) + nll(rows)
 
 

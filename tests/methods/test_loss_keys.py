@@ -168,7 +168,7 @@ def test_corrections_multiply_custom_losses(correction, reused, linear, monkeypa
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", ["constant", "sdar"])
+@pytest.mark.parametrize("name", ["constant", "sdar", "uft"])
 def test_the_observed_kl_is_k3_whatever_the_loss_uses(name, task, tmp_path):
     seen = []
     for estimator in ("k3", "k1"):

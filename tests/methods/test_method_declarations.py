@@ -100,21 +100,3 @@ def test_the_list_names_each_method_once_and_all_can_be_pickled() -> None:
     assert {"none", *costs} == {method.cost for method in METHODS.values()}
     for method in (kind() for kind in METHODS.values()):
         assert pickle.loads(pickle.dumps(method)) == replace(method) == method
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"sizes": (4, 4)},
-        {"sizes": (), "prefixes": (), "below": (), "trained": ()},
-        {"sizes": (8, 0, 1, 1)},
-        {"prefixes": (0.0, 0.2, 0.5, 1.1)},
-        {"prefixes": (0.0, -0.1, 0.5, 1.0)},
-    ],
-)
-def test_trapo_names_invalid_groups(fields) -> None:
-    name, value = next(iter(fields.items()))
-    with pytest.raises(ValueError, match=re.escape(f"{name}={value!r}: use ")):
-        METHODS["trapo"](**fields)
-    with pytest.raises(ValueError, match=r"rollouts\.num_generations=9: use 8, the sum"):
-        METHODS["trapo"]().sampling(9)

@@ -14,14 +14,23 @@ from gac.control.alarm import Alarm
 from gac.control.controller import ControllerConfig, GuidedController
 from gac.control.estimators import Corrections
 from gac.control.gate import Gate
-from gac.control.signals import Alignment, Evidence, ProxySignals, Reading, SourceNeeds
+from gac.control.schedules import Prior
+from gac.control.signals import (
+    Alignment,
+    Evidence,
+    GradientSignals,
+    ProxySignals,
+    Reading,
+    SketchSignals,
+    SourceNeeds,
+)
 from gac.data.rows import TermPair
 from gac.methods import METHODS, Mix, Observation
 from gac.methods.base import Method, StepNeeds, demo_losses, next_mix
 from gac.methods.loss_weights import positive_losses
 from gac.methods.solvers import Gram, GramSolver
 from gac.rollouts.plan import group_credit
-from gac_kernels import Signals
+from gac_kernels import DemoWeight, Signals
 
 
 @dataclass(frozen=True)
@@ -82,8 +91,6 @@ def test_gac_needs_its_signals_on_refresh_steps() -> None:
     plain = METHODS["gac"](signals=ProxySignals(trim=0.3), alpha_every="step")
     assert plain.needs(0) == StepNeeds(kl=True, signals=True, trim=0.3)
     assert plain.needs(1) == StepNeeds(kl=True, trim=0.3)
-    with pytest.raises(ValueError, match=r"method\.gate needs .* set method\.signals=gradients"):
-        METHODS["gac"](gate=Gate())
 
 
 ORTHOGONAL = 4.0, 0.0, 1.0
@@ -149,6 +156,9 @@ def test_only_the_first_rank_logs_the_message_of_a_method(caplog, monkeypatch) -
     assert caplog.messages == ["step 8: {'n': 5} {'n': 6}"]
 
 
+CORRECT = "hpt", "superrl", "relift", "dypo", "srft"  # methods that count correct rollouts
+
+
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
@@ -161,31 +171,81 @@ def test_only_the_first_rank_logs_the_message_of_a_method(caplog, monkeypatch) -
         ("amft", {"mu_min": -0.1}),
         ("amft", {"mu_init": 0.99}),
         ("amft", {"mu_max": 1.1}),
+        ("trapo", {"sizes": (4, 4)}),
+        ("trapo", {"sizes": (), "prefixes": (), "below": (), "trained": ()}),
+        ("trapo", {"sizes": (8, 0, 1, 1)}),
+        ("trapo", {"prefixes": (0.0, 0.2, 0.5, 1.1)}),
+        ("trapo", {"prefixes": (0.0, -0.1, 0.5, 1.0)}),
+        *(("hpt", {"table": x}) for x in ((), (0.5, 1.1), (-0.1,))),
+        ("hpt", {"switch": 1, "table": (1.0, 0.0)}),
+        ("luffy", {"shape": 0.2, "weight": DemoWeight.PHI}),
+        *(("luffy", {"shape": x}) for x in (0, math.nan)),
+        *(("srft", {"shape": x}) for x in (0, -0.1)),
+        *((name, {"correct": math.nan}) for name in CORRECT),
+        ("reward-threshold", {"threshold": math.nan}),
+        *(("asft", {"kl_weight": x}) for x in (math.nan, -0.1)),
+        ("famo", {"rollout_floor": math.nan}),
+        ("sft-light", {"patience": 0}),
+        ("sft-light", {"decay": 1.5}),
+        *(("gta", {"guess_tokens": x}) for x in (0, -3)),
+        *(("dapo", {"clip_low": x}) for x in (2.0, -0.1)),
+        ("gspo", {"clip_high": -0.1}),
+        ("gac", {"gradient_parts": 3}),
+        ("gac", {"ema_decay": 0.9, "ema": "none"}),
+        ("gac", {"prior": Prior(0.5), "prior_blend": 1}),
+        ("gac", {"early_steps": 9}),
+        ("gac", {"gate": Gate()}),
+        ("gac", {"estimator": "biased"}),
+        *(("gac", {"estimator": x, "signals": SketchSignals()}) for x in ("correlated", "biased")),
+        ("gac", {"estimator": "correlated", "signals": GradientSignals(bias=True)}),
+        ("gac", {"estimator": "biased_paper", "signals": GradientSignals(paired=True)}),
     ],
 )
 def test_invalid_options_are_named(name: str, fields) -> None:
-    ((field, value),) = fields.items()
-    with pytest.raises(ValueError, match=re.escape(f"{field}={value!r}") + ".*use "):
+    field, value = next(iter(fields.items()))
+    with pytest.raises(ValueError, match=re.escape(f"{field}={value!r}") + ".*(use|set|remove) "):
         METHODS[name](**fields)
 
 
-@pytest.mark.parametrize("name", ["luffy", "prefix-rft"])
-def test_a_group_with_a_demonstration_needs_a_rollout_as_well(name: str) -> None:
-    assert METHODS[name]().sampling(2)
-    with pytest.raises(ValueError, match=r"rollouts\.num_generations=1: use 2 or more"):
-        METHODS[name]().sampling(1)
+@pytest.mark.parametrize(
+    ("fields", "changes"),
+    [
+        ({"estimator": "correlated", "signals": GradientSignals(paired=True)}, {}),
+        ({"estimator": "biased", "signals": GradientSignals(bias=True)}, {"gradient_parts": 3}),
+        ({"ema": "literal"}, {"ema_decay": 0.9}),
+        ({"early_update_every": 2}, {"early_steps": 9}),
+        ({"prior_blend": 0.9}, {"prior": Prior(0.5)}),
+    ],
+)
+def test_options_that_act_with_others_are_accepted(fields, changes) -> None:
+    assert METHODS["gac"](**fields, **changes)
 
 
-@pytest.mark.parametrize("name", ["uncertainty", "dwa"])
+@pytest.mark.parametrize(
+    ("name", "fields", "valid", "invalid", "message"),
+    [
+        *((name, {}, 2, 1, "num_generations=1: use 2") for name in ("luffy", "prefix-rft")),
+        ("trapo", {}, 8, 9, r"rollouts\.num_generations=9: use 8, the sum"),
+        ("hpt", {"table": (1.0, 0.5, 0.0)}, 2, 3, r"table=\(1\.0, 0\.5, 0\.0\): use 4 numbers"),
+        ("hpt", {"table": (1.0, 0.5, 0.0)}, 2, 1, r"table=\(1\.0, 0\.5, 0\.0\): use 2 numbers"),
+    ],
+)
+def test_numbers_of_rollouts_are_checked(name, fields, valid, invalid, message) -> None:
+    assert METHODS[name](**fields).sampling(valid)
+    with pytest.raises(ValueError, match=message):
+        METHODS[name](**fields).sampling(invalid)
+
+
+@pytest.mark.parametrize("name", ["uncertainty", "dwa", "gradnorm"])
 @pytest.mark.parametrize(
     "measured",
-    [{"demo_loss": 2.0}, {"reward_mean": 0.5}, {"demo_loss": math.nan, "reward_mean": 0.5}],
+    [{"demo_loss": 2.0}, {"reward_mean": 0.5}, {"demo_loss": math.nan, "reward_mean": 0.5}, {}],
 )
 def test_a_step_without_one_of_the_losses_does_not_count(name: str, measured) -> None:
     method = METHODS[name]()
-    before, _ = method.mix(method.init(), Observation(0))
-    after, mix = method.mix(before, Observation(1, **measured))
-    assert after == before and mix.mu == 0.5
+    assert method.mix(method.init(), Observation(0, **measured))[1].mu == 0.5
+    before = method.mix(method.init(), Observation(1, demo_loss=2.0, reward_mean=0.25))
+    assert method.mix(before[0], Observation(2, **measured)) == before
 
 
 def test_losses_are_those_of_demonstrations_and_at_least_a_thousandth() -> None:
@@ -239,7 +299,7 @@ def test_advantages_are_those_of_the_group(name: str) -> None:
     assert METHODS["sdar"]().credit(rewards, None, kind).demo_weight.tolist() == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("name", ["hpt", "superrl", "relift", "dypo", "srft"])
+@pytest.mark.parametrize("name", CORRECT)
 def test_a_rollout_is_correct_above_the_limit(name: str) -> None:
     rewards = torch.tensor([[0.25, 0.0, math.nan], [0.5, 0.25, math.nan]], dtype=torch.float64)
     credit = METHODS[name](correct=0.25).credit(rewards, None, "centered")

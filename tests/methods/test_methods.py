@@ -83,7 +83,8 @@ SHORT_RUN_FIELDS = {
     "rewvar-ctrl": {"calibration": 1},
     "dwa": {"window": 1},
     "wcf": {"schedule": {"warmup": 2, "peak": 0.5, "valley": 0.1, "decay": 2}},
-    **{n: {"update_every": 2, "gradient_parts": 2} for n in METHODS if n.startswith("gac")},
+    **{n: {"update_every": 2} for n in METHODS if n.startswith("gac")},
+    "gac-gated": {"update_every": 2, "gradient_parts": 2},
 }
 
 

@@ -48,8 +48,8 @@ def test_gradnorm_first_step_by_hand() -> None:
     assert state["weights"] == list(weights) and state["initial"] is None
     weights, _ = gradnorm(Gram(1.0, 0.0, 9.0), lr=0.1)
     assert weights == pytest.approx((2 * 1.05 / 1.9, 2 * 0.85 / 1.9), abs=1e-15)
-    at_the_target = {"weights": [0.5, 1.5]}  # weighted norms 1.5 and 1.5
-    assert gradnorm(Gram(9.0, 0.0, 1.0), at_the_target)[0] == (0.5, 1.5)
+    # the weighted norms 1.5 and 1.5 are the target
+    assert gradnorm(Gram(9.0, 0.0, 1.0), {"weights": [0.5, 1.5]})[0] == (0.5, 1.5)
 
 
 @pytest.mark.parametrize(
@@ -147,8 +147,7 @@ def test_moco_on_a_fixed_gram_converges_to_mgda(gram: Gram) -> None:
 
 def test_uncertainty_step_is_the_gradient_of_its_loss() -> None:
     s = torch.tensor([0.3, -0.4], dtype=torch.float64, requires_grad=True)
-    values = torch.tensor([2.0, 0.1], dtype=torch.float64)
-    (0.5 * torch.exp(-s) * values + 0.5 * s).sum().backward()
+    (0.5 * (-s).exp() * s.new_tensor([2.0, 0.1]) + 0.5 * s).sum().backward()
     state, _ = METHODS["uncertainty"](lr=0.1).mix({"log_variances": [0.3, -0.4]}, seen(2.0, 0.1))
     assert state["log_variances"] == pytest.approx((s - 0.1 * s.grad).tolist(), abs=1e-15)
 
