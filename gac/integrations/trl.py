@@ -107,7 +107,8 @@ class GACMixin(StepMixin, FusedGRPOMixin):
             logger.warning(
                 "beta=0.0: without a reference model, the KL is unknown to %s, and alpha stays "
                 "constant; %s",
-                *(name, use),
+                name,
+                use,
             )
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
