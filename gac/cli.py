@@ -311,8 +311,11 @@ def _report(options: argparse.Namespace) -> int:
     from gac.report import find_folders, results_table, write_report
 
     if options.watch or options.port:
+        from gac.errors import ConfigError
         from gac.report.watch import serve
 
+        if options.out is not None:
+            raise ConfigError(f"--out={options.out}: --watch and --port write no files; remove it")
         return serve(options.runs, options.port)
     folders = find_folders(options.runs)
     out = options.out or Path(os.path.commonpath([folder.resolve() for folder in folders]))

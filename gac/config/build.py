@@ -167,7 +167,11 @@ def _convert_union(args: tuple, value: Any, where: str, default: Any) -> Any:
     null_text = isinstance(value, Override) and value.lower() in NULL_TEXTS
     if none_allowed and (value is None or null_text):
         return None
-    for member in sorted(members, key=lambda member: member is str):  # str accepts any text
+    # str accepts any text, so it comes last, but a text is not a list of one
+    is_text = isinstance(value, Override) and not ("," in value or value.startswith("["))
+    for member in sorted(members, key=lambda member: member is str):
+        if is_text and str in members and get_origin(member) is tuple:
+            continue
         try:
             return _convert(member, value, where, default)
         except ConfigError:

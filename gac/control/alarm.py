@@ -106,8 +106,8 @@ class Alarm(Checked):
     lower it.
     """
     clip: Number = 4.0
-    """Forecast errors are winsorized at this many typical errors, > slack. A batch beyond it does
-    not change the reference.
+    """Forecast errors are winsorized at this many typical errors, > slack. A batch beyond twice the
+    slack does not change the reference.
     """
     decay: Decay = 0.9
     """Per-step EMA decay of the level and the typical error, in [0, 1)."""

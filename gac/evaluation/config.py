@@ -109,8 +109,8 @@ class EvalConfig:
     """Sampling seed."""
 
     def __post_init__(self) -> None:
-        if self.tasks and self.eval.data.prompts:
-            raise ValueError("tasks and eval.data.prompts are both set: set only one of them")
+        if self.tasks and self.eval != EvalSettings():
+            raise ValueError("tasks and eval are both set: set only one of them")
         check_names(self.tasks)
         for name, task in self.tasks.items():
             if not task.data.prompts:

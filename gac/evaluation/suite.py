@@ -81,6 +81,10 @@ def run_suite(config: EvalConfig, against: Path | None = None) -> dict[str, Any]
     """
     out = Path(config.out or "evals")
     other = read_samples(against) if against else None
+    if other is not None and not config.tasks.keys() & other.keys():
+        raise ConfigError(
+            f"--against {against}: its tasks {sorted(other)} are none of {sorted(config.tasks)}"
+        )
     with run_lock(out):
         return _run_suite(config, out, against, other)
 
@@ -113,8 +117,10 @@ def _run_suite(
         _run_tasks(config, accelerator.device, unfinished, record)
     if other is not None:
         for name in config.tasks:
+            row = results["tasks"][name]
+            row.pop("against", None)  # of an earlier comparison
             if name in other:
-                results["tasks"][name]["against"] = _compare(answers[name], other[name], against)
+                row["against"] = _compare(name, answers[name], other[name], against)
         _write(out, results, answers)
     setup.leave()
     return results
@@ -225,9 +231,13 @@ def _setting(config: EvalConfig, task: EvalTask) -> dict[str, Any]:
     return json.loads(json.dumps(plain))
 
 
-def _compare(answers: Sequence[Answer], other: Sequence[Answer], source: Any) -> dict[str, Any]:
+def _compare(
+    task: str, answers: Sequence[Answer], other: Sequence[Answer], source: Any
+) -> dict[str, Any]:
     first, second = prompt_means(answers), prompt_means(other)
     shared = [i for i in first if i in second]
+    if first and second and not shared:
+        raise ConfigError(f"--against {source}: task {task!r} has none of the same prompts")
     paired = paired_difference([first[i] for i in shared], [second[i] for i in shared])
     return {
         "results": str(source),

@@ -5,6 +5,7 @@ Notation: Q prompts, K samples per prompt.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -31,6 +32,8 @@ class Answer(NamedTuple):
     number: int
     """Index of the prompt in the data."""
     id: str
+    prompt: str
+    """Hash of the row's prompt: only equal ones of two results are compared."""
     split: str | None
     response: str
     length: int
@@ -72,11 +75,12 @@ def generate_answers(
     with torch.random.fork_rng():
         rollouts = engine.independently(sample)
     texts, scores = score(reward, engine.tokenizer, [examples[i] for i in owners], rollouts)
-    stops = set(stop_tokens(engine.tokenizer, task.stop))
+    stops, field = set(stop_tokens(engine.tokenizer, task.stop)), task.data.prompt_field
     answers = [
         Answer(
             i,
             examples[i].id,
+            hashlib.sha256(repr(examples[i].extra.get(field)).encode()).hexdigest()[:16],
             split_of(task, examples[i]),
             text,
             len(rollout.completion_ids),
@@ -118,11 +122,13 @@ def summary(answers: Sequence[Answer], task: EvalTask) -> dict[str, Any]:
     }
 
 
-def prompt_means(answers: Sequence[Answer]) -> dict[str, float]:
-    """The mean score of each prompt with at least one score, by prompt id."""
-    scored = [a for a in answers if a.score is not None]
-    ids = {a.number: a.id for a in scored}
-    return {ids[i]: sum(s) / len(s) for i, s in _scores_by_prompt(scored).items()}
+def prompt_means(answers: Sequence[Answer]) -> dict[tuple[str, str], float]:
+    """The mean score of each prompt with at least one score, by its id and hash."""
+    scores: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for a in answers:
+        if a.score is not None:
+            scores[a.id, a.prompt].append(a.score)
+    return {key: sum(s) / len(s) for key, s in scores.items()}
 
 
 def _accuracy(answers: Sequence[Answer]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 from gac.config import Checked, Count, Decay, one_of, setting
@@ -57,3 +58,9 @@ class ModelConfig(Checked):
     responses have none, so the importance ratio and the KL then contain noise."""
     lora: LoraConfig | None = None
     """Train adapters only; null: all weights."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key in ("path", "tokenizer"):
+            if (getattr(self, key) or "").startswith("~"):
+                object.__setattr__(self, key, str(Path(getattr(self, key)).expanduser()))

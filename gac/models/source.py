@@ -29,7 +29,7 @@ def check_source(key: str, name: str, *, ask_hub: bool = True) -> None:
             f"{key} is empty: give a folder with a transformers model, or the name of one on the "
             f"Hub, e.g. {key}=./base"
         )
-    path = Path(name).expanduser()
+    path = Path(name)
     if (path / "metrics.jsonl").is_file():
         raise ConfigError(f"{key}={name!r} is a run: give its model, {path / 'model'}")
     if path.is_dir():
@@ -105,7 +105,7 @@ def check_files(key: str, name: str, kind: str, remedy: str, *files: str) -> Non
 
     kind: what the files contain, for the message. remedy: what to do, for the message.
     """
-    path = Path(name).expanduser()
+    path = Path(name)
     if path.is_dir() and not any(any(path.glob(file)) for file in files):
         raise ConfigError(f"{key}={name!r}: the folder has no {kind} ({files[0]}): {remedy}")
 

@@ -76,5 +76,5 @@ def _find(paths: Sequence[Path]) -> tuple[list[Path], list[Evaluation]]:
         with contextlib.suppress(FileNotFoundError) if results else contextlib.nullcontext():
             runs += find_runs([path])
         evaluations += results
-    by_path = {evaluation.path: evaluation for evaluation in evaluations}
-    return list(dict.fromkeys(runs)), list(by_path.values())
+    by_path = {evaluation.path.resolve(): evaluation for evaluation in evaluations}
+    return list({run.resolve(): run for run in runs}.values()), list(by_path.values())

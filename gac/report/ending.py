@@ -34,7 +34,9 @@ def ending(folder: Path) -> str:
     lines.append("; ".join(filter(None, time)))
     lines.append(f"model: {folder / 'model'}" if (folder / "model").is_dir() else f"run: {folder}")
     if rows:
-        lines.append(_overfitting(rows[-1], run.metrics.get("reward_mean", ())))
+        own = run.config.get("eval", {}).get("reward") in (None, run.config.get("reward"))
+        rewards = run.metrics.get("reward_mean", ()) if own else ()
+        lines.append(_overfitting(rows[-1], rewards))
     lines.append(f"next: gac report {shlex.quote(str(folder))}")
     return "\n".join(lines)
 
@@ -51,7 +53,7 @@ def _overfitting(row: Mapping[str, Any], rewards: Any) -> str:
         float(value) for value in rewards[-max(1, len(rewards) // 5) :] if math.isfinite(value)
     ]
     if not recent or not row.get("ci95"):
-        return "overfitting: unknown; the run has no rewards or no interval"
+        return "overfitting: unknown; no rewards of the same kind, or no interval"
     reward = sum(recent) / len(recent)
     verdict = "yes" if reward > row["ci95"][1] + GAP else "no sign of it"
     return f"overfitting: {verdict}; reward {percent(reward)}% on the training prompts at the end"

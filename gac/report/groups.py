@@ -10,7 +10,7 @@ from typing import Any
 from .reading import Run, flatten
 
 # Keys in which repetitions of an experiment may differ.
-REPETITION_KEYS = ("seed", "out")
+REPETITION_KEYS = ("seed", "out", "max_tokens_per_micro_batch")  # often chosen by free memory
 # Keys without which accuracies cannot be compared.
 COMPARABLE = r"model\.path|data\.(prompts|demos|sources)|eval\.data\..*|eval\.tasks\..*"
 
@@ -25,6 +25,11 @@ class Group:
     @property
     def seeds(self) -> list[int]:
         return [run.seed for run in self.runs if run.seed is not None]
+
+    @property
+    def size(self) -> int:
+        """Number of different seeds, or of runs if they did not record any."""
+        return len(set(self.seeds)) or len(self.runs)
 
     @property
     def splits(self) -> list[str]:

@@ -30,7 +30,7 @@ from .reading import Run, read_lines, time_shares
 from .statistics import LARGE_CHANGE
 from .table import FINAL, Table, cell, progress, summarize, tables, write_cell
 
-PACKAGES = ("gac", "torch", "transformers", "accelerate", "numpy")
+PACKAGES = ("gac-kernels", "torch", "transformers", "accelerate", "numpy")
 
 
 def render(
@@ -180,7 +180,7 @@ def _table(table: Table, groups: Sequence[Group]) -> dict[str, Any]:
         rows.append(
             {
                 "label": group.label,
-                "seeds": len(group.runs),
+                "seeds": group.size,
                 "progress": progress(group),
                 "color": COLORS[index % len(COLORS)],
                 "dashes": dashes or "none",

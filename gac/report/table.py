@@ -83,6 +83,7 @@ def summarize(run: Run, window: int) -> dict[str, float]:
     return by_name | {
         **{f"start_{end}": last(before, end) for end in ("low", "high")},
         **{f"final_{end}": last(evals, end) for end in ("low", "high")},
+        **({} if run.seed is None else {"seed": run.seed}),
         "prompts": last(evals, "prompts"),
         "start": last(before, "accuracy"),
         "final": final,
@@ -141,7 +142,9 @@ def cell(runs: Sequence[Mapping[str, float]], key: str) -> tuple[float, ...]:
     ends = [runs[0].get(f"{key}_{end}", math.nan) for end in ("low", "high")]
     if len(runs) == 1 and math.isfinite(sum(ends)):
         return runs[0][key], *ends
-    return mean_sd([run.get(key, math.nan) for run in runs])
+    mean, sd = mean_sd([run.get(key, math.nan) for run in runs])
+    seeds = {run.get("seed", i) for i, run in enumerate(runs)}
+    return mean, sd if len(seeds) == len(runs) else math.nan  # a repeated seed has no spread
 
 
 def write_cell(cell: tuple[float, ...], column: Column, unit: str = "") -> str:
@@ -177,5 +180,5 @@ def _aligned(table: Table, groups: Sequence[Group]) -> str:
     lines = [[table.title, "seeds", "steps", *(column.title for column in table.columns)]]
     for group, row in zip(groups, table.cells, strict=True):
         numbers = [write_cell(c, column) for c, column in zip(row, table.columns, strict=True)]
-        lines.append([group.label, str(len(group.runs)), progress(group), *numbers])
+        lines.append([group.label, str(group.size), progress(group), *numbers])
     return align_columns(lines)

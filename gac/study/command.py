@@ -33,6 +33,17 @@ def run(options: argparse.Namespace) -> int:
     arms = {arm.label: arm for arm in (parse_arm(text, aliases) for text in specs)}
     if len(arms) < len(specs):
         raise ConfigError(f"--methods: two of {', '.join(specs)} have the same label")
+    for label in arms:
+        if "/" in label:
+            raise ConfigError(
+                f"methods: the label {label!r} is used as a folder name and must not contain '/'; "
+                "write LABEL@NAME:..."
+            )
+    for override in options.set:
+        key = override.partition("=")[0]
+        if key in ("method", "seed", "run_name"):
+            use = "--seeds" if key == "seed" else "--methods"
+            raise ConfigError(f"--set {override}: {key} differs between the runs; use {use}")
     baseline = options.baseline or next(iter(arms))
     if baseline not in arms:
         raise ConfigError(f"--baseline={baseline!r}: use one of {', '.join(arms)}")
@@ -117,13 +128,7 @@ def parse_arm(text: str, aliases: Mapping[str, Any] | None = None) -> Arm:
     changes = [change for change in settings.split(",") if change]
     if not name or (at and not label) or not all("=" in change for change in changes):
         raise ConfigError(f"methods: invalid specification {text!r}; use {HELP}")
-    label = label or spec
-    if "/" in label:
-        raise ConfigError(
-            f"methods: {text!r}: the label {label!r} is used as a folder name and must not contain "
-            "'/'; write LABEL@NAME:..."
-        )
-    return Arm(label, name, tuple(f"method.{change}" for change in changes))
+    return Arm(label or spec, name, tuple(f"method.{change}" for change in changes))
 
 
 def read_study(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:

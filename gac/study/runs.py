@@ -99,9 +99,11 @@ def result(config: TrainConfig) -> dict[str, Any] | None:
     path = Path(config.out) / "result.json"
     try:
         saved = json.loads(path.read_text())
+        now, then = _settings(dump(config)), _settings(saved["config"])
     except FileNotFoundError:
         return None
-    now, then = _settings(dump(config)), _settings(saved["config"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path}: damaged; delete that folder to train again") from error
     changed = [key for key in now | then if now.get(key) != then.get(key)]
     if changed:
         raise ConfigError(

@@ -61,11 +61,14 @@ def find_checkpoint(config: TrainConfig, resume: bool) -> tuple[TrainConfig, Pat
     out = Path(config.out)
     check_folder(out)
     path = checkpoint.newest_checkpoint(out / "checkpoints")
-    if path is None:
+    finished, logs = (out / "result.json").is_file(), out / "metrics.jsonl"
+    used = finished or (not resume and logs.is_file() and logs.stat().st_size > 0)
+    if path is None and not used:
         return config, None
-    if not resume:
+    if path is None or not resume:
         raise ValueError(
-            f"out={str(out)!r} already holds a run: resume it, or choose another directory"
+            f"out={str(out)!r} already holds a run: choose another directory"
+            + (", or resume it" if path else "")
         )
     progress = checkpoint.read_progress(path)
     check_same_run(progress, dump(config), config.parallel.allow_world_size_change)
@@ -250,7 +253,7 @@ def fingerprint(
     return {
         "data": _hash(source.digest for source in sources),
         "tokenizer": _hash([repr(vocabulary).encode(), str(tokenizer.chat_template).encode()]),
-        "model": _hash(_model(Path(config.model.path).expanduser())),
+        "model": _hash(_model(Path(config.model.path))),
         "reward": _hash(_files(reward)),
         **{key: _hash(_file(load_object(name, key))) for key, name in code.items() if name},
     }

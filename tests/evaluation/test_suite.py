@@ -181,8 +181,8 @@ def test_comparison_is_paired_by_prompt(task, tmp_path, monkeypatch):
         run_suite(other, tmp_path)
 
 
-def answer(index: int, score: float | None, split: str | None = None) -> Answer:
-    return Answer(index, f"row{index}", split, "text", 3 + index, score, index == 2)
+def answer(index: int, score: float | None, split: str | None = None, of: int = 0) -> Answer:
+    return Answer(index, f"row{of or index}", f"hash{index}", split, "text", 3 + index, score, index == 2)
 
 
 def test_summary_by_hand():
