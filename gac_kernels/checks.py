@@ -301,8 +301,8 @@ def operands(
         dtype = torch.get_autocast_dtype(rows.device.type) if autocast else dtype
         logits_dtype = compute_dtype(dtype)
         rows = rows.reshape(-1, rows.shape[-1])
-    elif rows.dim() == 2:
-        rows = rows[None]
+    else:  # a subclass that computes its values on demand does so here, with its gradient
+        rows = rows[None] if rows.dim() == 2 else rows.view_as(rows)
     temperatures, softcap = None, None if softcap is None else softcap / logit_scale
     if isinstance(temperature, Tensor):
         temperature_tensor(temperature, targets)

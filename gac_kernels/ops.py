@@ -95,7 +95,7 @@ def _loss(*arguments: Any) -> tuple[Tensor, ...]:
         torch.stack(scalars),
         *(logps.clone(), entropy.clone(), moments.rollouts, moments.demo_nll, moments.totals),
         op.rows.new_empty(0) if sketches is None else sketches,
-        torch.ones((), device=logps.device) if inv_scale is None else inv_scale,
+        op.rows.new_ones((), dtype=torch.float32) if inv_scale is None else inv_scale,
         *_or_empty(grads, op, _saved_dtypes(op)),
     )
 

@@ -223,7 +223,7 @@ class Tokens(NamedTuple):
         return (self.rollout_sum(x) / lengths).to(x.dtype)
 
 
-# The columns that the row kernels of a GPU read.
+# The columns that the row kernels read.
 ROW_COLUMNS = ("targets", "demo", "advantages", "old", "ref", "scale", "factor", "rollout_logps")
 
 

@@ -22,7 +22,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from gac_kernels import GradientFilter
+from gac_kernels import GradientFilter, fused_gac_loss, token_logprobs
 from gac_kernels.transformers import LazyLogits, Record, fuse
 from tests.ranks import run
 
@@ -198,11 +198,17 @@ def test_logits_are_computed_when_they_are_read() -> None:
     torch.testing.assert_close(lazy.to(dtype=torch.float64), expected.double(), rtol=0, atol=0)
     lazy[..., 3] = 7.0
     assert ((lazy * 2)[..., 3] == 14).all() and not (lazy[..., 4] == 7).any()
-    grads = [
-        torch.autograd.grad(x.sum(), model.parameters(), allow_unused=True)
-        for x in (expected.logsumexp(-1), model(**inputs).logits.logsumexp(-1))
-    ]
-    torch.testing.assert_close(*grads, rtol=0, atol=0)
+    functions = (
+        lambda x: x.logsumexp(-1),
+        lambda x: token_logprobs(x, inputs["input_ids"])[0],
+        lambda x: fused_gac_loss(x, inputs["labels"]).loss,
+    )
+    for function in functions:
+        grads = [
+            torch.autograd.grad(function(x).sum(), model.parameters(), retain_graph=True)
+            for x in (expected, model(**inputs).logits)
+        ]
+        torch.testing.assert_close(*grads, rtol=0, atol=0)
     for mode in (torch.no_grad(), torch.inference_mode()):
         with mode:
             values = model(**inputs).logits

@@ -214,14 +214,17 @@ def test_overwritten_logits_cannot_be_used_by_another_backward(backend: str) -> 
 
 
 @each_backend
-def test_columns_with_a_stride(backend: str) -> None:
+@pytest.mark.parametrize("name", ["k3", "corrected on-policy"])
+def test_columns_with_a_stride(name: str, backend: str) -> None:
     """The columns have stride 2, but the kernels assume contiguous ones."""
-    batch = build(BY_NAME["k3"])
+    batch = build(BY_NAME[name])
     logits = batch.logits()
     plain, (d_plain,) = loss_and_grad(fused_gac_loss, logits, batch, backend=backend)
-    strided = lambda x: torch.stack([x, torch.zeros_like(x)], 1)[:, 0]  # noqa: E731 - short
+    strided = lambda x: torch.stack([x, torch.zeros_like(x)], -1)[..., 0]  # noqa: E731 - short
     batch.targets = strided(batch.targets)
-    batch.keywords |= {n: strided(batch.keywords[n]) for n in ("old_logps", "ref_logps")}
+    columns = ("old_logps", "ref_logps", "rollout_logps", "weights")
+    given = {n: x for n in columns if (x := batch.keywords.get(n)) is not None}
+    batch.keywords |= {n: strided(x) for n, x in given.items()}
     out, (grad,) = loss_and_grad(fused_gac_loss, logits, batch, backend=backend)
     assert torch.equal(out.loss, plain.loss) and torch.equal(grad, d_plain)
 
