@@ -160,7 +160,7 @@ GAC_HOST_DEVICE TokenLoss<Real> demo_loss(Real logp, Real advantage, const Token
       weigh(logp, scale, token);
       return token;
   }
-  token.loss = -weight * logp;
+  token.loss = weight == 0 ? Real(0) : -weight * logp;  // 0 log 0 = 0
   token.d_logp = -weight;
   weigh(logp, scale, token);
   return token;

@@ -195,14 +195,12 @@ def _demonstration(logps: Tensor, advantages: Tensor, spec: LossSpec) -> Tensor:
     match spec.demo_weight:
         case DemoWeight.ONE:
             return -logps
-        case DemoWeight.P:
-            return -q * logps
-        case DemoWeight.PHI:
-            return -q * (1 - q) * logps
         case DemoWeight.SHAPED:
             return -advantages * p / (p + spec.demo_shape)
         case DemoWeight.TRUST:
             return -p / q.clamp(min=spec.demo_shape)
+    weight = q if spec.demo_weight is DemoWeight.P else q * (1 - q)
+    return -torch.where(weight == 0, 0, weight * logps)  # 0 log 0 = 0
 
 
 def token_gradients(

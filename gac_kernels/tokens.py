@@ -420,8 +420,10 @@ def reduce(tokens: Tokens, terms: TokenTerms, moments: bool) -> LossOutput:
     weighted_loss = (tokens.weight * terms.loss).double()
     terms = TokenTerms(*(x.detach() for x in terms))
     roles = torch.stack([tokens.rollout, tokens.live & tokens.demo])
-    rollout_loss, demo_loss = torch.where(roles, weighted_loss, 0).sum(1)
-    loss = (1 - tokens.mu) * rollout_loss + tokens.mu * demo_loss
+    losses = torch.where(roles, weighted_loss, 0).sum(1)
+    rollout_loss, demo_loss = losses
+    shares = torch.stack([losses.new_zeros(()) + x for x in (1 - tokens.mu, tokens.mu)])
+    loss = torch.where((shares == 0) & losses.isinf(), 0, shares * losses).sum()
     columns = *roles, terms.kl, terms.clipped, *torch.where(roles, terms.entropy, 0)
     totals = torch.stack(columns).sum(1, dtype=torch.float64)
     if tokens.ref is None:

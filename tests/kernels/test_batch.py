@@ -203,12 +203,16 @@ def test_edges(make_args: Callable[[], PlanArgs], name: str, poison: None) -> No
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("sequence", (0, 1), ids=("rollout", "demonstration"))
 def test_nan_tokens_propagate_as_in_the_definition(name: str, sequence: int) -> None:
+    """An infinite loss does so only if its term has a weight."""
     tokens = plan(*SMALL)
     terms = terms_of(tokens, SMALL.spec)
     token = sequence * 6 + int(tokens.live.view(4, 6)[sequence].nonzero()[0, 0])
     terms.logps[token] = terms.loss[token] = terms.entropy[token] = math.nan
     summary = check_reduce(require_backend(name), tokens, terms)
     assert summary.loss.isnan() and summary.demo_loss.isnan() == (sequence == 1)
+    terms.logps[token], terms.loss[token], terms.entropy[token] = -math.inf, math.inf, 0
+    for mu in (1.0 - sequence, torch.tensor(1.0 - sequence)):
+        assert check_reduce(name, tokens._replace(mu=mu), terms).loss.isfinite()
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -256,21 +256,28 @@ def test_float16_gradients_of_a_long_mean_do_not_vanish(backend: str) -> None:
 
 @each_backend
 def test_weight_or_advantage_0_removes_an_impossible_token(backend: str) -> None:
-    """The token's log-probability is -inf; its loss is 0, not nan."""
+    """The token's log-probability is -inf; its loss is 0, not nan. Also if the weight is that of
+    the token's term, or its probability.
+    """
     logits = torch.zeros(1, 2, 3)
     logits[0, 0, 1] = -torch.inf
     logits.requires_grad_()
-    targets, share = torch.tensor([[1, 2]]), torch.tensor([[0.0, 1.0]])
-    for demo, policy, weights, advantages in (
-        (True, "clip", share, torch.ones(1)),
-        (False, "reinforce", share, torch.ones(1)),
-        (False, "reinforce", None, share),
-        (False, "cispo", None, share),
+    targets, share, ones = torch.tensor([[1, 2]]), torch.tensor([[0.0, 1.0]]), torch.ones(1)
+    demo, rollout, first = [True], [False], [[True, False]]
+    for is_demo, policy, demo_weight, weights, advantages, mu in (
+        (demo, "clip", "one", share, ones, 0.5),
+        (demo, "clip", "p", None, ones, 0.5),
+        (demo, "clip", "phi", None, ones, 0.5),
+        (first, "clip", "one", None, ones, 0.0),
+        (first, "clip", "one", None, ones, torch.tensor(0.0)),
+        (rollout, "reinforce", "one", share, ones, 0.5),
+        (rollout, "reinforce", "one", None, share, 0.5),
+        (rollout, "cispo", "one", None, share, 0.5),
     ):
-        spec = LossSpec(policy_loss=policy, demo_weight="one")
-        arguments = logits, targets, advantages, torch.tensor([demo])
-        keywords = {"weights": weights, "old_logps": -torch.ones(1, 2), "spec": spec}
-        out = fused_gac_loss(*arguments, **keywords, backend=backend, mu=0.5)
+        spec = LossSpec(policy_loss=policy, demo_weight=demo_weight)
+        arguments = logits, targets, advantages, torch.tensor(is_demo)
+        keywords = {"weights": weights, "old_logps": -torch.ones(1, 2), "spec": spec, "mu": mu}
+        out = fused_gac_loss(*arguments, **keywords, backend=backend)
         (grad,) = torch.autograd.grad(out.loss, logits)
         assert out.loss.isfinite() and (grad[0, 0] == 0).all() and (grad[0, 1] != 0).any()
 

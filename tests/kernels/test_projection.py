@@ -373,7 +373,7 @@ def test_a_vocabulary_shard_needs_no_copy_of_its_logits(monkeypatch: pytest.Monk
     logits = batch.logits().detach()
     expected = native.row_loss(logits, tokens, LossSpec(), torch.empty_like(logits))
     with PeakMemory() as memory:
-        shard = vocab_parallel.ShardedRows(0, None, native)
+        shard = vocab_parallel.ShardedRows(0, logits.shape[-1], None, native)
         torch.testing.assert_close(shard.row_loss(logits, tokens, LossSpec(), logits), expected)
     assert memory.peak < logits.nbytes / 20
 

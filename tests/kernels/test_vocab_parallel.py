@@ -12,6 +12,7 @@ from gac_kernels import (
     LossSpec,
     TokenMoments,
     fused_linear_gac_loss,
+    vocab_parallel,
 )
 from gac_kernels.vocab_parallel import vocab_parallel_gac_loss
 from tests import ranks
@@ -52,13 +53,25 @@ def evaluate(loss, hidden, weight, bias, **rest):
     return values, out.moments.signals(), [x.grad for x in leaves]
 
 
-def run_sharded(data, *cases):
-    """Evaluate the loss of each case on this rank's shard of the head."""
+def shard_of(data):
+    """Start the process group; returns the batch with this rank's shard of the head."""
     torch.distributed.init_process_group("gloo")
     rank, count = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    shard = {**data, "weight": data["weight"].tensor_split(count)[rank]}
-    shard["bias"] = None if data["bias"] is None else data["bias"].tensor_split(count)[rank]
+    head = {name: data[name] for name in ("weight", "bias") if data[name] is not None}
+    return data | {name: x.tensor_split(count)[rank] for name, x in head.items()}
+
+
+def run_sharded(data, *cases):
+    """Evaluate the loss of each case on this rank's shard of the head."""
+    shard = shard_of(data)
     return [evaluate(vocab_parallel_gac_loss, **shard | settings) for settings in cases]
+
+
+def run_unchecked(data):
+    """Without a gradient and, as on a GPU, without a look at the targets."""
+    vocab_parallel.checks.values = lambda *_: None
+    out = vocab_parallel_gac_loss(**shard_of(data), mu=0.5)
+    return out.loss, out.logps
 
 
 def run_unsharded(data, settings):
@@ -177,11 +190,13 @@ def test_masked_vocabulary_and_nonfinite_rows():
         assert values[0].isnan()
 
 
-def test_out_of_range_target_is_rejected():
+def test_out_of_range_target_is_rejected_or_nan():
     data = batch()
-    data["targets"][0, 0] = V
+    data["targets"][0, :2] = torch.tensor([V, -1])
     for message in ranks.errors(run_sharded, data, {}, ranks=2):
         assert f"targets[0, 0] = {V}: use a token in" in message
+    for loss, logps in ranks.run(run_unchecked, data, ranks=2):
+        assert loss.isnan() and logps[0].isnan().tolist() == [True] * 2 + [False] * 5
 
 
 @pytest.mark.parametrize("weight", [False, True], ids=["hidden", "both"])

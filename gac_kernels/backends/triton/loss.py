@@ -142,7 +142,7 @@ def demo_term(logp, advantage, shape, DEMO: tl.constexpr):
             d_logp = -p
         else:
             d_logp = -p * (1.0 - p)
-        loss = d_logp * logp
+        loss = tl.where(d_logp == 0, 0.0, d_logp * logp)  # 0 log 0 = 0
     return loss, d_logp
 
 
