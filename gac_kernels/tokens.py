@@ -150,15 +150,16 @@ def complete(
                 "advantages is None: rollouts, and demonstrations with the weight 'shaped', "
                 "require advantages"
             )
-        is_demo = None  # every token is a demonstration
+        # every token is a demonstration; the argument has still to be checked
+        is_demo = torch.ones_like(is_demo) if isinstance(is_demo, Tensor) else is_demo
     mu = float(advantages is None) if mu is None else mu
+    cu_seqlens, count = others.get("cu_seqlens"), targets.shape[0]
+    if isinstance(cu_seqlens, Tensor) and cu_seqlens.dim() == 1:  # packed
+        count = len(cu_seqlens) - 1
     if is_demo is None:
-        cu_seqlens, count = others.get("cu_seqlens"), targets.shape[0]
-        if isinstance(cu_seqlens, Tensor) and cu_seqlens.dim() == 1:  # packed
-            count = len(cu_seqlens) - 1
         is_demo = torch.full((count,), advantages is None, device=targets.device)
     if advantages is None:
-        advantages = torch.zeros_like(is_demo, dtype=torch.float32)
+        advantages = torch.zeros(count, dtype=torch.float32, device=targets.device)
     return BatchInputs(targets, advantages, is_demo, mu, **others)
 
 
