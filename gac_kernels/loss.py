@@ -316,9 +316,11 @@ class TokenLogprobs(Function):
         more_outputs: bool,
     ) -> tuple[Tensor, ...]:
         with without_autocast(op):
-            logps, entropy, lse, *extra = linear.row_stats(op, more_outputs)
-        ctx.save_for_backward(*op[:3], lse, entropy)
+            stats = linear.row_stats(op, more_outputs)
+        ctx.save_for_backward(*op[:3], stats[2], stats[1])
         ctx.settings = op[3:]
+        # no views of one tensor, and none that is saved: users may modify them
+        logps, entropy, _, *extra = (x.clone() for x in stats)
         ctx.mark_non_differentiable(*extra)
         return logps, entropy, *extra
 

@@ -228,5 +228,6 @@ def token_logprobs(op: Operands, more_outputs: bool) -> tuple[Tensor, ...]:
 
     Also returns the entropy and, if `more_outputs`, MORE_OUTPUTS; each is [N].
     """
-    logps, entropy, _, *extra = ops.logprobs(*op[:_OPERANDS], more_outputs).unbind()
+    stats = ops.logprobs(*op[:_OPERANDS], more_outputs).unbind()
+    logps, entropy, _, *extra = (x.clone() for x in stats)
     return logps, entropy, *(x.detach() for x in extra)

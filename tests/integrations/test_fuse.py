@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -89,7 +90,8 @@ def test_the_loss_and_its_gradients_are_those_of_the_model(family: str) -> None:
     if family == "cohere":
         model.logit_scale = torch.tensor(0.3)
     shifted = nn.functional.pad(inputs["labels"], (0, 1), value=-100)[:, 1:]
-    variants: list[dict[str, Any]] = [{}, {"num_items_in_batch": torch.tensor(40)}]
+    elsewhere = mock.MagicMock(spec=Tensor, **{"to.return_value": torch.tensor(40)})
+    variants: list[dict[str, Any]] = [{}, {"num_items_in_batch": elsewhere}]
     variants += [{"shift_labels": torch.where(shifted > V // 2, shifted, -100)}]
     if family == "llama":
         inputs["labels"] = inputs["labels"].clamp(min=0)

@@ -295,8 +295,10 @@ def test_operators_check_values() -> None:
 LOSSES: dict[str, Any] = {
     "fused": lambda x, w, batch: fused_gac_loss(x @ w.T, *batch.inputs, **batch.keywords).loss,
     "linear": lambda x, w, batch: fused_linear_gac_loss(x, w, *batch.inputs, **batch.keywords).loss,
-    "logprobs": lambda x, w, batch: token_logprobs(x @ w.T, batch.inputs[0])[0].sum(),
-    "linear logprobs": lambda x, w, batch: linear_token_logprobs(x, w, batch.inputs[0])[0].sum(),
+    "logprobs": lambda x, w, batch: token_logprobs(x @ w.T, batch.inputs[0])[1].neg_().sum(),
+    "linear logprobs": lambda x, w, batch: (
+        linear_token_logprobs(x, w, batch.inputs[0])[0].neg_().sum()
+    ),
 }
 
 
