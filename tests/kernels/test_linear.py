@@ -1,6 +1,7 @@
 """The chunked LM head: values, gradients, FLOPs and memory."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -82,8 +83,10 @@ def test_float32(case: Case, backend: str) -> None:
 
 @each_backend
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-def test_half(dtype: torch.dtype, backend: str) -> None:
-    compare(BY_NAME["k2"], dtype, backend)
+@pytest.mark.parametrize("level", ["token", "sequence"])  # in one pass, and in two
+def test_half(level: str, dtype: torch.dtype, backend: str) -> None:
+    spec = replace(BY_NAME["k2"].spec, importance_sampling_level=level)
+    compare(replace(BY_NAME["k2"], spec=spec), dtype, backend)
 
 
 def work_of(advantages, lengths=(8, 8, 8, 8), needs=(True, True), demos=(0, 0, 0, 0), **keywords):
@@ -160,12 +163,14 @@ def test_work_that_is_not_needed_is_left_out() -> None:
     assert work.flops == 4 * 2 * NHV
 
 
-def test_logprobs_recompute_only_rows_with_an_upstream_gradient() -> None:
+@pytest.mark.parametrize("frozen", [False, True])
+def test_logprobs_recompute_only_rows_with_an_upstream_gradient(frozen: bool) -> None:
     batch = build(Case("work", "", lengths=(8, 8, 8, 8), demos=(0, 0, 0, 0)))
     with WorkCounter() as work:
-        logps, _ = linear_token_logprobs(batch.hidden, batch.weight, batch.targets)
+        weight = batch.weight.requires_grad_(not frozen)
+        logps = linear_token_logprobs(batch.hidden, weight, batch.targets)[0]
         logps[:1].sum().backward()
-    assert work.flops == (4 * 2 + 6) * NHV
+    assert work.flops == (4 * 2 + 6 - 2 * frozen) * NHV
 
 
 @pytest.mark.parametrize("call", ["loss", "logprobs"])
