@@ -118,8 +118,9 @@ def padded(*shape: int, demos: tuple[int, ...]) -> "PlanArgs":
     g = torch.Generator().manual_seed(2)
     targets = torch.randint(9, shape, generator=g)
     targets[torch.rand(shape, generator=g) < 0.3] = -100
-    advantages = torch.randn(shape[0], generator=g)
-    return PlanArgs(BatchInputs(targets, advantages, torch.tensor(demos) > 0, mu=0.4))
+    return PlanArgs(
+        BatchInputs(targets, torch.randn(shape[0], generator=g), torch.tensor(demos) > 0, mu=0.4)
+    )
 
 
 def packed(lengths: list[int]) -> "PlanArgs":

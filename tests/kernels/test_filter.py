@@ -242,8 +242,9 @@ def test_row_kernels_mark_what_they_store(backend, dtype, softcap, poison) -> No
     stored = wide[0, :, :width].double()
     expected = (stored.abs() > threshold).any(0).index_fill(0, torch.tensor([0, 300, 9]), True)
     assert torch.equal(marks.hit, expected) and 3 < flags.sum() == expected.sum() < width - 3
-    exact = torch.stack([stored.sum(1), stored.abs().sum(1)])
-    torch.testing.assert_close(marks.sums.double(), exact, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        marks.sums.double(), torch.stack([stored.sum(1), stored.abs().sum(1)]), rtol=1e-5, atol=1e-6
+    )
     assert (marks.sums[:, 2:4] == 0).all() and (wide[..., width:] == 7).all()
 
 

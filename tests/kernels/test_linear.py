@@ -69,8 +69,7 @@ def compare(case: Case, dtype: torch.dtype, backend: str) -> None:
     out, d_ours = run_linear(fused_linear_gac_loss, batch, backend=backend, chunk_bytes=chunk)
     # in base 2, log-probs near 0 have the rounding of the logits
     check_outputs(out, same_dtype, truth, floor=1.0 if on_cuda(backend) else 1e-3)
-    floor = 0.1 if on_cuda(backend) else 1e-3
-    check_grads(LEAVES, d_ours, d_same_dtype, d_truth, floor=floor)
+    check_grads(LEAVES, d_ours, d_same_dtype, d_truth, floor=0.1 if on_cuda(backend) else 1e-3)
     assert [g.dtype for g in d_ours] == [dtype] * 3
 
 
@@ -167,8 +166,9 @@ def test_work_that_is_not_needed_is_left_out() -> None:
 def test_logprobs_recompute_only_rows_with_an_upstream_gradient(frozen: bool) -> None:
     batch = build(Case("work", "", lengths=(8, 8, 8, 8), demos=(0, 0, 0, 0)))
     with WorkCounter() as work:
-        weight = batch.weight.requires_grad_(not frozen)
-        logps = linear_token_logprobs(batch.hidden, weight, batch.targets)[0]
+        logps = linear_token_logprobs(
+            batch.hidden, batch.weight.requires_grad_(not frozen), batch.targets
+        )[0]
         logps[:1].sum().backward()
     assert work.flops == (4 * 2 + 6 - 2 * frozen) * NHV
 

@@ -40,8 +40,9 @@ def loss_of(form: str, *roles: Tensor | None, backend: str = "native", **keyword
     elif form == "logits":
         out = fused_gac_loss(hidden @ weight.T, targets, *roles, backend=backend, **keywords)
     else:
-        logps = token_logprobs(hidden @ weight.T, targets)[0]
-        out = loss_from_logprobs(logps, targets, *roles, **keywords)
+        out = loss_from_logprobs(
+            token_logprobs(hidden @ weight.T, targets)[0], targets, *roles, **keywords
+        )
     return out.loss, *torch.autograd.grad(out.loss, hidden)
 
 
@@ -58,8 +59,10 @@ def test_omitted_roles_give_the_only_term_the_weight_1(form: str, backend: str) 
         (sft, ()),
         (sft, (None, demos)),
     ):
-        actual = loss_of(form, *roles, **keywords)
-        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(loss_of(form, *roles, **keywords), expected, strict=True)
+        )
     torch.testing.assert_close(2 * loss_of(form, advantages, mu=0.5, **keywords)[0], grpo[0])
 
 

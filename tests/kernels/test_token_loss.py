@@ -146,8 +146,9 @@ def test_float16_derivatives_of_any_size(
         total = call(*leaves[:2], targets, loss, share, bias=leaves[2], **options)[0]
         results.append(torch.autograd.grad(total / max(shares), leaves))
     for ours, truth in zip(*results, strict=True):
-        tolerance = 2e-3 * truth.abs().max().item()
-        torch.testing.assert_close(ours.double(), truth, rtol=2e-3, atol=tolerance)
+        torch.testing.assert_close(
+            ours.double(), truth, rtol=2e-3, atol=2e-3 * truth.abs().max().item()
+        )
 
 
 @pytest.mark.parametrize("needs", [(True, False), (False, True), (False, False)])
@@ -185,8 +186,9 @@ def test_graph_capture_reads_nothing_from_the_device(monkeypatch: pytest.MonkeyP
     x["leaves"][0].data[x["targets"] == -100] = torch.nan
     monkeypatch.setattr(linear, "capturing", lambda device: True)
     monkeypatch.setattr(Tensor, "tolist", None)
-    actual = evaluate(fused_linear_token_loss, RECIPES["focal"], x, [])
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        evaluate(fused_linear_token_loss, RECIPES["focal"], x, []), expected, rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize(
