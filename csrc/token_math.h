@@ -129,7 +129,8 @@ GAC_HOST_DEVICE TokenLoss<Real> rollout_loss(Real logp, Real entropy, Real advan
       coefficient *= bounded;
       [[fallthrough]];
     case Policy::reinforce:
-      token.loss = coefficient == 0 ? Real(0) : -coefficient * logp;  // 0 log 0 = 0
+      // 0 log 0 = 0, but nan stays
+      token.loss = coefficient == 0 && logp == -HUGE_VAL ? Real(0) : -coefficient * logp;
       token.d_logp = -coefficient;
   }
   weigh(logp, weight, token);

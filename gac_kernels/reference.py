@@ -173,8 +173,8 @@ def _policy(logps: Tensor, ratio: Tensor, a: Tensor, spec: LossSpec) -> tuple[Te
             coefficient, clipped = bounded * a, bounded != ratio
         case _:
             coefficient, clipped = a, torch.zeros_like(a).bool()
-    # 0 log 0 = 0
-    return -torch.where(coefficient == 0, 0, coefficient * logps), clipped
+    impossible = (coefficient == 0) & (logps == -math.inf)  # 0 log 0 = 0, but nan stays
+    return -torch.where(impossible, 0, coefficient * logps), clipped
 
 
 def _kl(d: Tensor, estimator: str) -> Tensor:

@@ -47,9 +47,11 @@ def test_a_row_of_minus_infinity_or_a_capped_infinity_gives_a_nan_loss(
 def check_nan_in_second_row(
     logits: Tensor, targets: Tensor, backend: str, softcap: float | None
 ) -> None:
-    for advantage in (1.0, 0.0):  # with advantage 0, the row has no gradient but is still read
+    # with advantage 0, the row has no gradient but is still read
+    for advantage, policy in ((1.0, "clip"), (0.0, "clip"), (0.0, "reinforce")):
         leaf, advantages = logits.clone().requires_grad_(), torch.full((1, 2), advantage)
-        out = fused_gac_loss(leaf, targets, advantages, softcap=softcap, backend=backend)
+        options = {"spec": LossSpec(policy_loss=policy), "softcap": softcap, "backend": backend}
+        out = fused_gac_loss(leaf, targets, advantages, **options)
         assert out.loss.isnan() and out.logps[0, 1].isnan() and out.entropy[0, 1].isnan()
         assert out.logps[0, 0].isfinite()
         out.loss.backward()

@@ -99,7 +99,8 @@ def rollout_term(
             d_logp = -bounded * advantage
         else:
             d_logp = -advantage
-        loss = tl.where(d_logp == 0, 0.0, d_logp * logp)  # 0 log 0 = 0
+        impossible = (d_logp == 0) & (logp == float("-inf"))
+        loss = tl.where(impossible, 0.0, d_logp * logp)  # 0 log 0 = 0, but nan stays
     return loss, d_logp, tl.where(clipped, 1.0, 0.0), ratio, overflows
 
 
