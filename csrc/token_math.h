@@ -129,7 +129,8 @@ GAC_HOST_DEVICE TokenLoss<Real> rollout_loss(Real logp, Real entropy, Real advan
       coefficient *= bounded;
       [[fallthrough]];
     case Policy::reinforce:
-      token.loss = coefficient == 0 ? Real(0) : -coefficient * logp;  // 0 log 0 = 0
+      // 0 log 0 = 0, but nan stays
+      token.loss = coefficient == 0 && logp == -HUGE_VAL ? Real(0) : -coefficient * logp;
       token.d_logp = -coefficient;
   }
   weigh(logp, weight, token);
@@ -160,7 +161,7 @@ GAC_HOST_DEVICE TokenLoss<Real> demo_loss(Real logp, Real advantage, const Token
       weigh(logp, scale, token);
       return token;
   }
-  token.loss = -weight * logp;
+  token.loss = weight == 0 ? Real(0) : -weight * logp;  // 0 log 0 = 0
   token.d_logp = -weight;
   weigh(logp, scale, token);
   return token;

@@ -312,9 +312,10 @@ def fused_linear_token_loss(
     The loss of a token may depend on its log-probability, its entropy and your own tensors. Its
     derivatives are computed by autograd in the forward pass, block by block, so the total is
     6 N H V FLOPs as for `fused_linear_gac_loss`. Rows whose derivatives are 0 need only the forward
-    GEMM; on a GPU, the host waits once per chunk to find them. A loss that needs sums over a
-    sequence uses `linear_token_logprobs`, at 8 N H V. Under torch.compile, the call breaks the
-    graph once, because your function runs eagerly.
+    GEMM; on a GPU, the host waits once per chunk to find them, and in float16 once per block for
+    the size of the derivatives. A loss that needs sums over a sequence uses
+    `linear_token_logprobs`, at 8 N H V. Under torch.compile, the call breaks the graph once,
+    because your function runs eagerly.
 
     Arguments and errors not listed here are as in `fused_linear_gac_loss` and
     `linear_token_logprobs`.

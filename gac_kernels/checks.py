@@ -99,7 +99,7 @@ def head(weight: Tensor, bias: Tensor | None, hidden: Tensor, autocast: bool) ->
 
 
 def batch_inputs(like: Tensor, inputs: BatchInputs, spec: LossSpec) -> None:
-    """Check a batch and its spec without reading tensor values."""
+    """Check a batch and its spec without reading tensor values, except for temperatures."""
     if not isinstance(spec, LossSpec):
         raise TypeError(f"spec is a {type(spec).__name__}: use a LossSpec")
     sequences = _sequences(like, inputs.targets, inputs.cu_seqlens)
@@ -114,8 +114,9 @@ def batch_inputs(like: Tensor, inputs: BatchInputs, spec: LossSpec) -> None:
     tensor("is_demo", inputs.is_demo, "bool", torch.bool)
     shape("is_demo", inputs.is_demo, (sequences,), tokens)
     same_device("is_demo", inputs.is_demo, like, allow_cpu=True)
-    for name in ("weights", "temperatures"):
-        floats(name, getattr(inputs, name), like, (sequences,), tokens, allow_cpu=True)
+    floats("weights", inputs.weights, like, (sequences,), tokens, allow_cpu=True)
+    if inputs.temperatures is not None:
+        temperature_tensor("temperatures", inputs.temperatures, inputs.targets, sequences)
     for name in ("old_logps", "ref_logps", "rollout_logps"):
         floats(name, getattr(inputs, name), inputs.targets, tokens)
     if spec.kl_coef != 0 and inputs.ref_logps is None:
@@ -187,13 +188,13 @@ def positive(name: str, value: Any) -> None:
         raise ValueError(f"{name}={value!r}: use a finite number > 0")
 
 
-def temperature_tensor(value: Tensor, targets: Tensor) -> None:
-    """Check a float tensor of temperatures > 0, [B] or like targets."""
-    floats("temperature", value, targets, targets.shape[:1], targets.shape, allow_cpu=True)
+def temperature_tensor(name: str, value: Tensor, targets: Tensor, sequences: int) -> None:
+    """Check a float tensor of temperatures > 0, one per sequence or like targets."""
+    floats(name, value, targets, (sequences,), targets.shape, allow_cpu=True)
     if value.requires_grad:
-        raise ValueError("temperature requires a gradient, which it cannot get: pass it detached")
+        raise ValueError(f"{name} requires a gradient, which it cannot get: pass it detached")
     if not torch.compiler.is_compiling():
-        _in_range("temperature", value, targets)
+        _in_range(name, value, targets)
 
 
 def token_inputs(function: object, inputs: Sequence[Tensor], targets: Tensor) -> None:
@@ -296,16 +297,16 @@ def operands(
         autocast = dtype != torch.float64 and torch.is_autocast_enabled(rows.device.type)
         head(weight, bias, rows, autocast)
         optional("gradient_filter", gradient_filter, GradientFilter)
-        if chunk_bytes is not None and chunk_bytes < 1:
-            raise ValueError(f"chunk_bytes={chunk_bytes!r}: use a number of bytes > 0, or None")
+        if chunk_bytes is not None and not (isinstance(chunk_bytes, int) and chunk_bytes > 0):
+            raise ValueError(f"chunk_bytes={chunk_bytes!r}: use a whole number > 0, or None")
         dtype = torch.get_autocast_dtype(rows.device.type) if autocast else dtype
         logits_dtype = compute_dtype(dtype)
         rows = rows.reshape(-1, rows.shape[-1])
-    elif rows.dim() == 2:
-        rows = rows[None]
+    else:  # a subclass that computes its values on demand does so here, with its gradient
+        rows = rows[None] if rows.dim() == 2 else rows.view_as(rows)
     temperatures, softcap = None, None if softcap is None else softcap / logit_scale
     if isinstance(temperature, Tensor):
-        temperature_tensor(temperature, targets)
+        temperature_tensor("temperature", temperature, targets, targets.shape[0])
         temperatures = reference.per_token(temperature, targets, compute_dtype(dtype)) / logit_scale
         temperature = logit_scale
     positive("temperature", temperature)

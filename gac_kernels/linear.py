@@ -38,6 +38,7 @@ class Block(NamedTuple):
     out: Tensor | None = None  # [1, M, V]: where their gradient is written
     sketch: RowSketch | None = None  # where the sketch of their gradient is written
     marks: RowMarks | None = None  # where the filter's notes of their gradient are written
+    before: Tensor | None = None  # the gradient of the rows before it in its chunk
 
 
 def capturing(device: torch.device) -> bool:
@@ -133,7 +134,9 @@ class Head:
                 tokens = slice(chunk.start + span.start, chunk.start + span.stop)
                 sketch = None if self.sketcher is None else self.sketcher.rows(index[span])
                 marks = None if self.filter is None else self.filter.marks(index[span])
-                yield Block(tokens, logits[None], grad[span][None], sketch, marks)
+                yield Block(
+                    tokens, logits[None], grad[span][None], sketch, marks, grad[: span.start]
+                )
                 if self.sketcher is not None and sketch is not None:
                     self.sketcher.store(index[span], sketch)
                 if self.filter is not None and marks is not None:
@@ -156,6 +159,13 @@ class Head:
             rows = targets[block.tokens], *columns[:, block.tokens], part(scaling, block.tokens)
             options = block.out, op.softcap, block.sketch
             op.backend.row_grads(block.logits, *rows, *options, marks=block.marks)
+
+    def rescale(self, factor: Tensor, grad: Tensor | None) -> None:
+        """Multiply all gradients so far, with that of a chunk's first logits, by a factor."""
+        sums = None if self.filter is None else self.filter.sums
+        for x in (self._d_hidden, self._d_weight, self._d_bias, grad, sums):
+            if x is not None:
+                x.mul_(factor)
 
     def _add(self, index: Tensor, rows: Tensor, grad: Tensor, single_chunk: bool) -> None:
         """Add a chunk: token indices [M], input rows [M, H] and the logits' gradient [M, V]."""

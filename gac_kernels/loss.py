@@ -21,7 +21,7 @@ from torch.autograd.graph import increment_version
 from . import linear
 from .contract import IGNORE, LossSpec, compute_dtype
 from .filter import FilterReport
-from .linear import ASYNCHRONOUS, Gradients, Head, head_stats, sort_tokens, unsorted
+from .linear import ASYNCHRONOUS, Gradients, Head, capturing, head_stats, sort_tokens, unsorted
 from .reference import Coupling, coupling, select_outputs, token_gradients, token_terms
 from .sketch import HeadSketch
 from .tokens import (
@@ -30,7 +30,6 @@ from .tokens import (
     Operands,
     Tokens,
     TokenTerms,
-    bound_for_float16,
     has_zero_gradient,
     part,
     power_above,
@@ -187,7 +186,9 @@ def token_loss(
     The derivatives of a block's losses come from autograd on its [M] log-probs and entropies.
     """
     live = op.targets != IGNORE
-    head, more_outputs, inv_scale = Head(op, needs, live), len(outputs) > 0, None
+    head, more_outputs = Head(op, needs, live), len(outputs) > 0
+    half = op.dtype == torch.float16  # the scale of its gradients follows the largest derivative
+    inv_scale = op.rows.new_full((), 2.0**-100, dtype=torch.float32) if half else None
     order, counts = sort_tokens(live, live if any(needs) else None)
     targets, scaling, inputs = op.targets[order], op.scaling(order), [x[order] for x in inputs]
     results = head.zeros(6 if more_outputs else 3)  # losses, logps, entropy and MORE_OUTPUTS
@@ -203,10 +204,13 @@ def token_loss(
         torch.stack([losses, logps, entropy, *extra], out=results[:, span])
         if upstream is not None:
             nonzero[span] = (upstream != 0).any(0)
-            if op.dtype == torch.float16:  # the scale of the first block serves all
-                if inv_scale is None:
-                    inv_scale = power_above((upstream / temperature).abs())
-                upstream = bound_for_float16(upstream / inv_scale, temperature)
+            if inv_scale is not None:
+                size = (upstream / temperature).abs()
+                largest, fits = power_above(size).maximum(inv_scale), size.max() <= 64 * inv_scale
+                larger = torch.where(fits, inv_scale, largest)  # no logit's gradient overflows
+                if capturing(live.device) or larger != inv_scale:  # the host waits here
+                    head.rescale(inv_scale / larger, block.before)
+                inv_scale, upstream = larger, upstream / larger
             stats, options = (lse, entropy, *upstream), (temperature, block.out, op.softcap)
             op.backend.row_grads(*rows, *stats, *options, marks=block.marks)
     losses, logps, entropy, *extra = torch.where(live, unsorted(results, order), 0)
@@ -312,9 +316,11 @@ class TokenLogprobs(Function):
         more_outputs: bool,
     ) -> tuple[Tensor, ...]:
         with without_autocast(op):
-            logps, entropy, lse, *extra = linear.row_stats(op, more_outputs)
-        ctx.save_for_backward(*op[:3], lse, entropy)
+            stats = linear.row_stats(op, more_outputs)
+        ctx.save_for_backward(*op[:3], stats[2], stats[1])
         ctx.settings = op[3:]
+        # no views of one tensor, and none that is saved: users may modify them
+        logps, entropy, _, *extra = (x.clone() for x in stats)
         ctx.mark_non_differentiable(*extra)
         return logps, entropy, *extra
 

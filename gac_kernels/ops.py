@@ -95,7 +95,7 @@ def _loss(*arguments: Any) -> tuple[Tensor, ...]:
         torch.stack(scalars),
         *(logps.clone(), entropy.clone(), moments.rollouts, moments.demo_nll, moments.totals),
         op.rows.new_empty(0) if sketches is None else sketches,
-        torch.ones((), device=logps.device) if inv_scale is None else inv_scale,
+        op.rows.new_ones((), dtype=torch.float32) if inv_scale is None else inv_scale,
         *_or_empty(grads, op, _saved_dtypes(op)),
     )
 
@@ -228,5 +228,6 @@ def token_logprobs(op: Operands, more_outputs: bool) -> tuple[Tensor, ...]:
 
     Also returns the entropy and, if `more_outputs`, MORE_OUTPUTS; each is [N].
     """
-    logps, entropy, _, *extra = ops.logprobs(*op[:_OPERANDS], more_outputs).unbind()
+    stats = ops.logprobs(*op[:_OPERANDS], more_outputs).unbind()
+    logps, entropy, _, *extra = (x.clone() for x in stats)
     return logps, entropy, *(x.detach() for x in extra)

@@ -173,8 +173,8 @@ def _policy(logps: Tensor, ratio: Tensor, a: Tensor, spec: LossSpec) -> tuple[Te
             coefficient, clipped = bounded * a, bounded != ratio
         case _:
             coefficient, clipped = a, torch.zeros_like(a).bool()
-    # 0 log 0 = 0
-    return -torch.where(coefficient == 0, 0, coefficient * logps), clipped
+    impossible = (coefficient == 0) & (logps == -math.inf)  # 0 log 0 = 0, but nan stays
+    return -torch.where(impossible, 0, coefficient * logps), clipped
 
 
 def _kl(d: Tensor, estimator: str) -> Tensor:
@@ -195,14 +195,12 @@ def _demonstration(logps: Tensor, advantages: Tensor, spec: LossSpec) -> Tensor:
     match spec.demo_weight:
         case DemoWeight.ONE:
             return -logps
-        case DemoWeight.P:
-            return -q * logps
-        case DemoWeight.PHI:
-            return -q * (1 - q) * logps
         case DemoWeight.SHAPED:
             return -advantages * p / (p + spec.demo_shape)
         case DemoWeight.TRUST:
             return -p / q.clamp(min=spec.demo_shape)
+    weight = q if spec.demo_weight is DemoWeight.P else q * (1 - q)
+    return -torch.where(weight == 0, 0, weight * logps)  # 0 log 0 = 0
 
 
 def token_gradients(

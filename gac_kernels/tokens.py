@@ -150,15 +150,16 @@ def complete(
                 "advantages is None: rollouts, and demonstrations with the weight 'shaped', "
                 "require advantages"
             )
-        is_demo = None  # every token is a demonstration
+        # every token is a demonstration; the argument has still to be checked
+        is_demo = torch.ones_like(is_demo) if isinstance(is_demo, Tensor) else is_demo
     mu = float(advantages is None) if mu is None else mu
+    cu_seqlens, count = others.get("cu_seqlens"), targets.shape[0]
+    if isinstance(cu_seqlens, Tensor) and cu_seqlens.dim() == 1:  # packed
+        count = len(cu_seqlens) - 1
     if is_demo is None:
-        cu_seqlens, count = others.get("cu_seqlens"), targets.shape[0]
-        if isinstance(cu_seqlens, Tensor) and cu_seqlens.dim() == 1:  # packed
-            count = len(cu_seqlens) - 1
         is_demo = torch.full((count,), advantages is None, device=targets.device)
     if advantages is None:
-        advantages = torch.zeros_like(is_demo, dtype=torch.float32)
+        advantages = torch.zeros(count, dtype=torch.float32, device=targets.device)
     return BatchInputs(targets, advantages, is_demo, mu, **others)
 
 
@@ -223,7 +224,7 @@ class Tokens(NamedTuple):
         return (self.rollout_sum(x) / lengths).to(x.dtype)
 
 
-# The columns that the row kernels of a GPU read.
+# The columns that the row kernels read.
 ROW_COLUMNS = ("targets", "demo", "advantages", "old", "ref", "scale", "factor", "rollout_logps")
 
 
@@ -420,8 +421,10 @@ def reduce(tokens: Tokens, terms: TokenTerms, moments: bool) -> LossOutput:
     weighted_loss = (tokens.weight * terms.loss).double()
     terms = TokenTerms(*(x.detach() for x in terms))
     roles = torch.stack([tokens.rollout, tokens.live & tokens.demo])
-    rollout_loss, demo_loss = torch.where(roles, weighted_loss, 0).sum(1)
-    loss = (1 - tokens.mu) * rollout_loss + tokens.mu * demo_loss
+    losses = torch.where(roles, weighted_loss, 0).sum(1)
+    rollout_loss, demo_loss = losses
+    shares = torch.stack([losses.new_zeros(()) + x for x in (1 - tokens.mu, tokens.mu)])
+    loss = torch.where((shares == 0) & losses.isinf(), 0, shares * losses).sum()
     columns = *roles, terms.kl, terms.clipped, *torch.where(roles, terms.entropy, 0)
     totals = torch.stack(columns).sum(1, dtype=torch.float64)
     if tokens.ref is None:

@@ -354,6 +354,7 @@ def _fused_loss(
     targets = shift_labels.to(hidden.device).reshape(hidden.shape[:-1])
     targets = torch.where(targets == ignore_index, IGNORE, targets)
     norm = (targets != IGNORE).sum() if num_items_in_batch is None else num_items_in_batch
+    norm = norm.to(hidden.device) if isinstance(norm, Tensor) else norm
     with logits.precision():
         scaling |= {"demo_norm": norm, "moments": False, "spec": LABELS}
         scaling["gradient_filter"] = handle.filter

@@ -86,7 +86,7 @@ def vocab_parallel_gac_loss(
     sizes = _sizes(weight, group)
     checks.values(targets, sum(sizes), inputs)
     # all ranks must use the same chunks, even if the weight rows are sharded unevenly
-    backend = ShardedRows(sum(sizes[: dist.get_rank(group)]), group, op.backend)
+    backend = ShardedRows(sum(sizes[: dist.get_rank(group)]), sum(sizes), group, op.backend)
     needs, rows = NeedsGrad.of(*op[:3]), op.rows.view_as(op.rows)
     if needs.rows:  # all ranks add their parts of the gradient of this call
         rows.register_hook(lambda grad: backend.all_reduce(grad.contiguous()))
@@ -105,10 +105,12 @@ def _sizes(weight: Tensor, group: dist.ProcessGroup | None) -> list[int]:
 
 
 class ShardedRows:
-    """Backend (see `backends`) for a vocabulary shard, whose first entry is `start`."""
+    """Backend (see `backends`) for a vocabulary shard, whose first entry is `start` of `size`."""
 
-    def __init__(self, start: int, group: dist.ProcessGroup | None, inner: ModuleType) -> None:
-        self.start, self.group, self.inner = start, group, inner
+    def __init__(
+        self, start: int, size: int, group: dist.ProcessGroup | None, inner: ModuleType
+    ) -> None:
+        self.start, self.size, self.group, self.inner = start, size, group, inner
         self.plan, self.scale_, self.reduce = inner.plan, inner.scale_, inner.reduce
 
     def row_stats(
@@ -132,7 +134,8 @@ class ShardedRows:
         # a rank whose entries are all masked has a share of 0 and no entropy
         mixed = torch.where(share == 0, 0, share * (entropy - log_share)).sum(0)
         live = targets != IGNORE
-        results = target.sum(0) - total, mixed, total
+        inside = (targets >= 0) & (targets < self.size)  # a GPU's targets are not checked
+        results = torch.where(inside, target.sum(0) - total, torch.nan), mixed, total
         return tuple(torch.where(live, x, 0) for x in results)
 
     def row_grads(self, logits: Tensor, targets: Tensor, *arguments: Any, **notes: Any) -> None:

@@ -36,6 +36,11 @@ double phi(float logp) {
   return p * (1 - p);
 }
 
+// The part of a term in the loss; a term of weight 0 has none, even if it is infinite.
+double share(double weight, double loss) {
+  return weight == 0 && std::isinf(loss) ? 0 : weight * loss;
+}
+
 bool is_rollout(const ReduceArguments& a, int64_t s) { return a.rollout_lengths[s] > 0; }
 
 // TokenMoments.rollouts: means first, then sums about them.
@@ -149,7 +154,7 @@ const char* gac_reduce(const gac::ReduceArguments* arguments) {
     totals[4 + d] += a.entropy[i];
   }
   if (!a.has_ref) totals[2] = std::numeric_limits<double>::quiet_NaN();
-  *a.mixed_loss = static_cast<float>((1 - a.mu) * term_loss[0] + a.mu * term_loss[1]);
+  *a.mixed_loss = static_cast<float>(share(1 - a.mu, term_loss[0]) + share(a.mu, term_loss[1]));
   *a.rollout_loss = static_cast<float>(term_loss[0]);
   *a.demo_loss = static_cast<float>(term_loss[1]);
   *a.mean_kl = static_cast<float>(totals[2] / totals[0]);

@@ -29,7 +29,7 @@ from ..contract import REDUCTIONS, DemoWeight, LossOutput, LossSpec, TokenMoment
 from ..filter import RowMarks
 from ..reference import scale_ as scale_
 from ..sketch import RowSketch
-from ..tokens import DTYPES, BatchInputs, Tokens, TokenTerms
+from ..tokens import DTYPES, ROW_COLUMNS, BatchInputs, Tokens, TokenTerms
 
 LIBRARY = Path(__file__).parent.parent / "_native.so"
 FUNCTIONS = ("gac_plan", "gac_reduce", "gac_row_stats", "gac_row_grads", "gac_row_loss")
@@ -270,7 +270,9 @@ def row_loss(
     marks: RowMarks | None = None,
 ) -> TokenTerms:
     terms = TokenTerms._make([torch.empty_like(tokens.scale) for _ in TokenTerms._fields])
-    columns = tokens._asdict() | terms._asdict()
+    given = {name: getattr(tokens, name) for name in ROW_COLUMNS}
+    dense = {name: None if x is None else x.contiguous() for name, x in given.items()}
+    columns = dense | terms._asdict()
     temperature, *options = spec.token_scalars.values()
     scaling = temperature if tokens.temperature is None else tokens.temperature
     _run("gac_row_loss", logits, out, scaling, softcap, columns, (sketch, marks), options)

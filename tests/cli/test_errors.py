@@ -339,6 +339,8 @@ LINEAR = {
     ),
     "target too large": (ValueError, r"targets\[0, 0\] = 11", {"targets": torch.full((3, 4), V)}),
     "no bytes for a chunk": (ValueError, "chunk_bytes=0", {"chunk_bytes": 0}),
+    "half bytes": (ValueError, "chunk_bytes=1000000.0: use a whole number", {"chunk_bytes": 1e6}),
+    "bytes as text": (ValueError, "chunk_bytes='x'", {"chunk_bytes": "x"}),
 }
 
 
@@ -375,7 +377,7 @@ def test_small_inputs_may_be_on_the_cpu() -> None:
     inputs = BatchInputs(targets, two, two > 0, number, weights=two, rollout_norm=number)
     inputs = inputs._replace(cu_seqlens=torch.tensor([0, 5, 12]), demo_norm=number)
     checks.batch_inputs(targets, inputs, LossSpec())
-    checks.temperature_tensor(two, targets.view(2, 6))
+    checks.temperature_tensor("temperature", two, targets.view(2, 6), 2)
     for name in ("old_logps", "ref_logps"):
         with pytest.raises(ValueError, match=f"{name} is on cpu: move it to meta"):
             checks.batch_inputs(targets, inputs._replace(**{name: torch.zeros(12)}), LossSpec())

@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from gac_kernels import GradientFilter
+from gac_kernels import GradientFilter, fused_gac_loss, token_logprobs
 from gac_kernels.transformers import LazyLogits, Record, fuse
 from tests.ranks import run
 
@@ -89,7 +90,8 @@ def test_the_loss_and_its_gradients_are_those_of_the_model(family: str) -> None:
     if family == "cohere":
         model.logit_scale = torch.tensor(0.3)
     shifted = nn.functional.pad(inputs["labels"], (0, 1), value=-100)[:, 1:]
-    variants: list[dict[str, Any]] = [{}, {"num_items_in_batch": torch.tensor(40)}]
+    elsewhere = mock.MagicMock(spec=Tensor, **{"to.return_value": torch.tensor(40)})
+    variants: list[dict[str, Any]] = [{}, {"num_items_in_batch": elsewhere}]
     variants += [{"shift_labels": torch.where(shifted > V // 2, shifted, -100)}]
     if family == "llama":
         inputs["labels"] = inputs["labels"].clamp(min=0)
@@ -198,11 +200,17 @@ def test_logits_are_computed_when_they_are_read() -> None:
     torch.testing.assert_close(lazy.to(dtype=torch.float64), expected.double(), rtol=0, atol=0)
     lazy[..., 3] = 7.0
     assert ((lazy * 2)[..., 3] == 14).all() and not (lazy[..., 4] == 7).any()
-    grads = [
-        torch.autograd.grad(x.sum(), model.parameters(), allow_unused=True)
-        for x in (expected.logsumexp(-1), model(**inputs).logits.logsumexp(-1))
-    ]
-    torch.testing.assert_close(*grads, rtol=0, atol=0)
+    functions = (
+        lambda x: x.logsumexp(-1),
+        lambda x: token_logprobs(x, inputs["input_ids"])[0],
+        lambda x: fused_gac_loss(x, inputs["labels"]).loss,
+    )
+    for function in functions:
+        grads = [
+            torch.autograd.grad(function(x).sum(), model.parameters(), retain_graph=True)
+            for x in (expected, model(**inputs).logits)
+        ]
+        torch.testing.assert_close(*grads, rtol=0, atol=0)
     for mode in (torch.no_grad(), torch.inference_mode()):
         with mode:
             values = model(**inputs).logits

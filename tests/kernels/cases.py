@@ -116,8 +116,9 @@ def build(case: Case, dtype: torch.dtype = torch.float32) -> "Batch":
         hidden, targets = hidden[kept], targets[kept]
         columns = {name: x[kept] for name, x in columns.items()}
         advantages = advantages[kept] if case.per_token else advantages
-        ends = kept.sum(1).cumsum(0)
-        keywords["cu_seqlens"] = torch.nn.functional.pad(ends, (1, 0)).to(torch.int32)
+        keywords["cu_seqlens"] = torch.nn.functional.pad(kept.sum(1).cumsum(0), (1, 0)).to(
+            torch.int32
+        )
     keywords |= {"old_logps": None, "ref_logps": None, **columns}
     return Batch(hidden, weight, bias, targets, advantages, is_demo, keywords).to(dtype)
 

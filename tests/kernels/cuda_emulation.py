@@ -71,8 +71,7 @@ def batch(logits: Tensor, spec: LossSpec, on_policy: bool = False) -> Tokens:
     logps = reference.row_stats(logits.float(), targets.view(-1), spec.temperature)[0].view(2, rows)
     old, ref = (logps + 0.3 * torch.randn(2, rows) for _ in range(2))
     old, ref = None if on_policy else old, None if spec.kl_coef == 0 else ref
-    is_demo = torch.tensor([False, True])
-    inputs = BatchInputs(targets, torch.randn(2, rows), is_demo, 0.4, old, ref)
+    inputs = BatchInputs(targets, torch.randn(2, rows), torch.tensor([False, True]), 0.4, old, ref)
     if spec.correction != "none":
         engine = logps + 0.5 * torch.randn(2, rows)
         inputs = inputs._replace(weights=torch.rand(2, rows), rollout_logps=engine)

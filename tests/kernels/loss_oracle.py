@@ -122,8 +122,7 @@ def oracle(
     live = targets != -100
     rollouts, demos, start = [], [], 0
     for end in ends:
-        span = torch.arange(start, end)
-        r, d = (span[(live & role)[start:end]] for role in (~is_demo, is_demo))
+        r, d = (torch.arange(start, end)[(live & role)[start:end]] for role in (~is_demo, is_demo))
         w = torch.ones_like(logps) if weights is None else weights.double()
         own = {k: None if v is None else v.double()[r] for k, v in columns.items()}
         rollouts.append(rollout_tokens(spec, logps[r], entropy[r], advantages[r], w[r], own))
@@ -131,5 +130,8 @@ def oracle(
         start = end
     rollout_loss = reduced(rollouts, spec.rollout_reduction, spec.max_tokens, rollout_norm)
     demo_loss = reduced(demos, spec.demo_reduction, spec.max_tokens, demo_norm)
-    loss = (1 - mu) * rollout_loss + mu * demo_loss
-    return {"loss": loss, "rollout_loss": rollout_loss, "demo_loss": demo_loss}
+    return {
+        "loss": (1 - mu) * rollout_loss + mu * demo_loss,
+        "rollout_loss": rollout_loss,
+        "demo_loss": demo_loss,
+    }

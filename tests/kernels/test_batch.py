@@ -118,8 +118,9 @@ def padded(*shape: int, demos: tuple[int, ...]) -> "PlanArgs":
     g = torch.Generator().manual_seed(2)
     targets = torch.randint(9, shape, generator=g)
     targets[torch.rand(shape, generator=g) < 0.3] = -100
-    advantages = torch.randn(shape[0], generator=g)
-    return PlanArgs(BatchInputs(targets, advantages, torch.tensor(demos) > 0, mu=0.4))
+    return PlanArgs(
+        BatchInputs(targets, torch.randn(shape[0], generator=g), torch.tensor(demos) > 0, mu=0.4)
+    )
 
 
 def packed(lengths: list[int]) -> "PlanArgs":
@@ -203,12 +204,16 @@ def test_edges(make_args: Callable[[], PlanArgs], name: str, poison: None) -> No
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("sequence", (0, 1), ids=("rollout", "demonstration"))
 def test_nan_tokens_propagate_as_in_the_definition(name: str, sequence: int) -> None:
+    """An infinite loss does so only if its term has a weight."""
     tokens = plan(*SMALL)
     terms = terms_of(tokens, SMALL.spec)
     token = sequence * 6 + int(tokens.live.view(4, 6)[sequence].nonzero()[0, 0])
     terms.logps[token] = terms.loss[token] = terms.entropy[token] = math.nan
     summary = check_reduce(require_backend(name), tokens, terms)
     assert summary.loss.isnan() and summary.demo_loss.isnan() == (sequence == 1)
+    terms.logps[token], terms.loss[token], terms.entropy[token] = -math.inf, math.inf, 0
+    for mu in (1.0 - sequence, torch.tensor(1.0 - sequence)):
+        assert check_reduce(name, tokens._replace(mu=mu), terms).loss.isfinite()
 
 
 @pytest.mark.parametrize("name", KERNELS)

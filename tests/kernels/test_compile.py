@@ -226,9 +226,13 @@ def test_operators(batch: options.Batch) -> None:
         options.check_kernels(batch, require_backend("native"))
 
 
-def test_shapes_of_a_packed_batch() -> None:
-    """The operators for fake tensors give the shapes of all results, also with frozen inputs."""
+def test_shapes_of_a_packed_batch(request: pytest.FixtureRequest) -> None:
+    """The operators for fake tensors give the shapes and dtypes of all results, also with frozen
+    inputs and another default dtype.
+    """
     batch, _ = options.make(LossSpec())
+    request.addfinalizer(lambda: torch.set_default_dtype(torch.float32))
+    torch.set_default_dtype(torch.float64)
     operators, encoded = torch.ops.gac_kernels, LossSpec().encode()
     inputs = *batch.inputs, torch.tensor(0.3), None, None, batch.keywords["cu_seqlens"]
     for dtype, needs in (
@@ -291,8 +295,10 @@ def test_operators_check_values() -> None:
 LOSSES: dict[str, Any] = {
     "fused": lambda x, w, batch: fused_gac_loss(x @ w.T, *batch.inputs, **batch.keywords).loss,
     "linear": lambda x, w, batch: fused_linear_gac_loss(x, w, *batch.inputs, **batch.keywords).loss,
-    "logprobs": lambda x, w, batch: token_logprobs(x @ w.T, batch.inputs[0])[0].sum(),
-    "linear logprobs": lambda x, w, batch: linear_token_logprobs(x, w, batch.inputs[0])[0].sum(),
+    "logprobs": lambda x, w, batch: token_logprobs(x @ w.T, batch.inputs[0])[1].neg_().sum(),
+    "linear logprobs": lambda x, w, batch: (
+        linear_token_logprobs(x, w, batch.inputs[0])[0].neg_().sum()
+    ),
 }
 
 

@@ -38,8 +38,9 @@ def check(logits: Tensor, tokens: Tokens, spec: LossSpec, rows: RowSketch, out: 
     truth = RowSketch(rows.signs, rows.buckets.double())
     row_buckets(exact, truth)
     cuda.row_loss(logits, tokens, spec, out, rows)
-    scale = tokens.scale.abs().max().item()
-    torch.testing.assert_close(rows.buckets.double(), truth.buckets, rtol=1e-5, atol=1e-6 * scale)
+    torch.testing.assert_close(
+        rows.buckets.double(), truth.buckets, rtol=1e-5, atol=1e-6 * tokens.scale.abs().max().item()
+    )
     masked = tokens.targets.flatten() == -100
     assert (rows.buckets[masked] == 0).all() and (truth.buckets != 0).any()
 

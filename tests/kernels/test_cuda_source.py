@@ -119,8 +119,9 @@ def test_logits_around_the_steep_threshold(split_rows) -> None:
     true_entropy = -(log_probs.exp() * log_probs).sum(-1)
     true_lse = logits[:, 0].double() - log_probs[:, 0]
     logps, entropy, _ = cuda.row_stats(logits[None], targets, 1.0)
-    true_logps = log_probs.gather(1, targets[:, None])[:, 0]
-    torch.testing.assert_close(logps.double(), true_logps, rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(
+        logps.double(), log_probs.gather(1, targets[:, None])[:, 0], rtol=1e-6, atol=2e-6
+    )
     torch.testing.assert_close(entropy.double(), true_entropy, rtol=1e-6, atol=2e-6)
     out, exact = torch.empty(1, 6, 9001), torch.empty(1, 6, 9001, dtype=torch.float64)
     wide = [x.double() for x in (true_lse, true_entropy, d_logps, d_entropy)]

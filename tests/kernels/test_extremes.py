@@ -47,9 +47,11 @@ def test_a_row_of_minus_infinity_or_a_capped_infinity_gives_a_nan_loss(
 def check_nan_in_second_row(
     logits: Tensor, targets: Tensor, backend: str, softcap: float | None
 ) -> None:
-    for advantage in (1.0, 0.0):  # with advantage 0, the row has no gradient but is still read
+    # with advantage 0, the row has no gradient but is still read
+    for advantage, policy in ((1.0, "clip"), (0.0, "clip"), (0.0, "reinforce")):
         leaf, advantages = logits.clone().requires_grad_(), torch.full((1, 2), advantage)
-        out = fused_gac_loss(leaf, targets, advantages, softcap=softcap, backend=backend)
+        options = {"spec": LossSpec(policy_loss=policy), "softcap": softcap, "backend": backend}
+        out = fused_gac_loss(leaf, targets, advantages, **options)
         assert out.loss.isnan() and out.logps[0, 1].isnan() and out.entropy[0, 1].isnan()
         assert out.logps[0, 0].isfinite()
         out.loss.backward()
@@ -250,27 +252,35 @@ def test_float16_gradients_of_a_long_mean_do_not_vanish(backend: str) -> None:
         return torch.autograd.grad(out.loss * 2.0**24, x)[0]
 
     truth = grad(reference.fused_gac_loss, logits.detach().double().requires_grad_())
-    ours = grad(fused_gac_loss, logits, backend=backend)
-    torch.testing.assert_close(ours.double(), truth, rtol=2e-3, atol=1e-6)
+    torch.testing.assert_close(
+        grad(fused_gac_loss, logits, backend=backend).double(), truth, rtol=2e-3, atol=1e-6
+    )
 
 
 @each_backend
 def test_weight_or_advantage_0_removes_an_impossible_token(backend: str) -> None:
-    """The token's log-probability is -inf; its loss is 0, not nan."""
+    """The token's log-probability is -inf; its loss is 0, not nan. Also if the weight is that of
+    the token's term, or its probability.
+    """
     logits = torch.zeros(1, 2, 3)
     logits[0, 0, 1] = -torch.inf
     logits.requires_grad_()
-    targets, share = torch.tensor([[1, 2]]), torch.tensor([[0.0, 1.0]])
-    for demo, policy, weights, advantages in (
-        (True, "clip", share, torch.ones(1)),
-        (False, "reinforce", share, torch.ones(1)),
-        (False, "reinforce", None, share),
-        (False, "cispo", None, share),
+    targets, share, ones = torch.tensor([[1, 2]]), torch.tensor([[0.0, 1.0]]), torch.ones(1)
+    demo, rollout, first = [True], [False], [[True, False]]
+    for is_demo, policy, demo_weight, weights, advantages, mu in (
+        (demo, "clip", "one", share, ones, 0.5),
+        (demo, "clip", "p", None, ones, 0.5),
+        (demo, "clip", "phi", None, ones, 0.5),
+        (first, "clip", "one", None, ones, 0.0),
+        (first, "clip", "one", None, ones, torch.tensor(0.0)),
+        (rollout, "reinforce", "one", share, ones, 0.5),
+        (rollout, "reinforce", "one", None, share, 0.5),
+        (rollout, "cispo", "one", None, share, 0.5),
     ):
-        spec = LossSpec(policy_loss=policy, demo_weight="one")
-        arguments = logits, targets, advantages, torch.tensor([demo])
-        keywords = {"weights": weights, "old_logps": -torch.ones(1, 2), "spec": spec}
-        out = fused_gac_loss(*arguments, **keywords, backend=backend, mu=0.5)
+        spec = LossSpec(policy_loss=policy, demo_weight=demo_weight)
+        arguments = logits, targets, advantages, torch.tensor(is_demo)
+        keywords = {"weights": weights, "old_logps": -torch.ones(1, 2), "spec": spec, "mu": mu}
+        out = fused_gac_loss(*arguments, **keywords, backend=backend)
         (grad,) = torch.autograd.grad(out.loss, logits)
         assert out.loss.isfinite() and (grad[0, 0] == 0).all() and (grad[0, 1] != 0).any()
 
@@ -302,8 +312,9 @@ def test_rounding_does_not_change_the_signs_of_statistics(backend: str) -> None:
     """If one token has all the mass, its log-probability and the entropy are 0."""
     logits = torch.full((1, 16, 40), -30.0)
     logits[0, :, 3] = torch.linspace(30, 60, 16)
-    targets = torch.full((1, 16), 3)
-    logps, entropy = token_logprobs(logits, targets, temperature=0.7, backend=backend)
+    logps, entropy = token_logprobs(
+        logits, torch.full((1, 16), 3), temperature=0.7, backend=backend
+    )
     assert (logps <= 0).all() and (logps > -2e-6).all()
     assert (entropy >= 0).all() and (entropy < 2e-6).all()
 

@@ -147,8 +147,9 @@ def test_compiles_without_graph_breaks() -> None:
     def loss(x: Tensor, h: Tensor) -> Tensor:
         return call(batch, x, h, mu=mu).loss
 
-    compiled = torch.compile(loss, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(logps, entropy), loss(logps, entropy))
+    torch.testing.assert_close(
+        torch.compile(loss, backend="eager", fullgraph=True)(logps, entropy), loss(logps, entropy)
+    )
 
 
 ERRORS = {

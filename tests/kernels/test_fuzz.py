@@ -165,8 +165,9 @@ def check_accuracy(call: Input) -> None:
     size = float(truth.logps.detach().abs().max())
     for name in OUTPUTS:
         check_in_range(name, *(getattr(o, name) for o in (out, same_dtype, truth)), size)
-    eps = torch.finfo(call.logits.dtype).eps
-    check_in_range("gradient of logits", grad, d_same_dtype, d_truth, size, eps)
+    check_in_range(
+        "gradient of logits", grad, d_same_dtype, d_truth, size, torch.finfo(call.logits.dtype).eps
+    )
 
 
 def check_in_range(
@@ -252,8 +253,9 @@ def check_linear(call: Input, width: int, biased: bool) -> None:
     ours, d_ours = loss(leaves, call, require_backend("native"))
     for name in OUTPUTS:
         check_in_range(name, *(getattr(o, name) for o in (ours, same_dtype, truth)), size)
-    names = ("hidden", "weight", "bias")[: len(leaves)]
-    for name, *grads in zip(names, d_ours, d_same_dtype, d_truth, strict=True):
+    for name, *grads in zip(
+        ("hidden", "weight", "bias")[: len(leaves)], d_ours, d_same_dtype, d_truth, strict=True
+    ):
         check_in_range(f"gradient of {name}", *grads, size, 4 * torch.finfo(dtype).eps)
 
 

@@ -170,8 +170,9 @@ def test_in_place_gradient_is_the_same(backend: str, vocab: int) -> None:
     batch["targets"] = torch.randint(vocab - vocab % 4096, vocab, (32, 16), device=DEVICE)
     out, separate = evaluate(batch, backend=backend)
     for _ in range(20):
-        copy = dict(batch, logits=batch["logits"].clone())
-        out_again, in_place = evaluate(copy, backend=backend, overwrite=True)
+        out_again, in_place = evaluate(
+            dict(batch, logits=batch["logits"].clone()), backend=backend, overwrite=True
+        )
         assert torch.equal(separate, in_place) and torch.equal(out.logps, out_again.logps)
 
 
@@ -182,8 +183,9 @@ def test_sketch_of_the_float32_gradient(backend: str, vocab: int, size: int) -> 
     logits = torch.randn(2, 64, vocab, device=DEVICE)
     targets = torch.randint(vocab, (2, 64), device=DEVICE)
     is_demo = torch.tensor([False, True], device=DEVICE)
-    advantages = torch.tensor([0.7, 1.0], device=DEVICE)
-    tokens = plan(BatchInputs(targets, advantages, is_demo, 0.4), ALL_OPTIONS)
+    tokens = plan(
+        BatchInputs(targets, torch.tensor([0.7, 1.0], device=DEVICE), is_demo, 0.4), ALL_OPTIONS
+    )
     gradient = torch.empty_like(logits)
     cuda.row_loss(logits, tokens, ALL_OPTIONS, gradient)
     signs = HeadSketch(size).signs(vocab, logits.device).to(torch.int8)
@@ -250,8 +252,7 @@ def replayed(logits: Tensor, step: Callable[[], tuple[Tensor, ...]]) -> None:
         captured = step()
     logits.copy_(torch.randn_like(logits))
     graph.replay()
-    values = [x.clone() for x in captured]
-    for value, exact in zip(values, step(), strict=True):
+    for value, exact in zip([x.clone() for x in captured], step(), strict=True):
         assert torch.equal(value, exact)
 
 
@@ -304,8 +305,11 @@ def test_new_batch_sizes_compile_nothing() -> None:
     evaluate(make_batch(rows=3, width=2, vocab=512), backend="triton")
     before = compiled()
     for rows, width, temperature in ((1, 1, 1.0), (16, 16, 0.7), (5, 7, 1.3)):
-        batch = make_batch(rows=rows, width=width, vocab=512)
-        evaluate(batch, backend="triton", spec=LossSpec(temperature=temperature))
+        evaluate(
+            make_batch(rows=rows, width=width, vocab=512),
+            backend="triton",
+            spec=LossSpec(temperature=temperature),
+        )
     assert before >= 1 and compiled() == before
 
 

@@ -1,6 +1,7 @@
 """The chunked LM head: values, gradients, FLOPs and memory."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -68,8 +69,7 @@ def compare(case: Case, dtype: torch.dtype, backend: str) -> None:
     out, d_ours = run_linear(fused_linear_gac_loss, batch, backend=backend, chunk_bytes=chunk)
     # in base 2, log-probs near 0 have the rounding of the logits
     check_outputs(out, same_dtype, truth, floor=1.0 if on_cuda(backend) else 1e-3)
-    floor = 0.1 if on_cuda(backend) else 1e-3
-    check_grads(LEAVES, d_ours, d_same_dtype, d_truth, floor=floor)
+    check_grads(LEAVES, d_ours, d_same_dtype, d_truth, floor=0.1 if on_cuda(backend) else 1e-3)
     assert [g.dtype for g in d_ours] == [dtype] * 3
 
 
@@ -82,8 +82,10 @@ def test_float32(case: Case, backend: str) -> None:
 
 @each_backend
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-def test_half(dtype: torch.dtype, backend: str) -> None:
-    compare(BY_NAME["k2"], dtype, backend)
+@pytest.mark.parametrize("level", ["token", "sequence"])  # in one pass, and in two
+def test_half(level: str, dtype: torch.dtype, backend: str) -> None:
+    spec = replace(BY_NAME["k2"].spec, importance_sampling_level=level)
+    compare(replace(BY_NAME["k2"], spec=spec), dtype, backend)
 
 
 def work_of(advantages, lengths=(8, 8, 8, 8), needs=(True, True), demos=(0, 0, 0, 0), **keywords):
@@ -160,12 +162,15 @@ def test_work_that_is_not_needed_is_left_out() -> None:
     assert work.flops == 4 * 2 * NHV
 
 
-def test_logprobs_recompute_only_rows_with_an_upstream_gradient() -> None:
+@pytest.mark.parametrize("frozen", [False, True])
+def test_logprobs_recompute_only_rows_with_an_upstream_gradient(frozen: bool) -> None:
     batch = build(Case("work", "", lengths=(8, 8, 8, 8), demos=(0, 0, 0, 0)))
     with WorkCounter() as work:
-        logps, _ = linear_token_logprobs(batch.hidden, batch.weight, batch.targets)
+        logps = linear_token_logprobs(
+            batch.hidden, batch.weight.requires_grad_(not frozen), batch.targets
+        )[0]
         logps[:1].sum().backward()
-    assert work.flops == (4 * 2 + 6) * NHV
+    assert work.flops == (4 * 2 + 6 - 2 * frozen) * NHV
 
 
 @pytest.mark.parametrize("call", ["loss", "logprobs"])

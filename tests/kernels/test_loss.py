@@ -23,8 +23,9 @@ each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], i
 def compare(case: Case, dtype: torch.dtype, backend: str, **keywords) -> None:
     batch = build(case, dtype)
     logits = batch.logits()
-    doubles = logits.detach().double().requires_grad_()
-    truth, d_truth = loss_and_grad(reference.fused_gac_loss, doubles, batch)
+    truth, d_truth = loss_and_grad(
+        reference.fused_gac_loss, logits.detach().double().requires_grad_(), batch
+    )
     same_dtype, d_same_dtype = loss_and_grad(reference.fused_gac_loss, logits, batch)
     # a non-leaf, because a leaf that is overwritten could not be used again
     out, d_ours = loss_and_grad(fused_gac_loss, logits * 1, batch, backend=backend, **keywords)
@@ -33,8 +34,9 @@ def compare(case: Case, dtype: torch.dtype, backend: str, **keywords) -> None:
     # Triton's interpreter truncates to bfloat16, whereas the hardware rounds
     truncates = backend == "triton" and dtype == torch.bfloat16 and not torch.cuda.is_available()
     extra_rtol = torch.finfo(dtype).eps if truncates else 0.0
-    floor = 0.1 if on_cuda(backend) else 1e-3
-    check_grads(["logits"], d_ours, d_same_dtype, d_truth, extra_rtol, floor)
+    check_grads(
+        ["logits"], d_ours, d_same_dtype, d_truth, extra_rtol, 0.1 if on_cuda(backend) else 1e-3
+    )
     assert d_ours[0].dtype == dtype
     assert out.loss.dtype == out.logps.dtype == out.entropy.dtype == torch.float32
     masked = batch.targets == -100
@@ -214,14 +216,17 @@ def test_overwritten_logits_cannot_be_used_by_another_backward(backend: str) -> 
 
 
 @each_backend
-def test_columns_with_a_stride(backend: str) -> None:
+@pytest.mark.parametrize("name", ["k3", "corrected on-policy"])
+def test_columns_with_a_stride(name: str, backend: str) -> None:
     """The columns have stride 2, but the kernels assume contiguous ones."""
-    batch = build(BY_NAME["k3"])
+    batch = build(BY_NAME[name])
     logits = batch.logits()
     plain, (d_plain,) = loss_and_grad(fused_gac_loss, logits, batch, backend=backend)
-    strided = lambda x: torch.stack([x, torch.zeros_like(x)], 1)[:, 0]  # noqa: E731 - short
+    strided = lambda x: torch.stack([x, torch.zeros_like(x)], -1)[..., 0]  # noqa: E731 - short
     batch.targets = strided(batch.targets)
-    batch.keywords |= {n: strided(batch.keywords[n]) for n in ("old_logps", "ref_logps")}
+    columns = ("old_logps", "ref_logps", "rollout_logps", "weights")
+    given = {n: x for n in columns if (x := batch.keywords.get(n)) is not None}
+    batch.keywords |= {n: strided(x) for n, x in given.items()}
     out, (grad,) = loss_and_grad(fused_gac_loss, logits, batch, backend=backend)
     assert torch.equal(out.loss, plain.loss) and torch.equal(grad, d_plain)
 

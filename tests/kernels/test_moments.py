@@ -61,8 +61,11 @@ def direct(trim: float, per_token: bool = True) -> Signals:
         return [(t[column] - mean) / deviation if deviation > 1e-6 else 0.0 for t in tokens]
 
     gaps = zip(scores(0), scores(1), (t[2] for t in tokens), strict=True)
-    disagreement = sum((s - r) ** 2 * w for s, r, w in gaps) / n
-    return Signals(statistics.pvariance(kept), statistics.pvariance(means), disagreement)
+    return Signals(
+        statistics.pvariance(kept),
+        statistics.pvariance(means),
+        sum((s - r) ** 2 * w for s, r, w in gaps) / n,
+    )
 
 
 def assert_same(actual: Signals, expected: Signals, rel: float = 1e-12) -> None:

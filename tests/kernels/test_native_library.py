@@ -31,8 +31,9 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Non
 
     def install(name: str) -> None:
         monkeypatch.setenv("GAC_CPU_CAPABILITY", name)
-        copy = shutil.copy(cpu.LIBRARY, tmp_path / f"library {name}.so")
-        monkeypatch.setattr(cpu, "LIBRARY", Path(copy))
+        monkeypatch.setattr(
+            cpu, "LIBRARY", Path(shutil.copy(cpu.LIBRARY, tmp_path / f"library {name}.so"))
+        )
         loaded = load_library()
         monkeypatch.setattr(cpu, "library", lambda: loaded)
 
@@ -65,8 +66,9 @@ def test_each_instruction_set(instruction_set: str) -> None:
         assert error(result.logps, expected.logps) < 2e-6
         assert error(result.entropy, expected.entropy) < 2e-6
         margin = 1e-7 if dtype == torch.float16 else 1e-8
-        bound = torch.finfo(dtype).eps * truth.grad.abs() + margin
-        assert ((rows.grad - truth.grad).abs() <= bound).all()
+        assert (
+            (rows.grad - truth.grad).abs() <= torch.finfo(dtype).eps * truth.grad.abs() + margin
+        ).all()
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
@@ -74,8 +76,9 @@ def test_every_half_value_converts_exactly(instruction_set: str, dtype: torch.dt
     values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     values = values[values.isfinite()]
     logits = torch.stack([values, torch.zeros_like(values)], 1)[None]  # [1, N, 2]
-    targets = torch.zeros(1, len(values), dtype=torch.int64)
-    logps, _ = token_logprobs(logits, targets, backend="native")
+    logps, _ = token_logprobs(
+        logits, torch.zeros(1, len(values), dtype=torch.int64), backend="native"
+    )
     truth = torch.nn.functional.logsigmoid(values.double())
     assert ((logps[0] - truth).abs() <= 1e-6 + 1e-7 * truth.abs()).all()
 

@@ -118,8 +118,9 @@ def batches(draw: st.DrawFn) -> Batch:
     roles, advantages = (draw(st.sampled_from([tokens, sequences])) for _ in range(2))
     a = torch.randn(advantages, generator=g)
     a = a.where(torch.rand(advantages, generator=g) > 0.2, 0)
-    is_demo = torch.rand(roles, generator=g) < 0.4
-    return Batch(leaves, (targets, a, is_demo), keywords, ends.tolist())
+    return Batch(
+        leaves, (targets, a, torch.rand(roles, generator=g) < 0.4), keywords, ends.tolist()
+    )
 
 
 def gradients(loss: Tensor, leaves: tuple[Tensor, ...]) -> list[Tensor]:
@@ -369,8 +370,9 @@ def test_two_passes_synchronize_once(
         hidden, weight, bias = leaves = copies(batch.leaves, torch.float32)
         keywords = batch.keywords | extra | {"bias": bias, "backend": "native"}
         out = fused_linear_gac_loss(hidden, weight, *batch.inputs, **keywords)
-        truth = batch._replace(keywords=batch.keywords | extra)
-        check(out, gradients(out.loss, leaves), truth, 1e-4)
+        check(
+            out, gradients(out.loss, leaves), batch._replace(keywords=batch.keywords | extra), 1e-4
+        )
     assert rows == [12, exact, 12, bound] and sum(syncs) == 2 + 1
 
 

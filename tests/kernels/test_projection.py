@@ -61,14 +61,20 @@ def test_half_operands_of_the_logprobs(dtype: torch.dtype, monkeypatch: pytest.M
 
     def grads(call, x: Batch, **keywords) -> tuple[Tensor, ...]:
         logps, entropy = call(x.hidden, x.weight, x.targets, bias=x.bias, **keywords)
-        loss = (2 * logps - entropy.square()).mean()
-        return torch.autograd.grad(loss, (x.hidden, x.weight, x.bias))
+        return torch.autograd.grad(
+            (2 * logps - entropy.square()).mean(), (x.hidden, x.weight, x.bias)
+        )
 
     truth = grads(reference.linear_token_logprobs, batch.to(torch.float64))
     same_dtype = grads(reference.linear_token_logprobs, batch)
     emulate(monkeypatch, dtype)
-    ours = grads(linear_token_logprobs, batch, chunk_bytes=26 * V)
-    check_grads(LEAVES, ours, same_dtype, truth, torch.finfo(dtype).eps)
+    check_grads(
+        LEAVES,
+        grads(linear_token_logprobs, batch, chunk_bytes=26 * V),
+        same_dtype,
+        truth,
+        torch.finfo(dtype).eps,
+    )
 
 
 class HalfProducts(TorchDispatchMode):
@@ -373,7 +379,7 @@ def test_a_vocabulary_shard_needs_no_copy_of_its_logits(monkeypatch: pytest.Monk
     logits = batch.logits().detach()
     expected = native.row_loss(logits, tokens, LossSpec(), torch.empty_like(logits))
     with PeakMemory() as memory:
-        shard = vocab_parallel.ShardedRows(0, None, native)
+        shard = vocab_parallel.ShardedRows(0, logits.shape[-1], None, native)
         torch.testing.assert_close(shard.row_loss(logits, tokens, LossSpec(), logits), expected)
     assert memory.peak < logits.nbytes / 20
 

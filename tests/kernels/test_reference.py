@@ -52,8 +52,9 @@ DEMONSTRATIONS = [
 @pytest.mark.parametrize(("weight", "c", "advantage", "p", "loss", "slope"), DEMONSTRATIONS)
 def test_demonstration_token(weight, c, advantage, p, loss, slope) -> None:
     spec = LossSpec(demo_weight=weight, demo_shape=c)
-    actual = one_token(p, spec, demo=True, advantage=advantage)
-    assert actual == pytest.approx((loss, slope), rel=1e-12)
+    assert one_token(p, spec, demo=True, advantage=advantage) == pytest.approx(
+        (loss, slope), rel=1e-12
+    )
 
 
 ROLLOUTS = {

@@ -16,6 +16,7 @@ from gac_kernels import (
     reference,
     token_logprobs,
 )
+from gac_kernels.tokens import complete
 from tests.kernels.cases import each_backend
 
 B, T, H, V = 3, 5, 4, 17
@@ -39,8 +40,9 @@ def loss_of(form: str, *roles: Tensor | None, backend: str = "native", **keyword
     elif form == "logits":
         out = fused_gac_loss(hidden @ weight.T, targets, *roles, backend=backend, **keywords)
     else:
-        logps = token_logprobs(hidden @ weight.T, targets)[0]
-        out = loss_from_logprobs(logps, targets, *roles, **keywords)
+        out = loss_from_logprobs(
+            token_logprobs(hidden @ weight.T, targets)[0], targets, *roles, **keywords
+        )
     return out.loss, *torch.autograd.grad(out.loss, hidden)
 
 
@@ -57,8 +59,10 @@ def test_omitted_roles_give_the_only_term_the_weight_1(form: str, backend: str) 
         (sft, ()),
         (sft, (None, demos)),
     ):
-        actual = loss_of(form, *roles, **keywords)
-        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(loss_of(form, *roles, **keywords), expected, strict=True)
+        )
     torch.testing.assert_close(2 * loss_of(form, advantages, mu=0.5, **keywords)[0], grpo[0])
 
 
@@ -72,21 +76,23 @@ def test_a_missing_mu_or_advantage_is_an_error() -> None:
             ((advantages, mixed), LossSpec(), "mu is None: a batch with advantages and is_demo"),
             ((None, mixed), LossSpec(), "advantages is None: rollouts"),
             ((), shaped, "advantages is None: .*'shaped'"),
+            ((None, torch.ones(B)), LossSpec(), "is_demo has dtype torch.float32: use bool"),
+            ((None, torch.ones(B + 1) > 0), LossSpec(), r"is_demo has shape \[4\]: expected \[3\]"),
+            ((None, [True] * B), LossSpec(), "is_demo is a list: use a tensor"),
         ),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((TypeError, ValueError), match=message):
             loss_of(form, *roles, spec=spec)
 
 
 def test_roles_are_decided_without_reading_the_device() -> None:
-    *_, advantages = data()
-    mixed = mock.MagicMock(spec=Tensor)
-    mixed.device.type = "cuda"
-    from gac_kernels.tokens import complete
-
-    inputs = complete(data()[2], None, mixed)
-    assert not mixed.all.called and inputs.is_demo.tolist() == [True] * B and inputs.mu == 1.0
-    assert complete(data()[2], advantages).is_demo.tolist() == [False] * B
+    _, _, targets, advantages = data()
+    mixed = torch.tensor([True, False, True])
+    inputs = complete(targets, None, mixed.to("meta"))  # reading it would be an error
+    assert inputs.is_demo.is_meta and inputs.mu == 1.0
+    with mock.patch.object(torch.compiler, "is_compiling", return_value=True):
+        assert complete(targets, None, mixed).is_demo.tolist() == [True] * B
+    assert complete(targets, advantages).is_demo.tolist() == [False] * B
 
 
 @pytest.mark.sampled
@@ -156,9 +162,10 @@ def _logits(temperature: Tensor, softcap: float | None) -> Tensor:
         (torch.tensor([1.0, -1.0, 1.0]), r"temperatures\[1\] = -1.0: use finite numbers > 0"),
         (torch.ones(2), r"temperatures has shape \[2\]: expected \[3\] or \[3, 5\]"),
         (torch.ones(3).int(), "temperatures has dtype torch.int32"),
+        (torch.ones(3).requires_grad_(), "temperatures requires a gradient, which it cannot get"),
     ],
 )
 def test_invalid_temperatures(value: Tensor, message: str) -> None:
     *_, advantages = data()
     with pytest.raises((TypeError, ValueError), match=message):
-        loss_of("linear", advantages, temperatures=value)
+        loss_of("linear", advantages, temperatures=value, logit_scale=2.0)

@@ -59,8 +59,9 @@ def test_reference_sketch_projects_the_autograd_gradient(case):
         part = only_sequence(batch, s)
         out = part.linear(reference.fused_linear_gac_loss, mu=float(is_demo), **denominators)
         (grad,) = torch.autograd.grad(out.loss, batch.weight)
-        expected = vocab_projection @ grad @ hidden_projection.T
-        torch.testing.assert_close(sketches[s], expected, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(
+            sketches[s], vocab_projection @ grad @ hidden_projection.T, rtol=1e-6, atol=1e-7
+        )
 
 
 def check(case: Case, dtype: torch.dtype, backend: str, **keywords) -> None:
@@ -173,8 +174,9 @@ def test_roles_per_token_give_the_same_sketches(mu):
     batch = build(CASES[0])
     expected = batch.linear(sketch=SKETCH, mu=mu).sketch
     batch.is_demo = batch.is_demo[:, None].expand_as(batch.targets)
-    sketches = batch.linear(sketch=SKETCH, mu=mu).sketch
-    torch.testing.assert_close(sketches, expected, rtol=1e-5, atol=1e-7, equal_nan=True)
+    torch.testing.assert_close(
+        batch.linear(sketch=SKETCH, mu=mu).sketch, expected, rtol=1e-5, atol=1e-7, equal_nan=True
+    )
 
 
 def test_inner_products_are_unbiased():

@@ -11,6 +11,7 @@ from torch import Tensor
 from gac_kernels import fused_linear_token_loss, linear, reference
 from gac_kernels.contract import MORE_OUTPUTS
 from tests.kernels.cases import each_backend
+from tests.kernels.emulated_gemm import emulate
 from tests.kernels.test_linear import WorkCounter
 
 B, T, H, V = 3, 6, 8, 37
@@ -124,6 +125,32 @@ def test_rows_without_a_derivative_need_only_the_forward_gemm(gone: int) -> None
         torch.testing.assert_close(grad.double(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("rows", [1, 3])  # of a chunk, in blocks of one row
+@pytest.mark.parametrize(
+    "shares", [(1e-6, 1), (0, 1e-7), (1, 1e-3, 0, 1), (1e-6, 1, 0, 1e3, 1e8, 1e-2)]
+)
+def test_float16_derivatives_of_any_size(
+    shares: tuple[float, ...], rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The derivatives of a later block may be larger; the gradient of a GPU's logits is float16."""
+    if rows == 3:
+        emulate(monkeypatch, torch.float16)
+    hidden, *head = (x.detach() for x in batch(torch.float16)["leaves"])
+    targets, share, results = torch.arange(len(shares)), torch.tensor(shares), []
+    for call, dtype, options in (
+        (fused_linear_token_loss, torch.float16, {"chunk_bytes": {1: 4, 3: 13}[rows] * V}),
+        (reference.fused_linear_token_loss, torch.float64, {}),
+    ):
+        leaves = [x.to(dtype).requires_grad_() for x in (hidden[0, : len(shares)], *head)]
+        loss = lambda logps, entropy, s: -s * (logps + 0.1 * entropy)  # noqa: E731 - short
+        total = call(*leaves[:2], targets, loss, share, bias=leaves[2], **options)[0]
+        results.append(torch.autograd.grad(total / max(shares), leaves))
+    for ours, truth in zip(*results, strict=True):
+        torch.testing.assert_close(
+            ours.double(), truth, rtol=2e-3, atol=2e-3 * truth.abs().max().item()
+        )
+
+
 @pytest.mark.parametrize("needs", [(True, False), (False, True), (False, False)])
 def test_frozen_operands_and_constant_losses(needs: tuple[bool, bool]) -> None:
     x = batch(torch.float32)
@@ -159,8 +186,9 @@ def test_graph_capture_reads_nothing_from_the_device(monkeypatch: pytest.MonkeyP
     x["leaves"][0].data[x["targets"] == -100] = torch.nan
     monkeypatch.setattr(linear, "capturing", lambda device: True)
     monkeypatch.setattr(Tensor, "tolist", None)
-    actual = evaluate(fused_linear_token_loss, RECIPES["focal"], x, [])
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        evaluate(fused_linear_token_loss, RECIPES["focal"], x, []), expected, rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize(

@@ -113,8 +113,9 @@ def test_rows_at_any_address_are_read_in_wide_loads(
     out, (grad,) = loss_and_grad(fused_gac_loss, rows, batch, backend="triton")
     torch.testing.assert_close(out.loss, expected.loss, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(grad, d_expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
-    ours = token_logprobs(rows, batch.targets, backend="triton")
-    torch.testing.assert_close(ours, stats, rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        token_logprobs(rows, batch.targets, backend="triton"), stats, rtol=0, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize(

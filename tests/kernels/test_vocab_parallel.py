@@ -12,6 +12,7 @@ from gac_kernels import (
     LossSpec,
     TokenMoments,
     fused_linear_gac_loss,
+    vocab_parallel,
 )
 from gac_kernels.vocab_parallel import vocab_parallel_gac_loss
 from tests import ranks
@@ -52,13 +53,25 @@ def evaluate(loss, hidden, weight, bias, **rest):
     return values, out.moments.signals(), [x.grad for x in leaves]
 
 
-def run_sharded(data, *cases):
-    """Evaluate the loss of each case on this rank's shard of the head."""
+def shard_of(data):
+    """Start the process group; returns the batch with this rank's shard of the head."""
     torch.distributed.init_process_group("gloo")
     rank, count = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    shard = {**data, "weight": data["weight"].tensor_split(count)[rank]}
-    shard["bias"] = None if data["bias"] is None else data["bias"].tensor_split(count)[rank]
+    head = {name: data[name] for name in ("weight", "bias") if data[name] is not None}
+    return data | {name: x.tensor_split(count)[rank] for name, x in head.items()}
+
+
+def run_sharded(data, *cases):
+    """Evaluate the loss of each case on this rank's shard of the head."""
+    shard = shard_of(data)
     return [evaluate(vocab_parallel_gac_loss, **shard | settings) for settings in cases]
+
+
+def run_unchecked(data):
+    """Without a gradient and, as on a GPU, without a look at the targets."""
+    vocab_parallel.checks.values = lambda *_: None
+    out = vocab_parallel_gac_loss(**shard_of(data), mu=0.5)
+    return out.loss, out.logps
 
 
 def run_unsharded(data, settings):
@@ -139,15 +152,17 @@ def test_groups_of_ranks_are_independent():
     data, settings = batch(), {"rollout_norm": 9.0, "demo_norm": 40.0}
     results = ranks.run(run_groups, data, settings, ranks=4)
     for pair in (0, 1):
-        scaled = {**data, "hidden": data["hidden"] * (1 + pair)}
-        (loss, *_), _, (d_hidden, d_weight, _) = run_unsharded(scaled, settings)
+        (loss, *_), _, (d_hidden, d_weight, _) = run_unsharded(
+            {**data, "hidden": data["hidden"] * (1 + pair)}, settings
+        )
         mine = results[2 * pair : 2 * pair + 2]
         for values, _, grads, totals in mine:
             torch.testing.assert_close(values[0], loss, rtol=1e-5, atol=2e-5)
             torch.testing.assert_close(grads[0], d_hidden, rtol=1e-5, atol=1e-6)
             assert totals == [10.0, 12.0, 14.0, 16.0, 18.0, 20.0]
-        weights = torch.cat([grads[1] for _, _, grads, _ in mine])
-        torch.testing.assert_close(weights, d_weight, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            torch.cat([grads[1] for _, _, grads, _ in mine]), d_weight, rtol=1e-5, atol=1e-6
+        )
 
 
 def test_bfloat16_head():
@@ -177,11 +192,13 @@ def test_masked_vocabulary_and_nonfinite_rows():
         assert values[0].isnan()
 
 
-def test_out_of_range_target_is_rejected():
+def test_out_of_range_target_is_rejected_or_nan():
     data = batch()
-    data["targets"][0, 0] = V
+    data["targets"][0, :2] = torch.tensor([V, -1])
     for message in ranks.errors(run_sharded, data, {}, ranks=2):
         assert f"targets[0, 0] = {V}: use a token in" in message
+    for loss, logps in ranks.run(run_unchecked, data, ranks=2):
+        assert loss.isnan() and logps[0].isnan().tolist() == [True] * 2 + [False] * 5
 
 
 @pytest.mark.parametrize("weight", [False, True], ids=["hidden", "both"])
@@ -200,6 +217,7 @@ def test_each_rank_filters_its_own_columns(weight):
         assert torch.equal(grads[0], results[0][2][0])
         assert torch.equal(values[-1], results[0][0][-1]) and 0.01 < values[-1].min() < 0.5
         assert 1e-4 < (grads[0] - exact[2][0]).norm() / exact[2][0].norm() < 0.05
-    d_weight = torch.cat([grads[1] for _, _, grads in results])
-    error = (d_weight - exact[2][1]).norm() / exact[2][1].norm()
+    error = (torch.cat([grads[1] for _, _, grads in results]) - exact[2][1]).norm() / exact[2][
+        1
+    ].norm()
     assert (1e-4 < error < 0.2) if weight else error < 1e-5

@@ -99,7 +99,8 @@ def rollout_term(
             d_logp = -bounded * advantage
         else:
             d_logp = -advantage
-        loss = tl.where(d_logp == 0, 0.0, d_logp * logp)  # 0 log 0 = 0
+        impossible = (d_logp == 0) & (logp == float("-inf"))
+        loss = tl.where(impossible, 0.0, d_logp * logp)  # 0 log 0 = 0, but nan stays
     return loss, d_logp, tl.where(clipped, 1.0, 0.0), ratio, overflows
 
 
@@ -142,7 +143,7 @@ def demo_term(logp, advantage, shape, DEMO: tl.constexpr):
             d_logp = -p
         else:
             d_logp = -p * (1.0 - p)
-        loss = d_logp * logp
+        loss = tl.where(d_logp == 0, 0.0, d_logp * logp)  # 0 log 0 = 0
     return loss, d_logp
 
 

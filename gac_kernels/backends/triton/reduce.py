@@ -119,6 +119,13 @@ def pick(values, columns, column):
     return tl.sum(tl.where(columns == column, values, 0.0))
 
 
+@triton.jit
+def share(weight, loss):
+    """The part of a term in the loss; a term of weight 0 has none, even if it is infinite."""
+    infinite = tl.abs(loss) == float("inf")
+    return tl.where((weight == 0) & infinite, 0.0, weight.to(tl.float64) * loss)
+
+
 @triton.jit(
     do_not_specialize=["S"],
     do_not_specialize_on_alignment=["sums", "mu", "loss", "scalars", "totals", "rollouts"],
@@ -171,7 +178,7 @@ def totals_kernel(
     demo_weight, rollout_weight = mixing_weights(mu, mu_number, one_minus_mu_number)
     rollout_loss = pick(values, column, 6)
     demo_loss = pick(values, column, 7)
-    mixed = rollout_weight.to(tl.float64) * rollout_loss + demo_weight.to(tl.float64) * demo_loss
+    mixed = share(rollout_weight, rollout_loss) + share(demo_weight, demo_loss)
     count = pick(values, column, 0)
     divisor = tl.where(count == 0, 1.0, count)
     kl = tl.where(count == 0, float("nan"), pick(values, column, 2) / divisor)
