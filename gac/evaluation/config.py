@@ -109,6 +109,11 @@ class EvalConfig:
     """Sampling seed."""
 
     def __post_init__(self) -> None:
+        if self.eval.every or self.eval.tasks:
+            raise ValueError(
+                "eval.every and eval.tasks apply only to training: remove them; `tasks` "
+                "defines the tasks of an evaluation"
+            )
         if self.tasks and self.eval != EvalSettings():
             raise ValueError("tasks and eval are both set: set only one of them")
         check_names(self.tasks)
@@ -117,8 +122,3 @@ class EvalConfig:
                 raise ValueError(
                     f"tasks.{name}.data.prompts is missing: set it to a file or dataset"
                 )
-        if self.eval.every or self.eval.tasks:
-            raise ValueError(
-                "eval.every and eval.tasks apply only to training: remove them; `tasks` "
-                "defines the tasks of an evaluation"
-            )

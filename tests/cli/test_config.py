@@ -146,6 +146,8 @@ def test_yaml_value_becomes_the_annotated_type(tmp_path, text, key, expected):
         ("resume=on", "resume", True),
         ("color=DARK_BLUE", "color", Color.DARK_BLUE),
         ("names=a,b", "names", ("a", "b")),
+        ("names=[a]", "names", ("a",)),
+        ("names=all-linear", "names", "all-linear"),
         ("optimizer={lr: 2}", "optimizer", Optimizer(lr=2.0, weight_decay=0.1)),
         ("sizes=[1, 2]", "sizes", (1, 2)),
         ("scheduler=off", "scheduler", "off"),

@@ -182,7 +182,9 @@ def test_comparison_is_paired_by_prompt(task, tmp_path, monkeypatch):
 
 
 def answer(index: int, score: float | None, split: str | None = None, of: int = 0) -> Answer:
-    return Answer(index, f"row{of or index}", f"hash{index}", split, "text", 3 + index, score, index == 2)
+    return Answer(
+        index, f"row{of or index}", f"hash{index}", split, "text", 3 + index, score, index == 2
+    )
 
 
 def test_summary_by_hand():
@@ -236,13 +238,16 @@ def test_columns_by_hand(prefix, tail):
 def test_comparison_uses_only_shared_prompts():
     mine = [answer(1, 0.0), answer(2, 1.0), answer(2, 0.5), answer(3, None), answer(4, 1.0)]
     theirs = [answer(0, 1.0), answer(3, 1.0), answer(2, 0.25), answer(1, 1.0)]
+    theirs += [answer(5, 0.0, of=2), answer(2, 0.25)]  # ids may repeat, and so may prompts
     for answers, difference, ci95, prompts in (
         (mine, -0.25, [-1.0, 0.5], 2),
         (mine[:1], -1.0, None, 1),
-        (mine[3:], None, None, 0),
+        (mine[3:4], None, None, 0),
     ):
         expected = {"difference": difference, "ci95": ci95, "prompts": prompts}
-        assert _compare(answers, theirs, "e") == {"results": "e", **expected}
+        assert _compare("t", answers, theirs, "e") == {"results": "e", **expected}
+    with pytest.raises(ConfigError, match="--against e: task 't' has none of the same prompts"):
+        _compare("t", mine[4:], theirs, "e")
 
 
 def test_the_table_by_hand():

@@ -286,6 +286,7 @@ def test_paths_are_not_looked_up_on_the_hub(name, monkeypatch) -> None:
     config = ModelConfig(path="owner/name")
     check_model(config, ask_hub=False)
     assert check_tokenizer(config, ask_hub=False) == ("model.path", "owner/name")
+    assert ModelConfig(tokenizer="~/x").tokenizer == str(Path.home() / "x")
 
 
 def test_names_that_the_hub_rejects() -> None:

@@ -144,7 +144,7 @@ def test_texts_of_the_page(
     assert page.headline(groups[:1], context) == (
         "Final accuracy: 60.0 ± 28.3%. The initial model has 10.0%."
     )
-    monkeypatch.setattr(page, "PACKAGES", ("no-such-package", "torch"))
+    monkeypatch.setattr(page, "PACKAGES", ("no-such-package", *page.PACKAGES[:2]))
     *facts, (generated, versions) = page._facts(groups)
     assert facts == [
         ("Runs", "3"),
@@ -153,7 +153,7 @@ def test_texts_of_the_page(
         ("Last trained", "2020-03-04 05:06"),
     ]
     assert generated == "Generated" and versions.endswith(f", torch {torch.__version__}")
-    assert ", python 3." in versions and "no-such" not in versions
+    assert ", python 3." in versions and ", gac-kernels 0." in versions and "such" not in versions
     other = group_runs([read_run(one_run(tmp_path / "other", 0.5, model="other", seed=3))])
     assert [name for name, _ in page._facts([*groups, *other])] == [
         "Runs",
@@ -252,6 +252,12 @@ def test_the_gap_is_compared_with_the_spread_of_both_experiments(tmp_path: Path)
         for some in (paths[1:], paths[:3]):  # one run of the lower, of the higher
             text = page.headline(group_runs([read_run(path) for path in some]), window_of([]))
             assert "Without several seeds for each" in text and "spread" not in text
+    # runs with another model, twice with the same seed
+    others = [one_run(tmp_path / i, 0.7, seed=0, model={"path": "x"}) for i in "ab"]
+    groups = group_runs([read_run(path) for path in (*paths, *others)])
+    text, table = page.headline(groups, 1), results_table([*paths, *others])
+    assert text.startswith("These runs differ in model.path") and "Without several seeds" in text
+    assert groups[-1].size == 1 and "These runs differ in model.path" in table
 
 
 def test_labels(tmp_path: Path) -> None:
@@ -428,7 +434,7 @@ def test_samples_show_the_first_and_the_last_step(tmp_path: Path) -> None:
             [0.9] * 16 + [0.5] * 3 + [1.3],
             "no sign of it; reward 70.0% on the training prompts at the end",
         ),
-        ([None] * 5, "unknown; the run has no rewards or no interval"),
+        ([None] * 5, "unknown; no rewards of the same kind, or no interval"),
     ],
 )
 def test_the_last_lines_of_a_run(tmp_path: Path, rewards: list[Any], verdict: str) -> None:
@@ -458,5 +464,5 @@ def test_the_last_lines_of_a_run(tmp_path: Path, rewards: list[Any], verdict: st
     write_rows(path / "eval.jsonl", [{"step": 0, "accuracy": 0.5, "prompts": 1}])
     assert ending(path).splitlines()[::3] == [
         "accuracy: 50.0% before, 50.0% best (step 0), 50.0% after (1 prompts)",
-        "overfitting: unknown; the run has no rewards or no interval",
+        "overfitting: unknown; no rewards of the same kind, or no interval",
     ]

@@ -104,7 +104,7 @@ def test_a_study_of_all_labels(study, tmp_path, capsys) -> None:
 
 def test_options_of_a_study(study, tmp_path) -> None:
     options = ["--seeds", "1", "--baseline", "dr", "--jobs", "2", "--discard"]
-    options += ["--set", "steps=5", "--set", "seed=9"]
+    options += ["--set", "steps=5", "--set", "demo_batch_size=9"]
     code, (configs, jobs, discard), saved, _, html = study("--methods", "high", "dr@grpo", *options)
     assert (code, jobs, discard) == (0, 2, True)
     assert [(config.run_name, config.steps, config.seed) for config in configs] == [
@@ -114,8 +114,11 @@ def test_options_of_a_study(study, tmp_path) -> None:
     assert saved["methods"]["high"]["against_baseline"]["difference"] == pytest.approx(0.4)
     command = f"gac study {tmp_path}/run.yaml --methods high dr@grpo --seeds 1 --baseline dr"
     setting = saved["setting"]
-    assert setting["command"] == f"{command} --set steps=5 seed=9"
-    assert (setting["methods"], setting["set"]) == (["high", "dr@grpo"], ["steps=5", "seed=9"])
+    assert setting["command"] == f"{command} --set steps=5 demo_batch_size=9"
+    assert (setting["methods"], setting["set"]) == (
+        ["high", "dr@grpo"],
+        ["steps=5", "demo_batch_size=9"],
+    )
     assert setting["seeds"] == 1 and "The baseline is dr. " in html
 
 
@@ -191,6 +194,7 @@ def test_cells_and_dots_of_a_study(monkeypatch) -> None:
         {"added": 1},
         {"demo_batch_size": None},
         {"eval": {}},
+        *({key: {}} for key in ("optim", "method", "data", "model", "reward", "loss")),
         {"run_name": "x"},
         {"seed": None},
     ],
@@ -200,6 +204,10 @@ def test_a_result_of_other_settings_is_refused(tmp_path, change) -> None:
     plain = runs._settings(dump(config)) | change
     plain = {key: value for key, value in plain.items() if value is not None or key not in change}
     (tmp_path / "out").mkdir()
+    for damaged in ("", "{}"):
+        (tmp_path / "out" / "result.json").write_text(damaged)
+        with pytest.raises(ConfigError, match="result.json: damaged; delete that folder"):
+            runs.result(config)
     (tmp_path / "out" / "result.json").write_text(json.dumps({"config": plain}))
     if "run_name" in change:  # no effect
         assert runs.result(config) == {"config": plain}

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import math
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -55,6 +56,12 @@ def test_resumed_run_keeps_its_budget(task, tmp_path, monkeypatch):
     )  # 0.5 (1.2e6 - 3 weights) / 6e3 bytes per token
     resumed.run()
     assert metrics(out) == metrics(whole)
+    shutil.copytree(out, tmp_path / "new", ignore=lambda *_: ["checkpoints"])
+    for folder, advice in (("resumed", ", or resume it"), ("new", "")):
+        used = dataclasses.replace(config, out=str(tmp_path / folder))
+        with pytest.raises(ValueError, match=f"holds a run: choose another directory{advice}$"):
+            find_checkpoint(used, resume=False)
+    assert find_checkpoint(used, resume=True)[1] is None  # only the logs of its first steps
     for explicit in ({"micro_batch_size": 3}, {"max_tokens_per_micro_batch": 96}):
         changed = dataclasses.replace(config, **explicit)
         assert find_checkpoint(changed, True) == (
