@@ -275,7 +275,7 @@ LATE = {  # answered with torch, most of them before the model is loaded
     "study first/run.yaml --methods grpo grpo": "two of grpo, grpo have the same label",
     "study first/run.yaml --methods a/b@grpo": "the label 'a/b' is used as a folder name",
     "study first/run.yaml --methods grpo --set method=sft": "method differs between the runs",
-    "study first/run.yaml --methods grpo --set seed=5": "seed differs between the runs; use --seeds",
+    "study first/run.yaml --methods grpo --set seed=5": "seed differs between the runs",
 }
 LATE_TRAIN = {
     "data.system=Calculate.": "data.system='Calculate.': a text prompt needs data.chat=true",

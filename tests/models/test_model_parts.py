@@ -5,6 +5,7 @@ import re
 import sys
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import huggingface_hub
