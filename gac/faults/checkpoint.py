@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_state_dict,
     set_state_dict,
@@ -107,9 +108,17 @@ def load(
     state: dict[str, Any] = {"model": tensors, "optimizer": moments}
     if extra_tensors:
         state[EXTRA] = extra_tensors
+    stored = _reader(path).read_metadata().state_dict_metadata
+    for name in [*state["optimizer"]["state"]]:
+        if f"optimizer.state.{name}.step" not in stored:  # the weight has not had a gradient yet
+            del state["optimizer"]["state"][name]
     _read(state, path)
     set_state_dict(
-        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+        options=StateDictOptions(strict=False),  # weights without moments
     )
     if not progress["stepped"]:
         optimizer.state.clear()

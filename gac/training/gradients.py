@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from gac.control.signals import Evidence
 from gac.data.rows import (
@@ -25,6 +26,7 @@ from gac.data.rows import (
     loss_divisors,
     scatter_logps,
 )
+from gac.errors import ConfigError
 from gac.methods.base import Loss, Mix
 from gac.methods.token_loss import custom_loss, with_k3
 from gac.models.head import Head, run_head
@@ -305,6 +307,14 @@ class Gradients:
                 probe.add(batch, micro, out)
         if not grad:  # only a backward reshards by itself
             reshard(self.model)
+        elif isinstance(self.model, DistributedDataParallel):
+            trained = self._trainable()
+            unused = [name for name, p in trained if p.grad is None]
+            if 0 < len(unused) < len(trained):
+                raise ConfigError(
+                    f"parallel.mode='ddp': {len(unused)} weights, such as {unused[0]}, have no "
+                    "gradient, so the others are not reduced: use parallel.mode=fsdp"
+                )
         if self.forward.reference is not None:
             reshard(self.forward.reference)
 

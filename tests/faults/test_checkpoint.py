@@ -29,11 +29,12 @@ from tests.tiny import metrics, tiny_config
 
 
 def small() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """A model and its optimizer after one step."""
-    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    """A model and its optimizer after one step, in which the last layer has no gradient."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(n, n - 1) for n in (4, 3, 2)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model(torch.ones(1, 3)).sum().backward()
+    model[:2](torch.ones(1, 4)).sum().backward()
     optimizer.step()
+    optimizer.zero_grad()
     return model, optimizer
 
 
@@ -48,6 +49,7 @@ def test_save_load_round_trip(tmp_path):
     assert tmp_path.resolve() not in [path.resolve() for path in Path("/proc/self/fd").iterdir()]
     torch.manual_seed(1)
     loaded_model, loaded_optimizer = small()
+    loaded_optimizer.state.clear()
     extra = {"x": torch.zeros(2)}
     loaded_optimizer.param_groups[0]["lr"] = 0.5
     progress = checkpoint.load(path, loaded_model, loaded_optimizer, extra)
@@ -57,6 +59,7 @@ def test_save_load_round_trip(tmp_path):
     for x, y in zip(model.parameters(), loaded_model.parameters(), strict=True):
         assert torch.equal(x, y)
     saved, loaded = (o.state_dict()["state"] for o in (optimizer, loaded_optimizer))
+    assert saved.keys() == loaded.keys() == {0, 1, 2, 3}
     assert all(torch.equal(saved[i][k], loaded[i][k]) for i in saved for k in saved[i])
 
 

@@ -2,6 +2,7 @@
 
 import math
 import random
+import re
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from gac.data.rows import Row
 from gac.methods import Mix
 from gac.rollouts import engines
 from gac.rollouts.generation import Completion
-from gac.training.trainer import Trainer
+from gac.training.trainer import Trainer, train
 from tests import ranks
 from tests.tiny import TIMING_KEYS, digit_reward, take_steps, tiny_config, with_config
 
@@ -118,6 +119,7 @@ def assert_same(expected, actual):
 
 
 FSDP = {"mode": "fsdp"}
+BART = {"decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 8}
 FULL = pytest.mark.full(reason="other cases combine the same properties")
 
 
@@ -270,6 +272,14 @@ def test_uneven_ranks_compute_the_same(uneven, mode):
                 torch.testing.assert_close(
                     grads[key], x, rtol=1e-4, atol=1e-6, msg=f"{name}: {key}"
                 )
+
+
+def test_ddp_needs_a_gradient_of_every_weight(task, tmp_path):
+    """A decoder of this family owns weights for an encoder's states, which it never uses."""
+    folder = with_config(task, tmp_path / "task", model_type="bart", is_decoder=True, **BART)
+    message = r"parallel.mode='ddp': 20 weights, such as .*encoder_attn.*: use parallel.mode=fsdp"
+    for error in ranks.errors(train, config(folder, tmp_path, eval={}, steps=1), ranks=2):
+        assert re.search(message, error)
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), pytest.param(2, 4, marks=FULL)])
