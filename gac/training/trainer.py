@@ -22,7 +22,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from gac.config import dump, save
 from gac.data.rows import Counts, Row, TermPair, count, rebalance
-from gac.errors import ConfigError, RunError, UserError, value_errors_as
+from gac.errors import CheckpointError, ConfigError, RunError, UserError, value_errors_as
 from gac.evaluation.suite import Evaluator
 from gac.faults import checkpoint
 from gac.faults.processes import Heartbeat, StopRequest
@@ -407,10 +407,15 @@ class Trainer:
         advice = "not saved"
         if self.guard.kept < self.config.guards.max_saved_steps:
             first = self.first_skipped if self.guard.consecutive > 1 else None
-            path = skipped.save(self.out / "replay", self.model, self.gradients.tracked, first)
-            self.first_skipped = first or path
-            self.guard.kept += 1
-            advice = f"gac replay {path}"
+            self.first_skipped = None
+            try:
+                path = skipped.save(self.out / "replay", self.model, self.gradients.tracked, first)
+            except CheckpointError as error:  # e.g. the disk is full; the copy is optional
+                advice = f"not saved: {str(error).partition(';')[0]}"
+            else:
+                self.first_skipped = first or path
+                self.guard.kept += 1
+                advice = f"gac replay {path}"
         if self.accelerator.is_main_process:
             logger.warning("skipped step %d: %s (%s)", skipped.step.number, skipped.fault, advice)
 

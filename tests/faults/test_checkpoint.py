@@ -203,9 +203,12 @@ def test_a_failed_write_names_its_cause(tmp_path, monkeypatch):
 
     monkeypatch.setattr(checkpoint.dcp, "save", fail)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10**12))
-    for folder, free in ((tmp_path, "1000000.0"), (tmp_path / "new", "nan")):
-        message = rf"where {free} MB are free \(rank 0: ValueError: no space\); free some"
-        with pytest.raises(CheckpointError, match=message):
+    (tmp_path / "file").touch()
+    for folder, problem in (
+        (tmp_path, r"1000000.0 MB are free \(rank 0: ValueError: no space\)"),
+        (tmp_path / "file" / "new", r"nan MB are free \(rank 0: .*Not a directory.*\)"),
+    ):
+        with pytest.raises(CheckpointError, match=f"where {problem}; free some"):
             save(folder, 1)
     assert not checkpoint.list_complete(tmp_path)
     errors[1] = KeyboardInterrupt(), None

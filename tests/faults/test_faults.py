@@ -205,24 +205,38 @@ def test_no_state_keeps_a_broken_step(task, tmp_path, method):
     assert replay(min((out / "replay").iterdir()))["culprits"]
 
 
-def test_too_many_broken_steps_stop_the_run_with_the_last_good_weights(task, tmp_path):
+@pytest.mark.parametrize("kept", [[0, 1], [1, 2]])
+def test_too_many_broken_steps_stop_the_run_with_the_last_good_weights(
+    task, tmp_path, monkeypatch, caplog, kept
+):
+    """The first two skipped steps that can be written are kept."""
     config = faulty_config(
         task, tmp_path, "always_overflowing", guards={"patience": 3, "max_saved_steps": 2}
     )
     trainer = Trainer(config)
     before = weights(trainer)
+    first, second = (tmp_path / "replay" / f"step-0000000{step}" for step in kept)
+    first.mkdir(parents=True)
+    (first / "rank-1.pt").touch()  # of an earlier attempt
+
+    def fail(*_):
+        monkeypatch.undo()
+        raise OSError("no space")
+
+    if kept[0]:
+        monkeypatch.setattr(Path, "write_bytes", fail)
     with pytest.raises(RunError, match=r"patience=3.* rollout_loss .* step 3 in .*gac replay"):
         trainer.run()
     saved = Trainer(config)
     assert saved.step == 3 and all(map(torch.equal, before, weights(saved)))
     assert (saved.guard.skipped, saved.guard.consecutive) == (3, 0)
-    assert sorted(p.name for p in (tmp_path / "replay").iterdir()) == [
-        "step-00000000",
-        "step-00000001",
-    ]
+    assert sorted((tmp_path / "replay").iterdir()) == [first, second]
+    assert bool(re.search(r"\(not saved: .* free \(rank 0: no space\)\)", caplog.text)) == bool(
+        kept[0]
+    )
     # the weights did not change in between, so the second step refers to the first one's copy
-    assert not (tmp_path / "replay" / "step-00000001" / "weights").exists()
-    assert replay(tmp_path / "replay" / "step-00000001")["culprits"]
+    assert not (second / "weights").exists()
+    assert replay(first)["culprits"] and replay(second)["culprits"]
 
 
 def test_one_process_replays_the_teacher_of_every_rank(task, tmp_path):
