@@ -141,10 +141,13 @@ class SampledKL:
 
 
 class Totals:
-    """The losses and the token statistics of a step's micro-batches."""
+    """The losses and the token statistics of a step's micro-batches.
 
-    def __init__(self, spec: LossSpec) -> None:
-        self.spec = spec
+    old_logps: `Step.old_logps`, at which the loss compares the policy with the engine.
+    """
+
+    def __init__(self, spec: LossSpec, old_logps: Sequence[Tensor] = ()) -> None:
+        self.spec, self.old_logps = spec, old_logps
         self.terms: list[Tensor] = []  # [demo loss, rollout loss]
         self.parts: list[TokenMoments] = []
         self.rows: list[Sequence[Row]] = []  # of each part
@@ -160,7 +163,9 @@ class Totals:
             values = zip(FilterReport._fields, map(float, out.filter), strict=True)
             collectives.add_sums(self.sums, {name: (value, 1) for name, value in values})
         if any(row.engine_logps for row in rows):
-            gaps = (out.logps - engine_logps(rows, batch)).flatten().double().cpu()
+            old = [self.old_logps[row.sequence] for row in rows] if self.old_logps else None
+            logps = out.logps if old is None else scatter_logps(old, rows, batch)
+            gaps = (logps - engine_logps(rows, batch)).flatten().double().cpu()
             for start, row in zip(batch.starts, rows, strict=False):
                 gap = gaps[row.scored(start)]
                 if len(gap := gap[gap.isfinite()]):
@@ -189,13 +194,16 @@ class Totals:
 def mismatch(gap: Tensor, spec: LossSpec) -> collectives.Sums:
     """Columns on the difference `gap` of policy and engine in the log-probs of a row's tokens."""
     kl = (gap.exp() - gap - 1).sum()  # the engine sampled, so this is KL(engine || policy)
-    factor = (gap.sum() if spec.correction.startswith("sequence") else gap).exp().expand_as(gap)
-    kept = factor.clamp(spec.correction_min or 0.0, spec.correction_max) == factor
-    return {
+    sums: collectives.Sums = {
         "sampling/mismatch_kl": (kl.item(), len(gap)),
         "sampling/sampling_logp_difference/max": (gap.abs().max().item(), collectives.MAXIMUM),
-        "sampling/frac_corrected": (int((~kept).sum()), len(gap)),
     }
+    if spec.correction != "none":
+        log_factor = gap.sum() if spec.correction.startswith("sequence") else gap
+        factor = log_factor.exp().expand_as(gap)
+        kept = factor.clamp(spec.correction_min or 0.0, spec.correction_max) == factor
+        sums["sampling/frac_corrected"] = (int((~kept).sum()), len(gap))
+    return sums
 
 
 Probe = Totals | UnitSketches | SampledKL  # each adds the output of every micro-batch
@@ -228,7 +236,7 @@ class Gradients:
     def __call__(self, step: Step) -> Measured:
         """Run the forward of all rows, and the backward of those that may have a gradient."""
         seed(step.seed)  # dropout must not depend on how many random numbers sampling used
-        needs, totals = step.needs, Totals(self.loss.spec)
+        needs, totals = step.needs, Totals(self.loss.spec, step.old_logps)
         sketches = UnitSketches(needs.sketch) if needs.sketch else None
         kl = (
             SampledKL(self.forward, step, self.kl_sample_size)

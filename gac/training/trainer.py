@@ -348,6 +348,9 @@ class Trainer:
         ):
             unwrapped = self.policy if model is self.model else model
             self.rollouts = rollouts = self.sampler(unwrapped, examples, self.step)
+        settings = self.config.rollouts.temperature, self.config.rollouts.top_p
+        if initial or settings != (1, 1):  # not comparable, as in `loss_of`
+            rollouts.rows = [row._replace(engine_logps=()) for row in rollouts.rows]
         if self.feed.balances:
             rollouts.rows = rebalance(rollouts.rows, self.feed.unit)
         if (reuse > 1 or needs.losses_after) and not initial:

@@ -27,7 +27,7 @@ from gac.rollouts.generation import generate
 from gac.training.export import export_run
 from gac.training.record import Logbook
 from gac.training.trainer import Trainer, train
-from tests.tiny import metrics, tiny_config
+from tests.tiny import metrics, take_steps, tiny_config
 
 # keys of metrics.jsonl that the contract lists
 CONTROLLER_KEYS = {"mu", "mu_star", "prior", "alpha", "kl"}
@@ -180,6 +180,26 @@ def test_demonstrations_are_scored_at_temperature_one(task, tmp_path):
 
 
 REUSED = {"num_prompts": 4, "num_generations": 4, "max_completion_length": 5, "num_iterations": 3}
+MISMATCH = {"sampling/mismatch_kl", "sampling/sampling_logp_difference/max"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "columns"),
+    [
+        ({}, MISMATCH | {"sampling/frac_corrected"}),
+        ({"correction": "none"}, MISMATCH),
+        ({"temperature": 0.7}, set()),
+        ({"top_p": 0.9}, set()),
+    ],
+)
+def test_another_engine_is_compared_with_the_weights_that_sampled(task, tmp_path, changes, columns):
+    """If their log-probs are comparable; as in the loss of the steps that reuse rollouts."""
+    rollouts = REUSED | {"function": "tests.training.test_keys:echo", **changes}
+    first, reusing = take_steps(Trainer(tiny_config(task, tmp_path, rollouts=rollouts)), 2)
+    assert {key for key in first if key.startswith("sampling/")} == columns
+    assert all(reusing[key] == first[key] for key in columns)
+
+
 RESUMED: dict[str, dict[str, Any]] = {
     "gate, alarm and sketches": {"method": {"name": "gac-gated-sketch", "update_every": 2}},
     "moving averages": {"method": "moco"},
