@@ -269,10 +269,13 @@ def logits(folder: Path) -> torch.Tensor:
     return AutoModelForCausalLM.from_pretrained(folder)(torch.tensor([[3, 4, 5, 6]])).logits
 
 
-def test_export_loads_in_transformers(task, tmp_path):
+def test_export_loads_in_transformers(task, tmp_path, monkeypatch):
     run = train(tiny_config(task, tmp_path / "run"))
     assert export_run(run, tmp_path / "last").name == "step-00000004"
-    export_run(run, tmp_path / "second", step=2)
+    (tmp_path / "second").mkdir()
+    with monkeypatch.context() as patch:
+        patch.chdir(tmp_path / "second")
+        export_run(run, Path(), step=2)
     ids = torch.tensor([AutoTokenizer.from_pretrained(tmp_path / "last").encode("+1234=")])
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "last")
     assert torch.equal(
@@ -286,9 +289,9 @@ def test_export_loads_in_transformers(task, tmp_path):
 
 
 def falling(completion, example):
-    """A reward that falls from one evaluation (8 prompts) to the next."""
+    """A reward that falls after every third evaluation (8 prompts); the first of equals is best."""
     calls[0] += 1
-    return 1.0 / (1 + (calls[0] - 1) // 8)
+    return 1.0 / (1 + (calls[0] - 1) // 24)
 
 
 calls = [0]

@@ -21,7 +21,7 @@ from gac.methods.base import next_mix
 from gac.train_config import GuardConfig
 from gac.training.record import Logbook
 from gac.training.replay import load_skipped, replay
-from gac.training.step import Guard
+from gac.training.step import Guard, Step
 from gac.training.trainer import Trainer, train
 from tests import ranks
 from tests.tiny import digit_reward, metrics, tiny_config, with_config
@@ -241,11 +241,22 @@ def test_too_many_broken_steps_stop_the_run_with_the_last_good_weights(
 
 def test_one_process_replays_the_teacher_of_every_rank(task, tmp_path):
     """The rows of rank 1 are numbered after those of rank 0, also in the teacher's log-probs."""
+    (tmp_path / "one.jsonl").write_text(min((task / "prompts.jsonl").open()))
     config = faulty_config(
-        task, tmp_path, "normal", steps=1, method="sdar", guards={"skip_above_norm": 1e-9}
+        task,
+        tmp_path,
+        "normal",
+        steps=1,
+        method="sdar",
+        guards={"skip_above_norm": 1e-9},
+        data={"prompts": str(tmp_path / "one.jsonl")},
     )
     ranks.run(train, config, ranks=2)
     (path,) = (tmp_path / "replay").iterdir()
+    first, second = (Step.restore(torch.load(file)["step"]) for file in path.glob("rank-*.pt"))
+    # the random numbers differ, also those of dropout, although all prompts are the same
+    assert [r.ids for r in first.rows] != [r.ids for r in second.rows]
+    assert first.seed != second.seed
     replayed = replay(path)
     recorded, recomputed = replayed["recorded"], replayed["recomputed"]
     assert recorded["rollout_loss"] != 0
