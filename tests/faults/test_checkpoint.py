@@ -189,8 +189,10 @@ def test_tensors_of_the_model_are_listed_without_the_optimizers(tmp_path):
     assert listed.keys() == meta.keys() and all(x.is_meta for x in listed.values())
     for name, x in listed.items():
         assert (x.shape, x.dtype) == (meta[name].shape, torch.bfloat16)
-    values = checkpoint.read_tensors(path, listed)
-    assert all(torch.equal(x, model.state_dict()[name]) for name, x in values.items())
+    assert all(
+        torch.equal(x, model.state_dict()[name])
+        for name, x in checkpoint.read_tensors(path, listed).items()
+    )
 
 
 def test_a_failed_write_names_its_cause(tmp_path, monkeypatch):
@@ -277,9 +279,9 @@ def test_export_loads_in_transformers(task, tmp_path, monkeypatch):
         patch.chdir(tmp_path / "second")
         export_run(run, Path(), step=2)
     ids = torch.tensor([AutoTokenizer.from_pretrained(tmp_path / "last").encode("+1234=")])
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "last")
     assert torch.equal(
-        Trainer(tiny_config(task, run)).model.eval()(ids).logits, exported(ids).logits
+        Trainer(tiny_config(task, run)).model.eval()(ids).logits,
+        AutoModelForCausalLM.from_pretrained(tmp_path / "last")(ids).logits,
     )
     assert not torch.equal(logits(tmp_path / "last"), logits(tmp_path / "second"))
     with pytest.raises(CheckpointError, match=r"step 3 .*available.*: 2, 4"):
@@ -323,8 +325,9 @@ def test_the_best_is_a_checkpoint_that_can_be_exported(task, tmp_path, every, st
         },
     )
     run = train(config)
-    names = [p.name for p in checkpoint.list_complete(run / "checkpoints")]
-    assert names == [f"step-{step:08d}" for step in reversed(steps)]
+    assert [p.name for p in checkpoint.list_complete(run / "checkpoints")] == [
+        f"step-{step:08d}" for step in reversed(steps)
+    ]
     assert export_run(run, tmp_path / "best", step="best").name == f"step-{best:08d}"
     assert (
         checkpoint.read_progress(export_run(run, tmp_path / "by-number", step=best))["step"] == best
@@ -448,8 +451,9 @@ def damage_of_one_rank(folder: Path) -> tuple[list[str], str, list[str]]:
     if rank() == 1:  # without the other rank
         checkpoint.prune(folder, 1, best=None)  # deletes nothing
         assert (folder / ".writing-00000003").exists()
-        bias = {"1.bias": checkpoint.model_tensors(newest)["1.bias"]}
-        assert checkpoint.read_tensors(newest, bias)["1.bias"].shape == (2,)
+        assert checkpoint.read_tensors(
+            newest, {"1.bias": checkpoint.model_tensors(newest)["1.bias"]}
+        )["1.bias"].shape == (2,)
         checkpoint.load_weights(newest, small()[0])
     gather(None)
     checkpoint.prune(folder, 1, best=None)
@@ -458,6 +462,9 @@ def damage_of_one_rank(folder: Path) -> tuple[list[str], str, list[str]]:
 
 
 def test_all_ranks_fall_back_if_one_ranks_file_is_damaged(tmp_path):
-    files = [".metadata", "__0_0.distcp", "__1_0.distcp"]
-    expected = files, "step-00000001", ["damaged-00000002", "step-00000001"]
+    expected = (
+        [".metadata", "__0_0.distcp", "__1_0.distcp"],
+        "step-00000001",
+        ["damaged-00000002", "step-00000001"],
+    )
     assert ranks.run(damage_of_one_rank, tmp_path, ranks=2) == [expected] * 2

@@ -424,8 +424,9 @@ def hang_rank_1(config):
 
 
 def test_a_hung_rank_fails_the_job_within_its_timeout(task, tmp_path):
-    config = tiny_config(task, tmp_path, steps=6, parallel={"timeout": 3})
-    with ranks.job(hang_rank_1, config, ranks=2) as (rank_0, rank_1):
+    with ranks.job(
+        hang_rank_1, tiny_config(task, tmp_path, steps=6, parallel={"timeout": 3}), ranks=2
+    ) as (rank_0, rank_1):
         failed = rank_0.result()
         assert rank_1.kill()  # it would hang forever
     assert re.search("rank 1 is not responding.*resume from", str(failed.error))

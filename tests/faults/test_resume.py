@@ -150,8 +150,10 @@ def test_job_resumes_exactly_after_one_rank_is_stopped_or_killed(task, tmp_path)
         tiny_config(task, tmp_path / name, **RUN, parallel={"timeout": 8}) for name in "ab"
     )
     event = "open", "-00000002/__1_0.distcp", "1", signal.SIGTERM
-    errors = ranks.errors(kills.at_event, stopped, *event, ranks=2)
-    assert errors == [f"saved step 3 in {tmp_path / 'a' / 'checkpoints'}"] * 2
+    assert (
+        ranks.errors(kills.at_event, stopped, *event, ranks=2)
+        == [f"saved step 3 in {tmp_path / 'a' / 'checkpoints'}"] * 2
+    )
     ranks.run(train, stopped, ranks=2)
     event = "open", "-00000006/__1_0.distcp", "1"
     with ranks.job(kills.at_event, interrupted, *event, ranks=2) as job:

@@ -136,8 +136,11 @@ FULL = pytest.mark.full(reason="other cases combine the same properties")
 def test_results_do_not_depend_on_the_number_of_processes(
     task, tmp_path, single_process, count, parallel, micro_batch_size
 ):
-    run_config = config(task, tmp_path, parallel=parallel, micro_batch_size=micro_batch_size)
-    many = ranks.run(train_steps, run_config, ranks=count)
+    many = ranks.run(
+        train_steps,
+        config(task, tmp_path, parallel=parallel, micro_batch_size=micro_batch_size),
+        ranks=count,
+    )
     for rank in many:
         assert_same(single_process(), rank)
     total, local = single_process()[3], [rank[3] for rank in many]
@@ -190,8 +193,9 @@ def test_results_agree_across_processes_with(task, tmp_path, parallel, changes):
     settings["model"] = {"path": str(folder / "init"), "random_init": True, **changes}
     single = ranks.run(train_steps, config(folder, tmp_path / "one", **settings), ranks=1)[0]
     count = 2 * parallel.get("replicas", 1)
-    run_config = config(folder, tmp_path / "many", parallel=parallel, **settings)
-    for rank in ranks.run(train_steps, run_config, ranks=count):
+    for rank in ranks.run(
+        train_steps, config(folder, tmp_path / "many", parallel=parallel, **settings), ranks=count
+    ):
         assert_same(single, rank)
 
 
@@ -203,8 +207,9 @@ ONE_BACKWARD = {"method": "sft", "optim": UNCLIPPED, "loss": {}}
 def test_bfloat16_arithmetic_stays_close(task, tmp_path, single_process, changes):
     """Gradients are reduced in float32 into float32 shards."""
     model = {"path": str(task / "init"), "random_init": True, "dtype": "bfloat16"}
-    run_config = config(task, tmp_path, parallel=FSDP, model=model, **changes)
-    rows, grads, _, _ = ranks.run(train_steps, run_config, 1, ranks=2)[0]
+    rows, grads, _, _ = ranks.run(
+        train_steps, config(task, tmp_path, parallel=FSDP, model=model, **changes), 1, ranks=2
+    )[0]
     expected_rows, expected, _, _ = single_process(**changes)
     assert rows[0]["demo_loss"] == pytest.approx(expected_rows[0]["demo_loss"], rel=0.03)
     for name, exact in expected.items():
@@ -254,8 +259,11 @@ def uneven(task, tmp_path_factory):
     }
 
     def run(count, **changes):
-        run_config = config(task, tmp_path_factory.mktemp("uneven"), **settings, **changes)
-        return ranks.run(uneven_gradients, run_config, ranks=count)
+        return ranks.run(
+            uneven_gradients,
+            config(task, tmp_path_factory.mktemp("uneven"), **settings, **changes),
+            ranks=count,
+        )
 
     return run(1)[0], lambda mode: run(2, parallel={"mode": mode})
 

@@ -89,8 +89,9 @@ def sharded(model):
 def test_ranks_sample_the_responses_of_one_process(task, tmp_path, gather):
     """Responses differ in length, and the ranks have 3 and 2 prompts; no rank may hang."""
     single_process = ranks.run(greedy, config(task, tmp_path), 5, ranks=1)[0]
-    run_config = config(task, tmp_path, parallel={**FSDP, "gather_for_rollouts": gather})
-    first, second = ranks.run(greedy, run_config, 5, ranks=2)
+    first, second = ranks.run(
+        greedy, config(task, tmp_path, parallel={**FSDP, "gather_for_rollouts": gather}), 5, ranks=2
+    )
     assert (len(first), len(second)) == (3, 2)
     assert first == single_process[0::2]
     assert second == [a[:4] for a in single_process[1::2]]

@@ -144,8 +144,11 @@ def test_rows_without_signal_cost_no_backward_and_change_nothing(task, tmp_path)
     trainer.accelerator.backward = lambda loss: (losses.append(loss.item()), backward(loss))
     mixed = next_gradients(trainer)
     assert len(losses) == 1  # one micro-batch: the demonstrations
-    sft = Trainer(tiny_config(task, tmp_path / "b", method={"name": "sft"}))
-    for x, y in zip(mixed, next_gradients(sft), strict=True):
+    for x, y in zip(
+        mixed,
+        next_gradients(Trainer(tiny_config(task, tmp_path / "b", method={"name": "sft"}))),
+        strict=True,
+    ):
         torch.testing.assert_close(x, 0.5 * y, rtol=1e-4, atol=1e-7)
 
 
@@ -343,9 +346,8 @@ def test_a_terminal_shows_the_progress(task, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stderr", terminal)
     for steps in (2, 3):
         train(tiny_config(task, tmp_path, steps=steps, eval={}))
-    bars = re.findall(r"./. \|.{10}\| ", terminal.getvalue())
     assert {"0/2 |          | ", "2/2 |##########| ", "2/3 |######6   | ", "3/3 |##########| "} <= {
-        *bars
+        *re.findall(r"./. \|.{10}\| ", terminal.getvalue())
     }
 
 
