@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_state_dict,
     set_state_dict,
@@ -77,7 +78,7 @@ def save(
     state: dict[str, Any] = {"model": tensors, "optimizer": moments}
     if extra_tensors:
         state[EXTRA] = extra_tensors
-    _on_all_ranks(lambda: _on_rank_0(lambda: _delete(temporary)), folder)
+    clear(temporary)
     _on_all_ranks(lambda: _write(state, temporary), folder)
     sums = _on_all_ranks(lambda: _checksums(temporary, _own_files(temporary)), folder)
     files = {name: value for part in gather(sums) for name, value in part.items()}
@@ -91,8 +92,23 @@ def write_weights(path: Path, model: nn.Module, extra_tensors: dict[str, Tensor]
     state: dict[str, Any] = {"model": get_model_state_dict(model)}
     if extra_tensors:
         state[EXTRA] = extra_tensors
-    _on_all_ranks(lambda: _on_rank_0(lambda: _delete(path)), path)
+    clear(path)
     _on_all_ranks(lambda: _write(state, path), path)
+
+
+def clear(path: Path) -> None:
+    """Create an empty folder; all ranks wait until it exists."""
+
+    def create() -> None:
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir(parents=True, exist_ok=True)
+
+    _on_all_ranks(lambda: _on_rank_0(create), path.parent)
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write this rank's own file. Raises CheckpointError, on every rank, if any rank cannot."""
+    _on_all_ranks(lambda: path.write_bytes(content), path.parent)
 
 
 def load(
@@ -107,9 +123,17 @@ def load(
     state: dict[str, Any] = {"model": tensors, "optimizer": moments}
     if extra_tensors:
         state[EXTRA] = extra_tensors
+    stored = _reader(path).read_metadata().state_dict_metadata
+    for name in [*state["optimizer"]["state"]]:
+        if f"optimizer.state.{name}.step" not in stored:  # the weight has not had a gradient yet
+            del state["optimizer"]["state"][name]
     _read(state, path)
     set_state_dict(
-        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+        options=StateDictOptions(strict=False),  # weights without moments
     )
     if not progress["stepped"]:
         optimizer.state.clear()
@@ -254,10 +278,6 @@ def _cause(error: CheckpointException) -> BaseException:
 def _on_rank_0(work: Callable[[], None]) -> None:
     if rank() == 0:
         work()
-
-
-def _delete(path: Path) -> None:
-    shutil.rmtree(path, ignore_errors=True)
 
 
 def _write(state: dict[str, Any], path: Path) -> None:

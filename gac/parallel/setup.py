@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import LoggerType
+from accelerate.utils import GradientAccumulationPlugin, LoggerType
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -145,6 +145,7 @@ def make_accelerator(config: ParallelConfig, trackers: tuple[str, ...], out: str
         # otherwise accelerate does not connect the processes on machines without a GPU
         cpu=not torch.cuda.is_available(),
         mixed_precision="no",  # `gac.models.head` sets the precision, also of the reference
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),  # not its variable
         log_with=list(trackers) or None,
         project_dir=out,
     )

@@ -36,7 +36,12 @@ class RewardError(UserError, ValueError):
             f"reward {reward!r} on row {example_id!r}: {problem}; completion: {completion!r:.200}. "
             "Fix the row or the reward, or set on_error: drop to skip and count such rows"
         )
-        self.reward, self.example_id, self.completion = reward, example_id, completion
+        self.problem, self.reward = problem, reward
+        self.example_id, self.completion = example_id, completion
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the arguments instead of the message, for the other ranks."""
+        return type(self), (self.problem, self.reward, self.example_id, self.completion)
 
 
 class Reward(ABC):

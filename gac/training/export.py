@@ -149,6 +149,7 @@ def export_checkpoint(
     file_size: approximate bytes per file of weights; peak memory is one file plus one layer.
     """
     checkpoint.verify(path)
+    out = out.resolve()  # "." has no name
     temporary = out.with_name(f".{out.name}.writing")
     previous = out.with_name(f".{out.name}.previous")
     if previous.exists() and not out.exists():

@@ -56,7 +56,7 @@ class Feed:
                     f"method={self.method.name!r} continues prefixes of demonstrations: use "
                     "another one, because some demonstrations have several turns"
                 )
-            _check_divisible("rollouts.num_prompts", self.prompt_batch, ranks)
+            _check_divisible("rollouts.num_prompts", self.prompt_batch, ranks, needs.parts)
         if needs.demos and self.trains_on_prompt_demos and not any(self.prompts.demos):
             raise ValueError(
                 f"data.prompts={config.data.prompts!r}: method {self.method.name!r} trains on the "
@@ -74,7 +74,7 @@ class Feed:
                 self.steps = min(config.steps, epoch_steps)
             self.demo_order = row_order(config.data, self.demos, config.seed + 1)
             self.orders["demo_order"] = self.demo_order
-            _check_divisible("demo_batch_size", self.demo_batch_size, ranks)
+            _check_divisible("demo_batch_size", self.demo_batch_size, ranks, needs.parts)
 
     def examples(self, step: int) -> list[Example]:
         """This rank's prompts for the next sampling; `step` must not decrease."""
@@ -175,6 +175,8 @@ class Feed:
         self.collected = list(state.get("collected", []))
 
 
-def _check_divisible(name: str, value: int, ranks: int) -> None:
-    if value % ranks:
-        raise ValueError(f"{name}={value}: use a multiple of the number of processes, {ranks}")
+def _check_divisible(name: str, value: int, ranks: int, parts: int) -> None:
+    """Raise ValueError unless every rank gets equal `parts`, whose gradients are compared."""
+    if value % (ranks * max(parts, 1)):
+        factors = f"{ranks}, times the number of gradient parts, {parts}" if parts > 1 else ranks
+        raise ValueError(f"{name}={value}: use a multiple of the number of processes, {factors}")

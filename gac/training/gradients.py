@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from gac.control.signals import Evidence
 from gac.data.rows import (
@@ -25,6 +26,7 @@ from gac.data.rows import (
     loss_divisors,
     scatter_logps,
 )
+from gac.errors import ConfigError
 from gac.methods.base import Loss, Mix
 from gac.methods.token_loss import custom_loss, with_k3
 from gac.models.head import Head, run_head
@@ -139,10 +141,13 @@ class SampledKL:
 
 
 class Totals:
-    """The losses and the token statistics of a step's micro-batches."""
+    """The losses and the token statistics of a step's micro-batches.
 
-    def __init__(self, spec: LossSpec) -> None:
-        self.spec = spec
+    old_logps: `Step.old_logps`, at which the loss compares the policy with the engine.
+    """
+
+    def __init__(self, spec: LossSpec, old_logps: Sequence[Tensor] = ()) -> None:
+        self.spec, self.old_logps = spec, old_logps
         self.terms: list[Tensor] = []  # [demo loss, rollout loss]
         self.parts: list[TokenMoments] = []
         self.rows: list[Sequence[Row]] = []  # of each part
@@ -158,7 +163,9 @@ class Totals:
             values = zip(FilterReport._fields, map(float, out.filter), strict=True)
             collectives.add_sums(self.sums, {name: (value, 1) for name, value in values})
         if any(row.engine_logps for row in rows):
-            gaps = (out.logps - engine_logps(rows, batch)).flatten().double().cpu()
+            old = [self.old_logps[row.sequence] for row in rows] if self.old_logps else None
+            logps = out.logps if old is None else scatter_logps(old, rows, batch)
+            gaps = (logps - engine_logps(rows, batch)).flatten().double().cpu()
             for start, row in zip(batch.starts, rows, strict=False):
                 gap = gaps[row.scored(start)]
                 if len(gap := gap[gap.isfinite()]):
@@ -187,13 +194,16 @@ class Totals:
 def mismatch(gap: Tensor, spec: LossSpec) -> collectives.Sums:
     """Columns on the difference `gap` of policy and engine in the log-probs of a row's tokens."""
     kl = (gap.exp() - gap - 1).sum()  # the engine sampled, so this is KL(engine || policy)
-    factor = (gap.sum() if spec.correction.startswith("sequence") else gap).exp().expand_as(gap)
-    kept = factor.clamp(spec.correction_min or 0.0, spec.correction_max) == factor
-    return {
+    sums: collectives.Sums = {
         "sampling/mismatch_kl": (kl.item(), len(gap)),
         "sampling/sampling_logp_difference/max": (gap.abs().max().item(), collectives.MAXIMUM),
-        "sampling/frac_corrected": (int((~kept).sum()), len(gap)),
     }
+    if spec.correction != "none":
+        log_factor = gap.sum() if spec.correction.startswith("sequence") else gap
+        factor = log_factor.exp().expand_as(gap)
+        kept = factor.clamp(spec.correction_min or 0.0, spec.correction_max) == factor
+        sums["sampling/frac_corrected"] = (int((~kept).sum()), len(gap))
+    return sums
 
 
 Probe = Totals | UnitSketches | SampledKL  # each adds the output of every micro-batch
@@ -226,7 +236,7 @@ class Gradients:
     def __call__(self, step: Step) -> Measured:
         """Run the forward of all rows, and the backward of those that may have a gradient."""
         seed(step.seed)  # dropout must not depend on how many random numbers sampling used
-        needs, totals = step.needs, Totals(self.loss.spec)
+        needs, totals = step.needs, Totals(self.loss.spec, step.old_logps)
         sketches = UnitSketches(needs.sketch) if needs.sketch else None
         kl = (
             SampledKL(self.forward, step, self.kl_sample_size)
@@ -305,6 +315,14 @@ class Gradients:
                 probe.add(batch, micro, out)
         if not grad:  # only a backward reshards by itself
             reshard(self.model)
+        elif isinstance(self.model, DistributedDataParallel):
+            trained = self._trainable()
+            unused = [name for name, p in trained if p.grad is None]
+            if 0 < len(unused) < len(trained):
+                raise ConfigError(
+                    f"parallel.mode='ddp': {len(unused)} weights, such as {unused[0]}, have no "
+                    "gradient, so the others are not reduced: use parallel.mode=fsdp"
+                )
         if self.forward.reference is not None:
             reshard(self.forward.reference)
 

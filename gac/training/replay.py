@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 
 from gac.config import load
 from gac.data.rows import Row, TermPair
-from gac.errors import ConfigError
+from gac.errors import CheckpointError, ConfigError
 from gac.faults import checkpoint
 from gac.models.causal_lm import load_tokenizer
 from gac.parallel import setup
@@ -47,11 +49,10 @@ class SkippedStep:
 
         tracked: moving averages of gradients. first: path of the first of the consecutive skipped
             steps, which has the weights; None: this is the first.
+
+        Raises CheckpointError, on every rank, if any rank could not write its part.
         """
         path = folder / f"step-{self.step.number:08d}"
-        if first is None:
-            checkpoint.write_weights(path / "weights", model, tracked)
-        path.mkdir(exist_ok=True)
         plain: dict[str, Any] = {
             "format": FORMAT,
             "step": self.step.plain(),
@@ -61,7 +62,16 @@ class SkippedStep:
             "losses": tuple(self.losses),
             "shares": (first or path).name,
         }
-        torch.save(plain, path / f"rank-{rank()}.pt")
+        data = BytesIO()
+        torch.save(plain, data)
+        checkpoint.clear(path)  # an earlier attempt may have had more ranks
+        try:
+            if first is None:
+                checkpoint.write_weights(path / "weights", model, tracked)
+            checkpoint.write_bytes(path / f"rank-{rank()}.pt", data.getvalue())
+        except CheckpointError:
+            shutil.rmtree(path, ignore_errors=True)  # not all ranks' rows
+            raise
         return path
 
 

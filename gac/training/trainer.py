@@ -22,7 +22,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from gac.config import dump, save
 from gac.data.rows import Counts, Row, TermPair, count, rebalance
-from gac.errors import ConfigError, RunError, UserError, value_errors_as
+from gac.errors import CheckpointError, ConfigError, RunError, UserError, value_errors_as
 from gac.evaluation.suite import Evaluator
 from gac.faults import checkpoint
 from gac.faults.processes import Heartbeat, StopRequest
@@ -151,6 +151,7 @@ class Trainer:
         self.step = 0
         self.state, self.mix = next_mix(self.method, self.method.init(), Observation(0))
         self.ended = False  # the method has ended the run
+        self.evaluated = True  # after the last step, if that was due
         self.guard, self.stop = Guard(config.guards), StopRequest()
         self.fingerprint = fingerprint(config, self.tokenizer, self.feed.sources(), reward)
         self.best: dict[str, Any] = {}  # step and accuracy of the best checkpoint
@@ -213,6 +214,8 @@ class Trainer:
     def _loop(self, bar: tqdm) -> None:
         if self.step == 0:
             self._evaluate()  # the initial model
+        elif not self.evaluated:
+            self._checkpoint()
         elif self._done():
             logger.info(
                 "the run is finished: %d of %d steps; to train on, raise `steps`; to start anew, "
@@ -223,7 +226,7 @@ class Trainer:
         while not self._done():
             started = time.perf_counter()
             row = self._train_step()
-            self.step += 1
+            self.step, self.evaluated = self.step + 1, False
             seconds = time.perf_counter() - started
             row |= {
                 "sampling_share": row["sampling_seconds"] / seconds,
@@ -264,6 +267,7 @@ class Trainer:
         last = self._done()
         with self._kept():
             accuracy = self._evaluate() if last or self._due(self.config.eval.every) else None
+        self.evaluated = True
         better = accuracy is not None and accuracy > self.best.get("accuracy", -math.inf)
         boundary = self.step % self.config.rollouts.num_iterations == 0
         stopping = boundary and any(collectives.largest([self.stop.requested]))  # on any rank
@@ -344,6 +348,9 @@ class Trainer:
         ):
             unwrapped = self.policy if model is self.model else model
             self.rollouts = rollouts = self.sampler(unwrapped, examples, self.step)
+        settings = self.config.rollouts.temperature, self.config.rollouts.top_p
+        if initial or settings != (1, 1):  # not comparable, as in `loss_of`
+            rollouts.rows = [row._replace(engine_logps=()) for row in rollouts.rows]
         if self.feed.balances:
             rollouts.rows = rebalance(rollouts.rows, self.feed.unit)
         if (reuse > 1 or needs.losses_after) and not initial:
@@ -403,10 +410,15 @@ class Trainer:
         advice = "not saved"
         if self.guard.kept < self.config.guards.max_saved_steps:
             first = self.first_skipped if self.guard.consecutive > 1 else None
-            path = skipped.save(self.out / "replay", self.model, self.gradients.tracked, first)
-            self.first_skipped = first or path
-            self.guard.kept += 1
-            advice = f"gac replay {path}"
+            self.first_skipped = None
+            try:
+                path = skipped.save(self.out / "replay", self.model, self.gradients.tracked, first)
+            except CheckpointError as error:  # e.g. the disk is full; the copy is optional
+                advice = f"not saved: {str(error).partition(';')[0]}"
+            else:
+                self.first_skipped = first or path
+                self.guard.kept += 1
+                advice = f"gac replay {path}"
         if self.accelerator.is_main_process:
             logger.warning("skipped step %d: %s (%s)", skipped.step.number, skipped.fault, advice)
 
@@ -432,7 +444,7 @@ class Trainer:
         progress = checkpoint.load(path, self.model, self.optimizer, self.gradients.tracked)
         self.step, self.state, self.best = progress["step"], progress["method"], progress["best"]
         self.mix = Mix(*progress["mix"])
-        self.ended = progress["ended"]
+        self.ended, self.evaluated = progress["ended"], progress.get("evaluated", True)
         self.guard.load_state_dict(progress["guard"])
         self.feed.load_state_dict(progress)
         logger.info("resumed from %s", path)
@@ -443,6 +455,7 @@ class Trainer:
             "method": self.state,
             "mix": list(self.mix),
             "ended": self.ended,
+            "evaluated": self.evaluated,
             **self.feed.state_dict(),
             "guard": self.guard.state_dict(),
             "best": self.best,

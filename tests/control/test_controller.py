@@ -103,8 +103,9 @@ def test_signal_averages_start_at_the_first_value_and_skip_nan() -> None:
     state = step(config, state, Signals(3.0, 4.0, math.inf))
     assert (state.sft_variance, state.rl_variance, state.disagreement) == (1.5, 4.0, 2.0)
     assert state.mu_star == mu_star(0.7, 2.0, 1.5, 4.0)
-    newest = replace(config, signal_decay=0.0)
-    assert step(newest, state, Signals(7.0, 8.0, 9.0)).disagreement == 9.0
+    assert (
+        step(replace(config, signal_decay=0.0), state, Signals(7.0, 8.0, 9.0)).disagreement == 9.0
+    )
 
 
 def test_nan_kl_changes_nothing_and_without_an_ema_mu_star_is_blended() -> None:
@@ -112,8 +113,9 @@ def test_nan_kl_changes_nothing_and_without_an_ema_mu_star_is_blended() -> None:
     for kl in (None, math.nan, math.inf):
         controller.update(kl=kl)
     assert controller.alpha == 0.7 and controller.state.kl is None
-    config = ControllerConfig(ema="none", prior_blend=1.0, max_step=1.0, signal_decay=0.0)
-    controller = GuidedController(config)
+    controller = GuidedController(
+        ControllerConfig(ema="none", prior_blend=1.0, max_step=1.0, signal_decay=0.0)
+    )
     for signals in (Signals(1.0, 3.0, 0.0), Signals(3.0, 1.0, 0.0)):
         assert controller.update(signals) == controller.mu_star
 

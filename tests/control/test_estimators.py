@@ -82,8 +82,10 @@ def test_printed_equation_5_is_exact_only_without_overlap_of_bias_and_difference
     )
     orthogonal = Corrections(bias_gap_sq=gap_sq, rl_bias_dot_gap=rl_gap)
     assert mu_star_biased(0.6, 2.0, 0.3, 0.5, orthogonal) == pytest.approx(printed, abs=1e-12)
-    overlapping = orthogonal._replace(rl_bias_dot_d=0.5)
-    assert abs(mu_star_biased(0.6, 2.0, 0.3, 0.5, overlapping) - printed) > 0.1
+    assert (
+        abs(mu_star_biased(0.6, 2.0, 0.3, 0.5, orthogonal._replace(rl_bias_dot_d=0.5)) - printed)
+        > 0.1
+    )
 
 
 @properties

@@ -50,8 +50,9 @@ def test_alignment_equals_direct_computation(s: int, r: int) -> None:
     assert estimate.sft_square == pytest.approx(x.mean(0).dot(x.mean(0)).item() - noise)
     noise = y.var(dim=0).sum().item() / r
     assert estimate.rl_square == pytest.approx(y.mean(0).dot(y.mean(0)).item() - noise)
-    totals = [z.mean(0).square().sum().item() for z in (x, y)]
-    assert estimate[4:] == pytest.approx(totals, rel=1e-12)
+    assert estimate[4:] == pytest.approx(
+        [z.mean(0).square().sum().item() for z in (x, y)], rel=1e-12
+    )
 
 
 @pytest.mark.parametrize(("s", "r"), [(1, 1), (1, 3), (3, 1)])
@@ -158,8 +159,9 @@ def test_every_proposal_is_gated_and_capped() -> None:
         ungated = GuidedController(gated_config(**changes, gate=None))
         half = GuidedController(gated_config(**changes))
         for _ in range(6):
-            mu = half.update(alignment=alignment_with(-1.0))
-            assert mu == pytest.approx(0.5 * ungated.update())
+            assert half.update(alignment=alignment_with(-1.0)) == pytest.approx(
+                0.5 * ungated.update()
+            )
     slow = GuidedController(gated_config(max_step=0.1))
     assert slow.update(alignment=alignment_with(-9.0)) == pytest.approx(0.4)
     assert slow.update() == pytest.approx(0.3)

@@ -57,8 +57,9 @@ def test_paired_covariance_equals_direct_computation() -> None:
     covariance = sum(torch.cov(torch.stack([x[:, k], y[:, k]]))[0, 1].item() for k in range(4)) / 6
     assert reading.corrections.covariance == pytest.approx(covariance, rel=1e-12)
     sft, rl, gap = reading.signals
-    raw = (x.mean(0) - y.mean(0)).square().sum().item()
-    assert gap == pytest.approx(raw - sft - rl + 2 * covariance, rel=1e-12)
+    assert gap == pytest.approx(
+        (x.mean(0) - y.mean(0)).square().sum().item() - sft - rl + 2 * covariance, rel=1e-12
+    )
 
 
 def test_one_micro_batch_has_no_variance() -> None:
@@ -69,15 +70,18 @@ def test_one_micro_batch_has_no_variance() -> None:
 
 def test_gradient_source_reads_the_gram_matrix() -> None:
     gradients = torch.randn(6, 4, dtype=torch.float64)
-    evidence = Evidence(0, gram=gradients @ gradients.T, sft_count=3)
-    reading, _ = GradientSignals(paired=True).read(evidence, {})
+    reading, _ = GradientSignals(paired=True).read(
+        Evidence(0, gram=gradients @ gradients.T, sft_count=3), {}
+    )
     assert reading == gradient_moments(gradients @ gradients.T, 3, paired=True)
     assert GradientSignals().needs == SourceNeeds(gram=True)
     assert GradientSignals(bias=True).needs == SourceNeeds(gram=True, bias=True)
     sizes = (4, 8, 16, 32, 64)
     assert [SketchSignals(n).needs for n in sizes] == [SourceNeeds(sketch=n) for n in sizes]
-    needs = [SourceNeeds(bias=True), SourceNeeds(gram=True), SourceNeeds(sketch=1)]
-    assert [source.provides_alignment for source in needs] == [False, True, True]
+    assert [
+        source.provides_alignment
+        for source in [SourceNeeds(bias=True), SourceNeeds(gram=True), SourceNeeds(sketch=1)]
+    ] == [False, True, True]
 
 
 def test_moments_are_computed_in_float64() -> None:
@@ -92,8 +96,11 @@ def test_sketches_are_scaled_by_their_number() -> None:
     demos, rollouts = torch.randn(2, 9, dtype=torch.float64), torch.randn(3, 9).double()
     units = torch.cat([2 * demos, 3 * rollouts])
     expected = gradient_moments(units @ units.T, 2)
-    evidence = Evidence(0, sketches=Sketches(demos, rollouts))
-    for ours, truth in zip(SketchSignals(8).read(evidence, {})[0], expected, strict=True):
+    for ours, truth in zip(
+        SketchSignals(8).read(Evidence(0, sketches=Sketches(demos, rollouts)), {})[0],
+        expected,
+        strict=True,
+    ):
         assert ours == pytest.approx(truth)
     signals, corrections, aligned = sketch_moments(Sketches(demos, rollouts[:0]))
     assert signals.sft_variance == pytest.approx(expected.signals.sft_variance)

@@ -87,8 +87,12 @@ def test_any_split_of_the_batch_gives_the_same_units(task, tmp_path, fixed_rollo
     single = unit_sketches(config(task, tmp_path / "one"), mu)
     splits = [unit_sketches(config(task, tmp_path / "split", micro_batch_size=3), mu)]
     for mode in ("ddp", "fsdp"):
-        settings = config(task, tmp_path / mode, micro_batch_size=3, parallel={"mode": mode})
-        splits += ranks.run(unit_sketches, settings, mu, ranks=2)
+        splits += ranks.run(
+            unit_sketches,
+            config(task, tmp_path / mode, micro_batch_size=3, parallel={"mode": mode}),
+            mu,
+            ranks=2,
+        )
     for split in splits:
         for term, expected in zip(map(torch.tensor, split), map(torch.tensor, single), strict=True):
             torch.testing.assert_close(term, expected, rtol=1e-4, atol=2e-6)

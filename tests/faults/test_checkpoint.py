@@ -29,11 +29,12 @@ from tests.tiny import metrics, tiny_config
 
 
 def small() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """A model and its optimizer after one step."""
-    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    """A model and its optimizer after one step, in which the last layer has no gradient."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(n, n - 1) for n in (4, 3, 2)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model(torch.ones(1, 3)).sum().backward()
+    model[:2](torch.ones(1, 4)).sum().backward()
     optimizer.step()
+    optimizer.zero_grad()
     return model, optimizer
 
 
@@ -48,6 +49,7 @@ def test_save_load_round_trip(tmp_path):
     assert tmp_path.resolve() not in [path.resolve() for path in Path("/proc/self/fd").iterdir()]
     torch.manual_seed(1)
     loaded_model, loaded_optimizer = small()
+    loaded_optimizer.state.clear()
     extra = {"x": torch.zeros(2)}
     loaded_optimizer.param_groups[0]["lr"] = 0.5
     progress = checkpoint.load(path, loaded_model, loaded_optimizer, extra)
@@ -57,6 +59,7 @@ def test_save_load_round_trip(tmp_path):
     for x, y in zip(model.parameters(), loaded_model.parameters(), strict=True):
         assert torch.equal(x, y)
     saved, loaded = (o.state_dict()["state"] for o in (optimizer, loaded_optimizer))
+    assert saved.keys() == loaded.keys() == {0, 1, 2, 3}
     assert all(torch.equal(saved[i][k], loaded[i][k]) for i in saved for k in saved[i])
 
 
@@ -186,8 +189,10 @@ def test_tensors_of_the_model_are_listed_without_the_optimizers(tmp_path):
     assert listed.keys() == meta.keys() and all(x.is_meta for x in listed.values())
     for name, x in listed.items():
         assert (x.shape, x.dtype) == (meta[name].shape, torch.bfloat16)
-    values = checkpoint.read_tensors(path, listed)
-    assert all(torch.equal(x, model.state_dict()[name]) for name, x in values.items())
+    assert all(
+        torch.equal(x, model.state_dict()[name])
+        for name, x in checkpoint.read_tensors(path, listed).items()
+    )
 
 
 def test_a_failed_write_names_its_cause(tmp_path, monkeypatch):
@@ -200,9 +205,12 @@ def test_a_failed_write_names_its_cause(tmp_path, monkeypatch):
 
     monkeypatch.setattr(checkpoint.dcp, "save", fail)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10**12))
-    for folder, free in ((tmp_path, "1000000.0"), (tmp_path / "new", "nan")):
-        message = rf"where {free} MB are free \(rank 0: ValueError: no space\); free some"
-        with pytest.raises(CheckpointError, match=message):
+    (tmp_path / "file").touch()
+    for folder, problem in (
+        (tmp_path, r"1000000.0 MB are free \(rank 0: ValueError: no space\)"),
+        (tmp_path / "file" / "new", r"nan MB are free \(rank 0: .*Not a directory.*\)"),
+    ):
+        with pytest.raises(CheckpointError, match=f"where {problem}; free some"):
             save(folder, 1)
     assert not checkpoint.list_complete(tmp_path)
     errors[1] = KeyboardInterrupt(), None
@@ -263,14 +271,17 @@ def logits(folder: Path) -> torch.Tensor:
     return AutoModelForCausalLM.from_pretrained(folder)(torch.tensor([[3, 4, 5, 6]])).logits
 
 
-def test_export_loads_in_transformers(task, tmp_path):
+def test_export_loads_in_transformers(task, tmp_path, monkeypatch):
     run = train(tiny_config(task, tmp_path / "run"))
     assert export_run(run, tmp_path / "last").name == "step-00000004"
-    export_run(run, tmp_path / "second", step=2)
+    (tmp_path / "second").mkdir()
+    with monkeypatch.context() as patch:
+        patch.chdir(tmp_path / "second")
+        export_run(run, Path(), step=2)
     ids = torch.tensor([AutoTokenizer.from_pretrained(tmp_path / "last").encode("+1234=")])
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "last")
     assert torch.equal(
-        Trainer(tiny_config(task, run)).model.eval()(ids).logits, exported(ids).logits
+        Trainer(tiny_config(task, run)).model.eval()(ids).logits,
+        AutoModelForCausalLM.from_pretrained(tmp_path / "last")(ids).logits,
     )
     assert not torch.equal(logits(tmp_path / "last"), logits(tmp_path / "second"))
     with pytest.raises(CheckpointError, match=r"step 3 .*available.*: 2, 4"):
@@ -280,9 +291,9 @@ def test_export_loads_in_transformers(task, tmp_path):
 
 
 def falling(completion, example):
-    """A reward that falls from one evaluation (8 prompts) to the next."""
+    """A reward that falls after every third evaluation (8 prompts); the first of equals is best."""
     calls[0] += 1
-    return 1.0 / (1 + (calls[0] - 1) // 8)
+    return 1.0 / (1 + (calls[0] - 1) // 24)
 
 
 calls = [0]
@@ -314,8 +325,9 @@ def test_the_best_is_a_checkpoint_that_can_be_exported(task, tmp_path, every, st
         },
     )
     run = train(config)
-    names = [p.name for p in checkpoint.list_complete(run / "checkpoints")]
-    assert names == [f"step-{step:08d}" for step in reversed(steps)]
+    assert [p.name for p in checkpoint.list_complete(run / "checkpoints")] == [
+        f"step-{step:08d}" for step in reversed(steps)
+    ]
     assert export_run(run, tmp_path / "best", step="best").name == f"step-{best:08d}"
     assert (
         checkpoint.read_progress(export_run(run, tmp_path / "by-number", step=best))["step"] == best
@@ -439,8 +451,9 @@ def damage_of_one_rank(folder: Path) -> tuple[list[str], str, list[str]]:
     if rank() == 1:  # without the other rank
         checkpoint.prune(folder, 1, best=None)  # deletes nothing
         assert (folder / ".writing-00000003").exists()
-        bias = {"1.bias": checkpoint.model_tensors(newest)["1.bias"]}
-        assert checkpoint.read_tensors(newest, bias)["1.bias"].shape == (2,)
+        assert checkpoint.read_tensors(
+            newest, {"1.bias": checkpoint.model_tensors(newest)["1.bias"]}
+        )["1.bias"].shape == (2,)
         checkpoint.load_weights(newest, small()[0])
     gather(None)
     checkpoint.prune(folder, 1, best=None)
@@ -449,6 +462,9 @@ def damage_of_one_rank(folder: Path) -> tuple[list[str], str, list[str]]:
 
 
 def test_all_ranks_fall_back_if_one_ranks_file_is_damaged(tmp_path):
-    files = [".metadata", "__0_0.distcp", "__1_0.distcp"]
-    expected = files, "step-00000001", ["damaged-00000002", "step-00000001"]
+    expected = (
+        [".metadata", "__0_0.distcp", "__1_0.distcp"],
+        "step-00000001",
+        ["damaged-00000002", "step-00000001"],
+    )
     assert ranks.run(damage_of_one_rank, tmp_path, ranks=2) == [expected] * 2

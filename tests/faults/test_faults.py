@@ -21,7 +21,7 @@ from gac.methods.base import next_mix
 from gac.train_config import GuardConfig
 from gac.training.record import Logbook
 from gac.training.replay import load_skipped, replay
-from gac.training.step import Guard
+from gac.training.step import Guard, Step
 from gac.training.trainer import Trainer, train
 from tests import ranks
 from tests.tiny import digit_reward, metrics, tiny_config, with_config
@@ -205,33 +205,58 @@ def test_no_state_keeps_a_broken_step(task, tmp_path, method):
     assert replay(min((out / "replay").iterdir()))["culprits"]
 
 
-def test_too_many_broken_steps_stop_the_run_with_the_last_good_weights(task, tmp_path):
+@pytest.mark.parametrize("kept", [[0, 1], [1, 2]])
+def test_too_many_broken_steps_stop_the_run_with_the_last_good_weights(
+    task, tmp_path, monkeypatch, caplog, kept
+):
+    """The first two skipped steps that can be written are kept."""
     config = faulty_config(
         task, tmp_path, "always_overflowing", guards={"patience": 3, "max_saved_steps": 2}
     )
     trainer = Trainer(config)
     before = weights(trainer)
+    first, second = (tmp_path / "replay" / f"step-0000000{step}" for step in kept)
+    first.mkdir(parents=True)
+    (first / "rank-1.pt").touch()  # of an earlier attempt
+
+    def fail(*_):
+        monkeypatch.undo()
+        raise OSError("no space")
+
+    if kept[0]:
+        monkeypatch.setattr(Path, "write_bytes", fail)
     with pytest.raises(RunError, match=r"patience=3.* rollout_loss .* step 3 in .*gac replay"):
         trainer.run()
     saved = Trainer(config)
     assert saved.step == 3 and all(map(torch.equal, before, weights(saved)))
     assert (saved.guard.skipped, saved.guard.consecutive) == (3, 0)
-    assert sorted(p.name for p in (tmp_path / "replay").iterdir()) == [
-        "step-00000000",
-        "step-00000001",
-    ]
+    assert sorted((tmp_path / "replay").iterdir()) == [first, second]
+    assert bool(re.search(r"\(not saved: .* free \(rank 0: no space\)\)", caplog.text)) == bool(
+        kept[0]
+    )
     # the weights did not change in between, so the second step refers to the first one's copy
-    assert not (tmp_path / "replay" / "step-00000001" / "weights").exists()
-    assert replay(tmp_path / "replay" / "step-00000001")["culprits"]
+    assert not (second / "weights").exists()
+    assert replay(first)["culprits"] and replay(second)["culprits"]
 
 
 def test_one_process_replays_the_teacher_of_every_rank(task, tmp_path):
     """The rows of rank 1 are numbered after those of rank 0, also in the teacher's log-probs."""
+    (tmp_path / "one.jsonl").write_text(min((task / "prompts.jsonl").open()))
     config = faulty_config(
-        task, tmp_path, "normal", steps=1, method="sdar", guards={"skip_above_norm": 1e-9}
+        task,
+        tmp_path,
+        "normal",
+        steps=1,
+        method="sdar",
+        guards={"skip_above_norm": 1e-9},
+        data={"prompts": str(tmp_path / "one.jsonl")},
     )
     ranks.run(train, config, ranks=2)
     (path,) = (tmp_path / "replay").iterdir()
+    first, second = (Step.restore(torch.load(file)["step"]) for file in path.glob("rank-*.pt"))
+    # the random numbers differ, also those of dropout, although all prompts are the same
+    assert [r.ids for r in first.rows] != [r.ids for r in second.rows]
+    assert first.seed != second.seed
     replayed = replay(path)
     recorded, recomputed = replayed["recorded"], replayed["recomputed"]
     assert recorded["rollout_loss"] != 0
@@ -399,8 +424,9 @@ def hang_rank_1(config):
 
 
 def test_a_hung_rank_fails_the_job_within_its_timeout(task, tmp_path):
-    config = tiny_config(task, tmp_path, steps=6, parallel={"timeout": 3})
-    with ranks.job(hang_rank_1, config, ranks=2) as (rank_0, rank_1):
+    with ranks.job(
+        hang_rank_1, tiny_config(task, tmp_path, steps=6, parallel={"timeout": 3}), ranks=2
+    ) as (rank_0, rank_1):
         failed = rank_0.result()
         assert rank_1.kill()  # it would hang forever
     assert re.search("rank 1 is not responding.*resume from", str(failed.error))

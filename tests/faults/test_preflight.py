@@ -48,8 +48,9 @@ def test_a_folder_that_cannot_be_written_is_named_with_the_reason(tmp_path, monk
     for reason in ("Not a directory", "null byte"):
         with pytest.raises(RunDirectoryError) as caught:
             check_folder(out)
-        expected = f"out='{out}': the run directory is not writable ({reason}): choose another"
-        assert str(caught.value).startswith(expected)
+        assert str(caught.value).startswith(
+            f"out='{out}': the run directory is not writable ({reason}): choose another"
+        )
         monkeypatch.setattr(preflight.Path, "mkdir", fail)
 
 

@@ -9,7 +9,7 @@ import signal
 import pytest
 
 from gac.rewards import RewardError
-from gac.training.trainer import train
+from gac.training.trainer import Trainer, train
 from tests import kills, ranks
 from tests.tiny import digit_reward, metrics, tiny_config, with_config
 
@@ -99,22 +99,33 @@ calls = [0]
 
 
 def fragile(completion, example):
-    """A reward that fails in one of its calls, of which a step has 16."""
+    """A reward that fails in one of its calls: a step has 16, an evaluation 8."""
     calls[0] -= 1
     return {0: "not a number"}.get(calls[0]) or digit_reward(completion, example)
 
 
-@pytest.mark.parametrize(("call", "saved"), [(5, []), (37, ["step-00000002"])])
-def test_a_run_that_a_reward_ends_is_saved(task, tmp_path, call, saved):
+@pytest.mark.parametrize(
+    ("steps", "every", "call", "saved"),
+    [(4, 9, 13, []), (4, 9, 45, ["step-00000002"])]
+    + [(steps, 1, 50, ["step-00000002"]) for steps in (4, 2)],  # in the evaluation of step 2
+)
+def test_a_run_that_a_reward_ends_is_saved(task, tmp_path, steps, every, call, saved):
     """It has taken prompts and demonstrations for the step that fails, and takes them again."""
-    changes = {"reward": f"{__name__}:fragile", "eval": {}, "checkpoint_every": 9}
-    config = tiny_config(task, tmp_path / "a", **changes)
+    evaluation = {"data": {"prompts": str(task / "eval.jsonl")}, "max_completion_length": 5}
+    changes = {"eval": evaluation | {"every": every}, "steps": steps, "checkpoint_every": 9}
+    config, other = (
+        tiny_config(task, tmp_path / name, reward=f"{__name__}:fragile", **changes) for name in "ab"
+    )
     calls[0] = call
     with pytest.raises(RewardError, match="not a number"):
         train(config)
     assert [path.name for path in (tmp_path / "a" / "checkpoints").iterdir()] == saved
-    expected = metrics(train(tiny_config(task, tmp_path / "b", **changes)))
-    assert metrics(train(config)) == expected
+    assert metrics(train(config)) == metrics(train(other))
+    ends = [
+        (trainer.best, [(row["step"], row["accuracy"]) for row in trainer.record.evals.read()])
+        for trainer in map(Trainer, (config, other))
+    ]
+    assert ends[0] == ends[1]
 
 
 def stopped_twice(completion, example):
@@ -139,8 +150,10 @@ def test_job_resumes_exactly_after_one_rank_is_stopped_or_killed(task, tmp_path)
         tiny_config(task, tmp_path / name, **RUN, parallel={"timeout": 8}) for name in "ab"
     )
     event = "open", "-00000002/__1_0.distcp", "1", signal.SIGTERM
-    errors = ranks.errors(kills.at_event, stopped, *event, ranks=2)
-    assert errors == [f"saved step 3 in {tmp_path / 'a' / 'checkpoints'}"] * 2
+    assert (
+        ranks.errors(kills.at_event, stopped, *event, ranks=2)
+        == [f"saved step 3 in {tmp_path / 'a' / 'checkpoints'}"] * 2
+    )
     ranks.run(train, stopped, ranks=2)
     event = "open", "-00000006/__1_0.distcp", "1"
     with ranks.job(kills.at_event, interrupted, *event, ranks=2) as job:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from gac.errors import ConfigError, UserError
 from gac.parallel import collectives, setup
 from gac.parallel.config import ParallelConfig
+from gac.rewards import RewardError
 from gac.training.probes import copies
 from tests import ranks
 
@@ -54,6 +55,11 @@ FAILURES = [
     ({}, False, ["returned 7"] * 2),
     ({1: UserError("x")}, False, ["x because of None"] * 2),
     ({0: UserError("x"), 1: UserError("y")}, True, [f"{x} because of None" for x in "xy"]),
+    (
+        {1: RewardError("x", "r", "2", "")},
+        False,
+        [f"{RewardError('x', 'r', '2', '')} because of None"] * 2,
+    ),
     (
         {0: OSError("disk")},
         True,
@@ -135,9 +141,17 @@ def sharded_units(out: str) -> list[Any]:
     The last entry is the error of a job that another launcher has started.
     """
     config, replicated = ParallelConfig("fsdp"), ParallelConfig("fsdp", replicas=2)
-    os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"  # of `accelerate launch`
+    os.environ |= {  # of `accelerate launch`
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2",
+    }
     accelerator = setup.make_accelerator(config, (), out)
-    assert accelerator.mixed_precision == "no"
+    own = accelerator.mixed_precision, accelerator.gradient_accumulation_steps
+    assert (
+        accelerator.mixed_precision,
+        accelerator.gradient_accumulation_steps,
+        copies(torch.zeros(1)),  # the ranks that hold a plain tensor
+    ) == ("no", 1, 2)
     tied = Family([Layer(), Layer()])
     tied.layers[1].weight = tied.layers[0].weight
     models = (

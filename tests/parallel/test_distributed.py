@@ -2,6 +2,7 @@
 
 import math
 import random
+import re
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from gac.data.rows import Row
 from gac.methods import Mix
 from gac.rollouts import engines
 from gac.rollouts.generation import Completion
-from gac.training.trainer import Trainer
+from gac.training.trainer import Trainer, train
 from tests import ranks
 from tests.tiny import TIMING_KEYS, digit_reward, take_steps, tiny_config, with_config
 
@@ -118,6 +119,7 @@ def assert_same(expected, actual):
 
 
 FSDP = {"mode": "fsdp"}
+BART = {"decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 8}
 FULL = pytest.mark.full(reason="other cases combine the same properties")
 
 
@@ -134,8 +136,11 @@ FULL = pytest.mark.full(reason="other cases combine the same properties")
 def test_results_do_not_depend_on_the_number_of_processes(
     task, tmp_path, single_process, count, parallel, micro_batch_size
 ):
-    run_config = config(task, tmp_path, parallel=parallel, micro_batch_size=micro_batch_size)
-    many = ranks.run(train_steps, run_config, ranks=count)
+    many = ranks.run(
+        train_steps,
+        config(task, tmp_path, parallel=parallel, micro_batch_size=micro_batch_size),
+        ranks=count,
+    )
     for rank in many:
         assert_same(single_process(), rank)
     total, local = single_process()[3], [rank[3] for rank in many]
@@ -188,8 +193,9 @@ def test_results_agree_across_processes_with(task, tmp_path, parallel, changes):
     settings["model"] = {"path": str(folder / "init"), "random_init": True, **changes}
     single = ranks.run(train_steps, config(folder, tmp_path / "one", **settings), ranks=1)[0]
     count = 2 * parallel.get("replicas", 1)
-    run_config = config(folder, tmp_path / "many", parallel=parallel, **settings)
-    for rank in ranks.run(train_steps, run_config, ranks=count):
+    for rank in ranks.run(
+        train_steps, config(folder, tmp_path / "many", parallel=parallel, **settings), ranks=count
+    ):
         assert_same(single, rank)
 
 
@@ -201,8 +207,9 @@ ONE_BACKWARD = {"method": "sft", "optim": UNCLIPPED, "loss": {}}
 def test_bfloat16_arithmetic_stays_close(task, tmp_path, single_process, changes):
     """Gradients are reduced in float32 into float32 shards."""
     model = {"path": str(task / "init"), "random_init": True, "dtype": "bfloat16"}
-    run_config = config(task, tmp_path, parallel=FSDP, model=model, **changes)
-    rows, grads, _, _ = ranks.run(train_steps, run_config, 1, ranks=2)[0]
+    rows, grads, _, _ = ranks.run(
+        train_steps, config(task, tmp_path, parallel=FSDP, model=model, **changes), 1, ranks=2
+    )[0]
     expected_rows, expected, _, _ = single_process(**changes)
     assert rows[0]["demo_loss"] == pytest.approx(expected_rows[0]["demo_loss"], rel=0.03)
     for name, exact in expected.items():
@@ -252,8 +259,11 @@ def uneven(task, tmp_path_factory):
     }
 
     def run(count, **changes):
-        run_config = config(task, tmp_path_factory.mktemp("uneven"), **settings, **changes)
-        return ranks.run(uneven_gradients, run_config, ranks=count)
+        return ranks.run(
+            uneven_gradients,
+            config(task, tmp_path_factory.mktemp("uneven"), **settings, **changes),
+            ranks=count,
+        )
 
     return run(1)[0], lambda mode: run(2, parallel={"mode": mode})
 
@@ -270,6 +280,14 @@ def test_uneven_ranks_compute_the_same(uneven, mode):
                 torch.testing.assert_close(
                     grads[key], x, rtol=1e-4, atol=1e-6, msg=f"{name}: {key}"
                 )
+
+
+def test_ddp_needs_a_gradient_of_every_weight(task, tmp_path):
+    """A decoder of this family owns weights for an encoder's states, which it never uses."""
+    folder = with_config(task, tmp_path / "task", model_type="bart", is_decoder=True, **BART)
+    message = r"parallel.mode='ddp': 20 weights, such as .*encoder_attn.*: use parallel.mode=fsdp"
+    for error in ranks.errors(train, config(folder, tmp_path, eval={}, steps=1), ranks=2):
+        assert re.search(message, error)
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), pytest.param(2, 4, marks=FULL)])

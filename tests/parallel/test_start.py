@@ -217,8 +217,9 @@ def test_missing_file_fails_on_every_rank(base, tmp_path):
     folder = tmp_path / "task"
     shutil.copytree(base, folder)
     delete_file(folder / "init")
-    run_config = config(folder, tmp_path / "run", **sharded_overrides(folder))
-    for message in ranks.errors(Trainer, run_config, ranks=2):
+    for message in ranks.errors(
+        Trainer, config(folder, tmp_path / "run", **sharded_overrides(folder)), ranks=2
+    ):
         assert re.search(f"{FILE} .*: copy or download", message)
 
 
@@ -235,8 +236,7 @@ def fail_on_rank_1(run_config):
 
 
 def test_failure_on_one_rank_reaches_all_ranks(base, tmp_path):
-    run_config = config(base, tmp_path, **sharded_overrides(base))
     assert (
-        ranks.errors(fail_on_rank_1, run_config, ranks=2)
+        ranks.errors(fail_on_rank_1, config(base, tmp_path, **sharded_overrides(base)), ranks=2)
         == ["model.path: rank 1 cannot read it"] * 2
     )

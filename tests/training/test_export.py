@@ -213,8 +213,9 @@ class Hub(BaseHTTPRequestHandler):
             }
         elif name.endswith("/commit/main"):
             for value in (json.loads(line)["value"] for line in lines):
-                content = value.get("summary") or base64.b64decode(value["content"])
-                self.server.files[value.get("path")] = content
+                self.server.files[value.get("path")] = value.get("summary") or base64.b64decode(
+                    value["content"]
+                )
         elif name.endswith("/create"):
             self.server.created.append(json.loads(lines[0]))
         body = json.dumps(answer).encode()

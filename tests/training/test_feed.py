@@ -80,12 +80,26 @@ def test_rows_are_moved_between_ranks_unless_parts_are_compared(
 
 
 @pytest.mark.parametrize(("key", "value"), [("demo_batch_size", 3), ("rollouts", 5)])
-def test_batches_are_divisible_by_the_ranks(task, key, value) -> None:
+@pytest.mark.parametrize(
+    ("method", "ranks", "factors"),
+    [
+        ("gac", 2, "2"),
+        ("pcgrad", 2, "2"),  # one part of each term
+        ({"name": "gac", "signals": "gradients"}, 1, "1, times the number of gradient parts, 4"),
+        ("sdmgrad", 3, "3, times the number of gradient parts, 2"),
+    ],
+)
+def test_batches_are_divisible_by_the_ranks_and_parts(
+    task, method, ranks, factors, key, value
+) -> None:
+    """Otherwise some parts of a rank's rows would be empty, or divide the rollouts of a prompt."""
     name = "rollouts.num_prompts" if key == "rollouts" else key
-    settings = {"num_prompts": 5, "num_generations": 2} if key == "rollouts" else value
-    with pytest.raises(ValueError, match=f"^{name}={value}: use a multiple .* processes, 2$"):
-        make_feed(task, 0, 2, **{key: settings})
-    make_feed(task, **{key: settings})
+    sizes = {"rollouts": {"num_prompts": 12, "num_generations": 2}, "demo_batch_size": 12}
+    make_feed(task, 0, ranks, method=method, **sizes)
+    sizes |= {key: {"num_prompts": 5, "num_generations": 2} if key == "rollouts" else value}
+    with pytest.raises(ValueError, match=f"^{name}={value}: use a multiple .*, {factors}$"):
+        make_feed(task, 0, ranks, method=method, **sizes)
+    make_feed(task, method="gac", **sizes)
 
 
 def test_a_limited_number_of_demonstrations_and_epochs(task) -> None:

@@ -64,8 +64,16 @@ def test_order_micro_batches_and_packing_change_nothing(rows, micro, loss, rng) 
 def gradient(rows: list[Row], mix: Mix, loss: Loss, counted: list[Row], old=(), **needs):
     """Measurements of a step on `rows`, as a part of the rows `counted`, and its gradient."""
     forward = Forward(Accelerator(cpu=True), MODEL, MODEL, 0.7, MicroBatches(rows=3), pad_token=0)
-    rewards = Rewards.of([row.advantage for row in rows])
-    step = Step(0, tuple(rows), mix, count(counted), rewards, StepNeeds(**needs), old, seed=1)
+    step = Step(
+        0,
+        tuple(rows),
+        mix,
+        count(counted),
+        Rewards.of([row.advantage for row in rows]),
+        StepNeeds(**needs),
+        old,
+        seed=1,
+    )
     MODEL.zero_grad()
     return Gradients(forward, loss, averages="average" in needs)(step), flat_gradient()
 

@@ -84,8 +84,11 @@ def run_step(model, rows: list[Row], micro: MicroBatches, loss: Loss):
     model.zero_grad()
     measured = gradients(step)
     assert float(measured.moments.kl) == pytest.approx(0, abs=1e-6)
-    named = model.named_parameters()
-    return measured, old, {n: p.grad.clone() for n, p in named if p.grad is not None}
+    return (
+        measured,
+        old,
+        {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None},
+    )
 
 
 @pytest.mark.parametrize("mixed", [False, True])

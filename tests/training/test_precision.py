@@ -67,7 +67,13 @@ def test_the_kl_of_equal_models_is_0_on_two_ranks(
     task: Path, tmp_path: Path, parallel, size, own
 ) -> None:
     """The ranks share the rollouts of a sampled KL."""
-    loss = {"kl_coef": 0 if size else 0.1}
-    changes = {"steps": 1, "parallel": parallel, "kl_sample_size": size, "loss": loss}
-    config = make_config(task, tmp_path, "bfloat16", **changes)
-    assert ranks.run(sample_size_and_kl, config, ranks=2) == [(own, 0)] * 2
+    changes = {
+        "steps": 1,
+        "parallel": parallel,
+        "kl_sample_size": size,
+        "loss": {"kl_coef": 0 if size else 0.1},
+    }
+    assert (
+        ranks.run(sample_size_and_kl, make_config(task, tmp_path, "bfloat16", **changes), ranks=2)
+        == [(own, 0)] * 2
+    )

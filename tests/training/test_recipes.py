@@ -91,8 +91,9 @@ def test_the_weights_move(name: str, tmp_path: Path) -> None:
     trainer.run()
     assert metrics(tmp_path / "run")[0]["kl"] == 0
     after = dict(trainer.policy.named_parameters())
-    changed = torch.cat([(after[name] != p).flatten() for name, p in before.items()])
-    assert changed.float().mean() > 0.9
+    assert (
+        torch.cat([(after[name] != p).flatten() for name, p in before.items()]).float().mean() > 0.9
+    )
     assert {
         x.dtype for x in load_file(tmp_path / "run" / "model" / "model.safetensors").values()
     } == {getattr(torch, config.model.dtype)}
@@ -103,8 +104,9 @@ def test_the_tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The commands of docs/start.md, as written: from an accuracy below 0.1 to above 0.4."""
     monkeypatch.chdir(tmp_path)
     page = (ROOT / "docs" / "start.md").read_text().replace("\\\n", "")
-    commands = re.findall(r"^gac (init|train|report|export) (.*)$", page, re.MULTILINE)
-    for command, arguments in commands:
+    for command, arguments in re.findall(
+        r"^gac (init|train|report|export) (.*)$", page, re.MULTILINE
+    ):
         assert cli.main([command, *arguments.split()]) == cli.OK, arguments
     first, second = (
         [row["accuracy"] for row in Logbook(Path(f"first/{name}/eval.jsonl")).read()]

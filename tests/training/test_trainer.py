@@ -27,7 +27,7 @@ from gac.rollouts.generation import generate
 from gac.training.export import export_run
 from gac.training.record import Logbook
 from gac.training.trainer import Trainer, train
-from tests.tiny import metrics, tiny_config
+from tests.tiny import metrics, take_steps, tiny_config
 
 # keys of metrics.jsonl that the contract lists
 CONTROLLER_KEYS = {"mu", "mu_star", "prior", "alpha", "kl"}
@@ -144,8 +144,11 @@ def test_rows_without_signal_cost_no_backward_and_change_nothing(task, tmp_path)
     trainer.accelerator.backward = lambda loss: (losses.append(loss.item()), backward(loss))
     mixed = next_gradients(trainer)
     assert len(losses) == 1  # one micro-batch: the demonstrations
-    sft = Trainer(tiny_config(task, tmp_path / "b", method={"name": "sft"}))
-    for x, y in zip(mixed, next_gradients(sft), strict=True):
+    for x, y in zip(
+        mixed,
+        next_gradients(Trainer(tiny_config(task, tmp_path / "b", method={"name": "sft"}))),
+        strict=True,
+    ):
         torch.testing.assert_close(x, 0.5 * y, rtol=1e-4, atol=1e-7)
 
 
@@ -180,6 +183,26 @@ def test_demonstrations_are_scored_at_temperature_one(task, tmp_path):
 
 
 REUSED = {"num_prompts": 4, "num_generations": 4, "max_completion_length": 5, "num_iterations": 3}
+MISMATCH = {"sampling/mismatch_kl", "sampling/sampling_logp_difference/max"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "columns"),
+    [
+        ({}, MISMATCH | {"sampling/frac_corrected"}),
+        ({"correction": "none"}, MISMATCH),
+        ({"temperature": 0.7}, set()),
+        ({"top_p": 0.9}, set()),
+    ],
+)
+def test_another_engine_is_compared_with_the_weights_that_sampled(task, tmp_path, changes, columns):
+    """If their log-probs are comparable; as in the loss of the steps that reuse rollouts."""
+    rollouts = REUSED | {"function": "tests.training.test_keys:echo", **changes}
+    first, reusing = take_steps(Trainer(tiny_config(task, tmp_path, rollouts=rollouts)), 2)
+    assert {key for key in first if key.startswith("sampling/")} == columns
+    assert all(reusing[key] == first[key] for key in columns)
+
+
 RESUMED: dict[str, dict[str, Any]] = {
     "gate, alarm and sketches": {"method": {"name": "gac-gated-sketch", "update_every": 2}},
     "moving averages": {"method": "moco"},
@@ -323,9 +346,8 @@ def test_a_terminal_shows_the_progress(task, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stderr", terminal)
     for steps in (2, 3):
         train(tiny_config(task, tmp_path, steps=steps, eval={}))
-    bars = re.findall(r"./. \|.{10}\| ", terminal.getvalue())
     assert {"0/2 |          | ", "2/2 |##########| ", "2/3 |######6   | ", "3/3 |##########| "} <= {
-        *bars
+        *re.findall(r"./. \|.{10}\| ", terminal.getvalue())
     }
 
 
