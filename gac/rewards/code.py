@@ -251,7 +251,7 @@ class CodeReward(Reward):
         if task.suite is None:
             return self._run_cases(Program(text), task.cases)
         ran = self._check(text, task, task.suite)
-        if not all(ran.passed) and task.suite.reference.strip():
+        if (ran.row_problem or not all(ran.passed)) and task.suite.reference.strip():
             known = self._reference(task, task.suite)
             if known.problem:
                 event = _COUNTED.get(ran.ending, "")

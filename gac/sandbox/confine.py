@@ -87,8 +87,7 @@ def exit_with_parent(parent: int) -> None:
 
 def close_all_but(kept: Iterable[int]) -> None:
     """Close every descriptor except `kept`."""
-    ends = [-1, *sorted(kept), os.sysconf("SC_OPEN_MAX")]
-    for low, high in itertools.pairwise(ends):
+    for low, high in itertools.pairwise([-1, *sorted(kept), os.sysconf("SC_OPEN_MAX")]):
         if low + 1 < high:  # closerange treats an empty range as unbounded
             os.closerange(low + 1, high)
 
@@ -122,8 +121,11 @@ def switch_to_uid(uid: int, capabilities: int = 0) -> None:
 
 def set_capabilities(capabilities: int) -> None:
     """Drop all capabilities of this process except the bits of `capabilities`."""
-    header = struct.pack("=Ii", 0x20080522, 0)  # version 3, this process
-    _call("capset", header, struct.pack("=6I", capabilities, capabilities, 0, 0, 0, 0))
+    _call(
+        "capset",
+        struct.pack("=Ii", 0x20080522, 0),  # version 3, this process
+        struct.pack("=6I", capabilities, capabilities, 0, 0, 0, 0),
+    )
 
 
 # -- Landlock --------------------------------------------------------------------------------------
@@ -144,8 +146,13 @@ def apply_landlock() -> None:
     files = (1 << (13 + (abi >= 2) + (abi >= 3) + (abi >= 5))) - 1
     tcp, scopes = 0b11 * (abi >= 4), 0b11 * (abi >= 6)  # bind, connect; abstract sockets, signals
     # a kernel accepts fields that it does not know if they are 0
-    attributes = struct.pack("=3Q", files, tcp, scopes)
-    rules = _call("syscall", _LANDLOCK_CREATE_RULESET, attributes, ctypes.c_size_t(24), 0)
+    rules = _call(
+        "syscall",
+        _LANDLOCK_CREATE_RULESET,
+        struct.pack("=3Q", files, tcp, scopes),
+        ctypes.c_size_t(24),
+        0,
+    )
     _call("syscall", _LANDLOCK_RESTRICT_SELF, rules, 0)
     os.close(rules)
 
@@ -224,11 +231,16 @@ def compile_filter() -> bytes:
         call = library.seccomp_syscall_resolve_name(name.encode())
         if call < 0:  # not a syscall on this architecture
             continue
-        ifs = (_Comparison * len(conditions))(*conditions)
-        code = library.seccomp_rule_add_array(
-            context, ctypes.c_uint32(action), call, len(conditions), ifs
+        _check(
+            library.seccomp_rule_add_array(
+                context,
+                ctypes.c_uint32(action),
+                call,
+                len(conditions),
+                (_Comparison * len(conditions))(*conditions),
+            ),
+            name,
         )
-        _check(code, name)
     with os.fdopen(os.memfd_create("filter"), "rb") as file:
         _check(library.seccomp_export_bpf(context, file.fileno()), "export")
         library.seccomp_release(context)
@@ -244,8 +256,7 @@ def install_filter(program: bytes) -> None:
     """Install the filter from `compile_filter` in this process. It cannot be removed."""
     buffer = ctypes.create_string_buffer(program, len(program))
     # struct sock_fprog: the number of 8-byte instructions, padding, their address
-    header = struct.pack("@HP", len(program) // 8, ctypes.addressof(buffer))
-    _prctl(_PR_SET_SECCOMP, 2, header)
+    _prctl(_PR_SET_SECCOMP, 2, struct.pack("@HP", len(program) // 8, ctypes.addressof(buffer)))
 
 
 # -- the probe -------------------------------------------------------------------------------------
@@ -291,8 +302,11 @@ def verify_confinement(
 
     _, status = os.waitpid(fork(attempt_all), 0)
     if status:
-        died = f"a confined process cannot run here (wait status {status})"
-        sys.exit(died if os.WIFSIGNALED(status) else 1)
+        sys.exit(
+            f"a confined process cannot run here (wait status {status})"
+            if os.WIFSIGNALED(status)
+            else 1
+        )
 
 
 def _is_refused(attempt: Callable[[], object]) -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 
 from .client import Client
 from .peer import ask
-from .remote import Remote, RemoteClass, RemoteError
+from .remote import Remote, RemoteBase, RemoteClass, RemoteError
 from .row import CONVERTED, FORMATTING, RowError, describe, hidden
 
 # events of `sys.audit` that only happen where data is interpreted as code, objects or addresses
@@ -105,8 +105,7 @@ class _Judge:
             if isinstance(namespace.get(name), type)
         }
         for number, (text, code) in enumerate(row.tests):
-            place = f"test {number + 1} ({' '.join(text.split())[:200]})"
-            found = self._problem_of(place, code)
+            found = self._problem_of(f"test {number + 1} ({' '.join(text.split())[:200]})", code)
             passed[number] = not found
             problem = problem or found
             if problem and not row.all:
@@ -138,8 +137,7 @@ class _Judge:
             exec(code, self._namespace)
         except BaseException as error:  # including SystemExit: a test that exits has not passed
             if not client.used and (inherent or isinstance(error, ImportError)):
-                problem = f"{place} fails for every program: {describe(error)}"
-                raise RowError(problem) from None
+                raise RowError(f"{place} fails for every program: {describe(error)}") from None
             return f"{place}: {describe(error)}"
         lost = client.lost  # a test that swallowed the error has failed
         if client.suppressed:
@@ -178,6 +176,7 @@ def _run_case(kind: Any) -> None:
         unittest.defaultTestLoader.loadTestsFromTestCase(kind).run(result)
         for _, report in result.failures + result.errors:
             raise AssertionError(report.strip().splitlines()[-1])
+        assert not result.unexpectedSuccesses, "a test succeeds unexpectedly"
 
 
 class _Names(dict[str, Any]):
@@ -199,9 +198,10 @@ class _Names(dict[str, Any]):
             raise KeyError(name) from None
         if isinstance(value, RemoteClass) and name in self._client.row.constructed:
             self._client.constructors.add(id(value))
-        if callable(value):  # it is not used yet
+        if callable(value):
             self[name] = value
-        else:
+        # what calls it asks the program, unless it is a builtin class
+        if not isinstance(value, RemoteBase):
             self._client.used = True
         return value
 
@@ -234,8 +234,14 @@ def _asking(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def asking(*arguments: Any, **keywords: Any) -> Any:
         if arguments and isinstance(arguments[0], Remote | RemoteClass):
-            path = function.__module__, function.__name__
-            return ask("convert", arguments[0], *path, *arguments[1:], **keywords)
+            return ask(
+                "convert",
+                arguments[0],
+                function.__module__,
+                function.__name__,
+                *arguments[1:],
+                **keywords,
+            )
         return function(*arguments, **keywords)
 
     return asking

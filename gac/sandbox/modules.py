@@ -73,8 +73,9 @@ def load(path: Sequence[str], packages: Sequence[str]) -> None:
         try:
             importlib.import_module(name)
         except Exception as error:  # a broken package may raise anything
-            problem = f"{type(error).__name__}: {error}"
-            raise ImportError(f"preload: cannot import {name} ({problem})") from error
+            raise ImportError(
+                f"preload: cannot import {name} ({type(error).__name__}: {error})"
+            ) from error
     _replace_functions()
     asyncio.DefaultEventLoopPolicy._loop_factory = EventLoop  # type: ignore[attr-defined] # private
     atexit._clear()  # of the modules: nothing of theirs is left to do, and it takes time
@@ -104,8 +105,9 @@ def _replace_functions() -> None:
     )
 
     def open_stream(file: Any, *arguments: Any, **options: Any) -> Any:
-        number = _STREAMS.get(file, file) if isinstance(file, str) else file
-        return open_file(number, *arguments, **options)
+        return open_file(
+            _STREAMS.get(file, file) if isinstance(file, str) else file, *arguments, **options
+        )
 
     builtins.open = io.open = open_stream
 

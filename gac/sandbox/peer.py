@@ -77,8 +77,9 @@ def lookup(kind: type, name: str) -> Any:
 
 def is_importable(value: Any) -> bool:
     """Whether a class or function can be found by its module and name, as pickle does."""
-    module = sys.modules.get(getattr(value, "__module__", ""))
-    found = getattr(module, getattr(value, "__qualname__", ""), None)
+    found = getattr(
+        sys.modules.get(getattr(value, "__module__", "")), getattr(value, "__qualname__", ""), None
+    )
     return found is value and value.__module__ not in ("__tests__", "program")
 
 

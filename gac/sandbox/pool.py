@@ -92,8 +92,12 @@ class Layers:
 
     def __str__(self) -> str:
         shown = ", ".join(self.active[name] for name in LAYERS if name in self.active)
-        lacks = [f"no {name}: {reason}" for name, reason in self.missing.items()]
-        return "; ".join([f"sandbox: {shown}", *lacks])
+        return "; ".join(
+            [
+                f"sandbox: {shown}",
+                *[f"no {name}: {reason}" for name, reason in self.missing.items()],
+            ]
+        )
 
 
 class Server:
@@ -151,11 +155,14 @@ class Server:
         """Send a request and return its result (see `zygote`)."""
         wall = WALL_PER_CPU_SECOND * request["cpu_seconds"]
         most = STARVATION_FACTOR * wall
-        message = json.dumps({**request, "wall_seconds": wall, "most_seconds": most}).encode()
         with contextlib.suppress(OSError):  # no answer in time, or the server is gone
             worker = self._worker()
             worker.settimeout(most + WALL_MARGIN)
-            socket.send_fds(worker, [message], files)
+            socket.send_fds(
+                worker,
+                [json.dumps({**request, "wall_seconds": wall, "most_seconds": most}).encode()],
+                files,
+            )
             if answer := worker.recv(MESSAGE_BYTES):
                 self._idle.append(worker)
                 return json.loads(answer)
@@ -357,8 +364,11 @@ class Pool:
             raise SandboxError(
                 f"refusing to run model-written code: required layers are unavailable ({reasons})"
             )
-        level = logging.INFO if os.environ.get("LOCAL_RANK", "0") == "0" else logging.DEBUG
-        logger.log(level, "%s", started.layers)
+        logger.log(
+            logging.INFO if os.environ.get("LOCAL_RANK", "0") == "0" else logging.DEBUG,
+            "%s",
+            started.layers,
+        )
         return started
 
     def _ask(
@@ -379,8 +389,10 @@ class Pool:
             with _files(program, given) as files:
                 ends = current.ask(request, files)
                 # we share the offset of a file with its reader
-                read = all(os.lseek(file, 0, os.SEEK_CUR) for file in files[:processes])
-                if read and "failed" not in ends:
+                if (
+                    all(os.lseek(file, 0, os.SEEK_CUR) for file in files[:processes])
+                    and "failed" not in ends
+                ):
                     return ends, os.pread(files[2], output_bytes, 0)
                 problem = ends.get("failed", f"a process exited before reading its input ({ends})")
         raise SandboxError(f"the sandbox gave up after {ATTEMPTS} attempts: {problem}")

@@ -116,35 +116,37 @@ def compile_row(spec: JudgeSpec) -> bytes:
         _valid(p, t, compile, _Calls(converted).visit(tree), f"<{p}>", "exec", 0, True)
         for p, t, tree in zip(places, texts, trees, strict=True)
     ]
-    row = {
-        "imports": [compile(text, "<import>", "exec", 0, True) for text in imports],
-        "setup": setup,
-        "tests": list(zip(spec.tests, codes, strict=True)),  # the text and the code of each
-        "all": spec.all,
-        "returns": spec.returns,
-        # of random numbers: the same in every run, and unknown to the program
-        "seed": hashlib.sha256(repr(spec).encode()).digest(),
-        "entries": entries,  # names that the program must define
-        "free": free,  # names that it may define
-        # classes of the program that the tests construct, judging by their names
-        "constructed": {
-            n
-            for n in entries | free
-            if (n in {c.name for c in classes} if n in defined else n.lstrip("_")[:1].isupper())
-        },
-        # those that the answer defines, and that the tests may need of the program
-        "operators": {n for n in WITH_OPERAND if _group(n) in operators},
-        "has_answer": bool(reference.body),
-        "setup_classes": {n.name for n in trees[0].body if isinstance(n, ast.ClassDef)},
-        "used_in_setup": setup_words.read,
-        "bound": words.bound,
-        "constants": words.constants,
-        # attributes of modules that the tests may replace
-        "patches": words.attributes - {("sys", "stdout")},  # its content reaches the tests anyway
-        # errors that need care, if the tests name them
-        "expected": words.read & CAREFUL,
-    }
-    return marshal.dumps(row)
+    return marshal.dumps(
+        {
+            "imports": [compile(text, "<import>", "exec", 0, True) for text in imports],
+            "setup": setup,
+            "tests": list(zip(spec.tests, codes, strict=True)),  # the text and the code of each
+            "all": spec.all,
+            "returns": spec.returns,
+            # of random numbers: the same in every run, and unknown to the program
+            "seed": hashlib.sha256(repr(spec).encode()).digest(),
+            "entries": entries,  # names that the program must define
+            "free": free,  # names that it may define
+            # classes of the program that the tests construct, judging by their names
+            "constructed": {
+                n
+                for n in entries | free
+                if (n in {c.name for c in classes} if n in defined else n.lstrip("_")[:1].isupper())
+            },
+            # those that the answer defines, and that the tests may need of the program
+            "operators": {n for n in WITH_OPERAND if _group(n) in operators},
+            "has_answer": bool(reference.body),
+            "setup_classes": {n.name for n in trees[0].body if isinstance(n, ast.ClassDef)},
+            "used_in_setup": setup_words.read,
+            "bound": words.bound,
+            "constants": words.constants,
+            # attributes of modules that the tests may replace; stdout reaches them anyway
+            "patches": words.attributes - {("sys", "stdout")},
+            # errors that need care, if the tests name them
+            "expected": words.read & CAREFUL,
+            "read": words.read | words.words,  # names and attributes
+        }
+    )
 
 
 def _runner_call(node: ast.stmt, used: set[str], entry_point: str) -> str:
@@ -180,6 +182,7 @@ class _Words:
         self.bound: set[str] = set()
         self.called: set[str] = set()
         self.constants: set[str] = set()
+        self.words: set[str] = set()
         self.attributes: set[tuple[str, str]] = set()
         for node in (node for tree in trees for node in ast.walk(tree)):
             match node:
@@ -193,6 +196,8 @@ class _Words:
                     self.constants.add(text.strip())
                     module, _, name = text.rpartition(".")  # as in patch("builtins.input")
                     self.attributes.add((module, name))
+                case ast.Attribute(_, name, ast.Load()):
+                    self.words.add(name)
                 case ast.Attribute(ast.Name(module), name, ast.Store() | ast.Del()):
                     self.attributes.add((module, name))
                 case ast.Call(function, args):
@@ -260,6 +265,12 @@ def names_defined(text: str) -> set[str]:
     return {s.get_name() for s in table.get_symbols() if s.is_assigned() and not s.is_imported()}
 
 
+def _tests(node: ast.ClassDef, entries: set[str]) -> bool:
+    """Whether a class of the setup tests the program, which then must not see it."""
+    words = _Words([node])
+    return bool(entries & words.read) or any("TestCase" in ast.unparse(b) for b in node.bases)
+
+
 @lru_cache(maxsize=4096)
 def context_of(spec: JudgeSpec, prompt: str) -> tuple[str, ...]:
     """The row's definitions that programs are written for, and may use without repeating them.
@@ -268,21 +279,29 @@ def context_of(spec: JudgeSpec, prompt: str) -> tuple[str, ...]:
     everything in the prompt but the entry point.
     """
     read = _Words([_parse(spec.reference)]).read
+    entries = {spec.entry_point} if spec.entry_point else names_defined(spec.reference)
     nodes: list[ast.stmt] = [
         node
         for node in _parse(spec.setup).body
-        if isinstance(node, ast.Import | ast.ImportFrom | ast.ClassDef)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        or (isinstance(node, ast.ClassDef) and not _tests(node, entries))
         or read & names_defined(ast.unparse(node))
     ]
-    texts = [ast.unparse(node) for node in [*nodes, *_parse(prompt).body]]
-    kept = [text for text in texts if spec.entry_point not in names_defined(text)]
-    return tuple(dict.fromkeys(kept))
+    return tuple(
+        dict.fromkeys(
+            [
+                text
+                for text in [ast.unparse(node) for node in [*nodes, *_parse(prompt).body]]
+                if spec.entry_point not in names_defined(text)
+            ]
+        )
+    )
 
 
 def describe(error: BaseException | None) -> str:
     """Class and text of an error, at most 500 characters."""
     try:
-        text = str(error)
+        text = str.__str__(str(error))
     except BaseException:  # a class of the program may define __str__
         text = ""
     described = f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -146,8 +146,12 @@ class Solver(Peer):
             value = _perform(operation, *arguments, **keywords)
             # the judge may change a container that the program keeps
             kept = operation in ("find", "get") and type(value) in (list, dict, set)
-            changed = _changed(request, [*arguments, *keywords.values()])
-            return ["value", value, changed, self.number(value) if kept else None]
+            return [
+                "value",
+                value,
+                _changed(request, [*arguments, *keywords.values()]),
+                self.number(value) if kept else None,
+            ]
         except BaseException as error:  # the program may raise anything
             return ["raise", error]
 
@@ -198,8 +202,9 @@ class Solver(Peer):
             return _path(kind)
         if id(kind) not in self._numbers:
             bases = [self._class(base) for base in kind.__bases__ if not is_importable(base)]
-            details = [kind.__name__, bases, *description(kind)]
-            self._new_classes.append([self.number(kind), *details])
+            self._new_classes.append(
+                [self.number(kind), *[kind.__name__, bases, *description(kind)]]
+            )
         return self.number(kind)
 
 
@@ -217,13 +222,16 @@ def description(kind: type) -> list[Json]:
         *(held for like, held in _LIKE_CONTAINERS.items() if lookup(like, "__eq__") is equal),
     ]
     inherited = base if base in VALUES else object
-    methods = [
-        name
-        for name in (*SPECIAL, *(vars(base) if base in VALUES else ()))
-        if (name in SPECIAL or not name.startswith("_"))
-        and lookup(kind, name) is not lookup(inherited, name)
+    return [
+        _path(base),
+        contents[0].__name__ if contents else "",
+        [
+            name
+            for name in (*SPECIAL, *(vars(base) if base in VALUES else ()))
+            if (name in SPECIAL or not name.startswith("_"))
+            and lookup(kind, name) is not lookup(inherited, name)
+        ],
     ]
-    return [_path(base), contents[0].__name__ if contents else "", methods]
 
 
 def _path(kind: type) -> str:
@@ -233,8 +241,12 @@ def _path(kind: type) -> str:
 def _state(value: Any) -> dict[str, Any]:
     """The attributes of an object: its `__dict__` and slots, without properties."""
     state = object.__getstate__(value)
-    parts = state if isinstance(state, tuple) else (state,)
-    return {name: part[name] for part in parts if part for name in part}
+    return {
+        name: part[name]
+        for part in (state if isinstance(state, tuple) else (state,))
+        if part
+        for name in part
+    }
 
 
 # -- operations ------------------------------------------------------------------------------------

@@ -78,8 +78,11 @@ class Zygote:
     def confine(self, kept: Sequence[int], cpu_seconds: int, memory_bytes: int) -> None:
         """Confine this child process: it can only compute and use the descriptors `kept`."""
         confine.close_all_but([0, 1, 2, *kept])
-        tasks = confine.THREADS if self.uids is not None else _running_tasks() + SPARE_TASKS
-        confine.set_limits(cpu_seconds, self.base_bytes + memory_bytes, tasks)
+        confine.set_limits(
+            cpu_seconds,
+            self.base_bytes + memory_bytes,
+            (confine.THREADS if self.uids is not None else _running_tasks() + SPARE_TASKS),
+        )
         confine.no_new_privileges()
         if "landlock" in self.layers:
             confine.apply_landlock()
@@ -203,8 +206,9 @@ def _wait(pids: Sequence[int], wall_seconds: float, most_seconds: float) -> dict
     while running := [pid for pid in pids if pid not in ends]:
         if signal.sigtimedwait([signal.SIGCHLD], CHECK_EVERY) is None:
             waited = sum(_about(pid, "schedstat", 1) for pid in running) / 1e9  # for a core
-            seconds = time.monotonic() - started
-            stalled = stalled or seconds > min(wall_seconds + waited, most_seconds)
+            stalled = stalled or (time.monotonic() - started) > min(
+                wall_seconds + waited, most_seconds
+            )
             for pid in running:
                 if stalled or _about(pid, "stat", 17) > confine.THREADS:
                     os.kill(pid, signal.SIGKILL)
