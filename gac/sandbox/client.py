@@ -109,7 +109,7 @@ class Client(Peer):
                 for old, new in zip([*arguments, *keywords.values()], changed, strict=False):
                     _updated(old, new)
             failures = {"AssertionError"} | (CAREFUL - self.row.expected)
-            if value and operation.endswith("exit__") and self._must_fail(arguments[1], failures):
+            if operation.endswith("exit__") and value and self._must_fail(arguments[1], failures):
                 self.suppressed = arguments[1]
             if isinstance(value, Remote):
                 # a method of such a class, called on the class, constructs an instance too
