@@ -56,7 +56,7 @@ class RemoteClass(RemoteBase, type):
     """Metaclass of the proxies for classes that the program defines in the solver process."""
 
     __call__, __iter__, __len__ = asking("__call__"), asking("__iter__"), asking("__len__")
-    __getitem__ = asking("__getitem__")
+    __getitem__, __bool__ = asking("__getitem__"), lambda cls: True
 
     def __contains__(cls, operand: Any) -> Any:
         is_remote = isinstance(operand, RemoteBase)  # else the program could decide the result

@@ -29,6 +29,8 @@ _HELPERS = {
     "np": "import numpy as np",
     "numpy": "import numpy",
     "pd": "import pandas as pd",
+    "deepcopy": "from copy import deepcopy",
+    "math": "import math",
     "pytest": "import pytest",
     "approx": "from pytest import approx",
     "isclose": "from math import isclose",

@@ -369,4 +369,15 @@ import json
 try: parse("ab")
 except json.JSONDecodeError as error: assert error.pos == 1 and type(error).__name__ == "BadFile"
 else: assert False
+=== builtin functions under another name
+to_set = set
+to_number = int
+----
+assert to_set([1, 1]) == {1}
+
+assert to_number('5') == 5 and to_number('-7') == -7
+=== a class as a condition
+class Foo: x = 1
+----
+assert Foo and callable(Foo) and Foo().x == 1
 """

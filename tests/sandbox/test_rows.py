@@ -7,12 +7,19 @@ import pytest
 from gac.data import Example
 from gac.rewards import build_reward
 
-from . import fakes_rows, fakes_rows_more, honest_rows, honest_rows_last, honest_rows_more
+from . import (
+    fakes_rows,
+    fakes_rows_last,
+    fakes_rows_more,
+    honest_rows,
+    honest_rows_last,
+    honest_rows_more,
+)
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 
 PROGRAMS = honest_rows.PROGRAMS + honest_rows_more.PROGRAMS + honest_rows_last.PROGRAMS
-ROWS = fakes_rows.ROWS + fakes_rows_more.ROWS
+ROWS = fakes_rows.ROWS + fakes_rows_more.ROWS + fakes_rows_last.ROWS
 # without the row's own answer, only constructors give objects the right to operators
 NEED_AN_ANSWER = {"a matrix class with factories"}
 
@@ -72,4 +79,4 @@ def test_no_fake_passes(grade, with_answer):
         for k, score in dict(zip(titles, grade(cases), strict=True)).items()
         if score != float(k[1] == "good")
     }
-    assert wrong == {} and sum(name != "good" for _, name in titles) >= 57
+    assert wrong == {} and sum(name != "good" for _, name in titles) >= 90
