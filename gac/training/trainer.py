@@ -444,7 +444,7 @@ class Trainer:
         progress = checkpoint.load(path, self.model, self.optimizer, self.gradients.tracked)
         self.step, self.state, self.best = progress["step"], progress["method"], progress["best"]
         self.mix = Mix(*progress["mix"])
-        self.ended, self.evaluated = progress["ended"], progress.get("evaluated", True)
+        self.ended, self.evaluated = progress["ended"], progress["evaluated"]
         self.guard.load_state_dict(progress["guard"])
         self.feed.load_state_dict(progress)
         logger.info("resumed from %s", path)

@@ -71,8 +71,7 @@ def test_command_help_documents_every_configuration_key(capsys, command, keys):
         cli.main([command, "--help"])
     text = capsys.readouterr().out
     usage = text.splitlines()[0]
-    assert usage.index("CONFIG.yaml") < usage.index("--set")
-    assert "--set KEY=VALUE" in text
+    assert usage.index("CONFIG.yaml") < usage.index("--set") and "--set KEY=VALUE" in text
     for key in keys:
         assert f"\n{key}" in text
     undocumented = [
@@ -87,8 +86,7 @@ def test_methods_lists_all_and_explains_one(capsys):
     assert cli.main(["methods"]) == cli.OK
     text = capsys.readouterr().out
     for name, method in METHODS.items():
-        assert f"\n  {name} " in text
-        assert method.family in text
+        assert f"\n  {name} " in text and method.family in text
     assert cli.main(["methods", "gac"]) == cli.OK
     assert (
         "method.ema_decay: float = 0.99 (only with ema=state or ema=literal)\n    "
@@ -113,8 +111,7 @@ def test_set_takes_one_or_several_and_may_be_repeated():
     options = cli.make_parser().parse_args(
         ["train", "a.yaml", "--set", "steps=1", "seed=2", "--set", "method=grpo", "--no-resume"]
     )
-    assert options.set == ["steps=1", "seed=2", "method=grpo"]
-    assert options.resume is False
+    assert options.set == ["steps=1", "seed=2", "method=grpo"] and options.resume is False
     config = load(TrainConfig, {}, options.set)
     assert (config.steps, config.seed, config.method) == (1, 2, METHODS["grpo"]())
 

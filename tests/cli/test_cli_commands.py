@@ -117,8 +117,7 @@ def test_eval(tmp_path: Path, monkeypatch: Any, capsys: Any, rank: str) -> None:
     ((suite, against),) = run_suite
     assert [*suite.tasks] == ["a"] and against == Path("old") and len(evaluate) == 1
     assert capsys.readouterr().out == ("table of results\n" if rank == "0" else "")
-    assert sys.path[-1] == str(tmp_path)
-    assert cli.main(["eval", "--against", "old"]) == cli.OK
+    assert sys.path[-1] == str(tmp_path) and cli.main(["eval", "--against", "old"]) == cli.OK
     assert evaluate[-1][1] == Path("old")
     assert logging.getLogger("gac").isEnabledFor(logging.INFO) == (rank == "0")
 
@@ -262,8 +261,7 @@ def test_only_the_first_process_of_a_job_reports_an_error(monkeypatch: Any, caps
     os.environ |= {"MASTER_ADDR": "host", "MASTER_PORT": "29"}
     assert [reports(), reports(), reports("y"), reports("y")] == [True, False, True, False]
     os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
-    assert [reports(), reports()] == [True, False]
-    assert set(stores) == {("host", 29, 5.0)}
+    assert [reports(), reports()] == [True, False] and set(stores) == {("host", 29, 5.0)}
     os.environ["WORLD_SIZE"] = "1"
     assert reports() and reports()
     os.environ["WORLD_SIZE"] = "2"

@@ -124,8 +124,7 @@ def test_yaml_value_becomes_the_annotated_type(tmp_path, text, key, expected):
     path = tmp_path / "run.yaml"
     path.write_text(f"model: m\n{text}\n")
     value = getattr(load(Config, path), key)
-    assert value == expected
-    assert type(value) is type(expected)
+    assert value == expected and type(value) is type(expected)
 
 
 @pytest.mark.parametrize(
@@ -162,8 +161,7 @@ def test_yaml_value_becomes_the_annotated_type(tmp_path, text, key, expected):
 )
 def test_override_text_becomes_the_annotated_type(override, key, expected):
     config = build({"reward": "math"}, override)
-    assert getattr(config, key) == expected
-    assert type(getattr(config, key)) is type(expected)
+    assert getattr(config, key) == expected and type(getattr(config, key)) is type(expected)
 
 
 def test_nested_keys_override_the_parents_default_not_the_class_default():
@@ -208,8 +206,7 @@ def test_round_trip_through_a_file(tmp_path):
     for written in (build(), config):
         save(written, path)
         assert load(Config, path) == written
-    assert load(Config, dump(config)) == config
-    assert list(path.parent.iterdir()) == [path]
+    assert load(Config, dump(config)) == config and list(path.parent.iterdir()) == [path]
     assert dump(config)["method"]["name"] == "mixed"
 
     class Local(Method):
@@ -393,8 +390,7 @@ x.long: one of the names below = {82 * "x"}
 
 
 def test_describe_shows_types_defaults_and_field_docs():
-    assert describe(Config) == HELP
-    assert describe(Wide, "x") == HELP_OF_WIDE
+    assert describe(Config) == HELP and describe(Wide, "x") == HELP_OF_WIDE
 
 
 def half(step: int) -> float:

@@ -33,8 +33,7 @@ def test_a_real_model(tmp_path):
     (tmp_path / "x").mkdir()  # an empty folder is as good as a new one
     assert cli.main(["init", str(tmp_path / "x"), "--model", "owner/name"]) == cli.OK
     config = yaml.safe_load((tmp_path / "x" / "run.yaml").read_text())
-    assert config["model"] == {"path": "owner/name"}
-    assert not (tmp_path / "x" / "model").exists()
+    assert config["model"] == {"path": "owner/name"} and not (tmp_path / "x" / "model").exists()
     assert (config["steps"], config["optim"]) == (100, {"lr": 1e-6})
     text = (tmp_path / "x" / "run.yaml").read_text()
     assert f"gac train {tmp_path}/x/run.yaml\n" in text and "tiny" not in text

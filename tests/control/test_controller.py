@@ -82,8 +82,7 @@ def test_default_first_steps_by_hand() -> None:
     alpha = 0.7 * math.exp(0.2)
     target = (alpha + 0.9) / 2.0
     assert controller.alpha == pytest.approx(alpha, abs=1e-15)
-    assert controller.mu_star == pytest.approx(target, abs=1e-15)
-    assert controller.prior == 0.85
+    assert controller.mu_star == pytest.approx(target, abs=1e-15) and controller.prior == 0.85
     assert controller.state.mu_ada == pytest.approx(0.495 + 0.01 * target, abs=1e-15)
     controller.update(kl=5.0)  # t = 1 is not a refresh step: alpha and the KL average do not change
     assert controller.alpha == pytest.approx(alpha, abs=1e-15) and controller.state.kl == 0.04
@@ -281,8 +280,7 @@ def test_cap_and_ranges_hold_on_every_step(config: ControllerConfig, history) ->
     for signals, kl in history:
         before = controller.mu
         mu = controller.update(signals, kl)
-        assert config.mu_min <= mu <= config.mu_max
-        assert abs(mu - before) <= config.max_step + 1e-15
+        assert config.mu_min <= mu <= config.mu_max and abs(mu - before) <= config.max_step + 1e-15
         assert config.alpha_min <= controller.alpha <= config.alpha_max
         assert 0 <= controller.mu_star <= 1
 

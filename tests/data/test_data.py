@@ -59,8 +59,7 @@ def test_a_row_becomes_tokens_text_answer_demo_and_extra(tmp_path, tokenizer):
     [example] = load_prompts(DataConfig(prompts=path, template="Q: {prompt}"), tokenizer)
     assert example.id == "r3" and example.answer == "4"
     assert example.extra == row  # all fields, including the prompt without the template
-    assert example.prompt_text == "Q: 3+1"
-    assert tokenizer.decode(example.prompt) == "<s>Q: 3+1"
+    assert example.prompt_text == "Q: 3+1" and tokenizer.decode(example.prompt) == "<s>Q: 3+1"
     assert tokenizer.decode(example.demo) == "is 4</s>"  # no BOS inside a sequence
 
 
@@ -196,8 +195,7 @@ def test_demos_come_from_their_own_file_without_needing_answers(tmp_path, tokeni
     demos = write(tmp_path / "d.jsonl", {"prompt": "7-2", "solution": "5"})
     config = DataConfig(prompts=prompts, demos=demos, answer_pattern="(.)")
     [demo] = load_demos(config, tokenizer)
-    assert (demo.prompt_text, demo.answer) == ("7-2", None)
-    assert demo.id == f"{demos}, line 1"
+    assert (demo.prompt_text, demo.answer) == ("7-2", None) and demo.id == f"{demos}, line 1"
     assert tokenizer.decode(demo.demo) == "5</s>"
     assert load_prompts(config, tokenizer)[0].demo is None
 

@@ -53,8 +53,7 @@ def test_save_load_round_trip(tmp_path):
     extra = {"x": torch.zeros(2)}
     loaded_optimizer.param_groups[0]["lr"] = 0.5
     progress = checkpoint.load(path, loaded_model, loaded_optimizer, extra)
-    assert loaded_optimizer.param_groups[0]["lr"] == 0.1
-    assert extra["x"].tolist() == [1, 1]
+    assert loaded_optimizer.param_groups[0]["lr"] == 0.1 and extra["x"].tolist() == [1, 1]
     assert (progress["step"], progress["note"]) == (7, {"10": [1, 2], "9": 3})
     for x, y in zip(model.parameters(), loaded_model.parameters(), strict=True):
         assert torch.equal(x, y)

@@ -174,8 +174,7 @@ def test_statistics_of_scored_rollouts(shape: tuple[int, ...]) -> None:
     mean = (0.21875 + 0.09) / 2
     squares = (((phi - mean) ** 2) * torch.tensor([0.5, 0.5, 1.0])).sum().item()
     count, s, r, ss, rr, _, between = out.rollouts.tolist()
-    assert (count, r, rr, between) == (2, -1, 8, 8)
-    assert (s, ss) == pytest.approx((mean, squares))
+    assert (count, r, rr, between) == (2, -1, 8, 8) and (s, ss) == pytest.approx((mean, squares))
     kl = sum(math.exp(-gap) + gap - 1 for gap in (0, 1, 2))
     assert out.totals[[0, 1, 2, 4]].tolist() == pytest.approx([3, 0, kl, 9])
     assert rollout_moments(logps, mask, advantages).totals[[2, 4]].isnan().all()

@@ -62,10 +62,8 @@ def test_mu_matches_the_controller():
         refresh = t == 0 or config.is_refresh(t + 1)
         assert log["kl"] == pytest.approx(math.exp(-0.1) + 0.1 - 1, rel=1e-5)
         inputs = (total.signals() if refresh else None, log["kl"])
-        assert log["mu"] == controller.mu
-        assert log["alpha"] == controller.alpha
-        assert log["mu_star"] == controller.mu_star
-        assert log["prior"] == controller.prior
+        assert log["mu"] == controller.mu and log["alpha"] == controller.alpha
+        assert log["mu_star"] == controller.mu_star and log["prior"] == controller.prior
 
 
 def test_the_loss_is_the_mixture_and_its_parts_are_logged():

@@ -1,5 +1,7 @@
 """Wrong programs that end, skip or rewrite the tests, or decide their result; see `fakes_rows`."""
 
+# ruff: noqa: E501 - data
+
 ROWS = r"""
 === unittest skip
 import unittest
