@@ -7,7 +7,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from gac.demo.run import METHODS
+from gac.demo import DEMO_METHODS
 from gac.evaluation.table import markdown_table
 from tools.pages import ROOT, fill
 
@@ -16,7 +16,7 @@ def table(runs: Path) -> str:
     """Markdown table of the last evaluation of each default method, seed 0."""
     head = "method | greedy accuracy | on `+` | on `-` | steps"
     rows = []
-    for method in METHODS:
+    for method in DEMO_METHODS:
         text = (runs / f"{method}-0" / "eval.jsonl").read_text()
         last = json.loads(text.splitlines()[-1])
         cells = [last["accuracy"], last["accuracy/+"], last["accuracy/-"]]
