@@ -1,11 +1,14 @@
 """Tests of the benchmark code at tiny sizes: correctness checks, result rows, tables."""
 
+import importlib
 import json
+import pkgutil
 import sys
 
 import pytest
 import torch
 
+import bench
 from bench import bench_gpu_linear, bench_gpu_logits, gemm_probe, row_case, smoke, table
 from bench import record as record_module
 from bench.batches import Head, linear_batch
@@ -25,6 +28,11 @@ def results(tmp_path, monkeypatch):
     for module in (bench_gpu_linear, bench_gpu_logits):  # tested below, in a subprocess
         monkeypatch.setattr(module, "unavailable_reason", lambda *_: None)
     return tmp_path
+
+
+def test_every_benchmark_can_be_imported() -> None:
+    for module in pkgutil.walk_packages(bench.__path__, "bench."):
+        importlib.import_module(module.name)
 
 
 def test_gpu_linear_bench_runs_on_a_cpu(results, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -285,8 +285,7 @@ def test_file_errors_name_the_file(tmp_path):
         path.write_text(text)
         with pytest.raises(ConfigError) as caught:
             load(Config, path)
-        assert str(caught.value).startswith(f"{path}: ")
-        assert part in str(caught.value)
+        assert str(caught.value).startswith(f"{path}: ") and part in str(caught.value)
     path.write_bytes(b"a: \xff")
     with pytest.raises(ConfigError, match="not valid YAML: .* can't decode"):
         load(Config, path)
