@@ -83,7 +83,7 @@ def run_suite(config: EvalConfig, against: Path | None = None) -> dict[str, Any]
     other = read_samples(against) if against else None
     if other is not None and not config.tasks.keys() & other.keys():
         raise ConfigError(
-            f"--against {against}: its tasks {sorted(other)} are none of {sorted(config.tasks)}"
+            f"--against {against}: has results for {sorted(other)}, not for {sorted(config.tasks)}"
         )
     with run_lock(out):
         return _run_suite(config, out, against, other)

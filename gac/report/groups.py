@@ -10,7 +10,7 @@ from typing import Any
 from .reading import Run, flatten
 
 # Keys in which repetitions of an experiment may differ.
-REPETITION_KEYS = ("seed", "out", "max_tokens_per_micro_batch")  # often chosen by free memory
+REPETITION_KEYS = ("seed", "out", "max_tokens_per_micro_batch")  # the last follows free memory
 # Keys without which accuracies cannot be compared.
 COMPARABLE = r"model\.path|data\.(prompts|demos|sources)|eval\.data\..*|eval\.tasks\..*"
 

@@ -200,7 +200,7 @@ class _Names(dict[str, Any]):
             self._client.constructors.add(id(value))
         if callable(value):
             self[name] = value
-        # what calls it asks the program, unless it is a builtin class
+        # calling it asks the program, unless it is a builtin class
         if not isinstance(value, RemoteBase):
             self._client.used = True
         return value
