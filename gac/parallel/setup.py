@@ -145,7 +145,8 @@ def make_accelerator(config: ParallelConfig, trackers: tuple[str, ...], out: str
         # otherwise accelerate does not connect the processes on machines without a GPU
         cpu=not torch.cuda.is_available(),
         mixed_precision="no",  # `gac.models.head` sets the precision, also of the reference
-        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),  # not the environment's
+        # otherwise accelerate takes the number from the environment
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         log_with=list(trackers) or None,
         project_dir=out,
     )
