@@ -88,7 +88,7 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
-check: lint types test  ## run everything that CI runs
+check: lint types docs test  ## run everything that CI runs
 
 clean:
 	rm -rf build .venv *.egg-info gac_kernels/*.so

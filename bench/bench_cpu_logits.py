@@ -6,7 +6,6 @@ changes in machine load affect all of them; ratios compare the minima.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import pytest
@@ -17,6 +16,7 @@ from gac_kernels import fused_gac_loss
 from gac_kernels.backends import cpu
 
 from .record import Record
+from .timing import interleave
 
 N, V, SEQUENCES = 1024, 32000, 8
 SECONDS = 12  # in total, over all rounds
@@ -59,19 +59,6 @@ def step(loss: Callable[..., tuple[Tensor, ...]], leaf: Tensor, *batch: Tensor) 
     return [value.detach(), logps, entropy]
 
 
-def interleave(steps: dict[str, Callable[[], object]], seconds: float) -> dict[str, float]:
-    """Time all steps in alternation, for at least five rounds; returns minimum times in seconds."""
-    best = dict.fromkeys(steps, float("inf"))
-    stop, rounds = time.perf_counter() + seconds, 0
-    while rounds < 5 or time.perf_counter() < stop:
-        for name, run in steps.items():
-            start = time.perf_counter()
-            run()
-            best[name] = min(best[name], time.perf_counter() - start)
-        rounds += 1
-    return best
-
-
 def test_cpu_logits(benchmark, record: Record, mapped_memory: bool) -> None:
     if reason := cpu.unavailable(torch.device("cpu"), torch.float32):
         pytest.skip(f"native backend: {reason}")
@@ -101,7 +88,7 @@ def test_cpu_logits(benchmark, record: Record, mapped_memory: bool) -> None:
         steps[name] = lambda loss=loss, leaf=leaf: step(loss, leaf, *batch)
     del truth, exact_leaf
 
-    best = interleave(steps, SECONDS)
+    times = interleave(steps, torch.device("cpu"), SECONDS)
     benchmark.extra_info |= {
         "shape": f"[{N}, {V}] float32",
         "threads": torch.get_num_threads(),
@@ -109,10 +96,10 @@ def test_cpu_logits(benchmark, record: Record, mapped_memory: bool) -> None:
         "page faults avoided": mapped_memory,
     }
     print(f"\n[{N}, {V}] float32, {torch.get_num_threads()} threads, {cpu.capability()}")
-    for name, seconds in best.items():
-        ratio = best["eager"] / seconds
-        print(f"{name:16} {seconds * 1e3:8.1f} ms   speedup over eager {ratio:5.2f}")
-        benchmark.extra_info[f"{name} ms"] = round(seconds * 1e3, 2)
+    for name, timing in times.items():
+        ratio = times["eager"].best / timing.best
+        print(f"{name:16} {timing.best:8.1f} ms   speedup over eager {ratio:5.2f}")
+        benchmark.extra_info[f"{name} ms"] = round(timing.best, 2)
         record.add(
             device="cpu",
             work="logits",
@@ -120,11 +107,13 @@ def test_cpu_logits(benchmark, record: Record, mapped_memory: bool) -> None:
             tokens=N,
             provider=name,
             case="loss + gradient",
-            ms=1e3 * seconds,
+            ms=timing.best,
+            median_ms=timing.median,
+            rounds=timing.rounds,
         )
     for name, targets in TARGETS.items():
         for peer, target in targets.items():
-            ratio = best[peer] / best[name]
+            ratio = times[peer].best / times[name].best
             print(f"{peer} / {name}: {ratio:.2f}, target {target}")
             benchmark.extra_info[f"{peer} / {name}"] = {"ratio": ratio, "target": target}
     benchmark.pedantic(steps["ours, overwrite"], rounds=5, warmup_rounds=1)

@@ -110,7 +110,7 @@ def times_of(
 ) -> dict[str, list[float]]:
     """The times of each step in milliseconds, in alternation; on a CPU, its CPU time."""
     times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(ROUNDS):
+    for _ in range(ROUNDS + 1):
         for name, step in steps.items():
             if device.type == "cuda":
                 times[name].append(once(step, device))
@@ -118,7 +118,7 @@ def times_of(
             start = time.process_time()
             step()
             times[name].append(1e3 * (time.process_time() - start))
-    return times
+    return {name: measured[1:] for name, measured in times.items()}  # the first is a warm-up
 
 
 def count_chunks(step: Callable[[], object]) -> tuple[int, int]:

@@ -126,7 +126,8 @@ def compare(
 
     def save(name: str, timing: Timing, others: Mapping[str, Timing]) -> None:
         batch.hidden.grad = batch.weight.grad = None
-        work = (1 / 3 if name == FORWARD else 1) * 6 * tokens * head.hidden * head.vocab
+        passes = {FORWARD: 2, HALF: 4}.get(name, 6)  # FLOPs per token, hidden unit and column
+        work = passes * tokens * head.hidden * head.vocab
         record.add(
             **common,
             provider=name,
@@ -156,7 +157,8 @@ def compare(
         timings[name] = pair[name]
         save(name, pair[name], pair)
     for name, reason in (missing | failed).items():
-        record.add(**common, provider=name, not_run=reason)
+        if name in missing or name in chosen:  # ours, timed for comparison, has a row of its own
+            record.add(**common, provider=name, not_run=reason)
     record.save()
     return {name: timing.best for name, timing in timings.items()}
 

@@ -140,7 +140,7 @@ def compare(
 ) -> dict[str, float]:
     """Check, time and record losses; returns minimum times in milliseconds.
 
-    Each group of providers (a copy with each of our backends, then each other loss) is saved before
+    Each group of providers (a copy with both of our backends, then each other loss) is saved before
     the next one starts, so that a run that is cut short keeps its earlier results.
 
     bandwidth: of a copy, in GB/s. chosen: names of losses; default: all.
@@ -167,7 +167,8 @@ def compare(
     for name, step in steps.items():
         own = next((title for title in BACKENDS if name.startswith(title)), name)
         groups.setdefault(own, {})[name] = step
-    groups["copy"] |= groups.pop(next(iter(BACKENDS)), {})
+    for title in BACKENDS:
+        groups["copy"] |= groups.pop(title, {})
 
     def restore(_: str) -> None:
         # for every provider: the next one must not get a gradient as its logits
@@ -183,6 +184,7 @@ def compare(
             passes = 1 if "forward" in name else 2
             used = passes * source.nbytes / timing.best / 1e6  # GB/s if every byte moves once
             restore(name)
+            batch.hidden.grad = None  # it would count as memory in use before the step
             record.add(
                 **common,
                 provider=name,

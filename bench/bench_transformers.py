@@ -67,19 +67,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, default=tiny(5, 1))
-    parser.add_argument("--out", type=Path, default=RESULTS / "transformers.json")
+    parser.add_argument("--out", type=Path, help="default: a file in bench/results per device")
     options = parser.parse_args()
     if options.device == "cpu":
         torch.set_num_threads(1)
+    name = "transformers.json" if options.device == "cpu" else "transformers-cuda.json"
+    out = options.out or RESULTS / name
     rows = []
     for case in tiny(CASES, TINY_CASES):
         for row in measure(case, options.rounds, options.device):
             rows.append(row)
             print(json.dumps(row), flush=True)
     document = {"device": device_name(options.device), "torch": torch.__version__, "rows": rows}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(document, indent=1) + "\n")
-    copy_out(options.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(document, indent=1) + "\n")
+    copy_out(out)
 
 
 if __name__ == "__main__":

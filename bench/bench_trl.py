@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from gac.evaluation.table import markdown_table
+from gac_kernels import projection
 from tools.pages import BENCHMARKS, fill
 
 from .peak_memory import resident
@@ -155,6 +156,7 @@ def rollouts(case: Case) -> dict[str, Any]:
 
 def peak(run: Callable[[], object], device: str) -> float:
     """Peak memory of `run` in MiB, minus the memory in use before it."""
+    projection._kept.clear()  # otherwise ours reuses the gradient of the step before, uncounted
     if device != "cpu":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

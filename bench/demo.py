@@ -1,4 +1,4 @@
-"""Copy the plot and the table of a finished demo into the README. Usage: bench/demo.py [RUNS]."""
+"""Copy the plot and the table of a finished demo into the docs: `python -m bench.demo [RUNS]`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Times each of the three GEMMs of the linear loss: `python -m bench.gemm_probe`.
 
-The speed of a library's GEMM depends on the number of rows M, the output dtype and the input
-stride; the chunked head chooses all three (`gac_kernels/linear.py`).
+The speed of a library's GEMM depends on the number of rows M and the output dtype; the chunked
+head chooses both (`gac_kernels/linear.py`).
 """
 
 from __future__ import annotations
@@ -22,11 +22,7 @@ SECONDS = tiny(0.4, 0)  # per shape, over all rounds
 
 
 def gemms(rows: int, head: Head, device: torch.device) -> dict[str, Step]:
-    """The GEMMs for M rows, by name.
-
-    The gradient of the logits is [M, V] with row stride V, or 2 V if it shares the storage of
-    float32 logits.
-    """
+    """The GEMMs for M rows, by name."""
     bf16, f32 = torch.bfloat16, torch.float32
     g = torch.Generator(device).manual_seed(0)
 
@@ -34,8 +30,7 @@ def gemms(rows: int, head: Head, device: torch.device) -> dict[str, Step]:
         return torch.randn(*shape, device=device, dtype=bf16, generator=g)
 
     hidden, vocab = head
-    x, weight, wide = noise(rows, hidden), noise(vocab, hidden), noise(rows, 2 * vocab)
-    dense, strided = wide.view(2 * rows, vocab)[:rows], wide[:, :vocab]
+    x, weight, dz = noise(rows, hidden), noise(vocab, hidden), noise(rows, vocab)
 
     def empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
         return torch.empty(shape, device=device, dtype=dtype)
@@ -46,13 +41,11 @@ def gemms(rows: int, head: Head, device: torch.device) -> dict[str, Step]:
     return {
         "logits, bfloat16": lambda: torch.mm(x, weight.T, out=logits[bf16]),
         "logits, float32": lambda: torch.mm(x, weight.T, f32, out=logits[f32]),
-        "dX of stride V, bfloat16": lambda: torch.mm(dense, weight, out=dx[bf16]),
-        "dX of stride V, float32": lambda: torch.mm(dense, weight, f32, out=dx[f32]),
-        "dX of stride 2V, bfloat16": lambda: torch.mm(strided, weight, out=dx[bf16]),
-        "dX of stride 2V, float32": lambda: torch.mm(strided, weight, f32, out=dx[f32]),
-        "dW, bfloat16": lambda: torch.mm(dense.T, x, out=dw[bf16]),
-        "dW, float32": lambda: torch.mm(dense.T, x, f32, out=dw[f32]),
-        "dW accumulated, float32": lambda: torch.addmm(dw[f32], dense.T, x, f32, out=dw[f32]),
+        "dX, bfloat16": lambda: torch.mm(dz, weight, out=dx[bf16]),
+        "dX, float32": lambda: torch.mm(dz, weight, f32, out=dx[f32]),
+        "dW, bfloat16": lambda: torch.mm(dz.T, x, out=dw[bf16]),
+        "dW, float32": lambda: torch.mm(dz.T, x, f32, out=dw[f32]),
+        "dW accumulated, float32": lambda: torch.addmm(dw[f32], dz.T, x, f32, out=dw[f32]),
     }
 
 

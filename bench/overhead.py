@@ -310,7 +310,11 @@ def save(case: str, result: dict[str, Any]) -> None:
     path, device = RESULTS / "overhead.json", "cuda" if torch.cuda.is_available() else "cpu"
     stored = json.loads(path.read_text()) if path.exists() else {}
     origin = {"device": device_name(device), "date": str(datetime.date.today())}
-    stored[case] = {**origin, **environment(device), **result}
+    stored[case if device == "cpu" else f"{case}, {device}"] = {
+        **origin,
+        **environment(device),
+        **result,
+    }
     path.write_text(json.dumps(stored, indent=1) + "\n")
     copy_out(path)
     print(case, *(f"{name:18} {value}" for name, value in result.items()), sep="\n")

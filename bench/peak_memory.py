@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from gac_kernels import projection
+
 from .batches import linear_batch
 from .bench_cpu_linear import CPU, HEAD
 from .linear_losses import providers, step
@@ -26,6 +28,7 @@ def main(name: str, tokens: int) -> float:
     loss = providers(CPU, compiled=False)[0][name].loss
     # warm-up: loads libraries and starts thread pools
     step(loss, linear_batch(256, HEAD, torch.float32, CPU))
+    projection._kept.clear()  # otherwise the step reuses the gradient of the warm-up, uncounted
     batch = linear_batch(tokens, HEAD, torch.float32, CPU)
     gradients = (batch.hidden.nbytes + batch.weight.nbytes) / 2**20
     before = resident("VmRSS")

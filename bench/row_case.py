@@ -29,11 +29,7 @@ def row_case(
     device: torch.device,
     overwrite: bool = False,
 ) -> Step:
-    """A call of `backend.row_loss`: loss and gradient of [rows / 8, 8, V] logits.
-
-    overwrite: the gradient overwrites the logits; if its dtype is narrower, it fills the first part
-    of each row.
-    """
+    """A call of `backend.row_loss`: loss and gradient of [rows / 8, 8, V] logits."""
     g = torch.Generator(device).manual_seed(0)
     shape = (rows // LENGTH, LENGTH)
     logits = torch.randn(*shape, vocab, device=device, dtype=dtype, generator=g)
@@ -41,10 +37,7 @@ def row_case(
     advantages = torch.randn(shape[0], device=device, generator=g)
     demo = torch.arange(shape[0], device=device) % 2 == 1
     tokens = plan(BatchInputs(targets, advantages, demo, 0.5), LossSpec())
-    if overwrite:
-        out = logits.view(out_dtype)[..., :vocab]
-    else:
-        out = torch.empty(*shape, vocab, device=device, dtype=out_dtype)
+    out = logits if overwrite else torch.empty_like(logits, dtype=out_dtype)
     return lambda: backend.row_loss(logits, tokens, LossSpec(), out)
 
 
@@ -55,7 +48,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", default="bfloat16", choices=DTYPES)
     parser.add_argument("--rows", type=int, default=2048)
     parser.add_argument("--vocab", type=int, default=152064)
-    parser.add_argument("--overwrite", action="store_true")
+    parser.add_argument("--overwrite", action="store_true", help="in place; ignores --out")
     parser.add_argument("--device", default=DEVICE)
     options = parser.parse_args(arguments)
     if DRY_RUN:

@@ -120,7 +120,7 @@ def save(steps: int, parts: dict[str, float], outside_share: float) -> None:
         "ms": {part: round(1e3 * seconds, 3) for part, seconds in parts.items()},
         "outside": round(outside_share, 4),
     }
-    path = RESULTS / "step_split.json"
+    path = RESULTS / ("step_split.json" if device == "cpu" else "step_split-cuda.json")
     path.write_text(json.dumps(document, indent=1) + "\n")
     copy_out(path)
 

@@ -18,6 +18,7 @@ from .batches import HEADS
 from .record import RESULTS
 
 NOT_MEASURED = "not measured"
+GPUS = "H100", "H200"
 GPU_TOKENS = (2048, 8192, 32768)
 WORK = "logits", "linear"
 HALF = "ours, half the rows without gradient"
@@ -25,13 +26,17 @@ INCOMPLETE = (HALF, "ours, forward only")  # not the whole loss and gradient
 Row = dict[str, Any]
 
 
-def newest(kind: str) -> dict[str, Any] | None:
-    """The newest results file that has table rows for `kind` ("cpu" or "cuda")."""
-    documents = [json.loads(path.read_text()) for path in RESULTS.glob("*.json")]
+def newest(kind: str, name: str = "") -> dict[str, Any] | None:
+    """The newest results file that has table rows for `kind` ("cpu" or "cuda").
+
+    name: a part of the device's name.
+    """
+    documents = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
     of_kind = [
         d
         for d in documents
-        if any(row.get("device") == kind and row.get("work") in WORK for row in d.get("rows", ()))
+        if name in d.get("device", "")
+        and any(row.get("device") == kind and row.get("work") in WORK for row in d.get("rows", ()))
     ]
     return max(of_kind, key=lambda d: d["date"], default=None)
 
@@ -191,8 +196,8 @@ def gpu_table(document: dict[str, Any] | None) -> str:
 
 
 def main() -> None:
-    cpu, gpu = newest("cpu"), newest("cuda")
-    text = f"{cpu_table(cpu)}\n\n{gpu_table(gpu)}"
+    gpus = [document for name in GPUS if (document := newest("cuda", name))]
+    text = "\n\n".join([cpu_table(newest("cpu")), *map(gpu_table, gpus or [None])])
     print(text)
     fill(BENCHMARKS, "kernels", text)
 

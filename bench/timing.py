@@ -26,8 +26,9 @@ class Timing(NamedTuple):
 
 
 Step = Callable[[], object]
-# clock cycles, 2 ms at 2 GHz: kernel launches run ahead of the GPU, as in training
-HEAD_START = 4_000_000
+# clock cycles, 6 ms at 2 GHz: kernel launches run ahead of the GPU, as in training; a loss takes the
+# host up to 3 ms
+HEAD_START = 12_000_000
 
 
 def once(step: Step, device: torch.device) -> float:

@@ -119,7 +119,7 @@ def test_unsupported_gemms_are_reported() -> None:
     """CPUs have no bfloat16 GEMM with float32 output."""
     record = Record()
     speeds = gemm_probe.probe(record, "tiny", Head(16, 48), 8, CPU, seconds=0)
-    assert speeds["dX of stride 2V, bfloat16"] > 0 and len(record.rows) == 9
+    assert speeds["dX, bfloat16"] > 0 and len(record.rows) == 7
     assert all("ms" in row or row["not_run"] for row in record.rows)
 
 
