@@ -411,9 +411,7 @@ def _models(options: argparse.Namespace) -> int:
     argument("--methods", nargs="+", default=list(DEMO_METHODS), help="see `gac methods`"),
     argument("--seeds", type=int, default=1, help="seeds per method"),
     argument("--steps", type=int, default=160, help="optimizer steps per method"),
-    argument(
-        "--jobs", type=int, default=None, help="number of parallel runs (default: one per core)"
-    ),
+    argument("--jobs", type=int, help="number of parallel runs (default: one per core)"),
     help="train a tiny model with several methods and compare them",
     description="Train a tiny base model, post-train it with several methods and compare them. "
     "Finished runs are skipped; interrupted runs resume.",
@@ -492,6 +490,8 @@ def _keys(name: str) -> str:
 
 def _show_log() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    for name in ("urllib3.connectionpool", "huggingface_hub.utils._http"):  # each retry
+        logging.getLogger(name).setLevel(logging.ERROR)
     if os.environ.get("RANK", "0") == "0":  # log once, not in every process
         logging.getLogger("gac").setLevel(logging.INFO)  # e.g. numbers of dropped rows
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import re
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING
@@ -45,7 +46,9 @@ def load(cls: type[T], source: Path | Mapping[str, Any], overrides: Sequence[str
     try:
         return _build(cls, data, "")
     except ConfigError as error:
-        raise ConfigError(f"{origin}{error}") from error.__cause__
+        keys = [re.escape(override.partition("=")[0].strip()) for override in overrides]
+        overridden = any(re.match(rf"{key}(?![\w-])", str(error)) for key in keys)
+        raise ConfigError(f"{'--set ' if overridden else origin}{error}") from error.__cause__
 
 
 def choose(table: Mapping[str, type], data: Any, where: str = "method", default: Any = None) -> Any:
@@ -87,7 +90,7 @@ def _with_override(data: dict[str, Any], override: str) -> dict[str, Any]:
     key, equals, text = override.partition("=")
     key = key.strip()
     if not equals or not all(key.split(".")):
-        raise ConfigError(f"override {override!r}: expected key=value or key.sub=value")
+        raise ConfigError(f"--set {override}: use KEY=VALUE, e.g. --set steps=100")
     result = node = dict(data)
     *parents, last = key.split(".")
     for parent in parents:
@@ -96,7 +99,7 @@ def _with_override(data: dict[str, Any], override: str) -> dict[str, Any]:
             child = {"name": child}
         if child is not None and not isinstance(child, Mapping):
             raise ConfigError(
-                f"override {override!r}: {parent!r} is {short_repr(child)}, which has no keys"
+                f"--set {override}: {parent} is {short_repr(child)}, which has no keys"
             )
         node[parent] = dict(child or {})
         node = node[parent]
@@ -134,7 +137,9 @@ def _build(cls: Any, data: Any, where: str, default: Any = None) -> Any:
     try:
         return cls(**values) if default is None else dataclasses.replace(default, **values)
     except (TypeError, ValueError) as error:  # raised by the dataclass's own validation
-        raise ConfigError(f"{where}: {error}" if where else str(error)) from error
+        # an error that begins with a field, like `lr=0`, becomes one of the dotted key
+        dot = "." if re.split(r"\W", str(error))[0] in fields else ": "
+        raise ConfigError(f"{where}{dot}{error}" if where else str(error)) from error
 
 
 def _convert(hint: Any, value: Any, where: str, default: Any = None) -> Any:

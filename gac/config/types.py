@@ -12,7 +12,7 @@ from gac.errors import ConfigError, is_count, is_real, require
 
 from .yaml_text import YamlError, parse_yaml
 
-MAX_LISTED_NAMES = 40  # longer lists of valid names are abbreviated in errors
+MAX_LISTED_NAMES = 40  # longer lists, as of the methods, are abbreviated in errors
 TRUE_TEXTS, FALSE_TEXTS = ("true", "yes", "on"), ("false", "no", "off")
 
 
@@ -172,8 +172,8 @@ def unknown_name_message(where: str, key: Any, valid: Mapping[str, Any], noun: s
     suggestion = did_you_mean(str(key), valid)
     listed = ", ".join(valid) or f"none ({where.rpartition('.')[0] or 'it'} has no {noun}s)"
     if len(valid) > MAX_LISTED_NAMES:
-        closest = difflib.get_close_matches(str(key), list(valid), n=8, cutoff=0.0)
-        listed = f"{', '.join(closest)} and {len(valid) - len(closest)} more; the help lists them"
+        closest = difflib.get_close_matches(str(key), list(valid), n=8, cutoff=0.5)
+        listed = "; ".join(filter(None, [", ".join(closest), f"`gac methods` lists {len(valid)}"]))
     return f"{where}: unknown {noun} {str(key)!r}{suggestion or '.'} Valid {noun}s: {listed}"
 
 
@@ -196,12 +196,12 @@ def parse_value(text: str, where: str) -> Any:
         raise ConfigError(f"{where}: {str(text)!r} is not valid YAML: {error}") from error
 
 
-def parse_overrides(value: Any) -> Any:
+def parse_overrides(value: Any, where: str) -> Any:
     """`value` with every nested Override parsed as YAML."""
     if isinstance(value, Override):
-        return parse_value(value, "override")
+        return parse_value(value, where)
     if isinstance(value, Mapping):
-        return {key: parse_overrides(item) for key, item in value.items()}
+        return {key: parse_overrides(item, join(where, key)) for key, item in value.items()}
     return value
 
 
@@ -214,17 +214,21 @@ def convert_scalar(hint: Any, value: Any, where: str) -> Any:
         float: _as_float,
     }
     if hint not in convert:
-        return parse_overrides(value)  # Any, object and types that have no YAML equivalent
-    if isinstance(value, Override) and hint is not str:
+        return parse_overrides(value, where)  # Any, object and types that have no YAML equivalent
+    if isinstance(value, Override) and (hint is not str or value.lower() in ("null", "~")):
         value = parse_value(value, where)
     try:
         return convert[hint](value)
     except (TypeError, ValueError, OverflowError):
         expected = {str: "text", bool: "true or false", int: "a whole number"}
         kind = expected.get(hint, "a number")
-        if hint is str and not isinstance(value, dict | list):
+        if hint is str and not isinstance(value, dict | list | None):
             kind += " (put it in quotes)"
-        raise ConfigError(f"{where}: expected {kind}, got {short_repr(value)}") from None
+        raise ConfigError(
+            f"{where}: null is not allowed: give {kind}"
+            if value is None
+            else f"{where}: expected {kind}, got {short_repr(value)}"
+        ) from None
 
 
 def _as_str(value: Any) -> str:

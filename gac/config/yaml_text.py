@@ -65,17 +65,26 @@ def parse_yaml(text: str) -> Any:
     return yaml.load(text, Loader=_Loader)  # a SafeLoader: builds plain types only
 
 
-def read_yaml(path: Path, is_base: bool = False) -> dict[str, Any]:
+def read_yaml(path: Path, named_in: str = "") -> dict[str, Any]:
     """Read a YAML file of `key: value` lines; {} if it is empty.
 
     The optional key `base` names another file, relative to this one; the other keys override its
     values. Raises ConfigError if a file cannot be read or contains anything else.
+
+    named_in: if this is a base, the file and the key that name it, for the error message.
     """
     try:
         data = parse_yaml(path.read_text(encoding="utf-8"))
     except IsADirectoryError as error:
         example = next(iter(sorted(path.glob("*.yaml"))), path / "run.yaml")
         raise ConfigError(f"{path} is a folder: give a YAML file, e.g. {example}") from error
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{named_in}: no such file"
+            if named_in
+            else f"CONFIG.yaml={str(path)!r}: no such file: give the path of a configuration, or "
+            "create one with `gac init DIR`"
+        ) from error
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
     except (YamlError, UnicodeDecodeError, RecursionError) as error:
@@ -86,9 +95,9 @@ def read_yaml(path: Path, is_base: bool = False) -> dict[str, Any]:
     base = data.pop("base", None)
     if base is None:
         return data
-    if is_base:
+    if named_in:
         raise ConfigError(f"{path}: base={base!r}: a base file must not set `base` itself")
-    return _merged(read_yaml(path.parent / str(base), is_base=True), data)
+    return _merged(read_yaml(path.parent / str(base), f"{path}: base={base!r}"), data)
 
 
 def _merged(base: Any, changes: Any) -> Any:

@@ -77,8 +77,8 @@ class DataConfig(Checked):
     id_field: str = "id"
     """Field with the row's id; rows without it are named after their line."""
     source_field: str | None = None
-    """Field with the name of the row's source, for example a dataset or a task: rewards and
-    demonstration losses are also reported by source, and `guarded` has an alarm for each source."""
+    """Field with the name of the row's source, e.g. a dataset or a task: rewards and demonstration
+    losses are also reported by source; `constant-alarm` and `guarded` have an alarm for each."""
     choices_field: str = setting("choices", only_with="template")
     """Field with the options of a multiple-choice question; `template` writes them as (A), (B)."""
     where: Mapping[str, Any] = field(default_factory=dict)
@@ -200,7 +200,7 @@ def load_demos(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Exampl
         )
 
     def rows(path: str, dropped: Counter[str]) -> Iterator[SourceRow]:
-        return _without_canaries(_demo_rows(config, path, dropped))
+        return _without_canaries(rows_with_demos(config, path, dropped))
 
     return _load(config, tokenizer, parts, rows, "demonstrations")
 
@@ -226,7 +226,8 @@ def _load(
             if prompts or example.demo:
                 yield replace(example, source=source.key) if named else example
 
-    files = [file for source in sources for file in data_files(source.path)]
+    key = "sources" if named else "demos" if config.demos and not prompts else "prompts"
+    files = [file for source in sources for file in data_files(source.path, f"data.{key}")]
     cache = cache_path(tokenizer, files, kind, options, replace(config, order=None))
     stored = store(cache, itertools.chain.from_iterable(map(examples, sources)), dropped)
     reasons = "; ".join(f"{n} {reason}" for reason, n in stored.dropped.items()) or "nothing"
@@ -303,7 +304,7 @@ def _select(
             break
 
 
-def _demo_rows(config: DataConfig, source: str, dropped: Counter[str]) -> Iterator[SourceRow]:
+def rows_with_demos(config: DataConfig, source: str, dropped: Counter[str]) -> Iterator[SourceRow]:
     """The rows of `source` with a demonstration; in `data.demos`, one without it is an error."""
     for row in _select(config, "demos" if config.demos else "prompts", source, dropped):
         if config.demos or row.fields.get(config.demo_field or "") is not None:

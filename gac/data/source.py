@@ -107,20 +107,26 @@ def read_rows(source: str) -> Iterator[SourceRow]:
     return _enumerate(_hub(source), source)
 
 
-def data_files(source: str) -> list[Path]:
-    """The files that contain the rows of `source`, and nothing else; none if it is missing."""
+def data_files(source: str, key: str = "source") -> list[Path]:
+    """The files that contain the rows of `source`, and nothing else; none if it is missing.
+
+    key: the configuration key with `source`, for the error message.
+    """
     source = os.path.expandvars(source)
     path, folder = (Path(x).expanduser() for x in (source, source.partition(":")[0]))
     if path.is_file() or (source and folder.is_dir()):
         return sorted(file for file in (path, *folder.rglob("*")) if file.is_file())
-    return [] if why_missing(source) else [Path(x["filename"]) for x in _hub(source).cache_files]
+    return [
+        Path(file["filename"])
+        for file in (() if why_missing(source) else _hub(source, key).cache_files)
+    ]
 
 
 def why_missing(source: str) -> str:
     """Why there is no data under a name that is no path here; empty if it may be on the Hub."""
     unset = re.findall(r"\$\w+", os.path.expandvars(source))
     if unset:
-        return f"{unset[0]} is not set"
+        return f"{unset[0]} is not set: export it, or give the path"
     if HUB.fullmatch(source) and not source.endswith(SUFFIXES):
         return ""
     return "no such file or folder, and not a dataset of the Hub, owner/name:split"
@@ -314,16 +320,19 @@ def _read_folder(folder: Path) -> Any:
         ) from error
 
 
-def _hub(source: str) -> Any:
+def _hub(source: str, key: str = "source") -> Any:
     name, *rest = source.split(":")
     *configuration, split = rest or ["train"]
     datasets = _datasets()
     try:
         return datasets.load_dataset(name, *configuration, split=split)
     except (OSError, ValueError) as error:  # no network, no such dataset, no such split
-        problem = " ".join(str(error).split())[:300]
-        message = f"data source {source!r} could not be read from the Hub: {problem}"
-        raise DataError(message) from error
+        problem = (
+            "the Hub cannot be reached: give a local file, or check the network"
+            if isinstance(error, ConnectionError)
+            else f"could not be read from the Hub: {' '.join(str(error).split())[:300]}"
+        )
+        raise DataError(f"{key}={source!r}: {problem}") from error
 
 
 def _enumerate(table: Any, source: str) -> Iterator[SourceRow]:

@@ -31,7 +31,7 @@ method: constant-alarm
 data:
   prompts: {folder}/data/train.jsonl
 
-# A function in a file next to this one; or a built-in reward: math, exact, choice, code
+# A function in a file next to this one; or a built-in reward: math, exact, choice, format, code
 reward: reward.py:reward
 
 # In each step: 16 prompts with 8 sampled responses each, and 32 demonstrations

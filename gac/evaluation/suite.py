@@ -83,7 +83,8 @@ def run_suite(config: EvalConfig, against: Path | None = None) -> dict[str, Any]
     other = read_samples(against) if against else None
     if other is not None and not config.tasks.keys() & other.keys():
         raise ConfigError(
-            f"--against {against}: has results for {sorted(other)}, not for {sorted(config.tasks)}"
+            f"--against={str(against)!r}: has results for {sorted(other)}, not for "
+            f"{sorted(config.tasks)}"
         )
     with run_lock(out):
         return _run_suite(config, out, against, other)
@@ -164,7 +165,8 @@ def read_samples(source: Path) -> dict[str, list[Answer]]:
     path = folder / SAMPLES
     if not path.is_file():
         raise ConfigError(
-            f"{source}: no {SAMPLES} found; use the output folder of an earlier gac eval"
+            f"--against={str(source)!r}: no {SAMPLES} found: give the output folder of an earlier "
+            "gac eval"
         )
     answers: dict[str, list[Answer]] = {}
     try:
@@ -237,7 +239,7 @@ def _compare(
     first, second = prompt_means(answers), prompt_means(other)
     shared = [i for i in first if i in second]
     if first and second and not shared:
-        raise ConfigError(f"--against {source}: task {task!r} has none of the same prompts")
+        raise ConfigError(f"--against={str(source)!r}: task {task!r} has none of the same prompts")
     paired = paired_difference([first[i] for i in shared], [second[i] for i in shared])
     return {
         "results": str(source),

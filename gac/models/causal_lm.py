@@ -98,7 +98,7 @@ def make_model(
     if config.attention:
         keywords["attn_implementation"] = config.attention
     torch.manual_seed(seed)
-    with one_line_errors("model.path", config.path):
+    with one_line_errors("model.path", config.path, config.attention):
         keywords["config"] = _training_config(config)
         if config.safetensors_only and not config.random_init:
             check_safetensors("model.path", config.path)

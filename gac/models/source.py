@@ -16,6 +16,7 @@ from gac.models.config import ModelConfig
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 WEIGHTS = ("model.safetensors", "model*.safetensors*", "pytorch_model*.bin*", "adapter_model*")
+ATTENTION = re.compile("(?i)attn_implementation|attention implementation|flash.?attention|kernels")
 TOKENIZERS = ("tokenizer.json", "*token*", "*vocab*", "*.model", "*.spm", "tekken.json")
 
 
@@ -111,14 +112,23 @@ def check_files(key: str, name: str, kind: str, remedy: str, *files: str) -> Non
 
 
 @contextlib.contextmanager
-def one_line_errors(key: str, name: str) -> Iterator[None]:
-    """Turn transformers' loading errors into a one-line ConfigError that names the key."""
+def one_line_errors(key: str, name: str, attention: str | None = None) -> Iterator[None]:
+    """Turn transformers' loading errors into a one-line ConfigError that names the key.
+
+    attention: the value of model.attention, which may be the cause.
+    """
     try:
         yield
     except UserError:  # already a one-line error
         raise
     except (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError) as error:
-        raise ConfigError(f"{key}={name!r} cannot be loaded: {_first_sentence(error)}") from error
+        text = _first_sentence(error)
+        if attention and ATTENTION.search(text):
+            raise ConfigError(
+                f"model.attention={attention!r} cannot be used ({text}): use sdpa, eager, "
+                "flash_attention_2, paged|sdpa, ... or null"
+            ) from error
+        raise ConfigError(f"{key}={name!r} cannot be loaded: {text}") from error
     except Exception as error:  # SafetensorError; safetensors is imported only with the weights
         if type(error).__name__ != "SafetensorError":
             raise

@@ -32,7 +32,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from gac.errors import ConfigError, require
+from gac.errors import ConfigError, require, value_errors_as
 
 from .config import ParallelConfig
 
@@ -130,16 +130,22 @@ _gathered_units: weakref.WeakSet[FSDPModule] = weakref.WeakSet()  # units inside
 _meshes: list[DeviceMesh] = []
 
 
+@value_errors_as(ConfigError)
+def check_trackers(names: tuple[str, ...]) -> None:
+    """Raise ConfigError for the name of a tracker that accelerate does not know or find."""
+    available = {tracker.value for tracker in get_available_trackers()}
+    known = sorted({*LoggerType.list()} - {"all"})
+    for name in names:
+        require(name in known, "report_to", name, f"names from {', '.join(known)}")
+        if name not in available:
+            raise ConfigError(f"report_to={name!r} is not installed: pip install {name}")
+
+
 def make_accelerator(config: ParallelConfig, trackers: tuple[str, ...], out: str) -> Accelerator:
     """Join the process group set up by torchrun or accelerate. Raises ConfigError."""
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         raise ConfigError("launch without --use_fsdp; to shard the model, set parallel.mode=fsdp")
-    available = {tracker.value for tracker in get_available_trackers()}
-    known = sorted({*LoggerType.list()} - {"all"})
-    for tracker in trackers:
-        require(tracker in known, "report_to", tracker, f"names from {', '.join(known)}")
-        if tracker not in available:
-            raise ConfigError(f"report_to: {tracker!r} is not installed: pip install {tracker}")
+    check_trackers(trackers)
     _join(config.timeout)
     accelerator = Accelerator(
         # otherwise accelerate does not connect the processes on machines without a GPU

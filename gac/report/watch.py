@@ -76,4 +76,8 @@ def make_server(paths: Sequence[Path], out: Path, port: int) -> http.server.HTTP
     try:  # a thread for each connection, because browsers open some that they do not use
         return http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler)
     except (OSError, OverflowError) as error:
-        raise ConfigError(f"--port {port}: {error}: choose another port") from error
+        raise ConfigError(
+            f"--port={port}: {error}: choose another port"
+            if isinstance(error, OSError)
+            else f"--port={port}: use a number from 0 to 65535"
+        ) from error

@@ -309,8 +309,7 @@ class Client(VLLMClient):
         except Exception as error:
             raise RunError(
                 f"{self.name}: {_short(error)}: check that the server is running and serves this "
-                "model (VLLM_SERVER_DEV_MODE=1 vllm serve ...), then rerun the command to resume "
-                "from the last checkpoint"
+                "model (VLLM_SERVER_DEV_MODE=1 vllm serve ...), then rerun the command"
             ) from error
 
     def served(self) -> dict[str, Any]:

@@ -154,7 +154,10 @@ def arm_config(
         plain, changes = {**data, "method": arm.method}, [*arm.changes, *overrides]
         shared = load(TrainConfig, plain, [*changes, f"seed={seed}"])
     except ConfigError as error:
-        raise ConfigError(f"{arm.label}: {error}") from error
+        # a key of the method may be one of --methods
+        raise ConfigError(
+            f"{arm.label}: {str(error).replace('--set method.', 'method.')}"
+        ) from error
     if shared.eval.data.prompts is None:
         raise ConfigError("eval.data.prompts: missing; a study compares held-out accuracies")
     return replace(shared, run_name=arm.label, out=f"{shared.out}/{arm.label}-{seed}")

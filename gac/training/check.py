@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 from gac.config import load_early
 from gac.config.imports import load_object
-from gac.data.examples import DataConfig, load_references
+from gac.data.examples import DataConfig, load_references, rows_with_demos
 from gac.data.source import FORMATS, read_rows, why_missing
 from gac.errors import (
     ConfigError,
@@ -23,6 +24,7 @@ from gac.errors import (
     UserError,
     explain_missing_extra,
     value_errors_as,
+    writable_folder,
 )
 from gac.models.config import ModelConfig
 from gac.models.source import check_model, check_tokenizer
@@ -65,6 +67,7 @@ def load_checked(
         finally:
             built.close()
     if hasattr(config, "rollouts"):
+        check_demos(config)
         passed.append(_check_training(config))
     return config, passed
 
@@ -117,18 +120,42 @@ def _score_first_row(config: Any, key: str, data: DataConfig, reward: Reward) ->
     except UserError:
         raise
     except ValueError:  # the first row has no demonstration
-        return ["reward: imported"]
+        return ["reward: imported, not run: the first row has no demonstration"]
     ((example, solution),) = references
     [score] = reward([solution], [example])
     return [f"reward: {score} for the demonstration of the first row"] if training else []
+
+
+def check_demos(config: Any, *, anywhere: bool = False) -> None:
+    """Raise ConfigError if the method needs demonstrations, but no row has one.
+
+    anywhere: also read rows that are in no file.
+    """
+    method, data, field = config.method, config.data, config.data.demo_field
+    of_prompts = method.sampling(config.rollouts.num_generations).demos == "prompt"
+    only = data.prompts if of_prompts else data.demos or data.prompts
+    paths = [only] if only else [source.path for source in data.sources]
+    rows = (  # also of `data.demos`
+        row for path in paths for row in rows_with_demos(replace(data, demos=None), path, Counter())
+    )
+    readable = anywhere or all(_path(path).is_file() for path in paths)
+    if not any(method.needs(step).demos for step in range(config.steps)) or (
+        field is not None and (not readable or any(rows))
+    ):
+        return
+    lacks = f", but no row of {', '.join(paths)} has this field" if field is not None else ""
+    raise ConfigError(
+        f"data.demo_field={'null' if field is None else repr(field)}: method {method.name!r} "
+        f"needs demonstrations{lacks}{' and passes data.where' if lacks and data.where else ''}: "
+        f"set data.demo_field{'' if of_prompts or not lacks else ' or data.demos'}, or choose grpo"
+    )
 
 
 def _check_training(config: Any) -> str:
     """Check `out`, the user's functions and optional packages; returns the size of the run."""
     out = Path(config.out).absolute()
     existing = next(folder for folder in (out, *out.parents) if folder.exists())
-    if not (existing.is_dir() and os.access(existing, os.W_OK)):
-        raise ConfigError(f"out={config.out!r} cannot be written: choose another folder")
+    writable_folder(f"out={config.out!r}: folder", existing)
     if (out / "config.json").is_file():
         raise ConfigError(f"out={config.out!r} is the folder of a model: choose another folder")
     functions = {
@@ -141,6 +168,10 @@ def _check_training(config: Any) -> str:
             load_object(name, key)
     if config.model.lora is not None:
         _require("peft", "model.lora")
+    if config.report_to:
+        from gac.parallel.setup import check_trackers  # imports torch
+
+        check_trackers(config.report_to)
     if config.rollouts.engine == "vllm":
         _require("trl", "rollouts.engine=vllm")
     main, warmup = os.environ.get("RANK", "0") == "0", config.optim.warmup_steps

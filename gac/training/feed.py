@@ -15,6 +15,7 @@ from gac.data.rows import Row, assign_rows, demo_row
 from gac.methods.base import StepNeeds
 from gac.parallel import collectives
 from gac.train_config import TrainConfig
+from gac.training.check import check_demos
 from gac.training.startup import check_budget, check_positions, check_tokens
 
 
@@ -47,6 +48,7 @@ class Feed:
         # no balancing if the gradients of several parts of each rank's rows are compared
         self.may_balance = ranks > 1 and needs.parts < 2
         self.balances = config.max_tokens_per_micro_batch is not None and self.may_balance
+        check_demos(config, anywhere=True)
         if needs.rollouts:
             self.prompts = load_prompts(config.data, tokenizer, training=True)
             self.prompt_order = prompt_order(config.data, self.prompts, config.seed)
@@ -59,9 +61,8 @@ class Feed:
             _check_divisible("rollouts.num_prompts", self.prompt_batch, ranks, needs.parts)
         if needs.demos and self.trains_on_prompt_demos and not any(self.prompts.demos):
             raise ValueError(
-                f"data.prompts={config.data.prompts!r}: method {self.method.name!r} trains on the "
-                "demonstrations of the sampled prompts, but no row has the field "
-                f"{config.data.demo_field!r} (data.demo_field); add it or choose another method"
+                f"data.max_demo_tokens={config.data.max_demo_tokens}: all demonstrations are "
+                "longer: use a larger number"
             )
         if self.separate_demos:
             same = needs.rollouts and config.data.demos is None  # rows that are tokenized already
