@@ -173,7 +173,9 @@ def unknown_name_message(where: str, key: Any, valid: Mapping[str, Any], noun: s
     listed = ", ".join(valid) or f"none ({where.rpartition('.')[0] or 'it'} has no {noun}s)"
     if len(valid) > MAX_LISTED_NAMES:
         closest = difflib.get_close_matches(str(key), list(valid), n=8, cutoff=0.5)
-        listed = "; ".join(filter(None, [", ".join(closest), f"`gac methods` lists {len(valid)}"]))
+        listed = (
+            f"{', '.join(closest)}{'; ' if closest else ''}`gac methods` lists all {len(valid)}"
+        )
     return f"{where}: unknown {noun} {str(key)!r}{suggestion or '.'} Valid {noun}s: {listed}"
 
 

@@ -287,7 +287,7 @@ def _select(
     """Read the rows of `source` (the value of data.`key`) that pass `where`, at most `limit`."""
     selected = 0
     try:
-        rows = read_rows(source)
+        rows = read_rows(source, f"data.{key}")
     except MissingData as error:
         raise MissingData(f"data.{key}={source!r}: {why_missing(source)}") from error
     for row in rows:

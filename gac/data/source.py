@@ -80,7 +80,7 @@ class SourceRow:
         return value
 
 
-def read_rows(source: str) -> Iterator[SourceRow]:
+def read_rows(source: str, key: str = "source") -> Iterator[SourceRow]:
     """Yield the rows of `source`, lazily and in order.
 
     `source` is a file, a folder or a dataset on the Hub. A file ends in `.parquet` or `.arrow`, or
@@ -88,6 +88,8 @@ def read_rows(source: str) -> Iterator[SourceRow]:
     (which needs pyarrow). A folder contains a saved Hugging Face dataset or data files: `folder`,
     or `folder:split` if it has several splits. A dataset on the Hub is `owner/name`,
     `owner/name:split` or `owner/name:configuration:split`. `~` and `$NAME` are expanded.
+
+    key: the configuration key with `source`, for an error message.
 
     Raises:
         MissingData: a path that does not exist.
@@ -104,7 +106,7 @@ def read_rows(source: str) -> Iterator[SourceRow]:
         return _read_saved(Path(folder).expanduser(), split)
     if problem := why_missing(source):
         raise MissingData(f"data source {source!r}: {problem}")
-    return _enumerate(_hub(source), source)
+    return _enumerate(_hub(source, key), source)
 
 
 def data_files(source: str, key: str = "source") -> list[Path]:
@@ -320,7 +322,7 @@ def _read_folder(folder: Path) -> Any:
         ) from error
 
 
-def _hub(source: str, key: str = "source") -> Any:
+def _hub(source: str, key: str) -> Any:
     name, *rest = source.split(":")
     *configuration, split = rest or ["train"]
     datasets = _datasets()

@@ -131,16 +131,18 @@ def check_demos(config: Any, *, anywhere: bool = False) -> None:
 
     anywhere: also read rows that are in no file.
     """
-    method, data, field = config.method, config.data, config.data.demo_field
+    method, field = config.method, config.data.demo_field
     of_prompts = method.sampling(config.rollouts.num_generations).demos == "prompt"
-    only = data.prompts if of_prompts else data.demos or data.prompts
-    paths = [only] if only else [source.path for source in data.sources]
-    rows = (  # also of `data.demos`
-        row for path in paths for row in rows_with_demos(replace(data, demos=None), path, Counter())
-    )
-    readable = anywhere or all(_path(path).is_file() for path in paths)
+    data = replace(config.data, demos=None) if of_prompts else config.data
+    only = [data.demos or data.prompts] if data.demos or data.prompts else []
+    paths = only or [source.path for source in data.sources]
+    rows = (row for path in paths for row in rows_with_demos(data, path, Counter()))
     if not any(method.needs(step).demos for step in range(config.steps)) or (
-        field is not None and (not readable or any(rows))
+        field is not None
+        and (
+            not (anywhere or all(_path(path).is_file() for path in paths))
+            or any(row.fields.get(field) is not None for row in rows)
+        )
     ):
         return
     lacks = f", but no row of {', '.join(paths)} has this field" if field is not None else ""
