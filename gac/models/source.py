@@ -125,8 +125,8 @@ def one_line_errors(key: str, name: str, attention: str | None = None) -> Iterat
         text = _first_sentence(error)
         if attention and ATTENTION.search(text):
             raise ConfigError(
-                f"model.attention={attention!r} cannot be used ({text.rstrip('.')}): use sdpa, eager, "
-                "flash_attention_2, paged|sdpa, ... or null"
+                f"model.attention={attention!r} cannot be used ({text.rstrip('.')}): use sdpa, "
+                "eager, flash_attention_2, paged|sdpa, ... or null"
             ) from error
         raise ConfigError(f"{key}={name!r} cannot be loaded: {text}") from error
     except Exception as error:  # SafetensorError; safetensors is imported only with the weights

@@ -85,6 +85,7 @@ def test_train(tmp_path: Path, monkeypatch: Any, capsys: Any, main_process: bool
     assert capsys.readouterr().out == (printed if main_process else "")
     assert sys.path[-1] == str(tmp_path)  # where rewards are found
     assert logging.getLogger("gac").isEnabledFor(logging.INFO) == main_process
+    assert not logging.getLogger("urllib3.connectionpool").isEnabledFor(logging.WARNING)
 
 
 def test_user_errors_of_a_run_are_one_line_and_bugs_are_not(

@@ -417,15 +417,27 @@ def test_paths_are_not_looked_up_on_the_hub(source, monkeypatch):
         read_rows(source)
 
 
-def test_errors_of_the_hub_become_one_line(monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ValueError("no\n such split"), "could not be read from the Hub: no such split"),
+        (
+            ConnectionError("x"),
+            "the Hub cannot be reached: give a local file, or check the network",
+        ),
+    ],
+)
+def test_errors_of_the_hub_become_one_line(monkeypatch, error, message):
     datasets = pytest.importorskip("datasets", reason="needs the extra `hub`")
 
     def fail(*_, **__):
-        raise ValueError("no\n such split")
+        raise error
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
-    message = "data source 'a/b:c' could not be read from the Hub: no such split"
-    with pytest.raises(DataError, match=message):
+    for keys in ({"prompts": "a/b:c"}, {"demos": "a/b:c"}, {"sources": (Source("a/b:c"),)}):
+        with pytest.raises(DataError, match=f"^data.{next(iter(keys))}='a/b:c': {message}"):
+            load_demos(DataConfig(**keys), None)
+    with pytest.raises(DataError, match=f"^source='a/b:c': {message}"):
         read_rows("a/b:c")
 
 

@@ -102,7 +102,7 @@ NOBODY = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PO
     [
         (NOBODY, (), ".*timed out after 200ms"),
         ({"ACCELERATE_USE_FSDP": "True"}, (), "launch without --use_fsdp"),
-        ({}, ("wandb",), "report_to: 'wandb' is not installed: pip install wandb"),
+        ({}, ("wandb",), "report_to='wandb' is not installed: pip install wandb"),
         ({}, ("all",), "report_to='all': use names from .*tensorboard"),
         ({}, (), "parallel.replicas=2: use a divisor of 1, the number of ranks"),
     ],

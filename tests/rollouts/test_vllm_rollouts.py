@@ -273,7 +273,7 @@ def test_unreachable_server(task, tmp_path):
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"
     with pytest.raises(RunError, match=f"vllm.urls: {url}: .*not respond.*vllm serve") as error:
         Trainer(config(task, tmp_path / "run", url))
-    assert "\n" not in str(error.value)
+    assert "\n" not in str(error.value) and str(error.value).endswith("then rerun the command")
     # SFT samples nothing, so it needs no server
     Trainer(config(task, tmp_path / "sft", url, method="sft"))
 
