@@ -104,7 +104,7 @@ def test_hub_datasets_are_read_with_split_and_configuration(tmp_path, monkeypatc
     (tmp_path / "set").mkdir()
     write(tmp_path / "set" / "train.jsonl", addition_row(1), addition_row(2))
     for source in (f"{tmp_path / 'set'}:train", f"{tmp_path / 'set'}:default:train"):
-        rows = list(_enumerate(_hub(source), source))
+        rows = list(_enumerate(_hub(source, "source"), source))
         assert [row.fields["id"] for row in rows] == ["r1", "r2"]
         assert rows[1].location == f"{source}, line 2"
     calls: list = []

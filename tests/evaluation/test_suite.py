@@ -177,7 +177,7 @@ def test_comparison_is_paired_by_prompt(task, tmp_path, monkeypatch):
         sum(a.score - b.score for a, b in zip(mine, theirs, strict=True)) / 32
     )
     assert result["ci95"][0] <= result["difference"] <= result["ci95"][1]
-    with pytest.raises(ConfigError, match="no samples.jsonl.gz"):
+    with pytest.raises(ConfigError, match="^--against='.*': no samples.jsonl.gz"):
         run_suite(other, tmp_path)
 
 
@@ -246,7 +246,7 @@ def test_comparison_uses_only_shared_prompts():
     ):
         expected = {"difference": difference, "ci95": ci95, "prompts": prompts}
         assert _compare("t", answers, theirs, "e") == {"results": "e", **expected}
-    with pytest.raises(ConfigError, match="--against e: task 't' has none of the same prompts"):
+    with pytest.raises(ConfigError, match="--against='e': task 't' has none of the same prompts"):
         _compare("t", mine[4:], theirs, "e")
 
 

@@ -455,8 +455,8 @@ def test_a_watched_report_follows_the_runs(tmp_path):
                 assert port > 1023
                 idle.sendall(b"GET /config.yaml HTTP/1.0\r\n\r\n")
                 assert re.findall(r"HTTP/1.0 \d+", idle.makefile().read()) == ["HTTP/1.0 404"]
-            for taken, reason in ((port, "already in use"), (70_000, "0-65535")):
-                with pytest.raises(ConfigError, match=f"--port {taken}: .*{reason}"):
+            for taken, reason in ((port, "already in use"), (70_000, "0 to 65535")):
+                with pytest.raises(ConfigError, match=f"--port={taken}: .*{reason}"):
                     serve([runs], taken)
         finally:
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)

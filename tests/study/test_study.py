@@ -199,7 +199,7 @@ def test_gac_study_reports_failures_and_resumes(tmp_path, monkeypatch, capsys):
     logs[0].write_text("stopped at its start\n")
     assert cli.main(arguments) == 1
     printed = capsys.readouterr().out
-    assert f"{tmp_path}/out/broken-1: failed: ConfigError: data.prompts" in printed
+    assert f"{tmp_path}/out/broken-1: failed: ConfigError: data.demo_field=null: " in printed
     results = json.loads((tmp_path / "out/study.json").read_text())
     assert results["methods"]["broken"]["final"] == [None, None]
     assert sorted(results["failed"]) == [f"{tmp_path}/out/broken-{seed}" for seed in (0, 1)]

@@ -114,7 +114,7 @@ def only_answers(completion, example):
 def test_what_is_checked_without_the_model(task, tmp_path, monkeypatch):
     monkeypatch.setenv("TASK", str(task))
     evaluated = {"prompts": "$TASK/eval.jsonl"}
-    (tmp_path / "many.jsonl").write_text("{}\n" * 10_001)
+    (tmp_path / "many.jsonl").write_text('{"solution": "1"}\n' * 10_001)
     data = {
         "sources": [
             {"path": path}  # a folder has no rows
