@@ -161,7 +161,7 @@ def test_some_prompts_must_have_a_demonstration(task, tmp_path) -> None:
     data = {"prompts": write(tmp_path / "some.jsonl", rows[:1] + without[1:])}
     make_feed(task, method=LUFFY, data=data)
     data = {"prompts": write(tmp_path / "none.jsonl", without), "demo_field": "expert"}
-    with pytest.raises(ValueError, match=r"none\.jsonl.*'luffy' trains on .*'expert'"):
+    with pytest.raises(ValueError, match=r"'expert': method 'luffy' needs .*none\.jsonl has this"):
         make_feed(task, method=LUFFY, data=data)
 
 
