@@ -399,6 +399,14 @@ def test_the_reference_runs_once_per_row():
         ({"tests": ["assert ad(1, 2) == 3, add"], "answer": GOOD}, "name 'ad' is not defined"),
         ({"tests": ["assert 1 + 1 == 2"]}, "use no name from the program"),
         ({"tests": ["def check(candidate): assert candidate"]}, "use no name from the program"),
+        *(
+            ({"tests": [*TESTS, test]}, "um would never run: parameters")
+            for test in (
+                "def test_sum(a): assert add(a, 1) == 0",
+                "async def test_sum(a): assert add(a, 1) == 0",
+                "class TestSum:\n    def test(self): assert add(1, 1) == 0",
+            )
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
