@@ -166,10 +166,13 @@ def _runner_call(node: ast.stmt, used: set[str], read: set[str], entry_point: st
             return f"__run_case__({name})"
         case ast.FunctionDef("check") if entry_point and "check" not in used:
             return f"check({entry_point})"
-        case ast.FunctionDef(name, ast.arguments(args=[])) if name.startswith("test"):
-            return "" if name in used else f"{name}()"
-        case ast.AsyncFunctionDef(name, ast.arguments(args=[])) if name.startswith("test"):
-            return "" if name in used else f"__import__('asyncio').run({name}())"
+        case ast.FunctionDef(
+            name, ast.arguments(args=names, defaults=defaults)
+        ) | ast.AsyncFunctionDef(name, ast.arguments(args=names, defaults=defaults)) if (
+            name.startswith("test") and len(names) == len(defaults)
+        ):
+            run = "" if isinstance(node, ast.FunctionDef) else "__import__('asyncio').run"
+            return "" if name in used else f"{run}({name}())"
         case ast.ClassDef(name) | ast.FunctionDef(name) | ast.AsyncFunctionDef(name) if (
             name.lower().startswith("test") and name not in read and "def test" in ast.unparse(node)
         ):

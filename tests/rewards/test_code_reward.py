@@ -396,6 +396,10 @@ def test_the_reference_runs_once_per_row():
         ),
         ({"tests": ["import not_here\nassert add(1, 2) == 3"]}, "fails for every program"),
         ({"tests": ["assert add(object(), 2)"], "answer": GOOD}, "own answer fails: test 1"),
+        *(
+            ({"tests": [f"{d} test(a=1): add(object(), a)"], "answer": GOOD}, "answer fails: test")
+            for d in ("def", "async def")
+        ),
         ({"tests": ["assert ad(1, 2) == 3, add"], "answer": GOOD}, "name 'ad' is not defined"),
         ({"tests": ["assert 1 + 1 == 2"]}, "use no name from the program"),
         ({"tests": ["def check(candidate): assert candidate"]}, "use no name from the program"),
