@@ -47,7 +47,7 @@ class ConfigError(UserError, ValueError):
 
 
 class DataError(UserError, ValueError):
-    """An invalid data row; the message names the file, the line and the field."""
+    """An invalid data row; the message names the file, the line or row, and the field."""
 
 
 class MissingData(DataError, FileNotFoundError):

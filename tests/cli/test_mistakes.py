@@ -187,7 +187,7 @@ TRAIN = {  # value of --set -> answer
     "reward=text.py:reward": "expected a number, got str 'good'",
     "reward=nan.py:reward": "expected a finite number, got nan",
     "reward=key.py:reward": "KeyError: 'gold'",
-    "reward={name: math, timeout: fast}": "timeout='fast': use a finite number > 0",
+    "reward={name: math, timeout: fast}": "reward 'math': timeout: expected a number, got 'fast'",
     "reward={name: format}": "missing a required argument: 'pattern'",
     "reward={name: reward.py:reward, deadline: soon}": "deadline='soon': use a finite number",
     "reward={name: code, memory_mb: x}": "memory_mb must be an integer >= 64, got 'x'",

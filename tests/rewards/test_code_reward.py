@@ -66,6 +66,8 @@ def row_error(reward, completion, **row):
         ("```\nx = 1\n   ```\n2", "x = 1\n"),  # indented further, it belongs to the text
         ("```\nx = 1\n    ```\n2", "x = 1\n    ```\n2"),
         ("```\nx = 1\n`````\n2", "x = 1\n"),
+        ("1. a\n* ```py\n  x = 1\n  ```", "x = 1\n"),
+        ("1. ```py\n   x = 1\n   ```", "x = 1\n"),
         ("12) ~~~~py\n    x = '''\n    ~~~\n    '''\n~~~~\n2", "x = '''\n~~~\n'''\n"),
     ],
 )
@@ -472,12 +474,12 @@ def test_on_error_drop_counts_the_row():
     ("options", "words"),
     [
         ({"timeout": 0}, "timeout must be an integer >= 1, got 0"),
-        ({"timeout": 1.5}, "timeout must be an integer >= 1, got 1.5"),
-        ({"timeout": True}, "timeout must be an integer >= 1, got True"),
+        ({"timeout": 1.5}, "timeout: expected a whole number, got 1.5"),
+        ({"timeout": True}, "timeout: expected a whole number, got True"),
         ({"require": ["uid", 1]}, "require must be a list of names"),
         ({"memory_mb": 8}, "memory_mb must be an integer >= 64, got 8"),
         ({"workers": 0}, "workers=0: use an integer >= 1"),
-        ({"workers": 1.5}, "workers=1.5: use an integer >= 1"),
+        ({"workers": 1.5}, "workers: expected a whole number, got 1.5"),
         ({"preload": "numpy"}, "preload must be a list of names"),
         (
             {"require": ["chains"]},
