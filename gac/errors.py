@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import math
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from importlib import import_module
@@ -98,7 +99,8 @@ def require_counts(options: object, *names: str) -> None:
 
 def is_real(value: object) -> bool:
     """Whether `value` is a finite Python number; bool does not count."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and abs(value) <= sys.float_info.max
 
 
 def is_count(value: object, minimum: int = 0) -> bool:

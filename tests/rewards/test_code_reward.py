@@ -431,8 +431,7 @@ def test_a_program_cannot_blame_the_row(reward, program):
 def test_a_program_that_exits_fails_tests_that_catch_everything(reward):
     program = "import os\ndef add(a, b): os._exit(0)"
     tests = ["try: add(1, 2)\nexcept BaseException: pass"]
-    assert score(reward, program, tests=tests) == 0.0
-    assert score(reward, GOOD, tests=tests) == 1.0
+    assert score(reward, program, tests=tests) == 0.0 and score(reward, GOOD, tests=tests) == 1.0
 
 
 BROKEN = ["assert add(1, 2) == 3", "assert add(1, 1) == 3"]
@@ -466,8 +465,7 @@ def test_names_that_the_tests_borrow_come_from_the_references_imports(reward):
 def test_on_error_drop_counts_the_row():
     reward = build_reward({"name": "code", "on_error": "drop"})
     rows = [example(tests=TESTS), example(tests=TESTS, setup="1 / 0")]
-    assert reward([GOOD, GOOD], rows) == [1.0, None]
-    assert reward.dropped == 1
+    assert reward([GOOD, GOOD], rows) == [1.0, None] and reward.dropped == 1
 
 
 @pytest.mark.parametrize(

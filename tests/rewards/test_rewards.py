@@ -186,8 +186,7 @@ def test_rewards_inside_others_are_told_and_counted():
 def test_row_batch_and_class_callables():
     assert score(build_reward({"name": f"{__name__}:length", "batch": "off"}), "abc") == 3.0
     batch = build_reward({"name": f"{__name__}:batch_length", "batch": True, "scale": 3})
-    assert batch(["a", "bb"], [example()] * 2) == [3.0, 6.0]
-    assert batch([], []) == []
+    assert batch(["a", "bb"], [example()] * 2) == [3.0, 6.0] and batch([], []) == []
     assert score(build_reward({"name": f"{__name__}:Doubled", "factor": 3}), "ab") == 6.0
 
 

@@ -65,8 +65,7 @@ def test_check_names_the_rows_whose_solution_fails(config):
     assert wrong.startswith(
         "the row's own answer fails: test 1 (assert add(1, 2) == 3): AssertionError"
     )
-    assert "test 1 is not valid Python" in broken
-    assert "wrote b'1\\n', expected b'2'" in case
+    assert "test 1 is not valid Python" in broken and "wrote b'1\\n', expected b'2'" in case
 
 
 def test_rows_that_a_constant_passes_are_weak(tmp_path):
