@@ -99,8 +99,11 @@ def require_counts(options: object, *names: str) -> None:
 
 def is_real(value: object) -> bool:
     """Whether `value` is a finite Python number; bool does not count."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and abs(value) <= sys.float_info.max
+    return (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and abs(value) <= sys.float_info.max  # unlike isfinite, for integers of any size
+    )
 
 
 def is_count(value: object, minimum: int = 0) -> bool:
