@@ -3,7 +3,7 @@
 This package may import `errors`.
 """
 
-from .build import choose, load, load_early
+from .build import choose, convert, load, load_early
 from .dump import dump, save, save_text
 from .help import Key, describe, keys
 from .types import (
@@ -44,6 +44,7 @@ __all__ = [
     "YamlError",
     "check_effects",
     "choose",
+    "convert",
     "describe",
     "dump",
     "keys",

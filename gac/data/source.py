@@ -11,6 +11,7 @@ import lzma
 import math
 import os
 import re
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -38,12 +39,14 @@ class SourceRow:
     source: str
     """The file, or the dataset's name and split."""
     number: int
-    """Line of the file, or row of the dataset, counted from 1."""
+    """Its line or row, counted from 1; the header of a CSV file is row 1."""
+    unit: str = "row"
+    """What `number` counts: "line" in a file with one row per line."""
 
     @property
     def location(self) -> str:
-        """Where the row is, e.g. `file.jsonl, line 3`."""
-        return f"{self.source}, line {self.number}"
+        """Where the row is, e.g. `file.jsonl, line 3` or `file.csv, row 3`."""
+        return f"{self.source}, {self.unit} {self.number}"
 
     def fail(self, field: str, problem: str) -> NoReturn:
         """Raise `DataError` for `field` of this row."""
@@ -187,6 +190,7 @@ def _read_csv(path: Path, separator: str) -> Iterator[SourceRow]:
 
     If the header has blanks after its separators, they are dropped in all lines.
     """
+    csv.field_size_limit(sys.maxsize)  # a cell may be a long text
     with _text(path) as lines:
         header = lines.readline()
         options: Any = {"delimiter": separator, "skipinitialspace": f"{separator} " in header}
@@ -276,7 +280,7 @@ def _read_lines(path: Path) -> Iterator[SourceRow]:
                 raise DataError(f"{location}: not valid UTF-8 JSON ({error})") from error
             if not isinstance(fields, dict):
                 raise DataError(f"{location}: expected an object, found {type(fields).__name__}")
-            yield SourceRow(fields, str(path), number)
+            yield SourceRow(fields, str(path), number, "line")
 
 
 def _datasets() -> Any:

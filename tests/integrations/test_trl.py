@@ -306,8 +306,7 @@ def test_the_gradient_filter_reaches_each_loss(
         )
         runs.append((recording.column(trainer, "gac/demo_loss"), recorder.gradients[0]))
     (loss, exact), (same, filtered) = runs
-    assert loss == same and 0 < loss[0] < 100
-    assert 1e-3 < plain.relative_error(filtered, exact) < 1
+    assert loss == same and 0 < loss[0] < 100 and 1e-3 < plain.relative_error(filtered, exact) < 1
 
 
 def test_unsupported_options_are_rejected(model: Path, tmp_path: Path):
@@ -378,5 +377,4 @@ def test_the_example_learns(tmp_path: Path):
     from examples import trl_gac
 
     losses = [row["gac/demo_loss"] for row in trl_gac.run(8, str(tmp_path))]
-    assert len(losses) == 8
-    assert losses[-1] < losses[0]
+    assert len(losses) == 8 and losses[-1] < losses[0]

@@ -378,8 +378,7 @@ def test_row_attention_is_not_enabled_for_other_kinds_of_attention(
     setattr(model.config, name, value)
     monkeypatch.delattr(sys.modules[type(model).__module__], name, raising=False)
     before = model.config._attn_implementation
-    assert not head.enable_row_attention(model)
-    assert model.config._attn_implementation == before
+    assert not head.enable_row_attention(model) and model.config._attn_implementation == before
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ("q_proj",), r".*\.v_proj"])
