@@ -15,6 +15,7 @@ from gac.config import (
     Share,
     Valid,
     check_effects,
+    expand_paths,
     one_of,
     require_default,
     setting,
@@ -45,7 +46,7 @@ class OptimConfig(Checked):
     """After the warm-up: cosine, linear or constant."""
     warmup_steps: Natural = 10
     """Number of optimizer steps of linear warm-up from 0."""
-    min_lr_ratio: Share = 0.1
+    min_lr_ratio: Share = setting(0.1, only_with="schedule=cosine or schedule=linear")
     """Final learning rate as a fraction of the peak."""
     betas: Annotated[tuple[float, float], BETAS] = (0.9, 0.999)
     """AdamW's beta coefficients."""
@@ -84,7 +85,7 @@ class TrainConfig(Checked):
     """One training run. Everything is written to `out`, the only folder that resuming needs."""
 
     out: Annotated[str, Valid("the name of a folder", bool)] = setting("runs/gac", may_change=True)
-    """The run directory."""
+    """The run directory; `~` and `$NAME` are expanded."""
     run_name: str | None = setting(None, may_change=True)
     """Name of the run in the report; null: the run folder's name."""
     model: ModelConfig = ModelConfig()
@@ -124,7 +125,8 @@ class TrainConfig(Checked):
     """Evaluation during and after training."""
     monitor_kl_every: Natural = 0
     """Number of steps between measurements of the KL to the reference policy for monitoring; 0:
-    only when the method or the loss needs it."""
+    only when the method or the loss needs it. Refused if they measure it in every step, or if the
+    method samples no rollouts."""
     kl_sample_size: Count | None = None
     """Rollouts per step, over all ranks, used to estimate the KL to the reference policy when it is
     not part of the loss; null: all.
@@ -156,6 +158,7 @@ class TrainConfig(Checked):
     def __post_init__(self) -> None:
         check_effects(self)
         super().__post_init__()
+        expand_paths(self, "out")
         if self.micro_batch_size is not None:
             for name in ("max_tokens_per_micro_batch", "packing"):
                 require_default(self, name, name, "with micro_batch_size")
@@ -199,6 +202,15 @@ class TrainConfig(Checked):
         if in_loss or not measured:
             why = "if the loss contains the KL" if in_loss else "without monitor_kl_every"
             require_default(self, "kl_sample_size", "kl_sample_size", why)
+        if not self.can_monitor_kl:
+            why = "if the loss contains the KL" if in_loss else f"on method {method.name!r}"
+            require_default(self, "monitor_kl_every", "monitor_kl_every", why)
+
+    @property
+    def can_monitor_kl(self) -> bool:
+        """Whether a step has rollouts whose KL neither the method nor the loss measures."""
+        needs = map(self.method.needs, range(self.steps))
+        return loss_of(self).spec.kl_coef == 0 and any(n.rollouts and not n.kl for n in needs)
 
     def _check_groups(self) -> None:
         """Raise ValueError if every advantage would be 0."""

@@ -9,7 +9,6 @@ import io
 import json
 import lzma
 import math
-import os
 import re
 import sys
 import zlib
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
+from gac.config import expanded
 from gac.errors import DataError, MissingData, import_extra
 
 TABLES = {".parquet": "parquet", ".arrow": "arrow"}  # suffix -> builder of `datasets`
@@ -98,13 +98,13 @@ def read_rows(source: str) -> Iterator[SourceRow]:
         ValueError: a dataset with several splits, but none is named.
         MissingExtra: a Hugging Face dataset, but `datasets` is not installed.
     """
-    source = os.path.expandvars(source)
-    path = Path(source).expanduser()
+    source = expanded(source)
+    path = Path(source)
     if path.is_file():
         return _read_file(path)
     folder, _, split = source.partition(":")
-    if folder and Path(folder).expanduser().is_dir():
-        return _read_saved(Path(folder).expanduser(), split)
+    if folder and Path(folder).is_dir():
+        return _read_saved(Path(folder), split)
     if problem := why_missing(source):
         raise MissingData(f"data source {source!r}: {problem}")
     return _enumerate(_hub(source), source)
@@ -112,8 +112,8 @@ def read_rows(source: str) -> Iterator[SourceRow]:
 
 def data_files(source: str) -> list[Path]:
     """The files that contain the rows of `source`, and nothing else; none if it is missing."""
-    source = os.path.expandvars(source)
-    path, folder = (Path(x).expanduser() for x in (source, source.partition(":")[0]))
+    source = expanded(source)
+    path, folder = (Path(x) for x in (source, source.partition(":")[0]))
     if path.is_file() or (source and folder.is_dir()):
         return sorted(file for file in (path, *folder.rglob("*")) if file.is_file())
     return [] if why_missing(source) else [Path(x["filename"]) for x in _hub(source).cache_files]
@@ -121,7 +121,7 @@ def data_files(source: str) -> list[Path]:
 
 def why_missing(source: str) -> str:
     """Why there is no data under a name that is no path here; empty if it may be on the Hub."""
-    unset = re.findall(r"\$\w+", os.path.expandvars(source))
+    unset = re.findall(r"\$\w+", expanded(source))
     if unset:
         return f"{unset[0]} is not set"
     if HUB.fullmatch(source) and not source.endswith(SUFFIXES):

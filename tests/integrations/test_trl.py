@@ -63,8 +63,9 @@ def test_step_gradient_matches_plain_torch(
     }
     trainer, recorder = trl_task.trained(model, tmp_path, **options)
     reference = AutoModelForCausalLM.from_pretrained(model)
-    assert len(trainer.micro_batches) == micro_batches
-    assert len(trainer.demos_per_step[0]) == demo_batch
+    assert (
+        len(trainer.micro_batches) == micro_batches and len(trainer.demos_per_step[0]) == demo_batch
+    )
     rollouts = plain.rollout_term(reference, trainer.micro_batches, trl_task.TEMPERATURE, reduction)
     mu = recording.column(trainer, "gac/mu")[0]
     assert mu == pytest.approx(MU + 0.01)

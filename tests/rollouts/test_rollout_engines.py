@@ -160,8 +160,10 @@ def test_paged_run_is_repeatable_and_logs_sampled_tokens(task, tmp_path):
     first, second = metrics(tmp_path / "a"), metrics(tmp_path / "b")
     assert first == second
     for row in first:
-        assert 6 <= row["sampled_tokens"] <= 30
-        assert row["sampled_tokens"] >= row["completions/mean_length"] * 6 - 1e-6
+        assert (
+            6 <= row["sampled_tokens"] <= 30
+            and row["sampled_tokens"] >= row["completions/mean_length"] * 6 - 1e-6
+        )
 
 
 def test_paged_settings_and_missing_responses(policy, monkeypatch):
@@ -195,8 +197,7 @@ def test_paged_settings_and_missing_responses(policy, monkeypatch):
     prompts, own, pages = calls[0]
     assert prompts == [[4, 5, 6], [7] * 9, [5, 6]] and own.num_return_sequences == 3
     assert sorted(own.eos_token_id) == [1, 15] and (own.top_p, own.temperature) == (0.9, 0.7)
-    assert pages.seed == calls[1][2].seed == 2135392491
-    assert not pages.auto_switch_to_flash
+    assert pages.seed == calls[1][2].seed == 2135392491 and not pages.auto_switch_to_flash
 
 
 TOO_FEW_TOKENS = {"generation_batch_tokens": 9, "num_generations": 2, "max_completion_length": 8}
@@ -209,6 +210,27 @@ INVALID = [
     ({"rollouts": {"correction": "max"}}, "correction='max': use one of "),
     ({"rollouts": TOO_FEW_TOKENS}, "generation_batch_tokens=9: .* at least 18 tokens"),
     ({"rollouts": {"paged": {"block_size": 2}}}, "block_size=2: use an integer >= 4"),
+    (
+        {"rollouts": {"engine": "paged", "generation_batch_size": 4}},
+        "rollouts.generation_batch_size=4 has no effect without rollouts.engine=generate",
+    ),
+    (
+        {"rollouts": {"engine": "vllm", "generation_batch_tokens": 99999}},
+        "rollouts.generation_batch_tokens=99999 has no effect without rollouts.engine=generate",
+    ),
+    (
+        {"optim": {"schedule": "constant", "min_lr_ratio": 0.5}},
+        "min_lr_ratio=0.5 has no effect without optim.schedule=cosine or optim.schedule=linear",
+    ),
+    (
+        {"monitor_kl_every": 2, "loss": {"kl_coef": 0.1}},
+        "monitor_kl_every=2 has no effect if the loss contains the KL",
+    ),
+    (
+        {"monitor_kl_every": 20, "method": {"name": "gac", "update_every": 1}},
+        "monitor_kl_every=20 has no effect on method 'gac'",
+    ),
+    ({"monitor_kl_every": 2, "method": "sft"}, "monitor_kl_every=2 has no effect on method 'sft'"),
     ({"rollouts": {"engine": "paged"}, "parallel": {"mode": "fsdp"}}, "paged.*full model"),
 ]
 
