@@ -125,8 +125,7 @@ class TrainConfig(Checked):
     """Evaluation during and after training."""
     monitor_kl_every: Natural = 0
     """Number of steps between measurements of the KL to the reference policy for monitoring; 0:
-    only when the method or the loss needs it. Refused if they measure it in every step, or if the
-    method samples no rollouts."""
+    only when the method or the loss needs it."""
     kl_sample_size: Count | None = None
     """Rollouts per step, over all ranks, used to estimate the KL to the reference policy when it is
     not part of the loss; null: all.
@@ -202,15 +201,6 @@ class TrainConfig(Checked):
         if in_loss or not measured:
             why = "if the loss contains the KL" if in_loss else "without monitor_kl_every"
             require_default(self, "kl_sample_size", "kl_sample_size", why)
-        if not self.can_monitor_kl:
-            why = "if the loss contains the KL" if in_loss else f"on method {method.name!r}"
-            require_default(self, "monitor_kl_every", "monitor_kl_every", why)
-
-    @property
-    def can_monitor_kl(self) -> bool:
-        """Whether a step has rollouts whose KL neither the method nor the loss measures."""
-        needs = map(self.method.needs, range(self.steps))
-        return loss_of(self).spec.kl_coef == 0 and any(n.rollouts and not n.kl for n in needs)
 
     def _check_groups(self) -> None:
         """Raise ValueError if every advantage would be 0."""

@@ -135,14 +135,13 @@ def base_config(out: Path, run: Path, seed: int, steps: int) -> TrainConfig:
 def method_config(out: Path, base: Path, name: str, seed: int, steps: int) -> TrainConfig:
     """Configuration of a post-training run; runs differ only in their method and seed.
 
-    The KL is measured at least every 10 steps with every method that samples rollouts.
     Methods that train on demonstrations of the sampled prompts get one for every subtraction; all
     others get a separate set of 256.
     """
     data = {"demos": str(out / "task" / "demos.jsonl")}
     if all_methods()[name]().sampling(completions=8).demos == "prompt":
         data = {"prompts": str(out / "task" / "prompts_demos.jsonl")}
-    config = _config(
+    return _config(
         out,
         out / f"{name}-{seed}",
         {
@@ -155,10 +154,10 @@ def method_config(out: Path, base: Path, name: str, seed: int, steps: int) -> Tr
             "demo_batch_size": 32,
             "seed": seed,
             "eval": {"every": 20},
+            "monitor_kl_every": 10,
             "export": False,
         },
     )
-    return dataclasses.replace(config, monitor_kl_every=10 if config.can_monitor_kl else 0)
 
 
 def demo_fields(name: str, steps: int) -> dict[str, Any]:

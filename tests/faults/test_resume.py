@@ -75,7 +75,7 @@ def test_kill_while_a_checkpoint_is_being_written(task, tmp_path, uninterrupted)
             id="reused-rollouts",
         ),
         pytest.param({"dropout": True}, id="dropout"),
-        pytest.param({"method": {"name": "sft"}, "monitor_kl_every": 0}, id="no-rollouts"),
+        pytest.param({"method": {"name": "sft"}}, id="no-rollouts"),
     ],
 )
 def test_resume_is_exact_with(task, tmp_path, uninterrupted, changes):

@@ -222,15 +222,6 @@ INVALID = [
         {"optim": {"schedule": "constant", "min_lr_ratio": 0.5}},
         "min_lr_ratio=0.5 has no effect without optim.schedule=cosine or optim.schedule=linear",
     ),
-    (
-        {"monitor_kl_every": 2, "loss": {"kl_coef": 0.1}},
-        "monitor_kl_every=2 has no effect if the loss contains the KL",
-    ),
-    (
-        {"monitor_kl_every": 20, "method": {"name": "gac", "update_every": 1}},
-        "monitor_kl_every=20 has no effect on method 'gac'",
-    ),
-    ({"monitor_kl_every": 2, "method": "sft"}, "monitor_kl_every=2 has no effect on method 'sft'"),
     ({"rollouts": {"engine": "paged"}, "parallel": {"mode": "fsdp"}}, "paged.*full model"),
 ]
 

@@ -26,7 +26,7 @@ def test_runs_differ_only_in_their_method_and_its_data(name: str) -> None:
         for method in ("grpo", name)
     )
     changed = {k for k in first if not k.startswith("method.") and other.get(k) != first[k]}
-    assert changed <= {"out", "run_name", "data.prompts", "data.demos", "monitor_kl_every"}
+    assert changed <= {"out", "run_name", "data.prompts", "data.demos"}
     assert (other["out"], other["steps"], other["seed"]) == (f"o/{name}-2", 80, 2)
     own = METHODS[name]().sampling(8).demos == "prompt"
     assert ("data.demos" in changed) == own and own == other["data.prompts"].endswith("demos.jsonl")
