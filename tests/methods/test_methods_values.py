@@ -267,8 +267,8 @@ def test_policy_loss_is_clipped_off_policy(clip, policy, expected):
     out = custom_loss(
         token_loss, head, None, batch, 0.0, old, ref, spec, TermPair(1.0, 4.0), policy=policy
     )
-    clipped = 0.5 if clip[0] and policy else 0
-    assert losses[0].tolist() == pytest.approx(expected) and out.clip_fraction == clipped
+    assert losses[0].tolist() == pytest.approx(expected)
+    assert out.clip_fraction == (0.5 if clip[0] and policy else 0)
     assert 4 * out.loss.item() == pytest.approx(sum(expected) + 0.1 * 1.5 * (1 - math.log(2)))
 
 
@@ -318,8 +318,7 @@ def test_nonfinite_gradients_skip_the_step_and_are_counted(task, tmp_path, monke
     with monkeypatch.context() as patch:
         patch.setattr(GradientParts, "gram", lambda self: broken)
         row = trainer._train_step()
-    assert row["skipped"] == 1
-    assert all(map(torch.equal, before, trainer.model.parameters()))
+    assert row["skipped"] == 1 and all(map(torch.equal, before, trainer.model.parameters()))
     row = trainer._train_step()
     assert row["skipped"] == 1 and row["grad_norm"] == pytest.approx(1, rel=1e-4)
     assert not any(map(torch.equal, before, trainer.model.parameters()))
