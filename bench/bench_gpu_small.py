@@ -166,8 +166,8 @@ def test_statistics_and_controller(tokens: int, record: Record) -> None:
     plain = host_us(lambda: controller.update(kl=0.01)) / 1e3
     update = (refresh + (config.update_every - 1) * plain) / config.update_every
     print(
-        f"\n{tokens} tokens: sums and moments {extra:.4f} ms, controller {update:.4f} ms per step (refresh "
-        f"{refresh:.4f}), {100 * (extra + update) / times['loss']:.2f}% of the loss "
+        f"\n{tokens} tokens: sums and moments {extra:.4f} ms, controller {update:.4f} ms per step "
+        f"(refresh {refresh:.4f}), {100 * (extra + update) / times['loss']:.2f}% of the loss "
         f"(target 0.1%)"
     )
     for name, ms in (

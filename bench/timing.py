@@ -26,8 +26,8 @@ class Timing(NamedTuple):
 
 
 Step = Callable[[], object]
-# clock cycles, 6 ms at 2 GHz: kernel launches run ahead of the GPU, as in training; a loss takes the
-# host up to 3 ms
+# clock cycles, 6 ms at 2 GHz: kernel launches run ahead of the GPU, as in training. The host needs
+# up to 3 ms for a loss.
 HEAD_START = 12_000_000
 
 

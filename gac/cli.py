@@ -208,7 +208,7 @@ def _check(options: argparse.Namespace) -> int:
     usage="%(prog)s [CONFIG.yaml] [--set KEY=VALUE ...]",
     help="measure a model's accuracy on held-out prompts",
     description="Generate and score a model's responses to prompts. The result of a single "
-    "task (key `settings`) is printed as a JSON object. The results of several tasks (`tasks`) "
+    "task (key `eval`) is printed as a JSON object. The results of several tasks (`tasks`) "
     "are saved to `out`, with all responses, and printed as a table.",
 )
 def _eval(options: argparse.Namespace) -> int:
@@ -411,7 +411,7 @@ def _models(options: argparse.Namespace) -> int:
     argument("--methods", nargs="+", default=list(DEMO_METHODS), help="see `gac methods`"),
     argument("--seeds", type=int, default=1, help="seeds per method"),
     argument("--steps", type=int, default=160, help="optimizer steps per method"),
-    argument("--jobs", type=int, help="number of parallel runs (default: one per core)"),
+    argument("--jobs", type=int, default=None, help="number of parallel runs; None: one per core"),
     help="train a tiny model with several methods and compare them",
     description="Train a tiny base model, post-train it with several methods and compare them. "
     "Finished runs are skipped; interrupted runs resume.",

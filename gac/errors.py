@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import math
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from importlib import import_module
@@ -47,7 +48,7 @@ class ConfigError(UserError, ValueError):
 
 
 class DataError(UserError, ValueError):
-    """An invalid data row; the message names the file, the line and the field."""
+    """An invalid data row; the message names the file, the line or row, and the field."""
 
 
 class MissingData(DataError, FileNotFoundError):
@@ -98,7 +99,11 @@ def require_counts(options: object, *names: str) -> None:
 
 def is_real(value: object) -> bool:
     """Whether `value` is a finite Python number; bool does not count."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and abs(value) <= sys.float_info.max  # unlike isfinite, for integers of any size
+    )
 
 
 def is_count(value: object, minimum: int = 0) -> bool:

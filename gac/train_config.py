@@ -15,6 +15,7 @@ from gac.config import (
     Share,
     Valid,
     check_effects,
+    expand_paths,
     one_of,
     require_default,
     setting,
@@ -45,7 +46,7 @@ class OptimConfig(Checked):
     """After the warm-up: cosine, linear or constant."""
     warmup_steps: Natural = 10
     """Number of optimizer steps of linear warm-up from 0."""
-    min_lr_ratio: Share = 0.1
+    min_lr_ratio: Share = setting(0.1, only_with="schedule=cosine or schedule=linear")
     """Final learning rate as a fraction of the peak."""
     betas: Annotated[tuple[float, float], BETAS] = (0.9, 0.999)
     """AdamW's beta coefficients."""
@@ -84,7 +85,7 @@ class TrainConfig(Checked):
     """One training run. Everything is written to `out`, the only folder that resuming needs."""
 
     out: Annotated[str, Valid("the name of a folder", bool)] = setting("runs/gac", may_change=True)
-    """The run directory."""
+    """The run directory; `~` and `$NAME` are expanded."""
     run_name: str | None = setting(None, may_change=True)
     """Name of the run in the report; null: the run folder's name."""
     model: ModelConfig = ModelConfig()
@@ -156,6 +157,7 @@ class TrainConfig(Checked):
     def __post_init__(self) -> None:
         check_effects(self)
         super().__post_init__()
+        expand_paths(self, "out")
         if self.micro_batch_size is not None:
             for name in ("max_tokens_per_micro_batch", "packing"):
                 require_default(self, name, name, "with micro_batch_size")

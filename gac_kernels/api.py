@@ -223,7 +223,8 @@ def fused_linear_gac_loss(
         bias: [V], or None.
         overwrite: accepted for symmetry; there are no logits to overwrite.
         chunk_bytes: most memory for one chunk of logits and gradients, of which a CPU uses half if
-            that is as fast; None: 128 MiB on a CPU, 1000 MiB on a GPU.
+            that is as fast; None: 128 MiB on a CPU; on a GPU 1000 MiB, or 1/64 of its memory if
+            that is more.
         sketch: the projections for `LossOutput.sketch`, which is then computed even if no gradient
             is needed; None: no sketch. Sequences whose rows are skipped because mu is 0 or 1 get
             nan.
@@ -378,7 +379,7 @@ def loss_from_logprobs(
         logps: [B, T] or packed [N]: log-probability of each target under the policy at
             `spec.temperature`, which is not applied again. Any float dtype; the arithmetic is
             float32 or better. Not read where the target is -100.
-        targets: int64, same shape as logps; only compared with -100.
+        targets: int64, same shape as logps: any token >= 0, which is not read, or -100 = no loss.
         entropy: same shape as logps; entropy of each distribution in nats. None if unknown: an
             error if `spec.entropy_coef` is not 0, otherwise nan in the output.
 

@@ -194,7 +194,7 @@ def temperature_tensor(name: str, value: Tensor, targets: Tensor, sequences: int
     if value.requires_grad:
         raise ValueError(f"{name} requires a gradient, which it cannot get: pass it detached")
     if not torch.compiler.is_compiling():
-        _in_range(name, value, targets)
+        in_range(name, value, targets)
 
 
 def token_inputs(function: object, inputs: Sequence[Tensor], targets: Tensor) -> None:
@@ -214,9 +214,9 @@ def token_inputs(function: object, inputs: Sequence[Tensor], targets: Tensor) ->
 def outputs(names: Sequence[str]) -> None:
     """Check the requested outputs of a log-probability function."""
     for name in (names,) if isinstance(names, str) else names:
-        if name not in MORE_OUTPUTS or isinstance(names, str):
+        if isinstance(names, str) or name not in MORE_OUTPUTS or names.count(name) > 1:
             raise ValueError(
-                f"outputs={names!r}: use a tuple with any of {', '.join(MORE_OUTPUTS)}"
+                f"outputs={names!r}: use a tuple with any of {', '.join(MORE_OUTPUTS)}, each once"
             )
 
 
@@ -231,7 +231,7 @@ def _readable(x: Tensor | None) -> bool:
     return x is not None and (x.is_cpu or os.environ.get("GAC_CHECK") == "1")
 
 
-def _in_range(name: str, value: Tensor | None, targets: Tensor, zero: bool = False) -> None:
+def in_range(name: str, value: Tensor | None, targets: Tensor, zero: bool = False) -> None:
     """Check that values are finite and > 0 (or >= 0 if `zero`) where there is a loss."""
     if value is None or not _readable(value):
         return
@@ -249,8 +249,8 @@ def values(targets: Tensor, vocabulary: int | None, inputs: BatchInputs | None =
     """Check tensor values. On an accelerator, this is done only if GAC_CHECK=1."""
     cu_seqlens = None if inputs is None else inputs.cu_seqlens
     if inputs is not None:
-        _in_range("weights", inputs.weights, targets, zero=True)
-        _in_range("temperatures", inputs.temperatures, targets)
+        in_range("weights", inputs.weights, targets, zero=True)
+        in_range("temperatures", inputs.temperatures, targets)
     if cu_seqlens is not None and _readable(cu_seqlens):
         ends = cu_seqlens.tolist()
         if ends != sorted(ends) or (ends[0], ends[-1]) != (0, targets.numel()):

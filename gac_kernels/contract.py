@@ -163,7 +163,7 @@ class LossSpec:
             is_cispo = (name, self.policy_loss) == ("clip_high", "cispo")
             optional, low, closed, wanted = (True, *_CISPO) if is_cispo else rule
             value = getattr(self, name)
-            if not isinstance(value, (int, float)):
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
                 if not optional or value is not None:
                     raise TypeError(f"{name}={value!r}: use a number{' or None' * optional}")
             elif not (low < value < math.inf or (closed and value == low)):
@@ -171,8 +171,8 @@ class LossSpec:
         if self.max_tokens is None and "constant" in (self.rollout_reduction, self.demo_reduction):
             raise ValueError("max_tokens=None: a 'constant' reduction requires a number > 0")
         taus = tuple(self.sapo_tau) if isinstance(self.sapo_tau, (tuple, list)) else ()
-        positive = all(isinstance(t, (int, float)) and 0 < t < math.inf for t in taus)
-        if len(taus) != 2 or not positive:
+        real = all(isinstance(t, (int, float)) and not isinstance(t, bool) for t in taus)
+        if len(taus) != 2 or not real or not all(0 < t < math.inf for t in taus):
             raise ValueError(f"sapo_tau={self.sapo_tau!r}: use two finite numbers > 0")
         object.__setattr__(self, "sapo_tau", taus)
         below, above = self.clip_low, self.clip_high

@@ -45,7 +45,8 @@ class GradientFilter:
     def __post_init__(self) -> None:
         for name, low in (("eps", 0), ("max_columns", math.ulp(0)), ("max_dropped", 0)):
             value = getattr(self, name)
-            if not isinstance(value, (int, float)) or not low <= value <= 1:
+            real = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not real or not low <= value <= 1:
                 interval = "(0, 1]" if low else "[0, 1]"
                 raise ValueError(f"GradientFilter {name}={value!r}: use a number in {interval}")
         if not isinstance(self.weight, bool):

@@ -276,8 +276,10 @@ class Fused(Function):
         with without_autocast(op):
             (total, *others), grads, inv_scale = function(op, *arguments)
         outputs += others
-        if weight is None and grads[0] is not None and grads[0].data_ptr() == rows.data_ptr():
-            increment_version(rows)  # autograd must detect that saved logits have changed
+        grad = grads[0]
+        if weight is None and grad is not None and 0 < grad.data_ptr() == rows.data_ptr():
+            # autograd must detect that saved logits have changed; empty tensors are at address 0
+            increment_version(rows)
         ctx.backend, ctx.inv_scale, ctx.used = op.backend, inv_scale, False
         ctx.dtypes = [None if x is None else x.dtype for x in op[:3]]
         # scaled float16 gradients are rounded only after unscaling

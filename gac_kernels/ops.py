@@ -172,6 +172,7 @@ def _logprobs(*arguments: Any) -> Tensor:
     """Compute logps, entropy and lse, and MORE_OUTPUTS if `more_outputs`: [3 or 6, N]."""
     op = _unpack(arguments[:_OPERANDS])
     checks.values(op.targets, op.vocabulary)
+    checks.in_range("temperature", op.temperatures, op.targets)
     with torch.autocast(op.rows.device.type, enabled=False):
         return torch.stack(tuple(linear.row_stats(op, arguments[-1])))
 

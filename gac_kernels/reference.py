@@ -117,7 +117,8 @@ def row_statistics(
     if not more_outputs:
         return logps, entropy, lse
     with torch.no_grad():
-        is_top1 = z.argmax(-1) == targets  # the first of equal logits
+        # the first of equal logits; no target is the largest of a row with nan
+        is_top1 = (z.argmax(-1) == targets) & ~logps.isnan()
         extra = (2 * log_p).logsumexp(-1), z.mean(-1), is_top1
     return logps, entropy, lse, *extra
 

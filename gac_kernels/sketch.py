@@ -49,7 +49,7 @@ class HeadSketch:
     """Seed of the projections."""
 
     def __post_init__(self) -> None:
-        if self.size not in SIZES:
+        if self.size not in SIZES or not isinstance(self.size, int):
             raise ValueError(f"size={self.size!r}: use one of {', '.join(map(str, SIZES))}")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise TypeError(f"seed={self.seed!r}: use an integer")

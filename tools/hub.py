@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE, NAME, BACKENDS = "gac_kernels", "gac-kernels", ("cpu", "cuda")
-# Reports about compiled kernels need the repository; the hub's rules allow no import of transformers.
+# Reports about compiled kernels need the repository; the hub allows no import of transformers.
 LEFT_OUT = ("_ops.py", "inspect.py", "transformers.py")
 OPS = '''import torch
 

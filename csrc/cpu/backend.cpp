@@ -104,10 +104,11 @@ class Worker {
     return s.sums.total / logits_.width / temperature_;
   }
 
-  // Whether the target is the first largest logit of the row that was last passed to `read`.
+  // Whether the target is the first largest logit of the row that was last passed to `read`; false
+  // if a logit of the row is nan.
   bool is_top1(int64_t i, int64_t target, const Statistics& s) const {
     const auto [dtype, row] = source(i);
-    return target >= 0 && target < logits_.width &&
+    return target >= 0 && target < logits_.width && !std::isnan(s.logp) &&
            kernels_.get(dtype, row, target) == s.sums.base &&
            !kernels_.reaches(dtype, row, target, s.sums.base);
   }

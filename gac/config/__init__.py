@@ -3,7 +3,7 @@
 This package may import `errors`.
 """
 
-from .build import choose, load, load_early
+from .build import choose, convert, load, load_early
 from .dump import dump, save, save_text
 from .help import Key, describe, keys
 from .types import (
@@ -20,6 +20,8 @@ from .types import (
     Share,
     Valid,
     check_effects,
+    expand_paths,
+    expanded,
     number,
     one_of,
     require_default,
@@ -44,8 +46,11 @@ __all__ = [
     "YamlError",
     "check_effects",
     "choose",
+    "convert",
     "describe",
     "dump",
+    "expand_paths",
+    "expanded",
     "keys",
     "load",
     "load_early",

@@ -129,7 +129,7 @@ def _build(cls: Any, data: Any, where: str, default: Any = None) -> Any:
                     raise ConfigError(f"{join(where, key)}: unknown key; did you mean {inner!r}?")
             raise ConfigError(unknown_name_message(join(where, key), key, fields, "key"))
         inherited = _field_default(fields[key]) if default is None else getattr(default, key)
-        values[key] = _convert(hints[key], value, join(where, key), inherited)
+        values[key] = convert(hints[key], value, join(where, key), inherited)
     required = [n for n, f in fields.items() if f.default is f.default_factory is MISSING]
     missing = [name for name in required if name not in values]
     if missing and default is None:
@@ -142,7 +142,7 @@ def _build(cls: Any, data: Any, where: str, default: Any = None) -> Any:
         raise ConfigError(f"{where}{dot}{error}" if where else str(error)) from error
 
 
-def _convert(hint: Any, value: Any, where: str, default: Any = None) -> Any:
+def convert(hint: Any, value: Any, where: str, default: Any = None) -> Any:
     """Convert `value` to the type `hint`, or raise ConfigError."""
     origin, args, choice = get_origin(hint), get_args(hint), choice_of(hint)
     if choice is not None:
@@ -150,7 +150,7 @@ def _convert(hint: Any, value: Any, where: str, default: Any = None) -> Any:
             value = parse_value(value, where)
         return choose(choice.table(), value, where, default)
     if origin is Annotated:
-        return _convert(args[0], value, where, default)
+        return convert(args[0], value, where, default)
     if origin in (Union, types.UnionType):
         return _convert_union(args, value, where, default)
     if dataclasses.is_dataclass(hint):
@@ -161,7 +161,7 @@ def _convert(hint: Any, value: Any, where: str, default: Any = None) -> Any:
         return _convert_tuple(args, value, where)
     if origin is Mapping:
         return _convert_mapping(args, value, where)
-    if issubclass(hint, enum.Enum):
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return convert_enum(hint, value, where)
     return convert_scalar(hint, value, where)
 
@@ -178,7 +178,7 @@ def _convert_union(args: tuple, value: Any, where: str, default: Any) -> Any:
         if is_text and str in members and get_origin(member) is tuple:
             continue
         try:
-            return _convert(member, value, where, default)
+            return convert(member, value, where, default)
         except ConfigError:
             if len(members) == 1:
                 raise
@@ -195,7 +195,7 @@ def _convert_tuple(args: tuple, value: Any, where: str) -> tuple:
     hints = args[:1] * len(value) if Ellipsis in args else args
     if len(value) != len(hints):
         raise ConfigError(f"{where}: expected {len(hints)} values, got {short_repr(value)}")
-    return tuple(_convert(hints[i], item, f"{where}[{i}]") for i, item in enumerate(value))
+    return tuple(convert(hints[i], item, f"{where}[{i}]") for i, item in enumerate(value))
 
 
 def _convert_mapping(args: tuple, value: Any, where: str) -> dict:
@@ -206,7 +206,7 @@ def _convert_mapping(args: tuple, value: Any, where: str) -> dict:
         raise ConfigError(f"{where}: expected a mapping like {{key: value}}, got {shown}")
     key_hint, value_hint = args
     return {
-        _convert(key_hint, key, where): _convert(value_hint, item, join(where, key))
+        convert(key_hint, key, where): convert(value_hint, item, join(where, key))
         for key, item in value.items()
     }
 

@@ -17,7 +17,7 @@ from gac.errors import ConfigError, RunError, UserError
 
 OWN = f"{Path(__file__).parents[1]}/"  # frames of this package are not the user's
 USER_ERRORS = Exception, SystemExit, GeneratorExit  # what user code may raise, and a run survives
-_names: dict[object, str] = {}  # the name under which an object was imported
+_names: dict[int, tuple[object, str]] = {}  # an imported object by its id, and its name
 
 
 class Deferred(ModuleType):
@@ -81,7 +81,7 @@ def load_object(name: str, where: str) -> Callable[..., Any]:
         raise ConfigError(f"{where} {name!r}: {module_name} has no {attribute!r}") from error
     if not callable(value):
         raise ConfigError(f"{where} {name!r}: {attribute} is not callable")
-    _names[value] = name
+    _names[id(value)] = value, name  # by id, because it may not be hashable
     return value
 
 
@@ -94,7 +94,8 @@ def find_user_code(config: Path | None) -> None:
 def import_name(value: Any) -> str | None:
     """The name with which `load_object` imports a class or function; None if there is none."""
     name = f"{value.__module__}:{value.__qualname__}"
-    return _names.get(value, None if "<" in name or name.startswith("__main__:") else name)
+    own = None if "<" in name or name.startswith("__main__:") else name
+    return _names.get(id(value), (value, own))[1]
 
 
 def _import_module(name: str, where: str) -> ModuleType:

@@ -3,6 +3,7 @@
 import difflib
 import enum
 import functools
+import os
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -97,6 +98,19 @@ def setting(default: Any, *, only_with: str = "", may_change: bool = False) -> A
         may_change: whether a run may resume with another value of the key, or of its subkeys.
     """
     return field(default=default, metadata={"only_with": only_with, "may_change": may_change})
+
+
+def expanded(path: str) -> str:
+    """`path` with `~` and `$NAME` expanded."""
+    # a Path would lose a leading ./, and fail for an unknown user
+    return os.path.expanduser(os.path.expandvars(path))  # noqa: PTH111
+
+
+def expand_paths(config: Any, *names: str) -> None:
+    """Expand `~` and `$NAME` in the fields `names` of a configuration, in place."""
+    for name in names:
+        value = getattr(config, name)
+        object.__setattr__(config, name, value and expanded(value))
 
 
 def check_effects(config: Any, prefix: str = "", missing: str = "") -> None:

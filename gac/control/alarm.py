@@ -142,7 +142,7 @@ class Alarm(Checked):
         Args:
             state: the state before the step; None before the first.
             loss: mean loss of the step's demonstrations.
-            losses: loss of each demonstration; where given, `loss` is not read.
+            losses: loss of each demonstration; if one of them is finite, `loss` is not read.
         """
         finite_losses = [x for x in losses or () if math.isfinite(x)]
         if finite_losses:

@@ -232,7 +232,7 @@ def step(
         corrections: for the estimators other than "independent"; zero until they are first given.
         alignment: inner product of the two gradients at this refresh, for a gate.
         demo_loss: mean loss of the step's demonstrations, for an alarm; ignored if not finite.
-        demo_losses: loss of each demonstration; where given, `demo_loss` is not read.
+        demo_losses: loss of each demonstration; if one of them is finite, `demo_loss` is not read.
     """
     decay = config.signal_decay
     signal_emas = [state.sft_variance, state.rl_variance, state.disagreement]
@@ -374,7 +374,8 @@ class GuidedController:
             alignment: inner product of the two gradients, for a gate.
             demo_loss: mean loss of the step's demonstrations, for an alarm; None or non-finite: not
                 measured.
-            demo_losses: loss of each demonstration; where given, `demo_loss` is not read.
+            demo_losses: loss of each demonstration; if one of them is finite, `demo_loss` is not
+                read.
 
         Returns:
             mu, the weight of the demonstrations, in [mu_min, mu_max].

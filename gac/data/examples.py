@@ -75,7 +75,7 @@ class DataConfig(Checked):
     """Field with the expert response; without it, `completion` or the assistant's last message in
     `messages`. null: no demonstrations."""
     id_field: str = "id"
-    """Field with the row's id; rows without it are named after their line."""
+    """Field with the row's id; rows without it are named after their line or row."""
     source_field: str | None = None
     """Field with the name of the row's source, e.g. a dataset or a task: rewards and demonstration
     losses are also reported by source; `constant-alarm` and `guarded` have an alarm for each."""
@@ -152,20 +152,21 @@ def load_prompts(
         Examples in file order; `.dropped` counts the dropped rows by reason (also logged).
 
     Raises:
-        DataError: an invalid row; the message gives file, line and field.
+        DataError: an invalid row; the message gives file, line or row, and field.
         ValueError: no source is set, or no row is left.
     """
-    if config.prompts is None and not config.sources:
-        raise ConfigError(
-            f"data.prompts is not set: give {FORMATS}, a folder or 'owner/name:split'"
-        )
 
     def rows(path: str, dropped: Counter[str]) -> Iterator[SourceRow]:
         selected = _select(config, "prompts", path, dropped)
         return _without_canaries(selected) if training else selected
 
-    sources = config.sources or (Source(config.prompts or ""),)
-    return _load(config, tokenizer, sources, rows, "prompts", training)
+    return _load(config, tokenizer, _prompt_sources(config), rows, "prompts", training)
+
+
+def _prompt_sources(config: DataConfig) -> tuple[Source, ...]:
+    if config.prompts is None and not config.sources:
+        raise ConfigError(f"data.prompts is not set: give {FORMATS}, a folder or owner/name:split")
+    return config.sources or (Source(config.prompts or ""),)
 
 
 def prompt_order(config: DataConfig, prompts: Examples, seed: int) -> Order | MixedOrder:
@@ -240,7 +241,7 @@ def _load(
 
 
 def load_references(config: DataConfig, *, answers: bool = False) -> list[tuple[Example, str]]:
-    """Load the rows of `config.prompts`, each with its reference solution.
+    """Load the rows of `config.prompts` or `config.sources`, each with its reference solution.
 
     That is the field `demo_field` or, if that is None, the answer. Needs no tokenizer: the examples
     have no token ids, and conversations no template. Rows without a solution are left out.
@@ -248,16 +249,14 @@ def load_references(config: DataConfig, *, answers: bool = False) -> list[tuple[
     answers: every row needs an answer, as in training.
 
     Raises:
-        DataError: an invalid row; the message gives file, line and field.
+        DataError: an invalid row; the message gives file, line or row, and field.
         ValueError: no source is set, or no row is left.
     """
-    if config.prompts is None:
-        raise ValueError("prompts is not set: give a .jsonl file, a folder or 'name:split'")
-    dropped: Counter[str] = Counter()
+    sources, dropped = _prompt_sources(config), Counter[str]()
     references = []
-    for row in _select(config, "prompts", config.prompts, dropped):
-        answer = _answer(config, row, required=answers)
-        demo = answer
+    rows = ((x, row) for x in sources for row in _select(config, "prompts", x.path, dropped))
+    for source, row in rows:
+        demo = answer = _answer(config, row, required=answers)
         if config.demo_field is not None:
             calls = calls_tools(row.fields.get(config.demo_field))  # needs a tokenizer
             turns = [] if calls else demo_texts(row, config.demo_field, required=False)
@@ -271,12 +270,14 @@ def load_references(config: DataConfig, *, answers: bool = False) -> list[tuple[
         if demo is None:
             dropped[f"without {config.demo_field or 'an answer'!r}"] += 1
             continue
-        references.append((Example(name, (), prompt, answer, None, dict(row.fields)), demo))
+        kind = source.key if config.sources else _source(config, row)
+        references.append((Example(name, (), prompt, answer, None, dict(row.fields), kind), demo))
     if not references:
         reasons = "; ".join(f"{count} {reason}" for reason, count in dropped.items()) or "nothing"
         raise ValueError(
-            f"{config.prompts}: no rows left (dropped: {reasons}); set data.demo_field to the "
-            "field with reference solutions, or to null to score each row's answer instead"
+            f"{', '.join(x.path for x in sources)}: no rows left (dropped: {reasons}); set "
+            "data.demo_field to the field with reference solutions, or to null to score each row's "
+            "answer instead"
         )
     return references
 
@@ -377,9 +378,7 @@ def _encode_chunk(
                 answer=_answer(config, row, required=answers),
                 demo=(*itertools.chain(*ids), ends[kind]) if turns else None,
                 extra=dict(row.fields),
-                source=row.text(config.source_field, key="source_field") or ""
-                if config.source_field
-                else "",
+                source=_source(config, row),
                 demo_mask=() if all(own) else (*own, True),
             )
         )
@@ -471,6 +470,11 @@ def _fill(template: str, row: SourceRow, values: Mapping[str, Any]) -> str:
         row.fail(str(error.args[0]), f"is missing, but the template {template!r:.80} uses it")
     except (AttributeError, IndexError, ValueError) as error:  # {x.y}, {0}, {x:d}
         raise ConfigError(f"the template {template!r:.80} cannot be filled: {error}") from error
+
+
+def _source(config: DataConfig, row: SourceRow) -> str:
+    """The row's own source, or an empty string."""
+    return row.text(config.source_field, key="source_field") or "" if config.source_field else ""
 
 
 def _answer(config: DataConfig, row: SourceRow, *, required: bool) -> str | None:

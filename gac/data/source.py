@@ -9,14 +9,15 @@ import io
 import json
 import lzma
 import math
-import os
 import re
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
+from gac.config import expanded
 from gac.errors import DataError, MissingData, import_extra
 
 TABLES = {".parquet": "parquet", ".arrow": "arrow"}  # suffix -> builder of `datasets`
@@ -38,12 +39,14 @@ class SourceRow:
     source: str
     """The file, or the dataset's name and split."""
     number: int
-    """Line of the file, or row of the dataset, counted from 1."""
+    """Its line or row, counted from 1; the header of a CSV file is row 1."""
+    unit: str = "row"
+    """What `number` counts: "line" in a file with one row per line."""
 
     @property
     def location(self) -> str:
-        """Where the row is, e.g. `file.jsonl, line 3`."""
-        return f"{self.source}, line {self.number}"
+        """Where the row is, e.g. `file.jsonl, line 3` or `file.csv, row 3`."""
+        return f"{self.source}, {self.unit} {self.number}"
 
     def fail(self, field: str, problem: str) -> NoReturn:
         """Raise `DataError` for `field` of this row."""
@@ -97,13 +100,13 @@ def read_rows(source: str, key: str = "source") -> Iterator[SourceRow]:
         ValueError: a dataset with several splits, but none is named.
         MissingExtra: a Hugging Face dataset, but `datasets` is not installed.
     """
-    source = os.path.expandvars(source)
-    path = Path(source).expanduser()
+    source = expanded(source)
+    path = Path(source)
     if path.is_file():
         return _read_file(path)
     folder, _, split = source.partition(":")
-    if folder and Path(folder).expanduser().is_dir():
-        return _read_saved(Path(folder).expanduser(), split)
+    if folder and Path(folder).is_dir():
+        return _read_saved(Path(folder), split)
     if problem := why_missing(source):
         raise MissingData(f"data source {source!r}: {problem}")
     return _enumerate(_hub(source, key), source)
@@ -114,8 +117,8 @@ def data_files(source: str, key: str = "source") -> list[Path]:
 
     key: the configuration key with `source`, for the error message.
     """
-    source = os.path.expandvars(source)
-    path, folder = (Path(x).expanduser() for x in (source, source.partition(":")[0]))
+    source = expanded(source)
+    path, folder = (Path(x) for x in (source, source.partition(":")[0]))
     if path.is_file() or (source and folder.is_dir()):
         return sorted(file for file in (path, *folder.rglob("*")) if file.is_file())
     return [
@@ -126,7 +129,7 @@ def data_files(source: str, key: str = "source") -> list[Path]:
 
 def why_missing(source: str) -> str:
     """Why there is no data under a name that is no path here; empty if it may be on the Hub."""
-    unset = re.findall(r"\$\w+", os.path.expandvars(source))
+    unset = re.findall(r"\$\w+", expanded(source))
     if unset:
         return f"{unset[0]} is not set: export it, or give the path"
     if HUB.fullmatch(source) and not source.endswith(SUFFIXES):
@@ -195,6 +198,7 @@ def _read_csv(path: Path, separator: str) -> Iterator[SourceRow]:
 
     If the header has blanks after its separators, they are dropped in all lines.
     """
+    csv.field_size_limit(sys.maxsize)  # a cell may be a long text
     with _text(path) as lines:
         header = lines.readline()
         options: Any = {"delimiter": separator, "skipinitialspace": f"{separator} " in header}
@@ -284,7 +288,7 @@ def _read_lines(path: Path) -> Iterator[SourceRow]:
                 raise DataError(f"{location}: not valid UTF-8 JSON ({error})") from error
             if not isinstance(fields, dict):
                 raise DataError(f"{location}: expected an object, found {type(fields).__name__}")
-            yield SourceRow(fields, str(path), number)
+            yield SourceRow(fields, str(path), number, "line")
 
 
 def _datasets() -> Any:

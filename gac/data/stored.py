@@ -36,7 +36,7 @@ class Example:
     """One tokenized prompt, with the fields that its rewards need."""
 
     id: str
-    """The row's id, or `file, line 3` if it has none."""
+    """The row's id, or its location, as `file, line 3`, if it has none."""
     prompt: tuple[int, ...]
     """Token ids of the prompt, after the template."""
     prompt_text: str

@@ -6,7 +6,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gac.config import Checked, Count, Natural, NonNegative, PositiveShare, check_effects, setting
+from gac.config import (
+    Checked,
+    Count,
+    Natural,
+    NonNegative,
+    PositiveShare,
+    check_effects,
+    expand_paths,
+    setting,
+)
 from gac.data import DataConfig
 from gac.errors import require
 from gac.models.config import ModelConfig
@@ -109,6 +118,7 @@ class EvalConfig:
     """Sampling seed."""
 
     def __post_init__(self) -> None:
+        expand_paths(self, "out")
         if self.eval.every or self.eval.tasks:
             raise ValueError(
                 "eval.every and eval.tasks apply only to training: remove them; `tasks` "

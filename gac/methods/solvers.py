@@ -310,7 +310,9 @@ class SDMGrad(
 
     def solve(self, state: State, gram: torch.Tensor, mix: Mix) -> tuple[State, Weights | None]:
         weights = self.from_halves(cross_gram(gram, 2))
-        return {**state, "skipped": state["skipped"] + (weights is None)}, weights
+        if weights is None:
+            return {**state, "skipped": state["skipped"] + 1}, None
+        return {**state, "cosine": Gram.of_means(gram, 2).cosine}, weights
 
 
 @dataclass(frozen=True)

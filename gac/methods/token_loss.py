@@ -89,12 +89,14 @@ def custom_loss(
     teacher_logps: Tensor | None = None,
     engine_logps: Tensor | None = None,
     per_token: bool = False,
+    policy: bool = False,
 ) -> LossOutput:
     """Like `Head.loss`, with `token_loss(TokenView) -> [N]` as the per-token loss.
 
     The KL penalty and the entropy bonus of `spec` are added on rollout tokens, and the correction
     for `engine_logps` multiplies the method's loss there. With `per_token`, as in `Loss`, the
-    gradient takes one pass over the logits instead of two, unless `spec` couples tokens.
+    gradient takes one pass over the logits instead of two, unless `spec` couples tokens; with
+    `policy`, the tokens that the clip of `spec` removes are counted.
     """
     targets = batch.targets
     shape = targets.shape if batch.cu_seqlens is None else (-1,)
@@ -114,7 +116,7 @@ def custom_loss(
     )
     tokens = with_factors(plan(inputs, spec), inputs, spec)
     teacher = None if teacher_logps is None else teacher_logps.flatten()
-    fixed = spec, head, reference, batch.units
+    fixed = spec, head, reference, batch.units, policy
     if not per_token or head.logits is not None or coupling(tokens, spec) is not Coupling.NONE:
         logps, entropy = (x.reshape(-1) for x in head.logprobs(targets, spec.temperature))
         terms = _terms(token_loss, logps, entropy, tokens, teacher, *fixed)
@@ -146,13 +148,14 @@ def _terms(
     head: Head,
     reference: Head | None,
     units: Tensor | None,
+    policy: bool,
 ) -> TokenTerms:
     """The terms of a custom loss, [N] each, differentiable in logps and entropy."""
     plain = tokens._replace(factor=None, rollout_logps=None)
     unpenalized = replace(spec, kl_coef=0.0, entropy_coef=0.0)
-    policy_loss = token_terms(logps, entropy, plain, unpenalized).loss
+    own = token_terms(logps, entropy, plain, unpenalized)
     fixed = entropy.detach(), tokens, spec, head, reference
-    loss = token_loss(TokenView(logps, *fixed, policy_loss, teacher, units))
+    loss = token_loss(TokenView(logps, *fixed, own.loss, teacher, units))
     factor = token_factor(logps.detach(), tokens, spec)
     if factor is not None:
         loss = torch.where(tokens.rollout, factor * loss, loss)
@@ -161,7 +164,8 @@ def _terms(
     penalties = token_terms(logps, entropy, without_advantages, spec)
     loss = loss + torch.where(tokens.rollout, penalties.loss, 0)
     loss = torch.where(tokens.live, loss, 0)
-    return TokenTerms(logps, entropy.detach(), loss, penalties.kl, torch.zeros_like(loss))
+    clipped = own.clipped if policy else torch.zeros_like(loss)
+    return TokenTerms(logps, entropy.detach(), loss, penalties.kl, clipped)
 
 
 def with_k3(out: LossOutput, batch: Batch, ref_logps: Tensor) -> LossOutput:

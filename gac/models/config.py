@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
-from gac.config import Checked, Count, Decay, one_of, setting
+from gac.config import Checked, Count, Decay, expand_paths, one_of, setting
 from gac.errors import require
 
 ALL_LINEAR = "all-linear"
@@ -61,6 +60,4 @@ class ModelConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for key in ("path", "tokenizer"):
-            if (getattr(self, key) or "").startswith("~"):
-                object.__setattr__(self, key, str(Path(getattr(self, key)).expanduser()))
+        expand_paths(self, "path", "tokenizer")

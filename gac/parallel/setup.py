@@ -161,7 +161,7 @@ def make_accelerator(config: ParallelConfig, trackers: tuple[str, ...], out: str
         raise ConfigError(
             f"WORLD_SIZE={expected}, but {ranks} processes joined: launch with torchrun"
         )
-    if ranks % config.replicas:
+    if ranks > 1 and ranks % config.replicas:
         raise ConfigError(
             f"parallel.replicas={config.replicas}: use a divisor of {ranks}, the number of ranks"
         )

@@ -88,6 +88,12 @@ class Reward(ABC):
         """Completions that solve nothing, by description; a row that one of them passes is weak."""
         return {}
 
+    def passed_by(self, example: Example) -> list[str]:
+        """The descriptions of the `trivial` completions that get the full reward, 1."""
+        trivial = self.trivial(example)
+        scores = self.outcomes([*trivial.values()], [example] * len(trivial)) if trivial else ()
+        return [name for name, s in zip(trivial, scores, strict=True) if s == 1.0]
+
     def close(self) -> None:  # noqa: B027 - most rewards hold no resources
         """Release processes and files. They are reopened on the next use."""
 
@@ -115,7 +121,7 @@ class Reward(ABC):
         outcome = as_outcome(outcome)
         if not isinstance(outcome, Exception):
             return outcome
-        problem = f"{type(outcome).__name__}: {outcome}{location(outcome)}"
+        problem = f"{notes_of(outcome)}{type(outcome).__name__}: {outcome}{location(outcome)}"
         if isinstance(outcome, TimeoutError):
             problem += f"; prompt: {example.prompt_text!r:.200}"
         error = RewardError(problem, self.name, example.id, completion)
@@ -126,6 +132,11 @@ class Reward(ABC):
         level = logging.WARNING if self.dropped == 1 else logging.DEBUG
         logger.log(level, "row dropped: %s", error)
         return None
+
+
+def notes_of(error: Exception) -> str:
+    """The notes on an error, such as `term 'NAME': ` for that of a term of a sum."""
+    return "".join(f"{note}: " for note in reversed(getattr(error, "__notes__", ())))
 
 
 def late(seconds: float | None) -> TimeoutError:

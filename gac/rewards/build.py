@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
+from gac.config import convert
 from gac.config.imports import load_object
 from gac.config.types import did_you_mean
 from gac.errors import is_real, require
@@ -70,7 +72,7 @@ def _build(spec: str | Mapping[str, Any]) -> Reward:
     name = spec["name"]
     if isinstance(name, str) and ":" in name:
         return _build_callable(name, options)
-    if name not in REWARDS:
+    if not isinstance(name, str) or name not in REWARDS:
         hint = did_you_mean(str(name), REWARDS) or "."
         raise ValueError(
             f"unknown reward {name!r}{hint} Known: {', '.join(REWARDS)}, or package.module:function"
@@ -81,7 +83,9 @@ def _build(spec: str | Mapping[str, Any]) -> Reward:
 def _build_sum(options: dict[str, Any]) -> SumReward:
     terms = options.pop("sum")
     if options:
-        raise ValueError(f"'sum' takes no other options, got {', '.join(options)}")
+        raise ValueError(f"'sum' takes no other options, got {', '.join(map(str, options))}")
+    if not isinstance(terms, list | tuple):
+        raise ValueError(f"sum must be a list of terms {{reward: ..., weight: ...}}, got {terms!r}")
     built = []
     for term in terms:
         unknown = set(term) - {"reward", "weight"} if isinstance(term, Mapping) else {repr(term)}
@@ -106,8 +110,10 @@ def _build_callable(name: str, options: dict[str, Any]) -> Reward:
                 "concurrency and retries"
             )
         concurrency, retries = options.pop("concurrency", 16), options.pop("retries", 0)
+        options = _converted(name, function, options)
         return ConcurrentReward(name, function, options, concurrency, retries)
-    batch = options.pop("batch", False)
+    batch = convert(bool, options.pop("batch", False), f"reward {name!r}: batch")
+    options = _converted(name, function, options)
     return (BatchCallableReward if batch else CallableReward)(name, function, options)
 
 
@@ -115,13 +121,27 @@ def _construct(name: str, reward: type[Reward], options: Mapping[str, Any]) -> R
     known = list(inspect.signature(reward).parameters)
     for key in options:
         if key not in known:
-            hint = did_you_mean(key, known) or "."
+            hint = did_you_mean(str(key), known) or "."
             raise ValueError(f"reward {name!r} has no option {key!r}{hint} Known: {known}")
     try:
         inspect.signature(reward).bind(**options)  # names a missing option
-        return reward(**options)
+        return reward(**_converted(name, reward, options))
     except TypeError as error:
         raise ValueError(f"reward {name!r}: {error}; given: {dict(options)}") from error
+
+
+def _converted(
+    name: str, function: Callable[..., Any], options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Convert `options` to the types of the function's parameters, as for keys with a type."""
+    hints: dict[str, Any] = {}
+    with contextlib.suppress(Exception):  # annotations may be for type checkers only
+        parameters = inspect.signature(function, eval_str=True).parameters
+        hints = {key: parameter.annotation for key, parameter in parameters.items()}
+    return {
+        key: convert(hints.get(key, Any), value, f"reward {name!r}: {key}")
+        for key, value in options.items()
+    }
 
 
 def rewards_table() -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from ..config import ConfigError, load, read_yaml
 from ..data.examples import DataConfig, load_references
 from ..errors import finite, value_errors_as
-from .base import as_outcome
+from .base import as_outcome, notes_of
 from .build import build_reward
 
 
@@ -34,7 +34,7 @@ class FailedRow:
     task: str
     """Task name; "" if the configuration has a single task."""
     row: str
-    """Row id, or file and line."""
+    """Row id, or file and line or row."""
     reason: str
 
     def __str__(self) -> str:
@@ -66,7 +66,7 @@ def check(
 
     Raises:
         ConfigError: `config` has no data, or a key or value is invalid.
-        DataError: a row is invalid; the message names the file, line and field.
+        DataError: a row is invalid; the message names the file, line or row, and field.
     """
     with value_errors_as(ConfigError):
         finite("--min-reward", min_reward)
@@ -87,16 +87,13 @@ def check(
             outcomes = [as_outcome(o) for o in reward.outcomes(solutions, examples)]
             for example, text, outcome in zip(examples, solutions, outcomes, strict=True):
                 if isinstance(outcome, Exception):
-                    failing.append(FailedRow(task, example.id, str(outcome)))
+                    failing.append(FailedRow(task, example.id, f"{notes_of(outcome)}{outcome}"))
                 elif outcome < min_reward:
                     why = reward.explain(text, example)
                     reason = f"scores {outcome:g}{'; ' if why else ''}{why}"
                     failing.append(FailedRow(task, example.id, reason))
-                elif trivial := reward.trivial(example):
-                    scores = reward.outcomes([*trivial.values()], [example] * len(trivial))
-                    passing = [name for name, s in zip(trivial, scores, strict=True) if s == 1.0]
-                    if passing:
-                        weak.append(FailedRow(task, example.id, f"weak: {passing[0]} passes"))
+                elif passing := reward.passed_by(example):
+                    weak.append(FailedRow(task, example.id, f"weak: {passing[0]} passes"))
         finally:
             reward.close()
         rows += len(pairs)

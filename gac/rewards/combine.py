@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from gac.config.imports import USER_ERRORS, explained
 from gac.errors import RunError, is_count
 
-from .base import CallableReward, Reward, RowOutcome, as_outcome, late, time_limits
+from .base import CallableReward, Reward, RowOutcome, as_outcome, late, notes_of, time_limits
 
 if TYPE_CHECKING:
     from gac.data import Example
@@ -59,15 +59,38 @@ class SumReward(Reward):
             total.update(reward.counts())
         return dict(total)
 
+    def explain(self, completion: str, example: Example) -> str:
+        """The terms that do not give their full reward, 1, with their own explanations."""
+        reasons = []
+        for name, reward in self._counted():
+            [score] = map(as_outcome, reward.outcomes([completion], [example]))
+            if not isinstance(score, Exception) and score < 1:
+                why = reward.explain(completion, example)
+                reasons.append(f"{name} scores {score:g}{': ' if why else ''}{why}")
+        return "; ".join(reasons)
+
+    def passed_by(self, example: Example) -> list[str]:
+        """What passes a term, which is weak whatever the other terms give."""
+        return [
+            f"{name}: {text}" for name, term in self._counted() for text in term.passed_by(example)
+        ]
+
     def close(self) -> None:
         for reward, _ in self._terms:
             reward.close()
 
+    def _counted(self) -> list[tuple[str, Reward]]:
+        """The names and terms with a positive weight."""
+        pairs = zip(self._names, self._terms, strict=True)
+        return [(name, reward) for name, (reward, weight) in pairs if weight > 0]
+
     def _add(self, outcomes: Sequence[RowOutcome]) -> RowOutcome:
         total = 0.0
-        for outcome, (_, weight) in zip(outcomes, self._terms, strict=True):
+        for outcome, name, (_, weight) in zip(outcomes, self._names, self._terms, strict=True):
             value = as_outcome(outcome)
             if isinstance(value, Exception):
+                if (note := f"term {name!r}") not in notes_of(value):  # rows may share an exception
+                    value.add_note(note)
                 return value
             total += weight * value
         return total

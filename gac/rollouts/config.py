@@ -12,6 +12,7 @@ from gac.config import (
     NonNegative,
     Positive,
     PositiveShare,
+    expand_paths,
     number,
     one_of,
     require_default,
@@ -57,6 +58,7 @@ class VLLMConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        expand_paths(self, "folder")
         valid = all(url.startswith(("http://", "https://")) for url in self.urls)
         use = "a list of URLs that begin with http:// or https://"
         require(bool(self.urls) and valid, "urls", list(self.urls), use)
@@ -83,9 +85,13 @@ class RolloutConfig(Checked):
     """Strings, each a single token, that end a completion in addition to the EOS token."""
     num_iterations: Count = 1
     """Optimizer steps per set of rollouts; above 1 the importance ratio and its clipping matter."""
-    generation_batch_size: Count | None = setting(None, may_change=True)
+    generation_batch_size: Count | None = setting(
+        None, only_with="engine=generate", may_change=True
+    )
     """Rollouts generated at once; null: all."""
-    generation_batch_tokens: int | None = setting(None, may_change=True)
+    generation_batch_tokens: int | None = setting(
+        None, only_with="engine=generate", may_change=True
+    )
     """Token budget per generation batch, instead of `generation_batch_size`: groups prompts of
     similar length and counts each rollout as its padded prompt plus `max_completion_length`."""
     function: str | None = None

@@ -13,6 +13,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from gac.parallel import collectives
+
 
 @dataclass(frozen=True)
 class Rollout:
@@ -99,7 +101,8 @@ def group_advantages(rewards: torch.Tensor, scale_rewards: str) -> torch.Tensor:
     """[Q, K] rewards -> [Q, K] advantages; nan marks a dropped rollout, which gets 0.
 
     scale_rewards: "std" is (r - mean) / (std + 1e-4) in the group (arXiv 2402.03300), "centered" is
-    r - mean (arXiv 2503.20783), "batch" is (r - group mean) / (std of the batch + 1e-4).
+    r - mean (arXiv 2503.20783), "batch" is (r - group mean) / (std of the batch + 1e-4), where the
+    batch is that of all ranks, so every rank must call this function.
     A group whose rewards are all equal gets exactly 0, so its rows have no policy gradient.
     """
     valid = ~rewards.isnan()
@@ -113,8 +116,10 @@ def group_advantages(rewards: torch.Tensor, scale_rewards: str) -> torch.Tensor:
         freedom = valid.sum(1, keepdim=True) - 1
         var = (centered * centered).sum(1, keepdim=True) / freedom.clamp(min=1)
     else:
-        flat = rewards[valid]
-        var = flat.var() if flat.numel() > 1 else torch.ones(())
+        flat = rewards[valid].double()
+        count, total = collectives.total([len(flat), float(flat.sum())])
+        (squares,) = collectives.total([float((flat - total / max(count, 1)).square().sum())])
+        var = rewards.new_tensor(squares / (count - 1) if count > 1 else 1.0)
     return centered / (var.sqrt() + 1e-4)
 
 

@@ -375,7 +375,8 @@ class Sampler:
             collectives.add_sums(self.means, {f"reward/{name}": (math.fsum(known), len(known))})
         tokens, truncated, limit = 0, 0, self.config.max_completion_length
         for i, (q, rollout, reward) in enumerate(zip(owners, rollouts, scores, strict=True)):
-            tokens += sum(rollout.loss_mask) or len(rollout.completion_ids)
+            mask = rollout.loss_mask
+            tokens += sum(mask) if len(mask) else len(rollout.completion_ids)
             completion = () if complete[q] else tuple(rollout.completion_ids)
             sample = Sample(
                 examples[q].prompt if prefixes[q] else tuple(rollout.prompt_ids),
@@ -384,7 +385,7 @@ class Sampler:
                 reward - self._penalty(completion),
                 i % stage.size >= stage.size - stage.trained,
                 bool(completion) and is_truncated(rollout, self.stops, limit),
-                () if complete[q] else tuple(map(bool, rollout.loss_mask)),
+                () if complete[q] else tuple(map(bool, mask)),
                 tuple(rollout.logps or ()),
             )
             truncated += sample.truncated

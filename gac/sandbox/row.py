@@ -96,7 +96,9 @@ def compile_row(spec: JudgeSpec) -> bytes:
     words, setup_words = _Words(trees), _Words(trees[:1])
     used = _Words([n for t in trees for n in t.body if not isinstance(n, ast.FunctionDef)]).read
     for place, tree in zip(places, trees, strict=True):
-        calls = "\n".join(_runner_call(node, used, spec.entry_point) for node in tree.body)
+        calls = "\n".join(
+            _runner_call(node, used, words.read, spec.entry_point) for node in tree.body
+        )
         tree.body += _valid(place, calls, ast.parse, calls).body
     reference = _parse(spec.reference)
     classes = [node for node in ast.walk(reference) if isinstance(node, ast.ClassDef)]
@@ -151,20 +153,33 @@ def compile_row(spec: JudgeSpec) -> bytes:
     )
 
 
-def _runner_call(node: ast.stmt, used: set[str], entry_point: str) -> str:
+def _runner_call(node: ast.stmt, used: set[str], read: set[str], entry_point: str) -> str:
     """How a test runner would call what a statement defines, or "".
 
-    Functions that other statements use, or that need arguments, are helpers.
+    Functions that other statements use are helpers.
+
+    Raises:
+        RowError: a test that only pytest would run.
     """
     match node:
-        case ast.ClassDef(name):
+        case ast.ClassDef(name, [_, *_]):
             return f"__run_case__({name})"
         case ast.FunctionDef("check") if entry_point and "check" not in used:
             return f"check({entry_point})"
-        case ast.FunctionDef(name, ast.arguments(args=[])) if name.startswith("test"):
-            return "" if name in used else f"{name}()"
-        case ast.AsyncFunctionDef(name, ast.arguments(args=[])) if name.startswith("test"):
-            return "" if name in used else f"__import__('asyncio').run({name}())"
+        case ast.FunctionDef(
+            name, ast.arguments(args=names, defaults=defaults)
+        ) | ast.AsyncFunctionDef(name, ast.arguments(args=names, defaults=defaults)) if (
+            name.startswith("test") and len(names) == len(defaults)
+        ):
+            run = "" if isinstance(node, ast.FunctionDef) else "__import__('asyncio').run"
+            return "" if name in used else f"{run}({name}())"
+        case ast.ClassDef(name) | ast.FunctionDef(name) | ast.AsyncFunctionDef(name) if (
+            name.lower().startswith("test") and name not in read and "def test" in ast.unparse(node)
+        ):
+            raise RowError(
+                f"{name} would never run: parameters, fixtures and classes of pytest are not "
+                f"supported; call it in the tests, or write a unittest.TestCase"
+            )
     return ""
 
 
@@ -269,8 +284,9 @@ def names_defined(text: str) -> set[str]:
 
 def _tests(node: ast.ClassDef, entries: set[str]) -> bool:
     """Whether a class of the setup tests the program, which then must not see it."""
-    words = _Words([node])
-    return bool(entries & words.read) or any("TestCase" in ast.unparse(b) for b in node.bases)
+    return bool(entries & _Words([node]).read) or any(
+        "TestCase" in ast.unparse(b) for b in node.bases
+    )
 
 
 @lru_cache(maxsize=4096)

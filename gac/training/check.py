@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gac.config import load_early
+from gac.config import expanded, load_early
 from gac.config.imports import load_object
 from gac.data.examples import DataConfig, load_references, rows_with_demos
 from gac.data.source import FORMATS, read_rows, why_missing
@@ -230,7 +230,7 @@ def _model_line(model: ModelConfig) -> str:
 
 
 def _path(source: str) -> Path:
-    return Path(os.path.expandvars(source)).expanduser()
+    return Path(expanded(source))
 
 
 def _check_path(key: str, value: str, file: Path | None) -> None:

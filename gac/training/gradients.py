@@ -365,7 +365,7 @@ class Gradients:
         reference = self.forward.reference_head(batch) if self.loss.reference else None
         head = run_head(self.model, **batch.model_inputs)
         if self.loss.token is not None:
-            known = old, ref, spec, norms, teacher, engine, self.loss.per_token
+            known = old, ref, spec, norms, teacher, engine, self.loss.per_token, self.loss.policy
             out = custom_loss(self.loss.token, head, reference, batch, mu, *known)
         else:
             # the sequences of packed or mixed rows are not the rows of a table

@@ -197,6 +197,34 @@ def choose_micro_batches(
     return config
 
 
+def memory_advice(config: TrainConfig, activity: str, step: int, longest: int) -> str:
+    """Where a run ran out of memory, and the keys to lower.
+
+    activity: that of the heartbeat. step: the number of steps taken. longest: as in
+        `choose_micro_batches`.
+    """
+    if activity.endswith("evaluation"):
+        return (
+            f"in the evaluation after step {step}: lower eval.batch, eval.max_completion_length or "
+            "eval.data.max_prompt_tokens, or those of the task in eval.tasks"
+        )
+    rollouts = config.rollouts
+    if activity.endswith("rollouts") and rollouts.engine != "vllm":
+        key = "size" if rollouts.generation_batch_tokens is None else "tokens"
+        paged = rollouts.engine == "paged"
+        keys = "paged.num_blocks" if paged else f"generation_batch_{key}"
+        return (
+            f"while sampling for step {step + 1}: lower rollouts.{keys}, "
+            "rollouts.max_completion_length or data.max_prompt_tokens"
+        )
+    by_rows = config.micro_batch_size is not None
+    key = "micro_batch_size" if by_rows else "max_tokens_per_micro_batch"
+    return (
+        f"in step {step + 1}: rows have up to {longest} tokens: lower data.max_prompt_tokens, "
+        f"data.max_demo_tokens, rollouts.max_completion_length or {key}"
+    )
+
+
 def free_memory(device: torch.device) -> float:
     """Bytes that this process may still allocate on `device`."""
     if device.type == "cuda":

@@ -118,6 +118,7 @@ def replay(path: Path) -> dict[str, Any]:
     Returns the recorded values, the recomputed values, and the rows whose loss or gradient is not
     finite.
     """
+    path = path.resolve()  # it may be relative to a folder in the run
     saved, weights = load_skipped(path)
     compute = Recomputation(load(TrainConfig, path.parents[1] / "config.yaml"), saved, weights)
     recomputed = compute(saved.step)

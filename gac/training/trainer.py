@@ -45,6 +45,7 @@ from .policy import (
     load_reference,
     make_gradients,
     make_optimizer,
+    memory_advice,
     warn_of_rounding,
 )
 from .record import Record, show
@@ -193,11 +194,9 @@ class Trainer:
             message = self.heartbeat.dead_rank_message()
             if isinstance(error, torch.OutOfMemoryError) or "t allocate memory" in str(error):
                 longest = self.feed.longest_row(self.config.rollouts.max_completion_length)
-                raise RunError(
-                    f"out of memory in step {self.step + 1}: rows have up to {longest} tokens: "
-                    "lower data.max_prompt_tokens, data.max_demo_tokens, "
-                    "rollouts.max_completion_length or max_tokens_per_micro_batch"
-                ) from error
+                activity = self.heartbeat.activity
+                advice = memory_advice(self.config, activity, self.step, longest)
+                raise RunError(f"out of memory {advice}") from error
             if message is None:
                 raise
             advice = f"restart the job to resume from {self.checkpoints}"
@@ -348,6 +347,7 @@ class Trainer:
         ):
             unwrapped = self.policy if model is self.model else model
             self.rollouts = rollouts = self.sampler(unwrapped, examples, self.step)
+        self.heartbeat.activity = f"step {self.step}, log-probs"
         settings = self.config.rollouts.temperature, self.config.rollouts.top_p
         if initial or settings != (1, 1):  # not comparable, as in `loss_of`
             rollouts.rows = [row._replace(engine_logps=()) for row in rollouts.rows]

@@ -110,6 +110,7 @@ TRAIN = {  # value of --set -> answer
     "out=a-file/run": "/a-file' cannot be written (File exists): choose another folder",
     "out=first/model": "out='first/model' is the folder of a model: choose another folder",
     "export=maybe": "export: expected true or false, got 'maybe'",
+    f"rollouts.paged.block_size=1{400 * '0'}": ": use an integer >= 4",
     "optim=adamw": "optim: expected a mapping like {key: value}, got 'adamw'",
     "optim.lrr=1": "did you mean 'lr'?",
     "optim.lr=0": "gac: --set optim.lr=0.0: use a number in (0, 1]",
@@ -198,10 +199,10 @@ TRAIN = {  # value of --set -> answer
     "reward=text.py:reward": "expected a number, got str 'good'",
     "reward=nan.py:reward": "expected a finite number, got nan",
     "reward=key.py:reward": "KeyError: 'gold'",
-    "reward={name: math, timeout: fast}": "timeout='fast': use a finite number > 0",
+    "reward={name: math, timeout: fast}": "reward 'math': timeout: expected a number, got 'fast'",
     "reward={name: format}": "missing a required argument: 'pattern'",
     "reward={name: reward.py:reward, deadline: soon}": "deadline='soon': use a finite number",
-    "reward={name: code, memory_mb: x}": "memory_mb must be an integer >= 64, got 'x'",
+    "reward={name: code, memory_mb: x}": "memory_mb: expected a whole number, got 'x'",
     "reward={sum: [{reward: math, weight: a}]}": "weight='a': use a finite number",
     "reward={sum: [{reward: math, weight: .nan}]}": "weight=nan: use a finite number",
     "rollouts.num_generations=1": "a single one has advantage 0 and teaches nothing",
@@ -296,7 +297,10 @@ LATE = {  # answered with torch, most of them before the model is loaded
     "study first/run.yaml --methods grpo grpo": "two of grpo, grpo have the same label",
     "study first/run.yaml --methods a/b@grpo": "the label 'a/b' is used as a folder name",
     "study first/run.yaml --methods grpo --set method=sft": "method differs between the runs",
-    "study first/run.yaml --methods grpo --set seed=5": "seed differs between the runs",
+    "study first/run.yaml --methods grpo --set seed=5": "seed differs between the runs; "
+    "use --seeds",
+    "study first/run.yaml --methods grpo --set run_name=x": "run_name differs between the runs; "
+    "use --methods",
 }
 LATE_TRAIN = {
     "data.system=Calculate.": "data.system='Calculate.': a text prompt needs data.chat=true",

@@ -68,6 +68,8 @@ NUMBERS = [
     (GuardConfig, "(0, inf]", "skip_above_norm"),
     (lambda weight: Source("rows.jsonl", weight=weight), POSITIVE, "weight"),
     (OptimConfig, ABOVE_ZERO_TO_ONE, "lr"),
+    (OptimConfig, FREE, "eps weight_decay max_grad_norm"),
+    (OptimConfig, UNIT, "min_lr_ratio"),
     (RolloutConfig, POSITIVE, "temperature correction_max"),
     (lambda clip_low: TrainConfig(loss=LossConfig(clip_low=clip_low)), UNIT, "clip_low"),
     (lambda kl_coef: TrainConfig(loss=LossConfig(kl_coef=kl_coef)), FREE, "kl_coef"),

@@ -281,8 +281,10 @@ def test_cap_and_ranges_hold_on_every_step(config: ControllerConfig, history) ->
         before = controller.mu
         mu = controller.update(signals, kl)
         assert config.mu_min <= mu <= config.mu_max and abs(mu - before) <= config.max_step + 1e-15
-        assert config.alpha_min <= controller.alpha <= config.alpha_max
-        assert 0 <= controller.mu_star <= 1
+        assert (
+            config.alpha_min <= controller.alpha <= config.alpha_max
+            and 0 <= controller.mu_star <= 1
+        )
 
 
 @settings(properties, max_examples=60)

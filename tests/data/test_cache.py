@@ -69,6 +69,9 @@ def test_one_process_of_a_node_tokenizes(tmp_path: Path) -> None:
 def test_a_changed_input_is_tokenized_again(tmp_path: Path, monkeypatch: Any) -> None:
     path = write(tmp_path / "rows.jsonl")
     assert load(tmp_path, path)[1] == load(tmp_path / "other", path)[1] == len(ROWS)
+    for file in (path, write(tmp_path / "same.jsonl")):  # its rows may be named after it
+        monkeypatch.setenv("FILE", str(file))
+        assert load(tmp_path, Path("$FILE"))[1] == len(ROWS), file
     changes: list[dict[str, Any]] = [
         {"template": "{prompt}="},
         {"tokens": tokenizer("{{ messages[0].content }}+")},

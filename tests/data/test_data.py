@@ -106,7 +106,7 @@ def test_hub_datasets_are_read_with_split_and_configuration(tmp_path, monkeypatc
     for source in (f"{tmp_path / 'set'}:train", f"{tmp_path / 'set'}:default:train"):
         rows = list(_enumerate(_hub(source, "source"), source))
         assert [row.fields["id"] for row in rows] == ["r1", "r2"]
-        assert rows[1].location == f"{source}, line 2"
+        assert rows[1].location == f"{source}, row 2"
     calls: list = []
     found = SimpleNamespace(cache_files=[{"filename": "f"}])
     monkeypatch.setattr(
@@ -345,8 +345,9 @@ def test_a_bad_setting_is_rejected_immediately(setting, message):
 
 
 def test_sources_that_do_not_exist(tmp_path, tokenizer, monkeypatch):
-    with pytest.raises(FileNotFoundError, match=r"nowhere\.jsonl"):
-        load_prompts(DataConfig(prompts=str(tmp_path / "nowhere.jsonl")), tokenizer)
+    for load, key in ((load_prompts, "prompts"), (load_demos, "demos")):
+        with pytest.raises(FileNotFoundError, match=rf"^data\.{key}='.*nowhere\.jsonl'"):
+            load(DataConfig(**{key: str(tmp_path / "nowhere.jsonl")}), tokenizer)
     with pytest.raises(ValueError, match="'gsm8k': no such file.*owner/name:split"):
         load_prompts(DataConfig(prompts="gsm8k"), tokenizer)
     with pytest.raises(ValueError, match="prompts is not set"):

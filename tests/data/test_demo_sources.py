@@ -1,6 +1,7 @@
 """Demonstrations whose data name their source: losses by source, and one alarm per source."""
 
 import json
+from statistics import pvariance
 
 import pytest
 import torch
@@ -61,7 +62,8 @@ def test_losses_belong_to_their_rows(tmp_path, micro):
     """Each row is a source of its own, so the loss of a source is that of one row."""
     task = write_tiny(tmp_path)
     data = {"source_field": "id", **{k: f"{task}/{k}.jsonl" for k in ("prompts", "demos")}}
-    config = tiny_config(task, tmp_path / "run", data=data, steps=1, **micro)
+    method = {"name": "gac", "signals": {"name": "proxy", "trim": 0.25}}
+    config = tiny_config(task, tmp_path / "run", data=data, method=method, steps=1, **micro)
     rows = Feed(config, load_tokenizer(config.model), 0, 1).demo_rows(0)
     assert len({row.source for row in rows}) == 4
     trainer = Trainer(config)
@@ -73,6 +75,8 @@ def test_losses_belong_to_their_rows(tmp_path, micro):
     (step,) = metrics(tmp_path / "run")
     for row, values in zip(rows, logps, strict=True):
         assert step[f"demo_nll/{row.source}"] == pytest.approx(-float(values.mean()), rel=1e-5)
+    middle = sorted(-float(values.mean()) for values in logps)[1:3]
+    assert step["sft_variance"] == pytest.approx(pvariance(middle), rel=1e-4)
     assert sum(key.startswith("demo_nll/") for key in step) == 4
     mean = float(entropies[batch.targets != -100].mean())
     assert step["demo_entropy"] == pytest.approx(mean, rel=1e-5)

@@ -94,7 +94,9 @@ def test_every_format_gives_the_same_rows(tmp_path, name, cache):
     rows = list(read_rows(write(tmp_path / name)))
     assert [dict(row.fields) for row in rows] == ROWS
     first = 2 if ".csv" in name or ".tsv" in name else 1  # after the header
-    assert [row.number for row in rows] == list(range(first, first + 4))
+    unit = "line" if ".ndjson" in name else "row"
+    expected = [f"{tmp_path}/{name}, {unit} {number}" for number in range(first, first + 4)]
+    assert [row.location for row in rows] == expected
     assert not list(cache.rglob("*.arrow"))  # read in place
 
 
@@ -114,9 +116,9 @@ def test_compression_is_recognized_by_content(tmp_path):
 
 def test_blanks_after_the_separators_of_a_header(tmp_path):
     path = tmp_path / "a.csv"
-    path.write_text('prompt, answer\n1+1, "2, or two"\n')
+    path.write_text(f'prompt, answer\n{"1+1" * 99_999}, "2, or two"\n')  # a cell of any length
     (row,) = read_rows(str(path))
-    assert row.fields == {"prompt": "1+1", "answer": "2, or two"}
+    assert row.fields == {"prompt": "1+1" * 99_999, "answer": "2, or two"}
     path.write_text("prompt,answer\n1+1, 2\n")  # a part of the text
     (row,) = read_rows(str(path))
     assert row.fields == {"prompt": "1+1", "answer": " 2"}
@@ -132,7 +134,7 @@ def test_a_folder_of_data_files(tmp_path, cache, monkeypatch):
     for source in (str(folder), "~/set"):
         rows = list(read_rows(source))
         assert [dict(row.fields) for row in rows] == ROWS
-        assert rows[1].location == f"{folder}:train, line 2"
+        assert rows[1].location == f"{folder}:train, row 2"
     assert not list(cache.rglob("*.arrow"))
     write(folder / "test.parquet")
     with pytest.raises(
@@ -155,9 +157,9 @@ def test_rows_of_a_saved_dataset_name_their_split(tmp_path):
     datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(tmp_path / "d")
     datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "e")
     assert next(iter(read_rows(f"{tmp_path}/d:train"))).location.startswith(
-        f"{tmp_path}/d:train, line 1"
+        f"{tmp_path}/d:train, row 1"
     )
-    assert next(iter(read_rows(f"{tmp_path}/e"))).location.startswith(f"{tmp_path}/e, line 1")
+    assert next(iter(read_rows(f"{tmp_path}/e"))).location.startswith(f"{tmp_path}/e, row 1")
     message = f"data source '{tmp_path}/e:train': the dataset has no splits; write '{tmp_path}/e'"
     with pytest.raises(ValueError, match=message):
         list(read_rows(f"{tmp_path}/e:train"))
@@ -184,7 +186,8 @@ def test_sources_are_visited_in_proportion_to_their_weights(tokenizer, tmp_path)
     assert taken == MixedOrder([3, 4], [3, 1], 5).take(40)
     single = DataConfig(prompts=str(path))
     taken = prompt_order(single, load_prompts(single, tokenizer), 5).take(9)
-    assert taken == Order(4, 5).take(9)
+    own = replace(config, order="collections:deque")
+    assert taken == Order(4, 5).take(9) and prompt_order(own, prompts, 5).maxlen == 5
 
 
 GZIP = b"\x1f\x8b\x08" + b"\x00" * 6 + b"\x03"  # the header of a compressed file
@@ -367,6 +370,9 @@ def test_several_sources(tmp_path, tokenizer):
     config = load(DataConfig, {"sources": sources})
     assert Counter(e.source for e in load_prompts(config, tokenizer)) == {"a": 4, second: 4}
     assert Counter(e.source for e in load_demos(config, tokenizer)) == {"a": 4, second: 4}
+    assert Counter(e.source for e, _ in load_references(config)) == {"a": 4, second: 4}
+    by_answer = load_references(DataConfig(prompts=first, source_field="answer"))
+    assert [example.source for example, _ in by_answer] == ["0.", "1.", "2.", "3."]
     bare = conversation(tmp_path, {"prompt": "1+1", "answer": "2"})
     unnamed = load(DataConfig, {"sources": [{"path": first}, {"path": bare}, {"path": second}]})
     assert {demo.source for demo in load_demos(unnamed, tokenizer)} == {first, second}
@@ -410,7 +416,9 @@ def test_names_that_the_hub_cannot_have(source):
         read_rows(source)
 
 
-@pytest.mark.parametrize("source", ["/no/rows", "./rows", "~/rows", "$NO_FOLDER/rows", "rows.tsv"])
+@pytest.mark.parametrize(
+    "source", ["/no/rows", "./rows", "~/rows", "$NO_FOLDER/rows", "rows.tsv", "a/rows.jsonl.gz"]
+)
 def test_paths_are_not_looked_up_on_the_hub(source, monkeypatch):
     monkeypatch.delenv("NO_FOLDER", raising=False)
     with pytest.raises(MissingData, match=r"no such file or folder|\$NO_FOLDER is not set"):
@@ -448,7 +456,7 @@ def test_numbers_are_text_and_missing_fields_list_the_others():
         ("c", "key", "is null; the row's fields are a, b, c: set key"),
         ("d", None, "is missing; the row's fields are a, b, c"),
     ):
-        with pytest.raises(DataError, match=f"^rows, line 3, field '{field}': {message}$"):
+        with pytest.raises(DataError, match=f"^rows, row 3, field '{field}': {message}$"):
             row.get(field, key=key)
     for number in (math.nan, math.inf):
         with pytest.raises(DataError, match=f"is {number}: use a finite number"):

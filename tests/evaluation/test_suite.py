@@ -38,8 +38,8 @@ from tests import ranks
 from tests.tiny import tiny_config
 
 
-def suite(task, out, **changes) -> EvalConfig:
-    data = {"prompts": str(task / "eval.jsonl")}
+def suite(task, out, data=None, **changes) -> EvalConfig:
+    data = data or {"prompts": str(task / "eval.jsonl")}
     return load(
         EvalConfig,
         {
@@ -72,7 +72,10 @@ def test_results_follow_the_documented_format(task, tmp_path, monkeypatch):
     monkeypatch.setattr(
         Engine, "sample_rollouts", lambda e, x, n: batches.append(sample(e, x, n)) or batches[-1]
     )
-    results = run_suite(suite(task, tmp_path / "e"))
+    path = tmp_path / "rows.jsonl"
+    path.write_text((task / "eval.jsonl").read_text().replace('"prompt"', '"question"'))
+    data = {"prompts": str(path), "prompt_field": "question"}
+    results = run_suite(suite(task, tmp_path / "e", data))
     # all at once, or `batch` completions of 4 per prompt
     assert [len(rollouts) for rollouts in batches] == [8] * 5
     assert (tmp_path / "e" / "results.json").read_text() == json.dumps(results, indent=2) + "\n"
@@ -84,6 +87,7 @@ def test_results_follow_the_documented_format(task, tmp_path, monkeypatch):
     rows = read_samples(tmp_path / "e")
     assert [len(rows[n]) for n in ("greedy", "sampled")] == [8, 32]
     assert [(a.number, a.id) for a in rows["greedy"]] == [(i, str(i)) for i in range(8)]
+    assert len({answer.prompt for answer in rows["greedy"]}) == 8
     assert [a.length for a in rows["sampled"]] == [
         len(rollout.completion_ids) for rollouts in batches[1:] for rollout in rollouts
     ]

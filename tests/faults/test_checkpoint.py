@@ -347,8 +347,9 @@ def test_a_run_ends_with_its_best_weights(task, tmp_path, killed):
     config = tiny_config(
         task,
         tmp_path / "run",
-        steps=8,
-        method={"name": "sft-best"},
+        steps=99,
+        demo_batch_size=3,  # two epochs of 12 are 8 steps, in which the learning rate falls
+        method={"name": "sft-best", "epochs": 2},
         checkpoint_every=8,
         rollouts={"num_iterations": 2},
         reward="tests.faults.test_checkpoint:falling",
@@ -364,7 +365,8 @@ def test_a_run_ends_with_its_best_weights(task, tmp_path, killed):
         assert trainer.step == 4 and evaluated_steps(config.out) == [0, 4]
         calls[0] = 0
     run = train(config)
-    assert evaluated_steps(run) == [0, 4, 6, 8]
+    last = metrics(run)[-1]["lr"]
+    assert evaluated_steps(run) == [0, 4, 6, 8] and last == pytest.approx(1e-4)
     assert export_run(run, tmp_path / "best", step="best").name == "step-00000004"
     assert torch.equal(logits(run / "model"), logits(tmp_path / "best"))
     assert Trainer(config).best["step"] == 4
@@ -407,12 +409,15 @@ def test_another_configuration_is_rejected_key_by_key(task, tmp_path):
         assert any(re.search(expected, line) for line in lines)
 
 
-def test_harmless_changes_are_allowed(task, tmp_path):
+def test_harmless_changes_are_allowed(task, tmp_path, caplog):
     moved = train(tiny_config(task, tmp_path / "run", steps=2)).rename(tmp_path / "moved")
     train(
         tiny_config(task, moved, steps=4, checkpoint_every=1, run_name="longer", micro_batch_size=3)
     )
+    with caplog.at_level(logging.INFO):
+        train(tiny_config(task, moved, steps=3))
     assert [r["step"] for r in metrics(moved)] == [1, 2, 3, 4]
+    assert "the run is finished: 4 of 3 steps; to train on, raise" in caplog.text
 
 
 def test_run_directory_below_a_file_is_rejected_before_the_model_loads(task, tmp_path):

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -88,25 +89,38 @@ def test_broken_step_is_skipped_and_replayed(task, tmp_path, monkeypatch, reward
     values = [[results[name] for name in recomputed] for results in (recorded, recomputed)]
     torch.testing.assert_close(*map(torch.tensor, values), rtol=1e-6, atol=0, equal_nan=True)
     if reward == "overflowing":
-        advantages = [abs(culprit["advantage"]) for culprit in replayed["culprits"]]
-        assert advantages and min(advantages) > 1e200
+        rows = [row.advantage for row in load_skipped(trainer.first_skipped)[0].step.rows]
+        found = [(c["row"], c["advantage"], c["demonstration"]) for c in replayed["culprits"]]
+        assert found and found == [(i, x, False) for i, x in enumerate(rows) if abs(x) > 1e200]
+
+
+FULL = torch.OutOfMemoryError("full")
+ON_CPU = RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
 
 @pytest.mark.parametrize(
-    ("error", "expected", "message"),
+    ("changes", "part", "error", "message"),
     [
-        (torch.OutOfMemoryError("full"), RunError, r"memory in step 1: rows have up to \d+ tokens"),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), RunError, "of memory in step"),
-        (RuntimeError("an operator failed"), RuntimeError, "^an operator failed$"),
+        ({}, "gradients", FULL, r"in step 1: rows have up to \d+ tokens: .* or micro_batch_size$"),
+        ({"max_tokens_per_micro_batch": 9}, "gradients", FULL, "in .* or max_tokens_per_micro_"),
+        ({}, "sampler", FULL, "while sampling for step 1: lower rollouts.generation_batch_size, "),
+        (
+            {"rollouts": {"max_completion_length": 5, "generation_batch_tokens": 999}},
+            *("sampler", FULL, "while sampling .*: lower rollouts.generation_batch_tokens, "),
+        ),
+        (
+            {"rollouts": {"max_completion_length": 5, "engine": "paged"}},
+            *("sampler", FULL, "while sampling .*: lower rollouts.paged.num_blocks, "),
+        ),
+        ({}, "evaluator", ON_CPU, "in the evaluation after step 0: lower eval.batch, "),
+        ({}, "gradients", RuntimeError("an operator failed"), None),
     ],
 )
-def test_out_of_memory_names_the_keys_to_lower(task, tmp_path, error, expected, message):
-    def fail(*_):
-        raise error
-
-    trainer = Trainer(tiny_config(task, tmp_path, eval={}))
-    trainer.optimizer.register_step_pre_hook(fail)
-    with pytest.raises(expected, match=message):
+def test_out_of_memory_names_the_keys_to_lower(task, tmp_path, changes, part, error, message):
+    trainer = Trainer(tiny_config(task, tmp_path, **changes))
+    setattr(trainer, part, Mock(side_effect=error))
+    expected = f"out of memory {message}" if message else str(error)
+    with pytest.raises(RuntimeError, match=f"^{expected}"):
         trainer.run()
 
 
@@ -228,8 +242,11 @@ def test_too_many_broken_steps_stop_the_run_with_the_last_good_weights(
     with pytest.raises(RunError, match=r"patience=3.* rollout_loss .* step 3 in .*gac replay"):
         trainer.run()
     saved = Trainer(config)
-    assert saved.step == 3 and all(map(torch.equal, before, weights(saved)))
-    assert (saved.guard.skipped, saved.guard.consecutive) == (3, 0)
+    assert (
+        saved.step == 3
+        and all(map(torch.equal, before, weights(saved)))
+        and (saved.guard.skipped, saved.guard.consecutive) == (3, 0)
+    )
     assert sorted((tmp_path / "replay").iterdir()) == [first, second]
     assert bool(re.search(r"\(not saved: .* free \(rank 0: no space\)\)", caplog.text)) == bool(
         kept[0]
@@ -255,8 +272,7 @@ def test_one_process_replays_the_teacher_of_every_rank(task, tmp_path):
     (path,) = (tmp_path / "replay").iterdir()
     first, second = (Step.restore(torch.load(file)["step"]) for file in path.glob("rank-*.pt"))
     # the random numbers differ, also those of dropout, although all prompts are the same
-    assert [r.ids for r in first.rows] != [r.ids for r in second.rows]
-    assert first.seed != second.seed
+    assert [r.ids for r in first.rows] != [r.ids for r in second.rows] and first.seed != second.seed
     replayed = replay(path)
     recorded, recomputed = replayed["recorded"], replayed["recomputed"]
     assert recorded["rollout_loss"] != 0
@@ -285,17 +301,22 @@ def test_ranks_agree_on_a_broken_step_and_one_process_replays_it(task, tmp_path,
     assert [row.ids for row in load_skipped(path)[0].step.rows] == rows  # in the order of the ranks
 
 
-def test_replay_needs_only_the_models(task, tmp_path):
-    """Replay needs no data and no reward function and writes nothing; the saved step is enough."""
+def test_replay_needs_only_the_models(task, tmp_path, monkeypatch):
+    """Replay needs no data and no reward function and writes nothing; the saved step is enough.
+
+    A single process ignores `parallel`. The path of the step may be relative.
+    """
     shutil.copytree(task, tmp_path / "task")
-    folder, guards = tmp_path / "task", {"patience": 1}
-    config = faulty_config(folder, tmp_path / "run", "always_overflowing", guards=guards)
+    folder = tmp_path / "task"
+    settings = {"guards": {"patience": 1}, "parallel": {"mode": "fsdp", "replicas": 2}}
+    config = faulty_config(folder, tmp_path / "run", "always_overflowing", **settings)
     with pytest.raises(RunError, match="patience=1"):
         train(config)
     for file in folder.glob("*.jsonl"):
         file.unlink()
     files = {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")}
-    assert replay(tmp_path / "run" / "replay" / "step-00000000")["culprits"]
+    monkeypatch.chdir(tmp_path / "run" / "replay")
+    assert replay(Path("step-00000000"))["culprits"]
     assert files == {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")}
 
 

@@ -151,8 +151,10 @@ def test_demonstrations_are_read_from_files_and_folders(tmp_path: Path) -> None:
 
 def test_rows_and_divisors() -> None:
     rows = [row_of({"ids": [3, 4, 5, 6][:n], "start": 1}) for n in (4, 3, 2, 1, 4)]
-    assert rows[1] == Row((3, 4, 5), 1, is_demo=True, advantage=1.0)
-    assert demo_norm(rows, LossSpec(demo_reduction="token"), 2) == (3 + 2 + 1 + 0 + 3) / 2
+    assert (
+        rows[1] == Row((3, 4, 5), 1, is_demo=True, advantage=1.0)
+        and demo_norm(rows, LossSpec(demo_reduction="token"), 2) == (3 + 2 + 1 + 0 + 3) / 2
+    )
     assert demo_norm(rows, LossSpec(demo_reduction="sequence"), 3) == 4 / 3
 
 
@@ -328,8 +330,10 @@ def test_the_head_of_verl(monkeypatch: Any) -> None:
         torch.testing.assert_close(replaced(hidden, weight, labels)[0], plain.flatten())
         monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: group)
         assert replaced(hidden, weight, labels, 0.7, "none", 1)[0].shape == (6,) and not calls
-        assert replaced(hidden, weight, labels, 0.7, "none", 2) == "own"
-        assert replaced(hidden, weight, labels, 0.7, "mean") == "own"
+        assert (
+            replaced(hidden, weight, labels, 0.7, "none", 2) == "own"
+            and replaced(hidden, weight, labels, 0.7, "mean") == "own"
+        )
         assert [call[3:] for call in calls] == [(0.7, "none", 2), (0.7, "mean", None)]
         assert [*map(id, calls[0][:3])] == [*map(id, (hidden, weight, labels))]
         for handle in (again, patch):

@@ -145,9 +145,11 @@ def test_the_loss_of_a_micro_batch(swift: Any, monkeypatch: Any, overlong: bool)
     assert loss.item() == 0.75 * 8 + 4 * 0.25 * 3 and metrics == {"metrics": "of swift"}
     ((mask, advantages, ref),) = observed
     second = [False] * 3 if overlong else [True] * 3
-    assert mask.tolist() == [[True, True, False], second]
-    assert (advantages, ref) == ("advantages", "ref")
-    assert [float(x) for (x,) in mixer._losses] == [2, 3]
+    assert (
+        mask.tolist() == [[True, True, False], second]
+        and (advantages, ref) == ("advantages", "ref")
+        and [float(x) for (x,) in mixer._losses] == [2, 3]
+    )
     drawn = swift.Mixer(METHODS["constant"](), rows=3, batch=2, seed=5).draw()
     assert trainer._step_demos == [ROWS[i] for i in drawn] and trainer._micro_batch == 1
     trainer.model.training = False

@@ -76,8 +76,11 @@ def test_every_row_has_the_counts_of_its_step(trinity: Any) -> None:
     with pytest.raises(ValueError, match="a demonstration has no completion tokens: remove"):
         trinity.count_rows([row(True, 0)])
     sampled, metrics, representatives = asyncio.run(trinity.GACSampleStrategy().sample(5))
-    assert sampled[0].info["rollout_tokens"] == 3 and metrics == {"step": 5}
-    assert representatives == ["a row"]
+    assert (
+        sampled[0].info["rollout_tokens"] == 3
+        and metrics == {"step": 5}
+        and representatives == ["a row"]
+    )
 
 
 def configuration(**changes: Any) -> Any:

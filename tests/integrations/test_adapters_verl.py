@@ -211,8 +211,9 @@ def test_the_worker(verl: Any, options: Any, monkeypatch: Any, tmp_path: Path) -
     monkeypatch.setattr(verl, "TwoPassStep", Mixing)
     loss = SimpleNamespace(keywords={"config": SimpleNamespace(policy_loss=options)})
     worker.set_loss_fn(loss)
-    assert made == [(worker.engine, "words", options, loss)]
-    assert worker.calls[-1] == "the mixed loss"
+    assert (
+        made == [(worker.engine, "words", options, loss)] and worker.calls[-1] == "the mixed loss"
+    )
     assert worker.train_batch("data")["metrics"] == {"own": 1, "gac/mu": 0.5, "gac/group": "group"}
     worker.output = None  # not the rank that reports
     assert worker.train_batch("data") is None
@@ -259,8 +260,12 @@ def test_the_rollout_loss(verl: Any, options: Any) -> None:
     loss, metrics = mixed.rollout_loss(output, data, "group")
     assert (loss.item(), metrics) == (0.75 * 8, {"group": "group"})
     log = mixed.mixer.close()
-    assert log["rollout_loss"] == 8 and log["rl_variance"] == 1.5**2 and "kl" not in log
-    assert log["entropy"] == pytest.approx(2)
+    assert (
+        log["rollout_loss"] == 8
+        and log["rl_variance"] == 1.5**2
+        and "kl" not in log
+        and log["entropy"] == pytest.approx(2)
+    )
     data["ref_log_prob"] = logps.detach() - 1
     mixed.rollout_loss({"log_probs": logps - 1.0}, data)
     log = mixed.mixer.close()
@@ -307,8 +312,11 @@ def test_rows_are_padded_to_whole_micro_batches(verl: Any, options: Any) -> None
     options.demo_batch = 5
     mixed = verl.TwoPassStep(Engine(1, 1 + 1), words, options, None)
     data = mixed.demo_data(Batch(micro_batch_size_per_gpu=2))
-    assert rows_of(data, "input_ids")[2:] == [[words.eos_token_id]] * 2
-    assert len(rows_of(data, "loss_mask")) == 4 and data["micro_batch_size_per_gpu"] == 2
+    assert (
+        rows_of(data, "input_ids")[2:] == [[words.eos_token_id]] * 2
+        and len(rows_of(data, "loss_mask")) == 4
+        and data["micro_batch_size_per_gpu"] == 2
+    )
 
 
 def test_the_mixer_of_a_run(verl: Any, options: Any, monkeypatch: Any) -> None:

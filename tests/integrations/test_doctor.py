@@ -41,22 +41,28 @@ def test_without_the_native_library(tmp_path: Path) -> None:
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0 and not result.stderr, result.stderr
     (line,) = [x for x in result.stdout.splitlines() if "native on cpu" in x]
-    assert line.split(": ", 1)[1] != "available"
-    assert "auto on cpu: reference for float32" in result.stdout
+    assert (
+        line.split(": ", 1)[1] != "available"
+        and "auto on cpu: reference for float32" in result.stdout
+    )
 
 
 def test_an_unsupported_trainer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for installed, expected in [
-        ("1.9.0", "1.9.0 is not supported: install 1.15 or later"),
-        ("1.15", "1.15, supported"),
-        ("2.0", "2.0, supported"),
+    for package, installed, expected in [
+        ("trl", "1.9.0", "1.9.0 is not supported: install 1.15 or later"),
+        ("trl", "1.15", "1.15, supported"),
+        ("trl", "2.0", "2.0, supported"),
+        ("verl", "1.0", "1.0 is not supported: install 0.9 or later, below 1"),
+        ("verl", "0.9.1", "0.9.1, supported"),
+        ("axolotl", "0.18", "0.18 is not supported: install 0.19 or later"),
+        ("openrlhf", "0.10", "0.10 is not supported: install 0.11 or later"),
+        ("skyrl", "0.2.1", "0.2.1 is not supported: install 0.3 or later"),
+        ("prime-rl", "0.6", "0.6 is not supported: install 0.7 or later"),
+        ("ms-swift", "4.5", "4.5 is not supported: install 4.6 or later"),
+        ("trinity-rft", "0.5", "0.5 is not supported: install 0.6 or later"),
     ]:
         monkeypatch.setattr(doctor, "version", lambda package, found=installed: found)
-        assert doctor._support("trl", "1.15", None) == expected
-    assert [doctor._support("verl", "0.9", end) for end in ("2.0", "3")] == [
-        "2.0 is not supported: install 0.9 or later, below 2.0",
-        "2.0, supported",
-    ]
+        assert doctor._support(package, *doctor.TRAINERS[package]) == expected
 
 
 def test_a_wrong_backend_fails(
@@ -71,8 +77,9 @@ def test_a_wrong_backend_fails(
     native = backends.unavailable("native", torch.device("cpu"), torch.float32)
     if native:
         pytest.skip(native)
-    assert doctor.main([]) == 1
-    assert "native on cpu: FAILED: relative error" in capsys.readouterr().out
+    assert (
+        doctor.main([]) == 1 and "native on cpu: FAILED: relative error" in capsys.readouterr().out
+    )
 
 
 def test_the_first_use_logs_its_backend_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import (
     AutoConfig,
@@ -67,7 +67,7 @@ def gradients(model: nn.Module, **inputs: Any) -> dict[str, Tensor]:
     loss = model(**inputs).loss
     loss.backward()
     named = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {"loss": loss.detach(), **{name: grad.clone() for name, grad in named.items()}}
+    return {"loss": loss.detach().float(), **{name: grad.clone() for name, grad in named.items()}}
 
 
 def check(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-5) -> None:
@@ -379,11 +379,13 @@ def wrapped(kind: str, first: str) -> nn.Module:
     if kind.startswith("DDP"):
         model = DistributedDataParallel(model, find_unused_parameters=kind == "DDP unused")
     else:
+        # the hidden states and the sharded weights differ in their dtype
+        policy = {"mp_policy": MixedPrecisionPolicy(torch.float64)} if "reshard" in kind else {}
         for layer in model.model.layers:
-            fully_shard(layer)
+            fully_shard(layer, **policy)
         if kind == "FSDP2 head":
             fully_shard(model.lm_head)
-        fully_shard(model, reshard_after_forward=kind != "FSDP2")
+        fully_shard(model, reshard_after_forward=kind != "FSDP2", **policy)
     fuse(model)
     return model
 

@@ -99,8 +99,10 @@ def test_state_round_trip_resumes_exactly(tmp_path: Path):
     assert first.state_dict()["step"] == 3 and first.state_dict()["order"]["position"] == 18
     second = Mixer(GAC(update_every=2), rows=9, batch=6, seed=5)
     second.load(tmp_path)
-    assert json.loads((tmp_path / "gac.json").read_text()) == second.state_dict()
-    assert second.draw() == first.draw()
+    assert (
+        json.loads((tmp_path / "gac.json").read_text()) == second.state_dict()
+        and second.draw() == first.draw()
+    )
     for t in range(3, 8):
         assert step(second, t) == step(first, t)
 

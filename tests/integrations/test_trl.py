@@ -63,8 +63,9 @@ def test_step_gradient_matches_plain_torch(
     }
     trainer, recorder = trl_task.trained(model, tmp_path, **options)
     reference = AutoModelForCausalLM.from_pretrained(model)
-    assert len(trainer.micro_batches) == micro_batches
-    assert len(trainer.demos_per_step[0]) == demo_batch
+    assert (
+        len(trainer.micro_batches) == micro_batches and len(trainer.demos_per_step[0]) == demo_batch
+    )
     rollouts = plain.rollout_term(reference, trainer.micro_batches, trl_task.TEMPERATURE, reduction)
     mu = recording.column(trainer, "gac/mu")[0]
     assert mu == pytest.approx(MU + 0.01)
@@ -306,8 +307,7 @@ def test_the_gradient_filter_reaches_each_loss(
         )
         runs.append((recording.column(trainer, "gac/demo_loss"), recorder.gradients[0]))
     (loss, exact), (same, filtered) = runs
-    assert loss == same and 0 < loss[0] < 100
-    assert 1e-3 < plain.relative_error(filtered, exact) < 1
+    assert loss == same and 0 < loss[0] < 100 and 1e-3 < plain.relative_error(filtered, exact) < 1
 
 
 def test_unsupported_options_are_rejected(model: Path, tmp_path: Path):
@@ -378,5 +378,4 @@ def test_the_example_learns(tmp_path: Path):
     from examples import trl_gac
 
     losses = [row["gac/demo_loss"] for row in trl_gac.run(8, str(tmp_path))]
-    assert len(losses) == 8
-    assert losses[-1] < losses[0]
+    assert len(losses) == 8 and losses[-1] < losses[0]

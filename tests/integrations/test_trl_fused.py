@@ -102,8 +102,10 @@ def step(trainer: GRPOTrainer, kind: type, inputs: dict[str, Any]) -> dict[str, 
 def check_equal(trainer: GRPOTrainer, inputs: dict[str, Any], rtol: float = 1e-4) -> None:
     expected = step(trainer, GRPOTrainer, inputs)
     actual = step(trainer, FusedGRPOTrainer, inputs)
-    assert actual["loss"] == pytest.approx(expected["loss"], rel=1e-5, abs=1e-6)
-    assert actual["metrics"].keys() == expected["metrics"].keys()
+    assert (
+        actual["loss"] == pytest.approx(expected["loss"], rel=1e-5, abs=1e-6)
+        and actual["metrics"].keys() == expected["metrics"].keys()
+    )
     for name, values in expected["metrics"].items():
         assert actual["metrics"][name] == pytest.approx(values, rel=1e-5, abs=1e-6, nan_ok=True), (
             name

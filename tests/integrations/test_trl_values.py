@@ -253,8 +253,10 @@ def test_weights_known_before_the_forward_pass() -> None:
     (options,) = calls
     assert {name: options[name] for name in names} == names
     assert options["advantages"].tolist() == [[1], [2]] and options["mask"] is mask
-    assert options["importance_sampling_ratio"] is ratio
-    assert options["log_ratio_per_token"].tolist() == [[0] * 3] * 2
+    assert (
+        options["importance_sampling_ratio"] is ratio
+        and options["log_ratio_per_token"].tolist() == [[0] * 3] * 2
+    )
 
 
 def test_a_micro_batch_without_gradients_has_no_request(monkeypatch: Any, caplog: Any) -> None:

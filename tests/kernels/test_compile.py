@@ -210,8 +210,10 @@ def test_spec_encode_decode_round_trip() -> None:
         *(None, 0.28, 3.0, 0.1, "k2", 0.01, "trust", 0.2, "constant", "sequence", 99, 0.7),
         *("sapo", (0.5, 2.0), "sequence", "token_mask", 0.1, None, True),
     )
-    assert LossSpec.decode(spec.encode()) == spec
-    assert LossSpec.decode(LossSpec().encode()) == LossSpec()
+    assert (
+        LossSpec.decode(spec.encode()) == spec
+        and LossSpec.decode(LossSpec().encode()) == LossSpec()
+    )
 
 
 def compiling(operators: bool = True) -> Any:
@@ -279,6 +281,7 @@ def test_operators_check_values() -> None:
     with compiling():
         for changes, message in (
             ({"weights": torch.tensor([1.0, -2.0, 0.0])}, r"weights\[1\] = -2.0"),
+            ({"temperatures": torch.tensor([1.0, 0.0, 1.0])}, r"temperatures\[1\] = 0.0: use"),
             ({"cu_seqlens": torch.tensor([0, 4, 8, 11])}, r"cu_seqlens=\[0, 4, 8, 11\]: use"),
             ({"targets": wrong}, r"targets\[3\] = 13"),
         ):
@@ -288,8 +291,12 @@ def test_operators_check_values() -> None:
                 fused_linear_gac_loss(hidden, weight, *inputs, **keywords)
             with pytest.raises(ValueError, match=message):
                 fused_gac_loss(hidden @ weight.T, *inputs, **keywords)
-        with pytest.raises(ValueError, match=message):
-            linear_token_logprobs(hidden, weight, wrong)
+        for given, temperature, text in (
+            (wrong, 1.0, message),
+            (targets, torch.zeros(len(targets)), r"temperature\[0\] = 0"),
+        ):
+            with pytest.raises(ValueError, match=text):
+                linear_token_logprobs(hidden, weight, given, temperature=temperature)
 
 
 LOSSES: dict[str, Any] = {

@@ -61,12 +61,12 @@ def check_nan_in_second_row(
 
 @each_backend
 def test_a_target_outside_the_vocabulary_is_nan_and_not_read(backend: str) -> None:
-    targets = torch.tensor([8, -1, 2**40, 2])
+    """A row with nan or infinity has no largest logit."""
+    targets, nan = torch.tensor([8, -1, 2**40, 2, 1, 2, 2]), [1.0, 5.0, torch.nan, *[0.0] * 5]
+    logits = torch.tensor([[*[[0.0] * 8] * 4, nan, nan, [0.0, 1.0, torch.inf, *[0.0] * 5]]])
     rows = backends.load(backend, targets.device)
-    logps, entropy, lse, *_, is_top1 = rows.row_stats(
-        torch.zeros(1, 4, 8), targets, 1.0, None, True
-    )
-    assert logps[:3].isnan().all() and not is_top1[:3].any()
+    logps, entropy, lse, *_, is_top1 = rows.row_stats(logits, targets, 1.0, None, True)
+    assert logps[[0, 1, 2, 4, 5, 6]].isnan().all() and not is_top1.any()
     torch.testing.assert_close(torch.stack([-logps[3], entropy[3], lse[3]]), lse[:3])
 
 

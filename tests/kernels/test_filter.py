@@ -252,6 +252,7 @@ def test_row_kernels_mark_what_they_store(backend, dtype, softcap, poison) -> No
     ("settings", "message"),
     [
         ({"eps": -1}, "GradientFilter eps=-1: use a number in \\[0, 1]"),
+        ({"eps": True}, "GradientFilter eps=True: use a number in \\[0, 1]"),
         ({"max_columns": 0}, "GradientFilter max_columns=0: use a number in \\(0, 1]"),
         ({"max_dropped": float("nan")}, "GradientFilter max_dropped=nan: use a number in"),
         ({"weight": 1}, "GradientFilter weight=1: use True or False"),

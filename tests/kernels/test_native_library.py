@@ -157,8 +157,9 @@ def test_only_the_results_are_written(
         )
         terms = cpu.row_loss(logits, tokens, LossSpec(), out, sketch)
     cpu.reduce(tokens, terms, True)
-    assert len(storages) > 20
-    assert all((s[:16] == 1).all() and (s[-16:] == 1).all() for s in storages)
+    assert len(storages) > 20 and all(
+        (s[:16] == 1).all() and (s[-16:] == 1).all() for s in storages
+    )
 
 
 def test_an_instruction_set_that_is_not_supported_is_rejected(load: Callable[[str], None]) -> None:
@@ -186,7 +187,8 @@ def test_fake_tensors_are_rejected(logits: Tensor | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ends", "message"), (([0, 2, 1], "decreases"), ([0, 2, 4], "must .* end at N"))
+    ("ends", "message"),
+    (([0, 2, 1], "decreases"), ([0, 2, 4], "must .* end at N"), ([1, 2, 3], "must start at 0")),
 )
 def test_invalid_offsets_are_not_followed(ends: list[int], message: str) -> None:
     inputs = BatchInputs(torch.zeros(3).long(), torch.zeros(2), torch.tensor([False, True]))

@@ -93,8 +93,7 @@ def test_gemms_with_partial_sums_write_float32(monkeypatch: pytest.MonkeyPatch) 
     log = emulate(monkeypatch, torch.bfloat16)
     with HalfProducts() as products:
         run_linear(fused_linear_gac_loss, build(BY_NAME["k2"], torch.bfloat16), chunk_bytes=26 * V)
-    assert products.count == 0
-    assert {(V, H), (H, V)} <= {shape[1:] for shape, _, _ in log}
+    assert products.count == 0 and {(V, H), (H, V)} <= {shape[1:] for shape, _, _ in log}
     assert {out for _, out, _ in log} == {torch.float32}
 
 
@@ -116,8 +115,9 @@ def test_single_chunk_writes_bfloat16_weight_gradient(monkeypatch: pytest.Monkey
     assert all(torch.equal(x, y) for x, y in zip(d_direct, d_via_float32, strict=True))
     log.clear()
     run_linear(fused_linear_gac_loss, batch, chunk_bytes=26 * V)
-    assert len(weight_gemms(log)) > 1
-    assert {gemm.out for gemm in weight_gemms(log)} == {torch.float32}
+    assert len(weight_gemms(log)) > 1 and {gemm.out for gemm in weight_gemms(log)} == {
+        torch.float32
+    }
     with torch.autocast("cpu", torch.bfloat16):  # a float32 weight's gradient is never rounded
         log.clear()
         grads = run_linear(fused_linear_gac_loss, batch.to(torch.float32))[1]
@@ -344,8 +344,7 @@ def test_rows_are_aligned_and_sizes_repeat_on_a_gpu(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(projection, "multiply", recorded)
     out, d_ours = run_linear(fused_linear_gac_loss, batch, chunk_bytes=26 * V)
-    assert strides == {128}
-    assert torch.equal(out.loss, expected.loss)
+    assert strides == {128} and torch.equal(out.loss, expected.loss)
     assert all(torch.equal(x, y) for x, y in zip(d_ours, d_expected, strict=True))
     buffer = projection.Buffer(V, torch.float32, torch.device("cpu"))
     sizes = {len(projection.Buffer.rows(buffer, n, 4000)._base) for n in (1, 1000, 1025, 3000)}

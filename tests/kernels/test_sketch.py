@@ -216,10 +216,14 @@ def test_torch_compile():
 
 
 def test_invalid_arguments_are_rejected():
-    with pytest.raises(ValueError, match="size=12: use one of 4, 8, 16, 32, 64"):
-        HeadSketch(12)
-    with pytest.raises(TypeError, match="seed=0.5: use an integer"):
-        HeadSketch(8, 0.5)
+    for error, arguments, message in (
+        (ValueError, (12,), "size=12: use one of 4, 8, 16, 32, 64"),
+        (ValueError, (16.0,), "size=16.0: use one of 4, 8"),
+        (TypeError, (8, 0.5), "seed=0.5: use an integer"),
+        (TypeError, (8, True), "seed=True: use an integer"),
+    ):
+        with pytest.raises(error, match=message):
+            HeadSketch(*arguments)
     with pytest.raises(TypeError, match="sketch=5: use a gac_kernels.HeadSketch"):
         build(CASES[0]).linear(sketch=5)
 

@@ -46,9 +46,9 @@ def batch(width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     targets[0, 0] = logits[0, 0].argmax()
     targets[0, 3] = -100
     logits[1, 1] = logits[1, 1].round()
-    logits[1, 1, -2:] = 9.0  # a tie of the largest logit: only the first counts
+    logits[1, 1, -2:] = 12.0  # a tie of the largest logit: only the first counts
     targets[1, 1] = width - 1
-    logits[1, 2, -2:] = 9.0
+    logits[1, 2, -2:] = 12.0
     targets[1, 2] = width - 2
     if dtype == torch.float32:
         logits[1, 3, 0] = -math.inf
@@ -125,6 +125,7 @@ def test_without_request_nothing_changes(backend: str) -> None:
             r"outputs=\('top1',\): use a tuple with any of log_sum_sq_probs",
         ),
         (ValueError, {"outputs": "is_top1"}, "outputs='is_top1': use a tuple"),
+        (ValueError, {"outputs": ("is_top1",) * 2}, "outputs=.*, each once"),
         (ValueError, {"softcap": 0.0}, "softcap=0.0: use a finite number > 0"),
         (ValueError, {"softcap": math.nan}, "softcap=nan: use a finite number > 0"),
         (ValueError, {"logit_scale": -1.0}, "logit_scale=-1.0: use a finite number > 0"),

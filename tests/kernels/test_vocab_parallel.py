@@ -70,8 +70,8 @@ def run_sharded(data, *cases):
 def run_unchecked(data):
     """Without a gradient and, as on a GPU, without a look at the targets."""
     vocab_parallel.checks.values = lambda *_: None
-    out = vocab_parallel_gac_loss(**shard_of(data), mu=0.5)
-    return out.loss, out.logps
+    out = vocab_parallel_gac_loss(**shard_of(data), mu=0.5, moments=False)
+    return out.loss, out.logps, out.moments
 
 
 def run_unsharded(data, settings):
@@ -197,8 +197,9 @@ def test_out_of_range_target_is_rejected_or_nan():
     data["targets"][0, :2] = torch.tensor([V, -1])
     for message in ranks.errors(run_sharded, data, {}, ranks=2):
         assert f"targets[0, 0] = {V}: use a token in" in message
-    for loss, logps in ranks.run(run_unchecked, data, ranks=2):
-        assert loss.isnan() and logps[0].isnan().tolist() == [True] * 2 + [False] * 5
+    for loss, logps, moments in ranks.run(run_unchecked, data, ranks=2):
+        assert loss.isnan() and moments is None
+        assert logps[0].isnan().tolist() == [True] * 2 + [False] * 5
 
 
 @pytest.mark.parametrize("weight", [False, True], ids=["hidden", "both"])
@@ -213,8 +214,9 @@ def test_each_rank_filters_its_own_columns(weight):
     results = [r for (r,) in ranks.run(run_sharded, data, {"gradient_filter": settings}, ranks=3)]
     for values, signals, grads in results:
         torch.testing.assert_close(values[0], exact[0][0], rtol=1e-5, atol=2e-5)
-        assert signals == pytest.approx(exact[1], rel=1e-5)
-        assert torch.equal(grads[0], results[0][2][0])
+        assert signals == pytest.approx(exact[1], rel=1e-5) and torch.equal(
+            grads[0], results[0][2][0]
+        )
         assert torch.equal(values[-1], results[0][0][-1]) and 0.01 < values[-1].min() < 0.5
         assert 1e-4 < (grads[0] - exact[2][0]).norm() / exact[2][0].norm() < 0.05
     error = (torch.cat([grads[1] for _, _, grads in results]) - exact[2][1]).norm() / exact[2][

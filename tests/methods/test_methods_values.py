@@ -96,7 +96,7 @@ def one_step(
     trainer.optimizer.step = record_grads
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer.gradients.__class__, "__call__", record_rows)
-        trainer._train_step()
+        trainer.row = trainer._train_step()
     return trainer, rows, grads, before
 
 
@@ -155,6 +155,7 @@ def test_reused_rollouts_have_the_published_ratio_and_clip(name, task, tmp_path)
     ]
     ratios = torch.cat([(r.logp - r.old).exp()[~r.demo] for r in terms if not r.row.is_demo])
     assert ratios.min() < 0.7 and ratios.max() > 1.3
+    assert (trainer.row["clip_fraction"] > 0) == bool(trainer.gradients.loss.spec.clip_low)
     assert_close(grads, gradient(LOSSES[name](terms), model))
 
 
@@ -175,13 +176,15 @@ def test_combined_gradient_is_the_weighted_sum_of_the_two(name, task, tmp_path):
 
 
 def test_sdmgrad_takes_its_weights_from_halves_of_the_batch(task, tmp_path):
-    _, terms, grads, model = one_step_terms("sdmgrad", task, tmp_path)
+    trainer, terms, grads, model = one_step_terms("sdmgrad", task, tmp_path)
     demos, rollouts = ([r for r in terms if r.row.is_demo == kind] for kind in (True, False))
     tokens, n = sum(r.n for r in demos), len(rollouts)
     losses = [2 * -sum(r.logp.sum() for r in part) / tokens for part in halves(demos)]
     losses += [2 * sum(surrogate(r).mean() for r in part) / n for part in halves(rollouts)]
     parts = [torch.cat([g.flatten() for g in gradient(loss, model, True)]) for loss in losses]
     stacked = torch.stack(parts)
+    cosine = torch.cosine_similarity(stacked[:2].sum(0), stacked[2:].sum(0), dim=0)
+    assert trainer.state["cosine"] == pytest.approx(cosine.item(), rel=1e-3)
     (a, b), (c, d) = cross_gram(stacked @ stacked.T, 2)
     # minimize (w + 0.3 p) . A (w + 0.3 p) along w = (x, 1 - x); its derivative is linear in x
     derivative = lambda x: (a - c) * (x + 0.15) + (b - d) * (1 - x + 0.15)  # noqa: E731 - a formula
@@ -240,10 +243,14 @@ def test_kl_of_a_custom_loss_covers_the_rollouts_only():
 
 
 @pytest.mark.parametrize(
-    ("clip", "expected"),
-    [((0.2, 0.3), [-1.3, 3.0, -0.5, 1.6]), ((None, None), [-1.5, 3.0, -0.5, 1.0])],
+    ("clip", "policy", "expected"),
+    [
+        ((0.2, 0.3), True, [-1.3, 3.0, -0.5, 1.6]),
+        ((0.2, 0.3), False, [-1.3, 3.0, -0.5, 1.6]),
+        ((None, None), True, [-1.5, 3.0, -0.5, 1.0]),
+    ],
 )
-def test_policy_loss_is_clipped_off_policy(clip, expected):
+def test_policy_loss_is_clipped_off_policy(clip, policy, expected):
     """Ratios 3/2, 3/2, 1/2 and 1/2 with A = 1, -2, 1 and -2; the first token has a KL.
 
     The ratio also weights that KL.
@@ -257,8 +264,11 @@ def test_policy_loss_is_clipped_off_policy(clip, expected):
     spec = LossSpec(clip_low=clip[0], clip_high=clip[1], **weighted_kl)
     losses = []
     token_loss = lambda view: losses.append(view.policy_loss) or view.policy_loss  # noqa: E731 - a spy
-    out = custom_loss(token_loss, head, None, batch, 0.0, old, ref, spec, TermPair(1.0, 4.0))
+    out = custom_loss(
+        token_loss, head, None, batch, 0.0, old, ref, spec, TermPair(1.0, 4.0), policy=policy
+    )
     assert losses[0].tolist() == pytest.approx(expected)
+    assert out.clip_fraction == (0.5 if clip[0] and policy else 0)
     assert 4 * out.loss.item() == pytest.approx(sum(expected) + 0.1 * 1.5 * (1 - math.log(2)))
 
 
@@ -308,8 +318,7 @@ def test_nonfinite_gradients_skip_the_step_and_are_counted(task, tmp_path, monke
     with monkeypatch.context() as patch:
         patch.setattr(GradientParts, "gram", lambda self: broken)
         row = trainer._train_step()
-    assert row["skipped"] == 1
-    assert all(map(torch.equal, before, trainer.model.parameters()))
+    assert row["skipped"] == 1 and all(map(torch.equal, before, trainer.model.parameters()))
     row = trainer._train_step()
     assert row["skipped"] == 1 and row["grad_norm"] == pytest.approx(1, rel=1e-4)
     assert not any(map(torch.equal, before, trainer.model.parameters()))

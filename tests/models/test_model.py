@@ -83,8 +83,9 @@ SCALED = {
 def test_scale_and_softcap_are_recorded(kind):
     changes, scaling = SCALED[kind]
     model = make(kind, **changes)
-    assert attach_head(model)
-    assert run_head(model, input_ids=torch.tensor([[3, 4]])).scaling == scaling
+    assert (
+        attach_head(model) and run_head(model, input_ids=torch.tensor([[3, 4]])).scaling == scaling
+    )
     check(model)
 
 

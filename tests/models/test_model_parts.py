@@ -287,7 +287,8 @@ def test_paths_are_not_looked_up_on_the_hub(name, monkeypatch) -> None:
     config = ModelConfig(path="owner/name")
     check_model(config, ask_hub=False)
     assert check_tokenizer(config, ask_hub=False) == ("model.path", "owner/name")
-    assert ModelConfig(tokenizer="~/x").tokenizer == str(Path.home() / "x")
+    assert (own := ModelConfig("~/x", "~/x")).path == own.tokenizer == str(Path.home() / "x")
+    assert ModelConfig("./x").path == "./x" and ModelConfig("~none/x").path == "~none/x"
 
 
 def test_names_that_the_hub_rejects() -> None:
@@ -319,6 +320,10 @@ def test_cached_models_need_no_hub(name, monkeypatch) -> None:
         (ValueError("x" * 400), f"cannot be loaded: {'x' * 300}"),
         (ConfigError("a. b"), None),
         (RuntimeError("a. b"), None),
+        *(
+            (kind("a. b"), "cannot be loaded: a.")
+            for kind in (ImportError, AttributeError, TypeError)
+        ),
     ],
 )
 def test_loading_errors_of_transformers_become_one_line(error, text) -> None:
@@ -357,8 +362,11 @@ def test_errors_in_a_forward_leave_no_traces() -> None:
         head.run_head(model, input_ids=ids, cu_seq_lens_q=bounds, attention_mask=None)
     with pytest.raises(KeyError), head.without_row_attention(model):
         raise KeyError
-    assert model.config._attn_implementation == head.ROW_ATTENTION
-    assert not head._recording.get() and not head._unmasked.get()
+    assert (
+        model.config._attn_implementation == head.ROW_ATTENTION
+        and not head._recording.get()
+        and not head._unmasked.get()
+    )
 
 
 @pytest.mark.parametrize(
@@ -378,8 +386,7 @@ def test_row_attention_is_not_enabled_for_other_kinds_of_attention(
     setattr(model.config, name, value)
     monkeypatch.delattr(sys.modules[type(model).__module__], name, raising=False)
     before = model.config._attn_implementation
-    assert not head.enable_row_attention(model)
-    assert model.config._attn_implementation == before
+    assert not head.enable_row_attention(model) and model.config._attn_implementation == before
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ("q_proj",), r".*\.v_proj"])
@@ -474,7 +481,7 @@ def test_stop_strings_are_one_token() -> None:
     words.backend_tokenizer.post_processor = TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", words.bos_token_id)]
     )  # every text
-    words.chat_template = "{% for m in messages %}{{ m.content }}1<pad>{% endfor %}"
+    words.chat_template = "{% for m in messages %}{{ m.content }}é1<pad>{% endfor %}"
     assert stop_tokens(words, ("2", "0")) == [words.eos_token_id, words.pad_token_id, 5, 3]
     with pytest.raises(ConfigError, match="stop='20' is 2 tokens"):
         stop_tokens(words, ("2", "20"))

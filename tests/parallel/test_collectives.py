@@ -104,14 +104,13 @@ NOBODY = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PO
         ({"ACCELERATE_USE_FSDP": "True"}, (), "launch without --use_fsdp"),
         ({}, ("wandb",), "report_to='wandb' is not installed: pip install wandb"),
         ({}, ("all",), "report_to='all': use names from .*tensorboard"),
-        ({}, (), "parallel.replicas=2: use a divisor of 1, the number of ranks"),
     ],
 )
 def test_a_job_that_cannot_start(monkeypatch, tmp_path, variables, trackers, message) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises((ValueError, RuntimeError), match=f"^{message}"):
-        setup.make_accelerator(ParallelConfig(replicas=2, timeout=0.2), trackers, str(tmp_path))
+        setup.make_accelerator(ParallelConfig(timeout=0.2), trackers, str(tmp_path))
 
 
 class Layer(nn.Linear):
@@ -138,7 +137,8 @@ class Family(nn.Module):
 def sharded_units(out: str) -> list[Any]:
     """For each model, the names of its units and how many ranks hold each shard, or the error.
 
-    The last entry is the error of a job that another launcher has started.
+    The last entries are the errors of a job with three replicas, and of one that another launcher
+    has started.
     """
     config, replicated = ParallelConfig("fsdp"), ParallelConfig("fsdp", replicas=2)
     os.environ |= {  # of `accelerate launch`
@@ -172,21 +172,23 @@ def sharded_units(out: str) -> list[Any]:
         units = {unit: name for name, unit in model.named_modules()}
         holders = {copies(p) if isinstance(p, DTensor) else 0 for p in model.parameters()}
         results.append(([units[unit] for unit in setup.units(model)], holders))
-    del os.environ["WORLD_SIZE"]  # as under another launcher than torchrun
-    try:
-        setup.make_accelerator(config, (), out)
-    except ConfigError as error:
-        results.append(str(error))
+    for own in (ParallelConfig("fsdp", replicas=3), config):
+        try:
+            setup.make_accelerator(own, (), out)
+        except ConfigError as error:
+            results.append(str(error))
+        os.environ.pop("WORLD_SIZE", None)  # as under another launcher than torchrun
     return results
 
 
 @pytest.mark.dist
 def test_the_outermost_layers_and_the_rest_are_sharded(tmp_path) -> None:
-    *sharded, tied, without, launched = ranks.run(sharded_units, str(tmp_path), ranks=2)[0]
+    *sharded, tied, without, odd, launched = ranks.run(sharded_units, str(tmp_path), ranks=2)[0]
     layers = ["layers.0", "layers.1"]
     assert sharded == [(["", *layers], {2}), (["", *layers], {1}), (["", layers[0]], {1})]
     assert tied.startswith("parallel.mode='fsdp': the layers of Family share weights")
     assert "Sequential could not be sharded (layers [], 0 unsharded parameters []" in without
+    assert odd == "parallel.replicas=3: use a divisor of 2, the number of ranks"
     assert launched == "WORLD_SIZE=1, but 2 processes joined: launch with torchrun"
 
 

@@ -181,9 +181,9 @@ def test_results_agree_across_processes_with(task, tmp_path, parallel, changes):
         "num_prompts": 4,
         "num_generations": 4,
         "max_completion_length": 5,
-        "num_iterations": 1,
+        "num_iterations": changes.pop("num_iterations", 1),
+        "scale_rewards": "batch",  # of all ranks
     }
-    rollouts["num_iterations"] = changes.pop("num_iterations", 1)
     settings = {"rollouts": rollouts}
     if changes.pop("flat", False):
         settings |= {"reward": "tests.parallel.test_distributed:half_constant", "loss": {}}

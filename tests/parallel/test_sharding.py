@@ -92,8 +92,7 @@ def test_ranks_sample_the_responses_of_one_process(task, tmp_path, gather):
     first, second = ranks.run(
         greedy, config(task, tmp_path, parallel={**FSDP, "gather_for_rollouts": gather}), 5, ranks=2
     )
-    assert (len(first), len(second)) == (3, 2)
-    assert first == single_process[0::2]
+    assert (len(first), len(second)) == (3, 2) and first == single_process[0::2]
     assert second == [a[:4] for a in single_process[1::2]]
 
 

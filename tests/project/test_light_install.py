@@ -84,8 +84,7 @@ def test_kernels_controller_and_methods_need_four_packages():
     done = run_without_extras(IMPORTS)
     assert done.returncode == 0, done.stderr
     mu, loaded = done.stdout.splitlines()
-    assert 0 <= float(mu) <= 1
-    assert not set(loaded.split()) & set().union(*EXTRAS.values())
+    assert 0 <= float(mu) <= 1 and not set(loaded.split()) & set().union(*EXTRAS.values())
 
 
 def test_commands_without_the_extra_name_it_in_one_line():

@@ -54,6 +54,7 @@ def write_run(path: Path, method="gac", seed=0, steps=STEPS, planned=STEPS, **se
         "demo_loss": 1.0,
         "entropy": 1.0,
         "grad_norm": 1.0,
+        "frac_reward_zero_std": 0.5,
         "tokens": 1000,
         "seconds": 0.6,
     }
@@ -119,9 +120,7 @@ def test_band_covers_the_steps_common_to_all_seeds():
     steps, mean, low, high = band([tuple(full), tuple(unfinished)])
     assert steps.tolist() == [0, 10, 20]
     assert mean.tolist() == [1, 2.5, 4]  # the second curve is 4 at step 10
-    assert low.tolist() == [0, 1, 2]
-    assert high.tolist() == [2, 4, 6]
-    assert len(band([])[0]) == 0
+    assert low.tolist() == [0, 1, 2] and high.tolist() == [2, 4, 6] and len(band([])[0]) == 0
 
 
 def test_summary_statistics_ignore_nan():
@@ -132,8 +131,7 @@ def test_summary_statistics_ignore_nan():
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # numpy warns about a variance of one value
         assert np.isnan(mean_sd([5.0])[1]) and mean_sd([5.0])[0] == 5
-    assert variance(np.array([1, 3, nan])) == 1
-    assert total(np.array([1, 3, nan])) == 4
+    assert variance(np.array([1, 3, nan])) == 1 and total(np.array([1, 3, nan])) == 4
     assert math.isnan(total(np.array([nan])))
 
 
@@ -175,8 +173,7 @@ def test_resumed_rows_replace_earlier_rows_of_the_same_steps(tmp_path):
         )
     )
     columns, _ = read_columns(path)
-    assert columns["step"].tolist() == [1, 2, 3]
-    assert columns["mu"].tolist() == [0.1, 0.25, 0.35]
+    assert columns["step"].tolist() == [1, 2, 3] and columns["mu"].tolist() == [0.1, 0.25, 0.35]
 
 
 def test_run_without_metrics_can_be_read(tmp_path):
@@ -378,7 +375,8 @@ def report(tmp_path_factory):
 
 def test_page_is_self_contained(report):
     page = Page(report.read_text())
-    assert page.open == []  # every tag is closed
+    rows = re.findall(r'class="panels( three)?"', report.read_text())
+    assert page.open == [] and rows == [" three", "", *[" three"] * 2]  # every tag is closed
     assert [image["alt"].partition(" over")[0] for image in page.images] == [
         "Held-out accuracy",
         "Held-out accuracy: +",
@@ -389,6 +387,7 @@ def test_page_is_self_contained(report):
         "Policy loss",
         "Demonstration loss",
         "Gradient norm",
+        "Groups without signal",
         "Mixing weight μ",
         "RL variance σᵣ²",
         "Disagreement Δg̃²",
@@ -427,11 +426,13 @@ def test_a_watched_report_follows_the_runs(tmp_path):
 
     def write(name: str, accuracy: float, number: int) -> None:
         (runs / name).mkdir(exist_ok=True)
+        (runs / name / "run.json").touch()
         (runs / name / "metrics.jsonl").write_text('{"step": 1, "mu": 0.5}\n')
         with (runs / name / "eval.jsonl").open("a") as file:
             file.write(f'{{"step": {number}, "accuracy": {accuracy}}}\n')
         for file in (runs / name).iterdir():
-            os.utime(file, (2e9 + number, 2e9 + number))
+            later = min(number, 2) if file.suffix == ".json" else max(number, 2)
+            os.utime(file, (2e9 + later, 2e9 + later))
 
     def visit() -> list[str]:
         """All visits, and then Ctrl-C."""
@@ -444,7 +445,8 @@ def test_a_watched_report_follows_the_runs(tmp_path):
                     ("first", 0.5, 1),
                     ("first", 0.0625, 2),
                     ("first", 0.75, 2),
-                    ("second", 0.9375, 3),
+                    ("first", 0.9375, 3),
+                    ("second", 0.3125, 3),
                 ):
                     if change:
                         write(*change)
@@ -480,8 +482,9 @@ def test_a_watched_report_follows_the_runs(tmp_path):
         pages = visits.result()
     signal.signal(signal.SIGINT, before)
     assert pages[0].startswith(f"<p>Waiting: {tmp_path}/&lt;runs&gt;: no runs found")
-    shown = [[number in page for number in ("50.0%", "6.2%", "93.8%")] for page in pages[1:]]
-    assert shown[0] == [True, False, False] and shown[1][1:] == [True, False] and shown[3][2]
+    shown = [[n in page for n in ("50.0%", "6.2%", "93.8%", "31.2%")] for page in pages[1:]]
+    assert shown[0] == [True] + [False] * 3 and shown[1][1:] == [True, False, False]
+    assert shown[3][2:] == [True, False] and shown[4][3]
     assert pages[2] == pages[3]  # no log has a new time
 
 

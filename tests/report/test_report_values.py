@@ -354,8 +354,7 @@ def test_only_numbers_are_read(tmp_path: Path) -> None:
         {},
         [{"step": 0, "accuracy/b": 0.5}],
     )
-    assert read_run(other).tasks == ["b"]
-    assert window_of([run, read_run(other)]) == 5
+    assert read_run(other).tasks == ["b"] and window_of([run, read_run(other)]) == 5
 
 
 def test_smallest_and_largest_cells() -> None:
@@ -377,6 +376,8 @@ def test_the_page_of_two_groups(groups: list[Group], tmp_path: Path) -> None:
     assert (
         '<td class="best">60.0 <span class="sd">± 28.3</span></td>' in text
         and "controller intervals (2 steps each)" in text
+        and "<li><b>Runs</b> 3</li>" in text
+        and "<td>7</td><td>3</td>" in text
     )
     assert 'stroke-dasharray="none"/></svg>gac</th><td>2</td><td>5 to 7 of 7</td>' in text
     assert "<h2>Samples</h2>" not in text and "Not recorded: Reward, " in text
@@ -390,7 +391,12 @@ def test_the_page_of_two_groups(groups: list[Group], tmp_path: Path) -> None:
                     {
                         "prompt": "1+1=",
                         "completions": [
-                            {"text": "2", "reward": 0.12345, "truncated": False},
+                            {
+                                "text": "2!",
+                                "turns": [["2", True], ["!", False]],
+                                "reward": 0.12345,
+                                "truncated": False,
+                            },
                             {"text": "3<", "reward": None, "truncated": True},
                         ],
                         "demonstration": "two",
@@ -401,7 +407,8 @@ def test_the_page_of_two_groups(groups: list[Group], tmp_path: Path) -> None:
         ],
     )
     text = page.render(group_runs([read_run(path)]), window_of([]), {})
-    assert text.count('<td>0.123</td><td class="text">2</td>') == 2
+    turns = '2<span class="note" title="no loss">!</span>'
+    assert text.count(f'<td>0.123</td><td class="text">{turns}</td>') == 2
     assert text.count('<td>dropped</td><td class="text">3&lt; (cut off)</td>') == 2
     assert text.count('<td>demonstration</td><td class="text">two</td>') == 2
     columns = text.split('<details open><summary><b>run</b></summary><div class="two">')[1]
@@ -427,24 +434,28 @@ def test_samples_show_the_first_and_the_last_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rewards", "verdict"),
+    ("rewards", "own", "verdict"),
     [
-        ([0.9] * 3 + [0.71], "yes; reward 71.0% on the training prompts at the end"),
+        ([0.9] * 5, "other", "unknown; no rewards of the same kind, or no interval"),
+        ([0.9] * 3 + [0.71], None, "yes; reward 71.0% on the training prompts at the end"),
         (
             [0.9] * 16 + [0.5] * 3 + [1.3],
+            None,
             "no sign of it; reward 70.0% on the training prompts at the end",
         ),
-        ([None] * 5, "unknown; no rewards of the same kind, or no interval"),
+        ([None] * 5, None, "unknown; no rewards of the same kind, or no interval"),
     ],
 )
-def test_the_last_lines_of_a_run(tmp_path: Path, rewards: list[Any], verdict: str) -> None:
+def test_the_last_lines_of_a_run(
+    tmp_path: Path, rewards: list[Any], own: str | None, verdict: str
+) -> None:
     evals = [
         {"step": step, "accuracy": mean, "ci95": [mean - 0.1, mean + 0.1], "prompts": 50}
         for step, mean in ((0, 0.1), (3, 0.6), (5, 0.5))
     ]
     path = write_run(
         tmp_path / "a run",
-        {},
+        {"eval": {"reward": own}},
         {
             "seconds": [30 for _ in rewards],
             "sampling_seconds": [15 for _ in rewards],
@@ -462,7 +473,9 @@ def test_the_last_lines_of_a_run(tmp_path: Path, rewards: list[Any], verdict: st
         f"next: gac report '{path}'",
     ]
     write_rows(path / "eval.jsonl", [{"step": 0, "accuracy": 0.5, "prompts": 1}])
-    assert ending(path).splitlines()[::3] == [
+    (path / "model").mkdir()
+    assert [line for line in ending(path).splitlines() if line[0] in "amo"] == [
         "accuracy: 50.0% before, 50.0% best (step 0), 50.0% after (1 prompts)",
+        f"model: {path / 'model'}",
         "overfitting: unknown; no rewards of the same kind, or no interval",
     ]

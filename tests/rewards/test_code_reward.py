@@ -66,6 +66,8 @@ def row_error(reward, completion, **row):
         ("```\nx = 1\n   ```\n2", "x = 1\n"),  # indented further, it belongs to the text
         ("```\nx = 1\n    ```\n2", "x = 1\n    ```\n2"),
         ("```\nx = 1\n`````\n2", "x = 1\n"),
+        ("1. a\n* ```py\n  x = 1\n  ```", "x = 1\n"),
+        ("1. ```py\n   x = 1\n   ```", "x = 1\n"),
         ("12) ~~~~py\n    x = '''\n    ~~~\n    '''\n~~~~\n2", "x = '''\n~~~\n'''\n"),
     ],
 )
@@ -396,9 +398,21 @@ def test_the_reference_runs_once_per_row():
         ),
         ({"tests": ["import not_here\nassert add(1, 2) == 3"]}, "fails for every program"),
         ({"tests": ["assert add(object(), 2)"], "answer": GOOD}, "own answer fails: test 1"),
+        *(
+            ({"tests": [f"{d} test(a=1): add(object(), a)"], "answer": GOOD}, "answer fails: test")
+            for d in ("def", "async def")
+        ),
         ({"tests": ["assert ad(1, 2) == 3, add"], "answer": GOOD}, "name 'ad' is not defined"),
         ({"tests": ["assert 1 + 1 == 2"]}, "use no name from the program"),
         ({"tests": ["def check(candidate): assert candidate"]}, "use no name from the program"),
+        *(
+            ({"tests": [*TESTS, test]}, "um would never run: parameters")
+            for test in (
+                "def test_sum(a): assert add(a, 1) == 0",
+                "async def test_sum(a): assert add(a, 1) == 0",
+                "class TestSum:\n    def test(self): assert add(1, 1) == 0",
+            )
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
@@ -429,8 +443,7 @@ def test_a_program_cannot_blame_the_row(reward, program):
 def test_a_program_that_exits_fails_tests_that_catch_everything(reward):
     program = "import os\ndef add(a, b): os._exit(0)"
     tests = ["try: add(1, 2)\nexcept BaseException: pass"]
-    assert score(reward, program, tests=tests) == 0.0
-    assert score(reward, GOOD, tests=tests) == 1.0
+    assert score(reward, program, tests=tests) == 0.0 and score(reward, GOOD, tests=tests) == 1.0
 
 
 BROKEN = ["assert add(1, 2) == 3", "assert add(1, 1) == 3"]
@@ -464,20 +477,19 @@ def test_names_that_the_tests_borrow_come_from_the_references_imports(reward):
 def test_on_error_drop_counts_the_row():
     reward = build_reward({"name": "code", "on_error": "drop"})
     rows = [example(tests=TESTS), example(tests=TESTS, setup="1 / 0")]
-    assert reward([GOOD, GOOD], rows) == [1.0, None]
-    assert reward.dropped == 1
+    assert reward([GOOD, GOOD], rows) == [1.0, None] and reward.dropped == 1
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"timeout": 0}, "timeout must be an integer >= 1, got 0"),
-        ({"timeout": 1.5}, "timeout must be an integer >= 1, got 1.5"),
-        ({"timeout": True}, "timeout must be an integer >= 1, got True"),
+        ({"timeout": 1.5}, "timeout: expected a whole number, got 1.5"),
+        ({"timeout": True}, "timeout: expected a whole number, got True"),
         ({"require": ["uid", 1]}, "require must be a list of names"),
         ({"memory_mb": 8}, "memory_mb must be an integer >= 64, got 8"),
         ({"workers": 0}, "workers=0: use an integer >= 1"),
-        ({"workers": 1.5}, "workers=1.5: use an integer >= 1"),
+        ({"workers": 1.5}, "workers: expected a whole number, got 1.5"),
         ({"preload": "numpy"}, "preload must be a list of names"),
         (
             {"require": ["chains"]},

@@ -72,8 +72,7 @@ def test_a_forked_process_gets_its_own_workers():
 def test_workers_start_when_needed_and_end_with_close():
     before = set(workers_of(os.getpid()))
     pool = GradingPool(timeout=3.0, workers=2)
-    assert set(workers_of(os.getpid())) == before
-    assert pool.grade([("7", "7")]) == ["right"]
+    assert set(workers_of(os.getpid())) == before and pool.grade([("7", "7")]) == ["right"]
     [worker] = set(workers_of(os.getpid())) - before  # one pair needs one worker
     assert pool.grade([("7", "7"), ("7", "8")]) == ["right", "wrong"]
     assert worker in workers_of(os.getpid())  # it is used again
@@ -195,6 +194,7 @@ def test_a_worker_has_few_modules_limited_memory_and_a_session_of_its_own(starte
     ("module", "problem"),
     [
         ("raise ImportError('broken install')", "cannot start: broken install"),
+        ("import check", "cannot start: No module named 'check'"),  # beside the worker's file
         (
             "parse = verify = print('text of another package', flush=True)",
             "text of another package",

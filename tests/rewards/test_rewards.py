@@ -1,7 +1,6 @@
 """Rewards: which completions score, which do not, and which raise an error."""
 
 import itertools
-import json
 import logging
 import math
 import signal
@@ -50,7 +49,7 @@ def odd_values(completion, example):
     )
 
 
-def batch_length(completions, examples, scale=1.0):
+def batch_length(completions, examples, scale: float = 1.0):
     return [length(completion, None, scale) for completion in completions]
 
 
@@ -96,7 +95,7 @@ LETTERS = {
     "an article is not a choice": ("the answer is a lamp", None),
     "a pronoun is not a choice": ("Answer: I think it is (B)", "B"),
     "a word is not a choice": ("Answer: Because", None),
-    "a possessive is not a choice": ("Answer: A's are fine", None),
+    "a possessive is not a choice": ("Answer: A's are fine. Answer: B’s too", None),
     "an item of a list is not a choice": ("as in (b), for example", None),
     "a small letter in brackets": ("The answer is: (d), not E.", "D"),
     "the word option": ("My choice: option C, not D.", "C"),
@@ -138,7 +137,7 @@ def test_format_matches_the_whole_completion_or_a_part():
     strict = build_reward({"name": "format", "pattern": r"<think>.*</think>.+"})
     texts = "<think>a\nb</think> 7\n", "so <think>a</think> 7"
     assert strict(texts, [example(None)] * 2) == [1.0, 0.0]
-    part = build_reward({"name": "format", "pattern": r"\d", "full": False})
+    part = build_reward({"name": "format", "pattern": r"\d", "full": "no"})
     assert [score(part, text) for text in ("a7b", "ab")] == [1.0, 0.0]
 
 
@@ -185,10 +184,9 @@ def test_rewards_inside_others_are_told_and_counted():
 
 
 def test_row_batch_and_class_callables():
-    assert score(build_reward(f"{__name__}:length"), "abc") == 3.0
+    assert score(build_reward({"name": f"{__name__}:length", "batch": "off"}), "abc") == 3.0
     batch = build_reward({"name": f"{__name__}:batch_length", "batch": True, "scale": 3})
-    assert batch(["a", "bb"], [example()] * 2) == [3.0, 6.0]
-    assert batch([], []) == []
+    assert batch(["a", "bb"], [example()] * 2) == [3.0, 6.0] and batch([], []) == []
     assert score(build_reward({"name": f"{__name__}:Doubled", "factor": 3}), "ab") == 6.0
 
 
@@ -225,9 +223,9 @@ UNSCORABLE = {
     "text": (f"{__name__}:odd_values", "text", "expected a number, got str '1'"),
     "a class that is not a reward": ("fractions:Fraction", "boom", "TypeError: both arguments"),
     "in a sum": (
-        {"sum": [{"reward": f"{__name__}:odd_values"}]},
+        {"sum": [{"reward": {"sum": [{"reward": f"{__name__}:odd_values"}]}}]},
         "nan",
-        "number, got nan",
+        f"term 'sum': term '{__name__}:odd_values': ValueError: expected a finite number, got nan",
     ),
 }
 
@@ -329,6 +327,31 @@ BAD_SPECS = {
         {"name": f"{__name__}:length", "retries": -1},
         "retries must be a whole number >= 0, got -1",
     ),
+    "an option of text": (
+        {"name": "code", "partial": "maybe"},
+        "reward 'code': partial: expected true or false, got 'maybe'",
+    ),
+    "case of a number": ({"name": "exact", "ignore_case": 0}, "ignore_case: expected true or"),
+    "a field of a list": ({"name": "code", "tests_field": ["x"]}, "tests_field: expected text, go"),
+    "a field of a number": (
+        {"name": "choice", "choices_field": 1.5},
+        "reward 'choice': choices_field: expected text (put it in quotes), got 1.5",
+    ),
+    "a batch of a number": ({"name": f"{__name__}:length", "batch": 3}, "batch: expected true or"),
+    "a factor of text": ({"name": f"{__name__}:Doubled", "factor": "x"}, "factor: expected a numb"),
+    "a scale of text": ({"name": f"{__name__}:batch_length", "scale": "x"}, "scale: expected a nu"),
+    "a key of a number": ({"name": "exact", 1: 2}, "no option 1. Known: "),
+    "a key of a number in a sum": ({"sum": [], 1: 2}, "'sum' takes no other options, got 1"),
+    "a list of names": ({"name": ["math"]}, "unknown reward ['math']; did you mean 'math'?"),
+    "a mapping as a name": ({"name": {"a": 1}}, "unknown reward {'a': 1}. Known: math,"),
+    "a sum of nothing": (
+        {"sum": None},
+        "sum must be a list of terms {reward: ..., weight: ...}, g",
+    ),
+    "a sum of a number": (
+        {"sum": 3},
+        "sum must be a list of terms {reward: ..., weight: ...}, got",
+    ),
     "an empty sum": ({"sum": []}, "sum needs at least one term"),
     "a bare term": ({"sum": ["math"]}, "term of a sum must be"),
     "a term without a reward": ({"sum": [{"weight": 1}]}, "term of a sum must be"),
@@ -352,7 +375,7 @@ BAD_SPECS = {
 def test_bad_configurations_are_refused(case):
     spec, message = case
     with pytest.raises(ValueError) as error:
-        build_reward(json.loads(json.dumps(spec)))
+        build_reward(spec)
     assert message in str(error.value)
 
 
@@ -431,7 +454,7 @@ def test_a_file_of_rewards_runs_once_unless_it_fails(tmp_path, monkeypatch):
         file.write_text("raise OSError('not yet')")
         with pytest.raises(ValueError, match="OSError: not yet"):
             build_reward(f"{file}:f")
-        file.write_text("def f(completion, example): return 1.0\n")
+        file.write_text("class J(list):\n    def __call__(*_): return 1.0\nf = J()\n")
     loaded = [build_reward(f"{file}:f")._function for file in (first, first, second)]
     assert loaded[0] is loaded[1] is not loaded[2]
     # the folder of the configuration is the last of the path

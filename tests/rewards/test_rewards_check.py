@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import logging
 import sys
 
 import pytest
@@ -15,6 +16,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox nee
 
 GOOD = "def add(a, b):\n    return a + b\n"
 BAD = "def add(a, b):\n    return a - b\n"
+CRASHES = "import os; print(1, flush=True); os.abort()"
 TESTS = ["assert add(1, 2) == 3", "assert add(0, 0) == 0", "assert add(-1, 1) == 0"]
 
 
@@ -42,7 +44,7 @@ def config(tmp_path):
         {"id": "good", "prompt": "add", "answer": GOOD, "tests": TESTS},
         {"id": "wrong", "prompt": "add", "answer": BAD, "tests": TESTS},
         {"id": "broken", "prompt": "add", "answer": GOOD, "tests": ["assert ("]},
-        {"id": "case", "prompt": "echo", "answer": "print(1)", "cases": [["", "2"]]},
+        {"id": "case", "prompt": "echo", "answer": CRASHES, "cases": [["", "2"]]},
     ]
     data = tmp_path / "rows.jsonl.gz"
     with gzip.open(data, "wt") as file:
@@ -63,13 +65,15 @@ def test_check_names_the_rows_whose_solution_fails(config):
     assert wrong.startswith(
         "the row's own answer fails: test 1 (assert add(1, 2) == 3): AssertionError"
     )
-    assert "test 1 is not valid Python" in broken
-    assert "wrote b'1\\n', expected b'2'" in case
+    assert "test 1 is not valid Python" in broken and "wrote b'1\\n', expected b'2'" in case
 
 
 def test_rows_that_a_constant_passes_are_weak(tmp_path):
     add = {"prompt": "add", "answer": GOOD}
     rows = [
+        {"id": "wrong", "prompt": "echo", "answer": "print(2)", "cases": [["1", "1"]]},
+        {"id": "empty", "prompt": "nothing", "answer": "pass", "cases": [["1", ""]]},
+        add | {"id": "list", "tests": ["assert add([], []) == []"]},
         add | {"id": "weak", "tests": ["assert add(0, 0) == 0"]},
         add | {"id": "any", "tests": ["add"]},
         add | {"id": "fine", "tests": TESTS},
@@ -78,32 +82,48 @@ def test_rows_that_a_constant_passes_are_weak(tmp_path):
         | {"entry_point": "add", "tests": ["def check(f): assert f(0, 0) == 0"]},
     ]
     data = write_rows(tmp_path / "rows.jsonl", *rows)
-    result = check({"data": data, "reward": "code"})
-    assert list(map(str, (*result.failing, *result.weak))) == [
-        "any: the row's own answer fails: the tests never use the program",
-        "weak: weak: a program that always returns 0 passes",
-        "case: weak: print(1) passes",
-        "body: weak: a program that always returns 0 passes",
-    ]
+    code = {"name": "code", "partial": True}
+    terms = [{"reward": code}, {"reward": {"name": "format", "pattern": "x"}, "weight": 0}]
+    for reward, scores, failed, weak in (
+        (code, "", "", ""),
+        ({"sum": terms}, "code scores 0: ", "term 'code': ", "code: "),
+    ):
+        result = check({"data": data, "reward": reward})
+        assert list(map(str, (*result.failing, *result.weak))) == [
+            f"wrong: scores 0; {scores}case 1 (b'1'): wrote b'2\\n', expected b'1' (ended, 0)",
+            f"any: {failed}the row's own answer fails: the tests never use the program",
+            f"empty: weak: {weak}an empty program passes",
+            f"list: weak: {weak}a program that always returns [] passes",
+            f"weak: weak: {weak}a program that always returns 0 passes",
+            f"case: weak: {weak}print(1) passes",
+            f"body: weak: {weak}a program that always returns 0 passes",
+        ]
 
 
-def test_check_on_the_command_line(config, capsys):
+def test_check_on_the_command_line(config, capsys, caplog):
+    caplog.set_level(logging.ERROR, "gac")
     assert main(["rewards", "check", str(config)]) == 1
     printed = capsys.readouterr().out.splitlines()
     assert (
         printed[0].startswith("wrong: the row's own answer fails")
-        and printed[-1] == "1 of 4 rows pass"
+        and printed[-1] == "1 of 4 rows pass (1 crashes)"
         and str(config.parent) in sys.path  # where rewards are found
+        and logging.getLogger("gac").level == logging.INFO
     )
-    assert main(["rewards", "check", str(config), "--set", "data.limit=1"]) == 0
-    assert capsys.readouterr().out == "1 of 1 rows pass\n"
+    less = "reward={sum: [{reward: code, weight: 0.75}]}"
+    command = ["rewards", "check", str(config), "--set", "data.limit=1"]
+    assert [main(command), main([*command, less])] == [0, 1]
+    assert capsys.readouterr().out == "1 of 1 rows pass\ngood: scores 0.75\n0 of 1 rows pass\n"
 
 
 def test_check_reads_evaluation_files_and_names_what_is_missing(config, capsys):
     data = {"prompts": str(config.parent / "rows.jsonl.gz"), "limit": 1, "demo_field": None}
+    path = data["prompts"]
+    several = {"sources": [{"path": path, "name": "a"}, {"path": path}], "prompts": None}
     assert check({"eval": {"data": data}, "reward": "code"}).rows == 1
+    assert check({"data": {**data, **several}, "reward": "code"}).rows == 2
     assert not check({"eval": {"data": data, "reward": "code"}, "reward": "choice"}).failing
-    tasks = {"own": {"data": data, "reward": "code"}, "shared": {"data": data}}
+    tasks = {"own": {"data": data, "reward": "code"}, "shared": {"data": data, "reward": None}}
     assert check({"tasks": tasks, "reward": "code"}).failing == ()
     report = check({"tasks": tasks, "reward": {"name": "code", "tests_field": "none"}})
     assert report.rows == 2 and [failing.task for failing in report.failing] == ["shared"]

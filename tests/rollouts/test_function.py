@@ -137,12 +137,12 @@ def two_turns(prompts, engine) -> list[Rollout]:
         if len(ids) < 2 or ids[0] % 2:
             (more,) = engine.generate([prompt.prompt + completion], max_completion_length=2)
             completion, mask = completion + more, mask + [1] * len(more)
-        rollouts.append(Rollout(prompt.prompt, completion, mask, extra={"length": len(completion)}))
+        rollouts.append(Rollout(prompt.prompt, completion, mask, extra={"id": len(completion)}))
     return rollouts
 
 
 def length_reward(completion: str, example: Any) -> float:
-    return float(example.extra["length"] % 3)
+    return float(example.extra["id"] % 3)
 
 
 def run_config(task: Path, out: Path, name: str = "two_turns", **changes: Any) -> Any:

@@ -85,8 +85,7 @@ def test_greedy_responses_do_not_depend_on_the_engine(policy, monkeypatch, engin
         policy[0], "generate", lambda **k: sizes.append(len(k["input_ids"])) or original(**k)
     )
     assert sample(config, *policy, PROMPTS, 1) == expected and max(sizes) == most
-    assert len(set(expected)) > 3 and len(set(map(len, expected))) > 1
-    assert policy[0].training
+    assert len(set(expected)) > 3 and len(set(map(len, expected))) > 1 and policy[0].training
 
 
 @pytest.mark.parametrize("samples", [1, 3])
@@ -161,8 +160,10 @@ def test_paged_run_is_repeatable_and_logs_sampled_tokens(task, tmp_path):
     first, second = metrics(tmp_path / "a"), metrics(tmp_path / "b")
     assert first == second
     for row in first:
-        assert 6 <= row["sampled_tokens"] <= 30
-        assert row["sampled_tokens"] >= row["completions/mean_length"] * 6 - 1e-6
+        assert (
+            6 <= row["sampled_tokens"] <= 30
+            and row["sampled_tokens"] >= row["completions/mean_length"] * 6 - 1e-6
+        )
 
 
 def test_paged_settings_and_missing_responses(policy, monkeypatch):
@@ -196,8 +197,7 @@ def test_paged_settings_and_missing_responses(policy, monkeypatch):
     prompts, own, pages = calls[0]
     assert prompts == [[4, 5, 6], [7] * 9, [5, 6]] and own.num_return_sequences == 3
     assert sorted(own.eos_token_id) == [1, 15] and (own.top_p, own.temperature) == (0.9, 0.7)
-    assert pages.seed == calls[1][2].seed == 2135392491
-    assert not pages.auto_switch_to_flash
+    assert pages.seed == calls[1][2].seed == 2135392491 and not pages.auto_switch_to_flash
 
 
 TOO_FEW_TOKENS = {"generation_batch_tokens": 9, "num_generations": 2, "max_completion_length": 8}
@@ -210,6 +210,18 @@ INVALID = [
     ({"rollouts": {"correction": "max"}}, "correction='max': use one of "),
     ({"rollouts": TOO_FEW_TOKENS}, "generation_batch_tokens=9: .* at least 18 tokens"),
     ({"rollouts": {"paged": {"block_size": 2}}}, "block_size=2: use an integer >= 4"),
+    (
+        {"rollouts": {"engine": "paged", "generation_batch_size": 4}},
+        "rollouts.generation_batch_size=4 has no effect without rollouts.engine=generate",
+    ),
+    (
+        {"rollouts": {"engine": "vllm", "generation_batch_tokens": 99999}},
+        "rollouts.generation_batch_tokens=99999 has no effect without rollouts.engine=generate",
+    ),
+    (
+        {"optim": {"schedule": "constant", "min_lr_ratio": 0.5}},
+        "min_lr_ratio=0.5 has no effect without optim.schedule=cosine or optim.schedule=linear",
+    ),
     ({"rollouts": {"engine": "paged"}, "parallel": {"mode": "fsdp"}}, "paged.*full model"),
 ]
 

@@ -63,7 +63,8 @@ class Script:
 
     def rollout(self, example: Example) -> Rollout:
         tokens = next(self.responses)
-        return Rollout(example.prompt, tuple(tokens), (), getattr(tokens, "logps", ()))
+        mask = [0] * len(tokens) if isinstance(tokens, list) else ()  # a list: only read
+        return Rollout(example.prompt, tuple(tokens), mask, getattr(tokens, "logps", ()))
 
     def set_step(self, step: int) -> None:
         self.step = step
@@ -115,8 +116,10 @@ def test_rollouts_by_hand() -> None:
     assert script.sampler.stats == SamplingStats(
         6, 14, 3, 7, groups=2, flat_groups=1, unsolved=1, truncated=2
     )
-    assert result.old_logps == result.teacher_logps == result.collected == []
-    assert script.step == result.step == 7
+    assert (
+        result.old_logps == result.teacher_logps == result.collected == []
+        and script.step == result.step == 7
+    )
     assert script.calls == ["model", ([A.prompt, B.prompt, C.prompt], 2)]
     assert script.scored == list(zip(("1", "34", "2", "52", "00", "6666"), "aabbcc", strict=True))
     assert same(script.given, ([[1.0, 0.0], [0.5, 0.5], [0.25, math.nan]], None, "centered"))
@@ -135,6 +138,12 @@ def test_truncated_rollouts_can_be_skipped_or_punished() -> None:
     result = script.run(Sampling(), [A, B, C], mask_truncated_completions=True, **settings)
     assert [row.advantage for row in result.rows] == [1, 3, 4, 5]
     assert result.rewards == [1.0, 0.0, 0.5, 0.5, 0.0]  # 3 of 4 tokens cost 0.25
+
+
+def test_tokens_that_are_only_read_are_not_counted() -> None:
+    script = Script([(4, 1), [6, 7]], [1.0, 0.0], [[1.0, 2.0]], [9.0], [0.0], [8.0])
+    (row,) = script.run(Sampling(), [A], num_generations=2).rows
+    assert row.advantage == 1 and script.sampler.stats.tokens == 2
 
 
 def test_demonstrations_of_the_prompts_by_hand() -> None:
@@ -191,8 +200,7 @@ def test_stages_by_hand() -> None:
         Row((10, 3, 10, 1), 2, False, 8.0, 6, 1.0, 2, 8),
         Row((10, 3, 11, 4), 2, False, 9.0, 7, 1.0, 2, 8),
     ]
-    assert same(result.rows, expected)
-    assert result.rewards == [0.5, 0.2, 0.3, 0.0, 0.75, 0.75, 0.75]
+    assert same(result.rows, expected) and result.rewards == [0.5, 0.2, 0.3, 0.0, 0.75, 0.75, 0.75]
     assert script.sampler.stats[:2] == (9, 18) and script.sampler.stats[4:8] == (2, 1, 0, 1)
     assert script.sampler.samples[1]["completions"][1] == {
         "text": "",
@@ -294,8 +302,10 @@ def test_random_prefixes_depend_on_the_step_and_the_prompt() -> None:
     stage = Stage(1, length=length)
     plans = [Sampling(stages=stages) for stages in ((stage,), (Stage(1),), (Stage(1, prefix=0.1),))]
     assert [plan.has_prefix for plan in plans] == [True, False, True]
-    assert _prefix(A, [], stage, 5) == (7, 8)
-    assert _prefix(B, [], stage, 5) == _prefix(A, [], Stage(1), 5) == ()
+    assert (
+        _prefix(A, [], stage, 5) == (7, 8)
+        and _prefix(B, [], stage, 5) == _prefix(A, [], Stage(1), 5) == ()
+    )
     assert drawn == [(5, 3, random.Random("5:a").random())]
 
 

@@ -173,6 +173,7 @@ def test_the_log_probs_of_the_server_reach_the_loss(task, server, tmp_path, monk
     assert 0 < row["sampling/sampling_logp_difference/max"] < 1e-3
     spec = trainer.gradients.loss.spec
     assert (spec.correction, spec.correction_max) == ("sequence_mask", 3.0)
+    assert trainer.sampler.engine._server.folder == tmp_path / "run" and not trainer.gathers
     rows = trainer.sampler(trainer.policy, trainer.feed.examples(trainer.step), 0).rows
     expected = trainer.gradients.forward.row_logprobs(rows)
     for row, logps in zip(rows, expected, strict=True):

@@ -136,13 +136,16 @@ assert area.__kwdefaults__ == {"pi": 3.14}
 
 import inspect
 assert inspect.isfunction(area) and inspect.getdoc(area) == "Area of a circle."
+assert inspect.getfullargspec(area).kwonlyargs == ["pi"]
 === kinds of functions
-import asyncio
+import abc, asyncio
 def gen():
     yield 1
 async def co(): return 2
 async def agen():
     yield 3
+class Shape(abc.ABC): area = abc.abstractmethod(lambda self: 1)
+class Point(Shape): area = lambda self: 0
 ----
 import inspect, types
 assert inspect.isgeneratorfunction(gen) and inspect.isgenerator(gen())
@@ -151,7 +154,9 @@ import types
 assert isinstance(gen(), types.GeneratorType)
 
 import inspect
-assert inspect.iscoroutinefunction(co)
+assert inspect.iscoroutinefunction(co) and inspect.iscoroutine(co())
+assert inspect.isasyncgenfunction(agen) and inspect.isasyncgen(agen())
+assert inspect.isabstract(Shape) and inspect.ismethod(Point().area)
 
 import asyncio
 assert asyncio.iscoroutinefunction(co) and asyncio.run(co()) == 2

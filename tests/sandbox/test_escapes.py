@@ -183,5 +183,4 @@ def test_fakes_fool_a_grader_in_the_same_process(unprotected_pool):
         name for name, (ended, _) in zip(fakes, grades, strict=True) if not ended
     ]  # a program that breaks before its trick would prove nothing
     fooled = {name for name, (_, passed) in zip(fakes, grades, strict=True) if passed}
-    assert fooled == {name for name, (_, fools) in fakes.items() if fools}
-    assert len(fooled) >= 16
+    assert fooled == {name for name, (_, fools) in fakes.items() if fools} and len(fooled) >= 16

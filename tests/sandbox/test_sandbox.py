@@ -54,8 +54,7 @@ confine.landlock_abi = confine.drop_root = absent
     )
     shown = str(pool.start())
     assert "no landlock: Function not implemented" in shown
-    assert "no namespaces: bwrap is not installed" in shown
-    assert passes(pool)
+    assert "no namespaces: bwrap is not installed" in shown and passes(pool)
     status = Path(f"/proc/{pool._server._process.pid}/status").read_text()
     assert f"CapEff:\t{0:016x}\n" in status  # without a change of user, it has no use for them
 
@@ -133,8 +132,7 @@ def test_a_broken_bubblewrap_is_not_fatal(monkeypatch, tmp_path, pool):
     fake.write_text("#!/bin/sh\nprintf 'bwrap: setting up uid map: \\377 denied\\n' >&2\nexit 1\n")
     fake.chmod(0o755)
     monkeypatch.setattr(shutil, "which", lambda name: str(fake))
-    assert "no namespaces: bwrap: setting up uid map" in str(pool.start())
-    assert passes(pool)
+    assert "no namespaces: bwrap: setting up uid map" in str(pool.start()) and passes(pool)
 
 
 POD = """
@@ -159,8 +157,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("kind", ["pod", "no capabilities"])
 def test_sandbox_works_without_capabilities(kind):
     layers, outcome = python("-c", POD, kind).splitlines()
-    assert layers.startswith("sandbox: limits, seccomp")
-    assert outcome == "(True,) 1 0"
+    assert layers.startswith("sandbox: limits, seccomp") and outcome == "(True,) 1 0"
 
 
 # --- what a program can see
@@ -227,6 +224,7 @@ def test_programs_have_the_standard_library(pool):
     text = (
         "import math, re, collections, itertools, functools, heapq, bisect, random, datetime\n"
         "import decimal, fractions, statistics, string, json, typing, dataclasses, enum, hashlib\n"
+        "import argparse, difflib, secrets, shlex, tomllib, unicodedata, zoneinfo, zipfile\n"
         "import numpy_is_not_here\n"
     )
     outcome = pool.check(Program(text + "def f(): pass"), JudgeSpec(("f()",)), 5, 256)

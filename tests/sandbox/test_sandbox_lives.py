@@ -58,8 +58,7 @@ def test_dead_server_is_restarted(monkeypatch, caplog, pool):
         # its worker and programs died with it
         wait_until(lambda: not any(map(alive, [worker, *children])), "their end")
         assert running.result(60).passed == (True,)  # it was retried
-    assert passes(pool)
-    assert "died unexpectedly; restarting it" in caplog.text
+    assert passes(pool) and "died unexpectedly; restarting it" in caplog.text
 
 
 def test_a_server_that_always_dies_is_an_error_not_a_score(monkeypatch, pool):
@@ -191,13 +190,11 @@ def test_crash_is_reported_even_if_the_judge_finishes_first():
 def test_closed_pool_leaves_no_process_and_can_be_reused(monkeypatch, pool):
     monkeypatch.setattr(server, "STOP_SECONDS", 100.0)  # it is not necessary to kill the server
     before = set(descendants(os.getpid()))
-    assert passes(pool)
-    assert set(descendants(os.getpid())) > before
+    assert passes(pool) and set(descendants(os.getpid())) > before
     held = os.dup(pool._server._control.fileno())  # as by a fork of this process
     pool.close()
     os.close(held)
-    assert set(descendants(os.getpid())) == before
-    assert passes(pool)
+    assert set(descendants(os.getpid())) == before and passes(pool)
 
 
 def test_descriptors_do_not_leak(pool):
@@ -209,8 +206,7 @@ def test_descriptors_do_not_leak(pool):
 
     before = descriptors()
     for _ in range(5):
-        assert passes(pool)
-        assert prints(pool, "print(1)") == "1\n"
+        assert passes(pool) and prints(pool, "print(1)") == "1\n"
     # the server closes the pipe of an answer after sending it
     wait_until(lambda: all(map(operator.le, descriptors(), before)), "fewer descriptors")
 

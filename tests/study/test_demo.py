@@ -10,8 +10,7 @@ from gac.demo import run, task
 
 def test_correct_responses_are_rewarded():
     """38 + 47 = 85 with one carry: the example from the module's docstring."""
-    assert task.prompt(38, 47, "+") == "+87340000="
-    assert task.response(38, 47, "+") == "5'8.0.0."
+    assert task.prompt(38, 47, "+") == "+87340000=" and task.response(38, 47, "+") == "5'8.0.0."
     assert task.response(1, 2, "-") == "9'9'9'9'"  # -1 modulo 10^4
     gold = SimpleNamespace(answer="5'8.0.0.")
     # inner marks may be wrong, the last one must not

@@ -31,8 +31,7 @@ def test_solutions_are_rewarded_in_both_styles_and_random_ones_hardly_ever(name)
         assert reward(problem.solution, example) == reward(restyle(problem.solution), example) == 1
         assert reward(problem.solution[:-1], example) == 0
         hits += reward(corrupt(problem.solution, rng), example)
-    assert len(lengths) == 1
-    assert hits < 30
+    assert len(lengths) == 1 and hits < 30
 
 
 def test_planning_rejects_walls_and_edges():

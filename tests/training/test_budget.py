@@ -140,7 +140,7 @@ def test_reference_that_cannot_be_packed_is_padded_too(caplog):
     ("changes", "expected"),
     [
         ({}, []),  # on-policy: the ratio is 1, so no forward is needed but that of the gradient
-        ({"rollouts": {"num_iterations": 2}}, ["row_logprobs in step 0, rollouts"]),
+        ({"rollouts": {"num_iterations": 2}}, ["row_logprobs in step 0, log-probs"]),
         (
             {"loss": {"kl_coef": 0.1}},
             [f"reference_logprobs in step {i}, gradients" for i in (0, 1)],

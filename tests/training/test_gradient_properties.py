@@ -190,7 +190,11 @@ def test_gradients_of_the_parts_of_each_term(rows, number, pair, mu) -> None:
     measured = measure(bias=True, signals=True)
     close(measured.gram, inner_products(parts))
     close(measured.evidence.bias_gram, inner_products([*means, *plain]))
-    assert measured.parts.combine_pair(pair, Mix(mu)) == Mix.weights(*pair)
+    losses = pytest.approx(gradient(rows, Mix(mu), loss, rows, old)[0].losses)
+    # `combine_pair` replaces the gradient of the line above
+    combined = measured.parts.combine_pair(pair, Mix(mu))
+    assert combined == Mix.weights(*pair) and measured.losses == losses
+    assert measured.evidence.step == 0
     close(flat_gradient(), pair[0] * means[0] + pair[1] * means[1])
     if number == 1:  # the moving averages start at 0
         close(measure(average=0.25).gram, inner_products(parts) / 16)

@@ -3,6 +3,7 @@
 import logging
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 from transformers import AutoConfig
@@ -11,8 +12,10 @@ from gac.config import ConfigError, save
 from gac.data import DataError, Example
 from gac.demo.task import make_tokenizer
 from gac.errors import MissingData, MissingExtra
+from gac.evaluation.config import EvalConfig
 from gac.models.config import ModelConfig
 from gac.rewards import Reward, RewardError, build_reward
+from gac.rollouts.config import VLLMConfig
 from gac.training.check import load_checked
 from gac.training.startup import check_positions, check_tokens
 from gac.training.trainer import Trainer
@@ -109,6 +112,16 @@ def check(task, tmp_path, **changes):
 
 def only_answers(completion, example):
     return float({example.answer: 1}[completion])
+
+
+def test_paths_with_variables(monkeypatch):
+    for name, value in (("HOME", "/home"), ("NAME", "x")):
+        monkeypatch.setenv(name, value)
+    config = tiny_config(Path("~/$NAME"), Path("~/$NAME/run"))
+    paths = config.out, config.model.path, VLLMConfig(folder="~/$NAME").folder
+    assert (
+        paths == ("/home/x/run", "/home/x/init", "/home/x") and EvalConfig(out="~").out == "/home"
+    )
 
 
 def test_what_is_checked_without_the_model(task, tmp_path, monkeypatch):

@@ -61,8 +61,7 @@ def test_two_steps_on_real_rows(overrides):
     for row in rows:
         # a random model writes no program that passes; the rows themselves are sound
         assert row["reward_mean"] == 0 and row["rewards_dropped"] == 0
-        assert row.keys() >= COUNTS
-        assert row["demo_loss"] > 0 and row["sft_variance"] > 0
+        assert row.keys() >= COUNTS and row["demo_loss"] > 0 and row["sft_variance"] > 0
 
 
 class FixedAnswers(CodeReward):

@@ -192,8 +192,7 @@ def test_masks_are_back_after_a_packed_forward():
     padded, packed = collate(rows, 0), collate(rows, 0, packed=True)
     inputs = {k: padded.model_inputs[k] for k in ("input_ids", "attention_mask")}
     expected = model(**inputs).logits
-    assert head.enable_row_attention(model)
-    assert torch.equal(model(**inputs).logits, expected)
+    assert head.enable_row_attention(model) and torch.equal(model(**inputs).logits, expected)
     run_head(model, **packed.model_inputs).logprobs(packed.targets)
     assert torch.equal(model(**inputs).logits, expected)
 
@@ -345,8 +344,7 @@ def test_kl_sample_of_all_rows_matches_the_moments(task, tmp_path, tokens):
         assert all_rows["kl"] == pytest.approx(moments["kl"], rel=1e-4, abs=1e-7)
         for key in ("grad_norm", "rollout_loss", "sft_variance", "entropy"):
             assert sample[key] == pytest.approx(moments[key], rel=1e-3, abs=1e-6), key
-    assert moments["kl"] > 1e-3
-    assert sample["kl"] > 0 and sample["kl"] != moments["kl"]
+    assert moments["kl"] > 1e-3 and sample["kl"] > 0 and sample["kl"] != moments["kl"]
 
 
 @pytest.mark.parametrize("error", [TypeError, ValueError, NotImplementedError, KeyError])
