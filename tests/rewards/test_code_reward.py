@@ -14,6 +14,11 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox nee
 
 GOOD = "def add(a, b):\n    return a + b\n"
 BAD = "def add(a, b):\n    return a - b\n"
+FOR_PYTEST = (
+    "def test_sum(a): add(a)",
+    "async def test_sum(a): 1",
+    "class TestSum:\n def test(self): 1",
+)
 TESTS = ["assert add(1, 2) == 3", "assert add(0, 0) == 0", "assert add(-1, 1) == 0"]
 
 
@@ -392,27 +397,15 @@ def test_the_reference_runs_once_per_row():
         ({"tests": ["assert add(1, 2) ="]}, "test 1 is not valid Python: SyntaxError"),
         ({"tests": TESTS, "setup": "def ("}, "setup is not valid Python"),
         ({"tests": TESTS, "setup": "1 / 0"}, "setup fails for every program: ZeroDivisionError"),
-        (
-            {"tests": TESTS, "setup": "import not_here"},
-            "setup fails for every program: ModuleNotFoundError",
-        ),
+        ({"tests": TESTS, "setup": "import not_here"}, "setup fails for every program: Module"),
         ({"tests": ["import not_here\nassert add(1, 2) == 3"]}, "fails for every program"),
         ({"tests": ["assert add(object(), 2)"], "answer": GOOD}, "own answer fails: test 1"),
-        *(
-            ({"tests": [f"{d} test(a=1): add(object(), a)"], "answer": GOOD}, "answer fails: test")
-            for d in ("def", "async def")
-        ),
+        ({"tests": ["def test(a=1): add(object(), a)"], "answer": GOOD}, "answer fails: test"),
+        ({"tests": ["async def test(a=1): add([], a)"], "answer": GOOD}, "answer fails: test"),
         ({"tests": ["assert ad(1, 2) == 3, add"], "answer": GOOD}, "name 'ad' is not defined"),
         ({"tests": ["assert 1 + 1 == 2"]}, "use no name from the program"),
         ({"tests": ["def check(candidate): assert candidate"]}, "use no name from the program"),
-        *(
-            ({"tests": [*TESTS, test]}, "um would never run: parameters")
-            for test in (
-                "def test_sum(a): assert add(a, 1) == 0",
-                "async def test_sum(a): assert add(a, 1) == 0",
-                "class TestSum:\n    def test(self): assert add(1, 1) == 0",
-            )
-        ),
+        *[({"tests": [*TESTS, test]}, "um would never run: param") for test in FOR_PYTEST],
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
