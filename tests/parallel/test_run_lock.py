@@ -51,7 +51,7 @@ def test_a_second_process_is_refused_until_the_first_is_killed(holder, tmp_path)
 @pytest.mark.parametrize("command", ["train", "eval", "export"])
 def test_commands_report_a_locked_folder_in_one_line(holder, tmp_path, capsys, command):
     run = tmp_path / "config.yaml"
-    run.write_text("{reward: exact, model: {path: x, random_init: true}}")
+    run.write_text("{method: grpo, reward: exact, model: {path: x, random_init: true}}")
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "1+1", "answer": "2"}\n')
     arguments = {
