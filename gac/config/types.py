@@ -13,7 +13,7 @@ from gac.errors import ConfigError, is_count, is_real, require
 
 from .yaml_text import YamlError, parse_yaml
 
-MAX_LISTED_NAMES = 40  # longer lists, as of the methods, are abbreviated in errors
+MAX_LISTED_NAMES = 40  # longer lists, as that of the methods, are abbreviated in errors
 TRUE_TEXTS, FALSE_TEXTS = ("true", "yes", "on"), ("false", "no", "off")
 
 

@@ -166,11 +166,9 @@ def _runner_call(node: ast.stmt, used: set[str], read: set[str], entry_point: st
             return f"__run_case__({name})"
         case ast.FunctionDef("check") if entry_point and "check" not in used:
             return f"check({entry_point})"
-        case ast.FunctionDef(
-            name, ast.arguments(args=names, defaults=defaults)
-        ) | ast.AsyncFunctionDef(name, ast.arguments(args=names, defaults=defaults)) if (
-            name.startswith("test") and len(names) == len(defaults)
-        ):
+        case ast.FunctionDef(name, takes) | ast.AsyncFunctionDef(name, takes) if name.startswith(
+            "test"
+        ) and len(takes.args) == len(takes.defaults):
             run = "" if isinstance(node, ast.FunctionDef) else "__import__('asyncio').run"
             return "" if name in used else f"{run}({name}())"
         case ast.ClassDef(name) | ast.FunctionDef(name) | ast.AsyncFunctionDef(name) if (
@@ -178,7 +176,7 @@ def _runner_call(node: ast.stmt, used: set[str], read: set[str], entry_point: st
         ):
             raise RowError(
                 f"{name} would never run: parameters, fixtures and classes of pytest are not "
-                f"supported; call it in the tests, or write a unittest.TestCase"
+                "supported; call it in the tests, or write a unittest.TestCase"
             )
     return ""
 

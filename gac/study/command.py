@@ -154,7 +154,7 @@ def arm_config(
         plain, changes = {**data, "method": arm.method}, [*arm.changes, *overrides]
         shared = load(TrainConfig, plain, [*changes, f"seed={seed}"])
     except ConfigError as error:
-        # a key of the method may be one of --methods
+        # the key may come from --methods
         raise ConfigError(
             f"{arm.label}: {str(error).replace('--set method.', 'method.')}"
         ) from error

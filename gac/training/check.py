@@ -136,15 +136,14 @@ def check_demos(config: Any, *, anywhere: bool = False) -> None:
     data = replace(config.data, demos=None) if of_prompts else config.data
     only = [data.demos or data.prompts] if data.demos or data.prompts else []
     paths = only or [source.path for source in data.sources]
-    rows = (row for path in paths for row in rows_with_demos(data, path, Counter()))
-    if not any(method.needs(step).demos for step in range(config.steps)) or (
-        field is not None
-        and (
-            not (anywhere or all(_path(path).is_file() for path in paths))
-            or any(row.fields.get(field) is not None for row in rows)
-        )
-    ):
+    if not any(method.needs(step).demos for step in range(config.steps)):
         return
+    if field is not None:
+        if not anywhere and not all(_path(path).is_file() for path in paths):
+            return
+        rows = (row for path in paths for row in rows_with_demos(data, path, Counter()))
+        if any(row.fields.get(field) is not None for row in rows):
+            return
     lacks = f", but no row of {', '.join(paths)} has this field" if field is not None else ""
     raise ConfigError(
         f"data.demo_field={'null' if field is None else repr(field)}: method {method.name!r} "

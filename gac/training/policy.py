@@ -210,11 +210,10 @@ def memory_advice(config: TrainConfig, activity: str, step: int, longest: int) -
         )
     rollouts = config.rollouts
     if activity.endswith("rollouts") and rollouts.engine != "vllm":
-        key = "size" if rollouts.generation_batch_tokens is None else "tokens"
-        paged = rollouts.engine == "paged"
-        keys = "paged.num_blocks" if paged else f"generation_batch_{key}"
+        unit = "size" if rollouts.generation_batch_tokens is None else "tokens"
+        key = "paged.num_blocks" if rollouts.engine == "paged" else f"generation_batch_{unit}"
         return (
-            f"while sampling for step {step + 1}: lower rollouts.{keys}, "
+            f"while sampling for step {step + 1}: lower rollouts.{key}, "
             "rollouts.max_completion_length or data.max_prompt_tokens"
         )
     by_rows = config.micro_batch_size is not None
