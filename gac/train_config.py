@@ -22,7 +22,7 @@ from gac.config import (
 )
 from gac.data import DataConfig
 from gac.errors import require
-from gac.evaluation.config import EvalSettings
+from gac.evaluation.config import EvalSettings, EvalTask
 from gac.methods import DEFAULT, METHODS, Method, all_methods
 from gac.methods.base import Loss, StepNeeds
 from gac.methods.loss_keys import check_loss
@@ -186,7 +186,7 @@ class TrainConfig(Checked):
             )
 
     def _check_effects(self) -> None:
-        """Raise ValueError if a key has no effect on the method."""
+        """Raise ValueError if a key has no effect on the method or the evaluation."""
         method, rollouts, loss = self.method, self.rollouts, loss_of(self)
         needs = StepNeeds.union(map(method.needs, range(self.steps)))
         plan = method.sampling(rollouts.num_generations)
@@ -201,6 +201,12 @@ class TrainConfig(Checked):
         if in_loss or not measured:
             why = "if the loss contains the KL" if in_loss else "without monitor_kl_every"
             require_default(self, "kl_sample_size", "kl_sample_size", why)
+        for name, default in vars(EvalTask()).items():
+            if not self.eval.data.prompts and getattr(self.eval, name) != default:
+                raise ValueError(
+                    f"eval.{name} has no effect without eval.data.prompts: set it, or remove the "
+                    "key (eval={} turns the evaluation off)"
+                )
 
     def _check_groups(self) -> None:
         """Raise ValueError if every advantage would be 0."""

@@ -157,7 +157,7 @@ def load_prompts(
     """
 
     def rows(path: str, dropped: Counter[str]) -> Iterator[SourceRow]:
-        selected = _select(config, "prompts", path, dropped)
+        selected = select_rows(config, "prompts", path, dropped)
         return _without_canaries(selected) if training else selected
 
     return _load(config, tokenizer, _prompt_sources(config), rows, "prompts", training)
@@ -254,7 +254,7 @@ def load_references(config: DataConfig, *, answers: bool = False) -> list[tuple[
     """
     sources, dropped = _prompt_sources(config), Counter[str]()
     references = []
-    rows = ((x, row) for x in sources for row in _select(config, "prompts", x.path, dropped))
+    rows = ((x, row) for x in sources for row in select_rows(config, "prompts", x.path, dropped))
     for source, row in rows:
         demo = answer = _answer(config, row, required=answers)
         if config.demo_field is not None:
@@ -282,7 +282,7 @@ def load_references(config: DataConfig, *, answers: bool = False) -> list[tuple[
     return references
 
 
-def _select(
+def select_rows(
     config: DataConfig, key: str, source: str, dropped: Counter[str]
 ) -> Iterator[SourceRow]:
     """Read the rows of `source` (the value of data.`key`) that pass `where`, at most `limit`."""
@@ -307,7 +307,7 @@ def _select(
 
 def rows_with_demos(config: DataConfig, source: str, dropped: Counter[str]) -> Iterator[SourceRow]:
     """The rows of `source` with a demonstration; in `data.demos`, one without it is an error."""
-    for row in _select(config, "demos" if config.demos else "prompts", source, dropped):
+    for row in select_rows(config, "demos" if config.demos else "prompts", source, dropped):
         if config.demos or row.fields.get(config.demo_field or "") is not None:
             yield row
         else:

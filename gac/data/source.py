@@ -7,6 +7,7 @@ import csv
 import gzip
 import io
 import json
+import logging
 import lzma
 import math
 import re
@@ -330,6 +331,8 @@ def _hub(source: str, key: str) -> Any:
     name, *rest = source.split(":")
     *configuration, split = rest or ["train"]
     datasets = _datasets()
+    # without a network, its retries take most of a minute
+    logging.getLogger(__name__).info("%s=%r: reading the dataset on the Hub", key, source)
     try:
         return datasets.load_dataset(name, *configuration, split=split)
     except (OSError, ValueError) as error:  # no network, no such dataset, no such split

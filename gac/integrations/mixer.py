@@ -138,7 +138,7 @@ class Mixer:
             measured are left out.
 
         Raises:
-            RuntimeError: mu differs between ranks, or no rank called `observe`.
+            RuntimeError: mu differs between ranks, no call of `observe`, or no KL for KLControl.
         """
         total, losses = self._gather(group)
         metrics: dict[str, Any] = {
@@ -148,6 +148,11 @@ class Mixer:
             "demo_loss": losses[1],
         }
         metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        if isinstance(self.method, KLControl) and total.rollout_tokens and math.isnan(total.kl):
+            raise RuntimeError(
+                f"controller={self.method.name} follows the KL to the reference policy, which is "
+                "not measured (kl=nan): use the trainer's KL loss, or another controller"
+            )
         needs = self.method.needs(self._step)
         row = {
             "mu": self.mu,

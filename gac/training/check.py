@@ -16,7 +16,7 @@ from typing import Any
 
 from gac.config import expanded, load_early
 from gac.config.imports import load_object
-from gac.data.examples import DataConfig, load_references, rows_with_demos
+from gac.data.examples import DataConfig, load_references, rows_with_demos, select_rows
 from gac.data.source import FORMATS, read_rows, why_missing
 from gac.errors import (
     ConfigError,
@@ -99,6 +99,8 @@ def _check_data(key: str, data: DataConfig, file: Path | None, limit: int | None
             rows = sum(1 for _ in itertools.islice(read_rows(source), limit))
             if not rows:
                 raise ConfigError(f"{key}.{name}={source!r}: the file has no rows")
+            if next(select_rows(data, name, source, Counter()), None) is None:
+                raise ConfigError(f"{key}.where={dict(data.where)}: no row of {source!r} passes")
             passed.append(f"{key}.{name}: {rows} rows")
         else:
             _require("datasets", f"{key}.{name}={source!r}")

@@ -172,7 +172,7 @@ TRAIN = {  # value of --set -> answer
     "data.answer_pattern=(zzz)": "answer_pattern '(zzz)' does not match",
     "data.template={prompt}{unit}": "field 'unit': is missing, but the template",
     "data.template={prompt}{0}": "the template '{prompt}{0}' cannot be filled",
-    "data.where={answer: 99}": "no row of first/data/train.jsonl has this field and passes",
+    "data.where={answer: 99}": "data.where={'answer': 99}: no row of 'first/data/train.jsonl'",
     "data.where={split: train}": "field 'split': is missing; the row's fields are answer, prompt",
     "data.limit=0": "limit=0: use an integer >= 1",
     "data.demo_field=essay": "gac: data.demo_field='essay': method 'constant-alarm' needs "
@@ -235,7 +235,12 @@ TRAIN_SETS = {  # several values of --set -> answer
     "method=dpo rollouts.mask_truncated_completions=true": "has no effect on method 'dpo'",
     "method=prefix-rft rollouts.function=a:b": "method 'prefix-rft' continue a demonstration: use",
     "rollouts.engine=paged parallel.mode=fsdp": "engine='paged' needs the full model on each rank",
-    "eval.data.prompts=null eval.tasks.a.samples=1": "eval.tasks.a.data.prompts is not set",
+    "eval.max_completion_length=1024 eval.data.prompts=null eval.tasks.a.samples=1": "eval.tasks.a."
+    "data.prompts is not set",
+    "eval.data.prompts=null eval.every=0": "eval.max_completion_length has no effect without",
+    "method=grpo data.where.answer=99": "data.where={'answer': 99}: no row of",
+    'data.where.answer="138" data.demo_field=essay': "no row of first/data/train.jsonl has this "
+    "field and passes data.where: set",
 }
 COMMANDS = {
     "": "gac: error: the following arguments are required: COMMAND",

@@ -1,5 +1,6 @@
 """Mixer, which the adapters share: sums, data order, state, and rejected arguments."""
 
+import contextlib
 import json
 import math
 from pathlib import Path
@@ -73,9 +74,11 @@ def test_the_loss_is_the_mixture_and_its_parts_are_logged():
         loss = mixer.weight_rollout_loss(parts[0]) + mixer.weight_demo_loss(parts[1])
         assert loss.item() == 0.75 * 1 + 0.25 * 10
         mixer.observe(moments(0, demo=True))
+    for large in (2e8, 1.0, -2e8):
+        mixer.weight_rollout_loss(torch.tensor(large))
     assert [g.item() for g in torch.autograd.grad(loss, parts)] == [0.75, 0.25]
     log = mixer.close()
-    assert (log["rollout_loss"], log["demo_loss"], log["demo_tokens"]) == (2, 20, 60)
+    assert (log["rollout_loss"], log["demo_loss"], log["demo_tokens"]) == (3, 20, 60)
     assert not {"kl", "rl_variance", "disagreement"} & set(log)  # no rollout was seen
     mixer.observe(moments(0, demo=False))
     mixer.observe(moments(1, demo=False, ref=False))  # a batch without the KL
@@ -172,6 +175,12 @@ def test_methods_that_need_only_logps_are_supported(name: str):
     mixer = Mixer(METHODS[name](), rows=9, batch=6)
     assert mixer.method.name == name and mixer.state_dict()["order"]["seed"] == 0
     assert all(0 <= step(mixer, t)["mu"] <= 1 for t in range(3))
+    mixer.observe(moments(0, demo=True))
+    mixer.close()  # without rollouts, nothing is missing
+    mixer.observe(moments(0, demo=False, ref=False))
+    unmeasured = pytest.raises(RuntimeError, match="kl-ctrl follows the KL .* not measured")
+    with unmeasured if name == "kl-ctrl" else contextlib.nullcontext():
+        mixer.close()
 
 
 def test_empty_or_oversized_step_is_an_error():

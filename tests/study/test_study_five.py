@@ -39,8 +39,7 @@ def test_planning_rejects_walls_and_edges():
         extra = {"task": "planning", "prompt": "kmlyz="}  # from (0, 0) to (2, 0), wall at (1, 0)
         return reward(moves, SimpleNamespace(answer="", extra=extra))
 
-    assert score("DRRU") == 1
-    assert score("RR") == score("UDRRU") == score("DRR") == 0
+    assert score("DRRU") == 1 and score("RR") == score("UDRRU") == score("DRR") == 0
 
 
 def test_the_tool_replies_to_what_is_asked_and_its_tokens_have_no_loss():

@@ -66,7 +66,9 @@ def test_tokens_of_the_evaluation_beyond_the_embedding(task, tmp_path):
 
 @pytest.mark.parametrize("part", ["rollouts", "eval"])
 def test_stop_strings_are_checked_before_the_model_is_loaded(task, tmp_path, part):
-    changes = {"model": {"path": str(task / "init")}, part: {"stop": ["12"]}}  # has no weights
+    data = {"prompts": str(task / "eval.jsonl")}
+    changed = {"rollouts": {"stop": ["12"]}, "eval": {"stop": ["12"], "data": data}}[part]
+    changes = {"model": {"path": str(task / "init")}, part: changed}  # has no weights
     with pytest.raises(ConfigError, match="stop='12' is 2 tokens"):
         Trainer(tiny_config(task, tmp_path, **changes))
 
