@@ -117,6 +117,21 @@ def run(work: Callable[..., Any], *args: Any, ranks: int, timeout: float = DEADL
     return results
 
 
+def each(cases: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """The result of each of `cases`, a function and its arguments, computed in this process.
+
+    As the `work` of a job, this saves the start of a job for each of them.
+    """
+    results = {}
+    for name, (work, *args) in cases.items():
+        try:
+            results[name] = work(*args)
+        except BaseException as error:
+            error.add_note(f"in the case {name}")
+            raise
+    return results
+
+
 def errors(work: Callable[..., Any], *args: Any, ranks: int) -> list[str]:
     """Return the error message of `work(*args)` on each rank; every rank must fail."""
     with job(work, *args, ranks=ranks) as started:

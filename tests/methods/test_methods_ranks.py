@@ -3,7 +3,7 @@
 import pytest
 
 from tests import ranks
-from tests.parallel.test_distributed import FSDP, assert_same, config, train_steps
+from tests.parallel.test_distributed import FSDP, assert_same, config, selected, train_steps
 
 pytestmark = pytest.mark.dist
 STEPS = 2
@@ -28,12 +28,25 @@ METHODS = {
 UNEVEN = {"dpo", "dypo", "relift", "hpt"}  # DDP differs if a rank has no rows of a kind
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_two_ranks_match_a_single_process(task, tmp_path, name):
-    method = {"name": name, **METHODS[name]}
-    changes = {"method": method, "loss": {}, "micro_batch_size": 3, "eval": {}}
-    single = ranks.run(train_steps, config(task, tmp_path / "1", **changes), STEPS, ranks=1)[0]
-    for parallel in (FSDP, {}) if name in UNEVEN else (FSDP,):
-        two_rank_config = config(task, tmp_path / f"2 {parallel}", parallel=parallel, **changes)
-        for rank in ranks.run(train_steps, two_rank_config, STEPS, ranks=2):
-            assert_same(single, rank)
+@pytest.fixture(scope="module")
+def results(request, task, tmp_path_factory):
+    """The results of the selected methods in one process, with FSDP and, of `UNEVEN`, with DDP."""
+    names = selected(request)
+
+    def run(count, names, parallel):
+        cases = {}
+        for name in names:
+            method, out = {"name": name, **METHODS[name]}, tmp_path_factory.mktemp(name)
+            changes = {"method": method, "loss": {}, "micro_batch_size": 3, "eval": {}}
+            cases[name] = train_steps, config(task, out, parallel=parallel, **changes), STEPS
+        return ranks.run(ranks.each, cases, ranks=count)
+
+    uneven = [name for name in names if name in UNEVEN]
+    return run(1, names, {})[0], run(2, names, FSDP), run(2, uneven, {}) if uneven else []
+
+
+@pytest.mark.parametrize("case", METHODS)
+def test_two_ranks_match_a_single_process(results, case):
+    single, sharded, replicated = results
+    for rank in (*sharded, *(replicated if case in UNEVEN else ())):
+        assert_same(single[case], rank[case])

@@ -63,6 +63,7 @@ def train_steps(config, steps=STEPS):
     assert own == (size and math.ceil(size / trainer.accelerator.num_processes))
     grads = record_gradients(trainer)
     rows = take_steps(trainer, steps)
+    trainer.heartbeat.stop()  # the process may run more cases
     local = (p.to_local() if isinstance(p, DTensor) else p for p in trainer.model.parameters())
     return rows, grads[0], weights(trainer.model), sum(x.numel() for x in local)
 
@@ -86,22 +87,6 @@ def config(task, out, **changes):
     )
 
 
-@pytest.fixture(scope="module")
-def single_process(task, tmp_path_factory):
-    """Single-process results, cached by configuration."""
-    cache: dict[str, object] = {}
-
-    def get(**changes):
-        key = repr(sorted(changes.items()))
-        if key not in cache:
-            cache[key] = ranks.run(
-                train_steps, config(task, tmp_path_factory.mktemp("single"), **changes), ranks=1
-            )[0]
-        return cache[key]
-
-    return get
-
-
 def assert_same(expected, actual):
     """Compare two results of `train_steps`."""
     for a, b in zip(expected[0], actual[0], strict=True):
@@ -119,34 +104,9 @@ def assert_same(expected, actual):
 
 
 FSDP = {"mode": "fsdp"}
+HSDP = {"parallel": {**FSDP, "replicas": 2}}
 BART = {"decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 8}
 FULL = pytest.mark.full(reason="other cases combine the same properties")
-
-
-@pytest.mark.parametrize(
-    ("count", "parallel", "micro_batch_size"),
-    [
-        pytest.param(2, {}, None, id="ddp-2"),
-        pytest.param(4, {}, 3, id="ddp-4-accumulated", marks=FULL),
-        pytest.param(2, FSDP, 3, id="fsdp-2-accumulated"),
-        pytest.param(2, {**FSDP, "defer_reduce": True}, 3, id="fsdp-2-deferred"),
-        pytest.param(4, {**FSDP, "replicas": 2}, None, id="hsdp-2x2"),
-    ],
-)
-def test_results_do_not_depend_on_the_number_of_processes(
-    task, tmp_path, single_process, count, parallel, micro_batch_size
-):
-    many = ranks.run(
-        train_steps,
-        config(task, tmp_path, parallel=parallel, micro_batch_size=micro_batch_size),
-        ranks=count,
-    )
-    for rank in many:
-        assert_same(single_process(), rank)
-    total, local = single_process()[3], [rank[3] for rank in many]
-    shards = count // parallel.get("replicas", 1) if parallel else 1
-    assert sum(local) == total * count / shards  # the model is really sharded, without duplicates
-    assert max(local) <= 0.6 * total or not parallel
 
 
 def half_constant(completion, example):
@@ -154,63 +114,102 @@ def half_constant(completion, example):
     return 1.0 if int(example.id) % 2 else digit_reward(completion, example)
 
 
-@pytest.mark.parametrize(
-    ("parallel", "changes"),
-    [
-        pytest.param(FSDP, {"untied": True}, id="fsdp-untied-head"),
-        pytest.param(FSDP, {"lora": {"rank": 4}}, id="fsdp-adapters"),
-        pytest.param({}, {"lora": {"rank": 4}}, id="ddp-adapters", marks=FULL),
-        pytest.param(
-            FSDP, {"gradient_checkpointing": True}, id="fsdp-recomputed-layers", marks=FULL
-        ),
-        pytest.param(FSDP, {"num_iterations": 2}, id="fsdp-reused-rollouts"),
-        pytest.param(FSDP, {"method": "pcgrad"}, id="fsdp-gram", marks=FULL),
-        pytest.param(FSDP, {"method": "pcgrad", "flat": True}, id="fsdp-gram-zero-gradient-rows"),
-        pytest.param({}, {"method": "cagrad"}, id="ddp-gram", marks=FULL),
-        pytest.param({**FSDP, "replicas": 2}, {"method": "mgda"}, id="hsdp-gram", marks=FULL),
-    ],
-)
-def test_results_agree_across_processes_with(task, tmp_path, parallel, changes):
-    changes = dict(changes)
-    folder = task
-    if changes.pop("untied", None):
-        folder = with_config(task, tmp_path / "task", tie_word_embeddings=False)
-    if changes.get("lora"):
-        pytest.importorskip("peft", reason="needs the extra `lora`")
-    rollouts = {
-        "num_prompts": 4,
-        "num_generations": 4,
-        "max_completion_length": 5,
-        "num_iterations": changes.pop("num_iterations", 1),
-        "scale_rewards": "batch",  # of all ranks
+ROLLOUTS = {"num_prompts": 4, "num_generations": 4, "max_completion_length": 5}
+ROLLOUTS |= {"scale_rewards": "batch"}  # of all ranks
+ALL = {"rollouts": ROLLOUTS}
+FLAT = {
+    **ALL,
+    "method": {"name": "pcgrad"},
+    "reward": "tests.parallel.test_distributed:half_constant",
+    "loss": {},
+    "monitor_kl_every": 1,
+    "kl_sample_size": 17,  # all 16 rollouts
+}
+ONE_BACKWARD = {
+    "method": "sft",
+    "optim": {"lr": 1e-2, "warmup_steps": 1, "max_grad_norm": 0},
+    "loss": {},
+}
+BFLOAT16 = {"parallel": FSDP, "model": {"dtype": "bfloat16"}}
+# the number of processes, the changes that only they have, and those of the single process too
+CASES = {
+    "ddp-2": (2, {"micro_batch_size": None}, {}),
+    "fsdp-2-accumulated": (2, {"parallel": FSDP, "micro_batch_size": 3}, {}),
+    "fsdp-2-deferred": (2, {"parallel": {**FSDP, "defer_reduce": True}, "micro_batch_size": 3}, {}),
+    "hsdp-2x2": (4, {**HSDP, "micro_batch_size": None}, {}),
+    "fsdp-untied-head": (2, {"parallel": FSDP}, {**ALL, "untied": True}),
+    "fsdp-adapters": (2, {"parallel": FSDP}, {**ALL, "model": {"lora": {"rank": 4}}}),
+    "fsdp-reused-rollouts": (
+        *(2, {"parallel": FSDP}),
+        {"rollouts": {**ROLLOUTS, "num_iterations": 2}},
+    ),
+    "fsdp-gram-zero-gradient-rows": (2, {"parallel": FSDP}, FLAT),
+}
+ROUNDED = {"bfloat16-gac": (2, BFLOAT16, {}), "bfloat16-sft": (2, BFLOAT16, ONE_BACKWARD)}
+FULL_CASES = {
+    "ddp-4-accumulated": (4, {"micro_batch_size": 3}, {}),
+    "ddp-adapters": (2, {}, {**ALL, "model": {"lora": {"rank": 4}}}),
+    "fsdp-recomputed-layers": (
+        *(2, {"parallel": FSDP}),
+        {**ALL, "model": {"gradient_checkpointing": True}},
+    ),
+    "fsdp-gram": (2, {"parallel": FSDP}, {**ALL, "method": {"name": "pcgrad"}}),
+    "ddp-gram": (2, {}, {**ALL, "method": {"name": "cagrad"}}),
+    "hsdp-gram": (4, HSDP, {**ALL, "method": {"name": "mgda"}}),
+}
+
+TABLE = CASES | ROUNDED | FULL_CASES
+
+
+def selected(request):
+    """The cases of the tests that use the fixture of `request` and will run."""
+    items = [i for i in request.session.items if request.fixturename in i.fixturenames]
+    return [i.callspec.params["case"] for i in items if i.path == request.path]
+
+
+@pytest.fixture(scope="module")
+def results(request, task, tmp_path_factory):
+    """For each case, the results of `train_steps` in the single process and on each rank.
+
+    One job computes all cases with the same number of processes.
+    """
+    names, jobs = dict.fromkeys(selected(request)), {}
+    for name in names:
+        count, own, shared = TABLE[name]
+        for number, key, changes in ((1, str(shared), shared), (count, name, shared | own)):
+            folder = tmp_path_factory.mktemp("case")
+            case = train_steps, case_config(task, folder, **changes)
+            jobs.setdefault(number, {})[key] = case
+    found = {count: ranks.run(ranks.each, cases, ranks=count) for count, cases in jobs.items()}
+    return {
+        name: (found[1][0][str(TABLE[name][2])], [rank[name] for rank in found[TABLE[name][0]]])
+        for name in names
     }
-    settings = {"rollouts": rollouts}
-    if changes.pop("flat", False):
-        settings |= {"reward": "tests.parallel.test_distributed:half_constant", "loss": {}}
-        settings |= {"monitor_kl_every": 1, "kl_sample_size": 17}  # all 16 rollouts
-    if "method" in changes:
-        settings["method"] = {"name": changes.pop("method")}
-    settings["model"] = {"path": str(folder / "init"), "random_init": True, **changes}
-    single = ranks.run(train_steps, config(folder, tmp_path / "one", **settings), ranks=1)[0]
-    count = 2 * parallel.get("replicas", 1)
-    for rank in ranks.run(
-        train_steps, config(folder, tmp_path / "many", parallel=parallel, **settings), ranks=count
-    ):
+
+
+def case_config(task, folder, untied=False, model=None, **changes):
+    if untied:
+        task = with_config(task, folder / "task", tie_word_embeddings=False)
+    model = {"path": str(task / "init"), "random_init": True, **(model or {})}
+    return config(task, folder / "run", model=model, **changes)
+
+
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(x, marks=FULL) for x in FULL_CASES)])
+def test_results_do_not_depend_on_the_number_of_processes(results, case):
+    single, many = results[case]
+    count, own, _ = TABLE[case]
+    for rank in many:
         assert_same(single, rank)
+    total, local, parallel = single[3], [rank[3] for rank in many], own.get("parallel")
+    shards = count // parallel.get("replicas", 1) if parallel else 1
+    assert sum(local) == total * count / shards  # the model is really sharded, without duplicates
+    assert max(local) <= 0.6 * total or not parallel
 
 
-UNCLIPPED = {"lr": 1e-2, "warmup_steps": 1, "max_grad_norm": 0}
-ONE_BACKWARD = {"method": "sft", "optim": UNCLIPPED, "loss": {}}
-
-
-@pytest.mark.parametrize("changes", [{}, ONE_BACKWARD], ids=["gac", "sft"])
-def test_bfloat16_arithmetic_stays_close(task, tmp_path, single_process, changes):
+@pytest.mark.parametrize("case", ROUNDED)
+def test_bfloat16_arithmetic_stays_close(results, case):
     """Gradients are reduced in float32 into float32 shards."""
-    model = {"path": str(task / "init"), "random_init": True, "dtype": "bfloat16"}
-    rows, grads, _, _ = ranks.run(
-        train_steps, config(task, tmp_path, parallel=FSDP, model=model, **changes), 1, ranks=2
-    )[0]
-    expected_rows, expected, _, _ = single_process(**changes)
+    (expected_rows, expected, *_), ((rows, grads, *_), _) = results[case]
     assert rows[0]["demo_loss"] == pytest.approx(expected_rows[0]["demo_loss"], rel=0.03)
     for name, exact in expected.items():
         rounded = grads[name].bfloat16()  # as every gradient is before it is reduced
@@ -237,6 +236,7 @@ def uneven_gradients(config):
         ids = example.prompt + response
         advantage = 0.0 if i % 2 else (-1.0) ** (i // 2) * (1 + i)
         rows.append(Row(ids, len(example.prompt), i % 2 == 1, advantage))
+    trainer.heartbeat.stop()
     results = {}
     for name, owners in OWNERS.items():
         step = trainer._assemble(
@@ -250,29 +250,31 @@ def uneven_gradients(config):
     return results
 
 
+UNEVEN = {"micro_batch_size": 2, "rollouts": {**ROLLOUTS, "max_completion_length": 6}}
+
+
 @pytest.fixture(scope="module")
 def uneven(task, tmp_path_factory):
-    """The results in one process, and a function that returns those of each of two ranks."""
-    settings = {
-        "micro_batch_size": 2,
-        "rollouts": {"num_prompts": 4, "num_generations": 4, "max_completion_length": 6},
-    }
+    """The results in one process, and in each of two ranks by mode."""
 
-    def run(count, **changes):
-        return ranks.run(
-            uneven_gradients,
-            config(task, tmp_path_factory.mktemp("uneven"), **settings, **changes),
-            ranks=count,
-        )
+    def run(count, *modes):
+        cases = {
+            mode: (
+                uneven_gradients,
+                config(task, tmp_path_factory.mktemp(mode), parallel={"mode": mode}, **UNEVEN),
+            )
+            for mode in modes
+        }
+        return ranks.run(ranks.each, cases, ranks=count)
 
-    return run(1)[0], lambda mode: run(2, parallel={"mode": mode})
+    return run(1, "ddp")[0]["ddp"], run(2, "ddp", "fsdp")
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_uneven_ranks_compute_the_same(uneven, mode):
     single_process, two_processes = uneven
-    for rank in two_processes(mode):
-        for name, (signals, losses, grads) in rank.items():
+    for rank in two_processes:
+        for name, (signals, losses, grads) in rank[mode].items():
             expected = single_process[name]
             assert signals == pytest.approx(expected[0], rel=1e-5), name
             assert losses == pytest.approx(expected[1], rel=1e-5), name
@@ -291,22 +293,23 @@ def test_ddp_needs_a_gradient_of_every_weight(task, tmp_path):
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), pytest.param(2, 4, marks=FULL)])
-def test_checkpoint_loads_on_another_world_size(task, tmp_path, single_process, before, after):
+def test_checkpoint_loads_on_another_world_size(task, tmp_path, before, after):
     run_config = config(task, tmp_path, parallel={**FSDP, "allow_world_size_change": True})
-    ranks.run(save_at, run_config, 3, ranks=before)
-    for rank in ranks.run(resume, run_config, ranks=after):
+    ((expected,), trained), *_ = ranks.run(save_and_continue, run_config, ranks=before)
+    for (row,), resumed in ranks.run(resume, run_config, ranks=after):
         names = ("mu", "demo_loss", "rollout_loss", "grad_norm", "sft_variance")
-        for a, b in zip(single_process()[0][3:], rank[0], strict=True):
-            assert [b[n] for n in names] == pytest.approx([a[n] for n in names], rel=2e-4)
-        for name, x in single_process()[2].items():
-            torch.testing.assert_close(rank[1][name], x, rtol=1e-4, atol=3e-6, msg=name)
+        assert [row[n] for n in names] == pytest.approx([expected[n] for n in names], rel=2e-4)
+        for name, x in trained.items():
+            torch.testing.assert_close(resumed[name], x, rtol=1e-4, atol=3e-6, msg=name)
 
 
-def save_at(config, steps):
+def save_and_continue(config):
+    """The last step's metrics and the final weights of a run that was saved before that step."""
     engines.generate = fixed_responses
     trainer = Trainer(config)
-    take_steps(trainer, steps)
+    take_steps(trainer, STEPS - 1)
     trainer.save()
+    return take_steps(trainer, 1), weights(trainer.model)
 
 
 def resume(config):
