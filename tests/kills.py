@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from gac.faults import processes
 from gac.train_config import TrainConfig
 from gac.training.trainer import train
 from tests.tiny import digit_reward
@@ -41,6 +42,7 @@ def at_event(
     For "os.rename", `name` is the destination.
     """
     signals = [number]
+    processes.INTERVAL, processes.DEAD_AFTER = 0.2, 1.0  # the other rank is soon known to be dead
 
     def kill_at_event(event_name: str, values: tuple[Any, ...]) -> None:
         if event_name == event and str(values[event == "os.rename"]).endswith(name):

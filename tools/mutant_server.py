@@ -324,6 +324,8 @@ class Plugin:
         self.jobs: set[str] = set()  # tests that start processes of tests.ranks
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        # the first of them may start the processes of a whole file
+        self.jobs = {item.nodeid for item in items if item.get_closest_marker("dist")}
         if self.order:
             items[:] = [item for item in items if item.nodeid in self.order]
             items.sort(key=lambda item: self.order[item.nodeid])

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from gac.errors import CheckpointError, ConfigError, RunError
-from gac.faults import checkpoint
+from gac.faults import checkpoint, processes
 from gac.methods import Observation
 from gac.methods.base import next_mix
 from gac.train_config import GuardConfig
@@ -42,10 +42,10 @@ def always_overflowing(completion, example):
     return digit_reward(completion, example) * 1e300
 
 
-def faulty_config(task, out, reward, **changes):
+def faulty_config(task, out, reward, num_generations=4, **changes):
     rollouts = {
         "num_prompts": 4,
-        "num_generations": 4,
+        "num_generations": num_generations,
         "max_completion_length": 5,
         "scale_rewards": "centered",
     }
@@ -117,7 +117,8 @@ ON_CPU = RuntimeError("DefaultCPUAllocator: can't allocate memory")
     ],
 )
 def test_out_of_memory_names_the_keys_to_lower(task, tmp_path, changes, part, error, message):
-    trainer = Trainer(tiny_config(task, tmp_path, **changes))
+    evaluation = {} if part == "evaluator" else {"eval": {}}
+    trainer = Trainer(tiny_config(task, tmp_path, **evaluation, **changes))
     setattr(trainer, part, Mock(side_effect=error))
     expected = f"out of memory {message}" if message else str(error)
     with pytest.raises(RuntimeError, match=f"^{expected}"):
@@ -138,7 +139,7 @@ def test_out_of_memory_names_the_keys_to_lower(task, tmp_path, changes, part, er
 )
 def test_replay_reproduces_the_methods_step(task, tmp_path, method):
     """Three steps are skipped, saved and replayed; the norm is that of the combined gradient."""
-    trainer = Trainer(faulty_config(task, tmp_path, "normal", method=method, micro_batch_size=3))
+    trainer = Trainer(faulty_config(task, tmp_path, "normal", 2, method=method, micro_batch_size=3))
     for _ in range(4):
         trainer._train_step()
         trainer.step += 1
@@ -161,7 +162,7 @@ def test_replay_reproduces_the_methods_step(task, tmp_path, method):
             min(pair) < 0
             for pair in [torch.load(path / "rank-0.pt")["term_weights"] for path in saved]
         )
-    for path in saved:
+    for path in (saved[0], saved[-1]):
         replayed = replay(path)
         recorded, recomputed = replayed["recorded"], replayed["recomputed"]
         assert recorded["grad_norm"] > 0 and replayed["culprits"] == []
@@ -196,27 +197,19 @@ def normal(completion, example):
     return digit_reward(completion, example)
 
 
-def test_training_continues_after_skipped_steps(task, tmp_path):
-    out = train(faulty_config(task, tmp_path, "overflowing"))
-    rows = metrics(out)
-    assert [r["step"] for r in rows] == list(range(1, 9))
-    assert rows[-1]["skipped"] == 2  # the prompt comes once per epoch of 4 steps
-    assert all(math.isfinite(r["mu"]) for r in rows)
-    assert rows[-1]["grad_norm"] is not None or rows[-2]["grad_norm"] is not None
-    assert len(list((out / "replay").iterdir())) == 2
-
-
 @pytest.mark.parametrize("method", ["pcgrad", "moco", "famo"])
 def test_no_state_keeps_a_broken_step(task, tmp_path, method):
     """Inner products, moving averages of gradients and the losses for the next step are clean."""
     out = train(faulty_config(task, tmp_path, "overflowing", method={"name": method}))
     rows = metrics(out)
-    assert rows[-1]["skipped"] == 2 and len(rows) == 8
+    assert rows[-1]["skipped"] == 2 and [r["step"] for r in rows] == list(range(1, 9))
+    assert all(math.isfinite(r["mu"]) for r in rows)
     for before, row in zip([{"skipped": 0}, *rows], rows, strict=False):
         assert (row["grad_norm"] is not None and row["rollout_loss"] is not None) == (
             row["skipped"] == before["skipped"]
         )
-    assert replay(min((out / "replay").iterdir()))["culprits"]
+    first, _ = sorted((out / "replay").iterdir())  # the prompt comes once per epoch of 4 steps
+    assert replay(first)["culprits"]
 
 
 @pytest.mark.parametrize("kept", [[0, 1], [1, 2]])
@@ -435,6 +428,7 @@ def test_resuming_with_another_process_count_needs_resize(task, tmp_path):
 
 def hang_rank_1(config):
     """Rank 1 stops responding mid-run, like a machine that lost its network."""
+    processes.INTERVAL, processes.DEAD_AFTER = 0.2, 1.0
     trainer = Trainer(config)
     if trainer.accelerator.process_index == 1:
         step = trainer._train_step
@@ -446,7 +440,7 @@ def hang_rank_1(config):
 
 def test_a_hung_rank_fails_the_job_within_its_timeout(task, tmp_path):
     with ranks.job(
-        hang_rank_1, tiny_config(task, tmp_path, steps=6, parallel={"timeout": 3}), ranks=2
+        hang_rank_1, tiny_config(task, tmp_path, steps=6, parallel={"timeout": 8}), ranks=2
     ) as (rank_0, rank_1):
         failed = rank_0.result()
         assert rank_1.kill()  # it would hang forever

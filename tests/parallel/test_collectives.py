@@ -146,7 +146,6 @@ def sharded_units(out: str) -> list[Any]:
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2",
     }
     accelerator = setup.make_accelerator(config, (), out)
-    own = accelerator.mixed_precision, accelerator.gradient_accumulation_steps
     assert (
         accelerator.mixed_precision,
         accelerator.gradient_accumulation_steps,

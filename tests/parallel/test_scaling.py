@@ -143,7 +143,7 @@ def signal_elements(count):
 def test_signals_cost_a_few_hundred_bytes():
     """One collective exchanges the sizes, one the values."""
     elements = ranks.run(signal_elements, 32, ranks=2)[0]
-    assert 8 * elements <= scaling.controller_bytes(32) + 8 * 2 * 2 == 360 + 32
+    assert 8 * elements == scaling.controller_bytes(32) + 8 == 360 + 8
 
 
 def test_page_table_is_up_to_date():

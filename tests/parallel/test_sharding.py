@@ -39,6 +39,7 @@ def losses(run_config, reshard):
             forward._logprobs(trainer.model, batch)
         trainer._apply(step, measured)
         demo_losses.append(trainer.gradients.losses(step).demo)
+    trainer.heartbeat.stop()  # the process may run another case
     return demo_losses
 
 
@@ -46,9 +47,10 @@ def test_no_forward_uses_weights_from_before_the_update(task, tmp_path):
     run_config = config(task, tmp_path, loss={}, method={"name": "sft"})
     sharded = dataclasses.replace(run_config, parallel=ParallelConfig(mode="fsdp"))
     (single_process,) = ranks.run(losses, run_config, True, ranks=1)
-    for rank in ranks.run(losses, sharded, True, ranks=2):
-        assert rank == pytest.approx(single_process, rel=1e-5)
-    stale = ranks.run(losses, sharded, False, ranks=2)[0]
+    cases = {"resharded": (losses, sharded, True), "stale": (losses, sharded, False)}
+    for rank in ranks.run(ranks.each, cases, ranks=2):
+        assert rank["resharded"] == pytest.approx(single_process, rel=1e-5)
+    stale = rank["stale"]
     assert stale[0] == pytest.approx(single_process[0], rel=1e-5)
     # the error that resharding prevents
     assert stale[1] != pytest.approx(single_process[1], rel=1e-3)
@@ -75,6 +77,7 @@ def greedy(run_config, prompts):
             stop="0123456789",
         )
     assert sharded(trainer.model) == before
+    trainer.heartbeat.stop()
     return responses
 
 
@@ -85,15 +88,17 @@ def sharded(model):
     return in_shards
 
 
-@pytest.mark.parametrize("gather", [True, False])
-def test_ranks_sample_the_responses_of_one_process(task, tmp_path, gather):
+def test_ranks_sample_the_responses_of_one_process(task, tmp_path):
     """Responses differ in length, and the ranks have 3 and 2 prompts; no rank may hang."""
     single_process = ranks.run(greedy, config(task, tmp_path), 5, ranks=1)[0]
-    first, second = ranks.run(
-        greedy, config(task, tmp_path, parallel={**FSDP, "gather_for_rollouts": gather}), 5, ranks=2
-    )
-    assert (len(first), len(second)) == (3, 2) and first == single_process[0::2]
-    assert second == [a[:4] for a in single_process[1::2]]
+    cases = {}
+    for gather in (True, False):
+        parallel = {**FSDP, "gather_for_rollouts": gather}
+        cases[f"gather {gather}"] = greedy, config(task, tmp_path, parallel=parallel), 5
+    first, second = ranks.run(ranks.each, cases, ranks=2)
+    for case in cases:
+        assert len(first[case]) == 3 and first[case] == single_process[0::2], case
+        assert second[case] == [a[:4] for a in single_process[1::2]], case
 
 
 def test_sharded_run_end_to_end(task, tmp_path):

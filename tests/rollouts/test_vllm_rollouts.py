@@ -36,6 +36,12 @@ def config(task, out, url, vllm=(), **changes):
     return tiny_config(task, out, **{"eval": {}, "rollouts": rollouts, **changes})
 
 
+@pytest.fixture(autouse=True)
+def without_waiting(monkeypatch):
+    """A request that fails is sent again immediately."""
+    monkeypatch.setattr(vllm.Retry, "get_backoff_time", lambda _: 0)
+
+
 @pytest.fixture(scope="module")
 def server(task):
     with serving(task / "init") as handle:
@@ -295,6 +301,7 @@ def test_a_server_that_does_not_answer_in_time(task, tmp_path, scheme):
 
 def two_steps(run_config):
     """What a rank sends, its peak in bytes of gathered weights, an evaluation, a step, an error."""
+    vllm.Retry.get_backoff_time = lambda _: 0  # runs in its own process
     trainer = Trainer(run_config)
     sent = {name: x.clone() for name, x in vllm.Weights(trainer.model)}
     live, full, vllm.MAX_FILE_BYTES = [0, 0], vllm._full, 1

@@ -208,6 +208,9 @@ RESUMED: dict[str, dict[str, Any]] = {
     "moving averages": {"method": "moco"},
     "collected demonstrations": {"method": {"name": "relift", "buffer": 3}},
     "reused rollouts": {"rollouts": REUSED},
+    # it samples out of turn
+    "reused after SFT": {"method": {"name": "sft-then-rl", "sft_steps": 2}, "rollouts": REUSED},
+    "no rollouts": {"method": "sft"},
 }
 
 
@@ -219,6 +222,8 @@ def uninterrupted(task: Path, kind: str) -> list[dict[str, Any]]:
 
 @settings(max_examples=6)
 @example("moving averages", 6)
+@example("reused after SFT", 3)
+@example("no rollouts", 3)
 @given(st.sampled_from([*RESUMED]), st.integers(1, 6))
 def test_a_run_interrupted_in_any_step_continues_exactly(task, kind, stop):
     """It stops when reused rollouts are used up."""
@@ -230,7 +235,7 @@ def test_a_run_interrupted_in_any_step_continues_exactly(task, kind, stop):
             trainer.stop.requested = trainer.step + 1 >= stop  # as if Ctrl-C came during this step
 
         trainer.optimizer.register_step_pre_hook(interrupt)
-        end = 3 * math.ceil(stop / 3) if kind == "reused rollouts" else stop
+        end = 3 * math.ceil(stop / 3) if kind.startswith("reused") else stop
         with pytest.raises(KeyboardInterrupt, match=f"step {end}") if end < 6 else nullcontext():
             trainer.run()
         assert metrics(train(config)) == uninterrupted(task, kind)
