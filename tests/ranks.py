@@ -30,7 +30,7 @@ import torch.distributed as dist
 from gac.parallel import setup
 from gac.study import runs
 
-DEADLINE = 240.0  # timeout in seconds for a process in a test
+DEADLINE = 480.0  # timeout in seconds for a process in a test
 CONTEXT = multiprocessing.get_context("forkserver")
 PRELOADED = [
     "torch.distributed.checkpoint",

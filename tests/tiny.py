@@ -22,6 +22,9 @@ TIMING_KEYS = (
     "tokens_per_second",
 )
 
+# `rollouts` of a run that samples in every third step
+REUSED = {"num_prompts": 4, "num_generations": 4, "max_completion_length": 5, "num_iterations": 3}
+
 # the sizes of a model of any family, as keys of its configuration
 SMALL = {
     "vocab_size": 61,

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from gac.config.imports import user_code
 from gac.data import Example, Examples, load_demos, load_prompts
 from gac.data.examples import prompt_order, row_order
 from gac.data.order import MixedOrder, Order
@@ -76,6 +77,8 @@ class Feed:
             self.demo_order = row_order(config.data, self.demos, config.seed + 1)
             self.orders["demo_order"] = self.demo_order
             _check_divisible("demo_batch_size", self.demo_batch_size, ranks, needs.parts)
+        if config.data.order is not None:
+            self._next = user_code(f"data.order={config.data.order!r}")(self._next)  # type: ignore[method-assign]
 
     def examples(self, step: int) -> list[Example]:
         """This rank's prompts for the next sampling; `step` must not decrease."""

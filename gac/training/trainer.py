@@ -282,12 +282,19 @@ class Trainer:
     def _kept(self) -> Iterator[None]:
         """Save a checkpoint if the user's code ends the run in this context, in a single process.
 
-        Nothing in the context may change the weights; positions in the data are restored.
+        Nothing in the context may change the weights; positions in the data are restored. A step
+        that reuses rollouts is not saved: as in `_due`.
         """
         try:
             yield
         except (UserError, SystemExit, KeyboardInterrupt):
-            if self.step and not self.stop.requested and self.accelerator.num_processes == 1:
+            reuses = self.rollouts is not None and self.step % self.config.rollouts.num_iterations
+            if (
+                self.step
+                and not self.stop.requested
+                and self.accelerator.num_processes == 1
+                and (self._done() or not reuses)
+            ):
                 self.feed.undo(self.step)
                 self.save()
                 logger.warning("saved step %d in %s", self.step, self.checkpoints)

@@ -117,12 +117,21 @@ ON_CPU = RuntimeError("DefaultCPUAllocator: can't allocate memory")
     ],
 )
 def test_out_of_memory_names_the_keys_to_lower(task, tmp_path, changes, part, error, message):
-    evaluation = {} if part == "evaluator" else {"eval": {}}
-    trainer = Trainer(tiny_config(task, tmp_path, **evaluation, **changes))
+    without = {} if part == "evaluator" else {"eval": {}}  # else the start model is evaluated
+    trainer = Trainer(tiny_config(task, tmp_path, **without, **changes))
     setattr(trainer, part, Mock(side_effect=error))
     expected = f"out of memory {message}" if message else str(error)
     with pytest.raises(RuntimeError, match=f"^{expected}"):
         trainer.run()
+
+
+def assert_reproduced(path):
+    """Replay the step saved at `path`, and return the results."""
+    replayed = replay(path)
+    for name in ("grad_norm", "rollout_loss", "demo_loss"):
+        expected = pytest.approx(replayed["recorded"][name], rel=1e-5, abs=1e-7)
+        assert replayed["recomputed"][name] == expected, name
+    return replayed
 
 
 @pytest.mark.parametrize(
@@ -139,7 +148,9 @@ def test_out_of_memory_names_the_keys_to_lower(task, tmp_path, changes, part, er
 )
 def test_replay_reproduces_the_methods_step(task, tmp_path, method):
     """Three steps are skipped, saved and replayed; the norm is that of the combined gradient."""
-    trainer = Trainer(faulty_config(task, tmp_path, "normal", 2, method=method, micro_batch_size=3))
+    trainer = Trainer(
+        faulty_config(task, tmp_path, "digit_reward", 2, method=method, micro_batch_size=3)
+    )
     for _ in range(4):
         trainer._train_step()
         trainer.step += 1
@@ -163,12 +174,8 @@ def test_replay_reproduces_the_methods_step(task, tmp_path, method):
             for pair in [torch.load(path / "rank-0.pt")["term_weights"] for path in saved]
         )
     for path in (saved[0], saved[-1]):
-        replayed = replay(path)
-        recorded, recomputed = replayed["recorded"], replayed["recomputed"]
-        assert recorded["grad_norm"] > 0 and replayed["culprits"] == []
-        assert recomputed["grad_norm"] == pytest.approx(recorded["grad_norm"], rel=1e-5)
-        for name in ("rollout_loss", "demo_loss"):
-            assert recomputed[name] == pytest.approx(recorded[name], rel=1e-5, abs=1e-7)
+        replayed = assert_reproduced(path)
+        assert replayed["recorded"]["grad_norm"] > 0 and replayed["culprits"] == []
 
 
 def test_each_run_of_skipped_steps_is_replayed_with_its_own_weights(task, tmp_path):
@@ -177,7 +184,7 @@ def test_each_run_of_skipped_steps_is_replayed_with_its_own_weights(task, tmp_pa
     model = {"path": str(folder / "init"), "random_init": True, "keep_dropout": True}
     trainer = Trainer(
         faulty_config(
-            folder, tmp_path, "normal", model=model, optim={"lr": 0.05, "warmup_steps": 1}
+            folder, tmp_path, "digit_reward", model=model, optim={"lr": 0.05, "warmup_steps": 1}
         )
     )
     for limit in (1e-9, 1e5, 1e-9):
@@ -187,14 +194,7 @@ def test_each_run_of_skipped_steps_is_replayed_with_its_own_weights(task, tmp_pa
     saved = sorted((tmp_path / "replay").iterdir())
     assert len(saved) == 2
     for path in saved:
-        replayed = replay(path)
-        recorded, recomputed = replayed["recorded"], replayed["recomputed"]
-        for name in ("grad_norm", "rollout_loss", "demo_loss"):
-            assert recomputed[name] == pytest.approx(recorded[name], rel=1e-5, abs=1e-7)
-
-
-def normal(completion, example):
-    return digit_reward(completion, example)
+        assert_reproduced(path)
 
 
 @pytest.mark.parametrize("method", ["pcgrad", "moco", "famo"])
@@ -255,7 +255,7 @@ def test_one_process_replays_the_teacher_of_every_rank(task, tmp_path):
     config = faulty_config(
         task,
         tmp_path,
-        "normal",
+        "digit_reward",
         steps=1,
         method="sdar",
         guards={"skip_above_norm": 1e-9},
@@ -266,11 +266,7 @@ def test_one_process_replays_the_teacher_of_every_rank(task, tmp_path):
     first, second = (Step.restore(torch.load(file)["step"]) for file in path.glob("rank-*.pt"))
     # the random numbers differ, also those of dropout, although all prompts are the same
     assert [r.ids for r in first.rows] != [r.ids for r in second.rows] and first.seed != second.seed
-    replayed = replay(path)
-    recorded, recomputed = replayed["recorded"], replayed["recomputed"]
-    assert recorded["rollout_loss"] != 0
-    for name in ("grad_norm", "rollout_loss", "demo_loss"):
-        assert recomputed[name] == pytest.approx(recorded[name], rel=1e-5)
+    assert assert_reproduced(path)["recorded"]["rollout_loss"] != 0
 
 
 @pytest.mark.parametrize("method", ["gac", "moco"])

@@ -8,10 +8,11 @@ import signal
 
 import pytest
 
-from gac.rewards import RewardError
+from gac.data.order import Order
+from gac.errors import UserError
 from gac.training.trainer import Trainer, train
 from tests import kills, ranks
-from tests.tiny import digit_reward, metrics, tiny_config, with_config
+from tests.tiny import REUSED, digit_reward, metrics, tiny_config, with_config
 
 RUN = {"steps": 8, "checkpoint_every": 2, "monitor_kl_every": 3}
 
@@ -81,20 +82,48 @@ def fragile(completion, example):
     return {0: "not a number"}.get(calls[0]) or digit_reward(completion, example)
 
 
+class Fragile(Order):
+    """An order that fails in one of its calls: for demonstrations, then for prompts, if sampled."""
+
+    def __init__(self, rows, seed):
+        super().__init__(len(rows), seed)
+
+    def take(self, k, step=0):
+        calls[0] -= 1
+        return super().take(k, step) if calls[0] else [self.n]
+
+
 @pytest.mark.parametrize(
-    ("steps", "every", "call", "saved"),
-    [(4, 9, 13, []), (4, 9, 45, ["step-00000002"])]
-    + [(steps, 1, 50, ["step-00000002"]) for steps in (4, 2)],  # in the evaluation of step 2
+    ("key", "reuse", "steps", "every", "call", "saved"),
+    [("reward", 1, 4, 9, 13, []), ("reward", 1, 4, 9, 45, ["step-00000002"])]
+    # in the evaluation of step 2
+    + [("reward", 1, steps, 1, 50, ["step-00000002"]) for steps in (4, 2)]
+    # in the last evaluation, and in steps that reuse and sample rollouts
+    + [("reward", 2, 3, 9, 45, ["step-00000003"])]
+    + [("order", 2, 4, 9, 3, []), ("order", 2, 4, 9, 5, ["step-00000002"])],
 )
-def test_a_run_that_a_reward_ends_is_saved(task, tmp_path, steps, every, call, saved):
+def test_a_run_that_the_users_code_ends_is_saved(
+    task, tmp_path, key, reuse, steps, every, call, saved
+):
     """It has taken prompts and demonstrations for the step that fails, and takes them again."""
-    evaluation = {"data": {"prompts": str(task / "eval.jsonl")}, "max_completion_length": 5}
-    changes = {"eval": evaluation | {"every": every}, "steps": steps, "checkpoint_every": 9}
-    config, other = (
-        tiny_config(task, tmp_path / name, reward=f"{__name__}:fragile", **changes) for name in "ab"
-    )
+    changes = {
+        "eval": {
+            "data": {"prompts": str(task / "eval.jsonl")},
+            "max_completion_length": 5,
+            "every": every,
+        },
+        "steps": steps,
+        "checkpoint_every": 9,
+        "rollouts": REUSED | {"num_iterations": reuse},
+        "reward": f"{__name__}:{'fragile' if key == 'reward' else 'digit_reward'}",
+        "data": {
+            "prompts": str(task / "prompts.jsonl"),
+            "order": f"{__name__}:Fragile" if key == "order" else None,
+        },
+    }
+    config, other = (tiny_config(task, tmp_path / name, **changes) for name in "ab")
     calls[0] = call
-    with pytest.raises(RewardError, match="not a number"):
+    with pytest.raises(UserError, match="not a number|data.order='.*Fragile': IndexError"):
         train(config)
     assert [path.name for path in (tmp_path / "a" / "checkpoints").iterdir()] == saved
     assert metrics(train(config)) == metrics(train(other))

@@ -31,22 +31,27 @@ UNEVEN = {"dpo", "dypo", "relift", "hpt"}  # DDP differs if a rank has no rows o
 @pytest.fixture(scope="module")
 def results(request, task, tmp_path_factory):
     """The results of the selected methods in one process, with FSDP and, of `UNEVEN`, with DDP."""
-    names = selected(request)
 
     def run(count, names, parallel):
-        cases = {}
-        for name in names:
-            method, out = {"name": name, **METHODS[name]}, tmp_path_factory.mktemp(name)
-            changes = {"method": method, "loss": {}, "micro_batch_size": 3, "eval": {}}
-            cases[name] = train_steps, config(task, out, parallel=parallel, **changes), STEPS
+        changes = {"loss": {}, "micro_batch_size": 3, "eval": {}, "parallel": parallel}
+        methods = {name: {"name": name, **METHODS[name]} for name in names}
+        cases = {
+            name: (
+                train_steps,
+                config(task, tmp_path_factory.mktemp(name), method=method, **changes),
+                STEPS,
+            )
+            for name, method in methods.items()
+        }
         return ranks.run(ranks.each, cases, ranks=count)
 
-    uneven = [name for name in names if name in UNEVEN]
-    return run(1, names, {})[0], run(2, names, FSDP), run(2, uneven, {}) if uneven else []
+    names = selected(request)
+    return run(1, names, {}) + run(2, names, FSDP) + run(2, sorted(UNEVEN.intersection(names)), {})
 
 
 @pytest.mark.parametrize("case", METHODS)
 def test_two_ranks_match_a_single_process(results, case):
-    single, sharded, replicated = results
-    for rank in (*sharded, *(replicated if case in UNEVEN else ())):
-        assert_same(single[case], rank[case])
+    single, *several = (rank[case] for rank in results if case in rank)
+    assert len(several) == (4 if case in UNEVEN else 2)
+    for rank in several:
+        assert_same(single, rank)

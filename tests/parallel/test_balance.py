@@ -132,7 +132,6 @@ def four_steps(run_config):
         trainer.step += 1
     trained = weights(trainer.model)
     if trainer.accelerator.num_processes > 1:  # other tests resume a single process
-        trainer.heartbeat.stop()
         resumed = Trainer(run_config)
         assert list(map(without_timing, take_steps(resumed, 4 - resumed.step))) == list(
             map(without_timing, rows[2:])

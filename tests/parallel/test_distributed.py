@@ -103,9 +103,41 @@ def assert_same(expected, actual):
             torch.testing.assert_close(actual[i][name], x, rtol=1e-4, atol=3e-6, msg=name)
 
 
+OWNERS = {
+    "a rank without rows": [0] * 8,
+    "rollouts and demonstrations on different ranks": [0, 1] * 4,
+    "a rank without demonstrations": [1, 0, 0, 0, 1, 0, 0, 0],
+    "seven rows and one": [0, 0, 0, 0, 0, 0, 0, 1],
+}
+
+
+def uneven_gradients(config):
+    """Signals, losses and gradients of the same rows in each of the placements `OWNERS`."""
+    engines.generate = fixed_responses
+    trainer = Trainer(config)
+    rank, count = trainer.accelerator.process_index, trainer.accelerator.num_processes
+    rows = []
+    for i, example in enumerate(trainer.feed.prompts[:8]):
+        (response,) = fixed_responses(None, None, [example.prompt], num_generations=1)
+        ids = example.prompt + response
+        advantage = 0.0 if i % 2 else (-1.0) ** (i // 2) * (1 + i)
+        rows.append(Row(ids, len(example.prompt), i % 2 == 1, advantage))
+    trainer.heartbeat.stop()
+    results = {}
+    for name, owners in OWNERS.items():
+        step = trainer._assemble(
+            [row for row, owner in zip(rows, owners, strict=True) if owner % count == rank],
+            Mix(0.4),
+        )
+        assert step.needs.kl
+        measured = trainer.gradients(step)
+        results[name] = measured.moments.signals(), measured.losses, gradients(trainer.model)
+        trainer.optimizer.zero_grad()
+    return results
+
+
 FSDP = {"mode": "fsdp"}
 HSDP = {"parallel": {**FSDP, "replicas": 2}}
-BART = {"decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 8}
 FULL = pytest.mark.full(reason="other cases combine the same properties")
 
 
@@ -114,8 +146,12 @@ def half_constant(completion, example):
     return 1.0 if int(example.id) % 2 else digit_reward(completion, example)
 
 
-ROLLOUTS = {"num_prompts": 4, "num_generations": 4, "max_completion_length": 5}
-ROLLOUTS |= {"scale_rewards": "batch"}  # of all ranks
+ROLLOUTS = {
+    "num_prompts": 4,
+    "num_generations": 4,
+    "max_completion_length": 5,
+    "scale_rewards": "batch",  # of all ranks
+}
 ALL = {"rollouts": ROLLOUTS}
 FLAT = {
     **ALL,
@@ -146,6 +182,8 @@ CASES = {
     "fsdp-gram-zero-gradient-rows": (2, {"parallel": FSDP}, FLAT),
 }
 ROUNDED = {"bfloat16-gac": (2, BFLOAT16, {}), "bfloat16-sft": (2, BFLOAT16, ONE_BACKWARD)}
+UNEVEN = {"micro_batch_size": 2, "rollouts": {**ROLLOUTS, "max_completion_length": 6}}
+UNEVEN_CASES = {mode: (2, {"parallel": {"mode": mode}}, UNEVEN) for mode in ("ddp", "fsdp")}
 FULL_CASES = {
     "ddp-4-accumulated": (4, {"micro_batch_size": 3}, {}),
     "ddp-adapters": (2, {}, {**ALL, "model": {"lora": {"rank": 4}}}),
@@ -158,7 +196,7 @@ FULL_CASES = {
     "hsdp-gram": (4, HSDP, {**ALL, "method": {"name": "mgda"}}),
 }
 
-TABLE = CASES | ROUNDED | FULL_CASES
+TABLE = CASES | ROUNDED | UNEVEN_CASES | FULL_CASES
 
 
 def selected(request):
@@ -169,7 +207,7 @@ def selected(request):
 
 @pytest.fixture(scope="module")
 def results(request, task, tmp_path_factory):
-    """For each case, the results of `train_steps` in the single process and on each rank.
+    """For each case, the results in the single process and on each rank.
 
     One job computes all cases with the same number of processes.
     """
@@ -178,8 +216,8 @@ def results(request, task, tmp_path_factory):
         count, own, shared = TABLE[name]
         for number, key, changes in ((1, str(shared), shared), (count, name, shared | own)):
             folder = tmp_path_factory.mktemp("case")
-            case = train_steps, case_config(task, folder, **changes)
-            jobs.setdefault(number, {})[key] = case
+            work = uneven_gradients if name in UNEVEN_CASES else train_steps
+            jobs.setdefault(number, {})[key] = work, case_config(task, folder, **changes)
     found = {count: ranks.run(ranks.each, cases, ranks=count) for count, cases in jobs.items()}
     return {
         name: (found[1][0][str(TABLE[name][2])], [rank[name] for rank in found[TABLE[name][0]]])
@@ -217,65 +255,12 @@ def test_bfloat16_arithmetic_stays_close(results, case):
         assert 0 < (grads[name] - exact).norm() / exact.norm() < 0.05, name
 
 
-OWNERS = {
-    "a rank without rows": [0] * 8,
-    "rollouts and demonstrations on different ranks": [0, 1] * 4,
-    "a rank without demonstrations": [1, 0, 0, 0, 1, 0, 0, 0],
-    "seven rows and one": [0, 0, 0, 0, 0, 0, 0, 1],
-}
-
-
-def uneven_gradients(config):
-    """Signals, losses and gradients of the same rows in each of the placements `OWNERS`."""
-    engines.generate = fixed_responses
-    trainer = Trainer(config)
-    rank, count = trainer.accelerator.process_index, trainer.accelerator.num_processes
-    rows = []
-    for i, example in enumerate(trainer.feed.prompts[:8]):
-        (response,) = fixed_responses(None, None, [example.prompt], num_generations=1)
-        ids = example.prompt + response
-        advantage = 0.0 if i % 2 else (-1.0) ** (i // 2) * (1 + i)
-        rows.append(Row(ids, len(example.prompt), i % 2 == 1, advantage))
-    trainer.heartbeat.stop()
-    results = {}
-    for name, owners in OWNERS.items():
-        step = trainer._assemble(
-            [row for row, owner in zip(rows, owners, strict=True) if owner % count == rank],
-            Mix(0.4),
-        )
-        assert step.needs.kl
-        measured = trainer.gradients(step)
-        results[name] = measured.moments.signals(), measured.losses, gradients(trainer.model)
-        trainer.optimizer.zero_grad()
-    return results
-
-
-UNEVEN = {"micro_batch_size": 2, "rollouts": {**ROLLOUTS, "max_completion_length": 6}}
-
-
-@pytest.fixture(scope="module")
-def uneven(task, tmp_path_factory):
-    """The results in one process, and in each of two ranks by mode."""
-
-    def run(count, *modes):
-        cases = {
-            mode: (
-                uneven_gradients,
-                config(task, tmp_path_factory.mktemp(mode), parallel={"mode": mode}, **UNEVEN),
-            )
-            for mode in modes
-        }
-        return ranks.run(ranks.each, cases, ranks=count)
-
-    return run(1, "ddp")[0]["ddp"], run(2, "ddp", "fsdp")
-
-
-@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
-def test_uneven_ranks_compute_the_same(uneven, mode):
-    single_process, two_processes = uneven
-    for rank in two_processes:
-        for name, (signals, losses, grads) in rank[mode].items():
-            expected = single_process[name]
+@pytest.mark.parametrize("case", UNEVEN_CASES)
+def test_uneven_ranks_compute_the_same(results, case):
+    single, many = results[case]
+    for rank in many:
+        for name, (signals, losses, grads) in rank.items():
+            expected = single[name]
             assert signals == pytest.approx(expected[0], rel=1e-5), name
             assert losses == pytest.approx(expected[1], rel=1e-5), name
             for key, x in expected[2].items():
@@ -286,7 +271,15 @@ def test_uneven_ranks_compute_the_same(uneven, mode):
 
 def test_ddp_needs_a_gradient_of_every_weight(task, tmp_path):
     """A decoder of this family owns weights for an encoder's states, which it never uses."""
-    folder = with_config(task, tmp_path / "task", model_type="bart", is_decoder=True, **BART)
+    folder = with_config(
+        task,
+        tmp_path / "task",
+        model_type="bart",
+        is_decoder=True,
+        decoder_layers=2,
+        decoder_attention_heads=2,
+        decoder_ffn_dim=8,
+    )
     message = r"parallel.mode='ddp': 20 weights, such as .*encoder_attn.*: use parallel.mode=fsdp"
     for error in ranks.errors(train, config(folder, tmp_path, eval={}, steps=1), ranks=2):
         assert re.search(message, error)

@@ -324,8 +324,11 @@ def two_steps(run_config):
 @pytest.mark.dist
 def test_two_processes_with_sharded_weights(task, tmp_path):
     """The ranks send weights, evaluate and sample; all report a server that exits meanwhile."""
-    settings = {"data": {"prompts": str(task / "eval.jsonl"), "limit": 4}, "batch": 1}
-    settings |= {"max_completion_length": 5}
+    settings = {
+        "data": {"prompts": str(task / "eval.jsonl"), "limit": 4},
+        "batch": 1,
+        "max_completion_length": 5,
+    }
     single = Trainer(tiny_config(task, tmp_path / "one", eval=settings))
     single_process = dict(vllm.Weights(single.model))
     # 2 vocabulary checks (one per rank), twice 1 weight check (rank 0) and 4 prompts; then 1 weight
