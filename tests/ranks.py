@@ -33,6 +33,7 @@ from gac.study import runs
 DEADLINE = 480.0  # timeout in seconds for a process in a test
 CONTEXT = multiprocessing.get_context("forkserver")
 PRELOADED = [
+    "pytest",
     "torch.distributed.checkpoint",
     "gac.training.trainer",
     "transformers.models.qwen2.modeling_qwen2",
