@@ -78,6 +78,7 @@ class Feed:
             self.orders["demo_order"] = self.demo_order
             _check_divisible("demo_batch_size", self.demo_batch_size, ranks, needs.parts)
         if config.data.order is not None:
+            # the user's code returns the rows to read; only this instance's method is replaced
             self._next = user_code(f"data.order={config.data.order!r}")(self._next)  # type: ignore[method-assign]
 
     def examples(self, step: int) -> list[Example]:

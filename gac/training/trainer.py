@@ -283,7 +283,7 @@ class Trainer:
         """Save a checkpoint if the user's code ends the run in this context, in a single process.
 
         Nothing in the context may change the weights; positions in the data are restored. A step
-        that reuses rollouts is not saved: as in `_due`.
+        that reuses rollouts is not saved, because checkpoints do not contain them.
         """
         try:
             yield
