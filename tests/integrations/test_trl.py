@@ -21,6 +21,7 @@ from gac.demo import task  # noqa: E402 - after the skips
 from gac.integrations.demonstrations import row_of  # noqa: E402 - after the skips
 from gac.integrations.trl_head import missing_hook  # noqa: E402 - after the skips
 from gac.methods import GAC, METHODS, Constant  # noqa: E402 - after the skips
+from gac.training.probes import UnitSketches  # noqa: E402 - after the skips
 from gac_kernels import DemoWeight, GradientFilter, HeadSketch  # noqa: E402 - after the skips
 from tests import ranks as processes  # noqa: E402 - after the skips
 from tests.integrations import plain, recording, tiny, trl_task  # noqa: E402 - after the skips
@@ -77,6 +78,7 @@ def test_step_gradient_matches_plain_torch(
     assert recording.column(trainer, "gac/demo_loss")[0] == pytest.approx(demos.item(), rel=1e-5)
 
 
+FULL = pytest.mark.full(reason="test_trl_fused.py compares the gradients of each loss type")
 OPTIONS: dict[str, dict[str, Any]] = {
     **{loss: {"loss_type": loss} for loss in ("bnpo", "dr_grpo", "cispo", "sapo", "vespo")},
     "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence"},
@@ -93,7 +95,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[FULL] * (name in ("bnpo", "dr_grpo", "sapo", "luspo", "gspo")))
+        for name in OPTIONS
+    ],
+)
 def test_every_trl_loss_is_mixed_unchanged(model: Path, tmp_path: Path, name: str):
     """The gradient is (1 - mu) times GRPOTrainer's plus mu times that of the demonstrations.
 
@@ -268,20 +276,27 @@ def test_bad_demonstrations_are_named(model: Path, tmp_path: Path, rows: Any, me
 
 
 @pytest.mark.skipif(missing_hook() is not None, reason="needs the fused loss")
-def test_the_gate_reads_the_head_sketch(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_gate_reads_the_head_sketch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The gate's cosine is that of the head gradients of both terms under the same projections."""
-    seeds, signs = [], HeadSketch.hidden_signs
-    monkeypatch.setattr(
-        HeadSketch, "hidden_signs", lambda self, *x: seeds.append(self.seed) or signs(self, *x)
+    tiny.write_model(model := tmp_path / "model", tie_word_embeddings=False)
+    read, gathered = [], UnitSketches.gathered
+    monkeypatch.setattr(UnitSketches, "gathered", lambda x: read.append(gathered(x)) or read[-1])
+    method = METHODS["gac-gated-sketch"]()
+    trainer, _ = trl_task.trained(model, tmp_path, controller=method, max_steps=2)
+    reference, sketch = AutoModelForCausalLM.from_pretrained(model), HeadSketch()
+    rollouts = reference, trainer.micro_batches[:2], trl_task.TEMPERATURE, "token"
+    demos = plain.demo_term(reference, trainer.demos_per_step[0], weight="one")
+    heads = torch.stack(
+        [
+            plain.gradient(reference, term)["lm_head.weight"]
+            for term in (demos, plain.rollout_term(*rollouts))
+        ]
     )
-    trainer, _ = trl_task.trained(
-        model, tmp_path, controller=METHODS["gac-gated-sketch"](), max_steps=4
-    )
-    cosines = recording.column(trainer, "gac/cosine")
-    assert any(x != 0 for x in cosines) and all(-1 <= x <= 1 for x in cosines)
-    assert seeds == [0] * 4 + [1] * 4 + [3] * 4  # two micro-batches of each term
+    expected = sketch.vocabulary(heads.shape[1]) @ heads @ sketch.hidden(heads.shape[2]).T
+    sums = torch.stack([units.sum(0) for units in read[0]]).float()
+    torch.testing.assert_close(sums, expected.flatten(1), rtol=1e-4, atol=1e-5)
+    (cosine,) = recording.column(trainer, "gac/cosine")
+    assert abs(cosine) <= 1 and cosine * (sums[0] @ sums[1]) > 0
 
 
 @pytest.mark.skipif(missing_hook() is not None, reason="needs the fused loss")
