@@ -1,6 +1,7 @@
 """Architecture rules: layered imports, a file size limit, no machine-specific paths."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -55,6 +56,7 @@ def tracked(*suffixes: str) -> list[Path]:
     return [p for p in paths if p.suffix in suffixes and p.exists()]
 
 
+@functools.cache
 def imports(path: Path) -> set[str]:
     """Fully qualified modules and names that a file imports.
 
@@ -92,7 +94,7 @@ def test_imports_flow_one_way():
     wrong = []
     for path in tracked(".py"):
         layer = path.relative_to(ROOT).parts[0]
-        if layer not in LAYERS:
+        if layer not in LAYERS[:-1]:
             continue
         later = set(LAYERS[LAYERS.index(layer) + 1 :])
         tops = {name.split(".")[0] for name in imports(path)}
@@ -175,8 +177,6 @@ def test_the_trainer_never_names_a_method():
     folders = [ROOT / "gac" / name for name in ("data", "rollouts", "training")]
     allowed = set(REDUCTIONS)  # "constant" is also the name of a reduction
     for path in [p for folder in folders for p in folder.glob("*.py")]:
-        if path.name == "train_config.py":  # names the default method
-            continue
         strings = {
             node.value
             for node in ast.walk(ast.parse(path.read_text()))
