@@ -60,15 +60,14 @@ print(seconds, torch.cuda.is_initialized(), *sorted(after - before - sys.stdlib_
 
 @pytest.mark.slow(reason="up to three processes import torch")
 def test_importing_the_kernels_is_quick_and_needs_only_torch():
-    for _ in range(3):  # bytecode is written once, and load adds CPU time
-        done = subprocess.run(
-            [sys.executable, "-c", KERNELS], capture_output=True, text=True, check=True
-        )
-        seconds, *rest = done.stdout.split()
-        assert rest == ["False", "gac_kernels"]  # no CUDA context, no other package
-        if float(seconds) < 0.3:
-            break
-    assert float(seconds) < 0.3
+    runs = (
+        subprocess.run([sys.executable, "-c", KERNELS], capture_output=True, text=True, check=True)
+        for _ in range(3)  # until one is quick: bytecode is written once, and load adds CPU time
+    )
+    assert any(
+        rest == ["False", "gac_kernels"] and float(seconds) < 0.3  # no CUDA, no other package
+        for seconds, *rest in (run.stdout.split() for run in runs)
+    )
 
 
 def run_without_extras(

@@ -168,8 +168,7 @@ def test_adapters_of_a_saved_model_stay_adapters(tmp_path):
 @pytest.fixture(scope="module")
 def short(task, tmp_path_factory):
     """A run of two steps and its export."""
-    out = tmp_path_factory.mktemp("short") / "run"
-    return train(tiny_config(task, out, steps=2, eval={}, export=True))
+    return train(tiny_config(task, tmp_path_factory.mktemp("short"), steps=2, eval={}, export=True))
 
 
 @pytest.mark.parametrize(
@@ -243,13 +242,8 @@ def test_an_export_is_uploaded_to_a_private_repository(short, tmp_path, monkeypa
         None: "Export of gac"
     }
     # the base model is a folder of this machine
-    for part, count in (
-        (b"2 of 2 steps", 1),
-        (b"library_name: transformers", 1),
-        (b"base_model", 0),
-        (b"reinforcement-learning", 1),
-    ):
-        assert server.files["README.md"].count(part) == count
+    parts = b"2 of 2 steps", b"library_name: transformers", b"reinforcement-learning", b"base_model"
+    assert [*map(server.files["README.md"].count, parts)] == [1, 1, 1, 0]
     with pytest.raises(ConfigError, match=r"^--push-to-hub a/b/c: .* use OWNER/NAME"):
         export_run(short, tmp_path / "none", repository="a/b/c")
     with pytest.raises(ConfigError, match=r"^--adapters: .* trained all weights"):
