@@ -385,6 +385,7 @@ def results(project) -> list[list]:
     return run(project, *ARGUMENTS)
 
 
+@pytest.mark.slow(reason="one process runs all commands before the first answer is read")
 @pytest.mark.parametrize("number", range(len(ARGUMENTS)), ids=lambda n: " ".join(ARGUMENTS[n][-2:]))
 def test_a_mistake_has_a_one_line_answer(results, number):
     code, out, err, torch = results[number]

@@ -113,6 +113,9 @@ def test_the_gradient_is_filtered_on_request() -> None:
             filtered = gradients(model, **inputs)
             assert handle.report is not None and (handle.report.kept_columns < 1) == (eps > 0)
         check(filtered, expected, 0.3 if eps else 1e-5)
+        assert (eps > 0) == any(
+            (filtered[name] - x).norm() > 1e-3 * x.norm() for name, x in expected.items()
+        )
     with pytest.raises(TypeError, match="gradient_filter=0.1: use a gac_kernels.GradientFilter"):
         fuse(model, 0.1)  # type: ignore[arg-type]  # the wrong type is tested
 
@@ -148,7 +151,8 @@ WRAPPERS: dict[str, Callable[[Any], nn.Module]] = {
 @pytest.mark.parametrize("first", ["fuse", "wrap"])
 @pytest.mark.usefixtures("no_logits")
 def test_inside_wrappers(wrapper: str, first: str) -> None:
-    expected = gradients(WRAPPERS[wrapper](make("gemma2", num_hidden_layers=1)), **batch())
+    with torch.compiler.set_stance("force_eager"):  # compiling takes seconds
+        expected = gradients(WRAPPERS[wrapper](make("gemma2", num_hidden_layers=1)), **batch())
     model = make("gemma2", num_hidden_layers=1)
     if first == "fuse":
         fuse(model)
@@ -339,7 +343,7 @@ def train(model: nn.Module, folder: Path, **options: Any) -> tuple[Trainer, list
     return trainer, [row for row in trainer.state.log_history if "grad_norm" in row]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "mixtral"])
+@pytest.mark.parametrize("family", ["gemma2", "mixtral"])
 @pytest.mark.usefixtures("no_logits")
 def test_steps_of_trainer(family: str, tmp_path: Path) -> None:
     _, expected = train(make(family), tmp_path)

@@ -21,6 +21,7 @@ from gac.demo import task  # noqa: E402 - after the skips
 from gac.integrations.demonstrations import row_of  # noqa: E402 - after the skips
 from gac.integrations.trl_head import missing_hook  # noqa: E402 - after the skips
 from gac.methods import GAC, METHODS, Constant  # noqa: E402 - after the skips
+from gac.training.probes import UnitSketches  # noqa: E402 - after the skips
 from gac_kernels import DemoWeight, GradientFilter, HeadSketch  # noqa: E402 - after the skips
 from tests import ranks as processes  # noqa: E402 - after the skips
 from tests.integrations import plain, recording, tiny, trl_task  # noqa: E402 - after the skips
@@ -93,7 +94,23 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "cispo",
+        "vespo",
+        "reuse, clip and KL",
+        "entropy",
+        "mu 0",
+        *(
+            pytest.param(
+                name,
+                marks=pytest.mark.full(reason="test_trl_fused.py compares all loss types with TRL"),
+            )
+            for name in ("bnpo", "dr_grpo", "sapo", "luspo", "gspo")
+        ),
+    ],
+)
 def test_every_trl_loss_is_mixed_unchanged(model: Path, tmp_path: Path, name: str):
     """The gradient is (1 - mu) times GRPOTrainer's plus mu times that of the demonstrations.
 
@@ -268,20 +285,27 @@ def test_bad_demonstrations_are_named(model: Path, tmp_path: Path, rows: Any, me
 
 
 @pytest.mark.skipif(missing_hook() is not None, reason="needs the fused loss")
-def test_the_gate_reads_the_head_sketch(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_gate_reads_the_head_sketch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The gate's cosine is that of the head gradients of both terms under the same projections."""
-    seeds, signs = [], HeadSketch.hidden_signs
-    monkeypatch.setattr(
-        HeadSketch, "hidden_signs", lambda self, *x: seeds.append(self.seed) or signs(self, *x)
-    )
+    tiny.write_model(model := tmp_path / "model", tie_word_embeddings=False)
+    read, gathered = [], UnitSketches.gathered
+    monkeypatch.setattr(UnitSketches, "gathered", lambda x: read.append(gathered(x)) or read[-1])
     trainer, _ = trl_task.trained(
-        model, tmp_path, controller=METHODS["gac-gated-sketch"](), max_steps=4
+        model, tmp_path, controller=METHODS["gac-gated-sketch"](), max_steps=2
     )
-    cosines = recording.column(trainer, "gac/cosine")
-    assert any(x != 0 for x in cosines) and all(-1 <= x <= 1 for x in cosines)
-    assert seeds == [0] * 4 + [1] * 4 + [3] * 4  # two micro-batches of each term
+    reference, sketch = AutoModelForCausalLM.from_pretrained(model), HeadSketch()
+    rollouts = reference, trainer.micro_batches[:2], trl_task.TEMPERATURE, "token"
+    demos = plain.demo_term(reference, trainer.demos_per_step[0], weight="one")
+    left = sketch.vocabulary(reference.config.vocab_size)
+    right = sketch.hidden(reference.config.hidden_size)
+    expected = [
+        (left @ plain.gradient(reference, term)["lm_head.weight"] @ right.T).flatten()
+        for term in (demos, plain.rollout_term(*rollouts))
+    ]
+    torch.testing.assert_close(
+        [units.sum(0).float() for units in read[0]], expected, rtol=1e-4, atol=1e-5
+    )
+    assert recording.column(trainer, "gac/cosine")[0] * expected[0].dot(expected[1]) > 0
 
 
 @pytest.mark.skipif(missing_hook() is not None, reason="needs the fused loss")

@@ -58,14 +58,16 @@ print(seconds, torch.cuda.is_initialized(), *sorted(after - before - sys.stdlib_
 """
 
 
+@pytest.mark.slow(reason="up to three processes import torch")
 def test_importing_the_kernels_is_quick_and_needs_only_torch():
-    done = [
+    runs = (
         subprocess.run([sys.executable, "-c", KERNELS], capture_output=True, text=True, check=True)
-        for _ in range(2)
-    ]
-    (first, *rest), (second, *again) = (run.stdout.split() for run in done)
-    assert rest == again == ["False", "gac_kernels"]  # no CUDA context, no other package
-    assert min(float(first), float(second)) < 0.3
+        for _ in range(3)  # until one is quick: bytecode is written once, and load adds CPU time
+    )
+    assert any(
+        rest == ["False", "gac_kernels"] and float(seconds) < 0.3  # no CUDA, no other package
+        for seconds, *rest in (run.stdout.split() for run in runs)
+    )
 
 
 def run_without_extras(
@@ -80,27 +82,24 @@ def run_without_extras(
     )
 
 
-def test_kernels_controller_and_methods_need_four_packages():
-    done = run_without_extras(IMPORTS)
-    assert done.returncode == 0, done.stderr
-    mu, loaded = done.stdout.splitlines()
-    assert 0 <= float(mu) <= 1 and not set(loaded.split()) & set().union(*EXTRAS.values())
-
-
-def test_commands_without_the_extra_name_it_in_one_line():
-    program = """
+COMMANDS = """
 from gac.cli import main
 for command in sys.argv[1:]:
     print(main(command.split()))
 """
+
+
+def test_what_needs_only_four_packages_and_what_names_its_extra():
     examples = ROOT / "examples"
     commands = f"train {examples}/gsm8k.yaml", f"eval {examples}/eval/gsm8k.yaml", "methods gac"
-    done = run_without_extras(program, *commands)
+    done = run_without_extras(IMPORTS + COMMANDS, *commands)
+    assert done.returncode == 0, done.stderr
+    mu, loaded, *codes, method = done.stdout.split("\n", 4)
+    assert 0 <= float(mu) <= 1 and not set(loaded.split()) & set().union(*EXTRAS.values())
     pattern = r"gac: .*extra train \(\w+\): pip install 'gac-kernels\[train\]'"
     lines = done.stderr.splitlines()
     assert len(lines) == 2 and all(re.fullmatch(pattern, line) for line in lines), done.stderr
-    assert done.stdout.startswith("2\n2\n") and done.stdout.endswith("\n0\n")
-    assert "method.ema_decay" in done.stdout
+    assert codes == ["2", "2"] and method.endswith("\n0\n") and "method.ema_decay" in method
 
 
 def test_extras_match_pyproject():

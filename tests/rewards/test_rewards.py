@@ -417,11 +417,12 @@ STARTS = [
 
 @pytest.mark.parametrize("read", [program_of, chosen_letter, text_after_marker, reference_text])
 def test_reading_a_completion_takes_linear_time(read):
-    for start, piece, end in itertools.product(STARTS, PIECES, ["", "`"]):
-        text = f"{start}{piece * ((LENGTH - len(start)) // len(piece))}{end}"
+    for start, piece in itertools.product(STARTS, PIECES):
+        # with the backtick, a fence or a letter before it does not match: every split is tried
+        text = f"{start}{piece * ((LENGTH - len(start)) // len(piece))}`"
         began = time.process_time()
         read(text)
-        assert time.process_time() - began < 0.3, (start[:9], piece, end)
+        assert time.process_time() - began < 0.3, (start[:9], piece)
 
 
 @pytest.mark.parametrize("name", ["exact", "math"])

@@ -249,7 +249,7 @@ def test_a_program_ends_with_its_last_process(waiting):
     """A solver that is killed because it is no longer needed has not crashed."""
     assert waiting(SLEEP, "exit 0", threads=64) == ([0, 0], False)
     # the solver's exit, which gives the reason, follows
-    assert waiting("sleep 0.2; kill -9 $$", "exit 3") == ([3 << 8, KILLED], False)
+    assert waiting("sleep 1; kill -9 $$", "exit 3") == ([3 << 8, KILLED], False)
     assert waiting("exit 5", "sleep 0.2; exit 1") == ([5 << 8, 1 << 8], False)
 
 

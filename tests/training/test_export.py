@@ -4,6 +4,7 @@ killed export loses nothing.
 
 import base64
 import json
+import shutil
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -164,6 +165,12 @@ def test_adapters_of_a_saved_model_stay_adapters(tmp_path):
         assert torch.equal(x, saved[name.removeprefix("base_model.model.")])
 
 
+@pytest.fixture(scope="module")
+def short(task, tmp_path_factory):
+    """A run of two steps and its export."""
+    return train(tiny_config(task, tmp_path_factory.mktemp("short"), steps=2, eval={}, export=True))
+
+
 @pytest.mark.parametrize(
     ("event", "name", "complete"),
     [
@@ -172,15 +179,12 @@ def test_adapters_of_a_saved_model_stay_adapters(tmp_path):
         pytest.param("os.remove", "model.safetensors", "model", id="during-the-deletion"),
     ],
 )
-def test_a_killed_export_loses_nothing(task, tmp_path, event, name, complete):
+def test_a_killed_export_loses_nothing(task, tmp_path, short, event, name, complete):
     """A run is continued, and killed while its new export replaces the old one."""
-    short, long = (
-        tiny_config(task, tmp_path / "run", steps=steps, eval={}, export=True) for steps in (2, 4)
-    )
-    ranks.run(train, short, ranks=1)
+    long = tiny_config(task, shutil.copytree(short, tmp_path / "run"), eval={}, export=True)
     assert ranks.run(kills.at_event, long, event, name, ranks=1) == [None]
     AutoModelForCausalLM.from_pretrained(tmp_path / "run" / complete)
-    ranks.run(train, long, ranks=1)
+    train(long)
     assert export_run(tmp_path / "run", tmp_path / "expected").name == "step-00000004"
     exported, expected = tensors(tmp_path / "run" / "model"), tensors(tmp_path / "expected")
     assert exported.keys() == expected.keys()
@@ -226,34 +230,28 @@ class Hub(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
-def test_an_export_is_uploaded_to_a_private_repository(task, tmp_path, monkeypatch):
-    ranks.run(train, tiny_config(task, tmp_path / "run", steps=1, eval={}), ranks=1)
+def test_an_export_is_uploaded_to_a_private_repository(short, tmp_path, monkeypatch):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     server.files, server.created, server.refused = {}, [], "nothing"
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setattr(hf_api.api, "endpoint", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    export_run(tmp_path / "run", tmp_path / "out", repository="me/model")
+    export_run(short, tmp_path / "out", repository="me/model")
     assert server.created[0]["visibility"] == "private"
     assert server.files == {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()} | {
         None: "Export of gac"
     }
     # the base model is a folder of this machine
-    for part, count in (
-        (b"1 of 1 steps", 1),
-        (b"library_name: transformers", 1),
-        (b"base_model", 0),
-        (b"reinforcement-learning", 1),
-    ):
-        assert server.files["README.md"].count(part) == count
+    parts = b"2 of 2 steps", b"library_name: transformers", b"reinforcement-learning", b"base_model"
+    assert [*map(server.files["README.md"].count, parts)] == [1, 1, 1, 0]
     with pytest.raises(ConfigError, match=r"^--push-to-hub a/b/c: .* use OWNER/NAME"):
-        export_run(tmp_path / "run", tmp_path / "none", repository="a/b/c")
+        export_run(short, tmp_path / "none", repository="a/b/c")
     with pytest.raises(ConfigError, match=r"^--adapters: .* trained all weights"):
-        export_run(tmp_path / "run", tmp_path / "none", adapters=True)
+        export_run(short, tmp_path / "none", adapters=True)
     for refused, kind in (("/create", ConfigError), ("/commit", RunError)):
         server.refused, out = refused, tmp_path / refused[1:]
         with pytest.raises(kind, match=r"^--push-to-hub me/model: 403 Forbidden.*`hf "):
-            export_run(tmp_path / "run", out, repository="me/model")
+            export_run(short, out, repository="me/model")
         assert any(out.iterdir()) == (kind is RunError)
     server.shutdown()
     server.server_close()

@@ -116,7 +116,6 @@ VALUES: dict[str, Any] = {  # of the keys whose type does not suggest another va
 WITH: dict[str, dict[str, Any]] = {  # other keys that a key needs to have an effect
     "model.master_weights": {"model.dtype": "bfloat16"},
     **{f"model.lora.{f.name}": {"model.lora": {"rank": 2}} for f in dataclasses.fields(LoraConfig)},
-    "data.sources": {"data.prompts": None},
     "data.choices_field": {"data.template": "{prompt}{options}"},
     "data.chat": {"model.tokenizer": "other"},
     "data.system": {"model.tokenizer": "other", "data.chat": True},
@@ -131,7 +130,6 @@ WITH: dict[str, dict[str, Any]] = {  # other keys that a key needs to have an ef
     "loss.sapo_tau": {"loss.policy_loss": "sapo"},
     "loss.max_tokens": {"loss.rollout_reduction": "constant", "loss.max_tokens": 9},
     "loss.correction_min": {"rollouts.function": f"{HERE}:echo"},
-    "eval.data.sources": {"eval.data.prompts": None},
     "eval.data.choices_field": {
         "eval.data.template": "{prompt}{options}",
         "model.tokenizer": "other",
@@ -349,12 +347,16 @@ def names(error: Any, keys: Iterable[str]) -> bool:
 def problem(key: str, keys: dict[str, Any], value: Any, needed: dict[str, Any]) -> str | None:
     """Why the key fails the test if it is added to `keys` and the `needed` ones, or None.
 
-    A run without the key must succeed, unless the method refuses a needed key.
+    A run without the key must succeed, unless another method than the default refuses a needed key.
     """
-    keys = {**keys, **needed}
-    base, changed = outcome(keys), outcome({**keys, key: value})
+    run = {**keys, **needed}
+    base, changed = outcome(run), outcome({**run, key: value})
     if isinstance(base, str):
-        return None if names(base, needed) else f"{key}: fails without it: {base}"
+        return (
+            None
+            if names(base, needed) and DEFAULT not in keys.values()
+            else f"{key}: fails without it: {base}"
+        )
     if isinstance(changed, str):
         return None if names(changed, [key]) else f"{key}: the error does not name it: {changed}"
     return f"{key}={value} has no effect" if changed == base else None
