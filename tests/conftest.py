@@ -112,6 +112,17 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(owner, name, lambda *a, _real=real, **k: poisoned(_real(*a, **k)))
 
 
+@pytest.fixture
+def no_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw figures, but write no image, which takes most of the time of a report."""
+    from matplotlib.figure import Figure
+
+    def write(figure: Any, file: Any, **options: Any) -> None:
+        (file.write_bytes if isinstance(file, Path) else file.write)(b"<svg/>")
+
+    monkeypatch.setattr(Figure, "savefig", write)
+
+
 @pytest.fixture(scope="session")
 def data_dir() -> Path:
     """Directory of the real datasets, from GAC_DATA; skips the test if it does not exist."""
