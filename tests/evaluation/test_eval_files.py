@@ -45,7 +45,7 @@ def test_real_rows_score_their_own_answers(file, data_dir, monkeypatch):
         if not source.is_file():
             pytest.skip(f"dataset {source.name} is not available")
         examples = load_prompts(task.data, make_tokenizer())
-        assert len(examples) > 100
+        assert len({e.prompt_text for e in examples}) > max(100, 0.9 * len(examples))
         if task.split_field:
             assert len({e.extra[task.split_field] for e in examples}) > 1
         sample = examples[:: max(1, len(examples) // 25)]
@@ -59,7 +59,6 @@ def test_real_rows_score_their_own_answers(file, data_dir, monkeypatch):
             assert sum(reward(["I do not know."] * len(sample), sample)) == 0
         finally:
             reward.close()
-        assert json.dumps([e.prompt_text for e in sample])
 
 
 def _program(example):
