@@ -115,12 +115,12 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def no_images(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw figures, but write no image, which takes most of the time of a report."""
-    from matplotlib.figure import Figure
-
-    def write(figure: Any, file: Any, **options: Any) -> None:
-        (file.write_bytes if isinstance(file, Path) else file.write)(b"<svg/>")
-
-    monkeypatch.setattr(Figure, "savefig", write)
+    monkeypatch.setattr(
+        "matplotlib.figure.Figure.savefig",
+        lambda _, file, **__: (
+            file.write_bytes(b"<svg/>") if isinstance(file, Path) else file.write(b"<svg/>")
+        ),
+    )
 
 
 @pytest.fixture(scope="session")

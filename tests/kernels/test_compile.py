@@ -184,13 +184,12 @@ def test_one_graph_serves_every_size_and_mu_and_others_autocast_and_a_frozen_wei
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_opcheck(form: str, backend: str) -> None:
     x, linear = example(2, 3), form == "linear"
-    opcheck = torch.library.opcheck
-    if backend != "native":  # the traces are those of native
-        opcheck = functools.partial(opcheck, test_utils=("test_schema", "test_faketensor"))
+    some = {"test_utils": ("test_schema", "test_faketensor")}  # the traces are those of native
+    opcheck = functools.partial(torch.library.opcheck, **({} if backend == "native" else some))
     targets, needs = x["targets"], [True, linear, linear]
-    operands = (x["logits"], None, None)
-    if linear:
-        operands = (x["hidden"].flatten(0, 1), x["weight"], x["bias"])
+    operands = (
+        (x["hidden"].flatten(0, 1), x["weight"], x["bias"]) if linear else (x["logits"], None, None)
+    )
     scaling = torch.rand(6) + 0.5, 1.0, 2.0, require_backend(backend)
     op = *operands, targets.flatten(), *scaling, torch.float32, None
     operators = torch.ops.gac_kernels

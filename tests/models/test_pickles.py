@@ -21,6 +21,10 @@ from gac.training.replay import load_skipped
 from tests.integrations.tiny import write_model
 
 ROOT = Path(__file__).parents[2]
+FILES = {  # the weights of adapters and of their base
+    "adapters": ("adapter_model.safetensors", "adapter_model.bin"),
+    "base": ("base/model.safetensors", "base/pytorch_model.bin"),
+}
 # pickles of this process and of the sandbox's
 OWN = {"gac/data/stored.py": 2, "gac/sandbox/solver.py": 3}
 
@@ -35,13 +39,6 @@ class Code:
         return Path.mkdir, (self.folder,)
 
 
-def weights(folder: Path, code: Code, only: bool) -> Callable[[], Any]:
-    write_model(folder)
-    (folder / "model.safetensors").unlink()
-    torch.save({"model.norm.weight": code}, folder / "pytorch_model.bin")
-    return lambda: load_model(ModelConfig(path=str(folder), safetensors_only=only))
-
-
 def write_adapters(folder: Path) -> None:
     write_model(folder / "base")
     base = AutoModelForCausalLM.from_pretrained(folder / "base")
@@ -49,13 +46,13 @@ def write_adapters(folder: Path) -> None:
     get_peft_model(base, lora).save_pretrained(folder)
 
 
-def adapters(
-    folder: Path, code: Code, only: bool, pickled: str = "adapter_model"
-) -> Callable[[], Any]:
+def weights(folder: Path, code: Code, only: bool, kind: str, part: str = "") -> Callable[[], Any]:
+    """Adapters in `folder`, with `code` in their weights or those of the base; `part` is loaded."""
     write_adapters(folder)
-    (folder / f"{pickled}.safetensors").unlink()
-    torch.save({"x": code}, folder / f"{pickled}.bin")
-    return lambda: load_model(ModelConfig(path=str(folder), safetensors_only=only))
+    safe, pickled = FILES[kind]
+    (folder / safe).unlink()
+    torch.save({"model.norm.weight": code}, folder / pickled)
+    return lambda: load_model(ModelConfig(path=str(folder / part), safetensors_only=only))
 
 
 def index(folder: Path, code: Code) -> Callable[[], Any]:
@@ -81,11 +78,11 @@ def replay(folder: Path, code: Code) -> Callable[[], Any]:
 
 
 CASES: dict[str, Callable[[Path, Code], Callable[[], Any]]] = {
-    "weights, refused": lambda folder, code: weights(folder, code, True),
-    "weights, read as values": lambda folder, code: weights(folder, code, False),
-    "adapters, refused": lambda folder, code: adapters(folder, code, True),
-    "base of adapters, refused": lambda folder, code: adapters(folder, code, True, "base/model"),
-    "adapters, read as values": lambda folder, code: adapters(folder, code, False),
+    "weights, refused": lambda folder, code: weights(folder, code, True, "base", "base"),
+    "weights, read as values": lambda folder, code: weights(folder, code, False, "base", "base"),
+    "adapters, refused": lambda folder, code: weights(folder, code, True, "adapters"),
+    "adapters, read as values": lambda folder, code: weights(folder, code, False, "adapters"),
+    "base of adapters, refused": lambda folder, code: weights(folder, code, True, "base"),
     "index of a checkpoint": index,
     "values in a checkpoint": values,
     "skipped step": replay,
@@ -99,17 +96,14 @@ def test_a_pickle_with_code_is_refused(case: str, tmp_path: Path) -> None:
     with pytest.raises((UserError, OSError, pickle.UnpicklingError)) as raised:
         load()
     assert not ran.exists()
-    refused = "^model.path='.*set model.safetensors_only=false$"
-    assert raised.match(refused if "refused" in case else "Weights only load failed|do not load it")
+    assert raised.match(
+        "^model.path='.*set model.safetensors_only=false$"
+        if "refused" in case
+        else "Weights only load failed|do not load it"
+    )
 
 
-@pytest.mark.parametrize(
-    ("safe", "pickled"),
-    [
-        ("adapter_model.safetensors", "adapter_model.bin"),
-        ("base/model.safetensors", "base/pytorch_model.bin"),
-    ],
-)
+@pytest.mark.parametrize(("safe", "pickled"), FILES.values(), ids=FILES)
 def test_plain_weights_in_a_pickle_need_the_key(safe: str, pickled: str, tmp_path: Path) -> None:
     write_adapters(tmp_path)
     expected = load_model(ModelConfig(path=str(tmp_path))).state_dict()

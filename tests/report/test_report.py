@@ -329,12 +329,9 @@ def test_headline_omits_differing_or_lone_start_evaluations(tmp_path):
 
 
 def test_unmeasured_terms_are_listed_not_plotted_as_zero(tmp_path, no_images):
-    path = write_run(tmp_path / "sft", method="sft")
-    rows = map(json.loads, (path / "metrics.jsonl").read_text().splitlines())
-    test_report_values.write_rows(
-        path / "metrics.jsonl", [row | {"rollout_loss": None, "reward_mean": None} for row in rows]
-    )
-    assert "Not recorded: Reward, Policy loss." in write_report([path], tmp_path).read_text()
+    columns = {"mu": [0.5], "rollout_loss": [None], "reward_mean": [None]}
+    page = write_report([test_report_values.write_run(tmp_path / "a", {}, columns, [])], tmp_path)
+    assert "Not recorded: Reward, Response length, Entropy, Policy loss." in page.read_text()
     assert not (tmp_path / "plots" / "policy_loss.svg").exists()
 
 

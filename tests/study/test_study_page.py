@@ -206,8 +206,8 @@ def test_a_result_of_other_settings_is_refused(task, tmp_path) -> None:
             runs.result(config)
     settings = runs._settings(dump(config))
     for change in CHANGES:
-        changed = {key: value for key, value in (settings | change).items() if value is not None}
-        path.write_text(json.dumps({"config": changed}))
+        changed = (settings | change).items()
+        path.write_text(json.dumps({"config": {k: v for k, v in changed if v is not None}}))
         with pytest.raises(
             ConfigError, match=f"finished run with a different {next(iter(change))};"
         ):
