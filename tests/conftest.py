@@ -115,6 +115,17 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(owner, name, lambda *a, _real=real, **k: poisoned(_real(*a, **k)))
 
 
+@pytest.fixture
+def no_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw figures, but write no image, which takes most of the time of a report."""
+    monkeypatch.setattr(
+        "matplotlib.figure.Figure.savefig",
+        lambda _, file, **__: (
+            file.write_bytes(b"<svg/>") if isinstance(file, Path) else file.write(b"<svg/>")
+        ),
+    )
+
+
 @pytest.fixture(scope="session")
 def data_dir() -> Path:
     """Directory of the real datasets, from GAC_DATA; skips the test if it does not exist."""

@@ -27,6 +27,7 @@ COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 SUFFIXES = (*TEXTS, *COMPRESSED, *TABLES)
 # owner/name[:configuration][:split], or name[:configuration]:split
 HUB = re.compile(r"\w[\w.-]*(/[\w.-]+(:[^:]+){0,2}|(:[^:]+){1,2})")
+CHATS = {"messages", "prompt"}  # fields whose value may be a list of messages
 CHUNK = 1 << 16  # characters of a JSON list that are read at once
 FORMATS = "a .jsonl, .json, .csv, .parquet or .arrow file"
 
@@ -235,7 +236,7 @@ def _read_json(path: Path) -> Iterator[SourceRow]:
                 return
             raise DataError(f"{path}, line {error.lineno}: not valid JSON ({error.msg})") from error
         values = [*rows[0].values()] if isinstance(rows[0], dict) else []
-        if len(values) == 1 and isinstance(values[0], list):
+        if len(values) == 1 and isinstance(values[0], list) and not CHATS & rows[0].keys():
             rows = values[0]
     for number, fields in enumerate(rows, start=1):
         if not isinstance(fields, dict):

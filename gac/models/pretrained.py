@@ -78,7 +78,12 @@ def read_model(key: str, path: str, lazily: bool, **keywords: Any) -> Any:
     # report a wrong shape in the loading info instead of a long error message
     keywords |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     if tensors is None:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(path, **keywords)
+        pickled = has_adapters(path) and cached_file(path, SAFE_ADAPTERS, **RETURN_NONE) is None
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            base_folder(path) if pickled else path, **keywords
+        )
+        if pickled:  # transformers itself expects safetensors in a local folder
+            _check_loaded(key, path, loaded[0].load_adapter(path, use_safetensors=False).to_dict())
     else:
         keywords.setdefault("config", AutoConfig.from_pretrained(path))
         model_class = type(meta_model(path))

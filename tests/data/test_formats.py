@@ -147,7 +147,7 @@ def test_a_folder_of_data_files(tmp_path, cache, monkeypatch):
 
 
 def test_json_lines_in_a_json_file(tmp_path):
-    for rows in (ROWS, [{"prompt": "p", "choices": ["a"]}], [{"prompt": "p"}]):
+    for rows in (ROWS, [{"x": 1, "n": [1]}], [{"x": 1}], [{"messages": [{}]}], [{"prompt": [{}]}]):
         (tmp_path / "a.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
         assert [dict(row.fields) for row in read_rows(str(tmp_path / "a.json"))] == rows
 

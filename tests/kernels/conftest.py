@@ -51,9 +51,7 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
         if item.get_closest_marker("sampled") and item.callspec.params["backend"] in SLOW:
             key = item.function, item.callspec.params["backend"]
             if counts[key] % 5:
-                item.add_marker(
-                    pytest.mark.full(reason="test_loss.py runs all its cases everywhere")
-                )
+                item.add_marker(pytest.mark.full(reason="the fast backends run every case"))
             counts[key] += 1
 
 

@@ -24,6 +24,7 @@ BAD = {
 }
 
 
+@pytest.mark.sampled
 @each_backend
 @pytest.mark.parametrize("place", [0, 2047, 2100], ids=["first", "end of a tile", "last"])
 @pytest.mark.parametrize("name", BAD)

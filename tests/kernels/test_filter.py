@@ -21,7 +21,6 @@ from gac_kernels.sketch import HeadSketch
 
 N, H, V = 192, 32, 3001
 LOSE = GradientFilter(eps=2**-9, max_dropped=0.5)  # drops much, so that errors are visible
-BACKENDS = pytest.mark.parametrize("backend", ["reference", "native", "triton"], indirect=True)
 SOME_BACKENDS = pytest.mark.parametrize(
     "backend",
     [
@@ -57,7 +56,7 @@ def peaked(scale: float = 6.0, dtype: torch.dtype = torch.float32) -> tuple[Tens
 def rows_for(backend: str, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
     """The operands; fewer rows for Triton, whose interpreter is slow."""
     hidden, weight, targets = peaked(dtype=dtype)
-    count = 36 if backend == "triton" else N
+    count = 24 if backend == "triton" else N
     return hidden[:count], weight, targets[:count]
 
 
@@ -139,7 +138,7 @@ def test_the_error_is_bounded_by_the_dropped_gradient_which_is_reported() -> Non
     torch.testing.assert_close(out.filter, FilterReport(*shares), check_dtype=False)
 
 
-@BACKENDS
+@SOME_BACKENDS
 def test_no_filter_eps_0_flat_rows_and_many_columns_are_exact(backend, monkeypatch) -> None:
     monkeypatch.setattr("gac_kernels.filter.SAMPLE", 8)
     hidden, weight, targets = operands = [x[:12] if len(x) == N else x for x in peaked()]
@@ -248,19 +247,16 @@ def test_row_kernels_mark_what_they_store(backend, dtype, softcap, poison) -> No
     assert (marks.sums[:, 2:4] == 0).all() and (wide[..., width:] == 7).all()
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
+def test_settings_are_checked() -> None:
+    for settings, message in (
         ({"eps": -1}, "GradientFilter eps=-1: use a number in \\[0, 1]"),
         ({"eps": True}, "GradientFilter eps=True: use a number in \\[0, 1]"),
         ({"max_columns": 0}, "GradientFilter max_columns=0: use a number in \\(0, 1]"),
         ({"max_dropped": float("nan")}, "GradientFilter max_dropped=nan: use a number in"),
         ({"weight": 1}, "GradientFilter weight=1: use True or False"),
-    ],
-)
-def test_settings_are_checked(settings, message) -> None:
-    with pytest.raises((ValueError, TypeError), match=message):
-        GradientFilter(**settings)
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            GradientFilter(**settings)
     with pytest.raises(TypeError, match="gradient_filter=True: use a gac_kernels.GradientFilter"):
         linear_token_logprobs(
             torch.zeros(1, 2), torch.zeros(3, 2), torch.tensor([1]), gradient_filter=True

@@ -165,7 +165,7 @@ def test_masked_hidden_states_are_not_sketched(function):
 
 def test_sketch_does_not_depend_on_the_block_size(monkeypatch):
     expected = build(WIDE).linear(sketch=SKETCH).sketch
-    monkeypatch.setattr("gac_kernels.sketch.BLOCK", 4)  # sequences of up to seven tokens
+    monkeypatch.setattr("gac_kernels.sketch.BLOCK", 3)  # sequences of four positions
     torch.testing.assert_close(build(WIDE).linear(sketch=SKETCH).sketch, expected)
 
 
@@ -211,7 +211,10 @@ def test_projections_are_signs():
 
 def test_torch_compile():
     batch = build(CASES[0])
-    compiled = torch.compile(lambda: batch.linear(sketch=SKETCH).sketch, backend="aot_eager")
+    torch.compiler.reset()
+    compiled = torch.compile(
+        lambda: batch.linear(sketch=SKETCH).sketch, fullgraph=True, backend="aot_eager"
+    )
     assert torch.equal(compiled(), batch.linear(sketch=SKETCH).sketch)
 
 

@@ -40,10 +40,11 @@ def row_terms(model, reference, row: Row, name: str = "", old: Tensor | None = N
         every = (logits / temperature).log_softmax(-1).detach()
         teacher = every.gather(1, ids[0, start:, None])[:, 0]
     targets = ids[0, start:]
-    log_p, log_q = (
-        (net(input_ids=ids).logits[0, start - 1 : -1] / temperature).log_softmax(-1)
-        for net in (model, reference)
-    )
+    by_net = {
+        net: (net(input_ids=ids).logits[0, start - 1 : -1] / temperature).log_softmax(-1)
+        for net in {model, reference}  # once if they are the same
+    }
+    log_p, log_q = by_net[model], by_net[reference]
     logp = log_p.gather(1, targets[:, None])[:, 0]
     switch = len(row.ids) if row.is_demo else max(row.switch, start)
     return RowTerms(

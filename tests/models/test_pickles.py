@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from gac.errors import ConfigError, UserError
@@ -20,6 +21,10 @@ from gac.training.replay import load_skipped
 from tests.integrations.tiny import write_model
 
 ROOT = Path(__file__).parents[2]
+FILES = {  # the weights of adapters and of their base
+    "adapters": ("adapter_model.safetensors", "adapter_model.bin"),
+    "base": ("base/model.safetensors", "base/pytorch_model.bin"),
+}
 # pickles of this process and of the sandbox's
 OWN = {"gac/data/stored.py": 2, "gac/sandbox/solver.py": 3}
 
@@ -34,24 +39,20 @@ class Code:
         return Path.mkdir, (self.folder,)
 
 
-def weights(folder: Path, code: Code, only: bool) -> Callable[[], Any]:
-    write_model(folder)
-    (folder / "model.safetensors").unlink()
-    torch.save({"model.norm.weight": code}, folder / "pytorch_model.bin")
-    return lambda: load_model(ModelConfig(path=str(folder), safetensors_only=only))
-
-
-def adapters(
-    folder: Path, code: Code, only: bool, pickled: str = "adapter_model"
-) -> Callable[[], Any]:
+def write_adapters(folder: Path) -> None:
     write_model(folder / "base")
     base = AutoModelForCausalLM.from_pretrained(folder / "base")
-    get_peft_model(
-        base, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
-    ).save_pretrained(folder)
-    (folder / f"{pickled}.safetensors").unlink()
-    torch.save({"x": code}, folder / f"{pickled}.bin")
-    return lambda: load_model(ModelConfig(path=str(folder), safetensors_only=only))
+    lora = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    get_peft_model(base, lora).save_pretrained(folder)
+
+
+def weights(folder: Path, code: Code, only: bool, kind: str, part: str = "") -> Callable[[], Any]:
+    """Adapters in `folder`, with `code` in their weights or those of the base; `part` is loaded."""
+    write_adapters(folder)
+    safe, pickled = FILES[kind]
+    (folder / safe).unlink()
+    torch.save({"model.norm.weight": code}, folder / pickled)
+    return lambda: load_model(ModelConfig(path=str(folder / part), safetensors_only=only))
 
 
 def index(folder: Path, code: Code) -> Callable[[], Any]:
@@ -77,11 +78,11 @@ def replay(folder: Path, code: Code) -> Callable[[], Any]:
 
 
 CASES: dict[str, Callable[[Path, Code], Callable[[], Any]]] = {
-    "weights, refused": lambda folder, code: weights(folder, code, True),
-    "weights, read as values": lambda folder, code: weights(folder, code, False),
-    "adapters, refused": lambda folder, code: adapters(folder, code, True),
-    "base of adapters, refused": lambda folder, code: adapters(folder, code, True, "base/model"),
-    "adapters, read as values": lambda folder, code: adapters(folder, code, False),
+    "weights, refused": lambda folder, code: weights(folder, code, True, "base", "base"),
+    "weights, read as values": lambda folder, code: weights(folder, code, False, "base", "base"),
+    "adapters, refused": lambda folder, code: weights(folder, code, True, "adapters"),
+    "adapters, read as values": lambda folder, code: weights(folder, code, False, "adapters"),
+    "base of adapters, refused": lambda folder, code: weights(folder, code, True, "base"),
     "index of a checkpoint": index,
     "values in a checkpoint": values,
     "skipped step": replay,
@@ -95,16 +96,20 @@ def test_a_pickle_with_code_is_refused(case: str, tmp_path: Path) -> None:
     with pytest.raises((UserError, OSError, pickle.UnpicklingError)) as raised:
         load()
     assert not ran.exists()
-    if "refused" in case:
-        assert raised.match("^model.path='.*set model.safetensors_only=false$")
+    assert raised.match(
+        "^model.path='.*set model.safetensors_only=false$"
+        if "refused" in case
+        else "Weights only load failed|do not load it"
+    )
 
 
-def test_plain_weights_in_a_pickle_need_the_key(tmp_path: Path) -> None:
-    write_model(tmp_path)
-    expected = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
-    (tmp_path / "model.safetensors").unlink()
-    torch.save(expected, tmp_path / "pytorch_model.bin")
-    with pytest.raises(ConfigError, match=r"has no model.safetensors, and model.safetensors_only"):
+@pytest.mark.parametrize(("safe", "pickled"), FILES.values(), ids=FILES)
+def test_plain_weights_in_a_pickle_need_the_key(safe: str, pickled: str, tmp_path: Path) -> None:
+    write_adapters(tmp_path)
+    expected = load_model(ModelConfig(path=str(tmp_path))).state_dict()
+    torch.save(load_file(tmp_path / safe), tmp_path / pickled)
+    (tmp_path / safe).unlink()
+    with pytest.raises(ConfigError, match=f"has no {Path(safe).name}, and model.safetensors_only"):
         load_model(ModelConfig(path=str(tmp_path)))
     loaded = load_model(ModelConfig(path=str(tmp_path), safetensors_only=False)).state_dict()
     assert all(torch.equal(x, loaded[name]) for name, x in expected.items())

@@ -276,12 +276,13 @@ def test_headline_names_the_leader_and_the_seed_spread(tmp_path):
 
 
 def test_a_single_run_has_an_interval_and_a_number_of_prompts(tmp_path):
-    path = write_run(tmp_path / "a")
-    test_report_values.write_rows(
-        path / "eval.jsonl",
+    path = test_report_values.write_run(
+        tmp_path / "a",
+        {},
+        {"mu": [0.5] * STEPS},
         [
             {"step": step, "accuracy": mean, "ci95": [mean - 0.1, mean + 0.2], "prompts": 50}
-            for step, mean in ((0, 0.0), (40, 0.5))
+            for step, mean in ((0, 0.0), (STEPS, 0.5))
         ],
     )
     assert headline(grouped(path), 10) == (
@@ -327,13 +328,10 @@ def test_headline_omits_differing_or_lone_start_evaluations(tmp_path):
     assert text == "None of these runs has been evaluated yet."
 
 
-def test_unmeasured_terms_are_listed_not_plotted_as_zero(tmp_path):
-    path = write_run(tmp_path / "sft", method="sft")
-    rows = map(json.loads, (path / "metrics.jsonl").read_text().splitlines())
-    test_report_values.write_rows(
-        path / "metrics.jsonl", [row | {"rollout_loss": None, "reward_mean": None} for row in rows]
-    )
-    assert "Not recorded: Reward, Policy loss." in write_report([path], tmp_path).read_text()
+def test_unmeasured_terms_are_listed_not_plotted_as_zero(tmp_path, no_images):
+    columns = {"mu": [0.5], "rollout_loss": [None], "reward_mean": [None]}
+    page = write_report([test_report_values.write_run(tmp_path / "a", {}, columns, [])], tmp_path)
+    assert "Not recorded: Reward, Response length, Entropy, Policy loss." in page.read_text()
     assert not (tmp_path / "plots" / "policy_loss.svg").exists()
 
 
@@ -420,7 +418,7 @@ def test_plots_are_files_next_to_the_page(report):
     assert "stroke: #0072b2" in mu and "dc:date" not in mu  # the first group's line, no date
 
 
-def test_a_watched_report_follows_the_runs(tmp_path):
+def test_a_watched_report_follows_the_runs(tmp_path, no_images):
     """From an empty folder to a second run, with a connection that sends nothing."""
     runs = tmp_path / "<runs>"
 

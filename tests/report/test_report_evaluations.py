@@ -12,7 +12,7 @@ from gac.evaluation.suite import run_suite
 from gac.report import write_report
 from gac.report.groups import group_runs
 from gac.report.page import headline
-from gac.report.plots import draw_plots, evaluation_panels
+from gac.report.plots import evaluation_panels, has_data
 from gac.report.reading import read_run
 from gac.report.table import summarize, tables, window_of
 from gac.training.trainer import train
@@ -51,9 +51,7 @@ def test_each_extra_task_has_its_own_panel_and_caption(tmp_path):
     assert panels["accuracy/easy"].caption.startswith("The same for")
     assert "task “logic”" in panels["accuracy/logic"].caption
     assert "split “three_objects”" in panels["accuracy/logic/three_objects"].caption
-    files = draw_plots(groups, tmp_path / "plots")
-    assert {panel.key for panel in panels.values()} <= files.keys()
-    assert all(path.stat().st_size > 5000 for path in files.values())
+    assert all(has_data(panel, groups) for panel in panels.values())
 
 
 def test_table_shows_start_and_final_accuracy_of_extra_tasks(tmp_path):
@@ -73,7 +71,7 @@ def test_table_shows_start_and_final_accuracy_of_extra_tasks(tmp_path):
     }
 
 
-def test_run_with_only_extra_tasks(tmp_path):
+def test_run_with_only_extra_tasks(tmp_path, no_images):
     runs = [
         read_run(
             write_run(
@@ -88,13 +86,15 @@ def test_run_with_only_extra_tasks(tmp_path):
     assert headline(groups, context) == "Final accuracy on logic: 40.0%."
     assert [panel.column for panel in evaluation_panels(groups)] == ["accuracy/logic"]
     # if another run has a final accuracy, this one counts as not evaluated
-    both = group_runs([*runs, read_run(write_run(tmp_path / "sft", ROWS, []))])
-    assert headline(both, context) == "Final accuracy: 60.0%."
-    page = write_report([tmp_path / "gac"], tmp_path).read_text()
-    assert "Held-out accuracy: logic over optimizer steps" in page
+    runs.append(read_run(write_run(tmp_path / "sft", ROWS, [])))
+    assert headline(group_runs(runs), context) == "Final accuracy: 60.0%."
+    assert (
+        "Held-out accuracy: logic over optimizer steps"
+        in write_report([tmp_path / "gac"], tmp_path).read_text()
+    )
 
 
-def test_extra_tasks_are_recorded_and_reported(task, tmp_path):
+def test_extra_tasks_are_recorded_and_reported(task, tmp_path, no_images):
     data = {"prompts": str(task / "eval.jsonl")}
     run = train(
         tiny_config(
@@ -156,14 +156,13 @@ def test_a_page_of_evaluations(task, results, tmp_path, capsys):
     assert page.count("data:image/svg+xml;base64,") == 1 and not list(tmp_path.glob("plots"))
 
 
-def test_evaluations_and_runs_share_a_page(results, tmp_path):
+def test_evaluations_and_runs_share_a_page(results, tmp_path, no_images):
     run = write_run(tmp_path / "gac", ROWS, ["logic"])
     page = write_report([run, results / "mine"], tmp_path).read_text()
     assert "<h2>Evaluations</h2>" in page and "Held-out accuracy: logic" in page
-    assert "<h2>Evaluations</h2>" not in write_report([run], tmp_path).read_text()
 
 
-def test_foreign_results_json_is_ignored_or_rejected(results, tmp_path):
+def test_foreign_results_json_is_ignored_or_rejected(results, tmp_path, no_images):
     run = write_run(tmp_path / "gac", ROWS, ["logic"])
     (run / "results.json").write_text("[]")
     assert "Evaluations" not in write_report([run], tmp_path).read_text()

@@ -319,8 +319,7 @@ def test_evaluations_are_drawn_side_by_side(monkeypatch: Any) -> None:
     assert points(alone.lines[1]) == [(50, 0)] and not alone.figure.legends
 
 
-def test_a_figure_of_nearly_equal_values_is_not_magnified(monkeypatch: Any) -> None:
-    monkeypatch.setattr(Figure, "savefig", lambda figure, file, **options: file.write(b"svg"))
+def test_a_figure_of_nearly_equal_values_is_not_magnified(no_images: None) -> None:
     kept: list[Any] = []
 
     def draw_axes(low: float, high: float) -> Any:
@@ -330,7 +329,7 @@ def test_a_figure_of_nearly_equal_values_is_not_magnified(monkeypatch: Any) -> N
 
         assert (
             evaluations.interval_figure(["a", "b"], 1.5, "accuracy, %", drawing)
-            == "data:image/svg+xml;base64,c3Zn"
+            == "data:image/svg+xml;base64,PHN2Zy8+"
         )
         return kept[-1]
 

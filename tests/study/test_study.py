@@ -180,7 +180,7 @@ def digit_reward(completion, example):
 
 
 @pytest.mark.slow(reason="trains several methods")
-def test_gac_study_reports_failures_and_resumes(tmp_path, monkeypatch, capsys):
+def test_gac_study_reports_failures_and_resumes(tmp_path, monkeypatch, capsys, no_images):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     config = tiny_config(
         write_tiny(tmp_path), tmp_path / "out", steps=2, reward="study_reward.py:digit_reward"

@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from matplotlib.figure import Figure
@@ -187,33 +188,33 @@ def test_cells_and_dots_of_a_study(monkeypatch) -> None:
     assert mean([0.0, 0.0, 1.0]) == 0.333333 and interval([1 / 3] * 2) == [0.333333] * 2
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"steps": 3},
-        {"added": 1},
-        {"demo_batch_size": None},
-        {"eval": {}},
-        *({key: {}} for key in ("optim", "method", "data", "model", "reward", "loss")),
-        {"run_name": "x"},
-        {"seed": None},
-    ],
-)
-def test_a_result_of_other_settings_is_refused(tmp_path, change) -> None:
-    config = tiny_config(write_tiny(tmp_path), tmp_path / "out", steps=2)
-    plain = runs._settings(dump(config)) | change
-    plain = {key: value for key, value in plain.items() if value is not None or key not in change}
-    (tmp_path / "out").mkdir()
+CHANGES: list[dict[str, Any]] = [
+    {"steps": 3},
+    {"added": 1},
+    {"demo_batch_size": None},
+    {"eval": {}},
+    *({key: {}} for key in ("optim", "method", "data", "model", "reward", "loss")),
+    {"seed": None},
+]
+
+
+def test_a_result_of_other_settings_is_refused(task, tmp_path) -> None:
+    config, path = tiny_config(task, tmp_path, steps=2), tmp_path / "result.json"
     for damaged in ("", "{}"):
-        (tmp_path / "out" / "result.json").write_text(damaged)
+        path.write_text(damaged)
         with pytest.raises(ConfigError, match="result.json: damaged; delete that folder"):
             runs.result(config)
-    (tmp_path / "out" / "result.json").write_text(json.dumps({"config": plain}))
-    if "run_name" in change:  # no effect
-        assert runs.result(config) == {"config": plain}
-        return
-    with pytest.raises(ConfigError, match=f"finished run with a different {next(iter(change))};"):
-        runs.result(config)
+    settings = runs._settings(dump(config))
+    for change in CHANGES:
+        changed = (settings | change).items()
+        path.write_text(json.dumps({"config": {k: v for k, v in changed if v is not None}}))
+        with pytest.raises(
+            ConfigError, match=f"finished run with a different {next(iter(change))};"
+        ):
+            runs.result(config)
+    renamed = {"config": settings | {"run_name": "x"}}  # no effect
+    path.write_text(json.dumps(renamed))
+    assert runs.result(config) == renamed
 
 
 @pytest.mark.parametrize(("method", "step"), [("sft-best", 1), ("sft", 2)])
