@@ -37,7 +37,8 @@ class Source(Checked):
     name: str = ""
     """Name in the metrics and in `Example.source`; empty: the path."""
     weight: Positive = 1.0
-    """Share of the sampled prompts, relative to the other sources."""
+    """Share of the sampled prompts, relative to the other sources. It does not apply to separate
+    demonstrations, which are visited in epochs over the rows of all sources."""
 
     @property
     def key(self) -> str:

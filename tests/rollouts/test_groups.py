@@ -44,7 +44,7 @@ def test_frac_reward_zero_std_are_counted_and_warned_about(task, tmp_path, caplo
     with caplog.at_level(logging.WARNING):
         rows = run(task, tmp_path, reward="tests.rollouts.test_groups:constant", steps=11)
     assert {row["frac_reward_zero_std"] for row in rows} == {1.0}
-    warning = "for 10 steps, every rollout of the run has had the reward 1, so only the demonstrat"
+    warning = "for 10 steps, every rollout since the start or resume has had the reward 1, so only the"
     assert caplog.text.count(warning) == 1
 
 
