@@ -261,7 +261,9 @@ def test_ranks_resample_together(monkeypatch) -> None:
         asked.append(count)
         return []
 
-    monkeypatch.setattr(sampling.collectives, "largest", lambda values: [1 - len(asked)])
+    monkeypatch.setattr(
+        sampling.collectives, "largest", lambda values: [1 - len(asked)] * len(values)
+    )
     script = Script([(4, 1)] * 2, [0.0, 1.0], *ONES)
     script.run(Sampling(), [A], more, num_generations=2, dynamic_sampling_retries=3)
     assert asked == [0] and script.calls[2:] == [([], 2)] and script.sampler.stats.resampled == 0
@@ -333,7 +335,12 @@ def test_one_rank_says_once_why_rollouts_teach_nothing(
             assert len(caplog.records) == (given + (count >= 29)) * (rank == 0)
     if rank == 0:
         first, solved, mixed = (record.getMessage() for record in caplog.records)
-        assert first.startswith("for 10 steps, every rollout since the start or resume has had the reward 0")
+        assert first.startswith(
+            "for 10 steps, every rollout since the start or resume has had the reward 0"
+        )
         assert cause in first and "solved;" not in first
         assert "highest reward, 1" in solved and "check the reward" not in solved
         assert "another difficulty" in mixed and ("_retries" in mixed) != demos
+    monkeypatch.setattr(sampling.collectives, "_table", lambda own: [own, [5.0, 0.0]])
+    watch.update(silent, [0.0])  # another rank's rollouts teach
+    assert (watch.highest, watch.problem) == (5.0, "")
