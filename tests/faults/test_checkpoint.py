@@ -370,8 +370,7 @@ def test_a_run_ends_with_its_best_weights(task, tmp_path, killed):
         assert trainer.step == 4 and evaluated_steps(config.out) == [0, 4]
         calls[0] = 0
     run = train(config)
-    last = metrics(run)[-1]["lr"]
-    assert evaluated_steps(run) == [0, 4, 6, 8] and last == pytest.approx(1e-4)
+    assert evaluated_steps(run) == [0, 4, 6, 8] and metrics(run)[-1]["lr"] == pytest.approx(1e-4)
     assert export_run(run, tmp_path / "best", step="best").name == "step-00000004"
     assert torch.equal(logits(run / "model"), logits(tmp_path / "best"))
     assert [
