@@ -172,7 +172,6 @@ class TrainConfig(Checked):
         if not dataclasses.is_dataclass(self.method):
             raise ValueError("method: a function cannot be a method: use a subclass of Method")
         self._check_effects()
-        self._check_groups()
         if self.rollouts.engine == "paged" and self.parallel.mode == "fsdp":
             raise ValueError(
                 "rollouts.engine='paged' needs the full model on each rank: use parallel.mode=ddp "
@@ -186,7 +185,7 @@ class TrainConfig(Checked):
             )
 
     def _check_effects(self) -> None:
-        """Raise ValueError if a key has no effect on the method or the evaluation."""
+        """Raise ValueError if a key has no effect, or harms the method."""
         method, rollouts, loss = self.method, self.rollouts, loss_of(self)
         needs = StepNeeds.union(map(method.needs, range(self.steps)))
         plan = method.sampling(rollouts.num_generations)
@@ -196,6 +195,12 @@ class TrainConfig(Checked):
         unused += ["mask_truncated_completions"] if plan.pairs else []
         for name in unused:
             require_default(rollouts, name, f"rollouts.{name}", f"on method {method.name!r}")
+        require(
+            not rollouts.dynamic_sampling_retries or plan.demos == "separate",
+            "rollouts.dynamic_sampling_retries",
+            rollouts.dynamic_sampling_retries,
+            f"0: prompts with equal rewards teach method {method.name!r} by their demonstrations",
+        )
         in_loss = loss.spec.kl_coef != 0 or (loss.token is not None and needs.kl)
         measured = needs.rollouts and (needs.kl or self.monitor_kl_every)
         if in_loss or not measured:
@@ -207,16 +212,12 @@ class TrainConfig(Checked):
                     f"eval.{name} has no effect without eval.data.prompts: set it, or remove the "
                     "key (eval={} turns the evaluation off)"
                 )
-
-    def _check_groups(self) -> None:
-        """Raise ValueError if every advantage would be 0."""
-        completions = self.rollouts.num_generations
-        plan = self.method.sampling(completions)
-        group = sum(stage.size for stage in plan.stages) or completions
-        if group + plan.demo_in_group < 2 and self.method.needs(0).rollouts:
+        group = sum(stage.size for stage in plan.stages) or rollouts.num_generations
+        if group + plan.demo_in_group < 2 and needs.rollouts:
             raise ValueError(
-                f"rollouts.num_generations={completions}: advantages compare the rollouts of a "
-                "prompt, so a single one has advantage 0 and teaches nothing: use a number >= 2"
+                f"rollouts.num_generations={rollouts.num_generations}: advantages compare the "
+                "rollouts of a prompt, so a single one has advantage 0 and teaches nothing: use a "
+                "number >= 2"
             )
 
 

@@ -37,7 +37,7 @@ class Source(Checked):
     name: str = ""
     """Name in the metrics and in `Example.source`; empty: the path."""
     weight: Positive = 1.0
-    """Share of the sampled prompts, relative to the other sources."""
+    """Relative share of the sampled prompts; it does not apply to separate demonstrations."""
 
     @property
     def key(self) -> str:

@@ -39,7 +39,7 @@ class Row(NamedTuple):
     # log-probs of the loss tokens in the engine that sampled them; nan: not sampled
     engine_logps: tuple[float, ...] = ()
     context: tuple[int, ...] = ()  # tokens that only the teacher sees, before `ids`; (): no teacher
-    source: str = ""  # a demonstration's source, if the data name sources
+    source: str = ""  # the example's source, if the data name sources
     # whether each token from `start` >= 1 has a loss; (): all do. The others are only read, such as
     # tool results
     mask: tuple[bool, ...] = ()

@@ -64,7 +64,7 @@ class Examples(Sequence[Example]):
         sources: the number of examples of each source.
         turns: whether a demonstration has several turns.
         largest: the largest token id.
-        digest: a hash of the token ids and the answers.
+        digest: a hash of the token ids and the answers, and one over the demonstrated rows only.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -83,7 +83,9 @@ class Examples(Sequence[Example]):
         part.prompts, part.demos = (
             array("i", [lengths[i] for i in own]) for lengths in (self.prompts, self.demos)
         )
-        part.digest = hashlib.sha256(self.digest + own.tobytes()).digest()
+        whole = [*own] == [i for i, length in enumerate(self.demos) if length]
+        mixed = hashlib.sha256(self.digest + own.tobytes()).digest()
+        part.digest = 2 * (self.digest[HASH:] if whole else mixed)
         return part
 
     def longest(self, prompts: int = 1, demos: int = 1) -> int:
@@ -199,7 +201,7 @@ def _write(
 ) -> IO[bytes]:
     """Write the examples to `file`, which is in `folder`, chosen by the environment's `key`."""
     prompts, demos, ends, sources = array("i"), array("i"), array("q", [HASH]), Counter[str]()
-    turns, largest, content = False, -1, hashlib.sha256()
+    turns, largest, content, demonstrated = False, -1, hashlib.sha256(), hashlib.sha256()
     try:
         file.write(bytes(HASH))
         for item in items:
@@ -210,10 +212,12 @@ def _write(
             turns = turns or bool(item.demo_mask)
             tokens = array("q", (*item.prompt, -1, *demo))
             largest = max(largest, *tokens)
-            content.update(tokens.tobytes() + repr(item.answer).encode())
+            for hashed in (content, demonstrated)[: 1 + bool(demo)]:
+                hashed.update(tokens.tobytes() + repr(item.answer).encode())
             file.write(pickle.dumps(item))
             ends.append(file.tell())
-        index = (prompts, demos, ends, sources, turns, largest, content.digest(), dict(dropped))
+        digest = content.digest() + demonstrated.digest()
+        index = (prompts, demos, ends, sources, turns, largest, digest, dict(dropped))
         file.write(pickle.dumps(index))
         file.write(ends[-1].to_bytes(POSITION, "little"))
         file.seek(HASH)

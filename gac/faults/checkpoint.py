@@ -331,7 +331,10 @@ def _publish(temporary: Path, final: Path, content: dict[str, Any]) -> None:
         json.dump({"checksum": _checksum_of(content), "content": content}, file)
         file.flush()
         os.fsync(file.fileno())
-    shutil.rmtree(final, ignore_errors=True)
+    replaced = final.with_name(f".writing-{final.name}")  # aside, because deleting it takes time
+    shutil.rmtree(replaced, ignore_errors=True)
+    if final.exists():
+        final.rename(replaced)
     temporary.rename(final)
     folder = os.open(final.parent, os.O_RDONLY)
     os.fsync(folder)  # so that the rename survives a power failure

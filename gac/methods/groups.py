@@ -155,7 +155,7 @@ class DYPO(
         successes = (rewards > self.correct).sum(1)
         failures = (rewards <= self.correct).sum(1)  # nan, a dropped rollout, is neither
         mid = ((successes > 0) & (failures > 0)).to(rewards.dtype)
-        hard = (successes == 0).to(rewards.dtype)
+        hard = ((successes == 0) & (failures > 0)).to(rewards.dtype)
         return (
             super()
             .credit(rewards, demos, scale_rewards)

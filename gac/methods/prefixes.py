@@ -101,6 +101,12 @@ class TRAPO(Sum, name="trapo", source="arXiv 2512.17636"):
             self.prefixes,
             "fractions in [0, 1]",
         )
+        require(
+            all(0 <= x <= size for x, size in zip(self.trained, self.sizes, strict=True)),
+            "trained",
+            self.trained,
+            f"numbers from 0 to those of sizes={self.sizes!r}",
+        )
 
     def loss(self, base: LossSpec) -> Loss:
         spec = replace(
@@ -133,12 +139,13 @@ class PrefixRFT(Sum, name="prefix-rft", source="arXiv 2507.01679"):
     """Dr. GRPO; one of K rollouts continues a prefix, whose highest-entropy tokens are trained too.
 
     The prefix is the first floor(l T) of the demonstration's T tokens, at most T - 1, with l
-    uniform between `low`, which falls over the run, and `high`. Its tokens have the policy gradient
+    uniform between `low`, which falls over time, and `high`. Its tokens have the policy gradient
     -A p / p.detach() with the advantage A of their response, but only the share `top` with the
     highest entropies in each prefix. The publication does not give the number of steps of the
-    schedule, which covers the run here, nor the importance ratio of the prefix after the first
-    update on the same rollouts, which is 1 here. The released code has further options for the
-    prefix's advantage, a dual clip of 3 and an entropy bonus of 0.001, which are not implemented.
+    schedule (`low.decay`, 500 by default, whatever `steps` is), nor the importance ratio of the
+    prefix after the first update on the same rollouts, which is 1 here. The released code has
+    further options for the prefix's advantage, a dual clip of 3 and an entropy bonus of 0.001,
+    which are not implemented.
     """
 
     low: ScheduleChoice = MixSchedule(peak=0.95, valley=0.05, decay=500)

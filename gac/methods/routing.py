@@ -53,7 +53,8 @@ class SuperRL(Sum, TokenWeighted, name="superrl", source="arXiv 2506.01096v2"):
         self, rewards: torch.Tensor, demos: torch.Tensor | None, scale_rewards: str
     ) -> Credit:
         solved = (rewards > self.correct).any(1).to(rewards.dtype)  # nan: a dropped rollout
-        weights = {"rollout_weight": solved, "demo_weight": 1 - solved}
+        scored = ~rewards.isnan().all(1)
+        weights = {"rollout_weight": solved, "demo_weight": (1 - solved) * scored}
         return super().credit(rewards, demos, scale_rewards)._replace(**weights)
 
 
@@ -68,7 +69,8 @@ class Routing(
 
     With U of Q prompts unsolved, on all ranks: loss = U/Q mean(L_SFT over the unsolved) + (1 - U/Q)
     mean(L_RL over the others). `superrl` adds the two means, so that a single unsolved
-    prompt weighs as much as all others together. Prompts without a demonstration have weight 1.
+    prompt weighs as much as all others together. Prompts without a demonstration have weight 1, and
+    count in U if they are unsolved.
     """
 
     def credit(
@@ -154,7 +156,7 @@ class HPT(Unclipped, name="hpt", source="arXiv 2509.04419"):
         else:
             sft = torch.tensor(self.table, dtype=rewards.dtype)[num_correct]
         credit = super().credit(rewards, demos, scale_rewards)
-        return credit._replace(rollout_weight=1 - sft, demo_weight=sft)
+        return credit._replace(rollout_weight=1 - sft, demo_weight=sft * ~rewards.isnan().all(1))
 
 
 @dataclass(frozen=True)
@@ -180,4 +182,5 @@ class ReLIFT(Unclipped, name="relift", source="arXiv 2506.07527 and its code"):
         self, rewards: torch.Tensor, demos: torch.Tensor | None, scale_rewards: str
     ) -> Credit:
         solved = (rewards > self.correct).any(1).to(rewards.dtype)  # nan: a dropped rollout
-        return super().credit(rewards, demos, scale_rewards)._replace(demo_weight=1 - solved)
+        unsolved = (1 - solved) * ~rewards.isnan().all(1)
+        return super().credit(rewards, demos, scale_rewards)._replace(demo_weight=unsolved)

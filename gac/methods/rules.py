@@ -8,7 +8,7 @@ from typing import Annotated
 
 import torch
 
-from gac.config import Count, Natural, Number, Valid
+from gac.config import Count, Natural, Number, Valid, number
 
 from .base import Mix, Observation, State, StepNeeds, TokenWeighted, Weights
 from .solvers import Gram, GramSolver, cross_gram
@@ -95,6 +95,9 @@ MIN_KL = 1e-6  # nats; lower bound of the mean KL, for a policy equal to the ref
 @dataclass(frozen=True)
 class KLControl(Rule, name="kl-ctrl", cost="reference forward pass on the rollouts"):
     """mu = 1 - KL / kappa; with sign -1, mu = KL / kappa, the direction of GAC's own KL loop."""
+
+    mu_init: Annotated[float, number("a number in (0, 1)", lambda x: 0 < x < 1)] = 0.58
+    """mu during calibration, and the rule's value at the mean KL."""
 
     def needs(self, step: int) -> StepNeeds:
         return StepNeeds(kl=True)

@@ -118,33 +118,38 @@ def is_flat(group: Sequence[Sample]) -> bool:
 class EqualRewardWarning:
     """Warns if rewards were equal within every group for `PATIENCE` consecutive samplings.
 
-    Each of its messages is given once: a solved task, a reward that has been the same so far for
-    every rollout of the run, and prompts of an unsuitable difficulty.
+    Each of its messages is given once: a solved task, a reward that has been the same for every
+    rollout since the start or resume, and prompts of an unsuitable difficulty.
 
     demos: whether the run also trains on demonstrations, which may still teach.
+    resampling: whether rollouts.dynamic_sampling_retries may be set.
     """
 
     PATIENCE = 10
 
-    def __init__(self, demos: bool) -> None:
-        self.demos, self.given = demos, set[str]()
+    def __init__(self, demos: bool, resampling: bool) -> None:
+        self.demos, self.resampling, self.given = demos, resampling, set[str]()
         self.steps, self.problem = 0, ""
         self.lowest, self.highest = math.inf, -math.inf
 
     def update(self, stats: SamplingStats, rewards: Sequence[float]) -> None:
-        """Update the count with the statistics of one sampling; warn when it reaches `PATIENCE`."""
-        self.lowest = min((self.lowest, *rewards))
-        self.highest = max((self.highest, *rewards))
-        silent = stats.groups > 0 and stats.flat_groups == stats.groups
-        problem = self._explain(rewards) if silent else ""
+        """Update the count with the statistics of one sampling; warn when it reaches `PATIENCE`.
+
+        Both are this rank's, so every rank must call it.
+        """
+        groups, flat = collectives.total([stats.groups, stats.flat_groups])
+        extremes = max(rewards, default=-math.inf), max((-r for r in rewards), default=-math.inf)
+        highest, lowest = collectives.largest(extremes)
+        self.lowest, self.highest = min(self.lowest, -lowest), max(self.highest, highest)
+        problem = self._explain(-lowest) if groups > 0 and flat == groups else ""
         self.steps = self.steps + 1 if problem == self.problem else 1
         self.problem = problem
         if problem and self.steps >= self.PATIENCE and problem not in self.given and rank() == 0:
             self.given.add(problem)
             logger.warning("for %d steps, %s", self.steps, problem)
 
-    def _explain(self, rewards: Sequence[float]) -> str:
-        if self.lowest < self.highest and min(rewards) == self.highest:
+    def _explain(self, lowest: float) -> str:
+        if self.lowest < self.highest and lowest == self.highest:
             return (
                 f"all rollouts have earned the highest reward, {self.highest:g}: the training "
                 "prompts are solved; stop here or choose harder ones"
@@ -153,10 +158,10 @@ class EqualRewardWarning:
         if self.lowest < self.highest:
             return (
                 "all rollouts of each prompt have had the same reward, so they teach nothing: "
-                "choose prompts of another difficulty, set rollouts.dynamic_sampling_retries, or "
-                f"{check}"
+                "choose prompts of another difficulty, "
+                f"{'set rollouts.dynamic_sampling_retries, ' * self.resampling}or {check}"
             )
-        same = f"every rollout of the run has had the reward {self.lowest:g}"
+        same = f"every rollout since the start or resume has had the reward {self.lowest:g}"
         if self.demos:
             return (
                 f"{same}, so only the demonstrations teach: wait for the first solved prompt, and "
@@ -222,19 +227,21 @@ class Sampler:
         credit: Crediting,
         more: Callable[[int], Sequence[Example]],
         demos: bool,
+        seed: int,
     ) -> None:
         """`more(n)` returns this rank's next n prompts, for resampling; all ranks call `more`.
 
         demos: whether the run also trains on demonstrations.
+        seed: the run's.
         """
         self.config, self.engine, self.tokenizer, self.reward = config, engine, tokenizer, reward
-        self.plan, self.credit, self.more = plan, credit, more
+        self.plan, self.credit, self.more, self.seed = plan, credit, more, seed
         self.stages = plan.stages or (Stage(config.num_generations),)
         self.rank, self.ranks, self.has_prefix = rank(), world_size(), plan.has_prefix
         self.stops = set(stop_tokens(tokenizer, config.stop))
         self.samples: list[dict[str, Any]] = []
         """The first prompts of the last step, with completions and rewards, for people to read."""
-        self.equal_rewards = EqualRewardWarning(demos)
+        self.equal_rewards = EqualRewardWarning(demos, plan.demos == "separate")
         if config.top_p < 1 and self.rank == 0:
             logger.warning(
                 "rollouts.top_p=%g: rollouts come from a truncated distribution, but the loss uses "
@@ -341,7 +348,7 @@ class Sampler:
     ) -> None:
         """Sample one stage and append it to each prompt's group."""
         pairs = zip(examples, groups, strict=True)
-        prefixes = [_prefix(example, group, stage, self.step) for example, group in pairs]
+        prefixes = [_prefix(*pair, stage, self.step, self.seed) for pair in pairs]
         # a complete demonstration needs no continuation; one is sampled anyway, so that every rank
         # samples the same number of prompts, and then discarded
         complete = [bool(p) and p == e.demo for p, e in zip(prefixes, examples, strict=True)]
@@ -386,7 +393,7 @@ class Sampler:
                 i % stage.size >= stage.size - stage.trained,
                 bool(completion) and is_truncated(rollout, self.stops, limit),
                 () if complete[q] else tuple(map(bool, mask)),
-                tuple(rollout.logps or ()),
+                () if complete[q] else tuple(rollout.logps or ()),
             )
             truncated += sample.truncated
             groups[q].append(sample)
@@ -425,7 +432,7 @@ class Sampler:
         if self.plan.demos != "prompt" or example.demo is None:
             rollout_weight, demo_weight = 1.0, 0.0
         for sample, advantage in zip(group, credit.rollouts.tolist(), strict=True):
-            row = _row(sample, advantage)._replace(weight=rollout_weight)
+            row = _row(sample, advantage)._replace(weight=rollout_weight, source=example.source)
             skipped = math.isnan(sample.reward) or (
                 sample.truncated and self.config.mask_truncated_completions
             )
@@ -442,7 +449,9 @@ class Sampler:
         return rows
 
 
-def _prefix(example: Example, group: Sequence[Sample], stage: Stage, step: int) -> tuple[int, ...]:
+def _prefix(
+    example: Example, group: Sequence[Sample], stage: Stage, step: int, seed: int
+) -> tuple[int, ...]:
     """Demonstration tokens to append to the prompt; () if the mean reward is >= `stage.below`."""
     rewards = [s.reward for s in group if not math.isnan(s.reward)]
     mean = sum(rewards) / len(rewards) if rewards else -math.inf
@@ -450,7 +459,7 @@ def _prefix(example: Example, group: Sequence[Sample], stage: Stage, step: int) 
         return ()
     if stage.length is None:
         return example.demo[: math.ceil(stage.prefix * len(example.demo))]
-    rng = random.Random(f"{step}:{example.id}")  # the same on any rank and after a resume
+    rng = random.Random(f"{seed}:{step}:{example.id}")  # the same on any rank and after a resume
     return example.demo[: stage.length(step, len(example.demo), rng)]
 
 

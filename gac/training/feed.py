@@ -132,7 +132,7 @@ class Feed:
         Raises ConfigError if a row of the run may exceed the budget of generation or the model's
         positions, or has a token that is not in the model's vocabulary.
         """
-        check_tokens(config.model, self.tokenizer, self.sources())
+        check_tokens(config.model, self.tokenizer, self.sources().values())
         rollouts = config.rollouts
         keys = "rollouts.max_completion_length, data.max_prompt_tokens or data.max_demo_tokens"
         check_positions(config.model, self.longest_row(rollouts.max_completion_length), keys)
@@ -157,10 +157,10 @@ class Feed:
             lengths.append(self.demos.longest())
         return max(lengths)
 
-    def sources(self) -> list[Examples]:
-        """The prompts, if any are sampled, and the demonstrations of their own source, if any."""
-        prompts = [self.prompts] if "prompt_order" in self.orders else []
-        return [*prompts, *([self.demos] if self.separate_demos else [])]
+    def sources(self) -> dict[str, Examples]:
+        """The prompts, if any are sampled, and the separate demonstrations, if any."""
+        prompts = {"prompts": self.prompts} if "prompt_order" in self.orders else {}
+        return prompts | ({"demonstrations": self.demos} if self.separate_demos else {})
 
     def state_dict(self) -> dict[str, Any]:
         """State in plain JSON types."""

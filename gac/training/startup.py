@@ -244,14 +244,14 @@ ENDS = 1 << 20  # bytes to read at each end of a weights file
 def fingerprint(
     config: TrainConfig,
     tokenizer: PreTrainedTokenizerBase,
-    sources: Iterable[Examples],
+    sources: Mapping[str, Examples],
     reward: Reward,
 ) -> dict[str, str]:
     """Map each input to a hash of its content."""
     vocabulary = sorted(tokenizer.get_vocab().items())
     code = {"rollouts.function": config.rollouts.function, "data.order": config.data.order}
     return {
-        "data": _hash(source.digest for source in sources),
+        **{name: _hash([source.digest]) for name, source in sources.items()},
         "tokenizer": _hash([repr(vocabulary).encode(), str(tokenizer.chat_template).encode()]),
         "model": _hash(_model(Path(config.model.path))),
         "reward": _hash(_files(reward)),

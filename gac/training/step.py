@@ -180,7 +180,7 @@ def observe(
     }
     by_source: dict[str, list[float]] = {}
     for source, loss in zip(measured.sources or (), moments.demo_nll.tolist(), strict=False):
-        if math.isfinite(loss):
+        if source and math.isfinite(loss):  # "": a row of `data.demos`, beside `data.sources`
             by_source.setdefault(source, []).append(loss)
     row |= {f"demo_nll/{name}": math.fsum(own) / len(own) for name, own in by_source.items()}
     sampled = rollouts.columns if rollouts else SamplingStats().columns()

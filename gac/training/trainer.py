@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import logging
 import math
 import sys
@@ -146,6 +147,7 @@ class Trainer:
             self.method.credit,
             self.feed.more_examples,
             needs.demos,
+            config.seed,
         )
         self.rollouts: Rollouts | None = None
         self.tally = Tally(reward)
@@ -309,8 +311,9 @@ class Trainer:
         raise RunError(
             f"guards.patience={self.config.guards.patience}: too many consecutive steps were "
             f"skipped, the last because {self.guard.fault}; the weights from before those "
-            f"steps are saved as step {self.step} in {self.checkpoints}. Inspect a saved batch "
-            f"with `gac replay {self.out / 'replay'}/...`"
+            f"steps are saved as step {self.step} in {self.checkpoints}"
+            + f". Inspect a saved batch with `gac replay {self.out / 'replay'}/...`"
+            * (self.guard.kept > 0)
         )
 
     def _due(self, every: int) -> bool:
@@ -449,7 +452,10 @@ class Trainer:
         saved = checkpoint.read_progress(path)["fingerprint"]
         check_fingerprint(saved, self.fingerprint, self.config.ignore_input_changes)
         progress = checkpoint.load(path, self.model, self.optimizer, self.gradients.tracked)
-        self.step, self.state, self.best = progress["step"], progress["method"], progress["best"]
+        self.step, self.state = progress["step"], progress["method"]
+        evaluations = [c["eval"] | {"every": 0} for c in (progress["config"], dump(self.config))]
+        old, new = json.loads(json.dumps(evaluations))
+        self.best = progress["best"] if old == new else {}  # accuracies are not comparable
         self.mix = Mix(*progress["mix"])
         self.ended, self.evaluated = progress["ended"], progress["evaluated"]
         self.guard.load_state_dict(progress["guard"])

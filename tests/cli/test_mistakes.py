@@ -233,6 +233,8 @@ TRAIN_SETS = {  # several values of --set -> answer
     "kl_sample_size=2 method=sft monitor_kl_every=1": "kl_sample_size=2 has no effect without",
     "method=dpo rollouts.scale_rewards=batch": "scale_rewards='batch' has no effect on method",
     "method=dpo rollouts.mask_truncated_completions=true": "has no effect on method 'dpo'",
+    "method=sft-then-rl steps=401 rollouts.num_generations=1": "num_generations=1: advantages",
+    "method=luffy rollouts.dynamic_sampling_retries=2": "dynamic_sampling_retries=2: use 0: ",
     "method=prefix-rft rollouts.function=a:b": "method 'prefix-rft' continue a demonstration: use",
     "rollouts.engine=paged parallel.mode=fsdp": "engine='paged' needs the full model on each rank",
     "eval.max_completion_length=1024 eval.data.prompts=null eval.tasks.a.samples=1": "eval.tasks.a."

@@ -6,6 +6,7 @@ import re
 import runpy
 import shutil
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -172,12 +173,16 @@ def test_half_written_checkpoints_are_ignored(tmp_path):
     assert not partial.exists()
 
 
-def test_a_half_written_checkpoint_is_replaced(tmp_path):
+def test_a_half_written_checkpoint_is_replaced(tmp_path, monkeypatch):
     partial = tmp_path / ".writing-00000020"
     partial.mkdir()
     (partial / "__7_0.distcp").write_bytes(b"half")
     (path,) = save(tmp_path, 20)
     assert not partial.exists() and not (path / "__7_0.distcp").exists()
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", lambda *_, **options: None)
+    assert (
+        save(tmp_path, 20) == [path] == checkpoint.list_complete(tmp_path)
+    )  # nothing is deleted before
 
 
 def test_tensors_of_the_model_are_listed_without_the_optimizers(tmp_path):
@@ -365,11 +370,13 @@ def test_a_run_ends_with_its_best_weights(task, tmp_path, killed):
         assert trainer.step == 4 and evaluated_steps(config.out) == [0, 4]
         calls[0] = 0
     run = train(config)
-    last = metrics(run)[-1]["lr"]
-    assert evaluated_steps(run) == [0, 4, 6, 8] and last == pytest.approx(1e-4)
+    assert evaluated_steps(run) == [0, 4, 6, 8] and metrics(run)[-1]["lr"] == pytest.approx(1e-4)
     assert export_run(run, tmp_path / "best", step="best").name == "step-00000004"
     assert torch.equal(logits(run / "model"), logits(tmp_path / "best"))
-    assert Trainer(config).best["step"] == 4
+    assert [
+        Trainer(replace(config, eval=replace(config.eval, **change))).best.get("step")
+        for change in ({}, {"every": 4}, {"max_completion_length": 4})
+    ] == [4, 4, None]  # accuracies of another evaluation are not comparable
 
 
 def interrupt():

@@ -251,8 +251,10 @@ def test_dypo_contrasts_successes_and_failures_of_one_prompt() -> None:
 def test_dypo_grades_prompts_by_their_rollouts() -> None:
     rewards = torch.tensor([[0.0, 0.0], [1.0, 0.0], [1.0, 1.0], [1.0, math.nan], [math.nan] * 2])
     credit = METHODS["dypo"]().credit(rewards, None, "std")
-    assert credit.demo_weight.tolist() == [1.0, 0.0, 0.0, 0.0, 1.0]
-    assert credit.rollout_weight.tolist() == [0.0, 1.0, 0.0, 0.0, 0.0]
+    assert [x.tolist() for x in credit[2:]] == [
+        [0.0, 1.0, 0.0, 0.0, 0.0],
+        [1.0, 0.0, 0.0, 0.0, 0.0],
+    ]
 
 
 def test_dypo_trains_whole_groups_only(task, tmp_path) -> None:

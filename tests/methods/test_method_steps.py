@@ -167,6 +167,8 @@ CORRECT = "hpt", "superrl", "relift", "dypo", "srft"  # methods that count corre
         ("gradnorm-ctrl", {"unit_rl": True}),
         ("kl-ctrl", {"sign": 0}),
         *(("kl-ctrl", {key: x}) for key, x in (("mu_min", -0.1), ("mu_init", 0.99), ("mu_max", 2))),
+        ("kl-ctrl", {"mu_init": 1.0, "mu_max": 1.0}),
+        ("kl-ctrl", {"mu_init": 0.0, "mu_min": 0.0, "sign": -1}),
         *(("amft", {key: x}) for key in ("meta_lr", "entropy_lr") for x in (math.nan, math.inf)),
         *(("sdar", {"coef": x}) for x in (math.nan, math.inf)),
         ("amft", {"mu_min": -0.1}),
@@ -177,6 +179,7 @@ CORRECT = "hpt", "superrl", "relift", "dypo", "srft"  # methods that count corre
         ("trapo", {"sizes": (8, 0, 1, 1)}),
         ("trapo", {"prefixes": (0.0, 0.2, 0.5, 1.1)}),
         ("trapo", {"prefixes": (0.0, -0.1, 0.5, 1.0)}),
+        *(("trapo", {"trained": (0, x, 1, 1)}) for x in (3, -1)),
         *(("hpt", {"table": x}) for x in ((), (0.5, 1.1), (-0.1,))),
         ("hpt", {"switch": 1, "table": (1.0, 0.0)}),
         ("luffy", {"shape": 0.2, "weight": DemoWeight.PHI}),
@@ -302,20 +305,19 @@ def test_advantages_are_those_of_the_group(name: str) -> None:
 
 @pytest.mark.parametrize("name", CORRECT)
 def test_a_rollout_is_correct_above_the_limit(name: str) -> None:
-    rewards = torch.tensor([[0.25, 0.0, math.nan], [0.5, 0.25, math.nan]], dtype=torch.float64)
+    rewards = torch.tensor([[0.25, 0.0, math.nan], [0.5, 0.25, math.nan], [math.nan] * 3]).double()
     credit = METHODS[name](correct=0.25).credit(rewards, None, "centered")
     if name == "srft":
-        assert credit.rollouts.tolist() == [[-1.0, -1.0, 0.0], [1.0, -1.0, 0.0]]
+        assert credit.rollouts.tolist() == [[-1.0, -1.0, 0.0], [1.0, -1.0, 0.0], [0.0] * 3]
     else:
-        assert credit.demo_weight.tolist() == [1.0, 0.0]
-        assert credit.rollout_weight.tolist() == [float(name == "relift"), 1.0]
+        assert credit.demo_weight.tolist() == [1.0, 0.0, 0.0]  # nothing is known of the last prompt
+        assert credit.rollout_weight.tolist()[:2] == [float(name == "relift"), 1.0]
 
 
 def test_superrl_replaces_groups_without_a_reward() -> None:
     rewards = torch.tensor([[0.0, 0.0], [0.0, 0.5], [0.0, torch.nan]])
     credit = METHODS["superrl"]().credit(rewards, None, "centered")
-    assert credit.rollout_weight.tolist() == [0.0, 1.0, 0.0]
-    assert credit.demo_weight.tolist() == [1.0, 0.0, 1.0]
+    assert [x.tolist() for x in credit[2:]] == [[0.0, 1.0, 0.0], [1.0, 0.0, 1.0]]
     routed = METHODS["routing"]().credit(rewards, None, "centered")
     assert torch.allclose(routed.rollout_weight, torch.tensor([0.0, 1 / 3, 0.0]))
     assert torch.allclose(routed.demo_weight, torch.tensor([2 / 3, 0.0, 2 / 3]))

@@ -51,7 +51,7 @@ class Script:
             **config,
         }
         rollouts = RolloutConfig(**settings)
-        self.sampler = Sampler(rollouts, self, WORDS, self, plan, self.credit, more, False)
+        self.sampler = Sampler(rollouts, self, WORDS, self, plan, self.credit, more, False, 3)
         return self.sampler("model", examples, 7)
 
     def load(self, model: Any) -> None:
@@ -103,11 +103,11 @@ def test_rollouts_by_hand() -> None:
     script = Script(RESPONSES, SCORES, *ONES)
     result = script.run(Sampling(), [A, B, C], num_generations=2, log_sample_prompts=2)
     assert result.rows == [
-        Row((4, 6, 4, 1), 2, False, 1.0, 0, switch=2, unit=2),
-        Row((4, 6, 6, 7), 2, False, 2.0, 1, switch=2, unit=2),
+        Row((4, 6, 4, 1), 2, False, 1.0, 0, switch=2, unit=2, source="x"),
+        Row((4, 6, 6, 7), 2, False, 2.0, 1, switch=2, unit=2, source="x"),
         Row((9, 5), 1, False, 3.0, 2, switch=1, unit=5),
         Row((9, 8, 5), 1, False, 4.0, 3, switch=1, unit=5),
-        Row((10, 3, 3, 3, 1), 2, False, 5.0, 4, switch=2, unit=8),
+        Row((10, 3, 3, 3, 1), 2, False, 5.0, 4, switch=2, unit=8, source="x"),
     ]
     assert result.rewards == [1.0, 0.0, 0.5, 0.5, 0.25] and result.means == {
         "reward_mean/x": (1.25, 3)
@@ -153,7 +153,7 @@ def test_demonstrations_of_the_prompts_by_hand() -> None:
     script = Script(responses, (1.0, 0.5, 0.0, 0.7, None), *credit)
     plan = Sampling("prompt", demo_in_group=True, teacher=True, advantages="batch", demo_tokens=1)
     result = script.run(plan, [A, B, D], num_generations=1)
-    row = Row((4, 6, 4, 1), 2, False, 1.0, 0, 2.0, 2, 2, (-1.0, -2.0), (4, 6, 7, 8, 1))
+    row = Row((4, 6, 4, 1), 2, False, 1.0, 0, 2.0, 2, 2, (-1.0, -2.0), (4, 6, 7, 8, 1), "x")
     assert result.rows == [
         row,
         demo_row(A, 1)._replace(advantage=7.0, weight=3.0, unit=2, sequence=1),
@@ -179,7 +179,7 @@ def test_stages_by_hand() -> None:
     stages = Stage(1), Stage(2, prefix=0.5, below=0.75, trained=1)
     first = (4, 1), (6, 1), (3, 1)
     second = Completion.of((9, 1), (-1.0, -2.0)), Completion.of((3, 1), (-3.0, -4.0))
-    later = (7, 7), (8, 8), (10, 1), (11, 4)
+    later = (7, 7), Completion.of((8, 8), (-5.0, -6.0)), (10, 1), (11, 4)
     table = [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0], [7.0, 8.0, 9.0]]
     scores = 0.5, 0.0, 0.75, 0.2, 0.3, 0.9, 0.9, 0.75, 0.75
     script = Script((*first, *second, *later), scores, table, [0.0] * 3, [1.0] * 3, [1.0] * 3)
@@ -191,14 +191,14 @@ def test_stages_by_hand() -> None:
     assert [text for text, _ in script.scored] == ["1", "3", "0", "456", "450", "", "", "7", "81"]
     nans = math.nan, math.nan
     expected = [
-        Row((4, 6, 4, 1), 2, False, 1.0, 0, 1.0, 2, 2),
-        Row((4, 6, 7, 8, 9, 1), 4, False, 2.0, 1, 1.0, 4, 2, (-1.0, -2.0)),
-        Row((4, 6, 7, 8, 3, 1), 2, False, 3.0, 2, 1.0, 4, 2, (*nans, -3.0, -4.0)),
-        Row((12, 6, 1), 1, False, 4.0, 3, 1.0, 1, 5),
-        Row((12, 1), 1, True, 6.0, 4, 1.0, 2, 5),
-        Row((10, 3, 3, 1), 2, False, 7.0, 5, 1.0, 2, 8),
-        Row((10, 3, 10, 1), 2, False, 8.0, 6, 1.0, 2, 8),
-        Row((10, 3, 11, 4), 2, False, 9.0, 7, 1.0, 2, 8),
+        Row((4, 6, 4, 1), 2, False, 1.0, 0, 1.0, 2, 2, source="x"),
+        Row((4, 6, 7, 8, 9, 1), 4, False, 2.0, 1, 1.0, 4, 2, (-1.0, -2.0), source="x"),
+        Row((4, 6, 7, 8, 3, 1), 2, False, 3.0, 2, 1.0, 4, 2, (*nans, -3.0, -4.0), source="x"),
+        Row((12, 6, 1), 1, False, 4.0, 3, 1.0, 1, 5, source="y"),
+        Row((12, 1), 1, True, 6.0, 4, 1.0, 2, 5, source="y"),
+        Row((10, 3, 3, 1), 2, False, 7.0, 5, 1.0, 2, 8, source="x"),
+        Row((10, 3, 10, 1), 2, False, 8.0, 6, 1.0, 2, 8, source="x"),
+        Row((10, 3, 11, 4), 2, False, 9.0, 7, 1.0, 2, 8, source="x"),
     ]
     assert same(result.rows, expected) and result.rewards == [0.5, 0.2, 0.3, 0.0, 0.75, 0.75, 0.75]
     assert script.sampler.stats[:2] == (9, 18) and script.sampler.stats[4:8] == (2, 1, 0, 1)
@@ -261,7 +261,9 @@ def test_ranks_resample_together(monkeypatch) -> None:
         asked.append(count)
         return []
 
-    monkeypatch.setattr(sampling.collectives, "largest", lambda values: [1 - len(asked)])
+    monkeypatch.setattr(
+        sampling.collectives, "largest", lambda values: [1 - len(asked)] * len(values)
+    )
     script = Script([(4, 1)] * 2, [0.0, 1.0], *ONES)
     script.run(Sampling(), [A], more, num_generations=2, dynamic_sampling_retries=3)
     assert asked == [0] and script.calls[2:] == [([], 2)] and script.sampler.stats.resampled == 0
@@ -292,7 +294,7 @@ def test_a_prompt_with_a_dropped_rollout_has_no_group() -> None:
     assert [(row.advantage, row.unit) for row in rows] == [(1, 2), (2, 2), (3, 5), (4, 5)]
 
 
-def test_random_prefixes_depend_on_the_step_and_the_prompt() -> None:
+def test_random_prefixes_depend_on_the_seed_the_step_and_the_prompt() -> None:
     drawn = []
 
     def length(step: int, tokens: int, rng: random.Random) -> int:
@@ -303,10 +305,10 @@ def test_random_prefixes_depend_on_the_step_and_the_prompt() -> None:
     plans = [Sampling(stages=stages) for stages in ((stage,), (Stage(1),), (Stage(1, prefix=0.1),))]
     assert [plan.has_prefix for plan in plans] == [True, False, True]
     assert (
-        _prefix(A, [], stage, 5) == (7, 8)
-        and _prefix(B, [], stage, 5) == _prefix(A, [], Stage(1), 5) == ()
+        _prefix(A, [], stage, 5, 4) == (7, 8)
+        and _prefix(B, [], stage, 5, 4) == _prefix(A, [], Stage(1), 5, 4) == ()
     )
-    assert drawn == [(5, 3, random.Random("5:a").random())]
+    assert drawn == [(5, 3, random.Random("4:5:a").random())]
 
 
 def test_only_responses_of_the_policy_make_a_group() -> None:
@@ -324,7 +326,7 @@ def test_one_rank_says_once_why_rollouts_teach_nothing(
 ) -> None:
     """After ten samplings; with demonstrations, a reward of 0 need not be an error."""
     monkeypatch.setattr(sampling, "rank", lambda: rank)
-    watch, silent = EqualRewardWarning(demos), SamplingStats(groups=1, flat_groups=1)
+    watch, silent = EqualRewardWarning(demos, not demos), SamplingStats(groups=1, flat_groups=1)
     nine = [silent] * 9
     stats = [*nine, SamplingStats(groups=2, flat_groups=1), *nine, SamplingStats(), *nine * 3]
     for given, rewards in enumerate(([0.0, 0.0], [1.0, 1.0], [0.0, 1.0])):
@@ -333,7 +335,12 @@ def test_one_rank_says_once_why_rollouts_teach_nothing(
             assert len(caplog.records) == (given + (count >= 29)) * (rank == 0)
     if rank == 0:
         first, solved, mixed = (record.getMessage() for record in caplog.records)
-        assert first.startswith("for 10 steps, every rollout of the run has had the reward 0")
+        assert first.startswith(
+            "for 10 steps, every rollout since the start or resume has had the reward 0"
+        )
         assert cause in first and "solved;" not in first
         assert "highest reward, 1" in solved and "check the reward" not in solved
-        assert "another difficulty" in mixed
+        assert "another difficulty" in mixed and ("_retries" in mixed) != demos
+    monkeypatch.setattr(sampling.collectives, "_table", lambda own: [own, [5.0, 0.0]])
+    watch.update(silent, [0.0])  # another rank's rollouts teach
+    assert (watch.highest, watch.problem) == (5.0, "")

@@ -87,7 +87,7 @@ def test_one_scored_response_has_no_advantage() -> None:
 )
 def test_one_rank_warns_about_truncated_sampling(monkeypatch, caplog, rank, top_p, warns) -> None:
     monkeypatch.setattr(sampling, "rank", lambda: rank)
-    config, rest = RolloutConfig(top_p=top_p), (Sampling(), group_credit, None, False)
+    config, rest = RolloutConfig(top_p=top_p), (Sampling(), group_credit, None, False, 0)
     Sampler(config, None, make_tokenizer(), None, *rest)
     assert ("rollouts.top_p=" in caplog.text) == warns
 

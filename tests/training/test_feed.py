@@ -160,6 +160,14 @@ def test_some_prompts_must_have_a_demonstration(task, tmp_path) -> None:
     without = [{k: v for k, v in row.items() if k != "solution"} for row in rows]
     data = {"prompts": write(tmp_path / "some.jsonl", rows[:1] + without[1:])}
     make_feed(task, method=LUFFY, data=data)
+    first, longer = (
+        make_feed(
+            task, method={"name": "sft-then-rl", "sft_steps": 5}, data=data, **sizes
+        ).sources()
+        for sizes in ({"steps": 4}, {"steps": 8})
+    )
+    assert [*longer] == ["prompts", *first]
+    assert longer["demonstrations"].digest == first["demonstrations"].digest
     data = {"prompts": write(tmp_path / "none.jsonl", without), "demo_field": "expert"}
     with pytest.raises(ValueError, match=r"'expert': method 'luffy' needs .*none\.jsonl has this"):
         make_feed(task, method=LUFFY, data=data)

@@ -51,11 +51,11 @@ def change_model(folder):
 @pytest.mark.parametrize(
     ("change", "name"),
     [
-        (change_data, "data"),
+        (change_data, "prompts"),
         (change_model, "model"),
         (lambda folder: (folder / "rw.py").write_text(REWARD.format("> 3")), "reward"),
     ],
-    ids=["data", "model", "reward"],
+    ids=["prompts", "model", "reward"],
 )
 def test_a_changed_input_is_refused(half_run, change, name, monkeypatch):
     backup = {p: p.read_bytes() for p in half_run.rglob("*") if p.is_file()}
@@ -163,7 +163,7 @@ def test_a_fingerprint_covers_the_tokenizer_and_the_functions_of_the_configurati
     config = load(TrainConfig, {"data": {"order": own}, "rollouts": {"function": own}})
     tokenizers, reward = [make_tokenizer(c) for c in ("01", "10", "01")], build_reward("exact")
     tokenizers[2].chat_template = "x"
-    now, *others = (fingerprint.fingerprint(config, t, [], reward) for t in tokenizers)
+    now, *others = (fingerprint.fingerprint(config, t, {}, reward) for t in tokenizers)
     assert len({inputs["tokenizer"] for inputs in (now, *others)}) == 3
     # with another hash, the inputs of a run of this version would count as changed
     assert now["data.order"] == now["rollouts.function"] == "e8d4913776986184"
