@@ -82,7 +82,7 @@ def caution(groups: Sequence[Group]) -> str:
 def _label(runs: Sequence[Run]) -> str:
     """The name of the runs, without their seed, or what the names of their folders share."""
     names = [run.path.resolve().name for run in runs]
-    shared = zip(*names, strict=False)
+    shared = zip(*(re.findall(r"\d+|\D", name) for name in names), strict=False)
     folder = "".join(c[0] for c in itertools.takewhile(lambda c: len({*c}) == 1, shared))
     own_seed = re.compile(rf"[-_. /]*seed[-_=]?{runs[0].seed}(?!\d)")
     label = str(runs[0].config.get("run_name") or folder.rstrip("-_. ") or names[0])

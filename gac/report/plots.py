@@ -259,7 +259,7 @@ def _draw_panel(axes: Any, panel: Panel, groups: Sequence[Group]) -> None:
     axes.margins(x=0.01)
     axes.xaxis.get_major_locator().set_params(integer=True)
     if panel.kind in ("mu", "accuracy"):
-        axes.set_ylim(-0.03, 1.03)
+        axes.set_ylim(min(0, axes.dataLim.y0) - 0.03, max(1, axes.dataLim.y1) + 0.03)
     else:
         _fit_height(axes, panel, groups, span)
     if panel.kind == "accuracy":

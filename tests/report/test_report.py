@@ -246,6 +246,8 @@ def test_different_settings_make_separate_labelled_groups(tmp_path):
 def test_label_is_the_run_name_without_its_seed_and_needs_a_configuration(tmp_path):
     paths = [write_run(tmp_path / str(s), seed=s, run_name=f"mine seed{s}") for s in (1, 2)]
     assert [group.label for group in grouped(*paths)] == ["mine"]
+    paths = [write_run(tmp_path / f"gac-{s}", seed=s) for s in (10, 11, 12)]
+    assert [group.label for group in grouped(*paths)] == ["gac"]
     paths = [write_run(tmp_path / name) for name in ("a", "b")]
     for path in paths:
         (path / "config.yaml").unlink()
