@@ -12,7 +12,10 @@ from .reading import Run, flatten
 # Keys in which repetitions of an experiment may differ.
 REPETITION_KEYS = ("seed", "out", "max_tokens_per_micro_batch")  # the last follows free memory
 # Keys without which accuracies cannot be compared.
-COMPARABLE = r"model\.path|data\.(prompts|demos|sources)|eval\.data\..*|eval\.tasks\..*"
+COMPARABLE = (
+    r"model\.path|data\.(prompts|demos|sources)|"
+    r"eval\.(?!(.*\.)?(every|batch|pass_at|split_field)$).*"
+)
 
 
 @dataclass(frozen=True)
@@ -72,8 +75,13 @@ def _identity(run: Run) -> dict[str, Any]:
 
 
 def caution(groups: Sequence[Group]) -> str:
-    """A sentence if the runs differ in their data or their initial model; else empty."""
-    keys = [key for key in differences(groups) if re.fullmatch(COMPARABLE, key)]
+    """A sentence if the runs differ in data, initial model or evaluation; else empty."""
+    scored = all(  # by eval.reward, not by the training reward
+        any(re.match(r"eval\.reward\b", k) and v for k, v in flatten(g.runs[0].config))
+        for g in groups
+    )
+    pattern = COMPARABLE if scored else rf"{COMPARABLE}|reward(\..*)?"
+    keys = [key for key in differences(groups) if re.fullmatch(pattern, key)]
     if not keys:
         return ""
     return f"These runs differ in {', '.join(keys)}: their accuracies do not rank their methods. "

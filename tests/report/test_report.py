@@ -232,6 +232,7 @@ def test_different_settings_make_separate_labelled_groups(tmp_path):
                     "tasks": {"x": {"stop": 9 * name}},
                     "stop": 9 * name,
                 },
+                reward=9 * name,
             )
             for name in ("first", "second")
         )
@@ -239,8 +240,11 @@ def test_different_settings_make_separate_labelled_groups(tmp_path):
     assert [group.label for group in groups] == ["first", "second"]
     assert caution(groups) == (
         "These runs differ in model.path, data.prompts, data.demos, data.sources, eval.data.limit, "
-        "eval.tasks.x.stop: their accuracies do not rank their methods. "
+        "eval.tasks.x.stop, eval.stop, reward: their accuracies do not rank their methods. "
     )
+    evals = {x: {"reward": {"name": "math"}, "every": x} for x in (1, 2)}
+    own = (write_run(tmp_path / f"{x}", reward=f"{x}", eval=y) for x, y in evals.items())
+    assert not caution(grouped(*own))
 
 
 def test_label_is_the_run_name_without_its_seed_and_needs_a_configuration(tmp_path):
