@@ -51,6 +51,7 @@ METRICS: dict[str, Column] = {
     "sampling_seconds, reward_seconds": Column("s", "their time, mean over ranks", SAMPLING),
     "completions_per_second": Column("1/s", "sampled completions over their time", SAMPLING),
     "seconds": Column("s", "wall-clock time of the step", "training.trainer"),
+    "ended": Column("", "1 in the last row of a run that ends before `steps`", "training.trainer"),
     "sampling_share": Column("share", "sampling_seconds / seconds", "training.trainer"),
     "tokens_per_second": Column("1/s", "tokens / seconds", "training.trainer"),
     "rewards_dropped, rewards_EVENT": Column(

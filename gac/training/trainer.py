@@ -231,6 +231,7 @@ class Trainer:
                 "sampling_share": row["sampling_seconds"] / seconds,
                 "tokens_per_second": row["tokens"] / seconds,
                 "seconds": seconds,
+                **({"ended": 1} if self._done() and self.step < self.config.steps else {}),
             }
             self.record.step(row)
             every = max(self.config.rollouts.log_samples_every, 1)

@@ -334,11 +334,14 @@ def test_a_figure_of_nearly_equal_values_is_not_magnified(monkeypatch: Any) -> N
         )
         return kept[-1]
 
-    assert draw_axes(40, 40.5).get_xlim() == (39, 41.5)
-    assert draw_axes(0.1, 0.2).get_xlim() == (-0.2, 1.2)
-    assert draw_axes(99.8, 100).get_xlim() == (98.8, 100.2)
-    assert draw_axes(120, 120.5).get_xlim() == (119, 121.5)
-    assert draw_axes(-50.4, -50.1).get_xlim() == pytest.approx((-51.4, -49.1))
+    for ends, limits in {
+        (40, 40.5): (39, 41.5),
+        (0.1, 0.2): (-0.2, 1.2),
+        (99.8, 100): (98.8, 100.2),
+        (120, 120.5): (119, 121.5),
+        (-50.4, -50.1): (-51.4, -49.1),
+    }.items():
+        assert draw_axes(*ends).get_xlim() == pytest.approx(limits)
     axes = draw_axes(40, 41)
     assert axes.get_xlim() == (40, 41) and axes.get_xlabel() == "accuracy, %"
     assert axes.get_yticks().tolist() == [0, -1]

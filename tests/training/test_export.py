@@ -192,8 +192,8 @@ def test_a_model_card_names_a_base_model_of_the_hub(task, tmp_path):
     config = tiny_config(task, tmp_path, model={"path": "me/base"})
     (tmp_path / "adapter_config.json").touch()
     export._write_card(config, 3, tmp_path)
-    for line in ("base_model: me/base", "library_name: peft"):
-        assert f"\n{line}\n" in (tmp_path / "README.md").read_text()
+    for line in ("base_model: me/base\n", "library_name: peft\n", "Trained by GAC with the m"):
+        assert f"\n{line}" in (tmp_path / "README.md").read_text()
 
 
 class Hub(BaseHTTPRequestHandler):
