@@ -80,7 +80,7 @@ def caution(groups: Sequence[Group]) -> str:
         any(re.match(r"eval\.reward\b", k) and v for k, v in flatten(g.runs[0].config))
         for g in groups
     )
-    pattern = COMPARABLE if scored else rf"{COMPARABLE}|reward(\..*)?"
+    pattern = COMPARABLE + ("" if scored else r"|reward(\..*)?")
     keys = [key for key in differences(groups) if re.fullmatch(pattern, key)]
     if not keys:
         return ""

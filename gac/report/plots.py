@@ -106,10 +106,10 @@ OPTIMIZATION = (
     Panel(
         "demo_loss",
         "Demonstration loss",
-        "nats per token",
+        "loss",
         "demo_loss",
-        "The demonstration term. With the default weight phi it can rise while the model learns: "
-        "tokens that the model finds unlikely have almost no weight at first.",
+        "The demonstration term. With the weight phi (method.weight=phi) it can rise while the "
+        "model learns: tokens that the model finds unlikely have almost no weight at first.",
     ),
     Panel("grad_norm", "Gradient norm", "norm", "grad_norm", "Before clipping."),
     Panel("lr", "Learning rate", "learning rate", "lr", "After warm-up and decay.", "exact"),

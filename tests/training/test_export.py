@@ -240,7 +240,7 @@ def test_an_export_is_uploaded_to_a_private_repository(task, tmp_path, monkeypat
     }
     # the base model is a folder of this machine
     for part, count in (
-        (b"1 of 1 steps", 1),
+        (b"`, 1 steps", 1),
         (b"library_name: transformers", 1),
         (b"base_model", 0),
         (b"reinforcement-learning", 1),
