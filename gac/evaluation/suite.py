@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from gac.config import dump, save_text
 from gac.data import Examples, load_prompts
@@ -33,7 +32,8 @@ from gac.parallel import collectives, setup
 from gac.parallel.run_lock import run_lock
 from gac.rewards import Reward, build_reward, closing_reward
 from gac.rollouts.config import RolloutConfig
-from gac.rollouts.engines import Engine
+from gac.rollouts.engines import Engine, RolloutFunction
+from gac.rollouts.generation import stop_tokens
 
 from .config import EvalConfig, EvalSettings, EvalTask
 from .estimates import paired_difference
@@ -144,18 +144,28 @@ def flat(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     }
 
 
-def load_jobs(tasks: Mapping[str, EvalTask], tokenizer: Any, reward: Any) -> dict[str, Job]:
-    """Load the data and build the reward of each task; `reward` is the default."""
+def load_jobs(
+    tasks: Mapping[str, EvalTask], tokenizer: Any, reward: Any, key: str = "tasks"
+) -> dict[str, Job]:
+    """Load the data, the function and the reward of each task; `reward` is the default.
+
+    key: the configuration key with the tasks, for error messages.
+    """
     jobs = {}
     for name, task in tasks.items():
         try:
+            # fail before any work
+            (
+                stop_tokens(tokenizer, task.stop),
+                task.function and RolloutFunction(task.function, "function"),
+            )
             examples = load_prompts(task.data, tokenizer)
             for example in examples:
-                split_of(task, example)  # fail before any work
+                split_of(task, example)
             own = reward if task.reward is None else task.reward
             jobs[name] = Job(task, examples, own if isinstance(own, Reward) else build_reward(own))
         except ValueError as error:  # invalid settings, invalid rows and missing files
-            raise ConfigError(f"tasks.{name}: {error}" if name else str(error)) from error
+            raise ConfigError(f"{f'{key}.{name}' if name else 'eval'}: {error}") from error
     return jobs
 
 
@@ -266,30 +276,28 @@ class Evaluator:
 
     Args:
         settings: the tasks.
-        engine: samples the answers.
+        tokenizer: that of the model.
         reward: the run's reward, used for tasks that do not set their own.
         seed: sampling seed.
     """
 
-    def __init__(self, settings: EvalSettings, engine: Engine, reward: Reward, seed: int) -> None:
+    def __init__(self, settings: EvalSettings, tokenizer: Any, reward: Reward, seed: int) -> None:
         tasks = {"": settings, **settings.tasks} if settings.data.prompts else settings.tasks
-        self.jobs = load_jobs(tasks, engine.tokenizer, reward)
+        self.jobs, self.seed = load_jobs(tasks, tokenizer, reward, "eval.tasks"), seed
         _check_column_names(self.jobs)
-        self.engine, self.seed = engine, seed
 
     def __bool__(self) -> bool:
         return bool(self.jobs)
 
-    def __call__(self, model: nn.Module) -> dict[str, Any]:
-        """Evaluate all tasks and return a row of eval.jsonl.
+    def __call__(self, engine: Engine) -> dict[str, Any]:
+        """Evaluate all tasks with the engine's model and return a row of eval.jsonl.
 
         Its columns are accuracy, accuracy/<split or task>, response_length and seconds.
         """
         started = time.perf_counter()
         row: dict[str, Any] = {}
-        self.engine.load(model)
         for name, job in self.jobs.items():
-            answers = generate_answers(self.engine, job.examples, job.reward, job.task, self.seed)
+            answers = generate_answers(engine, job.examples, job.reward, job.task, self.seed)
             row |= flat(summary(answers, job.task), name)
         return {**row, "seconds": time.perf_counter() - started}
 
@@ -308,7 +316,7 @@ def _check_column_names(jobs: Mapping[str, Job]) -> None:
         name = (split or "").partition("/")[0]
         if name and name in jobs:
             raise ConfigError(
-                f"tasks.{name}: the name conflicts with split {split!r} of the first task "
+                f"eval.tasks.{name}: the name conflicts with split {split!r} of the first task "
                 f"(split_field={first.task.split_field!r}), whose column is accuracy/{split}; "
-                f"rename tasks.{name}"
+                f"rename eval.tasks.{name}"
             )

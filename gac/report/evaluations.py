@@ -86,7 +86,7 @@ def draw(evaluations: Sequence[Evaluation]) -> str:
                 y = -tasks.index(name) - shift
                 draw_interval(axes, y, row["accuracy"], row["ci95"], color, marker)
         axes.set_ylim(-len(tasks) + 0.5, 0.5)
-        axes.set_xlim(-1, 101)
+        axes.set_xlim(min(0, axes.dataLim.x0) - 1, max(100, axes.dataLim.x1) + 1)
         if len(evaluations) > 1:
             axes.figure.legend(loc="outside lower center")
 
@@ -111,7 +111,10 @@ def interval_figure(
         draw(axes)
         low, high = axes.get_xlim()
         if high - low < 1:  # nearly equal values: do not magnify differences
-            axes.set_xlim(max(low - 1, -0.2), min(high + 1, 100.2))
+            axes.set_xlim(
+                max(low - 1, -0.2) if low >= -0.2 else low - 1,
+                min(high + 1, 100.2) if high <= 100.2 else high + 1,
+            )
         axes.set_yticks([-i for i in range(len(labels))], labels)
         axes.grid(visible=True)
         axes.set_xlabel(axis)

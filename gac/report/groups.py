@@ -12,7 +12,10 @@ from .reading import Run, flatten
 # Keys in which repetitions of an experiment may differ.
 REPETITION_KEYS = ("seed", "out", "max_tokens_per_micro_batch")  # the last follows free memory
 # Keys without which accuracies cannot be compared.
-COMPARABLE = r"model\.path|data\.(prompts|demos|sources)|eval\.data\..*|eval\.tasks\..*"
+COMPARABLE = (
+    r"model\.path|data\.(prompts|demos|sources)|"
+    r"eval\.(?!(.*\.)?(every|batch|pass_at|split_field)$).*"
+)
 
 
 @dataclass(frozen=True)
@@ -72,8 +75,13 @@ def _identity(run: Run) -> dict[str, Any]:
 
 
 def caution(groups: Sequence[Group]) -> str:
-    """A sentence if the runs differ in their data or their initial model; else empty."""
-    keys = [key for key in differences(groups) if re.fullmatch(COMPARABLE, key)]
+    """A sentence if the runs differ in data, initial model or evaluation; else empty."""
+    scored = all(  # by eval.reward, not by the training reward
+        any(re.match(r"eval\.reward\b", k) and v for k, v in flatten(g.runs[0].config))
+        for g in groups
+    )
+    pattern = COMPARABLE + ("" if scored else r"|reward(\..*)?")
+    keys = [key for key in differences(groups) if re.fullmatch(pattern, key)]
     if not keys:
         return ""
     return f"These runs differ in {', '.join(keys)}: their accuracies do not rank their methods. "
@@ -82,7 +90,7 @@ def caution(groups: Sequence[Group]) -> str:
 def _label(runs: Sequence[Run]) -> str:
     """The name of the runs, without their seed, or what the names of their folders share."""
     names = [run.path.resolve().name for run in runs]
-    shared = zip(*names, strict=False)
+    shared = zip(*(re.findall(r"\d+|\D", name) for name in names), strict=False)
     folder = "".join(c[0] for c in itertools.takewhile(lambda c: len({*c}) == 1, shared))
     own_seed = re.compile(rf"[-_. /]*seed[-_=]?{runs[0].seed}(?!\d)")
     label = str(runs[0].config.get("run_name") or folder.rstrip("-_. ") or names[0])

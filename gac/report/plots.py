@@ -106,10 +106,10 @@ OPTIMIZATION = (
     Panel(
         "demo_loss",
         "Demonstration loss",
-        "nats per token",
+        "loss",
         "demo_loss",
-        "The demonstration term. With the default weight phi it can rise while the model learns: "
-        "tokens that the model finds unlikely have almost no weight at first.",
+        "The demonstration term. With the weight phi (method.weight=phi) it can rise while the "
+        "model learns: tokens that the model finds unlikely have almost no weight at first.",
     ),
     Panel("grad_norm", "Gradient norm", "norm", "grad_norm", "Before clipping."),
     Panel("lr", "Learning rate", "learning rate", "lr", "After warm-up and decay.", "exact"),
@@ -259,7 +259,7 @@ def _draw_panel(axes: Any, panel: Panel, groups: Sequence[Group]) -> None:
     axes.margins(x=0.01)
     axes.xaxis.get_major_locator().set_params(integer=True)
     if panel.kind in ("mu", "accuracy"):
-        axes.set_ylim(-0.03, 1.03)
+        axes.set_ylim(min(0, axes.dataLim.y0) - 0.03, max(1, axes.dataLim.y1) + 0.03)
     else:
         _fit_height(axes, panel, groups, span)
     if panel.kind == "accuracy":

@@ -44,7 +44,8 @@ class Run:
 
     @property
     def steps_planned(self) -> int | None:
-        steps = self.config.get("steps")
+        ended = math.isfinite(self.metrics.get("ended", [math.nan])[-1])  # before `steps`
+        steps = self.steps_done if ended else self.config.get("steps")
         return steps if isinstance(steps, int) else None
 
     @property

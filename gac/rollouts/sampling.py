@@ -63,6 +63,7 @@ class SamplingStats(NamedTuple):
             "frac_unsolved": all_ranks.unsolved / groups if groups else None,
             "resampled_prompts": int(all_ranks.resampled),
             "completions/clipped_ratio": all_ranks.truncated / completions if completions else None,
+            "completions/mean_length": all_ranks.tokens / completions if completions else None,
         }
 
 

@@ -129,7 +129,7 @@ class Servers:
             raise ConfigError(
                 f"{client.name}: the server accepts {max_length} tokens, "
                 f"but a prompt with its completion may have {longest}: start it with "
-                f"--max-model-len {longest}, or lower rollouts.max_completion_length"
+                f"--max-model-len {longest}, or lower max_completion_length of rollouts or eval"
             )
         self._probe(client)  # fails if a token of the tokenizer is not in its vocabulary
 

@@ -15,10 +15,9 @@ from gac.study.results import row_cells
 COLUMNS = ("seeds", "accuracy", "95% interval", "against the baseline", "95% interval")
 HOW_TO_READ = (
     "Accuracy is the fraction of held-out problems solved after the last step (at the best "
-    "evaluation, for methods that keep their best weights). Intervals contain 95% of the means "
-    "over resampled seeds (percentile bootstrap); with few seeds they are somewhat too narrow. "
-    "Differences are paired by seed, because runs with the same seed share data order and initial "
-    "model."
+    "evaluation, for methods that keep their best weights). Intervals are 95% t intervals over the "
+    "seeds; without any effect, one in 20 differences has an interval that excludes 0. Differences "
+    "are paired by seed, because runs with the same seed share data order and initial model."
 )
 
 

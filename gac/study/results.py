@@ -1,4 +1,4 @@
-"""Statistics of a study: means over seeds, paired differences, bootstrap intervals."""
+"""Statistics of a study: means over seeds, paired differences, t intervals."""
 
 from __future__ import annotations
 
@@ -6,21 +6,29 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gac.evaluation.estimates import bootstrap_interval
+import numpy as np
+
 from gac.evaluation.table import percent, percent_interval
 
 Finals = Mapping[str, Sequence[float | None]]
 """Label -> final accuracy of each seed; None if the run is missing or failed."""
 
 
-def interval(values: Sequence[float]) -> list[float] | None:
-    """95% bootstrap interval of the mean, from resampled seeds; None for fewer than two values.
+def interval(values: Sequence[float], share: bool = False) -> list[float] | None:
+    """95% t interval of the mean over seeds; None for fewer than two values.
 
-    With few seeds such intervals are somewhat too narrow.
+    A bootstrap of three seeds would be the range of their values, which often excludes the mean.
+
+    share: the values are in [0, 1], and so is the interval.
     """
     if len(values) < 2:
         return None
-    return [round(end, 6) for end in bootstrap_interval(values)]
+    # Student's t is sqrt(n - 1) * tan(angle), with density cos(angle) ** (n - 2)
+    n, angles = len(values), np.linspace(0, np.pi / 2, 100_000)
+    mass = np.cumsum(np.cos(angles) ** (n - 2))
+    quantile = math.sqrt(n - 1) * math.tan(np.interp(0.95 * mass[-1], mass, angles))
+    ends = np.mean(values) + np.array([-1, 1]) * quantile * np.std(values, ddof=1) / math.sqrt(n)
+    return [round(end, 6) for end in (ends.clip(0, 1) if share else ends).tolist()]
 
 
 def paired(values: Sequence[float | None], base: Sequence[float | None]) -> list[float]:
@@ -38,7 +46,7 @@ def summary(finals: Finals, baseline: str) -> dict[str, dict[str, Any]]:
         rows[label] = {
             "final": list(values),
             "mean": mean(known),
-            "ci95": interval(known),
+            "ci95": interval(known, share=all(0 <= value <= 1 for value in known)),
             "against_baseline": {"difference": mean(differences), "ci95": interval(differences)},
         }
     return rows

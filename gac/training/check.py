@@ -164,6 +164,7 @@ def _check_training(config: Any) -> str:
     functions = {
         "rollouts.function": config.rollouts.function,
         "eval.function": config.eval.function,
+        **{f"eval.tasks.{name}.function": t.function for name, t in config.eval.tasks.items()},
         "data.order": config.data.order,
     }
     for key, name in functions.items():

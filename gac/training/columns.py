@@ -24,9 +24,8 @@ METRICS: dict[str, Column] = {
     "kl, entropy": Column(
         "nats", "KL to the reference, if measured, and entropy: means per rollout token", STEP
     ),
-    "demo_nll/SOURCE, demo_entropy": Column(
-        "nats", "negative log-prob and entropy: means per demonstration token", STEP
-    ),
+    "demo_nll/SOURCE": Column("nats", "mean of the demonstrations' mean -log-prob per token", STEP),
+    "demo_entropy": Column("nats", "entropy: mean per demonstration token", STEP),
     "clip_fraction, sampling/frac_corrected": Column(
         "share", "rollout tokens: with a clipped ratio; cut or dropped by `correction`", STEP
     ),
@@ -35,13 +34,12 @@ METRICS: dict[str, Column] = {
     ),
     "sft_variance, rl_variance, disagreement": Column("", "the paper's equations 8, 7, 9", STEP),
     "grad_norm, lr": Column("", "norm of the gradient before clipping; learning rate", STEP),
-    "tokens, completions/mean_length": Column(
-        "tokens", "all tokens of the rows, prompts included; mean length of the rollouts", STEP
-    ),
+    "tokens": Column("tokens", "all tokens of the rows, prompts included", STEP),
     "kept_columns, dropped_mass": Column(
         "share", "of `loss.gradient_filter`: vocabulary kept; gradient mass left to its tail", STEP
     ),
     "completions/clipped_ratio": Column("share", "completions cut off at the limit", SAMPLING),
+    "completions/mean_length": Column("tokens", "sampled_tokens / sampled_completions", SAMPLING),
     "frac_reward_zero_std, frac_solved, frac_unsolved": Column(
         "share", "prompts whose rewards are all equal; all at least 1; all below 1", SAMPLING
     ),
@@ -51,6 +49,7 @@ METRICS: dict[str, Column] = {
     "sampling_seconds, reward_seconds": Column("s", "their time, mean over ranks", SAMPLING),
     "completions_per_second": Column("1/s", "sampled completions over their time", SAMPLING),
     "seconds": Column("s", "wall-clock time of the step", "training.trainer"),
+    "ended": Column("", "1 in the last row of a run that ends before `steps`", "training.trainer"),
     "sampling_share": Column("share", "sampling_seconds / seconds", "training.trainer"),
     "tokens_per_second": Column("1/s", "tokens / seconds", "training.trainer"),
     "rewards_dropped, rewards_EVENT": Column(
@@ -64,7 +63,7 @@ METRICS: dict[str, Column] = {
         "", "factor of the gate; gradients: their cosine, inner product / standard error", METHOD
     ),
     "read_SIGNAL": Column("", "what the signal source measured, before averaging", METHOD),
-    "solver_skipped": Column("steps", "steps on which the solver kept its weights", METHOD),
+    "solver_skipped": Column("steps", "updates that the solver skipped", METHOD),
     "reward_slope": Column("", "slope of the mean reward that amft follows", METHOD),
     "entropy_target": Column("nats", "entropy that amft steers to", METHOD),
 }

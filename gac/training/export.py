@@ -100,7 +100,7 @@ def _write_card(config: TrainConfig, step: int, folder: Path) -> None:
         library_name="peft" if (folder / "adapter_config.json").exists() else "transformers",
         tags=["reinforcement-learning"],
     )
-    text = f"Trained by GAC with the method `{config.method.name}`, {step} of {config.steps} steps."
+    text = f"Trained by GAC with the method `{config.method.name}`, {step} steps."
     (folder / "README.md").write_text(f"---\n{data.to_yaml()}\n---\n\n{text}\n")
 
 

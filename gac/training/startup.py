@@ -73,8 +73,9 @@ def find_checkpoint(config: TrainConfig, resume: bool) -> tuple[TrainConfig, Pat
     progress = checkpoint.read_progress(path)
     check_same_run(progress, dump(config), config.parallel.allow_world_size_change)
     if config.micro_batch_size is None and config.max_tokens_per_micro_batch is None:
-        saved = {key: progress["config"].get(key) for key in MICRO}
-        config = dataclasses.replace(config, **saved)
+        # packing excludes micro_batch_size
+        keys = MICRO if config.packing is None else MICRO[1:]
+        config = dataclasses.replace(config, **{key: progress["config"].get(key) for key in keys})
     return config, path
 
 
@@ -144,13 +145,18 @@ def check_same_run(progress: Mapping[str, Any], now: Mapping[str, Any], resize: 
         )
     saved, saved_ranks, ranks = progress["config"], progress["ranks"], collectives.world_size()
     old, new = (dict(_flat(json.loads(json.dumps(c)))) for c in (saved, now))
-    other_method = old.get("method.name") != new.get("method.name")  # its keys differ, too
+    # keys that differ with the method, or have no effect with one of two engines
+    other = tuple(
+        keys
+        for name, keys in (("method.name", "method."), ("rollouts.engine", "rollouts.correction"))
+        if old.get(name) != new.get(name)
+    )
     differing = [
         f"{key}: {old.get(key, 'not set')!r} in the checkpoint, {new.get(key, 'not set')!r} now"
         for key in sorted({*old, *new})
         if not _may_change(key)
         and old.get(key) != new.get(key)
-        and not (other_method and key.startswith("method.") and key != "method.name")
+        and not (key.startswith(other) and key != "method.name")
     ]
     if differing:
         raise ConfigError(
@@ -225,13 +231,14 @@ def check_positions(config: ModelConfig, longest: int, keys: str) -> None:
 
 def check_evaluation(
     config: ModelConfig, tokenizer: PreTrainedTokenizerBase, jobs: Mapping[str, Job]
-) -> None:
-    """Check the prompts of the evaluation, and their length with a response."""
+) -> int:
+    """Check the prompts of the evaluation, and their length with a response; returns the latter."""
+    longest = {n: j.examples.longest(1, 0) + j.task.max_completion_length for n, j in jobs.items()}
     for name, job in jobs.items():
         check_tokens(config, tokenizer, [job.examples])
-        longest = job.examples.longest(1, 0) + job.task.max_completion_length
         key = f"eval.tasks.{name}" if name else "eval"
-        check_positions(config, longest, f"{key}.max_completion_length")
+        check_positions(config, longest[name], f"{key}.max_completion_length")
+    return max(longest.values(), default=0)
 
 
 def _text_config(config: ModelConfig) -> Any:

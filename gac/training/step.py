@@ -171,9 +171,6 @@ def observe(
         "entropy": entropy,
         "demo_entropy": demo_entropy if counts.demos else None,
         "clip_fraction": clip_fraction if counts.rollouts else None,
-        "completions/mean_length": counts.rollout_tokens / counts.rollouts
-        if counts.rollouts
-        else None,
         "grad_norm": update.norm,
         "tokens": int(counts.tokens),
         "lr": update.lr,

@@ -104,7 +104,7 @@ class Trainer:
         config, path = find_checkpoint(config, resume)
         self.config = config
         self.tokenizer = load_tokenizer(config.model)
-        stop_tokens(self.tokenizer, (*config.rollouts.stop, *config.eval.stop))  # fails early
+        stop_tokens(self.tokenizer, config.rollouts.stop)  # fails early
         rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
         self.feed = Feed(config, self.tokenizer, rank, ranks)
         self.plan = self.method.sampling(config.rollouts.num_generations)
@@ -114,12 +114,16 @@ class Trainer:
         rollouts = config.rollouts
         if not needs.rollouts:  # no server is contacted
             rollouts = dataclasses.replace(rollouts, engine="generate")
-        engine = Engine(
-            rollouts, self.tokenizer, served=config.model.path, longest=longest, folder=self.out
-        )
         reward = build_reward(config.reward)
-        self.evaluator = Evaluator(config.eval, engine, reward, config.seed)
-        check_evaluation(config.model, self.tokenizer, self.evaluator.jobs)
+        self.evaluator = Evaluator(config.eval, self.tokenizer, reward, config.seed)
+        evaluated = check_evaluation(config.model, self.tokenizer, self.evaluator.jobs)
+        engine = Engine(
+            rollouts,
+            self.tokenizer,
+            served=config.model.path,
+            longest=max(longest, evaluated),
+            folder=self.out,
+        )
         # a server samples without the weights of this process
         self.gathers = config.parallel.gather_for_rollouts and rollouts.engine != "vllm"
         self.model = load_policy(config, self.accelerator)
@@ -233,6 +237,7 @@ class Trainer:
                 "sampling_share": row["sampling_seconds"] / seconds,
                 "tokens_per_second": row["tokens"] / seconds,
                 "seconds": seconds,
+                **({"ended": 1} if self._done() and self.step < self.config.steps else {}),
             }
             self.record.step(row)
             every = max(self.config.rollouts.log_samples_every, 1)
@@ -332,7 +337,7 @@ class Trainer:
             return None
         self.heartbeat.activity = f"step {self.step}, evaluation"
         with setup.gathered(self.model, self.gathers):
-            results = self.evaluator(self.policy)
+            results = self.evaluator(self.sampler.engine.load(self.policy))
         self.record.evaluation({"step": self.step, **results})
         return results.get("accuracy")
 

@@ -222,6 +222,8 @@ TRAIN = {  # value of --set -> answer
     "eval.data.prompts=none.jsonl": "eval.data.prompts='none.jsonl': no such file or folder",
     "eval.data.prompts=null": "eval.every=10: there is nothing to evaluate: set eval.data.prompts",
     "eval.tasks={a: {}}": "eval.tasks.a.data.prompts is not set",
+    "eval.tasks={a: {data: {prompts: first/data/train.jsonl}, function: none.py:play}}": "eval.tas"
+    "ks.a.function: no file 'none.py'",
     "eval.tasks={a/b: {}}": "tasks.'a/b': invalid task name",
 }
 TRAIN_SETS = {  # several values of --set -> answer

@@ -348,8 +348,8 @@ def test_sources_that_do_not_exist(tmp_path, tokenizer, monkeypatch):
     for load, key in ((load_prompts, "prompts"), (load_demos, "demos")):
         with pytest.raises(FileNotFoundError, match=rf"^data\.{key}='.*nowhere\.jsonl'"):
             load(DataConfig(**{key: str(tmp_path / "nowhere.jsonl")}), tokenizer)
-    with pytest.raises(ValueError, match="'gsm8k': no such file.*owner/name:split"):
-        load_prompts(DataConfig(prompts="gsm8k"), tokenizer)
+    with pytest.raises(ValueError, match="data.sources='gsm8k': no such file.*owner/name:split"):
+        load_prompts(DataConfig(sources=(Source("gsm8k"),)), tokenizer)
     with pytest.raises(ValueError, match="prompts is not set"):
         load_prompts(DataConfig(), tokenizer)
     monkeypatch.setitem(sys.modules, "datasets", None)  # simulate a missing package

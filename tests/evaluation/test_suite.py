@@ -7,8 +7,6 @@ import math
 import os
 import re
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -315,7 +313,6 @@ def test_task_name_that_collides_with_a_split_is_rejected(task, tmp_path):
     tasks do.
     """
     data = {"prompts": str(task / "eval.jsonl")}
-    engine: Any = SimpleNamespace(tokenizer=make_tokenizer())
     for split, name in (("op", "+"), (None, "+"), ("op", "train"), ("op", "seconds")):
         settings = tiny_config(
             task,
@@ -323,10 +320,10 @@ def test_task_name_that_collides_with_a_split_is_rejected(task, tmp_path):
             eval={"data": data, "split_field": split, "tasks": {name: {"data": data}}},
         ).eval
         make = functools.partial(
-            Evaluator, settings, engine, build_reward("tests.tiny:digit_reward"), 0
+            Evaluator, settings, make_tokenizer(), build_reward("tests.tiny:digit_reward"), 0
         )
         if (split, name) == ("op", "+"):
-            with pytest.raises(ConfigError, match=r"^tasks.\+: .* split '\+' of the first task"):
+            with pytest.raises(ConfigError, match=r"^eval.tasks.\+: .* split '\+' of the first"):
                 make()
         else:
             make().close()
@@ -348,7 +345,9 @@ def test_an_absent_split_field_names_the_row(task, tmp_path):
     ("change", "message"),
     [
         ({"reward": "mth"}, "tasks.a: unknown reward 'mth'; did you mean 'math'"),
-        ({"data": {"prompts": "no.jsonl"}}, "tasks.a: data.prompts='no.jsonl': no such"),
+        ({"data": {"prompts": "no.jsonl"}}, "^tasks.a: data.prompts='no.jsonl': no such"),
+        ({"stop": ["two"]}, "^tasks.a: stop='two' is 0 tokens"),
+        ({"function": "json:none"}, "^tasks.a: function 'json:none': json has no 'none'"),
     ],
 )
 def test_loading_errors_name_the_task(task, tmp_path, change, message):

@@ -422,7 +422,7 @@ def test_harmless_changes_are_allowed(task, tmp_path, caplog):
         tiny_config(task, moved, steps=4, checkpoint_every=1, run_name="longer", micro_batch_size=3)
     )
     with caplog.at_level(logging.INFO):
-        train(tiny_config(task, moved, steps=3))
+        train(tiny_config(task, moved, steps=3, micro_batch_size=None, packing=True))
     assert [r["step"] for r in metrics(moved)] == [1, 2, 3, 4]
     assert "the run is finished: 4 of 3 steps; to train on, raise" in caplog.text
 

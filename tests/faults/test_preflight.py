@@ -13,7 +13,7 @@ from gac.training import startup as preflight
 from gac.training.startup import check_budget, check_folder, check_same_run
 
 UNCHANGED = """data.prompts demo_batch_size seed evaluation steps_more exporter rollouts
-rollouts.num_prompts rollouts.vllms method.name loss.kl_coef micro"""
+rollouts.num_prompts rollouts.vllms rollouts.correction method.name loss.kl_coef micro"""
 CHANGED = """out run_name ignore_input_changes steps eval eval.every micro_batch_size
 max_tokens_per_micro_batch packing checkpoint_every keep_checkpoints report_to export
 guards.patience parallel.mode project optim.lr model.gradient_checkpointing rollouts.engine
@@ -110,6 +110,8 @@ def test_differences_of_two_configurations_by_hand(caplog, monkeypatch):
     one, other = ({"method": {"name": name, name: 1}} for name in ("one", "other"))
     with pytest.raises(ConfigError, match="method.name: 'one' in the checkpoint, 'other' now$"):
         check_same_run(saved(one), other, resize=False)
+    one, other = ({"rollouts": {"engine": name, "correction": name}} for name in ("vllm", "paged"))
+    check_same_run(saved(one), other, resize=False)
     with pytest.raises(ConfigError) as caught:
         check_same_run(saved(old), {"b": {"x": [1, 3], "y": {"z": 0}}, "run_name": 7}, resize=False)
     assert str(caught.value).splitlines()[1:] == [

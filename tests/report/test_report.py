@@ -232,6 +232,7 @@ def test_different_settings_make_separate_labelled_groups(tmp_path):
                     "tasks": {"x": {"stop": 9 * name}},
                     "stop": 9 * name,
                 },
+                reward=9 * name,
             )
             for name in ("first", "second")
         )
@@ -239,13 +240,19 @@ def test_different_settings_make_separate_labelled_groups(tmp_path):
     assert [group.label for group in groups] == ["first", "second"]
     assert caution(groups) == (
         "These runs differ in model.path, data.prompts, data.demos, data.sources, eval.data.limit, "
-        "eval.tasks.x.stop: their accuracies do not rank their methods. "
+        "eval.tasks.x.stop, eval.stop, reward: their accuracies do not rank their methods. "
+    )
+    evals = {x: {"reward": {"name": "math"}, "every": len(x)} for x in ("code", "math2")}
+    assert not caution(
+        grouped(*(write_run(tmp_path / x, reward=x, eval=own) for x, own in evals.items()))
     )
 
 
 def test_label_is_the_run_name_without_its_seed_and_needs_a_configuration(tmp_path):
     paths = [write_run(tmp_path / str(s), seed=s, run_name=f"mine seed{s}") for s in (1, 2)]
     assert [group.label for group in grouped(*paths)] == ["mine"]
+    (group,) = grouped(*(write_run(tmp_path / f"gac-{s}", seed=s) for s in (10, 11, 12)))
+    assert group.label == "gac"
     paths = [write_run(tmp_path / name) for name in ("a", "b")]
     for path in paths:
         (path / "config.yaml").unlink()

@@ -145,7 +145,7 @@ def test_accuracies_and_exact_values_are_not_smoothed() -> None:
     assert not draw(plots._accuracy, replace(panel, column="accuracy/+"), group, 0, 1).collections
     (band,) = draw(plots._accuracy, panel, made_group("x", run, run), 0, 1).collections
     assert isinstance(band, PolyCollection)  # no bars
-    assert axes.get_ylim() == (-0.03, 1.03)
+    assert axes.get_ylim() == (-0.28, 1.53)
     assert [len(text) for text in axes.title.get_text().split("\n")] == [42, 20, 22]
     assert axes.yaxis.get_major_formatter()(0.25, 0) == "25%"
     exact, smoothed = (
@@ -312,7 +312,7 @@ def test_evaluations_are_drawn_side_by_side(monkeypatch: Any) -> None:
     colors = [line.get_color() for line in (*axes.lines, many.lines[-1])]
     assert colors == [plots.COLORS[0]] * 5 + [plots.COLORS[1]] * 6
     assert [line.get_marker() for line in (axes.lines[1], many.lines[-2])] == ["o", "s"]
-    assert (axes.get_ylim(), axes.get_xlim()) == ((-2.5, 0.5), (-1, 101))
+    assert (axes.get_ylim(), axes.get_xlim()) == ((-2.5, 0.5), (-1, 126))
     (legend,) = axes.figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["one", "two"]
     assert legend._outside_loc == "lower"
@@ -333,9 +333,14 @@ def test_a_figure_of_nearly_equal_values_is_not_magnified(no_images: None) -> No
         )
         return kept[-1]
 
-    assert draw_axes(40, 40.5).get_xlim() == (39, 41.5)
-    assert draw_axes(0.1, 0.2).get_xlim() == (-0.2, 1.2)
-    assert draw_axes(99.8, 100).get_xlim() == (98.8, 100.2)
+    for ends, limits in {
+        (40, 40.5): (39, 41.5),
+        (0.1, 0.2): (-0.2, 1.2),
+        (99.8, 100): (98.8, 100.2),
+        (120, 120.5): (119, 121.5),
+        (-50.4, -50.1): (-51.4, -49.1),
+    }.items():
+        assert draw_axes(*ends).get_xlim() == pytest.approx(limits)
     axes = draw_axes(40, 41)
     assert axes.get_xlim() == (40, 41) and axes.get_xlabel() == "accuracy, %"
     assert axes.get_yticks().tolist() == [0, -1]

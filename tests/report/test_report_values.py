@@ -80,8 +80,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         ),
         write_run(
             root / "sft",
-            {"steps": 3, "model": {"path": "tiny"}, "method": "sft", "run_name": "sft"},
-            {"tokens": [1_234_567] * 3},
+            {"steps": 9, "model": {"path": "tiny"}, "method": "sft", "run_name": "sft"},
+            {"tokens": [1_234_567] * 3, "ended": [None, None, 1]},
             [{"step": 1, "accuracy": 0.5}],
         ),
     ]
@@ -173,7 +173,7 @@ def test_texts_of_the_page(
     assert page._title(groups) == "Comparison: gac and sft"
     assert page._title([*groups, groups[0]]) == "Comparison: gac, sft and gac"
     assert page._differences(groups) == [
-        ("steps", ["7", "3"]),
+        ("steps", ["7", "9"]),
         ("method.name", ["gac", "–"]),
         ("controller.update_every", ["2", "–"]),
         ("controller.kl_target", ["0.5", "–"]),
@@ -193,7 +193,7 @@ def test_texts_of_the_page(
         "12 s per step: sampling 0%, rewards 0%, training 100%",
         "3 steps",
     ]
-    assert rows[2]["config"].splitlines()[:3] == ["steps: 3", "model:", "  path: tiny"]
+    assert rows[2]["config"].splitlines()[:3] == ["steps: 9", "model:", "  path: tiny"]
 
 
 def test_only_the_best_accuracies_are_marked(groups: list[Group], tmp_path: Path) -> None:
@@ -377,7 +377,7 @@ def test_the_page_of_two_groups(groups: list[Group], tmp_path: Path) -> None:
         '<td class="best">60.0 <span class="sd">± 28.3</span></td>' in text
         and "controller intervals (2 steps each)" in text
         and "<li><b>Runs</b> 3</li>" in text
-        and "<td>7</td><td>3</td>" in text
+        and "<td>7</td><td>9</td>" in text
     )
     assert 'stroke-dasharray="none"/></svg>gac</th><td>2</td><td>5 to 7 of 7</td>' in text
     assert "<h2>Samples</h2>" not in text and "Not recorded: Reward, " in text

@@ -82,6 +82,7 @@ def test_overlong_responses(task, tmp_path):
     )
     assert (
         skipped[0]["reward_mean"] == plain[0]["reward_mean"]
+        and skipped[0]["completions/mean_length"] == plain[0]["completions/mean_length"]
         and skipped[0]["tokens"] < plain[0]["tokens"]
     )
     soft = run(task, tmp_path / "soft", steps=1, rollouts={"overlong_tokens": 2})

@@ -37,6 +37,7 @@ def test_columns_of_the_sampling(ranks: int, monkeypatch: pytest.MonkeyPatch) ->
         "frac_unsolved": 0.25,
         "resampled_prompts": 3,
         "completions/clipped_ratio": 1 / 3,
+        "completions/mean_length": 4,
     }
     counts = "sampled_completions", "sampled_tokens", "resampled_prompts"
     assert all(type(columns[name]) is int for name in counts)
@@ -47,6 +48,7 @@ def test_columns_of_the_sampling(ranks: int, monkeypatch: pytest.MonkeyPatch) ->
         "frac_solved",
         "frac_unsolved",
         "completions/clipped_ratio",
+        "completions/mean_length",
     }
 
 

@@ -215,6 +215,7 @@ def test_run_resumes_exactly_with_a_new_server(task, tmp_path):
 MISMATCHES = [
     ({"folder": "elsewhere"}, ConfigError, "serves '.*elsewhere'.*trains '.*init'.*vllm.model"),
     ({"max_model_len": 12}, ConfigError, "accepts 12 tokens.* --max-model-len 1[3-9]"),
+    ({"max_model_len": 20}, ConfigError, "accepts 20 tokens.* --max-model-len 3[0-9],.*or eval"),
     ({"vocab_size": 17}, RunError, "Token id 17 is out of vocabulary"),
 ]
 
@@ -226,7 +227,9 @@ def test_mismatched_server_is_rejected_before_training(task, tmp_path, options, 
     shutil.copytree(task / "init", folder)
     with serving(folder, **options) as server, pytest.raises(error, match=message):
         served = {} if folder.name == "elsewhere" else {"model": str(folder)}
-        Trainer(config(task, tmp_path / "run", server.url, served))
+        evaluated = {"data": {"prompts": str(task / "eval.jsonl")}, "max_completion_length": 22}
+        changes = {"eval": evaluated} if options.get("max_model_len") == 20 else {}
+        Trainer(config(task, tmp_path / "run", server.url, served, **changes))
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
@@ -314,7 +317,7 @@ def two_steps(run_config):
         return value
 
     vllm._full = counted
-    evaluation = trainer.evaluator(trainer.policy)
+    evaluation = trainer.evaluator(trainer.sampler.engine.load(trainer.policy))
     row = trainer._train_step()
     with pytest.raises(RunError) as error:
         trainer._train_step()
@@ -346,7 +349,8 @@ def test_two_processes_with_sharded_weights(task, tmp_path):
     (_, _, *first), (_, _, *second) = results
     assert first == second
     evaluation, row, error = first
-    assert evaluation == single.evaluator(single.policy) | {"seconds": 0}
+    expected = single.evaluator(single.sampler.engine.load(single.policy))
+    assert evaluation == expected | {"seconds": 0}
     assert row["sampled_completions"] == 8 and "does not respond" in error
 
 

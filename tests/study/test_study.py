@@ -95,12 +95,14 @@ def test_arm_config_sets_method_seed_and_folder(tmp_path):
         arm_config(data, parse_arm("low@constant:nope=1"), 0)
 
 
-def test_interval_coverage():
-    """Over 400 samples of 30 normal values; a percentile bootstrap covers slightly below 95%."""
-    intervals = [interval(row) for row in np.random.default_rng(1).normal(0.3, 2.0, (400, 30))]
-    assert 0.90 < np.mean([low < 0.3 < high for low, high in intervals]) < 0.97
-    assert np.mean([high - low for low, high in intervals]) == pytest.approx(
-        2 * 1.96 * 2.0 / math.sqrt(30), rel=0.1
+@pytest.mark.parametrize(("seeds", "quantile"), [(2, 12.706), (3, 4.303), (6, 2.571), (30, 2.045)])
+def test_interval_coverage(seeds, quantile):
+    """Over 400 samples of normal values."""
+    rows = np.random.default_rng(1).normal(0.3, 2.0, (400, seeds))
+    intervals = [interval(row) for row in rows]
+    assert 0.92 < np.mean([low < 0.3 < high for low, high in intervals]) < 0.98
+    assert np.subtract(*intervals[0]) == pytest.approx(
+        -2 * quantile * rows[0].std(ddof=1) / math.sqrt(seeds), rel=1e-3
     )
     assert interval([0.5]) is None and interval([0.5, 0.5]) == [0.5, 0.5]
 

@@ -161,8 +161,8 @@ def test_headline_names_the_methods_whose_interval_excludes_zero() -> None:
 
 def test_cells_and_dots_of_a_study(monkeypatch) -> None:
     methods = summary({"a": [0.0, 0.2, None], "b": [0.1, 0.4, 0.9]}, "a")
-    assert row_cells(methods["a"]) == ["2", "10.0", "[0.0, 20.0]", "+0.0", "[+0.0, +0.0]"]
-    assert row_cells(methods["b"]) == ["3", "46.7", "[10.0, 90.0]", "+15.0", "[+10.0, +20.0]"]
+    assert row_cells(methods["a"]) == ["2", "10.0", "[0.0, 100.0]", "+0.0", "[+0.0, +0.0]"]
+    assert row_cells(methods["b"]) == ["3", "46.7", "[0.0, 100.0]", "+15.0", "[-48.5, +78.5]"]
     axes = Figure().subplots()
     monkeypatch.setattr(
         page, "interval_figure", lambda names, height, label, draw: draw(axes) or (names, height)
@@ -180,9 +180,9 @@ def test_cells_and_dots_of_a_study(monkeypatch) -> None:
     others = [line.get_xydata() for line in axes.lines if line.get_marker() != "."]
     assert [ends.round().tolist() for ends in others] == [
         [[10, 0]],
-        [[0, 0], [20, 0]],
+        [[0, 0], [100, 0]],
         [[47, -1]],
-        [[10, -1], [90, -1]],
+        [[0, -1], [100, -1]],
     ]
     assert row_cells(summary({"a": [0.5], "b": [None]}, "a")["b"]) == ["0", "-", "-", "-", "-"]
     assert mean([0.0, 0.0, 1.0]) == 0.333333 and interval([1 / 3] * 2) == [0.333333] * 2

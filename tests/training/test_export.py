@@ -196,8 +196,8 @@ def test_a_model_card_names_a_base_model_of_the_hub(task, tmp_path):
     config = tiny_config(task, tmp_path, model={"path": "me/base"})
     (tmp_path / "adapter_config.json").touch()
     export._write_card(config, 3, tmp_path)
-    for line in ("base_model: me/base", "library_name: peft"):
-        assert f"\n{line}\n" in (tmp_path / "README.md").read_text()
+    for line in ("base_model: me/base\n", "library_name: peft\n", "Trained by GAC with the m"):
+        assert f"\n{line}" in (tmp_path / "README.md").read_text()
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -242,7 +242,7 @@ def test_an_export_is_uploaded_to_a_private_repository(short, tmp_path, monkeypa
         None: "Export of gac"
     }
     # the base model is a folder of this machine
-    parts = b"2 of 2 steps", b"library_name: transformers", b"reinforcement-learning", b"base_model"
+    parts = b"`, 2 steps", b"library_name: transformers", b"reinforcement-learning", b"base_model"
     assert [*map(server.files["README.md"].count, parts)] == [1, 1, 1, 0]
     with pytest.raises(ConfigError, match=r"^--push-to-hub a/b/c: .* use OWNER/NAME"):
         export_run(short, tmp_path / "none", repository="a/b/c")

@@ -64,12 +64,13 @@ def test_tokens_of_the_evaluation_beyond_the_embedding(task, tmp_path):
         Trainer(tiny_config(task, tmp_path / "run", model=model, data=data, method="grpo"))
 
 
-@pytest.mark.parametrize("part", ["rollouts", "eval"])
-def test_stop_strings_are_checked_before_the_model_is_loaded(task, tmp_path, part):
-    data = {"prompts": str(task / "eval.jsonl")}
-    changed = {"rollouts": {"stop": ["12"]}, "eval": {"stop": ["12"], "data": data}}[part]
-    changes = {"model": {"path": str(task / "init")}, part: changed}  # has no weights
-    with pytest.raises(ConfigError, match="stop='12' is 2 tokens"):
+@pytest.mark.parametrize("where", ["", "eval: ", "eval.tasks.a: "])
+def test_stop_strings_are_checked_before_the_model_is_loaded(task, tmp_path, where):
+    two = {"data": {"prompts": str(task / "eval.jsonl")}, "stop": ["12"]}
+    changed = {"": {"rollouts": {"stop": ["12"]}}, "eval: ": {"eval": two}}
+    changes = changed.get(where, {"eval": {"tasks": {"a": two}}})
+    changes["model"] = {"path": str(task / "init")}  # has no weights
+    with pytest.raises(ConfigError, match=f"^{where}stop='12' is 2 tokens"):
         Trainer(tiny_config(task, tmp_path, **changes))
 
 
