@@ -149,9 +149,11 @@ class FusedGRPOMixin:
             raise Inexpressible(reason)
         for name in REPLACED:
             method = getattr(host, name, None)
-            function = getattr(method, "__func__", method)
+            function: Any = getattr(method, "__func__", method)
             if function is not getattr(GRPOTrainer, name, None):
-                raise Inexpressible(f"the loss of a subclass, {getattr(function, "__qualname__", name)}")
+                raise Inexpressible(
+                    f"the loss of a subclass, {getattr(function, '__qualname__', name)}"
+                )
 
     def _fused_loss(self: Any, inputs: dict[str, Any]) -> FusedLoss:
         """Convert TRL's loss of a micro-batch to a FusedLoss.

@@ -24,7 +24,7 @@ _DELIMITED = re.compile(r"\\boxed|(?<!\\)\$|\\\(|\\\[")
 # What may stand beside the number of an answer, as in "**5 m**", "18 dollars." or "60 km/h"; but
 # "2xy", "2 pi", "ln 2" and "not 5" are no numbers with a unit.
 _BESIDE = re.compile(
-    r"\(?(?<![\\A-Za-z])(?!(?:not|pi|sqrt|root|log|ln|exp|sin|cos|tan|mod|hundred|thousand|\w*illion)\b)"
+    r"\(?(?<![\\A-Za-z])(?!(?:not|pi|sqrt|root|log|ln|exp|sin|cos|tan|mod|hundred|thousand|[a-z]{0,5}illion)\b)"
     r"(?:(?<!\d)[A-Za-z]{2,}|(?<=\d )[ghlmsL]\b"
     r"|(?<=\d)(?:st|nd|rd|th|[ckm]m|[km]g|m[lL]|[km]ph|hrs?|min|sec)\b)"
     r"(?:/[A-Za-z]+)?(?:\^\d|[:)])?|\*\*|[°€£]|\.$"
