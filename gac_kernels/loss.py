@@ -319,8 +319,8 @@ class TokenLogprobs(Function):
     ) -> tuple[Tensor, ...]:
         with without_autocast(op):
             stats = linear.row_stats(op, more_outputs)
-        ctx.save_for_backward(*op[:3], stats[2], stats[1])
-        ctx.settings = op[3:]
+        ctx.save_for_backward(*op[:5], stats[2], stats[1])
+        ctx.settings = op[5:]
         # no views of one tensor, and none that is saved: users may modify them
         logps, entropy, _, *extra = (x.clone() for x in stats)
         ctx.mark_non_differentiable(*extra)
@@ -336,7 +336,7 @@ class TokenLogprobs(Function):
         columns = lse, entropy, d_logps, d_entropy
         with without_autocast(op):
             grads = linear.row_grads(op, columns, NeedsGrad(*ctx.needs_input_grad[:3]))
-        dtypes = [None if x is None else x.dtype for x in operands]
+        dtypes = [None if x is None else x.dtype for x in op[:3]]
         return (*cast(grads, dtypes), None, None)
 
 

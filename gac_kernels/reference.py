@@ -126,10 +126,12 @@ def row_statistics(
 def token_terms(logps: Tensor, entropy: Tensor, tokens: Tokens, spec: LossSpec) -> TokenTerms:
     """Apply the per-token formulas; differentiable in `logps` and `entropy` ([N] each)."""
     demo, a, on_rollout = tokens.demo, tokens.advantages, tokens.rollout
-    log_ratio = logps - (logps.detach() if tokens.old is None else tokens.old)
+    old = logps.detach() if tokens.old is None else tokens.old
+    log_ratio = torch.where(on_rollout, logps - old, 0)
     if spec.importance_sampling_level == "sequence":
         log_ratio = tokens.rollout_mean(log_ratio)
-    ratio = log_ratio.clamp(max=MAX_LOG_RATIO).exp()
+    # unlike clamp, `where` keeps the gradient of nan
+    ratio = torch.where(log_ratio > MAX_LOG_RATIO, MAX_LOG_RATIO, log_ratio).exp()
     policy, clipped = _policy(logps, ratio, a, spec)
     kl = torch.zeros_like(logps)
     if tokens.ref is not None:

@@ -124,7 +124,9 @@ class ShardedRows:
         assert not more_outputs, "the vocabulary-parallel loss needs no further outputs"
         local = self._local(targets, logits)
         own = torch.stack(self.inner.row_stats(logits, local, temperature, softcap))
-        own[0] = torch.where(local < 0, 0, own[0] + own[2])  # the target's logit, in nats
+        # the target's logit, in nats; if all entries here are masked, its log-prob here is nan
+        logit = torch.where(own[2] == -torch.inf, -torch.inf, own[0] + own[2])
+        own[0] = torch.where(local < 0, 0, logit)
         ranks = [torch.empty_like(own) for _ in range(dist.get_world_size(self.group))]
         dist.all_gather(ranks, own, group=self.group)
         target, entropy, lse = torch.stack(ranks, 1)

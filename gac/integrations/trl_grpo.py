@@ -17,6 +17,8 @@ from .trl_head import LIGER, HeadInputs, HeadOutputs, head_override, installed, 
 
 logger = logging.getLogger(__name__)
 BY_SEQUENCE = ("grpo", "sapo")  # mean over sequences of the token mean
+# methods of GRPOTrainer that the fused loss replaces
+REPLACED = ("_compute_loss", "_get_per_token_logps_and_entropies", "get_off_policy_mask")
 BY_ACCUMULATION_WINDOW = ("dapo", "cispo", "vespo")  # divided by the window's number of tokens
 
 
@@ -105,7 +107,7 @@ class FusedGRPOMixin:
         self._request = request = None  # also after an error in the last micro-batch
         if torch.is_grad_enabled():
             try:
-                self._check_host(host._compute_loss)
+                self._check_host(host)
                 self._request = request = self._fused_loss(inputs)
             except Inexpressible as reason:
                 self._report(str(reason))
@@ -141,13 +143,17 @@ class FusedGRPOMixin:
         return torch.where(trained, logps.detach(), unread), entropy.detach(), *rest
 
     @staticmethod
-    def _check_host(compute_loss: Any) -> None:
+    def _check_host(host: Any) -> None:
         """Raise Inexpressible if TRL lacks the fused head or a subclass overrides the loss."""
         if reason := missing_hook():
             raise Inexpressible(reason)
-        function = getattr(compute_loss, "__func__", compute_loss)
-        if function is not GRPOTrainer._compute_loss:
-            raise Inexpressible(f"the loss of a subclass, {function.__qualname__}")
+        for name in REPLACED:
+            method = getattr(host, name, None)
+            function: Any = getattr(method, "__func__", method)
+            if function is not getattr(GRPOTrainer, name, None):
+                raise Inexpressible(
+                    f"the loss of a subclass, {getattr(function, '__qualname__', name)}"
+                )
 
     def _fused_loss(self: Any, inputs: dict[str, Any]) -> FusedLoss:
         """Convert TRL's loss of a micro-batch to a FusedLoss.
@@ -197,8 +203,10 @@ class FusedGRPOMixin:
             case "grpo" | "bnpo" | "dr_grpo" | "dapo" | "luspo":
                 spec |= {"clip_low": low, "clip_high": high}
                 if self.args.delta is not None:
-                    if self.args.delta < 1 + high:
-                        raise Inexpressible(f"delta={self.args.delta} below 1 + epsilon_high")
+                    if self.args.delta < 1 + high or self.args.delta <= 1:
+                        raise Inexpressible(
+                            f"delta={self.args.delta} below 1 + epsilon_high, or not above 1"
+                        )
                     spec["dual_clip"] = self.args.delta
             case "cispo":
                 spec |= {"policy_loss": "cispo", "clip_low": None, "clip_high": high - 1}

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # Possessive quantifiers keep every pattern that sees a completion linear in its length.
 _FENCE = re.compile(r"([ \t]*+(?:(?:[-*+]|\d{1,3}[.)])[ \t]++)?)(`{3,}+|~{3,}+)([^`\n]*+)$")
-_PYTHON = re.compile(r"\W*py", re.IGNORECASE)
+_PYTHON = re.compile(r"\W*py(?:thon)?\s*[\d.]*(?![a-z])", re.IGNORECASE)
 _COUNTED = {"timeout": "timeouts", "stalled": "stalled", "crash": "crashes"}
 _CONSTANTS = ("None", "0", "1", "True", "False", "''", "[]")
 _SPARE_OUTPUT = 1 << 16  # bytes to read beyond the expected output, for trailing white space

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
+from decimal import Decimal
 from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gac.errors import MissingExtra
 
@@ -20,13 +21,62 @@ if TYPE_CHECKING:
 
 _NUMBER = re.compile(r"[$-]*\d[\d.,/]*%?")
 _DELIMITED = re.compile(r"\\boxed|(?<!\\)\$|\\\(|\\\[")
-# what may stand beside the number of an answer, as in "**5 m**", "$18 dollars." or "60 km/h"
+# What may stand beside the number of an answer, as in "**5 m**", "18 dollars." or "60 km/h"; but
+# "2xy", "2 pi", "ln 2" and "not 5" are no numbers with a unit.
 _BESIDE = re.compile(
-    r"\(?(?<!\\)(?:[A-Za-z]{2,}|(?<=\d )[ghlmsL]\b)(?:/[A-Za-z]+)?(?:\^\d|[:)])?|\*\*|[°€£]|\.$"
+    r"\(?(?<![\\A-Za-z])(?!(?:not|pi|sqrt|root|log|ln|exp|sin|cos|tan|mod|hundred|thousand|[a-z]{0,5}illion)\b)"
+    r"(?:(?<!\d)[A-Za-z]{2,}|(?<=\d )[ghlmsL]\b"
+    r"|(?<=\d)(?:st|nd|rd|th|[ckm]m|[km]g|m[lL]|[km]ph|hrs?|min|sec)\b)"
+    r"(?:/[A-Za-z]+)?(?:\^\d|[:)])?|\*\*|[°€£]|\.$"
 )
 _PLAIN_NUMBER = re.compile(r"(?=.*\d)[$-]*(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:/\d+)? ?%?")
 # math-verify reads a bare word as a product of letters, so that "east" would equal "seat".
-_WORD = re.compile(r"[A-Za-z]{4,}")
+_WORD = re.compile(r"[A-Za-z]{4,}|(?i:yes|no)")
+# What math-verify does not know or misreads, rewritten in this order. All patterns are linear.
+_REWRITES: tuple[tuple[re.Pattern[str], Any], ...] = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        ("\N{MINUS SIGN}|(?<![\\w)])(?<![\\w)] )\N{EN DASH}(?=[\\d.$])", "-"),
+        (r"(?<!\d )\b(?i:minus|negative)\s++(?=[\d.$])", "-"),
+        (r"-\\?\$(?=[\d.][^$\n]*+(?:\n|\Z))", "-"),  # "-$5": no formula ends on this line
+        (r"\A([^$]*?)\\?\$(?=[\d.][^$]*+\Z)", r"\1"),  # the only dollar sign
+        (r"(?<![\w.)}\]])\.(?=\d)", "0."),
+        *zip("²³½¼¾⅓⅔", ("^2", "^3", " 1/2", " 1/4", " 3/4", " 1/3", " 2/3"), strict=True),
+        (r"√(\d++|[a-z])", r"\\sqrt{\1}"),
+        (
+            r"(\d{0,9})\.(\d{0,9})\\overline\{(\d{1,9})\}",
+            lambda m: (
+                rf"\frac{{{int(m[1] + m[2] + m[3]) - int('0' + m[1] + m[2])}}}"
+                rf"{{{10 ** len(m[2] + m[3]) - 10 ** len(m[2])}}}"
+            ),
+        ),
+        (  # "3 1/2", which it reads as (3 + 1)/2
+            r"(?<![\w.,/^])(\d{1,9})[ \xa0]++(\d{1,9})/(\d{1,9})(?!\d|[.,]\d)",
+            lambda m: f"{int(m[1]) * int(m[3]) + int(m[2])}/{m[3]}",
+        ),
+        (  # "10 000", which it reads as a product
+            r"(?<![\w.,])\d{1,3}(?:(?:\\[,; ]|[~ \xa0\u2009\u202f])\d{3})+(?!\d)",
+            lambda m: re.sub(r"\D", "", m[0]),
+        ),
+        (
+            r"(?<![\w.,])\d{1,99}(?:\.\d{1,99})?[eE][+-]?\d{1,2}(?!\w)",
+            lambda m: f"{Decimal(m[0]):f}",
+        ),
+        *(
+            (
+                rf"(?<![\w.,/])(\d++(?:,\d{{3}})*+(?:\.\d++)?)\s*+(?i:{scale})s?\b",
+                lambda m, zeros=zeros: f"{Decimal(m[1].replace(',', '')).scaleb(zeros):f}",
+            )
+            for scale, zeros in (
+                ("hundred", 2),  # before the others: "5 hundred thousand"
+                ("thousand", 3),
+                ("million", 6),
+                ("billion", 9),
+                ("trillion", 12),
+            )
+        ),
+    )
+)
 
 
 @cache
@@ -40,7 +90,9 @@ class MathReward(Reward):
 
     The final answer is the text after the last `####` (a bare number, or the last line): a number
     with its unit, or one expression. Without one, it is what math-verify extracts from the
-    completion: a boxed expression, "the answer is ...", or the last number or formula. Checks run
+    completion: the boxed expressions of the last paragraph that has one (several are a set), "the
+    answer is ...", or the last number or formula. "5 million", "3 1/2" and "10 000" are numbers.
+    Checks run
     in worker processes. One that exceeds `timeout` is stopped, scores 0 and is counted. A reference
     answer that math-verify cannot parse is an error in the row.
 
@@ -78,7 +130,7 @@ class MathReward(Reward):
                 try:
                     with limit:
                         answer = self._final_answer(completion)
-                    pairs[row] = reference_text(reference_answer(example)), answer
+                    pairs[row] = answer_text(reference_answer(example)), answer
                 except (ValueError, TimeoutError) as error:
                     outcomes[row] = error
         for row, verdict in zip(pairs, self._pool.grade(list(pairs.values())), strict=True):
@@ -97,7 +149,9 @@ class MathReward(Reward):
         if self._pattern is not None:
             return answer_text(last_group(self._pattern, completion) or "")
         marked = text_after_marker(completion)
-        return answer_text(marked) if marked else _plain_minus(completion)
+        # math-verify makes a set of all boxes, but those of the last paragraph correct earlier ones
+        start = completion.rfind("\n\n", 0, max(completion.rfind(r"\boxed"), 0)) + 1
+        return answer_text(marked) if marked else _rewritten(completion[start:])
 
     def _outcome(self, verdict: str, example: Example) -> RowOutcome:
         if verdict == "bad reference":
@@ -122,12 +176,15 @@ def text_after_marker(text: str) -> str | None:
     return None
 
 
-def reference_text(answer: str) -> str:
-    """Format a reference answer for math-verify.
+def answer_text(answer: str) -> str:
+    """Format a final answer or a reference answer for math-verify.
 
-    Takes the text after `####`, if any, and boxes it unless it already has LaTeX delimiters.
+    Takes the text after `####`, if any, and boxes it unless it already has LaTeX delimiters. Of a
+    number with its unit, only the number remains.
     """
-    answer = _plain_minus(text_after_marker(answer) or answer).strip()
+    answer = _rewritten(text_after_marker(answer) or answer).lstrip("* ").rstrip("*. \n")
+    number = _BESIDE.sub("", answer).strip()
+    answer = number if _PLAIN_NUMBER.fullmatch(number) else answer
     if _DELIMITED.search(answer):  # a worked solution, or LaTeX with its own delimiters
         return answer
     if _WORD.fullmatch(answer):
@@ -135,16 +192,7 @@ def reference_text(answer: str) -> str:
     return f"\\boxed{{{answer}}}"
 
 
-def answer_text(answer: str) -> str:
-    """Format the text of a final answer for math-verify, which finds the number in "18 dollars".
-
-    Anything but a number with its unit is boxed: of "x^2 + 1", it would find only the 1.
-    """
-    answer = _plain_minus(answer)
-    if not answer or _PLAIN_NUMBER.fullmatch(_BESIDE.sub("", answer).strip()):
-        return answer
-    return reference_text(answer.lstrip("* ").rstrip("*. "))
-
-
-def _plain_minus(text: str) -> str:
-    return text.replace("\N{MINUS SIGN}", "-")
+def _rewritten(text: str) -> str:
+    for pattern, replacement in _REWRITES:
+        text = pattern.sub(replacement, text)
+    return text

@@ -65,14 +65,18 @@ class ExactReward(RowReward):
 # Ordered from the strongest to the weakest evidence. The last match of the first matching pattern
 # counts. A letter without parentheses must be upper case; otherwise "the answer is a lamp" would
 # choose A. Possessive quantifiers keep the patterns linear in the length of the response.
-_LETTER = r"(?:\(([A-Za-z])\)|\**+(?!I\s+[a-z])([A-Z])\b(?!['’]))"  # "I think" is no choice
+_LETTER = (  # "I think" is no choice
+    r"""(?:\(([A-Za-z])\)|['"]([A-Z])['"]|\**+(?!I\s+[a-z])([A-Z])\b(?!['’]))"""
+)
 _CHOICE_PATTERNS = tuple(
     re.compile(pattern)
     for pattern in (
-        r"\\boxed\{\s*+(?:\\(?:text|textbf|mathrm)\{\s*+)?" + _LETTER,
-        r"(?i:answer|choice|option)\**+\s*+(?i:is|:)\s*+:?\**+\s*+(?i:(?:option|choice)\s++)?\$?"
-        + _LETTER,
+        r"\\boxed\{\s*+(?:\\(?:(?:text|math)[a-z]{0,6}|bf|rm)\b\s*+\{?\s*+)?" + _LETTER,
+        r"(?i:answer|choice|option)\**+\s*+(?i:is|:|>|(?:must|should|would)\s++be)\s*+:?\**+\s*+"
+        r"(?i:(?:option|choice)\s++)?(?:\$|\\\()?" + _LETTER,
         r"^\s*+" + _LETTER + r"[\s.):*$]*+$",
+        r"\A\s*+\**+([A-Z])\)[^\n]*+\Z()",
+        r"\b([A-Z])\)?\**+\s++is\s++(?:the\s++)?(?:correct|right)\s++(?:answer|choice|option)\b()",
         r"\(([A-Z])\)()",
         r"\b([A-Z])[.)\s*]*+$()",
     )
@@ -82,8 +86,9 @@ _CHOICE_PATTERNS = tuple(
 def chosen_letter(text: str) -> str | None:
     r"""The letter that a multiple-choice response chooses, in upper case, or None.
 
-    Tried in this order: `\boxed{C}`; "answer is (C)", "Answer: C"; a response that is only a
-    letter; the last "(C)"; a letter at the very end. The last match counts.
+    Tried in this order: `\boxed{C}`; "answer is (C)", "answer must be C", "Answer: C"; a response
+    that is only a letter or "C) 12"; "C is the correct answer"; the last "(C)"; a letter at the
+    very end. The last match counts.
     """
     for pattern in _CHOICE_PATTERNS:
         matches = pattern.findall(text)

@@ -84,17 +84,23 @@ class OtherLoss(GRPOTrainer):
         return 3 * super()._compute_loss(model, inputs)
 
 
-class FusedOtherLoss(FusedGRPOMixin, OtherLoss):
-    pass
+class OtherLogprobs(GRPOTrainer):
+    def _get_per_token_logps_and_entropies(self, *args: Any, **keywords: Any) -> Any:
+        logps, *rest = super()._get_per_token_logps_and_entropies(*args, **keywords)
+        return logps / 2, *rest
 
 
-def test_the_loss_of_a_subclass_is_kept(models: dict[str, Path], tmp_path: Path, caplog):
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [(OtherLoss, "_compute_loss"), (OtherLogprobs, "_get_per_token_logps_and_entropies")],
+)
+def test_the_loss_of_a_subclass_is_kept(models, tmp_path: Path, caplog, kind: type, method: str):
     gradients = []
-    for kind in (OtherLoss, FusedOtherLoss):
-        _, recorder = trl_task.trained(models["tied"], tmp_path, kind)
+    for trainer in (kind, type("Fused", (FusedGRPOMixin, kind), {})):
+        _, recorder = trl_task.trained(models["tied"], tmp_path, trainer)
         gradients.append(recorder.gradients[0])
     assert plain.relative_error(gradients[1], gradients[0]) < 1e-5
-    assert "does not support the loss of a subclass, OtherLoss._compute_loss" in caplog.text
+    assert f"does not support the loss of a subclass, {kind.__name__}.{method}" in caplog.text
 
 
 def test_a_trainer_with_another_loss_is_refused():

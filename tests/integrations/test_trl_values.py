@@ -157,6 +157,7 @@ def settings(**changes: Any) -> Any:
         ({}, True, {"clip_low": 0.25, "clip_high": 0.5}),
         ({"args": {"delta": 1.5}}, True, {"clip_low": 0.25, "clip_high": 0.5, "dual_clip": 1.5}),
         ({"args": {"delta": 1.49}}, True, "delta=1.49 below 1"),
+        ({"args": {"delta": 1.0}, "epsilon_high": 0}, True, "delta=1.0 below .*, or not above 1"),
         (
             {"loss_type": "cispo"},
             True,

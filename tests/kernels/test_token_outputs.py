@@ -104,6 +104,8 @@ def test_linear_form(name: str, backend: str) -> None:
         (logps.mul_(weights) - entropy.mul_(2 * weights.flip(0))).sum().backward()
     for leaf, exact in zip(leaves, wide, strict=True):
         torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=1e-5, atol=1e-5)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (linear_token_logprobs(hidden, weight, targets)[0].sum() * targets.zero_()).sum().backward()
 
 
 @each_backend

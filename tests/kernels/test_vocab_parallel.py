@@ -187,9 +187,9 @@ def test_masked_vocabulary_and_nonfinite_rows():
         torch.testing.assert_close(values[0], loss, rtol=2e-6, atol=2e-6)
         assert all(g.isfinite().all() for g in grads)
         torch.testing.assert_close(grads[0], d_hidden, rtol=1e-5, atol=1e-6)
-    data["hidden"][0, 0, 0] = torch.inf
-    for ((values, _, _),) in ranks.run(run_sharded, data, {}, ranks=2):
-        assert values[0].isnan()
+    data["hidden"][0, 0, 0], data["targets"][0, 1] = torch.inf, V - 1
+    for ((values, _, _),) in ranks.run(run_sharded, data, {}, ranks=3):
+        assert values[0].isnan() and values[5][0, 1] == -torch.inf  # its log-probability
 
 
 def test_out_of_range_target_is_rejected_or_nan():

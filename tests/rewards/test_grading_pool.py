@@ -154,6 +154,7 @@ def wait(parent, waits=[]):
 
 def grade(text, seconds):
     time.sleep(float(seconds))
+    print("not a verdict")
     return f"{text} {resource.getrlimit(resource.RLIMIT_AS)[0] >> 30}"
 
 signal.signal(signal.SIGALRM, signal.SIG_IGN)
@@ -226,7 +227,7 @@ def test_a_worker_has_few_modules_limited_memory_and_a_session_of_its_own(starte
         ("raise ImportError('broken install')", "cannot start: broken install"),
         ("import check", "cannot start: No module named 'check'"),  # beside the worker's file
         (
-            "parse = verify = print('text of another package', flush=True)",
+            r"import os; parse = verify = os.write(1, b'text of another package\n')",
             "text of another package",
         ),
         ("import os; os.write(2, b'hidden'); os._exit(3)", "exit status 3"),

@@ -73,6 +73,44 @@ EQUAL = {
         }.items()
     },
     "with a power of a unit": ("1200", "#### 1,200 cm^2"),
+    **{
+        f"{text} as reference and answer": (text, f"#### {text}")
+        for text in (
+            *("-3 dollars", "60 km/h", "1/2 cup", "1,000,000 people", "10 m^2", "12 in", "42nd"),
+            *("€5", "£3.50", "6.", "about 6", "-.5", "-.25%", "-$5", "$5", "5 million", "5cm"),
+            *("2xy", "ln 2", "2 pi", "√2", "no", "1.6e-19"),
+        )
+    },
+    **{
+        f"{answer} for {reference}": (reference, answer)
+        for reference, answer in (
+            ("7/2", "#### 3 1/2"),
+            ("3.5", r"\boxed{3 1/2}"),
+            ("-3½ cups", "The answer is -3.5."),
+            ("1000", r"\boxed{1\,000}"),
+            ("10 000", "#### 10000"),
+            ("1234567.5", "#### 1\u202f234\u202f567.5"),
+            ("(1, 200)", r"\boxed{(1, 200)}"),
+            ("-5", "#### minus 5"),
+            ("-5", "The answer is negative 5."),
+            ("-5", "#### -$5"),
+            ("-$5", "#### -5"),
+            ("-5", "The answer is -$5"),
+            ("-5", "The answer is $-5$"),
+            ("-5", "#### –5"),
+            ("5000000", "#### 5 million"),
+            ("$1.5 billion", "1500000000"),
+            ("500000", "#### 5 hundred thousand"),
+            ("5 dollars", "#### 5"),
+            ("0.00000025", r"\boxed{2.5\times 10^{-7}}"),
+            ("1/3000", "#### 0.000333"),
+            ("1/6", r"\boxed{0.1\overline{6}}"),
+            ("9", "#### 3²"),
+            ("1e6", "#### 1000000"),
+            ("3", "So \\boxed{4}.\n\nWait, an error.\n\nThe answer: \\boxed{3}"),
+            (r"\{3,4\}", r"$x=\boxed{3}$ or $x=\boxed{4}$"),
+        )
+    },
 }
 DIFFERENT = {
     "another number": ("18", "The answer is 17."),
@@ -88,7 +126,26 @@ DIFFERENT = {
             "3": "1,2,3",
             "4": "x > 4",
             "5": "3:5",
+            "-2": "3–5",
         }.items()
+    },
+    **{
+        f"{answer} for {reference}": (reference, answer)
+        for reference, answer in (
+            ("2", "#### 3 1/2"),
+            ("0", r"\boxed{1\,000}"),
+            ("5", "#### minus 5"),
+            ("5", "The answer is -$5"),
+            ("5", "#### not 5"),
+            ("5", "#### 5 million"),
+            ("2", "#### 2xy"),
+            ("2", "#### ln 2"),
+            ("no", r"\boxed{on}"),
+            (r"1.6\times 10^{-19}", r"\boxed{9.1\times 10^{-31}}"),
+            (r"1.6\times 10^{-19}", r"\boxed{0.0000001}"),
+            ("0.00000025", "#### -0.0000001"),
+            (r"e^{-20}", r"\boxed{0.0000001}"),
+        )
     },
     "an unbalanced box": ("18", r"\boxed{" + "{" * 500),
 }
@@ -139,14 +196,14 @@ def test_the_answer_follows_the_last_marker(text, answer):
     assert mathematics.text_after_marker(text) == answer
 
 
-GOLD = {" −3 ": "-3", "1+1=2\n#### 2": "2", "east": r"\text{east}", "cat": "cat", r"\$5": r"\$5"}
+GOLD = {" −3 ": "-3", "1+1=2\n#### 2": "2", "east": r"\text{east}", "cat": "cat", r"\$5": "5"}
 
 
 def test_reference_answers_are_boxed_unless_they_are_latex():
     for text, inside in GOLD.items():
-        assert mathematics.reference_text(text) == f"\\boxed{{{inside}}}"
+        assert mathematics.answer_text(text) == f"\\boxed{{{inside}}}"
     for text in ("so $5$", r"\(5\)", r"\[5\]", r"\boxed{5}"):
-        assert mathematics.reference_text(text) == text
+        assert mathematics.answer_text(text) == text
 
 
 def test_math_gives_each_row_its_own_verdict_and_counts_failures():
@@ -156,7 +213,7 @@ def test_math_gives_each_row_its_own_verdict_and_counts_failures():
     examples = [example(answer) for answer in (None, "1", "2", "3", "4", "5", "6")]
     scores = reward([f"#### {i}" for i in range(7)], examples)
     assert scores == [None, 0.0, 1.0, None, 0.0, 0.0, 0.0] and reward.dropped == 2
-    assert pairs == [(f"\\boxed{{{i}}}", f"{i}") for i in range(1, 7)]
+    assert pairs == [(f"\\boxed{{{i}}}",) * 2 for i in range(1, 7)]
     assert reward.counts() == {"timeouts": 1, "crashes": 2}
 
 

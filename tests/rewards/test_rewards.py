@@ -22,7 +22,7 @@ from gac.rewards import (
 from gac.rewards.base import time_limits
 from gac.rewards.code import program_of
 from gac.rewards.combine import BatchCallableReward, SumReward
-from gac.rewards.mathematics import reference_text, text_after_marker
+from gac.rewards.mathematics import answer_text, text_after_marker
 from gac.rewards.text import chosen_letter
 
 
@@ -103,6 +103,16 @@ LETTERS = {
     "boxed in bold": (r"\boxed{ \textbf{ (d)}} The answer is (A)", "D"),
     "boxed in roman": (r"\boxed{\mathrm{B}} or (C)", "B"),
     "nothing": ("", None),
+    "the word must": ("Options (A) and (C) are wrong, so the answer must be B", "B"),
+    "must, then another": ("The answer must be B. (A) is wrong.", "B"),
+    "boxed in bold font": (r"\boxed{\bf C}", "C"),
+    "boxed in bold letters": (r"\boxed{\mathbf{C}}", "C"),
+    "a formula is no choice": (r"\boxed{\frac{A}{B}}", None),
+    "in parentheses of LaTeX": (r"Answer: \(C\)", "C"),
+    "in quotes": ("The answer is 'C'", "C"),
+    "in tags": ("<answer>C</answer>", "C"),
+    "before the phrase": ("C is the correct answer. (A) is not.", "C"),
+    "with its text": ("D) 12", "D"),
 }
 
 
@@ -415,7 +425,7 @@ STARTS = [
 ]
 
 
-@pytest.mark.parametrize("read", [program_of, chosen_letter, text_after_marker, reference_text])
+@pytest.mark.parametrize("read", [program_of, chosen_letter, text_after_marker, answer_text])
 def test_reading_a_completion_takes_linear_time(read):
     for start, piece in itertools.product(STARTS, PIECES):
         # with the backtick, a fence or a letter before it does not match: every split is tried
