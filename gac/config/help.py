@@ -148,8 +148,7 @@ def _nested_class(hint: Any) -> Any:
     """The dataclass of a nested field; None for a Choice, which is described by its names."""
     if choice_of(hint):
         return None
-    candidates = [hint, *typing.get_args(hint)]
-    return next(filter(dataclasses.is_dataclass, candidates), None)
+    return next(filter(dataclasses.is_dataclass, [hint, *typing.get_args(hint)]), None)
 
 
 def _inline(default: Any, hint: Any) -> str:

@@ -236,8 +236,7 @@ def convert_scalar(hint: Any, value: Any, where: str) -> Any:
     try:
         return convert[hint](value)
     except (TypeError, ValueError, OverflowError):
-        expected = {str: "text", bool: "true or false", int: "a whole number"}
-        kind = expected.get(hint, "a number")
+        kind = {str: "text", bool: "true or false", int: "a whole number"}.get(hint, "a number")
         if hint is str and not isinstance(value, dict | list | None):
             kind += " (put it in quotes)"
         raise ConfigError(

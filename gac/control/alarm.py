@@ -81,8 +81,7 @@ def alarm_message(before: Plain, after: Plain) -> str | None:
     if after is None or is_suspect(before) == is_suspect(after):
         return None
     if not is_suspect(after):
-        level = after["level"]
-        return f"the demonstration loss fell to {level:.3g}: demonstrations are used again"
+        return f"the demonstration loss fell to {after['level']:.3g}: demonstrations are used again"
     return (
         f"the demonstration loss jumped to {after['shifted']:.3g}: the demonstrations are assumed "
         "to be wrong and are ignored; if they are correct, use a method without an alarm, such as "
@@ -165,8 +164,8 @@ class Alarm(Checked):
         return None if after is None else after.to_plain()
 
     def _typical_error(self, state: AlarmState) -> float:
-        smallest = self.min_scale * abs(state.level)
-        return max(state.scale, smallest, 1e-12)  # a level of 0 has no relative size
+        # a level of 0 has no relative size
+        return max(state.scale, self.min_scale * abs(state.level), 1e-12)
 
     def _while_off(self, state: AlarmState, loss: float) -> tuple[AlarmState, bool]:
         """Look for a rise, and let the reference follow the loss."""

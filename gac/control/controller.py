@@ -267,8 +267,7 @@ def step(
         gate = gate if alignment is None else config.gate.update(gate, alignment, demos_suspect)
         blend *= config.gate.trust(gate, demos_suspect)
     # wrong demonstrations do harm within a few steps, so the decrease is not capped
-    max_decrease = 1.0 if demos_suspect else config.max_step
-    change = _clip(blend - state.mu, -max_decrease, config.max_step)
+    change = _clip(blend - state.mu, -(1.0 if demos_suspect else config.max_step), config.max_step)
     mu = _clip(state.mu + change, config.mu_min, config.mu_max)
     sft_variance, rl_variance, disagreement = signal_emas
     return ControllerState(

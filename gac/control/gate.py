@@ -117,8 +117,10 @@ class Gate(Checked):
         if not all(map(math.isfinite, values)):
             return state
         if state is not None:
-            pairs = zip(state, values, strict=False)  # the trust is not averaged
-            values = [self.decay * old + (1 - self.decay) * new for old, new in pairs]
+            values = [
+                self.decay * old + (1 - self.decay) * new
+                for old, new in zip(state, values, strict=False)  # the trust is not averaged
+            ]
         inner, error, sft, rl = values
         after = GateState(inner, error, sft, rl, self.trust(state, demos_suspect))
         at_zero, slope = self.coefficients

@@ -90,8 +90,13 @@ class Examples(Sequence[Example]):
 
     def longest(self, prompts: int = 1, demos: int = 1) -> int:
         """The maximum of `prompts` * (prompt tokens) + `demos` * (demonstration tokens)."""
-        lengths = zip(self.prompts, self.demos, strict=True)
-        return max((prompts * prompt + demos * demo for prompt, demo in lengths), default=0)
+        return max(
+            (
+                prompts * prompt + demos * demo
+                for prompt, demo in zip(self.prompts, self.demos, strict=True)
+            ),
+            default=0,
+        )
 
     def __len__(self) -> int:
         return len(self._rows)

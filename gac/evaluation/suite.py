@@ -154,11 +154,9 @@ def load_jobs(
     jobs = {}
     for name, task in tasks.items():
         try:
-            # fail before any work
-            (
-                stop_tokens(tokenizer, task.stop),
-                task.function and RolloutFunction(task.function, "function"),
-            )
+            stop_tokens(tokenizer, task.stop)  # fail before any work
+            if task.function:
+                RolloutFunction(task.function, "function")
             examples = load_prompts(task.data, tokenizer)
             for example in examples:
                 split_of(task, example)

@@ -89,8 +89,9 @@ def generate_answers(
         )
         for i, text, rollout, value in zip(owners, texts, rollouts, scores, strict=True)
     ]
-    every_rank = [a for rank_answers in gather(answers) for a in rank_answers]
-    return sorted(every_rank, key=lambda a: a.number)
+    return sorted(
+        [a for rank_answers in gather(answers) for a in rank_answers], key=lambda a: a.number
+    )
 
 
 def summary(answers: Sequence[Answer], task: EvalTask) -> dict[str, Any]:

@@ -123,8 +123,7 @@ class Mixer:
             is_demo: whether the sequences are demonstrations.
             out: the loss of the micro-batch.
         """
-        rows = [Row((), 0, is_demo, unit=unit) for unit in units]
-        self._sketches.add(None, rows, out)
+        self._sketches.add(None, [Row((), 0, is_demo, unit=unit) for unit in units], out)
 
     def close(self, group: dist.ProcessGroup | None = None) -> dict[str, float]:
         """End the optimizer step: gather the statistics, update mu and return this step's metrics.
