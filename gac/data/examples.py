@@ -285,12 +285,8 @@ def load_references(config: DataConfig, *, answers: bool = False) -> list[tuple[
 def select_rows(
     config: DataConfig, key: str, source: str, dropped: Counter[str]
 ) -> Iterator[SourceRow]:
-    """Read the rows of `source` (the value of data.`key`) that pass `where`, at most `limit`.
-
-    key: also "prompts" for one of `config.sources`.
-    """
-    selected = 0
-    key = "sources" if config.sources and key == "prompts" else key
+    """Read the rows of `source` (the value of data.`key`) that pass `where`, at most `limit`."""
+    selected, key = 0, "sources" if config.sources and key == "prompts" else key
     try:
         rows = read_rows(source, f"data.{key}")
     except MissingData as error:

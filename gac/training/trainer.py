@@ -117,7 +117,7 @@ class Trainer:
         reward = build_reward(config.reward)
         self.evaluator = Evaluator(config.eval, self.tokenizer, reward, config.seed)
         evaluated = check_evaluation(config.model, self.tokenizer, self.evaluator.jobs)
-        engine = Engine(
+        self.engine = engine = Engine(
             rollouts,
             self.tokenizer,
             served=config.model.path,
@@ -337,7 +337,7 @@ class Trainer:
             return None
         self.heartbeat.activity = f"step {self.step}, evaluation"
         with setup.gathered(self.model, self.gathers):
-            results = self.evaluator(self.sampler.engine.load(self.policy))
+            results = self.evaluator(self.engine.load(self.policy))
         self.record.evaluation({"step": self.step, **results})
         return results.get("accuracy")
 

@@ -120,7 +120,7 @@ def test_each_task_uses_its_own_reward_and_all_are_closed(task, tmp_path) -> Non
     evaluation = {"data": prompts, "max_completion_length": 5, "tasks": {"more": more}}
     trainer = Trainer(tiny_config(task, tmp_path, eval=evaluation | {"stop": [*ALPHABET]}))
     state = torch.get_rng_state()
-    row = trainer.evaluator(trainer.sampler.engine.load(trainer.model))
+    row = trainer.evaluator(trainer.engine.load(trainer.model))
     assert torch.equal(torch.get_rng_state(), state)
     assert (row["prompts"], row["prompts/more"]) == (8, 3)
     assert row["accuracy/more"] == 1 > row["accuracy"]
@@ -131,7 +131,7 @@ def test_each_task_uses_its_own_reward_and_all_are_closed(task, tmp_path) -> Non
         [
             answer.response
             for answer in generate_answers(
-                trainer.sampler.engine, job.examples[:1] * 2, job.reward, job.task, seed
+                trainer.engine, job.examples[:1] * 2, job.reward, job.task, seed
             )
         ]
         for seed in (0, 1)

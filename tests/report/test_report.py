@@ -221,12 +221,7 @@ def test_different_settings_make_separate_labelled_groups(tmp_path):
             write_run(
                 tmp_path / name,
                 model={"path": 9 * name},
-                data={
-                    "prompts": 9 * name,
-                    "demos": 9 * name,
-                    "sources": 9 * name,
-                    "order": 9 * name,
-                },
+                data=dict.fromkeys(("prompts", "demos", "sources", "order"), 9 * name),
                 eval={
                     "data": {"limit": 9 * name},
                     "tasks": {"x": {"stop": 9 * name}},

@@ -139,7 +139,7 @@ def test_adapters_are_added_to_the_weights(task, server, tmp_path):
         if "lora_B" in name:
             p.data.normal_(generator=torch.Generator().manual_seed(2))
     before = copy.deepcopy(model.state_dict())
-    trainer.sampler.engine.load(model)  # compares the server's log-probs with the adapted model's
+    trainer.engine.load(model)  # compares the server's log-probs with the adapted model's
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
     with model.disable_adapter():
         bare = dict(vllm.Weights(model))
@@ -179,7 +179,7 @@ def test_the_log_probs_of_the_server_reach_the_loss(task, server, tmp_path, monk
     assert 0 < row["sampling/sampling_logp_difference/max"] < 1e-3
     spec = trainer.gradients.loss.spec
     assert (spec.correction, spec.correction_max) == ("sequence_mask", 3.0)
-    assert trainer.sampler.engine._server.folder == tmp_path / "run" and not trainer.gathers
+    assert trainer.engine._server.folder == tmp_path / "run" and not trainer.gathers
     rows = trainer.sampler(trainer.policy, trainer.feed.examples(trainer.step), 0).rows
     expected = trainer.gradients.forward.row_logprobs(rows)
     for row, logps in zip(rows, expected, strict=True):
@@ -317,7 +317,7 @@ def two_steps(run_config):
         return value
 
     vllm._full = counted
-    evaluation = trainer.evaluator(trainer.sampler.engine.load(trainer.policy))
+    evaluation = trainer.evaluator(trainer.engine.load(trainer.policy))
     row = trainer._train_step()
     with pytest.raises(RunError) as error:
         trainer._train_step()
@@ -349,7 +349,7 @@ def test_two_processes_with_sharded_weights(task, tmp_path):
     (_, _, *first), (_, _, *second) = results
     assert first == second
     evaluation, row, error = first
-    expected = single.evaluator(single.sampler.engine.load(single.policy))
+    expected = single.evaluator(single.engine.load(single.policy))
     assert evaluation == expected | {"seconds": 0}
     assert row["sampled_completions"] == 8 and "does not respond" in error
 

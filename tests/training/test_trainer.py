@@ -103,7 +103,7 @@ def test_start_model_is_evaluated_once_without_side_effects(task, tmp_path):
         },
     )
     start = Trainer(config)
-    evaluated = start.evaluator(start.sampler.engine.load(start.model))
+    evaluated = start.evaluator(start.engine.load(start.model))
     out = train(dataclasses.replace(config, steps=2))
     train(dataclasses.replace(config, steps=4))
     rows = [json.loads(line) for line in (out / "eval.jsonl").read_text().splitlines()]
