@@ -186,8 +186,8 @@ def test_ratios_far_from_1(policy: str, backend: str) -> None:
         if policy == "clip" and options is UNBOUNDED:
             by_hand = 0.1 * (math.exp(2) - 3) - advantages * log_ratios.clamp(max=40).exp()
             torch.testing.assert_close(terms.loss.view(6, 3), by_hand, rtol=1e-4, atol=1e-6)
-    unknown = tokens._replace(old=torch.full((18,), torch.nan))
-    assert rows.row_loss(logits, unknown, spec, out).loss.isnan().all() and out.isnan().all()
+    spec, tokens = LossSpec(policy_loss="sapo"), tokens._replace(old=torch.full((18,), torch.nan))
+    assert rows.row_loss(logits, tokens, spec, out).loss.isnan().all() and out.isnan().all()
 
 
 @each_backend

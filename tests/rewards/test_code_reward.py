@@ -60,10 +60,9 @@ def row_error(reward, completion, **row):
         ("- a:\n  ```python\n  x = 1\n      ```\n  ```\n", "x = 1\n    ```\n"),
         ("use `x` and ``y``", "use `x` and ``y``"),
         ("```py``` is short:\n```python\nx = 1\n```", "x = 1\n"),
-        ("```py\nx = 1\n```\n```text\n1\n```", "x = 1\n"),
         ("```\na\n```python\nb\n```", "a\n```python\nb\n"),
         ("```Python\nx = 1\n```\n```text\n1\n```", "x = 1\n"),
-        ("```python3\nx = 1\n```\n```pycon\n>>> x\n1\n```\n```pytb\n1\n```", "x = 1\n"),
+        ("```py3\nx = 1\n```\n```pycon\n>>> x\n1\n```\n```pytb\n1\n```", "x = 1\n"),
         ("```{.python}\nx = 1\n```\n```text\n1\n```", "x = 1\n"),
         ("```\nx = 1\n   ```\n2", "x = 1\n"),  # indented further, it belongs to the text
         ("```\nx = 1\n    ```\n2", "x = 1\n    ```\n2"),
