@@ -69,9 +69,8 @@ def test_stop_strings_are_checked_before_the_model_is_loaded(task, tmp_path, whe
     two = {"data": {"prompts": str(task / "eval.jsonl")}, "stop": ["12"]}
     changed = {"": {"rollouts": {"stop": ["12"]}}, "eval: ": {"eval": two}}
     changes = changed.get(where, {"eval": {"tasks": {"a": two}}})
-    changes["model"] = {"path": str(task / "init")}  # has no weights
-    with pytest.raises(ConfigError, match=f"^{where}stop='12' is 2 tokens"):
-        Trainer(tiny_config(task, tmp_path, **changes))
+    with pytest.raises(ConfigError, match=f"^{where}stop='12' is 2 tokens"):  # without weights
+        Trainer(tiny_config(task, tmp_path, model={"path": str(task / "init")}, **changes))
 
 
 def test_rows_beyond_the_positions(task, tmp_path, caplog):
