@@ -167,7 +167,7 @@ class TrainConfig(Checked):
         if self.eval.every and not (self.eval.data.prompts or self.eval.tasks):
             raise ValueError(
                 f"eval.every={self.eval.every}: there is nothing to evaluate: set "
-                "eval.data.prompts or eval.tasks, or remove eval.every"
+                "eval.data.prompts or eval.tasks, or eval={} for no evaluation"
             )
         if not dataclasses.is_dataclass(self.method):
             raise ValueError("method: a function cannot be a method: use a subclass of Method")
@@ -210,7 +210,7 @@ class TrainConfig(Checked):
             if not self.eval.data.prompts and getattr(self.eval, name) != default:
                 raise ValueError(
                     f"eval.{name} has no effect without eval.data.prompts: set it, or remove the "
-                    "key (eval={} turns the evaluation off)"
+                    "key, or set eval={} for no evaluation"
                 )
         group = sum(stage.size for stage in plan.stages) or rollouts.num_generations
         if group + plan.demo_in_group < 2 and needs.rollouts:

@@ -92,9 +92,9 @@ class MathReward(Reward):
     with its unit, or one expression. Without one, it is what math-verify extracts from the
     completion: the boxed expressions of the last paragraph that has one (several are a set), "the
     answer is ...", or the last number or formula. "5 million", "3 1/2" and "10 000" are numbers.
-    Checks run
-    in worker processes. One that exceeds `timeout` is stopped, scores 0 and is counted. A reference
-    answer that math-verify cannot parse is an error in the row.
+
+    Checks run in worker processes. One that exceeds `timeout` is stopped, scores 0 and is counted.
+    A reference answer that math-verify cannot parse is an error in the row.
 
     Args:
         timeout: CPU-time limit per check, in seconds.

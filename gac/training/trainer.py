@@ -116,13 +116,9 @@ class Trainer:
             rollouts = dataclasses.replace(rollouts, engine="generate")
         reward = build_reward(config.reward)
         self.evaluator = Evaluator(config.eval, self.tokenizer, reward, config.seed)
-        evaluated = check_evaluation(config.model, self.tokenizer, self.evaluator.jobs)
+        longest = max(longest, check_evaluation(config.model, self.tokenizer, self.evaluator.jobs))
         self.engine = engine = Engine(
-            rollouts,
-            self.tokenizer,
-            served=config.model.path,
-            longest=max(longest, evaluated),
-            folder=self.out,
+            rollouts, self.tokenizer, served=config.model.path, longest=longest, folder=self.out
         )
         # a server samples without the weights of this process
         self.gathers = config.parallel.gather_for_rollouts and rollouts.engine != "vllm"
@@ -295,13 +291,9 @@ class Trainer:
         try:
             yield
         except (UserError, SystemExit, KeyboardInterrupt):
-            reuses = self.rollouts is not None and self.step % self.config.rollouts.num_iterations
-            if (
-                self.step
-                and not self.stop.requested
-                and self.accelerator.num_processes == 1
-                and (self._done() or not reuses)
-            ):
+            ranks, period = self.accelerator.num_processes, self.config.rollouts.num_iterations
+            reuses = self.rollouts is not None and self.step % period and not self._done()
+            if self.step and ranks == 1 and not (reuses or self.stop.requested):
                 self.feed.undo(self.step)
                 self.save()
                 logger.warning("saved step %d in %s", self.step, self.checkpoints)
@@ -317,8 +309,7 @@ class Trainer:
             f"guards.patience={self.config.guards.patience}: too many consecutive steps were "
             f"skipped, the last because {self.guard.fault}; the weights from before those "
             f"steps are saved as step {self.step} in {self.checkpoints}"
-            + f". Inspect a saved batch with `gac replay {self.out / 'replay'}/...`"
-            * (self.guard.kept > 0)
+            + (f". Inspect one: `gac replay {self.out / 'replay'}/...`" if self.guard.kept else "")
         )
 
     def _due(self, every: int) -> bool:
@@ -458,9 +449,12 @@ class Trainer:
         check_fingerprint(saved, self.fingerprint, self.config.ignore_input_changes)
         progress = checkpoint.load(path, self.model, self.optimizer, self.gradients.tracked)
         self.step, self.state = progress["step"], progress["method"]
-        evaluations = [c["eval"] | {"every": 0} for c in (progress["config"], dump(self.config))]
+        evaluations = [  # without the keys that do not change the accuracy
+            config["eval"] | {"every": 0, "batch": 0, "tasks": {}}
+            for config in (progress["config"], dump(self.config))
+        ]
         old, new = json.loads(json.dumps(evaluations))
-        self.best = progress["best"] if old == new else {}  # accuracies are not comparable
+        self.best = progress["best"] if old == new else {}
         self.mix = Mix(*progress["mix"])
         self.ended, self.evaluated = progress["ended"], progress["evaluated"]
         self.guard.load_state_dict(progress["guard"])

@@ -13,12 +13,7 @@ import pytest
 
 from gac.data import Example, read_rows
 from gac.errors import RunError
-from gac.rewards import (
-    RewardError,
-    RowReward,
-    build,
-    build_reward,
-)
+from gac.rewards import RewardError, RowReward, build, build_reward
 from gac.rewards.base import time_limits
 from gac.rewards.code import program_of
 from gac.rewards.combine import BatchCallableReward, SumReward
