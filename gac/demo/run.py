@@ -54,8 +54,8 @@ def run_demo(
     print(f"\n{results_table(folders)}\n")
     print(f"Total time: {time.perf_counter() - started:.0f} s.")
     print(f"Report: {page}")
-    print("Next: gac demo --methods constant-alarm constant --seeds 3, or train your own model:")
-    print("      gac train examples/gsm8k.yaml --set model.path=/path/to/a/model")
+    print("Next: gac demo --methods constant-alarm constant --seeds 3, or your own task:")
+    print("      gac init first && gac train first/run.yaml")
     return 0
 
 
