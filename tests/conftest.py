@@ -53,12 +53,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Set the deadline of a test: longer if it is slow, or while the machine is overloaded.
-
-    A test of several processes may compute the cases of the tests after it.
-    """
+    """Set the deadline of a test: longer if it is slow, or while the machine is overloaded."""
     slow = item.get_closest_marker("slow") or item.get_closest_marker("full")
-    deadline = 600 if slow else 120 if item.get_closest_marker("dist") else 30
+    several = item.get_closest_marker("dist") and "results" in item.fixturenames
+    deadline = 600 if slow else 120 if several else 30
     item.stash[DEADLINE] = deadline * max(os.getloadavg()[0] / (os.cpu_count() or 1), 1.0)
     item.add_marker(pytest.mark.timeout(item.stash[DEADLINE]))
     return (yield)

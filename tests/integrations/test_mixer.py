@@ -178,8 +178,11 @@ def test_methods_that_need_only_logps_are_supported(name: str):
     mixer.observe(moments(0, demo=True))
     mixer.close()  # without rollouts, nothing is missing
     mixer.observe(moments(0, demo=False, ref=False))
-    unmeasured = pytest.raises(RuntimeError, match="kl-ctrl follows the KL .* not measured")
-    with unmeasured if name == "kl-ctrl" else contextlib.nullcontext():
+    with (
+        pytest.raises(RuntimeError, match="kl-ctrl follows the KL .* not measured")
+        if name == "kl-ctrl"
+        else contextlib.nullcontext()
+    ):
         mixer.close()
 
 
