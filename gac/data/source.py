@@ -332,7 +332,7 @@ def _hub(source: str, key: str) -> Any:
     name, *rest = source.split(":")
     *configuration, split = rest or ["train"]
     datasets = _datasets()
-    # without a network, its retries take most of a minute
+    # without a network, retries take most of a minute
     logging.getLogger(__name__).info("%s=%r: reading the dataset on the Hub", key, source)
     try:
         return datasets.load_dataset(name, *configuration, split=split)

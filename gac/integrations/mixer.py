@@ -137,7 +137,7 @@ class Mixer:
             measured are left out.
 
         Raises:
-            RuntimeError: mu differs between ranks, no call of `observe`, or no KL for KLControl.
+            RuntimeError: ranks differ in mu, `observe` was not called, or KLControl has no KL.
         """
         total, losses = self._gather(group)
         metrics: dict[str, Any] = {

@@ -16,9 +16,9 @@ from gac_kernels import GradientFilter, LossOutput, LossSpec, fused_linear_gac_l
 from .trl_head import LIGER, HeadInputs, HeadOutputs, head_override, installed, missing_hook
 
 logger = logging.getLogger(__name__)
-BY_SEQUENCE = ("grpo", "sapo")  # mean over sequences of the token mean
 # methods of GRPOTrainer that the fused loss replaces
 REPLACED = ("_compute_loss", "_get_per_token_logps_and_entropies", "get_off_policy_mask")
+BY_SEQUENCE = ("grpo", "sapo")  # mean over sequences of the token mean
 BY_ACCUMULATION_WINDOW = ("dapo", "cispo", "vespo")  # divided by the window's number of tokens
 
 
@@ -144,7 +144,7 @@ class FusedGRPOMixin:
 
     @staticmethod
     def _check_host(host: Any) -> None:
-        """Raise Inexpressible if TRL lacks the fused head or a subclass overrides the loss."""
+        """Raise Inexpressible if TRL lacks the fused head, or a subclass overrides a `REPLACED`."""
         if reason := missing_hook():
             raise Inexpressible(reason)
         for name in REPLACED:

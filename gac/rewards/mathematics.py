@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _NUMBER = re.compile(r"[$-]*\d[\d.,/]*%?")
 _DELIMITED = re.compile(r"\\boxed|(?<!\\)\$|\\\(|\\\[")
 # What may stand beside the number of an answer, as in "**5 m**", "18 dollars." or "60 km/h"; but
-# "2xy", "2 pi", "ln 2" and "not 5" are no numbers with a unit.
+# "2xy", "2 pi", "ln 2" and "not 5" are not numbers with a unit.
 _BESIDE = re.compile(
     r"\(?(?<![\\A-Za-z])(?!(?:not|pi|sqrt|root|log|ln|exp|sin|cos|tan|mod|hundred|thousand|[a-z]{0,5}illion)\b)"
     r"(?:(?<!\d)[A-Za-z]{2,}|(?<=\d )[ghlmsL]\b"

@@ -124,7 +124,7 @@ class RolloutConfig(Checked):
     dynamic_sampling_retries: Natural = 0
     """Dynamic sampling (DAPO, arXiv 2503.14476): replace prompts whose rollouts all have the same
     reward, and hence no advantage, by the next prompts, at most this many times per step. Refused
-    for methods that train on the demonstrations of these prompts, which teach all the same."""
+    for methods that train on the demonstrations of these prompts, which still teach."""
     mask_truncated_completions: bool = False
     """Overlong filtering (DAPO): completions cut off at `max_completion_length` have no loss; their
     rewards still count in their group."""

@@ -17,7 +17,7 @@ Finals = Mapping[str, Sequence[float | None]]
 def interval(values: Sequence[float], share: bool = False) -> list[float] | None:
     """95% t interval of the mean over seeds; None for fewer than two values.
 
-    A bootstrap of three seeds would be the range of their values, which often excludes the mean.
+    A bootstrap of three seeds gives the range of their values, which often excludes the true mean.
 
     share: the values are in [0, 1], and so is the interval.
     """

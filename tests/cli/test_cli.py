@@ -143,7 +143,7 @@ def test_interrupt_exits_with_130_and_says_how_to_resume(tmp_path):
     ) as process:
         wait_until(command_is_reading, "the command to open its configuration")
         process.send_signal(signal.SIGINT)
-        os.close(writer[0])  # Python acts on a signal that precedes its `read` only after it
+        os.close(writer[0])  # ends `read`, which a signal just before it does not
         _, error = process.communicate(timeout=60)
     assert process.returncode == cli.INTERRUPTED
     assert re.fullmatch(r"gac: interrupted.*rerun.*resume\n", error)
