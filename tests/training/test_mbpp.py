@@ -76,7 +76,7 @@ class FixedAnswers(CodeReward):
 
 def test_reward_counters_are_in_the_metrics(overrides):
     reward = f"{{name: '{__name__}:FixedAnswers', timeout: 1, setup_field: test_setup_code}}"
-    overrides += ["steps=1", f"reward={reward}", "eval.data.prompts=null", "eval.every=0"]
+    overrides += ["steps=1", f"reward={reward}", "eval={}"]
     (row,) = metrics(train(load(TrainConfig, EXAMPLE, overrides)))
     assert row["reward_mean"] == pytest.approx(1 / 3) and row["rl_variance"] > 0
     # which of the first two depends on the load of the machine
