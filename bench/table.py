@@ -15,7 +15,7 @@ from gac.evaluation.table import markdown_table
 from tools.pages import BENCHMARKS, fill
 
 from .batches import HEADS
-from .record import RESULTS
+from .record import RESULTS, key
 
 NOT_MEASURED = "not measured"
 GPUS = "H100", "H200"
@@ -29,6 +29,9 @@ Row = dict[str, Any]
 def newest(kind: str, name: str = "") -> dict[str, Any] | None:
     """The newest results file that has table rows for `kind` ("cpu" or "cuda").
 
+    Peers that it lacks are added from older files of the same device, with their `date`, if they
+    have a time of ours from the same rounds.
+
     name: a part of the device's name.
     """
     documents = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
@@ -38,7 +41,20 @@ def newest(kind: str, name: str = "") -> dict[str, Any] | None:
         if name in d.get("device", "")
         and any(row.get("device") == kind and row.get("work") in WORK for row in d.get("rows", ()))
     ]
-    return max(of_kind, key=lambda d: d["date"], default=None)
+    of_kind.sort(key=lambda d: d["date"])
+    if not of_kind:
+        return None
+    *older, last = of_kind
+    peers = {
+        key(row): {**row, "date": document["date"]}
+        for document in older
+        for row in document["rows"]
+        if document["device"] == last["device"]
+        and row.get("ours_ms")
+        and not row["provider"].startswith("ours")
+    }
+    rows = {key(row): row for row in last["rows"]}
+    return {**last, "rows": [*rows.values(), *(peers[k] for k in peers if k not in rows)]}
 
 
 def tables(path: Path) -> str:
@@ -110,14 +126,14 @@ def cpu_table(document: dict[str, Any] | None) -> str:
 
 
 def gpu_linear(rows: list[Row]) -> str:
-    """Table with one line per shape and number of tokens; missing results read "not measured"."""
+    """Table with one line per shape and number of tokens that ours was measured with."""
     body = []
     for shape in HEADS:
         for tokens in GPU_TOKENS:
             common = {"work": "linear", "shape": shape, "tokens": tokens}
-            if not any(all(row.get(k) == v for k, v in common.items()) for row in rows):
-                continue
             ours = find(rows, **common, provider="ours")
+            if ours is None:
+                continue
             gemms = find(rows, **common, provider="three GEMMs")
             half = find(rows, **common, provider=HALF)
             body.append(
@@ -148,7 +164,9 @@ def gpu_peers(rows: list[Row]) -> str:
             errors = row.get("errors") or []
             body.append(
                 [
-                    name + (" (scalar only)" if row.get("scalar") else ""),
+                    name
+                    + (" (scalar only)" if row.get("scalar") else "")
+                    + (f" ({row['date']})" if "date" in row else ""),
                     number(row, "ms"),
                     f"{row['ms'] / (row.get('ours_ms') or ours['ms']):.2f}x",
                     number(row, "mib", "{:.0f}"),

@@ -144,7 +144,7 @@ class FusedGRPOMixin:
 
     @staticmethod
     def _check_host(host: Any) -> None:
-        """Raise Inexpressible if TRL lacks the fused head, or a subclass overrides a `REPLACED`."""
+        """Raise Inexpressible if TRL lacks the fused head or one of `REPLACED` is overridden."""
         if reason := missing_hook():
             raise Inexpressible(reason)
         for name in REPLACED:

@@ -183,12 +183,14 @@ def test_table_contains_the_measured_values(results) -> None:
         peer,
         {**key, "provider": "QuACK cross-entropy, mean", "not_run": "no module", "case": ""},
     ]
-    document = {"device": "Some GPU", "date": "2026-01-02", "rows": rows}
-    (results / "some-gpu.json").write_text(json.dumps(document))
+    earlier = ({**peer, "provider": name, "ours_ms": 50.0} for name in (peer["provider"], "CCE"))
+    for date, measured in (("2026-01-01", [*earlier]), ("2026-01-02", rows)):
+        (results / f"{date}.json").write_text(
+            json.dumps({"device": "Some GPU", "date": date, "rows": measured})
+        )
     text = table.gpu_table(table.newest("cuda"))
     assert "| 2048 |" not in text, "shapes that were not measured must not get a table row"
     assert "logits: not measured; run `python -m pytest bench/bench_gpu_logits.py`." in text
-    line = next(x for x in text.splitlines() if x.startswith("| Qwen2.5-7B | 8192 |"))
-    cells = [cell.strip() for cell in line.strip("|").split("|")]
-    assert cells[:6] == ["Qwen2.5-7B", "8192", "40.00", "670", "1.05x", "0.68x"]
-    assert cells[6:] == ["991"] and "| TRL chunked_logprob | 60.00 | 1.50x |" in text
+    assert "| CCE (2026-01-01) | 60.00 | 1.20x |" in text and text.count(peer["provider"]) == 1
+    assert "| TRL chunked_logprob | 60.00 | 1.50x |" in text
+    assert "| Qwen2.5-7B | 8192 | 40.00 | 670 | 1.05x | 0.68x | 991 |" in text
