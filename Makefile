@@ -32,7 +32,7 @@ test: setup  ## run all tests that do not need a GPU
 	# keep bytecode, whatever the environment says: the tests start hundreds of Python processes
 	# a crashed worker fails the run and is not replaced: with a new worker, xdist may never end
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not release" \
-	  -n 4 --max-worker-restart=0 --dist loadfile --no-loadscope-reorder
+	  -n 3 --max-worker-restart=0 --dist loadfile --no-loadscope-reorder
 
 test-full: setup  ## run the tests that take minutes each: whole datasets, every kernel, launchers
 	$(BIN)/python -m pytest -m full

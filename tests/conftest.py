@@ -95,6 +95,14 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny(tmp_path_factory.mktemp("tiny"))
 
 
+@pytest.fixture(scope="session")
+def two_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Like `task`, for tests whose model needs several layers."""
+    from tests.tiny import write_tiny
+
+    return write_tiny(tmp_path_factory.mktemp("tiny"), layers=2)
+
+
 @pytest.fixture
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fill uninitialized memory with nan or the dtype's minimum, so that reading it is noticed."""

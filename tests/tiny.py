@@ -41,7 +41,7 @@ SMALL = {
 }
 
 
-def write_tiny(folder: Path, *, prompts: int = 16, demos: int = 12) -> Path:
+def write_tiny(folder: Path, *, prompts: int = 16, demos: int = 12, layers: int = 1) -> Path:
     """Write a model configuration, tokenizer and data to `folder`, and return it."""
     import random
 
@@ -49,7 +49,7 @@ def write_tiny(folder: Path, *, prompts: int = 16, demos: int = 12) -> Path:
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(folder / "init")
     config = model_config(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id)
-    config.hidden_size, config.intermediate_size, config.num_hidden_layers = 32, 48, 2
+    config.hidden_size, config.intermediate_size, config.num_hidden_layers = 32, 48, layers
     config.layer_types = None
     config.save_pretrained(folder / "init")
     forget = dict.fromkeys("+-", 0.3)

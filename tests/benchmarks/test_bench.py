@@ -142,6 +142,7 @@ def test_results_are_copied_out(results, tmp_path, monkeypatch: pytest.MonkeyPat
 def test_backends_are_smoke_tested_in_a_subprocess(monkeypatch: pytest.MonkeyPatch) -> None:
     # for the child process: without the interpreter, Triton finds no device
     monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setenv("GAC_BENCH_DRY_RUN", "1")
     assert smoke.unavailable_reason("reference", "cpu") is None
     assert "0.1 s" in smoke.unavailable_reason("reference", "cpu", seconds=0.1)
     loaded = smoke.backends.load("triton", torch.device("cpu"))

@@ -226,7 +226,7 @@ def test_a_closed_gate_keeps_measuring_and_reopens(tmp_path, name, gate) -> None
         "reward": "tests.control.test_gate:likeness",
         "rollouts": {"num_prompts": 8, "num_generations": 4, "max_completion_length": 5},
     }
-    task = write_tiny(tmp_path)
+    task = write_tiny(tmp_path, layers=2)
     method = {"name": name, "max_step": 1.0, "gate": gate}
     closed = CLOSED[gate["form"]]
     gated_run = Trainer(tiny_config(task, tmp_path / "gated", method=method, **common))

@@ -146,10 +146,10 @@ def assert_reproduced(path):
         pytest.param({"name": "famo"}, id="weights-from-the-losses"),
     ],
 )
-def test_replay_reproduces_the_methods_step(task, tmp_path, method):
+def test_replay_reproduces_the_methods_step(two_layers, tmp_path, method):
     """Three steps are skipped, saved and replayed; the norm is that of the combined gradient."""
     trainer = Trainer(
-        faulty_config(task, tmp_path, "digit_reward", 2, method=method, micro_batch_size=3)
+        faulty_config(two_layers, tmp_path, "digit_reward", 2, method=method, micro_batch_size=3)
     )
     for _ in range(4):
         trainer._train_step()

@@ -72,12 +72,14 @@ print(json.dumps({name: len(different) for name, different in keys.items()}))
 ROW_KERNELS = {"stats_kernel", "grads_kernel", "loss_kernel", "scale_kernel"}
 
 
-def _run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run in a subprocess without Triton's interpreter, in which kernels cannot be compiled."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | variables
-    return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, env=environment, timeout=500
+def _run(code: str) -> Any:
+    """The JSON printed by a process without Triton's interpreter, in which nothing is compiled."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=500
     )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
 
 
 FULL = pytest.mark.full(reason="compiles dozens of kernels")
@@ -88,9 +90,7 @@ def reports() -> list[dict[str, Any]]:
     """Each configuration compiled for one of NVIDIA's three architectures, round-robin, and the
     first of each kernel for an AMD GPU; all combinations would take minutes.
     """
-    result = _run("-c", _CODE)
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout)
+    return _run(_CODE)
 
 
 @FULL
@@ -188,17 +188,22 @@ def test_passes_are_the_cheapest_loops() -> None:
     assert passes(LOOPS.replace("STG", more)) == (9 / 4, 11 / 4)
 
 
-def test_an_unknown_architecture_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("arch", "interpret", "problem"),
+    [
+        ("hopper", "0", "--arch hopper: use a number such as 90"),
+        ("90", "1", "TRITON_INTERPRET=1: unset it"),
+    ],
+)
+def test_what_cannot_be_compiled_is_rejected(
+    arch: str, interpret: str, problem: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     from gac_kernels import inspect
 
+    monkeypatch.setenv("TRITON_INTERPRET", interpret)
     with pytest.raises(SystemExit):
-        inspect.main(["--arch", "hopper"])
-    assert "--arch hopper: use a number such as 90" in capsys.readouterr().err
-
-
-def test_interpreted_kernels_are_rejected() -> None:
-    result = _run("-m", "gac_kernels.inspect", "--arch", "90", TRITON_INTERPRET="1")
-    assert result.returncode == 2 and "TRITON_INTERPRET=1: unset it" in result.stderr
+        inspect.main(["--arch", arch])
+    assert problem in capsys.readouterr().err
 
 
 SHAPES = {
@@ -212,7 +217,5 @@ def test_one_kernel_serves_every_number_of_rows() -> None:
     """Compare Triton's cache keys. A separate kernel per kind of stride would be compiled during
     training and could not be captured in a CUDA graph.
     """
-    result = _run("-c", _SPECIALIZE.replace("SHAPES", repr(SHAPES)))
-    assert result.returncode == 0, result.stderr
-    kernels = json.loads(result.stdout)
+    kernels = _run(_SPECIALIZE.replace("SHAPES", repr(SHAPES)))
     assert len(kernels) == 30 and set(kernels.values()) == {1}, kernels

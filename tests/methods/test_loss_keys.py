@@ -115,9 +115,9 @@ REDUCTIONS = {
 
 
 @pytest.mark.parametrize("name", REDUCTIONS)
-def test_penalties_are_added_to_custom_losses(name, task, tmp_path):
+def test_penalties_are_added_to_custom_losses(name, two_layers, tmp_path):
     keys = {"kl_coef": 0.3, "kl_estimator": "k1", "entropy_coef": 0.2}
-    _, terms, grads, model = one_step_terms(name, task, tmp_path, loss=keys)
+    _, terms, grads, model = one_step_terms(name, two_layers, tmp_path, loss=keys)
     penalties = [
         (0.3 * (r.logp - r.ref) - 0.2 * r.entropy)[~r.demo] for r in terms if not r.row.is_demo
     ]

@@ -134,8 +134,8 @@ def halves(rows: list[RowTerms]) -> tuple[list[RowTerms], list[RowTerms]]:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_step_gradient_matches_the_published_loss(name, task, tmp_path):
-    _, terms, grads, model = one_step_terms(name, task, tmp_path)
+def test_step_gradient_matches_the_published_loss(name, two_layers, tmp_path):
+    _, terms, grads, model = one_step_terms(name, two_layers, tmp_path)
     assert_close(grads, gradient(LOSSES[name](terms), model))
 
 
@@ -144,9 +144,13 @@ OFF_POLICY += ["relift", "trapo", "uft", "prefix-rft"]
 
 
 @pytest.mark.parametrize("name", OFF_POLICY)
-def test_reused_rollouts_have_the_published_ratio_and_clip(name, task, tmp_path):
+def test_reused_rollouts_have_the_published_ratio_and_clip(name, two_layers, tmp_path):
     trainer, rows, grads, model = one_step(
-        name, task, tmp_path, first=1, optim={"lr": 0.03, "warmup_steps": 0, "max_grad_norm": 0}
+        name,
+        two_layers,
+        tmp_path,
+        first=1,
+        optim={"lr": 0.03, "warmup_steps": 0, "max_grad_norm": 0},
     )
     old = trainer.seen.old_logps
     terms = [

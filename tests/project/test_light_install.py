@@ -47,27 +47,20 @@ print(*sorted({name.partition(".")[0] for name in sys.modules}))
 
 
 KERNELS = """
-import sys, time
+import sys
 import torch
-before = {name.partition(".")[0] for name in sys.modules}
-start = time.process_time()  # other programs do not count
+before = {*sys.modules}
 from gac_kernels import fused_gac_loss
-seconds = time.process_time() - start
-after = {name.partition(".")[0] for name in sys.modules}
-print(seconds, torch.cuda.is_initialized(), *sorted(after - before - sys.stdlib_module_names))
+after = {*sys.modules} - before
+names = {name.partition(".")[0] for name in after} - sys.stdlib_module_names
+print(len(after), torch.cuda.is_initialized(), *names)
 """
 
 
-@pytest.mark.slow(reason="up to three processes import torch")
 def test_importing_the_kernels_is_quick_and_needs_only_torch():
-    runs = (
-        subprocess.run([sys.executable, "-c", KERNELS], capture_output=True, text=True, check=True)
-        for _ in range(3)  # until one is quick: bytecode is written once, and load adds CPU time
-    )
-    assert any(
-        rest == ["False", "gac_kernels"] and float(seconds) < 0.3  # no CUDA, no other package
-        for seconds, *rest in (run.stdout.split() for run in runs)
-    )
+    run = [sys.executable, "-c", KERNELS]
+    count, *rest = subprocess.run(run, capture_output=True, text=True, check=True).stdout.split()
+    assert rest == ["False", "gac_kernels"] and int(count) < 25  # no CUDA, no other package
 
 
 def run_without_extras(

@@ -10,13 +10,8 @@ import pytest
 from gac.rollouts import sampling
 from gac.training.columns import EVALUATION, METRICS
 from gac.training.trainer import Trainer
-from tests.tiny import digit_reward, metrics, tiny_config, write_tiny
+from tests.tiny import digit_reward, metrics, tiny_config
 from tools.reference_pages import metrics_page
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    return write_tiny(tmp_path_factory.mktemp("task"))
 
 
 def constant(completion, example):

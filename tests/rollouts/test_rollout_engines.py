@@ -25,8 +25,8 @@ PROMPTS = [(4, 5, 6), (7,) * 9, (5, 6), (4,) * 7, (8, 9, 10, 11), (6,) * 9]
 
 
 @pytest.fixture(scope="module")
-def policy(task, tmp_path_factory):
-    trainer = Trainer(tiny_config(task, tmp_path_factory.mktemp("run") / "run"))
+def policy(two_layers, tmp_path_factory):
+    trainer = Trainer(tiny_config(two_layers, tmp_path_factory.mktemp("run") / "run"))
     for p in trainer.model.parameters():  # sharpen the logits, so that greedy decoding has no ties
         p.data.mul_(3 if p.dim() > 1 else 1)
     return trainer.model.train(), trainer.tokenizer

@@ -325,20 +325,22 @@ def two_steps(run_config):
 
 
 @pytest.mark.dist
-def test_two_processes_with_sharded_weights(task, tmp_path):
+def test_two_processes_with_sharded_weights(two_layers, tmp_path):
     """The ranks send weights, evaluate and sample; all report a server that exits meanwhile."""
     settings = {
-        "data": {"prompts": str(task / "eval.jsonl"), "limit": 4},
+        "data": {"prompts": str(two_layers / "eval.jsonl"), "limit": 4},
         "batch": 1,
         "max_completion_length": 5,
     }
-    single = Trainer(tiny_config(task, tmp_path / "one", eval=settings))
+    single = Trainer(tiny_config(two_layers, tmp_path / "one", eval=settings))
     single_process = dict(vllm.Weights(single.model))
     # 2 vocabulary checks (one per rank), twice 1 weight check (rank 0) and 4 prompts; then 1 weight
     # check and 2 of the next 4 prompts
     parallel = {"mode": "fsdp"}
-    with serving(task / "init", exits_after=2 + 5 + 5 + 1 + 2) as server:
-        run_config = config(task, tmp_path / "two", server.url, parallel=parallel, eval=settings)
+    with serving(two_layers / "init", exits_after=2 + 5 + 5 + 1 + 2) as server:
+        run_config = config(
+            two_layers, tmp_path / "two", server.url, parallel=parallel, eval=settings
+        )
         results = ranks.run(two_steps, run_config, ranks=2)
     for sent, *_ in results:
         assert sent.keys() == single_process.keys()

@@ -44,7 +44,7 @@ def test_default_packs_rows(task, tmp_path, caplog, monkeypatch):
 
 def test_resumed_run_keeps_its_budget(task, tmp_path, monkeypatch):
     """A run is resumed bit for bit, although the free memory has changed."""
-    memory = {"bytes": 1.2e6}
+    memory = {"bytes": 6e5}
     monkeypatch.setattr(budget, "free_memory", lambda device: memory["bytes"])
     whole = train(default_config(task, tmp_path / "whole"))
     config = default_config(task, tmp_path / "resumed")
@@ -53,7 +53,7 @@ def test_resumed_run_keeps_its_budget(task, tmp_path, monkeypatch):
     resumed = Trainer(config)
     assert (
         resumed.config.max_tokens_per_micro_batch == 64
-    )  # 0.5 (1.2e6 - 3 weights) / 6e3 bytes per token
+    )  # 0.5 (6e5 - 3 weights) / 3e3 bytes per token
     resumed.run()
     assert metrics(out) == metrics(whole)
     shutil.copytree(out, tmp_path / "new", ignore=lambda *_: ["checkpoints"])
@@ -150,7 +150,7 @@ def test_reference_that_cannot_be_packed_is_padded_too(caplog):
     ],
 )
 def test_logps_are_computed_only_where_they_are_used(
-    task, tmp_path, monkeypatch, changes, expected
+    two_layers, tmp_path, monkeypatch, changes, expected
 ):
     """In two GRPO steps, the old and the reference log-probs."""
     calls = []
@@ -169,7 +169,7 @@ def test_logps_are_computed_only_where_they_are_used(
         **changes.get("rollouts", {}),
     }
     changes = changes | {"rollouts": rollouts, "method": "grpo", "eval": {}, "steps": 2}
-    trainer = Trainer(tiny_config(task, tmp_path, **changes))
+    trainer = Trainer(tiny_config(two_layers, tmp_path, **changes))
     trainer.run()
     assert calls == expected and not head.attends_by_row(trainer.policy)  # only packed rows do
     assert (trainer.reference is not None) == ("reference_logprobs" in str(expected))
@@ -197,6 +197,4 @@ def choose(task, out, rank_memory: dict[int, float]):
 
 @pytest.mark.dist
 def test_ranks_choose_the_same_budget(task, tmp_path):
-    assert (
-        ranks.run(choose, task, tmp_path / "run", {0: 1e12, 1: 1.2e6}, ranks=2) == [(64, True)] * 2
-    )
+    assert ranks.run(choose, task, tmp_path / "run", {0: 1e12, 1: 6e5}, ranks=2) == [(64, True)] * 2

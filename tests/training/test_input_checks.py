@@ -19,14 +19,9 @@ from gac.rollouts.config import VLLMConfig
 from gac.training.check import load_checked
 from gac.training.startup import check_positions, check_tokens
 from gac.training.trainer import Trainer
-from tests.tiny import tiny_config, write_tiny
+from tests.tiny import tiny_config
 
 EXAMPLE = Example("row 1", (1,), "what?", None, None, {})
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    return write_tiny(tmp_path_factory.mktemp("task"))
 
 
 def model_with(task, tmp_path, **changes):

@@ -8,7 +8,7 @@ import torch
 from gac.train_config import TrainConfig
 from gac.training.trainer import Trainer
 from tests import ranks
-from tests.tiny import metrics, tiny_config, write_tiny
+from tests.tiny import metrics, tiny_config
 
 FSDP = {"mode": "fsdp"}
 MODES = {
@@ -17,11 +17,6 @@ MODES = {
     "bfloat16 weights": {"dtype": "bfloat16", "master_weights": False},
     "lora": {"dtype": "bfloat16", "lora": {"rank": 2}},
 }
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 def make_config(task: Path, out: Path, mode: str, **changes) -> TrainConfig:
