@@ -276,6 +276,7 @@ def test_ddp_needs_a_gradient_of_every_weight(task, tmp_path):
         tmp_path / "task",
         model_type="bart",
         is_decoder=True,
+        num_hidden_layers=2,
         decoder_layers=2,
         decoder_attention_heads=2,
         decoder_ffn_dim=8,

@@ -77,12 +77,12 @@ def test_parameter_counts_match_the_real_model(name):
 
 @pytest.mark.dist
 @pytest.mark.parametrize("defer", [False, True])
-def test_traffic_of_a_real_run(task, tmp_path, defer):
+def test_traffic_of_a_real_run(two_layers, tmp_path, defer):
     """Two micro-batches per rank: each gathers the head once, and each layer twice, for the forward
     and for the backward. FSDP pads each parameter so that every rank holds whole rows.
     """
     run_config = config(
-        task,
+        two_layers,
         tmp_path,
         loss={},
         method={"name": "sft"},
@@ -117,9 +117,9 @@ def state_bytes(run_config):
 
 
 @pytest.mark.dist
-def test_bytes_per_rank_match_a_real_run(task, tmp_path):
+def test_bytes_per_rank_match_a_real_run(two_layers, tmp_path):
     measured, expected = (
-        ranks.run(state_bytes, config(task, tmp_path, parallel=FSDP), ranks=2),
+        ranks.run(state_bytes, config(two_layers, tmp_path, parallel=FSDP), ranks=2),
         scaling.state_bytes(TINY, 2),
     )
     # exact when summed over ranks; a single rank may hold an extra row

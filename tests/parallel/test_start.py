@@ -48,8 +48,8 @@ def write_base(task: Path, folder: Path, dtype: torch.dtype = torch.float32, **c
 
 
 @pytest.fixture(scope="module")
-def base(task, tmp_path_factory):
-    return write_base(task, tmp_path_factory.mktemp("base") / "task")
+def base(two_layers, tmp_path_factory):
+    return write_base(two_layers, tmp_path_factory.mktemp("base") / "task")
 
 
 def sharded_overrides(folder: Path, **model):
