@@ -90,7 +90,7 @@ def tiny_config(folder: Path, out: Path, **changes: Any) -> TrainConfig:
             "optim": {"lr": 1e-3, "warmup_steps": 1, "max_grad_norm": 0},
             "steps": 4,
             "demo_batch_size": 4,
-            "checkpoint_every": 2,
+            "checkpoint_every": 100,
             "export": False,
             **changes,
         },

@@ -262,7 +262,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
 
 def test_resume_from_the_checkpoint_before_a_damaged_one(task, tmp_path):
     uninterrupted = train(tiny_config(task, tmp_path / "uninterrupted", steps=6))
-    out = train(tiny_config(task, tmp_path / "damaged", steps=6))
+    out = train(tiny_config(task, tmp_path / "damaged", steps=6, checkpoint_every=2))
     truncate(out / "checkpoints" / "step-00000006" / "__0_0.distcp")
     resumed = Trainer(tiny_config(task, out, steps=6))
     assert resumed.step == 4
@@ -276,7 +276,7 @@ def logits(folder: Path) -> torch.Tensor:
 
 
 def test_export_loads_in_transformers(task, tmp_path, monkeypatch):
-    run = train(tiny_config(task, tmp_path / "run"))
+    run = train(tiny_config(task, tmp_path / "run", checkpoint_every=2))
     assert export_run(run, tmp_path / "last").name == "step-00000004"
     (tmp_path / "second").mkdir()
     with monkeypatch.context() as patch:
@@ -439,7 +439,7 @@ def test_insufficient_disk_space_is_rejected_before_the_first_step(task, tmp_pat
 
     usage = preflight.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: usage._replace(free=100_000))
-    for changes in ({}, {"checkpoint_every": 1, "keep_checkpoints": 1}):
+    for changes in ({"checkpoint_every": 2}, {"checkpoint_every": 1, "keep_checkpoints": 1}):
         with pytest.raises(RunError, match=r"2 checkpoints .* 0.0001 GB .*keep_checkpoints"):
             Trainer(tiny_config(task, tmp_path / "run", **changes))
 

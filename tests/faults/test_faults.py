@@ -376,7 +376,7 @@ def fill(disk: Path, leave: int) -> Path:
 
 def test_a_full_disk_stops_the_run_without_data_loss(task, tmp_path, small_disk):
     uninterrupted = train(tiny_config(task, tmp_path / "uninterrupted", steps=6))
-    trainer = Trainer(tiny_config(task, small_disk / "run", steps=6))
+    trainer = Trainer(tiny_config(task, small_disk / "run", steps=6, checkpoint_every=2))
     files = (uninterrupted / "checkpoints" / "step-00000006").iterdir()
     filler = fill(small_disk, leave=sum(f.stat().st_size for f in files) * 3 // 2)
     with pytest.raises(CheckpointError, match=r"where 0\.\d MB are free .* rerun the command"):
@@ -386,7 +386,9 @@ def test_a_full_disk_stops_the_run_without_data_loss(task, tmp_path, small_disk)
     assert metrics(train(tiny_config(task, small_disk / "run", steps=6))) == metrics(uninterrupted)
 
 
-@pytest.mark.parametrize("changes", [{"steps": 3}, {"keep_checkpoints": 1, "checkpoint_every": 1}])
+@pytest.mark.parametrize(
+    "changes", [{"checkpoint_every": 2}, {"keep_checkpoints": 1, "checkpoint_every": 1}]
+)
 def test_a_full_disk_is_rejected_before_the_first_step(task, small_disk, changes):
     fill(small_disk, leave=200_000)
     with pytest.raises(RunError, match="2 checkpoints .* GB are free.*keep_checkpoints"):
@@ -438,7 +440,9 @@ def hang_rank_1(config):
 
 def test_a_hung_rank_fails_the_job_within_its_timeout(task, tmp_path):
     with ranks.job(
-        hang_rank_1, tiny_config(task, tmp_path, steps=6, parallel={"timeout": 8}), ranks=2
+        hang_rank_1,
+        tiny_config(task, tmp_path, steps=6, checkpoint_every=2, parallel={"timeout": 8}),
+        ranks=2,
     ) as (rank_0, rank_1):
         failed = rank_0.result()
         assert rank_1.kill()  # it would hang forever

@@ -62,6 +62,7 @@ def test_run_directory_contents(task, tmp_path):
             task,
             tmp_path / "run",
             export=True,
+            checkpoint_every=2,
             rollouts=REUSED | {"num_iterations": 1, "log_samples_every": 2},
         )
     )
