@@ -75,6 +75,8 @@ class Rollouts:
     """Training rows; `Row.sequence` is the index in this list."""
     rewards: list[float]
     """Rewards of all scored rollouts, including those that are not trained on."""
+    step: int
+    """The step that sampled them, from 0."""
     columns: dict[str, Any] = field(default_factory=dict)
     """Metrics columns of the sampling, over all ranks."""
     means: collectives.Sums = field(default_factory=dict)
@@ -85,8 +87,6 @@ class Rollouts:
     """Like `old_logps`, but of the policy that sees `Row.context`; nan without a context, and empty
     if not measured.
     """
-    step: int = 0
-    """The step that sampled them, from 0."""
     collected: list[Example | None] = field(default_factory=list)
     """For each prompt, its example if the demonstration is to be collected, else None; empty
     without `Sampling.collect`."""
@@ -281,7 +281,7 @@ class Sampler:
             # numbered as in a single process, so that ids are unique across ranks
             unit = i * self.ranks + self.rank
             rows += [row._replace(unit=unit, sequence=n) for n, row in enumerate(own, len(rows))]
-        rollouts = Rollouts(rows, all_scored, columns, self.means, step=step)
+        rollouts = Rollouts(rows, all_scored, step, columns, self.means)
         if self.plan.collect:
             weights = zip(examples, credit.demo_weight.tolist(), strict=True)
             rollouts.collected = [e if weight and e.demo else None for e, weight in weights]
