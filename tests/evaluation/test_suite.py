@@ -179,6 +179,8 @@ def test_comparison_is_paired_by_prompt(task, tmp_path, monkeypatch):
         sum(a.score - b.score for a, b in zip(mine, theirs, strict=True)) / 32
     )
     assert result["ci95"][0] <= result["difference"] <= result["ci95"][1]
+    assert all(row["against"] for row in run_suite(other, tmp_path / "f")["tasks"].values())
+    assert "against" not in run_suite(other, tmp_path / "e")["tasks"]["greedy"]
     with pytest.raises(ConfigError, match="^--against='.*': no samples.jsonl.gz"):
         run_suite(other, tmp_path)
 
