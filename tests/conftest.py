@@ -99,7 +99,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def two_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Like `task`, for tests whose model needs several layers."""
+    """Like `task`, for tests that need several layers, or rollouts with different rewards."""
     from tests.tiny import write_tiny
 
     return write_tiny(tmp_path_factory.mktemp("tiny"), layers=2)
