@@ -405,7 +405,7 @@ def test_each_call_of_a_function_has_the_whole_deadline(monkeypatch):
     assert timers == [7, 0] + [2.5, 0] * 3 + [600, 0]
 
 
-LENGTH = 20_000
+LENGTH = 40_000
 PIECES = [*" \t\n`~*-#$1A\u2028", "1.\t", "#### ", "```\n", "- ~~~\n", "``` `\n", "answer "]
 PIECES += ["answer is ", "answer:*", "option ", "\\boxed{", "(A) ", "1,", "{", "\\frac{1", "½\x85"]
 STARTS = [
