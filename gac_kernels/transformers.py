@@ -76,8 +76,13 @@ class Record:
         self.shape, self.device = (*hidden.shape[:-1], layer.weight.shape[0]), hidden.device
         dtypes = [args[0] if args else torch.float32 for op, args in ops if op in ("float", "to")]
         self.dtype = dtypes[-1] if dtypes else autocast or hidden.dtype
-        used = any(x.requires_grad or y.weight.requires_grad for x, y, _ in terms)
-        self.requires_grad = used and torch.is_grad_enabled()
+        self.requires_grad = torch.is_grad_enabled() and any(
+            x.requires_grad for x in (*self.weights(), *(x for x, _, _ in terms))
+        )
+
+    def weights(self) -> list[Tensor]:
+        """The weights and biases of the layers."""
+        return [x for _, y, _ in self.terms for x in (y.weight, y.bias) if x is not None]
 
     def apply(self, name: str, *args: Any, **keywords: Any) -> Any:
         """Apply the tensor method `name`: a record if it can be recorded, otherwise a tensor."""
@@ -152,8 +157,7 @@ class LazyLogits(Tensor):
     """The logits in a model's output: computed from their record when they are read."""
 
     record: Record
-    weight: Tensor
-    version: int
+    versions: list[tuple[Tensor, int]]  # each weight and bias, and its version then
 
     @staticmethod
     def __new__(cls, record: Record) -> Any:
@@ -164,9 +168,14 @@ class LazyLogits(Tensor):
         lazy = Tensor._make_wrapper_subclass(
             cls, record.shape, dtype=record.dtype, device=record.device, requires_grad=grad
         )
-        lazy.record, lazy.weight = record, record.terms[0][1].weight
-        lazy.version = lazy.weight._version
+        lazy.record, lazy.versions = record, [(x, x._version) for x in record.weights()]
         return lazy
+
+    def read(self) -> Record:
+        """The record, whose weights must not have changed since."""
+        if self.record.logits is None and any(x._version != v for x, v in self.versions):
+            raise RuntimeError("the weights have changed: read .logits before the optimizer's step")
+        return self.record
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -174,7 +183,7 @@ class LazyLogits(Tensor):
             return super().__torch_function__(func, types, args, kwargs or {})
         name = getattr(func, "__name__", "")
         if name in (*SCALING, *CASTS) and isinstance(args[0], LazyLogits) and not kwargs:
-            out = args[0].record.apply(name, *args[1:])
+            out = args[0].read().apply(name, *args[1:])
             return LazyLogits(out) if isinstance(out, Record) else out
         return cls.__torch_dispatch__(func, types, args, kwargs)
 
@@ -246,7 +255,8 @@ def fuse(model: nn.Module, gradient_filter: GradientFilter | None = None) -> Fus
         gradient_filter: as in `fused_linear_gac_loss`; the handle's `report` says what it did.
 
     Returns:
-        A handle with `undo`, which is also a context manager; a second call returns the same one.
+        A handle with `undo`, which is also a context manager; a second call returns the same one,
+        and changes the filter only if one is given.
     """
     inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
     if inner is None:
@@ -254,7 +264,7 @@ def fuse(model: nn.Module, gradient_filter: GradientFilter | None = None) -> Fus
     parameters = list(inspect.signature(type(inner).forward).parameters)
     checks.optional("gradient_filter", gradient_filter, GradientFilter)
     handle = inner.__dict__.get(HANDLE) or Fused(inner)
-    handle.filter = gradient_filter
+    handle.filter = gradient_filter or handle.filter
     if "labels" not in parameters or inner.loss_function not in (ForCausalLMLoss, _fused_loss):
         return handle.keep("its loss is not that of transformers' causal language models")
     if not _layers(inner):
@@ -371,11 +381,8 @@ def _is_number(x: Any) -> bool:
 
 def _logits(x: Any) -> Any:
     """The logits of a record or of lazy logits; anything else unchanged."""
-    if not isinstance(x, LazyLogits):
-        return x.full() if isinstance(x, Record) else x
-    if x.record.logits is None and x.weight._version != x.version:
-        raise RuntimeError("the weights have changed: read .logits before the optimizer's step")
-    return x.record.full()
+    x = x.read() if isinstance(x, LazyLogits) else x
+    return x.full() if isinstance(x, Record) else x
 
 
 def _weights(layer: nn.Linear, hidden: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -141,7 +141,7 @@ def require_default(config: Any, name: str, key: str, why: str) -> None:
 
 def _holds(config: Any, name: str, text: str | None = None) -> bool:
     value = getattr(config, name)
-    return bool(value) if text is None else str(value) == text
+    return bool(value) if text is None else text in (str(value), f"{value}.0")
 
 
 class Override(str):

@@ -69,7 +69,7 @@ def differences(groups: Sequence[Group]) -> dict[str, list[Any]]:
 
 def _identity(run: Run) -> dict[str, Any]:
     """The settings except `seed` and `out`; in strings (such as paths), "seed0" becomes "seed*"."""
-    leaves = [(k, v) for k, v in flatten(run.config) if k.split(".")[-1] not in REPETITION_KEYS]
+    leaves = [(k, v) for k, v in flatten(run.config) if k not in REPETITION_KEYS]
     own_seed = re.compile(rf"(seed[-_=]?){run.seed}(?!\d)")
     return {k: own_seed.sub(r"\1*", v) if isinstance(v, str) else v for k, v in leaves}
 

@@ -139,16 +139,20 @@ def notes_of(error: Exception) -> str:
     return "".join(f"{note}: " for note in reversed(getattr(error, "__notes__", ())))
 
 
-def late(seconds: float | None) -> TimeoutError:
+class DeadlineExceeded(TimeoutError):
+    """A call took longer than the reward's deadline."""
+
+
+def late(seconds: float | None) -> DeadlineExceeded:
     """The error of a call that took longer than the reward's deadline."""
-    return TimeoutError(f"no result after {seconds:g} s (key `deadline` of the reward)")
+    return DeadlineExceeded(f"no result after {seconds:g} s (key `deadline` of the reward)")
 
 
 @contextlib.contextmanager
 def time_limits(seconds: float | None) -> Iterator[AbstractContextManager[None]]:
-    """Yields a context manager that raises TimeoutError after `seconds`, each time it is entered.
+    """Yields a context manager that raises DeadlineExceeded `seconds` after it is entered.
 
-    It does nothing outside the main thread, or if `seconds` is None.
+    It can be entered many times. It does nothing outside the main thread, or if `seconds` is None.
     """
     if seconds is None or threading.current_thread() is not threading.main_thread():
         yield contextlib.nullcontext()

@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING, Any
 from gac.config.imports import USER_ERRORS, explained
 from gac.errors import RunError, is_count
 
-from .base import CallableReward, Reward, RowOutcome, as_outcome, late, notes_of, time_limits
+from .base import (
+    CallableReward,
+    DeadlineExceeded,
+    Reward,
+    RowOutcome,
+    as_outcome,
+    late,
+    notes_of,
+    time_limits,
+)
 
 if TYPE_CHECKING:
     from gac.data import Example
@@ -170,7 +179,8 @@ def _daemon(function: Callable[..., Any], *args: Any) -> Future[Any]:
 class BatchCallableReward(CallableReward):
     """Calls `function(completions, examples, **options) -> numbers` on whole batches.
 
-    If a batch raises, its rows are retried one at a time to isolate the failing ones.
+    If a batch raises, its rows are retried one at a time to isolate the failing ones; if it takes
+    longer than the deadline, all of them fail.
     """
 
     def outcomes(
@@ -181,7 +191,7 @@ class BatchCallableReward(CallableReward):
         try:
             with time_limits(self.deadline) as limit, limit:
                 values = list(self._function(list(completions), list(examples), **self._options))
-        except TimeoutError as error:
+        except DeadlineExceeded as error:
             return [error] * len(completions)
         except USER_ERRORS as error:
             if len(completions) == 1:

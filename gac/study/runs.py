@@ -169,9 +169,13 @@ def _summary(config: TrainConfig) -> dict[str, Any]:
     """The result of the finished run in `config.out`, without its configuration."""
     out = Path(config.out)
     rows = [json.loads(line) for line in (out / "eval.jsonl").read_text().splitlines()]
-    if config.method.keeps_best:  # the initial model does not count
-        final = max((row for row in rows if row["step"] > 0), key=lambda row: row["accuracy"])
-    else:
-        final = rows[-1]
+    best = config.method.keeps_best and max(  # the initial model does not count
+        (row for row in rows if row["step"] > 0 and row["accuracy"] is not None),
+        key=lambda row: row["accuracy"],
+        default=None,
+    )
     lines = (out / "metrics.jsonl").read_text().splitlines()
-    return {"final": final, "seconds": sum(json.loads(line)["seconds"] for line in lines)}
+    return {
+        "final": best or rows[-1],
+        "seconds": sum(json.loads(line)["seconds"] for line in lines),
+    }

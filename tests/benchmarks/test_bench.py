@@ -96,8 +96,11 @@ def test_a_loss_with_wrong_gradients_is_excluded(results, monkeypatch: pytest.Mo
     monkeypatch.setattr(bench_gpu_logits, "losses", lambda _: (wrong, {}))
     record = Record()
     best = bench_gpu_logits.compare(record, CPU, "tiny", 512, 300, bandwidth=10.0, seconds=0)
-    assert best.keys() == {"copy", "copycat"}
-    assert record.rows[-1]["provider"] == "eager" and "not" in record.rows[-1]["not_run"]
+    assert (
+        best.keys() == {"copy", "copycat"}
+        and record.rows[-1]["provider"] == "eager"
+        and "not" in record.rows[-1]["not_run"]
+    )
 
 
 def test_splits_that_can_hold_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,5 +196,7 @@ def test_table_contains_the_measured_values(results) -> None:
     assert "| 2048 |" not in text, "shapes that were not measured must not get a table row"
     assert "logits: not measured; run `python -m pytest bench/bench_gpu_logits.py`." in text
     assert "| CCE (2026-01-01) | 60.00 | 1.20x |" in text and text.count(peer["provider"]) == 1
-    assert "| TRL chunked_logprob | 60.00 | 1.50x |" in text
-    assert "| Qwen2.5-7B | 8192 | 40.00 | 670 | 1.05x | 0.68x | 991 |" in text
+    assert (
+        "| TRL chunked_logprob | 60.00 | 1.50x |" in text
+        and "| Qwen2.5-7B | 8192 | 40.00 | 670 | 1.05x | 0.68x | 991 |" in text
+    )

@@ -118,8 +118,11 @@ def test_eval(tmp_path: Path, monkeypatch: Any, capsys: Any, rank: str) -> None:
     ((suite, against),) = run_suite
     assert [*suite.tasks] == ["a"] and against == Path("old") and len(evaluate) == 1
     assert capsys.readouterr().out == ("table of results\n" if rank == "0" else "")
-    assert sys.path[-1] == str(tmp_path) and cli.main(["eval", "--against", "old"]) == cli.OK
-    assert evaluate[-1][1] == Path("old")
+    assert (
+        sys.path[-1] == str(tmp_path)
+        and cli.main(["eval", "--against", "old"]) == cli.OK
+        and evaluate[-1][1] == Path("old")
+    )
     assert logging.getLogger("gac").isEnabledFor(logging.INFO) == (rank == "0")
 
 
@@ -133,8 +136,9 @@ def test_eval(tmp_path: Path, monkeypatch: Any, capsys: Any, rank: str) -> None:
 )
 def test_export(monkeypatch: Any, capsys: Any, options: list[str], expected: Any) -> None:
     calls = fake(monkeypatch, "gac.training.export.export_run", "a/checkpoint")
-    assert cli.main(["export", "a", "b", *options]) == cli.OK
-    assert calls == [(Path("a"), Path("b"), *expected)]
+    assert cli.main(["export", "a", "b", *options]) == cli.OK and calls == [
+        (Path("a"), Path("b"), *expected)
+    ]
     assert capsys.readouterr().out == "a/checkpoint -> b\n"
     with pytest.raises(SystemExit):
         cli.main(["export", "a", "b", "--checkpoint", "last"])

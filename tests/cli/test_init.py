@@ -16,8 +16,10 @@ def test_a_new_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["init", "first"]) == cli.OK
     settings = yaml.safe_load((tmp_path / "first" / "run.yaml").read_text())
-    assert settings["model"] == {"path": "first/model"}
-    assert (settings["steps"], settings["optim"]) == (30, {"lr": 3e-3})
+    assert settings["model"] == {"path": "first/model"} and (
+        settings["steps"],
+        settings["optim"],
+    ) == (30, {"lr": 3e-3})
     assert "# This one is tiny and untrained\n" in (tmp_path / "first" / "run.yaml").read_text()
     tokenizer = AutoTokenizer.from_pretrained("first/model")
     assert len(tokenizer) == 98 and tokenizer.decode(range(3)) == "<pad><eos><unk>"
@@ -42,8 +44,9 @@ def test_a_real_model(tmp_path):
         [json.loads(line) for line in (tmp_path / "x" / "data" / name).read_text().splitlines()]
         for name in ("eval.jsonl", "train.jsonl")
     )
-    assert (len(evals), len(train)) == (100, 400)
-    assert len({row["prompt"] for row in [*evals, *train]}) == 500
+    assert (len(evals), len(train)) == (100, 400) and len(
+        {row["prompt"] for row in [*evals, *train]}
+    ) == 500
     for row in [*evals, *train]:
         assert row["answer"] == "".join(sorted(row["prompt"][5:8]))
     assert all(row["solution"] == row["answer"] for row in train)

@@ -233,6 +233,7 @@ TRAIN_SETS = {  # several values of --set -> answer
     "kl_sample_size=2 loss.kl_coef=0.1": "has no effect if the loss contains the KL: remove",
     "kl_sample_size=2 method=dpo": "has no effect if the loss contains the KL: remove the key",
     "kl_sample_size=2 method=sft monitor_kl_every=1": "kl_sample_size=2 has no effect without",
+    "method=sft-best eval={}": "eval.data.prompts=None: use prompts to evaluate: method 'sft-best'",
     "method=dpo rollouts.scale_rewards=batch": "scale_rewards='batch' has no effect on method",
     "method=dpo rollouts.mask_truncated_completions=true": "has no effect on method 'dpo'",
     "method=sft-then-rl steps=401 rollouts.num_generations=1": "num_generations=1: advantages",

@@ -81,8 +81,11 @@ def test_default_first_steps_by_hand() -> None:
     )
     alpha = 0.7 * math.exp(0.2)
     target = (alpha + 0.9) / 2.0
-    assert controller.alpha == pytest.approx(alpha, abs=1e-15)
-    assert controller.mu_star == pytest.approx(target, abs=1e-15) and controller.prior == 0.85
+    assert (
+        controller.alpha == pytest.approx(alpha, abs=1e-15)
+        and controller.mu_star == pytest.approx(target, abs=1e-15)
+        and controller.prior == 0.85
+    )
     assert controller.state.mu_ada == pytest.approx(0.495 + 0.01 * target, abs=1e-15)
     controller.update(kl=5.0)  # t = 1 is not a refresh step: alpha and the KL average do not change
     assert controller.alpha == pytest.approx(alpha, abs=1e-15) and controller.state.kl == 0.04

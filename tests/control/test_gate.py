@@ -116,8 +116,10 @@ def test_measures_by_hand() -> None:
         state = GateState(*values, trust=0.5)
         return state.cosine, state.z
 
-    assert measures(1.5, 0.25, 1.0, 9.0) == (0.5, 3.0)
-    assert measures(6.0, 4.0, 1.0, 9.0) == (1.0, 3.0)
+    assert measures(1.5, 0.25, 1.0, 9.0) == (0.5, 3.0) and measures(6.0, 4.0, 1.0, 9.0) == (
+        1.0,
+        3.0,
+    )
     assert measures(-6.0, 4.0, 1.0, 9.0) == (-1.0, -3.0)
     for unknown in (0.0, -0.5):
         assert measures(2.0, 4.0, unknown, 9.0) == measures(2.0, 4.0, 9.0, unknown) == (0.0, 1.0)
@@ -132,8 +134,10 @@ def test_reset_forgets_the_agreement_before_an_alarm() -> None:
     # the first reading, during an alarm; no z, so the trust does not change
     during = gate.update(None, Alignment(0.2, -1.0, 1.0, 1.0, 1.0, 1.0), True)
     assert during is not None and during.trust == 0.0
-    assert gate.update(after, alignment_with(0.5), True).inner == 0.25
-    assert gate.reset(before, demos_suspect=False).trust == 1.0
+    assert (
+        gate.update(after, alignment_with(0.5), True).inner == 0.25
+        and gate.reset(before, demos_suspect=False).trust == 1.0
+    )
     assert gate.reset(None, demos_suspect=True) is None
 
 

@@ -114,6 +114,7 @@ def test_biased_source_reads_the_disagreement_of_the_plain_gradients() -> None:
     bias_gram = vectors @ vectors.T
     evidence = Evidence(0, gram=gradients @ gradients.T, sft_count=2, bias_gram=bias_gram)
     reading, _ = GradientSignals(bias=True).read(evidence, {})
+    assert reading.alignment == gradient_moments(evidence.gram, 2).alignment
     gap = plain_s - plain_r
     assert reading.signals.disagreement == pytest.approx(gap.dot(gap).item())
     assert reading.corrections == bias_moments(bias_gram)

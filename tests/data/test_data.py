@@ -57,8 +57,7 @@ def test_a_row_becomes_tokens_text_answer_demo_and_extra(tmp_path, tokenizer):
     row = {**addition_row(3), "level": 2}
     path = write(tmp_path / "a.jsonl", row)
     [example] = load_prompts(DataConfig(prompts=path, template="Q: {prompt}"), tokenizer)
-    assert example.id == "r3" and example.answer == "4"
-    assert example.extra == row  # all fields, including the prompt without the template
+    assert example.id == "r3" and example.answer == "4" and example.extra == row
     assert example.prompt_text == "Q: 3+1" and tokenizer.decode(example.prompt) == "<s>Q: 3+1"
     assert tokenizer.decode(example.demo) == "is 4</s>"  # no BOS inside a sequence
 
@@ -155,8 +154,9 @@ def test_only_prompts_that_are_text_begin_with_bos(tmp_path, tokenizer):
     config = DataConfig(prompts=path, answer_field=None, source_field="id")
     examples = load_prompts(config, tokenizer)
     assert len({part.digest for part in (examples, *map(examples.subset, ([], [0])))}) == 3
-    texts = [tokenizer.decode(example.prompt) for example in examples]
-    assert texts == ["<s>a", "[user]b[assistant]", "<s>c"]
+    last = examples.subset([0, 2]).subset([1])
+    texts = [tokenizer.decode(example.prompt) for example in (*examples, *last)]
+    assert texts == ["<s>a", "[user]b[assistant]", "<s>c", "<s>c"] and last[0].index == 0
     assert {(example.id, example.source) for example in examples} == {("7", "7")}
     bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), eos_token="</s>")
     message = "line 1, field 'prompt': the tokenizer produces no tokens for 'a'"

@@ -101,8 +101,9 @@ def make_unreadable(path: Path) -> None:
     ],
 )
 def test_damage_is_reported_and_the_previous_checkpoint_is_used(
-    tmp_path, caplog, file, damage, message
+    tmp_path, caplog, monkeypatch, file, damage, message
 ):
+    monkeypatch.setattr(checkpoint, "BLOCK", 64)
     first, second = save(tmp_path, 10, 20)
     message = message.replace("SIZE", str((second / file).stat().st_size))
     damage(second / file)

@@ -116,6 +116,8 @@ def test_the_gradient_is_filtered_on_request() -> None:
         assert (eps > 0) == any(
             (filtered[name] - x).norm() > 1e-3 * x.norm() for name, x in expected.items()
         )
+    with fuse(model, GradientFilter()):
+        assert fuse(model).filter
     with pytest.raises(TypeError, match="gradient_filter=0.1: use a gac_kernels.GradientFilter"):
         fuse(model, 0.1)  # type: ignore[arg-type]  # the wrong type is tested
 
@@ -189,6 +191,7 @@ def test_autocast_and_bfloat16(dtype: torch.dtype | None) -> None:
 
 def test_logits_are_computed_when_they_are_read() -> None:
     model, inputs = make("gemma2", tie_word_embeddings=False), batch()
+    model.lm_head.bias = nn.Parameter(torch.ones(V))
     expected = model(**inputs).logits
     with torch.autocast("cpu", torch.half):
         half = model(**inputs).logits
@@ -223,16 +226,17 @@ def test_logits_are_computed_when_they_are_read() -> None:
     divided = model(**inputs).logits
     divided.div_(2.0)
     torch.testing.assert_close(divided.record.full(), expected / 2, rtol=0, atol=0)
-    for frozen in (model.model, model.lm_head):
-        frozen.requires_grad_(False)
+    first, *_, last = model.parameters()  # the embedding, and the bias of the head
+    for trained in (first, last):
+        model.requires_grad_(False)
+        trained.requires_grad_(True)
         assert model(**inputs).logits.requires_grad
-        frozen.requires_grad_(True)
     stale = model(**inputs).logits
     with torch.no_grad():
-        model.get_output_embeddings().weight.mul_(2)
+        last.mul_(2)
     assert (lazy[..., 3] == 7).all()  # computed before
     with pytest.raises(RuntimeError, match="before the optimizer's step"):
-        stale.sum()
+        stale.float().sum()
 
 
 def test_calls_without_labels_generation_and_saving_are_unchanged(tmp_path: Path) -> None:
@@ -241,6 +245,8 @@ def test_calls_without_labels_generation_and_saving_are_unchanged(tmp_path: Path
     generated = model.generate(ids, max_new_tokens=5, do_sample=False)
     handle = fuse(model)
     model(**batch())
+    with pytest.raises(IndexError):
+        model(ids + V, labels=ids)
     assert type(model(ids).logits) is Tensor
     torch.testing.assert_close(model(ids, *[None] * 4).logits, expected, rtol=0, atol=0)
     assert torch.equal(model.generate(ids, max_new_tokens=5, do_sample=False), generated)

@@ -138,17 +138,26 @@ def test_float16_gradients_of_large_advantages_do_not_overflow(backend: str) -> 
     torch.testing.assert_close(
         grad.float(), torch.tensor([-4e3, 4e3]).expand(1, 2, 2), rtol=2e-3, atol=0.0
     )
+    # unscaled, from float32 logits as in the linear form: bounded
+    rows, out = backends.load(backend, logits.device), torch.empty(1, 2, 2, dtype=torch.float16)
+    inputs = BatchInputs(targets, torch.tensor([-1e5]), torch.tensor([False]), 0.0)
+    rows.row_loss(logits.detach().float(), rows.plan(inputs, LossSpec()), spec, out)
+    assert out.isfinite().all()
 
 
 @each_backend
 @pytest.mark.parametrize("on_policy", [False, True])
-def test_float16_gradients_of_a_large_kl_do_not_overflow(on_policy: bool, backend: str) -> None:
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_float16_gradients_of_a_large_kl_do_not_overflow(
+    temperature: float, on_policy: bool, backend: str
+) -> None:
     """Its derivative is 0.1 exp(15) = 330,000, or 2,600 if divided by 128 (tokens times norm).
 
     Without old log-probs it is not known in advance, and is bounded at 2^15 times a scale of 2^-6.
     """
     logits, batch, keywords = unlikely_token(ref=15.0)
     keywords |= {"rollout_norm": 64.0} | ({"old_logps": None} if on_policy else {})
+    keywords["spec"] = LossSpec(kl_coef=0.1, temperature=temperature)
     keywords = {k: x.half() if isinstance(x, torch.Tensor) else x for k, x in keywords.items()}
     truth = loss_and_logits_grad(logits.half().double(), batch, keywords, "reference")[1]
     out, grad = loss_and_logits_grad(logits.half(), batch, keywords, backend)

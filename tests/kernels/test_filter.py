@@ -164,8 +164,11 @@ def test_no_filter_eps_0_flat_rows_and_many_columns_are_exact(backend, monkeypat
 def test_the_error_of_the_weight_averages_out(backend, rows) -> None:
     operands, chunk_bytes = peaked(), rows and rows * V * 4
     keywords = {"backend": backend, "chunk_bytes": chunk_bytes}
-    _, _, d_weight = gradients(operands, **keywords)
+    biases = [torch.zeros(V, requires_grad=True) for _ in range(2)]
+    _, _, d_weight = gradients(operands, bias=biases[0], **keywords)
     settings = replace(LOSE, weight=True)
+    gradients(operands, bias=biases[1], gradient_filter=settings, **keywords)
+    assert torch.equal(biases[1].grad, biases[0].grad)  # is never filtered
     draws = []
     for seed in (0, 0, *range(1, 9)):
         torch.manual_seed(seed)
@@ -177,6 +180,15 @@ def test_the_error_of_the_weight_averages_out(backend, rows) -> None:
     assert distance(draws[0][:100], d_weight[:100]) < 1e-4  # frequent tokens
     error, of_mean = (distance(x[100:], d_weight[100:]) for x in (draws[0], mean))
     assert 1e-5 < error < 0.2 and of_mean < 0.6 * error
+
+
+@CPU_BACKENDS
+def test_an_exact_chunk_leaves_no_marks_to_the_next_one(backend) -> None:
+    hidden, weight, targets = peaked()
+    hidden[:48] = 0  # the first of four chunks keeps every column
+    keywords = {"gradient_filter": GradientFilter(), "chunk_bytes": 48 * V * 4}
+    out, _, _ = gradients((hidden, weight, targets), backend=backend, **keywords)
+    assert 0.25 < out.filter.kept_columns < 0.9
 
 
 @SOME_BACKENDS

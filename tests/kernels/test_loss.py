@@ -249,6 +249,10 @@ def test_gradient_in_a_narrower_dtype(vocab: int, backend: str, poison: None) ->
     ulps = 2**-7 if backend == "triton" else 1.01 * 2**-8
     torch.testing.assert_close(wide[..., :vocab].float(), exact, rtol=ulps, atol=1e-30)
     assert (wide[..., vocab:] == 7).all()
+    longer, part = (*arguments[:2], lse + 1, *arguments[3:]), torch.empty_like(logits)
+    rows.row_grads(*longer, part, whole_row=False)  # of a row that goes on elsewhere
+    backends.load("reference", logits.device).row_grads(*longer, exact)
+    torch.testing.assert_close(part, exact, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", ["reference", "native", "cuda"], indirect=True)

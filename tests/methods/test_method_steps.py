@@ -78,6 +78,7 @@ def test_gac_passes_its_measurements_to_the_controller_and_reports_them() -> Non
             **dict(zip(*read, strict=True)),
         }
         messages.append(method.log_message(before, state))
+        assert (before["read"] != state["read"]) == step % 2  # the state before is not changed
     (text,) = filter(None, messages)
     assert text.startswith("the demonstration loss jumped to 2.95") and messages[37] == text
     assert method.log_message(state, state) is None
@@ -314,12 +315,14 @@ def test_a_rollout_is_correct_above_the_limit(name: str) -> None:
         assert credit.rollout_weight.tolist()[:2] == [float(name == "relift"), 1.0]
 
 
-def test_superrl_replaces_groups_without_a_reward() -> None:
+def test_superrl_replaces_groups_without_a_reward(monkeypatch) -> None:
     rewards = torch.tensor([[0.0, 0.0], [0.0, 0.5], [0.0, torch.nan]])
     credit = METHODS["superrl"]().credit(rewards, None, "centered")
     assert [x.tolist() for x in credit[2:]] == [[0.0, 1.0, 0.0], [1.0, 0.0, 1.0]]
+    # another rank has one more unsolved prompt
+    monkeypatch.setattr("gac.parallel.collectives.total", lambda own: [x + 1 for x in own])
     routed = METHODS["routing"]().credit(rewards, None, "centered")
-    assert torch.allclose(routed.rollout_weight, torch.tensor([0.0, 1 / 3, 0.0]))
-    assert torch.allclose(routed.demo_weight, torch.tensor([2 / 3, 0.0, 2 / 3]))
+    assert torch.allclose(routed.rollout_weight, torch.tensor([0.0, 1 / 4, 0.0]))
+    assert torch.allclose(routed.demo_weight, torch.tensor([3 / 4, 0.0, 3 / 4]))
     for name in ("superrl", "routing"):
         assert METHODS[name]().mix({}, Observation(0))[1].pair == (1.0, 1.0)

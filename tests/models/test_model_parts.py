@@ -235,10 +235,14 @@ def test_padding_uses_the_eos_token_only_if_there_is_no_other(tmp_path) -> None:
         words.pad_token = words.convert_ids_to_tokens(5) if pad else None
         words.save_pretrained(tmp_path / name)
         GenerationConfig(eos_token_id=stops).save_pretrained(tmp_path / name)
-        loaded = load_tokenizer(ModelConfig(path=str(tmp_path / name)))
-        assert loaded.model_stops == [loaded.eos_token_id, *([7] if pad else []), 6]
-        assert loaded.pad_token_id == (5 if pad else loaded.eos_token_id)
-        assert loaded.eos_token_id != 5
+        (tmp_path / "adapter_config.json").write_text(
+            json.dumps({"base_model_name_or_path": str(tmp_path / name)})
+        )
+        for path in (tmp_path / name, tmp_path):  # the model, and adapters of it
+            loaded = load_tokenizer(ModelConfig(path=str(path), tokenizer=str(tmp_path / name)))
+            assert loaded.model_stops == [loaded.eos_token_id, *([7] if pad else []), 6]
+            assert loaded.pad_token_id == (5 if pad else loaded.eos_token_id)
+            assert loaded.eos_token_id != 5
     words.eos_token = None
     words.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"^model.tokenizer='.*': the tokenizer has no EOS token"):

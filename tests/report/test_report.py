@@ -118,8 +118,7 @@ def test_all_runs_of_a_page_share_the_smoothing_span(tmp_path):
 def test_band_covers_the_steps_common_to_all_seeds():
     full, unfinished = arrays([0, 10, 20, 30], [0, 1, 2, 3]), arrays([0, 20], [2, 6])
     steps, mean, low, high = band([tuple(full), tuple(unfinished)])
-    assert steps.tolist() == [0, 10, 20]
-    assert mean.tolist() == [1, 2.5, 4]  # the second curve is 4 at step 10
+    assert steps.tolist() == [0, 10, 20] and mean.tolist() == [1, 2.5, 4]
     assert low.tolist() == [0, 1, 2] and high.tolist() == [2, 4, 6] and len(band([])[0]) == 0
 
 
@@ -158,8 +157,7 @@ def test_reading_survives_a_torn_line_nan_null_and_absent_fields(tmp_path):
         '{"step": 3, "mu": 0.'
     )
     columns, unreadable = read_columns(path)
-    assert unreadable == 2
-    assert set(columns) == {"step", "mu", "entropy"}  # fields without any number are left out
+    assert unreadable == 2 and set(columns) == {"step", "mu", "entropy"}
     np.testing.assert_array_equal(columns["mu"], [0.5, math.nan])
     np.testing.assert_array_equal(columns["entropy"], [math.nan, 1])
 
@@ -428,10 +426,11 @@ def test_a_watched_report_follows_the_runs(tmp_path, no_images):
         (runs / name).mkdir(exist_ok=True)
         (runs / name / "run.json").touch()
         (runs / name / "metrics.jsonl").write_text('{"step": 1, "mu": 0.5}\n')
+        (runs / name / "config.yaml").write_text("" if number else "half: [")
         with (runs / name / "eval.jsonl").open("a") as file:
             file.write(f'{{"step": {number}, "accuracy": {accuracy}}}\n')
         for file in (runs / name).iterdir():
-            later = min(number, 2) if file.suffix == ".json" else max(number, 2)
+            later = max(number, 2) if file.suffix == ".jsonl" else number > 1
             os.utime(file, (2e9 + later, 2e9 + later))
 
     def visit() -> list[str]:
@@ -442,6 +441,7 @@ def test_a_watched_report_follows_the_runs(tmp_path, no_images):
             with socket.create_connection(("127.0.0.1", port), timeout=600) as idle:
                 for change in (
                     "",
+                    ("first", 0.5, 0),
                     ("first", 0.5, 1),
                     ("first", 0.0625, 2),
                     ("first", 0.75, 2),
@@ -482,10 +482,10 @@ def test_a_watched_report_follows_the_runs(tmp_path, no_images):
         pages = visits.result()
     signal.signal(signal.SIGINT, before)
     assert pages[0].startswith(f"<p>Waiting: {tmp_path}/&lt;runs&gt;: no runs found")
-    shown = [[n in page for n in ("50.0%", "6.2%", "93.8%", "31.2%")] for page in pages[1:]]
+    assert pages[1].startswith("<p>Waiting: ")  # written when its configuration is complete
+    shown = [[n in page for n in ("50.0%", "6.2%", "93.8%", "31.2%")] for page in pages[2:]]
     assert shown[0] == [True] + [False] * 3 and shown[1][1:] == [True, False, False]
-    assert shown[3][2:] == [True, False] and shown[4][3]
-    assert pages[2] == pages[3]  # no log has a new time
+    assert shown[3][2:] == [True, False] and shown[4][3] and pages[3] == pages[4]
 
 
 def test_terminal_table_is_aligned_and_complete(report):

@@ -60,7 +60,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         "completions/mean_length": [3] * 5,
         "tokens": [400] * 5,
     }
-    second["seconds"] = [12] * 5
+    # ended early, and resumed with more steps
+    second |= {"seconds": [12] * 5, "ended": [None, 1, None, None, None]}
     paths = [
         write_run(
             root / "gac-0",
@@ -296,8 +297,8 @@ def test_labels(tmp_path: Path) -> None:
     )
     assert [group.label for group in groups] == [
         "other",
-        "same (b=2)",
-        "same (b=3, c=4)",
+        "same (b=2, seed=7)",
+        "same (b=3, seed=8)",
         "same (run3)",
         "seed7",
         "x (d=seed* seed-* seed71 ok)",
@@ -312,6 +313,7 @@ def test_labels(tmp_path: Path) -> None:
     assert [len(group.runs) for group in groups] == [1, 1, 1, 1, 1, 2, *([1] * 4), 2, 2, 1]
     assert differences(groups[2:4]) == {
         "nested.b": [3, None],
+        "nested.seed": [8, None],
         "path": [long + "y", long],
         "c": [4, None],
         "d": [5, None],

@@ -178,8 +178,7 @@ class State:
         if body["method"] != "reload_weights":
             raise AttributeError(body["method"])
         folder = Path(body["kwargs"]["weights_path"])
-        assert folder.stat().st_mode & 0o777 == 0o755  # a server may run as another user
-        assert folder.name.startswith("weights-")  # the name of leftovers
+        assert folder.stat().st_mode & 0o777 == 0o755 and folder.name.startswith("weights-")
         assert folder not in self.folders  # vLLM may cache by path
         self.folders.add(folder)
         weights: dict[str, torch.Tensor] = {}

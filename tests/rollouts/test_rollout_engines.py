@@ -232,6 +232,10 @@ def test_bad_settings(changes, message):
         load(TrainConfig, changes)
 
 
+def test_a_whole_number_satisfies_a_condition_on_a_float():
+    assert RolloutConfig(engine="vllm", temperature=1, top_p=1, correction="none").correction
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

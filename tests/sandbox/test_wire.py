@@ -107,8 +107,11 @@ def test_values_keep_their_type(name):
 
 def test_views_of_dicts_are_sent():
     value = {"a": 1, "b": 2}
-    assert round_trip(value.keys()) == value.keys() and round_trip(value.items()) == value.items()
-    assert list(round_trip(value.values())) == [1, 2]
+    assert (
+        round_trip(value.keys()) == value.keys()
+        and round_trip(value.items()) == value.items()
+        and list(round_trip(value.values())) == [1, 2]
+    )
 
 
 @pytest.mark.parametrize(

@@ -109,8 +109,9 @@ def test_interval_coverage(seeds, quantile):
 
 def test_differences_are_paired_by_seed():
     rows = summary({"a": [0.1, 0.5, None, 0.9], "b": [0.2, 0.6, 0.3, 1.0], "none": [None] * 4}, "a")
-    assert rows["b"]["against_baseline"]["difference"] == pytest.approx(0.1)
-    assert rows["b"]["against_baseline"]["ci95"] == pytest.approx([0.1, 0.1])
+    assert rows["b"]["against_baseline"]["difference"] == pytest.approx(0.1) and rows["b"][
+        "against_baseline"
+    ]["ci95"] == pytest.approx([0.1, 0.1])
     assert rows["b"]["mean"] == pytest.approx(0.525) and rows["b"]["ci95"][0] < 0.525
     assert rows["a"]["against_baseline"]["difference"] == 0
     assert rows["none"] == {
@@ -203,8 +204,9 @@ def test_gac_study_reports_failures_and_resumes(tmp_path, monkeypatch, capsys, n
     printed = capsys.readouterr().out
     assert f"{tmp_path}/out/broken-1: failed: ConfigError: data.demo_field=null: " in printed
     results = json.loads((tmp_path / "out/study.json").read_text())
-    assert results["methods"]["broken"]["final"] == [None, None]
-    assert sorted(results["failed"]) == [f"{tmp_path}/out/broken-{seed}" for seed in (0, 1)]
+    assert results["methods"]["broken"]["final"] == [None, None] and sorted(results["failed"]) == [
+        f"{tmp_path}/out/broken-{seed}" for seed in (0, 1)
+    ]
     evals = (tmp_path / "out/grpo-1/eval.jsonl").read_text().splitlines()
     finals = results["methods"]["grpo"]["final"]
     assert finals[0] is not None and finals[1] == json.loads(evals[-1])["accuracy"]

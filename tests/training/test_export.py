@@ -71,8 +71,9 @@ def test_an_export_equals_the_full_model(tmp_path, kind, changes, dtype, file_si
     export_checkpoint(config, path, tmp_path / "out", file_size)
     exported, expected = tensors(tmp_path / "out"), tensors(tmp_path / "full")
     assert exported.keys() == expected.keys() and not (tmp_path / "out" / "part").exists()
-    assert all(x.dtype == expected[n].dtype for n, x in exported.items())
-    assert all(torch.equal(x, expected[n]) for n, x in exported.items())
+    assert all(x.dtype == expected[n].dtype for n, x in exported.items()) and all(
+        torch.equal(x, expected[n]) for n, x in exported.items()
+    )
     for name in ("config.json", "generation_config.json"):
         texts = [(tmp_path / folder / name).read_text() for folder in ("out", "full")]
         assert json.loads(texts[0]) == json.loads(texts[1])
@@ -133,8 +134,9 @@ def test_adapters_are_merged_layer_by_layer(tmp_path, monkeypatch, recwarn):
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert trained and all(torch.equal(loaded[name], p) for name, p in trained.items())
     exported, expected = tensors(tmp_path / "out"), model.merge_and_unload().state_dict()
-    assert exported.keys() == expected.keys()
-    assert all(torch.equal(x, expected[name]) for name, x in exported.items())
+    assert exported.keys() == expected.keys() and all(
+        torch.equal(x, expected[name]) for name, x in exported.items()
+    )
 
 
 def test_adapters_of_a_saved_model_stay_adapters(tmp_path):
@@ -187,8 +189,9 @@ def test_a_killed_export_loses_nothing(task, tmp_path, short, event, name, compl
     train(long)
     assert export_run(tmp_path / "run", tmp_path / "expected").name == "step-00000004"
     exported, expected = tensors(tmp_path / "run" / "model"), tensors(tmp_path / "expected")
-    assert exported.keys() == expected.keys()
-    assert all(torch.equal(x, expected[name]) for name, x in exported.items())
+    assert exported.keys() == expected.keys() and all(
+        torch.equal(x, expected[name]) for name, x in exported.items()
+    )
     assert not list((tmp_path / "run").glob(".model.*"))
 
 

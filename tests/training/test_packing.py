@@ -206,8 +206,10 @@ def test_models_with_a_convolution_are_packed_only_in_float32():
     model.unused = torch.nn.Conv1d(1, 1, 1)
     assert not supports_packing(model) and supports_packing(model.float())
     model.autocast = torch.bfloat16
-    assert not supports_packing(model)
-    assert modes == [module.training for module in model.modules()][:-1]
+    assert (
+        not supports_packing(model)
+        and modes == [module.training for module in model.modules()][:-1]
+    )
     assert model.model.training and not model.model.norm.training
 
 
