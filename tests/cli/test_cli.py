@@ -100,6 +100,7 @@ def test_report_prints_the_tables_and_writes_the_page(tmp_path, capsys):
     runs = [write_run(tmp_path / name, config, columns, evals) for name in ("one", "two")]
     assert cli.main(["report", *map(str, runs)]) == cli.OK
     text = capsys.readouterr().out
+    # the folder common to both
     assert "25.0" in text and str(tmp_path / "report.html") in text
     assert (tmp_path / "plots" / "overview.png").is_file()
     assert cli.main(["report", str(tmp_path), "--out", str(tmp_path / "other")]) == cli.OK

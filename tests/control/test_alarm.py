@@ -76,6 +76,7 @@ def test_two_bad_batches_raise_the_alarm_and_two_good_ones_clear_it():
 
 
 def test_small_changes_and_early_losses_are_ignored():
+    # the first without noise, but within 2 typical errors
     assert changes([1.0] * 50 + [1.09] * 50) == [] and changes([1.0] * 50 + [1.3] * 50) == [51]
     assert changes([1.0] * 8 + [5.0] * 9) == [] and changes([1.0] * 10 + [5.0] * 9) == [11]
     assert changes([1.0] * 5 + [9.0] * 2, warmup=5) == [6]

@@ -57,6 +57,7 @@ def test_a_row_becomes_tokens_text_answer_demo_and_extra(tmp_path, tokenizer):
     row = {**addition_row(3), "level": 2}
     path = write(tmp_path / "a.jsonl", row)
     [example] = load_prompts(DataConfig(prompts=path, template="Q: {prompt}"), tokenizer)
+    # all fields, including the prompt without the template
     assert example.id == "r3" and example.answer == "4" and example.extra == row
     assert example.prompt_text == "Q: 3+1" and tokenizer.decode(example.prompt) == "<s>Q: 3+1"
     assert tokenizer.decode(example.demo) == "is 4</s>"  # no BOS inside a sequence

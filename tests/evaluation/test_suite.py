@@ -173,6 +173,7 @@ def test_comparison_is_paired_by_prompt(task, tmp_path, monkeypatch):
     rows = run_suite(other, tmp_path / "e")["tasks"]
     result = rows["sampled"]["against"]
     mine, theirs = (read_samples(tmp_path / n)["sampled"] for n in "fe")
+    # the seed is that of the sampling
     assert "against" not in rows["greedy"] and seeds == [0, 3] and mine != theirs
     assert result["prompts"] == 8 and result["difference"] == pytest.approx(
         sum(a.score - b.score for a, b in zip(mine, theirs, strict=True)) / 32

@@ -118,6 +118,7 @@ def test_all_runs_of_a_page_share_the_smoothing_span(tmp_path):
 def test_band_covers_the_steps_common_to_all_seeds():
     full, unfinished = arrays([0, 10, 20, 30], [0, 1, 2, 3]), arrays([0, 20], [2, 6])
     steps, mean, low, high = band([tuple(full), tuple(unfinished)])
+    # the second curve is 4 at step 10
     assert steps.tolist() == [0, 10, 20] and mean.tolist() == [1, 2.5, 4]
     assert low.tolist() == [0, 1, 2] and high.tolist() == [2, 4, 6] and len(band([])[0]) == 0
 
@@ -157,6 +158,7 @@ def test_reading_survives_a_torn_line_nan_null_and_absent_fields(tmp_path):
         '{"step": 3, "mu": 0.'
     )
     columns, unreadable = read_columns(path)
+    # fields without any number are left out
     assert unreadable == 2 and set(columns) == {"step", "mu", "entropy"}
     np.testing.assert_array_equal(columns["mu"], [0.5, math.nan])
     np.testing.assert_array_equal(columns["entropy"], [math.nan, 1])
@@ -485,6 +487,7 @@ def test_a_watched_report_follows_the_runs(tmp_path, no_images):
     assert pages[1].startswith("<p>Waiting: ")  # written when its configuration is complete
     shown = [[n in page for n in ("50.0%", "6.2%", "93.8%", "31.2%")] for page in pages[2:]]
     assert shown[0] == [True] + [False] * 3 and shown[1][1:] == [True, False, False]
+    # no log had a new time between pages 3 and 4
     assert shown[3][2:] == [True, False] and shown[4][3] and pages[3] == pages[4]
 
 

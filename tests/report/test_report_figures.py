@@ -144,6 +144,7 @@ def test_accuracies_and_exact_values_are_not_smoothed() -> None:
     assert to_hex(bars.get_color()[0]) == plots.COLORS[0].lower() and bars.get_alpha() < 1
     assert not draw(plots._accuracy, replace(panel, column="accuracy/+"), group, 0, 1).collections
     (band,) = draw(plots._accuracy, panel, made_group("x", run, run), 0, 1).collections
+    # no bars
     assert isinstance(band, PolyCollection) and axes.get_ylim() == (-0.28, 1.53)
     assert [len(text) for text in axes.title.get_text().split("\n")] == [42, 20, 22]
     assert axes.yaxis.get_major_formatter()(0.25, 0) == "25%"

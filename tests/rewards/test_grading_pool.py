@@ -216,6 +216,7 @@ def test_a_worker_has_few_modules_limited_memory_and_a_session_of_its_own(starte
     assert "python" in maps and "torch" not in maps and "numpy" not in maps
     limits = Path(f"/proc/{started[1]}/limits").read_text().splitlines()
     [line] = [line for line in limits if line.startswith("Max address space")]
+    # on Ctrl-C, the terminal signals the foreground group
     assert line.split()[3] == str(4 << 30) and os.getpgid(started[1]) != os.getpgid(0)
 
 

@@ -244,6 +244,7 @@ def test_unscorable_row_raises_with_its_id_and_completion(case):
         build_reward(spec)([completion], [example(i=5)])
     assert (e.value.example_id, e.value.completion) == ("row5", completion)
     assert str(e.value).startswith(f"reward {e.value.reward!r} on row 'row5': ")
+    # the prompt only if the reward ran out of time
     assert isinstance(e.value.__cause__, Exception) and "prompt" not in str(e.value)
 
 

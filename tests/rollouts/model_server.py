@@ -178,6 +178,7 @@ class State:
         if body["method"] != "reload_weights":
             raise AttributeError(body["method"])
         folder = Path(body["kwargs"]["weights_path"])
+        # a server may run as another user; the name is that of leftovers
         assert folder.stat().st_mode & 0o777 == 0o755 and folder.name.startswith("weights-")
         assert folder not in self.folders  # vLLM may cache by path
         self.folders.add(folder)

@@ -142,6 +142,7 @@ def test_calls_that_depend_on_their_arguments(filter_):
     clone, clone3, mmap, mprotect, fcntl, prlimit64 = 220, 435, 222, 226, 25, 261
     thread = 0x3D0F00  # glibc: pthread_create; musl adds CLONE_DETACHED
     assert verdict(filter_, clone, thread) == verdict(filter_, clone, thread | 0x400000) == ALLOWED
+    # SIGCHLD: a fork; CLONE_NEWUSER: a user namespace
     assert (
         verdict(filter_, clone, 17) == EPERM
         and verdict(filter_, clone, thread | 0x10000000) == EPERM
