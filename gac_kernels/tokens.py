@@ -386,7 +386,7 @@ def scale_for_float16(
     if tokens.factor is not None:
         weighted_advantages = torch.maximum(weights, weighted_advantages) * tokens.factor
     if tokens.rollout_logps is not None:
-        weighted_advantages = weighted_advantages * min(spec.correction_max or 1, 2**12)
+        weighted_advantages = weighted_advantages * min(spec.correction_max or 2**12, 2**12)
     bounds = torch.maximum(weights, weighted_advantages / 2**12)
     if tokens.ref is not None and tokens.old is not None and spec.kl_estimator == "k3":
         growth = (tokens.ref - tokens.old).clamp(max=math.log(2**24)).exp()

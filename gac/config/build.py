@@ -95,14 +95,14 @@ def _with_override(data: dict[str, Any], override: str) -> dict[str, Any]:
     *parents, last = key.split(".")
     for parent in parents:
         child = node.get(parent)
+        child = parse_value(child, parent) if isinstance(child, Override) else child
         if isinstance(child, str):  # `method: gac` is short for `method: {name: gac}`
             child = {"name": child}
         if child is not None and not isinstance(child, Mapping):
             raise ConfigError(
                 f"--set {override}: {parent} is {short_repr(child)}, which has no keys"
             )
-        node[parent] = dict(child or {})
-        node = node[parent]
+        node[parent] = node = dict(child or {})
     node[last] = Override(text)
     return result
 
@@ -189,7 +189,7 @@ def _convert_union(args: tuple, value: Any, where: str, default: Any) -> Any:
 def _convert_tuple(args: tuple, value: Any, where: str) -> tuple:
     if isinstance(value, Override):
         items = parse_value(value, where)
-        value = items if isinstance(items, list) else [Override(v) for v in value.split(",")]
+        value = items if isinstance(items, list) else [*map(Override, re.split(r", *", value))]
     if not isinstance(value, list | tuple):
         raise ConfigError(f"{where}: expected a list like [a, b], got {short_repr(value)}")
     hints = args[:1] * len(value) if Ellipsis in args else args

@@ -105,7 +105,7 @@ class RolloutFunction:
             logps = convert("logps", float, "give a list of numbers, or None")
             require(len(logps) == size, "logps", logps, one_each)
             own = [x for x, learned in zip(logps, mask, strict=True) if learned]
-            require(all(x <= 0 for x in own), "logps", logps, "use log-probabilities, <= 0")
+            require(not any(x > 0 for x in own), "logps", logps, "use log-probabilities, <= 0")
         reward = rollout.reward
         valid = reward is None or (isinstance(reward, Real) and math.isfinite(reward))
         require(valid, "reward", reward, "use a finite number, or None")

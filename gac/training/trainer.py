@@ -225,7 +225,7 @@ class Trainer:
                 self.feed.steps,
             )
         while not self._done():
-            started = time.perf_counter()
+            started, t, settings = time.perf_counter(), self.step, self.config.rollouts
             row = self._train_step()
             self.step, self.evaluated = self.step + 1, False
             seconds = time.perf_counter() - started
@@ -236,9 +236,9 @@ class Trainer:
                 **({"ended": 1} if self._done() and self.step < self.config.steps else {}),
             }
             self.record.step(row)
-            every = max(self.config.rollouts.log_samples_every, 1)
-            if self.rollouts and (self.step - 1) % every == 0:
-                self.record.samples(self.step, self.sampler.samples, self.config.rollouts)
+            offset = t % max(settings.log_samples_every, 1)  # reused rollouts are not logged again
+            if self.rollouts and self.rollouts.step == t and offset < settings.num_iterations:
+                self.record.samples(self.step, self.sampler.samples, settings)
             show(bar, row)
             if self.guard.exhausted:
                 self._abort()
@@ -434,9 +434,9 @@ class Trainer:
         """Resume from the checkpoint at `path`, or start a fresh run, and open the logs."""
         if path:
             self._restore(path)
-        config = self.config
-        remaining = -(-(self.feed.steps - self.step) // config.checkpoint_every)
-        check_space(self.out, self.model, min(remaining, config.keep_checkpoints + 1))
+        config, best = self.config, self.method.keeps_best
+        count = -(-(self.feed.steps - self.step) // config.checkpoint_every) + best
+        check_space(self.out, self.model, min(count, config.keep_checkpoints + 1))
         if self.accelerator.is_main_process:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             save(config, self.out / "config.yaml")

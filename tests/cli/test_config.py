@@ -145,6 +145,7 @@ def test_yaml_value_becomes_the_annotated_type(tmp_path, text, key, expected):
         ("resume=on", "resume", True),
         ("color=DARK_BLUE", "color", Color.DARK_BLUE),
         ("names=a,b", "names", ("a", "b")),
+        ("names=a, b", "names", ("a", "b")),
         ("names=[a]", "names", ("a",)),
         ("names=all-linear", "names", "all-linear"),
         ("optimizer={lr: 2}", "optimizer", Optimizer(lr=2.0, weight_decay=0.1)),
@@ -173,7 +174,9 @@ def test_nested_keys_override_the_parents_default_not_the_class_default():
 def test_overrides_win_over_the_file_and_later_ones_over_earlier_ones():
     assert build({"steps": 1}, "steps=2", "steps=3").steps == 3
     data = {"model": "m", "optimizer": {"lr": 1}}
-    assert load(Config, data, ["optimizer.lr=2", "steps=5"]).optimizer.lr == 2.0
+    for first in ("optimizer.lr=2", "optimizer={lr: 2}"):
+        config = load(Config, data, [first, "optimizer.weight_decay=3"])
+        assert config.optimizer == Optimizer(lr=2.0, weight_decay=3.0)
     assert data == {"model": "m", "optimizer": {"lr": 1}}
 
 

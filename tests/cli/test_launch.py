@@ -93,8 +93,10 @@ def test_accelerate_launch_export_and_replay(task, tmp_path, capsys):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
-    assert all(torch.isfinite(p).all() for p in model.parameters())
-    assert cli.main(["replay", str(tmp_path / "run")]) == cli.USAGE
+    assert (
+        all(torch.isfinite(p).all() for p in model.parameters())
+        and cli.main(["replay", str(tmp_path / "run")]) == cli.USAGE
+    )
     assert re.search("no saved step: .*RUN/replay", capsys.readouterr().err)
 
 

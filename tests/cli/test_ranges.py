@@ -218,8 +218,12 @@ def test_limits_are_ordered_and_contain_the_first_value(name: str) -> None:
     def limited(**fields):
         return ControllerConfig(**{low: 0.2, high: 0.6, init: 0.6, **fields})
 
-    assert [accepts(limited, init, x) for x in (0.19, 0.2, 0.6, 0.61)] == [False, True, True, False]
-    assert not accepts(limited, init, "0.3")
+    assert [accepts(limited, init, x) for x in (0.19, 0.2, 0.6, 0.61)] == [
+        False,
+        True,
+        True,
+        False,
+    ] and not accepts(limited, init, "0.3")
     assert accepts(limited, low, 0.6) and not accepts(limited, low, 0.61)
 
 

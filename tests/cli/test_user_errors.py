@@ -80,8 +80,9 @@ def test_hub_models(task, tmp_path, capsys, monkeypatch):
 
 
 def test_user_message_and_exit_code():
-    assert user_message(RunError("two\n  lines")) == ("two lines", 1)
-    assert user_message(ConfigError("x")) == ("x", 2)
+    assert user_message(RunError("two\n  lines")) == ("two lines", 1) and user_message(
+        ConfigError("x")
+    ) == ("x", 2)
     assert user_message(OSError(28, "No space left on device")) == (
         "no space left on device: free some space and rerun the command",
         1,

@@ -194,8 +194,11 @@ def test_a_step_by_hand(before: AlarmState, loss: float, changes: dict) -> None:
 
 def test_sizes_are_relative_to_the_absolute_level():
     """A 3% rise from a level of -10 is small."""
-    assert changes([-10.0] * 40 + [-9.7] * 40) == [] and changes([-10.0] * 40 + [-6.0] * 3) == [41]
-    assert changes([0.0] * 40 + [1.0] * 3) == [41]
+    assert (
+        changes([-10.0] * 40 + [-9.7] * 40) == []
+        and changes([-10.0] * 40 + [-6.0] * 3) == [41]
+        and changes([0.0] * 40 + [1.0] * 3) == [41]
+    )
 
 
 def test_the_reference_is_frozen_while_the_alarm_is_on():

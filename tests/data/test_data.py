@@ -206,6 +206,8 @@ def test_without_a_demo_file_demos_come_from_the_prompt_rows(tmp_path, tokenizer
     path = write(tmp_path / "a.jsonl", addition_row(1), bare, addition_row(2))
     config = DataConfig(prompts=path)
     assert [(e.id, e.answer) for e in load_demos(config, tokenizer)] == [("r1", "2"), ("r2", "3")]
+    subset = load_prompts(config, tokenizer).subset
+    assert subset([0, 1]).digest != subset([0, 2]).digest
     config = replace(config, max_demo_tokens=99, demo_template="{demo}")
     texts = [e.demo and tokenizer.decode(e.demo) for e in load_prompts(config, tokenizer)]
     assert texts == ["is 2</s>", None, "is 3</s>"]

@@ -40,13 +40,13 @@ def test_each_source_has_its_own_alarm():
 def test_a_source_that_turns_bad_lowers_mu_by_its_share():
     method = METHODS["guarded"](mu=0.4, mu_suspect=0.1)
     steps = [[("good", 1.0), ("bad", 1.0 if n < 20 else 3.0), ("bad", 1.0)] for n in range(20)]
-    steps += [[("good", 1.0), ("bad", 3.0), ("bad", 3.0), ("good", 1.1)]] * 4
+    steps += [[("good", 1.0), ("bad", 3.0), ("bad", 3.0), ("bad", 3.1)]] * 4
     steps += [[], [("good", 1.0)], [("bad", 3.0)]]
     values, state = mus(method, steps)
-    half = pytest.approx(0.25)
-    assert values[:20] == [0.4] * 20 and values[22:24] == [half, half]
+    mixed = pytest.approx(0.175)  # a quarter of 0.4, and three of 0.1
+    assert values[:20] == [0.4] * 20 and values[22:24] == [mixed, mixed]
     # a skipped step changes nothing; then one source at a time
-    assert values[24:] == [half, 0.4, 0.1] and method.report(state) == {"demos_suspect": 1.0}
+    assert values[24:] == [mixed, 0.4, 0.1] and method.report(state) == {"demos_suspect": 1.0}
     _, before = mus(method, steps[:20])
     _, after = mus(method, steps[:24])
     message = method.log_message(before, after)

@@ -169,7 +169,8 @@ def test_comparison_is_paired_by_prompt(task, tmp_path, monkeypatch):
     one = suite(task, tmp_path / "e", model=model)
     del one.tasks["greedy"]
     run_suite(one)
-    other = suite(task, tmp_path / "f", model=model, seed=3)
+    data = {"prompts": str(task / "eval.jsonl"), "template": "={prompt}"}
+    other = suite(task, tmp_path / "f", data, model=model, seed=3)
     rows = run_suite(other, tmp_path / "e")["tasks"]
     result = rows["sampled"]["against"]
     mine, theirs = (read_samples(tmp_path / n)["sampled"] for n in "fe")

@@ -343,7 +343,7 @@ def test_the_best_is_a_checkpoint_that_can_be_exported(task, tmp_path, every, st
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["straight", "killed-before-saving"])
-def test_a_run_ends_with_its_best_weights(task, tmp_path, killed):
+def test_a_run_ends_with_its_best_weights(task, tmp_path, monkeypatch, killed):
     """Only steps that can be saved are evaluated; with reused rollouts these are 4, 6 and 8."""
     evaluation = {
         "data": {"prompts": str(task / "eval.jsonl")},
@@ -370,7 +370,10 @@ def test_a_run_ends_with_its_best_weights(task, tmp_path, killed):
             trainer.run()
         assert trainer.step == 4 and evaluated_steps(config.out) == [0, 4]
         calls[0] = 0
+    # two epochs need a checkpoint of step 8, and that of the best
+    monkeypatch.setattr("gac.training.trainer.check_space", lambda *call: calls.append(call[2]))
     run = train(config)
+    assert calls.pop() == 2
     assert evaluated_steps(run) == [0, 4, 6, 8] and metrics(run)[-1]["lr"] == pytest.approx(1e-4)
     assert export_run(run, tmp_path / "best", step="best").name == "step-00000004"
     assert torch.equal(logits(run / "model"), logits(tmp_path / "best"))

@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from hypothesis import example as always
 from hypothesis import given, settings
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor import config as inductor_config
@@ -220,6 +221,11 @@ def compiling(operators: bool = True) -> Any:
 
 
 @settings(deadline=None, max_examples=8, derandomize=True)
+@always(
+    options.make(LossSpec(importance_sampling_level="sequence", demo_weight="shaped"))[0]._replace(
+        inputs=(torch.arange(12), torch.ones(3), torch.arange(3) < 1)
+    )
+)
 @given(options.batches())
 def test_operators(batch: options.Batch) -> None:
     with compiling():

@@ -250,7 +250,7 @@ def test_detached_weights_match_the_closed_form_gradient(weight: DemoWeight) -> 
         (0.3, 0.1, {"factor": 2.0**15}, LossSpec(), 4.0),  # 0.3 x 2^15 / 2^12 = 2.4
         (0.3, 2.0, {"factor": 1e-3}, LossSpec(), 0.5),
         (0.3, 2.0**14, {"rollout_logps": -1.0}, LossSpec(correction_max=3.0), 4.0),  # 1.2 x 3
-        (0.3, 2.0**14, {"rollout_logps": -1.0}, LossSpec(correction_max=None), 2.0),
+        (0.3, 2.0**14, {"rollout_logps": -1.0}, LossSpec(correction_max=None), 2.0**13),
         (0.3, 2.0**14, {"rollout_logps": -1.0}, LossSpec(correction_max=1e9), 2.0**13),
         (0.3, 2.0, {"ref": 40.0, "old": 0.0}, LossSpec(kl_coef=-0.1, temperature=0.5), 256.0),
     ],

@@ -165,6 +165,7 @@ def sharded_units(out: str) -> list[Any]:
         loading = setup.sharded_loading(accelerator, own)
         try:
             model = setup.prepare_frozen(model, accelerator, own, None, loading)
+            assert not any(module.training for module in model.modules())  # no dropout
         except ConfigError as error:
             results.append(str(error))
             continue

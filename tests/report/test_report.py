@@ -118,8 +118,7 @@ def test_all_runs_of_a_page_share_the_smoothing_span(tmp_path):
 def test_band_covers_the_steps_common_to_all_seeds():
     full, unfinished = arrays([0, 10, 20, 30], [0, 1, 2, 3]), arrays([0, 20], [2, 6])
     steps, mean, low, high = band([tuple(full), tuple(unfinished)])
-    # the second curve is 4 at step 10
-    assert steps.tolist() == [0, 10, 20] and mean.tolist() == [1, 2.5, 4]
+    assert steps.tolist() == [0, 10, 20] and mean.tolist() == [1, 2.5, 4]  # of the second: 2, 4, 6
     assert low.tolist() == [0, 1, 2] and high.tolist() == [2, 4, 6] and len(band([])[0]) == 0
 
 
@@ -215,8 +214,7 @@ def test_different_settings_make_separate_labelled_groups(tmp_path):
     )
     assert [group.label for group in groups] == ["a (lr=0.001)", "b (lr=0.0001)"]
     assert differences(groups) == {"optim.lr": [1e-3, 1e-4]}
-    # long settings: the folder
-    groups = grouped(
+    groups = grouped(  # long settings: the folder
         *(
             write_run(
                 tmp_path / name,
@@ -226,6 +224,7 @@ def test_different_settings_make_separate_labelled_groups(tmp_path):
                     "data": {"limit": 9 * name},
                     "tasks": {"x": {"stop": 9 * name}},
                     "stop": 9 * name,
+                    "reward": 9 * name if name == "first" else None,
                 },
                 reward=9 * name,
             )
@@ -235,7 +234,8 @@ def test_different_settings_make_separate_labelled_groups(tmp_path):
     assert [group.label for group in groups] == ["first", "second"]
     assert caution(groups) == (
         "These runs differ in model.path, data.prompts, data.demos, data.sources, eval.data.limit, "
-        "eval.tasks.x.stop, eval.stop, reward: their accuracies do not rank their methods. "
+        "eval.tasks.x.stop, eval.stop, eval.reward, reward: their accuracies do not rank their "
+        "methods. "
     )
     evals = {x: {"reward": {"name": "math"}, "every": len(x)} for x in ("code", "math2")}
     assert not caution(

@@ -277,7 +277,7 @@ def test_a_batch_that_fails_is_retried_row_by_row_unless_it_was_late(error, size
     calls = []
 
     def failing(completions, examples):
-        calls.append(len(completions))
+        yield calls.append(len(completions))
         raise error
 
     reward = BatchCallableReward("failing", failing, {})

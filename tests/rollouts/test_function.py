@@ -222,13 +222,13 @@ def test_a_wrong_return_value_is_one_line(monkeypatch, value, message) -> None:
 
 def test_completions_are_cut_and_tensors_are_accepted(monkeypatch) -> None:
     ids = torch.tensor([5, 0, 60])  # the model has 61 tokens, more than the tokenizer
-    rollout = Rollout(ids[:1], ids, torch.tensor([1, 0, 1]), logps=[0.0, float("nan"), -2.0])
+    rollout = Rollout(ids[:1], ids, torch.tensor([1, 0, 1]), logps=[torch.nan, torch.nan, -2.0])
     monkeypatch.setitem(globals(), "RETURNED", (rollout,))
     engine = Engine(RolloutConfig(max_completion_length=2), turns.make_tokenizer())
     engine.load(make("qwen2"))
     (cut,) = RolloutFunction(HERE + "returned")(["prompt"], engine)
     assert (cut.prompt_ids, cut.completion_ids, cut.loss_mask) == ((5,), (5, 0), (True, False))
-    assert str(cut.logps) == "(0.0, nan)"
+    assert str(cut.logps) == "(nan, nan)"
     assert sampling.is_truncated(cut, {1}, 2) and not sampling.is_truncated(cut, {1}, 3)
     assert sampling.is_truncated(replace(cut, loss_mask=(True, False, True)), {1}, 3)
 

@@ -86,7 +86,11 @@ def test_overlong_responses(task, tmp_path):
 
 def test_samples_of_text(task, tmp_path, caplog):
     with caplog.at_level(logging.INFO, logger="gac"):
-        run(task, tmp_path, rollouts={"log_samples_every": 2, "print_samples": True})
+        run(
+            task,
+            tmp_path,
+            rollouts={"num_iterations": 2, "log_samples_every": 1, "print_samples": True},
+        )
     lines = (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
     entries = [json.loads(line) for line in lines]
     assert [entry["step"] for entry in entries] == [1, 3]

@@ -123,6 +123,9 @@ def test_rollouts_by_hand() -> None:
     assert script.calls == ["model", ([A.prompt, B.prompt, C.prompt], 2)]
     assert script.scored == list(zip(("1", "34", "2", "52", "00", "6666"), "aabbcc", strict=True))
     assert same(script.given, ([[1.0, 0.0], [0.5, 0.5], [0.25, math.nan]], None, "centered"))
+    script.terms = {"old": [1.0]}
+    script.sampler._sample([], Stage(2), [], None)  # a rank on which no prompt is replaced
+    assert "reward/old" not in result.means
     first, second = script.sampler.samples
     assert (first["id"], first["prompt"], first["demonstration"]) == ("a", "13", "45")
     assert (second["id"], second["demonstration"]) == ("b", None)

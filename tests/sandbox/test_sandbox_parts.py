@@ -109,8 +109,11 @@ def test_a_request_is_sent_at_most_three_times(monkeypatch, caplog, pool, kind, 
         {"ends": [], "stalled": False},
         b"part",
     )
-    assert sent == [request] * 3 and pauses == [0.0, 0.2, 0.8]
-    assert caplog.text.count("died unexpectedly") == 1
+    assert (
+        sent == [request] * 3
+        and pauses == [0.0, 0.2, 0.8]
+        and caplog.text.count("died unexpectedly") == 1
+    )
     sent.clear()
     read = needed - 1  # a process exited before it read its file
     with pytest.raises(SandboxError, match="before reading its input"):

@@ -119,8 +119,11 @@ def test_arms_are_reported_when_complete_and_finished_cells_are_not_run_again(tm
     interim = study_results.Study(row for row in rows if row not in last[:1])
     assert list(interim.seeds) == [0, 1, 2, 3] and interim.bases(*study_run.MAIN) == ["mid"]
     study = study_results.Study(rows)
-    assert study.seeds == study_run.SEEDS and study.bases("sft", "hpt") == []
-    assert study.difference("grpo", "sft", ["mid"]) == "+10.0 [+10.0, +10.0]"
+    assert (
+        study.seeds == study_run.SEEDS
+        and study.bases("sft", "hpt") == []
+        and study.difference("grpo", "sft", ["mid"]) == "+10.0 [+10.0, +10.0]"
+    )
     path = tmp_path / "final.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     cells = [(Cell(t, "mid", c, "sft", s), study_run.FIXED["mu-0.1"]) for t, c, s in keys]

@@ -65,8 +65,9 @@ def test_a_study_of_all_labels(study, tmp_path, capsys) -> None:
     assert (code, jobs, discard) == (1, 1, False)  # one run failed
     # seed by seed, so that an interrupted study has compared all methods on the first seeds
     expected = [(seed, label) for seed in range(3) for label in FINALS]
-    assert [(config.seed, config.run_name) for config in configs] == expected
-    assert [config.method.mu for config in configs[::3]] == [0.1] * 3
+    assert [(config.seed, config.run_name) for config in configs] == expected and [
+        config.method.mu for config in configs[::3]
+    ] == [0.1] * 3
     assert saved["setting"] == {
         "config": "run.yaml",
         "set": [],
@@ -76,8 +77,9 @@ def test_a_study_of_all_labels(study, tmp_path, capsys) -> None:
         "baseline": "low",
         "command": f"gac study {tmp_path}/run.yaml --methods low dr high --seeds 3",
     }
-    assert {label: row["final"] for label, row in saved["methods"].items()} == FINALS
-    assert list(saved["failed"]) == [f"{tmp_path}/out/high-1"]
+    assert {label: row["final"] for label, row in saved["methods"].items()} == FINALS and list(
+        saved["failed"]
+    ) == [f"{tmp_path}/out/high-1"]
     assert [path.name for path in reports[0]] == [
         Path(c.out).name for c in configs if c.run_name != "high" or c.seed != 1
     ]
@@ -126,8 +128,11 @@ def test_options_of_a_study(study, tmp_path) -> None:
 def test_a_study_without_results(study, monkeypatch) -> None:
     monkeypatch.setitem(FINALS, "high", [None])
     code, _, saved, reports, html = study("--methods", "high", "--seeds", "1")
-    assert (code, reports) == (1, []) and "Training curves" not in html
-    assert saved["methods"]["high"]["mean"] is None
+    assert (
+        (code, reports) == (1, [])
+        and "Training curves" not in html
+        and saved["methods"]["high"]["mean"] is None
+    )
 
 
 def test_methods_of_the_file(tmp_path, monkeypatch, capsys) -> None:

@@ -159,8 +159,10 @@ def test_a_demonstration_of_several_turns_ends_at_its_last_eos():
         "",
         tokenizer,
     )
-    assert tokenizer.decode(encoded["ids"]) == "010<eos>.2030<eos>"
-    assert tokenizer.decode(encoded["ids"][encoded["start"] :]) == "30<eos>"
+    assert (
+        tokenizer.decode(encoded["ids"]) == "010<eos>.2030<eos>"
+        and tokenizer.decode(encoded["ids"][encoded["start"] :]) == "30<eos>"
+    )
 
 
 def test_what_a_run_tells_without_a_terminal(tmp_path, caplog):

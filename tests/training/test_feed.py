@@ -106,8 +106,9 @@ def test_a_limited_number_of_demonstrations_and_epochs(task) -> None:
     """Two epochs over 5 demonstrations in batches of 3 are 3 whole steps."""
     method = {"name": "sft-best", "examples": 5, "epochs": 2}
     feed = make_feed(task, method=method, steps=9, demo_batch_size=3)
-    assert (feed.steps, len(feed.demos)) == (3, 5)
-    assert make_feed(task, method=method, steps=2, demo_batch_size=3).steps == 2
+    assert (feed.steps, len(feed.demos)) == (3, 5) and make_feed(
+        task, method=method, steps=2, demo_batch_size=3
+    ).steps == 2
     assert make_feed(task, method=method, demo_batch_size=11).steps == 1
     feed = make_feed(task, steps=9, demo_batch_size=3)
     assert (feed.steps, len(feed.demos)) == (9, 12)

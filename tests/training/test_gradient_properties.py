@@ -154,10 +154,14 @@ def test_mismatch_by_hand(correction: str, minimum: float | None, corrected: int
 
 def test_moving_averages_by_hand() -> None:
     """Without a gradient, the average decays."""
-    parts = GradientParts([("w", None), ("v", None)], StepNeeds(average=0.25))
+    parts = GradientParts(
+        [(name, torch.nn.Parameter(torch.zeros(()))) for name in "wv"], StepNeeds(average=0.25)
+    )
     parts.parts = [[torch.tensor(8.0), None]]
     parts.average({"0.w": torch.tensor(4.0), "0.v": torch.tensor(4.0)})
-    assert parts.averages == {"0.w": 5, "0.v": 3} and parts.parts == [[5, 3]]
+    assert parts.parts == [[5, 3]]
+    parts.combine([2.0])
+    assert parts.averages == {"0.w": 5, "0.v": 3}  # for the next step
 
 
 @settings(max_examples=10)
@@ -230,5 +234,6 @@ def test_the_sampled_kl_takes_other_rollouts_in_each_step(chosen: int) -> None:
         for own in [replace(step, number=number) for number in range(len(rollouts))]
     ]
     assert {len(sample) for sample in samples} == {min(chosen, len(rollouts))}
-    assert set.union(*samples) == rollouts
-    assert all((a != b) == (chosen == 3) for a, b in itertools.pairwise(samples))
+    assert set.union(*samples) == rollouts and all(
+        (a != b) == (chosen == 3) for a, b in itertools.pairwise(samples)
+    )

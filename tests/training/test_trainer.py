@@ -184,18 +184,22 @@ MISMATCH = {"sampling/mismatch_kl", "sampling/sampling_logp_difference/max"}
 
 
 @pytest.mark.parametrize(
-    ("changes", "columns"),
+    ("changes", "columns", "method"),
     [
-        ({}, MISMATCH | {"sampling/frac_corrected"}),
-        ({"correction": "none"}, MISMATCH),
-        ({"temperature": 0.7}, set()),
-        ({"top_p": 0.9}, set()),
+        ({}, MISMATCH | {"sampling/frac_corrected"}, "gac"),
+        ({"correction": "none"}, MISMATCH, "gac"),
+        ({"temperature": 0.7}, set(), "gac"),
+        ({"top_p": 0.9}, set(), "gac"),
+        ({}, set(), "dpo"),  # samples from the reference
     ],
 )
-def test_another_engine_is_compared_with_the_weights_that_sampled(task, tmp_path, changes, columns):
+def test_another_engine_is_compared_with_the_weights_that_sampled(
+    task, tmp_path, changes, columns, method
+):
     """If their log-probs are comparable; as in the loss of the steps that reuse rollouts."""
     rollouts = REUSED | {"function": "tests.training.test_keys:echo", **changes}
-    first, reusing = take_steps(Trainer(tiny_config(task, tmp_path, rollouts=rollouts)), 2)
+    trainer = Trainer(tiny_config(task, tmp_path, rollouts=rollouts, method=method))
+    first, reusing = take_steps(trainer, 2)
     assert {key for key in first if key.startswith("sampling/")} == columns
     assert all(reusing[key] == first[key] for key in columns)
 
