@@ -182,8 +182,13 @@ def test_comparison_is_paired_by_prompt(task, tmp_path, monkeypatch):
     assert result["ci95"][0] <= result["difference"] <= result["ci95"][1]
     assert all(row["against"] for row in run_suite(other, tmp_path / "f")["tasks"].values())
     assert "against" not in run_suite(other, tmp_path / "e")["tasks"]["greedy"]
-    with pytest.raises(ConfigError, match="^--against='.*': no samples.jsonl.gz"):
-        run_suite(other, tmp_path)
+    del other.tasks["sampled"]
+    for folder, problem in (
+        ("", "no samples.jsonl.gz"),
+        ("e", r"has results for \['sampled'\], not"),
+    ):
+        with pytest.raises(ConfigError, match=f"^--against='.*': {problem}"):
+            run_suite(other, tmp_path / folder)
 
 
 def answer(index: int, score: float | None, split: str | None = None, of: int = 0) -> Answer:
