@@ -206,12 +206,6 @@ class TrainConfig(Checked):
         if in_loss or not measured:
             why = "if the loss contains the KL" if in_loss else "without monitor_kl_every"
             require_default(self, "kl_sample_size", "kl_sample_size", why)
-        require(
-            not method.keeps_best or bool(self.eval.data.prompts),
-            "eval.data.prompts",
-            self.eval.data.prompts,
-            f"prompts to evaluate: method {method.name!r} keeps the weights of the best accuracy",
-        )
         for name, default in vars(EvalTask()).items():
             if not self.eval.data.prompts and getattr(self.eval, name) != default:
                 raise ValueError(

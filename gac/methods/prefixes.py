@@ -187,8 +187,9 @@ class PrefixRFT(Sum, name="prefix-rft", source="arXiv 2507.01679"):
         order = order[batch.sequence[order].argsort(stable=True)]
         rank = torch.empty_like(order)
         rank[order] = torch.arange(len(order), device=order.device)
-        rank = rank - batch.offsets[batch.sequence]
-        # in float32, 0.6 * 25 is more than 15
-        kept = rank + 1e-3 < self.top * batch.spread(batch.per_sequence(prefix.float()))
+        # 1e-3: in float32, 0.6 * 25 is more than 15
+        kept = rank - batch.offsets[batch.sequence] + 1e-3 < self.top * batch.spread(
+            batch.per_sequence(prefix.float())
+        )
         prefix_loss = -batch.advantages * (tokens.logps - tokens.logps.detach()).exp()
         return torch.where(prefix, torch.where(kept, prefix_loss, 0), tokens.policy_loss)

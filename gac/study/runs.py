@@ -170,7 +170,7 @@ def _summary(config: TrainConfig) -> dict[str, Any]:
     out = Path(config.out)
     rows = [json.loads(line) for line in (out / "eval.jsonl").read_text().splitlines()]
     best = config.method.keeps_best and max(  # the initial model does not count
-        (row for row in rows if row["step"] > 0 and row["accuracy"] is not None),
+        (row for row in rows if row["step"] > 0 and row.get("accuracy") is not None),
         key=lambda row: row["accuracy"],
         default=None,
     )

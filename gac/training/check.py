@@ -191,6 +191,11 @@ def _check_training(config: Any) -> str:
             "eval.data.prompts=%r is also trained on: its accuracy says nothing about new prompts",
             held_out,
         )
+    if main and not held_out and config.method.keeps_best:
+        logger.warning(
+            "method %r keeps the last weights: set eval.data.prompts to select the best by accuracy",
+            config.method.name,
+        )
     rollouts, demos = config.rollouts, config.demo_batch_size
     responses = rollouts.num_prompts * rollouts.num_generations
     tokens = responses * rollouts.max_completion_length

@@ -126,9 +126,8 @@ def test_every_method_declares_its_needs_and_is_on_the_page(task, tmp_path):
     ],
 )
 def test_method_trains_and_resumes_to_the_identical_trajectory(name, task, tmp_path):
-    evaluation = {} if METHODS[name].keeps_best else {"eval": {}}
     config = config_of(
-        name, task, tmp_path / "whole", steps=STEPS, checkpoint_every=STEPS // 2, **evaluation
+        name, task, tmp_path / "whole", eval={}, steps=STEPS, checkpoint_every=STEPS // 2
     )
     uninterrupted = Trainer(config)
     before = [p.detach().clone() for p in uninterrupted.model.parameters()]

@@ -70,8 +70,8 @@ def one_step(
         out,
         method={"name": name, **fields},
         rollouts=rollouts,
+        eval={},
         micro_batch_size=5,
-        **({} if METHODS[name].keeps_best else {"eval": {}}),
         **changes,
     )
     trainer = Trainer(config)
