@@ -193,7 +193,7 @@ def _check_training(config: Any) -> str:
         )
     if main and not held_out and config.method.keeps_best:
         logger.warning(
-            "method %r keeps the last weights: set eval.data.prompts to select the best by accuracy",
+            "method %r keeps the last weights: set eval.data.prompts to select the best ones",
             config.method.name,
         )
     rollouts, demos = config.rollouts, config.demo_batch_size
