@@ -187,8 +187,8 @@ class PrefixRFT(Sum, name="prefix-rft", source="arXiv 2507.01679"):
         order = order[batch.sequence[order].argsort(stable=True)]
         rank = torch.empty_like(order)
         rank[order] = torch.arange(len(order), device=order.device)
-        # 1e-3: in float32, 0.6 * 25 is more than 15
-        kept = rank - batch.offsets[batch.sequence] + 1e-3 < self.top * batch.spread(
+        # in float32, 0.6 * 25 is more than 15
+        kept = rank - batch.offsets[batch.sequence] < self.top * (1 - 1e-6) * batch.spread(
             batch.per_sequence(prefix.float())
         )
         prefix_loss = -batch.advantages * (tokens.logps - tokens.logps.detach()).exp()

@@ -233,7 +233,9 @@ def test_bad_settings(changes, message):
 
 
 def test_a_whole_number_satisfies_a_condition_on_a_float():
-    assert RolloutConfig(engine="vllm", temperature=1, top_p=1, correction="none").correction
+    assert TrainConfig(
+        rollouts=RolloutConfig(engine="vllm", temperature=1, top_p=1, correction="none")
+    )
 
 
 @pytest.mark.parametrize(
