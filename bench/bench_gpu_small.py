@@ -107,7 +107,8 @@ def test_cuda_graph(backend: str, record: Record) -> None:
     graph.replay()
     replayed = loss.item(), captured.clone()
     expected = backward(run, batch).item(), batch.hidden.grad
-    assert replayed[0] == expected[0] and torch.equal(replayed[1], expected[1])
+    assert replayed[0] == expected[0]
+    assert torch.equal(replayed[1], expected[1])
     record.add(
         device=DEVICE.type,
         work="graph",

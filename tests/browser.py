@@ -35,7 +35,8 @@ def problems(pages: list[Path], folder: Path) -> tuple[list[str], list[str]]:
         text=True,
         timeout=300,
     )
-    assert result.returncode == 0 and result.stdout.count("<iframe") == len(cases)
+    assert result.returncode == 0
+    assert result.stdout.count("<iframe") == len(cases)
     found = zip(cases, map(int, re.findall(r'title="(\d+)"', result.stdout)), strict=True)
     return [f"{page.name} at {w}" for (page, w), x in found if x > 0], re.findall(
         r'CONSOLE[^\n]*"(?:Uncaught|Failed|Error)[^\n]*', result.stderr

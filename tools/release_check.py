@@ -70,7 +70,8 @@ def metadata(wheel: Path) -> str:
 def platform_tag(wheel: Path) -> str:
     """The oldest Linux that the native library runs on."""
     found = PLATFORM.search(" ".join(command(tool("auditwheel"), "show", wheel).split()))
-    assert found and found[1].startswith("manylinux"), "auditwheel names no manylinux tag"
+    assert found, "auditwheel names no tag"
+    assert found[1].startswith("manylinux"), "auditwheel names no manylinux tag"
     return f"{found[1]} when built here; .github/workflows/release.yml builds for manylinux_2_28"
 
 

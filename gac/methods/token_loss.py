@@ -195,7 +195,8 @@ def _logits(head: Head, index: Tensor) -> Tensor:
     """[M, V] float32 logits of the tokens at `index` [M]."""
     if head.logits is not None:
         return head.logits.flatten(0, 1)[index].float()
-    assert head.hidden is not None and head.weight is not None  # a head has either these or logits
+    assert head.hidden is not None
+    assert head.weight is not None
     rows = head.hidden.flatten(0, 1)[index]
     logits = torch.nn.functional.linear(rows, head.weight.to(rows.dtype), head.bias).float()
     return head.scaled(logits)

@@ -109,7 +109,8 @@ class _Worker:
 
     def ask(self, pair: AnswerPair) -> str:
         process = self._process = self._process or self._start()
-        assert process.stdin is not None and process.stdout is not None  # both are pipes
+        assert process.stdin is not None
+        assert process.stdout is not None
         try:
             process.stdin.write(json.dumps(pair) + "\n")
             process.stdin.flush()
@@ -125,7 +126,8 @@ class _Worker:
         process, self._process = self._process, None
         if process is None:
             return None
-        assert process.stdin is not None and process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
         with contextlib.suppress(BrokenPipeError):  # the worker died before reading its request
             # closing may not deliver end of file: a forked child can hold the pipe open
             process.stdin.write("\n")

@@ -43,11 +43,11 @@ def test_gpu_linear_bench_runs_on_a_cpu(results, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "cut_cross_entropy", None)
     record = Record()
     best = compare_linear(record, CPU, "tiny", Head(64, 500), 512, seconds=0)
-    assert {GEMMS, HALF, FORWARD, "ours", "eager"} <= best.keys() and all(
-        ms > 0 for ms in best.values()
-    )
+    assert {GEMMS, HALF, FORWARD, "ours", "eager"} <= best.keys()
+    assert all(ms > 0 for ms in best.values())
     rows = {row["provider"]: row for row in record.rows}
-    assert rows["ours"]["logp_error"] < 2e-4 and len(rows["ours"]["errors"]) == 3
+    assert rows["ours"]["logp_error"] < 2e-4
+    assert len(rows["ours"]["errors"]) == 3
     for name in rows.keys() - best.keys():
         assert rows[name]["not_run"], f"{name} was not run, and its row gives no reason"
 
@@ -58,9 +58,8 @@ def test_gpu_logits_bench_runs_on_a_cpu(results, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "trl.kernels.logprob_entropy", None)
     record = Record()
     best = bench_gpu_logits.compare(record, CPU, "tiny", 512, 300, bandwidth=10.0, seconds=0)
-    assert {"copy", "eager"} <= best.keys() and all(
-        "ms" in row or row["not_run"] for row in record.rows
-    )
+    assert {"copy", "eager"} <= best.keys()
+    assert all("ms" in row or row["not_run"] for row in record.rows)
 
 
 def test_a_failing_step_is_excluded_with_its_error() -> None:
@@ -84,7 +83,8 @@ def test_a_provider_with_wrong_gradients_is_excluded(
     )
     record = Record()
     best = compare_linear(record, CPU, "tiny", Head(32, 100), 512, seconds=0)
-    assert best.keys() >= {GEMMS, "eager"} and not best.keys() & {"ours", HALF, FORWARD}
+    assert best.keys() >= {GEMMS, "eager"}
+    assert not best.keys() & {"ours", HALF, FORWARD}
     rows = {row["provider"]: row for row in record.rows}
     assert rows["ours"]["not_run"].startswith("gradients are off by")
     assert "ours is skipped" in capsys.readouterr().out
@@ -97,11 +97,9 @@ def test_a_loss_with_wrong_gradients_is_excluded(results, monkeypatch: pytest.Mo
     monkeypatch.setattr(bench_gpu_logits, "losses", lambda _: (wrong, {}))
     record = Record()
     best = bench_gpu_logits.compare(record, CPU, "tiny", 512, 300, bandwidth=10.0, seconds=0)
-    assert (
-        best.keys() == {"copy", "copycat"}
-        and record.rows[-1]["provider"] == "eager"
-        and "not" in record.rows[-1]["not_run"]
-    )
+    assert best.keys() == {"copy", "copycat"}
+    assert record.rows[-1]["provider"] == "eager"
+    assert "not" in record.rows[-1]["not_run"]
 
 
 def test_splits_that_can_hold_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +110,8 @@ def test_splits_that_can_hold_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
         chosen.append(bench_gpu_logits.cuda.split(1, torch.float32, keep_row=True))
 
     halves = bench_gpu_logits.splits(run, 152064, torch.bfloat16)
-    assert "8 blocks x 9 tiles" in halves and "2 blocks x 28 tiles" in halves
+    assert "8 blocks x 9 tiles" in halves
+    assert "2 blocks x 28 tiles" in halves
     floats = bench_gpu_logits.splits(run, 152064, torch.float32)
     assert floats.keys() == {"4 blocks x 28 tiles", "8 blocks x 14 tiles", "8 blocks x 28 tiles"}
     floats["8 blocks x 14 tiles"]()
@@ -123,7 +122,8 @@ def test_unsupported_gemms_are_reported() -> None:
     """CPUs have no bfloat16 GEMM with float32 output."""
     record = Record()
     speeds = gemm_probe.probe(record, "tiny", Head(16, 48), 8, CPU, seconds=0)
-    assert speeds["dX, bfloat16"] > 0 and len(record.rows) == 7
+    assert speeds["dX, bfloat16"] > 0
+    assert len(record.rows) == 7
     assert all("ms" in row or row["not_run"] for row in record.rows)
 
 
@@ -196,8 +196,7 @@ def test_table_contains_the_measured_values(results) -> None:
     text = table.gpu_table(table.newest("cuda"))
     assert "| 2048 |" not in text, "shapes that were not measured must not get a table row"
     assert "logits: not measured; run `python -m pytest bench/bench_gpu_logits.py`." in text
-    assert "| CCE (2026-01-01) | 60.00 | 1.20x |" in text and text.count(peer["provider"]) == 1
-    assert (
-        "| TRL chunked_logprob | 60.00 | 1.50x |" in text
-        and "| Qwen2.5-7B | 8192 | 40.00 | 670 | 1.05x | 0.68x | 991 |" in text
-    )
+    assert "| CCE (2026-01-01) | 60.00 | 1.20x |" in text
+    assert text.count(peer["provider"]) == 1
+    assert "| TRL chunked_logprob | 60.00 | 1.50x |" in text
+    assert "| Qwen2.5-7B | 8192 | 40.00 | 670 | 1.05x | 0.68x | 991 |" in text

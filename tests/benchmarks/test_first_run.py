@@ -39,11 +39,11 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def test_every_part_fits_in_ten_minutes_and_all_in_25() -> None:
-    assert first_run.PART_SECONDS <= 565 and first_run.TOTAL_SECONDS <= 25 * 60
+    assert first_run.PART_SECONDS <= 565
+    assert first_run.TOTAL_SECONDS <= 25 * 60
     steps = [step for part in first_run.PARTS.values() for step in part]
-    assert sum(step.seconds for step in steps) <= first_run.TOTAL_SECONDS and len(
-        {step.name for step in steps}
-    ) == len(steps)
+    assert sum(step.seconds for step in steps) <= first_run.TOTAL_SECONDS
+    assert len({step.name for step in steps}) == len(steps)
     for part in first_run.PARTS.values():
         assert sum(step.seconds for step in part) <= first_run.PART_SECONDS
 
@@ -122,7 +122,8 @@ def test_a_failed_step_does_not_stop_the_others(
         [rows.name, "part-9-logs.zip", "part-9-summary.txt"]
     )
     with zipfile.ZipFile(out / "part-9-logs.zip") as logs:
-        assert logs.read("1-fails.txt") == b"why\n" and len(logs.read("3-writes.txt")) > 100_000
+        assert logs.read("1-fails.txt") == b"why\n"
+        assert len(logs.read("3-writes.txt")) > 100_000
     summary = (out / "part-9-summary.txt").read_text()
     assert [line.split(":")[0] for line in summary.splitlines()] == list(outcomes)
 
@@ -232,7 +233,8 @@ def test_skipped_tests_are_not_reported_as_done(
 def test_a_run_out_of_time_reports_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "_session", lambda *_: [{"began": "a::b"}])
     outcome = watchdog.run([], limit=1, seconds=0)
-    assert outcome.hung == ["a::b"] and outcome.incomplete
+    assert outcome.hung == ["a::b"]
+    assert outcome.incomplete
 
 
 @pytest.mark.full(reason="traces the linear loss in another process")
@@ -249,4 +251,5 @@ def test_dry_run_of_a_part(tmp_path: Path) -> None:
     )
     assert result.returncode == 0, result.stdout
     lines = (tmp_path / "part-3-summary.txt").read_text().splitlines()
-    assert len(lines) == len(first_run.PARTS[3]) and "trace, 7B: done" in "\n".join(lines)
+    assert len(lines) == len(first_run.PARTS[3])
+    assert "trace, 7B: done" in "\n".join(lines)

@@ -54,7 +54,8 @@ def test_help_and_usage_errors_import_no_large_package(arguments):
     )
     assert "usage: gac" in done.stdout + done.stderr
     loaded = set(done.stderr.splitlines()[-1].split())
-    assert "gac.cli" in loaded and not loaded & LARGE
+    assert "gac.cli" in loaded
+    assert not loaded & LARGE
 
 
 @pytest.mark.parametrize(
@@ -71,7 +72,8 @@ def test_command_help_documents_every_configuration_key(capsys, command, keys):
         cli.main([command, "--help"])
     text = capsys.readouterr().out
     usage = text.splitlines()[0]
-    assert usage.index("CONFIG.yaml") < usage.index("--set") and "--set KEY=VALUE" in text
+    assert usage.index("CONFIG.yaml") < usage.index("--set")
+    assert "--set KEY=VALUE" in text
     for key in keys:
         assert f"\n{key}" in text
     undocumented = [
@@ -86,7 +88,8 @@ def test_methods_lists_all_and_explains_one(capsys):
     assert cli.main(["methods"]) == cli.OK
     text = capsys.readouterr().out
     for name, method in METHODS.items():
-        assert f"\n  {name} " in text and method.family in text
+        assert f"\n  {name} " in text
+        assert method.family in text
     assert cli.main(["methods", "gac"]) == cli.OK
     assert (
         "method.ema_decay: float = 0.99 (only with ema=state or ema=literal)\n    "
@@ -101,7 +104,8 @@ def test_report_prints_the_tables_and_writes_the_page(tmp_path, capsys):
     assert cli.main(["report", os.path.relpath(runs[0]), str(runs[1])]) == cli.OK
     text = capsys.readouterr().out
     # the folder common to both
-    assert "25.0" in text and str(tmp_path / "report.html") in text
+    assert "25.0" in text
+    assert str(tmp_path / "report.html") in text
     assert (tmp_path / "plots" / "overview.png").is_file()
     assert cli.main(["report", str(tmp_path), "--out", str(tmp_path / "other")]) == cli.OK
     assert (tmp_path / "other" / "report.html").is_file()
@@ -111,7 +115,8 @@ def test_set_takes_one_or_several_and_may_be_repeated():
     options = cli.make_parser().parse_args(
         ["train", "a.yaml", "--set", "steps=1", "seed=2", "--set", "method=grpo", "--no-resume"]
     )
-    assert options.set == ["steps=1", "seed=2", "method=grpo"] and options.resume is False
+    assert options.set == ["steps=1", "seed=2", "method=grpo"]
+    assert options.resume is False
     config = load(TrainConfig, {}, options.set)
     assert (config.steps, config.seed, config.method) == (1, 2, METHODS["grpo"]())
 

@@ -116,13 +116,13 @@ def test_eval(tmp_path: Path, monkeypatch: Any, capsys: Any, rank: str) -> None:
     config.write_text("tasks: {a: {data: {prompts: x.jsonl}}}\n")
     assert cli.main(["eval", str(config), "--against", "old"]) == cli.OK
     ((suite, against),) = run_suite
-    assert [*suite.tasks] == ["a"] and against == Path("old") and len(evaluate) == 1
+    assert [*suite.tasks] == ["a"]
+    assert against == Path("old")
+    assert len(evaluate) == 1
     assert capsys.readouterr().out == ("table of results\n" if rank == "0" else "")
-    assert (
-        sys.path[-1] == str(tmp_path)
-        and cli.main(["eval", "--against", "old"]) == cli.OK
-        and evaluate[-1][1] == Path("old")
-    )
+    assert sys.path[-1] == str(tmp_path)
+    assert cli.main(["eval", "--against", "old"]) == cli.OK
+    assert evaluate[-1][1] == Path("old")
     assert logging.getLogger("gac").isEnabledFor(logging.INFO) == (rank == "0")
 
 
@@ -136,9 +136,8 @@ def test_eval(tmp_path: Path, monkeypatch: Any, capsys: Any, rank: str) -> None:
 )
 def test_export(monkeypatch: Any, capsys: Any, options: list[str], expected: Any) -> None:
     calls = fake(monkeypatch, "gac.training.export.export_run", "a/checkpoint")
-    assert cli.main(["export", "a", "b", *options]) == cli.OK and calls == [
-        (Path("a"), Path("b"), *expected)
-    ]
+    assert cli.main(["export", "a", "b", *options]) == cli.OK
+    assert calls == [(Path("a"), Path("b"), *expected)]
     assert capsys.readouterr().out == "a/checkpoint -> b\n"
     with pytest.raises(SystemExit):
         cli.main(["export", "a", "b", "--checkpoint", "last"])
@@ -149,8 +148,11 @@ def test_methods(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     assert cli.main(["methods", "dr-grpo"]) == cli.OK
     text = capsys.readouterr().out
-    assert text.startswith("dr-grpo: ") and text.endswith("\n\nIt has no hyperparameters.\n")
-    assert "  " not in text and text.count("\n") == 3 and sys.path[-1] == str(tmp_path)
+    assert text.startswith("dr-grpo: ")
+    assert text.endswith("\n\nIt has no hyperparameters.\n")
+    assert "  " not in text
+    assert text.count("\n") == 3
+    assert sys.path[-1] == str(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +188,8 @@ def test_arguments(
     code: int,
 ) -> None:
     calls = fake(monkeypatch, f"gac{function}", 1)
-    assert cli.main(command.split()) == code and calls == [expected]
+    assert cli.main(command.split()) == code
+    assert calls == [expected]
     assert capsys.readouterr().out == ("" if code else "1\n")
 
 
@@ -206,7 +209,8 @@ def test_tracebacks(capsys: Any, variable: str | None, arguments: list[str], sho
         os.environ["GAC_DEBUG"] = variable
     assert cli.main(arguments) == cli.USAGE
     error = capsys.readouterr().err
-    assert error.startswith("Traceback") == shown and "gac: method.name: unknown name 'x'" in error
+    assert error.startswith("Traceback") == shown
+    assert "gac: method.name: unknown name 'x'" in error
 
 
 def test_interrupts_and_closed_pipes(monkeypatch: Any, capsys: Any) -> None:
@@ -262,13 +266,18 @@ def test_only_the_first_process_of_a_job_reports_an_error(monkeypatch: Any, caps
     monkeypatch.setattr("torch.distributed.TCPStore", Store)
     os.environ["WORLD_SIZE"] = "2"
     os.environ.pop("MASTER_PORT", None)
-    assert reports() and reports() and not stores
+    assert reports()
+    assert reports()
+    assert not stores
     os.environ |= {"MASTER_ADDR": "host", "MASTER_PORT": "29"}
     assert [reports(), reports(), reports("y"), reports("y")] == [True, False, True, False]
     os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
-    assert [reports(), reports()] == [True, False] and set(stores) == {("host", 29, 5.0)}
+    assert [reports(), reports()] == [True, False]
+    assert set(stores) == {("host", 29, 5.0)}
     os.environ["WORLD_SIZE"] = "1"
-    assert reports() and reports()
+    assert reports()
+    assert reports()
     os.environ["WORLD_SIZE"] = "2"
     fake(monkeypatch, "torch.distributed.TCPStore", RuntimeError("the launcher has exited"))
-    assert reports() and reports()
+    assert reports()
+    assert reports()

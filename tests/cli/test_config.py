@@ -124,7 +124,8 @@ def test_yaml_value_becomes_the_annotated_type(tmp_path, text, key, expected):
     path = tmp_path / "run.yaml"
     path.write_text(f"model: m\n{text}\n")
     value = getattr(load(Config, path), key)
-    assert value == expected and type(value) is type(expected)
+    assert value == expected
+    assert type(value) is type(expected)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +163,8 @@ def test_yaml_value_becomes_the_annotated_type(tmp_path, text, key, expected):
 )
 def test_override_text_becomes_the_annotated_type(override, key, expected):
     config = build({"reward": "math"}, override)
-    assert getattr(config, key) == expected and type(getattr(config, key)) is type(expected)
+    assert getattr(config, key) == expected
+    assert type(getattr(config, key)) is type(expected)
 
 
 def test_nested_keys_override_the_parents_default_not_the_class_default():
@@ -209,7 +211,8 @@ def test_round_trip_through_a_file(tmp_path):
     for written in (build(), config):
         save(written, path)
         assert load(Config, path) == written
-    assert load(Config, dump(config)) == config and list(path.parent.iterdir()) == [path]
+    assert load(Config, dump(config)) == config
+    assert list(path.parent.iterdir()) == [path]
     assert dump(config)["method"]["name"] == "mixed"
 
     class Local(Method):
@@ -288,7 +291,8 @@ def test_file_errors_name_the_file(tmp_path):
         path.write_text(text)
         with pytest.raises(ConfigError) as caught:
             load(Config, path)
-        assert str(caught.value).startswith(f"{path}: ") and part in str(caught.value)
+        assert str(caught.value).startswith(f"{path}: ")
+        assert part in str(caught.value)
     path.write_bytes(b"a: \xff")
     with pytest.raises(ConfigError, match="not valid YAML: .* can't decode"):
         load(Config, path)
@@ -304,7 +308,8 @@ def test_a_file_is_replaced_when_the_new_one_is_complete(tmp_path, monkeypatch):
     path.write_text("old")
     monkeypatch.setattr(Path, "replace", record)
     save_text(path, "new ü")
-    assert seen == [("new ü", "old")] and path.read_bytes() == "new ü".encode()
+    assert seen == [("new ü", "old")]
+    assert path.read_bytes() == "new ü".encode()
 
 
 def test_yaml_text_reads_back_what_it_writes():
@@ -392,7 +397,8 @@ x.long: one of the names below = {82 * "x"}
 
 
 def test_describe_shows_types_defaults_and_field_docs():
-    assert describe(Config) == HELP and describe(Wide, "x") == HELP_OF_WIDE
+    assert describe(Config) == HELP
+    assert describe(Wide, "x") == HELP_OF_WIDE
 
 
 def half(step: int) -> float:

@@ -75,7 +75,8 @@ def test_torchrun_restarts_after_a_killed_rank_with_the_same_metrics(task, tmp_p
     kill_at = tmp_path / "b" / "checkpoints" / "step-00000004"
     code, output = run_job(torchrun("--max-restarts", "1"), killed, KILL_AT=str(kill_at))
     assert code == 0, output
-    assert metrics(tmp_path / "b") == metrics(tmp_path / "a") and "resumed from" in output
+    assert metrics(tmp_path / "b") == metrics(tmp_path / "a")
+    assert "resumed from" in output
     assert re.search(r"local_rank: 1\b|rank 1 is not responding", output)
 
 
@@ -93,10 +94,8 @@ def test_accelerate_launch_export_and_replay(task, tmp_path, capsys):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
-    assert (
-        all(torch.isfinite(p).all() for p in model.parameters())
-        and cli.main(["replay", str(tmp_path / "run")]) == cli.USAGE
-    )
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    assert cli.main(["replay", str(tmp_path / "run")]) == cli.USAGE
     assert re.search("no saved step: .*RUN/replay", capsys.readouterr().err)
 
 
@@ -114,6 +113,7 @@ def test_the_slurm_script_starts_a_valid_command(task, tmp_path, capsys):
     printed = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=60, check=True
     ).stdout.split()
-    assert "--rdzv-endpoint=node-a:29500" in printed and "--nnodes=2" in printed
+    assert "--rdzv-endpoint=node-a:29500" in printed
+    assert "--nnodes=2" in printed
     assert cli.main(["check", *printed[printed.index("train") + 1 :]]) == 0
     assert "steps: 3, each with" in capsys.readouterr().out

@@ -395,10 +395,12 @@ def test_a_mistake_has_a_one_line_answer(results, number):
     code, out, err, torch = results[number]
     assert code in (1, 2, 130), code
     *rest, last = err.splitlines()
-    assert ANSWERS[number] in last and last.startswith("gac"), err
+    assert ANSWERS[number] in last, err
+    assert last.startswith("gac"), err
     assert "Traceback" not in err
     if number < len(EARLY):
-        assert not torch and out == ""
+        assert not torch
+        assert out == ""
         assert not rest or rest[0].startswith("usage: ")
 
 
@@ -413,7 +415,8 @@ def test_a_signal_before_the_first_step(project, prefix, line):
         text=True,
         timeout=60,
     )
-    assert done.returncode == 130 and done.stderr.startswith("gac: interrupted (")
+    assert done.returncode == 130
+    assert done.stderr.startswith("gac: interrupted (")
     assert f"stops.py, line {line});" in done.stderr
 
 
@@ -428,7 +431,9 @@ def test_a_signal_before_the_first_step(project, prefix, line):
 def test_check_trains_nothing(project, changes, warning):
     changes = ["optim.warmup_steps=31", *changes]
     ((code, out, err, torch),) = run(project, ["check", "first/run.yaml", "--set", *changes])
-    assert code == 0 and not torch and out.endswith("\nAll checks passed.\n")
+    assert code == 0
+    assert not torch
+    assert out.endswith("\nAll checks passed.\n")
     assert "optim.warmup_steps=31: the learning rate never reaches" in err
     for line in (
         "model.path: 0.315 million parameters; training takes 0.005 GB",
@@ -436,4 +441,5 @@ def test_check_trains_nothing(project, changes, warning):
         "reward: 1.0 for the demonstration of the first row\n",
         "steps: 30, each with 128 responses (at most 1,024 tokens) and 32 demonstrations",
     ):
-        assert line in out and warning in err
+        assert line in out
+        assert warning in err

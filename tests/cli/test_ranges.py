@@ -208,7 +208,8 @@ def test_sketches_have_a_power_of_two_of_buckets() -> None:
 @pytest.mark.parametrize(("call", "_", "names"), [*CONTROL, *CONTROL_COUNTS])
 def test_texts_and_booleans_are_not_numbers(call, _, names: str) -> None:
     for name in names.split():
-        assert not accepts(call, name, "0.5") and not accepts(call, name, True), name
+        assert not accepts(call, name, "0.5"), name
+        assert not accepts(call, name, True), name
 
 
 @pytest.mark.parametrize("name", ["mu", "alpha"])
@@ -223,8 +224,10 @@ def test_limits_are_ordered_and_contain_the_first_value(name: str) -> None:
         True,
         True,
         False,
-    ] and not accepts(limited, init, "0.3")
-    assert accepts(limited, low, 0.6) and not accepts(limited, low, 0.61)
+    ]
+    assert not accepts(limited, init, "0.3")
+    assert accepts(limited, low, 0.6)
+    assert not accepts(limited, low, 0.61)
 
 
 def test_a_batch_of_tokens_holds_the_rollouts_of_a_prompt() -> None:

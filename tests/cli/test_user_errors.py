@@ -73,23 +73,24 @@ def test_hub_models(task, tmp_path, capsys, monkeypatch):
         server.server_close()
     # the server is down now, as on a machine without a network
     text = error_line(capsys, *train_command(task, tmp_path, "model.path=firm/model"))
-    assert "cannot be reached" in text and "give the folder of a model" in text
+    assert "cannot be reached" in text
+    assert "give the folder of a model" in text
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     text = error_line(capsys, *train_command(task, tmp_path, "model.path=firm/model"))
     assert "HF_HUB_OFFLINE forbids" in text
 
 
 def test_user_message_and_exit_code():
-    assert user_message(RunError("two\n  lines")) == ("two lines", 1) and user_message(
-        ConfigError("x")
-    ) == ("x", 2)
+    assert user_message(RunError("two\n  lines")) == ("two lines", 1)
+    assert user_message(ConfigError("x")) == ("x", 2)
     assert user_message(OSError(28, "No space left on device")) == (
         "no space left on device: free some space and rerun the command",
         1,
     )
     denied = PermissionError(13, "Permission denied", "a/b")
     assert user_message(denied) == ("a/b: Permission denied", 2)
-    assert user_message(ValueError("x")) is None and user_message(ConnectionError("x")) is None
+    assert user_message(ValueError("x")) is None
+    assert user_message(ConnectionError("x")) is None
 
 
 def test_setup_errors_become_user_errors():

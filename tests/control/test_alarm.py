@@ -69,7 +69,8 @@ def test_stream(name):
 def test_two_bad_batches_raise_the_alarm_and_two_good_ones_clear_it():
     good = noisy(0.4, 30, spread=0.02)
     assert changes(good + [3.0] * 10 + noisy(0.4, 9, spread=0.02)) == [31, 41]
-    assert changes([*good, 3.0, *good, 3.0, *good]) == [] and changes(good + [3.0] * 200) == [31]
+    assert changes([*good, 3.0, *good, 3.0, *good]) == []
+    assert changes(good + [3.0] * 200) == [31]
     # one good batch among the bad ones does not clear it
     assert changes([*good, 3.0, 3.0, 0.4, 3.0, 3.0, 3.0]) == [31]
     assert changes(noisy(3.0, 40, spread=0.3) + good) == []  # a fall raises no alarm
@@ -77,8 +78,10 @@ def test_two_bad_batches_raise_the_alarm_and_two_good_ones_clear_it():
 
 def test_small_changes_and_early_losses_are_ignored():
     # the first without noise, but within 2 typical errors
-    assert changes([1.0] * 50 + [1.09] * 50) == [] and changes([1.0] * 50 + [1.3] * 50) == [51]
-    assert changes([1.0] * 8 + [5.0] * 9) == [] and changes([1.0] * 10 + [5.0] * 9) == [11]
+    assert changes([1.0] * 50 + [1.09] * 50) == []
+    assert changes([1.0] * 50 + [1.3] * 50) == [51]
+    assert changes([1.0] * 8 + [5.0] * 9) == []
+    assert changes([1.0] * 10 + [5.0] * 9) == [11]
     assert changes([1.0] * 5 + [9.0] * 2, warmup=5) == [6]
     assert changes([1.0] * 50 + [9.0] * 2, threshold=5.1) == []
     assert changes([1.0] * 50 + [1.3] * 2, min_scale=0.1) == []  # 3 typical errors each
@@ -194,24 +197,21 @@ def test_a_step_by_hand(before: AlarmState, loss: float, changes: dict) -> None:
 
 def test_sizes_are_relative_to_the_absolute_level():
     """A 3% rise from a level of -10 is small."""
-    assert (
-        changes([-10.0] * 40 + [-9.7] * 40) == []
-        and changes([-10.0] * 40 + [-6.0] * 3) == [41]
-        and changes([0.0] * 40 + [1.0] * 3) == [41]
-    )
+    assert changes([-10.0] * 40 + [-9.7] * 40) == []
+    assert changes([-10.0] * 40 + [-6.0] * 3) == [41]
+    assert changes([0.0] * 40 + [1.0] * 3) == [41]
 
 
 def test_the_reference_is_frozen_while_the_alarm_is_on():
     before = state_after([1.0] * 40)
     on = state_after([1.0] * 40 + [2.0] * 2 + [5.0] * 20)
-    assert (
-        on.suspect
-        and (on.level, on.scale) == (before.level, before.scale)
-        and on.shifted == 2
-        and on.num_losses == 21
-    )
+    assert on.suspect
+    assert (on.level, on.scale) == (before.level, before.scale)
+    assert on.shifted == 2
+    assert on.num_losses == 21
     off = state_after([1.0] * 40 + [2.0] * 20 + [1.0] * 2)
-    assert not off.suspect and off.level == before.level
+    assert not off.suspect
+    assert off.level == before.level
 
 
 def test_demonstrations_that_the_policy_learns_meanwhile_are_used_again():
@@ -219,9 +219,11 @@ def test_demonstrations_that_the_policy_learns_meanwhile_are_used_again():
     losses = [1.0] * 40 + [3.0] * 2 + [1.7] * 5
     assert changes([1.0] * 40 + [3.0] * 2 + [2.1] * 60) == [41]
     steps = changes(losses + [4.0] * 5)
-    assert steps[0] == 41 and len(steps) == 2  # and the jump after it falls into the warm-up
+    assert steps[0] == 41
+    assert len(steps) == 2
     state = state_after(losses)
-    assert not state.suspect and state.level == pytest.approx(1.7)
+    assert not state.suspect
+    assert state.level == pytest.approx(1.7)
 
 
 def test_a_level_that_lasted_and_ended_is_another_source():
@@ -245,7 +247,8 @@ def test_losses_of_demonstrations_outvote_outliers():
         state, _ = alarm.update(state, None, [0.9, 1.0, 1.0, 1.0, 1.1])
     for _ in range(9):  # one of five demonstrations is extreme
         state, changed = alarm.update(state, 20.0, [0.9, 1.0, 1.0, 99.0, 1.1])
-        assert not changed and not state.suspect
+        assert not changed
+        assert not state.suspect
     for expected in (False, True):  # three of five have changed
         state, changed = alarm.update(state, 1.0, [0.9, 3.0, 3.0, 3.0, 1.1])
         assert changed == expected
@@ -265,10 +268,12 @@ def test_a_rise_closes_the_gate_immediately_and_agreement_opens_it():
     controller = controller_with_alarm(max_step=0.1)
     for loss in noisy(0.4, 20):
         mu = controller.update(alignment=AGREE, demo_loss=loss)
-    assert mu == 0.6 and controller.trust == 1.0
+    assert mu == 0.6
+    assert controller.trust == 1.0
     controller.update(demo_loss=3.0)
     assert controller.update(demo_loss=3.0) == 0.0  # regardless of max_step
-    assert controller.trust == 0.0 and controller.state.demos_suspect
+    assert controller.trust == 0.0
+    assert controller.state.demos_suspect
     faint = AGREE._replace(inner=0.05)
     assert controller.update(alignment=faint, demo_loss=3.1) == pytest.approx(0.6 * 0.15)
     assert controller.update(alignment=faint._replace(inner=-0.01), demo_loss=3.0) == 0.0
@@ -280,11 +285,9 @@ def test_a_falling_loss_clears_the_suspicion():
     controller = controller_with_alarm(max_step=1.0)
     for loss in [*noisy(0.4, 20), *noisy(3.0, 20)]:
         controller.update(demo_loss=loss)
-    assert (
-        controller.state.demos_suspect
-        and controller.mu == 0.0
-        and controller.update(demo_loss=0.4) == 0.0
-    )
+    assert controller.state.demos_suspect
+    assert controller.mu == 0.0
+    assert controller.update(demo_loss=0.4) == 0.0
     # trust is 0.6 at mean cosine 0
     assert controller.update(demo_loss=0.4) == pytest.approx(0.6 * 0.6)
     assert not controller.state.demos_suspect
@@ -296,7 +299,8 @@ def test_suspect_demos_close_the_gate_before_the_first_measurement():
         controller.update(demo_loss=loss, demo_losses=[loss])
     controller.update(demo_loss=0.4, demo_losses=[4.0])
     assert controller.update(demo_loss=0.4, demo_losses=[4.0]) == 0.0
-    assert controller.state.gate is None and controller.trust == 0.0
+    assert controller.state.gate is None
+    assert controller.trust == 0.0
 
 
 def test_state_round_trips_json():
@@ -305,7 +309,8 @@ def test_state_round_trips_json():
         controller.update(alignment=AGREE, demo_loss=loss)
     restored = controller_with_alarm()
     restored.load_state_dict(json.loads(json.dumps(controller.state_dict())))
-    assert restored.state == controller.state and restored.state.demos_suspect
+    assert restored.state == controller.state
+    assert restored.state.demos_suspect
     for loss in (2.9, 0.4, 0.4):
         assert restored.update(demo_loss=loss) == controller.update(demo_loss=loss)
     state = controller.state.alarm._replace(sources=(0.5, 2.0), extremes=3)
@@ -391,9 +396,11 @@ def test_run_detects_demonstrations_that_turn_bad(tmp_path, caplog):
     assert [row["step"] for row in rows if row["demos_suspect"]] == [43, 44]
     assert rows[40]["demo_loss"] > 2 * rows[39]["demo_loss"]
     warnings = [line for line in caplog.messages if "demonstration loss jumped" in line]
-    assert len(warnings) == 1 and warnings[0].startswith("step 43: ")
+    assert len(warnings) == 1
+    assert warnings[0].startswith("step 43: ")
     # a step's mu depends on the previous step's loss
-    assert rows[39]["mu"] > 0 and rows[42]["mu"] == 0.0
+    assert rows[39]["mu"] > 0
+    assert rows[42]["mu"] == 0.0
 
 
 def test_guarded_needs_only_the_losses():
@@ -406,7 +413,8 @@ def test_guarded_needs_only_the_losses():
         mus.append(mix.mu)
         last = Observation(step + 1, demo_loss=loss)
     state, mix = method.mix(state, last)
-    assert mus == [0.3] * 17 + [0.0] * 16 and mix.mu == 0.3
+    assert mus == [0.3] * 17 + [0.0] * 16
+    assert mix.mu == 0.3
     assert method.report(state) == {"demos_suspect": 0.0}
 
 
@@ -419,7 +427,8 @@ def test_guarded_works_in_the_mixer(caplog):
         nll = torch.full_like(MOMENTS.demo_nll, loss)
         mixer.observe(dataclasses.replace(MOMENTS, demo_nll=nll))
         row = mixer.close()
-    assert row["mu"] == 0.4 and mixer.mu == 0.0
+    assert row["mu"] == 0.4
+    assert mixer.mu == 0.0
     (line,) = caplog.messages
     assert re.match("step 15: .* jumped to 4: .* use a method without an alarm", line)
     restored = Mixer(METHODS["guarded"](), rows=8, batch=2)

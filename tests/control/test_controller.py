@@ -81,14 +81,13 @@ def test_default_first_steps_by_hand() -> None:
     )
     alpha = 0.7 * math.exp(0.2)
     target = (alpha + 0.9) / 2.0
-    assert (
-        controller.alpha == pytest.approx(alpha, abs=1e-15)
-        and controller.mu_star == pytest.approx(target, abs=1e-15)
-        and controller.prior == 0.85
-    )
+    assert controller.alpha == pytest.approx(alpha, abs=1e-15)
+    assert controller.mu_star == pytest.approx(target, abs=1e-15)
+    assert controller.prior == 0.85
     assert controller.state.mu_ada == pytest.approx(0.495 + 0.01 * target, abs=1e-15)
     controller.update(kl=5.0)  # t = 1 is not a refresh step: alpha and the KL average do not change
-    assert controller.alpha == pytest.approx(alpha, abs=1e-15) and controller.state.kl == 0.04
+    assert controller.alpha == pytest.approx(alpha, abs=1e-15)
+    assert controller.state.kl == 0.04
     for call, wrong, message in (
         (GuidedController, {}, r"config is a dict: use ControllerConfig\("),
         (controller.update, (1.0, 2.0, 3.0), r"signals is a tuple: use moments.signals\("),
@@ -114,7 +113,8 @@ def test_nan_kl_changes_nothing_and_without_an_ema_mu_star_is_blended() -> None:
     controller = GuidedController(ControllerConfig(alpha_every="step"))
     for kl in (None, math.nan, math.inf):
         controller.update(kl=kl)
-    assert controller.alpha == 0.7 and controller.state.kl is None
+    assert controller.alpha == 0.7
+    assert controller.state.kl is None
     controller = GuidedController(
         ControllerConfig(ema="none", prior_blend=1.0, max_step=1.0, signal_decay=0.0)
     )
@@ -225,7 +225,8 @@ def test_without_kl_alpha_falls_to_its_floor_in_seven_updates() -> None:
     for _ in range(7):
         controller.update(kl=0.0)
         alphas.append(controller.alpha)
-    assert alphas[5] == pytest.approx(0.7 * math.exp(-1.8), abs=1e-12) and alphas[6] == 0.1
+    assert alphas[5] == pytest.approx(0.7 * math.exp(-1.8), abs=1e-12)
+    assert alphas[6] == 0.1
 
 
 @properties
@@ -283,11 +284,10 @@ def test_cap_and_ranges_hold_on_every_step(config: ControllerConfig, history) ->
     for signals, kl in history:
         before = controller.mu
         mu = controller.update(signals, kl)
-        assert config.mu_min <= mu <= config.mu_max and abs(mu - before) <= config.max_step + 1e-15
-        assert (
-            config.alpha_min <= controller.alpha <= config.alpha_max
-            and 0 <= controller.mu_star <= 1
-        )
+        assert config.mu_min <= mu <= config.mu_max
+        assert abs(mu - before) <= config.max_step + 1e-15
+        assert config.alpha_min <= controller.alpha <= config.alpha_max
+        assert 0 <= controller.mu_star <= 1
 
 
 @settings(properties, max_examples=60)
@@ -373,7 +373,8 @@ def test_a_damaged_checkpoint_is_rejected_and_changes_nothing(damage, message: s
     before: ControllerState = controller.state
     with pytest.raises(ValueError) as error:
         controller.load_state_dict(controller.state_dict() | damage)
-    assert message in str(error.value) and controller.state == before
+    assert message in str(error.value)
+    assert controller.state == before
 
 
 def test_every_entry_of_a_checkpoint_is_restored_as_a_number() -> None:
@@ -398,4 +399,5 @@ def test_every_entry_of_a_checkpoint_is_restored_as_a_number() -> None:
 def test_documentation_examples_are_correct() -> None:
     page = Path(__file__).resolve().parents[2] / "docs" / "controller.md"
     result = doctest.testfile(str(page), module_relative=False)
-    assert result.attempted >= 10 and result.failed == 0
+    assert result.attempted >= 10
+    assert result.failed == 0

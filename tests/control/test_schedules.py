@@ -35,9 +35,8 @@ def test_without_a_decay_the_value_is_constant_or_drops_at_once() -> None:
 def test_a_ramp_ends_exactly() -> None:
     for shape in ("linear", "cosine"):
         assert [ramp(x, 0.9, 0.05, shape) for x in (-1.0, 0.0, 1.0, 2.0)] == [0.9, 0.9, 0.05, 0.05]
-    assert ramp(0.25, 0.9, 0.1, "linear") == pytest.approx(0.7) and ramp(
-        0.25, 0.9, 0.1
-    ) == pytest.approx(0.5 + 0.4 * math.sqrt(0.5))
+    assert ramp(0.25, 0.9, 0.1, "linear") == pytest.approx(0.7)
+    assert ramp(0.25, 0.9, 0.1) == pytest.approx(0.5 + 0.4 * math.sqrt(0.5))
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,8 @@ def moments(seed: int) -> TokenMoments:
 def test_proxies_are_the_loss_statistics() -> None:
     reading, _ = ProxySignals(trim=0.2).read(Evidence(0, moments(0)), {})
     assert reading.signals == moments(0).signals(0.2) != moments(0).signals(0.0)
-    assert reading.corrections is None and not any(ProxySignals().needs)
+    assert reading.corrections is None
+    assert not any(ProxySignals().needs)
 
 
 def test_gradient_moments_equal_direct_computation() -> None:
@@ -65,7 +66,9 @@ def test_paired_covariance_equals_direct_computation() -> None:
 def test_one_micro_batch_has_no_variance() -> None:
     gradients = torch.randn(3, 4, dtype=torch.float64)
     sft, rl, gap = gradient_moments(gradients @ gradients.T, 1).signals
-    assert math.isnan(sft) and math.isfinite(rl) and math.isnan(gap)
+    assert math.isnan(sft)
+    assert math.isfinite(rl)
+    assert math.isnan(gap)
 
 
 def test_gradient_source_reads_the_gram_matrix() -> None:
@@ -104,8 +107,10 @@ def test_sketches_are_scaled_by_their_number() -> None:
         assert ours == pytest.approx(truth)
     signals, corrections, aligned = sketch_moments(Sketches(demos, rollouts[:0]))
     assert signals.sft_variance == pytest.approx(expected.signals.sft_variance)
-    assert math.isnan(signals.rl_variance) and corrections == (0.0,) * 5
-    assert math.isnan(aligned.inner) and aligned.sft_square == expected.alignment.sft_square
+    assert math.isnan(signals.rl_variance)
+    assert corrections == (0.0,) * 5
+    assert math.isnan(aligned.inner)
+    assert aligned.sft_square == expected.alignment.sft_square
 
 
 def test_biased_source_reads_the_disagreement_of_the_plain_gradients() -> None:
@@ -121,7 +126,8 @@ def test_biased_source_reads_the_disagreement_of_the_plain_gradients() -> None:
     assert abs(gap.norm() - (used_s - used_r).norm()) > 0.1  # the two pairs differ
     paired, _ = GradientSignals(bias=True, paired=True).read(evidence, {})
     covariance = gradient_moments(evidence.gram, 2, paired=True).corrections.covariance
-    assert covariance != 0 and paired.corrections == bias_moments(bias_gram, covariance)
+    assert covariance != 0
+    assert paired.corrections == bias_moments(bias_gram, covariance)
     single = evidence._replace(gram=evidence.gram[:2, :2], sft_count=1)  # unknown covariance
     reading, _ = GradientSignals(bias=True, paired=True).read(single, {})
     assert reading.corrections == bias_moments(bias_gram)

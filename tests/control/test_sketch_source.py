@@ -77,7 +77,8 @@ def test_units_are_sketches_of_the_true_gradient(task, tmp_path, fixed_rollouts,
         gradients = [g for key, g in truth.items() if key[0] == demo]
         rows = [(left.double() @ g @ right.double().T).flatten() for g in gradients]
         expected = torch.stack(rows)
-        assert len(expected) == 4 and expected.abs().max() > 1e-3
+        assert len(expected) == 4
+        assert expected.abs().max() > 1e-3
         torch.testing.assert_close(side, expected, rtol=1e-4, atol=2e-6)
 
 
@@ -103,7 +104,8 @@ def test_sketch_leaves_gradients_unchanged_and_reseeds_each_step(task, tmp_path,
     grads = [p.grad.clone() for p in trainer.model.parameters()]
     trainer.optimizer.zero_grad()
     plain = trainer.gradients(dataclasses.replace(step, needs=step.needs._replace(sketch=0)))
-    assert plain.evidence.sketches is None and plain.losses == measured.losses
+    assert plain.evidence.sketches is None
+    assert plain.losses == measured.losses
     for p, grad in zip(trainer.model.parameters(), grads, strict=True):
         assert torch.equal(p.grad, grad)
     trainer.step = 2
@@ -131,8 +133,10 @@ def test_unit_moments_are_unbiased_or_nan():
         assert abs(ours - truth) < 4 * spread + 0.05 * abs(truth) * (truth is inner_variance)
     for broken in (torch.full((4, 16), math.nan).double(), torch.empty(0, 16).double()):
         reading = sketch_moments(Sketches(broken, sides[1]))
-        assert math.isnan(reading.signals.sft_variance) and math.isnan(reading.alignment.inner)
-        assert reading.signals.rl_variance > 0 and math.isfinite(reading.alignment.rl_square)
+        assert math.isnan(reading.signals.sft_variance)
+        assert math.isnan(reading.alignment.inner)
+        assert reading.signals.rl_variance > 0
+        assert math.isfinite(reading.alignment.rl_square)
 
 
 def test_a_loss_or_a_head_that_cannot_be_sketched_is_rejected(task, tmp_path, monkeypatch):

@@ -62,7 +62,8 @@ def test_one_process_of_a_node_tokenizes(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl")
     results = processes.run(load, tmp_path / "home", path, ranks=2)
     assert sorted(count for _, count in results) == [0, len(ROWS)]
-    assert results[0][0] == results[1][0] and len(results[0][0]) == len(ROWS)
+    assert results[0][0] == results[1][0]
+    assert len(results[0][0]) == len(ROWS)
     assert load(tmp_path / "home", path) == (results[0][0], 0)  # the next run
 
 
@@ -88,9 +89,8 @@ def test_a_changed_input_is_tokenized_again(tmp_path: Path, monkeypatch: Any) ->
         monkeypatch.setattr(version, other)
         assert [load(tmp_path, path)[1] for _ in "12"] == [len(ROWS), 0], version
     loaded, count = load(tmp_path, write(path, ROWS[:3]))
-    assert (len(loaded), count) == (3, 3) and len(load(tmp_path, write(path))[0]) == len(
-        ROWS
-    )  # the first one again
+    assert (len(loaded), count) == (3, 3)
+    assert len(load(tmp_path, write(path))[0]) == len(ROWS)
 
 
 @pytest.mark.parametrize(

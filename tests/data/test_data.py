@@ -58,8 +58,11 @@ def test_a_row_becomes_tokens_text_answer_demo_and_extra(tmp_path, tokenizer):
     path = write(tmp_path / "a.jsonl", row)
     [example] = load_prompts(DataConfig(prompts=path, template="Q: {prompt}"), tokenizer)
     # all fields, including the prompt without the template
-    assert example.id == "r3" and example.answer == "4" and example.extra == row
-    assert example.prompt_text == "Q: 3+1" and tokenizer.decode(example.prompt) == "<s>Q: 3+1"
+    assert example.id == "r3"
+    assert example.answer == "4"
+    assert example.extra == row
+    assert example.prompt_text == "Q: 3+1"
+    assert tokenizer.decode(example.prompt) == "<s>Q: 3+1"
     assert tokenizer.decode(example.demo) == "is 4</s>"  # no BOS inside a sequence
 
 
@@ -73,11 +76,13 @@ def test_rows_stay_on_the_disk(tmp_path, tokenizer):
         examples = load_prompts(DataConfig(prompts=path), tokenizer)
     kept, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert kept < 0.05 * len(rows) * size and peak < 0.3 * len(rows) * size
+    assert kept < 0.05 * len(rows) * size
+    assert peak < 0.3 * len(rows) * size
     assert [e.extra for e in examples] == rows
     assert [e.index for e in examples[-3:]] == [997, 998, 999]
     position = examples._file.tell()  # shared with forked processes
-    assert examples[-1] == examples[999] and examples[0].index == 0
+    assert examples[-1] == examples[999]
+    assert examples[0].index == 0
     assert examples._file.tell() == position
 
 
@@ -157,7 +162,8 @@ def test_only_prompts_that_are_text_begin_with_bos(tmp_path, tokenizer):
     assert len({part.digest for part in (examples, *map(examples.subset, ([], [0])))}) == 3
     last = examples.subset([0, 2]).subset([1])
     texts = [tokenizer.decode(example.prompt) for example in (*examples, *last)]
-    assert texts == ["<s>a", "[user]b[assistant]", "<s>c", "<s>c"] and last[0].index == 0
+    assert texts == ["<s>a", "[user]b[assistant]", "<s>c", "<s>c"]
+    assert last[0].index == 0
     assert {(example.id, example.source) for example in examples} == {("7", "7")}
     bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), eos_token="</s>")
     message = "line 1, field 'prompt': the tokenizer produces no tokens for 'a'"
@@ -196,7 +202,8 @@ def test_demos_come_from_their_own_file_without_needing_answers(tmp_path, tokeni
     demos = write(tmp_path / "d.jsonl", {"prompt": "7-2", "solution": "5"})
     config = DataConfig(prompts=prompts, demos=demos, answer_pattern="(.)")
     [demo] = load_demos(config, tokenizer)
-    assert (demo.prompt_text, demo.answer) == ("7-2", None) and demo.id == f"{demos}, line 1"
+    assert (demo.prompt_text, demo.answer) == ("7-2", None)
+    assert demo.id == f"{demos}, line 1"
     assert tokenizer.decode(demo.demo) == "5</s>"
     assert load_prompts(config, tokenizer)[0].demo is None
 
@@ -259,7 +266,8 @@ def test_long_rows_are_dropped_counted_and_logged_once(tmp_path, tokenizer, capl
         "demonstration longer than 8 tokens": 2,
     }
     [record] = caplog.records
-    assert ": 6 prompts; dropped" in record.message and "3 prompt longer than 7" in record.message
+    assert ": 6 prompts; dropped" in record.message
+    assert "3 prompt longer than 7" in record.message
     assert [len(e.demo) for e in load_demos(config, tokenizer)] == [8, 7, 6, 5]
 
 
@@ -379,7 +387,8 @@ def test_every_epoch_visits_every_row_once_for_any_batch_sizes(n, seed, sizes):
     assert rows == Order(n, seed).take(sum(sizes))
     for start in range(0, len(rows) - n + 1, n):
         assert sorted(rows[start : start + n]) == list(range(n))
-    assert order.position == sum(sizes) and order.epoch == sum(sizes) // n
+    assert order.position == sum(sizes)
+    assert order.epoch == sum(sizes) // n
 
 
 @given(n=st.integers(1, 12), seed=st.integers(), before=st.integers(0, 40))
@@ -395,7 +404,8 @@ def test_resuming_continues_the_same_order(n, seed, before):
 def test_order_depends_on_seed_and_epoch_not_on_the_process_or_the_version():
     order = Order(50, seed=1)
     first, second = order.take(50), order.take(50)
-    assert first != second and Order(50, seed=2).take(50) != first
+    assert first != second
+    assert Order(50, seed=2).take(50) != first
     assert Order(5, seed=1).take(10) == [2, 1, 0, 4, 3, 1, 4, 2, 0, 3]
 
 
@@ -431,7 +441,8 @@ def test_every_real_file_loads_by_configuration(name, tokenizer, data_dir):
     settings, rows, demos = REAL[name]
     config = DataConfig(prompts=str(data_dir / f"{name}.jsonl.gz"), **settings)
     examples = load_prompts(config, tokenizer)
-    assert len(examples) == rows and len({e.id for e in examples}) == rows
+    assert len(examples) == rows
+    assert len({e.id for e in examples}) == rows
     assert sum(e.demo is not None for e in examples) == demos
     assert all(e.answer and e.demo != (tokenizer.eos_token_id,) for e in examples)
     if "choices" in (config.template or ""):
@@ -449,7 +460,8 @@ def test_rows_in_the_layout_of_math_with_the_answer_inside_the_solution(tmp_path
     path = write(tmp_path / "math.jsonl", row)
     config = DataConfig(prompts=path, prompt_field="problem", answer_field="solution")
     [example] = load_prompts(config, tokenizer)
-    assert example.answer == row["solution"] and example.demo is not None
+    assert example.answer == row["solution"]
+    assert example.demo is not None
 
 
 def test_other_errors_of_the_temporary_file_are_not_about_space(monkeypatch):

@@ -32,7 +32,8 @@ def test_each_source_has_its_own_alarm():
     method = METHODS["constant-alarm"]()
     steps = [[("a", 1.0)] * 4 if n // 12 % 2 else [("b", 2.0)] * 4 for n in range(120)]
     named, state = mus(method, steps)
-    assert named == [0.4] * 120 and method.report(state) == {"demos_suspect": 0.0}
+    assert named == [0.4] * 120
+    assert method.report(state) == {"demos_suspect": 0.0}
     unnamed, _ = mus(method, [[loss for _, loss in step] for step in steps])
     assert 0.02 in unnamed
 
@@ -44,14 +45,17 @@ def test_a_source_that_turns_bad_lowers_mu_by_its_share():
     steps += [[], [("good", 1.0)], [("bad", 3.0)]]
     values, state = mus(method, steps)
     mixed = pytest.approx(0.175)  # a quarter of 0.4, and three of 0.1
-    assert values[:20] == [0.4] * 20 and values[22:24] == [mixed, mixed]
+    assert values[:20] == [0.4] * 20
+    assert values[22:24] == [mixed, mixed]
     # a skipped step changes nothing; then one source at a time
-    assert values[24:] == [mixed, 0.4, 0.1] and method.report(state) == {"demos_suspect": 1.0}
+    assert values[24:] == [mixed, 0.4, 0.1]
+    assert method.report(state) == {"demos_suspect": 1.0}
     _, before = mus(method, steps[:20])
     _, after = mus(method, steps[:24])
     message = method.log_message(before, after)
     assert message.startswith("source 'bad': the demonstration loss jumped to 3")
-    assert "good" not in message and method.log_message(after, after) is None
+    assert "good" not in message
+    assert method.log_message(after, after) is None
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,8 @@ def test_every_format_gives_the_same_rows(tmp_path, name, cache):
     first = 2 if ".csv" in name or ".tsv" in name else 1  # after the header
     unit = "line" if ".ndjson" in name else "row"
     expected = [f"{tmp_path}/{name}, {unit} {number}" for number in range(first, first + 4)]
-    assert [row.location for row in rows] == expected and not list(cache.rglob("*.arrow"))
+    assert [row.location for row in rows] == expected
+    assert not list(cache.rglob("*.arrow"))
 
 
 def test_compression_is_recognized_by_content(tmp_path):
@@ -143,7 +144,8 @@ def test_a_folder_of_data_files(tmp_path, cache, monkeypatch):
         read_rows(str(folder))
     assert len(list(read_rows("~/set:test"))) == len(list(read_rows("~/set/test.parquet"))) == 4
     monkeypatch.chdir(folder)
-    assert len(data_files(".")) == len(data_files("~/set:test")) == 2 and data_files("") == []
+    assert len(data_files(".")) == len(data_files("~/set:test")) == 2
+    assert data_files("") == []
 
 
 def test_json_lines_in_a_json_file(tmp_path):
@@ -187,7 +189,8 @@ def test_sources_are_visited_in_proportion_to_their_weights(tokenizer, tmp_path)
     single = DataConfig(prompts=str(path))
     taken = prompt_order(single, load_prompts(single, tokenizer), 5).take(9)
     own = replace(config, order="collections:deque")
-    assert taken == Order(4, 5).take(9) and prompt_order(own, prompts, 5).maxlen == 5
+    assert taken == Order(4, 5).take(9)
+    assert prompt_order(own, prompts, 5).maxlen == 5
 
 
 GZIP = b"\x1f\x8b\x08" + b"\x00" * 6 + b"\x03"  # the header of a compressed file

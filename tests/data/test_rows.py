@@ -52,7 +52,8 @@ def test_a_mixed_row_is_two_sequences(packed):
     assert batch.cu_seqlens.tolist() == [0, 2, 5, 6, 8 if packed else 10]
     assert batch.cu_seqlens.dtype == torch.int32
     assert batch.advantages.tolist() == [1.5, 1.5, -2.0, -2.0]
-    assert batch.is_demo.tolist() == [True, False] * 2 and batch.units.tolist() == [7, 7, 9, 9]
+    assert batch.is_demo.tolist() == [True, False] * 2
+    assert batch.units.tolist() == [7, 7, 9, 9]
 
 
 def test_only_tokens_that_a_loss_covers_are_counted():

@@ -32,7 +32,8 @@ def tasks(file: Path):
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
 def test_the_file_loads_and_has_its_own_output_folder(file):
     config = load(EvalConfig, file)
-    assert config.out == f"evals/{file.stem}" and config.model.path == ""
+    assert config.out == f"evals/{file.stem}"
+    assert config.model.path == ""
     for _, _, reward, _ in tasks(file):
         build_reward(reward).close()
 

@@ -124,7 +124,8 @@ def test_each_task_uses_its_own_reward_and_all_are_closed(task, tmp_path) -> Non
     assert torch.equal(torch.get_rng_state(), state)
     assert (row["prompts"], row["prompts/more"]) == (8, 3)
     assert row["accuracy/more"] == 1 > row["accuracy"]
-    assert row["response_length/more"] <= 4 and 0 < row["seconds"] < 600
+    assert row["response_length/more"] <= 4
+    assert 0 < row["seconds"] < 600
     assert (row["response_length"], row["truncated"]) == (1, 0)  # each token is a stop token
     _, job = trainer.evaluator.jobs.values()
     first, other = (
@@ -136,6 +137,7 @@ def test_each_task_uses_its_own_reward_and_all_are_closed(task, tmp_path) -> Non
         ]
         for seed in (0, 1)
     )
-    assert first[:2] != first[2:] and first != other  # the seeds of batches and evaluations
+    assert first[:2] != first[2:]
+    assert first != other
     trainer.evaluator.close()
     assert CLOSED == ["own"]

@@ -103,8 +103,10 @@ def test_pickles_are_never_executed(tmp_path, protocol):
     with pytest.raises(ValueError, match="unexpected pickle opcode"):
         unpack(packed)
     run, out = convert(tmp_path, [published_row(1, STDIN, private_test_cases=packed)])
-    assert run.returncode == 2 and "test6.jsonl, line 1: unexpected pickle opcode" in run.stderr
-    assert not (tmp_path / "made").exists() and not out.exists()
+    assert run.returncode == 2
+    assert "test6.jsonl, line 1: unexpected pickle opcode" in run.stderr
+    assert not (tmp_path / "made").exists()
+    assert not out.exists()
 
 
 @pytest.mark.parametrize(
@@ -135,4 +137,6 @@ def test_damaged_tests_are_reported(packed, message):
 )
 def test_rows_in_another_format_are_reported(tmp_path, changes, message):
     run, _ = convert(tmp_path, [published_row(1, CALLS, **changes)])
-    assert run.returncode == 2 and message in run.stderr and "Traceback" not in run.stderr
+    assert run.returncode == 2
+    assert message in run.stderr
+    assert "Traceback" not in run.stderr

@@ -107,7 +107,8 @@ def theirs(
 def test_responses_and_scores_match_on_real_rows(name, model, rows, tmp_path):
     file = write(tmp_path / SOURCES[name], rows[name])
     own = ours(name, model, file)
-    assert len(own) == 4 and all(text for text, _ in own.values())
+    assert len(own) == 4
+    assert all(text for text, _ in own.values())
     assert theirs(name, model, file) == own
 
 

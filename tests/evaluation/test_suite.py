@@ -79,7 +79,8 @@ def test_results_follow_the_documented_format(task, tmp_path, monkeypatch):
     assert (tmp_path / "e" / "results.json").read_text() == json.dumps(results, indent=2) + "\n"
     greedy, sampled = results["tasks"]["greedy"], results["tasks"]["sampled"]
     assert (greedy["prompts"], greedy["samples"], sampled["samples"]) == (8, 1, 4)
-    assert set(greedy["splits"]) == {"+", "-"} and greedy["splits"]["+"]["prompts"] == 4
+    assert set(greedy["splits"]) == {"+", "-"}
+    assert greedy["splits"]["+"]["prompts"] == 4
     assert set(sampled["pass_at"]) == {"1", "4"}
     assert greedy["ci95"][0] <= greedy["accuracy"] <= greedy["ci95"][1]
     rows = read_samples(tmp_path / "e")
@@ -106,7 +107,8 @@ def test_a_single_task_is_kept_only_with_out(task, tmp_path, monkeypatch):
     assert not any(tmp_path.iterdir())
     kept = evaluate_single(single)
     row = json.loads((tmp_path / "e" / "results.json").read_text())["tasks"]["eval"]
-    assert printed == kept == flat(row) and printed["accuracy"] == row["accuracy"]
+    assert printed == kept == flat(row)
+    assert printed["accuracy"] == row["accuracy"]
     again = evaluate_single(replace(single, out="f"), against=tmp_path / "e" / "results.json")
     assert again["against"]["difference"] == 0
 
@@ -122,7 +124,8 @@ def test_finished_tasks_are_not_run_again(task, tmp_path):
     seconds = {n: r.pop("seconds") for n, r in first["tasks"].items()}
     assert resumed["tasks"]["greedy"].pop("seconds") == seconds["greedy"]
     assert resumed["tasks"]["sampled"].pop("seconds") != seconds["sampled"]
-    assert resumed["tasks"] == first["tasks"] and all(0 < s < 600 for s in seconds.values())
+    assert resumed["tasks"] == first["tasks"]
+    assert all(0 < s < 600 for s in seconds.values())
     for change in (
         {"reward": "exact"},
         {"seed": 1},
@@ -156,7 +159,8 @@ def test_two_processes_match_one(task, tmp_path, caplog):
     )
     for row in (*one["tasks"].values(), *two["tasks"].values()):
         del row["seconds"]
-    assert one == two and one["tasks"]["sampled"]["counts"] == {"calls": 32, "never": 0}
+    assert one == two
+    assert one["tasks"]["sampled"]["counts"] == {"calls": 32, "never": 0}
     assert ": 32 calls in this process" in caplog.text  # the reward is closed
 
 
@@ -175,8 +179,11 @@ def test_comparison_is_paired_by_prompt(task, tmp_path, monkeypatch):
     result = rows["sampled"]["against"]
     mine, theirs = (read_samples(tmp_path / n)["sampled"] for n in "fe")
     # the seed is that of the sampling
-    assert "against" not in rows["greedy"] and seeds == [0, 3] and mine != theirs
-    assert result["prompts"] == 8 and result["difference"] == pytest.approx(
+    assert "against" not in rows["greedy"]
+    assert seeds == [0, 3]
+    assert mine != theirs
+    assert result["prompts"] == 8
+    assert result["difference"] == pytest.approx(
         sum(a.score - b.score for a, b in zip(mine, theirs, strict=True)) / 32
     )
     assert result["ci95"][0] <= result["difference"] <= result["ci95"][1]
@@ -219,9 +226,12 @@ def test_summary_by_hand():
     # a partial score does not count as solved
     assert summary([answer(0, 0.5), answer(0, 1.0)], task)["pass_at"] == {"1": 0.5, "2": 1.0}
     beyond = summary([answer(0, 2.0), answer(1, -1.0)], EvalTask())
-    assert beyond["accuracy"] == 0.5 and beyond["ci95"] == [-1.0, 2.0]  # no Wilson interval
+    assert beyond["accuracy"] == 0.5
+    assert beyond["ci95"] == [-1.0, 2.0]
     empty = summary([answer(0, None)], task)
-    assert empty["accuracy"] is None and empty["ci95"] is None and empty["dropped"] == 1
+    assert empty["accuracy"] is None
+    assert empty["ci95"] is None
+    assert empty["dropped"] == 1
 
 
 @pytest.mark.parametrize(("prefix", "tail"), [("", ""), ("logic", "/logic")])
@@ -234,7 +244,8 @@ def test_columns_by_hand(prefix, tail):
         ),
         prefix,
     )
-    assert row.pop(f"prompts{tail}") == 2 and len(row.pop(f"ci95{tail}")) == 2
+    assert row.pop(f"prompts{tail}") == 2
+    assert len(row.pop(f"ci95{tail}")) == 2
     assert row == {
         f"accuracy{tail}": 0.25,
         f"accuracy{tail}/a": 0.0,
@@ -275,8 +286,10 @@ def test_the_table_by_hand():
     none = {"difference": None, "ci95": None, "prompts": 0}
     rows = {"a": a | {"against": against}, "b": b, "c": b | {"against": none}}
     head, first, easy, *others = results_lines({"tasks": rows})
-    assert head[-1] == "difference" and first[-1] == "-10.0 [-20.0, +0.0], 4 shared"
-    assert easy[3:] == ["", "3", "", "", ""] and [row[-1] for row in others] == ["-", "-"]
+    assert head[-1] == "difference"
+    assert first[-1] == "-10.0 [-20.0, +0.0], 4 shared"
+    assert easy[3:] == ["", "3", "", "", ""]
+    assert [row[-1] for row in others] == ["-", "-"]
 
 
 @pytest.mark.parametrize(
@@ -381,7 +394,8 @@ def test_unusable_output_folder_is_rejected_early(task, tmp_path, capsys):
     row = json.loads(capsys.readouterr().out)
     assert read_samples(tmp_path / "out").keys() == {"eval"}
     saved = json.loads((tmp_path / "out" / "results.json").read_text())["tasks"]["eval"]
-    assert saved["accuracy"] == row["accuracy"] and saved["ci95"] == row["ci95"]
+    assert saved["accuracy"] == row["accuracy"]
+    assert saved["ci95"] == row["ci95"]
     assert cli.main(["eval", "--against", str(tmp_path / "out"), "--set", *given]) == cli.OK
     assert json.loads(capsys.readouterr().out)["against"]["difference"] == 0.0
 
@@ -400,9 +414,12 @@ def test_command_prints_a_table_and_keeps_the_results(task, tmp_path, capsys, mo
     )
     assert cli.main(["eval", str(path)]) == cli.OK
     text = capsys.readouterr().out
-    assert "digits" in text and "95% interval" in text and "  +" in text
+    assert "digits" in text
+    assert "95% interval" in text
+    assert "  +" in text
     assert cli.main(["eval", str(path), "--against", "evals"]) == cli.OK
     assert "+0.0 [+0.0, +0.0], 8 shared" in capsys.readouterr().out
     with gzip.open(tmp_path / "evals" / "samples.jsonl.gz", "rt") as lines:
         row = json.loads(next(lines))
-    assert set(row) == {"task", *Answer._fields} and not math.isnan(row["score"])
+    assert set(row) == {"task", *Answer._fields}
+    assert not math.isnan(row["score"])

@@ -54,7 +54,8 @@ def test_save_load_round_trip(tmp_path):
     extra = {"x": torch.zeros(2)}
     loaded_optimizer.param_groups[0]["lr"] = 0.5
     progress = checkpoint.load(path, loaded_model, loaded_optimizer, extra)
-    assert loaded_optimizer.param_groups[0]["lr"] == 0.1 and extra["x"].tolist() == [1, 1]
+    assert loaded_optimizer.param_groups[0]["lr"] == 0.1
+    assert extra["x"].tolist() == [1, 1]
     assert (progress["step"], progress["note"]) == (7, {"10": [1, 2], "9": 3})
     for x, y in zip(model.parameters(), loaded_model.parameters(), strict=True):
         assert torch.equal(x, y)
@@ -111,7 +112,8 @@ def test_damage_is_reported_and_the_previous_checkpoint_is_used(
         checkpoint.verify(second)
     with caplog.at_level(logging.WARNING):
         assert checkpoint.newest_checkpoint(tmp_path) == first
-    assert "step-00000020 is damaged" in caplog.text and re.search(message, caplog.text)
+    assert "step-00000020 is damaged" in caplog.text
+    assert re.search(message, caplog.text)
     # the damaged one was renamed: pruning counts only intact ones, and its name can be reused
     assert checkpoint.list_complete(tmp_path) == [first]
     assert (tmp_path / "damaged-00000020").is_dir()
@@ -179,7 +181,8 @@ def test_a_half_written_checkpoint_is_replaced(tmp_path, monkeypatch):
     partial.mkdir()
     (partial / "__7_0.distcp").write_bytes(b"half")
     (path,) = save(tmp_path, 20)
-    assert not partial.exists() and not (path / "__7_0.distcp").exists()
+    assert not partial.exists()
+    assert not (path / "__7_0.distcp").exists()
     monkeypatch.setattr(checkpoint.shutil, "rmtree", lambda *_, **options: None)
     assert (
         save(tmp_path, 20) == [path] == checkpoint.list_complete(tmp_path)
@@ -191,7 +194,8 @@ def test_tensors_of_the_model_are_listed_without_the_optimizers(tmp_path):
     path = checkpoint.save(tmp_path, 1, model.bfloat16(), optimizer, {})
     meta = {name: x.to("meta") for name, x in model.state_dict().items()}
     listed = checkpoint.model_tensors(path)
-    assert listed.keys() == meta.keys() and all(x.is_meta for x in listed.values())
+    assert listed.keys() == meta.keys()
+    assert all(x.is_meta for x in listed.values())
     for name, x in listed.items():
         assert (x.shape, x.dtype) == (meta[name].shape, torch.bfloat16)
     assert all(
@@ -368,13 +372,15 @@ def test_a_run_ends_with_its_best_weights(task, tmp_path, monkeypatch, killed):
         trainer.save = interrupt
         with pytest.raises(KeyboardInterrupt):
             trainer.run()
-        assert trainer.step == 4 and evaluated_steps(config.out) == [0, 4]
+        assert trainer.step == 4
+        assert evaluated_steps(config.out) == [0, 4]
         calls[0] = 0
     # two epochs need a checkpoint of step 8, and that of the best
     monkeypatch.setattr("gac.training.trainer.check_space", lambda *call: calls.append(call[2]))
     run = train(config)
     assert calls.pop() == 2
-    assert evaluated_steps(run) == [0, 4, 6, 8] and metrics(run)[-1]["lr"] == pytest.approx(1e-4)
+    assert evaluated_steps(run) == [0, 4, 6, 8]
+    assert metrics(run)[-1]["lr"] == pytest.approx(1e-4)
     assert export_run(run, tmp_path / "best", step="best").name == "step-00000004"
     assert torch.equal(logits(run / "model"), logits(tmp_path / "best"))
     assert [

@@ -85,13 +85,15 @@ def test_broken_step_is_skipped_and_replayed(task, tmp_path, monkeypatch, reward
 
     replayed = replay(trainer.first_skipped)
     recorded, recomputed = replayed["recorded"], replayed["recomputed"]
-    assert fault in recorded["fault"] and recorded["step"] == trainer.step - 1
+    assert fault in recorded["fault"]
+    assert recorded["step"] == trainer.step - 1
     values = [[results[name] for name in recomputed] for results in (recorded, recomputed)]
     torch.testing.assert_close(*map(torch.tensor, values), rtol=1e-6, atol=0, equal_nan=True)
     if reward == "overflowing":
         rows = [row.advantage for row in load_skipped(trainer.first_skipped)[0].step.rows]
         found = [(c["row"], c["advantage"], c["demonstration"]) for c in replayed["culprits"]]
-        assert found and found == [(i, x, False) for i, x in enumerate(rows) if abs(x) > 1e200]
+        assert found
+        assert found == [(i, x, False) for i, x in enumerate(rows) if abs(x) > 1e200]
 
 
 FULL = torch.OutOfMemoryError("full")
@@ -157,7 +159,8 @@ def test_replay_reproduces_the_methods_step(two_layers, tmp_path, method):
     trainer.guard.config = GuardConfig(skip_above_norm=1e-9)  # from here on, every step is skipped
     before, state = weights(trainer), copy.deepcopy(trainer.state)
     averages = {k: v.clone() for k, v in trainer.gradients.tracked.items()}
-    assert bool(averages) == (method["name"] == "moco") and all(v.any() for v in averages.values())
+    assert bool(averages) == (method["name"] == "moco")
+    assert all(v.any() for v in averages.values())
     for _ in range(3):
         trainer._train_step()
         trainer.step += 1
@@ -175,7 +178,8 @@ def test_replay_reproduces_the_methods_step(two_layers, tmp_path, method):
         )
     for path in (saved[0], saved[-1]):
         replayed = assert_reproduced(path)
-        assert replayed["recorded"]["grad_norm"] > 0 and replayed["culprits"] == []
+        assert replayed["recorded"]["grad_norm"] > 0
+        assert replayed["culprits"] == []
 
 
 def test_each_run_of_skipped_steps_is_replayed_with_its_own_weights(task, tmp_path):
@@ -202,7 +206,8 @@ def test_no_state_keeps_a_broken_step(task, tmp_path, method):
     """Inner products, moving averages of gradients and the losses for the next step are clean."""
     out = train(faulty_config(task, tmp_path, "overflowing", method={"name": method}))
     rows = metrics(out)
-    assert rows[-1]["skipped"] == 2 and [r["step"] for r in rows] == list(range(1, 9))
+    assert rows[-1]["skipped"] == 2
+    assert [r["step"] for r in rows] == list(range(1, 9))
     assert all(math.isfinite(r["mu"]) for r in rows)
     for before, row in zip([{"skipped": 0}, *rows], rows, strict=False):
         assert (row["grad_norm"] is not None and row["rollout_loss"] is not None) == (
@@ -237,18 +242,17 @@ def test_too_many_broken_steps_stop_the_run_with_the_last_good_weights(
     with pytest.raises(RunError, match=r"patience=3.* rollout_loss .* step 3 in .*gac replay"):
         trainer.run()
     saved = Trainer(config)
-    assert (
-        saved.step == 3
-        and all(map(torch.equal, before, weights(saved)))
-        and (saved.guard.skipped, saved.guard.consecutive) == (3, 0)
-    )
+    assert saved.step == 3
+    assert all(map(torch.equal, before, weights(saved)))
+    assert (saved.guard.skipped, saved.guard.consecutive) == (3, 0)
     assert sorted((tmp_path / "replay").iterdir()) == [first, second]
     assert bool(re.search(r"\(not saved: .* free \(rank 0: no space\)\)", caplog.text)) == bool(
         kept[0]
     )
     # the weights did not change in between, so the second step refers to the first one's copy
     assert not (second / "weights").exists()
-    assert replay(first)["culprits"] and replay(second)["culprits"]
+    assert replay(first)["culprits"]
+    assert replay(second)["culprits"]
 
 
 def test_one_process_replays_the_teacher_of_every_rank(task, tmp_path):
@@ -267,7 +271,8 @@ def test_one_process_replays_the_teacher_of_every_rank(task, tmp_path):
     (path,) = (tmp_path / "replay").iterdir()
     first, second = (Step.restore(torch.load(file)["step"]) for file in path.glob("rank-*.pt"))
     # the random numbers differ, also those of dropout, although all prompts are the same
-    assert [r.ids for r in first.rows] != [r.ids for r in second.rows] and first.seed != second.seed
+    assert [r.ids for r in first.rows] != [r.ids for r in second.rows]
+    assert first.seed != second.seed
     assert assert_reproduced(path)["recorded"]["rollout_loss"] != 0
 
 
@@ -284,7 +289,8 @@ def test_ranks_agree_on_a_broken_step_and_one_process_replays_it(task, tmp_path,
     assert sorted(p.name for p in path.glob("rank-*")) == ["rank-0.pt", "rank-1.pt"]
     replayed = replay(path)
     recorded, recomputed = replayed["recorded"], replayed["recomputed"]
-    assert replayed["culprits"] and not math.isfinite(recomputed["rollout_loss"])
+    assert replayed["culprits"]
+    assert not math.isfinite(recomputed["rollout_loss"])
     assert recomputed["demo_loss"] == pytest.approx(recorded["demo_loss"], rel=1e-5)
     rows = [row.ids for row in load_skipped(path)[0].step.rows]
     for rank, other in ((1, 10), (0, 9)):
@@ -335,10 +341,14 @@ def test_files_of_another_version_are_rejected_in_one_line(task, tmp_path):
 def test_guard_checks_the_norm_and_the_losses():
     guard = Guard(GuardConfig(skip_above_norm=10, patience=2))
     fine = {"rollout_loss": 0.1, "demo_loss": 0.2}
-    assert guard.judge(10.0, fine) is None and guard.fault is None
+    assert guard.judge(10.0, fine) is None
+    assert guard.fault is None
     assert guard.judge(11.0, fine) == "grad_norm is 11, above guards.skip_above_norm=10"
-    assert guard.judge(math.inf, fine) == "grad_norm is inf" and guard.exhausted
-    assert guard.judge(1.0, fine) is None and not guard.exhausted and guard.skipped == 2
+    assert guard.judge(math.inf, fine) == "grad_norm is inf"
+    assert guard.exhausted
+    assert guard.judge(1.0, fine) is None
+    assert not guard.exhausted
+    assert guard.skipped == 2
     assert guard.fault == "grad_norm is inf"  # the last one
     assert guard.judge(math.nan, {**fine, "demo_loss": math.nan}) == "demo_loss is nan"
     assert (guard.fault, guard.consecutive) == ("demo_loss is nan", 1)

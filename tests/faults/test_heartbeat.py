@@ -51,17 +51,20 @@ def watch(out: str) -> tuple[str | None, str | None, list[str]]:
     assert int(sent) <= 2 + (time.monotonic() - started) / processes.INTERVAL
     wait_for_others()
     atexit._run_exitfuncs()
-    assert not beat._thread.is_alive() and len(warnings) == 1 - beat.rank
+    assert not beat._thread.is_alive()
+    assert len(warnings) == 1 - beat.rank
     return alive, dead, warnings
 
 
 @pytest.mark.dist
 def test_a_rank_that_stops_is_named_with_its_last_activity(tmp_path) -> None:
     (alive, dead, warnings), (other, _, silent) = ranks.run(watch, str(tmp_path), ranks=2)
-    assert alive is other is None and silent == []
+    assert alive is other is None
+    assert silent == []
     host = re.escape(socket.gethostname())
     expected = rf"rank 1 is not responding: no heartbeat for \d\d? s \(last: \d+;training on {host}"
-    assert re.match(rf"{expected}, pid \d+\)$", dead) and f"pid {os.getpid()}" not in dead
+    assert re.match(rf"{expected}, pid \d+\)$", dead)
+    assert f"pid {os.getpid()}" not in dead
     assert warnings[0].startswith("rank 1 is not responding: no heartbeat for")
 
 
@@ -84,5 +87,6 @@ def test_only_the_second_new_heartbeat_is_a_sign_of_life(monkeypatch, texts, dea
 
 def test_a_single_process_has_no_thread() -> None:
     beat = Heartbeat()
-    assert beat.dead_rank_message() is None and not hasattr(beat, "_thread")
+    assert beat.dead_rank_message() is None
+    assert not hasattr(beat, "_thread")
     beat.stop()

@@ -50,12 +50,16 @@ def test_kill_while_a_checkpoint_is_being_written(task, tmp_path, uninterrupted)
     partial, final = checkpoints / ".writing-00000002", checkpoints / "step-00000002"
     for file in ("__0_0.distcp", ".metadata.tmp", "progress.json"):
         assert run_single(kills.at_event, config, "open", f"{partial.name}/{file}") is None
-        assert partial.exists() and not (partial / file).exists() and not final.exists()
+        assert partial.exists()
+        assert not (partial / file).exists()
+        assert not final.exists()
     assert run_single(kills.at_event, config, "os.rename", final.name) is None
-    assert (partial / "progress.json").exists() and not final.exists()
+    assert (partial / "progress.json").exists()
+    assert not final.exists()
     size = (partial / "__0_0.distcp").stat().st_size // 2
     assert run_single(kills.at_byte, config, size) is None
-    assert (partial / "__0_0.distcp").stat().st_size == size and not final.exists()
+    assert (partial / "__0_0.distcp").stat().st_size == size
+    assert not final.exists()
     run_single(train, config)  # ignores the partial checkpoint
     assert metrics(tmp_path) == uninterrupted[0]
 

@@ -82,7 +82,8 @@ def test_a_trainer_with_sketches_uses_new_projections_in_every_step() -> None:
     mixer = Mixer(method, rows=4, batch=6, sketches=True)
     for step in range(2):
         size = method.needs(step).sketch
-        assert mixer.sketch == HeadSketch(size, seed=step) and size
+        assert mixer.sketch == HeadSketch(size, seed=step)
+        assert size
         mixer.observe(moments(step, demo=True))
         mixer.close()
     assert Mixer(GAC(), rows=4, batch=6, sketches=True).sketch is None
@@ -107,7 +108,8 @@ def test_a_tool_call_needs_no_content() -> None:
         {"role": "assistant", "content": "", "tool_calls": ["=23"]},
     ]
     encoded = encode({"messages": turns}, "row", words)
-    assert words.decode(encoded["ids"]) == "1=23" and encoded["start"] == 2
+    assert words.decode(encoded["ids"]) == "1=23"
+    assert encoded["start"] == 2
     with pytest.raises(ValueError, match=r"row: the completion .* has no tokens; remove"):
         encode({"messages": [*turns[:1], turns[1] | {"tool_calls": ["="]}]}, "row", words)
 
@@ -121,7 +123,8 @@ def test_columns_and_rows_of_a_data_set_are_checked() -> None:
             check_columns("x", columns)
     data_set = pytest.importorskip("datasets").Dataset.from_list
     rows = tokenized(data_set([PAIR | {"id": 7}, PAIR]), "x", words)
-    assert rows.column_names == ["ids", "start"] and rows[1] == encode(PAIR, "", words)
+    assert rows.column_names == ["ids", "start"]
+    assert rows[1] == encode(PAIR, "", words)
     for wrong, message in (
         ({"completion": "", "environment": "a"}, "the completion '' is"),
         ({}, "environment=None: use one of \\['a'"),
@@ -151,10 +154,8 @@ def test_demonstrations_are_read_from_files_and_folders(tmp_path: Path) -> None:
 
 def test_rows_and_divisors() -> None:
     rows = [row_of({"ids": [3, 4, 5, 6][:n], "start": 1}) for n in (4, 3, 2, 1, 4)]
-    assert (
-        rows[1] == Row((3, 4, 5), 1, is_demo=True, advantage=1.0)
-        and demo_norm(rows, LossSpec(demo_reduction="token"), 2) == (3 + 2 + 1 + 0 + 3) / 2
-    )
+    assert rows[1] == Row((3, 4, 5), 1, is_demo=True, advantage=1.0)
+    assert demo_norm(rows, LossSpec(demo_reduction="token"), 2) == (3 + 2 + 1 + 0 + 3) / 2
     assert demo_norm(rows, LossSpec(demo_reduction="sequence"), 3) == 4 / 3
 
 
@@ -176,7 +177,8 @@ def test_statistics_of_scored_rollouts(shape: tuple[int, ...]) -> None:
     mean = (0.21875 + 0.09) / 2
     squares = (((phi - mean) ** 2) * torch.tensor([0.5, 0.5, 1.0])).sum().item()
     count, s, r, ss, rr, _, between = out.rollouts.tolist()
-    assert (count, r, rr, between) == (2, -1, 8, 8) and (s, ss) == pytest.approx((mean, squares))
+    assert (count, r, rr, between) == (2, -1, 8, 8)
+    assert (s, ss) == pytest.approx((mean, squares))
     kl = sum(math.exp(-gap) + gap - 1 for gap in (0, 1, 2))
     assert out.totals[[0, 1, 2, 4]].tolist() == pytest.approx([3, 0, kl, 9])
     assert rollout_moments(logps, mask, advantages).totals[[2, 4]].isnan().all()
@@ -253,7 +255,8 @@ def test_only_scores_with_gradients_are_observed() -> None:
     mask, advantages = torch.tensor([[1, 0]]), torch.tensor([2.0])
     stepper.observe_rollouts(mask, advantages, logps - 1)
     (out,) = observed
-    assert isinstance(out, TokenMoments) and out.rollouts[2] == 2
+    assert isinstance(out, TokenMoments)
+    assert out.rollouts[2] == 2
     assert out.totals[[0, 2, 4]].tolist() == pytest.approx([1, math.exp(-1), 3])
     with pytest.raises(AssertionError):  # scored once, observed once
         stepper.observe_rollouts(mask, advantages, None)
@@ -329,19 +332,20 @@ def test_the_head_of_verl(monkeypatch: Any) -> None:
         torch.testing.assert_close(fused().forward(hidden, weight, labels)[0], plain)
         torch.testing.assert_close(replaced(hidden, weight, labels)[0], plain.flatten())
         monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: group)
-        assert replaced(hidden, weight, labels, 0.7, "none", 1)[0].shape == (6,) and not calls
-        assert (
-            replaced(hidden, weight, labels, 0.7, "none", 2) == "own"
-            and replaced(hidden, weight, labels, 0.7, "mean") == "own"
-        )
+        assert replaced(hidden, weight, labels, 0.7, "none", 1)[0].shape == (6,)
+        assert not calls
+        assert replaced(hidden, weight, labels, 0.7, "none", 2) == "own"
+        assert replaced(hidden, weight, labels, 0.7, "mean") == "own"
         assert [call[3:] for call in calls] == [(0.7, "none", 2), (0.7, "mean", None)]
         assert [*map(id, calls[0][:3])] == [*map(id, (hidden, weight, labels))]
         for handle in (again, patch):
             handle.undo()
-            assert kernel.linear_cross_entropy is own and fused.forward is None
+            assert kernel.linear_cross_entropy is own
+            assert fused.forward is None
         monkeypatch.delitem(sys.modules, "gac.integrations.verl_fused", raising=False)
         imported = importlib.import_module("gac.integrations.verl_fused")
-        assert sys.modules.pop(imported.__name__) and kernel.linear_cross_entropy is not own
+        assert sys.modules.pop(imported.__name__)
+        assert kernel.linear_cross_entropy is not own
         imported.PATCH.undo()
         assert kernel.linear_cross_entropy is own
         with pytest.raises(ImportError, match="does not support the installed json: "):

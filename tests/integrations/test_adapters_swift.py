@@ -98,7 +98,8 @@ def test_preparing_the_demonstrations(swift: Any, monkeypatch: Any) -> None:
     monkeypatch.delenv("GAC_METHOD", raising=False)
     trainer = make(swift, ranks=3, micro_batches=5)
     trainer._prepare_chord_dataset()
-    assert trainer.chord_sft_iterator is None and attached == [trainer.model]
+    assert trainer.chord_sft_iterator is None
+    assert attached == [trainer.model]
     mixer = trainer.mixer
     assert (mixer.method, mixer.batch) == (METHODS[DEFAULT](), 3 * 5 * 2)
     assert (mixer._order.n, mixer._order.seed) == (3, 7)
@@ -142,18 +143,19 @@ def test_the_loss_of_a_micro_batch(swift: Any, monkeypatch: Any, overlong: bool)
     )
     compute, inputs = trainer._compute_loss_and_metrics, {"loss": torch.tensor(8.0)}
     loss, metrics = compute("model", inputs, batch)
-    assert loss.item() == 0.75 * 8 + 4 * 0.25 * 3 and metrics == {"metrics": "of swift"}
+    assert loss.item() == 0.75 * 8 + 4 * 0.25 * 3
+    assert metrics == {"metrics": "of swift"}
     ((mask, advantages, ref),) = observed
     second = [False] * 3 if overlong else [True] * 3
-    assert (
-        mask.tolist() == [[True, True, False], second]
-        and (advantages, ref) == ("advantages", "ref")
-        and [float(x) for (x,) in mixer._losses] == [2, 3]
-    )
+    assert mask.tolist() == [[True, True, False], second]
+    assert (advantages, ref) == ("advantages", "ref")
+    assert [float(x) for (x,) in mixer._losses] == [2, 3]
     drawn = swift.Mixer(METHODS["constant"](), rows=3, batch=2, seed=5).draw()
-    assert trainer._step_demos == [ROWS[i] for i in drawn] and trainer._micro_batch == 1
+    assert trainer._step_demos == [ROWS[i] for i in drawn]
+    assert trainer._micro_batch == 1
     trainer.model.training = False
-    assert compute("model", inputs, batch)[0].item() == 8 and len(observed) == 1
+    assert compute("model", inputs, batch)[0].item() == 8
+    assert len(observed) == 1
 
 
 def test_demonstrations_that_cannot_be_used(swift: Any) -> None:

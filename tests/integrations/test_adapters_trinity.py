@@ -76,11 +76,9 @@ def test_every_row_has_the_counts_of_its_step(trinity: Any) -> None:
     with pytest.raises(ValueError, match="a demonstration has no completion tokens: remove"):
         trinity.count_rows([row(True, 0)])
     sampled, metrics, representatives = asyncio.run(trinity.GACSampleStrategy().sample(5))
-    assert (
-        sampled[0].info["rollout_tokens"] == 3
-        and metrics == {"step": 5}
-        and representatives == ["a row"]
-    )
+    assert sampled[0].info["rollout_tokens"] == 3
+    assert metrics == {"step": 5}
+    assert representatives == ["a row"]
 
 
 def configuration(**changes: Any) -> Any:
@@ -152,7 +150,8 @@ def test_the_algorithm(trinity: Any) -> None:
 def test_arguments_of_the_loss(trinity: Any, tmp_path: Path) -> None:
     make = trinity.GACPolicyLoss
     loss = make(state_dir=str(tmp_path), backend="x")
-    assert loss.backend == "x" and loss.rollout_options == {
+    assert loss.backend == "x"
+    assert loss.rollout_options == {
         "clip_low": 0.2,
         "clip_high": 0.2,
         "dual_clip": 3.0,
@@ -209,7 +208,8 @@ def test_micro_batches_sum_to_the_loss_of_the_step(trinity: Any, tmp_path: Path)
     ):
         loss = trinity.GACPolicyLoss(state_dir=str(tmp_path), method=method, loss_agg_mode=mode)
         with torch.no_grad():
-            assert call(loss, slice(0, 1))[1] == {} and loss.rows_done == 0
+            assert call(loss, slice(0, 1))[1] == {}
+            assert loss.rows_done == 0
         first, log = call(loss, slice(0, 3))
         assert log == {"gac/mu": 0.25}
         second, log = call(loss, slice(3, 4))
@@ -217,7 +217,8 @@ def test_micro_batches_sum_to_the_loss_of_the_step(trinity: Any, tmp_path: Path)
         expected = rollouts, DEMOS / 2, 0.75 * rollouts + 0.25 * DEMOS / 2
         assert losses == pytest.approx(expected, rel=1e-6)
         kl = math.exp(-0.5) - 0.5
-        assert log["gac/kl"] == pytest.approx(kl, rel=1e-5) and "gac/demo_tokens" not in log
+        assert log["gac/kl"] == pytest.approx(kl, rel=1e-5)
+        assert "gac/demo_tokens" not in log
     penalized = trinity.GACPolicyLoss(state_dir=str(tmp_path), method=method, kl_coef=2.0)
     expected = 0.75 * (ROLLOUTS / 5 + 2 * (math.exp(-0.5) - 0.5)) + 0.25 * DEMOS / 2
     assert call(penalized, slice(0, 4))[0].item() == pytest.approx(expected, rel=1e-5)
@@ -234,7 +235,8 @@ def test_the_controller_is_restored_after_a_restart(trinity: Any, tmp_path: Path
     method = {"name": "gac", "update_every": 1}
     loss = trinity.GACPolicyLoss(state_dir=str(tmp_path), method=method)
     mus = [call(loss, slice(0, 4), step)[1]["gac/mu"] for step in (1, 2, 3)]
-    assert len(set(mus)) == 3 and loss.rows_done == 0
+    assert len(set(mus)) == 3
+    assert loss.rows_done == 0
     files = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*.json"))
     assert files == [Path(f"gac_{step}/gac.json") for step in (1, 2, 3)]
     for step in (0, 2):  # checkpoints; step 1 has none
@@ -268,5 +270,6 @@ def test_the_first_of_two_ranks_saves_the_controller(trinity: Any, tmp_path: Pat
         }
         value, log = call(trinity.GACPolicyLoss(**options), slice(0, ROWS), rows=2 * ROWS)
         expected = 0.75 * ROLLOUTS / 5 + 0.25 * DEMOS / 2
-        assert value.item() == pytest.approx(2 * expected, rel=1e-6) and "gac/demo_loss" in log
+        assert value.item() == pytest.approx(2 * expected, rel=1e-6)
+        assert "gac/demo_loss" in log
         assert (tmp_path / str(rank)).exists() == (rank == 0)

@@ -189,7 +189,8 @@ def test_the_worker(verl: Any, options: Any, monkeypatch: Any, tmp_path: Path) -
     other = SimpleNamespace(keywords={"config": SimpleNamespace(policy_loss=Options())})
     for loss in (other, "no partial"):  # verl's own options
         worker.set_loss_fn(loss)
-        assert worker.calls.pop() is loss and worker.mixture is None
+        assert worker.calls.pop() is loss
+        assert worker.mixture is None
     worker.output = Batch(metrics={"own": 1})
     assert worker.train_batch("data") == {"metrics": {"own": 1}}
     made: list[Any] = []
@@ -211,9 +212,8 @@ def test_the_worker(verl: Any, options: Any, monkeypatch: Any, tmp_path: Path) -
     monkeypatch.setattr(verl, "TwoPassStep", Mixing)
     loss = SimpleNamespace(keywords={"config": SimpleNamespace(policy_loss=options)})
     worker.set_loss_fn(loss)
-    assert (
-        made == [(worker.engine, "words", options, loss)] and worker.calls[-1] == "the mixed loss"
-    )
+    assert made == [(worker.engine, "words", options, loss)]
+    assert worker.calls[-1] == "the mixed loss"
     assert worker.train_batch("data")["metrics"] == {"own": 1, "gac/mu": 0.5, "gac/group": "group"}
     worker.output = None  # not the rank that reports
     assert worker.train_batch("data") is None
@@ -221,7 +221,8 @@ def test_the_worker(verl: Any, options: Any, monkeypatch: Any, tmp_path: Path) -
         monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
         folder = tmp_path / "new" / str(rank)
         assert worker.save_checkpoint(str(folder), "hdfs", 7, 3) == "saved"
-        assert worker.calls[-1] == (str(folder), "hdfs", 7, 3) and folder.exists() == (rank == 0)
+        assert worker.calls[-1] == (str(folder), "hdfs", 7, 3)
+        assert folder.exists() == (rank == 0)
     assert worker.load_checkpoint("b", "hdfs", True) == "loaded"
     assert worker.calls[-1] == ("b", "hdfs", True)
     worker.load_checkpoint(None)
@@ -260,16 +261,15 @@ def test_the_rollout_loss(verl: Any, options: Any) -> None:
     loss, metrics = mixed.rollout_loss(output, data, "group")
     assert (loss.item(), metrics) == (0.75 * 8, {"group": "group"})
     log = mixed.mixer.close()
-    assert (
-        log["rollout_loss"] == 8
-        and log["rl_variance"] == 1.5**2
-        and "kl" not in log
-        and log["entropy"] == pytest.approx(2)
-    )
+    assert log["rollout_loss"] == 8
+    assert log["rl_variance"] == 1.5**2
+    assert "kl" not in log
+    assert log["entropy"] == pytest.approx(2)
     data["ref_log_prob"] = logps.detach() - 1
     mixed.rollout_loss({"log_probs": logps - 1.0}, data)
     log = mixed.mixer.close()
-    assert log["kl"] == pytest.approx(math.exp(-1)) and "entropy" not in log
+    assert log["kl"] == pytest.approx(math.exp(-1))
+    assert "entropy" not in log
 
 
 def rows_of(data: Any, name: str) -> list[list[int]]:
@@ -296,7 +296,8 @@ def test_the_demonstrations_of_a_step(verl: Any, options: Any, micro: Any, size:
         settings = {k: v for k, v in data.items() if not isinstance(v, torch.Tensor)}
         kept = {"use_dynamic_bsz": True, "micro_batch_size_per_gpu": size, "temperature": 1.0}
         # completion tokens and an EOS each
-        assert settings == kept and mixed.norm == (2 + 3 + 2) / 2
+        assert settings == kept
+        assert mixed.norm == (2 + 3 + 2) / 2
         mask, ends = data["loss_mask"].values(), data["input_ids"].offsets()
         nll = torch.arange(float(len(mask)))
         output = {"log_probs": torch.nested.nested_tensor_from_jagged(-nll, ends)}
@@ -312,11 +313,9 @@ def test_rows_are_padded_to_whole_micro_batches(verl: Any, options: Any) -> None
     options.demo_batch = 5
     mixed = verl.TwoPassStep(Engine(1, 1 + 1), words, options, None)
     data = mixed.demo_data(Batch(micro_batch_size_per_gpu=2))
-    assert (
-        rows_of(data, "input_ids")[2:] == [[words.eos_token_id]] * 2
-        and len(rows_of(data, "loss_mask")) == 4
-        and data["micro_batch_size_per_gpu"] == 2
-    )
+    assert rows_of(data, "input_ids")[2:] == [[words.eos_token_id]] * 2
+    assert len(rows_of(data, "loss_mask")) == 4
+    assert data["micro_batch_size_per_gpu"] == 2
 
 
 def test_the_mixer_of_a_run(verl: Any, options: Any, monkeypatch: Any) -> None:

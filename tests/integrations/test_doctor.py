@@ -19,11 +19,13 @@ from gac_kernels import backends, doctor
 def test_the_report_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) <= 40 and all(len(line) <= 100 for line in lines)
+    assert len(lines) <= 40
+    assert all(len(line) <= 100 for line in lines)
     assert main(["doctor", "--json"]) == 0
     sections = json.loads(text := capsys.readouterr().out)
     assert not any(x.endswith(doctor.ABSENT) for x in lines if not x.startswith("versions "))
-    assert sections["versions"]["torch"] == torch.__version__ and text.startswith('{\n "versions"')
+    assert sections["versions"]["torch"] == torch.__version__
+    assert text.startswith('{\n "versions"')
     assert sections["self-test"]["reference on cpu"].startswith("passed")
     assert sections["backends"]["reference on cpu"] == "available"
     assert lines[-1] == f"trainers   {doctor.ABSENT}: " + ", ".join(
@@ -39,12 +41,11 @@ def test_without_the_native_library(tmp_path: Path) -> None:
     shutil.copytree(package, tmp_path / "gac_kernels", ignore=shutil.ignore_patterns("*.so"))
     command = [sys.executable, "-m", "gac_kernels.doctor"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0 and not result.stderr, result.stderr
+    assert result.returncode == 0, result.stderr
+    assert not result.stderr
     (line,) = [x for x in result.stdout.splitlines() if "native on cpu" in x]
-    assert (
-        line.split(": ", 1)[1] != "available"
-        and "auto on cpu: reference for float32" in result.stdout
-    )
+    assert line.split(": ", 1)[1] != "available"
+    assert "auto on cpu: reference for float32" in result.stdout
 
 
 def test_an_unsupported_trainer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,9 +78,8 @@ def test_a_wrong_backend_fails(
     native = backends.unavailable("native", torch.device("cpu"), torch.float32)
     if native:
         pytest.skip(native)
-    assert (
-        doctor.main([]) == 1 and "native on cpu: FAILED: relative error" in capsys.readouterr().out
-    )
+    assert doctor.main([]) == 1
+    assert "native on cpu: FAILED: relative error" in capsys.readouterr().out
 
 
 def test_the_first_use_logs_its_backend_once(caplog: pytest.LogCaptureFixture) -> None:

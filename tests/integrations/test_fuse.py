@@ -101,7 +101,8 @@ def test_the_loss_and_its_gradients_are_those_of_the_model(family: str) -> None:
         with fuse(model) as handle:
             assert fuse(model) is handle
             check(gradients(model, **inputs, **variant), expected)
-            assert handle.reason is None and handle.problem is None
+            assert handle.reason is None
+            assert handle.problem is None
         check(gradients(model, **inputs, **variant), expected, 0)
 
 
@@ -111,7 +112,8 @@ def test_the_gradient_is_filtered_on_request() -> None:
     for eps in (0.0, 0.1):
         with fuse(model, GradientFilter(eps, max_dropped=1.0)) as handle:
             filtered = gradients(model, **inputs)
-            assert handle.report is not None and (handle.report.kept_columns < 1) == (eps > 0)
+            assert handle.report is not None
+            assert (handle.report.kept_columns < 1) == (eps > 0)
         check(filtered, expected, 0.3 if eps else 1e-5)
         assert (eps > 0) == any(
             (filtered[name] - x).norm() > 1e-3 * x.norm() for name, x in expected.items()
@@ -199,14 +201,16 @@ def test_logits_are_computed_when_they_are_read() -> None:
         late = model(**inputs).logits
     torch.testing.assert_close(late * 1, half, rtol=0, atol=0)  # read outside of autocast
     lazy = model(inputs["input_ids"], *[None] * 4, inputs["labels"]).logits
-    assert isinstance(lazy, LazyLogits) and lazy.record.logits is None
+    assert isinstance(lazy, LazyLogits)
+    assert lazy.record.logits is None
     assert (lazy.shape, lazy.dtype, lazy.requires_grad) == (expected.shape, torch.float32, True)
     assert lazy.record.logits is None
     torch.testing.assert_close(torch.ones(1) * (lazy.float() * 2), expected * 2, rtol=0, atol=0)
     torch.testing.assert_close(lazy.detach(), expected.detach(), rtol=0, atol=0)
     torch.testing.assert_close(lazy.to(dtype=torch.float64), expected.double(), rtol=0, atol=0)
     lazy[..., 3] = 7.0
-    assert ((lazy * 2)[..., 3] == 14).all() and not (lazy[..., 4] == 7).any()
+    assert ((lazy * 2)[..., 3] == 14).all()
+    assert not (lazy[..., 4] == 7).any()
     functions = (
         lambda x: x.logsumexp(-1),
         lambda x: token_logprobs(x, inputs["input_ids"])[0],
@@ -257,7 +261,8 @@ def test_calls_without_labels_generation_and_saving_are_unchanged(tmp_path: Path
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     torch.testing.assert_close(loaded(ids).logits, expected, rtol=0, atol=0)
     handle.lazy = True  # on request, these logits are lazy too
-    assert isinstance(model(ids).logits, LazyLogits) and "DataParallel" in str(handle.reason)
+    assert isinstance(model(ids).logits, LazyLogits)
+    assert "DataParallel" in str(handle.reason)
 
 
 def test_a_model_that_cannot_be_served_says_why(caplog: pytest.LogCaptureFixture) -> None:
@@ -356,7 +361,8 @@ def test_steps_of_trainer(family: str, tmp_path: Path) -> None:
     model = make(family)
     handle = fuse(model)
     _, found = train(model, tmp_path)
-    assert handle.problem is None and len(found) == 8
+    assert handle.problem is None
+    assert len(found) == 8
     for key in ("loss", "grad_norm"):
         values = [row[key] for row in expected]
         assert [row[key] for row in found] == pytest.approx(values, rel=1e-5, abs=1e-5), key

@@ -63,8 +63,10 @@ def test_mu_matches_the_controller():
         refresh = t == 0 or config.is_refresh(t + 1)
         assert log["kl"] == pytest.approx(math.exp(-0.1) + 0.1 - 1, rel=1e-5)
         inputs = (total.signals() if refresh else None, log["kl"])
-        assert log["mu"] == controller.mu and log["alpha"] == controller.alpha
-        assert log["mu_star"] == controller.mu_star and log["prior"] == controller.prior
+        assert log["mu"] == controller.mu
+        assert log["alpha"] == controller.alpha
+        assert log["mu_star"] == controller.mu_star
+        assert log["prior"] == controller.prior
 
 
 def test_the_loss_is_the_mixture_and_its_parts_are_logged():
@@ -99,13 +101,12 @@ def test_state_round_trip_resumes_exactly(tmp_path: Path):
         step(first, t)
     first.save(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["gac.json"]
-    assert first.state_dict()["step"] == 3 and first.state_dict()["order"]["position"] == 18
+    assert first.state_dict()["step"] == 3
+    assert first.state_dict()["order"]["position"] == 18
     second = Mixer(GAC(update_every=2), rows=9, batch=6, seed=5)
     second.load(tmp_path)
-    assert (
-        json.loads((tmp_path / "gac.json").read_text()) == second.state_dict()
-        and second.draw() == first.draw()
-    )
+    assert json.loads((tmp_path / "gac.json").read_text()) == second.state_dict()
+    assert second.draw() == first.draw()
     for t in range(3, 8):
         assert step(second, t) == step(first, t)
 
@@ -173,7 +174,8 @@ def test_unsupported_arguments_are_rejected(keywords: dict[str, Any], message: s
 @pytest.mark.parametrize("name", ["gac-paper", "constant-alarm", "chord-phi", "kl-ctrl"])
 def test_methods_that_need_only_logps_are_supported(name: str):
     mixer = Mixer(METHODS[name](), rows=9, batch=6)
-    assert mixer.method.name == name and mixer.state_dict()["order"]["seed"] == 0
+    assert mixer.method.name == name
+    assert mixer.state_dict()["order"]["seed"] == 0
     assert all(0 <= step(mixer, t)["mu"] <= 1 for t in range(3))
     mixer.observe(moments(0, demo=True))
     mixer.close()  # without rollouts, nothing is missing

@@ -64,9 +64,8 @@ def test_step_gradient_matches_plain_torch(
     }
     trainer, recorder = trl_task.trained(model, tmp_path, **options)
     reference = AutoModelForCausalLM.from_pretrained(model)
-    assert (
-        len(trainer.micro_batches) == micro_batches and len(trainer.demos_per_step[0]) == demo_batch
-    )
+    assert len(trainer.micro_batches) == micro_batches
+    assert len(trainer.demos_per_step[0]) == demo_batch
     rollouts = plain.rollout_term(reference, trainer.micro_batches, trl_task.TEMPERATURE, reduction)
     mu = recording.column(trainer, "gac/mu")[0]
     assert mu == pytest.approx(MU + 0.01)
@@ -219,7 +218,8 @@ def test_two_ranks_match_and_resume_exactly(model: Path, two_ranks: list[dict[st
         for name, weight in rank["weights"].items():
             assert torch.equal(rank["resumed"][name], weight), name
         assert re.search(r"\[0\.1, 0\.2\].*same controller", rank["error_message"])
-    assert len(two_ranks[0]["logged"]) == 4 and len(set(two_ranks[0]["logged"])) > 1
+    assert len(two_ranks[0]["logged"]) == 4
+    assert len(set(two_ranks[0]["logged"])) > 1
 
 
 @pytest.mark.dist
@@ -331,7 +331,9 @@ def test_the_gradient_filter_reaches_each_loss(
         )
         runs.append((recording.column(trainer, "gac/demo_loss"), recorder.gradients[0]))
     (loss, exact), (same, filtered) = runs
-    assert loss == same and 0 < loss[0] < 100 and 1e-3 < plain.relative_error(filtered, exact) < 1
+    assert loss == same
+    assert 0 < loss[0] < 100
+    assert 1e-3 < plain.relative_error(filtered, exact) < 1
 
 
 def test_unsupported_options_are_rejected(model: Path, tmp_path: Path):
@@ -402,4 +404,5 @@ def test_the_example_learns(tmp_path: Path):
     from examples import trl_gac
 
     losses = [row["gac/demo_loss"] for row in trl_gac.run(8, str(tmp_path))]
-    assert len(losses) == 8 and losses[-1] < losses[0]
+    assert len(losses) == 8
+    assert losses[-1] < losses[0]

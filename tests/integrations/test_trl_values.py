@@ -72,7 +72,8 @@ def test_masked_tool_tokens_are_not_observed() -> None:
     ]
     assert trainer._micro_batch == 2
     trainer.model.training = False  # evaluation uses the loss of TRL
-    assert trainer._compute_loss(None, batch()).item() == 2 and len(trainer.observed) == 2
+    assert trainer._compute_loss(None, batch()).item() == 2
+    assert len(trainer.observed) == 2
 
 
 def test_rollouts_of_one_prompt_are_one_unit(monkeypatch: Any) -> None:
@@ -88,9 +89,12 @@ def test_rollouts_of_one_prompt_are_one_unit(monkeypatch: Any) -> None:
     trainer._compute_loss(None, batch(**prompts))
     ((_, rows, out),) = units
     first, second, third, fourth = (row.unit for row in rows)
-    assert first == second and len({first, third, fourth}) == 3 and min(first, third, fourth) >= 0
+    assert first == second
+    assert len({first, third, fourth}) == 3
+    assert min(first, third, fourth) >= 0
     assert max(first, third, fourth) < 2**63
-    assert out == "out" and not any(row.is_demo for row in rows)
+    assert out == "out"
+    assert not any(row.is_demo for row in rows)
     trainer.rollout_out = None
     with pytest.raises(ValueError, match="controller=gac-gated-sketch requires the fused loss"):
         trainer._compute_loss(None, batch(**prompts))
@@ -253,11 +257,10 @@ def test_weights_known_before_the_forward_pass() -> None:
     assert weights(trainer, inputs, mask, None).shape == (2, 3)
     (options,) = calls
     assert {name: options[name] for name in names} == names
-    assert options["advantages"].tolist() == [[1], [2]] and options["mask"] is mask
-    assert (
-        options["importance_sampling_ratio"] is ratio
-        and options["log_ratio_per_token"].tolist() == [[0] * 3] * 2
-    )
+    assert options["advantages"].tolist() == [[1], [2]]
+    assert options["mask"] is mask
+    assert options["importance_sampling_ratio"] is ratio
+    assert options["log_ratio_per_token"].tolist() == [[0] * 3] * 2
 
 
 def test_a_micro_batch_without_gradients_has_no_request(monkeypatch: Any, caplog: Any) -> None:
@@ -279,7 +282,9 @@ def test_a_micro_batch_without_gradients_has_no_request(monkeypatch: Any, caplog
         trainer._compute_loss(None, "plain")
     assert trainer.rollout_out is None
     loss = trainer._compute_loss(None, "scored")
-    assert loss.item() == 2 and loss.requires_grad and trainer.rollout_out == "out"
+    assert loss.item() == 2
+    assert loss.requires_grad
+    assert trainer.rollout_out == "out"
     assert not trainer._compute_loss(None, "plain").requires_grad
     assert requests == [None, request, request]
     scores = ("log-probs", "entropy", "more")

@@ -26,7 +26,8 @@ def emulate(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> list[Gemm]:
     log: list[Gemm] = []
 
     def multiply(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> None:
-        assert a.dtype == b.dtype == dtype and out.shape == (a.shape[0], b.shape[1])
+        assert a.dtype == b.dtype == dtype
+        assert out.shape == (a.shape[0], b.shape[1])
         log.append(Gemm((*a.shape, b.shape[1]), out.dtype, accumulate))
         product = a.float() @ b.float()
         out.add_(product) if accumulate else out.copy_(product)

@@ -58,7 +58,8 @@ def terms_of(tokens: Tokens, spec: LossSpec) -> TokenTerms:
 
 def assert_close(name: str, actual: Tensor, expected: Tensor, scale: float = 1.0) -> None:
     """Assert equality up to one float32 ulp, or 2^-40 of `scale` for float64 sums."""
-    assert actual.dtype == expected.dtype and actual.shape == expected.shape, name
+    assert actual.dtype == expected.dtype, name
+    assert actual.shape == expected.shape, name
     if expected.dtype == torch.float32:
         tolerance = {"rtol": 2.0**-23, "atol": 2.0**-24 * scale}
     else:
@@ -130,7 +131,9 @@ DISTINCT = {
 def test_every_case(case: Case, name: str, poison: None) -> None:
     tokens = check_plan(require_backend(name), plan_args(case))
     summary = check_reduce(name, tokens, terms_of(tokens, case.spec))
-    assert summary.loss != 0 and summary.moments is not None and summary.moments.rollouts[3] > 0
+    assert summary.loss != 0
+    assert summary.moments is not None
+    assert summary.moments.rollouts[3] > 0
 
 
 def padded(*shape: int, demos: tuple[int, ...]) -> "PlanArgs":
@@ -229,7 +232,8 @@ def test_nan_tokens_propagate_as_in_the_definition(name: str, sequence: int) -> 
     token = sequence * 6 + int(tokens.live.view(4, 6)[sequence].nonzero()[0, 0])
     terms.logps[token] = terms.loss[token] = terms.entropy[token] = math.nan
     summary = check_reduce(require_backend(name), tokens, terms)
-    assert summary.loss.isnan() and summary.demo_loss.isnan() == (sequence == 1)
+    assert summary.loss.isnan()
+    assert summary.demo_loss.isnan() == (sequence == 1)
     terms.logps[token], terms.loss[token], terms.entropy[token] = -math.inf, math.inf, 0
     for mu in (1.0 - sequence, torch.tensor(1.0 - sequence)):
         assert check_reduce(name, tokens._replace(mu=mu), terms).loss.isfinite()
@@ -365,9 +369,11 @@ def test_unchecked_offsets_stay_in_bounds(
     assert guarded or name == "reference"
     assert all((x[:32] == 1).all() and (x[-32:] == 1).all() for x in guarded)
     assert tokens.lengths.tolist() == lengths
-    assert tokens.offsets[0] == first and tokens.offsets[-1] == last
+    assert tokens.offsets[0] == first
+    assert tokens.offsets[-1] == last
     inside = (torch.arange(10) >= first) & (torch.arange(10) < last)
     assert torch.equal(tokens.live, inside)
     for column in (tokens.weight, tokens.scale, tokens.advantages, tokens.old):
-        assert column.isfinite().all() and (column[~inside] == 0).all()
+        assert column.isfinite().all()
+        assert (column[~inside] == 0).all()
     assert ((tokens.sequence >= 0) & (tokens.sequence < 2)).all()

@@ -64,13 +64,16 @@ def test_the_library_is_built_for_the_gpus_that_are_present(
 
     monkeypatch.setattr(build_cuda, "compile_source", compile_source)
     path = build_cuda.build()
-    assert path.name.endswith("-90a.so") and sum("-gencode" in o for o in options) == 1
+    assert path.name.endswith("-90a.so")
+    assert sum("-gencode" in o for o in options) == 1
     assert [p.name for p in (fake_nvcc / "package").iterdir()] == [path.name]
     options.clear()
-    assert build_cuda.build() == path and not options
+    assert build_cuda.build() == path
+    assert not options
     assert build_cuda.build(("100", "90a")).name.endswith("-100-90a.so")
     library = build_cuda.find_library(("100",))
-    assert library is not None and library.name.endswith("-100-90a.so")
+    assert library is not None
+    assert library.name.endswith("-100-90a.so")
 
 
 def test_nvcc_has_the_cuda_version_of_torch(
@@ -106,11 +109,13 @@ def test_a_driver_older_than_the_compiler_is_an_error_that_names_both(
     cuda.library.cache_clear()
     cuda._library_error.cache_clear()
     reason = cuda.unavailable(torch.device("cuda"), torch.bfloat16)
-    assert reason is not None and "builds for CUDA 13, but the driver supports CUDA 12" in reason
+    assert reason is not None
+    assert "builds for CUDA 13, but the driver supports CUDA 12" in reason
     cuda._library_error.cache_clear()
     write_nvcc(fake_nvcc / "cuda" / "bin" / "nvcc", "12.9")
     path = build_cuda.build(["90a"])
-    assert "-cu12-" in path.name and build_cuda.find_library(["90a"]) == path
+    assert "-cu12-" in path.name
+    assert build_cuda.find_library(["90a"]) == path
 
 
 def test_the_version_of_the_driver_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +148,8 @@ def test_output_and_errors_of_the_compiler(
 ) -> None:
     build_cuda.main(["--arch", "90a", "100"])
     (library,) = (fake_nvcc / "package").iterdir()
-    assert capsys.readouterr().out == f"{library}\n" and library.name.endswith("-90a-100.so")
+    assert capsys.readouterr().out == f"{library}\n"
+    assert library.name.endswith("-90a-100.so")
     runtime = fake_nvcc / "cuda" / "lib" / "libcudart_static.a"
     for options in ([], [f"-L{runtime.parent}"]):
         output = build_cuda.compile_source("-x", "y")
@@ -172,14 +178,17 @@ def test_another_library_is_built_if_a_source_changes_and_the_cache_is_used_if_n
         (sources / name).write_text("// text")
         build_cuda._digest.cache_clear()
         paths.append(build_cuda.build(["90a"]))
-    assert len({*paths}) == 3 and paths[3] == paths[2] and all(p.exists() for p in paths)
+    assert len({*paths}) == 3
+    assert paths[3] == paths[2]
+    assert all(p.exists() for p in paths)
     monkeypatch.setattr(build_cuda, "FLAGS", (*build_cuda.FLAGS, "-g"))
     build_cuda._digest.cache_clear()
     assert build_cuda.find_library(["90a"]) is None
     package, access = build_cuda.PACKAGE, os.access
     monkeypatch.setattr(os, "access", lambda path, mode: path != package and access(path, mode))
     path = build_cuda.build(["100"])
-    assert path.parent == fake_nvcc / "cache" / "gac" and path.exists()
+    assert path.parent == fake_nvcc / "cache" / "gac"
+    assert path.exists()
     assert build_cuda.build(["100"]) == path
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(fake_nvcc))

@@ -38,7 +38,8 @@ def test_float16_weight_gradient_and_values_at_run_time() -> None:
         out = fused_linear_gac_loss(
             batch.hidden, batch.weight, *batch.inputs, **batch.keywords, moments=False
         )
-        assert out.moments is None and not out.demo_loss.requires_grad
+        assert out.moments is None
+        assert not out.demo_loss.requires_grad
         return out.loss
 
     torch.compiler.reset()
@@ -209,10 +210,8 @@ def test_spec_encode_decode_round_trip() -> None:
         *(None, 0.28, 3.0, 0.1, "k2", 0.01, "trust", 0.2, "constant", "sequence", 99, 0.7),
         *("sapo", (0.5, 2.0), "sequence", "token_mask", 0.1, None, True),
     )
-    assert (
-        LossSpec.decode(spec.encode()) == spec
-        and LossSpec.decode(LossSpec().encode()) == LossSpec()
-    )
+    assert LossSpec.decode(spec.encode()) == spec
+    assert LossSpec.decode(LossSpec().encode()) == LossSpec()
 
 
 def compiling(operators: bool = True) -> Any:
@@ -392,4 +391,6 @@ def test_torchs_default_dtype_and_device_are_not_used(
         sketch_signs.cache_clear()
         expected = results()
     for x, y in zip(actual, expected, strict=True):
-        assert x.dtype == y.dtype and x.device == y.device and torch.equal(x, y)
+        assert x.dtype == y.dtype
+        assert x.device == y.device
+        assert torch.equal(x, y)

@@ -112,7 +112,8 @@ def test_waiting_clusters_finish_at_most_one_turn_late() -> None:
     resident = 66
     for rows in (1, 50, 500, 2048, 8192, 32768):
         count = launched_clusters(rows, resident)
-        assert count <= rows and (count >= resident or count == rows)
+        assert count <= rows
+        assert count >= resident or count == rows
         rows_per_cluster = [len(range(i, rows, count)) for i in range(count)]
         turn = max(rows_per_cluster)
         for running in (resident, 60, 40):  # number of clusters that can run at once

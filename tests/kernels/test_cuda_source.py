@@ -87,7 +87,9 @@ def test_rows_of_any_stride_leave_their_neighbors_unchanged(split_rows) -> None:
     logits = torch.randn(2, 4, 2005)[:, :-1, :-2]
     full = torch.full((2, 4, 2005), 7.0)
     check_loss(logits, batch(logits, LossSpec()), LossSpec(), full[:, 1:, 1:-1])
-    assert (full[:, 0] == 7).all() and (full[:, :, 0] == 7).all() and (full[:, :, -1] == 7).all()
+    assert (full[:, 0] == 7).all()
+    assert (full[:, :, 0] == 7).all()
+    assert (full[:, :, -1] == 7).all()
 
 
 @pytest.mark.parametrize("target", [41, 42])
@@ -209,7 +211,8 @@ def test_compiled_kernels_meet_their_limits(arch: str) -> None:
     for kernel in kernels:
         # registers for the sketch's sums
         max_registers = 72 if kernel.kernel == "row_kernel" else 96
-        assert kernel.registers <= max_registers and 3 * 72 * 288 <= 65536 >= 2 * 96 * 288
+        assert kernel.registers <= max_registers
+        assert 3 * 72 * 288 <= 65536 >= 2 * 96 * 288
         assert (kernel.shared + 1024) * 2 <= 228 * 1024 >= (cuda.shared_bytes(9) + 1024) * 3
         name, counted = f"{kernel.kernel} {kernel.config}", [*per_logit(kernel)]
         recorded = counts[kernel.arch][name]

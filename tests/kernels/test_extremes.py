@@ -53,11 +53,14 @@ def check_nan_in_second_row(
         leaf, advantages = logits.clone().requires_grad_(), torch.full((1, 2), advantage)
         options = {"spec": LossSpec(policy_loss=policy), "softcap": softcap, "backend": backend}
         out = fused_gac_loss(leaf, targets, advantages, **options)
-        assert out.loss.isnan() and out.logps[0, 1].isnan() and out.entropy[0, 1].isnan()
+        assert out.loss.isnan()
+        assert out.logps[0, 1].isnan()
+        assert out.entropy[0, 1].isnan()
         assert out.logps[0, 0].isfinite()
         out.loss.backward()
         first, second = leaf.grad[0]
-        assert first.isfinite().all() and (advantage == 0 or second.isnan().all())
+        assert first.isfinite().all()
+        assert advantage == 0 or second.isnan().all()
 
 
 @each_backend
@@ -67,7 +70,8 @@ def test_a_target_outside_the_vocabulary_is_nan_and_not_read(backend: str) -> No
     logits = torch.tensor([[*[[0.0] * 8] * 4, nan, nan, [0.0, 1.0, torch.inf, *[0.0] * 5]]])
     rows = backends.load(backend, targets.device)
     logps, entropy, lse, *_, is_top1 = rows.row_stats(logits, targets, 1.0, None, True)
-    assert logps[[0, 1, 2, 4, 5, 6]].isnan().all() and not is_top1.any()
+    assert logps[[0, 1, 2, 4, 5, 6]].isnan().all()
+    assert not is_top1.any()
     torch.testing.assert_close(torch.stack([-logps[3], entropy[3], lse[3]]), lse[:3])
 
 
@@ -84,7 +88,8 @@ def test_entropy_gradient_with_an_impossible_target(softcap: float | None, backe
         assert logps == -torch.inf
         entropy.sum().backward()
         grads.append(leaf.grad.double())
-    assert grads[0][0, 0, 0] == 0 and grads[1].abs().max() > 0.1
+    assert grads[0][0, 0, 0] == 0
+    assert grads[1].abs().max() > 0.1
     torch.testing.assert_close(*grads, rtol=1e-6, atol=1e-7)
 
 
@@ -196,7 +201,8 @@ def test_ratios_far_from_1(policy: str, backend: str) -> None:
             by_hand = 0.1 * (math.exp(2) - 3) - advantages * log_ratios.clamp(max=40).exp()
             torch.testing.assert_close(terms.loss.view(6, 3), by_hand, rtol=1e-4, atol=1e-6)
     spec, tokens = LossSpec(policy_loss="sapo"), tokens._replace(old=torch.full((18,), torch.nan))
-    assert rows.row_loss(logits, tokens, spec, out).loss.isnan().all() and out.isnan().all()
+    assert rows.row_loss(logits, tokens, spec, out).loss.isnan().all()
+    assert out.isnan().all()
 
 
 @each_backend
@@ -209,7 +215,8 @@ def test_a_k3_overflow_makes_loss_and_gradient_non_finite(
     logits, batch, keywords = unlikely_token(ref=ref)
     keywords |= {"spec": LossSpec(kl_coef=coefficient), "old_logps": None}
     out, grad = loss_and_logits_grad(logits.to(dtype), batch, keywords, backend)
-    assert out.kl == torch.inf and out.loss.isfinite() == (coefficient == 0)
+    assert out.kl == torch.inf
+    assert out.loss.isfinite() == (coefficient == 0)
     assert grad.isfinite().all() == (coefficient == 0)
 
 
@@ -222,7 +229,8 @@ def test_the_ratio_to_the_log_probs_of_the_same_logits_is_exactly_1(backend: str
     logps = fused_gac_loss(*args, spec=spec, backend=backend, mu=0.5).logps
     columns = {"old_logps": logps, "ref_logps": logps}
     out = fused_gac_loss(*args, spec=spec, backend=backend, **columns, mu=0.5)
-    assert out.clip_fraction == 0 and out.kl == 0
+    assert out.clip_fraction == 0
+    assert out.kl == 0
 
 
 def unlikely_token(old: float = 0.0, ref: float = 0.0):
@@ -294,7 +302,9 @@ def test_weight_or_advantage_0_removes_an_impossible_token(backend: str) -> None
         keywords = {"weights": weights, "old_logps": -torch.ones(1, 2), "spec": spec, "mu": mu}
         out = fused_gac_loss(*arguments, **keywords, backend=backend)
         (grad,) = torch.autograd.grad(out.loss, logits)
-        assert out.loss.isfinite() and (grad[0, 0] == 0).all() and (grad[0, 1] != 0).any()
+        assert out.loss.isfinite()
+        assert (grad[0, 0] == 0).all()
+        assert (grad[0, 1] != 0).any()
 
 
 NORMAL = torch.randn(2500, generator=torch.Generator().manual_seed(0))
@@ -327,8 +337,10 @@ def test_rounding_does_not_change_the_signs_of_statistics(backend: str) -> None:
     logps, entropy = token_logprobs(
         logits, torch.full((1, 16), 3), temperature=0.7, backend=backend
     )
-    assert (logps <= 0).all() and (logps > -2e-6).all()
-    assert (entropy >= 0).all() and (entropy < 2e-6).all()
+    assert (logps <= 0).all()
+    assert (logps > -2e-6).all()
+    assert (entropy >= 0).all()
+    assert (entropy < 2e-6).all()
 
 
 @each_backend
@@ -358,7 +370,9 @@ def test_a_token_without_scale_has_a_zero_gradient_even_if_its_logits_are_nan(ba
     logits[1, 0, 7] = torch.nan
     out = torch.full_like(logits, torch.nan)
     terms = rows.row_loss(logits, tokens, spec, out)
-    assert terms.logps[2].isnan() and (out[1, 0] == 0).all() and (out[1, 1] != 0).all()
+    assert terms.logps[2].isnan()
+    assert (out[1, 0] == 0).all()
+    assert (out[1, 1] != 0).all()
 
 
 @each_backend

@@ -102,9 +102,12 @@ def test_only_the_gradient_of_hidden_changes_and_its_errors_do_not_add_up(
     operands = rows_for(backend)
     exact, d_hidden, d_weight = gradients(operands, backend=backend, **keywords)
     out, filtered, same = gradients(operands, gradient_filter=LOSE, backend=backend, **keywords)
-    assert isinstance(out.filter, FilterReport) and exact.filter is None
-    assert 0 < out.filter.kept_columns < 0.5 and 0 < out.filter.dropped_mass <= 1
-    assert torch.equal(same, d_weight) and torch.equal(out.loss, exact.loss)
+    assert isinstance(out.filter, FilterReport)
+    assert exact.filter is None
+    assert 0 < out.filter.kept_columns < 0.5
+    assert 0 < out.filter.dropped_mass <= 1
+    assert torch.equal(same, d_weight)
+    assert torch.equal(out.loss, exact.loss)
     assert torch.equal(out.logps, exact.logps)
     assert torch.equal(out.moments.rollouts, exact.moments.rollouts)
     error = filtered - d_hidden
@@ -156,7 +159,8 @@ def test_no_filter_eps_0_flat_rows_and_many_columns_are_exact(backend, monkeypat
             _, d_hidden, d_weight = gradients(inputs, backend=backend)
         out, same, also = gradients(inputs, gradient_filter=settings, backend=backend)
         assert out.filter == (settings and FilterReport(torch.tensor(1.0), torch.tensor(0.0)))
-        assert torch.equal(same, d_hidden) and torch.equal(also, d_weight)
+        assert torch.equal(same, d_hidden)
+        assert torch.equal(also, d_weight)
 
 
 @CPU_BACKENDS
@@ -179,7 +183,8 @@ def test_the_error_of_the_weight_averages_out(backend, rows) -> None:
     mean = torch.stack(draws[1:]).mean(0)
     assert distance(draws[0][:100], d_weight[:100]) < 1e-4  # frequent tokens
     error, of_mean = (distance(x[100:], d_weight[100:]) for x in (draws[0], mean))
-    assert 1e-5 < error < 0.2 and of_mean < 0.6 * error
+    assert 1e-5 < error < 0.2
+    assert of_mean < 0.6 * error
 
 
 @CPU_BACKENDS
@@ -199,13 +204,15 @@ def test_the_other_linear_functions(backend) -> None:
         x = hidden.clone().requires_grad_()
         keywords: dict[str, Any] = {"gradient_filter": settings, "backend": backend}
         out = fused_linear_token_loss(x, weight, targets, lambda p, h: -p, **keywords)
-        assert (out.filter is None) == (settings is None) and len(out) == 4 + (settings is not None)
+        assert (out.filter is None) == (settings is None)
+        assert len(out) == 4 + (settings is not None)
         out.loss.backward()
         y = hidden.clone().requires_grad_()
         (-linear_token_logprobs(y, weight, targets, **keywords)[0]).sum().backward()
         results.append((out.losses, x.grad, y.grad))
     (losses, exact, _), (same, filtered, recomputed) = results
-    assert torch.equal(losses, same) and 1e-6 < distance(filtered, exact) < 0.1
+    assert torch.equal(losses, same)
+    assert 1e-6 < distance(filtered, exact) < 0.1
     assert distance(recomputed, filtered) < 1e-5
 
 
@@ -218,12 +225,14 @@ def test_float16_a_frozen_head_and_a_sketch(backend) -> None:
     exact, d_hidden, d_weight = gradients(half, **keywords)
     out, filtered, same = gradients(half, gradient_filter=LOSE, **keywords)
     expected, d_wide, _ = gradients(wide, gradient_filter=LOSE, **keywords)
-    assert torch.equal(same, d_weight) and torch.equal(out.sketch, exact.sketch)
+    assert torch.equal(same, d_weight)
+    assert torch.equal(out.sketch, exact.sketch)
     assert torch.equal(out.filter.kept_columns, expected.filter.kept_columns)
     assert 1e-5 < distance(filtered.float(), d_hidden.float()) < 0.1
     assert distance(filtered.float(), d_wide) < 2e-3
     _, d_frozen, none = gradients(wide, gradient_filter=LOSE, frozen=True, backend=backend)
-    assert torch.equal(d_frozen, d_wide) and none is None
+    assert torch.equal(d_frozen, d_wide)
+    assert none is None
 
 
 @pytest.mark.parametrize(
@@ -252,11 +261,13 @@ def test_row_kernels_mark_what_they_store(backend, dtype, softcap, poison) -> No
     threshold = marks.eps * ((a.abs() + b.abs()) / temperature)[:, None].double()
     stored = wide[0, :, :width].double()
     expected = (stored.abs() > threshold).any(0).index_fill(0, torch.tensor([0, 300, 9]), True)
-    assert torch.equal(marks.hit, expected) and 3 < flags.sum() == expected.sum() < width - 3
+    assert torch.equal(marks.hit, expected)
+    assert 3 < flags.sum() == expected.sum() < width - 3
     torch.testing.assert_close(
         marks.sums.double(), torch.stack([stored.sum(1), stored.abs().sum(1)]), rtol=1e-5, atol=1e-6
     )
-    assert (marks.sums[:, 2:4] == 0).all() and (wide[..., width:] == 7).all()
+    assert (marks.sums[:, 2:4] == 0).all()
+    assert (wide[..., width:] == 7).all()
 
 
 def test_settings_are_checked() -> None:

@@ -45,7 +45,8 @@ def test_float64_equals_the_reference_bit_for_bit(case: Case) -> None:
     (ours, d_ours), (exact, d_exact) = from_logits(batch), fused(batch, "reference")
     for name in ("loss", "rollout_loss", "demo_loss", "kl", "clip_fraction", "logps", "entropy"):
         a, b = getattr(ours, name), getattr(exact, name)
-        assert a.dtype == torch.float64 and torch.equal(a.nan_to_num(-1), b.nan_to_num(-1)), name
+        assert a.dtype == torch.float64, name
+        assert torch.equal(a.nan_to_num(-1), b.nan_to_num(-1)), name
     for name in ("rollouts", "demo_nll", "totals"):
         a, b = (getattr(x.moments, name).nan_to_num(-1) for x in (ours, exact))
         assert torch.equal(a, b), name
@@ -84,7 +85,8 @@ def test_differentiable_twice_in_logps_and_entropy() -> None:
     spec = LossSpec(demo_weight=DemoWeight.ONE, entropy_coef=0.1)
     assert torch.autograd.gradcheck(lambda *x: call(batch, *x, spec=spec).loss, (logps, entropy))
     out = call(batch, logps, entropy, spec=spec)
-    assert all(not x.requires_grad for x in out[1:7]) and out.loss.requires_grad
+    assert all(not x.requires_grad for x in out[1:7])
+    assert out.loss.requires_grad
     first = torch.autograd.grad(out.loss, logps, create_graph=True)[0]
     assert torch.autograd.grad(first.sum(), logps)[0].isfinite().all()
 
@@ -101,7 +103,8 @@ def test_only_logps_and_entropy_are_differentiated() -> None:
     constants = *columns.values(), weights, batch.advantages.requires_grad_()
     out = call(batch, logps, entropy, spec=spec, weights=weights, **columns)
     out.loss.backward()
-    assert logps.grad.any() and not any(x.grad is not None for x in constants)
+    assert logps.grad.any()
+    assert not any(x.grad is not None for x in constants)
     assert not any(x.requires_grad for x in (*out[1:7], *vars(out.moments).values()))
 
 
@@ -110,10 +113,13 @@ def test_masked_tokens_are_not_read() -> None:
     masked = batch.targets == -100
     clean = call(batch, logps, entropy)
     grads = torch.autograd.grad(clean.loss, logps)[0]
-    assert masked.any() and not grads[masked].any() and grads[~masked].any()
+    assert masked.any()
+    assert not grads[masked].any()
+    assert grads[~masked].any()
     dirty = logps.detach().masked_fill(masked, torch.nan).requires_grad_()
     out = call(batch, dirty, entropy.detach().masked_fill(masked, torch.inf))
-    assert torch.equal(out.loss, clean.loss) and torch.equal(out.logps, clean.logps)
+    assert torch.equal(out.loss, clean.loss)
+    assert torch.equal(out.logps, clean.logps)
     assert torch.equal(torch.autograd.grad(out.loss, dirty)[0], grads)
 
 
@@ -121,8 +127,10 @@ def test_without_entropy_only_entropy_outputs_are_nan_and_moments_are_optional()
     batch, logps, entropy = leaves("k3")
     expected, out = call(batch, logps, entropy), call(batch, logps)
     live = batch.targets != -100
-    assert out.entropy[live].isnan().all() and not out.entropy[~live].any()
-    assert torch.equal(out.loss, expected.loss) and out.moments.totals[4:].isnan().all()
+    assert out.entropy[live].isnan().all()
+    assert not out.entropy[~live].any()
+    assert torch.equal(out.loss, expected.loss)
+    assert out.moments.totals[4:].isnan().all()
     assert torch.equal(out.moments.totals[:4], expected.moments.totals[:4])
     assert out.moments.signals() == expected.moments.signals()
     assert call(batch, logps, moments=False).moments is None
@@ -134,9 +142,11 @@ def test_half_precision_is_computed_in_float32(dtype: torch.dtype) -> None:
     half = logps.detach().to(dtype).requires_grad_()
     wide = half.detach().float().requires_grad_()
     ours, exact = call(batch, half), call(batch, wide)
-    assert ours.loss.dtype == torch.float32 and torch.equal(ours.loss, exact.loss)
+    assert ours.loss.dtype == torch.float32
+    assert torch.equal(ours.loss, exact.loss)
     grads = torch.autograd.grad(ours.loss, half) + torch.autograd.grad(exact.loss, wide)
-    assert grads[0].dtype == dtype and torch.equal(grads[0], grads[1].to(dtype))
+    assert grads[0].dtype == dtype
+    assert torch.equal(grads[0], grads[1].to(dtype))
 
 
 def test_compiles_without_graph_breaks() -> None:

@@ -173,7 +173,8 @@ def test_in_place_gradient_is_the_same(backend: str, vocab: int) -> None:
         out_again, in_place = evaluate(
             dict(batch, logits=batch["logits"].clone()), backend=backend, overwrite=True
         )
-        assert torch.equal(separate, in_place) and torch.equal(out.logps, out_again.logps)
+        assert torch.equal(separate, in_place)
+        assert torch.equal(out.logps, out_again.logps)
 
 
 @native
@@ -219,7 +220,8 @@ def test_more_than_two_to_the_31_logits(backend: str) -> None:
     assert error(out.logps[:, -8:], expected.logps) < tolerance
     assert error(out.entropy[:, -8:], expected.entropy) < tolerance
     assert error(logits.grad[:, -8:], exact.grad) <= 2**-8 * exact.grad.abs().max().item()
-    assert logits.grad[:, :1].any() and logits.grad[:, rows // 2].any()
+    assert logits.grad[:, :1].any()
+    assert logits.grad[:, rows // 2].any()
 
 
 def test_more_rows_than_the_grid_y_limit(backend: str) -> None:
@@ -227,7 +229,8 @@ def test_more_rows_than_the_grid_y_limit(backend: str) -> None:
     logits = torch.randn(1, 70_000, 64, device=DEVICE)
     logps, entropy, _ = backends.load(backend, logits.device).row_stats(logits, targets, 1.0)
     exact = reference.token_logprobs(logits[0].double(), targets)
-    assert error(logps, exact[0]) < 2e-6 and error(entropy, exact[1]) < 2e-6
+    assert error(logps, exact[0]) < 2e-6
+    assert error(entropy, exact[1]) < 2e-6
 
 
 def test_masked_rows_are_never_read(backend: str) -> None:
@@ -236,7 +239,8 @@ def test_masked_rows_are_never_read(backend: str) -> None:
     out, grad = evaluate(batch, backend=backend)
     batch["logits"][:, 3] = torch.nan
     out_again, grad_again = evaluate(batch, backend=backend)
-    assert torch.equal(out.loss, out_again.loss) and torch.equal(grad, grad_again)
+    assert torch.equal(out.loss, out_again.loss)
+    assert torch.equal(grad, grad_again)
 
 
 def replayed(logits: Tensor, step: Callable[[], tuple[Tensor, ...]]) -> None:
@@ -310,7 +314,8 @@ def test_new_batch_sizes_compile_nothing() -> None:
             backend="triton",
             spec=LossSpec(temperature=temperature),
         )
-    assert before >= 1 and compiled() == before
+    assert before >= 1
+    assert compiled() == before
 
 
 def test_scaling(backend: str) -> None:

@@ -183,7 +183,8 @@ def test_passes_are_the_cheapest_loops() -> None:
     """
     from bench.sass import passes
 
-    assert passes(LOOPS) == (9 / 4, 6 / 4) and passes(LOOPS, 16) == (9 / 4, 6 / 8)
+    assert passes(LOOPS) == (9 / 4, 6 / 4)
+    assert passes(LOOPS, 16) == (9 / 4, 6 / 8)
     more = 4 * "MUFU.EX2 R7, R7 ;\n/*0000*/ " + "@P2 STG.E.U8 [R2.64], R4 ;\n/*0000*/ STG"
     assert passes(LOOPS.replace("STG", more)) == (9 / 4, 11 / 4)
 
@@ -218,4 +219,5 @@ def test_one_kernel_serves_every_number_of_rows() -> None:
     training and could not be captured in a CUDA graph.
     """
     kernels = _run(_SPECIALIZE.replace("SHAPES", repr(SHAPES)))
-    assert len(kernels) == 30 and set(kernels.values()) == {1}, kernels
+    assert len(kernels) == 30, kernels
+    assert set(kernels.values()) == {1}, kernels

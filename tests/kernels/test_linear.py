@@ -156,7 +156,8 @@ def test_work_that_is_not_needed_is_left_out() -> None:
     work, batch = work_of([1.0, 1, 1, 1], needs=(True, False), chunk_bytes=101 * 4)
     assert work.largest < batch.weight.numel()  # a frozen weight gets no buffer
     _, batch = work_of([0.0, 0, 0, 0])
-    assert batch.hidden.grad.abs().sum() == 0 and batch.weight.grad.abs().sum() == 0
+    assert batch.hidden.grad.abs().sum() == 0
+    assert batch.weight.grad.abs().sum() == 0
     with torch.no_grad():
         work, _ = work_of([1.0, 1, 1, 1])
     assert work.flops == 4 * 2 * NHV
@@ -244,16 +245,20 @@ def test_the_next_gradient_reuses_only_memory_that_is_free(monkeypatch: pytest.M
     first = gradient("defaults")
     held, copy = first[-1], first.clone()
     second = gradient("defaults")
-    assert second.data_ptr() != first.data_ptr() and torch.equal(second, first)
+    assert second.data_ptr() != first.data_ptr()
+    assert torch.equal(second, first)
     del first
     gradient("wide")  # another size
-    assert torch.equal(held, copy[-1]) and torch.equal(second, copy)
+    assert torch.equal(held, copy[-1])
+    assert torch.equal(second, copy)
     address, third = gradient("defaults").data_ptr(), gradient("defaults")
-    assert third.data_ptr() == address and torch.equal(third, copy)
+    assert third.data_ptr() == address
+    assert torch.equal(third, copy)
     tied, tokens = torch.randn(7, 4, requires_grad=True), torch.tensor([[1, 2]])
     fused_linear_gac_loss(torch.nn.functional.embedding(tokens, tied), tied, tokens).loss.backward()
     ((memory, _),) = projection._kept.values()
-    assert tied.grad is not None and tied.grad.data_ptr() == memory.data_ptr()  # in place
+    assert tied.grad is not None
+    assert tied.grad.data_ptr() == memory.data_ptr()
 
 
 def test_half_weight_gradient_is_summed_in_float32() -> None:
@@ -306,7 +311,8 @@ def test_activation_checkpointing(use_reentrant: bool) -> None:
 
     plain = torch.autograd.grad(forward(batch.hidden), (batch.hidden, batch.weight))
     checkpoint(forward, batch.hidden, use_reentrant=use_reentrant).backward()
-    assert torch.equal(batch.hidden.grad, plain[0]) and torch.equal(batch.weight.grad, plain[1])
+    assert torch.equal(batch.hidden.grad, plain[0])
+    assert torch.equal(batch.weight.grad, plain[1])
 
 
 def test_inference_mode_and_the_tensors_that_pytree_finds() -> None:
@@ -317,7 +323,8 @@ def test_inference_mode_and_the_tensors_that_pytree_finds() -> None:
         out = fused_linear_gac_loss(batch.hidden, batch.weight, *batch.inputs, **batch.keywords)
         logps, _ = linear_token_logprobs(batch.hidden, batch.weight, batch.targets)
     assert any(leaf is plain.loss for leaf in torch.utils._pytree.tree_leaves(plain))
-    assert torch.equal(out.loss, plain.loss) and not out.loss.requires_grad
+    assert torch.equal(out.loss, plain.loss)
+    assert not out.loss.requires_grad
     assert torch.equal(logps, linear_token_logprobs(batch.hidden, batch.weight, batch.targets)[0])
 
 

@@ -40,7 +40,8 @@ def compare(case: Case, dtype: torch.dtype, backend: str, **keywords) -> None:
     assert d_ours[0].dtype == dtype
     assert out.loss.dtype == out.logps.dtype == out.entropy.dtype == torch.float32
     masked = batch.targets == -100
-    assert (out.logps[masked] == 0).all() and (out.entropy[masked] == 0).all()
+    assert (out.logps[masked] == 0).all()
+    assert (out.entropy[masked] == 0).all()
     assert (d_ours[0][masked] == 0).all()
 
 
@@ -143,8 +144,10 @@ def test_masked_rows_are_never_read(backend: str, poison: None) -> None:
     dirty.requires_grad_()
     a, (d_a,) = loss_and_grad(fused_gac_loss, clean, batch, backend=backend)
     b, (d_b,) = loss_and_grad(fused_gac_loss, dirty, batch, backend=backend)
-    assert torch.equal(a.loss, b.loss) and torch.equal(d_a, d_b)
-    assert torch.equal(a.logps, b.logps) and torch.equal(a.entropy, b.entropy)
+    assert torch.equal(a.loss, b.loss)
+    assert torch.equal(d_a, d_b)
+    assert torch.equal(a.logps, b.logps)
+    assert torch.equal(a.entropy, b.entropy)
     assert a.moments.signals() == b.moments.signals()
 
 
@@ -153,9 +156,8 @@ def test_deterministic(backend: str) -> None:
     batch = build(BY_NAME["wide"])
     logits = batch.logits()
     runs = [loss_and_grad(fused_gac_loss, logits, batch, backend=backend) for _ in range(2)]
-    assert torch.equal(runs[0][0].loss, runs[1][0].loss) and torch.equal(
-        runs[0][1][0], runs[1][1][0]
-    )
+    assert torch.equal(runs[0][0].loss, runs[1][0].loss)
+    assert torch.equal(runs[0][1][0], runs[1][1][0])
 
 
 EDGES = {
@@ -185,7 +187,8 @@ def test_edges(name: str, backend: str) -> None:
     rollouts = tokens > 0 and not all(demos)
     assert (out.rollout_loss != 0).item() is rollouts
     assert (out.demo_loss != 0).item() is (tokens > 0 and any(demos))
-    assert out.loss.isfinite() and (grad.abs().sum() > 0).item() is (tokens > 0)
+    assert out.loss.isfinite()
+    assert (grad.abs().sum() > 0).item() is (tokens > 0)
     signals = out.moments.signals()
     assert (signals.rl_variance == signals.rl_variance) is rollouts  # nan without rollouts
     assert out.kl.isnan()
@@ -200,7 +203,8 @@ def test_mu_of_0_or_1_removes_a_term(mu: float | torch.Tensor, backend: str) -> 
     out, (grad,) = loss_and_grad(fused_gac_loss, logits, batch, backend=backend)
     removed = ~batch.is_demo if mu == 1 else batch.is_demo
     assert torch.equal(out.loss, out.demo_loss if mu == 1 else out.rollout_loss)
-    assert (grad[removed] == 0).all() and (grad[~removed].abs().sum() > 0).item()
+    assert (grad[removed] == 0).all()
+    assert (grad[~removed].abs().sum() > 0).item()
 
 
 @pytest.mark.parametrize("backend", ["native", "triton", "cuda"], indirect=True)
@@ -230,7 +234,8 @@ def test_columns_with_a_stride(name: str, backend: str) -> None:
     given = {n: x for n in columns if (x := batch.keywords.get(n)) is not None}
     batch.keywords |= {n: strided(x) for n, x in given.items()}
     out, (grad,) = loss_and_grad(fused_gac_loss, logits, batch, backend=backend)
-    assert torch.equal(out.loss, plain.loss) and torch.equal(grad, d_plain)
+    assert torch.equal(out.loss, plain.loss)
+    assert torch.equal(grad, d_plain)
 
 
 @each_backend

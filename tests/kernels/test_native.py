@@ -44,8 +44,10 @@ def test_overwrite_allocates_no_second_buffer(dtype: torch.dtype, name: str) -> 
     with PeakMemory() as memory:
         call = functools.partial(fused_gac_loss, backend="native", overwrite=True)
         ours, (ours_grad,) = loss_and_grad(call, rows, batch)
-    assert torch.equal(ours_grad, grad) and torch.equal(ours.loss, expected.loss)
-    assert ours_grad.data_ptr() == rows.data_ptr() and 0 < memory.peak < rows.nbytes / 20
+    assert torch.equal(ours_grad, grad)
+    assert torch.equal(ours.loss, expected.loss)
+    assert ours_grad.data_ptr() == rows.data_ptr()
+    assert 0 < memory.peak < rows.nbytes / 20
 
 
 @pytest.mark.parametrize("distance", (0.0, -80.0))
@@ -87,4 +89,5 @@ def test_results_are_bitwise_equal_for_any_thread_count() -> None:
         torch.set_num_threads(before)
     (first, grad), *others = results
     for ours, ours_grad in others:
-        assert torch.equal(*ours_grad, *grad) and all(map(torch.equal, ours[:7], first[:7]))
+        assert torch.equal(*ours_grad, *grad)
+        assert all(map(torch.equal, ours[:7], first[:7]))

@@ -93,7 +93,8 @@ def test_gemms_with_partial_sums_write_float32(monkeypatch: pytest.MonkeyPatch) 
     log = emulate(monkeypatch, torch.bfloat16)
     with HalfProducts() as products:
         run_linear(fused_linear_gac_loss, build(BY_NAME["k2"], torch.bfloat16), chunk_bytes=26 * V)
-    assert products.count == 0 and {(V, H), (H, V)} <= {shape[1:] for shape, _, _ in log}
+    assert products.count == 0
+    assert {(V, H), (H, V)} <= {shape[1:] for shape, _, _ in log}
     assert {out for _, out, _ in log} == {torch.float32}
 
 
@@ -115,9 +116,8 @@ def test_single_chunk_writes_bfloat16_weight_gradient(monkeypatch: pytest.Monkey
     assert all(torch.equal(x, y) for x, y in zip(d_direct, d_via_float32, strict=True))
     log.clear()
     run_linear(fused_linear_gac_loss, batch, chunk_bytes=26 * V)
-    assert len(weight_gemms(log)) > 1 and {gemm.out for gemm in weight_gemms(log)} == {
-        torch.float32
-    }
+    assert len(weight_gemms(log)) > 1
+    assert {gemm.out for gemm in weight_gemms(log)} == {torch.float32}
     with torch.autocast("cpu", torch.bfloat16):  # a float32 weight's gradient is never rounded
         log.clear()
         grads = run_linear(fused_linear_gac_loss, batch.to(torch.float32))[1]
@@ -276,7 +276,8 @@ def test_only_index_select_runs_between_sync_and_first_gemm(
         assert names.count("sync") == 1
         sync = names.index("sync")
         before = set(names[:sync])
-        assert {"argsort", "sort"} & before and {"zeros", "new_zeros"} & before
+        assert {"argsort", "sort"} & before
+        assert {"zeros", "new_zeros"} & before
         between = names[sync + 1 : names.index("mm", sync)]
         assert [name for name in between if name not in VIEWS] == ["index_select"]
 
@@ -344,7 +345,8 @@ def test_rows_are_aligned_and_sizes_repeat_on_a_gpu(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(projection, "multiply", recorded)
     out, d_ours = run_linear(fused_linear_gac_loss, batch, chunk_bytes=26 * V)
-    assert strides == {128} and torch.equal(out.loss, expected.loss)
+    assert strides == {128}
+    assert torch.equal(out.loss, expected.loss)
     assert all(torch.equal(x, y) for x, y in zip(d_ours, d_expected, strict=True))
     buffer = projection.Buffer(V, torch.float32, torch.device("cpu"))
     sizes = {len(projection.Buffer.rows(buffer, n, 4000)._base) for n in (1, 1000, 1025, 3000)}
@@ -361,7 +363,8 @@ def test_chunks_fill_whole_waves_of_a_gpu() -> None:
     assert [projection.whole_waves(*x) for x in ((2304, 3584, 132), (512, 256, 3))] == [2304, 384]
     for rows, width in ((8192, 3584), (5000 // 128 * 128, 4096), (128, 64)):
         best = projection.whole_waves(rows, width, 132)
-        assert best % 128 == 0 and rows * 3 // 4 <= best <= rows
+        assert best % 128 == 0
+        assert rows * 3 // 4 <= best <= rows
 
 
 def test_a_vocabulary_shard_needs_no_copy_of_its_logits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,8 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 
 
 def assert_same_signals(actual: TokenMoments | None, expected: TokenMoments | None) -> None:
-    assert actual is not None and expected is not None
+    assert actual is not None
+    assert expected is not None
     signals = (torch.tensor(x.signals(0.2), dtype=torch.float64) for x in (actual, expected))
     torch.testing.assert_close(*signals, rtol=1e-6, atol=1e-9, equal_nan=True)
 

@@ -156,7 +156,8 @@ def test_reduction(name: str) -> None:
         mu=0.5,
     )
     assert out.rollout_loss.item() == pytest.approx(loss, rel=1e-6)
-    assert out.loss.item() == pytest.approx(loss / 2, rel=1e-6) and out.demo_loss == 0
+    assert out.loss.item() == pytest.approx(loss / 2, rel=1e-6)
+    assert out.demo_loss == 0
 
 
 def small_batch(**keywords) -> tuple[Tensor, dict]:
@@ -265,7 +266,8 @@ def test_float16_scales_keep_weights_and_weighted_advantages_in_range(
         **{name: torch.tensor([value, 0.0]) for name, value in columns.items()}
     )
     inv_scale, scaled = scale_for_float16(tokens, spec, torch.float16)
-    assert inv_scale == power and scaled.scale.tolist() == [torch.tensor(scale) / power, 0]
+    assert inv_scale == power
+    assert scaled.scale.tolist() == [torch.tensor(scale) / power, 0]
     assert scale_for_float16(tokens, spec, torch.bfloat16) == (None, tokens)
     assert scale_for_float16(tokens.at(slice(0, 0)), spec, torch.float16)[0] == 1
 

@@ -89,7 +89,8 @@ def test_roles_are_decided_without_reading_the_device() -> None:
     _, _, targets, advantages = data()
     mixed = torch.tensor([True, False, True])
     inputs = complete(targets, None, mixed.to("meta"))  # reading it would be an error
-    assert inputs.is_demo.is_meta and inputs.mu == 1.0
+    assert inputs.is_demo.is_meta
+    assert inputs.mu == 1.0
     with mock.patch.object(torch.compiler, "is_compiling", return_value=True):
         assert complete(targets, None, mixed).is_demo.tolist() == [True] * B
     assert complete(targets, advantages).is_demo.tolist() == [False] * B

@@ -70,7 +70,8 @@ def check(case: Case, dtype: torch.dtype, backend: str, **keywords) -> None:
     truth = batch.to(torch.float64).linear(reference.fused_linear_gac_loss, sketch=SKETCH).sketch
     same_dtype = batch.linear(reference.fused_linear_gac_loss, sketch=SKETCH).sketch
     ours = batch.linear(backend=backend, sketch=SKETCH, **keywords).sketch
-    assert ours.dtype == torch.float32 and ours.shape == (len(case.lengths), 8, 8)
+    assert ours.dtype == torch.float32
+    assert ours.shape == (len(case.lengths), 8, 8)
     scale = truth.abs().max().clamp(min=0.1 if on_cuda(backend) else 1e-3)
     bound = 2 * (same_dtype.double() - truth).abs().max() + 2e-6 * scale
     assert (ours.double() - truth).abs().max() <= bound
@@ -112,7 +113,8 @@ def test_triton_sketch_matches_the_written_gradient(size, dtype):
     out, ours = torch.empty_like(logits, dtype=dtype), RowSketch(signs, torch.zeros(rows, size))
     triton.row_loss(logits, tokens, spec, out, ours)
     torch.testing.assert_close(ours.buckets, expected.buckets, rtol=1e-5, atol=1e-7)
-    assert ours.buckets[2].abs().sum() == 0 and ours.buckets[0].abs().sum() > 0
+    assert ours.buckets[2].abs().sum() == 0
+    assert ours.buckets[0].abs().sum() > 0
 
 
 @each_backend
@@ -151,7 +153,8 @@ def test_sketches_do_not_depend_on_mu_and_are_nan_for_rows_with_zero_weight(mu):
     zero_gradient = torch.tensor(CASES[0].lengths) == 0
     zero_gradient[3] = True
     assert sketches[zero_weight & ~zero_gradient].isnan().all()
-    assert (sketches[zero_gradient] == 0).all() and (expected[zero_gradient] == 0).all()
+    assert (sketches[zero_gradient] == 0).all()
+    assert (expected[zero_gradient] == 0).all()
     torch.testing.assert_close(sketches[~zero_weight], expected[~zero_weight], rtol=1e-5, atol=1e-7)
 
 
@@ -198,11 +201,14 @@ def test_inner_products_are_unbiased():
 def test_projections_are_signs():
     sketch = HeadSketch(16, seed=7)
     vocab, hidden = sketch.vocabulary(1000), sketch.hidden(64)
-    assert vocab.shape == (16, 1000) and hidden.shape == (16, 64)
+    assert vocab.shape == (16, 1000)
+    assert hidden.shape == (16, 64)
     bucket, entry = vocab.nonzero().T
-    assert (vocab.abs().sum(0) == 1).all() and (bucket == entry % 16).all()
+    assert (vocab.abs().sum(0) == 1).all()
+    assert (bucket == entry % 16).all()
     assert torch.equal(hidden.abs(), torch.full((16, 64), 0.25))
-    assert abs(vocab.sum()) < 150 and abs(hidden.sum()) < 35  # about 4.5 sigma
+    assert abs(vocab.sum()) < 150
+    assert abs(hidden.sum()) < 35
     assert not torch.equal(vocab, HeadSketch(16, seed=8).vocabulary(1000))
     assert torch.equal(vocab, HeadSketch(16, seed=7).vocabulary(1000))
     own = sketch.signs(16 * 64, torch.device("cpu")) == 4 * hidden.flatten()

@@ -72,7 +72,8 @@ def test_recipes_equal_autograd(name: str, backend: str) -> None:
     ours = evaluate(fused_linear_token_loss, function, x, inputs_of(function, x), **keywords)
     tolerance = 1e-10 if dtype == torch.float64 else 2e-5
     for value, expected in zip(ours, truth, strict=True):
-        assert value.dtype == dtype and value.shape == expected.shape
+        assert value.dtype == dtype
+        assert value.shape == expected.shape
         torch.testing.assert_close(value.double(), expected, rtol=tolerance, atol=tolerance)
     assert truth[-1].abs().max() > 0.01
 
@@ -91,7 +92,8 @@ def test_further_outputs_and_inputs_of_any_dtype() -> None:
 
     def loss(logps: Tensor, entropy: Tensor, flag: Tensor, *more: Tensor) -> Tensor:
         seen.append((logps.requires_grad, entropy.requires_grad, flag.dtype, len(logps)))
-        assert not any(m.requires_grad for m in more) and more[0].dtype == torch.bool
+        assert not any(m.requires_grad for m in more)
+        assert more[0].dtype == torch.bool
         return torch.where(flag, -logps * more[1].exp(), more[0].to(logps.dtype))
 
     outputs = MORE_OUTPUTS[2], MORE_OUTPUTS[0]
@@ -101,12 +103,14 @@ def test_further_outputs_and_inputs_of_any_dtype() -> None:
     ours = evaluate(fused_linear_token_loss, *arguments, outputs=outputs, chunk_bytes=8 * 4 * V)
     torch.testing.assert_close(ours, truth)
     assert {s[:3] for s in seen} == {(True, True, torch.bool)}
-    assert sum(s[3] for s in seen) == int((x["targets"] != -100).sum()) and len(seen) > 2
+    assert sum(s[3] for s in seen) == int((x["targets"] != -100).sum())
+    assert len(seen) > 2
     out = fused_linear_token_loss(
         *x["leaves"][:2], x["targets"], loss, flags, bias=x["leaves"][2], outputs=outputs
     )
     torch.testing.assert_close((out.is_top1, out.log_sum_sq_probs), ours[4:6])
-    assert not out.losses.requires_grad and (out.losses[x["targets"] == -100] == 0).all()
+    assert not out.losses.requires_grad
+    assert (out.losses[x["targets"] == -100] == 0).all()
 
 
 @pytest.mark.parametrize("gone", [0, 4, 14])
@@ -170,7 +174,8 @@ def test_frozen_operands_and_constant_losses(needs: tuple[bool, bool]) -> None:
         assert out.loss.requires_grad == any(needs)
         if any(needs):
             out.loss.backward()
-    assert out.loss == 14 and out.losses.sum() == 14
+    assert out.loss == 14
+    assert out.losses.sum() == 14
 
 
 def test_compiled_with_one_graph_break() -> None:

@@ -66,7 +66,8 @@ def test_outputs_and_gradients(name: str, backend: str, dtype: torch.dtype, widt
     leaf, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
     ours = token_logprobs(leaf, targets, **SCALES[name], outputs=MORE_OUTPUTS, backend=backend)
     truth = expected(exact, targets, **SCALES[name])
-    assert ours[4].dtype == torch.bool and torch.equal(ours[4], truth[4].bool())
+    assert ours[4].dtype == torch.bool
+    assert torch.equal(ours[4], truth[4].bool())
     assert not any(x.requires_grad for x in ours[2:])
     for value, true in zip(ours[:4], truth[:4], strict=True):
         assert value.shape == targets.shape
@@ -113,7 +114,8 @@ def test_without_request_nothing_changes(backend: str) -> None:
     logits, targets = batch(67, torch.float32)
     plain = token_logprobs(logits, targets, backend=backend)
     more = token_logprobs(logits, targets, outputs=("is_top1",), backend=backend)
-    assert len(plain) == 2 and len(more) == 3
+    assert len(plain) == 2
+    assert len(more) == 3
     for a, b in zip(plain, more[:2], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 

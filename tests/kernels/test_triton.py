@@ -54,7 +54,8 @@ def test_scaling_by_one_writes_nothing() -> None:
     """The tensor is in read-only memory, where a store would end the process."""
     assert ranks.run(scale_read_only_memory, 1.0, ranks=1) == [0.0]
     with ranks.job(scale_read_only_memory, 0.5, ranks=1) as (process,):
-        assert process.result() is None and process.process.exitcode == -signal.SIGSEGV
+        assert process.result() is None
+        assert process.process.exitcode == -signal.SIGSEGV
 
 
 def test_cpu_inputs_are_copied_without_blocking(monkeypatch: pytest.MonkeyPatch) -> None:

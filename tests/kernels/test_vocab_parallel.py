@@ -190,7 +190,8 @@ def test_masked_vocabulary_and_nonfinite_rows():
         torch.testing.assert_close(grads[0], d_hidden, rtol=1e-5, atol=1e-6)
     data["hidden"][0, 0, 0], data["targets"][0, 1] = torch.inf, V - 1
     for ((values, _, _),) in ranks.run(run_sharded, data, {}, ranks=3):
-        assert values[0].isnan() and values[5][0, 1] == -torch.inf  # its log-probability
+        assert values[0].isnan()
+        assert values[5][0, 1] == -torch.inf
 
 
 def test_out_of_range_target_is_rejected_or_nan():
@@ -199,7 +200,8 @@ def test_out_of_range_target_is_rejected_or_nan():
     for message in ranks.errors(run_sharded, data, {}, ranks=2):
         assert f"targets[0, 0] = {V}: use a token in" in message
     for loss, logps, moments in ranks.run(run_unchecked, data, ranks=2):
-        assert loss.isnan() and moments is None
+        assert loss.isnan()
+        assert moments is None
         assert logps[0].isnan().tolist() == [True] * 2 + [False] * 5
 
 
@@ -215,10 +217,10 @@ def test_each_rank_filters_its_own_columns(weight):
     results = [r for (r,) in ranks.run(run_sharded, data, {"gradient_filter": settings}, ranks=3)]
     for values, signals, grads in results:
         torch.testing.assert_close(values[0], exact[0][0], rtol=1e-5, atol=2e-5)
-        assert signals == pytest.approx(exact[1], rel=1e-5) and torch.equal(
-            grads[0], results[0][2][0]
-        )
-        assert torch.equal(values[-1], results[0][0][-1]) and 0.01 < values[-1].min() < 0.5
+        assert signals == pytest.approx(exact[1], rel=1e-5)
+        assert torch.equal(grads[0], results[0][2][0])
+        assert torch.equal(values[-1], results[0][0][-1])
+        assert 0.01 < values[-1].min() < 0.5
         assert 1e-4 < (grads[0] - exact[2][0]).norm() / exact[2][0].norm() < 0.05
     error = (torch.cat([grads[1] for _, _, grads in results]) - exact[2][1]).norm() / exact[2][
         1

@@ -200,7 +200,8 @@ def dypo(rows: list[RowTerms]) -> Tensor:
         wins, losses = [x for x, a in h if a > 0], [x for x, a in h if a < 0]
         pairs = [-torch.log(torch.sigmoid(i - j)) for i in wins for j in losses]
         gal.append(sum(pairs) / len(pairs))
-    assert gal and len(rollouts) < len(rows)
+    assert gal
+    assert len(rollouts) < len(rows)
     return (policy_gradient(rows) + sum(gal) / len(gal)) / 2 + nll(rows)
 
 

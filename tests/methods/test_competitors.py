@@ -102,7 +102,8 @@ def test_preferences_by_hand(name: str, fields, expected: float) -> None:
         out = custom_loss(loss.token, Head(None, logits=logits[:n]), None, *inputs)
         assert out.loss.item() == pytest.approx(pairs * expected, rel=1e-6)
         (grad,) = torch.autograd.grad(out.loss, logits)
-        assert grad.isfinite().all() and bool(grad.any()) == bool(pairs)
+        assert grad.isfinite().all()
+        assert bool(grad.any()) == bool(pairs)
 
 
 def test_srft_options_by_hand() -> None:
@@ -316,6 +317,8 @@ def test_sdar_takes_one_pass_over_the_logits(changes: dict, monkeypatch) -> None
         rows.append(0)
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
     # of the first, the backward pass skips a clipped token without a teacher
-    assert sum(rows[: rows.index(0)]) >= 19 and sum(rows[rows.index(0) :]) == 10
+    assert sum(rows[: rows.index(0)]) >= 19
+    assert sum(rows[rows.index(0) :]) == 10
     filtered = Head(hidden, weight, gradient_filter=GradientFilter())
-    assert out.filter is None and custom_loss(loss.token, filtered, *inputs, True).filter
+    assert out.filter is None
+    assert custom_loss(loss.token, filtered, *inputs, True).filter

@@ -54,7 +54,8 @@ def test_a_step_minimizes_the_configured_loss(
     before = [p.detach().clone() for p in trainer.model.parameters()]
     trainer._train_step()
     wanted = {key: getattr(config.loss, key) for key in KEYS[name]}
-    assert specs and all({key: getattr(s, key) for key in wanted} == wanted for s in specs)
+    assert specs
+    assert all({key: getattr(s, key) for key in wanted} == wanted for s in specs)
     assert any((p != q).any() for p, q in zip(trainer.model.parameters(), before, strict=True))
 
 
@@ -179,4 +180,5 @@ def test_the_observed_kl_is_k3_whatever_the_loss_uses(name, task, tmp_path):
         )
         Trainer(config).run()
         seen.append([row["kl"] for row in metrics(tmp_path / estimator)])
-    assert seen[0][0] == 0 < seen[0][1] and seen[1] == pytest.approx(seen[0], rel=1e-3)
+    assert seen[0][0] == 0 < seen[0][1]
+    assert seen[1] == pytest.approx(seen[0], rel=1e-3)

@@ -70,7 +70,8 @@ def test_gac_passes_its_measurements_to_the_controller_and_reports_them() -> Non
         mu = controller.update(signals, 0.05, corrections, alignment, 3.0, losses)
         before, (state, mix) = state, method.mix(state, last)
         expected, gate = controller.state_dict(), controller.state.gate
-        assert mix == Mix(mu) and state["controller"] == expected
+        assert mix == Mix(mu)
+        assert state["controller"] == expected
         assert method.report(state) == {
             **{name: expected[name] for name in ("mu_star", "prior", "alpha")},
             **{name: getattr(gate, name) for name in ("trust", "cosine", "z")},
@@ -80,7 +81,8 @@ def test_gac_passes_its_measurements_to_the_controller_and_reports_them() -> Non
         messages.append(method.log_message(before, state))
         assert (before["read"] != state["read"]) == step % 2  # the state before is not changed
     (text,) = filter(None, messages)
-    assert text.startswith("the demonstration loss jumped to 2.95") and messages[37] == text
+    assert text.startswith("the demonstration loss jumped to 2.95")
+    assert messages[37] == text
     assert method.log_message(state, state) is None
 
 
@@ -124,17 +126,21 @@ class Fastidious(GramSolver):
 def test_solvers_count_the_steps_that_they_skip() -> None:
     method, unknown = Fastidious(), torch.full((2, 2), math.nan)
     state, weights = method.solve(method.init(), unknown, Mix(0.5))
-    assert weights is None and method.report(state) == {"cosine": None, "solver_skipped": 1}
+    assert weights is None
+    assert method.report(state) == {"cosine": None, "solver_skipped": 1}
     assert method.mix(state, Observation(1)) == (state, Mix(0.5))
     opposite = torch.tensor([[4.0, -6.0], [-6.0, 9.0]], dtype=torch.float64)
     state, weights = method.solve(state, opposite, Mix(0.5))
-    assert weights is None and method.report(state) == {"cosine": -1.0, "solver_skipped": 2}
+    assert weights is None
+    assert method.report(state) == {"cosine": -1.0, "solver_skipped": 2}
     state, weights = method.solve(state, opposite.abs(), Mix(0.5))
-    assert weights == (4.0, 9.0) and method.report(state) == {"cosine": 1.0, "solver_skipped": 2}
+    assert weights == (4.0, 9.0)
+    assert method.report(state) == {"cosine": 1.0, "solver_skipped": 2}
     assert Fastidious(unit_rl=True).solve(state, opposite.abs(), Mix(0.5))[1] == (4.0, 1 / 3)
     halves = METHODS["sdmgrad"]()
     state, weights = halves.solve(halves.init(), torch.full((4, 4), math.nan), Mix(0.5))
-    assert weights is None and state == {**halves.init(), "skipped": 1}
+    assert weights is None
+    assert state == {**halves.init(), "skipped": 1}
     state, _ = halves.solve(state, opposite.kron(torch.ones(2, 2)), Mix(0.5))
     assert halves.report(state) == {"cosine": -1.0, "solver_skipped": 1}
 

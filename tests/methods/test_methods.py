@@ -108,7 +108,10 @@ def config_of(name: str, task, out, **changes) -> TrainConfig:
 def test_every_method_declares_its_needs_and_is_on_the_page(task, tmp_path):
     assert {name: describe_needs(method()) for name, method in METHODS.items()} == NEEDS
     for name, method in METHODS.items():
-        assert name == method.name and method.family and method.source and method.__doc__, name
+        assert name == method.name
+        assert method.family, name
+        assert method.source, name
+        assert method.__doc__, name
         assert load(TrainConfig, dump(config := config_of(name, task, tmp_path))) == config
         assert method().init().keys() == METHODS[ALIKE.get(name, name)]().init().keys()
     text = page(json.loads((ROOT / RESULTS).read_text()))
@@ -141,14 +144,16 @@ def test_method_trains_and_resumes_to_the_identical_trajectory(name, task, tmp_p
         for row in rows
     )
     after = [p.detach() for p in uninterrupted.model.parameters()]
-    assert not all(map(torch.equal, before, after)) and all(p.isfinite().all() for p in after)
+    assert not all(map(torch.equal, before, after))
+    assert all(p.isfinite().all() for p in after)
 
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     resumed = Trainer(dataclasses.replace(config, out=str(tmp_path / "cut")))
     assert resumed.step == STEPS // 2
     resumed.save = lambda: None
     resumed.run()
-    assert metrics(tmp_path / "cut") == rows and resumed.state == uninterrupted.state
+    assert metrics(tmp_path / "cut") == rows
+    assert resumed.state == uninterrupted.state
     assert all(map(torch.equal, after, resumed.model.parameters()))
 
 
@@ -156,7 +161,8 @@ def test_paper_map_references_exist():
     text = (ROOT / "docs" / "paper_map.md").read_text()
     tests = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
     code = re.findall(r"`((?:gac|gac_kernels)[\w.]*):(\w+)`", text)
-    assert len(tests) > 10 and len(code) > 10
+    assert len(tests) > 10
+    assert len(code) > 10
     for path, name in tests:
         assert f"def {name}(" in (ROOT / path).read_text(), (path, name)
     for module, name in code:

@@ -158,7 +158,8 @@ def test_reused_rollouts_have_the_published_ratio_and_clip(name, two_layers, tmp
         for row in rows
     ]
     ratios = torch.cat([(r.logp - r.old).exp()[~r.demo] for r in terms if not r.row.is_demo])
-    assert ratios.min() < 0.7 and ratios.max() > 1.3
+    assert ratios.min() < 0.7
+    assert ratios.max() > 1.3
     assert (trainer.row["clip_fraction"] > 0) == bool(trainer.gradients.loss.spec.clip_low)
     assert_close(grads, gradient(LOSSES[name](terms), model))
 
@@ -311,7 +312,8 @@ def test_parameter_used_by_one_term_gets_that_terms_weighted_gradient(monkeypatc
     parts.take()
     assert parts.gram().tolist() == [[9.0, 3.0], [3.0, 6.0]]
     parts.combine([0.5, 2.0])
-    assert shared.grad.tolist() == [3.5, 2.0] and one_term_only.grad.tolist() == [0.0, 4.0]
+    assert shared.grad.tolist() == [3.5, 2.0]
+    assert one_term_only.grad.tolist() == [0.0, 4.0]
     assert parts.parts == []  # frees them
 
 
@@ -322,9 +324,11 @@ def test_nonfinite_gradients_skip_the_step_and_are_counted(task, tmp_path, monke
     with monkeypatch.context() as patch:
         patch.setattr(GradientParts, "gram", lambda self: broken)
         row = trainer._train_step()
-    assert row["skipped"] == 1 and all(map(torch.equal, before, trainer.model.parameters()))
+    assert row["skipped"] == 1
+    assert all(map(torch.equal, before, trainer.model.parameters()))
     row = trainer._train_step()
-    assert row["skipped"] == 1 and row["grad_norm"] == pytest.approx(1, rel=1e-4)
+    assert row["skipped"] == 1
+    assert row["grad_norm"] == pytest.approx(1, rel=1e-4)
     assert not any(map(torch.equal, before, trainer.model.parameters()))
 
 
@@ -421,7 +425,8 @@ def test_sft_light_stops_on_a_plateau():
     assert not METHODS["sft-light"](patience=1).mix(method.init(), Observation(0))[1].final
     assert method.mix(state, Observation(1, demo_loss=math.nan)) == (state, mix)
     state, mix = method.mix(state, Observation(1, demo_loss=0.4))
-    assert not mix.final and state == {"average": 0.4, "best": 0.4, "steps_since_best": 0}
+    assert not mix.final
+    assert state == {"average": 0.4, "best": 0.4, "steps_since_best": 0}
     smoothed = METHODS["sft-light"](decay=0.75)
     state, mix = smoothed.mix(state, Observation(1, demo_loss=2.0))
     assert (state, mix) == ({"average": 0.8, "best": 0.4, "steps_since_best": 1}, Mix(1.0))

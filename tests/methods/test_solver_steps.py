@@ -45,7 +45,8 @@ def test_gradnorm_first_step_by_hand() -> None:
     # norms 3 and 1 with weights 1, 1: mean 2, so w_s falls by 0.1 * 3 / 2, w_r rises by 0.1 / 2
     weights, state = gradnorm(Gram(9.0, 0.0, 1.0), lr=0.1)
     assert weights == pytest.approx((2 * 0.85 / 1.9, 2 * 1.05 / 1.9), abs=1e-15)
-    assert state["weights"] == list(weights) and state["initial"] is None
+    assert state["weights"] == list(weights)
+    assert state["initial"] is None
     weights, _ = gradnorm(Gram(1.0, 0.0, 9.0), lr=0.1)
     assert weights == pytest.approx((2 * 1.05 / 1.9, 2 * 0.85 / 1.9), abs=1e-15)
     # the weighted norms 1.5 and 1.5 are the target
@@ -213,7 +214,8 @@ def test_famo_takes_adam_steps_on_its_logits() -> None:
         adam.step()
         state, _ = famo_step(state, before, after, lr=0.05, decay=0.1)
         assert state["logits"] == pytest.approx(logits.tolist(), rel=1e-6)
-    assert state["steps"] == 4 and state["losses"] == list(before)
+    assert state["steps"] == 4
+    assert state["losses"] == list(before)
     assert famo_step(state, (1.0, 1.0), (math.nan, 1.0))[0] == state
 
 

@@ -116,7 +116,8 @@ def test_a_common_scale_changes_the_size_of_the_update_only(solve) -> None:
 def test_mgda_meets_the_kkt_conditions_of_the_shortest_point() -> None:
     for gram in random_grams():
         s, r = weights = mgda(gram)
-        assert s + r == pytest.approx(1, abs=1e-15) and min(s, r) >= 0
+        assert s + r == pytest.approx(1, abs=1e-15)
+        assert min(s, r) >= 0
         length = gram.norm_of(weights) ** 2
         products = s * gram.sft + r * gram.dot, s * gram.dot + r * gram.rl
         assert min(products) >= length - 1e-9 * max(gram.sft, gram.rl)

@@ -83,9 +83,8 @@ SCALED = {
 def test_scale_and_softcap_are_recorded(kind):
     changes, scaling = SCALED[kind]
     model = make(kind, **changes)
-    assert (
-        attach_head(model) and run_head(model, input_ids=torch.tensor([[3, 4]])).scaling == scaling
-    )
+    assert attach_head(model)
+    assert run_head(model, input_ids=torch.tensor([[3, 4]])).scaling == scaling
     check(model)
 
 
@@ -116,7 +115,9 @@ def test_unknown_transforms_of_the_logits_fall_back_to_them(transform, caplog, m
         return out
 
     monkeypatch.setattr(type(model), "forward", transformed)
-    assert not attach_head(model) and not check_head(model) and not model.plain_head
+    assert not attach_head(model)
+    assert not check_head(model)
+    assert not model.plain_head
     assert "not a plain linear layer" in caplog.text
     head.set_gradient_filter(model, None)
     with pytest.raises(ConfigError, match="gradient_filter=.* not have a plain linear head; remo"):
@@ -131,7 +132,8 @@ def test_the_check_of_the_head_keeps_the_modes_of_modules(kind):
     modes = [module.training for module in model.modules()]
     with pytest.raises(ConfigError) if kind == "bert" else contextlib.nullcontext():
         attach_head(model)
-    assert modes == [module.training for module in model.modules()] and len({*modes}) == 2
+    assert modes == [module.training for module in model.modules()]
+    assert len({*modes}) == 2
 
 
 def test_encoders_are_refused():
@@ -153,9 +155,8 @@ def test_gradient_checkpointing_changes_nothing():
     attach_head(model)
     model = apply_training_options(model, ModelConfig(gradient_checkpointing=True)).train()
     layer = model.model.layers[0]
-    assert layer.gradient_checkpointing and layer._gradient_checkpointing_func.keywords == {
-        "use_reentrant": False
-    }
+    assert layer.gradient_checkpointing
+    assert layer._gradient_checkpointing_func.keywords == {"use_reentrant": False}
     check(model)
 
 
@@ -170,7 +171,8 @@ def test_lora_trains_adapters_only(checkpointing):
     assert head.enable_row_attention(model)
     check(model)
     names = [n for n, p in model.named_parameters() if p.grad is not None]
-    assert names and all("lora" in n for n in names)
+    assert names
+    assert all("lora" in n for n in names)
 
 
 def test_adapters_skip_the_layers_of_mamba_that_bypass_their_forward():

@@ -88,7 +88,8 @@ def test_the_forward_of_a_loss_keeps_no_cache(plain) -> None:
     ids = torch.tensor([[3, 4]])
     parts = head.run_head(model, input_ids=ids)
     assert (parts.hidden is None, parts.logits is None) == (not plain, plain)
-    assert used == [None] and model(input_ids=ids).past_key_values is not None
+    assert used == [None]
+    assert model(input_ids=ids).past_key_values is not None
 
 
 def test_other_errors_of_the_check_are_explained() -> None:
@@ -164,10 +165,8 @@ def test_initial_weights_depend_only_on_the_seed(tmp_path, caplog) -> None:
         False: torch.bfloat16,
     }
     kept = load_model(replace(config, keep_dropout=True, attention="eager"))
-    assert (
-        all(module.training for module in kept.modules())
-        and kept.config._attn_implementation == "eager"
-    )
+    assert all(module.training for module in kept.modules())
+    assert kept.config._attn_implementation == "eager"
     assert "model.keep_dropout" not in caplog.text  # there is none in its configuration
     meta = load_meta_model(config)
     assert {(p.dtype, p.device.type) for p in meta.parameters()} == {(torch.bfloat16, "meta")}
@@ -193,7 +192,8 @@ def test_weights_in_one_file_are_read_lazily(tmp_path, monkeypatch) -> None:
     }
     for lazily in (True, False):
         loaded = read_model("model.path", path, lazily, dtype=torch.bfloat16)
-        assert loaded.config.name_or_path == path and loaded.dtype == torch.bfloat16
+        assert loaded.config.name_or_path == path
+        assert loaded.dtype == torch.bfloat16
         assert loaded.generation_config.temperature == 0.7
         assert torch.equal(loaded.lm_head.weight, model.lm_head.weight.bfloat16())
     (tmp_path / "adapter_config.json").write_text("{}")
@@ -202,7 +202,8 @@ def test_weights_in_one_file_are_read_lazily(tmp_path, monkeypatch) -> None:
     loading, ended = ExitStack(), []
     loading.callback(ended.append, True)
     sharded = make_model(ModelConfig(path=path, dtype="bfloat16"), 0, loading, training=True)
-    assert ended and (sharded.dtype, head.compute_dtype(sharded)) == (torch.float32, torch.bfloat16)
+    assert ended
+    assert (sharded.dtype, head.compute_dtype(sharded)) == (torch.float32, torch.bfloat16)
     assert sharded.__dict__["autocast"] is None  # the sharding casts the weights
     monkeypatch.setattr("gac.models.pretrained.lazy_tensors", None)  # not called
     read_model("model.path", path, False)
@@ -292,7 +293,8 @@ def test_paths_are_not_looked_up_on_the_hub(name, monkeypatch) -> None:
     check_model(config, ask_hub=False)
     assert check_tokenizer(config, ask_hub=False) == ("model.path", "owner/name")
     assert (own := ModelConfig("~/x", "~/x")).path == own.tokenizer == str(Path.home() / "x")
-    assert ModelConfig("./x").path == "./x" and ModelConfig("~none/x").path == "~none/x"
+    assert ModelConfig("./x").path == "./x"
+    assert ModelConfig("~none/x").path == "~none/x"
 
 
 def test_names_that_the_hub_rejects() -> None:
@@ -353,24 +355,24 @@ def test_row_attention_is_restored_after_a_plain_block() -> None:
     model.train().lm_head.eval()
     with head.sampling_mode(model):
         assert not any(module.training for module in model.modules())
-    assert model.training and not model.lm_head.training
+    assert model.training
+    assert not model.lm_head.training
     model.config._attn_implementation = "flash_attention_2"
     assert head.attends_by_row(model)
 
 
 def test_errors_in_a_forward_leave_no_traces() -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **TINY))
-    assert head.attach_head(model) and head.enable_row_attention(model)
+    assert head.attach_head(model)
+    assert head.enable_row_attention(model)
     ids, bounds = torch.tensor([[TINY["vocab_size"]]]), torch.tensor([0, 1])
     with pytest.raises(IndexError):
         head.run_head(model, input_ids=ids, cu_seq_lens_q=bounds, attention_mask=None)
     with pytest.raises(KeyError), head.without_row_attention(model):
         raise KeyError
-    assert (
-        model.config._attn_implementation == head.ROW_ATTENTION
-        and not head._recording.get()
-        and not head._unmasked.get()
-    )
+    assert model.config._attn_implementation == head.ROW_ATTENTION
+    assert not head._recording.get()
+    assert not head._unmasked.get()
 
 
 @pytest.mark.parametrize(
@@ -390,7 +392,8 @@ def test_row_attention_is_not_enabled_for_other_kinds_of_attention(
     setattr(model.config, name, value)
     monkeypatch.delattr(sys.modules[type(model).__module__], name, raising=False)
     before = model.config._attn_implementation
-    assert not head.enable_row_attention(model) and model.config._attn_implementation == before
+    assert not head.enable_row_attention(model)
+    assert model.config._attn_implementation == before
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ("q_proj",), r".*\.v_proj"])

@@ -46,7 +46,8 @@ def test_a_difference_between_modes_is_a_failure():
 def test_tiny_configurations_are_tiny(family):
     assert family in families()
     text = tiny_config(family).get_text_config()
-    assert text.vocab_size <= 64 and text.num_hidden_layers <= 2
+    assert text.vocab_size <= 64
+    assert text.num_hidden_layers <= 2
 
 
 def test_the_page_lists_what_the_run_measured():
@@ -60,7 +61,8 @@ def test_the_page_lists_what_the_run_measured():
             "e": {**modes, "packed": "padded"},
         }
     )
-    assert "3 of 5 families train." in text and "3 fused, 1 exact fallback, 1 does not run." in text
+    assert "3 of 5 families train." in text
+    assert "3 fused, 1 exact fallback, 1 does not run." in text
     sections = dict(part.split("\n\n", 1) for part in text.split("## ")[1:])
     assert [re.findall("`(.)`", text) for text in sections.values()] == [[x] for x in "aebcd"]
     assert "way; rows are padded" in sections["Exceptions"]
@@ -73,16 +75,16 @@ def test_the_command_prints_families_and_finds_that_of_a_folder(task, monkeypatc
     )
     qwen2 = f"qwen2 {results}"
     lines = families_table("qwen2").splitlines()
-    assert qwen2.split() == lines[0].split() and all(x.startswith("qwen2") for x in lines[:-2])
+    assert qwen2.split() == lines[0].split()
+    assert all(x.startswith("qwen2") for x in lines[:-2])
     monkeypatch.chdir(task)
     assert families_table("init").splitlines()[0].split() == qwen2.split()
     with pytest.raises(ConfigError, match="NAME='a/b': no such local folder"):
         families_table("a/b")
     *lines, _, _ = families_table().splitlines()
     names = [line.split()[0] for line in lines]
-    assert names == sorted(names) and {line.index(line.split(maxsplit=1)[1]) for line in lines} == {
-        max(map(len, names)) + 2
-    }
+    assert names == sorted(names)
+    assert {line.index(line.split(maxsplit=1)[1]) for line in lines} == {max(map(len, names)) + 2}
     assert "refused: model type 'bert' is an encoder" in families_table()
     with pytest.raises(ConfigError, match="NAME='none': no tested family matches"):
         families_table("none")

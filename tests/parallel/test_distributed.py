@@ -90,7 +90,8 @@ def config(task, out, **changes):
 def assert_same(expected, actual):
     """Compare two results of `train_steps`."""
     for a, b in zip(expected[0], actual[0], strict=True):
-        assert a["skipped"] == b["skipped"] == 0 and a["tokens"] == b["tokens"]
+        assert a["skipped"] == b["skipped"] == 0
+        assert a["tokens"] == b["tokens"]
         for key, value in a.items():
             if key in TIMING_KEYS:
                 continue
@@ -98,7 +99,8 @@ def assert_same(expected, actual):
                 value = pytest.approx(value, rel=2e-4, abs=2e-6, nan_ok=True)
             assert b[key] == value, key
     for i in (1, 2):
-        assert expected[i].keys() == actual[i].keys() and expected[i]
+        assert expected[i].keys() == actual[i].keys()
+        assert expected[i]
         for name, x in expected[i].items():
             torch.testing.assert_close(actual[i][name], x, rtol=1e-4, atol=3e-6, msg=name)
 
@@ -251,7 +253,8 @@ def test_bfloat16_arithmetic_stays_close(results, case):
     assert rows[0]["demo_loss"] == pytest.approx(expected_rows[0]["demo_loss"], rel=0.03)
     for name, exact in expected.items():
         rounded = grads[name].bfloat16()  # as every gradient is before it is reduced
-        assert grads[name].dtype == torch.float32 and bool((rounded != grads[name]).any())
+        assert grads[name].dtype == torch.float32
+        assert bool((rounded != grads[name]).any())
         assert 0 < (grads[name] - exact).norm() / exact.norm() < 0.05, name
 
 

@@ -43,7 +43,10 @@ def test_children_are_forks_of_a_process_without_threads_and_locks():
     list(tqdm(range(3), disable=False))  # creates tqdm's lock in this process
     assert TqdmDefaultWriteLock.mp_lock is not None
     ((parent, threads, locked, silent),) = ranks.run(origin, ranks=1)
-    assert parent != os.getpid() and threads == 1 and not locked and not silent
+    assert parent != os.getpid()
+    assert threads == 1
+    assert not locked
+    assert not silent
     # the server has already imported torch
     assert "libtorch_cpu" in Path(f"/proc/{parent}/maps").read_text()
     assert ranks.run(threads_of_a_new_server, ranks=1) == [("1", "3")]
@@ -182,4 +185,6 @@ def test_no_thread_of_a_process_group_outlives_the_run(task, tmp_path, parallel,
         eval={},
     )
     for ended_by, during_run, at_exit in ranks.run(threads_during_run_and_at_exit, config, ranks=2):
-        assert ended_by == end and "pt_gloo_runloop" in during_run and at_exit == []
+        assert ended_by == end
+        assert "pt_gloo_runloop" in during_run
+        assert at_exit == []

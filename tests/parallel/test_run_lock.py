@@ -31,7 +31,8 @@ def holder(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True
     )
-    assert process.stdout and process.stdout.readline() == "locked\n"
+    assert process.stdout
+    assert process.stdout.readline() == "locked\n"
     yield process
     process.kill()
     process.wait(timeout=60)
@@ -67,7 +68,8 @@ def test_commands_report_a_locked_folder_in_one_line(holder, tmp_path, capsys, c
     }
     assert main(arguments[command]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert str(tmp_path) in line and str(holder.pid) in line
+    assert str(tmp_path) in line
+    assert str(holder.pid) in line
 
 
 def test_a_lock_names_its_holder_also_over_an_earlier_longer_name(tmp_path):

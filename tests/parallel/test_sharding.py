@@ -94,7 +94,8 @@ def test_ranks_sample_the_responses_of_one_process(task, tmp_path):
         f"gather={g}": (greedy, config(task, tmp_path, parallel=parallel[g]), 5) for g in parallel
     }
     first, second = ranks.run(ranks.each, cases, ranks=2)
-    assert len(single_process) == 5 and first == dict.fromkeys(cases, single_process[0::2])
+    assert len(single_process) == 5
+    assert first == dict.fromkeys(cases, single_process[0::2])
     assert second == {key: [a[:4] for a in single_process[1::2]] for key in cases}
 
 

@@ -205,7 +205,8 @@ def test_damaged_weights_give_a_one_line_error(base, tmp_path, damage, expected,
     with pytest.raises(ConfigError) as error, one_line_errors("model.path", path):
         read_model("model.path", path, lazily, dtype=torch.float32)
     message = str(error.value)
-    assert message.startswith(f"model.path={path!r}") and "\n" not in message
+    assert message.startswith(f"model.path={path!r}")
+    assert "\n" not in message
     assert re.search(expected, message)
 
 

@@ -21,4 +21,5 @@ def test_reports_fit_the_screen_and_log_no_error(tmp_path: Path) -> None:
     reports = [tmp_path / name / "report.html" for name in ("one", "all")]
     found, logged = problems([*reports, wide], tmp_path)
     assert found == [f"wide.html at {width}" for width in WIDTHS]
-    assert all("Error: no" in text for text in logged) and len(logged) == len(WIDTHS)
+    assert all("Error: no" in text for text in logged)
+    assert len(logged) == len(WIDTHS)

@@ -118,8 +118,11 @@ def test_all_runs_of_a_page_share_the_smoothing_span(tmp_path):
 def test_band_covers_the_steps_common_to_all_seeds():
     full, unfinished = arrays([0, 10, 20, 30], [0, 1, 2, 3]), arrays([0, 20], [2, 6])
     steps, mean, low, high = band([tuple(full), tuple(unfinished)])
-    assert steps.tolist() == [0, 10, 20] and mean.tolist() == [1, 2.5, 4]  # of the second: 2, 4, 6
-    assert low.tolist() == [0, 1, 2] and high.tolist() == [2, 4, 6] and len(band([])[0]) == 0
+    assert steps.tolist() == [0, 10, 20]
+    assert mean.tolist() == [1, 2.5, 4]
+    assert low.tolist() == [0, 1, 2]
+    assert high.tolist() == [2, 4, 6]
+    assert len(band([])[0]) == 0
 
 
 def test_summary_statistics_ignore_nan():
@@ -129,8 +132,10 @@ def test_summary_statistics_ignore_nan():
     assert mean_sd([1, 3, nan]) == (2, pytest.approx(math.sqrt(2)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # numpy warns about a variance of one value
-        assert np.isnan(mean_sd([5.0])[1]) and mean_sd([5.0])[0] == 5
-    assert variance(np.array([1, 3, nan])) == 1 and total(np.array([1, 3, nan])) == 4
+        assert np.isnan(mean_sd([5.0])[1])
+        assert mean_sd([5.0])[0] == 5
+    assert variance(np.array([1, 3, nan])) == 1
+    assert total(np.array([1, 3, nan])) == 4
     assert math.isnan(total(np.array([nan])))
 
 
@@ -158,7 +163,8 @@ def test_reading_survives_a_torn_line_nan_null_and_absent_fields(tmp_path):
     )
     columns, unreadable = read_columns(path)
     # fields without any number are left out
-    assert unreadable == 2 and set(columns) == {"step", "mu", "entropy"}
+    assert unreadable == 2
+    assert set(columns) == {"step", "mu", "entropy"}
     np.testing.assert_array_equal(columns["mu"], [0.5, math.nan])
     np.testing.assert_array_equal(columns["entropy"], [math.nan, 1])
 
@@ -172,7 +178,8 @@ def test_resumed_rows_replace_earlier_rows_of_the_same_steps(tmp_path):
         )
     )
     columns, _ = read_columns(path)
-    assert columns["step"].tolist() == [1, 2, 3] and columns["mu"].tolist() == [0.1, 0.25, 0.35]
+    assert columns["step"].tolist() == [1, 2, 3]
+    assert columns["mu"].tolist() == [0.1, 0.25, 0.35]
 
 
 def test_run_without_metrics_can_be_read(tmp_path):
@@ -180,12 +187,14 @@ def test_run_without_metrics_can_be_read(tmp_path):
     run = read_run(tmp_path)
     assert (run.steps_done, run.steps_planned, run.seed, run.splits) == (0, None, None, [])
     page = write_report([tmp_path], tmp_path / "out").read_text()
-    assert "no config.yaml" in page and "Not recorded: Held-out accuracy." in page
+    assert "no config.yaml" in page
+    assert "Not recorded: Held-out accuracy." in page
 
 
 def test_find_runs_takes_runs_and_folders_of_runs_once(tmp_path):
     a, b = write_run(tmp_path / "a"), write_run(tmp_path / "a" / "deep" / "b")
-    assert find_runs([a, tmp_path]) == [a, b] and find_runs([a]) == [a]
+    assert find_runs([a, tmp_path]) == [a, b]
+    assert find_runs([a]) == [a]
     with pytest.raises(FileNotFoundError, match=r"nothing: no runs found \(no metrics\.jsonl"):
         find_runs([tmp_path / "nothing"])
 
@@ -291,11 +300,13 @@ def test_a_single_run_has_an_interval_and_a_number_of_prompts(tmp_path):
         "Final accuracy: 50.0% [40.0, 70.0]. The initial model has 0.0% [-10.0, 20.0]."
     )
     text = runs_table([read_run(path)])
-    assert text.startswith("Accuracy (50 prompts)") and "50.0 [40.0, 70.0]" in text
+    assert text.startswith("Accuracy (50 prompts)")
+    assert "50.0 [40.0, 70.0]" in text
     bars = write_report([path], tmp_path / "report").parent / "plots" / "accuracy.svg"
     assert "LineCollection" in bars.read_text()
     page = (tmp_path / "report" / "report.html").read_text()
-    assert '50.0 <span class="sd">[40.0, 70.0]</span>' in page and "legend" not in bars.read_text()
+    assert '50.0 <span class="sd">[40.0, 70.0]</span>' in page
+    assert "legend" not in bars.read_text()
 
 
 def with_start(path, accuracy):
@@ -324,7 +335,8 @@ def test_headline_omits_differing_or_lone_start_evaluations(tmp_path):
     for subset in (paths, paths[1:]):
         groups = grouped(*subset)
         text = headline(groups, window_of([run for group in groups for run in group.runs]))
-        assert "Highest final accuracy" in text and "initial model" not in text
+        assert "Highest final accuracy" in text
+        assert "initial model" not in text
     (paths[0] / "eval.jsonl").write_text('{"step": 0, "accuracy": 0.2}\n')
     text = headline(grouped(paths[0]), window_of([]))
     assert text == "None of these runs has been evaluated yet."
@@ -376,7 +388,8 @@ def report(tmp_path_factory):
 def test_page_is_self_contained(report):
     page = Page(report.read_text())
     rows = re.findall(r'class="panels( three)?"', report.read_text())
-    assert page.open == [] and rows == [" three", "", *[" three"] * 2]  # every tag is closed
+    assert page.open == []
+    assert rows == [" three", "", *[" three"] * 2]
     assert [image["alt"].partition(" over")[0] for image in page.images] == [
         "Held-out accuracy",
         "Held-out accuracy: +",
@@ -407,7 +420,8 @@ def test_the_page_says_what_is_missing_unfinished_or_skipped(report):
         "<code>method.name</code>",
     ):
         assert part in text
-    assert "&lt;script&gt;" in text and "<script" not in text  # settings are text, not markup
+    assert "&lt;script&gt;" in text
+    assert "<script" not in text
 
 
 def test_plots_are_files_next_to_the_page(report):
@@ -417,7 +431,8 @@ def test_plots_are_files_next_to_the_page(report):
         *("overview.png", "mu.svg", "accuracy.svg", "accuracy_1_+.svg", "accuracy_2_-.svg")
     }
     mu = (plots / "mu.svg").read_text()
-    assert "stroke: #0072b2" in mu and "dc:date" not in mu  # the first group's line, no date
+    assert "stroke: #0072b2" in mu
+    assert "dc:date" not in mu
 
 
 def test_a_watched_report_follows_the_runs(tmp_path, no_images):
@@ -486,15 +501,20 @@ def test_a_watched_report_follows_the_runs(tmp_path, no_images):
     assert pages[0].startswith(f"<p>Waiting: {tmp_path}/&lt;runs&gt;: no runs found")
     assert pages[1].startswith("<p>Waiting: ")  # written when its configuration is complete
     shown = [[n in page for n in ("50.0%", "6.2%", "93.8%", "31.2%")] for page in pages[2:]]
-    assert shown[0] == [True] + [False] * 3 and shown[1][1:] == [True, False, False]
+    assert shown[0] == [True] + [False] * 3
+    assert shown[1][1:] == [True, False, False]
     # no log had a new time between pages 3 and 4
-    assert shown[3][2:] == [True, False] and shown[4][3] and pages[3] == pages[4]
+    assert shown[3][2:] == [True, False]
+    assert shown[4][3]
+    assert pages[3] == pages[4]
 
 
 def test_terminal_table_is_aligned_and_complete(report):
     accuracy, stability = results_table([report.parent.parent]).split("\n\n")
     lines = accuracy.splitlines()
     assert len({len(line) for line in lines}) == 1
-    assert re.search(r"gac .* 55\.0 ± 7\.1 .* 65\.0 ± 7\.1 ", lines[2]) and "25 of 40" in lines[3]
+    assert re.search(r"gac .* 55\.0 ± 7\.1 .* 65\.0 ± 7\.1 ", lines[2])
+    assert "25 of 40" in lines[3]
     # mu rises by 0.1 in every window of 10
-    assert "large μ changes %" in stability and "100.0 ± 0.0" in stability
+    assert "large μ changes %" in stability
+    assert "100.0 ± 0.0" in stability

@@ -117,7 +117,8 @@ def test_extra_tasks_are_recorded_and_reported(task, tmp_path, no_images):
     )
     assert read_run(run).splits == ["other", "other/+", "other/-"]
     page = write_report([run], tmp_path).read_text()
-    assert "start other %" in page and "task “other”" in page
+    assert "start other %" in page
+    assert "task “other”" in page
 
 
 # --- results of gac eval
@@ -146,20 +147,24 @@ def results(task, tmp_path_factory) -> Path:
 def test_a_page_of_evaluations(task, results, tmp_path, capsys):
     assert cli.main(["report", str(results), "--out", str(tmp_path)]) == cli.OK
     text = capsys.readouterr().out
-    assert text.count("95% interval") == 2 and "8 shared" in text
+    assert text.count("95% interval") == 2
+    assert "8 shared" in text
     page = (tmp_path / "report.html").read_text()
-    assert "&lt;often&gt;" in page and "<often>" not in page
+    assert "&lt;often&gt;" in page
+    assert "<often>" not in page
     assert page.count("<thead>") == page.count("8 shared") == 2  # of one model
     assert f"<title>Evaluation: {task / 'init'}</title>" in page
     assert f"compared with {results / 'base'}." in page
     assert page.count('<tr class=split><th scope="row">+</th>') == 2
-    assert page.count("data:image/svg+xml;base64,") == 1 and not list(tmp_path.glob("plots"))
+    assert page.count("data:image/svg+xml;base64,") == 1
+    assert not list(tmp_path.glob("plots"))
 
 
 def test_evaluations_and_runs_share_a_page(results, tmp_path, no_images):
     run = write_run(tmp_path / "gac", ROWS, ["logic"])
     page = write_report([run, results / "mine"], tmp_path).read_text()
-    assert "<h2>Evaluations</h2>" in page and "Held-out accuracy: logic" in page
+    assert "<h2>Evaluations</h2>" in page
+    assert "Held-out accuracy: logic" in page
 
 
 def test_foreign_results_json_is_ignored_or_rejected(results, tmp_path, no_images):

@@ -65,15 +65,19 @@ def test_a_panel_shows_bands_of_seeds_and_traces_of_single_runs() -> None:
     ]
     axes = draw(plots._draw_panel, panel, groups)
     mean, trace, line = axes.lines
-    assert points(mean) == [(1, 6), (2, 5)] and mean.get_label() == "seeds"
+    assert points(mean) == [(1, 6), (2, 5)]
+    assert mean.get_label() == "seeds"
     assert points(trace) == points(line) == [(1, 1), (3, 2), (4, 3)]
-    assert trace.get_alpha() < 0.5 and line.get_alpha() is None and line.get_label() == "single"
+    assert trace.get_alpha() < 0.5
+    assert line.get_alpha() is None
+    assert line.get_label() == "single"
     assert [x.get_color() for x in axes.lines] == [plots.COLORS[i] for i in (0, 2, 2)]
     assert [x.get_marker() for x in (mean, line)] == [plots.MARKERS[0], plots.MARKERS[2]]
     (filled,) = axes.collections
     extent = filled.get_paths()[0].get_extents()
     assert (extent.x0, extent.x1, extent.y0, extent.y1) == (1, 2, 4, 8)
-    assert to_hex(filled.get_facecolor()[0]) == plots.COLORS[0].lower() and filled.get_alpha() < 0.5
+    assert to_hex(filled.get_facecolor()[0]) == plots.COLORS[0].lower()
+    assert filled.get_alpha() < 0.5
     assert (axes.get_title(loc="left") or axes.get_title()) == panel.title
     assert (axes.get_ylabel(), axes.get_xlabel()) == ("tokens", "optimizer step")
     assert all(tick == int(tick) for tick in axes.get_xticks())
@@ -83,7 +87,8 @@ def test_a_panel_shows_bands_of_seeds_and_traces_of_single_runs() -> None:
     axes = draw(plots._metric, panel, groups[2], 1, 3.0)
     assert points(axes.lines[0]) == [(1, 1), (3, 2), (4, 3)]
     assert [y for _, y in points(axes.lines[1])] == pytest.approx([1, 2.5 / 1.5, 4.25 / 1.75])
-    assert axes.lines[1].is_dashed() and not axes.lines[0].is_dashed()
+    assert axes.lines[1].is_dashed()
+    assert not axes.lines[0].is_dashed()
 
 
 @pytest.mark.parametrize(
@@ -112,10 +117,14 @@ def test_mu_is_drawn_with_its_prior_and_its_target() -> None:
     axes = draw(plots._draw_panel, panel_of("mu"), [*others, group])
     prior, target, mu = axes.lines[-3:]
     assert {line.get_color() for line in (prior, target, mu)} == {plots.COLORS[2]}
-    assert points(prior) == [(1, 0.9), (2, 0.8), (3, 0.7)] and prior.get_linestyle() == ":"
-    assert points(target) == [(2, 0.4)] and target.get_marker() == "."
-    assert points(mu) == [(1, 0.1), (2, 0.2), (3, 0.3)] and mu.get_label() == "gac"
-    assert axes.get_ylim() == (-0.03, 1.03) and mu.get_markevery() == (0, 1)
+    assert points(prior) == [(1, 0.9), (2, 0.8), (3, 0.7)]
+    assert prior.get_linestyle() == ":"
+    assert points(target) == [(2, 0.4)]
+    assert target.get_marker() == "."
+    assert points(mu) == [(1, 0.1), (2, 0.2), (3, 0.3)]
+    assert mu.get_label() == "gac"
+    assert axes.get_ylim() == (-0.03, 1.03)
+    assert mu.get_markevery() == (0, 1)
 
 
 def test_accuracies_and_exact_values_are_not_smoothed() -> None:
@@ -135,17 +144,20 @@ def test_accuracies_and_exact_values_are_not_smoothed() -> None:
     panel = plots.Panel("k", title, "accuracy", "accuracy", "", "accuracy")
     axes = draw(plots._draw_panel, panel, [group])
     (line,) = axes.lines
-    assert line.get_ydata().tolist() == values and line.get_markevery() == (0, 12)
+    assert line.get_ydata().tolist() == values
+    assert line.get_markevery() == (0, 12)
     (bars,) = axes.collections
     assert [x.tolist() for x in bars.get_segments()[:2]] == [
         [[0, -0.25], [0, 0.5]],
         [[1, 0.75], [1, 1.5]],
     ]
-    assert to_hex(bars.get_color()[0]) == plots.COLORS[0].lower() and bars.get_alpha() < 1
+    assert to_hex(bars.get_color()[0]) == plots.COLORS[0].lower()
+    assert bars.get_alpha() < 1
     assert not draw(plots._accuracy, replace(panel, column="accuracy/+"), group, 0, 1).collections
     (band,) = draw(plots._accuracy, panel, made_group("x", run, run), 0, 1).collections
     # no bars
-    assert isinstance(band, PolyCollection) and axes.get_ylim() == (-0.28, 1.53)
+    assert isinstance(band, PolyCollection)
+    assert axes.get_ylim() == (-0.28, 1.53)
     assert [len(text) for text in axes.title.get_text().split("\n")] == [42, 20, 22]
     assert axes.yaxis.get_major_formatter()(0.25, 0) == "25%"
     exact, smoothed = (
@@ -208,7 +220,9 @@ def test_the_figures_of_a_report(tmp_path: Path, monkeypatch: Any) -> None:
         "Entropy",
         "Mixing weight μ",
     ]
-    assert first.figure.get_layout_engine() and first.figure.dpi == 160 and first.get_axisbelow()
+    assert first.figure.get_layout_engine()
+    assert first.figure.dpi == 160
+    assert first.get_axisbelow()
     assert first.yaxis.get_tick_params()["gridOn"] > first.xaxis.get_tick_params()["gridOn"]
     panels = 2 * [panel for panel in (*plots.TRAINING, *plots.MIXING) if panel.key in files][:2]
     plots._draw_overview(panels, [recorded], tmp_path / "four.png")
@@ -217,7 +231,8 @@ def test_the_figures_of_a_report(tmp_path: Path, monkeypatch: Any) -> None:
     assert four.get_size_inches() == pytest.approx([13.2, 6.1])
     plots._draw_overview(panels[:2], [recorded], tmp_path / "two.png")
     assert drawn["two.png"].get_size_inches() == pytest.approx([8.8, 3.2])
-    assert not drawn["two.png"].legends and not drawn["mu.svg"].legends
+    assert not drawn["two.png"].legends
+    assert not drawn["mu.svg"].legends
     assert plots.draw_plots([recorded, other], tmp_path) == files
     for name in ("mu.svg", "overview.png"):
         assert [legend.get_frame_on() for legend in drawn[name].legends] == [False]
@@ -262,9 +277,11 @@ def test_each_folder_is_found_once(tmp_path: Path, monkeypatch: Any) -> None:
     assert find_folders([tmp_path]) == [run, other]
     assert [e.path for e in evaluations.find_evaluations([tmp_path])] == [run, other]
     monkeypatch.undo()
-    assert find_folders(folders) == [run, other] and find_folders([other, run]) == [run, other]
+    assert find_folders(folders) == [run, other]
+    assert find_folders([other, run]) == [run, other]
     tables = results_table(folders)
-    assert tables.count("95% interval") == 2 and tables.count("tokens (thousands)") == 1
+    assert tables.count("95% interval") == 2
+    assert tables.count("tokens (thousands)") == 1
     assert results_table([run, run]).splitlines()[2].split()[:2] == ["a", "1"]
     with pytest.raises(FileNotFoundError, match="no runs found"):
         find_folders([run, tmp_path / "none"])
@@ -276,7 +293,8 @@ def test_sections_of_evaluations() -> None:
     del first.results["tasks"]["a"]["against"]
     (section,) = evaluations.sections([first])
     assert (section["path"], section["model"]) == ("one", "m, n")
-    assert section["baselines"] == "old/n, old/m" and section["columns"][-1] == "difference"
+    assert section["baselines"] == "old/n, old/m"
+    assert section["columns"][-1] == "difference"
     assert [(name, split, cells[0]) for name, split, cells in section["rows"]] == [
         *(("a", False, "50.0"), ("hard", True, "25.0"), ("b", False, "25.0")),
         *(("hard", True, "25.0"), ("c", False, "12.5"), ("hard", True, "25.0")),
@@ -296,7 +314,8 @@ def test_evaluations_are_drawn_side_by_side(monkeypatch: Any) -> None:
     both = [evaluation("one", "m", "m", a=0.5, b=0.25), evaluation("two", "m", "m", b=0.75, c=1)]
     assert {evaluations.draw(drawn) for drawn in (both, both[:1], both * 5)} == {"png"}
     (labels, height, axes), (_, lower, alone), (*_, many) = figures
-    assert labels == ["a", "b", "c"] and height == pytest.approx(0.9 + 0.7 + 0.9)
+    assert labels == ["a", "b", "c"]
+    assert height == pytest.approx(0.9 + 0.7 + 0.9)
     assert lower == pytest.approx(0.6 + 0.35 + 0.9)
     lines = [points(line) for line in axes.lines]
     expected = [
@@ -316,7 +335,8 @@ def test_evaluations_are_drawn_side_by_side(monkeypatch: Any) -> None:
     (legend,) = axes.figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["one", "two"]
     assert legend._outside_loc == "lower"
-    assert points(alone.lines[1]) == [(50, 0)] and not alone.figure.legends
+    assert points(alone.lines[1]) == [(50, 0)]
+    assert not alone.figure.legends
 
 
 def test_a_figure_of_nearly_equal_values_is_not_magnified(no_images: None) -> None:
@@ -342,11 +362,13 @@ def test_a_figure_of_nearly_equal_values_is_not_magnified(no_images: None) -> No
     }.items():
         assert draw_axes(*ends).get_xlim() == pytest.approx(limits)
     axes = draw_axes(40, 41)
-    assert axes.get_xlim() == (40, 41) and axes.get_xlabel() == "accuracy, %"
+    assert axes.get_xlim() == (40, 41)
+    assert axes.get_xlabel() == "accuracy, %"
     assert axes.get_yticks().tolist() == [0, -1]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["a", "b"]
     assert axes.figure.get_size_inches().tolist() == [7.2, 1.5]
-    assert axes.xaxis.get_tick_params()["gridOn"] and axes.yaxis.get_tick_params()["gridOn"]
+    assert axes.xaxis.get_tick_params()["gridOn"]
+    assert axes.yaxis.get_tick_params()["gridOn"]
     figure = Figure().subplots()
     evaluations.draw_interval(figure, 2, None, None, "k")
     assert not figure.lines

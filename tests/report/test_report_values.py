@@ -153,8 +153,11 @@ def test_texts_of_the_page(
         ("Model", "tiny"),
         ("Last trained", "2020-03-04 05:06"),
     ]
-    assert generated == "Generated" and versions.endswith(f", torch {torch.__version__}")
-    assert ", python 3." in versions and ", gac-kernels 0." in versions and "such" not in versions
+    assert generated == "Generated"
+    assert versions.endswith(f", torch {torch.__version__}")
+    assert ", python 3." in versions
+    assert ", gac-kernels 0." in versions
+    assert "such" not in versions
     other = group_runs([read_run(one_run(tmp_path / "other", 0.5, model="other", seed=3))])
     assert [name for name, _ in page._facts([*groups, *other])] == [
         "Runs",
@@ -164,7 +167,8 @@ def test_texts_of_the_page(
     ]
     assert page._facts(other)[:3] == [("Runs", "1"), ("Seed", "3"), ("Model", "other")]
     bare = page._facts(group_runs([read_run(one_run(tmp_path / "bare", 0.5))]))
-    assert bare[1] == ("Seed", "not recorded") and bare[2][0] == "Last trained"
+    assert bare[1] == ("Seed", "not recorded")
+    assert bare[2][0] == "Last trained"
     assert page._note(groups[:1]) == (
         f"{(note := page._note(groups[1:]))}Runs have different lengths; areas and sums of "
         "shorter runs cover fewer steps. "
@@ -249,16 +253,20 @@ def test_the_gap_is_compared_with_the_spread_of_both_experiments(tmp_path: Path)
         ]
         text = page.headline(group_runs([read_run(path) for path in paths]), window_of([]))
         assert f"high with {50 + 100 * gap:.1f} ± 4.0%, {100 * gap:.1f} points above low (" in text
-        assert f"That is {relation} the spread over seeds" in text and text.endswith(" is 5.0.")
+        assert f"That is {relation} the spread over seeds" in text
+        assert text.endswith(" is 5.0.")
         for some in (paths[1:], paths[:3]):  # one run of the lower, of the higher
             text = page.headline(group_runs([read_run(path) for path in some]), window_of([]))
-            assert "Without several seeds for each" in text and "spread" not in text
+            assert "Without several seeds for each" in text
+            assert "spread" not in text
     # runs with another model, twice with the same seed
     others = [one_run(tmp_path / i, 0.7, seed=0, model={"path": "x"}) for i in "ab"]
     groups = group_runs([read_run(path) for path in (*paths, *others)])
     text, table = page.headline(groups, 1), results_table([*paths, *others])
-    assert text.startswith("These runs differ in model.path") and "Without several seeds" in text
-    assert groups[-1].size == 1 and "These runs differ in model.path" in table
+    assert text.startswith("These runs differ in model.path")
+    assert "Without several seeds" in text
+    assert groups[-1].size == 1
+    assert "These runs differ in model.path" in table
 
 
 def test_labels(tmp_path: Path) -> None:
@@ -344,7 +352,8 @@ def test_only_numbers_are_read(tmp_path: Path) -> None:
     )
     run = read_run(path)
     assert (run.seed, run.steps_planned, run.tasks, run.unreadable) == (None, None, [], 4)
-    assert run.metrics["step"].tolist() == [1, 2] and set(run.metrics) == {"step", "a", "b"}
+    assert run.metrics["step"].tolist() == [1, 2]
+    assert set(run.metrics) == {"step", "a", "b"}
     np.testing.assert_array_equal(run.metrics["a"], [2, math.nan])
     other = write_run(
         tmp_path / "other",
@@ -356,7 +365,8 @@ def test_only_numbers_are_read(tmp_path: Path) -> None:
         {},
         [{"step": 0, "accuracy/b": 0.5}],
     )
-    assert read_run(other).tasks == ["b"] and window_of([run, read_run(other)]) == 5
+    assert read_run(other).tasks == ["b"]
+    assert window_of([run, read_run(other)]) == 5
 
 
 def test_smallest_and_largest_cells() -> None:
@@ -375,14 +385,13 @@ def test_smallest_and_largest_cells() -> None:
 def test_the_page_of_two_groups(groups: list[Group], tmp_path: Path) -> None:
     text = page.render(groups, 2, {})
     assert text.startswith("<!doctype html>\n<html")
-    assert (
-        '<td class="best">60.0 <span class="sd">± 28.3</span></td>' in text
-        and "controller intervals (2 steps each)" in text
-        and "<li><b>Runs</b> 3</li>" in text
-        and "<td>7</td><td>9</td>" in text
-    )
+    assert '<td class="best">60.0 <span class="sd">± 28.3</span></td>' in text
+    assert "controller intervals (2 steps each)" in text
+    assert "<li><b>Runs</b> 3</li>" in text
+    assert "<td>7</td><td>9</td>" in text
     assert 'stroke-dasharray="none"/></svg>gac</th><td>2</td><td>5 to 7 of 7</td>' in text
-    assert "<h2>Samples</h2>" not in text and "Not recorded: Reward, " in text
+    assert "<h2>Samples</h2>" not in text
+    assert "Not recorded: Reward, " in text
     path = write_run(tmp_path / "run", {}, {"a": [1]}, [])
     write_rows(
         path / "samples.jsonl",

@@ -310,7 +310,8 @@ def test_scripts_run_case_by_case():
 def test_a_failing_case_ends_the_run_except_for_partial_rewards(first, event, goes_on, partial):
     reward, calls = fake(first, RunResult("ended", stdout=b"x"), partial=partial)
     goes_on = goes_on and partial
-    assert score(reward, "p()", cases=IO) == goes_on / 2 and len(calls) == 1 + goes_on
+    assert score(reward, "p()", cases=IO) == goes_on / 2
+    assert len(calls) == 1 + goes_on
     counted = {name: count for name, count in reward.counts().items() if count}
     assert counted == ({event: 1} if event else {})
 
@@ -342,7 +343,8 @@ def test_the_reference_runs_once_per_row():
     passed, failed = RunResult("ended", (True,)), RunResult("timeout", (False,), problem="no")
     reward, calls = fake(failed, passed, failed, on_error="drop")
     row = example(answer="ref", tests=["t"])
-    assert reward(["a", "b"], [row] * 2) == [0.0, 0.0] and reward.counts()["timeouts"] == 2
+    assert reward(["a", "b"], [row] * 2) == [0.0, 0.0]
+    assert reward.counts()["timeouts"] == 2
     assert [call[0].text for call in calls] == ["a", "ref", "b"]
     bad = RunResult("ended", (False,), problem="no")
     reward, calls = fake(failed, bad, passed, passed)
@@ -432,7 +434,8 @@ def test_a_program_cannot_blame_the_row(reward, program):
 def test_a_program_that_exits_fails_tests_that_catch_everything(reward):
     program = "import os\ndef add(a, b): os._exit(0)"
     tests = ["try: add(1, 2)\nexcept BaseException: pass"]
-    assert score(reward, program, tests=tests) == 0.0 and score(reward, GOOD, tests=tests) == 1.0
+    assert score(reward, program, tests=tests) == 0.0
+    assert score(reward, GOOD, tests=tests) == 1.0
 
 
 BROKEN = ["assert add(1, 2) == 3", "assert add(1, 1) == 3"]
@@ -466,7 +469,8 @@ def test_names_that_the_tests_borrow_come_from_the_references_imports(reward):
 def test_on_error_drop_counts_the_row():
     reward = build_reward({"name": "code", "on_error": "drop"})
     rows = [example(tests=TESTS), example(tests=TESTS, setup="1 / 0")]
-    assert reward([GOOD, GOOD], rows) == [1.0, None] and reward.dropped == 1
+    assert reward([GOOD, GOOD], rows) == [1.0, None]
+    assert reward.dropped == 1
 
 
 @pytest.mark.parametrize(
@@ -495,6 +499,8 @@ def test_bad_options_are_named(options, words):
 
 
 def test_programs_are_dedented_by_columns():
-    assert code._dedented("    x", 2) == "  x" and code._dedented(" x", 4) == "x"
+    assert code._dedented("    x", 2) == "  x"
+    assert code._dedented(" x", 4) == "x"
     assert code._dedented("\tx", 4) == "    x"  # a tab is eight columns
-    assert code._dedented("x\ty", 4) == "x\ty" and code._dedented("  x", 0) == "  x"
+    assert code._dedented("x\ty", 4) == "x\ty"
+    assert code._dedented("  x", 0) == "  x"

@@ -29,13 +29,15 @@ def rows(folder: Path, name: str) -> list[dict]:
 
 def test_train_and_held_out_are_disjoint_and_in_the_vocabulary(folder):
     train_rows, held_out = rows(folder, "train"), rows(folder, "held_out")
-    assert len(train_rows) == 350 and len(held_out) == 82
+    assert len(train_rows) == 350
+    assert len(held_out) == 82
     assert not {r["id"] for r in train_rows} & {r["id"] for r in held_out}
     tokenizer = code_toy.make_tokenizer()
     for row in train_rows:
         for text in (row["prompt"] + " =", row["answer"], row["solution"]):
             ids = tokenizer(text)["input_ids"]
-            assert tokenizer.unk_token_id not in ids and tokenizer.decode(ids) == text
+            assert tokenizer.unk_token_id not in ids
+            assert tokenizer.decode(ids) == text
 
 
 def test_the_programs_earn_the_reward_and_half_of_the_demonstrations_do_not(folder):
@@ -44,7 +46,8 @@ def test_the_programs_earn_the_reward_and_half_of_the_demonstrations_do_not(fold
     wrong = [row["id"] for row in rows(folder, "train")[:16] if row["solution"] != row["answer"]]
     failing = [row.row for row in check(code_toy.CONFIG, data).failing]
     # another operator can give the same results, as in "two plus two" and "two times two"
-    assert set(failing) <= set(wrong) and len(failing) >= len(wrong) - 1 >= 5
+    assert set(failing) <= set(wrong)
+    assert len(failing) >= len(wrong) - 1 >= 5
 
 
 @pytest.mark.full(reason="seconds of training; test_mbpp trains with the same reward")
@@ -70,4 +73,5 @@ def test_training_earns_more_reward(folder, tmp_path):
         ],
     )
     earned = [row["reward_mean"] for row in metrics(train(config))]
-    assert sum(earned[:5]) / 5 < 0.1 and sum(earned[-5:]) / 5 > 0.25
+    assert sum(earned[:5]) / 5 < 0.1
+    assert sum(earned[-5:]) / 5 > 0.25

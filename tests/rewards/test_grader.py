@@ -41,7 +41,8 @@ def test_agreement_with_labelled_model_solutions(data_dir, reward, every):
     rows, examples = load(data_dir / "gsm8k_model_solutions.jsonl.gz", every)
     scores = reward([row["solution"] for row in rows], examples)
     wrong = [r["id"] for r, s in zip(rows, scores, strict=True) if s != float(r["correct"])]
-    assert len(rows) == -(-4220 // every) and sum(scores) > 1200 // every  # both labels occur
+    assert len(rows) == -(-4220 // every)
+    assert sum(scores) > 1200 // every
     assert 1 - len(wrong) / len(rows) >= 0.995, f"{len(wrong)} disagreements: {wrong}"
     assert reward.counts() == {"timeouts": 0, "crashes": 0}
 

@@ -99,7 +99,8 @@ def test_a_forked_process_gets_its_own_workers():
 def test_workers_start_when_needed_and_end_with_close():
     before = set(workers_of(os.getpid()))
     pool = GradingPool(timeout=3.0, workers=2)
-    assert set(workers_of(os.getpid())) == before and pool.grade([("7", "7")]) == ["right"]
+    assert set(workers_of(os.getpid())) == before
+    assert pool.grade([("7", "7")]) == ["right"]
     [worker] = set(workers_of(os.getpid())) - before  # one pair needs one worker
     assert pool.grade([("7", "7"), ("7", "8")]) == ["right", "wrong"]
     assert worker in workers_of(os.getpid())  # it is used again
@@ -208,16 +209,20 @@ def test_a_worker_that_does_not_end_is_killed(monkeypatch, started):
     os.kill(started[1], signal.SIGSTOP)
     process = started[0]._idle.queue[0]._process
     started[0].close()
-    assert not alive(started[1]) and process.stdout.closed
+    assert not alive(started[1])
+    assert process.stdout.closed
 
 
 def test_a_worker_has_few_modules_limited_memory_and_a_session_of_its_own(started):
     maps = Path(f"/proc/{started[1]}/maps").read_text()
-    assert "python" in maps and "torch" not in maps and "numpy" not in maps
+    assert "python" in maps
+    assert "torch" not in maps
+    assert "numpy" not in maps
     limits = Path(f"/proc/{started[1]}/limits").read_text().splitlines()
     [line] = [line for line in limits if line.startswith("Max address space")]
     # on Ctrl-C, the terminal signals the foreground group
-    assert line.split()[3] == str(4 << 30) and os.getpgid(started[1]) != os.getpgid(0)
+    assert line.split()[3] == str(4 << 30)
+    assert os.getpgid(started[1]) != os.getpgid(0)
 
 
 @pytest.mark.parametrize(
@@ -334,7 +339,8 @@ def test_checks_have_no_time_limit_of_their_own(monkeypatch):
         "bad reference",
         "wrong",
     ]
-    assert set(limits) == {None} and compared == [([7], [7]), ([7], [8])]
+    assert set(limits) == {None}
+    assert compared == [([7], [7]), ([7], [8])]
 
 
 @pytest.mark.usefixtures("stub")

@@ -212,7 +212,8 @@ def test_math_gives_each_row_its_own_verdict_and_counts_failures():
     reward._pool = SimpleNamespace(grade=lambda rows: pairs.extend(rows) or verdicts)
     examples = [example(answer) for answer in (None, "1", "2", "3", "4", "5", "6")]
     scores = reward([f"#### {i}" for i in range(7)], examples)
-    assert scores == [None, 0.0, 1.0, None, 0.0, 0.0, 0.0] and reward.dropped == 2
+    assert scores == [None, 0.0, 1.0, None, 0.0, 0.0, 0.0]
+    assert reward.dropped == 2
     assert pairs == [(f"\\boxed{{{i}}}",) * 2 for i in range(1, 7)]
     assert reward.counts() == {"timeouts": 1, "crashes": 2}
 
@@ -220,7 +221,8 @@ def test_math_gives_each_row_its_own_verdict_and_counts_failures():
 def test_math_rewards_with_the_same_settings_share_workers(math_reward, monkeypatch):
     assert build_reward("math")._pool is math_reward._pool
     other = build_reward({"name": "math", "timeout": 2.5, "workers": 3})._pool
-    assert (other.timeout, other.workers) == (2.5, 3) and math_reward._pool.timeout == 5.0
+    assert (other.timeout, other.workers) == (2.5, 3)
+    assert math_reward._pool.timeout == 5.0
     monkeypatch.setattr(mathematics, "find_spec", lambda name: None)
     with pytest.raises(MissingExtra, match=r"pip install 'gac-kernels\[train\]'"):
         build_reward("math")

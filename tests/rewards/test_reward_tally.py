@@ -50,7 +50,8 @@ def test_counts_are_logged_per_step_and_at_the_end(task, tmp_path, caplog):
     rows = metrics(tmp_path / "run")
     assert [row["rewards_calls"] for row in rows] == [1, 1, 1, 1]
     assert [row["rewards_dropped"] for row in rows] == [3] * 4  # every fifth of 16 rows per step
-    assert reward.dropped == 12 and reward.closed == 1
+    assert reward.dropped == 12
+    assert reward.closed == 1
     assert "reward flaky: 12 dropped, 4 calls" in caplog.text
 
 
@@ -58,7 +59,8 @@ def test_failed_run_logs_counts_and_closes_the_reward(task, tmp_path, caplog):
     with pytest.raises(RewardError, match="'flaky'.*no score.*on_error: drop"):
         run(task, tmp_path / "run", caplog, "raise")
     (reward,) = Flaky.instances
-    assert reward.closed == 1 and "reward flaky: 1 calls" in caplog.text
+    assert reward.closed == 1
+    assert "reward flaky: 1 calls" in caplog.text
 
 
 def test_events_before_the_tally_and_other_names():

@@ -185,19 +185,22 @@ def test_rewards_inside_others_are_told_and_counted():
     inner = SumReward([(first, 1.0), (second, -1.0)])
     inner.set_step(7)
     inner.close()
-    assert calls == [7, 7, "first", "second"] and inner.counts() == {"a": 1, "b": 12, "c": 20}
+    assert calls == [7, 7, "first", "second"]
+    assert inner.counts() == {"a": 1, "b": 12, "c": 20}
 
 
 def test_row_batch_and_class_callables():
     assert score(build_reward({"name": f"{__name__}:length", "batch": "off"}), "abc") == 3.0
     batch = build_reward({"name": f"{__name__}:batch_length", "batch": True, "scale": 3})
-    assert batch(["a", "bb"], [example()] * 2) == [3.0, 6.0] and batch([], []) == []
+    assert batch(["a", "bb"], [example()] * 2) == [3.0, 6.0]
+    assert batch([], []) == []
     assert score(build_reward({"name": f"{__name__}:Doubled", "factor": 3}), "ab") == 6.0
 
 
 def test_other_numeric_types_become_floats():
     value = score(build_reward(f"{__name__}:odd_values"), "numpy")
-    assert value == 2.0 and type(value) is float
+    assert value == 2.0
+    assert type(value) is float
 
 
 # --- rows that cannot be scored -------------------------------------------------------------------
@@ -245,7 +248,8 @@ def test_unscorable_row_raises_with_its_id_and_completion(case):
     assert (e.value.example_id, e.value.completion) == ("row5", completion)
     assert str(e.value).startswith(f"reward {e.value.reward!r} on row 'row5': ")
     # the prompt only if the reward ran out of time
-    assert isinstance(e.value.__cause__, Exception) and "prompt" not in str(e.value)
+    assert isinstance(e.value.__cause__, Exception)
+    assert "prompt" not in str(e.value)
 
 
 @pytest.mark.parametrize(
@@ -282,7 +286,8 @@ def test_a_batch_that_fails_is_retried_row_by_row_unless_it_was_late(error, size
 
     reward = BatchCallableReward("failing", failing, {})
     reward.on_error = "drop"
-    assert reward(["a", "b", "c"], [example()] * 3) == [None] * 3 and calls == sizes
+    assert reward(["a", "b", "c"], [example()] * 3) == [None] * 3
+    assert calls == sizes
 
 
 def test_numbers_of_rows_must_agree():
@@ -452,7 +457,8 @@ def test_without_a_time_limit_or_in_another_thread_there_is_no_alarm():
     thread.start()
     thread.join(20)
     run(5.0)
-    assert finished == [True, True, False] and signal.getsignal(signal.SIGALRM) is before
+    assert finished == [True, True, False]
+    assert signal.getsignal(signal.SIGALRM) is before
 
 
 def test_a_file_of_rewards_runs_once_unless_it_fails(tmp_path, monkeypatch):
@@ -486,7 +492,8 @@ def test_the_help_text_lists_the_options():
     assert "eeds no reference answer. Options: pattern, full. code 1 if" in text
     assert "reference answer, else 0. Options: timeout, workers, answer_pattern. exact" in text
     indents = [len(line) - len(line.lstrip()) for line in lines[1:-1]]
-    assert set(indents) == {2, 10} and indents.count(2) == len(build.REWARDS)
+    assert set(indents) == {2, 10}
+    assert indents.count(2) == len(build.REWARDS)
 
 
 def test_a_missing_import_of_a_reward_is_not_called_a_missing_reward(tmp_path, monkeypatch):

@@ -65,7 +65,8 @@ def test_check_names_the_rows_whose_solution_fails(config):
     assert wrong.startswith(
         "the row's own answer fails: test 1 (assert add(1, 2) == 3): AssertionError"
     )
-    assert "test 1 is not valid Python" in broken and "wrote b'1\\n', expected b'2'" in case
+    assert "test 1 is not valid Python" in broken
+    assert "wrote b'1\\n', expected b'2'" in case
 
 
 def test_rows_that_a_constant_passes_are_weak(tmp_path):
@@ -104,12 +105,10 @@ def test_check_on_the_command_line(config, capsys, caplog):
     caplog.set_level(logging.ERROR, "gac")
     assert main(["rewards", "check", str(config)]) == 1
     printed = capsys.readouterr().out.splitlines()
-    assert (
-        printed[0].startswith("wrong: the row's own answer fails")
-        and printed[-1] == "1 of 4 rows pass (1 crashes)"
-        and str(config.parent) in sys.path  # where rewards are found
-        and logging.getLogger("gac").level == logging.INFO
-    )
+    assert printed[0].startswith("wrong: the row's own answer fails")
+    assert printed[-1] == "1 of 4 rows pass (1 crashes)"
+    assert str(config.parent) in sys.path  # where rewards are found
+    assert logging.getLogger("gac").level == logging.INFO
     less = "reward={sum: [{reward: code, weight: 0.75}]}"
     command = ["rewards", "check", str(config), "--set", "data.limit=1"]
     assert [main(command), main([*command, less])] == [0, 1]
@@ -126,7 +125,8 @@ def test_check_reads_evaluation_files_and_names_what_is_missing(config, capsys):
     tasks = {"own": {"data": data, "reward": "code"}, "shared": {"data": data, "reward": None}}
     assert check({"tasks": tasks, "reward": "code"}).failing == ()
     report = check({"tasks": tasks, "reward": {"name": "code", "tests_field": "none"}})
-    assert report.rows == 2 and [failing.task for failing in report.failing] == ["shared"]
+    assert report.rows == 2
+    assert [failing.task for failing in report.failing] == ["shared"]
     assert main(["rewards", "check", str(config), "--set", "reward=cod"]) == 2
     assert "unknown reward 'cod'; did you mean 'code'?" in capsys.readouterr().err
     config.write_text("reward: code")
@@ -172,7 +172,8 @@ def test_rewards_have_a_threshold_and_are_closed(tmp_path, monkeypatch):
         "long: list index out of range",
     ]
     result = check({"tasks": {"a": part, "b": part}}, ["data.limit=1"], min_reward=2.5)
-    assert result.rows == 2 and Length.closed == 3
+    assert result.rows == 2
+    assert Length.closed == 3
     assert list(map(str, result.failing)) == ["a: ab: scores 2", "b: ab: scores 2"]
     for wrong, message in (
         ({"tasks": {"a": part | {"reward": "mth"}}}, "a: unknown reward 'mth'"),

@@ -179,7 +179,8 @@ class State:
             raise AttributeError(body["method"])
         folder = Path(body["kwargs"]["weights_path"])
         # a server may run as another user; the name is that of leftovers
-        assert folder.stat().st_mode & 0o777 == 0o755 and folder.name.startswith("weights-")
+        assert folder.stat().st_mode & 0o777 == 0o755
+        assert folder.name.startswith("weights-")
         assert folder not in self.folders  # vLLM may cache by path
         self.folders.add(folder)
         weights: dict[str, torch.Tensor] = {}
@@ -242,7 +243,8 @@ class State:
             raise ValueError(
                 f"This model's maximum context length is {self.options.max_model_len} tokens."
             )
-        assert body["ignore_eos"] and body["return_token_ids"]
+        assert body["ignore_eos"]
+        assert body["return_token_ids"]
         choices = []
         for i in range(body["n"]):
             rng = torch.Generator().manual_seed(body["seed"] + i)

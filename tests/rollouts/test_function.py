@@ -40,15 +40,15 @@ def test_the_examples_learn(tmp_path, game: str) -> None:
     """A single guess wins at most a third of the games. The calculator is only called."""
     if game == "guess":
         before, after = turns.main(game, tmp_path)
-        assert before < 0.4 and after >= 0.9
+        assert before < 0.4
+        assert after >= 0.9
     else:
         train(replace(turns.config(game, tmp_path), steps=12))
     entries = (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
     completions = [c for e in entries for p in json.loads(e)["prompts"] for c in p["completions"]]
     several = [c for c in completions if "turns" in c]
-    assert several and all(
-        [learned for _, learned in c["turns"]] == [True, False, True] for c in several
-    )
+    assert several
+    assert all([learned for _, learned in c["turns"]] == [True, False, True] for c in several)
 
 
 ROWS = [  # masks with a gap, at the start and at the end
@@ -102,7 +102,8 @@ def test_masked_tokens_have_no_loss(micro, reduction) -> None:
     live = (batch.targets != -100).flatten()
     assert int(live.sum()) == sum(tokens) == count(ROWS).rollout_tokens == 6
     (grad,) = hidden
-    assert (grad.flatten(0, 1)[~live] == 0).all() and (grad.flatten(0, 1)[live] != 0).any(1).all()
+    assert (grad.flatten(0, 1)[~live] == 0).all()
+    assert (grad.flatten(0, 1)[live] != 0).any(1).all()
     assert float(measured.moments.kl) == pytest.approx(0, abs=1e-6)
 
 
@@ -157,7 +158,8 @@ def test_a_run_is_resumed_exactly(task, tmp_path) -> None:
     train(run_config(task, tmp_path / "parts", steps=2))
     train(run_config(task, tmp_path / "parts"))
     rows = metrics(tmp_path / "whole")
-    assert len(rows) == 4 and any(row["grad_norm"] for row in rows)
+    assert len(rows) == 4
+    assert any(row["grad_norm"] for row in rows)
     # without the comments
     assert all(r["sampled_tokens"] == round(16 * r["completions/mean_length"]) for r in rows)
     assert rows == metrics(tmp_path / "parts")
@@ -175,7 +177,8 @@ def test_ranks_call_the_engine_differently_often(task, tmp_path) -> None:
     first, second = ranks.run(
         whole_step, run_config(task, tmp_path / "run", parallel=parallel), ranks=2
     )
-    assert repr(first) == repr(second) and first["sampled_completions"] == 16
+    assert repr(first) == repr(second)
+    assert first["sampled_completions"] == 16
 
 
 def returned(prompts, engine) -> Any:
@@ -217,7 +220,8 @@ def test_a_wrong_return_value_is_one_line(monkeypatch, value, message) -> None:
     engine = Engine(RolloutConfig(function=HERE + "returned"), turns.make_tokenizer())
     with pytest.raises(RunError, match=message) as error:
         engine.function(["prompt"], engine)
-    assert "\n" not in str(error.value) and "test_function:returned" in str(error.value)
+    assert "\n" not in str(error.value)
+    assert "test_function:returned" in str(error.value)
 
 
 def test_completions_are_cut_and_tensors_are_accepted(monkeypatch) -> None:
@@ -229,7 +233,8 @@ def test_completions_are_cut_and_tensors_are_accepted(monkeypatch) -> None:
     (cut,) = RolloutFunction(HERE + "returned")(["prompt"], engine)
     assert (cut.prompt_ids, cut.completion_ids, cut.loss_mask) == ((5,), (5, 0), (True, False))
     assert str(cut.logps) == "(nan, nan)"
-    assert sampling.is_truncated(cut, {1}, 2) and not sampling.is_truncated(cut, {1}, 3)
+    assert sampling.is_truncated(cut, {1}, 2)
+    assert not sampling.is_truncated(cut, {1}, 3)
     assert sampling.is_truncated(replace(cut, loss_mask=(True, False, True)), {1}, 3)
 
 

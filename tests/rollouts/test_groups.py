@@ -50,10 +50,8 @@ def test_prompts_without_signal_are_replaced(task, tmp_path):
     plain = run(task, tmp_path / "plain", reward=reward)
     again = run(task, tmp_path / "again", reward=reward, rollouts={"dynamic_sampling_retries": 3})
     assert any(row["frac_reward_zero_std"] > 0 for row in plain)
-    assert (
-        all(row["resampled_prompts"] == 0 for row in plain)
-        and sum(row["resampled_prompts"] for row in again) > 0
-    )
+    assert all(row["resampled_prompts"] == 0 for row in plain)
+    assert sum(row["resampled_prompts"] for row in again) > 0
     assert [r["sampled_completions"] for r in again] == [
         16 + 4 * row["resampled_prompts"] for row in again
     ]
@@ -75,11 +73,9 @@ def test_overlong_responses(task, tmp_path):
     skipped = run(
         task, tmp_path / "skipped", steps=1, rollouts={"mask_truncated_completions": True}
     )
-    assert (
-        skipped[0]["reward_mean"] == plain[0]["reward_mean"]
-        and skipped[0]["completions/mean_length"] == plain[0]["completions/mean_length"]
-        and skipped[0]["tokens"] < plain[0]["tokens"]
-    )
+    assert skipped[0]["reward_mean"] == plain[0]["reward_mean"]
+    assert skipped[0]["completions/mean_length"] == plain[0]["completions/mean_length"]
+    assert skipped[0]["tokens"] < plain[0]["tokens"]
     soft = run(task, tmp_path / "soft", steps=1, rollouts={"overlong_tokens": 2})
     assert soft[0]["reward_mean"] < plain[0]["reward_mean"]
 
@@ -95,7 +91,8 @@ def test_samples_of_text(task, tmp_path, caplog):
     entries = [json.loads(line) for line in lines]
     assert [entry["step"] for entry in entries] == [1, 3]
     (first, _) = entries[0]["prompts"]
-    assert len(first["completions"]) == 4 and "text" in first["completions"][0]
+    assert len(first["completions"]) == 4
+    assert "text" in first["completions"][0]
     assert first["prompt"] in caplog.text
 
 
@@ -106,7 +103,8 @@ def test_rewards_by_source(task, tmp_path):
     ]
     data = {"sources": sources, "demos": str(task / "demos.jsonl")}
     for row in run(task, tmp_path, data=data, steps=2):
-        assert "demo_nll/" not in row and row["reward_mean"] == pytest.approx(
+        assert "demo_nll/" not in row
+        assert row["reward_mean"] == pytest.approx(
             (3 * row["reward_mean/a"] + row["reward_mean/b"]) / 4
         )
 

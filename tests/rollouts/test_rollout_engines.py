@@ -84,8 +84,11 @@ def test_greedy_responses_do_not_depend_on_the_engine(policy, monkeypatch, engin
     monkeypatch.setattr(
         policy[0], "generate", lambda **k: sizes.append(len(k["input_ids"])) or original(**k)
     )
-    assert sample(config, *policy, PROMPTS, 1) == expected and max(sizes) == most
-    assert len(set(expected)) > 3 and len(set(map(len, expected))) > 1 and policy[0].training
+    assert sample(config, *policy, PROMPTS, 1) == expected
+    assert max(sizes) == most
+    assert len(set(expected)) > 3
+    assert len(set(map(len, expected))) > 1
+    assert policy[0].training
 
 
 @pytest.mark.parametrize("samples", [1, 3])
@@ -116,9 +119,12 @@ def test_rows_that_have_ended_leave_the_batch(policy, monkeypatch, samples):
         results.append(generate(*policy, PROMPTS, max_completion_length=limit, **settings))
         costs.append(sum(rows * count for rows, count in calls))
         steps.append(sum(count for _, count in calls))
-    assert len(calls) > 1 and costs[2] < 0.8 * costs[0] and steps[2] == steps[0]
+    assert len(calls) > 1
+    assert costs[2] < 0.8 * costs[0]
+    assert steps[2] == steps[0]
     assert all(before >= 2 * after for (before, _), (after, _) in itertools.pairwise(calls))
-    assert results[0] == results[2] and results[1] == [r[:6] for r in results[0]]
+    assert results[0] == results[2]
+    assert results[1] == [r[:6] for r in results[0]]
 
 
 @pytest.mark.parametrize(
@@ -132,7 +138,8 @@ def test_sampling_is_repeatable_and_follows_the_seed(policy, engine_settings):
         return sample(config, *policy, PROMPTS, 3)
 
     responses = sample_with_seed(0)
-    assert len(responses) == 18 and all(0 < len(r) <= 8 for r in responses)
+    assert len(responses) == 18
+    assert all(0 < len(r) <= 8 for r in responses)
     assert sample_with_seed(0) == responses != sample_with_seed(1)
     stop = policy[1].eos_token_id
     assert all(stop not in r[:-1] for r in responses)
@@ -160,10 +167,8 @@ def test_paged_run_is_repeatable_and_logs_sampled_tokens(task, tmp_path):
     first, second = metrics(tmp_path / "a"), metrics(tmp_path / "b")
     assert first == second
     for row in first:
-        assert (
-            6 <= row["sampled_tokens"] <= 30
-            and row["sampled_tokens"] >= row["completions/mean_length"] * 6 - 1e-6
-        )
+        assert 6 <= row["sampled_tokens"] <= 30
+        assert row["sampled_tokens"] >= row["completions/mean_length"] * 6 - 1e-6
 
 
 def test_paged_settings_and_missing_responses(policy, monkeypatch):
@@ -195,9 +200,12 @@ def test_paged_settings_and_missing_responses(policy, monkeypatch):
     sizes = [(c.max_batch_tokens, c.num_blocks, c.block_size) for *_, c in calls]
     assert sizes[:3] == [(256, 12, 8), (32, 64, 4), (256, 9, 256)]
     prompts, own, pages = calls[0]
-    assert prompts == [[4, 5, 6], [7] * 9, [5, 6]] and own.num_return_sequences == 3
-    assert sorted(own.eos_token_id) == [1, 15] and (own.top_p, own.temperature) == (0.9, 0.7)
-    assert pages.seed == calls[1][2].seed == 2135392491 and not pages.auto_switch_to_flash
+    assert prompts == [[4, 5, 6], [7] * 9, [5, 6]]
+    assert own.num_return_sequences == 3
+    assert sorted(own.eos_token_id) == [1, 15]
+    assert (own.top_p, own.temperature) == (0.9, 0.7)
+    assert pages.seed == calls[1][2].seed == 2135392491
+    assert not pages.auto_switch_to_flash
 
 
 TOO_FEW_TOKENS = {"generation_batch_tokens": 9, "num_generations": 2, "max_completion_length": 8}
@@ -262,5 +270,6 @@ def test_models_that_read_the_padding_generate_prompts_of_equal_length(kind, sup
     prompts = [(5, 6, 7), (8, 9, 10, 11, 12), (5, 9)]
     keywords = {"max_completion_length": 4, "temperature": 0.0}
     together = generate(model, make_tokenizer(), prompts, **keywords)
-    assert model.supports_padding == supported and ("of equal length" in caplog.text) != supported
+    assert model.supports_padding == supported
+    assert ("of equal length" in caplog.text) != supported
     assert together == [generate(model, make_tokenizer(), [p], **keywords)[0] for p in prompts]

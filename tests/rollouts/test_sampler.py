@@ -109,17 +109,14 @@ def test_rollouts_by_hand() -> None:
         Row((9, 8, 5), 1, False, 4.0, 3, switch=1, unit=5),
         Row((10, 3, 3, 3, 1), 2, False, 5.0, 4, switch=2, unit=8, source="x"),
     ]
-    assert result.rewards == [1.0, 0.0, 0.5, 0.5, 0.25] and result.means == {
-        "reward_mean/x": (1.25, 3)
-    }
+    assert result.rewards == [1.0, 0.0, 0.5, 0.5, 0.25]
+    assert result.means == {"reward_mean/x": (1.25, 3)}
     # the engine took 4 - 1 seconds, the reward 16 - 9
     assert script.sampler.stats == SamplingStats(
         6, 14, 3, 7, groups=2, flat_groups=1, unsolved=1, truncated=2
     )
-    assert (
-        result.old_logps == result.teacher_logps == result.collected == []
-        and script.step == result.step == 7
-    )
+    assert result.old_logps == result.teacher_logps == result.collected == []
+    assert script.step == result.step == 7
     assert script.calls == ["model", ([A.prompt, B.prompt, C.prompt], 2)]
     assert script.scored == list(zip(("1", "34", "2", "52", "00", "6666"), "aabbcc", strict=True))
     assert same(script.given, ([[1.0, 0.0], [0.5, 0.5], [0.25, math.nan]], None, "centered"))
@@ -146,7 +143,8 @@ def test_truncated_rollouts_can_be_skipped_or_punished() -> None:
 def test_tokens_that_are_only_read_are_not_counted() -> None:
     script = Script([(4, 1), [6, 7]], [1.0, 0.0], [[1.0, 2.0]], [9.0], [0.0], [8.0])
     (row,) = script.run(Sampling(), [A], num_generations=2).rows
-    assert row.advantage == 1 and script.sampler.stats.tokens == 2
+    assert row.advantage == 1
+    assert script.sampler.stats.tokens == 2
 
 
 def test_demonstrations_of_the_prompts_by_hand() -> None:
@@ -203,8 +201,10 @@ def test_stages_by_hand() -> None:
         Row((10, 3, 10, 1), 2, False, 8.0, 6, 1.0, 2, 8, source="x"),
         Row((10, 3, 11, 4), 2, False, 9.0, 7, 1.0, 2, 8, source="x"),
     ]
-    assert same(result.rows, expected) and result.rewards == [0.5, 0.2, 0.3, 0.0, 0.75, 0.75, 0.75]
-    assert script.sampler.stats[:2] == (9, 18) and script.sampler.stats[4:8] == (2, 1, 0, 1)
+    assert same(result.rows, expected)
+    assert result.rewards == [0.5, 0.2, 0.3, 0.0, 0.75, 0.75, 0.75]
+    assert script.sampler.stats[:2] == (9, 18)
+    assert script.sampler.stats[4:8] == (2, 1, 0, 1)
     assert script.sampler.samples[1]["completions"][1] == {
         "text": "",
         "reward": 0.9,
@@ -217,7 +217,8 @@ def test_a_complete_demonstration_needs_no_continuation() -> None:
     stages = Stage(1, prefix=1.0), Stage(1)
     script = Script([(9, 1), (4, 1)], [0.0, 1.0], [[1.0, 2.0]], [0.0], [1.0], [1.0])
     result = script.run(Sampling("prompt", stages), [A], num_generations=2)
-    assert result.rewards == [1.0] and [row.advantage for row in result.rows] == [2.0]
+    assert result.rewards == [1.0]
+    assert [row.advantage for row in result.rows] == [2.0]
     assert script.calls[1:] == [([(4, 6, 7, 8)], 1), ([(4, 6)], 1)]
     assert [text for text, _ in script.scored] == ["45", "1"]
 
@@ -251,9 +252,11 @@ def test_frac_reward_zero_std_are_replaced_at_most_twice() -> None:
         log_sample_prompts=9,
     )
     # the rewards of all that were sampled
-    assert asked == [2, 1] and result.rewards == [s for pair in pairs for s in pair]
+    assert asked == [2, 1]
+    assert result.rewards == [s for pair in pairs for s in pair]
     assert [sample["id"] for sample in script.sampler.samples] == ["d", "b", "f"]
-    assert script.sampler.stats[:2] == (12, 24) and script.sampler.stats[4:8] == (3, 2, 3, 0)
+    assert script.sampler.stats[:2] == (12, 24)
+    assert script.sampler.stats[4:8] == (3, 2, 3, 0)
     assert script.calls[2:] == [([D.prompt, A.prompt], 2), ([B.prompt], 2)]
 
 
@@ -269,7 +272,9 @@ def test_ranks_resample_together(monkeypatch) -> None:
     )
     script = Script([(4, 1)] * 2, [0.0, 1.0], *ONES)
     script.run(Sampling(), [A], more, num_generations=2, dynamic_sampling_retries=3)
-    assert asked == [0] and script.calls[2:] == [([], 2)] and script.sampler.stats.resampled == 0
+    assert asked == [0]
+    assert script.calls[2:] == [([], 2)]
+    assert script.sampler.stats.resampled == 0
 
 
 def test_all_flat_groups_are_replaced() -> None:
@@ -307,17 +312,16 @@ def test_random_prefixes_depend_on_the_seed_the_step_and_the_prompt() -> None:
     stage = Stage(1, length=length)
     plans = [Sampling(stages=stages) for stages in ((stage,), (Stage(1),), (Stage(1, prefix=0.1),))]
     assert [plan.has_prefix for plan in plans] == [True, False, True]
-    assert (
-        _prefix(A, [], stage, 5, 4) == (7, 8)
-        and _prefix(B, [], stage, 5, 4) == _prefix(A, [], Stage(1), 5, 4) == ()
-    )
+    assert _prefix(A, [], stage, 5, 4) == (7, 8)
+    assert _prefix(B, [], stage, 5, 4) == _prefix(A, [], Stage(1), 5, 4) == ()
     assert drawn == [(5, 3, random.Random("4:5:a").random())]
 
 
 def test_only_responses_of_the_policy_make_a_group() -> None:
     complete = Sample((), (7,), (), 0.0, True, False)
     own = Sample((), (), (4,), 1.0, False, False)
-    assert not is_flat([complete, own]) and is_flat([complete, own, own])
+    assert not is_flat([complete, own])
+    assert is_flat([complete, own, own])
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -341,9 +345,12 @@ def test_one_rank_says_once_why_rollouts_teach_nothing(
         assert first.startswith(
             "for 10 steps, every rollout since the start or resume has had the reward 0"
         )
-        assert cause in first and "solved;" not in first
-        assert "highest reward, 1" in solved and "check the reward" not in solved
-        assert "another difficulty" in mixed and ("_retries" in mixed) != demos
+        assert cause in first
+        assert "solved;" not in first
+        assert "highest reward, 1" in solved
+        assert "check the reward" not in solved
+        assert "another difficulty" in mixed
+        assert ("_retries" in mixed) != demos
     monkeypatch.setattr(sampling.collectives, "_table", lambda own: [own, [5.0, 0.0]])
     watch.update(silent, [0.0])  # another rank's rollouts teach
     assert (watch.highest, watch.problem) == (5.0, "")

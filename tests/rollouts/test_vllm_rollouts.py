@@ -96,9 +96,11 @@ def test_responses_match_the_weights_last_sent(task, server, policy, tmp_path, m
         with torch.no_grad():
             for p in model.parameters():
                 p.add_(0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
-    assert responses[0] != responses[1] and model.training
+    assert responses[0] != responses[1]
+    assert model.training
     sizes = [[x.nbytes for x in part.values()] for part in files]
-    assert max(map(len, sizes)) > 1 and all(sum(x[:-1]) < 10_000 for x in sizes)
+    assert max(map(len, sizes)) > 1
+    assert all(sum(x[:-1]) < 10_000 for x in sizes)
     assert sum(sum(x) < 10_000 for x in sizes) <= 2  # the last of each update
     (left,) = tmp_path.rglob("weights-*")
     assert left.name == f"{other._server.prefix}of-another"
@@ -160,11 +162,14 @@ def test_a_run_is_repeatable_and_on_policy(task, server, tmp_path):
     for name in "ab":
         train(config(task, tmp_path / name, server.url, steps=3))
     first, second = metrics(tmp_path / "a"), metrics(tmp_path / "b")
-    assert first == second and len(first) == 3
+    assert first == second
+    assert len(first) == 3
     rows = [json.loads(line) for line in (tmp_path / "a/metrics.jsonl").read_text().splitlines()]
     for row in rows:
-        assert row["clip_fraction"] == 0 and row["sampled_completions"] == 8
-        assert 0 < row["sampling_share"] < 1 and row["completions_per_second"] > 0
+        assert row["clip_fraction"] == 0
+        assert row["sampled_completions"] == 8
+        assert 0 < row["sampling_share"] < 1
+        assert row["completions_per_second"] > 0
         assert row["rollout_loss"] is not None
     requests = server.requests()[request_count:]
     assert requests.count("/collective_rpc") == requests.count("/reset_prefix_cache") == 6
@@ -175,11 +180,13 @@ def test_the_log_probs_of_the_server_reach_the_loss(task, server, tmp_path, monk
     trainer = Trainer(config(task, tmp_path / "run", server.url, steps=1))
     trainer.run()
     [row] = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert 0 < row["sampling/mismatch_kl"] < 1e-5 and row["sampling/frac_corrected"] == 0
+    assert 0 < row["sampling/mismatch_kl"] < 1e-5
+    assert row["sampling/frac_corrected"] == 0
     assert 0 < row["sampling/sampling_logp_difference/max"] < 1e-3
     spec = trainer.gradients.loss.spec
     assert (spec.correction, spec.correction_max) == ("sequence_mask", 3.0)
-    assert trainer.engine._server.folder == tmp_path / "run" and not trainer.gathers
+    assert trainer.engine._server.folder == tmp_path / "run"
+    assert not trainer.gathers
     rows = trainer.sampler(trainer.policy, trainer.feed.examples(trainer.step), 0).rows
     expected = trainer.gradients.forward.row_logprobs(rows)
     for row, logps in zip(rows, expected, strict=True):
@@ -193,7 +200,8 @@ def test_the_log_probs_of_the_server_reach_the_loss(task, server, tmp_path, monk
     row = wrong._train_step()
     lengths = [row.loss_tokens for row in wrong.rollouts.rows]
     masked = sum(n for n in lengths if n > 2)  # exp(0.4 * 3) > correction_max
-    assert masked > 0 and row["sampling/frac_corrected"] == masked / sum(lengths)
+    assert masked > 0
+    assert row["sampling/frac_corrected"] == masked / sum(lengths)
     assert row["sampling/sampling_logp_difference/max"] == pytest.approx(0.4, abs=1e-3)
     assert row["sampling/mismatch_kl"] == pytest.approx(math.exp(0.4) - 1.4, abs=1e-3)
 
@@ -283,7 +291,8 @@ def test_unreachable_server(task, tmp_path):
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"
     with pytest.raises(RunError, match=f"vllm.urls: {url}: .*not respond.*vllm serve") as error:
         Trainer(config(task, tmp_path / "run", url))
-    assert "\n" not in str(error.value) and str(error.value).endswith("then rerun the command")
+    assert "\n" not in str(error.value)
+    assert str(error.value).endswith("then rerun the command")
     # SFT samples nothing, so it needs no server
     Trainer(config(task, tmp_path / "sft", url, method="sft"))
 
@@ -353,7 +362,8 @@ def test_two_processes_with_sharded_weights(two_layers, tmp_path):
     evaluation, row, error = first
     expected = single.evaluator(single.engine.load(single.policy))
     assert evaluation == expected | {"seconds": 0}
-    assert row["sampled_completions"] == 8 and "does not respond" in error
+    assert row["sampled_completions"] == 8
+    assert "does not respond" in error
 
 
 def test_nccl_weight_transfer_uses_trls_requests(task, tmp_path, policy, monkeypatch):
@@ -362,7 +372,8 @@ def test_nccl_weight_transfer_uses_trls_requests(task, tmp_path, policy, monkeyp
 
     class Gloo:
         def __init__(self, group, packed):
-            assert packed and group == "joined"
+            assert packed
+            assert group == "joined"
 
         @staticmethod
         def trainer_send_weights(iterator, trainer_args):
@@ -456,7 +467,8 @@ def test_a_failed_request_is_sent_again(failure) -> None:
     """An empty reply closes the connection without an answer."""
     url, received, thread = replies(failure, f"200 {MODELS}", failure, "200 ", f"500 {'x ' * 400}")
     client = vllm.Client(f"{url}/", 200)
-    assert client.served() == {"id": "first"} and client.model == "first"
+    assert client.served() == {"id": "first"}
+    assert client.model == "first"
     assert client.post("sleep", {"level": 1}) == {}
     cut = r"/: /sleep failed with status 500: (x ){134}x\.\.\.: check that the server"
     with pytest.raises(RunError, match=cut), client.named():

@@ -58,7 +58,8 @@ def test_dead_server_is_restarted(monkeypatch, caplog, pool):
         # its worker and programs died with it
         wait_until(lambda: not any(map(alive, [worker, *children])), "their end")
         assert running.result(60).passed == (True,)  # it was retried
-    assert passes(pool) and "died unexpectedly; restarting it" in caplog.text
+    assert passes(pool)
+    assert "died unexpectedly; restarting it" in caplog.text
 
 
 def test_a_server_that_always_dies_is_an_error_not_a_score(monkeypatch, pool):
@@ -190,11 +191,13 @@ def test_crash_is_reported_even_if_the_judge_finishes_first():
 def test_closed_pool_leaves_no_process_and_can_be_reused(monkeypatch, pool):
     monkeypatch.setattr(server, "STOP_SECONDS", 100.0)  # it is not necessary to kill the server
     before = set(descendants(os.getpid()))
-    assert passes(pool) and set(descendants(os.getpid())) > before
+    assert passes(pool)
+    assert set(descendants(os.getpid())) > before
     held = os.dup(pool._server._control.fileno())  # as by a fork of this process
     pool.close()
     os.close(held)
-    assert set(descendants(os.getpid())) == before and passes(pool)
+    assert set(descendants(os.getpid())) == before
+    assert passes(pool)
 
 
 def test_descriptors_do_not_leak(pool):
@@ -206,7 +209,8 @@ def test_descriptors_do_not_leak(pool):
 
     before = descriptors()
     for _ in range(5):
-        assert passes(pool) and prints(pool, "print(1)") == "1\n"
+        assert passes(pool)
+        assert prints(pool, "print(1)") == "1\n"
     # the server closes the pipe of an answer after sending it
     wait_until(lambda: all(map(operator.le, descriptors(), before)), "fewer descriptors")
 
@@ -272,7 +276,8 @@ def test_the_thread_limit_holds_per_program(pool):
     texts = [bomb + "time.sleep(2)\nprint(count)", modest + "print(count)"]
     counts = pool.map(lambda text: prints(pool, text).strip(), texts)
     own_uids = "uids" in pool.start().active.get("uid", "")
-    assert counts[1] == "40" and (not own_uids or counts[0] == "63")
+    assert counts[1] == "40"
+    assert not own_uids or counts[0] == "63"
 
 
 def test_each_pool_has_its_own_server_and_uid():
@@ -292,7 +297,9 @@ def test_the_server_loads_neither_torch_nor_numpy(monkeypatch, pool):
     pool.start()
     zygote = pool._server._process.pid
     maps = Path(f"/proc/{zygote}/maps").read_text()
-    assert "python" in maps and "torch" not in maps and "numpy" not in maps
+    assert "python" in maps
+    assert "torch" not in maps
+    assert "numpy" not in maps
     folder = Path(f"/proc/{zygote}")
     assert sorted(filter(None, (folder / "environ").read_text().split("\0"))) == [
         "LD_BIND_NOW=1",
@@ -301,7 +308,8 @@ def test_the_server_loads_neither_torch_nor_numpy(monkeypatch, pool):
         "OPENBLAS_NUM_THREADS=1",
         "PYTHONHASHSEED=0",
     ]
-    assert (folder / "cwd").readlink() == Path("/") and os.getsid(zygote) == zygote
+    assert (folder / "cwd").readlink() == Path("/")
+    assert os.getsid(zygote) == zygote
     assert (folder / "oom_score_adj").read_text() == "1000\n"  # programs die before the trainer
     assert "NoNewPrivs:\t1\n" in (folder / "status").read_text()
     assert {(folder / f"fd/{number}").readlink() for number in range(2)} == {Path(os.devnull)}

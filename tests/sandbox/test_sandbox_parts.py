@@ -73,7 +73,8 @@ def test_the_verdict_becomes_a_result(monkeypatch, pool, written, stalled, resul
 
     monkeypatch.setattr(pool, "_ask", ask)
     program = Program("p", ("i",), "t", "f")
-    assert pool.check(program, SPEC, 3, 70) == result and result.status == 0
+    assert pool.check(program, SPEC, 3, 70) == result
+    assert result.status == 0
 
 
 def test_a_script_gets_all_its_input_and_a_part_of_its_output_is_read(pool):
@@ -109,11 +110,9 @@ def test_a_request_is_sent_at_most_three_times(monkeypatch, caplog, pool, kind, 
         {"ends": [], "stalled": False},
         b"part",
     )
-    assert (
-        sent == [request] * 3
-        and pauses == [0.0, 0.2, 0.8]
-        and caplog.text.count("died unexpectedly") == 1
-    )
+    assert sent == [request] * 3
+    assert pauses == [0.0, 0.2, 0.8]
+    assert caplog.text.count("died unexpectedly") == 1
     sent.clear()
     read = needed - 1  # a process exited before it read its file
     with pytest.raises(SandboxError, match="before reading its input"):
@@ -140,7 +139,8 @@ def test_servers_are_started_replaced_and_stopped(monkeypatch, caplog):
         assert not caplog.records  # only the first rank of a node logs them
         monkeypatch.setenv("LOCAL_RANK", "0")
         sandbox = Pool(workers=1, require=["uid"])
-        assert sandbox.start() is started[1].layers and sandbox.start() is started[1].layers
+        assert sandbox.start() is started[1].layers
+        assert sandbox.start() is started[1].layers
         assert [record.message for record in caplog.records] == [str(started[1].layers)]
     assert str(started[1].layers) == "sandbox: limits, uid 7; no landlock: too old"
     started[1].died = True
@@ -162,7 +162,8 @@ def test_a_server_that_does_not_answer_or_end_in_time_counts_as_dead(monkeypatch
     ours, worker = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     one._idle.append(ours)
     worker.send(b"{}")
-    assert one.ask({"cpu_seconds": 3}, []) == {} and one._idle == [ours]
+    assert one.ask({"cpu_seconds": 3}, []) == {}
+    assert one._idle == [ours]
     assert json.loads(worker.recv(1 << 10)) == {
         "cpu_seconds": 3,
         "wall_seconds": 12,
@@ -173,7 +174,8 @@ def test_a_server_that_does_not_answer_or_end_in_time_counts_as_dead(monkeypatch
         monkeypatch.setattr(server, name, 0.1)
     os.kill(one._process.pid, signal.SIGSTOP)
     started = time.monotonic()
-    assert one.ask({"cpu_seconds": 1}, []) == {"failed": "the fork server died"} and one.died
+    assert one.ask({"cpu_seconds": 1}, []) == {"failed": "the fork server died"}
+    assert one.died
     assert time.monotonic() - started >= 0.5
     one.stop()
     assert one._process.returncode == -signal.SIGKILL
@@ -203,7 +205,9 @@ def test_namespaces_hide_everything_that_is_not_needed(monkeypatch, uid):
         assert "--as-pid-1 --proc /proc --dev /dev " in text
         bound = [b for a, b in itertools.pairwise(arguments) if a == "--ro-bind-try"]
         assert {"/usr", "/lib64", sys.prefix, sys.base_prefix, "/packages"} <= set(bound)
-        assert len(bound) == len(set(bound)) and "/" not in bound and "--bind" not in text
+        assert len(bound) == len(set(bound))
+        assert "/" not in bound
+        assert "--bind" not in text
         assert text.count("--cap-add CAP_") == (3 if "--cap-drop ALL" in text else 0)
     assert "/packages" not in " ".join(server._namespace_attempts([])[0])
 
@@ -245,7 +249,8 @@ SLEEP = "exec sleep 60"
 )
 def test_processes_that_exceed_a_limit_are_killed(waiting, limits, seconds, stalled):
     start = time.monotonic()
-    assert waiting(SLEEP, **limits) == ([KILLED], stalled) and time.monotonic() - start >= seconds
+    assert waiting(SLEEP, **limits) == ([KILLED], stalled)
+    assert time.monotonic() - start >= seconds
 
 
 def test_a_program_ends_with_its_last_process(waiting):
@@ -265,7 +270,8 @@ def test_a_server_takes_unused_uids(monkeypatch):
             raise OSError(22, "Invalid argument")
 
     monkeypatch.setattr(os, "getuid", lambda: 1000)
-    assert state._take_uids() == "uid 1000" and state.uids is None
+    assert state._take_uids() == "uid 1000"
+    assert state.uids is None
     monkeypatch.setattr(os, "getuid", lambda: 0)
     for name in ("_prctl", "set_capabilities"):
         monkeypatch.setattr(confine, name, lambda *arguments: None)
@@ -282,11 +288,13 @@ def test_a_server_takes_unused_uids(monkeypatch):
             tried.clear()
             valid[:] = outcomes
             assert state._take_uids() == f"uids {state.uids[0]} to {state.uids[-1]}"
-            assert least <= state.uids[0] < state.uids[-1] < most and len(state.uids) == count
+            assert least <= state.uids[0] < state.uids[-1] < most
+            assert len(state.uids) == count
             assert tried[-1] == (state.uids[0],) * 3
             starts.add(state.uids[0])
     # rarely the same; with the first and the last
-    assert len(starts) > 1280 and {0x70000000, 0x7FFFF000, 61184} < starts
+    assert len(starts) > 1280
+    assert {0x70000000, 0x7FFFF000, 61184} < starts
     tried.clear()
     valid[:] = [False, False]
     with pytest.raises(OSError, match="no unused uid"):

@@ -81,7 +81,8 @@ def test_plain_values_round_trip(value):
 
 
 def test_round_trip_of_nan_negative_zero_and_types():
-    assert math.isnan(round_trip(math.nan)) and math.copysign(1, round_trip(-0.0)) == -1
+    assert math.isnan(round_trip(math.nan))
+    assert math.copysign(1, round_trip(-0.0)) == -1
     assert equal_with_types(round_trip(10**4000), 10**4000)
 
 
@@ -102,16 +103,15 @@ TYPED = {
 @pytest.mark.parametrize("name", TYPED)
 def test_values_keep_their_type(name):
     value = TYPED[name]
-    assert type(round_trip(value)) is type(value) and round_trip(value) == value
+    assert type(round_trip(value)) is type(value)
+    assert round_trip(value) == value
 
 
 def test_views_of_dicts_are_sent():
     value = {"a": 1, "b": 2}
-    assert (
-        round_trip(value.keys()) == value.keys()
-        and round_trip(value.items()) == value.items()
-        and list(round_trip(value.values())) == [1, 2]
-    )
+    assert round_trip(value.keys()) == value.keys()
+    assert round_trip(value.items()) == value.items()
+    assert list(round_trip(value.values())) == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -121,8 +121,10 @@ def test_arrays_keep_dtype_shape_and_data(dtype):
     value = np.array([[0, 1, 2], [3, 4, 5]]).astype(dtype)
     for array in (value, value.T, value[:0], value[0, 1]):
         result = round_trip(array)
-        assert type(result) is type(array) and result.dtype == array.dtype
-        assert np.array_equal(result, array) and result.shape == array.shape
+        assert type(result) is type(array)
+        assert result.dtype == array.dtype
+        assert np.array_equal(result, array)
+        assert result.shape == array.shape
 
 
 @pytest.mark.parametrize("dtype", ["O", "V4"])
@@ -156,14 +158,17 @@ def test_other_values_are_referred_to():
             ["object", [7]],
         ]
         first, second, third = decode(nodes, lambda tag, parts: (tag, parts))
-        assert first == ("object", [7]) and second is third and second == [first]
+        assert first == ("object", [7])
+        assert second is third
+        assert second == [first]
 
 
 def test_values_that_contain_themselves_are_sent():
     loop: list = [1]
     loop.append({"loop": loop})
     copied = round_trip(loop)
-    assert copied[0] == 1 and copied[1]["loop"] is copied
+    assert copied[0] == 1
+    assert copied[1]["loop"] is copied
 
 
 TAGS = (
@@ -298,7 +303,8 @@ HOSTILE_TEXT = [b"[" * 20_000, b"1" * 10_000, b"\xff", b'{"a"', b"", b"[[]]"]
 @settings(max_examples=100, deadline=None)
 def test_judge_gives_a_verdict_for_any_solver_output(answer):
     verdict, _ = judged(SPEC, answer)
-    assert len(verdict["passed"]) == 3 and not all(verdict["passed"])
+    assert len(verdict["passed"]) == 3
+    assert not all(verdict["passed"])
     json.dumps(verdict)
 
 
@@ -316,9 +322,11 @@ def test_an_error_that_would_end_a_loop_becomes_another_one():
             ["dict", []],
         ),
     )
-    assert verdict["passed"] == [False, False] and "StopIteration: no" in verdict["problem"]
+    assert verdict["passed"] == [False, False]
+    assert "StopIteration: no" in verdict["problem"]
     lost = judged(JudgeSpec(("f\ntry: g\nexcept NameError: import absent",)), b"")
-    assert lost[0]["passed"] == [False] and (ended, lost[1]) == (False, True)
+    assert lost[0]["passed"] == [False]
+    assert (ended, lost[1]) == (False, True)
 
 
 @pytest.mark.parametrize("number", [-1, 3, 1.5, "0", None])
@@ -330,6 +338,7 @@ def test_an_object_of_the_tests_is_referred_to_by_its_number_only(number):
 
 
 def test_only_classes_of_the_standard_library_have_a_name():
-    assert standard("builtins:int") is int and not any(
+    assert standard("builtins:int") is int
+    assert not any(
         map(standard, ("builtins:len", "builtins:True", "types:FunctionType", "absent:int"))
     )

@@ -10,7 +10,8 @@ from gac.demo import run, task
 
 def test_correct_responses_are_rewarded():
     """38 + 47 = 85 with one carry: the example from the module's docstring."""
-    assert task.prompt(38, 47, "+") == "+87340000=" and task.response(38, 47, "+") == "5'8.0.0."
+    assert task.prompt(38, 47, "+") == "+87340000="
+    assert task.response(38, 47, "+") == "5'8.0.0."
     assert task.response(1, 2, "-") == "9'9'9'9'"  # -1 modulo 10^4
     gold = SimpleNamespace(answer="5'8.0.0.")
     # inner marks may be wrong, the last one must not
@@ -37,7 +38,8 @@ def test_a_demo_finishes_and_then_has_nothing_to_do(tmp_path, monkeypatch, capsy
     monkeypatch.setattr(run, "BASE_ACCURACY", (0.0, 1.0))
     assert run.run_demo(tmp_path, ["sft", "gac"], steps=6, base_steps=12, jobs=2) == 0
     printed = capsys.readouterr().out
-    assert "report.html" in printed and "base model, seed 0" in printed
+    assert "report.html" in printed
+    assert "base model, seed 0" in printed
     assert "gac-0: done" in printed
     for folder in (tmp_path, tmp_path / "gac-0"):  # the report of all runs, and that of one run
         assert (folder / "report.html").stat().st_size > 100_000

@@ -101,4 +101,6 @@ def test_a_broken_package_does_not_stop_the_others(folder):
     outputs, warnings = gac("gac methods")
     assert "cannot load bad = my_method:Absent" in warnings
     listed = re.findall(r"^  (\S+) ", outputs["gac methods"], re.MULTILINE)
-    assert listed[-1] == "threshold" and listed.count("sft") == 1 and "bad" not in listed
+    assert listed[-1] == "threshold"
+    assert listed.count("sft") == 1
+    assert "bad" not in listed

@@ -81,9 +81,8 @@ def test_wrong_demonstrations_keep_their_form():
     corrupted = scenarios.wrong(rows, seed=0)
     assert [r["solution"][1::2] for r in corrupted] == [r["solution"][1::2] for r in rows]
     rewards = [task.reward(r["solution"], SimpleNamespace(answer=r["answer"])) for r in corrupted]
-    assert sum(rewards) == 0 and scenarios.wrong(rows, seed=0) == corrupted != scenarios.wrong(
-        rows, seed=1
-    )
+    assert sum(rewards) == 0
+    assert scenarios.wrong(rows, seed=0) == corrupted != scenarios.wrong(rows, seed=1)
 
 
 def test_the_settings_of_the_signal_measurements_train(tmp_path, monkeypatch):

@@ -39,7 +39,8 @@ def test_study_runs_once_and_summarizes_its_runs(tmp_path, monkeypatch, capsys):
     first = json.loads((tmp_path / "r.json").read_text())
     rows = {row["name"]: row for row in first["rows"]}
     assert list(rows) == ["constant", "luffy", "best constant in hindsight (mu=0.3)"]
-    assert rows["luffy"]["demos"] == "prompt" and rows["constant"]["demos"] == "separate"
+    assert rows["luffy"]["demos"] == "prompt"
+    assert rows["constant"]["demos"] == "separate"
     finals = [
         json.loads((tmp_path / f"runs/luffy-{seed}/eval.jsonl").read_text().splitlines()[-1])
         for seed in (0, 1)
@@ -104,15 +105,16 @@ def test_interval_coverage(seeds, quantile):
     assert np.subtract(*intervals[0]) == pytest.approx(
         -2 * quantile * rows[0].std(ddof=1) / math.sqrt(seeds), rel=1e-3
     )
-    assert interval([0.5]) is None and interval([0.5, 0.5]) == [0.5, 0.5]
+    assert interval([0.5]) is None
+    assert interval([0.5, 0.5]) == [0.5, 0.5]
 
 
 def test_differences_are_paired_by_seed():
     rows = summary({"a": [0.1, 0.5, None, 0.9], "b": [0.2, 0.6, 0.3, 1.0], "none": [None] * 4}, "a")
-    assert rows["b"]["against_baseline"]["difference"] == pytest.approx(0.1) and rows["b"][
-        "against_baseline"
-    ]["ci95"] == pytest.approx([0.1, 0.1])
-    assert rows["b"]["mean"] == pytest.approx(0.525) and rows["b"]["ci95"][0] < 0.525
+    assert rows["b"]["against_baseline"]["difference"] == pytest.approx(0.1)
+    assert rows["b"]["against_baseline"]["ci95"] == pytest.approx([0.1, 0.1])
+    assert rows["b"]["mean"] == pytest.approx(0.525)
+    assert rows["b"]["ci95"][0] < 0.525
     assert rows["a"]["against_baseline"]["difference"] == 0
     assert rows["none"] == {
         "final": [None] * 4,
@@ -158,7 +160,8 @@ def test_no_run_outlives_its_study(task, tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="quick: done"):
         runs.run_all(configs[:2], 99, report=True, log=sys.exit)
     assert "stopping after this step" in (tmp_path / "runs" / "stuck" / "log.txt").read_text()
-    assert (tmp_path / "runs/quick/report.html").exists() and "OMP_NUM_THREADS" not in os.environ
+    assert (tmp_path / "runs/quick/report.html").exists()
+    assert "OMP_NUM_THREADS" not in os.environ
     wait_until(lambda: not multiprocessing.active_children(), "the end of the other run")
     with ranks.job(runs.run_all, configs[2:], 1, ranks=1) as (study,):
         wait_until((tmp_path / "runs" / "last" / "config.yaml").exists, "the last run")
@@ -204,32 +207,36 @@ def test_gac_study_reports_failures_and_resumes(tmp_path, monkeypatch, capsys, n
     printed = capsys.readouterr().out
     assert f"{tmp_path}/out/broken-1: failed: ConfigError: data.demo_field=null: " in printed
     results = json.loads((tmp_path / "out/study.json").read_text())
-    assert results["methods"]["broken"]["final"] == [None, None] and sorted(results["failed"]) == [
-        f"{tmp_path}/out/broken-{seed}" for seed in (0, 1)
-    ]
+    assert results["methods"]["broken"]["final"] == [None, None]
+    assert sorted(results["failed"]) == [f"{tmp_path}/out/broken-{seed}" for seed in (0, 1)]
     evals = (tmp_path / "out/grpo-1/eval.jsonl").read_text().splitlines()
     finals = results["methods"]["grpo"]["final"]
-    assert finals[0] is not None and finals[1] == json.loads(evals[-1])["accuracy"]
+    assert finals[0] is not None
+    assert finals[1] == json.loads(evals[-1])["accuracy"]
     assert results["methods"]["dr"]["against_baseline"]["difference"] == 0
     first, failed = (log.read_text() for log in logs)
-    assert first.startswith("stopped at its start\n") and "\nscored\n" in first
+    assert first.startswith("stopped at its start\n")
+    assert "\nscored\n" in first
     assert failed.startswith("Traceback")
     absent = [tmp_path / "out/grpo-0" / name for name in ("checkpoints", "report.html")]
     assert not any(path.exists() for path in absent)
     outs = [Path(out) for out in re.findall(r"^(\S+): done \(", printed, re.MULTILINE)]
-    assert outs[0].name == "grpo-0" and len(outs) == 4
+    assert outs[0].name == "grpo-0"
+    assert len(outs) == 4
     assert re.findall(r" \((\d) of 6, \d{1,3} s\)$", printed, re.MULTILINE) == [*"123456"]
     ends, starts = (
         [(out / f).stat().st_mtime for out in outs] for f in ("result.json", "config.yaml")
     )
     assert all(map(operator.le, ends, starts[1:]))  # one job at a time
     page_text = (tmp_path / "out/study.html").read_text()
-    assert "broken-0: failed" in page_text and "data:image/svg+xml" in page_text
+    assert "broken-0: failed" in page_text
+    assert "data:image/svg+xml" in page_text
 
     assert cli.main([*study_command, "grpo", "dr@dr-grpo", *options]) == 0
     assert "done" not in capsys.readouterr().out  # nothing was left to run
     resumed = json.loads((tmp_path / "out/study.json").read_text())
-    assert resumed["methods"]["grpo"] == results["methods"]["grpo"] and resumed["failed"] == {}
+    assert resumed["methods"]["grpo"] == results["methods"]["grpo"]
+    assert resumed["failed"] == {}
 
     assert cli.main([*study_command, "grpo", "--set", *fields, "steps=3"]) == 2
     assert re.search(

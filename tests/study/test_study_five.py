@@ -31,7 +31,8 @@ def test_solutions_are_rewarded_in_both_styles_and_random_ones_hardly_ever(name)
         assert reward(problem.solution, example) == reward(restyle(problem.solution), example) == 1
         assert reward(problem.solution[:-1], example) == 0
         hits += reward(corrupt(problem.solution, rng), example)
-    assert len(lengths) == 1 and hits < 30
+    assert len(lengths) == 1
+    assert hits < 30
 
 
 def test_planning_rejects_walls_and_edges():
@@ -39,7 +40,8 @@ def test_planning_rejects_walls_and_edges():
         extra = {"task": "planning", "prompt": "kmlyz="}  # from (0, 0) to (2, 0), wall at (1, 0)
         return reward(moves, SimpleNamespace(answer="", extra=extra))
 
-    assert score("DRRU") == 1 and score("RR") == score("UDRRU") == score("DRR") == 0
+    assert score("DRRU") == 1
+    assert score("RR") == score("UDRRU") == score("DRR") == 0
 
 
 def test_the_tool_replies_to_what_is_asked_and_its_tokens_have_no_loss():
@@ -89,7 +91,8 @@ def test_a_run_visits_the_rows_in_the_order_of_generation(tmp_path, condition):
         bad.append(sum(restyle(demo) != s for (_, demo), s in zip(pairs, sums, strict=True)))
     assert prompts == list(range(6 * steps))
     if condition == "good-then-bad":
-        assert bad[:4] == [0] * 4 and min(bad[4:]) >= 11
+        assert bad[:4] == [0] * 4
+        assert min(bad[4:]) >= 11
     elif condition == "partly-wrong":
         assert 40 < sum(bad) < 80
     else:
@@ -117,13 +120,12 @@ def test_arms_are_reported_when_complete_and_finished_cells_are_not_run_again(tm
     ]
     last = [row for row in rows if row["arm"] == "routing" and row["seed"] == 4]
     interim = study_results.Study(row for row in rows if row not in last[:1])
-    assert list(interim.seeds) == [0, 1, 2, 3] and interim.bases(*study_run.MAIN) == ["mid"]
+    assert list(interim.seeds) == [0, 1, 2, 3]
+    assert interim.bases(*study_run.MAIN) == ["mid"]
     study = study_results.Study(rows)
-    assert (
-        study.seeds == study_run.SEEDS
-        and study.bases("sft", "hpt") == []
-        and study.difference("grpo", "sft", ["mid"]) == "+10.0 [+10.0, +10.0]"
-    )
+    assert study.seeds == study_run.SEEDS
+    assert study.bases("sft", "hpt") == []
+    assert study.difference("grpo", "sft", ["mid"]) == "+10.0 [+10.0, +10.0]"
     path = tmp_path / "final.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     cells = [(Cell(t, "mid", c, "sft", s), study_run.FIXED["mu-0.1"]) for t, c, s in keys]

@@ -65,9 +65,8 @@ def test_a_study_of_all_labels(study, tmp_path, capsys) -> None:
     assert (code, jobs, discard) == (1, 1, False)  # one run failed
     # seed by seed, so that an interrupted study has compared all methods on the first seeds
     expected = [(seed, label) for seed in range(3) for label in FINALS]
-    assert [(config.seed, config.run_name) for config in configs] == expected and [
-        config.method.mu for config in configs[::3]
-    ] == [0.1] * 3
+    assert [(config.seed, config.run_name) for config in configs] == expected
+    assert [config.method.mu for config in configs[::3]] == [0.1] * 3
     assert saved["setting"] == {
         "config": "run.yaml",
         "set": [],
@@ -77,9 +76,8 @@ def test_a_study_of_all_labels(study, tmp_path, capsys) -> None:
         "baseline": "low",
         "command": f"gac study {tmp_path}/run.yaml --methods low dr high --seeds 3",
     }
-    assert {label: row["final"] for label, row in saved["methods"].items()} == FINALS and list(
-        saved["failed"]
-    ) == [f"{tmp_path}/out/high-1"]
+    assert {label: row["final"] for label, row in saved["methods"].items()} == FINALS
+    assert list(saved["failed"]) == [f"{tmp_path}/out/high-1"]
     assert [path.name for path in reports[0]] == [
         Path(c.out).name for c in configs if c.run_name != "high" or c.seed != 1
     ]
@@ -100,7 +98,8 @@ def test_a_study_of_all_labels(study, tmp_path, capsys) -> None:
     header = ["method", "seeds", "accuracy", "95%", "difference", "95%"]
     assert len(re.findall('<th scope="col">', html)) == len(header)
     printed = " ".join(capsys.readouterr().out.split())
-    assert printed.startswith(" ".join(header)) and "+40.0 [+40.0, +40.0]" in printed
+    assert printed.startswith(" ".join(header))
+    assert "+40.0 [+40.0, +40.0]" in printed
     out = f"{tmp_path}/out/study"
     assert printed.endswith(f"Results: {out}.json Report: {out}.html")
 
@@ -122,17 +121,16 @@ def test_options_of_a_study(study, tmp_path) -> None:
         ["high", "dr@grpo"],
         ["steps=5", "demo_batch_size=9"],
     )
-    assert setting["seeds"] == 1 and "The baseline is dr. " in html
+    assert setting["seeds"] == 1
+    assert "The baseline is dr. " in html
 
 
 def test_a_study_without_results(study, monkeypatch) -> None:
     monkeypatch.setitem(FINALS, "high", [None])
     code, _, saved, reports, html = study("--methods", "high", "--seeds", "1")
-    assert (
-        (code, reports) == (1, [])
-        and "Training curves" not in html
-        and saved["methods"]["high"]["mean"] is None
-    )
+    assert (code, reports) == (1, [])
+    assert "Training curves" not in html
+    assert saved["methods"]["high"]["mean"] is None
 
 
 def test_methods_of_the_file(tmp_path, monkeypatch, capsys) -> None:
@@ -177,7 +175,8 @@ def test_cells_and_dots_of_a_study(monkeypatch) -> None:
     assert [line.get_xydata().tolist() for line in dots] == [
         [[0, 0], [20, 0]],
         [[10, -1], [40, -1], [90, -1]],
-    ] and axes.dataLim.ymax == 0
+    ]
+    assert axes.dataLim.ymax == 0
     assert [(line.get_color(), line.get_alpha(), line.get_markersize()) for line in dots] == [
         (COLORS[1], 0.3, 7),
         (COLORS[0], 0.3, 7),
@@ -190,7 +189,8 @@ def test_cells_and_dots_of_a_study(monkeypatch) -> None:
         [[0, -1], [100, -1]],
     ]
     assert row_cells(summary({"a": [0.5], "b": [None]}, "a")["b"]) == ["0", "-", "-", "-", "-"]
-    assert mean([0.0, 0.0, 1.0]) == 0.333333 and interval([1 / 3] * 2) == [0.333333] * 2
+    assert mean([0.0, 0.0, 1.0]) == 0.333333
+    assert interval([1 / 3] * 2) == [0.333333] * 2
 
 
 CHANGES: list[dict[str, Any]] = [

@@ -31,13 +31,11 @@ def test_default_packs_rows(task, tmp_path, caplog, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")  # processes that share the memory
     with caplog.at_level(logging.INFO):
         packed = Trainer(default_config(task, tmp_path / "packed", method="gac"))
-    assert (
-        packed.gradients.forward.micro.packed
-        and packed.config.max_tokens_per_micro_batch == 2048
-        and not packed.gradients.tracked  # moving averages, which this method does not use
-        and budget.free_memory(packed.accelerator.device)
-        <= budget.psutil.virtual_memory().total / 4
-    )
+    assert packed.gradients.forward.micro.packed
+    assert packed.config.max_tokens_per_micro_batch == 2048
+    assert not packed.gradients.tracked  # moving averages, which this method does not use
+    free = budget.free_memory(packed.accelerator.device)
+    assert free <= budget.psutil.virtual_memory().total / 4
     for line in ("max_tokens_per_micro_batch=2048 (the maximum)", "micro-batches: packed rows"):
         assert caplog.text.count(line) == 1
 
@@ -73,7 +71,8 @@ def test_resumed_run_keeps_its_budget(task, tmp_path, monkeypatch):
 def test_rows_that_exceed_a_small_budget_are_trained_alone(task, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(budget, "free_memory", lambda device: 0)
     trainer = Trainer(default_config(task, tmp_path / "run", method="dpo"))
-    assert trainer.feed.unit == 2 and trainer.config.max_tokens_per_micro_batch == 1
+    assert trainer.feed.unit == 2
+    assert trainer.config.max_tokens_per_micro_batch == 1
     assert (
         f"max_tokens_per_micro_batch=1: rows may have up to {trainer.feed.longest_row(5)} tokens"
         in caplog.text
@@ -128,12 +127,14 @@ def test_models_that_do_not_gain_from_packing_are_padded(kind, attention, caplog
 def test_reference_that_cannot_be_packed_is_padded_too(caplog):
     policy, reference = make("qwen3"), make("qwen3", "eager")
     config = load(TrainConfig, {"max_tokens_per_micro_batch": 64})
-    assert head.enable_row_attention(policy) and budget._micro_batches(config, policy).packed
+    assert head.enable_row_attention(policy)
+    assert budget._micro_batches(config, policy).packed
     assert not budget._micro_batches(config, policy, reference).packed
     changes = {"packing": False}, {"packing": True}, {"max_tokens_per_micro_batch": None}
     never, forced, rows = (dataclasses.replace(config, **change) for change in changes)
     assert not any(budget._micro_batches(own, policy).packed for own in (never, rows))
-    assert budget._micro_batches(forced, policy, reference).packed and not caplog.messages
+    assert budget._micro_batches(forced, policy, reference).packed
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize(
@@ -171,7 +172,8 @@ def test_logps_are_computed_only_where_they_are_used(
     changes = changes | {"rollouts": rollouts, "method": "grpo", "eval": {}, "steps": 2}
     trainer = Trainer(tiny_config(two_layers, tmp_path, **changes))
     trainer.run()
-    assert calls == expected and not head.attends_by_row(trainer.policy)  # only packed rows do
+    assert calls == expected
+    assert not head.attends_by_row(trainer.policy)
     assert (trainer.reference is not None) == ("reference_logprobs" in str(expected))
 
 

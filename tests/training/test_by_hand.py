@@ -82,7 +82,8 @@ def test_a_second_signal_takes_effect_immediately(number, handlers, monkeypatch)
     master, slave = os.openpty()
     monkeypatch.setattr(sys, "stdout", os.fdopen(slave, "w"))
     with StopRequest() as stop:
-        assert not stop.requested and handlers() == [False] * 3
+        assert not stop.requested
+        assert handlers() == [False] * 3
         os.close(master)
         signal.raise_signal(number)
         assert stop.requested
@@ -159,10 +160,8 @@ def test_a_demonstration_of_several_turns_ends_at_its_last_eos():
         "",
         tokenizer,
     )
-    assert (
-        tokenizer.decode(encoded["ids"]) == "010<eos>.2030<eos>"
-        and tokenizer.decode(encoded["ids"][encoded["start"] :]) == "30<eos>"
-    )
+    assert tokenizer.decode(encoded["ids"]) == "010<eos>.2030<eos>"
+    assert tokenizer.decode(encoded["ids"][encoded["start"] :]) == "30<eos>"
 
 
 def test_what_a_run_tells_without_a_terminal(tmp_path, caplog):
@@ -205,7 +204,8 @@ def test_only_the_main_process_writes_logs(tmp_path, monkeypatch):
     record.start_trackers(tiny_config(tmp_path, tmp_path, report_to=["wandb"]), new=True)
     record.samples(1, [{"prompt": "1+1=", "completions": []}], RolloutConfig())
     record.step({"step": 3, "mu": 0.5, "kl": None})
-    assert calls == [{}, ({"mu": 0.5}, 3)] and not any(tmp_path.iterdir())
+    assert calls == [{}, ({"mu": 0.5}, 3)]
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("columns", "count"), [(60, 4), (59, 3), (49, 3), (48, 2), (9, 1)])

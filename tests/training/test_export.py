@@ -70,10 +70,10 @@ def test_an_export_equals_the_full_model(tmp_path, kind, changes, dtype, file_si
     (tmp_path / ".out.writing" / "old.safetensors").touch()  # of a killed export
     export_checkpoint(config, path, tmp_path / "out", file_size)
     exported, expected = tensors(tmp_path / "out"), tensors(tmp_path / "full")
-    assert exported.keys() == expected.keys() and not (tmp_path / "out" / "part").exists()
-    assert all(x.dtype == expected[n].dtype for n, x in exported.items()) and all(
-        torch.equal(x, expected[n]) for n, x in exported.items()
-    )
+    assert exported.keys() == expected.keys()
+    assert not (tmp_path / "out" / "part").exists()
+    assert all(x.dtype == expected[n].dtype for n, x in exported.items())
+    assert all(torch.equal(x, expected[n]) for n, x in exported.items())
     for name in ("config.json", "generation_config.json"):
         texts = [(tmp_path / folder / name).read_text() for folder in ("out", "full")]
         assert json.loads(texts[0]) == json.loads(texts[1])
@@ -82,7 +82,8 @@ def test_an_export_equals_the_full_model(tmp_path, kind, changes, dtype, file_si
         index_name = "model.safetensors.index.json"
         text = (tmp_path / "out" / index_name).read_text()
         index = json.loads(text)
-        assert text == json.dumps(index, indent=2) + "\n" and [*index] == ["metadata", "weight_map"]
+        assert text == json.dumps(index, indent=2) + "\n"
+        assert [*index] == ["metadata", "weight_map"]
         assert index["weight_map"].keys() == expected.keys()
         assert index["metadata"]["total_size"] == sum(x.nbytes for x in expected.values())
         weight_files = set(index["weight_map"].values())
@@ -95,7 +96,8 @@ def test_an_export_equals_the_full_model(tmp_path, kind, changes, dtype, file_si
         # one file for each layer and for each other weight
         assert len(weight_files) == 2 + len({n for n in expected if "layers." not in n})
     else:
-        assert files == {"model.safetensors"} and export.FILE_SIZE == 2**30
+        assert files == {"model.safetensors"}
+        assert export.FILE_SIZE == 2**30
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=model.dtype).state_dict()
     assert all(torch.equal(x, loaded[n]) for n, x in model.state_dict().items())
 
@@ -132,11 +134,11 @@ def test_adapters_are_merged_layer_by_layer(tmp_path, monkeypatch, recwarn):
     ).state_dict()
     assert loaded.keys() == model.state_dict().keys()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    assert trained and all(torch.equal(loaded[name], p) for name, p in trained.items())
+    assert trained
+    assert all(torch.equal(loaded[name], p) for name, p in trained.items())
     exported, expected = tensors(tmp_path / "out"), model.merge_and_unload().state_dict()
-    assert exported.keys() == expected.keys() and all(
-        torch.equal(x, expected[name]) for name, x in exported.items()
-    )
+    assert exported.keys() == expected.keys()
+    assert all(torch.equal(x, expected[name]) for name, x in exported.items())
 
 
 def test_adapters_of_a_saved_model_stay_adapters(tmp_path):
@@ -189,9 +191,8 @@ def test_a_killed_export_loses_nothing(task, tmp_path, short, event, name, compl
     train(long)
     assert export_run(tmp_path / "run", tmp_path / "expected").name == "step-00000004"
     exported, expected = tensors(tmp_path / "run" / "model"), tensors(tmp_path / "expected")
-    assert exported.keys() == expected.keys() and all(
-        torch.equal(x, expected[name]) for name, x in exported.items()
-    )
+    assert exported.keys() == expected.keys()
+    assert all(torch.equal(x, expected[name]) for name, x in exported.items())
     assert not list((tmp_path / "run").glob(".model.*"))
 
 

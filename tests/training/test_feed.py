@@ -106,9 +106,8 @@ def test_a_limited_number_of_demonstrations_and_epochs(task) -> None:
     """Two epochs over 5 demonstrations in batches of 3 are 3 whole steps."""
     method = {"name": "sft-best", "examples": 5, "epochs": 2}
     feed = make_feed(task, method=method, steps=9, demo_batch_size=3)
-    assert (feed.steps, len(feed.demos)) == (3, 5) and make_feed(
-        task, method=method, steps=2, demo_batch_size=3
-    ).steps == 2
+    assert (feed.steps, len(feed.demos)) == (3, 5)
+    assert make_feed(task, method=method, steps=2, demo_batch_size=3).steps == 2
     assert make_feed(task, method=method, demo_batch_size=11).steps == 1
     feed = make_feed(task, steps=9, demo_batch_size=3)
     assert (feed.steps, len(feed.demos)) == (9, 12)
@@ -125,12 +124,14 @@ def test_a_resumed_feed_continues(task) -> None:
     }
     second.load_state_dict(state | {"collected": [4]})
     assert [e.id for e in second.examples(1)] == [e.id for e in first.examples(1)]
-    assert second.demo_rows(1) == first.demo_rows(1) and second.collected == [4]
+    assert second.demo_rows(1) == first.demo_rows(1)
+    assert second.collected == [4]
     again = make_feed(task)
     del state["demo_order"]  # a checkpoint from before the method used demonstrations
     second.load_state_dict(state)
     again.load_state_dict(state)
-    assert again.demo_rows(0) == make_feed(task).demo_rows(0) and second.collected == []
+    assert again.demo_rows(0) == make_feed(task).demo_rows(0)
+    assert second.collected == []
 
 
 def test_the_collection_is_shared_by_the_ranks(task, monkeypatch) -> None:

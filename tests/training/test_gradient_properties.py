@@ -94,7 +94,8 @@ def test_the_gradient_is_linear_in_the_advantages_and_the_weights(rows, factor, 
         )[1]
 
     demo, rollout = scaled(1.0, Mix(1.0)), scaled(1.0, Mix(0.0))
-    assert rollout.any() and demo.any()
+    assert rollout.any()
+    assert demo.any()
     expected = mu * demo + (1 - mu) * factor * rollout
     close(scaled(factor, Mix(mu)), expected)
     close(scaled(factor, Mix(mu, 3.0)), 3 * expected)
@@ -133,7 +134,8 @@ def test_a_teacher_scores_a_row_after_its_context() -> None:
     known, unknown = forward.teacher_logprobs([row, row._replace(sequence=1, context=())])
     (expected,) = forward.row_logprobs([Row((9, 4, 5, 6, 7, 8), 3, False, 1.0, 0)])
     close(known, expected)
-    assert len(unknown) == 3 and unknown.isnan().all()
+    assert len(unknown) == 3
+    assert unknown.isnan().all()
 
 
 @pytest.mark.parametrize(
@@ -197,7 +199,8 @@ def test_gradients_of_the_parts_of_each_term(rows, number, pair, mu) -> None:
     losses = pytest.approx(gradient(rows, Mix(mu), loss, rows, old)[0].losses)
     # `combine_pair` replaces the gradient of the line above
     combined = measured.parts.combine_pair(pair, Mix(mu))
-    assert combined == Mix.weights(*pair) and measured.losses == losses
+    assert combined == Mix.weights(*pair)
+    assert measured.losses == losses
     assert measured.evidence.step == 0
     close(flat_gradient(), pair[0] * means[0] + pair[1] * means[1])
     if number == 1:  # the moving averages start at 0
@@ -214,7 +217,8 @@ def test_rows_of_two_sequences_have_no_sketch() -> None:
         gradient(own, Mix(0.5), Loss(LossSpec()), rows, sketch=4, signals=True)[0].evidence.sketches
         for own in (rows[:1], rows)
     )
-    assert len(both.rollouts) == 1 and both.rollouts.any()
+    assert len(both.rollouts) == 1
+    assert both.rollouts.any()
     close(both.rollouts, alone.rollouts)
 
 
@@ -234,6 +238,5 @@ def test_the_sampled_kl_takes_other_rollouts_in_each_step(chosen: int) -> None:
         for own in [replace(step, number=number) for number in range(len(rollouts))]
     ]
     assert {len(sample) for sample in samples} == {min(chosen, len(rollouts))}
-    assert set.union(*samples) == rollouts and all(
-        (a != b) == (chosen == 3) for a, b in itertools.pairwise(samples)
-    )
+    assert set.union(*samples) == rollouts
+    assert all((a != b) == (chosen == 3) for a, b in itertools.pairwise(samples))

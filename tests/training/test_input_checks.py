@@ -116,9 +116,8 @@ def test_paths_with_variables(monkeypatch):
         monkeypatch.setenv(name, value)
     config = tiny_config(Path("~/$NAME"), Path("~/$NAME/run"))
     paths = config.out, config.model.path, VLLMConfig(folder="~/$NAME").folder
-    assert (
-        paths == ("/home/x/run", "/home/x/init", "/home/x") and EvalConfig(out="~").out == "/home"
-    )
+    assert paths == ("/home/x/run", "/home/x/init", "/home/x")
+    assert EvalConfig(out="~").out == "/home"
 
 
 def test_what_is_checked_without_the_model(task, tmp_path, monkeypatch):

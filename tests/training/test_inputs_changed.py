@@ -140,7 +140,9 @@ def test_a_fingerprint_covers_the_names_the_sizes_and_a_megabyte_at_each_end(tmp
         content("config.json", b"1"),
         content("README.md", b"1"),
     ]
-    assert first == other and len({first, *others}) == 9 and others[-1] == b""
+    assert first == other
+    assert len({first, *others}) == 9
+    assert others[-1] == b""
 
 
 def test_a_fingerprint_covers_the_functions_and_classes_of_rewards(tmp_path):

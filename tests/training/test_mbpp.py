@@ -57,11 +57,15 @@ def overrides(data_dir, model, tmp_path, monkeypatch) -> list[str]:
 
 def test_two_steps_on_real_rows(overrides):
     rows = metrics(train(load(TrainConfig, EXAMPLE, overrides)))
-    assert len(rows) == 2 and all(math.isfinite(row["grad_norm"]) for row in rows)
+    assert len(rows) == 2
+    assert all(math.isfinite(row["grad_norm"]) for row in rows)
     for row in rows:
         # a random model writes no program that passes; the rows themselves are sound
-        assert row["reward_mean"] == 0 and row["rewards_dropped"] == 0
-        assert row.keys() >= COUNTS and row["demo_loss"] > 0 and row["sft_variance"] > 0
+        assert row["reward_mean"] == 0
+        assert row["rewards_dropped"] == 0
+        assert row.keys() >= COUNTS
+        assert row["demo_loss"] > 0
+        assert row["sft_variance"] > 0
 
 
 class FixedAnswers(CodeReward):
@@ -78,7 +82,8 @@ def test_reward_counters_are_in_the_metrics(overrides):
     reward = f"{{name: '{__name__}:FixedAnswers', timeout: 1, setup_field: test_setup_code}}"
     overrides += ["steps=1", f"reward={reward}", "eval={}"]
     (row,) = metrics(train(load(TrainConfig, EXAMPLE, overrides)))
-    assert row["reward_mean"] == pytest.approx(1 / 3) and row["rl_variance"] > 0
+    assert row["reward_mean"] == pytest.approx(1 / 3)
+    assert row["rl_variance"] > 0
     # which of the first two depends on the load of the machine
     assert row["rewards_timeouts"] + row["rewards_stalled"] == 2
     assert (row["rewards_no_program"], row["rewards_crashes"]) == (2, 0)
@@ -88,7 +93,8 @@ def test_every_demonstration_earns_the_reward(overrides):
     config = load(TrainConfig, EXAMPLE, overrides)
     tokenizer = load_tokenizer(config.model)
     demos = load_demos(config.data, tokenizer)
-    assert len(demos) == 40 and all(e.extra["split"] == "train" for e in demos)
+    assert len(demos) == 40
+    assert all(e.extra["split"] == "train" for e in demos)
     assert (
         build_reward(config.reward)(
             [tokenizer.decode(e.demo, skip_special_tokens=True) for e in demos[:20]], demos[:20]

@@ -133,7 +133,8 @@ def varlen_attention(module, q, k, v, mask, scaling, cu_seq_lens_q=None, max_len
     """Attention like flash attention's varlen kernels: row bounds in `cu_seq_lens_q`, no mask."""
     if cu_seq_lens_q is None:  # the check of the LM head, which has a single row
         cu_seq_lens_q, max_length_q = torch.tensor([0, q.shape[2]]), q.shape[2]
-    assert mask is None and max_length_q == int(cu_seq_lens_q.diff().max())
+    assert mask is None
+    assert max_length_q == int(cu_seq_lens_q.diff().max())
     groups = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
     parts = [
@@ -180,7 +181,8 @@ def test_packed_row_by_row_equals_padded(kind, checkpointing, monkeypatch):
         padded,
         run_step(model.train(), rows, PACKED, Loss(LossSpec(kl_coef=0.1))),
     )
-    assert max(lengths) == max(len(r.ids) for r in rows) and len(lengths) >= 2 * len(rows)
+    assert max(lengths) == max(len(r.ids) for r in rows)
+    assert len(lengths) >= 2 * len(rows)
     for packing in (None, False):
         assert _micro_batches(
             load(TrainConfig, {"max_tokens_per_micro_batch": 24, "packing": packing}), model
@@ -192,7 +194,8 @@ def test_masks_are_back_after_a_packed_forward():
     padded, packed = collate(rows, 0), collate(rows, 0, packed=True)
     inputs = {k: padded.model_inputs[k] for k in ("input_ids", "attention_mask")}
     expected = model(**inputs).logits
-    assert head.enable_row_attention(model) and torch.equal(model(**inputs).logits, expected)
+    assert head.enable_row_attention(model)
+    assert torch.equal(model(**inputs).logits, expected)
     run_head(model, **packed.model_inputs).logprobs(packed.targets)
     assert torch.equal(model(**inputs).logits, expected)
 
@@ -201,16 +204,17 @@ def test_models_with_a_convolution_are_packed_only_in_float32():
     """In lower precision, rounding could hide what a convolution leaks. Dropout is switched off."""
     model = make("qwen2", attention_dropout=0.5)
     model.train().model.norm.eval()
-    assert supports_packing(model) and supports_packing(model.bfloat16())
+    assert supports_packing(model)
+    assert supports_packing(model.bfloat16())
     modes = [module.training for module in model.modules()]
     model.unused = torch.nn.Conv1d(1, 1, 1)
-    assert not supports_packing(model) and supports_packing(model.float())
+    assert not supports_packing(model)
+    assert supports_packing(model.float())
     model.autocast = torch.bfloat16
-    assert (
-        not supports_packing(model)
-        and modes == [module.training for module in model.modules()][:-1]
-    )
-    assert model.model.training and not model.model.norm.training
+    assert not supports_packing(model)
+    assert modes == [module.training for module in model.modules()][:-1]
+    assert model.model.training
+    assert not model.model.norm.training
 
 
 class Leaky(torch.nn.Module):
@@ -225,7 +229,8 @@ class Leaky(torch.nn.Module):
 
 
 def test_small_leaks_between_rows_are_noticed_in_any_precision():
-    assert not supports_packing(Leaky()) and not supports_packing(Leaky().bfloat16())
+    assert not supports_packing(Leaky())
+    assert not supports_packing(Leaky().bfloat16())
 
 
 @pytest.mark.parametrize("micro", [MicroBatches(), PACKED])
@@ -248,7 +253,8 @@ def test_log_probs_of_another_engine_reach_the_loss(micro):
         losses.append(result[0].losses)
         if gap == 0:
             assert_close((expected, old, grads), result)
-    assert losses[1].rollout == 0 and losses[1].demo == losses[0].demo
+    assert losses[1].rollout == 0
+    assert losses[1].demo == losses[0].demo
 
 
 def logps(row: Row, values: torch.Tensor) -> tuple[float, ...]:
@@ -277,10 +283,12 @@ def test_a_model_that_drops_row_bounds_packs_with_the_mask_of_sdpa():
             return attend(*args, **keywords)
 
         layer.self_attn.forward = attend
-    assert head.enable_row_attention(model) and not supports_packing(model)
+    assert head.enable_row_attention(model)
+    assert not supports_packing(model)
     assert _micro_batches(
         load(TrainConfig, {"max_tokens_per_micro_batch": 64, "packing": True}), model
-    ).packed and supports_packing(model)
+    ).packed
+    assert supports_packing(model)
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -299,7 +307,8 @@ def test_micro_batches_hold_every_row_once_within_the_budget(packed, unit):
             )
     if packed and unit == 1:
         loads = [sum(len(r.ids) for r in part) for part in parts]
-        assert len(parts) == -(-sum(loads) // budget) and max(loads) - min(loads) <= 3
+        assert len(parts) == -(-sum(loads) // budget)
+        assert max(loads) - min(loads) <= 3
     assert MicroBatches(tokens=budget, packed=packed, unit=unit).split([]) == []
 
 
@@ -346,7 +355,9 @@ def test_kl_sample_of_all_rows_matches_the_moments(task, tmp_path, tokens):
         assert all_rows["kl"] == pytest.approx(moments["kl"], rel=1e-4, abs=1e-7)
         for key in ("grad_norm", "rollout_loss", "sft_variance", "entropy"):
             assert sample[key] == pytest.approx(moments[key], rel=1e-3, abs=1e-6), key
-    assert moments["kl"] > 1e-3 and sample["kl"] > 0 and sample["kl"] != moments["kl"]
+    assert moments["kl"] > 1e-3
+    assert sample["kl"] > 0
+    assert sample["kl"] != moments["kl"]
 
 
 @pytest.mark.parametrize("error", [TypeError, ValueError, NotImplementedError, KeyError])

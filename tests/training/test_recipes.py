@@ -111,8 +111,11 @@ def test_the_tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         [row["accuracy"] for row in Logbook(Path(f"first/{name}/eval.jsonl")).read()]
         for name in ("run", "grpo")
     )
-    assert first[0] < 0.1 and first[-1] > 0.4 and second[-1] > first[-1]
+    assert first[0] < 0.1
+    assert first[-1] > 0.4
+    assert second[-1] > first[-1]
     samples = json.loads(Path("first/run/samples.jsonl").read_text().splitlines()[0])["prompts"]
     page = Path("first/run/report.html").read_text()
-    assert len(samples[0]["completions"]) == 8 and samples[0]["prompt"] in page
+    assert len(samples[0]["completions"]) == 8
+    assert samples[0]["prompt"] in page
     assert Path("first/best/model.safetensors").exists()

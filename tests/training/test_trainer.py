@@ -69,8 +69,10 @@ def test_run_directory_contents(task, tmp_path):
     assert [entry["step"] for entry in Logbook(out / "samples.jsonl").read()] == [1, 3]
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [r["step"] for r in rows] == [1, 2, 3, 4]
-    assert set(rows[0]) >= METRIC_KEYS and "demo_nll/" not in rows[0]
-    assert (out / "config.yaml").exists() and (out / "model" / "config.json").exists()
+    assert set(rows[0]) >= METRIC_KEYS
+    assert "demo_nll/" not in rows[0]
+    assert (out / "config.yaml").exists()
+    assert (out / "model" / "config.json").exists()
     evaluations = [json.loads(line) for line in (out / "eval.jsonl").read_text().splitlines()]
     assert [e["step"] for e in evaluations] == [0, 4]  # the start model and the trained model
     accuracies, others = {"accuracy", "accuracy/+", "accuracy/-"}, {"response_length", "truncated"}
@@ -84,10 +86,8 @@ def test_run_directory_contents(task, tmp_path):
     assert all(0 < r["sampling_seconds"] < r["seconds"] < 600 for r in rows)
     for r in rows:
         assert r["sampling_share"] == pytest.approx(r["sampling_seconds"] / r["seconds"])
-        assert (
-            r["tokens_per_second"] == pytest.approx(r["tokens"] / r["seconds"])
-            and r["sampled_completions"] == 16
-        )
+        assert r["tokens_per_second"] == pytest.approx(r["tokens"] / r["seconds"])
+        assert r["sampled_completions"] == 16
         assert r["completions_per_second"] == pytest.approx(16 / r["sampling_seconds"])
 
 
@@ -164,11 +164,9 @@ def test_old_log_probs_of_reused_rollouts_start_at_ratio_one(task, tmp_path):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-7)
     first = twice.rollouts
     twice.step += 1
-    assert (
-        next_step(twice)[0]["sampled_completions"] == 0
-        and twice.rollouts is first
-        and first.old_logps
-    )
+    assert next_step(twice)[0]["sampled_completions"] == 0
+    assert twice.rollouts is first
+    assert first.old_logps
 
 
 def test_demonstrations_are_scored_at_temperature_one(task, tmp_path):
@@ -260,11 +258,13 @@ def test_run_that_its_method_ended_does_not_continue(task, tmp_path):
     )
     train(config)
     rows = metrics(tmp_path)
-    assert len(rows) < 9 and [row.get("ended") for row in rows[-2:]] == [None, 1]
+    assert len(rows) < 9
+    assert [row.get("ended") for row in rows[-2:]] == [None, 1]
     ended = Trainer(config)
     weights = [p.detach().clone() for p in ended.model.parameters()]
     ended.run()
-    assert ended.step == len(rows) and metrics(tmp_path) == rows
+    assert ended.step == len(rows)
+    assert metrics(tmp_path) == rows
     assert all(map(torch.equal, weights, ended.model.parameters()))
 
 
@@ -287,7 +287,8 @@ def test_a_method_sees_what_its_step_measured(task, tmp_path, monkeypatch):
     assert after.demo != before.demo == last.demo_loss
     # without the ratio, the surrogate would not depend on the weights
     assert abs(after.rollout - before.rollout) > 1e-3
-    assert len(demos) == 4 and min(demos) < last.demo_loss < max(demos)
+    assert len(demos) == 4
+    assert min(demos) < last.demo_loss < max(demos)
     names = ("step", "kl", "entropy", "reward_mean", "rollout_loss", "demo_loss", "lr")
     assert {name: getattr(last, name) for name in names} == {name: row[name] for name in names}
     assert {group["lr"] for group in trainer.optimizer.param_groups} == {last.lr} == {0.05}
@@ -310,7 +311,8 @@ def test_dropped_rewards_are_left_out(task, tmp_path):
     row = Trainer(
         tiny_config(task, tmp_path / "b", method="grpo", loss={"kl_coef": 1}, reward=reward)
     )._train_step()
-    assert row["reward_mean"] is row["kl"] is None and row["rewards_dropped"] == 16
+    assert row["reward_mean"] is row["kl"] is None
+    assert row["rewards_dropped"] == 16
 
 
 def nan_reward(completion: str, example: object) -> float:
@@ -339,9 +341,8 @@ def test_tensorboard_gets_the_metrics_and_the_evaluations(task, tmp_path):
     assert trainer.heartbeat.activity == "step 2, evaluation"
     (file,) = (out / "gac").glob("events.out.tfevents*")
     events = accumulator.EventAccumulator(str(file)).Reload()
-    assert [e.step for e in events.Scalars("eval/accuracy")] == [0, 2] and [
-        e.step for e in events.Scalars("mu")
-    ] == [1, 2]
+    assert [e.step for e in events.Scalars("eval/accuracy")] == [0, 2]
+    assert [e.step for e in events.Scalars("mu")] == [1, 2]
     assert "step" not in events.Tags()["scalars"]
     identity = (out / "tracker_id").read_text()
     Trainer(config)  # resumes
@@ -393,7 +394,8 @@ def test_a_resumed_run_continues_its_tracked_run(task, tmp_path, monkeypatch):
         )
     first, resumed, other = (options["wandb"] for _, _, options in calls)
     assert [run["name"] for run in (first, resumed, other)] == ["run", "mine", "run"]
-    assert resumed["resume"] == "allow" and calls[0][1]["optim"]["lr"] == 1e-3
+    assert resumed["resume"] == "allow"
+    assert calls[0][1]["optim"]["lr"] == 1e-3
     assert first["id"] == resumed["id"] != other["id"]
     monkeypatch.setattr(Accelerator, "log", lambda _, values, step: calls.append((values, step)))
     trainer.record.evaluation({"step": 3, "accuracy": 0.5, "ci95": [0.4, 0.6]})
@@ -413,7 +415,8 @@ def test_lora_run_uses_the_base_model_as_reference(task, tmp_path):
         )
     )
     # adapters start at zero
-    assert metrics(out)[0]["kl"] == pytest.approx(0, abs=1e-6) and metrics(out)[1]["kl"] > 1e-4
+    assert metrics(out)[0]["kl"] == pytest.approx(0, abs=1e-6)
+    assert metrics(out)[1]["kl"] > 1e-4
     export_run(out, tmp_path / "adapters", adapters=True)
     assert (tmp_path / "adapters" / "adapter_config.json").exists()
 
@@ -445,4 +448,5 @@ def test_generation_ignores_the_models_own_sampling_defaults(task, tmp_path):
     model.generation_config = defaults
     torch.manual_seed(0)
     assert generate(model, trainer.tokenizer, prompts, **settings) == expected
-    assert model.generation_config is defaults and len(set(expected)) > 4
+    assert model.generation_config is defaults
+    assert len(set(expected)) > 4
