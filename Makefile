@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .PHONY: setup ext demo test test-full release-check test-versions exit-check torture test-gpu test-integrations \
-  mutants bench bench-gpu kernel-report docs docs-serve lint types check study clean
+  mutants bench bench-gpu kernel-report docs docs-serve lint types check clean
 
 setup: $(STAMP)  ## create a .venv with torch and the packages pinned in requirements/lock.txt
 
@@ -67,10 +67,6 @@ bench: setup  ## benchmark the CPU kernels against other libraries; writes bench
 bench-gpu:  ## benchmark the GPU kernels against other libraries; writes bench/results/ and docs/benchmarks.md
 	$(PYTHON) -m pytest bench -m gpu
 	$(PYTHON) -m bench.table
-
-study: setup  ## run every method on the demo task with three seeds (about half an hour); writes docs/methods.md
-	$(BIN)/python -m tools.methods_study
-	$(BIN)/python -m tools.methods_table
 
 kernel-report: setup  ## compile all kernels for sm_80, sm_90 and sm_100; report registers, spills and shared memory
 	$(BIN)/python -m gac_kernels.inspect

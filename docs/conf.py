@@ -1,6 +1,7 @@
 """Sphinx configuration; build the site with `make docs`."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -56,5 +57,12 @@ def generate(app: object) -> None:
     subprocess.run([sys.executable, "-m", "tools.reference_pages"], cwd=HERE.parent, check=True)
 
 
+def name_files_outside(app: object, page: str, source: list[str]) -> None:
+    """Name the files of research/, which is not part of the site, instead of linking to them."""
+    link = r"\[([^\]]*)\]\((?:\.\./)+(research/[^)#]*)[^)]*\)"
+    source[0] = re.sub(link, r"\1 (`\2`)", source[0])
+
+
 def setup(app) -> None:
     app.connect("builder-inited", generate)
+    app.connect("source-read", name_files_outside)

@@ -1,1 +1,1 @@
-"""Scripts that generate documentation and run studies."""
+"""Scripts that generate documentation and check releases."""

@@ -20,8 +20,8 @@ from gac.integrations.mixer import Mixer
 from gac.methods import METHODS, Observation
 from gac.training.trainer import Trainer
 from gac_kernels import fused_gac_loss
+from tests.control.streams import STREAMS, run
 from tests.tiny import metrics, tiny_config, write_tiny
-from tools.alarm_table import STREAMS, run
 
 OPEN = {"prior": Prior.constant(0.6), "prior_blend": 0.0, "mu_min": 0.0, "mu_init": 0.6}
 AGREE = Alignment(0.5, 0.01, 1.0, 1.0, 1.0, 1.0)  # gradients agree with cosine 0.5
@@ -59,7 +59,7 @@ def controller_with_alarm(**changes) -> GuidedController:
 
 @pytest.mark.parametrize("name", STREAMS)
 def test_stream(name):
-    """Means of five draws; the table in docs/alarm.md also has the worst of 200."""
+    """Means of five draws; research/alarm_streams.md has the worst of 200."""
     stream = STREAMS[name]
     results = [run(stream, seed) for seed in range(1000, 1005)]
     assert statistics.mean(r.wrong for r in results) <= stream.limit
@@ -380,7 +380,7 @@ def test_run_detects_demonstrations_that_turn_bad(tmp_path, caplog):
     data = {
         "prompts": str(task / "prompts.jsonl"),
         "demos": str(task / "changing.jsonl"),
-        "order": "tools.scenarios:Phases",
+        "order": "tests.changing:Phases",
     }
     method = {"name": "gac-gated", "alarm": {}, "gate": {"at_zero": 1.0, "slope": 0.0}}
     config = tiny_config(

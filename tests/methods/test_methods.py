@@ -1,10 +1,7 @@
 """Every method trains, and an interrupted run resumes to the identical trajectory."""
 
 import dataclasses
-import importlib
-import json
 import math
-import re
 import shutil
 from pathlib import Path
 
@@ -17,7 +14,7 @@ from gac.methods.listing import describe_needs
 from gac.train_config import TrainConfig
 from gac.training.trainer import Trainer
 from tests.tiny import metrics, tiny_config
-from tools.methods_table import PAGE, RESULTS, page
+from tools.methods_table import PAGE, page
 
 ROOT = Path(__file__).parents[2]
 # What each method requires from the trainer; every method must be listed.
@@ -114,9 +111,9 @@ def test_every_method_declares_its_needs_and_is_on_the_page(task, tmp_path):
         assert method.__doc__, name
         assert load(TrainConfig, dump(config := config_of(name, task, tmp_path))) == config
         assert method().init().keys() == METHODS[ALIKE.get(name, name)]().init().keys()
-    text = page(json.loads((ROOT / RESULTS).read_text()))
+    text = page()
     assert (ROOT / PAGE).read_text() == text, "run python -m tools.methods_table"
-    assert all(f"`{name}`" in text.split("## On the demo task")[-1] for name in METHODS)
+    assert all(f"| `{name}` |" in text for name in METHODS)
 
 
 @pytest.mark.parametrize(
@@ -155,17 +152,3 @@ def test_method_trains_and_resumes_to_the_identical_trajectory(name, task, tmp_p
     assert metrics(tmp_path / "cut") == rows
     assert resumed.state == uninterrupted.state
     assert all(map(torch.equal, after, resumed.model.parameters()))
-
-
-def test_paper_map_references_exist():
-    text = (ROOT / "docs" / "paper_map.md").read_text()
-    tests = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
-    code = re.findall(r"`((?:gac|gac_kernels)[\w.]*):(\w+)`", text)
-    assert len(tests) > 10
-    assert len(code) > 10
-    for path, name in tests:
-        assert f"def {name}(" in (ROOT / path).read_text(), (path, name)
-    for module, name in code:
-        assert hasattr(importlib.import_module(module), name), (module, name)
-    for name in METHODS:
-        assert f"`{name}`" in text, name

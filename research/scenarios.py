@@ -1,4 +1,4 @@
-"""The two settings of `tools.validate_signals`: the demo's, and demonstrations that turn bad."""
+"""The two settings of `research.validate_signals`: the demo's, and demonstrations that turn bad."""
 
 from __future__ import annotations
 
@@ -9,32 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gac.data import Example, Order
 from gac.demo.run import make_base, method_config
 from gac.demo.task import write_rows, write_task
 from gac.train_config import TrainConfig
 
 CHANGE = 0.4  # fraction of a run after which the demonstrations turn bad
-
-
-class Phases(Order):
-    """Data that change during a run: rows with `from_step: n` replace all others in step n.
-
-    The sets of rows have equal sizes, and one position runs through all of them.
-    """
-
-    def __init__(self, examples: Sequence[Example], seed: int) -> None:
-        self.sets: dict[int, list[int]] = {}  # first step -> rows
-        for i, example in enumerate(examples):
-            self.sets.setdefault(example.extra.get("from_step", 0), []).append(i)
-        sizes = set(map(len, self.sets.values()))
-        if len(sizes) > 1 or 0 not in self.sets:
-            raise ValueError(f"from_step: sets of sizes {sizes} from steps {sorted(self.sets)}")
-        super().__init__(sizes.pop(), seed)
-
-    def take(self, k: int, step: int = 0) -> list[int]:
-        own = self.sets[max(start for start in self.sets if start <= step)]
-        return [own[i] for i in super().take(k)]
 
 
 def wrong(demos: Sequence[dict[str, Any]], seed: int) -> list[dict[str, Any]]:
@@ -63,6 +42,6 @@ def write_scenarios(out: Path, steps: int, base_steps: int = 400) -> dict[str, T
     )
     config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, every=steps // 4))
     spoiled = dataclasses.replace(
-        config.data, demos=str(task / "spoil.jsonl"), order="tools.scenarios:Phases"
+        config.data, demos=str(task / "spoil.jsonl"), order="tests.changing:Phases"
     )
     return {"base": config, "spoil": dataclasses.replace(config, data=spoiled)}

@@ -1,8 +1,8 @@
-"""Runs the fifth study: `python -m tools.study_run {tuning,final,confirmation,turns} --out FOLDER`.
+"""Runs the fifth study: `python -m research.study_run {tuning,final,confirmation,turns} --out X`.
 
-Its protocol is in docs/study.md. Trains the cells of a grid in one process, in order of importance;
-each result is one line of bench/results/study/*.jsonl, so an interrupted command continues where it
-stopped. FOLDER holds the base models, which are trained once.
+Its protocol is in research/study.md. Trains the cells of a grid in one process, in order of
+importance; each result is one line of research/results/study/*.jsonl. Rerun an interrupted command
+to continue. The folder X holds the base models, which are trained once.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from gac.methods import METHODS
 from gac.train_config import TrainConfig
 from gac.training.export import export_checkpoint
 from gac.training.trainer import train
-from tools.study_tasks import ALPHABET, TASKS, TOOL, Problem, corrupt, in_turns, restyle
+from research.study_tasks import ALPHABET, TASKS, TOOL, Problem, corrupt, in_turns, restyle
 
-RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results" / "study"
+RESULTS = Path(__file__).resolve().parent / "results" / "study"
 STEPS = 48
 COMPLETIONS = 6
 ROWS = 48
@@ -54,7 +54,7 @@ CONDITIONS = ("good", "partly-wrong", "good-then-bad", "other-style")
 SEEDS = range(5)
 TUNING_SEED = 100
 KINDS = TASKS | TOOL
-FUNCTION = "tools.study_tasks:play"
+FUNCTION = "research.study_tasks:play"
 
 
 class Arm(NamedTuple):
@@ -215,7 +215,7 @@ def config(out: Path, run: Path, changes: Mapping[str, Any], task: str) -> Train
     }
     shared = {
         "out": str(run),
-        "reward": "tools.study_tasks:reward",
+        "reward": "research.study_tasks:reward",
         "micro_batch_size": 1000,
         "export": False,
         "checkpoint_every": 10**6,
@@ -435,7 +435,7 @@ GRIDS = {"final": final_cells, "confirmation": confirmation_cells, "turns": turn
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the arguments and run the cells that have no result yet; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tools.study_run", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m research.study_run", description=__doc__)
     parser.add_argument("grid", choices=("tuning", *GRIDS))
     parser.add_argument("--out", type=Path, default=Path("runs/study"), help="folder for the runs")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the results")

@@ -1,8 +1,8 @@
-"""Recomputes the numbers of the study's pages: `python -m tools.study_results`.
+"""Recomputes the numbers of the study's pages: `python -m research.study_results`.
 
-Reads bench/results/study and writes the tables between the markers of the pages. With --check, only
-compares them. Intervals are 95% percentile intervals of a hierarchical bootstrap: tasks, then seeds
-within each task.
+Reads research/results/study and writes the tables between the markers of the pages. With --check,
+only compares them. Intervals are 95% percentile intervals of a hierarchical bootstrap: tasks, then
+seeds within each task.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from gac.evaluation.table import markdown_table
-from tools.study_run import (
+from research.study_run import (
     BASES,
     CONDITIONS,
     CONFIRMATION_SEEDS,
@@ -33,9 +33,9 @@ from tools.study_run import (
     tuning_means,
 )
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
-PAGES = ("study.md", "choose_mu.md")
-BEGIN, END = "<!-- begin: python -m tools.study_results {} -->\n\n", "\n<!-- end -->"
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = (ROOT / "research" / "study.md", ROOT / "docs" / "choose_mu.md")
+BEGIN, END = "<!-- begin: python -m research.study_results {} -->\n\n", "\n<!-- end -->"
 RESAMPLES = 10_000
 COMPARED = ("constant-alarm", "sft-then-rl")
 JUDGED = (
@@ -61,7 +61,7 @@ OVERALL: list[Part] = [(list(BASES), CONDITIONS), *(([base], CONDITIONS) for bas
 BY_CONDITION: list[Part] = [(list(BASES), [condition]) for condition in CONDITIONS]
 """Bases and conditions over which a column averages."""
 EARLIER = {"first": "gate-z", "second": "gate-cosine", "third": "gate-alarm"}
-"""File in bench/results/study -> the arm that was judged."""
+"""File in research/results/study -> the arm that was judged."""
 CHANGING = ("spoil", "half", "burst", "flicker", "mistaken")
 """Scenarios of the fourth study in which good demonstrations turn bad in the middle of a run."""
 
@@ -361,11 +361,11 @@ def sections(folder: Path = RESULTS) -> dict[str, str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the arguments and update or check the pages; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tools.study_results", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m research.study_results", description=__doc__)
     parser.add_argument("--check", action="store_true", help="fail if a page is out of date")
     args = parser.parse_args(argv)
     parts, changed = sections(), []
-    for path in (DOCS / name for name in PAGES):
+    for path in PAGES:
         before = page = path.read_text()
         for marker, text in parts.items():
             _, begin, rest = page.partition(BEGIN.format(marker))
@@ -376,7 +376,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not args.check:
                 path.write_text(page)
     if args.check and changed:
-        print(f"{changed[0]} is out of date: run python -m tools.study_results")
+        print(f"{changed[0]} is out of date: run python -m research.study_results")
     return int(args.check and bool(changed))
 
 

@@ -2,7 +2,7 @@
 
 `gac study CONFIG.yaml --methods LABEL@gac:key=value` runs such a variant; `ABLATIONS` has those of
 the paper. The classes are used by name in a configuration, e.g. `method.prior:
-tools.ablations:RandomPrior`.
+research.ablations:RandomPrior`.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def uniform(name: str, seed: int, index: int) -> float:
     return random.Random(f"{name}:{seed}:{index}").random()  # a string seed is hashed by SHA-512
 
 
-_HERE = "tools.ablations:"
+_HERE = "research.ablations:"
 _GRADIENTS = {"name": "gradients"}
 ABLATIONS: dict[str, dict[str, Any]] = {
     "gac-no-phi": {"weight": "one"},

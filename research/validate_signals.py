@@ -1,9 +1,9 @@
 """Measures how well the signal sources track the true gradients.
 
-Usage: `python -m tools.validate_signals`. Trains on the demo's task at a constant mu. Every few
+Usage: `python -m research.validate_signals`. Trains on the demo's task at a constant mu. Every few
 steps, each source measures the same batch with the same weights. `GradientSignals` over all
 parameters is the reference: it is unbiased but contains the noise of the batch. Writes
-docs/signals.json and the tables of docs/signals.md. Finished runs are kept in --out.
+research/results/signals.json and the tables of research/signals.md. Finished runs stay in --out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from gac.train_config import TrainConfig
 from gac.training.gradients import Gradients
 from gac.training.step import Step
 from gac.training.trainer import Trainer
-from tools.scenarios import write_scenarios
+from research.scenarios import write_scenarios
 
 SCENARIOS = ("base", "spoil")
 STEPS = 120
@@ -46,8 +46,9 @@ TRUTH = "gradients"
 SOURCES = ("proxy", "sketch", "sketch-64")
 VIEWS = {"each": "single", "averaged": "averages"}
 BLOCK, RESAMPLES = 5, 2000  # measurements per block of the bootstrap, and its resamples
-RESULTS, PAGE = Path("docs") / "signals.json", Path("docs") / "signals.md"
-MARK = "<!-- below: python -m tools.validate_signals -->\n"
+HERE = Path(__file__).resolve().parent
+RESULTS, PAGE = HERE / "results" / "signals.json", HERE / "signals.md"
+MARK = "<!-- below: python -m research.validate_signals -->\n"
 PAPER = {"disagreement": 0.84, "sft_variance": 0.76, "rl_variance": 0.82}  # its claims
 
 
@@ -255,7 +256,7 @@ def costs(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def tables(study: dict[str, Any]) -> str:
-    """The Markdown below the marker in docs/signals.md."""
+    """The Markdown below the marker in research/signals.md."""
     parts = [f"{study['setting']['words']}\n"]
     rows: list[list[str]] = []
     for title, by_source in study["correlations"].items():
@@ -290,7 +291,9 @@ def _cell(result: dict[str, Any] | None, mean: str = "mean", ends: str = "ci95")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the missing runs and write the results and the page; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tools.validate_signals", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m research.validate_signals", description=__doc__
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/signals"), help="run folder")
     parser.add_argument("--seeds", type=int, default=3, help="number of runs per scenario")
     args = parser.parse_args(argv)
@@ -305,8 +308,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             runs[f"{name}-{seed}"] = run(arm_config(plain[name], method, seed, changes))
             print(f"{name}, seed {seed}: {len(runs[f'{name}-{seed}']['rows'])} measurements")
     words = (
-        f"Written by `python -m tools.validate_signals --seeds {args.seeds}`: {args.seeds} seeds, "
-        f"{STEPS} steps at mu = 0.5, measured every {EVERY} steps."
+        f"Written by `python -m research.validate_signals --seeds {args.seeds}`: {args.seeds} "
+        f"seeds, {STEPS} steps at mu = 0.5, measured every {EVERY} steps."
     )
     setting = {
         "seeds": args.seeds,

@@ -11,9 +11,9 @@ from gac.config import ConfigError, load
 from gac.demo.task import make_tokenizer
 from gac.train_config import TrainConfig
 from gac.training.feed import Feed
-from tools import study_results, study_run
-from tools.study_run import CONDITIONS, KINDS, Cell
-from tools.study_tasks import ALPHABET, TASKS, corrupt, play, restyle, reward
+from research import study_results, study_run
+from research.study_run import CONDITIONS, KINDS, Cell
+from research.study_tasks import ALPHABET, TASKS, corrupt, play, restyle, reward
 
 
 @pytest.mark.parametrize("name", KINDS)

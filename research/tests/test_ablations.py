@@ -8,7 +8,7 @@ from gac.config import dump, load
 from gac.methods import Observation
 from gac.train_config import TrainConfig
 from gac_kernels import Signals
-from tools.ablations import ABLATIONS
+from research.ablations import ABLATIONS
 
 
 def ablated(label: str, **changes):

@@ -1,16 +1,12 @@
-"""Tests the alarm on artificial loss streams: `python -m tools.alarm_table [--seeds N]`.
+"""Artificial streams of demonstration losses, and what the alarm decides on them.
 
-Writes the table in docs/alarm.md. A step counts as wrong if the alarm is on for correct
-demonstrations, or off for wrong ones. Unless stated otherwise, losses have mean 1 and normal noise
-of 5%, and a stream has 1,000 steps.
+A step counts as wrong if the alarm is on for correct demonstrations, or off for wrong ones. Unless
+stated otherwise, losses have mean 1 and normal noise of 5%, and a stream has 1,000 steps.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -18,11 +14,8 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from gac.control.alarm import Alarm, AlarmState
-from gac.evaluation.table import markdown_table
 
 STEPS = 1000
-PAGE = Path("docs/alarm.md")
-MARKS = ("<!-- begin: python -m tools.alarm_table -->\n", "<!-- end -->\n")
 Losses = NDArray[np.float64]  # [steps], or [steps, batch] for the loss of each demonstration
 
 
@@ -114,7 +107,6 @@ STREAMS = {
         LATE,
     ),
 }
-ISSUED = 12  # number of streams that were known when the alarm was designed
 
 
 class Result(NamedTuple):
@@ -150,36 +142,3 @@ def run(stream: Stream, seed: int, alarm: Alarm | None = None) -> Result:
         start = int(np.argmax(truth))
         delay = int(np.argmax(np.append(on[start:], True)))
     return Result(float(np.mean(on != truth)), int((raised & ~truth).sum()), delay)
-
-
-def table(seeds: int) -> str:
-    """The Markdown table of all streams."""
-    head = "stream | wrong decisions | worst run | false alarms per 1,000 steps | longest delay"
-    rows = []
-    for number, (name, stream) in enumerate(STREAMS.items()):
-        results = [run(stream, seed) for seed in range(seeds)]
-        wrong = [100 * r.wrong for r in results]
-        alarms = sum(r.false_alarms for r in results) * 1000 / STEPS / seeds
-        delays = [r.delay for r in results if r.delay is not None]
-        delay = f"{max(delays)} steps" if delays else ""
-        label = name if number < ISSUED else f"*{name}*"
-        rows.append((label, f"{np.mean(wrong):.2f}%", f"{max(wrong):.1f}%", f"{alarms:.2f}", delay))
-    return markdown_table(head.split(" | "), rows) + "\n"
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Write the table; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tools.alarm_table", description=__doc__)
-    parser.add_argument("--seeds", type=int, default=200, help="draws of each stream")
-    text = PAGE.read_text()
-    before, rest = text.split(MARKS[0])
-    after = rest.split(MARKS[1], 1)[1]
-    seeds = parser.parse_args(argv).seeds
-    PAGE.write_text(
-        f"{before}{MARKS[0]}\nRuns per stream: {seeds}.\n\n{table(seeds)}\n{MARKS[1]}{after}"
-    )
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
