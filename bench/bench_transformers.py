@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from gac_kernels.transformers import fuse
+from gac_kernels.heads.transformers import fuse
 
 from .bench_trl import CASES, TINY_CASES, TOLERANCE, Case, gradient, make_model, peak, seconds
 from .record import copy_out, device_name

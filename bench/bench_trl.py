@@ -127,7 +127,7 @@ def make_update(trainer: str, case: Case, folder: Path, device: str) -> tuple[nn
     own = type(instance)
 
     def update(provider: str) -> None:
-        from gac.integrations.trl import FusedGRPOTrainer, apply_fused_head
+        from gac_kernels.heads.trl import FusedGRPOTrainer, apply_fused_head
 
         instance.__class__ = FusedGRPOTrainer if provider == LOSS else own
         model.zero_grad(set_to_none=True)

@@ -32,7 +32,7 @@ TRL = {
     if line.startswith("trl==")
 }
 RESULT = "tests.json"  # of the last run
-HOOK = "from gac.integrations.trl_head import missing_hook; print(missing_hook() is None)"
+HOOK = "from gac_kernels.heads.trl.head import missing_hook; print(missing_hook() is None)"
 
 
 def build(name: str) -> tuple[Path, Path | None]:
@@ -80,7 +80,8 @@ def run(name: str) -> dict[str, int]:
         [python, "-c", f"import {package}"], cwd=ROOT, env=env, check=False
     ).returncode:
         return {"passed": 0, "skipped": 0, "failed": 1}
-    tests = sorted((ROOT / "tests/integrations").glob(f"test_{package}*.py"))
+    folders = [ROOT / "tests" / name for name in ("heads", "integrations")]
+    tests = [test for x in folders for test in sorted(x.glob(f"test_{package}*.py"))]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [str(python), "-m", "pytest", "-q", "-W", "ignore", f"--junitxml={report}"]

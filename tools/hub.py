@@ -19,8 +19,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE, NAME, BACKENDS = "gac_kernels", "gac-kernels", ("cpu", "cuda")
-# Reports about compiled kernels need the repository; the hub allows no import of transformers.
-LEFT_OUT = ("_ops.py", "inspect.py", "transformers.py")
+# Reports about compiled kernels need the repository; the hub allows no import of a trainer.
+LEFT_OUT = ("_ops.py", "inspect.py", "heads/")
 OPS = '''import torch
 
 ops = torch.ops.{id}
@@ -118,7 +118,7 @@ def write(folder: Path, repository: str) -> None:
     sources = {
         name: (ROOT / PACKAGE / name).read_bytes()
         for name in sorted(str(Path(f).relative_to(PACKAGE)) for f in files if f.endswith(".py"))
-        if name not in LEFT_OUT and (ROOT / PACKAGE / name).exists()
+        if not name.startswith(LEFT_OUT) and (ROOT / PACKAGE / name).exists()
     }
     backends = ", ".join(f'"{backend}"' for backend in BACKENDS)
     texts = {

@@ -37,7 +37,7 @@ from gac.models.families import RESULTS
 from gac.parallel import setup
 from gac.train_config import TrainConfig
 from gac.training.trainer import train
-from gac_kernels.transformers import fuse
+from gac_kernels.heads.transformers import fuse
 from tools.tiny_models import families, tiny_config
 
 PAGE = Path("docs/models.md")

@@ -27,19 +27,12 @@ from gac.methods.rules import KLControl
 from gac.models.causal_lm import attach_head
 from gac.models.head import set_gradient_filter
 from gac_kernels import LossOutput
+from gac_kernels.heads.trl.grpo import FusedGRPOMixin, FusedLoss
 
 from .demonstrations import row_of, tokenized
 from .hf_trainer import StepMixin, base_model, unsupported_options
-from .trl_grpo import FusedGRPOMixin, FusedGRPOTrainer, FusedLoss
-from .trl_head import apply_fused_head
 
-__all__ = [
-    "FusedGRPOMixin",
-    "FusedGRPOTrainer",
-    "GACMixin",
-    "GACTrainer",
-    "apply_fused_head",
-]
+__all__ = ["GACMixin", "GACTrainer"]
 
 logger = logging.getLogger(__name__)
 

@@ -36,9 +36,8 @@ from gac.methods import DEFAULT, METHODS
 from gac_kernels import loss_from_logprobs
 
 from .demonstrations import demo_norm, read, row_of, tokenized
-from .verl_head import apply_fused_head
 
-__all__ = ["GACPolicyLoss", "GACWorker", "apply_fused_head"]
+__all__ = ["GACPolicyLoss", "GACWorker"]
 
 INHERITED = ("use_remove_padding", "use_dynamic_bsz", "use_fused_kernels", "max_token_len_per_gpu")
 

@@ -39,7 +39,7 @@ from gac_kernels import (
     linear_token_logprobs,
     token_logprobs,
 )
-from gac_kernels.transformers import Record
+from gac_kernels.heads.transformers import Record
 
 ROW_ATTENTION = "sdpa_by_rows"
 _unmasked = ContextVar("_unmasked", default=False)

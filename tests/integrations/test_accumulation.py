@@ -23,16 +23,19 @@ from torch import Tensor, nn
 
 pytest.importorskip("trl")
 
-import gac.integrations.trl_grpo
 import gac.models.head
-import gac_kernels.transformers
+import gac_kernels.heads.transformers
+import gac_kernels.heads.trl.grpo
 from gac.demo.task import make_tokenizer
-from gac.integrations import openrlhf, prime_rl, skyrl, verl_head
-from gac.integrations.trl import FusedGRPOTrainer, GACTrainer
+from gac.integrations.trl import GACTrainer
 from gac.rollouts import engines
 from gac.training.trainer import Trainer
+from gac_kernels.heads import openrlhf, prime_rl, skyrl
+from gac_kernels.heads import verl as verl_head
+from gac_kernels.heads.trl import FusedGRPOTrainer
 from tests import ranks as processes
-from tests.integrations import plain, recording, stand_ins, test_fuse, tiny, trl_task
+from tests.heads import test_transformers as fused
+from tests.integrations import plain, recording, stand_ins, tiny, trl_task
 from tests.integrations import test_adapters_swift as swift_parts
 from tests.integrations import test_adapters_trinity as trinity_parts
 from tests.integrations import test_adapters_verl as verl_parts
@@ -76,7 +79,7 @@ def transformers_trainer(kind: Any, folder: Path, micro_batches: int, ranks: int
     """A trainer of transformers with rows that have different numbers of labels."""
     options = {"gradient_accumulation_steps": micro_batches, "max_steps": 1, "max_grad_norm": 0.0}
     options |= {"rows": ROWS, "per_device_train_batch_size": ROWS // (micro_batches * ranks)}
-    trainer = test_fuse.make_trainer(test_fuse.make("gemma2"), folder, kind, **options)
+    trainer = fused.make_trainer(fused.make("gemma2"), folder, kind, **options)
     trainer.add_callback(recorder := recording.GradientRecorder())
     return Run(trainer, trainer.train, recorder.gradients)
 
@@ -84,7 +87,7 @@ def transformers_trainer(kind: Any, folder: Path, micro_batches: int, ranks: int
 def axolotl(*arguments: Any) -> Run:
     """Axolotl trains with transformers' Trainer, on the model that the plugin has changed."""
     base = {"axolotl.integrations.base": {"BasePlugin": object}}
-    with stand_ins.modules(base, "gac.integrations.axolotl") as adapter:
+    with stand_ins.modules(base, "gac_kernels.heads.axolotl") as adapter:
         run = transformers_trainer(transformers.Trainer, *arguments)
         adapter.GACPlugin().post_model_load(None, run.trainer.model)
     return run
@@ -202,7 +205,7 @@ def trinity(folder: Path, micro_batches: int, ranks: int) -> Run:
         for expert, mask in zip(everyone["is_expert"], everyone["completion_mask"], strict=True)
     ]
     adapter.count_rows(step)
-    model = test_fuse.make("gemma2")
+    model = fused.make("gemma2")
 
     def micro_batch(part: slice) -> Tensor:
         ids = rows["ids"][part]
@@ -233,7 +236,7 @@ def verl(folder: Path, micro_batches: int, ranks: int) -> Run:
     names = ("input_ids", "loss_mask")
     rows = list(zip(*(data[name].unbind() for name in names), strict=True))
     parts = [rows[i : i + size] for i in range(0, len(rows), size)]
-    model = test_fuse.make("gemma2")
+    model = fused.make("gemma2")
 
     def jagged(columns: Sequence[Tensor]) -> Tensor:
         return torch.nested.as_nested_tensor(list(columns), layout=torch.jagged)
@@ -259,13 +262,13 @@ HEADS: dict[str, Callable[..., Tensor]] = {
 
 
 def lazy(hidden: Tensor, head: nn.Linear) -> Tensor:
-    record = gac_kernels.transformers.Record(((hidden, head, 1.0),), None)
-    return gac_kernels.transformers.LazyLogits(record)
+    record = gac_kernels.heads.transformers.Record(((hidden, head, 1.0),), None)
+    return gac_kernels.heads.transformers.LazyLogits(record)
 
 
 def fused_head(head: Callable[..., Tensor], _: Path, micro_batches: int, ranks: int) -> Run:
     rows, parts = own_rows(micro_batches, ranks)
-    model, weights = test_fuse.make("llama"), rows["advantages"][:, None] * rows["completion_mask"]
+    model, weights = fused.make("llama"), rows["advantages"][:, None] * rows["completion_mask"]
 
     def micro_batch(part: slice) -> Tensor:
         hidden = model.model(rows["ids"][part]).last_hidden_state[:, 4:-1]
@@ -315,7 +318,7 @@ def mean_of_means(run: Run, micro_batches: int) -> Iterator[None]:
         return loss
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (gac_kernels.transformers, gac.integrations.trl_grpo, run.adapter):
+        for module in (gac_kernels.heads.transformers, gac_kernels.heads.trl.grpo, run.adapter):
             for name in {"fused_linear_gac_loss", "loss_from_logprobs"} & set(vars(module)):
                 patch.setattr(module, name, own_counts(getattr(module, name)))
         yield
@@ -336,7 +339,7 @@ def gradients(names: Sequence[str], folder: Path, ranks: int) -> dict[Any, Gradi
         bugs += [(mean_of_means, 3 - ranks)] * (
             # heads do not divide by a count; with an old TRL, FusedGRPOTrainer has TRL's own loss
             name not in HEADS
-            and not (name == "FusedGRPOTrainer" and gac.integrations.trl_grpo.missing_hook())
+            and not (name == "FusedGRPOTrainer" and gac_kernels.heads.trl.grpo.missing_hook())
         )
         for bug, count in bugs:
             run = TRAINERS[name](folder, count, ranks)

@@ -19,10 +19,10 @@ from gac import ControllerConfig  # noqa: E402 - after the skips
 from gac.data.order import Order  # noqa: E402 - after the skips
 from gac.demo import task  # noqa: E402 - after the skips
 from gac.integrations.demonstrations import row_of  # noqa: E402 - after the skips
-from gac.integrations.trl_head import missing_hook  # noqa: E402 - after the skips
 from gac.methods import GAC, METHODS, Constant  # noqa: E402 - after the skips
 from gac.training.probes import UnitSketches  # noqa: E402 - after the skips
 from gac_kernels import DemoWeight, GradientFilter, HeadSketch  # noqa: E402 - after the skips
+from gac_kernels.heads.trl.head import missing_hook  # noqa: E402 - after the skips
 from tests import ranks as processes  # noqa: E402 - after the skips
 from tests.integrations import plain, recording, tiny, trl_task  # noqa: E402 - after the skips
 
@@ -147,7 +147,7 @@ def test_lora_gradient_matches_plain_torch(model: Path, tmp_path: Path):
     assert plain.relative_error(gradient, plain.gradient(reference, expected)) < TOLERANCE
 
 
-@pytest.mark.full(reason="seconds to compile; test_fuse.py compiles with the fused head")
+@pytest.mark.full(reason="seconds to compile; test_transformers.py compiles with the fused head")
 def test_compiled_model(tmp_path: Path):
     gradients = []
     tiny.write_model(tmp_path / "model", num_hidden_layers=1)  # compiling is slow
@@ -387,7 +387,7 @@ def test_unsupported_models_and_parallelism_are_rejected(
 def test_earlier_versions_keep_the_loss_of_trl(model: Path, tmp_path: Path, caplog):
     from trl import GRPOTrainer
 
-    from gac.integrations.trl import FusedGRPOTrainer, apply_fused_head
+    from gac_kernels.heads.trl import FusedGRPOTrainer, apply_fused_head
 
     message = f"trl=={TRL}: .*use TRL 1.15 or later"
     with pytest.raises(ImportError, match=message):

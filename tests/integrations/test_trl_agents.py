@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from gac.integrations.trl_head import missing_hook
+from gac_kernels.heads.trl.head import missing_hook
 
 if missing_hook():
     pytest.skip("this TRL has no fused head", allow_module_level=True)
@@ -24,9 +24,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer, __version__
 from trl.generation import vllm_client, vllm_generation
 
-from gac.integrations.trl import FusedGRPOTrainer, GACTrainer
+from gac.integrations.trl import GACTrainer
 from gac.methods import Constant
-from tests.integrations import trl_hub
+from gac_kernels.heads.trl import FusedGRPOTrainer
+from tests.heads import trl_hub
 from tests.integrations.plain import relative_error
 from tests.integrations.recording import GradientRecorder
 from tests.rollouts.model_server import serving
@@ -272,7 +273,7 @@ def test_the_asynchronous_step_is_that_of_trl(
     pytest.importorskip("trl.experimental.async_grpo.packing", reason="no packing by prefix")
     from trl.experimental.async_grpo import AsyncGRPOConfig
 
-    from gac.integrations.trl_async import FusedAsyncGRPOTrainer
+    from gac_kernels.heads.trl import FusedAsyncGRPOTrainer
 
     package = "trl.experimental.async_grpo"
     monkeypatch.setattr(f"{package}.packing.tree_attention", attention)

@@ -156,7 +156,7 @@ def test_the_example_learns():
 def test_fused_head_equals_verl_s_own():
     from verl.utils.experimental.torch_functional import FusedLinearForPPO
 
-    from gac.integrations.verl import apply_fused_head
+    from gac_kernels.heads.verl import apply_fused_head
 
     draw = torch.Generator().manual_seed(0)
     hidden = torch.randn(2, 7, 16, generator=draw, requires_grad=True)

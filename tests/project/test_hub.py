@@ -36,6 +36,7 @@ def test_layout_has_the_parts_that_kernel_builder_reads(folder):
     general = tomllib.loads((folder / "build.toml").read_text())["general"]
     assert (folder / "torch-ext" / general["name"].replace("-", "_") / "__init__.py").is_file()
     assert not (folder / "torch-ext" / "gac_kernels" / "_ops.py").exists()  # written by the builder
+    assert not list(folder.rglob("heads"))  # the hub allows no import of a trainer
     assert "- `fused_linear_gac_loss`" in (folder / "CARD.md").read_text()
     for backend in general["backends"]:
         variant = folder / "build" / f"torch-{backend}"

@@ -33,8 +33,8 @@ for name in ("config", "control", "data", "errors", "methods", "report", "reward
         importlib.import_module(module.name)
 import gac.integrations.mixer
 for module in pkgutil.walk_packages(gac_kernels.__path__, "gac_kernels."):
-    # C libraries, and what needs transformers
-    if not module.name.startswith(tuple(f"gac_kernels.{x}" for x in ("_native", "_cuda", "tr"))):
+    # C libraries, and heads, which need their trainer: tests/heads/test_imports.py
+    if not module.name.startswith(tuple(f"gac_kernels.{x}" for x in ("_native", "_cuda", "heads"))):
         importlib.import_module(module.name)
 import torch
 from gac_kernels import fused_gac_loss

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402 - aft
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402 - after the skip
 from trl.trainer import utils  # noqa: E402 - after the skip
 
-from gac.integrations.trl import FusedGRPOTrainer, apply_fused_head  # noqa: E402 - after the skip
-from gac.integrations.trl_grpo import FusedLoss  # noqa: E402 - after the skip
-from gac.integrations.trl_head import HOOK, FusedLogProbs, HeadInputs  # noqa: E402 - after the skip
 from gac_kernels import GradientFilter  # noqa: E402 - after the skip
+from gac_kernels.heads.trl import FusedGRPOTrainer, apply_fused_head  # noqa: E402 - after the skip
+from gac_kernels.heads.trl.grpo import FusedLoss  # noqa: E402 - after the skip
+from gac_kernels.heads.trl.head import HOOK, FusedLogProbs, HeadInputs  # noqa: E402 - after the skip
 from tests.integrations import tiny  # noqa: E402 - after the skip
 
 needs_own_head = pytest.mark.skipif(

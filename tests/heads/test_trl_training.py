@@ -11,7 +11,7 @@ trl = pytest.importorskip("trl", minversion="1.15")
 from peft import LoraConfig  # noqa: E402 - after the skip
 from trl import GRPOTrainer, SFTConfig, SFTTrainer  # noqa: E402 - after the skip
 
-from gac.integrations.trl import (  # noqa: E402 - after the skip
+from gac_kernels.heads.trl import (  # noqa: E402 - after the skip
     FusedGRPOMixin,
     FusedGRPOTrainer,
     apply_fused_head,

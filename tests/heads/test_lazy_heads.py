@@ -17,10 +17,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from gac.integrations import openrlhf, prime_rl, skyrl
-from gac_kernels.transformers import Record
+from gac_kernels.heads import openrlhf, prime_rl, skyrl
+from gac_kernels.heads.transformers import Record
 
-from .test_fuse import check, make
+from .test_transformers import check, make
 
 SOURCES = Path(os.environ.get("GAC_TRAINER_SOURCES", "missing"))
 

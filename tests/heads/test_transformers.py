@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from gac_kernels import GradientFilter, fused_gac_loss, token_logprobs
-from gac_kernels.transformers import LazyLogits, Record, fuse
+from gac_kernels.heads.transformers import LazyLogits, Record, fuse
 from tests.ranks import run
 
 V = 97

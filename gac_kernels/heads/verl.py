@@ -40,9 +40,9 @@ def _linear_forward(
 def apply_fused_head() -> Patch:
     """Replace verl's fused kernels for log-probs and entropies with those of `gac_kernels`.
 
-    Call it in every worker process, or let verl import `gac.integrations.verl_fused` there. Applies
-    to models with `actor_rollout_ref.model.use_fused_kernels=True`; a head that is sharded over
-    tensor-parallel ranks keeps verl's kernel. A second call is a no-op.
+    Call it in every worker process, or let verl import `gac_kernels.heads.verl_fused` there. It
+    applies to models with `actor_rollout_ref.model.use_fused_kernels=True`; a head that is sharded
+    over tensor-parallel ranks keeps verl's kernel. A second call is a no-op.
 
     Returns:
         A handle with `undo`, which is also a context manager.

@@ -1,4 +1,4 @@
-"""The fused loss in Axolotl: `plugins: [gac.integrations.axolotl.GACPlugin]`."""
+"""The fused loss in Axolotl: `plugins: [gac_kernels.heads.axolotl.GACPlugin]`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from axolotl.integrations.base import BasePlugin
 
-from gac_kernels.transformers import fuse
+from .transformers import fuse
 
 
 class GACPlugin(BasePlugin):

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from gac_kernels import linear_token_logprobs
-
-from .patch import Patch
+from gac_kernels.heads.patch import Patch
 
 HOOK = "_ChunkedLogProbFunction"
 SUPPORTED = "1.15 or later"

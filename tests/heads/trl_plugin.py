@@ -1,6 +1,6 @@
 """A pytest plugin that runs TRL's own tests offline, with its head, ours, or a wrong one.
 
-`tests.integrations.trl_suite` loads it. It records what each test's trainings compute before their
+`tests.heads.trl_suite` loads it. It records what each test's trainings compute before their
 first optimizer step: there, everything is a function of the same weights, seeds and batch.
 """
 
@@ -22,7 +22,7 @@ import transformers  # noqa: E402 - after the environment
 import trl_hub  # noqa: E402 - after the environment
 from trl.trainer import utils  # noqa: E402 - after the environment
 
-from gac.integrations import trl_head  # noqa: E402 - after the environment
+from gac_kernels.heads.trl import head as trl_head  # noqa: E402 - after the environment
 
 ROLLOUT_STEPS = 11  # not about 50, for trainers that sample: one log (step 10) and the last step
 IMAGES = ("vlm", "vision", "image", "multimodal")
@@ -104,7 +104,7 @@ def pytest_configure() -> None:
     if MODE == "loss":
         import trl
 
-        from gac.integrations.trl import FusedGRPOTrainer
+        from gac_kernels.heads.trl import FusedGRPOTrainer
 
         trl.GRPOTrainer = FusedGRPOTrainer
     if MODE == "wrong":

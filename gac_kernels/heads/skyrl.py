@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gac_kernels.transformers import LazyLogits
-
 from .lazy_head import lazy_head, logprobs
 from .patch import Patch
+from .transformers import LazyLogits
 
 
 def _log_probs(logits: LazyLogits, labels: Tensor, inplace_backward: bool = True) -> Tensor:

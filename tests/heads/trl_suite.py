@@ -1,6 +1,6 @@
 """Runs TRL's own tests with its head, our head, our GRPO loss and a deliberately wrong head.
 
-Usage: TRL_SOURCE=path python -m tests.integrations.trl_suite [--home FOLDER] [grpo sft ...]
+Usage: TRL_SOURCE=path python -m tests.heads.trl_suite [--home FOLDER] [grpo sft ...]
 
 TRL_SOURCE is a git checkout of TRL; its tests run against the installed package. Every test that
 passes with TRL's head must pass with ours. Losses, gradient norms and metrics of all micro-steps
@@ -62,7 +62,7 @@ def run(
             "GAC_TRL_MODE": mode,
             "GAC_TRL_OUT": str(out),
             "GAC_TRL_FLOAT32": str(int(float32)),
-            "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'integrations'}",
+            "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'heads'}",
             "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",
             "PYTHONSAFEPATH": "1",  # or the checkout would come before the installed TRL

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from gac_kernels import linear_token_logprobs, token_logprobs
-from gac_kernels.transformers import LazyLogits, fuse
 
 from .patch import Patch, original, supported
+from .transformers import LazyLogits, fuse
 
 
 def logprobs(logits: LazyLogits, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, ...]:

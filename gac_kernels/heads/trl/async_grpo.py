@@ -11,7 +11,7 @@ from trl.experimental.async_grpo import AsyncGRPOTrainer
 
 from gac_kernels import LossOutput, LossSpec, fused_linear_gac_loss
 
-from .trl_head import HeadInputs, HeadOutputs, head_override, installed
+from .head import HeadInputs, HeadOutputs, head_override, installed
 
 
 class FusedAsyncGRPOTrainer(AsyncGRPOTrainer):

@@ -13,7 +13,7 @@ from trl import GRPOTrainer
 
 from gac_kernels import GradientFilter, LossOutput, LossSpec, fused_linear_gac_loss
 
-from .trl_head import LIGER, HeadInputs, HeadOutputs, head_override, installed, missing_hook
+from .head import LIGER, HeadInputs, HeadOutputs, head_override, installed, missing_hook
 
 logger = logging.getLogger(__name__)
 # methods of GRPOTrainer that the fused loss replaces
