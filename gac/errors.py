@@ -32,6 +32,7 @@ EXTRAS = {
     },
     "lora": {"peft"},
     "hub": {"datasets", "pyarrow"},
+    "gguf": {"gguf"},
     "vllm": {"trl", "requests"},
 }
 """Extra in pyproject.toml -> the packages that it installs."""
