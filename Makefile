@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .PHONY: setup ext demo test test-full release-check test-versions exit-check torture test-gpu test-integrations \
-  mutants bench bench-gpu kernel-report docs docs-serve lint types check clean
+  bench bench-gpu kernel-report docs docs-serve lint types check clean
 
 setup: $(STAMP)  ## create a .venv with torch and the packages pinned in requirements/lock.txt
 
@@ -49,10 +49,6 @@ exit-check: setup  ## repeat the kill tests ten times
 
 torture: setup  ## kill runs of all kinds at random times for ten minutes; compare with undisturbed ones
 	$(BIN)/python -m tools.torture
-
-mutants: setup  ## sample small bugs in the code and run the tests on each (hours); writes tests/README.md
-	$(BIN)/python -c "import coverage" 2>/dev/null || $(PIP) coverage==7.17.3
-	$(BIN)/python -m tools.mutants $(MODULES)
 
 test-gpu:  ## run the GPU tests with the system's python, not the .venv
 	$(PYTHON) -m pytest -m gpu tests/kernels/test_*gpu.py tests/kernels/test_batch.py

@@ -1,16 +1,18 @@
 """Fills nested frozen dataclasses from YAML and `key.sub=value` overrides."""
 
+import contextlib
 import dataclasses
 import enum
 import re
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
-from .imports import deferred, find_user_code, load_object
+from .early import check_names
+from .imports import find_user_code, load_object
 from .types import (
     ConfigError,
     Override,
@@ -37,14 +39,37 @@ def load(cls: type[T], source: Path | Mapping[str, Any], overrides: Sequence[str
     Keys that are absent keep the defaults of `cls`. Raises ConfigError for an unreadable file, an
     unknown or missing key, a value of the wrong type, or a value that `cls` itself rejects.
     """
+    data, origin = _read(source, overrides)
+    with _origin_named(origin, overrides):
+        return _build(cls, data, "")
+
+
+def load_early(cls: tuple[str, str], file: Path | None, overrides: Sequence[str]) -> Any:
+    """`load` the class with this module and name; a misspelled key is found before its import."""
+    find_user_code(file)
+    data, origin = _read(file or {}, overrides)
+    with _origin_named(origin, overrides):
+        check_names(cls, data)
+    module, name = cls
+    return load(getattr(import_module(module), name), file or {}, overrides)
+
+
+def _read(source: Path | Mapping[str, Any], overrides: Sequence[str]) -> tuple[dict[str, Any], str]:
+    """The data with all overrides, and the file's name for error messages."""
     if isinstance(source, Mapping):
         data, origin = dict(source), ""
     else:
         data, origin = read_yaml(Path(source)), f"{source}: "
     for override in overrides:
         data = _with_override(data, override)
+    return data, origin
+
+
+@contextlib.contextmanager
+def _origin_named(origin: str, overrides: Sequence[str]) -> Iterator[None]:
+    """Let an error begin with the file or with `--set`, wherever its key was given."""
     try:
-        return _build(cls, data, "")
+        yield
     except ConfigError as error:
         keys = [re.escape(override.partition("=")[0].strip()) for override in overrides]
         overridden = any(re.match(rf"{key}(?![\w-])", str(error)) for key in keys)
@@ -215,12 +240,3 @@ def _field_default(field: dataclasses.Field) -> Any:
     if field.default is not MISSING:
         return field.default
     return None if field.default_factory is MISSING else field.default_factory()
-
-
-def load_early(module: str, name: str, file: Path | None, overrides: Sequence[str]) -> Any:
-    """`load` the class `name` of `module`; a mistake is reported before torch is imported."""
-    find_user_code(file)
-    if file is not None:
-        read_yaml(file)  # fails before any import
-    with deferred("torch", "numpy"):
-        return load(getattr(import_module(module), name), file or {}, overrides)

@@ -20,42 +20,6 @@ USER_ERRORS = Exception, SystemExit, GeneratorExit  # what user code may raise, 
 _names: dict[int, tuple[object, str]] = {}  # an imported object by its id, and its name
 
 
-class Deferred(ModuleType):
-    """Stands for a package until one of its attributes is used."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # the import statement asks for some
-            raise AttributeError(name)
-        end_deferral()
-        for module in [m for key, m in sys.modules.items() if key.startswith("gac")]:
-            for key, value in list(vars(module).items()):
-                if type(value) is Deferred:
-                    setattr(module, key, importlib.import_module(value.__name__))
-        return getattr(importlib.import_module(self.__name__), name)
-
-
-def end_deferral() -> None:
-    """Let later import statements import the packages; see `deferred`."""
-    for name, module in list(sys.modules.items()):
-        if type(module) is Deferred:
-            del sys.modules[name]
-
-
-@contextlib.contextmanager
-def deferred(*packages: str) -> Iterator[None]:
-    """Make `import PACKAGE` free in this context, for modules that use it only in functions.
-
-    They keep a stand-in until an attribute of one is used; it is then replaced by the package.
-    """
-    for name in packages:
-        if name not in sys.modules and importlib.util.find_spec(name) is not None:
-            sys.modules[name] = Deferred(name)
-    try:
-        yield
-    finally:
-        end_deferral()
-
-
 def load_object(name: str, where: str) -> Callable[..., Any]:
     """Import the class or function named `package.module:name`.
 
@@ -69,7 +33,6 @@ def load_object(name: str, where: str) -> Callable[..., Any]:
     Raises:
         ConfigError: no such module or file, no such name in it, or not callable.
     """
-    end_deferral()  # the user's code may do what stand-ins cannot, such as `import torch.nn`
     module_name, _, attribute = name.rpartition(":")
     if not module_name:
         raise ConfigError(f"{where}={name!r}: use package.module:name or path/file.py:name")

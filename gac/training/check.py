@@ -1,4 +1,4 @@
-"""Checks of a run's files, packages and user code that need neither torch nor the model."""
+"""Checks of a run's files, packages and user code that do not need the model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 def load_checked(
     name: str, file: Path | None, overrides: Sequence[str], rows: int | None = 10_000
 ) -> tuple[Any, list[str]]:
-    """Load the configuration class `name` and check what it names, before torch is imported.
+    """Load the configuration class `name` and check what it names.
 
     Args:
         name: `gac.train_config:TrainConfig` or `gac.evaluation.config:EvalConfig`.
@@ -51,7 +51,7 @@ def load_checked(
         UserError: a check failed; the message names the key.
     """
     module, _, class_name = name.partition(":")
-    config = load_early(module, class_name, file, overrides)
+    config = load_early((module, class_name), file, overrides)
     _require("transformers", "this command")
     _check_path("model.path", config.model.path, file)
     check_tokenizer(config.model, ask_hub=False)
