@@ -285,12 +285,6 @@ def _replay(options: argparse.Namespace) -> int:
 @command(
     "report",
     argument(
-        "--watch",
-        action="store_true",
-        help="serve the report on this machine and reload it while the runs go on",
-    ),
-    argument("--port", type=int, default=0, help="serve it on this port (default: any free port)"),
-    argument(
         "runs",
         type=Path,
         nargs="+",
@@ -310,13 +304,6 @@ def _replay(options: argparse.Namespace) -> int:
 def _report(options: argparse.Namespace) -> int:
     from gac.report import find_folders, results_table, write_report
 
-    if options.watch or options.port:
-        from gac.errors import ConfigError
-        from gac.report.watch import serve
-
-        if options.out is not None:
-            raise ConfigError(f"--out={options.out}: --watch and --port write no files; remove it")
-        return serve(options.runs, options.port)
     folders = find_folders(options.runs)
     out = options.out or Path(os.path.commonpath([folder.resolve() for folder in folders]))
     page = write_report(folders, writable_folder("--out", out))
@@ -383,25 +370,6 @@ def _methods(options: argparse.Namespace) -> int:
         from gac.methods.listing import method_page
 
         print(method_page(name))
-    return OK
-
-
-@command(
-    "models",
-    argument(
-        "name",
-        nargs="?",
-        metavar="NAME",
-        help="part of a family's name, or a folder or Hub name of a model (OWNER/NAME)",
-    ),
-    help="list the tested model families",
-    description="List the families of transformers and how each was tested: trained in every "
-    "mode, or refused with a reason.",
-)
-def _models(options: argparse.Namespace) -> int:
-    from gac.models.families import families_table
-
-    print(families_table(options.name))
     return OK
 
 

@@ -33,7 +33,6 @@ from gac.data import Example
 from gac.demo.task import make_tokenizer, write_rows
 from gac.errors import UserError
 from gac.evaluation.table import markdown_table
-from gac.models.families import RESULTS
 from gac.parallel import setup
 from gac.train_config import TrainConfig
 from gac.training.trainer import train
@@ -41,6 +40,7 @@ from gac_kernels.heads.transformers import fuse
 from tools.tiny_models import families, tiny_config
 
 PAGE = Path("docs/models.md")
+RESULTS = Path(__file__).with_name("model_families.json")
 PART = RESULTS.with_suffix(".part")  # results of an unfinished run
 MODES: dict[str, dict[str, Any]] = {
     "padded": {},
@@ -72,8 +72,8 @@ A tiny random model of every causal language model in transformers {version}, tr
 on rollouts and demonstrations: with its rows padded, as the default divides them, packed, in
 micro-batches of two rows, with LoRA adapters, and sharded by FSDP2 (one process). A family passes
 if the losses and gradient norms of the first step agree with those of the padded rows to a relative
-{tolerance:g} (LoRA has its own gradients). {trained} of {total} families train. `gac models NAME`
-prints the result of each mode for one family, or for the folder of a model.
+{tolerance:g} (LoRA has its own gradients). {trained} of {total} families train. The result of each
+mode is in `tools/model_families.json`; a model's family is the `model_type` in its config.json.
 
 [`fuse`](integrations/transformers.md) computes the loss of `model(labels=...)` without logits. The
 loss and the gradient of every parameter must agree with those without `fuse` to a relative
@@ -102,7 +102,7 @@ UNTESTED = """\
 ## Not tested
 
 The program could not make a tiny model of these families that loads and generates here;
-`gac models NAME` prints the error:
+`tools/model_families.json` has the errors:
 """
 
 

@@ -44,14 +44,14 @@ def load(cls: type[T], source: Path | Mapping[str, Any], overrides: Sequence[str
         return _build(cls, data, "")
 
 
-def load_early(cls: tuple[str, str], file: Path | None, overrides: Sequence[str]) -> Any:
-    """`load` the class with this module and name; a misspelled key is found before its import."""
+def load_early(name: str, file: Path | None, overrides: Sequence[str]) -> Any:
+    """`load` the class `module:Class`; a misspelled key is found before its import."""
     find_user_code(file)
     data, origin = _read(file or {}, overrides)
     with _origin_named(origin, overrides):
-        check_names(cls, data)
-    module, name = cls
-    return load(getattr(import_module(module), name), file or {}, overrides)
+        module, _, class_name = name.partition(":")
+        check_names((module, class_name), data)
+    return load(getattr(import_module(module), class_name), file or {}, overrides)
 
 
 def _read(source: Path | Mapping[str, Any], overrides: Sequence[str]) -> tuple[dict[str, Any], str]:

@@ -1,10 +1,10 @@
 """Groups runs that differ only in their seed under one label."""
 
-import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from .reading import Run, flatten
@@ -43,20 +43,19 @@ class Group:
         return list(dict.fromkeys(task for run in self.runs for task in run.tasks))
 
 
-def group_runs(runs: Sequence[Run]) -> list[Group]:
+def group_runs(runs: Iterable[Run]) -> list[Group]:
     """Group runs by their configuration without the seed, in order of first appearance.
 
-    A run without a configuration forms its own group. The label is the run's `run_name` or its
-    folder, with at most two settings in which the groups differ.
+    A run without a configuration forms its own group. The label is the first run's `run_name` or
+    its folder. Give runs a `run_name` if their folders do not say how they differ.
     """
     groups: dict[str, list[Run]] = {}
     for run in runs:
         key = json.dumps(_identity(run), sort_keys=True)
         groups.setdefault(key if run.config else str(run.path), []).append(run)
     members = list(groups.values())
-    labels = [_label(group) for group in members]
-    unique = [_unique_label(i, labels, members) for i in range(len(members))]
-    return [Group(label, tuple(group)) for label, group in zip(unique, members, strict=True)]
+    labels = _unique_labels([group[0] for group in members])
+    return [Group(label, tuple(group)) for label, group in zip(labels, members, strict=True)]
 
 
 def differences(groups: Sequence[Group]) -> dict[str, list[Any]]:
@@ -87,30 +86,23 @@ def caution(groups: Sequence[Group]) -> str:
     return f"These runs differ in {', '.join(keys)}: their accuracies do not rank their methods. "
 
 
-def _label(runs: Sequence[Run]) -> str:
-    """The name of the runs, without their seed, or what the names of their folders share."""
-    names = [run.path.resolve().name for run in runs]
-    shared = zip(*(re.findall(r"\d+|\D", name) for name in names), strict=False)
-    folder = "".join(c[0] for c in itertools.takewhile(lambda c: len({*c}) == 1, shared))
-    own_seed = re.compile(rf"[-_. /]*seed[-_=]?{runs[0].seed}(?!\d)")
-    label = str(runs[0].config.get("run_name") or folder.rstrip("-_. ") or names[0])
-    return own_seed.sub("", label) or label
+def _label(run: Run) -> str:
+    """The run's name, or that of its folder, without the seed."""
+    name = str(run.config.get("run_name") or run.path.resolve().name)
+    own_seed = rf"[-_. /]*seed[-_=]?{run.seed}(?!\d)|[-_ ]{run.seed}$"
+    return re.sub(own_seed, "", name) or name
 
 
-def _unique_label(index: int, labels: Sequence[str], members: Sequence[Sequence[Run]]) -> str:
-    """A group's label, with settings that distinguish it from those of the same or without name."""
-    others = [i for i, label in enumerate(labels) if label == labels[index]]
-    clash, run = len(others) > 1, members[index][0]
-    if not clash and not run.config.get("run_name"):
-        others = list(range(len(labels)))
-    position = others.index(index)
-    settings = [
-        f"{key.removesuffix('.name').split('.')[-1]}={row[position]}"
-        for key, row in differences([Group("", tuple(members[i])) for i in others]).items()
-        if row[position] is not None and key != "run_name"
+def _unique_labels(runs: Sequence[Run]) -> list[str]:
+    """A label for each run; the folder follows a label that several runs share."""
+    labels = [_label(run) for run in runs]
+    return [
+        label if labels.count(label) == 1 else f"{label} ({_unlike(run.path, label)})"
+        for label, run in zip(labels, runs, strict=True)
     ]
-    short = [text for text in settings if len(text) <= 24]  # a path would make the label too long
-    folder = run.path.resolve()
-    unlike = folder.parent.name if folder.name == labels[index] else folder.name
-    suffixes = short[:2] or ([unlike] if clash else [])
-    return f"{labels[index]} ({', '.join(suffixes)})" if suffixes else labels[index]
+
+
+def _unlike(path: Path, label: str) -> str:
+    """The name of the folder, or of its parent if the folder has the label's name."""
+    folder = path.resolve()
+    return folder.parent.name if folder.name == label else folder.name

@@ -50,8 +50,7 @@ def load_checked(
     Raises:
         UserError: a check failed; the message names the key.
     """
-    module, _, class_name = name.partition(":")
-    config = load_early((module, class_name), file, overrides)
+    config = load_early(name, file, overrides)
     _require("transformers", "this command")
     _check_path("model.path", config.model.path, file)
     check_tokenizer(config.model, ask_hub=False)

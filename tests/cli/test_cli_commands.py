@@ -48,7 +48,7 @@ def fake(monkeypatch: Any, path: str, result: Any = None) -> list[tuple[Any, ...
 
 
 def load_unchecked(name: str, *arguments: Any) -> tuple[Any, list[str]]:
-    return load_early(*name.split(":"), *arguments), []
+    return load_early(name, *arguments), []
 
 
 def fake_training(monkeypatch: Any, error: Exception | None = None) -> list[Any]:
@@ -170,10 +170,6 @@ def test_methods(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
             (Path("x"), ["sft", "gac"], range(2), 3, 4),
             1,
         ),
-        ("report a b --watch", ".report.watch.serve", ([Path("a"), Path("b")], 0), 1),
-        ("report a --port 8", ".report.watch.serve", ([Path("a")], 8), 1),
-        ("models", ".models.families.families_table", (None,), 0),
-        ("models qwen", ".models.families.families_table", ("qwen",), 0),
         ("replay a/b", ".training.replay.replay", (Path("a/b"),), 0),
         ("doctor", "_kernels.doctor.main", ([],), 1),
         ("doctor --json", "_kernels.doctor.main", (["--json"],), 1),

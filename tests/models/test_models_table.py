@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from gac.errors import ConfigError
-from gac.models.families import families_table
 from tools import models_table
 from tools.tiny_models import families, tiny_config
 
@@ -66,25 +64,3 @@ def test_the_page_lists_what_the_run_measured():
     sections = dict(part.split("\n\n", 1) for part in text.split("## ")[1:])
     assert [re.findall("`(.)`", text) for text in sections.values()] == [[x] for x in "aebcd"]
     assert "way; rows are padded" in sections["Exceptions"]
-
-
-def test_the_command_prints_families_and_finds_that_of_a_folder(task, monkeypatch):
-    results = ", ".join(
-        f"{mode}: {'fused' if mode == 'fuse' else 'yes'}"
-        for mode in ("padded", "packed", "FSDP2", "LoRA", "default", "fuse", "micro-batches")
-    )
-    qwen2 = f"qwen2 {results}"
-    lines = families_table("qwen2").splitlines()
-    assert qwen2.split() == lines[0].split()
-    assert all(x.startswith("qwen2") for x in lines[:-2])
-    monkeypatch.chdir(task)
-    assert families_table("init").splitlines()[0].split() == qwen2.split()
-    with pytest.raises(ConfigError, match="NAME='a/b': no such local folder"):
-        families_table("a/b")
-    *lines, _, _ = families_table().splitlines()
-    names = [line.split()[0] for line in lines]
-    assert names == sorted(names)
-    assert {line.index(line.split(maxsplit=1)[1]) for line in lines} == {max(map(len, names)) + 2}
-    assert "refused: model type 'bert' is an encoder" in families_table()
-    with pytest.raises(ConfigError, match="NAME='none': no tested family matches"):
-        families_table("none")

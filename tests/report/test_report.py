@@ -1,23 +1,15 @@
 """The report: statistics with hand-computed values, files of killed runs, and the full page."""
 
-import contextlib
 import json
 import math
-import os
 import re
-import signal
-import socket
-import threading
-import urllib.request
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from gac.errors import ConfigError
 from gac.report import find_runs, plots, results_table, write_report
 from gac.report.groups import caution, differences, group_runs
 from gac.report.page import headline
@@ -34,7 +26,6 @@ from gac.report.statistics import (
     variance,
 )
 from gac.report.table import Column, runs_table, summarize, window_of, write_cell
-from gac.report.watch import serve
 from tests.report import test_report_values
 
 STEPS = 40
@@ -211,8 +202,8 @@ def test_runs_that_differ_only_by_seed_and_folder_are_one_group(tmp_path):
     paths = [write_run(tmp_path / ("gac" + s * "-1"), seed=s, data=data.format(s)) for s in (0, 1)]
     other = write_run(tmp_path / "grpo", method="grpo", data="task/seed0/demos.jsonl")
     assert [(group.label, group.seeds) for group in grouped(paths[0], other, paths[1])] == [
-        ("gac (method=gac)", [0, 1]),
-        ("grpo (method=grpo)", [0]),
+        ("gac", [0, 1]),
+        ("grpo", [0]),
     ]
 
 
@@ -221,9 +212,9 @@ def test_different_settings_make_separate_labelled_groups(tmp_path):
         write_run(tmp_path / "a", seed=0, optim={"lr": 1e-3}),
         write_run(tmp_path / "b", seed=1, optim={"lr": 1e-4}),
     )
-    assert [group.label for group in groups] == ["a (lr=0.001)", "b (lr=0.0001)"]
+    assert [group.label for group in groups] == ["a", "b"]
     assert differences(groups) == {"optim.lr": [1e-3, 1e-4]}
-    groups = grouped(  # long settings: the folder
+    groups = grouped(
         *(
             write_run(
                 tmp_path / name,
@@ -257,10 +248,20 @@ def test_label_is_the_run_name_without_its_seed_and_needs_a_configuration(tmp_pa
     assert [group.label for group in grouped(*paths)] == ["mine"]
     (group,) = grouped(*(write_run(tmp_path / f"gac-{s}", seed=s) for s in (10, 11, 12)))
     assert group.label == "gac"
+    (group,) = grouped(write_run(tmp_path / "mu-0.1", seed=1))
+    assert group.label == "mu-0.1"
     paths = [write_run(tmp_path / name) for name in ("a", "b")]
     for path in paths:
         (path / "config.yaml").unlink()
     assert [group.label for group in grouped(*paths)] == ["a", "b"]
+
+
+def test_a_folder_follows_a_name_that_groups_share(tmp_path):
+    low, high = ({"optim": {"lr": lr}, "run_name": "mine"} for lr in (1e-4, 1e-3))
+    groups = grouped(write_run(tmp_path / "low", **low), write_run(tmp_path / "high", **high))
+    assert [group.label for group in groups] == ["mine (low)", "mine (high)"]
+    groups = grouped(*(write_run(tmp_path / x / "a", optim={"lr": n}) for n, x in enumerate("xy")))
+    assert [group.label for group in groups] == ["a (x)", "a (y)"]
 
 
 # --- summary
@@ -275,13 +276,13 @@ def test_the_controller_interval_requires_agreement_between_runs(tmp_path):
 
 
 def test_headline_names_the_leader_and_the_seed_spread(tmp_path):
-    ahead = [write_run(tmp_path / f"a{s}", seed=s) for s in (0, 1, 2)]
-    behind = [write_run(tmp_path / f"b{s}", method="sft", seed=s) for s in (0, 1)]
+    ahead = [write_run(tmp_path / f"a-{s}", seed=s) for s in (0, 1, 2)]
+    behind = [write_run(tmp_path / f"b-{s}", method="sft", seed=s) for s in (0, 1)]
     for path, accuracy in zip((*ahead, *behind), (0.5, 0.75, 1, 0.5, 0.5), strict=True):
         (path / "eval.jsonl").write_text(f'{{"step": 40, "accuracy": {accuracy}}}\n')
     groups = grouped(*behind, *ahead)
     text = headline(groups, window_of([run for group in groups for run in group.runs]))
-    assert "a (method=gac) with 75.0 ± 25.0%, 25.0 points above b (method=sft) (50.0%)" in text
+    assert "a with 75.0 ± 25.0%, 25.0 points above b (50.0%)" in text
     assert "within the spread over seeds" in text
     assert "Without several seeds" in headline(grouped(behind[0], ahead[0]), window_of([]))
 
@@ -433,80 +434,6 @@ def test_plots_are_files_next_to_the_page(report):
     mu = (plots / "mu.svg").read_text()
     assert "stroke: #0072b2" in mu
     assert "dc:date" not in mu
-
-
-def test_a_watched_report_follows_the_runs(tmp_path, no_images):
-    """From an empty folder to a second run, with a connection that sends nothing."""
-    runs = tmp_path / "<runs>"
-
-    def write(name: str, accuracy: float, number: int) -> None:
-        (runs / name).mkdir(exist_ok=True)
-        (runs / name / "run.json").touch()
-        (runs / name / "metrics.jsonl").write_text('{"step": 1, "mu": 0.5}\n')
-        (runs / name / "config.yaml").write_text("" if number else "half: [")
-        with (runs / name / "eval.jsonl").open("a") as file:
-            file.write(f'{{"step": {number}, "accuracy": {accuracy}}}\n')
-        for file in (runs / name).iterdir():
-            later = max(number, 2) if file.suffix == ".jsonl" else number > 1
-            os.utime(file, (2e9 + later, 2e9 + later))
-
-    def visit() -> list[str]:
-        """All visits, and then Ctrl-C."""
-        try:
-            address, pages = printed.recv(99).decode().split()[0], []
-            port = int(address.rpartition(":")[2])
-            with socket.create_connection(("127.0.0.1", port), timeout=600) as idle:
-                for change in (
-                    "",
-                    ("first", 0.5, 0),
-                    ("first", 0.5, 1),
-                    ("first", 0.0625, 2),
-                    ("first", 0.75, 2),
-                    ("first", 0.9375, 3),
-                    ("second", 0.3125, 3),
-                ):
-                    if change:
-                        write(*change)
-                    with urllib.request.urlopen(address, timeout=600) as answer:
-                        pages.append(answer.read().decode(answer.headers.get_content_charset()))
-                        assert (answer.status, answer.headers["Refresh"]) == (200, "10")
-                        assert int(answer.headers["Content-Length"]) == len(pages[-1].encode())
-                assert port > 1023
-                idle.sendall(b"GET /config.yaml HTTP/1.0\r\n\r\n")
-                assert re.findall(r"HTTP/1.0 \d+", idle.makefile().read()) == ["HTTP/1.0 404"]
-            for taken, reason in ((port, "already in use"), (70_000, "0 to 65535")):
-                with pytest.raises(ConfigError, match=f"--port={taken}: .*{reason}"):
-                    serve([runs], taken)
-        finally:
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-        return pages
-
-    with pytest.raises(ConfigError, match="runs>: no such folder"):
-        serve([runs])
-    runs.mkdir()
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    stdout, printed = socket.socketpair()
-    printed.settimeout(60)
-    with (
-        stdout,
-        printed,
-        contextlib.redirect_stdout(stdout.makefile("w")),
-        contextlib.suppress(KeyboardInterrupt),  # after a failure
-        ThreadPoolExecutor() as pool,
-    ):
-        visits = pool.submit(visit)
-        assert serve([runs]) == 0
-        pages = visits.result()
-    signal.signal(signal.SIGINT, before)
-    assert pages[0].startswith(f"<p>Waiting: {tmp_path}/&lt;runs&gt;: no runs found")
-    assert pages[1].startswith("<p>Waiting: ")  # written when its configuration is complete
-    shown = [[n in page for n in ("50.0%", "6.2%", "93.8%", "31.2%")] for page in pages[2:]]
-    assert shown[0] == [True] + [False] * 3
-    assert shown[1][1:] == [True, False, False]
-    # no log had a new time between pages 3 and 4
-    assert shown[3][2:] == [True, False]
-    assert shown[4][3]
-    assert pages[3] == pages[4]
 
 
 def test_terminal_table_is_aligned_and_complete(report):

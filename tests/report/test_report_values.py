@@ -269,72 +269,46 @@ def test_the_gap_is_compared_with_the_spread_of_both_experiments(tmp_path: Path)
     assert "These runs differ in model.path" in table
 
 
-def test_labels(tmp_path: Path) -> None:
-    """Groups of the same label are told apart by at most two short settings that differ."""
-    long = "/models/" + 12 * "x"  # with its key, one character too long
+def labels_of(tmp_path: Path, settings: list[dict[str, Any]]) -> list[tuple[str, int]]:
+    """The label of each group, and its number of runs."""
+    paths = [one_run(tmp_path / f"run{i}", 0.5, **values) for i, values in enumerate(settings)]
+    return [(group.label, len(group.runs)) for group in group_runs(map(read_run, paths))]
+
+
+def test_a_label_is_the_run_name_without_the_seed(tmp_path: Path) -> None:
+    names = {
+        "other": 1,
+        "seed7": 7,
+        "x/seed_8": 8,
+        "y seed71": 7,  # another number
+        "z-seed1": 1,
+        "grpo-2": 2,
+        "mu-0.3": 3,
+    }
+    settings = [{"run_name": n, "seed": s, "v": i} for i, (n, s) in enumerate(names.items())]
+    found = [label for label, _ in labels_of(tmp_path, settings)]
+    assert found == ["other", "seed7", "x", "y seed71", "z", "grpo", "mu-0.3"]
+
+
+def test_runs_whose_settings_differ_only_in_their_seed_are_one_group(tmp_path: Path) -> None:
     settings: list[dict[str, Any]] = [
-        {"run_name": "other", "a": 1},
-        {"run_name": "same", "a": 1, "nested": {"b": 2, "seed": 7}, "path": long},
-        {
-            "run_name": "same",
-            "a": 1,
-            "nested": {"b": 3, "seed": 8},
-            "path": long + "y",
-            "c": 4,
-            "d": 5,
-        },
-        {"run_name": "same", "a": 1, "path": long},
-        {"run_name": "seed7", "seed": 7, "e": 6},
-        {"run_name": "x/seed_7", "seed": 7, "d": "seed7 seed-7 seed71 ok"},
-        {"run_name": "x/seed_71", "seed": 71, "d": "seed71 seed-71 seed71 ok"},
-        {"run_name": "x/seed_8", "seed": 8, "d": "seed8 seed-8 seed71 ok"},
-        {"method": "plain", "f": 7},
-        {"g": 8},
-        {"run_name": "y seed71", "seed": 7},
         {"run_name": "s", "u": 1, "v": 2, "seed": 1},
         {"v": 2, "run_name": "s", "u": 1, "seed": 2},
-        {"run_name": "z-seed1", "seed": 1},
-        {"run_name": "z_seed2", "seed": 2},
-        {"run_name": "z-seed3", "seed": 3},
+        {"run_name": "x", "seed": 7, "d": "seed7 seed-7 seed71 ok"},
+        {"run_name": "x", "seed": 8, "d": "seed8 seed-8 seed71 ok"},
+        {"run_name": "x", "seed": 71, "d": "seed71 seed-71 seed71 ok"},
     ]
-    groups = group_runs(
-        [
-            read_run(one_run(tmp_path / f"run{i}", 0.5, **values))
-            for i, values in enumerate(settings)
-        ]
-    )
-    assert [group.label for group in groups] == [
-        "other",
-        "same (b=2, seed=7)",
-        "same (b=3, seed=8)",
-        "same (run3)",
-        "seed7",
-        "x (d=seed* seed-* seed71 ok)",
-        "x (d=seed* seed-* seed* ok)",
-        "run8 (method=plain, f=7)",
-        "run9 (g=8)",
-        "y seed71",
-        "s",
-        "z (run13)",
-        "z (run14)",
-    ]
-    assert [len(group.runs) for group in groups] == [1, 1, 1, 1, 1, 2, *([1] * 4), 2, 2, 1]
-    assert differences(groups[2:4]) == {
-        "nested.b": [3, None],
-        "nested.seed": [8, None],
-        "path": [long + "y", long],
-        "c": [4, None],
-        "d": [5, None],
+    assert labels_of(tmp_path, settings) == [("s", 2), ("x (run2)", 2), ("x (run4)", 1)]
+
+
+def test_differences_have_the_values_of_each_group(tmp_path: Path) -> None:
+    settings = {"first": {"same": 1, "nested": {"b": 2, "seed": 7}}, "second": {"same": 1, "c": 4}}
+    paths = [one_run(tmp_path / name, 0.5, **values) for name, values in settings.items()]
+    assert differences(group_runs(map(read_run, paths))) == {
+        "nested.b": [2, None],
+        "nested.seed": [7, None],
+        "c": [None, 4],
     }
-
-
-def test_equal_names_without_short_settings_are_told_apart_by_folder(tmp_path: Path) -> None:
-    paths = [
-        one_run(tmp_path / name, 0.5, a=a, path=20 * name)
-        for name, a in (("first/x", 1), ("second/x", 1), ("y", 2))
-    ]
-    groups = group_runs([read_run(path) for path in paths])
-    assert [group.label for group in groups] == ["x (first)", "x (second)", "y (a=2)"]
 
 
 def test_only_numbers_are_read(tmp_path: Path) -> None:
