@@ -39,7 +39,7 @@ class CHORDBoth(CHORD, name="chord"):
     """Token weight of the demonstrations."""
 
 
-INTERPRETATION = "our interpretation of a schedule that the paper names but does not define"
+INTERPRETATION = "our reading of an undefined schedule"
 
 HPCD = preset(
     CHORD,

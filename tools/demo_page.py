@@ -1,4 +1,4 @@
-"""Copy the plot and the table of a finished demo into the docs: `python -m bench.demo [RUNS]`."""
+"""Copies the plot and the table of a finished demo: `python -m tools.demo_page [RUNS]`."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ def table(runs: Path) -> str:
 
 
 def main() -> None:
+    """Update docs/demo.svg and the table in the README."""
     runs = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "runs" / "demo"
     shutil.copyfile(runs / "plots" / "accuracy.svg", ROOT / "docs" / "demo.svg")
     fill(ROOT / "README.md", "demo", table(runs))

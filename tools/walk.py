@@ -1,4 +1,4 @@
-"""The walk of one training step through the files of `gac`: `python -m bench.walk [METHOD]`.
+"""The walk of one training step through the files of `gac`: `python -m tools.walk [METHOD]`.
 
 Traces the second step of a tiny run in a single process and lists each function at its first call.
 A return is a change to a file that the walk has already visited.
@@ -36,7 +36,7 @@ def trace(method: str, folder: Path) -> list[tuple[str, str]]:
         "model": {"path": str(task / "init"), "random_init": True},
         "data": {**data, "demo_field": "solution"},
         "out": str(folder / "run"),
-        "reward": "bench.walk:reward",
+        "reward": "tools.walk:reward",
         "rollouts": {**sizes, "max_completion_length": 9},
         "method": method,
     }
@@ -60,6 +60,7 @@ def trace(method: str, folder: Path) -> list[tuple[str, str]]:
 
 
 def main() -> None:
+    """Print the walk and the number of returns."""
     method = sys.argv[1] if len(sys.argv) > 1 else DEFAULT
     with tempfile.TemporaryDirectory() as folder:
         walk = trace(method, Path(folder))
