@@ -1,7 +1,7 @@
 """Fuzz tests: the public losses on random inputs, against the float64 reference.
 
-Hypothesis draws shapes, strides, dtypes, layouts, masks, options and extreme values. `make test` runs
-a small fixed number of inputs, `make test-full` 10,000 of each kind, at random unless
+Hypothesis draws shapes, strides, dtypes, layouts, masks, options and extreme values. `make test`
+runs a small fixed number of inputs, `make test-full` 10,000 of each kind, at random unless
 `--hypothesis-seed` is given. The last recorded run (seed 1, torch 2.13, CPU) found no failure.
 """
 
