@@ -40,7 +40,7 @@ test-full: setup  ## run the tests that take minutes each: whole datasets, every
 release-check: setup  ## check the packages, the workflows, the hub layout and the versions (gigabytes, half an hour)
 	$(BIN)/python -m tools.release_check
 
-test-versions: setup  ## test one wheel on old and new versions of Python and torch; writes docs/versions.md
+test-versions: setup  ## test one wheel on old and new versions of Python and torch; writes docs/reference/index.md
 	$(BIN)/python -m tools.versions
 
 exit-check: setup  ## repeat the kill tests ten times

@@ -142,7 +142,7 @@ def count_chunks(step: Callable[[], object]) -> tuple[int, int]:
 
 
 def page_table(rows: list[dict[str, Any]]) -> str:
-    """The table of docs/gradient_filter.md: the median ratios."""
+    """The table of research/gradient_filter.md: the median ratios."""
     cells: dict[tuple[str, ...], list[str]] = {}
     for row in rows:
         size = str(row["tokens"]), row["shape"].split()[0].removeprefix("H=")

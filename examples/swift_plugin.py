@@ -1,6 +1,6 @@
 """GAC in ms-swift: pass this file as --external_plugins.
 
-docs/integrations/swift.md has the other options.
+docs/integrations/others.md has the other options.
 """
 
 import gac.integrations.swift  # noqa: F401 - replaces swift's GRPO trainer with ours

@@ -76,7 +76,7 @@ class LossConfig(LossSpec):
     """Options of the loss and of its gradient."""
 
     gradient_filter: GradientFilter | None = None
-    """Skip the vocabulary columns in which the gradient is negligible; see docs/gradient_filter.md.
+    """Skip the vocabulary columns in which the gradient is negligible; see docs/loss.md.
     {} uses the defaults; null: the gradient is exact."""
 
 

@@ -6,8 +6,8 @@ a large entry, and the backward GEMMs run on the marked columns only. The entrie
 of a row have the same sign, so leaving them out would bias the sum over rows; they are replaced by
 the rank-one tail d q^T, where d [M] are their sums and q [V] is the distribution of their mass over
 the columns, from at most 256 rows. For the gradient of the weight, whose tiny rows an optimizer
-such as Adam scales up, they are replaced by those of a sample of rows. docs/gradient_filter.md has
-measurements.
+such as Adam scales up, they are replaced by those of a sample of rows. The measurements are in
+research/gradient_filter.md.
 
 Notation: N tokens, M rows of a chunk or block, V vocabulary size, H hidden size, K columns kept.
 """

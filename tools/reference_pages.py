@@ -1,7 +1,7 @@
 """Generates the reference pages of the documentation site: `python -m tools.reference_pages`.
 
 docs/reference/cli.md lists the help of every command, docs/reference/configuration.md every key,
-docs/metrics.md every column of metrics.jsonl and eval.jsonl.
+docs/reference/index.md every column of metrics.jsonl and eval.jsonl.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from gac.methods import METHODS, Method
 from gac.methods.listing import summary
 from gac.train_config import TrainConfig
 from gac.training.columns import EVALUATION, METRICS
+from tools.pages import fill
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
 
@@ -30,26 +31,21 @@ def main() -> int:
     os.environ["COLUMNS"] = "80"  # argparse wraps its help at this width, which fits the page
     (FOLDER / "cli.md").write_text(cli_page())
     (FOLDER / "configuration.md").write_text(configuration_page())
-    (FOLDER.parent / "metrics.md").write_text(metrics_page())
+    fill(FOLDER / "index.md", "metrics", metrics_tables())
     return 0
 
 
-def metrics_page() -> str:
+def metrics_tables() -> str:
     """Every column of metrics.jsonl and eval.jsonl."""
-    parts = [
-        "# Metrics\n\n<!-- written by python -m tools.reference_pages; do not edit -->\n",
-        "A run has one line per optimizer step in `metrics.jsonl`, and one per evaluation in "
-        "`eval.jsonl`. Trackers (`report_to`) get\nthe same names, with `eval/` before those of "
-        "evaluations. Null: not measured. Capitals stand for names.\n",
-    ]
+    parts = []
     for file, columns in (("metrics.jsonl", METRICS), ("eval.jsonl", EVALUATION)):
         rows = [
             (f"`{names.replace(', ', '`, `')}`", c.unit, c.meaning, f"`gac.{c.source}`")
             for names, c in columns.items()
         ]
-        table = markdown_table(("column", "unit", "meaning", "computed in"), rows)
-        parts.append(f"## {file}\n\n{table}\n")
-    return "\n".join(parts)
+        table = markdown_table((f"column of {file}", "unit", "meaning", "computed in"), rows)
+        parts.append(table)
+    return "\n\n".join(parts)
 
 
 def cli_page() -> str:

@@ -4,8 +4,8 @@
 
 Each environment is temporary. The kernels are first loaded with nothing but torch and Triton, then
 the kernel tests and a tiny training run use the installed wheel. Results go to docs/versions.json
-and docs/versions.md after each environment. Rows that passed with the same sources are not repeated
-unless they are named, so an interrupted run can be resumed. `uv` is used if it is installed.
+and docs/reference/index.md after each environment. Rows that passed with the same sources are not
+repeated unless they are named, so an interrupted run can be resumed. `uv` is used if installed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tools.pages import fill
+
 ROOT = Path(__file__).resolve().parents[1]
-DATA, PAGE = ROOT / "docs" / "versions.json", ROOT / "docs" / "versions.md"
+DATA, PAGE = ROOT / "docs" / "versions.json", ROOT / "docs" / "reference" / "index.md"
 # the losses of logits, of the linear layer and of the user on each backend, and all compiled
 TESTS = [f"tests/kernels/test_{name}.py" for name in ("loss", "linear", "token_loss", "compile")]
 LIGHT = """
@@ -68,20 +70,9 @@ print(json.dumps({{"python": platform.python_version()}} | {{n: version(n) for n
 """
 
 
-TEXT = """# Tested versions
-
-`make test-versions` writes this page. It builds one wheel and installs it into a new environment
-per row. There it runs a fused loss with nothing but torch and Triton installed, then the tests of
-the losses on all CPU backends (Triton in its interpreter), eager and compiled, and a training run
-of two steps.
-
+HEAD = """\
 | Python | torch | Triton | NumPy | transformers | accelerate | native kernels | tests | training |
-|---|---|---|---|---|---|---|---|---|
-{table}
-
-The first row has the oldest allowed version of every dependency, the others the newest. The native
-kernels were built once, by one compiler; the column names the instruction set that they chose.
-"""
+|---|---|---|---|---|---|---|---|---|"""
 
 
 class Environment(NamedTuple):
@@ -211,9 +202,9 @@ def test(environment: Environment, wheel: Path, folder: Path) -> dict[str, Any]:
     return row | {"result": "passed" if good else "failed", "seconds": time.monotonic() - start}
 
 
-def page(rows: dict[str, dict[str, Any]]) -> str:
-    """The text of docs/versions.md."""
-    lines = []
+def table(rows: dict[str, dict[str, Any]]) -> str:
+    """The table of docs/reference/index.md."""
+    lines = [HEAD]
     for environment in ENVIRONMENTS:
         row = rows.get(environment.name, {"result": "not run"})
         if "tests" in row:
@@ -222,7 +213,7 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
         else:
             cells = [environment.python, environment.torch, *["-"] * 5, row["result"], "-"]
         lines.append(f"| {' | '.join(cells)} |")
-    return TEXT.format(table="\n".join(lines))
+    return "\n".join(lines)
 
 
 def main(names: list[str]) -> int:
@@ -253,7 +244,7 @@ def main(names: list[str]) -> int:
             rows[name]["sources"] = sources
             print(f"{name}: {rows[name]['result']}", flush=True)
             DATA.write_text(json.dumps(rows, indent=1) + "\n")
-            PAGE.write_text(page(rows))
+            fill(PAGE, "versions", table(rows))
     return int(failed)
 
 

@@ -3,7 +3,7 @@
 When demonstrations turn bad, the policy loses what it learned from the good ones within about ten
 steps, before averages of noisy gradients show the change. The loss shows it immediately. The test
 is a one-sided CUSUM (Page, Continuous inspection schemes, Biometrika 1954) of winsorized forecast
-errors, so that a single outlier cannot raise the alarm; docs/alarm.md has the formulas.
+errors, so that a single outlier cannot raise the alarm; docs/controller.md has the formulas.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Pass a plugin file with one line as --external_plugins::
     import gac.integrations.swift
 
 GRPO then also trains on the demonstrations of --chord_sft_dataset with an adaptive weight,
-replacing swift's CHORD. docs/integrations/swift.md lists unsupported options.
+replacing swift's CHORD. docs/integrations/others.md lists unsupported options.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 This algorithm replaces `mix_chord`: expert rows come from the auxiliary buffer, and mu is adaptive.
 Each term is divided by its count over the whole training step, so the gradient does not depend on
-the number of micro-batches or ranks. docs/integrations/trinity.md lists unsupported options.
+the number of micro-batches or ranks. docs/integrations/others.md lists unsupported options.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class Constant(
 
 
 @dataclass(frozen=True)
-class ConstantAlarm(Constant, name="constant-alarm", family=OURS, source="docs/alarm.md"):
+class ConstantAlarm(Constant, name="constant-alarm", family=OURS, source="docs/controller.md"):
     """Constant mu; almost 0 after a lasting rise in the demonstration loss, until it falls back.
 
     The few demonstrations that are used during an alarm are a probe: if the policy learns them

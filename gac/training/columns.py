@@ -1,4 +1,4 @@
-"""The columns of metrics.jsonl and eval.jsonl; docs/metrics.md is generated from them."""
+"""The columns of metrics.jsonl and eval.jsonl; docs/reference/index.md lists them."""
 
 from typing import NamedTuple
 
