@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .api import (
         fused_gac_loss,
+        fused_linear_divergence,
         fused_linear_gac_loss,
         fused_linear_token_loss,
         linear_token_logprobs,
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DemoWeight",
+    "DivergenceOutput",
     "FilterReport",
     "GradientFilter",
     "HeadSketch",
@@ -27,6 +29,7 @@ __all__ = [
     "TokenLossOutput",
     "TokenMoments",
     "fused_gac_loss",
+    "fused_linear_divergence",
     "fused_linear_gac_loss",
     "fused_linear_token_loss",
     "linear_token_logprobs",

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from . import backends, reference
 from .contract import IGNORE, MORE_OUTPUTS, LossSpec, compute_dtype
+from .divergence import DIVERGENCES
 from .filter import GradientFilter
 from .tokens import DTYPES, BatchInputs, Operands, complete
 
@@ -209,6 +210,37 @@ def token_inputs(function: object, inputs: Sequence[Tensor], targets: Tensor) ->
             raise ValueError(
                 f"inputs[{i}] requires a gradient, which token_loss cannot give: pass it detached"
             )
+
+
+def teacher_hidden(value: Tensor, hidden: Tensor) -> None:
+    """Check the teacher's hidden states: any width and float dtype, otherwise as the student's."""
+    tensor("teacher_hidden", value, "float32, bfloat16 or float16", *DTYPES, torch.float64)
+    if value.shape[:-1] != hidden.shape[:-1] or value.dim() < 2 or value.shape[-1] == 0:
+        wanted = ", ".join(str(n) for n in hidden.shape[:-1])
+        raise ValueError(
+            f"teacher_hidden has shape {list(value.shape)}: expected [{wanted}, H_t], as hidden has"
+        )
+    same_device("teacher_hidden", value, hidden)
+
+
+def divergence(name: str, beta: float) -> None:
+    """Check the divergence and the teacher's share in the mixture of "jsd"."""
+    if name not in DIVERGENCES:
+        raise ValueError(f"divergence={name!r}: use one of {', '.join(DIVERGENCES)}")
+    positive("beta", beta)
+    if beta >= 1:
+        raise ValueError(
+            f"beta={beta!r}: use a number in (0, 1); for the limits use divergence='forward_kl' "
+            "(0) or 'reverse_kl' (1)"
+        )
+
+
+def token_weights(value: Tensor | None, targets: Tensor) -> None:
+    """Check finite float weights like targets."""
+    floats("token_weights", value, targets, tuple(targets.shape))
+    if value is not None and _readable(value) and not value.isfinite().all():
+        where = (~value.isfinite()).nonzero()[0].tolist()
+        raise ValueError(f"token_weights{where} = {value[tuple(where)].item()}: use finite numbers")
 
 
 def outputs(names: Sequence[str]) -> None:

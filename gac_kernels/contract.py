@@ -438,6 +438,19 @@ class TokenLossOutput(NamedTuple):
         return kind._make(values)
 
 
+class DivergenceOutput(NamedTuple):
+    """Output of `fused_linear_divergence`."""
+
+    loss: torch.Tensor
+    """0-d: the sum of the weighted divergences; differentiable once."""
+    losses: torch.Tensor
+    """Like targets, detached: the divergence of each token in nats, without its weight; 0 where
+    there is no loss."""
+    entropy: torch.Tensor
+    """Like targets, detached: entropy of the student's distribution in nats, 0 where there is no
+    loss."""
+
+
 @functools.cache
 def _output_type(outputs: tuple[str, ...]) -> type:
     """A named tuple, because FSDP's hooks find no tensors inside other classes."""

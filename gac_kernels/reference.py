@@ -19,6 +19,7 @@ from .contract import (
     MAX_LOG_RATIO,
     MORE_OUTPUTS,
     DemoWeight,
+    DivergenceOutput,
     LossOutput,
     LossSpec,
     compute_dtype,
@@ -121,6 +122,69 @@ def row_statistics(
         is_top1 = (z.argmax(-1) == targets) & ~logps.isnan()
         extra = (2 * log_p).logsumexp(-1), z.mean(-1), is_top1
     return logps, entropy, lse, *extra
+
+
+def linear_divergence(
+    hidden: Tensor,
+    weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    *,
+    targets: Tensor | None = None,
+    divergence: str = "forward_kl",
+    beta: float = 0.5,
+    token_weights: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    teacher_logit_scale: float = 1.0,
+    teacher_softcap: float | None = None,
+) -> DivergenceOutput:
+    """See `gac_kernels.fused_linear_divergence`; same arguments, no checks, all logits."""
+    shape, dtype = hidden.shape[:-1], compute_dtype(hidden.dtype)
+    live = (torch.zeros(shape, device=hidden.device) if targets is None else targets) != IGNORE
+    if isinstance(temperature, Tensor):
+        temperature = temperature.to(hidden.device, dtype).reshape(len(temperature), -1)
+        temperature = temperature.expand(shape)[live] if len(shape) > 1 else temperature[live, 0]
+
+    def log_probs(
+        x: Tensor, w: Tensor, b: Tensor | None, scale: float, cap: float | None
+    ) -> Tensor:
+        z = scale * torch.nn.functional.linear(
+            x[live].to(dtype), w.to(dtype), None if b is None else b.to(dtype)
+        )
+        return scale_logits(z, temperature, cap).log_softmax(-1)
+
+    log_q = log_probs(hidden, weight, bias, logit_scale, softcap)
+    with torch.no_grad():
+        teacher = teacher_hidden, teacher_weight, teacher_bias
+        log_p = log_probs(*teacher, teacher_logit_scale, teacher_softcap)
+    losses = divergences(log_q, log_p, divergence, beta)
+    entropy = torch.special.entr(log_q.exp()).sum(-1)
+    weights = 1.0 if token_weights is None else token_weights[live].to(dtype)
+    zeros = torch.zeros(shape, dtype=dtype, device=hidden.device)
+    per_token = (zeros.masked_scatter(live, x.detach()) for x in (losses, entropy))
+    return DivergenceOutput((weights * losses).sum(), *per_token)
+
+
+def divergences(log_q: Tensor, log_p: Tensor, divergence: str, beta: float) -> Tensor:
+    """The divergence of each row from the models' log-probabilities [M, V], as [M]."""
+
+    def kl(a: Tensor, b: Tensor) -> Tensor:
+        """KL(a, b); an entry of probability 0 adds nothing."""
+        gap = torch.where(a == -math.inf, 0, a - b)
+        return (torch.where(a == -math.inf, 0, a.exp()) * gap).sum(-1)
+
+    match divergence:
+        case "forward_kl":
+            return kl(log_p, log_q)
+        case "reverse_kl":
+            return kl(log_q, log_p)
+        case _:
+            log_m = torch.logaddexp(log_q + math.log1p(-beta), log_p + math.log(beta))
+            return beta * kl(log_p, log_m) + (1 - beta) * kl(log_q, log_m)
 
 
 def token_terms(logps: Tensor, entropy: Tensor, tokens: Tokens, spec: LossSpec) -> TokenTerms:
