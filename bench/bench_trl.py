@@ -35,7 +35,7 @@ from .record import copy_out, device_name
 from .settings import DRY_RUN, RESULTS, skip, tiny
 
 TOLERANCE = 1e-4  # relative, of the whole gradient; float32 rounding is 1e-6 to 1e-5
-TRAINERS = ("GRPO", "SFT", "DPO")
+TRAINERS = ("GRPO", "SFT", "DPO", "Distillation")
 FILES = {"cpu": "trl.json", "cuda": "trl-cuda.json"}  # in bench/results
 OWN, HEAD, LOSS = "TRL", "fused head", "fused loss"
 
@@ -64,10 +64,10 @@ GPU_CASES = (
 TINY_CASES = (Case("tiny", 32, 1, 499, 4, 3, 5),)
 
 
-def make_model(case: Case) -> nn.Module:
+def make_model(case: Case, seed: int = 0) -> nn.Module:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     heads = max(case.hidden // 64, 1)
     return Qwen2ForCausalLM(
         Qwen2Config(
@@ -114,9 +114,13 @@ def make_update(trainer: str, case: Case, folder: Path, device: str) -> tuple[nn
     }
     if trainer == "DPO":
         common["ref_model"] = make_model(case)
-    if trainer == "GRPO":
+    if trainer == "Distillation":
+        common["teacher_model"] = make_model(case, seed=1)
+    if trainer in ("GRPO", "Distillation"):
         common["args"].max_completion_length = case.completion
-        instance = trl.GRPOTrainer(reward_funcs=lambda **_: None, **common)
+        if trainer == "GRPO":
+            common["reward_funcs"] = lambda **_: None
+        instance = getattr(trl, f"{trainer}Trainer")(**common)
         inputs = rollouts(case)
     else:
         instance = getattr(trl, f"{trainer}Trainer")(**common)

@@ -19,6 +19,8 @@ from torch import Tensor
 from gac_kernels import linear_token_logprobs
 from gac_kernels.heads.patch import Patch
 
+from . import distillation
+
 HOOK = "_ChunkedLogProbFunction"
 SUPPORTED = "1.15 or later"
 LIGER = (
@@ -128,7 +130,8 @@ def apply_fused_head() -> Patch:
     """Make all TRL trainers compute log-probs, entropies and further outputs with our kernels.
 
     Applies to all models that TRL's trainers (SFT, DPO, KTO, RLOO, GRPO and others) have given a
-    fused head or will give one, in this process. A second call is a no-op.
+    fused head or will give one, in this process, and to the divergences of its DistillationTrainer.
+    A second call is a no-op.
 
     Returns:
         A handle with `undo`, which is also a context manager.
@@ -139,9 +142,13 @@ def apply_fused_head() -> Patch:
     utils = trl_utils()
     from trl.trainer.base_trainer import _BaseTrainer
 
-    return Patch(
-        (utils, HOOK, FusedLogProbs), (_BaseTrainer, "__init__", _checked_init(_BaseTrainer))
-    )
+    replacements = [
+        (utils, HOOK, FusedLogProbs),
+        (_BaseTrainer, "__init__", _checked_init(_BaseTrainer)),
+    ]
+    if (module := distillation.distillation_module()) is not None:
+        replacements.append((module, distillation.HOOK, distillation.divergence_loss))
+    return Patch(*replacements)
 
 
 @functools.cache
