@@ -58,8 +58,8 @@ def generate(app: object) -> None:
 
 
 def name_files_outside(app: object, page: str, source: list[str]) -> None:
-    """Name the files of research/, which is not part of the site, instead of linking to them."""
-    link = r"\[([^\]]*)\]\((?:\.\./)+(research/[^)#]*)[^)]*\)"
+    """Name files of research/ and tests/, which are not on the site, instead of linking to them."""
+    link = r"\[([^\]]*)\]\((?:\.\./)+((?:research|tests)/[^)#]*)[^)]*\)"
     source[0] = re.sub(link, r"\1 (`\2`)", source[0])
 
 

@@ -1,7 +1,7 @@
 """Adaptive mixing in TRL: `GACTrainer` is a `GRPOTrainer` that also trains on demonstrations.
 
 loss = (1 - mu) * GRPOTrainer's own loss + mu * the demonstrations' loss, where mu is updated after
-each optimizer step. Works with TRL 1.9 and later; docs/integrations/trl.md lists unsupported
+each optimizer step. Works with TRL 1.9.2 and later; docs/integrations/trl.md lists unsupported
 options.
 """
 
