@@ -1,4 +1,4 @@
-"""Splits conversation rows into prompt and demonstration, and renders prompts as text."""
+"""Splits conversation rows into prompt and demonstration, and renders them with a chat template."""
 
 from __future__ import annotations
 
@@ -14,6 +14,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MESSAGES, COMPLETION = "messages", "completion"
+TOOLS, TEMPLATE_KWARGS = "tools", "chat_template_kwargs"
+RENDERING = {  # arguments of `apply_chat_template` that are not for the template
+    "add_generation_prompt",
+    "continue_final_message",
+    "conversation",
+    "max_length",
+    "padding",
+    "return_assistant_tokens_mask",
+    "return_dict",
+    "return_tensors",
+    "tokenize",
+    "tokenizer_kwargs",
+    "truncation",
+}
 Message = Mapping[str, Any]
 
 
@@ -21,10 +35,15 @@ def split_conversation(row: SourceRow, prompt_field: str, demo_field: str | None
     """Return the row with `prompt_field` and `demo_field` filled from `messages` or `completion`.
 
     The last message of `messages`, if it is the assistant's, is the demonstration; the messages
-    before it are the prompt. Fields that the row has are not replaced. A demonstration that calls
-    tools remains a message, which `demonstration` renders.
+    before it are the prompt. Fields that the row has are not replaced. A demonstration becomes
+    text, unless its message has more than `content`, e.g. reasoning or tool calls: then it remains
+    a message, which only a chat template can render.
     """
     fields = dict(row.fields)
+    for name, kind in ((MESSAGES, list), (TOOLS, list), (TEMPLATE_KWARGS, dict)):
+        if name in fields:
+            fields[name] = _from_json(fields[name], kind)
+    row = replace(row, fields=fields)
     if fields.get(prompt_field) is None and fields.get(MESSAGES) is not None:
         messages = check_messages(row, MESSAGES)
         answered = messages[-1]["role"] == "assistant" and len(messages) > 1
@@ -36,13 +55,24 @@ def split_conversation(row: SourceRow, prompt_field: str, demo_field: str | None
     if demo_field is not None and fields.get(demo_field) is None and COMPLETION in fields:
         fields[demo_field] = fields.get(COMPLETION)
     demo = fields.get(demo_field or "")
+    if is_message(demo):
+        demo = fields[demo_field or ""] = [demo]
     if demo_field is not None and isinstance(demo, list) and not is_turns(demo):
         messages = check_messages(replace(row, fields=fields), demo_field)
         if len(messages) != 1 or messages[0]["role"] != "assistant":
             row.fail(demo_field, "expected one assistant message")
         message = messages[0]
-        fields[demo_field] = message if calls_tools(message) else message["content"]
+        fields[demo_field] = message["content"] if {*message} == {"role", "content"} else message
     return replace(row, fields=fields)
+
+
+def _from_json(value: Any, kind: type) -> Any:
+    """`value`, decoded if it is the JSON text of a `kind`, as in a CSV file."""
+    if isinstance(value, str):
+        with contextlib.suppress(json.JSONDecodeError):
+            decoded = json.loads(value)
+            return decoded if isinstance(decoded, kind) else value
+    return value
 
 
 def is_turns(demo: object) -> TypeGuard[list[str]]:
@@ -61,9 +91,14 @@ def demo_texts(row: SourceRow, field: str, *, required: bool) -> list[str]:
     return [str(replace(row, fields={field: turn}).text(field)) for turn in turns]
 
 
-def calls_tools(message: object) -> TypeGuard[Message]:
-    """Whether `message` is an assistant's message with tool calls."""
-    return isinstance(message, Mapping) and bool(message.get("tool_calls"))
+def is_message(demo: object) -> TypeGuard[Message]:
+    """Whether a demonstration is a message that only a chat template can render."""
+    return isinstance(demo, Mapping) and isinstance(demo.get("role"), str)
+
+
+def calls_tools(message: Message) -> bool:
+    """Whether the assistant's `message` has tool calls."""
+    return bool(message.get("tool_calls"))
 
 
 def check_messages(row: SourceRow, field: str) -> list[Message]:
@@ -75,7 +110,10 @@ def check_messages(row: SourceRow, field: str) -> list[Message]:
 
 
 def _plain(row: SourceRow, field: str, number: int, message: Any) -> Message:
-    """The message with its text parts joined, and the arguments of its tool calls as mappings."""
+    """The message without null fields, its text parts joined, and its tool arguments as mappings.
+
+    Without content, a message with tool calls has an empty text.
+    """
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         row.fail(field, f"message {number} needs a `role` and `content`: {message!r:.60}")
     content = message.get("content")
@@ -89,7 +127,8 @@ def _plain(row: SourceRow, field: str, number: int, message: Any) -> Message:
         content = ""
     if not isinstance(content, str):
         row.fail(field, f"message {number} needs `content` as text: {message!r:.60}")
-    result = {**message, "content": content}
+    result = {name: value for name, value in message.items() if value is not None}
+    result["content"] = content
     if calls_tools(message):
         result["tool_calls"] = [_decoded(call) for call in message["tool_calls"]]
     return result
@@ -112,43 +151,57 @@ def render(
     field: str,
     *,
     answered: bool = False,
+    options: Mapping[str, Any] | None = None,
 ) -> str:
     """A conversation in the tokenizer's chat template, up to the start of the next response.
 
-    answered: the last message is the response. A system message that the template refuses becomes
-    the start of the first user message. A field `tools` of the row is passed to the template.
+    A system message that the template refuses becomes the start of the first user message.
+
+    answered: the last message is the response.
+    options: arguments of the template, as from `template_options`.
     """
-    if not tokenizer.chat_template:
+    options = dict(template_options(row) if options is None else options)
+    if not (options.get("chat_template") or tokenizer.chat_template):
         row.fail(
             field,
             "a conversation needs a chat template, which the tokenizer does not have: set "
             "model.tokenizer to one that does, or give the prompt as text and set data.template",
         )
     chat: list[Any] = [*messages]  # transformers' annotation leaves out tool calls
-    options: Any = {"tools": row.fields.get("tools"), "add_generation_prompt": not answered}
+    options["add_generation_prompt"] = not answered
     try:
         return str(tokenizer.apply_chat_template(chat, tokenize=False, **options))
     except Exception as error:  # templates raise errors of their own, e.g. for unknown roles
         if [message["role"] for message in messages[:2]] == ["system", "user"]:
             first, second, *rest = messages
             merged = {**second, "content": f"{first['content']}\n\n{second['content']}"}
-            return render(tokenizer, row, [merged, *rest], field, answered=answered)
+            remaining = [merged, *rest]
+            return render(tokenizer, row, remaining, field, answered=answered, options=options)
         row.fail(field, f"the chat template rejects it ({' '.join(str(error).split())[:200]})")
 
 
-def demonstration(
-    tokenizer: PreTrainedTokenizerBase,
-    row: SourceRow,
-    messages: Sequence[Message],
-    message: Message,
-    field: str,
-) -> str:
-    """The text that the chat template writes for the response `message`, up to its end token."""
-    from gac.models.causal_lm import end_of_turn
+def template_options(row: SourceRow, defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The arguments of a row's chat template: `tools`, and those of `chat_template_kwargs`.
 
-    prompt = render(tokenizer, row, messages, field)
-    text = render(tokenizer, row, [*messages, message], field, answered=True)
-    if not text.startswith(prompt):
-        row.fail(field, "the chat template writes the prompt differently before a tool call")
-    end = str(tokenizer.convert_ids_to_tokens(end_of_turn(tokenizer)))
-    return text[len(prompt) :].strip().removesuffix(end)
+    defaults: for all rows; the row's own values replace them.
+    """
+    own = row.fields.get(TEMPLATE_KWARGS)
+    own = {} if own is None else own
+    if not isinstance(own, Mapping):
+        row.fail(TEMPLATE_KWARGS, f"expected a mapping of template arguments, found {own!r:.60}")
+    if refused := sorted(RENDERING & own.keys()):
+        row.fail(TEMPLATE_KWARGS, f"{refused[0]!r} is not an argument of a template: remove it")
+    tools = row.fields.get(TOOLS)
+    if tools is not None and not isinstance(tools, list):
+        row.fail(TOOLS, f"expected a list of tools, found {tools!r:.60}")
+    return {**(defaults or {}), **({TOOLS: tools} if tools is not None else {}), **own}
+
+
+def refuse_template_kwargs(row: SourceRow) -> None:
+    """Raise DataError for template arguments of a row that no chat template formats."""
+    if row.fields.get(TEMPLATE_KWARGS) is not None:
+        row.fail(
+            TEMPLATE_KWARGS,
+            "has no effect on a text prompt without a chat template: give the prompt as messages "
+            "(in gac train, or set data.chat=true), or remove the field",
+        )

@@ -16,7 +16,14 @@ from gac.config import Checked, Count, Positive, setting
 from gac.config.imports import load_object, user_code
 from gac.errors import ConfigError, MissingData
 
-from .conversations import calls_tools, demo_texts, demonstration, render, split_conversation
+from .conversations import (
+    Message,
+    demo_texts,
+    is_message,
+    refuse_template_kwargs,
+    split_conversation,
+)
+from .encoding import RenderedText, UnrenderableDemo, chat_text, encode, plain_text
 from .order import MixedOrder, Order
 from .source import FORMATS, SourceRow, data_files, read_rows, why_missing
 from .stored import Example, Examples, cache_path, store
@@ -88,8 +95,9 @@ class DataConfig(Checked):
     literal brace."""
     demo_template: str | None = setting(None, only_with="demo_field")
     """Template of the expert response, with `{demo}` and, optionally, other fields of the row."""
-    chat: bool = False
-    """Format the prompt as a user turn with the tokenizer's chat template."""
+    chat: bool | None = None
+    """Format text prompts as user turns with the tokenizer's chat template, and demonstrations as
+    its responses. null: if the tokenizer has a chat template and `template` is null."""
     system: str | None = None
     """System prompt for text prompts (requires `chat`), and for messages that contain none."""
     max_prompt_tokens: Count | None = None
@@ -136,7 +144,11 @@ def _check_template(name: str, template: str | None, needed: str) -> None:
 
 
 def load_prompts(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, training: bool = False
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    training: bool = False,
+    demos: bool = True,
 ) -> Examples:
     """Load the rows of `config.prompts`.
 
@@ -147,6 +159,8 @@ def load_prompts(
         config: the data source and its format.
         tokenizer: any Hugging Face tokenizer; needs an EOS token if there are demonstrations.
         training: if True, reject rows with a `canary` field, whose authors forbid training on them.
+        demos: whether demonstrations are needed. If False, one that the chat template does not
+            render is dropped and counted; else it is an error.
 
     Returns:
         Examples in file order; `.dropped` counts the dropped rows by reason (also logged).
@@ -160,7 +174,8 @@ def load_prompts(
         selected = select_rows(config, "prompts", path, dropped)
         return _without_canaries(selected) if training else selected
 
-    return _load(config, tokenizer, _prompt_sources(config), rows, "prompts", training)
+    sources = _prompt_sources(config)
+    return _load(config, tokenizer, sources, rows, "prompts", training=training, demos=demos)
 
 
 def _prompt_sources(config: DataConfig) -> tuple[Source, ...]:
@@ -212,24 +227,30 @@ def _load(
     sources: Sequence[Source],
     rows: Callable[[str, Counter[str]], Iterator[SourceRow]],
     kind: str,
-    *options: object,
+    *,
+    training: bool = False,
+    demos: bool = True,
 ) -> Examples:
     """Tokenize the rows of `sources`, or find them in the cache.
 
-    rows: reads the rows of a path, and counts the dropped ones; `options` decide which.
+    rows: reads the rows of a path, and counts the dropped ones.
+    training, demos: as in `load_prompts`.
     """
     dropped: Counter[str] = Counter()
     prompts, named = kind == "prompts", sources is config.sources
 
     def examples(source: Source) -> Iterator[Example]:
         read = rows(source.path, dropped)
-        for example in _encode(config, tokenizer, read, dropped, answers=prompts):
+        encoded = _encode(config, tokenizer, read, dropped, answers=prompts, demos=demos)
+        for example in encoded:
             if prompts or example.demo:
                 yield replace(example, source=source.key) if named else example
 
     key = "sources" if named else "demos" if config.demos and not prompts else "prompts"
     files = [file for source in sources for file in data_files(source.path, f"data.{key}")]
-    cache = cache_path(tokenizer, files, kind, options, replace(config, order=None))
+    if config.chat is None:
+        uses_chat(config, tokenizer)  # logs the decision also if the rows are in the cache
+    cache = cache_path(tokenizer, files, kind, training, demos, replace(config, order=None))
     stored = store(cache, itertools.chain.from_iterable(map(examples, sources)), dropped)
     reasons = "; ".join(f"{n} {reason}" for reason, n in stored.dropped.items()) or "nothing"
     empty = [x.path for x in sources if named and prompts and not stored.sources[x.key]]
@@ -258,9 +279,7 @@ def load_references(config: DataConfig, *, answers: bool = False) -> list[tuple[
     for source, row in rows:
         demo = answer = _answer(config, row, required=answers)
         if config.demo_field is not None:
-            calls = calls_tools(row.fields.get(config.demo_field))  # needs a tokenizer
-            turns = [] if calls else demo_texts(row, config.demo_field, required=False)
-            demo = "".join(turns) or None
+            demo = _reference(row, config.demo_field)
         name = row.text(config.id_field, required=False) or row.location
         prompt = row.fields.get(config.prompt_field)
         if isinstance(prompt, list):
@@ -280,6 +299,13 @@ def load_references(config: DataConfig, *, answers: bool = False) -> list[tuple[
             "answer instead"
         )
     return references
+
+
+def _reference(row: SourceRow, field: str) -> str | None:
+    """The text of a demonstration to grade; None for tool calls, which need a tokenizer."""
+    if is_message(message := row.fields.get(field)):
+        return None if message.get("tool_calls") else message["content"]
+    return "".join(demo_texts(row, field, required=False)) or None
 
 
 def select_rows(
@@ -331,10 +357,13 @@ def _encode(
     dropped: Counter[str],
     *,
     answers: bool,
+    demos: bool,
 ) -> Iterator[Example]:
     """Tokenize `rows` chunk by chunk, and apply the length limits."""
     while chunk := list(itertools.islice(rows, CHUNK)):
-        for example in _encode_chunk(config, tokenizer, chunk, answers=answers):
+        for example in _encode_chunk(
+            config, tokenizer, chunk, dropped=dropped, answers=answers, demos=demos
+        ):
             if limited := _apply_limits(config, example, dropped):
                 yield limited
 
@@ -344,69 +373,98 @@ def _encode_chunk(
     tokenizer: PreTrainedTokenizerBase,
     rows: Sequence[SourceRow],
     *,
+    dropped: Counter[str],
     answers: bool,
+    demos: bool,
 ) -> list[Example]:
     """Render every row as text, then tokenize prompts and demonstrations in one call each."""
-    from gac.models.causal_lm import end_of_turn  # not for checks without a tokenizer
-
-    demo_turns = [_demo_turns(config, tokenizer, row, required=not answers) for row in rows]
-    texts = [_prompt_text(config, tokenizer, row) for row in rows]
-    # A chat template adds its own special tokens; a plain prompt gets the tokenizer's (BOS).
-    chat = [config.chat or isinstance(row.fields[config.prompt_field], list) for row in rows]
-    pairs = [*zip(texts, chat, strict=True)]
-    encodings = {
-        kind: iter(_tokenize(tokenizer, [t for t, k in pairs if k is kind], special=not kind))
-        for kind in (False, True)
-    }
-    prompts = [next(encodings[kind]) for kind in chat]
-    present = list(itertools.chain(*demo_turns))
-    ends = {False: tokenizer.eos_token_id, True: end_of_turn(tokenizer)}
-    if present and None in ends.values():
-        raise ValueError("the tokenizer has no EOS token, which demonstrations need at their end")
-    encoded = iter(_tokenize(tokenizer, present, special=False))
+    texts = []
+    for row in rows:
+        try:
+            texts.append(_text(config, tokenizer, row, required=not answers))
+        except UnrenderableDemo:
+            if demos:
+                raise
+            dropped["demonstration that the chat template does not render"] += 1
+            texts.append(_text(replace(config, demo_field=None), tokenizer, row, required=False))
     examples = []
-    for row, (text, kind), prompt, turns in zip(rows, pairs, prompts, demo_turns, strict=True):
-        if not prompt:
-            row.fail(config.prompt_field, f"the tokenizer produces no tokens for {text!r:.60}")
-        ids = [next(encoded) for _ in turns]
-        own = [i % 2 == 0 for i, turn in enumerate(ids) for _ in turn]
+    for row, text, ids in zip(rows, texts, encode(tokenizer, texts), strict=True):
+        if not ids.prompt:
+            row.fail(
+                config.prompt_field, f"the tokenizer produces no tokens for {text.prompt!r:.60}"
+            )
         examples.append(
             Example(
                 id=row.text(config.id_field, required=False) or row.location,
-                prompt=tuple(prompt),
-                prompt_text=text,
+                prompt=ids.prompt,
+                prompt_text=text.prompt,
                 answer=_answer(config, row, required=answers),
-                demo=(*itertools.chain(*ids), ends[kind]) if turns else None,
+                demo=ids.demo,
                 extra=dict(row.fields),
                 source=_source(config, row),
-                demo_mask=() if all(own) else (*own, True),
+                demo_mask=ids.demo_mask,
             )
         )
     return examples
 
 
-def _tokenize(
-    tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: bool
-) -> list[list[int]]:
-    return tokenizer(texts, add_special_tokens=special)["input_ids"] if texts else []
+def uses_chat(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether text prompts are formatted with the tokenizer's chat template.
+
+    If `config.chat` is None, the decision is logged, once for each tokenizer.
+    """
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    if config.chat is not None:
+        if config.chat and not has_template:
+            raise ConfigError(
+                "data.chat=true: the tokenizer has no chat template: set data.chat=false, or "
+                "model.tokenizer to one that has"
+            )
+        return config.chat
+    if not has_template:
+        decision = "text prompts are used as they are: the tokenizer has no chat template"
+    elif config.template is not None:
+        decision = "text prompts are formatted with data.template only, without the chat template"
+    else:
+        decision = "text prompts are formatted with the tokenizer's chat template"
+    logged = tokenizer.__dict__.setdefault("chat_decisions", set())
+    if decision not in logged:
+        logged.add(decision)
+        other = "" if not has_template else "; data.chat=true and false decide otherwise"
+        logger.info("data.chat=null: %s%s", decision, other)
+    return has_template and config.template is None
 
 
-def _prompt_text(config: DataConfig, tokenizer: PreTrainedTokenizerBase, row: SourceRow) -> str:
-    if messages := _messages(config, row):
-        if config.template is not None:
-            row.fail(config.prompt_field, "is a list of messages: data.template needs a text")
-        return render(tokenizer, row, messages, config.prompt_field)
-    text = _templated(config, row)
-    if not config.chat:
-        if config.system is not None:
-            raise ValueError(f"data.system={config.system!r}: a text prompt needs data.chat=true")
-        return text
-    if not tokenizer.chat_template:
-        raise ValueError("data.chat=true: the tokenizer has no chat template: set data.template")
-    turns = [{"role": "user", "content": text}]
+def _text(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, row: SourceRow, *, required: bool
+) -> RenderedText:
+    """The row's prompt and demonstration as text.
+
+    required: whether the row must have a demonstration.
+    """
+    demo = _demo(config, row, required=required)
+    messages = _messages(config, row)
+    fields = config.prompt_field, config.demo_field or ""
+    if messages and config.template is not None:
+        row.fail(config.prompt_field, "is a list of messages: data.template needs a text")
+    if not messages:
+        text = _templated(config, row)
+        if not uses_chat(config, tokenizer):
+            _refuse_chat(config, row, demo)
+            return plain_text(tokenizer, text, [] if isinstance(demo, Mapping) else demo)
+        system = [] if config.system is None else [{"role": "system", "content": config.system}]
+        messages = [*system, {"role": "user", "content": text}]
+    return chat_text(tokenizer, row, messages, demo, fields)
+
+
+def _refuse_chat(config: DataConfig, row: SourceRow, demo: Message | list[str]) -> None:
+    """Raise an error for what acts only in a chat template."""
     if config.system is not None:
-        turns.insert(0, {"role": "system", "content": config.system})
-    return render(tokenizer, row, turns, config.prompt_field)
+        raise ConfigError(f"data.system={config.system!r}: a text prompt needs data.chat=true")
+    if is_message(demo):
+        names = ", ".join(sorted({*demo} - {"role", "content"}))
+        row.fail(config.demo_field or "", f"a message with {names} needs data.chat=true")
+    refuse_template_kwargs(row)
 
 
 def _templated(config: DataConfig, row: SourceRow) -> str:
@@ -427,17 +485,15 @@ def _messages(config: DataConfig, row: SourceRow) -> list[Any]:
     return [*([{"role": "system", "content": config.system}] if system else []), *messages]
 
 
-def _demo_turns(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, row: SourceRow, *, required: bool
-) -> list[str]:
-    """The demonstration's turns, the policy's and its environment's; [] without a demonstration."""
+def _demo(config: DataConfig, row: SourceRow, *, required: bool) -> Message | list[str]:
+    """The demonstration: a message, or the texts of its turns; [] if there is none."""
     if config.demo_field is None:
         return []
-    if calls_tools(message := row.fields.get(config.demo_field)):
+    if is_message(message := row.fields.get(config.demo_field)):
         if config.demo_template is not None:
-            row.fail(config.demo_field, "calls tools: data.demo_template needs a text")
-        messages = _messages(config, row)
-        return [demonstration(tokenizer, row, messages, message, config.demo_field)]
+            extra = ", ".join(sorted({*message} - {"role", "content"}))
+            row.fail(config.demo_field, f"has {extra}: data.demo_template needs a text")
+        return message
     turns = demo_texts(row, config.demo_field, required=required)
     if config.demo_template is None:
         return turns
@@ -465,9 +521,11 @@ def _printable(config: DataConfig, row: SourceRow) -> dict[str, Any]:
 
 def _fill(template: str, row: SourceRow, values: Mapping[str, Any]) -> str:
     try:
-        return template.format_map(values)
+        return template.format_map({k: value for k, value in values.items() if value is not None})
     except KeyError as error:
-        row.fail(str(error.args[0]), f"is missing, but the template {template!r:.80} uses it")
+        name = str(error.args[0])
+        state = "is null" if name in values else "is missing"
+        row.fail(name, f"{state}, but the template {template!r:.80} uses it")
     except (AttributeError, IndexError, ValueError) as error:  # {x.y}, {0}, {x:d}
         raise ConfigError(f"the template {template!r:.80} cannot be filled: {error}") from error
 
@@ -483,7 +541,7 @@ def _answer(config: DataConfig, row: SourceRow, *, required: bool) -> str | None
     text = row.text(config.answer_field, required=required, key="answer_field (null: no answers)")
     if text is None or config.answer_pattern is None:
         return text
-    matches = re.findall(config.answer_pattern, text)
+    matches = re.findall(config.answer_pattern, text, re.MULTILINE)  # as in the rewards
     if not matches:
         row.fail(config.answer_field, f"answer_pattern {config.answer_pattern!r} does not match")
     return matches[-1].strip()

@@ -40,19 +40,25 @@ class SourceRow:
     """The row as read."""
     source: str
     """The file, or the dataset's name and split."""
-    number: int
-    """Its line or row, counted from 1; the header of a CSV file is row 1."""
+    number: int | None = None
+    """Its line or row, counted from 1; the header of a CSV file is row 1. None: `source` says it.
+    """
     unit: str = "row"
     """What `number` counts: "line" in a file with one row per line."""
 
     @property
     def location(self) -> str:
         """Where the row is, e.g. `file.jsonl, line 3` or `file.csv, row 3`."""
-        return f"{self.source}, {self.unit} {self.number}"
+        return self.source if self.number is None else f"{self.source}, {self.unit} {self.number}"
 
     def fail(self, field: str, problem: str) -> NoReturn:
         """Raise `DataError` for `field` of this row."""
-        raise DataError(f"{self.location}, field {field!r}: {problem}")
+        raise DataError(self.problem(field, problem))
+
+    def problem(self, field: str, text: str) -> str:
+        """The message of an error: where `field` is, and the problem `text`."""
+        separator = ":" if self.number is None else ","
+        return f"{self.location}{separator} field {field!r}: {text}"
 
     def get(self, field: str, *, required: bool = True, key: str | None = None) -> Any:
         """The field's value; if not `required`, None for an absent or null field.
@@ -75,7 +81,7 @@ class SourceRow:
         if isinstance(value, int | float) and not isinstance(value, bool):
             if not math.isfinite(value):
                 self.fail(field, f"is {value}: use a finite number, or null")
-            return str(value)
+            return str(_integer(value))
         if not isinstance(value, str):
             self.fail(field, f"expected text, found {type(value).__name__} {value!r:.60}")
         if not value.strip():
@@ -83,6 +89,33 @@ class SourceRow:
         if re.search("[\ud800-\udfff]", value):
             self.fail(field, "has half of a surrogate pair, which is no character: remove it")
         return value
+
+
+def _integer(value: float) -> float:
+    """A number that is an integer as an int: 5.0 is 5, whatever a column's type is."""
+    exact = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
+    return int(value) if exact else value
+
+
+def table_row(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """A table's row without what the table's schema adds to it.
+
+    A nested column has the fields of all rows, so each row gets the others' as null; integers in a
+    column of floats become floats, and missing numbers nan. Nested nulls and all nans are removed,
+    and floats that are integers become integers.
+    """
+    return {name: _without_padding(value) for name, value in fields.items()}
+
+
+def _without_padding(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        items = {name: _without_padding(item) for name, item in value.items()}
+        return {name: item for name, item in items.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_padding(item) for item in value]
+    if isinstance(value, float):
+        return None if math.isnan(value) else _integer(value)
+    return value
 
 
 def read_rows(source: str, key: str = "source") -> Iterator[SourceRow]:
@@ -347,4 +380,4 @@ def _hub(source: str, key: str) -> Any:
 
 def _enumerate(table: Any, source: str) -> Iterator[SourceRow]:
     for number, fields in enumerate(table, start=1):
-        yield SourceRow(fields, source, number)
+        yield SourceRow(table_row(fields), source, number)

@@ -157,7 +157,7 @@ def load_jobs(
             stop_tokens(tokenizer, task.stop)  # fail before any work
             if task.function:
                 RolloutFunction(task.function, "function")
-            examples = load_prompts(task.data, tokenizer)
+            examples = load_prompts(task.data, tokenizer, demos=False)
             for example in examples:
                 split_of(task, example)
             own = reward if task.reward is None else task.reward

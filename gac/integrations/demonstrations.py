@@ -6,7 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gac.data.conversations import is_message, refuse_template_kwargs, split_conversation
+from gac.data.encoding import RenderedText, chat_text, plain_text
+from gac.data.encoding import encode as encode_texts
 from gac.data.rows import Row, count, loss_divisors
+from gac.data.source import SourceRow, table_row
 from gac.errors import require
 from gac_kernels import LossSpec
 
@@ -24,28 +28,30 @@ def check_columns(name: str, columns: Sequence[str]) -> None:
 def encode(
     row: Mapping[str, Any], location: str, tokenizer: Any, template: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Tokenize one demonstration.
+    """Tokenize one demonstration, with the tokens that `gac train` gives it.
 
     A plain-text completion ends with EOS. In a conversation, only the last message is trained on,
-    which must be the assistant's. Anything that the chat template adds after EOS is dropped,
-    because rollouts do not contain it.
+    which must be the assistant's; it has the tokens of the rendered conversation up to the
+    template's end of the turn, because rollouts do not contain what follows.
 
     Args:
-        row: prompt and completion (texts, or lists of messages), or messages.
+        row: prompt and completion (texts, or lists of messages), or messages; in a conversation,
+            also `tools` and `chat_template_kwargs`.
         location: how errors refer to the row.
         tokenizer: a Hugging Face tokenizer with an EOS token.
-        template: additional keyword arguments for `apply_chat_template`.
+        template: arguments of `apply_chat_template` that the row does not set.
 
     Returns:
         {"ids": token ids of prompt and completion, "start": length of the prompt}.
 
     Raises:
-        ValueError: the row is empty or malformed.
+        ValueError: the row is empty or malformed, or its chat template does not render the prompt
+            as the start of the conversation.
     """
+    fields = table_row(row)
     if "completion" not in row:
-        prompt, completion = row["messages"][:-1], row["messages"][-1:]
-    else:
-        prompt, completion = row["prompt"], row["completion"]
+        fields["prompt"], fields["completion"] = fields["messages"][:-1], fields["messages"][-1:]
+    prompt, completion = fields["prompt"], fields["completion"]
     if not completion:
         raise ValueError(f"{location}: the completion {completion!r} is empty; remove the row")
     if isinstance(prompt, str) != isinstance(completion, str):
@@ -54,51 +60,40 @@ def encode(
             f"{type(completion).__name__}: use texts for both, or lists of messages"
         )
     if isinstance(completion, str):
-        prompt_ids = list(tokenizer(prompt)["input_ids"])
-        target_ids = list(tokenizer(completion, add_special_tokens=False)["input_ids"])
-        if target_ids and target_ids[-1] != tokenizer.eos_token_id:
-            target_ids.append(tokenizer.eos_token_id)
+        refuse_template_kwargs(SourceRow(fields, location))
+        text = plain_text(tokenizer, prompt, [completion])
     else:
-        prompt_ids, target_ids = _conversation(
-            [*prompt, *completion], location, tokenizer, template or {}
-        )
-    if not prompt_ids:
+        # the last message is trained on, whatever the division between prompt and completion
+        whole = [*prompt, *completion]
+        fields["prompt"], fields["completion"] = whole[:-1], whole[-1:]
+        text = _conversation(fields, location, tokenizer, template)
+    (ids,) = encode_texts(tokenizer, [text])
+    if not ids.prompt:
         raise ValueError(f"{location}: the prompt {prompt!r} has no tokens; use a non-empty prompt")
-    if not target_ids:
+    if not ids.demo or len(ids.demo) < 2:
         raise ValueError(f"{location}: the completion {completion!r} has no tokens; remove the row")
-    return {"ids": prompt_ids + target_ids, "start": len(prompt_ids)}
+    return {"ids": [*ids.prompt, *ids.demo], "start": len(ids.prompt)}
 
 
 def _conversation(
-    messages: list[Any], location: str, tokenizer: Any, template: Mapping[str, Any]
-) -> tuple[list[int], list[int]]:
-    """Tokenize a conversation: return the ids before the last assistant message, and its ids."""
-    role = messages[-1].get("role")
-    if role != "assistant":
+    fields: Mapping[str, Any],
+    location: str,
+    tokenizer: Any,
+    template: Mapping[str, Any] | None,
+) -> RenderedText:
+    """Render a conversation whose `completion` is its last message."""
+    (message,) = fields["completion"]
+    if (role := message.get("role")) != "assistant":
         raise ValueError(
             f"{location}: the last message must come from the assistant, but its role is {role!r}"
         )
-    if not messages[-1].get("content") and not messages[-1].get("tool_calls"):
+    if not message.get("content") and not message.get("tool_calls"):
         raise ValueError(f"{location}: the last message has no content; remove the row")
-    keywords = {"tokenize": True, "return_dict": True, **template}
-
-    def token_ids(messages: list[Any], *, add_prompt: bool) -> list[int]:
-        encoded = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=add_prompt, **keywords
-        )
-        return list(encoded["input_ids"])
-
-    prompt_ids = token_ids(messages[:-1], add_prompt=True)
-    all_ids = token_ids(messages, add_prompt=False)
-    if all_ids[: len(prompt_ids)] != prompt_ids:
-        raise ValueError(
-            f"{location}: the chat template formats the prompt differently alone and with "
-            "the completion; use a plain-text prompt and completion"
-        )
-    target_ids = all_ids[len(prompt_ids) :]
-    if tokenizer.eos_token_id in target_ids:
-        target_ids = target_ids[: len(target_ids) - target_ids[::-1].index(tokenizer.eos_token_id)]
-    return prompt_ids, target_ids
+    row = split_conversation(SourceRow(fields, location), "prompt", "completion")
+    demo = row.fields["completion"]
+    demo = demo if is_message(demo) else [demo]
+    names = "prompt", "completion"
+    return chat_text(tokenizer, row, row.fields["prompt"], demo, names, template)
 
 
 def tokenized(

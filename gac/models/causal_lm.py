@@ -235,14 +235,17 @@ def _add_lora(model: Any, config: LoraConfig) -> Any:
         ) from error
 
 
-def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The token with which the chat template ends the assistant's turn; EOS if there is none."""
+def end_of_turn(tokenizer: PreTrainedTokenizerBase, template: str | None = None) -> int:
+    """The token with which the chat template ends the assistant's turn; EOS if there is none.
+
+    template: another chat template than the tokenizer's.
+    """
     eos: int = tokenizer.eos_token_id
-    if not getattr(tokenizer, "chat_template", None):
+    if not (template or getattr(tokenizer, "chat_template", None)):
         return eos
     turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
     try:
-        text = str(tokenizer.apply_chat_template(turns, tokenize=False))
+        text = str(tokenizer.apply_chat_template(turns, tokenize=False, chat_template=template))
     except Exception:  # templates raise errors of their own; `render` reports them
         return eos
     _, found, rest = text.rpartition("answer")

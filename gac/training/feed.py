@@ -51,7 +51,9 @@ class Feed:
         self.balances = config.max_tokens_per_micro_batch is not None and self.may_balance
         check_demos(config, anywhere=True)
         if needs.rollouts:
-            self.prompts = load_prompts(config.data, tokenizer, training=True)
+            own = needs.demos and config.data.demos is None
+            of_prompts = own or self.trains_on_prompt_demos
+            self.prompts = load_prompts(config.data, tokenizer, training=True, demos=of_prompts)
             self.prompt_order = prompt_order(config.data, self.prompts, config.seed)
             self.orders["prompt_order"] = self.prompt_order
             if self.plan.has_prefix and self.prompts.turns:

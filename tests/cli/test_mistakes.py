@@ -313,7 +313,7 @@ LATE = {  # answered with torch, most of them before the model is loaded
 }
 LATE_TRAIN = {
     "data.system=Calculate.": "data.system='Calculate.': a text prompt needs data.chat=true",
-    "data.chat=true": "data.chat=true: the tokenizer has no chat template: set data.template",
+    "data.chat=true": "data.chat=true: the tokenizer has no chat template: set data.chat=false",
     "data.prompts=chat.jsonl": "a conversation needs a chat template, which the tokenizer does not",
     "data.max_prompt_tokens=1": "no rows left (dropped: 400 prompt longer than 1 tokens)",
     "data.source_field=set": "field 'set': is missing; the row's fields are",

@@ -1,5 +1,6 @@
 """The data layer: sources, templates, length filters, error messages, row order."""
 
+import copy
 import errno
 import gzip
 import json
@@ -24,7 +25,10 @@ from gac.data.source import _enumerate, _hub, data_files
 from gac.data.stored import Example, store
 from gac.errors import RunError
 
-CHAT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+CHAT = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +40,13 @@ def tokenizer():
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     raw.decoder = decoders.ByteLevel()
     raw.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    fast = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>")
+    return PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>")
+
+
+@pytest.fixture
+def chat_tokenizer(tokenizer):
+    """The same with a chat template."""
+    fast = copy.copy(tokenizer)
     fast.chat_template = CHAT
     return fast
 
@@ -141,27 +151,29 @@ def test_choices_have_one_letter_each(tmp_path, tokenizer):
     assert example.prompt_text.endswith("(Z) x")
 
 
-def test_chat_uses_the_tokenizers_template_and_adds_no_second_bos(tmp_path, tokenizer):
+def test_chat_uses_the_tokenizers_template_and_adds_no_second_bos(tmp_path, chat_tokenizer):
     path = write(tmp_path / "a.jsonl", addition_row())
     config = DataConfig(prompts=path, chat=True, system="Be brief.", template="{prompt}=?")
-    [example] = load_prompts(config, tokenizer)
+    [example] = load_prompts(config, chat_tokenizer)
     assert example.prompt_text == "[system]Be brief.[user]0+1=?[assistant]"
-    assert tokenizer.decode(example.prompt) == example.prompt_text
-    bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="</s>")
-    with pytest.raises(ValueError, match="the tokenizer has no chat template: set data.template"):
+    assert chat_tokenizer.decode(example.prompt) == example.prompt_text
+    bare = PreTrainedTokenizerFast(
+        tokenizer_object=chat_tokenizer.backend_tokenizer, eos_token="</s>"
+    )
+    with pytest.raises(ValueError, match="the tokenizer has no chat template: set data.chat=false"):
         load_prompts(config, bare)
     with pytest.raises(ValueError, match="data.system=.Be brief.*needs data.chat=true"):
-        load_prompts(replace(config, chat=False), tokenizer)
+        load_prompts(replace(config, chat=False), chat_tokenizer)
 
 
-def test_only_prompts_that_are_text_begin_with_bos(tmp_path, tokenizer):
+def test_only_prompts_that_are_text_begin_with_bos(tmp_path, chat_tokenizer):
     turns = [{"role": "user", "content": "b"}]
     path = write(tmp_path / "a.jsonl", *({"id": 7, "prompt": x} for x in ("a", turns, "c")))
-    config = DataConfig(prompts=path, answer_field=None, source_field="id")
-    examples = load_prompts(config, tokenizer)
+    config = DataConfig(prompts=path, answer_field=None, source_field="id", chat=False)
+    examples = load_prompts(config, chat_tokenizer)
     assert len({part.digest for part in (examples, *map(examples.subset, ([], [0])))}) == 3
     last = examples.subset([0, 2]).subset([1])
-    texts = [tokenizer.decode(example.prompt) for example in (*examples, *last)]
+    texts = [chat_tokenizer.decode(example.prompt) for example in (*examples, *last)]
     assert texts == ["<s>a", "[user]b[assistant]", "<s>c", "<s>c"]
     assert last[0].index == 0
     assert {(example.id, example.source) for example in examples} == {("7", "7")}

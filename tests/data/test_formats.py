@@ -289,7 +289,8 @@ def test_conversations(tmp_path, chat_tokenizer, row):
     (prompt,) = load_prompts(config, chat_tokenizer)
     (demo,) = load_demos(config, chat_tokenizer)
     assert prompt.prompt_text == demo.prompt_text == "s:0;u:1+1;a:"
-    assert chat_tokenizer.decode(demo.demo) == "2<eos>"
+    # the template ends a turn with ";", which this tokenizer lacks
+    assert chat_tokenizer.decode(demo.demo) == "2<unk><eos>"
 
 
 @pytest.mark.parametrize(
@@ -311,7 +312,7 @@ def test_conversations(tmp_path, chat_tokenizer, row):
         ({"prompt": [USER]}, "field 'prompt': is a list of messages: data.template needs a text"),
         (
             {"messages": [USER, {**ASSISTANT, "tool_calls": [CALL]}]},
-            "field 'solution': calls tools: data.demo_template needs a text",
+            "field 'solution': has tool_calls: data.demo_template needs a text",
         ),
     ],
 )
@@ -351,7 +352,7 @@ def test_tool_calls_and_a_refused_system_message(tmp_path, chat_tokenizer):
     prompts = [demo.prompt_text.replace("<eos>\n", "") for demo in demos]
     assert prompts == ["0;u:1+1=a:1=t:2=a:", "u:0\n\n1+1=a:", "u:1+1=a:"]
     texts = [chat_tokenizer.decode(demo.demo) for demo in demos]
-    assert texts == ["2<eos>", "31=<eos>", "=<eos>"]
+    assert texts == ["2=<eos>", "31=<eos>", "=<eos>"]
     assert [text for _, text in load_references(config)] == ["2"]  # without a tokenizer
     chat_tokenizer.chat_template = "{{ messages | length }}"
     with pytest.raises(DataError, match="writes the prompt differently"):
