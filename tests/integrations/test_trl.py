@@ -260,7 +260,7 @@ def test_demonstrations_are_formatted_like_the_prompts(
         options = {"beta": beta, "chat_template_kwargs": {"lead": lead} if lead else None}
         options |= {"controller": method, "demo_dataset": rows}
         trainer, _ = trl_task.make_trainer(model, tmp_path, **options)
-        assert tokenizer.decode(trainer._demos[0]["ids"]) == f"{lead}2=3"
+        assert tokenizer.decode(trainer._demos[0]["ids"]) == f"{lead}2=3<eos>"
     assert "beta=0.0: without a reference model, the KL is unknown to gac, and" in caplog.text
 
 
