@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+import warnings
 from typing import Any
 
 import torch
@@ -13,6 +14,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from gac.errors import ConfigError, import_extra
+from gac.models.adapters import (
+    check_adapted,
+    copy_weight,
+    may_be_adapted,
+    untie_adapted,
+    untie_if_different,
+)
 from gac.models.config import ALL_LINEAR, LoraConfig, ModelConfig
 from gac.models.head import (
     Head,
@@ -22,7 +30,13 @@ from gac.models.head import (
     run_head,
     set_compute_dtype,
 )
-from gac.models.pretrained import base_folder, check_safetensors, meta_model, read_model
+from gac.models.pretrained import (
+    base_folder,
+    check_safetensors,
+    has_adapters,
+    meta_model,
+    read_model,
+)
 from gac.models.source import check_model, check_tokenizer, one_line_errors
 from gac.parallel.setup import ShardedLoading
 
@@ -113,10 +127,15 @@ def make_model(
                         f"model.path={config.path!r}: the weight {name} contains nan or inf: copy "
                         "or download the model again"
                     )
+    untie_if_different(model)
     patch_forward(model)
     if masters:
         set_compute_dtype(model, compute, by_autocast=loading is None)
-    model = apply_training_options(model, config).train()
+    model = apply_training_options(model, config, loading).train()
+    if training and has_adapters(config.path):  # transformers loads them frozen
+        for name, weight in model.named_parameters():
+            if "lora_" in name:
+                weight.requires_grad_(True)
     if not config.keep_dropout:
         _disable_noise(model, config.lora)
     return model
@@ -188,14 +207,24 @@ def load_meta_model(config: ModelConfig) -> Any:
     return meta_model(config.path, dtype=getattr(torch, config.dtype))
 
 
-def apply_training_options(model: Any, config: ModelConfig) -> Any:
-    """Enable gradient checkpointing and add adapters, as `config` says; returns the model."""
+def apply_training_options(
+    model: Any, config: ModelConfig, loading: ShardedLoading | None = None
+) -> Any:
+    """Enable gradient checkpointing and add adapters, as `config` says; returns the model.
+
+    loading: has the values of the model's weights, if they are placeholders.
+    """
     if config.gradient_checkpointing:
         # newer releases of transformers 5 renamed the method
         enable = getattr(model, "activation_checkpointing_enable", None)
         (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
         model.config.use_cache = False
-    return model if config.lora is None else _add_lora(model, config.lora)
+    if config.lora is None:
+        return model
+    adapted = _add_lora(model, config.lora)
+    check_adapted(model)
+    untie_adapted(model, copy_weight if loading is None else loading.copy)
+    return adapted
 
 
 def _add_lora(model: Any, config: LoraConfig) -> Any:
@@ -205,26 +234,24 @@ def _add_lora(model: Any, config: LoraConfig) -> Any:
         if isinstance(config.target_modules, tuple)
         else config.target_modules
     )
-    # linear layers whose output is not x W^T: routers, and one matrix per group of features
-    special = [
-        name
-        for name, module in model.named_modules()
-        if any(word in type(module).__name__ for word in ("Router", "GroupedLinear"))
-    ]
+    special = [name for name, module in model.named_modules() if not may_be_adapted(name, module)]
     if model.config.model_type in MAMBA:
         special += ["out_proj", "conv1d"]
     try:
-        return peft.get_peft_model(
-            model,
-            peft.LoraConfig(
-                r=config.rank,
-                lora_alpha=config.alpha,
-                lora_dropout=config.dropout,
-                target_modules=targets,
-                exclude_modules=special if targets == ALL_LINEAR else None,
-                task_type="CAUSAL_LM",
-            ),
-        )
+        with warnings.catch_warnings():
+            # of adapters on a tied weight, which `untie_adapted` handles
+            warnings.filterwarnings("ignore", message=".*tie_word_embeddings")
+            return peft.get_peft_model(
+                model,
+                peft.LoraConfig(
+                    r=config.rank,
+                    lora_alpha=config.alpha,
+                    lora_dropout=config.dropout,
+                    target_modules=targets,
+                    exclude_modules=special if targets == ALL_LINEAR else None,
+                    task_type="CAUSAL_LM",
+                ),
+            )
     except (ValueError, re.error) as error:
         linear = {
             n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)

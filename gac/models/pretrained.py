@@ -86,12 +86,31 @@ def read_model(key: str, path: str, lazily: bool, **keywords: Any) -> Any:
             _check_loaded(key, path, loaded[0].load_adapter(path, use_safetensors=False).to_dict())
     else:
         keywords.setdefault("config", AutoConfig.from_pretrained(path))
-        model_class = type(meta_model(path))
+        meta = meta_model(path)
+        _resolve_ties(meta, tensors, keywords["config"])
+        model_class = type(meta)
         loaded = model_class.from_pretrained(None, state_dict=tensors, **keywords)
         add_pretrained_metadata(loaded[0], path)
     model, loading_info = loaded
     _check_loaded(key, path, loading_info)
     return model
+
+
+def _resolve_ties(meta: Any, tensors: dict[str, LazyTensor], config: Any) -> None:
+    """Decide whether a checkpoint that has both the embedding and the LM head ties them.
+
+    transformers compares the two after loading; the values of a sharded model are gone by then.
+    """
+    embedding, head = meta.get_input_embeddings(), meta.get_output_embeddings()
+    names = {module: f"{name}.weight" for name, module in meta.named_modules()}
+    both = [tensors.get(names.get(module, "")) for module in (embedding, head)]
+    if None in both or head.weight is not embedding.weight:
+        return
+    if torch.equal(*(tensor[:] for tensor in both if tensor is not None)):
+        del tensors[names[head]]
+    else:
+        for part in (config, config.get_text_config(decoder=True)):
+            part.tie_word_embeddings = False
 
 
 def _check_loaded(key: str, path: str, loading_info: dict[str, Any]) -> None:

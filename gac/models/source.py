@@ -58,6 +58,11 @@ def check_model(config: ModelConfig, *, ask_hub: bool = True) -> None:
     check_source("model.path", config.path, ask_hub=ask_hub)
     remedy = "give a folder written by transformers' save_pretrained"
     check_files("model.path", config.path, "model", remedy, "config.json", "adapter_config.json")
+    if config.lora is not None and (Path(config.path) / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"model.lora: model.path={config.path!r} already contains adapters, which are trained: "
+            "remove model.lora, or merge the adapters into a model with peft's merge_and_unload"
+        )
     if not config.random_init:
         remedy = "give a folder with weights, or set model.random_init=true"
         check_files("model.path", config.path, "weights", remedy, *WEIGHTS)

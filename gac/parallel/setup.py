@@ -78,12 +78,17 @@ class ShardedLoading:
             return None
         rows_per_rank = -(-param.shape[0] // self._ranks)
         rows = param.detach()[rows_per_rank * self._rank : rows_per_rank * (self._rank + 1)]
-        # still on the CPU, so that adapters are created there too
-        placeholder = nn.Parameter(torch.empty_like(param), requires_grad=param.requires_grad)
-        placeholder.untyped_storage().resize_(0)
-        placeholder.__dict__.update(param.__dict__)
+        placeholder = _placeholder(param)
         self._rows[placeholder] = rows.to(self.device, copy=True)
         return placeholder
+
+    def copy(self, param: nn.Parameter) -> nn.Parameter:
+        """A parameter of its own with the same values, as a placeholder if `param` is one."""
+        if param not in self._rows:  # it was not loaded
+            return nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
+        twin = _placeholder(param)
+        self._rows[twin] = self._rows[param].clone()
+        return twin
 
     def to_meta(self, model: nn.Module) -> None:
         """Replace the placeholders with meta parameters, so that the model can be sharded.
@@ -110,6 +115,15 @@ class ShardedLoading:
                 filled[placeholder] = _with_rows(sharded[name], self._rows.pop(placeholder))
         state = {name: filled[placeholder] for name, placeholder in self._placeholders.items()}
         model.load_state_dict(state, strict=False, assign=True)
+
+
+def _placeholder(param: nn.Parameter) -> nn.Parameter:
+    """A parameter like `param` without storage."""
+    # still on the CPU, so that adapters are created there too
+    placeholder = nn.Parameter(torch.empty_like(param), requires_grad=param.requires_grad)
+    placeholder.untyped_storage().resize_(0)
+    placeholder.__dict__.update(param.__dict__)
+    return placeholder
 
 
 def _with_rows(param: Tensor, rows: Tensor) -> nn.Parameter:

@@ -25,6 +25,7 @@ from trl.import_utils import is_vllm_available
 from urllib3.util.retry import Retry
 
 from gac.errors import ConfigError, RunError
+from gac.models.adapters import adapter_layers, base_name
 from gac.models.head import sampling_mode
 from gac.parallel.collectives import gather, rank, run_on_all_ranks
 
@@ -257,11 +258,10 @@ class Weights:
 
     def __init__(self, model: Any) -> None:
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-        self.adapters = {
-            f"{name}.base_layer.weight": [(layer, adapter) for adapter in layer.active_adapters]
-            for name, layer in inner.named_modules()
-            if hasattr(layer, "get_delta_weight") and not layer.disable_adapters
-        }
+        self.adapters: dict[int, list[tuple[Any, str]]] = {}  # by the id of the parameter
+        for _, layer, weight in adapter_layers(inner):
+            active = () if layer.disable_adapters else layer.active_adapters
+            self.adapters.setdefault(id(weight), []).extend((layer, name) for name in active)
         self.parameters = [(n, p) for n, p in inner.named_parameters() if "lora_" not in n]
         self.device, dtype = self.parameters[0][1].device, inner.__dict__.get("compute_dtype")
         self.dtypes = [dtype or p.dtype for _, p in self.parameters]
@@ -270,7 +270,7 @@ class Weights:
     def metadata(self) -> list[tuple[str, str, list[int]]]:
         """Name, dtype and shape of each weight, in order."""
         return [
-            (_plain(name), str(dtype).removeprefix("torch."), list(p.shape))
+            (base_name(name), str(dtype).removeprefix("torch."), list(p.shape))
             for (name, p), dtype in zip(self.parameters, self.dtypes, strict=True)
         ]
 
@@ -278,9 +278,9 @@ class Weights:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for (name, p), dtype in zip(self.parameters, self.dtypes, strict=True):
             value = _full(p.detach())
-            for layer, adapter in self.adapters.get(name, ()):
+            for layer, adapter in self.adapters.get(id(p), ()):
                 value = value + _full(layer.get_delta_weight(adapter)).to(value.dtype)
-            yield _plain(name), value.to(dtype)
+            yield base_name(name), value.to(dtype)
             del value  # before the next one is gathered
 
 
@@ -370,10 +370,6 @@ def _files(weights: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]
 
 def _full(x: Tensor) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
-
-
-def _plain(name: str) -> str:
-    return name.replace(".base_layer.", ".")
 
 
 def _short(error: Exception) -> str:

@@ -22,6 +22,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from gac.config import load
 from gac.errors import CheckpointNotFound, ConfigError, RunError, writable_folder
 from gac.faults import checkpoint
+from gac.models.adapters import adapter_layers, base_name, is_untied, untie
 from gac.models.causal_lm import apply_training_options, load_meta_model, load_model, load_tokenizer
 from gac.models.config import ModelConfig
 from gac.models.pretrained import has_adapters
@@ -199,19 +200,26 @@ def _save_adapters(config: ModelConfig, path: Path, folder: Path) -> None:
 
 def _save_weights(config: ModelConfig, path: Path, folder: Path, file_size: int) -> None:
     """Write weight files of about `file_size` bytes, their index, and a model's other files."""
-    plain, size = load_meta_model(config), 0
-    names = plain.state_dict().keys()
-    part, files = folder / "part", list[Path]()
-    for tensors in _chunks(config, path, file_size):
+    model, plain = apply_training_options(load_meta_model(config), config), load_meta_model(config)
+    stored, base = checkpoint.model_tensors(path), _base_model(model)
+    if is_untied(base) or _stored_apart(base, model, path, stored):
+        untie(base)
+        untie(plain)
+    missing = {*plain.state_dict()} - _shared_names(plain)
+    part, files, size = folder / "part", list[Path](), 0
+    for tensors in _chunks(model, path, stored, file_size):
         state = {
             name: (x.to(getattr(torch, config.dtype)) if x.is_floating_point() else x).contiguous()
             for name, x in tensors.items()
-            if name in names
+            if name in plain.state_dict()
         }
+        missing -= state.keys()
         size += sum(x.nbytes for x in state.values())
         # save_pretrained also converts names and layouts to those of the published model
         plain.save_pretrained(part, state_dict=state, max_shard_size=NO_SHARDING)
         files.append((part / SAFE_WEIGHTS_NAME).rename(folder / f"{len(files)}.safetensors"))
+    if missing:
+        raise AssertionError(f"weights were not exported: {', '.join(sorted(missing))}")
     for other_file in part.iterdir():
         other_file.rename(folder / other_file.name)
     part.rmdir()
@@ -220,6 +228,20 @@ def _save_weights(config: ModelConfig, path: Path, folder: Path, file_size: int)
     else:
         metadata = {"total_parameters": plain.num_parameters(), "total_size": size}
         _write_index(files, folder, metadata)
+
+
+def _stored_apart(base: Any, model: nn.Module, path: Path, stored: dict[str, Tensor]) -> bool:
+    """Whether a checkpoint has different weights for an embedding and a head that should be tied.
+
+    So it is if the checkpoint of the original model did; see `untie_if_different`.
+    """
+    ends = (base.get_input_embeddings(), base.get_output_embeddings())
+    names = {module: f"{name}.weight" for name, module in model.named_modules()}
+    both = [names[module] for module in ends if names.get(module) in stored]
+    if len(both) < 2:
+        return False
+    embedding, head = checkpoint.read_tensors(path, {n: stored[n] for n in both}).values()
+    return not torch.equal(embedding, head)
 
 
 def _write_index(files: Sequence[Path], folder: Path, metadata: dict[str, int]) -> None:
@@ -234,16 +256,17 @@ def _write_index(files: Sequence[Path], folder: Path, metadata: dict[str, int]) 
     (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _chunks(config: ModelConfig, path: Path, size: int) -> Iterator[dict[str, Tensor]]:
+def _chunks(
+    model: Any, path: Path, stored: dict[str, Tensor], size: int
+) -> Iterator[dict[str, Tensor]]:
     """Yield the checkpoint's weights, adapters merged, in chunks of about `size` bytes."""
-    model = apply_training_options(load_meta_model(config), config)
-    meta_tensors, chunk = checkpoint.model_tensors(path), dict[str, Tensor]()
+    chunk = dict[str, Tensor]()
     for names in _units(model):
         if chunk and sum(x.nbytes for x in chunk.values()) >= size:
             yield chunk
             chunk = {}
-        tensors = checkpoint.read_tensors(path, {name: meta_tensors[name] for name in names})
-        chunk |= tensors if config.lora is None else _merged(model, tensors)
+        tensors = checkpoint.read_tensors(path, {name: stored[name] for name in names})
+        chunk |= _merged(model, tensors) if hasattr(model, "get_base_model") else tensors
     yield chunk
 
 
@@ -259,13 +282,23 @@ def _units(model: nn.Module) -> list[list[str]]:
         if type(module).__name__ in layers or hasattr(module, "base_layer")
     ]
     units: dict[str, list[str]] = {}
-    seen: set[int] = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
+    tied = _shared_names(model)
+    for name in model.state_dict():
+        if name not in tied:
             unit = next((prefix for prefix in prefixes if name.startswith(prefix)), name)
             units.setdefault(unit, []).append(name)
     return list(units.values())
+
+
+def _shared_names(model: nn.Module) -> set[str]:
+    """The names of tied weights after their first one."""
+    seen: set[int] = set()
+    shared = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) in seen:
+            shared.add(name)
+        seen.add(id(tensor))
+    return shared
 
 
 def _merged(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -274,17 +307,15 @@ def _merged(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     Still contains the adapters' own tensors.
     """
     model.load_state_dict(tensors, strict=False, assign=True)
-    adapters = {name.rpartition(".base_layer.")[0] for name in tensors if ".base_layer." in name}
-    for name in adapters:
-        module: Any = model.get_submodule(name)
-        module.merge()
+    for name, layer, _ in adapter_layers(model):
+        if any(tensor.startswith(f"{name}.lora_") for tensor in tensors):
+            layer.merge()
     state = model.state_dict()
-    merged = {_base_name(name): state[name] for name in tensors}
+    merged = {base_name(name): state[name] for name in tensors}
     meta_tensors = {name: torch.empty_like(x, device="meta") for name, x in tensors.items()}
     model.load_state_dict(meta_tensors, strict=False, assign=True)
     return merged
 
 
-def _base_name(name: str) -> str:
-    """Map peft's name of a weight to the base model's."""
-    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+def _base_model(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -91,8 +91,11 @@ class Forward:
         if self.reference is not None:
             yield self.reference
         else:
+            # peft freezes disabled adapters: in their shards, which outlive gathered weights
+            reshard(self.model)
             with self.accelerator.unwrap_model(self.model).disable_adapter():
                 yield self.model
+                reshard(self.model)
 
     @torch.no_grad()
     def reference_logprobs(self, batch: Batch, demo: bool) -> Tensor:

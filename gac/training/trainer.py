@@ -29,6 +29,7 @@ from gac.faults import checkpoint
 from gac.faults.processes import Heartbeat, StopRequest
 from gac.methods import Mix, Observation
 from gac.methods.base import StepNeeds, next_mix
+from gac.models.adapters import check_server
 from gac.models.causal_lm import load_tokenizer
 from gac.parallel import collectives, setup
 from gac.parallel.run_lock import run_lock
@@ -124,6 +125,8 @@ class Trainer:
         self.gathers = config.parallel.gather_for_rollouts and rollouts.engine != "vllm"
         self.model = load_policy(config, self.accelerator)
         self.policy = self.accelerator.unwrap_model(self.model)
+        if rollouts.engine == "vllm":
+            check_server(self.policy)
         self.reference = load_reference(config, self.accelerator, needs.kl)
         self.config = config = choose_micro_batches(
             config,

@@ -187,7 +187,11 @@ def test_adapters_skip_the_layers_of_mamba_that_bypass_their_forward():
     assert {n.split(".")[-4] for n, p in model.named_parameters() if p.requires_grad} == {
         "in_proj",
         "x_proj",
-        "dt_proj",
     }
+    base = model.unload()
     with pytest.raises(ConfigError, match="out_proj"):  # named targets are not skipped
-        _add_lora(model.unload(), LoraConfig(target_modules=("in_proj", "out_proj")))
+        _add_lora(base, LoraConfig(target_modules=("in_proj", "out_proj")))
+    # the slow path, too, reads this weight directly; so an adapter would act only after a merge
+    config = ModelConfig(lora=LoraConfig(target_modules=("dt_proj",)))
+    with pytest.raises(ConfigError, match=r"^model.lora.target_modules: .*dt_proj .*name other"):
+        apply_training_options(base, config)

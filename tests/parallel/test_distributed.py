@@ -177,6 +177,10 @@ CASES = {
     "hsdp-2x2": (4, {**HSDP, "micro_batch_size": None}, {}),
     "fsdp-untied-head": (2, {"parallel": FSDP}, {**ALL, "untied": True}),
     "fsdp-adapters": (2, {"parallel": FSDP}, {**ALL, "model": {"lora": {"rank": 4}}}),
+    "fsdp-adapters-on-a-tied-head": (
+        *(2, {"parallel": FSDP}),
+        {**ALL, "model": {"lora": {"rank": 4, "target_modules": ["lm_head", "embed_tokens"]}}},
+    ),
     "fsdp-reused-rollouts": (
         *(2, {"parallel": FSDP}),
         {"rollouts": {**ROLLOUTS, "num_iterations": 2}},

@@ -156,6 +156,18 @@ def test_adapters_are_added_to_the_weights(task, server, tmp_path):
     assert {x.dtype for x in dict(vllm.Weights(model)).values()} == {torch.bfloat16}
 
 
+@pytest.mark.parametrize("module", ["lm_head", "embed_tokens"])
+def test_an_adapter_on_a_tied_weight_is_refused_before_training(task, server, tmp_path, module):
+    """The server ties the embedding and the LM head, which an adapter makes different."""
+    pytest.importorskip("peft")
+    lora = {"rank": 2, "target_modules": [module, "q_proj"]}
+    model = {"path": str(task / "init"), "random_init": True, "lora": lora}
+    with pytest.raises(ConfigError, match=r"^rollouts.engine='vllm': .*engine=generate, or .*lora"):
+        Trainer(config(task, tmp_path / "run", server.url, model=model))
+    # a method that samples nothing needs no server
+    Trainer(config(task, tmp_path / "sft", server.url, model=model, method="sft"))
+
+
 def test_a_run_is_repeatable_and_on_policy(task, server, tmp_path):
     """Two runs with one seed are identical. Each step sends new weights, so the ratios are 1."""
     request_count = len(server.requests())
