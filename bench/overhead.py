@@ -33,16 +33,17 @@ import torch
 from transformers import AutoConfig
 
 import gac.models.head
+from gac import collectives
 from gac.config import load
-from gac.data.rows import Row
 from gac.demo.task import write_task
-from gac.methods import METHODS
-from gac.methods.base import StepNeeds, next_mix
-from gac.parallel import collectives
+from gac.methods import METHODS, Constant
+from gac.rows import Row
 from gac.train_config import TrainConfig
 from gac.training.gradients import Forward, SampledKL
-from gac.training.step import observe
+from gac.training.step import trainer_columns, turn_of
 from gac.training.trainer import Trainer
+from gac.turn import end_step
+from gac.types import StepNeeds
 from gac_kernels import TokenMoments
 
 from .record import RESULTS, copy_out, device_name, environment
@@ -188,8 +189,9 @@ def with_method(trainer: Trainer, rows: list[Row]) -> None:
     step = trainer._assemble(rows, trainer.mix)
     measured = trainer.gradients(step)
     update = trainer._apply(step, measured)
-    _, observation = observe(step, measured, update, None, trainer.rollouts, {})
-    trainer.state, trainer.mix = next_mix(trainer.method, trainer.state, observation)
+    trainer_columns(step, measured, update, trainer.rollouts, {})
+    turn = turn_of(step, measured, update, None)
+    _, trainer.state, trainer.mix = end_step(trainer.method, trainer.state, turn)
 
 
 def bare(trainer: Trainer, rows: list[Row], mu: float) -> None:
@@ -198,7 +200,9 @@ def bare(trainer: Trainer, rows: list[Row], mu: float) -> None:
     step = dataclasses.replace(step, needs=StepNeeds())
     with without_statistics():
         measured = trainer.gradients(step)
-    observe(step, measured, trainer._apply(step, measured), None, None, {})
+    update = trainer._apply(step, measured)
+    trainer_columns(step, measured, update, None, {})
+    end_step(Constant(mu), {}, turn_of(step, measured, update, None))
 
 
 class CycleTimes(dict[str, float]):

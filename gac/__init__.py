@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gac.control.controller import ControllerConfig, GuidedController
     from gac.control.estimators import mu_star, mu_star_biased
-    from gac.integrations.mixer import Mixer
+    from gac.mixer import Mixer
 
     __version__: str
 
@@ -22,7 +22,7 @@ __all__ = [
 _LAZY_MODULES = {
     "ControllerConfig": "control.controller",
     "GuidedController": "control.controller",
-    "Mixer": "integrations.mixer",
+    "Mixer": "mixer",
     "mu_star": "control.estimators",
     "mu_star_biased": "control.estimators",
 }

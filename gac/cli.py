@@ -367,9 +367,12 @@ def _methods(options: argparse.Namespace) -> int:
         print(methods_table())
     else:
         find_user_code(None)
-        from gac.methods.listing import method_page
+        from gac.config import choose, describe
+        from gac.methods import all_methods
 
-        print(method_page(name))
+        method = type(choose(all_methods(), name))
+        keys = describe(method, "method") or "It has no hyperparameters."
+        print(f"{name}: {' '.join((method.__doc__ or '').split())}\n\n{keys}")
     return OK
 
 

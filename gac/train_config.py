@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any
 
-from gac.config import (
+from gac.data import DataConfig
+from gac.errors import require
+from gac.evaluation.config import EvalSettings, EvalTask
+from gac.fields import (
     Checked,
     Choice,
     Count,
@@ -20,15 +23,13 @@ from gac.config import (
     require_default,
     setting,
 )
-from gac.data import DataConfig
-from gac.errors import require
-from gac.evaluation.config import EvalSettings, EvalTask
 from gac.methods import DEFAULT, METHODS, Method, all_methods
-from gac.methods.base import Loss, StepNeeds
+from gac.methods.base import Loss
 from gac.methods.loss_keys import check_loss
 from gac.models.config import ModelConfig
 from gac.parallel.config import ParallelConfig
 from gac.rollouts.config import RolloutConfig
+from gac.types import StepNeeds
 from gac_kernels import GradientFilter, LossSpec
 
 SEED = Valid("a whole number from 0 to 2**31 - 1", lambda x: 0 <= x < 2**31)

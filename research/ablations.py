@@ -12,8 +12,9 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from gac.control.signals import Evidence, ProxySignals, Reading, Source, SourceNeeds, State
+from gac.control.signals import ProxySignals, Reading, Source, SourceNeeds
 from gac.errors import is_count, is_real, require
+from gac.types import Evidence, State
 from gac_kernels import Signals
 
 

@@ -25,12 +25,13 @@ from typing import Any, NamedTuple
 import torch
 from transformers import GPT2Config
 
-from gac.config import ConfigError, load
-from gac.data.order import Order
+from gac.config import load
 from gac.demo.run import demo_fields
 from gac.demo.task import make_tokenizer, write_rows
+from gac.errors import ConfigError
 from gac.faults import checkpoint
 from gac.methods import METHODS
+from gac.order import Order
 from gac.train_config import TrainConfig
 from gac.training.export import export_checkpoint
 from gac.training.trainer import train

@@ -25,12 +25,12 @@ import numpy as np
 from gac.config import dump
 from gac.control.signals import GradientSignals, ProxySignals, Reading, SketchSignals
 from gac.evaluation.table import markdown_table
-from gac.methods.base import Mix
 from gac.study.command import Arm, arm_config
 from gac.train_config import TrainConfig
 from gac.training.gradients import Gradients
 from gac.training.step import Step
 from gac.training.trainer import Trainer
+from gac.types import Mix
 from research.scenarios import write_scenarios
 
 SCENARIOS = ("base", "spoil")

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from gac.data import Example, Order
+from gac.data import Example
+from gac.order import Order
 
 
 class Phases(Order):

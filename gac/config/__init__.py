@@ -1,15 +1,9 @@
-"""Run configurations: nested frozen dataclasses, read from YAML and `key.sub=value` overrides.
+"""Run configurations: nested frozen dataclasses, read from YAML and `key.sub=value` overrides."""
 
-This package may import `errors`.
-"""
-
-from .build import choose, convert, load, load_early
-from .dump import dump, save, save_text
-from .help import Key, describe, keys
-from .types import (
+from gac.errors import ConfigError
+from gac.fields import (
     Checked,
     Choice,
-    ConfigError,
     Count,
     Decay,
     Natural,
@@ -27,6 +21,10 @@ from .types import (
     require_default,
     setting,
 )
+
+from .build import choose, convert, load, load_early
+from .dump import dump, save, save_text
+from .help import Key, describe, keys
 from .yaml_text import YamlError, parse_yaml, read_yaml, to_yaml
 
 __all__ = [

@@ -11,22 +11,22 @@ from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
-from .early import check_names
-from .imports import find_user_code, load_object
-from .types import (
-    ConfigError,
+from gac.errors import ConfigError
+from gac.fields import choice_of, hints_of
+
+from .convert import (
     Override,
-    choice_of,
     convert_enum,
     convert_literal,
     convert_scalar,
-    hints_of,
     join,
     parse_value,
     short_repr,
     type_name,
     unknown_name_message,
 )
+from .early import check_names
+from .imports import find_user_code, load_object
 from .yaml_text import read_yaml
 
 T = TypeVar("T")

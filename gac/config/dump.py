@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gac.errors import ConfigError
+from gac.fields import Choice, choice_of, hints_of
+
 from .imports import import_name
-from .types import Choice, ConfigError, choice_of, hints_of
 from .yaml_text import to_yaml
 
 

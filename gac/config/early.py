@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .types import ConfigError, did_you_mean, join, unknown_name_message
+from gac.errors import ConfigError
+
+from .convert import did_you_mean, join, unknown_name_message
 
 ROOT = Path(__file__).parents[2]
 Class = tuple[str, str]  # module and name of a class

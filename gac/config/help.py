@@ -8,8 +8,10 @@ import textwrap
 import typing
 from typing import Any, NamedTuple
 
+from gac.fields import Choice, choice_of, hints_of
+
+from .convert import type_name
 from .dump import to_plain
-from .types import Choice, choice_of, hints_of, type_name
 from .yaml_text import to_yaml
 
 WIDTH = 96

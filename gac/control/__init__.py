@@ -1,4 +1,1 @@
-"""Chooses mu: controller, gate, alarm, estimators, schedules and signals.
-
-This package may import `config`.
-"""
+"""Chooses mu: controller, gate, alarm, estimators, schedules and signals."""

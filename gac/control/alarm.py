@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, NamedTuple
 
-from gac.config import Checked, Decay, Natural, NonNegative, Number, Positive, Valid, number
 from gac.errors import finite, is_count, require
+from gac.fields import Checked, Decay, Natural, NonNegative, Number, Positive, Valid, number
 
 MAX_SOURCES = 4  # number of other sources whose level is remembered
 SCALE = 1.4  # makes the typical error a standard deviation for normal noise

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Annotated, Any
 
-from gac.config import (
+from gac.errors import finite, is_count, numbers, require
+from gac.fields import (
     Checked,
     Count,
     Decay,
@@ -24,11 +25,11 @@ from gac.config import (
     one_of,
     setting,
 )
-from gac.errors import finite, is_count, numbers, require
+from gac.types import Corrections
 from gac_kernels.contract import Signals
 
 from .alarm import Alarm, AlarmState
-from .estimators import Corrections, mu_star, mu_star_biased, mu_star_biased_paper
+from .estimators import mu_star, mu_star_biased, mu_star_biased_paper
 from .gate import Gate, GateState
 from .schedules import Prior
 from .signals import Alignment

@@ -8,24 +8,9 @@ alpha g_s* + (1 - alpha) g_r*.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 from gac.errors import finite, require
-
-
-class Corrections(NamedTuple):
-    """Terms that equations 4 and 5 add to equation 3; d = g_s* - g_r* and Delta = b_s - b_r."""
-
-    covariance: float = 0.0
-    """c = tr Cov of the two noises."""
-    bias_gap_sq: float = 0.0
-    """`|Delta|^2`."""
-    bias_gap_dot_d: float = 0.0
-    """<Delta, d>."""
-    rl_bias_dot_d: float = 0.0
-    """<b_r, d>."""
-    rl_bias_dot_gap: float = 0.0
-    """<b_r, Delta>."""
+from gac.types import Corrections
 
 
 def mu_star(

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
-from gac.config import Checked, Decay, NonNegative, Share, one_of
 from gac.errors import numbers
+from gac.fields import Checked, Decay, NonNegative, Share, one_of
 
 from .signals import Alignment
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
 
-from gac.config import Checked, Choice, Natural, Share, one_of
+from gac.fields import Checked, Choice, Natural, Share, one_of
 
 Shape = Annotated[str, one_of("linear", "cosine")]
 

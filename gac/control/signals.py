@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple, Protocol
+from typing import Annotated, NamedTuple, Protocol
 
 import torch
 
-from gac.config import Checked, Choice, Valid
 from gac.errors import is_count, require
-from gac_kernels.contract import Signals, TokenMoments
-
-from .estimators import Corrections
+from gac.fields import Checked, Choice, Valid
+from gac.types import Corrections, Evidence, Sketches, State
+from gac_kernels.contract import Signals
 
 
 class Alignment(NamedTuple):
@@ -85,9 +84,6 @@ def _off_diagonal(block: torch.Tensor) -> float:
     return ((block.sum() - block.diagonal().sum()) / (count * (count - 1))).item()
 
 
-State = dict[str, Any]  # plain JSON types
-
-
 class SourceNeeds(NamedTuple):
     """Evidence that a signal source needs in addition to `Evidence.moments`."""
 
@@ -102,36 +98,6 @@ class SourceNeeds(NamedTuple):
     def provides_alignment(self) -> bool:
         """Whether the source also estimates the inner product of the two gradients."""
         return self.gram or self.sketch > 0
-
-
-class Sketches(NamedTuple):
-    """Sketches R G S^T of the gradients of the LM head weight.
-
-    G is one unit's contribution to the gradient of its term. A unit is a demonstration, or all
-    rollouts of a prompt.
-    """
-
-    demos: torch.Tensor
-    """float64 [n, k k]."""
-    rollouts: torch.Tensor
-    """float64 [n, k k]."""
-
-
-class Evidence(NamedTuple):
-    """Measurements of a refresh step, summed over micro-batches and ranks."""
-
-    step: int
-    """Number of optimizer steps done so far."""
-    moments: TokenMoments | None = None
-    """Statistics of the step's tokens."""
-    gram: torch.Tensor | None = None
-    """[M_s + M_r, M_s + M_r] inner products of micro-batch gradients, SFT first; float64."""
-    sft_count: int = 0
-    """M_s, the number of SFT micro-batches in `gram`."""
-    bias_gram: torch.Tensor | None = None
-    """[4, 4] inner products as in `bias_moments`."""
-    sketches: Sketches | None = None
-    """Sketches of every unit in the step."""
 
 
 class Reading(NamedTuple):

@@ -1,10 +1,6 @@
-"""Training data: sources, examples and their order, and the rows and micro-batches of a step.
-
-This package may import `models` and earlier packages.
-"""
+"""Training data: sources, examples, and the micro-batches of a step."""
 
 from .examples import DataConfig, load_demos, load_prompts
-from .order import Order
 from .source import DataError, read_rows
 from .stored import Example, Examples
 
@@ -13,7 +9,6 @@ __all__ = [
     "DataError",
     "Example",
     "Examples",
-    "Order",
     "load_demos",
     "load_prompts",
     "read_rows",

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from gac.config import Checked, Count, Positive, setting
 from gac.config.imports import load_object, user_code
 from gac.errors import ConfigError, MissingData
+from gac.fields import Checked, Count, Positive, setting
+from gac.order import MixedOrder, Order
 
 from .conversations import (
     Message,
@@ -24,7 +25,6 @@ from .conversations import (
     split_conversation,
 )
 from .encoding import RenderedText, UnrenderableDemo, chat_text, encode, plain_text
-from .order import MixedOrder, Order
 from .source import FORMATS, SourceRow, data_files, read_rows, why_missing
 from .stored import Example, Examples, cache_path, store
 
@@ -70,7 +70,7 @@ class DataConfig(Checked):
     """Source of the demonstrations; null: the rows of `prompts` that have a `demo_field`."""
     order: str | None = None
     """The order in which rows are visited, e.g. a curriculum: `package.module:Class`, a subclass of
-    `gac.data.Order`, called with the examples and the seed. null: shuffled epochs."""
+    `gac.order.Order`, called with the examples and the seed. null: shuffled epochs."""
     prompt_field: str = "prompt"
     """Field with the question: text, or a list of messages with `role` and `content`. Without it,
     the prompt is all of `messages` before the assistant's last one."""

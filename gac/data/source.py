@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from gac.config import expanded
 from gac.errors import DataError, MissingData, import_extra
+from gac.fields import expanded
 
 TABLES = {".parquet": "parquet", ".arrow": "arrow"}  # suffix -> builder of `datasets`
 TEXTS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")

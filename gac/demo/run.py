@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gac.config import load
-from gac.config.types import unknown_name_message
+from gac.config.convert import unknown_name_message
 from gac.errors import ConfigError, RunError, writable_folder
 from gac.methods import all_methods
 from gac.report import results_table, write_report

@@ -1,4 +1,1 @@
-"""Evaluation: one task, a suite of them, and estimates with intervals.
-
-This package may import `methods` and earlier packages.
-"""
+"""Evaluation: one task, a suite of them, and estimates with intervals."""

@@ -6,7 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gac.config import (
+from gac.data import DataConfig
+from gac.errors import require
+from gac.fields import (
     Checked,
     Count,
     Natural,
@@ -16,8 +18,6 @@ from gac.config import (
     expand_paths,
     setting,
 )
-from gac.data import DataConfig
-from gac.errors import require
 from gac.models.config import ModelConfig
 
 

@@ -24,11 +24,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from gac import collectives
 from gac.config import dump, save_text
 from gac.data import Examples, load_prompts
 from gac.errors import ConfigError, value_errors_as, writable_folder
 from gac.models.causal_lm import load_model, load_tokenizer
-from gac.parallel import collectives, setup
+from gac.parallel import setup
 from gac.parallel.run_lock import run_lock
 from gac.rewards import Reward, build_reward, closing_reward
 from gac.rollouts.config import RolloutConfig

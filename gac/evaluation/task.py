@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from gac.collectives import gather, rank, world_size
 from gac.data import Example
 from gac.errors import ConfigError
 from gac.parallel import setup
-from gac.parallel.collectives import gather, rank, world_size
 from gac.rollouts.engines import Engine, RolloutFunction
 from gac.rollouts.generation import SamplingParams, stop_tokens
-from gac.rollouts.plan import Rollout
 from gac.rollouts.sampling import is_truncated, score
+from gac.types import Rollout
 
 from .config import EvalTask
 from .estimates import accuracy_interval, bootstrap_interval, pass_at_k

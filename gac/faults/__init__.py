@@ -1,4 +1,1 @@
-"""Fault tolerance: checkpoints, heartbeats, requests to stop.
-
-This package may import `evaluation` and earlier packages.
-"""
+"""Fault tolerance: checkpoints, heartbeats, requests to stop."""

@@ -41,8 +41,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
+from gac.collectives import Result, gather, rank, run_on_all_ranks, world_size
 from gac.errors import CheckpointError, CheckpointNotFound, UserError
-from gac.parallel.collectives import Result, gather, rank, run_on_all_ranks, world_size
 
 logger = logging.getLogger(__name__)
 # a run without torchrun has one process on purpose

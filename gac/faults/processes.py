@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gac.parallel.collectives import rank, world_size
+from gac.collectives import rank, world_size
 
 logger = logging.getLogger(__name__)
 INTERVAL = 1.0  # seconds between heartbeats

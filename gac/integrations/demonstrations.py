@@ -9,9 +9,9 @@ from typing import Any
 from gac.data.conversations import is_message, refuse_template_kwargs, split_conversation
 from gac.data.encoding import RenderedText, chat_text, plain_text
 from gac.data.encoding import encode as encode_texts
-from gac.data.rows import Row, count, loss_divisors
 from gac.data.source import SourceRow, table_row
 from gac.errors import require
+from gac.rows import Row, count, loss_divisors
 from gac_kernels import LossSpec
 
 COLUMNS = ({"prompt", "completion"}, {"messages"})

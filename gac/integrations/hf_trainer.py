@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from gac.data.rows import Row
-from gac.integrations.mixer import Mixer, rollout_moments
-from gac.models.causal_lm import run_head
+from gac.mixer import Mixer, rollout_moments
+from gac.models.head import run_head
+from gac.rows import Row
 from gac_kernels import LossOutput
 
 from .demonstrations import demo_norm
@@ -53,6 +53,8 @@ class StepMixin(Trainer):
         """End the micro-batch; after the last one, end the step and log its metrics."""
         self._micro_batch += 1
         if self.accelerator.sync_gradients:
+            if self.mixer.final:
+                self.control.should_training_stop = True
             for name, value in self.mixer.close().items():
                 self._metrics["train"][f"gac/{name}"].append(value)
             self._step_demos = None

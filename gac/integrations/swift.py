@@ -21,10 +21,10 @@ from swift.utils import to_device
 from torch import Tensor
 
 from gac.config import choose
-from gac.data.rows import Row
-from gac.integrations.mixer import Mixer, refuse
 from gac.methods import DEFAULT, METHODS
-from gac.models.causal_lm import attach_head
+from gac.mixer import Mixer, refuse
+from gac.models.head import attach_head
+from gac.rows import Row
 
 from .hf_trainer import StepMixin, base_model, unsupported_options
 

@@ -23,8 +23,8 @@ from trinity.algorithm.sample_strategy.mix_sample_strategy import MixSampleStrat
 from trinity.common.experience import CustomField, Experience
 
 from gac.config import choose
-from gac.integrations.mixer import Mixer, refuse, resolve_method
 from gac.methods import DEFAULT, METHODS
+from gac.mixer import Mixer, refuse, resolve_method
 from gac_kernels import LossSpec, loss_from_logprobs
 
 REDUCTIONS = {"token-mean": "token", "seq-mean-token-mean": "sequence"}

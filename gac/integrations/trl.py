@@ -19,13 +19,11 @@ from transformers import ProcessorMixin
 from trl import GRPOTrainer
 
 from gac.control.controller import ControllerConfig
-from gac.data.rows import collate
 from gac.errors import is_count, require
-from gac.integrations.mixer import Mixer, refuse
 from gac.methods import Method
-from gac.methods.rules import KLControl
-from gac.models.causal_lm import attach_head
-from gac.models.head import set_gradient_filter
+from gac.mixer import MEASURED, Mixer, refuse
+from gac.models.head import attach_head, set_gradient_filter
+from gac.rows import collate
 from gac_kernels import LossOutput
 from gac_kernels.heads.trl.grpo import FusedGRPOMixin, FusedLoss
 
@@ -55,6 +53,8 @@ class GACMixin(StepMixin, FusedGRPOMixin):
             is invalid.
     """
 
+    _rewards: Tensor | None = None  # of this rank's part of the last rollouts
+
     def __init__(
         self,
         *args: Any,
@@ -77,7 +77,7 @@ class GACMixin(StepMixin, FusedGRPOMixin):
             rows=len(demo_dataset),
             batch=demo_batch,
             seed=self.args.seed,
-            sketches=True,
+            measures=MEASURED._replace(rewards=True, sketch=True),
         )
         template = {
             "tools": getattr(self, "tools", None) or None,
@@ -93,9 +93,10 @@ class GACMixin(StepMixin, FusedGRPOMixin):
         attach_head(base_model(self))
         if self.gradient_filter is not None:
             set_gradient_filter(base_model(self), self.gradient_filter)
-        if self.beta == 0 and self.mixer.method.needs(0).kl:
+        needs = self.mixer.method.needs(0)
+        if self.beta == 0 and needs.kl:
             name, use = self.mixer.method.name, "use beta=1e-30 to measure it at the same loss"
-            if isinstance(self.mixer.method, KLControl):
+            if not needs.kl_optional:
                 raise ValueError(f"controller={name} follows the KL, unknown with beta=0.0: {use}")
             logger.warning(
                 "beta=0.0: without a reference model, the KL is unknown to %s, and alpha stays "
@@ -104,12 +105,22 @@ class GACMixin(StepMixin, FusedGRPOMixin):
                 use,
             )
 
+    def _calculate_rewards(self, *args: Any, **keywords: Any) -> Tensor:
+        by_function = super()._calculate_rewards(*args, **keywords)  # [rollouts of all ranks, F]
+        if self.model.training:
+            weighted = by_function * self.reward_weights.to(by_function.device)
+            rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
+            self._rewards = weighted.nansum(1)[rank::ranks]
+        return by_function
+
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
         if "pixel_values" in inputs:
             raise ValueError("the prompts contain images: GACTrainer supports text only")
         rollout_loss = super()._compute_loss(model, inputs)
         if not self.model.training:  # evaluation uses the trainer's own loss
             return rollout_loss
+        if self._step_demos is None and self._rewards is not None:
+            self.mixer.observe_rewards(self._rewards)  # also for a step that reuses rollouts
         self.begin_step(lambda indices: [row_of(row) for row in self._demos.select(indices)])
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         ref = inputs.get("ref_per_token_logps")

@@ -30,9 +30,9 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.padding import no_padding_2_padding
 
 from gac.config import choose
-from gac.data.rows import Row
-from gac.integrations.mixer import Mixer, refuse, resolve_method, rollout_moments
 from gac.methods import DEFAULT, METHODS
+from gac.mixer import Mixer, refuse, resolve_method, rollout_moments
+from gac.rows import Row
 from gac_kernels import loss_from_logprobs
 
 from .demonstrations import demo_norm, read, row_of, tokenized

@@ -1,13 +1,12 @@
-"""Every method, a file per family, and the interface between methods and the trainer.
-
-This package may import `rollouts` and earlier packages.
-"""
+"""Every method, a file per family, and the interface between methods and the trainer."""
 
 import functools
 import logging
 from importlib.metadata import entry_points
 
-from .base import Method, Mix, Observation, State
+from gac.types import Mix, Observation, State
+
+from .base import Method
 from .chord import CHORD, HPCD, WCF, CHORDBoth, CHORDPhi
 from .constant import Constant, ConstantAlarm, Guarded
 from .dpo import DPO, IPO

@@ -8,84 +8,21 @@ checkpoints. Notation: N tokens, Q prompts, K rollouts per prompt.
 
 from __future__ import annotations
 
-import functools
-import json
-import logging
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, make_dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 
-from gac.config import Checked, check_effects
-from gac.config.imports import user_code
-from gac.control.estimators import Corrections
-from gac.control.signals import Evidence
-from gac.data.rows import TermPair
-from gac.errors import require
-from gac.parallel.collectives import rank
-from gac.rollouts.plan import Credit, Sampling, group_credit
-from gac_kernels import DemoWeight, LossSpec, Signals, TokenMoments
+from gac.fields import Checked, check_effects
+from gac.types import Credit, Mix, Observation, Sampling, State, StepNeeds, Weights
+from gac_kernels import DemoWeight, LossSpec
 
-if TYPE_CHECKING:
-    from gac.methods.token_loss import TokenView
+from .advantages import group_credit
+from .token_view import TokenView
 
-logger = logging.getLogger(__name__)
-State = dict[str, Any]  # plain JSON types
-Weights = tuple[float, float]  # of the demonstration and the rollout gradient
 OURS = "our variants"  # family of the methods that no publication describes
-
-
-class Mix(NamedTuple):
-    """Weights of one step: loss = scale * ((1 - mu) * rollout_loss + mu * demo_loss)."""
-
-    mu: float
-    scale: float = 1.0
-    final: bool = False
-    """End the run after this step, even if steps remain."""
-
-    @classmethod
-    def weights(cls, demo: float, rollout: float) -> Mix:
-        """Build a Mix from the weight of each term; their sum must not be 0."""
-        return cls(demo / (demo + rollout), demo + rollout)
-
-    @property
-    def pair(self) -> TermPair:
-        """The weight of each term."""
-        return TermPair(self.scale * self.mu, self.scale * (1 - self.mu))
-
-
-class StepNeeds(NamedTuple):
-    """The inputs and measurements that a method requires in one step."""
-
-    rollouts: bool = True
-    """Rollouts are sampled from the policy."""
-    demos: bool = True
-    """Demonstrations are read."""
-    kl: bool = False
-    """The KL to the frozen initial policy is measured."""
-    signals: bool = False
-    """The controller's signals are measured; see `Observation.evidence`."""
-    parts: int = 0
-    """0: one gradient of the mixed loss. n: n separate gradients of each of the two terms."""
-    bias: bool = False
-    """With `parts`: also measure both gradients without phi and without clipping."""
-    average: float = 0.0
-    """With `parts`: rate of the moving averages that replace the gradients; 0: no averaging."""
-    losses_after: bool = False
-    """The losses of the batch are measured again after the update."""
-    trim: float = 0.1
-    """Fraction of the demonstrations trimmed at each end for the logged sigma_s^2."""
-    sketch: int = 0
-    """Size of the head sketch of each unit's gradient; 0: none."""
-    sources: bool = False
-    """The source of each demonstration is known, if the data name sources."""
-
-    @classmethod
-    def union(cls, needs: Iterable[StepNeeds]) -> StepNeeds:
-        """Combine several requirements (at least one)."""
-        return functools.reduce(lambda a, b: cls._make(map(max, a, b)), needs)
 
 
 class Loss(NamedTuple):
@@ -105,47 +42,6 @@ class Loss(NamedTuple):
     per_token: bool = False
     """`token` is a function of each token's own log-prob, entropy and inputs, without sums over
     sequences. The gradient then takes 6 instead of 8 N H V FLOPs."""
-
-
-@dataclass(frozen=True)
-class Observation:
-    """Measurements available when the weights of the next step are chosen; None: not measured.
-
-    All values are from the previous step, over all ranks; a skipped step sets only `step`.
-    """
-
-    step: int
-    """Number of optimizer steps done so far."""
-    signals: Signals | None = None
-    """The controller's three signals, from a caller that measures them itself; the trainer and
-    `Mixer` pass `evidence` instead.
-    """
-    kl: float | None = None
-    """Mean KL to the reference policy per rollout token, nats, by the k3 estimator."""
-    entropy: float | None = None
-    """Mean entropy per rollout token, nats."""
-    reward_mean: float | None = None
-    """Mean reward of the rollouts."""
-    reward_variance: float | None = None
-    """Population variance of the rewards over the batch."""
-    rollout_loss: float | None = None
-    """Rollout loss after reduction over tokens, before weighting by 1 - mu."""
-    demo_loss: float | None = None
-    """Demonstration loss after reduction over tokens, before weighting by mu."""
-    corrections: Corrections | None = None
-    """Covariance and biases of the two gradients, with `signals`."""
-    evidence: Evidence | None = None
-    """Input of the signal source, if `StepNeeds.signals` is set."""
-    losses_before: TermPair | None = None
-    """The reduced losses before the update."""
-    losses_after: TermPair | None = None
-    """The losses of the same batch after the update, if `StepNeeds.losses_after` is set."""
-    demo_losses: tuple[float, ...] | None = None
-    """Mean negative log-likelihood per token of each demonstration of the step, where finite."""
-    lr: float | None = None
-    """Learning rate of the step."""
-    losses_by_source: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """The `demo_losses` of each source; empty if the data name no sources."""
 
 
 @dataclass(frozen=True)
@@ -207,7 +103,7 @@ class Method(Checked):
         """Advantages and row weights from rewards.
 
         Args:
-            rewards: [Q, K] rewards of K rollouts for each of Q prompts.
+            rewards: [Q, K] rewards of K rollouts for each of the step's Q prompts, on all ranks.
             demos: [Q] rewards of the demonstrations if they are in their prompt's group, else None.
             scale_rewards: as in `rollouts.scale_rewards`.
         """
@@ -274,31 +170,6 @@ class TokenWeighted(Method):
 
     def loss(self, base: LossSpec) -> Loss:
         return Loss(replace(base, demo_weight=self.weight))
-
-
-def demo_losses(moments: TokenMoments) -> tuple[float, ...] | None:
-    """Compute `Observation.demo_losses` from the statistics of a step."""
-    return tuple(moments.demo_nll[moments.demo_nll.isfinite()].tolist()) or None
-
-
-def next_mix(method: Method, state: State, last: Observation) -> tuple[State, Mix]:
-    """Return the result of `method.mix`; rank 0 logs the method's message, if there is one.
-
-    Raises RunError if a method from outside of this package fails or returns something else.
-    """
-    if type(method).__module__.startswith("gac."):
-        after, mix = method.mix(state, last)
-    else:
-        with user_code(f"method {type(method).__qualname__!r}"):
-            after, mix = method.mix(state, last)
-            json.dumps(after)  # checkpoints contain it
-            require(
-                isinstance(mix, Mix) and 0 <= mix.mu <= 1, "mix", mix, "Mix(mu) with mu in [0, 1]"
-            )
-    message = method.log_message(state, after)
-    if message is not None and rank() == 0:
-        logger.warning("step %d: %s", last.step + 1, message)
-    return after, mix
 
 
 M = TypeVar("M", bound=Method)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gac.control.schedules import MixSchedule, ScheduleChoice
+from gac.types import Mix, Observation, State
 from gac_kernels import DemoWeight
 
-from .base import Mix, Observation, State, TokenWeighted, preset
+from .base import TokenWeighted, preset
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gac.config import Share
 from gac.control.alarm import Alarm, alarm_message, is_suspect
+from gac.fields import Share
+from gac.types import Mix, Observation, State
 
-from .base import OURS, Mix, Observation, State, TokenWeighted, preset
+from .base import OURS, TokenWeighted, preset
 
 
 @dataclass(frozen=True)

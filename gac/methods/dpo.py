@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 
-from gac.config import Positive
-from gac.rollouts.plan import Sampling
+from gac.fields import Positive
+from gac.types import Mix, Observation, Sampling, State, StepNeeds
 from gac_kernels import LossSpec
 
-from .base import Loss, Method, Mix, Observation, State, StepNeeds
-
-if TYPE_CHECKING:
-    from gac.methods.token_loss import TokenView
+from .base import Loss, Method
+from .token_view import TokenView
 
 
 @dataclass(frozen=True)

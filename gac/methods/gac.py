@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from gac.config import require_default
 from gac.control.alarm import Alarm, alarm_message, is_suspect
 from gac.control.controller import ControllerConfig, ControllerState, initial_state, step
 from gac.control.gate import Gate, GateState
 from gac.control.schedules import Prior, PriorChoice
 from gac.control.signals import GradientSignals, ProxySignals, SketchSignals, Source
+from gac.fields import require_default
+from gac.types import Mix, Observation, State, StepNeeds
 from gac_kernels import DemoWeight, Signals
 
-from .base import OURS, Mix, Observation, State, StepNeeds, TokenWeighted, preset
+from .base import OURS, TokenWeighted, preset
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,12 @@ class GAC(
                 f"gate={self.gate!r} needs the inner product of the two gradients: set "
                 "method.signals=gradients or method.signals=sketch"
             )
-        paired = needs.gram and getattr(self.signals, "paired", True)
-        if not {"independent": True, "correlated": paired}.get(self.estimator, needs.bias):
-            option = "paired" if self.estimator == "correlated" else "bias"
+        if self.estimator == "correlated":
+            option = "paired"
+            measured = needs.gram and getattr(self.signals, "paired", True)
+        else:
+            option, measured = "bias", needs.bias
+        if self.estimator != "independent" and not measured:
             raise ValueError(
                 f"estimator={self.estimator!r} needs what {option}=true measures: set "
                 f"method.signals={{name: gradients, {option}: true}}"
@@ -86,7 +90,8 @@ class GAC(
         # Update t uses the measurements of step t - 1. Step 0 also measures, so that the averages
         # start early.
         refresh = step == 0 or self.is_refresh(step + 1)
-        needs = StepNeeds(kl=refresh or self.alpha_every == "step", signals=refresh)
+        measures_kl = refresh or self.alpha_every == "step"
+        needs = StepNeeds(kl=measures_kl, kl_optional=measures_kl, signals=refresh)
         if refresh:
             source = self.signals.needs
             parts = self.gradient_parts if source.gram else 0

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 
-from gac.config import Count, NonNegative, Number, Positive, Share, setting
-from gac.rollouts.plan import Credit, Sampling, Stage
+from gac.fields import Count, NonNegative, Number, Positive, Share, setting
+from gac.types import Credit, Mix, Observation, Sampling, Stage, State, StepNeeds, Weights
 from gac_kernels import DemoWeight, LossSpec
 
-from .base import Loss, Method, Mix, Observation, State, StepNeeds, Sum, Weights
+from .base import Loss, Method, Sum
 from .solvers import Gram, GramSolver
-
-if TYPE_CHECKING:
-    from gac.methods.token_loss import TokenView
+from .token_view import TokenView
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from gac.config import NonNegative, Share
-from gac.rollouts.plan import Sampling
+from gac.fields import NonNegative, Share
+from gac.types import Mix, Observation, Sampling, State, StepNeeds
 from gac_kernels import LossSpec
 
-from .base import Loss, Method, Mix, Observation, State, StepNeeds
+from .base import Loss, Method
 
 
 @dataclass(frozen=True)

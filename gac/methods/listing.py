@@ -5,11 +5,11 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping
 
-from gac.config import choose, describe
+from gac.types import StepNeeds
 from gac_kernels import LossSpec
 
 from . import all_methods
-from .base import Method, StepNeeds
+from .base import Method
 
 DEMOS = {"separate": "demonstrations", "prompt": "demonstrations of the sampled prompts"}
 STEPS = 1000  # number of steps whose needs are combined; enough for every method
@@ -65,10 +65,3 @@ def describe_needs(method: Method) -> tuple[str, ...]:
         "best weights": method.keeps_best,
     }
     return tuple(name for name, needed in declared.items() if needed)
-
-
-def method_page(name: str) -> str:
-    """The description of a method and its keys."""
-    method = type(choose(all_methods(), name))
-    keys = describe(method, "method") or "It has no hyperparameters."
-    return f"{name}: {' '.join((method.__doc__ or '').split())}\n\n{keys}"

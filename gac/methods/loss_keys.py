@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from gac.config import require_default
-from gac.rollouts.plan import Sampling
+from gac.fields import require_default
+from gac.types import Sampling, StepNeeds
 from gac_kernels import DemoWeight, LossSpec
 
-from .base import Loss, Method, StepNeeds
+from .base import Loss, Method
 
 CLIP = {"clip_low", "clip_high"}
 POLICY = CLIP | {"dual_clip", "policy_loss", "importance_sampling_level", "sapo_tau"}

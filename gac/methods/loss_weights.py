@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gac.config import Count, NonNegative, Number, Positive
-from gac.data.rows import TermPair
+from gac.fields import Count, NonNegative, Number, Positive
+from gac.types import Mix, Observation, State, StepNeeds, TermPair, Weights
 
-from .base import Mix, Observation, State, StepNeeds, TokenWeighted, Weights
+from .base import TokenWeighted
 from .solvers import Gram, GramSolver
 
 MIN_LOSS = 1e-3  # lower bound of a loss, so that ratios are finite
@@ -38,7 +38,10 @@ def softmax(x: float, y: float) -> Weights:
 
 @dataclass(frozen=True)
 class LossWeights(TokenWeighted, family="loss weighting"):
-    """Weights from the history of the two losses."""
+    """Weights from the history of the two losses; see `positive_losses`."""
+
+    def needs(self, step: int) -> StepNeeds:
+        return StepNeeds(rewards=True)
 
 
 BOUND = 6.0  # largest |s|, in case a loss reaches 0
@@ -184,6 +187,9 @@ class GradNorm(GramSolver, name="gradnorm", source="arXiv 1711.02257"):
     """The publication's alpha; 0 makes the norms equal."""
     lr: NonNegative = 0.025
     """Step size of a weight, in units of its gradient norm over the mean norm."""
+
+    def needs(self, step: int) -> StepNeeds:
+        return StepNeeds(parts=1, rewards=True)
 
     def init(self) -> State:
         return {**super().init(), "weights": [1.0, 1.0], "initial": None, "losses": None}

@@ -5,20 +5,17 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 
-from gac.config import Count, NonNegative, Positive, Share
 from gac.control.schedules import MixSchedule, ScheduleChoice
 from gac.errors import require
-from gac.rollouts.plan import Sampling, Stage
+from gac.fields import Count, NonNegative, Positive, Share
+from gac.types import Mix, Observation, Sampling, Stage, State
 from gac_kernels import DemoWeight, LossSpec
 
-from .base import Loss, Method, Mix, Observation, State, Sum
-
-if TYPE_CHECKING:
-    from gac.methods.token_loss import TokenView
+from .base import Loss, Method, Sum
+from .token_view import TokenView
 
 
 @dataclass(frozen=True)

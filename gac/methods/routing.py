@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from gac.config import Count, NonNegative, Number, Positive, require_default
-from gac.parallel import collectives
-from gac.rollouts.plan import Credit, Sampling
+from gac.fields import Count, NonNegative, Number, Positive, require_default
+from gac.types import Credit, Sampling
 from gac_kernels import DemoWeight, LossSpec
 
 from .base import OURS, Loss, Sum, TokenWeighted
@@ -77,8 +76,7 @@ class Routing(
         self, rewards: torch.Tensor, demos: torch.Tensor | None, scale_rewards: str
     ) -> Credit:
         credit = super().credit(rewards, demos, scale_rewards)
-        unsolved, prompts = collectives.total([credit.demo_weight.sum().item(), len(rewards)])
-        share = unsolved / prompts
+        share = credit.demo_weight.sum().item() / len(rewards)  # of the prompts on all ranks
         return credit._replace(  # `mix` weighs both terms by 1
             rollout_weight=credit.rollout_weight * (1 - share),
             demo_weight=credit.demo_weight * share,

@@ -8,9 +8,10 @@ from typing import Annotated
 
 import torch
 
-from gac.config import Count, Natural, Number, Valid, number
+from gac.fields import Count, Natural, Number, Valid, number
+from gac.types import Mix, Observation, State, StepNeeds, Weights
 
-from .base import Mix, Observation, State, StepNeeds, TokenWeighted, Weights
+from .base import TokenWeighted
 from .solvers import Gram, GramSolver, cross_gram
 
 
@@ -80,6 +81,9 @@ class RewardThreshold(
     0.7.
     """
 
+    def needs(self, step: int) -> StepNeeds:
+        return StepNeeds(rewards=True)
+
     def init(self) -> State:
         return {"mu": min(max(self.threshold, 0.0), 1.0)}
 
@@ -119,6 +123,9 @@ MIN_VARIANCE = 1e-6  # squared reward; avoids division by zero when all rewards 
 @dataclass(frozen=True)
 class RewardVarianceControl(Rule, name="rewvar-ctrl"):
     """mu = c / Var(R) over the batch's rewards; with sign -1, mu = c Var(R)."""
+
+    def needs(self, step: int) -> StepNeeds:
+        return StepNeeds(rewards=True)
 
     def measured(self, last: Observation) -> float | None:
         return last.reward_variance
@@ -216,7 +223,8 @@ class AMFT(
     def needs(self, step: int) -> StepNeeds:
         if step < self.warmup:
             return StepNeeds(rollouts=False)
-        return StepNeeds(parts=2 * ((step - self.warmup) % self.update_every == 0))
+        measures_slope = (step - self.warmup) % self.update_every == 0
+        return StepNeeds(parts=2 if measures_slope else 0)
 
     def init(self) -> State:
         return {"mu": self.mu_init, "target": None, "slope": None}

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
-from gac.config import Count, Decay, Natural, NonNegative, Share
-from gac.rollouts.plan import Sampling
+from gac.fields import Count, Decay, Natural, NonNegative, Share
+from gac.types import Mix, Observation, Sampling, State, StepNeeds
 from gac_kernels import DemoWeight, LossSpec
 
-from .base import Loss, Method, Mix, Observation, State, StepNeeds, TokenWeighted, preset
-
-if TYPE_CHECKING:
-    from gac.methods.token_loss import TokenView
+from .base import Loss, Method, TokenWeighted, preset
+from .token_view import TokenView
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,11 @@ from typing import Annotated, NamedTuple
 
 import torch
 
-from gac.config import NonNegative, Positive, PositiveShare, Valid, number, one_of
 from gac.errors import is_count, is_real, require
+from gac.fields import NonNegative, Positive, PositiveShare, Valid, number, one_of
+from gac.types import Mix, Observation, State, StepNeeds, Weights
 
-from .base import Mix, Observation, State, StepNeeds, TokenWeighted, Weights
+from .base import TokenWeighted
 
 Cross = tuple[tuple[float, float], tuple[float, float]]  # A_ij = <g_i of one batch, g_j of another>
 

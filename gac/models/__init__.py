@@ -1,4 +1,1 @@
-"""Causal language models: loading, weights, the LM head, attention for packed rows.
-
-This package may import `config` and `parallel`.
-"""
+"""Causal language models: loading, weights, the LM head, attention for packed rows."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from gac.config import Checked, Count, Decay, expand_paths, one_of, setting
 from gac.errors import require
+from gac.fields import Checked, Count, Decay, expand_paths, one_of, setting
 
 ALL_LINEAR = "all-linear"
 

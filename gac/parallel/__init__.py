@@ -1,4 +1,1 @@
-"""Process groups, sharding (DDP, FSDP2) and collectives.
-
-This package may import `config`.
-"""
+"""Process groups, sharding (DDP, FSDP2) and collectives."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from gac.config import Checked, Count, Positive, one_of, setting
+from gac.fields import Checked, Count, Positive, one_of, setting
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,4 @@
-"""Reports: HTML pages, plots and tables of runs and evaluations.
-
-This package may import `evaluation` and earlier packages.
-"""
+"""Reports: HTML pages, plots and tables of runs and evaluations."""
 
 import contextlib
 from collections.abc import Sequence

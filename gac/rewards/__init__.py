@@ -1,7 +1,4 @@
-"""Rewards that score completions; `build_reward` builds one from its configuration.
-
-This package may import `sandbox` and earlier packages.
-"""
+"""Rewards that score completions; `build_reward` builds one from its configuration."""
 
 from .base import Reward, RewardError, RowReward, Tally, closing_reward
 from .build import REWARDS, build_reward, rewards_table

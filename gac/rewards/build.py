@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 from gac.config import convert
+from gac.config.convert import did_you_mean
 from gac.config.imports import load_object
-from gac.config.types import did_you_mean
 from gac.errors import is_real, require
 
 from .base import CallableReward, OnError, Reward

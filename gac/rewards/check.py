@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..config import ConfigError, load, read_yaml
+from gac.errors import ConfigError
+
+from ..config import load, read_yaml
 from ..data.examples import DataConfig, load_references
 from ..errors import finite, value_errors_as
 from .base import as_outcome, notes_of

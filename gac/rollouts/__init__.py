@@ -1,8 +1,5 @@
-"""Sampling: generation engines, rollout plans, advantages.
+"""Sampling: generation engines, rollout plans, advantages."""
 
-This package may import `rewards` and earlier packages.
-"""
-
-from .plan import Rollout
+from gac.types import Rollout
 
 __all__ = ["Rollout"]

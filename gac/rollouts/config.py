@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from gac.config import (
+from gac.errors import require
+from gac.fields import (
     Checked,
     Count,
     Natural,
@@ -18,7 +19,6 @@ from gac.config import (
     require_default,
     setting,
 )
-from gac.errors import require
 from gac_kernels.contract import CHOICES
 
 ENGINE = one_of("generate", "paged", "vllm")

@@ -16,10 +16,11 @@ import torch
 from transformers import ContinuousBatchingConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from gac import collectives
 from gac.config.imports import load_object, user_code
 from gac.errors import RunError, UserError, import_extra
 from gac.models.head import sampling_mode
-from gac.parallel import collectives
+from gac.types import Rollout
 
 from .config import PagedConfig, RolloutConfig
 from .generation import (
@@ -29,7 +30,6 @@ from .generation import (
     generation_config,
     stop_tokens,
 )
-from .plan import Rollout
 
 if TYPE_CHECKING:
     from gac.data import Example

@@ -14,10 +14,10 @@ import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from gac.collectives import largest
 from gac.errors import ConfigError
 from gac.models.causal_lm import end_of_turn
 from gac.models.head import sampling_mode
-from gac.parallel.collectives import largest
 from gac.parallel.setup import in_lockstep
 
 logger = logging.getLogger(__name__)

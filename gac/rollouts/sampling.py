@@ -19,15 +19,16 @@ import torch
 from torch import Tensor, nn
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from gac import collectives
+from gac.collectives import rank, world_size
 from gac.data import Example
-from gac.data.rows import Row, demo_row
-from gac.parallel import collectives
-from gac.parallel.collectives import rank, world_size
+from gac.data.micro_batches import demo_row
+from gac.rows import Row
+from gac.types import Credit, Rollout, Sampling, Stage
 
 from .config import RolloutConfig
 from .engines import Engine
 from .generation import stop_tokens
-from .plan import Credit, Rollout, Sampling, Stage
 
 logger = logging.getLogger(__name__)
 Crediting = Callable[[Tensor, Tensor | None, str], Credit]  # see `group_credit`
@@ -271,7 +272,7 @@ class Sampler:
         columns = self.stats.columns()
         rewards = torch.tensor([[s.reward for s in g] for g in groups], dtype=torch.float64)
         demos = self._demo_rewards(examples) if self.plan.demo_in_group else None
-        credit = self.credit(rewards, demos, self.plan.advantages or self.config.scale_rewards)
+        credit = self._credit(rewards, demos)
         rows: list[Row] = []
         for i, (example, group) in enumerate(zip(examples, groups, strict=True)):
             if self.plan.pairs:
@@ -286,6 +287,19 @@ class Sampler:
             weights = zip(examples, credit.demo_weight.tolist(), strict=True)
             rollouts.collected = [e if weight and e.demo else None for e, weight in weights]
         return rollouts
+
+    def _credit(self, rewards: Tensor, demos: Tensor | None) -> Credit:
+        """This rank's part of the credit, which the method assigns to the prompts of all ranks."""
+        scale = self.plan.advantages or self.config.scale_rewards
+        tables = collectives.gather((rewards, demos))
+        ranks, own = len(tables), collectives.rank()
+        # in the order of a single process: prompt i of every rank, then prompt i + 1
+        all_rewards = torch.stack([own_rewards for own_rewards, _ in tables], 1).flatten(0, 1)
+        all_demos = None
+        if demos is not None:
+            all_demos = torch.stack([own_demos for _, own_demos in tables], 1).flatten()
+        credit = self.credit(all_rewards, all_demos, scale)
+        return Credit(*(values[own::ranks] for values in credit))
 
     def _groups(
         self, examples: list[Example], model: nn.Module

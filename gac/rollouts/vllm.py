@@ -24,10 +24,10 @@ from trl.generation.vllm_client import VLLMClient
 from trl.import_utils import is_vllm_available
 from urllib3.util.retry import Retry
 
+from gac.collectives import gather, rank, run_on_all_ranks
 from gac.errors import ConfigError, RunError
 from gac.models.adapters import adapter_layers, base_name
 from gac.models.head import sampling_mode
-from gac.parallel.collectives import gather, rank, run_on_all_ranks
 
 from .config import VLLMConfig
 from .generation import Completion, SamplingParams, stop_tokens, truncate_at_stop

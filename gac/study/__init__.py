@@ -1,4 +1,1 @@
-"""`gac study`: a resumable comparison of methods over seeds, with paired differences.
-
-This package may import `report` and earlier packages.
-"""
+"""`gac study`: a resumable comparison of methods over seeds, with paired differences."""

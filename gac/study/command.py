@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gac.config import ConfigError, load, read_yaml, save_text
+from gac.config import load, read_yaml, save_text
 from gac.config.imports import find_user_code
-from gac.errors import require_counts
+from gac.errors import ConfigError, require_counts
 from gac.evaluation.table import align_columns
 from gac.report import write_report
 from gac.train_config import TrainConfig

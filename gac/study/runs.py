@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from gac.config import ConfigError, dump, load, save_text
+from gac.config import dump, load, save_text
+from gac.errors import ConfigError
 from gac.train_config import TrainConfig
 from gac.training.startup import MAY_CHANGE_ON_RESUME
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gac.config import expanded, load_early
+from gac.config import load_early
 from gac.config.imports import load_object
 from gac.data.examples import DataConfig, load_references, rows_with_demos, select_rows
 from gac.data.source import FORMATS, read_rows, why_missing
@@ -26,6 +26,7 @@ from gac.errors import (
     value_errors_as,
     writable_folder,
 )
+from gac.fields import expanded
 from gac.models.config import ModelConfig
 from gac.models.source import check_model, check_tokenizer
 from gac.rewards import Reward, build_reward

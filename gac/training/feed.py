@@ -8,16 +8,17 @@ from typing import Any
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from gac import collectives
 from gac.config.imports import user_code
 from gac.data import Example, Examples, load_demos, load_prompts
 from gac.data.examples import prompt_order, row_order
-from gac.data.order import MixedOrder, Order
-from gac.data.rows import Row, assign_rows, demo_row
-from gac.methods.base import StepNeeds
-from gac.parallel import collectives
+from gac.data.micro_batches import assign_rows, demo_row
+from gac.order import MixedOrder, Order
+from gac.rows import Row
 from gac.train_config import TrainConfig
 from gac.training.check import check_demos
 from gac.training.startup import check_budget, check_positions, check_tokens
+from gac.types import StepNeeds
 
 
 class Feed:

@@ -15,27 +15,20 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gac.control.signals import Evidence
-from gac.data.rows import (
-    Batch,
-    MicroBatch,
-    MicroBatches,
-    Row,
-    TermPair,
-    engine_logps,
-    loss_divisors,
-    scatter_logps,
-)
+from gac import collectives
+from gac.data.micro_batches import MicroBatch, MicroBatches
 from gac.errors import ConfigError
-from gac.methods.base import Loss, Mix
-from gac.methods.token_loss import custom_loss, with_k3
+from gac.methods.base import Loss
 from gac.models.head import Head, run_head
-from gac.parallel import collectives
 from gac.parallel.setup import reshard, seed
+from gac.rows import Batch, Row, engine_logps, loss_divisors, scatter_logps
+from gac.types import Evidence, Mix, TermPair
+from gac.unit_sketches import UnitSketches
 from gac_kernels import DemoWeight, FilterReport, HeadSketch, LossOutput, LossSpec, TokenMoments
 
-from .probes import GradientParts, UnitSketches
+from .probes import GradientParts
 from .step import Measured, Step
+from .token_loss import custom_loss, with_k3
 
 LOGPS = "old_logps", "ref_logps", "rollout_logps"  # of the fused loss
 

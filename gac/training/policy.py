@@ -15,9 +15,10 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from gac.data.rows import MicroBatches, Row, collate
+from gac import collectives
+from gac.collectives import run_on_all_ranks
+from gac.data.micro_batches import MicroBatches
 from gac.errors import ConfigError
-from gac.methods.base import StepNeeds
 from gac.models.causal_lm import check_head, make_model
 from gac.models.head import (
     attends_by_row,
@@ -27,10 +28,11 @@ from gac.models.head import (
     run_head,
     set_gradient_filter,
 )
-from gac.parallel import collectives, setup
-from gac.parallel.collectives import run_on_all_ranks
+from gac.parallel import setup
 from gac.parallel.setup import reshard
+from gac.rows import Row, collate
 from gac.train_config import OptimConfig, TrainConfig, loss_of
+from gac.types import StepNeeds
 
 from .gradients import Forward, Gradients
 from .probes import local

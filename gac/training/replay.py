@@ -14,16 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gac.collectives import rank
 from gac.config import load
-from gac.data.rows import Row, TermPair
 from gac.errors import CheckpointError, ConfigError
 from gac.faults import checkpoint
 from gac.models.causal_lm import load_tokenizer
 from gac.parallel import setup
-from gac.parallel.collectives import rank
+from gac.rows import Row
 from gac.train_config import TrainConfig
 from gac.training.policy import load_policy, load_reference, make_gradients
 from gac.training.step import Step
+from gac.types import TermPair
 
 FORMAT = 3  # version of the files; incremented when older ones can no longer be read
 

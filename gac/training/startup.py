@@ -19,6 +19,8 @@ from torch import nn
 from transformers import AutoConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from gac import collectives
+from gac.collectives import gather, rank, run_on_all_ranks
 from gac.config import dump
 from gac.config.imports import load_object
 from gac.data import Examples
@@ -27,8 +29,6 @@ from gac.evaluation.suite import Job
 from gac.faults import checkpoint
 from gac.models.config import ModelConfig
 from gac.models.pretrained import base_folder
-from gac.parallel import collectives
-from gac.parallel.collectives import gather, rank, run_on_all_ranks
 from gac.rewards import Reward
 from gac.rollouts.generation import stop_tokens
 from gac.train_config import TrainConfig

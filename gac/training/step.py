@@ -8,17 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from gac.control.signals import Evidence
-from gac.data.rows import Counts, Row, TermPair
-from gac.methods import Observation
-from gac.methods.base import Mix, StepNeeds, demo_losses
-from gac.parallel import collectives
-from gac.parallel.collectives import Sums
+from gac import collectives
+from gac.collectives import Sums
 from gac.rollouts.sampling import Rollouts, SamplingStats
+from gac.rows import Counts, Row
 from gac.train_config import GuardConfig
+from gac.turn import Turn
+from gac.types import Evidence, Mix, StepNeeds, TermPair
 from gac_kernels import TokenMoments
 
 from .probes import GradientParts
@@ -131,74 +129,54 @@ class Update(NamedTuple):
     """Why the step was skipped; None if it was applied."""
 
 
-def observe(
+def turn_of(step: Step, measured: Measured, update: Update, losses_after: TermPair | None) -> Turn:
+    """What `end_step` reads of a step.
+
+    losses_after: the losses of the step after the update, if the method needs them.
+    """
+    counts, losses = step.counts, measured.losses
+    return Turn(
+        number=step.number,
+        mix=update.mix,
+        needs=step.needs,
+        moments=measured.moments,
+        # a term without rows is 0, which is not a measurement
+        rollout_loss=losses.rollout if counts.rollouts else None,
+        demo_loss=losses.demo if counts.demos else None,
+        has_kl=step.needs.kl and step.rewards.number > 0,
+        kl=measured.kl,
+        reward_mean=step.rewards.mean,
+        reward_variance=step.rewards.variance,
+        evidence=measured.evidence,
+        losses_after=losses_after,
+        sources=measured.sources or (),
+        lr=update.lr,
+        skipped=update.fault is not None,
+    )
+
+
+def trainer_columns(
     step: Step,
     measured: Measured,
     update: Update,
-    losses_after: TermPair | None,
     rollouts: Rollouts | None,
     events: Mapping[str, int],
-) -> tuple[dict[str, Any], Observation]:
-    """The metrics row of a step, and the observation from which the method sets the next `Mix`.
+) -> dict[str, Any]:
+    """The metrics of a step that only a trainer knows. Every rank must call this function.
 
     Args:
-        losses_after: the losses of the step after the update, if the method needs them.
         rollouts: those that were sampled in this step, if any.
-        events: this rank's number of events, by column. Every rank must call this function.
-
-    Returns:
-        The row, in which None means "not measured", and the observation.
+        events: this rank's number of events, by column.
     """
-    counts, rewards, moments, losses = step.counts, step.rewards, measured.moments, measured.losses
-    reward_variance = rewards.variance
-    scalars = torch.stack(
-        [moments.kl, moments.entropy, moments.totals[5] / moments.totals[1], moments.clip_fraction]
-    )
-    kl, entropy, demo_entropy, clip_fraction = scalars.tolist()  # one device-to-host copy
-    kl = kl if measured.kl is None else measured.kl
-    row: dict[str, Any] = {
-        "step": step.number + 1,
-        "mu": update.mix.mu,
-        "mu_star": None,
-        "prior": None,
-        "alpha": None,
-        "kl": kl if step.needs.kl and rewards.number else None,
-        **moments.signals(step.needs.trim)._asdict(),
-        # a term without rows is 0, which is not a measurement
-        "rollout_loss": losses.rollout if counts.rollouts else None,
-        "demo_loss": losses.demo if counts.demos else None,
-        "reward_mean": rewards.mean,
-        "entropy": entropy,
-        "demo_entropy": demo_entropy if counts.demos else None,
-        "clip_fraction": clip_fraction if counts.rollouts else None,
-        "grad_norm": update.norm,
-        "tokens": int(counts.tokens),
-        "lr": update.lr,
-    }
-    by_source: dict[str, list[float]] = {}
-    for source, loss in zip(measured.sources or (), moments.demo_nll.tolist(), strict=False):
-        if source and math.isfinite(loss):  # "": a row of `data.demos`, beside `data.sources`
-            by_source.setdefault(source, []).append(loss)
-    row |= {f"demo_nll/{name}": math.fsum(own) / len(own) for name, own in by_source.items()}
     sampled = rollouts.columns if rollouts else SamplingStats().columns()
     means = {**measured.means, **(rollouts.means if rollouts else {})}
-    row |= {**sampled, **collectives.columns(means, events)}
-    observation = Observation(
-        row["step"],
-        reward_variance=reward_variance,
-        evidence=measured.evidence,
-        losses_before=losses,
-        losses_after=losses_after,
-        demo_losses=demo_losses(moments),
-        losses_by_source=by_source,
-        **{
-            key: row[key]
-            for key in ("kl", "entropy", "reward_mean", "rollout_loss", "demo_loss", "lr")
-        },
-    )
-    if update.fault is not None:  # measurements of a skipped step must not influence the next one
-        return row, Observation(row["step"])
-    return row, observation
+    return {
+        "grad_norm": update.norm,
+        "tokens": int(step.counts.tokens),
+        "lr": update.lr,
+        **sampled,
+        **collectives.columns(means, events),
+    }
 
 
 class Guard:

@@ -21,24 +21,27 @@ import torch
 from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from gac import collectives
 from gac.config import dump, save
-from gac.data.rows import Counts, Row, TermPair, count, rebalance
+from gac.data.micro_batches import rebalance
 from gac.errors import CheckpointError, ConfigError, RunError, UserError, value_errors_as
 from gac.evaluation.suite import Evaluator
 from gac.faults import checkpoint
 from gac.faults.processes import Heartbeat, StopRequest
 from gac.methods import Mix, Observation
-from gac.methods.base import StepNeeds, next_mix
 from gac.models.adapters import check_server
 from gac.models.causal_lm import load_tokenizer
-from gac.parallel import collectives, setup
+from gac.parallel import setup
 from gac.parallel.run_lock import run_lock
 from gac.rewards import Tally, build_reward, closing_reward
 from gac.rollouts.engines import Engine
 from gac.rollouts.generation import stop_tokens
 from gac.rollouts.sampling import Rollouts, Sampler
+from gac.rows import Counts, Row, count
 from gac.train_config import OptimConfig, TrainConfig, loss_of
 from gac.training.export import export_checkpoint
+from gac.turn import end_step, next_mix
+from gac.types import StepNeeds, TermPair
 
 from .feed import Feed
 from .policy import (
@@ -60,7 +63,7 @@ from .startup import (
     find_checkpoint,
     fingerprint,
 )
-from .step import Guard, Measured, Rewards, Step, Update, observe
+from .step import Guard, Measured, Rewards, Step, Update, trainer_columns, turn_of
 
 logger = logging.getLogger(__name__)
 
@@ -260,10 +263,11 @@ class Trainer:
         update = self._apply(step, measured)  # theta_t
         after = self.gradients.losses(step) if step.needs.losses_after else None
         fresh = self.rollouts if self.rollouts and self.rollouts.step == self.step else None
-        row, observation = observe(step, measured, update, after, fresh, events)
-        state, self.ended = self.state, self.mix.final
-        self.state, self.mix = next_mix(self.method, state, observation)  # mu_t+1
-        return row | {"skipped": self.guard.skipped, **self.method.report(state)}
+        columns = trainer_columns(step, measured, update, fresh, events)
+        self.ended = self.mix.final
+        turn = turn_of(step, measured, update, after)
+        row, self.state, self.mix = end_step(self.method, self.state, turn)  # mu_t+1
+        return row | columns | {"skipped": self.guard.skipped}
 
     # ---- between steps
 

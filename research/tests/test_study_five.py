@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from gac.config import ConfigError, load
+from gac.config import load
 from gac.demo.task import make_tokenizer
+from gac.errors import ConfigError
 from gac.train_config import TrainConfig
 from gac.training.feed import Feed
 from research import study_results, study_run

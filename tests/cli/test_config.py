@@ -9,19 +9,9 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
-from gac.config import (
-    Choice,
-    ConfigError,
-    choose,
-    describe,
-    dump,
-    load,
-    parse_yaml,
-    read_yaml,
-    save,
-    save_text,
-    to_yaml,
-)
+from gac.config import choose, describe, dump, load, parse_yaml, read_yaml, save, save_text, to_yaml
+from gac.errors import ConfigError
+from gac.fields import Choice
 
 
 class Color(enum.Enum):

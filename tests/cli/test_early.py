@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from gac.config.early import check_names, declared_fields
-from gac.config.types import hints_of
 from gac.errors import ConfigError
 from gac.evaluation.config import EvalConfig
+from gac.fields import hints_of
 from gac.train_config import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]

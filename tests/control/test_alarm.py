@@ -16,8 +16,8 @@ from gac.control.gate import Gate
 from gac.control.schedules import Prior
 from gac.control.signals import Alignment
 from gac.demo.task import write_rows
-from gac.integrations.mixer import Mixer
 from gac.methods import METHODS, Observation
+from gac.mixer import Mixer
 from gac.training.trainer import Trainer
 from gac_kernels import fused_gac_loss
 from tests.control.streams import STREAMS, run

@@ -20,8 +20,9 @@ from gac.control.controller import (
     next_alpha,
     step,
 )
-from gac.control.estimators import Corrections, mu_star, mu_star_biased, mu_star_biased_paper
+from gac.control.estimators import mu_star, mu_star_biased, mu_star_biased_paper
 from gac.control.schedules import Prior
+from gac.types import Corrections
 from gac_kernels.contract import Signals
 
 properties = settings(max_examples=200, deadline=None, derandomize=True)

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gac.control.estimators import Corrections, mu_star, mu_star_biased, mu_star_biased_paper
+from gac.control.estimators import mu_star, mu_star_biased, mu_star_biased_paper
+from gac.types import Corrections
 
 properties = settings(max_examples=200, deadline=None, derandomize=True)
 unit_interval = st.floats(0, 1)

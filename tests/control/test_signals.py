@@ -7,16 +7,15 @@ import torch
 
 from gac.control.estimators import mu_star_biased
 from gac.control.signals import (
-    Evidence,
     GradientSignals,
     ProxySignals,
-    Sketches,
     SketchSignals,
     SourceNeeds,
     bias_moments,
     gradient_moments,
     sketch_moments,
 )
+from gac.types import Evidence, Sketches
 from gac_kernels import TokenMoments, fused_gac_loss
 
 

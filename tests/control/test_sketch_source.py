@@ -7,12 +7,13 @@ import math
 import pytest
 import torch
 
-from gac.control.signals import Sketches, sketch_moments
+from gac.control.signals import sketch_moments
 from gac.errors import ConfigError
 from gac.methods import METHODS, Mix
 from gac.methods.base import Loss
 from gac.rollouts import engines
 from gac.training.trainer import Trainer
+from gac.types import Sketches
 from gac_kernels import HeadSketch
 from tests import ranks
 from tests.methods.published import TEMPERATURE

@@ -19,11 +19,12 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from gac.data import DataConfig, DataError, Order, load_demos, load_prompts, read_rows
+from gac.data import DataConfig, DataError, load_demos, load_prompts, read_rows
 from gac.data.examples import Source
 from gac.data.source import _enumerate, _hub, data_files
 from gac.data.stored import Example, store
 from gac.errors import RunError
+from gac.order import Order
 
 CHAT = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"

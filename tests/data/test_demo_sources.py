@@ -6,9 +6,9 @@ from statistics import pvariance
 import pytest
 import torch
 
-from gac.data.rows import collate
 from gac.methods import METHODS, Observation
 from gac.models.causal_lm import load_tokenizer, run_head
+from gac.rows import collate
 from gac.training.feed import Feed
 from gac.training.trainer import Trainer
 from tests.tiny import metrics, tiny_config, write_tiny

@@ -13,13 +13,13 @@ from unittest.mock import Mock
 
 import pytest
 
-from gac.config import ConfigError, load
+from gac.config import load
 from gac.data import DataConfig, DataError, load_demos, load_prompts, read_rows
 from gac.data.examples import Source, load_references, prompt_order
-from gac.data.order import MixedOrder, Order
 from gac.data.source import SourceRow, data_files
 from gac.demo.task import make_tokenizer
-from gac.errors import MissingData
+from gac.errors import ConfigError, MissingData
+from gac.order import MixedOrder, Order
 
 ROWS = [
     {"prompt": f"+{i}1=", "answer": f"{i}.", "solution": f"{i}.0", "note": note}

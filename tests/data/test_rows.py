@@ -6,18 +6,9 @@ import pytest
 import torch
 
 from gac.data import Example
-from gac.data.rows import (
-    Counts,
-    MicroBatches,
-    Row,
-    TermPair,
-    assign_rows,
-    collate,
-    count,
-    demo_row,
-    loss_divisors,
-    rebalance,
-)
+from gac.data.micro_batches import MicroBatches, assign_rows, demo_row, rebalance
+from gac.rows import Counts, Row, collate, count, loss_divisors
+from gac.types import TermPair
 from gac_kernels import LossSpec
 
 # two responses that begin with a part of a demonstration

@@ -11,11 +11,12 @@ from transformers import GenerationConfig
 
 from gac.data import DataConfig, DataError, load_demos, load_prompts
 from gac.data.examples import load_references
-from gac.data.rows import collate, demo_row
+from gac.data.micro_batches import demo_row
 from gac.demo.task import make_tokenizer, model_config
 from gac.models.causal_lm import load_model, load_tokenizer
 from gac.models.config import ModelConfig
 from gac.rollouts.generation import generate
+from gac.rows import collate
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gac.config import ConfigError
 from gac.data import Example
 from gac.demo.task import ALPHABET
+from gac.errors import ConfigError
 from gac.evaluation import suite
 from gac.evaluation.config import EvalConfig, EvalTask
 from gac.evaluation.suite import read_samples

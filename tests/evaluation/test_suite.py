@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from gac import cli, evaluation
-from gac.config import ConfigError, load
+from gac.config import load
 from gac.demo.task import make_tokenizer
-from gac.errors import RunDirectoryError
+from gac.errors import ConfigError, RunDirectoryError
 from gac.evaluation.config import EvalTask
 from gac.evaluation.estimates import accuracy_interval
 from gac.evaluation.suite import (

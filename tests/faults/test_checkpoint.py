@@ -16,11 +16,10 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from gac.config import ConfigError
-from gac.errors import CheckpointNotFound, RunError
+from gac.collectives import gather, rank
+from gac.errors import CheckpointNotFound, ConfigError, RunError
 from gac.faults import checkpoint
 from gac.faults.checkpoint import CheckpointError
-from gac.parallel.collectives import gather, rank
 from gac.parallel.config import ParallelConfig
 from gac.parallel.setup import make_accelerator
 from gac.training.export import export_run

@@ -12,9 +12,9 @@ import time
 
 import pytest
 
+from gac.collectives import gather, rank
 from gac.faults import processes
 from gac.faults.processes import Heartbeat
-from gac.parallel.collectives import gather, rank
 from gac.parallel.config import ParallelConfig
 from gac.parallel.setup import make_accelerator, wait_for_others
 from tests import ranks

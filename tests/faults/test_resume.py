@@ -8,8 +8,8 @@ import signal
 
 import pytest
 
-from gac.data.order import Order
 from gac.errors import UserError
+from gac.order import Order
 from gac.training.trainer import Trainer, train
 from tests import kills, ranks
 from tests.tiny import REUSED, digit_reward, metrics, tiny_config, with_config

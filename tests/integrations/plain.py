@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gac.data.rows import Row, collate
+from gac.rows import Row, collate
 
 
 def logprobs(

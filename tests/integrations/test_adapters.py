@@ -12,7 +12,6 @@ import torch
 
 from gac import Mixer
 from gac.control.signals import ProxySignals
-from gac.data.rows import Row
 from gac.demo.task import make_tokenizer
 from gac.integrations.demonstrations import (
     check_columns,
@@ -23,9 +22,10 @@ from gac.integrations.demonstrations import (
     tokenized,
 )
 from gac.integrations.hf_trainer import StepMixin
-from gac.integrations.mixer import rollout_moments
 from gac.methods import GAC, METHODS, Constant
-from gac.training.probes import UnitSketches
+from gac.mixer import rollout_moments
+from gac.rows import Row
+from gac.unit_sketches import UnitSketches
 from gac_kernels import HeadSketch, LossSpec, TokenMoments
 from tests.integrations.test_mixer import moments
 

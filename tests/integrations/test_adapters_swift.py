@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from gac.data.rows import Row
 from gac.methods import DEFAULT, METHODS
+from gac.rows import Row
 from tests.integrations.stand_ins import modules
 
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from gac import Mixer
-from gac.data.order import Order
 from gac.demo.task import make_tokenizer
 from gac.integrations.demonstrations import encode
 from gac.methods import DEFAULT, METHODS, Constant
+from gac.order import Order
 from gac_kernels import DemoWeight
 from tests.integrations.stand_ins import modules
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,10 +20,25 @@ from gac.control.signals import GradientSignals, SourceNeeds
 from gac.demo.task import make_tokenizer
 from gac.integrations.demonstrations import encode
 from gac.integrations.hf_trainer import unsupported_options
-from gac.integrations.mixer import refuse
 from gac.methods import CHORD, GAC, METHODS, Constant
+from gac.methods.base import Loss, Method
+from gac.mixer import MEASURED, refuse, resolve_method
+from gac.types import Mix, Observation, State, StepNeeds
 from gac_kernels import LossSpec, TokenMoments, loss_from_logprobs
 from tests import ranks
+
+
+@dataclass(frozen=True)
+class Choosy(Method):
+    """A user's method that changes the loss of the rollouts."""
+
+    clip: float = 0.2
+
+    def loss(self, base: LossSpec) -> Loss:
+        return Loss(replace(base, clip_high=self.clip))
+
+    def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
+        return state, Mix(0.5)
 
 
 def moments(
@@ -136,33 +152,42 @@ SKETCH_AND_BIAS = SimpleNamespace(needs=SourceNeeds(bias=True, sketch=8))
         ({"rows": 0}, "the dataset is empty"),
         ({"controller": "gac"}, "controller='gac': use a ControllerConfig or a method"),
         *(
-            ({"controller": METHODS[name]()}, f"controller={name} needs .* use gac, chord,")
-            for name in ("mgda", "moco", "cagrad", "famo")
-        ),
-        (
-            {"controller": METHODS["gac-gated"]()},
-            "controller=gac-gated needs the inner product .* use gac, .* or run `gac train`",
-        ),
-        (
-            {"controller": METHODS["gac-gated-sketch"]()},
-            "controller=gac-gated-sketch needs the inner product",
+            (
+                {"controller": METHODS[name]()},
+                rf"controller={name} needs .*\({why}\).* use a .* gac",
+            )
+            for name, why in (
+                ("mgda", "parts=1"),
+                ("moco", "parts=1"),
+                ("famo", "losses_after=True"),
+                ("gac-gated", "parts=4"),
+                ("gac-gated-sketch", "sketch=16"),
+                ("reward-threshold", "rewards=True"),
+                ("superrl", "credit"),
+                ("prefix-rft", "token"),
+                ("trapo", "pooled"),
+                ("uft", "demos='prompt'"),
+                ("multitask", "demos='prompt'"),
+            )
         ),
         (
             {"controller": ControllerConfig(gate=Gate())},
-            "controller=ControllerConfig needs the inner product",
+            "controller=ControllerConfig needs more .*gate=.* needs the inner product",
         ),
-        (
-            {"controller": GAC(signals=GradientSignals())},
-            r"controller=gac needs gradients for signals=GradientSignals\(",
-        ),
+        ({"controller": GAC(signals=GradientSignals())}, r"controller=gac needs .* \(parts=4\)"),
         (
             {"controller": ControllerConfig(estimator="correlated")},
             "controller=ControllerConfig needs .* estimator='correlated'",
         ),
         (
-            {"controller": GAC(estimator="biased", signals=SKETCH_AND_BIAS), "sketches": True},
-            "controller=gac needs .* estimator='biased'",
+            {
+                "controller": GAC(estimator="biased", signals=SKETCH_AND_BIAS),
+                "measures": MEASURED._replace(sketch=True),
+            },
+            r"controller=gac needs .* \(bias=True\)",
         ),
+        ({"controller": Choosy(clip=0.3)}, r"controller=Choosy needs .* \(clip_high=0.3\)"),
+        ({"controller": METHODS["sft-then-rl"]()}, "trains on only demonstrations in some steps"),
     ],
 )
 def test_unsupported_arguments_are_rejected(keywords: dict[str, Any], message: str):
@@ -186,6 +211,38 @@ def test_methods_that_need_only_logps_are_supported(name: str):
         else contextlib.nullcontext()
     ):
         mixer.close()
+
+
+WITH_REWARDS = "reward-threshold", "rewvar-ctrl", "uncertainty", "dwa"
+ONLY_LOGPS = (
+    *("constant", "constant-alarm", "guarded", "hpcd", "wcf", "chord-mu", "chord-phi", "chord"),
+    *("kl-ctrl", "gac", "gac-paper"),
+)
+
+
+def test_a_method_is_accepted_if_the_trainer_measures_what_it_needs():
+    def accepted(measures: StepNeeds) -> set[str]:
+        names = set()
+        for name, method in METHODS.items():
+            with contextlib.suppress(ValueError):
+                resolve_method(method(), measures)
+                names.add(name)
+        return names
+
+    assert accepted(MEASURED) == {*ONLY_LOGPS}
+    assert accepted(MEASURED._replace(rewards=True)) == {*ONLY_LOGPS, *WITH_REWARDS}
+
+
+def test_rewards_reach_the_method():
+    threshold = METHODS["reward-threshold"](threshold=0.5)
+    mixer = Mixer(threshold, rows=9, batch=6, measures=MEASURED._replace(rewards=True))
+    assert mixer.mu == 0.5
+    mixer.observe_rewards([0.0, 1.0])
+    mixer.observe_rewards(torch.tensor([0.0, 0.0]))
+    assert "reward_mean" not in step(mixer, 0)
+    assert mixer.mu == 0.25
+    with pytest.raises(RuntimeError, match=r"reward-threshold needs .* observe_rewards\(\)"):
+        step(mixer, 1)
 
 
 def test_empty_or_oversized_step_is_an_error():

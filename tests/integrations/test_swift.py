@@ -10,8 +10,8 @@ import torch
 
 pytest.importorskip("swift")
 
-from gac.data.rows import Row
 from gac.demo import task
+from gac.rows import Row
 from tests.integrations import plain
 from tests.integrations.launch import check_example_learns, launch
 

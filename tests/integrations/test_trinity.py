@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("trinity")
 
-from gac.data.rows import Row
+from gac.rows import Row
 from tests.integrations import plain, tiny
 from tests.integrations.launch import check_example_learns, launch
 

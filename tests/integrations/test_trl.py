@@ -16,11 +16,11 @@ datasets = pytest.importorskip("datasets")
 from transformers import AutoModelForCausalLM  # noqa: E402 - after the skips
 
 from gac import ControllerConfig  # noqa: E402 - after the skips
-from gac.data.order import Order  # noqa: E402 - after the skips
 from gac.demo import task  # noqa: E402 - after the skips
 from gac.integrations.demonstrations import row_of  # noqa: E402 - after the skips
 from gac.methods import GAC, METHODS, Constant  # noqa: E402 - after the skips
-from gac.training.probes import UnitSketches  # noqa: E402 - after the skips
+from gac.order import Order  # noqa: E402 - after the skips
+from gac.unit_sketches import UnitSketches  # noqa: E402 - after the skips
 from gac_kernels import DemoWeight, GradientFilter, HeadSketch  # noqa: E402 - after the skips
 from gac_kernels.heads.trl.head import missing_hook  # noqa: E402 - after the skips
 from tests import ranks as processes  # noqa: E402 - after the skips
@@ -362,8 +362,8 @@ def test_unsupported_models_and_parallelism_are_rejected(
 ):
     from accelerate import ParallelismConfig
 
-    from gac.integrations.mixer import refuse
     from gac.integrations.trl import _unsupported_options
+    from gac.mixer import refuse
 
     trainer, _ = trl_task.make_trainer(model, tmp_path)
     with pytest.raises(ValueError, match="images"):

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 
 pytest.importorskip("verl")
 
-from gac.data.order import Order
-from gac.data.rows import Row
 from gac.demo import task
 from gac.integrations.demonstrations import encode
+from gac.order import Order
+from gac.rows import Row
 from tests.integrations import plain, tiny
 from tests.integrations.launch import check_example_learns, launch
 

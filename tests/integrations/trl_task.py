@@ -11,10 +11,10 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
-from gac.data.rows import Row
 from gac.demo import task
 from gac.integrations.trl import GACTrainer
 from gac.methods import GAC, Constant
+from gac.rows import Row
 from gac_kernels.heads.trl import FusedGRPOTrainer
 from tests.integrations.recording import GradientRecorder, column, message_of, weights
 from tests.integrations.tiny import demonstrations

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from gac.data.rows import Row
+from gac.rows import Row
 
 TEMPERATURE = 1.3
 MAX_NEW_TOKENS = 5

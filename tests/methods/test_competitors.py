@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from gac.control.schedules import MixSchedule
-from gac.data.rows import Batch, TermPair
 from gac.methods import METHODS, Observation
-from gac.methods.token_loss import custom_loss
 from gac.models.causal_lm import Head
-from gac.rollouts.plan import Credit
 from gac.rollouts.sampling import Sample
+from gac.rows import Batch
+from gac.training.token_loss import custom_loss
 from gac.training.trainer import Trainer
+from gac.types import Credit, TermPair
 from gac_kernels import GradientFilter, LossOutput, LossSpec, fused_gac_loss
 from gac_kernels.projection import Projection
 from tests.tiny import tiny_config

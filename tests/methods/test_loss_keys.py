@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from gac.data.rows import Batch, TermPair
 from gac.errors import ConfigError
-from gac.methods.token_loss import custom_loss
 from gac.models import head
 from gac.models.head import Head
+from gac.rows import Batch
 from gac.train_config import LossConfig
+from gac.training.token_loss import custom_loss
 from gac.training.trainer import Trainer
+from gac.types import TermPair
 from gac_kernels import LossSpec, projection
 from tests.methods.published import LOSSES, constant_sum
 from tests.methods.test_methods_values import assert_close, gradient, one_step_terms

@@ -8,10 +8,10 @@ from dataclasses import FrozenInstanceError, replace
 import pytest
 
 from gac.methods import METHODS
-from gac.methods.base import StepNeeds, preset
+from gac.methods.base import preset
 from gac.methods.constant import Constant
 from gac.methods.listing import methods_table
-from gac.rollouts.plan import Sampling, Stage
+from gac.types import Sampling, Stage, StepNeeds
 from gac_kernels import DemoWeight, LossSpec
 
 OF_PROMPTS, CENTERED = {"demos": "prompt"}, {"advantages": "centered"}

@@ -12,24 +12,23 @@ import torch
 
 from gac.control.alarm import Alarm
 from gac.control.controller import ControllerConfig, GuidedController
-from gac.control.estimators import Corrections
 from gac.control.gate import Gate
 from gac.control.schedules import Prior
 from gac.control.signals import (
     Alignment,
-    Evidence,
     GradientSignals,
     ProxySignals,
     Reading,
     SketchSignals,
     SourceNeeds,
 )
-from gac.data.rows import TermPair
 from gac.methods import METHODS, Mix, Observation
-from gac.methods.base import Method, StepNeeds, demo_losses, next_mix
+from gac.methods.advantages import group_credit
+from gac.methods.base import Method
 from gac.methods.loss_weights import positive_losses
 from gac.methods.solvers import Gram, GramSolver
-from gac.rollouts.plan import group_credit
+from gac.turn import demo_losses, next_mix
+from gac.types import Corrections, Evidence, StepNeeds, TermPair
 from gac_kernels import DemoWeight, Signals
 
 
@@ -88,12 +87,12 @@ def test_gac_passes_its_measurements_to_the_controller_and_reports_them() -> Non
 
 def test_gac_needs_its_signals_on_refresh_steps() -> None:
     method = METHODS["gac"](signals=Counted(), update_every=4, gradient_parts=3, **GUARDED)
-    refresh = StepNeeds(kl=True, signals=True, parts=3, bias=True, sketch=7)
+    refresh = StepNeeds(kl=True, kl_optional=True, signals=True, parts=3, bias=True, sketch=7)
     assert [t for t in range(9) if method.needs(t) == refresh] == [0, 3, 7]
     assert [t for t in range(9) if method.needs(t) == StepNeeds()] == [1, 2, 4, 5, 6, 8]
     plain = METHODS["gac"](signals=ProxySignals(trim=0.3), alpha_every="step")
-    assert plain.needs(0) == StepNeeds(kl=True, signals=True, trim=0.3)
-    assert plain.needs(1) == StepNeeds(kl=True, trim=0.3)
+    assert plain.needs(0) == StepNeeds(kl=True, kl_optional=True, signals=True, trim=0.3)
+    assert plain.needs(1) == StepNeeds(kl=True, kl_optional=True, trim=0.3)
 
 
 ORTHOGONAL = 4.0, 0.0, 1.0
@@ -159,7 +158,7 @@ class Talkative(Method):
 def test_only_the_first_rank_logs_the_message_of_a_method(caplog, monkeypatch) -> None:
     assert next_mix(Talkative(), {"n": 5}, Observation(7)) == ({"n": 6}, Mix(0.25))
     assert next_mix(Talkative(), {"n": 8}, Observation(8)) == ({"n": 9}, Mix(0.25))
-    monkeypatch.setattr("gac.methods.base.rank", lambda: 1)
+    monkeypatch.setattr("gac.turn.rank", lambda: 1)
     assert next_mix(Talkative(), {"n": 6}, Observation(9)) == ({"n": 7}, Mix(0.25))
     assert caplog.messages == ["step 8: {'n': 5} {'n': 6}"]
 
@@ -321,14 +320,13 @@ def test_a_rollout_is_correct_above_the_limit(name: str) -> None:
         assert credit.rollout_weight.tolist()[:2] == [float(name == "relift"), 1.0]
 
 
-def test_superrl_replaces_groups_without_a_reward(monkeypatch) -> None:
+def test_superrl_replaces_groups_without_a_reward() -> None:
     rewards = torch.tensor([[0.0, 0.0], [0.0, 0.5], [0.0, torch.nan]])
     credit = METHODS["superrl"]().credit(rewards, None, "centered")
     assert [x.tolist() for x in credit[2:]] == [[0.0, 1.0, 0.0], [1.0, 0.0, 1.0]]
-    # another rank has one more unsolved prompt
-    monkeypatch.setattr("gac.parallel.collectives.total", lambda own: [x + 1 for x in own])
-    routed = METHODS["routing"]().credit(rewards, None, "centered")
-    assert torch.allclose(routed.rollout_weight, torch.tensor([0.0, 1 / 4, 0.0]))
-    assert torch.allclose(routed.demo_weight, torch.tensor([3 / 4, 0.0, 3 / 4]))
+    more = torch.cat([rewards, torch.zeros(1, 2)])  # one more unsolved prompt
+    routed = METHODS["routing"]().credit(more, None, "centered")
+    assert torch.allclose(routed.rollout_weight, torch.tensor([0.0, 1 / 4, 0.0, 0.0]))
+    assert torch.allclose(routed.demo_weight, torch.tensor([3 / 4, 0.0, 3 / 4, 3 / 4]))
     for name in ("superrl", "routing"):
         assert METHODS[name]().mix({}, Observation(0))[1].pair == (1.0, 1.0)

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from gac.control.signals import GradientSignals
-from gac.data.rows import Batch, Row, TermPair
 from gac.methods import METHODS, Mix, Observation
-from gac.methods.base import StepNeeds
 from gac.methods.solvers import cross_gram
-from gac.methods.token_loss import custom_loss
 from gac.models.causal_lm import Head
+from gac.rows import Batch, Row
 from gac.training.probes import GradientParts
+from gac.training.token_loss import custom_loss
 from gac.training.trainer import Trainer
+from gac.types import StepNeeds, TermPair
 from gac_kernels import LossSpec, Signals
 from tests.methods.published import (
     EXTRA,

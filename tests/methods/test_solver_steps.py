@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from gac.data.rows import TermPair
 from gac.methods import METHODS, Observation
 from gac.methods.solvers import Gram
+from gac.types import TermPair
 
 
 def losses(count: int) -> list[tuple[float, float]]:

@@ -4,9 +4,10 @@ import random
 
 import pytest
 
-from gac.data.rows import MicroBatches, Row, assign_rows
+from gac.data.micro_batches import MicroBatches, assign_rows
 from gac.rollouts import engines
 from gac.rollouts.generation import Completion
+from gac.rows import Row
 from gac.training.trainer import Trainer
 from tests import ranks
 from tests.parallel.test_distributed import assert_same, config, record_gradients, weights

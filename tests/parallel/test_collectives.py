@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from gac import collectives
 from gac.errors import ConfigError, UserError
-from gac.parallel import collectives, setup
+from gac.parallel import setup
 from gac.parallel.config import ParallelConfig
 from gac.rewards import RewardError
 from gac.training.probes import copies

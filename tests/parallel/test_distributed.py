@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from gac.data.rows import Row
 from gac.methods import Mix
 from gac.rollouts import engines
 from gac.rollouts.generation import Completion
+from gac.rows import Row
 from gac.training.trainer import Trainer, train
 from tests import ranks
 from tests.tiny import TIMING_KEYS, digit_reward, take_steps, tiny_config, with_config

@@ -11,29 +11,21 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS = ("gac_kernels", "gac", "tools", "bench", "tests")  # each may import those before it
-# Packages and root modules of gac in import order: each may import those before it.
-PACKAGES = (
-    "errors",
-    "commands",
-    "config",
-    "parallel",
-    "control",
-    "models",
-    "data",
-    "sandbox",
-    "rewards",
-    "rollouts",
-    "methods",
-    "evaluation",
-    "faults",
-    "train_config",
-    "training",
-    "integrations",
-    "report",
-    "study",
-    "demo",
-    "cli",
-)
+# The floors of gac, lowest first. A room (a package or a module) may import the rooms of lower
+# floors, and those before it on its own floor.
+FLOORS = {
+    "words": (
+        *("errors", "commands", "types", "order", "fields", "collectives", "config", "rows"),
+        "unit_sketches",
+    ),
+    "mixing": ("control", "methods", "turn", "mixer"),
+    "machines and models": ("parallel", "faults", "models", "sandbox"),
+    "data, rewards and rollouts": ("data", "integrations", "rewards", "rollouts", "evaluation"),
+    "trainer": ("train_config", "training"),
+    "commands": ("report", "study", "demo", "cli"),
+}
+ROOMS = [room for floor in FLOORS.values() for room in floor]
+METHODS_SEE = {"errors", "fields", "types", "control", "methods"}
 EXTERNAL = {"torch", "triton"}  # third-party imports of the kernels, which serve any trainer
 
 
@@ -97,23 +89,48 @@ def test_imports_flow_one_way():
     assert not wrong
 
 
-def test_packages_of_gac_import_one_way():
-    def package_of(module: str) -> str:
-        return module.split(".")[1]
+def rooms() -> dict[str, set[str]]:
+    """Room -> the other rooms that it imports."""
+    doors: dict[str, set[str]] = {}
+    for module, others in graph("gac").items():
+        room, *_ = module.split(".")[1:] or [""]
+        doors.setdefault(room, set()).update(
+            other.split(".")[1] for other in others if other != "gac"
+        )
+        doors[room].discard(room)
+    doors.pop("")  # gac/__init__.py imports lazily
+    return doors
 
+
+def longest_chain(doors: dict[str, set[str]]) -> list[str]:
+    """The longest chain of rooms, each of which imports the next."""
+
+    @functools.cache
+    def chain(room: str) -> tuple[str, ...]:
+        return (room, *max((chain(other) for other in sorted(doors[room])), key=len, default=()))
+
+    return list(max(map(chain, sorted(doors)), key=len))
+
+
+def test_the_floors_of_gac_import_one_way():
+    doors = rooms()
+    for number, (name, floor) in enumerate(FLOORS.items(), 1):
+        print(f"floor {number}, {name}: {', '.join(floor)}")  # pytest -s
+    print(f"longest chain: {' <- '.join(reversed(longest_chain(doors)))}")
+    assert len(FLOORS) <= 6
+    assert doors.keys() == {*ROOMS}
     wrong = [
-        f"{module} imports {other}"
-        for module, others in graph("gac").items()
+        f"{room} imports {other}"
+        for room, others in doors.items()
         for other in others
-        if "gac" not in (module, other)
-        and PACKAGES.index(package_of(other)) > PACKAGES.index(package_of(module))
+        if ROOMS.index(other) > ROOMS.index(room)
     ]
     assert not wrong
 
 
-def test_the_root_of_gac_has_only_packages_and_five_modules():
-    modules = {path.stem for path in (ROOT / "gac").glob("*.py")}
-    assert modules == {"__init__", "cli", "commands", "errors", "train_config"}
+@pytest.mark.parametrize("room", ["methods", "control"])
+def test_methods_and_controller_see_only_the_words_of_a_step(room: str):
+    assert rooms()[room] <= METHODS_SEE
 
 
 def test_no_circular_imports():

@@ -31,7 +31,7 @@ for name in ("config", "control", "data", "errors", "methods", "report", "reward
     package = importlib.import_module(f"gac.{name}")
     for module in pkgutil.walk_packages(getattr(package, "__path__", []), f"gac.{name}."):
         importlib.import_module(module.name)
-import gac.integrations.mixer
+import gac.mixer
 for module in pkgutil.walk_packages(gac_kernels.__path__, "gac_kernels."):
     # C libraries, and heads, which need their trainer: tests/heads/test_imports.py
     if not module.name.startswith(tuple(f"gac_kernels.{x}" for x in ("_native", "_cuda", "heads"))):

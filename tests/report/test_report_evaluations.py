@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from gac import cli
-from gac.config import ConfigError, load
+from gac.config import load
+from gac.errors import ConfigError
 from gac.evaluation.config import EvalConfig
 from gac.evaluation.suite import run_suite
 from gac.report import write_report

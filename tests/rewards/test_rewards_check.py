@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from gac.cli import main
-from gac.config import ConfigError
+from gac.errors import ConfigError
 from gac.rewards import RowReward
 from gac.rewards.check import check
 

@@ -10,16 +10,18 @@ import torch
 from accelerate import Accelerator
 
 from examples import turns
-from gac.data.rows import MicroBatches, Row, collate, count
+from gac.data.micro_batches import MicroBatches
 from gac.errors import ConfigError, RunError
-from gac.methods.base import Loss, Mix, StepNeeds
+from gac.methods.base import Loss
 from gac.models.causal_lm import run_head
 from gac.rollouts import Rollout, sampling
 from gac.rollouts.config import RolloutConfig
 from gac.rollouts.engines import Engine, RolloutFunction
+from gac.rows import Row, collate, count
 from gac.training.gradients import Forward, Gradients, SampledKL
 from gac.training.step import Rewards, Step
 from gac.training.trainer import Trainer, train
+from gac.types import Mix, StepNeeds
 from gac_kernels import LossSpec
 from tests import ranks
 from tests.tiny import metrics, tiny_config

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from gac.config import ConfigError, load
+from gac.config import load
 from gac.demo.task import make_tokenizer
-from gac.errors import RunError
+from gac.errors import ConfigError, RunError
 from gac.rollouts import generation
 from gac.rollouts.config import PagedConfig, RolloutConfig
 from gac.rollouts.engines import Engine, _generate_paged

@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from gac.data import Example
-from gac.data.rows import Row, demo_row
+from gac.data.micro_batches import demo_row
 from gac.demo.task import make_tokenizer
 from gac.rollouts import Rollout, sampling
 from gac.rollouts.config import RolloutConfig
 from gac.rollouts.generation import Completion
-from gac.rollouts.plan import Credit, Sampling, Stage
 from gac.rollouts.sampling import (
     EqualRewardWarning,
     Rollouts,
@@ -26,6 +25,8 @@ from gac.rollouts.sampling import (
     _prefix,
     is_flat,
 )
+from gac.rows import Row
+from gac.types import Credit, Sampling, Stage
 
 WORDS = make_tokenizer()  # <eos> is 1, "2" is 5
 A = Example("a", (4, 6), "13", None, (7, 8, 1), {}, source="x")

@@ -6,15 +6,16 @@ import statistics
 import pytest
 import torch
 
-from gac.data.rows import Row, collate, engine_logps, scatter_logps
 from gac.demo.task import make_tokenizer
+from gac.methods.advantages import group_advantages, group_credit
 from gac.rollouts import sampling
 from gac.rollouts.config import RolloutConfig
-from gac.rollouts.plan import Sampling, group_advantages, group_credit
 from gac.rollouts.sampling import (
     Sampler,
     SamplingStats,
 )
+from gac.rows import Row, collate, engine_logps, scatter_logps
+from gac.types import Sampling
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gac.config import ConfigError, load
-from gac.errors import MissingExtra, RunError
+from gac.config import load
+from gac.errors import ConfigError, MissingExtra, RunError
 from gac.rollouts.engines import Engine
 from gac.rollouts.generation import generate
 from gac.train_config import TrainConfig

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from gac import cli
-from gac.config import ConfigError, dump, save, to_yaml
-from gac.errors import RunDirectoryError
+from gac.config import dump, save, to_yaml
+from gac.errors import ConfigError, RunDirectoryError
 from gac.parallel.run_lock import run_lock
 from gac.study import runs
 from gac.study.command import Arm, arm_config, parse_arm

@@ -10,7 +10,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from gac import cli
-from gac.config import ConfigError, dump, save, to_yaml
+from gac.config import dump, save, to_yaml
+from gac.errors import ConfigError
 from gac.report.plots import COLORS
 from gac.study import page, runs
 from gac.study.command import arm_config, parse_arm, read_study

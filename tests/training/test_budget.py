@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gac.config import load
-from gac.data.rows import MicroBatches
+from gac.data.micro_batches import MicroBatches
 from gac.faults import checkpoint
 from gac.models import head
 from gac.train_config import TrainConfig
@@ -189,7 +189,7 @@ def test_bytes_per_token_are_measured(layers):
 
 
 def choose(task, out, rank_memory: dict[int, float]):
-    from gac.parallel import collectives
+    from gac import collectives
 
     budget.free_memory = lambda device: rank_memory[collectives.rank()]
     trainer = Trainer(default_config(task, out, parallel={"mode": "fsdp"}, steps=2))

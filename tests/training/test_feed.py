@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from gac import collectives
 from gac.errors import DataError
 from gac.models.causal_lm import load_tokenizer
-from gac.parallel import collectives
 from gac.training.feed import Feed
 from tests.tiny import tiny_config
 

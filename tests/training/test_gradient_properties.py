@@ -10,12 +10,14 @@ from accelerate import Accelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gac.data.rows import MicroBatches, Row, count
-from gac.methods.base import Loss, Mix, StepNeeds
-from gac.parallel.collectives import MAXIMUM
+from gac.collectives import MAXIMUM
+from gac.data.micro_batches import MicroBatches
+from gac.methods.base import Loss
+from gac.rows import Row, count
 from gac.training.gradients import Forward, Gradients, SampledKL, mismatch
 from gac.training.probes import GradientParts
 from gac.training.step import Measured, Rewards, Step
+from gac.types import Mix, StepNeeds
 from gac_kernels import DemoWeight, LossSpec
 from tests.training.test_packing import assert_close, make, run_step
 

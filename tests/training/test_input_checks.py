@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
-from gac.config import ConfigError, save
+from gac.config import save
 from gac.data import DataError, Example
 from gac.demo.task import make_tokenizer
-from gac.errors import MissingData, MissingExtra
+from gac.errors import ConfigError, MissingData, MissingExtra
 from gac.evaluation.config import EvalConfig
 from gac.models.config import ModelConfig
 from gac.rewards import Reward, RewardError, build_reward

@@ -7,9 +7,9 @@ import sys
 import pytest
 from safetensors import SafetensorError
 
-from gac.config import ConfigError, load, save
+from gac.config import load, save
 from gac.demo.task import make_tokenizer
-from gac.errors import CheckpointError, RunError
+from gac.errors import CheckpointError, ConfigError, RunError
 from gac.rewards import build_reward
 from gac.train_config import TrainConfig
 from gac.training import export

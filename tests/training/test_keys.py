@@ -19,11 +19,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from gac.config import load
-from gac.data import Order
 from gac.demo.task import make_tokenizer
 from gac.errors import UserError
 from gac.methods import DEFAULT, METHODS, Observation
 from gac.models.config import LoraConfig
+from gac.order import Order
 from gac.rollouts import Rollout
 from gac.train_config import TrainConfig, loss_of
 from gac.training.trainer import Trainer

@@ -14,15 +14,17 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
 
 from gac.config import load
-from gac.data.rows import MicroBatches, Row, collate, count
-from gac.methods.base import Loss, Mix, StepNeeds
+from gac.data.micro_batches import MicroBatches
+from gac.methods.base import Loss
 from gac.models import head
 from gac.models.causal_lm import attach_head, run_head
+from gac.rows import Row, collate, count
 from gac.train_config import TrainConfig
 from gac.training.gradients import Forward, Gradients
 from gac.training.policy import _micro_batches, supports_packing
 from gac.training.step import Rewards, Step
 from gac.training.trainer import Trainer, train
+from gac.types import Mix, StepNeeds
 from gac_kernels import LossSpec
 from tests.models.test_model import SMALL
 from tests.tiny import metrics, tiny_config

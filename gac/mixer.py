@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,30 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gac.control.controller import ControllerConfig
-from gac.control.signals import Evidence, SourceNeeds
-from gac.data.order import Order
-from gac.data.rows import Row
 from gac.errors import is_count, require
-from gac.methods import CHORD, DEFAULT, GAC, METHODS, Constant, Method, Observation
-from gac.methods.base import demo_losses, next_mix
-from gac.methods.rules import KLControl
-from gac.training.probes import UnitSketches
+from gac.methods import DEFAULT, GAC, METHODS
+from gac.methods.base import Method
+from gac.order import Order
+from gac.turn import Turn, end_step, next_mix
+from gac.types import Evidence, Observation, Sampling, StepNeeds
+from gac.unit_sketches import UnitSketches
 from gac_kernels import HeadSketch, LossOutput, LossSpec, TokenMoments, loss_from_logprobs
 
 FILE = "gac.json"
+MEASURED = StepNeeds(kl=True, signals=True)
+"""What every trainer measures that has the log-probabilities of its rollouts and demonstrations."""
+CHECKED_STEPS = 1000  # the first steps, whose needs are checked at the start
+COMPLETIONS = 8  # rollouts per prompt that are assumed for `Method.sampling`
+NEEDS = {  # what each of the other needs is
+    "parts": "separate gradients of the two terms",
+    "bias": "gradients without phi and without clipping",
+    "average": "moving averages of the gradients",
+    "losses_after": "the losses of the batch after the update",
+    "sketch": "head sketches",
+    "sources": "the source of each demonstration",
+    "rewards": "the rewards of the rollouts",
+}
+DEMO_OPTIONS = {"demo_weight", "demo_shape", "demo_reduction"}  # of the loss: those that Mixer uses
 
 
 class Mixer:
@@ -42,17 +56,18 @@ class Mixer:
     they must give the loss of the step.
 
     Args:
-        controller: a ControllerConfig, or a method of `gac.methods` that needs only
-            log-probabilities: GAC (proxy signals, no gate), CHORD, Constant, Guarded or KLControl.
-            None: the default method, a constant mu with an alarm.
+        controller: a ControllerConfig, or any method, also your own, whose `needs` are a subset of
+            `measures`, and which leaves the trainer its rollouts and their loss. None: the default
+            method, a constant mu with an alarm.
         rows: number of available demonstrations.
         batch: demonstrations per optimizer step, over all ranks.
         seed: seed of the order of the demonstrations.
-        sketches: the trainer passes the head sketches of its losses to `observe_sketches`, so that
-            methods that read them (`gac-gated-sketch`) are accepted.
+        measures: what the trainer measures, in addition to `MEASURED`: with `rewards`, it calls
+            `observe_rewards`; with `sketch`, `observe_sketches`.
 
     Raises:
-        ValueError: the method needs more than log-probabilities, or an argument is invalid.
+        ValueError: the method needs something that the trainer does not measure, or an argument is
+            invalid.
     """
 
     def __init__(
@@ -62,10 +77,10 @@ class Mixer:
         rows: int,
         batch: int,
         seed: int = 0,
-        sketches: bool = False,
+        measures: StepNeeds = MEASURED,
     ) -> None:
         require(is_count(batch, 1), "batch", batch, "a number of demonstrations >= 1")
-        self.method = resolve_method(controller, sketches)
+        self.method = resolve_method(controller, measures)
         self.spec: LossSpec = self.method.loss(LossSpec()).spec
         """Weighting and reduction of the demonstration loss; the other fields are not used."""
         self.batch = batch
@@ -80,18 +95,23 @@ class Mixer:
         """The weight of the demonstrations in the current step."""
         return self._mix.mu
 
+    @property
+    def final(self) -> bool:
+        """Whether the method ends the run after the current step."""
+        return self._mix.final
+
     def draw(self) -> list[int]:
         """Draw the row indices of the step's demonstrations, the same on every rank."""
         return self._order.take(self.batch)
 
     def weight_rollout_loss(self, loss: Tensor) -> Tensor:
         """Multiply the trainer's own micro-batch loss (0-d) by its weight, 1 - mu."""
-        self._losses[0].append(loss.detach())
+        self._rollout_losses.append(loss.detach())
         return self._mix.pair.rollout * loss
 
     def weight_demo_loss(self, loss: Tensor) -> Tensor:
         """Multiply the demonstration loss of a micro-batch (0-d) by its weight, mu."""
-        self._losses[1].append(loss.detach())
+        self._demo_losses.append(loss.detach())
         return self._mix.pair.demo * loss
 
     def observe(self, moments: TokenMoments | None) -> None:
@@ -108,6 +128,11 @@ class Mixer:
         new = TokenMoments(moments.rollouts, moments.demo_nll, totals)
         self._moments = new + self._moments.to(totals.device)
 
+    def observe_rewards(self, rewards: Sequence[float] | Tensor) -> None:
+        """Add the rewards of this rank's rollouts; for methods whose needs include `rewards`."""
+        values = torch.as_tensor(rewards, dtype=torch.float64).flatten().cpu()
+        self._rewards += torch.tensor([len(values), values.sum(), values.square().sum()])
+
     @property
     def sketch(self) -> HeadSketch | None:
         """The sketch to pass to this step's losses, the same on every rank; None if not needed."""
@@ -123,6 +148,8 @@ class Mixer:
             is_demo: whether the sequences are demonstrations.
             out: the loss of the micro-batch.
         """
+        from gac.rows import Row  # needs numpy
+
         self._sketches.add(None, [Row((), 0, is_demo, unit=unit) for unit in units], out)
 
     def close(self, group: dist.ProcessGroup | None = None) -> dict[str, float]:
@@ -137,74 +164,107 @@ class Mixer:
             measured are left out.
 
         Raises:
-            RuntimeError: ranks differ in mu, `observe` was not called, or KLControl has no KL.
+            RuntimeError: ranks differ in mu, or something that the method needs was not measured.
         """
-        total, losses = self._gather(group)
-        metrics: dict[str, Any] = {
-            "kl": float(total.kl),
-            "entropy": float(total.entropy),
-            "rollout_loss": losses[0],
-            "demo_loss": losses[1],
-        }
-        metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        if isinstance(self.method, KLControl) and total.rollout_tokens and math.isnan(total.kl):
-            raise RuntimeError(
-                f"controller={self.method.name} follows the KL to the reference policy, which is "
-                "not measured (kl=nan): use the trainer's KL loss, or another controller"
-            )
-        needs = self.method.needs(self._step)
-        row = {
-            "mu": self.mu,
-            **self.method.report(self._state),
-            **metrics,
-            **total.signals(needs.trim)._asdict(),
-            "demo_tokens": float(total.demo_tokens),
-        }
-        sketches = self._sketches.gathered() if needs.sketch else None
-        evidence = Evidence(self._step, total, sketches=sketches) if needs.signals else None
+        turn = self._turn(group)
+        row, self._state, self._mix = end_step(self.method, self._state, turn)
         self._step += 1
-        observation = Observation(
-            self._step, **metrics, evidence=evidence, demo_losses=demo_losses(total)
-        )
-        self._state, self._mix = next_mix(self.method, self._state, observation)
         self._clear()
-        return {k: v for k, v in row.items() if v is not None and math.isfinite(v)}
+        row["demo_tokens"] = float(turn.moments.demo_tokens)
+        # the trainer's own log has the others
+        names = row.keys() - {"step", "reward_mean", "demo_entropy", "clip_fraction"}
+        return {
+            name: value
+            for name, value in row.items()
+            if name in names and value is not None and math.isfinite(value)
+        }
 
     def _clear(self) -> None:
         self._moments = TokenMoments.zeros()
-        self._losses: tuple[list[Tensor], list[Tensor]] = [], []
+        self._rollout_losses: list[Tensor] = []
+        self._demo_losses: list[Tensor] = []
+        self._rewards = torch.zeros(3, dtype=torch.float64)  # number, sum and sum of squares
         self._sketches = UnitSketches(self.method.needs(self._step).sketch)
 
-    def _gather(self, group: dist.ProcessGroup | None) -> tuple[TokenMoments, Sequence[float]]:
-        """The step's moments and losses over all ranks, on the CPU."""
+    def _turn(self, group: dist.ProcessGroup | None) -> Turn:
+        """What the step measured, over all ranks, on the CPU."""
+        needs = self.method.needs(self._step)
         moments = self._moments
+        device = moments.totals.device
         zero = moments.totals.new_zeros(())
-        losses = torch.stack([sum((x.double() for x in term), zero) for term in self._losses])
-        scored = moments.demo_nll[moments.demo_nll != -math.inf]
-        nll = torch.full((self.batch,), -math.inf, dtype=torch.float64, device=scored.device)
-        if len(scored) > self.batch:
-            raise RuntimeError(
-                f"observe() got {len(scored)} demonstrations in one step, more than "
-                f"batch={self.batch}: call close() after every step, or use a larger batch"
-            )
-        nll[: len(scored)] = scored
-        mu = torch.tensor([self.mu], dtype=torch.float64, device=nll.device)
-        local = torch.cat([mu, losses, moments.rollouts, moments.totals, nll])
-        rows = [local]
-        if dist.is_available() and dist.is_initialized():
-            rows = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
-            dist.all_gather(rows, local, group=group)
-        table = torch.stack(rows).cpu()
+        losses = [
+            sum((x.double() for x in term), zero)
+            for term in (self._rollout_losses, self._demo_losses)
+        ]
+        own = torch.tensor([self.mu], dtype=torch.float64, device=device)
+        table = self._gather(
+            torch.cat([own, torch.stack(losses), self._rewards.to(device), moments.rollouts]),
+            moments,
+            group,
+        )
         if (table[:, 0] != table[0, 0]).any():
             raise RuntimeError(
                 f"mu differs between ranks: {table[:, 0].tolist()}; load the same controller state "
                 "on all of them"
             )
-        parts = [TokenMoments(row[3:10], row[16:], row[10:16]) for row in table]
-        total = TokenMoments.merged(parts)
+        total = TokenMoments.merged(
+            [TokenMoments(row[6:13], row[19:], row[13:19]) for row in table]
+        )
         if total.rollout_tokens + total.demo_tokens == 0:
             raise RuntimeError("no statistics since the last close(): call observe() in every step")
-        return total, table[:, 1:3].mean(0).tolist()
+        rollout_loss, demo_loss = table[:, 1:3].mean(0).tolist()
+        number, reward_sum, square_sum = table[:, 3:6].sum(0).tolist()
+        self._check_measured(needs, total, number)
+        evidence = None
+        if needs.signals:
+            sketches = self._sketches.gathered() if needs.sketch else None
+            evidence = Evidence(self._step, total, sketches=sketches)
+        mean = reward_sum / number if number else None
+        return Turn(
+            number=self._step,
+            mix=self._mix,
+            needs=needs,
+            moments=total,
+            rollout_loss=rollout_loss,
+            demo_loss=demo_loss,
+            reward_mean=mean,
+            reward_variance=None if mean is None else square_sum / number - mean * mean,
+            evidence=evidence,
+        )
+
+    def _check_measured(self, needs: StepNeeds, total: TokenMoments, rewards: float) -> None:
+        """Raise RuntimeError if the trainer did not measure what the method needs in this step."""
+        if not total.rollout_tokens:
+            return
+        if needs.kl and not needs.kl_optional and math.isnan(total.kl):
+            raise RuntimeError(
+                f"controller={self.method.name} follows the KL to the reference policy, which is "
+                "not measured (kl=nan): use the trainer's KL loss, or another controller"
+            )
+        if needs.rewards and not rewards:
+            raise RuntimeError(
+                f"controller={self.method.name} needs the rewards, which are not measured: call "
+                "observe_rewards() in every step"
+            )
+
+    def _gather(
+        self, numbers: Tensor, moments: TokenMoments, group: dist.ProcessGroup | None
+    ) -> Tensor:
+        """Each rank's row of `numbers`, then `moments.totals` and `moments.demo_nll`."""
+        scored = moments.demo_nll[moments.demo_nll != -math.inf]
+        if len(scored) > self.batch:
+            raise RuntimeError(
+                f"observe() got {len(scored)} demonstrations in one step, more than "
+                f"batch={self.batch}: call close() after every step, or use a larger batch"
+            )
+        nll = torch.full((self.batch,), -math.inf, dtype=torch.float64, device=scored.device)
+        nll[: len(scored)] = scored
+        local = torch.cat([numbers, moments.totals, nll])
+        rows = [local]
+        if dist.is_available() and dist.is_initialized():
+            rows = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(rows, local, group=group)
+        return torch.stack(rows).cpu()
 
     # ---- state
 
@@ -259,39 +319,75 @@ class Mixer:
         self.load_state_dict(json.loads(path.read_text()))
 
 
-def resolve_method(controller: ControllerConfig | Method | None, sketches: bool = False) -> Method:
+def resolve_method(
+    controller: ControllerConfig | Method | None, measures: StepNeeds = MEASURED
+) -> Method:
     """Convert the controller to a Method; None gives the default method.
 
-    `sketches` declares that the trainer measures head sketches.
+    measures: what the trainer measures.
 
     Raises:
-        ValueError: the controller needs more than log-probabilities.
+        ValueError: the method needs something else; the message names it.
     """
     if controller is None:
         return METHODS[DEFAULT]()
     valid = isinstance(controller, (ControllerConfig, Method))
     require(valid, "controller", controller, "a ControllerConfig or a method of gac.methods")
-    name = getattr(controller, "name", "ControllerConfig")
-    if isinstance(controller, Method):
-        needs = controller.needs(0)
-        if not (needs.rollouts and needs.demos):
-            kind = "rollouts" if needs.rollouts else "demonstrations"
+    method = controller if isinstance(controller, Method) else _as_method(controller)
+    name = method.name if method is controller else type(controller).__name__
+    needs = list(map(method.needs, range(CHECKED_STEPS)))
+    for kind, key in (("demonstrations", "rollouts"), ("rollouts", "demos")):
+        if not all(getattr(step, key) for step in needs):
             raise ValueError(
-                f"controller={name} trains on only {kind}, so it has nothing to mix: use gac, "
-                "guarded or constant, or leave GAC out"
+                f"controller={name} trains on only {kind} in some steps, so it has nothing to mix: "
+                "use gac, guarded or constant, or leave GAC out"
             )
-    if isinstance(controller, ControllerConfig):
-        missing = _missing_inputs(controller, sketches)
-    else:
-        supported = isinstance(controller, (CHORD, Constant, KLControl))
-        missing = "" if supported else "measurements that only gac's own trainer makes"
+    missing = _unmeasured(StepNeeds.union(needs), measures) or _owned_by_trainer(method)
     if missing:
         raise ValueError(
-            f"controller={name} needs {missing}, but only log-probabilities are available "
-            "inside other trainers: use gac, chord, constant, guarded or kl-ctrl, or run "
-            "`gac train`"
+            f"controller={name} needs {missing}, which this trainer does not provide: use a "
+            "controller that needs only log-probabilities, such as constant-alarm, gac or chord, "
+            "or run `gac train`"
         )
-    return controller if isinstance(controller, Method) else GAC(**vars(controller))
+    return method
+
+
+def _as_method(config: ControllerConfig) -> Method:
+    """The method with the options of `config`, and the paper's proxies as signals."""
+    try:
+        return GAC(**vars(config))
+    except ValueError as error:
+        raise ValueError(
+            f"controller={type(config).__name__} needs more than log-probabilities: {error}, or "
+            "remove the option"
+        ) from error
+
+
+def _unmeasured(needs: StepNeeds, measures: StepNeeds) -> str:
+    """The first need that the trainer does not measure; "" if there is none."""
+    for key, meaning in NEEDS.items():
+        need, given = getattr(needs, key), getattr(measures, key)
+        if need and not given:
+            return f"{meaning} ({key}={need!r})"
+    return ""
+
+
+def _owned_by_trainer(method: Method) -> str:
+    """What the method changes of the trainer's own rollouts and their loss; "" if nothing."""
+    if type(method).credit is not Method.credit:
+        return "its own advantages (credit)"
+    loss, trainers = method.loss(LossSpec(max_tokens=1)), LossSpec(max_tokens=1)
+    if loss.token is not None or loss.pooled:
+        return f"its own loss ({'token' if loss.token is not None else 'pooled'})"
+    for option in fields(LossSpec):
+        value = getattr(loss.spec, option.name)
+        if option.name not in DEMO_OPTIONS and value != getattr(trainers, option.name):
+            return f"its own loss of the rollouts ({option.name}={value!r})"
+    for field in fields(Sampling):
+        value = getattr(method.sampling(COMPLETIONS), field.name)
+        if value != field.default:
+            return f"its own rows ({field.name}={value!r})"
+    return "evaluations (keeps_best=True)" if method.keeps_best else ""
 
 
 def refuse(trainer: str, options: dict[str, tuple[bool, str]]) -> None:
@@ -302,21 +398,6 @@ def refuse(trainer: str, options: dict[str, tuple[bool, str]]) -> None:
     for option, (is_set, fix) in options.items():
         if is_set:
             raise ValueError(f"{trainer} does not support {option}: {fix}")
-
-
-def _missing_inputs(controller: ControllerConfig, sketches: bool) -> str:
-    """Describe the inputs that `controller` needs but other trainers lack; "" if there are none."""
-    signals = getattr(controller, "signals", None)  # a plain ControllerConfig uses the proxies
-    needs = SourceNeeds() if signals is None else signals.needs
-    if controller.estimator != "independent":
-        return f"the covariance or biases of the gradients for estimator={controller.estimator!r}"
-    if sketches and needs.sketch:
-        return ""
-    if controller.gate is not None:
-        return "the inner product of the two gradients for its gate"
-    if needs == SourceNeeds():
-        return ""
-    return f"gradients for signals={signals!r}"
 
 
 def rollout_moments(
