@@ -352,7 +352,7 @@ def test_unsupported_options_are_rejected(model: Path, tmp_path: Path):
         "demo_dataset is a list: use", TypeError, demo_dataset=[{"prompt": "1", "completion": "2"}]
     )
     assert_rejected("controller=grpo trains on only rollouts", controller=METHODS["grpo"]())
-    for name, use in (("luffy", "gac, chord"), ("gac-gated", "gac, "), ("kl-ctrl", "beta=1e-30")):
+    for name, use in (("luffy", "a .* gac"), ("gac-gated", "a .* gac"), ("kl-ctrl", "beta=1e-30")):
         assert_rejected(f"controller={name} .*use {use}", controller=METHODS[name]())
     assert_rejected("estimator='biased'", controller=ControllerConfig(estimator="biased"))
 
