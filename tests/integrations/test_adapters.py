@@ -23,7 +23,7 @@ from gac.integrations.demonstrations import (
 )
 from gac.integrations.hf_trainer import StepMixin
 from gac.methods import GAC, METHODS, Constant
-from gac.mixer import rollout_moments
+from gac.mixer import MEASURED, rollout_moments
 from gac.rows import Row
 from gac.unit_sketches import UnitSketches
 from gac_kernels import HeadSketch, LossSpec, TokenMoments
@@ -44,7 +44,8 @@ def test_observations_are_copied_and_losses_detached() -> None:
     torch.testing.assert_close(given.totals, kept, equal_nan=True)
     for weigh in (mixer.weight_rollout_loss, mixer.weight_demo_loss):
         weigh(torch.ones((), requires_grad=True))
-    assert not any(loss.requires_grad for losses in mixer._losses for loss in losses)
+    kept_losses = [*mixer._rollout_losses, *mixer._demo_losses]
+    assert [loss.requires_grad for loss in kept_losses] == [False, False]
     mixer.load_state_dict(mixer.state_dict())  # forgets what an interrupted step has observed
     with pytest.raises(RuntimeError, match=r"call observe\(\)"):
         mixer.close()
@@ -73,18 +74,21 @@ def test_alarms_read_the_unweighted_losses_of_the_demonstrations() -> None:
     assert mixer.mu == 0
 
 
+SKETCHED = MEASURED._replace(sketch=True)
+
+
 def test_a_trainer_with_sketches_uses_new_projections_in_every_step() -> None:
     method = METHODS["gac-gated-sketch"]()
-    mixer = Mixer(method, rows=4, batch=6, sketches=True)
+    mixer = Mixer(method, rows=4, batch=6, measures=SKETCHED)
     for step in range(2):
         size = method.needs(step).sketch
         assert mixer.sketch == HeadSketch(size, seed=step)
         assert size
         mixer.observe(moments(step, demo=True))
         mixer.close()
-    assert Mixer(GAC(), rows=4, batch=6, sketches=True).sketch is None
-    with pytest.raises(ValueError, match="needs the inner product"):
-        Mixer(METHODS["gac-gated"](), rows=4, batch=6, sketches=True)
+    assert Mixer(GAC(), rows=4, batch=6, measures=SKETCHED).sketch is None
+    with pytest.raises(ValueError, match=r"needs .*\(parts=4\)"):
+        Mixer(METHODS["gac-gated"](), rows=4, batch=6, measures=SKETCHED)
     for name, kind in (("sft", "demonstrations"), ("grpo", "rollouts")):
         with pytest.raises(ValueError, match=f"controller={name} trains on only {kind}"):
             Mixer(METHODS[name](), rows=4, batch=6)
@@ -222,13 +226,15 @@ def test_micro_batches_share_the_demonstrations(
         stepper = Stepper(rank, ranks, micro_batches)
         stepper._metrics = {"train": {"gac/mu": []}}
         draw, close = iter([list(range(rows)), [-1]]), iter([{"mu": 0.5}])
-        stepper.mixer = SimpleNamespace(draw=draw.__next__, close=close.__next__)
+        stepper.mixer = SimpleNamespace(draw=draw.__next__, close=close.__next__, final=rank == 1)
+        stepper.control = SimpleNamespace(should_training_stop=False)
         for micro_batch in range(micro_batches):
             stepper.accelerator.sync_gradients = micro_batch == micro_batches - 1
             stepper.begin_step(lambda indices: [f"row {i}" for i in indices])
             shares.append(stepper.local_demos())
             stepper.end_micro_batch()
         logged.append(stepper._metrics["train"]["gac/mu"])
+        assert stepper.control.should_training_stop == (rank == 1)
         stepper.begin_step(list)
         assert stepper.local_demos() == ([-1] if rank == 0 else [])  # a new step
     assert logged == [[0.5]] * ranks

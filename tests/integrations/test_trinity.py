@@ -123,7 +123,7 @@ def test_arguments_of_the_loss_are_checked(tmp_path: Path):
         ({"state_dir": None}, "state_dir is empty"),
         ({"loss_agg_mode": mode}, f"loss_agg_mode='{mode}': use one of"),
         *(
-            ({"method": name}, f"controller={name}.*use gac, chord")
+            ({"method": name}, f"controller={name} needs .*use a .* gac")
             for name in ("luffy", "gac-gated", "gac-gated-sketch")
         ),
     ):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from tests.project.test_architecture import PACKAGES
+from tests.project.test_architecture import ROOMS
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -51,7 +51,7 @@ def test_the_tree_lists_existing_files_and_the_packages_in_import_order():
     for folder, names in tree().items():
         for path in (ROOT / folder, *(ROOT / folder / name for name in names)):
             assert path.exists(), path
-    assert [name.removesuffix(".py") for name in tree()["gac"]] == list(PACKAGES)
+    assert [name.removesuffix(".py") for name in tree()["gac"]] == ROOMS
 
 
 def test_walkthroughs_name_existing_files():
