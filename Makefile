@@ -6,8 +6,11 @@ STAMP := .venv/.done
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 # Spin-waiting OpenMP threads make two processes on two cores many times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
+# what `make quick` tests: the loss, the controller, the methods, the command line and the rules of the project
+QUICK := $(addprefix tests/,cli control methods/test_methods_values.py methods/test_solvers.py kernels/test_loss.py \
+  kernels/test_linear.py kernels/test_reference.py project/test_architecture.py project/test_readme.py)
 
-.PHONY: setup ext demo test test-full release-check test-versions exit-check torture test-gpu test-integrations \
+.PHONY: setup ext demo quick test test-full release-check test-versions exit-check torture test-newest test-gpu test-integrations \
   bench bench-gpu kernel-report docs docs-serve lint types check clean
 
 setup: $(STAMP)  ## create a .venv with torch and the packages pinned in requirements/lock.txt
@@ -34,6 +37,10 @@ test: setup  ## run all tests that do not need a GPU
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not release" \
 	  -n 3 --max-worker-restart=0 --dist loadfile --no-loadscope-reorder
 
+quick: lint types  ## lint, type-check and run the fastest tests, in about two minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu and not release and not full and not slow and not dist" \
+	  -n 2 --max-worker-restart=0 --dist loadfile $(QUICK)
+
 test-full: setup  ## run the tests that take minutes each: whole datasets, every kernel, launchers
 	$(BIN)/python -m pytest -m full
 
@@ -49,6 +56,12 @@ exit-check: setup  ## repeat the kill tests ten times
 
 torture: setup  ## kill runs of all kinds at random times for ten minutes; compare with undisturbed ones
 	$(BIN)/python -m tools.torture
+
+test-newest: setup  ## upgrade torch, transformers and TRL in the .venv; test kernels, heads, adapters and models
+	$(PIP) --upgrade torch transformers trl
+	$(BIN)/python -m gac_kernels.doctor
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not release" -n 3 --max-worker-restart=0 \
+	  --dist loadfile tests/kernels tests/heads tests/integrations tests/models
 
 test-gpu:  ## run the GPU tests with the system's python, not the .venv
 	$(PYTHON) -m pytest -m gpu tests/kernels/test_*gpu.py tests/kernels/test_batch.py

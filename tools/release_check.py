@@ -58,7 +58,9 @@ def metadata(wheel: Path) -> str:
     assert headers["Requires-Python"] == ">=3.11", headers["Requires-Python"]
     required = headers.get_all("Requires-Dist") or []
     assert "torch>=2.11" in required, required
-    assert {"train", "trl", "eval", "dev"} <= set(headers.get_all("Provides-Extra") or [])
+    extras = set(headers.get_all("Provides-Extra") or [])
+    assert {"train", "trl", "eval"} <= extras, extras
+    assert not {"dev", "peers", "oracle"} & extras, extras
     assert {"gac/py.typed", "gac_kernels/py.typed", "gac_kernels/_native.so"} <= names
     assert wheel.stem.split("-")[2:4] == ["py3", "none"], wheel.name
     changelog = (ROOT / "CHANGELOG.md").read_text()

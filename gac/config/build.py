@@ -25,7 +25,7 @@ from .convert import (
     type_name,
     unknown_name_message,
 )
-from .early import check_names
+from .early import check_names, reject_inner_key
 from .imports import find_user_code, load_object
 from .yaml_text import read_yaml
 
@@ -148,10 +148,11 @@ def _build(cls: Any, data: Any, where: str, default: Any = None) -> Any:
     values = {}
     for key, value in data.items():
         if key not in fields:
-            for name, field in fields.items():  # as `lr` instead of `optim.lr`
-                if key in getattr(field.default, "__dataclass_fields__", ()):
-                    inner = join(where, f"{name}.{key}")
-                    raise ConfigError(f"{join(where, key)}: unknown key; did you mean {inner!r}?")
+            sections = {
+                name: getattr(field.default, "__dataclass_fields__", ())
+                for name, field in fields.items()
+            }
+            reject_inner_key(key, sections, where)
             raise ConfigError(unknown_name_message(join(where, key), key, fields, "key"))
         inherited = _field_default(fields[key]) if default is None else getattr(default, key)
         values[key] = convert(hints[key], value, join(where, key), inherited)

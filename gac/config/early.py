@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,20 @@ def check_names(cls: Class, data: Mapping[str, Any], where: str = "") -> None:
     fields = declared_fields(*cls)
     for key, value in data.items():
         section = fields.get(key)
-        if fields and key not in fields and did_you_mean(str(key), fields):
-            raise ConfigError(unknown_name_message(join(where, key), key, fields, "key"))
+        if fields and key not in fields:
+            reject_inner_key(key, {n: declared_fields(*s) for n, s in fields.items() if s}, where)
+            if did_you_mean(str(key), fields):
+                raise ConfigError(unknown_name_message(join(where, key), key, fields, "key"))
         if section is not None and isinstance(value, Mapping):
             check_names(section, value, join(where, key))
+
+
+def reject_inner_key(key: str, sections: Mapping[str, Container[str]], where: str) -> None:
+    """Raise ConfigError for the key of a section without its section: `lr` for `optim.lr`."""
+    for name, fields in sections.items():
+        if key in fields:
+            inner = join(where, f"{name}.{key}")
+            raise ConfigError(f"{join(where, key)}: unknown key; did you mean {inner!r}?")
 
 
 def declared_fields(module: str, name: str) -> dict[str, Class | None]:

@@ -29,6 +29,7 @@ print(code, "torch" in sys.modules, used.ru_utime + used.ru_stime)
     [
         ("optim: {lrr: 1}", [], "run.yaml: optim.lrr: unknown key 'lrr'; did you mean 'lr'?"),
         ("steps: 2", ["stpes=3"], "--set stpes: unknown key 'stpes'; did you mean 'steps'?"),
+        ("lr: 1", [], "run.yaml: lr: unknown key; did you mean 'optim.lr'?"),
         ("steps: 2", ["eval.data.promts=x"], "--set eval.data.promts: unknown key 'promts'"),
     ],
 )
