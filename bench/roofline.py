@@ -102,14 +102,6 @@ LINEAR_FORM = (
     Kernel(
         "csrc", "loss", "row_kernel float32 to bfloat16", 6, SUMS + GRADIENT, "ours, rows by csrc"
     ),
-    Kernel(
-        "csrc with sketch",
-        "loss",
-        "sketch_kernel float32 to bfloat16",
-        6,
-        SUMS + GRADIENT + 2,
-        None,
-    ),
 )
 KEPT = 0.02  # assumed share of the columns that the filter keeps
 FILTERED = {"dH filtered": 4 + 2 * KEPT, "both filtered": 2 + 2 * SAMPLED + 4 * KEPT}

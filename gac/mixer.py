@@ -20,8 +20,7 @@ from gac.methods.base import Method
 from gac.order import Order
 from gac.turn import Turn, end_step, next_mix
 from gac.types import Evidence, Observation, Sampling, StepNeeds
-from gac.unit_sketches import UnitSketches
-from gac_kernels import HeadSketch, LossOutput, LossSpec, TokenMoments, loss_from_logprobs
+from gac_kernels import LossSpec, TokenMoments, loss_from_logprobs
 
 FILE = "gac.json"
 MEASURED = StepNeeds(kl=True, signals=True)
@@ -33,7 +32,6 @@ NEEDS = {  # what each of the other needs is
     "bias": "gradients without phi and without clipping",
     "average": "moving averages of the gradients",
     "losses_after": "the losses of the batch after the update",
-    "sketch": "head sketches",
     "sources": "the source of each demonstration",
     "rewards": "the rewards of the rollouts",
 }
@@ -63,7 +61,7 @@ class Mixer:
         batch: demonstrations per optimizer step, over all ranks.
         seed: seed of the order of the demonstrations.
         measures: what the trainer measures, in addition to `MEASURED`: with `rewards`, it calls
-            `observe_rewards`; with `sketch`, `observe_sketches`.
+            `observe_rewards`.
 
     Raises:
         ValueError: the method needs something that the trainer does not measure, or an argument is
@@ -133,25 +131,6 @@ class Mixer:
         values = torch.as_tensor(rewards, dtype=torch.float64).flatten().cpu()
         self._rewards += torch.tensor([len(values), values.sum(), values.square().sum()])
 
-    @property
-    def sketch(self) -> HeadSketch | None:
-        """The sketch to pass to this step's losses, the same on every rank; None if not needed."""
-        size = self.method.needs(self._step).sketch
-        return HeadSketch(size, seed=self._step) if size else None
-
-    def observe_sketches(self, units: Sequence[int], is_demo: bool, out: LossOutput) -> None:
-        """Add the sketches of a micro-batch, if `sketch` was requested.
-
-        Args:
-            units: for each sequence, an id that dependent sequences share, such as the rollouts of
-                one prompt; -1: independent.
-            is_demo: whether the sequences are demonstrations.
-            out: the loss of the micro-batch.
-        """
-        from gac.rows import Row  # needs numpy
-
-        self._sketches.add(None, [Row((), 0, is_demo, unit=unit) for unit in units], out)
-
     def close(self, group: dist.ProcessGroup | None = None) -> dict[str, float]:
         """End the optimizer step: gather the statistics, update mu and return this step's metrics.
 
@@ -184,7 +163,6 @@ class Mixer:
         self._rollout_losses: list[Tensor] = []
         self._demo_losses: list[Tensor] = []
         self._rewards = torch.zeros(3, dtype=torch.float64)  # number, sum and sum of squares
-        self._sketches = UnitSketches(self.method.needs(self._step).sketch)
 
     def _turn(self, group: dist.ProcessGroup | None) -> Turn:
         """What the step measured, over all ranks, on the CPU."""
@@ -215,10 +193,7 @@ class Mixer:
         rollout_loss, demo_loss = table[:, 1:3].mean(0).tolist()
         number, reward_sum, square_sum = table[:, 3:6].sum(0).tolist()
         self._check_measured(needs, total, number)
-        evidence = None
-        if needs.signals:
-            sketches = self._sketches.gathered() if needs.sketch else None
-            evidence = Evidence(self._step, total, sketches=sketches)
+        evidence = Evidence(self._step, total) if needs.signals else None
         mean = reward_sum / number if number else None
         return Turn(
             number=self._step,

@@ -72,8 +72,6 @@ class StepNeeds(NamedTuple):
     """The losses of the batch are measured again after the update."""
     trim: float = 0.1
     """Fraction of the demonstrations trimmed at each end for the logged sigma_s^2."""
-    sketch: int = 0
-    """Size of the head sketch of each unit's gradient; 0: none."""
     sources: bool = False
     """The source of each demonstration is known, if the data name sources."""
     rewards: bool = False
@@ -106,19 +104,6 @@ class Corrections(NamedTuple):
     """<b_r, Delta>."""
 
 
-class Sketches(NamedTuple):
-    """Sketches R G S^T of the gradients of the LM head weight.
-
-    G is one unit's contribution to the gradient of its term. A unit is a demonstration, or all
-    rollouts of a prompt.
-    """
-
-    demos: torch.Tensor
-    """float64 [n, k k]."""
-    rollouts: torch.Tensor
-    """float64 [n, k k]."""
-
-
 class Evidence(NamedTuple):
     """Measurements of a refresh step, summed over micro-batches and ranks."""
 
@@ -132,8 +117,6 @@ class Evidence(NamedTuple):
     """M_s, the number of SFT micro-batches in `gram`."""
     bias_gram: torch.Tensor | None = None
     """[4, 4] inner products as in `bias_moments`."""
-    sketches: Sketches | None = None
-    """Sketches of every unit in the step."""
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,12 @@ if TYPE_CHECKING:
     )
     from .contract import DemoWeight, LossOutput, LossSpec, Signals, TokenLossOutput, TokenMoments
     from .filter import FilterReport, GradientFilter
-    from .sketch import HeadSketch
 
 __all__ = [
     "DemoWeight",
     "DivergenceOutput",
     "FilterReport",
     "GradientFilter",
-    "HeadSketch",
     "LossOutput",
     "LossSpec",
     "Signals",
@@ -40,7 +38,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import public names lazily: reading a configuration needs the options but no torch."""
-    for module in ("contract", "filter", "sketch", "api") if name in __all__ else ():
+    for module in ("contract", "filter", "api") if name in __all__ else ():
         found = import_module(f".{module}", __name__)
         if hasattr(found, name):
             return globals().setdefault(name, getattr(found, name))

@@ -16,7 +16,6 @@ from .contract import DivergenceOutput, LossOutput, LossSpec, TokenLossOutput, c
 from .divergence import DivergenceSpec, divergence_loss
 from .filter import FilterReport, GradientFilter
 from .loss import Fused, TokenLogprobs
-from .sketch import HeadSketch
 from .tokens import NeedsGrad, complete
 
 
@@ -114,7 +113,7 @@ def fused_gac_loss(
         return ops.fused_loss(op, inputs, spec, moments)
     checks.values(targets, logits.shape[-1], inputs)
     outputs: list[Any] = []
-    arguments = inputs, spec, NeedsGrad.of(*op[:3]), moments, None, overwrite
+    arguments = inputs, spec, NeedsGrad.of(*op[:3]), moments, overwrite
     total = Fused.apply(*op[:3], op, loss.fused_loss, arguments, outputs)
     return outputs[0].shaped(targets.shape, loss=total)
 
@@ -202,7 +201,6 @@ def fused_linear_gac_loss(
     softcap: float | None = None,
     backend: str = "auto",
     chunk_bytes: int | None = None,
-    sketch: HeadSketch | None = None,
     gradient_filter: GradientFilter | None = None,
 ) -> LossOutput:
     """Compute `fused_gac_loss` of hidden @ weight.T + bias without materializing all logits.
@@ -226,9 +224,6 @@ def fused_linear_gac_loss(
         chunk_bytes: most memory for one chunk of logits and gradients, of which a CPU uses half if
             that is as fast; None: 128 MiB on a CPU; on a GPU 1000 MiB, or 1/64 of its memory if
             that is more.
-        sketch: the projections for `LossOutput.sketch`, which is then computed even if no gradient
-            is needed; None: no sketch. Sequences whose rows are skipped because mu is 0 or 1 get
-            nan.
         gradient_filter: skip the columns of the vocabulary in which the gradient is negligible; see
             `GradientFilter` and `LossOutput.filter`. Exact under torch.compile and CUDA graphs.
 
@@ -251,12 +246,11 @@ def fused_linear_gac_loss(
         rollout_logps=rollout_logps,
         temperatures=temperatures,
     )
-    checks.optional("sketch", sketch, HeadSketch)
     if torch.compiler.is_compiling():
-        return ops.fused_loss(op, inputs, spec, moments, sketch)
+        return ops.fused_loss(op, inputs, spec, moments)
     checks.values(targets, weight.shape[0], inputs)
     outputs: list[Any] = []
-    arguments = inputs, spec, NeedsGrad.of(*op[:3]), moments, sketch
+    arguments = inputs, spec, NeedsGrad.of(*op[:3]), moments
     total = Fused.apply(*op[:3], op, loss.fused_loss, arguments, outputs)
     return outputs[0].shaped(targets.shape, loss=total)
 

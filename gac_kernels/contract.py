@@ -397,11 +397,6 @@ class LossOutput(NamedTuple):
     """float32, like targets: entropy of each distribution in nats, 0 where there is no loss."""
     moments: TokenMoments | None
     """Sufficient statistics for the controller; None if `moments=False`."""
-    sketch: torch.Tensor | None = None
-    """float32 [S, k, k]: R G S^T for each sequence. G is the gradient of the head weight from the
-    sequence's contribution to its own term (rollout or demonstration), and k is the size of both
-    projections; see `HeadSketch`. None unless requested.
-    """
     filter: FilterReport | None = None
     """What the gradient filter did; None without one."""
 

@@ -25,7 +25,6 @@ from . import build_cuda
 from .backends import cuda, triton
 from .contract import DemoWeight, LossSpec
 from .filter import RowMarks
-from .sketch import RowSketch
 from .tokens import BatchInputs, TokenTerms, plan
 
 ARCHITECTURES = ("80", "90", "100")
@@ -66,7 +65,7 @@ AMD = {
 }
 
 # A mangled name, such as `_ZN...10row_kernelIf13__nv_bfloat16EEvT_...`, and the types in it.
-_SYMBOL = re.compile(r"\d(row_kernel|sketch_kernel)I(\w+?)EE?v")
+_SYMBOL = re.compile(r"\drow_kernelI(\w+?)EE?v")
 _TYPES = {"f": torch.float32, "13__nv_bfloat16": torch.bfloat16, "6__half": torch.float16}
 
 # A name and a `backends.triton.launch.Launch` to compile.
@@ -122,7 +121,6 @@ def triton_configurations() -> Iterator[Configuration]:
             (f"{name}, default", triton.row_loss, x, plain, default, x),
         ]
     wide, to_half = x.float(), "V=151936 float32 to bfloat16"  # x: the first of _ROWS
-    sketch = RowSketch(wide[0, 0].to(torch.int8), torch.empty(8, 16, device="meta"))
     marks = RowMarks(0.1, wide[0, 0] > 0, torch.empty(2, 8, device="meta"))
     shaped = LossSpec(demo_weight=DemoWeight.SHAPED, rollout_reduction="constant", max_tokens=9)
     packed = {"targets": plain.targets, "cu_seqlens": plain.offsets.int(), "mu": column[0]}
@@ -136,11 +134,10 @@ def triton_configurations() -> Iterator[Configuration]:
         (f"{name}, softcap", triton.row_stats, x, *stats, 30.0),
         (f"{name}, softcap, more", triton.row_stats, x, *stats, 30.0, True),
         (f"{name}, softcap", triton.row_grads, x, *grads, x, 30.0),
-        (f"{name}, softcap, all options", triton.row_loss, x, full, _EVERYTHING, x, None, 30.0),
+        (f"{name}, softcap, all options", triton.row_loss, x, full, _EVERYTHING, x, 30.0),
         (f"{to_half}, default", triton.row_loss, wide, plain, default, x),
-        (f"{to_half}, sketch, default", triton.row_loss, wide, plain, default, x, sketch),
-        (f"{to_half}, filter", triton.row_loss, wide, plain, default, x, None, None, marks),
-        (f"{to_half}, filter", triton.row_grads, wide, *grads, x, None, None, True, marks),
+        (f"{to_half}, filter", triton.row_loss, wide, plain, default, x, None, marks),
+        (f"{to_half}, filter", triton.row_grads, wide, *grads, x, None, True, marks),
         ("padded", triton.plan, inputs, shaped),
         ("packed, mu a tensor", triton.plan, inputs._replace(**packed), shaped),
         ("no reference", triton.reduce, plain, TokenTerms(*[column] * 5), True),
@@ -227,11 +224,11 @@ def compile_cuda(arch: str) -> Iterator[Report]:
         match = _SYMBOL.search(symbol)
         if match is None:
             raise RuntimeError(f"unknown kernel in the output of nvcc: {symbol}")
-        first, *others = re.findall(r"13__nv_bfloat16|6__half|f|S\d*_", match[2])
+        first, *others = re.findall(r"13__nv_bfloat16|6__half|f|S\d*_", match[1])
         dtypes = [_TYPES.get(x, _TYPES[first]) for x in (first, *others)]  # S_ repeats a type
         config = " to ".join(str(t).removeprefix("torch.") for t in dtypes)
         shared = cuda.shared_bytes(cuda.split(VOCAB, dtypes[0], keep_row=True).slots)
-        yield _report(match[1], config, f"sm_{arch}", text, shared, symbol, code)
+        yield _report("row_kernel", config, f"sm_{arch}", text, shared, symbol, code)
 
 
 def reports(architectures: list[str]) -> Iterator[Report]:

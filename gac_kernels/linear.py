@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from . import projection
-from .contract import IGNORE, LossSpec
+from .contract import IGNORE
 from .filter import ColumnFilter, Kept, RowMarks, sample_factors
 from .projection import Projection, spans
-from .sketch import HeadSketch, RowSketch, Sketcher, per_sequence
-from .tokens import NeedsGrad, Operands, Tokens, part
+from .tokens import NeedsGrad, Operands, part
 
 # device types on which reading a count makes the host wait for the device
 ASYNCHRONOUS = {"cuda"}
@@ -36,7 +35,6 @@ class Block(NamedTuple):
     tokens: slice  # of the order of the pass
     logits: Tensor  # [1, M, V]; the next block overwrites them
     out: Tensor | None = None  # [1, M, V]: where their gradient is written
-    sketch: RowSketch | None = None  # where the sketch of their gradient is written
     marks: RowMarks | None = None  # where the filter's notes of their gradient are written
     before: Tensor | None = None  # the gradient of the rows before it in its chunk
 
@@ -79,15 +77,12 @@ def read_counts(counts: Counts) -> tuple[int, int]:
 class Head:
     """The head of one call: the logits of its rows, and the gradients of its operands."""
 
-    def __init__(
-        self, op: Operands, needs: NeedsGrad, live: Tensor, sketch: HeadSketch | None = None
-    ) -> None:
+    def __init__(self, op: Operands, needs: NeedsGrad, live: Tensor) -> None:
         assert op.weight is not None
         self.hidden, self.needs, self.live = op.rows, needs, live
         sizes = op.chunk_bytes, op.vocab_size
         self.projection = Projection(op.weight, op.bias, op.dtype, *sizes)
         shape = op.rows.shape if needs.rows else (0,)
-        self.sketcher = None if sketch is None else Sketcher(sketch, self.projection, len(op.rows))
         self._d_hidden = torch.zeros(shape, dtype=op.rows.dtype, device=op.rows.device)
         self._d_weight: Tensor | None = None  # allocated by the first chunk
         width = len(op.weight) if needs.bias else 0
@@ -132,13 +127,8 @@ class Head:
             for span in spans(0, len(index), head.block):
                 logits = head.logits(rows[span], grad[span])
                 tokens = slice(chunk.start + span.start, chunk.start + span.stop)
-                sketch = None if self.sketcher is None else self.sketcher.rows(index[span])
                 marks = None if self.filter is None else self.filter.marks(index[span])
-                yield Block(
-                    tokens, logits[None], grad[span][None], sketch, marks, grad[: span.start]
-                )
-                if self.sketcher is not None and sketch is not None:
-                    self.sketcher.store(index[span], sketch)
+                yield Block(tokens, logits[None], grad[span][None], marks, grad[: span.start])
                 if self.filter is not None and marks is not None:
                     self.filter.store(index[span], marks)
             # the gradient of the chunk's logits is complete, and its backward GEMMs follow
@@ -157,7 +147,7 @@ class Head:
         columns = columns.index_select(1, order)
         for block in self.blocks(order, counts):
             rows = targets[block.tokens], *columns[:, block.tokens], part(scaling, block.tokens)
-            options = block.out, op.softcap, block.sketch
+            options = block.out, op.softcap
             op.backend.row_grads(block.logits, *rows, *options, marks=block.marks)
 
     def rescale(self, factor: Tensor, grad: Tensor | None) -> None:
@@ -170,8 +160,6 @@ class Head:
     def _add(self, index: Tensor, rows: Tensor, grad: Tensor, single_chunk: bool) -> None:
         """Add a chunk: token indices [M], input rows [M, H] and the logits' gradient [M, V]."""
         head = self.projection
-        if self.sketcher is not None:
-            self.sketcher.project(index, rows)
         selected = None if self.filter is None else self.filter.select(grad, index)
         exact = self.filter is None or not self.filter.settings.weight
         if self.needs.weight and exact:  # while the host waits for the number of columns
@@ -238,12 +226,6 @@ class Head:
     def report(self) -> Tensor | None:
         """The fields of `filter.FilterReport`, if there is a filter."""
         return None if self.filter is None else self.filter.report()
-
-    def sketches(self, tokens: Tokens, spec: LossSpec, inv_scale: Tensor | None) -> Tensor | None:
-        """The sketch of each sequence's gradient, if requested."""
-        if self.sketcher is None:
-            return None
-        return per_sequence(self.sketcher.factors, tokens, spec, inv_scale)
 
 
 def compact(

@@ -23,7 +23,6 @@ from .contract import IGNORE, LossSpec, compute_dtype
 from .filter import FilterReport
 from .linear import ASYNCHRONOUS, Gradients, Head, capturing, head_stats, sort_tokens, unsorted
 from .reference import Coupling, coupling, select_outputs, token_gradients, token_terms
-from .sketch import HeadSketch
 from .tokens import (
     BatchInputs,
     NeedsGrad,
@@ -48,7 +47,6 @@ def fused_loss(
     spec: LossSpec,
     needs: NeedsGrad,
     moments: bool = True,
-    sketch: HeadSketch | None = None,
     overwrite: bool = False,  # the logits, by their gradient
 ) -> Result:
     """Compute the loss and its gradients in 6 N H V FLOPs.
@@ -66,14 +64,14 @@ def fused_loss(
         reuse = overwrite and has_distinct_elements(op.rows)
         out = op.rows.detach() if reuse else op.rows.new_empty(op.rows.shape)
     if kind is Coupling.CURRENT:
-        passed = _two_passes(op, tokens, spec, needs, sketch, out)
+        passed = _two_passes(op, tokens, spec, needs, out)
     elif kind is Coupling.NONE:  # a sequence ratio is 1 or unused
         one_ratio = (
             spec
             if spec.importance_sampling_level == "token"
             else replace(spec, importance_sampling_level="token")
         )
-        passed = _one_pass(op, tokens, one_ratio, needs, sketch, out)
+        passed = _one_pass(op, tokens, one_ratio, needs, out)
     else:
         # on-policy, the gradient of "clip" is -A, and that of a sequence's ratio is the mean of -A
         plain = replace(
@@ -83,13 +81,13 @@ def fused_loss(
             clip_high=None,
             importance_sampling_level="token",
         )
-        passed = _one_pass(op, tokens.averaged(), plain, needs, sketch, out)
+        passed = _one_pass(op, tokens.averaged(), plain, needs, out)
         logps, entropy, *_ = passed[0]
         passed = token_terms(logps, entropy, tokens, spec), *passed[1:]
-    terms, sketches, grads, inv_scale, report = passed
+    terms, grads, inv_scale, report = passed
     out = op.backend.reduce(tokens, terms, moments)
     filtered = None if report is None else FilterReport(*report)
-    return (out.loss, out._replace(sketch=sketches, filter=filtered)), grads, inv_scale
+    return (out.loss, out._replace(filter=filtered)), grads, inv_scale
 
 
 def has_distinct_elements(x: Tensor) -> bool:
@@ -102,8 +100,8 @@ def has_distinct_elements(x: Tensor) -> bool:
     return True
 
 
-# the terms, the sketch, the gradients, `inv_scale` and the report of the filter
-Pass = tuple[TokenTerms, Tensor | None, Gradients, Tensor | None, Tensor | None]
+# the terms, the gradients, `inv_scale` and the report of the filter
+Pass = tuple[TokenTerms, Gradients, Tensor | None, Tensor | None]
 
 
 def _one_pass(
@@ -111,26 +109,24 @@ def _one_pass(
     tokens: Tokens,
     spec: LossSpec,
     needs: NeedsGrad,
-    sketch: HeadSketch | None,
     out: Tensor | None,
 ) -> Pass:
     """Compute the loss of tokens that do not depend on each other."""
     inv_scale, tokens = scale_for_float16(tokens, spec, op.dtype)
     if op.weight is None:
-        terms = op.backend.row_loss(op.rows, tokens, spec, out, None, op.softcap)
-        return terms, None, (out, None, None), inv_scale, None
-    need_gradient = any(needs) or sketch is not None
+        terms = op.backend.row_loss(op.rows, tokens, spec, out, op.softcap)
+        return terms, (out, None, None), inv_scale, None
+    need_gradient = any(needs)
     has_gradient = ~has_zero_gradient(tokens, spec) if need_gradient else None
-    head = Head(op, needs, tokens.live, sketch)
+    head = Head(op, needs, tokens.live)
     order, counts = sort_tokens(tokens.live, has_gradient)
     ordered, results = tokens.at(order), head.zeros(len(TokenTerms._fields))
     for block in head.blocks(order, counts):
-        arguments = ordered.at(block.tokens), spec, block.out, block.sketch, op.softcap
+        arguments = ordered.at(block.tokens), spec, block.out, op.softcap
         terms = op.backend.row_loss(block.logits, *arguments, block.marks)
         torch.stack(terms, out=results[:, block.tokens])
     terms = TokenTerms(*unsorted(results, order))
-    sketches = head.sketches(tokens, spec, inv_scale)
-    return terms, sketches, head.gradients(), inv_scale, head.report()
+    return terms, head.gradients(), inv_scale, head.report()
 
 
 def _two_passes(
@@ -138,23 +134,22 @@ def _two_passes(
     tokens: Tokens,
     spec: LossSpec,
     needs: NeedsGrad,
-    sketch: HeadSketch | None,
     out: Tensor | None,
 ) -> Pass:
     """Compute all log-probs first, then the gradient from the derivative of each."""
-    need_gradient = any(needs) or sketch is not None
+    need_gradient = any(needs)
     head, scaling = None, op.scaling()
     if op.weight is None:
         stats = torch.stack(op.backend.row_stats(op.rows, tokens.targets, scaling, op.softcap))
     else:
-        head, known = Head(op, needs, tokens.live, sketch), tokens
+        head, known = Head(op, needs, tokens.live), tokens
         if spec.importance_sampling_level == "sequence":  # depends on the tokens of the sequence
             known = tokens.averaged(absolute=True)
         stats, order, counts = head_stats(op, head, ~has_zero_gradient(known, spec))
     logps, entropy, lse = stats
     terms, upstream = token_gradients(logps, entropy, tokens, spec, need_gradient)
     if upstream is None:
-        return terms, None, (None, None, None), None, None
+        return terms, (None, None, None), None, None
     inv_scale = None
     if op.dtype == torch.float16:
         inv_scale = power_above((upstream / scaling).abs())
@@ -162,13 +157,12 @@ def _two_passes(
     columns = torch.cat([lse[None], entropy[None], upstream])
     if head is None:
         op.backend.row_grads(op.rows, tokens.targets, *columns, scaling, out, op.softcap)
-        return terms, None, (out, None, None), inv_scale, None
+        return terms, (out, None, None), inv_scale, None
     if order.device.type not in ASYNCHRONOUS:  # the exact rows cost no synchronization
         used = (upstream != 0).any(0)
         order, counts = sort_tokens(used, used)
     head.add_gradients(op, columns, order, counts)
-    sketches = head.sketches(tokens, spec, inv_scale)
-    return terms, sketches, head.gradients(), inv_scale, head.report()
+    return terms, head.gradients(), inv_scale, head.report()
 
 
 def token_loss(

@@ -17,7 +17,6 @@ from . import backends, checks, linear, loss
 from ._ops import add_op_namespace_prefix, ops
 from .contract import LossOutput, LossSpec, TokenMoments, compute_dtype
 from .loss import refuse_double_backward
-from .sketch import HeadSketch
 from .tokens import BatchInputs, NeedsGrad, Operands
 
 _OPERANDS = 10  # fields of Operands that are arguments
@@ -71,30 +70,28 @@ def _saved_dtypes(op: Operands) -> list[torch.dtype]:
         f"{_SCHEMA} Tensor shaped_targets, Tensor advantages, Tensor is_demo, Tensor mu, "
         "Tensor? old_logps, Tensor? ref_logps, Tensor? cu_seqlens, Tensor? rollout_norm, "
         "Tensor? demo_norm, Tensor? weights, Tensor? rollout_logps, Tensor? token_temperatures, "
-        "float[] spec, bool[] needs, int[] sketch) -> (Tensor scalars, Tensor logps, "
-        "Tensor entropy, Tensor rollouts, Tensor demo_nll, Tensor totals, Tensor sketch, "
+        "float[] spec, bool[] needs) -> (Tensor scalars, Tensor logps, "
+        "Tensor entropy, Tensor rollouts, Tensor demo_nll, Tensor totals, "
         "Tensor inv_scale, Tensor d_rows, Tensor d_weight, Tensor d_bias)"
     ),
 )
 def _loss(*arguments: Any) -> tuple[Tensor, ...]:
     """Compute the loss's outputs, and the gradients of its operands divided by `inv_scale`."""
-    *_, numbers, needs, sketch = arguments
-    op, inputs = _unpack(arguments[:_OPERANDS]), BatchInputs(*arguments[_OPERANDS:-3])
+    *_, numbers, needs = arguments
+    op, inputs = _unpack(arguments[:_OPERANDS]), BatchInputs(*arguments[_OPERANDS:-2])
     checks.values(inputs.targets, op.vocabulary, inputs)
     # numbers, so that no accelerator waits for a copy
     given = {name: getattr(inputs, name) for name in ("mu", "rollout_norm", "demo_norm")}
     constants = {k: x.item() if x is not None and x.is_cpu else x for k, x in given.items()}
     spec = replace(LossSpec.decode(numbers), temperature=op.temperature)
-    head_sketch = HeadSketch(*sketch) if sketch else None
     eager = torch._C._ForceDispatchKeyGuard(*_KEYS)  # as in eager code, autograd may record
     with eager, torch.no_grad(), torch.autocast(op.rows.device.type, enabled=False):
         inputs, wanted = inputs._replace(**constants), NeedsGrad(*needs)
-        values, grads, inv_scale = loss.fused_loss(op, inputs, spec, wanted, sketch=head_sketch)
-    *scalars, logps, entropy, moments, sketches, _ = values[1]
+        values, grads, inv_scale = loss.fused_loss(op, inputs, spec, wanted)
+    *scalars, logps, entropy, moments, _ = values[1]
     return (
         torch.stack(scalars),
         *(logps.clone(), entropy.clone(), moments.rollouts, moments.demo_nll, moments.totals),
-        op.rows.new_empty(0) if sketches is None else sketches,
         op.rows.new_ones((), dtype=torch.float32) if inv_scale is None else inv_scale,
         *_or_empty(grads, op, _saved_dtypes(op)),
     )
@@ -102,24 +99,22 @@ def _loss(*arguments: Any) -> tuple[Tensor, ...]:
 
 @_loss.register_fake
 def _(*arguments):
-    op, inputs = Operands(*arguments[:_OPERANDS]), BatchInputs(*arguments[_OPERANDS:-3])
+    op, inputs = Operands(*arguments[:_OPERANDS]), BatchInputs(*arguments[_OPERANDS:-2])
     accum_dtype, tokens, f64 = compute_dtype(op.dtype), inputs.targets.numel(), torch.float64
 
     def new(*shape: int, dtype: torch.dtype = accum_dtype) -> Tensor:
         return op.rows.new_empty(shape, dtype=dtype)
 
-    size, sequences = arguments[-1][:1], inputs.sequences
-    moments = (new(7, dtype=f64), new(sequences, dtype=f64), new(6, dtype=f64))
-    sketch = new(sequences, *size, *size) if size else op.rows.new_empty(0)
-    grads = _like_operands(op, arguments[-2], _saved_dtypes(op))
+    moments = (new(7, dtype=f64), new(inputs.sequences, dtype=f64), new(6, dtype=f64))
+    grads = _like_operands(op, arguments[-1], _saved_dtypes(op))
     # the first output: loss, rollout_loss, demo_loss, kl, clip_fraction
-    return new(5), new(tokens), new(tokens), *moments, sketch, new(dtype=torch.float32), *grads
+    return new(5), new(tokens), new(tokens), *moments, new(dtype=torch.float32), *grads
 
 
 def _setup_loss(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.needs, ctx.arguments = inputs[-2], len(inputs)
+    ctx.needs, ctx.arguments = inputs[-1], len(inputs)
     ctx.dtypes = _dtypes(Operands(*inputs[:_OPERANDS]))
-    ctx.save_for_backward(*output[7:])
+    ctx.save_for_backward(*output[6:])
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
@@ -146,20 +141,18 @@ def fused_loss(
     inputs: BatchInputs,
     spec: LossSpec,
     moments: bool,
-    sketch: HeadSketch | None = None,
 ) -> LossOutput:
     """Compute the fused loss from logits or from hidden states, under torch.compile."""
     options: Any = {"dtype": torch.float64, "device": "cpu"}
     tensors = [  # the schema has a single type for numbers and tensors
         torch.full((), x, **options) if isinstance(x, (int, float)) else x for x in inputs
     ]
-    needs, size = list(NeedsGrad.of(*op[:3])), [] if sketch is None else [sketch.size, sketch.seed]
-    outputs = ops.loss(*op[:_OPERANDS], *tensors, spec.encode(), needs, size)
-    scalars, logps, entropy, *sums, sketches = outputs[:7]
+    needs = list(NeedsGrad.of(*op[:3]))
+    scalars, logps, entropy, *sums = ops.loss(*op[:_OPERANDS], *tensors, spec.encode(), needs)[:6]
     total, *parts = scalars.unbind()
     constants = (x.detach() for x in parts)
     statistics = TokenMoments(*sums) if moments else None
-    flat = *constants, logps, entropy, statistics, None if sketch is None else sketches
+    flat = *constants, logps, entropy, statistics
     return LossOutput._make((total, *flat, None)).shaped(inputs.targets.shape)
 
 

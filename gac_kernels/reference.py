@@ -25,7 +25,6 @@ from .contract import (
     compute_dtype,
 )
 from .filter import RowMarks, mark_rows
-from .sketch import HeadSketch, RowSketch, SketchFactors, per_sequence, row_buckets
 from .tokens import (
     BatchInputs,
     Tokens,
@@ -376,25 +375,10 @@ def fused_linear_gac_loss(
     targets: Tensor,
     *roles: Tensor | None,
     bias: Tensor | None = None,
-    sketch: HeadSketch | None = None,
     **keywords: Any,
 ) -> LossOutput:
     """See `gac_kernels.fused_linear_gac_loss`; materializes all [N, V] logits."""
-    logits = linear_logits(hidden, weight, bias)
-    out = fused_gac_loss(logits, targets, *roles, **keywords)
-    if sketch is None:
-        return out
-    with torch.enable_grad():
-        leaf = logits.detach().requires_grad_()
-        (grad,) = torch.autograd.grad(fused_gac_loss(leaf, targets, *roles, **keywords).loss, leaf)
-    batch = {k: v for k, v in keywords.items() if k in BatchInputs._fields}
-    inputs, spec = complete(targets, *roles, **batch), keywords.get("spec", LossSpec())
-    tokens = with_factors(plan(inputs, spec, logits.dtype), inputs, spec)
-    rows = hidden.detach().flatten(0, -2).to(grad).masked_fill(~tokens.live[:, None], 0)
-    hidden_signs = sketch.hidden_signs(rows.shape[1], torch.device("cpu")).to(grad)
-    buckets = grad.flatten(0, -2) @ sketch.vocabulary(grad.shape[-1]).to(grad).T
-    factors = SketchFactors(buckets, rows @ hidden_signs.T)
-    return out._replace(sketch=per_sequence(factors, tokens, spec, None))
+    return fused_gac_loss(linear_logits(hidden, weight, bias), targets, *roles, **keywords)
 
 
 def linear_token_logprobs(
@@ -446,7 +430,6 @@ def row_grads(
     temperature: float | Tensor,
     out: Tensor,
     softcap: float | None = None,
-    sketch: RowSketch | None = None,
     whole_row: bool = True,
     marks: RowMarks | None = None,
 ) -> None:
@@ -469,8 +452,6 @@ def row_grads(
     width = out.shape[1]
     if width:
         out[live // width, live % width] = (grad / tau).to(out.dtype)
-    if sketch is not None:
-        row_buckets(out, sketch)
     if marks is not None:
         mark_rows(out, targets, (d_logps.abs() + d_entropy.abs()) / temperature, marks)
 
@@ -480,11 +461,10 @@ def row_loss(
     tokens: Tokens,
     spec: LossSpec,
     out: Tensor | None,
-    sketch: RowSketch | None = None,
     softcap: float | None = None,
     marks: RowMarks | None = None,
 ) -> TokenTerms:
-    calls, notes = (row_stats, row_grads), {"sketch": sketch, "marks": marks}
+    calls, notes = (row_stats, row_grads), {"marks": marks}
     return loss_in_two_calls(*calls, logits, tokens, spec, out, softcap, notes)
 
 

@@ -429,11 +429,17 @@ def reduce(tokens: Tokens, terms: TokenTerms, moments: bool) -> LossOutput:
     totals = torch.stack(columns).sum(1, dtype=torch.float64)
     if tokens.ref is None:
         totals[2].fill_(math.nan)
-    kl, clip_fraction = totals[2] / totals[0], totals[3] / totals[0].clamp(min=1)
-    scalars = loss, rollout_loss.detach(), demo_loss.detach(), kl, clip_fraction
-    statistics = _moments(tokens, terms, totals) if moments else None
-    values = *(x.to(terms.loss.dtype) for x in scalars), terms.logps, terms.entropy, statistics
-    return LossOutput._make((*values, None, None))
+    dtype = terms.loss.dtype
+    return LossOutput(
+        loss=loss.to(dtype),
+        rollout_loss=rollout_loss.detach().to(dtype),
+        demo_loss=demo_loss.detach().to(dtype),
+        kl=(totals[2] / totals[0]).to(dtype),
+        clip_fraction=(totals[3] / totals[0].clamp(min=1)).to(dtype),
+        logps=terms.logps,
+        entropy=terms.entropy,
+        moments=_moments(tokens, terms, totals) if moments else None,
+    )
 
 
 def _moments(tokens: Tokens, terms: TokenTerms, totals: Tensor) -> TokenMoments:

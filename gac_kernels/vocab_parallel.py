@@ -22,7 +22,6 @@ from .contract import IGNORE, LossOutput, LossSpec
 from .filter import GradientFilter, RowMarks
 from .loss import Fused, fused_loss
 from .reference import loss_in_two_calls
-from .sketch import RowSketch
 from .tokens import NeedsGrad, Tokens, TokenTerms
 
 
@@ -151,7 +150,6 @@ class ShardedRows:
         tokens: Tokens,
         spec: LossSpec,
         out: Tensor | None,
-        sketch: RowSketch | None = None,  # not supported here
         softcap: float | None = None,
         marks: RowMarks | None = None,
     ) -> TokenTerms:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from gac.config import dump
-from gac.control.signals import GradientSignals, ProxySignals, Reading, SketchSignals
+from gac.control.signals import GradientSignals, ProxySignals, Reading
 from gac.evaluation.table import markdown_table
 from gac.study.command import Arm, arm_config
 from gac.train_config import TrainConfig
@@ -39,11 +39,10 @@ SMALLER = ("rollouts.num_prompts=8", "rollouts.num_generations=6", "demo_batch_s
 PARTS = 8  # micro-batches per term for the reference gradients, one prompt each
 EVERY, TIMED = 3, 30  # steps between measurements, and between cost measurements
 REPEATS = 3  # cost measurements per step; the smallest one is used
-SIZES = (16, 64)  # of the sketches
 DECAY = 0.8  # of the running averages
 QUANTITIES = ("disagreement", "sft_variance", "rl_variance", "inner", "cosine")
 TRUTH = "gradients"
-SOURCES = ("proxy", "sketch", "sketch-64")
+SOURCES = ("proxy",)
 VIEWS = {"each": "single", "averaged": "averages"}
 BLOCK, RESAMPLES = 5, 2000  # measurements per block of the bootstrap, and its resamples
 HERE = Path(__file__).resolve().parent
@@ -76,23 +75,16 @@ class MeasuredGradients:
 
     def measure(self, step: Step) -> dict[str, Any]:
         """Readings of every source for `step`, by source name."""
-        evidence = self._run(step, parts=PARTS, sketch=SIZES[0]).evidence
+        evidence = self._run(step, parts=PARTS).evidence
         readings = {
             TRUTH: GradientSignals().read(evidence, {})[0],
             "proxy": ProxySignals().read(evidence, {})[0],
-            "sketch": SketchSignals(SIZES[0]).read(evidence, {})[0],
         }
-        larger = self._run(step, sketch=SIZES[1]).evidence
-        readings[f"sketch-{SIZES[1]}"] = SketchSignals(SIZES[1]).read(larger, {})[0]
         return {"step": step.number, **{name: _plain(r) for name, r in readings.items()}}
 
     def measure_costs(self, step: Step) -> dict[str, float]:
-        """CPU seconds of a gradient pass: plain, with head sketches and with separate gradients."""
-        variants: dict[str, dict[str, Any]] = {
-            "plain": {},
-            "sketch": {"sketch": SIZES[0]},
-            "gradients": {"parts": 4},
-        }
+        """CPU seconds of a gradient pass: plain, and with separate gradients."""
+        variants: dict[str, dict[str, Any]] = {"plain": {}, "gradients": {"parts": 4}}
         spent: dict[str, list[float]] = {name: [] for name in variants}
         for _ in range(REPEATS):
             for name, needs in variants.items():
@@ -242,14 +234,11 @@ def correlations(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
 def costs(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Extra CPU time of a measured step in percent of a plain one: median and 95% interval."""
     rows = [row for run in runs.values() for row in run["costs"] if math.isfinite(row["rest"])]
-    results = {}
-    for name in ("sketch", "gradients"):
-        extra = np.array([(r[name] - r["plain"]) / (r["rest"] + r["plain"]) for r in rows])
-        rng = np.random.default_rng(0)
-        medians = np.median(extra[rng.integers(len(extra), size=(RESAMPLES, len(extra)))], 1)
-        ends = (100 * np.quantile(medians, (0.025, 0.975))).round(2).tolist()
-        results[name] = {"percent": round(100 * float(np.median(extra)), 2), "ci95": ends}
-    return results
+    extra = np.array([(r["gradients"] - r["plain"]) / (r["rest"] + r["plain"]) for r in rows])
+    rng = np.random.default_rng(0)
+    medians = np.median(extra[rng.integers(len(extra), size=(RESAMPLES, len(extra)))], 1)
+    ends = (100 * np.quantile(medians, (0.025, 0.975))).round(2).tolist()
+    return {"gradients": {"percent": round(100 * float(np.median(extra)), 2), "ci95": ends}}
 
 
 # ---- the page
@@ -266,8 +255,8 @@ def tables(study: dict[str, Any]) -> str:
             [name, f"`{source}`", *(_cell(cells[q]) for q in QUANTITIES)]
             for source, cells in by_source.items()
         ]
-        control = [_cell(by_source["sketch"][q], "shuffled", "shuffled95") for q in QUANTITIES]
-        rows.append([name, "`sketch`, steps shuffled", *control])
+        control = [_cell(by_source["proxy"][q], "shuffled", "shuffled95") for q in QUANTITIES]
+        rows.append([name, "`proxy`, steps shuffled", *control])
     claims = [f"{PAPER[q]:.2f}" if q in PAPER else "-" for q in QUANTITIES]
     rows.append(["the paper", "its proxies, as claimed", *claims])
     head = ("runs", "source", *(f"`{name}`" for name in QUANTITIES))

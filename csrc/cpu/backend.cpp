@@ -216,14 +216,12 @@ const char* for_each_row(const RowArguments& a, const F& f, const Skip& skip) {
   return failed ? "not enough memory for the buffer of a row" : nullptr;
 }
 
-// Sketches and marks the gradient of row i, if requested, while it is in the cache.
+// Marks the gradient of row i for the gradient filter, if requested, while it is in the cache.
 // `upstream`: |d_logp| + |d_entropy|.
-void add_notes(const RowArguments& a, const Rows& out, const RowKernels& kernels, int64_t i,
-               double upstream) {
-  if (!a.buckets && !a.hit) return;
-  const float* const row = reinterpret_cast<const float*>(out[i]);
-  if (a.buckets) kernels.buckets(row, a.signs, a.vocab, a.size, a.buckets + i * a.size);
+void mark_row(const RowArguments& a, const Rows& out, const RowKernels& kernels, int64_t i,
+              double upstream) {
   if (!a.hit || upstream == 0) return;
+  const float* const row = reinterpret_cast<const float*>(out[i]);
   const double temperature = a.temperatures ? a.temperatures[i] : a.temperature;
   const int64_t target = a.targets[i];
   if (target >= 0 && target < a.vocab) __atomic_store_n(a.hit + target, true, __ATOMIC_RELAXED);
@@ -271,7 +269,7 @@ const char* gac_row_grads(const gac::RowArguments* arguments) {
           worker.renormalize(s, a.lse[i], a.entropy[i]);
         }
         worker.write(i, target, s, d_logp, d_entropy);
-        add_notes(a, out, worker.kernels(), i, std::fabs(d_logp) + std::fabs(d_entropy));
+        mark_row(a, out, worker.kernels(), i, std::fabs(d_logp) + std::fabs(d_entropy));
       },
       [](int64_t) {});
 }
@@ -317,7 +315,7 @@ const char* gac_row_loss(const gac::RowArguments* arguments) {
         const double d_logp = worker.bounded(a.scale[i] * token.d_logp);
         const double d_entropy = a.scale[i] * token.d_entropy;
         worker.write(i, target, s, d_logp, d_entropy);
-        add_notes(a, out, worker.kernels(), i, std::fabs(d_logp) + std::fabs(d_entropy));
+        mark_row(a, out, worker.kernels(), i, std::fabs(d_logp) + std::fabs(d_entropy));
       },
       [&](int64_t i) {
         a.logps[i] = a.entropy[i] = a.loss[i] = a.kl[i] = a.clipped[i] = 0;

@@ -32,12 +32,9 @@ struct RowArguments {
   const bool* demo;
   const float *advantages, *old, *ref, *scale, *factor, *rollout_logps;
   float *loss, *kl, *clipped;  // results
-  const float* signs;
-  float* buckets;  // [N, size]
   bool* hit;   // [V], or null: set where an entry of the gradient is above eps times its row's
                // upstream gradients over the temperature, and at the target
   float* sums;  // [2, N]: the sum and the absolute sum of each row of the gradient
-  int64_t size;
   // A TokenSpec.
   double ratio_low, ratio_high, dual_clip, kl_coef;
   int64_t kl_estimator;

@@ -46,9 +46,6 @@ struct RowKernels {
   void (*gradient)(Dtype, const void* row, Dtype, void* out, int64_t width, float exp2_scale,
                    const RowSums&, RowGradient, const float* scratch, const float* powers,
                    bool stream);
-  // buckets[v mod size] = sum of signs[v] row[v]; `size` divides 64.
-  void (*buckets)(const float* row, const float* signs, int64_t width, int64_t size,
-                  float* buckets);
   // Sets hit[v] where |row[v]| > threshold (several threads may do so at once); the sum and the
   // absolute sum of the row.
   void (*marks)(const float* row, int64_t width, float threshold, bool* hit, float* sum,

@@ -282,18 +282,6 @@ void dispatch_gradient(Dtype in_dtype, const void* row, Dtype out_dtype, void* o
   });
 }
 
-void signed_buckets(const float* row, const float* signs, int64_t width, int64_t size,
-                    float* buckets) {
-  constexpr int64_t kBuckets = 64;
-  float all[kBuckets] = {};
-  int64_t i = 0;
-  for (; i + kBuckets <= width; i += kBuckets)
-    for (int64_t j = 0; j < kBuckets; ++j) all[j] += row[i + j] * signs[i + j];
-  for (int64_t j = 0; i + j < width; ++j) all[j] += row[i + j] * signs[i + j];
-  for (int64_t j = 0; j < size; ++j) buckets[j] = 0;
-  for (int64_t j = 0; j < kBuckets; ++j) buckets[j % size] += all[j];
-}
-
 // Few entries are above the threshold, so only the runs that have one are read again.
 void marks(const float* row, int64_t width, float threshold, bool* hit, float* sum, float* mass) {
   constexpr int64_t kGroup = 4 * kLanes;
@@ -327,6 +315,6 @@ void marks(const float* row, int64_t width, float threshold, bool* hit, float* s
 
 extern const RowKernels kernels{GAC_ISA_NAME, get,          set,
                                 scratch_size, dispatch_sums, reaches,
-                                dispatch_cap, dispatch_gradient, signed_buckets, marks};
+                                dispatch_cap, dispatch_gradient, marks};
 
 }  // namespace gac::GAC_ISA

@@ -24,8 +24,6 @@ struct Arguments {
   const float* d_logps;
   const float* d_entropy;
   float* results;  // kStats [3, N]: logp, entropy, lse; kLoss [5, N]: as TokenTerms
-  const int8_t* signs;  // [V] of +-1; null: no sketch
-  float* parts;         // [N, cluster, kWarps, sketch] of 0: each warp's part of the buckets
   int64_t rows, per_batch, vocab;
   int64_t batch_stride, row_stride, out_batch_stride, out_row_stride;
   float exp2_scale;  // log2(e) / temperature
@@ -38,7 +36,6 @@ struct Arguments {
   int32_t task, dtype, out_dtype;
   int32_t cluster;  // blocks that share a row: 1, 2, 4 or 8
   int32_t slots;    // tiles of shared memory per block
-  int32_t sketch;   // buckets per row: 4, 8, 16, 32 or 64
   int32_t device;
 };
 

@@ -4,7 +4,6 @@
 #include <memory>
 #include <numeric>
 #include <random>
-#include <type_traits>
 
 #include "plan.h"
 #include "rows.h"
@@ -19,22 +18,14 @@ int64_t launched = 2, resident = 2;  // clusters per launch, and clusters that r
 
 using Program = void (*)(const Arguments&, char*);
 
-template <class In, class Out>
-Program program_of(const Arguments& a) {
-  if constexpr (std::is_same_v<In, float>) {
-    if (a.signs) return row_program<In, Out, true>;
-  }
-  return row_program<In, Out, false>;
-}
-
 // The same dtypes as `kernel_of` in launch.cu.
 Program program_of(const Arguments& a) {
-  if (a.dtype == kBFloat16) return program_of<BFloat16, BFloat16>(a);
-  if (a.dtype == kFloat16) return program_of<Float16, Float16>(a);
+  if (a.dtype == kBFloat16) return row_program<BFloat16, BFloat16>;
+  if (a.dtype == kFloat16) return row_program<Float16, Float16>;
   switch (a.out ? a.out_dtype : a.dtype) {
-    case kBFloat16: return program_of<float, BFloat16>(a);
-    case kFloat16: return program_of<float, Float16>(a);
-    default: return program_of<float, float>(a);
+    case kBFloat16: return row_program<float, BFloat16>;
+    case kFloat16: return row_program<float, Float16>;
+    default: return row_program<float, float>;
   }
 }
 

@@ -167,7 +167,6 @@ inline void init(Barrier& b, int arrivals) {
   b = {static_cast<uint8_t>(arrivals), static_cast<uint8_t>(arrivals), 0, 0, 0};
 }
 inline void publish_barriers() {}
-inline void publish_to_copies() {}
 
 inline void arrive(Barrier& b) {
   if (b.pending-- == 0) fail("more arrivals at a barrier than expected");
@@ -226,14 +225,6 @@ struct Exp2 {
 };
 
 inline Word load_word(const void* shared) { return *static_cast<const Word*>(shared); }
-struct SignBytes {
-  const int8_t* first;
-  template <int kWords>
-  void load(int q, uint32_t (&packed)[kWords]) const {
-    std::memcpy(packed, first + int64_t(q) * sizeof(packed), sizeof(packed));
-  }
-};
-inline float sign_of(uint32_t packed, int i) { return static_cast<int8_t>(packed >> 8 * i); }
 template <int kBytes>
 void store_bytes(void* global, const uint32_t* words) {
   if (reinterpret_cast<uintptr_t>(global) % kBytes) fail("a wide store is not aligned");

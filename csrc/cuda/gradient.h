@@ -1,7 +1,7 @@
 // The second pass: writes the gradient of a slice held in shared memory, or zeros for skipped rows.
 #pragma once
 
-#include "sketch.h"
+#include "layout.h"
 
 namespace gac::cuda {
 
@@ -70,28 +70,14 @@ GAC_DEVICE void word_gradient(const char* word, const GradientTerms& terms, floa
   }
 }
 
-// Second pass: writes the gradient of the slice whose first tile is at `at`. kSketch: also computes
-// its sketch.
-template <bool kLinear, bool kSketch, class In, class Out>
+// Second pass: writes the gradient of the slice whose first tile is at `at`.
+template <bool kLinear, class In, class Out>
 GAC_DEVICE void write_slice(const Arguments& a, Shared& shared, char* ring, const Slice& s,
                             Cursor at, int64_t n) {
   constexpr int kWidth = kWordBytes / sizeof(In);
   const GradientTerms terms = shared.gradient;
   const Destination<Out, kWidth> to(a, s, n);
   const bool fast = to.aligned && !is_steep(anchor_of(terms.top, a.exp2_scale));
-  const auto holds_target = [&] {
-    const int64_t q = (terms.target_index + s.shift) / kWidth;
-    return terms.target_index >= 0 && q >= s.begin && q < s.end &&
-           (q - s.begin) % kConsumers == thread();
-  };
-  Sketch<In> sketch(a, s);
-  if constexpr (kSketch) {
-    // mask the target: its gradient is added separately at the end, without cancellation
-    if (holds_target()) {
-      *ring_element<In>(a, ring, s, at, terms.target_index + s.shift) = from_float<In>(-INFINITY);
-      publish_to_copies();
-    }
-  }
   for (int first = s.begin; first < s.end; first += kTileWords, at.next(a.slots)) {
     const char* thread_words = ring + at.slot * kTileBytes + thread() * kWordBytes;
     float g[kWidth];
@@ -101,7 +87,6 @@ GAC_DEVICE void write_slice(const Arguments& a, Shared& shared, char* ring, cons
         const char* word = thread_words + u * kConsumers * kWordBytes;
         word_gradient<kLinear, false, In>(word, terms, a.exp2_scale, g);
         to.store(first + thread() + u * kConsumers, g);
-        if constexpr (kSketch) sketch.add(first + thread() + u * kConsumers, g);
       }
     } else {
       for (int u = 0; u < kPerThread; ++u) {
@@ -110,16 +95,14 @@ GAC_DEVICE void write_slice(const Arguments& a, Shared& shared, char* ring, cons
         const char* word = thread_words + u * kConsumers * kWordBytes;
         word_gradient<kLinear, true, In>(word, terms, a.exp2_scale, g);
         to.store(s, q, a.vocab, g);
-        if constexpr (kSketch) sketch.add(a, s, q, g);
       }
     }
     release(shared.empty[at.slot]);
   }
-  if (holds_target()) {  // overwrites the value that the same thread has just stored
+  const int64_t q = (terms.target_index + s.shift) / kWidth;
+  const bool here = terms.target_index >= 0 && q >= s.begin && q < s.end;
+  if (here && (q - s.begin) % kConsumers == thread())  // it has just stored another value there
     to.row[terms.target_index] = from_float<Out>(terms.target);
-    if constexpr (kSketch) sketch.add(a, s, terms.target_index, terms.target);
-  }
-  if constexpr (kSketch) sketch.store(a, s, n);
 }
 
 // For a row whose gradient is 0: writes zeros and releases its tiles.

@@ -61,11 +61,6 @@ GAC_DEVICE void publish_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Orders this thread's stores to shared memory before later bulk copies into it.
-GAC_DEVICE void publish_to_copies() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
 GAC_DEVICE void arrive(Barrier& b) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address(&b)) : "memory");
 }
@@ -151,38 +146,6 @@ struct Exp2 {  // relative error below 2^-22; results below 2^-126 are 0
 };
 
 GAC_DEVICE Word load_word(const void* shared) { return *static_cast<const Word*>(shared); }
-
-// The sketch's signs: bytes starting at any address, read with aligned loads. (Reading an aligned
-// word is safe if one of its bytes is valid.)
-struct SignBytes {
-  const uint32_t* words;  // at or before the first byte
-  uint32_t shift;         // offset of the first byte in words[0], in bits
-
-  GAC_DEVICE explicit SignBytes(const int8_t* first) {
-    const auto misalignment = reinterpret_cast<uintptr_t>(first) % 4;
-    words = reinterpret_cast<const uint32_t*>(first - misalignment);
-    shift = static_cast<uint32_t>(8 * misalignment);
-  }
-
-  // Loads group q of 4 kWords bytes into `packed`, four bytes per word.
-  template <int kWords>
-  GAC_DEVICE void load(int q, uint32_t (&packed)[kWords]) const {
-    const uint32_t* at = words + int64_t(q) * kWords;
-    uint32_t low = __ldg(at);
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      const uint32_t high = i + 1 < kWords || shift ? __ldg(at + i + 1) : 0;
-      packed[i] = __funnelshift_r(low, high, shift);
-      low = high;
-    }
-  }
-};
-
-// Byte i, 1 or -1, as a float: its sign bit on top of the bits of 1.0f.
-GAC_DEVICE float sign_of(uint32_t packed, int i) {
-  return __uint_as_float(
-      __byte_perm((packed & 0x80808080u) | 0x3f3f3f3fu, 0x00800000u, i << 12 | 0x0644));
-}
 
 // Stores 8 or 16 aligned bytes with a streaming hint: they are not read soon.
 template <int kBytes>

@@ -3,7 +3,6 @@
 #include <map>
 #include <mutex>
 #include <tuple>
-#include <type_traits>
 
 #include "plan.h"
 #include "rows.h"
@@ -16,35 +15,20 @@ namespace {
 template <class In, class Out>
 __global__ void __launch_bounds__(kThreads, 3) row_kernel(const __grid_constant__ Arguments a) {
   extern __shared__ __align__(128) char memory[];
-  row_program<In, Out, false>(a, memory);
-}
-
-// Two blocks per multiprocessor: the sketch sums take more registers.
-template <class In, class Out>
-__global__ void __launch_bounds__(kThreads, 2) sketch_kernel(const __grid_constant__ Arguments a) {
-  extern __shared__ __align__(128) char memory[];
-  row_program<In, Out, true>(a, memory);
+  row_program<In, Out>(a, memory);
 }
 
 using Kernel = void (*)(Arguments);
 
 // The dtypes that the library launches: the gradient has the dtype of the logits or, with float32
-// logits in the linear form, a half-precision dtype. Only float32 logits have a sketch.
-template <class In, class Out>
+// logits in the linear form, a half-precision dtype.
 Kernel kernel_of(const Arguments& a) {
-  if constexpr (std::is_same_v<In, float>) {
-    if (a.signs) return sketch_kernel<In, Out>;
-  }
-  return row_kernel<In, Out>;
-}
-
-Kernel kernel_of(const Arguments& a) {
-  if (a.dtype == kBFloat16) return kernel_of<BFloat16, BFloat16>(a);
-  if (a.dtype == kFloat16) return kernel_of<Float16, Float16>(a);
+  if (a.dtype == kBFloat16) return row_kernel<BFloat16, BFloat16>;
+  if (a.dtype == kFloat16) return row_kernel<Float16, Float16>;
   switch (a.out ? a.out_dtype : a.dtype) {
-    case kBFloat16: return kernel_of<float, BFloat16>(a);
-    case kFloat16: return kernel_of<float, Float16>(a);
-    default: return kernel_of<float, float>(a);
+    case kBFloat16: return row_kernel<float, BFloat16>;
+    case kFloat16: return row_kernel<float, Float16>;
+    default: return row_kernel<float, float>;
   }
 }
 

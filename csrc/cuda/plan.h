@@ -3,7 +3,7 @@
 
 #include <algorithm>  // min, clamp
 
-#include "sketch.h"
+#include "layout.h"
 
 namespace gac::cuda {
 
@@ -20,11 +20,8 @@ inline const char* launch_error(const Arguments& a) {
   if (a.cluster != 1 && a.cluster != 2 && a.cluster != 4 && a.cluster != 8)
     return "cluster must be 1, 2, 4 or 8 blocks";
   if (a.slots < 1 || a.slots > kMaxSlots) return "slots must be between 1 and 28 tiles";
-  if (a.signs && (a.sketch < 4 || a.sketch > kMaxSketch || (a.sketch & (a.sketch - 1))))
-    return "sketch must have 4, 8, 16, 32 or 64 buckets";
-  const bool half = a.dtype != kFloat32;
-  if (half && (a.signs || (a.out && a.out_dtype != a.dtype)))
-    return "half-precision logits have no sketch and require a gradient of the same dtype";
+  if (a.dtype != kFloat32 && a.out && a.out_dtype != a.dtype)
+    return "half-precision logits require a gradient of the same dtype";
   if (slots_needed(a, item_size) > a.slots)
     return "the row does not fit in the cluster's shared memory";
   return nullptr;

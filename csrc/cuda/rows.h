@@ -199,7 +199,7 @@ GAC_DEVICE GradientTerms finish_row(const Arguments& a, const Sums& sums, const 
                         a.inverse_temperature);
 }
 
-template <class In, class Out, bool kSketch>
+template <class In, class Out>
 GAC_DEVICE void consume(const Arguments& a, Shared& shared, char* ring) {
   Cursor at;
   uint32_t round = 0;  // rows read so far
@@ -229,14 +229,14 @@ GAC_DEVICE void consume(const Arguments& a, Shared& shared, char* ring) {
     if (shared.gradient.zero)
       skip_slice<In, Out>(a, shared, s, start, n);
     else if (shared.gradient.linear != 0)
-      write_slice<true, kSketch, In, Out>(a, shared, ring, s, start, n);
+      write_slice<true, In, Out>(a, shared, ring, s, start, n);
     else
-      write_slice<false, kSketch, In, Out>(a, shared, ring, s, start, n);
+      write_slice<false, In, Out>(a, shared, ring, s, start, n);
   }
 }
 
-// The program of one thread; `memory` is its block's shared memory. kSketch: the launch has signs.
-template <class In, class Out, bool kSketch>
+// The program of one thread; `memory` is its block's shared memory.
+template <class In, class Out>
 GAC_DEVICE void row_program(const Arguments& a, char* memory) {
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   char* ring = memory + kHeaderBytes;
@@ -251,7 +251,7 @@ GAC_DEVICE void row_program(const Arguments& a, char* memory) {
   }
   sync_cluster();
   if (thread() < kConsumers)
-    consume<In, Out, kSketch>(a, shared, ring);
+    consume<In, Out>(a, shared, ring);
   else if (thread() == kConsumers)
     produce<In>(a, shared, ring);
   sync_warp();

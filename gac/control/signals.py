@@ -1,4 +1,4 @@
-"""Signal sources of the controller: the paper's proxies, true gradients, and a head sketch.
+"""Signal sources of the controller: the paper's proxies, and true gradients.
 
 A source is a frozen dataclass with two pure functions: `init() -> state` and
 `read(evidence, state) -> (reading, state)`. States are plain JSON types.
@@ -13,8 +13,8 @@ from typing import Annotated, NamedTuple, Protocol
 import torch
 
 from gac.errors import is_count, require
-from gac.fields import Checked, Choice, Valid
-from gac.types import Corrections, Evidence, Sketches, State
+from gac.fields import Choice
+from gac.types import Corrections, Evidence, State
 from gac_kernels.contract import Signals
 
 
@@ -88,16 +88,10 @@ class SourceNeeds(NamedTuple):
     """Evidence that a signal source needs in addition to `Evidence.moments`."""
 
     gram: bool = False
-    """`Evidence.gram`: micro-batch gradients, which cost memory."""
+    """`Evidence.gram`: micro-batch gradients, which cost memory. They also give the inner product
+    of the two gradients, which a gate needs."""
     bias: bool = False
     """`Evidence.bias_gram`, at the cost of two extra backward passes."""
-    sketch: int = 0
-    """`Evidence.sketches` of this size; 0: none."""
-
-    @property
-    def provides_alignment(self) -> bool:
-        """Whether the source also estimates the inner product of the two gradients."""
-        return self.gram or self.sketch > 0
 
 
 class Reading(NamedTuple):
@@ -180,40 +174,9 @@ class GradientSignals:
         return reading._replace(signals=signals, corrections=corrections), state
 
 
-SIZE = Valid("a power of two from 4 to 64", (4, 8, 16, 32, 64).__contains__)
-
-
-@dataclass(frozen=True)
-class SketchSignals(Checked):
-    """The quantities in equation 3 for the LM head weight, from a gradient sketch of every unit.
-
-    A unit is a demonstration, or all rollouts of a prompt, because advantages within a group
-    depend on each other. No extra gradient buffer is needed.
-    """
-
-    size: Annotated[int, SIZE] = 16
-    """Rows of both projections of `gac_kernels.HeadSketch`, which are redrawn at each refresh."""
-
-    @property
-    def needs(self) -> SourceNeeds:
-        """Require sketches of size `size`."""
-        return SourceNeeds(sketch=self.size)
-
-    def init(self) -> State:
-        """Return an empty state: this source is stateless."""
-        return {}
-
-    def read(self, evidence: Evidence, state: State) -> tuple[Reading, State]:
-        """Compute the signals from `evidence.sketches`."""
-        if evidence.sketches is None:
-            raise ValueError("evidence.sketches=None: pass a HeadSketch to the loss")
-        return sketch_moments(evidence.sketches), state
-
-
 SOURCES: dict[str, type] = {
     "proxy": ProxySignals,
     "gradients": GradientSignals,
-    "sketch": SketchSignals,
 }
 Source = Annotated[SignalSource, Choice(lambda: SOURCES)]
 
@@ -252,18 +215,6 @@ def gradient_moments(gram: torch.Tensor, sft_count: int, *, paired: bool = False
     signals = Signals(sft_variance, rl_variance, disagreement)
     corrections = Corrections(covariance=covariance) if math.isfinite(covariance) else None
     return Reading(signals, corrections, alignment(gram, sft))
-
-
-def sketch_moments(sketches: Sketches) -> Reading:
-    """Compute `gradient_moments` from one gradient sketch per unit.
-
-    Each sketch is that of the unit's contribution to the gradient of its term. The contributions of
-    a term's n units sum to its gradient, so n times one contribution is an unbiased estimate of it.
-    A term without units gives nan.
-    """
-    sides = [len(x) * x if len(x) else x.new_full((1, x.shape[1]), math.nan) for x in sketches]
-    units = torch.cat(sides)
-    return gradient_moments(units @ units.T, len(sides[0]))
 
 
 def bias_moments(gram: torch.Tensor, covariance: float = 0.0) -> Corrections:

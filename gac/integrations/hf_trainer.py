@@ -83,7 +83,7 @@ class StepMixin(Trainer):
         ones, spec = torch.ones(len(targets)), self.mixer.spec
         norm = demo_norm(rows, spec, self.accelerator.num_processes)
         batch = targets, ones, ones.bool()
-        out = head.loss(*batch, mu=1.0, spec=spec, demo_norm=norm, sketch=self.mixer.sketch)
+        out = head.loss(*batch, mu=1.0, spec=spec, demo_norm=norm)
         self.mixer.observe(out.moments)
         return out
 

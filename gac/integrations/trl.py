@@ -7,9 +7,7 @@ options.
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,8 +22,7 @@ from gac.methods import Method
 from gac.mixer import MEASURED, Mixer, refuse
 from gac.models.head import attach_head, set_gradient_filter
 from gac.rows import collate
-from gac_kernels import LossOutput
-from gac_kernels.heads.trl.grpo import FusedGRPOMixin, FusedLoss
+from gac_kernels.heads.trl.grpo import FusedGRPOMixin
 
 from .demonstrations import row_of, tokenized
 from .hf_trainer import StepMixin, base_model, unsupported_options
@@ -77,7 +74,7 @@ class GACMixin(StepMixin, FusedGRPOMixin):
             rows=len(demo_dataset),
             batch=demo_batch,
             seed=self.args.seed,
-            measures=MEASURED._replace(rewards=True, sketch=True),
+            measures=MEASURED._replace(rewards=True),
         )
         template = {
             "tools": getattr(self, "tools", None) or None,
@@ -125,13 +122,6 @@ class GACMixin(StepMixin, FusedGRPOMixin):
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         ref = inputs.get("ref_per_token_logps")
         self.observe_rollouts(mask, inputs["advantages"], ref)
-        if self.mixer.sketch is not None:
-            prompts = zip(
-                inputs["prompt_ids"].tolist(), inputs["prompt_mask"].tolist(), strict=True
-            )
-            # a negative unit would be independent of all others
-            units = [abs(hash(tuple(itertools.compress(*prompt)))) for prompt in prompts]
-            self._observe_sketches(units, is_demo=False, out=self.rollout_out)
         loss = self.mixer.weight_rollout_loss(rollout_loss)
         loss = loss + self.mixer.weight_demo_loss(self._demo_loss(model))
         self.end_micro_batch()
@@ -144,26 +134,7 @@ class GACMixin(StepMixin, FusedGRPOMixin):
             return torch.zeros((), device=device)
         batch = collate(rows, self.processing_class.pad_token_id, device)
         out = self.score_demos(model, batch.model_inputs, batch.targets, self._step_demos)
-        if self.mixer.sketch is not None:
-            self._observe_sketches([-1] * len(rows), is_demo=True, out=out)
         return out.loss
-
-    def _fused_loss(self, inputs: dict[str, Any]) -> FusedLoss:
-        request = super()._fused_loss(inputs)
-        if (sketch := self.mixer.sketch) is not None:
-            request.keywords["sketch"] = sketch
-        return request
-
-    def _observe_sketches(
-        self, units: Sequence[int], is_demo: bool, out: LossOutput | None
-    ) -> None:
-        if out is None:
-            raise ValueError(
-                f"controller={self.mixer.method.name} requires the fused loss, but the fused loss "
-                "does not support an option of this trainer (see the warning above): change the "
-                "option, or use controller=Guarded()"
-            )
-        self.mixer.observe_sketches(units, is_demo, out)
 
 
 class GACTrainer(GACMixin, GRPOTrainer):

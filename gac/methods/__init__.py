@@ -10,7 +10,7 @@ from .base import Method
 from .chord import CHORD, HPCD, WCF, CHORDBoth, CHORDPhi
 from .constant import Constant, ConstantAlarm, Guarded
 from .dpo import DPO, IPO
-from .gac import GAC, GACGated, GACGatedSketch, GACPaper
+from .gac import GAC, GACGated, GACPaper
 from .groups import DYPO, GTA, LUFFY, SDAR, SRFT
 from .grpo import DAPO, GRPO, GSPO, DrGRPO
 from .loss_weights import DWA, FAMO, GradNorm, Uncertainty
@@ -29,7 +29,7 @@ _FAMILIES: tuple[tuple[type[Method], ...], ...] = (
     (MGDA, PCGrad, CAGrad, NashMTL, AlignedMTL, SDMGrad, MoCo, GradNorm),
     (Uncertainty, DWA, FAMO),
     (GAC, GACPaper),
-    (ConstantAlarm, Guarded, GACGated, GACGatedSketch),
+    (ConstantAlarm, Guarded, GACGated),
 )
 METHODS: dict[str, type[Method]] = {m.name: m for family in _FAMILIES for m in family}
 """Name in the configuration -> method."""

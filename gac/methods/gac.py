@@ -8,7 +8,7 @@ from gac.control.alarm import Alarm, alarm_message, is_suspect
 from gac.control.controller import ControllerConfig, ControllerState, initial_state, step
 from gac.control.gate import Gate, GateState
 from gac.control.schedules import Prior, PriorChoice
-from gac.control.signals import GradientSignals, ProxySignals, SketchSignals, Source
+from gac.control.signals import GradientSignals, ProxySignals, Source
 from gac.fields import require_default
 from gac.types import Mix, Observation, State, StepNeeds
 from gac_kernels import DemoWeight, Signals
@@ -32,9 +32,7 @@ class GAC(
     weight: DemoWeight = DemoWeight.PHI
     """Token weight of the demonstrations; one = the paper's "GAC w/o phi"."""
     signals: Source = field(default_factory=ProxySignals)
-    """Source of the signals: the paper's proxies, true gradients of all parameters, or a sketch of
-    the LM head gradient.
-    """
+    """Source of the signals: the paper's proxies, or true gradients of all parameters."""
     gradient_parts: int = 4
     """Number of micro-batch gradients per term for `signals=gradients`, >= 2."""
 
@@ -45,10 +43,10 @@ class GAC(
                 f"gradient_parts={self.gradient_parts!r}: use 2 or more, to estimate a variance"
             )
         needs = self.signals.needs
-        if self.gate is not None and not needs.provides_alignment:
+        if self.gate is not None and not needs.gram:
             raise ValueError(
                 f"gate={self.gate!r} needs the inner product of the two gradients: set "
-                "method.signals=gradients or method.signals=sketch"
+                "method.signals=gradients"
             )
         if self.estimator == "correlated":
             option = "paired"
@@ -95,7 +93,7 @@ class GAC(
         if refresh:
             source = self.signals.needs
             parts = self.gradient_parts if source.gram else 0
-            needs = needs._replace(parts=parts, bias=source.bias, sketch=source.sketch)
+            needs = needs._replace(parts=parts, bias=source.bias)
         if isinstance(self.signals, ProxySignals):
             needs = needs._replace(trim=self.signals.trim)
         return needs
@@ -124,33 +122,21 @@ GACPaper = preset(
     signal_decay=0.99,
     cost="reference forward pass on the rollouts",
 )
-_GATED = {
-    "family": OURS,
-    "source": "docs/controller.md",
-    "prior": Prior.constant(0.7),
-    "prior_blend": 0.0,
-    "mu_min": 0.0,
-    "update_every": 2,
-    "max_step": 0.15,
-    "weight": DemoWeight.ONE,
-}
 GACGated = preset(
     GAC,
     "gac-gated",
     "A constant mu of 0.7, scaled by a trust in [0, 1] that follows the inner product of the two "
     "gradients.",
+    family=OURS,
+    source="docs/controller.md",
     cost="reference forward pass and one gradient buffer per micro-batch, on refresh steps",
+    prior=Prior.constant(0.7),
+    prior_blend=0.0,
+    mu_min=0.0,
+    update_every=2,
+    max_step=0.15,
+    weight=DemoWeight.ONE,
     gate=Gate(),
     alarm=Alarm(),
     signals=GradientSignals(),
-    **_GATED,
-)
-GACGatedSketch = preset(
-    GAC,
-    "gac-gated-sketch",
-    "gac-gated with the inner product of the LM head gradients only, sketched in the loss.",
-    cost="reference forward pass on the rollouts, on refresh steps",
-    gate=Gate("cosine"),
-    signals=SketchSignals(),
-    **_GATED,
 )

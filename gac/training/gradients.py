@@ -23,8 +23,7 @@ from gac.models.head import Head, run_head
 from gac.parallel.setup import reshard, seed
 from gac.rows import Batch, Row, engine_logps, loss_divisors, scatter_logps
 from gac.types import Evidence, Mix, TermPair
-from gac.unit_sketches import UnitSketches
-from gac_kernels import DemoWeight, FilterReport, HeadSketch, LossOutput, LossSpec, TokenMoments
+from gac_kernels import DemoWeight, FilterReport, LossOutput, LossSpec, TokenMoments
 
 from .probes import GradientParts
 from .step import Measured, Step
@@ -202,7 +201,7 @@ def mismatch(gap: Tensor, spec: LossSpec) -> collectives.Sums:
     return sums
 
 
-Probe = Totals | UnitSketches | SampledKL  # each adds the output of every micro-batch
+Probe = Totals | SampledKL  # each adds the output of every micro-batch
 
 
 class Gradients:
@@ -233,13 +232,12 @@ class Gradients:
         """Run the forward of all rows, and the backward of those that may have a gradient."""
         seed(step.seed)  # dropout must not depend on how many random numbers sampling used
         needs, totals = step.needs, Totals(self.loss.spec, step.old_logps)
-        sketches = UnitSketches(needs.sketch) if needs.sketch else None
         kl = (
             SampledKL(self.forward, step, self.kl_sample_size)
             if needs.kl and self.kl_sample_size
             else None
         )
-        probes: list[Probe] = [totals, *(probe for probe in (sketches, kl) if probe)]
+        probes: list[Probe] = [totals] if kl is None else [totals, kl]
         accumulate = partial(self._accumulate, step, probes)
         mu = 0.5 if needs.parts else step.mix.mu
         live = [row for row in step.rows if self._has_gradient(row, mu)]
@@ -254,8 +252,7 @@ class Gradients:
             accumulate(live, step.mix)
         moments, losses, evidence = totals.moments(self.accelerator.device), totals.losses(), None
         if needs.signals:
-            gathered = None if sketches is None else sketches.gathered()
-            evidence = Evidence(step.number, moments, gram, needs.parts, bias_gram, gathered)
+            evidence = Evidence(step.number, moments, gram, needs.parts, bias_gram)
         return Measured(
             losses,
             moments,
@@ -270,7 +267,7 @@ class Gradients:
     def losses(self, step: Step) -> TermPair:
         """The two loss terms of `step` under the current weights, without gradients."""
         # without a KL that is only monitored
-        needs = step.needs._replace(kl=self.loss.spec.kl_coef != 0, sketch=0)
+        needs = step.needs._replace(kl=self.loss.spec.kl_coef != 0)
         step, totals = replace(step, needs=needs), Totals(self.loss.spec)
         self._accumulate(step, [totals], step.rows, step.mix, grad=False)
         return totals.losses()
@@ -299,12 +296,10 @@ class Gradients:
         divisors = loss_divisors(step.counts, spec, self.loss.pooled)
         norms = TermPair(*(n / self.accelerator.num_processes for n in divisors))
         for micro, batch, demo, last in batches:
-            # rows without a gradient are still sketched, with their own term at full weight
-            mu = float(demo) if step.needs.sketch and not grad else mix.mu
             # the last backward reduces the gradients over ranks
             sync = nullcontext() if last else self.accelerator.no_sync(self.model)
             with torch.set_grad_enabled(grad), sync:
-                out = self._loss(step, batch, micro, demo, mu, spec, norms)
+                out = self._loss(step, batch, micro, demo, mix.mu, spec, norms)
                 if grad:
                     self.accelerator.backward(out.loss * mix.scale)
             for probe in () if plain else probes:
@@ -368,9 +363,6 @@ class Gradients:
             shape = batch.targets.shape if batch.cu_seqlens is None else (-1,)
             logps = zip(LOGPS, (old, ref, engine), strict=True)
             keywords: dict[str, Any] = {k: x.reshape(shape) for k, x in logps if x is not None}
-            one_sequence_per_row = len(batch.is_demo) == len(batch.starts)
-            if step.needs.sketch and one_sequence_per_row:
-                keywords["sketch"] = HeadSketch(step.needs.sketch, step.sketch_seed)
             out = head.loss(
                 batch.targets.reshape(shape),
                 batch.advantages,

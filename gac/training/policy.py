@@ -18,7 +18,6 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from gac import collectives
 from gac.collectives import run_on_all_ranks
 from gac.data.micro_batches import MicroBatches
-from gac.errors import ConfigError
 from gac.models.causal_lm import check_head, make_model
 from gac.models.head import (
     attends_by_row,
@@ -88,12 +87,7 @@ def make_gradients(
     reference: nn.Module | None,
     needs: StepNeeds,
 ) -> Gradients:
-    """Build `Gradients`; `needs` is the union of the needs of all steps.
-
-    Raises ConfigError if the loss or the model does not support the sketches that `needs` asks for.
-    """
-    if needs.sketch:
-        _check_sketch(config, accelerator.unwrap_model(model))
+    """Build `Gradients`; `needs` is the union of the needs of all steps."""
     set_gradient_filter(model, config.loss.gradient_filter)
     forward = Forward(
         accelerator,
@@ -107,16 +101,6 @@ def make_gradients(
         -config.kl_sample_size // accelerator.num_processes
     )
     return Gradients(forward, loss_of(config), kl_sample_size, averages=needs.average > 0)
-
-
-def _check_sketch(config: TrainConfig, model: nn.Module) -> None:
-    missing = None
-    if loss_of(config).token is not None:
-        missing = f"the fused loss, which method {config.method.name!r} does not use"
-    elif not model.plain_head:
-        missing = f"a plain linear head, which {type(model).__name__} does not have"
-    if missing is not None:
-        raise ConfigError(f"method.signals=sketch requires {missing}: use method.signals=gradients")
 
 
 def _micro_batches(config: TrainConfig, *models: nn.Module | None) -> MicroBatches:

@@ -1,4 +1,4 @@
-"""Measurements that only some steps need: separate parts of the gradient, and its sketches."""
+"""Separate parts of the gradient of each term, which only some steps measure."""
 
 from __future__ import annotations
 

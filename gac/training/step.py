@@ -68,8 +68,6 @@ class Step:
     """Log-probs of the sampling policy by `Row.sequence`; empty: on-policy."""
     seed: int
     """Seed of the dropout masks."""
-    sketch_seed: int = 0
-    """Seed of the head sketch, the same on every rank."""
     teacher_logps: tuple[Tensor, ...] = ()
     """Log-probs of the policy that sees `Row.context`, by `Row.sequence`; empty: not measured."""
 

@@ -389,7 +389,6 @@ class Trainer:
             self.needs(self.step),
             tuple(self.rollouts.old_logps if self.rollouts else ()),
             setup.derive_seed(seed, self.step, self.accelerator.process_index) + 1,
-            setup.derive_seed(seed, self.step, "sketch"),
             tuple(self.rollouts.teacher_logps if self.rollouts else ()),
         )
 

@@ -10,19 +10,18 @@
     Each is float32 [N], 0 for rows without a loss. Reads each row with a loss once. A target
     outside [0, V) reads nothing, and its logp is nan; without finite logits, lse is -inf.
     `more_outputs` adds contract.MORE_OUTPUTS, also in float32.
-`row_grads(logits, targets, lse, entropy, d_logps, d_entropy, temperature, out, softcap, sketch,
+`row_grads(logits, targets, lse, entropy, d_logps, d_entropy, temperature, out, softcap,
 whole_row, marks) -> None`
     Writes to out [B, T, V] the gradient of the logits, given those of logps and entropy (float32
     [N] each):
     d_logp (onehot - p) / temperature - d_entropy p (log p + H) / temperature,
-    times the derivative of the softcap; unless `sketch` is None, also its `sketch.row_buckets`,
-    and unless `marks` is None, what `filter.mark_rows` notes of it.
+    times the derivative of the softcap; unless `marks` is None, also what `filter.mark_rows` notes
+    of it.
     `whole_row=False`: the rows are parts of longer ones, to which `lse` and `entropy` belong.
-`row_loss(logits, tokens, spec, out, sketch, softcap, marks) -> TokenTerms`
+`row_loss(logits, tokens, spec, out, softcap, marks) -> TokenTerms`
     Computes the statistics, the token formulas (`reference.token_terms`) and, unless `out` is
-    None, the gradient of sum(tokens.scale * loss) in one call; unless `sketch` is None, also
-    `sketch.row_buckets` of the gradient, and `marks` likewise. `tokens.temperature` replaces that
-    of the spec.
+    None, the gradient of sum(tokens.scale * loss) in one call, with `marks` likewise.
+    `tokens.temperature` replaces that of the spec.
 `scale_(tensor, factor) -> None`
     Multiplies in place by factor (0-d, on the tensor's device); a no-op if factor is 1.
 

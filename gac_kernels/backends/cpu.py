@@ -28,7 +28,6 @@ from .. import build_cuda
 from ..contract import REDUCTIONS, DemoWeight, LossOutput, LossSpec, TokenMoments
 from ..filter import RowMarks
 from ..reference import scale_ as scale_
-from ..sketch import RowSketch
 from ..tokens import DTYPES, ROW_COLUMNS, BatchInputs, Tokens, TokenTerms
 
 LIBRARY = Path(__file__).parent.parent / "_native.so"
@@ -53,7 +52,7 @@ COLUMNS = (  # arrays of a row function; null if absent
     *("temperatures", "targets", "logps", "entropy", "lse"),
     *("log_sum_sq_probs", "mean_logits", "is_top1", "d_logps", "d_entropy"),
     *("demo", "advantages", "old", "ref", "scale", "factor", "rollout_logps"),
-    *("loss", "kl", "clipped", "signs", "buckets", "hit", "sums"),
+    *("loss", "kl", "clipped", "hit", "sums"),
 )
 ROW_ARGUMENTS = Layout(f"""
     pointer: logits
@@ -63,7 +62,6 @@ ROW_ARGUMENTS = Layout(f"""
     int: rows vocab per_batch threads
     real: temperature softcap eps
     pointer: {" ".join(COLUMNS)}
-    int: size
     real: ratio_low ratio_high dual_clip kl_coef
     int: kl_estimator
     real: entropy_coef
@@ -219,7 +217,17 @@ def reduce(tokens: Tokens, terms: TokenTerms, moments: bool) -> LossOutput:
         tokens.ref is not None,
     )
     library().gac_reduce(arguments)
-    return LossOutput._make((*scalars, terms.logps, terms.entropy, statistics, None, None))
+    loss, rollout_loss, demo_loss, kl, clip_fraction = scalars
+    return LossOutput(
+        loss=loss,
+        rollout_loss=rollout_loss,
+        demo_loss=demo_loss,
+        kl=kl,
+        clip_fraction=clip_fraction,
+        logps=terms.logps,
+        entropy=terms.entropy,
+        moments=statistics,
+    )
 
 
 def row_stats(
@@ -246,7 +254,6 @@ def row_grads(
     temperature: float | Tensor,
     out: Tensor,
     softcap: float | None = None,
-    sketch: RowSketch | None = None,
     whole_row: bool = True,
     marks: RowMarks | None = None,
 ) -> None:
@@ -257,7 +264,7 @@ def row_grads(
         floats |= {"lse": lse, "entropy": entropy}
     columns = {name: _column(x, torch.float32) for name, x in floats.items()}
     columns["targets"] = _column(targets, torch.int64)
-    _run("gac_row_grads", logits, out, temperature, softcap, columns, (sketch, marks))
+    _run("gac_row_grads", logits, out, temperature, softcap, columns, marks)
 
 
 def row_loss(
@@ -265,7 +272,6 @@ def row_loss(
     tokens: Tokens,
     spec: LossSpec,
     out: Tensor | None,
-    sketch: RowSketch | None = None,
     softcap: float | None = None,
     marks: RowMarks | None = None,
 ) -> TokenTerms:
@@ -275,7 +281,7 @@ def row_loss(
     columns = dense | terms._asdict()
     temperature, *options = spec.token_scalars.values()
     scaling = temperature if tokens.temperature is None else tokens.temperature
-    _run("gac_row_loss", logits, out, scaling, softcap, columns, (sketch, marks), options)
+    _run("gac_row_loss", logits, out, scaling, softcap, columns, marks, options)
     return terms
 
 
@@ -286,7 +292,7 @@ def _run(
     temperature: float | Tensor,
     softcap: float | None,
     columns: dict[str, Any],  # by the names of COLUMNS
-    notes: tuple[RowSketch | None, RowMarks | None] = (None, None),
+    marks: RowMarks | None = None,
     options: Sequence[Any] = (),  # a TokenSpec
 ) -> None:
     """Run a function on the rows of logits, and of their gradient `out`, [B, T, V]."""
@@ -298,12 +304,10 @@ def _run(
     sizes = batch * length, width, length, torch.get_num_threads()
     if isinstance(temperature, Tensor):
         columns["temperatures"], temperature = _column(temperature, torch.float32), 1.0
-    for note in notes:
-        columns |= {} if note is None else note._asdict()
+    columns |= {} if marks is None else marks._asdict()
     pointers = _pointers(map(columns.get, COLUMNS))
-    size = columns["buckets"].shape[1] if "buckets" in columns else 0
     scaling = temperature, softcap or 0.0, columns.get("eps", 0.0)
-    arguments = ROW_ARGUMENTS.pack(*rows, *out_rows, *sizes, *scaling, *pointers, size, *options)
+    arguments = ROW_ARGUMENTS.pack(*rows, *out_rows, *sizes, *scaling, *pointers, *options)
     getattr(library(), function)(arguments)
 
 

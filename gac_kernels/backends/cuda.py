@@ -18,7 +18,6 @@ from torch import Tensor
 from .. import build_cuda, reference
 from ..contract import LossOutput, LossSpec
 from ..filter import RowMarks
-from ..sketch import RowSketch
 from ..tokens import DTYPES, ROW_COLUMNS, BatchInputs, Tokens, TokenTerms
 from . import triton
 
@@ -26,7 +25,6 @@ _CAPABILITIES = ((9, 0), (10, 0))  # compute capabilities
 _STATS, _GRADS, _LOSS = range(3)
 
 _TILE_BYTES = 8192
-_WARPS = 8  # consumer warps of a block
 _HEADER_BYTES = 1024  # barriers and sums, before the tiles
 _AHEAD = 4  # tiles to prefetch while a row is kept
 _RINGS = (14, 28)  # ring-buffer tiles per block with two blocks per multiprocessor, and with one
@@ -43,7 +41,7 @@ class Arguments(ctypes.Structure):
     _fields_ = (
         *_fields(
             "logits out targets demo advantages old ref"
-            " scale factor rollout_logps d_logps d_entropy results signs parts",
+            " scale factor rollout_logps d_logps d_entropy results",
             ctypes.c_void_p,
         ),
         *_fields(
@@ -58,7 +56,7 @@ class Arguments(ctypes.Structure):
         ),
         *_fields(
             "kl_estimator demo_weight policy kl_ratio mask_correction"
-            " task dtype out_dtype cluster slots sketch device",
+            " task dtype out_dtype cluster slots device",
             ctypes.c_int32,
         ),
     )
@@ -162,13 +160,12 @@ def row_grads(
     temperature: float | Tensor,
     out: Tensor,
     softcap: float | None = None,
-    sketch: RowSketch | None = None,
     whole_row: bool = True,
     marks: RowMarks | None = None,
 ) -> None:
-    per_row, noted = isinstance(temperature, Tensor), sketch is not None or marks is not None
-    if per_row or softcap is not None or noted or not whole_row:
-        rows, options = _batch_backend(logits.device), (temperature, out, softcap, sketch)
+    per_row = isinstance(temperature, Tensor)
+    if per_row or softcap is not None or marks is not None or not whole_row:
+        rows, options = _batch_backend(logits.device), (temperature, out, softcap)
         rows.row_grads(logits, targets, lse, entropy, d_logps, d_entropy, *options, marks=marks)
         return
     # the sums are recomputed from the row in shared memory, which is more accurate than `lse`
@@ -186,17 +183,15 @@ def row_loss(
     tokens: Tokens,
     spec: LossSpec,
     out: Tensor | None,
-    sketch: RowSketch | None = None,
     softcap: float | None = None,
     marks: RowMarks | None = None,
 ) -> TokenTerms:
     if softcap is not None or tokens.temperature is not None or marks is not None:
         rows = _batch_backend(logits.device)
-        return rows.row_loss(logits, tokens, spec, out, sketch, softcap, marks)
+        return rows.row_loss(logits, tokens, spec, out, softcap, marks)
     results = torch.empty(5, tokens.targets.numel(), dtype=torch.float32, device=logits.device)
     columns = {name: getattr(tokens, name) for name in ROW_COLUMNS}
-    row_sketch = None if out is None else sketch
-    _launch(_LOSS, logits, out, spec.temperature, results, columns, spec, row_sketch)
+    _launch(_LOSS, logits, out, spec.temperature, results, columns, spec)
     return TokenTerms(results[0], results[1], results[2], results[3], results[4])
 
 
@@ -212,7 +207,6 @@ def _launch(
     results: Tensor | None,
     columns: dict[str, Any],
     spec: LossSpec | None = None,
-    sketch: RowSketch | None = None,
 ) -> None:
     # the copies must live until the launch, not until the kernel ends: memory is reused in stream
     # order
@@ -221,12 +215,6 @@ def _launch(
     scalars = {} if spec is None else spec.token_scalars
     options = {name: scalars[name] for name, *_ in Arguments._fields_ if name in scalars}
     row_split = split(logits.shape[2], logits.dtype, keep_row=out is not None)
-    if sketch is not None:
-        buckets, warps = sketch.buckets, row_split.cluster * _WARPS
-        tensors["signs"] = sketch.signs.to(torch.int8).contiguous()
-        parts = buckets.new_zeros(len(buckets), warps, buckets.shape[1])
-        tensors["parts"] = parts
-        options["sketch"] = buckets.shape[1]
     arguments = Arguments(
         **{name: None if x is None else x.data_ptr() for name, x in tensors.items()},
         rows=logits.shape[0] * logits.shape[1],
@@ -247,8 +235,6 @@ def _launch(
         **options,
     )
     _call(library().gac_cuda_rows, logits.device, ctypes.byref(arguments))
-    if sketch is not None:
-        torch.sum(parts, 1, out=sketch.buckets)  # no atomics: bitwise reproducible
 
 
 def _call(function: Any, device: torch.device, *arguments: Any) -> None:

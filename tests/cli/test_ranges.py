@@ -10,7 +10,6 @@ from gac import ControllerConfig
 from gac.control.alarm import Alarm
 from gac.control.gate import Gate
 from gac.control.schedules import MixSchedule
-from gac.control.signals import SketchSignals
 from gac.data.examples import Source
 from gac.evaluation.config import EvalTask
 from gac.methods import METHODS
@@ -199,10 +198,6 @@ def test_counts_are_accepted_from_their_minimum(call, minimum: int, names: str) 
             minimum,
             minimum + 1,
         ], name
-
-
-def test_sketches_have_a_power_of_two_of_buckets() -> None:
-    assert [x for x in range(130) if accepts(SketchSignals, "size", x)] == [4, 8, 16, 32, 64]
 
 
 @pytest.mark.parametrize(("call", "_", "names"), [*CONTROL, *CONTROL_COUNTS])

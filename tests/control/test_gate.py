@@ -226,7 +226,6 @@ def likeness(completion: str, example: Any) -> float:
     [
         ("gac-gated", {"form": "z", "decay": 0.5}),
         ("gac-gated", {"form": "cosine", "decay": 0.5}),
-        ("gac-gated-sketch", {"form": "z", "decay": 0.1}),
     ],
 )
 def test_a_closed_gate_keeps_measuring_and_reopens(tmp_path, name, gate) -> None:

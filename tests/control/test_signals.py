@@ -9,13 +9,11 @@ from gac.control.estimators import mu_star_biased
 from gac.control.signals import (
     GradientSignals,
     ProxySignals,
-    SketchSignals,
     SourceNeeds,
     bias_moments,
     gradient_moments,
-    sketch_moments,
 )
-from gac.types import Evidence, Sketches
+from gac.types import Evidence
 from gac_kernels import TokenMoments, fused_gac_loss
 
 
@@ -78,12 +76,6 @@ def test_gradient_source_reads_the_gram_matrix() -> None:
     assert reading == gradient_moments(gradients @ gradients.T, 3, paired=True)
     assert GradientSignals().needs == SourceNeeds(gram=True)
     assert GradientSignals(bias=True).needs == SourceNeeds(gram=True, bias=True)
-    sizes = (4, 8, 16, 32, 64)
-    assert [SketchSignals(n).needs for n in sizes] == [SourceNeeds(sketch=n) for n in sizes]
-    assert [
-        source.provides_alignment
-        for source in [SourceNeeds(bias=True), SourceNeeds(gram=True), SourceNeeds(sketch=1)]
-    ] == [False, True, True]
 
 
 def test_moments_are_computed_in_float64() -> None:
@@ -91,25 +83,6 @@ def test_moments_are_computed_in_float64() -> None:
     gram = gradients @ gradients.T
     assert gradient_moments(gram, 2) == gradient_moments(gram.double(), 2)
     assert bias_moments(gram) == bias_moments(gram.double())
-
-
-def test_sketches_are_scaled_by_their_number() -> None:
-    """Each unit's contribution, times the number of units, estimates the term's gradient."""
-    demos, rollouts = torch.randn(2, 9, dtype=torch.float64), torch.randn(3, 9).double()
-    units = torch.cat([2 * demos, 3 * rollouts])
-    expected = gradient_moments(units @ units.T, 2)
-    for ours, truth in zip(
-        SketchSignals(8).read(Evidence(0, sketches=Sketches(demos, rollouts)), {})[0],
-        expected,
-        strict=True,
-    ):
-        assert ours == pytest.approx(truth)
-    signals, corrections, aligned = sketch_moments(Sketches(demos, rollouts[:0]))
-    assert signals.sft_variance == pytest.approx(expected.signals.sft_variance)
-    assert math.isnan(signals.rl_variance)
-    assert corrections == (0.0,) * 5
-    assert math.isnan(aligned.inner)
-    assert aligned.sft_square == expected.alignment.sft_square
 
 
 def test_biased_source_reads_the_disagreement_of_the_plain_gradients() -> None:
@@ -157,8 +130,6 @@ def test_bias_moments_give_the_exact_optimum() -> None:
             ),
             "evidence.bias_gram=None",
         ),
-        (lambda: SketchSignals().read(Evidence(0), {}), "evidence.sketches=None"),
-        (lambda: SketchSignals(7), "size=7"),
         (lambda: gradient_moments(torch.ones(3), 1), "gram=(3,): use a square matrix"),
         (lambda: gradient_moments(torch.eye(3), 3), "sft_count=3: use an integer in [1, 2]"),
         (lambda: gradient_moments(torch.eye(3), 0), "sft_count=0: use an integer in [1, 2]"),

@@ -23,10 +23,9 @@ from gac.integrations.demonstrations import (
 )
 from gac.integrations.hf_trainer import StepMixin
 from gac.methods import GAC, METHODS, Constant
-from gac.mixer import MEASURED, rollout_moments
+from gac.mixer import rollout_moments
 from gac.rows import Row
-from gac.unit_sketches import UnitSketches
-from gac_kernels import HeadSketch, LossSpec, TokenMoments
+from gac_kernels import LossSpec, TokenMoments
 from tests.integrations.test_mixer import moments
 
 PAIR = {"prompt": "1+2=", "completion": "3"}
@@ -51,8 +50,7 @@ def test_observations_are_copied_and_losses_detached() -> None:
         mixer.close()
 
 
-def test_steps_trim_as_the_method_asks_and_gather_no_needless_sketches(monkeypatch: Any) -> None:
-    monkeypatch.setattr(UnitSketches, "gathered", None)
+def test_steps_trim_as_the_method_asks() -> None:
     logged = []
     for trim in (0.1, 0.0):
         mixer = Mixer(GAC(signals=ProxySignals(trim)), rows=9, batch=20)
@@ -74,21 +72,7 @@ def test_alarms_read_the_unweighted_losses_of_the_demonstrations() -> None:
     assert mixer.mu == 0
 
 
-SKETCHED = MEASURED._replace(sketch=True)
-
-
-def test_a_trainer_with_sketches_uses_new_projections_in_every_step() -> None:
-    method = METHODS["gac-gated-sketch"]()
-    mixer = Mixer(method, rows=4, batch=6, measures=SKETCHED)
-    for step in range(2):
-        size = method.needs(step).sketch
-        assert mixer.sketch == HeadSketch(size, seed=step)
-        assert size
-        mixer.observe(moments(step, demo=True))
-        mixer.close()
-    assert Mixer(GAC(), rows=4, batch=6, measures=SKETCHED).sketch is None
-    with pytest.raises(ValueError, match=r"needs .*\(parts=4\)"):
-        Mixer(METHODS["gac-gated"](), rows=4, batch=6, measures=SKETCHED)
+def test_a_method_that_mixes_nothing_is_refused() -> None:
     for name, kind in (("sft", "demonstrations"), ("grpo", "rollouts")):
         with pytest.raises(ValueError, match=f"controller={name} trains on only {kind}"):
             Mixer(METHODS[name](), rows=4, batch=6)

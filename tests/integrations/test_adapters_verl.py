@@ -152,7 +152,7 @@ def test_options(verl: Any, options: Any) -> None:
     for changes, message in (
         ({"demo_path": ""}, "policy_loss.demo_path is empty: set it to a file of"),
         ({"demo_batch": 0}, "policy_loss.demo_batch=0: use a number of demonstrations >= 1"),
-        *(({"method": x}, f"controller={x} needs") for x in ("luffy", "gac-gated-sketch")),
+        *(({"method": x}, f"controller={x} needs") for x in ("luffy", "gac-gated")),
         ({"method": "gacc"}, "policy_loss.method"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -142,7 +142,7 @@ def test_state_of_another_run_is_rejected(tmp_path: Path):
             other.load_state_dict(state)
 
 
-SKETCH_AND_BIAS = SimpleNamespace(needs=SourceNeeds(bias=True, sketch=8))
+BIAS = SimpleNamespace(needs=SourceNeeds(bias=True))
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,6 @@ SKETCH_AND_BIAS = SimpleNamespace(needs=SourceNeeds(bias=True, sketch=8))
                 ("moco", "parts=1"),
                 ("famo", "losses_after=True"),
                 ("gac-gated", "parts=4"),
-                ("gac-gated-sketch", "sketch=16"),
                 ("reward-threshold", "rewards=True"),
                 ("superrl", "credit"),
                 ("prefix-rft", "token"),
@@ -180,10 +179,7 @@ SKETCH_AND_BIAS = SimpleNamespace(needs=SourceNeeds(bias=True, sketch=8))
             "controller=ControllerConfig needs .* estimator='correlated'",
         ),
         (
-            {
-                "controller": GAC(estimator="biased", signals=SKETCH_AND_BIAS),
-                "measures": MEASURED._replace(sketch=True),
-            },
+            {"controller": GAC(estimator="biased", signals=BIAS)},
             r"controller=gac needs .* \(bias=True\)",
         ),
         ({"controller": Choosy(clip=0.3)}, r"controller=Choosy needs .* \(clip_high=0.3\)"),

@@ -113,7 +113,7 @@ def test_unsupported_options_are_rejected(folder: Path, tmp_path: Path, monkeypa
             with pytest.raises(ValueError, match=f"swift does not support {option}: "):
                 gac_swift.refuse("swift", gac_swift._unsupported_options(trainer))
     assert_rejected("loss_scale.*: use .*default", "--loss_scale", "hermes")
-    for name in ("luffy", "gac-gated", "gac-gated-sketch"):
+    for name in ("luffy", "gac-gated"):
         monkeypatch.setenv("GAC_METHOD", f'"{name}"')
         assert_rejected(f"controller={name} needs .*use a .* gac")
 

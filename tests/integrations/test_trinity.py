@@ -124,7 +124,7 @@ def test_arguments_of_the_loss_are_checked(tmp_path: Path):
         ({"loss_agg_mode": mode}, f"loss_agg_mode='{mode}': use one of"),
         *(
             ({"method": name}, f"controller={name} needs .*use a .* gac")
-            for name in ("luffy", "gac-gated", "gac-gated-sketch")
+            for name in ("luffy", "gac-gated")
         ),
     ):
         with pytest.raises(ValueError, match=message):

@@ -20,8 +20,7 @@ from gac.demo import task  # noqa: E402 - after the skips
 from gac.integrations.demonstrations import row_of  # noqa: E402 - after the skips
 from gac.methods import GAC, METHODS, Constant  # noqa: E402 - after the skips
 from gac.order import Order  # noqa: E402 - after the skips
-from gac.unit_sketches import UnitSketches  # noqa: E402 - after the skips
-from gac_kernels import DemoWeight, GradientFilter, HeadSketch  # noqa: E402 - after the skips
+from gac_kernels import DemoWeight, GradientFilter  # noqa: E402 - after the skips
 from gac_kernels.heads.trl.head import missing_hook  # noqa: E402 - after the skips
 from tests import ranks as processes  # noqa: E402 - after the skips
 from tests.integrations import plain, recording, tiny, trl_task  # noqa: E402 - after the skips
@@ -282,30 +281,6 @@ def test_demonstrations_are_formatted_like_the_prompts(
 def test_bad_demonstrations_are_named(model: Path, tmp_path: Path, rows: Any, message: str):
     with pytest.raises(ValueError, match=message):
         trl_task.make_trainer(model, tmp_path, demo_dataset=datasets.Dataset.from_list(rows))
-
-
-@pytest.mark.skipif(missing_hook() is not None, reason="needs the fused loss")
-def test_the_gate_reads_the_head_sketch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The gate's cosine is that of the head gradients of both terms under the same projections."""
-    tiny.write_model(model := tmp_path / "model", tie_word_embeddings=False)
-    read, gathered = [], UnitSketches.gathered
-    monkeypatch.setattr(UnitSketches, "gathered", lambda x: read.append(gathered(x)) or read[-1])
-    trainer, _ = trl_task.trained(
-        model, tmp_path, controller=METHODS["gac-gated-sketch"](), max_steps=2
-    )
-    reference, sketch = AutoModelForCausalLM.from_pretrained(model), HeadSketch()
-    rollouts = reference, trainer.micro_batches[:2], trl_task.TEMPERATURE, "token"
-    demos = plain.demo_term(reference, trainer.demos_per_step[0], weight="one")
-    left = sketch.vocabulary(reference.config.vocab_size)
-    right = sketch.hidden(reference.config.hidden_size)
-    expected = [
-        (left @ plain.gradient(reference, term)["lm_head.weight"] @ right.T).flatten()
-        for term in (demos, plain.rollout_term(*rollouts))
-    ]
-    torch.testing.assert_close(
-        [units.sum(0).float() for units in read[0]], expected, rtol=1e-4, atol=1e-5
-    )
-    assert recording.column(trainer, "gac/cosine")[0] * expected[0].dot(expected[1]) > 0
 
 
 @pytest.mark.skipif(missing_hook() is not None, reason="needs the fused loss")

@@ -1,4 +1,4 @@
-"""The parts of `GACTrainer` that need no training: masks and units."""
+"""The parts of `GACTrainer` that need no training: masks."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +10,7 @@ trl = pytest.importorskip("trl", minversion="1.15")
 
 from gac import Mixer  # noqa: E402 - after the skip
 from gac.integrations.trl import GACMixin  # noqa: E402 - after the skip
-from gac.methods import METHODS, Constant  # noqa: E402 - after the skip
-from gac_kernels.heads.trl import FusedGRPOMixin  # noqa: E402 - after the skip
+from gac.methods import Constant  # noqa: E402 - after the skip
 
 
 class Host:
@@ -25,11 +24,10 @@ class Trainer(GACMixin, Host):
     """Records what is observed, with a demonstration loss of 10 per micro-batch."""
 
     def __init__(self, controller: Any, training: bool) -> None:
-        self.mixer = Mixer(controller, rows=4, batch=2, sketches=True)
+        self.mixer = Mixer(controller, rows=4, batch=2)
         self.model = SimpleNamespace(training=training)
         self.accelerator = SimpleNamespace(sync_gradients=False)
         self.observed: list[Any] = []
-        self.units: list[Any] = []
         self._demos = SimpleNamespace(select=lambda rows: [])
 
     def observe_rollouts(self, mask: Any, advantages: Any, ref: Any) -> None:
@@ -61,27 +59,3 @@ def test_masked_tool_tokens_are_not_observed() -> None:
     trainer.model.training = False  # evaluation uses the loss of TRL
     assert trainer._compute_loss(None, batch()).item() == 2
     assert len(trainer.observed) == 2
-
-
-def test_rollouts_of_one_prompt_are_one_unit(monkeypatch: Any) -> None:
-    """However much padding precedes them."""
-    trainer = Trainer(METHODS["gac-gated-sketch"](), training=True)
-    units: list[Any] = []
-    monkeypatch.setattr(trainer.mixer._sketches, "add", lambda *call: units.append(call))
-    monkeypatch.setattr(FusedGRPOMixin, "_compute_loss", lambda self, model, inputs: inputs["loss"])
-    ids = torch.tensor([[0, 0, 5, 6], [9, 9, 5, 6], [0, 5, 6, 7], [0, 0, 6, 5]])
-    prompts = {"prompt_ids": ids, "prompt_mask": torch.tensor([[0, 0, 1, 1]]).repeat(4, 1)}
-    prompts["prompt_mask"][2, 1] = 1
-    trainer.rollout_out = "out"
-    trainer._compute_loss(None, batch(**prompts))
-    ((_, rows, out),) = units
-    first, second, third, fourth = (row.unit for row in rows)
-    assert first == second
-    assert len({first, third, fourth}) == 3
-    assert min(first, third, fourth) >= 0
-    assert max(first, third, fourth) < 2**63
-    assert out == "out"
-    assert not any(row.is_demo for row in rows)
-    trainer.rollout_out = None
-    with pytest.raises(ValueError, match="controller=gac-gated-sketch requires the fused loss"):
-        trainer._compute_loss(None, batch(**prompts))

@@ -127,7 +127,7 @@ def test_invalid_options_are_named(files: tuple[str, str]):
         ({"demo_path": files[1]}, "demo_batch=0: use a number of demonstrations >= 1"),
         *(
             (valid | {"method": name}, f"controller={name} needs .*use a .* gac")
-            for name in ("luffy", "gac-gated", "gac-gated-sketch")
+            for name in ("luffy", "gac-gated")
         ),
     ):
         with pytest.raises(ValueError, match=message):

@@ -13,7 +13,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor import config as inductor_config
 
 from gac_kernels import (
-    HeadSketch,
     LossSpec,
     fused_gac_loss,
     fused_linear_gac_loss,
@@ -22,7 +21,6 @@ from gac_kernels import (
     token_logprobs,
 )
 from gac_kernels.contract import CHOICES, MORE_OUTPUTS
-from gac_kernels.sketch import _signs as sketch_signs
 from tests.kernels import test_options as options
 from tests.kernels.cases import BY_NAME, Batch, build, require_backend
 
@@ -196,7 +194,7 @@ def test_opcheck(form: str, backend: str) -> None:
     op = *operands, targets.flatten(), *scaling, torch.float32, None
     operators = torch.ops.gac_kernels
     inputs = targets, x["advantages"], x["is_demo"], torch.tensor(0.3), x["old_logps"]
-    settings = SPEC.encode(), needs, [8, 1] if linear else []
+    settings = SPEC.encode(), needs
     arguments = *op, *inputs, x["ref_logps"], *(None,) * 6, *settings
     opcheck(operators.loss.default, arguments)
     opcheck(operators.logprobs.default, (*op, True))
@@ -368,7 +366,7 @@ def test_torchs_default_dtype_and_device_are_not_used(
         outs = [fused_gac_loss(logits, *batch.inputs, **keywords, backend=backend)]
         stats = token_logprobs(logits, batch.inputs[0], **more)
         if backend != "triton":  # the interpreter is slow
-            linear_keywords = {**keywords, "bias": leaves[2], "sketch": HeadSketch(4, 1)}
+            linear_keywords = {**keywords, "bias": leaves[2]}
             outs.append(
                 fused_linear_gac_loss(
                     *leaves[:2], *batch.inputs, **linear_keywords, backend=backend
@@ -376,11 +374,10 @@ def test_torchs_default_dtype_and_device_are_not_used(
             )
             stats += linear_token_logprobs(*leaves[:2], batch.inputs[0], **more)
             outs.append(loss_from_logprobs(stats[0], *batch.inputs, entropy=stats[1], **keywords))
-        parts = [x for out in outs for x in (*out[:7], *vars(out.moments).values(), out.sketch)]
+        parts = [x for out in outs for x in (*out[:7], *vars(out.moments).values())]
         grads = options.gradients(sum(out.loss for out in outs) + stats[-4].sum(), leaves)
-        return [*(x for x in parts if x is not None), *stats, *grads]
+        return [*parts, *stats, *grads]
 
-    sketch_signs.cache_clear()
     with compiling(operators):
         with torch.device("meta"):
             torch.set_default_dtype(torch.float64)
@@ -388,7 +385,6 @@ def test_torchs_default_dtype_and_device_are_not_used(
                 actual = results()
             finally:
                 torch.set_default_dtype(torch.float32)
-        sketch_signs.cache_clear()
         expected = results()
     for x, y in zip(actual, expected, strict=True):
         assert x.dtype == y.dtype

@@ -15,8 +15,6 @@ from torch import Tensor
 from bench.smoke import unavailable_reason
 from gac_kernels import DemoWeight, LossSpec, backends, fused_gac_loss, reference
 from gac_kernels.backends import cuda
-from gac_kernels.sketch import HeadSketch, RowSketch, row_buckets
-from gac_kernels.tokens import BatchInputs, plan
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
@@ -175,28 +173,6 @@ def test_in_place_gradient_is_the_same(backend: str, vocab: int) -> None:
         )
         assert torch.equal(separate, in_place)
         assert torch.equal(out.logps, out_again.logps)
-
-
-@native
-@pytest.mark.parametrize(("vocab", "size"), [(152064, 16), (50257, 64), (32000, 4)])
-def test_sketch_of_the_float32_gradient(backend: str, vocab: int, size: int) -> None:
-    """The sketch is that of the float32 gradient, even if the gradient written is narrower."""
-    logits = torch.randn(2, 64, vocab, device=DEVICE)
-    targets = torch.randint(vocab, (2, 64), device=DEVICE)
-    is_demo = torch.tensor([False, True], device=DEVICE)
-    tokens = plan(
-        BatchInputs(targets, torch.tensor([0.7, 1.0], device=DEVICE), is_demo, 0.4), ALL_OPTIONS
-    )
-    gradient = torch.empty_like(logits)
-    cuda.row_loss(logits, tokens, ALL_OPTIONS, gradient)
-    signs = HeadSketch(size).signs(vocab, logits.device).to(torch.int8)
-    truth = RowSketch(signs, logits.new_zeros(128, size, dtype=torch.float64))
-    row_buckets(gradient, truth)
-    atol = 1e-6 * gradient.abs().max().item()
-    for out in (torch.empty_like(logits), torch.empty_like(logits, dtype=torch.bfloat16)):
-        row = RowSketch(signs, logits.new_zeros(128, size))
-        cuda.row_loss(logits, tokens, ALL_OPTIONS, out, row)
-        torch.testing.assert_close(row.buckets.double(), truth.buckets, rtol=1e-5, atol=atol)
 
 
 def test_more_than_two_to_the_31_logits(backend: str) -> None:

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from gac_kernels import HeadSketch, LossSpec, backends, fused_gac_loss, token_logprobs
+from gac_kernels import LossSpec, backends, fused_gac_loss, token_logprobs
 from gac_kernels.backends import cpu
-from gac_kernels.sketch import RowSketch
 from gac_kernels.tokens import BatchInputs
 from tests.kernels.cases import BY_NAME, CPU, HALF, build, error, require_backend
 
@@ -150,13 +149,9 @@ def test_only_the_results_are_written(
     inputs = BatchInputs(targets, batch.advantages, batch.is_demo, 0.4, *columns)
     tokens = cpu.plan(inputs, LossSpec())
     cpu.row_stats(logits, tokens.targets, 1.0, more_outputs=True)
-    signs = HeadSketch(8).signs(width, CPU).float()
     for dtype in (torch.float32, *HALF):
         out = allocate(logits.shape, dtype)
-        sketch = (
-            RowSketch(signs, allocate((24, 8), signs.dtype)) if out.element_size() > 2 else None
-        )
-        terms = cpu.row_loss(logits, tokens, LossSpec(), out, sketch)
+        terms = cpu.row_loss(logits, tokens, LossSpec(), out)
     cpu.reduce(tokens, terms, True)
     assert len(storages) > 20
     assert all((s[:16] == 1).all() and (s[-16:] == 1).all() for s in storages)

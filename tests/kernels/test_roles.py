@@ -103,8 +103,9 @@ def test_roles_are_decided_without_reading_the_device() -> None:
 def test_temperatures_equal_float64_autograd(
     backend: str, softcap: float | None, per_token: bool
 ) -> None:
-    """Of both losses and both log-prob functions, with a logit scale, two passes and a sketch-free
-    one. Temperatures of half precision are scaled in the dtype of the arithmetic.
+    """Of both losses and both log-prob functions, with a logit scale, in one pass and in two.
+
+    Temperatures of half precision are scaled in the dtype of the arithmetic.
     """
     g = torch.Generator().manual_seed(1)
     temperature = (torch.rand(*((B, T) if per_token else (B,)), generator=g) + 0.5).bfloat16()

@@ -285,7 +285,6 @@ LOSSES = {
     **dict.fromkeys(["gac", "gac-paper"], mixture(0.51, phi)),
     # the constant 0.7, capped at 0.15 from 0.5
     "gac-gated": mixture(0.42),
-    "gac-gated-sketch": mixture(0.35),
 }
 
 

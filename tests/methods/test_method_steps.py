@@ -19,7 +19,6 @@ from gac.control.signals import (
     GradientSignals,
     ProxySignals,
     Reading,
-    SketchSignals,
     SourceNeeds,
 )
 from gac.methods import METHODS, Mix, Observation
@@ -36,7 +35,7 @@ from gac_kernels import DemoWeight, Signals
 class Counted:
     """A source whose readings differ in each step."""
 
-    needs: SourceNeeds = SourceNeeds(gram=True, bias=True, sketch=7)
+    needs: SourceNeeds = SourceNeeds(gram=True, bias=True)
 
     def init(self) -> dict[str, int]:
         return {"read": 0}
@@ -87,7 +86,7 @@ def test_gac_passes_its_measurements_to_the_controller_and_reports_them() -> Non
 
 def test_gac_needs_its_signals_on_refresh_steps() -> None:
     method = METHODS["gac"](signals=Counted(), update_every=4, gradient_parts=3, **GUARDED)
-    refresh = StepNeeds(kl=True, kl_optional=True, signals=True, parts=3, bias=True, sketch=7)
+    refresh = StepNeeds(kl=True, kl_optional=True, signals=True, parts=3, bias=True)
     assert [t for t in range(9) if method.needs(t) == refresh] == [0, 3, 7]
     assert [t for t in range(9) if method.needs(t) == StepNeeds()] == [1, 2, 4, 5, 6, 8]
     plain = METHODS["gac"](signals=ProxySignals(trim=0.3), alpha_every="step")
@@ -206,7 +205,6 @@ CORRECT = "hpt", "superrl", "relift", "dypo", "srft"  # methods that count corre
         ("gac", {"early_steps": 9}),
         ("gac", {"gate": Gate()}),
         ("gac", {"estimator": "biased"}),
-        *(("gac", {"estimator": x, "signals": SketchSignals()}) for x in ("correlated", "biased")),
         ("gac", {"estimator": "correlated", "signals": GradientSignals(bias=True)}),
         ("gac", {"estimator": "biased_paper", "signals": GradientSignals(paired=True)}),
     ],

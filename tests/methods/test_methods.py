@@ -57,7 +57,7 @@ NEEDS = {
     **dict.fromkeys(["mgda", "pcgrad", "cagrad", "nash-mtl", "aligned-mtl"], SEPARATE_GRADIENTS),
     **dict.fromkeys(["sdmgrad", "moco", "gradnorm"], SEPARATE_GRADIENTS),
     "famo": (*BOTH, "losses after the update"),
-    **dict.fromkeys(["gac", "gac-paper", "gac-gated-sketch"], (*BOTH, "reference")),
+    **dict.fromkeys(["gac", "gac-paper"], (*BOTH, "reference")),
     "gac-gated": (*SEPARATE_GRADIENTS, "reference"),
 }
 # Methods with the state of another; test_methods_values.py has their steps.

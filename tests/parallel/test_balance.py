@@ -146,9 +146,9 @@ def without_timing(row):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("method", "mode"), [("gac-gated-sketch", "ddp"), ("dpo", "fsdp")])
+@pytest.mark.parametrize(("method", "mode"), [("gac", "ddp"), ("dpo", "fsdp")])
 def test_results_do_not_depend_on_row_placement(task, tmp_path, method, mode):
-    """Compares padding on one process with packing and balancing on two. Covers unit sketches,
+    """Compares padding on one process with packing and balancing on two. Covers
     preference pairs and the old log-probs of reused rollouts. A run resumed halfway is bitwise
     identical.
     """

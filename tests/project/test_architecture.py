@@ -14,10 +14,7 @@ LAYERS = ("gac_kernels", "gac", "tools", "bench", "tests")  # each may import th
 # The floors of gac, lowest first. A room (a package or a module) may import the rooms of lower
 # floors, and those before it on its own floor.
 FLOORS = {
-    "words": (
-        *("errors", "commands", "types", "order", "fields", "collectives", "config", "rows"),
-        "unit_sketches",
-    ),
+    "words": ("errors", "commands", "types", "order", "fields", "collectives", "config", "rows"),
     "mixing": ("control", "methods", "turn", "mixer"),
     "machines and models": ("parallel", "faults", "models", "sandbox"),
     "data, rewards and rollouts": ("data", "integrations", "rewards", "rollouts", "evaluation"),

@@ -14,15 +14,13 @@ from typing import assert_type
 import torch
 from gac import ControllerConfig, GuidedController, mu_star
 from gac_kernels import (
-    HeadSketch, LossOutput, LossSpec, Signals, TokenMoments, fused_gac_loss, fused_linear_gac_loss,
+    LossOutput, LossSpec, Signals, TokenMoments, fused_gac_loss, fused_linear_gac_loss,
     linear_token_logprobs, loss_from_logprobs, token_logprobs,
 )
 
 x = torch.zeros(2, 3)
 spec = LossSpec(clip_low=None, kl_coef=0.1)
-out = fused_linear_gac_loss(
-    x, x, x, x, x, bias=None, mu=0.3, ref_logps=x, spec=spec, sketch=HeadSketch(size=16)
-)
+out = fused_linear_gac_loss(x, x, x, x, x, bias=None, mu=0.3, ref_logps=x, spec=spec)
 assert_type(out, LossOutput)
 assert_type(fused_gac_loss(x, x, x, x, mu=x, overwrite=True), LossOutput)
 options = LossSpec(policy_loss="sapo", sapo_tau=(1.0, 2.0), correction="token_mask")

@@ -212,18 +212,6 @@ def test_gradients_of_the_parts_of_each_term(rows, number, pair, mu) -> None:
     assert all(p.grad is None for p in MODEL.parameters())
 
 
-def test_rows_of_two_sequences_have_no_sketch() -> None:
-    """The other rows of the step have one."""
-    rows = [Row((5, 6, 7), 1, False, 1.0, 0), Row((5, 6, 7, 8), 1, False, 2.0, 1, switch=2)]
-    alone, both = (
-        gradient(own, Mix(0.5), Loss(LossSpec()), rows, sketch=4, signals=True)[0].evidence.sketches
-        for own in (rows[:1], rows)
-    )
-    assert len(both.rollouts) == 1
-    assert both.rollouts.any()
-    close(both.rollouts, alone.rollouts)
-
-
 def inner_products(vectors: list[torch.Tensor]) -> torch.Tensor:
     table = torch.stack(vectors)
     return table @ table.T

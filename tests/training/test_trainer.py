@@ -203,7 +203,7 @@ def test_another_engine_is_compared_with_the_weights_that_sampled(
 
 
 RESUMED: dict[str, dict[str, Any]] = {
-    "gate, alarm and sketches": {"method": {"name": "gac-gated-sketch", "update_every": 2}},
+    "gate, alarm and gradients": {"method": {"name": "gac-gated", "gradient_parts": 2}},
     "moving averages": {"method": "moco"},
     "collected demonstrations": {"method": {"name": "relift", "buffer": 3}},
     "reused rollouts": {"rollouts": REUSED},

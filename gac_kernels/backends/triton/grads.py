@@ -9,9 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...filter import RowMarks
-from ...sketch import RowSketch
 from . import launch
-from .softmax import NO_LOSS, row_at, row_scaling, store_buckets, write_gradient, write_zeros
+from .softmax import NO_LOSS, row_at, row_scaling, write_gradient, write_zeros
 
 _COLUMNS = ("targets", "lse", "entropy", "d_logps", "d_entropy")
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -29,8 +28,6 @@ def grads_kernel(
     entropy,  # float32 [N]
     d_logps,  # float32 [N]
     d_entropy,  # float32 [N]
-    signs,  # int8 or float32 [V] of +-1, or None: no sketch
-    buckets,  # float32 [N, SKETCH], zeros: signed sums of the gradient by index modulo SKETCH
     eps,  # or None: nothing is marked
     hit,  # bool [V]: see `write_gradient`
     sums,  # float32 [2, N], zeros: the sum and the absolute sum of each row of the gradient
@@ -47,7 +44,6 @@ def grads_kernel(
     softcap,  # or None
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
-    SKETCH: tl.constexpr,
 ):
     n = tl.program_id(0).to(tl.int64)
     y = tl.load(targets + n)
@@ -62,10 +58,9 @@ def grads_kernel(
         nats = tl.load(lse + n)
         log2_lse = nats * LOG2E
         rounding = tl.fma(nats, LOG2E, -log2_lse)  # rounding error of the product
-        signed = write_gradient(
+        write_gradient(
             row,
             out_row,
-            signs,
             y,
             V,
             log2_lse,
@@ -84,8 +79,6 @@ def grads_kernel(
             BLOCK,
             STAGES,
         )
-        if signs is not None:
-            store_buckets(buckets, n, signed, SKETCH)
     else:
         write_zeros(out_row, V, BLOCK)
 
@@ -100,7 +93,6 @@ def row_grads(
     temperature: float | Tensor,
     out: Tensor,
     softcap: float | None = None,
-    sketch: RowSketch | None = None,
     whole_row: bool = True,
     marks: RowMarks | None = None,
 ) -> None:
@@ -110,7 +102,7 @@ def row_grads(
         "logits": logits,
         "out": out,
         **launch.dense(**dict(columns)),
-        **launch.notes(sketch, marks),
+        **launch.notes(marks),
         "N": targets.numel(),
         **launch.geometry(logits, out),
         **launch.scaling(temperature, softcap),

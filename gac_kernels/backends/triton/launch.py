@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ...filter import RowMarks
-from ...sketch import RowSketch
 
 BLOCK = 512  # tokens per iteration of a per-token kernel
 
@@ -128,13 +127,9 @@ def scaling(temperature: float | Tensor, softcap: float | None) -> dict[str, Any
     }
 
 
-def notes(sketch: RowSketch | None, marks: RowMarks | None) -> dict[str, Any]:
-    """Kernel arguments for the sketch of the gradient and for the notes of the filter."""
-    signs, buckets = sketch or (None, None)
-    eps, hit, sums = marks or (None, None, None)
-    size = 1 if buckets is None else buckets.shape[1]
-    names = "signs", "buckets", "SKETCH", "eps", "hit", "sums"
-    return dict(zip(names, (signs, buckets, size, eps, hit, sums), strict=True))
+def notes(marks: RowMarks | None) -> dict[str, Any]:
+    """Kernel arguments for the notes of the gradient filter."""
+    return dict.fromkeys(RowMarks._fields) if marks is None else marks._asdict()
 
 
 def number(value: float | Tensor | None) -> tuple[Tensor | None, float]:

@@ -11,7 +11,6 @@ from torch import Tensor
 from ... import contract
 from ...contract import LossSpec
 from ...filter import RowMarks
-from ...sketch import RowSketch
 from ...tokens import ROW_COLUMNS, Tokens, TokenTerms
 from . import launch
 from .softmax import (
@@ -19,7 +18,6 @@ from .softmax import (
     row_at,
     row_scaling,
     row_values,
-    store_buckets,
     write_gradient,
     write_zeros,
 )
@@ -163,8 +161,6 @@ def loss_kernel(
     factor,  # float32 [N] or None
     rollout_logps,  # float32 [N] or None: no correction
     terms,  # float32 [5, N]: logp, entropy, loss, kl, clipped; 0 where there is no loss
-    signs,  # int8 or float32 [V] of +-1, or None: no sketch
-    buckets,  # float32 [N, SKETCH], zeros: signed sums of the gradient by index modulo SKETCH
     eps,  # or None: nothing is marked
     hit,  # bool [V]: see `write_gradient`
     sums,  # float32 [2, N], zeros: the sum and the absolute sum of each row of the gradient
@@ -200,7 +196,6 @@ def loss_kernel(
     R: tl.constexpr,
     STAGES: tl.constexpr,
     PEEL: tl.constexpr,
-    SKETCH: tl.constexpr,
 ):
     n = tl.program_id(0).to(tl.int64)
     y = tl.load(targets + n)
@@ -276,10 +271,9 @@ def loss_kernel(
             d_logp = tl.where(tl.abs(d_logp) < float("inf"), bounded, d_logp)
         out_row = row_at(out, n, T, out_stride_b, out_stride_t)
         if (d_logp != 0) | (d_entropy != 0):
-            signed = write_gradient(
+            write_gradient(
                 row,
                 out_row,
-                signs,
                 y,
                 V,
                 top,
@@ -298,8 +292,6 @@ def loss_kernel(
                 L * R,
                 STAGES,
             )
-            if signs is not None:
-                store_buckets(buckets, n, signed, SKETCH)
         else:
             write_zeros(out_row, V, L * R)
 
@@ -309,7 +301,6 @@ def row_loss(
     tokens: Tokens,
     spec: LossSpec,
     out: Tensor | None,
-    sketch: RowSketch | None = None,
     softcap: float | None = None,
     marks: RowMarks | None = None,
 ) -> TokenTerms:
@@ -323,7 +314,7 @@ def row_loss(
         "out": out,
         **launch.dense(**{name: getattr(tokens, name) for name in ROW_COLUMNS}),
         "terms": terms,
-        **launch.notes(sketch, marks),
+        **launch.notes(marks),
         "N": count,
         "out_stride_b": 0,
         "out_stride_t": 0,

@@ -218,4 +218,14 @@ def reduce_by_kernels(tokens: Tokens, terms: TokenTerms, moments: bool) -> LossO
     }
     launch.Launch(totals_kernel, 1, arguments, _WARPS).run(device)
     found = TokenMoments(rollouts, nll, totals) if moments else None
-    return LossOutput._make((loss, *scalars, terms.logps, terms.entropy, found, None, None))
+    rollout_loss, demo_loss, kl, clip_fraction = scalars.unbind()
+    return LossOutput(
+        loss=loss,
+        rollout_loss=rollout_loss,
+        demo_loss=demo_loss,
+        kl=kl,
+        clip_fraction=clip_fraction,
+        logps=terms.logps,
+        entropy=terms.entropy,
+        moments=found,
+    )

@@ -195,7 +195,6 @@ def gradient_tile(
 def write_gradient(
     row,
     out,
-    signs,
     y,
     V,
     top,
@@ -221,8 +220,7 @@ def write_gradient(
     Runs backwards, because the end of the row was read last and is still in the cache. `out` may be
     the row itself.
 
-    With `signs` [V], it returns the signed gradient summed over tiles for each position in a tile,
-    float32 [BLOCK]. With `hit` [V], it sets hit[v] to 1 at y and where the stored gradient is above
+    With `hit` [V], it sets hit[v] to 1 at y and where the stored gradient is above
     eps (|d_logp| + |d_entropy|), and stores its sum and absolute sum in column n of sums [2, N].
     """
     y = tl.where((y >= 0) & (y < V), y, -1).to(tl.int32)  # one comparison instruction per element
@@ -243,16 +241,12 @@ def write_gradient(
     )
     stored = gradient.to(out.dtype.element_ty)
     tl.store(out + offsets, stored, mask=offsets < V)
-    signed = tl.zeros([BLOCK], tl.float32)
     if hit is not None:
         threshold = eps * (tl.abs(d_logp) + tl.abs(d_entropy))
         total = tl.where(offsets < V, stored.to(tl.float32), 0.0)
         mass = tl.abs(total)
         tl.store(hit + offsets, 1, mask=mass > threshold)
         tl.store(hit + y, 1, mask=y >= 0)
-    if signs is not None:
-        sign = tl.load(signs + offsets, offsets < V, other=0).to(tl.float32)
-        signed = tl.where(offsets < V, gradient, 0.0) * sign
     for tile in tl.range(0, tiles, num_stages=STAGES):
         offsets = (tiles - 1 - tile) * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(row + offsets, eviction_policy="evict_first")
@@ -270,8 +264,6 @@ def write_gradient(
         )
         stored = gradient.to(out.dtype.element_ty)
         tl.store(out + offsets, stored, eviction_policy="evict_first")
-        if signs is not None:
-            signed += gradient * tl.load(signs + offsets).to(tl.float32)
         if hit is not None:
             value = stored.to(tl.float32)
             total += value
@@ -283,15 +275,6 @@ def write_gradient(
     if hit is not None:
         tl.store(sums + n, tl.sum(total, 0))
         tl.store(sums + N + n, tl.sum(mass, 0))
-    return signed
-
-
-@triton.jit
-def store_buckets(buckets, n, signed, SKETCH: tl.constexpr):
-    """Store the sketch of row n: the sums of `signed` by index modulo SKETCH."""
-    size: tl.constexpr = signed.shape[0] // SKETCH
-    sums = tl.sum(tl.reshape(signed, [size, SKETCH]), 0)
-    tl.store(buckets + n * SKETCH + tl.arange(0, SKETCH), sums)
 
 
 @triton.jit
