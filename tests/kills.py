@@ -45,7 +45,10 @@ def at_event(
     processes.INTERVAL, processes.DEAD_AFTER = 0.2, 1.0  # the other rank is soon known to be dead
 
     def kill_at_event(event_name: str, values: tuple[Any, ...]) -> None:
-        if event_name == event and str(values[event == "os.rename"]).endswith(name):
+        if event_name != event:
+            return
+        path = values[1] if event == "os.rename" else values[0]
+        if str(path).endswith(name):
             os.kill(os.getpid(), signals.pop() if signals else 0)
 
     if os.environ.get("RANK", "0") == rank:

@@ -70,6 +70,13 @@ def _read_array(parts: list[Any]) -> Any:
     return (data != 0 if is_bool else data).reshape(shape)
 
 
+def _factory(value: Any) -> Any:
+    """The factory of a defaultdict. A class of the program would answer any lookup: KeyError."""
+    if value is not None and not is_builtin(value):
+        raise KeyError("default_factory")
+    return value
+
+
 _INLINE = frozenset({type(None), bool, int, float, str})
 # no pointers, no user-defined types
 _DTYPE = re.compile(r"[<>|](b1|[iu][1248]|f[248]|c8|c16|[mM]8\[\w+\]|[US]\d{1,6})")
@@ -82,10 +89,7 @@ _TYPES: dict[str, tuple[type, Callable[[Any], list[Any]], Callable[[list[Any]], 
     "defaultdict": (
         defaultdict,
         lambda d: [d.default_factory if is_builtin(d.default_factory) else None, *_flat(d)],
-        # KeyError for another factory: a class of the program would answer any lookup
-        lambda parts: defaultdict(
-            {True: parts[0]}[parts[0] is None or is_builtin(parts[0])], _dict(parts[1:])
-        ),
+        lambda parts: defaultdict(_factory(parts[0]), _dict(parts[1:])),
     ),
     "dict_keys": (type({}.keys()), list, lambda parts: dict.fromkeys(parts).keys()),
     "dict_values": (type({}.values()), list, lambda parts: dict(enumerate(parts)).values()),

@@ -94,7 +94,7 @@ def test_cosine_form(cosine: float, trust: float) -> None:
         assert controller.trust == 0.5
 
 
-def test_trust_line_averages_and_hysteresis() -> None:
+def test_the_averages_and_the_trust_line() -> None:
     gate = Gate("z", at_zero=0.8, slope=0.1, decay=0.75, hysteresis=0.1)
     state = gate.update(None, Alignment(-1.0, 4.0, 1.0, 1.0, 2.0, 2.0))
     assert state == GateState(-1.0, 4.0, 1.0, 1.0, 0.8)  # 0.75 is less than 0.1 away from 0.8
@@ -102,12 +102,16 @@ def test_trust_line_averages_and_hysteresis() -> None:
     assert state is not None
     assert state[:4] == (-3.0, 5.0, 1.25, 1.5)
     assert state.trust == pytest.approx(0.8 - 0.3 / math.sqrt(5))
-    # trust 0 and 1 are always reached, despite hysteresis
-    for z, trust in ((-2.0, 0.0), (0.5, 0.5), (2.0, 1.0)):
-        after = Gate("z", at_zero=0.5, decay=0.0, hysteresis=1.0).update(None, alignment_with(z))
-        assert after is not None
-        assert after.trust == trust
-    # a change of exactly the hysteresis is not ignored
+
+
+@pytest.mark.parametrize(("z", "trust"), [(-2.0, 0.0), (0.5, 0.5), (2.0, 1.0)])
+def test_trust_0_and_1_are_reached_despite_hysteresis(z: float, trust: float) -> None:
+    after = Gate("z", at_zero=0.5, decay=0.0, hysteresis=1.0).update(None, alignment_with(z))
+    assert after is not None
+    assert after.trust == trust
+
+
+def test_a_change_of_exactly_the_hysteresis_is_not_ignored() -> None:
     gate = Gate("z", at_zero=0.5, slope=0.25, hysteresis=0.25)
     assert gate.trust(gate.update(None, alignment_with(1.0))) == 0.75
     assert gate.trust(None) == 0.5
@@ -120,10 +124,7 @@ def test_measures_by_hand() -> None:
         return state.cosine, state.z
 
     assert measures(1.5, 0.25, 1.0, 9.0) == (0.5, 3.0)
-    assert measures(6.0, 4.0, 1.0, 9.0) == (
-        1.0,
-        3.0,
-    )
+    assert measures(6.0, 4.0, 1.0, 9.0) == (1.0, 3.0)
     assert measures(-6.0, 4.0, 1.0, 9.0) == (-1.0, -3.0)
     for unknown in (0.0, -0.5):
         assert measures(2.0, 4.0, unknown, 9.0) == measures(2.0, 4.0, 9.0, unknown) == (0.0, 1.0)
@@ -136,13 +137,15 @@ def test_reset_forgets_the_agreement_before_an_alarm() -> None:
     after = gate.reset(before, demos_suspect=True)
     assert after is not None
     assert (after.inner, after.trust) == (0.0, 0.0)
-    # the first reading, during an alarm; no z, so the trust does not change
-    during = gate.update(None, Alignment(0.2, -1.0, 1.0, 1.0, 1.0, 1.0), True)
-    assert during is not None
-    assert during.trust == 0.0
     assert gate.update(after, alignment_with(0.5), True).inner == 0.25
     assert gate.reset(before, demos_suspect=False).trust == 1.0
     assert gate.reset(None, demos_suspect=True) is None
+
+
+def test_a_first_reading_without_z_during_an_alarm_leaves_the_trust_at_0() -> None:
+    during = Gate("z", decay=0.5).update(None, Alignment(0.2, -1.0, 1.0, 1.0, 1.0, 1.0), True)
+    assert during is not None
+    assert during.trust == 0.0
 
 
 def test_unknown_measurements_change_nothing() -> None:
@@ -154,7 +157,11 @@ def test_unknown_measurements_change_nothing() -> None:
     for name in Alignment._fields[:4]:
         controller.update(alignment=alignment_with(5.0)._replace(**{name: math.nan}))
         assert controller.state.gate == before
-    # without a positive error variance, z is undefined: only the averages are updated
+
+
+def test_without_a_positive_error_variance_only_the_averages_are_updated() -> None:
+    controller = GuidedController(gated_config())
+    controller.update(alignment=alignment_with(-1.0))
     controller.update(alignment=Alignment(8.0, -1.0, 0.0, 0.0, 1.0, 1.0))
     assert controller.trust == 0.5
     assert controller.state.gate.inner == 8.0

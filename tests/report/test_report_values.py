@@ -132,10 +132,7 @@ def test_tables(runs: list[Path]) -> None:
     assert table[8] == ["sft", "1", "3", "–", "–", "–", "3,704", "–"]
 
 
-def test_texts_of_the_page(
-    runs: list[Path], groups: list[Group], tmp_path: Path, monkeypatch: Any
-) -> None:
-    assert window_of([]) == 10
+def test_the_headline_names_the_best_group(groups: list[Group]) -> None:
     context = window_of([run for group in groups for run in group.runs])
     assert context == 2
     assert page.headline(groups, context) == (
@@ -145,38 +142,53 @@ def test_texts_of_the_page(
     assert page.headline(groups[:1], context) == (
         "Final accuracy: 60.0 ± 28.3%. The initial model has 10.0%."
     )
-    monkeypatch.setattr(page, "PACKAGES", ("no-such-package", *page.PACKAGES[:2]))
-    *facts, (generated, versions) = page._facts(groups)
-    assert facts == [
+
+
+def test_the_window_is_10_without_an_interval() -> None:
+    assert window_of([]) == 10
+
+
+def test_the_facts_of_the_runs(groups: list[Group], tmp_path: Path) -> None:
+    assert page._facts(groups)[:-1] == [
         ("Runs", "3"),
         ("Seeds", "0, 1"),
         ("Model", "tiny"),
         ("Last trained", "2020-03-04 05:06"),
     ]
+    other = group_runs([read_run(one_run(tmp_path / "other", 0.5, model="other", seed=3))])
+    assert page._facts(other)[:3] == [("Runs", "1"), ("Seed", "3"), ("Model", "other")]
+    different_models = [name for name, _ in page._facts([*groups, *other])]
+    assert different_models == ["Runs", "Seeds", "Last trained", "Generated"]
+    bare = page._facts(group_runs([read_run(one_run(tmp_path / "bare", 0.5))]))
+    assert bare[1] == ("Seed", "not recorded")
+    assert bare[2][0] == "Last trained"
+
+
+def test_the_facts_name_the_installed_versions(groups: list[Group], monkeypatch: Any) -> None:
+    monkeypatch.setattr(page, "PACKAGES", ("no-such-package", *page.PACKAGES[:2]))
+    generated, versions = page._facts(groups)[-1]
     assert generated == "Generated"
     assert versions.endswith(f", torch {torch.__version__}")
     assert ", python 3." in versions
     assert ", gac-kernels 0." in versions
     assert "such" not in versions
-    other = group_runs([read_run(one_run(tmp_path / "other", 0.5, model="other", seed=3))])
-    assert [name for name, _ in page._facts([*groups, *other])] == [
-        "Runs",
-        "Seeds",
-        "Last trained",
-        "Generated",
-    ]
-    assert page._facts(other)[:3] == [("Runs", "1"), ("Seed", "3"), ("Model", "other")]
-    bare = page._facts(group_runs([read_run(one_run(tmp_path / "bare", 0.5))]))
-    assert bare[1] == ("Seed", "not recorded")
-    assert bare[2][0] == "Last trained"
-    assert page._note(groups[:1]) == (
-        f"{(note := page._note(groups[1:]))}Runs have different lengths; areas and sums of "
-        "shorter runs cover fewer steps. "
-    )
+
+
+def test_the_note_explains_spreads_and_different_lengths(groups: list[Group]) -> None:
+    note = page._note(groups[1:])
     assert note.startswith("± is the standard deviation over seeds, brackets are the 95% interval")
+    assert page._note(groups[:1]) == (
+        f"{note}Runs have different lengths; areas and sums of shorter runs cover fewer steps. "
+    )
+
+
+def test_the_title_names_the_groups(groups: list[Group]) -> None:
     assert page._title(groups[:1]) == "Training report: gac"
     assert page._title(groups) == "Comparison: gac and sft"
     assert page._title([*groups, groups[0]]) == "Comparison: gac, sft and gac"
+
+
+def test_settings_that_differ_are_listed(groups: list[Group]) -> None:
     assert page._differences(groups) == [
         ("steps", ["7", "9"]),
         ("method.name", ["gac", "–"]),
@@ -185,13 +197,13 @@ def test_texts_of_the_page(
         ("run_name", ["gac-seed*", "sft"]),
         ("method", ["–", "sft"]),
     ]
+
+
+def test_each_run_has_its_state_and_configuration(runs: list[Path], groups: list[Group]) -> None:
     rows = page._runs(groups)
-    assert [(row["label"], row["seed"], row["path"]) for row in rows] == [
-        (label, seed, str(path))
-        for label, seed, path in zip(
-            ("gac", "gac", "sft"), (", seed 0", ", seed 1", ""), runs, strict=True
-        )
-    ]
+    labels = [("gac", ", seed 0"), ("gac", ", seed 1"), ("sft", "")]
+    assert [(row["label"], row["seed"]) for row in rows] == labels
+    assert [row["path"] for row in rows] == [str(path) for path in runs]
     assert [row["state"] for row in rows] == [
         "7 steps; 30 s per step: sampling 40%, rewards 10%, training 50%",
         "5 steps of 7 (unfinished or still running); 2 unreadable line(s) skipped; "
@@ -201,35 +213,45 @@ def test_texts_of_the_page(
     assert rows[2]["config"].splitlines()[:3] == ["steps: 9", "model:", "  path: tiny"]
 
 
-def test_only_the_best_accuracies_are_marked(groups: list[Group], tmp_path: Path) -> None:
-    first, second = page.tables(groups, window_of([]))
-    table = page._table(first, groups)
+def accuracies(groups: list[Group]) -> list[dict[str, Any]]:
+    """The rows of the page's first table."""
+    return page._table(page.tables(groups, window_of([]))[0], groups)["rows"]
+
+
+def marked(rows: list[dict[str, Any]]) -> list[list[bool]]:
+    """Which cells are marked as the best."""
+    return [[cell["best"] for cell in row["cells"]] for row in rows]
+
+
+def test_a_table_has_a_row_for_each_group(groups: list[Group]) -> None:
+    table = page._table(page.tables(groups, window_of([]))[0], groups)
     assert table["columns"][:3] == ["Accuracy", "seeds", "steps"]
-    rows = table["rows"]
-    assert [(row["label"], row["seeds"], row["progress"]) for row in rows] == [
+    assert [(row["label"], row["seeds"], row["progress"]) for row in table["rows"]] == [
         ("gac", 2, "5 to 7 of 7"),
         ("sft", 1, "3"),
     ]
-    many = page._table(page.tables(groups * 5, window_of([]))[0], groups * 5)["rows"]
+    assert table["rows"][0]["cells"][1] == {"mean": "60.0", "spread": "± 28.3", "best": True}
+    assert table["rows"][1]["cells"][1] == {"mean": "50.0", "spread": "", "best": False}
+
+
+def test_colors_and_dashes_repeat_after_the_last(groups: list[Group]) -> None:
+    rows = accuracies(groups * 5)
     dashes = ["none", "12 4", "4 3", "14 4 3 4", "20 6", "8 3 2 3 2 3"]
-    assert [row["dashes"] for row in many] == dashes + dashes[:4]
-    assert [row["color"] for row in many] == [*plots.COLORS, *plots.COLORS[:2]]
-    best = [[cell["best"] for cell in row["cells"]] for row in rows]
-    assert best == [[False, True, True, True], [False] * 4]
-    assert rows[0]["cells"][1] == {"mean": "60.0", "spread": "± 28.3", "best": True}
-    assert rows[1]["cells"][1] == {"mean": "50.0", "spread": "", "best": False}
-    assert [
-        [cell["best"] for cell in row["cells"]]
-        for row in page._table(page.tables(groups[::-1], window_of([]))[0], groups[::-1])["rows"]
-    ] == best[::-1]
-    (single,) = page._table(page.tables(groups[:1], window_of([]))[0], groups[:1])["rows"]
-    assert not any(cell["best"] for cell in single["cells"])
-    assert not any(c["best"] for row in page._table(second, groups)["rows"] for c in row["cells"])
+    assert [row["dashes"] for row in rows] == dashes + dashes[:4]
+    assert [row["color"] for row in rows] == [*plots.COLORS, *plots.COLORS[:2]]
+
+
+def test_only_the_best_accuracies_are_marked(groups: list[Group], tmp_path: Path) -> None:
+    best = [[False, True, True, True], [False] * 4]
+    assert marked(accuracies(groups)) == best
+    assert marked(accuracies(groups[::-1])) == best[::-1]
+    assert marked(accuracies(groups[:1])) == [[False] * 4]  # nothing to compare with
+    _, second = page.tables(groups, window_of([]))
+    assert not any(map(any, marked(page._table(second, groups)["rows"])))
     negative = group_runs(
         [read_run(one_run(tmp_path / f"{x}", x, run_name=f"{x}")) for x in (-1.0, -0.5)]
     )
-    rows = page._table(page.tables(negative, window_of([]))[0], negative)["rows"]
-    assert [[cell["best"] for cell in row["cells"]] for row in rows] == [[False] * 2, [True] * 2]
+    assert marked(accuracies(negative)) == [[False] * 2, [True] * 2]
 
 
 def one_run(path: Path, accuracy: float, /, **config: Any) -> Path:
@@ -356,7 +378,7 @@ def test_smallest_and_largest_cells() -> None:
     assert (low.tolist(), high.tolist()) == ([0, 2], [3, 5])
 
 
-def test_the_page_of_two_groups(groups: list[Group], tmp_path: Path) -> None:
+def test_the_page_of_two_groups(groups: list[Group]) -> None:
     text = page.render(groups, 2, {})
     assert text.startswith("<!doctype html>\n<html")
     assert '<td class="best">60.0 <span class="sd">± 28.3</span></td>' in text
@@ -366,6 +388,9 @@ def test_the_page_of_two_groups(groups: list[Group], tmp_path: Path) -> None:
     assert 'stroke-dasharray="none"/></svg>gac</th><td>2</td><td>5 to 7 of 7</td>' in text
     assert "<h2>Samples</h2>" not in text
     assert "Not recorded: Reward, " in text
+
+
+def test_the_page_shows_samples_by_step(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", {}, {"a": [1]}, [])
     write_rows(
         path / "samples.jsonl",
