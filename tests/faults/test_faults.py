@@ -338,25 +338,40 @@ def test_files_of_another_version_are_rejected_in_one_line(task, tmp_path):
         replay(path)
 
 
-def test_guard_checks_the_norm_and_the_losses():
-    guard = Guard(GuardConfig(skip_above_norm=10, patience=2))
-    fine = {"rollout_loss": 0.1, "demo_loss": 0.2}
-    assert guard.judge(10.0, fine) is None
+FINE = {"rollout_loss": 0.1, "demo_loss": 0.2}
+
+
+def test_the_guard_judges_the_norm_and_the_losses():
+    guard = Guard(GuardConfig(skip_above_norm=10))
+    assert guard.judge(10.0, FINE) is None
     assert guard.fault is None
-    assert guard.judge(11.0, fine) == "grad_norm is 11, above guards.skip_above_norm=10"
-    assert guard.judge(math.inf, fine) == "grad_norm is inf"
+    assert guard.judge(11.0, FINE) == "grad_norm is 11, above guards.skip_above_norm=10"
+    assert guard.judge(math.inf, FINE) == "grad_norm is inf"
+    assert guard.judge(math.nan, {**FINE, "demo_loss": math.nan}) == "demo_loss is nan"
+
+
+def test_the_guard_is_exhausted_by_consecutive_skips():
+    guard = Guard(GuardConfig(skip_above_norm=10, patience=2))
+    guard.judge(11.0, FINE)
+    assert not guard.exhausted
+    guard.judge(math.inf, FINE)
     assert guard.exhausted
-    assert guard.judge(1.0, fine) is None
+    guard.judge(1.0, FINE)
     assert not guard.exhausted
     assert guard.skipped == 2
     assert guard.fault == "grad_norm is inf"  # the last one
-    assert guard.judge(math.nan, {**fine, "demo_loss": math.nan}) == "demo_loss is nan"
-    assert (guard.fault, guard.consecutive) == ("demo_loss is nan", 1)
+    guard.judge(math.nan, FINE)
+    assert guard.consecutive == 1
+
+
+def test_the_state_of_a_guard():
+    guard = Guard(GuardConfig(patience=2))
+    guard.judge(math.nan, FINE)
     guard.kept = 7
     state = guard.state_dict()
-    assert state == {"skipped": 3, "consecutive": 1, "kept": 7}
-    guard.judge(-math.inf, fine)
-    assert guard.state_dict() == {"skipped": 4, "consecutive": 0, "kept": 7}  # it was exhausted
+    assert state == {"skipped": 1, "consecutive": 1, "kept": 7}
+    guard.judge(-math.inf, FINE)
+    assert guard.state_dict() == {"skipped": 2, "consecutive": 0, "kept": 7}  # it was exhausted
     restored = Guard(GuardConfig())
     assert restored.state_dict() == {"skipped": 0, "consecutive": 0, "kept": 0}
     restored.load_state_dict(state)

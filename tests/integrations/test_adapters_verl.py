@@ -181,55 +181,87 @@ def test_options(verl: Any, options: Any) -> None:
             verl.check_supported(SimpleNamespace(**engine), network)
 
 
-def test_the_worker(verl: Any, options: Any, monkeypatch: Any, tmp_path: Path) -> None:
-    worker = verl.GACWorker()
+class Mixing:
+    """Records how the worker makes, saves and loads its mixture."""
+
+    rollout_loss = "the mixed loss"
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+        self.saved: list[Any] = []
+        self.mixer = SimpleNamespace(
+            close=lambda group: {"mu": 0.5, "group": group},
+            save=self.saved.append,
+            load=self.saved.append,
+        )
+
+
+def loss_of(policy_loss: Any) -> Any:
+    return SimpleNamespace(keywords={"config": SimpleNamespace(policy_loss=policy_loss)})
+
+
+def test_the_methods_of_the_worker_are_registered(verl: Any) -> None:
     for name in ("set_loss_fn", "save_checkpoint", "load_checkpoint"):
         assert getattr(verl.GACWorker, name).registered == {"dispatch_mode": "all"}
     assert verl.GACWorker.train_batch.registered == {"dispatch_mode": "train", "blocking": False}
-    other = SimpleNamespace(keywords={"config": SimpleNamespace(policy_loss=Options())})
-    for loss in (other, "no partial"):  # verl's own options
-        worker.set_loss_fn(loss)
-        assert worker.calls.pop() is loss
-        assert worker.mixture is None
+
+
+@pytest.mark.parametrize("loss", [loss_of(Options()), "no partial"])
+def test_with_verls_own_options_the_worker_is_verls(verl: Any, loss: Any) -> None:
+    worker = verl.GACWorker()
+    worker.set_loss_fn(loss)
+    assert worker.calls.pop() is loss
+    assert worker.mixture is None
     worker.output = Batch(metrics={"own": 1})
     assert worker.train_batch("data") == {"metrics": {"own": 1}}
-    made: list[Any] = []
-    saved: list[Any] = []
+    assert worker.save_checkpoint("a") == "saved"
+    assert worker.calls[-1] == ("a", None, 0, None)
+    assert worker.load_checkpoint("a") == "loaded"
+    assert worker.calls[-1] == ("a", None, False)
 
-    class Mixing:
-        rollout_loss = "the mixed loss"
-        mixer = SimpleNamespace(
-            close=lambda group: {"mu": 0.5, "group": group}, save=saved.append, load=saved.append
-        )
 
-        def __init__(self, *arguments: Any) -> None:
-            made.append(arguments)
-
-    assert [worker.save_checkpoint("a"), worker.load_checkpoint("a"), *worker.calls[-2:]] == [
-        *("saved", "loaded"),
-        *[("a", None, 0, None), ("a", None, False)],
-    ]
+@pytest.fixture
+def worker(verl: Any, options: Any, monkeypatch: Any) -> Any:
+    """A worker with our options, whose mixture only records its calls."""
     monkeypatch.setattr(verl, "TwoPassStep", Mixing)
-    loss = SimpleNamespace(keywords={"config": SimpleNamespace(policy_loss=options)})
-    worker.set_loss_fn(loss)
-    assert made == [(worker.engine, "words", options, loss)]
+    made = verl.GACWorker()
+    made.set_loss_fn(loss_of(options))
+    return made
+
+
+def test_the_worker_trains_with_the_mixed_loss(worker: Any, options: Any) -> None:
+    engine, words, given, loss = worker.mixture.arguments
+    assert engine is worker.engine
+    assert (words, given) == ("words", options)
+    assert loss.keywords["config"].policy_loss is options
     assert worker.calls[-1] == "the mixed loss"
+    worker.output = Batch(metrics={"own": 1})
     assert worker.train_batch("data")["metrics"] == {"own": 1, "gac/mu": 0.5, "gac/group": "group"}
     worker.output = None  # not the rank that reports
     assert worker.train_batch("data") is None
+
+
+def test_the_first_rank_saves_the_mixture(worker: Any, monkeypatch: Any, tmp_path: Path) -> None:
     for rank in (1, 0, 0):
         monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
         folder = tmp_path / "new" / str(rank)
         assert worker.save_checkpoint(str(folder), "hdfs", 7, 3) == "saved"
         assert worker.calls[-1] == (str(folder), "hdfs", 7, 3)
         assert folder.exists() == (rank == 0)
+    assert worker.mixture.saved == [str(tmp_path / "new" / "0")] * 2
+
+
+def test_the_worker_loads_the_mixture_with_the_checkpoint(worker: Any) -> None:
     assert worker.load_checkpoint("b", "hdfs", True) == "loaded"
     assert worker.calls[-1] == ("b", "hdfs", True)
     worker.load_checkpoint(None)
-    assert saved == [*[str(tmp_path / "new" / "0")] * 2, "b"]
+    assert worker.mixture.saved == ["b"]
+
+
+def test_the_worker_rejects_an_unsupported_strategy(worker: Any, options: Any) -> None:
     worker.engine_config.strategy = "megatron"
     with pytest.raises(ValueError, match="strategy=megatron"):
-        worker.set_loss_fn(loss)
+        worker.set_loss_fn(loss_of(options))
 
 
 def test_training_makes_a_second_pass(verl: Any, options: Any, monkeypatch: Any) -> None:

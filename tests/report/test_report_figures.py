@@ -51,44 +51,61 @@ def panel_of(key: str) -> plots.Panel:
     )
 
 
-def test_a_panel_shows_bands_of_seeds_and_traces_of_single_runs() -> None:
+@pytest.fixture
+def lengths() -> list[Group]:
     """Two seeds of the first group; one run each of the others, of which one lacks the column."""
-    panel, nan = panel_of("response_length"), math.nan
-    groups = [
-        made_group(
-            "seeds",
-            {"step": [1, 2, 3], "completions/mean_length": [4, 6, 8]},
-            {"step": [1, 2], "completions/mean_length": [8, 4]},
-        ),
+    name, nan = "completions/mean_length", math.nan
+    seeds = {"step": [1, 2, 3], name: [4, 6, 8]}, {"step": [1, 2], name: [8, 4]}
+    single = {"step": [1, 2, 3, 4], name: [1, nan, 2, 3]}
+    return [
+        made_group("seeds", *seeds),
         made_group("without", {"step": [1, 2]}),
-        made_group("single", {"step": [1, 2, 3, 4], "completions/mean_length": [1, nan, 2, 3]}),
+        made_group("single", single),
     ]
-    axes = draw(plots._draw_panel, panel, groups)
-    mean, trace, line = axes.lines
+
+
+def test_seeds_are_drawn_as_their_mean_and_a_band(lengths: list[Group]) -> None:
+    axes = draw(plots._draw_panel, panel_of("response_length"), lengths)
+    mean, *_ = axes.lines
     assert points(mean) == [(1, 6), (2, 5)]
     assert mean.get_label() == "seeds"
+    assert mean.get_marker() == plots.MARKERS[0]
+    (band,) = axes.collections
+    extent = band.get_paths()[0].get_extents()
+    assert (extent.x0, extent.x1, extent.y0, extent.y1) == (1, 2, 4, 8)
+    assert to_hex(band.get_facecolor()[0]) == plots.COLORS[0].lower()
+    assert band.get_alpha() < 0.5
+
+
+def test_a_single_run_is_drawn_as_a_line_and_a_pale_trace(lengths: list[Group]) -> None:
+    axes = draw(plots._draw_panel, panel_of("response_length"), lengths)
+    _, trace, line = axes.lines
     assert points(trace) == points(line) == [(1, 1), (3, 2), (4, 3)]
     assert trace.get_alpha() < 0.5
     assert line.get_alpha() is None
     assert line.get_label() == "single"
+    assert line.get_marker() == plots.MARKERS[2]
     assert [x.get_color() for x in axes.lines] == [plots.COLORS[i] for i in (0, 2, 2)]
-    assert [x.get_marker() for x in (mean, line)] == [plots.MARKERS[0], plots.MARKERS[2]]
-    (filled,) = axes.collections
-    extent = filled.get_paths()[0].get_extents()
-    assert (extent.x0, extent.x1, extent.y0, extent.y1) == (1, 2, 4, 8)
-    assert to_hex(filled.get_facecolor()[0]) == plots.COLORS[0].lower()
-    assert filled.get_alpha() < 0.5
+
+
+def test_the_axes_of_a_panel(lengths: list[Group]) -> None:
+    panel = panel_of("response_length")
+    axes = draw(plots._draw_panel, panel, lengths)
     assert (axes.get_title(loc="left") or axes.get_title()) == panel.title
     assert (axes.get_ylabel(), axes.get_xlabel()) == ("tokens", "optimizer step")
     assert all(tick == int(tick) for tick in axes.get_xticks())
     # all smoothed lines and the middle 98% of the trace, 1.02 to 2.98, and 6% of the height
     assert axes.get_ylim() == pytest.approx((1 - 0.06 * 7, 8 + 0.06 * 7))
     assert axes.get_xlim() == pytest.approx((0.97, 4.03))
-    axes = draw(plots._metric, panel, groups[2], 1, 3.0)
-    assert points(axes.lines[0]) == [(1, 1), (3, 2), (4, 3)]
-    assert [y for _, y in points(axes.lines[1])] == pytest.approx([1, 2.5 / 1.5, 4.25 / 1.75])
-    assert axes.lines[1].is_dashed()
-    assert not axes.lines[0].is_dashed()
+
+
+def test_a_smoothed_line_is_dashed_beside_its_values(lengths: list[Group]) -> None:
+    axes = draw(plots._metric, panel_of("response_length"), lengths[2], 1, 3.0)
+    values, smoothed = axes.lines
+    assert points(values) == [(1, 1), (3, 2), (4, 3)]
+    assert [y for _, y in points(smoothed)] == pytest.approx([1, 2.5 / 1.5, 4.25 / 1.75])
+    assert smoothed.is_dashed()
+    assert not values.is_dashed()
 
 
 @pytest.mark.parametrize(
@@ -127,46 +144,56 @@ def test_mu_is_drawn_with_its_prior_and_its_target() -> None:
     assert mu.get_markevery() == (0, 1)
 
 
-def test_accuracies_and_exact_values_are_not_smoothed() -> None:
-    steps = [*range(299)]
-    values = [step % 2 for step in steps]
-    columns = dict.fromkeys(("accuracy", "accuracy/+", "lr", "grad_norm"), values)
-    group = made_group(
-        "x",
-        run := {
-            "step": steps,
-            **columns,
-            "low": [x - 0.25 for x in values],
-            "high": [x + 0.5 for x in values],
-        },
-    )
-    title = " ".join("x" * length for length in (20, 21, 20, 22))  # lines of 42 characters
-    panel = plots.Panel("k", title, "accuracy", "accuracy", "", "accuracy")
-    axes = draw(plots._draw_panel, panel, [group])
+FLIPS = [step % 2 for step in range(299)]  # 0, 1, 0, 1 and so on
+FLIPPING: dict[str, list[float]] = {
+    "step": [*range(299)],
+    **dict.fromkeys(("accuracy", "accuracy/+", "lr", "grad_norm"), FLIPS),
+    "low": [x - 0.25 for x in FLIPS],
+    "high": [x + 0.5 for x in FLIPS],
+}
+ACCURACY = plots.Panel("k", "title", "accuracy", "accuracy", "", "accuracy")
+
+
+def test_accuracies_are_drawn_with_their_intervals_and_not_smoothed() -> None:
+    axes = draw(plots._draw_panel, ACCURACY, [made_group("x", FLIPPING)])
     (line,) = axes.lines
-    assert line.get_ydata().tolist() == values
+    assert line.get_ydata().tolist() == FLIPS
     assert line.get_markevery() == (0, 12)
     (bars,) = axes.collections
-    assert [x.tolist() for x in bars.get_segments()[:2]] == [
-        [[0, -0.25], [0, 0.5]],
-        [[1, 0.75], [1, 1.5]],
-    ]
+    first, second = (x.tolist() for x in bars.get_segments()[:2])
+    assert first == [[0, -0.25], [0, 0.5]]
+    assert second == [[1, 0.75], [1, 1.5]]
     assert to_hex(bars.get_color()[0]) == plots.COLORS[0].lower()
     assert bars.get_alpha() < 1
-    assert not draw(plots._accuracy, replace(panel, column="accuracy/+"), group, 0, 1).collections
-    (band,) = draw(plots._accuracy, panel, made_group("x", run, run), 0, 1).collections
-    # no bars
-    assert isinstance(band, PolyCollection)
     assert axes.get_ylim() == (-0.28, 1.53)
-    assert [len(text) for text in axes.title.get_text().split("\n")] == [42, 20, 22]
     assert axes.yaxis.get_major_formatter()(0.25, 0) == "25%"
+
+
+def test_splits_and_several_seeds_have_no_interval_bars() -> None:
+    split = replace(ACCURACY, column="accuracy/+")
+    assert not draw(plots._accuracy, split, made_group("x", FLIPPING), 0, 1).collections
+    (band,) = draw(plots._accuracy, ACCURACY, made_group("x", *[FLIPPING] * 2), 0, 1).collections
+    assert isinstance(band, PolyCollection)
+
+
+def test_long_titles_are_wrapped_at_42_characters() -> None:
+    title = " ".join("x" * length for length in (20, 21, 20, 22))
+    axes = draw(plots._draw_panel, replace(ACCURACY, title=title), [made_group("x", FLIPPING)])
+    assert [len(text) for text in axes.title.get_text().split("\n")] == [42, 20, 22]
+
+
+def test_exact_values_are_not_smoothed() -> None:
     exact, smoothed = (
-        draw(plots._draw_panel, panel_of(key), [group]).lines[-1] for key in ("lr", "grad_norm")
+        draw(plots._draw_panel, panel_of(key), [made_group("x", FLIPPING)]).lines[-1]
+        for key in ("lr", "grad_norm")
     )
-    assert exact.get_ydata().tolist() == values != smoothed.get_ydata().tolist()
+    assert exact.get_ydata().tolist() == FLIPS
     assert smoothed.get_ydata()[1] == pytest.approx(1 / (2 - 2 / (299 / 12 + 1)))
+
+
+def test_markers_of_different_groups_are_offset() -> None:
     axes = draw(plots._line, "x", [(np.arange(70.0), np.arange(70.0))], 3)
-    assert axes.lines[0].get_markevery() == (6, 10)  # markers of different groups are offset
+    assert axes.lines[0].get_markevery() == (6, 10)
 
 
 def test_legends_name_every_group_in_as_many_columns_as_fit() -> None:
@@ -184,56 +211,70 @@ def test_legends_name_every_group_in_as_many_columns_as_fit() -> None:
     assert plots.group_style(7)["linestyle"] == (0, (6, 2))
 
 
-def test_the_figures_of_a_report(tmp_path: Path, monkeypatch: Any) -> None:
-    drawn: dict[str, Any] = {}
+@pytest.fixture
+def drawn(monkeypatch: Any) -> dict[str, Any]:
+    """The figures that are written, by the name of their file."""
+    figures: dict[str, Any] = {}
 
     def write(figure: Any, path: Path) -> Path:
-        drawn[path.name] = figure
+        figures[path.name] = figure
         return path
 
     monkeypatch.setattr(plots, "_write", write)
-    recorded = made_group(
-        "x",
-        {
-            "step": [1, 2],
-            "mu": [0.1, 0.2],
-            "lr": [1, 2],
-            "entropy": [3, 4],
-            "accuracy": [0, 1],
-            "accuracy/a+/1": [0, 1],
-        },
-    )
-    other = made_group("y", {"step": [1, 2], "mu": [0.1, 0.2]})
-    for run in (*recorded.runs, *other.runs):
+    return figures
+
+
+def recorded(label: str, **columns: list[float]) -> Group:
+    """A run of two steps."""
+    group = made_group(label, {"step": [1, 2], "mu": [0.1, 0.2], **columns})
+    for run in group.runs:
         vars(run).update(splits=["a+/1"], tasks=[])
-    files = plots.draw_plots([recorded], tmp_path)
-    names = ["accuracy", "accuracy_1_a+_1", "entropy", "lr", "mu"]
-    assert files == {name: tmp_path / f"{name}.svg" for name in names} | {
-        "overview": tmp_path / "overview.png"
-    }
-    assert [drawn[f"{n}.svg"].get_size_inches().tolist() for n in names] == [
-        [4.6, 3.5] if n.startswith("accuracy") else [5.6, 3.7] for n in names
-    ]
-    first, *_ = drawn["overview.png"].axes
-    assert [axes.get_title("left") for axes in first.figure.axes] == [
-        "Held-out accuracy",
-        "Entropy",
-        "Mixing weight μ",
-    ]
-    assert first.figure.get_layout_engine()
-    assert first.figure.dpi == 160
+    return group
+
+
+MEASURED = {"lr": [1, 2], "entropy": [3, 4], "accuracy": [0, 1], "accuracy/a+/1": [0, 1]}
+PLOTS = ["accuracy", "accuracy_1_a+_1", "entropy", "lr", "mu"]
+
+
+def test_a_report_has_a_figure_for_each_measured_column(tmp_path: Path, drawn: Any) -> None:
+    files = plots.draw_plots([recorded("x", **MEASURED)], tmp_path)
+    expected = {name: tmp_path / f"{name}.svg" for name in PLOTS}
+    assert files == expected | {"overview": tmp_path / "overview.png"}
+    sizes = [drawn[f"{name}.svg"].get_size_inches().tolist() for name in PLOTS]
+    assert sizes == [[4.6, 3.5]] * 2 + [[5.6, 3.7]] * 3
+
+
+def test_the_overview_of_a_report(tmp_path: Path, drawn: Any) -> None:
+    plots.draw_plots([recorded("x", **MEASURED)], tmp_path)
+    overview = drawn["overview.png"]
+    titles = [axes.get_title("left") for axes in overview.axes]
+    assert titles == ["Held-out accuracy", "Entropy", "Mixing weight μ"]
+    assert overview.get_layout_engine()
+    assert overview.dpi == 160
+    first, *_ = overview.axes
     assert first.get_axisbelow()
     assert first.yaxis.get_tick_params()["gridOn"] > first.xaxis.get_tick_params()["gridOn"]
-    panels = 2 * [panel for panel in (*plots.TRAINING, *plots.MIXING) if panel.key in files][:2]
-    plots._draw_overview(panels, [recorded], tmp_path / "four.png")
-    four = drawn["four.png"]
-    assert [axes.axison for axes in four.axes] == [True] * 4 + [False] * 2
-    assert four.get_size_inches() == pytest.approx([13.2, 6.1])
-    plots._draw_overview(panels[:2], [recorded], tmp_path / "two.png")
-    assert drawn["two.png"].get_size_inches() == pytest.approx([8.8, 3.2])
-    assert not drawn["two.png"].legends
+
+
+@pytest.mark.parametrize(
+    ("number", "shown", "size"),
+    [(2, [True] * 2, (8.8, 3.2)), (4, [True] * 4 + [False] * 2, (13.2, 6.1))],
+)
+def test_the_grid_of_an_overview(
+    tmp_path: Path, drawn: Any, number: int, shown: list[bool], size: tuple[float, float]
+) -> None:
+    panels = 2 * [panel_of("entropy"), panel_of("mu")]
+    plots._draw_overview(panels[:number], [recorded("x", **MEASURED)], tmp_path / "grid.png")
+    assert [axes.axison for axes in drawn["grid.png"].axes] == shown
+    assert drawn["grid.png"].get_size_inches() == pytest.approx(size)
+
+
+def test_only_figures_of_several_groups_have_a_legend(tmp_path: Path, drawn: Any) -> None:
+    one = recorded("x", **MEASURED)
+    files = plots.draw_plots([one], tmp_path)
     assert not drawn["mu.svg"].legends
-    assert plots.draw_plots([recorded, other], tmp_path) == files
+    assert not drawn["overview.png"].legends
+    assert plots.draw_plots([one, recorded("y")], tmp_path) == files
     for name in ("mu.svg", "overview.png"):
         assert [legend.get_frame_on() for legend in drawn[name].legends] == [False]
 
@@ -339,38 +380,49 @@ def test_evaluations_are_drawn_side_by_side(monkeypatch: Any) -> None:
     assert not alone.figure.legends
 
 
-def test_a_figure_of_nearly_equal_values_is_not_magnified(no_images: None) -> None:
+def interval_axes(low: float, high: float) -> Any:
+    """The axes of a figure whose values span [low, high]."""
     kept: list[Any] = []
 
-    def draw_axes(low: float, high: float) -> Any:
-        def drawing(axes: Any) -> None:
-            axes.set_xlim(low, high)
-            kept.append(axes)
+    def drawing(axes: Any) -> None:
+        axes.set_xlim(low, high)
+        kept.append(axes)
 
-        assert (
-            evaluations.interval_figure(["a", "b"], 1.5, "accuracy, %", drawing)
-            == "data:image/svg+xml;base64,PHN2Zy8+"
-        )
-        return kept[-1]
+    image = evaluations.interval_figure(["a", "b"], 1.5, "accuracy, %", drawing)
+    assert image == "data:image/svg+xml;base64,PHN2Zy8+"
+    return kept[0]
 
-    for ends, limits in {
-        (40, 40.5): (39, 41.5),
-        (0.1, 0.2): (-0.2, 1.2),
-        (99.8, 100): (98.8, 100.2),
-        (120, 120.5): (119, 121.5),
-        (-50.4, -50.1): (-51.4, -49.1),
-    }.items():
-        assert draw_axes(*ends).get_xlim() == pytest.approx(limits)
-    axes = draw_axes(40, 41)
-    assert axes.get_xlim() == (40, 41)
+
+@pytest.mark.parametrize(
+    ("ends", "limits"),
+    [
+        ((40, 40.5), (39, 41.5)),
+        ((0.1, 0.2), (-0.2, 1.2)),
+        ((99.8, 100), (98.8, 100.2)),
+        ((120, 120.5), (119, 121.5)),
+        ((-50.4, -50.1), (-51.4, -49.1)),
+        ((40, 41), (40, 41)),
+    ],
+)
+def test_a_figure_of_nearly_equal_values_is_not_magnified(
+    no_images: None, ends: tuple[float, float], limits: tuple[float, float]
+) -> None:
+    assert interval_axes(*ends).get_xlim() == pytest.approx(limits)
+
+
+def test_the_axes_of_a_figure_of_intervals(no_images: None) -> None:
+    axes = interval_axes(40, 41)
     assert axes.get_xlabel() == "accuracy, %"
     assert axes.get_yticks().tolist() == [0, -1]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["a", "b"]
     assert axes.figure.get_size_inches().tolist() == [7.2, 1.5]
     assert axes.xaxis.get_tick_params()["gridOn"]
     assert axes.yaxis.get_tick_params()["gridOn"]
-    figure = Figure().subplots()
-    evaluations.draw_interval(figure, 2, None, None, "k")
-    assert not figure.lines
-    evaluations.draw_interval(figure, 2, 0.0, [0.0, 0.5], "k")
-    assert [points(line) for line in figure.lines] == [[(0, 2)], [(0, 2), (50, 2)]]
+
+
+def test_an_unknown_value_has_no_interval() -> None:
+    axes = Figure().subplots()
+    evaluations.draw_interval(axes, 2, None, None, "k")
+    assert not axes.lines
+    evaluations.draw_interval(axes, 2, 0.0, [0.0, 0.5], "k")
+    assert [points(line) for line in axes.lines] == [[(0, 2)], [(0, 2), (50, 2)]]

@@ -99,10 +99,15 @@ SCORES = 1.0, 0.0, 0.5, 0.5, 0.25, None
 ONES = [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], [9.0] * 3, [0.0] * 3, [8.0] * 3
 
 
-def test_rollouts_by_hand() -> None:
-    """Demonstrations are separate, so their weights are not used; the last rollout is dropped."""
+def sampled() -> tuple[Script, Rollouts]:
+    """Two rollouts for each of three prompts; the last one is dropped."""
     script = Script(RESPONSES, SCORES, *ONES)
-    result = script.run(Sampling(), [A, B, C], num_generations=2, log_sample_prompts=2)
+    return script, script.run(Sampling(), [A, B, C], num_generations=2, log_sample_prompts=2)
+
+
+def test_rows_of_rollouts_by_hand() -> None:
+    """Demonstrations are separate, so their weights are not used."""
+    _, result = sampled()
     assert result.rows == [
         Row((4, 6, 4, 1), 2, False, 1.0, 0, switch=2, unit=2, source="x"),
         Row((4, 6, 6, 7), 2, False, 2.0, 1, switch=2, unit=2, source="x"),
@@ -110,20 +115,37 @@ def test_rollouts_by_hand() -> None:
         Row((9, 8, 5), 1, False, 4.0, 3, switch=1, unit=5),
         Row((10, 3, 3, 3, 1), 2, False, 5.0, 4, switch=2, unit=8, source="x"),
     ]
+    assert result.old_logps == result.teacher_logps == result.collected == []
+
+
+def test_rewards_of_rollouts_by_hand() -> None:
+    script, result = sampled()
     assert result.rewards == [1.0, 0.0, 0.5, 0.5, 0.25]
     assert result.means == {"reward_mean/x": (1.25, 3)}
+    assert script.scored == list(zip(("1", "34", "2", "52", "00", "6666"), "aabbcc", strict=True))
+    assert same(script.given, ([[1.0, 0.0], [0.5, 0.5], [0.25, math.nan]], None, "centered"))
+
+
+def test_statistics_of_rollouts_by_hand() -> None:
+    script, result = sampled()
     # the engine took 4 - 1 seconds, the reward 16 - 9
     assert script.sampler.stats == SamplingStats(
         6, 14, 3, 7, groups=2, flat_groups=1, unsolved=1, truncated=2
     )
-    assert result.old_logps == result.teacher_logps == result.collected == []
     assert script.step == result.step == 7
     assert script.calls == ["model", ([A.prompt, B.prompt, C.prompt], 2)]
-    assert script.scored == list(zip(("1", "34", "2", "52", "00", "6666"), "aabbcc", strict=True))
-    assert same(script.given, ([[1.0, 0.0], [0.5, 0.5], [0.25, math.nan]], None, "centered"))
+
+
+def test_terms_of_an_earlier_reward_are_not_reported_again() -> None:
+    """On a rank on which no prompt is replaced."""
+    script, result = sampled()
     script.terms = {"old": [1.0]}
-    script.sampler._sample([], Stage(2), [], None)  # a rank on which no prompt is replaced
+    script.sampler._sample([], Stage(2), [], None)
     assert "reward/old" not in result.means
+
+
+def test_logged_samples_by_hand() -> None:
+    script, _ = sampled()
     first, second = script.sampler.samples
     assert (first["id"], first["prompt"], first["demonstration"]) == ("a", "13", "45")
     assert (second["id"], second["demonstration"]) == ("b", None)

@@ -27,7 +27,7 @@ from gac.training.export import export_run
 from gac.training.record import Logbook
 from gac.training.trainer import Trainer, train
 from gac.turn import next_mix
-from tests.tiny import REUSED, metrics, take_steps, tiny_config
+from tests.tiny import REUSED, metrics, take_steps, tiny_config, write_tiny
 
 # keys of metrics.jsonl that the contract lists
 METRIC_KEYS = {
@@ -56,38 +56,47 @@ def next_step(trainer: Trainer) -> tuple[dict, list[torch.Tensor]]:
     return trainer._train_step(), captured
 
 
-def test_run_directory_contents(task, tmp_path):
-    out = train(
-        tiny_config(
-            task,
-            tmp_path / "run",
-            export=True,
-            checkpoint_every=2,
-            rollouts=REUSED | {"num_iterations": 1, "log_samples_every": 2},
-        )
-    )
-    assert [entry["step"] for entry in Logbook(out / "samples.jsonl").read()] == [1, 3]
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The folder of a run of four steps with every kind of output."""
+    folder = tmp_path_factory.mktemp("finished")
+    rollouts = REUSED | {"num_iterations": 1, "log_samples_every": 2}
+    changes = {"export": True, "checkpoint_every": 2, "rollouts": rollouts}
+    return train(tiny_config(write_tiny(folder), folder / "run", **changes))
+
+
+def test_files_of_a_run(finished):
+    assert [entry["step"] for entry in Logbook(finished / "samples.jsonl").read()] == [1, 3]
+    assert (finished / "config.yaml").exists()
+    assert (finished / "model" / "config.json").exists()
+    checkpoints = sorted(p.name for p in (finished / "checkpoints").glob("step-*"))
+    assert checkpoints == ["step-00000002", "step-00000004"]
+
+
+def test_evaluations_of_a_run(finished):
+    evaluations = Logbook(finished / "eval.jsonl").read()
+    assert [e["step"] for e in evaluations] == [0, 4]  # the start model and the trained model
+    keys = {"accuracy", "accuracy/+", "accuracy/-", "response_length", "truncated"}
+    keys |= {"step", "seconds", "ci95", "prompts"}
+    assert all(set(e) == keys for e in evaluations)
+
+
+def test_metrics_of_a_run(finished):
+    rows = Logbook(finished / "metrics.jsonl").read()
     assert [r["step"] for r in rows] == [1, 2, 3, 4]
     assert set(rows[0]) >= METRIC_KEYS
     assert "demo_nll/" not in rows[0]
-    assert (out / "config.yaml").exists()
-    assert (out / "model" / "config.json").exists()
-    evaluations = [json.loads(line) for line in (out / "eval.jsonl").read_text().splitlines()]
-    assert [e["step"] for e in evaluations] == [0, 4]  # the start model and the trained model
-    accuracies, others = {"accuracy", "accuracy/+", "accuracy/-"}, {"response_length", "truncated"}
-    others |= {"step", "seconds", "ci95", "prompts"}
-    assert all(set(e) == accuracies | others for e in evaluations)
-    assert sorted(p.name for p in (out / "checkpoints").glob("step-*")) == [
-        "step-00000002",
-        "step-00000004",
-    ]
-    assert all(r["tokens"] > 0 and r["grad_norm"] > 0 for r in rows)
-    assert all(0 < r["sampling_seconds"] < r["seconds"] < 600 for r in rows)
     for r in rows:
+        assert r["tokens"] > 0
+        assert r["grad_norm"] > 0
+        assert r["sampled_completions"] == 16
+
+
+def test_times_and_rates_of_a_run(finished):
+    for r in Logbook(finished / "metrics.jsonl").read():
+        assert 0 < r["sampling_seconds"] < r["seconds"] < 600
         assert r["sampling_share"] == pytest.approx(r["sampling_seconds"] / r["seconds"])
         assert r["tokens_per_second"] == pytest.approx(r["tokens"] / r["seconds"])
-        assert r["sampled_completions"] == 16
         assert r["completions_per_second"] == pytest.approx(16 / r["sampling_seconds"])
 
 
