@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import math
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from gac.config.imports import load_object, user_code
 from gac.errors import ConfigError, MissingData
-from gac.fields import Checked, Count, Positive, setting
+from gac.fields import Checked, Count, Natural, Positive, setting
 from gac.order import MixedOrder, Order
 
 from .conversations import (
@@ -25,6 +26,7 @@ from .conversations import (
     split_conversation,
 )
 from .encoding import RenderedText, UnrenderableDemo, chat_text, encode, plain_text
+from .sample import sample
 from .source import FORMATS, SourceRow, data_files, read_rows, why_missing
 from .stored import Example, Examples, cache_path, store
 
@@ -105,7 +107,12 @@ class DataConfig(Checked):
     max_demo_tokens: Count | None = setting(None, only_with="demo_field")
     """Drop longer demonstrations (including EOS), and count them."""
     limit: Count | None = None
-    """Maximum number of rows, counted after `where`."""
+    """Maximum number of rows: a random sample of those that pass `where`, in their order. null: all
+    of them."""
+    limit_seed: Natural = setting(0, only_with="limit")
+    """Seed of the sample of `limit`; the run's own seed does not change it."""
+    stratify_field: str | None = setting(None, only_with="limit")
+    """Field, e.g. the task, each value of which has its share of the sample of `limit`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -261,13 +268,16 @@ def _load(
     return stored
 
 
-def load_references(config: DataConfig, *, answers: bool = False) -> list[tuple[Example, str]]:
+def load_references(
+    config: DataConfig, *, answers: bool = False, rows: int | None = None
+) -> list[tuple[Example, str]]:
     """Load the rows of `config.prompts` or `config.sources`, each with its reference solution.
 
     That is the field `demo_field` or, if that is None, the answer. Needs no tokenizer: the examples
     have no token ids, and conversations no template. Rows without a solution are left out.
 
     answers: every row needs an answer, as in training.
+    rows: number of rows to read; None: all.
 
     Raises:
         DataError: an invalid row; the message gives file, line or row, and field.
@@ -275,8 +285,8 @@ def load_references(config: DataConfig, *, answers: bool = False) -> list[tuple[
     """
     sources, dropped = _prompt_sources(config), Counter[str]()
     references = []
-    rows = ((x, row) for x in sources for row in select_rows(config, "prompts", x.path, dropped))
-    for source, row in rows:
+    pairs = ((x, row) for x in sources for row in select_rows(config, "prompts", x.path, dropped))
+    for source, row in itertools.islice(pairs, rows):
         demo = answer = _answer(config, row, required=answers)
         if config.demo_field is not None:
             demo = _reference(row, config.demo_field)
@@ -311,24 +321,49 @@ def _reference(row: SourceRow, field: str) -> str | None:
 def select_rows(
     config: DataConfig, key: str, source: str, dropped: Counter[str]
 ) -> Iterator[SourceRow]:
-    """Read the rows of `source` (the value of data.`key`) that pass `where`, at most `limit`."""
-    selected, key = 0, "sources" if config.sources and key == "prompts" else key
-    try:
-        rows = read_rows(source, f"data.{key}")
-    except MissingData as error:
-        raise MissingData(f"data.{key}={source!r}: {why_missing(source)}") from error
-    for row in rows:
-        passes = True
-        for name, value in config.where.items():
-            allowed = value if isinstance(value, list | tuple) else [value]
-            passes = passes and row.get(name, key="where") in allowed
-        if passes:
-            selected += 1
+    """Read the rows of `source` (the value of data.`key`) that pass `where` and are in the sample.
+
+    With `limit`, the source is read twice: its rows are not kept in memory.
+    """
+    key = "sources" if config.sources and key == "prompts" else key
+    chosen: set[int] = set()
+    if config.limit is not None:
+        passing = filter(functools.partial(passes, config), _read(key, source))
+        strata = [_stratum(config, row) for row in passing]
+        chosen = sample(strata, config.limit, config.limit_seed)
+    number = 0  # of the rows that pass
+    for row in _read(key, source):
+        if not passes(config, row):
+            dropped["excluded by where"] += 1
+            continue
+        if config.limit is None or number in chosen:
             yield split_conversation(row, config.prompt_field, config.demo_field)
         else:
-            dropped["excluded by where"] += 1
-        if selected == config.limit:
-            break
+            dropped[f"not in the sample of limit={config.limit}"] += 1
+        number += 1
+
+
+def _read(key: str, source: str) -> Iterator[SourceRow]:
+    try:
+        return read_rows(source, f"data.{key}")
+    except MissingData as error:
+        raise MissingData(f"data.{key}={source!r}: {why_missing(source)}") from error
+
+
+def passes(config: DataConfig, row: SourceRow) -> bool:
+    """Whether the row has the values of `config.where`."""
+    for name, value in config.where.items():
+        allowed = value if isinstance(value, list | tuple) else [value]
+        if row.get(name, key="where") not in allowed:
+            return False
+    return True
+
+
+def _stratum(config: DataConfig, row: SourceRow) -> str:
+    """The row's stratum in the sample of `limit`."""
+    return (
+        repr(row.get(config.stratify_field, key="stratify_field")) if config.stratify_field else ""
+    )
 
 
 def rows_with_demos(config: DataConfig, source: str, dropped: Counter[str]) -> Iterator[SourceRow]:
@@ -413,26 +448,36 @@ def uses_chat(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> bool:
 
     If `config.chat` is None, the decision is logged, once for each tokenizer.
     """
-    has_template = bool(getattr(tokenizer, "chat_template", None))
+    used, message = chat_decision(config, bool(getattr(tokenizer, "chat_template", None)))
+    logged = tokenizer.__dict__.setdefault("chat_decisions", set())
+    if message and message not in logged:
+        logged.add(message)
+        logger.info("%s", message)
+    return used
+
+
+def chat_decision(config: DataConfig, has_template: bool) -> tuple[bool, str]:
+    """Whether text prompts are formatted with the chat template, and a message about a default.
+
+    has_template: whether the tokenizer has a chat template.
+
+    Raises:
+        ConfigError: the configuration requires a chat template, but there is none.
+    """
     if config.chat is not None:
         if config.chat and not has_template:
             raise ConfigError(
                 "data.chat=true: the tokenizer has no chat template: set data.chat=false, or "
                 "model.tokenizer to one that has"
             )
-        return config.chat
+        return config.chat, ""
     if not has_template:
-        decision = "text prompts are used as they are: the tokenizer has no chat template"
+        decision = "are used as they are: the tokenizer has no chat template"
     elif config.template is not None:
-        decision = "text prompts are formatted with data.template only, without the chat template"
+        decision = "have no chat template, because data.template is set; data.chat=true adds it"
     else:
-        decision = "text prompts are formatted with the tokenizer's chat template"
-    logged = tokenizer.__dict__.setdefault("chat_decisions", set())
-    if decision not in logged:
-        logged.add(decision)
-        other = "" if not has_template else "; data.chat=true and false decide otherwise"
-        logger.info("data.chat=null: %s%s", decision, other)
-    return has_template and config.template is None
+        decision = "are formatted with the tokenizer's chat template; data.chat=false turns it off"
+    return has_template and config.template is None, f"data.chat=null: text prompts {decision}"
 
 
 def _text(

@@ -27,7 +27,8 @@ model:
 method: constant-alarm
 
 # One row per prompt, as JSON lines, CSV or parquet: `prompt`, the correct `answer` and, for
-# demonstrations, a `solution`; or `messages`, a list of messages in the chat format
+# demonstrations, a `solution`; or `messages`, a list of messages in the chat format. The model's
+# chat template formats them if it has one (`chat: false` uses the texts as they are)
 data:
   prompts: {folder}/data/train.jsonl
 

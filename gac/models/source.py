@@ -7,6 +7,7 @@ names the key and says what to do. Imports neither torch nor transformers.
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from gac.models.config import ModelConfig
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 WEIGHTS = ("model.safetensors", "model*.safetensors*", "pytorch_model*.bin*", "adapter_model*")
 ATTENTION = re.compile("(?i)attn_implementation|attention implementation|flash.?attention|kernels")
+TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 TOKENIZERS = ("tokenizer.json", "*token*", "*vocab*", "*.model", "*.spm", "tekken.json")
 
 
@@ -51,6 +53,20 @@ def check_tokenizer(config: ModelConfig, *, ask_hub: bool = True) -> tuple[str, 
     remedy = "set model.tokenizer to a folder with one, or its name on the Hub"
     check_files(key, name, "tokenizer", remedy, *TOKENIZERS)
     return key, name
+
+
+def has_chat_template(config: ModelConfig) -> bool | None:
+    """Whether the tokenizer has a chat template; None if it is not in a local folder."""
+    folder = Path(config.tokenizer or config.path)
+    if not folder.is_dir():
+        return None
+    if any((folder / name).exists() for name in TEMPLATES):
+        return True
+    try:
+        saved = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(saved, dict) and bool(saved.get("chat_template"))
 
 
 def check_model(config: ModelConfig, *, ask_hub: bool = True) -> None:

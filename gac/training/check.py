@@ -16,7 +16,13 @@ from typing import Any
 
 from gac.config import load_early
 from gac.config.imports import load_object
-from gac.data.examples import DataConfig, load_references, rows_with_demos, select_rows
+from gac.data.examples import (
+    DataConfig,
+    chat_decision,
+    load_references,
+    passes,
+    rows_with_demos,
+)
 from gac.data.source import FORMATS, read_rows, why_missing
 from gac.errors import (
     ConfigError,
@@ -28,10 +34,11 @@ from gac.errors import (
 )
 from gac.fields import expanded
 from gac.models.config import ModelConfig
-from gac.models.source import check_model, check_tokenizer
+from gac.models.source import check_model, check_tokenizer, has_chat_template
 from gac.rewards import Reward, build_reward
 
 logger = logging.getLogger(__name__)
+WHOLE: Any = {"limit": None, "limit_seed": 0, "stratify_field": None}  # data without a sample
 
 
 def load_checked(
@@ -60,6 +67,7 @@ def load_checked(
     for key, data, reward in _parts(config):
         reward_key = f"{key.removesuffix('data')}reward" if "." in key else ""
         passed += _check_data(key, data, file, rows)
+        passed += [line for line in _chat_lines(config.model, data) if line not in passed]
         with value_errors_as(ConfigError, reward_key):
             built = build_reward(config.reward if reward is None else reward)
         try:
@@ -96,15 +104,33 @@ def _check_data(key: str, data: DataConfig, file: Path | None, limit: int | None
     for name, source in ((n, source) for n, source in sources.items() if source is not None):
         _check_path(f"{key}.{name}", source, file)
         if _path(source).is_file():
-            rows = sum(1 for _ in itertools.islice(read_rows(source), limit))
-            if not rows:
+            counts = Counter(
+                passes(data, row) for row in itertools.islice(read_rows(source), limit)
+            )
+            if not counts:
                 raise ConfigError(f"{key}.{name}={source!r}: the file has no rows")
-            if next(select_rows(data, name, source, Counter()), None) is None:
+            if not counts[True] and counts.total() != limit:
                 raise ConfigError(f"{key}.where={dict(data.where)}: no row of {source!r} passes")
-            passed.append(f"{key}.{name}: {rows} rows")
+            passed.append(f"{key}.{name}: {_rows_line(data, counts)}")
         else:
             _require("datasets", f"{key}.{name}={source!r}")
     return passed
+
+
+def _chat_lines(model: ModelConfig, data: DataConfig) -> list[str]:
+    """What `data.chat=null` means for this model; [] if it is set."""
+    known = has_chat_template(model)
+    if known is not None:
+        return [message] if (message := chat_decision(data, known)[1]) else []
+    unknown = data.chat is None and data.template is None
+    return ["data.chat=null: the chat template is used if the tokenizer has one"] * unknown
+
+
+def _rows_line(data: DataConfig, counts: Counter[bool]) -> str:
+    """The number of rows that are used, and of how many; counts: whether a row passes `where`."""
+    used = min(counts[True], data.limit or counts[True])
+    keys = [key for key, acts in (("where", counts[False]), ("limit", used < counts[True])) if acts]
+    return f"{used} rows" + (f" of {counts.total()} (by {' and '.join(keys)})" if keys else "")
 
 
 def _score_first_row(config: Any, key: str, data: DataConfig, reward: Reward) -> list[str]:
@@ -114,10 +140,10 @@ def _score_first_row(config: Any, key: str, data: DataConfig, reward: Reward) ->
         return []
     training = key == "data"
     answers = not training or any(config.method.needs(i).rollouts for i in (0, config.steps - 1))
-    row = replace(data, prompts=first, sources=(), limit=1)
+    row = replace(data, prompts=first, sources=(), **WHOLE)
     try:
         references = load_references(
-            row if training else replace(row, demo_field=None), answers=answers
+            row if training else replace(row, demo_field=None), answers=answers, rows=1
         )
     except UserError:
         raise

@@ -496,7 +496,7 @@ def test_references_are_solutions_or_answers(tmp_path):
         assert [(e.prompt_text, e.answer, text) for e, text in pairs] == expected
     assert pairs[0][0].extra == {"prompt": "p", "answer": 1, "solution": "s"}
     config = replace(config, demo_field="none", limit=1)
-    for reasons in ("1 without 'none'", "nothing"):
+    for reasons in ("3 not in the sample of limit=1; 1 without 'none'", "nothing"):
         with pytest.raises(ValueError, match=rf"rows\.jsonl: no rows left \(dropped: {reasons}\)"):
             load_references(config)
         conversation(tmp_path)  # an empty file

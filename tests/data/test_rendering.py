@@ -315,7 +315,7 @@ def test_the_template_is_used_if_there_is_one_and_said_once(tmp_path: Path, capl
     chat += "<|im_start|>assistant\n"
     for template, options, text, decision in (
         (SMOLLM2, {}, chat.format("2+2="), "with the tokenizer's chat template"),
-        (SMOLLM2, {"template": "Q: {prompt}"}, "Q: 2+2=", "data.template only"),
+        (SMOLLM2, {"template": "Q: {prompt}"}, "Q: 2+2=", "because data.template is set"),
         (None, {}, "2+2=", "the tokenizer has no chat template"),
         (SMOLLM2, {"chat": False}, "2+2=", None),
         (SMOLLM2, {"chat": True, "template": "Q: {prompt}"}, chat.format("Q: 2+2="), None),

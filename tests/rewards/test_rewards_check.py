@@ -110,13 +110,17 @@ def test_check_on_the_command_line(config, capsys, caplog):
     assert str(config.parent) in sys.path  # where rewards are found
     assert logging.getLogger("gac").level == logging.INFO
     less = "reward={sum: [{reward: code, weight: 0.75}]}"
-    command = ["rewards", "check", str(config), "--set", "data.limit=1"]
+    command = ["rewards", "check", str(config), "--set", "data.where={id: good}"]
     assert [main(command), main([*command, less])] == [0, 1]
     assert capsys.readouterr().out == "1 of 1 rows pass\ngood: scores 0.75\n0 of 1 rows pass\n"
 
 
 def test_check_reads_evaluation_files_and_names_what_is_missing(config, capsys):
-    data = {"prompts": str(config.parent / "rows.jsonl.gz"), "limit": 1, "demo_field": None}
+    data = {
+        "prompts": str(config.parent / "rows.jsonl.gz"),
+        "where": {"id": "good"},
+        "demo_field": None,
+    }
     path = data["prompts"]
     several = {"sources": [{"path": path, "name": "a"}, {"path": path}], "prompts": None}
     assert check({"eval": {"data": data}, "reward": "code"}).rows == 1
@@ -146,7 +150,8 @@ def test_only_reference_solutions_are_scored(tmp_path, capsys):
     # unlike the evaluation data, the training data are checked; the reward is `math` by default
     result = check({"data": {"prompts": str(data)}, "eval": {"data": {"prompts": "absent.jsonl"}}})
     assert (result.rows, result.failing) == (1, ())
-    assert main(["rewards", "check", str(path), "--set", "data.limit=1"]) == 2
+    write_rows(data, rows[0])
+    assert main(["rewards", "check", str(path)]) == 2
     assert "dropped: 1 without 'solution'); set data.demo_field" in capsys.readouterr().err
 
 
@@ -171,7 +176,7 @@ def test_rewards_have_a_threshold_and_are_closed(tmp_path, monkeypatch):
         "ab: scores 2",
         "long: list index out of range",
     ]
-    result = check({"tasks": {"a": part, "b": part}}, ["data.limit=1"], min_reward=2.5)
+    result = check({"tasks": {"a": part, "b": part}}, ["data.where={id: ab}"], min_reward=2.5)
     assert result.rows == 2
     assert Length.closed == 3
     assert list(map(str, result.failing)) == ["a: ab: scores 2", "b: ab: scores 2"]

@@ -52,7 +52,9 @@ DATA: dict[str, Any] = {  # of data.* and of eval.data.*
     "max_prompt_tokens": 9,
     "max_demo_tokens": 8,
     "limit": 3,
+    "stratify_field": "op",
 }
+SAMPLE = ("limit_seed", "stratify_field")
 VALUES: dict[str, Any] = {  # of the keys whose type does not suggest another value
     **{f"data.{key}": value for key, value in DATA.items()},
     **{f"eval.data.{key}": value for key, value in DATA.items()},
@@ -119,6 +121,7 @@ WITH: dict[str, dict[str, Any]] = {  # other keys that a key needs to have an ef
     "data.choices_field": {"data.template": "{prompt}{options}"},
     "data.chat": {"model.tokenizer": "other"},
     "data.system": {"model.tokenizer": "other", "data.chat": True},
+    **{f"{part}data.{key}": {f"{part}data.limit": 3} for part in ("", "eval.") for key in SAMPLE},
     "rollouts.correction": {"rollouts.function": f"{HERE}:echo"},
     "rollouts.correction_max": {
         "rollouts.function": f"{HERE}:echo",

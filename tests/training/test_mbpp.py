@@ -47,6 +47,8 @@ def overrides(data_dir, model, tmp_path, monkeypatch) -> list[str]:
         "rollouts.num_generations=3",
         "rollouts.max_completion_length=8",
         "demo_batch_size=4",
+        "data.chat=false",  # the model has no chat template
+        "eval.data.chat=false",
         "data.limit=40",
         "eval.data.limit=2",
         "eval.max_completion_length=4",
