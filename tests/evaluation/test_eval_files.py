@@ -9,9 +9,9 @@ import pytest
 
 from gac.config import load
 from gac.data import load_prompts
-from gac.demo.task import make_tokenizer
 from gac.evaluation.config import EvalConfig
 from gac.rewards import build_reward
+from tests.data.templates import SMOLLM2, byte_tokenizer
 
 FILES = sorted((Path(__file__).resolve().parents[2] / "examples" / "eval").glob("*.yaml"))
 # ending of a correct response, by reward
@@ -45,7 +45,8 @@ def test_real_rows_score_their_own_answers(file, data_dir, monkeypatch):
         source = Path(str(task.data.prompts).replace("$GAC_DATA", str(data_dir)))
         if not source.is_file():
             pytest.skip(f"dataset {source.name} is not available")
-        examples = load_prompts(task.data, make_tokenizer())
+        examples = load_prompts(task.data, byte_tokenizer(SMOLLM2), demos=False)
+        assert all(e.prompt_text.endswith("<|im_start|>assistant\n") for e in examples)
         assert len({e.prompt_text for e in examples}) > max(100, 0.9 * len(examples))
         if task.split_field:
             assert len({e.extra[task.split_field] for e in examples}) > 1

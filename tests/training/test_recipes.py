@@ -62,6 +62,8 @@ def test_the_weights_move(name: str, tmp_path: Path) -> None:
         TEXT
         + "".join({*(recipe.data.template or ""), *(recipe.data.demo_template or "")} - {*TEXT})
     )
+    if recipe.data.chat:
+        tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     tokenizer.save_pretrained(tmp_path / "model")
     tiny = model_config(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id)
     tiny.hidden_size, tiny.intermediate_size, tiny.num_hidden_layers = 32, 48, 2
