@@ -27,23 +27,44 @@ def mus(label: str, steps: int = 60, **changes) -> list[float]:
     return mu
 
 
-def test_each_setting_does_what_it_says():
-    mu_star = (0.7 * 0.4 + 0.5) / (0.4 + 0.1 + 0.5)
-    m = 0.99 * 0.5 + 0.01 * mu_star
-    base = mus("gac")
-    assert max(abs(b - a) for a, b in itertools.pairwise(base)) <= 0.01 + 1e-12
-    assert mus("oracle")[0] == pytest.approx(mu_star)
-    assert mus("gac-no-ema", max_step=1.0)[0] == pytest.approx(0.5 * 0.85 + 0.5 * mu_star)
-    assert mus("gac-no-prior", max_step=1.0)[0] == pytest.approx(m)
-    assert mus("gac-no-cap")[0] == pytest.approx(0.5 * 0.85 + 0.5 * m)
-    assert mus("gac-prior-low")[-1] < base[-1] < mus("gac-prior-high")[-1]
+MU_STAR = (0.7 * 0.4 + 0.5) / (0.4 + 0.1 + 0.5)
+AVERAGE = 0.99 * 0.5 + 0.01 * MU_STAR  # of the first step
+
+
+@pytest.mark.parametrize(
+    ("label", "changes", "first"),
+    [
+        ("oracle", {}, MU_STAR),
+        ("gac-no-ema", {"max_step": 1.0}, 0.5 * 0.85 + 0.5 * MU_STAR),
+        ("gac-no-prior", {"max_step": 1.0}, AVERAGE),
+        ("gac-no-cap", {}, 0.5 * 0.85 + 0.5 * AVERAGE),
+    ],
+)
+def test_the_first_mu_by_hand(label, changes, first):
+    assert mus(label, **changes)[0] == pytest.approx(first)
+
+
+def test_the_cap_limits_every_change():
+    assert max(abs(b - a) for a, b in itertools.pairwise(mus("gac"))) <= 0.01 + 1e-12
+
+
+def test_a_low_and_a_high_prior_pull_mu():
+    assert mus("gac-prior-low")[-1] < mus("gac")[-1] < mus("gac-prior-high")[-1]
+
+
+def test_early_refreshes_measure_every_second_step():
     refreshed = [t for t in range(20) if ablated("gac-early-refresh").needs(t).signals]
     assert refreshed == [0, *range(1, 20, 2)]
+
+
+def test_the_proxies_can_be_left_untrimmed():
     assert ablated("gac-no-trim").needs(0).trim == 0.0
+
+
+def test_every_ablation_differs_from_gac():
     assert all(ablated(label) != ablated("gac") for label in ABLATIONS)
-    assert {label for label in ABLATIONS if ablated(label).needs(0).parts} == {
-        "gac-covariance",
-        "gac-biased",
-        "gac-biased-paper",
-        "oracle",
-    }
+
+
+def test_these_ablations_need_gradients_of_parts():
+    measured = {label for label in ABLATIONS if ablated(label).needs(0).parts}
+    assert measured == {"gac-covariance", "gac-biased", "gac-biased-paper", "oracle"}

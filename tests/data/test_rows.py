@@ -18,26 +18,33 @@ MIXED = (
 )
 
 
+def test_packed_rows_follow_each_other():
+    batch = collate(MIXED, 99, packed=True)
+    inputs = batch.model_inputs
+    assert inputs["input_ids"].tolist() == [[1, 2, 3, 4, 5, 6, 7, 8]]
+    assert batch.targets.tolist() == [[2, 3, 4, 5, -100, 7, 8, -100]]
+    assert inputs["position_ids"].tolist() == [[0, 1, 2, 3, 4, 0, 1, 2]]
+    assert inputs["attention_mask"] is None
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        assert inputs[name].tolist() == [0, 5, 8]
+        assert inputs[name].dtype == torch.int32
+    assert (inputs["max_length_q"], inputs["max_length_k"]) == (5, 5)
+
+
+def test_padded_rows_have_a_mask():
+    batch = collate(MIXED, 99, packed=False)
+    inputs = batch.model_inputs
+    assert inputs.keys() == {"input_ids", "attention_mask"}
+    assert inputs["input_ids"].tolist() == [[1, 2, 3, 4, 5], [6, 7, 8, 99, 99]]
+    assert batch.targets.tolist() == [[2, 3, 4, 5, -100], [7, 8, -100, -100, -100]]
+    assert inputs["attention_mask"].tolist() == [[1] * 5, [1, 1, 1, 0, 0]]
+    assert inputs["attention_mask"].dtype == torch.int64
+
+
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_mixed_row_is_two_sequences(packed):
     batch = collate(MIXED, 99, packed=packed)
-    ids, targets = [[1, 2, 3, 4, 5], [6, 7, 8]], [[2, 3, 4, 5, -100], [7, 8, -100]]
-    if packed:
-        ids, targets = [[*ids[0], *ids[1]]], [[*targets[0], *targets[1]]]
-        assert batch.model_inputs["position_ids"].tolist() == [[0, 1, 2, 3, 4, 0, 1, 2]]
-        assert batch.model_inputs["attention_mask"] is None
-        for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
-            bounds = batch.model_inputs[name]
-            assert (bounds.tolist(), bounds.dtype) == ([0, 5, 8], torch.int32)
-        assert (batch.model_inputs["max_length_q"], batch.model_inputs["max_length_k"]) == (5, 5)
-    else:
-        ids[1] += [99, 99]
-        targets[1] += [-100, -100]
-        assert batch.model_inputs.keys() == {"input_ids", "attention_mask"}
-        mask = batch.model_inputs["attention_mask"]
-        assert (mask.tolist(), mask.dtype) == ([[1] * 5, [1, 1, 1, 0, 0]], torch.int64)
-    assert batch.model_inputs["input_ids"].tolist() == ids
-    assert (batch.targets.tolist(), batch.targets.dtype) == (targets, torch.int64)
+    assert batch.targets.dtype == torch.int64
     assert batch.starts == (0, 5)
     # the position before a token predicts it
     assert batch.cu_seqlens.tolist() == [0, 2, 5, 6, 8 if packed else 10]

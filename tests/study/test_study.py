@@ -1,6 +1,7 @@
 """Studies of a few methods, seeds and steps: their runs, statistics and files."""
 
 import contextlib
+import io
 import json
 import math
 import multiprocessing
@@ -8,7 +9,9 @@ import operator
 import os
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -144,60 +147,95 @@ def digit_reward(completion, example):
 """
 
 
+class StudyRun(NamedTuple):
+    """A finished `gac study` of three methods and two seeds, one of which fails."""
+
+    folder: Path
+    code: int
+    printed: str
+    results: dict[str, Any]
+
+    def command(self, *methods: str) -> list[str]:
+        fields = ["data.demo_field=null", "data.demos=null"]
+        options = ["--seeds", "2", "--baseline", "dr", "--jobs", "1", "--discard", "--set", *fields]
+        return ["study", str(self.folder / "run.yaml"), "--methods", *methods, *options]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Iterator[StudyRun]:
+    folder = tmp_path_factory.mktemp("study")
+    reward = "study_reward.py:digit_reward"
+    config = tiny_config(write_tiny(folder), folder / "out", steps=2, reward=reward)
+    (folder / "study_reward.py").write_text(STUDY_REWARD)
+    save(config, folder / "run.yaml")
+    methods = {"broken": {"name": "luffy"}, "low": "constant:mu=0.1"}  # no demonstrations
+    with (folder / "run.yaml").open("a") as file:
+        file.write(to_yaml({"methods": methods}))
+    (folder / "out" / "grpo-0").mkdir(parents=True)
+    (folder / "out" / "grpo-0" / "log.txt").write_text("stopped at its start\n")
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
+        patch.setenv("OMP_NUM_THREADS", "3")
+        command = StudyRun(folder, 0, "", {}).command("grpo", "broken", "dr@dr-grpo")
+        code = cli.main(command)
+        results = json.loads((folder / "out/study.json").read_text())
+        yield StudyRun(folder, code, out.getvalue(), results)
+
+
 @pytest.mark.slow(reason="trains several methods")
-def test_gac_study_reports_failures_and_resumes(tmp_path, monkeypatch, capsys, no_images):
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    config = tiny_config(
-        write_tiny(tmp_path), tmp_path / "out", steps=2, reward="study_reward.py:digit_reward"
-    )
-    (tmp_path / "study_reward.py").write_text(STUDY_REWARD)
-    path = tmp_path / "run.yaml"
-    save(config, path)
-    broken = {"broken": {"name": "luffy"}}  # needs demonstrations, which are missing
-    path.write_text(path.read_text() + to_yaml({"methods": {**broken, "low": "constant:mu=0.1"}}))
-    fields = ["data.demo_field=null", "data.demos=null"]
-    study_command = ["study", str(path), "--methods"]
-    options = ["--seeds", "2", "--baseline", "dr", "--jobs", "1", "--discard", "--set", *fields]
-    arguments = [*study_command, "grpo", "broken", "dr@dr-grpo", *options]
-    logs = [tmp_path / "out" / run / "log.txt" for run in ("grpo-0", "broken-0")]
-    logs[0].parent.mkdir(parents=True)
-    logs[0].write_text("stopped at its start\n")
-    assert cli.main(arguments) == 1
-    printed = capsys.readouterr().out
-    assert f"{tmp_path}/out/broken-1: failed: ConfigError: data.demo_field=null: " in printed
-    results = json.loads((tmp_path / "out/study.json").read_text())
+def test_a_failed_run_is_reported_and_does_not_stop_the_others(finished: StudyRun) -> None:
+    out, results = finished.folder / "out", finished.results
+    assert finished.code == 1
+    assert f"{out}/broken-1: failed: ConfigError: data.demo_field=null: " in finished.printed
     assert results["methods"]["broken"]["final"] == [None, None]
-    assert sorted(results["failed"]) == [f"{tmp_path}/out/broken-{seed}" for seed in (0, 1)]
-    evals = (tmp_path / "out/grpo-1/eval.jsonl").read_text().splitlines()
-    finals = results["methods"]["grpo"]["final"]
-    assert finals[0] is not None
-    assert finals[1] == json.loads(evals[-1])["accuracy"]
-    assert results["methods"]["dr"]["against_baseline"]["difference"] == 0
-    first, failed = (log.read_text() for log in logs)
-    assert first.startswith("stopped at its start\n")
-    assert "\nscored\n" in first
-    assert failed.startswith("Traceback")
-    absent = [tmp_path / "out/grpo-0" / name for name in ("checkpoints", "report.html")]
-    assert not any(path.exists() for path in absent)
-    outs = [Path(out) for out in re.findall(r"^(\S+): done \(", printed, re.MULTILINE)]
-    assert outs[0].name == "grpo-0"
-    assert len(outs) == 4
-    assert re.findall(r" \((\d) of 6, \d{1,3} s\)$", printed, re.MULTILINE) == [*"123456"]
-    ends, starts = (
-        [(out / f).stat().st_mtime for out in outs] for f in ("result.json", "config.yaml")
-    )
-    assert all(map(operator.le, ends, starts[1:]))  # one job at a time
-    page_text = (tmp_path / "out/study.html").read_text()
+    assert sorted(results["failed"]) == [f"{out}/broken-{seed}" for seed in (0, 1)]
+    assert (out / "broken-0" / "log.txt").read_text().startswith("Traceback")
+    page_text = (out / "study.html").read_text()
     assert "broken-0: failed" in page_text
     assert "data:image/svg+xml" in page_text
 
-    assert cli.main([*study_command, "grpo", "dr@dr-grpo", *options]) == 0
-    assert "done" not in capsys.readouterr().out  # nothing was left to run
-    resumed = json.loads((tmp_path / "out/study.json").read_text())
-    assert resumed["methods"]["grpo"] == results["methods"]["grpo"]
+
+@pytest.mark.slow(reason="trains several methods")
+def test_the_results_are_those_of_the_runs(finished: StudyRun) -> None:
+    evals = (finished.folder / "out/grpo-1/eval.jsonl").read_text().splitlines()
+    first, second = finished.results["methods"]["grpo"]["final"]
+    assert first is not None
+    assert second == json.loads(evals[-1])["accuracy"]
+    assert finished.results["methods"]["dr"]["against_baseline"]["difference"] == 0
+
+
+@pytest.mark.slow(reason="trains several methods")
+def test_a_run_appends_to_its_log_and_discards_its_checkpoints(finished: StudyRun) -> None:
+    folder = finished.folder / "out" / "grpo-0"
+    log = (folder / "log.txt").read_text()
+    assert log.startswith("stopped at its start\n")
+    assert "\nscored\n" in log
+    assert not (folder / "checkpoints").exists()
+    assert not (folder / "report.html").exists()
+
+
+@pytest.mark.slow(reason="trains several methods")
+def test_one_job_runs_at_a_time(finished: StudyRun) -> None:
+    outs = [Path(out) for out in re.findall(r"^(\S+): done \(", finished.printed, re.MULTILINE)]
+    assert outs[0].name == "grpo-0"
+    assert len(outs) == 4
+    counts = re.findall(r" \((\d) of 6, \d{1,3} s\)$", finished.printed, re.MULTILINE)
+    assert counts == [*"123456"]
+    ends = [(out / "result.json").stat().st_mtime for out in outs]
+    starts = [(out / "config.yaml").stat().st_mtime for out in outs]
+    assert all(map(operator.le, ends, starts[1:]))
+
+
+@pytest.mark.slow(reason="trains several methods")
+def test_a_finished_run_is_not_repeated(finished: StudyRun, capsys) -> None:
+    assert cli.main(finished.command("grpo", "dr@dr-grpo")) == 0
+    assert "done" not in capsys.readouterr().out
+    resumed = json.loads((finished.folder / "out/study.json").read_text())
+    assert resumed["methods"]["grpo"] == finished.results["methods"]["grpo"]
     assert resumed["failed"] == {}
 
-    assert cli.main([*study_command, "grpo", "--set", *fields, "steps=3"]) == 2
-    assert re.search(
-        r"grpo-0: .*finished run with a different steps.*delete", capsys.readouterr().err
-    )
+
+@pytest.mark.slow(reason="trains several methods")
+def test_a_finished_run_with_other_settings_is_an_error(finished: StudyRun, capsys) -> None:
+    assert cli.main([*finished.command("grpo", "dr@dr-grpo"), "steps=3"]) == 2
+    message = r"grpo-0: .*finished run with a different steps.*delete"
+    assert re.search(message, capsys.readouterr().err)

@@ -1,7 +1,6 @@
 """`gac study` without training: its runs, statistics, files and page."""
 
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -61,13 +60,17 @@ def study(tmp_path, monkeypatch):
     return run
 
 
-def test_a_study_of_all_labels(study, tmp_path, capsys) -> None:
-    code, (configs, jobs, discard), saved, reports, html = study()
+def test_a_study_runs_all_labels_seed_by_seed(study) -> None:
+    """An interrupted study has compared all methods on the first seeds."""
+    code, (configs, jobs, discard), *_ = study()
     assert (code, jobs, discard) == (1, 1, False)  # one run failed
-    # seed by seed, so that an interrupted study has compared all methods on the first seeds
     expected = [(seed, label) for seed in range(3) for label in FINALS]
     assert [(config.seed, config.run_name) for config in configs] == expected
     assert [config.method.mu for config in configs[::3]] == [0.1] * 3
+
+
+def test_the_file_of_a_study(study, tmp_path) -> None:
+    _, _, saved, *_ = study()
     assert saved["setting"] == {
         "config": "run.yaml",
         "set": [],
@@ -79,9 +82,19 @@ def test_a_study_of_all_labels(study, tmp_path, capsys) -> None:
     }
     assert {label: row["final"] for label, row in saved["methods"].items()} == FINALS
     assert list(saved["failed"]) == [f"{tmp_path}/out/high-1"]
-    assert [path.name for path in reports[0]] == [
-        Path(c.out).name for c in configs if c.run_name != "high" or c.seed != 1
-    ]
+
+
+def test_the_report_of_a_study_has_the_finished_runs(study) -> None:
+    _, (configs, *_), _, reports, _ = study()
+    finished = [c for c in configs if c.run_name != "high" or c.seed != 1]
+    assert [path.name for path in reports[0]] == [Path(c.out).name for c in finished]
+
+
+HEADER = ["method", "seeds", "accuracy", "95%", "difference", "95%"]
+
+
+def test_the_page_of_a_study(study, tmp_path) -> None:
+    *_, html = study()
     for part in (
         '<a href="report.html">',
         "<title>Study: run.yaml</title>",
@@ -96,10 +109,13 @@ def test_a_study_of_all_labels(study, tmp_path, capsys) -> None:
     ):
         assert part in html
     assert html.count("class=best") == 1
-    header = ["method", "seeds", "accuracy", "95%", "difference", "95%"]
-    assert len(re.findall('<th scope="col">', html)) == len(header)
+    assert html.count('<th scope="col">') == len(HEADER)
+
+
+def test_the_table_that_a_study_prints(study, tmp_path, capsys) -> None:
+    study()
     printed = " ".join(capsys.readouterr().out.split())
-    assert printed.startswith(" ".join(header))
+    assert printed.startswith(" ".join(HEADER))
     assert "+40.0 [+40.0, +40.0]" in printed
     out = f"{tmp_path}/out/study"
     assert printed.endswith(f"Results: {out}.json Report: {out}.html")
