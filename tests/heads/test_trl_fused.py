@@ -1,6 +1,7 @@
 """The fused head and the fused GRPO loss against TRL's own: values, gradients and metrics."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -99,9 +100,15 @@ def step(trainer: GRPOTrainer, kind: type, inputs: dict[str, Any]) -> dict[str, 
     return {"loss": loss.item(), "metrics": metrics, "gradients": gradients}
 
 
-def check_equal(trainer: GRPOTrainer, inputs: dict[str, Any], rtol: float = 1e-4) -> None:
+def check_equal(trainer: GRPOTrainer, inputs: dict[str, Any]) -> None:
+    """Compare with TRL's own step, if TRL's head passes all positions, or, as on a GPU, some."""
     expected = step(trainer, GRPOTrainer, inputs)
-    actual = step(trainer, FusedGRPOTrainer, inputs)
+    for compact in (False, True):
+        with mock.patch.object(utils, "_use_triton", lambda device, value=compact: value):
+            compare(step(trainer, FusedGRPOTrainer, inputs), expected)
+
+
+def compare(actual: dict[str, Any], expected: dict[str, Any], rtol: float = 1e-4) -> None:
     assert actual["loss"] == pytest.approx(expected["loss"], rel=1e-5, abs=1e-6)
     assert actual["metrics"].keys() == expected["metrics"].keys()
     for name, values in expected["metrics"].items():
@@ -170,19 +177,35 @@ def test_old_log_probs_of_masked_tokens_do_not_matter(trainer, options, no_fallb
     assert step(trainer, FusedGRPOTrainer, inputs)["loss"] == expected["loss"]
 
 
+VLLM = {"use_vllm": True, "vllm_importance_sampling_correction": True}
+ENTROPY = {"_entropy_bonus_enabled": True, "entropy_coef": 0.05}
 NO_TOKENS = torch.zeros(ROWS, LENGTH, dtype=torch.long)
 
 
 @pytest.mark.parametrize(
     ("changes", "inputs"),
     [
-        ({"use_vllm": True, "vllm_importance_sampling_correction": True}, {}),
-        ({"loss_type": "dapo", "_entropy_bonus_enabled": True, "entropy_coef": 0.05}, {}),
+        (VLLM, {}),
+        (ENTROPY | {"loss_type": "dapo"}, {}),
+        (ENTROPY | {"loss_type": "dapo", "beta": 0.0}, {}),
+        (ENTROPY | {"loss_type": "dr_grpo", "beta": 0.0, **VLLM}, {}),
+        (ENTROPY | {"loss_type": "bnpo"}, {}),
+        (ENTROPY | {"loss_type": "dapo", "beta": 0.0}, {"completion_mask": NO_TOKENS}),
         ({}, {"advantages": torch.linspace(-1, 2, ROWS * LENGTH).view(ROWS, LENGTH)}),
         ({}, {"completion_mask": NO_TOKENS}),
         ({}, {"completion_mask": NO_TOKENS.index_fill(0, torch.tensor([1]), 1).tril(-1)}),
     ],
-    ids=["weights of vLLM", "entropy bonus", "token advantages", "no token", "one token"],
+    ids=[
+        "weights of vLLM",
+        "entropy bonus and KL",
+        "entropy bonus",
+        "entropy bonus and weights",
+        "entropy bonus per token",
+        "entropy bonus without a token",
+        "token advantages",
+        "no token",
+        "one token",
+    ],
 )
 def test_further_options_and_inputs(trainer, options, no_fallback, changes, inputs):
     options(**changes)
@@ -223,26 +246,28 @@ def test_other_options_fall_back_and_are_reported_once(trainer, options, caplog,
 
 
 def test_the_fused_loss_accepts_labeled_tokens_only_or_all_positions():
-    """TRL's head gets one or the other, depending on the version and the options."""
+    """TRL's head gets one or the other, depending on the device."""
     draw = torch.Generator().manual_seed(0)
     hidden = torch.randn(3, 6, 7, generator=draw, requires_grad=True)  # 2 positions of the prompt
     weight, bias = torch.randn(11, 7, generator=draw), torch.linspace(-1, 1, 11)
     scored = torch.arange(4) < torch.tensor([[4], [1], [3]])
-    targets = torch.randint(0, 11, (3, 4), generator=draw).masked_fill(~scored, -100)
-    advantages, is_demo = torch.tensor([1.0, -1.0, 0.5]), torch.zeros(3, dtype=torch.bool)
-    keywords = {"advantages": advantages, "is_demo": is_demo, "mu": 0.0}
+    targets = torch.randint(0, 11, (3, 4), generator=draw)
+    tool = torch.tensor([[1, 0, 1, 1], [1, 1, 1, 1], [1, 1, 0, 1]])
+    per_token = torch.rand(2, 3, 4, generator=draw)
+    keywords = {"advantages": torch.tensor([1.0, -1.0, 0.5]), "old_logps": -per_token[0]}
+    keywords["weights"] = per_token[1]
     results = []
-    for flat in (hidden.flatten(0, 1), hidden[:, -4:][scored]):
-        out = FusedLoss(targets, scored, keywords)(
-            HeadInputs(flat, weight, bias, targets, 1.0, 3.0, 1.3)
-        )
-        compact = len(flat) == scored.sum()
-        kept = [x if compact else x.view(3, 6)[:, -4:][scored] for x in out[:2]]
-        results.append((*kept, *torch.autograd.grad(kept[0].sum(), hidden)))
+    for flat, labels in ((hidden.flatten(0, 1), None), (hidden[:, -4:][scored], targets[scored])):
+        request = FusedLoss(targets, scored.long(), tool, keywords, positions=6)
+        out = request(HeadInputs(flat, weight, bias, labels, 1.0, 3.0, 1.3))
+        kept = [x if labels is not None else x.view(3, 6)[:, -4:][scored] for x in out[:2]]
+        results.append((*kept, request.out.loss, *torch.autograd.grad(kept[0].sum(), hidden)))
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs)
     truth = (3 * (1.3 * (hidden[:, -4:] @ weight.T + bias) / 3).tanh()).log_softmax(-1)[scored]
-    torch.testing.assert_close(results[1][0], truth.gather(1, targets[scored][:, None])[:, 0])
+    truth = truth.gather(1, targets[scored][:, None])[:, 0] * tool[scored]  # 0: not trained
+    torch.testing.assert_close(results[1][0], truth)
+    assert results[0][3].norm() > 0
 
 
 @needs_own_head

@@ -120,37 +120,61 @@ def test_losses_of_trl_as_settings(changes: Any, off_policy: bool, expected: Any
     ],
 )
 def test_divisors_of_trl(loss_type: str, training: bool, expected: float) -> None:
-    """Of two rollouts with 4 tokens in three micro-batches; two ranks have 10 tokens."""
+    """Of two rollouts with 4 tokens in three micro-batches; two ranks have 10 tokens.
+
+    The fused loss of no token is 0 whatever its divisor.
+    """
     trainer = settings(loss_type=loss_type, model=SimpleNamespace(training=training))
     mask = torch.tensor([[1, 1, 0], [0, 1, 1]])
     inputs = {"num_items_in_batch": torch.tensor(10)}
     assert FusedGRPOTrainer._norm(trainer, inputs, mask) == expected
     empty = FusedGRPOTrainer._norm(trainer, {"num_items_in_batch": torch.tensor(0)}, 0 * mask)
-    assert empty == {"dapo": expected / 10, "bnpo": expected / 4}.get(loss_type, expected)
+    assert empty == (0 if loss_type in ("dapo", "bnpo") else expected)
 
 
 @pytest.mark.parametrize(
-    ("changes", "expected"),
+    ("changes", "coefficient", "divisor", "weight"),
     [
-        ({}, 0.5 * 24 / (4 * 3)),
-        ({"model": SimpleNamespace(training=False)}, 0.5 * 24 / 4),
-        ({"use_adaptive_entropy": True, "args": {"entropy_target": 2.0}}, 0.5 * 24 / (4 * 3)),
-        ({"use_adaptive_entropy": True, "args": {"entropy_target": 1.9}}, 0),
-        ({"loss_type": "sapo"}, None),
-        ({"loss_type": "grpo"}, None),
+        # with a KL term, the coefficient has the ratio of the divisors
+        ({"beta": 0.1}, 0.5 * 24 / (4 * 3), 24.0, None),
+        ({"beta": 0.1, "model": SimpleNamespace(training=False)}, 0.5 * 24 / 4, 24.0, None),
+        ({}, 0.5, 4.0 * 3, 4 * 3 / 24),
+        ({"model": SimpleNamespace(training=False)}, 0.5, 4.0, 4 / 24),
+        ({"loss_type": "bnpo"}, 0.5, 24.0, None),
+        ({"use_adaptive_entropy": True, "args": {"entropy_target": 2.0}}, 0.5, 12.0, 0.5),
+        ({"use_adaptive_entropy": True, "args": {"entropy_target": 1.9}}, 0.0, 24.0, None),
     ],
 )
-def test_entropy_bonus_of_trl(changes: Any, expected: float | None) -> None:
-    trainer, mask = settings(**{"loss_type": "dapo", **changes}), torch.tensor([[1, 1], [1, 1]])
-    if expected is None:
-        with pytest.raises(
-            Inexpressible, match=f"entropy_coef with loss_type={changes['loss_type']}"
-        ):
-            FusedGRPOTrainer._entropy_bonus(trainer, mask, 24.0)
+def test_entropy_bonus_of_trl(
+    changes: Any, coefficient: float, divisor: float, weight: float | None
+) -> None:
+    """Of 4 tokens in three micro-batches, if the loss is divided by 24."""
+    trainer = settings(**{"loss_type": "dapo", "beta": 0.0, **changes})
+    mask, weights = torch.ones(2, 2, dtype=torch.long), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    found, norm, factors = FusedGRPOTrainer._entropy_bonus(trainer, mask, 24.0, None)
+    assert found == pytest.approx(coefficient)
+    assert norm == divisor
+    if weight is None:
+        assert factors is None
     else:
-        assert FusedGRPOTrainer._entropy_bonus(trainer, mask, 24.0) == pytest.approx(expected)
-        empty = FusedGRPOTrainer._entropy_bonus(trainer, 0 * mask, 24.0)
-        assert empty == pytest.approx(4 * expected)
+        assert factors.equal(torch.full((2, 2), weight))
+    *_, factors = FusedGRPOTrainer._entropy_bonus(trainer, mask, 24.0, weights)
+    assert factors.equal(weights * (weight or 1))
+
+
+@pytest.mark.parametrize("loss_type", ["sapo", "grpo"])
+def test_an_entropy_bonus_with_a_mean_over_sequences_falls_back(loss_type: str) -> None:
+    trainer, mask = settings(loss_type=loss_type), torch.ones(2, 2)
+    with pytest.raises(Inexpressible, match=f"entropy_coef with loss_type={loss_type}"):
+        FusedGRPOTrainer._entropy_bonus(trainer, mask, 24.0, None)
+
+
+@pytest.mark.parametrize("norm", [24.0, torch.tensor(0.0, dtype=torch.float64)])
+def test_an_entropy_bonus_of_no_token_has_finite_weights(norm: Any) -> None:
+    trainer = settings(loss_type="dapo", beta=0.0)
+    mask = torch.zeros(2, 2, dtype=torch.long)
+    *_, weights = FusedGRPOTrainer._entropy_bonus(trainer, mask, norm, None)
+    assert weights.isfinite().all()
 
 
 def test_weights_known_before_the_forward_pass() -> None:
@@ -188,7 +212,7 @@ def test_a_micro_batch_without_gradients_has_no_request(monkeypatch: Any, caplog
     """The request of the last one is not used again, also if it failed."""
     trainer: Any = object.__new__(FusedGRPOTrainer)
     result: Any = "out"
-    request = trainer._request = FusedLoss(torch.zeros(1), torch.zeros(1), {}, out=result)
+    request = trainer._request = FusedLoss(torch.zeros(1), torch.zeros(1), None, {}, out=result)
     requests: list[Any] = []
 
     def compute(self: Any, model: Any, inputs: Any) -> torch.Tensor:
@@ -210,6 +234,7 @@ def test_a_micro_batch_without_gradients_has_no_request(monkeypatch: Any, caplog
     assert requests == [None, request, request]
     scores = ("log-probs", "entropy", "more")
     monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", lambda *_: scores)
-    trainer._request = FusedLoss(torch.zeros(1), torch.zeros(1), {})
-    assert trainer._get_per_token_logps_and_entropies(None, None, None) == scores
+    trainer._request = FusedLoss(torch.zeros(1), torch.zeros(1), None, {})
+    ids = torch.zeros(1, 3)
+    assert trainer._get_per_token_logps_and_entropies(None, ids, None) == scores
     assert "does not support a model whose forward does not use TRL's LM head" in caplog.text

@@ -5,13 +5,21 @@ from __future__ import annotations
 from importlib.metadata import version
 from typing import Any
 
-import torch
 from torch import Tensor
 from trl.experimental.async_grpo import AsyncGRPOTrainer
 
-from gac_kernels import LossOutput, LossSpec, fused_linear_gac_loss
+from gac_kernels import LossOutput, fused_linear_gac_loss
+from gac_kernels.contract import IGNORE
 
-from .head import HeadInputs, HeadOutputs, head_override, installed
+from .head import (
+    HeadInputs,
+    HeadOutputs,
+    head_override,
+    installed,
+    loss_spec,
+    times,
+    with_gradient,
+)
 
 
 class FusedAsyncGRPOTrainer(AsyncGRPOTrainer):
@@ -34,47 +42,52 @@ class FusedAsyncGRPOTrainer(AsyncGRPOTrainer):
             raise ImportError(
                 f"trl=={version('trl')}: FusedAsyncGRPOTrainer needs TRL 1.16 or later"
             )
-        terms, ranks = inputs["token_index"] >= 0, self.accelerator.num_processes
-        labeled = inputs["shift_labels"][inputs["attention_mask"].bool()] != -100
+        tokens_per_rank = times(inputs["global_n_tokens"][0], 1 / self.accelerator.num_processes)
+        norm = tokens_per_rank.clamp(min=1) * self.current_gradient_accumulation_steps
+        scored: list[Tensor] = []  # bool: whether each position of the packed row has a label
         surrogate: list[Tensor] = []
 
         def head(head_inputs: HeadInputs) -> HeadOutputs:
-            hidden, index = head_inputs.hidden, inputs["token_index"][terms]
-            if len(hidden) != len(labeled):  # TRL passes only positions with a label
-                index = (labeled.cumsum(0) - 1)[index]
+            hidden, count = head_inputs.hidden, len(head_inputs.hidden)
+            # [1, M]: the loss's terms, then as many as another rank has more
+            columns = inputs["token_index"], inputs["advantages"], inputs["old_log_probs"]
+            index, advantages, old_logps = (x if count else x[:, :0] for x in columns)
+            absent, compact = index < 0, count != scored[0].numel()
+            # TRL passes only positions with a label, or all; an index of -1 is the last one
+            positions = (scored[0].flatten().cumsum(0) - 1)[index] if compact else index
             self.rollout_out = out = fused_linear_gac_loss(
-                hidden[index],  # completions with the same beginning share its positions
+                hidden[positions],  # completions with the same beginning share its positions
                 head_inputs.weight,
-                head_inputs.targets[index],
-                inputs["advantages"][terms],
-                None,
+                head_inputs.targets[positions].masked_fill(absent, IGNORE),
+                advantages,
                 bias=head_inputs.bias,
                 softcap=head_inputs.softcap,
                 logit_scale=head_inputs.logit_scale,
-                old_logps=inputs["old_log_probs"][terms],
-                cu_seqlens=torch.tensor([0, len(index)], dtype=torch.int32),
-                rollout_norm=max(float(inputs["global_n_tokens"][0]) / ranks, 1.0)
-                * self.current_gradient_accumulation_steps,
-                spec=LossSpec(
+                old_logps=old_logps,
+                rollout_norm=norm,
+                spec=loss_spec(
                     clip_low=self.epsilon_low,
                     clip_high=self.epsilon_high,
                     rollout_reduction="token",
                     temperature=head_inputs.temperature,
                 ),
             )
+            places = positions.masked_fill(absent, count)
             logps, entropy = (
-                x.new_zeros(len(hidden)).index_put((index,), x.detach())
+                x.new_zeros(count + 1).index_put((places,), x.detach())[:count]
                 for x in (out.logps, out.entropy)
             )
-            return HeadOutputs(logps + (out.loss - out.loss.detach()), entropy)
+            labeled = max(count, 1) if compact else scored[0].sum().clamp(min=1)
+            return HeadOutputs(with_gradient(logps, out.loss, labeled), entropy)
 
         def forward(**model_inputs: Any) -> Any:
+            scored.append(model_inputs["shift_labels"] != IGNORE)
             outputs = model(**model_inputs)
             # through the model's output, because FSDP2 and DDP watch its gradient
-            surrogate.append(outputs.log_probs.sum() / labeled.sum().clamp(min=1))
+            surrogate.append(outputs.log_probs.sum())
             outputs.log_probs = outputs.log_probs.detach()
             return outputs
 
         with installed(), head_override(head):
             loss = super().compute_loss(forward, inputs, *args, **keywords)
-        return loss + (surrogate[0] - surrogate[0].detach())
+        return with_gradient(loss, surrogate[0])

@@ -11,9 +11,20 @@ import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
-from gac_kernels import GradientFilter, LossOutput, LossSpec, fused_linear_gac_loss
+from gac_kernels import GradientFilter, LossOutput, fused_linear_gac_loss
+from gac_kernels.contract import IGNORE
 
-from .head import LIGER, HeadInputs, HeadOutputs, head_override, installed, missing_hook
+from .head import (
+    LIGER,
+    HeadInputs,
+    HeadOutputs,
+    head_override,
+    installed,
+    loss_spec,
+    missing_hook,
+    times,
+    with_gradient,
+)
 
 logger = logging.getLogger(__name__)
 # methods of GRPOTrainer that the fused loss replaces
@@ -30,45 +41,73 @@ class Inexpressible(Exception):
 class FusedLoss:
     """One call of the fused GRPO loss inside TRL's head: its inputs and, afterwards, its result.
 
-    B rollouts of at most K completion tokens.
+    B rollouts of at most K completion tokens. On a GPU, TRL passes only the hidden states of
+    completion tokens, which are then a packed batch; elsewhere it passes those of all positions.
+    Their number tells, so that nothing is read from the device.
     """
 
-    targets: Tensor
-    """int64 [B, K]; -100 without loss."""
+    completion_ids: Tensor
+    """int64 [B, K]."""
     scored: Tensor
-    """bool [B, K]: completion tokens whose log-probs TRL reads."""
+    """[B, K]; not 0 for completion tokens, whose log-probs TRL reads."""
+    trained: Tensor | None
+    """[B, K]; 0 for completion tokens without a loss, such as those of a tool; None: no such."""
     keywords: dict[str, Any]
-    """Further arguments of `fused_linear_gac_loss`."""
+    """Further arguments of `fused_linear_gac_loss`, for a padded batch."""
+    positions: int = 0
+    """Tokens of a padded row, prompt included, that have a predecessor."""
     out: LossOutput | None = None
     surrogate: Tensor | None = None
     """Has the gradient of the loss; depends on the model's output, which FSDP2 and DDP watch."""
 
     def __call__(self, inputs: HeadInputs) -> HeadOutputs:
-        """Compute the loss; return log-probs, each with the gradient of the loss, and entropies."""
-        hidden, scored = inputs.hidden, self.scored
-        rows, length = scored.shape
-        compact = len(hidden) == int(scored.sum())  # TRL passes only tokens with a label
-        if compact:
-            padded = hidden.new_zeros(rows, length, hidden.shape[-1]).masked_scatter(
-                scored[..., None], hidden
-            )
-        else:  # or every position of the prompt and the completion
-            padded = hidden.view(rows, -1, hidden.shape[-1])[:, -length:]
-        self.out = out = fused_linear_gac_loss(
-            padded,
+        """Compute the loss; return log-probs, whose sum has its gradient, and entropies."""
+        if len(inputs.hidden) == len(self.scored) * self.positions:
+            return self._padded(inputs)
+        return self._packed(inputs)
+
+    def _packed(self, inputs: HeadInputs) -> HeadOutputs:
+        count, targets = len(inputs.hidden), inputs.targets
+        index = self.scored.flatten().nonzero_static(size=count).squeeze(1)
+        lengths = self.scored.sum(1)
+        offsets = lengths.new_zeros(len(lengths) + 1)
+        torch.cumsum(lengths, 0, out=offsets[1:])
+
+        def packed(x: Tensor) -> Tensor:
+            return x.reshape(-1).index_select(0, index)
+
+        if self.trained is not None:
+            targets = targets.masked_fill(packed(self.trained) == 0, IGNORE)
+        keywords = {
+            name: packed(x) if isinstance(x, Tensor) and x.dim() == 2 else x
+            for name, x in self.keywords.items()
+        }
+        out = self._loss(inputs, inputs.hidden, targets, cu_seqlens=offsets, **keywords)
+        return HeadOutputs(with_gradient(out.logps, out.loss, max(count, 1)), out.entropy)
+
+    def _padded(self, inputs: HeadInputs) -> HeadOutputs:
+        (rows, length), size = self.scored.shape, inputs.hidden.shape[-1]
+        mask = self.scored if self.trained is None else self.scored * self.trained
+        targets = self.completion_ids.masked_fill(mask == 0, IGNORE)
+        hidden = inputs.hidden.view(rows, self.positions, size)[:, -length:]
+        out = self._loss(inputs, hidden, targets, **self.keywords)
+        logps = with_gradient(out.logps, out.loss, self.scored.sum().clamp(min=1))
+        pad = functools.partial(torch.nn.functional.pad, pad=(self.positions - length, 0))
+        return HeadOutputs(pad(logps).flatten(), pad(out.entropy).flatten())
+
+    def _loss(
+        self, inputs: HeadInputs, hidden: Tensor, targets: Tensor, **keywords: Any
+    ) -> LossOutput:
+        self.out = fused_linear_gac_loss(
+            hidden,
             inputs.weight,
-            self.targets,
+            targets,
             bias=inputs.bias,
             softcap=inputs.softcap,
             logit_scale=inputs.logit_scale,
-            **self.keywords,
+            **keywords,
         )
-        logps = out.logps + (out.loss - out.loss.detach())
-        if compact:
-            return HeadOutputs(logps[scored], out.entropy[scored])
-        before = (len(hidden) // rows - length, 0)
-        pad = functools.partial(torch.nn.functional.pad, pad=before)
-        return HeadOutputs(pad(logps).flatten(), pad(out.entropy).flatten())
+        return self.out
 
 
 class FusedGRPOMixin:
@@ -114,7 +153,7 @@ class FusedGRPOMixin:
         loss = host._compute_loss(model, inputs)
         self.rollout_out = request.out if request else None
         surrogate = request.surrogate if request else None
-        return loss if surrogate is None else loss + (surrogate - surrogate.detach())
+        return loss if surrogate is None else with_gradient(loss, surrogate)
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: Tensor, attention_mask: Tensor, *args: Any, **keywords: Any
@@ -131,16 +170,18 @@ class FusedGRPOMixin:
         if request is None:
             with installed():
                 return score()
+        request.positions = input_ids.shape[1] - 1
         with installed(), head_override(request):
             logps, entropy, *rest = score()
         if request.out is None:
             self._report("a model whose forward does not use TRL's LM head")
             return logps, entropy, *rest
-        request.surrogate = logps.sum() / request.scored.sum().clamp(min=1)
-        old = request.keywords["old_logps"]
-        trained = request.targets != -100
-        unread = torch.zeros_like(logps) if old is None else old  # ratio 1 where there is no loss
-        return torch.where(trained, logps.detach(), unread), entropy.detach(), *rest
+        request.surrogate, logps = logps.sum(), logps.detach()
+        if request.trained is not None:  # ratio 1 where there is no loss
+            old = request.keywords["old_logps"]
+            unread = torch.zeros_like(logps) if old is None else old
+            logps = torch.where(request.trained == 0, unread, logps)
+        return logps, entropy.detach(), *rest
 
     @staticmethod
     def _check_host(host: Any) -> None:
@@ -163,33 +204,28 @@ class FusedGRPOMixin:
         """
         if "pixel_values" in inputs:
             raise Inexpressible("images")
-        scored = inputs["completion_mask"].bool()
-        mask = scored & inputs["tool_mask"].bool() if "tool_mask" in inputs else scored
+        scored, trained = inputs["completion_mask"], inputs.get("tool_mask")
+        mask = scored if trained is None else scored * trained
         advantages, old = inputs["advantages"], inputs.get("old_per_token_logps")
         spec: dict[str, Any] = {"temperature": self.temperature, **self._policy(old is not None)}
-        keywords: dict[str, Any] = {"mu": 0.0, "old_logps": old}
-        keywords["weights"] = self._weights(inputs, mask, old)
+        keywords: dict[str, Any] = {"old_logps": old}
         if self.beta != 0:
             if self.args.use_bias_correction_kl:
                 spec["use_bias_correction_kl"] = True
             spec["kl_coef"] = self.beta
             keywords["ref_logps"] = inputs["ref_per_token_logps"]
-        norm = self._norm(inputs, mask)
         spec["rollout_reduction"] = "sequence" if self.loss_type in BY_SEQUENCE else "token"
+        norm, weights = self._norm(inputs, mask), self._weights(inputs, mask, old)
         if self._entropy_bonus_enabled:
-            spec["entropy_coef"] = self._entropy_bonus(mask, norm)
-        return FusedLoss(
-            inputs["completion_ids"].masked_fill(~mask, -100),
-            scored,
-            keywords
-            | {
-                "advantages": advantages.expand_as(mask) if advantages.dim() == 2 else advantages,
-                "is_demo": torch.zeros(len(mask), dtype=torch.bool, device=mask.device),
-                "rollout_norm": norm,
-                "spec": LossSpec(**spec),
-                "gradient_filter": self.gradient_filter,
-            },
-        )
+            spec["entropy_coef"], norm, weights = self._entropy_bonus(mask, norm, weights)
+        keywords |= {
+            "advantages": advantages.expand_as(mask) if advantages.dim() == 2 else advantages,
+            "weights": weights,
+            "rollout_norm": norm,
+            "spec": loss_spec(**spec),
+            "gradient_filter": self.gradient_filter,
+        }
+        return FusedLoss(inputs["completion_ids"], scored, trained, keywords)
 
     def _policy(self: Any, off_policy: bool) -> dict[str, Any]:
         """The fields of `LossSpec` for the loss type and the ratio."""
@@ -241,30 +277,39 @@ class FusedGRPOMixin:
             return inputs["importance_sampling_ratio"].expand(mask.shape)
         return None
 
-    def _norm(self: Any, inputs: dict[str, Any], mask: Tensor) -> float:
-        """The divisor of the loss, gradient accumulation included."""
-        steps = self.current_gradient_accumulation_steps if self.model.training else 1.0
+    def _norm(self: Any, inputs: dict[str, Any], mask: Tensor) -> float | Tensor:
+        """The divisor of the loss, gradient accumulation included; 0 only without any token."""
         if self.loss_type in BY_ACCUMULATION_WINDOW:
-            tokens = (
-                float(inputs["num_items_in_batch"].clamp(min=1)) / self.accelerator.num_processes
-            )
-            return (
-                tokens * steps / self.args.steps_per_generation if self.model.training else tokens
-            )
+            share = 1 / self.accelerator.num_processes
+            if self.model.training:
+                share *= _micro_batches(self) / self.args.steps_per_generation
+            return times(inputs["num_items_in_batch"], share)
         if self.loss_type == "bnpo":
-            return max(float(mask.sum()), 1.0) * steps
+            return times(mask.sum(), _micro_batches(self))
         length = self.max_completion_length if self.loss_type == "dr_grpo" else 1
-        return len(mask) * length * steps
+        return len(mask) * length * _micro_batches(self)
 
-    def _entropy_bonus(self: Any, mask: Tensor, norm: float) -> float:
-        """Convert TRL's coefficient of the mean entropy to that of the sum divided by `norm`."""
+    def _entropy_bonus(
+        self: Any, mask: Tensor, norm: float | Tensor, weights: Tensor | None
+    ) -> tuple[float, float | Tensor, Tensor | None]:
+        """The coefficient of TRL's bonus, the mean entropy of the tokens with a loss.
+
+        Returns it with the divisor of the whole loss and the weights of the policy term. The fused
+        loss has one divisor. It becomes that of the entropy, and the weights give the policy term
+        its own; a KL term has no weights, so that the host has to read the number of tokens.
+        """
         if self.loss_type in BY_SEQUENCE:
             raise Inexpressible(f"entropy_coef with loss_type={self.loss_type}")
-        active = not self.use_adaptive_entropy or (
-            self._last_world_entropy <= self.args.entropy_target
-        )
-        steps = self.current_gradient_accumulation_steps if self.model.training else 1.0
-        return active * self.entropy_coef * norm / (max(float(mask.sum()), 1.0) * steps)
+        if self.use_adaptive_entropy and self._last_world_entropy > self.args.entropy_target:
+            return 0.0, norm, weights
+        if self.loss_type == "bnpo":  # divides both by the number of tokens
+            return self.entropy_coef, norm, weights
+        tokens = times(mask.sum().clamp(min=1), _micro_batches(self))
+        if self.beta != 0:
+            return self.entropy_coef * float(norm) / float(tokens), norm, weights
+        share = (tokens / norm).nan_to_num(posinf=0)  # no token at all
+        weights = share.expand(mask.shape) if weights is None else share * weights
+        return self.entropy_coef, tokens, weights.to(torch.float32)
 
     def _report(self: Any, option: str) -> None:
         if option not in self._reported:
@@ -274,6 +319,11 @@ class FusedGRPOMixin:
                 type(self).__name__,
                 option,
             )
+
+
+def _micro_batches(trainer: Any) -> float:
+    """The number of micro-batches over which TRL averages the loss."""
+    return trainer.current_gradient_accumulation_steps if trainer.model.training else 1.0
 
 
 class FusedGRPOTrainer(FusedGRPOMixin, GRPOTrainer):

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gac_kernels import linear_token_logprobs
+from gac_kernels import LossSpec, linear_token_logprobs
 from gac_kernels.heads.patch import Patch
 
 from . import distillation
@@ -27,6 +27,8 @@ LIGER = (
     "use_liger_kernel=True: {} with our LM head is not tested with Liger's layers; "
     "set use_liger_kernel=False"
 )
+# A training uses few specs; a new one in each step would be checked anew.
+loss_spec = functools.lru_cache(maxsize=32)(LossSpec)
 
 
 class HeadInputs(NamedTuple):
@@ -73,6 +75,27 @@ def installed() -> contextlib.AbstractContextManager[Any]:
     """Use our head within the context, whether or not `apply_fused_head` was called."""
     on = getattr(trl_utils(), HOOK) is FusedLogProbs
     return contextlib.nullcontext() if on else Patch((trl_utils(), HOOK, FusedLogProbs))
+
+
+class _WithGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, loss: Tensor, count: int | Tensor) -> Tensor:
+        ctx.count = count
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grad, (grad.sum() / ctx.count if grad.dim() else grad), None
+
+
+def with_gradient(values: Tensor, loss: Tensor, count: int | Tensor = 1) -> Tensor:
+    """`values` unchanged; the sum of `count` of them has, in addition, the gradient of `loss`."""
+    return _WithGradient.apply(values, loss, count)
+
+
+def times(count: Tensor, factor: float) -> Tensor:
+    """A count [] on a device times a number, in float64, without a read."""
+    return count * torch.tensor(factor, dtype=torch.float64)
 
 
 def _log_probs(inputs: HeadInputs, outputs: tuple[str, ...]) -> HeadOutputs:
