@@ -91,7 +91,7 @@ class _Operators(TorchDispatchMode):
         namespace, name = func._schema.name.split("::")
         if namespace != "aten":
             return out
-        if name in WAITS or (name.startswith("index") and _has_mask(args)):
+        if name in WAITS or (name.startswith("index") and _needs_positions(args)):
             self.trace.add(self.trace.waits, name)
         if _launches(func, name, out):
             self.trace.add(self.trace.launches, name)
@@ -108,7 +108,10 @@ def _launches(func: Any, name: str, out: Any) -> bool:
     return not tensors or any(x.numel() for x in tensors)
 
 
-def _has_mask(args: tuple[Any, ...]) -> bool:
+def _needs_positions(args: tuple[Any, ...]) -> bool:
+    """Whether an index is a mask; to fill one with a number takes no positions."""
+    if len(args) > 2 and isinstance(args[2], torch.Tensor) and args[2].numel() == 1:
+        return False
     indices = args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else ()
     masks = (torch.bool, torch.uint8)
     return any(isinstance(x, torch.Tensor) and x.dtype in masks for x in indices)
