@@ -88,7 +88,7 @@ def test_packages_install_and_train_outside_the_checkout(tmp_path, mode):
     assert {"gac/py.typed", "gac_kernels/py.typed"} <= names
     assert {"gac_kernels/csrc/cuda/launch.cu", "gac_kernels/csrc/token_math.h"} <= names
     assert ("gac_kernels/_native.so" in names) == (mode == "1")
-    assert not [n for n in names if n.startswith(("tests/", "tools/", "bench/"))]
+    assert not [n for n in names if n.startswith(("tests/", "tools/", "bench/", "research/"))]
 
     python = fresh_env(tmp_path / "fresh", wheel)
     location, sources, capability = run(python, "-c", INSPECT, mode, cwd=tmp_path).splitlines()
