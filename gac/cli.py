@@ -176,14 +176,16 @@ def _train(options: argparse.Namespace) -> int:
 
 @command(
     "check",
-    argument("config", type=Path, metavar="CONFIG.yaml", help="run configuration"),
+    argument("config", type=Path, metavar="CONFIG.yaml", help="a train or eval configuration"),
     SET,
     help="check a configuration, its files and its reward without training",
 )
 def _check(options: argparse.Namespace) -> int:
-    from gac.training.check import load_checked
+    from gac.training.check import is_evaluation, load_checked
 
-    _, passed = load_checked("gac.train_config:TrainConfig", options.config, options.set, None)
+    evaluation = is_evaluation(options.config, options.set)
+    name = "gac.evaluation.config:EvalConfig" if evaluation else "gac.train_config:TrainConfig"
+    _, passed = load_checked(name, options.config, options.set, None)
     print("\n".join([*passed, "All checks passed."]))
     return OK
 

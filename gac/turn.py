@@ -22,6 +22,7 @@ from gac.types import Evidence, Mix, Observation, State, StepNeeds, TermPair
 from gac_kernels import TokenMoments
 
 logger = logging.getLogger(__name__)
+NO_VARIANCE = 1e-12  # at most: a z-score is 0, as in `TokenMoments.signals`
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def end_step(method: Method, state: State, turn: Turn) -> tuple[dict[str, Any], 
         "prior": None,
         "alpha": None,
         "kl": kl if turn.has_kl else None,
-        **moments.signals(turn.needs.trim)._asdict(),
+        **signal_columns(moments, turn.needs.trim),
         "rollout_loss": turn.rollout_loss,
         "demo_loss": turn.demo_loss,
         "reward_mean": turn.reward_mean,
@@ -134,6 +135,20 @@ def next_mix(method: Method, state: State, last: Observation) -> tuple[State, Mi
     if message is not None and rank() == 0:
         logger.warning("step %d: %s", last.step + 1, message)
     return after, mix
+
+
+def signal_columns(moments: TokenMoments, trim: float) -> dict[str, float | None]:
+    """The paper's three signals as metrics; None where nothing was measured.
+
+    `TokenMoments.signals` sets a z-score without variance to 0, so a step in which all advantages
+    are equal has a disagreement of 1, which says nothing about the two signals. Without
+    demonstrations, there are no two signals. The controller sees the formula's value.
+
+    trim: share of the demonstrations that is left out at each end, for `sft_variance`.
+    """
+    signals = moments.signals(trim)
+    comparable = moments.demo_tokens > 0 and signals.rl_variance > NO_VARIANCE
+    return {**signals._asdict(), "disagreement": signals.disagreement if comparable else None}
 
 
 def demo_losses(moments: TokenMoments) -> tuple[float, ...] | None:

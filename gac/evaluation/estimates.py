@@ -74,7 +74,8 @@ def accuracy_interval(means: Sequence[float]) -> tuple[float, float]:
     square = Z95 * Z95 / size
     middle = (p + square / 2) / (1 + square)
     half = Z95 / (1 + square) * math.sqrt(p * (1 - p) / size + square / (4 * size))
-    return max(middle - half, 0.0), min(middle + half, 1.0)
+    # exact at the ends, where rounding would leave 6.9e-18 or 1 - 2e-16
+    return max(middle - half, 0.0) if p > 0 else 0.0, min(middle + half, 1.0) if p < 1 else 1.0
 
 
 def bootstrap_interval(values: Sequence[float], seed: int = 0) -> tuple[float, float]:

@@ -1,9 +1,10 @@
 """`gac eval`: evaluates a model on several tasks and can compare the results with earlier ones.
 
-Results are saved after each task:
+Results are saved after each task; an interrupted task continues after its last finished batch.
 
 OUT/results.json        per task: accuracy, interval, pass@k; a finished task is not run again
-OUT/samples.jsonl.gz    every answer of every finished task
+OUT/samples.jsonl.gz    every prompt and answer of every finished task
+OUT/unfinished/         the finished batches of a task that is not finished
 """
 
 from __future__ import annotations
@@ -37,12 +38,19 @@ from gac.rollouts.engines import Engine, RolloutFunction
 from gac.rollouts.generation import stop_tokens
 
 from .config import EvalConfig, EvalSettings, EvalTask
+from .demo_nll import demo_nll
 from .estimates import paired_difference
+from .progress import Progress
+from .table import percent, percent_interval
 from .task import Answer, generate_answers, prompt_means, split_of, summary
 
 logger = logging.getLogger(__name__)
 RESULTS, SAMPLES = "results.json", "samples.jsonl.gz"
 DAMAGE = ValueError, KeyError, TypeError, AttributeError  # raised by a file that is not ours
+
+
+Outcome = tuple[list[Answer], float | None]
+"""The answers of a task, and the loss of its demonstrations."""
 
 
 class Job(NamedTuple):
@@ -81,7 +89,7 @@ def run_suite(config: EvalConfig, against: Path | None = None) -> dict[str, Any]
         RunDirectoryError: another process evaluates into `config.out`.
     """
     out = Path(config.out or "evals")
-    other = read_samples(against) if against else None
+    other = _read_other(against) if against else None
     if other is not None and not config.tasks.keys() & other.keys():
         raise ConfigError(
             f"--against={str(against)!r}: has results for {sorted(other)}, not for "
@@ -105,15 +113,20 @@ def _run_suite(
     results, answers = collectives.gather(collectives.run_on_all_ranks(resume))[0]
     unfinished = {n: t for n, t in config.tasks.items() if n not in results["tasks"]}
 
-    def record(name: str, job: Job, run: Callable[[Job], list[Answer]]) -> None:
-        started = time.perf_counter()
-        answers[name] = run(job)
-        row = summary(answers[name], job.task)
+    def record(name: str, job: Job, run: Callable[[Job, Progress], Outcome]) -> None:
+        started, setting = time.perf_counter(), _setting(config, job.task)
+        progress = Progress(out, name, setting)
+        answers[name], nll = run(job, progress)
+        row = summary(answers[name], job.task, nll)
         counts = collectives.columns({}, job.reward.counts())
-        row |= {"counts": counts, "seconds": time.perf_counter() - started}
-        results["tasks"][name] = {**row, "setting": _setting(config, job.task)}
-        logger.info("%s: accuracy %s over %d prompts", name, row["accuracy"], row["prompts"])
+        for event, count in progress.counts.items():
+            counts[event] = counts.get(event, 0) + count
+        seconds = time.perf_counter() - started + progress.seconds
+        results["tasks"][name] = {**row, "counts": counts, "seconds": seconds, "setting": setting}
+        accuracy = f"{percent(row['accuracy'])}% {percent_interval(row['ci95'])}"
+        logger.info("%s: accuracy %s, %d prompts", name, accuracy, row["prompts"])
         _write(out, results, answers)
+        progress.close()
 
     if unfinished:
         _run_tasks(config, accelerator.device, unfinished, record)
@@ -140,6 +153,7 @@ def flat(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         f"prompts{tail}": row["prompts"],
         **{f"accuracy{tail}/{s}": v["accuracy"] for s, v in sorted(row["splits"].items())},
         **{f"pass@{k}{tail}": v for k, v in row["pass_at"].items()},
+        f"demo_nll{tail}": row["demo_nll"],
         f"response_length{tail}": row["response_length"],
         f"truncated{tail}": row["truncated"],
     }
@@ -169,14 +183,16 @@ def load_jobs(
 
 
 def read_samples(source: Path) -> dict[str, list[Answer]]:
-    """Read the answers by task; `source` is a results.json or its folder."""
+    """Read the answers by task; `source` is a results.json or its folder.
+
+    Raises:
+        FileNotFoundError: there are no answers.
+        ConfigError: they cannot be read.
+    """
     folder = source.parent if source.name == RESULTS else source
     path = folder / SAMPLES
     if not path.is_file():
-        raise ConfigError(
-            f"--against={str(source)!r}: no {SAMPLES} found: give the output folder of an earlier "
-            "gac eval"
-        )
+        raise FileNotFoundError(f"no {SAMPLES} found")
     answers: dict[str, list[Answer]] = {}
     try:
         with gzip.open(path, "rt", encoding="utf-8") as lines:
@@ -188,6 +204,15 @@ def read_samples(source: Path) -> dict[str, list[Answer]]:
     return answers
 
 
+def _read_other(against: Path) -> dict[str, list[Answer]]:
+    try:
+        return read_samples(against)
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"--against={str(against)!r}: {error}: give the output folder of an earlier gac eval"
+        ) from error
+
+
 def _damaged(path: Path, error: Exception) -> ConfigError:
     return ConfigError(f"{path}: not a gac eval result, or damaged ({error}); delete its folder")
 
@@ -196,7 +221,7 @@ def _run_tasks(
     config: EvalConfig,
     device: torch.device,
     tasks: Mapping[str, EvalTask],
-    record: Callable[[str, Job, Callable[[Job], list[Answer]]], None],
+    record: Callable[[str, Job, Callable[[Job, Progress], Outcome]], None],
 ) -> None:
     """Load the model and call `record(name, job, run)` for each task, on every process."""
     with value_errors_as(ConfigError):
@@ -205,8 +230,11 @@ def _run_tasks(
         engine = Engine(RolloutConfig(), tokenizer)
     engine.load(load_model(config.model, config.seed).to(device))
 
-    def run(job: Job) -> list[Answer]:
-        return generate_answers(engine, job.examples, job.reward, job.task, config.seed)
+    def run(job: Job, progress: Progress) -> Outcome:
+        answers = generate_answers(
+            engine, job.examples, job.reward, job.task, config.seed, progress
+        )
+        return answers, demo_nll(engine.model, job.examples, tokenizer.pad_token_id)
 
     with contextlib.ExitStack() as rewards:
         for job in jobs.values():
@@ -232,7 +260,15 @@ def _resume(config: EvalConfig, out: Path) -> tuple[dict[str, Any], dict[str, li
                 f"out={config.out!r} holds task {name!r} with different settings: "
                 "choose another out, or restore the original settings"
             )
-    return results, {n: a for n, a in read_samples(out).items() if n in results["tasks"]}
+    if not settings:
+        return results, {}
+    try:
+        return results, {n: a for n, a in read_samples(out).items() if n in settings}
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"out={config.out!r}: {RESULTS} has finished tasks, but {error} with their answers: "
+            f"restore that file, delete {path} to run the tasks again, or choose another out"
+        ) from error
 
 
 def _setting(config: EvalConfig, task: EvalTask) -> dict[str, Any]:
@@ -262,12 +298,16 @@ def _write(out: Path, results: dict[str, Any], answers: Mapping[str, Sequence[An
     """Write both files on rank 0, samples first: results.json never exists without its samples."""
     if collectives.rank():
         return
-    partial = out / (SAMPLES + ".partial")
+    _write_samples(out / SAMPLES, answers)
+    save_text(out / RESULTS, json.dumps(results, indent=2) + "\n")
+
+
+def _write_samples(path: Path, answers: Mapping[str, Sequence[Answer]]) -> None:
+    partial = path.with_name(f"{path.name}.partial")
     with gzip.open(partial, "wt", encoding="utf-8") as file:
         for name, rows in answers.items():
             file.writelines(json.dumps({"task": name, **row._asdict()}) + "\n" for row in rows)
-    partial.replace(out / SAMPLES)
-    save_text(out / RESULTS, json.dumps(results, indent=2) + "\n")
+    partial.replace(path)
 
 
 class Evaluator:
@@ -288,16 +328,25 @@ class Evaluator:
     def __bool__(self) -> bool:
         return bool(self.jobs)
 
-    def __call__(self, engine: Engine) -> dict[str, Any]:
-        """Evaluate all tasks with the engine's model and return a row of eval.jsonl.
+    def __call__(self, engine: Engine, samples: Path | None = None) -> dict[str, Any]:
+        """Evaluate all tasks and return a row of eval.jsonl; call it on every rank.
 
-        Its columns are accuracy, accuracy/<split or task>, response_length and seconds.
+        Its columns are accuracy, accuracy/<split or task>, demo_nll, response_length and seconds.
+
+        Args:
+            engine: samples from the model, whose weights it has loaded.
+            samples: file for all prompts and answers; None: this rank writes none.
         """
         started = time.perf_counter()
         row: dict[str, Any] = {}
+        answers: dict[str, list[Answer]] = {}
         for name, job in self.jobs.items():
-            answers = generate_answers(engine, job.examples, job.reward, job.task, self.seed)
-            row |= flat(summary(answers, job.task), name)
+            answers[name] = generate_answers(engine, job.examples, job.reward, job.task, self.seed)
+            nll = demo_nll(engine.model, job.examples, engine.tokenizer.pad_token_id)
+            row |= flat(summary(answers[name], job.task, nll), name)
+        if samples is not None:
+            samples.parent.mkdir(parents=True, exist_ok=True)
+            _write_samples(samples, answers)
         return {**row, "seconds": time.perf_counter() - started}
 
     def close(self) -> None:

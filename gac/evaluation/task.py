@@ -24,6 +24,7 @@ from gac.types import Rollout
 
 from .config import EvalTask
 from .estimates import accuracy_interval, bootstrap_interval, pass_at_k
+from .progress import Progress
 
 
 class Answer(NamedTuple):
@@ -32,9 +33,14 @@ class Answer(NamedTuple):
     number: int
     """Index of the prompt in the data."""
     id: str
-    prompt: str
-    """Hash of the row's prompt: only equal ones of two results are compared."""
+    row: str
+    """Hash of the row's prompt, before any template: only equal ones of two results are compared.
+    """
     split: str | None
+    prompt: str
+    """The prompt as the model reads it, with special tokens."""
+    reference: str | None
+    """The row's reference answer."""
     response: str
     length: int
     """Length in tokens, including the stop token."""
@@ -45,12 +51,19 @@ class Answer(NamedTuple):
 
 
 def generate_answers(
-    engine: Engine, examples: Sequence[Example], reward: Any, task: EvalTask, seed: int
+    engine: Engine,
+    examples: Sequence[Example],
+    reward: Any,
+    task: EvalTask,
+    seed: int,
+    progress: Progress | None = None,
 ) -> list[Answer]:
     """Generate and score Q x K answers, in the order of the examples; returned on every rank.
 
     Each batch has its own seed, so the answers do not depend on the number of processes. The global
     RNG state is left unchanged.
+
+    progress: keeps each finished batch, and has those of earlier runs.
     """
     function = engine.function
     if task.function is not None:
@@ -60,28 +73,58 @@ def generate_answers(
     )
     engine = engine.replace(params, function)
     per_call = max((task.batch or len(examples) * task.samples) // task.samples, 1)
-    starts = range(0, len(examples), per_call)
-    owners: list[int] = []
+    known = {} if progress is None else progress.batches
+    answers = [Answer(*values) for batch in known.values() for values in batch]
+    if progress is not None:
+        progress.start(len(examples), len({answer.number for answer in answers}))
+    starts = [i for i in range(0, len(examples), per_call) if i not in known]
+    own = starts[rank() :: world_size()]
 
-    def sample() -> list[Rollout]:
-        rollouts: list[Rollout] = []
-        for start in starts[rank() :: world_size()]:
-            part = range(start, min(start + per_call, len(examples)))
+    def sample() -> list[Answer]:
+        found: list[Answer] = []
+        for finished, start in enumerate(own, 1):
+            numbers = range(start, min(start + per_call, len(examples)))
             setup.seed(setup.derive_seed(seed, start))
-            rollouts += engine.sample_rollouts([examples[i] for i in part], task.samples)
-            owners.extend(i for i in part for _ in range(task.samples))
-        return rollouts
+            rollouts = engine.sample_rollouts([examples[i] for i in numbers], task.samples)
+            owners = [i for i in numbers for _ in range(task.samples)]
+            before = reward.counts() if progress else {}
+            batch = _score(engine, examples, owners, rollouts, reward, task)
+            found += batch
+            if progress is not None:
+                counts = {k: n - before.get(k, 0) for k, n in reward.counts().items()}
+                progress.add(start, batch, counts)
+                done = len(examples) - (len(own) - finished) * world_size() * per_call
+                progress.show(finished, len(own), done, len(examples))
+        return found
 
     with torch.random.fork_rng():
-        rollouts = engine.independently(sample)
-    texts, scores = score(reward, engine.tokenizer, [examples[i] for i in owners], rollouts)
-    stops, field = set(stop_tokens(engine.tokenizer, task.stop)), task.data.prompt_field
-    answers = [
+        new = engine.independently(sample)
+    return sorted(
+        [*answers, *(a for rank_answers in gather(new) for a in rank_answers)],
+        key=lambda a: a.number,
+    )
+
+
+def _score(
+    engine: Engine,
+    examples: Sequence[Example],
+    owners: Sequence[int],
+    rollouts: Sequence[Rollout],
+    reward: Any,
+    task: EvalTask,
+) -> list[Answer]:
+    """Score the rollouts of one batch; rollout i belongs to the example `owners[i]`."""
+    tokenizer, field = engine.tokenizer, task.data.prompt_field
+    texts, scores = score(reward, tokenizer, [examples[i] for i in owners], rollouts)
+    stops = set(stop_tokens(tokenizer, task.stop))
+    return [
         Answer(
             i,
             examples[i].id,
             hashlib.sha256(repr(examples[i].extra.get(field)).encode()).hexdigest()[:16],
             split_of(task, examples[i]),
+            str(tokenizer.decode(list(examples[i].prompt), skip_special_tokens=False)),
+            examples[i].answer,
             text,
             len(rollout.completion_ids),
             value,
@@ -89,15 +132,15 @@ def generate_answers(
         )
         for i, text, rollout, value in zip(owners, texts, rollouts, scores, strict=True)
     ]
-    return sorted(
-        [a for rank_answers in gather(answers) for a in rank_answers], key=lambda a: a.number
-    )
 
 
-def summary(answers: Sequence[Answer], task: EvalTask) -> dict[str, Any]:
+def summary(answers: Sequence[Answer], task: EvalTask, nll: float | None = None) -> dict[str, Any]:
     """Summarize the answers of a task; values without any measurement are None.
 
-    Keys: accuracy, ci95, pass_at, prompts, samples, truncated, response_length, dropped, splits.
+    Keys: accuracy, ci95, pass_at, prompts, samples, truncated, response_length, dropped, demo_nll,
+    splits.
+
+    nll: the loss of the demonstrations, see `demo_nll`.
     """
     scored = [a for a in answers if a.score is not None]
     by_prompt = _scores_by_prompt(scored)
@@ -119,6 +162,7 @@ def summary(answers: Sequence[Answer], task: EvalTask) -> dict[str, Any]:
         "truncated": _mean([a.truncated for a in answers]),
         "response_length": _mean([a.length for a in answers]),
         "dropped": len(answers) - len(scored),
+        "demo_nll": nll,
         "splits": {name: _accuracy([a for a in answers if a.split == name]) for name in splits},
     }
 
@@ -128,7 +172,7 @@ def prompt_means(answers: Sequence[Answer]) -> dict[tuple[str, str], float]:
     scores: dict[tuple[str, str], list[float]] = defaultdict(list)
     for a in answers:
         if a.score is not None:
-            scores[a.id, a.prompt].append(a.score)
+            scores[a.id, a.row].append(a.score)
     return {key: sum(s) / len(s) for key, s in scores.items()}
 
 

@@ -104,15 +104,17 @@ def untie_if_different(model: Any) -> None:
     transformers loads the embedding and the head separately if a checkpoint has both.
     """
     _, head = _ends(model)
-    if head is not None and is_untied(model) and model.config.tie_word_embeddings:
+    name = next((name for name, module in model.named_modules() if module is head), "")
+    tied = model.get_expanded_tied_weights_keys(all_submodels=True)  # as the family would
+    if f"{name}.weight" in tied and is_untied(model):
         untie(model)
 
 
 def check_server(model: Any) -> None:
     """Raise ConfigError if a server started with the original model cannot have these weights."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    saved = next((n for n, m in model.named_modules() if hasattr(m, "modules_to_save")), None)
-    if inner.__dict__.get("was_tied") or saved:
+    saved = next((n for n, m in model.named_modules() if hasattr(m, "original_module")), None)
+    if inner.__dict__.get("was_tied") or saved is not None:
         reason = (
             "the embedding and the LM head have different weights here, but the configuration of "
             "the served model ties them"

@@ -36,7 +36,7 @@ def ending(folder: Path) -> str:
     if rows:
         own = run.config.get("eval", {}).get("reward") in (None, run.config.get("reward"))
         rewards = run.metrics.get("reward_mean", ()) if own else ()
-        lines.append(_overfitting(rows[-1], rewards))
+        lines += filter(None, [_overfitting(rows[-1], rewards)])
     lines.append(f"next: gac report {shlex.quote(str(folder))}")
     return "\n".join(lines)
 
@@ -47,13 +47,21 @@ def _accuracy(row: Mapping[str, Any]) -> str:
     return f"{percent(row['accuracy'])}%{interval}"
 
 
-def _overfitting(row: Mapping[str, Any], rewards: Any) -> str:
-    """Compare the reward in the last fifth of the steps with the held-out accuracy."""
+def _overfitting(row: Mapping[str, Any], rewards: Any) -> str | None:
+    """Compare the reward in the last fifth of the steps with the held-out accuracy.
+
+    None: there is nothing to compare.
+    """
     recent = [
         float(value) for value in rewards[-max(1, len(rewards) // 5) :] if math.isfinite(value)
     ]
     if not recent or not row.get("ci95"):
-        return "overfitting: unknown; no rewards of the same kind, or no interval"
+        return None
     reward = sum(recent) / len(recent)
-    verdict = "yes" if reward > row["ci95"][1] + GAP else "no sign of it"
-    return f"overfitting: {verdict}; reward {percent(reward)}% on the training prompts at the end"
+    at_end = f"reward {percent(reward)}% on the training prompts at the end"
+    if reward == 0 and row["accuracy"] == 0:
+        return (
+            f"{at_end}: nothing was rewarded; read the answers in samples.jsonl, and run `gac "
+            "rewards check` on the configuration"
+        )
+    return f"overfitting: {'yes' if reward > row['ci95'][1] + GAP else 'no sign of it'}; {at_end}"

@@ -62,12 +62,12 @@ class Panel:
     axis: str
     """Label of the vertical axis."""
     column: str
-    """Field of metrics.jsonl, or of eval.jsonl for accuracies."""
+    """Field of metrics.jsonl, or of eval.jsonl if `kind` is accuracy or evaluation."""
     caption: str
     """Explanation below the figure."""
     kind: str = "metric"
-    """metric (smoothed), exact (not smoothed), mu (with prior and mu*), or accuracy (points of
-    eval.jsonl).
+    """metric (smoothed), exact (not smoothed), mu (with prior and mu*), accuracy or evaluation
+    (points of eval.jsonl; the former with intervals, from 0 to 1).
     """
 
 
@@ -166,7 +166,20 @@ def evaluation_panels(groups: Sequence[Group]) -> list[Panel]:
         key = f"accuracy_{number}_" + "".join(c if c.isalnum() or c in "+-" else "_" for c in split)
         caption, title = _caption(split, tasks), f"Held-out accuracy: {split.replace('/', ': ')}"
         panels.append(Panel(key, title, "accuracy", f"accuracy/{split}", caption, "accuracy"))
-    return panels[1:] if tasks and not has_data(panels[0], groups) else panels
+    shown = panels[1:] if tasks and not has_data(panels[0], groups) else panels
+    losses = [
+        Panel(
+            "demo_nll" if not task else f"demo_nll_{number}",
+            f"Held-out demonstration loss{f': {task}' if task else ''}",
+            "nats per token",
+            f"demo_nll/{task}" if task else "demo_nll",
+            "Mean negative log-likelihood of the held-out reference solutions, per token. It falls "
+            "as the model learns to imitate them, also while the accuracy is still 0.",
+            "evaluation",
+        )
+        for number, task in enumerate(["", *tasks])
+    ]
+    return [*shown, *(panel for panel in losses if has_data(panel, groups))]
 
 
 def _caption(split: str, tasks: Sequence[str]) -> str:
@@ -249,8 +262,8 @@ def _draw_overview(panels: Sequence[Panel], groups: Sequence[Group], path: Path)
 
 
 def _draw_panel(axes: Any, panel: Panel, groups: Sequence[Group]) -> None:
-    draw: dict[str, Callable] = {"mu": _mu, "accuracy": _accuracy}
-    span = 1.0 if panel.kind == "exact" else smoothing_span(groups)
+    draw: dict[str, Callable] = {"mu": _mu, "accuracy": _accuracy, "evaluation": _accuracy}
+    span = 1.0 if panel.kind in ("exact", "evaluation") else smoothing_span(groups)
     for index, group in enumerate(groups):
         draw.get(panel.kind, _metric)(axes, panel, group, index, span)
     axes.set_title(textwrap.fill(panel.title, TITLE_WIDTH))
@@ -326,7 +339,8 @@ def _fit_height(axes: Any, panel: Panel, groups: Sequence[Group], span: float) -
 def _curves(group: Group, panel: Panel, column: str = "") -> list[tuple[np.ndarray, np.ndarray]]:
     """(steps, finite values) of each run of the group that recorded the column."""
     name = column or panel.column
-    sources = [run.evals if panel.kind == "accuracy" else run.metrics for run in group.runs]
+    evaluated = panel.kind in ("accuracy", "evaluation")
+    sources = [run.evals if evaluated else run.metrics for run in group.runs]
     curves = [finite(columns["step"], field(columns, name)) for columns in sources]
     return [(steps, values) for steps, values in curves if len(steps)]
 

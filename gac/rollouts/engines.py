@@ -152,7 +152,7 @@ class Engine:
         )
         self.function = None if config.function is None else RolloutFunction(config.function)
         self.vocab_size = len(tokenizer)  # until the first `load`; the model's may be larger
-        self._model: Any = None
+        self.model: Any = None
         self._server: Any = None
         self._independent = False
         if config.engine == "vllm":
@@ -161,7 +161,7 @@ class Engine:
 
     def load(self, model: Any) -> Engine:
         """Sample with the current weights of `model` from now on. Call it on every rank."""
-        self._model = model
+        self.model = model
         self.vocab_size = model.get_input_embeddings().weight.shape[0]
         if self._server is not None:
             self._server.load(model)
@@ -241,9 +241,9 @@ class Engine:
         if self._server is not None:
             return self._server.generate(prompts, params)
         if self.config.engine == "paged":
-            return _generate_paged(self._model, self.tokenizer, prompts, params, self.config.paged)
+            return _generate_paged(self.model, self.tokenizer, prompts, params, self.config.paged)
         return generate(
-            self._model,
+            self.model,
             self.tokenizer,
             prompts,
             batch=self.config.generation_batch_size,

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gac.config import load_early
+from gac.config import load_early, read_yaml
 from gac.config.imports import load_object
 from gac.data.examples import (
     DataConfig,
@@ -112,8 +112,15 @@ def _check_data(key: str, data: DataConfig, file: Path | None, limit: int | None
             if not counts[True] and counts.total() != limit:
                 raise ConfigError(f"{key}.where={dict(data.where)}: no row of {source!r} passes")
             passed.append(f"{key}.{name}: {_rows_line(data, counts)}")
+            continue
+        _require("datasets", f"{key}.{name}={source!r}")
+        if _path(source.partition(":")[0]).exists():
+            passed.append(f"{key}.{name}: the folder {source!r} exists; its rows were not read")
         else:
-            _require("datasets", f"{key}.{name}={source!r}")
+            passed.append(
+                f"{key}.{name}: {source!r} is not a path here, so it must be a dataset on the Hub; "
+                "the Hub was not asked for it, and no row was read"
+            )
     return passed
 
 
@@ -131,6 +138,16 @@ def _rows_line(data: DataConfig, counts: Counter[bool]) -> str:
     used = min(counts[True], data.limit or counts[True])
     keys = [key for key, acts in (("where", counts[False]), ("limit", used < counts[True])) if acts]
     return f"{used} rows" + (f" of {counts.total()} (by {' and '.join(keys)})" if keys else "")
+
+
+TRAINING_KEYS = {"data", "method", "rollouts", "steps"}
+
+
+def is_evaluation(file: Path, overrides: Sequence[str]) -> bool:
+    """Whether a configuration is one for `gac eval`; `gac train` has other top-level keys."""
+    given = {override.partition("=")[0].strip().partition(".")[0] for override in overrides}
+    keys = {*read_yaml(file), *given}
+    return bool(keys & {"tasks", "eval"}) and not keys & TRAINING_KEYS
 
 
 def _score_first_row(config: Any, key: str, data: DataConfig, reward: Reward) -> list[str]:

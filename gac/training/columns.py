@@ -77,6 +77,9 @@ EVALUATION: dict[str, Column] = {
     "pass@K, truncated": Column(
         "share", "prompts with a correct answer among K, estimated; answers cut off", EVAL
     ),
+    "demo_nll": Column(
+        "nats", "loss per token of the held-out demonstrations; null if no row has one", EVAL
+    ),
     "prompts, response_length": Column("", "number of prompts; mean tokens of an answer", EVAL),
     "seconds": Column("s", "wall-clock time of all tasks", EVAL),
 }

@@ -202,7 +202,7 @@ def _save_weights(config: ModelConfig, path: Path, folder: Path, file_size: int)
     """Write weight files of about `file_size` bytes, their index, and a model's other files."""
     model, plain = apply_training_options(load_meta_model(config), config), load_meta_model(config)
     stored, base = checkpoint.model_tensors(path), _base_model(model)
-    if is_untied(base) or _stored_apart(base, model, path, stored):
+    if not is_untied(plain) and (is_untied(base) or _stored_apart(base, model, path, stored)):
         untie(base)
         untie(plain)
     missing = {*plain.state_dict()} - _shared_names(plain)

@@ -335,7 +335,9 @@ class Trainer:
             return None
         self.heartbeat.activity = f"step {self.step}, evaluation"
         with setup.gathered(self.model, self.gathers):
-            results = self.evaluator(self.engine.load(self.policy))
+            samples = self.out / "evals" / f"step-{self.step:08d}.jsonl.gz"
+            engine = self.engine.load(self.policy)
+            results = self.evaluator(engine, samples if self.accelerator.is_main_process else None)
         self.record.evaluation({"step": self.step, **results})
         return results.get("accuracy")
 

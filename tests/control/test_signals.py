@@ -13,6 +13,7 @@ from gac.control.signals import (
     bias_moments,
     gradient_moments,
 )
+from gac.turn import signal_columns
 from gac.types import Evidence
 from gac_kernels import TokenMoments, fused_gac_loss
 
@@ -33,6 +34,27 @@ def test_proxies_are_the_loss_statistics() -> None:
     assert reading.signals == moments(0).signals(0.2) != moments(0).signals(0.0)
     assert reading.corrections is None
     assert not any(ProxySignals().needs)
+
+
+@pytest.mark.parametrize(
+    ("demos", "equal", "measured"),
+    [(8, False, True), (8, True, False), (0, False, False), (16, False, False)],
+)
+def test_the_disagreement_is_a_metric_only_if_both_signals_are_there(demos, equal, measured):
+    """The formula gives 1 if all advantages are equal; its value is kept for the controller."""
+    generator = torch.Generator().manual_seed(0)
+    logits, targets = torch.randn(16, 5, 11, generator=generator), torch.ones(16, 5).long()
+    advantages = torch.zeros(16) if equal else torch.randn(16, generator=generator)
+    is_demo = torch.arange(16) < demos
+    own = fused_gac_loss(logits, targets, advantages, is_demo, backend="reference", mu=0.5).moments
+    columns, signals = signal_columns(own, 0.1), own.signals(0.1)
+    assert (columns["disagreement"] is not None) == measured
+    if measured:
+        assert columns["disagreement"] == signals.disagreement
+    if equal:
+        assert signals.disagreement == 1.0
+    assert columns["rl_variance"] == pytest.approx(signals.rl_variance, nan_ok=True)
+    assert columns["sft_variance"] == pytest.approx(signals.sft_variance, nan_ok=True)
 
 
 def test_gradient_moments_equal_direct_computation() -> None:

@@ -47,6 +47,9 @@ def test_wilson_by_hand():
     # n = 10, p = 0.4: the textbook interval
     low, high = accuracy_interval([1.0] * 4 + [0.0] * 6)
     assert (low, high) == pytest.approx((0.1682, 0.6873), abs=1e-4)
+    for count in range(1, 200):  # exactly, whatever the rounding
+        assert accuracy_interval([0.0] * count)[0] == 0
+        assert accuracy_interval([1.0] * count)[1] == 1
     assert accuracy_interval([0.0] * 20) == pytest.approx((0.0, 0.1611), abs=1e-4)
     assert accuracy_interval([1.0] * 20) == pytest.approx((0.8389, 1.0), abs=1e-4)
     assert all(map(math.isnan, accuracy_interval([])))

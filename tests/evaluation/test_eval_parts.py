@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import logging
+import re
 from dataclasses import replace
 
 import pytest
@@ -12,12 +14,16 @@ from gac.demo.task import ALPHABET
 from gac.errors import ConfigError
 from gac.evaluation import suite
 from gac.evaluation.config import EvalConfig, EvalTask
-from gac.evaluation.suite import read_samples
+from gac.evaluation.demo_nll import demo_nll
+from gac.evaluation.progress import Progress
+from gac.evaluation.suite import read_samples, run_suite
 from gac.evaluation.table import align_columns, markdown_table
 from gac.evaluation.task import generate_answers, split_of, summary
 from gac.rewards.base import RowReward
+from gac.rollouts.engines import Engine
 from gac.training.trainer import Trainer
 from tests.evaluation.test_suite import answer
+from tests.evaluation.test_suite import suite as suite_config
 from tests.tiny import tiny_config
 
 EXAMPLES = [
@@ -84,7 +90,7 @@ PACKED = gzip.compress("".join(json.dumps(row) + "\n" for row in ROWS).encode())
     ids=["no gzip", "cut off", "damaged", "no JSON", "no task", "no answer", "list", "number"],
 )
 def test_damaged_samples_are_named(tmp_path, data) -> None:
-    with pytest.raises(ConfigError, match=r"no samples\.jsonl\.gz found"):
+    with pytest.raises(FileNotFoundError, match=r"no samples\.jsonl\.gz found"):
         read_samples(tmp_path)
     (tmp_path / "samples.jsonl.gz").write_bytes(PACKED)
     assert len(read_samples(tmp_path)["a"]) == 99
@@ -141,3 +147,90 @@ def test_each_task_uses_its_own_reward_and_all_are_closed(task, tmp_path) -> Non
     assert first != other
     trainer.evaluator.close()
     assert CLOSED == ["own"]
+
+
+def test_the_loss_of_held_out_demonstrations_by_hand(task, tmp_path) -> None:
+    """Over tokens, of the rows that have a demonstration; tokens of tools do not count."""
+    trainer = Trainer(
+        tiny_config(task, tmp_path, eval={"data": {"prompts": str(task / "eval.jsonl")}})
+    )
+    model, pad = trainer.policy, trainer.tokenizer.pad_token_id
+    examples = [
+        Example(str(i), (5 + i, 6), "", None, demo, {}, demo_mask=mask)
+        for i, (demo, mask) in enumerate(
+            [((7, 8, 9), ()), (None, ()), ((7,), ()), ((4, 5, 6, 7), (True, False, False, True))]
+        )
+    ]
+    total, count = 0.0, 0
+    for example in examples:
+        if example.demo:
+            ids = torch.tensor([example.prompt + example.demo])
+            logps = model(input_ids=ids).logits[0].log_softmax(-1)
+            for i, token in enumerate(example.demo):
+                if not example.demo_mask or example.demo_mask[i]:
+                    total -= float(logps[1 + i, token])
+                    count += 1
+    assert count == 6
+    assert demo_nll(model, examples, pad) == pytest.approx(total / count, rel=1e-5)
+    assert demo_nll(model, examples[1:2], pad) is None
+    row = trainer.evaluator(trainer.engine.load(model), tmp_path / "evals" / "a.jsonl.gz")
+    (job,) = trainer.evaluator.jobs.values()
+    assert row["demo_nll"] == pytest.approx(demo_nll(model, job.examples, pad))
+    with gzip.open(tmp_path / "evals" / "a.jsonl.gz", "rt") as lines:
+        saved = [json.loads(line) for line in lines]
+    assert [x["prompt"] for x in saved] == [example.prompt_text for example in job.examples]
+    assert [x["reference"] for x in saved] == [example.answer for example in job.examples]
+
+
+class Stopped(KeyboardInterrupt):
+    """The process is interrupted."""
+
+
+def test_an_interrupted_task_continues_after_its_finished_batches(
+    task, tmp_path, caplog, monkeypatch
+) -> None:
+    """A line that was being written when the process was killed is ignored."""
+    calls, sample = [], Engine.sample_rollouts
+
+    def interrupted(engine, examples, samples):
+        calls.append([example.id for example in examples])
+        if len(calls) == stop_at:
+            raise Stopped
+        return sample(engine, examples, samples)
+
+    monkeypatch.setattr(Engine, "sample_rollouts", interrupted)
+    counted = {"reward": "tests.tiny:CountedDigits"}
+    config = suite_config(task, tmp_path / "cut", **counted)
+    del config.tasks["greedy"]
+    config.tasks["sampled"] = replace(config.tasks["sampled"], batch=4)  # one prompt in each
+    stop_at = 4
+    with pytest.raises(Stopped):
+        run_suite(config)
+    assert not (tmp_path / "cut" / "results.json").exists()
+    (kept,) = (tmp_path / "cut" / "unfinished").iterdir()
+    kept.write_text(kept.read_text() + '{"first": 3, "answ')
+    calls, stop_at = [], 0
+    with caplog.at_level(logging.INFO, "gac"):
+        resumed = run_suite(config)["tasks"]["sampled"]
+    assert calls == [[str(i)] for i in range(3, 8)]
+    assert "sampled: continuing after 3 of 8 prompts" in caplog.text
+    assert re.search(r"sampled: 4 of 8 prompts in \d+ s, about \d+ s left", caplog.text)
+    assert not (tmp_path / "cut" / "unfinished").exists()
+    whole = run_suite(replace(config, out=str(tmp_path / "whole")))["tasks"]["sampled"]
+    assert resumed["seconds"] > 0
+    assert {**resumed, "seconds": 0} == {**whole, "seconds": 0}
+    assert resumed["counts"]["calls"] == 32
+    assert read_samples(tmp_path / "cut") == read_samples(tmp_path / "whole")
+
+
+def test_batches_of_other_settings_are_not_used(tmp_path) -> None:
+    Progress(tmp_path, "a", {"seed": 0}).add(0, [answer(0, 1.0)], {"calls": 1})
+    assert [*Progress(tmp_path, "a", {"seed": 0}).batches] == [0]
+    for name, setting in (("b", {"seed": 0}), ("a", {"seed": 1})):
+        assert not Progress(tmp_path, name, setting).batches
+
+
+def test_finished_tasks_without_their_answers_name_out(tmp_path) -> None:
+    (tmp_path / "results.json").write_text('{"tasks": {"a": {"setting": {}}}}')
+    with pytest.raises(ConfigError, match=r"^out='.*': results.json has .* samples.jsonl.gz"):
+        suite._resume(EvalConfig(out=str(tmp_path)), tmp_path)

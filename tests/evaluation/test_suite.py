@@ -86,7 +86,7 @@ def test_results_follow_the_documented_format(task, tmp_path, monkeypatch):
     rows = read_samples(tmp_path / "e")
     assert [len(rows[n]) for n in ("greedy", "sampled")] == [8, 32]
     assert [(a.number, a.id) for a in rows["greedy"]] == [(i, str(i)) for i in range(8)]
-    assert len({answer.prompt for answer in rows["greedy"]}) == 8
+    assert len({answer.row for answer in rows["greedy"]}) == 8
     assert [a.length for a in rows["sampled"]] == [
         len(rollout.completion_ids) for rollouts in batches[1:] for rollout in rollouts
     ]
@@ -199,9 +199,9 @@ def test_comparison_is_paired_by_prompt(task, tmp_path, monkeypatch):
 
 
 def answer(index: int, score: float | None, split: str | None = None, of: int = 0) -> Answer:
-    return Answer(
-        index, f"row{of or index}", f"hash{index}", split, "text", 3 + index, score, index == 2
-    )
+    name, row = f"row{of or index}", f"hash{index}"
+    texts = "prompt", "reference", "text"
+    return Answer(index, name, row, split, *texts, 3 + index, score, index == 2)
 
 
 def test_summary_by_hand():
@@ -241,6 +241,7 @@ def test_columns_by_hand(prefix, tail):
         summary(
             [answer(0, 1.0, "b"), answer(0, 0.0, "b"), answer(1, 0.0, "a"), answer(1, 0.0, "a")],
             task,
+            1.5,
         ),
         prefix,
     )
@@ -253,6 +254,7 @@ def test_columns_by_hand(prefix, tail):
         f"pass@2{tail}": 0.5,
         f"response_length{tail}": 3.5,
         f"truncated{tail}": 0.0,
+        f"demo_nll{tail}": 1.5,
     }
 
 

@@ -446,18 +446,18 @@ def test_samples_show_the_first_and_the_last_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rewards", "own", "verdict"),
     [
-        ([0.9] * 5, "other", "unknown; no rewards of the same kind, or no interval"),
+        ([0.9] * 5, "other", None),
         ([0.9] * 3 + [0.71], None, "yes; reward 71.0% on the training prompts at the end"),
         (
             [0.9] * 16 + [0.5] * 3 + [1.3],
             None,
             "no sign of it; reward 70.0% on the training prompts at the end",
         ),
-        ([None] * 5, None, "unknown; no rewards of the same kind, or no interval"),
+        ([None] * 5, None, None),
     ],
 )
 def test_the_last_lines_of_a_run(
-    tmp_path: Path, rewards: list[Any], own: str | None, verdict: str
+    tmp_path: Path, rewards: list[Any], own: str | None, verdict: str | None
 ) -> None:
     evals = [
         {"step": step, "accuracy": mean, "ci95": [mean - 0.1, mean + 0.1], "prompts": 50}
@@ -479,7 +479,7 @@ def test_the_last_lines_of_a_run(
         f"time: {len(rewards) / 2} min in {len(rewards)} steps; "
         "30 s per step: sampling 50%, rewards 0%, training 50%",
         f"run: {path}",
-        f"overfitting: {verdict}",
+        *([f"overfitting: {verdict}"] if verdict else []),
         f"next: gac report '{path}'",
     ]
     write_rows(path / "eval.jsonl", [{"step": 0, "accuracy": 0.5, "prompts": 1}])
@@ -487,5 +487,13 @@ def test_the_last_lines_of_a_run(
     assert [line for line in ending(path).splitlines() if line[0] in "amo"] == [
         "accuracy: 50.0% before, 50.0% best (step 0), 50.0% after (1 prompts)",
         f"model: {path / 'model'}",
-        "overfitting: unknown; no rewards of the same kind, or no interval",
     ]
+
+
+def test_a_run_without_any_reward_says_so(tmp_path: Path) -> None:
+    """Nothing can be said about overfitting."""
+    evals = [{"step": i, "accuracy": 0.0, "ci95": [0.0, 0.1], "prompts": 50} for i in (0, 5)]
+    path = write_run(tmp_path / "run", {}, {"seconds": [1.0] * 5, "reward_mean": [0.0] * 5}, evals)
+    text = ending(path)
+    assert "overfitting" not in text
+    assert "reward 0.0% on the training prompts at the end: nothing was rewarded; read" in text

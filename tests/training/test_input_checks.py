@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
+from gac import cli
 from gac.config import save
 from gac.data import DataError, Example
 from gac.demo.task import make_tokenizer
@@ -16,7 +17,7 @@ from gac.evaluation.config import EvalConfig
 from gac.models.config import ModelConfig
 from gac.rewards import Reward, RewardError, build_reward
 from gac.rollouts.config import VLLMConfig
-from gac.training.check import load_checked
+from gac.training.check import is_evaluation, load_checked
 from gac.training.startup import check_positions, check_tokens
 from gac.training.trainer import Trainer
 from tests.tiny import tiny_config
@@ -139,6 +140,7 @@ def test_what_is_checked_without_the_model(task, tmp_path, monkeypatch):
         "data.demos: 10000 rows",
         "data.sources[0].path: 16 rows",
         "data.sources[1].path: 8 rows",
+        "data.sources[2].path: the folder '$TASK/init:train' exists; its rows were not read",
         "reward: 0.5 for the demonstration of the first row",
         "eval.data.prompts: 8 rows",
         "eval.tasks.more.data.prompts: 16 rows",
@@ -259,3 +261,32 @@ def test_a_reward_in_a_file(tmp_path, monkeypatch):
     (tmp_path / "bad.py").write_text("x = 1\ny = missing\n")
     with pytest.raises(ValueError, match=r"NameError: .*bad\.py, line 2"):
         build_reward("./bad.py:equal")
+
+
+def test_evaluation_files_are_checked(task, tmp_path, capsys):
+    """One with `tasks`, and one with a single task that is given in the command."""
+    file = tmp_path / "eval.yaml"
+    head = f"model: {{path: {task / 'init'}, random_init: true}}\nreward: tests.tiny:digit_reward\n"
+    data = f"data: {{prompts: {task / 'eval.jsonl'}}}"
+    file.write_text(f"{head}tasks: {{a: {{{data}}}}}\n")
+    assert cli.main(["check", str(file)]) == cli.OK
+    assert "tasks.a.data.prompts: 8 rows\nAll checks passed." in capsys.readouterr().out
+    file.write_text(f"{head}eval: {{{data}, max_completion_length: 0}}\n")
+    assert cli.main(["check", str(file)]) == cli.USAGE
+    assert "max_completion_length=0" in capsys.readouterr().err
+    assert cli.main(["check", str(file), "--set", "eval.max_completion_length=5"]) == cli.OK
+    assert "\neval.data.prompts: 8 rows" in capsys.readouterr().out
+    # a typo is that of an evaluation file
+    file.write_text(f"{head}sed: 1\ntasks: {{a: {{{data}}}}}\n")
+    assert cli.main(["check", str(file)]) == cli.USAGE
+    assert "did you mean 'seed'" in capsys.readouterr().err
+    for key in ("data.prompts", "method"):  # of a training run
+        assert not is_evaluation(file, [f"{key}=x"])
+
+
+def test_what_was_not_read_is_said(task, tmp_path):
+    """Nobody asks the Hub whether a dataset exists before a run."""
+    lines = check(task, tmp_path, data={"prompts": "nobody/nothing-of-this-name:train"})
+    (line,) = [line for line in lines if line.startswith("data.prompts: ")]
+    assert "'nobody/nothing-of-this-name:train'" in line
+    assert "the Hub was not asked for it, and no row was read" in line

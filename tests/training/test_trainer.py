@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import gzip
 import io
 import itertools
 import json
@@ -77,8 +78,16 @@ def test_evaluations_of_a_run(finished):
     evaluations = Logbook(finished / "eval.jsonl").read()
     assert [e["step"] for e in evaluations] == [0, 4]  # the start model and the trained model
     keys = {"accuracy", "accuracy/+", "accuracy/-", "response_length", "truncated"}
-    keys |= {"step", "seconds", "ci95", "prompts"}
+    keys |= {"step", "seconds", "ci95", "prompts", "demo_nll"}
     assert all(set(e) == keys for e in evaluations)
+
+
+def test_answers_of_evaluations(finished):
+    for evaluation in Logbook(finished / "eval.jsonl").read():
+        path = finished / "evals" / f"step-{evaluation['step']:08d}.jsonl.gz"
+        with gzip.open(path, "rt") as lines:
+            scores = [json.loads(line)["score"] for line in lines]
+        assert sum(scores) / len(scores) == pytest.approx(evaluation["accuracy"])
 
 
 def test_metrics_of_a_run(finished):
@@ -385,7 +394,7 @@ def test_only_the_main_process_writes_more_than_checkpoints(
         "master_weights": False,
     }
     train(tiny_config(task, tmp_path, steps=1, export=True, model=model))
-    written = {"config.yaml", "metrics.jsonl", "eval.jsonl", "samples.jsonl", "model"}
+    written = {"config.yaml", "metrics.jsonl", "eval.jsonl", "samples.jsonl", "model", "evals"}
     assert ({path.name for path in tmp_path.iterdir()} - {".lock"}) == {
         "checkpoints",
         *(written if main else ()),
