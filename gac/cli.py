@@ -62,14 +62,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             try:
                 return options.run(options)
             except SystemExit as stop:  # from the user's own code
-                from gac.config.imports import location
+                from gac.imports import location
 
                 print(
                     f"gac: the code called sys.exit({stop.code!r}){location(stop)}", file=sys.stderr
                 )
                 return FAILED
     except KeyboardInterrupt as stop:  # by the user, or by the user's own code
-        from gac.config.imports import location
+        from gac.imports import location
 
         detail = f": {stop}" if str(stop) else location(stop)
         print(f"gac: interrupted{detail}; rerun the command to resume", file=sys.stderr)
@@ -339,7 +339,7 @@ COMMANDS["rewards"] = (
     "rows that fail. No model can be expected to pass those rows.",
 )
 def _check_rewards(options: argparse.Namespace) -> int:
-    from gac.config.imports import find_user_code
+    from gac.imports import find_user_code
     from gac.rewards.check import check
 
     _show_log()
@@ -360,7 +360,7 @@ def _check_rewards(options: argparse.Namespace) -> int:
     description="List the methods, or explain the method NAME and its keys.",
 )
 def _methods(options: argparse.Namespace) -> int:
-    from gac.config.imports import find_user_code
+    from gac.imports import find_user_code
 
     name = options.name
     if name is None:

@@ -20,6 +20,8 @@ from typing import SupportsFloat
 FAILED, USAGE = 1, 2
 EXTRAS = {
     "train": {
+        "numpy",
+        "yaml",
         "transformers",
         "tokenizers",
         "huggingface_hub",

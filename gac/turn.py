@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from gac.collectives import rank
-from gac.config.imports import user_code
 from gac.errors import require
+from gac.imports import user_code
 from gac.methods.base import Method
 from gac.types import Evidence, Mix, Observation, State, StepNeeds, TermPair
 from gac_kernels import TokenMoments

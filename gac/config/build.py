@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from gac.errors import ConfigError
 from gac.fields import choice_of, hints_of
+from gac.imports import find_user_code, load_object
 
 from .convert import (
     Override,
@@ -26,7 +27,6 @@ from .convert import (
     unknown_name_message,
 )
 from .early import check_names, reject_inner_key
-from .imports import find_user_code, load_object
 from .yaml_text import read_yaml
 
 T = TypeVar("T")

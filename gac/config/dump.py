@@ -8,8 +8,8 @@ from typing import Any
 
 from gac.errors import ConfigError
 from gac.fields import Choice, choice_of, hints_of
+from gac.imports import import_name
 
-from .imports import import_name
 from .yaml_text import to_yaml
 
 

@@ -187,7 +187,7 @@ def _known_ends(
     template: str | None,
     known: tuple[str, int | None, tuple[int, ...]],
 ) -> Mapping[int, str]:
-    from gac.models.causal_lm import end_of_turn  # not for checks without a tokenizer
+    from gac.models.chat import end_of_turn
 
     _, eos, stops = known
     ends = [end_of_turn(tokenizer, template), eos, *stops]

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from gac.config.imports import load_object, user_code
 from gac.errors import ConfigError, MissingData
 from gac.fields import Checked, Count, Natural, Positive, setting
+from gac.imports import load_object, user_code
 from gac.order import MixedOrder, Order
 
 from .conversations import (

@@ -152,7 +152,7 @@ def cache_path(
     import transformers
     from huggingface_hub.constants import HF_HOME
 
-    from gac.models.causal_lm import end_of_turn
+    from gac.models.chat import end_of_turn
 
     end = end_of_turn(tokenizer)
     named = (options, [*map(str, files)], transformers.__version__, end)

@@ -21,6 +21,7 @@ from gac.models.adapters import (
     untie_adapted,
     untie_if_different,
 )
+from gac.models.chat import end_of_turn
 from gac.models.config import ALL_LINEAR, LoraConfig, ModelConfig
 from gac.models.head import (
     Head,
@@ -45,7 +46,6 @@ __all__ = [
     "apply_training_options",
     "attach_head",
     "check_head",
-    "end_of_turn",
     "load_meta_model",
     "load_model",
     "load_tokenizer",
@@ -260,22 +260,3 @@ def _add_lora(model: Any, config: LoraConfig) -> Any:
             f"model.lora.target_modules={targets!r}: {' '.join(str(error).split())[:200]}; use "
             f"{ALL_LINEAR}, or some of {', '.join(sorted(linear))}"
         ) from error
-
-
-def end_of_turn(tokenizer: PreTrainedTokenizerBase, template: str | None = None) -> int:
-    """The token with which the chat template ends the assistant's turn; EOS if there is none.
-
-    template: another chat template than the tokenizer's.
-    """
-    eos: int = tokenizer.eos_token_id
-    if not (template or getattr(tokenizer, "chat_template", None)):
-        return eos
-    turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
-    try:
-        text = str(tokenizer.apply_chat_template(turns, tokenize=False, chat_template=template))
-    except Exception:  # templates raise errors of their own; `render` reports them
-        return eos
-    _, found, rest = text.rpartition("answer")
-    after = tokenizer(rest, add_special_tokens=False)["input_ids"] if found else []
-    ends = {*tokenizer.all_special_ids} - {tokenizer.unk_token_id}
-    return next((token for token in after if token in ends), eos)

@@ -14,8 +14,8 @@ from numbers import Real
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
-from gac.config.imports import USER_ERRORS, explained, location
 from gac.errors import UserError
+from gac.imports import USER_ERRORS, explained, location
 
 if TYPE_CHECKING:
     from gac.data import Example

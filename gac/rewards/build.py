@@ -10,8 +10,8 @@ from typing import Any, get_args
 
 from gac.config import convert
 from gac.config.convert import did_you_mean
-from gac.config.imports import load_object
 from gac.errors import is_real, require
+from gac.imports import load_object
 
 from .base import CallableReward, OnError, Reward
 from .code import CodeReward

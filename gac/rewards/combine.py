@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from gac.config.imports import USER_ERRORS, explained
 from gac.errors import RunError, is_count
+from gac.imports import USER_ERRORS, explained
 
 from .base import (
     CallableReward,

@@ -17,8 +17,8 @@ from transformers import ContinuousBatchingConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from gac import collectives
-from gac.config.imports import load_object, user_code
 from gac.errors import RunError, UserError, import_extra
+from gac.imports import load_object, user_code
 from gac.models.head import sampling_mode
 from gac.types import Rollout
 

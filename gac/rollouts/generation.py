@@ -16,7 +16,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from gac.collectives import largest
 from gac.errors import ConfigError
-from gac.models.causal_lm import end_of_turn
+from gac.models.chat import end_of_turn
 from gac.models.head import sampling_mode
 from gac.parallel.setup import in_lockstep
 

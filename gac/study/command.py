@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from gac.config import load, read_yaml, save_text
-from gac.config.imports import find_user_code
 from gac.errors import ConfigError, require_counts
 from gac.evaluation.table import align_columns
+from gac.imports import find_user_code
 from gac.report import write_report
 from gac.train_config import TrainConfig
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from gac.config import load_early, read_yaml
-from gac.config.imports import load_object
 from gac.data.examples import (
     DataConfig,
     chat_decision,
@@ -33,6 +32,7 @@ from gac.errors import (
     writable_folder,
 )
 from gac.fields import expanded
+from gac.imports import load_object
 from gac.models.config import ModelConfig
 from gac.models.source import check_model, check_tokenizer, has_chat_template
 from gac.rewards import Reward, build_reward

@@ -9,10 +9,10 @@ from typing import Any
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from gac import collectives
-from gac.config.imports import user_code
 from gac.data import Example, Examples, load_demos, load_prompts
 from gac.data.examples import prompt_order, row_order
 from gac.data.micro_batches import assign_rows, demo_row
+from gac.imports import user_code
 from gac.order import MixedOrder, Order
 from gac.rows import Row
 from gac.train_config import TrainConfig

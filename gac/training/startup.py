@@ -22,11 +22,11 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from gac import collectives
 from gac.collectives import gather, rank, run_on_all_ranks
 from gac.config import dump
-from gac.config.imports import load_object
 from gac.data import Examples
 from gac.errors import ConfigError, RunDirectoryError, RunError
 from gac.evaluation.suite import Job
 from gac.faults import checkpoint
+from gac.imports import load_object
 from gac.models.config import ModelConfig
 from gac.models.pretrained import base_folder
 from gac.rewards import Reward

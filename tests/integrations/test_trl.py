@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402 - after the skips
 
 from gac import ControllerConfig  # noqa: E402 - after the skips
 from gac.demo import task  # noqa: E402 - after the skips
+from gac.imports import load_object  # noqa: E402 - after the skips
 from gac.integrations.demonstrations import row_of  # noqa: E402 - after the skips
 from gac.methods import GAC, METHODS, Constant  # noqa: E402 - after the skips
 from gac.order import Order  # noqa: E402 - after the skips
@@ -74,6 +75,31 @@ def test_step_gradient_matches_plain_torch(
         plain.relative_error(recorder.gradients[0], plain.gradient(reference, expected)) < TOLERANCE
     )
     assert recording.column(trainer, "gac/demo_loss")[0] == pytest.approx(demos.item(), rel=1e-5)
+
+
+def test_the_users_method_of_the_page_runs_in_trl(model: Path, tmp_path: Path):
+    """It needs nothing but the rewards, which the trainer measures."""
+    page = (Path(__file__).parents[2] / "docs" / "extend.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (source,) = (block for block in blocks if "Threshold" in block)
+    (tmp_path / "my_method.py").write_text(source)
+    method = load_object(f"{tmp_path / 'my_method.py'}:Threshold", "method")
+    reached = {}
+    for level in (0.0, 1.0):
+        trainer, _ = trl_task.trained(
+            model, tmp_path / str(level), controller=method(level=level), max_steps=2
+        )
+        reached[level] = recording.column(trainer, "gac/mu")
+        rewards = recording.column(trainer, "reward")
+        assert 0 < rewards[0] < 1
+    assert reached == {0.0: [0.9, 0.1], 1.0: [0.9, 0.9]}
+
+
+def test_a_trainers_rewards_reach_the_method(model: Path, tmp_path: Path):
+    method = METHODS["reward-threshold"](threshold=0.9)
+    trainer, _ = trl_task.trained(model, tmp_path, controller=method, max_steps=2)
+    rewards, mu = (recording.column(trainer, name) for name in ("reward", "gac/mu"))
+    assert mu == pytest.approx([0.9, 0.9 - rewards[0]], rel=1e-6)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

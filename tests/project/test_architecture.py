@@ -14,7 +14,10 @@ LAYERS = ("gac_kernels", "gac", "tools", "bench", "tests")  # each may import th
 # The floors of gac, lowest first. A room (a package or a module) may import the rooms of lower
 # floors, and those before it on its own floor.
 FLOORS = {
-    "words": ("errors", "commands", "types", "order", "fields", "collectives", "config", "rows"),
+    "words": (
+        *("errors", "commands", "types", "order", "fields", "collectives", "imports", "config"),
+        "rows",
+    ),
     "mixing": ("control", "methods", "turn", "mixer"),
     "machines and models": ("parallel", "faults", "models", "sandbox"),
     "data, rewards and rollouts": ("data", "integrations", "rewards", "rollouts", "evaluation"),
@@ -128,6 +131,23 @@ def test_the_floors_of_gac_import_one_way():
 @pytest.mark.parametrize("room", ["methods", "control"])
 def test_methods_and_controller_see_only_the_words_of_a_step(room: str):
     assert rooms()[room] <= METHODS_SEE
+
+
+WITHOUT_A_TRAINER = {*FLOORS["words"], *FLOORS["mixing"], "data", "models", "integrations"}
+
+
+@pytest.mark.parametrize("name", ["trl", "verl", "trinity", "swift"])
+def test_an_adapter_reaches_no_trainer(name: str):
+    """Also where the other trainer is not installed."""
+    edges = graph("gac")
+    reached: set[str] = set()
+    new = {f"gac.integrations.{name}"}
+    while new:
+        reached |= new
+        # importing a module imports its packages first
+        packages = {module.rpartition(".")[0] for module in new} - {""}
+        new = (packages | set().union(*(edges.get(module, set()) for module in new))) - reached
+    assert {module.split(".")[1] for module in reached - {"gac"}} <= WITHOUT_A_TRAINER
 
 
 def test_no_circular_imports():

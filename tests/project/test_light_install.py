@@ -1,5 +1,6 @@
-"""A minimal install (torch, triton, numpy, PyYAML): imports, commands and errors for extras."""
+"""A minimal install (torch and triton): imports, commands and errors for extras."""
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -10,28 +11,30 @@ from pathlib import Path
 import pytest
 
 from gac.errors import EXTRAS, MissingExtra, explain_missing_extra
+from tests.project.test_architecture import FLOORS, WITHOUT_A_TRAINER
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-# Makes every package from an extra look as if it were not installed.
-BLOCKER = f"""
+EVERY_EXTRA = set().union(*EXTRAS.values())
+# Makes packages look as if they were not installed.
+BLOCKER = """
 import sys
-BLOCKED = {set().union(*EXTRAS.values())!r}
+BLOCKED = {blocked!r}
 class Blocker:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in BLOCKED:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+            raise ModuleNotFoundError("No module named " + repr(name), name=name)
 sys.meta_path.insert(0, Blocker())
 """
 IMPORTS = """
 import importlib, pkgutil
 import gac, gac_kernels, gac_kernels.inspect
-from gac import ControllerConfig, GuidedController, mu_star, mu_star_biased
-for name in ("config", "control", "data", "errors", "methods", "report", "rewards"):
+from gac import ControllerConfig, GuidedController, Mixer, mu_star, mu_star_biased
+for name in ("control", "methods"):
     package = importlib.import_module(f"gac.{name}")
-    for module in pkgutil.walk_packages(getattr(package, "__path__", []), f"gac.{name}."):
+    for module in pkgutil.walk_packages(package.__path__, f"gac.{name}."):
         importlib.import_module(module.name)
-import gac.mixer
+Mixer(rows=4, batch=2)
 for module in pkgutil.walk_packages(gac_kernels.__path__, "gac_kernels."):
     # C libraries, and heads, which need their trainer: tests/heads/test_imports.py
     if not module.name.startswith(tuple(f"gac_kernels.{x}" for x in ("_native", "_cuda", "heads"))):
@@ -64,12 +67,11 @@ def test_importing_the_kernels_loads_few_modules_and_needs_only_torch():
     assert int(count) < 25
 
 
-def run_without_extras(
-    code: str, *arguments: str, **environment: str
-) -> subprocess.CompletedProcess[str]:
+def run_without(blocked: set[str], code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `code` in a process in which the packages `blocked` are not installed."""
     return subprocess.run(
-        [sys.executable, "-c", BLOCKER + code, *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        [sys.executable, "-c", BLOCKER.format(blocked=blocked) + code, *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=120,
@@ -83,28 +85,63 @@ for command in sys.argv[1:]:
 """
 
 
-def test_what_needs_only_four_packages_and_what_names_its_extra():
+def test_what_needs_only_torch_and_triton_and_what_names_its_extra():
     examples = ROOT / "examples"
     commands = f"train {examples}/gsm8k.yaml", f"eval {examples}/eval/gsm8k.yaml", "methods gac"
-    done = run_without_extras(IMPORTS + COMMANDS, *commands)
+    blocked = EVERY_EXTRA - {"numpy"}  # triton imports it
+    done = run_without(blocked, IMPORTS + COMMANDS, *commands)
     assert done.returncode == 0, done.stderr
-    mu, loaded, *codes, method = done.stdout.split("\n", 4)
+    mu, loaded, *codes = done.stdout.splitlines()
     assert 0 <= float(mu) <= 1
-    assert not set(loaded.split()) & set().union(*EXTRAS.values())
+    assert not set(loaded.split()) & blocked
     pattern = r"gac: .*extra train \(\w+\): pip install 'gac-kernels\[train\]'"
     lines = done.stderr.splitlines()
-    assert len(lines) == 2, done.stderr
+    assert len(lines) == 3, done.stderr
     assert all(re.fullmatch(pattern, line) for line in lines), done.stderr
-    assert codes == ["2", "2"]
-    assert method.endswith("\n0\n")
-    assert "method.ema_decay" in method
+    assert codes == ["2", "2", "2"]
+
+
+ROOMS_OF = """
+import sys
+{statement}
+print("rooms", *sorted({{name.split(".")[1] for name in sys.modules if name.startswith("gac.")}}))
+"""
+
+
+def rooms_after(statement: str, blocked: set[str]) -> set[str]:
+    """The rooms of gac that a new process has loaded after `statement`."""
+    done = run_without(blocked, ROOMS_OF.format(statement=statement))
+    assert done.returncode == 0, done.stderr
+    return {*done.stdout.splitlines()[-1].split()[1:]}
+
+
+def test_importing_gac_loads_none_of_its_rooms():
+    assert rooms_after("import gac", EVERY_EXTRA) == set()
+
+
+@pytest.mark.parametrize("name", ["Mixer", "GuidedController"])
+def test_mu_is_decided_without_a_trainer(name: str):
+    """Neither our trainer nor the packages of its extra are needed."""
+    allowed = {*FLOORS["words"], *FLOORS["mixing"]} - {"commands", "config", "rows"}
+    assert rooms_after(f"from gac import {name}; {name}", EVERY_EXTRA) <= allowed
+
+
+@pytest.mark.slow(reason="imports another trainer")
+@pytest.mark.parametrize("name", ["trl", "verl", "trinity", "swift"])
+def test_an_adapter_loads_no_trainer_of_ours(name: str):
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"{name} is not installed")
+    rooms = rooms_after(f"import gac.integrations.{name}", set())
+    assert "mixer" in rooms
+    assert rooms <= WITHOUT_A_TRAINER
 
 
 def test_extras_match_pyproject():
     def names(requirements: list[str]) -> set[str]:
-        return {re.split(r"[^\w-]", text)[0].replace("-", "_") for text in requirements}
+        listed = {re.split(r"[^\w-]", text)[0].replace("-", "_") for text in requirements}
+        return {"yaml" if name == "pyyaml" else name for name in listed}
 
-    assert names(PROJECT["dependencies"]) == {"torch", "triton", "numpy", "pyyaml"}
+    assert names(PROJECT["dependencies"]) == {"torch", "triton", "numpy"}
     for extra, packages in EXTRAS.items():
         listed = names(PROJECT["optional-dependencies"][extra])
         assert listed <= packages

@@ -1,11 +1,13 @@
-"""Build the sdist and the wheel, install the wheel into a fresh environment, and train there."""
+"""Build the sdist and the wheel, install the wheel into fresh environments, and use it there."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -103,3 +105,71 @@ def test_packages_install_and_train_outside_the_checkout(tmp_path, mode):
     assert "report.html" in output
     assert (tmp_path / "run" / "report.html").is_file()
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+ALONE = """
+import torch
+import gac, gac_kernels.heads
+from gac import GuidedController, Mixer
+from gac_kernels import fused_gac_loss
+out = fused_gac_loss(torch.randn(2, 3, 7, requires_grad=True), torch.ones(2, 3, dtype=torch.long),
+                     torch.tensor([1.0, 0.0]), torch.tensor([False, True]), mu=0.5)
+out.loss.backward()
+mixer = Mixer(rows=4, batch=2)
+mixer.observe(out.moments)
+mixer.close()
+print(gac.__file__)
+print(0 <= GuidedController().update(out.moments.signals(), 0.1) <= 1)
+"""
+HIDDEN = """
+import importlib.util
+print(*(name for name in ("yaml", "transformers", "trl") if importlib.util.find_spec(name)))
+"""
+
+
+def distributions_of(*names: str) -> set[str]:
+    """The installed distributions `names`, with all that they require."""
+    found: set[str] = set()
+    new = {*names}
+    while new:
+        name = new.pop()
+        try:
+            requirements = metadata.requires(name) or []
+        except metadata.PackageNotFoundError:
+            continue  # for another platform
+        found.add(name)
+        plain = [text for text in requirements if "extra ==" not in text]
+        new |= {re.split(r"[^\w.-]", text)[0] for text in plain} - found
+    return found
+
+
+def environment_of(folder: Path, *names: str) -> Path:
+    """The Python of a new environment that has only the distributions `names` and their own."""
+    run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
+    packages = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder)}))
+    for name in distributions_of(*names):
+        distribution = metadata.distribution(name)
+        for top in {file.parts[0] for file in distribution.files or []} - {"..", "__pycache__"}:
+            link = packages / top
+            if not link.exists():
+                link.symlink_to(str(distribution.locate_file(top)))
+    return folder / "bin" / "python"
+
+
+@pytest.mark.full(reason="builds a package")
+def test_the_wheel_needs_only_torch_and_triton(tmp_path):
+    _, wheel = build_packages(tmp_path, "0")
+    python = environment_of(tmp_path / "alone", "torch", "triton", "numpy")
+    assert run(python, "-c", HIDDEN, cwd=tmp_path).split() == []
+    # without an index, pip fails if a dependency is missing
+    pip = (sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-index")
+    run(*pip, wheel, cwd=tmp_path)
+    location, decided = run(python, "-c", ALONE, cwd=tmp_path).splitlines()
+    assert Path(location).is_relative_to(tmp_path / "alone")
+    assert decided == "True"
+    (tmp_path / "run.yaml").write_text("steps: 2\n")
+    command = [python.with_name("gac"), "train", "run.yaml"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "needs the extra train (yaml): pip install 'gac-kernels[train]'" in line

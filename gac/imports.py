@@ -15,7 +15,7 @@ from typing import Any
 
 from gac.errors import ConfigError, RunError, UserError
 
-OWN = f"{Path(__file__).parents[1]}/"  # frames of this package are not the user's
+OWN = f"{Path(__file__).parent}/"  # frames of this package are not the user's
 USER_ERRORS = Exception, SystemExit, GeneratorExit  # what user code may raise, and a run survives
 _names: dict[int, tuple[object, str]] = {}  # an imported object by its id, and its name
 
