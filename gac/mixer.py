@@ -27,7 +27,9 @@ MEASURED = StepNeeds(kl=True, signals=True)
 """What every trainer measures that has the log-probabilities of its rollouts and demonstrations."""
 CHECKED_STEPS = 1000  # the first steps, whose needs are checked at the start
 COMPLETIONS = 8  # rollouts per prompt that are assumed for `Method.sampling`
-NEEDS = {  # what each of the other needs is
+NEEDS = {  # what each need is
+    "kl": "the KL to the reference policy",
+    "signals": "the controller's signals",
     "parts": "separate gradients of the two terms",
     "bias": "gradients without phi and without clipping",
     "average": "moving averages of the gradients",
@@ -60,8 +62,8 @@ class Mixer:
         rows: number of available demonstrations.
         batch: demonstrations per optimizer step, over all ranks.
         seed: seed of the order of the demonstrations.
-        measures: what the trainer measures, in addition to `MEASURED`: with `rewards`, it calls
-            `observe_rewards`.
+        measures: what the trainer measures. One that calls `observe_rewards` in every step passes
+            `MEASURED._replace(rewards=True)`.
 
     Raises:
         ValueError: the method needs something that the trainer does not measure, or an argument is
@@ -342,7 +344,7 @@ def _unmeasured(needs: StepNeeds, measures: StepNeeds) -> str:
     """The first need that the trainer does not measure; "" if there is none."""
     for key, meaning in NEEDS.items():
         need, given = getattr(needs, key), getattr(measures, key)
-        if need and not given:
+        if need and not given and not (key == "kl" and needs.kl_optional):
             return f"{meaning} ({key}={need!r})"
     return ""
 

@@ -226,6 +226,7 @@ def test_a_method_is_accepted_if_the_trainer_measures_what_it_needs():
         return names
 
     assert accepted(MEASURED) == {*ONLY_LOGPS}
+    assert accepted(MEASURED._replace(kl=False)) == {*ONLY_LOGPS} - {"kl-ctrl"}
     assert accepted(MEASURED._replace(rewards=True)) == {*ONLY_LOGPS, *WITH_REWARDS}
 
 
