@@ -9,6 +9,7 @@ import pickle
 import subprocess
 import sys
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -69,7 +70,8 @@ def test_published_rows_grade_programs(tmp_path, monkeypatch):
     run, _ = convert(tmp_path, rows)
     monkeypatch.setenv("GAC_DATA", str(tmp_path))
     config = load(EvalConfig, FOLDER / "livecodebench.yaml")
-    examples = load_prompts(config.tasks["livecodebench"].data, make_tokenizer())
+    data = replace(config.tasks["livecodebench"].data, chat=False)  # this tokenizer has no template
+    examples = load_prompts(data, make_tokenizer())
     assert [e.id for e in examples] == ["q1", "q2", "q3"]
     assert "standard input" in examples[0].prompt_text
     assert "def joined(self, xs: List, x):" in examples[1].prompt_text
