@@ -492,3 +492,25 @@ def test_stop_strings_are_one_token() -> None:
     assert stop_tokens(words, ("2", "0")) == [words.eos_token_id, words.pad_token_id, 5, 3]
     with pytest.raises(ConfigError, match="stop='20' is 2 tokens"):
         stop_tokens(words, ("2", "20"))
+
+
+def test_the_head_multiplies_contiguous_rows_in_sampling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a slice of the prompt's hidden states, oneDNN's bfloat16 product is 300 times slower."""
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **TINY)).save_pretrained(
+        tmp_path
+    )
+    model = load_model(ModelConfig(path=str(tmp_path), dtype="bfloat16"))
+    head_module, inputs = model.get_output_embeddings(), []
+    linear = torch.nn.functional.linear
+
+    def recorded(hidden: torch.Tensor, weight: torch.Tensor, *bias: torch.Tensor) -> torch.Tensor:
+        if weight is head_module.weight:
+            inputs.append(hidden)
+        return linear(hidden, weight, *bias)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", recorded)
+    model(torch.zeros(3, 5, dtype=torch.long), logits_to_keep=1)
+    assert [x.shape for x in inputs] == [(3, 1, 16)]
+    assert inputs[0].is_contiguous()
