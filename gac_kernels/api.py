@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from . import checks, loss, ops, reference
+from .candidates import CandidateLogprobs, candidate_loss
 from .contract import DivergenceOutput, LossOutput, LossSpec, TokenLossOutput, compute_dtype
 from .divergence import DivergenceSpec, divergence_loss
 from .filter import FilterReport, GradientFilter
@@ -165,6 +166,8 @@ def _logprobs(
     *options: Any,  # of `operands`, from temperature on
 ) -> tuple[Tensor, ...]:
     """Compute the results of a log-prob function."""
+    if name == "hidden" and checks.has_candidates(rows[0], targets):
+        return _candidate_logprobs(rows, targets, outputs, *options)
     checks.row_tensor(name, rows[0], targets)
     checks.outputs(outputs)
     op, more_outputs = checks.operands(*rows, targets, *options), len(outputs) > 0
@@ -175,6 +178,25 @@ def _logprobs(
         logps, entropy, *extra = TokenLogprobs.apply(*op[:3], op, more_outputs)
     flat = logps, entropy, *reference.select_outputs(extra, outputs)
     return tuple(x.view(targets.shape) for x in flat)
+
+
+@torch._disable_dynamo  # unlike torch.compiler.disable, imports no compiler until it is called
+def _candidate_logprobs(
+    rows: tuple[Tensor, Tensor | None, Tensor | None],  # hidden states, weight and bias
+    targets: Tensor,  # [B, T, K] or [N, K]
+    outputs: Sequence[str],
+    *options: Any,  # of `operands`, from temperature on
+) -> tuple[Tensor, ...]:
+    """Compute the results of `linear_token_logprobs` for K targets per token."""
+    first, ids = checks.candidates(rows[0], targets)
+    checks.outputs(outputs)
+    op = checks.operands(*rows, first, *options)
+    checks.no_filter(op.filter)
+    checks.values(targets, op.vocabulary)
+    logps, *others = CandidateLogprobs.apply(*op[:3], op, ids, len(outputs) > 0)
+    entropy, *extra = others
+    flat = entropy, *reference.select_outputs(extra, outputs)
+    return logps.view(targets.shape), *(x.view(first.shape) for x in flat)
 
 
 def fused_linear_gac_loss(
@@ -279,9 +301,13 @@ def linear_token_logprobs(
     Args:
         hidden: [B, T, H] or [N, H]; float32, bfloat16 or float16, rows of any stride.
         weight: [V, H], same dtype as hidden; under autocast, any float dtype except float64.
-        targets: int64 [B, T] or [N]; -100 gives 0 and no gradient.
+        targets: int64 [B, T] or [N]; -100 gives 0 and no gradient. Or K targets per token,
+            [B, T, K] or [N, K], at the same cost: `logps` then has their shape, and the other
+            results are per token. A token whose first target is -100 has no loss; a later -100
+            means fewer than K targets. Under torch.compile, K targets break the graph once.
         bias: [V], or None.
-        chunk_bytes, gradient_filter: as in `fused_linear_gac_loss`, without a report.
+        chunk_bytes, gradient_filter: as in `fused_linear_gac_loss`, without a report. K targets
+            exclude a filter.
     """
     options = temperature, logit_scale, softcap, backend, chunk_bytes, gradient_filter
     return _logprobs("hidden", (hidden, weight, bias), targets, outputs, *options)
@@ -322,7 +348,12 @@ def fused_linear_token_loss(
             (float64 for float64 operands) and differentiable; the others are detached. It must not
             couple tokens of different sequences or depend on which tokens share a block, and no
             gradient flows to tensors that it captures.
-        inputs: tensors of any dtype, each like targets, cut to the same tokens.
+        targets: int64 [B, T] or [N], -100 for no loss. Or K targets per token, [B, T, K] or [N, K],
+            at the same cost: `token_loss` sees `logps` [M, K], e.g. of a teacher's K likeliest
+            tokens. A token whose first target is -100 has no loss; a later -100 means fewer than K
+            targets: its log-prob is 0 without gradient. K targets exclude a filter.
+        inputs: tensors of any dtype, each like targets, cut to the same tokens; with K targets,
+            [.., K] or one number per token.
 
     Returns:
         `TokenLossOutput(loss, losses, logps, entropy, *outputs)`: `loss` is the sum of the losses,
@@ -332,17 +363,26 @@ def fused_linear_token_loss(
         ValueError: one of `inputs` has another shape or requires a gradient, or `token_loss`
             returns another shape.
     """
-    checks.row_tensor("hidden", hidden, targets)
+    tokens, ids = targets, None
+    if checks.has_candidates(hidden, targets):
+        tokens, ids = checks.candidates(hidden, targets)
+    else:
+        checks.row_tensor("hidden", hidden, targets)
     checks.outputs(outputs)
-    checks.token_inputs(token_loss, inputs, targets)
+    checks.token_inputs(token_loss, inputs, targets, tokens)
     options = temperature, logit_scale, softcap, backend, chunk_bytes, gradient_filter
-    op = checks.operands(hidden, weight, bias, targets, *options)
+    op = checks.operands(hidden, weight, bias, tokens, *options)
     checks.values(targets, weight.shape[0])
-    arguments = token_loss, [x.reshape(-1) for x in inputs], outputs, NeedsGrad.of(*op[:3])
+    flat_inputs = [x.reshape(tokens.numel(), *x.shape[tokens.dim() :]) for x in inputs]
+    arguments = token_loss, flat_inputs, outputs, NeedsGrad.of(*op[:3])
     others: list[Any] = []
-    total = Fused.apply(*op[:3], op, loss.token_loss, arguments, others)
+    if ids is None:
+        total = Fused.apply(*op[:3], op, loss.token_loss, arguments, others)
+    else:
+        checks.no_filter(op.filter)
+        total = Fused.apply(*op[:3], op, candidate_loss, (ids, *arguments), others)
     *flat, report = others
-    values = [total, *(x.view(targets.shape) for x in flat)]
+    values = [total, *(x.reshape(*tokens.shape, *x.shape[1:]) for x in flat)]
     if report is not None:
         values, outputs = [*values, FilterReport(*report)], (*outputs, "filter")
     return TokenLossOutput.named(values, outputs)

@@ -198,13 +198,44 @@ def temperature_tensor(name: str, value: Tensor, targets: Tensor, sequences: int
         in_range(name, value, targets)
 
 
-def token_inputs(function: object, inputs: Sequence[Tensor], targets: Tensor) -> None:
-    """Check the arguments of `fused_linear_token_loss` that concern the user's function."""
+def has_candidates(hidden: Tensor, targets: Tensor) -> bool:
+    """Whether there are K targets per token: [B, T, K] for [B, T, H], or [N, K] for [N, H]."""
+    tensor("hidden", hidden)
+    tensor("targets", targets, "int64", torch.int64)
+    return targets.dim() == hidden.dim()
+
+
+def candidates(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Check K targets per token; return the first of each, shaped like the tokens, and all [N, K].
+
+    A token whose first target is IGNORE has no others.
+    """
+    if targets.shape[-1] == 0:
+        raise ValueError(f"targets has shape {list(targets.shape)}: give at least one target")
+    first = targets[..., 0].contiguous()
+    row_tensor("hidden", hidden, first)
+    ids = targets.detach().reshape(-1, targets.shape[-1])
+    return first, ids.masked_fill(ids[:, :1] == IGNORE, IGNORE)
+
+
+def no_filter(chosen: GradientFilter | None) -> None:
+    """Refuse a gradient filter with K targets."""
+    if chosen is not None:
+        raise ValueError("gradient_filter is given with K targets per token: omit one of the two")
+
+
+def token_inputs(
+    function: object, inputs: Sequence[Tensor], targets: Tensor, tokens: Tensor
+) -> None:
+    """Check the arguments of `fused_linear_token_loss` that concern the user's function.
+
+    tokens: a tensor with one element per token, unlike targets [.., K].
+    """
     if not callable(function):
         raise TypeError(f"token_loss is a {type(function).__name__}: use a function")
     for i, value in enumerate(inputs):
         tensor(f"inputs[{i}]", value)
-        shape(f"inputs[{i}]", value, tuple(targets.shape))
+        shape(f"inputs[{i}]", value, *dict.fromkeys((tuple(targets.shape), tuple(tokens.shape))))
         same_device(f"inputs[{i}]", value, targets)
         if value.requires_grad:
             raise ValueError(

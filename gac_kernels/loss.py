@@ -194,9 +194,12 @@ def token_loss(
             *rows, temperature, op.softcap, more_outputs
         )
         columns = *(x[span] for x in inputs), *select_outputs(extra, outputs)
-        losses, upstream = differentiate(function, logps, entropy, columns, block.out is not None)
+        losses, derivatives = differentiate(
+            function, logps, entropy, columns, block.out is not None
+        )
         torch.stack([losses, logps, entropy, *extra], out=results[:, span])
-        if upstream is not None:
+        if derivatives is not None:
+            upstream = torch.stack(derivatives)
             nonzero[span] = (upstream != 0).any(0)
             if inv_scale is not None:
                 size = (upstream / temperature).abs()
@@ -215,28 +218,30 @@ def token_loss(
 
 def differentiate(
     function: Callable[..., Tensor],
-    logps: Tensor,
-    entropy: Tensor,
+    logps: Tensor,  # [M], or [M, K]
+    entropy: Tensor,  # [M]
     columns: Sequence[Tensor],
     need_gradient: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """The user's losses [M] and, if needed, their derivatives in logps and entropy [2, M]."""
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """The user's losses [M] and, if needed, their derivatives in logps and entropy."""
     with torch.enable_grad() if need_gradient else torch.no_grad():
         leaves = [x.detach().requires_grad_(need_gradient) for x in (logps, entropy)]
         losses = function(*leaves, *columns)
         kind = list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
-        if kind != list(logps.shape):
+        if kind != list(entropy.shape):
             raise ValueError(
                 f"token_loss returned {kind}: return one loss per token, a tensor of shape "
-                f"{list(logps.shape)}"
+                f"{list(entropy.shape)}"
             )
         upstream = None
         if losses.requires_grad:
             total = losses.sum()
-            parts = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
-            upstream = torch.stack(parts)
+            d_logps, d_entropy = torch.autograd.grad(
+                total, leaves, allow_unused=True, materialize_grads=True
+            )
+            upstream = d_logps, d_entropy
         elif need_gradient:  # a loss that depends on neither
-            upstream = logps.new_zeros(2, len(logps))
+            upstream = torch.zeros_like(logps), torch.zeros_like(entropy)
     return losses.detach().to(logps.dtype), upstream
 
 

@@ -390,7 +390,23 @@ def linear_token_logprobs(
     **keywords: Any,
 ) -> tuple[Tensor, ...]:
     """See `gac_kernels.linear_token_logprobs`; materializes all [N, V] logits."""
-    return token_logprobs(linear_logits(hidden, weight, bias), targets, **keywords)
+    logits = linear_logits(hidden, weight, bias)
+    if targets.dim() == hidden.dim():  # K targets per token
+        return candidate_logprobs(logits, targets, **keywords)
+    return token_logprobs(logits, targets, **keywords)
+
+
+def candidate_logprobs(
+    logits: Tensor, targets: Tensor, *, outputs: Sequence[str] = (), **keywords: Any
+) -> tuple[Tensor, ...]:
+    """`token_logprobs` of K targets per token, [.., K]; the other outputs are of the first."""
+    first = targets[..., 0]
+    _, *others = token_logprobs(logits, first, outputs=outputs, **keywords)
+    columns = [
+        token_logprobs(logits, ids.where(first != IGNORE, IGNORE), **keywords)[0]
+        for ids in targets.unbind(-1)
+    ]
+    return torch.stack(columns, -1), *others
 
 
 def fused_linear_token_loss(
@@ -407,9 +423,9 @@ def fused_linear_token_loss(
     Returns (loss, losses, logps, entropy, *outputs).
     """
     stats = linear_token_logprobs(hidden, weight, targets, outputs=outputs, **keywords)
-    live = targets != IGNORE
+    live = (targets if targets.dim() < hidden.dim() else targets[..., 0]) != IGNORE
     losses = token_loss(*(x[live] for x in (*stats[:2], *inputs, *stats[2:])))
-    spread = torch.zeros_like(stats[0]).masked_scatter(live, losses.detach().to(stats[0].dtype))
+    spread = torch.zeros_like(stats[1]).masked_scatter(live, losses.detach().to(stats[1].dtype))
     return losses.sum(), spread, *(x.detach() for x in stats)
 
 
