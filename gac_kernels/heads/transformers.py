@@ -360,10 +360,11 @@ def _fused_loss(
     handle = logits.terms[0][1].__dict__[HANDLE]
     handle.problem = None
     if shift_labels is None:
-        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        shift_labels = nn.functional.pad(labels, (-1, 1), value=ignore_index)
     targets = shift_labels.to(hidden.device).reshape(hidden.shape[:-1])
-    targets = torch.where(targets == ignore_index, IGNORE, targets)
-    norm = (targets != IGNORE).sum() if num_items_in_batch is None else num_items_in_batch
+    if ignore_index != IGNORE:
+        targets = targets.masked_fill(targets == ignore_index, IGNORE)
+    norm = num_items_in_batch  # None: the number of labels of this call
     norm = norm.to(hidden.device) if isinstance(norm, Tensor) else norm
     with logits.precision():
         scaling |= {"demo_norm": norm, "moments": False, "spec": LABELS}
