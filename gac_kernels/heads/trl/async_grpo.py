@@ -77,7 +77,7 @@ class FusedAsyncGRPOTrainer(AsyncGRPOTrainer):
                 x.new_zeros(count + 1).index_put((places,), x.detach())[:count]
                 for x in (out.logps, out.entropy)
             )
-            labeled = max(count, 1) if compact else scored[0].sum().clamp(min=1)
+            labeled = None if compact else scored[0].sum().clamp(min=1)
             return HeadOutputs(with_gradient(logps, out.loss, labeled), entropy)
 
         def forward(**model_inputs: Any) -> Any:

@@ -67,11 +67,11 @@ class FusedLoss:
         return self._packed(inputs)
 
     def _packed(self, inputs: HeadInputs) -> HeadOutputs:
-        count, targets = len(inputs.hidden), inputs.targets
-        index = self.scored.flatten().nonzero_static(size=count).squeeze(1)
-        lengths = self.scored.sum(1)
-        offsets = lengths.new_zeros(len(lengths) + 1)
-        torch.cumsum(lengths, 0, out=offsets[1:])
+        (rows, length), targets = self.scored.shape, inputs.targets
+        index = self.scored.flatten().nonzero_static(size=len(targets)).squeeze(1)
+        width = max(length, 1)
+        starts = torch.arange(0, (rows + 1) * width, width, device=index.device)
+        offsets = torch.searchsorted(index, starts)  # scored tokens before each row, and of all
 
         def packed(x: Tensor) -> Tensor:
             return x.reshape(-1).index_select(0, index)
@@ -83,7 +83,7 @@ class FusedLoss:
             for name, x in self.keywords.items()
         }
         out = self._loss(inputs, inputs.hidden, targets, cu_seqlens=offsets, **keywords)
-        return HeadOutputs(with_gradient(out.logps, out.loss, max(count, 1)), out.entropy)
+        return HeadOutputs(with_gradient(out.logps, out.loss), out.entropy)
 
     def _padded(self, inputs: HeadInputs) -> HeadOutputs:
         (rows, length), size = self.scored.shape, inputs.hidden.shape[-1]

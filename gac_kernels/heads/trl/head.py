@@ -79,17 +79,24 @@ def installed() -> contextlib.AbstractContextManager[Any]:
 
 class _WithGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, loss: Tensor, count: int | Tensor) -> Tensor:
+    def forward(ctx: Any, values: Tensor, loss: Tensor, count: Tensor | None) -> Tensor:
         ctx.count = count
         return values.view_as(values)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        return grad, (grad.sum() / ctx.count if grad.dim() else grad), None
+        if grad.dim() == 0:
+            return grad, grad, None
+        if ctx.count is not None:
+            return grad, grad.sum() / ctx.count, None
+        return grad, grad.mean() if grad.numel() else grad.sum(), None
 
 
-def with_gradient(values: Tensor, loss: Tensor, count: int | Tensor = 1) -> Tensor:
-    """`values` unchanged; the sum of `count` of them has, in addition, the gradient of `loss`."""
+def with_gradient(values: Tensor, loss: Tensor, count: Tensor | None = None) -> Tensor:
+    """`values` unchanged; their sum has, in addition, the gradient of `loss`.
+
+    count: 0-d, how many of them the sum includes; None: all.
+    """
     return _WithGradient.apply(values, loss, count)
 
 
