@@ -40,9 +40,10 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Con
 from gac.data import DataConfig, load_prompts
 from gac.demo.task import make_tokenizer
 from gac.faults import checkpoint
-from gac.models.causal_lm import check_head, load_model, load_tokenizer, make_model
+from gac.models.causal_lm import load_model, load_tokenizer, make_model
 from gac.models.config import ModelConfig
-from gac.parallel import setup
+from gac.models.head import check_head
+from gac.parallel import process_group, sharding
 from gac.parallel.config import ParallelConfig
 from gac.training.export import export_checkpoint
 
@@ -87,10 +88,10 @@ def peak(work: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
 
 def start(config: ModelConfig, accelerator: Accelerator, mode: str) -> nn.Module:
     """Load the model and shard it: after loading (mode "full") or while loading ("sharded")."""
-    loading = setup.sharded_loading(accelerator, SHARDED)
+    loading = sharding.sharded_loading(accelerator, SHARDED)
     if mode == "full":
-        return setup.prepare(load_model(config), accelerator, SHARDED, None, loading)
-    return setup.prepare(make_model(config, 0, loading), accelerator, SHARDED, None, loading)
+        return sharding.prepare(load_model(config), accelerator, SHARDED, None, loading)
+    return sharding.prepare(make_model(config, 0, loading), accelerator, SHARDED, None, loading)
 
 
 def export_full(config: ModelConfig, path: Path, out: Path) -> None:
@@ -108,7 +109,7 @@ def memory(job: dict[str, Any], accelerator: Accelerator) -> dict[str, Any]:
     model, started = peak(lambda: start(config, accelerator, job["mode"]))
     total = sum(p.numel() * p.element_size() for p in model.parameters()) / 2**20
     _, first = peak(lambda: check_head(model))  # gathers layer by layer, like every forward pass
-    setup.reshard(model)
+    sharding.reshard(model)
     path = checkpoint.save(folder / "run", 1, model, torch.optim.SGD(model.parameters()), {})
     exported = None
     if accelerator.is_main_process:  # the other ranks wait, as in a run
@@ -127,7 +128,7 @@ def saving(job: dict[str, Any], accelerator: Accelerator) -> dict[str, Any]:
     """
     model = start(ModelConfig(path=job["base"]), accelerator, "sharded")
     check_head(model)
-    setup.reshard(model)  # gathered parameters are different objects
+    sharding.reshard(model)  # gathered parameters are different objects
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     ids = torch.arange(64)[None] % 16
     save_group = dist.new_group(backend="gloo")  # the steps' collectives continue during the save
@@ -213,7 +214,7 @@ def loading(job: dict[str, Any], accelerator: Accelerator) -> dict[str, Any]:
 def worker(job: dict[str, Any]) -> None:
     """Run one rank of a job."""
     torch.set_num_threads(1)
-    accelerator = setup.make_accelerator(SHARDED, (), job["folder"])
+    accelerator = process_group.make_accelerator(SHARDED, (), job["folder"])
     works = {"saving": saving, "memory": memory, "loading": loading}
     result = works[job["work"]](job, accelerator)
     path = Path(job["folder"]) / f"rank-{accelerator.process_index}.json"

@@ -27,7 +27,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from gac.parallel import setup
+from gac.parallel import process_group
 from gac.study import runs
 
 DEADLINE = 480.0  # timeout in seconds for a process in a test
@@ -179,7 +179,7 @@ def _child(
         result = Failed(error)
     pipe.send_bytes(pickle.dumps(result))
     if not isinstance(result, Failed):
-        setup.wait_for_others()
+        process_group.wait_for_others()
     if dist.is_initialized():
         dist.destroy_process_group()
     os._exit(0)

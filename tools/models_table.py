@@ -33,7 +33,7 @@ from gac.data import Example
 from gac.demo.task import make_tokenizer, write_rows
 from gac.errors import UserError
 from gac.evaluation.table import markdown_table
-from gac.parallel import setup
+from gac.parallel import process_group
 from gac.train_config import TrainConfig
 from gac.training.trainer import train
 from gac_kernels.heads.transformers import fuse
@@ -247,7 +247,7 @@ def _one_process_group(enabled: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        setup.leave()
+        process_group.leave()
 
 
 class _Messages(logging.Handler):

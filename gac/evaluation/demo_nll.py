@@ -10,7 +10,8 @@ import torch
 from gac import collectives
 from gac.data import Example
 from gac.data.micro_batches import demo_row
-from gac.models.head import run_head, sampling_mode
+from gac.models.head import run_head
+from gac.models.sampling_mode import sampling_mode
 from gac.rows import Row, collate
 
 TOKENS = 4096  # tokens per forward, padding included

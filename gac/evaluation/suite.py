@@ -30,7 +30,8 @@ from gac.config import dump, save_text
 from gac.data import Examples, load_prompts
 from gac.errors import ConfigError, value_errors_as, writable_folder
 from gac.models.causal_lm import load_model, load_tokenizer
-from gac.parallel import setup
+from gac.parallel import process_group
+from gac.parallel.config import ParallelConfig
 from gac.parallel.run_lock import run_lock
 from gac.rewards import Reward, build_reward, closing_reward
 from gac.rollouts.config import RolloutConfig
@@ -107,7 +108,7 @@ def _run_suite(
 ) -> dict[str, Any]:
     """Run the unfinished tasks, then compare the answers of all tasks with those in `other`."""
     writable_folder("out", out)
-    accelerator = setup.make_accelerator(setup.ParallelConfig(), (), str(out))
+    accelerator = process_group.make_accelerator(ParallelConfig(), (), str(out))
     # a slow rank must not read results that this run has written
     resume = functools.partial(_resume, config, out) if collectives.rank() == 0 else tuple
     results, answers = collectives.gather(collectives.run_on_all_ranks(resume))[0]
@@ -137,7 +138,7 @@ def _run_suite(
             if name in other:
                 row["against"] = _compare(name, answers[name], other[name], against)
         _write(out, results, answers)
-    setup.leave()
+    process_group.leave()
     return results
 
 

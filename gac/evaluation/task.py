@@ -16,7 +16,7 @@ import torch
 from gac.collectives import gather, rank, world_size
 from gac.data import Example
 from gac.errors import ConfigError
-from gac.parallel import setup
+from gac.parallel import seeds
 from gac.rollouts.engines import Engine, RolloutFunction
 from gac.rollouts.generation import SamplingParams, stop_tokens
 from gac.rollouts.sampling import is_truncated, score
@@ -84,7 +84,7 @@ def generate_answers(
         found: list[Answer] = []
         for finished, start in enumerate(own, 1):
             numbers = range(start, min(start + per_call, len(examples)))
-            setup.seed(setup.derive_seed(seed, start))
+            seeds.seed(seeds.derive_seed(seed, start))
             rollouts = engine.sample_rollouts([examples[i] for i in numbers], task.samples)
             owners = [i for i in numbers for _ in range(task.samples)]
             before = reward.counts() if progress else {}

@@ -23,14 +23,8 @@ from gac.models.adapters import (
 )
 from gac.models.chat import end_of_turn
 from gac.models.config import ALL_LINEAR, LoraConfig, ModelConfig
-from gac.models.head import (
-    Head,
-    attach_head,
-    check_head,
-    patch_forward,
-    run_head,
-    set_compute_dtype,
-)
+from gac.models.head import check_head, patch_forward
+from gac.models.precision import set_compute_dtype
 from gac.models.pretrained import (
     base_folder,
     check_safetensors,
@@ -39,19 +33,7 @@ from gac.models.pretrained import (
     read_model,
 )
 from gac.models.source import check_model, check_tokenizer, one_line_errors
-from gac.parallel.setup import ShardedLoading
-
-__all__ = [
-    "Head",
-    "apply_training_options",
-    "attach_head",
-    "check_head",
-    "load_meta_model",
-    "load_model",
-    "load_tokenizer",
-    "make_model",
-    "run_head",
-]
+from gac.parallel.loading import ShardedLoading
 
 logger = logging.getLogger(__name__)
 DROPOUT = re.compile(r"dropout|_pdrop|layerdrop")  # in keys of a model's configuration

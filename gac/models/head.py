@@ -1,31 +1,21 @@
-"""The forward pass of a causal LM: its precision, the input of its LM head, attention by row.
+"""The input of a causal LM's head: the losses are computed from it, without the logits.
 
 `run_head(model, ...)` returns a `Head`, which computes the fused losses from the hidden states,
 without materializing the logits.
-
-PyTorch's SDPA treats packed rows as one masked row, so its cost is quadratic in their total length.
-With `enable_row_attention`, it is quadratic in each row's length: the rows are split at flash
-attention's row bounds. For CPUs only: on a GPU every row would need its own kernel launch.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
-import sys
 import types
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, GenerationConfig
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import PreTrainedModel
 
 from gac.errors import ConfigError
@@ -41,112 +31,8 @@ from gac_kernels import (
 )
 from gac_kernels.heads.transformers import Record
 
-ROW_ATTENTION = "sdpa_by_rows"
-_unmasked = ContextVar("_unmasked", default=False)
-
-
-def enable_row_attention(model: Any) -> bool:
-    """Replace SDPA in `model` with this attention; False if that is not possible.
-
-    Only causal and sliding-window layers are supported, because the attention mask is ignored.
-    """
-    config = model.config
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if (
-        config._attn_implementation != "sdpa"
-        or not kinds <= {"full_attention", "sliding_attention"}
-        or getattr(config, "attention_chunk_size", None) is not None
-        # whether the family uses transformers' table of attention functions
-        or not hasattr(sys.modules[type(base).__module__], "ALL_ATTENTION_FUNCTIONS")
-    ):
-        return False
-    config._attn_implementation = ROW_ATTENTION
-    return True
-
-
-def disable_row_attention(model: Any) -> bool:
-    """Undo `enable_row_attention`; False if there is nothing to undo."""
-    config = getattr(model, "module", model).config  # unwrap DDP
-    if config._attn_implementation != ROW_ATTENTION:
-        return False
-    config._attn_implementation = "sdpa"
-    return True
-
-
-def attends_by_row(model: Any) -> bool:
-    """Whether attention over packed rows costs no more than attention over separate rows."""
-    name = str(getattr(model, "module", model).config._attn_implementation)
-    return name == ROW_ATTENTION or "flash" in name
-
-
-@contextlib.contextmanager
-def without_row_attention(model: Any) -> Iterator[None]:
-    """Temporarily restore PyTorch's attention, for code that checks for it by name."""
-    config = getattr(model, "module", model).config
-    before = config._attn_implementation
-    disable_row_attention(model)
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
-
-
-@contextlib.contextmanager
-def without_mask(enabled: bool) -> Iterator[None]:
-    """Context for a forward with row bounds; if `enabled`, no attention mask is created."""
-    token = _unmasked.set(enabled)
-    try:
-        yield
-    finally:
-        _unmasked.reset(token)
-
-
-def _mask(*args: Any, **keywords: Any) -> Tensor | None:
-    return None if _unmasked.get() else sdpa_mask(*args, **keywords)
-
-
-def _attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    cu_seq_lens_q: Tensor | None = None,
-    **keywords: Any,
-) -> tuple[Tensor, None]:
-    """Attention within each row for query, key, value [1, heads, N, D].
-
-    Without row bounds, PyTorch's SDPA.
-    """
-    if cu_seq_lens_q is None or attention_mask is not None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **keywords)
-    lengths = cu_seq_lens_q.diff().tolist()
-    window = keywords.get("sliding_window")
-    # split instead of slicing: the gradient of each slice would have the length of all rows
-    rows = zip(lengths, *(x.split(lengths, 2) for x in (query, key, value)), strict=True)
-    outputs = [
-        sdpa_attention_forward(module, q, k, v, _band(n, window, query), **keywords)[0]
-        for n, q, k, v in rows
-    ]
-    return torch.cat(outputs, 1), None
-
-
-def _band(length: int, window: int | None, like: Tensor) -> Tensor | None:
-    """[1, 1, length, length] mask of each position's last `window` positions, itself included.
-
-    None if the window covers the row.
-    """
-    if window is None or length <= window:
-        return None
-    positions = torch.arange(length, device=like.device)
-    distance = positions[:, None] - positions
-    return ((distance >= 0) & (distance < window))[None, None]
-
-
-AttentionInterface.register(ROW_ATTENTION, _attention)
-AttentionMaskInterface.register(ROW_ATTENTION, _mask)
-
+from .precision import autocast, compute_dtype, patched_model
+from .row_attention import without_mask
 
 logger = logging.getLogger(__name__)
 # whether the LM head of the current forward only records what the model does with its logits
@@ -217,7 +103,7 @@ def run_head(model: nn.Module, **inputs: Any) -> Head:
     x, scaling, dtype = model(**inputs, until_head=True)
     if scaling is None:
         return Head(None, logits=x)
-    patched = _patched_model(model)
+    patched = patched_model(model)
     layer = patched.get_output_embeddings()
     linear = Record(((x, layer, 1.0),), dtype).linear()  # gathers weights that are sharded
     assert linear is not None  # without operations
@@ -279,52 +165,12 @@ def patch_forward(model: PreTrainedModel) -> None:
     model.__dict__["plain_head"] = linear  # provisional, from the module's type only
 
 
-def autocast(model: nn.Module) -> AbstractContextManager[Any]:
-    """The precision in which a patched model computes; inside it, cast weights are cached."""
-    dtype = next((d for m in model.modules() if (d := m.__dict__.get("autocast"))), None)
-    device = next(model.parameters()).device.type
-    return nullcontext() if dtype is None else torch.autocast(device, dtype)
-
-
-@contextlib.contextmanager
-def sampling_mode(model: Any) -> Iterator[None]:
-    """Context for sampling: eval mode, PyTorch's attention, a default GenerationConfig.
-
-    Every engine supports PyTorch's attention. The model's generation defaults would be off-policy.
-    """
-    # switch only modules in training mode, so that modules kept in eval mode stay there afterwards
-    training = [module for module in model.modules() if module.training]
-    defaults, model.generation_config = model.generation_config, GenerationConfig()
-    for module in training:
-        module.training = False
-    try:
-        with without_row_attention(model), autocast(model):
-            yield
-    finally:
-        model.generation_config = defaults
-        for module in training:
-            module.training = True
-
-
-def compute_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype in which a patched model multiplies; its weights may have a higher precision."""
-    patched = _patched_model(model)
-    return patched.__dict__.get("compute_dtype") or patched.dtype
-
-
-def set_compute_dtype(model: nn.Module, dtype: torch.dtype, by_autocast: bool) -> None:
-    """Let a patched model multiply in `dtype`; FSDP casts the weights itself, without autocast."""
-    patched = _patched_model(model)
-    patched.__dict__["compute_dtype"] = dtype
-    patched.__dict__["autocast"] = dtype if by_autocast else None
-
-
 def set_gradient_filter(model: nn.Module, gradient_filter: GradientFilter | None) -> None:
     """Let the losses of a patched model filter their gradient.
 
     Raises ConfigError if the model does not have a plain linear head.
     """
-    patched = _patched_model(model)
+    patched = patched_model(model)
     if gradient_filter is not None and not patched.plain_head:
         raise ConfigError(
             f"gradient_filter={gradient_filter!r}: {type(patched).__name__} does not have a plain "
@@ -354,7 +200,7 @@ def check_head(model: nn.Module) -> bool:
 
     See `attach_head`. Stores and returns `plain_head`. Call it on every rank of a sharded model.
     """
-    patched = _patched_model(model)
+    patched = patched_model(model)
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False
@@ -384,11 +230,6 @@ def check_head(model: nn.Module) -> bool:
     return plain
 
 
-def _patched_model(model: nn.Module) -> Any:
-    """The patched model inside any wrappers."""
-    return next(m for m in model.modules() if "plain_head" in m.__dict__)
-
-
 def _check_causal(model: nn.Module, ids: Tensor) -> None:
     """Raise ConfigError if the logits of a token depend on later tokens."""
     other = ids.clone()
@@ -399,6 +240,6 @@ def _check_causal(model: nn.Module, ids: Tensor) -> None:
     rounding = 1e-4 if compute_dtype(model) == torch.float32 else 2e-2
     if (first - second).abs().max() > first.abs().max() * rounding:
         raise ConfigError(
-            f"model type {_patched_model(model).config.model_type!r} is an encoder: its output for "
+            f"model type {patched_model(model).config.model_type!r} is an encoder: its output for "
             "a token depends on later tokens; give a decoder-only language model"
         )

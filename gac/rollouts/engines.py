@@ -19,7 +19,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from gac import collectives
 from gac.errors import RunError, UserError, import_extra
 from gac.imports import load_object, user_code
-from gac.models.head import sampling_mode
+from gac.models.sampling_mode import sampling_mode
 from gac.types import Rollout
 
 from .config import PagedConfig, RolloutConfig

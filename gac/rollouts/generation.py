@@ -17,8 +17,8 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from gac.collectives import largest
 from gac.errors import ConfigError
 from gac.models.chat import end_of_turn
-from gac.models.head import sampling_mode
-from gac.parallel.setup import in_lockstep
+from gac.models.sampling_mode import sampling_mode
+from gac.parallel.sharding import in_lockstep
 
 logger = logging.getLogger(__name__)
 ROUNDING = 0.05  # largest change by padding, relative to the effect of other tokens

@@ -27,7 +27,7 @@ from urllib3.util.retry import Retry
 from gac.collectives import gather, rank, run_on_all_ranks
 from gac.errors import ConfigError, RunError
 from gac.models.adapters import adapter_layers, base_name
-from gac.models.head import sampling_mode
+from gac.models.sampling_mode import sampling_mode
 
 from .config import VLLMConfig
 from .generation import Completion, SamplingParams, stop_tokens, truncate_at_stop

@@ -216,7 +216,7 @@ def _check_training(config: Any) -> str:
     if config.model.lora is not None:
         _require("peft", "model.lora")
     if config.report_to:
-        from gac.parallel.setup import check_trackers  # imports torch
+        from gac.parallel.process_group import check_trackers  # imports torch
 
         check_trackers(config.report_to)
     if config.rollouts.engine == "vllm":

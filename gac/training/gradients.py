@@ -20,7 +20,8 @@ from gac.data.micro_batches import MicroBatch, MicroBatches
 from gac.errors import ConfigError
 from gac.methods.base import Loss
 from gac.models.head import Head, run_head
-from gac.parallel.setup import reshard, seed
+from gac.parallel.seeds import seed
+from gac.parallel.sharding import reshard
 from gac.rows import Batch, Row, engine_logps, loss_divisors, scatter_logps
 from gac.types import Evidence, Mix, TermPair
 from gac_kernels import DemoWeight, FilterReport, LossOutput, LossSpec, TokenMoments

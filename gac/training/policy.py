@@ -18,17 +18,12 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from gac import collectives
 from gac.collectives import run_on_all_ranks
 from gac.data.micro_batches import MicroBatches
-from gac.models.causal_lm import check_head, make_model
-from gac.models.head import (
-    attends_by_row,
-    compute_dtype,
-    disable_row_attention,
-    enable_row_attention,
-    run_head,
-    set_gradient_filter,
-)
-from gac.parallel import setup
-from gac.parallel.setup import reshard
+from gac.models.causal_lm import make_model
+from gac.models.head import check_head, run_head, set_gradient_filter
+from gac.models.precision import compute_dtype
+from gac.models.row_attention import attends_by_row, disable_row_attention, enable_row_attention
+from gac.parallel import sharding
+from gac.parallel.sharding import reshard
 from gac.rows import Row, collate
 from gac.train_config import OptimConfig, TrainConfig, loss_of
 from gac.types import StepNeeds
@@ -41,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 def load_policy(config: TrainConfig, accelerator: Accelerator) -> nn.Module:
     """The policy with the run's initial weights, prepared for training on this rank."""
-    return _build_model(setup.prepare, config, accelerator)
+    return _build_model(sharding.prepare, config, accelerator)
 
 
 def load_reference(config: TrainConfig, accelerator: Accelerator, kl: bool) -> nn.Module | None:
@@ -54,9 +49,9 @@ def load_reference(config: TrainConfig, accelerator: Accelerator, kl: bool) -> n
     needed = kl or sampling.from_reference or loss_of(config).reference
     if not needed or config.model.lora is not None:
         return None
-    model: Any = _build_model(setup.prepare_frozen, config, accelerator)
+    model: Any = _build_model(sharding.prepare_frozen, config, accelerator)
     dtype = compute_dtype(model)
-    if not setup.units(model):  # FSDP gathers in this dtype
+    if not sharding.units(model):  # FSDP gathers in this dtype
         for module in model.modules():  # autocast would round these weights in every forward
             if type(module) is nn.Linear and module is not model.get_output_embeddings():
                 module.to(dtype)
@@ -133,7 +128,7 @@ def _build_model(
     prepare: Callable[..., nn.Module], config: TrainConfig, accelerator: Accelerator
 ) -> nn.Module:
     """Load the initial model on all ranks, in shards if the run is sharded, and `prepare` it."""
-    loading = setup.sharded_loading(accelerator, config.parallel)
+    loading = sharding.sharded_loading(accelerator, config.parallel)
     model = run_on_all_ranks(lambda: make_model(config.model, config.seed, loading, training=True))
     if config.micro_batch_size is None and accelerator.device.type == "cpu":
         enable_row_attention(model)

@@ -19,7 +19,7 @@ from gac.config import load
 from gac.errors import CheckpointError, ConfigError
 from gac.faults import checkpoint
 from gac.models.causal_lm import load_tokenizer
-from gac.parallel import setup
+from gac.parallel import process_group
 from gac.rows import Row
 from gac.train_config import TrainConfig
 from gac.training.policy import load_policy, load_reference, make_gradients
@@ -151,7 +151,7 @@ class Recomputation:
     def __init__(self, config: TrainConfig, saved: SkippedStep, weights: Path) -> None:
         needs, self.term_weights = saved.step.needs, saved.term_weights
         self.tokenizer = load_tokenizer(config.model)
-        accelerator = setup.make_accelerator(config.parallel, (), config.out)
+        accelerator = process_group.make_accelerator(config.parallel, (), config.out)
         self.model = load_policy(config, accelerator)
         reference = load_reference(config, accelerator, kl=needs.kl)
         self.gradients = make_gradients(

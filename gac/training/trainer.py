@@ -31,7 +31,7 @@ from gac.faults.processes import Heartbeat, StopRequest
 from gac.methods import Mix, Observation
 from gac.models.adapters import check_server
 from gac.models.causal_lm import load_tokenizer
-from gac.parallel import setup
+from gac.parallel import process_group, seeds, sharding
 from gac.parallel.run_lock import run_lock
 from gac.rewards import Tally, build_reward, closing_reward
 from gac.rollouts.engines import Engine
@@ -88,7 +88,7 @@ def train(config: TrainConfig, resume: bool = True) -> Path:
         with run_lock(Path(config.out)):
             return Trainer(config, resume).run()
     finally:
-        setup.leave()
+        process_group.leave()
 
 
 class Trainer:
@@ -102,7 +102,9 @@ class Trainer:
         self.method = config.method
         self.out = Path(config.out)
         self.checkpoints = self.out / "checkpoints"
-        self.accelerator = setup.make_accelerator(config.parallel, config.report_to, config.out)
+        self.accelerator = process_group.make_accelerator(
+            config.parallel, config.report_to, config.out
+        )
         self.heartbeat = Heartbeat()
         self.record = Record(self.out, self.accelerator)
         config, path = find_checkpoint(config, resume)
@@ -334,7 +336,7 @@ class Trainer:
         if not self.evaluator:
             return None
         self.heartbeat.activity = f"step {self.step}, evaluation"
-        with setup.gathered(self.model, self.gathers):
+        with sharding.gathered(self.model, self.gathers):
             samples = self.out / "evals" / f"step-{self.step:08d}.jsonl.gz"
             engine = self.engine.load(self.policy)
             results = self.evaluator(engine, samples if self.accelerator.is_main_process else None)
@@ -354,11 +356,11 @@ class Trainer:
             return self.rollouts.rows + demos
         examples, initial = self.feed.examples(self.step), self.plan.from_reference
         self.heartbeat.activity = f"step {self.step}, rollouts"
-        setup.seed(setup.derive_seed(self.config.seed, self.step, self.accelerator.process_index))
+        seeds.seed(seeds.derive_seed(self.config.seed, self.step, self.accelerator.process_index))
         policy = contextlib.nullcontext(self.model)
         with (
             self.gradients.forward.reference_model() if initial else policy as model,
-            setup.gathered(model, self.gathers),
+            sharding.gathered(model, self.gathers),
         ):
             unwrapped = self.policy if model is self.model else model
             self.rollouts = rollouts = self.sampler(unwrapped, examples, self.step)
@@ -390,7 +392,7 @@ class Trainer:
             Rewards(*sums[split:]),
             self.needs(self.step),
             tuple(self.rollouts.old_logps if self.rollouts else ()),
-            setup.derive_seed(seed, self.step, self.accelerator.process_index) + 1,
+            seeds.derive_seed(seed, self.step, self.accelerator.process_index) + 1,
             tuple(self.rollouts.teacher_logps if self.rollouts else ()),
         )
 
@@ -403,7 +405,7 @@ class Trainer:
                 state, weights = self.method.solve(state, measured.gram, mix)
             mix = measured.parts.combine_pair(weights, mix)
         lr = learning_rate(self.config.optim, step.number, self.feed.steps)
-        norm = setup.clip_gradient(self.model, self.optimizer, self.config.optim.max_grad_norm)
+        norm = sharding.clip_gradient(self.model, self.optimizer, self.config.optim.max_grad_norm)
         norm = norm if finite else math.nan
         for group in self.optimizer.param_groups:
             group["lr"] = lr

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from gac.methods import METHODS, Observation
-from gac.models.causal_lm import load_tokenizer, run_head
+from gac.models.causal_lm import load_tokenizer
+from gac.models.head import run_head
 from gac.rows import collate
 from gac.training.feed import Feed
 from gac.training.trainer import Trainer

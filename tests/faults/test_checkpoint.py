@@ -21,7 +21,7 @@ from gac.errors import CheckpointNotFound, ConfigError, RunError
 from gac.faults import checkpoint
 from gac.faults.checkpoint import CheckpointError
 from gac.parallel.config import ParallelConfig
-from gac.parallel.setup import make_accelerator
+from gac.parallel.process_group import make_accelerator
 from gac.training.export import export_run
 from gac.training.trainer import Trainer, train
 from tests import ranks

@@ -16,7 +16,7 @@ from gac.collectives import gather, rank
 from gac.faults import processes
 from gac.faults.processes import Heartbeat
 from gac.parallel.config import ParallelConfig
-from gac.parallel.setup import make_accelerator, wait_for_others
+from gac.parallel.process_group import make_accelerator, wait_for_others
 from tests import ranks
 from tests.waiting import wait_until
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gac.control.schedules import MixSchedule
 from gac.methods import METHODS, Observation
-from gac.models.causal_lm import Head
+from gac.models.head import Head
 from gac.rollouts.sampling import Sample
 from gac.rows import Batch
 from gac.training.token_loss import custom_loss

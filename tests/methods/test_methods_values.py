@@ -14,7 +14,7 @@ from torch import Tensor
 from gac.control.signals import GradientSignals
 from gac.methods import METHODS, Mix, Observation
 from gac.methods.solvers import cross_gram
-from gac.models.causal_lm import Head
+from gac.models.head import Head
 from gac.rows import Batch, Row
 from gac.training.probes import GradientParts
 from gac.training.token_loss import custom_loss

@@ -7,15 +7,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from gac.errors import ConfigError
-from gac.models import head
-from gac.models.causal_lm import (
-    _add_lora,
-    apply_training_options,
-    attach_head,
-    check_head,
-    run_head,
-)
+from gac.models import head, row_attention
+from gac.models.causal_lm import _add_lora, apply_training_options
 from gac.models.config import LoraConfig, ModelConfig
+from gac.models.head import attach_head, check_head, run_head
 from gac_kernels import GradientFilter, reference
 from tests.tiny import SMALL
 
@@ -168,7 +163,7 @@ def test_lora_trains_adapters_only(checkpointing):
     model = apply_training_options(
         model, ModelConfig(lora=LoraConfig(rank=2), gradient_checkpointing=checkpointing)
     ).train()
-    assert head.enable_row_attention(model)
+    assert row_attention.enable_row_attention(model)
     check(model)
     names = [n for n, p in model.named_parameters() if p.grad is not None]
     assert names

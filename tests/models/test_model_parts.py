@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from gac.demo.task import make_tokenizer
 from gac.errors import ConfigError
-from gac.models import head, source
+from gac.models import head, precision, row_attention, source
 from gac.models.causal_lm import (
     _disable_noise,
     _training_config,
@@ -30,6 +30,7 @@ from gac.models.causal_lm import (
 from gac.models.config import LoraConfig, ModelConfig
 from gac.models.head import Head
 from gac.models.pretrained import base_folder, lazy_tensors, read_model
+from gac.models.sampling_mode import sampling_mode
 from gac.models.source import (
     check_files,
     check_model,
@@ -125,7 +126,7 @@ def test_what_exceeds_the_rounding_of_a_dtype_is_not_causal(dtype, rounding, mas
     model = Leaky(1, 1, dtype=torch.float32 if masters else dtype)
     model.__dict__["plain_head"] = True
     if masters:
-        head.set_compute_dtype(model, dtype, by_autocast=False)
+        precision.set_compute_dtype(model, dtype, by_autocast=False)
     for model.leak, model.size in ((0.9 * rounding, 8.0), (0.0, 0.0)):
         assert not head.check_head(model)
     model.leak, model.size = 1.1 * rounding, 8.0
@@ -136,7 +137,7 @@ def test_what_exceeds_the_rounding_of_a_dtype_is_not_causal(dtype, rounding, mas
 def test_the_mask_of_a_model_replaces_the_row_bounds() -> None:
     x = torch.randn(3, 1, 1, 4, 2)
     itself = torch.eye(4).bool()[None, None]
-    attended, _ = head._attention(
+    attended, _ = row_attention._attention(
         SimpleNamespace(is_causal=True), *x, itself, torch.tensor([0, 2, 4])
     )
     torch.testing.assert_close(attended, x[2].transpose(1, 2))
@@ -157,7 +158,7 @@ def test_initial_weights_depend_only_on_the_seed(tmp_path, caplog) -> None:
     first, same, other = (load_model(config, *seed) for seed in ((), (0,), (1,)))
     assert torch.equal(first.lm_head.weight, same.lm_head.weight)
     assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
-    assert first.lm_head.weight.dtype == head.compute_dtype(first) == torch.bfloat16
+    assert first.lm_head.weight.dtype == precision.compute_dtype(first) == torch.bfloat16
     assert not any(module.training for module in first.modules())
     adapted = make_model(replace(config, lora=LoraConfig()), 0, training=True)
     assert {parameter.requires_grad: parameter.dtype for parameter in adapted.parameters()} == {
@@ -203,7 +204,7 @@ def test_weights_in_one_file_are_read_lazily(tmp_path, monkeypatch) -> None:
     loading.callback(ended.append, True)
     sharded = make_model(ModelConfig(path=path, dtype="bfloat16"), 0, loading, training=True)
     assert ended
-    assert (sharded.dtype, head.compute_dtype(sharded)) == (torch.float32, torch.bfloat16)
+    assert (sharded.dtype, precision.compute_dtype(sharded)) == (torch.float32, torch.bfloat16)
     assert sharded.__dict__["autocast"] is None  # the sharding casts the weights
     monkeypatch.setattr("gac.models.pretrained.lazy_tensors", None)  # not called
     read_model("model.path", path, False)
@@ -345,34 +346,35 @@ def test_row_attention_is_restored_after_a_plain_block() -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **TINY))
     model.config.layer_types = ["full_attention", "sliding_attention"]
     for enabled in (False, True):
-        assert not enabled or head.enable_row_attention(model)
+        assert not enabled or row_attention.enable_row_attention(model)
         before = model.config._attn_implementation
-        with head.without_row_attention(model):
+        with row_attention.without_row_attention(model):
             assert model.config._attn_implementation == "sdpa"
         assert model.config._attn_implementation == before
-        assert (before == head.ROW_ATTENTION) == head.attends_by_row(model) == enabled
-        assert head.disable_row_attention(model) == enabled
+        assert (before == row_attention.ROW_ATTENTION) == enabled
+        assert row_attention.attends_by_row(model) == enabled
+        assert row_attention.disable_row_attention(model) == enabled
     model.train().lm_head.eval()
-    with head.sampling_mode(model):
+    with sampling_mode(model):
         assert not any(module.training for module in model.modules())
     assert model.training
     assert not model.lm_head.training
     model.config._attn_implementation = "flash_attention_2"
-    assert head.attends_by_row(model)
+    assert row_attention.attends_by_row(model)
 
 
 def test_errors_in_a_forward_leave_no_traces() -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **TINY))
     assert head.attach_head(model)
-    assert head.enable_row_attention(model)
+    assert row_attention.enable_row_attention(model)
     ids, bounds = torch.tensor([[TINY["vocab_size"]]]), torch.tensor([0, 1])
     with pytest.raises(IndexError):
         head.run_head(model, input_ids=ids, cu_seq_lens_q=bounds, attention_mask=None)
-    with pytest.raises(KeyError), head.without_row_attention(model):
+    with pytest.raises(KeyError), row_attention.without_row_attention(model):
         raise KeyError
-    assert model.config._attn_implementation == head.ROW_ATTENTION
+    assert model.config._attn_implementation == row_attention.ROW_ATTENTION
     assert not head._recording.get()
-    assert not head._unmasked.get()
+    assert not row_attention._unmasked.get()
 
 
 @pytest.mark.parametrize(
@@ -381,7 +383,7 @@ def test_errors_in_a_forward_leave_no_traces() -> None:
         ("layer_types", ["full_attention", "chunked_attention"]),
         ("attention_chunk_size", 4),
         ("_attn_implementation", "eager"),
-        ("_attn_implementation", head.ROW_ATTENTION),
+        ("_attn_implementation", row_attention.ROW_ATTENTION),
         ("ALL_ATTENTION_FUNCTIONS", None),  # a name in the module of the model
     ],
 )
@@ -392,7 +394,7 @@ def test_row_attention_is_not_enabled_for_other_kinds_of_attention(
     setattr(model.config, name, value)
     monkeypatch.delattr(sys.modules[type(model).__module__], name, raising=False)
     before = model.config._attn_implementation
-    assert not head.enable_row_attention(model)
+    assert not row_attention.enable_row_attention(model)
     assert model.config._attn_implementation == before
 
 

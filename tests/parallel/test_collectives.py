@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from gac import collectives
 from gac.errors import ConfigError, UserError
-from gac.parallel import setup
+from gac.parallel import process_group, seeds, sharding
 from gac.parallel.config import ParallelConfig
 from gac.rewards import RewardError
 from gac.training.probes import copies
@@ -20,7 +20,7 @@ from tests import ranks
 
 def numbers(out: str) -> tuple[Any, ...]:
     """Every collective, of values that float32 cannot hold."""
-    setup.make_accelerator(ParallelConfig(timeout=20.0), (), out)
+    process_group.make_accelerator(ParallelConfig(timeout=20.0), (), out)
     rank = collectives.rank()
     own = [1 + 2.0**-30 * rank, 3.0 * rank]
     return (
@@ -77,7 +77,7 @@ def seven_unless(error: Exception | None) -> int:
 
 def fail(out: str) -> list[str]:
     """How `run_on_all_ranks` ends on this rank, for each of `FAILURES`."""
-    setup.make_accelerator(ParallelConfig(timeout=20.0), (), out)
+    process_group.make_accelerator(ParallelConfig(timeout=20.0), (), out)
     ends = []
     for failing, explained, _ in FAILURES:
         work = partial(seven_unless, failing.get(collectives.rank()))
@@ -111,7 +111,7 @@ def test_a_job_that_cannot_start(monkeypatch, tmp_path, variables, trackers, mes
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises((ValueError, RuntimeError), match=f"^{message}"):
-        setup.make_accelerator(ParallelConfig(timeout=0.2), trackers, str(tmp_path))
+        process_group.make_accelerator(ParallelConfig(timeout=0.2), trackers, str(tmp_path))
 
 
 class Layer(nn.Linear):
@@ -146,7 +146,7 @@ def sharded_units(out: str) -> list[Any]:
         "ACCELERATE_MIXED_PRECISION": "bf16",
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2",
     }
-    accelerator = setup.make_accelerator(config, (), out)
+    accelerator = process_group.make_accelerator(config, (), out)
     assert (
         accelerator.mixed_precision,
         accelerator.gradient_accumulation_steps,
@@ -163,19 +163,19 @@ def sharded_units(out: str) -> list[Any]:
     )
     results: list[Any] = []
     for own, model in zip((replicated, *[config] * 4), models, strict=True):
-        loading = setup.sharded_loading(accelerator, own)
+        loading = sharding.sharded_loading(accelerator, own)
         try:
-            model = setup.prepare_frozen(model, accelerator, own, None, loading)
+            model = sharding.prepare_frozen(model, accelerator, own, None, loading)
             assert not any(module.training for module in model.modules())  # no dropout
         except ConfigError as error:
             results.append(str(error))
             continue
         units = {unit: name for name, unit in model.named_modules()}
         holders = {copies(p) if isinstance(p, DTensor) else 0 for p in model.parameters()}
-        results.append(([units[unit] for unit in setup.units(model)], holders))
+        results.append(([units[unit] for unit in sharding.units(model)], holders))
     for own in (ParallelConfig("fsdp", replicas=3), config):
         try:
-            setup.make_accelerator(own, (), out)
+            process_group.make_accelerator(own, (), out)
         except ConfigError as error:
             results.append(str(error))
         os.environ.pop("WORLD_SIZE", None)  # as under another launcher than torchrun
@@ -197,7 +197,7 @@ def test_the_outermost_layers_and_the_rest_are_sharded(tmp_path) -> None:
 def test_a_gradient_is_clipped_if_there_is_a_limit(limit: float | None, norm: float) -> None:
     weight = nn.Parameter(torch.zeros(2))
     weight.grad = torch.tensor([3.0, 4.0])
-    assert setup.clip_gradient(nn.Identity(), torch.optim.SGD([weight]), limit) == 5
+    assert sharding.clip_gradient(nn.Identity(), torch.optim.SGD([weight]), limit) == 5
     assert float(weight.grad.norm()) == pytest.approx(norm)
 
 
@@ -207,7 +207,7 @@ def test_a_seed_repeats_the_random_numbers(monkeypatch, has_gpu: bool) -> None:
     first = torch.rand(3)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: has_gpu)
     monkeypatch.setattr(torch, "manual_seed", torch.manual_seed if has_gpu else None)  # is slow
-    setup.seed(17)
+    seeds.seed(17)
     assert torch.equal(torch.rand(3), first)
     # with other seeds, a resumed run of this version would not repeat its random numbers
-    assert setup.derive_seed(17, 3, "sketch") == 9041650943914698
+    assert seeds.derive_seed(17, 3, "sketch") == 9041650943914698

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 from tqdm.std import TqdmDefaultWriteLock
 
-from gac.parallel import setup
+from gac.parallel import process_group
 from gac.study import runs
 from gac.training.trainer import Trainer
 from tests import ranks
@@ -71,7 +71,7 @@ def last_work_seen():
         store.wait(["rank 0 has finished"], timedelta(seconds=ranks.DEADLINE))
         sum(range(10**7))
         store.set("rank 1 has finished", "")
-    setup.leave()
+    process_group.leave()
     return store.check(["rank 1 has finished"])
 
 
@@ -88,10 +88,10 @@ def connect():
 
 
 def wait_for_a_rank_that_never_arrives():
-    setup.LONGEST_WAIT = 0.01
+    process_group.LONGEST_WAIT = 0.01
     connect()
     if dist.get_rank() == 0:
-        setup.leave()
+        process_group.leave()
     return dist.is_initialized()
 
 
@@ -102,14 +102,14 @@ def test_nobody_waits_for_ever_or_after_an_error():
 
 def leave_after_an_error():
     """Only rank 0 leaves; it would wait for rank 1 for longer than the test's deadline."""
-    setup.LONGEST_WAIT = 10 * ranks.DEADLINE
+    process_group.LONGEST_WAIT = 10 * ranks.DEADLINE
     connect()
     rank = dist.get_rank()
     try:
         raise ValueError(rank)
     finally:
         if rank == 0:
-            setup.leave()
+            process_group.leave()
 
 
 def gloo_threads():

@@ -8,9 +8,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from gac.methods import Mix
-from gac.parallel import setup
+from gac.parallel import process_group, sharding
 from gac.parallel.config import ParallelConfig
-from gac.parallel.setup import prepare
+from gac.parallel.sharding import prepare
 from gac.training.trainer import Trainer
 from gac_kernels import TokenMoments
 from tests import ranks
@@ -43,10 +43,10 @@ def traffic(run_config):
     step = trainer._assemble(trainer.feed.demo_rows(0), Mix(1.0))
     trainer.gradients(step)  # the first call installs hooks
     # leaves no trace
-    with setup.gathered(trainer.model, run_config.parallel.defer_reduce):
+    with sharding.gathered(trainer.model, run_config.parallel.defer_reduce):
         pass
     trainer.optimizer.zero_grad()
-    setup.reshard(trainer.model)
+    sharding.reshard(trainer.model)
     with Traffic() as collectives:
         trainer.gradients(step)
     layers = [sum(p.numel() for p in m.parameters()) for m in trainer.model.model.layers]
@@ -152,8 +152,8 @@ def test_page_table_is_up_to_date():
 
 
 def test_prepare_does_not_shard_on_one_process(tmp_path, recwarn):
-    accelerator = setup.make_accelerator(ParallelConfig(mode="fsdp"), (), str(tmp_path))
+    accelerator = process_group.make_accelerator(ParallelConfig(mode="fsdp"), (), str(tmp_path))
     model = prepare(torch.nn.Linear(2, 2), accelerator, ParallelConfig(mode="fsdp"), None, None)
     assert type(model.weight.data) is torch.Tensor
-    assert not setup.units(model)
+    assert not sharding.units(model)
     assert not any("log_with" in str(warning.message) for warning in recwarn)

@@ -7,7 +7,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from gac.methods import Mix
-from gac.parallel import setup
+from gac.parallel import sharding
 from gac.parallel.config import ParallelConfig
 from gac.rollouts import engines, generation
 from gac.rollouts.generation import generate
@@ -27,7 +27,7 @@ def losses(run_config, reshard):
     engines.generate = fixed_responses
     trainer = Trainer(run_config)
     if not reshard:
-        setup.reshard = gradients.reshard = lambda model: None
+        sharding.reshard = gradients.reshard = lambda model: None
     rows, forward = trainer.feed.demo_rows(0), trainer.gradients.forward
     ((_, batch, _, _),) = forward.batches(rows)
     demo_losses = []
@@ -64,7 +64,7 @@ def greedy(run_config, prompts):
     rank, count = trainer.accelerator.process_index, trainer.accelerator.num_processes
     own_prompts = [e.prompt for e in trainer.feed.prompts][:prompts][rank::count]
     before, gather = sharded(trainer.model), run_config.parallel.gather_for_rollouts
-    with setup.gathered(trainer.model, gather):
+    with sharding.gathered(trainer.model, gather):
         assert sharded(trainer.model) == (before and not gather)
         responses = generate(
             trainer.accelerator.unwrap_model(trainer.model),
@@ -82,7 +82,7 @@ def greedy(run_config, prompts):
 def sharded(model):
     """Whether every weight is in shards, so that ranks may not forward independently."""
     in_shards = all(isinstance(p, DTensor) for p in model.parameters())
-    assert setup.in_lockstep(model) == in_shards
+    assert sharding.in_lockstep(model) == in_shards
     return in_shards
 
 

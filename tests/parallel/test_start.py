@@ -17,8 +17,8 @@ from gac.models import pretrained
 from gac.models.causal_lm import make_model
 from gac.models.pretrained import read_model
 from gac.models.source import one_line_errors
-from gac.parallel import setup
-from gac.parallel.setup import DISABLE_ASYNC_LOAD, ShardedLoading
+from gac.parallel import process_group, sharding
+from gac.parallel.loading import DISABLE_ASYNC_LOAD, ShardedLoading
 from gac.rollouts import engines
 from gac.training.trainer import Trainer
 from tests import ranks
@@ -138,8 +138,8 @@ def bytes_held(run_config):
     """Sizes in bytes: this rank's rows, the storage left in the model, the rank's shards, the full
     model. Also the number of rows left after `prepare`.
     """
-    accelerator = setup.make_accelerator(run_config.parallel, (), run_config.out)
-    loading = setup.sharded_loading(accelerator, run_config.parallel)
+    accelerator = process_group.make_accelerator(run_config.parallel, (), run_config.out)
+    loading = sharding.sharded_loading(accelerator, run_config.parallel)
     own = {DISABLE_ASYNC_LOAD: "0"} if accelerator.process_index else {}
     os.environ |= own
     model = make_model(run_config.model, 0, loading)
@@ -153,11 +153,11 @@ def bytes_held(run_config):
     rows = sum(x.untyped_storage().nbytes() for x in loading._rows.values())
     left = sum(p.untyped_storage().nbytes() for p in model.parameters())
     total = sum(p.numel() * p.element_size() for p in model.parameters())
-    devices, fully_shard = set(), setup.fully_shard
-    setup.fully_shard = lambda unit, **options: (
+    devices, fully_shard = set(), sharding.fully_shard
+    sharding.fully_shard = lambda unit, **options: (
         devices.update(p.device.type for p in unit.parameters()) or fully_shard(unit, **options)
     )
-    prepared = setup.prepare(model, accelerator, run_config.parallel, None, loading)
+    prepared = sharding.prepare(model, accelerator, run_config.parallel, None, loading)
     assert devices == {"meta"}
     shards = sum(p.to_local().untyped_storage().nbytes() for p in prepared.parameters())
     return rows, left, shards, total, len(loading._rows)
@@ -216,7 +216,7 @@ def test_damaged_weights_give_a_one_line_error(base, tmp_path, damage, expected,
 
 def fail_on_rank_1(run_config):
     """Start a run whose weights cannot be read on rank 1."""
-    accelerator = setup.make_accelerator(run_config.parallel, (), run_config.out)
+    accelerator = process_group.make_accelerator(run_config.parallel, (), run_config.out)
     if accelerator.process_index == 1:
 
         def broken(*_):

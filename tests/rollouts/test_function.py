@@ -13,7 +13,7 @@ from examples import turns
 from gac.data.micro_batches import MicroBatches
 from gac.errors import ConfigError, RunError
 from gac.methods.base import Loss
-from gac.models.causal_lm import run_head
+from gac.models.head import run_head
 from gac.rollouts import Rollout, sampling
 from gac.rollouts.config import RolloutConfig
 from gac.rollouts.engines import Engine, RolloutFunction

@@ -12,7 +12,7 @@ import torch
 from gac.config import load
 from gac.data.micro_batches import MicroBatches
 from gac.faults import checkpoint
-from gac.models import head
+from gac.models import row_attention
 from gac.train_config import TrainConfig
 from gac.training import policy as budget
 from gac.training.gradients import Forward
@@ -127,7 +127,7 @@ def test_models_that_do_not_gain_from_packing_are_padded(kind, attention, caplog
 def test_reference_that_cannot_be_packed_is_padded_too(caplog):
     policy, reference = make("qwen3"), make("qwen3", "eager")
     config = load(TrainConfig, {"max_tokens_per_micro_batch": 64})
-    assert head.enable_row_attention(policy)
+    assert row_attention.enable_row_attention(policy)
     assert budget._micro_batches(config, policy).packed
     assert not budget._micro_batches(config, policy, reference).packed
     changes = {"packing": False}, {"packing": True}, {"max_tokens_per_micro_batch": None}
@@ -173,7 +173,7 @@ def test_logps_are_computed_only_where_they_are_used(
     trainer = Trainer(tiny_config(two_layers, tmp_path, **changes))
     trainer.run()
     assert calls == expected
-    assert not head.attends_by_row(trainer.policy)
+    assert not row_attention.attends_by_row(trainer.policy)
     assert (trainer.reference is not None) == ("reference_logprobs" in str(expected))
 
 

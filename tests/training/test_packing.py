@@ -16,8 +16,8 @@ from transformers.masking_utils import AttentionMaskInterface, flash_attention_m
 from gac.config import load
 from gac.data.micro_batches import MicroBatches
 from gac.methods.base import Loss
-from gac.models import head
-from gac.models.causal_lm import attach_head, run_head
+from gac.models import row_attention
+from gac.models.head import attach_head, run_head
 from gac.rows import Row, collate, count
 from gac.train_config import TrainConfig
 from gac.training.gradients import Forward, Gradients
@@ -165,14 +165,14 @@ def test_packed_row_by_row_equals_padded(kind, checkpointing, monkeypatch):
     lengths, rows = [], random_rows(mixed=True)
     padded = run_step(make(kind), rows, MicroBatches(), Loss(LossSpec(kl_coef=0.1)))
     model = make(kind)
-    attend = head.sdpa_attention_forward
+    attend = row_attention.sdpa_attention_forward
 
     def recording_attention(module, query, *rest, **keywords):
         lengths.append(query.shape[2])
         return attend(module, query, *rest, **keywords)
 
-    monkeypatch.setattr(head, "sdpa_attention_forward", recording_attention)
-    if not head.enable_row_attention(model):
+    monkeypatch.setattr(row_attention, "sdpa_attention_forward", recording_attention)
+    if not row_attention.enable_row_attention(model):
         assert kind == "gemma2"  # only eager attention supports its soft-capped scores
         return
     if checkpointing:
@@ -196,7 +196,7 @@ def test_masks_are_back_after_a_packed_forward():
     padded, packed = collate(rows, 0), collate(rows, 0, packed=True)
     inputs = {k: padded.model_inputs[k] for k in ("input_ids", "attention_mask")}
     expected = model(**inputs).logits
-    assert head.enable_row_attention(model)
+    assert row_attention.enable_row_attention(model)
     assert torch.equal(model(**inputs).logits, expected)
     run_head(model, **packed.model_inputs).logprobs(packed.targets)
     assert torch.equal(model(**inputs).logits, expected)
@@ -268,7 +268,7 @@ def logps(row: Row, values: torch.Tensor) -> tuple[float, ...]:
 def test_model_that_cannot_separate_rows_is_padded_with_a_warning(kind, caplog):
     """The state of the first carries over from row to row; the second numbers positions from 2."""
     model = make(kind, is_decoder=True)
-    head.enable_row_attention(model)
+    row_attention.enable_row_attention(model)
     assert not supports_packing(model)
     with caplog.at_level(logging.WARNING):
         assert _micro_batches(
@@ -285,7 +285,7 @@ def test_a_model_that_drops_row_bounds_packs_with_the_mask_of_sdpa():
             return attend(*args, **keywords)
 
         layer.self_attn.forward = attend
-    assert head.enable_row_attention(model)
+    assert row_attention.enable_row_attention(model)
     assert not supports_packing(model)
     assert _micro_batches(
         load(TrainConfig, {"max_tokens_per_micro_batch": 64, "packing": True}), model
