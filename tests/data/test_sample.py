@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gac.cli import main
-from gac.config import check_effects
 from gac.data import DataConfig, DataError, load_demos, load_prompts
 from gac.data.examples import load_references
 from gac.data.sample import sample
 from gac.demo.task import make_tokenizer
+from gac.fields import check_effects
 from tests.tiny import write_tiny
 
 TASKS = ("add", "sort", "rest")
