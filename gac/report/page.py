@@ -14,6 +14,7 @@ from typing import Any
 from gac.config import to_yaml
 from gac.errors import import_extra
 
+from .answers import before_and_after
 from .evaluations import Evaluation, draw, sections
 from .groups import Group, caution, differences
 from .plots import (
@@ -25,6 +26,8 @@ from .plots import (
     Panel,
     embedded,
     evaluation_panels,
+    has_data,
+    unchanging,
 )
 from .reading import Run, read_lines, time_shares
 from .statistics import LARGE_CHANGE
@@ -52,9 +55,10 @@ def render(
         title=_title(groups),
         facts=_facts(groups),
         headline=headline(groups, window),
+        answers=before_and_after(groups),
         tables=[_table(table, groups) for table in tables(groups, window)],
         note=_note(groups),
-        figures=[(name, _figures(section, plots)) for name, section in panels.items()],
+        figures=[(name, _figures(section, groups, plots)) for name, section in panels.items()],
         samples=samples(groups),
         how_to_read=HOW_TO_READ,
         symbols=SYMBOLS,
@@ -203,8 +207,11 @@ def _cell(table: Table, index: int, cell: tuple[float, ...], compared: bool) -> 
     return {"mean": mean, "spread": spread, "best": best}
 
 
-def _figures(panels: Sequence[Panel], plots: Mapping[str, Path]) -> dict[str, Any]:
-    """The panels with a plot, embedded in the page, and the titles of those without."""
+def _figures(
+    panels: Sequence[Panel], groups: Sequence[Group], plots: Mapping[str, Path]
+) -> dict[str, Any]:
+    """The panels with a plot, embedded in the page; sentences on, or titles of, those without."""
+    recorded = [panel for panel in panels if has_data(panel, groups)]
     shown = [
         {
             "title": panel.title,
@@ -214,7 +221,11 @@ def _figures(panels: Sequence[Panel], plots: Mapping[str, Path]) -> dict[str, An
         for panel in panels
         if panel.key in plots
     ]
-    return {"shown": shown, "missing": [p.title for p in panels if p.key not in plots]}
+    return {
+        "shown": shown,
+        "unchanging": [text for panel in recorded if (text := unchanging(panel, groups))],
+        "missing": [panel.title for panel in panels if panel not in recorded],
+    }
 
 
 def _runs(groups: Sequence[Group]) -> list[dict[str, str]]:

@@ -69,6 +69,10 @@ class Panel:
     """metric (smoothed), exact (not smoothed), mu (with prior and mu*), accuracy or evaluation
     (points of eval.jsonl; the former with intervals, from 0 to 1).
     """
+    rounding: float = 0.0
+    """Values up to this size are rounding errors of 0."""
+    zero: str = ""
+    """Why the values can be 0 by construction, for a sentence in place of the figure."""
 
 
 TRAINING = (
@@ -98,8 +102,9 @@ TRAINING = (
         "Policy loss",
         "loss",
         "rollout_loss",
-        "The policy-gradient term only. Large swings indicate instability. Its level says little: "
-        "with one update per rollout and centered advantages it is 0 up to rounding.",
+        "The policy-gradient term only. Large swings indicate instability; its level says little.",
+        rounding=1e-6,
+        zero="by construction, with one update per rollout and advantages that sum to 0",
     ),
 )
 OPTIMIZATION = (
@@ -213,8 +218,29 @@ def has_data(panel: Panel, groups: Sequence[Group]) -> bool:
     return any(_curves(group, panel) for group in groups)
 
 
+def unchanging(panel: Panel, groups: Sequence[Group]) -> str | None:
+    """A sentence in place of a figure without information; None for one that shows something.
+
+    A figure shows nothing if the values of every run are rounding errors of 0, or never change.
+    """
+    if panel.kind in ("accuracy", "evaluation"):
+        return None
+    curves = [(group.label, values) for group in groups for _, values in _curves(group, panel)]
+    if all(len(values) < 2 for _, values in curves):
+        return None
+    largest = max(float(np.abs(values).max()) for _, values in curves)
+    if panel.zero and largest <= panel.rounding:
+        return f"{panel.title}: 0 up to rounding ({largest:.1g}); {panel.zero}."
+    if any(np.ptp(values) > 0 for _, values in curves):
+        return None
+    by_label = {label: f"{values[0]:.3g}" for label, values in curves}
+    if len({*by_label.values()}) == 1:
+        return f"{panel.title}: {next(iter(by_label.values()))} in all steps."
+    return f"{panel.title}: {', '.join(f'{x} in {label}' for label, x in by_label.items())}."
+
+
 def draw_plots(groups: Sequence[Group], out: Path) -> dict[str, Path]:
-    """Write one SVG per panel with data; returns panel key -> file.
+    """Write one SVG per panel that shows something; returns panel key -> file.
 
     overview.png shows all but the optimization panels and the accuracies of splits and tasks.
     """
@@ -222,7 +248,7 @@ def draw_plots(groups: Sequence[Group], out: Path) -> dict[str, Path]:
 
     out.mkdir(parents=True, exist_ok=True)
     panels = [*evaluation_panels(groups), *TRAINING, *OPTIMIZATION, *MIXING]
-    panels = [panel for panel in panels if has_data(panel, groups)]
+    panels = [p for p in panels if has_data(p, groups) and unchanging(p, groups) is None]
     with rc_context(STYLE):
         files = {panel.key: _draw_single(panel, groups, out) for panel in panels}
         overall = [
