@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from gac.fields import Checked, Choice, Natural, Share, one_of
@@ -27,27 +27,39 @@ class Prior(Checked):
     """The controller's prior: hold, cosine decay, hold.
 
     The paper's text gives no numbers; the defaults follow its figure (about 0.85 for 200 steps,
-    about 0.15 after 800).
+    about 0.15 after 800). A trainer replaces None by a share of its run (`for_run`), so that the
+    prior has the shape of the figure whatever the number of steps.
     """
 
     high: Share = 0.85
     """Value of the first `hold` steps."""
     low: Share = 0.15
     """Value from step `hold + decay` on."""
-    hold: Natural = 200
-    """Number of steps at `high`."""
-    decay: Natural = 600
-    """Length of the cosine decay from `high` to `low`, in steps."""
+    hold: Natural | None = 200
+    """Number of steps at `high`; None: a quarter of the run, or 200 if its length is unknown."""
+    decay: Natural | None = 600
+    """Length of the cosine decay from `high` to `low`, in steps; None: three quarters of the run,
+    or 600 if its length is unknown.
+    """
 
     @classmethod
     def constant(cls, value: float) -> Prior:
         """The same prior at every step."""
         return cls(high=value, low=value, hold=0, decay=0)
 
+    def for_run(self, steps: int) -> Prior:
+        """The prior of a run of `steps` steps: a quarter and three quarters of it where None."""
+        hold = steps // 4 if self.hold is None else self.hold
+        return replace(
+            self, hold=hold, decay=steps - steps // 4 if self.decay is None else self.decay
+        )
+
     def __call__(self, step: int) -> float:
-        if step < self.hold:
+        hold = 200 if self.hold is None else self.hold
+        decay = 600 if self.decay is None else self.decay
+        if step < hold:
             return self.high
-        return ramp((step - self.hold) / self.decay if self.decay else 1.0, self.high, self.low)
+        return ramp((step - hold) / decay if decay else 1.0, self.high, self.low)
 
 
 PRIORS: dict[str, type] = {"cosine": Prior}

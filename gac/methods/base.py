@@ -11,7 +11,7 @@ from __future__ import annotations
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, make_dataclass, replace
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import torch
 
@@ -108,6 +108,14 @@ class Method(Checked):
             scale_rewards: as in `rollouts.scale_rewards`.
         """
         return group_credit(rewards, demos, scale_rewards)
+
+    def for_run(self, steps: int) -> Self:
+        """This method with its schedules fitted to a run of `steps` steps; a trainer calls it."""
+        return self
+
+    def run_warning(self, steps: int) -> str | None:
+        """Why a schedule that was set explicitly does not fit a run of `steps` steps, or None."""
+        return None
 
     def init(self) -> State:
         """Return the state before the first step."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gac.control.alarm import Alarm, alarm_message, is_suspect
 from gac.control.controller import ControllerConfig, ControllerState, initial_state, step
@@ -27,8 +27,10 @@ class GAC(
 ):
     """The guided adaptive controller; most fields are those of `ControllerConfig`."""
 
-    prior: PriorChoice = Prior()
-    """mu_prior(t), e.g. {hold: 50}, or package.module:function."""
+    prior: PriorChoice = Prior(hold=None, decay=None)
+    """mu_prior(t), e.g. {hold: 50}, or package.module:function. By default it holds 0.85 for a
+    quarter of the run and falls to 0.15 in the rest.
+    """
     weight: DemoWeight = DemoWeight.PHI
     """Token weight of the demonstrations; one = the paper's "GAC w/o phi"."""
     signals: Source = field(default_factory=ProxySignals)
@@ -62,6 +64,23 @@ class GAC(
             require_default(self, "gradient_parts", "gradient_parts", "without signals=gradients")
         if self.prior_blend == 1:
             require_default(self, "prior", "prior", "with prior_blend=1")
+
+    def for_run(self, steps: int) -> GAC:
+        prior = self.prior.for_run(steps) if isinstance(self.prior, Prior) else self.prior
+        return replace(self, prior=prior)
+
+    def run_warning(self, steps: int) -> str | None:
+        prior = self.for_run(steps).prior
+        if not isinstance(prior, Prior) or self.prior_blend == 1 or prior.high == prior.low:
+            return None
+        end = prior(steps - 1)
+        if abs(end - prior.high) > abs(end - prior.low):
+            return None
+        return (
+            f"method.prior: hold={prior.hold}, decay={prior.decay} is longer than steps={steps}: "
+            f"mu_prior ends at {end:.2f} and never comes near low={prior.low}; omit hold and decay "
+            "to scale them with the run"
+        )
 
     def init(self) -> State:
         return {

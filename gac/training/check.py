@@ -76,7 +76,7 @@ def load_checked(
             built.close()
     if hasattr(config, "rollouts"):
         check_demos(config)
-        passed.append(_check_training(config))
+        passed.append(check_training(config))
     return config, passed
 
 
@@ -197,7 +197,7 @@ def check_demos(config: Any, *, anywhere: bool = False) -> None:
     )
 
 
-def _check_training(config: Any) -> str:
+def check_training(config: Any) -> str:
     """Check `out`, the user's functions and optional packages; returns the size of the run."""
     out = Path(config.out).absolute()
     existing = next(folder for folder in (out, *out.parents) if folder.exists())
@@ -228,6 +228,8 @@ def _check_training(config: Any) -> str:
             warmup,
             config.steps,
         )
+    if main and (warning := config.method.run_warning(config.steps)):
+        logger.warning("%s", warning)
     held_out = config.eval.data.prompts
     if main and held_out and held_out in (config.data.prompts, config.data.demos):
         logger.warning(

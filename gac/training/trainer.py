@@ -99,7 +99,7 @@ class Trainer:
 
     @value_errors_as(ConfigError)
     def __init__(self, config: TrainConfig, resume: bool = True) -> None:
-        self.method = config.method
+        self.method = config.method.for_run(config.steps)
         self.out = Path(config.out)
         self.checkpoints = self.out / "checkpoints"
         self.accelerator = process_group.make_accelerator(

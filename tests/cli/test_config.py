@@ -413,7 +413,8 @@ def test_a_prior_is_chosen_by_its_name_or_imported():
         assert load(TrainConfig, dump(config)) == config
         return config.method.prior
 
-    assert prior({"name": "cosine", "hold": 5}) == prior({"hold": 5}) == Prior(hold=5)
+    assert prior({"name": "cosine", "hold": 5}) == Prior(hold=5)
+    assert prior({"hold": 5}) == Prior(hold=5, decay=None)
     assert prior(f"{__name__}:half") is prior(half) is half
     assert prior(f"{__name__}:Third", "method.prior.of=0.5") == Third(0.5)
     own = f"{__file__}:half"

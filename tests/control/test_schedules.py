@@ -23,6 +23,15 @@ def test_prior_holds_then_follows_half_a_cosine(step: int, expected: float) -> N
     assert Prior()(step) == pytest.approx(expected, abs=1e-15)
 
 
+def test_the_prior_of_a_run_takes_a_quarter_and_three_quarters_of_it() -> None:
+    scaled = Prior(hold=None, decay=None)
+    assert scaled.for_run(20) == Prior(hold=5, decay=15)
+    assert scaled.for_run(800) == Prior()
+    assert Prior(hold=3, decay=None).for_run(20) == Prior(hold=3, decay=15)
+    assert Prior().for_run(20) == Prior()  # explicit numbers stay
+    assert [scaled(t) for t in (0, 300, 900)] == [Prior()(t) for t in (0, 300, 900)]
+
+
 def test_without_a_decay_the_value_is_constant_or_drops_at_once() -> None:
     assert {Prior.constant(0.1)(t) for t in range(1000)} == {0.1}
     # a run resumes only with the same fields
