@@ -28,6 +28,8 @@ from .generation import (
     SamplingParams,
     generate,
     generation_config,
+    head_size,
+    lacking_ids,
     stop_tokens,
 )
 
@@ -268,7 +270,8 @@ def _generate_paged(
     if not prompts:
         return []
     stops = stop_tokens(tokenizer, params.stop)
-    settings = generation_config(params, stops, tokenizer.pad_token_id)
+    lacking = lacking_ids(tokenizer, head_size(model))
+    settings = generation_config(params, stops, tokenizer.pad_token_id, lacking)
     # on a CPU, transformers would take most of the memory: allow only what all completions need
     on_cpu = next(model.parameters()).device.type == "cpu"
     blocks = params.num_generations * sum(

@@ -6,12 +6,20 @@ Notation: Q prompts, K rollouts per prompt.
 from __future__ import annotations
 
 import copy
+import functools
 import logging
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from gac.collectives import largest
@@ -22,6 +30,7 @@ from gac.parallel.sharding import in_lockstep
 
 logger = logging.getLogger(__name__)
 ROUNDING = 0.05  # largest change by padding, relative to the effect of other tokens
+LACKING = 0.01  # probability of ids without a token above which a warning is logged
 SHRINK_AFTER = 16  # tokens after which a batch may shrink; the remaining rows are read again
 
 
@@ -68,6 +77,7 @@ def generate(
     stops = stop_tokens(tokenizer, params.stop)
     pad_token: int = tokenizer.pad_token_id
     settings = generation_config(params, stops, pad_token)
+    lacking = LackingIds(lacking_ids(tokenizer, head_size(model)))
     device = next(model.parameters()).device
     completions: list[list[Completion]] = [[] for _ in prompts]
     lockstep = in_lockstep(model)
@@ -83,7 +93,7 @@ def generate(
         ids = torch.tensor(padded, device=device)
         width = torch.arange(ids.shape[1], device=device)
         mask = (width >= torch.tensor(missing, device=device)[:, None]).long()
-        rows = _continue(model, ids, mask, settings, stops, lockstep)
+        rows = _continue(model, ids, mask, settings, stops, lockstep, lacking)
         new = [Completion(truncate_at_stop(row, stops)) for row in rows]
         for at, i in enumerate(part):
             count = params.num_generations
@@ -98,6 +108,7 @@ def _continue(
     settings: GenerationConfig,
     stops: Sequence[int],
     lockstep: bool,
+    lacking: LackingIds,
 ) -> list[list[int]]:
     """The new tokens of each sample, at least up to its first stop token.
 
@@ -115,6 +126,7 @@ def _continue(
                 attention_mask=mask,
                 generation_config=settings,
                 stopping_criteria=StoppingCriteriaList([ended] if shrinks else []),
+                logits_processor=LogitsProcessorList([lacking] if lacking.ids else []),
                 synced_gpus=lockstep,
             )
         tokens = out[:, width:].tolist()
@@ -148,6 +160,55 @@ class HalfEnded(StoppingCriteria):
         live, count = int((~self.rows).sum()), len(self.rows)
         self.stopped = self.steps >= SHRINK_AFTER and 0 < live <= count // 2
         return torch.full_like(self.rows, self.stopped)
+
+
+class LackingIds(LogitsProcessor):
+    """Never samples ids that the tokenizer lacks: their text would be empty.
+
+    The log-probs in training count these ids, as other programs do that read the model, so that
+    training keeps their probability near 0 in the exported model too. For a trained model it is;
+    a warning is logged where it is not, because the policy in the loss is then another one.
+    """
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        self.ids, self.index, self.measured = ids, torch.tensor(ids, dtype=torch.long), False
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        """Mask the logits [B, V] of these ids."""
+        self.index = self.index.to(scores.device)
+        if not self.measured:  # once is enough, because training lowers it
+            self.measured = True
+            lacking = float(scores.float().softmax(-1)[:, self.index].sum(-1).max())
+            if lacking > LACKING:
+                _warn_lacking(len(self.ids), lacking)
+        return scores.index_fill(-1, self.index, -math.inf)
+
+
+@functools.cache  # once per run
+def _warn_lacking(ids: int, probability: float) -> None:
+    logger.warning(
+        "the tokenizer lacks %d of the ids of the model's head, which have up to %.2g of the "
+        "probability of a token: they are not sampled, but the log-probs in training count them; "
+        "if the model is new, resize it with model.resize_token_embeddings(len(tokenizer))",
+        ids,
+        probability,
+    )
+
+
+def head_size(model: Any) -> int:
+    """Number of ids in the model's head."""
+    weight = getattr(model.get_output_embeddings(), "weight", None)
+    return model.config.get_text_config(decoder=True).vocab_size if weight is None else len(weight)
+
+
+def lacking_ids(tokenizer: PreTrainedTokenizerBase, size: int) -> tuple[int, ...]:
+    """The ids below `size` that the tokenizer lacks, e.g. those that fill up a head's size."""
+    return _lacking_ids(tokenizer, size, len(tokenizer))
+
+
+@functools.lru_cache(maxsize=8)
+def _lacking_ids(tokenizer: PreTrainedTokenizerBase, size: int, _: int) -> tuple[int, ...]:
+    return tuple(sorted({*range(size)} - {*tokenizer.get_vocab().values()}))
 
 
 def _parts(
@@ -215,9 +276,15 @@ def _supports_padding(model: Any, pad_token: int) -> bool:
 
 
 def generation_config(
-    params: SamplingParams, stops: list[int], pad_token: int | None
+    params: SamplingParams,
+    stops: list[int],
+    pad_token: int | None,
+    suppressed: Sequence[int] = (),
 ) -> GenerationConfig:
-    """Settings to sample from the policy itself: no top-k, no penalties."""
+    """Settings to sample from the policy itself: no top-k, no penalties.
+
+    suppressed: ids that are never sampled.
+    """
     sample = params.temperature > 0
     return GenerationConfig(
         max_new_tokens=params.max_completion_length,
@@ -228,6 +295,7 @@ def generation_config(
         num_return_sequences=params.num_generations,
         eos_token_id=stops,
         pad_token_id=pad_token,
+        suppress_tokens=[*suppressed] or None,
     )
 
 

@@ -30,11 +30,19 @@ from gac.models.adapters import adapter_layers, base_name
 from gac.models.sampling_mode import sampling_mode
 
 from .config import VLLMConfig
-from .generation import Completion, SamplingParams, stop_tokens, truncate_at_stop
+from .generation import (
+    Completion,
+    SamplingParams,
+    head_size,
+    lacking_ids,
+    stop_tokens,
+    truncate_at_stop,
+)
 
 MAX_CONCURRENT = 64  # concurrent requests per rank and server, which batches them
 MAX_FILE_BYTES = 2**30  # bytes per file of weights
 PROBE = 8  # length in tokens of the prompt and of the completion with which each update is checked
+NEVER = -100.0  # the lowest bias of a logit in vLLM; the reported log-probs do not include it
 LOGPROB_TOLERANCE = 0.5  # nats per token; tolerates a server that rounds to bfloat16
 
 
@@ -81,6 +89,7 @@ class Servers:
         run = Path(folder or tempfile.gettempdir()).absolute()
         self.folder = Path(config.folder or run).absolute()
         self.prefix = f"weights-{zlib.crc32(str(run).encode()):08x}-"  # unique to this run
+        self.lacking: tuple[int, ...] = ()  # of the tokenizer, in the head of the model last loaded
         self.clients = [Client(url, config.timeout) for url in config.urls]
 
         def check() -> None:
@@ -155,6 +164,7 @@ class Servers:
         Call it on every rank: the forward may gather weights.
         """
         self.vocab_size = model.get_input_embeddings().weight.shape[0]
+        self.lacking = lacking_ids(self.tokenizer, head_size(model))
         self._check_vocabulary(client, ids)
         tokens = torch.tensor([ids], device=next(model.parameters()).device)
         with torch.no_grad(), sampling_mode(model):
@@ -178,6 +188,14 @@ class Servers:
                 "model; fix this and rerun the command to resume"
             )
 
+    def _check_lacking(self, client: Client, completion: Sequence[int]) -> None:
+        if lacking := {*completion} & {*self.lacking}:
+            raise RunError(
+                f"{client.name}: the server sampled token {min(lacking)}, which the tokenizer "
+                "lacks, against the request's logit_bias: use a server that supports logit_bias, "
+                "or resize the model with model.resize_token_embeddings(len(tokenizer))"
+            )
+
     def _sample(
         self, prompts: Sequence[tuple[int, ...]], params: SamplingParams
     ) -> list[Completion]:
@@ -186,7 +204,9 @@ class Servers:
 
         def sample_prompt(number: int, prompt: tuple[int, ...], seed: int) -> list[Completion]:
             # use the run's stop tokens and ignore the server's own EOS tokens
-            options = {"seed": seed, "stop_token_ids": stops, "ignore_eos": True}
+            options: dict[str, Any] = {"seed": seed, "stop_token_ids": stops, "ignore_eos": True}
+            if self.lacking:
+                options["logit_bias"] = dict.fromkeys(map(str, self.lacking), NEVER)
             client = self.clients[(rank() + number) % len(self.clients)]
             with client.named():
                 output: dict[str, Any] = client.generate(
@@ -206,6 +226,7 @@ class Servers:
                     )
             for completion in completions:
                 self._check_vocabulary(client, completion)
+                self._check_lacking(client, completion)
             return [
                 Completion.of(truncate_at_stop(completion, stops), _sampled(completion, ids, logps))
                 for completion, ids, logps in zip(

@@ -251,7 +251,11 @@ class State:
             ids, logps = list(prompt), []
             while len(ids) < len(prompt) + body["max_tokens"]:
                 logits = self.model(input_ids=torch.tensor([ids])).logits[0, -1]
-                token, logp = _pick(logits, body["temperature"], body["top_p"], rng)
+                bias = torch.zeros(size)
+                for token, value in body.get("logit_bias", {}).items():
+                    bias[int(token)] = value
+                token = _pick(logits + bias, body["temperature"], body["top_p"], rng)
+                logp = float(logits.log_softmax(-1)[token])  # raw: without the bias
                 ids.append(token)
                 logps.append(logp)
                 if token in body.get("stop_token_ids", []):
@@ -278,14 +282,10 @@ def weight_group(store: dist.Store, rank: int) -> dist.ProcessGroup:
     return dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=DEADLINE))
 
 
-def _pick(
-    logits: torch.Tensor, temperature: float, top_p: float, rng: torch.Generator
-) -> tuple[int, float]:
-    """Sample a token; return it with its log-prob under the model."""
+def _pick(logits: torch.Tensor, temperature: float, top_p: float, rng: torch.Generator) -> int:
+    """Sample a token."""
     if temperature == 0:
-        token = int(logits.argmax())
-    else:
-        p, order = (logits / temperature).softmax(-1).sort(descending=True)
-        p = torch.where(p.cumsum(0) - p < top_p, p, 0)
-        token = int(order[torch.multinomial(p, 1, generator=rng)])
-    return token, float(logits.log_softmax(-1)[token])
+        return int(logits.argmax())
+    p, order = (logits / temperature).softmax(-1).sort(descending=True)
+    p = torch.where(p.cumsum(0) - p < top_p, p, 0)
+    return int(order[torch.multinomial(p, 1, generator=rng)])

@@ -59,8 +59,10 @@ def test_any_token_of_a_large_vocabulary_is_sampled(policy):
     shape = copy.deepcopy(policy[0].config)
     shape.vocab_size = 400
     model, prompt = AutoModelForCausalLM.from_config(shape), [(4, 5, 6)]
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens([f"<{i}>" for i in range(400 - len(tokenizer))])
     found = generate(
-        *(model, policy[1], prompt), max_completion_length=1, temperature=1.0, num_generations=400
+        *(model, tokenizer, prompt), max_completion_length=1, temperature=1.0, num_generations=400
     )
     assert len(set(found)) > 100
 

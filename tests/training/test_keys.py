@@ -54,7 +54,6 @@ DATA: dict[str, Any] = {  # of data.* and of eval.data.*
     "limit": 3,
     "stratify_field": "op",
 }
-SAMPLE = ("limit_seed", "stratify_field")
 VALUES: dict[str, Any] = {  # of the keys whose type does not suggest another value
     **{f"data.{key}": value for key, value in DATA.items()},
     **{f"eval.data.{key}": value for key, value in DATA.items()},
@@ -121,7 +120,8 @@ WITH: dict[str, dict[str, Any]] = {  # other keys that a key needs to have an ef
     "data.choices_field": {"data.template": "{prompt}{options}"},
     "data.chat": {"model.tokenizer": "other"},
     "data.system": {"model.tokenizer": "other", "data.chat": True},
-    **{f"{part}data.{key}": {f"{part}data.limit": 3} for part in ("", "eval.") for key in SAMPLE},
+    "data.limit_seed": {"data.limit": 3},
+    "data.stratify_field": {"data.limit": 4, "data.limit_seed": 1},
     "rollouts.correction": {"rollouts.function": f"{HERE}:echo"},
     "rollouts.correction_max": {
         "rollouts.function": f"{HERE}:echo",
@@ -139,6 +139,8 @@ WITH: dict[str, dict[str, Any]] = {  # other keys that a key needs to have an ef
     },
     "eval.data.chat": {"model.tokenizer": "other"},
     "eval.data.system": {"model.tokenizer": "other", "eval.data.chat": True},
+    "eval.data.limit_seed": {"eval.data.limit": 3},
+    "eval.data.stratify_field": {"eval.data.limit": 4, "eval.data.limit_seed": 1},
     "eval.samples": {"eval.temperature": 1},
     "eval.top_p": SAMPLED,
     "eval.pass_at": SAMPLED,
