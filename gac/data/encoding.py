@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -20,7 +21,9 @@ from .source import SourceRow
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
 ANCHORS = ("\n", "0", ".")  # texts after which a word may continue without a word boundary
+REASONING = {"reasoning", "reasoning_content", "thinking"}  # fields of a message
 SHOWN = 60  # characters of a text in an error
 
 
@@ -102,9 +105,21 @@ def chat_text(
     if not whole.startswith(prompt):
         _fail_prefix(row, fields[1], prompt, whole)
     text, end = _cut(whole[len(prompt) :], answer["content"], ends)
+    for name in REASONING & answer.keys():
+        if isinstance(answer[name], str) and answer[name].strip() not in whole:
+            _warn_unwritten(name)
     if len(turns) > 1:
         return RenderedText(prompt, _split_turns(row, fields[1], text, turns), end)
     return RenderedText(prompt, (text,), end)
+
+
+@functools.cache  # once per run
+def _warn_unwritten(name: str) -> None:
+    logger.warning(
+        "the chat template does not write the %s of some demonstrations, so it is not trained: "
+        "put it into their content, or set model.tokenizer to one whose template writes it",
+        name,
+    )
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[RenderedText]) -> list[EncodedText]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gac.data import DataConfig, DataError, load_demos, load_prompts
+from gac.data import DataConfig, DataError, encoding, load_demos, load_prompts
 from gac.data.examples import load_references
 from gac.integrations.demonstrations import encode
 from tests.data.templates import (
@@ -104,6 +104,20 @@ def test_text_prompts_are_rendered_too(tmp_path: Path, template: str) -> None:
     ids = trained(tmp_path, tokenizer, {"prompt": "2+2=", "solution": "4"}, chat=True)
     expected = rendered(tokenizer, [USER, FOUR])
     assert tokenizer.decode(ids) == tokenizer.decode(expected)
+
+
+def test_reasoning_that_the_template_does_not_write_is_a_warning(
+    tmp_path: Path, caplog: Any
+) -> None:
+    for template, warned in ((QWEN3, False), (SMOLLM2, True)):
+        encoding._warn_unwritten.cache_clear()
+        caplog.clear()
+        for row in (REASONED, FOUR):
+            trained(tmp_path, byte_tokenizer(template), {"messages": [USER, row]})
+        texts = [
+            r.message for r in caplog.records if "does not write the reasoning_content" in r.message
+        ]
+        assert len(texts) == warned
 
 
 @pytest.mark.parametrize(
