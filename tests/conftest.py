@@ -35,9 +35,10 @@ gc.disable()  # until all tests are collected: imports create no garbage to spea
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if "full" not in config.option.markexpr:  # takes minutes; runs only with `-m full`
-        config.hook.pytest_deselected(items=[i for i in items if i.get_closest_marker("full")])
-        items[:] = [item for item in items if not item.get_closest_marker("full")]
+    for mark in ("full", "real"):  # minutes, a download: only with `-m full` or `-m real`
+        if mark not in config.option.markexpr:
+            config.hook.pytest_deselected(items=[i for i in items if i.get_closest_marker(mark)])
+            items[:] = [item for item in items if not item.get_closest_marker(mark)]
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)  # first, so that all workers end together
     for item in items:
@@ -54,7 +55,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
     """Set the deadline of a test: longer if it is slow, or while the machine is overloaded."""
-    slow = item.get_closest_marker("slow") or item.get_closest_marker("full")
+    slow = any(map(item.get_closest_marker, ("slow", "full", "real")))
     several = item.get_closest_marker("dist") and "results" in item.fixturenames
     deadline = 600 if slow else 120 if several else 30
     item.stash[DEADLINE] = deadline * max(os.getloadavg()[0] / (os.cpu_count() or 1), 1.0)
@@ -142,3 +143,26 @@ def data_dir() -> Path:
     if not path.is_dir():
         pytest.skip(f"no datasets at {path}; set GAC_DATA to their directory")
     return path
+
+
+@pytest.fixture(scope="session")
+def real_model() -> Path:
+    """The folder of a small pretrained model, downloaded unless it is in the cache."""
+    from gac.demo.real_model import fetch_model
+    from gac.errors import MissingExtra, RunError
+
+    try:
+        return fetch_model()
+    except (MissingExtra, RunError) as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def cached_model() -> Path:
+    """The folder of the same model; the test is skipped where nobody has downloaded it."""
+    from gac.demo.real_model import cached_model
+
+    folder = cached_model()
+    if folder is None:
+        pytest.skip("the pretrained model is not in the cache: make test-real downloads it")
+    return folder
