@@ -74,19 +74,30 @@ def untie_adapted(model: Any, copy: Copy = copy_weight) -> None:
         if weight not in adapted or len(owners) == 1:
             continue
         if len(owners) > 2 or head is None or {*owners} != {embedding, head}:
-            names = " and ".join(base_name(name) for name in owners.values())
+            name = base_name(adapted[weight])
+            other = next(n for n in map(base_name, owners.values()) if n != name)
             raise ConfigError(
-                f"model.lora.target_modules: {base_name(adapted[weight])} shares its weight with "
-                f"other modules ({names}), which an adapter would not change, so no plain model "
-                "computes the same: name other modules"
+                f"model.lora.target_modules: {name} shares its weight with {other}, which an "
+                "adapter would not change: name other modules"
             )
         untie(model, copy)
 
 
 def untie(model: Any, copy: Copy = copy_weight) -> None:
-    """Give the LM head a copy of the embedding's weight, and set `tie_word_embeddings` to false."""
+    """Give the LM head a copy of the embedding's weight, and set `tie_word_embeddings` to false.
+
+    Raises:
+        ConfigError: in this family the key also ties other weights, which have to stay tied.
+    """
     embedding, head = (_base_layer(module) for module in _ends(model))
-    names = {name for name, module in model.named_modules() if module is head}
+    names = {base_name(name) for name, module in model.named_modules() if module is head}
+    others = [n for n in model.all_tied_weights_keys if n.removesuffix(".weight") not in names]
+    if others:
+        raise ConfigError(
+            f"model.lora.target_modules: the LM head and the embedding of "
+            f"{type(model).__name__} cannot have different weights, because tie_word_embeddings "
+            f"also ties {others[0]}: name other modules"
+        )
     if head.weight is embedding.weight:
         head.weight = copy(embedding.weight)
     for config in (model.config, model.config.get_text_config(decoder=True)):

@@ -35,6 +35,8 @@ ATTENTION = r".*(attn|attention|mixer|mamba|conv|rwkv|recurrent|hyena).*"
 CHOICES = ("all weights", "all-linear", "attention", "mlp", "head", "embedding", "both")
 # peft 0.21 does not find its own names of the adapters on shared experts when it loads them
 RENAMED_BY_PEFT = ("laguna", "inkling2_text")
+# transformers 5.23 sets the padding token's row to 0 when it loads the family
+PADDING_LOST = ("youtu", "all weights", "export")
 TOLERANCE = 1e-4  # nats
 FULL = pytest.mark.full(reason="about 160 families")
 TOKENS = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12], [20, 3, 17, 4, 33, 31, 30, 29]])
@@ -162,7 +164,8 @@ def test_every_consumer_computes_what_was_trained(tmp_path, family, choice):
     expected = logps(model)
     assert (logps(base) - expected).abs().max() > 100 * TOLERANCE
     for name, consumer in consumers(model, config, path, tmp_path):
-        if name != "peft's loading" or family not in RENAMED_BY_PEFT:
+        renamed = name == "peft's loading" and family in RENAMED_BY_PEFT
+        if not renamed and (family, choice, name) != PADDING_LOST:
             assert (logps(consumer) - expected).abs().max() < TOLERANCE, name
     adapted = choice in ("head", "embedding", "both")
     exported = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -200,6 +203,25 @@ def test_a_checkpoint_with_both_matrices_of_a_tied_model(tmp_path, equal, choice
     assert exported["tie_word_embeddings"] is (equal and choice != "head")
 
 
+@pytest.mark.parametrize(
+    ("family", "choice", "reason"),
+    [
+        ("xmod", "head", "tie_word_embeddings also ties lm_head.decoder.bias"),
+        (
+            "inkling_text",
+            "embedding",
+            r"embed_tokens \(InklingNormedEmbedding\) computes something",
+        ),
+        ("zamba", "all-linear", "shares its weight with other modules"),
+    ],
+)
+def test_what_no_plain_model_can_compute_is_refused(tmp_path, family, choice, reason):
+    base = save_base(family, tmp_path)
+    lora = LoraConfig(rank=2, target_modules=targets(choice, base))
+    with pytest.raises(ConfigError, match=rf"^model.lora.target_modules: .*{reason}.*: name other"):
+        make_model(ModelConfig(path=str(tmp_path), lora=lora), seed=0)
+
+
 class SharedLayers(torch.nn.Module):
     """Two layers with one weight."""
 
@@ -218,7 +240,10 @@ class SharedLayers(torch.nn.Module):
 
 def test_an_adapter_on_a_weight_of_other_modules_is_refused():
     model = peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["first"]), SharedLayers())
-    with pytest.raises(ConfigError, match=r"^model.lora.target_modules: first .*\(first and secon"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^model.lora.target_modules: (first|second) shares .* with (first|second),",
+    ):
         adapters.untie_adapted(model)
 
 
