@@ -10,7 +10,7 @@ from gac.config import load
 from gac.errors import ConfigError
 from gac.evaluation.config import EvalConfig
 from gac.evaluation.suite import run_suite
-from gac.report import write_report
+from gac.report import plots, write_report
 from gac.report.groups import group_runs
 from gac.report.page import headline
 from gac.report.plots import evaluation_panels, has_data
@@ -178,3 +178,14 @@ def test_foreign_results_json_is_ignored_or_rejected(results, tmp_path, no_image
         message = r"results.json is not a valid `gac eval` result .*: move it away"
         with pytest.raises(ConfigError, match=message):
             write_report([run], tmp_path)
+
+
+def test_the_loss_of_held_out_demonstrations_is_a_figure(tmp_path):
+    """Of the first task and of each further one that has demonstrations."""
+    rows = [row | {"demo_nll": 2.0 - row["step"] / 100, "demo_nll/logic": None} for row in ROWS]
+    groups = group_runs([read_run(write_run(tmp_path / "gac", rows, ["logic"]))])
+    titles = {panel.title: panel for panel in evaluation_panels(groups)}
+    panel = titles["Held-out demonstration loss"]
+    assert "Held-out demonstration loss: logic" not in titles
+    ((steps, values),) = plots._curves(groups[0], panel)
+    assert values.tolist() == [2.0 - step / 100 for step in steps]

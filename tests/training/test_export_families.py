@@ -212,7 +212,7 @@ def test_a_checkpoint_with_both_matrices_of_a_tied_model(tmp_path, equal, choice
             "embedding",
             r"embed_tokens \(InklingNormedEmbedding\) computes something",
         ),
-        ("zamba", "all-linear", "shares its weight with other modules"),
+        ("zamba", "all-linear", r"layers.5.* shares its weight with .*layers.1"),
     ],
 )
 def test_what_no_plain_model_can_compute_is_refused(tmp_path, family, choice, reason):
@@ -242,7 +242,7 @@ def test_an_adapter_on_a_weight_of_other_modules_is_refused():
     model = peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["first"]), SharedLayers())
     with pytest.raises(
         ConfigError,
-        match=r"^model.lora.target_modules: (first|second) shares .* with (first|second),",
+        match=r"^model.lora.target_modules: first shares .* with second,",
     ):
         adapters.untie_adapted(model)
 
