@@ -10,7 +10,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 QUICK := $(addprefix tests/,cli control methods/test_methods_values.py methods/test_solvers.py kernels/test_loss.py \
   kernels/test_linear.py kernels/test_reference.py project/test_architecture.py project/test_readme.py)
 
-.PHONY: setup ext demo quick test test-full test-real release-check test-versions exit-check torture test-newest test-gpu test-integrations \
+.PHONY: setup ext demo real quick test test-full test-real release-check test-versions exit-check torture test-newest test-gpu test-integrations \
   bench bench-gpu kernel-report docs docs-serve lint types check clean
 
 setup: $(STAMP)  ## create a .venv with torch and the packages pinned in requirements/lock.txt
@@ -30,6 +30,9 @@ ext: setup  ## rebuild the native kernels; fail on errors
 
 demo: setup  ## train a tiny model with six methods and compare them
 	$(BIN)/gac demo
+
+real: setup  ## post-train a pretrained model of 135 million parameters (downloads 93 MB once)
+	$(BIN)/gac demo --real $(MODEL)
 
 test: setup  ## run all tests that do not need a GPU
 	# keep bytecode, whatever the environment says: the tests start hundreds of Python processes

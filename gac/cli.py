@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gac.commands import COMMANDS, Parser, Version, argument, command, interrupt_on_signals
-from gac.demo import DEMO_METHODS
+from gac.demo import DEMO_METHODS, REAL_METHODS
 from gac.errors import (
     FAILED,
     USAGE,
+    ConfigError,
     explain_missing_extra,
     require_counts,
     user_message,
@@ -380,21 +381,60 @@ def _methods(options: argparse.Namespace) -> int:
 
 @command(
     "demo",
-    argument("--out", type=Path, default=Path("runs/demo"), help="folder for all runs"),
-    argument("--methods", nargs="+", default=list(DEMO_METHODS), help="see `gac methods`"),
-    argument("--seeds", type=int, default=1, help="seeds per method"),
-    argument("--steps", type=int, default=160, help="optimizer steps per method"),
-    argument("--jobs", type=int, default=None, help="number of parallel runs; None: one per core"),
-    help="train a tiny model with several methods and compare them",
+    argument(
+        "--out",
+        type=Path,
+        default=None,
+        help="folder for all runs (default: runs/demo, or runs/real with --real)",
+    ),
+    argument(
+        "--real",
+        nargs="?",
+        const="",
+        default=None,
+        metavar="MODEL",
+        help="post-train a "
+        "pretrained model instead: a local folder or a name on the Hub; without MODEL, "
+        "SmolLM2-135M-Instruct from a Python package",
+    ),
+    argument(
+        "--methods",
+        nargs="+",
+        default=None,
+        help="see `gac methods` (default: "
+        f"{' '.join(DEMO_METHODS)}, or {' '.join(REAL_METHODS)} with --real)",
+    ),
+    argument("--seeds", type=int, default=1, help="seeds per method (default: 1; not with --real)"),
+    argument(
+        "--steps",
+        type=int,
+        default=None,
+        help="optimizer steps per method (default: 160, or 16 with --real)",
+    ),
+    argument(
+        "--jobs",
+        type=int,
+        default=None,
+        help="number of parallel runs (default: one per core, at most 2 with --real)",
+    ),
+    help="train a tiny or a pretrained model with several methods and compare them",
     description="Train a tiny base model, post-train it with several methods and compare them. "
     "Finished runs are skipped; interrupted runs resume.",
-    formatter_class=argparse.ArgumentDefaultsHelpFormatter,
 )
 def _demo(options: argparse.Namespace) -> int:
+    require_counts(options, "seeds", "steps", "jobs")
+    if options.real is not None:
+        from gac.demo.real import run_real
+
+        if options.seeds != 1:
+            raise ConfigError(f"--seeds={options.seeds} does not go with --real: leave it out")
+        out, methods = options.out or Path("runs/real"), options.methods or REAL_METHODS
+        return run_real(out, options.real or None, methods, options.steps or 16, options.jobs)
     from gac.demo.run import run_demo
 
-    require_counts(options, "seeds", "steps", "jobs")
-    return run_demo(options.out, options.methods, range(options.seeds), options.steps, options.jobs)
+    out, methods = options.out or Path("runs/demo"), options.methods or list(DEMO_METHODS)
+    seeds, steps = range(options.seeds), options.steps or 160
+    return run_demo(out, methods, seeds, steps, options.jobs)
 
 
 @command(

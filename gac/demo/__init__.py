@@ -2,3 +2,6 @@
 
 DEMO_METHODS = ("sft", "grpo", "constant", "constant-alarm", "gac", "gac-gated")
 """Methods that `gac demo` compares by default."""
+
+REAL_METHODS = ("constant-alarm", "grpo")
+"""Methods that `gac demo --real` compares by default: both signals, and rewards only."""

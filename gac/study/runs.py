@@ -25,6 +25,7 @@ from gac.train_config import TrainConfig
 from gac.training.startup import MAY_CHANGE_ON_RESUME
 
 STOP_SECONDS = 10.0  # for a run to save a checkpoint when it is stopped
+WATCH_SECONDS = 2.0  # between two looks at the running runs
 PROCESSES = multiprocessing.get_context("forkserver")  # imports torch once for all runs
 
 
@@ -35,12 +36,14 @@ def run_all(
     discard: bool = False,
     report: bool = False,
     log: Callable[[str], None] = print,
+    watch: Callable[[], None] | None = None,
 ) -> dict[str, str]:
     """Train the unfinished runs in order, `jobs` at a time, each in its own process.
 
     discard: delete the checkpoints of a run as soon as it is finished.
     report: also write each run's own report.
     log: called with one line per finished or failed run.
+    watch: called every few seconds while runs are running.
 
     Returns folder -> reason for the failed runs, which are retried the next time. Raises
     ConfigError if a folder contains a finished run with another configuration.
@@ -60,7 +63,10 @@ def run_all(
                 process = PROCESSES.Process(target=_train, args=arguments)
                 process.start()
                 running[process.sentinel] = process, config.out
-            for ended in wait(list(running)):
+            ended_runs = wait(list(running), timeout=WATCH_SECONDS if watch else None)
+            if watch:
+                watch()
+            for ended in ended_runs:
                 process, out = running.pop(ended)
                 done += 1
                 if process.exitcode:

@@ -12,7 +12,7 @@ import pytest
 
 from gac import cli
 from gac.config import load_early
-from gac.demo import DEMO_METHODS
+from gac.demo import DEMO_METHODS, REAL_METHODS
 from gac.errors import ConfigError
 
 SUITE = "gac.evaluation.suite"
@@ -168,6 +168,18 @@ def test_methods(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
             "demo --out x --methods sft gac --seeds 2 --steps 3 --jobs 4",
             ".demo.run.run_demo",
             (Path("x"), ["sft", "gac"], range(2), 3, 4),
+            1,
+        ),
+        (
+            "demo --real",
+            ".demo.real.run_real",
+            (Path("runs/real"), None, REAL_METHODS, 16, None),
+            1,
+        ),
+        (
+            "demo --methods sft --steps 3 --jobs 1 --out x --real m",
+            ".demo.real.run_real",
+            (Path("x"), "m", ["sft"], 3, 1),
             1,
         ),
         ("replay a/b", ".training.replay.replay", (Path("a/b"),), 0),
