@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -37,6 +38,7 @@ class Feed:
         self.rank, self.ranks, self.tokenizer = rank, ranks, tokenizer
         self.own = slice(rank, None, ranks)
         self.names_sources = config.data.source_field is not None or bool(config.data.sources)
+        self.order_name = config.data.order
         self.orders: dict[str, Order | MixedOrder] = {}
         needs = StepNeeds.union(map(self.method.needs, range(config.steps)))
         self.plan = self.method.sampling(config.rollouts.num_generations)
@@ -80,9 +82,6 @@ class Feed:
             self.demo_order = row_order(config.data, self.demos, config.seed + 1)
             self.orders["demo_order"] = self.demo_order
             _check_divisible("demo_batch_size", self.demo_batch_size, ranks, needs.parts)
-        if config.data.order is not None:
-            # the user's code returns the rows to read; only this instance's method is replaced
-            self._next = user_code(f"data.order={config.data.order!r}")(self._next)  # type: ignore[method-assign]
 
     def examples(self, step: int) -> list[Example]:
         """This rank's prompts for the next sampling; `step` must not decrease."""
@@ -114,9 +113,11 @@ class Feed:
         self, order: Order | MixedOrder, source: Sequence[Example], number: int, step: int
     ) -> list[Example]:
         """The next `number` examples of `source`, the same on every rank."""
-        if step != self.before[0]:
-            self.before = step, self.state_dict()
-        return [source[i] for i in order.take(number, step)]
+        name = self.order_name
+        with nullcontext() if name is None else user_code(f"data.order={name!r}"):
+            if step != self.before[0]:
+                self.before = step, self.state_dict()
+            return [source[i] for i in order.take(number, step)]
 
     def _collected(self, examples: Sequence[Example | None]) -> list[Example]:
         """The newest examples of the collection once there are enough of them, else none."""

@@ -28,7 +28,7 @@ from gac_kernels import DemoWeight, FilterReport, LossOutput, LossSpec, TokenMom
 
 from .probes import GradientParts
 from .step import Measured, Step
-from .token_loss import custom_loss, with_k3
+from .token_loss import OtherLogps, custom_loss, with_k3
 
 LOGPS = "old_logps", "ref_logps", "rollout_logps"  # of the fused loss
 
@@ -300,7 +300,7 @@ class Gradients:
             # the last backward reduces the gradients over ranks
             sync = nullcontext() if last else self.accelerator.no_sync(self.model)
             with torch.set_grad_enabled(grad), sync:
-                out = self._loss(step, batch, micro, demo, mix.mu, spec, norms)
+                out = self._loss(step, batch, micro, demo=demo, mu=mix.mu, spec=spec, norms=norms)
                 if grad:
                     self.accelerator.backward(out.loss * mix.scale)
             for probe in () if plain else probes:
@@ -357,8 +357,18 @@ class Gradients:
         reference = self.forward.reference_head(batch) if self.loss.reference else None
         head = run_head(self.model, **batch.model_inputs)
         if self.loss.token is not None:
-            known = old, ref, spec, norms, teacher, engine, self.loss.per_token, self.loss.policy
-            out = custom_loss(self.loss.token, head, reference, batch, mu, *known)
+            out = custom_loss(
+                self.loss.token,
+                head,
+                batch,
+                mu=mu,
+                spec=spec,
+                norms=norms,
+                logps=OtherLogps(old=old, reference=ref, teacher=teacher, engine=engine),
+                reference=reference,
+                per_token=self.loss.per_token,
+                policy=self.loss.policy,
+            )
         else:
             # the sequences of packed or mixed rows are not the rows of a table
             shape = batch.targets.shape if batch.cu_seqlens is None else (-1,)

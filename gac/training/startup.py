@@ -143,8 +143,8 @@ def check_same_run(progress: Mapping[str, Any], now: Mapping[str, Any], resize: 
             "the checkpoint in `out` was written by another version of gac: finish the run with "
             "that version, or choose another `out`"
         )
-    saved, saved_ranks, ranks = progress["config"], progress["ranks"], collectives.world_size()
-    old, new = (dict(_flat(json.loads(json.dumps(c)))) for c in (saved, now))
+    saved_ranks, ranks = progress["ranks"], collectives.world_size()
+    old, new = _leaves(progress["config"]), _leaves(now)
     # keys that differ with the method, or have no effect with one of two engines
     other = tuple(
         keys
@@ -176,6 +176,11 @@ def check_same_run(progress: Mapping[str, Any], now: Mapping[str, Any], resize: 
 
 def _may_change(key: str) -> bool:
     return any(f"{key}.".startswith(f"{name}.") for name in MAY_CHANGE_ON_RESUME)
+
+
+def _leaves(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a configuration by dotted key, in the types that JSON has."""
+    return dict(_flat(json.loads(json.dumps(config))))
 
 
 def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -11,7 +11,7 @@ from gac.methods import METHODS, Observation
 from gac.models.head import Head
 from gac.rollouts.sampling import Sample
 from gac.rows import Batch
-from gac.training.token_loss import custom_loss
+from gac.training.token_loss import OtherLogps, custom_loss
 from gac.training.trainer import Trainer
 from gac.types import Credit, TermPair
 from gac_kernels import GradientFilter, LossOutput, LossSpec, fused_gac_loss
@@ -32,10 +32,8 @@ def one_token_rows(name: str, p: list[float], **keywords) -> tuple[LossOutput, T
     batch = Batch({}, targets, advantages, is_demo, tuple(range(n)), torch.tensor([]), None)
     loss = METHODS[name](**keywords.pop("fields", {})).loss(LossSpec())
     norms = TermPair(demo=2.0, rollout=float(n))
-    head, reference = Head(None, logits=logits), keywords.pop("reference", None)
-    out = custom_loss(
-        loss.token, head, reference, batch, mu, None, None, loss.spec, norms, **keywords
-    )
+    head = Head(None, logits=logits)
+    out = custom_loss(loss.token, head, batch, mu=mu, spec=loss.spec, norms=norms, **keywords)
     (grad,) = torch.autograd.grad(out.loss, x)
     return out, grad / (1 - torch.tensor(p))
 
@@ -44,7 +42,7 @@ def test_sdar_gates_the_distillation_of_each_token() -> None:
     """log p = -log 4; a teacher with p = 1/2, 1/8 and none: D = log 2, -log 2; 2^5 = 32."""
     teacher = torch.tensor([0.5, 0.125, math.nan]).log()[:, None]
     out, slope = one_token_rows(
-        "sdar", [0.25] * 3, advantages=[2.0, -1.0, 0.5], teacher_logps=teacher
+        "sdar", [0.25] * 3, advantages=[2.0, -1.0, 0.5], logps=OtherLogps(teacher=teacher)
     )
     distilled = 0.01 * (32 / 33 * LOG2 - 1 / 33 * LOG2)
     assert out.loss.item() == pytest.approx((-2 + 1 - 0.5 + distilled) / 3, rel=1e-6)
@@ -98,8 +96,15 @@ def test_preferences_by_hand(name: str, fields, expected: float) -> None:
             torch.tensor([]),
             None,
         )
-        inputs = batch, 0.0, None, ref[:n], loss.spec, TermPair(1.0, 2.0)
-        out = custom_loss(loss.token, Head(None, logits=logits[:n]), None, *inputs)
+        out = custom_loss(
+            loss.token,
+            Head(None, logits=logits[:n]),
+            batch,
+            mu=0.0,
+            spec=loss.spec,
+            norms=TermPair(1.0, 2.0),
+            logps=OtherLogps(reference=ref[:n]),
+        )
         assert out.loss.item() == pytest.approx(pairs * expected, rel=1e-6)
         (grad,) = torch.autograd.grad(out.loss, logits)
         assert grad.isfinite().all()
@@ -212,7 +217,7 @@ def test_prefix_rft_lengths_and_the_tokens_that_are_trained() -> None:
     )
     loss = method.loss(LossSpec(max_tokens=10))
     head, norms = Head(None, logits=logits), TermPair(1.0, 1.0)
-    out = custom_loss(loss.token, head, None, batch, 0.5, None, None, loss.spec, norms)
+    out = custom_loss(loss.token, head, batch, mu=0.5, spec=loss.spec, norms=norms)
     assert 2 * out.loss.item() == pytest.approx(-(2.0 + 3.0) * 2 / 10)
     (grad,) = torch.autograd.grad(2 * out.loss, x)
     expected = [-0.2 * 0.8, -0.2 * 0.6, -0.3 * 0.5, 0, -0.3 * 0.3]
@@ -234,7 +239,8 @@ def test_dypo_contrasts_successes_and_failures_of_one_prompt() -> None:
     batch = Batch({}, targets, advantages, torch.arange(7) == 6, tuple(range(7)), units, None)
     loss, head = method.loss(LossSpec()), Head(None, logits=logits)
     norms = TermPair(demo=1.0, rollout=6.0)
-    out = custom_loss(loss.token, head, None, batch, 0.5, None, ref, loss.spec, norms)
+    logps = OtherLogps(reference=ref)
+    out = custom_loss(loss.token, head, batch, mu=0.5, spec=loss.spec, norms=norms, logps=logps)
     # -log sigmoid(2 log 2) = log(5 / 4), -log sigmoid(-2 log 2) = log 5, -log sigmoid(0) = log 2
     gal = [(math.log(5 / 4) + math.log(5)) / 2] * 3 + [LOG2] * 3
     grpo = [-1.0, 1.0, 1.0, 1.0, -1.0, 0.0]
@@ -309,8 +315,14 @@ def test_sdar_takes_one_pass_over_the_logits(changes: dict, monkeypatch) -> None
     results = []
     for per_token in (False, loss.per_token):
         hidden, weight = (x.clone().requires_grad_() for x in leaves)
-        inputs = None, batch, 0.0, old, ref, loss.spec, TermPair(1.0, 10.0), teacher, None
-        out = custom_loss(loss.token, Head(hidden, weight), *inputs, per_token)
+        options = {
+            "mu": 0.0,
+            "spec": loss.spec,
+            "norms": TermPair(1.0, 10.0),
+            "logps": OtherLogps(old=old, reference=ref, teacher=teacher),
+        }
+        head = Head(hidden, weight)
+        out = custom_loss(loss.token, head, batch, **options, per_token=per_token)
         grads = torch.autograd.grad(out.loss, (hidden, weight))
         scalars = out.loss, out.rollout_loss, out.kl, out.logps, out.entropy, out.moments.totals
         results.append((*scalars, *grads))
@@ -321,4 +333,4 @@ def test_sdar_takes_one_pass_over_the_logits(changes: dict, monkeypatch) -> None
     assert sum(rows[rows.index(0) :]) == 10
     filtered = Head(hidden, weight, gradient_filter=GradientFilter())
     assert out.filter is None
-    assert custom_loss(loss.token, filtered, *inputs, True).filter
+    assert custom_loss(loss.token, filtered, batch, **options, per_token=True).filter

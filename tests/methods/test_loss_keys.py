@@ -13,7 +13,7 @@ from gac.models import head
 from gac.models.head import Head
 from gac.rows import Batch
 from gac.train_config import LossConfig
-from gac.training.token_loss import custom_loss
+from gac.training.token_loss import OtherLogps, custom_loss
 from gac.training.trainer import Trainer
 from gac.types import TermPair
 from gac_kernels import LossSpec, projection
@@ -150,14 +150,11 @@ def test_corrections_multiply_custom_losses(correction, reused, linear, monkeypa
     out = custom_loss(
         lambda view: view.policy_loss,
         head,
-        None,
         batch,
-        0.0,
-        logps.detach() if reused else None,
-        None,
-        spec,
-        TermPair(1.0, 8.0),
-        engine_logps=logps.detach() - gaps,
+        mu=0.0,
+        spec=spec,
+        norms=TermPair(1.0, 8.0),
+        logps=OtherLogps(old=logps.detach() if reused else None, engine=logps.detach() - gaps),
         per_token=True,
     )
     factors = [1.0, math.exp(0.5), math.exp(-1), 1.0]

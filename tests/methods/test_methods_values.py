@@ -17,7 +17,7 @@ from gac.methods.solvers import cross_gram
 from gac.models.head import Head
 from gac.rows import Batch, Row
 from gac.training.probes import GradientParts
-from gac.training.token_loss import custom_loss
+from gac.training.token_loss import OtherLogps, custom_loss
 from gac.training.trainer import Trainer
 from gac.types import StepNeeds, TermPair
 from gac_kernels import LossSpec, Signals
@@ -236,8 +236,15 @@ def test_kl_of_a_custom_loss_covers_the_rollouts_only():
     is_demo = torch.tensor([False, True])
     batch = Batch({}, targets, torch.ones(2), is_demo, (0, 3), torch.tensor([]), None)
     head = Head(None, logits=logits)
-    inputs = None, batch, 0.5, None, ref, LossSpec(), TermPair(1.0, 1.0)
-    out = custom_loss(lambda view: -view.logps, head, *inputs)
+    out = custom_loss(
+        lambda view: -view.logps,
+        head,
+        batch,
+        mu=0.5,
+        spec=LossSpec(),
+        norms=TermPair(1.0, 1.0),
+        logps=OtherLogps(reference=ref),
+    )
     assert out.kl.item() == pytest.approx(
         sum(math.exp(gap) - gap - 1 for gap in (0.1, 0.2, 0.3)) / 3, rel=1e-4
     )
@@ -270,7 +277,14 @@ def test_policy_loss_is_clipped_off_policy(clip, policy, expected):
     losses = []
     token_loss = lambda view: losses.append(view.policy_loss) or view.policy_loss  # noqa: E731 - a spy
     out = custom_loss(
-        token_loss, head, None, batch, 0.0, old, ref, spec, TermPair(1.0, 4.0), policy=policy
+        token_loss,
+        head,
+        batch,
+        mu=0.0,
+        spec=spec,
+        norms=TermPair(1.0, 4.0),
+        logps=OtherLogps(old=old, reference=ref),
+        policy=policy,
     )
     assert losses[0].tolist() == pytest.approx(expected)
     assert out.clip_fraction == (0.5 if clip[0] and policy else 0)
@@ -288,9 +302,15 @@ def test_kl_over_the_vocabulary_by_hand(forward):
     batch = Batch({}, targets, torch.ones(1), torch.tensor([False]), (0,), torch.tensor([]), None)
     spec = LossSpec(temperature=0.5)
     reference_head = Head(hidden, weight, bias, scaling=scaling)
-    inputs = reference_head, batch, 0.0, None, None, spec, TermPair(1.0, 1.0)
-    head = Head(None, logits=ours.requires_grad_())
-    out = custom_loss(lambda view: view.vocabulary_kl(forward, chunk=3), head, *inputs)
+    out = custom_loss(
+        lambda view: view.vocabulary_kl(forward, chunk=3),
+        Head(None, logits=ours.requires_grad_()),
+        batch,
+        mu=0.0,
+        spec=spec,
+        norms=TermPair(1.0, 1.0),
+        reference=reference_head,
+    )
     p, q = ((x[targets >= 0] / 0.5).double().log_softmax(-1) for x in (ours, reference))
     if forward:  # KL(q || p)
         p, q = q, p
@@ -477,6 +497,6 @@ def test_pairs_need_the_reference(name):
     batch = Batch(
         {}, targets, torch.ones(2), torch.zeros(2, dtype=torch.bool), (0, 1), torch.tensor([]), None
     )
-    inputs = Head(None, logits=logits), None, batch, 0.0, None, None, LossSpec(), TermPair(1.0, 1.0)
+    head, norms = Head(None, logits=logits), TermPair(1.0, 1.0)
     with pytest.raises(ValueError, match="ref_logps=None: (pairs|GAL) needs? the reference"):
-        custom_loss(METHODS[name]().token_loss, *inputs)
+        custom_loss(METHODS[name]().token_loss, head, batch, mu=0.0, spec=LossSpec(), norms=norms)
