@@ -19,7 +19,7 @@ from gac.errors import ConfigError
 from gac.parallel import seeds
 from gac.rollouts.engines import Engine, RolloutFunction
 from gac.rollouts.generation import SamplingParams, stop_tokens
-from gac.rollouts.sampling import is_truncated, score
+from gac.rollouts.scoring import is_truncated, score
 from gac.types import Rollout
 
 from .config import EvalTask
@@ -115,7 +115,7 @@ def _score(
 ) -> list[Answer]:
     """Score the rollouts of one batch; rollout i belongs to the example `owners[i]`."""
     tokenizer, field = engine.tokenizer, task.data.prompt_field
-    texts, scores = score(reward, tokenizer, [examples[i] for i in owners], rollouts)
+    scores = score(reward, tokenizer, [examples[i] for i in owners], rollouts)
     stops = set(stop_tokens(tokenizer, task.stop))
     return [
         Answer(
@@ -130,7 +130,9 @@ def _score(
             value,
             is_truncated(rollout, stops, task.max_completion_length),
         )
-        for i, text, rollout, value in zip(owners, texts, rollouts, scores, strict=True)
+        for i, text, rollout, value in zip(
+            owners, scores.texts, rollouts, scores.rewards, strict=True
+        )
     ]
 
 

@@ -11,8 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from numbers import Real
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from gac.errors import UserError
 from gac.imports import USER_ERRORS, explained, location
@@ -44,6 +43,19 @@ class RewardError(UserError, ValueError):
         return type(self), (self.problem, self.reward, self.example_id, self.completion)
 
 
+Terms = Mapping[str, Sequence[float]]
+"""Name of a term -> its unweighted value for each row; nan: failed."""
+
+
+class Graded(NamedTuple):
+    """What a reward says about the rows of one call."""
+
+    rewards: list[float | None]
+    """One finite float per row; None for a dropped row (only under `on_error="drop"`)."""
+    terms: Terms
+    """Of a reward that adds up others."""
+
+
 class Reward(ABC):
     """Scores completions. Call it with the completions and their examples.
 
@@ -59,8 +71,6 @@ class Reward(ABC):
     """
     dropped = 0
     """Rows dropped so far."""
-    terms: Mapping[str, Sequence[float]] = MappingProxyType({})
-    """Name -> unweighted values in the last call (nan: failed), for rewards that add up others."""
     deadline: float | None = 600.0
     """Seconds after which a call of `score` or of a user's function fails; None: no deadline."""
 
@@ -69,6 +79,12 @@ class Reward(ABC):
         self, completions: Sequence[str], examples: Sequence[Example]
     ) -> Sequence[RowOutcome]:
         """Return one outcome per row. A row's failure is returned, not raised."""
+
+    def outcomes_and_terms(
+        self, completions: Sequence[str], examples: Sequence[Example]
+    ) -> tuple[Sequence[RowOutcome], Terms]:
+        """The `outcomes`, with the terms of a reward that adds up others."""
+        return self.outcomes(completions, examples), {}
 
     def set_step(self, step: int) -> None:  # noqa: B027 - most rewards do not depend on the step
         """Set the optimizer step (counted from 0) that the following calls belong to."""
@@ -100,10 +116,11 @@ class Reward(ABC):
     def __call__(
         self, completions: Sequence[str], examples: Sequence[Example]
     ) -> list[float | None]:
-        """Score `completions[i]` as an answer to `examples[i]`.
+        """The rewards of `grade`, one per row."""
+        return self.grade(completions, examples).rewards
 
-        Returns:
-            One finite float per row; None for a dropped row (only under `on_error="drop"`).
+    def grade(self, completions: Sequence[str], examples: Sequence[Example]) -> Graded:
+        """Score `completions[i]` as an answer to `examples[i]`.
 
         Raises:
             RewardError: a row cannot be scored and `on_error="raise"`.
@@ -114,8 +131,9 @@ class Reward(ABC):
                 f"completions has {len(completions)} rows, examples has {len(examples)}: "
                 "give one example per completion"
             )
-        results = self.outcomes(completions, examples)
-        return [self._resolve(*row) for row in zip(results, completions, examples, strict=True)]
+        results, terms = self.outcomes_and_terms(completions, examples)
+        rows = zip(results, completions, examples, strict=True)
+        return Graded([self._resolve(*row) for row in rows], terms)
 
     def _resolve(self, outcome: RowOutcome, completion: str, example: Example) -> float | None:
         outcome = as_outcome(outcome)

@@ -20,6 +20,7 @@ from .base import (
     DeadlineExceeded,
     Reward,
     RowOutcome,
+    Terms,
     as_outcome,
     late,
     notes_of,
@@ -48,14 +49,19 @@ class SumReward(Reward):
     def outcomes(
         self, completions: Sequence[str], examples: Sequence[Example]
     ) -> Sequence[RowOutcome]:
+        return self.outcomes_and_terms(completions, examples)[0]
+
+    def outcomes_and_terms(
+        self, completions: Sequence[str], examples: Sequence[Example]
+    ) -> tuple[Sequence[RowOutcome], Terms]:
         for reward, _ in self._terms:
             reward.deadline = self.deadline
         columns = [reward.outcomes(completions, examples) for reward, _ in self._terms]
-        self.terms = {
+        terms = {
             name: [math.nan if isinstance(v, Exception) else v for v in map(as_outcome, column)]
             for name, column in zip(self._names, columns, strict=True)
         }
-        return [self._add(row) for row in zip(*columns, strict=True)]
+        return [self._add(row) for row in zip(*columns, strict=True)], terms
 
     def set_step(self, step: int) -> None:
         for reward, _ in self._terms:

@@ -12,42 +12,43 @@ class Column(NamedTuple):
     """Module of `gac` that computes it."""
 
 
-STEP, SAMPLING, METHOD, EVAL = "training.step", "rollouts.sampling", "methods", "evaluation"
+TURN, STEP, METHOD, EVAL = "turn", "training.step", "methods", "evaluation"
+SAMPLING, STATS = "rollouts.sampling", "rollouts.stats"
 METRICS: dict[str, Column] = {
-    "step, skipped": Column("steps", "optimizer steps so far; skipped ones (see `guards`)", STEP),
-    "mu": Column("", "weight of the demonstration term in the step's gradient", STEP),
-    "rollout_loss, demo_loss": Column("", "both terms before weighting, null without rows", STEP),
-    "reward_mean": Column("reward", "mean over all sampled rollouts, with penalties", STEP),
+    "step, skipped": Column("steps", "optimizer steps so far; skipped ones (see `guards`)", TURN),
+    "mu": Column("", "weight of the demonstration term in the step's gradient", TURN),
+    "rollout_loss, demo_loss": Column("", "both terms before weighting, null without rows", TURN),
+    "reward_mean": Column("reward", "mean over all sampled rollouts, with penalties", TURN),
     "reward_mean/SOURCE, reward/TERM": Column(
         "reward", "the same for each data source; unweighted mean of each term of a sum", SAMPLING
     ),
     "kl, entropy": Column(
-        "nats", "KL to the reference, if measured, and entropy: means per rollout token", STEP
+        "nats", "KL to the reference, if measured, and entropy: means per rollout token", TURN
     ),
-    "demo_nll/SOURCE": Column("nats", "mean of the demonstrations' mean -log-prob per token", STEP),
-    "demo_entropy": Column("nats", "entropy: mean per demonstration token", STEP),
+    "demo_nll/SOURCE": Column("nats", "mean of the demonstrations' mean -log-prob per token", TURN),
+    "demo_entropy": Column("nats", "entropy: mean per demonstration token", TURN),
     "clip_fraction, sampling/frac_corrected": Column(
-        "share", "rollout tokens: with a clipped ratio; cut or dropped by `correction`", STEP
+        "share", "rollout tokens: with a clipped ratio; cut or dropped by `correction`", TURN
     ),
     "sampling/mismatch_kl, sampling/sampling_logp_difference/max": Column(
         "nats", "KL of the engine to the policy per token; largest gap of their log-probs", STEP
     ),
-    "sft_variance, rl_variance, disagreement": Column("", "the paper's equations 8, 7, 9", STEP),
+    "sft_variance, rl_variance, disagreement": Column("", "the paper's equations 8, 7, 9", TURN),
     "grad_norm, lr": Column("", "norm of the gradient before clipping; learning rate", STEP),
     "tokens": Column("tokens", "all tokens of the rows, prompts included", STEP),
     "kept_columns, dropped_mass": Column(
         "share", "of `loss.gradient_filter`: vocabulary kept; gradient mass left to its tail", STEP
     ),
-    "completions/clipped_ratio": Column("share", "completions cut off at the limit", SAMPLING),
-    "completions/mean_length": Column("tokens", "sampled_tokens / sampled_completions", SAMPLING),
+    "completions/clipped_ratio": Column("share", "completions cut off at the limit", STATS),
+    "completions/mean_length": Column("tokens", "sampled_tokens / sampled_completions", STATS),
     "frac_reward_zero_std, frac_solved, frac_unsolved": Column(
-        "share", "prompts whose rewards are all equal; all at least 1; all below 1", SAMPLING
+        "share", "prompts whose rewards are all equal; all at least 1; all below 1", STATS
     ),
     "resampled_prompts, sampled_completions, sampled_tokens": Column(
-        "count", "prompts replaced because of equal rewards; what was sampled, all ranks", SAMPLING
+        "count", "prompts replaced because of equal rewards; what was sampled, all ranks", STATS
     ),
-    "sampling_seconds, reward_seconds": Column("s", "their time, mean over ranks", SAMPLING),
-    "completions_per_second": Column("1/s", "sampled completions over their time", SAMPLING),
+    "sampling_seconds, reward_seconds": Column("s", "their time, mean over ranks", STATS),
+    "completions_per_second": Column("1/s", "sampled completions over their time", STATS),
     "seconds": Column("s", "wall-clock time of the step", "training.trainer"),
     "ended": Column("", "1 in the last row of a run that ends before `steps`", "training.trainer"),
     "sampling_share": Column("share", "sampling_seconds / seconds", "training.trainer"),

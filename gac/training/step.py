@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gac import collectives
 from gac.collectives import Sums
-from gac.rollouts.sampling import Rollouts, SamplingStats
+from gac.rollouts.stats import Rollouts, SamplingStats
 from gac.rows import Counts, Row
 from gac.train_config import GuardConfig
 from gac.turn import Turn

@@ -33,10 +33,11 @@ from gac.models.adapters import check_server
 from gac.models.causal_lm import load_tokenizer
 from gac.parallel import process_group, seeds, sharding
 from gac.parallel.run_lock import run_lock
-from gac.rewards import Tally, build_reward, closing_reward
+from gac.rewards import Reward, Tally, build_reward, closing_reward
 from gac.rollouts.engines import Engine
 from gac.rollouts.generation import stop_tokens
-from gac.rollouts.sampling import Rollouts, Sampler
+from gac.rollouts.sampling import Sampler
+from gac.rollouts.stats import Rollouts
 from gac.rows import Counts, Row, count
 from gac.train_config import OptimConfig, TrainConfig, loss_of
 from gac.training.export import export_checkpoint
@@ -107,67 +108,88 @@ class Trainer:
         )
         self.heartbeat = Heartbeat()
         self.record = Record(self.out, self.accelerator)
-        config, path = find_checkpoint(config, resume)
-        self.config = config
+        self.config, path = find_checkpoint(config, resume)
+        # first the inputs, whose errors must not wait for the model
+        longest = self._load_data()
+        needs = StepNeeds.union(map(self.needs, range(config.steps)))
+        reward = build_reward(config.reward)
+        self.tally = Tally(reward)
+        self.evaluator = Evaluator(self.config.eval, self.tokenizer, reward, self.config.seed)
+        jobs = self.evaluator.jobs
+        longest = max(longest, check_evaluation(self.config.model, self.tokenizer, jobs))
+        self._start_engine(needs, longest)
+        self._load_models(needs)
+        self._start_training(needs, reward)
+        self.fingerprint = fingerprint(self.config, self.tokenizer, self.feed.sources(), reward)
+        self._open(path)
+
+    def _load_data(self) -> int:
+        """The tokenizer and the data; returns the most tokens of a prompt with its response."""
+        config = self.config
         self.tokenizer = load_tokenizer(config.model)
         stop_tokens(self.tokenizer, config.rollouts.stop)  # fails early
         rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
         self.feed = Feed(config, self.tokenizer, rank, ranks)
         self.plan = self.method.sampling(config.rollouts.num_generations)
-        longest = self.feed.check_budgets(config)
         self.kl_in_loss = loss_of(config).spec.kl_coef != 0
-        needs = StepNeeds.union(map(self.needs, range(config.steps)))
-        rollouts = config.rollouts
+        return self.feed.check_budgets(config)
+
+    def _start_engine(self, needs: StepNeeds, longest: int) -> None:
+        """The engine that samples, for rows of at most `longest` tokens."""
+        rollouts = self.config.rollouts
         if not needs.rollouts:  # no server is contacted
             rollouts = dataclasses.replace(rollouts, engine="generate")
-        reward = build_reward(config.reward)
-        self.evaluator = Evaluator(config.eval, self.tokenizer, reward, config.seed)
-        longest = max(longest, check_evaluation(config.model, self.tokenizer, self.evaluator.jobs))
-        self.engine = engine = Engine(
-            rollouts, self.tokenizer, served=config.model.path, longest=longest, folder=self.out
+        self.engine = Engine(
+            rollouts,
+            self.tokenizer,
+            served=self.config.model.path,
+            longest=longest,
+            folder=self.out,
         )
+        self.on_server = rollouts.engine == "vllm"
         # a server samples without the weights of this process
-        self.gathers = config.parallel.gather_for_rollouts and rollouts.engine != "vllm"
-        self.model = load_policy(config, self.accelerator)
+        self.gathers = self.config.parallel.gather_for_rollouts and not self.on_server
+
+    def _load_models(self, needs: StepNeeds) -> None:
+        """The policy and the reference; then the micro-batches that fit beside them."""
+        self.model = load_policy(self.config, self.accelerator)
         self.policy = self.accelerator.unwrap_model(self.model)
-        if rollouts.engine == "vllm":
+        if self.on_server:
             check_server(self.policy)
-        self.reference = load_reference(config, self.accelerator, needs.kl)
-        self.config = config = choose_micro_batches(
-            config,
-            self.accelerator,
-            self.model,
-            self.feed.longest_row(config.rollouts.max_completion_length),
-        )
-        self.feed.balances = bool(config.max_tokens_per_micro_batch) and self.feed.may_balance
+        self.reference = load_reference(self.config, self.accelerator, needs.kl)
+        longest = self.feed.longest_row(self.config.rollouts.max_completion_length)
+        self.config = choose_micro_batches(self.config, self.accelerator, self.model, longest)
+        by_tokens = bool(self.config.max_tokens_per_micro_batch)
+        self.feed.balances = by_tokens and self.feed.may_balance
         if self.accelerator.is_main_process:
-            warn_of_rounding(self.model, config.optim.lr)
+            warn_of_rounding(self.model, self.config.optim.lr)
+
+    def _start_training(self, needs: StepNeeds, reward: Reward) -> None:
+        """Optimizer, gradients and sampler, and the state before the first step."""
+        config = self.config
         self.optimizer = make_optimizer(self.model, config.optim)
         self.gradients = make_gradients(
             config, self.accelerator, self.tokenizer, self.model, self.reference, needs
         )
         self.sampler = Sampler(
             config.rollouts,
-            engine,
-            self.tokenizer,
-            reward,
-            self.plan,
-            self.method.credit,
-            self.feed.more_examples,
-            needs.demos,
-            config.seed,
+            self.engine,
+            tokenizer=self.tokenizer,
+            reward=reward,
+            plan=self.plan,
+            credit=self.method.credit,
+            more=self.feed.more_examples,
+            demos=needs.demos,
+            seed=config.seed,
         )
         self.rollouts: Rollouts | None = None
-        self.tally = Tally(reward)
         self.step = 0
         self.state, self.mix = next_mix(self.method, self.method.init(), Observation(0))
         self.ended = False  # the method has ended the run
         self.evaluated = True  # after the last step, if that was due
         self.guard, self.stop = Guard(config.guards), StopRequest()
-        self.fingerprint = fingerprint(config, self.tokenizer, self.feed.sources(), reward)
         self.best: dict[str, Any] = {}  # step and accuracy of the best checkpoint
         self.first_skipped: Path | None = None  # first of the current consecutive skipped steps
-        self._open(path)
 
     def needs(self, step: int) -> StepNeeds:
         """The method's needs for a step, plus the KL if the loss or the monitoring needs it."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from gac.control.schedules import MixSchedule
 from gac.methods import METHODS, Observation
 from gac.models.head import Head
-from gac.rollouts.sampling import Sample
+from gac.rollouts.samples import Sample
 from gac.rows import Batch
 from gac.training.token_loss import OtherLogps, custom_loss
 from gac.training.trainer import Trainer

@@ -14,9 +14,10 @@ from gac.data.micro_batches import MicroBatches
 from gac.errors import ConfigError, RunError
 from gac.methods.base import Loss
 from gac.models.head import run_head
-from gac.rollouts import Rollout, sampling
+from gac.rollouts import Rollout
 from gac.rollouts.config import RolloutConfig
 from gac.rollouts.engines import Engine, RolloutFunction
+from gac.rollouts.scoring import is_truncated
 from gac.rows import Row, collate, count
 from gac.training.gradients import Forward, Gradients, SampledKL
 from gac.training.step import Rewards, Step
@@ -235,9 +236,9 @@ def test_completions_are_cut_and_tensors_are_accepted(monkeypatch) -> None:
     (cut,) = RolloutFunction(HERE + "returned")(["prompt"], engine)
     assert (cut.prompt_ids, cut.completion_ids, cut.loss_mask) == ((5,), (5, 0), (True, False))
     assert str(cut.logps) == "(nan, nan)"
-    assert sampling.is_truncated(cut, {1}, 2)
-    assert not sampling.is_truncated(cut, {1}, 3)
-    assert sampling.is_truncated(replace(cut, loss_mask=(True, False, True)), {1}, 3)
+    assert is_truncated(cut, {1}, 2)
+    assert not is_truncated(cut, {1}, 3)
+    assert is_truncated(replace(cut, loss_mask=(True, False, True)), {1}, 3)
 
 
 def test_a_function_cannot_continue_demonstrations(task, tmp_path) -> None:

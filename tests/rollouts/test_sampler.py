@@ -13,18 +13,14 @@ import torch
 from gac.data import Example
 from gac.data.micro_batches import demo_row
 from gac.demo.task import make_tokenizer
-from gac.rollouts import Rollout, sampling
+from gac.rewards.base import Graded
+from gac.rollouts import Rollout, equal_rewards, sampling, stats
 from gac.rollouts.config import RolloutConfig
+from gac.rollouts.equal_rewards import EqualRewardWarning
 from gac.rollouts.generation import Completion
-from gac.rollouts.sampling import (
-    EqualRewardWarning,
-    Rollouts,
-    Sample,
-    Sampler,
-    SamplingStats,
-    _prefix,
-    is_flat,
-)
+from gac.rollouts.samples import Sample, is_flat, prefix_of
+from gac.rollouts.sampling import Sampler
+from gac.rollouts.stats import Rollouts, SamplingStats
 from gac.rows import Row
 from gac.types import Credit, Sampling, Stage
 
@@ -52,7 +48,17 @@ class Script:
             **config,
         }
         rollouts = RolloutConfig(**settings)
-        self.sampler = Sampler(rollouts, self, WORDS, self, plan, self.credit, more, False, 3)
+        self.sampler = Sampler(
+            rollouts,
+            self,
+            tokenizer=WORDS,
+            reward=self,
+            plan=plan,
+            credit=self.credit,
+            more=more,
+            demos=False,
+            seed=3,
+        )
         return self.sampler("model", examples, 7)
 
     def load(self, model: Any) -> None:
@@ -70,9 +76,9 @@ class Script:
     def set_step(self, step: int) -> None:
         self.step = step
 
-    def __call__(self, texts: list[str], examples: list[Example]) -> list[Any]:
+    def grade(self, texts: list[str], examples: list[Example]) -> Graded:
         self.scored += zip(texts, (e.id for e in examples), strict=True)
-        return [next(self.scores) for _ in texts]
+        return Graded([next(self.scores) for _ in texts], {"part": [2.0, math.nan]})
 
     def credit(self, rewards: Any, demos: Any, kind: str) -> Credit:
         assert rewards.dtype == torch.float64
@@ -85,8 +91,10 @@ def third_rank(monkeypatch) -> None:
     """Rank 2 of 3, whose clock shows 1, 4, 9, 16 and so on."""
     clock = iter(range(1, 100))
     monkeypatch.setattr(sampling, "time", SimpleNamespace(perf_counter=lambda: next(clock) ** 2))
-    monkeypatch.setattr(sampling, "rank", lambda: 2)
-    monkeypatch.setattr(sampling, "world_size", lambda: 3)
+    for module in (sampling, equal_rewards):
+        monkeypatch.setattr(module, "rank", lambda: 2)
+    for module in (sampling, stats):
+        monkeypatch.setattr(module, "world_size", lambda: 3)
 
 
 def same(actual: Any, expected: Any) -> bool:
@@ -121,7 +129,7 @@ def test_rows_of_rollouts_by_hand() -> None:
 def test_rewards_of_rollouts_by_hand() -> None:
     script, result = sampled()
     assert result.rewards == [1.0, 0.0, 0.5, 0.5, 0.25]
-    assert result.means == {"reward_mean/x": (1.25, 3)}
+    assert result.means == {"reward_mean/x": (1.25, 3), "reward/part": (2.0, 1)}
     assert script.scored == list(zip(("1", "34", "2", "52", "00", "6666"), "aabbcc", strict=True))
     assert same(script.given, ([[1.0, 0.0], [0.5, 0.5], [0.25, math.nan]], None, "centered"))
 
@@ -136,12 +144,12 @@ def test_statistics_of_rollouts_by_hand() -> None:
     assert script.calls == ["model", ([A.prompt, B.prompt, C.prompt], 2)]
 
 
-def test_terms_of_an_earlier_reward_are_not_reported_again() -> None:
+def test_without_rows_to_score_there_are_no_terms() -> None:
     """On a rank on which no prompt is replaced."""
     script, result = sampled()
-    script.terms = {"old": [1.0]}
+    before = dict(result.means)
     script.sampler._sample([], Stage(2), [], None)
-    assert "reward/old" not in result.means
+    assert result.means == before
 
 
 def test_logged_samples_by_hand() -> None:
@@ -251,7 +259,8 @@ def test_every_prompt_needs_all_responses_and_scores(monkeypatch, responses, sco
     script = Script([], [], *ONES)
     sampled = [Rollout(A.prompt, (4, 1), ())] * responses
     monkeypatch.setattr(Script, "roll_out", lambda self, *_: sampled)
-    monkeypatch.setattr(Script, "__call__", lambda self, *_: [1.0] * scores)
+    graded = Graded([1.0] * scores, {})
+    monkeypatch.setattr(Script, "grade", lambda self, *_: graded)
     with pytest.raises(ValueError, match="zip"):
         script.run(Sampling(), [A], num_generations=2)
 
@@ -335,8 +344,8 @@ def test_random_prefixes_depend_on_the_seed_the_step_and_the_prompt() -> None:
     stage = Stage(1, length=length)
     plans = [Sampling(stages=stages) for stages in ((stage,), (Stage(1),), (Stage(1, prefix=0.1),))]
     assert [plan.has_prefix for plan in plans] == [True, False, True]
-    assert _prefix(A, [], stage, 5, 4) == (7, 8)
-    assert _prefix(B, [], stage, 5, 4) == _prefix(A, [], Stage(1), 5, 4) == ()
+    assert prefix_of(A, [], stage, 5, 4) == (7, 8)
+    assert prefix_of(B, [], stage, 5, 4) == prefix_of(A, [], Stage(1), 5, 4) == ()
     assert drawn == [(5, 3, random.Random("4:5:a").random())]
 
 
@@ -355,7 +364,7 @@ def test_one_rank_says_once_why_rollouts_teach_nothing(
     monkeypatch, caplog, rank, demos, cause
 ) -> None:
     """After ten samplings; with demonstrations, a reward of 0 need not be an error."""
-    monkeypatch.setattr(sampling, "rank", lambda: rank)
+    monkeypatch.setattr(equal_rewards, "rank", lambda: rank)
     watch, silent = EqualRewardWarning(demos, not demos), SamplingStats(groups=1, flat_groups=1)
     nine = [silent] * 9
     stats = [*nine, SamplingStats(groups=2, flat_groups=1), *nine, SamplingStats(), *nine * 3]

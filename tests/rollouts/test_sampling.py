@@ -10,10 +10,8 @@ from gac.demo.task import make_tokenizer
 from gac.methods.advantages import group_advantages, group_credit
 from gac.rollouts import sampling
 from gac.rollouts.config import RolloutConfig
-from gac.rollouts.sampling import (
-    Sampler,
-    SamplingStats,
-)
+from gac.rollouts.sampling import Sampler
+from gac.rollouts.stats import SamplingStats
 from gac.rows import Row, collate, engine_logps, scatter_logps
 from gac.types import Sampling
 
@@ -25,7 +23,7 @@ def test_columns_of_the_sampling(ranks: int, monkeypatch: pytest.MonkeyPatch) ->
     stats = SamplingStats(
         6, 24, 2.0, 0.5, groups=4, flat_groups=1, solved=2, unsolved=1, resampled=3, truncated=2
     )
-    monkeypatch.setattr(sampling, "world_size", lambda: ranks)
+    monkeypatch.setattr("gac.rollouts.stats.world_size", lambda: ranks)
     columns = stats.columns()
     assert columns == {
         "sampled_completions": 6,
@@ -90,8 +88,17 @@ def test_one_scored_response_has_no_advantage() -> None:
 )
 def test_one_rank_warns_about_truncated_sampling(monkeypatch, caplog, rank, top_p, warns) -> None:
     monkeypatch.setattr(sampling, "rank", lambda: rank)
-    config, rest = RolloutConfig(top_p=top_p), (Sampling(), group_credit, None, False, 0)
-    Sampler(config, None, make_tokenizer(), None, *rest)
+    Sampler(
+        RolloutConfig(top_p=top_p),
+        None,
+        tokenizer=make_tokenizer(),
+        reward=None,
+        plan=Sampling(),
+        credit=group_credit,
+        more=None,
+        demos=False,
+        seed=0,
+    )
     assert ("rollouts.top_p=" in caplog.text) == warns
 
 
