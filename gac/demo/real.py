@@ -61,7 +61,8 @@ def run_real(
     runs = [config(out, model, name, steps) for name in methods]
     print(f"Training {model} in {runs[0].model.dtype}: {', '.join(methods)}", flush=True)
     jobs = jobs or (1 if torch.cuda.is_available() else min(len(os.sched_getaffinity(0)), 2))
-    failed = run_all(runs, jobs, report=True, watch=Progress(runs))
+    progress = Progress(runs)
+    failed = run_all(runs, jobs, report=True, log=progress.log, watch=progress)
     if failed:
         raise RunError("; ".join(f"{folder}: {reason}" for folder, reason in failed.items()))
     folders = [Path(run.out) for run in runs]
@@ -126,6 +127,10 @@ class Progress:
         line = f"{text} ({time.perf_counter() - self.started:.0f} s)"
         terminal = sys.stdout.isatty()
         print(f"\r{line:<79}" if terminal else line, end="" if terminal else "\n", flush=True)
+
+    def log(self, text: str) -> None:
+        """Print a line that stays."""
+        print(f"\r{text:<79}" if sys.stdout.isatty() else text, flush=True)
 
 
 def _state(run: TrainConfig) -> str:
