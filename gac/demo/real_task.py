@@ -1,7 +1,7 @@
 """The task of `gac demo --real`: a shop's assistant that reads reviews and writes order codes.
 
-Rewards are enough for the reviews: the pretrained model already answers with yes or no at times.
-It cannot guess the format of the codes, so no response is ever rewarded until demonstrations have
+The reviews have rewards only: the pretrained model already answers with yes or no at times. It
+cannot guess the format of the codes, so no response is ever rewarded until demonstrations have
 shown it; some of the demonstrations are wrong.
 """
 
