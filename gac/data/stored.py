@@ -53,6 +53,8 @@ class Example:
     """Position in its `Examples`."""
     demo_mask: tuple[bool, ...] = ()
     """Whether each token of `demo` has a loss; (): all do. The others are the environment's."""
+    truncated: bool = False
+    """For rewards: whether a limit cut off the completion that is scored."""
 
 
 class Examples(Sequence[Example]):

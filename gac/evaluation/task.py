@@ -115,8 +115,9 @@ def _score(
 ) -> list[Answer]:
     """Score the rollouts of one batch; rollout i belongs to the example `owners[i]`."""
     tokenizer, field = engine.tokenizer, task.data.prompt_field
-    scores = score(reward, tokenizer, [examples[i] for i in owners], rollouts)
     stops = set(stop_tokens(tokenizer, task.stop))
+    truncated = [is_truncated(r, stops, task.max_completion_length) for r in rollouts]
+    scores = score(reward, tokenizer, [examples[i] for i in owners], rollouts, truncated)
     return [
         Answer(
             i,
@@ -128,10 +129,10 @@ def _score(
             text,
             len(rollout.completion_ids),
             value,
-            is_truncated(rollout, stops, task.max_completion_length),
+            cut,
         )
-        for i, text, rollout, value in zip(
-            owners, scores.texts, rollouts, scores.rewards, strict=True
+        for i, text, rollout, value, cut in zip(
+            owners, scores.texts, rollouts, scores.rewards, truncated, strict=True
         )
     ]
 

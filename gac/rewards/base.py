@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import re
 import signal
 import threading
 from abc import ABC, abstractmethod
@@ -15,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from gac.errors import UserError
 from gac.imports import USER_ERRORS, explained, location
+
+from .completion import THINK, Markers, graded_text, names_marker, whole_lines
 
 if TYPE_CHECKING:
     from gac.data import Example
@@ -73,6 +76,26 @@ class Reward(ABC):
     """Rows dropped so far."""
     deadline: float | None = 600.0
     """Seconds after which a call of `score` or of a user's function fails; None: no deadline."""
+
+    reasoning: Markers | None = None
+    """The texts that begin and end a reasoning trace; (): none; None: those of the tokenizer, which
+    a run puts here, and `THINK`.
+    """
+
+    @property
+    def markers(self) -> Markers:
+        """The texts that begin and end a reasoning trace."""
+        return THINK if self.reasoning is None else self.reasoning
+
+    def graded(self, completion: str, example: Example) -> str:
+        """The part of the completion that can hold an answer; see `graded_text`."""
+        return graded_text(completion, example, self.markers)
+
+    def graded_by(self, pattern: re.Pattern[str], completion: str, example: Example) -> str:
+        """What a pattern of the user sees: all lines if it names a marker, else `graded`."""
+        if names_marker(pattern.pattern, self.markers):
+            return whole_lines(completion) if example.truncated else completion
+        return self.graded(completion, example)
 
     @abstractmethod
     def outcomes(

@@ -16,6 +16,7 @@ from gac.imports import load_object
 from .base import CallableReward, OnError, Reward
 from .code import CodeReward
 from .combine import BatchCallableReward, ConcurrentReward, SumReward
+from .completion import Markers
 from .mathematics import MathReward
 from .text import ChoiceReward, ExactReward, FormatReward
 
@@ -38,7 +39,9 @@ def build_reward(spec: str | Mapping[str, Any], *, on_error: OnError = "raise") 
             with (completion, example) and the options, or with lists of both if `batch: true`. A
             coroutine function, or any with `concurrency: N` or `retries: N`, is called for N (16)
             rows at once. A `Reward` subclass is constructed with the options. The outermost mapping
-            may also set `on_error`, and `deadline`: seconds after which a call of a function fails.
+            may also set `on_error`; `deadline`, the seconds after which a call of a function fails;
+            and `reasoning`, the two texts that begin and end a reasoning trace, of which nothing is
+            graded (null: those of the tokenizer and its chat template; false: none).
         on_error: how to handle rows that cannot be scored, "raise" or "drop".
 
     Raises:
@@ -52,9 +55,22 @@ def build_reward(spec: str | Mapping[str, Any], *, on_error: OnError = "raise") 
     require(valid, "deadline", deadline, "a finite number of seconds > 0, or null")
     if on_error not in get_args(OnError):
         raise ValueError(f"on_error must be one of {get_args(OnError)}, got {on_error!r}")
+    reasoning = _markers(options.pop("reasoning", None))
     reward = _build(options or spec)
-    reward.on_error, reward.deadline = on_error, deadline
+    reward.on_error, reward.deadline, reward.reasoning = on_error, deadline, reasoning
     return reward
+
+
+def _markers(value: object) -> Markers | None:
+    """The value of the key `reasoning`."""
+    if value is None:
+        return None
+    if value is False:
+        return ()
+    texts = value if isinstance(value, list | tuple) else ()
+    valid = len(texts) == 2 and all(isinstance(text, str) and text.strip() for text in texts)
+    require(valid, "reasoning", value, "a list of the two texts that begin and end it, or false")
+    return ((texts[0], texts[1]),)
 
 
 def _build(spec: str | Mapping[str, Any]) -> Reward:
@@ -64,7 +80,7 @@ def _build(spec: str | Mapping[str, Any]) -> Reward:
         raise ValueError(
             f"reward must be a name, or a mapping with either 'name' or 'sum'; got {spec!r}"
         )
-    if misplaced := {"on_error", "deadline"} & spec.keys():
+    if misplaced := {"on_error", "deadline", "reasoning"} & spec.keys():
         raise ValueError(f"set {min(misplaced)} next to `sum`, not on one of its terms")
     options = {key: value for key, value in spec.items() if key != "name"}
     if "sum" in spec:

@@ -23,7 +23,7 @@ _FENCE = re.compile(r"([ \t]*+(?:(?:[-*+]|\d{1,3}[.)])[ \t]++)?)(`{3,}+|~{3,}+)(
 _PYTHON = re.compile(r"\W*py(?:thon)?\s*[\d.]*(?![a-z])", re.IGNORECASE)
 _COUNTED = {"timeout": "timeouts", "stalled": "stalled", "crash": "crashes"}
 _CONSTANTS = ("None", "0", "1", "True", "False", "''", "[]")
-_SPARE_OUTPUT = 1 << 16  # bytes to read beyond the expected output, for trailing white space
+_SPARE_OUTPUT = 1 << 16  # bytes allowed beyond the expected output, for trailing white space
 
 
 @cache
@@ -58,7 +58,8 @@ class CodeReward(Reward):
     prompt. The program runs in sandboxed processes that can only compute (`docs/sandbox.md`) and
     never sees the tests. A row holds either `tests` or `cases`. `tests` are Python statements that
     use the program's names and run in order after `setup`. `cases` are pairs of standard input and
-    expected output; trailing white space and trailing empty lines are ignored. A row that no
+    expected output; trailing white space and trailing empty lines are ignored, but output of more
+    than twice the expected size and 64 KiB fails. A row that no
     program could pass is an error if this can be shown without a program (its setup fails, its
     tests are not valid Python, a field is missing) or by running the row's own answer. Every
     failure that a program can cause scores 0.
@@ -129,7 +130,7 @@ class CodeReward(Reward):
         outcomes: list[RowOutcome] = [0.0] * len(completions)
         wanted: dict[int, tuple[str, TestSpec]] = {}
         for row, (completion, example) in enumerate(zip(completions, examples, strict=True)):
-            program = program_of(completion)
+            program = program_of(self.graded(completion, example))
             try:
                 task = self._task(example)
             except ValueError as error:
@@ -158,7 +159,7 @@ class CodeReward(Reward):
 
     def explain(self, completion: str, example: Example) -> str:
         """Describe the program's first failure in one line."""
-        program = program_of(completion)
+        program = program_of(self.graded(completion, example))
         task = self._task(example)
         if task.suite is not None:
             ran = self._check(program, task, task.suite)
@@ -299,8 +300,8 @@ class CodeReward(Reward):
         return self._score(passed), event
 
     def _run_case(self, program: Program, case: Case) -> RunResult:
-        max_output = 2 * len(case.stdout) + _SPARE_OUTPUT
-        return self._pool.run(program, case.stdin, *self._limits, max_output)
+        # one byte beyond the limit shows that the script has exceeded it
+        return self._pool.run(program, case.stdin, *self._limits, _max_output(case) + 1)
 
     def _score(self, passed: Sequence[bool]) -> float:
         return sum(passed) / len(passed) if self._partial else float(all(passed))
@@ -389,8 +390,15 @@ def _cases(field: str, value: object) -> tuple[Case, ...]:
     return tuple(Case(given.encode(), expected.encode()) for given, expected in pairs)
 
 
+def _max_output(case: Case) -> int:
+    """The number of bytes that a script may write."""
+    return 2 * len(case.stdout) + _SPARE_OUTPUT
+
+
 def _is_correct(ran: RunResult, case: Case) -> bool:
     ended = ran.ending == "ended" and ran.status == 0
+    if len(ran.stdout) > _max_output(case):
+        return False
     return ended and _lines(ran.stdout) == _lines(case.stdout)
 
 

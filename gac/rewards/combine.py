@@ -55,7 +55,7 @@ class SumReward(Reward):
         self, completions: Sequence[str], examples: Sequence[Example]
     ) -> tuple[Sequence[RowOutcome], Terms]:
         for reward, _ in self._terms:
-            reward.deadline = self.deadline
+            reward.deadline, reward.reasoning = self.deadline, self.reasoning
         columns = [reward.outcomes(completions, examples) for reward, _ in self._terms]
         terms = {
             name: [math.nan if isinstance(v, Exception) else v for v in map(as_outcome, column)]

@@ -54,7 +54,10 @@ class ExactReward(RowReward):
 
     def score(self, completion: str, example: Example) -> float:
         wanted = self._normal(reference_answer(example))
-        answer = last_group(self._pattern, completion) if self._pattern else completion
+        if self._pattern:
+            answer = last_group(self._pattern, self.graded_by(self._pattern, completion, example))
+        else:  # what was cut off is not the whole answer
+            answer = None if example.truncated else self.graded(completion, example)
         return float(answer is not None and self._normal(answer) == wanted)
 
     def _normal(self, text: str) -> str:
@@ -62,39 +65,83 @@ class ExactReward(RowReward):
         return text.casefold() if self._ignore_case else text
 
 
-# Ordered from the strongest to the weakest evidence. The last match of the first matching pattern
-# counts. A letter without parentheses must be upper case; otherwise "the answer is a lamp" would
-# choose A. Possessive quantifiers keep the patterns linear in the length of the response.
+# A letter without brackets must be upper case; otherwise "the answer is a lamp" would choose A.
+# Possessive quantifiers keep the patterns linear in the length of the response.
+_STYLE = r"\\(?:(?:text|math)[a-z]{0,6}|bf|rm|boxed)\b\s*+\{?\s*+"
+_OPEN = rf"(?:\$|\\\(|\*{{1,3}}+|`|<\w{{1,12}}>|{_STYLE}){{0,6}}+"
 _LETTER = (  # "I think" is no choice
-    r"""(?:\(([A-Za-z])\)|['"]([A-Z])['"]|\**+(?!I\s+[a-z])([A-Z])\b(?!['’]))"""
+    rf"{_OPEN}(?:\({_OPEN}([A-Za-z])\b[\s}}*$]*+\)|\[{_OPEN}([A-Za-z])\b[\s}}*$]*+\]"
+    rf"|['\"“‘]([A-Z])['\"”’]|(?!I\s+[a-z])([A-Z])\b(?!['’]\w|\s*+[-+=^_/*]\s*+\w|\w))"
 )
+_BOXED = re.compile(r"\\boxed\s*+\{")
+_IN_BOX = re.compile(rf"\s*+{_LETTER}[\s}}.:)$*]*\}}|\s*+{_LETTER}\s*+[.:)]\s*+[^{{}}]*+\}}")
+# Ordered from the strongest to the weakest evidence. The last match of the first matching pattern
+# counts.
 _CHOICE_PATTERNS = tuple(
     re.compile(pattern)
     for pattern in (
-        r"\\boxed\{\s*+(?:\\(?:(?:text|math)[a-z]{0,6}|bf|rm)\b\s*+\{?\s*+)?" + _LETTER,
         r"(?i:answer|choice|option)\**+\s*+(?i:is|:|>|(?:must|should|would)\s++be)\s*+:?\**+\s*+"
-        r"(?i:(?:option|choice)\s++)?(?:\$|\\\()?" + _LETTER,
-        r"^\s*+" + _LETTER + r"[\s.):*$]*+$",
-        r"\A\s*+\**+([A-Z])\)[^\n]*+\Z()",
-        r"\b([A-Z])\)?\**+\s++is\s++(?:the\s++)?(?:correct|right)\s++(?:answer|choice|option)\b()",
-        r"\(([A-Z])\)()",
-        r"\b([A-Z])[.)\s*]*+$()",
+        rf"(?i:(?:option|choice)\s++)?{_LETTER}|答案\s*+(?:是|为|：|:)\s*+{_LETTER}",
+        rf"^\s*+{_LETTER}[\s.):*$}}\\`]*+(?:</\w{{1,12}}>\s*+)?$",
+        rf"\A\s*+{_OPEN}([A-Z])[.):][^\n]*+\Z",
+        rf"{_LETTER}\**+\)?\**+\s++is\s++(?:the\s++)?(?:correct|right)\s++(?:answer|choice|option)\b",
+        r"\(([A-Z])\)|\[([A-Z])\]",
+        r"\b([A-Z])[.)\s*]*+$",
     )
+)
+_AND = (
+    r"(?:\s*+(?:(?:,\s*+)?\b(?:or|and|nor)\b|[,;/&或和、])"
+    r"(?:\s++(?:maybe|perhaps|possibly|even|also))?\s*+|\s++)"
+)
+_MORE = re.compile(
+    rf"[}}*$)\]'\"”’`]*+(?:\\\))?{_AND}(?:(?:option|choice)\s++)?{_LETTER}"
+    r"(?!\s*+(?!or\b|and\b)[a-z])"
+)
+_REJECTED = re.compile(
+    r"[\s}*$)\]'\"”’`]*+(?:is|are|was|seems|looks|cannot|can['’]?t|isn['’]?t)?\s*+"
+    r"(?:not\b|wrong|incorrect|false|n['’]t\b|be\s++(?:right|correct)|cannot|isn['’]t)",
+    re.IGNORECASE,
+)
+_BEFORE = re.compile(
+    r"(?:(?i:\b(?:not|neither|nor|except|isn['’]?t|eliminates?|both|either)\s++(?:option\s++)?)"
+    rf"|(?<!\w){_LETTER}{_AND})\(?\Z",
 )
 
 
 def chosen_letter(text: str) -> str | None:
     r"""The letter that a multiple-choice response chooses, in upper case, or None.
 
-    Tried in this order: `\boxed{C}`; "answer is (C)", "answer must be C", "Answer: C"; a response
-    that is only a letter or "C) 12"; "C is the correct answer"; the last "(C)"; a letter at the
-    very end. The last match counts.
+    Tried in this order: `\boxed{C}`; "answer is (C)", "answer must be C", "Answer: [C]"; a line
+    that is only a letter; a response that is "C) 12"; "C is the correct answer"; the last "(C)"; a
+    letter at the very end. The last match counts. Two letters, as in "(A) or (B)", are no choice,
+    nor is a letter that is said to be wrong.
     """
+    boxes = list(_BOXED.finditer(text))
+    if boxes:
+        end = boxes[-1].end()
+        boxed = _IN_BOX.match(text, end)
+        if boxed:
+            return _letter(boxed)
+        if _TWO.match(text, end):
+            return None
     for pattern in _CHOICE_PATTERNS:
-        matches = pattern.findall(text)
-        if matches:
-            return "".join(matches[-1]).upper()
+        if matches := list(pattern.finditer(text)):
+            last = matches[-1]
+            at = max(last.end(group) for group in range(1, pattern.groups + 1))
+            before = text[max(at - 40, 0) : at].rstrip()[:-1]
+            if _MORE.match(text, at) or _REJECTED.match(text, at) or _BEFORE.search(before):
+                return None
+            return _letter(last)
     return None
+
+
+_TWO = re.compile(
+    rf"\s*+{_LETTER}[\s}}]*+(?:{_AND}|\\text\s*+\{{\s*+(?:and|or)\s*+\}}\s*+)?{_LETTER}[\s}}]"
+)
+
+
+def _letter(match: re.Match[str]) -> str:
+    return next(letter for letter in match.groups() if letter).upper()
 
 
 class ChoiceReward(RowReward):
@@ -120,11 +167,14 @@ class ChoiceReward(RowReward):
         choices = example.extra.get(self._field)
         if choices is not None and string.ascii_uppercase.index(letter) >= len(choices):
             raise ValueError(f"the answer {letter} is not one of the {len(choices)} choices")
-        return float(chosen_letter(completion) == letter)
+        return float(chosen_letter(self.graded(completion, example)) == letter)
 
 
 class FormatReward(RowReward):
     """1 if the completion matches the pattern, else 0. Needs no reference answer.
+
+    A pattern that names a marker of reasoning, such as `</think>`, sees the whole completion; any
+    other pattern sees what follows the reasoning.
 
     Args:
         pattern: regular expression; a dot matches line breaks too. Avoid nested quantifiers, which
@@ -145,6 +195,8 @@ class FormatReward(RowReward):
         self._full = full
 
     def score(self, completion: str, example: Example) -> float:
-        text = completion.strip()
+        if self._full and example.truncated:
+            return 0.0
+        text = self.graded_by(self._pattern, completion, example).strip()
         found = self._pattern.fullmatch(text) if self._full else self._pattern.search(text)
         return float(found is not None)

@@ -11,7 +11,7 @@ import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from gac import collectives
 from gac.collectives import rank, world_size
 from gac.data import Example
 from gac.data.micro_batches import demo_row
+from gac.rewards.completion import Decoder
 from gac.rows import Row
 from gac.types import Credit, Rollout, Sampling, Stage
 
@@ -157,9 +158,7 @@ class Sampler:
         return groups
 
     def _readable(self, example: Example, group: Sequence[Sample]) -> dict[str, Any]:
-        def text(tokens: Sequence[int]) -> str:
-            return cast("str", self.tokenizer.decode(list(tokens), skip_special_tokens=True))
-
+        text = Decoder(self.tokenizer)
         return {
             "id": example.id,
             "prompt": example.prompt_text,
@@ -210,12 +209,17 @@ class Sampler:
             for q, rollout in zip(owners, rollouts, strict=True)
         ]
         began = time.perf_counter()
-        scores = self._score([examples[q] for q in owners], full)
+        limit = self.config.max_completion_length
+        cut = [
+            not complete[q] and is_truncated(rollout, self.stops, limit)
+            for q, rollout in zip(owners, rollouts, strict=True)
+        ]
+        scores = self._score([examples[q] for q in owners], full, cut)
         reward_seconds = time.perf_counter() - began
         for name, values in scores.terms.items():
             known = [value for value in values if not math.isnan(value)]
             collectives.add_sums(self.means, {f"reward/{name}": (math.fsum(known), len(known))})
-        tokens, truncated, limit = 0, 0, self.config.max_completion_length
+        tokens, truncated = 0, 0
         for i, (q, rollout, reward) in enumerate(
             zip(owners, rollouts, scores.numbers(), strict=True)
         ):
@@ -228,7 +232,7 @@ class Sampler:
                 completion=completion,
                 reward=reward - self._penalty(completion),
                 train_prefix=i % stage.size >= stage.size - stage.trained,
-                truncated=bool(completion) and is_truncated(rollout, self.stops, limit),
+                truncated=cut[i],
                 mask=() if complete[q] else tuple(map(bool, mask)),
                 logps=() if complete[q] else tuple(rollout.logps or ()),
             )
@@ -251,15 +255,17 @@ class Sampler:
         over = len(completion) - (self.config.max_completion_length - tokens)
         return self.config.overlong_penalty * min(max(over / tokens, 0.0), 1.0)
 
-    def _score(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> Scores:
-        return score(self.reward, self.tokenizer, examples, rollouts, self.step)
+    def _score(
+        self, examples: Sequence[Example], rollouts: Sequence[Rollout], truncated: Sequence[bool]
+    ) -> Scores:
+        return score(self.reward, self.tokenizer, examples, rollouts, truncated, self.step)
 
     def _demo_rewards(self, examples: Sequence[Example]) -> Tensor:
         """[Q] rewards of the prompts' own demonstrations; nan where there is none to score."""
         out = torch.full((len(examples),), math.nan, dtype=torch.float64)
         own = [q for q, e in enumerate(examples) if e.demo is not None]
         demos = [Rollout(e.prompt, e.demo, ()) for e in examples if e.demo is not None]
-        scores = self._score([examples[q] for q in own], demos).numbers()
+        scores = self._score([examples[q] for q in own], demos, [False] * len(demos)).numbers()
         out[own] = torch.tensor(scores, dtype=out.dtype)
         return out
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from gac.data import Example
+from gac.rewards.completion import Decoder
 from gac.types import Rollout
 
 
@@ -40,24 +41,30 @@ def score(
     tokenizer: PreTrainedTokenizerBase,
     examples: Sequence[Example],
     rollouts: Sequence[Rollout],
+    truncated: Sequence[bool],
     step: int | None = None,
 ) -> Scores:
     """Texts and rewards of the rollouts of `examples`, one each.
 
-    The configured `reward` scores the rollouts that have no reward of their own; `step` is the
-    optimizer step, for a reward that depends on it.
+    The configured `reward` scores the rollouts that have no reward of their own; it sees in
+    `Example.truncated` whether each completion was cut off. `step` is the optimizer step, for a
+    reward that depends on it.
     """
     if step is not None:
         reward.set_step(step)
-    # one by one: an empty batch would decode to one empty string
-    texts = [
-        str(tokenizer.decode(list(r.completion_ids), skip_special_tokens=True)) for r in rollouts
-    ]
+    text = Decoder(tokenizer)
+    if getattr(reward, "reasoning", ()) is None:
+        reward.reasoning = text.markers
+    texts = [text(r.completion_ids) for r in rollouts]
     scores = [None if r.reward is None else float(r.reward) for r in rollouts]
     rows = [i for i, s in enumerate(scores) if s is None]
     extended = [
-        replace(examples[i], extra={**examples[i].extra, **rollouts[i].extra})
-        if rollouts[i].extra
+        replace(
+            examples[i],
+            extra={**examples[i].extra, **rollouts[i].extra},
+            truncated=truncated[i],
+        )
+        if rollouts[i].extra or truncated[i]
         else examples[i]
         for i in rows
     ]

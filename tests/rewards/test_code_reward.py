@@ -203,6 +203,18 @@ SCRIPTS = {
     "an error after the output": ("print(int(input()) * 2)\nraise ValueError", 0.0),
     "success after the output": ("print(int(input()) * 2)\nexit(0)", 1.0),
     "failure after the output": ("print(int(input()) * 2)\nexit(3)", 0.0),
+    "spaces, then another answer": (
+        "print(int(input()) * 2)\nprint(' ' * 70_000)\nprint(7)",
+        0.0,
+    ),
+    "lines, then another answer": ("print(int(input()) * 2, end='\\n' * 200_000)\nprint(7)", 0.0),
+    "zeros, then another answer": ("print(int(input()) * 2, '\\0' * 70_000, 7)", 0.0),
+    "spaces before another answer, below the limit": (
+        "print(int(input()) * 2)\nprint(' ' * 65_000 + '7')",
+        0.0,
+    ),
+    "more spaces than the limit": ("print(int(input()) * 2)\nprint(' ' * 70_000)", 0.0),
+    "spaces below the limit": ("print(int(input()) * 2)\nprint(' ' * 60_000)", 1.0),
     "as main": ("if __name__ == '__main__':\n    print(2 * int(open(0).read().strip()))", 1.0),
 }
 
@@ -282,8 +294,8 @@ def test_scripts_run_case_by_case():
     reward, calls = fake(*results, **options)
     assert score(reward, "p()", io=IO) == 0.0
     assert calls == [
-        (Program("p()"), b"a\n", 3, 64, 2 * 7 + (1 << 16)),
-        (Program("p()"), b"b", 3, 64, 2 * 1 + (1 << 16)),
+        (Program("p()"), b"a\n", 3, 64, 2 * 7 + (1 << 16) + 1),
+        (Program("p()"), b"b", 3, 64, 2 * 1 + (1 << 16) + 1),
     ]
     assert score(fake(*results, **options, partial=True)[0], "p()", io=IO) == 0.5
     reason = "case 2 (b'b'): wrote b'y', expected b'x' (ended, 0)"

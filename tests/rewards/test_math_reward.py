@@ -7,8 +7,11 @@ import pytest
 
 from gac.errors import MissingExtra
 from gac.rewards import RewardError, build_reward, mathematics
+from gac.rewards.answers import read_answer
 from tests.rewards.test_rewards import example, score
 
+# A number is never compared with an expression: the reference is one.
+EXPRESSION = "2^{3} - 1"
 HANGS = r"\boxed{\sum_{n=1}^{100000000} 1/n}"  # Python loops in sympy
 HOLDS_THE_GIL = r"\boxed{9^{9^{9}}}"  # a single integer power in C, which holds the GIL
 
@@ -105,7 +108,6 @@ EQUAL = {
             ("0.00000025", r"\boxed{2.5\times 10^{-7}}"),
             ("1/3000", "#### 0.000333"),
             ("1/6", r"\boxed{0.1\overline{6}}"),
-            ("9", "#### 3²"),
             ("1e6", "#### 1000000"),
             ("3", "So \\boxed{4}.\n\nWait, an error.\n\nThe answer: \\boxed{3}"),
             (r"\{3,4\}", r"$x=\boxed{3}$ or $x=\boxed{4}$"),
@@ -133,6 +135,9 @@ DIFFERENT = {
         f"{answer} for {reference}": (reference, answer)
         for reference, answer in (
             ("2", "#### 3 1/2"),
+            ("9", "#### 3²"),  # a question repeated, as is "4*5" for 20
+            ("7", r"\boxed{1=2=7}"),
+            ("5", "#### 5ab"),
             ("0", r"\boxed{1\,000}"),
             ("5", "#### minus 5"),
             ("5", "The answer is -$5"),
@@ -185,36 +190,26 @@ def test_math_gold_without_mathematics_raises(math_reward):
     [
         ("so #### 7", "7"),
         ("#### 6\n#### x + 1 \n \n", "x + 1"),  # the last line may hold any answer
-        ("#### -$1,234.5%\nbye", "-$1,234.5%"),
+        ("#### -$1,234.5%\nbye", "-1234.5%"),
         ("#### 5\n#### 6 apples\n####\nbye", "5"),
         ("#### 5\n##### 6", "5"),
         ("#### 5\n####", "5"),
-        ("7", None),
     ],
 )
 def test_the_answer_follows_the_last_marker(text, answer):
-    assert mathematics.text_after_marker(text) == answer
-
-
-GOLD = {" −3 ": "-3", "1+1=2\n#### 2": "2", "east": r"\text{east}", "cat": "cat", r"\$5": "5"}
-
-
-def test_reference_answers_are_boxed_unless_they_are_latex():
-    for text, inside in GOLD.items():
-        assert mathematics.answer_text(text) == f"\\boxed{{{inside}}}"
-    for text in ("so $5$", r"\(5\)", r"\[5\]", r"\boxed{5}"):
-        assert mathematics.answer_text(text) == text
+    assert read_answer(text).value == read_answer(answer).value
 
 
 def test_math_gives_each_row_its_own_verdict_and_counts_failures():
     reward = build_reward("math", on_error="drop")
     verdicts, pairs = ["crash", "right", "bad reference", "timeout", "wrong", "crash"], []
     reward._pool = SimpleNamespace(grade=lambda rows: pairs.extend(rows) or verdicts)
-    examples = [example(answer) for answer in (None, "1", "2", "3", "4", "5", "6")]
-    scores = reward([f"#### {i}" for i in range(7)], examples)
-    assert scores == [None, 0.0, 1.0, None, 0.0, 0.0, 0.0]
+    examples = [example(answer) for answer in (None, "1", *(f"x+{i}" for i in range(2, 8)))]
+    scores = reward(["#### 1"] * 2 + [f"#### {i}+x" for i in range(2, 8)], examples)
+    assert scores == [None, 1.0, 0.0, 1.0, None, 0.0, 0.0, 0.0]
     assert reward.dropped == 2
-    assert pairs == [(f"\\boxed{{{i}}}",) * 2 for i in range(1, 7)]
+    # numbers need no check
+    assert pairs == [(f"\\boxed{{x+{i}}}", f"\\boxed{{{i}+x}}") for i in range(2, 8)]
     assert reward.counts() == {"timeouts": 1, "crashes": 2}
 
 
@@ -244,13 +239,14 @@ def test_math_works_in_concurrent_threads(math_reward):
 
 def test_hanging_checks_are_cut_off_counted_and_score_zero():
     reward = build_reward({"name": "math", "timeout": 0.5, "workers": 1})
-    assert reward([HANGS, "7", HOLDS_THE_GIL, "7"], [example()] * 4) == [0.0, 1.0, 0.0, 1.0]
+    completions, same = [HANGS, "7", HOLDS_THE_GIL, "7"], [example(EXPRESSION)] * 4
+    assert reward(completions, same) == [0.0, 1.0, 0.0, 1.0]
     assert reward.counts() == {"timeouts": 2, "crashes": 0}
     reward.close()
 
 
 def test_duplicate_checks_run_once():
     reward = build_reward({"name": "math", "timeout": 0.5, "workers": 1})
-    assert reward([HANGS] * 50, [example()] * 50) == [0.0] * 50
+    assert reward([HANGS] * 50, [example(EXPRESSION)] * 50) == [0.0] * 50
     assert reward.counts()["timeouts"] == 50  # counts rows, not checks
     reward.close()

@@ -14,10 +14,10 @@ import pytest
 from gac.data import Example, read_rows
 from gac.errors import RunError
 from gac.rewards import RewardError, RowReward, build, build_reward
+from gac.rewards.answers import read_answer
 from gac.rewards.base import DeadlineExceeded, time_limits
 from gac.rewards.code import program_of
 from gac.rewards.combine import BatchCallableReward, SumReward
-from gac.rewards.mathematics import answer_text, text_after_marker
 from gac.rewards.text import chosen_letter
 
 
@@ -108,6 +108,35 @@ LETTERS = {
     "in tags": ("<answer>C</answer>", "C"),
     "before the phrase": ("C is the correct answer. (A) is not.", "C"),
     "with its text": ("D) 12", "D"),
+    "a boxed formula and an answer": (r"\boxed{E = mc^2}. Answer: D", "D"),
+    "a boxed number and an answer": (r"We get \boxed{12}, so the answer is (B).", "B"),
+    "square brackets": ("Answer: [A]", "A"),
+    "square brackets alone": ("[B]", "B"),
+    "in text of LaTeX": (r"\text{A}", "A"),
+    "in text of LaTeX with dollars": (r"The answer is $\text{(A)}$.", "A"),
+    "boxed with its text": (r"\boxed{\text{B. 12}}", "B"),
+    "in Chinese": ("答案：C", "C"),
+    "in backticks": ("`A`", "A"),
+    "a sentence": ("I think the answer is B because A is too small.", "B"),
+    "a correction": ("The answer is A. Wait, the answer is B.", "B"),
+    "both": ("Both A and C", None),
+    "both are correct": ("Both (A) and (C) are correct.", None),
+    "two": ("A or B", None),
+    "two after the phrase": ("The answer is (A) or (B).", None),
+    "two with a comma": ("Answer: A, C", None),
+    "two with a semicolon": ("Answer: A; C", None),
+    "two with a slash": ("A/C", None),
+    "two without anything": ("Answer: A B", None),
+    "two in a box": (r"\boxed{A, C}", None),
+    "two in a box in words": (r"\boxed{A \text{ and } C}", None),
+    "all of them": ("The answer could be A, B, C, or D.", None),
+    "one in a line each": ("A\nB\nC\nD", None),
+    "neither": ("Neither A nor B", None),
+    "not": ("The answer is not A.", None),
+    "one that is wrong": ("(A) is wrong.", None),
+    "one with another that is wrong": ("The answer is (B), not (A).", "B"),
+    "a variable": ("Answer: A = 5", None),
+    "a sum in a box": (r"\boxed{A + B}", None),
 }
 
 
@@ -427,7 +456,7 @@ STARTS = [
 ]
 
 
-@pytest.mark.parametrize("read", [program_of, chosen_letter, text_after_marker, answer_text])
+@pytest.mark.parametrize("read", [program_of, chosen_letter, read_answer])
 def test_reading_a_completion_takes_linear_time(read):
     for start, piece in itertools.product(STARTS, PIECES):
         # with the backtick, a fence or a letter before it does not match: every split is tried
