@@ -93,10 +93,8 @@ def _verbatim(text: str) -> Answer | None:
 
 def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
     """The last match of a pattern."""
-    found = None
-    for found in pattern.finditer(text):  # noqa: B007
-        pass
-    return found
+    matches = list(pattern.finditer(text))
+    return matches[-1] if matches else None
 
 
 def _marked(text: str) -> str | None:
