@@ -41,7 +41,9 @@ def test_train_and_held_out_are_disjoint_and_in_the_vocabulary(folder):
 
 
 def test_the_programs_earn_the_reward_and_half_of_the_demonstrations_do_not(folder):
-    data = [f"data.prompts={folder / 'train.jsonl'}", "data.limit=16"]
+    first = folder / "first.jsonl"  # `data.limit` would draw a sample
+    first.write_text("".join((folder / "train.jsonl").read_text().splitlines(keepends=True)[:16]))
+    data = [f"data.prompts={first}"]
     assert check(code_toy.CONFIG, [*data, "data.demo_field=null"]).failing == ()
     wrong = [row["id"] for row in rows(folder, "train")[:16] if row["solution"] != row["answer"]]
     failing = [row.row for row in check(code_toy.CONFIG, data).failing]
