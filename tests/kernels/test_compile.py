@@ -249,7 +249,7 @@ def test_shapes_of_a_packed_batch(request: pytest.FixtureRequest) -> None:
         op = *operands, batch.inputs[0], None, 0.7, None, "reference", dtype, None
         frozen = *(x.detach() for x in operands), *op[3:]
         for operator, arguments in (
-            (operators.loss, (*op, *inputs, *(None,) * 5, encoded, needs, [4, 1])),
+            (operators.loss, (*op, *inputs, *(None,) * 5, encoded, needs)),
             (operators.logprobs, (*op, needs[0])),
             (operators.logprobs_backward, (*frozen, torch.rand(4, 12), needs)),
         ):
