@@ -149,7 +149,8 @@ def test_the_loss_of_a_micro_batch(swift: Any, monkeypatch: Any, overlong: bool)
     second = [False] * 3 if overlong else [True] * 3
     assert mask.tolist() == [[True, True, False], second]
     assert (advantages, ref) == ("advantages", "ref")
-    assert [float(x) for (x,) in mixer._losses] == [2, 3]
+    assert [float(x) for x in mixer._rollout_losses] == [2]
+    assert [float(x) for x in mixer._demo_losses] == [3]
     drawn = swift.Mixer(METHODS["constant"](), rows=3, batch=2, seed=5).draw()
     assert trainer._step_demos == [ROWS[i] for i in drawn]
     assert trainer._micro_batch == 1
