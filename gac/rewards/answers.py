@@ -39,7 +39,7 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\b\s*")
 _PHRASE = re.compile(
     r"\b(?:answer|solution|result)\b(?:\s+to\b[^.:\n]{0,80}?)?[*_ ]{0,4}"
     r"(?:\bis(?:\s*:)?|:|=|\b(?:would|should|must|will)\s+be\b|\bequals\b)[*_]{0,3}(?=[^\w]|$)"
-    r"|答案\s*(?:是|为|為|：|:)",
+    r"|答案\s*[是为為：:]+",
     re.IGNORECASE,
 )
 _SENTENCE_END = re.compile(r"(?<=[.!?])(?=[\s*\"'”)])|(?<=[。！？])|\n")
@@ -59,8 +59,11 @@ _EMPHASIS = re.compile(r"(?:\*\*|__)([^\n]{1,200}?)(?:\*\*|__)")
 _BARE_NUMBER = re.compile(r"[$-]*\d[\d.,/]*%?")
 
 
-def read_answer(text: str) -> Answer | None:
-    """The answer in a text, or None if it has none, or more than one."""
+def read_answer(text: str, *, prose: bool = True) -> Answer | None:
+    """The answer in a text, or None if it has none, or more than one.
+
+    prose: whether the last number of a sentence may be the answer; not for a short reference.
+    """
     text = _CALCULATION.sub("", text).strip()
     marked = _marked(text)
     if marked is not None:
@@ -73,7 +76,9 @@ def read_answer(text: str) -> Answer | None:
         return None if boxes is None else _claim(boxes)
     if said := _last(_PHRASE, text):
         return _read_sentence(text[said.end() :].lstrip(), said=True)
-    whole = parse_answer(text.rstrip("!")) if "\n" not in text else None
+    if not prose:
+        return _claim(text)
+    whole = parse_answer(text.removesuffix("!")) if "\n" not in text else None
     return whole or _read_sentence(_last_with_value(text), said=False) or _verbatim(text)
 
 
@@ -171,7 +176,7 @@ def _read_sentence(text: str, *, said: bool) -> Answer | None:
             return answer
     sentence = sentence[-4 * MAX_CLAIM :]
     begins_with_number = said and re.match(r"\W*+(?:\w{1,20}+\s++)?\W*+\d", sentence)
-    return None if begins_with_number else _last_value(sentence)
+    return _verbatim(sentence) if begins_with_number else _last_value(sentence)
 
 
 def _last_with_value(text: str) -> str:
@@ -187,7 +192,8 @@ def _last_with_value(text: str) -> str:
 # --- the last number of a sentence ----------------------------------------------------------------
 
 _LINK = re.compile(
-    r"\s*|[^\d=]{0,24}?(?:[,;|/&+*×÷^~:-]|\\\w+|\b(?:x|or|and|to|through|plus|minus|times|by|versus|vs)\b)"
+    r"\s*|\s*(?:hours?|hrs?|minutes?|feet|foot|ft|pounds?|lbs?|dollars?|years?|weeks?|days?)\s*"
+    r"|[^\d=]{0,24}?(?:[,;|/&+*×÷^~:-]|\\\w+|\b(?:x|or|and|to|through|plus|minus|times|by|versus|vs)\b)"
     r"(?:\s*\b(?:or|and|even|maybe|perhaps|possibly|also|then)\b)*[\s$€£(-]*",
     re.IGNORECASE,
 )
@@ -195,7 +201,7 @@ _CLAUSE = re.compile(
     r"[.,](?!\d)|[;:()]|\b(?:so|because|since|which|when|while|for|after|before|that|therefore|thus|hence)\b",
     re.IGNORECASE,
 )
-_OPERATOR = re.compile(r"(?:[-+*/^÷√\\]|(?<!\w)x|[\w)]\()\s*\Z")
+_OPERATOR = re.compile(r"(?:[-+*/^÷√∛∜±∓\\]|(?<!\w)x|[\w)]\()\s*\Z")
 _OPERAND = re.compile(r"\)\s?[\w(^*/]|\s?[*×·÷^/+=]")
 _LATER_GUESS = re.compile(r"[\s,;(]*(?:or|and|maybe|perhaps|possibly|not|no)\b", re.IGNORECASE)
 

@@ -115,7 +115,7 @@ def read_reference(text: str) -> Answer:
     Raises:
         ValueError: it holds no answer.
     """
-    answer = read_answer(text)
+    answer = read_answer(text, prose="\n" in text.strip())
     if answer is None:
         raise _unreadable(text)
     return answer

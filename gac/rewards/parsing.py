@@ -28,14 +28,14 @@ NUMBER = re.compile(
     r"(?P<percent>\s?(?:%|percent\b|per cent\b))?(?P<half>\s?(?:[aApP]\.?[mM]\b\.?))?"
 )
 COMPARISON = re.compile(
-    r"[<>≤≥≠≮≯±]|\\(?:le|leq|leqslant|lt|ge|geq|geqslant|gt|ne|neq|not|pm|mp|in|approx|sim)\b|!=|[~≈]\s*\d"
+    r"[<>≤≥≠≮≯±∓?？]|\\(?:le|leq|leqslant|lt|ge|geq|geqslant|gt|ne|neq|not|pm|mp|in|approx|sim)\b|!=|[~≈]\s*\d"
     r"|[不非或未]|大于|小于|以上|以下|超过|至少|最多|[两一]倍|倍"
 )
 # Words of a refusal or a guess, wherever they stand before or after a number.
 _DOUBT = (
     r"not|no|never|neither|nor|except|without|unless|cannot|impossible|invalid|wrong|incorrect"
     r"|unknown|[a-z]+n['’]t|cant|dont|isnt|instead|besides|excluding|false|hardly|forbidden|unsure"
-    r"|(?:any|every|no)thing but|all but|or|either|maybe|perhaps|possibly|versus|vs"
+    r"|(?:any|every|no)thing but|all but|too|or|either|maybe|perhaps|possibly|versus|vs"
 )
 # Words that make another number of the number next to them.
 _CHANGES = (
@@ -74,7 +74,7 @@ _WORD = (
 _BEFORE = re.compile(rf"(?:[\s:,*#'\"‘’“”_()\[\]$]|{_WORD}(?:['’-][^\W\d_]+)*\.?)*+")
 AFTER = re.compile(
     r"(?:(?:st|nd|rd|th|[ckmnμµ]?m|[kmμµ]?g|m[lL]|[KMGT]B|[km]ph|hrs?|mins?|secs?|USD|EUR|GBP)\b"
-    r"|[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+|¢)?"
+    r"|[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+|¢|(?![A-Za-z]))"
     r"(?:\s?°\s?[CF]?\b)?(?:\s[ghlmsLVWNJKCF](?![\w'’(^*+]|\s*[-+*/=]))?"
     r"(?:(?<=[a-z])\^\{?-?\d\}?|(?<=[a-z])\^?[²³]|[\s.,:;'\"‘’“”_()\[\]°€£¥¢$。，]|\*+\Z"
     rf"|(?<=[A-Za-z\s])/\s?(?:{_WORD}|[hs]\b)|-(?=[^\W\d_]{{2}})|{_WORD}(?:['’-][^\W\d_]+)*)*+"
@@ -94,7 +94,7 @@ _CLOCK = re.compile(r"(\d{1,2}):(\d{2})(?::(\d{2}))?\s*([ap]\.?m\.?)?(?:o'clock)
 # How numbers are written, rewritten in this order. All patterns are linear.
 _NUMBERS: tuple[tuple[str, Any], ...] = (
     ("\N{MINUS SIGN}|(?<![\\w)])(?<![\\w)] )\N{EN DASH}(?=[\\d.$])", "-"),
-    (r"\{,\}", ","),
+    (r"\{,\}|,\\!(?=\d{3})", ","),
     (r"(?<!\d )\b(?i:minus|negative)\s++(?=[\d.$])", "-"),
     (r"(?<![\w.)}\]])\.(?=\d)", "0."),
     *zip("²³½¼¾⅓⅔", ("^2", "^3", " 1/2", " 1/4", " 3/4", " 1/3", " 2/3"), strict=True),
@@ -142,6 +142,8 @@ _MARKUP: tuple[tuple[str, Any], ...] = (
     (r"\\(?:text|mathrm|mbox|bf|rm|(?:text|math)[a-z]{2})\s*\{([^{}]*)\}", r" \1 "),
     (r"(-?)\\frac\{\s*(-?\d{1,99})\s*\}\{\s*(\d{1,99})\s*\}", r"\1\2/\3"),
     (r"\\(?:times|cdot)(?![A-Za-z])|×|·", "*"),
+    (r"\\div(?![A-Za-z])", "÷"),
+    ("∴", " "),
     (r"\\approx(?![A-Za-z])|≈", "="),
     ("[\N{EN DASH}\N{EM DASH}]", "-"),
 )
@@ -189,7 +191,9 @@ def number_of(match: re.Match[str]) -> Number | None:
     if match["exponent"] and not 1 <= value < 10:
         return None
     value = value * Fraction(10) ** int(exponent) / int(divisor)
-    if (match["sign"] == "-") != bool(match["minus"]):
+    if match["sign"] and match["minus"]:
+        return None
+    if match["sign"] == "-" or match["minus"]:
         value = -value
     reduced = bool(match["divisor"]) and str(abs(value)) == f"{digits}/{divisor}"
     half = re.sub(r"[\s.]", "", match["half"] or "").lower()
@@ -270,6 +274,7 @@ def parse_answer(text: str) -> Answer | None:
     if len(text) > 2 * MAX_CLAIM:
         return None
     text = unwrapped(text)
+    text = re.sub(r"\A[A-Za-z]\s*(?:\\in(?![a-z])|∈)\s*", "", text)  # "x \in [1, 2]" names a set
     if not text or len(text) > MAX_CLAIM:
         return None
     plain = plain_text(text).strip()
@@ -283,6 +288,9 @@ def parse_answer(text: str) -> Answer | None:
     sides = _sides(plain, text)
     if sides is not None:
         return Answer(sides, squeezed, latex) if sides else None
+    if re.search(r"\d\s*_", latex):  # a number in another base
+        squeezed = re.sub(r"[{}]", "", squeezed)
+        return Answer((Text((squeezed,)),), squeezed, latex)
     if _is_expression(latex):
         return Answer((Expression(latex),), squeezed, latex)
     return None

@@ -142,7 +142,7 @@ def test_a_text_passes_if_it_gives_the_reference():
 
 
 @pytest.mark.parametrize(("name", "score"), [("honest", 1.0), ("hedged", 0.0)])
-def test_two_hundred_answers_in_the_style_of_small_models(name, score):
+def test_answers_in_the_style_of_small_models(name, score):
     rows = [json.loads(line) for line in (HERE / f"answers_{name}.jsonl").open(encoding="utf-8")]
     assert len(rows) >= 200
     rewards = {}
@@ -155,3 +155,21 @@ def test_two_hundred_answers_in_the_style_of_small_models(name, score):
     for reward in rewards.values():
         reward.close()
     assert wrong == []
+
+
+def test_forms_of_expressions_in_the_style_of_competitions():
+    """Right and wrong forms of each reference, in several wrappings."""
+    lines = (HERE / "answer_forms.jsonl").read_text(encoding="utf-8").splitlines()
+    cases = [
+        (r["answer"], wrapper.replace("{}", form), score)
+        for r in map(json.loads, lines)
+        for score, forms in ((1.0, [r["answer"], *r["same"]]), (0.0, r["different"]))
+        for form in forms
+        for wrapper in ("{}", "#### {}", r"\boxed{{}}", "The answer is ${}$.")
+        if not ("$" in form and "$" in wrapper)
+    ]
+    reward = build_reward("math")
+    scores = reward([text for _, text, _ in cases], [row(r) for r, _, _ in cases])
+    reward.close()
+    assert [c for c, s in zip(cases, scores, strict=True) if s != c[2]] == []
+    assert len(cases) > 700
