@@ -21,7 +21,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "loss.md"
 def recipes() -> dict[str, Callable[..., Tensor]]:
     """The functions of the documentation."""
     text = PAGE.read_text()
-    section = text[text.index("## Your own loss") : text.index("## Options and their names")]
+    section = text[text.index("## Your own loss") : text.index("## Several targets per token")]
     namespace: dict = {"torch": torch}
     for function in re.findall(r"^def \w+\(.*?(?=\n\n\n|^```)", section, re.MULTILINE | re.DOTALL):
         exec(function, namespace)

@@ -53,7 +53,7 @@ def write_rows(path: Path, data: Any) -> Path:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_weights_move(name: str, tmp_path: Path) -> None:
-    """Three steps change nearly every weight of a tiny model; the KL of step 0 is 0."""
+    """Three steps change nearly every weight of a tiny model; the KL of its first rollouts is 0."""
     file = tmp_path / "recipe.yaml"
     file.write_text(PAGES.get(name, ""))
     file = file if name in PAGES else ROOT / "examples" / name
@@ -90,7 +90,8 @@ def test_the_weights_move(name: str, tmp_path: Path) -> None:
     trainer = Trainer(config)
     before = {n: p.detach().clone() for n, p in trainer.policy.named_parameters() if p.dim() > 1}
     trainer.run()
-    assert metrics(tmp_path / "run")[0]["kl"] == 0
+    kl = 0 if config.method.needs(0).rollouts else None  # nothing is sampled
+    assert metrics(tmp_path / "run")[0]["kl"] == kl
     after = dict(trainer.policy.named_parameters())
     assert (
         torch.cat([(after[name] != p).flatten() for name, p in before.items()]).float().mean() > 0.9
