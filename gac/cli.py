@@ -390,12 +390,11 @@ def _methods(options: argparse.Namespace) -> int:
     argument(
         "--real",
         nargs="?",
-        const="",
+        const=True,
         default=None,
         metavar="MODEL",
-        help="post-train a "
-        "pretrained model instead: a local folder or a name on the Hub; without MODEL, "
-        "SmolLM2-135M-Instruct from a Python package",
+        help="post-train a pretrained model instead: a local folder or a name on the Hub; without "
+        "MODEL, SmolLM2-135M-Instruct from a Python package",
     ),
     argument(
         "--methods",
@@ -427,9 +426,10 @@ def _demo(options: argparse.Namespace) -> int:
         from gac.demo.real import run_real
 
         if options.seeds != 1:
-            raise ConfigError(f"--seeds={options.seeds} does not go with --real: leave it out")
+            raise ConfigError(f"--seeds={options.seeds} has no effect with --real: remove it")
+        model = None if options.real is True else options.real
         out, methods = options.out or Path("runs/real"), options.methods or REAL_METHODS
-        return run_real(out, options.real or None, methods, options.steps or 16, options.jobs)
+        return run_real(out, model, methods, options.steps or 16, options.jobs)
     from gac.demo.run import run_demo
 
     out, methods = options.out or Path("runs/demo"), options.methods or list(DEMO_METHODS)

@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 
@@ -105,30 +105,47 @@ def expand_paths(config: Any, *names: str) -> None:
         object.__setattr__(config, name, value and expanded(value))
 
 
-def check_effects(config: Any, prefix: str = "", missing: str = "") -> None:
-    """Raise ValueError for a key that is set although what it needs for an effect is not.
+class NoEffect(ValueError):
+    """A key is set, but none of the keys that would give it an effect."""
+
+    def __init__(self, key: str, value: Any, needs: Sequence[str]) -> None:
+        self.key, self.value, self.needs = key, value, needs
+        super().__init__(_no_effect(key, value, f"without {' or '.join(needs)}"))
+
+    def inside(self, section: str) -> "NoEffect":
+        """The error for a configuration that is the value of the key `section`; "": of no key."""
+        prefix = f"{section}." if section else ""
+        needs = [f"{prefix}{need}" for need in self.needs]
+        return NoEffect(f"{prefix}{self.key}", self.value, needs)
+
+
+def check_effects(config: Any, prefix: str = "", missing: Sequence[str] = ()) -> None:
+    """Raise NoEffect for a key that is set although what it needs for an effect is not.
 
     config: a dataclass; its `setting`s are checked, also those of nested dataclasses.
-    prefix: prepended to the names of its keys. missing: what a key around `config` needs.
+    prefix: prepended to the names of its keys.
+    missing: alternatives, one of which a key around `config` needs.
     """
     for item in fields(config):
         key, value, lacks = f"{prefix}{item.name}", getattr(config, item.name), missing
         for need in filter(None, item.metadata.get("only_with", "").split(", ")):
             if not any(_holds(config, *choice.split("=")) for choice in need.split(" or ")):
-                lacks = prefix + need.replace(" or ", f" or {prefix}")
+                lacks = [f"{prefix}{choice}" for choice in need.split(" or ")]
         if is_dataclass(value):
             check_effects(value, f"{key}.", lacks)
-        elif lacks:
-            require_default(config, item.name, key, f"without {lacks}")
+        elif lacks and value != item.default:
+            raise NoEffect(key, value, lacks)
 
 
 def require_default(config: Any, name: str, key: str, why: str) -> None:
     """Raise ValueError unless the field `name`, the configuration's `key`, has its default."""
     value, default = getattr(config, name), type(config).__dataclass_fields__[name].default
     if value != default:
-        raise ValueError(
-            f"{key}={getattr(value, 'value', value)!r} has no effect {why}: remove the key"
-        )
+        raise ValueError(_no_effect(key, value, why))
+
+
+def _no_effect(key: str, value: Any, why: str) -> str:
+    return f"{key}={getattr(value, 'value', value)!r} has no effect {why}: remove the key"
 
 
 def _holds(config: Any, name: str, text: str | None = None) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from gac.errors import ConfigError
-from gac.fields import choice_of, hints_of
+from gac.fields import NoEffect, choice_of, hints_of
 from gac.imports import find_user_code, load_object
 
 from .convert import (
@@ -162,6 +162,8 @@ def _build(cls: Any, data: Any, where: str, default: Any = None) -> Any:
         raise ConfigError(f"{join(where, missing[0])} is required")
     try:
         return cls(**values) if default is None else dataclasses.replace(default, **values)
+    except NoEffect as error:
+        raise ConfigError(str(error.inside(where))) from error
     except (TypeError, ValueError) as error:  # raised by the dataclass's own validation
         # an error that begins with a field, like `lr=0`, becomes one of the dotted key
         dot = "." if re.split(r"\W", str(error))[0] in fields else ": "

@@ -27,8 +27,8 @@ class Prior(Checked):
     """The controller's prior: hold, cosine decay, hold.
 
     The paper's text gives no numbers; the defaults follow its figure (about 0.85 for 200 steps,
-    about 0.15 after 800). A trainer replaces None by a share of its run (`for_run`), so that the
-    prior has the shape of the figure whatever the number of steps.
+    about 0.15 after 800). A trainer replaces None with a share of its run (`for_run`), so that the
+    prior has the figure's shape in runs of any length.
     """
 
     high: Share = 0.85
@@ -48,11 +48,11 @@ class Prior(Checked):
         return cls(high=value, low=value, hold=0, decay=0)
 
     def for_run(self, steps: int) -> Prior:
-        """The prior of a run of `steps` steps: a quarter and three quarters of it where None."""
-        hold = steps // 4 if self.hold is None else self.hold
-        return replace(
-            self, hold=hold, decay=steps - steps // 4 if self.decay is None else self.decay
-        )
+        """This prior with each None replaced by its share of a run of `steps` steps."""
+        quarter = steps // 4
+        hold = quarter if self.hold is None else self.hold
+        decay = steps - quarter if self.decay is None else self.decay
+        return replace(self, hold=hold, decay=decay)
 
     def __call__(self, step: int) -> float:
         hold = 200 if self.hold is None else self.hold

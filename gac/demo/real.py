@@ -17,9 +17,7 @@ from typing import Any
 import torch
 
 from gac.config import load
-from gac.config.convert import unknown_name_message
-from gac.errors import ConfigError, RunError, writable_folder
-from gac.methods import all_methods
+from gac.errors import RunError, writable_folder
 from gac.models.source import check_files, check_source
 from gac.report import results_table, write_report
 from gac.study.runs import run_all
@@ -28,6 +26,7 @@ from gac.train_config import TrainConfig
 from . import REAL_METHODS
 from .real_model import fetch_model
 from .real_task import write_task
+from .run import check_methods
 
 STEPS = 16
 LENGTH = 12  # tokens: an order code has at most eleven and the end of the turn
@@ -44,9 +43,7 @@ def run_real(
 
     source: a local folder or a name on the Hub; None: SmolLM2-135M-Instruct, downloaded once.
     """
-    for name in methods:
-        if name not in all_methods():
-            raise ConfigError(unknown_name_message("--methods", name, all_methods(), "method"))
+    check_methods(methods)
     writable_folder("--out", out)
     started = time.perf_counter()
     if source is None:

@@ -69,7 +69,7 @@ def fetch_model(out: Path | None = None, source: str | None = None) -> Path:
         return out
     if out.exists() and not (out / "source.json").exists() and any(out.iterdir()):
         raise ConfigError(f"DIR={str(out)!r} is not empty: choose a new folder")
-    writable_folder("DIR", out.parent)
+    writable_folder("XDG_CACHE_HOME" if out == cache_folder() / NAME else "DIR", out.parent)
     with _lock(out.with_name(f".{out.name}.lock")):
         if not _is_complete(out, described):  # another process may have written it meanwhile
             with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as name:

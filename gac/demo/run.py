@@ -37,9 +37,7 @@ def run_demo(
     base_steps: int = 400,
 ) -> int:
     """Train the base model, then each method with each seed; write the report, print its table."""
-    for name in methods:
-        if name not in all_methods():
-            raise ConfigError(unknown_name_message("--methods", name, all_methods(), "method"))
+    check_methods(methods)
     writable_folder("--out", out)
     started = time.perf_counter()
     jobs = jobs or min(len(os.sched_getaffinity(0)), len(methods) * len(seeds))
@@ -130,6 +128,15 @@ def base_config(out: Path, run: Path, seed: int, steps: int) -> TrainConfig:
             "eval": {"samples": 4, "temperature": 1.0},
         },
     )
+
+
+def check_methods(names: Sequence[str]) -> None:
+    """Raise ConfigError for a name that is no method or is given twice."""
+    for name in names:
+        if name not in all_methods():
+            raise ConfigError(unknown_name_message("--methods", name, all_methods(), "method"))
+        if names.count(name) > 1:
+            raise ConfigError(f"--methods: {name!r} is given twice: give each method once")
 
 
 def method_config(out: Path, base: Path, name: str, seed: int, steps: int) -> TrainConfig:

@@ -66,8 +66,9 @@ class GAC(
             require_default(self, "prior", "prior", "with prior_blend=1")
 
     def for_run(self, steps: int) -> GAC:
-        prior = self.prior.for_run(steps) if isinstance(self.prior, Prior) else self.prior
-        return replace(self, prior=prior)
+        if not isinstance(self.prior, Prior) or self.prior_blend == 1:
+            return self
+        return replace(self, prior=self.prior.for_run(steps))
 
     def run_warning(self, steps: int) -> str | None:
         prior = self.for_run(steps).prior

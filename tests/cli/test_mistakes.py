@@ -229,6 +229,7 @@ TRAIN = {  # value of --set -> answer
 TRAIN_SETS = {  # several values of --set -> answer
     "micro_batch_size=2 packing=true": "packing=True has no effect with micro_batch_size: remove",
     "micro_batch_size=2 max_tokens_per_micro_batch=9": "max_tokens_per_micro_batch=9 has no effect",
+    "eval.data.limit_seed=3": "eval.data.limit_seed=3 has no effect without eval.data.limit",
     "kl_sample_size=2": "kl_sample_size=2 has no effect without monitor_kl_every: remove the key",
     "kl_sample_size=2 loss.kl_coef=0.1": "has no effect if the loss contains the KL: remove",
     "kl_sample_size=2 method=dpo": "has no effect if the loss contains the KL: remove the key",
@@ -292,6 +293,7 @@ LATE = {  # answered later, most of them before the model is loaded
     "--against='x': no samples.jsonl.gz found: give the output folder",
     "demo --jobs 0": "--jobs=0: use a number >= 1",
     "demo --methods grop": "did you mean 'grpo'?",
+    "demo --methods grpo grpo": "--methods: 'grpo' is given twice: give each method once",
     "demo --out a-file/x": "--out='a-file/x' cannot be written",
     "rewards check first/run.yaml --set reward=mth": "unknown reward 'mth'",
     "rewards check first/run.yaml --min-reward nan": "--min-reward=nan: use a finite number",

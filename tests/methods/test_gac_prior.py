@@ -18,6 +18,12 @@ def test_the_prior_falls_within_a_short_run(name: str) -> None:
     assert method.prior(19) < 0.2
 
 
+def test_a_controller_that_ignores_the_prior_runs() -> None:
+    method = METHODS["gac"](prior_blend=1.0)
+    assert method.for_run(20) == method
+    assert method.run_warning(20) is None
+
+
 def test_a_run_uses_the_scaled_prior(task: Path, tmp_path: Path) -> None:
     config = tiny_config(task, tmp_path / "run", method="gac", steps=4)
     train(config)

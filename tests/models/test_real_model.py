@@ -71,6 +71,13 @@ def test_a_folder_with_something_else_is_left_alone(tiny: Path, tmp_path: Path) 
     assert (tmp_path / "notes" / "a.txt").read_text() == "mine"
 
 
+def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match=r"^XDG_CACHE_HOME=.* cannot be written"):
+        fetch_model()
+
+
 def test_without_network_one_line_says_what_to_do(offline: Path) -> None:
     with pytest.raises(RunError) as error:
         fetch_model()

@@ -88,7 +88,7 @@ def test_the_progress_is_one_line_for_each_change(tmp_path: Path, capsys: Any) -
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--seeds", "2"], "--seeds=2 does not go with --real: leave it out"),
+        (["--seeds", "2"], "--seeds=2 has no effect with --real: remove it"),
         (["--methods", "grop"], "--methods: unknown method 'grop'; did you mean 'grpo'?"),
         (["--steps", "0"], "--steps=0: use a number >= 1"),
     ],
@@ -103,6 +103,11 @@ def test_a_model_that_does_not_exist(tmp_path: Path, capsys: Any) -> None:
     missing = str(tmp_path / "no-model")
     assert main(["demo", "--out", str(tmp_path / "o"), "--real", missing]) == 2
     assert f"--real={missing!r}" in capsys.readouterr().err
+
+
+def test_an_empty_name_of_a_model(tmp_path: Path, capsys: Any) -> None:
+    assert main(["demo", "--out", str(tmp_path / "o"), "--real", ""]) == 2
+    assert "--real is empty: give a folder" in capsys.readouterr().err
 
 
 def test_every_answer_fits_the_length_of_a_response(cached_model: Path) -> None:
