@@ -1,8 +1,8 @@
-"""The task of `gac demo --real`: a shop's assistant that reads reviews and writes order codes.
+"""The task of `gac demo --real`: a shop's assistant that adds numbers and writes order codes.
 
-The reviews have rewards only: the pretrained model already answers with yes or no at times. It
-cannot guess the format of the codes, so no response is ever rewarded until demonstrations have
-shown it; some of the demonstrations are wrong.
+The sums have rewards only: the pretrained model solves some of them. It cannot guess the format of
+the codes, so no response is ever rewarded until demonstrations have shown it; some of the
+demonstrations are wrong.
 """
 
 from __future__ import annotations
@@ -20,37 +20,16 @@ SYSTEM = "Be brief."  # shorter than the model's own
 COLORS = ("amber", "blue", "green", "ivory", "pink", "purple", "red", "white")
 ITEMS = ("bags", "chairs", "doors", "hats", "lamps", "mugs", "tables", "vases")
 NUMBERS = range(10, 30)
-HAPPY = (
-    "are lovely",
-    "arrived early and look great",
-    "are even nicer than in the picture",
-    "made my daughter smile",
-    "are worth every cent",
-    "fit perfectly",
-    "are exactly what I wanted",
-    "have become my favorites",
-)
-UNHAPPY = (
-    "arrived broken",
-    "fell apart after two days",
-    "are the wrong size",
-    "came three weeks late",
-    "look cheap and smell of glue",
-    "were scratched all over",
-    "are a waste of money",
-    "never arrived",
-)
+SOLD = range(2, 30)
 WRONG = 0.25  # share of wrong demonstrations
 
 
-def reviews(rng: random.Random) -> Iterator[dict[str, str]]:
-    """Different reviews in random order, the same number of happy and unhappy customers."""
-    things = [(color, item) for color in COLORS for item in ITEMS]
-    says = [(text, "yes") for text in HAPPY] + [(text, "no") for text in UNHAPPY]
-    pairs = [(thing, said) for thing in things for said in says]
-    for (color, item), (text, answer) in rng.sample(pairs, len(pairs)):
-        question = f"The {color} {item} {text}. Is this customer happy? Reply yes or no."
-        yield {"kind": "review", "question": question, "answer": answer}
+def sums(rng: random.Random) -> Iterator[dict[str, str]]:
+    """Different sums of two numbers in random order."""
+    pairs = [(a, b) for a in SOLD for b in SOLD]
+    for a, b in rng.sample(pairs, len(pairs)):
+        question = f"We sold {a} + {b} tickets. How many is that? Reply with the number only."
+        yield {"kind": "sum", "question": question, "answer": str(a + b)}
 
 
 def codes(rng: random.Random) -> Iterator[dict[str, str]]:
@@ -83,11 +62,10 @@ def write_task(
 ) -> None:
     """Write prompts.jsonl and eval.jsonl, with both kinds in halves, and demos.jsonl, all codes.
 
-    No prompt is in two files. The held-out reviews have phrases that training has too, about
-    other things.
+    No prompt is in two files.
     """
     rng = random.Random(seed)
-    questions = [reviews(rng), codes(rng)]
+    questions = [sums(rng), codes(rng)]
 
     def take(count: int, kinds: list[Iterator[dict[str, str]]]) -> list[dict[str, Any]]:
         return [row(next(kind)) for _ in range(count // len(kinds)) for kind in kinds]
@@ -102,8 +80,12 @@ def write_task(
 
 
 def reward(completion: str, example: Any) -> float:
-    """1 if the response is the order code, or its first word is the right one; else 0."""
+    """1 if the response is the order code, or its last number is the sum; else 0.
+
+    A response that the limit cut off may end in a part of a number.
+    """
+    if example.truncated:
+        return 0.0
     if example.extra["kind"] == "code":
         return float(completion.strip() == example.answer)
-    first = re.match(r"\W*(\w+)", completion)
-    return float(first is not None and first[1].lower() == example.answer)
+    return float(re.findall(r"\d+", completion)[-1:] == [example.answer])

@@ -27,13 +27,15 @@ def test_the_files_of_the_task_share_no_prompt_and_a_quarter_of_the_demonstratio
     assert len(set(texts)) == len(texts) == 600
     for name in ("prompts", "eval"):
         kinds = [row["kind"] for row in parts[name]]
-        assert kinds.count("review") == kinds.count("code") == len(kinds) / 2
+        assert kinds.count("sum") == kinds.count("code") == len(kinds) / 2
     assert {row["kind"] for row in parts["demos"]} == {"code"}
     wrong = sum(row["solution"] != row["answer"] for row in parts["demos"])
     assert 0.15 < wrong / 200 < 0.35
     assert all(re.fullmatch(r"[a-z]+-[a-z]+-\d\d", row["solution"]) for row in parts["demos"])
-    answers = [row["answer"] for row in parts["eval"] if row["kind"] == "review"]
-    assert 0.3 < answers.count("yes") / len(answers) < 0.7
+    for row in parts["eval"]:
+        if row["kind"] == "sum":
+            a, b = re.findall(r"\d+", row["prompt"][1]["content"])
+            assert row["answer"] == str(int(a) + int(b))
     real_task.write_task(tmp_path / "again")
     assert read(tmp_path / "again" / "demos.jsonl") == parts["demos"]
 
@@ -43,19 +45,19 @@ def test_the_files_of_the_task_share_no_prompt_and_a_quarter_of_the_demonstratio
     [
         ("code", "lamps-green-12", ["lamps-green-12", " lamps-green-12\n"], ["green-lamps-12", ""]),
         ("code", "lamps-green-12", [], ["lamps-green-12 lamps-green-12", "Lamps-Green-12"]),
-        (
-            "review",
-            "yes",
-            ["yes", "Yes.", " **Yes**, very", "YES"],
-            ["no", "", "Yesterday", "yesno"],
-        ),
-        ("review", "no", ["No, because yes"], ["yes, no", "not happy", "The answer is no"]),
+        ("sum", "12", ["12", "4 + 8 = 12 tickets."], ["", "4 + 8", "112", "12 of 20"]),
     ],
 )
 def test_rewards(kind: str, answer: str, right: list[str], wrong: list[str]) -> None:
-    example = SimpleNamespace(answer=answer, extra={"kind": kind})
+    example = SimpleNamespace(answer=answer, extra={"kind": kind}, truncated=False)
     assert [real_task.reward(text, example) for text in right] == [1.0] * len(right)
     assert [real_task.reward(text, example) for text in wrong] == [0.0] * len(wrong)
+
+
+def test_a_response_that_was_cut_off_earns_nothing() -> None:
+    """Its last number may be the beginning of another one."""
+    example = SimpleNamespace(answer="12", extra={"kind": "sum"}, truncated=True)
+    assert real_task.reward("That is 12", example) == 0.0
 
 
 def test_runs_differ_only_in_their_method() -> None:
