@@ -80,8 +80,11 @@ _IN_BOX = re.compile(rf"\s*+{_LETTER}[\s}}.:)$*]*\}}|\s*+{_LETTER}\s*+[.:)]\s*+[
 _CHOICE_PATTERNS = tuple(
     re.compile(pattern)
     for pattern in (
-        r"(?i:answer|choice|option)\**+\s*+(?i:is|:|>|(?:must|should|would)\s++be)\s*+:?\**+\s*+"
-        rf"(?i:(?:option|choice)\s++)?{_LETTER}|答案\s*+(?:是|为|：|:)\s*+{_LETTER}",
+        # "answer", "choice" or "option"; a set of first characters makes the search twice as fast
+        r"(?:[AaCcOo](?i:(?<=a)nswer|(?<=c)hoice|(?<=o)ption)"
+        r"\**+\s*+(?i:is|:|>|(?:must|should|would)\s++be)\s*+:?\**+\s*+"
+        r"(?i:(?:option|choice)\s++)?|答案\s*+[是为：:]\s*+)"
+        rf"{_LETTER}",
         rf"^\s*+{_LETTER}[\s.):*$}}\\`]*+(?:</\w{{1,12}}>\s*+)?$",
         rf"\A\s*+{_OPEN}([A-Z])[.):][^\n]*+\Z",
         rf"{_LETTER}\**+\)?\**+\s++is\s++(?:the\s++)?(?:correct|right)\s++(?:answer|choice|option)\b",
@@ -102,10 +105,9 @@ _REJECTED = re.compile(
     r"(?:not\b|wrong|incorrect|false|n['’]t\b|be\s++(?:right|correct)|cannot|isn['’]t)",
     re.IGNORECASE,
 )
-_BEFORE = re.compile(
-    r"(?:(?i:\b(?:not|neither|nor|except|isn['’]?t|eliminates?|both|either)\s++(?:option\s++)?)"
-    rf"|(?<!\w){_LETTER}{_AND})\(?\Z",
-)
+_NOT = r"(?i:\b(?:not|neither|nor|except|isn['’]?t|eliminates?|both|either)\s++(?:option\s++)?)"
+_BEFORE = re.compile(rf"(?:{_NOT}|(?<!\w){_LETTER}{_AND})\(?\Z")
+_NOT_A_BOX = re.compile(rf"{_NOT}[$\\(\s]*+\Z")
 
 
 def chosen_letter(text: str) -> str | None:
@@ -121,7 +123,9 @@ def chosen_letter(text: str) -> str | None:
         end = boxes[-1].end()
         boxed = _IN_BOX.match(text, end)
         if boxed:
-            return _letter(boxed)
+            before = text[max(boxes[-1].start() - 40, 0) : boxes[-1].start()]
+            denied = _NOT_A_BOX.search(before) or _REJECTED.match(text, boxed.end())
+            return None if denied else _letter(boxed)
         if _TWO.match(text, end):
             return None
     for pattern in _CHOICE_PATTERNS:
