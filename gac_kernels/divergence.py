@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from . import linear
 from .contract import IGNORE
 from .linear import Gradients, Head, sort_tokens, unsorted
 from .projection import Projection
@@ -66,6 +67,8 @@ def divergence_loss(
             grad = None if out is None else out[span]
             values = row_divergence(student.part(span), other.part(span), spec, factor, grad)
             results[:, block.tokens][:, span] = torch.stack(values)
+        if out is not None and linear.capturing(out.device):  # rows without a gradient, too
+            out.masked_fill_(~has_gradient[index, None], 0)
     losses, entropy = torch.where(live, unsorted(results, order), 0)
     weighted = losses if weights is None else torch.where(has_gradient, losses * weights, 0)
     total = weighted.sum(dtype=torch.float64).to(losses.dtype)

@@ -10,6 +10,7 @@ from torch import Tensor
 from gac_kernels import (
     GradientFilter,
     fused_linear_token_loss,
+    linear,
     linear_token_logprobs,
     reference,
 )
@@ -175,6 +176,17 @@ def test_rows_without_a_loss() -> None:
     dead = x["targets"][..., 0] == -100
     for tensor in (losses, logps, entropy, d_hidden):
         assert (tensor[dead] == 0).all()
+
+
+def test_rows_without_a_loss_in_a_cuda_graph(monkeypatch) -> None:
+    """While a graph is captured, no count can be read, and every row is computed."""
+    x = batch()
+    expected = evaluate(fused_linear_token_loss, with_entropy, x)
+    monkeypatch.setattr(linear, "capturing", lambda device: True)
+    with torch.no_grad():
+        x["leaves"][0][0, 1] = math.nan  # a row without a loss
+    for a, b in zip(evaluate(fused_linear_token_loss, with_entropy, x), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-11)
 
 
 @pytest.mark.parametrize("where", [(0, 0), (0, 1)])

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from gac_kernels import fused_linear_divergence, reference
+from gac_kernels import fused_linear_divergence, linear, reference
 from gac_kernels.divergence import DIVERGENCES
 from tests.kernels.cases import each_backend
 from tests.kernels.emulated_gemm import emulate
@@ -205,6 +205,21 @@ def test_rows_without_a_loss_or_a_weight():
     assert (d_hidden[x["targets"] == -100] == 0).all()
     assert (d_hidden[0, 0] == 0).all()
     assert fused_linear_divergence(**x).losses[0, 0] > 0  # the divergences have no weight
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_rows_without_a_loss_in_a_cuda_graph(divergence, monkeypatch):
+    """While a graph is captured, no count can be read, and every row is computed."""
+    x = batch()
+    x["token_weights"][0, 0] = 0
+    expected = evaluate(fused_linear_divergence, x, divergence=divergence)
+    monkeypatch.setattr(linear, "capturing", lambda device: True)
+    for model in ("hidden", "teacher_hidden"):
+        with torch.no_grad():
+            x[model][0, 1] = math.nan  # a row without a loss
+    actual = evaluate(fused_linear_divergence, x, divergence=divergence)
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("shape", [(0, H), (1, H)])
