@@ -38,11 +38,11 @@ from gac.config import load
 from gac.demo.task import write_task
 from gac.methods import METHODS, Constant
 from gac.rows import Row
+from gac.step_end import end_step
 from gac.train_config import TrainConfig
 from gac.training.gradients import Forward, SampledKL
-from gac.training.step import trainer_columns, turn_of
+from gac.training.step import step_result, trainer_columns
 from gac.training.trainer import Trainer
-from gac.turn import end_step
 from gac.types import StepNeeds
 from gac_kernels import TokenMoments
 
@@ -190,8 +190,8 @@ def with_method(trainer: Trainer, rows: list[Row]) -> None:
     measured = trainer.gradients(step)
     update = trainer._apply(step, measured)
     trainer_columns(step, measured, update, trainer.rollouts, {})
-    turn = turn_of(step, measured, update, None)
-    _, trainer.state, trainer.mix = end_step(trainer.method, trainer.state, turn)
+    result = step_result(step, measured, update, None)
+    _, trainer.state, trainer.mix = end_step(trainer.method, trainer.state, result)
 
 
 def bare(trainer: Trainer, rows: list[Row], mu: float) -> None:
@@ -202,7 +202,7 @@ def bare(trainer: Trainer, rows: list[Row], mu: float) -> None:
         measured = trainer.gradients(step)
     update = trainer._apply(step, measured)
     trainer_columns(step, measured, update, None, {})
-    end_step(Constant(mu), {}, turn_of(step, measured, update, None))
+    end_step(Constant(mu), {}, step_result(step, measured, update, None))
 
 
 class CycleTimes(dict[str, float]):

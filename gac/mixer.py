@@ -18,16 +18,16 @@ from gac.errors import is_count, require
 from gac.methods import DEFAULT, GAC, METHODS
 from gac.methods.base import Method
 from gac.order import Order
-from gac.turn import Turn, end_step, next_mix
+from gac.step_end import StepResult, end_step, next_mix
 from gac.types import Evidence, Observation, Sampling, StepNeeds
 from gac_kernels import LossSpec, TokenMoments, loss_from_logprobs
 
 FILE = "gac.json"
 MEASURED = StepNeeds(kl=True, signals=True)
-"""What every trainer measures that has the log-probabilities of its rollouts and demonstrations."""
-CHECKED_STEPS = 1000  # the first steps, whose needs are checked at the start
+"""What any trainer with log-probabilities of its rollouts and demonstrations measures."""
+CHECKED_STEPS = 1000  # number of steps whose needs are checked at the start
 COMPLETIONS = 8  # rollouts per prompt that are assumed for `Method.sampling`
-NEEDS = {  # what each need is
+NEEDS = {  # descriptions, for errors
     "kl": "the KL to the reference policy",
     "signals": "the controller's signals",
     "parts": "separate gradients of the two terms",
@@ -37,7 +37,7 @@ NEEDS = {  # what each need is
     "sources": "the source of each demonstration",
     "rewards": "the rewards of the rollouts",
 }
-DEMO_OPTIONS = {"demo_weight", "demo_shape", "demo_reduction"}  # of the loss: those that Mixer uses
+DEMO_OPTIONS = {"demo_weight", "demo_shape", "demo_reduction"}  # the options of LossSpec in use
 
 
 class Mixer:
@@ -147,11 +147,11 @@ class Mixer:
         Raises:
             RuntimeError: ranks differ in mu, or something that the method needs was not measured.
         """
-        turn = self._turn(group)
-        row, self._state, self._mix = end_step(self.method, self._state, turn)
+        result = self._step_result(group)
+        row, self._state, self._mix = end_step(self.method, self._state, result)
         self._step += 1
         self._clear()
-        row["demo_tokens"] = float(turn.moments.demo_tokens)
+        row["demo_tokens"] = float(result.moments.demo_tokens)
         # the trainer's own log has the others
         names = row.keys() - {"step", "reward_mean", "demo_entropy", "clip_fraction"}
         return {
@@ -166,7 +166,7 @@ class Mixer:
         self._demo_losses: list[Tensor] = []
         self._rewards = torch.zeros(3, dtype=torch.float64)  # number, sum and sum of squares
 
-    def _turn(self, group: dist.ProcessGroup | None) -> Turn:
+    def _step_result(self, group: dist.ProcessGroup | None) -> StepResult:
         """What the step measured, over all ranks, on the CPU."""
         needs = self.method.needs(self._step)
         moments = self._moments
@@ -197,7 +197,7 @@ class Mixer:
         self._check_measured(needs, total, number)
         evidence = Evidence(self._step, total) if needs.signals else None
         mean = reward_sum / number if number else None
-        return Turn(
+        return StepResult(
             number=self._step,
             mix=self._mix,
             needs=needs,

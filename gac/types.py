@@ -1,4 +1,4 @@
-"""The words of a step, which methods, controller and trainer share: data only.
+"""Data types that methods, the controller and the trainers share.
 
 Notation: Q prompts, K rollouts per prompt.
 """
@@ -214,7 +214,7 @@ class Sampling:
     pairs: bool = False
     """Keep only each prompt's best and worst rollout, with advantages 1 and -1."""
     groups: bool = False
-    """All rollouts of a prompt stay in one micro-batch; a prompt with a dropped rollout has no
+    """Keep all rollouts of a prompt in one micro-batch; a prompt with a dropped rollout has no
     group.
     """
     demo_in_group: bool = False

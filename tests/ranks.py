@@ -127,7 +127,7 @@ def each(cases: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
     for name, (work, *args) in cases.items():
         try:
             results[name] = work(*args)
-        except BaseException as error:
+        except BaseException as error:  # re-raised
             error.add_note(f"in the case {name}")
             raise
     return results

@@ -21,7 +21,7 @@ def main() -> int:
     options = parser.parse_args()
     try:
         print(fetch_model(options.folder, options.model))
-    except Exception as error:
+    except Exception as error:  # `user_message` knows which ones are for the user
         message = user_message(error)
         if message is None:
             raise

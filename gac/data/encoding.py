@@ -1,8 +1,8 @@
 """Tokenizes prompts with their demonstrations, as the chat template renders them.
 
 All trainers use this module, so that a demonstration has the same tokens in each of them: those of
-the rendering of the whole conversation, cut after the end of the response. The prompt, as rollouts
-continue it, is a prefix.
+the whole rendered conversation, cut after the end of the response. They begin with the prompt that
+rollouts continue.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class RenderedText(NamedTuple):
 
     prompt: str
     turns: tuple[str, ...] = ()
-    """Texts of the demonstration, the policy's and its environment's in turn; the last one includes
-    the template's end of the turn. (): no demonstration."""
+    """Texts of the demonstration, alternately the policy's and its environment's; the last one
+    includes the template's end of the turn. (): no demonstration."""
     end: int | None = None
     """The token that ends the demonstration. It is appended unless the text ends with it."""
     special: bool = False
@@ -153,7 +153,7 @@ def _encoded(
             whole = tokenizer(before + turn, add_special_tokens=text.special)["input_ids"]
         if whole[: len(ids)] == ids:
             tokens = whole[len(ids) :]
-        else:  # a token would reach from the prompt, which rollouts continue, into the turn
+        else:  # a token would span the end of the prompt, which rollouts continue
             tokens = _continuation(tokenizer, turn, ids, whole)
         turns.append(tokens)
         ids, before = ids + tokens, before + turn
@@ -170,8 +170,8 @@ def _continuation(
 ) -> list[int]:
     """Token ids of `text` after the ids `before`, where the ids of both texts are `whole`.
 
-    Some tokenizers put a word boundary before the first word of a text, which does not belong
-    here. They do not after some other text.
+    Some tokenizers put a word boundary before the first word of a text. It does not belong here,
+    and is absent if the word follows one of the ANCHORS.
     """
 
     def decode(ids: list[int]) -> str:
@@ -196,7 +196,7 @@ def _end_texts(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -
     return _known_ends(tokenizer, options.get("chat_template"), known)
 
 
-@functools.lru_cache(maxsize=16)  # equal for all rows; finding them takes a rendering
+@functools.lru_cache(maxsize=16)  # the same for all rows; finding them needs a rendering
 def _known_ends(
     tokenizer: PreTrainedTokenizerBase,
     template: str | None,
@@ -210,7 +210,7 @@ def _known_ends(
 
 
 def _ended_once(message: Message, ends: Iterable[str]) -> Message:
-    """The message without end tokens at the end of its content, because the template writes one."""
+    """The message without end tokens at the end of its content; the template writes its own."""
     content = message.get("content")
     if message["role"] != "assistant" or not isinstance(content, str):
         return message
@@ -247,7 +247,7 @@ def _cut(text: str, content: str, ends: Mapping[int, str]) -> tuple[str, int]:
 
 
 def _split_turns(row: SourceRow, field: str, text: str, turns: list[str]) -> tuple[str, ...]:
-    """Split a rendered response into `turns`; its first and last text include the template's."""
+    """Split a rendered response into `turns`; the first and last include the template's."""
     joined = "".join(turns)
     bare = joined.strip()  # as some templates strip the content
     at, first = text.find(bare), turns[0].lstrip()

@@ -331,7 +331,7 @@ def select_rows(
         passing = filter(functools.partial(passes, config), _read(key, source))
         strata = [_stratum(config, row) for row in passing]
         chosen = sample(strata, config.limit, config.limit_seed)
-    number = 0  # of the rows that pass
+    number = 0  # position among the rows that pass
     for row in _read(key, source):
         if not passes(config, row):
             dropped["excluded by where"] += 1
@@ -361,9 +361,9 @@ def passes(config: DataConfig, row: SourceRow) -> bool:
 
 def _stratum(config: DataConfig, row: SourceRow) -> str:
     """The row's stratum in the sample of `limit`."""
-    return (
-        repr(row.get(config.stratify_field, key="stratify_field")) if config.stratify_field else ""
-    )
+    if config.stratify_field is None:
+        return ""
+    return repr(row.get(config.stratify_field, key="stratify_field"))
 
 
 def rows_with_demos(config: DataConfig, source: str, dropped: Counter[str]) -> Iterator[SourceRow]:
@@ -468,13 +468,13 @@ def chat_decision(config: DataConfig, has_template: bool) -> tuple[bool, str]:
         if config.chat and not has_template:
             raise ConfigError(
                 "data.chat=true: the tokenizer has no chat template: set data.chat=false, or "
-                "model.tokenizer to one that has"
+                "model.tokenizer to one that has one"
             )
         return config.chat, ""
     if not has_template:
         decision = "are used as they are: the tokenizer has no chat template"
     elif config.template is not None:
-        decision = "have no chat template, because data.template is set; data.chat=true adds it"
+        decision = "get no chat template, because data.template is set; data.chat=true adds it"
     else:
         decision = "are formatted with the tokenizer's chat template; data.chat=false turns it off"
     return has_template and config.template is None, f"data.chat=null: text prompts {decision}"

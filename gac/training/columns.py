@@ -12,28 +12,28 @@ class Column(NamedTuple):
     """Module of `gac` that computes it."""
 
 
-TURN, STEP, METHOD, EVAL = "turn", "training.step", "methods", "evaluation"
+END, STEP, METHOD, EVAL = "step_end", "training.step", "methods", "evaluation"
 SAMPLING, STATS = "rollouts.sampling", "rollouts.stats"
 METRICS: dict[str, Column] = {
-    "step, skipped": Column("steps", "optimizer steps so far; skipped ones (see `guards`)", TURN),
-    "mu": Column("", "weight of the demonstration term in the step's gradient", TURN),
-    "rollout_loss, demo_loss": Column("", "both terms before weighting, null without rows", TURN),
-    "reward_mean": Column("reward", "mean over all sampled rollouts, with penalties", TURN),
+    "step, skipped": Column("steps", "optimizer steps so far; skipped ones (see `guards`)", END),
+    "mu": Column("", "weight of the demonstration term in the step's gradient", END),
+    "rollout_loss, demo_loss": Column("", "both terms before weighting, null without rows", END),
+    "reward_mean": Column("reward", "mean over all sampled rollouts, with penalties", END),
     "reward_mean/SOURCE, reward/TERM": Column(
         "reward", "the same for each data source; unweighted mean of each term of a sum", SAMPLING
     ),
     "kl, entropy": Column(
-        "nats", "KL to the reference, if measured, and entropy: means per rollout token", TURN
+        "nats", "KL to the reference, if measured, and entropy: means per rollout token", END
     ),
-    "demo_nll/SOURCE": Column("nats", "mean of the demonstrations' mean -log-prob per token", TURN),
-    "demo_entropy": Column("nats", "entropy: mean per demonstration token", TURN),
+    "demo_nll/SOURCE": Column("nats", "mean of the demonstrations' mean -log-prob per token", END),
+    "demo_entropy": Column("nats", "entropy: mean per demonstration token", END),
     "clip_fraction, sampling/frac_corrected": Column(
-        "share", "rollout tokens: with a clipped ratio; cut or dropped by `correction`", TURN
+        "share", "rollout tokens: with a clipped ratio; cut or dropped by `correction`", END
     ),
     "sampling/mismatch_kl, sampling/sampling_logp_difference/max": Column(
         "nats", "KL of the engine to the policy per token; largest gap of their log-probs", STEP
     ),
-    "sft_variance, rl_variance, disagreement": Column("", "the paper's equations 8, 7, 9", TURN),
+    "sft_variance, rl_variance, disagreement": Column("", "the paper's equations 8, 7, 9", END),
     "grad_norm, lr": Column("", "norm of the gradient before clipping; learning rate", STEP),
     "tokens": Column("tokens", "all tokens of the rows, prompts included", STEP),
     "kept_columns, dropped_mass": Column(

@@ -233,7 +233,7 @@ def _save_weights(config: ModelConfig, path: Path, folder: Path, file_size: int)
 def _stored_apart(base: Any, model: nn.Module, path: Path, stored: dict[str, Tensor]) -> bool:
     """Whether a checkpoint has different weights for an embedding and a head that should be tied.
 
-    So it is if the checkpoint of the original model did; see `untie_if_different`.
+    This is the case if the original model's checkpoint had both; see `untie_if_different`.
     """
     ends = (base.get_input_embeddings(), base.get_output_embeddings())
     names = {module: f"{name}.weight" for name, module in model.named_modules()}

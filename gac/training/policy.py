@@ -6,7 +6,6 @@ import dataclasses
 import logging
 import math
 import os
-from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -36,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 def load_policy(config: TrainConfig, accelerator: Accelerator) -> nn.Module:
     """The policy with the run's initial weights, prepared for training on this rank."""
-    return _build_model(sharding.prepare, config, accelerator)
+    return _build_model(config, accelerator, frozen=False)
 
 
 def load_reference(config: TrainConfig, accelerator: Accelerator, kl: bool) -> nn.Module | None:
@@ -49,7 +48,7 @@ def load_reference(config: TrainConfig, accelerator: Accelerator, kl: bool) -> n
     needed = kl or sampling.from_reference or loss_of(config).reference
     if not needed or config.model.lora is not None:
         return None
-    model: Any = _build_model(sharding.prepare_frozen, config, accelerator)
+    model: Any = _build_model(config, accelerator, frozen=True)
     dtype = compute_dtype(model)
     if not sharding.units(model):  # FSDP gathers in this dtype
         for module in model.modules():  # autocast would round these weights in every forward
@@ -124,17 +123,22 @@ def _packs(model: nn.Module, forced: bool | None) -> bool:
     return packs and (bool(forced) or attends_by_row(model))
 
 
-def _build_model(
-    prepare: Callable[..., nn.Module], config: TrainConfig, accelerator: Accelerator
-) -> nn.Module:
-    """Load the initial model on all ranks, in shards if the run is sharded, and `prepare` it."""
+def _build_model(config: TrainConfig, accelerator: Accelerator, *, frozen: bool) -> nn.Module:
+    """Load the initial model on all ranks, in shards if the run is sharded, and prepare it.
+
+    frozen: for inference only.
+    """
     loading = sharding.sharded_loading(accelerator, config.parallel)
     model = run_on_all_ranks(lambda: make_model(config.model, config.seed, loading, training=True))
     if config.micro_batch_size is None and accelerator.device.type == "cpu":
         enable_row_attention(model)
     if loading is None:
         check_head(model)
-    model = prepare(model, accelerator, config.parallel, compute_dtype(model), loading)
+    compute = compute_dtype(model)
+    if frozen:
+        model = sharding.prepare_frozen(model, accelerator, compute, loading)
+    else:
+        model = sharding.prepare(model, accelerator, config.parallel, compute, loading)
     if loading is not None:  # the check needs the weights of all ranks
         check_head(model)
         reshard(model)

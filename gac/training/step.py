@@ -14,8 +14,8 @@ from gac import collectives
 from gac.collectives import Sums
 from gac.rollouts.stats import Rollouts, SamplingStats
 from gac.rows import Counts, Row
+from gac.step_end import StepResult
 from gac.train_config import GuardConfig
-from gac.turn import Turn
 from gac.types import Evidence, Mix, StepNeeds, TermPair
 from gac_kernels import TokenMoments
 
@@ -127,13 +127,15 @@ class Update(NamedTuple):
     """Why the step was skipped; None if it was applied."""
 
 
-def turn_of(step: Step, measured: Measured, update: Update, losses_after: TermPair | None) -> Turn:
-    """What `end_step` reads of a step.
+def step_result(
+    step: Step, measured: Measured, update: Update, losses_after: TermPair | None
+) -> StepResult:
+    """Collect the measurements of a step for `end_step`.
 
-    losses_after: the losses of the step after the update, if the method needs them.
+    losses_after: the losses of the batch after the update, if the method needs them.
     """
     counts, losses = step.counts, measured.losses
-    return Turn(
+    return StepResult(
         number=step.number,
         mix=update.mix,
         needs=step.needs,

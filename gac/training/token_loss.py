@@ -37,13 +37,13 @@ class OtherLogps(NamedTuple):
     """Log-probs of a batch's targets under other policies, shaped like them; None: not measured."""
 
     old: Tensor | None = None
-    """Of the policy that sampled the rollouts."""
+    """Under the policy that sampled the rollouts."""
     reference: Tensor | None = None
-    """Of the frozen initial policy."""
+    """Under the frozen initial policy."""
     teacher: Tensor | None = None
-    """Of the policy that sees the demonstration; nan without one."""
+    """Under the policy that sees the demonstration; nan without one."""
     engine: Tensor | None = None
-    """In the engine that sampled the rollouts; nan for other tokens."""
+    """From the engine that sampled the rollouts; nan for other tokens."""
 
 
 UNKNOWN = OtherLogps()

@@ -39,9 +39,9 @@ from gac.rollouts.generation import stop_tokens
 from gac.rollouts.sampling import Sampler
 from gac.rollouts.stats import Rollouts
 from gac.rows import Counts, Row, count
+from gac.step_end import end_step, next_mix
 from gac.train_config import OptimConfig, TrainConfig, loss_of
 from gac.training.export import export_checkpoint
-from gac.turn import end_step, next_mix
 from gac.types import StepNeeds, TermPair
 
 from .feed import Feed
@@ -64,7 +64,7 @@ from .startup import (
     find_checkpoint,
     fingerprint,
 )
-from .step import Guard, Measured, Rewards, Step, Update, trainer_columns, turn_of
+from .step import Guard, Measured, Rewards, Step, Update, step_result, trainer_columns
 
 logger = logging.getLogger(__name__)
 
@@ -289,8 +289,8 @@ class Trainer:
         fresh = self.rollouts if self.rollouts and self.rollouts.step == self.step else None
         columns = trainer_columns(step, measured, update, fresh, events)
         self.ended = self.mix.final
-        turn = turn_of(step, measured, update, after)
-        row, self.state, self.mix = end_step(self.method, self.state, turn)  # mu_t+1
+        result = step_result(step, measured, update, after)
+        row, self.state, self.mix = end_step(self.method, self.state, result)  # mu_t+1
         return row | columns | {"skipped": self.guard.skipped}
 
     # ---- between steps

@@ -12,8 +12,8 @@ from gac.control.gate import Gate, GateState
 from gac.control.schedules import Prior
 from gac.control.signals import Alignment, alignment
 from gac.methods import METHODS, Observation
+from gac.step_end import next_mix
 from gac.training.trainer import Trainer
-from gac.turn import next_mix
 from tests.tiny import metrics, tiny_config, write_tiny
 
 CLOSED = {"z": -9.0, "cosine": -0.9}  # inner products that close the gate, with all other terms 1

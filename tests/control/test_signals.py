@@ -13,7 +13,7 @@ from gac.control.signals import (
     bias_moments,
     gradient_moments,
 )
-from gac.turn import signal_columns
+from gac.step_end import signal_columns
 from gac.types import Evidence
 from gac_kernels import TokenMoments, fused_gac_loss
 

@@ -83,8 +83,10 @@ def schema(pyarrow: Any, rows: list[dict[str, Any]]) -> Any:
 def tokens(path: str, **options: Any) -> list[tuple[Any, ...]]:
     config = DataConfig(prompts=path, **{"answer_field": None, **options})
     tokenizer = byte_tokenizer(QWEN3)
-    return [(e.prompt_text, tokenizer.decode(e.demo), e.prompt, e.demo, e.answer)
-            for e in load_demos(config, tokenizer)]  # fmt: skip
+    return [
+        (e.prompt_text, tokenizer.decode(e.demo), e.prompt, e.demo, e.answer)
+        for e in load_demos(config, tokenizer)
+    ]
 
 
 @pytest.mark.parametrize("name", FORMATS[1:])

@@ -18,12 +18,12 @@ import torch
 from gac.errors import CheckpointError, ConfigError, RunError
 from gac.faults import checkpoint, processes
 from gac.methods import Observation
+from gac.step_end import next_mix
 from gac.train_config import GuardConfig
 from gac.training.record import Logbook
 from gac.training.replay import load_skipped, replay
 from gac.training.step import Guard, Step
 from gac.training.trainer import Trainer, train
-from gac.turn import next_mix
 from tests import ranks
 from tests.tiny import digit_reward, metrics, tiny_config, with_config
 
@@ -69,7 +69,7 @@ def weights(trainer):
 def test_broken_step_is_skipped_and_replayed(task, tmp_path, monkeypatch, reward, fault):
     observations = []
     record = lambda *call: (observations.append(call[2]), next_mix(*call))[1]  # noqa: E731 - a spy
-    monkeypatch.setattr("gac.turn.next_mix", record)
+    monkeypatch.setattr("gac.step_end.next_mix", record)
     trainer = Trainer(faulty_config(task, tmp_path, reward))
     before = weights(trainer)
     while trainer.guard.skipped == 0:

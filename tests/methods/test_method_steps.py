@@ -26,7 +26,7 @@ from gac.methods.advantages import group_credit
 from gac.methods.base import Method
 from gac.methods.loss_weights import positive_losses
 from gac.methods.solvers import Gram, GramSolver
-from gac.turn import demo_losses, next_mix
+from gac.step_end import demo_losses, next_mix
 from gac.types import Corrections, Evidence, StepNeeds, TermPair
 from gac_kernels import DemoWeight, Signals
 
@@ -157,7 +157,7 @@ class Talkative(Method):
 def test_only_the_first_rank_logs_the_message_of_a_method(caplog, monkeypatch) -> None:
     assert next_mix(Talkative(), {"n": 5}, Observation(7)) == ({"n": 6}, Mix(0.25))
     assert next_mix(Talkative(), {"n": 8}, Observation(8)) == ({"n": 9}, Mix(0.25))
-    monkeypatch.setattr("gac.turn.rank", lambda: 1)
+    monkeypatch.setattr("gac.step_end.rank", lambda: 1)
     assert next_mix(Talkative(), {"n": 6}, Observation(9)) == ({"n": 7}, Mix(0.25))
     assert caplog.messages == ["step 8: {'n': 5} {'n': 6}"]
 

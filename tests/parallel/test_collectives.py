@@ -165,7 +165,7 @@ def sharded_units(out: str) -> list[Any]:
     for own, model in zip((replicated, *[config] * 4), models, strict=True):
         loading = sharding.sharded_loading(accelerator, own)
         try:
-            model = sharding.prepare_frozen(model, accelerator, own, None, loading)
+            model = sharding.prepare_frozen(model, accelerator, None, loading)
             assert not any(module.training for module in model.modules())  # no dropout
         except ConfigError as error:
             results.append(str(error))

@@ -18,7 +18,7 @@ FLOORS = {
         *("errors", "commands", "types", "order", "fields", "collectives", "imports", "config"),
         "rows",
     ),
-    "mixing": ("control", "methods", "turn", "mixer"),
+    "mixing": ("control", "methods", "step_end", "mixer"),
     "machines and models": ("parallel", "faults", "models", "sandbox"),
     "data, rewards and rollouts": ("data", "integrations", "rewards", "rollouts", "evaluation"),
     "trainer": ("train_config", "training"),

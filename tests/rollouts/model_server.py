@@ -157,7 +157,7 @@ class State:
                 return 200, handlers[path](body)
             except ValueError as error:
                 return 400, {"error": {"message": str(error)}}
-            except Exception as error:
+            except Exception as error:  # as a server does
                 return 500, {"error": {"message": repr(error)}}
 
     def models(self, _: Any) -> Any:

@@ -295,4 +295,4 @@ def test_what_was_not_read_is_said(task, tmp_path):
     lines = check(task, tmp_path, data={"prompts": "nobody/nothing-of-this-name:train"})
     (line,) = [line for line in lines if line.startswith("data.prompts: ")]
     assert "'nobody/nothing-of-this-name:train'" in line
-    assert "the Hub was not asked for it, and no row was read" in line
+    assert "the Hub was not queried, and no row was read" in line

@@ -24,10 +24,10 @@ from hypothesis import strategies as st
 
 from gac.rollouts.generation import generate
 from gac.rows import Batch, Row, collate
+from gac.step_end import next_mix
 from gac.training.export import export_run
 from gac.training.record import Logbook
 from gac.training.trainer import Trainer, train
-from gac.turn import next_mix
 from tests.tiny import REUSED, metrics, take_steps, tiny_config, write_tiny
 
 # keys of metrics.jsonl that the contract lists
@@ -289,7 +289,7 @@ def test_run_that_its_method_ended_does_not_continue(task, tmp_path):
 def test_a_method_sees_what_its_step_measured(task, tmp_path, monkeypatch):
     observations = []
     record = lambda *call: (observations.append(call[2]), next_mix(*call))[1]  # noqa: E731 - a spy
-    monkeypatch.setattr("gac.turn.next_mix", record)
+    monkeypatch.setattr("gac.step_end.next_mix", record)
     trainer = Trainer(
         tiny_config(
             task,

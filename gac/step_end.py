@@ -1,6 +1,6 @@
-"""The end of a step: from its moments and losses to its metrics, and to the mix of the next step.
+"""The end of a step: its moments and losses become metrics, and the method chooses the next mix.
 
-gac's trainer and `Mixer` both end their steps here.
+Both the trainer and `Mixer` end their steps here.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from gac.types import Evidence, Mix, Observation, State, StepNeeds, TermPair
 from gac_kernels import TokenMoments
 
 logger = logging.getLogger(__name__)
-NO_VARIANCE = 1e-12  # at most: a z-score is 0, as in `TokenMoments.signals`
+NO_VARIANCE = 1e-12  # up to this variance a z-score is 0, as in `TokenMoments.signals`
 
 
 @dataclass(frozen=True)
-class Turn:
-    """What one optimizer step measured, over all ranks; None: not measured."""
+class StepResult:
+    """Measurements of one optimizer step, over all ranks; None: not measured."""
 
     number: int
     """Index of the step, from 0."""
@@ -58,59 +58,59 @@ class Turn:
     lr: float | None = None
     """Learning rate of the step."""
     skipped: bool = False
-    """Whether the update was skipped: then the measurements do not reach the method."""
+    """Whether the update was skipped; the method then sees none of the measurements."""
 
 
-def end_step(method: Method, state: State, turn: Turn) -> tuple[dict[str, Any], State, Mix]:
-    """End a step: what it measured becomes metrics, and the method's observation.
+def end_step(method: Method, state: State, result: StepResult) -> tuple[dict[str, Any], State, Mix]:
+    """Turn the measurements of a step into metrics, and ask the method for the next mix.
 
     Args:
         method: the method.
-        state: the method's state during the step, with which its columns explain the step's mu.
-        turn: the step.
+        state: the method's state during the step; the method's own columns are read from it.
+        result: the measurements of the step.
 
     Returns:
         The step's metrics, in which None means "not measured"; the method's new state; and the
         weights of the next step.
     """
-    moments = turn.moments
+    moments = result.moments
     scalars = torch.stack(
         [moments.kl, moments.entropy, moments.totals[5] / moments.totals[1], moments.clip_fraction]
     )
     kl, entropy, demo_entropy, clip_fraction = scalars.tolist()  # one device-to-host copy
-    kl = kl if turn.kl is None else turn.kl
-    by_source = _by_source(turn)
+    kl = kl if result.kl is None else result.kl
+    by_source = _by_source(result)
     row: dict[str, Any] = {
-        "step": turn.number + 1,
-        "mu": turn.mix.mu,
+        "step": result.number + 1,
+        "mu": result.mix.mu,
         "mu_star": None,
         "prior": None,
         "alpha": None,
-        "kl": kl if turn.has_kl else None,
-        **signal_columns(moments, turn.needs.trim),
-        "rollout_loss": turn.rollout_loss,
-        "demo_loss": turn.demo_loss,
-        "reward_mean": turn.reward_mean,
+        "kl": kl if result.has_kl else None,
+        **signal_columns(moments, result.needs.trim),
+        "rollout_loss": result.rollout_loss,
+        "demo_loss": result.demo_loss,
+        "reward_mean": result.reward_mean,
         "entropy": entropy,
-        "demo_entropy": None if turn.demo_loss is None else demo_entropy,
-        "clip_fraction": None if turn.rollout_loss is None else clip_fraction,
+        "demo_entropy": None if result.demo_loss is None else demo_entropy,
+        "clip_fraction": None if result.rollout_loss is None else clip_fraction,
         **{f"demo_nll/{name}": math.fsum(own) / len(own) for name, own in by_source.items()},
     }
     last = Observation(row["step"])
-    if not turn.skipped:
+    if not result.skipped:
         last = Observation(
             row["step"],
             kl=_finite(row["kl"]),
             entropy=_finite(entropy),
-            reward_mean=_finite(turn.reward_mean),
-            reward_variance=_finite(turn.reward_variance),
-            rollout_loss=_finite(turn.rollout_loss),
-            demo_loss=_finite(turn.demo_loss),
-            evidence=turn.evidence,
-            losses_before=TermPair(turn.demo_loss or 0.0, turn.rollout_loss or 0.0),
-            losses_after=turn.losses_after,
+            reward_mean=_finite(result.reward_mean),
+            reward_variance=_finite(result.reward_variance),
+            rollout_loss=_finite(result.rollout_loss),
+            demo_loss=_finite(result.demo_loss),
+            evidence=result.evidence,
+            losses_before=TermPair(result.demo_loss or 0.0, result.rollout_loss or 0.0),
+            losses_after=result.losses_after,
             demo_losses=demo_losses(moments),
-            lr=turn.lr,
+            lr=result.lr,
             losses_by_source=by_source,
         )
     after, mix = next_mix(method, state, last)
@@ -142,7 +142,7 @@ def signal_columns(moments: TokenMoments, trim: float) -> dict[str, float | None
 
     `TokenMoments.signals` sets a z-score without variance to 0, so a step in which all advantages
     are equal has a disagreement of 1, which says nothing about the two signals. Without
-    demonstrations, there are no two signals. The controller sees the formula's value.
+    demonstrations, there is only one signal. The controller sees the formula's value.
 
     trim: share of the demonstrations that is left out at each end, for `sft_variance`.
     """
@@ -156,13 +156,13 @@ def demo_losses(moments: TokenMoments) -> tuple[float, ...] | None:
     return tuple(moments.demo_nll[moments.demo_nll.isfinite()].tolist()) or None
 
 
-def _by_source(turn: Turn) -> Mapping[str, Sequence[float]]:
+def _by_source(result: StepResult) -> Mapping[str, Sequence[float]]:
     """The losses of each source's demonstrations; empty if the data name no sources."""
     by_source: dict[str, list[float]] = {}
-    if not turn.sources:
+    if not result.sources:
         return by_source
-    for source, loss in zip(turn.sources, turn.moments.demo_nll.tolist(), strict=False):
-        if source and math.isfinite(loss):  # "": a row of `data.demos`, beside `data.sources`
+    for source, loss in zip(result.sources, result.moments.demo_nll.tolist(), strict=False):
+        if source and math.isfinite(loss):  # `data.demos` used with `data.sources` has source ""
             by_source.setdefault(source, []).append(loss)
     return by_source
 
