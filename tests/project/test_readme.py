@@ -5,6 +5,8 @@ from pathlib import Path
 
 import torch
 
+from gac.methods import GAC, METHODS
+from gac.methods.base import OURS
 from tests.project.test_architecture import ROOMS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,6 +35,13 @@ def test_diff_runs_as_written():
     assert namespace["loss"].isfinite()
     assert 0 <= namespace["mu"] <= 1
     assert namespace["model"].lm_head.weight.grad.abs().sum() > 0
+
+
+def test_the_number_of_published_methods() -> None:
+    """Not counted: variants of this project, and the controller that they are compared with."""
+    published = [m for m in METHODS.values() if m.family not in (OURS, GAC.family)]
+    for text in (README, (ROOT / "docs" / "index.md").read_text()):
+        assert f"{len(published)} published methods" in text
 
 
 def tree() -> dict[str, list[str]]:
