@@ -1,6 +1,7 @@
 """Training data: sources, examples, and the micro-batches of a step."""
 
-from .examples import DataConfig, load_demos, load_prompts
+from .config import DataConfig
+from .examples import load_demos, load_prompts
 from .source import DataError, read_rows
 from .stored import Example, Examples
 

@@ -1,4 +1,4 @@
-"""Turns rows into tokenized examples: filters, prompt templates and length limits."""
+"""Loads rows as tokenized examples: filters, samples and length limits."""
 
 from __future__ import annotations
 
@@ -7,25 +7,23 @@ import itertools
 import logging
 import math
 import re
-import string
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from gac.errors import ConfigError, MissingData
-from gac.fields import Checked, Count, Natural, Positive, setting
 from gac.imports import load_object, user_code
 from gac.order import MixedOrder, Order
 
+from .config import DataConfig, Source
 from .conversations import (
-    Message,
     demo_texts,
     is_message,
-    refuse_template_kwargs,
     split_conversation,
 )
-from .encoding import RenderedText, UnrenderableDemo, chat_text, encode, plain_text
+from .encoding import UnrenderableDemo, encode
+from .row_text import row_text, templated_prompt, uses_chat
 from .sample import sample
 from .source import FORMATS, SourceRow, data_files, read_rows, why_missing
 from .stored import Example, Examples, cache_path, store
@@ -35,119 +33,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 CHUNK = 1000  # rows that are tokenized at once and in memory at the same time
-
-
-@dataclass(frozen=True)
-class Source(Checked):
-    """One of several sources of prompts."""
-
-    path: str
-    """Location of its rows, in the format of `data.prompts`."""
-    name: str = ""
-    """Name in the metrics and in `Example.source`; empty: the path."""
-    weight: Positive = 1.0
-    """Relative share of the sampled prompts; it does not apply to separate demonstrations."""
-
-    @property
-    def key(self) -> str:
-        """The name, or the path."""
-        return self.name or self.path
-
-
-@dataclass(frozen=True)
-class DataConfig(Checked):
-    """Data sources, and how their rows are formatted as prompts.
-
-    A source is a file (.jsonl, .json, .csv, .parquet, .arrow), the folder of a saved Hugging Face
-    dataset or of data files, or `owner/name:split` on the Hub; see `gac.data.source.read_rows`.
-    Rows have a `prompt` (text, or messages) and `solution` or `completion`, or `messages`.
-    """
-
-    prompts: str | None = None
-    """Source of the prompts that are sampled and scored."""
-    sources: tuple[Source, ...] = ()
-    """Several sources of prompts instead of one, e.g. [{path: math.jsonl, weight: 2}, {path:
-    code.parquet}]; their rewards are also reported separately."""
-    demos: str | None = None
-    """Source of the demonstrations; null: the rows of `prompts` that have a `demo_field`."""
-    order: str | None = None
-    """The order in which rows are visited, e.g. a curriculum: `package.module:Class`, a subclass of
-    `gac.order.Order`, called with the examples and the seed. null: shuffled epochs."""
-    prompt_field: str = "prompt"
-    """Field with the question: text, or a list of messages with `role` and `content`. Without it,
-    the prompt is all of `messages` before the assistant's last one."""
-    answer_field: str | None = "answer"
-    """Field with the reference answer, required in every row of `prompts`; null: no answers."""
-    answer_pattern: str | None = setting(None, only_with="answer_field")
-    """Regular expression with one group: the answer is that group's last match in the field."""
-    demo_field: str | None = "solution"
-    """Field with the expert response; without it, `completion` or the assistant's last message in
-    `messages`. null: no demonstrations."""
-    id_field: str = "id"
-    """Field with the row's id; rows without it are named after their line or row."""
-    source_field: str | None = None
-    """Field with the name of the row's source, e.g. a dataset or a task: rewards and demonstration
-    losses are also reported by source; `constant-alarm` and `guarded` have an alarm for each."""
-    choices_field: str = setting("choices", only_with="template")
-    """Field with the options of a multiple-choice question; `template` writes them as (A), (B)."""
-    where: Mapping[str, Any] = field(default_factory=dict)
-    """Keep the rows whose field has this value, or one of a list of values, e.g. {split: train}."""
-    template: str | None = None
-    """Template of the prompt, with `{prompt}` and, optionally, other fields of the row; `{{` is a
-    literal brace."""
-    demo_template: str | None = setting(None, only_with="demo_field")
-    """Template of the expert response, with `{demo}` and, optionally, other fields of the row."""
-    chat: bool | None = None
-    """Format text prompts as user turns with the tokenizer's chat template, and demonstrations as
-    its responses. null: if the tokenizer has a chat template and `template` is null."""
-    system: str | None = None
-    """System prompt for text prompts (requires `chat`), and for messages that contain none."""
-    max_prompt_tokens: Count | None = None
-    """Drop rows with longer prompts, and count them."""
-    max_demo_tokens: Count | None = setting(None, only_with="demo_field")
-    """Drop longer demonstrations (including EOS), and count them."""
-    limit: Count | None = None
-    """Maximum number of rows: a random sample of those that pass `where`, in their order. null: all
-    of them."""
-    limit_seed: Natural = setting(0, only_with="limit")
-    """Seed of the sample of `limit`; the run's own seed does not change it."""
-    stratify_field: str | None = setting(None, only_with="limit")
-    """Field, e.g. the task, each value of which has its share of the sample of `limit`."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, needed in (("template", "prompt"), ("demo_template", "demo")):
-            _check_template(name, getattr(self, name), needed)
-        _check_pattern(self.answer_pattern)
-        for name in ("prompts", "source_field"):
-            if self.sources and (value := getattr(self, name)) is not None:
-                raise ValueError(f"{name}={value!r}: give either {name} or sources, not both")
-        names = [source.key for source in self.sources]
-        if len(set(names)) < len(names):
-            raise ValueError(f"sources: the names {names} are not distinct: set `name` in each")
-
-
-def _check_pattern(pattern: str | None) -> None:
-    try:
-        groups = 1 if pattern is None else re.compile(pattern).groups
-    except re.error as error:
-        raise ValueError(
-            f"answer_pattern={pattern!r} is not a valid regular expression: {error}"
-        ) from error
-    if groups != 1:
-        raise ValueError(f"answer_pattern must have exactly one group (...), got {pattern!r}")
-
-
-def _check_template(name: str, template: str | None, needed: str) -> None:
-    if template is None:
-        return
-    try:
-        fields = {part[1] for part in string.Formatter().parse(template)}
-    except ValueError as error:
-        message = f"{name}: {error} in {template!r}; write {{{{ for a literal brace"
-        raise ValueError(message) from error
-    if needed not in fields:
-        raise ValueError(f"{name} must contain {{{needed}}}, got {template!r}")
 
 
 def load_prompts(
@@ -295,7 +180,7 @@ def load_references(
         if isinstance(prompt, list):
             prompt = "\n".join(message["content"] for message in prompt)
         else:
-            prompt = _templated(config, row)
+            prompt = templated_prompt(config, row)
         if demo is None:
             dropped[f"without {config.demo_field or 'an answer'!r}"] += 1
             continue
@@ -416,12 +301,12 @@ def _encode_chunk(
     texts = []
     for row in rows:
         try:
-            texts.append(_text(config, tokenizer, row, required=not answers))
+            texts.append(row_text(config, tokenizer, row, required=not answers))
         except UnrenderableDemo:
             if demos:
                 raise
             dropped["demonstration that the chat template does not render"] += 1
-            texts.append(_text(replace(config, demo_field=None), tokenizer, row, required=False))
+            texts.append(row_text(replace(config, demo_field=None), tokenizer, row, required=False))
     examples = []
     for row, text, ids in zip(rows, texts, encode(tokenizer, texts), strict=True):
         if not ids.prompt:
@@ -441,138 +326,6 @@ def _encode_chunk(
             )
         )
     return examples
-
-
-def uses_chat(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether text prompts are formatted with the tokenizer's chat template.
-
-    If `config.chat` is None, the decision is logged, once for each tokenizer.
-    """
-    used, message = chat_decision(config, bool(getattr(tokenizer, "chat_template", None)))
-    logged = tokenizer.__dict__.setdefault("chat_decisions", set())
-    if message and message not in logged:
-        logged.add(message)
-        logger.info("%s", message)
-    return used
-
-
-def chat_decision(config: DataConfig, has_template: bool) -> tuple[bool, str]:
-    """Whether text prompts are formatted with the chat template, and a message about a default.
-
-    has_template: whether the tokenizer has a chat template.
-
-    Raises:
-        ConfigError: the configuration requires a chat template, but there is none.
-    """
-    if config.chat is not None:
-        if config.chat and not has_template:
-            raise ConfigError(
-                "data.chat=true: the tokenizer has no chat template: set data.chat=false, or "
-                "model.tokenizer to one that has one"
-            )
-        return config.chat, ""
-    if not has_template:
-        decision = "are used as they are: the tokenizer has no chat template"
-    elif config.template is not None:
-        decision = "get no chat template, because data.template is set; data.chat=true adds it"
-    else:
-        decision = "are formatted with the tokenizer's chat template; data.chat=false turns it off"
-    return has_template and config.template is None, f"data.chat=null: text prompts {decision}"
-
-
-def _text(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, row: SourceRow, *, required: bool
-) -> RenderedText:
-    """The row's prompt and demonstration as text.
-
-    required: whether the row must have a demonstration.
-    """
-    demo = _demo(config, row, required=required)
-    messages = _messages(config, row)
-    fields = config.prompt_field, config.demo_field or ""
-    if messages and config.template is not None:
-        row.fail(config.prompt_field, "is a list of messages: data.template needs a text")
-    if not messages:
-        text = _templated(config, row)
-        if not uses_chat(config, tokenizer):
-            _refuse_chat(config, row, demo)
-            return plain_text(tokenizer, text, [] if isinstance(demo, Mapping) else demo)
-        system = [] if config.system is None else [{"role": "system", "content": config.system}]
-        messages = [*system, {"role": "user", "content": text}]
-    return chat_text(tokenizer, row, messages, demo, fields)
-
-
-def _refuse_chat(config: DataConfig, row: SourceRow, demo: Message | list[str]) -> None:
-    """Raise an error for what acts only in a chat template."""
-    if config.system is not None:
-        raise ConfigError(f"data.system={config.system!r}: a text prompt needs data.chat=true")
-    if is_message(demo):
-        names = ", ".join(sorted({*demo} - {"role", "content"}))
-        row.fail(config.demo_field or "", f"a message with {names} needs data.chat=true")
-    refuse_template_kwargs(row)
-
-
-def _templated(config: DataConfig, row: SourceRow) -> str:
-    """The prompt of a row without messages, in the template."""
-    text = row.text(config.prompt_field, key="prompt_field")
-    assert text is not None  # `row.text` raises if the field is missing
-    if config.template is None:
-        return text
-    return _fill(config.template, row, {**_printable(config, row), "prompt": text})
-
-
-def _messages(config: DataConfig, row: SourceRow) -> list[Any]:
-    """The messages of a conversation, with the system prompt; empty for a prompt that is text."""
-    messages = row.fields.get(config.prompt_field)
-    if not isinstance(messages, list):
-        return []
-    system = config.system is not None and messages[0]["role"] != "system"
-    return [*([{"role": "system", "content": config.system}] if system else []), *messages]
-
-
-def _demo(config: DataConfig, row: SourceRow, *, required: bool) -> Message | list[str]:
-    """The demonstration: a message, or the texts of its turns; [] if there is none."""
-    if config.demo_field is None:
-        return []
-    if is_message(message := row.fields.get(config.demo_field)):
-        if config.demo_template is not None:
-            extra = ", ".join(sorted({*message} - {"role", "content"}))
-            row.fail(config.demo_field, f"has {extra}: data.demo_template needs a text")
-        return message
-    turns = demo_texts(row, config.demo_field, required=required)
-    if config.demo_template is None:
-        return turns
-    if len(turns) > 1:
-        row.fail(config.demo_field, "has several turns: data.demo_template needs a single text")
-    values = _printable(config, row)
-    return [_fill(config.demo_template, row, {**values, "demo": text}) for text in turns]
-
-
-def _printable(config: DataConfig, row: SourceRow) -> dict[str, Any]:
-    """The row's fields for a template: choices get letters, other lists have an item per line."""
-    shown = dict(row.fields)
-    for name, value in row.fields.items():
-        if isinstance(value, list):
-            lines = [str(item) for item in value]
-            if name == config.choices_field:
-                if len(lines) > len(string.ascii_uppercase):
-                    supported = len(string.ascii_uppercase)
-                    row.fail(name, f"has {len(lines)} choices, but only {supported} are supported")
-                pairs = zip(string.ascii_uppercase, lines, strict=False)
-                lines = [f"({letter}) {line}" for letter, line in pairs]
-            shown[name] = "\n".join(lines)
-    return shown
-
-
-def _fill(template: str, row: SourceRow, values: Mapping[str, Any]) -> str:
-    try:
-        return template.format_map({k: value for k, value in values.items() if value is not None})
-    except KeyError as error:
-        name = str(error.args[0])
-        state = "is null" if name in values else "is missing"
-        row.fail(name, f"{state}, but the template {template!r:.80} uses it")
-    except (AttributeError, IndexError, ValueError) as error:  # {x.y}, {0}, {x:d}
-        raise ConfigError(f"the template {template!r:.80} cannot be filled: {error}") from error
 
 
 def _source(config: DataConfig, row: SourceRow) -> str:

@@ -11,7 +11,8 @@ from typing import Any
 from gac.errors import ConfigError
 
 from ..config import load, read_yaml
-from ..data.examples import DataConfig, load_references
+from ..data.config import DataConfig
+from ..data.examples import load_references
 from ..errors import finite, value_errors_as
 from .base import as_outcome, notes_of
 from .build import build_reward

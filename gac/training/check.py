@@ -15,13 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from gac.config import load_early, read_yaml
-from gac.data.examples import (
-    DataConfig,
-    chat_decision,
-    load_references,
-    passes,
-    rows_with_demos,
-)
+from gac.data.config import DataConfig
+from gac.data.examples import load_references, passes, rows_with_demos
+from gac.data.row_text import chat_decision
 from gac.data.source import FORMATS, read_rows, why_missing
 from gac.errors import (
     ConfigError,
@@ -67,7 +63,7 @@ def load_checked(
     for key, data, reward in _parts(config):
         reward_key = f"{key.removesuffix('data')}reward" if "." in key else ""
         passed += _check_data(key, data, file, rows)
-        passed += [line for line in _chat_lines(config.model, data) if line not in passed]
+        passed += [line for line in _chat_lines(config.model, key, data) if line not in passed]
         with value_errors_as(ConfigError, reward_key):
             built = build_reward(config.reward if reward is None else reward)
         try:
@@ -124,13 +120,17 @@ def _check_data(key: str, data: DataConfig, file: Path | None, limit: int | None
     return passed
 
 
-def _chat_lines(model: ModelConfig, data: DataConfig) -> list[str]:
-    """What `data.chat=null` means for this model; [] if it is set."""
+def _chat_lines(model: ModelConfig, key: str, data: DataConfig) -> list[str]:
+    """What `data.chat=null` means for this model; [] if it is set. key: that of `data`."""
     known = has_chat_template(model)
-    if known is not None:
-        return [message] if (message := chat_decision(data, known)[1]) else []
-    unknown = data.chat is None and data.template is None
-    return ["data.chat=null: the chat template is used if the tokenizer has one"] * unknown
+    if known is None:
+        unknown = data.chat is None and data.template is None
+        return ["data.chat=null: the chat template is used if the tokenizer has one"] * unknown
+    try:
+        _, message = chat_decision(data, known)
+    except ConfigError as error:
+        raise ConfigError(f"{key.removesuffix('data')}{error}") from error
+    return [message] if message else []
 
 
 def _rows_line(data: DataConfig, counts: Counter[bool]) -> str:

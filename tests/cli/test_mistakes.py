@@ -275,6 +275,8 @@ COMMANDS = {
     "trian": "invalid choice: 'trian'",
     "eval": "model.path is empty",
     "eval --set modle.path=x": "did you mean 'model'?",
+    "eval --set model.path=first/model eval.data.chat=true eval.data.prompts=chat.jsonl": "gac: "
+    "eval.data.chat=true: the tokenizer has no chat template: set data.chat=false",
     "eval --set model.path=first/model": "eval.data.prompts is not set",
     "eval --set model.path=first/model eval.data.prompts=none.jsonl": "eval.data.prompts='",
     "report nowhere": "nowhere: no runs found",

@@ -10,7 +10,7 @@ from gac import ControllerConfig
 from gac.control.alarm import Alarm
 from gac.control.gate import Gate
 from gac.control.schedules import MixSchedule
-from gac.data.examples import Source
+from gac.data.config import Source
 from gac.evaluation.config import EvalTask
 from gac.methods import METHODS
 from gac.models.config import LoraConfig

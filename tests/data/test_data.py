@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from gac.data import DataConfig, DataError, load_demos, load_prompts, read_rows
-from gac.data.examples import Source
+from gac.data.config import Source
 from gac.data.source import _enumerate, _hub, data_files
 from gac.data.stored import Example, store
 from gac.errors import RunError

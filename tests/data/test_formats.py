@@ -15,7 +15,8 @@ import pytest
 
 from gac.config import load
 from gac.data import DataConfig, DataError, load_demos, load_prompts, read_rows
-from gac.data.examples import Source, load_references, prompt_order
+from gac.data.config import Source
+from gac.data.examples import load_references, prompt_order
 from gac.data.source import SourceRow, data_files
 from gac.demo.task import make_tokenizer
 from gac.errors import ConfigError, MissingData
