@@ -29,7 +29,7 @@ def table(seeds: int) -> str:
         wrong = [100 * r.wrong for r in results]
         alarms = sum(r.false_alarms for r in results) * 1000 / STEPS / seeds
         delays = [r.delay for r in results if r.delay is not None]
-        delay = f"{max(delays)} steps" if delays else ""
+        delay = f"{max(delays)} step{'s' * (max(delays) != 1)}" if delays else ""
         label = name if number < ISSUED else f"*{name}*"
         rows.append((label, f"{np.mean(wrong):.2f}%", f"{max(wrong):.1f}%", f"{alarms:.2f}", delay))
     return markdown_table(head.split(" | "), rows) + "\n"
