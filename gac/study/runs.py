@@ -24,7 +24,7 @@ from gac.errors import ConfigError
 from gac.train_config import TrainConfig
 from gac.training.startup import MAY_CHANGE_ON_RESUME
 
-STOP_SECONDS = 10.0  # for a run to save a checkpoint when it is stopped
+STOP_SECONDS = 60.0  # for stopped runs to finish their step and save a checkpoint
 WATCH_SECONDS = 2.0  # between two looks at the running runs
 PROCESSES = multiprocessing.get_context("forkserver")  # imports torch once for all runs
 
@@ -76,8 +76,12 @@ def run_all(
     finally:
         for process, _ in running.values():
             process.terminate()
+        if running:
+            text = "stopping: each run finishes its step and saves a checkpoint"
+            print(text, file=sys.stderr, flush=True)
+        deadline = time.monotonic() + STOP_SECONDS
         for process, _ in running.values():
-            process.join(STOP_SECONDS)
+            process.join(max(deadline - time.monotonic(), 0))
             process.kill()
     return failed
 
