@@ -175,7 +175,7 @@ def _daemon(function: Callable[..., Any], *args: Any) -> Future[Any]:
         future.set_running_or_notify_cancel()  # from here on it cannot be cancelled
         try:
             future.set_result(function(*args))
-        except BaseException as error:
+        except BaseException as error:  # the caller of `result` gets it
             future.set_exception(error)
 
     threading.Thread(target=work, daemon=True).start()

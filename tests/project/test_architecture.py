@@ -236,6 +236,13 @@ def test_noqa_and_type_ignore_have_a_reason():
     assert not without_reason
 
 
+def test_a_broad_except_says_why():
+    broad = re.compile(r"except (Base)?Exception( as \w+)?:(?!  # )|except:")
+    layers = {*LAYERS, "research", "setup.py"} - {"tests"}
+    paths = [p for p in tracked(".py") if p.relative_to(ROOT).parts[0] in layers]
+    assert [str(p) for p in paths if broad.search(p.read_text())] == []
+
+
 def test_no_machine_paths():
     folders = ["/" + name + "/" for name in ("work", "farm", "root")]
     wrong = [
