@@ -11,47 +11,47 @@ from __future__ import annotations
 import itertools
 import re
 
-from .parsing import (
-    AFTER,
-    AFTER_NO,
-    BEFORE_NO,
+from .boxes import boxed, has_box
+from .context import (
     COMPARISON,
-    MAX_CLAIM,
-    NUMBER,
+    REFUSED_AFTER,
+    REFUSED_BEFORE,
     TERM,
-    agree,
-    evaluated,
-    is_name,
-    number_of,
-    parse_answer,
-    plain_text,
-    unwrapped,
+    UNITS_AFTER,
+    has_prime,
+    is_denied,
 )
+from .notation import plain_text
+from .numbers import NUMBER, agree, evaluated, number_of
+from .parsing import MAX_CLAIM, is_name, parse_answer, unwrapped
 from .values import Answer, Number, Text
-
-MAX_BOXES = 8  # of a list of boxes
 
 # --- finding --------------------------------------------------------------------------------------
 
 _CALCULATION = re.compile(r"<<[^<>\n]{0,200}>>")  # GSM8K's annotations
+# emoji, stars and ticks, but no cross
+_EMOJI = re.compile(r"[\u2605\u2606\u2705\u2713\u2714\u2728\U0001f300-\U0001faff\ufe0f]")
 _TAG = re.compile(r"<(answer|final_answer|result)>", re.IGNORECASE)
-_BOX = re.compile(r"\\(?:boxed|fbox)\b\s*")
 _PHRASE = re.compile(
     r"\b(?:answer|solution|result)\b(?:\s+to\b[^.:\n]{0,80}?)?[*_ ]{0,4}"
     r"(?:\bis(?:\s*:)?|:|=|\b(?:would|should|must|will)\s+be\b|\bequals\b)[*_]{0,3}(?=[^\w]|$)"
     r"|答案\s*[是为為：:]+",
     re.IGNORECASE,
 )
-_SENTENCE_END = re.compile(r"(?<=[.!?])(?=[\s*\"'”)])|(?<=[。！？])|\n")
+_SENTENCE_END = re.compile(r"(?<=[.!?])(?<!=\?)(?=[\s*\"'”)])|(?<=[。！？])|\n")
 _REASON = re.compile(
     r"(?:\s*[,;(\N{EM DASH}\N{EN DASH}]\s*|\s+)"
     r"(?:because|since|as|which|so|when|where|after|given|i\.e\.)\b.*",
     re.IGNORECASE | re.DOTALL,
 )
+# "not 6 but 5" and "5, not 6"
+_INSTEAD_OF = re.compile(
+    r"\Anot\s+[-$]*\d[\d.,]*,?\s+but\s+(?:rather\s+)?|,\s+(?:and\s+)?not\s+[-$]*\d[\d.,]*\W*\Z"
+)
 _RETRACTED = re.compile(
     r"\A\W*(?:no|nope|wait|or|maybe|perhaps|possibly|alternatively|otherwise|not)\b"
     r"(?! (?:matter|one|need))"
-    r"|\b(?:wrong|incorrect|mistake|not (?:right|correct|the answer))\b"
+    r"|\b(?:wrong|incorrect|mistake|not (?:right|correct|the answer)|sorry|I meant|correction)\b"
     r"|\b(?:could|might|may) (?:also )?be\b",
     re.IGNORECASE,
 )
@@ -64,21 +64,25 @@ def read_answer(text: str, *, prose: bool = True) -> Answer | None:
 
     prose: whether the last number of a sentence may be the answer; not for a short reference.
     """
-    text = _CALCULATION.sub("", text).strip()
+    text = _CALCULATION.sub("", text)
+    text = (text if text.isascii() else _EMOJI.sub("", text)).strip()
     marked = _marked(text)
     if marked is not None:
-        return read_answer(marked) if _BOX.search(marked) else _claim(marked)
+        return read_answer(marked) if has_box(marked) else _claim(marked)
     tagged = _tagged(text)
     if tagged is not None:
         return read_answer(tagged)
-    if _BOX.search(text):
-        boxes = _boxes(text)
-        return None if boxes is None else _claim(boxes)
+    if has_box(text):
+        content = boxed(text)
+        return None if content is None else _claim(content)
     if said := _last(_PHRASE, text):
         return _read_sentence(text[said.end() :].lstrip(), said=True)
     if not prose:
         return _claim(text)
-    whole = parse_answer(text.removesuffix("!")) if "\n" not in text else None
+    text = re.sub(r"\\[()\[\]]", "$", text)
+    is_factorial = text.endswith("!") and not re.search(r"[^\W\d_]{2}", text)
+    stressed = text if is_factorial else text.removesuffix("!")
+    whole = parse_answer(stressed) if "\n" not in text else None
     return whole or _read_sentence(_last_with_value(text), said=False) or _verbatim(text)
 
 
@@ -93,7 +97,7 @@ def _verbatim(text: str) -> Answer | None:
     words = tuple(re.findall(r"\w+|[^\w\s]", unwrapped(text).casefold()))
     if not any(word.isalnum() for word in words):
         return None
-    return Answer((Text(words),), "".join(words), "")
+    return Answer((Text(words),), "".join(words))
 
 
 def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
@@ -107,6 +111,8 @@ def _marked(text: str) -> str | None:
 
     On any line but the last, only a bare number counts: "#### Step 2" is a Markdown heading.
     """
+    if "####" not in text:
+        return None
     for below, line in enumerate(reversed(text.rstrip().splitlines())):
         before, mark, answer = line.rpartition("####")
         answer = answer.strip()
@@ -118,48 +124,11 @@ def _marked(text: str) -> str | None:
 
 def _tagged(text: str) -> str | None:
     """The content of the last `<answer>` tag, or None; a tag without an end holds no answer."""
-    tag = _last(_TAG, text)
+    tag = _last(_TAG, text) if "<" in text else None
     if tag is None:
         return None
-    end = text.lower().find(f"</{tag[1].lower()}>", tag.end())
-    return text[tag.end() : end] if end >= 0 else ""
-
-
-def _boxes(text: str) -> str | None:
-    r"""The content of the last `\boxed`, or None if it has no end.
-
-    Boxes that only "or", "and" or a comma separates are a list.
-    """
-    matches = list(_BOX.finditer(text))
-    contents: list[str] = []
-    start = len(text)
-    for box in reversed(matches):
-        content, end = _braced(text, box.end())
-        between = text[end:start] if contents else ""
-        if content is None:
-            return None if not contents else ", ".join(contents)
-        if contents and not _JOIN.fullmatch(between):
-            break
-        contents.insert(0, content)
-        start = box.start()
-        if len(contents) > MAX_BOXES:
-            break
-    return ", ".join(dict.fromkeys(contents))
-
-
-_JOIN = re.compile(r"[\s$,;&]*(?:or|and)?[\s$]*(?:\w{1,2}\s*=\s*)?", re.IGNORECASE)
-
-
-def _braced(text: str, start: int) -> tuple[str | None, int]:
-    """The content of the braces at `start`, or the next character; None if they have no end."""
-    if text[start : start + 1] != "{":
-        return text[start : start + 1] or None, start + 1
-    depth = 0
-    for brace in re.compile(r"(?<!\\)[{}]").finditer(text, start, start + 4 * MAX_CLAIM):
-        depth += 1 if brace[0] == "{" else -1
-        if depth == 0:
-            return text[start + 1 : brace.start()], brace.end()
-    return None, len(text)
+    end = re.compile(f"</{tag[1]}>", re.IGNORECASE).search(text, tag.end())
+    return text[tag.end() : end.start()] if end else ""
 
 
 def _read_sentence(text: str, *, said: bool) -> Answer | None:
@@ -169,6 +138,8 @@ def _read_sentence(text: str, *, said: bool) -> Answer | None:
     sentence = _EMPHASIS.sub(r"\1", sentence).strip("*_ \t").rstrip("!")
     if sentence.endswith(("?", "？")) or _RETRACTED.search(rest[:MAX_CLAIM]):
         return None
+    if said:
+        sentence = _INSTEAD_OF.sub("", sentence)
     claims = [sentence, _REASON.sub("", sentence)] if said else [sentence]
     for claim in claims:
         answer = parse_answer(claim)
@@ -176,7 +147,7 @@ def _read_sentence(text: str, *, said: bool) -> Answer | None:
             return answer
     sentence = sentence[-4 * MAX_CLAIM :]
     begins_with_number = said and re.match(r"\W*+(?:\w{1,20}+\s++)?\W*+\d", sentence)
-    return _verbatim(sentence) if begins_with_number else _last_value(sentence)
+    return _verbatim(sentence) if begins_with_number else _value_in(sentence)
 
 
 def _last_with_value(text: str) -> str:
@@ -184,12 +155,12 @@ def _last_with_value(text: str) -> str:
     text = text[-4 * MAX_CLAIM :]
     starts = [0, *(m.end() for m in _SENTENCE_END.finditer(text)), len(text)]
     for start, end in reversed(list(itertools.pairwise(starts))):
-        if re.search(r"\d|\$[^$]+\$|\\\(", text[start:end]):
+        if re.search(r"\d|\$[^$]+\$", text[start:end]):
             return text[start:].lstrip()
     return ""
 
 
-# --- the last number of a sentence ----------------------------------------------------------------
+# --- the value of a sentence ----------------------------------------------------------------------
 
 _LINK = re.compile(
     r"\s*|\s*(?:hours?|hrs?|minutes?|feet|foot|ft|pounds?|lbs?|dollars?|years?|weeks?|days?)\s*"
@@ -202,40 +173,70 @@ _CLAUSE = re.compile(
     re.IGNORECASE,
 )
 _OPERATOR = re.compile(r"(?:[-+*/^÷√∛∜±∓\\]|(?<!\w)x|[\w)]\()\s*\Z")
-_OPERAND = re.compile(r"\)\s?[\w(^*/]|\s?[*×·÷^/+=]")
+_OPERAND = re.compile(r"\)\s?[\w(^*/]|\s?(?:[*×·÷^+=]|/(?!\s?[^\W\d_]{3}))")
 _LATER_GUESS = re.compile(r"[\s,;(]*(?:or|and|maybe|perhaps|possibly|not|no)\b", re.IGNORECASE)
+_CALLED_WRONG = re.compile(r"\b(?:wrong|incorrect|mistaken)\b", re.IGNORECASE)
+# The rest of a sentence that only gives circumstances: "after selling 3", "because 8 - 3 is 5".
+_CIRCUMSTANCES = re.compile(
+    r",?\s(?:(?:after|before|by|when|while|from|without|upon)\s+(?:\w+\s+)?\w{2,}ing|because)\b.*",
+    re.IGNORECASE | re.DOTALL,
+)
 
 
-def _last_value(sentence: str) -> Answer | None:
-    """The last number of a sentence, if nothing beside it makes it a part of something else."""
+def _value_in(sentence: str) -> Answer | None:
+    """The value that a sentence gives: the result of its calculation, or its last number."""
     plain = plain_text(sentence)
+    if answer := _result(plain) or _last_formula(sentence):
+        return answer
+    main = _CIRCUMSTANCES.sub("", plain)
+    return _last_number(main if re.search(r"\d", main) else plain)
+
+
+def _last_formula(sentence: str) -> Answer | None:
+    """The formula at the end of a sentence without other numbers: "The point is $(1, 2)$"."""
+    match = re.search(r"\$([^$]+)\$\W*\Z", sentence)
+    if match is None or re.search(r"\d", before := sentence[: match.start()]):
+        return None
+    answer = parse_answer(match[1])
+    if answer is None or isinstance(answer.value, Number) or COMPARISON.search(before):
+        return None
+    return None if REFUSED_BEFORE.search(before.replace("$", "")) else answer
+
+
+def _last_number(plain: str) -> Answer | None:
+    """The last number, if nothing beside it makes it a part of something else."""
     matches = list(NUMBER.finditer(plain))
     if not matches:
-        formula = re.findall(r"\$([^$]+)\$|\\\((.+?)\\\)", sentence)
-        return parse_answer("".join(formula[-1])) if formula else None
+        return None
     last = matches[-1]
     previous = matches[-2].end() if len(matches) > 1 else 0
-    between, after = plain[previous : last.start()], plain[last.end() :]
-    left = _CLAUSE.split(plain[: last.start()])[-1]
-    right = _CLAUSE.split(after)[0]
+    before, after = plain[: last.start()], plain[last.end() :]
+    left, right = _CLAUSE.split(before)[-1], _CLAUSE.split(after)[0]
     number = number_of(last)
     if (
         number is None
         or COMPARISON.search(left + right)
-        or not AFTER.fullmatch(right)
-        or AFTER_NO.search(right)
+        or not UNITS_AFTER.fullmatch(right)
+        or REFUSED_AFTER.search(right)
         or _LATER_GUESS.match(after)
-        or BEFORE_NO.search(left)
-        or _OPERATOR.search(plain[: last.start()])
+        or _CALLED_WRONG.search(after)
+        or REFUSED_BEFORE.search(left)
+        or is_denied(before)
+        or is_denied(before[: _start_of_calculation(before.rstrip(" ="))])
+        or has_prime(before, after)
+        or _OPERATOR.search(before)
         or _OPERAND.match(after)
-        or (last["sign"] and TERM.search(plain[: last.start()]))
-        or (len(matches) > 1 and _LINK.fullmatch(between))
+        or (last["sign"] and TERM.search(before))
+        or (len(matches) > 1 and _LINK.fullmatch(plain[previous : last.start()]))
     ):
         return None
     if left.rstrip().endswith("=") and not _gives(left.rstrip()[:-1], number, last[0]):
         return None
-    text = re.sub(r"\s", "", last[0])
-    return Answer((number,), text, text)
+    return _answer_of(last, number)
+
+
+def _answer_of(match: re.Match[str], number: Number) -> Answer:
+    return Answer((number,), re.sub(r"\s", "", match[0]))
 
 
 def _gives(left: str, number: Number, text: str) -> bool:
@@ -243,8 +244,78 @@ def _gives(left: str, number: Number, text: str) -> bool:
     side = left.rpartition("=")[2]
     side = re.sub(r"['’]s\b|\b[aAI]\b", " ", side)
     side = re.sub(r"(?<=\d)\s*x\s*(?=[\d$])", "*", side)
-    known = evaluated(re.sub(r"[^\W\d_]{2,}|°", " ", side))
+    known = evaluated(side)
     if known is not None:
         return agree(known, number, text)
     rest = re.sub(r"[^\W\d_]{2,}", " ", side).strip()
     return is_name(side) or is_name(rest) or not re.search(r"[^\W\d_]", rest)
+
+
+# --- the result of a calculation ------------------------------------------------------------------
+
+_DIGITS = re.compile(r"\d[\d,]*(?:\.\d+)?|\.\d+")
+# Units of an operand: "60 miles", "$2/bar", "30%"
+_UNITS = r"[%)]*(?:\s?/?\s?(?!(?:is|are|was|were|so)\b)[A-Za-z][\w&'’-]*){0,6}\s*"
+_NEXT_OPERAND = re.compile(rf"{_UNITS}[-+*/x×÷]\s*[-($€£\s]*")
+_LAST_OPERAND = re.compile(_UNITS)
+_ALTERNATIVE = re.compile(r"\d[\s,]*(?:\w+\s)?or\s*\Z", re.IGNORECASE)  # "7 or 2 + 3 = 5"
+# What introduces a number that belongs to the circumstances of a result: "in 5 days".
+_SETTING = re.compile(
+    r"\b(?:in|for|after|before|by|from|on|at|when|since|during|every|per|with|within|across|until|if|than"
+    r"|to\s+[a-z]+)\b",
+    re.IGNORECASE,
+)
+_RIVAL = re.compile(
+    r"\b(?:or|maybe|perhaps|possibly|either|versus|vs|alternatively|instead|but|else|otherwise|unless"
+    r"|wrong|incorrect|false|impossible|invalid|mistaken?|unsure|never|hardly|cannot)\b"
+    r"|\b(?:is|was|would|should|could|can)(?:\s+not|n['’]t)\b"
+    r"|\bnot\s+(?:be\s+)?(?:right|correct|true|sure|the|an?)\b|[<>=≤≥≠±√?!|;:\\^_]",
+    re.IGNORECASE,
+)
+
+
+def _result(plain: str) -> Answer | None:
+    """The result of the last calculation of a sentence, whatever its circumstances.
+
+    "They earn 18 + 30 = 48 dollars if they sell all 12 of them" gives 48: the calculation proves
+    the number, so its neighbors are read less strictly than those in `_last_number`.
+    """
+    left, equals, right = plain.rpartition("=")
+    result = NUMBER.match(plain, len(left) + 1 + len(right) - len(right.lstrip()))
+    number = number_of(result) if equals and result else None
+    if result is None or number is None:
+        return None
+    start = _start_of_calculation(left)
+    before, calculation, rest = left[:start], left[start:], plain[result.end() :]
+    calculation = re.sub(r"(?<![A-Za-z])x(?![A-Za-z])", "*", calculation)
+    calculation = re.sub(r"/?\s?[A-Za-z][\w&'’-]*", " ", calculation)
+    known = evaluated(calculation) if calculation else None
+    if known is None or not agree(known, number, result[0]):
+        return None
+    if is_denied(before) or _ALTERNATIVE.search(before):
+        return None
+    rest = re.sub(r"\A\s?dozens?\b", "", rest)
+    is_operand = re.match(r"['′″]|\s?[*×·÷^+-]\s?[\w(]|(?![a-z]{1,4}\b)\w", rest)
+    if is_operand or REFUSED_AFTER.match(rest) or _RIVAL.search(rest):
+        return None
+    following = _DIGITS.search(rest)
+    between = rest[: following.start()] if following else "for"
+    if not _SETTING.search(between) or re.search(r"[,&]|\band\b", between):
+        return None
+    return _answer_of(result, number)
+
+
+def _start_of_calculation(left: str) -> int:
+    """Where the calculation at the end of a text begins; the end of the text if it has none."""
+    operands = list(_DIGITS.finditer(left, left.rfind("=") + 1))
+    if len(operands) < 2 or not _LAST_OPERAND.fullmatch(left, operands[-1].end()):
+        return len(left)
+    first = len(operands) - 1
+    while first and _NEXT_OPERAND.fullmatch(
+        left, operands[first - 1].end(), operands[first].start()
+    ):
+        first -= 1
+    if first == len(operands) - 1:
+        return len(left)
+    start = operands[first].start()
+    return len(left[:start].rstrip("-($€£"))

@@ -55,8 +55,6 @@ class Answer:
     sides: tuple[Value, ...]
     text: str
     """The answer as it was written, without wrapping and white space."""
-    latex: str
-    """The same for math-verify."""
 
     @property
     def value(self) -> Value:
@@ -75,18 +73,20 @@ def equal(reference: Answer, answer: Answer) -> bool | None:
 def pairs(reference: Answer, answer: Answer) -> list[tuple[str, str]]:
     """The pairs of LaTeX, reference and answer, that math-verify has to find equal."""
     return [
-        (_for_verify(reference.value, reference.latex), _for_verify(side, answer.latex))
+        (_boxed_latex(reference.value), _boxed_latex(side))
         for side in answer.sides
         if _same(reference.value, side) is None
     ]
 
 
-def _for_verify(value: Value, latex: str) -> str:
+def _boxed_latex(value: Value) -> str:
     match value:
         case Number(number, percent):
             latex = f"{number / 100 if percent else number}"
-        case Expression(own) | Items(_, _, own):
-            latex = own
+        case Expression(latex) | Items(_, _, latex):
+            pass
+        case Text(words):  # never undecided
+            latex = " ".join(words)
     return f"\\boxed{{{latex}}}"
 
 

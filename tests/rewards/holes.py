@@ -5,6 +5,7 @@ the number `r`, by their construction or by exact arithmetic, never by the grade
 """
 
 import itertools
+import re
 from fractions import Fraction
 
 REFERENCES = ("5", "12", "-3", "0.5", "3/4", "1200", "20")
@@ -52,6 +53,8 @@ NEGATIONS = (
         "other than {}",
     ),
     *("cannot be {}", "{} is impossible", "neither {} nor 7", "{}, no", "no {}", "{} is incorrect"),
+    *("not x = {}", "it is not true that x = {}", "x is not = {}", "maybe x = {}", "either x = {}"),
+    *("{} =? {}", "{} ?= {}", "is {} = {}?", "if x = {}", "unless x = {}"),
     *("not equal to {}", r"\text{{not }} {}", "x ≠ {}", "except {}", "anything except {}"),
 )
 COMPARISONS = (
@@ -127,7 +130,24 @@ TERMS = (
         "x + 2 = {}",
     ),
     *("{} =", "{} + ", "= {} +", "{} = ?", r"\frac{{{}}}{{", "{} + 7 =", "2x = {}", "7 + {} = ?"),
+    *("{} dozen", "{} dozens", "{} lakh", "{} halves", "{} tenths", "x = {} dozen", "not 7 or {}"),
+    *("{}'", "{}''", "{}′", '{}"', "{}k", "{} k"),
     *("{} + 7 is impossible", "{} + 7. I do not know.", "{}?", "is it {}?", "{} {}", "{}7", "7{}"),
+)
+
+
+AROUND_A_BOX = (  # {} is a box with the reference
+    *("not {}", "The answer is not {}.", "The answer isn't {}.", "It cannot be {}.", "never {}"),
+    *("I don't think {} is right.", "It is not true that x = {}", "not x = {}", "x is not = {}"),
+    *("{} is wrong.", "{} is not the answer", "{} would be wrong", "{} can't be right", "{}? No."),
+    *("{}. No, that is wrong.", "{}. This is incorrect.", "anything but {}", "all except {}"),
+    *("{} or 7", "7 or {}", "{} and 7", "either {} or something else", "maybe {}", "{}?"),
+    *("{} + 3", "3 + {}", "{} - x", "-{}", "2({})", "{}x", "{}^2", "{}/2", "7/{}", "{} * 3", "{}n"),
+    *(r"{} \times 2", r"2 \cdot {}", r"{}\cdot 10^2", r"{}\sqrt{{2}}", r"{}\pi", r"{}\pm 1"),
+    *(r"\frac{{{}}}{{2}}", r"\frac{{2}}{{{}}}", r"\sqrt{{{}}}", "2^{{{}}}", "x_{{{}}}"),
+    *(r"\log {}", r"\sqrt[3]{{{}}}", r"{} \le x", "x < {}", "{} > x", "x ≠ {}", r"x \neq {}"),
+    *("more than {}", "at least {}", "{} or more", "half of {}"),
+    *("x = {} + y", "{} = x + 3", "{} = 7", "{} : 7", "twice {}", "{} squared", "{} factorial"),
 )
 
 
@@ -142,7 +162,7 @@ def texts(r):
         yield f"{r}{operator}{operand}"
         yield f"{operand}{operator}{r}"
     for template in (*NEGATIONS, *COMPARISONS, *TERMS):
-        yield template.replace("{}", r, 2) if "{} {}" in template else template.format(r)
+        yield template.format(r, r)
 
 
 def questions(r):
@@ -171,7 +191,15 @@ def questions(r):
 def holes():
     """Pairs of a reference and a text that does not give it."""
     for r in REFERENCES:
-        yield r, rf"\boxed{{{r}!}}"  # but "5!" and "The answer is 5!" stress the answer
+        yield r, rf"\boxed{{{r}!}}"  # but "The answer is 5!" stresses the answer
+        for text in (f"{r}!", f"${r}!$", f"#### {r}!", f"x = {r}!"):
+            yield r, text
+        for template, delimiter in itertools.product(AROUND_A_BOX, ("", "$")):
+            box = rf"\boxed{{{r}}}"
+            if not delimiter:
+                yield r, template.format(box)
+            elif not re.search(r"\\|[\^_]", template):
+                yield r, template.format(f"${box}$")
         plain = itertools.chain(texts(r), questions(r))
         for text, wrapper in itertools.product(dict.fromkeys(plain), WRAPPERS):
             yield r, wrapper.format(text)

@@ -193,13 +193,13 @@ def test_sum_adds_weighted_terms():
             ]
         }
     )
-    graded = reward.grade(["7", "7!", "8"], [example()] * 3)
-    assert graded.rewards == pytest.approx([0.9 + 0.1 + 1.0, 0.9 - 0.5 + 0.2, 0.1])
-    assert reward(["7", "7!", "8"], [example()] * 3) == graded.rewards
+    graded = reward.grade(["7", "It is 7!", "8"], [example()] * 3)
+    assert graded.rewards == pytest.approx([0.9 + 0.1 + 1.0, 0.9 - 0.5 + 0.8, 0.1])
+    assert reward(["7", "It is 7!", "8"], [example()] * 3) == graded.rewards
     assert list(graded.terms.items()) == [
         ("math", [1, 1, 0]),
         ("format-1", [0, 1, 0]),
-        (f"{__name__}:length", [10, 20, 10]),
+        (f"{__name__}:length", [10, 80, 10]),
         ("sum", [1, 0, 0]),
         ("format-2", [0, 0, 1]),
     ]
