@@ -21,10 +21,11 @@ def table(runs: Path) -> str:
     if answers is None:
         raise ValueError(f"{runs}: no run with two evaluations")
     rows = [
-        [name, *(f"{mean} {interval}" for mean, interval in cells)]
+        [name, *(f"{mean} {interval}" for mean, interval in cells), answers["cut_off"][name]]
         for name, cells in answers["accuracy"]
     ]
-    return markdown_table(["model", "all", *(f"{kind}s" for kind in answers["kinds"])], rows)
+    kinds = [f"{kind}s" for kind in answers["kinds"]]
+    return markdown_table(["model", "all", *kinds, "answers cut off"], rows)
 
 
 def main() -> None:

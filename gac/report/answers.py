@@ -27,8 +27,9 @@ Answers = Sequence[Mapping[str, Any]]
 def before_and_after(groups: Sequence[Group]) -> dict[str, Any] | None:
     """What the page shows of the first run of each group; None without answers of two evaluations.
 
-    Returns "kinds" (of prompts); "accuracy" and "rewarded", with one row per model: the one before
-    training and that of each group; and "prompts", with the answers of all models.
+    Returns "kinds" (of prompts); "accuracy", "cut_off" (share of answers that ended at the limit of
+    tokens) and "rewarded", with one row per model: the one before training and that of each group;
+    and "prompts", with the answers of all models.
     """
     known = [(group.label, *ends) for group in groups if (ends := _ends(group.runs[0]))]
     if not known:
@@ -38,6 +39,10 @@ def before_and_after(groups: Sequence[Group]) -> dict[str, Any] | None:
     return {
         "kinds": [kind for kind in kinds if kind is not None],
         "accuracy": [(name, _accuracies(answers, kinds)) for name, answers in models],
+        "cut_off": {
+            name: f"{percent(sum(a['truncated'] for a in answers) / len(answers))}%"
+            for name, answers in models
+        },
         "prompts": [
             _prompt(number, models) for kind in kinds[:KINDS] for number in _first(models, kind)
         ],

@@ -26,7 +26,7 @@ def write_answers(run: Path, step: int, *responses: str) -> None:
         ):
             row = {"task": "", "number": number, "split": kind, "prompt": prompt}
             row |= {"reference": answer, "response": text, "score": float(text == answer)}
-            lines.write(json.dumps({**row, "truncated": False}) + "\n")
+            lines.write(json.dumps({**row, "truncated": text == "12 lamps"}) + "\n")
         lines.write(json.dumps({"task": "other", "number": 0}) + "\n")
 
 
@@ -55,6 +55,7 @@ def test_accuracies_by_kind_of_the_model_before_and_of_each_run(runs: list[Path]
         "grpo": ["66.7%", "100.0%", "0.0%"],
         "mix": ["66.7%", "50.0%", "100.0%"],
     }
+    assert shown["cut_off"] == {"before training": "33.3%", "grpo": "0.0%", "mix": "0.0%"}
     # the Wilson interval of 1 of 3, by hand
     assert shown["accuracy"][0][1][0][1] == "[6.1, 79.2]"
 
