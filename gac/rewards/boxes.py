@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from .context import is_denied
+from .numbers import agree, evaluated
 from .parsing import MAX_CLAIM, parse_answer
 from .values import Number, equal
 
@@ -97,9 +98,13 @@ _DENIED = re.compile(
     r"|(?:is|was|would)n['’]t\s+(?:be\s+)?(?:right|correct|true|the\s+(?:answer|right|correct))\b)",
     re.IGNORECASE,
 )
-_VALUE_BEFORE = re.compile(r"([-\d./,]*\d)[ ,]*\s+or\s+\Z", re.IGNORECASE)
+_NAMED = r"(?:[A-Za-z]\w?\s*=\s*)?"
+_VALUE_BEFORE = re.compile(
+    rf"((?:[\d(][-+*/×÷().,\d ]*)?[\d)])[ ,]*\s+or\s+{_NAMED}\Z", re.IGNORECASE
+)
 _VALUE_AFTER = re.compile(
-    r"[ ,]*\s+or\s+(?P<or>[-\d./,]*\d)|[ ,]*\s+and\s+(?P<and>[-\d./,]*\d)\s*(?:[.;]\s|[.;]?\Z|\n)"
+    rf"[ ,]*\s+or\s+{_NAMED}(?P<or>[-\d./,]*\d)"
+    rf"|[ ,]*\s+and\s+{_NAMED}(?P<and>[-\d./,]*\d)\s*(?:[.;]\s|[.;]?\Z|\n)"
     r"|[ \t]*=[ \t]*(?P<side>[^=\n,;]{1,60}?)\s*(?:[.,;=]\s|[.,;=]?\Z|\n)",
     re.IGNORECASE,
 )
@@ -119,10 +124,10 @@ def _is_part(before: str, after: str, content: str) -> bool:
 
 
 def _are_equal(other: str, content: str) -> bool:
-    """Whether a second value restates that of a box, as in "1/2 or 0.5"."""
+    """Whether a second value restates that of a box, as in "10/4 or 2.5"."""
     ours, theirs = parse_answer(content), parse_answer(other)
-    if ours is None or theirs is None:
-        return False
-    if isinstance(theirs.value, Number) and equal(theirs, ours):  # "10/2 or 5"
-        return True
-    return equal(ours, theirs) is not False
+    if ours is not None and isinstance(ours.value, Number):
+        known = evaluated(other)
+        if known is not None:
+            return agree(known, ours.value, content)
+    return ours is not None and theirs is not None and equal(ours, theirs) is not False

@@ -9,7 +9,7 @@ import re
 # Words of a refusal or a guess: a clause with one of them gives no answer.
 _DENIAL = (
     r"not|no|never|neither|nor|except|without|unless|cannot|impossible|invalid|wrong|incorrect"
-    r"|unknown|[a-z]+n['’]t|cant|dont|isnt|instead|besides|excluding|false|hardly|forbidden|unsure"
+    r"|unknown|[a-z]+n['’]t|cant|dont|isnt|instead|besides|excluding|false|hardly|forbidden|unsure|doubt"
     r"|(?:any|every|no)thing but|all but|too|or|either|maybe|perhaps|possibly|versus|vs"
 )
 # Words of an operation, which make another number of the number before or after them.
@@ -20,20 +20,20 @@ _OPERATION = (
 # Words of an operation on the number after them.
 _FUNCTION = (
     r"negative|lg|exp|cot|sec|csc|arc(?:sin|cos|tan)|half|third|quarter|twice|thrice|double|triple"
-    r"|square|cube|reciprocal|inverse|factorial"
+    r"|square|cube|reciprocal|inverse|opposite|factorial"
 )
 # Words of an operation on the number before them.
 _PARTS = (
-    r"squared|cubed|factorial|below zero|under zero|over|degrees below|dozens?|halves|thirds"
+    r"squared|cubed|factorial|below zero|under zero|over|degrees below|dozens?|tens|halves|thirds"
     r"|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand|million)ths"
 )
-# Words that compare with the number after them.
+# Words that compare with the number after them, or guess it.
 _BOUND = (
     r"at (?:least|most)|than|over|under|above|below|between|within|beyond|exceed(?:s|ing)?|up to"
-    r"|approaching|outside"
+    r"|approaching|outside|(?:may|might|could)\s(?:also\s|well\s)?be"
 )
 COMPARISON = re.compile(
-    r"[<>≤≥≠≮≯±∓?？]|\\(?:le|leq|leqslant|lt|ge|geq|geqslant|gt|ne|neq|not|pm|mp|in|approx|sim)\b|!=|[~≈]\s*\d"
+    r"[<>≤≥≠≮≯±∓∝?？]|[A-Za-z]\s?→|\\(?:le|leq|leqslant|lt|ge|geq|geqslant|gt|ne|neq|not|pm|mp|in|approx|sim)\b|!=|[~≈]\s*\d"
     r"|[不非或未]|大于|小于|以上|以下|超过|至少|最多|[两一]倍|倍"
 )
 REFUSED_BEFORE = re.compile(
@@ -49,8 +49,8 @@ REFUSED_AFTER = re.compile(
     re.IGNORECASE,
 )
 _DENIES = re.compile(
-    r"(?:\b(?:not|never|cannot|cant|dont|isnt|neither|nor|without|except|excluding|besides|either|maybe"
-    r"|perhaps|possibly|unless|if|(?:any|every|no)thing but|all but)|n['’]t)\Z"
+    r"(?:\b(?:not|never|cannot|cant|dont|isnt|neither|nor|without|except|excluding|besides|doubt"
+    r"|(?<!in )either|maybe|perhaps|possibly|unless|if|(?:any|every)thing but|all but)|n['’]t)\Z"
 )
 _OPERATES = re.compile(rf"\b(?:{_OPERATION}|{_FUNCTION}|{_BOUND})\Z")
 # Words that may stand between a denial and what it denies: "it is not true that the answer is".
