@@ -190,3 +190,29 @@ def test_rewards_have_a_threshold_and_are_closed(tmp_path, monkeypatch):
         with pytest.raises(ConfigError) as error:
             check(wrong)
         assert str(error.value).startswith(message)
+
+
+def test_solutions_are_graded_after_the_reasoning_markers_of_the_tokenizer(tmp_path):
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.BPE({c: i for i, c in enumerate("0123456789 ")}, [])),
+        eos_token="<eos>",
+        additional_special_tokens=["[THINK]", "[/THINK]"],
+    )
+    tokenizer.save_pretrained(tmp_path / "model")
+    row = {"id": "row", "prompt": "2+3=", "answer": "5", "solution": "[THINK]7[/THINK]5"}
+    data = write_rows(tmp_path / "rows.jsonl", row) | {"demo_field": "solution"}
+    run = {"data": data, "reward": "exact", "model": {"path": str(tmp_path / "model")}}
+    assert check(run).failing == ()
+    assert check({"tasks": {"a": {"data": data}}, **run}).failing == ()
+    assert check({"eval": {"data": data}, "reward": "exact", "model": run["model"]}).failing == ()
+    other = {"path": "none", "tokenizer": str(tmp_path / "model")}
+    assert check({**run, "model": other}).failing == ()
+    [failing] = check(run, ["model.path=absent"]).failing  # not on this machine
+    assert str(failing) == "row: scores 0"
+    assert check({**run, "reward": {"name": "exact", "reasoning": False}}).failing == (failing,)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"model\.path=.*empty.*: the folder has no tokenizer"):
+        check(run, [f"model.path={tmp_path / 'empty'}"])
