@@ -2,8 +2,9 @@ r"""Reads an answer: finds it in a text, and parses it into values that can be c
 
 One reading serves references and completions. `read_answer` looks, in this order, for the text
 after `####`, in `<answer>` tags, in `\boxed`, after "the answer is", for a text that is nothing but
-an answer, and for the last number of the last sentence with one. What it finds must be ONE value: a
-list of guesses, a term, a comparison or a negation is not a number, whatever numbers it contains.
+an answer, and in the last sentence with a number: the result of its calculation, or its last
+number. What it finds must be ONE value: a list of guesses, a term, a comparison or a negation is
+not a number, whatever numbers it contains.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ _REASON = re.compile(
 )
 # "not 6 but 5" and "5, not 6"
 _INSTEAD_OF = re.compile(
-    r"\Anot\s+[-$]*\d[\d.,]*,?\s+but\s+(?:rather\s+)?|,\s+(?:and\s+)?not\s+[-$]*\d[\d.,]*\W*\Z"
+    r"\Anot\s+[-$]*\d[\d.,]*+\s+but\s+(?:rather\s+)?"
+    r"|,\s++(?:and\s++)?not\s++[-$]*+\d[\d.,]*+\W*+\Z"
 )
 _RETRACTED = re.compile(
     r"\A\W*(?:no|nope|wait|or|maybe|perhaps|possibly|alternatively|otherwise|not)\b"
@@ -80,9 +82,9 @@ def read_answer(text: str, *, prose: bool = True) -> Answer | None:
     if not prose:
         return _claim(text)
     text = re.sub(r"\\[()\[\]]", "$", text)
-    is_factorial = text.endswith("!") and not re.search(r"[^\W\d_]{2}", text)
-    stressed = text if is_factorial else text.removesuffix("!")
-    whole = parse_answer(stressed) if "\n" not in text else None
+    if re.search(r"[^\W\d_]{2}", text):  # "It is 5!" stresses the answer, "5!" is a factorial
+        text = text.removesuffix("!")
+    whole = parse_answer(text) if "\n" not in text else None
     return whole or _read_sentence(_last_with_value(text), said=False) or _verbatim(text)
 
 
@@ -221,7 +223,6 @@ def _last_number(plain: str) -> Answer | None:
         or _LATER_GUESS.match(after)
         or _CALLED_WRONG.search(after)
         or REFUSED_BEFORE.search(left)
-        or is_denied(before)
         or is_denied(before[: _start_of_calculation(before.rstrip(" ="))])
         or has_prime(before, after)
         or _OPERATOR.search(before)
@@ -255,7 +256,9 @@ def _gives(left: str, number: Number, text: str) -> bool:
 
 _DIGITS = re.compile(r"\d[\d,]*(?:\.\d+)?|\.\d+")
 # Units of an operand: "60 miles", "$2/bar", "30%"
-_UNITS = r"[%)]*(?:\s?/?\s?(?!(?:is|are|was|were|so)\b)[A-Za-z][\w&'’-]*){0,6}\s*"
+_UNITS = (
+    r"[%)]*(?:\s?/?\s?(?!(?:is|are|was|were|so)\b)[A-Za-z][\w&'’]*+(?:-[A-Za-z]\w*+)*+){0,6}\s*"
+)
 _NEXT_OPERAND = re.compile(rf"{_UNITS}[-+*/x×÷]\s*[-($€£\s]*")
 _LAST_OPERAND = re.compile(_UNITS)
 _ALTERNATIVE = re.compile(r"\d[\s,]*(?:\w+\s)?or\s*\Z", re.IGNORECASE)  # "7 or 2 + 3 = 5"

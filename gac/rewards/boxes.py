@@ -12,7 +12,11 @@ from .values import Number, equal
 MAX_BOXES = 8  # of a list of boxes
 _BOX = re.compile(r"\\(?:boxed|fbox)\b\s*")
 _BRACE = re.compile(r"(?<!\\)[{}]")
-_JOIN = re.compile(r"[\s$,;&]*(?:or|and)?[\s$]*(?:\w{1,2}\s*=\s*)?", re.IGNORECASE)
+_JOIN = re.compile(
+    r"[\s,;&/|]*(?:\\(?:lor|vee|land|wedge)|(?:or|and|maybe|perhaps|possibly|also)\b|[\s,])*"
+    r"(?:[A-Za-z]\w?\s*=\s*)?",
+    re.IGNORECASE,
+)
 
 
 def has_box(text: str) -> bool:
@@ -37,7 +41,7 @@ def boxed(text: str) -> str | None:
         if end > start:  # a box around the last one
             start, after = box.start(), max(after, end)
             continue
-        if contents and not _JOIN.fullmatch(text[end:start]):
+        if contents and not _JOIN.fullmatch(_bare(text[end:start][:_WINDOW])):
             break
         if not contents:
             after = end
@@ -67,8 +71,9 @@ def _braced(text: str, start: int) -> tuple[str | None, int]:
 _WINDOW = 80  # characters before and after a box that are read
 # Delimiters of formulas, emphasis and tags, which do not change a value.
 _DELIMITER = re.compile(
-    r"\$|\\[()\[\],;:!]|\\(?:displaystyle|left|right|quad|qquad)\b|\*\*|</?[a-z_]{1,16}>"
+    r"\$|\\[()\[\],;:! ]|\\(?:displaystyle|left|right|quad|qquad)\b|\*\*|</?[a-z_]{1,16}>"
 )
+_TEXT = re.compile(r"\\(?:text|mathrm|mbox)\s*\{([^{}]*)\}")
 _BINARY = r"(?:\d|[)}]|(?<![A-Za-z])[A-Za-z])[ \t]*[-+*/^÷×·]\s*"
 _COMMAND = (
     r"\\(?:times|cdot|div|leq?|leqslant|lt|geq?|geqslant|gt|neq?|pm|mp|not|log|ln|lg|exp|sin|cos|tan|cot"
@@ -110,10 +115,13 @@ _VALUE_AFTER = re.compile(
 )
 
 
+def _bare(text: str) -> str:
+    return _TEXT.sub(r" \1 ", _DELIMITER.sub("", text))
+
+
 def _is_part(before: str, after: str, content: str) -> bool:
     """Whether the text around a box makes its content a part of something else, or denies it."""
-    before = _DELIMITER.sub("", before[-_WINDOW:])
-    after = _DELIMITER.sub("", after[:_WINDOW])
+    before, after = _bare(before[-_WINDOW:]), _bare(after[:_WINDOW])
     if _OPERAND_BEFORE.search(before, max(len(before) - 40, 0)) or is_denied(before):
         return True
     if _OPERAND_AFTER.match(after) or _DENIED.match(after):

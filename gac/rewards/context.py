@@ -6,28 +6,28 @@ import re
 
 # --- words that refuse a number -------------------------------------------------------------------
 
-# Words of a refusal or a guess: a clause with one of them gives no answer.
+# A clause with one of these words denies its number, or guesses it.
 _DENIAL = (
     r"not|no|never|neither|nor|except|without|unless|cannot|impossible|invalid|wrong|incorrect"
     r"|unknown|[a-z]+n['’]t|cant|dont|isnt|instead|besides|excluding|false|hardly|forbidden|unsure|doubt"
     r"|(?:any|every|no)thing but|all but|too|or|either|maybe|perhaps|possibly|versus|vs"
 )
-# Words of an operation, which make another number of the number before or after them.
+# Operations, which make another number of the number before or after them.
 _OPERATION = (
     r"plus|minus|times|divided by|multiplied by|added to|mod|modulo|sqrt|root|log|ln|sin|cos|tan|pi"
     r"|power|choose|hundred|thousand|[a-z]{1,5}illion|lakh|crore"
 )
-# Words of an operation on the number after them.
-_FUNCTION = (
+# Operations on the number after them.
+_PREFIX_OPERATION = (
     r"negative|lg|exp|cot|sec|csc|arc(?:sin|cos|tan)|half|third|quarter|twice|thrice|double|triple"
     r"|square|cube|reciprocal|inverse|opposite|factorial"
 )
-# Words of an operation on the number before them.
-_PARTS = (
+# Operations on the number before them.
+_SUFFIX_OPERATION = (
     r"squared|cubed|factorial|below zero|under zero|over|degrees below|dozens?|tens|halves|thirds"
     r"|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand|million)ths"
 )
-# Words that compare with the number after them, or guess it.
+# Comparisons with the number after them, and guesses.
 _BOUND = (
     r"at (?:least|most)|than|over|under|above|below|between|within|beyond|exceed(?:s|ing)?|up to"
     r"|approaching|outside|(?:may|might|could)\s(?:also\s|well\s)?be"
@@ -38,13 +38,13 @@ COMPARISON = re.compile(
 )
 REFUSED_BEFORE = re.compile(
     rf"\b(?:{_DENIAL})\b"
-    rf"|\b(?:{_OPERATION}|{_FUNCTION}|{_BOUND}|but|to)[\s({{]+(?:(?:of|about|the|around)\s+)*\Z",
+    rf"|\b(?:{_OPERATION}|{_PREFIX_OPERATION}|{_BOUND}|but|to)[\s({{]+(?:(?:of|about|the|around)\s+)*\Z",
     re.IGNORECASE,
 )
 # "times" counts in "5 times" and "5 times a day".
 REFUSED_AFTER = re.compile(
     rf"\b(?:{_DENIAL}|if)\b|\A\W*and\b"
-    rf"|\A\W*(?:{_PARTS}"
+    rf"|\A\W*(?:{_SUFFIX_OPERATION}"
     rf"|(?!times\s*(?:\Z|[.,;)]|(?:an?|per|each|every|in|this)\b))(?:{_OPERATION}))\b",
     re.IGNORECASE,
 )
@@ -52,23 +52,12 @@ _DENIES = re.compile(
     r"(?:\b(?:not|never|cannot|cant|dont|isnt|neither|nor|without|except|excluding|besides|doubt"
     r"|(?<!in )either|maybe|perhaps|possibly|unless|if|(?:any|every)thing but|all but)|n['’]t)\Z"
 )
-_OPERATES = re.compile(rf"\b(?:{_OPERATION}|{_FUNCTION}|{_BOUND})\Z")
+_OPERATES = re.compile(rf"\b(?:{_OPERATION}|{_PREFIX_OPERATION}|{_BOUND})\Z")
 # Words that may stand between a denial and what it denies: "it is not true that the answer is".
 _AFTER_DENIAL = frozenset(
     [
-        *(
-            "a",
-            "be",
-            "because",
-            "believe",
-            "case",
-            "certain",
-            "clear",
-            "correct",
-            "equal",
-            "equals",
-        ),
-        *("are", "answer", "is", "it", "result", "right", "say", "so", "sure", "that", "the"),
+        *("answer", "are", "be", "because", "believe", "case", "certain", "clear", "correct"),
+        *("equal", "equals", "is", "it", "result", "right", "say", "so", "sure", "that", "the"),
         *("think", "to", "true", "value", "was"),
     ]
 )

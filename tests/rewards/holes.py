@@ -152,6 +152,9 @@ AROUND_A_BOX = (  # {} is a box with the reference
     *("{} is wrong.", "{} is not the answer", "{} would be wrong", "{} can't be right", "{}? No."),
     *("{}. No, that is wrong.", "{}. This is incorrect.", "anything but {}", "all except {}"),
     *("{} or 7", "7 or {}", "{} and 7", "either {} or something else", "maybe {}", "{}?"),
+    *(r"\boxed{{7}} \text{{ or }} {}", r"{} \text{{ or }} 7", r"\boxed{{7}} \quad {}"),
+    *(r"\boxed{{7}} or maybe {}", r"{}, \boxed{{7}}", r"\boxed{{7}} / {}", r"\boxed{{7}} \lor {}"),
+    *(r"\boxed{{7}}\ \text{{and}}\ {}", r"x = \boxed{{7}} or x = {}", r"\boxed{{7}}{}"),
     *(
         "It may be {}.",
         "I doubt that it is {}.",

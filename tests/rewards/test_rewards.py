@@ -446,7 +446,22 @@ def test_each_call_of_a_function_has_the_whole_deadline(monkeypatch):
 
 LENGTH = 40_000
 PIECES = [*" \t\n`~*-#$1A\u2028", "1.\t", "#### ", "```\n", "- ~~~\n", "``` `\n", "answer "]
-PIECES += ["answer is ", "answer:*", "option ", "\\boxed{", "(A) ", "1,", "{", "\\frac{1", "½\x85"]
+PIECES += [
+    "a-",
+    "a'",
+    "1+",
+    " or ",
+    "not ",
+    "answer is ",
+    "answer:*",
+    "option ",
+    "\\boxed{",
+    "(A) ",
+    "1,",
+    "{",
+    "\\frac{1",
+    "½\x85",
+]
 STARTS = [
     "",
     "```",
@@ -456,6 +471,7 @@ STARTS = [
     "\\boxed{",
     "A",
     "#### 1",
+    "1 + 2",
 ]
 
 
