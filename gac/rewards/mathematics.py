@@ -33,9 +33,9 @@ class MathReward(Reward):
     "the answer is", or in the last sentence with a number. The answer must be one value: a list of
     guesses, a term such as "5x + 3" or a repeated question such as "4*5" is not a number, and a box
     that is denied or is an operand is no answer. Units, currencies and percent signs may be left
-    out; "5 million", "5 dozen", "3 1/2", "10 000" and "1.5 x 10^5" are numbers. An expression is right only if the reference is an expression, too; math-verify
-    compares these, in worker processes. A check that exceeds `timeout` is stopped, scores 0 and is
-    counted.
+    out; "5 million", "5 dozen", "3 1/2", "10 000" and "1.5 x 10^5" are numbers. An expression is
+    right only if the reference is an expression, too; math-verify compares these, in worker
+    processes. A check that exceeds `timeout` is stopped, scores 0 and is counted.
 
     Args:
         timeout: CPU-time limit per check, in seconds.
