@@ -429,12 +429,12 @@ def _demo(options: argparse.Namespace) -> int:
             raise ConfigError(f"--seeds={options.seeds} has no effect with --real: remove it")
         model = None if options.real is True else options.real
         out, methods = options.out or Path("runs/real"), options.methods or REAL_METHODS
-        return run_real(out, model, methods, options.steps or 16, options.jobs)
+        return run_real(out, model, methods=methods, steps=options.steps or 16, jobs=options.jobs)
     from gac.demo.run import run_demo
 
     out, methods = options.out or Path("runs/demo"), options.methods or list(DEMO_METHODS)
     seeds, steps = range(options.seeds), options.steps or 160
-    return run_demo(out, methods, seeds, steps, options.jobs)
+    return run_demo(out, methods, seeds=seeds, steps=steps, jobs=options.jobs)
 
 
 @command(

@@ -184,12 +184,12 @@ def count(rows: Sequence[Row]) -> Counts:
     demo = [row.demo_tokens for row in rows]
     rollout = [row.loss_tokens - tokens for row, tokens in zip(rows, demo, strict=True)]
     return Counts(
-        sum(n > 0 for n in rollout),
-        sum(rollout),
-        sum(n > 0 for n in demo),
-        sum(demo),
-        sum(row.loss_tokens > 0 for row in rows),
-        sum(len(row.ids) for row in rows),
+        rollouts=sum(n > 0 for n in rollout),
+        rollout_tokens=sum(rollout),
+        demos=sum(n > 0 for n in demo),
+        demo_tokens=sum(demo),
+        rows=sum(row.loss_tokens > 0 for row in rows),
+        tokens=sum(len(row.ids) for row in rows),
     )
 
 

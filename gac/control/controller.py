@@ -272,19 +272,19 @@ def step(
     mu = _clip(state.mu + change, config.mu_min, config.mu_max)
     sft_variance, rl_variance, disagreement = signal_emas
     return ControllerState(
-        state.step + 1,
-        mu,
-        mu_ada,
-        alpha,
-        kl_ema,
-        sft_variance,
-        rl_variance,
-        disagreement,
-        correction_emas,
-        target,
-        prior,
-        gate,
-        alarm,
+        step=state.step + 1,
+        mu=mu,
+        mu_ada=mu_ada,
+        alpha=alpha,
+        kl=kl_ema,
+        sft_variance=sft_variance,
+        rl_variance=rl_variance,
+        disagreement=disagreement,
+        corrections=correction_emas,
+        mu_star=target,
+        prior=prior,
+        gate=gate,
+        alarm=alarm,
     )
 
 
@@ -313,12 +313,20 @@ def _mu_star(
     ss, rr, d = (max(value, 0.0) for value in signal_emas if value is not None)
     terms = Corrections() if correction_emas is None else Corrections(*correction_emas)
     if config.estimator == "biased":
-        return mu_star_biased(alpha, d, ss, rr, terms)
+        return mu_star_biased(
+            alpha, disagreement=d, sft_variance=ss, rl_variance=rr, corrections=terms
+        )
     if config.estimator == "biased_paper":
         dot, gap = -terms.rl_bias_dot_gap, max(terms.bias_gap_sq, 0.0)
         shared = (alpha, d, ss, rr, terms.covariance)
         return mu_star_biased_paper(*shared, bias_dot_gradient=dot, bias_gap_sq=gap)
-    return mu_star(alpha, d, ss, rr, terms.covariance if config.estimator == "correlated" else 0.0)
+    return mu_star(
+        alpha,
+        disagreement=d,
+        sft_variance=ss,
+        rl_variance=rr,
+        covariance=terms.covariance if config.estimator == "correlated" else 0.0,
+    )
 
 
 def _average(decay: float, old: float | None, new: float) -> float:

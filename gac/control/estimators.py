@@ -41,7 +41,13 @@ def mu_star(
         The paper's Theorem 1 and its extension to correlated noise.
     """
     plain = Corrections(covariance=covariance)
-    return mu_star_biased(alpha, disagreement, sft_variance, rl_variance, plain)
+    return mu_star_biased(
+        alpha,
+        disagreement=disagreement,
+        sft_variance=sft_variance,
+        rl_variance=rl_variance,
+        corrections=plain,
+    )
 
 
 def mu_star_biased(

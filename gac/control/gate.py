@@ -122,7 +122,13 @@ class Gate(Checked):
                 for old, new in zip(state, values, strict=False)  # the trust is not averaged
             ]
         inner, error, sft, rl = values
-        after = GateState(inner, error, sft, rl, self.trust(state, demos_suspect))
+        after = GateState(
+            inner=inner,
+            inner_variance=error,
+            sft_square=sft,
+            rl_square=rl,
+            trust=self.trust(state, demos_suspect),
+        )
         at_zero, slope = self.coefficients
         at_zero = 0.0 if demos_suspect else at_zero
         measure = after.z if self.form == "z" else after.cosine

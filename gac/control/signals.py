@@ -41,8 +41,22 @@ class Alignment(NamedTuple):
         """
         size = math.sqrt(max(self.sft_total, 0.0)) * math.sqrt(max(self.rl_total, 0.0))
         if size == 0:
-            return Alignment(0.0, 0.0, 1.0, 1.0, 1.0, 1.0)
-        return Alignment(self.inner / size, self.inner_variance / size / size, 1.0, 1.0, 1.0, 1.0)
+            return Alignment(
+                inner=0.0,
+                inner_variance=0.0,
+                sft_square=1.0,
+                rl_square=1.0,
+                sft_total=1.0,
+                rl_total=1.0,
+            )
+        return Alignment(
+            inner=self.inner / size,
+            inner_variance=self.inner_variance / size / size,
+            sft_square=1.0,
+            rl_square=1.0,
+            sft_total=1.0,
+            rl_total=1.0,
+        )
 
 
 def alignment(gram: torch.Tensor, sft_count: int) -> Alignment:
@@ -61,12 +75,12 @@ def alignment(gram: torch.Tensor, sft_count: int) -> Alignment:
     cross = gram[:sft_count, sft_count:]
     inner = cross.mean().item()
     return Alignment(
-        inner,
-        inner**2 - _square_of_mean(cross),
-        _off_diagonal(gram[:sft_count, :sft_count]),
-        _off_diagonal(gram[sft_count:, sft_count:]),
-        gram[:sft_count, :sft_count].mean().item(),
-        gram[sft_count:, sft_count:].mean().item(),
+        inner=inner,
+        inner_variance=inner**2 - _square_of_mean(cross),
+        sft_square=_off_diagonal(gram[:sft_count, :sft_count]),
+        rl_square=_off_diagonal(gram[sft_count:, sft_count:]),
+        sft_total=gram[:sft_count, :sft_count].mean().item(),
+        rl_total=gram[sft_count:, sft_count:].mean().item(),
     )
 
 

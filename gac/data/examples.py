@@ -67,7 +67,15 @@ def load_prompts(
         return _without_canaries(selected) if training else selected
 
     sources = _prompt_sources(config)
-    return _load(config, tokenizer, sources, rows, "prompts", training=training, demos=demos)
+    return _load(
+        config,
+        tokenizer,
+        sources=sources,
+        rows=rows,
+        kind="prompts",
+        training=training,
+        demos=demos,
+    )
 
 
 def _prompt_sources(config: DataConfig) -> tuple[Source, ...]:
@@ -110,7 +118,7 @@ def load_demos(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Exampl
     def rows(path: str, dropped: Counter[str]) -> Iterator[SourceRow]:
         return _without_canaries(rows_with_demos(config, path, dropped))
 
-    return _load(config, tokenizer, parts, rows, "demonstrations")
+    return _load(config, tokenizer, sources=parts, rows=rows, kind="demonstrations")
 
 
 def _load(
@@ -185,7 +193,16 @@ def load_references(
             dropped[f"without {config.demo_field or 'an answer'!r}"] += 1
             continue
         kind = source.key if config.sources else _source(config, row)
-        references.append((Example(name, (), prompt, answer, None, dict(row.fields), kind), demo))
+        example = Example(
+            id=name,
+            prompt=(),
+            prompt_text=prompt,
+            answer=answer,
+            demo=None,
+            extra=dict(row.fields),
+            source=kind,
+        )
+        references.append((example, demo))
     if not references:
         reasons = "; ".join(f"{count} {reason}" for reason, count in dropped.items()) or "nothing"
         raise ValueError(

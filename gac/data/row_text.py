@@ -39,7 +39,7 @@ def row_text(
             return plain_text(tokenizer, text, [] if isinstance(demo, Mapping) else demo)
         system = [] if config.system is None else [{"role": "system", "content": config.system}]
         messages = [*system, {"role": "user", "content": text}]
-    return chat_text(tokenizer, row, messages, demo, fields)
+    return chat_text(tokenizer, row, messages=messages, demo=demo, fields=fields)
 
 
 def uses_chat(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> bool:

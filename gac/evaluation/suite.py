@@ -233,7 +233,12 @@ def _run_tasks(
 
     def run(job: Job, progress: Progress) -> Outcome:
         answers = generate_answers(
-            engine, job.examples, job.reward, job.task, config.seed, progress
+            engine,
+            job.examples,
+            reward=job.reward,
+            task=job.task,
+            seed=config.seed,
+            progress=progress,
         )
         return answers, demo_nll(engine.model, job.examples, tokenizer.pad_token_id)
 
@@ -342,7 +347,9 @@ class Evaluator:
         row: dict[str, Any] = {}
         answers: dict[str, list[Answer]] = {}
         for name, job in self.jobs.items():
-            answers[name] = generate_answers(engine, job.examples, job.reward, job.task, self.seed)
+            answers[name] = generate_answers(
+                engine, job.examples, reward=job.reward, task=job.task, seed=self.seed
+            )
             nll = demo_nll(engine.model, job.examples, engine.tokenizer.pad_token_id)
             row |= flat(summary(answers[name], job.task, nll), name)
         if samples is not None:

@@ -88,7 +88,14 @@ def generate_answers(
             rollouts = engine.sample_rollouts([examples[i] for i in numbers], task.samples)
             owners = [i for i in numbers for _ in range(task.samples)]
             before = reward.counts() if progress else {}
-            batch = _score(engine, examples, owners, rollouts, reward, task)
+            batch = _score(
+                engine,
+                examples=examples,
+                owners=owners,
+                rollouts=rollouts,
+                reward=reward,
+                task=task,
+            )
             found += batch
             if progress is not None:
                 counts = {k: n - before.get(k, 0) for k, n in reward.counts().items()}
@@ -117,19 +124,25 @@ def _score(
     tokenizer, field = engine.tokenizer, task.data.prompt_field
     stops = set(stop_tokens(tokenizer, task.stop))
     truncated = [is_truncated(r, stops, task.max_completion_length) for r in rollouts]
-    scores = score(reward, tokenizer, [examples[i] for i in owners], rollouts, truncated)
+    scores = score(
+        reward,
+        tokenizer,
+        examples=[examples[i] for i in owners],
+        rollouts=rollouts,
+        truncated=truncated,
+    )
     return [
         Answer(
-            i,
-            examples[i].id,
-            hashlib.sha256(repr(examples[i].extra.get(field)).encode()).hexdigest()[:16],
-            split_of(task, examples[i]),
-            str(tokenizer.decode(list(examples[i].prompt), skip_special_tokens=False)),
-            examples[i].answer,
-            text,
-            len(rollout.completion_ids),
-            value,
-            cut,
+            number=i,
+            id=examples[i].id,
+            row=hashlib.sha256(repr(examples[i].extra.get(field)).encode()).hexdigest()[:16],
+            split=split_of(task, examples[i]),
+            prompt=str(tokenizer.decode(list(examples[i].prompt), skip_special_tokens=False)),
+            reference=examples[i].answer,
+            response=text,
+            length=len(rollout.completion_ids),
+            score=value,
+            truncated=cut,
         )
         for i, text, rollout, value, cut in zip(
             owners, scores.texts, rollouts, scores.rewards, truncated, strict=True

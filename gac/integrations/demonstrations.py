@@ -93,7 +93,9 @@ def _conversation(
     demo = row.fields["completion"]
     demo = demo if is_message(demo) else [demo]
     names = "prompt", "completion"
-    return chat_text(tokenizer, row, row.fields["prompt"], demo, names, template)
+    return chat_text(
+        tokenizer, row, messages=row.fields["prompt"], demo=demo, fields=names, defaults=template
+    )
 
 
 def tokenized(

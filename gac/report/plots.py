@@ -77,84 +77,100 @@ class Panel:
 
 TRAINING = (
     Panel(
-        "reward",
-        "Reward",
-        "mean reward",
-        "reward_mean",
-        "Mean reward of the sampled responses; with rewards of 0 and 1 this is their accuracy.",
+        key="reward",
+        title="Reward",
+        axis="mean reward",
+        column="reward_mean",
+        caption="Mean reward of the sampled responses; with rewards of 0 and 1 this is their "
+        "accuracy.",
     ),
     Panel(
-        "response_length",
-        "Response length",
-        "tokens",
-        "completions/mean_length",
-        "Mean length of the sampled responses.",
+        key="response_length",
+        title="Response length",
+        axis="tokens",
+        column="completions/mean_length",
+        caption="Mean length of the sampled responses.",
     ),
     Panel(
-        "entropy",
-        "Entropy",
-        "nats per token",
-        "entropy",
-        "Mean entropy of the policy's next-token distribution; near 0 the policy does not explore.",
+        key="entropy",
+        title="Entropy",
+        axis="nats per token",
+        column="entropy",
+        caption="Mean entropy of the policy's next-token distribution; near 0 the policy does not "
+        "explore.",
     ),
     Panel(
-        "policy_loss",
-        "Policy loss",
-        "loss",
-        "rollout_loss",
-        "The policy-gradient term only. Large swings indicate instability; its level says little.",
+        key="policy_loss",
+        title="Policy loss",
+        axis="loss",
+        column="rollout_loss",
+        caption="The policy-gradient term only. Large swings indicate instability; its level says "
+        "little.",
         rounding=1e-6,
         zero="by construction, with one update per rollout and advantages that sum to 0",
     ),
 )
 OPTIMIZATION = (
     Panel(
-        "demo_loss",
-        "Demonstration loss",
-        "loss",
-        "demo_loss",
-        "The demonstration term. With the weight phi (method.weight=phi) it can rise while the "
-        "model learns: tokens that the model finds unlikely have almost no weight at first.",
+        key="demo_loss",
+        title="Demonstration loss",
+        axis="loss",
+        column="demo_loss",
+        caption="The demonstration term. With the weight phi (method.weight=phi) it can rise while "
+        "the model learns: tokens that the model finds unlikely have almost no weight at first.",
     ),
-    Panel("grad_norm", "Gradient norm", "norm", "grad_norm", "Before clipping."),
-    Panel("lr", "Learning rate", "learning rate", "lr", "After warm-up and decay.", "exact"),
     Panel(
-        "frac_reward_zero_std",
-        "Groups without signal",
-        "share of prompts",
-        "frac_reward_zero_std",
-        "Prompts whose rollouts all have the same reward: they teach nothing in this step.",
+        key="grad_norm",
+        title="Gradient norm",
+        axis="norm",
+        column="grad_norm",
+        caption="Before clipping.",
+    ),
+    Panel(
+        key="lr",
+        title="Learning rate",
+        axis="learning rate",
+        column="lr",
+        caption="After warm-up and decay.",
+        kind="exact",
+    ),
+    Panel(
+        key="frac_reward_zero_std",
+        title="Groups without signal",
+        axis="share of prompts",
+        column="frac_reward_zero_std",
+        caption="Prompts whose rollouts all have the same reward: they teach nothing in this step.",
     ),
 )
 MIXING = (
     Panel(
-        "mu",
-        "Mixing weight μ",
-        "weight of the SFT term",
-        "mu",
-        "μ bold, its prior schedule dotted, the closed-form target μ* as faint dots.",
-        "mu",
+        key="mu",
+        title="Mixing weight μ",
+        axis="weight of the SFT term",
+        column="mu",
+        caption="μ bold, its prior schedule dotted, the closed-form target μ* as faint dots.",
+        kind="mu",
     ),
     Panel(
-        "sft_variance",
-        "SFT variance σₛ²",
-        "nats²",
-        "sft_variance",
-        "Trimmed variance of the demonstrations' mean negative log-likelihood.",
+        key="sft_variance",
+        title="SFT variance σₛ²",
+        axis="nats²",
+        column="sft_variance",
+        caption="Trimmed variance of the demonstrations' mean negative log-likelihood.",
     ),
     Panel(
-        "rl_variance",
-        "RL variance σᵣ²",
-        "advantage²",
-        "rl_variance",
-        "Variance of the rollouts' advantages.",
+        key="rl_variance",
+        title="RL variance σᵣ²",
+        axis="advantage²",
+        column="rl_variance",
+        caption="Variance of the rollouts' advantages.",
     ),
     Panel(
-        "disagreement",
-        "Disagreement Δg̃²",
-        "squared z-score",
-        "disagreement",
-        "Distance between the two per-token signals; 2 means that they are uncorrelated.",
+        key="disagreement",
+        title="Disagreement Δg̃²",
+        axis="squared z-score",
+        column="disagreement",
+        caption="Distance between the two per-token signals; 2 means that they are uncorrelated.",
     ),
 )
 
@@ -166,21 +182,39 @@ def evaluation_panels(groups: Sequence[Group]) -> list[Panel]:
     caption = (
         "Fraction of held-out problems solved at each evaluation; step 0 is the initial model."
     )
-    panels = [Panel("accuracy", "Held-out accuracy", "accuracy", "accuracy", caption, "accuracy")]
+    panels = [
+        Panel(
+            key="accuracy",
+            title="Held-out accuracy",
+            axis="accuracy",
+            column="accuracy",
+            caption=caption,
+            kind="accuracy",
+        )
+    ]
     for number, split in enumerate(splits, 1):  # numbered so that no two splits share a file name
         key = f"accuracy_{number}_" + "".join(c if c.isalnum() or c in "+-" else "_" for c in split)
         caption, title = _caption(split, tasks), f"Held-out accuracy: {split.replace('/', ': ')}"
-        panels.append(Panel(key, title, "accuracy", f"accuracy/{split}", caption, "accuracy"))
+        panels.append(
+            Panel(
+                key=key,
+                title=title,
+                axis="accuracy",
+                column=f"accuracy/{split}",
+                caption=caption,
+                kind="accuracy",
+            )
+        )
     shown = panels[1:] if tasks and not has_data(panels[0], groups) else panels
     losses = [
         Panel(
-            "demo_nll" if not task else f"demo_nll_{number}",
-            f"Held-out demonstration loss{f': {task}' if task else ''}",
-            "nats per token",
-            f"demo_nll/{task}" if task else "demo_nll",
-            "Mean negative log-likelihood of the held-out reference solutions, per token. It falls "
-            "as the model learns to imitate them, also while the accuracy is still 0.",
-            "evaluation",
+            key="demo_nll" if not task else f"demo_nll_{number}",
+            title=f"Held-out demonstration loss{f': {task}' if task else ''}",
+            axis="nats per token",
+            column=f"demo_nll/{task}" if task else "demo_nll",
+            caption="Mean negative log-likelihood of the held-out reference solutions, per token. "
+            "It falls as the model learns to imitate them, also while the accuracy is still 0.",
+            kind="evaluation",
         )
         for number, task in enumerate(["", *tasks])
     ]

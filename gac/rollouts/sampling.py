@@ -104,7 +104,7 @@ class Sampler:
             # numbered as in a single process, so that ids are unique across ranks
             unit = i * self.ranks + self.rank
             rows += [row._replace(unit=unit, sequence=n) for n, row in enumerate(own, len(rows))]
-        rollouts = Rollouts(rows, all_scored, step, columns, self.means)
+        rollouts = Rollouts(rows, rewards=all_scored, step=step, columns=columns, means=self.means)
         if self.plan.collect:
             weights = zip(examples, credit.demo_weight.tolist(), strict=True)
             rollouts.collected = [e if weight and e.demo else None for e, weight in weights]
@@ -258,7 +258,14 @@ class Sampler:
     def _score(
         self, examples: Sequence[Example], rollouts: Sequence[Rollout], truncated: Sequence[bool]
     ) -> Scores:
-        return score(self.reward, self.tokenizer, examples, rollouts, truncated, self.step)
+        return score(
+            self.reward,
+            self.tokenizer,
+            examples=examples,
+            rollouts=rollouts,
+            truncated=truncated,
+            step=self.step,
+        )
 
     def _demo_rewards(self, examples: Sequence[Example]) -> Tensor:
         """[Q] rewards of the prompts' own demonstrations; nan where there is none to score."""

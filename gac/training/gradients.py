@@ -253,16 +253,22 @@ class Gradients:
             accumulate(live, step.mix)
         moments, losses, evidence = totals.moments(self.accelerator.device), totals.losses(), None
         if needs.signals:
-            evidence = Evidence(step.number, moments, gram, needs.parts, bias_gram)
+            evidence = Evidence(
+                step=step.number,
+                moments=moments,
+                gram=gram,
+                sft_count=needs.parts,
+                bias_gram=bias_gram,
+            )
         return Measured(
-            losses,
-            moments,
-            None if kl is None else kl.mean(),
-            parts,
-            gram,
-            evidence,
-            totals.sources() if needs.sources else None,
-            totals.sums,
+            losses=losses,
+            moments=moments,
+            kl=None if kl is None else kl.mean(),
+            parts=parts,
+            gram=gram,
+            evidence=evidence,
+            sources=totals.sources() if needs.sources else None,
+            means=totals.sums,
         )
 
     def losses(self, step: Step) -> TermPair:

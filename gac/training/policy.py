@@ -85,11 +85,11 @@ def make_gradients(
     set_gradient_filter(model, config.loss.gradient_filter)
     forward = Forward(
         accelerator,
-        model,
-        reference,
-        config.rollouts.temperature,
-        _micro_batches(config, model, reference),
-        tokenizer.pad_token_id,
+        model=model,
+        reference=reference,
+        temperature=config.rollouts.temperature,
+        micro=_micro_batches(config, model, reference),
+        pad_token=tokenizer.pad_token_id,
     )
     kl_sample_size = config.kl_sample_size and -(
         -config.kl_sample_size // accelerator.num_processes

@@ -91,11 +91,11 @@ def load_skipped(path: Path) -> tuple[SkippedStep, Path]:
         )
     plain = parts[0]  # all but rows and log-probs are the same on every rank
     skipped = SkippedStep(
-        _merged([Step.restore(part["step"]) for part in parts]),
-        None if plain["term_weights"] is None else TermPair(*plain["term_weights"]),
-        plain["fault"],
-        plain["norm"],
-        TermPair(*plain["losses"]),
+        step=_merged([Step.restore(part["step"]) for part in parts]),
+        term_weights=None if plain["term_weights"] is None else TermPair(*plain["term_weights"]),
+        fault=plain["fault"],
+        norm=plain["norm"],
+        losses=TermPair(*plain["losses"]),
     )
     return skipped, path.parent / plain["shares"] / "weights"
 
@@ -155,7 +155,12 @@ class Recomputation:
         self.model = load_policy(config, accelerator)
         reference = load_reference(config, accelerator, kl=needs.kl)
         self.gradients = make_gradients(
-            config, accelerator, self.tokenizer, self.model, reference, needs
+            config,
+            accelerator,
+            tokenizer=self.tokenizer,
+            model=self.model,
+            reference=reference,
+            needs=needs,
         )
         checkpoint.load_weights(
             weights, accelerator.unwrap_model(self.model), self.gradients.tracked

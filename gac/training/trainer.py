@@ -169,7 +169,12 @@ class Trainer:
         config = self.config
         self.optimizer = make_optimizer(self.model, config.optim)
         self.gradients = make_gradients(
-            config, self.accelerator, self.tokenizer, self.model, self.reference, needs
+            config,
+            self.accelerator,
+            tokenizer=self.tokenizer,
+            model=self.model,
+            reference=self.reference,
+            needs=needs,
         )
         self.sampler = Sampler(
             config.rollouts,
@@ -407,15 +412,15 @@ class Trainer:
         sums = collectives.total([*count(rows), *own_rewards])
         split, seed = len(Counts._fields), self.config.seed
         return Step(
-            self.step,
-            tuple(rows),
-            mix,
-            Counts(*sums[:split]),
-            Rewards(*sums[split:]),
-            self.needs(self.step),
-            tuple(self.rollouts.old_logps if self.rollouts else ()),
-            seeds.derive_seed(seed, self.step, self.accelerator.process_index) + 1,
-            tuple(self.rollouts.teacher_logps if self.rollouts else ()),
+            number=self.step,
+            rows=tuple(rows),
+            mix=mix,
+            counts=Counts(*sums[:split]),
+            rewards=Rewards(*sums[split:]),
+            needs=self.needs(self.step),
+            old_logps=tuple(self.rollouts.old_logps if self.rollouts else ()),
+            seed=seeds.derive_seed(seed, self.step, self.accelerator.process_index) + 1,
+            teacher_logps=tuple(self.rollouts.teacher_logps if self.rollouts else ()),
         )
 
     def _apply(self, step: Step, measured: Measured) -> Update:
@@ -439,7 +444,9 @@ class Trainer:
             self.gradients.tracked |= measured.parts.averages if measured.parts else {}
         else:
             solved = None if weights is None else TermPair(*weights)
-            self._save_skipped(SkippedStep(step, solved, fault, norm, losses))
+            self._save_skipped(
+                SkippedStep(step=step, term_weights=solved, fault=fault, norm=norm, losses=losses)
+            )
         self.optimizer.zero_grad()
         return Update(mix, norm, lr, fault)
 
@@ -511,10 +518,10 @@ class Trainer:
         checkpoint.save(
             self.checkpoints,
             self.step,
-            self.model,
-            self.optimizer,
-            progress,
-            self.gradients.tracked,
+            model=self.model,
+            optimizer=self.optimizer,
+            progress=progress,
+            extra_tensors=self.gradients.tracked,
         )
         checkpoint.prune(self.checkpoints, self.config.keep_checkpoints, self.best.get("step"))
 
