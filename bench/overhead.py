@@ -1,6 +1,7 @@
 """Overhead of a method over the same mixed loss at a constant mu: `python -m bench.overhead`.
 
-Measures the method that a run uses when none is named; `--method` selects another one. Every step
+Measures the method that a run uses when none is named, with its shipped settings; `--method` and
+`--set` select others. Every step
 trains twice on the same rollouts and demonstrations, in alternating order: with the method, and
 with the bare mixed loss at the same mu, without statistics, KL or controller. Nothing else differs;
 the overhead is their difference as a fraction of a full step, including sampling, so it contains
@@ -8,7 +9,8 @@ every kernel, collective and host second of the method. The cost of the statisti
 difference between the loss's forward pass with and without them, in alternation. Lengths and batch
 sizes are those of examples/gsm8k.yaml divided by 16 and multiplied by --times; the head has the
 same share of the model's weights as in a 1.5B model (15%). On a CPU, CPU time is measured. Writes
-bench/results/overhead.json; the last line is `overhead X.XX % [low, high]`, with a 95% interval.
+bench/results/overhead.json and the table of docs/benchmarks.md; the last line is
+`overhead X.XX % [low, high]`, with a 95% interval. `--all` measures every case of that table.
 """
 
 from __future__ import annotations
@@ -16,16 +18,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import datetime
 import functools
 import json
+import math
 import operator
 import random
 import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,20 +38,37 @@ import gac.models.head
 from gac import collectives
 from gac.config import load
 from gac.demo.task import write_task
+from gac.evaluation.table import markdown_table
 from gac.methods import METHODS, Constant
 from gac.rows import Row
 from gac.step_end import end_step
-from gac.train_config import TrainConfig
+from gac.train_config import TrainConfig, kl_rollouts
+from gac.training import gradients
 from gac.training.gradients import Forward, SampledKL
 from gac.training.step import step_result, trainer_columns
 from gac.training.trainer import Trainer
 from gac.types import StepNeeds
 from gac_kernels import TokenMoments
+from tools.origin import origin
+from tools.pages import BENCHMARKS, fill
 
 from .record import RESULTS, copy_out, device_name, environment
 
 PARTS = ("statistics", "reference forward", "controller", "communication")
 STEPS = 10  # steps per cycle; GAC refreshes its signals once per cycle
+CASES: list[tuple[str, list[str]]] = [
+    ("constant-alarm", []),
+    ("guarded", []),
+    ("gac", []),
+    ("gac-paper", ["method.alpha_every=refresh"]),
+    ("gac-paper", []),
+    ("gac-paper", ["kl_sample_size=100000"]),
+    ("gac-gated", []),
+    ("rewvar-ctrl", []),
+    ("gradnorm-ctrl", []),
+    ("kl-ctrl", []),
+]
+"""Method and keys of the cases in the table of docs/benchmarks.md."""
 ROUNDS = 8  # forward passes of the loss with statistics, and as many without
 SIZES = {
     "hidden_size": 96,
@@ -70,9 +89,9 @@ def clock() -> float:
 
 
 def configuration(
-    folder: Path, method: str | None, kl_sample_size: int | None, steps: int, times: int
+    folder: Path, method: str | None, changes: Sequence[str], steps: int, times: int
 ) -> TrainConfig:
-    """A scaled-down examples/gsm8k.yaml on an untrained model."""
+    """A scaled-down examples/gsm8k.yaml on an untrained model; changes: `key=value` overrides."""
     write_task(folder / "task", seed=0)
     start = folder / "task" / "init"
     model = AutoConfig.from_pretrained(start)
@@ -98,9 +117,9 @@ def configuration(
             },
             "demo_batch_size": 4 * times,
             "micro_batch_size": 8,
-            "kl_sample_size": kl_sample_size,
             "optim": {"lr": 1e-6, "warmup_steps": 1},
         },
+        changes,
     )
 
 
@@ -119,11 +138,13 @@ def without_statistics() -> Iterator[None]:
         return out._replace(moments=TokenMoments.zeros(hidden.device))
 
     gac.models.head.fused_linear_gac_loss = loss
+    token_weights, gradients.TOKEN_WEIGHTS = gradients.TOKEN_WEIGHTS, ()
     TokenMoments.all_reduce = lambda self, group=None: self  # type: ignore[method-assign] # no-op
     try:
         yield
     finally:
         gac.models.head.fused_linear_gac_loss = original
+        gradients.TOKEN_WEIGHTS = token_weights
         TokenMoments.all_reduce = all_reduce  # type: ignore[method-assign] # restored
 
 
@@ -265,31 +286,35 @@ def main() -> None:
     )
     parser.add_argument("--method", choices=METHODS, help="default: the method of TrainConfig")
     parser.add_argument(
-        "--kl-sample-size",
-        type=int,
-        help="number of rollouts used to estimate the KL (default: all)",
+        "--set", nargs="+", default=[], metavar="KEY=VALUE", help="other keys of the run"
     )
     parser.add_argument(
         "--times", type=int, default=1, help="multiplier of the lengths and batch sizes"
     )
+    parser.add_argument("--all", action="store_true", help="measure every case of the table")
     arguments = parser.parse_args()
     if arguments.cycles < 2:
         parser.error(f"--cycles {arguments.cycles}: an interval needs at least 2")
+    cases = CASES if arguments.all else [(arguments.method, arguments.set)]
+    for method, changes in cases:
+        run_case(method, changes, arguments.cycles, arguments.times)
+    fill(BENCHMARKS, "overhead", table(json.loads((RESULTS / "overhead.json").read_text())))
+
+
+def run_case(method: str | None, changes: Sequence[str], cycles: int, times: int) -> None:
+    """Measure, print and save one case."""
     random.seed(0)
     with tempfile.TemporaryDirectory() as folder:
-        config = configuration(
-            Path(folder),
-            arguments.method,
-            arguments.kl_sample_size,
-            STEPS * (arguments.cycles + 1),
-            arguments.times,
-        )
-        cycles = measure(config, arguments.cycles)
-    name = config.method.name
-    save(
-        f"{name}, times {arguments.times}, kl_sample_size {arguments.kl_sample_size}",
-        summary(cycles),
-    )
+        config = configuration(Path(folder), method, changes, STEPS * (cycles + 1), times)
+        measured = measure(config, cycles)
+    keys = {
+        "method": config.method.name,
+        "set": list(changes),
+        "times": times,
+        "rollouts": config.rollouts.num_prompts * config.rollouts.num_generations,
+        "kl_rollouts": kl_rollouts(config),
+    }
+    save(keys, summary(measured))
 
 
 def summary(cycles: list[CycleTimes]) -> dict[str, Any]:
@@ -309,21 +334,48 @@ def summary(cycles: list[CycleTimes]) -> dict[str, Any]:
     }
 
 
-def save(case: str, result: dict[str, Any]) -> None:
-    """Print one case and add it to the results file."""
+def save(keys: Mapping[str, Any], result: dict[str, Any]) -> None:
+    """Print one case and add it to the results file; it replaces a result with the same keys."""
     path, device = RESULTS / "overhead.json", "cuda" if torch.cuda.is_available() else "cpu"
-    stored = json.loads(path.read_text()) if path.exists() else {}
-    origin = {"device": device_name(device), "date": str(datetime.date.today())}
-    stored[case if device == "cpu" else f"{case}, {device}"] = {
-        **origin,
-        **environment(device),
-        **result,
-    }
-    path.write_text(json.dumps(stored, indent=1) + "\n")
+    stored = json.loads(path.read_text()) if path.exists() else []
+    row = {**keys, **origin(), "device": device_name(device), **environment(device), **result}
+    if device == "cuda":
+        row["method"] += ", on a GPU"
+    names = ("method", "set", "times")
+    kept = [old for old in stored if any(old[name] != row[name] for name in names)]
+    path.write_text(json.dumps([*kept, row], indent=1) + "\n")
     copy_out(path)
-    print(case, *(f"{name:18} {value}" for name, value in result.items()), sep="\n")
+    print(*(f"{name:18} {value}" for name, value in row.items() if name != "versions"), sep="\n")
     low, high = result["overhead"]["ci95"]
     print(f"overhead {result['overhead']['percent']:.2f} % [{low:.2f}, {high:.2f}]")
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """One line per stored case; percentages of a step without the method."""
+    shown = [(*case, times) for case in CASES for times in sorted({row["times"] for row in rows})]
+
+    def position(row: Mapping[str, Any]) -> int:
+        case = (row["method"], row["set"], row["times"])
+        return shown.index(case) if case in shown else len(shown)
+
+    lines = []
+    for row in sorted(rows, key=position):
+        low, high = row["overhead"]["ci95"]
+        keys = "".join(f", `{change}`" for change in row["set"])
+        sample = f"{min(row['kl_rollouts'] or math.inf, row['rollouts'])} of {row['rollouts']}"
+        lines.append(
+            [
+                f"`{row['method']}`{keys}",
+                str(row["times"]),
+                sample if row["reference forward"]["ms"] else "",
+                f"{row['overhead']['percent']:.2f} [{low:.2f}, {high:.2f}]",
+                *(f"{row[part]['percent']:.2f}" for part in PARTS),
+                f"{row['bare_step_ms']:.0f}",
+                f"{row['date']}, {row['commit']}",
+            ]
+        )
+    head = ("method", "times", "rollouts with a KL", "overhead in % [95% interval]", *PARTS)
+    return markdown_table((*head, "ms per step", "measured"), lines)
 
 
 if __name__ == "__main__":

@@ -18,10 +18,12 @@ from gac.collectives import rank
 from gac.errors import require
 from gac.imports import user_code
 from gac.methods.base import Method
-from gac.types import Evidence, Mix, Observation, State, StepNeeds, TermPair
+from gac.types import Evidence, KLEstimate, Mix, Observation, State, StepNeeds, TermPair
 from gac_kernels import TokenMoments
 
 logger = logging.getLogger(__name__)
+LOW_WEIGHT = 0.1  # phi = p (1 - p) is at most 0.25
+UNKNOWN_LOSS = 1.6  # nats per token: the typical token has a probability below a fifth
 NO_VARIANCE = 1e-12  # up to this variance a z-score is 0, as in `TokenMoments.signals`
 
 
@@ -43,8 +45,8 @@ class StepResult:
     """The reduced demonstration loss; None: the step has no demonstrations."""
     has_kl: bool = True
     """Whether the KL to the reference was measured."""
-    kl: float | None = None
-    """Mean KL over a subset of the rollouts; None: `moments.kl`, over all."""
+    kl: KLEstimate | None = None
+    """KL to the reference from some of the rollouts; None: `moments.kl`, from all."""
     reward_mean: float | None = None
     """Mean reward of the rollouts."""
     reward_variance: float | None = None
@@ -57,6 +59,8 @@ class StepResult:
     """The source of each entry of `moments.demo_nll`, if `StepNeeds.sources` is set."""
     lr: float | None = None
     """Learning rate of the step."""
+    demo_weight: float | None = None
+    """Mean token weight of the demonstrations; None: all are 1, or not measured."""
     skipped: bool = False
     """Whether the update was skipped; the method then sees none of the measurements."""
 
@@ -78,7 +82,7 @@ def end_step(method: Method, state: State, result: StepResult) -> tuple[dict[str
         [moments.kl, moments.entropy, moments.totals[5] / moments.totals[1], moments.clip_fraction]
     )
     kl, entropy, demo_entropy, clip_fraction = scalars.tolist()  # one device-to-host copy
-    kl = kl if result.kl is None else result.kl
+    kl, kl_error = (kl, None) if result.kl is None else result.kl
     by_source = _by_source(result)
     row: dict[str, Any] = {
         "step": result.number + 1,
@@ -87,11 +91,13 @@ def end_step(method: Method, state: State, result: StepResult) -> tuple[dict[str
         "prior": None,
         "alpha": None,
         "kl": kl if result.has_kl else None,
+        "kl_standard_error": kl_error if result.has_kl else None,
         **signal_columns(moments, result.needs.trim),
         "rollout_loss": result.rollout_loss,
         "demo_loss": result.demo_loss,
         "reward_mean": result.reward_mean,
         "entropy": entropy,
+        "demo_weight": result.demo_weight,
         "demo_entropy": None if result.demo_loss is None else demo_entropy,
         "clip_fraction": None if result.rollout_loss is None else clip_fraction,
         **{f"demo_nll/{name}": math.fsum(own) / len(own) for name, own in by_source.items()},
@@ -113,8 +119,29 @@ def end_step(method: Method, state: State, result: StepResult) -> tuple[dict[str
             lr=result.lr,
             losses_by_source=by_source,
         )
+    if result.number == 0 and rank() == 0 and (advice := weight_advice(row, last.demo_losses)):
+        logger.warning("step 1: %s", advice)
     after, mix = next_mix(method, state, last)
     return row | method.report(state), after, mix
+
+
+def weight_advice(row: Mapping[str, Any], demo_losses: Sequence[float] | None) -> str | None:
+    """Why the token weight of the demonstrations does not suit an untrained model, or None.
+
+    The weights p and p (1 - p) are also small where a model already knows its demonstrations; the
+    loss tells the two cases apart.
+    """
+    weight = row["demo_weight"]
+    if weight is None or not demo_losses or weight >= LOW_WEIGHT:
+        return None
+    loss = math.fsum(demo_losses) / len(demo_losses)
+    if loss < UNKNOWN_LOSS:
+        return None
+    return (
+        f"the demonstrations have a mean token weight of {weight:.2g} and a loss of {loss:.2g} "
+        "nats per token: method.weight=phi and p hardly teach what the model does not know at all; "
+        "use method.weight=one for an untrained model"
+    )
 
 
 def next_mix(method: Method, state: State, last: Observation) -> tuple[State, Mix]:

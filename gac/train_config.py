@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Annotated, Any
 
 from gac.data import DataConfig
@@ -32,6 +33,8 @@ from gac.rollouts.config import RolloutConfig
 from gac.types import StepNeeds
 from gac_kernels import GradientFilter, LossSpec
 
+KL_SHARE = 8
+"""By default, one rollout in this many estimates a KL that only triggers something."""
 SEED = Valid("a whole number from 0 to 2**31 - 1", lambda x: 0 <= x < 2**31)
 STEPS = Valid("an integer from 1 to 1,000,000", lambda x: 1 <= x <= 1_000_000)
 BETAS = Valid("two numbers in [0, 1)", lambda betas: all(0 <= beta < 1 for beta in betas))
@@ -129,7 +132,8 @@ class TrainConfig(Checked):
     only when the method or the loss needs it."""
     kl_sample_size: Count | None = None
     """Rollouts per step, over all ranks, used to estimate the KL to the reference policy when it is
-    not part of the loss; null: all.
+    not part of the loss; null: an eighth of them for a method that only compares the KL with a
+    target (`gac`), otherwise all.
     """
     ignore_input_changes: bool = setting(False, may_change=True)
     """Resume although the content of the data, the reward, the model or the tokenizer has changed.
@@ -220,6 +224,20 @@ class TrainConfig(Checked):
                 "rollouts of a prompt, so a single one has advantage 0 and teaches nothing: use a "
                 "number >= 2"
             )
+
+
+def kl_rollouts(config: TrainConfig) -> int | None:
+    """Rollouts per step, over all ranks, from which the KL to the reference is estimated.
+
+    None: all of them, with the forward passes of the loss.
+    """
+    if config.kl_sample_size is not None:
+        return config.kl_sample_size
+    needs = StepNeeds.union(map(config.method.needs, range(config.steps)))
+    if not needs.kl_trigger or loss_of(config).spec.kl_coef != 0:
+        return None
+    rollouts = config.rollouts.num_prompts * config.rollouts.num_generations
+    return math.ceil(rollouts / KL_SHARE)
 
 
 def loss_of(config: TrainConfig) -> Loss:

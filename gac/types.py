@@ -79,6 +79,9 @@ class StepNeeds(NamedTuple):
     always measures them."""
     kl_optional: bool = False
     """With `kl`: the method also works where another trainer does not measure the KL."""
+    kl_trigger: bool = False
+    """With `kl`: the method only compares an average of the KL with a target, so an estimate from
+    part of the rollouts suffices."""
 
     @classmethod
     def union(cls, needs: Iterable[StepNeeds]) -> StepNeeds:
@@ -87,6 +90,15 @@ class StepNeeds(NamedTuple):
 
 
 # ---- what a step measured
+
+
+class KLEstimate(NamedTuple):
+    """The KL to the reference policy, estimated from some of a step's rollouts."""
+
+    mean: float
+    """Mean k3 estimate per token, nats."""
+    standard_error: float
+    """Standard error of `mean` over rollouts, nats; nan for fewer than two."""
 
 
 class Corrections(NamedTuple):

@@ -2,13 +2,15 @@
 
 Reads research/results/study and writes the tables between the markers of the pages. With --check,
 only compares them. Intervals are 95% percentile intervals of a hierarchical bootstrap: tasks, then
-seeds within each task.
+seeds within each task. Five tasks are too few for a bootstrap over tasks, so the tables `tasks` and
+`survives` have t intervals over the tasks' means beside them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -18,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from gac.evaluation.table import markdown_table
+from gac.study.results import interval as t_interval
 from research.study_run import (
     BASES,
     CONDITIONS,
@@ -55,6 +58,14 @@ JUDGED_AGAIN = (
     ("constant-alarm-phi", "sft-then-rl-phi"),
 )
 """Differences of the confirmation."""
+PHI = (
+    ("gac-paper", "gac-paper-one"),
+    ("sft-then-rl-phi", "sft-then-rl"),
+    ("constant-alarm-phi", "constant-alarm"),
+)
+"""What the token weight phi changes; runs of the confirmation."""
+AFTERWARDS = (("sft-then-rl-phi", "constant-alarm"),)
+"""Differences of the confirmation that its protocol did not ask for."""
 WITHOUT = [condition for condition in CONDITIONS if condition != "good-then-bad"]
 Part = tuple[list[str], Sequence[str]]
 OVERALL: list[Part] = [(list(BASES), CONDITIONS), *(([base], CONDITIONS) for base in BASES)]
@@ -118,6 +129,16 @@ class Study:
         values = self.table(lambda key: own(key) - others(key), bases, conditions)
         low, high = interval(values)
         return f"{values.mean():+.1f} [{low:+.1f}, {high:+.1f}]"
+
+    def over_tasks(
+        self, arm: str, other: str, bases: Sequence[str], conditions: Sequence[str] = CONDITIONS
+    ) -> str:
+        """The same difference with a t interval over the tasks; bold if it excludes 0."""
+        own, others = self.final(arm), self.final(other)
+        by_task = self.table(lambda key: own(key) - others(key), bases, conditions).mean(1)
+        low, high = t_interval(by_task.tolist()) or (math.nan, math.nan)
+        text = f"{by_task.mean():+.1f} [{low:+.1f}, {high:+.1f}]"
+        return f"**{text}**" if low > 0 or high < 0 else text
 
     def at_equal_time(self, arm: str, bases: Sequence[str]) -> float:
         """Accuracy at the last evaluation within the CPU time that `sft` takes for its run."""
@@ -183,6 +204,38 @@ def differences(study: Study, pairs: Iterable[tuple[str, str]]) -> str:
         lines.append([f"`{arm}` minus `{other}`", *cells])
     header = ["difference", "all", *BASES, "all but good-then-bad", *CONDITIONS]
     return markdown_table(header, lines)
+
+
+def over_tasks(study: Study, confirmed: Study) -> str:
+    """The differences of both protocols, and of every arm to the default, over tasks."""
+    arms = [arm for arm in names() if list(BASES) == study.bases(arm, COMPARED[0])]
+    against = [(arm, COMPARED[0]) for arm in arms if arm != COMPARED[0]]
+    first = [*JUDGED[:3], ("sft", "sft-then-rl"), *against]
+    lines = [_over_tasks(study, *pair) for pair in dict.fromkeys(first)]
+    lines += [
+        _over_tasks(confirmed, *pair, " (confirmation)") for pair in (*JUDGED_AGAIN, *AFTERWARDS)
+    ]
+    return markdown_table(["difference", "all, bootstrap", "all", *BASES, *CONDITIONS], lines)
+
+
+def _over_tasks(study: Study, arm: str, other: str, runs: str = "") -> list[str]:
+    cells = [study.over_tasks(arm, other, *kind) for kind in [*OVERALL, *BY_CONDITION]]
+    bootstrap = study.difference(arm, other, list(BASES))
+    return [f"`{arm}` minus `{other}`{runs}", bootstrap, *cells]
+
+
+def survives(study: Study, confirmed: Study) -> str:
+    """The alarm and phi, over everything and per condition, with t intervals over tasks."""
+    pairs = [(study, *JUDGED[0]), *((confirmed, *pair) for pair in (*PHI, *AFTERWARDS))]
+    lines = [
+        [
+            f"`{arm}` minus `{other}`",
+            of.difference(arm, other, list(BASES)),
+            *(of.over_tasks(arm, other, *kind) for kind in [OVERALL[0], *BY_CONDITION]),
+        ]
+        for of, arm, other in pairs
+    ]
+    return markdown_table(["difference", "all, bootstrap", "all", *CONDITIONS], lines)
 
 
 def judged(study: Study) -> str:
@@ -351,6 +404,8 @@ def sections(folder: Path = RESULTS) -> dict[str, str]:
         "ranking": ranking(study),
         "judged": judged(study),
         "conditions": by_condition(study),
+        "tasks": over_tasks(study, confirmed),
+        "survives": survives(study, confirmed),
         "cells": by_cell(study),
         "confirmation": confirmation(confirmed),
         "tuning": tuning(tuned),

@@ -15,6 +15,8 @@ from gac_kernels import DemoWeight, Signals
 
 from .base import OURS, TokenWeighted, preset
 
+SATURATED = 5  # updates in a row after which a log message says that the controller is saturated
+
 
 @dataclass(frozen=True)
 class GAC(
@@ -88,6 +90,7 @@ class GAC(
             "controller": initial_state(self).to_dict(),
             "signals": self.signals.init(),
             "read": None,
+            "saturated": 0,  # consecutive updates with alpha at its upper bound and mu rising
         }
 
     def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
@@ -98,18 +101,39 @@ class GAC(
             signals, corrections, alignment = reading
             state["read"] = list(signals)
         measured = signals, last.kl, corrections, alignment, last.demo_loss, last.demo_losses
-        controller = step(self, ControllerState.from_dict(state["controller"]), *measured)
-        return {**state, "controller": controller.to_dict()}, Mix(controller.mu)
+        before = ControllerState.from_dict(state["controller"])
+        controller = step(self, before, *measured)
+        rises = controller.mu - before.mu > 0.999 * self.max_step
+        saturated = rises and controller.alpha == self.alpha_max and self.max_step < 1
+        count = state["saturated"] + 1 if saturated else 0
+        state |= {"controller": controller.to_dict(), "saturated": count}
+        return state, Mix(controller.mu)
 
     def log_message(self, before: State, after: State) -> str | None:
-        return alarm_message(before["controller"]["alarm"], after["controller"]["alarm"])
+        alarm = alarm_message(before["controller"]["alarm"], after["controller"]["alarm"])
+        return "; ".join(filter(None, [alarm, self._saturation(after)])) or None
+
+    def _saturation(self, state: State) -> str | None:
+        """A message at the update after which the controller counts as saturated."""
+        kl = state["controller"]["kl"]
+        if state["saturated"] != SATURATED or kl is None or kl <= self.kl_target:
+            return None
+        return (
+            f"the controller is saturated: the KL ({kl:.2g}) is above method.kl_target="
+            f"{self.kl_target:g}, alpha is at method.alpha_max={self.alpha_max:g}, and mu has "
+            f"risen by method.max_step={self.max_step:g} in {SATURATED} steps in a row: raise "
+            "method.kl_target, or lower optim.lr; if the demonstrations raise the KL, set "
+            "method.kl_sign=-1"
+        )
 
     def needs(self, step: int) -> StepNeeds:
         # Update t uses the measurements of step t - 1. Step 0 also measures, so that the averages
         # start early.
         refresh = step == 0 or self.is_refresh(step + 1)
         measures_kl = refresh or self.alpha_every == "step"
-        needs = StepNeeds(kl=measures_kl, kl_optional=measures_kl, signals=refresh)
+        needs = StepNeeds(
+            kl=measures_kl, kl_optional=measures_kl, kl_trigger=measures_kl, signals=refresh
+        )
         if refresh:
             source = self.signals.needs
             parts = self.gradient_parts if source.gram else 0

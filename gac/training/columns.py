@@ -25,7 +25,13 @@ METRICS: dict[str, Column] = {
     "kl, entropy": Column(
         "nats", "KL to the reference, if measured, and entropy: means per rollout token", END
     ),
+    "kl_standard_error": Column(
+        "nats", "of a `kl` that was estimated from `kl_sample_size` rollouts, over rollouts", END
+    ),
     "demo_nll/SOURCE": Column("nats", "mean of the demonstrations' mean -log-prob per token", END),
+    "demo_weight": Column(
+        "", "mean token weight (p or phi) of the demonstrations; null if all weights are 1", END
+    ),
     "demo_entropy": Column("nats", "entropy: mean per demonstration token", END),
     "clip_fraction, sampling/frac_corrected": Column(
         "share", "rollout tokens: with a clipped ratio; cut or dropped by `correction`", END

@@ -23,13 +23,14 @@ from gac.models.head import Head, run_head
 from gac.parallel.seeds import seed
 from gac.parallel.sharding import reshard
 from gac.rows import Batch, Row, engine_logps, loss_divisors, scatter_logps
-from gac.types import Evidence, Mix, TermPair
+from gac.types import Evidence, KLEstimate, Mix, TermPair
 from gac_kernels import DemoWeight, FilterReport, LossOutput, LossSpec, TokenMoments
 
 from .probes import GradientParts
 from .step import Measured, Step
 from .token_loss import OtherLogps, custom_loss, with_k3
 
+TOKEN_WEIGHTS = DemoWeight.P, DemoWeight.PHI  # of -log p
 LOGPS = "old_logps", "ref_logps", "rollout_logps"  # of the fused loss
 
 
@@ -119,7 +120,8 @@ class SampledKL:
         with forward.reference_model() as model:
             logps = forward.row_logprobs(chosen, model)
         self.reference = {row.sequence: x for row, x in zip(chosen, logps, strict=True)}
-        self.sums = torch.zeros(2, dtype=torch.float64)  # sum of the estimates, number of tokens
+        # of the rollouts' sums s and numbers of tokens n: s, n, s^2, s n, n^2 and 1
+        self.sums = torch.zeros(6, dtype=torch.float64)
 
     def add(self, batch: Batch, rows: Sequence[Row], out: LossOutput) -> None:
         """Add those rows of a micro-batch that were selected in the constructor."""
@@ -127,13 +129,22 @@ class SampledKL:
         for start, row in zip(batch.starts, rows, strict=False):
             if row.sequence in self.reference:
                 logps = out.logps.flatten()[row.scored(start)].cpu()
-                gap = self.reference[row.sequence] - logps
-                self.sums += torch.tensor([(gap.double().exp() - gap - 1).sum(), len(gap)])
+                gap = (self.reference[row.sequence] - logps).double()
+                s, n = float((gap.exp() - gap - 1).sum()), float(len(gap))
+                self.sums += torch.tensor([s, n, s * s, s * n, n * n, 1.0], dtype=torch.float64)
 
-    def mean(self) -> float:
-        """The mean over all ranks, in nats per token; nan if there are no tokens."""
-        total, tokens = collectives.total(self.sums.tolist())
-        return total / tokens if tokens else math.nan
+    def estimate(self) -> KLEstimate:
+        """The mean over all ranks, and its standard error: that of a ratio of sums over rollouts.
+
+        Both are nan if there are no tokens.
+        """
+        s, n, ss, sn, nn, rows = collectives.total(self.sums.tolist())
+        if not n:
+            return KLEstimate(math.nan, math.nan)
+        mean = s / n
+        squares = max(ss - 2 * mean * sn + mean * mean * nn, 0.0)
+        error = math.sqrt(squares * rows / (rows - 1)) / n if rows > 1 else math.nan
+        return KLEstimate(mean, error)
 
 
 class Totals:
@@ -142,8 +153,10 @@ class Totals:
     old_logps: `Step.old_logps`, at which the loss compares the policy with the engine.
     """
 
-    def __init__(self, spec: LossSpec, old_logps: Sequence[Tensor] = ()) -> None:
-        self.spec, self.old_logps = spec, old_logps
+    def __init__(self, loss: Loss, old_logps: Sequence[Tensor] = ()) -> None:
+        self.spec, self.old_logps = loss.spec, old_logps
+        self.weighted = loss.token is None and loss.spec.demo_weight in TOKEN_WEIGHTS
+        self.weights: list[Tensor] = []  # float64 [2]: sum and number of the demonstrations' tokens
         self.terms: list[Tensor] = []  # [demo loss, rollout loss]
         self.parts: list[TokenMoments] = []
         self.rows: list[Sequence[Row]] = []  # of each part
@@ -155,6 +168,10 @@ class Totals:
         self.rows.append(rows)
         self.terms.append(torch.stack([out.demo_loss, out.rollout_loss]))
         self.parts.append(out.moments)
+        if self.weighted and rows and rows[0].is_demo:
+            p = out.logps.detach()[batch.targets.reshape(out.logps.shape) >= 0].double().exp()
+            w = p if self.spec.demo_weight is DemoWeight.P else p * (1 - p)
+            self.weights.append(torch.stack([w.sum(), w.new_tensor(w.numel())]))
         if out.filter is not None and out.loss.requires_grad:
             values = zip(FilterReport._fields, map(float, out.filter), strict=True)
             collectives.add_sums(self.sums, {name: (value, 1) for name, value in values})
@@ -167,10 +184,13 @@ class Totals:
                 if len(gap := gap[gap.isfinite()]):
                     collectives.add_sums(self.sums, mismatch(gap, self.spec))
 
-    def losses(self) -> TermPair:
-        """The two loss terms, reduced over all ranks."""
-        terms = torch.stack(self.terms or [torch.zeros(2)]).double().sum(0)
-        return TermPair(*collectives.mean(terms.tolist()))
+    def reduced(self) -> tuple[TermPair, float | None]:
+        """Over all ranks: the two loss terms, and the demonstrations' mean token weight if any."""
+        own: list[float] = []
+        for pairs in (self.terms, self.weights):
+            own += torch.stack(pairs or [torch.zeros(2)]).double().sum(0).tolist()
+        demo, rollout, weight, tokens = collectives.mean(own)
+        return TermPair(demo, rollout), weight / tokens if tokens else None
 
     def moments(self, device: torch.device) -> TokenMoments:
         """The statistics of all ranks; a rank without rows contributes zeros on `device`."""
@@ -232,7 +252,7 @@ class Gradients:
     def __call__(self, step: Step) -> Measured:
         """Run the forward of all rows, and the backward of those that may have a gradient."""
         seed(step.seed)  # dropout must not depend on how many random numbers sampling used
-        needs, totals = step.needs, Totals(self.loss.spec, step.old_logps)
+        needs, totals = step.needs, Totals(self.loss, step.old_logps)
         kl = (
             SampledKL(self.forward, step, self.kl_sample_size)
             if needs.kl and self.kl_sample_size
@@ -251,7 +271,8 @@ class Gradients:
             gram, bias_gram = parts.measure(step.rows, live, accumulate, self.tracked)
         else:
             accumulate(live, step.mix)
-        moments, losses, evidence = totals.moments(self.accelerator.device), totals.losses(), None
+        moments, evidence = totals.moments(self.accelerator.device), None
+        losses, demo_weight = totals.reduced()
         if needs.signals:
             evidence = Evidence(
                 step=step.number,
@@ -263,21 +284,22 @@ class Gradients:
         return Measured(
             losses=losses,
             moments=moments,
-            kl=None if kl is None else kl.mean(),
+            kl=None if kl is None else kl.estimate(),
             parts=parts,
             gram=gram,
             evidence=evidence,
             sources=totals.sources() if needs.sources else None,
             means=totals.sums,
+            demo_weight=demo_weight,
         )
 
     def losses(self, step: Step) -> TermPair:
         """The two loss terms of `step` under the current weights, without gradients."""
         # without a KL that is only monitored
         needs = step.needs._replace(kl=self.loss.spec.kl_coef != 0)
-        step, totals = replace(step, needs=needs), Totals(self.loss.spec)
+        step, totals = replace(step, needs=needs), Totals(self.loss)
         self._accumulate(step, [totals], step.rows, step.mix, grad=False)
-        return totals.losses()
+        return totals.reduced()[0]
 
     def _accumulate(
         self,

@@ -24,7 +24,7 @@ from gac.models.row_attention import attends_by_row, disable_row_attention, enab
 from gac.parallel import sharding
 from gac.parallel.sharding import reshard
 from gac.rows import Row, collate
-from gac.train_config import OptimConfig, TrainConfig, loss_of
+from gac.train_config import OptimConfig, TrainConfig, kl_rollouts, loss_of
 from gac.types import StepNeeds
 
 from .gradients import Forward, Gradients
@@ -91,9 +91,8 @@ def make_gradients(
         micro=_micro_batches(config, model, reference),
         pad_token=tokenizer.pad_token_id,
     )
-    kl_sample_size = config.kl_sample_size and -(
-        -config.kl_sample_size // accelerator.num_processes
-    )
+    size = kl_rollouts(config)
+    kl_sample_size = None if size is None else math.ceil(size / accelerator.num_processes)
     return Gradients(forward, loss_of(config), kl_sample_size, averages=needs.average > 0)
 
 

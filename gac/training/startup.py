@@ -36,7 +36,7 @@ from gac.train_config import TrainConfig
 logger = logging.getLogger(__name__)
 
 
-FORMAT = 3  # checkpoint format version; incremented when older checkpoints can no longer be resumed
+FORMAT = 4  # checkpoint format version; incremented when older checkpoints can no longer be resumed
 MICRO = ("micro_batch_size", "max_tokens_per_micro_batch")
 
 

@@ -16,7 +16,7 @@ from gac.rollouts.stats import Rollouts, SamplingStats
 from gac.rows import Counts, Row
 from gac.step_end import StepResult
 from gac.train_config import GuardConfig
-from gac.types import Evidence, Mix, StepNeeds, TermPair
+from gac.types import Evidence, KLEstimate, Mix, StepNeeds, TermPair
 from gac_kernels import TokenMoments
 
 from .probes import GradientParts
@@ -100,8 +100,8 @@ class Measured:
     """The two loss terms, reduced over all ranks."""
     moments: TokenMoments
     """Statistics of the step's tokens."""
-    kl: float | None = None
-    """Mean k3 KL to the reference over a subset of the rollouts; None: `moments.kl`, over all."""
+    kl: KLEstimate | None = None
+    """KL to the reference from some of the rollouts; None: `moments.kl`, from all."""
     parts: GradientParts | None = None
     """The separate gradients, still to be combined."""
     gram: Tensor | None = None
@@ -112,6 +112,8 @@ class Measured:
     """The source of each entry of `moments.demo_nll`, if `StepNeeds.sources` is set."""
     means: Sums = field(default_factory=dict)
     """Metrics column -> sum and number of its values on this rank."""
+    demo_weight: float | None = None
+    """Mean token weight of the demonstrations; None: the loss has no such weight."""
 
 
 class Update(NamedTuple):
@@ -151,6 +153,7 @@ def step_result(
         losses_after=losses_after,
         sources=measured.sources or (),
         lr=update.lr,
+        demo_weight=measured.demo_weight,
         skipped=update.fault is not None,
     )
 

@@ -13,7 +13,7 @@ from gac.train_config import TrainConfig
 @pytest.fixture
 def config(tmp_path, monkeypatch):
     monkeypatch.setattr(overhead, "ROUNDS", 1)
-    config = configuration(tmp_path, None, None, 8, 1)
+    config = configuration(tmp_path, None, [], 8, 1)
     return dataclasses.replace(
         config, rollouts=dataclasses.replace(config.rollouts, max_completion_length=4)
     )
@@ -29,10 +29,35 @@ def test_the_default_is_measured_against_the_same_mu(config, monkeypatch):
     assert mus == [config.method.mu] * 2
 
 
-def test_the_last_line(monkeypatch, tmp_path, capsys):
+def stored(tmp_path, monkeypatch, *cases):
+    """What `save` stores for cases of 1% overhead per two cycles."""
     monkeypatch.setattr(overhead, "RESULTS", tmp_path)
     monkeypatch.setattr(overhead, "copy_out", lambda path: None)
     times = CycleTimes(sampling=1.0, bare=1.0, method=1.01, **dict.fromkeys(overhead.PARTS, 0.0))
-    save("a case", summary([times, times]))
+    for method, changes in cases:
+        keys = {"method": method, "set": changes, "times": 1, "rollouts": 16, "kl_rollouts": 2}
+        save(keys, summary([times, times]))
+    return json.loads((tmp_path / "overhead.json").read_text())
+
+
+def test_the_last_line(monkeypatch, tmp_path, capsys):
+    (row,) = stored(tmp_path, monkeypatch, ("gac", []))
     assert capsys.readouterr().out.splitlines()[-1] == "overhead 0.50 % [0.50, 0.50]"
-    assert json.loads((tmp_path / "overhead.json").read_text())["a case"]["overhead"]["ms"] == 1.0
+    assert row["overhead"]["ms"] == 1.0
+    assert row["commit"]
+    assert row["date"]
+
+
+def test_the_table_has_every_case_once_in_its_order(monkeypatch, tmp_path):
+    changed = ["method.alpha_every=refresh"]
+    cases = [("gac-paper", []), ("gac-paper", changed), ("gac", []), ("gac", [])]
+    lines = overhead.table(stored(tmp_path, monkeypatch, *cases)).splitlines()[2:]
+    names = [line.split(" | ")[0].strip("| ") for line in lines]
+    assert names == ["`gac`", "`gac-paper`, `method.alpha_every=refresh`", "`gac-paper`"]
+    assert all("0.50 [0.50, 0.50]" in line for line in lines)
+
+
+@pytest.mark.parametrize("case", overhead.CASES, ids=str)
+def test_every_case_of_the_table_is_a_valid_run(tmp_path, case):
+    method, changes = case
+    assert configuration(tmp_path, method, changes, 8, 1).method.name == method

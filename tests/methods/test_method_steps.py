@@ -78,7 +78,8 @@ def test_gac_passes_its_measurements_to_the_controller_and_reports_them() -> Non
         }
         messages.append(method.log_message(before, state))
         assert (before["read"] != state["read"]) == step % 2  # the state before is not changed
-    (text,) = filter(None, messages)
+    saturated, text = filter(None, messages)  # every KL is above its target
+    assert saturated.startswith("the controller is saturated")
     assert text.startswith("the demonstration loss jumped to 2.95")
     assert messages[37] == text
     assert method.log_message(state, state) is None
@@ -86,12 +87,16 @@ def test_gac_passes_its_measurements_to_the_controller_and_reports_them() -> Non
 
 def test_gac_needs_its_signals_on_refresh_steps() -> None:
     method = METHODS["gac"](signals=Counted(), update_every=4, gradient_parts=3, **GUARDED)
-    refresh = StepNeeds(kl=True, kl_optional=True, signals=True, parts=3, bias=True)
+    refresh = StepNeeds(
+        kl=True, kl_optional=True, kl_trigger=True, signals=True, parts=3, bias=True
+    )
     assert [t for t in range(9) if method.needs(t) == refresh] == [0, 3, 7]
     assert [t for t in range(9) if method.needs(t) == StepNeeds()] == [1, 2, 4, 5, 6, 8]
     plain = METHODS["gac"](signals=ProxySignals(trim=0.3), alpha_every="step")
-    assert plain.needs(0) == StepNeeds(kl=True, kl_optional=True, signals=True, trim=0.3)
-    assert plain.needs(1) == StepNeeds(kl=True, kl_optional=True, trim=0.3)
+    assert plain.needs(0) == StepNeeds(
+        kl=True, kl_optional=True, kl_trigger=True, signals=True, trim=0.3
+    )
+    assert plain.needs(1) == StepNeeds(kl=True, kl_optional=True, kl_trigger=True, trim=0.3)
 
 
 ORTHOGONAL = 4.0, 0.0, 1.0

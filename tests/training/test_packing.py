@@ -338,7 +338,7 @@ def test_packed_run_matches_padded_run(task, tmp_path, method):
 def test_kl_sample_of_all_rows_matches_the_moments(task, tmp_path, tokens):
     """A smaller sample averages over its own rows, which change from step to step."""
     runs = []
-    for kl_sample_size in (None, 16, 3):
+    for kl_sample_size in (None, 16, 3):  # None: all, with the forward passes of the loss
         out = tmp_path / str(kl_sample_size)
         train(
             tiny_config(
