@@ -23,7 +23,6 @@ import json
 import math
 import operator
 import random
-import statistics
 import tempfile
 import time
 from collections import defaultdict
@@ -31,6 +30,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoConfig
 
@@ -69,7 +69,9 @@ CASES: list[tuple[str, list[str]]] = [
     ("kl-ctrl", []),
 ]
 """Method and keys of the cases in the table of docs/benchmarks.md."""
-ROUNDS = 8  # forward passes of the loss with statistics, and as many without
+RESAMPLES = 2000
+TRIM = 0.2  # share of the cycles that is left out at each end: a busy machine has slow outliers
+ROUNDS = 4  # forward passes of the loss with statistics, and as many without
 SIZES = {
     "hidden_size": 96,
     "intermediate_size": 560,
@@ -226,56 +228,59 @@ def bare(trainer: Trainer, rows: list[Row], mu: float) -> None:
     end_step(Constant(mu), {}, step_result(step, measured, update, None))
 
 
-class CycleTimes(dict[str, float]):
-    """Seconds per cycle of each part: "sampling", "bare", "method" and the names in PARTS."""
-
-    def add(self, parts: Mapping[str, float]) -> None:
-        for part, seconds in parts.items():
-            self[part] += seconds
+Times = dict[str, float]
+"""Seconds of a step: "sampling", "bare", "method" and the names in PARTS."""
 
 
-def measure(config: TrainConfig, cycles: int, steps: int = STEPS) -> list[CycleTimes]:
-    """Run cycles of `steps` steps; returns the times of all but the first (warm-up)."""
+def measure(config: TrainConfig, cycles: int, steps: int = STEPS) -> list[list[Times]]:
+    """Run cycles of `steps` steps; returns the times of all but the first cycle (warm-up)."""
     trainer = Trainer(config, resume=False)
-    parts, cycle_times = Parts(trainer), []
+    parts = Parts(trainer)
+    measured: list[list[Times]] = []
     for number in range((cycles + 1) * steps):
         if number % steps == 0:
-            arms = ("sampling", "bare", "method")
-            cycle_times.append(CycleTimes(dict.fromkeys((*arms, *PARTS), 0.0)))
-        times, mu = cycle_times[-1], trainer.mix.mu
+            measured.append([])
+        times, mu = dict.fromkeys(("sampling", "bare", "method", *PARTS), 0.0), trainer.mix.mu
+        measured[-1].append(times)
         began = clock()
         rows = trainer._sample()
         times["sampling"] += clock() - began
+        parts.seconds.clear()
         for arm in ("bare", "method") if number % 2 else ("method", "bare"):
-            parts.seconds.clear()
             parts.enabled = arm == "method"
             began = clock()
             with_method(trainer, rows) if parts.enabled else bare(trainer, rows, mu)
             times[arm] += clock() - began
             parts.enabled = False
-            times.add(parts.seconds)
-        parts.seconds.clear()
         parts.time_statistics()  # not between the arms, whose caches it would change
-        times.add(parts.seconds)
+        times |= parts.seconds
+        measured[-1][-1] = times
         trainer.step += 1
-    return cycle_times[1:]
+    return measured[1:]
 
 
-def fraction(cycles: list[CycleTimes], part: Callable[[CycleTimes], float]) -> dict[str, Any]:
+def per_step(table: np.ndarray) -> np.ndarray:
+    """Mean over the steps of a cycle of the trimmed means over cycles; table: [..., cycles, steps].
+
+    A step does the same work in every cycle, so that what is trimmed is other work of the machine.
+    """
+    ordered, cut = np.sort(table, axis=-2), int(TRIM * table.shape[-2])
+    return ordered[..., cut : table.shape[-2] - cut, :].mean((-2, -1))
+
+
+def fraction(cycles: list[list[Times]], part: Callable[[Times], float]) -> dict[str, Any]:
     """Time of `part` per step: as a percentage of a step without the method, and in milliseconds.
 
     The percentage has a 95% bootstrap interval over cycles.
     """
-    rng = random.Random(0)
-
-    def percent(sample: list[CycleTimes]) -> float:
-        return 100 * sum(map(part, sample)) / sum(t["sampling"] + t["bare"] for t in sample)
-
-    percents = sorted(percent(rng.choices(cycles, k=len(cycles))) for _ in range(2000))
+    own = np.array([[part(times) for times in cycle] for cycle in cycles])
+    whole = np.array([[t["sampling"] + t["bare"] for t in cycle] for cycle in cycles])
+    drawn = np.random.default_rng(0).integers(len(cycles), size=(RESAMPLES, len(cycles)))
+    low, high = np.quantile(100 * per_step(own[drawn]) / per_step(whole[drawn]), (0.025, 0.975))
     return {
-        "percent": round(percent(cycles), 3),
-        "ci95": [round(percents[50], 3), round(percents[-51], 3)],
-        "ms": round(1e3 * statistics.mean(map(part, cycles)) / STEPS, 3),
+        "percent": round(float(100 * per_step(own) / per_step(whole)), 3),
+        "ci95": [round(float(low), 3), round(float(high), 3)],
+        "ms": round(1e3 * float(per_step(own)), 3),
     }
 
 
@@ -317,16 +322,14 @@ def run_case(method: str | None, changes: Sequence[str], cycles: int, times: int
     save(keys, summary(measured))
 
 
-def summary(cycles: list[CycleTimes]) -> dict[str, Any]:
+def summary(cycles: list[list[Times]]) -> dict[str, Any]:
     """Overhead per part and in total, as printed and saved."""
-    step = statistics.mean(t["sampling"] + t["bare"] for t in cycles) / STEPS
-    sampled = sum(t["sampling"] for t in cycles) / sum(t["sampling"] + t["bare"] for t in cycles)
-    parts = {part: fraction(cycles, operator.itemgetter(part)) for part in PARTS}
+    base = fraction(cycles, lambda t: t["sampling"] + t["bare"])["ms"]
     return {
         "cycles": len(cycles),
-        "bare_step_ms": round(1e3 * step, 1),
-        "sampling_share": round(sampled, 3),
-        **parts,
+        "bare_step_ms": round(base, 1),
+        "sampling_share": round(fraction(cycles, operator.itemgetter("sampling"))["ms"] / base, 3),
+        **{part: fraction(cycles, operator.itemgetter(part)) for part in PARTS},
         "other": fraction(
             cycles, lambda t: t["method"] - t["bare"] - sum(t[part] for part in PARTS)
         ),

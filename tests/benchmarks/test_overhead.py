@@ -3,10 +3,11 @@
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 
 import bench.overhead as overhead
-from bench.overhead import CycleTimes, bare, configuration, measure, save, summary
+from bench.overhead import bare, configuration, measure, per_step, save, summary
 from gac.train_config import TrainConfig
 
 
@@ -33,19 +34,26 @@ def stored(tmp_path, monkeypatch, *cases):
     """What `save` stores for cases of 1% overhead per two cycles."""
     monkeypatch.setattr(overhead, "RESULTS", tmp_path)
     monkeypatch.setattr(overhead, "copy_out", lambda path: None)
-    times = CycleTimes(sampling=1.0, bare=1.0, method=1.01, **dict.fromkeys(overhead.PARTS, 0.0))
+    times = {"sampling": 1.0, "bare": 1.0, "method": 1.01, **dict.fromkeys(overhead.PARTS, 0.0)}
     for method, changes in cases:
         keys = {"method": method, "set": changes, "times": 1, "rollouts": 16, "kl_rollouts": 2}
-        save(keys, summary([times, times]))
+        save(keys, summary([[times] * 10] * 2))
     return json.loads((tmp_path / "overhead.json").read_text())
 
 
 def test_the_last_line(monkeypatch, tmp_path, capsys):
     (row,) = stored(tmp_path, monkeypatch, ("gac", []))
     assert capsys.readouterr().out.splitlines()[-1] == "overhead 0.50 % [0.50, 0.50]"
-    assert row["overhead"]["ms"] == 1.0
+    assert row["overhead"]["ms"] == 10.0
     assert row["commit"]
     assert row["date"]
+
+
+def test_what_other_work_adds_to_a_cycle_is_trimmed():
+    """Steps differ, such as those that measure; cycles do not."""
+    times = np.tile([1.0, 1.0, 5.0], (10, 1))
+    times[3], times[6] = 100, 0
+    assert per_step(times) == pytest.approx(7 / 3)
 
 
 def test_the_table_has_every_case_once_in_its_order(monkeypatch, tmp_path):
