@@ -52,7 +52,7 @@ from gac_kernels import TokenMoments
 from tools.origin import origin
 from tools.pages import BENCHMARKS, fill
 
-from .record import RESULTS, copy_out, device_name, environment
+from .record import RESULTS, copy_out, device_name, environment, slug
 
 PARTS = ("statistics", "reference forward", "controller", "communication")
 STEPS = 10  # steps per cycle; GAC refreshes its signals once per cycle
@@ -71,7 +71,7 @@ CASES: list[tuple[str, list[str]]] = [
 """Method and keys of the cases in the table of docs/benchmarks.md."""
 RESAMPLES = 2000
 TRIM = 0.2  # share of the cycles that is left out at each end: a busy machine has slow outliers
-ROUNDS = 4  # forward passes of the loss with statistics, and as many without
+ROUNDS = 2  # forward passes of the loss with statistics, and as many without
 SIZES = {
     "hidden_size": 96,
     "intermediate_size": 560,
@@ -297,17 +297,25 @@ def main() -> None:
         "--times", type=int, default=1, help="multiplier of the lengths and batch sizes"
     )
     parser.add_argument("--all", action="store_true", help="measure every case of the table")
+    parser.add_argument(
+        "--keep", type=Path, help="folder of the times of earlier calls, to which this one adds"
+    )
     arguments = parser.parse_args()
     if arguments.cycles < 2:
         parser.error(f"--cycles {arguments.cycles}: an interval needs at least 2")
     cases = CASES if arguments.all else [(arguments.method, arguments.set)]
     for method, changes in cases:
-        run_case(method, changes, arguments.cycles, arguments.times)
+        run_case(method, changes, arguments.cycles, arguments.times, arguments.keep)
     fill(BENCHMARKS, "overhead", table(json.loads((RESULTS / "overhead.json").read_text())))
 
 
-def run_case(method: str | None, changes: Sequence[str], cycles: int, times: int) -> None:
-    """Measure, print and save one case."""
+def run_case(
+    method: str | None, changes: Sequence[str], cycles: int, times: int, keep: Path | None
+) -> None:
+    """Measure, print and save one case; keep: a folder of the times of its earlier calls.
+
+    On a busy machine, several short calls are easier to fit in than a long one.
+    """
     random.seed(0)
     with tempfile.TemporaryDirectory() as folder:
         config = configuration(Path(folder), method, changes, STEPS * (cycles + 1), times)
@@ -319,6 +327,11 @@ def run_case(method: str | None, changes: Sequence[str], cycles: int, times: int
         "rollouts": config.rollouts.num_prompts * config.rollouts.num_generations,
         "kl_rollouts": kl_rollouts(config),
     }
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+        path = keep / f"{slug(json.dumps(keys))}.json"
+        measured += json.loads(path.read_text()) if path.exists() else []
+        path.write_text(json.dumps(measured))
     save(keys, summary(measured))
 
 
