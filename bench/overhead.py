@@ -306,7 +306,9 @@ def main() -> None:
     cases = CASES if arguments.all else [(arguments.method, arguments.set)]
     for method, changes in cases:
         run_case(method, changes, arguments.cycles, arguments.times, arguments.keep)
-    fill(BENCHMARKS, "overhead", table(json.loads((RESULTS / "overhead.json").read_text())))
+    fill(
+        BENCHMARKS, "overhead", table(json.loads((RESULTS / "overhead.json").read_text())["cases"])
+    )
 
 
 def run_case(
@@ -353,13 +355,13 @@ def summary(cycles: list[list[Times]]) -> dict[str, Any]:
 def save(keys: Mapping[str, Any], result: dict[str, Any]) -> None:
     """Print one case and add it to the results file; it replaces a result with the same keys."""
     path, device = RESULTS / "overhead.json", "cuda" if torch.cuda.is_available() else "cpu"
-    stored = json.loads(path.read_text()) if path.exists() else []
+    stored = json.loads(path.read_text())["cases"] if path.exists() else []
     row = {**keys, **origin(), "device": device_name(device), **environment(device), **result}
     if device == "cuda":
         row["method"] += ", on a GPU"
     names = ("method", "set", "times")
     kept = [old for old in stored if any(old[name] != row[name] for name in names)]
-    path.write_text(json.dumps([*kept, row], indent=1) + "\n")
+    path.write_text(json.dumps({"cases": [*kept, row]}, indent=1) + "\n")
     copy_out(path)
     print(*(f"{name:18} {value}" for name, value in row.items() if name != "versions"), sep="\n")
     low, high = result["overhead"]["ci95"]

@@ -38,7 +38,7 @@ def stored(tmp_path, monkeypatch, *cases):
     for method, changes in cases:
         keys = {"method": method, "set": changes, "times": 1, "rollouts": 16, "kl_rollouts": 2}
         save(keys, summary([[times] * 10] * 2))
-    return json.loads((tmp_path / "overhead.json").read_text())
+    return json.loads((tmp_path / "overhead.json").read_text())["cases"]
 
 
 def test_the_last_line(monkeypatch, tmp_path, capsys):
