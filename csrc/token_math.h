@@ -20,7 +20,10 @@ enum class Policy { clip, cispo, sapo, reinforce };
 // MAX_LOG_RATIO and FLOAT16_BOUND in gac_kernels/contract.py
 constexpr int kMaxLogRatio = 40, kFloat16Bound = 1 << 15;
 
-// The per-token options of LossSpec; a missing bound is infinite.
+constexpr int kTokenOptions = 15;
+
+// The per-token options of LossSpec; a missing bound is infinite. The Python side passes them as an
+// array of numbers, in this order (LossSpec.token_options in gac_kernels/contract.py).
 template <class Real>
 struct TokenSpec {
   Real ratio_low;   // 1 - clip_low
@@ -37,6 +40,30 @@ struct TokenSpec {
   // The correction of the current log-probs: set to 0, or to a bound, outside the bounds.
   bool mask_correction;
   Real correction_min, correction_max;
+
+  template <class Number>
+  GAC_HOST_DEVICE static TokenSpec of(const Number (&options)[kTokenOptions]) {
+    int i = 0;
+    const auto real = [&] { return static_cast<Real>(options[i++]); };
+    const auto index = [&] { return static_cast<int>(options[i++]); };
+    TokenSpec spec;
+    spec.ratio_low = real();
+    spec.ratio_high = real();
+    spec.dual_clip = real();
+    spec.kl_coef = real();
+    spec.kl_estimator = static_cast<KlEstimator>(index());
+    spec.entropy_coef = real();
+    spec.demo_weight = static_cast<DemoWeight>(index());
+    spec.demo_shape = real();
+    spec.policy = static_cast<Policy>(index());
+    spec.sapo_tau_positive = real();
+    spec.sapo_tau_negative = real();
+    spec.kl_ratio = index() != 0;
+    spec.mask_correction = index() != 0;
+    spec.correction_min = real();
+    spec.correction_max = real();
+    return spec;
+  }
 };
 
 template <class Real>

@@ -13,8 +13,17 @@ if TYPE_CHECKING:
         loss_from_logprobs,
         token_logprobs,
     )
-    from .contract import DemoWeight, LossOutput, LossSpec, Signals, TokenLossOutput, TokenMoments
-    from .filter import FilterReport, GradientFilter
+    from .contract import (
+        DemoWeight,
+        DivergenceOutput,
+        FilterReport,
+        GradientFilter,
+        LossOutput,
+        LossSpec,
+        Signals,
+        TokenLossOutput,
+        TokenMoments,
+    )
 
 __all__ = [
     "DemoWeight",
@@ -38,7 +47,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import public names lazily: reading a configuration needs the options but no torch."""
-    for module in ("contract", "filter", "api") if name in __all__ else ():
+    for module in ("contract", "api") if name in __all__ else ():
         found = import_module(f".{module}", __name__)
         if hasattr(found, name):
             return globals().setdefault(name, getattr(found, name))

@@ -6,18 +6,25 @@ Notation: N tokens, V vocabulary size, H hidden size, B padded rows, T row lengt
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import checks, loss, ops, reference
-from .candidates import CandidateLogprobs, candidate_loss
-from .contract import DivergenceOutput, LossOutput, LossSpec, TokenLossOutput, compute_dtype
+from .candidates import with_candidates
+from .contract import (
+    DivergenceOutput,
+    FilterReport,
+    GradientFilter,
+    LossOutput,
+    LossSpec,
+    TokenLossOutput,
+)
 from .divergence import DivergenceSpec, divergence_loss
-from .filter import FilterReport, GradientFilter
 from .loss import Fused, TokenLogprobs
-from .tokens import NeedsGrad, complete
+from .tokens import Operands
 
 
 def fused_gac_loss(
@@ -95,11 +102,12 @@ def fused_gac_loss(
     Source:
         The paper's equations 1 to 9; GRPO, arXiv 2402.03300; CHORD, arXiv 2508.11408.
     """
-    op, inputs, spec = checks.batch_operands(
-        (logits, None, None),
-        (targets, advantages, is_demo),
-        spec,
-        *(logit_scale, softcap, backend),
+    checks.row_tensor("logits", logits, targets)
+    inputs = checks.complete(
+        targets,
+        advantages,
+        is_demo,
+        spec=spec,
         mu=mu,
         old_logps=old_logps,
         ref_logps=ref_logps,
@@ -110,13 +118,33 @@ def fused_gac_loss(
         rollout_logps=rollout_logps,
         temperatures=temperatures,
     )
+    checks.batch_inputs(logits, inputs, spec)
+    scaled_inputs, scaled_spec = checks.scaled(inputs, spec, logits, None, logit_scale)
+    op = checks.operands(
+        logits,
+        None,
+        None,
+        targets,
+        temperature=spec.temperature,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        backend=backend,
+        inputs=inputs,
+    )
     if torch.compiler.is_compiling():
-        return ops.fused_loss(op, inputs, spec, moments)
-    checks.values(targets, logits.shape[-1], inputs)
+        return ops.fused_loss(op, scaled_inputs, scaled_spec, moments=moments)
     outputs: list[Any] = []
-    arguments = inputs, spec, NeedsGrad.of(*op[:3]), moments, overwrite
-    total = Fused.apply(*op[:3], op, loss.fused_loss, arguments, outputs)
-    return outputs[0].shaped(targets.shape, loss=total)
+    compute = partial(
+        loss.fused_loss,
+        op,
+        scaled_inputs,
+        scaled_spec,
+        op.needs,
+        moments=moments,
+        overwrite=overwrite,
+    )
+    total = Fused.apply(*op.leaves, op, compute, outputs)
+    return outputs[0]._replace(loss=total)
 
 
 def token_logprobs(
@@ -154,48 +182,30 @@ def token_logprobs(
     Raises:
         TypeError, ValueError, RuntimeError: as for `fused_gac_loss`.
     """
-    options = temperature, logit_scale, softcap, backend
-    return _logprobs("logits", (logits, None, None), targets, outputs, *options)
-
-
-def _logprobs(
-    name: str,
-    rows: tuple[Tensor, Tensor | None, Tensor | None],  # with weight and bias
-    targets: Tensor,
-    outputs: Sequence[str],
-    *options: Any,  # of `operands`, from temperature on
-) -> tuple[Tensor, ...]:
-    """Compute the results of a log-prob function."""
-    if name == "hidden" and checks.has_candidates(rows[0], targets):
-        return _candidate_logprobs(rows, targets, outputs, *options)
-    checks.row_tensor(name, rows[0], targets)
+    checks.row_tensor("logits", logits, targets)
     checks.outputs(outputs)
-    op, more_outputs = checks.operands(*rows, targets, *options), len(outputs) > 0
+    op = checks.operands(
+        logits,
+        None,
+        None,
+        targets,
+        temperature=temperature,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        backend=backend,
+    )
+    return _logprobs(op, targets, outputs)
+
+
+def _logprobs(op: Operands, targets: Tensor, outputs: Sequence[str]) -> tuple[Tensor, ...]:
+    """Compute the results of a log-prob function, shaped like `targets` or its tokens."""
+    more_outputs = len(outputs) > 0
     if torch.compiler.is_compiling():
-        logps, entropy, *extra = ops.token_logprobs(op, more_outputs)
+        logps, entropy, *extra = ops.token_logprobs(op, more_outputs=more_outputs)
     else:
-        checks.values(targets, op.vocabulary)
-        logps, entropy, *extra = TokenLogprobs.apply(*op[:3], op, more_outputs)
-    flat = logps, entropy, *reference.select_outputs(extra, outputs)
-    return tuple(x.view(targets.shape) for x in flat)
-
-
-@torch._disable_dynamo  # unlike torch.compiler.disable, imports no compiler until it is called
-def _candidate_logprobs(
-    rows: tuple[Tensor, Tensor | None, Tensor | None],  # hidden states, weight and bias
-    targets: Tensor,  # [B, T, K] or [N, K]
-    outputs: Sequence[str],
-    *options: Any,  # of `operands`, from temperature on
-) -> tuple[Tensor, ...]:
-    """Compute the results of `linear_token_logprobs` for K targets per token."""
-    first, ids = checks.candidates(rows[0], targets)
-    checks.outputs(outputs)
-    op = checks.operands(*rows, first, *options)
-    checks.no_filter(op.filter)
-    checks.values(targets, op.vocabulary)
-    logps, *others = CandidateLogprobs.apply(*op[:3], op, ids, len(outputs) > 0)
-    entropy, *extra = others
+        logps, entropy, *extra = TokenLogprobs.apply(*op.leaves, op, more_outputs)
     flat = entropy, *reference.select_outputs(extra, outputs)
+    first = targets if logps.dim() == 1 else targets[..., 0]
     return logps.view(targets.shape), *(x.view(first.shape) for x in flat)
 
 
@@ -253,11 +263,12 @@ def fused_linear_gac_loss(
         The loss, differentiable once with respect to `hidden`, `weight` and `bias`, with its parts
         and statistics.
     """
-    op, inputs, spec = checks.batch_operands(
-        (hidden, weight, bias),
-        (targets, advantages, is_demo),
-        spec,
-        *(logit_scale, softcap, backend, chunk_bytes, gradient_filter),
+    checks.row_tensor("hidden", hidden, targets)
+    inputs = checks.complete(
+        targets,
+        advantages,
+        is_demo,
+        spec=spec,
         mu=mu,
         old_logps=old_logps,
         ref_logps=ref_logps,
@@ -268,13 +279,27 @@ def fused_linear_gac_loss(
         rollout_logps=rollout_logps,
         temperatures=temperatures,
     )
+    checks.batch_inputs(hidden, inputs, spec)
+    scaled_inputs, scaled_spec = checks.scaled(inputs, spec, hidden, weight, logit_scale)
+    op = checks.operands(
+        hidden,
+        weight,
+        bias,
+        targets,
+        temperature=spec.temperature,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        backend=backend,
+        chunk_bytes=chunk_bytes,
+        gradient_filter=gradient_filter,
+        inputs=inputs,
+    )
     if torch.compiler.is_compiling():
-        return ops.fused_loss(op, inputs, spec, moments)
-    checks.values(targets, weight.shape[0], inputs)
+        return ops.fused_loss(op, scaled_inputs, scaled_spec, moments=moments)
     outputs: list[Any] = []
-    arguments = inputs, spec, NeedsGrad.of(*op[:3]), moments
-    total = Fused.apply(*op[:3], op, loss.fused_loss, arguments, outputs)
-    return outputs[0].shaped(targets.shape, loss=total)
+    compute = partial(loss.fused_loss, op, scaled_inputs, scaled_spec, op.needs, moments=moments)
+    total = Fused.apply(*op.leaves, op, compute, outputs)
+    return outputs[0]._replace(loss=total)
 
 
 def linear_token_logprobs(
@@ -309,8 +334,32 @@ def linear_token_logprobs(
         chunk_bytes, gradient_filter: as in `fused_linear_gac_loss`, without a report. K targets
             exclude a filter.
     """
-    options = temperature, logit_scale, softcap, backend, chunk_bytes, gradient_filter
-    return _logprobs("hidden", (hidden, weight, bias), targets, outputs, *options)
+    checks.head_rows(hidden, targets)
+    checks.outputs(outputs)
+    operands = partial(
+        checks.operands,
+        hidden,
+        weight,
+        bias,
+        targets,
+        temperature=temperature,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        backend=backend,
+        chunk_bytes=chunk_bytes,
+        gradient_filter=gradient_filter,
+    )
+    if checks.has_candidates(hidden, targets):
+        return _candidate_logprobs(operands, targets, outputs)
+    return _logprobs(operands(), targets, outputs)
+
+
+@torch._disable_dynamo  # unlike torch.compiler.disable, imports no compiler until it is called
+def _candidate_logprobs(
+    operands: Callable[[], Operands], targets: Tensor, outputs: Sequence[str]
+) -> tuple[Tensor, ...]:
+    """`_logprobs` of K targets per token, for which there is no operator."""
+    return _logprobs(with_candidates(operands()), targets, outputs)
 
 
 @torch._disable_dynamo  # unlike torch.compiler.disable, imports no compiler until it is called
@@ -363,26 +412,28 @@ def fused_linear_token_loss(
         ValueError: one of `inputs` has another shape or requires a gradient, or `token_loss`
             returns another shape.
     """
-    tokens, ids = targets, None
-    if checks.has_candidates(hidden, targets):
-        tokens, ids = checks.candidates(hidden, targets)
-    else:
-        checks.row_tensor("hidden", hidden, targets)
+    first = checks.head_rows(hidden, targets)
     checks.outputs(outputs)
-    checks.token_inputs(token_loss, inputs, targets, tokens)
-    options = temperature, logit_scale, softcap, backend, chunk_bytes, gradient_filter
-    op = checks.operands(hidden, weight, bias, tokens, *options)
-    checks.values(targets, weight.shape[0])
-    flat_inputs = [x.reshape(tokens.numel(), *x.shape[tokens.dim() :]) for x in inputs]
-    arguments = token_loss, flat_inputs, outputs, NeedsGrad.of(*op[:3])
+    checks.token_inputs(token_loss, inputs, targets, first)
+    op = checks.operands(
+        hidden,
+        weight,
+        bias,
+        targets,
+        temperature=temperature,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        backend=backend,
+        chunk_bytes=chunk_bytes,
+        gradient_filter=gradient_filter,
+    )
+    op = with_candidates(op)
+    flat_inputs = [x.reshape(len(op.rows), *x.shape[first.dim() :]) for x in inputs]
+    compute = partial(loss.token_loss, op, token_loss, flat_inputs, outputs, op.needs)
     others: list[Any] = []
-    if ids is None:
-        total = Fused.apply(*op[:3], op, loss.token_loss, arguments, others)
-    else:
-        checks.no_filter(op.filter)
-        total = Fused.apply(*op[:3], op, candidate_loss, (ids, *arguments), others)
+    total = Fused.apply(*op.leaves, op, compute, others)
     *flat, report = others
-    values = [total, *(x.reshape(*tokens.shape, *x.shape[1:]) for x in flat)]
+    values = [total, *(x.view(*first.shape, *x.shape[1:]) for x in flat)]
     if report is not None:
         values, outputs = [*values, FilterReport(*report)], (*outputs, "filter")
     return TokenLossOutput.named(values, outputs)
@@ -423,8 +474,10 @@ def loss_from_logprobs(
         statistics.
     """
     checks.logprobs(logps, entropy, targets)
-    inputs = complete(
-        *(targets, advantages, is_demo),
+    inputs = checks.complete(
+        targets,
+        advantages,
+        is_demo,
         spec=spec,
         mu=mu,
         old_logps=old_logps,
@@ -514,7 +567,15 @@ def fused_linear_divergence(
     checks.divergence(divergence, beta)
     checks.token_weights(token_weights, targets)
     op = checks.operands(
-        hidden, weight, bias, targets, temperature, logit_scale, softcap, backend, chunk_bytes
+        hidden,
+        weight,
+        bias,
+        targets,
+        temperature=temperature,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        backend=backend,
+        chunk_bytes=chunk_bytes,
     )
     try:
         teacher = checks.operands(
@@ -522,10 +583,11 @@ def fused_linear_divergence(
             teacher_weight,
             teacher_bias,
             targets,
-            temperature,
-            teacher_logit_scale,
-            teacher_softcap,
-            backend,
+            temperature=temperature,
+            logit_scale=teacher_logit_scale,
+            softcap=teacher_softcap,
+            backend=backend,
+            vocabulary=op.vocabulary,
         )
     except (TypeError, ValueError) as error:  # the message starts with the argument's name
         raise type(error)(f"teacher_{error}") from None
@@ -534,11 +596,11 @@ def fused_linear_divergence(
             f"teacher_weight has {teacher.vocabulary} rows, weight has {op.vocabulary}: the models "
             "need the same vocabulary; cut the rows that pad the longer one"
         )
-    checks.values(targets, op.vocabulary)
     flat = None
     if token_weights is not None:
-        flat = token_weights.detach().to(compute_dtype(op.dtype)).reshape(-1)
+        flat = token_weights.detach().to(op.accum_dtype).reshape(-1)
     outputs: list[Any] = []
-    arguments = teacher, DivergenceSpec(divergence, beta), flat, NeedsGrad.of(*op[:3])
-    total = Fused.apply(*op[:3], op, divergence_loss, arguments, outputs)
+    spec = DivergenceSpec(divergence, beta)
+    compute = partial(divergence_loss, op, teacher, spec, flat, op.needs)
+    total = Fused.apply(*op.leaves, op, compute, outputs)
     return DivergenceOutput(total, *(x.view(targets.shape) for x in outputs))

@@ -1,6 +1,6 @@
 """Argument checks: each error names the argument, the offending value and what to do.
 
-`operands` and `batch_operands` check the arguments of a public function and gather them.
+`complete` and `operands` gather the arguments of a public function.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import backends, reference
-from .contract import IGNORE, MORE_OUTPUTS, LossSpec, compute_dtype
+from . import backends
+from .contract import COMPUTE_DTYPES, IGNORE, MORE_OUTPUTS, DemoWeight, GradientFilter, LossSpec
 from .divergence import DIVERGENCES
-from .filter import GradientFilter
-from .tokens import DTYPES, BatchInputs, Operands, complete
+from .tokens import DTYPES, BatchInputs, Operands, temperature_per_token
 
 
 def row_tensor(name: str, value: Tensor, targets: Tensor) -> None:
@@ -200,28 +199,20 @@ def temperature_tensor(name: str, value: Tensor, targets: Tensor, sequences: int
 
 def has_candidates(hidden: Tensor, targets: Tensor) -> bool:
     """Whether there are K targets per token: [B, T, K] for [B, T, H], or [N, K] for [N, H]."""
-    tensor("hidden", hidden)
-    tensor("targets", targets, "int64", torch.int64)
     return targets.dim() == hidden.dim()
 
 
-def candidates(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Check K targets per token; return the first of each, shaped like the tokens, and all [N, K].
-
-    A token whose first target is IGNORE has no others.
-    """
-    if targets.shape[-1] == 0:
-        raise ValueError(f"targets has shape {list(targets.shape)}: give at least one target")
-    first = targets[..., 0].contiguous()
+def head_rows(hidden: Tensor, targets: Tensor) -> Tensor:
+    """Check hidden states with one or K targets per token; return the first target of each."""
+    tensor("hidden", hidden)
+    tensor("targets", targets, "int64", torch.int64)
+    first = targets
+    if has_candidates(hidden, targets):
+        if targets.shape[-1] == 0:
+            raise ValueError(f"targets has shape {list(targets.shape)}: give at least one target")
+        first = targets[..., 0]
     row_tensor("hidden", hidden, first)
-    ids = targets.detach().reshape(-1, targets.shape[-1])
-    return first, ids.masked_fill(ids[:, :1] == IGNORE, IGNORE)
-
-
-def no_filter(chosen: GradientFilter | None) -> None:
-    """Refuse a gradient filter with K targets."""
-    if chosen is not None:
-        raise ValueError("gradient_filter is given with K targets per token: omit one of the two")
+    return first
 
 
 def token_inputs(
@@ -335,70 +326,173 @@ def values(targets: Tensor, vocabulary: int | None, inputs: BatchInputs | None =
             )
 
 
+def complete(
+    targets: Tensor,
+    advantages: Tensor | None = None,
+    is_demo: Tensor | None = None,
+    *,
+    spec: object = None,
+    mu: float | Tensor | None = None,
+    old_logps: Tensor | None = None,
+    ref_logps: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    rollout_norm: float | Tensor | None = None,
+    demo_norm: float | Tensor | None = None,
+    weights: Tensor | None = None,
+    rollout_logps: Tensor | None = None,
+    temperatures: Tensor | None = None,
+) -> BatchInputs:
+    """The batch, with the roles that omitted arguments imply; nothing is read from a device.
+
+    Without advantages every token is a demonstration; without `is_demo` every token is a rollout,
+    if there are advantages. The weight of the only term is then 1.
+
+    Raises:
+        ValueError: `mu` is missing and both terms may have tokens, or advantages are missing.
+    """
+    if mu is None and advantages is not None and is_demo is not None:
+        raise ValueError(
+            "mu is None: a batch with advantages and is_demo needs the weight of its "
+            "demonstrations, in [0, 1]; omit is_demo if all tokens are rollouts"
+        )
+    if advantages is None:
+        has_rollouts = (
+            isinstance(is_demo, Tensor)
+            and is_demo.device.type == "cpu"
+            and not torch.compiler.is_compiling()
+            and not is_demo.all()
+        )
+        is_shaped = isinstance(spec, LossSpec) and spec.demo_weight is DemoWeight.SHAPED
+        if has_rollouts or is_shaped:
+            raise ValueError(
+                "advantages is None: rollouts, and demonstrations with the weight 'shaped', "
+                "require advantages"
+            )
+        # every token is a demonstration; the argument has still to be checked
+        is_demo = torch.ones_like(is_demo) if isinstance(is_demo, Tensor) else is_demo
+    count = targets.shape[0]
+    if isinstance(cu_seqlens, Tensor) and cu_seqlens.dim() == 1:  # packed
+        count = len(cu_seqlens) - 1
+    if is_demo is None:
+        is_demo = torch.full((count,), advantages is None, device=targets.device)
+    if mu is None:
+        mu = float(advantages is None)
+    if advantages is None:
+        advantages = torch.zeros(count, dtype=torch.float32, device=targets.device)
+    return BatchInputs(
+        targets=targets,
+        advantages=advantages,
+        is_demo=is_demo,
+        mu=mu,
+        old_logps=old_logps,
+        ref_logps=ref_logps,
+        cu_seqlens=cu_seqlens,
+        rollout_norm=rollout_norm,
+        demo_norm=demo_norm,
+        weights=weights,
+        rollout_logps=rollout_logps,
+        temperatures=temperatures,
+    )
+
+
+def gemm_dtype(rows: Tensor, weight: Tensor | None) -> torch.dtype:
+    """The dtype of the logits, or that the operands of a head are rounded to."""
+    if weight is None or not autocasts(rows):
+        return rows.dtype
+    return torch.get_autocast_dtype(rows.device.type)
+
+
+def autocasts(rows: Tensor) -> bool:
+    """Whether a GEMM of `rows` rounds its operands to autocast's dtype."""
+    return rows.dtype != torch.float64 and torch.is_autocast_enabled(rows.device.type)
+
+
+def scaled(
+    inputs: BatchInputs, spec: LossSpec, rows: Tensor, weight: Tensor | None, logit_scale: float
+) -> tuple[BatchInputs, LossSpec]:
+    """The batch and the options of a loss, with temperatures that include the logit scale."""
+    if logit_scale == 1:
+        return inputs, spec
+    positive("logit_scale", logit_scale)
+    spec = replace(spec, temperature=spec.temperature / logit_scale)
+    if inputs.temperatures is not None:
+        device, accum_dtype = inputs.targets.device, COMPUTE_DTYPES[gemm_dtype(rows, weight)]
+        temperatures = inputs.temperatures.to(device, non_blocking=True).to(accum_dtype)
+        inputs = inputs._replace(temperatures=temperatures / logit_scale)
+    return inputs, spec
+
+
 def operands(
     rows: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     targets: Tensor,
+    *,
     temperature: float | Tensor,
     logit_scale: float,
     softcap: float | None,
     backend: str,
     chunk_bytes: int | None = None,
     gradient_filter: GradientFilter | None = None,
+    inputs: BatchInputs | None = None,
+    vocabulary: int | None = None,
 ) -> Operands:
     """Check the arguments that all functions share, and choose the backend.
 
     The logit scale is folded into the temperature and the softcap. The dtype of a head's GEMMs is
     autocast's if autocast applies, otherwise that of the hidden states.
+
+    Args:
+        targets: one per row; or K per row of a head, and a row whose first is IGNORE has no others.
+        inputs: the batch of a loss, whose values are checked with the targets.
+        vocabulary: upper limit of the targets; None: the rows of the weight, or the logits.
     """
     positive("logit_scale", logit_scale)
     if softcap is not None:
         positive("softcap", softcap)
-    dtype = logits_dtype = rows.dtype
+        softcap = softcap / logit_scale
+    dtype = gemm_dtype(rows, weight)
+    several = weight is not None and has_candidates(rows, targets)
+    first, flat_targets = targets, targets.reshape(-1)
+    if several:
+        first, ids = targets[..., 0], targets.detach().reshape(-1, targets.shape[-1])
+        flat_targets = ids.masked_fill(ids[:, :1] == IGNORE, IGNORE)
     if weight is not None:
-        autocast = dtype != torch.float64 and torch.is_autocast_enabled(rows.device.type)
-        head(weight, bias, rows, autocast)
+        head(weight, bias, rows, autocasts(rows))
         optional("gradient_filter", gradient_filter, GradientFilter)
+        if several and gradient_filter is not None:
+            raise ValueError(
+                "gradient_filter is given with K targets per token: omit one of the two"
+            )
         if chunk_bytes is not None and not (isinstance(chunk_bytes, int) and chunk_bytes > 0):
             raise ValueError(f"chunk_bytes={chunk_bytes!r}: use a whole number > 0, or None")
-        dtype = torch.get_autocast_dtype(rows.device.type) if autocast else dtype
-        logits_dtype = compute_dtype(dtype)
         rows = rows.reshape(-1, rows.shape[-1])
     else:  # a subclass that computes its values on demand does so here, with its gradient
         rows = rows[None] if rows.dim() == 2 else rows.view_as(rows)
-    temperatures, softcap = None, None if softcap is None else softcap / logit_scale
+    accum_dtype = COMPUTE_DTYPES[dtype]
+    temperatures = None
     if isinstance(temperature, Tensor):
-        temperature_tensor("temperature", temperature, targets, targets.shape[0])
-        temperatures = reference.per_token(temperature, targets, compute_dtype(dtype)) / logit_scale
+        temperature_tensor("temperature", temperature, first, first.shape[0])
+        temperatures = temperature_per_token(temperature, first, accum_dtype) / logit_scale
         temperature = logit_scale
     positive("temperature", temperature)
     chosen: Any = backend
-    if not torch.compiler.is_compiling():  # an operator chooses at run time
+    if not torch.compiler.is_compiling():  # an operator does both at run time
+        columns = rows.shape[-1] if weight is None else weight.shape[0]
+        values(targets, vocabulary or columns, inputs)
+        logits_dtype = dtype if weight is None else accum_dtype
         chosen = backends.select_backend(backend, rows.device, logits_dtype)
-    numbers = temperature / logit_scale, softcap
-    flat = targets.reshape(-1)
-    arguments = rows, weight, bias, flat, temperatures, *numbers, chosen, dtype, chunk_bytes
-    return Operands(*arguments, filter=gradient_filter)
-
-
-def batch_operands(
-    rows: tuple[Tensor, Tensor | None, Tensor | None],  # with weight and bias
-    roles: tuple[Tensor, Tensor | None, Tensor | None],  # targets, advantages, is_demo
-    spec: LossSpec,
-    logit_scale: float,
-    *options: Any,  # of `operands`, from softcap on
-    **batch: Any,  # the other arguments of `complete`
-) -> tuple[Operands, BatchInputs, LossSpec]:
-    """Check the arguments of a loss; the logit scale is folded into the results' temperatures."""
-    row_tensor("logits" if rows[1] is None else "hidden", rows[0], roles[0])
-    inputs = complete(*roles, spec=spec, **batch)
-    batch_inputs(rows[0], inputs, spec)
-    op = operands(*rows, roles[0], spec.temperature, logit_scale, *options)
-    if inputs.temperatures is not None and logit_scale != 1:  # in the dtype of the arithmetic
-        temperatures = inputs.temperatures.to(op.targets.device, non_blocking=True)
-        scaled = temperatures.to(compute_dtype(op.dtype)) / logit_scale
-        inputs = inputs._replace(temperatures=scaled)
-    if op.temperature != spec.temperature:
-        spec = replace(spec, temperature=op.temperature)
-    return op, inputs, spec
+    return Operands(
+        rows=rows,
+        weight=weight,
+        bias=bias,
+        targets=flat_targets,
+        temperatures=temperatures,
+        temperature=temperature / logit_scale,
+        softcap=softcap,
+        backend=chosen,
+        dtype=dtype,
+        accum_dtype=accum_dtype,
+        chunk_bytes=chunk_bytes,
+        filter=gradient_filter,
+    )

@@ -5,14 +5,13 @@ from __future__ import annotations
 import enum
 import functools
 import math
+import struct
 from collections import namedtuple
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, cast
 
 import torch
-
-from .filter import FilterReport
 
 IGNORE = -100  # a target with this value has no loss
 # logp - old is clamped to this value, with zero gradient above it. Otherwise the loss could leave
@@ -21,9 +20,18 @@ MAX_LOG_RATIO = 40.0
 FLOAT16_BOUND = 2.0**15  # of a float16 gradient with respect to a logit, before it is unscaled
 
 
+# Dtype of the arithmetic on inputs of each dtype: float32 or better.
+COMPUTE_DTYPES = {
+    torch.float64: torch.float64,
+    torch.float32: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float16: torch.float32,
+}
+
+
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype of the arithmetic on inputs of `dtype`: float32 or better."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    """Dtype of the arithmetic on inputs of `dtype`, which need not be one of the supported."""
+    return COMPUTE_DTYPES.get(dtype, torch.float32)
 
 
 class DemoWeight(enum.StrEnum):
@@ -57,26 +65,51 @@ CHOICES = {
     "policy_loss": ("clip", "cispo", "sapo", "reinforce"),
     "importance_sampling_level": ("token", "sequence"),
     "correction": (
-        *("none", "token_truncate", "token_mask"),
-        *("sequence_truncate", "sequence_mask"),
+        "none",
+        "token_truncate",
+        "token_mask",
+        "sequence_truncate",
+        "sequence_mask",
     ),
 }
-_FINITE, _ABOVE = (-math.inf, False, "a finite number"), (0, False, "a finite number > 0")
-_BOUND = 0, True, "a number >= 0, or None for no bound"
-_CISPO = -1, True, "a number >= -1, or None for no bound"  # CISPO's upper bound may be below 1
-# The numeric fields of LossSpec: whether each may be None, a lower bound, whether that is valid
-# itself, and what to use.
+
+
+class Bound(NamedTuple):
+    """The valid values of a numeric option: above `low`, and finite."""
+
+    low: float
+    use: str  # what the error message recommends
+    closed: bool = False  # `low` itself is valid
+    optional: bool = False  # None is valid
+
+    def error(self, name: str, value: object) -> Exception | None:
+        """The error of an invalid value."""
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            if self.optional and value is None:
+                return None
+            return TypeError(f"{name}={value!r}: use a number{' or None' * self.optional}")
+        if self.low < value < math.inf or (self.closed and value == self.low):
+            return None
+        return ValueError(f"{name}={value!r}: use {self.use}")
+
+
+_FINITE = Bound(-math.inf, "a finite number")
+_POSITIVE = Bound(0, "a finite number > 0")
+_CLIP = Bound(0, "a number >= 0, or None for no bound", closed=True, optional=True)
+# CISPO's upper bound may be below 1.
+_CISPO = Bound(-1, "a number >= -1, or None for no bound", closed=True, optional=True)
+# The numeric fields of LossSpec.
 NUMBERS = {
-    "clip_low": (True, *_BOUND),
-    "clip_high": (True, *_BOUND),
-    "dual_clip": (True, 1, False, "a number > 1, or None"),
-    "kl_coef": (False, *_FINITE),
-    "entropy_coef": (False, *_FINITE),
-    "demo_shape": (False, *_ABOVE),
-    "max_tokens": (True, *_ABOVE),
-    "temperature": (False, *_ABOVE),
-    "correction_min": (True, *_BOUND),
-    "correction_max": (True, *_BOUND),
+    "clip_low": _CLIP,
+    "clip_high": _CLIP,
+    "dual_clip": Bound(1, "a number > 1, or None", optional=True),
+    "kl_coef": _FINITE,
+    "entropy_coef": _FINITE,
+    "demo_shape": _POSITIVE,
+    "max_tokens": _POSITIVE._replace(optional=True),
+    "temperature": _POSITIVE,
+    "correction_min": _CLIP,
+    "correction_max": _CLIP,
 }
 
 
@@ -159,15 +192,11 @@ class LossSpec:
             raise TypeError(
                 f"use_bias_correction_kl={self.use_bias_correction_kl!r}: use True or False"
             )
-        for name, rule in NUMBERS.items():
+        for name, bound in NUMBERS.items():
             is_cispo = (name, self.policy_loss) == ("clip_high", "cispo")
-            optional, low, closed, wanted = (True, *_CISPO) if is_cispo else rule
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                if not optional or value is not None:
-                    raise TypeError(f"{name}={value!r}: use a number{' or None' * optional}")
-            elif not (low < value < math.inf or (closed and value == low)):
-                raise ValueError(f"{name}={value!r}: use {wanted}")
+            error = (_CISPO if is_cispo else bound).error(name, getattr(self, name))
+            if error is not None:
+                raise error
         if self.max_tokens is None and "constant" in (self.rollout_reduction, self.demo_reduction):
             raise ValueError("max_tokens=None: a 'constant' reduction requires a number > 0")
         taus = tuple(self.sapo_tau) if isinstance(self.sapo_tau, (tuple, list)) else ()
@@ -187,13 +216,13 @@ class LossSpec:
             )
 
     @functools.cached_property
-    def token_scalars(self) -> dict[str, float]:
-        """The options of the per-token formulas as numbers; all but the first in native.h's order.
+    def token_options(self) -> dict[str, float]:
+        """The options of the per-token formulas as numbers, in the order of `csrc/token_math.h`.
 
         None becomes a number that has no effect, an enumerated option the index that C++ uses.
         """
+        correction_max = math.inf if self.correction_max is None else float(self.correction_max)
         return {
-            "temperature": float(self.temperature),
             "ratio_low": -math.inf if self.clip_low is None else 1 - self.clip_low,
             "ratio_high": math.inf if self.clip_high is None else 1 + self.clip_high,
             "dual_clip": math.inf if self.dual_clip is None else float(self.dual_clip),
@@ -205,13 +234,16 @@ class LossSpec:
             "policy": CHOICES["policy_loss"].index(self.policy_loss),
             "sapo_tau_positive": float(self.sapo_tau[0]),
             "sapo_tau_negative": float(self.sapo_tau[1]),
-            "kl_ratio": self.use_bias_correction_kl,
-            "mask_correction": self.correction.endswith("mask"),
+            "kl_ratio": float(self.use_bias_correction_kl),
+            "mask_correction": float(self.correction.endswith("mask")),
             "correction_min": float(self.correction_min or 0),
-            "correction_max": math.inf
-            if self.correction_max is None
-            else float(self.correction_max),
+            "correction_max": correction_max,
         }
+
+    @functools.cached_property
+    def packed_options(self) -> bytes:
+        """`token_options` as consecutive float64 numbers, for C++."""
+        return struct.pack(f"{len(self.token_options)}d", *self.token_options.values())
 
     def encode(self) -> list[float]:
         """All options as numbers, for operators (None becomes nan); `decode` is the inverse."""
@@ -227,6 +259,9 @@ class LossSpec:
         named: dict[str, Any] = {name: valid[int(next(rest))] for name, valid in CHOICES.items()}
         named |= {name: next(rest) for name in NUMBERS}
         return cls(**named, use_bias_correction_kl=bool(next(rest)), sapo_tau=tuple(rest))
+
+
+TOKEN_OPTIONS = tuple(LossSpec().token_options)
 
 
 class Signals(NamedTuple):
@@ -374,6 +409,43 @@ def _trimmed_variance(values: list[float], trim: float) -> float:
     kept = sorted(values)[dropped : len(values) - dropped]
     mean = sum(kept) / len(kept)
     return sum((x - mean) * (x - mean) for x in kept) / len(kept)  # x ** 2 would raise on overflow
+
+
+@dataclass(frozen=True)
+class GradientFilter:
+    """Settings of the filter of the linear functions. The loss does not depend on them."""
+
+    eps: float = 2**-12
+    """A column is kept if one of its entries is larger than eps times the derivative of that
+    row's loss in its log-prob, plus that in its entropy; without an entropy bonus, if one of its
+    probabilities is larger than eps. 0: exact."""
+    weight: bool = False
+    """Also filter the gradient of the weight: what is dropped is estimated, without bias, from
+    3/8 of the rows, drawn with PyTorch's default generator. False: it is exact."""
+    max_columns: float = 0.5
+    """A chunk that keeps a larger share of its columns is computed exactly, in (0, 1]."""
+    max_dropped: float = 2**-6
+    """A chunk that drops a larger share of its absolute gradient, estimated from at most 256 rows,
+    is computed exactly, in [0, 1]."""
+
+    def __post_init__(self) -> None:
+        for name, low in (("eps", 0), ("max_columns", math.ulp(0)), ("max_dropped", 0)):
+            value = getattr(self, name)
+            real = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not real or not low <= value <= 1:
+                interval = "(0, 1]" if low else "[0, 1]"
+                raise ValueError(f"GradientFilter {name}={value!r}: use a number in {interval}")
+        if not isinstance(self.weight, bool):
+            raise TypeError(f"GradientFilter weight={self.weight!r}: use True or False")
+
+
+class FilterReport(NamedTuple):
+    """What the filter did in one call; 0-d float32 tensors on the device of the rows."""
+
+    kept_columns: torch.Tensor
+    """Mean over the rows with a gradient of the share of columns kept; 1 for exact chunks."""
+    dropped_mass: torch.Tensor
+    """Largest share of a row's absolute gradient that the tail replaced; 0 for exact chunks."""
 
 
 class LossOutput(NamedTuple):

@@ -14,11 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import linear
-from .contract import IGNORE
-from .linear import Gradients, Head, sort_tokens, unsorted
-from .projection import Projection
-from .tokens import NeedsGrad, Operands, part, power_above
+from .linear import blocks
+from .projection import Head, Projection, Result
+from .tokens import NeedsGrad, Operands, Scaling, power_above, sort_tokens
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
 # A part of a block whose logits stay in a processor's cache while the row functions read them.
@@ -41,25 +39,25 @@ def divergence_loss(
     spec: DivergenceSpec,
     weights: Tensor | None,  # [N], float32 or better; None: 1
     needs: NeedsGrad,
-) -> tuple[tuple[Tensor, ...], Gradients, Tensor | None]:
+) -> Result:
     """Compute the weighted sum of the divergences and its gradients.
 
     Outputs: the sum, the divergences [N] and the student's entropies [N].
     """
-    live = op.targets != IGNORE
+    live = op.live
     has_gradient = live if weights is None else live & (weights != 0)
     factors, inv_scale = _scaled(op, weights)
-    head = Head(op, needs, live)
+    head = Head(op, needs)
     assert teacher.weight is not None
     frozen = Projection(teacher.weight, teacher.bias, teacher.dtype, op.chunk_bytes)
     frozen.block = head.projection.block
-    order, counts = sort_tokens(live, has_gradient if any(needs) else None)
-    results = head.zeros(2)
-    for block in head.blocks(order, counts):
-        index = order[block.tokens]
+    order = sort_tokens(live, has_gradient if any(needs) else None)
+    results = op.results(2)
+    for block in blocks(head, order):
+        index = order.tokens[block.tokens]
         rows = frozen.operand(teacher.rows.index_select(0, index))
-        student = Logits(block.logits[0], op.scaling(index), op.softcap)
-        other = Logits(frozen.logits(rows), teacher.scaling(index), teacher.softcap)
+        student = Logits(block.logits[0], op.scaling.at(index))
+        other = Logits(frozen.logits(rows), teacher.scaling.at(index))
         rows_factor = None if factors is None else factors[index]
         out = None if block.out is None else block.out[0]
         for span in _parts(student.x):
@@ -67,12 +65,12 @@ def divergence_loss(
             grad = None if out is None else out[span]
             values = row_divergence(student.part(span), other.part(span), spec, factor, grad)
             results[:, block.tokens][:, span] = torch.stack(values)
-        if out is not None and linear.capturing(out.device):  # rows without a gradient, too
+        if out is not None and order.masked is not None:  # rows without a gradient, too
             out.masked_fill_(~has_gradient[index, None], 0)
-    losses, entropy = torch.where(live, unsorted(results, order), 0)
+    losses, entropy = torch.where(live, order.restore(results), 0)
     weighted = losses if weights is None else torch.where(has_gradient, losses * weights, 0)
     total = weighted.sum(dtype=torch.float64).to(losses.dtype)
-    return (total, losses, entropy), head.gradients(), inv_scale
+    return Result((total, losses, entropy), head.gradients(), inv_scale)
 
 
 def _scaled(op: Operands, weights: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -84,7 +82,7 @@ def _scaled(op: Operands, weights: Tensor | None) -> tuple[Tensor | None, Tensor
         return weights, None
     if weights is None:
         weights = torch.ones(len(op.targets), dtype=torch.float32, device=op.rows.device)
-    inv_scale = power_above((weights / op.scaling()).abs())
+    inv_scale = power_above((weights / op.scaling.temperature).abs())
     return weights / inv_scale, inv_scale
 
 
@@ -92,12 +90,11 @@ class Logits(NamedTuple):
     """Logits of consecutive rows, and how their distributions are computed."""
 
     x: Tensor  # [M, V]; overwritten
-    temperature: float | Tensor  # or [M]
-    softcap: float | None
+    scaling: Scaling
 
     def part(self, span: slice) -> Logits:
         """The rows in `span`."""
-        return Logits(self.x[span], part(self.temperature, span), self.softcap)
+        return Logits(self.x[span], self.scaling.at(span))
 
     def softmax_(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Overwrite the logits with log-probabilities.
@@ -106,15 +103,16 @@ class Logits(NamedTuple):
         [M, V].
         """
         x, derivative = self.x, None
-        if self.softcap is not None:
+        temperature, softcap = self.scaling
+        if softcap is not None:
             infinite = x.isinf()  # infinite logits are not capped
-            capped = (x / self.softcap).tanh_()
+            capped = (x / softcap).tanh_()
             derivative = (1 - capped * capped).masked_fill_(infinite, 0)
-            torch.where(infinite, x, capped.mul_(self.softcap), out=x)
-        if isinstance(self.temperature, Tensor):
-            x.div_(self.temperature[:, None])
-        elif self.temperature != 1:
-            x.div_(self.temperature)
+            torch.where(infinite, x, capped.mul_(softcap), out=x)
+        if isinstance(temperature, Tensor):
+            x.div_(temperature[:, None])
+        elif temperature != 1:
+            x.div_(temperature)
         x.sub_(x.amax(-1, keepdim=True))
         p = x.exp()
         total = p.sum(-1, keepdim=True)
@@ -155,7 +153,7 @@ def row_divergence(
         if derivative is not None:
             grad.mul_(derivative)
         scale = torch.ones_like(losses) if factor is None else factor.to(losses.dtype)
-        torch.mul(grad, (scale / student.temperature)[:, None], out=out)
+        torch.mul(grad, (scale / student.scaling.temperature)[:, None], out=out)
     return losses, entropy
 
 

@@ -16,61 +16,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
+from . import projection
+from .contract import GradientFilter
+from .projection import Head, compact
+from .tokens import NeedsGrad, Operands, RowMarks, capturing
+
 SAMPLE = 256  # at most so many rows estimate the distribution and the mass of what is dropped
 SAMPLED = 3 / 8  # of the rows, for what is dropped from the gradient of the weight
-
-
-@dataclass(frozen=True)
-class GradientFilter:
-    """Settings of the filter of the linear functions. The loss does not depend on them."""
-
-    eps: float = 2**-12
-    """A column is kept if one of its entries is larger than eps times the derivative of that
-    row's loss in its log-prob, plus that in its entropy; without an entropy bonus, if one of its
-    probabilities is larger than eps. 0: exact."""
-    weight: bool = False
-    """Also filter the gradient of the weight: what is dropped is estimated, without bias, from
-    3/8 of the rows, drawn with PyTorch's default generator. False: it is exact."""
-    max_columns: float = 0.5
-    """A chunk that keeps a larger share of its columns is computed exactly, in (0, 1]."""
-    max_dropped: float = 2**-6
-    """A chunk that drops a larger share of its absolute gradient, estimated from at most 256 rows,
-    is computed exactly, in [0, 1]."""
-
-    def __post_init__(self) -> None:
-        for name, low in (("eps", 0), ("max_columns", math.ulp(0)), ("max_dropped", 0)):
-            value = getattr(self, name)
-            real = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not real or not low <= value <= 1:
-                interval = "(0, 1]" if low else "[0, 1]"
-                raise ValueError(f"GradientFilter {name}={value!r}: use a number in {interval}")
-        if not isinstance(self.weight, bool):
-            raise TypeError(f"GradientFilter weight={self.weight!r}: use True or False")
-
-
-class FilterReport(NamedTuple):
-    """What the filter did in one call; 0-d float32 tensors on the device of the rows."""
-
-    kept_columns: torch.Tensor
-    """Mean over the rows with a gradient of the share of columns kept; 1 for exact chunks."""
-    dropped_mass: torch.Tensor
-    """Largest share of a row's absolute gradient that the tail replaced; 0 for exact chunks."""
-
-
-class RowMarks(NamedTuple):
-    """Buffers for what a row kernel notes of the gradient it writes, as stored."""
-
-    eps: float
-    hit: (
-        torch.Tensor
-    )  # bool [V], set at the target, and where an entry is above eps (|a| + |b|) / T
-    sums: torch.Tensor  # [2, M], zeros: the sum and the absolute sum of each row
-    # a and b are the upstream gradients of the row's log-prob and entropy, T is its temperature
 
 
 class Kept(NamedTuple):
@@ -81,19 +37,6 @@ class Kept(NamedTuple):
     sums: torch.Tensor  # [M]: d
     mass: torch.Tensor  # [M]: their absolute sums
     distribution: torch.Tensor  # [V]: q
-
-
-def mark_rows(
-    grad: torch.Tensor, targets: torch.Tensor, coefficient: torch.Tensor, marks: RowMarks
-) -> None:
-    """Fill `marks` from a gradient [..., V]: the reference implementation.
-
-    targets, coefficient: [M]; the coefficient is (|a| + |b|) / T, 0 for rows without a gradient.
-    """
-    rows = grad.flatten(0, -2).to(marks.sums.dtype)
-    marks.hit.logical_or_((rows.abs() > marks.eps * coefficient[:, None]).any(0))
-    marks.hit[targets[(targets >= 0) & (targets < len(marks.hit)) & (coefficient != 0)]] = True
-    marks.sums.copy_(torch.stack([rows.sum(1), rows.abs().sum(1)]))
 
 
 def sample_factors(mass: torch.Tensor) -> torch.Tensor:
@@ -186,12 +129,83 @@ class ColumnFilter:
         return finish
 
     def report(self) -> torch.Tensor:
-        """The fields of `FilterReport`, float32 [2]."""
+        """The fields of `contract.FilterReport`, float32 [2]."""
         counts = self.sums.new_full((2,), len(self.hit))
         counts[0] *= self.kept / max(self.rows, 1)
         kept, columns = self.total(counts)
         mass, dropped = self.total(self.sums[1:])
         return torch.stack([kept / columns, (dropped / mass).nan_to_num().max()]).float()
+
+
+class FilteredHead(Head):
+    """A head whose backward GEMMs use the columns that `ColumnFilter` keeps."""
+
+    def __init__(self, op: Operands, needs: NeedsGrad, settings: GradientFilter) -> None:
+        super().__init__(op, needs)
+        total = getattr(op.backend, "all_reduce", None)  # of a sharded vocabulary
+        self.filter = ColumnFilter(settings, self.projection.weight, len(op.rows), total)
+
+    def marks(self, index: torch.Tensor, span: slice) -> RowMarks | None:
+        return self.filter.marks(index[span])
+
+    def store(self, index: torch.Tensor, span: slice, marks: RowMarks) -> None:
+        self.filter.store(index[span], marks)
+
+    def report(self) -> torch.Tensor | None:
+        return self.filter.report()
+
+    def rescale(self, factor: torch.Tensor, grad: torch.Tensor | None) -> None:
+        super().rescale(factor, grad)
+        self.filter.sums.mul_(factor)
+
+    def add(
+        self, index: torch.Tensor, rows: torch.Tensor, grad: torch.Tensor, *, single_chunk: bool
+    ) -> None:
+        selected, exact = self.filter.select(grad, index), not self.filter.settings.weight
+        if self.needs.weight and exact:  # while the host waits for the number of columns
+            self.add_weight(rows, grad, single_chunk=single_chunk)
+        if self.needs.bias:
+            self._d_bias += grad.sum(0, dtype=self.projection.accum_dtype)
+        kept = selected()
+        if self.needs.rows:
+            d_rows = self.projection.hidden_gradient(grad) if kept is None else self._rows(kept)
+            self.add_hidden(index, d_rows)
+        if self.needs.weight and not exact:
+            if kept is None:
+                self.add_weight(rows, grad, single_chunk=single_chunk)
+            else:
+                self._add_sampled(kept, rows, grad)
+
+    def _rows(self, kept: Kept) -> torch.Tensor:
+        """The gradient [M, H] of a chunk's rows from the columns kept and the tail."""
+        head = self.projection
+        shape = len(kept.values), head.weight.shape[1]
+        out = torch.empty(shape, dtype=head.accum_dtype, device=head.weight.device)
+        projection.multiply(kept.values, head.weight.index_select(0, kept.columns), out)
+        tail = out.new_empty(1, shape[1])
+        projection.multiply(kept.distribution.to(head.gemm_dtype)[None], head.weight, tail)
+        return out.addr_(kept.sums.to(out.dtype), tail[0])
+
+    def _add_sampled(self, kept: Kept, rows: torch.Tensor, grad: torch.Tensor) -> None:
+        """Add a chunk to the gradient of the weight; overwrites `grad`.
+
+        The columns kept take part with all rows, the others with a sample of rows.
+        """
+        factors = sample_factors(kept.mass)
+        factors, sampled, grad = compact(factors != 0, factors, rows, grad)
+        grad.index_fill_(1, kept.columns, 0)
+        sampled = sampled * factors[:, None].to(rows.dtype)
+        d_weight = self.add_weight(sampled, grad, single_chunk=False)
+        part = d_weight.new_empty(len(kept.columns), rows.shape[1])
+        projection.multiply(kept.values.T, rows, part)
+        d_weight.index_add_(0, kept.columns, part)
+
+
+def make_head(op: Operands, needs: NeedsGrad) -> Head:
+    """The head of a call, with its filter if it has one."""
+    if op.filter is None or capturing(op.rows.device):  # a capture reads no count
+        return Head(op, needs)
+    return FilteredHead(op, needs, op.filter)
 
 
 def read(values: torch.Tensor) -> Callable[[], list[float]]:

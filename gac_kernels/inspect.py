@@ -15,6 +15,7 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -24,8 +25,7 @@ import torch
 from . import build_cuda
 from .backends import cuda, triton
 from .contract import DemoWeight, LossSpec
-from .filter import RowMarks
-from .tokens import BatchInputs, TokenTerms, plan
+from .tokens import BatchInputs, RowMarks, Scaling, TokenTerms, Upstream, plan
 
 ARCHITECTURES = ("80", "90", "100")
 VOCAB = 152064  # of a launch of the CUDA kernels, which determines their shared memory
@@ -109,14 +109,16 @@ def triton_configurations() -> Iterator[Configuration]:
     inputs = BatchInputs(logps.long(), *roles, 0.5, logps, logps, demo_norm=3)
     full = plan(inputs, default)
     plain, corrected = full._replace(ref=None), full._replace(factor=column, rollout_logps=column)
-    stats, grads = (plain.targets, 1.0), (plain.targets, column, column, column, column, 1.0)
+    stats = plain.targets, Scaling(1.0)
+    upstream = Upstream(column, column, column, column)
+    capped = plain.targets, Scaling(1.0, softcap=30.0)
     calls: list[tuple[Any, ...]] = []
     for vocab, dtype in reversed(_ROWS):
         x = torch.empty(2, 4, vocab, dtype=dtype, device="meta")
         name = f"V={vocab} {str(dtype).removeprefix('torch.')}"
         calls += [
             (name, triton.row_stats, x, *stats),
-            (name, triton.row_grads, x, *grads, x),
+            (name, triton.row_grads, x, *stats, upstream, x),
             (name, triton.scale_, x, column[0]),
             (f"{name}, default", triton.row_loss, x, plain, default, x),
         ]
@@ -131,13 +133,34 @@ def triton_configurations() -> Iterator[Configuration]:
             for title, spec in _SPECS.items()
             for tokens in [full if spec.correction == "none" else corrected]
         ),
-        (f"{name}, softcap", triton.row_stats, x, *stats, 30.0),
-        (f"{name}, softcap, more", triton.row_stats, x, *stats, 30.0, True),
-        (f"{name}, softcap", triton.row_grads, x, *grads, x, 30.0),
-        (f"{name}, softcap, all options", triton.row_loss, x, full, _EVERYTHING, x, 30.0),
+        (f"{name}, softcap", triton.row_stats, x, *capped),
+        (f"{name}, softcap, more", partial(triton.row_stats, more_outputs=True), x, *capped),
+        (f"{name}, softcap", triton.row_grads, x, *capped, upstream, x),
+        (
+            f"{name}, softcap, all options",
+            partial(triton.row_loss, softcap=30.0),
+            x,
+            full,
+            _EVERYTHING,
+            x,
+        ),
         (f"{to_half}, default", triton.row_loss, wide, plain, default, x),
-        (f"{to_half}, filter", triton.row_loss, wide, plain, default, x, None, marks),
-        (f"{to_half}, filter", triton.row_grads, wide, *grads, x, None, True, marks),
+        (
+            f"{to_half}, filter",
+            partial(triton.row_loss, marks=marks),
+            wide,
+            plain,
+            default,
+            x,
+        ),
+        (
+            f"{to_half}, filter",
+            partial(triton.row_grads, marks=marks),
+            wide,
+            *stats,
+            upstream,
+            x,
+        ),
         ("padded", triton.plan, inputs, shaped),
         ("packed, mu a tensor", triton.plan, inputs._replace(**packed), shaped),
         ("no reference", triton.reduce, plain, TokenTerms(*[column] * 5), True),

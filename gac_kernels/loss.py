@@ -8,37 +8,39 @@ Notation: N tokens, S sequences, V vocabulary size, H hidden size.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import increment_version
 
-from . import linear
-from .contract import IGNORE, LossSpec, compute_dtype
-from .filter import FilterReport
-from .linear import ASYNCHRONOUS, Gradients, Head, capturing, head_stats, sort_tokens, unsorted
-from .reference import Coupling, coupling, select_outputs, token_gradients, token_terms
+from .contract import IGNORE, FilterReport, LossSpec
+from .filter import make_head
+from .linear import blocks, read_counts
+from .projection import Gradients, Head, Result
+from .reference import select_outputs, token_gradients, token_terms
 from .tokens import (
+    ASYNCHRONOUS,
     BatchInputs,
     NeedsGrad,
     Operands,
+    RowOrder,
     Tokens,
     TokenTerms,
+    Upstream,
     has_zero_gradient,
-    part,
     power_above,
     scale_for_float16,
+    sort_tokens,
+    split_columns,
+    stack_columns,
     with_factors,
 )
-
-# What `Fused` needs of a loss: the loss and the outputs that are not differentiable; the
-# gradients of the loss, divided by the third part, `inv_scale` (see `scale_for_float16`).
-Result = tuple[tuple[Any, ...], Gradients, Tensor | None]
 
 
 def fused_loss(
@@ -46,48 +48,59 @@ def fused_loss(
     inputs: BatchInputs,
     spec: LossSpec,
     needs: NeedsGrad,
+    *,
     moments: bool = True,
     overwrite: bool = False,  # the logits, by their gradient
 ) -> Result:
     """Compute the loss and its gradients in 6 N H V FLOPs.
 
-    Outputs: the loss, and a LossOutput whose log-probs and entropies are [N].
+    Outputs: the loss, and a LossOutput.
 
     Rows whose gradient is known to be 0 need only the forward GEMM. A loss that depends on sums of
     current log-probs over sequences takes 8 N H V: these are computed first.
     """
-    tokens = with_factors(op.backend.plan(inputs, spec, compute_dtype(op.dtype)), inputs, spec)
-    out, kind = None, coupling(tokens, spec)
-    if tokens.temperature is not None:
-        op = op._replace(temperatures=tokens.temperature)
-    if op.weight is None and needs.rows:  # a buffer for the gradient of the logits
+    kind = coupling(
+        spec,
+        off_policy=inputs.old_logps is not None,
+        corrects_current=inputs.old_logps is None and inputs.rollout_logps is not None,
+    )
+    buffer = None
+    if op.weight is None and needs.rows:  # for the gradient of the logits
         reuse = overwrite and has_distinct_elements(op.rows)
-        out = op.rows.detach() if reuse else op.rows.new_empty(op.rows.shape)
-    if kind is Coupling.CURRENT:
-        passed = _two_passes(op, tokens, spec, needs, out)
-    elif kind is Coupling.NONE:  # a sequence ratio is 1 or unused
-        one_ratio = (
-            spec
-            if spec.importance_sampling_level == "token"
-            else replace(spec, importance_sampling_level="token")
-        )
-        passed = _one_pass(op, tokens, one_ratio, needs, out)
-    else:
-        # on-policy, the gradient of "clip" is -A, and that of a sequence's ratio is the mean of -A
-        plain = replace(
-            spec,
-            policy_loss="clip",
-            clip_low=None,
-            clip_high=None,
-            importance_sampling_level="token",
-        )
-        passed = _one_pass(op, tokens.averaged(), plain, needs, out)
-        logps, entropy, *_ = passed[0]
-        passed = token_terms(logps, entropy, tokens, spec), *passed[1:]
-    terms, grads, inv_scale, report = passed
-    out = op.backend.reduce(tokens, terms, moments)
-    filtered = None if report is None else FilterReport(*report)
-    return (out.loss, out._replace(filter=filtered)), grads, inv_scale
+        buffer = op.rows.detach() if reuse else op.rows.new_empty(op.rows.shape)
+    passes = _two_passes if kind is Coupling.CURRENT else _one_pass
+    done = passes(op, inputs, spec, needs, kind, buffer)
+    out = op.backend.reduce(done.tokens, done.terms, moments).shaped(inputs.targets.shape)
+    if done.report is not None:
+        out = out._replace(filter=FilterReport(*done.report))
+    return Result((out.loss, out), done.gradients, done.inv_scale)
+
+
+class Coupling(enum.Enum):
+    """How the gradient of a token depends on the other tokens of its sequence."""
+
+    NONE = enum.auto()
+    KNOWN = enum.auto()  # through numbers that are known in advance
+    CURRENT = enum.auto()  # through their current log-probabilities
+
+
+def coupling(spec: LossSpec, *, off_policy: bool, corrects_current: bool) -> Coupling:
+    """Determine the coupling; only CURRENT requires a pass over the logits in advance.
+
+    off_policy: there are log-probabilities of the sampling policy.
+    corrects_current: the correction is that of the current log-probabilities.
+    """
+    through_ratio = spec.policy_loss not in ("cispo", "reinforce")
+    has_kl_ratio = spec.use_bias_correction_kl and spec.kl_coef != 0
+    if corrects_current and spec.correction.startswith("sequence"):
+        return Coupling.CURRENT
+    if spec.importance_sampling_level == "token":
+        return Coupling.NONE
+    if off_policy and (spec.policy_loss != "reinforce" or has_kl_ratio):
+        return Coupling.CURRENT
+    if has_kl_ratio or (through_ratio and corrects_current):
+        return Coupling.CURRENT
+    return Coupling.KNOWN if through_ratio else Coupling.NONE
 
 
 def has_distinct_elements(x: Tensor) -> bool:
@@ -100,120 +113,235 @@ def has_distinct_elements(x: Tensor) -> bool:
     return True
 
 
-# the terms, the gradients, `inv_scale` and the report of the filter
-Pass = tuple[TokenTerms, Gradients, Tensor | None, Tensor | None]
+class Pass(NamedTuple):
+    """The results of all rows."""
+
+    tokens: Tokens
+    terms: TokenTerms
+    gradients: Gradients = (None, None, None)
+    inv_scale: Tensor | None = None
+    report: Tensor | None = None  # of the gradient filter
 
 
 def _one_pass(
     op: Operands,
-    tokens: Tokens,
+    inputs: BatchInputs,
     spec: LossSpec,
     needs: NeedsGrad,
-    out: Tensor | None,
+    kind: Coupling,
+    buffer: Tensor | None,  # for the gradient of the logits, if they are given
 ) -> Pass:
-    """Compute the loss of tokens that do not depend on each other."""
+    """Compute the loss of tokens whose gradients do not depend on each other's log-probs."""
+    plan = with_factors(op.backend.plan(inputs, spec, op.accum_dtype), inputs, spec)
+    whole, tokens = spec, plan
+    if spec.importance_sampling_level == "sequence":
+        spec = replace(spec, importance_sampling_level="token")  # the ratio is 1 or unused
+    if kind is Coupling.KNOWN:
+        # on-policy, the gradient of "clip" is -A, and that of a sequence's ratio is the mean of -A
+        spec = replace(spec, policy_loss="clip", clip_low=None, clip_high=None)
+        tokens = plan.averaged()
     inv_scale, tokens = scale_for_float16(tokens, spec, op.dtype)
     if op.weight is None:
-        terms = op.backend.row_loss(op.rows, tokens, spec, out, op.softcap)
-        return terms, (out, None, None), inv_scale, None
-    need_gradient = any(needs)
-    has_gradient = ~has_zero_gradient(tokens, spec) if need_gradient else None
-    head = Head(op, needs, tokens.live)
-    order, counts = sort_tokens(tokens.live, has_gradient)
-    ordered, results = tokens.at(order), head.zeros(len(TokenTerms._fields))
-    for block in head.blocks(order, counts):
-        arguments = ordered.at(block.tokens), spec, block.out, op.softcap
-        terms = op.backend.row_loss(block.logits, *arguments, block.marks)
-        torch.stack(terms, out=results[:, block.tokens])
-    terms = TokenTerms(*unsorted(results, order))
-    return terms, head.gradients(), inv_scale, head.report()
+        terms = op.backend.row_loss(op.rows, tokens, spec, buffer, softcap=op.softcap)
+        done = Pass(plan, terms, (buffer, None, None), inv_scale)
+    else:
+        order = sort_tokens(tokens.live, ~has_zero_gradient(tokens, spec) if any(needs) else None)
+        ordered, results = tokens.at(order.tokens), op.results(len(TokenTerms._fields))
+        head = make_head(op, needs)
+        for block in blocks(head, order):
+            terms = op.backend.row_loss(
+                block.logits,
+                ordered.at(block.tokens),
+                spec,
+                block.out,
+                softcap=op.softcap,
+                marks=block.marks,
+            )
+            torch.stack(terms, out=results[:, block.tokens])
+        report, gradients = head.report(), head.gradients()
+        done = Pass(plan, TokenTerms(*order.restore(results)), gradients, inv_scale, report)
+    if kind is Coupling.KNOWN:
+        terms = token_terms(done.terms.logps, done.terms.entropy, plan, whole)
+        done = done._replace(terms=terms)
+    return done
 
 
 def _two_passes(
     op: Operands,
-    tokens: Tokens,
+    inputs: BatchInputs,
     spec: LossSpec,
     needs: NeedsGrad,
-    out: Tensor | None,
+    kind: Coupling,
+    buffer: Tensor | None,
 ) -> Pass:
     """Compute all log-probs first, then the gradient from the derivative of each."""
-    need_gradient = any(needs)
-    head, scaling = None, op.scaling()
+    tokens = with_factors(op.backend.plan(inputs, spec, op.accum_dtype), inputs, spec)
+    if tokens.temperature is not None:
+        op = replace(op, temperatures=tokens.temperature)
+    head = order = None
     if op.weight is None:
-        stats = torch.stack(op.backend.row_stats(op.rows, tokens.targets, scaling, op.softcap))
+        stats = torch.stack(op.backend.row_stats(op.rows, tokens.targets, op.scaling))
     else:
-        head, known = Head(op, needs, tokens.live), tokens
+        head, known = make_head(op, needs), tokens
         if spec.importance_sampling_level == "sequence":  # depends on the tokens of the sequence
             known = tokens.averaged(absolute=True)
-        stats, order, counts = head_stats(op, head, ~has_zero_gradient(known, spec))
+        order = sort_tokens(tokens.live, ~has_zero_gradient(known, spec))
+        stats, order = _stats_pass(op, head, order)
     logps, entropy, lse = stats
-    terms, upstream = token_gradients(logps, entropy, tokens, spec, need_gradient)
-    if upstream is None:
-        return terms, (None, None, None), None, None
+    terms, derivatives = token_gradients(logps, entropy, tokens, spec, any(needs))
+    if derivatives is None:
+        return Pass(tokens, terms)
     inv_scale = None
     if op.dtype == torch.float16:
-        inv_scale = power_above((upstream / scaling).abs())
-        upstream = upstream / inv_scale
-    columns = torch.cat([lse[None], entropy[None], upstream])
-    if head is None:
-        op.backend.row_grads(op.rows, tokens.targets, *columns, scaling, out, op.softcap)
-        return terms, (out, None, None), inv_scale, None
-    if order.device.type not in ASYNCHRONOUS:  # the exact rows cost no synchronization
-        used = (upstream != 0).any(0)
-        order, counts = sort_tokens(used, used)
-    head.add_gradients(op, columns, order, counts)
-    return terms, head.gradients(), inv_scale, head.report()
+        inv_scale = power_above((derivatives / op.scaling.temperature).abs())
+        derivatives = derivatives / inv_scale
+    upstream = Upstream(lse, entropy, *derivatives)
+    if head is None or order is None:
+        op.backend.row_grads(op.rows, tokens.targets, op.scaling, upstream, buffer)
+        return Pass(tokens, terms, (buffer, None, None), inv_scale)
+    if op.rows.device.type not in ASYNCHRONOUS:  # the exact rows cost no synchronization
+        used = (derivatives != 0).any(0)
+        order = sort_tokens(used, used)
+    _gradient_pass(op, head, order, upstream)
+    report = head.report()
+    return Pass(tokens, terms, head.gradients(), inv_scale, report)
+
+
+def row_stats(op: Operands, *, more_outputs: bool = False) -> Sequence[Tensor]:
+    """Compute logps, entropy and lse, and MORE_OUTPUTS if `more_outputs`: [N]; 2 N H V FLOPs.
+
+    With K targets per row, logps is [N, K].
+    """
+    if op.weight is None:
+        return op.backend.row_stats(op.rows, op.targets, op.scaling, more_outputs=more_outputs)
+    order = sort_tokens(op.live, None)
+    head = Head(op, NeedsGrad(rows=False, weight=False, bias=False))
+    stats, _ = _stats_pass(op, head, order, more_outputs=more_outputs)
+    return split_columns(stats, op.targets)
+
+
+def _stats_pass(
+    op: Operands, head: Head, order: RowOrder, *, more_outputs: bool = False
+) -> tuple[Tensor, RowOrder]:
+    """Compute `row_stats`, and the order with the numbers of its rows."""
+    targets, scaling = op.targets[order.tokens], op.scaling.at(order.tokens)
+    results = op.results(6 if more_outputs else 3)
+    gradient_rows, live_rows = read_counts(order.counts)
+    for block in blocks(head, order._replace(counts=(0, live_rows))):
+        stats = op.backend.row_stats(
+            block.logits,
+            targets[block.tokens],
+            scaling.at(block.tokens),
+            more_outputs=more_outputs,
+        )
+        stack_columns(*stats, out=results[:, block.tokens])
+    return order.restore(results), order._replace(counts=(gradient_rows, gradient_rows))
+
+
+def row_grads(op: Operands, upstream: Upstream, needs: NeedsGrad) -> Gradients:
+    """Compute the gradients of the operands from recomputed logits: 6 N H V FLOPs.
+
+    Rows whose upstream gradients are 0 are skipped.
+    """
+    if op.weight is None:
+        out = op.rows.new_empty(op.rows.shape)
+        op.backend.row_grads(op.rows, op.targets, op.scaling, upstream, out)
+        return out, None, None
+    d_logps = of_targets(upstream.d_logps, op.targets)
+    nonzero = d_logps != 0 if op.targets.dim() == 1 else (d_logps != 0).any(1)
+    used = op.live & (nonzero | (upstream.d_entropy != 0))
+    head = make_head(op, needs)
+    _gradient_pass(op, head, sort_tokens(used, used), upstream._replace(d_logps=d_logps))
+    return head.gradients()
+
+
+def _gradient_pass(op: Operands, head: Head, order: RowOrder, upstream: Upstream) -> None:
+    """Add the gradients of the first tokens of `order`, given those of their outputs."""
+    targets, scaling = op.targets[order.tokens], op.scaling.at(order.tokens)
+    lse, entropy, d_logps, d_entropy = upstream
+    columns = stack_columns(d_logps, lse, entropy, d_entropy).index_select(1, order.tokens)
+    for block in blocks(head, order):
+        d_logps, lse, entropy, d_entropy = split_columns(columns[:, block.tokens], targets)
+        op.backend.row_grads(
+            block.logits,
+            targets[block.tokens],
+            scaling.at(block.tokens),
+            Upstream(lse, entropy, d_logps, d_entropy),
+            block.out,
+            marks=block.marks,
+        )
 
 
 def token_loss(
     op: Operands,
     function: Callable[..., Tensor],  # (logps [M], entropy [M], *inputs, *outputs) -> losses [M]
-    inputs: Sequence[Tensor],  # [N] each
+    inputs: Sequence[Tensor],  # [N, ...] each
     outputs: Sequence[str],  # of MORE_OUTPUTS
     needs: NeedsGrad,
 ) -> Result:
     """Compute a loss of each token's log-prob and entropy, and its gradients, in 6 N H V FLOPs.
 
+    With K targets per token, the log-probs are [M, K] and [N, K].
+
     Outputs: the sum of the losses, the losses, logps, entropy and the requested outputs, [N] each,
-    and the fields of `filter.FilterReport`, float32 [2].
+    and the fields of `FilterReport`, float32 [2].
 
     The derivatives of a block's losses come from autograd on its [M] log-probs and entropies.
     """
-    live = op.targets != IGNORE
-    head, more_outputs = Head(op, needs, live), len(outputs) > 0
+    live = op.live
+    more_outputs = len(outputs) > 0
     half = op.dtype == torch.float16  # the scale of its gradients follows the largest derivative
     inv_scale = op.rows.new_full((), 2.0**-100, dtype=torch.float32) if half else None
-    order, counts = sort_tokens(live, live if any(needs) else None)
-    targets, scaling, inputs = op.targets[order], op.scaling(order), [x[order] for x in inputs]
-    results = head.zeros(6 if more_outputs else 3)  # losses, logps, entropy and MORE_OUTPUTS
+    order, head = sort_tokens(live, live if any(needs) else None), make_head(op, needs)
+    targets, scaling = op.targets[order.tokens], op.scaling.at(order.tokens)
+    inputs = [x[order.tokens] for x in inputs]
+    results = op.results(6 if more_outputs else 3)  # logps, losses, entropy and MORE_OUTPUTS
     nonzero = torch.zeros_like(live)
-    for block in head.blocks(order, counts, nonzero):
+    for block in blocks(head, order, nonzero=nonzero):
         span = block.tokens
-        rows, temperature = (block.logits, targets[span]), part(scaling, span)
+        block_scaling = scaling.at(span)
         logps, entropy, lse, *extra = op.backend.row_stats(
-            *rows, temperature, op.softcap, more_outputs
+            block.logits, targets[span], block_scaling, more_outputs=more_outputs
         )
         columns = *(x[span] for x in inputs), *select_outputs(extra, outputs)
         losses, derivatives = differentiate(
-            function, logps, entropy, columns, block.out is not None
+            function, logps, entropy, columns, need_gradient=block.out is not None
         )
-        torch.stack([losses, logps, entropy, *extra], out=results[:, span])
+        stack_columns(logps, losses, entropy, *extra, out=results[:, span])
         if derivatives is not None:
-            upstream = torch.stack(derivatives)
+            d_logps, d_entropy = of_targets(derivatives[0], targets[span]), derivatives[1]
+            upstream = stack_columns(d_logps, d_entropy)
             nonzero[span] = (upstream != 0).any(0)
             if inv_scale is not None:
-                size = (upstream / temperature).abs()
+                # every logit also gets a share of the sum over K targets
+                sizes = upstream if d_logps.dim() == 1 else torch.vstack([upstream, d_logps.sum(1)])
+                size = (sizes / block_scaling.temperature).abs()
                 largest, fits = power_above(size).maximum(inv_scale), size.max() <= 64 * inv_scale
                 larger = torch.where(fits, inv_scale, largest)  # no logit's gradient overflows
-                if capturing(live.device) or larger != inv_scale:  # the host waits here
+                if order.masked is not None or larger != inv_scale:  # the host waits here
                     head.rescale(inv_scale / larger, block.before)
                 inv_scale, upstream = larger, upstream / larger
-            stats, options = (lse, entropy, *upstream), (temperature, block.out, op.softcap)
-            op.backend.row_grads(*rows, *stats, *options, marks=block.marks)
-    losses, logps, entropy, *extra = torch.where(live, unsorted(results, order), 0)
+            op.backend.row_grads(
+                block.logits,
+                targets[span],
+                block_scaling,
+                Upstream(lse, entropy, *split_columns(upstream, targets)),
+                block.out,
+                marks=block.marks,
+            )
+    restored = torch.where(live, order.restore(results), 0)
+    logps, losses, entropy, *extra = split_columns(restored, targets)
     total = losses.sum(dtype=torch.float64).to(losses.dtype)
     values = total, losses, logps, entropy, *select_outputs(extra, outputs), head.report()
-    return values, head.gradients(), inv_scale
+    return Result(values, head.gradients(), inv_scale)
+
+
+def of_targets(d_logps: Tensor, targets: Tensor) -> Tensor:
+    """Upstream gradients of log-probs; 0 where one of K targets is missing.
+
+    Rows without any target are skipped anyway.
+    """
+    return d_logps if targets.dim() == 1 else d_logps.masked_fill(targets == IGNORE, 0)
 
 
 def differentiate(
@@ -255,10 +383,10 @@ def refuse_double_backward(grad_enabled: bool) -> None:
 
 
 class Fused(Function):
-    """A loss of `Operands`, whose rows, weight and bias are also the first arguments.
+    """A loss of `Operands`, whose leaves are also the first arguments.
 
-    `function(op, *arguments)`, one of `loss`, computes it and its gradients. The outputs of its
-    `Result` that are not differentiable are appended to `outputs`: autograd need not see them.
+    `compute` returns the loss and its gradients. The outputs of its `Result` that are not
+    differentiable are appended to `outputs`: autograd need not see them.
     """
 
     @staticmethod
@@ -268,19 +396,18 @@ class Fused(Function):
         weight: Tensor | None,
         bias: Tensor | None,
         op: Operands,
-        function: Callable[..., Result],
-        arguments: tuple[Any, ...],
+        compute: Callable[[], Result],
         outputs: list[Any],
     ) -> Tensor:
         with without_autocast(op):
-            (total, *others), grads, inv_scale = function(op, *arguments)
+            (total, *others), grads, inv_scale = compute()
         outputs += others
         grad = grads[0]
         if weight is None and grad is not None and 0 < grad.data_ptr() == rows.data_ptr():
             # autograd must detect that saved logits have changed; empty tensors are at address 0
             increment_version(rows)
         ctx.backend, ctx.inv_scale, ctx.used = op.backend, inv_scale, False
-        ctx.dtypes = [None if x is None else x.dtype for x in op[:3]]
+        ctx.dtypes = [None if x is None else x.dtype for x in (rows, weight, bias)]
         # scaled float16 gradients are rounded only after unscaling
         ctx.save_for_backward(*(cast(grads, ctx.dtypes) if inv_scale is None else grads))
         return total
@@ -301,11 +428,11 @@ class Fused(Function):
             for grad in grads:
                 if grad is not None:
                     ctx.backend.scale_(grad, factor)
-        return *cast(grads, ctx.dtypes), None, None, None, None
+        return *cast(grads, ctx.dtypes), None, None, None
 
 
 class TokenLogprobs(Function):
-    """Log-probs of `Operands`: logps [N], entropy [N], and MORE_OUTPUTS if `more_outputs`."""
+    """Log-probs of `Operands`, like its targets, entropy [N], and MORE_OUTPUTS if requested."""
 
     @staticmethod
     def forward(
@@ -317,9 +444,9 @@ class TokenLogprobs(Function):
         more_outputs: bool,
     ) -> tuple[Tensor, ...]:
         with without_autocast(op):
-            stats = linear.row_stats(op, more_outputs)
-        ctx.save_for_backward(*op[:5], stats[2], stats[1])
-        ctx.settings = op[5:]
+            stats = row_stats(op, more_outputs=more_outputs)
+        ctx.save_for_backward(*op.tensors(), stats[2], stats[1])
+        ctx.settings = op.settings()
         # no views of one tensor, and none that is saved: users may modify them
         logps, entropy, _, *extra = (x.clone() for x in stats)
         ctx.mark_non_differentiable(*extra)
@@ -330,12 +457,12 @@ class TokenLogprobs(Function):
         ctx: Any, d_logps: Tensor, d_entropy: Tensor, *_: Tensor
     ) -> tuple[Tensor | None, ...]:
         refuse_double_backward(torch.is_grad_enabled())
-        *operands, lse, entropy = ctx.saved_tensors
-        op = Operands(*operands, *ctx.settings)
-        columns = lse, entropy, d_logps, d_entropy
+        *tensors, lse, entropy = ctx.saved_tensors
+        op = Operands(**dict(zip(Operands.TENSORS, tensors, strict=True)), **ctx.settings)
+        upstream = Upstream(lse, entropy, d_logps, d_entropy)
         with without_autocast(op):
-            grads = linear.row_grads(op, columns, NeedsGrad(*ctx.needs_input_grad[:3]))
-        dtypes = [None if x is None else x.dtype for x in op[:3]]
+            grads = row_grads(op, upstream, NeedsGrad(*ctx.needs_input_grad[:3]))
+        dtypes = [None if x is None else x.dtype for x in op.leaves]
         return (*cast(grads, dtypes), None, None)
 
 

@@ -1,6 +1,6 @@
 """The public functions as custom operators for torch.compile; eager code uses loss.py.
 
-An operator takes the fields of `Operands`, so that one serves both logits and a head. Checks that
+An operator takes fields of `Operands`, so that one serves both logits and a head. Checks that
 read tensor values run inside it, at run time.
 """
 
@@ -13,35 +13,56 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import backends, checks, linear, loss
+from . import backends, checks, loss
 from ._ops import add_op_namespace_prefix, ops
 from .contract import LossOutput, LossSpec, TokenMoments, compute_dtype
 from .loss import refuse_double_backward
-from .tokens import BatchInputs, NeedsGrad, Operands
+from .tokens import BatchInputs, NeedsGrad, Operands, Upstream
 
-_OPERANDS = 10  # fields of Operands that are arguments
-_SCHEMA = (
-    "(Tensor rows, Tensor? weight, Tensor? bias, Tensor targets, Tensor? temperatures, "
-    "float temperature, float? softcap, str backend, ScalarType dtype, int? chunk_bytes, "
-)
+# The arguments that all operators take first: fields of Operands, which also name the schema's.
+_OPERANDS = {
+    "rows": "Tensor",
+    "weight": "Tensor?",
+    "bias": "Tensor?",
+    "targets": "Tensor",
+    "temperatures": "Tensor?",
+    "temperature": "float",
+    "softcap": "float?",
+    "backend": "str",
+    "dtype": "ScalarType",
+    "chunk_bytes": "int?",
+}
+_COUNT = len(_OPERANDS)
+_SCHEMA = "(" + "".join(f"{kind} {name}, " for name, kind in _OPERANDS.items())
 _KEYS = (
     torch._C._dispatch_tls_local_include_set(),
     torch._C._dispatch_tls_local_exclude_set(),
 )
 
 
+def _pack(op: Operands) -> list[Any]:
+    """The operands as arguments of an operator."""
+    return [getattr(op, name) for name in _OPERANDS]
+
+
 def _unpack(arguments: Sequence[Any]) -> Operands:
+    """The operands of an operator, from its first arguments; the backend is still a name."""
+    named: dict[str, Any] = dict(zip(_OPERANDS, arguments, strict=False))
+    return Operands(**named, accum_dtype=compute_dtype(named["dtype"]))
+
+
+def _running(arguments: Sequence[Any]) -> Operands:
     """The operands of a running operator, with its backend."""
-    op = Operands(*arguments)
-    dtype = op.dtype if op.weight is None else compute_dtype(op.dtype)
-    return op._replace(backend=backends.select_backend(op.backend, op.rows.device, dtype))
+    op = _unpack(arguments)
+    dtype = op.dtype if op.weight is None else op.accum_dtype
+    return replace(op, backend=backends.select_backend(op.backend, op.rows.device, dtype))
 
 
 def _or_empty(grads: Sequence[Tensor | None], op: Operands, dtypes: Sequence[Any]) -> list[Tensor]:
     """The gradients in the shapes and dtypes of the operands; empty where there is none."""
     return [
         op.rows.new_empty(0) if g is None or x is None else g.to(dtype).view(x.shape)
-        for g, x, dtype in zip(grads, op[:3], dtypes, strict=True)
+        for g, x, dtype in zip(grads, op.leaves, dtypes, strict=True)
     ]
 
 
@@ -49,13 +70,13 @@ def _like_operands(op: Operands, needs: Sequence[bool], dtypes: Sequence[Any]) -
     """The fake results of `_or_empty`."""
     return [
         x.new_empty(x.shape, dtype=dtype) if need and x is not None else op.rows.new_empty(0)
-        for x, need, dtype in zip(op[:3], needs, dtypes, strict=True)
+        for x, need, dtype in zip(op.leaves, needs, dtypes, strict=True)
     ]
 
 
 def _dtypes(op: Operands, wide: torch.dtype | None = None) -> list[torch.dtype]:
     """Dtypes of the operands' gradients; `wide`: of those of weight and bias."""
-    return [op.rows.dtype, *(wide or (op.rows if x is None else x).dtype for x in op[1:3])]
+    return [op.rows.dtype, *(wide or (op.rows if x is None else x).dtype for x in op.leaves[1:])]
 
 
 def _saved_dtypes(op: Operands) -> list[torch.dtype]:
@@ -78,7 +99,7 @@ def _saved_dtypes(op: Operands) -> list[torch.dtype]:
 def _loss(*arguments: Any) -> tuple[Tensor, ...]:
     """Compute the loss's outputs, and the gradients of its operands divided by `inv_scale`."""
     *_, numbers, needs = arguments
-    op, inputs = _unpack(arguments[:_OPERANDS]), BatchInputs(*arguments[_OPERANDS:-2])
+    op, inputs = _running(arguments), BatchInputs(*arguments[_COUNT:-2])
     checks.values(inputs.targets, op.vocabulary, inputs)
     # numbers, so that no accelerator waits for a copy
     given = {name: getattr(inputs, name) for name in ("mu", "rollout_norm", "demo_norm")}
@@ -91,7 +112,13 @@ def _loss(*arguments: Any) -> tuple[Tensor, ...]:
     *scalars, logps, entropy, moments, _ = values[1]
     return (
         torch.stack(scalars),
-        *(logps.clone(), entropy.clone(), moments.rollouts, moments.demo_nll, moments.totals),
+        *(
+            logps.reshape(-1).clone(),
+            entropy.reshape(-1).clone(),
+            moments.rollouts,
+            moments.demo_nll,
+            moments.totals,
+        ),
         op.rows.new_ones((), dtype=torch.float32) if inv_scale is None else inv_scale,
         *_or_empty(grads, op, _saved_dtypes(op)),
     )
@@ -99,8 +126,8 @@ def _loss(*arguments: Any) -> tuple[Tensor, ...]:
 
 @_loss.register_fake
 def _(*arguments):
-    op, inputs = Operands(*arguments[:_OPERANDS]), BatchInputs(*arguments[_OPERANDS:-2])
-    accum_dtype, tokens, f64 = compute_dtype(op.dtype), inputs.targets.numel(), torch.float64
+    op, inputs = _unpack(arguments), BatchInputs(*arguments[_COUNT:-2])
+    accum_dtype, tokens, f64 = op.accum_dtype, inputs.targets.numel(), torch.float64
 
     def new(*shape: int, dtype: torch.dtype = accum_dtype) -> Tensor:
         return op.rows.new_empty(shape, dtype=dtype)
@@ -113,7 +140,7 @@ def _(*arguments):
 
 def _setup_loss(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.needs, ctx.arguments = inputs[-1], len(inputs)
-    ctx.dtypes = _dtypes(Operands(*inputs[:_OPERANDS]))
+    ctx.dtypes = _dtypes(_unpack(inputs))
     ctx.save_for_backward(*output[6:])
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
@@ -136,24 +163,26 @@ def _backward_loss(ctx: Any, d_scalars: Tensor | None, *_: Tensor | None) -> tup
 _loss.register_autograd(_backward_loss, setup_context=_setup_loss)
 
 
-def fused_loss(
-    op: Operands,
-    inputs: BatchInputs,
-    spec: LossSpec,
-    moments: bool,
-) -> LossOutput:
+def fused_loss(op: Operands, inputs: BatchInputs, spec: LossSpec, *, moments: bool) -> LossOutput:
     """Compute the fused loss from logits or from hidden states, under torch.compile."""
     options: Any = {"dtype": torch.float64, "device": "cpu"}
     tensors = [  # the schema has a single type for numbers and tensors
         torch.full((), x, **options) if isinstance(x, (int, float)) else x for x in inputs
     ]
-    needs = list(NeedsGrad.of(*op[:3]))
-    scalars, logps, entropy, *sums = ops.loss(*op[:_OPERANDS], *tensors, spec.encode(), needs)[:6]
+    outputs = ops.loss(*_pack(op), *tensors, spec.encode(), list(op.needs))
+    scalars, logps, entropy, *sums = outputs[:6]
     total, *parts = scalars.unbind()
-    constants = (x.detach() for x in parts)
-    statistics = TokenMoments(*sums) if moments else None
-    flat = *constants, logps, entropy, statistics
-    return LossOutput._make((total, *flat, None)).shaped(inputs.targets.shape)
+    rollout_loss, demo_loss, kl, clip_fraction = (x.detach() for x in parts)
+    return LossOutput(
+        loss=total,
+        rollout_loss=rollout_loss,
+        demo_loss=demo_loss,
+        kl=kl,
+        clip_fraction=clip_fraction,
+        logps=logps,
+        entropy=entropy,
+        moments=TokenMoments(*sums) if moments else None,
+    ).shaped(inputs.targets.shape)
 
 
 @torch.library.custom_op(
@@ -163,18 +192,18 @@ def fused_loss(
 )
 def _logprobs(*arguments: Any) -> Tensor:
     """Compute logps, entropy and lse, and MORE_OUTPUTS if `more_outputs`: [3 or 6, N]."""
-    op = _unpack(arguments[:_OPERANDS])
+    op = _running(arguments)
     checks.values(op.targets, op.vocabulary)
     checks.in_range("temperature", op.temperatures, op.targets)
     with torch.autocast(op.rows.device.type, enabled=False):
-        return torch.stack(tuple(linear.row_stats(op, arguments[-1])))
+        return torch.stack(tuple(loss.row_stats(op, more_outputs=arguments[-1])))
 
 
 @_logprobs.register_fake
 def _(*arguments):
-    op = Operands(*arguments[:_OPERANDS])
+    op = _unpack(arguments)
     rows = 6 if arguments[-1] else 3
-    return op.rows.new_empty(rows, op.targets.numel(), dtype=compute_dtype(op.dtype))
+    return op.rows.new_empty(rows, op.targets.numel(), dtype=op.accum_dtype)
 
 
 @torch.library.custom_op(
@@ -186,22 +215,22 @@ def _(*arguments):
     ),
 )
 def _logprobs_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    op, (columns, needs) = _unpack(arguments[:_OPERANDS]), arguments[_OPERANDS:]
+    op, (columns, needs) = _running(arguments), arguments[_COUNT:]
     with torch.autocast(op.rows.device.type, enabled=False):
-        grads = linear.row_grads(op, columns.unbind(), NeedsGrad(*needs))
+        grads = loss.row_grads(op, Upstream(*columns.unbind()), NeedsGrad(*needs))
     d_rows, d_weight, d_bias = _or_empty(grads, op, _dtypes(op))
     return d_rows, d_weight, d_bias
 
 
 @_logprobs_backward.register_fake
 def _(*arguments):
-    op = Operands(*arguments[:_OPERANDS])
+    op = _unpack(arguments)
     return tuple(_like_operands(op, arguments[-1], _dtypes(op)))
 
 
 def _setup_logprobs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:5], output)
-    ctx.settings, ctx.needs = inputs[5:_OPERANDS], list(ctx.needs_input_grad[:3])
+    ctx.settings, ctx.needs = inputs[5:_COUNT], list(ctx.needs_input_grad[:3])
 
 
 def _backward_logprobs(ctx: Any, d_stats: Tensor) -> tuple[Any, ...]:
@@ -211,17 +240,17 @@ def _backward_logprobs(ctx: Any, d_stats: Tensor) -> tuple[Any, ...]:
     columns = torch.stack([stats[2], stats[1], d_stats[0], d_stats[1]])
     grads = ops.logprobs_backward(*inputs, *ctx.settings, columns, ctx.needs)
     needed = [g if need else None for g, need in zip(grads, ctx.needs, strict=True)]
-    return (*needed, *(None,) * (_OPERANDS - 2))
+    return (*needed, *(None,) * (_COUNT - 2))
 
 
 _logprobs.register_autograd(_backward_logprobs, setup_context=_setup_logprobs)
 
 
-def token_logprobs(op: Operands, more_outputs: bool) -> tuple[Tensor, ...]:
+def token_logprobs(op: Operands, *, more_outputs: bool) -> tuple[Tensor, ...]:
     """Compute log-probabilities from logits or from hidden states, under torch.compile.
 
     Also returns the entropy and, if `more_outputs`, MORE_OUTPUTS; each is [N].
     """
-    stats = ops.logprobs(*op[:_OPERANDS], more_outputs).unbind()
+    stats = ops.logprobs(*_pack(op), more_outputs).unbind()
     logps, entropy, _, *extra = (x.clone() for x in stats)
     return logps, entropy, *(x.detach() for x in extra)

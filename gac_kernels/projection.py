@@ -1,11 +1,11 @@
-"""The LM head's chunked GEMMs: operands, chunk sizes and buffers.
+"""The LM head's chunked GEMMs: operands, chunk sizes, buffers, and the sums of the gradients.
 
 The logits of a chunk are computed block by block; their gradient is stored in the operands' dtype
 and passed to the two backward GEMMs at once. The backward GEMMs need many rows, because every chunk
 reads and writes the whole [V, H] weight gradient. The float32 logits take more memory per row, so a
 block has fewer rows than a chunk.
 
-Notation: V vocabulary size, H hidden size, M rows.
+Notation: N tokens, V vocabulary size, H hidden size, M rows of a chunk or block.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import math
 import warnings
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .contract import compute_dtype
+from .contract import COMPUTE_DTYPES
+from .tokens import NeedsGrad, Operands, RowMarks
 
 # Memory budget in bytes; more on a GPU with more than 64 GB. With V = 152064, a GPU's budget is
 # enough for 512 rows of logits and 2304 rows of gradients.
@@ -39,6 +40,19 @@ NO_SPLIT_K = 1 << 24
 # for any vocabulary; the number of rows is a multiple of the second number, so that the allocator
 # can reuse their memory although the number of tokens varies.
 ROW_MULTIPLE = {"cuda": (64, 1024)}
+
+# Gradients of the rows, in their dtype, and of the weight [V, H] and the bias [V], in float32 or
+# better (that of the weight in its own dtype if one GEMM computed it); None if not needed.
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+class Result(NamedTuple):
+    """What `Fused` needs of a loss."""
+
+    outputs: tuple[Any, ...]  # the loss, and what is not differentiable
+    gradients: Gradients  # of the loss, divided by `inv_scale`
+    inv_scale: Tensor | None = None  # see `scale_for_float16`
+
 
 # glibc returns freed blocks of this size to the system, which zeroes the pages of the next one; for
 # the gradient of a weight, that takes a tenth of the time of 256 rows.
@@ -102,7 +116,7 @@ class Projection:
         chunk_bytes: int | None = None,  # memory for logits and gradients; None: CHUNK_BYTES
         vocab_size: int | None = None,  # determines the chunk sizes; None: rows of the weight
     ) -> None:
-        self.dtype, self.accum_dtype = dtype, compute_dtype(dtype)
+        self.dtype, self.accum_dtype = dtype, COMPUTE_DTYPES[dtype]
         self.gemm_dtype = operand_dtype(weight.device, dtype)
         self.weight_dtype = weight.dtype
         self.weight = self.operand(weight)
@@ -194,6 +208,105 @@ class Projection:
         self._logits.storage = self._gradient.storage = None
 
 
+class Head:
+    """The head of one call: the logits of its rows, and the gradients of its operands."""
+
+    def __init__(self, op: Operands, needs: NeedsGrad) -> None:
+        assert op.weight is not None
+        self.hidden, self.needs = op.rows, needs
+        self.projection = Projection(
+            op.weight, op.bias, op.dtype, chunk_bytes=op.chunk_bytes, vocab_size=op.vocab_size
+        )
+        shape = op.rows.shape if needs.rows else (0,)
+        self._d_hidden = torch.zeros(shape, dtype=op.rows.dtype, device=op.rows.device)
+        self._d_weight: Tensor | None = None  # allocated by the first chunk
+        width = len(op.weight) if needs.bias else 0
+        self._d_bias = self.projection.weight.new_zeros(width, dtype=self.projection.accum_dtype)
+
+    def gather(self, index: Tensor, live: Tensor | None) -> Tensor:
+        """Gather rows of hidden as a GEMM operand [M, H], those that are not `live` [N] as zeros.
+
+        A row without a loss may hold nan, which would add 0 * nan to the weight's gradient.
+        """
+        rows = self.projection.operand(self.hidden.index_select(0, index))
+        return rows if live is None else rows.masked_fill(~live[index, None], 0)
+
+    def add(self, index: Tensor, rows: Tensor, grad: Tensor, *, single_chunk: bool) -> None:
+        """Add a chunk: token indices [M], input rows [M, H] and the logits' gradient [M, V]."""
+        if self.needs.weight:
+            self.add_weight(rows, grad, single_chunk=single_chunk)
+        if self.needs.bias:
+            self._d_bias += grad.sum(0, dtype=self.projection.accum_dtype)
+        if self.needs.rows:
+            self.add_hidden(index, self.projection.hidden_gradient(grad))
+
+    def add_weight(self, rows: Tensor, grad: Tensor, *, single_chunk: bool) -> Tensor:
+        """Add rows [M, H] with the logits' gradient [M, V] to the gradient of the weight."""
+        first = self._d_weight is None
+        if self._d_weight is None:
+            self._d_weight = self._allocate(single_chunk)
+        multiply(grad.T, rows, self._d_weight, accumulate=not first)
+        return self._d_weight
+
+    def add_hidden(self, index: Tensor, d_rows: Tensor) -> None:
+        """Store the gradient [M, H] of the rows of the tokens at `index` [M]."""
+        self._d_hidden.index_copy_(0, index, d_rows.to(self._d_hidden.dtype))
+
+    def rescale(self, factor: Tensor, grad: Tensor | None) -> None:
+        """Multiply all gradients so far, with that of a chunk's first logits, by a factor."""
+        for x in (self._d_hidden, self._d_weight, self._d_bias, grad):
+            if x is not None:
+                x.mul_(factor)
+
+    def gradients(self) -> Gradients:
+        """Free the buffers and return the gradients of hidden, weight and bias."""
+        self.projection.release()  # first: rounding the sums needs memory too
+        if self.needs.weight and self._d_weight is None:
+            self._d_weight = self._allocate(single_chunk=False).zero_()
+        d_hidden = self._d_hidden if self.needs.rows else None
+        return d_hidden, self._d_weight, self._d_bias if self.needs.bias else None
+
+    def _allocate(self, single_chunk: bool) -> Tensor:
+        """Allocate the weight's gradient [V, H]; float32 or better unless one GEMM rounds it."""
+        head = self.projection
+        rounded = single_chunk and head.writes_rounded(head.weight.numel())
+        dtype = head.weight_dtype if rounded else head.accum_dtype
+        return empty_gradient(head.weight.shape, dtype, head.weight.device)
+
+    # The gradient filter (`filter.FilteredHead`) overrides what follows, and `add`.
+
+    def marks(self, index: Tensor, span: slice) -> RowMarks | None:
+        """Where a row kernel notes the gradient of the tokens `index[span]`; None: nowhere."""
+        return None
+
+    def store(self, index: Tensor, span: slice, marks: RowMarks) -> None:
+        """Keep what a row kernel has noted of the tokens `index[span]`."""
+
+    def report(self) -> Tensor | None:
+        """The fields of `contract.FilterReport`, float32 [2], if there is a filter."""
+        return None
+
+
+def compact(
+    nonzero: Tensor, index: Tensor, rows: Tensor, grad: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Keep the rows of a chunk that have a gradient, moving as few rows of `grad` as possible.
+
+    Reads their number: the host waits for the chunk's row kernels, but not for its backward GEMMs.
+    """
+    count = int(nonzero.sum())
+    if count == len(index):
+        return index, rows, grad
+    # the last rows with a gradient fill the gaps among the first `count` rows
+    kept = (~nonzero).to(torch.int8).argsort(stable=True)[:count]
+    gaps = (~nonzero[:count]).nonzero().squeeze(1)
+    sources = kept[count - len(gaps) :]
+    for i in range(0, len(gaps), step := max(len(grad) // 16, 1)):
+        grad.index_copy_(0, gaps[i : i + step], grad.index_select(0, sources[i : i + step]))
+    kept = torch.arange(count, device=index.device).index_copy_(0, gaps, sources)
+    return index[kept], rows[kept], grad[:count]
+
+
 def spans(start: int, stop: int, rows: int) -> Iterator[slice]:
     """Split [start, stop) into nearly equal slices of at most `rows`, longest first.
 
@@ -277,7 +390,7 @@ def _whole_tiles(rows: int, tile: int = ALIGN) -> int:
 def operand_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """Dtype of the GEMM operands: half precision only if a GEMM can output float32."""
     half = device.type == "cuda" and has_float32_output(device, dtype)
-    return dtype if half else compute_dtype(dtype)
+    return dtype if half else COMPUTE_DTYPES[dtype]
 
 
 @functools.cache
@@ -288,7 +401,7 @@ def has_float32_output(device: torch.device, dtype: torch.dtype) -> bool:
     to float32, with a warning. Other errors, such as a lack of memory, are not caught.
     """
     operand = torch.ones(16, 16, dtype=dtype, device=device)
-    out = torch.zeros(16, 16, dtype=compute_dtype(dtype), device=device)
+    out = torch.zeros(16, 16, dtype=COMPUTE_DTYPES[dtype], device=device)
     try:
         multiply(operand, operand, out)
         multiply(operand, operand, out, accumulate=True)

@@ -6,7 +6,6 @@ computed in float32, float32 in float32, float64 in float64.
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .checks import complete
 from .contract import (
     IGNORE,
     MAX_LOG_RATIO,
@@ -24,15 +24,17 @@ from .contract import (
     LossSpec,
     compute_dtype,
 )
-from .filter import RowMarks, mark_rows
 from .tokens import (
     BatchInputs,
+    RowMarks,
+    Scaling,
     Tokens,
     TokenTerms,
+    Upstream,
     bound_for_float16,
-    complete,
     plan,
     reduce,
+    temperature_per_token,
     token_factor,
     with_factors,
 )
@@ -49,10 +51,12 @@ def token_logprobs(
 ) -> tuple[Tensor, ...]:
     """See `gac_kernels.token_logprobs`; same arguments, no checks."""
     if isinstance(temperature, Tensor):
-        temperature = per_token(temperature, targets, compute_dtype(logits.dtype))
+        temperature = temperature_per_token(temperature, targets, compute_dtype(logits.dtype))
     cap = None if softcap is None else softcap / logit_scale
-    scaling = temperature / logit_scale, cap
-    logps, entropy, _, *more = row_stats(logits, targets.reshape(-1), *scaling, len(outputs) > 0)
+    scaling = Scaling(temperature / logit_scale, cap)
+    logps, entropy, _, *more = row_stats(
+        logits, targets.reshape(-1), scaling, more_outputs=len(outputs) > 0
+    )
     results = logps, entropy, *select_outputs(more, outputs)
     return tuple(x.view(targets.shape) for x in results)
 
@@ -60,24 +64,16 @@ def token_logprobs(
 def row_stats(
     logits: Tensor,  # [..., V]
     targets: Tensor,  # int64 [N]; -100 = no loss
-    temperature: float | Tensor,  # or [N]
-    softcap: float | None = None,
+    scaling: Scaling,
+    *,
     more_outputs: bool = False,
 ) -> tuple[Tensor, ...]:
     """`row_statistics` of the rows with a loss, and 0 elsewhere: [N] each, differentiable."""
     live = (targets != IGNORE).nonzero().squeeze(1)
     rows = logits.flatten(0, -2).index_select(0, live).to(compute_dtype(logits.dtype))
-    temperature = temperature[live] if isinstance(temperature, Tensor) else temperature
-    stats = row_statistics(rows, targets[live], temperature, softcap, more_outputs)
+    stats = row_statistics(rows, targets[live], scaling.at(live), more_outputs=more_outputs)
     zeros = torch.zeros(targets.shape, dtype=rows.dtype, device=rows.device)
     return tuple(zeros.index_copy(0, live, x.to(zeros.dtype)) for x in stats)
-
-
-def per_token(x: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
-    """[N] detached values of x [B] or like targets [B, T] or [N]; 1 where there is no loss."""
-    x = x.detach().to(targets.device, dtype)
-    x = x if x.shape == targets.shape else x[:, None].expand(targets.shape)
-    return torch.where(targets == IGNORE, 1, x).reshape(-1)
 
 
 def select_outputs(more: Sequence[Tensor], outputs: Sequence[str]) -> list[Tensor]:
@@ -86,8 +82,9 @@ def select_outputs(more: Sequence[Tensor], outputs: Sequence[str]) -> list[Tenso
     return [named[name] != 0 if name == "is_top1" else named[name] for name in outputs]
 
 
-def scale_logits(x: Tensor, temperature: float | Tensor, softcap: float | None) -> Tensor:
+def scale_logits(x: Tensor, scaling: Scaling) -> Tensor:
     """softcap * tanh(x / softcap) / temperature of rows x [M, V]; infinities are not capped."""
+    temperature, softcap = scaling
     if softcap is not None:
         x = torch.where(x.isinf(), x, softcap * torch.tanh(x / softcap))
     return x / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)
@@ -96,15 +93,15 @@ def scale_logits(x: Tensor, temperature: float | Tensor, softcap: float | None) 
 def row_statistics(
     rows: Tensor,  # [M, V]
     targets: Tensor,  # int64 [M]; logp is nan outside [0, V)
-    temperature: float | Tensor,
-    softcap: float | None = None,
+    scaling: Scaling,
+    *,
     more_outputs: bool = False,
 ) -> tuple[Tensor, ...]:
     """Compute logps, entropy and logsumexp of the scaled rows, and MORE_OUTPUTS if `more_outputs`.
 
     Each is [M]; the last one, is_top1, is bool, the others float.
     """
-    z = scale_logits(rows, temperature, softcap)
+    z = scale_logits(rows, scaling)
     lse = z.logsumexp(-1)
     # +inf logits are an error, not a token of probability 1
     lse = torch.where(lse == math.inf, math.nan, lse)
@@ -154,7 +151,7 @@ def linear_divergence(
         z = scale * torch.nn.functional.linear(
             x[live].to(dtype), w.to(dtype), None if b is None else b.to(dtype)
         )
-        return scale_logits(z, temperature, cap).log_softmax(-1)
+        return scale_logits(z, Scaling(temperature, cap)).log_softmax(-1)
 
     log_q = log_probs(hidden, weight, bias, logit_scale, softcap)
     with torch.no_grad():
@@ -289,29 +286,6 @@ def token_gradients(
     return TokenTerms(*(x.detach() for x in terms)), gradients
 
 
-class Coupling(enum.Enum):
-    """How the gradient of a token depends on the other tokens of its sequence."""
-
-    NONE = enum.auto()
-    KNOWN = enum.auto()  # through numbers that are known in advance
-    CURRENT = enum.auto()  # through their current log-probabilities
-
-
-def coupling(tokens: Tokens, spec: LossSpec) -> Coupling:
-    """Determine the coupling; only CURRENT requires a pass over the logits in advance."""
-    through_ratio = spec.policy_loss not in ("cispo", "reinforce")
-    has_kl_ratio = spec.use_bias_correction_kl and spec.kl_coef != 0
-    if tokens.rollout_logps is not None and spec.correction.startswith("sequence"):
-        return Coupling.CURRENT
-    if spec.importance_sampling_level == "token":
-        return Coupling.NONE
-    if tokens.old is not None and (spec.policy_loss != "reinforce" or has_kl_ratio):
-        return Coupling.CURRENT
-    if has_kl_ratio or (through_ratio and tokens.rollout_logps is not None):
-        return Coupling.CURRENT
-    return Coupling.KNOWN if through_ratio else Coupling.NONE
-
-
 def loss_from_logprobs(
     logps: Tensor,
     entropy: Tensor | None,
@@ -439,20 +413,19 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
 def row_grads(
     logits: Tensor,
     targets: Tensor,
-    lse: Tensor,
-    entropy: Tensor,
-    d_logps: Tensor,
-    d_entropy: Tensor,
-    temperature: float | Tensor,
+    scaling: Scaling,
+    upstream: Upstream,
     out: Tensor,
-    softcap: float | None = None,
+    *,
     whole_row: bool = True,
     marks: RowMarks | None = None,
 ) -> None:
     live = (targets != IGNORE).nonzero().squeeze(1)
     rows = logits.flatten(0, -2).index_select(0, live).to(compute_dtype(logits.dtype))
+    temperature, softcap = scaling
+    lse, entropy, d_logps, d_entropy = upstream
     tau = temperature[live, None] if isinstance(temperature, Tensor) else temperature
-    capped = scale_logits(rows, 1.0, softcap)
+    capped = scale_logits(rows, Scaling(1.0, softcap))
     z = capped / tau - lse[live, None]
     p = z.exp()
     grad = -p * d_logps[live, None]
@@ -477,11 +450,13 @@ def row_loss(
     tokens: Tokens,
     spec: LossSpec,
     out: Tensor | None,
+    *,
     softcap: float | None = None,
     marks: RowMarks | None = None,
 ) -> TokenTerms:
-    calls, notes = (row_stats, row_grads), {"marks": marks}
-    return loss_in_two_calls(*calls, logits, tokens, spec, out, softcap, notes)
+    return loss_in_two_calls(
+        row_stats, row_grads, logits, tokens, spec, out, softcap=softcap, marks=marks
+    )
 
 
 def loss_in_two_calls(
@@ -491,19 +466,32 @@ def loss_in_two_calls(
     tokens: Tokens,
     spec: LossSpec,
     out: Tensor | None,
+    *,
     softcap: float | None,
-    notes: dict[str, Any],  # further arguments of `row_grads`
+    marks: RowMarks | None,
 ) -> TokenTerms:
     """`row_loss` by the other two row functions of a backend."""
     temperature = spec.temperature if tokens.temperature is None else tokens.temperature
-    logps, entropy, lse = row_stats(logits, tokens.targets, temperature, softcap)
-    terms, upstream = token_gradients(logps, entropy, tokens, spec, out is not None)
-    if out is not None and upstream is not None:
+    scaling = Scaling(temperature, softcap)
+    logps, entropy, lse = row_stats(logits, tokens.targets, scaling)
+    terms, derivatives = token_gradients(logps, entropy, tokens, spec, out is not None)
+    if out is not None and derivatives is not None:
         if out.dtype == torch.float16:
-            upstream = bound_for_float16(upstream, temperature)
-        columns = lse, entropy, upstream[0], upstream[1]
-        row_grads(logits, tokens.targets, *columns, temperature, out, softcap, **notes)
+            derivatives = bound_for_float16(derivatives, temperature)
+        upstream = Upstream(lse, entropy, *derivatives)
+        row_grads(logits, tokens.targets, scaling, upstream, out, marks=marks)
     return terms
+
+
+def mark_rows(grad: Tensor, targets: Tensor, coefficient: Tensor, marks: RowMarks) -> None:
+    """Fill `marks` from a gradient [..., V], for the gradient filter.
+
+    targets, coefficient: [M]; the coefficient is (|a| + |b|) / T, 0 for rows without a gradient.
+    """
+    rows = grad.flatten(0, -2).to(marks.sums.dtype)
+    marks.hit.logical_or_((rows.abs() > marks.eps * coefficient[:, None]).any(0))
+    marks.hit[targets[(targets >= 0) & (targets < len(marks.hit)) & (coefficient != 0)]] = True
+    marks.sums.copy_(torch.stack([rows.sum(1), rows.abs().sum(1)]))
 
 
 def scale_(tensor: Tensor, factor: Tensor) -> None:

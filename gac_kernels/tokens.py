@@ -7,53 +7,60 @@ Notation: N tokens, S sequences, B padded rows, T row length.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .contract import FLOAT16_BOUND, IGNORE, DemoWeight, LossOutput, LossSpec, TokenMoments
-from .filter import GradientFilter
+from .contract import (
+    FLOAT16_BOUND,
+    IGNORE,
+    DemoWeight,
+    GradientFilter,
+    LossOutput,
+    LossSpec,
+    TokenMoments,
+)
 
 # dtypes that the kernels support; C++ refers to them by index
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class Operands(NamedTuple):
-    """The rows of a call, and how their distributions are computed.
+class Scaling(NamedTuple):
+    """The distribution of a row with logits x is softmax(softcap tanh(x / softcap) / temperature).
 
-    It is built once by a public function and passed unchanged to autograd or to an operator of
-    `ops`, which take the fields up to `chunk_bytes` in this order, and to the loops over rows. The
-    distribution of a row with logits x is the softmax of softcap tanh(x / softcap) / temperature.
+    Without a softcap it is softmax(x / temperature).
     """
 
-    rows: Tensor  # logits [B, T, V], or hidden states [N, H] if there is a weight
-    weight: Tensor | None  # [V, H]
-    bias: Tensor | None  # [V]
-    targets: Tensor  # int64 [N]
-    temperatures: Tensor | None  # float32 or better, [N]; None: `temperature`
-    temperature: float
-    softcap: float | None  # None: no softcap
-    backend: Any  # a module of `backends`, or an object with the same functions; in `ops`, its name
-    dtype: torch.dtype  # of the logits, or that the operands of the head are rounded to
-    chunk_bytes: int | None = None  # memory for logits and gradients; None: by device
-    vocab_size: int | None = None  # determines the chunk sizes; None: rows of the weight
-    filter: GradientFilter | None = None
+    temperature: float | Tensor  # a tensor [N] has one for each row
+    softcap: float | None = None
 
-    @property
-    def vocabulary(self) -> int:
-        return self.rows.shape[-1] if self.weight is None else self.weight.shape[0]
-
-    def scaling(self, index: Tensor | None = None) -> float | Tensor:
-        """The temperature of all rows, or of each row at `index` (None: all rows, in order)."""
-        if self.temperatures is None:
-            return self.temperature
-        return self.temperatures if index is None else self.temperatures.index_select(0, index)
+    def at(self, rows: Tensor | slice) -> Scaling:
+        """The scaling of some rows."""
+        if not isinstance(self.temperature, Tensor):
+            return self
+        return Scaling(self.temperature[rows], self.softcap)
 
 
-def part(x: float | Tensor, span: slice) -> float | Tensor:
-    """The rows in `span` of a value that may be the same for all rows."""
-    return x[span] if isinstance(x, Tensor) else x
+class Upstream(NamedTuple):
+    """What the gradient of the logits is computed from; float32 or better, [N] each."""
+
+    lse: Tensor  # logsumexp of the row's scaled logits
+    entropy: Tensor
+    d_logps: Tensor  # upstream gradient of the log-prob; [N, K] for K targets per row
+    d_entropy: Tensor  # upstream gradient of the entropy
+
+
+class RowMarks(NamedTuple):
+    """Buffers in which a row kernel notes the gradient that it writes, for the gradient filter.
+
+    a and b are the upstream gradients of the row's log-prob and entropy, T is its temperature.
+    """
+
+    eps: float
+    hit: Tensor  # bool [V], set at the target, and where an entry is above eps (|a| + |b|) / T
+    sums: Tensor  # [2, M], zeros: the sum and the absolute sum of each row, as stored
 
 
 class NeedsGrad(NamedTuple):
@@ -63,11 +70,71 @@ class NeedsGrad(NamedTuple):
     weight: bool
     bias: bool
 
-    @classmethod
-    def of(cls, *inputs: Tensor | None) -> NeedsGrad:
-        """Read `requires_grad` of each input; all False if gradients are disabled."""
+
+@dataclass(frozen=True)
+class Operands:
+    """The rows of a call, and how their distributions are computed.
+
+    A public function builds it once, after its checks. It passes unchanged to autograd or to an
+    operator of `ops`, to the passes over the rows, and to the head's GEMMs.
+    """
+
+    rows: Tensor  # logits [B, T, V], or hidden states [N, H] if there is a weight
+    weight: Tensor | None  # [V, H]
+    bias: Tensor | None  # [V]
+    targets: Tensor  # int64 [N]; or K per row of a head, [N, K]
+    temperatures: Tensor | None  # float32 or better, [N]; None: `temperature`
+    temperature: float
+    softcap: float | None  # None: no softcap
+    backend: Any  # a module of `backends`, or an object with the same functions; in `ops`, its name
+    dtype: torch.dtype  # of the logits, or that the operands of the head are rounded to
+    accum_dtype: torch.dtype  # of the arithmetic: float32 or better
+    chunk_bytes: int | None = None  # memory for logits and gradients; None: by device
+    vocab_size: int | None = None  # determines the chunk sizes; None: rows of the weight
+    filter: GradientFilter | None = None
+
+    # the fields that autograd saves
+    TENSORS: ClassVar = ("rows", "weight", "bias", "targets", "temperatures")
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.rows, self.weight, self.bias, self.targets, self.temperatures
+
+    def settings(self) -> dict[str, Any]:
+        """The other fields, by name."""
+        return {k: v for k, v in vars(self).items() if k not in self.TENSORS}
+
+    @property
+    def leaves(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """What may need a gradient."""
+        return self.rows, self.weight, self.bias
+
+    @property
+    def needs(self) -> NeedsGrad:
+        """Which of the leaves require a gradient; none if gradients are disabled."""
         on = torch.is_grad_enabled()
-        return cls(*[on and x is not None and x.requires_grad for x in inputs])
+        return NeedsGrad(*[on and x is not None and x.requires_grad for x in self.leaves])
+
+    @property
+    def vocabulary(self) -> int:
+        return self.rows.shape[-1] if self.weight is None else self.weight.shape[0]
+
+    @property
+    def live(self) -> Tensor:
+        """The rows with a loss, bool [N]."""
+        first = self.targets if self.targets.dim() == 1 else self.targets[:, 0]
+        return first != IGNORE
+
+    def results(self, columns: int) -> Tensor:
+        """A buffer for `stack_columns` of the rows' results, with `columns - 1` other columns."""
+        if self.targets.dim() == 2:
+            columns += self.targets.shape[1] - 1
+        return self.rows.new_zeros(columns, len(self.targets), dtype=self.accum_dtype)
+
+    @property
+    def scaling(self) -> Scaling:
+        """The scaling of all rows."""
+        per_row = self.temperatures
+        return Scaling(self.temperature if per_row is None else per_row, self.softcap)
 
 
 class BatchInputs(NamedTuple):
@@ -115,52 +182,67 @@ class BatchInputs(NamedTuple):
         return BatchInputs(*(to_device(x) for x in self))
 
 
-def complete(
-    targets: Tensor,
-    advantages: Tensor | None = None,
-    is_demo: Tensor | None = None,
-    *,
-    spec: object = None,
-    mu: float | Tensor | None = None,
-    **others: Any,
-) -> BatchInputs:
-    """The batch, with the roles that omitted arguments imply; nothing is read from a device.
+# device types on which reading a count makes the host wait for the device
+ASYNCHRONOUS = {"cuda"}
+# Numbers of rows with a gradient and of rows with a loss, on the device until they are read.
+Counts = Tensor | tuple[int, int]
 
-    Without advantages every token is a demonstration; without `is_demo` every token is a rollout,
-    if there are advantages. The weight of the only term is then 1.
 
-    Raises:
-        ValueError: `mu` is missing and both terms may have tokens, or advantages are missing.
+def capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured; counts cannot be read then, so no row is skipped."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+class RowOrder(NamedTuple):
+    """The order of a pass: rows with a gradient, forward-only rows, rows without a loss."""
+
+    tokens: Tensor  # int64 [N]: the tokens in this order
+    counts: Counts
+    # bool [N]: the tokens with a loss, if a CUDA graph is being captured and none can be skipped
+    masked: Tensor | None = None
+
+    def restore(self, results: Tensor) -> Tensor:
+        """Move results [X, N] in this order to their tokens."""
+        return torch.empty_like(results).index_copy_(1, self.tokens, results)
+
+
+def sort_tokens(live: Tensor, has_gradient: Tensor | None) -> RowOrder:
+    """Order the tokens for a pass; nothing is read from a device.
+
+    live: bool [N], the tokens with a loss.
+    has_gradient: bool [N]; None: no row has one.
     """
-    if mu is None and advantages is not None and is_demo is not None:
-        raise ValueError(
-            "mu is None: a batch with advantages and is_demo needs the weight of its "
-            "demonstrations, in [0, 1]; omit is_demo if all tokens are rollouts"
-        )
-    if advantages is None:
-        has_rollouts = (
-            isinstance(is_demo, Tensor)
-            and is_demo.device.type == "cpu"
-            and not torch.compiler.is_compiling()
-            and not is_demo.all()
-        )
-        is_shaped = isinstance(spec, LossSpec) and spec.demo_weight is DemoWeight.SHAPED
-        if has_rollouts or is_shaped:
-            raise ValueError(
-                "advantages is None: rollouts, and demonstrations with the weight 'shaped', "
-                "require advantages"
-            )
-        # every token is a demonstration; the argument has still to be checked
-        is_demo = torch.ones_like(is_demo) if isinstance(is_demo, Tensor) else is_demo
-    mu = float(advantages is None) if mu is None else mu
-    cu_seqlens, count = others.get("cu_seqlens"), targets.shape[0]
-    if isinstance(cu_seqlens, Tensor) and cu_seqlens.dim() == 1:  # packed
-        count = len(cu_seqlens) - 1
-    if is_demo is None:
-        is_demo = torch.full((count,), advantages is None, device=targets.device)
-    if advantages is None:
-        advantages = torch.zeros(count, dtype=torch.float32, device=targets.device)
-    return BatchInputs(targets, advantages, is_demo, mu, **others)
+    if capturing(live.device):
+        tokens = len(live)
+        gradient_rows = 0 if has_gradient is None else tokens
+        index = torch.arange(tokens, device=live.device)
+        return RowOrder(index, (gradient_rows, tokens), masked=live)
+    has_gradient = torch.zeros_like(live) if has_gradient is None else has_gradient
+    group = 2 - live.to(torch.int8) - has_gradient.to(torch.int8)
+    counts = torch.stack([has_gradient.sum(), live.sum()])
+    return RowOrder(group.argsort(stable=True), counts)
+
+
+def stack_columns(logps: Tensor, *others: Tensor, out: Tensor | None = None) -> Tensor:
+    """Log-probs, [N] or [N, K], above other columns, [N] each: [1 + X, N] or [K + X, N]."""
+    if logps.dim() == 1:
+        return torch.stack([logps, *others], out=out)
+    return torch.vstack([logps.T, *others], out=out)
+
+
+def split_columns(stacked: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+    """The columns of `stack_columns` for rows with these targets, [N] or [N, K]."""
+    if targets.dim() == 1:
+        return stacked.unbind()
+    width = targets.shape[1]
+    return stacked[:width].T.contiguous(), *stacked[width:].unbind()
+
+
+def temperature_per_token(x: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
+    """[N] detached values of x [B] or like targets [B, T] or [N]; 1 where there is no loss."""
+    x = x.detach().to(targets.device, dtype)
+    x = x if x.shape == targets.shape else x[:, None].expand(targets.shape)
+    return torch.where(targets == IGNORE, 1, x).reshape(-1)
 
 
 class Tokens(NamedTuple):

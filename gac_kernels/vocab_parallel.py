@@ -10,6 +10,8 @@ Notation: N tokens, M tokens of a chunk, V vocabulary size, H hidden size, R ran
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -18,11 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import checks
-from .contract import IGNORE, LossOutput, LossSpec
-from .filter import GradientFilter, RowMarks
+from .contract import IGNORE, GradientFilter, LossOutput, LossSpec
 from .loss import Fused, fused_loss
 from .reference import loss_in_two_calls
-from .tokens import NeedsGrad, Tokens, TokenTerms
+from .tokens import RowMarks, Scaling, Tokens, TokenTerms, Upstream
 
 
 def vocab_parallel_gac_loss(
@@ -67,11 +68,12 @@ def vocab_parallel_gac_loss(
 
     Other arguments, errors and results are as in `fused_linear_gac_loss`.
     """
-    op, inputs, spec = checks.batch_operands(
-        (hidden, weight, bias),
-        (targets, advantages, is_demo),
-        spec,
-        *(logit_scale, softcap, "auto", chunk_bytes, gradient_filter),
+    checks.row_tensor("hidden", hidden, targets)
+    inputs = checks.complete(
+        targets,
+        advantages,
+        is_demo,
+        spec=spec,
         mu=mu,
         old_logps=old_logps,
         ref_logps=ref_logps,
@@ -82,17 +84,34 @@ def vocab_parallel_gac_loss(
         rollout_logps=rollout_logps,
         temperatures=temperatures,
     )
+    checks.batch_inputs(hidden, inputs, spec)
+    checks.tensor("weight", weight)
     sizes = _sizes(weight, group)
-    checks.values(targets, sum(sizes), inputs)
+    scaled_inputs, scaled_spec = checks.scaled(inputs, spec, hidden, weight, logit_scale)
+    op = checks.operands(
+        hidden,
+        weight,
+        bias,
+        targets,
+        temperature=spec.temperature,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        backend="auto",
+        chunk_bytes=chunk_bytes,
+        gradient_filter=gradient_filter,
+        inputs=inputs,
+        vocabulary=sum(sizes),
+    )
     # all ranks must use the same chunks, even if the weight rows are sharded unevenly
     backend = ShardedRows(sum(sizes[: dist.get_rank(group)]), sum(sizes), group, op.backend)
-    needs, rows = NeedsGrad.of(*op[:3]), op.rows.view_as(op.rows)
+    needs, rows = op.needs, op.rows.view_as(op.rows)
     if needs.rows:  # all ranks add their parts of the gradient of this call
         rows.register_hook(lambda grad: backend.all_reduce(grad.contiguous()))
-    op = op._replace(rows=rows, backend=backend, vocab_size=max(sizes))
+    op = replace(op, rows=rows, backend=backend, vocab_size=max(sizes))
     outputs: list[Any] = []
-    total = Fused.apply(*op[:3], op, fused_loss, (inputs, spec, needs, moments), outputs)
-    return outputs[0].shaped(targets.shape, loss=total)
+    compute = partial(fused_loss, op, scaled_inputs, scaled_spec, needs, moments=moments)
+    total = Fused.apply(*op.leaves, op, compute, outputs)
+    return outputs[0]._replace(loss=total)
 
 
 def _sizes(weight: Tensor, group: dist.ProcessGroup | None) -> list[int]:
@@ -116,13 +135,13 @@ class ShardedRows:
         self,
         logits: Tensor,
         targets: Tensor,
-        temperature: float | Tensor,
-        softcap: float | None = None,
+        scaling: Scaling,
+        *,
         more_outputs: bool = False,
     ) -> tuple[Tensor, ...]:
         assert not more_outputs, "the vocabulary-parallel loss needs no further outputs"
         local = self._local(targets, logits)
-        own = torch.stack(self.inner.row_stats(logits, local, temperature, softcap))
+        own = torch.stack(self.inner.row_stats(logits, local, scaling))
         # the target's logit, in nats; if all entries here are masked, its log-prob here is nan
         logit = torch.where(own[2] == -torch.inf, -torch.inf, own[0] + own[2])
         own[0] = torch.where(local < 0, 0, logit)
@@ -139,10 +158,18 @@ class ShardedRows:
         results = torch.where(inside, target.sum(0) - total, torch.nan), mixed, total
         return tuple(torch.where(live, x, 0) for x in results)
 
-    def row_grads(self, logits: Tensor, targets: Tensor, *arguments: Any, **notes: Any) -> None:
-        self.inner.row_grads(
-            logits, self._local(targets, logits), *arguments, whole_row=False, **notes
-        )
+    def row_grads(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        scaling: Scaling,
+        upstream: Upstream,
+        out: Tensor,
+        *,
+        marks: RowMarks | None = None,
+    ) -> None:
+        local = self._local(targets, logits)
+        self.inner.row_grads(logits, local, scaling, upstream, out, whole_row=False, marks=marks)
 
     def row_loss(
         self,
@@ -150,11 +177,20 @@ class ShardedRows:
         tokens: Tokens,
         spec: LossSpec,
         out: Tensor | None,
+        *,
         softcap: float | None = None,
         marks: RowMarks | None = None,
     ) -> TokenTerms:
-        calls = self.row_stats, self.row_grads
-        return loss_in_two_calls(*calls, logits, tokens, spec, out, softcap, {"marks": marks})
+        return loss_in_two_calls(
+            self.row_stats,
+            self.row_grads,
+            logits,
+            tokens,
+            spec,
+            out,
+            softcap=softcap,
+            marks=marks,
+        )
 
     def all_reduce(self, x: Tensor) -> Tensor:
         dist.all_reduce(x, group=self.group)

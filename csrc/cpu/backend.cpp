@@ -277,26 +277,12 @@ const char* gac_row_grads(const gac::RowArguments* arguments) {
 const char* gac_row_loss(const gac::RowArguments* arguments) {
   using namespace gac;
   const RowArguments& a = *arguments;
-  const Spec spec{a.ratio_low,
-                  a.ratio_high,
-                  a.dual_clip,
-                  a.kl_coef,
-                  static_cast<KlEstimator>(a.kl_estimator),
-                  a.entropy_coef,
-                  static_cast<DemoWeight>(a.demo_weight),
-                  a.demo_shape,
-                  static_cast<Policy>(a.policy),
-                  a.sapo_tau_positive,
-                  a.sapo_tau_negative,
-                  a.kl_ratio != 0,
-                  a.mask_correction != 0,
-                  a.correction_min,
-                  a.correction_max};
+  const Spec spec = Spec::of(a.options);
   const Rows out(a.out, a);
   return for_each_row(
       a,
       [&](const Worker& worker, int64_t i, int64_t target) {
-        const Statistics s = worker.read(i, target, a.entropy_coef == 0);
+        const Statistics s = worker.read(i, target, spec.entropy_coef == 0);
         a.logps[i] = static_cast<float>(s.logp);
         a.entropy[i] = static_cast<float>(s.entropy);
         // rounded as the caller stores it, so that a ratio to it is exactly 1

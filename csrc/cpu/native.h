@@ -9,6 +9,8 @@
 
 #include <cstdint>
 
+#include "../token_math.h"
+
 namespace gac {
 
 // The rows of [B, T, V]; strides in elements.
@@ -35,16 +37,7 @@ struct RowArguments {
   bool* hit;   // [V], or null: set where an entry of the gradient is above eps times its row's
                // upstream gradients over the temperature, and at the target
   float* sums;  // [2, N]: the sum and the absolute sum of each row of the gradient
-  // A TokenSpec.
-  double ratio_low, ratio_high, dual_clip, kl_coef;
-  int64_t kl_estimator;
-  double entropy_coef;
-  int64_t demo_weight;
-  double demo_shape;
-  int64_t policy;
-  double sapo_tau_positive, sapo_tau_negative;
-  int64_t kl_ratio, mask_correction;
-  double correction_min, correction_max;
+  double options[kTokenOptions];  // a TokenSpec
 };
 
 struct PlanArguments {

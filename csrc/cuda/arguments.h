@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "../token_math.h"
+
 namespace gac::cuda {
 
 enum Dtype : int32_t { kFloat32, kBFloat16, kFloat16 };
@@ -28,11 +30,7 @@ struct Arguments {
   int64_t batch_stride, row_stride, out_batch_stride, out_row_stride;
   float exp2_scale;  // log2(e) / temperature
   float inverse_temperature;
-  // a TokenSpec
-  float ratio_low, ratio_high, dual_clip, kl_coef, entropy_coef, demo_shape;
-  float sapo_tau_positive, sapo_tau_negative, correction_min, correction_max;
-  int32_t kl_estimator, demo_weight, policy;  // positions in the enumerations of token_math.h
-  int32_t kl_ratio, mask_correction;
+  float options[kTokenOptions];  // a TokenSpec
   int32_t task, dtype, out_dtype;
   int32_t cluster;  // blocks that share a row: 1, 2, 4 or 8
   int32_t slots;    // tiles of shared memory per block

@@ -149,12 +149,7 @@ GAC_DEVICE Columns gather_columns(float column) {
 }
 
 GAC_DEVICE TokenLoss<float> token_loss(const Arguments& a, const Columns& c, const Statistics& s) {
-  const TokenSpec<float> spec{a.ratio_low, a.ratio_high, a.dual_clip, a.kl_coef,
-                              static_cast<KlEstimator>(a.kl_estimator), a.entropy_coef,
-                              static_cast<DemoWeight>(a.demo_weight), a.demo_shape,
-                              static_cast<Policy>(a.policy), a.sapo_tau_positive,
-                              a.sapo_tau_negative, a.kl_ratio != 0, a.mask_correction != 0,
-                              a.correction_min, a.correction_max};
+  const auto spec = TokenSpec<float>::of(a.options);
   float weight = a.factor ? c.factor : 1.0f;
   if (c.demo) return demo_loss(s.logp, c.advantage, spec, weight);
   if (a.rollout_logps) weight *= correction(s.logp - c.rollout_logp, spec);

@@ -19,7 +19,8 @@ from gac.rows import Batch
 from gac.types import TermPair
 from gac_kernels import LossOutput, LossSpec
 from gac_kernels.contract import IGNORE
-from gac_kernels.reference import Coupling, coupling, token_terms
+from gac_kernels.loss import Coupling, coupling
+from gac_kernels.reference import token_terms
 from gac_kernels.tokens import (
     BatchInputs,
     Tokens,
@@ -132,7 +133,12 @@ def custom_loss(
     tokens = with_factors(plan(inputs, spec), inputs, spec)
     teacher = None if logps.teacher is None else logps.teacher.flatten()
     terms_of = CustomTerms(token_loss, spec, head, reference, units=batch.units, policy=policy)
-    if not per_token or head.logits is not None or coupling(tokens, spec) is not Coupling.NONE:
+    kind = coupling(
+        spec,
+        off_policy=tokens.old is not None,
+        corrects_current=tokens.rollout_logps is not None,
+    )
+    if not per_token or head.logits is not None or kind is not Coupling.NONE:
         own, entropy = (x.reshape(-1) for x in head.logprobs(targets, spec.temperature))
         return reduce(tokens, terms_of(own, entropy, tokens, teacher), True).shaped(targets.shape)
     names = [name for name in COLUMNS if getattr(tokens, name) is not None]

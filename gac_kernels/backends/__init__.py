@@ -6,32 +6,31 @@
     Computes the per-token values, as defined by `tokens.plan`, in few kernel launches.
 `reduce(tokens, terms, moments) -> LossOutput`
     Sums over all tokens in float64, as defined by `tokens.reduce`.
-`row_stats(logits, targets, temperature, softcap, more_outputs) -> (logps, entropy, lse)`
+`row_stats(logits, targets, scaling, *, more_outputs) -> (logps, entropy, lse)`
     Each is float32 [N], 0 for rows without a loss. Reads each row with a loss once. A target
     outside [0, V) reads nothing, and its logp is nan; without finite logits, lse is -inf.
     `more_outputs` adds contract.MORE_OUTPUTS, also in float32.
-`row_grads(logits, targets, lse, entropy, d_logps, d_entropy, temperature, out, softcap,
-whole_row, marks) -> None`
-    Writes to out [B, T, V] the gradient of the logits, given those of logps and entropy (float32
-    [N] each):
+`row_grads(logits, targets, scaling, upstream, out, *, whole_row, marks) -> None`
+    Writes to out [B, T, V] the gradient of the logits, given those of logps and entropy
+    (`upstream`, float32 [N] each):
     d_logp (onehot - p) / temperature - d_entropy p (log p + H) / temperature,
-    times the derivative of the softcap; unless `marks` is None, also what `filter.mark_rows` notes
-    of it.
+    times the derivative of the softcap; unless `marks` is None, also what `reference.mark_rows`
+    notes of it.
     `whole_row=False`: the rows are parts of longer ones, to which `lse` and `entropy` belong.
-`row_loss(logits, tokens, spec, out, softcap, marks) -> TokenTerms`
+`row_loss(logits, tokens, spec, out, *, softcap, marks) -> TokenTerms`
     Computes the statistics, the token formulas (`reference.token_terms`) and, unless `out` is
     None, the gradient of sum(tokens.scale * loss) in one call, with `marks` likewise.
     `tokens.temperature` replaces that of the spec.
 `scale_(tensor, factor) -> None`
     Multiplies in place by factor (0-d, on the tensor's device); a no-op if factor is 1.
 
-A temperature is a number, or float32 [N]. `plan` and `reduce` are not differentiable: they run
-under no_grad and never synchronize with a device. `logits` and `out` are [B, T, V] with N = B T
-rows of any stride and a contiguous last dimension; `out` may have a different float dtype from the
-logits, or be the logits themselves, but not a narrower view of their storage: parts of a row are
-still to be read. Rows whose target is -100 are never read and get an all-zero gradient, as do rows
-with zero coefficients. Row kernels use no atomics and sum in a fixed order, so results are bitwise
-reproducible.
+`scaling` is a `tokens.Scaling`, `upstream` a `tokens.Upstream`, `marks` a `tokens.RowMarks`.
+`plan` and `reduce` are not differentiable: they run under no_grad and never synchronize with a
+device. `logits` and `out` are [B, T, V] with N = B T rows of any stride and a contiguous last
+dimension; `out` may have a different float dtype from the logits, or be the logits themselves, but
+not a narrower view of their storage: parts of a row are still to be read. Rows whose target is -100
+are never read and get an all-zero gradient, as do rows with zero coefficients. Row kernels use no
+atomics and sum in a fixed order, so results are bitwise reproducible.
 """
 
 from __future__ import annotations

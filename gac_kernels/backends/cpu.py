@@ -17,7 +17,7 @@ import functools
 import hashlib
 import os
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,26 @@ import torch
 from torch import Tensor
 
 from .. import build_cuda
-from ..contract import REDUCTIONS, DemoWeight, LossOutput, LossSpec, TokenMoments
-from ..filter import RowMarks
+from ..contract import (
+    MORE_OUTPUTS,
+    REDUCTIONS,
+    TOKEN_OPTIONS,
+    DemoWeight,
+    LossOutput,
+    LossSpec,
+    TokenMoments,
+)
 from ..reference import scale_ as scale_
-from ..tokens import DTYPES, ROW_COLUMNS, BatchInputs, Tokens, TokenTerms
+from ..tokens import (
+    DTYPES,
+    ROW_COLUMNS,
+    BatchInputs,
+    RowMarks,
+    Scaling,
+    Tokens,
+    TokenTerms,
+    Upstream,
+)
 
 LIBRARY = Path(__file__).parent.parent / "_native.so"
 FUNCTIONS = ("gac_plan", "gac_reduce", "gac_row_stats", "gac_row_grads", "gac_row_loss")
@@ -38,22 +54,43 @@ class Layout:
     """A structure of csrc/cpu/native.h: eight-byte fields, given as "kind: names" lines."""
 
     def __init__(self, fields: str) -> None:
-        kinds = {"pointer": "P", "int": "q", "real": "d"}
-        lines = (line.split(":") for line in fields.strip().splitlines())
-        codes = "".join(kinds[kind.strip()] * len(names.split()) for kind, names in lines)
-        self._pack, self._zeros = struct.Struct(codes).pack, (0,) * len(codes)
+        codes = {"pointer": "P", "int": "q", "real": "d"}
+        lines = [line.split(":") for line in fields.strip().splitlines()]
+        kinds = {name: kind.strip() for kind, names in lines for name in names.split()}
+        self._absent = dict.fromkeys(kinds, 0)
+        self._pack = struct.Struct("".join(codes[kind] for kind in kinds.values())).pack
 
-    def pack(self, *values: Any) -> bytes:
-        """The bytes of the structure; fields without a value are 0."""
-        return self._pack(*values, *self._zeros[len(values) :])
+    def pack(self, arrays: Mapping[str, Tensor | None], **numbers: float) -> bytes:
+        """The bytes of the structure; what is not given, or None, is 0."""
+        values = self._absent | numbers
+        for name, array in arrays.items():
+            if array is not None:
+                values[name] = array.data_ptr()
+        return self._pack(*values.values())
 
 
+STATS = ("logps", "entropy", "lse")  # results of `row_stats`
 COLUMNS = (  # arrays of a row function; null if absent
-    *("temperatures", "targets", "logps", "entropy", "lse"),
-    *("log_sum_sq_probs", "mean_logits", "is_top1", "d_logps", "d_entropy"),
-    *("demo", "advantages", "old", "ref", "scale", "factor", "rollout_logps"),
-    *("loss", "kl", "clipped", "hit", "sums"),
+    "temperatures",
+    "targets",
+    *STATS,
+    *MORE_OUTPUTS,
+    "d_logps",
+    "d_entropy",
+    "demo",
+    "advantages",
+    "old",
+    "ref",
+    "scale",
+    "factor",
+    "rollout_logps",
+    "loss",
+    "kl",
+    "clipped",
+    "hit",
+    "sums",
 )
+# followed by a TokenSpec, `LossSpec.packed_options`
 ROW_ARGUMENTS = Layout(f"""
     pointer: logits
     int: dtype batch_stride row_stride
@@ -62,16 +99,8 @@ ROW_ARGUMENTS = Layout(f"""
     int: rows vocab per_batch threads
     real: temperature softcap eps
     pointer: {" ".join(COLUMNS)}
-    real: ratio_low ratio_high dual_clip kl_coef
-    int: kl_estimator
-    real: entropy_coef
-    int: demo_weight
-    real: demo_shape
-    int: policy
-    real: sapo_tau_positive sapo_tau_negative
-    int: kl_ratio mask_correction
-    real: correction_min correction_max
 """)
+NO_OPTIONS = bytes(8 * len(TOKEN_OPTIONS))
 PLAN_ARGUMENTS = Layout("""
     pointer: targets advantages is_demo old ref cu_seqlens
     pointer: live demo advantage old_logps ref_logps weight scale sequence
@@ -80,7 +109,7 @@ PLAN_ARGUMENTS = Layout("""
     real: mu
     int: shaped rollout_reduction demo_reduction
     real: max_tokens
-    pointer: rollout_norm demo_norm
+    int: rollout_norm demo_norm
 """)
 REDUCE_ARGUMENTS = Layout("""
     pointer: live demo advantages weight offsets lengths rollout_lengths
@@ -121,8 +150,9 @@ def library() -> ctypes.CDLL:
         functions = [getattr(loaded, name) for name in FUNCTIONS]
         for name in ("gac_interface", "gac_cpu_capability"):
             getattr(loaded, name).restype = ctypes.c_char_p
-        header = (build_cuda.SOURCES / "cpu" / "native.h").read_bytes()
-        if loaded.gac_interface().decode() != hashlib.sha256(header).hexdigest():
+        headers = (build_cuda.SOURCES / name for name in ("cpu/native.h", "token_math.h"))
+        interface = hashlib.sha256(b"".join(x.read_bytes() for x in headers)).hexdigest()
+        if loaded.gac_interface().decode() != interface:
             raise OSError("it was built from a different version of the sources")
     except (OSError, AttributeError) as error:
         raise OSError(
@@ -143,86 +173,117 @@ library_error = functools.cache(lambda: build_cuda.error_of(library))
 
 
 def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32) -> Tokens:
-    targets, is_demo = _column(inputs.targets, torch.int64), _column(inputs.is_demo, torch.bool)
-    columns = (
-        targets,
-        _column(inputs.advantages, torch.float32),
-        is_demo,
-        _column(inputs.old_logps, torch.float32),
-        _column(inputs.ref_logps, torch.float32),
-        _column(inputs.cu_seqlens, torch.int64),
+    sequences = inputs.sequences
+    one_advantage = inputs.is_per_sequence(inputs.advantages)
+    one_role = inputs.is_per_sequence(inputs.is_demo)
+    targets = _column(inputs.targets, torch.int64)
+    old = _column(inputs.old_logps, torch.float32)
+    ref = _column(inputs.ref_logps, torch.float32)
+    flat, count = targets.reshape(-1), targets.numel()
+    live = flat.new_empty(count, dtype=torch.bool)
+    advantages = flat.new_empty(count, dtype=torch.float32)
+    tokens = Tokens(
+        targets=flat,
+        live=live,
+        demo=torch.empty_like(live),
+        advantages=advantages,
+        old=None if old is None else torch.empty_like(advantages),
+        ref=None if ref is None else torch.empty_like(advantages),
+        weight=torch.empty_like(advantages),
+        scale=torch.empty_like(advantages),
+        factor=None,  # see `with_factors`
+        rollout_logps=None,
+        temperature=None,
+        sequence=torch.empty_like(flat),
+        offsets=flat.new_empty(sequences + 1),
+        lengths=flat.new_empty(sequences),
+        rollout_lengths=flat.new_empty(sequences),
+        mu=inputs.mu,
     )
-    n, sequences, flat = targets.numel(), inputs.sequences, targets.reshape(-1)
-    floats, flags = flat.new_empty(n, dtype=torch.float32), flat.new_empty(n, dtype=torch.bool)
-    results = (
-        flags,
-        torch.empty_like(flags),
-        floats,
-        None if columns[3] is None else torch.empty_like(floats),
-        None if columns[4] is None else torch.empty_like(floats),
-        torch.empty_like(floats),
-        torch.empty_like(floats),
-        torch.empty_like(flat),
-        flat.new_empty(sequences + 1),
-        flat.new_empty(sequences),
-        flat.new_empty(sequences),
-    )
-    norms = [
+    arrays = {
+        "targets": targets,
+        "advantages": _column(inputs.advantages, torch.float32),
+        "is_demo": _column(inputs.is_demo, torch.bool),
+        "old": old,
+        "ref": ref,
+        "cu_seqlens": _column(inputs.cu_seqlens, torch.int64),
+        "live": tokens.live,
+        "demo": tokens.demo,
+        "advantage": tokens.advantages,
+        "old_logps": tokens.old,
+        "ref_logps": tokens.ref,
+        "weight": tokens.weight,
+        "scale": tokens.scale,
+        "sequence": tokens.sequence,
+        "offsets": tokens.offsets,
+        "lengths": tokens.lengths,
+        "rollout_lengths": tokens.rollout_lengths,
+    }
+    # numbers that C++ reads through a pointer, null if absent
+    rollout_norm, demo_norm = (
         None if norm is None else ctypes.c_double(float(norm))
         for norm in (inputs.rollout_norm, inputs.demo_norm)
-    ]
+    )
     arguments = PLAN_ARGUMENTS.pack(
-        *_pointers(columns),
-        *_pointers(results),
-        n,
-        sequences,
-        inputs.is_per_sequence(inputs.advantages),
-        not inputs.is_per_sequence(is_demo),
-        inputs.mu,
-        spec.demo_weight is DemoWeight.SHAPED,
-        REDUCTIONS.index(spec.rollout_reduction),
-        REDUCTIONS.index(spec.demo_reduction),
-        spec.max_tokens or 1.0,
-        *(0 if norm is None else ctypes.addressof(norm) for norm in norms),
+        arrays,
+        tokens=count,
+        sequences=sequences,
+        per_sequence=one_advantage,
+        role_per_token=not one_role,
+        mu=float(inputs.mu),
+        shaped=spec.demo_weight is DemoWeight.SHAPED,
+        rollout_reduction=REDUCTIONS.index(spec.rollout_reduction),
+        demo_reduction=REDUCTIONS.index(spec.demo_reduction),
+        max_tokens=spec.max_tokens or 1.0,
+        rollout_norm=0 if rollout_norm is None else ctypes.addressof(rollout_norm),
+        demo_norm=0 if demo_norm is None else ctypes.addressof(demo_norm),
     )
     library().gac_plan(arguments)
-    factors = None, None, None  # see `with_factors`
-    fields = flat, *results[:7], *factors, *results[7:], inputs.mu
-    return Tokens._make(fields)
+    return tokens
 
 
 def reduce(tokens: Tokens, terms: TokenTerms, moments: bool) -> LossOutput:
-    columns = [_column(term, torch.float32) for term in terms]
-    sequences, scalar = tokens.lengths.numel(), columns[0].new_empty(())
-    scalars = scalar, *[torch.empty_like(scalar) for _ in range(4)]
-    statistics, sums = None, tuple[Tensor, ...]()
+    logps, entropy, loss, kl, clipped = [_column(x, torch.float32) for x in terms]
+    sequences, mixed_loss = tokens.lengths.numel(), loss.new_empty(())
+    rollout_loss, demo_loss = torch.empty_like(mixed_loss), torch.empty_like(mixed_loss)
+    mean_kl, clip_fraction = torch.empty_like(mixed_loss), torch.empty_like(mixed_loss)
+    arrays = {
+        "live": tokens.live,
+        "demo": tokens.demo,
+        "advantages": tokens.advantages,
+        "weight": tokens.weight,
+        "offsets": tokens.offsets,
+        "lengths": tokens.lengths,
+        "rollout_lengths": tokens.rollout_lengths,
+        "logps": logps,
+        "entropy": entropy,
+        "loss": loss,
+        "kl": kl,
+        "clipped": clipped,
+        "mixed_loss": mixed_loss,
+        "rollout_loss": rollout_loss,
+        "demo_loss": demo_loss,
+        "mean_kl": mean_kl,
+        "clip_fraction": clip_fraction,
+    }
+    statistics = None
     if moments:
-        totals = scalar.new_empty(6, dtype=torch.float64)
-        sums = totals.new_empty(7), totals.new_empty(sequences), totals
-        statistics = TokenMoments(*sums)
+        totals = loss.new_empty(6, dtype=torch.float64)
+        statistics = TokenMoments(totals.new_empty(7), totals.new_empty(sequences), totals)
+        arrays |= vars(statistics)
     arguments = REDUCE_ARGUMENTS.pack(
-        tokens.live.data_ptr(),
-        tokens.demo.data_ptr(),
-        tokens.advantages.data_ptr(),
-        tokens.weight.data_ptr(),
-        tokens.offsets.data_ptr(),
-        tokens.lengths.data_ptr(),
-        tokens.rollout_lengths.data_ptr(),
-        *_pointers(columns),
-        *_pointers(scalars),
-        *(_pointers(sums) if moments else (0, 0, 0)),
-        tokens.live.numel(),
-        sequences,
-        tokens.mu,
-        tokens.ref is not None,
+        arrays,
+        tokens=tokens.live.numel(),
+        sequences=sequences,
+        mu=float(tokens.mu),
+        has_ref=tokens.ref is not None,
     )
     library().gac_reduce(arguments)
-    loss, rollout_loss, demo_loss, kl, clip_fraction = scalars
     return LossOutput(
-        loss=loss,
+        loss=mixed_loss,
         rollout_loss=rollout_loss,
         demo_loss=demo_loss,
-        kl=kl,
+        kl=mean_kl,
         clip_fraction=clip_fraction,
         logps=terms.logps,
         entropy=terms.entropy,
@@ -231,40 +292,33 @@ def reduce(tokens: Tokens, terms: TokenTerms, moments: bool) -> LossOutput:
 
 
 def row_stats(
-    logits: Tensor,
-    targets: Tensor,
-    temperature: float | Tensor,
-    softcap: float | None = None,
-    more_outputs: bool = False,
+    logits: Tensor, targets: Tensor, scaling: Scaling, *, more_outputs: bool = False
 ) -> tuple[Tensor, ...]:
-    count, names = targets.numel(), COLUMNS[2 : 8 if more_outputs else 5]
+    count, names = targets.numel(), STATS + MORE_OUTPUTS if more_outputs else STATS
     results = {name: targets.new_empty(count, dtype=torch.float32) for name in names}
     columns = {"targets": _column(targets, torch.int64), **results}
-    _run("gac_row_stats", logits, None, temperature, softcap, columns)
+    _run(library().gac_row_stats, logits, None, scaling, columns)
     return tuple(results.values())
 
 
 def row_grads(
     logits: Tensor,
     targets: Tensor,
-    lse: Tensor,
-    entropy: Tensor,
-    d_logps: Tensor,
-    d_entropy: Tensor,
-    temperature: float | Tensor,
+    scaling: Scaling,
+    upstream: Upstream,
     out: Tensor,
-    softcap: float | None = None,
+    *,
     whole_row: bool = True,
     marks: RowMarks | None = None,
 ) -> None:
-    floats = {"d_logps": d_logps, "d_entropy": d_entropy}
+    floats = {"d_logps": upstream.d_logps, "d_entropy": upstream.d_entropy}
     # recomputing the sums is free while the row is in cache, and more accurate than `lse` rounded
     # to float32
     if not whole_row:
-        floats |= {"lse": lse, "entropy": entropy}
+        floats |= {"lse": upstream.lse, "entropy": upstream.entropy}
     columns = {name: _column(x, torch.float32) for name, x in floats.items()}
     columns["targets"] = _column(targets, torch.int64)
-    _run("gac_row_grads", logits, out, temperature, softcap, columns, marks)
+    _run(library().gac_row_grads, logits, out, scaling, columns, marks=marks)
 
 
 def row_loss(
@@ -272,43 +326,59 @@ def row_loss(
     tokens: Tokens,
     spec: LossSpec,
     out: Tensor | None,
+    *,
     softcap: float | None = None,
     marks: RowMarks | None = None,
 ) -> TokenTerms:
     terms = TokenTerms._make([torch.empty_like(tokens.scale) for _ in TokenTerms._fields])
     given = {name: getattr(tokens, name) for name in ROW_COLUMNS}
     dense = {name: None if x is None else x.contiguous() for name, x in given.items()}
-    columns = dense | terms._asdict()
-    temperature, *options = spec.token_scalars.values()
-    scaling = temperature if tokens.temperature is None else tokens.temperature
-    _run("gac_row_loss", logits, out, scaling, softcap, columns, marks, options)
+    temperature = spec.temperature if tokens.temperature is None else tokens.temperature
+    columns, scaling = dense | terms._asdict(), Scaling(temperature, softcap)
+    options = spec.packed_options
+    _run(library().gac_row_loss, logits, out, scaling, columns, marks=marks, options=options)
     return terms
 
 
 def _run(
-    function: str,
+    function: Any,  # of the library
     logits: Tensor,
     out: Tensor | None,
-    temperature: float | Tensor,
-    softcap: float | None,
+    scaling: Scaling,
     columns: dict[str, Any],  # by the names of COLUMNS
+    *,
     marks: RowMarks | None = None,
-    options: Sequence[Any] = (),  # a TokenSpec
+    options: bytes = NO_OPTIONS,
 ) -> None:
     """Run a function on the rows of logits, and of their gradient `out`, [B, T, V]."""
     batch, length, width = logits.shape
-    rows = logits.data_ptr(), DTYPES.index(logits.dtype), *logits.stride()[:2]
-    out_rows: tuple[int, ...] = (0, 0, 0, 0)
-    if out is not None:
-        out_rows = out.data_ptr(), DTYPES.index(out.dtype), *out.stride()[:2]
-    sizes = batch * length, width, length, torch.get_num_threads()
+    temperature, softcap = scaling
+    arrays = {"logits": logits, "out": out, **columns}
     if isinstance(temperature, Tensor):
-        columns["temperatures"], temperature = _column(temperature, torch.float32), 1.0
-    columns |= {} if marks is None else marks._asdict()
-    pointers = _pointers(map(columns.get, COLUMNS))
-    scaling = temperature, softcap or 0.0, columns.get("eps", 0.0)
-    arguments = ROW_ARGUMENTS.pack(*rows, *out_rows, *sizes, *scaling, *pointers, *options)
-    getattr(library(), function)(arguments)
+        arrays["temperatures"], temperature = _column(temperature, torch.float32), 1.0
+    gradient = logits if out is None else out  # without one, its layout is not read
+    batch_stride, row_stride, _ = logits.stride()
+    out_batch_stride, out_row_stride, _ = gradient.stride()
+    eps = 0.0
+    if marks is not None:
+        eps, arrays["hit"], arrays["sums"] = marks
+    arguments = ROW_ARGUMENTS.pack(
+        arrays,
+        dtype=DTYPES.index(logits.dtype),
+        batch_stride=batch_stride,
+        row_stride=row_stride,
+        out_dtype=DTYPES.index(gradient.dtype),
+        out_batch_stride=out_batch_stride,
+        out_row_stride=out_row_stride,
+        rows=batch * length,
+        vocab=width,
+        per_batch=length,
+        threads=torch.get_num_threads(),
+        temperature=temperature,
+        softcap=softcap or 0.0,
+        eps=eps,
+    )
+    function(arguments + options)
 
 
 def _column(x: Any, dtype: torch.dtype) -> Any:
@@ -316,10 +386,6 @@ def _column(x: Any, dtype: torch.dtype) -> Any:
     if x is None or (x.dtype is dtype and x.is_contiguous()):
         return x
     return x.to(dtype).contiguous()
-
-
-def _pointers(tensors: Iterable[Tensor | None]) -> list[int]:
-    return [0 if x is None else x.data_ptr() for x in tensors]
 
 
 def _raise(error: bytes | None, *_: Any) -> None:

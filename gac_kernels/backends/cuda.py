@@ -16,9 +16,17 @@ import torch
 from torch import Tensor
 
 from .. import build_cuda, reference
-from ..contract import LossOutput, LossSpec
-from ..filter import RowMarks
-from ..tokens import DTYPES, ROW_COLUMNS, BatchInputs, Tokens, TokenTerms
+from ..contract import TOKEN_OPTIONS, LossOutput, LossSpec
+from ..tokens import (
+    DTYPES,
+    ROW_COLUMNS,
+    BatchInputs,
+    RowMarks,
+    Scaling,
+    Tokens,
+    TokenTerms,
+    Upstream,
+)
 from . import triton
 
 _CAPABILITIES = ((9, 0), (10, 0))  # compute capabilities
@@ -49,14 +57,12 @@ class Arguments(ctypes.Structure):
             ctypes.c_int64,
         ),
         *_fields(
-            "exp2_scale inverse_temperature ratio_low ratio_high dual_clip"
-            " kl_coef entropy_coef demo_shape"
-            " sapo_tau_positive sapo_tau_negative correction_min correction_max",
+            "exp2_scale inverse_temperature",
             ctypes.c_float,
         ),
+        ("options", ctypes.c_float * len(TOKEN_OPTIONS)),
         *_fields(
-            "kl_estimator demo_weight policy kl_ratio mask_correction"
-            " task dtype out_dtype cluster slots device",
+            "task dtype out_dtype cluster slots device",
             ctypes.c_int32,
         ),
     )
@@ -136,46 +142,42 @@ def _batch_backend(device: torch.device) -> ModuleType:
 
 
 def row_stats(
-    logits: Tensor,
-    targets: Tensor,
-    temperature: float | Tensor,
-    softcap: float | None = None,
-    more_outputs: bool = False,
+    logits: Tensor, targets: Tensor, scaling: Scaling, *, more_outputs: bool = False
 ) -> tuple[Tensor, ...]:
+    temperature, softcap = scaling
     if more_outputs or softcap is not None or isinstance(temperature, Tensor):
         rows = _batch_backend(logits.device)
-        return rows.row_stats(logits, targets, temperature, softcap, more_outputs)
+        return rows.row_stats(logits, targets, scaling, more_outputs=more_outputs)
     results = torch.empty(3, targets.numel(), dtype=torch.float32, device=logits.device)
-    _launch(_STATS, logits, None, float(temperature), results, {"targets": targets})
+    columns = {"targets": targets}
+    _launch(_STATS, logits, None, temperature=temperature, results=results, columns=columns)
     return results[0], results[1], results[2]
 
 
 def row_grads(
     logits: Tensor,
     targets: Tensor,
-    lse: Tensor,
-    entropy: Tensor,
-    d_logps: Tensor,
-    d_entropy: Tensor,
-    temperature: float | Tensor,
+    scaling: Scaling,
+    upstream: Upstream,
     out: Tensor,
-    softcap: float | None = None,
+    *,
     whole_row: bool = True,
     marks: RowMarks | None = None,
 ) -> None:
+    temperature, softcap = scaling
     per_row = isinstance(temperature, Tensor)
     if per_row or softcap is not None or marks is not None or not whole_row:
-        rows, options = _batch_backend(logits.device), (temperature, out, softcap)
-        rows.row_grads(logits, targets, lse, entropy, d_logps, d_entropy, *options, marks=marks)
+        rows = _batch_backend(logits.device)
+        rows.row_grads(logits, targets, scaling, upstream, out, whole_row=whole_row, marks=marks)
         return
     # the sums are recomputed from the row in shared memory, which is more accurate than `lse`
     # rounded to float32
-    columns: dict[str, Tensor | None] = {
+    columns = {
         "targets": targets,
-        "d_logps": d_logps,
-        "d_entropy": d_entropy,
+        "d_logps": upstream.d_logps,
+        "d_entropy": upstream.d_entropy,
     }
-    _launch(_GRADS, logits, out, float(temperature), None, columns)
+    _launch(_GRADS, logits, out, temperature=float(temperature), results=None, columns=columns)
 
 
 def row_loss(
@@ -183,16 +185,25 @@ def row_loss(
     tokens: Tokens,
     spec: LossSpec,
     out: Tensor | None,
+    *,
     softcap: float | None = None,
     marks: RowMarks | None = None,
 ) -> TokenTerms:
     if softcap is not None or tokens.temperature is not None or marks is not None:
         rows = _batch_backend(logits.device)
-        return rows.row_loss(logits, tokens, spec, out, softcap, marks)
+        return rows.row_loss(logits, tokens, spec, out, softcap=softcap, marks=marks)
     results = torch.empty(5, tokens.targets.numel(), dtype=torch.float32, device=logits.device)
     columns = {name: getattr(tokens, name) for name in ROW_COLUMNS}
-    _launch(_LOSS, logits, out, spec.temperature, results, columns, spec)
-    return TokenTerms(results[0], results[1], results[2], results[3], results[4])
+    _launch(
+        _LOSS,
+        logits,
+        out,
+        temperature=spec.temperature,
+        results=results,
+        columns=columns,
+        spec=spec,
+    )
+    return TokenTerms(*results.unbind())
 
 
 def scale_(tensor: Tensor, factor: Tensor) -> None:
@@ -203,6 +214,7 @@ def _launch(
     task: int,
     logits: Tensor,
     out: Tensor | None,
+    *,
     temperature: float,
     results: Tensor | None,
     columns: dict[str, Any],
@@ -212,8 +224,7 @@ def _launch(
     # order
     tensors = {name: None if x is None else x.contiguous() for name, x in columns.items()}
     tensors |= {"logits": logits, "out": out, "results": results}
-    scalars = {} if spec is None else spec.token_scalars
-    options = {name: scalars[name] for name, *_ in Arguments._fields_ if name in scalars}
+    options = () if spec is None else spec.token_options.values()
     row_split = split(logits.shape[2], logits.dtype, keep_row=out is not None)
     arguments = Arguments(
         **{name: None if x is None else x.data_ptr() for name, x in tensors.items()},
@@ -226,13 +237,13 @@ def _launch(
         out_row_stride=0 if out is None else out.stride(1),
         exp2_scale=math.log2(math.e) / temperature,
         inverse_temperature=1 / temperature,
+        options=tuple(options),
         task=task,
         dtype=DTYPES.index(logits.dtype),
         out_dtype=0 if out is None else DTYPES.index(out.dtype),
         cluster=row_split.cluster,
         slots=row_split.slots,
         device=logits.device.index or 0,
-        **options,
     )
     _call(library().gac_cuda_rows, logits.device, ctypes.byref(arguments))
 

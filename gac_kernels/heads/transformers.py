@@ -27,8 +27,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from gac_kernels import checks
 from gac_kernels.api import fused_linear_gac_loss
-from gac_kernels.contract import IGNORE, DemoWeight, LossSpec
-from gac_kernels.filter import FilterReport, GradientFilter
+from gac_kernels.contract import IGNORE, DemoWeight, FilterReport, GradientFilter, LossSpec
 
 logger = logging.getLogger(__name__)
 HANDLE = "_gac_fused"  # the handle, in the __dict__ of the model and of the head's layers

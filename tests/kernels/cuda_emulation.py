@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gac_kernels import reference
 from gac_kernels.contract import LossSpec
-from gac_kernels.tokens import BatchInputs, Tokens, plan, with_factors
+from gac_kernels.tokens import BatchInputs, Scaling, Tokens, plan, with_factors
 
 SOURCES = Path(__file__).parents[2] / "csrc"
 
@@ -68,7 +68,8 @@ def batch(logits: Tensor, spec: LossSpec, on_policy: bool = False) -> Tokens:
     _, rows, vocab = logits.shape
     targets = torch.randint(vocab, (2, rows))
     targets[:, 1] = -100
-    logps = reference.row_stats(logits.float(), targets.view(-1), spec.temperature)[0].view(2, rows)
+    stats = reference.row_stats(logits.float(), targets.view(-1), Scaling(spec.temperature))
+    logps = stats[0].view(2, rows)
     old, ref = (logps + 0.3 * torch.randn(2, rows) for _ in range(2))
     old, ref = None if on_policy else old, None if spec.kl_coef == 0 else ref
     inputs = BatchInputs(targets, torch.randn(2, rows), torch.tensor([False, True]), 0.4, old, ref)

@@ -19,8 +19,7 @@ from bench.sass import assembly, per_logit
 from gac_kernels import build_cuda, inspect, reference
 from gac_kernels.backends import cuda
 from gac_kernels.contract import LossSpec
-from gac_kernels.filter import RowMarks
-from gac_kernels.tokens import BatchInputs, Tokens
+from gac_kernels.tokens import BatchInputs, RowMarks, Scaling, Tokens, Upstream
 from tests.kernels.cases import in_float64
 from tests.kernels.cuda_emulation import batch
 
@@ -99,7 +98,7 @@ def test_a_target_outside_the_row_changes_no_other_row(split_rows, target: int) 
     logits, targets, ones = torch.randn(1, 2, 41), torch.tensor([3, target]), torch.ones(2)
     lse, storage = logits.logsumexp(-1)[0], torch.full((96,), 7.0)
     out = storage[:82].view(1, 2, 41)
-    cuda.row_grads(logits, targets, lse, ones, ones, 0 * ones, 1.0, out)
+    cuda.row_grads(logits, targets, Scaling(1.0), Upstream(lse, ones, ones, 0 * ones), out)
     expected = torch.nn.functional.one_hot(targets[0], 41) - logits[0, 0].softmax(-1)
     torch.testing.assert_close(out[0, 0], expected)
     assert (storage[82:] == 7).all()
@@ -120,15 +119,16 @@ def test_logits_around_the_steep_threshold(split_rows) -> None:
     log_probs = logits.double().log_softmax(-1)
     true_entropy = -(log_probs.exp() * log_probs).sum(-1)
     true_lse = logits[:, 0].double() - log_probs[:, 0]
-    logps, entropy, _ = cuda.row_stats(logits[None], targets, 1.0)
+    logps, entropy, _ = cuda.row_stats(logits[None], targets, Scaling(1.0))
     torch.testing.assert_close(
         logps.double(), log_probs.gather(1, targets[:, None])[:, 0], rtol=1e-6, atol=2e-6
     )
     torch.testing.assert_close(entropy.double(), true_entropy, rtol=1e-6, atol=2e-6)
     out, exact = torch.empty(1, 6, 9001), torch.empty(1, 6, 9001, dtype=torch.float64)
-    wide = [x.double() for x in (true_lse, true_entropy, d_logps, d_entropy)]
-    reference.row_grads(logits[None].double(), targets, *wide, 1.0, exact)
-    cuda.row_grads(logits[None], targets, d_logps, d_logps, d_logps, d_entropy, 1.0, out)
+    wide = Upstream(true_lse, true_entropy, d_logps.double(), d_entropy.double())
+    reference.row_grads(logits[None].double(), targets, Scaling(1.0), wide, exact)
+    upstream = Upstream(d_logps, d_logps, d_logps, d_entropy)
+    cuda.row_grads(logits[None], targets, Scaling(1.0), upstream, out)
     torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-7)
 
 
@@ -152,7 +152,7 @@ def test_a_row_that_does_not_fit_is_rejected(split_rows) -> None:
     zero = torch.zeros(1)
     split_rows(2, 4)
     with pytest.raises(RuntimeError, match="row does not fit .*shared memory"):
-        cuda.row_grads(logits, targets, zero, zero, zero + 1, zero, 1.0, logits)
+        cuda.row_grads(logits, targets, Scaling(1.0), Upstream(zero, zero, zero + 1, zero), logits)
 
 
 def test_impossible_launches_are_rejected(kernels: ctypes.CDLL) -> None:
@@ -251,15 +251,16 @@ def test_what_the_kernels_do_not_support_runs_elsewhere(
         monkeypatch.setattr(cuda.triton, "unavailable", lambda *_: "not installed")
     logits, spec = 3 * torch.randn(2, 3, 40), LossSpec(kl_coef=0.1, temperature=0.7)
     tokens = batch(logits, spec)
-    columns = tokens.targets, *torch.rand(4, 6), 0.7
+    upstream = Upstream(*torch.rand(4, 6))
+    scaling, capping = Scaling(0.7), Scaling(0.7, softcap=2.0)
 
     def results(backend: ModuleType) -> list[Tensor]:
         outs = torch.empty(3, *logits.shape).unbind()
         marks = [RowMarks(0.01, torch.zeros(40).bool(), torch.zeros(2, 6)) for _ in range(2)]
-        stats = *backend.row_stats(logits, tokens.targets, 0.7, None, True), *columns[1:3]
-        capped = backend.row_stats(logits, tokens.targets, 0.7, 2.0)
-        backend.row_grads(logits, *columns, outs[0], 2.0)
-        backend.row_grads(logits, *columns, outs[2], marks=marks[0])
+        stats = backend.row_stats(logits, tokens.targets, scaling, more_outputs=True)
+        capped = backend.row_stats(logits, tokens.targets, capping)
+        backend.row_grads(logits, tokens.targets, capping, upstream, outs[0])
+        backend.row_grads(logits, tokens.targets, scaling, upstream, outs[2], marks=marks[0])
         terms = backend.row_loss(logits, tokens, spec, outs[1], marks=marks[1])
         inputs = BatchInputs(tokens.targets.view(2, 3), torch.randn(2), torch.tensor([True, False]))
         scaled = torch.ones(3)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from gac_kernels import fused_linear_divergence, linear, reference
+from gac_kernels import fused_linear_divergence, reference
 from gac_kernels.divergence import DIVERGENCES
 from tests.kernels.cases import each_backend
 from tests.kernels.emulated_gemm import emulate
@@ -213,7 +213,7 @@ def test_rows_without_a_loss_in_a_cuda_graph(divergence, monkeypatch):
     x = batch()
     x["token_weights"][0, 0] = 0
     expected = evaluate(fused_linear_divergence, x, divergence=divergence)
-    monkeypatch.setattr(linear, "capturing", lambda device: True)
+    monkeypatch.setattr("gac_kernels.tokens.capturing", lambda device: True)
     for model in ("hidden", "teacher_hidden"):
         with torch.no_grad():
             x[model][0, 1] = math.nan  # a row without a loss

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gac_kernels import LossSpec, backends, fused_gac_loss, reference, token_logprobs
 from gac_kernels.contract import CHOICES
-from gac_kernels.tokens import BatchInputs
+from gac_kernels.tokens import BatchInputs, Scaling, Upstream
 from tests.kernels.cases import BY_NAME, build, check, each_backend, in_float64
 
 # The interpreter of Triton computes on inf and nan in NumPy, which warns.
@@ -69,7 +69,8 @@ def test_a_target_outside_the_vocabulary_is_nan_and_not_read(backend: str) -> No
     targets, nan = torch.tensor([8, -1, 2**40, 2, 1, 2, 2]), [1.0, 5.0, torch.nan, *[0.0] * 5]
     logits = torch.tensor([[*[[0.0] * 8] * 4, nan, nan, [0.0, 1.0, torch.inf, *[0.0] * 5]]])
     rows = backends.load(backend, targets.device)
-    logps, entropy, lse, *_, is_top1 = rows.row_stats(logits, targets, 1.0, None, True)
+    results = rows.row_stats(logits, targets, Scaling(1.0), more_outputs=True)
+    logps, entropy, lse, *_, is_top1 = results
     assert logps[[0, 1, 2, 4, 5, 6]].isnan().all()
     assert not is_top1.any()
     torch.testing.assert_close(torch.stack([-logps[3], entropy[3], lse[3]]), lse[:3])
@@ -101,7 +102,7 @@ def test_only_rows_without_an_upstream_gradient_get_zeros(backend: str) -> None:
     d_logps, d_entropy = torch.tensor([[0.0, 1, -1, 0, 0, 1], [0.0, 0, 0, 1, -1, 1]])
     ones, out = torch.ones(6), torch.full_like(logits, torch.nan)
     rows = backends.load(backend, logits.device)
-    rows.row_grads(logits, targets, ones, ones, d_logps, d_entropy, 1.0, out)
+    rows.row_grads(logits, targets, Scaling(1.0), Upstream(ones, ones, d_logps, d_entropy), out)
     assert (out[0] != 0).any(-1).tolist() == [False, True, True, True, True, False]
 
 
@@ -352,11 +353,11 @@ def test_a_row_of_minima(backend: str) -> None:
     logits[0, 2, 30:] = 1
     rows = backends.load(backend, logits.device)
     targets = torch.tensor([0, 1, 30])
-    *_, is_top1 = rows.row_stats(logits, targets, 1.0, None, True)
+    *_, is_top1 = rows.row_stats(logits, targets, Scaling(1.0), more_outputs=True)
     assert is_top1.tolist() == [1, 0, 1]
     if backend == "reference":
         return  # its logps are differences from a logsumexp, which rounds them to 0
-    logps, entropy, _ = rows.row_stats(logits, targets, 1.0)
+    logps, entropy, _ = rows.row_stats(logits, targets, Scaling(1.0))
     assert -logps[0] == entropy[0] == pytest.approx(math.log(2500), rel=1e-6)
 
 

@@ -16,7 +16,7 @@ from gac_kernels import (
     linear_token_logprobs,
 )
 from gac_kernels.backends import load
-from gac_kernels.filter import RowMarks
+from gac_kernels.tokens import RowMarks, Scaling, Upstream
 
 N, H, V = 192, 32, 3001
 LOSE = GradientFilter(eps=2**-9, max_dropped=0.5)  # drops much, so that errors are visible
@@ -249,12 +249,13 @@ def test_row_kernels_mark_what_they_store(backend, dtype, softcap, poison) -> No
     targets = torch.tensor([0, 300, -100, 5, -1, 9, 301])  # outside: of another rank's part
     a, b = torch.tensor([1, 0.5, 1, 0, 0.01, 0, 2]), torch.tensor([0, 0.1, 0, 0, 0.2, -1, 0])
     temperature = torch.linspace(0.5, 2, 7)
-    _, entropy, lse = rows.row_stats(logits, targets, temperature, softcap)
+    scaling = Scaling(temperature, softcap)
+    _, entropy, lse = rows.row_stats(logits, targets, scaling)
     wide = torch.full((1, 7, width + 6), 7.0, dtype=dtype)
     flags = torch.zeros(width + 2, dtype=torch.bool)  # with one on either side
     marks = RowMarks(0.0079, flags[1:-1], torch.zeros(2, 7))
-    columns = (targets, lse, entropy, a, b, temperature, wide[..., :width], softcap)
-    rows.row_grads(logits, *columns, whole_row=False, marks=marks)
+    upstream, out = Upstream(lse, entropy, a, b), wide[..., :width]
+    rows.row_grads(logits, targets, scaling, upstream, out, whole_row=False, marks=marks)
     threshold = marks.eps * ((a.abs() + b.abs()) / temperature)[:, None].double()
     stored = wide[0, :, :width].double()
     expected = (stored.abs() > threshold).any(0).index_fill(0, torch.tensor([0, 300, 9]), True)

@@ -15,6 +15,7 @@ from torch import Tensor
 from bench.smoke import unavailable_reason
 from gac_kernels import DemoWeight, LossSpec, backends, fused_gac_loss, reference
 from gac_kernels.backends import cuda
+from gac_kernels.tokens import Scaling, Upstream
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
@@ -203,7 +204,8 @@ def test_more_than_two_to_the_31_logits(backend: str) -> None:
 def test_more_rows_than_the_grid_y_limit(backend: str) -> None:
     targets = torch.randint(64, (70_000,), device=DEVICE)
     logits = torch.randn(1, 70_000, 64, device=DEVICE)
-    logps, entropy, _ = backends.load(backend, logits.device).row_stats(logits, targets, 1.0)
+    rows = backends.load(backend, logits.device)
+    logps, entropy, _ = rows.row_stats(logits, targets, Scaling(1.0))
     exact = reference.token_logprobs(logits[0].double(), targets)
     assert error(logps, exact[0]) < 2e-6
     assert error(entropy, exact[1]) < 2e-6
@@ -244,8 +246,9 @@ def test_row_kernels_can_be_captured_in_a_cuda_graph(backend: str) -> None:
     ones, factor = torch.ones(32, device=DEVICE), torch.tensor(0.5, device=DEVICE)
 
     def step() -> tuple[Tensor, ...]:
-        logps, entropy, lse = rows.row_stats(logits, targets, 1.0)
-        rows.row_grads(logits, targets, lse, entropy, ones, 0 * ones, 1.0, out)
+        logps, entropy, lse = rows.row_stats(logits, targets, Scaling(1.0))
+        upstream = Upstream(lse, entropy, ones, 0 * ones)
+        rows.row_grads(logits, targets, Scaling(1.0), upstream, out)
         rows.scale_(out, factor)
         return logps, entropy, out
 
@@ -270,7 +273,7 @@ def test_tensors_on_a_non_current_device(backend: str) -> None:
         pytest.skip("needs two GPUs")
     logits = torch.randn(1, 4, 1000, device="cuda:1")
     targets = torch.randint(1000, (4,), device="cuda:1")
-    logps, _, _ = backends.load(backend, logits.device).row_stats(logits, targets, 1.0)
+    logps, _, _ = backends.load(backend, logits.device).row_stats(logits, targets, Scaling(1.0))
     exact, _ = reference.token_logprobs(logits[0].double(), targets)
     assert error(logps, exact) < 2e-6
 

@@ -37,7 +37,7 @@ from triton.compiler.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 from gac_kernels import LossSpec, inspect
 from gac_kernels.backends import triton
-from gac_kernels.tokens import BatchInputs, plan
+from gac_kernels.tokens import BatchInputs, Scaling, Upstream, plan
 
 plain = plan(BatchInputs(torch.zeros(2, 4).long(), torch.ones(2), torch.ones(2) > 0), LossSpec())
 backend = make_backend(GPUTarget("cuda", 90, 32))
@@ -56,8 +56,8 @@ for (group, shapes), dtype in product(SHAPES.items(), (torch.float32, torch.bflo
         tokens = plain._replace(
             targets=targets, demo=targets > 0, advantages=row, old=row, scale=row)
         calls = (
-            (triton.row_stats, logits, targets, 1.0),
-            (triton.row_grads, logits, targets, row, row, row, row, 1.0, out),
+            (triton.row_stats, logits, targets, Scaling(1.0)),
+            (triton.row_grads, logits, targets, Scaling(1.0), Upstream(row, row, row, row), out),
             (triton.row_loss, logits, tokens, LossSpec(), out),
             (triton.row_loss, logits, tokens, LossSpec(), None),
             (triton.scale_, out, row[0]),

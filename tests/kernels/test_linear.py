@@ -12,7 +12,6 @@ from gac_kernels import (
     DemoWeight,
     LossSpec,
     fused_linear_gac_loss,
-    linear,
     linear_token_logprobs,
     projection,
     reference,
@@ -208,11 +207,12 @@ def test_masked_rows_are_never_read(
     out, d_ours = run_linear(fused_linear_gac_loss, batch, backend=backend)
     assert torch.equal(out.loss, clean.loss)
     assert all(torch.equal(a, b) for a, b in zip(d_ours, d_clean, strict=True))
-    monkeypatch.setattr(linear, "capturing", lambda device: True)
+    monkeypatch.setattr("gac_kernels.tokens.capturing", lambda device: True)
     out, d_ours = run_linear(fused_linear_gac_loss, batch, backend=backend)
     torch.testing.assert_close(out.loss, clean.loss, rtol=2e-6, atol=0)
     torch.testing.assert_close(d_ours, d_clean, rtol=1e-4, atol=2e-6)
-    monkeypatch.setattr(linear.Projection, "gradient", None)  # without a gradient, no buffer for it
+    # without a gradient, there is no buffer for it
+    monkeypatch.setattr(projection.Projection, "gradient", None)
     with torch.no_grad():
         out = batch.linear(backend=backend)
     torch.testing.assert_close(out.loss, clean.loss, rtol=2e-6, atol=0)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from gac_kernels import backends, fused_gac_loss, reference, token_logprobs
+from gac_kernels.tokens import Scaling, Upstream
 from tests.kernels.cases import (
     BY_NAME,
     Case,
@@ -244,8 +245,9 @@ def test_gradient_in_a_narrower_dtype(vocab: int, backend: str, poison: None) ->
     """The fused linear loss keeps float32 logits, but its GEMMs need a narrower gradient."""
     logits, targets = torch.randn(2, 3, vocab), torch.randint(vocab, (6,))
     rows = backends.load(backend, logits.device)
-    _, entropy, lse = rows.row_stats(logits, targets, 0.8)
-    arguments = logits, targets, lse, entropy, *torch.randn(2, 6), 0.8
+    _, entropy, lse = rows.row_stats(logits, targets, Scaling(0.8))
+    upstream = Upstream(lse, entropy, *torch.randn(2, 6))
+    arguments = logits, targets, Scaling(0.8), upstream
     exact = torch.empty_like(logits)
     wide = torch.full((2, 3, vocab + 5), 7.0, dtype=torch.bfloat16)
     rows.row_grads(*arguments, exact)
@@ -254,7 +256,7 @@ def test_gradient_in_a_narrower_dtype(vocab: int, backend: str, poison: None) ->
     ulps = 2**-7 if backend == "triton" else 1.01 * 2**-8
     torch.testing.assert_close(wide[..., :vocab].float(), exact, rtol=ulps, atol=1e-30)
     assert (wide[..., vocab:] == 7).all()
-    longer, part = (*arguments[:2], lse + 1, *arguments[3:]), torch.empty_like(logits)
+    longer, part = (*arguments[:3], upstream._replace(lse=lse + 1)), torch.empty_like(logits)
     rows.row_grads(*longer, part, whole_row=False)  # of a row that goes on elsewhere
     backends.load("reference", logits.device).row_grads(*longer, exact)
     torch.testing.assert_close(part, exact, rtol=1e-4, atol=1e-5)
@@ -267,8 +269,8 @@ def test_ties_round_to_even(dtype: torch.dtype, backend: str) -> None:
     rows, steps = backends.load(backend, torch.device("cpu")), torch.arange(1.0, 16, 2)
     d_logp, out = 1 + steps * torch.finfo(dtype).eps / 2, torch.zeros(8, 1, 2, dtype=dtype)
     logits, targets = torch.zeros(8, 1, 2), torch.zeros(8, dtype=torch.long)
-    _, entropy, lse = rows.row_stats(logits, targets, 1.0)
-    rows.row_grads(logits, targets, lse, entropy, d_logp, 0 * d_logp, 1.0, out)
+    _, entropy, lse = rows.row_stats(logits, targets, Scaling(1.0))
+    rows.row_grads(logits, targets, Scaling(1.0), Upstream(lse, entropy, d_logp, 0 * d_logp), out)
     assert torch.equal(out[:, 0, 0], (d_logp / 2).to(dtype))
 
 

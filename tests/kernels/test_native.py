@@ -9,6 +9,7 @@ import torch
 
 from gac_kernels import fused_gac_loss, reference, token_logprobs
 from gac_kernels.backends import cpu
+from gac_kernels.tokens import Scaling
 from tests.kernels.cases import BY_NAME, HALF, build, error, loss_and_grad, require_backend
 from tests.kernels.test_linear_memory import PeakMemory
 
@@ -57,7 +58,7 @@ def test_any_temperature_gives_the_nearest_float32(distance: float) -> None:
     logits[0, 0, 5:9] = distance
     logits[0, 0, 5] = 0
     for temperature in torch.linspace(0.5, 3, 50).tolist():
-        logps, *_ = cpu.row_stats(logits, target, temperature)
+        logps, *_ = cpu.row_stats(logits, target, Scaling(temperature))
         truth = (logits.double() / temperature).log_softmax(-1)[0, 0, 7]
         assert error(logps, truth) <= 2**-24 * 2 ** math.ceil(math.log2(-truth)) * 1.01
 

@@ -15,7 +15,8 @@ from torch._subclasses import FakeTensorMode
 
 from gac_kernels import LossSpec, backends, fused_gac_loss, token_logprobs
 from gac_kernels.backends import cpu
-from gac_kernels.tokens import BatchInputs
+from gac_kernels.contract import TOKEN_OPTIONS
+from gac_kernels.tokens import BatchInputs, Scaling, Upstream
 from tests.kernels.cases import BY_NAME, CPU, HALF, build, error, require_backend
 
 require_backend("native")
@@ -85,7 +86,8 @@ def test_every_half_value_converts_exactly(instruction_set: str, dtype: torch.dt
 def row_grads(logits: Tensor, d_logps: Tensor, d_entropy: Tensor, out: Tensor) -> Tensor:
     """Write the gradient of rows whose target is entry 5."""
     targets = torch.full_like(d_logps, 5, dtype=torch.int64)
-    cpu.row_grads(logits, targets, d_logps, d_logps, d_logps, d_entropy, 1.0, out)
+    upstream = Upstream(d_logps, d_logps, d_logps, d_entropy)
+    cpu.row_grads(logits, targets, Scaling(1.0), upstream, out)
     return out
 
 
@@ -148,7 +150,7 @@ def test_only_the_results_are_written(
     columns = batch.keywords["old_logps"], batch.keywords["ref_logps"]
     inputs = BatchInputs(targets, batch.advantages, batch.is_demo, 0.4, *columns)
     tokens = cpu.plan(inputs, LossSpec())
-    cpu.row_stats(logits, tokens.targets, 1.0, more_outputs=True)
+    cpu.row_stats(logits, tokens.targets, Scaling(1.0), more_outputs=True)
     for dtype in (torch.float32, *HALF):
         out = allocate(logits.shape, dtype)
         terms = cpu.row_loss(logits, tokens, LossSpec(), out)
@@ -178,7 +180,7 @@ def test_unavailable_says_why() -> None:
 def test_fake_tensors_are_rejected(logits: Tensor | None) -> None:
     with FakeTensorMode(), pytest.raises(RuntimeError, match="hold no data"):
         rows = torch.zeros(1, 3, 4) if logits is None else logits
-        cpu.row_stats(rows, torch.zeros(3).long(), 1.0)
+        cpu.row_stats(rows, torch.zeros(3).long(), Scaling(1.0))
 
 
 @pytest.mark.parametrize(
@@ -194,16 +196,16 @@ def test_invalid_offsets_are_not_followed(ends: list[int], message: str) -> None
 def test_missing_memory_is_reported() -> None:
     logits, one = torch.zeros(1, 1, 1).expand(1, 1, 2**60), torch.ones(1)
     with pytest.raises(RuntimeError, match="not enough memory"):
-        cpu.row_stats(logits, torch.zeros(1).long(), 1.0, softcap=3.0)
+        cpu.row_stats(logits, torch.zeros(1).long(), Scaling(1.0, softcap=3.0))
     with pytest.raises(RuntimeError, match="not enough memory"):
         row_grads(logits, one, one, logits)
 
 
 def test_columns_of_another_layout_are_converted() -> None:
     logits, targets = torch.randn(1, 6, 9), torch.arange(6)
-    expected = cpu.row_stats(logits, targets, 1.0)
+    expected = cpu.row_stats(logits, targets, Scaling(1.0))
     strided = torch.stack([targets, targets], 1).int()[:, 0]
-    assert all(map(torch.equal, cpu.row_stats(logits, strided, 1.0), expected))
+    assert all(map(torch.equal, cpu.row_stats(logits, strided, Scaling(1.0)), expected))
 
 
 def test_missing_or_invalid_library_is_reported(tmp_path, monkeypatch) -> None:
@@ -214,9 +216,9 @@ def test_missing_or_invalid_library_is_reported(tmp_path, monkeypatch) -> None:
     assert re.search("not built.*GAC_EXT=1", reason())
     cpu.LIBRARY.write_bytes(b"not a library")
     assert re.search("failed to load.*GAC_EXT=1", reason())
-    other = tmp_path / "cpu" / "native.h"
-    other.parent.mkdir()
-    other.write_text("// other sources")
+    (tmp_path / "cpu").mkdir()
+    for header in ("cpu/native.h", "token_math.h"):
+        (tmp_path / header).write_text("// other sources")
     monkeypatch.setattr(cpu, "LIBRARY", built)
     monkeypatch.setattr(cpu.build_cuda, "SOURCES", tmp_path)
     assert re.search("failed to load.*different version of the sources.*GAC_EXT=1", reason())
@@ -235,3 +237,10 @@ def test_fallback_is_reported_once(monkeypatch) -> None:
         assert backends.select_backend("auto", CPU, torch.float64) is backends.load(
             "reference", CPU
         )
+
+
+def test_the_options_of_a_token_are_those_of_the_header() -> None:
+    """C++ reads them as an array, so their number and their order are part of its interface."""
+    header = (cpu.build_cuda.SOURCES / "token_math.h").read_text()
+    assert f"kTokenOptions = {len(TOKEN_OPTIONS)};" in header
+    assert tuple(re.findall(r"spec\.(\w+) = (?:real|index|static_cast)", header)) == TOKEN_OPTIONS

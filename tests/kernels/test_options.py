@@ -20,6 +20,7 @@ from gac_kernels import (
     reference,
 )
 from gac_kernels.contract import CHOICES, REDUCTIONS
+from gac_kernels.projection import Head, Projection
 from tests.kernels.cases import LEAVES, each_backend, require_backend
 from tests.kernels.loss_oracle import distributions, oracle
 
@@ -243,13 +244,13 @@ def test_dead_rows_are_skipped(backend: str, dead: str, monkeypatch: pytest.Monk
         # the first sequence is clipped from above, the second (A < 0) from below
         "sequence ratio": {"old_logps": logps - 0.5 * first + 0.5 * second},
     }[dead]
-    counts, add = [], linear.Head._add
+    counts, add = [], Head.add
 
     def counting(self: Any, index: Tensor, *args: Any, **keywords: Any) -> None:
         counts.append(len(index))
         add(self, index, *args, **keywords)
 
-    monkeypatch.setattr(linear.Head, "_add", counting)
+    monkeypatch.setattr(Head, "add", counting)
     hidden, weight, bias = copies(batch.leaves, torch.float32)
     keywords = batch.keywords | extra | {"bias": bias, "backend": backend}
     fused_linear_gac_loss(hidden, weight, *batch.inputs, **keywords).loss.backward()
@@ -308,10 +309,10 @@ def test_number_of_forward_passes(
     require_backend("native")
     batch, logps = make(spec)
     rows = []
-    logits = linear.Projection.logits
+    logits = Projection.logits
 
     monkeypatch.setattr(
-        linear.Projection, "logits", lambda self, x, *a: rows.append(len(x)) or logits(self, x, *a)
+        Projection, "logits", lambda self, x, *a: rows.append(len(x)) or logits(self, x, *a)
     )
     hidden, weight, bias = copies(batch.leaves, torch.float32)
     columns = dict.fromkeys(keywords, logps)
@@ -353,13 +354,14 @@ def test_two_passes_synchronize_once(
         batch = batch._replace(inputs=(targets, advantages, is_demo))
         extra["weights"] = weights
     rows, syncs = [], []
-    logits, read_counts = linear.Projection.logits, linear.read_counts
+    logits, read_counts = Projection.logits, linear.read_counts
     monkeypatch.setattr(
-        linear.Projection, "logits", lambda self, x, *a: rows.append(len(x)) or logits(self, x, *a)
+        Projection, "logits", lambda self, x, *a: rows.append(len(x)) or logits(self, x, *a)
     )
-    monkeypatch.setattr(
-        linear, "read_counts", lambda x: syncs.append(isinstance(x, Tensor)) or read_counts(x)
-    )
+    for module in (linear, loss):
+        monkeypatch.setattr(
+            module, "read_counts", lambda x: syncs.append(isinstance(x, Tensor)) or read_counts(x)
+        )
     for devices in (set(), {"cpu"}):
         monkeypatch.setattr(loss, "ASYNCHRONOUS", devices)
         hidden, weight, bias = leaves = copies(batch.leaves, torch.float32)

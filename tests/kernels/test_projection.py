@@ -292,10 +292,10 @@ def test_a_block_launches_a_row_kernel_and_one_copy(monkeypatch: pytest.MonkeyPa
         with no_dispatch():
             multiply(*arguments, **keywords)
 
-    def rows(*arguments):
+    def rows(*arguments, **keywords):
         launches.names.append("row kernel")
         with no_dispatch():
-            return row_loss(*arguments)
+            return row_loss(*arguments, **keywords)
 
     monkeypatch.setattr(projection, "multiply", gemm)
     monkeypatch.setattr(reference, "row_loss", rows)

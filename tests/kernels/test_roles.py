@@ -16,7 +16,7 @@ from gac_kernels import (
     reference,
     token_logprobs,
 )
-from gac_kernels.tokens import complete
+from gac_kernels.checks import complete
 from tests.kernels.cases import each_backend
 
 B, T, H, V = 3, 5, 4, 17

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gac_kernels import GradientFilter, fused_linear_token_loss, linear, reference
+from gac_kernels import GradientFilter, fused_linear_token_loss, reference
 from gac_kernels.contract import MORE_OUTPUTS
 from tests.kernels.cases import each_backend
 from tests.kernels.emulated_gemm import emulate
@@ -197,7 +197,8 @@ def test_graph_capture_reads_nothing_from_the_device(monkeypatch: pytest.MonkeyP
     x = batch(torch.float32)
     expected = evaluate(fused_linear_token_loss, RECIPES["focal"], x, [])
     x["leaves"][0].data[x["targets"] == -100] = torch.nan
-    monkeypatch.setattr(linear, "capturing", lambda device: True)
+    for module in ("tokens", "filter"):
+        monkeypatch.setattr(f"gac_kernels.{module}.capturing", lambda device: True)
     monkeypatch.setattr(Tensor, "tolist", None)
     found = evaluate(
         *(fused_linear_token_loss, RECIPES["focal"], x, []), gradient_filter=GradientFilter()

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from gac_kernels import LossSpec, fused_gac_loss, token_logprobs
+from gac_kernels import LossSpec, fused_gac_loss, inspect, token_logprobs
 from gac_kernels.backends import triton as backend
 from gac_kernels.backends.triton import launch
-from gac_kernels.tokens import BatchInputs
+from gac_kernels.tokens import BatchInputs, Scaling, Upstream
 from gac_kernels.tokens import plan as reference_plan
 from tests import ranks
 from tests.kernels.cases import BY_NAME, CPU, build, loss_and_grad, require_backend
@@ -32,15 +32,27 @@ def test_addresses_are_64_bit(small_tiles: None) -> None:
     targets = torch.tensor([1, 2, 3])
     ones, zeros = torch.ones(3), torch.zeros(3)
     expected = torch.empty(1, 3, vocab, dtype=torch.bfloat16)
-    stats = backend.row_stats(rows[None], targets, 1.0)
-    backend.row_grads(rows[None], targets, stats[2], stats[1], ones, zeros, 1.0, expected)
+    stats = backend.row_stats(rows[None], targets, Scaling(1.0))
+    upstream = Upstream(stats[2], stats[1], ones, zeros)
+    backend.row_grads(rows[None], targets, Scaling(1.0), upstream, expected)
     for shape, strides in (((1, 3, vocab), (0, stride, 1)), ((3, 1, vocab), (stride, 0, 1))):
         logits = far.as_strided(shape, strides)
         logits.copy_(rows.view(shape))
-        for value, exact in zip(backend.row_stats(logits, targets, 1.0), stats, strict=True):
+        results = backend.row_stats(logits, targets, Scaling(1.0))
+        for value, exact in zip(results, stats, strict=True):
             assert torch.equal(value, exact)
-        backend.row_grads(logits, targets, stats[2], stats[1], ones, zeros, 1.0, logits)
+        backend.row_grads(logits, targets, Scaling(1.0), upstream, logits)
         assert torch.equal(logits.view(-1, vocab), expected[0])
+
+
+def test_constants_have_types_that_decide_branches() -> None:
+    """The compiler accepts no float as a condition, unlike the interpreter that runs the tests."""
+    for name, launched in inspect.triton_configurations():
+        annotations = launched.kernel.fn.__annotations__
+        constants = [x for x, kind in annotations.items() if "constexpr" in str(kind)]
+        for constant in constants:
+            value = launched.arguments.get(constant)
+            assert value is None or type(value) in (bool, int, str), (name, constant, value)
 
 
 def scale_read_only_memory(factor: float) -> float:

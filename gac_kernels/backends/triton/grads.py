@@ -8,11 +8,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...filter import RowMarks
+from ...tokens import RowMarks, Scaling, Upstream
 from . import launch
 from .softmax import NO_LOSS, row_at, row_scaling, write_gradient, write_zeros
 
-_COLUMNS = ("targets", "lse", "entropy", "d_logps", "d_entropy")
+_COLUMNS = ("targets", *Upstream._fields)
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -59,25 +59,25 @@ def grads_kernel(
         log2_lse = nats * LOG2E
         rounding = tl.fma(nats, LOG2E, -log2_lse)  # rounding error of the product
         write_gradient(
-            row,
-            out_row,
-            y,
-            V,
-            log2_lse,
-            rounding,
-            exp2_scale,
-            softcap,
-            d_logp * inverse_temperature,
-            d_h * inverse_temperature,
-            tl.load(entropy + n),
-            eps,
-            hit,
-            sums,
-            n,
-            N,
-            True,
-            BLOCK,
-            STAGES,
+            row=row,
+            out=out_row,
+            y=y,
+            V=V,
+            top=log2_lse,
+            log2_mass=rounding,
+            exp2_scale=exp2_scale,
+            softcap=softcap,
+            d_logp=d_logp * inverse_temperature,
+            d_entropy=d_h * inverse_temperature,
+            entropy=tl.load(entropy + n),
+            eps=eps,
+            hit=hit,
+            sums=sums,
+            n=n,
+            N=N,
+            HAS_ENTROPY=True,
+            BLOCK=BLOCK,
+            STAGES=STAGES,
         )
     else:
         write_zeros(out_row, V, BLOCK)
@@ -86,26 +86,22 @@ def grads_kernel(
 def row_grads(
     logits: Tensor,
     targets: Tensor,
-    lse: Tensor,
-    entropy: Tensor,
-    d_logps: Tensor,
-    d_entropy: Tensor,
-    temperature: float | Tensor,
+    scaling: Scaling,
+    upstream: Upstream,
     out: Tensor,
-    softcap: float | None = None,
+    *,
     whole_row: bool = True,
     marks: RowMarks | None = None,
 ) -> None:
     tile = launch.tiling(logits.shape[-1], logits.dtype)
-    columns = zip(_COLUMNS, (targets, lse, entropy, d_logps, d_entropy), strict=True)
     arguments = {
         "logits": logits,
         "out": out,
-        **launch.dense(**dict(columns)),
+        **launch.dense(targets=targets, **upstream._asdict()),
         **launch.notes(marks),
         "N": targets.numel(),
         **launch.geometry(logits, out),
-        **launch.scaling(temperature, softcap),
+        **launch.scaling(scaling),
         "BLOCK": tile.lanes * tile.width,
         "STAGES": tile.stages,
     }

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...filter import RowMarks
+from ...tokens import RowMarks, Scaling
 
 BLOCK = 512  # tokens per iteration of a per-token kernel
 
@@ -113,11 +113,12 @@ def dense(**vectors: Tensor | None) -> dict[str, Tensor | None]:
     return {name: None if x is None else x.contiguous() for name, x in vectors.items()}
 
 
-def scaling(temperature: float | Tensor, softcap: float | None) -> dict[str, Any]:
+def scaling(of: Scaling) -> dict[str, Any]:
     """Kernel arguments for the temperature of all rows, or of each row, and the softcap.
 
     exp2_scale, log2(e) / temperature, converts logits to base-2 exponents.
     """
+    temperature, softcap = of
     per_row, number = (temperature, 1.0) if isinstance(temperature, Tensor) else (None, temperature)
     return {
         "temperatures": None if per_row is None else per_row.contiguous(),

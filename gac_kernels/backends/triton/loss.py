@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ... import contract
 from ...contract import LossSpec
-from ...filter import RowMarks
-from ...tokens import ROW_COLUMNS, Tokens, TokenTerms
+from ...tokens import ROW_COLUMNS, RowMarks, Scaling, Tokens, TokenTerms
 from . import launch
 from .softmax import (
     NO_LOSS,
@@ -212,7 +211,16 @@ def loss_kernel(
     exp2_scale, inverse_temperature = row_scaling(temperatures, n, exp2_scale, inverse_temperature)
     if y != NO_LOSS:
         logp, entropy, _, top, log2_mass = row_values(
-            row, y, V, exp2_scale, softcap, out is not None, PEEL, L, R, STAGES
+            row=row,
+            y=y,
+            V=V,
+            exp2_scale=exp2_scale,
+            softcap=softcap,
+            REREAD=out is not None,
+            PEEL=PEEL,
+            L=L,
+            R=R,
+            STAGES=STAGES,
         )
         advantage = tl.load(advantages + n)
         if tl.load(demo + n):
@@ -224,16 +232,16 @@ def loss_kernel(
             if old is not None:
                 old_logp = tl.load(old + n)
             loss, d_logp, clipped, ratio, overflows = rollout_term(
-                logp,
-                old_logp,
-                advantage,
-                low,
-                high,
-                dual_clip,
-                tau_positive,
-                tau_negative,
-                POLICY,
-                HAS_DUAL,
+                logp=logp,
+                old=old_logp,
+                advantage=advantage,
+                low=low,
+                high=high,
+                dual_clip=dual_clip,
+                tau_positive=tau_positive,
+                tau_negative=tau_negative,
+                POLICY=POLICY,
+                HAS_DUAL=HAS_DUAL,
             )
             if factor is not None:
                 loss, d_logp = weigh(loss, d_logp, logp, tl.load(factor + n))
@@ -272,25 +280,25 @@ def loss_kernel(
         out_row = row_at(out, n, T, out_stride_b, out_stride_t)
         if (d_logp != 0) | (d_entropy != 0):
             write_gradient(
-                row,
-                out_row,
-                y,
-                V,
-                top,
-                log2_mass,
-                exp2_scale,
-                softcap,
-                d_logp * inverse_temperature,
-                d_entropy * inverse_temperature,
-                entropy,
-                eps,
-                hit,
-                sums,
-                n,
-                N,
-                HAS_ENTROPY,
-                L * R,
-                STAGES,
+                row=row,
+                out=out_row,
+                y=y,
+                V=V,
+                top=top,
+                log2_mass=log2_mass,
+                exp2_scale=exp2_scale,
+                softcap=softcap,
+                d_logp=d_logp * inverse_temperature,
+                d_entropy=d_entropy * inverse_temperature,
+                entropy=entropy,
+                eps=eps,
+                hit=hit,
+                sums=sums,
+                n=n,
+                N=N,
+                HAS_ENTROPY=HAS_ENTROPY,
+                BLOCK=L * R,
+                STAGES=STAGES,
             )
         else:
             write_zeros(out_row, V, L * R)
@@ -301,12 +309,13 @@ def row_loss(
     tokens: Tokens,
     spec: LossSpec,
     out: Tensor | None,
+    *,
     softcap: float | None = None,
     marks: RowMarks | None = None,
 ) -> TokenTerms:
     count = tokens.targets.numel()
     terms = torch.empty(5, count, dtype=torch.float32, device=logits.device)
-    tile, scalars = launch.tiling(logits.shape[-1], logits.dtype), spec.token_scalars
+    tile, options = launch.tiling(logits.shape[-1], logits.dtype), spec.token_options
     temperature = spec.temperature if tokens.temperature is None else tokens.temperature
     has_correction, is_sapo = tokens.rollout_logps is not None, spec.policy_loss == "sapo"
     arguments = {
@@ -319,20 +328,20 @@ def row_loss(
         "out_stride_b": 0,
         "out_stride_t": 0,
         **launch.geometry(logits, out),
-        **launch.scaling(temperature, softcap),
-        "low": scalars["ratio_low"],
-        "high": scalars["ratio_high"],
-        "dual_clip": scalars["dual_clip"],
-        "kl_coef": scalars["kl_coef"],
-        "entropy_coef": scalars["entropy_coef"],
-        "demo_shape": scalars["demo_shape"],
-        "tau_positive": scalars["sapo_tau_positive"] if is_sapo else None,
-        "tau_negative": scalars["sapo_tau_negative"] if is_sapo else None,
-        "correction_min": scalars["correction_min"] if has_correction else None,
-        "correction_max": scalars["correction_max"] if has_correction else None,
+        **launch.scaling(Scaling(temperature, softcap)),
+        "low": options["ratio_low"],
+        "high": options["ratio_high"],
+        "dual_clip": options["dual_clip"],
+        "kl_coef": options["kl_coef"],
+        "entropy_coef": options["entropy_coef"],
+        "demo_shape": options["demo_shape"],
+        "tau_positive": options["sapo_tau_positive"] if is_sapo else None,
+        "tau_negative": options["sapo_tau_negative"] if is_sapo else None,
+        "correction_min": options["correction_min"] if has_correction else None,
+        "correction_max": options["correction_max"] if has_correction else None,
         "POLICY": spec.policy_loss,
         "KL_RATIO": spec.use_bias_correction_kl and spec.kl_coef != 0,
-        "MASK_CORRECTION": has_correction and scalars["mask_correction"],
+        "MASK_CORRECTION": has_correction and spec.correction.endswith("mask"),
         "HAS_DUAL": spec.dual_clip is not None,
         "HAS_ENTROPY": spec.entropy_coef != 0,
         "KL": spec.kl_estimator,

@@ -228,16 +228,16 @@ def write_gradient(
     offsets = tiles * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(row + offsets, mask=offsets < V, other=0.0)
     gradient = gradient_tile(
-        x,
-        offsets == y,
-        top,
-        log2_mass,
-        exp2_scale,
-        softcap,
-        d_logp,
-        d_entropy,
-        entropy,
-        HAS_ENTROPY,
+        x=x,
+        hit=offsets == y,
+        top=top,
+        log2_mass=log2_mass,
+        exp2_scale=exp2_scale,
+        softcap=softcap,
+        d_logp=d_logp,
+        d_entropy=d_entropy,
+        entropy=entropy,
+        HAS_ENTROPY=HAS_ENTROPY,
     )
     stored = gradient.to(out.dtype.element_ty)
     tl.store(out + offsets, stored, mask=offsets < V)
@@ -251,16 +251,16 @@ def write_gradient(
         offsets = (tiles - 1 - tile) * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(row + offsets, eviction_policy="evict_first")
         gradient = gradient_tile(
-            x,
-            offsets == y,
-            top,
-            log2_mass,
-            exp2_scale,
-            softcap,
-            d_logp,
-            d_entropy,
-            entropy,
-            HAS_ENTROPY,
+            x=x,
+            hit=offsets == y,
+            top=top,
+            log2_mass=log2_mass,
+            exp2_scale=exp2_scale,
+            softcap=softcap,
+            d_logp=d_logp,
+            d_entropy=d_entropy,
+            entropy=entropy,
+            HAS_ENTROPY=HAS_ENTROPY,
         )
         stored = gradient.to(out.dtype.element_ty)
         tl.store(out + offsets, stored, eviction_policy="evict_first")

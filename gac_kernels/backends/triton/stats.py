@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...tokens import Scaling
 from . import launch
 from .softmax import (
     FLOOR,
@@ -110,8 +111,8 @@ def stats_kernel(
 def row_stats(
     logits: Tensor,
     targets: Tensor,
-    temperature: float | Tensor,
-    softcap: float | None = None,
+    scaling: Scaling,
+    *,
     more_outputs: bool = False,
 ) -> tuple[Tensor, ...]:
     tile, count = launch.tiling(logits.shape[-1], logits.dtype), targets.numel()
@@ -124,7 +125,7 @@ def row_stats(
         "results": results,
         "N": count,
         **launch.geometry(logits),
-        **launch.scaling(temperature, softcap),
+        **launch.scaling(scaling),
         "L": tile.lanes,
         "R": tile.width,
         "STAGES": tile.stages,
