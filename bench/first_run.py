@@ -133,7 +133,6 @@ PARTS: dict[int, tuple[Step, ...]] = {
         guarded("logits peers", 60, 40, LOGITS, "-k", "peer"),
     ),
     3: (
-        Step("gradient filter", 100, python("bench.bench_filter", "time", "--device", DEVICE)),
         Step("trace, 7B", 30, python("bench.trace")),
         Step("memcheck, in place", 30, sanitizer("memcheck", "--overwrite")),
         Step("synccheck, in place", 30, sanitizer("synccheck", "--overwrite")),

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 from gac.evaluation.table import markdown_table
 from gac_kernels import projection
-from gac_kernels.filter import SAMPLED
 
 from .batches import HEADS, Head
 from .table import NOT_MEASURED, find, newest
@@ -87,25 +86,12 @@ LINEAR_FORM = (
         SUMS + GRADIENT,
         "ours",
     ),
-    *(
-        Kernel(
-            "Triton",
-            task,
-            "loss_kernel V=151936 float32 to bfloat16, filter",
-            11,
-            SUMS + GRADIENT + 3,
-            None,
-        )
-        for task in ("dH filtered", "both filtered")
-    ),
     Kernel("csrc", "stats", "row_kernel float32 to bfloat16", 4, SUMS, None),
     Kernel(
         "csrc", "loss", "row_kernel float32 to bfloat16", 6, SUMS + GRADIENT, "ours, rows by csrc"
     ),
 )
-KEPT = 0.02  # assumed share of the columns that the filter keeps
-FILTERED = {"dH filtered": 4 + 2 * KEPT, "both filtered": 2 + 2 * SAMPLED + 4 * KEPT}
-GEMM_FLOPS = {"stats": 2, "loss": 6, **FILTERED}  # FLOPs per N H V
+GEMM_FLOPS = {"stats": 2, "loss": 6}  # FLOPs per N H V
 
 
 def instructions(kernel: Kernel, counts: dict[str, Any]) -> float:
@@ -189,8 +175,7 @@ def linear_form(counts: dict[str, Any], rows: list[dict[str, Any]], limits: Limi
             rates = achievable(limits)
             slower = bound(kernel, head, counts, rates)
             count = chunks(head, limits)
-            accesses = (2 if count == 1 else 8 * count) + 2 * count * (kernel.task in FILTERED)
-            traffic = accesses * head.hidden * head.vocab
+            traffic = (2 if count == 1 else 8 * count) * head.hidden * head.vocab
             gemm_ms = 1e3 * flops / limits.flops
             run = find(rows, work="linear", shape=shape, tokens=TOKENS, provider=kernel.provider)
             body.append(
@@ -273,9 +258,7 @@ In the linear form, the row kernels read a chunk's logits in float32 and write t
 bfloat16; `stats` runs one GEMM, `loss` three. "time / GEMMs" is the total time relative to the
 GEMMs if nothing overlaps: a lower bound for the target, 1.08 at H = 3584 and 1.15 at H = 1536. The
 traffic of dW (8 H V bytes for each of several chunks, 2 H V for a single one) overlaps with the
-GEMM that causes it. The gradient filter is counted with {KEPT:.0%} of the columns kept: its marks
-are rarely written, the distribution of what is dropped takes up to 1 byte per logit (256 rows of a
-chunk), and the tail reads the weight once per chunk (2 H V bytes, added to the traffic of dW).
+GEMM that causes it.
 
 {sections}"""
 

@@ -31,7 +31,7 @@ from gac.models.config import ModelConfig
 from gac.parallel.config import ParallelConfig
 from gac.rollouts.config import RolloutConfig
 from gac.types import StepNeeds
-from gac_kernels import GradientFilter, LossSpec
+from gac_kernels import LossSpec
 
 KL_SHARE = 8
 """By default, one rollout in this many estimates a KL that only triggers something."""
@@ -76,15 +76,6 @@ class GuardConfig(Checked):
 
 
 @dataclasses.dataclass(frozen=True)
-class LossConfig(LossSpec):
-    """Options of the loss and of its gradient."""
-
-    gradient_filter: GradientFilter | None = None
-    """Skip the vocabulary columns in which the gradient is negligible; see docs/loss.md.
-    {} uses the defaults; null: the gradient is exact."""
-
-
-@dataclasses.dataclass(frozen=True)
 class TrainConfig(Checked):
     """One training run. Everything is written to `out`, the only folder that resuming needs."""
 
@@ -106,7 +97,7 @@ class TrainConfig(Checked):
     mapping with a `name` and its options, or a `sum` of several."""
     rollouts: RolloutConfig = RolloutConfig()
     """How responses are sampled from the policy."""
-    loss: LossConfig = LossConfig()
+    loss: LossSpec = LossSpec()
     """Clipping, KL, entropy and reductions; a method may override some of these."""
     optim: OptimConfig = OptimConfig()
     """AdamW and its schedule."""

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from .contract import (
         DemoWeight,
         DivergenceOutput,
-        FilterReport,
-        GradientFilter,
         LossOutput,
         LossSpec,
         Signals,
@@ -28,8 +26,6 @@ if TYPE_CHECKING:
 __all__ = [
     "DemoWeight",
     "DivergenceOutput",
-    "FilterReport",
-    "GradientFilter",
     "LossOutput",
     "LossSpec",
     "Signals",

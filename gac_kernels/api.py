@@ -16,8 +16,6 @@ from . import checks, loss, ops, reference
 from .candidates import with_candidates
 from .contract import (
     DivergenceOutput,
-    FilterReport,
-    GradientFilter,
     LossOutput,
     LossSpec,
     TokenLossOutput,
@@ -233,7 +231,6 @@ def fused_linear_gac_loss(
     softcap: float | None = None,
     backend: str = "auto",
     chunk_bytes: int | None = None,
-    gradient_filter: GradientFilter | None = None,
 ) -> LossOutput:
     """Compute `fused_gac_loss` of hidden @ weight.T + bias without materializing all logits.
 
@@ -256,8 +253,6 @@ def fused_linear_gac_loss(
         chunk_bytes: most memory for one chunk of logits and gradients, of which a CPU uses half if
             that is as fast; None: 128 MiB on a CPU; on a GPU 1000 MiB, or 1/64 of its memory if
             that is more.
-        gradient_filter: skip the columns of the vocabulary in which the gradient is negligible; see
-            `GradientFilter` and `LossOutput.filter`. Exact under torch.compile and CUDA graphs.
 
     Returns:
         The loss, differentiable once with respect to `hidden`, `weight` and `bias`, with its parts
@@ -291,7 +286,6 @@ def fused_linear_gac_loss(
         softcap=softcap,
         backend=backend,
         chunk_bytes=chunk_bytes,
-        gradient_filter=gradient_filter,
         inputs=inputs,
     )
     if torch.compiler.is_compiling():
@@ -314,7 +308,6 @@ def linear_token_logprobs(
     outputs: Sequence[str] = (),
     backend: str = "auto",
     chunk_bytes: int | None = None,
-    gradient_filter: GradientFilter | None = None,
 ) -> tuple[Tensor, ...]:
     """Compute `token_logprobs` of hidden @ weight.T + bias without materializing all logits.
 
@@ -331,8 +324,7 @@ def linear_token_logprobs(
             results are per token. A token whose first target is -100 has no loss; a later -100
             means fewer than K targets. Under torch.compile, K targets break the graph once.
         bias: [V], or None.
-        chunk_bytes, gradient_filter: as in `fused_linear_gac_loss`, without a report. K targets
-            exclude a filter.
+        chunk_bytes: as in `fused_linear_gac_loss`.
     """
     checks.head_rows(hidden, targets)
     checks.outputs(outputs)
@@ -347,7 +339,6 @@ def linear_token_logprobs(
         softcap=softcap,
         backend=backend,
         chunk_bytes=chunk_bytes,
-        gradient_filter=gradient_filter,
     )
     if checks.has_candidates(hidden, targets):
         return _candidate_logprobs(operands, targets, outputs)
@@ -375,7 +366,6 @@ def fused_linear_token_loss(
     softcap: float | None = None,
     outputs: Sequence[str] = (),
     chunk_bytes: int | None = None,
-    gradient_filter: GradientFilter | None = None,
     backend: str = "auto",
 ) -> TokenLossOutput:
     """Compute your own loss of each token, and its gradients, without materializing all logits.
@@ -400,7 +390,7 @@ def fused_linear_token_loss(
         targets: int64 [B, T] or [N], -100 for no loss. Or K targets per token, [B, T, K] or [N, K],
             at the same cost: `token_loss` sees `logps` [M, K], e.g. of a teacher's K likeliest
             tokens. A token whose first target is -100 has no loss; a later -100 means fewer than K
-            targets: its log-prob is 0 without gradient. K targets exclude a filter.
+            targets: its log-prob is 0 without gradient.
         inputs: tensors of any dtype, each like targets, cut to the same tokens; with K targets,
             [.., K] or one number per token.
 
@@ -425,17 +415,13 @@ def fused_linear_token_loss(
         softcap=softcap,
         backend=backend,
         chunk_bytes=chunk_bytes,
-        gradient_filter=gradient_filter,
     )
     op = with_candidates(op)
     flat_inputs = [x.reshape(len(op.rows), *x.shape[first.dim() :]) for x in inputs]
     compute = partial(loss.token_loss, op, token_loss, flat_inputs, outputs, op.needs)
     others: list[Any] = []
     total = Fused.apply(*op.leaves, op, compute, others)
-    *flat, report = others
-    values = [total, *(x.view(*first.shape, *x.shape[1:]) for x in flat)]
-    if report is not None:
-        values, outputs = [*values, FilterReport(*report)], (*outputs, "filter")
+    values = [total, *(x.view(*first.shape, *x.shape[1:]) for x in others)]
     return TokenLossOutput.named(values, outputs)
 
 

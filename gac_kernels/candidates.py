@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .contract import IGNORE
 from .reference import scale_logits
-from .tokens import Operands, RowMarks, Scaling, Upstream
+from .tokens import Operands, Scaling, Upstream
 
 # entries of the comparison of a row's candidates with each other, [M, K, K], computed at once
 COMPARED = 1 << 22
@@ -137,10 +137,7 @@ class CandidateRows:
         scaling: Scaling,
         upstream: Upstream,
         out: Tensor,  # [1, M, V], may be the logits
-        *,
-        marks: RowMarks | None = None,
     ) -> None:
-        assert marks is None, "a gradient filter takes one target per row"
         rows = candidates(logits[0], targets, upstream.lse, scaling)
         # the gradient of the rest; the candidates are no targets, because they are written below
         rest = torch.where(targets[:, 0] == IGNORE, IGNORE, -1)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import backends
-from .contract import COMPUTE_DTYPES, IGNORE, MORE_OUTPUTS, DemoWeight, GradientFilter, LossSpec
+from .contract import COMPUTE_DTYPES, IGNORE, MORE_OUTPUTS, DemoWeight, LossSpec
 from .divergence import DIVERGENCES
 from .tokens import DTYPES, BatchInputs, Operands, temperature_per_token
 
@@ -274,12 +274,6 @@ def outputs(names: Sequence[str]) -> None:
             )
 
 
-def optional(name: str, value: object, kind: type) -> None:
-    """Check that `value` is None or of a class of this package."""
-    if value is not None and not isinstance(value, kind):
-        raise TypeError(f"{name}={value!r}: use a gac_kernels.{kind.__name__}, or None")
-
-
 def _readable(x: Tensor | None) -> bool:
     """Whether values may be checked: on a CPU, or, if GAC_CHECK=1, anywhere."""
     return x is not None and (x.is_cpu or os.environ.get("GAC_CHECK") == "1")
@@ -433,7 +427,6 @@ def operands(
     softcap: float | None,
     backend: str,
     chunk_bytes: int | None = None,
-    gradient_filter: GradientFilter | None = None,
     inputs: BatchInputs | None = None,
     vocabulary: int | None = None,
 ) -> Operands:
@@ -459,11 +452,6 @@ def operands(
         flat_targets = ids.masked_fill(ids[:, :1] == IGNORE, IGNORE)
     if weight is not None:
         head(weight, bias, rows, autocasts(rows))
-        optional("gradient_filter", gradient_filter, GradientFilter)
-        if several and gradient_filter is not None:
-            raise ValueError(
-                "gradient_filter is given with K targets per token: omit one of the two"
-            )
         if chunk_bytes is not None and not (isinstance(chunk_bytes, int) and chunk_bytes > 0):
             raise ValueError(f"chunk_bytes={chunk_bytes!r}: use a whole number > 0, or None")
         rows = rows.reshape(-1, rows.shape[-1])
@@ -494,5 +482,4 @@ def operands(
         dtype=dtype,
         accum_dtype=accum_dtype,
         chunk_bytes=chunk_bytes,
-        filter=gradient_filter,
     )

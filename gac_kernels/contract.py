@@ -411,43 +411,6 @@ def _trimmed_variance(values: list[float], trim: float) -> float:
     return sum((x - mean) * (x - mean) for x in kept) / len(kept)  # x ** 2 would raise on overflow
 
 
-@dataclass(frozen=True)
-class GradientFilter:
-    """Settings of the filter of the linear functions. The loss does not depend on them."""
-
-    eps: float = 2**-12
-    """A column is kept if one of its entries is larger than eps times the derivative of that
-    row's loss in its log-prob, plus that in its entropy; without an entropy bonus, if one of its
-    probabilities is larger than eps. 0: exact."""
-    weight: bool = False
-    """Also filter the gradient of the weight: what is dropped is estimated, without bias, from
-    3/8 of the rows, drawn with PyTorch's default generator. False: it is exact."""
-    max_columns: float = 0.5
-    """A chunk that keeps a larger share of its columns is computed exactly, in (0, 1]."""
-    max_dropped: float = 2**-6
-    """A chunk that drops a larger share of its absolute gradient, estimated from at most 256 rows,
-    is computed exactly, in [0, 1]."""
-
-    def __post_init__(self) -> None:
-        for name, low in (("eps", 0), ("max_columns", math.ulp(0)), ("max_dropped", 0)):
-            value = getattr(self, name)
-            real = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not real or not low <= value <= 1:
-                interval = "(0, 1]" if low else "[0, 1]"
-                raise ValueError(f"GradientFilter {name}={value!r}: use a number in {interval}")
-        if not isinstance(self.weight, bool):
-            raise TypeError(f"GradientFilter weight={self.weight!r}: use True or False")
-
-
-class FilterReport(NamedTuple):
-    """What the filter did in one call; 0-d float32 tensors on the device of the rows."""
-
-    kept_columns: torch.Tensor
-    """Mean over the rows with a gradient of the share of columns kept; 1 for exact chunks."""
-    dropped_mass: torch.Tensor
-    """Largest share of a row's absolute gradient that the tail replaced; 0 for exact chunks."""
-
-
 class LossOutput(NamedTuple):
     """Output of the fused losses. All but `loss` are detached; losses are float32 0-d tensors."""
 
@@ -469,8 +432,6 @@ class LossOutput(NamedTuple):
     """float32, like targets: entropy of each distribution in nats, 0 where there is no loss."""
     moments: TokenMoments | None
     """Sufficient statistics for the controller; None if `moments=False`."""
-    filter: FilterReport | None = None
-    """What the gradient filter did; None without one."""
 
     def shaped(self, shape: torch.Size, **changes: Any) -> LossOutput:
         """Reshape [N] log-probs and entropies to `shape`, that of the targets."""
@@ -479,10 +440,7 @@ class LossOutput(NamedTuple):
 
 
 class TokenLossOutput(NamedTuple):
-    """Output of `fused_linear_token_loss`, followed by the requested further outputs by name.
-
-    With a gradient filter, the last field is `filter`, what it did; otherwise `filter` is None.
-    """
+    """Output of `fused_linear_token_loss`, followed by the requested further outputs by name."""
 
     loss: torch.Tensor
     """0-d: the sum of the losses; differentiable once."""
@@ -492,11 +450,6 @@ class TokenLossOutput(NamedTuple):
     """Like targets, detached: log-probability of each target, 0 where there is no loss."""
     entropy: torch.Tensor
     """Like targets, detached: entropy of each distribution in nats, 0 where there is no loss."""
-
-    @property
-    def filter(self) -> FilterReport | None:
-        """What the gradient filter did; None without one."""
-        return None
 
     @classmethod
     def named(cls, values: Sequence[Any], outputs: Sequence[str]) -> TokenLossOutput:
@@ -521,7 +474,4 @@ class DivergenceOutput(NamedTuple):
 @functools.cache
 def _output_type(outputs: tuple[str, ...]) -> type:
     """A named tuple, because FSDP's hooks find no tensors inside other classes."""
-    kind = cast("Any", namedtuple("TokenLossOutput", (*TokenLossOutput._fields, *outputs)))
-    if "filter" not in outputs:
-        kind.filter = None
-    return kind
+    return cast("Any", namedtuple("TokenLossOutput", (*TokenLossOutput._fields, *outputs)))

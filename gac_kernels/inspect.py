@@ -25,7 +25,7 @@ import torch
 from . import build_cuda
 from .backends import cuda, triton
 from .contract import DemoWeight, LossSpec
-from .tokens import BatchInputs, RowMarks, Scaling, TokenTerms, Upstream, plan
+from .tokens import BatchInputs, Scaling, TokenTerms, Upstream, plan
 
 ARCHITECTURES = ("80", "90", "100")
 VOCAB = 152064  # of a launch of the CUDA kernels, which determines their shared memory
@@ -123,7 +123,6 @@ def triton_configurations() -> Iterator[Configuration]:
             (f"{name}, default", triton.row_loss, x, plain, default, x),
         ]
     wide, to_half = x.float(), "V=151936 float32 to bfloat16"  # x: the first of _ROWS
-    marks = RowMarks(0.1, wide[0, 0] > 0, torch.empty(2, 8, device="meta"))
     shaped = LossSpec(demo_weight=DemoWeight.SHAPED, rollout_reduction="constant", max_tokens=9)
     packed = {"targets": plain.targets, "cu_seqlens": plain.offsets.int(), "mu": column[0]}
     calls += [
@@ -145,22 +144,6 @@ def triton_configurations() -> Iterator[Configuration]:
             x,
         ),
         (f"{to_half}, default", triton.row_loss, wide, plain, default, x),
-        (
-            f"{to_half}, filter",
-            partial(triton.row_loss, marks=marks),
-            wide,
-            plain,
-            default,
-            x,
-        ),
-        (
-            f"{to_half}, filter",
-            partial(triton.row_grads, marks=marks),
-            wide,
-            *stats,
-            upstream,
-            x,
-        ),
         ("padded", triton.plan, inputs, shaped),
         ("packed, mu a tensor", triton.plan, inputs._replace(**packed), shaped),
         ("no reference", triton.reduce, plain, TokenTerms(*[column] * 5), True),

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from .projection import Head, compact, spans
-from .tokens import Counts, RowMarks, RowOrder
+from .tokens import Counts, RowOrder
 
 
 class Block(NamedTuple):
@@ -23,7 +23,6 @@ class Block(NamedTuple):
     tokens: slice  # of the order of the pass
     logits: Tensor  # [1, M, V]; the next block overwrites them
     out: Tensor | None = None  # [1, M, V]: where their gradient is written
-    marks: RowMarks | None = None  # where the filter's notes of their gradient are written
     before: Tensor | None = None  # the gradient of the rows before it in its chunk
 
 
@@ -57,10 +56,7 @@ def blocks(head: Head, order: RowOrder, *, nonzero: Tensor | None = None) -> Ite
         for span in spans(0, len(index), projection.block):
             logits = projection.logits(rows[span], grad[span])
             tokens = slice(chunk.start + span.start, chunk.start + span.stop)
-            marks = head.marks(index, span)
-            yield Block(tokens, logits[None], grad[span][None], marks, grad[: span.start])
-            if marks is not None:
-                head.store(index, span, marks)
+            yield Block(tokens, logits[None], grad[span][None], grad[: span.start])
         # the gradient of the chunk's logits is complete, and its backward GEMMs follow
         if nonzero is not None and order.masked is None:
             index, rows, grad = compact(nonzero[chunk], index, rows, grad)

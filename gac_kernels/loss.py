@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import increment_version
 
-from .contract import IGNORE, FilterReport, LossSpec
-from .filter import make_head
+from .contract import IGNORE, LossSpec
 from .linear import blocks, read_counts
 from .projection import Gradients, Head, Result
 from .reference import select_outputs, token_gradients, token_terms
@@ -71,8 +70,6 @@ def fused_loss(
     passes = _two_passes if kind is Coupling.CURRENT else _one_pass
     done = passes(op, inputs, spec, needs, kind, buffer)
     out = op.backend.reduce(done.tokens, done.terms, moments).shaped(inputs.targets.shape)
-    if done.report is not None:
-        out = out._replace(filter=FilterReport(*done.report))
     return Result((out.loss, out), done.gradients, done.inv_scale)
 
 
@@ -120,7 +117,6 @@ class Pass(NamedTuple):
     terms: TokenTerms
     gradients: Gradients = (None, None, None)
     inv_scale: Tensor | None = None
-    report: Tensor | None = None  # of the gradient filter
 
 
 def _one_pass(
@@ -147,7 +143,7 @@ def _one_pass(
     else:
         order = sort_tokens(tokens.live, ~has_zero_gradient(tokens, spec) if any(needs) else None)
         ordered, results = tokens.at(order.tokens), op.results(len(TokenTerms._fields))
-        head = make_head(op, needs)
+        head = Head(op, needs)
         for block in blocks(head, order):
             terms = op.backend.row_loss(
                 block.logits,
@@ -155,11 +151,9 @@ def _one_pass(
                 spec,
                 block.out,
                 softcap=op.softcap,
-                marks=block.marks,
             )
             torch.stack(terms, out=results[:, block.tokens])
-        report, gradients = head.report(), head.gradients()
-        done = Pass(plan, TokenTerms(*order.restore(results)), gradients, inv_scale, report)
+        done = Pass(plan, TokenTerms(*order.restore(results)), head.gradients(), inv_scale)
     if kind is Coupling.KNOWN:
         terms = token_terms(done.terms.logps, done.terms.entropy, plan, whole)
         done = done._replace(terms=terms)
@@ -182,7 +176,7 @@ def _two_passes(
     if op.weight is None:
         stats = torch.stack(op.backend.row_stats(op.rows, tokens.targets, op.scaling))
     else:
-        head, known = make_head(op, needs), tokens
+        head, known = Head(op, needs), tokens
         if spec.importance_sampling_level == "sequence":  # depends on the tokens of the sequence
             known = tokens.averaged(absolute=True)
         order = sort_tokens(tokens.live, ~has_zero_gradient(known, spec))
@@ -203,8 +197,7 @@ def _two_passes(
         used = (derivatives != 0).any(0)
         order = sort_tokens(used, used)
     _gradient_pass(op, head, order, upstream)
-    report = head.report()
-    return Pass(tokens, terms, head.gradients(), inv_scale, report)
+    return Pass(tokens, terms, head.gradients(), inv_scale)
 
 
 def row_stats(op: Operands, *, more_outputs: bool = False) -> Sequence[Tensor]:
@@ -250,7 +243,7 @@ def row_grads(op: Operands, upstream: Upstream, needs: NeedsGrad) -> Gradients:
     d_logps = of_targets(upstream.d_logps, op.targets)
     nonzero = d_logps != 0 if op.targets.dim() == 1 else (d_logps != 0).any(1)
     used = op.live & (nonzero | (upstream.d_entropy != 0))
-    head = make_head(op, needs)
+    head = Head(op, needs)
     _gradient_pass(op, head, sort_tokens(used, used), upstream._replace(d_logps=d_logps))
     return head.gradients()
 
@@ -268,7 +261,6 @@ def _gradient_pass(op: Operands, head: Head, order: RowOrder, upstream: Upstream
             scaling.at(block.tokens),
             Upstream(lse, entropy, d_logps, d_entropy),
             block.out,
-            marks=block.marks,
         )
 
 
@@ -283,8 +275,7 @@ def token_loss(
 
     With K targets per token, the log-probs are [M, K] and [N, K].
 
-    Outputs: the sum of the losses, the losses, logps, entropy and the requested outputs, [N] each,
-    and the fields of `FilterReport`, float32 [2].
+    Outputs: the sum of the losses, the losses, logps, entropy and the requested outputs, [N] each.
 
     The derivatives of a block's losses come from autograd on its [M] log-probs and entropies.
     """
@@ -292,7 +283,7 @@ def token_loss(
     more_outputs = len(outputs) > 0
     half = op.dtype == torch.float16  # the scale of its gradients follows the largest derivative
     inv_scale = op.rows.new_full((), 2.0**-100, dtype=torch.float32) if half else None
-    order, head = sort_tokens(live, live if any(needs) else None), make_head(op, needs)
+    order, head = sort_tokens(live, live if any(needs) else None), Head(op, needs)
     targets, scaling = op.targets[order.tokens], op.scaling.at(order.tokens)
     inputs = [x[order.tokens] for x in inputs]
     results = op.results(6 if more_outputs else 3)  # logps, losses, entropy and MORE_OUTPUTS
@@ -327,12 +318,11 @@ def token_loss(
                 block_scaling,
                 Upstream(lse, entropy, *split_columns(upstream, targets)),
                 block.out,
-                marks=block.marks,
             )
     restored = torch.where(live, order.restore(results), 0)
     logps, losses, entropy, *extra = split_columns(restored, targets)
     total = losses.sum(dtype=torch.float64).to(losses.dtype)
-    values = total, losses, logps, entropy, *select_outputs(extra, outputs), head.report()
+    values = total, losses, logps, entropy, *select_outputs(extra, outputs)
     return Result(values, head.gradients(), inv_scale)
 
 

@@ -109,7 +109,7 @@ def _loss(*arguments: Any) -> tuple[Tensor, ...]:
     with eager, torch.no_grad(), torch.autocast(op.rows.device.type, enabled=False):
         inputs, wanted = inputs._replace(**constants), NeedsGrad(*needs)
         values, grads, inv_scale = loss.fused_loss(op, inputs, spec, wanted)
-    *scalars, logps, entropy, moments, _ = values[1]
+    *scalars, logps, entropy, moments = values[1]
     return (
         torch.stack(scalars),
         *(

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .contract import COMPUTE_DTYPES
-from .tokens import NeedsGrad, Operands, RowMarks
+from .tokens import NeedsGrad, Operands
 
 # Memory budget in bytes; more on a GPU with more than 64 GB. With V = 152064, a GPU's budget is
 # enough for 512 rows of logits and 2304 rows of gradients.
@@ -234,23 +234,15 @@ class Head:
     def add(self, index: Tensor, rows: Tensor, grad: Tensor, *, single_chunk: bool) -> None:
         """Add a chunk: token indices [M], input rows [M, H] and the logits' gradient [M, V]."""
         if self.needs.weight:
-            self.add_weight(rows, grad, single_chunk=single_chunk)
+            first = self._d_weight is None
+            if self._d_weight is None:
+                self._d_weight = self._allocate(single_chunk)
+            multiply(grad.T, rows, self._d_weight, accumulate=not first)
         if self.needs.bias:
             self._d_bias += grad.sum(0, dtype=self.projection.accum_dtype)
         if self.needs.rows:
-            self.add_hidden(index, self.projection.hidden_gradient(grad))
-
-    def add_weight(self, rows: Tensor, grad: Tensor, *, single_chunk: bool) -> Tensor:
-        """Add rows [M, H] with the logits' gradient [M, V] to the gradient of the weight."""
-        first = self._d_weight is None
-        if self._d_weight is None:
-            self._d_weight = self._allocate(single_chunk)
-        multiply(grad.T, rows, self._d_weight, accumulate=not first)
-        return self._d_weight
-
-    def add_hidden(self, index: Tensor, d_rows: Tensor) -> None:
-        """Store the gradient [M, H] of the rows of the tokens at `index` [M]."""
-        self._d_hidden.index_copy_(0, index, d_rows.to(self._d_hidden.dtype))
+            d_rows = self.projection.hidden_gradient(grad)
+            self._d_hidden.index_copy_(0, index, d_rows.to(self._d_hidden.dtype))
 
     def rescale(self, factor: Tensor, grad: Tensor | None) -> None:
         """Multiply all gradients so far, with that of a chunk's first logits, by a factor."""
@@ -272,19 +264,6 @@ class Head:
         rounded = single_chunk and head.writes_rounded(head.weight.numel())
         dtype = head.weight_dtype if rounded else head.accum_dtype
         return empty_gradient(head.weight.shape, dtype, head.weight.device)
-
-    # The gradient filter (`filter.FilteredHead`) overrides what follows, and `add`.
-
-    def marks(self, index: Tensor, span: slice) -> RowMarks | None:
-        """Where a row kernel notes the gradient of the tokens `index[span]`; None: nowhere."""
-        return None
-
-    def store(self, index: Tensor, span: slice, marks: RowMarks) -> None:
-        """Keep what a row kernel has noted of the tokens `index[span]`."""
-
-    def report(self) -> Tensor | None:
-        """The fields of `contract.FilterReport`, float32 [2], if there is a filter."""
-        return None
 
 
 def compact(

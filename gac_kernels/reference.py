@@ -26,7 +26,6 @@ from .contract import (
 )
 from .tokens import (
     BatchInputs,
-    RowMarks,
     Scaling,
     Tokens,
     TokenTerms,
@@ -418,7 +417,6 @@ def row_grads(
     out: Tensor,
     *,
     whole_row: bool = True,
-    marks: RowMarks | None = None,
 ) -> None:
     live = (targets != IGNORE).nonzero().squeeze(1)
     rows = logits.flatten(0, -2).index_select(0, live).to(compute_dtype(logits.dtype))
@@ -441,8 +439,6 @@ def row_grads(
     width = out.shape[1]
     if width:
         out[live // width, live % width] = (grad / tau).to(out.dtype)
-    if marks is not None:
-        mark_rows(out, targets, (d_logps.abs() + d_entropy.abs()) / temperature, marks)
 
 
 def row_loss(
@@ -452,11 +448,8 @@ def row_loss(
     out: Tensor | None,
     *,
     softcap: float | None = None,
-    marks: RowMarks | None = None,
 ) -> TokenTerms:
-    return loss_in_two_calls(
-        row_stats, row_grads, logits, tokens, spec, out, softcap=softcap, marks=marks
-    )
+    return loss_in_two_calls(row_stats, row_grads, logits, tokens, spec, out, softcap=softcap)
 
 
 def loss_in_two_calls(
@@ -468,7 +461,6 @@ def loss_in_two_calls(
     out: Tensor | None,
     *,
     softcap: float | None,
-    marks: RowMarks | None,
 ) -> TokenTerms:
     """`row_loss` by the other two row functions of a backend."""
     temperature = spec.temperature if tokens.temperature is None else tokens.temperature
@@ -479,19 +471,8 @@ def loss_in_two_calls(
         if out.dtype == torch.float16:
             derivatives = bound_for_float16(derivatives, temperature)
         upstream = Upstream(lse, entropy, *derivatives)
-        row_grads(logits, tokens.targets, scaling, upstream, out, marks=marks)
+        row_grads(logits, tokens.targets, scaling, upstream, out)
     return terms
-
-
-def mark_rows(grad: Tensor, targets: Tensor, coefficient: Tensor, marks: RowMarks) -> None:
-    """Fill `marks` from a gradient [..., V], for the gradient filter.
-
-    targets, coefficient: [M]; the coefficient is (|a| + |b|) / T, 0 for rows without a gradient.
-    """
-    rows = grad.flatten(0, -2).to(marks.sums.dtype)
-    marks.hit.logical_or_((rows.abs() > marks.eps * coefficient[:, None]).any(0))
-    marks.hit[targets[(targets >= 0) & (targets < len(marks.hit)) & (coefficient != 0)]] = True
-    marks.sums.copy_(torch.stack([rows.sum(1), rows.abs().sum(1)]))
 
 
 def scale_(tensor: Tensor, factor: Tensor) -> None:

@@ -17,7 +17,6 @@ from .contract import (
     FLOAT16_BOUND,
     IGNORE,
     DemoWeight,
-    GradientFilter,
     LossOutput,
     LossSpec,
     TokenMoments,
@@ -52,17 +51,6 @@ class Upstream(NamedTuple):
     d_entropy: Tensor  # upstream gradient of the entropy
 
 
-class RowMarks(NamedTuple):
-    """Buffers in which a row kernel notes the gradient that it writes, for the gradient filter.
-
-    a and b are the upstream gradients of the row's log-prob and entropy, T is its temperature.
-    """
-
-    eps: float
-    hit: Tensor  # bool [V], set at the target, and where an entry is above eps (|a| + |b|) / T
-    sums: Tensor  # [2, M], zeros: the sum and the absolute sum of each row, as stored
-
-
 class NeedsGrad(NamedTuple):
     """Which of rows, weight and bias need a gradient."""
 
@@ -91,7 +79,6 @@ class Operands:
     accum_dtype: torch.dtype  # of the arithmetic: float32 or better
     chunk_bytes: int | None = None  # memory for logits and gradients; None: by device
     vocab_size: int | None = None  # determines the chunk sizes; None: rows of the weight
-    filter: GradientFilter | None = None
 
     # the fields that autograd saves
     TENSORS: ClassVar = ("rows", "weight", "bias", "targets", "temperatures")

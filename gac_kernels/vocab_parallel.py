@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import checks
-from .contract import IGNORE, GradientFilter, LossOutput, LossSpec
+from .contract import IGNORE, LossOutput, LossSpec
 from .loss import Fused, fused_loss
 from .reference import loss_in_two_calls
-from .tokens import RowMarks, Scaling, Tokens, TokenTerms, Upstream
+from .tokens import Scaling, Tokens, TokenTerms, Upstream
 
 
 def vocab_parallel_gac_loss(
@@ -49,7 +49,6 @@ def vocab_parallel_gac_loss(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     chunk_bytes: int | None = None,
-    gradient_filter: GradientFilter | None = None,
 ) -> LossOutput:
     """Compute `fused_linear_gac_loss` of one batch that is replicated on every rank of `group`.
 
@@ -64,7 +63,6 @@ def vocab_parallel_gac_loss(
         group: the ranks that share the vocabulary; None: all ranks.
         bias: this rank's entries [V_r], or None.
         chunk_bytes: memory for one chunk's logits on the rank with the most rows.
-        gradient_filter: each rank filters its own columns; the report is of all ranks.
 
     Other arguments, errors and results are as in `fused_linear_gac_loss`.
     """
@@ -98,7 +96,6 @@ def vocab_parallel_gac_loss(
         softcap=softcap,
         backend="auto",
         chunk_bytes=chunk_bytes,
-        gradient_filter=gradient_filter,
         inputs=inputs,
         vocabulary=sum(sizes),
     )
@@ -165,11 +162,9 @@ class ShardedRows:
         scaling: Scaling,
         upstream: Upstream,
         out: Tensor,
-        *,
-        marks: RowMarks | None = None,
     ) -> None:
         local = self._local(targets, logits)
-        self.inner.row_grads(logits, local, scaling, upstream, out, whole_row=False, marks=marks)
+        self.inner.row_grads(logits, local, scaling, upstream, out, whole_row=False)
 
     def row_loss(
         self,
@@ -179,7 +174,6 @@ class ShardedRows:
         out: Tensor | None,
         *,
         softcap: float | None = None,
-        marks: RowMarks | None = None,
     ) -> TokenTerms:
         return loss_in_two_calls(
             self.row_stats,
@@ -189,7 +183,6 @@ class ShardedRows:
             spec,
             out,
             softcap=softcap,
-            marks=marks,
         )
 
     def all_reduce(self, x: Tensor) -> Tensor:

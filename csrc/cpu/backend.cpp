@@ -75,7 +75,6 @@ class Worker {
   }
 
   bool out_of_memory() const { return (out_ && !scratch_) || (softcap_ != 0 && !capped_); }
-  const RowKernels& kernels() const { return kernels_; }
 
   // `disposable`: the gradient does not need the logits. In place, the row is then overwritten by
   // its powers.
@@ -216,19 +215,6 @@ const char* for_each_row(const RowArguments& a, const F& f, const Skip& skip) {
   return failed ? "not enough memory for the buffer of a row" : nullptr;
 }
 
-// Marks the gradient of row i for the gradient filter, if requested, while it is in the cache.
-// `upstream`: |d_logp| + |d_entropy|.
-void mark_row(const RowArguments& a, const Rows& out, const RowKernels& kernels, int64_t i,
-              double upstream) {
-  if (!a.hit || upstream == 0) return;
-  const float* const row = reinterpret_cast<const float*>(out[i]);
-  const double temperature = a.temperatures ? a.temperatures[i] : a.temperature;
-  const int64_t target = a.targets[i];
-  if (target >= 0 && target < a.vocab) __atomic_store_n(a.hit + target, true, __ATOMIC_RELAXED);
-  kernels.marks(row, a.vocab, static_cast<float>(a.eps * upstream / temperature), a.hit, a.sums + i,
-                a.sums + a.rows + i);
-}
-
 }  // namespace
 }  // namespace gac
 
@@ -257,7 +243,6 @@ const char* gac_row_stats(const gac::RowArguments* arguments) {
 const char* gac_row_grads(const gac::RowArguments* arguments) {
   using namespace gac;
   const RowArguments& a = *arguments;
-  const Rows out(a.out, a);
   return for_each_row(
       a,
       [&](const Worker& worker, int64_t i, int64_t target) {
@@ -269,7 +254,6 @@ const char* gac_row_grads(const gac::RowArguments* arguments) {
           worker.renormalize(s, a.lse[i], a.entropy[i]);
         }
         worker.write(i, target, s, d_logp, d_entropy);
-        mark_row(a, out, worker.kernels(), i, std::fabs(d_logp) + std::fabs(d_entropy));
       },
       [](int64_t) {});
 }
@@ -278,7 +262,6 @@ const char* gac_row_loss(const gac::RowArguments* arguments) {
   using namespace gac;
   const RowArguments& a = *arguments;
   const Spec spec = Spec::of(a.options);
-  const Rows out(a.out, a);
   return for_each_row(
       a,
       [&](const Worker& worker, int64_t i, int64_t target) {
@@ -301,7 +284,6 @@ const char* gac_row_loss(const gac::RowArguments* arguments) {
         const double d_logp = worker.bounded(a.scale[i] * token.d_logp);
         const double d_entropy = a.scale[i] * token.d_entropy;
         worker.write(i, target, s, d_logp, d_entropy);
-        mark_row(a, out, worker.kernels(), i, std::fabs(d_logp) + std::fabs(d_entropy));
       },
       [&](int64_t i) {
         a.logps[i] = a.entropy[i] = a.loss[i] = a.kl[i] = a.clipped[i] = 0;

@@ -25,7 +25,7 @@ struct RowArguments {
   Matrix logits, out;
   int64_t rows, vocab, per_batch;  // N = B T, V and T
   int64_t threads;
-  double temperature, softcap, eps;  // softcap 0: none
+  double temperature, softcap;  // softcap 0: none
   const float* temperatures;  // [N], or null: `temperature`
   const int64_t* targets;
   float *logps, *entropy, *lse;  // results; of `gac_row_grads`, null or those of the whole row
@@ -34,9 +34,6 @@ struct RowArguments {
   const bool* demo;
   const float *advantages, *old, *ref, *scale, *factor, *rollout_logps;
   float *loss, *kl, *clipped;  // results
-  bool* hit;   // [V], or null: set where an entry of the gradient is above eps times its row's
-               // upstream gradients over the temperature, and at the target
-  float* sums;  // [2, N]: the sum and the absolute sum of each row of the gradient
   double options[kTokenOptions];  // a TokenSpec
 };
 

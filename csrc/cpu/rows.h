@@ -46,10 +46,6 @@ struct RowKernels {
   void (*gradient)(Dtype, const void* row, Dtype, void* out, int64_t width, float exp2_scale,
                    const RowSums&, RowGradient, const float* scratch, const float* powers,
                    bool stream);
-  // Sets hit[v] where |row[v]| > threshold (several threads may do so at once); the sum and the
-  // absolute sum of the row.
-  void (*marks)(const float* row, int64_t width, float threshold, bool* hit, float* sum,
-                float* mass);
 };
 
 namespace baseline {

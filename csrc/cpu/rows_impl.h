@@ -282,39 +282,10 @@ void dispatch_gradient(Dtype in_dtype, const void* row, Dtype out_dtype, void* o
   });
 }
 
-// Few entries are above the threshold, so only the runs that have one are read again.
-void marks(const float* row, int64_t width, float threshold, bool* hit, float* sum, float* mass) {
-  constexpr int64_t kGroup = 4 * kLanes;
-  Doubles totals = {}, masses = {};
-  for (int64_t begin = 0; begin < width; begin += kRun) {
-    const int64_t end = smaller(width, begin + kRun);
-    Floats total = {}, absolute = {};
-    for (int64_t i = begin; i < end; i += kGroup) {
-      Floats top = {};
-      for (int64_t j = i; j < smaller(end, i + kGroup); j += kLanes) {
-        float rest[kLanes] = {};
-        if (j + kLanes > end) std::memcpy(rest, row + j, (end - j) * sizeof(float));
-        const Floats x = load(j + kLanes > end ? rest : row + j);
-        const Floats size = max(x, -x);
-        total += x;
-        absolute += size;
-        top = max(top, size);
-      }
-      if (max_lane(top) > threshold)
-        for (int64_t j = i; j < smaller(end, i + kGroup); ++j)
-          if (std::fabs(row[j]) > threshold) __atomic_store_n(hit + j, true, __ATOMIC_RELAXED);
-    }
-    totals += __builtin_convertvector(total, Doubles);
-    masses += __builtin_convertvector(absolute, Doubles);
-  }
-  *sum = static_cast<float>(add_lanes(totals));
-  *mass = static_cast<float>(add_lanes(masses));
-}
-
 }  // namespace
 
 extern const RowKernels kernels{GAC_ISA_NAME, get,          set,
                                 scratch_size, dispatch_sums, reaches,
-                                dispatch_cap, dispatch_gradient, marks};
+                                dispatch_cap, dispatch_gradient};
 
 }  // namespace gac::GAC_ISA

@@ -20,7 +20,7 @@ from gac.control.controller import ControllerConfig
 from gac.errors import is_count, require
 from gac.methods import Method
 from gac.mixer import MEASURED, Mixer, refuse
-from gac.models.head import attach_head, set_gradient_filter
+from gac.models.head import attach_head
 from gac.rows import collate
 from gac_kernels.heads.trl.grpo import FusedGRPOMixin
 
@@ -88,8 +88,6 @@ class GACMixin(StepMixin, FusedGRPOMixin):
                 demo_dataset, "demo_dataset", self.processing_class, template, env_tools
             )
         attach_head(base_model(self))
-        if self.gradient_filter is not None:
-            set_gradient_filter(base_model(self), self.gradient_filter)
         needs = self.mixer.method.needs(0)
         if self.beta == 0 and needs.kl:
             name, use = self.mixer.method.name, "use beta=1e-30 to measure it at the same loss"

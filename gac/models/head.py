@@ -20,7 +20,6 @@ from transformers.modeling_utils import PreTrainedModel
 
 from gac.errors import ConfigError
 from gac_kernels import (
-    GradientFilter,
     LossOutput,
     TokenLossOutput,
     fused_gac_loss,
@@ -50,7 +49,6 @@ class Head:
     scaling: tuple[float, float | None] = (1.0, None)
     """Scale and softcap: z = softcap * tanh(scale * x / softcap), or scale * x without a softcap,
     where z are the logits and x is the output of the linear layer."""
-    gradient_filter: GradientFilter | None = None
     autocast: torch.dtype | None = None
     """Dtype of autocast in the forward pass; None: autocast was off."""
 
@@ -92,7 +90,6 @@ class Head:
         assert self.hidden is not None
         hidden, (scale, softcap) = self.hidden.view(*targets.shape, -1), self.scaling
         keywords |= {"bias": self.bias, "logit_scale": scale, "softcap": softcap}
-        keywords["gradient_filter"] = self.gradient_filter
         on = self.autocast is not None
         with torch.autocast(hidden.device.type, dtype=self.autocast, enabled=on):
             return function(hidden, self.weight, targets, *arguments, **keywords)
@@ -108,8 +105,7 @@ def run_head(model: nn.Module, **inputs: Any) -> Head:
     linear = Record(((x, layer, 1.0),), dtype).linear()  # gathers weights that are sharded
     assert linear is not None  # without operations
     _, weight, keywords = linear
-    columns = patched.__dict__.get("gradient_filter")
-    return Head(x, weight, keywords["bias"], None, scaling, columns, dtype)
+    return Head(x, weight, keywords["bias"], None, scaling, dtype)
 
 
 def attach_head(model: PreTrainedModel) -> bool:
@@ -163,20 +159,6 @@ def patch_forward(model: PreTrainedModel) -> None:
     if linear:
         _patch_head(module)
     model.__dict__["plain_head"] = linear  # provisional, from the module's type only
-
-
-def set_gradient_filter(model: nn.Module, gradient_filter: GradientFilter | None) -> None:
-    """Let the losses of a patched model filter their gradient.
-
-    Raises ConfigError if the model does not have a plain linear head.
-    """
-    patched = patched_model(model)
-    if gradient_filter is not None and not patched.plain_head:
-        raise ConfigError(
-            f"gradient_filter={gradient_filter!r}: {type(patched).__name__} does not have a plain "
-            "linear head; remove the key"
-        )
-    patched.__dict__["gradient_filter"] = gradient_filter
 
 
 def _patch_head(module: nn.Linear) -> None:

@@ -42,9 +42,6 @@ METRICS: dict[str, Column] = {
     "sft_variance, rl_variance, disagreement": Column("", "the paper's equations 8, 7, 9", END),
     "grad_norm, lr": Column("", "norm of the gradient before clipping; learning rate", STEP),
     "tokens": Column("tokens", "all tokens of the rows, prompts included", STEP),
-    "kept_columns, dropped_mass": Column(
-        "share", "of `loss.gradient_filter`: vocabulary kept; gradient mass left to its tail", STEP
-    ),
     "completions/clipped_ratio": Column("share", "completions cut off at the limit", STATS),
     "completions/mean_length": Column("tokens", "sampled_tokens / sampled_completions", STATS),
     "frac_reward_zero_std, frac_solved, frac_unsolved": Column(

@@ -24,7 +24,7 @@ from gac.parallel.seeds import seed
 from gac.parallel.sharding import reshard
 from gac.rows import Batch, Row, engine_logps, loss_divisors, scatter_logps
 from gac.types import Evidence, KLEstimate, Mix, TermPair
-from gac_kernels import DemoWeight, FilterReport, LossOutput, LossSpec, TokenMoments
+from gac_kernels import DemoWeight, LossOutput, LossSpec, TokenMoments
 
 from .probes import GradientParts
 from .step import Measured, Step
@@ -160,7 +160,7 @@ class Totals:
         self.terms: list[Tensor] = []  # [demo loss, rollout loss]
         self.parts: list[TokenMoments] = []
         self.rows: list[Sequence[Row]] = []  # of each part
-        self.sums: collectives.Sums = {}  # of the gradient filter and the engine's log-probs
+        self.sums: collectives.Sums = {}  # of the engine's log-probs
 
     def add(self, batch: Batch, rows: Sequence[Row], out: LossOutput) -> None:
         """Add a micro-batch."""
@@ -172,9 +172,6 @@ class Totals:
             p = out.logps.detach()[batch.targets.reshape(out.logps.shape) >= 0].double().exp()
             w = p if self.spec.demo_weight is DemoWeight.P else p * (1 - p)
             self.weights.append(torch.stack([w.sum(), w.new_tensor(w.numel())]))
-        if out.filter is not None and out.loss.requires_grad:
-            values = zip(FilterReport._fields, map(float, out.filter), strict=True)
-            collectives.add_sums(self.sums, {name: (value, 1) for name, value in values})
         if any(row.engine_logps for row in rows):
             old = [self.old_logps[row.sequence] for row in rows] if self.old_logps else None
             logps = out.logps if old is None else scatter_logps(old, rows, batch)

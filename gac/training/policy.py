@@ -18,7 +18,7 @@ from gac import collectives
 from gac.collectives import run_on_all_ranks
 from gac.data.micro_batches import MicroBatches
 from gac.models.causal_lm import make_model
-from gac.models.head import check_head, run_head, set_gradient_filter
+from gac.models.head import check_head, run_head
 from gac.models.precision import compute_dtype
 from gac.models.row_attention import attends_by_row, disable_row_attention, enable_row_attention
 from gac.parallel import sharding
@@ -82,7 +82,6 @@ def make_gradients(
     needs: StepNeeds,
 ) -> Gradients:
     """Build `Gradients`; `needs` is the union of the needs of all steps."""
-    set_gradient_filter(model, config.loss.gradient_filter)
     forward = Forward(
         accelerator,
         model=model,

@@ -154,7 +154,7 @@ def custom_loss(
     out = head.token_loss(targets, weighted_loss, *like_targets, temperature=spec.temperature)
     with torch.no_grad():
         terms = terms_of(out.logps.flatten(), out.entropy.flatten(), tokens, teacher)
-    return reduce(tokens, terms, True).shaped(targets.shape, loss=out.loss, filter=out.filter)
+    return reduce(tokens, terms, True).shaped(targets.shape, loss=out.loss)
 
 
 def with_k3(out: LossOutput, batch: Batch, ref_logps: Tensor) -> LossOutput:

@@ -10,21 +10,20 @@
     Each is float32 [N], 0 for rows without a loss. Reads each row with a loss once. A target
     outside [0, V) reads nothing, and its logp is nan; without finite logits, lse is -inf.
     `more_outputs` adds contract.MORE_OUTPUTS, also in float32.
-`row_grads(logits, targets, scaling, upstream, out, *, whole_row, marks) -> None`
+`row_grads(logits, targets, scaling, upstream, out, *, whole_row) -> None`
     Writes to out [B, T, V] the gradient of the logits, given those of logps and entropy
     (`upstream`, float32 [N] each):
     d_logp (onehot - p) / temperature - d_entropy p (log p + H) / temperature,
-    times the derivative of the softcap; unless `marks` is None, also what `reference.mark_rows`
-    notes of it.
+    times the derivative of the softcap.
     `whole_row=False`: the rows are parts of longer ones, to which `lse` and `entropy` belong.
-`row_loss(logits, tokens, spec, out, *, softcap, marks) -> TokenTerms`
+`row_loss(logits, tokens, spec, out, *, softcap) -> TokenTerms`
     Computes the statistics, the token formulas (`reference.token_terms`) and, unless `out` is
-    None, the gradient of sum(tokens.scale * loss) in one call, with `marks` likewise.
+    None, the gradient of sum(tokens.scale * loss) in one call.
     `tokens.temperature` replaces that of the spec.
 `scale_(tensor, factor) -> None`
     Multiplies in place by factor (0-d, on the tensor's device); a no-op if factor is 1.
 
-`scaling` is a `tokens.Scaling`, `upstream` a `tokens.Upstream`, `marks` a `tokens.RowMarks`.
+`scaling` is a `tokens.Scaling`, `upstream` a `tokens.Upstream`.
 `plan` and `reduce` are not differentiable: they run under no_grad and never synchronize with a
 device. `logits` and `out` are [B, T, V] with N = B T rows of any stride and a contiguous last
 dimension; `out` may have a different float dtype from the logits, or be the logits themselves, but

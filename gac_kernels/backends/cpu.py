@@ -39,7 +39,6 @@ from ..tokens import (
     DTYPES,
     ROW_COLUMNS,
     BatchInputs,
-    RowMarks,
     Scaling,
     Tokens,
     TokenTerms,
@@ -87,8 +86,6 @@ COLUMNS = (  # arrays of a row function; null if absent
     "loss",
     "kl",
     "clipped",
-    "hit",
-    "sums",
 )
 # followed by a TokenSpec, `LossSpec.packed_options`
 ROW_ARGUMENTS = Layout(f"""
@@ -97,7 +94,7 @@ ROW_ARGUMENTS = Layout(f"""
     pointer: out
     int: out_dtype out_batch_stride out_row_stride
     int: rows vocab per_batch threads
-    real: temperature softcap eps
+    real: temperature softcap
     pointer: {" ".join(COLUMNS)}
 """)
 NO_OPTIONS = bytes(8 * len(TOKEN_OPTIONS))
@@ -309,7 +306,6 @@ def row_grads(
     out: Tensor,
     *,
     whole_row: bool = True,
-    marks: RowMarks | None = None,
 ) -> None:
     floats = {"d_logps": upstream.d_logps, "d_entropy": upstream.d_entropy}
     # recomputing the sums is free while the row is in cache, and more accurate than `lse` rounded
@@ -318,7 +314,7 @@ def row_grads(
         floats |= {"lse": upstream.lse, "entropy": upstream.entropy}
     columns = {name: _column(x, torch.float32) for name, x in floats.items()}
     columns["targets"] = _column(targets, torch.int64)
-    _run(library().gac_row_grads, logits, out, scaling, columns, marks=marks)
+    _run(library().gac_row_grads, logits, out, scaling, columns)
 
 
 def row_loss(
@@ -328,15 +324,13 @@ def row_loss(
     out: Tensor | None,
     *,
     softcap: float | None = None,
-    marks: RowMarks | None = None,
 ) -> TokenTerms:
     terms = TokenTerms._make([torch.empty_like(tokens.scale) for _ in TokenTerms._fields])
     given = {name: getattr(tokens, name) for name in ROW_COLUMNS}
     dense = {name: None if x is None else x.contiguous() for name, x in given.items()}
     temperature = spec.temperature if tokens.temperature is None else tokens.temperature
     columns, scaling = dense | terms._asdict(), Scaling(temperature, softcap)
-    options = spec.packed_options
-    _run(library().gac_row_loss, logits, out, scaling, columns, marks=marks, options=options)
+    _run(library().gac_row_loss, logits, out, scaling, columns, spec.packed_options)
     return terms
 
 
@@ -346,8 +340,6 @@ def _run(
     out: Tensor | None,
     scaling: Scaling,
     columns: dict[str, Any],  # by the names of COLUMNS
-    *,
-    marks: RowMarks | None = None,
     options: bytes = NO_OPTIONS,
 ) -> None:
     """Run a function on the rows of logits, and of their gradient `out`, [B, T, V]."""
@@ -359,9 +351,6 @@ def _run(
     gradient = logits if out is None else out  # without one, its layout is not read
     batch_stride, row_stride, _ = logits.stride()
     out_batch_stride, out_row_stride, _ = gradient.stride()
-    eps = 0.0
-    if marks is not None:
-        eps, arrays["hit"], arrays["sums"] = marks
     arguments = ROW_ARGUMENTS.pack(
         arrays,
         dtype=DTYPES.index(logits.dtype),
@@ -376,7 +365,6 @@ def _run(
         threads=torch.get_num_threads(),
         temperature=temperature,
         softcap=softcap or 0.0,
-        eps=eps,
     )
     function(arguments + options)
 

@@ -21,7 +21,6 @@ from ..tokens import (
     DTYPES,
     ROW_COLUMNS,
     BatchInputs,
-    RowMarks,
     Scaling,
     Tokens,
     TokenTerms,
@@ -162,13 +161,11 @@ def row_grads(
     out: Tensor,
     *,
     whole_row: bool = True,
-    marks: RowMarks | None = None,
 ) -> None:
     temperature, softcap = scaling
-    per_row = isinstance(temperature, Tensor)
-    if per_row or softcap is not None or marks is not None or not whole_row:
+    if isinstance(temperature, Tensor) or softcap is not None or not whole_row:
         rows = _batch_backend(logits.device)
-        rows.row_grads(logits, targets, scaling, upstream, out, whole_row=whole_row, marks=marks)
+        rows.row_grads(logits, targets, scaling, upstream, out, whole_row=whole_row)
         return
     # the sums are recomputed from the row in shared memory, which is more accurate than `lse`
     # rounded to float32
@@ -177,7 +174,7 @@ def row_grads(
         "d_logps": upstream.d_logps,
         "d_entropy": upstream.d_entropy,
     }
-    _launch(_GRADS, logits, out, temperature=float(temperature), results=None, columns=columns)
+    _launch(_GRADS, logits, out, temperature=temperature, results=None, columns=columns)
 
 
 def row_loss(
@@ -187,11 +184,10 @@ def row_loss(
     out: Tensor | None,
     *,
     softcap: float | None = None,
-    marks: RowMarks | None = None,
 ) -> TokenTerms:
-    if softcap is not None or tokens.temperature is not None or marks is not None:
+    if softcap is not None or tokens.temperature is not None:
         rows = _batch_backend(logits.device)
-        return rows.row_loss(logits, tokens, spec, out, softcap=softcap, marks=marks)
+        return rows.row_loss(logits, tokens, spec, out, softcap=softcap)
     results = torch.empty(5, tokens.targets.numel(), dtype=torch.float32, device=logits.device)
     columns = {name: getattr(tokens, name) for name in ROW_COLUMNS}
     _launch(

@@ -25,9 +25,8 @@ from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from gac_kernels import checks
 from gac_kernels.api import fused_linear_gac_loss
-from gac_kernels.contract import IGNORE, DemoWeight, FilterReport, GradientFilter, LossSpec
+from gac_kernels.contract import IGNORE, DemoWeight, LossSpec
 
 logger = logging.getLogger(__name__)
 HANDLE = "_gac_fused"  # the handle, in the __dict__ of the model and of the head's layers
@@ -199,12 +198,7 @@ class Fused(AbstractContextManager["Fused"]):
     Attributes:
         reason: why the model keeps its own loss; None if it does not, as far as known.
         lazy: True makes the logits of calls without labels lazy, too.
-        filter: the gradient filter of the losses.
-        report: what it did in the last loss.
     """
-
-    filter: GradientFilter | None = None
-    report: FilterReport | None = None
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.lazy = model, False
@@ -239,7 +233,7 @@ class Fused(AbstractContextManager["Fused"]):
         self.undo()
 
 
-def fuse(model: nn.Module, gradient_filter: GradientFilter | None = None) -> Fused:
+def fuse(model: nn.Module) -> Fused:
     """Let a causal language model of transformers compute its loss without logits.
 
     Afterwards `model(input_ids, labels=labels).loss` is the fused loss, with `num_items_in_batch`,
@@ -251,19 +245,15 @@ def fuse(model: nn.Module, gradient_filter: GradientFilter | None = None) -> Fus
 
     Args:
         model: a model of transformers, possibly inside wrappers.
-        gradient_filter: as in `fused_linear_gac_loss`; the handle's `report` says what it did.
 
     Returns:
-        A handle with `undo`, which is also a context manager; a second call returns the same one,
-        and changes the filter only if one is given.
+        A handle with `undo`, which is also a context manager; a second call returns the same one.
     """
     inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
     if inner is None:
         return Fused(model).keep("it is not a model of transformers")
     parameters = list(inspect.signature(type(inner).forward).parameters)
-    checks.optional("gradient_filter", gradient_filter, GradientFilter)
     handle = inner.__dict__.get(HANDLE) or Fused(inner)
-    handle.filter = gradient_filter or handle.filter
     if "labels" not in parameters or inner.loss_function not in (ForCausalLMLoss, _fused_loss):
         return handle.keep("its loss is not that of transformers' causal language models")
     if not _layers(inner):
@@ -367,10 +357,7 @@ def _fused_loss(
     norm = norm.to(hidden.device) if isinstance(norm, Tensor) else norm
     with logits.precision():
         scaling |= {"demo_norm": norm, "moments": False, "spec": LABELS}
-        scaling["gradient_filter"] = handle.filter
-        out = fused_linear_gac_loss(hidden, weight, targets, **scaling)
-        handle.report = out.filter
-        return out.loss
+        return fused_linear_gac_loss(hidden, weight, targets, **scaling).loss
 
 
 def _is_number(x: Any) -> bool:

@@ -209,7 +209,6 @@ TRAIN = {  # value of --set -> answer
     "rollouts.dynamic_sampling_retries=-1": "dynamic_sampling_retries=-1: use an integer >= 0",
     "rollouts.overlong_penalty=-1": "overlong_penalty=-1.0: use a number >= 0",
     "loss.kl_coef=-1": "loss.kl_coef=-1.0: use a number >= 0",
-    "loss.gradient_filter.eps=-1": "eps=-1.0: use a number in [0, 1]",
     "rollouts.temperature=0": "temperature=0.0: use a number > 0",
     "rollouts.log_samples_every=-1": "log_samples_every=-1: use an integer >= 0",
     "rollouts.engine=vlm": "rollouts.engine='vlm': use one of generate, paged, vllm",

@@ -16,8 +16,8 @@ from gac.methods import METHODS
 from gac.models.config import LoraConfig
 from gac.parallel.config import ParallelConfig
 from gac.rollouts.config import PagedConfig, RolloutConfig, VLLMConfig
-from gac.train_config import GuardConfig, LossConfig, OptimConfig, TrainConfig
-from gac_kernels import GradientFilter, LossSpec, fused_gac_loss
+from gac.train_config import GuardConfig, OptimConfig, TrainConfig
+from gac_kernels import LossSpec, fused_gac_loss
 
 UNIT, BELOW_ONE, FREE, POSITIVE = "[0, 1]", "[0, 1)", "[0, inf)", "(0, inf)"
 ABOVE_ZERO_TO_ONE = "(0, 1]"
@@ -70,8 +70,8 @@ NUMBERS = [
     (OptimConfig, FREE, "eps weight_decay max_grad_norm"),
     (OptimConfig, UNIT, "min_lr_ratio"),
     (RolloutConfig, POSITIVE, "temperature correction_max"),
-    (lambda clip_low: TrainConfig(loss=LossConfig(clip_low=clip_low)), UNIT, "clip_low"),
-    (lambda kl_coef: TrainConfig(loss=LossConfig(kl_coef=kl_coef)), FREE, "kl_coef"),
+    (lambda clip_low: TrainConfig(loss=LossSpec(clip_low=clip_low)), UNIT, "clip_low"),
+    (lambda kl_coef: TrainConfig(loss=LossSpec(kl_coef=kl_coef)), FREE, "kl_coef"),
     (RolloutConfig, ABOVE_ZERO_TO_ONE, "top_p"),
     (VLLMConfig, POSITIVE, "timeout"),
     (LoraConfig, BELOW_ONE, "dropout"),
@@ -92,8 +92,6 @@ NUMBERS = [
     (LossSpec, "(1, inf)", "dual_clip"),
     (LossSpec, "(-inf, inf)", "kl_coef entropy_coef"),
     (LossSpec, POSITIVE, "temperature demo_shape"),
-    (GradientFilter, UNIT, "eps max_dropped"),
-    (GradientFilter, ABOVE_ZERO_TO_ONE, "max_columns"),
     (partial(fused_gac_loss, *ROLLOUT, mu=0.5), "[0, inf]", "rollout_norm demo_norm"),
     (partial(fused_gac_loss, *ROLLOUT), UNIT, "mu"),
 ]
@@ -157,7 +155,7 @@ COUNTS = [
     (TrainConfig, 1, "micro_batch_size max_tokens_per_micro_batch"),
     (TrainConfig, 0, "seed"),
     (
-        partial(TrainConfig, seed=2**31 - 1, monitor_kl_every=1, loss=LossConfig(clip_low=None)),
+        partial(TrainConfig, seed=2**31 - 1, monitor_kl_every=1, loss=LossSpec(clip_low=None)),
         1,
         "kl_sample_size",
     ),

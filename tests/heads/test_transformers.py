@@ -23,7 +23,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from gac_kernels import GradientFilter, fused_gac_loss, token_logprobs
+from gac_kernels import fused_gac_loss, token_logprobs
 from gac_kernels.heads.transformers import LazyLogits, Record, fuse
 from tests.ranks import run
 
@@ -104,24 +104,6 @@ def test_the_loss_and_its_gradients_are_those_of_the_model(family: str) -> None:
             assert handle.reason is None
             assert handle.problem is None
         check(gradients(model, **inputs, **variant), expected, 0)
-
-
-def test_the_gradient_is_filtered_on_request() -> None:
-    model, inputs = make("llama"), batch()
-    expected = gradients(model, **inputs)
-    for eps in (0.0, 0.1):
-        with fuse(model, GradientFilter(eps, max_dropped=1.0)) as handle:
-            filtered = gradients(model, **inputs)
-            assert handle.report is not None
-            assert (handle.report.kept_columns < 1) == (eps > 0)
-        check(filtered, expected, 0.3 if eps else 1e-5)
-        assert (eps > 0) == any(
-            (filtered[name] - x).norm() > 1e-3 * x.norm() for name, x in expected.items()
-        )
-    with fuse(model, GradientFilter()):
-        assert fuse(model).filter
-    with pytest.raises(TypeError, match="gradient_filter=0.1: use a gac_kernels.GradientFilter"):
-        fuse(model, 0.1)  # type: ignore[arg-type]  # the wrong type is tested
 
 
 def lora(model: PreTrainedModel) -> nn.Module:

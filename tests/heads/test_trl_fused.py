@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402 - aft
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402 - after the skip
 from trl.trainer import utils  # noqa: E402 - after the skip
 
-from gac_kernels import GradientFilter  # noqa: E402 - after the skip
 from gac_kernels.heads.trl import FusedGRPOTrainer, apply_fused_head  # noqa: E402 - after the skip
 from gac_kernels.heads.trl.grpo import FusedLoss  # noqa: E402 - after the skip
 from gac_kernels.heads.trl.head import HOOK, FusedLogProbs, HeadInputs  # noqa: E402 - after the skip
@@ -49,7 +48,6 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> GRPOTrainer:
         config,
         Dataset.from_list([{"prompt": "1+1="}] * ROWS),
         processing_class=AutoTokenizer.from_pretrained(model),
-        gradient_filter=GradientFilter(eps=0.0),
     )
 
 
@@ -211,20 +209,6 @@ NO_TOKENS = torch.zeros(ROWS, LENGTH, dtype=torch.long)
 def test_further_options_and_inputs(trainer, options, no_fallback, changes, inputs):
     options(**changes)
     check_equal(trainer, make_inputs(trainer, off_policy=True) | inputs)
-
-
-def test_the_gradient_filter_changes_only_gradients(trainer, options, no_fallback):
-    """The trainer of this module has a filter that keeps every column, so it is exact."""
-    inputs = make_inputs(trainer, off_policy=True)
-    exact = step(trainer, FusedGRPOTrainer, inputs)
-    assert trainer.rollout_out.filter.kept_columns == 1
-    options(gradient_filter=GradientFilter(eps=1.0, max_columns=1.0, max_dropped=1.0))
-    filtered = step(trainer, FusedGRPOTrainer, inputs)
-    assert 0 < trainer.rollout_out.filter.kept_columns < 1
-    gradients, expected = filtered.pop("gradients"), exact.pop("gradients")
-    assert filtered == exact
-    assert gradients.keys() == expected.keys()
-    assert any(not gradients[name].equal(value) for name, value in expected.items())
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def update(trainer: Any, kind: type, **options: Any) -> Trace:
     trainer.__class__ = kind
     trainer.model.train()
     on_gpu = mock.patch.object(utils, "_use_triton", lambda device: True)
-    settings = {"gradient_filter": None, "current_gradient_accumulation_steps": 3, **options}
+    settings = {"current_gradient_accumulation_steps": 3, **options}
     with pytest.MonkeyPatch.context() as patch, on_gpu, apply_fused_head():
         for name, value in settings.items():
             patch.setattr(trainer, name, value, raising=False)

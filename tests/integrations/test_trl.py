@@ -21,7 +21,7 @@ from gac.imports import load_object  # noqa: E402 - after the skips
 from gac.integrations.demonstrations import row_of  # noqa: E402 - after the skips
 from gac.methods import GAC, METHODS, Constant  # noqa: E402 - after the skips
 from gac.order import Order  # noqa: E402 - after the skips
-from gac_kernels import DemoWeight, GradientFilter  # noqa: E402 - after the skips
+from gac_kernels import DemoWeight  # noqa: E402 - after the skips
 from gac_kernels.heads.trl.head import missing_hook  # noqa: E402 - after the skips
 from tests import ranks as processes  # noqa: E402 - after the skips
 from tests.integrations import plain, recording, tiny, trl_task  # noqa: E402 - after the skips
@@ -307,34 +307,6 @@ def test_demonstrations_are_formatted_like_the_prompts(
 def test_bad_demonstrations_are_named(model: Path, tmp_path: Path, rows: Any, message: str):
     with pytest.raises(ValueError, match=message):
         trl_task.make_trainer(model, tmp_path, demo_dataset=datasets.Dataset.from_list(rows))
-
-
-@pytest.mark.skipif(missing_hook() is not None, reason="needs the fused loss")
-@pytest.mark.parametrize("mu", [0.0, 1.0], ids=["rollouts", "demonstrations"])
-@pytest.mark.parametrize(
-    ("dtype", "options"),
-    [
-        ("float32", {}),
-        ("float32", {"bf16": True, "gradient_checkpointing": True, "cast_lm_head_to_fp32": True}),
-        ("bfloat16", {"cast_lm_head_to_fp32": True}),
-    ],
-    ids=["float32", "mixed precision, checkpointing", "float32 head"],
-)
-def test_the_gradient_filter_reaches_each_loss(
-    tmp_path: Path, mu: float, dtype: str, options: dict[str, Any]
-):
-    """The filter changes the gradient of the hidden states, but not the loss."""
-    tiny.write_model(model := tmp_path / "model", dtype=dtype)
-    runs = []
-    for settings in (None, GradientFilter(eps=1.0, max_columns=1.0, max_dropped=1.0)):
-        trainer, recorder = trl_task.trained(
-            model, tmp_path, controller=Constant(mu=mu), gradient_filter=settings, **options
-        )
-        runs.append((recording.column(trainer, "gac/demo_loss"), recorder.gradients[0]))
-    (loss, exact), (same, filtered) = runs
-    assert loss == same
-    assert 0 < loss[0] < 100
-    assert 1e-3 < plain.relative_error(filtered, exact) < 1
 
 
 def test_unsupported_options_are_rejected(model: Path, tmp_path: Path):

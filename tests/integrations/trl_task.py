@@ -52,7 +52,6 @@ def make_trainer(
     peft_config: Any = None,
     demo_dataset: Any = None,
     demo_batch: int = 5,
-    gradient_filter: Any = None,
     **changes: Any,
 ) -> tuple[Any, GradientRecorder]:
     """Build a trainer (one step by default) and its gradient recorder.
@@ -88,7 +87,6 @@ def make_trainer(
             else demo_dataset,
             "demo_batch": demo_batch,
             "controller": Constant(mu=0.3) if controller is None else controller,
-            "gradient_filter": gradient_filter,
         }
     trainer = trainer_class(
         model=AutoModelForCausalLM.from_pretrained(model),

@@ -19,7 +19,7 @@ from bench.sass import assembly, per_logit
 from gac_kernels import build_cuda, inspect, reference
 from gac_kernels.backends import cuda
 from gac_kernels.contract import LossSpec
-from gac_kernels.tokens import BatchInputs, RowMarks, Scaling, Tokens, Upstream
+from gac_kernels.tokens import BatchInputs, Scaling, Tokens, Upstream
 from tests.kernels.cases import in_float64
 from tests.kernels.cuda_emulation import batch
 
@@ -246,7 +246,7 @@ def test_unavailable_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_the_kernels_do_not_support_runs_elsewhere(
     inner: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Softcaps, further outputs, marks and the work per batch; by Triton if it is available."""
+    """Softcaps, further outputs and the work per batch; by Triton if it is available."""
     if inner == "reference":
         monkeypatch.setattr(cuda.triton, "unavailable", lambda *_: "not installed")
     logits, spec = 3 * torch.randn(2, 3, 40), LossSpec(kl_coef=0.1, temperature=0.7)
@@ -255,22 +255,17 @@ def test_what_the_kernels_do_not_support_runs_elsewhere(
     scaling, capping = Scaling(0.7), Scaling(0.7, softcap=2.0)
 
     def results(backend: ModuleType) -> list[Tensor]:
-        outs = torch.empty(3, *logits.shape).unbind()
-        marks = [RowMarks(0.01, torch.zeros(40).bool(), torch.zeros(2, 6)) for _ in range(2)]
+        outs = torch.empty(2, *logits.shape).unbind()
         stats = backend.row_stats(logits, tokens.targets, scaling, more_outputs=True)
         capped = backend.row_stats(logits, tokens.targets, capping)
         backend.row_grads(logits, tokens.targets, capping, upstream, outs[0])
-        backend.row_grads(logits, tokens.targets, scaling, upstream, outs[2], marks=marks[0])
-        terms = backend.row_loss(logits, tokens, spec, outs[1], marks=marks[1])
+        terms = backend.row_loss(logits, tokens, spec, outs[1], softcap=2.0)
         inputs = BatchInputs(tokens.targets.view(2, 3), torch.randn(2), torch.tensor([True, False]))
         scaled = torch.ones(3)
         backend.scale_(scaled, torch.tensor(3.0))
-        *sums, moments, _ = backend.reduce(tokens, terms, True)
+        *sums, moments = backend.reduce(tokens, terms, True)
         planned = backend.plan(inputs, spec)
-        return [
-            *(*stats, *capped, *outs, *terms, scaled, *sums, moments.rollouts, planned.scale),
-            *(x for noted in marks for x in noted[1:]),
-        ]
+        return [*stats, *capped, *outs, *terms, scaled, *sums, moments.rollouts, planned.scale]
 
     rows, functions = getattr(cuda, inner), []
     for name in ("plan", "reduce", "row_stats", "row_grads", "row_loss", "scale_"):

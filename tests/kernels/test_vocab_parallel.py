@@ -8,7 +8,6 @@ import torch
 
 from gac_kernels import (
     DemoWeight,
-    GradientFilter,
     LossSpec,
     TokenMoments,
     fused_linear_gac_loss,
@@ -50,7 +49,6 @@ def evaluate(loss, hidden, weight, bias, **rest):
     # hidden is used elsewhere, too: that gradient is not added over the ranks
     (2 * out.loss + 1e-3 * leaves[0].sum()).backward()
     values = [x.detach() for x in out if isinstance(x, torch.Tensor)]
-    values += [torch.stack(out.filter)] if out.filter else []
     return values, out.moments.signals(), [x.grad for x in leaves]
 
 
@@ -203,26 +201,3 @@ def test_out_of_range_target_is_rejected_or_nan():
         assert loss.isnan()
         assert moments is None
         assert logps[0].isnan().tolist() == [True] * 2 + [False] * 5
-
-
-@pytest.mark.parametrize("weight", [False, True], ids=["hidden", "both"])
-def test_each_rank_filters_its_own_columns(weight):
-    """The frequent columns are all on the first rank; the last rank has only the tail."""
-    data = batch(bias=False)
-    data["weight"] = torch.cat([torch.linspace(2, -7, V)[:, None], data["weight"][:, 1:] / 4], 1)
-    data["hidden"][..., 0] = 1
-    data["targets"] = torch.where(data["targets"] < 0, -100, data["targets"] % 5)
-    exact = run_unsharded(data, {})
-    settings = GradientFilter(eps=2**-5, weight=weight, max_dropped=0.2)
-    results = [r for (r,) in ranks.run(run_sharded, data, {"gradient_filter": settings}, ranks=3)]
-    for values, signals, grads in results:
-        torch.testing.assert_close(values[0], exact[0][0], rtol=1e-5, atol=2e-5)
-        assert signals == pytest.approx(exact[1], rel=1e-5)
-        assert torch.equal(grads[0], results[0][2][0])
-        assert torch.equal(values[-1], results[0][0][-1])
-        assert 0.01 < values[-1].min() < 0.5
-        assert 1e-4 < (grads[0] - exact[2][0]).norm() / exact[2][0].norm() < 0.05
-    error = (torch.cat([grads[1] for _, _, grads in results]) - exact[2][1]).norm() / exact[2][
-        1
-    ].norm()
-    assert (1e-4 < error < 0.2) if weight else error < 1e-5

@@ -14,7 +14,7 @@ from gac.rows import Batch
 from gac.training.token_loss import OtherLogps, custom_loss
 from gac.training.trainer import Trainer
 from gac.types import Credit, TermPair
-from gac_kernels import GradientFilter, LossOutput, LossSpec, fused_gac_loss
+from gac_kernels import LossOutput, LossSpec, fused_gac_loss
 from gac_kernels.projection import Projection
 from tests.tiny import tiny_config
 
@@ -331,6 +331,3 @@ def test_sdar_takes_one_pass_over_the_logits(changes: dict, monkeypatch) -> None
     # of the first, the backward pass skips a clipped token without a teacher
     assert sum(rows[: rows.index(0)]) >= 19
     assert sum(rows[rows.index(0) :]) == 10
-    filtered = Head(hidden, weight, gradient_filter=GradientFilter())
-    assert out.filter is None
-    assert custom_loss(loss.token, filtered, batch, **options, per_token=True).filter

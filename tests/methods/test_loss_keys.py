@@ -12,7 +12,6 @@ from gac.errors import ConfigError
 from gac.models import head
 from gac.models.head import Head
 from gac.rows import Batch
-from gac.train_config import LossConfig
 from gac.training.token_loss import OtherLogps, custom_loss
 from gac.training.trainer import Trainer
 from gac.types import TermPair
@@ -43,7 +42,7 @@ def test_a_step_minimizes_the_configured_loss(
     name: str, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tiny_config(task, tmp_path, method={"name": "constant"}, loss=KEYS[name], steps=1)
-    assert config.loss == LossConfig(**KEYS[name])
+    assert config.loss == LossSpec(**KEYS[name])
     specs, fused = [], head.fused_linear_gac_loss
 
     def record(*args: Any, **keywords: Any) -> Any:

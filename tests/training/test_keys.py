@@ -27,11 +27,9 @@ from gac.order import Order
 from gac.rollouts import Rollout
 from gac.train_config import TrainConfig, loss_of
 from gac.training.trainer import Trainer
-from gac_kernels import GradientFilter
 from tests.tiny import metrics, write_tiny
 
 HERE = __name__
-FILTER = {"eps": 1, "max_columns": 1, "max_dropped": 1}
 SAMPLED = {"eval.samples": 2, "eval.temperature": 1}
 DATA: dict[str, Any] = {  # of data.* and of eval.data.*
     "sources": [{"path": "prompts.jsonl", "name": "a"}, {"path": "eval.jsonl", "name": "b"}],
@@ -89,7 +87,6 @@ VALUES: dict[str, Any] = {  # of the keys whose type does not suggest another va
     "loss.importance_sampling_level": "sequence",
     "loss.correction": "token_mask",
     "loss.correction_min": 0.9,
-    "loss.gradient_filter": FILTER,
     "optim.schedule": "constant",
     "optim.betas": [0.5, 0.5],
     "max_tokens_per_micro_batch": 40,
@@ -164,10 +161,6 @@ IN_RUN: dict[str, dict[str, Any]] = {  # keys that act only if something happens
     "max_tokens_per_micro_batch": {"micro_batch_size": None},
     "packing": {"micro_batch_size": None, "max_tokens_per_micro_batch": 40},
     "loss.dual_clip": {"rollouts.num_generations": 6},
-    **{
-        f"loss.gradient_filter.{f.name}": {"loss.gradient_filter": FILTER}
-        for f in dataclasses.fields(GradientFilter)
-    },
     "guards.patience": SKIPS,
     "guards.max_saved_steps": SKIPS,
 }

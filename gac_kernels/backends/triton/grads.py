@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...tokens import RowMarks, Scaling, Upstream
+from ...tokens import Scaling, Upstream
 from . import launch
 from .softmax import NO_LOSS, row_at, row_scaling, write_gradient, write_zeros
 
@@ -18,7 +18,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit(
     do_not_specialize=["N", "T"],
-    do_not_specialize_on_alignment=[*_COLUMNS, "hit", "sums", "temperatures"],
+    do_not_specialize_on_alignment=[*_COLUMNS, "temperatures"],
 )
 def grads_kernel(
     logits,  # [B, T, V]
@@ -28,9 +28,6 @@ def grads_kernel(
     entropy,  # float32 [N]
     d_logps,  # float32 [N]
     d_entropy,  # float32 [N]
-    eps,  # or None: nothing is marked
-    hit,  # bool [V]: see `write_gradient`
-    sums,  # float32 [2, N], zeros: the sum and the absolute sum of each row of the gradient
     N,
     T,
     V,
@@ -70,11 +67,6 @@ def grads_kernel(
             d_logp=d_logp * inverse_temperature,
             d_entropy=d_h * inverse_temperature,
             entropy=tl.load(entropy + n),
-            eps=eps,
-            hit=hit,
-            sums=sums,
-            n=n,
-            N=N,
             HAS_ENTROPY=True,
             BLOCK=BLOCK,
             STAGES=STAGES,
@@ -91,14 +83,12 @@ def row_grads(
     out: Tensor,
     *,
     whole_row: bool = True,
-    marks: RowMarks | None = None,
 ) -> None:
     tile = launch.tiling(logits.shape[-1], logits.dtype)
     arguments = {
         "logits": logits,
         "out": out,
         **launch.dense(targets=targets, **upstream._asdict()),
-        **launch.notes(marks),
         "N": targets.numel(),
         **launch.geometry(logits, out),
         **launch.scaling(scaling),

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...tokens import RowMarks, Scaling
+from ...tokens import Scaling
 
 BLOCK = 512  # tokens per iteration of a per-token kernel
 
@@ -126,11 +126,6 @@ def scaling(of: Scaling) -> dict[str, Any]:
         "inverse_temperature": 1 / number,
         "softcap": softcap,
     }
-
-
-def notes(marks: RowMarks | None) -> dict[str, Any]:
-    """Kernel arguments for the notes of the gradient filter."""
-    return dict.fromkeys(RowMarks._fields) if marks is None else marks._asdict()
 
 
 def number(value: float | Tensor | None) -> tuple[Tensor | None, float]:

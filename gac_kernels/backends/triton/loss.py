@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ... import contract
 from ...contract import LossSpec
-from ...tokens import ROW_COLUMNS, RowMarks, Scaling, Tokens, TokenTerms
+from ...tokens import ROW_COLUMNS, Scaling, Tokens, TokenTerms
 from . import launch
 from .softmax import (
     NO_LOSS,
@@ -146,7 +146,7 @@ def demo_term(logp, advantage, shape, DEMO: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=["N", "T"],
-    do_not_specialize_on_alignment=[*ROW_COLUMNS, "terms", "hit", "sums", "temperatures"],
+    do_not_specialize_on_alignment=[*ROW_COLUMNS, "terms", "temperatures"],
 )
 def loss_kernel(
     logits,  # [B, T, V]
@@ -160,9 +160,6 @@ def loss_kernel(
     factor,  # float32 [N] or None
     rollout_logps,  # float32 [N] or None: no correction
     terms,  # float32 [5, N]: logp, entropy, loss, kl, clipped; 0 where there is no loss
-    eps,  # or None: nothing is marked
-    hit,  # bool [V]: see `write_gradient`
-    sums,  # float32 [2, N], zeros: the sum and the absolute sum of each row of the gradient
     N,
     T,
     V,
@@ -291,11 +288,6 @@ def loss_kernel(
                 d_logp=d_logp * inverse_temperature,
                 d_entropy=d_entropy * inverse_temperature,
                 entropy=entropy,
-                eps=eps,
-                hit=hit,
-                sums=sums,
-                n=n,
-                N=N,
                 HAS_ENTROPY=HAS_ENTROPY,
                 BLOCK=L * R,
                 STAGES=STAGES,
@@ -311,7 +303,6 @@ def row_loss(
     out: Tensor | None,
     *,
     softcap: float | None = None,
-    marks: RowMarks | None = None,
 ) -> TokenTerms:
     count = tokens.targets.numel()
     terms = torch.empty(5, count, dtype=torch.float32, device=logits.device)
@@ -323,7 +314,6 @@ def row_loss(
         "out": out,
         **launch.dense(**{name: getattr(tokens, name) for name in ROW_COLUMNS}),
         "terms": terms,
-        **launch.notes(marks),
         "N": count,
         "out_stride_b": 0,
         "out_stride_t": 0,

@@ -204,11 +204,6 @@ def write_gradient(
     d_logp,
     d_entropy,
     entropy,
-    eps,
-    hit,
-    sums,
-    n,
-    N,
     HAS_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
@@ -219,9 +214,6 @@ def write_gradient(
 
     Runs backwards, because the end of the row was read last and is still in the cache. `out` may be
     the row itself.
-
-    With `hit` [V], it sets hit[v] to 1 at y and where the stored gradient is above
-    eps (|d_logp| + |d_entropy|), and stores its sum and absolute sum in column n of sums [2, N].
     """
     y = tl.where((y >= 0) & (y < V), y, -1).to(tl.int32)  # one comparison instruction per element
     tiles = V // BLOCK
@@ -239,14 +231,7 @@ def write_gradient(
         entropy=entropy,
         HAS_ENTROPY=HAS_ENTROPY,
     )
-    stored = gradient.to(out.dtype.element_ty)
-    tl.store(out + offsets, stored, mask=offsets < V)
-    if hit is not None:
-        threshold = eps * (tl.abs(d_logp) + tl.abs(d_entropy))
-        total = tl.where(offsets < V, stored.to(tl.float32), 0.0)
-        mass = tl.abs(total)
-        tl.store(hit + offsets, 1, mask=mass > threshold)
-        tl.store(hit + y, 1, mask=y >= 0)
+    tl.store(out + offsets, gradient.to(out.dtype.element_ty), mask=offsets < V)
     for tile in tl.range(0, tiles, num_stages=STAGES):
         offsets = (tiles - 1 - tile) * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(row + offsets, eviction_policy="evict_first")
@@ -262,19 +247,7 @@ def write_gradient(
             entropy=entropy,
             HAS_ENTROPY=HAS_ENTROPY,
         )
-        stored = gradient.to(out.dtype.element_ty)
-        tl.store(out + offsets, stored, eviction_policy="evict_first")
-        if hit is not None:
-            value = stored.to(tl.float32)
-            total += value
-            mass += tl.abs(value)
-            # the alignment gives the bytes the layout of `out`, so that no tile is computed twice
-            tile_hit = hit + (tiles - 1 - tile) * BLOCK
-            tile_hit = tl.multiple_of(tile_hit, 128 // out.dtype.element_ty.primitive_bitwidth)
-            tl.store(tile_hit + tl.arange(0, BLOCK), 1, mask=tl.abs(value) > threshold)
-    if hit is not None:
-        tl.store(sums + n, tl.sum(total, 0))
-        tl.store(sums + N + n, tl.sum(mass, 0))
+        tl.store(out + offsets, gradient.to(out.dtype.element_ty), eviction_policy="evict_first")
 
 
 @triton.jit

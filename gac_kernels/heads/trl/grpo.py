@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
-from gac_kernels import GradientFilter, LossOutput, fused_linear_gac_loss
+from gac_kernels import LossOutput, fused_linear_gac_loss
 from gac_kernels.contract import IGNORE
 
 from .head import (
@@ -116,22 +116,14 @@ class FusedGRPOMixin:
     TRL computes its loss and metrics from detached log-probs, so their names and values are TRL's;
     the gradient comes from `fused_linear_gac_loss`. An option that the fused loss cannot express
     falls back to TRL's loss on top of the fused head, with one message that names the option.
-
-    Args:
-        gradient_filter: skip the vocabulary columns in which the gradient of the fused loss is
-            negligible; `rollout_out.filter` reports it.
     """
 
     _request: FusedLoss | None = None
     _reported: tuple[str, ...] = ()
-    gradient_filter: GradientFilter | None = None
     rollout_out: LossOutput | None = None
     """Output of the fused loss of the last micro-batch; None after a fallback to TRL's loss."""
 
-    def __init__(
-        self, *args: Any, gradient_filter: GradientFilter | None = None, **keywords: Any
-    ) -> None:
-        self.gradient_filter = gradient_filter
+    def __init__(self, *args: Any, **keywords: Any) -> None:
         if not isinstance(self, GRPOTrainer):
             raise TypeError(
                 f"{type(self).__name__} is not a GRPOTrainer: FusedGRPOMixin computes only GRPO's "
@@ -223,7 +215,6 @@ class FusedGRPOMixin:
             "weights": weights,
             "rollout_norm": norm,
             "spec": loss_spec(**spec),
-            "gradient_filter": self.gradient_filter,
         }
         return FusedLoss(inputs["completion_ids"], scored, trained, keywords)
 
