@@ -134,14 +134,19 @@ class Comparison(NamedTuple):
 
 def headroom(found: Table, cell: str) -> Estimate:
     """The best schedule minus the best constant, each chosen on the other seeds."""
-    best = chosen_elsewhere(found[cell], (*CONSTANTS, *ORACLES[cell]))
+    best = chosen_elsewhere(found[cell], schedules(found, cell))
     return estimate(best - chosen_elsewhere(found[cell], CONSTANTS))
 
 
+def schedules(found: Table, cell: str) -> tuple[str, ...]:
+    """The constants and the complete oracles of a cell."""
+    return (*CONSTANTS, *(name for name in ORACLES[cell] if complete(found[cell], name)))
+
+
 def tested(found: Table) -> list[str]:
-    """The cells whose constants and oracles are complete."""
-    arms = {cell: (*CONSTANTS, *ORACLES[cell]) for cell in CELLS}
-    return [c for c in CELLS if all(complete(found[c], name) for name in arms[c])]
+    """The cells whose constants and an oracle are complete."""
+    ready = [c for c in CELLS if all(complete(found[c], name) for name in CONSTANTS)]
+    return [cell for cell in ready if len(schedules(found, cell)) > len(CONSTANTS)]
 
 
 def comparisons(found: Table) -> list[Comparison]:
@@ -197,7 +202,7 @@ def headroom_table(found: Table) -> str:
     """The headroom of each tested cell, with the accuracy of its constants and oracles."""
     lines = []
     for cell in tested(found):
-        names = (*CONSTANTS, *ORACLES[cell])
+        names = schedules(found, cell)
         shown = [f"{name}: {100 * values(found[cell], name).mean():.1f}" for name in names]
         room = headroom(found, cell)
         enough = "yes" if room.mean >= NEEDED else "no"
@@ -227,6 +232,8 @@ def accuracy_table(found: Table) -> str:
 
 def progress(found: Table, rows: Sequence[Mapping[str, Any]]) -> str:
     """What has been run, at which cost."""
+    if not rows:
+        return "No run is finished.\n"
     cost = [row["cpu_seconds"] for row in rows]
     commits = sorted({row["commit"] for row in rows})
     parts = [
@@ -235,7 +242,7 @@ def progress(found: Table, rows: Sequence[Mapping[str, Any]]) -> str:
         for cell in CELLS
         if found[cell]
     ]
-    mean = sum(cost) / len(cost) if cost else math.nan
+    mean = sum(cost) / len(cost)
     return (
         f"{len(rows)} runs ({'; '.join(parts)}), {mean:.0f} CPU seconds each; "
         f"code: {', '.join(commits)}.\n"

@@ -29,12 +29,11 @@ from gac.data import DataConfig, load_demos
 from gac.data.micro_batches import demo_row
 from gac.demo.task import write_rows
 from gac.models.config import ModelConfig
-from gac.models.sampling_mode import sampling_mode
-from gac.rows import collate
 from gac.train_config import TrainConfig
 from gac.training import policy, trainer
 from gac.training.record import Logbook
 from gac.training.trainer import Trainer
+from research.adaptive_model import greedy_matches, reduce_vocabulary, share_frozen
 from research.adaptive_task import (
     CELLS,
     LENGTH,
@@ -45,6 +44,7 @@ from research.adaptive_task import (
     path,
     regimes,
     rows,
+    texts,
 )
 
 RESULTS = Path(__file__).resolve().parent / "results" / "adaptive"
@@ -62,12 +62,18 @@ ORACLES = {
     "partly-random-rewards": MORE,
 }
 """Cell -> the schedules that know its regimes and turn to the better signal in the second."""
-ROLLOUTS = {"num_prompts": 4, "num_generations": 6, "max_completion_length": LENGTH}
+ROLLOUTS = {
+    "num_prompts": 8,
+    "num_generations": 4,
+    "max_completion_length": LENGTH,
+    "function": "research.adaptive_model:sample",
+    "correction": "none",
+}
 DEMOS = 8
-LR = 1e-3
-FIRST = 24
+LR = 5e-4
+FIRST = 26
 """The first layer with adapters; the layers before it need no backward pass."""
-LORA = {"rank": 16, "alpha": 32, "target_modules": r".*layers\.(2[4-9])\..*_proj"}
+LORA = {"rank": 16, "alpha": 32, "target_modules": r".*layers\.(2[6-9])\..*_proj"}
 REWARD = "research.adaptive_task:SumReward"
 
 ADAPTIVE: dict[str, dict[str, Any]] = {
@@ -144,7 +150,6 @@ class Study:
         self.loaded: Any = None
         self.tokenizer: Any = None
         self.initial: dict[str, torch.Tensor] = {}
-        self.inputs: Any = None
 
     def method(self, run: Run) -> Mapping[str, Any]:
         """The method of a run; that of a yoked control needs the finished run it copies."""
@@ -212,6 +217,7 @@ class Study:
         def make(*args: Any, **keywords: Any) -> Any:
             if self.loaded is None:
                 self.loaded = make_model(*args, **keywords)
+                share_frozen(self.loaded, self.first)
                 self.initial = {n: p.detach().clone() for n, p in self._adapters()}
             for name, weight in self._adapters():
                 weight.data.copy_(self.initial[name])
@@ -233,43 +239,12 @@ class Study:
                 yield name, weight
 
     def correct(self) -> list[bool]:
-        """Whether the greedy answer to each held-out problem is right.
-
-        The right answer is one sequence of tokens, so the greedy answer is right exactly if each of
-        its tokens is the most likely one after those before it: one forward tells. The layers
-        before the first adapter compute the same in all runs, so their output is kept.
-        """
-        model = self.loaded.get_base_model()
-        with torch.no_grad(), sampling_mode(self.loaded):
-            if self.inputs is None:
-                self.inputs = self._read_problems(model)
-            hidden, keywords, (rows, positions), targets = self.inputs
-            for layer in model.model.layers[self.first :]:
-                hidden = layer(hidden, **keywords)
-            hidden = model.model.norm(hidden[rows, positions])
-            chosen = model.lm_head(hidden).argmax(-1).view(-1, LENGTH)
-        return (chosen == targets).all(1).tolist()
-
-    def _read_problems(self, model: Any) -> Any:
-        """The input of the first layer with adapters; where its output predicts the answers."""
+        """Whether the greedy answer to each held-out problem is right."""
         with tempfile.TemporaryDirectory() as name:
             write_rows(Path(name) / "demos.jsonl", self.problems)
             config = load(DataConfig, {**data(Path(name)), "prompts": None})
             rows = [demo_row(example) for example in load_demos(config, self.tokenizer)]
-        batch = collate(rows, self.tokenizer.pad_token_id)
-        layer, seen = model.model.layers[self.first], []
-
-        def keep(module: Any, args: Any, keywords: Any) -> None:
-            seen.append((args[0], keywords))
-
-        handle = layer.register_forward_pre_hook(keep, with_kwargs=True)
-        self.loaded(**batch.model_inputs, use_cache=False, logits_to_keep=1)
-        handle.remove()
-        (hidden, keywords), count = seen[0], len(rows)
-        at = torch.tensor([[row.start - 1 + k for k in range(LENGTH)] for row in rows])
-        targets = torch.tensor([row.ids[row.start : row.start + LENGTH] for row in rows])
-        index = torch.arange(count).repeat_interleave(LENGTH), at.flatten()
-        return hidden, keywords, index, targets
+        return greedy_matches(self.loaded, rows, LENGTH)
 
 
 COLUMNS = (
@@ -329,18 +304,18 @@ YOKED = ("gac", "constant-alarm")
 
 def plan() -> Iterator[tuple[str, tuple[str, ...]]]:
     """(cell, arms) in the order of execution; all seeds of one entry run before the next."""
-    yoked = tuple(f"yoked-{arm}" for arm in YOKED)
     first, second, *others = CELLS
-    yield first, (*CONSTANTS, *ORACLES[first], *ADAPTIVE)
-    yield second, YOKED
-    yield first, yoked
-    yield second, (*CONSTANTS, *ORACLES[second], "gac-paper")
-    yield second, yoked
+    yield first, (*CONSTANTS, ORACLES[first][1], "constant-alarm", "gac")
+    yield second, ("gac",)
+    yield first, ("yoked-gac",)
+    yield second, (*CONSTANTS, ORACLES[second][1], "constant-alarm")
+    yield first, ("yoked-constant-alarm", "gac-paper", ORACLES[first][0])
+    yield second, ("yoked-gac", "yoked-constant-alarm", "gac-paper", ORACLES[second][0])
     yield first, tuple(SINGLE)
     yield second, tuple(SINGLE)
     for cell in others:
         yield cell, (*CONSTANTS, *ORACLES[cell], *ADAPTIVE)
-        yield cell, yoked
+        yield cell, tuple(f"yoked-{arm}" for arm in YOKED)
 
 
 def runs(seeds: Sequence[int] = SEEDS) -> Iterator[Run]:
@@ -355,13 +330,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parse the arguments and run what has no row yet; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m research.adaptive_run", description=__doc__)
     parser.add_argument("--model", required=True, help="folder that tools.real_model wrote")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/adaptive"), help="for its reduced copy"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the raw rows")
     parser.add_argument("--hours", type=float, default=24.0, help="start no run after that time")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     end = time.monotonic() + 3600 * args.hours
-    execute_all(Study(args.model, args.results), runs(), end)
+    if not (args.out / "tokenizer_config.json").exists():  # the last file written
+        reduce_vocabulary(args.model, args.out, texts())
+    execute_all(Study(str(args.out), args.results), runs(), end)
     return 0
 
 

@@ -38,6 +38,11 @@ def problem(rng: random.Random) -> dict[str, Any]:
     return {"prompt": f"{a} + {b}", "answer": str(a + b)}
 
 
+def texts() -> list[str]:
+    """Texts that contain every token of the task."""
+    return [TEMPLATE.format(prompt=f"{a} + {b}") for a in TERMS for b in TERMS]
+
+
 def wrong(answer: str) -> str:
     """The digits in the wrong order: a systematic error, which the model can learn."""
     return answer[::-1]

@@ -2,21 +2,34 @@
 
 import itertools
 import math
-import random
 import string
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Tokenizer
 
 from gac.config import load
 from gac.data import DataConfig, load_prompts
 from gac.demo.task import model_config, write_rows
+from gac.models.causal_lm import load_model
+from gac.models.config import ModelConfig
+from gac.models.head import run_head
 from gac.rollouts.generation import generate
+from gac.rows import Row, collate
 from research import adaptive_run
+from research.adaptive_model import frozen_of, inference, reduce_vocabulary
 from research.adaptive_run import Run, Study
-from research.adaptive_task import CELLS, TEMPLATE, SumReward, held_out, regimes, rows, wrong
+from research.adaptive_task import (
+    CELLS,
+    LENGTH,
+    TEMPLATE,
+    SumReward,
+    held_out,
+    regimes,
+    rows,
+    wrong,
+)
 
 STEPS = 4
 
@@ -73,22 +86,69 @@ def test_a_repeated_run_is_equal(study):
 def test_the_exact_evaluation_equals_greedy_decoding(study, tmp_path):
     """Half of the answers are what the model writes."""
     study.execute(Run("stationary", "sft", 0))
+    plain = load_model(load(ModelConfig, {"path": study.model})).eval()
+    for name, weight in study.loaded.named_parameters():
+        assert weight.requires_grad == ("lora_" in name)
+        if "lora_B" in name:
+            weight.data.zero_()  # the model is the pretrained one again
     prompts = [example.prompt for example in load_prompts(_data(tmp_path, study), study.tokenizer)]
-    written = generate(
-        study.loaded, study.tokenizer, prompts, temperature=0.0, max_completion_length=2
-    )
-    texts = [study.tokenizer.decode(ids, skip_special_tokens=True) for ids in written]
-    usable = [i for i, text in enumerate(texts) if len(text) == 2 and text == text.strip()]
+    settings = {"temperature": 0.0, "max_completion_length": LENGTH}
+    written = generate(plain, study.tokenizer, prompts, **settings)
+    texts = [study.tokenizer.decode(ids) for ids in written]
+    usable = [i for i, text in enumerate(texts) if len(text) == LENGTH and text == text.strip()]
     assert len(usable) >= 10
-    expected = [False] * len(texts)
     for i in usable[::2]:
         study.problems[i] |= {"answer": texts[i], "solution": texts[i]}
-        expected[i] = True
-    study.inputs = None
-    assert study.correct() == [
-        row["answer"] == text for row, text in zip(study.problems, texts, strict=True)
-    ]
-    assert sum(study.correct()) >= sum(expected)
+    answers = [row["answer"] for row in study.problems]
+    expected = [answer == text for answer, text in zip(answers, texts, strict=True)]
+    assert study.correct() == expected
+    assert len(usable[::2]) <= sum(expected) < len(expected)
+
+
+def test_frozen_layers_compute_each_row_once_and_the_same(study):
+    """Rows that are known, new, or known but for a last token that predicts nothing."""
+    study.execute(Run("stationary", "sft", 0))
+    model, frozen = study.loaded, frozen_of(study.loaded)
+    known = [(5, 6, 7, 8), (5, 6, 7, 9)]
+    longer, new = [(5, 6, 7, 8, 4), (5, 6, 7, 9, 3)], [(9, 8, 7, 6, 5)]
+
+    def hidden(rows):
+        batch = collate([Row(row, 1, False) for row in rows], 0)
+        return run_head(model, **batch.model_inputs).hidden
+
+    frozen.known.clear()
+    expected = hidden(longer + new)
+    frozen.known.clear()
+    with inference(model):
+        hidden(known)
+    calls = []
+    handle = frozen.layers[0].register_forward_hook(lambda *args: calls.append(len(args[2])))
+    torch.testing.assert_close(hidden(longer + new)[:2, :-1], expected[:2, :-1])
+    torch.testing.assert_close(hidden(new), expected[2:])
+    assert calls == [1]
+    with inference(model):
+        torch.testing.assert_close(hidden(longer), expected[:2])
+    handle.remove()
+    assert calls == [1, 2]
+
+
+def test_a_reduced_vocabulary_leaves_the_logits_of_its_tokens(study, tmp_path):
+    texts = ["12 + 7", "ab 3"]
+    reduce_vocabulary(study.model, tmp_path, texts)
+    tokenizers = [AutoTokenizer.from_pretrained(path) for path in (study.model, tmp_path)]
+    models = [AutoModelForCausalLM.from_pretrained(path) for path in (study.model, tmp_path)]
+    ids = [tokenizer.encode("b 13 + 7") for tokenizer in tokenizers]
+    kept = tokenizers[0].convert_tokens_to_ids(
+        tokenizers[1].convert_ids_to_tokens(range(len(tokenizers[1])))
+    )
+    assert [kept[i] for i in ids[1]] == ids[0]
+    full, reduced = (
+        m(input_ids=torch.tensor([i])).logits for m, i in zip(models, ids, strict=True)
+    )
+    torch.testing.assert_close(reduced, full[..., kept])
+    assert models[1].generation_config.eos_token_id == tokenizers[1].eos_token_id
+    with pytest.raises(ValueError, match="tokens change"):
+        reduce_vocabulary(study.model, tmp_path, ["(12) -- 7"])
 
 
 def _data(folder, study):
