@@ -133,11 +133,11 @@ def test_frozen_layers_compute_each_row_once_and_the_same(study):
 
 
 def test_a_reduced_vocabulary_leaves_the_logits_of_its_tokens(study, tmp_path):
-    texts = ["12 + 7", "ab 3"]
+    texts = ["1+7", "ab"]
     reduce_vocabulary(study.model, tmp_path, texts)
     tokenizers = [AutoTokenizer.from_pretrained(path) for path in (study.model, tmp_path)]
     models = [AutoModelForCausalLM.from_pretrained(path) for path in (study.model, tmp_path)]
-    ids = [tokenizer.encode("b 13 + 7") for tokenizer in tokenizers]
+    ids = [tokenizer.encode("b7+1") for tokenizer in tokenizers]
     kept = tokenizers[0].convert_tokens_to_ids(
         tokenizers[1].convert_ids_to_tokens(range(len(tokenizers[1])))
     )
@@ -148,7 +148,7 @@ def test_a_reduced_vocabulary_leaves_the_logits_of_its_tokens(study, tmp_path):
     torch.testing.assert_close(reduced, full[..., kept])
     assert models[1].generation_config.eos_token_id == tokenizers[1].eos_token_id
     with pytest.raises(ValueError, match="tokens change"):
-        reduce_vocabulary(study.model, tmp_path, ["(12) -- 7"])
+        reduce_vocabulary(study.model, tmp_path, ["1 -- 7"])
 
 
 def _data(folder, study):
