@@ -70,7 +70,7 @@ ROLLOUTS = {
     "correction": "none",
 }
 DEMOS = 8
-LR = 5e-4
+LR = 1e-3
 FIRST = 26
 """The first layer with adapters; the layers before it need no backward pass."""
 LORA = {"rank": 16, "alpha": 32, "target_modules": r".*layers\.(2[6-9])\..*_proj"}
