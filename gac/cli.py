@@ -254,6 +254,11 @@ def _step(text: str) -> int | Literal["best"]:
         help="write only the adapters of model.lora, as peft does (default: merge them)",
     ),
     argument(
+        "--gguf",
+        action="store_true",
+        help="also write OUT/model.gguf, for llama.cpp (needs the extra gguf)",
+    ),
+    argument(
         "--push-to-hub",
         metavar="OWNER/NAME",
         help="also upload OUT to this repository of the Hub; a new one is private",
@@ -265,8 +270,14 @@ def _step(text: str) -> int | Literal["best"]:
 def _export(options: argparse.Namespace) -> int:
     from gac.training.export import export_run
 
-    chosen = options.checkpoint, options.adapters, options.push_to_hub
-    path = export_run(options.source, options.out, *chosen)
+    path = export_run(
+        options.source,
+        options.out,
+        options.checkpoint,
+        adapters=options.adapters,
+        repository=options.push_to_hub,
+        gguf=options.gguf,
+    )
     print(f"{path} -> {options.out}")
     return OK
 

@@ -17,10 +17,11 @@ from huggingface_hub import ModelCardData, create_repo, upload_folder
 from huggingface_hub.errors import HTTPError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from transformers import AutoConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from gac.config import load
-from gac.errors import CheckpointNotFound, ConfigError, RunError, writable_folder
+from gac.errors import CheckpointNotFound, ConfigError, RunError, import_extra, writable_folder
 from gac.faults import checkpoint
 from gac.models.adapters import adapter_layers, base_name, is_untied, untie
 from gac.models.causal_lm import apply_training_options, load_meta_model, load_model, load_tokenizer
@@ -37,8 +38,10 @@ def export_run(
     run: Path,
     out: Path,
     step: int | Literal["best"] | None = None,
+    *,
     adapters: bool = False,
     repository: str | None = None,
+    gguf: bool = False,
 ) -> Path:
     """Export the model of a run to a folder for `from_pretrained`, as `gac export` does.
 
@@ -49,16 +52,19 @@ def export_run(
             the newest intact one.
         adapters: write the adapters alone, as peft does; False: merge them into the model.
         repository: owner/name on the Hub; the folder is also uploaded to it. A new one is private.
+        gguf: also write the model as one file for llama.cpp, `out`/model.gguf.
 
     Returns:
         The checkpoint that was read.
 
     Raises:
         CheckpointNotFound: the checkpoint does not exist.
-        ConfigError: `adapters`, but the run trained all weights; the Hub refuses `repository`.
+        ConfigError: `adapters`, but the run trained all weights; the Hub refuses `repository`;
+            `gguf`, but the model cannot be written in this format.
         FileExistsError: `out` is not empty.
         RunDirectoryError: a process trains in `run` or exports from it.
         RunError: the export is complete, but the upload failed.
+        MissingExtra: `gguf`, but the package `gguf` is not installed.
     """
     if not (run / "config.yaml").is_file():
         raise CheckpointNotFound(f"RUN={str(run)!r} is not a run directory: it has no config.yaml")
@@ -72,14 +78,24 @@ def export_run(
             raise ConfigError(
                 f"--adapters: {run} trained all weights (model.lora is null): omit it"
             )
+        if gguf:
+            _check_gguf(config, adapters or has_adapters(config.path))
         writable_folder("OUT", out)
         if repository is not None:
             _create_repository(repository)
-        export_checkpoint(config, path, out, adapters=adapters)
+        export_checkpoint(config, path, out, adapters=adapters, gguf=gguf)
         if repository is not None:
             _write_card(settings, int(path.name.rpartition("-")[2]), out)
             _upload(out, repository)
     return path
+
+
+def _check_gguf(config: ModelConfig, only_adapters: bool) -> None:
+    """Fail before a long export if its result cannot be written as a GGUF file."""
+    if only_adapters:
+        raise ConfigError("--gguf: a GGUF file has a whole model, and only adapters are exported")
+    module = import_extra("gac.models.gguf_file", "gac export --gguf")
+    module.check_convertible(AutoConfig.from_pretrained(config.path), load_tokenizer(config))
 
 
 def _create_repository(name: str) -> None:
@@ -140,14 +156,22 @@ def export_checkpoint(
     path: Path,
     out: Path,
     file_size: int = FILE_SIZE,
+    *,
     adapters: bool = False,
+    gguf: bool = False,
 ) -> None:
     """Export the checkpoint at `path`, then replace `out` with the complete export.
 
     A kill never loses a complete `out`. Between the two renames it is at `.NAME.previous`, and the
     next export restores it.
 
-    file_size: approximate bytes per file of weights; peak memory is one file plus one layer.
+    Args:
+        config: the model that was trained.
+        path: the checkpoint.
+        out: the folder to write.
+        file_size: approximate bytes per file of weights; peak memory is one file plus one layer.
+        adapters: write only the adapters.
+        gguf: also write model.gguf.
     """
     checkpoint.verify(path)
     out = out.resolve()  # "." has no name
@@ -165,6 +189,9 @@ def export_checkpoint(
         else:
             _save_weights(config, path, temporary, file_size)
         load_tokenizer(config).save_pretrained(temporary)
+        if gguf:
+            module = import_extra("gac.models.gguf_file", "gac export --gguf")
+            module.write_gguf(temporary, temporary / "model.gguf")
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         reason = getattr(error, "strerror", None) or error

@@ -127,18 +127,31 @@ def test_eval(tmp_path: Path, monkeypatch: Any, capsys: Any, rank: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "expected"),
+    ("options", "step", "changed"),
     [
-        ([], (None, False, None)),
-        (["--checkpoint", "12", "--push-to-hub", "a/b"], (12, False, "a/b")),
-        (["--checkpoint", "best", "--adapters"], ("best", True, None)),
+        ([], None, {}),
+        (["--checkpoint", "12", "--push-to-hub", "a/b"], 12, {"repository": "a/b"}),
+        (["--checkpoint", "best", "--adapters"], "best", {"adapters": True}),
+        (["--gguf"], None, {"gguf": True}),
     ],
 )
-def test_export(monkeypatch: Any, capsys: Any, options: list[str], expected: Any) -> None:
-    calls = fake(monkeypatch, "gac.training.export.export_run", "a/checkpoint")
+def test_export(
+    monkeypatch: Any, capsys: Any, options: list[str], step: Any, changed: dict[str, Any]
+) -> None:
+    calls = []
+
+    def export_run(*args: Any, **keywords: Any) -> str:
+        calls.append((*args, keywords))
+        return "a/checkpoint"
+
+    monkeypatch.setattr("gac.training.export.export_run", export_run)
     assert cli.main(["export", "a", "b", *options]) == cli.OK
-    assert calls == [(Path("a"), Path("b"), *expected)]
+    expected = {"adapters": False, "repository": None, "gguf": False} | changed
+    assert calls == [(Path("a"), Path("b"), step, expected)]
     assert capsys.readouterr().out == "a/checkpoint -> b\n"
+
+
+def test_export_of_an_unknown_step(capsys: Any) -> None:
     with pytest.raises(SystemExit):
         cli.main(["export", "a", "b", "--checkpoint", "last"])
     assert "expected a step number or 'best', got 'last'" in capsys.readouterr().err
