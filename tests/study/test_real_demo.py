@@ -129,6 +129,7 @@ def test_every_answer_fits_the_length_of_a_response(cached_model: Path) -> None:
 def test_a_demo_of_the_real_model_finishes_and_then_has_nothing_to_do(
     real_model: Path, tmp_path: Path, capsys: Any
 ) -> None:
+    real_task.write_task(tmp_path / "task", prompts=12, demos=16, held_out=6)
     assert real.run_real(tmp_path, str(real_model), steps=2) == 0
     printed = capsys.readouterr().out
     assert "constant-alarm 2/2" in printed
