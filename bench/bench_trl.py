@@ -1,6 +1,6 @@
 """Interleaved benchmark of one update of TRL's trainers with TRL's head, our head or our loss.
 
-Usage: python -m bench.bench_trl [--device cpu] [--rounds 5] [--out FILE]
+Usage: python -m bench.bench_trl [--device cpu] [--rounds 5] [--case NAME] [--out FILE]
 
 Each update is a forward and backward pass of the same micro-batch by the same model; gradients must
 be equal. On a CPU, one thread computes, and times are processor times. Memory is the peak above the
@@ -13,8 +13,10 @@ import argparse
 import contextlib
 import ctypes
 import importlib.util
+import itertools
 import json
 import logging
+import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +28,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from gac.demo.real_model import fetch_model
+from gac.demo.real_task import codes
 from gac.evaluation.table import markdown_table
 from gac_kernels import projection
 from tools.pages import BENCHMARKS, fill
@@ -51,12 +55,15 @@ class Case:
     rows: int
     prompt: int
     completion: int
+    pretrained: bool = False
+    """Whether it is the model of `gac demo --real`, on questions and answers of its task."""
 
 
 CASES = (
     Case("hidden 256, vocabulary 32,000", 256, 4, 32_000, 16, 16, 128),
     Case("head of Qwen2.5-0.5B", 896, 2, 151_936, 8, 8, 64),
 )
+REAL_CASE = Case("SmolLM2-135M-Instruct", 576, 30, 49_152, 4, 32, 48, pretrained=True)
 GPU_CASES = (
     *CASES,  # the time of one micro-batch so small is that of its kernel launches
     Case("head of Qwen2.5-0.5B, 8,192 tokens", 896, 2, 151_936, 16, 64, 512),
@@ -65,8 +72,10 @@ TINY_CASES = (Case("tiny", 32, 1, 499, 4, 3, 5),)
 
 
 def make_model(case: Case, seed: int = 0) -> nn.Module:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+    if case.pretrained:
+        return AutoModelForCausalLM.from_pretrained(fetch_model(), dtype=torch.float32)
     torch.manual_seed(seed)
     heads = max(case.hidden // 64, 1)
     return Qwen2ForCausalLM(
@@ -85,9 +94,13 @@ def make_model(case: Case, seed: int = 0) -> nn.Module:
 
 
 def make_update(trainer: str, case: Case, folder: Path, device: str) -> tuple[nn.Module, Callable]:
-    """The model, and a function that runs a forward and backward pass with a given provider."""
+    """The model, and a function that runs a forward and backward pass with a given provider.
+
+    The function returns the loss.
+    """
     import trl
     from datasets import Dataset
+    from transformers import AutoTokenizer
 
     from gac.demo.task import make_tokenizer
 
@@ -101,16 +114,24 @@ def make_update(trainer: str, case: Case, folder: Path, device: str) -> tuple[nn
     }
     if trainer == "GRPO":
         options["num_generations"] = 2
-    digits = "0123456789" * (1 + case.completion // 10)
-    prompt, completion = digits[: case.prompt], digits[: case.completion]
-    row = {"prompt": prompt, "completion": completion}
+    tokenizer = (
+        AutoTokenizer.from_pretrained(fetch_model()) if case.pretrained else make_tokenizer()
+    )
+    rows = texts(case, tokenizer)
     if trainer == "DPO":
-        row = {"prompt": prompt, "chosen": completion, "rejected": completion[::-1]}
+        rows = [
+            {
+                "prompt": row["prompt"],
+                "chosen": row["completion"],
+                "rejected": row["completion"][::-1],
+            }
+            for row in rows
+        ]
     common = {
         "model": make_model(case),
         "args": getattr(trl, f"{trainer}Config")(**options),
-        "train_dataset": Dataset.from_list([row] * case.rows),
-        "processing_class": make_tokenizer(),
+        "train_dataset": Dataset.from_list(rows),
+        "processing_class": tokenizer,
     }
     if trainer == "DPO":
         common["ref_model"] = make_model(case)
@@ -121,7 +142,7 @@ def make_update(trainer: str, case: Case, folder: Path, device: str) -> tuple[nn
         if trainer == "GRPO":
             common["reward_funcs"] = lambda **_: None
         instance = getattr(trl, f"{trainer}Trainer")(**common)
-        inputs = rollouts(case)
+        inputs = rollouts(case, tokenizer)
     else:
         instance = getattr(trl, f"{trainer}Trainer")(**common)
         inputs = next(iter(instance.get_train_dataloader()))
@@ -130,24 +151,56 @@ def make_update(trainer: str, case: Case, folder: Path, device: str) -> tuple[nn
     instance.current_gradient_accumulation_steps = 1
     own = type(instance)
 
-    def update(provider: str) -> None:
+    def update(provider: str) -> float:
         from gac_kernels.heads.trl import FusedGRPOTrainer, apply_fused_head
 
         instance.__class__ = FusedGRPOTrainer if provider == LOSS else own
         model.zero_grad(set_to_none=True)
         with apply_fused_head() if provider == HEAD else contextlib.nullcontext():
-            instance.compute_loss(model, dict(inputs)).backward()
+            loss = instance.compute_loss(model, dict(inputs))
+            loss.backward()
+        return float(loss)
 
     return model, update
 
 
-def rollouts(case: Case) -> dict[str, Any]:
+def texts(case: Case, tokenizer: Any) -> list[dict[str, str]]:
+    """A prompt and a completion for each row: digits, or questions of the demo and their answers.
+
+    Each has about the number of tokens that `case` says.
+    """
+    if not case.pretrained:
+        digits = "0123456789" * (1 + case.completion // 10)
+        return [
+            {"prompt": digits[: case.prompt], "completion": digits[: case.completion]}
+        ] * case.rows
+    rng = random.Random(0)
+    questions = [
+        f"{q['question']} {q['answer']}" for q in itertools.islice(codes(rng), 4 * case.rows)
+    ]
+    parts = [" ".join(questions[i :: case.rows]) for i in range(case.rows)]
+    cut = [tokenizer(text)["input_ids"][: case.prompt + case.completion] for text in parts]
+    return [
+        {
+            "prompt": tokenizer.decode(ids[: case.prompt]),
+            "completion": tokenizer.decode(ids[case.prompt :]),
+        }
+        for ids in cut
+    ]
+
+
+def rollouts(case: Case, tokenizer: Any) -> dict[str, Any]:
     """A micro-batch as GRPOTrainer prepares it."""
     draw = torch.Generator().manual_seed(0)
     prompts, completions = (
         torch.randint(2, case.vocab, (case.rows, length), generator=draw)
         for length in (case.prompt, case.completion)
     )
+    if case.pretrained:
+        rows = texts(case, tokenizer)
+        ids = [tokenizer(row["prompt"] + row["completion"])["input_ids"] for row in rows]
+        whole = torch.tensor([row[: case.prompt + case.completion] for row in ids])
+        prompts, completions = whole.split((case.prompt, case.completion), dim=1)
     return {
         "prompt_ids": prompts,
         "prompt_mask": torch.ones_like(prompts),
@@ -240,6 +293,14 @@ def fill_page() -> None:
     )
 
 
+def kept_rows(path: Path, device: str, case: str) -> list[dict[str, Any]]:
+    """The rows of the other cases in a file, which must be of the same device."""
+    document = json.loads(path.read_text())
+    if document["device"] != device_name(device):
+        raise SystemExit(f"{path} is of another device, {document['device']}: measure all cases")
+    return [row for row in document["rows"] if row["name"] != case]
+
+
 def save(rows: list[dict[str, Any]], path: Path, device: str) -> None:
     document = {
         "device": device_name(device),
@@ -255,6 +316,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, default=tiny(5, 1))
+    parser.add_argument("--case", help="measure only this one, and keep the file's other rows")
     parser.add_argument("--out", type=Path, help="default: a file in bench/results")
     options = parser.parse_args()
     out = options.out or RESULTS / FILES[options.device]
@@ -264,9 +326,14 @@ def main() -> None:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     if options.device == "cpu":
         torch.set_num_threads(1)
+    cases = tiny(GPU_CASES if options.device == "cuda" else CASES, TINY_CASES)
     rows = []
-    for case in tiny(GPU_CASES if options.device == "cuda" else CASES, TINY_CASES):
-        for trainer in TRAINERS:
+    if options.case:
+        cases = tuple(case for case in (*cases, REAL_CASE) if case.name == options.case)
+        rows = kept_rows(out, options.device, options.case)
+    for case in cases:
+        # the pretrained model is its own teacher, so its divergence would be 0
+        for trainer in [t for t in TRAINERS if not (case.pretrained and t == "Distillation")]:
             for row in measure(trainer, case, options.rounds, options.device):
                 rows.append(row)
                 print(json.dumps(row), flush=True)

@@ -6,12 +6,9 @@ empty modules.
 """
 
 import importlib
-import os
 import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -20,39 +17,13 @@ from torch import Tensor
 from gac_kernels.heads import openrlhf, prime_rl, skyrl
 from gac_kernels.heads.transformers import Record
 
+from .conftest import ABSENT, SOURCES
 from .test_transformers import check, make
-
-SOURCES = Path(os.environ.get("GAC_TRAINER_SOURCES", "missing"))
-
-
-@pytest.fixture
-def sources(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Imports a module from a checkout without running the packages' `__init__`."""
-
-    def load(root: Path, name: str, absent: tuple[str, ...]) -> Any:
-        if not root.is_dir():
-            pytest.skip(f"no {root}: set GAC_TRAINER_SOURCES")
-        for package in absent:
-            try:
-                importlib.import_module(package)
-            except ImportError:
-                monkeypatch.setitem(sys.modules, package, MagicMock(__spec__=None))
-        parts = name.split(".")[:-1]
-        for i in range(1, len(parts) + 1):
-            package = ModuleType(".".join(parts[:i]))
-            package.__path__ = [str(root.joinpath(*parts[:i]))]
-            monkeypatch.setitem(sys.modules, package.__name__, package)
-        monkeypatch.delitem(sys.modules, name, raising=False)
-        return importlib.import_module(name)
-
-    return load
 
 
 def test_prime_rl(sources: Any) -> None:
     name = "prime_rl.trainer.models.layers.lm_head"
-    module = sources(
-        SOURCES / "prime-rl/src", name, ("prime_rl.utils.logger", "prime_rl.utils.vlm")
-    )
+    module = sources(SOURCES / "prime-rl/src", name, ABSENT["prime-rl"])
     torch.manual_seed(0)
     head = module.FusedOutputLinear(16, 97, chunk_size=4)
     hidden, labels = torch.randn(2, 7, 16, requires_grad=True), torch.randint(97, (2, 7))
@@ -80,8 +51,7 @@ def test_prime_rl_divides_logits_by_the_temperature_in_float32() -> None:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_openrlhf(sources: Any, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    absent = ("deepspeed", "openrlhf.models.ring_attn_utils", "transformers.integrations.deepspeed")
-    module = sources(SOURCES / "OpenRLHF", "openrlhf.models.actor", absent)
+    module = sources(SOURCES / "OpenRLHF", "openrlhf.models.actor", ABSENT["OpenRLHF"])
     model = make("gemma2")
     actor = module.Actor(model, temperature=temperature)
     actor.packing_samples = False
