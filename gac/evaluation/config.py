@@ -113,7 +113,7 @@ class EvalConfig:
     """Default reward for tasks that do not set one; same format as in training."""
     out: str | None = None
     """Output folder for the results and answers; finished tasks are not rerun. null: `evals` for
-    `tasks`; a single task is only printed."""
+    `tasks`; a single task is only printed, and an interrupted one continues when it is rerun."""
     seed: int = 0
     """Sampling seed."""
 

@@ -12,10 +12,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import gzip
+import hashlib
 import json
 import logging
 import math
-import tempfile
+import os
+import shutil
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -65,14 +67,31 @@ class Job(NamedTuple):
 def evaluate_single(config: EvalConfig, against: Path | None = None) -> dict[str, Any]:
     """Run the task in `config.eval` as a suite, in which its name is `eval`.
 
-    Returns its columns of eval.jsonl (see `flat`), and the comparison with `against`. Nothing is
-    kept if `config.out` is null.
+    Returns its columns of eval.jsonl (see `flat`), and the comparison with `against`. If
+    `config.out` is null, the finished batches are kept only until the evaluation is complete.
     """
-    with contextlib.ExitStack() as stack:
-        out = config.out or stack.enter_context(tempfile.TemporaryDirectory())
-        suite = replace(config, out=out, tasks={"eval": config.eval}, eval=EvalSettings())
-        row = run_suite(suite, against)["tasks"]["eval"]
+    out = Path(config.out) if config.out else _temporary_folder(config)
+    suite = replace(config, out=str(out), tasks={"eval": config.eval}, eval=EvalSettings())
+    row = run_suite(suite, against)["tasks"]["eval"]
+    if config.out is None and collectives.rank() == 0:
+        shutil.rmtree(out, ignore_errors=True)
     return flat(row) | {key: row[key] for key in ("against",) if key in row}
+
+
+def _temporary_folder(config: EvalConfig) -> Path:
+    """Where an evaluation without `out` can continue after an interruption.
+
+    The name depends on all settings, and on the sizes and times of the local files that they name,
+    so an evaluation of a changed model or other rows starts anew.
+    """
+    from huggingface_hub.constants import HF_HOME
+
+    named = [Path(name) for name in (config.model.path, config.eval.data.prompts) if name]
+    files = [file for path in named for file in ([path] if path.is_file() else path.glob("*"))]
+    states = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in sorted(files)]
+    setting = json.dumps([_setting(config, config.eval), states], sort_keys=True)
+    key = hashlib.sha256(setting.encode()).hexdigest()[:16]
+    return Path(HF_HOME) / f"gac-{os.getuid()}" / "evaluations" / key
 
 
 def run_suite(config: EvalConfig, against: Path | None = None) -> dict[str, Any]:

@@ -79,9 +79,23 @@ def check_model(config: ModelConfig, *, ask_hub: bool = True) -> None:
             f"model.lora: model.path={config.path!r} already contains adapters, which are trained: "
             "remove model.lora, or merge the adapters into a model with peft's merge_and_unload"
         )
+    _check_adapters(Path(config.path))
     if not config.random_init:
         remedy = "give a folder with weights, or set model.random_init=true"
         check_files("model.path", config.path, "weights", remedy, *WEIGHTS)
+
+
+def _check_adapters(folder: Path) -> None:
+    """Raise ConfigError if a local folder has adapters of a kind that cannot be loaded."""
+    try:
+        settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return
+    if isinstance(settings, dict) and settings.get("use_dora"):
+        raise ConfigError(
+            f"model.path={str(folder)!r} contains DoRA adapters (use_dora=true), which are not "
+            "supported: merge them into a model with peft's merge_and_unload, and give its folder"
+        )
 
 
 def _check_hub(key: str, name: str) -> None:

@@ -6,7 +6,9 @@ import json
 import math
 import os
 import re
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -94,9 +96,17 @@ def test_results_follow_the_documented_format(task, tmp_path, monkeypatch):
     assert sampled["truncated"] == sum(a.truncated for a in rows["sampled"]) / 32
 
 
-def test_a_single_task_is_kept_only_with_out(task, tmp_path, monkeypatch):
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """The folder of the evaluations that have no `out`."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / f"gac-{os.getuid()}" / "evaluations"
+
+
+def test_a_single_task_is_kept_only_with_out(task, tmp_path, monkeypatch, cache):
     """Its columns are those of eval.jsonl in training."""
-    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
     single = suite(
         task,
         "e",
@@ -104,13 +114,58 @@ def test_a_single_task_is_kept_only_with_out(task, tmp_path, monkeypatch):
         eval={"data": {"prompts": str(task / "eval.jsonl")}, "max_completion_length": 5},
     )
     printed = evaluate_single(replace(single, out=None))
-    assert not any(tmp_path.iterdir())
+    assert not any(Path().iterdir())
+    assert not any(cache.iterdir())
     kept = evaluate_single(single)
-    row = json.loads((tmp_path / "e" / "results.json").read_text())["tasks"]["eval"]
+    row = json.loads(Path("e/results.json").read_text())["tasks"]["eval"]
     assert printed == kept == flat(row)
     assert printed["accuracy"] == row["accuracy"]
-    again = evaluate_single(replace(single, out="f"), against=tmp_path / "e" / "results.json")
+    again = evaluate_single(replace(single, out="f"), against=Path("e/results.json"))
     assert again["against"]["difference"] == 0
+
+
+def test_a_single_task_without_out_continues_after_an_interruption(
+    task, tmp_path, monkeypatch, cache
+):
+    model = shutil.copytree(task / "init", tmp_path / "model")
+    config = suite(
+        task,
+        None,
+        model={"path": str(model), "random_init": True},
+        tasks={},
+        eval={
+            "data": {"prompts": str(task / "eval.jsonl")},
+            "max_completion_length": 5,
+            "batch": 2,
+        },
+    )
+    config = replace(config, out=None)
+    expected = evaluate_single(config)
+    sampled = []
+
+    def interrupted(engine, examples, number, sample=Engine.sample_rollouts):
+        if len(sampled) == 2:
+            raise KeyboardInterrupt
+        sampled.append(len(examples))
+        return sample(engine, examples, number)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Engine, "sample_rollouts", interrupted)
+        evaluate_single(config)
+    assert len([*cache.iterdir()]) == 1
+    (model / "config.json").touch()  # another model in the same folder: nothing is reused
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Engine, "sample_rollouts", interrupted)
+        sampled.clear()
+        evaluate_single(config)
+    assert sampled == [2, 2]
+    batches, sample = [], Engine.sample_rollouts
+    monkeypatch.setattr(
+        Engine, "sample_rollouts", lambda e, x, n: batches.append(len(x)) or sample(e, x, n)
+    )
+    assert evaluate_single(config) == expected
+    assert batches == [2, 2]
+    assert len([*cache.iterdir()]) == 1  # of the first interruption, whose model is gone
 
 
 def test_finished_tasks_are_not_run_again(task, tmp_path):

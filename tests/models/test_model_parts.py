@@ -283,6 +283,13 @@ def test_files_of_every_kind_are_recognized(tmp_path, patterns, names) -> None:
         check_files("key", str(folder), "part", "add it", *patterns)
 
 
+def test_dora_adapters_are_refused_by_name(tmp_path) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"use_dora": True}))
+    (tmp_path / "adapter_model.safetensors").touch()
+    with pytest.raises(ConfigError, match=r"DoRA adapters \(use_dora=true\).*merge_and_unload"):
+        check_model(ModelConfig(str(tmp_path)))
+
+
 @pytest.mark.parametrize("name", ["./no", "../no", "~/no", "/no", "a/b/c"])
 def test_paths_are_not_looked_up_on_the_hub(name, monkeypatch) -> None:
     monkeypatch.setattr(source, "_check_hub", lambda *_: None)
