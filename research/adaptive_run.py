@@ -29,6 +29,7 @@ from gac.data import DataConfig, load_demos
 from gac.data.micro_batches import demo_row
 from gac.demo.task import write_rows
 from gac.models.config import ModelConfig
+from gac.report import write_report
 from gac.train_config import TrainConfig
 from gac.training import policy, trainer
 from gac.training.record import Logbook
@@ -96,6 +97,13 @@ ADAPTIVE: dict[str, dict[str, Any]] = {
 }
 """The adaptive arms: their method and what differs from its defaults."""
 SINGLE: dict[str, dict[str, Any]] = {"sft": {"name": "sft"}, "grpo": {"name": "grpo"}}
+CHORD = {"name": "chord-mu", "schedule": {"peak": 0.9, "valley": 0.05, "decay": 7}}
+"""CHORD's schedule over 60% of the run; only in the figures."""
+DRAWN = ("gac", "gac-paper", "0.5-0.5", "chord-mu")
+"""Arms of the figures."""
+
+
+FIGURE_SEED = 200
 
 
 class Run(NamedTuple):
@@ -160,7 +168,7 @@ class Study:
             donor = Run(DONORS[run.cell], arm, run.seed)
             values = next(row["mu"] for row in finished(self.results) if key(row) == donor)
             return {"name": "research.adaptive_task:MuPath", "values": values}
-        return (ADAPTIVE | SINGLE)[run.arm]
+        return (ADAPTIVE | SINGLE | {"chord-mu": CHORD})[run.arm]
 
     def config(self, run: Run, folder: Path) -> TrainConfig:
         """Write the data of a run to `folder`; returns its configuration."""
@@ -172,6 +180,7 @@ class Study:
         noise = {"noise": noise_of(run.cell, second), "seed": run.seed}
         settings = {
             "out": str(folder / "run"),
+            "run_name": run.arm,
             "model": {"path": self.model, "dtype": "bfloat16", "lora": LORA},
             "method": self.method(run),
             "data": data(folder) | {"order": "research.adaptive_task:InOrder"},
@@ -305,9 +314,11 @@ YOKED = ("gac", "constant-alarm")
 def plan() -> Iterator[tuple[str, tuple[str, ...]]]:
     """(cell, arms) in the order of execution; all seeds of one entry run before the next."""
     first, second, *others = CELLS
-    yield first, (*CONSTANTS, ORACLES[first][1], "constant-alarm", "gac")
+    yield first, (*CONSTANTS, "gac")
+    yield first, (ORACLES[first][1],)
     yield second, ("gac",)
     yield first, ("yoked-gac",)
+    yield first, ("constant-alarm",)
     yield second, (*CONSTANTS, ORACLES[second][1], "constant-alarm")
     yield first, ("yoked-constant-alarm", "gac-paper", ORACLES[first][0])
     yield second, ("yoked-gac", "yoked-constant-alarm", "gac-paper", ORACLES[second][0])
@@ -335,14 +346,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the raw rows")
     parser.add_argument("--hours", type=float, default=24.0, help="start no run after that time")
+    parser.add_argument("--figures", type=Path, help="only draw one run per arm, in a new folder")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     end = time.monotonic() + 3600 * args.hours
     if not (args.out / "tokenizer_config.json").exists():  # the last file written
         reduce_vocabulary(args.model, args.out, texts())
-    execute_all(Study(str(args.out), args.results), runs(), end)
+    study = Study(str(args.out), args.results)
+    if args.figures is not None:
+        print(draw(study, args.figures))
+    else:
+        execute_all(study, runs(), end)
     return 0
+
+
+def draw(study: Study, folder: Path) -> Path:
+    """Write the report of one run of each of `DRAWN`, with the panels of the paper's figures."""
+    for arm in DRAWN:
+        own = folder / arm
+        own.mkdir(parents=True)
+        with study.loaded_once():
+            QuietTrainer(study.config(Run("noisy-rewards", arm, FIGURE_SEED), own)).run()
+    return write_report([folder / arm / "run" for arm in DRAWN], folder)
 
 
 def execute_all(study: Study, todo: Iterator[Run], end: float) -> None:
