@@ -60,8 +60,13 @@ def complete(arms: Mapping[str, Mapping[int, float]], name: str) -> bool:
 def values(arms: Mapping[str, Mapping[int, float]], name: str) -> np.ndarray:
     """Accuracies of an arm, [seeds]; of `BEST`, the constant chosen without the seed's own run."""
     if name == BEST:
-        return chosen_elsewhere(arms, CONSTANTS)
+        return chosen_elsewhere(arms, constants(arms))
     return np.array([arms[name][seed] for seed in SEEDS])
+
+
+def constants(arms: Mapping[str, Mapping[int, float]]) -> tuple[str, ...]:
+    """The complete constants of a cell."""
+    return tuple(name for name in CONSTANTS if complete(arms, name))
 
 
 def chosen_elsewhere(
@@ -89,13 +94,17 @@ def t_quantile(p: float, freedom: int) -> float:
     if p < 0.5:
         return -t_quantile(1 - p, freedom)
     # P(|T| > t) = I_{v / (v + t^2)}(v / 2, 1 / 2)
-    return float(mpmath.findroot(lambda t: _tails(t, freedom) - 2 * (1 - p), (1.0, 5.0)))
+    low, high = 0.0, 1e3
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _tails(middle, freedom) > 2 * (1 - p) else (low, middle)
+    return low
 
 
-def _tails(t: Any, freedom: int) -> Any:
+def _tails(t: float, freedom: int) -> float:
     """P(|T| > |t|)."""
-    x = freedom / (freedom + mpmath.mpf(t) ** 2)
-    return mpmath.betainc(freedom / 2, 0.5, 0, x, regularized=True)
+    x = freedom / (freedom + t**2)
+    return float(mpmath.betainc(freedom / 2, 0.5, 0, x, regularized=True))
 
 
 def estimate(differences: np.ndarray) -> Estimate:
@@ -105,7 +114,7 @@ def estimate(differences: np.ndarray) -> Estimate:
         return Estimate(mean, mean, mean, float(mean == 0), 0.0)
     error = sd / math.sqrt(n)
     half = t_quantile(0.975, n - 1) * error
-    return Estimate(mean, mean - half, mean + half, float(_tails(mean / error, n - 1)), sd)
+    return Estimate(mean, mean - half, mean + half, _tails(mean / error, n - 1), sd)
 
 
 def detectable(sd: float, n: int, level: float = 0.05) -> float:
@@ -135,24 +144,25 @@ class Comparison(NamedTuple):
 def headroom(found: Table, cell: str) -> Estimate:
     """The best schedule minus the best constant, each chosen on the other seeds."""
     best = chosen_elsewhere(found[cell], schedules(found, cell))
-    return estimate(best - chosen_elsewhere(found[cell], CONSTANTS))
+    return estimate(best - chosen_elsewhere(found[cell], constants(found[cell])))
 
 
 def schedules(found: Table, cell: str) -> tuple[str, ...]:
     """The constants and the complete oracles of a cell."""
-    return (*CONSTANTS, *(name for name in ORACLES[cell] if complete(found[cell], name)))
+    own = (name for name in ORACLES[cell] if complete(found[cell], name))
+    return (*constants(found[cell]), *own)
 
 
 def tested(found: Table) -> list[str]:
     """The cells whose constants and an oracle are complete."""
-    ready = [c for c in CELLS if all(complete(found[c], name) for name in CONSTANTS)]
+    ready = [c for c in CELLS if len(constants(found[c])) == len(CONSTANTS)]
     return [cell for cell in ready if len(schedules(found, cell)) > len(CONSTANTS)]
 
 
 def comparisons(found: Table) -> list[Comparison]:
     """Every judged comparison, with Holm's correction over all of them."""
     raw: list[tuple[str, str, str, Estimate]] = []
-    cells = [c for c in CELLS if all(complete(found[c], name) for name in CONSTANTS)]
+    cells = [c for c in CELLS if len(constants(found[c])) > 1]
     for arm in JUDGED:
         for against in (BEST, f"yoked-{arm}"):
             differences = {

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Tokenizer
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from gac.config import load
 from gac.data import DataConfig, load_prompts
@@ -135,7 +135,7 @@ def test_frozen_layers_compute_each_row_once_and_the_same(study):
 def test_a_reduced_vocabulary_leaves_the_logits_of_its_tokens(study, tmp_path):
     texts = ["1+7", "ab"]
     reduce_vocabulary(study.model, tmp_path, texts)
-    tokenizers = [AutoTokenizer.from_pretrained(path) for path in (study.model, tmp_path)]
+    tokenizers = [PreTrainedTokenizerFast.from_pretrained(path) for path in (study.model, tmp_path)]
     models = [AutoModelForCausalLM.from_pretrained(path) for path in (study.model, tmp_path)]
     ids = [tokenizer.encode("b7+1") for tokenizer in tokenizers]
     kept = tokenizers[0].convert_tokens_to_ids(
