@@ -28,7 +28,8 @@ from research.adaptive_run import (
 )
 from research.adaptive_task import CELLS
 
-PAGE = Path(__file__).resolve().parent / "adaptive.md"
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = (ROOT / "research" / "adaptive.md", ROOT / "docs" / "choose_mu.md")
 BEGIN = "<!-- begin: python -m research.adaptive_results {} -->\n\n"
 END = "\n<!-- end -->"
 NEEDED = 0.02
@@ -240,6 +241,43 @@ def accuracy_table(found: Table) -> str:
     return markdown_table(["arm", *cells], lines)
 
 
+def sentence(found: Table) -> str:
+    """What a user should know."""
+    cell = "bad-demonstrations"
+    own = next((c for c in comparisons(found) if c[:3] == (cell, "gac", BEST)), None)
+    if own is None:
+        return "An adaptive mu has not been compared on a pretrained model yet.\n"
+    seen = 100 * detectable(own.result.sd, len(SEEDS))
+    return (
+        "On a pretrained model of 135 million parameters, an adaptive mu neither helped nor\n"
+        "harmed: while the demonstrations turned bad, `gac` minus the best constant mu was "
+        f"{_interval(own.result)}\n"
+        f"points (one task, eight seeds; a difference of {seen:.1f} would have been seen). Knowing\n"
+        "the moment of the change did not help either, so this says little about tasks on which\n"
+        "it would ([study](../research/adaptive.md)).\n"
+    )
+
+
+SHOWN_STEPS = (1, 3, 6, 9, 12)
+
+
+def path_table(rows: Sequence[Mapping[str, Any]], found: Table) -> str:
+    """mu of the adaptive arms at some steps: the mean, and the range over the seeds."""
+    lines = []
+    for cell in CELLS:
+        for arm in (a for a in JUDGED if complete(found[cell], a)):
+            runs = [row for row in rows if (row["cell"], row["arm"]) == (cell, arm)]
+            shown = []
+            for step in SHOWN_STEPS:
+                mu = [row["mu"][step - 1] for row in runs]
+                shown.append(f"{np.mean(mu):.2f} ({min(mu):.2f} to {max(mu):.2f})")
+            lowered = sum(any(row["demos_suspect"]) for row in runs)
+            alarm = f"{lowered} of {len(runs)}" if runs[0]["demos_suspect"][0] is not None else ""
+            lines.append([cell, f"`{arm}`", *shown, alarm])
+    heads = ["cell", "arm", *(f"step {step}" for step in SHOWN_STEPS), "runs with an alarm"]
+    return markdown_table(heads, lines)
+
+
 def progress(found: Table, rows: Sequence[Mapping[str, Any]]) -> str:
     """What has been run, at which cost."""
     if not rows:
@@ -268,6 +306,8 @@ def sections(results: Path = RESULTS) -> dict[str, str]:
         "judged": judged_table(found),
         "headroom": headroom_table(found),
         "accuracy": accuracy_table(found),
+        "paths": path_table(rows, found),
+        "sentence": sentence(found),
     }
 
 
@@ -278,17 +318,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--check", action="store_true", help="fail if the page is out of date")
     args = parser.parse_args(argv)
-    before = page = PAGE.read_text()
-    for marker, text in sections().items():
-        _, begin, rest = page.partition(BEGIN.format(marker))
-        if begin:
-            page = page.removesuffix(rest) + text + rest[rest.index(END) :]
-    if args.check and page != before:
-        print(f"{PAGE} is out of date: run python -m research.adaptive_results")
-        return 1
-    if page != before:
-        PAGE.write_text(page)
-    return 0
+    changed = []
+    for path in PAGES:
+        before = page = path.read_text()
+        for marker, text in sections().items():
+            _, begin, rest = page.partition(BEGIN.format(marker))
+            if begin:
+                page = page.removesuffix(rest) + text + rest[rest.index(END) :]
+        if page != before:
+            changed.append(path)
+            if not args.check:
+                path.write_text(page)
+    if args.check and changed:
+        print(f"{changed[0]} is out of date: run python -m research.adaptive_results")
+    return int(args.check and bool(changed))
 
 
 if __name__ == "__main__":

@@ -126,3 +126,14 @@ def test_the_headroom_and_the_accuracies():
                 assert numbers(text)[0] == pytest.approx(
                     100 * np.mean(arms_of[cell][arm]), abs=0.06
                 )
+
+
+def test_the_paths_of_mu():
+    path = FOLDER / "results" / "adaptive" / "runs.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+    for cell, arm, *shown, _ in lines("paths"):
+        paths = np.array([r["mu"] for r in rows if r["cell"] == cell and r["arm"] == arm])
+        assert len(paths) == len(SEEDS)
+        for step, text in zip((1, 3, 6, 9, 12), shown, strict=True):
+            mu = paths[:, step - 1]
+            assert numbers(text) == pytest.approx([mu.mean(), mu.min(), mu.max()], abs=0.006)
