@@ -252,9 +252,9 @@ def sentence(found: Table) -> str:
         "On a pretrained model of 135 million parameters, an adaptive mu neither helped nor\n"
         "harmed: while the demonstrations turned bad, `gac` minus the best constant mu was "
         f"{_interval(own.result)}\n"
-        f"points (one task, eight seeds; a difference of {seen:.1f} would have been seen). Knowing\n"
-        "the moment of the change did not help either, so this says little about tasks on which\n"
-        "it would ([study](../research/adaptive.md)).\n"
+        f"points (one task, eight seeds; a difference of {seen:.1f} would have been seen).\n"
+        "Knowing the moment of the change did not help either, so this says little about tasks\n"
+        "on which it would ([study](../research/adaptive.md)).\n"
     )
 
 
