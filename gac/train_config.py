@@ -246,7 +246,7 @@ def loss_of(config: TrainConfig) -> Loss:
     elsewhere = rollouts.engine == "vllm" or rollouts.function is not None
     if elsewhere and comparable and not from_reference:
         spec = dataclasses.replace(
-            loss.spec, correction=rollouts.correction, correction_max=rollouts.correction_max
+            loss.spec, correction=rollouts.correction, correction_max=rollouts.correction_bound
         )
         loss = loss._replace(spec=spec)
     return loss

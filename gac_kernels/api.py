@@ -40,6 +40,7 @@ def fused_gac_loss(
     demo_norm: float | Tensor | None = None,
     weights: Tensor | None = None,
     rollout_logps: Tensor | None = None,
+    teacher_logps: Tensor | None = None,
     temperatures: Tensor | None = None,
     moments: bool = True,
     overwrite: bool = False,
@@ -80,6 +81,9 @@ def fused_gac_loss(
             no denominator, KL, entropy or statistic.
         rollout_logps: same shape as targets; log-probabilities from the engine that sampled the
             rollouts, required by `spec.correction`. nan: no correction for that token.
+        teacher_logps: same shape as targets; log-probabilities of the same tokens under a teacher,
+            at the same temperature, required if `spec.teacher_coef` is not 0. They are read for
+            rollouts.
         temperatures: float > 0, [B] or [B, T]; packed: [S] or [N]. Replaces `spec.temperature`.
         moments: False skips the statistics.
         overwrite: store the gradient in the logits' memory, which destroys the logits. No effect on
@@ -114,6 +118,7 @@ def fused_gac_loss(
         demo_norm=demo_norm,
         weights=weights,
         rollout_logps=rollout_logps,
+        teacher_logps=teacher_logps,
         temperatures=temperatures,
     )
     checks.batch_inputs(logits, inputs, spec)
@@ -224,6 +229,8 @@ def fused_linear_gac_loss(
     demo_norm: float | Tensor | None = None,
     weights: Tensor | None = None,
     rollout_logps: Tensor | None = None,
+    teacher_logps: Tensor | None = None,
+    teacher_ids: Tensor | None = None,
     temperatures: Tensor | None = None,
     moments: bool = True,
     overwrite: bool = False,
@@ -249,6 +256,10 @@ def fused_linear_gac_loss(
         hidden: [B, T, H], or packed [N, H]; float32, bfloat16 or float16, rows of any stride.
         weight: [V, H], same dtype as hidden; under autocast, any float dtype except float64.
         bias: [V], or None.
+        teacher_logps: as in `fused_gac_loss`, or [B, T, K] or [N, K] with `teacher_ids`.
+        teacher_ids: int64 [B, T, K] or [N, K]; K different tokens at each position, such as the
+            teacher's likeliest, for a `spec.teacher_loss` of "forward_kl" or "reverse_kl", at the
+            same cost. -100: fewer than K tokens; as the first of a token: it has no teacher.
         overwrite: accepted for symmetry; there are no logits to overwrite.
         chunk_bytes: most memory for one chunk of logits and gradients, of which a CPU uses half if
             that is as fast; None: 128 MiB on a CPU; on a GPU 1000 MiB, or 1/64 of its memory if
@@ -272,6 +283,8 @@ def fused_linear_gac_loss(
         demo_norm=demo_norm,
         weights=weights,
         rollout_logps=rollout_logps,
+        teacher_logps=teacher_logps,
+        teacher_ids=teacher_ids,
         temperatures=temperatures,
     )
     checks.batch_inputs(hidden, inputs, spec)
@@ -441,6 +454,7 @@ def loss_from_logprobs(
     demo_norm: float | Tensor | None = None,
     weights: Tensor | None = None,
     rollout_logps: Tensor | None = None,
+    teacher_logps: Tensor | None = None,
     moments: bool = True,
 ) -> LossOutput:
     """Compute `fused_gac_loss` from log-probabilities instead of logits.
@@ -473,6 +487,7 @@ def loss_from_logprobs(
         demo_norm=demo_norm,
         weights=weights,
         rollout_logps=rollout_logps,
+        teacher_logps=teacher_logps,
     )
     checks.batch_inputs(logps, inputs, spec)
     if spec.entropy_coef != 0 and entropy is None:

@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .contract import IGNORE
-from .reference import scale_logits
+from .reference import TwoCalls, scale_logits
 from .tokens import Operands, Scaling, Upstream
 
 # entries of the comparison of a row's candidates with each other, [M, K, K], computed at once
@@ -58,9 +57,10 @@ def candidates(
 
 
 def write_gradient(
-    out: Tensor,  # [M, V]: the gradient of the rest, with `d_logps.sum(1)` as that of a log-prob
+    out: Tensor,  # [M, V]: the gradient of the rest
     rows: Candidates,
     upstream: Upstream,  # with `d_logps` [M, K]
+    shared: Tensor,  # [M, K] or [M, 1]: the derivative that the softmax is multiplied by
 ) -> None:
     """Overwrite the gradient of the candidates' logits.
 
@@ -69,18 +69,28 @@ def write_gradient(
     """
     _, entropy, d_logps, d_entropy = upstream
     p = torch.where(rows.ids == IGNORE, 0, rows.logps.exp())
-    own, shared = _summed_over_equal_ids(rows.ids, d_logps), d_logps.sum(1, keepdim=True)
-    value = own - shared * p
+    own = _summed_over_equal_ids(rows.ids, d_logps)
+    # own - shared p, without cancellation where p is near 1
+    value = (own - shared) * p - own * rows.logps.expm1()
     # a masked entry (-inf) adds 0 log 0 = 0 to the entropy
     log_p = torch.where(p == 0, 0, rows.logps)
     value = (value - d_entropy[:, None] * p * (log_p + entropy[:, None])) * rows.derivative
     inside = (rows.ids >= 0) & (rows.ids < out.shape[1])
-    # entries that are no candidates repeat one that is
     first = inside.to(torch.int8).argmax(1, keepdim=True)
-    ids = torch.where(inside, rows.ids, _inside(rows.ids.gather(1, first), out.shape[1]))
+    index, found = distinct(rows.ids, out.shape[1])
     value = torch.where(inside, value, value.gather(1, first)).to(out.dtype)
-    value = torch.where(inside.any(1, keepdim=True), value, out.gather(1, ids))
-    out.scatter_(1, ids, value)
+    out.scatter_(1, index, torch.where(found, value, out.gather(1, index)))
+
+
+def distinct(ids: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Where to write one value for each candidate, int64 [M, K], and which rows have any, [M, 1].
+
+    Entries that are no candidates repeat the first that is, so that no other value is written.
+    """
+    inside = (ids >= 0) & (ids < vocabulary)
+    first = inside.to(torch.int8).argmax(1, keepdim=True)
+    index = torch.where(inside, ids, _inside(ids.gather(1, first), vocabulary))
+    return index, inside.any(1, keepdim=True)
 
 
 def _inside(ids: Tensor, vocabulary: int) -> Tensor:
@@ -110,11 +120,13 @@ def with_candidates(op: Operands) -> Operands:
     return op if op.targets.dim() == 1 else replace(op, backend=CandidateRows(op.backend))
 
 
-class CandidateRows:
+class CandidateRows(TwoCalls):
     """Backend (see `backends`) for K targets per row: its targets and log-probs are [M, K]."""
 
-    def __init__(self, inner: ModuleType) -> None:
-        self.inner, self.scale_ = inner, inner.scale_
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner)
+        # a backend whose rows are shards of a vocabulary has its own
+        self.candidates = getattr(inner, "candidates", candidates)
 
     def row_stats(
         self,
@@ -128,7 +140,7 @@ class CandidateRows:
         _, entropy, lse, *extra = self.inner.row_stats(
             logits, targets[:, 0], scaling, more_outputs=more_outputs
         )
-        return candidates(logits[0], targets, lse, scaling).logps, entropy, lse, *extra
+        return self.candidates(logits[0], targets, lse, scaling).logps, entropy, lse, *extra
 
     def row_grads(
         self,
@@ -138,9 +150,9 @@ class CandidateRows:
         upstream: Upstream,
         out: Tensor,  # [1, M, V], may be the logits
     ) -> None:
-        rows = candidates(logits[0], targets, upstream.lse, scaling)
+        rows = self.candidates(logits[0], targets, upstream.lse, scaling)
         # the gradient of the rest; the candidates are no targets, because they are written below
         rest = torch.where(targets[:, 0] == IGNORE, IGNORE, -1)
         total = upstream._replace(d_logps=upstream.d_logps.sum(1))
         self.inner.row_grads(logits, rest, scaling, total, out, whole_row=False)
-        write_gradient(out[0], rows, upstream)
+        write_gradient(out[0], rows, upstream, total.d_logps[:, None])

@@ -15,9 +15,18 @@ import torch
 from torch import Tensor
 
 from . import backends
-from .contract import COMPUTE_DTYPES, IGNORE, MORE_OUTPUTS, DemoWeight, LossSpec
+from .contract import (
+    COMPUTE_DTYPES,
+    IGNORE,
+    MORE_OUTPUTS,
+    TOP_K_LOSSES,
+    DemoWeight,
+    LossSpec,
+)
 from .divergence import DIVERGENCES
 from .tokens import DTYPES, BatchInputs, Operands, temperature_per_token
+
+MAX_LOGP = 0.01  # of a teacher: a log-probability that was rounded
 
 
 def row_tensor(name: str, value: Tensor, targets: Tensor) -> None:
@@ -127,10 +136,44 @@ def batch_inputs(like: Tensor, inputs: BatchInputs, spec: LossSpec) -> None:
             if inputs.rollout_logps is None
             else "rollout_logps is given but spec.correction='none': set a correction or omit it"
         )
+    teacher(inputs, spec)
     scalar("mu", inputs.mu, like, 0, 1)
     for name in ("rollout_norm", "demo_norm"):
         if (norm := getattr(inputs, name)) is not None:
             scalar(name, norm, like, 0, math.inf)
+
+
+def teacher(inputs: BatchInputs, spec: LossSpec) -> None:
+    """Check what a teacher says of the tokens, without reading values."""
+    logps, ids = inputs.teacher_logps, inputs.teacher_ids
+    tokens, loss = tuple(inputs.targets.shape), f"spec.teacher_loss={spec.teacher_loss!r}"
+    top_k = spec.teacher_loss in TOP_K_LOSSES
+    if logps is None:
+        if ids is not None:
+            raise ValueError("teacher_logps is None: teacher_ids requires their log-probabilities")
+        if spec.teacher_coef != 0:
+            raise ValueError(
+                f"teacher_logps is None: spec.teacher_coef={spec.teacher_coef!r} requires it"
+            )
+        return
+    if ids is None:
+        if top_k:
+            raise ValueError(f"teacher_ids is None: {loss} requires K tokens, [.., K]")
+        floats("teacher_logps", logps, inputs.targets, tokens)
+        return
+    if not top_k:
+        raise ValueError(
+            f"teacher_ids is given but {loss} takes the sampled token: omit it, or use one of "
+            f"{', '.join(TOP_K_LOSSES)}"
+        )
+    tensor("teacher_ids", ids, "int64", torch.int64)
+    if ids.dim() != len(tokens) + 1 or ids.shape[:-1] != tokens or ids.shape[-1] == 0:
+        wanted = ", ".join(str(n) for n in tokens)
+        raise ValueError(
+            f"teacher_ids has shape {list(ids.shape)}: expected [{wanted}, K] with K >= 1"
+        )
+    same_device("teacher_ids", ids, inputs.targets)
+    floats("teacher_logps", logps, inputs.targets, tuple(ids.shape))
 
 
 def _sequences(like: Tensor, targets: Tensor, cu_seqlens: Tensor | None) -> int:
@@ -299,6 +342,7 @@ def values(targets: Tensor, vocabulary: int | None, inputs: BatchInputs | None =
     if inputs is not None:
         in_range("weights", inputs.weights, targets, zero=True)
         in_range("temperatures", inputs.temperatures, targets)
+        teacher_values(inputs, vocabulary)
     if cu_seqlens is not None and _readable(cu_seqlens):
         ends = cu_seqlens.tolist()
         if ends != sorted(ends) or (ends[0], ends[-1]) != (0, targets.numel()):
@@ -306,17 +350,40 @@ def values(targets: Tensor, vocabulary: int | None, inputs: BatchInputs | None =
                 f"cu_seqlens={ends}: use offsets that start at 0, never decrease, and end at "
                 f"N = {targets.numel()}"
             )
-    if targets.numel() and _readable(targets):
-        low, high = [x.item() for x in targets.aminmax()]
-        limit = high + 1 if vocabulary is None else vocabulary
-        if low >= 0 and high < limit:  # fast path: a single pass if every token has a loss
-            return
-        bad = ((targets < 0) | (targets >= limit)) & (targets != IGNORE)
+    token_ids("targets", targets, vocabulary, "for no loss")
+
+
+def token_ids(name: str, ids: Tensor, vocabulary: int | None, ignored: str) -> None:
+    """Check that readable ids are in [0, V), or -100."""
+    if not ids.numel() or not _readable(ids):
+        return
+    low, high = [x.item() for x in ids.aminmax()]
+    limit = high + 1 if vocabulary is None else vocabulary
+    if low >= 0 and high < limit:  # fast path: a single pass if every token has a loss
+        return
+    bad = ((ids < 0) | (ids >= limit)) & (ids != IGNORE)
+    if bad.any():
+        where = bad.nonzero()[0].tolist()
+        raise ValueError(
+            f"{name}{where} = {ids[tuple(where)].item()}: use a token in "
+            f"[0, {'V' if vocabulary is None else vocabulary}), or {IGNORE} {ignored}"
+        )
+
+
+def teacher_values(inputs: BatchInputs, vocabulary: int | None) -> None:
+    """Check a teacher's readable tokens, and that it gives log-probabilities, not logits."""
+    ids, logps = inputs.teacher_ids, inputs.teacher_logps
+    given = inputs.targets != IGNORE
+    if ids is not None:
+        ids = ids.masked_fill(~given[..., None], IGNORE)
+        token_ids("teacher_ids", ids, vocabulary, "for fewer than K tokens")
+        given = ids != IGNORE
+    if logps is not None and _readable(logps):
+        bad = given & (logps > MAX_LOGP)
         if bad.any():
             where = bad.nonzero()[0].tolist()
             raise ValueError(
-                f"targets{where} = {targets[tuple(where)].item()}: use a token in "
-                f"[0, {'V' if vocabulary is None else vocabulary}), or {IGNORE} for no loss"
+                f"teacher_logps{where} = {logps[tuple(where)].item()}: use log-probabilities <= 0"
             )
 
 
@@ -335,6 +402,8 @@ def complete(
     weights: Tensor | None = None,
     rollout_logps: Tensor | None = None,
     temperatures: Tensor | None = None,
+    teacher_logps: Tensor | None = None,
+    teacher_ids: Tensor | None = None,
 ) -> BatchInputs:
     """The batch, with the roles that omitted arguments imply; nothing is read from a device.
 
@@ -348,6 +417,11 @@ def complete(
         raise ValueError(
             "mu is None: a batch with advantages and is_demo needs the weight of its "
             "demonstrations, in [0, 1]; omit is_demo if all tokens are rollouts"
+        )
+    if advantages is None and teacher_logps is not None:
+        raise ValueError(
+            "advantages is None: without advantages every token is a demonstration, but a teacher "
+            "teaches rollouts; pass advantages, which are 0 for distillation alone"
         )
     if advantages is None:
         has_rollouts = (
@@ -386,6 +460,8 @@ def complete(
         weights=weights,
         rollout_logps=rollout_logps,
         temperatures=temperatures,
+        teacher_logps=teacher_logps,
+        teacher_ids=teacher_ids,
     )
 
 

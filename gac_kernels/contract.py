@@ -70,8 +70,15 @@ CHOICES = {
         "token_mask",
         "sequence_truncate",
         "sequence_mask",
+        "probability_mask",
+        "probability_mask_away",
     ),
+    "teacher_loss": ("k1", "k2", "k3", "forward_kl", "reverse_kl"),
 }
+# The teacher's losses of K tokens and the rest; the others are of the sampled token.
+TOP_K_LOSSES = ("forward_kl", "reverse_kl")
+# `correction_max` of a mask by probabilities, if it has the default value of the other corrections
+MAX_PROBABILITY_DIFFERENCE = 0.3
 
 
 class Bound(NamedTuple):
@@ -110,6 +117,7 @@ NUMBERS = {
     "temperature": _POSITIVE,
     "correction_min": _CLIP,
     "correction_max": _CLIP,
+    "teacher_coef": _FINITE,
 }
 
 
@@ -172,15 +180,31 @@ class LossSpec:
     exp(current - rollout). "token_truncate" and "token_mask" use one factor per token;
     "sequence_truncate" and "sequence_mask" use one per sequence, from the sum over its rollout
     tokens. Truncation clamps the factor to [correction_min, correction_max]; masking sets it to 0
-    outside.
+    outside. "probability_mask" removes the policy term of the tokens whose current probability
+    differs from that of the engine by more than `correction_max` (prime-rl's default), and
+    "probability_mask_away" only of those whose update would increase the difference, by the sign
+    of the advantage (DPPO-TV, arXiv 2602.04879).
     """
     correction_min: float | None = None
     """Lower bound of that factor, or None."""
     correction_max: float | None = 2.0
-    """Upper bound of that factor, or None."""
+    """Upper bound of that factor, or None. For a mask by probabilities, their largest difference,
+    at most 1; the default 2.0 means 0.3 there.
+    """
     use_bias_correction_kl: bool = False
     """Multiply the KL estimator by the ratio, differentiated: unbiased off-policy (arXiv
     2512.02556).
+    """
+    teacher_coef: float = 0.0
+    """Weight of the teacher's term, a mean over the rollout tokens (`teacher_logps`). It does not
+    depend on mu.
+    """
+    teacher_loss: str = "k2"
+    """The teacher's term of a rollout token. Of the sampled token: "k1", "k2" or "k3", as in
+    `kl_estimator`, with the teacher as reference. On-policy, the mean gradient of "k2" is that of
+    KL(policy, teacher), that of "k3" is that of KL(teacher, policy), and that of "k1" is 0. Of the
+    K tokens `teacher_ids`, with the rest of the vocabulary as one more: "forward_kl" is
+    KL(teacher, policy), "reverse_kl" is KL(policy, teacher).
     """
 
     def __post_init__(self) -> None:
@@ -209,11 +233,37 @@ class LossSpec:
             raise ValueError(
                 f"clip_low={below!r}, clip_high={above!r}: use 1 - clip_low <= 1 + clip_high"
             )
-        if self.correction_max is not None and (self.correction_min or 0) > self.correction_max:
+        if self.masks_probabilities:
+            self._check_probability_mask()
+        elif self.correction_max is not None and (self.correction_min or 0) > self.correction_max:
             raise ValueError(
                 f"correction_min={self.correction_min!r}: use a number <= "
                 f"correction_max={self.correction_max!r}"
             )
+
+    def _check_probability_mask(self) -> None:
+        if self.correction_min is not None:
+            raise ValueError(
+                f"correction_min={self.correction_min!r}: omit it, correction={self.correction!r} "
+                "has no lower bound"
+            )
+        if not self.max_probability_difference <= 1:
+            raise ValueError(
+                f"correction_max={self.correction_max!r}: use a difference of probabilities in "
+                f"[0, 1] with correction={self.correction!r}"
+            )
+
+    @property
+    def masks_probabilities(self) -> bool:
+        """Whether the correction depends on a difference of probabilities."""
+        return self.correction.startswith("probability")
+
+    @property
+    def max_probability_difference(self) -> float:
+        """`correction_max` of a mask by probabilities."""
+        is_default = self.correction_max == LossSpec.correction_max
+        maximum = MAX_PROBABILITY_DIFFERENCE if is_default else self.correction_max
+        return math.nan if maximum is None else maximum
 
     @functools.cached_property
     def token_options(self) -> dict[str, float]:
@@ -417,7 +467,8 @@ class LossOutput(NamedTuple):
     # a named tuple, because FSDP's hooks find no tensors inside dataclasses
 
     loss: torch.Tensor
-    """(1 - mu) rollout_loss + mu demo_loss; differentiable once."""
+    """(1 - mu) rollout_loss + mu demo_loss, plus teacher_coef teacher_loss with a teacher;
+    differentiable once."""
     rollout_loss: torch.Tensor
     """The reduced rollout term, 0 without rollouts."""
     demo_loss: torch.Tensor
@@ -432,6 +483,8 @@ class LossOutput(NamedTuple):
     """float32, like targets: entropy of each distribution in nats, 0 where there is no loss."""
     moments: TokenMoments | None
     """Sufficient statistics for the controller; None if `moments=False`."""
+    teacher_loss: torch.Tensor | None = None
+    """The reduced teacher's term, 0 without rollouts; None without `teacher_logps`."""
 
     def shaped(self, shape: torch.Size, **changes: Any) -> LossOutput:
         """Reshape [N] log-probs and entropies to `shape`, that of the targets."""

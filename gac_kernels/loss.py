@@ -22,7 +22,15 @@ from torch.autograd.graph import increment_version
 from .contract import IGNORE, LossSpec
 from .linear import blocks, read_counts
 from .projection import Gradients, Head, Result
-from .reference import select_outputs, token_gradients, token_terms
+from .reference import (
+    TwoCalls,
+    own_logps,
+    select_outputs,
+    teacher_terms,
+    token_gradients,
+    token_terms,
+)
+from .teacher import TeacherRows
 from .tokens import (
     ASYNCHRONOUS,
     BatchInputs,
@@ -39,6 +47,7 @@ from .tokens import (
     split_columns,
     stack_columns,
     with_factors,
+    with_teacher_loss,
 )
 
 
@@ -58,19 +67,41 @@ def fused_loss(
     Rows whose gradient is known to be 0 need only the forward GEMM. A loss that depends on sums of
     current log-probs over sequences takes 8 N H V: these are computed first.
     """
+    off_policy = inputs.old_logps is not None
     kind = coupling(
         spec,
-        off_policy=inputs.old_logps is not None,
-        corrects_current=inputs.old_logps is None and inputs.rollout_logps is not None,
+        off_policy=off_policy,
+        corrects_current=inputs.rollout_logps is not None
+        and (spec.masks_probabilities or not off_policy),
     )
+    tokens = with_factors(op.backend.plan(inputs, spec, op.accum_dtype), inputs, spec)
+    op = with_formulas(op, tokens, spec)
     buffer = None
     if op.weight is None and needs.rows:  # for the gradient of the logits
         reuse = overwrite and has_distinct_elements(op.rows)
         buffer = op.rows.detach() if reuse else op.rows.new_empty(op.rows.shape)
     passes = _two_passes if kind is Coupling.CURRENT else _one_pass
-    done = passes(op, inputs, spec, needs, kind, buffer)
-    out = op.backend.reduce(done.tokens, done.terms, moments).shaped(inputs.targets.shape)
-    return Result((out.loss, out), done.gradients, done.inv_scale)
+    done = passes(op, tokens, spec, needs, kind, buffer)
+    logps = done.terms.logps
+    terms = done.terms._replace(logps=own_logps(logps).contiguous())
+    out = op.backend.reduce(tokens, terms, moments)
+    if tokens.teacher is not None:
+        out = with_teacher_loss(out, tokens, teacher_terms(logps, tokens, spec), spec)
+    return Result((out.loss, out.shaped(inputs.targets.shape)), done.gradients, done.inv_scale)
+
+
+def with_formulas(op: Operands, tokens: Tokens, spec: LossSpec) -> Operands:
+    """The operands with a backend for the formulas that the row kernels lack, if the loss has any.
+
+    A teacher's K tokens, and the rest, become further targets of their row.
+    """
+    teacher = tokens.teacher
+    has_teacher = teacher is not None and spec.teacher_coef != 0
+    if (has_teacher or spec.masks_probabilities) and not isinstance(op.backend, TwoCalls):
+        op = replace(op, backend=TwoCalls(op.backend))
+    if teacher is None or teacher.ids is None:
+        return op
+    return replace(op, targets=tokens.row_targets, backend=TeacherRows(op.backend))
 
 
 class Coupling(enum.Enum):
@@ -113,7 +144,6 @@ def has_distinct_elements(x: Tensor) -> bool:
 class Pass(NamedTuple):
     """The results of all rows."""
 
-    tokens: Tokens
     terms: TokenTerms
     gradients: Gradients = (None, None, None)
     inv_scale: Tensor | None = None
@@ -121,14 +151,13 @@ class Pass(NamedTuple):
 
 def _one_pass(
     op: Operands,
-    inputs: BatchInputs,
+    plan: Tokens,
     spec: LossSpec,
     needs: NeedsGrad,
     kind: Coupling,
     buffer: Tensor | None,  # for the gradient of the logits, if they are given
 ) -> Pass:
     """Compute the loss of tokens whose gradients do not depend on each other's log-probs."""
-    plan = with_factors(op.backend.plan(inputs, spec, op.accum_dtype), inputs, spec)
     whole, tokens = spec, plan
     if spec.importance_sampling_level == "sequence":
         spec = replace(spec, importance_sampling_level="token")  # the ratio is 1 or unused
@@ -139,7 +168,7 @@ def _one_pass(
     inv_scale, tokens = scale_for_float16(tokens, spec, op.dtype)
     if op.weight is None:
         terms = op.backend.row_loss(op.rows, tokens, spec, buffer, softcap=op.softcap)
-        done = Pass(plan, terms, (buffer, None, None), inv_scale)
+        done = Pass(terms, (buffer, None, None), inv_scale)
     else:
         order = sort_tokens(tokens.live, ~has_zero_gradient(tokens, spec) if any(needs) else None)
         ordered, results = tokens.at(order.tokens), op.results(len(TokenTerms._fields))
@@ -152,52 +181,55 @@ def _one_pass(
                 block.out,
                 softcap=op.softcap,
             )
-            torch.stack(terms, out=results[:, block.tokens])
-        done = Pass(plan, TokenTerms(*order.restore(results)), head.gradients(), inv_scale)
+            stack_columns(*terms, out=results[:, block.tokens])
+        terms = TokenTerms(*split_columns(order.restore(results), op.targets))
+        done = Pass(terms, head.gradients(), inv_scale)
     if kind is Coupling.KNOWN:
-        terms = token_terms(done.terms.logps, done.terms.entropy, plan, whole)
-        done = done._replace(terms=terms)
+        logps = done.terms.logps
+        terms = token_terms(own_logps(logps), done.terms.entropy, plan, whole)
+        done = done._replace(terms=terms._replace(logps=logps))
     return done
 
 
 def _two_passes(
     op: Operands,
-    inputs: BatchInputs,
+    tokens: Tokens,
     spec: LossSpec,
     needs: NeedsGrad,
     kind: Coupling,
     buffer: Tensor | None,
 ) -> Pass:
     """Compute all log-probs first, then the gradient from the derivative of each."""
-    tokens = with_factors(op.backend.plan(inputs, spec, op.accum_dtype), inputs, spec)
     if tokens.temperature is not None:
         op = replace(op, temperatures=tokens.temperature)
     head = order = None
     if op.weight is None:
-        stats = torch.stack(op.backend.row_stats(op.rows, tokens.targets, op.scaling))
+        stats = torch.stack(op.backend.row_stats(op.rows, op.targets, op.scaling))
     else:
         head, known = Head(op, needs), tokens
         if spec.importance_sampling_level == "sequence":  # depends on the tokens of the sequence
             known = tokens.averaged(absolute=True)
         order = sort_tokens(tokens.live, ~has_zero_gradient(known, spec))
         stats, order = _stats_pass(op, head, order)
-    logps, entropy, lse = stats
+    logps, entropy, lse = split_columns(stats, op.targets)
     terms, derivatives = token_gradients(logps, entropy, tokens, spec, any(needs))
     if derivatives is None:
-        return Pass(tokens, terms)
+        return Pass(terms)
+    d_logps, d_entropy = derivatives
     inv_scale = None
     if op.dtype == torch.float16:
-        inv_scale = power_above((derivatives / op.scaling.temperature).abs())
-        derivatives = derivatives / inv_scale
-    upstream = Upstream(lse, entropy, *derivatives)
+        sizes = stack_columns(d_logps, d_entropy)
+        inv_scale = power_above((sizes / op.scaling.temperature).abs())
+        d_logps, d_entropy = d_logps / inv_scale, d_entropy / inv_scale
+    upstream = Upstream(lse, entropy, d_logps, d_entropy)
     if head is None or order is None:
-        op.backend.row_grads(op.rows, tokens.targets, op.scaling, upstream, buffer)
-        return Pass(tokens, terms, (buffer, None, None), inv_scale)
+        op.backend.row_grads(op.rows, op.targets, op.scaling, upstream, buffer)
+        return Pass(terms, (buffer, None, None), inv_scale)
     if op.rows.device.type not in ASYNCHRONOUS:  # the exact rows cost no synchronization
-        used = (derivatives != 0).any(0)
+        used = (stack_columns(d_logps, d_entropy) != 0).any(0)
         order = sort_tokens(used, used)
     _gradient_pass(op, head, order, upstream)
-    return Pass(tokens, terms, head.gradients(), inv_scale)
+    return Pass(terms, head.gradients(), inv_scale)
 
 
 def row_stats(op: Operands, *, more_outputs: bool = False) -> Sequence[Tensor]:

@@ -91,9 +91,9 @@ def _saved_dtypes(op: Operands) -> list[torch.dtype]:
         f"{_SCHEMA} Tensor shaped_targets, Tensor advantages, Tensor is_demo, Tensor mu, "
         "Tensor? old_logps, Tensor? ref_logps, Tensor? cu_seqlens, Tensor? rollout_norm, "
         "Tensor? demo_norm, Tensor? weights, Tensor? rollout_logps, Tensor? token_temperatures, "
-        "float[] spec, bool[] needs) -> (Tensor scalars, Tensor logps, "
-        "Tensor entropy, Tensor rollouts, Tensor demo_nll, Tensor totals, "
-        "Tensor inv_scale, Tensor d_rows, Tensor d_weight, Tensor d_bias)"
+        "Tensor? teacher_logps, Tensor? teacher_ids, float[] spec, bool[] needs) -> "
+        "(Tensor scalars, Tensor logps, Tensor entropy, Tensor rollouts, Tensor demo_nll, "
+        "Tensor totals, Tensor inv_scale, Tensor d_rows, Tensor d_weight, Tensor d_bias)"
     ),
 )
 def _loss(*arguments: Any) -> tuple[Tensor, ...]:
@@ -109,7 +109,8 @@ def _loss(*arguments: Any) -> tuple[Tensor, ...]:
     with eager, torch.no_grad(), torch.autocast(op.rows.device.type, enabled=False):
         inputs, wanted = inputs._replace(**constants), NeedsGrad(*needs)
         values, grads, inv_scale = loss.fused_loss(op, inputs, spec, wanted)
-    *scalars, logps, entropy, moments = values[1]
+    *scalars, logps, entropy, moments, teacher_loss = values[1]
+    scalars.append(torch.zeros_like(scalars[0]) if teacher_loss is None else teacher_loss)
     return (
         torch.stack(scalars),
         *(
@@ -134,8 +135,8 @@ def _(*arguments):
 
     moments = (new(7, dtype=f64), new(inputs.sequences, dtype=f64), new(6, dtype=f64))
     grads = _like_operands(op, arguments[-1], _saved_dtypes(op))
-    # the first output: loss, rollout_loss, demo_loss, kl, clip_fraction
-    return new(5), new(tokens), new(tokens), *moments, new(dtype=torch.float32), *grads
+    # the first output: loss, rollout_loss, demo_loss, kl, clip_fraction, teacher_loss
+    return new(6), new(tokens), new(tokens), *moments, new(dtype=torch.float32), *grads
 
 
 def _setup_loss(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -172,7 +173,7 @@ def fused_loss(op: Operands, inputs: BatchInputs, spec: LossSpec, *, moments: bo
     outputs = ops.loss(*_pack(op), *tensors, spec.encode(), list(op.needs))
     scalars, logps, entropy, *sums = outputs[:6]
     total, *parts = scalars.unbind()
-    rollout_loss, demo_loss, kl, clip_fraction = (x.detach() for x in parts)
+    rollout_loss, demo_loss, kl, clip_fraction, teacher_loss = (x.detach() for x in parts)
     return LossOutput(
         loss=total,
         rollout_loss=rollout_loss,
@@ -182,6 +183,7 @@ def fused_loss(op: Operands, inputs: BatchInputs, spec: LossSpec, *, moments: bo
         logps=logps,
         entropy=entropy,
         moments=TokenMoments(*sums) if moments else None,
+        teacher_loss=None if inputs.teacher_logps is None else teacher_loss,
     ).shaped(inputs.targets.shape)
 
 

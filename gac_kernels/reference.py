@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from .checks import complete
 from .contract import (
@@ -33,10 +34,16 @@ from .tokens import (
     bound_for_float16,
     plan,
     reduce,
+    split_columns,
+    stack_columns,
     temperature_per_token,
     token_factor,
     with_factors,
+    with_teacher_loss,
 )
+
+# Probability of the rest below which its logarithm is constant
+LEAST_REST = 1e-30
 
 
 def token_logprobs(
@@ -250,6 +257,38 @@ def _kl(d: Tensor, estimator: str) -> Tensor:
             return d.expm1() - d
 
 
+def teacher_terms(logps: Tensor, tokens: Tokens, spec: LossSpec) -> Tensor:
+    """The teacher's loss of each token, [N]; differentiable in `logps`.
+
+    logps: [N]; with a teacher's K tokens those of `row_targets`, [N, K + 2].
+    """
+    teacher = tokens.teacher
+    assert teacher is not None
+    if teacher.ids is None:
+        # elsewhere exp(-logp) may overflow, and its gradient would be 0 * inf
+        gap = torch.where(tokens.rollout, teacher.logps.to(logps.dtype) - logps, 0)
+        return _kl(gap, spec.teacher_loss)
+    given = teacher.ids != IGNORE
+    others = torch.where(given, teacher.logps, -math.inf).double()
+    # rounding may leave no rest, or less
+    rest, least = 1 - others.exp().sum(1), 8 * torch.finfo(teacher.logps.dtype).eps
+    named = torch.where(given, logps[:, 1:-1], -math.inf), others.to(logps.dtype)
+    log_rest = logps[:, -1].clamp(min=math.log(LEAST_REST)), rest.clamp(min=least).log()
+    p_rest = logps[:, -1].exp(), rest.clamp(min=0)
+    (q, p), (log_q, log_p) = ([x.to(logps.dtype) for x in pair] for pair in (p_rest, log_rest))
+    if spec.teacher_loss == "forward_kl":
+        losses = _kl_of(named[1], named[0]) + p * (log_p - log_q)
+    else:
+        losses = _kl_of(*named) + q * (log_q - log_p)
+    return torch.where(given.any(1), losses, 0)
+
+
+def _kl_of(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """The sum of p log(p / q) over K outcomes, [M]; one of probability p = 0 adds nothing."""
+    p = log_p.exp()
+    return (p * torch.where(p == 0, 0, log_p - log_q)).sum(1)
+
+
 def _demonstration(logps: Tensor, advantages: Tensor, spec: LossSpec) -> Tensor:
     """The demonstration loss of each token."""
     p = logps.exp()
@@ -267,22 +306,30 @@ def _demonstration(logps: Tensor, advantages: Tensor, spec: LossSpec) -> Tensor:
 
 def token_gradients(
     logps: Tensor, entropy: Tensor, tokens: Tokens, spec: LossSpec, need_grad: bool
-) -> tuple[TokenTerms, Tensor | None]:
-    """Compute the detached terms and, if `need_grad`, the gradients of sum(tokens.scale * loss).
+) -> tuple[TokenTerms, tuple[Tensor, Tensor] | None]:
+    """Compute the detached terms and, if `need_grad`, the gradients of the mixed loss.
 
-    The gradients are with respect to logps and entropy, [2, N].
+    logps: of `Tokens.row_targets`; those of the terms are the same. The gradients are with respect
+    to logps and entropy.
     """
     if not need_grad:
-        return token_terms(logps, entropy, tokens, spec), None
+        return token_terms(own_logps(logps), entropy, tokens, spec)._replace(logps=logps), None
     # autograd cannot save tensors of inference mode
     with torch.inference_mode(False), torch.enable_grad():
-        leaves = torch.stack([logps, entropy]).requires_grad_()
+        leaves = [x.clone().requires_grad_() for x in (logps, entropy)]
         if tokens.scale.is_inference():
-            tokens = Tokens._make(x.clone() if isinstance(x, Tensor) else x for x in tokens)
-        logps, entropy = leaves
-        terms = token_terms(logps, entropy, tokens, spec)
-        (gradients,) = torch.autograd.grad((tokens.scale * terms.loss).sum(), leaves)
-    return TokenTerms(*(x.detach() for x in terms)), gradients
+            tokens = tree_map_only(Tensor, torch.clone, tokens)
+        terms = token_terms(own_logps(leaves[0]), leaves[1], tokens, spec)
+        total = (tokens.scale * terms.loss).sum()
+        if tokens.teacher is not None and spec.teacher_coef != 0:
+            total = total + (tokens.teacher.scale * teacher_terms(leaves[0], tokens, spec)).sum()
+        d_logps, d_entropy = torch.autograd.grad(total, leaves)
+    return TokenTerms(*(x.detach() for x in terms))._replace(logps=logps), (d_logps, d_entropy)
+
+
+def own_logps(logps: Tensor) -> Tensor:
+    """The log-probs of the targets, [N], without those of a teacher's tokens."""
+    return logps if logps.dim() == 1 else logps[:, 0]
 
 
 def loss_from_logprobs(
@@ -304,7 +351,10 @@ def loss_from_logprobs(
     terms = token_terms(flat(logps), flat(entropy_or_zero), tokens, spec)
     if entropy is None:
         terms = terms._replace(entropy=torch.where(tokens.live, math.nan, terms.entropy))
-    return reduce(tokens, terms, moments).shaped(inputs.targets.shape)
+    out = reduce(tokens, terms, moments)
+    if tokens.teacher is not None:
+        out = with_teacher_loss(out, tokens, teacher_terms(terms.logps, tokens, spec), spec)
+    return out.shaped(inputs.targets.shape)
 
 
 def fused_gac_loss(
@@ -324,15 +374,18 @@ def fused_gac_loss(
     inputs = complete(targets, *roles, spec=spec, **batch)
     tokens = with_factors(plan(inputs, spec, compute_dtype(logits.dtype)), inputs, spec)
     temperature = spec.temperature if tokens.temperature is None else tokens.temperature
-    logps, entropy = token_logprobs(
-        logits.flatten(0, -2),
-        tokens.targets,
-        temperature=temperature,
-        logit_scale=logit_scale,
-        softcap=softcap,
-    )
-    terms = token_terms(logps, entropy, tokens, spec)
-    return reduce(tokens, terms, moments).shaped(targets.shape)
+    rows = logits.flatten(0, -2)
+    options: Any = {"temperature": temperature, "logit_scale": logit_scale, "softcap": softcap}
+    logps, entropy = token_logprobs(rows, tokens.targets, **options)
+    out = reduce(tokens, token_terms(logps, entropy, tokens, spec), moments)
+    if tokens.teacher is not None:
+        if tokens.teacher.ids is not None:
+            ids = tokens.teacher.ids
+            others, _ = candidate_logprobs(rows, ids, **options)
+            rest = rest_logprobs(rows, ids, **options)
+            logps = torch.cat([logps[:, None], others, rest[:, None]], 1)
+        out = with_teacher_loss(out, tokens, teacher_terms(logps, tokens, spec), spec)
+    return out.shaped(targets.shape)
 
 
 def linear_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -380,6 +433,26 @@ def candidate_logprobs(
         for ids in targets.unbind(-1)
     ]
     return torch.stack(columns, -1), *others
+
+
+def rest_logprobs(
+    logits: Tensor,  # [N, V]
+    ids: Tensor,  # int64 [N, K]; IGNORE: no token
+    *,
+    temperature: float | Tensor,
+    logit_scale: float,
+    softcap: float | None,
+) -> Tensor:
+    """Log-probability of all tokens but `ids`, [N]; -inf if there is no other."""
+    cap = None if softcap is None else softcap / logit_scale
+    x = logits.to(compute_dtype(logits.dtype))
+    z = scale_logits(x, Scaling(temperature / logit_scale, cap))
+    inside = (ids >= 0) & (ids < z.shape[1])
+    named = torch.zeros_like(z).scatter_add(1, torch.where(inside, ids, 0), inside.to(z.dtype))
+    rest = z.masked_fill(named != 0, -math.inf)
+    empty = (rest == -math.inf).all(1)  # whose logsumexp has no gradient
+    rest_lse = rest.masked_fill(empty[:, None], 0).logsumexp(1)
+    return torch.where(empty, -math.inf, rest_lse) - z.logsumexp(1)
 
 
 def fused_linear_token_loss(
@@ -462,17 +535,45 @@ def loss_in_two_calls(
     *,
     softcap: float | None,
 ) -> TokenTerms:
-    """`row_loss` by the other two row functions of a backend."""
+    """`row_loss` by the other two row functions of a backend, which take `Tokens.row_targets`."""
     temperature = spec.temperature if tokens.temperature is None else tokens.temperature
-    scaling = Scaling(temperature, softcap)
-    logps, entropy, lse = row_stats(logits, tokens.targets, scaling)
+    scaling, targets = Scaling(temperature, softcap), tokens.row_targets
+    logps, entropy, lse = row_stats(logits, targets, scaling)
     terms, derivatives = token_gradients(logps, entropy, tokens, spec, out is not None)
     if out is not None and derivatives is not None:
+        d_logps, d_entropy = derivatives
         if out.dtype == torch.float16:
-            derivatives = bound_for_float16(derivatives, temperature)
-        upstream = Upstream(lse, entropy, *derivatives)
-        row_grads(logits, tokens.targets, scaling, upstream, out)
+            bounded = bound_for_float16(stack_columns(d_logps, d_entropy), temperature)
+            d_logps, d_entropy = split_columns(bounded, targets)
+        row_grads(logits, targets, scaling, Upstream(lse, entropy, d_logps, d_entropy), out)
     return terms
+
+
+class TwoCalls:
+    """Backend (see `backends`) for the formulas of this file that the kernels of another lack."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.plan, self.reduce, self.scale_ = inner.plan, inner.reduce, inner.scale_
+
+    def row_stats(self, *arguments: Any, **options: Any) -> tuple[Tensor, ...]:
+        return self.inner.row_stats(*arguments, **options)
+
+    def row_grads(self, *arguments: Any, **options: Any) -> None:
+        self.inner.row_grads(*arguments, **options)
+
+    def row_loss(
+        self,
+        logits: Tensor,
+        tokens: Tokens,
+        spec: LossSpec,
+        out: Tensor | None,
+        *,
+        softcap: float | None = None,
+    ) -> TokenTerms:
+        return loss_in_two_calls(
+            self.row_stats, self.row_grads, logits, tokens, spec, out, softcap=softcap
+        )
 
 
 def scale_(tensor: Tensor, factor: Tensor) -> None:

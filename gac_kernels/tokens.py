@@ -20,6 +20,7 @@ from .contract import (
     LossOutput,
     LossSpec,
     TokenMoments,
+    compute_dtype,
 )
 
 # dtypes that the kernels support; C++ refers to them by index
@@ -142,6 +143,8 @@ class BatchInputs(NamedTuple):
     weights: Tensor | None = None  # [B], [B, T], [S] or [N]
     rollout_logps: Tensor | None = None  # like targets
     temperatures: Tensor | None = None  # [B], [B, T], [S] or [N]; None: the temperature of the spec
+    teacher_logps: Tensor | None = None  # like targets, or [.., K] with `teacher_ids`
+    teacher_ids: Tensor | None = None  # int64 [.., K]
 
     @property
     def sequences(self) -> int:
@@ -232,6 +235,19 @@ def temperature_per_token(x: Tensor, targets: Tensor, dtype: torch.dtype) -> Ten
     return torch.where(targets == IGNORE, 1, x).reshape(-1)
 
 
+class Teacher(NamedTuple):
+    """What a teacher says of N tokens: of the sampled ones, or of K tokens at each position."""
+
+    logps: Tensor  # [N], or [N, K]; 0 where there is none. Their own dtype, float32 or better
+    ids: Tensor | None  # int64 [N, K], each once; IGNORE where there is none
+    scale: Tensor  # [N]: weight in the mixed loss, 0 except on rollout tokens
+
+    def at(self, index: Tensor | slice) -> Teacher:
+        """Select tokens; views if `index` is a slice."""
+        ids = None if self.ids is None else self.ids[index]
+        return Teacher(self.logps[index], ids, self.scale[index])
+
+
 class Tokens(NamedTuple):
     """A batch as N tokens; float tensors are float32, or float64 for float64 inputs."""
 
@@ -251,6 +267,7 @@ class Tokens(NamedTuple):
     lengths: Tensor  # int64 [S]: tokens with a loss
     rollout_lengths: Tensor  # int64 [S]: tokens with a loss that are not demonstrations
     mu: float | Tensor
+    teacher: Teacher | None = None
 
     def per_sequence(self, x: Tensor) -> Tensor:
         """Sum over each sequence in a fixed order: [N] -> [S], or [N, X] -> [S, X]."""
@@ -259,12 +276,24 @@ class Tokens(NamedTuple):
     def at(self, index: Tensor | slice) -> Tokens:
         """Select tokens, with only the fields that row kernels use; views if `index` is a slice."""
         columns = [None if x is None else x[index] for x in self[:11]]
+        teacher = None if self.teacher is None else self.teacher.at(index)
         # mypy knows neither the length nor the types of an unpacked slice
-        return Tokens(*columns, *self[11:])  # type: ignore[arg-type, call-arg]
+        return Tokens(*columns, *self[11:-1], teacher)  # type: ignore[arg-type, call-arg]
 
     def spread(self, x: Tensor) -> Tensor:
         """Give each token its sequence's value: [S] -> [N]."""
         return x[self.sequence]
+
+    @property
+    def row_targets(self) -> Tensor:
+        """The targets of the row functions: [N], or with a teacher's K tokens [N, K + 2].
+
+        The last of these stands for the rest of the vocabulary.
+        """
+        if self.teacher is None or self.teacher.ids is None:
+            return self.targets
+        named = torch.cat([self.targets[:, None], self.teacher.ids], 1)
+        return torch.nn.functional.pad(named, (0, 1), value=IGNORE)
 
     @property
     def rollout(self) -> Tensor:
@@ -300,7 +329,7 @@ ROW_COLUMNS = ("targets", "demo", "advantages", "old", "ref", "scale", "factor",
 class TokenTerms(NamedTuple):
     """Per-token results of a backend, [N], 0 where there is no loss."""
 
-    logps: Tensor  # log-probability of the target
+    logps: Tensor  # log-probability of the target; with a teacher's K tokens of `row_targets`
     entropy: Tensor  # of the whole distribution, nats
     loss: Tensor  # the token's loss before any weight
     kl: Tensor  # the KL estimator; 0 on demonstrations and without reference
@@ -308,7 +337,7 @@ class TokenTerms(NamedTuple):
 
 
 def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32) -> Tokens:
-    """Flatten a checked batch and compute each token's weight; `with_factors` adds the factors."""
+    """Flatten a checked batch and compute each token's weight; `with_factors` adds the rest."""
     inputs = inputs.to_targets_device()
     targets, is_demo, mu, cu_seqlens = inputs.targets, inputs.is_demo, inputs.mu, inputs.cu_seqlens
     device, flat = targets.device, targets.reshape(-1)
@@ -364,12 +393,13 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
 
 
 def with_factors(tokens: Tokens, inputs: BatchInputs, spec: LossSpec) -> Tokens:
-    """Add the temperature of each token, and the factor of its loss as far as it is known.
+    """Add the factor of each token's loss, its temperature and its teacher to a backend's plan.
 
-    The factor is the caller's weight, times the correction if `old_logps` is given. Without
-    `old_logps`, the tokens keep `rollout_logps`, from which `token_factor` computes the correction
-    later.
+    The factor is the caller's weight, times the correction if that is known, which takes
+    `old_logps`. Otherwise the tokens keep `rollout_logps`, from which `token_factor` computes the
+    correction later.
     """
+    tokens = tokens._replace(teacher=_teacher(tokens, inputs, spec))
     if inputs.weights is None and inputs.temperatures is None and spec.correction == "none":
         return tokens
     inputs = inputs.to_targets_device()
@@ -384,16 +414,39 @@ def with_factors(tokens: Tokens, inputs: BatchInputs, spec: LossSpec) -> Tokens:
         temperature=None if temperatures is None else torch.where(live, temperatures, 1),
         rollout_logps=None if rollout is None else rollout.reshape(-1).to(dtype),
     )
-    if tokens.old is None:
+    if tokens.old is None or spec.masks_probabilities:
         return tokens
     return tokens._replace(factor=token_factor(tokens.old, tokens, spec), rollout_logps=None)
 
 
+def _teacher(tokens: Tokens, inputs: BatchInputs, spec: LossSpec) -> Teacher | None:
+    """The teacher of the rollout tokens."""
+    if inputs.teacher_logps is None:
+        return None
+    logps, ids, rollout = inputs.teacher_logps.detach(), inputs.teacher_ids, tokens.rollout
+    logps = logps.to(compute_dtype(logps.dtype))
+    scale = torch.where(rollout, spec.teacher_coef * tokens.weight, 0)
+    if ids is None:
+        return Teacher(torch.where(rollout, logps.reshape(-1), 0), None, scale)
+    width = ids.shape[-1]
+    ids = ids.reshape(-1, width)
+    ordered, order = ids.sort(dim=1, stable=True)
+    repeated = torch.nn.functional.pad(ordered.diff(dim=1) == 0, (1, 0))
+    absent = torch.zeros_like(repeated).scatter(1, order, repeated)
+    absent |= ~rollout[:, None] | (ids[:, :1] == IGNORE)
+    ids = ids.masked_fill(absent, IGNORE)
+    return Teacher(logps.reshape(-1, width).masked_fill(ids == IGNORE, 0), ids, scale)
+
+
 def token_factor(anchor: Tensor, tokens: Tokens, spec: LossSpec) -> Tensor | None:
-    """[N] loss factors: `tokens.factor` times the importance-sampling correction for `anchor`."""
+    """[N] loss factors: `tokens.factor` times the correction of log-probs `anchor`."""
     if tokens.rollout_logps is None:
         return tokens.factor
     has_correction = tokens.rollout & ~tokens.rollout_logps.isnan()
+    if spec.masks_probabilities:
+        outside = outside_trust_region(anchor, tokens.rollout_logps, tokens.advantages, spec)
+        kept = ~(outside & has_correction)
+        return kept.to(anchor.dtype) if tokens.factor is None else tokens.factor * kept
     log_correction = torch.where(has_correction, anchor - tokens.rollout_logps, 0)
     if spec.correction.startswith("sequence"):
         log_correction = tokens.rollout_sum(log_correction)
@@ -407,6 +460,20 @@ def token_factor(anchor: Tensor, tokens: Tokens, spec: LossSpec) -> Tensor | Non
         correction = torch.where(inside | correction.isnan(), correction, 0)
     correction = torch.where(tokens.demo, 1, correction.to(anchor.dtype))
     return correction if tokens.factor is None else tokens.factor * correction
+
+
+def outside_trust_region(
+    logps: Tensor, engine: Tensor, advantages: Tensor | float, spec: LossSpec
+) -> Tensor:
+    """Whether a mask by probabilities removes each token, bool [N].
+
+    nan is not removed, so that it stays visible in the loss.
+    """
+    difference = logps.exp() - engine.exp()
+    outside = difference.abs() > spec.max_probability_difference
+    if spec.correction == "probability_mask_away":
+        outside &= difference * advantages > 0
+    return outside
 
 
 def _token_weight(
@@ -432,7 +499,8 @@ def has_zero_gradient(tokens: Tokens, spec: LossSpec) -> Tensor:
         no_advantage, no_loss = no_advantage | no_factor, no_loss | (tokens.demo & no_factor)
     only_policy = spec.kl_coef == 0 and spec.entropy_coef == 0  # in the loss of a rollout
     shaped = spec.demo_weight is DemoWeight.SHAPED
-    return no_loss | (no_advantage & torch.where(tokens.demo, shaped, only_policy))
+    zero = no_loss | (no_advantage & torch.where(tokens.demo, shaped, only_policy))
+    return zero if tokens.teacher is None else zero & (tokens.teacher.scale == 0)
 
 
 def scale_for_float16(
@@ -454,15 +522,20 @@ def scale_for_float16(
     weighted_advantages = weights * tokens.advantages.abs() / temperature
     if tokens.factor is not None:
         weighted_advantages = torch.maximum(weights, weighted_advantages) * tokens.factor
-    if tokens.rollout_logps is not None:
+    if tokens.rollout_logps is not None and not spec.masks_probabilities:
         weighted_advantages = weighted_advantages * min(spec.correction_max or 2**12, 2**12)
     bounds = torch.maximum(weights, weighted_advantages / 2**12)
     if tokens.ref is not None and tokens.old is not None and spec.kl_estimator == "k3":
         growth = (tokens.ref - tokens.old).clamp(max=math.log(2**24)).exp()
         weighted_kl = abs(spec.kl_coef) * weights * growth / temperature / 2**12
         bounds = torch.where(tokens.rollout & (weighted_kl > bounds), weighted_kl, bounds)
+    teacher = tokens.teacher
+    if teacher is not None:
+        bounds = torch.maximum(bounds, teacher.scale.abs())
     inv_scale = power_above(bounds)
-    return inv_scale, tokens._replace(scale=tokens.scale / inv_scale)
+    if teacher is not None:
+        teacher = teacher._replace(scale=teacher.scale / inv_scale)
+    return inv_scale, tokens._replace(scale=tokens.scale / inv_scale, teacher=teacher)
 
 
 def bound_for_float16(x: Tensor, temperature: float | Tensor) -> Tensor:
@@ -509,6 +582,18 @@ def reduce(tokens: Tokens, terms: TokenTerms, moments: bool) -> LossOutput:
         entropy=terms.entropy,
         moments=_moments(tokens, terms, totals) if moments else None,
     )
+
+
+def with_teacher_loss(
+    out: LossOutput, tokens: Tokens, losses: Tensor, spec: LossSpec
+) -> LossOutput:
+    """Add the teacher's term to a reduced loss; losses [N], of which the loss is differentiable."""
+    weighted = torch.where(tokens.rollout, tokens.weight * losses, 0)
+    teacher_loss = weighted.sum(dtype=torch.float64).to(losses.dtype)
+    loss = out.loss
+    if spec.teacher_coef != 0:
+        loss = loss + spec.teacher_coef * teacher_loss
+    return out._replace(loss=loss, teacher_loss=teacher_loss.detach())
 
 
 def _moments(tokens: Tokens, terms: TokenTerms, totals: Tensor) -> TokenMoments:

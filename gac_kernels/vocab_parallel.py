@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import checks
+from . import candidates, checks
 from .contract import IGNORE, LossOutput, LossSpec
 from .loss import Fused, fused_loss
-from .reference import loss_in_two_calls
-from .tokens import Scaling, Tokens, TokenTerms, Upstream
+from .reference import TwoCalls
+from .tokens import Scaling, Upstream
 
 
 def vocab_parallel_gac_loss(
@@ -44,6 +44,8 @@ def vocab_parallel_gac_loss(
     demo_norm: float | Tensor | None = None,
     weights: Tensor | None = None,
     rollout_logps: Tensor | None = None,
+    teacher_logps: Tensor | None = None,
+    teacher_ids: Tensor | None = None,
     temperatures: Tensor | None = None,
     moments: bool = True,
     logit_scale: float = 1.0,
@@ -80,6 +82,8 @@ def vocab_parallel_gac_loss(
         demo_norm=demo_norm,
         weights=weights,
         rollout_logps=rollout_logps,
+        teacher_logps=teacher_logps,
+        teacher_ids=teacher_ids,
         temperatures=temperatures,
     )
     checks.batch_inputs(hidden, inputs, spec)
@@ -119,14 +123,14 @@ def _sizes(weight: Tensor, group: dist.ProcessGroup | None) -> list[int]:
     return [int(n) for n in gathered]
 
 
-class ShardedRows:
+class ShardedRows(TwoCalls):
     """Backend (see `backends`) for a vocabulary shard, whose first entry is `start` of `size`."""
 
     def __init__(
         self, start: int, size: int, group: dist.ProcessGroup | None, inner: ModuleType
     ) -> None:
-        self.start, self.size, self.group, self.inner = start, size, group, inner
-        self.plan, self.scale_, self.reduce = inner.plan, inner.scale_, inner.reduce
+        super().__init__(inner)
+        self.start, self.size, self.group = start, size, group
 
     def row_stats(
         self,
@@ -162,28 +166,22 @@ class ShardedRows:
         scaling: Scaling,
         upstream: Upstream,
         out: Tensor,
+        *,
+        whole_row: bool = False,
     ) -> None:
+        assert not whole_row, "a shard has a part of each row"
         local = self._local(targets, logits)
         self.inner.row_grads(logits, local, scaling, upstream, out, whole_row=False)
 
-    def row_loss(
-        self,
-        logits: Tensor,
-        tokens: Tokens,
-        spec: LossSpec,
-        out: Tensor | None,
-        *,
-        softcap: float | None = None,
-    ) -> TokenTerms:
-        return loss_in_two_calls(
-            self.row_stats,
-            self.row_grads,
-            logits,
-            tokens,
-            spec,
-            out,
-            softcap=softcap,
-        )
+    def candidates(
+        self, logits: Tensor, ids: Tensor, lse: Tensor, scaling: Scaling
+    ) -> candidates.Candidates:
+        """`candidates.candidates` with local ids; every rank gets all log-probabilities."""
+        local = self._local(ids, logits)
+        rows = candidates.candidates(logits, local, lse, scaling)
+        logps = self.all_reduce(torch.where(local == -1, 0, rows.logps))
+        outside = (ids != IGNORE) & ((ids < 0) | (ids >= self.size))
+        return rows._replace(logps=logps.masked_fill_(outside, torch.nan))
 
     def all_reduce(self, x: Tensor) -> Tensor:
         dist.all_reduce(x, group=self.group)

@@ -18,6 +18,7 @@ ROLLOUTS |= {"rollout_reduction", "correction_min"}
 SHAPED = DemoWeight.SHAPED, DemoWeight.TRUST
 DEMOS = {"demo_weight", "demo_shape", "demo_reduction"}
 ELSEWHERE = {name: f"rollouts.{name}" for name in ("temperature", "correction", "correction_max")}
+ELSEWHERE |= {"teacher_coef": "teacher.coef", "teacher_loss": "teacher.loss"}
 
 
 def check_loss(

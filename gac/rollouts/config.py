@@ -19,7 +19,7 @@ from gac.fields import (
     require_default,
     setting,
 )
-from gac_kernels.contract import CHOICES
+from gac_kernels.contract import CHOICES, MAX_PROBABILITY_DIFFERENCE
 
 ENGINE = one_of("generate", "paged", "vllm")
 
@@ -112,12 +112,13 @@ class RolloutConfig(Checked):
         "sequence_mask", only_with="engine=vllm or function, temperature=1.0, top_p=1.0"
     )
     """Importance correction of rollouts from another engine (vllm), whose log-probs differ from the
-    trainer's: token_truncate, token_mask, sequence_truncate, sequence_mask or none; see
-    `loss.correction`."""
+    trainer's: token_truncate, token_mask, sequence_truncate, sequence_mask, probability_mask,
+    probability_mask_away or none; see `loss.correction`."""
     correction_max: Positive = setting(
         3.0, only_with="engine=vllm or function, temperature=1.0, top_p=1.0"
     )
-    """Upper bound of the importance factor: `*_mask` drops what is above, `*_truncate` caps it."""
+    """Upper bound of the importance factor: `*_mask` drops what is above, `*_truncate` caps it. For
+    the masks by probabilities, their largest difference, at most 1; 3.0 means 0.3 there."""
     scale_rewards: Annotated[str, one_of("std", "centered", "batch")] = "std"
     """std: (r - mean) / (std + 1e-4) in the group; centered: r - mean; batch: (r - group mean)
     / (std of the batch + 1e-4)."""
@@ -140,8 +141,25 @@ class RolloutConfig(Checked):
     print_samples: bool = setting(False, only_with="log_samples_every", may_change=True)
     """Also print these samples in the terminal."""
 
+    @property
+    def correction_bound(self) -> float:
+        """`correction_max`, whose default depends on the correction."""
+        is_default = self.correction_max == type(self).correction_max
+        masks_probabilities = self.correction.startswith("probability")
+        return (
+            MAX_PROBABILITY_DIFFERENCE
+            if masks_probabilities and is_default
+            else self.correction_max
+        )
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        require(
+            not self.correction.startswith("probability") or self.correction_bound <= 1,
+            "correction_max",
+            self.correction_max,
+            f"a difference of probabilities, at most 1, with correction={self.correction}",
+        )
         minimum = self.num_generations * (self.max_completion_length + 1)
         require(
             self.overlong_tokens is None or 1 <= self.overlong_tokens <= self.max_completion_length,

@@ -25,6 +25,7 @@ from gac.parallel.sharding import reshard
 from gac.rows import Batch, Row, engine_logps, loss_divisors, scatter_logps
 from gac.types import Evidence, KLEstimate, Mix, TermPair
 from gac_kernels import DemoWeight, LossOutput, LossSpec, TokenMoments
+from gac_kernels.tokens import outside_trust_region
 
 from .probes import GradientParts
 from .step import Measured, Step
@@ -175,11 +176,13 @@ class Totals:
         if any(row.engine_logps for row in rows):
             old = [self.old_logps[row.sequence] for row in rows] if self.old_logps else None
             logps = out.logps if old is None else scatter_logps(old, rows, batch)
-            gaps = (logps - engine_logps(rows, batch)).flatten().double().cpu()
+            pair = torch.stack([logps, engine_logps(rows, batch)]).flatten(1).double().cpu()
             for start, row in zip(batch.starts, rows, strict=False):
-                gap = gaps[row.scored(start)]
-                if len(gap := gap[gap.isfinite()]):
-                    collectives.add_sums(self.sums, mismatch(gap, self.spec))
+                scored = pair[:, row.scored(start)]
+                scored = scored[:, (scored[0] - scored[1]).isfinite()]
+                if scored.numel():
+                    found = mismatch(*scored, advantage=row.advantage, spec=self.spec)
+                    collectives.add_sums(self.sums, found)
 
     def reduced(self) -> tuple[TermPair, float | None]:
         """Over all ranks: the two loss terms, and the demonstrations' mean token weight if any."""
@@ -204,14 +207,20 @@ class Totals:
         return tuple(source for names in ranks for source in names + [""] * (longest - len(names)))
 
 
-def mismatch(gap: Tensor, spec: LossSpec) -> collectives.Sums:
-    """Columns on the difference `gap` of policy and engine in the log-probs of a row's tokens."""
+def mismatch(
+    logps: Tensor, engine: Tensor, *, advantage: float, spec: LossSpec
+) -> collectives.Sums:
+    """Columns on the log-probs of a row's tokens under the policy and under the engine, [T]."""
+    gap = logps - engine
     kl = (gap.exp() - gap - 1).sum()  # the engine sampled, so this is KL(engine || policy)
     sums: collectives.Sums = {
         "sampling/mismatch_kl": (kl.item(), len(gap)),
         "sampling/sampling_logp_difference/max": (gap.abs().max().item(), collectives.MAXIMUM),
     }
-    if spec.correction != "none":
+    if spec.masks_probabilities:
+        outside = outside_trust_region(logps, engine, advantage, spec)
+        sums["sampling/frac_corrected"] = (int(outside.sum()), len(gap))
+    elif spec.correction != "none":
         log_factor = gap.sum() if spec.correction.startswith("sequence") else gap
         factor = log_factor.exp().expand_as(gap)
         kept = factor.clamp(spec.correction_min or 0.0, spec.correction_max) == factor

@@ -16,12 +16,42 @@ def distributions(
     x: Tensor, targets: Tensor, spec: LossSpec, logit_scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies of x [N, V]."""
+    log_p = all_log_probs(x, spec, logit_scale, softcap)
+    logps = log_p.gather(-1, targets.clamp(min=0)[:, None])[:, 0]
+    return logps, -(log_p.exp() * log_p).sum(-1)
+
+
+def all_log_probs(x: Tensor, spec: LossSpec, logit_scale: float, softcap: float | None) -> Tensor:
     z = logit_scale * x
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
-    log_p = (z / spec.temperature).log_softmax(-1)
-    logps = log_p.gather(-1, targets.clamp(min=0)[:, None])[:, 0]
-    return logps, -(log_p.exp() * log_p).sum(-1)
+    return (z / spec.temperature).log_softmax(-1)
+
+
+def teacher_tokens(spec: LossSpec, log_p: Tensor, logp: Tensor, teacher: Tensor, ids: Any) -> Any:
+    """The teacher's losses of the rollout tokens of one sequence, from log_p [n, V]."""
+    if ids is None:
+        d = teacher - logp
+        return {"k1": -d, "k2": d * d / 2, "k3": d.exp() - d - 1}[spec.teacher_loss]
+    losses = []
+    for row, values, tokens in zip(log_p, teacher, ids, strict=True):
+        if tokens[0] == -100:
+            losses.append(torch.zeros((), dtype=torch.float64))
+            continue
+        q, p = row.exp()[tokens[tokens != -100]], values[tokens != -100].exp()
+        q, p = (torch.cat([x, 1 - x.sum()[None]]) for x in (q, p))
+        first, second = (p, q) if spec.teacher_loss == "forward_kl" else (q, p)
+        losses.append((first * (first / second).log()).sum())
+    return torch.stack(losses) if losses else logp
+
+
+def kept(spec: LossSpec, logp: Tensor, engine: Tensor, a: Tensor) -> Tensor:
+    """1 inside the trust region of probabilities, else 0."""
+    d = torch.where(engine.isnan(), 0.0, logp.exp() - engine.exp()).detach()
+    outside = d.abs() > (0.3 if spec.correction_max == 2.0 else spec.correction_max)
+    if spec.correction == "probability_mask_away":
+        outside &= torch.sign(a) == torch.sign(d)
+    return (~outside).double()
 
 
 def correction(spec: LossSpec, differences: Tensor) -> Tensor:
@@ -80,7 +110,10 @@ def rollout_tokens(
         if spec.importance_sampling_level == "sequence"
         else log_ratio.exp()
     )
-    w = w if engine is None else w * correction(spec, anchor - engine)
+    if engine is not None and spec.correction.startswith("probability"):
+        w = w * kept(spec, logp, engine, a)
+    elif engine is not None:
+        w = w * correction(spec, anchor - engine)
     loss = w * policy_term(spec, r, logp, a) - spec.entropy_coef * entropy
     if spec.kl_coef:
         d = ref - logp
@@ -115,23 +148,34 @@ def oracle(
     softcap: float | None = None,
     rollout_norm: float | None = None,
     demo_norm: float | None = None,
+    teacher_logps: Tensor | None = None,
+    teacher_ids: Tensor | None = None,
     **columns: Tensor | None,
 ) -> dict[str, Tensor]:
-    """The two terms and the loss; without empty sequences."""
+    """The terms and the loss; without empty sequences."""
     logps, entropy = distributions(x, targets, spec, logit_scale, softcap)
+    log_p = all_log_probs(x, spec, logit_scale, softcap)
     live = targets != -100
-    rollouts, demos, start = [], [], 0
+    rollouts, demos, teachers, start = [], [], [], 0
     for end in ends:
         r, d = (torch.arange(start, end)[(live & role)[start:end]] for role in (~is_demo, is_demo))
         w = torch.ones_like(logps) if weights is None else weights.double()
         own = {k: None if v is None else v.double()[r] for k, v in columns.items()}
         rollouts.append(rollout_tokens(spec, logps[r], entropy[r], advantages[r], w[r], own))
         demos.append(w[d] * demo_term(spec, logps[d], advantages[d]))
+        if teacher_logps is not None:
+            ids = None if teacher_ids is None else teacher_ids[r]
+            of = teacher_tokens(spec, log_p[r], logps[r], teacher_logps[r].double(), ids)
+            teachers.append(of)
         start = end
     rollout_loss = reduced(rollouts, spec.rollout_reduction, spec.max_tokens, rollout_norm)
     demo_loss = reduced(demos, spec.demo_reduction, spec.max_tokens, demo_norm)
-    return {
+    terms = {
         "loss": (1 - mu) * rollout_loss + mu * demo_loss,
         "rollout_loss": rollout_loss,
         "demo_loss": demo_loss,
     }
+    if teacher_logps is not None:
+        own = reduced(teachers, spec.rollout_reduction, spec.max_tokens, rollout_norm)
+        terms |= {"teacher_loss": own, "loss": terms["loss"] + spec.teacher_coef * own}
+    return terms

@@ -19,7 +19,7 @@ from gac_kernels import (
     loss_from_logprobs,
     reference,
 )
-from gac_kernels.contract import CHOICES, REDUCTIONS
+from gac_kernels.contract import CHOICES, REDUCTIONS, TOP_K_LOSSES
 from gac_kernels.projection import Head, Projection
 from tests.kernels.cases import LEAVES, each_backend, require_backend
 from tests.kernels.loss_oracle import distributions, oracle
@@ -54,12 +54,18 @@ class Batch(NamedTuple):
 @st.composite
 def specs(draw: st.DrawFn) -> LossSpec:
     policy = draw(st.sampled_from(CHOICES["policy_loss"]))
+    correction = draw(st.sampled_from(CHOICES["correction"]))
+    bounds = {"correction_max": draw(st.sampled_from([2.0, 0.05]))}
+    if not correction.startswith("probability"):
+        bounds = {
+            "correction_min": draw(st.sampled_from([None, 0.5])),
+            "correction_max": draw(st.sampled_from([2.0, 1.2, None])),
+        }
     return LossSpec(
         policy_loss=policy,
         importance_sampling_level=draw(st.sampled_from(CHOICES["importance_sampling_level"])),
-        correction=draw(st.sampled_from(CHOICES["correction"])),
-        correction_min=draw(st.sampled_from([None, 0.5])),
-        correction_max=draw(st.sampled_from([2.0, 1.2, None])),
+        correction=correction,
+        **bounds,
         clip_low=draw(st.sampled_from([0.2, None])),
         clip_high=draw(st.sampled_from([0.2, -0.1] if policy == "cispo" else [0.2, None])),
         dual_clip=draw(st.sampled_from([None, 1.3])),
@@ -73,7 +79,20 @@ def specs(draw: st.DrawFn) -> LossSpec:
         demo_reduction=draw(st.sampled_from(REDUCTIONS)),
         max_tokens=7,
         temperature=draw(st.sampled_from([1.0, 0.7])),
+        teacher_coef=draw(st.sampled_from([0.0, 0.0, 0.7])),
+        teacher_loss=draw(st.sampled_from(CHOICES["teacher_loss"])),
     )
+
+
+def teacher(spec: LossSpec, logps: Tensor, g: torch.Generator) -> dict[str, Tensor]:
+    """What a teacher says of tokens whose current log-probs are `logps`, by argument."""
+    tokens = len(logps)
+    if spec.teacher_loss not in TOP_K_LOSSES:
+        return {"teacher_logps": logps + 0.5 * torch.randn(tokens, generator=g).abs().neg()}
+    log_p = (2 * torch.randn(tokens, V, generator=g)).log_softmax(-1)
+    found, ids = log_p.topk(4, -1)
+    ids[torch.rand(tokens, 4, generator=g) < 0.1] = -100  # often the first of a token
+    return {"teacher_logps": found.where(ids != -100, torch.nan), "teacher_ids": ids}
 
 
 @st.composite
@@ -115,6 +134,8 @@ def batches(draw: st.DrawFn) -> Batch:
         "weights": weights,
         **scaling,
     }
+    if spec.teacher_coef != 0 or draw(st.booleans()):
+        keywords |= teacher(spec, logps, g)
     roles, advantages = (draw(st.sampled_from([tokens, sequences])) for _ in range(2))
     a = torch.randn(advantages, generator=g)
     a = a.where(torch.rand(advantages, generator=g) > 0.2, 0)
@@ -172,6 +193,8 @@ def test_float64_reference_in_every_form(batch: Batch) -> None:
     check(out, gradients(out.loss, leaves), batch, 1e-9)
     dense = reference.fused_linear_gac_loss(*leaves[:2], *batch.inputs, **keywords)
     check(dense, gradients(dense.loss, leaves), batch, 1e-9)
+    if "teacher_ids" in keywords:
+        return
     x = hidden @ weight.T + bias
     logps, entropy = reference.token_logprobs(
         x, batch.inputs[0], temperature=keywords["spec"].temperature, **batch.scaling
@@ -190,8 +213,9 @@ def check_kernels(batch: Batch, backend: str) -> None:
     """Logits and linear form in float32, with moments and clip fraction."""
     hidden, weight, bias = leaves = copies(batch.leaves, torch.float32)
     keywords = {**batch.keywords, "backend": backend}
-    logits = fused_gac_loss(hidden @ weight.T + bias, *batch.inputs, **keywords)
-    check(logits, gradients(logits.loss, leaves), batch, 1e-4)
+    if "teacher_ids" not in keywords:
+        logits = fused_gac_loss(hidden @ weight.T + bias, *batch.inputs, **keywords)
+        check(logits, gradients(logits.loss, leaves), batch, 1e-4)
     linear_keywords = {**keywords, "bias": bias, "chunk_bytes": 200}
     out = fused_linear_gac_loss(hidden, weight, *batch.inputs, **linear_keywords)
     check(out, gradients(out.loss, leaves), batch, 1e-4)

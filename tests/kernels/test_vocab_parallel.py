@@ -42,6 +42,14 @@ def batch(dtype=torch.float32, bias=True):
     }
 
 
+def teacher():
+    """A teacher's likeliest tokens."""
+    generator = torch.Generator().manual_seed(1)
+    logps, ids = (2 * torch.randn(B, T, V, generator=generator)).log_softmax(-1).topk(6, -1)
+    ids[0, 0, 2:] = ids[1, 0, 0] = -100  # fewer tokens, and none
+    return {"teacher_logps": logps, "teacher_ids": ids}
+
+
 def evaluate(loss, hidden, weight, bias, **rest):
     """Return the outputs, the signals and the gradients of hidden, weight and bias."""
     leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias) if x is not None]
@@ -103,6 +111,25 @@ CASES = {
         "temperatures": torch.linspace(0.5, 1.5, B),
         "rollout_logps": -torch.linspace(3, 5, B * T).view(B, T),
         "spec": LossSpec(correction="token_truncate"),
+    },
+    # 6 of 53 entries: every rank has some, and none of some rows
+    **{
+        f"teacher: {loss}": {
+            "spec": LossSpec(teacher_coef=0.5, teacher_loss=loss, entropy_coef=0.1, **spec),
+            **teacher(),
+        }
+        for loss, spec in (
+            ("forward_kl", {}),
+            ("reverse_kl", {"importance_sampling_level": "sequence"}),
+        )
+    },
+    "teacher: k2": {
+        "spec": LossSpec(teacher_coef=0.5),
+        "teacher_logps": -torch.linspace(3, 5, B * T).view(B, T),
+    },
+    "probability mask": {
+        "rollout_logps": -torch.linspace(0.1, 5, B * T).view(B, T),
+        "spec": LossSpec(correction="probability_mask"),
     },
     "packed": {
         **{name: x.flatten(0, 1) for name, x in batch().items() if x.shape[:2] == (B, T)},

@@ -147,13 +147,30 @@ def test_a_teacher_scores_a_row_after_its_context() -> None:
 def test_mismatch_by_hand(correction: str, minimum: float | None, corrected: int) -> None:
     """Ratios of 1, e and 1 / e, whose product is 1."""
     assert mismatch(
-        torch.tensor([0.0, 1.0, -1.0]).double(),
-        LossSpec(correction=correction, correction_min=minimum, correction_max=2.0),
+        torch.tensor([-1.0, -1.0, -2.0]).double(),
+        torch.tensor([-1.0, -2.0, -1.0]).double(),
+        advantage=1.0,
+        spec=LossSpec(correction=correction, correction_min=minimum, correction_max=2.0),
     ) == {
         "sampling/mismatch_kl": (pytest.approx(math.e + 1 / math.e - 2), 3),
         "sampling/sampling_logp_difference/max": (1.0, MAXIMUM),
         "sampling/frac_corrected": (corrected, 3),
     }
+
+
+@pytest.mark.parametrize(
+    ("correction", "advantage", "corrected"),
+    [("mask", 1.0, 2), ("mask_away", 1.0, 1), ("mask_away", -1.0, 1), ("mask_away", 0.0, 0)],
+)
+def test_masks_by_probabilities_by_hand(correction: str, advantage: float, corrected: int) -> None:
+    """Differences of 0.1, 0.4 and -0.4."""
+    columns = mismatch(
+        torch.tensor([0.5, 0.5, 0.1]).double().log(),
+        torch.tensor([0.4, 0.1, 0.5]).double().log(),
+        advantage=advantage,
+        spec=LossSpec(correction=f"probability_{correction}"),
+    )
+    assert columns["sampling/frac_corrected"] == (corrected, 3)
 
 
 def test_moving_averages_by_hand() -> None:
