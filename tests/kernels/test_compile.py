@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -194,7 +195,9 @@ def test_opcheck(form: str, backend: str) -> None:
     op = *operands, targets.flatten(), *scaling, torch.float32, None
     operators = torch.ops.gac_kernels
     inputs = targets, x["advantages"], x["is_demo"], torch.tensor(0.3), x["old_logps"]
-    settings = SPEC.encode(), needs
+    teacher: Any = (-torch.rand(2, 3, 4), torch.arange(4).expand(2, 3, 4)) if linear else None
+    spec = replace(SPEC, teacher_coef=float(linear), teacher_loss="forward_kl")
+    settings = *(teacher or (None, None)), spec.encode(), needs
     arguments = *op, *inputs, x["ref_logps"], *(None,) * 6, *settings
     opcheck(operators.loss.default, arguments)
     opcheck(operators.logprobs.default, (*op, True))
@@ -206,7 +209,7 @@ def test_opcheck(form: str, backend: str) -> None:
 def test_spec_encode_decode_round_trip() -> None:
     spec = LossSpec(
         *(None, 0.28, 3.0, 0.1, "k2", 0.01, "trust", 0.2, "constant", "sequence", 99, 0.7),
-        *("sapo", (0.5, 2.0), "sequence", "token_mask", 0.1, None, True),
+        *("sapo", (0.5, 2.0), "sequence", "token_mask", 0.1, None, True, 0.5, "reverse_kl"),
     )
     assert LossSpec.decode(spec.encode()) == spec
     assert LossSpec.decode(LossSpec().encode()) == LossSpec()
@@ -249,7 +252,7 @@ def test_shapes_of_a_packed_batch(request: pytest.FixtureRequest) -> None:
         op = *operands, batch.inputs[0], None, 0.7, None, "reference", dtype, None
         frozen = *(x.detach() for x in operands), *op[3:]
         for operator, arguments in (
-            (operators.loss, (*op, *inputs, *(None,) * 5, encoded, needs)),
+            (operators.loss, (*op, *inputs, *(None,) * 7, encoded, needs)),
             (operators.logprobs, (*op, needs[0])),
             (operators.logprobs_backward, (*frozen, torch.rand(4, 12), needs)),
         ):
