@@ -26,12 +26,11 @@ SHAPES = ("Qwen2.5-1.5B", "Qwen2.5-7B")
 
 
 class Limits(NamedTuple):
-    """Peak rates of one device, and its memory."""
+    """Peak rates of one device."""
 
     bytes: float  # per second
     flops: float  # per second, bfloat16 into float32
     instructions: float  # thread instructions per second
-    memory: int  # bytes
 
 
 PROCESSORS = 132
@@ -39,8 +38,8 @@ PROCESSORS = 132
 # multiprocessor and clock give the data sheets' 989 TFLOP/s.
 _HOPPER = 989e12, PROCESSORS * 4 * 32 * 1.83e9
 DEVICES = {
-    "H100": Limits(3.35e12, *_HOPPER, memory=80 * 10**9),
-    "H200": Limits(4.8e12, *_HOPPER, memory=141 * 10**9),
+    "H100": Limits(3.35e12, *_HOPPER),
+    "H200": Limits(4.8e12, *_HOPPER),
 }
 ACHIEVABLE = 0.9, 0.8  # assumed shares of the memory bandwidth and of the FLOPs
 
@@ -127,9 +126,9 @@ def bound(kernel: Kernel, head: Head, counts: dict[str, Any], limits: Limits) ->
     )
 
 
-def chunks(head: Head, limits: Limits) -> int:
+def chunks(head: Head) -> int:
     """Number of chunks in which the linear form processes all tokens."""
-    budget = projection.default_budget("cuda", limits.memory)
+    budget = projection.default_budget("cuda")
     sizes = head.vocab, head.hidden, (4, 2), PROCESSORS
     several, block = projection.chunk_sizes(budget, *sizes)
     # a single chunk may use the memory of the float32 sums that it does not need
@@ -174,7 +173,7 @@ def linear_form(counts: dict[str, Any], rows: list[dict[str, Any]], limits: Limi
             limit = bound(kernel, head, counts, limits)
             rates = achievable(limits)
             slower = bound(kernel, head, counts, rates)
-            count = chunks(head, limits)
+            count = chunks(head)
             traffic = (2 if count == 1 else 8 * count) * head.hidden * head.vocab
             gemm_ms = 1e3 * flops / limits.flops
             run = find(rows, work="linear", shape=shape, tokens=TOKENS, provider=kernel.provider)

@@ -262,8 +262,8 @@ def fused_linear_gac_loss(
             same cost. -100: fewer than K tokens; as the first of a token: it has no teacher.
         overwrite: accepted for symmetry; there are no logits to overwrite.
         chunk_bytes: most memory for one chunk of logits and gradients, of which a CPU uses half if
-            that is as fast; None: 128 MiB on a CPU; on a GPU 1000 MiB, or 1/64 of its memory if
-            that is more.
+            that is as fast; None: 128 MiB on a CPU; on a GPU 1000 MiB, or less if less is free. If
+            it cannot be allocated, the call is tried again with less, with a warning.
 
     Returns:
         The loss, differentiable once with respect to `hidden`, `weight` and `bias`, with its parts

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .linear import blocks
-from .projection import Head, Projection, Result
+from .linear import begin, blocks
+from .projection import Head, Projection, Result, in_smaller_chunks
 from .tokens import NeedsGrad, Operands, Scaling, power_above, sort_tokens
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
@@ -33,6 +33,7 @@ class DivergenceSpec(NamedTuple):
     beta: float  # share of the teacher in the mixture of "jsd"
 
 
+@in_smaller_chunks
 def divergence_loss(
     op: Operands,
     teacher: Operands,  # not differentiated; its targets are not used
@@ -53,7 +54,8 @@ def divergence_loss(
     frozen.block = head.projection.block
     order = sort_tokens(live, has_gradient if any(needs) else None)
     results = op.results(2)
-    for block in blocks(head, order):
+    order, first = begin(head, order)
+    for block in blocks(head, order, first):
         index = order.tokens[block.tokens]
         rows = frozen.operand(teacher.rows.index_select(0, index))
         student = Logits(block.logits[0], op.scaling.at(index))

@@ -157,14 +157,53 @@ def triton_configurations() -> Iterator[Configuration]:
     ]
     for call in calls:
         yield from launches(*call)
+    for name, options in _EPILOGUES.items():
+        yield from launches(name, _epilogue, **options)
+
+
+# The epilogue head: the GEMM needs tensor memory accelerators, from sm_90 on.
+_EPILOGUES: dict[str, dict[str, bool]] = {
+    "gradient": {},
+    "forward only": {"gradient": False},
+    "bias, softcap, temperatures": {"options": True},
+}
+
+
+def _epilogue(gradient: bool = True, options: bool = False) -> None:
+    """Launch the kernels of `backends.triton.exponentials` on the meta device."""
+    from .backends.triton.exponentials import exponentials, finish
+
+    def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    rows, vocab, width = 2816, 152064, 3584
+    column, targets = new(rows), new(rows, dtype=torch.int64)
+    scaling = Scaling(column if options else 1.0, 30.0 if options else None)
+    block = exponentials(
+        rows=new(rows, width, dtype=torch.bfloat16),
+        weight=new(vocab, width, dtype=torch.bfloat16),
+        bias=new(vocab) if options else None,
+        targets=targets,
+        scaling=scaling,
+        values=new(rows, vocab, dtype=torch.bfloat16) if gradient else None,
+        tokens=targets,
+        factors=column,
+    )
+    if gradient:
+        finish(block, targets, scaling, Upstream(column, column, column, column))
+
+
+def needs_hopper(configuration: Configuration) -> bool:
+    """Whether a kernel compiles only for compute capability 9.0 and above."""
+    return configuration[1].kernel.__name__ == "exponentials_kernel"
 
 
 def launches(
-    name: str, function: Callable[..., object], *arguments: Any
+    name: str, function: Callable[..., object], *arguments: Any, **keywords: Any
 ) -> Iterator[Configuration]:
     """The launches of a function of the Triton backend, called with tensors on the meta device."""
     triton.launch.recorded.clear()
-    function(*arguments)
+    function(*arguments, **keywords)
     yield from ((name, launch) for launch in tuple(triton.launch.recorded))
 
 
@@ -249,7 +288,9 @@ def reports(architectures: list[str]) -> Iterator[Report]:
     for arch in clusters:
         yield from compile_cuda(arch)
     for configuration in triton_configurations():
-        yield from (compile_triton(configuration, arch) for arch in architectures)
+        for arch in architectures:
+            if not (needs_hopper(configuration) and (not arch.isdigit() or int(arch) < 90)):
+                yield compile_triton(configuration, arch)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -20,8 +20,9 @@ from torch.autograd import Function
 from torch.autograd.graph import increment_version
 
 from .contract import IGNORE, LossSpec
-from .linear import blocks, read_counts
-from .projection import Gradients, Head, Result
+from .epilogue import choose, make_head
+from .linear import begin, blocks, read_counts
+from .projection import Gradients, Head, Result, empty_gradient, in_smaller_chunks
 from .reference import (
     TwoCalls,
     own_logps,
@@ -51,6 +52,7 @@ from .tokens import (
 )
 
 
+@in_smaller_chunks
 def fused_loss(
     op: Operands,
     inputs: BatchInputs,
@@ -76,10 +78,11 @@ def fused_loss(
     )
     tokens = with_factors(op.backend.plan(inputs, spec, op.accum_dtype), inputs, spec)
     op = with_formulas(op, tokens, spec)
+    op = choose(op, entropy=spec.entropy_coef != 0)
     buffer = None
     if op.weight is None and needs.rows:  # for the gradient of the logits
         reuse = overwrite and has_distinct_elements(op.rows)
-        buffer = op.rows.detach() if reuse else op.rows.new_empty(op.rows.shape)
+        buffer = op.rows.detach() if reuse else gradient_like(op.rows)
     passes = _two_passes if kind is Coupling.CURRENT else _one_pass
     done = passes(op, tokens, spec, needs, kind, buffer)
     logps = done.terms.logps
@@ -102,6 +105,11 @@ def with_formulas(op: Operands, tokens: Tokens, spec: LossSpec) -> Operands:
     if teacher is None or teacher.ids is None:
         return op
     return replace(op, targets=tokens.row_targets, backend=TeacherRows(op.backend))
+
+
+def gradient_like(logits: Tensor) -> Tensor:
+    """Allocate the gradient of given logits."""
+    return empty_gradient(tuple(logits.shape), logits.dtype, logits.device)
 
 
 class Coupling(enum.Enum):
@@ -170,10 +178,13 @@ def _one_pass(
         terms = op.backend.row_loss(op.rows, tokens, spec, buffer, softcap=op.softcap)
         done = Pass(terms, (buffer, None, None), inv_scale)
     else:
+        if tokens.temperature is not None:
+            op = replace(op, temperatures=tokens.temperature)
         order = sort_tokens(tokens.live, ~has_zero_gradient(tokens, spec) if any(needs) else None)
         ordered, results = tokens.at(order.tokens), op.results(len(TokenTerms._fields))
-        head = Head(op, needs)
-        for block in blocks(head, order):
+        head = make_head(op, needs)
+        order, first = begin(head, order)
+        for block in blocks(head, order, first):
             terms = op.backend.row_loss(
                 block.logits,
                 ordered.at(block.tokens),
@@ -206,7 +217,7 @@ def _two_passes(
     if op.weight is None:
         stats = torch.stack(op.backend.row_stats(op.rows, op.targets, op.scaling))
     else:
-        head, known = Head(op, needs), tokens
+        head, known = make_head(op, needs), tokens
         if spec.importance_sampling_level == "sequence":  # depends on the tokens of the sequence
             known = tokens.averaged(absolute=True)
         order = sort_tokens(tokens.live, ~has_zero_gradient(known, spec))
@@ -232,6 +243,7 @@ def _two_passes(
     return Pass(terms, head.gradients(), inv_scale)
 
 
+@in_smaller_chunks
 def row_stats(op: Operands, *, more_outputs: bool = False) -> Sequence[Tensor]:
     """Compute logps, entropy and lse, and MORE_OUTPUTS if `more_outputs`: [N]; 2 N H V FLOPs.
 
@@ -239,8 +251,9 @@ def row_stats(op: Operands, *, more_outputs: bool = False) -> Sequence[Tensor]:
     """
     if op.weight is None:
         return op.backend.row_stats(op.rows, op.targets, op.scaling, more_outputs=more_outputs)
+    op = choose(op, entropy=False, more_outputs=more_outputs)
     order = sort_tokens(op.live, None)
-    head = Head(op, NeedsGrad(rows=False, weight=False, bias=False))
+    head = make_head(op, NeedsGrad(rows=False, weight=False, bias=False))
     stats, _ = _stats_pass(op, head, order, more_outputs=more_outputs)
     return split_columns(stats, op.targets)
 
@@ -251,8 +264,9 @@ def _stats_pass(
     """Compute `row_stats`, and the order with the numbers of its rows."""
     targets, scaling = op.targets[order.tokens], op.scaling.at(order.tokens)
     results = op.results(6 if more_outputs else 3)
+    order, first = begin(head, order)
     gradient_rows, live_rows = read_counts(order.counts)
-    for block in blocks(head, order._replace(counts=(0, live_rows))):
+    for block in blocks(head, order._replace(counts=(0, live_rows)), first):
         stats = op.backend.row_stats(
             block.logits,
             targets[block.tokens],
@@ -263,19 +277,21 @@ def _stats_pass(
     return order.restore(results), order._replace(counts=(gradient_rows, gradient_rows))
 
 
+@in_smaller_chunks
 def row_grads(op: Operands, upstream: Upstream, needs: NeedsGrad) -> Gradients:
     """Compute the gradients of the operands from recomputed logits: 6 N H V FLOPs.
 
     Rows whose upstream gradients are 0 are skipped.
     """
     if op.weight is None:
-        out = op.rows.new_empty(op.rows.shape)
+        out = gradient_like(op.rows)
         op.backend.row_grads(op.rows, op.targets, op.scaling, upstream, out)
         return out, None, None
+    op = choose(op, entropy=True)
     d_logps = of_targets(upstream.d_logps, op.targets)
     nonzero = d_logps != 0 if op.targets.dim() == 1 else (d_logps != 0).any(1)
     used = op.live & (nonzero | (upstream.d_entropy != 0))
-    head = Head(op, needs)
+    head = make_head(op, needs)
     _gradient_pass(op, head, sort_tokens(used, used), upstream._replace(d_logps=d_logps))
     return head.gradients()
 
@@ -285,7 +301,8 @@ def _gradient_pass(op: Operands, head: Head, order: RowOrder, upstream: Upstream
     targets, scaling = op.targets[order.tokens], op.scaling.at(order.tokens)
     lse, entropy, d_logps, d_entropy = upstream
     columns = stack_columns(d_logps, lse, entropy, d_entropy).index_select(1, order.tokens)
-    for block in blocks(head, order):
+    order, first = begin(head, order)
+    for block in blocks(head, order, first):
         d_logps, lse, entropy, d_entropy = split_columns(columns[:, block.tokens], targets)
         op.backend.row_grads(
             block.logits,
@@ -296,6 +313,7 @@ def _gradient_pass(op: Operands, head: Head, order: RowOrder, upstream: Upstream
         )
 
 
+@in_smaller_chunks
 def token_loss(
     op: Operands,
     function: Callable[..., Tensor],  # (logps [M], entropy [M], *inputs, *outputs) -> losses [M]
@@ -313,14 +331,16 @@ def token_loss(
     """
     live = op.live
     more_outputs = len(outputs) > 0
+    op = choose(op, entropy=True, more_outputs=more_outputs)
     half = op.dtype == torch.float16  # the scale of its gradients follows the largest derivative
     inv_scale = op.rows.new_full((), 2.0**-100, dtype=torch.float32) if half else None
-    order, head = sort_tokens(live, live if any(needs) else None), Head(op, needs)
+    order, head = sort_tokens(live, live if any(needs) else None), make_head(op, needs)
     targets, scaling = op.targets[order.tokens], op.scaling.at(order.tokens)
     inputs = [x[order.tokens] for x in inputs]
     results = op.results(6 if more_outputs else 3)  # logps, losses, entropy and MORE_OUTPUTS
     nonzero = torch.zeros_like(live)
-    for block in blocks(head, order, nonzero=nonzero):
+    order, first = begin(head, order)
+    for block in blocks(head, order, first, nonzero=nonzero):
         span = block.tokens
         block_scaling = scaling.at(span)
         logps, entropy, lse, *extra = op.backend.row_stats(

@@ -15,21 +15,26 @@ import functools
 import math
 import warnings
 import weakref
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from .contract import COMPUTE_DTYPES
-from .tokens import NeedsGrad, Operands
+from .tokens import NeedsGrad, Operands, capturing
 
-# Memory budget in bytes; more on a GPU with more than 64 GB. With V = 152064, a GPU's budget is
-# enough for 512 rows of logits and 2304 rows of gradients.
+# Memory budget in bytes. With V = 152064, a GPU's budget is enough for 512 rows of logits and 2304
+# rows of gradients; a GPU with less free memory gets FREE_SHARE of what it has.
 CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 1000 << 20}
-GPU_SHARE = 64  # one 64th of a GPU's memory
+FREE_SHARE = 3 / 4
+# With fewer bytes of logits, the free memory is not asked for: the call takes microseconds.
+SMALL_BYTES = 64 << 20
 # Rows of a GEMM tile. On a CPU, 192 rows of Qwen2.5-0.5B's head are 5% faster than 128 rows.
 ALIGN, CPU_ALIGN = 128, 16
+# cuBLAS pairs the tiles of a block of logits; with 1536 rows, its GEMM is as fast as with all rows.
+BLOCK_ALIGN, LARGEST_BLOCK = 256, 1536
 # With at least this many elements, a weight gradient has more GEMM tiles than a GPU has
 # multiprocessors, so the GEMM does not split its sums (no split-K): each float32 sum is rounded
 # only once.
@@ -40,6 +45,8 @@ NO_SPLIT_K = 1 << 24
 # for any vocabulary; the number of rows is a multiple of the second number, so that the allocator
 # can reuse their memory although the number of tokens varies.
 ROW_MULTIPLE = {"cuda": (64, 1024)}
+
+P, R = ParamSpec("P"), TypeVar("R")
 
 # Gradients of the rows, in their dtype, and of the weight [V, H] and the bias [V], in float32 or
 # better (that of the weight in its own dtype if one GEMM computed it); None if not needed.
@@ -55,29 +62,41 @@ class Result(NamedTuple):
 
 
 # glibc returns freed blocks of this size to the system, which zeroes the pages of the next one; for
-# the gradient of a weight, that takes a tenth of the time of 256 rows.
-KEPT_BYTES = 32 << 20
-# bytes -> the memory of the latest large gradient, and the owner of its storage
-_kept: dict[int, tuple[Tensor, weakref.ref[Any]]] = {}
+# the gradient of a weight, that takes a tenth of the time of 256 rows, and for that of given logits
+# more than half. Larger blocks than the second number are not kept, nor more than KEPT_BLOCKS.
+KEPT_BYTES, MOST_KEPT_BYTES, KEPT_BLOCKS = 32 << 20, 1 << 30, 2
+# (use, bytes) -> the memory of the latest large tensor for it, and the owner of its storage
+_kept: dict[tuple[str, int], tuple[Tensor, weakref.ref[Any]]] = {}
 
 
 def empty_gradient(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate the gradient of a weight.
+    """Allocate the gradient of a weight, or of given logits, by `empty_kept`."""
+    return empty_kept("gradient", shape, dtype, device)
 
-    On a CPU, a large gradient takes the memory of the one before, if no tensor uses that any more.
-    So the memory of one gradient stays allocated between calls. The storage cannot be resized.
+
+def empty_kept(
+    use: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Allocate a tensor that every call needs.
+
+    On a CPU, a large one takes the memory of the one before, if no tensor uses that any more. So
+    the memory of one gradient and one buffer stays allocated between calls. The storage cannot be
+    resized.
     """
     size = math.prod(shape) * dtype.itemsize
-    if device.type != "cpu" or size < KEPT_BYTES:
+    if device.type != "cpu" or not KEPT_BYTES <= size <= MOST_KEPT_BYTES:
         return torch.empty(shape, dtype=dtype, device=device)
-    memory, used_by = _kept.pop(size, (None, None))  # in one step: no other thread gets it too
-    _kept.clear()
+    # in one step: no other thread gets it too
+    memory, used_by = _kept.pop((use, size), (None, None))
+    for other in list(_kept):
+        if other[0] == use or len(_kept) >= KEPT_BLOCKS:
+            _kept.pop(other, None)
     if memory is None or used_by is None or used_by() is not None:
         memory = torch.empty(size, dtype=torch.uint8)
     # the storage of the result keeps its owner alive, and the owner keeps the memory alive
     owner = (ctypes.c_char * size).from_address(memory.data_ptr())
     vars(owner)["memory"] = memory
-    _kept[size] = memory, weakref.ref(owner)
+    _kept[use, size] = memory, weakref.ref(owner)
     # not a view: autograd adds the other gradient of a tied weight in place only to whole storages
     return torch.frombuffer(owner, dtype=dtype).resize_(shape)
 
@@ -96,7 +115,7 @@ class Buffer:
             self.storage = None  # free it first: old and new together would exceed the budget
             columns, rows = self.multiples
             size = min(_round_up(count, rows), limit), _round_up(self.width, columns)
-            self.storage = torch.empty(size, dtype=self.dtype, device=self.device)
+            self.storage = empty_kept("logits", size, self.dtype, self.device)
         return self.storage[:count, : self.width]
 
 
@@ -115,24 +134,33 @@ class Projection:
         dtype: torch.dtype,
         chunk_bytes: int | None = None,  # memory for logits and gradients; None: CHUNK_BYTES
         vocab_size: int | None = None,  # determines the chunk sizes; None: rows of the weight
+        *,
+        free: int | None = None,  # bytes that may be allocated; None: enough
+        stores_logits: bool = True,  # or only what has the size of their gradient
     ) -> None:
         self.dtype, self.accum_dtype = dtype, COMPUTE_DTYPES[dtype]
         self.gemm_dtype = operand_dtype(weight.device, dtype)
         self.weight_dtype = weight.dtype
         self.weight = self.operand(weight)
         self.bias = None if bias is None else bias.to(self.dtype).to(self.accum_dtype)
-        memory, processors = gpu_size(weight.device)
-        budget = chunk_bytes or default_budget(weight.device.type, memory)
+        self.stores_logits = stores_logits
+        processors = multiprocessors(weight.device)
+        self.equal_spans = processors == 1
         vocab_size = vocab_size or weight.shape[0]
+        weight_size = vocab_size * weight.shape[1]
+        budget = chunk_bytes or default_budget(weight.device.type)
+        if chunk_bytes is None and free is not None:
+            share = int(FREE_SHARE * (free - 4 * weight_size))
+            budget = max(min(budget, share), smallest_budget(vocab_size, dtype))
+        logit_bytes = self.accum_dtype.itemsize if stores_logits else 0
         sizes = (
             vocab_size,
             weight.shape[1],
-            (self.accum_dtype.itemsize, self.gemm_dtype.itemsize),
+            (logit_bytes, self.gemm_dtype.itemsize),
             processors,
         )
         self.chunk, self.block = chunk_sizes(budget, *sizes)
         self._largest_chunk = self.chunk
-        weight_size = vocab_size * weight.shape[1]
         if chunk_bytes is None and self.writes_rounded(weight_size):
             budget += self.accum_dtype.itemsize * weight_size
             self._largest_chunk = chunk_sizes(budget, *sizes, self.block)[0]
@@ -164,7 +192,12 @@ class Projection:
 
     def reserve(self, rows: int) -> None:
         """Allocate the logits of a block at once, so that a larger block never replaces it."""
-        self._logits.rows(min(rows, self.block), self.block)
+        if self.stores_logits:
+            self._logits.rows(min(rows, self.block), self.block)
+
+    def spans(self, start: int, stop: int, rows: int) -> Iterator[slice]:
+        """Split [start, stop) into chunks or blocks of at most `rows`."""
+        return spans(start, stop, rows, equal=self.equal_spans)
 
     def operand(self, x: Tensor) -> Tensor:
         return x.to(self.dtype).to(self.gemm_dtype)
@@ -211,11 +244,19 @@ class Projection:
 class Head:
     """The head of one call: the logits of its rows, and the gradients of its operands."""
 
+    stores_logits = True
+
     def __init__(self, op: Operands, needs: NeedsGrad) -> None:
         assert op.weight is not None
         self.hidden, self.needs = op.rows, needs
         self.projection = Projection(
-            op.weight, op.bias, op.dtype, chunk_bytes=op.chunk_bytes, vocab_size=op.vocab_size
+            op.weight,
+            op.bias,
+            op.dtype,
+            op.chunk_bytes,
+            op.vocab_size,
+            free=_free_for(op, needs),
+            stores_logits=self.stores_logits,
         )
         shape = op.rows.shape if needs.rows else (0,)
         self._d_hidden = torch.zeros(shape, dtype=op.rows.dtype, device=op.rows.device)
@@ -231,18 +272,32 @@ class Head:
         rows = self.projection.operand(self.hidden.index_select(0, index))
         return rows if live is None else rows.masked_fill(~live[index, None], 0)
 
+    def logits(self, rows: Tensor, index: Tensor, out: Tensor | None) -> Any:
+        """The logits [1, M, V] of rows [M, H] of the tokens at `index` [M].
+
+        out: the buffer [M, V] for their gradient, if they have one.
+        """
+        return self.projection.logits(rows, out)[None]
+
     def add(self, index: Tensor, rows: Tensor, grad: Tensor, *, single_chunk: bool) -> None:
         """Add a chunk: token indices [M], input rows [M, H] and the logits' gradient [M, V]."""
         if self.needs.weight:
-            first = self._d_weight is None
-            if self._d_weight is None:
-                self._d_weight = self._allocate(single_chunk)
-            multiply(grad.T, rows, self._d_weight, accumulate=not first)
+            self.add_weight(rows, grad, single_chunk=single_chunk)
         if self.needs.bias:
             self._d_bias += grad.sum(0, dtype=self.projection.accum_dtype)
         if self.needs.rows:
-            d_rows = self.projection.hidden_gradient(grad)
-            self._d_hidden.index_copy_(0, index, d_rows.to(self._d_hidden.dtype))
+            self.add_hidden(index, self.projection.hidden_gradient(grad))
+
+    def add_weight(self, rows: Tensor, grad: Tensor, *, single_chunk: bool) -> None:
+        """Add rows [M, H] with the logits' gradient [M, V] to the gradient of the weight."""
+        first = self._d_weight is None
+        if self._d_weight is None:
+            self._d_weight = self._allocate(single_chunk)
+        multiply(grad.T, rows, self._d_weight, accumulate=not first)
+
+    def add_hidden(self, index: Tensor, d_rows: Tensor) -> None:
+        """Store the gradient [M, H] of the rows of the tokens at `index` [M]."""
+        self._d_hidden.index_copy_(0, index, d_rows.to(self._d_hidden.dtype))
 
     def rescale(self, factor: Tensor, grad: Tensor | None) -> None:
         """Multiply all gradients so far, with that of a chunk's first logits, by a factor."""
@@ -266,6 +321,54 @@ class Head:
         return empty_gradient(head.weight.shape, dtype, head.weight.device)
 
 
+def _free_for(op: Operands, needs: NeedsGrad) -> int | None:
+    """The free memory for a call's buffers and its sum of the weight's gradient; None: enough.
+
+    Ranks that share the vocabulary need the same chunks, whatever their memory.
+    """
+    device, weight = op.rows.device, op.weight
+    assert weight is not None
+    small = op.rows.shape[0] * weight.shape[0] * 4 <= SMALL_BYTES
+    fixed = op.chunk_bytes is not None or op.vocab_size is not None
+    if device.type != "cuda" or small or fixed or capturing(device):
+        return None
+    sums = 4 * weight.numel()
+    free = free_memory(device, int(CHUNK_BYTES["cuda"] / FREE_SHARE) + sums)
+    return free if needs.weight else free + sums
+
+
+def in_smaller_chunks(function: Callable[Concatenate[Operands, P], R]) -> Callable[..., R]:
+    """Make a function of `Operands` try again with half the memory when an allocation fails.
+
+    Ranks that share the vocabulary cannot: they would need to fail together.
+    """
+
+    @functools.wraps(function)
+    def tried(op: Operands, *arguments: P.args, **keywords: P.kwargs) -> R:
+        weight = op.weight
+        if weight is None or op.vocab_size is not None:
+            return function(op, *arguments, **keywords)
+        budget = op.chunk_bytes or default_budget(op.rows.device.type)
+        smallest = smallest_budget(weight.shape[0], op.dtype)
+        while True:
+            try:
+                return function(op, *arguments, **keywords)
+            except torch.OutOfMemoryError:
+                budget //= 2
+                if budget < smallest:
+                    raise
+            # here, because an exception that is being handled keeps the buffers alive
+            warnings.warn(
+                f"out of memory: trying again with chunk_bytes={budget}; pass it, or free memory, "
+                "to save the first attempt",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            op = replace(op, chunk_bytes=budget)
+
+    return tried
+
+
 def compact(
     nonzero: Tensor, index: Tensor, rows: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -286,13 +389,13 @@ def compact(
     return index[kept], rows[kept], grad[:count]
 
 
-def spans(start: int, stop: int, rows: int) -> Iterator[slice]:
-    """Split [start, stop) into nearly equal slices of at most `rows`, longest first.
+def spans(start: int, stop: int, rows: int, *, equal: bool) -> Iterator[slice]:
+    """Split [start, stop) into slices of `rows`, the last of which takes the remainder.
 
-    Sizes are multiples of a GEMM tile and differ by at most one tile, because a partly filled tile
-    costs as much as a full one; the last slice takes the remainder.
+    equal: into as many slices of nearly equal size, longest first. On a GPU, a size chosen to fill
+    whole waves would be lost.
     """
-    tile = math.gcd(rows, ALIGN) if rows >= ALIGN else 1
+    tile = (math.gcd(rows, ALIGN) if rows >= ALIGN else 1) if equal else rows
     for left in range(math.ceil((stop - start) / rows), 0, -1):
         size = min(math.ceil((stop - start) / (left * tile)) * tile, stop - start)
         yield slice(start, start + size)
@@ -303,17 +406,29 @@ def _round_up(x: int, multiple: int) -> int:
     return -(-x // multiple) * multiple
 
 
-def gpu_size(device: torch.device) -> tuple[int, int]:
-    """A GPU's memory in bytes and its number of multiprocessors; (0, 1) for other devices."""
+def multiprocessors(device: torch.device) -> int:
+    """The multiprocessors of a GPU; 1 for other devices."""
     if device.type != "cuda":
-        return 0, 1
-    properties = torch.cuda.get_device_properties(device)
-    return properties.total_memory, properties.multi_processor_count
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def default_budget(kind: str, memory: int) -> int:
-    """`CHUNK_BYTES` of a device type; more on a GPU with more than 64 GB of memory."""
-    return max(CHUNK_BYTES.get(kind, CHUNK_BYTES["cuda"]), memory // GPU_SHARE)
+def free_memory(device: torch.device, enough: int) -> int:
+    """Bytes that may be allocated on a GPU, or at least `enough`."""
+    free = torch.cuda.mem_get_info(device)[0]
+    if free < enough:  # the allocator also keeps memory that no tensor uses
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free
+
+
+def default_budget(kind: str) -> int:
+    """`CHUNK_BYTES` of a device type."""
+    return CHUNK_BYTES.get(kind, CHUNK_BYTES["cuda"])
+
+
+def smallest_budget(vocab_size: int, dtype: torch.dtype) -> int:
+    """Bytes of a tile of rows of logits and their gradient: fewer rows would take too long."""
+    return ALIGN * vocab_size * (COMPUTE_DTYPES[dtype].itemsize + dtype.itemsize)
 
 
 def chunk_sizes(
@@ -328,9 +443,15 @@ def chunk_sizes(
 
     Without rounding, the gradient overwrites the logits, so a chunk is a single block. With
     rounding, the budget also includes the rows of hidden and their gradient, because a small
-    vocabulary has long chunks.
+    vocabulary has long chunks. Without logits (0 bytes), a chunk is a single block, too.
     """
     logit_bytes, gradient_bytes = item_bytes
+    chunk_row_bytes = gradient_bytes * (vocab_size + 2 * width)
+    if logit_bytes == 0:
+        # and the float32 gradient of the rows of hidden
+        rows = _whole_tiles(budget // (chunk_row_bytes + 4 * width), BLOCK_ALIGN)
+        chunk = max(whole_waves(rows, width, processors), 1)
+        return chunk, block or chunk
     row_bytes = logit_bytes * vocab_size
     if logit_bytes == gradient_bytes:
         rows = budget // row_bytes
@@ -339,8 +460,7 @@ def chunk_sizes(
         rows = _whole_tiles(rows, ALIGN) if processors > 1 else _whole_tiles(cpu_rows, CPU_ALIGN)
         return rows, rows
     # about 2 rows of logits for 9 rows of gradients
-    block = block or _whole_tiles(4 * budget // (13 * row_bytes))
-    chunk_row_bytes = gradient_bytes * (vocab_size + 2 * width)
+    block = block or min(_whole_tiles(4 * budget // (13 * row_bytes), BLOCK_ALIGN), LARGEST_BLOCK)
     chunk = max(_whole_tiles((budget - block * row_bytes) // chunk_row_bytes), block)
     return max(whole_waves(chunk, width, processors), block), block
 

@@ -180,7 +180,10 @@ Counts = Tensor | tuple[int, int]
 
 def capturing(device: torch.device) -> bool:
     """Whether a CUDA graph is being captured; counts cannot be read then, so no row is skipped."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):  # which need not be the current one
+        return torch.cuda.is_current_stream_capturing()
 
 
 class RowOrder(NamedTuple):

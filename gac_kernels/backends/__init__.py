@@ -81,7 +81,7 @@ def select_backend(name: str, device: torch.device, dtype: torch.dtype) -> Modul
             _log_first_use(module, device)
             return module
         if dtype != torch.float64:  # only the reference computes in float64
-            _warn_of_fallback(f"backend {candidate!r} cannot run: {reason}; using 'reference'")
+            warn_once(f"backend {candidate!r} cannot run: {reason}; using 'reference'")
     raise AssertionError("the reference backend runs everywhere")
 
 
@@ -99,7 +99,7 @@ def _log_first_use(module: ModuleType, device: torch.device) -> None:
 
 
 @functools.cache  # once per reason
-def _warn_of_fallback(message: str) -> None:
+def warn_once(message: str) -> None:
     frames = inspect.stack(context=0)
     own = [frame.frame.f_globals.get("__name__", "").startswith("gac_kernels") for frame in frames]
     warnings.warn(message, RuntimeWarning, stacklevel=own.index(False) + 1)  # the caller's line

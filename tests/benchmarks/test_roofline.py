@@ -51,16 +51,12 @@ def test_share_is_bound_divided_by_time(device: str, rate: float) -> None:
 
 
 def test_traffic_of_the_weight_gradient_follows_from_the_chunks() -> None:
-    """The library's own chunk sizes: more memory, fewer chunks; one chunk writes bfloat16 once."""
+    """The library's own chunk sizes; one chunk writes bfloat16 once."""
     small, large = (roofline.HEADS[name] for name in ("Qwen2.5-1.5B", "Qwen2.5-7B"))
-    counted = {
-        (name, head.hidden): roofline.chunks(head, limits)
-        for name, limits in roofline.DEVICES.items()
-        for head in (small, large)
-    }
-    assert counted["H100", 3584] == 1
-    assert counted["H200", 1536] < counted["H100", 1536]
+    assert roofline.chunks(large) == 1
+    count = roofline.chunks(small)
+    assert count == 4
     lines = roofline.section("H100", counts(), None).splitlines()
     (row,) = (line for line in lines if "1.5B | Triton loss | 11.5 |" in line)
-    traffic = 8 * counted["H100", 1536] * 1536 * 151936
-    assert f" {counted['H100', 1536]} | {1e3 * traffic / 3.35e12:.2f} |" in row
+    traffic = 8 * count * 1536 * 151936
+    assert f" {count} | {1e3 * traffic / 3.35e12:.2f} |" in row

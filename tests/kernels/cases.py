@@ -329,7 +329,8 @@ def check_outputs(ours: Any, same_dtype: Any, truth: Any, floor: float = 1e-3) -
         check(name, *(getattr(out, name) for out in outputs), floor=floor)
     check("rollouts", *(out.moments.rollouts for out in outputs))
     check("demo_nll", *(torch.nan_to_num(out.moments.demo_nll, neginf=-1.0) for out in outputs))
-    check("totals", *(torch.nan_to_num(out.moments.totals, nan=-1.0) for out in outputs))
+    totals = (torch.nan_to_num(out.moments.totals, nan=-1.0) for out in outputs)
+    check("totals", *totals, floor=floor)
 
 
 def check_grads(

@@ -19,6 +19,8 @@ SLOW = "triton", "cuda"  # interpreted, or on emulated threads
 if importlib.util.find_spec("triton"):
     from triton.runtime import interpreter
 
+    from bench.interpreter import emulate_bfloat16
+
     @functools.cache
     def _patch_language(function: Any) -> None:
         interpreter._patch_lang(function)
@@ -41,6 +43,7 @@ if importlib.util.find_spec("triton"):
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(
         sanitize_overflow=False
     )
+    emulate_bfloat16()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench import interpreter
 from gac_kernels import projection
 
 
@@ -29,8 +30,7 @@ def emulate(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> list[Gemm]:
         assert a.dtype == b.dtype == dtype
         assert out.shape == (a.shape[0], b.shape[1])
         log.append(Gemm((*a.shape, b.shape[1]), out.dtype, accumulate))
-        product = a.float() @ b.float()
-        out.add_(product) if accumulate else out.copy_(product)
+        interpreter.multiply(a, b, out, accumulate)
 
     monkeypatch.setattr(projection, "operand_dtype", lambda device, compute: compute)
     monkeypatch.setattr(projection, "multiply", multiply)

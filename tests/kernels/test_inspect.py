@@ -17,6 +17,8 @@ from gac_kernels import inspect
 reports = []
 kernels = {}
 for i, configuration in enumerate(inspect.triton_configurations()):
+    if inspect.needs_hopper(configuration):
+        continue
     name = configuration[1].kernel.__name__
     architectures = [inspect.ARCHITECTURES[len(kernels) % 3 if name not in kernels else i % 3]]
     if kernels.setdefault(name, i) == i:
@@ -72,6 +74,16 @@ print(json.dumps({name: len(different) for name, different in keys.items()}))
 ROW_KERNELS = {"stats_kernel", "grads_kernel", "loss_kernel", "scale_kernel"}
 
 
+_EPILOGUE = """
+import json
+from gac_kernels import inspect
+print(json.dumps([
+    inspect.compile_triton(configuration, "90")._replace(code="")._asdict()
+    for configuration in inspect.triton_configurations() if inspect.needs_hopper(configuration)
+]))
+"""
+
+
 def _run(code: str) -> Any:
     """The JSON printed by a process without Triton's interpreter, in which nothing is compiled."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -103,6 +115,10 @@ def test_no_shipped_kernel_spills(reports: list[dict[str, Any]]) -> None:
         "tokens_kernel",
         "sequences_kernel",
         "totals_kernel",
+        "reference_kernel",
+        "sums_kernel",
+        "guard_kernel",
+        "finish_kernel",
     }
     assert {r["kernel"] for r in reports} == kernels
     assert {r["kernel"] for r in reports if r["arch"] == "gfx942"} == kernels
@@ -144,6 +160,24 @@ def test_instructions_per_logit_are_counted(reports: list[dict[str, Any]]) -> No
         most = 25 + 25 * ("softcap" in report["config"])
         assert (6 < report["sums"] < most) == reads, report
         assert (4 < report["gradient"] < most) == writes, report
+
+
+@FULL
+@pytest.mark.slow(reason="compiles three large kernels")
+def test_the_epilogue_gemm_does_not_spill() -> None:
+    """One program of 8 warps has a multiprocessor to itself, so a thread has 255 registers."""
+    reports = _run(_EPILOGUE)
+    assert len(reports) == len(inspect_epilogues())
+    for report in reports:
+        assert report["spills"] == report["stack"] == 0, report
+        assert report["registers"] <= 255, report
+        assert report["shared"] <= 227 * 1024, report
+
+
+def inspect_epilogues() -> dict[str, dict[str, bool]]:
+    from gac_kernels import inspect
+
+    return inspect._EPILOGUES
 
 
 LOOPS = """

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from gac_kernels import (
     DemoWeight,
     LossSpec,
+    fused_gac_loss,
     fused_linear_gac_loss,
     linear_token_logprobs,
     projection,
@@ -256,9 +257,36 @@ def test_the_next_gradient_reuses_only_memory_that_is_free(monkeypatch: pytest.M
     assert torch.equal(third, copy)
     tied, tokens = torch.randn(7, 4, requires_grad=True), torch.tensor([[1, 2]])
     fused_linear_gac_loss(torch.nn.functional.embedding(tokens, tied), tied, tokens).loss.backward()
-    ((memory, _),) = projection._kept.values()
+    ((memory, _),) = [x for (use, _), x in projection._kept.items() if use == "gradient"]
     assert tied.grad is not None
     assert tied.grad.data_ptr() == memory.data_ptr()
+
+
+def test_the_gradient_of_given_logits_and_the_buffer_of_a_head_reuse_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One block each is kept, and none that is larger than a limit."""
+    monkeypatch.setattr(projection, "KEPT_BYTES", 1)
+    projection._kept.clear()
+    batch = build(BY_NAME["defaults"])
+
+    def given(**keywords: object) -> int:
+        logits = batch.logits()
+        (grad,) = torch.autograd.grad(
+            fused_gac_loss(logits, *batch.inputs, mu=0.5, **keywords).loss, logits
+        )
+        return grad.data_ptr()
+
+    assert given() == given()
+    run_linear(fused_linear_gac_loss, batch)
+    assert {use for use, _ in projection._kept} == {"gradient", "logits"}
+    addresses = {use: x[0].data_ptr() for (use, _), x in projection._kept.items()}
+    run_linear(fused_linear_gac_loss, batch)
+    assert addresses == {use: x[0].data_ptr() for (use, _), x in projection._kept.items()}
+    projection._kept.clear()
+    monkeypatch.setattr(projection, "MOST_KEPT_BYTES", 1)
+    given()
+    assert projection._kept == {}
 
 
 def test_half_weight_gradient_is_summed_in_float32() -> None:

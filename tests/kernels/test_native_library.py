@@ -225,7 +225,7 @@ def test_missing_or_invalid_library_is_reported(tmp_path, monkeypatch) -> None:
 
 
 def test_fallback_is_reported_once(monkeypatch) -> None:
-    backends._warn_of_fallback.cache_clear()
+    backends.warn_once.cache_clear()
     monkeypatch.setattr(cpu, "library_error", lambda: "the extension is not built")
     with pytest.warns(RuntimeWarning, match="native.*not built.*reference") as warned:
         token_logprobs(torch.zeros(1, 1, 4), torch.zeros(1, 1).long())

@@ -10,6 +10,7 @@ from gac_kernels import (
     LossSpec,
     backends,
     fused_linear_gac_loss,
+    fused_linear_token_loss,
     linear_token_logprobs,
     projection,
     reference,
@@ -174,9 +175,8 @@ def test_block_and_chunk_sizes_on_a_gpu(
     assert large.block * vocab_size > large.chunk * hidden_size
     small = head(vocab_size, 8, torch.bfloat16, chunk_bytes=1)
     assert (small.block, small.chunk) == (1, 1)
-    # the sum of the weight's gradient is read and written once per chunk: larger chunks on an H200
-    monkeypatch.setattr(projection, "gpu_size", lambda device: (141 << 30, 132))
-    assert head(vocab_size, hidden_size, torch.bfloat16).chunk > 1.5 * large.chunk
+    assert large.block % 256 == 0
+    assert large.block <= 1536
 
 
 def test_unequal_vocabulary_shards_use_the_same_chunks(
@@ -191,13 +191,31 @@ def test_unequal_vocabulary_shards_use_the_same_chunks(
     assert len(sizes) == 1
 
 
-def test_spans_are_nearly_equal_multiples_of_a_tile() -> None:
-    assert [*spans(10, 530, 256)] == [slice(10, 266), slice(266, 522), slice(522, 530)]
-    assert [*spans(10, 10, 256)] == []
-    sizes = [span.stop - span.start for span in spans(0, 8192, 1536)]
-    assert sizes == [1408, 1408, 1408, 1408, 1280, 1280]  # 64 tiles in six chunks
-    sizes = [span.stop - span.start for span in spans(0, 2304, 512)]
-    assert sizes == [512, 512, 512, 384, 384]
+def test_spans_are_full_or_nearly_equal() -> None:
+    def sizes(stop: int, rows: int, equal: bool) -> list[int]:
+        found = [*spans(10, stop, rows, equal=equal)]
+        assert [x.start for x in found[1:]] == [x.stop for x in found[:-1]]
+        return [x.stop - x.start for x in found]
+
+    assert sizes(530, 256, equal=True) == [256, 256, 8]
+    assert sizes(10, 256, equal=True) == []
+    assert sizes(10 + 8192, 1536, equal=True) == [1408] * 4 + [1280] * 2  # 64 tiles in six chunks
+    assert sizes(10 + 2304, 512, equal=True) == [512, 512, 512, 384, 384]
+    assert sizes(10 + 2304, 512, equal=False) == [512] * 4 + [256]
+    assert sizes(10, 256, equal=False) == []
+
+
+def test_a_gpus_chunks_keep_the_size_that_fills_its_waves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of hidden takes 13 waves of 132 tiles; seven chunks of equal size take 14."""
+    emulate(monkeypatch, torch.bfloat16)
+    monkeypatch.setattr(projection, "multiprocessors", lambda device: 132)
+    small = head(151936, 1536, torch.bfloat16)
+    rows = [x.stop - x.start for x in small.spans(0, 7 * 2816, 2816)]
+    assert rows == [2816] * 7
+    rows = [x.stop - x.start for x in small.spans(0, 32768, 5248)]
+    assert rows == [5248] * 6 + [1280]
+    waves = [-(-(-(-n // 128) * 6) // 132) for n in rows]
+    assert sum(waves) == 13
 
 
 def test_memory_of_half_operands(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,6 +298,73 @@ def test_only_index_select_runs_between_sync_and_first_gemm(
         assert {"zeros", "new_zeros"} & before
         between = names[sync + 1 : names.index("mm", sync)]
         assert [name for name in between if name not in VIEWS] == ["index_select"]
+
+
+AHEAD = {
+    "every row has a gradient": ([1.0, 1, 1, 1], 8, None),
+    "several chunks": ([1.0, 1, 1, 1], 8, (2 * 4 + 9 * 2) * V),
+    "fewer rows than a block have a gradient": ([1.0, 0, 0, 0], 8, None),
+    "a block with and without a gradient, then others": ([1.0, 0, 0, 0], 8, (10 * 4 + 19 * 2) * V),
+    "no row has a gradient": ([0.0, 0, 0, 0], 8, None),
+    "tokens without a loss": ([1.0, 0, 1, 0], 3, None),
+    "no token has a loss": ([1.0, 1, 1, 1], 0, None),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", AHEAD)
+def test_the_first_gemm_is_launched_before_the_counts_are_read(
+    name: str, dtype: torch.dtype, poison: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device for which the host waits; the results do not depend on it."""
+    advantages, length, chunk_bytes = AHEAD[name]
+    log = emulate(monkeypatch, dtype)
+    hidden = torch.randn(4, 8, H)
+    weight, targets = torch.randn(V, H), torch.randint(V, (4, 8))
+    targets[:, length:] = -100
+    hidden[targets == -100] = torch.nan
+    waits: list[int] = []
+    tolist = Tensor.tolist
+    monkeypatch.setattr(Tensor, "tolist", lambda x: waits.append(len(log)) or tolist(x))
+
+    def run(devices: set[str]) -> list[Tensor]:
+        log.clear()
+        waits.clear()
+        monkeypatch.setattr("gac_kernels.linear.ASYNCHRONOUS", devices)
+        monkeypatch.setattr("gac_kernels.loss.ASYNCHRONOUS", devices)
+        leaves = [x.to(dtype).requires_grad_() for x in (hidden, weight)]
+        results = []
+        for spec in (LossSpec(), LossSpec(importance_sampling_level="sequence")):
+            out = fused_linear_gac_loss(
+                *leaves,
+                targets,
+                torch.tensor(advantages),
+                old_logps=torch.full((4, 8), -4.0),
+                spec=spec,
+                chunk_bytes=chunk_bytes,
+                backend="reference",
+            )
+            results += [out.loss, out.logps, *torch.autograd.grad(out.loss, leaves)]
+
+        def token_loss(logps: Tensor, entropy: Tensor) -> Tensor:
+            return torch.where(logps < -4, logps.square(), 0)
+
+        out = fused_linear_token_loss(
+            *leaves, targets, token_loss, chunk_bytes=chunk_bytes, backend="reference"
+        )
+        results += [out.loss, out.losses, *torch.autograd.grad(out.loss, leaves)]
+        logps, _ = linear_token_logprobs(
+            *leaves, targets, chunk_bytes=chunk_bytes, backend="reference"
+        )
+        return [*results, logps, *torch.autograd.grad(logps.sum(), leaves)]
+
+    expected = run(set())
+    assert waits[0] == 0
+    found = run({"cpu"})
+    assert waits[0] == 1
+    for x, y in zip(found, expected, strict=True):
+        assert x.isfinite().all()
+        torch.testing.assert_close(x, y, rtol=1e-5 if dtype == torch.float32 else 0.02, atol=1e-6)
 
 
 def test_a_block_launches_a_row_kernel_and_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:

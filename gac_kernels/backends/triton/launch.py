@@ -82,6 +82,14 @@ def warp_size(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).warp_size
 
 
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """The number of programs that run at the same time, one per multiprocessor."""
+    if device.type != "cuda":
+        return 132 if device.type == "meta" else 4  # of an H100; of the interpreter
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def unaligned(logits: Tensor) -> bool:
     """Whether rows of a large vocabulary may start at addresses that are not multiples of 16."""
     multiple = 16 // logits.dtype.itemsize

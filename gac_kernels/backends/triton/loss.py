@@ -3,6 +3,8 @@
 Notation: N = B T rows, V vocabulary size, L lanes, R consecutive logits per lane.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -144,6 +146,83 @@ def demo_term(logp, advantage, shape, DEMO: tl.constexpr):
     return loss, d_logp
 
 
+@triton.jit
+def token_values(
+    n,
+    logp,
+    entropy,
+    demo,
+    advantages,
+    old,
+    ref,
+    factor,
+    rollout_logps,
+    low,
+    high,
+    dual_clip,
+    kl_coef,
+    entropy_coef,
+    demo_shape,
+    tau_positive,
+    tau_negative,
+    correction_min,
+    correction_max,
+    POLICY: tl.constexpr,
+    KL_RATIO: tl.constexpr,
+    MASK_CORRECTION: tl.constexpr,
+    HAS_DUAL: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    KL: tl.constexpr,
+    DEMO: tl.constexpr,
+):
+    """The loss of token n, its KL, and whether it was clipped; its derivatives in logp and entropy.
+
+    The arguments are those of `loss_kernel`.
+    """
+    kl = 0.0
+    clipped = 0.0
+    d_entropy = 0.0
+    advantage = tl.load(advantages + n)
+    if tl.load(demo + n):
+        loss, d_logp = demo_term(logp, advantage, demo_shape, DEMO)
+        if factor is not None:
+            loss, d_logp = weigh(loss, d_logp, logp, tl.load(factor + n))
+    else:
+        old_logp = logp
+        if old is not None:
+            old_logp = tl.load(old + n)
+        loss, d_logp, clipped, ratio, overflows = rollout_term(
+            logp=logp,
+            old=old_logp,
+            advantage=advantage,
+            low=low,
+            high=high,
+            dual_clip=dual_clip,
+            tau_positive=tau_positive,
+            tau_negative=tau_negative,
+            POLICY=POLICY,
+            HAS_DUAL=HAS_DUAL,
+        )
+        if factor is not None:
+            loss, d_logp = weigh(loss, d_logp, logp, tl.load(factor + n))
+        if rollout_logps is not None:
+            log_correction = logp - tl.load(rollout_logps + n)
+            corrected = correction(log_correction, correction_min, correction_max, MASK_CORRECTION)
+            loss, d_logp = weigh(loss, d_logp, logp, corrected)
+        if ref is not None:
+            kl, d_kl = kl_estimate(logp, tl.load(ref + n), KL)
+            if KL_RATIO:
+                d_kl = ratio * (d_kl + tl.where(overflows, 0.0, kl))
+                loss += kl_coef * ratio * kl
+            else:
+                loss += tl.where(kl_coef == 0, 0.0, kl_coef * kl)
+            d_logp += tl.where(kl_coef == 0, 0.0, kl_coef * d_kl)
+        if HAS_ENTROPY:
+            loss -= entropy_coef * entropy
+            d_entropy = -entropy_coef
+    return loss, kl, clipped, d_logp, d_entropy
+
+
 @triton.jit(
     do_not_specialize=["N", "T"],
     do_not_specialize_on_alignment=[*ROW_COLUMNS, "terms", "temperatures"],
@@ -219,46 +298,34 @@ def loss_kernel(
             R=R,
             STAGES=STAGES,
         )
-        advantage = tl.load(advantages + n)
-        if tl.load(demo + n):
-            loss, d_logp = demo_term(logp, advantage, demo_shape, DEMO)
-            if factor is not None:
-                loss, d_logp = weigh(loss, d_logp, logp, tl.load(factor + n))
-        else:
-            old_logp = logp
-            if old is not None:
-                old_logp = tl.load(old + n)
-            loss, d_logp, clipped, ratio, overflows = rollout_term(
-                logp=logp,
-                old=old_logp,
-                advantage=advantage,
-                low=low,
-                high=high,
-                dual_clip=dual_clip,
-                tau_positive=tau_positive,
-                tau_negative=tau_negative,
-                POLICY=POLICY,
-                HAS_DUAL=HAS_DUAL,
-            )
-            if factor is not None:
-                loss, d_logp = weigh(loss, d_logp, logp, tl.load(factor + n))
-            if rollout_logps is not None:
-                log_correction = logp - tl.load(rollout_logps + n)
-                corrected = correction(
-                    log_correction, correction_min, correction_max, MASK_CORRECTION
-                )
-                loss, d_logp = weigh(loss, d_logp, logp, corrected)
-            if ref is not None:
-                kl, d_kl = kl_estimate(logp, tl.load(ref + n), KL)
-                if KL_RATIO:
-                    d_kl = ratio * (d_kl + tl.where(overflows, 0.0, kl))
-                    loss += kl_coef * ratio * kl
-                else:
-                    loss += tl.where(kl_coef == 0, 0.0, kl_coef * kl)
-                d_logp += tl.where(kl_coef == 0, 0.0, kl_coef * d_kl)
-            if HAS_ENTROPY:
-                loss -= entropy_coef * entropy
-                d_entropy = -entropy_coef
+        loss, kl, clipped, d_logp, d_entropy = token_values(
+            n=n,
+            logp=logp,
+            entropy=entropy,
+            demo=demo,
+            advantages=advantages,
+            old=old,
+            ref=ref,
+            factor=factor,
+            rollout_logps=rollout_logps,
+            low=low,
+            high=high,
+            dual_clip=dual_clip,
+            kl_coef=kl_coef,
+            entropy_coef=entropy_coef,
+            demo_shape=demo_shape,
+            tau_positive=tau_positive,
+            tau_negative=tau_negative,
+            correction_min=correction_min,
+            correction_max=correction_max,
+            POLICY=POLICY,
+            KL_RATIO=KL_RATIO,
+            MASK_CORRECTION=MASK_CORRECTION,
+            HAS_DUAL=HAS_DUAL,
+            HAS_ENTROPY=HAS_ENTROPY,
+            KL=KL,
+            DEMO=DEMO,
+        )
     tl.store(terms + n, logp)
     tl.store(terms + N + n, entropy)
     tl.store(terms + 2 * N + n, loss)
@@ -296,29 +363,11 @@ def loss_kernel(
             write_zeros(out_row, V, L * R)
 
 
-def row_loss(
-    logits: Tensor,
-    tokens: Tokens,
-    spec: LossSpec,
-    out: Tensor | None,
-    *,
-    softcap: float | None = None,
-) -> TokenTerms:
-    count = tokens.targets.numel()
-    terms = torch.empty(5, count, dtype=torch.float32, device=logits.device)
-    tile, options = launch.tiling(logits.shape[-1], logits.dtype), spec.token_options
-    temperature = spec.temperature if tokens.temperature is None else tokens.temperature
+def formula(tokens: Tokens, spec: LossSpec) -> dict[str, Any]:
+    """Kernel arguments for the options of `token_values`."""
+    options = spec.token_options
     has_correction, is_sapo = tokens.rollout_logps is not None, spec.policy_loss == "sapo"
-    arguments = {
-        "logits": logits,
-        "out": out,
-        **launch.dense(**{name: getattr(tokens, name) for name in ROW_COLUMNS}),
-        "terms": terms,
-        "N": count,
-        "out_stride_b": 0,
-        "out_stride_t": 0,
-        **launch.geometry(logits, out),
-        **launch.scaling(Scaling(temperature, softcap)),
+    return {
         "low": options["ratio_low"],
         "high": options["ratio_high"],
         "dual_clip": options["dual_clip"],
@@ -336,6 +385,139 @@ def row_loss(
         "HAS_ENTROPY": spec.entropy_coef != 0,
         "KL": spec.kl_estimator,
         "DEMO": spec.demo_weight.value,
+    }
+
+
+@triton.jit(
+    do_not_specialize=["N"],
+    do_not_specialize_on_alignment=[*ROW_COLUMNS, "logps", "entropies", "terms", "derivatives"],
+)
+def terms_kernel(
+    logps,  # float32 [N]
+    entropies,  # float32 [N]
+    targets,  # int64 [N]
+    demo,  # the other arguments: as in `loss_kernel`
+    advantages,
+    old,
+    ref,
+    scale,
+    factor,
+    rollout_logps,
+    terms,  # float32 [5, N]
+    derivatives,  # float32 [2, N]: of sum(scale * loss) in logps and entropies
+    N,
+    low,
+    high,
+    dual_clip,
+    kl_coef,
+    entropy_coef,
+    demo_shape,
+    tau_positive,
+    tau_negative,
+    correction_min,
+    correction_max,
+    POLICY: tl.constexpr,
+    KL_RATIO: tl.constexpr,
+    MASK_CORRECTION: tl.constexpr,
+    HAS_DUAL: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    KL: tl.constexpr,
+    DEMO: tl.constexpr,
+):
+    """The formulas of `loss_kernel` where the statistics of the rows are known."""
+    n = tl.program_id(0).to(tl.int64)
+    logp = 0.0
+    entropy = 0.0
+    loss = 0.0
+    kl = 0.0
+    clipped = 0.0
+    d_logp = 0.0
+    d_entropy = 0.0
+    if tl.load(targets + n) != NO_LOSS:
+        logp = tl.load(logps + n)
+        entropy = tl.load(entropies + n)
+        loss, kl, clipped, d_logp, d_entropy = token_values(
+            n=n,
+            logp=logp,
+            entropy=entropy,
+            demo=demo,
+            advantages=advantages,
+            old=old,
+            ref=ref,
+            factor=factor,
+            rollout_logps=rollout_logps,
+            low=low,
+            high=high,
+            dual_clip=dual_clip,
+            kl_coef=kl_coef,
+            entropy_coef=entropy_coef,
+            demo_shape=demo_shape,
+            tau_positive=tau_positive,
+            tau_negative=tau_negative,
+            correction_min=correction_min,
+            correction_max=correction_max,
+            POLICY=POLICY,
+            KL_RATIO=KL_RATIO,
+            MASK_CORRECTION=MASK_CORRECTION,
+            HAS_DUAL=HAS_DUAL,
+            HAS_ENTROPY=HAS_ENTROPY,
+            KL=KL,
+            DEMO=DEMO,
+        )
+    tl.store(terms + n, logp)
+    tl.store(terms + N + n, entropy)
+    tl.store(terms + 2 * N + n, loss)
+    tl.store(terms + 3 * N + n, kl)
+    tl.store(terms + 4 * N + n, clipped)
+    weight = tl.load(scale + n)
+    tl.store(derivatives + n, d_logp * weight)
+    tl.store(derivatives + N + n, d_entropy * weight)
+
+
+def token_terms(
+    logps: Tensor,  # float32 [N]
+    entropy: Tensor,  # float32 [N]
+    tokens: Tokens,
+    spec: LossSpec,
+) -> tuple[TokenTerms, Tensor]:
+    """The terms of `row_loss` from the statistics of the rows, and their derivatives [2, N]."""
+    count, device = len(logps), logps.device
+    results = torch.empty(7, count, dtype=torch.float32, device=device)
+    columns = {name: getattr(tokens, name) for name in ROW_COLUMNS}
+    arguments = {
+        **launch.dense(logps=logps, entropies=entropy, **columns),
+        "terms": results[:5],
+        "derivatives": results[5:],
+        "N": count,
+        **formula(tokens, spec),
+    }
+    launch.Launch(terms_kernel, count, arguments, 1).run(device)
+    return TokenTerms(*results[:5]), results[5:]
+
+
+def row_loss(
+    logits: Tensor,
+    tokens: Tokens,
+    spec: LossSpec,
+    out: Tensor | None,
+    *,
+    softcap: float | None = None,
+) -> TokenTerms:
+    count = tokens.targets.numel()
+    terms = torch.empty(5, count, dtype=torch.float32, device=logits.device)
+    tile = launch.tiling(logits.shape[-1], logits.dtype)
+    temperature = spec.temperature if tokens.temperature is None else tokens.temperature
+    arguments = {
+        "logits": logits,
+        "out": out,
+        **launch.dense(**{name: getattr(tokens, name) for name in ROW_COLUMNS}),
+        "terms": terms,
+        "N": count,
+        "out_stride_b": 0,
+        "out_stride_t": 0,
+        **launch.geometry(logits, out),
+        **launch.scaling(Scaling(temperature, softcap)),
+        **formula(tokens, spec),
         "L": tile.lanes,
         "R": tile.width,
         "STAGES": tile.stages,
