@@ -93,7 +93,8 @@ def test_the_judged_differences():
         sd = math.sqrt(sum((d - sum(difference) / 8) ** 2 for d in difference) / 7)
         mean, error = sum(difference) / 8, sd / math.sqrt(8)
         half = quantile(0.975, 7) * error
-        computed.append((mean, mean - half, mean + half, tails(mean / error, 7), error))
+        p = tails(mean / error, 7) if error else 1.0
+        computed.append((mean, mean - half, mean + half, p, error))
     ps = [row[3] for row in computed]
     for line, (mean, low, high, p, error) in zip(shown, computed, strict=True):
         assert numbers(line[3]) == pytest.approx([100 * mean, 100 * low, 100 * high], abs=0.06)
