@@ -1,5 +1,6 @@
 """A second computation of the numbers in adaptive.md, which shares no code with the first."""
 
+import functools
 import json
 import math
 import re
@@ -25,6 +26,7 @@ def tails(t: float, freedom: int) -> float:
     return float(np.trapezoid(density[start:], grid[start:]) / np.trapezoid(density, grid))
 
 
+@functools.cache
 def quantile(p: float, freedom: int) -> float:
     low, high = 0.0, 50.0
     for _ in range(60):
