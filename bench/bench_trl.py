@@ -295,6 +295,8 @@ def fill_page() -> None:
 
 def kept_rows(path: Path, device: str, case: str) -> list[dict[str, Any]]:
     """The rows of the other cases in a file, which must be of the same device."""
+    if not path.exists():
+        return []
     document = json.loads(path.read_text())
     if document["device"] != device_name(device):
         raise SystemExit(f"{path} is of another device, {document['device']}: measure all cases")

@@ -20,7 +20,7 @@ import os
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -81,17 +81,35 @@ def evaluate_single(config: EvalConfig, against: Path | None = None) -> dict[str
 def _temporary_folder(config: EvalConfig) -> Path:
     """Where an evaluation without `out` can continue after an interruption.
 
-    The name depends on all settings, and on the sizes and times of the local files that they name,
-    so an evaluation of a changed model or other rows starts anew.
+    The name depends on all settings, and on the sizes and times of the local files and folders that
+    they name, so an evaluation of a changed model, other rows or another reward starts anew.
     """
     from huggingface_hub.constants import HF_HOME
 
-    named = [Path(name) for name in (config.model.path, config.eval.data.prompts) if name]
-    files = [file for path in named for file in ([path] if path.is_file() else path.glob("*"))]
+    setting = _setting(config, config.eval)
+    files = [file for name in _strings(setting) for file in _local_files(name)]
     states = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in sorted(files)]
-    setting = json.dumps([_setting(config, config.eval), states], sort_keys=True)
-    key = hashlib.sha256(setting.encode()).hexdigest()[:16]
+    key = hashlib.sha256(json.dumps([setting, states], sort_keys=True).encode()).hexdigest()[:16]
     return Path(HF_HOME) / f"gac-{os.getuid()}" / "evaluations" / key
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """All strings in plain JSON types."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (dict, list)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _strings(item)
+
+
+def _local_files(name: str) -> list[Path]:
+    """The files that a string may name: a file, those of a folder, or the code `place:function`."""
+    place = name.rpartition(":")[0]
+    texts = [text for text in (name, place, place and f"{place.replace('.', '/')}.py") if text]
+    with contextlib.suppress(OSError):  # a text that is too long for a name
+        files = [path for text in texts if (path := Path(text)).is_file()]
+        return files or [f for text in texts[:1] for f in Path(text).glob("*") if f.is_file()]
+    return []
 
 
 def run_suite(config: EvalConfig, against: Path | None = None) -> dict[str, Any]:

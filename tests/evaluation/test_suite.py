@@ -23,6 +23,7 @@ from gac.evaluation.suite import (
     EvalConfig,
     Evaluator,
     _compare,
+    _temporary_folder,
     evaluate_single,
     flat,
     read_samples,
@@ -166,6 +167,33 @@ def test_a_single_task_without_out_continues_after_an_interruption(
     assert evaluate_single(config) == expected
     assert batches == [2, 2]
     assert len([*cache.iterdir()]) == 1  # of the first interruption, whose model is gone
+
+
+def test_an_evaluation_without_out_depends_on_the_files_that_it_names(task, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = Path(shutil.copytree(task, "data"))
+    Path("rewards").mkdir()
+    files = [data / "init" / "config.json", data / "eval.jsonl"]
+    files += [Path("reward.py"), Path("rewards/own.py")]
+    for file in files[2:]:
+        file.write_text("def score(completion, example): return 1.0")
+    rows = {"prompts": str(data / "eval.jsonl"), "template": "long " * 900 + "{prompt}"}
+    rewards = ["reward.py:score", {"name": "sum", "terms": [{"reward": "rewards.own:score"}]}]
+    configs = [
+        replace(suite(data, None, tasks={}, eval={"data": rows}), out=None, reward=reward)
+        for reward in (*rewards, "math")
+    ]
+    folders = [_temporary_folder(config) for config in configs]
+    assert len({*folders}) == 3
+    assert [_temporary_folder(config) for config in configs] == folders
+    changes = []
+    for file in files:
+        before = [_temporary_folder(config) for config in configs]
+        file.write_text(file.read_text() + " ")
+        after = [_temporary_folder(config) for config in configs]
+        changes.append([a != b for a, b in zip(after, before, strict=True)])
+    both, own, other = [True] * 3, [True, False, False], [False, True, False]
+    assert changes == [both, both, own, other]
 
 
 def test_finished_tasks_are_not_run_again(task, tmp_path):
