@@ -1,8 +1,8 @@
 r"""The first run on a GPU, in parts of at most ten minutes: `python3 -m bench.first_run --part 1`.
 
 All parts together take at most 25 minutes, the most valuable first: part 1 checks that everything
-works and times single GEMMs and the 7B head, part 2 times our other losses and other libraries,
-part 3 the trainers, sanitizers and profilers. Each part is a list of steps. A
+works and times the epilogue head, both heads in hot loops and single GEMMs, part 2 times our other
+losses and other libraries, part 3 the trainers and sanitizers. Each part is a list of steps. A
 step is a process with a time limit; if it fails or hangs, the next one still runs. Measurements go
 to bench/results/ as they are made, logs to bench/results/first-run/; new results and one archive of
 the logs are also copied to the folder given by the environment variable OUT. Requires torch,
@@ -85,31 +85,7 @@ def sanitizer(tool: str, *options: str) -> list[str]:
     return ["compute-sanitizer", "--tool", tool, "--error-exitcode", "1", *small_case(*options)]
 
 
-def ncu(*options: str) -> list[str]:
-    sections = ("SpeedOfLight", "SchedulerStats", "WarpStateStats", "MemoryWorkloadAnalysis")
-    return [
-        "ncu",
-        "--clock-control",
-        "none",
-        "-k",
-        "regex:row_kernel|loss_kernel",
-        "-c",
-        "3",
-        *(word for s in sections for word in ("--section", s)),
-        *python("bench.row_case", *options),
-    ]
-
-
-WIDE = ("--dtype", "float32", "--rows", "512")
 LINEAR, LOGITS, SMALL = (f"bench/bench_gpu_{name}.py" for name in ("linear", "logits", "small"))
-DEMO = (
-    "--methods",
-    "gac",
-    "--steps",
-    tiny("20", "2"),
-    "--out",
-    str(RESULTS / "first-run" / "demo"),
-)
 ARCH = tiny((), ("--arch", "90a"))  # default: the device's
 PARTS: dict[int, tuple[Step, ...]] = {
     1: (
@@ -118,30 +94,29 @@ PARTS: dict[int, tuple[Step, ...]] = {
         Step("smoke triton", 40, python("bench.smoke", "triton", DEVICE)),
         Step("smoke native", 20, python("bench.smoke", "native", DEVICE)),
         guarded("linear-form tests", 60, 40, "tests/kernels/test_linear_gpu.py"),
+        Step("epilogue GEMM", 90, python("bench.epilogue_gemm")),
+        Step("hot loops", 140, python("bench.hot_loop")),
         guarded("linear, 7B", 100, 60, LINEAR, "-k", "ours and 7B"),
         Step("GEMMs", 30, python("bench.gemm_probe", "--device", DEVICE)),
-        guarded("GPU tests", 90, 40, "tests/kernels/test_gpu.py", "tests/kernels/test_batch.py"),
     ),
     2: (
+        guarded("GPU tests", 90, 40, "tests/kernels/test_gpu.py", "tests/kernels/test_batch.py"),
         guarded("linear, 1.5B", 70, 40, LINEAR, "-k", "ours and 1.5B"),
         guarded("logits, 7B", 70, 40, LOGITS, "-k", "ours and 7B"),
         guarded("linear peers, 7B", 120, 50, LINEAR, "-k", "peer and 7B and 8192"),
         guarded("logits, 1.5B", 60, 50, LOGITS, "-k", "ours and 1.5B"),
-        guarded("row splits", 40, 30, LOGITS, "-k", "splits"),
         guarded("small batches", 50, 30, SMALL),
         guarded("linear peers, 1.5B", 70, 40, LINEAR, "-k", "peer and 1.5B and 8192"),
-        guarded("logits peers", 60, 40, LOGITS, "-k", "peer"),
     ),
     3: (
         Step("trace, 7B", 30, python("bench.trace")),
+        Step("TRL trainers", 100, python("bench.bench_trl", "--device", DEVICE)),
+        guarded("compiled eager", 60, 50, LINEAR, "-k", "compiled"),
         Step("memcheck, in place", 30, sanitizer("memcheck", "--overwrite")),
         Step("synccheck, in place", 30, sanitizer("synccheck", "--overwrite")),
-        Step("demo", 60, python("gac.cli", "demo", *DEMO)),
-        Step("TRL trainers", 100, python("bench.bench_trl", "--device", DEVICE)),
+        guarded("row splits", 40, 30, LOGITS, "-k", "splits"),
+        guarded("logits peers", 60, 40, LOGITS, "-k", "peer"),
         Step("overhead", 50, python("bench.overhead", "--cycles", "3")),
-        guarded("compiled eager", 60, 50, LINEAR, "-k", "compiled"),
-        Step("profile csrc", 30, ncu("--backend", "native", *WIDE)),
-        Step("profile Triton", 30, ncu("--backend", "triton", *WIDE)),
         Step("FSDP2, one process", 20, python("bench.fsdp_step")),
         Step("vLLM", 10, python("bench.vllm_logprobs")),
     ),

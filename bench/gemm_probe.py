@@ -17,7 +17,7 @@ from .timing import Step, interleave, runnable
 
 # 512: a block of logits; 2048 and 8192: chunks of that many tokens; then other chunk sizes, at
 # least one of which does not fill whole waves of tiles (1408).
-ROWS = tiny((512, 2048, 8192, 2304, 1024, 1408, 1536, 4096), (4, 8))
+ROWS = tiny((512, 2048, 8192, 2304, 1024, 1408, 1536, 2816, 640, 1280, 4096), (4, 8))
 SECONDS = tiny(0.4, 0)  # per shape, over all rounds
 
 
@@ -45,6 +45,7 @@ def gemms(rows: int, head: Head, device: torch.device) -> dict[str, Step]:
         "dX, float32": lambda: torch.mm(dz, weight, f32, out=dx[f32]),
         "dW, bfloat16": lambda: torch.mm(dz.T, x, out=dw[bf16]),
         "dW, float32": lambda: torch.mm(dz.T, x, f32, out=dw[f32]),
+        "dW accumulated, bfloat16": lambda: dw[bf16].addmm_(dz.T, x),
         "dW accumulated, float32": lambda: torch.addmm(dw[f32], dz.T, x, f32, out=dw[f32]),
     }
 
